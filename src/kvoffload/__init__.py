@@ -1,0 +1,87 @@
+"""kvoffload keeps the KV cache of an LLM server beyond its device memory."""
+
+from kvoffload.admission import FilterReusedOffloadingManager
+from kvoffload.base import (
+    Backend,
+    BlockHash,
+    BlockNotPinnedError,
+    BlockNotReadyError,
+    BlockStatus,
+    CachePolicy,
+    ConfigError,
+    DeviceSpec,
+    IntegrityError,
+    KVBlocks,
+    KVOffloadError,
+    LoadStoreSpec,
+    LookupState,
+    Miss,
+    MissReason,
+    OffloadingEvent,
+    OffloadingManager,
+    OffloadKey,
+    PrepareStoreOutput,
+    ReqContext,
+    Request,
+    ScheduledStep,
+    TransferSpec,
+)
+from kvoffload.config import OffloadConfig
+from kvoffload.explain import RequestRecord
+from kvoffload.hostpool import HostBackend, HostPool
+from kvoffload.keys import hash_blocks, make_offload_key, root_hash
+from kvoffload.manager import ARCOffloadingManager, LRUOffloadingManager, PolicyOffloadingManager
+from kvoffload.policies import make_policy
+from kvoffload.scheduler import OffloadingConnectorScheduler
+from kvoffload.table import BlockTable
+from kvoffload.transfer.base import Transfer, TransferResult
+from kvoffload.transfer.inline import InlineTransfer
+from kvoffload.worker import OffloadingConnectorWorker, StepMeta, WorkerReport
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "ARCOffloadingManager",
+    "Backend",
+    "BlockHash",
+    "BlockNotPinnedError",
+    "BlockNotReadyError",
+    "BlockStatus",
+    "BlockTable",
+    "CachePolicy",
+    "ConfigError",
+    "DeviceSpec",
+    "FilterReusedOffloadingManager",
+    "HostBackend",
+    "HostPool",
+    "InlineTransfer",
+    "IntegrityError",
+    "KVBlocks",
+    "KVOffloadError",
+    "LRUOffloadingManager",
+    "LoadStoreSpec",
+    "LookupState",
+    "Miss",
+    "MissReason",
+    "OffloadConfig",
+    "OffloadKey",
+    "OffloadingConnectorScheduler",
+    "OffloadingConnectorWorker",
+    "OffloadingEvent",
+    "OffloadingManager",
+    "PolicyOffloadingManager",
+    "PrepareStoreOutput",
+    "ReqContext",
+    "Request",
+    "RequestRecord",
+    "ScheduledStep",
+    "StepMeta",
+    "Transfer",
+    "TransferResult",
+    "TransferSpec",
+    "WorkerReport",
+    "hash_blocks",
+    "make_offload_key",
+    "make_policy",
+    "root_hash",
+]

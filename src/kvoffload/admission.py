@@ -1,0 +1,123 @@
+"""Which block may enter: the reuse filter."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from kvoffload.base import (
+    IntegrityError,
+    LoadStoreSpec,
+    LookupState,
+    Miss,
+    MissReason,
+    OffloadingEvent,
+    OffloadingManager,
+    OffloadKey,
+    PrepareStoreOutput,
+    ReqContext,
+)
+
+MAX_COUNTED_REQUESTS = 4096
+
+
+class FilterReusedOffloadingManager(OffloadingManager):
+    """Stores only keys that ``store_threshold`` requests have asked for.
+
+    A key counts once a request, when it first appears in a lookup or a touch, so what the device holds
+    counts too; without a context every call counts; ``prepare_store`` never counts. Counts live in a
+    least-recently-used table of at most ``max_tracker_size`` keys. All else goes to ``backing``.
+    Raises ValueError for a threshold below 2 or a tracker below 1.
+    """
+
+    def __init__(
+        self, backing: OffloadingManager, store_threshold: int = 2, max_tracker_size: int = 64_000
+    ) -> None:
+        if store_threshold < 2:
+            raise ValueError(
+                f"store_threshold={store_threshold}: must be at least 2; leave it out to store all"
+            )
+        if max_tracker_size < 1:
+            raise ValueError(f"max_tracker_size={max_tracker_size}: must be at least 1")
+        self.backing = backing
+        self.store_threshold = store_threshold
+        self.max_tracker_size = max_tracker_size
+        self._counts: dict[OffloadKey, int] = {}
+        """Least recently counted first."""
+        self._seen: dict[str, set[OffloadKey]] = {}
+        """Keys already counted, per request, the request that asked least recently first."""
+
+    def _count(self, keys: Sequence[OffloadKey], req_context: ReqContext | None) -> None:
+        fresh: Iterable[OffloadKey] = dict.fromkeys(keys)
+        if req_context is not None:
+            seen = self._seen.pop(req_context.req_id, set())
+            self._seen[req_context.req_id] = seen
+            if len(self._seen) > MAX_COUNTED_REQUESTS:
+                del self._seen[next(iter(self._seen))]
+            fresh = [key for key in fresh if key not in seen]
+            seen.update(fresh)
+        counts = self._counts
+        for key in fresh:
+            counts[key] = counts.pop(key, 0) + 1
+            if len(counts) > self.max_tracker_size:
+                del counts[next(iter(counts))]
+
+    def lookup(self, keys: Sequence[OffloadKey], req_context: ReqContext | None = None) -> int | None:
+        self._count(keys, req_context)
+        return self.backing.lookup(keys, req_context)
+
+    def lookup_each(
+        self, keys: Sequence[OffloadKey], req_context: ReqContext | None = None
+    ) -> list[LookupState]:
+        self._count(keys, req_context)
+        return self.backing.lookup_each(keys, req_context)
+
+    def touch(self, keys: Sequence[OffloadKey], req_context: ReqContext | None = None) -> None:
+        self._count(keys, req_context)
+        self.backing.touch(keys, req_context)
+
+    def prepare_store(
+        self, keys: Sequence[OffloadKey], req_context: ReqContext | None = None
+    ) -> PrepareStoreOutput | None:
+        admitted = [key for key in keys if self._counts.get(key, 0) >= self.store_threshold]
+        return self.backing.prepare_store(admitted, req_context)
+
+    def prepare_load(
+        self, keys: Sequence[OffloadKey], req_context: ReqContext | None = None
+    ) -> LoadStoreSpec:
+        return self.backing.prepare_load(keys, req_context)
+
+    def complete_load(self, keys: Sequence[OffloadKey], req_context: ReqContext | None = None) -> None:
+        self.backing.complete_load(keys, req_context)
+
+    def complete_store(
+        self, keys: Sequence[OffloadKey], req_context: ReqContext | None = None, success: bool = True
+    ) -> None:
+        self.backing.complete_store(keys, req_context, success)
+
+    def take_events(self) -> Iterable[OffloadingEvent]:
+        return self.backing.take_events()
+
+    def reset(self) -> None:
+        self.backing.reset()
+
+    def shutdown(self) -> None:
+        self.backing.shutdown()
+
+    def explain_miss(self, key: OffloadKey) -> Miss:
+        miss = self.backing.explain_miss(key)
+        if miss.reason is MissReason.NEVER_STORED and self._counts.get(key, 0) > 0:
+            return Miss(MissReason.NOT_ADMITTED)
+        return miss
+
+    @property
+    def num_blocks(self) -> int:
+        return self.backing.num_blocks
+
+    @property
+    def num_used_blocks(self) -> int:
+        return self.backing.num_used_blocks
+
+    def check_integrity(self) -> None:
+        if len(self._counts) > self.max_tracker_size or len(self._seen) > MAX_COUNTED_REQUESTS:
+            raise IntegrityError("the reuse filter's tables have outgrown their bounds")
+        self.backing.check_integrity()

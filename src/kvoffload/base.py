@@ -1,0 +1,368 @@
+"""The contracts: value types, errors and abstract classes that everything else is written against.
+
+Read it top to bottom; nothing here imports another part of kvoffload.
+
+Vocabulary: a *device block* is one page of the engine's paged KV cache. A *block* is the unit we offload:
+``block_size_factor`` consecutive device blocks of one KV cache group. A *slot* is a place for one block in a
+medium. *Store* is device to host, *load* is host to device.
+"""
+
+from __future__ import annotations
+
+import enum
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+BlockHash: TypeAlias = bytes
+"""Chained hash of a token block: names the whole prefix that ends there."""
+
+OffloadKey: TypeAlias = bytes
+"""A block's name: the block hash of its last hash-block, then the group index as a big-endian u32."""
+
+Slots: TypeAlias = npt.NDArray[np.int64]
+"""One-dimensional array of slot numbers in ``[0, num_blocks)``."""
+
+
+class KVOffloadError(Exception):
+    """Base of every error this package raises on purpose."""
+
+
+class ConfigError(KVOffloadError, ValueError):
+    """A setting is wrong. The message names the setting, its value and what to write instead."""
+
+
+class BlockNotReadyError(KVOffloadError):
+    """``prepare_load`` was asked for a block that is not ready."""
+
+
+class BlockNotPinnedError(KVOffloadError):
+    """``complete_load`` was asked to unpin a block that nobody holds."""
+
+
+class IntegrityError(KVOffloadError):
+    """An always-on check found the state inconsistent; offloading must be switched off."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReqContext:
+    """Which request a manager call is made for. ``kv_transfer_params`` is what the client sent along."""
+
+    req_id: str
+    kv_transfer_params: Mapping[str, Any] | None = None
+
+
+class LookupState(enum.IntEnum):
+    """State of one key, as ``OffloadingManager.lookup_each`` reports it."""
+
+    MISS = 0
+    HIT = 1
+    PENDING = 2
+    """Known, not readable yet."""
+    RETRY = 3
+    """Not known yet: a lower tier is being asked."""
+
+
+class MissReason(enum.StrEnum):
+    """Why a block was not there when a request asked for it."""
+
+    NEVER_STORED = "never_stored"
+    NOT_ADMITTED = "not_admitted"
+    EVICTED = "evicted"
+    BEING_WRITTEN = "being_written"
+    NO_ROOM = "no_room"
+    RESET = "reset"
+    COPY_FAILED = "copy_failed"
+
+
+@dataclass(frozen=True, slots=True)
+class Miss:
+    """A reason, and for evictions, resets and refusals how many seconds ago that was."""
+
+    reason: MissReason
+    age_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LoadStoreSpec:
+    """Where blocks are in a medium, in the order of the keys they were asked for."""
+
+    medium_name: str
+    slots: Slots
+
+    def medium(self) -> str:
+        return self.medium_name
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class DeviceSpec:
+    """Device blocks of one transfer, group after group.
+
+    ``block_ids`` is int64, all groups concatenated; ``group_sizes[g]`` of them belong to group ``g``.
+    ``block_indices[g]`` is the index, within its request, of the group's first device block: modulo
+    ``block_size_factor`` it tells where inside its offloaded block that device block lies.
+    """
+
+    block_ids: npt.NDArray[np.int64]
+    group_sizes: tuple[int, ...]
+    block_indices: tuple[int, ...]
+
+    def medium(self) -> str:
+        return "device"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TransferSpec:
+    """One job for a worker. A load copies ``host`` slots to ``device`` blocks, a store the other way."""
+
+    req_id: str
+    host: LoadStoreSpec
+    device: DeviceSpec
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PrepareStoreOutput:
+    """What ``prepare_store`` decided: ``store_spec.slots[i]`` is the place for ``keys_to_store[i]``."""
+
+    keys_to_store: list[OffloadKey]
+    store_spec: LoadStoreSpec
+    evicted_keys: list[OffloadKey]
+
+
+@dataclass(frozen=True, slots=True)
+class OffloadingEvent:
+    """Blocks became ready (``removed`` False) in a medium, or left it."""
+
+    keys: list[OffloadKey]
+    medium: str
+    removed: bool
+
+
+@dataclass(slots=True)
+class BlockStatus:
+    """A view of one block, made when somebody asks. ``ref_cnt`` -1: being written; n > 0: n readers."""
+
+    slot: int
+    ref_cnt: int
+
+    @property
+    def is_ready(self) -> bool:
+        return self.ref_cnt >= 0
+
+
+class Backend(ABC):
+    """Hands out slots of one medium. Knows nothing of keys or order.
+
+    Slots are integers in ``[0, num_blocks)``, so that other parts can keep arrays by slot.
+    """
+
+    def __init__(self, block_size: int, medium: str) -> None:
+        self.block_size = block_size
+        self.medium = medium
+
+    @property
+    @abstractmethod
+    def num_blocks(self) -> int:
+        """Slots in all, free or not."""
+
+    @abstractmethod
+    def get_num_free_blocks(self) -> int: ...
+
+    @abstractmethod
+    def allocate_blocks(self, keys: Sequence[OffloadKey]) -> Slots:
+        """One free slot a key. The caller has checked the room."""
+
+    @abstractmethod
+    def free(self, slots: Slots) -> None:
+        """Takes slots back, each once per allocation."""
+
+    def get_load_store_spec(self, keys: Sequence[OffloadKey], slots: Slots) -> LoadStoreSpec:
+        """The spec that tells a worker where ``keys`` lie; ``slots`` has their places, in order."""
+        return LoadStoreSpec(self.medium, slots)
+
+    def check_integrity(self) -> None:
+        """Raises IntegrityError if the books do not balance."""
+
+
+class CachePolicy(ABC):
+    """Decides which block leaves. Owns order only: no bytes, no pins, no events.
+
+    Blocks are known by slot; a policy may keep numpy arrays of ``capacity`` entries. The caller (the
+    manager) promises: a slot is inserted once until it is evicted or removed; ``pin``, ``unpin``,
+    ``settle``, ``touch`` and ``remove`` are called for inserted slots only, each slot at most once in a
+    call; ``evict`` is asked for at most as many blocks as are evictable.
+
+    The policy must: return from ``evict`` exactly ``n`` distinct slots, none of them ``busy``; forget
+    them; keep every list in the order the calls came. Lists are given oldest first: the last slot
+    becomes the most recent.
+    """
+
+    def __init__(self, capacity: int) -> None:
+        self.capacity = capacity
+
+    @abstractmethod
+    def insert(self, slots: Slots, keys: Sequence[OffloadKey]) -> None:
+        """New blocks, at the recent end. They are being written: not evictable until ``settle``."""
+
+    @abstractmethod
+    def touch(self, slots: Slots, ready: npt.NDArray[np.bool_], pinned: npt.NDArray[np.bool_]) -> None:
+        """Blocks were used. ``ready[i]`` False: still being written. ``pinned[i]``: out of the order now."""
+
+    def touch_absent(self, keys: Sequence[OffloadKey]) -> None:  # noqa: B027
+        """Keys that are not cached were used. Policies with ghost lists learn from it."""
+
+    @abstractmethod
+    def settle(self, slots: Slots) -> None:
+        """Blocks that were passed over may be evicted now, from the place they had."""
+
+    @abstractmethod
+    def pin(self, slots: Slots) -> None:
+        """Blocks must not be evicted until ``unpin``."""
+
+    @abstractmethod
+    def unpin(self, slots: Slots) -> None:
+        """Blocks may be evicted again, from the recent end of the list they belong to."""
+
+    @abstractmethod
+    def evict(self, n: int, busy: npt.NDArray[np.bool_], key_of: npt.NDArray[np.object_]) -> Slots:
+        """Chooses and forgets ``n`` blocks. ``busy[slot]``: being written, pinned or protected; such a
+        block keeps its place. A busy block that is not pinned is announced by ``settle`` when it no longer
+        is. ``key_of[slot]`` is its key."""
+
+    @abstractmethod
+    def remove(self, slots: Slots) -> None:
+        """Blocks vanished for another reason than ``evict``."""
+
+    @abstractmethod
+    def clear(self) -> None:
+        """Everything vanished; what was learned about absent keys too."""
+
+    def check_integrity(self, slots: Slots) -> None:
+        """Raises IntegrityError unless the policy knows exactly ``slots``."""
+
+
+class OffloadingManager(ABC):
+    """Which blocks are offloaded, where, and which may go.
+
+    Lives on the engine's scheduler thread; never blocks, never raises for a miss. ``req_context`` may be
+    left out of every call. A duplicate key within one call counts once.
+    """
+
+    @abstractmethod
+    def lookup(self, keys: Sequence[OffloadKey], req_context: ReqContext | None = None) -> int | None:
+        """Length of the longest run of leading keys that are all ready. None: not known yet, ask again
+        later. Changes no recency."""
+
+    @abstractmethod
+    def lookup_each(
+        self, keys: Sequence[OffloadKey], req_context: ReqContext | None = None
+    ) -> list[LookupState]:
+        """The state of every key."""
+
+    @abstractmethod
+    def prepare_load(
+        self, keys: Sequence[OffloadKey], req_context: ReqContext | None = None
+    ) -> LoadStoreSpec:
+        """Pins every key; a pinned block is never evicted. Raises BlockNotReadyError, and changes nothing,
+        if one is not ready."""
+
+    @abstractmethod
+    def complete_load(self, keys: Sequence[OffloadKey], req_context: ReqContext | None = None) -> None:
+        """Undoes one pin each. Raises BlockNotPinnedError, and changes nothing, if a key holds none."""
+
+    @abstractmethod
+    def touch(self, keys: Sequence[OffloadKey], req_context: ReqContext | None = None) -> None:
+        """Marks as recently used, last key first, so that a chain loses its tail before its head."""
+
+    @abstractmethod
+    def prepare_store(
+        self, keys: Sequence[OffloadKey], req_context: ReqContext | None = None
+    ) -> PrepareStoreOutput | None:
+        """Makes room for those of ``keys`` that are absent, evicting ready, unpinned blocks and never one
+        of ``keys``. None when room cannot be made, and then nothing has changed."""
+
+    @abstractmethod
+    def complete_store(
+        self, keys: Sequence[OffloadKey], req_context: ReqContext | None = None, success: bool = True
+    ) -> None:
+        """Blocks that were being written become ready, or vanish if the write failed. Ready blocks stay
+        as they are, unknown keys are ignored."""
+
+    @abstractmethod
+    def take_events(self) -> Iterable[OffloadingEvent]:
+        """What became ready or left since the last call, once each."""
+
+    @abstractmethod
+    def reset(self) -> None:
+        """Every key vanishes at once. A slot in transfer comes back when its transfer ends."""
+
+    @abstractmethod
+    def shutdown(self) -> None:
+        """Releases everything; may be called twice."""
+
+    def explain_miss(self, key: OffloadKey) -> Miss:
+        """Why ``key`` cannot be loaded now."""
+        return Miss(MissReason.NEVER_STORED)
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks there is room for."""
+        return 0
+
+    @property
+    def num_used_blocks(self) -> int:
+        """Blocks held now, those being written included."""
+        return 0
+
+    def check_integrity(self) -> None:
+        """Raises IntegrityError if the manager's books do not balance. O(blocks)."""
+
+
+class Request(Protocol):
+    """What the scheduler half of the connector reads of an engine's request."""
+
+    @property
+    def request_id(self) -> str: ...
+    @property
+    def num_tokens(self) -> int:
+        """Known tokens: the prompt and what was sampled so far."""
+        ...
+
+    @property
+    def num_computed_tokens(self) -> int:
+        """Tokens whose KV is computed, or will be when the steps under way are done."""
+        ...
+
+    @property
+    def block_hashes(self) -> Sequence[BlockHash]:
+        """One per whole hash-block of known tokens."""
+        ...
+
+    @property
+    def kv_transfer_params(self) -> Mapping[str, Any] | None: ...
+
+
+class KVBlocks(Protocol):
+    """The device blocks a request holds."""
+
+    def get_block_ids(self) -> tuple[list[int], ...]:
+        """Block ids per KV cache group, from the request's first block on. 0 is the null block."""
+        ...
+
+
+@dataclass(slots=True)
+class ScheduledStep:
+    """What an engine decided for one step, in engine-neutral form."""
+
+    num_scheduled_tokens: Mapping[str, int]
+    """Per request, tokens to compute in this step."""
+    block_ids: Mapping[str, tuple[Sequence[int], ...]] = field(default_factory=dict)
+    """Per request and group, device block ids given to it since its last step."""
+    replaced: frozenset[str] = frozenset()
+    """Requests whose ``block_ids`` are their whole block table: new and resumed ones."""
+    preempted: Iterable[str] = ()
+    """Requests that lost all their blocks in this step."""

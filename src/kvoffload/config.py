@@ -1,0 +1,138 @@
+"""One typed configuration. Its errors name the setting, its value and what to write instead."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from kvoffload.base import ConfigError
+from kvoffload.hostpool import available_memory, format_bytes, padded_slot_bytes
+from kvoffload.policies import policy_class
+
+_UNITS = {"": 0, "b": 0, "k": 10, "m": 20, "g": 30, "t": 40}
+_BYTES = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?)(i?)(b?)\s*", re.IGNORECASE)
+
+
+def parse_bytes(setting: str, value: object) -> int:
+    """Bytes in a number or in a string such as "8GiB", "512 MiB" or "1.5T" (powers of 1024, except that
+    "GB" and its like are powers of 1000). Raises ConfigError naming ``setting``."""
+    mend = f'write a number of bytes or a string such as {setting}="8GiB"'
+    if isinstance(value, bool) or not isinstance(value, (int, float, str)):
+        raise ConfigError(f"{setting}={value!r}: not an amount of memory; {mend}")
+    if isinstance(value, str):
+        match = _BYTES.fullmatch(value)
+        if match is None:
+            raise ConfigError(f"{setting}={value!r}: not an amount of memory; {mend}")
+        number, prefix, binary, suffix = match.groups()
+        power = _UNITS[prefix.lower()] // 10
+        decimal = prefix and suffix and not binary
+        value = float(number) * (1000**power if decimal else 1024**power)
+    if not math.isfinite(value) or value <= 0:
+        raise ConfigError(f"{setting}={value!r}: must be more than 0 bytes; {mend}")
+    return int(value)
+
+
+@dataclass(frozen=True, slots=True)
+class OffloadConfig:
+    """What a user can set. In vLLM: the keys of ``kv_connector_extra_config``."""
+
+    host_bytes: int
+    """Host RAM for offloaded blocks on this node, padding included."""
+    policy: str = "lru"
+    """Which block leaves: "lru", "arc", or your own CachePolicy as "package.module:Class"."""
+    block_size_factor: int | None = None
+    """Device blocks per offloaded block. Default 1."""
+    block_size: int | None = None
+    """The same in tokens per offloaded block; give one of the two."""
+    store_threshold: int | None = None
+    """Store a block once this many requests have asked for it (2 or more). Default: store all."""
+    load_deadline_ms: float = 1000.0
+    """How long a request waits for blocks that another request is loading, before it loads its own copy."""
+    model_fingerprint: str | None = None
+    """Names the weights, where they cannot be read; normally derived from the model's files."""
+
+    @classmethod
+    def from_mapping(cls, options: Mapping[str, Any]) -> OffloadConfig:
+        """Checks every option before any memory is taken. Raises ConfigError."""
+        known = [field.name for field in dataclasses.fields(cls)]
+        for name in options:
+            if name not in known:
+                near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+                hint = f"did you mean {near[0]}?" if near else "remove it;"
+                raise ConfigError(
+                    f"{name}={options[name]!r}: unknown option; {hint} Known: {', '.join(known)}"
+                )
+        if options.get("host_bytes") is None:
+            free = available_memory()
+            raise ConfigError(
+                "host_bytes is not set: say how much host RAM to use, such as "
+                f'host_bytes="{format_bytes(max(free // 2 >> 30 << 30, free // 2 >> 20 << 20)).replace(" ", "")}" '
+                f"(half of the {format_bytes(free)} free here)"
+            )
+        given = {name: value for name, value in options.items() if value is not None}
+        given["host_bytes"] = parse_bytes("host_bytes", options["host_bytes"])
+        config = cls(**given)
+        config._check()
+        return config
+
+    def _check(self) -> None:
+        if not isinstance(self.policy, str):
+            raise ConfigError(f'policy={self.policy!r}: write a name such as policy="lru"')
+        policy_class(self.policy)
+        for name, least in (("block_size_factor", 1), ("block_size", 1), ("store_threshold", 2)):
+            value = getattr(self, name)
+            if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < least):
+                raise ConfigError(
+                    f"{name}={value!r}: must be a whole number, {least} or more; or leave it out"
+                )
+        if self.block_size_factor is not None and self.block_size is not None:
+            raise ConfigError(
+                f"block_size={self.block_size} and block_size_factor={self.block_size_factor}: "
+                "two ways to say the same; remove one"
+            )
+        deadline = self.load_deadline_ms
+        if not isinstance(deadline, (int, float)) or not (0 <= deadline < math.inf):
+            raise ConfigError(f"load_deadline_ms={deadline!r}: must be 0 or more milliseconds")
+        if self.model_fingerprint is not None and not (
+            isinstance(self.model_fingerprint, str) and self.model_fingerprint
+        ):
+            raise ConfigError(
+                f"model_fingerprint={self.model_fingerprint!r}: must be a string that changes with the weights"
+            )
+
+    def factor(self, device_block_size: int) -> int:
+        """Device blocks per offloaded block, for an engine with ``device_block_size`` tokens a block."""
+        if self.block_size is None:
+            return self.block_size_factor or 1
+        factor, rest = divmod(self.block_size, device_block_size)
+        if rest or factor < 1:
+            raise ConfigError(
+                f"block_size={self.block_size}: must be a multiple of the engine's block size, "
+                f"{device_block_size} tokens; set it to {device_block_size * max(1, factor)} or leave it out"
+            )
+        return factor
+
+    def num_blocks(self, block_bytes: int, ranks: int = 1) -> int:
+        """Blocks that fit into ``host_bytes``, where one block takes ``block_bytes`` on each of ``ranks``."""
+        slot_bytes = padded_slot_bytes(block_bytes) * ranks
+        blocks = self.host_bytes // slot_bytes
+        if blocks < 1:
+            raise ConfigError(
+                f"host_bytes={self.host_bytes} ({format_bytes(self.host_bytes)}): holds no block; one takes "
+                f"{format_bytes(slot_bytes)} ({slot_bytes} bytes); set host_bytes to many times that"
+            )
+        return blocks
+
+    def check_memory(self) -> None:
+        """Raises ConfigError if this machine cannot give ``host_bytes`` now."""
+        free = available_memory()
+        if self.host_bytes > free:
+            raise ConfigError(
+                f"host_bytes={self.host_bytes} ({format_bytes(self.host_bytes)}): only {format_bytes(free)} can be "
+                f"allocated here; set host_bytes to {format_bytes(free * 8 // 10)} or less"
+            )

@@ -1,0 +1,191 @@
+"""Host memory for offloaded blocks: the pool itself, and the backend that hands out its slots."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import logging
+import mmap
+import os
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from kvoffload.base import Backend, ConfigError, IntegrityError, OffloadKey, Slots
+
+logger = logging.getLogger(__name__)
+
+SLOT_ALIGNMENT = 4096
+HUGE_PAGE = 2 << 20
+HOST_MEDIUM = "CPU"
+_TOUCH_STEP = 16 * HUGE_PAGE
+_MADV_POPULATE_WRITE = 23
+_MADV_COLLAPSE = 25
+
+ByteArray = npt.NDArray[np.uint8]
+
+
+def padded_slot_bytes(block_bytes: int) -> int:
+    """Bytes of a slot for blocks of ``block_bytes``: padded to 4 KiB, so that disks can read into it."""
+    return -(-block_bytes // SLOT_ALIGNMENT) * SLOT_ALIGNMENT
+
+
+class HostBackend(Backend):
+    """Slots of the host pool, lowest first; needs no pool to be used."""
+
+    def __init__(self, block_size: int, num_blocks: int) -> None:
+        super().__init__(block_size, HOST_MEDIUM)
+        if num_blocks < 1:
+            raise ConfigError(f"num_blocks={num_blocks}: a host backend needs at least 1")
+        self._free = np.arange(num_blocks - 1, -1, -1, dtype=np.int64)
+        self._num_free = num_blocks
+        self._allocated = np.zeros(num_blocks, dtype=np.bool_)
+
+    @property
+    def num_blocks(self) -> int:
+        return len(self._free)
+
+    def get_num_free_blocks(self) -> int:
+        return self._num_free
+
+    def allocate_blocks(self, keys: Sequence[OffloadKey]) -> Slots:
+        n = len(keys)
+        if n > self._num_free:
+            raise IntegrityError(f"{n} slots asked for, {self._num_free} free")
+        slots = self._free[self._num_free - n : self._num_free][::-1].copy()
+        self._num_free -= n
+        self._allocated[slots] = True
+        return slots
+
+    def free(self, slots: Slots) -> None:
+        n = len(slots)
+        if np.count_nonzero(self._allocated[slots]) != n or self._num_free + n > len(self._free):
+            raise IntegrityError("a slot was freed that is not allocated")
+        self._allocated[slots] = False
+        self._free[self._num_free : self._num_free + n] = slots
+        self._num_free += n
+
+    def check_integrity(self) -> None:
+        free = self._free[: self._num_free]
+        if len(np.unique(free)) != len(free) or self._allocated[free].any():
+            raise IntegrityError("a free slot is allocated, or free twice")
+        if int(np.count_nonzero(self._allocated)) + self._num_free != self.num_blocks:
+            raise IntegrityError("slots are neither free nor allocated")
+
+
+def available_memory() -> int:
+    """Bytes this process may still allocate: free memory of the machine, less if a cgroup grants less."""
+    available = _meminfo("MemAvailable")
+    for limit, used in _cgroup_limits():
+        available = min(available, max(0, limit - used))
+    return available
+
+
+def _meminfo(field: str) -> int:
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        if line.startswith(field + ":"):
+            return int(line.split()[1]) * 1024
+    return 0
+
+
+def _cgroup_limits() -> list[tuple[int, int]]:
+    """(limit, use without reclaimable page cache) of each memory cgroup around this process that has one."""
+    limits = []
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/self/cgroup").read_text().splitlines():
+            _, controllers, path = line.split(":", 2)
+            if controllers and "memory" not in controllers.split(","):
+                continue
+            root = Path("/sys/fs/cgroup") / ("memory" if controllers else "")
+            names = (
+                ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+                if controllers
+                else ("memory.max", "memory.current", "inactive_file")
+            )
+            here = root / path.lstrip("/")
+            for group in [here, *here.parents]:
+                with contextlib.suppress(OSError, ValueError):
+                    limit, used = (int((group / name).read_text()) for name in names[:2])
+                    limits.append((limit, used - _cgroup_stat(group, names[2])))
+                if group == root:
+                    break
+    return limits
+
+
+def _cgroup_stat(group: Path, name: str) -> int:
+    for line in (group / "memory.stat").read_text().splitlines():
+        if line.startswith(name + " "):
+            return int(line.split()[1])
+    return 0
+
+
+class HostPool:
+    """One rank's host memory: ``num_blocks`` slots of ``slot_bytes`` in an unnamed memory file.
+
+    Fully allocated when the constructor returns: if the machine cannot give that much, it raises
+    ConfigError and nothing is left. The file has no name, so nothing remains of it when the process ends,
+    whatever ends it. Pages are touched and collapsed to huge pages by a background thread.
+
+    ``data`` is the pool as bytes, shape (num_blocks, slot_bytes).
+    """
+
+    def __init__(self, num_blocks: int, slot_bytes: int) -> None:
+        self.num_blocks = num_blocks
+        self.slot_bytes = slot_bytes
+        self.nbytes = num_blocks * slot_bytes
+        available = available_memory()
+        if self.nbytes > available:
+            raise ConfigError(
+                f"host_bytes: {format_bytes(self.nbytes)} asked for, but only {format_bytes(available)} can be "
+                f"allocated here; set host_bytes to {format_bytes(available * 8 // 10)} or less"
+            )
+        self.fd = os.memfd_create("kvoffload", os.MFD_CLOEXEC)
+        try:
+            os.posix_fallocate(self.fd, 0, self.nbytes)
+        except OSError as error:
+            os.close(self.fd)
+            raise ConfigError(
+                f"host_bytes: the kernel refused {format_bytes(self.nbytes)} ({error.strerror}); "
+                "set host_bytes lower, or raise the container's memory limit"
+            ) from error
+        self._map = mmap.mmap(self.fd, self.nbytes)
+        self.data: ByteArray = np.frombuffer(self._map, dtype=np.uint8).reshape(num_blocks, slot_bytes)
+        self._closing = threading.Event()
+        self._toucher = threading.Thread(target=self._touch_all, name="kvoffload-touch", daemon=True)
+        self._toucher.start()
+
+    def _touch_all(self) -> None:
+        """Faults every page in and asks for huge pages, a piece at a time, off the engine's thread.
+
+        Both are wishes: a kernel that knows neither leaves ordinary pages that are touched on first use.
+        """
+        madvise = ctypes.CDLL(None, use_errno=True).madvise
+        madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+        start = self.data.ctypes.data
+        for offset in range(0, self.nbytes, _TOUCH_STEP):
+            size = min(_TOUCH_STEP, self.nbytes - offset)
+            if self._closing.is_set() or madvise(start + offset, size, _MADV_POPULATE_WRITE):
+                return
+            madvise(start + offset, size, _MADV_COLLAPSE)
+
+    def close(self) -> None:
+        """Gives the memory back. Arrays made from ``data`` keep it alive until they are gone."""
+        if self._closing.is_set():
+            return
+        self._closing.set()
+        self._toucher.join(timeout=5.0)
+        self.data = np.empty((0, self.slot_bytes), dtype=np.uint8)
+        with contextlib.suppress(BufferError):
+            self._map.close()
+        os.close(self.fd)
+
+
+def format_bytes(n: int) -> str:
+    """``n`` bytes as people write them: "8 GiB", "1.5 MiB"."""
+    for power, unit in ((40, "TiB"), (30, "GiB"), (20, "MiB"), (10, "KiB")):
+        if n >= 1 << power:
+            return f"{n / (1 << power):.1f}".rstrip("0").rstrip(".") + f" {unit}"
+    return f"{n} bytes"

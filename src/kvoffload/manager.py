@@ -1,0 +1,217 @@
+"""OffloadingManager over one backend: a table, a policy and the events in between."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Sequence
+
+import numpy as np
+
+from kvoffload.base import (
+    Backend,
+    BlockNotPinnedError,
+    BlockNotReadyError,
+    BlockStatus,
+    CachePolicy,
+    IntegrityError,
+    LoadStoreSpec,
+    LookupState,
+    Miss,
+    MissReason,
+    OffloadingEvent,
+    OffloadingManager,
+    OffloadKey,
+    PrepareStoreOutput,
+    ReqContext,
+    Slots,
+)
+from kvoffload.explain import MissMemory
+from kvoffload.policies import ARCPolicy, LRUPolicy
+from kvoffload.table import BlockTable
+
+
+class PolicyOffloadingManager(OffloadingManager):
+    """Any policy on any backend. ``policy`` must be made for ``backend.num_blocks`` blocks."""
+
+    def __init__(
+        self,
+        backend: Backend,
+        policy: CachePolicy,
+        enable_events: bool = False,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.backend = backend
+        self.policy = policy
+        self._table = BlockTable(backend.num_blocks)
+        self._events: list[OffloadingEvent] | None = [] if enable_events else None
+        self._orphans: dict[OffloadKey, list[int]] = {}
+        """Keys that vanished in a reset while in transfer: [slot, ref_cnt]. Until the transfer ends they
+        count as in flight, so that its completion cannot be taken for another's."""
+        self._gone = MissMemory(clock=clock)
+
+    def lookup(self, keys: Sequence[OffloadKey], req_context: ReqContext | None = None) -> int | None:
+        return self._table.leading_ready(keys)
+
+    def lookup_each(
+        self, keys: Sequence[OffloadKey], req_context: ReqContext | None = None
+    ) -> list[LookupState]:
+        slots = self._table.find(keys)
+        states = np.where(self._table.is_writing(slots), LookupState.PENDING, LookupState.HIT)
+        return list(map(LookupState, np.where(slots < 0, LookupState.MISS, states).tolist()))
+
+    def prepare_load(
+        self, keys: Sequence[OffloadKey], req_context: ReqContext | None = None
+    ) -> LoadStoreSpec:
+        slots = self._table.find(keys)
+        for unready in np.flatnonzero((slots < 0) | self._table.is_writing(slots)):
+            raise BlockNotReadyError(
+                f"block {keys[unready].hex()} is not ready; look it up before loading it"
+            )
+        self.policy.pin(self._table.pin(self._table.distinct(slots)))
+        return self.backend.get_load_store_spec(keys, slots)
+
+    def complete_load(self, keys: Sequence[OffloadKey], req_context: ReqContext | None = None) -> None:
+        late = {key for key in keys if self._orphans.get(key, (0, 0))[1] > 0} if self._orphans else set()
+        present = [key for key in keys if key not in late] if late else keys
+        slots = self._table.find(present)
+        for unpinned in np.flatnonzero((slots < 0) | (self._table.ref_cnt[slots] < 1)):
+            raise BlockNotPinnedError(f"block {present[unpinned].hex()} has no reader to let go")
+        for key in late:
+            self._orphans[key][1] -= 1
+            if self._orphans[key][1] == 0:
+                self._free_orphan(key)
+        # Last key first, as in touch: a chain loses its tail before its head.
+        self.policy.unpin(self._table.unpin(self._table.distinct(slots[::-1])))
+
+    def touch(self, keys: Sequence[OffloadKey], req_context: ReqContext | None = None) -> None:
+        slots = self._table.find(keys)
+        missing = slots < 0
+        if missing.any():
+            absent = dict.fromkeys(keys[i] for i in np.flatnonzero(missing))
+            self.policy.touch_absent(list(reversed(absent)))
+            slots = slots[~missing]
+        slots = self._table.distinct(slots[::-1])
+        ref_cnt = self._table.ref_cnt[slots]
+        self.policy.touch(slots, ref_cnt >= 0, ref_cnt > 0)
+
+    def prepare_store(
+        self, keys: Sequence[OffloadKey], req_context: ReqContext | None = None
+    ) -> PrepareStoreOutput | None:
+        slots = self._table.find(keys)
+        absent = slots < 0
+        wanted = dict.fromkeys(keys if absent.all() else [keys[i] for i in np.flatnonzero(absent)])
+        new_keys = [key for key in wanted if key not in self._orphans] if self._orphans else list(wanted)
+        evicted: list[OffloadKey] = []
+        shortage = len(new_keys) - self.backend.get_num_free_blocks()
+        if shortage > 0:
+            protected = self._table.distinct(slots[~absent])
+            protected = protected[~self._table.busy[protected]]
+            if shortage > self._table.num_evictable - len(protected):
+                self._gone.record(new_keys, MissReason.NO_ROOM)
+                return None
+            evicted = self._evict(shortage, protected)
+        new_slots = self.backend.allocate_blocks(new_keys)
+        self._table.insert(new_keys, new_slots)
+        self.policy.insert(new_slots, new_keys)
+        return PrepareStoreOutput(new_keys, self.backend.get_load_store_spec(new_keys, new_slots), evicted)
+
+    def _evict(self, n: int, protected: Slots) -> list[OffloadKey]:
+        busy = self._table.busy
+        busy[protected] = True
+        victims = self.policy.evict(n, busy, self._table.key_of)
+        if len(victims) != n or busy[victims].any() or len(self._table.distinct(victims)) != n:
+            raise IntegrityError(f"policy {type(self.policy).__name__} chose blocks that it may not evict")
+        busy[protected] = False
+        self.policy.settle(protected)
+        keys = self._table.remove(victims)
+        self.backend.free(victims)
+        self._gone.record(keys, MissReason.EVICTED)
+        self._emit(keys, removed=True)
+        return keys
+
+    def complete_store(
+        self, keys: Sequence[OffloadKey], req_context: ReqContext | None = None, success: bool = True
+    ) -> None:
+        if self._orphans:
+            for key in set(keys) & self._orphans.keys():
+                if self._orphans[key][1] < 0:
+                    self._free_orphan(key)
+        slots = self._table.find(keys)
+        slots = slots[slots >= 0]
+        written = self._table.distinct(slots[self._table.is_writing(slots)][::-1])[::-1]
+        if success:
+            self._table.set_ready(written)
+            self.policy.settle(written)
+            self._emit(self._table.key_of[written].tolist(), removed=False)
+        else:
+            self.policy.remove(written)
+            self._gone.record(self._table.remove(written), MissReason.COPY_FAILED)
+            self.backend.free(written)
+
+    def take_events(self) -> Iterable[OffloadingEvent]:
+        if self._events is not None:
+            events, self._events = self._events, []
+            yield from events
+
+    def _emit(self, keys: list[OffloadKey], removed: bool) -> None:
+        if self._events is not None and keys:
+            self._events.append(OffloadingEvent(keys, self.backend.medium, removed))
+
+    def reset(self) -> None:
+        slots = self._table.slots()
+        ref_cnt = self._table.ref_cnt[slots].copy()
+        self.policy.clear()
+        keys = self._table.remove(slots)
+        for i in np.flatnonzero(ref_cnt):
+            self._orphans[keys[i]] = [int(slots[i]), int(ref_cnt[i])]
+        self.backend.free(slots[ref_cnt == 0])
+        self._gone.record(keys, MissReason.RESET)
+        self._emit([key for key, n in zip(keys, ref_cnt.tolist(), strict=True) if n >= 0], removed=True)
+
+    def _free_orphan(self, key: OffloadKey) -> None:
+        slot, _ = self._orphans.pop(key)
+        self.backend.free(np.array([slot], dtype=np.int64))
+
+    def shutdown(self) -> None:
+        self.reset()
+
+    def explain_miss(self, key: OffloadKey) -> Miss:
+        if key in self._table or key in self._orphans:
+            return Miss(MissReason.BEING_WRITTEN)
+        return self._gone.explain(key)
+
+    @property
+    def num_blocks(self) -> int:
+        return self.backend.num_blocks
+
+    @property
+    def num_used_blocks(self) -> int:
+        return self.backend.num_blocks - self.backend.get_num_free_blocks()
+
+    def block_status(self, key: OffloadKey) -> BlockStatus | None:
+        """Slot and reference count of ``key`` now, or None if it is absent."""
+        return self._table.status(key)
+
+    def check_integrity(self) -> None:
+        self._table.check_integrity()
+        self.policy.check_integrity(self._table.slots())
+        self.backend.check_integrity()
+        held = [*self._table.slots().tolist(), *(slot for slot, _ in self._orphans.values())]
+        if len(set(held)) != len(held) or len(held) != self.num_used_blocks:
+            raise IntegrityError("slots handed out and blocks held do not match")
+        if any(key in self._table for key in self._orphans):
+            raise IntegrityError("a key is both held and waiting for an old transfer")
+
+
+class LRUOffloadingManager(PolicyOffloadingManager):
+    """Evicts the least recently used."""
+
+    def __init__(self, backend: Backend, enable_events: bool = False) -> None:
+        super().__init__(backend, LRUPolicy(backend.num_blocks), enable_events)
+
+
+class ARCOffloadingManager(PolicyOffloadingManager):
+    """Evicts by Adaptive Replacement Cache."""
+
+    def __init__(self, backend: Backend, enable_events: bool = False) -> None:
+        super().__init__(backend, ARCPolicy(backend.num_blocks), enable_events)

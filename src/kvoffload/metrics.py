@@ -1,0 +1,81 @@
+"""Counters of what happened, as plain numbers that any metrics system can take."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class MetricSpec:
+    """A metric's kind ("counter" or "gauge"), what it counts, and the name of its label if it has one."""
+
+    kind: str
+    help: str
+    label: str | None = None
+
+
+METRICS: dict[str, MetricSpec] = {
+    "store_blocks": MetricSpec("counter", "Blocks whose store to host memory ended well"),
+    "load_blocks": MetricSpec("counter", "Blocks whose load to the device ended well"),
+    "store_bytes": MetricSpec("counter", "Bytes copied from device to host"),
+    "load_bytes": MetricSpec("counter", "Bytes copied from host to device"),
+    "store_seconds": MetricSpec("counter", "Time spent copying from device to host"),
+    "load_seconds": MetricSpec("counter", "Time spent copying from host to device"),
+    "store_failures": MetricSpec("counter", "Stores that failed twice and were dropped"),
+    "load_failures": MetricSpec("counter", "Loads that failed and were recomputed"),
+    "evicted_blocks": MetricSpec("counter", "Blocks evicted from host memory"),
+    "refused_stores": MetricSpec("counter", "Times that no room could be made for a store"),
+    "asked_tokens": MetricSpec("counter", "Tokens of admitted requests"),
+    "device_hit_tokens": MetricSpec("counter", "Tokens found in the engine's own cache"),
+    "host_hit_tokens": MetricSpec("counter", "Tokens found in host memory"),
+    "misses": MetricSpec("counter", "Requests by the reason of their first missing block", "reason"),
+    "pool_used_blocks": MetricSpec("gauge", "Blocks of the host pool in use"),
+    "pool_blocks": MetricSpec("gauge", "Blocks of the host pool in all"),
+    "off": MetricSpec("gauge", "1 if a failed check has switched offloading off"),
+}
+"""Every metric. A labelled one is stored under "name:value of its label"."""
+
+
+class Metrics:
+    """Running totals by name, and what changed since somebody last took it."""
+
+    def __init__(self) -> None:
+        self._totals: defaultdict[str, float] = defaultdict(float)
+        self._taken: dict[str, float] = {}
+
+    def add(self, name: str, amount: float = 1.0, label: str | None = None) -> None:
+        """Counts ``amount`` more under a name of METRICS."""
+        spec = METRICS[name]
+        if (spec.label is None) != (label is None):
+            raise ValueError(f"metric {name} takes {'no label' if spec.label is None else 'a ' + spec.label}")
+        self._totals[name if label is None else f"{name}:{label}"] += amount
+
+    def set(self, name: str, value: float) -> None:
+        """Sets a gauge."""
+        if METRICS[name].kind != "gauge":
+            raise ValueError(f"metric {name} is not a gauge")
+        self._totals[name] = value
+
+    def snapshot(self) -> dict[str, float]:
+        """Totals since the start."""
+        return dict(self._totals)
+
+    def take(self) -> dict[str, float]:
+        """What counters grew by, and what gauges became, since the last call."""
+        changes = {}
+        for name, value in self._totals.items():
+            before = self._taken.get(name, 0.0)
+            if value != before or name not in self._taken:
+                changes[name] = value if METRICS[name.partition(":")[0]].kind == "gauge" else value - before
+        self._taken = dict(self._totals)
+        return changes
+
+
+def merge(into: dict[str, float], changes: dict[str, float]) -> None:
+    """Adds ``changes`` (as ``Metrics.take`` gives them) to ``into``: counters add up, gauges take the newer."""
+    for name, value in changes.items():
+        if METRICS[name.partition(":")[0]].kind == "gauge":
+            into[name] = value
+        else:
+            into[name] = into.get(name, 0.0) + value

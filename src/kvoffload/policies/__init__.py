@@ -1,0 +1,36 @@
+"""Which block leaves: one policy a file, chosen by name or by import path."""
+
+from __future__ import annotations
+
+import importlib
+
+from kvoffload.base import CachePolicy, ConfigError
+from kvoffload.policies.arc import ARCPolicy
+from kvoffload.policies.lru import LRUPolicy
+
+BUILTIN: dict[str, type[CachePolicy]] = {"lru": LRUPolicy, "arc": ARCPolicy}
+
+
+def policy_class(name: str) -> type[CachePolicy]:
+    """The class behind ``name``: a built-in's name, or "package.module:Class" of your own.
+
+    Raises ConfigError if it cannot be imported or is no CachePolicy.
+    """
+    if name in BUILTIN:
+        return BUILTIN[name]
+    choice = f'write one of {", ".join(sorted(BUILTIN))}, or your own class as "package.module:Class"'
+    module_name, _, class_name = name.partition(":")
+    if not class_name:
+        raise ConfigError(f"policy={name!r}: no policy has this name; {choice}")
+    try:
+        found = getattr(importlib.import_module(module_name), class_name)
+    except (ImportError, AttributeError) as error:
+        raise ConfigError(f"policy={name!r}: cannot be imported ({error}); {choice}") from error
+    if not (isinstance(found, type) and issubclass(found, CachePolicy)):
+        raise ConfigError(f"policy={name!r}: is not a subclass of kvoffload.CachePolicy; {choice}")
+    return found
+
+
+def make_policy(name: str, capacity: int) -> CachePolicy:
+    """A policy for ``capacity`` blocks. Raises ConfigError as ``policy_class`` does."""
+    return policy_class(name)(capacity)

@@ -1,0 +1,135 @@
+"""BlockTable: which key lies in which slot, and who is using it. Arrays by slot, no object per block."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Sequence
+from itertools import repeat
+
+import numpy as np
+import numpy.typing as npt
+
+from kvoffload.base import BlockStatus, IntegrityError, OffloadKey, Slots
+
+_WRITING = -1
+_LOOKUP_CHUNK = 64
+
+
+class BlockTable:
+    """Index of ``num_blocks`` slots: key to slot, slot to key, and a reference count a slot.
+
+    ``ref_cnt`` is -1 while a block is being written, else its number of readers. An evictable block is
+    ready and has no reader; ``num_evictable`` is their number at all times. ``busy[slot]`` is True for a
+    held slot that is not evictable. Slot arrays given to the methods hold each slot once, unless said
+    otherwise.
+    """
+
+    def __init__(self, num_blocks: int) -> None:
+        self.num_blocks = num_blocks
+        self.num_evictable = 0
+        self._slot_of: dict[OffloadKey, int] = {}
+        self.key_of: npt.NDArray[np.object_] = np.full(num_blocks, None, dtype=object)
+        self.ref_cnt = np.zeros(num_blocks, dtype=np.int32)
+        self.busy = np.zeros(num_blocks, dtype=np.bool_)
+        self._scratch = np.zeros(num_blocks, dtype=np.int64)
+
+    def __len__(self) -> int:
+        return len(self._slot_of)
+
+    def __contains__(self, key: OffloadKey) -> bool:
+        return key in self._slot_of
+
+    def find(self, keys: Sequence[OffloadKey]) -> Slots:
+        """A slot a key, -1 where the key is absent. Duplicates are kept."""
+        return np.fromiter(map(self._slot_of.get, keys, repeat(-1)), dtype=np.int64, count=len(keys))
+
+    def distinct(self, slots: Slots) -> Slots:
+        """``slots`` (none negative) without repetitions: of equal ones the last is kept, in order."""
+        order = np.arange(len(slots))
+        self._scratch[slots] = order
+        keep = self._scratch[slots] == order
+        return slots if keep.all() else slots[keep]
+
+    def leading_ready(self, keys: Sequence[OffloadKey]) -> int:
+        """Length of the longest run of leading keys that are all ready."""
+        n = len(keys)
+        start, size = 0, _LOOKUP_CHUNK
+        while start < n:
+            slots = self.find(keys[start : start + size])
+            ready = (slots >= 0) & (self.ref_cnt[slots] >= 0)
+            if not ready.all():
+                return start + int(ready.argmin())
+            start += len(slots)
+            size *= 2
+        return n
+
+    def insert(self, keys: Sequence[OffloadKey], slots: Slots) -> None:
+        """Absent keys take free slots; they are being written."""
+        self._slot_of.update(zip(keys, slots.tolist(), strict=True))
+        self.key_of[slots] = keys
+        self.ref_cnt[slots] = _WRITING
+        self.busy[slots] = True
+
+    def remove(self, slots: Slots) -> list[OffloadKey]:
+        """Held slots, in whatever state, lose their keys, which are returned in order."""
+        self.num_evictable -= len(slots) - int(np.count_nonzero(self.busy[slots]))
+        keys: list[OffloadKey] = self.key_of[slots].tolist()
+        deque(map(self._slot_of.__delitem__, keys), maxlen=0)
+        self.key_of[slots] = None
+        self.ref_cnt[slots] = 0
+        self.busy[slots] = False
+        return keys
+
+    def set_ready(self, slots: Slots) -> None:
+        """Blocks being written become ready, with no reader."""
+        self.ref_cnt[slots] = 0
+        self.busy[slots] = False
+        self.num_evictable += len(slots)
+
+    def pin(self, slots: Slots) -> Slots:
+        """One more reader each. Returns those that had none. All must be ready."""
+        fresh = slots[self.ref_cnt[slots] == 0]
+        self.ref_cnt[slots] += 1
+        self.busy[fresh] = True
+        self.num_evictable -= len(fresh)
+        return fresh
+
+    def unpin(self, slots: Slots) -> Slots:
+        """One reader less each. Returns those that have none now. All must be pinned."""
+        self.ref_cnt[slots] -= 1
+        freed = slots[self.ref_cnt[slots] == 0]
+        self.busy[freed] = False
+        self.num_evictable += len(freed)
+        return freed
+
+    def is_writing(self, slots: Slots) -> npt.NDArray[np.bool_]:
+        return self.ref_cnt[slots] == _WRITING
+
+    def status(self, key: OffloadKey) -> BlockStatus | None:
+        slot = self._slot_of.get(key)
+        return None if slot is None else BlockStatus(slot, int(self.ref_cnt[slot]))
+
+    def keys(self) -> Iterable[OffloadKey]:
+        return self._slot_of.keys()
+
+    def slots(self) -> Slots:
+        """Every held slot, in no particular order."""
+        return np.fromiter(self._slot_of.values(), dtype=np.int64, count=len(self._slot_of))
+
+    def check_integrity(self) -> None:
+        """Raises IntegrityError unless index, arrays and counters agree."""
+        slots = self.slots()
+        if len(np.unique(slots)) != len(slots):
+            raise IntegrityError("two keys share a slot")
+        if self.key_of[slots].tolist() != list(self._slot_of):
+            raise IntegrityError("a slot's key and the index disagree")
+        free = np.ones(self.num_blocks, dtype=np.bool_)
+        free[slots] = False
+        if self.ref_cnt[free].any() or self.busy[free].any() or any(self.key_of[free]):
+            raise IntegrityError("a slot without a key has a key, readers or a writer")
+        if (self.ref_cnt < _WRITING).any():
+            raise IntegrityError("a slot has fewer than no readers")
+        if not np.array_equal(self.busy[slots], self.ref_cnt[slots] != 0):
+            raise IntegrityError("a busy mark and a reference count disagree")
+        if self.num_evictable != int(np.count_nonzero(self.ref_cnt[slots] == 0)):
+            raise IntegrityError("the number of evictable blocks is wrong")

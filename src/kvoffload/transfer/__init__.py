@@ -1,0 +1,1 @@
+"""How bytes move between device blocks and host slots."""

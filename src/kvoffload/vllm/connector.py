@@ -1,0 +1,271 @@
+"""The vLLM adapter: a thin KVConnectorBase_V1 over the engine-neutral scheduler and worker."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from vllm.distributed.kv_events import BlockRemoved, BlockStored
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorMetadata,
+    KVConnectorRole,
+    KVConnectorWorkerMetadata,
+    SupportsHMA,
+)
+from vllm.logger import init_logger
+
+from kvoffload.base import ScheduledStep
+from kvoffload.hostpool import HostPool
+from kvoffload.keys import key_block_hash, key_group_idx
+from kvoffload.scheduler import OffloadingConnectorScheduler
+from kvoffload.vllm.metrics import KVOffloadPromMetrics, KVOffloadStats
+from kvoffload.vllm.pages import make_transfer
+from kvoffload.vllm.setup import NAMESPACE_BYTES, Setup, model_fingerprint, namespace, warn_if_untested
+from kvoffload.worker import OffloadingConnectorWorker, StepMeta, WorkerReport
+
+if TYPE_CHECKING:
+    import torch
+    from vllm.config import VllmConfig
+    from vllm.distributed.kv_events import KVCacheEvent
+    from vllm.forward_context import ForwardContext
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.outputs import KVConnectorOutput
+    from vllm.v1.request import Request
+
+# vLLM configures the logger "vllm" only; ours speaks through it, with the same handlers and level.
+logging.getLogger("kvoffload").parent = init_logger("vllm")
+logger = logging.getLogger(__name__)
+
+
+class KVOffloadMetadata(KVConnectorMetadata):
+    """One step's work, from the scheduler half to the workers."""
+
+    def __init__(self, step: StepMeta) -> None:
+        self.step = step
+
+
+@dataclass
+class KVOffloadWorkerMetadata(KVConnectorWorkerMetadata):
+    """What workers have done, on its way back."""
+
+    report: WorkerReport
+
+    def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
+        assert isinstance(other, KVOffloadWorkerMetadata)
+        self.report.add(other.report)
+        return self
+
+
+class KVOffloadConnector(KVConnectorBase_V1, SupportsHMA):
+    """Keeps vLLM's KV cache in host RAM. Options: see ``kvoffload.config.OffloadConfig``."""
+
+    def __init__(
+        self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
+    ) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        # A load that fails is a miss; vLLM's default would fail the request.
+        self._kv_transfer_config.kv_load_failure_policy = "recompute"
+        self._setup = Setup.from_vllm(vllm_config, kv_cache_config)
+        self._failed_blocks: set[int] = set()
+        self._pool: HostPool | None = None
+        self._worker: OffloadingConnectorWorker | None = None
+        self._scheduler: OffloadingConnectorScheduler | None = None
+        if role == KVConnectorRole.SCHEDULER:
+            self._scheduler = self._make_scheduler(vllm_config)
+        else:
+            self._setup.config.check_memory()
+
+    def _make_scheduler(self, vllm_config: VllmConfig) -> OffloadingConnectorScheduler:
+        setup = self._setup
+        warn_if_untested()
+        fingerprint = model_fingerprint(vllm_config, setup)
+        events = vllm_config.kv_events_config
+        scheduler = OffloadingConnectorScheduler(
+            setup.make_manager(enable_events=events is not None and events.enable_kv_cache_events),
+            device_block_size=setup.device_block_size,
+            block_size_factor=setup.factor,
+            hash_block_size=setup.hash_block_size,
+            namespace=namespace(fingerprint),
+            num_workers=vllm_config.parallel_config.world_size,
+            device_prefix_caching=bool(vllm_config.cache_config.enable_prefix_caching),
+            load_deadline_ms=setup.config.load_deadline_ms,
+        )
+        logger.info("kvoffload: host pool of %s", setup.describe())
+        logger.info("kvoffload: model fingerprint %s", fingerprint)
+        return scheduler
+
+    @property
+    def connector_scheduler(self) -> OffloadingConnectorScheduler:
+        """The scheduler half. Only in the scheduler's process."""
+        assert self._scheduler is not None
+        return self._scheduler
+
+    @property
+    def connector_worker(self) -> OffloadingConnectorWorker:
+        """The worker half, once the KV caches are registered. Only in a worker's process."""
+        assert self._worker is not None
+        return self._worker
+
+    @property
+    def requires_kv_delivery(self) -> bool:
+        """A store that is lost is a later miss, no broken promise."""
+        return False
+
+    @classmethod
+    def get_required_kvcache_layout(cls, vllm_config: VllmConfig) -> str | None:
+        """Layers outermost, then blocks: a block's page in a layer is one run of bytes."""
+        return "LBHNC"
+
+    # Worker side, in the order of a step.
+
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        setup = self._setup
+        self._pool = HostPool(setup.num_blocks, setup.slot_bytes)
+        self._worker = OffloadingConnectorWorker(make_transfer(setup, kv_caches, self._pool))
+
+    def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
+        assert isinstance(kv_connector_metadata, KVOffloadMetadata)
+        self.connector_worker.begin_step(kv_connector_metadata.step)
+
+    def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
+        self.connector_worker.start_loads(self._step_meta())
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """Nothing to wait for: a request runs after its load has been reported."""
+
+    def save_kv_layer(
+        self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any
+    ) -> None:
+        """Nothing to do: blocks are stored after the step."""
+
+    def wait_for_save(self) -> None:
+        self.connector_worker.end_step(self._step_meta())
+
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
+        finished = self.connector_worker.get_finished(self._step_meta())
+        self._failed_blocks |= finished.failed_blocks
+        return finished.released or None, finished.loaded or None
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        failed, self._failed_blocks = self._failed_blocks, set()
+        return failed
+
+    def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
+        if self._worker is None:
+            return None
+        report = self._worker.take_report()
+        return None if report is None else KVOffloadWorkerMetadata(report)
+
+    def _step_meta(self) -> StepMeta:
+        metadata = self._get_connector_metadata()
+        assert isinstance(metadata, KVOffloadMetadata)
+        return metadata.step
+
+    # Scheduler side.
+
+    def get_num_new_matched_tokens(
+        self, request: Request, num_computed_tokens: int
+    ) -> tuple[int | None, bool]:
+        return self.connector_scheduler.get_num_new_matched_tokens(request, num_computed_tokens)
+
+    def update_state_after_alloc(
+        self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
+    ) -> None:
+        self.connector_scheduler.update_state_after_alloc(request, blocks, num_external_tokens)
+
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
+        try:
+            step = _scheduled_step(scheduler_output)
+        except Exception:
+            self.connector_scheduler.switch_off("reading vLLM's SchedulerOutput")
+            step = ScheduledStep(dict(scheduler_output.num_scheduled_tokens))
+        return KVOffloadMetadata(self.connector_scheduler.build_connector_meta(step))
+
+    def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
+        metadata = connector_output.kv_connector_worker_meta
+        if isinstance(metadata, KVOffloadWorkerMetadata):
+            self.connector_scheduler.update_connector_output(metadata.report)
+
+    def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+        return self.connector_scheduler.request_finished(request, block_ids)
+
+    def request_finished_all_groups(
+        self, request: Request, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        return self.connector_scheduler.request_finished(request, block_ids)
+
+    def has_pending_push_work(self) -> bool:
+        return self.connector_scheduler.has_pending_work()
+
+    def take_events(self) -> Iterable[KVCacheEvent]:
+        block_size = self._setup.block_tokens
+        for event in self.connector_scheduler.take_events():
+            hashes = [key_block_hash(key)[NAMESPACE_BYTES:] for key in event.keys]
+            group = key_group_idx(event.keys[0])
+            if event.removed:
+                yield BlockRemoved(block_hashes=hashes, medium=event.medium, group_idx=group)
+            else:
+                yield BlockStored(
+                    block_hashes=hashes,
+                    parent_block_hash=None,
+                    token_ids=[],
+                    block_size=block_size,
+                    lora_id=None,
+                    medium=event.medium,
+                    lora_name=None,
+                    group_idx=group,
+                )
+
+    def reset_cache(self) -> bool | None:
+        self.connector_scheduler.reset()
+        return True
+
+    def shutdown(self) -> None:
+        if self._worker is not None:
+            self._worker.shutdown()
+        if self._scheduler is not None:
+            self._scheduler.shutdown()
+        if self._pool is not None:
+            self._pool.close()
+
+    # Metrics.
+
+    def get_kv_connector_stats(self) -> KVOffloadStats | None:
+        if self._scheduler is None:
+            return None
+        changes = self._scheduler.metrics.take()
+        return KVOffloadStats(data=changes) if changes else None
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KVOffloadStats:
+        return KVOffloadStats(data=dict(data or {}))
+
+    @classmethod
+    def build_prom_metrics(
+        cls,
+        vllm_config: VllmConfig,
+        metric_types: dict[type, type],
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> KVOffloadPromMetrics:
+        return KVOffloadPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+
+
+def _scheduled_step(output: SchedulerOutput) -> ScheduledStep:
+    """vLLM's SchedulerOutput in engine-neutral form."""
+    block_ids: dict[str, tuple[list[int], ...]] = {
+        new.req_id: new.block_ids for new in output.scheduled_new_reqs
+    }
+    replaced = set(block_ids)
+    cached = output.scheduled_cached_reqs
+    replaced.update(cached.resumed_req_ids)
+    for req_id, ids in zip(cached.req_ids, cached.new_block_ids, strict=True):
+        if ids is not None:
+            block_ids[req_id] = ids
+    scheduled: Mapping[str, int] = output.num_scheduled_tokens
+    return ScheduledStep(scheduled, block_ids, frozenset(replaced), output.preempted_req_ids or ())

@@ -1,0 +1,190 @@
+"""One act of the demo: real vLLM in this process, one request at a time.
+
+Run as ``python -m kvoffload.vllm.demo_engine FD`` with an ``ActConfig`` as JSON on standard input. Writes
+JSON lines ``{"kind": ..., ...}`` to the open file descriptor FD: ``info`` when the engine is warm,
+``request`` after each request, ``summary`` at the end. Standard output and error are for vLLM's log. The
+caller watches the time and ends the process when it is out.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import sys
+import time
+from dataclasses import asdict
+from itertools import islice
+from typing import Any
+
+from kvoffload.demo.protocol import (
+    REPEAT,
+    ActConfig,
+    ActSummary,
+    EngineInfo,
+    RequestResult,
+    classify,
+)
+from kvoffload.metrics import METRICS
+
+RECORDS_SEARCHED = 16
+
+
+class Probe:
+    """Reads what kvoffload says of itself; answers with nothing where there is no kvoffload."""
+
+    def __init__(self, llm: Any) -> None:
+        self._scheduler: Any = None
+        try:
+            connector = llm.llm_engine.engine_core.engine_core.scheduler.connector
+            self._scheduler = connector.connector_scheduler if connector is not None else None
+        except AttributeError as error:
+            print(f"demo: cannot see kvoffload's counters: {error}", file=sys.stderr)
+
+    def record(self, request_id: str) -> Any:
+        """The RequestRecord of a request; vLLM appends a suffix to the id it is given."""
+        if self._scheduler is None:
+            return None
+        recent = islice(reversed(self._scheduler.records), RECORDS_SEARCHED)
+        return next((r for r in recent if r.req_id.split("-")[0] == request_id), None)
+
+    def pool(self) -> tuple[int, int]:
+        """Blocks of the host pool used, and in all."""
+        if self._scheduler is None:
+            return 0, 0
+        manager = self._scheduler.manager
+        return manager.num_used_blocks, manager.num_blocks
+
+    def counters(self) -> dict[str, float]:
+        """kvoffload's running totals by name."""
+        if self._scheduler is None:
+            return {}
+        totals = self._scheduler.metrics.snapshot()
+        return {k: v for k, v in totals.items() if METRICS[k.partition(":")[0]].kind == "counter"}
+
+
+class Act:
+    """An engine and the conversations held with it."""
+
+    def __init__(self, config: ActConfig) -> None:
+        import vllm
+        from vllm.config import KVTransferConfig
+
+        self.config = config
+        self.version = vllm.__version__
+        self.llm: Any = vllm.LLM(
+            model=config.model,
+            skip_tokenizer_init=True,
+            dtype="float32",
+            seed=config.seed,
+            enforce_eager=True,
+            enable_prefix_caching=True,
+            block_size=config.block_size,
+            num_gpu_blocks_override=config.device_blocks,
+            max_model_len=config.max_model_len,
+            max_num_batched_tokens=config.max_model_len,
+            max_num_seqs=4,
+            disable_log_stats=False,
+            kv_transfer_config=KVTransferConfig(**config.connector) if config.connector else None,
+        )
+        self.params = vllm.SamplingParams(
+            temperature=0.0, max_tokens=config.answer_tokens, ignore_eos=True, logprobs=1, detokenize=False
+        )
+        self.probe = Probe(self.llm)
+        self.encode = self._encoder()
+        self.prompts = [self.encode(text)[:tokens] for text, tokens in config.documents]
+        self.answers: list[list[int]] = [[] for _ in self.prompts]
+        self.questions = [self.encode(question) for question in config.questions]
+
+    def _encoder(self) -> Any:
+        if self.config.tokenizer:
+            from transformers import AutoTokenizer
+
+            tokenizer = AutoTokenizer.from_pretrained(self.config.model)
+            return lambda text: tokenizer.encode(text, add_special_tokens=False)
+        offset = self.config.token_offset
+        return lambda text: [offset + byte for byte in text.encode()]
+
+    def generate(self, request_id: str, prompt: list[int]) -> tuple[Any, float, float]:
+        """Runs one request; returns vLLM's output, milliseconds to the first token and to the last."""
+        engine = self.llm.llm_engine
+        start = time.perf_counter()
+        engine.add_request(request_id, {"prompt_token_ids": prompt}, self.params)
+        first = 0.0
+        while True:
+            for output in engine.step():
+                if not first and output.outputs[0].token_ids:
+                    first = time.perf_counter() - start
+                if output.finished:
+                    return output, 1e3 * first, 1e3 * (time.perf_counter() - start)
+
+    def warm_up(self) -> None:
+        """A prompt that shares no prefix with the others, computed and then found on the device."""
+        prompt = self.prompts[0][::-1]
+        for i in range(2):
+            self.generate(f"warmup{i}", prompt)
+
+    def visit(self, index: int, document: int, question: int) -> RequestResult:
+        """Asks a document a question, or the last one again, and remembers the answer."""
+        if question != REPEAT:
+            self.prompts[document] += self.answers[document] + self.questions[question]
+        prompt = self.prompts[document]
+        request_id = f"demo{index}"
+        output, ttft_ms, total_ms = self.generate(request_id, prompt)
+        completion = output.outputs[0]
+        tokens = list(completion.token_ids)
+        self.answers[document] = tokens
+        record = self.probe.record(request_id)
+        cached = output.num_cached_tokens or 0
+        device, host = (cached, 0) if record is None else (record.device_tokens, record.host_tokens)
+        used, blocks = self.probe.pool()
+        return RequestResult(
+            index=index,
+            document=document,
+            repeat=question == REPEAT,
+            prompt_tokens=len(prompt),
+            device_tokens=device,
+            host_tokens=host,
+            source=classify(len(prompt), device, host),
+            reason=None if record is None or record.reason is None else str(record.reason),
+            ttft_ms=ttft_ms,
+            total_ms=total_ms,
+            output_tokens=tokens,
+            logprobs=[_finite(step[t].logprob) for t, step in zip(tokens, completion.logprobs, strict=True)],
+            pool_used=used,
+            pool_blocks=blocks,
+        )
+
+    def device_name(self) -> str:
+        from vllm.platforms import current_platform
+
+        if current_platform.is_cpu():
+            return f"CPU, {len(os.sched_getaffinity(0))} cores"
+        return str(current_platform.get_device_name())
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None
+
+
+def main() -> None:
+    out = os.fdopen(int(sys.argv[1]), "w", encoding="utf-8", buffering=1)
+
+    def send(kind: str, message: Any) -> None:
+        out.write(json.dumps({"kind": kind} | asdict(message)) + "\n")
+
+    start = time.perf_counter()
+    act = Act(ActConfig(**json.load(sys.stdin)))
+    act.warm_up()
+    send("info", EngineInfo(act.version, act.device_name(), time.perf_counter() - start))
+    before = act.probe.counters()
+    start = time.perf_counter()
+    for index, (document, question) in enumerate(act.config.visits):
+        send("request", act.visit(index, document, question))
+    wall_s = time.perf_counter() - start
+    metrics = {name: value - before.get(name, 0.0) for name, value in act.probe.counters().items()}
+    send("summary", ActSummary(wall_s, metrics))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,84 @@
+"""kvoffload's counters through vLLM's own stats and Prometheus endpoint."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from prometheus_client import Counter, Gauge
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
+
+from kvoffload.base import MissReason
+from kvoffload.metrics import METRICS, merge
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+PREFIX = "kvoffload:"
+
+
+@dataclass
+class KVOffloadStats(KVConnectorStats):
+    """What ``Metrics.take`` gave, on its way to vLLM's loggers."""
+
+    def reset(self) -> None:
+        self.data = {}
+
+    def aggregate(self, other: KVConnectorStats) -> KVConnectorStats:
+        merge(self.data, other.data)
+        return self
+
+    def reduce(self) -> dict[str, int | float]:
+        """What vLLM's periodic log line shows."""
+        data = self.data
+        shown: dict[str, int | float] = {}
+        for direction in ("store", "load"):
+            moved, seconds = data.get(f"{direction}_bytes", 0.0), data.get(f"{direction}_seconds", 0.0)
+            shown[f"{direction} MB"] = round(moved / 1e6, 1)
+            if seconds:
+                shown[f"{direction} GB/s"] = round(moved / seconds / 1e9, 1)
+        for name in ("asked_tokens", "device_hit_tokens", "host_hit_tokens"):
+            shown[name.replace("_", " ")] = int(data.get(name, 0))
+        for name, value in sorted(data.items()):
+            if name.startswith("misses:"):
+                shown[name.replace("misses:", "missed, ").replace("_", " ")] = int(value)
+        return shown
+
+    def is_empty(self) -> bool:
+        return not self.data
+
+
+class KVOffloadPromMetrics(KVConnectorPromMetrics):
+    """One Prometheus metric for each of METRICS, named ``kvoffload:NAME``."""
+
+    def __init__(
+        self,
+        vllm_config: VllmConfig,
+        metric_types: dict[type, type],
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> None:
+        super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+        self._children: dict[int, dict[str, Any]] = {engine: {} for engine in per_engine_labelvalues}
+        for name, spec in METRICS.items():
+            kind = metric_types[Gauge if spec.kind == "gauge" else Counter]
+            labels = [*labelnames, spec.label] if spec.label else labelnames
+            # Only gauges take multiprocess_mode; vLLM's own gauges use the same.
+            extra = {"multiprocess_mode": "mostrecent"} if spec.kind == "gauge" else {}
+            metric = kind(name=PREFIX + name, documentation=spec.help, labelnames=labels, **extra)
+            for engine, values in per_engine_labelvalues.items():
+                if spec.label is None:
+                    self._children[engine][name] = metric.labels(*values)
+                else:
+                    for reason in MissReason:
+                        self._children[engine][f"{name}:{reason}"] = metric.labels(*values, str(reason))
+
+    def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
+        for name, value in transfer_stats_data.items():
+            child = self._children.get(engine_idx, {}).get(name)
+            if child is None:
+                continue
+            if METRICS[name.partition(":")[0]].kind == "gauge":
+                child.set(value)
+            else:
+                child.inc(max(0.0, value))

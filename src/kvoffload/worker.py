@@ -1,0 +1,209 @@
+"""The worker half of the connector: carries out one step's jobs and reports which ended how."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass, field
+
+from kvoffload.base import TransferSpec
+from kvoffload.transfer.base import Transfer, TransferResult
+
+logger = logging.getLogger(__name__)
+
+IDLE_WAIT_S = 0.002
+"""How long a step without tokens waits for loads under way, so that an idle engine does not spin."""
+MAX_TRIES = 2
+
+
+@dataclass(slots=True)
+class StepMeta:
+    """What the scheduler half asks of every worker in one step."""
+
+    loads: dict[int, TransferSpec] = field(default_factory=dict)
+    """By job id. They may start at once; their device blocks are not used before they are reported."""
+    stores: dict[int, TransferSpec] = field(default_factory=dict)
+    """By job id. Their blocks are complete when this step's forward pass is done."""
+    fences: list[int] = field(default_factory=list)
+    """Stores that must have read their device blocks before this step's forward pass."""
+    broken_loads: dict[str, list[int]] = field(default_factory=dict)
+    """Requests, with their device blocks, whose promised load cannot be done: to be reported as failed."""
+    releases: list[str] = field(default_factory=list)
+    """Finished requests whose device blocks the engine may free now."""
+    has_tokens: bool = True
+    """Whether the engine computes anything in this step."""
+
+
+@dataclass(slots=True)
+class WorkerReport:
+    """What workers tell the scheduler half; reports of several workers add up."""
+
+    done: dict[int, int] = field(default_factory=dict)
+    """Job id to the number of workers that are through with it."""
+    failed: set[int] = field(default_factory=set)
+    """Those of ``done`` that failed on some worker."""
+    store_bytes: int = 0
+    load_bytes: int = 0
+    store_seconds: float = 0.0
+    load_seconds: float = 0.0
+
+    def add(self, other: WorkerReport) -> WorkerReport:
+        for job_id, count in other.done.items():
+            self.done[job_id] = self.done.get(job_id, 0) + count
+        self.failed |= other.failed
+        self.store_bytes += other.store_bytes
+        self.load_bytes += other.load_bytes
+        self.store_seconds += other.store_seconds
+        self.load_seconds += other.load_seconds
+        return self
+
+
+@dataclass(slots=True)
+class Finished:
+    """What the engine is told after a step."""
+
+    loaded: set[str] = field(default_factory=set)
+    """Requests whose load has ended, well or not."""
+    failed_blocks: set[int] = field(default_factory=set)
+    """Device blocks of loads that failed: not to be used."""
+    released: set[str] = field(default_factory=set)
+
+
+@dataclass(slots=True)
+class _Job:
+    spec: TransferSpec
+    is_store: bool
+    tries_left: int = MAX_TRIES - 1
+
+
+class OffloadingConnectorWorker:
+    """Carries out jobs of one rank through ``transfer``.
+
+    The engine calls, in every step and in this order: ``begin_step`` before its forward pass,
+    ``start_loads`` before or after it, ``end_step`` after it, ``get_finished`` and ``take_report``. Stores
+    are handed to the transfer at the next ``begin_step``: not before the step that computes them is
+    through, and not between that step and its tokens. A job that fails is tried once more, unless its
+    source may have changed; then it is reported as failed. Nothing raises into the engine's step.
+    """
+
+    def __init__(self, transfer: Transfer) -> None:
+        self.transfer = transfer
+        self._jobs: dict[int, _Job] = {}
+        self._unsubmitted: list[int] = []
+        self._finished = Finished()
+        self._report = WorkerReport()
+        self._broken = False
+
+    def begin_step(self, meta: StepMeta) -> None:
+        for job_id in meta.fences:
+            if job_id in meta.stores:
+                self._accept(job_id, meta.stores[job_id], is_store=True)
+        for job_id in self._unsubmitted:
+            self._submit(job_id)
+        self._unsubmitted.clear()
+        if meta.fences:
+            try:
+                self.transfer.wait(meta.fences)
+            except Exception:
+                self._give_up()
+            for job_id in meta.fences:
+                if job_id in self._jobs:
+                    self._jobs[job_id].tries_left = 0
+
+    def start_loads(self, meta: StepMeta) -> None:
+        for job_id, spec in meta.loads.items():
+            self._jobs[job_id] = _Job(spec, is_store=False)
+            self._submit(job_id)
+        for req_id, blocks in meta.broken_loads.items():
+            self._finished.loaded.add(req_id)
+            self._finished.failed_blocks.update(blocks)
+
+    def end_step(self, meta: StepMeta) -> None:
+        for job_id, spec in meta.stores.items():
+            if job_id not in meta.fences:
+                self._accept(job_id, spec, is_store=True)
+        self._finished.released.update(meta.releases)
+
+    def get_finished(self, meta: StepMeta) -> Finished:
+        """What ended since the last call."""
+        self._collect(busy=meta.has_tokens)
+        if not meta.has_tokens and not self._finished.loaded and self._is_loading():
+            try:
+                self.transfer.wait_any(IDLE_WAIT_S)
+            except Exception:
+                self._give_up()
+            self._collect(busy=False)
+        finished, self._finished = self._finished, Finished()
+        return finished
+
+    def take_report(self) -> WorkerReport | None:
+        """For the scheduler half: jobs that ended since the last call, or None."""
+        if not self._report.done:
+            return None
+        report, self._report = self._report, WorkerReport()
+        return report
+
+    def shutdown(self) -> None:
+        self.transfer.close()
+
+    def _accept(self, job_id: int, spec: TransferSpec, is_store: bool) -> None:
+        self._jobs[job_id] = _Job(spec, is_store)
+        self._unsubmitted.append(job_id)
+
+    def _submit(self, job_id: int) -> None:
+        job = self._jobs.get(job_id)
+        if job is None:
+            return
+        if self._broken:
+            self._end(TransferResult(job_id, ok=False), self._jobs.pop(job_id))
+            return
+        try:
+            self.transfer.submit(job_id, job.spec, job.is_store)
+        except Exception:
+            self._give_up()
+
+    def _give_up(self) -> None:
+        """After an error nobody expected no copy can be trusted: end the transfer, fail every job."""
+        logger.exception("kvoffload: OFFLOADING IS OFF on this worker: the transfer engine broke")
+        self._broken = True
+        try:
+            self.transfer.close()
+        except Exception:
+            logger.exception("kvoffload: the transfer engine could not be closed")
+        for job_id in list(self._jobs):
+            self._end(TransferResult(job_id, ok=False), self._jobs.pop(job_id))
+
+    def _is_loading(self) -> bool:
+        return any(not job.is_store for job in self._jobs.values())
+
+    def _collect(self, busy: bool) -> None:
+        if self._broken:
+            return
+        try:
+            results = self.transfer.poll(busy)
+        except Exception:
+            self._give_up()
+            return
+        for result in results:
+            job = self._jobs.get(result.job_id)
+            if job is None:
+                continue
+            if not result.ok and job.tries_left:
+                job.tries_left -= 1
+                self._submit(result.job_id)
+                continue
+            self._end(result, self._jobs.pop(result.job_id))
+
+    def _end(self, result: TransferResult, job: _Job) -> None:
+        report = self._report
+        report.done[result.job_id] = 1
+        if not result.ok:
+            report.failed.add(result.job_id)
+        if job.is_store:
+            report.store_bytes += result.nbytes
+            report.store_seconds += result.seconds
+        else:
+            report.load_bytes += result.nbytes
+            report.load_seconds += result.seconds
+            self._finished.loaded.add(job.spec.req_id)
+            if not result.ok:
+                self._finished.failed_blocks.update(job.spec.device.block_ids.tolist())
