@@ -71,6 +71,8 @@ class _RequestState:
     touched: bool = False
     recorded: bool = False
     loading: bool = False
+    has_kv: bool = False
+    """Whether device blocks were allocated to it and not lost since."""
     may_load: bool = True
     may_store: bool = True
     jobs: int = 0
@@ -245,8 +247,10 @@ class OffloadingConnectorScheduler:
         """
         state = self._state(request)
         match, state.match, state.waiting_since = state.match, None, None
+        state.has_kv = True
         if match is not None:
             self._record(state, match, num_external_tokens)
+            state.loaded = range(0)
         if num_external_tokens == 0:
             return
         if match is None or not match.tokens or num_external_tokens > match.tokens:
@@ -331,6 +335,7 @@ class OffloadingConnectorScheduler:
             state.block_ids = []
             state.loaded = range(0)
             state.match = None
+            state.has_kv = False
             state.may_store = True
 
     def _store(self, state: _RequestState, num_computed: int) -> int | None:
@@ -466,7 +471,7 @@ class OffloadingConnectorScheduler:
         self._epoch += 1
         for state in self._states.values():
             state.match = None
-            state.may_store = not state.block_ids and not state.loading
+            state.may_store = not state.has_kv
         self._finished.clear()
 
     def shutdown(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterable
 
 from kvoffload.base import TransferSpec
@@ -46,16 +47,21 @@ class CorruptingTransfer(WrappedTransfer):
 
 
 class FailingTransfer(WrappedTransfer):
-    """Fails every ``every``-th job without copying anything, and its second try too."""
+    """Fails a share ``rate`` of the tries, chosen by ``seed``, without copying anything.
 
-    def __init__(self, inner: Transfer, every: int = 2, loads: bool = True, stores: bool = True) -> None:
+    ``tries`` counts the tries that failed, by direction ("load", "store").
+    """
+
+    def __init__(self, inner: Transfer, rate: float, seed: int = 0) -> None:
         super().__init__(inner)
-        self._every = every
-        self._kinds = {False: loads, True: stores}
+        self._rate = rate
+        self._random = random.Random(seed)
         self._failed: list[TransferResult] = []
+        self.failures = {"load": 0, "store": 0}
 
     def submit(self, job_id: int, spec: TransferSpec, is_store: bool) -> None:
-        if self._kinds[is_store] and job_id % self._every == 0:
+        if self._random.random() < self._rate:
+            self.failures["store" if is_store else "load"] += 1
             self._failed.append(TransferResult(job_id, ok=False))
         else:
             super().submit(job_id, spec, is_store)
@@ -63,3 +69,44 @@ class FailingTransfer(WrappedTransfer):
     def poll(self, busy: bool) -> list[TransferResult]:
         failed, self._failed = self._failed, []
         return [*failed, *super().poll(busy)]
+
+
+class SlowTransfer(WrappedTransfer):
+    """Copies later, at moments chosen by ``seed``, as a device's copy engine would: each ``tick`` may carry
+    out the oldest job of one direction. Whoever reuses a block without waiting for its copy is found out."""
+
+    def __init__(self, inner: Transfer, seed: int, chance: float = 0.3) -> None:
+        super().__init__(inner)
+        self._random = random.Random(seed)
+        self._chance = chance
+        self._queued: dict[int, tuple[TransferSpec, bool]] = {}
+        self._ended: list[TransferResult] = []
+
+    def submit(self, job_id: int, spec: TransferSpec, is_store: bool) -> None:
+        self._queued[job_id] = (spec, is_store)
+
+    def tick(self) -> None:
+        """Time passes on the device."""
+        for direction in (False, True):
+            if self._random.random() < self._chance:
+                job = next((j for j, (_, is_store) in self._queued.items() if is_store is direction), None)
+                if job is not None:
+                    self._run(job)
+
+    def poll(self, busy: bool) -> list[TransferResult]:
+        self.tick()
+        ended, self._ended = self._ended, []
+        return ended
+
+    def wait(self, job_ids: Iterable[int]) -> None:
+        for job_id in job_ids:
+            if job_id in self._queued:
+                self._run(job_id)
+
+    def wait_any(self, timeout_s: float) -> None:
+        self.tick()
+
+    def _run(self, job_id: int) -> None:
+        spec, is_store = self._queued.pop(job_id)
+        self.inner.submit(job_id, spec, is_store)
+        self._ended.extend(self.inner.poll(busy=False))

@@ -1,0 +1,38 @@
+"""The ``kvoffload`` command. Each command is one module here; all need the extra ``kvoffload[cli]``."""
+
+from __future__ import annotations
+
+import sys
+from importlib import metadata
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import click
+
+EXTRA = frozenset({"click", "jinja2", "matplotlib", "rich"})
+
+
+def main() -> None:
+    """The console entry point. Exits with status 2 and one line if the extra is not installed."""
+    try:
+        group()(prog_name="kvoffload")
+    except ModuleNotFoundError as error:
+        if (error.name or "").split(".")[0] not in EXTRA:
+            raise
+        print(
+            f"kvoffload: this command needs {error.name}: pip install 'kvoffload[cli]'",
+            file=sys.stderr,
+        )
+        sys.exit(2)
+
+
+def group() -> click.Group:
+    """The command with its subcommands."""
+    import click
+
+    from kvoffload.cli.demo import demo
+
+    commands = click.Group(
+        "kvoffload", commands=[demo], help="Keeps the KV cache of an LLM server in host memory."
+    )
+    return click.version_option(metadata.version("kvoffload"))(commands)

@@ -1,0 +1,110 @@
+"""A small Llama with random weights, written in the Hugging Face format without torch."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+LAYERS = 8
+HIDDEN = 512
+INTERMEDIATE = 1408
+HEADS = 8
+KV_HEADS = 4
+HEAD_DIM = HIDDEN // HEADS
+VOCAB = 512
+SPECIALS = 3
+"""Tokens before the bytes: 0 padding, 1 begin, 2 end. Byte ``b`` is token ``SPECIALS + b``."""
+MAX_POSITIONS = 8192
+INITIALIZER_RANGE = 0.08
+"""Four times the usual: with smaller weights a random model repeats one token whatever it reads."""
+
+CONFIG: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "torch_dtype": "float32",
+    "vocab_size": VOCAB,
+    "hidden_size": HIDDEN,
+    "intermediate_size": INTERMEDIATE,
+    "num_hidden_layers": LAYERS,
+    "num_attention_heads": HEADS,
+    "num_key_value_heads": KV_HEADS,
+    "head_dim": HEAD_DIM,
+    "max_position_embeddings": MAX_POSITIONS,
+    "initializer_range": INITIALIZER_RANGE,
+    "tie_word_embeddings": False,
+    "hidden_act": "silu",
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10000.0,
+    "attention_bias": False,
+    "mlp_bias": False,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+
+
+def write_model(directory: Path, seed: int) -> int:
+    """Writes ``config.json`` and ``model.safetensors`` into ``directory``; returns the number of weights.
+
+    The same seed gives the same bytes on every machine.
+    """
+    directory.mkdir(parents=True, exist_ok=True)
+    rng = np.random.default_rng(seed)
+    tensors = {
+        name: np.ones(shape, dtype=np.float32)
+        if len(shape) == 1
+        else rng.standard_normal(shape, dtype=np.float32) * np.float32(INITIALIZER_RANGE)
+        for name, shape in _shapes().items()
+    }
+    (directory / "config.json").write_text(json.dumps(CONFIG, indent=2) + "\n", encoding="utf-8")
+    _write_safetensors(directory / "model.safetensors", tensors)
+    return sum(t.size for t in tensors.values())
+
+
+def kv_bytes_per_token(directory: Path) -> int | None:
+    """Bytes of float32 keys and values one token needs, from ``config.json``; None if it does not say."""
+    config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
+    config = config.get("text_config", config)
+    try:
+        heads = config["num_attention_heads"]
+        head_dim = config.get("head_dim") or config["hidden_size"] // heads
+        return int(2 * config["num_hidden_layers"] * config.get("num_key_value_heads", heads) * head_dim * 4)
+    except (KeyError, TypeError):
+        return None
+
+
+def _shapes() -> dict[str, tuple[int, ...]]:
+    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (VOCAB, HIDDEN)}
+    for i in range(LAYERS):
+        layer = f"model.layers.{i}."
+        shapes |= {
+            layer + "input_layernorm.weight": (HIDDEN,),
+            layer + "self_attn.q_proj.weight": (HEADS * HEAD_DIM, HIDDEN),
+            layer + "self_attn.k_proj.weight": (KV_HEADS * HEAD_DIM, HIDDEN),
+            layer + "self_attn.v_proj.weight": (KV_HEADS * HEAD_DIM, HIDDEN),
+            layer + "self_attn.o_proj.weight": (HIDDEN, HEADS * HEAD_DIM),
+            layer + "post_attention_layernorm.weight": (HIDDEN,),
+            layer + "mlp.gate_proj.weight": (INTERMEDIATE, HIDDEN),
+            layer + "mlp.up_proj.weight": (INTERMEDIATE, HIDDEN),
+            layer + "mlp.down_proj.weight": (HIDDEN, INTERMEDIATE),
+        }
+    return shapes | {"model.norm.weight": (HIDDEN,), "lm_head.weight": (VOCAB, HIDDEN)}
+
+
+def _write_safetensors(path: Path, tensors: dict[str, np.ndarray[Any, np.dtype[np.float32]]]) -> None:
+    """The safetensors format: u64 length of the header, the header in JSON, the bytes of the tensors."""
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for name, tensor in tensors.items():
+        start, end = end, end + tensor.nbytes
+        header[name] = {"dtype": "F32", "shape": list(tensor.shape), "data_offsets": [start, end]}
+    raw = json.dumps(header, separators=(",", ":")).encode()
+    raw += b" " * (-len(raw) % 8)
+    with path.open("wb") as file:
+        file.write(len(raw).to_bytes(8, "little"))
+        file.write(raw)
+        for tensor in tensors.values():
+            file.write(tensor.astype("<f4", copy=False).tobytes())

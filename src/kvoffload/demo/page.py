@@ -1,0 +1,48 @@
+"""``report.html``: one file that needs no other."""
+
+from __future__ import annotations
+
+from importlib import metadata
+
+import jinja2
+
+from kvoffload.demo import words
+from kvoffload.demo.plots import COLOURS, LABELS, hits_plot, pool_plot, ttft_plot
+from kvoffload.demo.protocol import Source
+from kvoffload.demo.report import LOGPROB_TOLERANCE, Report, gbps, miss_reasons
+
+
+def render_page(report: Report) -> str:
+    """The report as one HTML page with its plots inside."""
+    environment = jinja2.Environment(
+        loader=jinja2.PackageLoader("kvoffload.demo", "templates"),
+        autoescape=True,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        undefined=jinja2.StrictUndefined,
+    )
+    environment.filters |= {
+        "ms": words.milliseconds,
+        "times": words.times,
+        "faster": words.faster,
+        "gbps": words.gigabytes_per_second,
+    }
+    requests = report.offload.requests
+    return environment.get_template("report.html.j2").render(
+        report=report,
+        info=report.offload.info,
+        version=metadata.version("kvoffload"),
+        sources=list(Source),
+        colours=COLOURS,
+        labels=LABELS,
+        share=words.share,
+        store=gbps(report.offload, "store"),
+        load=gbps(report.offload, "load"),
+        reasons=miss_reasons(requests),
+        tolerance=LOGPROB_TOLERANCE,
+        saved_s=report.baseline.summary.wall_s - report.offload.summary.wall_s,
+        ttft_svg=ttft_plot(report),
+        hits_svg=hits_plot(report),
+        pool_svg=pool_plot(report),
+        rows=list(zip(*(act.requests for act in report.acts), strict=True)),
+    )

@@ -1,0 +1,169 @@
+"""The report's plots, as SVG text to put into a page."""
+
+from __future__ import annotations
+
+import io
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import matplotlib
+from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+
+from kvoffload.demo.protocol import RequestResult, Source
+from kvoffload.demo.report import Report
+
+COLOURS = {Source.RECOMPUTE: "#d9622b", Source.DEVICE: "#2f6fb5", Source.HOST: "#1f9e77"}
+"""Told apart by readers of every kind of colour vision; the marks differ too."""
+MARKS = {Source.RECOMPUTE: "o", Source.DEVICE: "s", Source.HOST: "D"}
+LABELS = {Source.RECOMPUTE: "recomputed", Source.DEVICE: "device hit", Source.HOST: "host hit"}
+INK, MUTED, GRID = "#1d2733", "#64707d", "#e4e8ec"
+
+STYLE = {
+    "font.size": 10,
+    "svg.fonttype": "none",
+    "svg.hashsalt": "kvoffload",
+    "text.color": INK,
+    "axes.labelcolor": MUTED,
+    "axes.edgecolor": GRID,
+    "axes.titlecolor": INK,
+    "axes.titlesize": 10.5,
+    "axes.titleweight": "bold",
+    "axes.titlelocation": "left",
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.grid": True,
+    "axes.axisbelow": True,
+    "grid.color": GRID,
+    "grid.linewidth": 0.8,
+    "xtick.color": MUTED,
+    "ytick.color": MUTED,
+    "xtick.major.size": 0,
+    "ytick.major.size": 0,
+    "ytick.minor.size": 0,
+    "legend.frameon": False,
+    "lines.linewidth": 2,
+}
+
+
+def ttft_plot(report: Report) -> str:
+    """TTFT of every request, coloured by source: act 1 above act 2, on the same logarithmic scale."""
+    with matplotlib.rc_context(STYLE):
+        figure, axes = _figure(height=4.9, rows=2)
+        for ax, title, act in (
+            (axes[0], "without kvoffload", report.baseline),
+            (axes[1], "with kvoffload", report.offload),
+        ):
+            ax.set_title(title)
+            for source in Source:
+                chosen = [r for r in act.requests if r.source is source]
+                ax.scatter(
+                    [r.index for r in chosen],
+                    [r.ttft_ms for r in chosen],
+                    s=26,
+                    color=COLOURS[source],
+                    marker=MARKS[source],
+                    linewidths=0,
+                    label=LABELS[source],
+                )
+            ax.set_yscale("log")
+            ax.yaxis.set_major_locator(LogLocator(subs=(1, 3)))
+            ax.yaxis.set_major_formatter(FuncFormatter(lambda ms, _: f"{ms:,.0f} ms"))
+            ax.yaxis.set_minor_formatter(NullFormatter())
+        times = [r.ttft_ms for act in (report.baseline, report.offload) for r in act.requests]
+        axes[1].set_ylim(min(times) / 1.6, max(times) * 1.6)
+        axes[1].set_xlabel("request")
+        axes[1].legend(
+            handles=_legend(), ncols=3, loc="upper right", bbox_to_anchor=(1.0, 1.17), handletextpad=0.2
+        )
+        return _svg(figure, "Time to first token by request, with and without kvoffload")
+
+
+def hits_plot(report: Report) -> str:
+    """Prompt tokens so far, stacked by where they came from: device, host, computed."""
+    with matplotlib.rc_context(STYLE):
+        figure, (ax,) = _figure(height=3.1, rows=1)
+        requests = report.offload.requests
+        device = _running(requests, "device_tokens")
+        host = _running(requests, "host_tokens")
+        asked = _running(requests, "prompt_tokens")
+        computed = [a - d - h for a, d, h in zip(asked, device, host, strict=True)]
+        sources = (Source.HOST, Source.DEVICE, Source.RECOMPUTE)
+        layers = ax.stackplot(
+            [r.index for r in requests],
+            host,
+            device,
+            computed,
+            colors=[COLOURS[s] for s in sources],
+            linewidth=0,
+        )
+        for layer in layers:
+            layer.set_alpha(0.88)
+        ax.yaxis.set_major_formatter(FuncFormatter(lambda n, _: f"{n / 1000:,.0f}k"))
+        ax.set_xlabel("request")
+        ax.set_ylim(0, asked[-1] * 1.05)
+        labels = ("host hit", "device hit", "computed")
+        ax.legend(layers[::-1], labels[::-1], ncols=3, loc="lower right", bbox_to_anchor=(1.0, 1.0))
+        return _svg(figure, "Prompt tokens so far by source, with kvoffload")
+
+
+def pool_plot(report: Report) -> str:
+    """Share of the host pool in use after each request."""
+    with matplotlib.rc_context(STYLE):
+        figure, (ax,) = _figure(height=2.7, rows=1)
+        requests = [r for r in report.offload.requests if r.pool_blocks]
+        if requests:
+            x = [r.index for r in requests]
+            used = [r.pool_used for r in requests]
+            blocks = requests[0].pool_blocks
+            ax.fill_between(x, used, color=COLOURS[Source.HOST], alpha=0.18, linewidth=0)
+            ax.plot(x, used, color=COLOURS[Source.HOST])
+            ax.axhline(blocks, color=MUTED, linewidth=1.2, linestyle=(0, (4, 3)))
+            ax.annotate(
+                f"budget: {blocks:,} blocks",
+                (x[0], blocks),
+                xytext=(2, 4),
+                textcoords="offset points",
+                color=MUTED,
+            )
+            ax.set_ylim(0, blocks * 1.18)
+        ax.yaxis.set_major_formatter(FuncFormatter(lambda n, _: f"{n:,.0f}"))
+        ax.set_xlabel("request")
+        return _svg(figure, "Blocks of the host pool in use")
+
+
+def _figure(height: float, rows: int) -> tuple[Figure, Sequence[Any]]:
+    figure = Figure(figsize=(8.6, height), layout="constrained")
+    axes = figure.subplots(rows, 1, sharex=True, sharey=True, squeeze=False)[:, 0]
+    for ax in axes:
+        ax.grid(visible=False, axis="x")
+        ax.margins(x=0.015)
+    return figure, list(axes)
+
+
+def _legend() -> list[Any]:
+    from matplotlib.lines import Line2D
+
+    return [
+        Line2D([], [], linestyle="", marker=MARKS[s], color=COLOURS[s], markersize=5.5, label=LABELS[s])
+        for s in Source
+    ]
+
+
+def _running(requests: Sequence[RequestResult], name: str) -> list[int]:
+    total, sums = 0, []
+    for request in requests:
+        total += getattr(request, name)
+        sums.append(total)
+    return sums
+
+
+def _svg(figure: Figure, description: str) -> str:
+    """The figure's ``<svg>`` element, as wide as its place; ids are its own, so that pages hold several."""
+    buffer = io.StringIO()
+    figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
+    svg = buffer.getvalue()
+    svg = svg[svg.index("<svg") :]
+    svg = re.sub(r'width="[\d.]+pt" height="[\d.]+pt"', 'width="100%"', svg, count=1)
+    return svg.replace("<svg", f'<svg role="img" aria-label="{description}"', 1)

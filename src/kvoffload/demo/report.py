@@ -1,0 +1,214 @@
+"""What three acts show: numbers and a verdict."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+
+from kvoffload.demo.act import ActResult
+from kvoffload.demo.protocol import RequestResult, Source
+
+LOGPROB_TOLERANCE = 1e-4
+"""Adding float32 numbers in another order moves a logprob by about 1e-6, a wrong block by far more."""
+
+
+@dataclass(frozen=True, slots=True)
+class Quantiles:
+    """Of times in milliseconds; without any, ``count`` is 0 and the others None."""
+
+    p50: float | None
+    p95: float | None
+    count: int
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """Two acts' outputs, request by request. Logprobs are compared up to the first differing token."""
+
+    different: list[int]
+    """Requests whose tokens differ or whose logprobs differ by more than the tolerance."""
+    first_token_mismatch: int | None
+    max_logprob_diff: float
+    """Infinite where one of them is not finite."""
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """The outcome of a demo. ``baseline``, ``offload`` and ``control`` are its three acts."""
+
+    model: str
+    seed: int
+    made_at: str
+    baseline: ActResult
+    offload: ActResult
+    control: ActResult
+    versus_offload: Comparison
+    versus_control: Comparison
+
+    @property
+    def identical(self) -> bool:
+        return not self.versus_offload.different
+
+    @property
+    def corruption_detected(self) -> bool:
+        return bool(self.versus_control.different)
+
+    @property
+    def ttft_ms(self) -> dict[Source, Quantiles]:
+        """Recomputing as measured without kvoffload, hits as measured with it."""
+        acts = {Source.RECOMPUTE: self.baseline, Source.DEVICE: self.offload, Source.HOST: self.offload}
+        return {source: ttft_quantiles(act.requests, source) for source, act in acts.items()}
+
+    @property
+    def hit_tokens(self) -> dict[str, int]:
+        return {
+            "device": sum(r.device_tokens for r in self.offload.requests),
+            "host": sum(r.host_tokens for r in self.offload.requests),
+        }
+
+    @property
+    def tokens_asked(self) -> int:
+        return sum(r.prompt_tokens for r in self.offload.requests)
+
+    @property
+    def ratios(self) -> dict[str, float | None]:
+        """How many times sooner the first token comes, by medians."""
+        p50 = {source: q.p50 for source, q in self.ttft_ms.items()}
+
+        def ratio(slow: Source, fast: Source) -> float | None:
+            a, b = p50[slow], p50[fast]
+            return None if a is None or b is None else a / b
+
+        return {
+            "recompute_to_host": ratio(Source.RECOMPUTE, Source.HOST),
+            "recompute_to_device": ratio(Source.RECOMPUTE, Source.DEVICE),
+            "host_to_device": ratio(Source.HOST, Source.DEVICE),
+        }
+
+    @property
+    def failures(self) -> list[str]:
+        """One sentence for each thing that is not as it must be; empty if all is well."""
+        sentences = []
+        versus = self.versus_offload
+        if versus.different:
+            detail = (
+                f"the tokens of request {versus.first_token_mismatch} differ"
+                if versus.first_token_mismatch is not None
+                else f"logprobs differ by up to {versus.max_logprob_diff:.1e}, over {LOGPROB_TOLERANCE:.0e}"
+            )
+            sentences.append(
+                f"Outputs with kvoffload differ from those without in {len(versus.different)} of "
+                f"{len(self.baseline.requests)} requests: {detail}."
+            )
+        if not self.hit_tokens["host"]:
+            sentences.append(
+                "Nothing was loaded from host memory, so the acts prove nothing about kvoffload."
+            )
+        elif not self.corruption_detected:
+            sentences.append(
+                "The control was not detected: corrupted bytes changed no output, so identical outputs "
+                "prove nothing."
+            )
+        return sentences
+
+    def to_dict(self) -> dict[str, Any]:
+        """``report.json``. Keys stay what they are; new ones may come."""
+        info, worst = self.offload.info, self.versus_offload.max_logprob_diff
+        return {
+            "ok": not self.failures,
+            "failures": self.failures,
+            "requests": len(self.offload.requests),
+            "identical": self.identical,
+            "max_logprob_diff": worst if math.isfinite(worst) else None,
+            "corruption_detected": self.corruption_detected,
+            "corrupted_outputs": len(self.versus_control.different),
+            "tokens_asked": self.tokens_asked,
+            "hit_tokens": self.hit_tokens,
+            "ttft_ms": {str(source): asdict(q) for source, q in self.ttft_ms.items()},
+            "ttft_ratios": self.ratios,
+            "store_gbps": gbps(self.offload, "store"),
+            "load_gbps": gbps(self.offload, "load"),
+            "model": self.model,
+            "seed": self.seed,
+            "vllm_version": info.vllm_version,
+            "device": info.device,
+            "made_at": self.made_at,
+            "acts": [
+                {
+                    "name": name,
+                    "wall_s": act.summary.wall_s,
+                    "start_s": act.info.start_s,
+                    "ttft_ms": {str(s): asdict(ttft_quantiles(act.requests, s)) for s in Source},
+                    "miss_reasons": miss_reasons(act.requests),
+                    "metrics": act.summary.metrics,
+                    "requests": [asdict(request) for request in act.requests],
+                }
+                for name, act in zip(("baseline", "offload", "control"), self.acts, strict=True)
+            ],
+        }
+
+    @property
+    def acts(self) -> tuple[ActResult, ActResult, ActResult]:
+        return self.baseline, self.offload, self.control
+
+
+def make_report(acts: Sequence[ActResult], model: str, seed: int) -> Report:
+    """Compares the three acts: without kvoffload, with it, and the control."""
+    baseline, offload, control = acts
+    return Report(
+        model=model,
+        seed=seed,
+        made_at=time.strftime("%Y-%m-%d %H:%M:%S %z"),
+        baseline=baseline,
+        offload=offload,
+        control=control,
+        versus_offload=compare(baseline.requests, offload.requests),
+        versus_control=compare(baseline.requests, control.requests),
+    )
+
+
+def compare(expected: Sequence[RequestResult], actual: Sequence[RequestResult]) -> Comparison:
+    """Both hold the same requests in the same order; an answer may change the prompts after it."""
+    different, mismatch, worst = [], None, 0.0
+    for a, b in zip(expected, actual, strict=True):
+        agree = 0
+        while a.output_tokens[agree:] and a.output_tokens[agree] == b.output_tokens[agree]:
+            agree += 1
+        same = agree == len(a.output_tokens)
+        if not same and mismatch is None:
+            mismatch = a.index
+        # The first differing token is compared too: both are the likeliest after the same tokens.
+        diff = max(map(_difference, a.logprobs[: agree + 1], b.logprobs[: agree + 1]), default=0.0)
+        worst = max(worst, diff)
+        if not same or diff > LOGPROB_TOLERANCE:
+            different.append(a.index)
+    return Comparison(different, mismatch, worst)
+
+
+def _difference(a: float | None, b: float | None) -> float:
+    return math.inf if a is None or b is None else abs(a - b)
+
+
+def ttft_quantiles(requests: Iterable[RequestResult], source: Source) -> Quantiles:
+    times = [r.ttft_ms for r in requests if r.source is source]
+    if not times:
+        return Quantiles(None, None, 0)
+    p50, p95 = np.percentile(times, [50, 95])
+    return Quantiles(float(p50), float(p95), len(times))
+
+
+def gbps(act: ActResult, direction: str) -> float | None:
+    """GB/s while copying ("store" or "load"); None where nothing was copied."""
+    seconds = act.summary.metrics.get(f"{direction}_seconds", 0.0)
+    return act.summary.metrics.get(f"{direction}_bytes", 0.0) / seconds / 1e9 if seconds else None
+
+
+def miss_reasons(requests: Iterable[RequestResult]) -> dict[str, int]:
+    """How many requests had a first miss for each reason."""
+    return dict(Counter(r.reason for r in requests if r.reason is not None))

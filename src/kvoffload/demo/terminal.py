@@ -1,0 +1,118 @@
+"""The demo in the terminal: progress while it runs, a table when it is done."""
+
+from __future__ import annotations
+
+from rich import box
+from rich.console import Console, Group, RenderableType
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+from rich.table import Table
+from rich.text import Text
+
+from kvoffload.demo.protocol import EngineInfo, RequestResult, Source
+from kvoffload.demo.report import Report, gbps
+from kvoffload.demo.run import ActPlan
+from kvoffload.demo.words import faster, gigabytes_per_second, milliseconds, share
+
+STYLES = {Source.RECOMPUTE: "dark_orange3", Source.DEVICE: "dodger_blue2", Source.HOST: "green4"}
+NAMES = {Source.RECOMPUTE: "recomputed", Source.DEVICE: "device hit", Source.HOST: "host hit"}
+
+
+class TerminalProgress:
+    """One bar an act; a context manager."""
+
+    def __init__(self, console: Console) -> None:
+        self._bars = Progress(
+            TextColumn("[bold]act {task.fields[number]}[/]  {task.description:<20}"),
+            BarColumn(bar_width=28),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            TextColumn("{task.fields[now]}"),
+            console=console,
+        )
+        self._task = TaskID(0)
+
+    def __enter__(self) -> TerminalProgress:
+        self._bars.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._bars.stop()
+
+    def act(self, plan: ActPlan, requests: int) -> None:
+        self._task = self._bars.add_task(
+            plan.title, total=requests, number=plan.number, now="[dim]starting vLLM[/]"
+        )
+
+    def ready(self, info: EngineInfo) -> None:
+        self._bars.update(self._task, now=f"[dim]vLLM {info.vllm_version}, {info.device}[/]")
+
+    def request(self, result: RequestResult) -> None:
+        style, name = STYLES[result.source], NAMES[result.source]
+        self._bars.update(
+            self._task, advance=1, now=f"[{style}]{name:<10}[/] {milliseconds(result.ttft_ms):>8}"
+        )
+
+
+def summary(report: Report) -> RenderableType:
+    """The closing tables."""
+    return Group(Text(), _ttft_table(report), Text(), _facts_table(report))
+
+
+def verdict(report: Report) -> Text:
+    """One sentence a failure, or one that says all is well."""
+    if report.failures:
+        return Text("\n".join(report.failures), style="bold red")
+    return Text("Outputs are identical with kvoffload, and the control was caught.", style="bold green")
+
+
+def _ttft_table(report: Report) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, title="Time to first token", title_justify="left", title_style="bold")
+    table.add_column("prompt")
+    for name in ("requests", "p50", "p95", "against recompute"):
+        table.add_column(name, justify="right")
+    ratios = {
+        Source.RECOMPUTE: None,
+        Source.DEVICE: report.ratios["recompute_to_device"],
+        Source.HOST: report.ratios["recompute_to_host"],
+    }
+    for source, q in report.ttft_ms.items():
+        ratio = ratios[source]
+        table.add_row(
+            Text(NAMES[source], style=STYLES[source]),
+            str(q.count),
+            milliseconds(q.p50),
+            milliseconds(q.p95),
+            "" if source is Source.RECOMPUTE else faster(ratio),
+        )
+    return table
+
+
+def _facts_table(report: Report) -> Table:
+    table = Table(box=box.SIMPLE, show_header=False)
+    table.add_column("what", style="dim")
+    table.add_column("value")
+    hits, asked = report.hit_tokens, report.tokens_asked
+    corrupted = len(report.versus_control.different)
+    table.add_row("requests an act", str(len(report.offload.requests)))
+    table.add_row("tokens asked", f"{asked:,}")
+    table.add_row("hit tokens, device", f"{hits['device']:,} ({share(hits['device'], asked)})")
+    table.add_row("hit tokens, host", f"{hits['host']:,} ({share(hits['host'], asked)})")
+    table.add_row("store, device to host", gigabytes_per_second(gbps(report.offload, "store")))
+    table.add_row("load, host to device", gigabytes_per_second(gbps(report.offload, "load")))
+    table.add_row(
+        "time of the act",
+        f"{report.offload.summary.wall_s:.1f} s, without kvoffload {report.baseline.summary.wall_s:.1f} s",
+    )
+    table.add_row(
+        "outputs identical",
+        _yes_no(report.identical, f"largest logprob difference {report.versus_offload.max_logprob_diff:.1e}"),
+    )
+    table.add_row(
+        "corruption detected",
+        _yes_no(report.corruption_detected, f"{corrupted} of {len(report.control.requests)} outputs changed"),
+    )
+    return table
+
+
+def _yes_no(value: bool, detail: str) -> Text:
+    return Text.assemble(("yes", "bold green") if value else ("NO", "bold red"), f", {detail}")

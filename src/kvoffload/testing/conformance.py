@@ -1,0 +1,1035 @@
+"""Conformance suites: what every implementation of a contract must do, as plain pytest classes.
+
+Subclass the suite of your contract and say how to make one; pytest does the rest. A suite drives the
+implementation through the public contract only. Keys are written as letters: ``"abc"`` is three blocks.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Iterable
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+from kvoffload.base import (
+    Backend,
+    BlockNotPinnedError,
+    BlockNotReadyError,
+    CachePolicy,
+    IntegrityError,
+    LookupState,
+    OffloadingManager,
+    OffloadKey,
+    PrepareStoreOutput,
+    ReqContext,
+    Slots,
+)
+from kvoffload.keys import key_block_hash, make_offload_key
+
+MISS, HIT, PENDING = LookupState.MISS, LookupState.HIT, LookupState.PENDING
+ALPHABET = "abcdefghijklmnopqrstuvwxyz"
+
+
+def keys(letters: str) -> list[OffloadKey]:
+    """One key a letter."""
+    return [make_offload_key(letter.encode() * 32, 0) for letter in letters]
+
+
+def letters(keys: Iterable[OffloadKey]) -> str:
+    """The letters of keys made by ``keys``."""
+    return "".join(chr(key_block_hash(key)[0]) for key in keys)
+
+
+def check_slots(slots: Slots, num_blocks: int) -> list[int]:
+    """The slots as a list, each an integer in range and none twice."""
+    assert isinstance(slots, np.ndarray)
+    assert slots.ndim == 1
+    assert slots.dtype == np.int64
+    listed: list[int] = slots.tolist()
+    assert len(set(listed)) == len(listed), f"a slot twice: {listed}"
+    assert all(0 <= slot < num_blocks for slot in listed), f"slot out of range: {listed}"
+    return listed
+
+
+class ManagerConformance:
+    """The contract of ``OffloadingManager``.
+
+    The manager must have events on, if that is a choice, and evict the oldest first while no block was
+    used twice (as LRU and ARC do).
+    """
+
+    def make_manager(self, num_blocks: int) -> OffloadingManager:
+        """A new, empty manager with room for ``num_blocks``."""
+        raise NotImplementedError
+
+    def admit(self, manager: OffloadingManager, names: str) -> None:
+        """What must happen before ``manager`` accepts ``names`` for a store, without moving any block.
+        Only managers with an admission rule need it."""
+
+    # How the tests drive it.
+
+    def begin(self, manager: OffloadingManager, names: str) -> PrepareStoreOutput | None:
+        """A store that is left under way."""
+        self.admit(manager, names)
+        output = manager.prepare_store(keys(names))
+        manager.check_integrity()
+        return output
+
+    def begun(self, manager: OffloadingManager, names: str) -> PrepareStoreOutput:
+        """A store that is left under way, and must find room."""
+        output = self.begin(manager, names)
+        assert output is not None, f"no room for {names!r}"
+        return output
+
+    def store(self, manager: OffloadingManager, names: str) -> str:
+        """A store from begin to end; what it evicted."""
+        output = self.begun(manager, names)
+        self.finish(manager, names)
+        return letters(output.evicted_keys)
+
+    def finish(self, manager: OffloadingManager, names: str, success: bool = True) -> None:
+        manager.complete_store(keys(names), success=success)
+        manager.check_integrity()
+
+    def full(self, names: str) -> OffloadingManager:
+        """A manager that holds exactly ``names``, ready, oldest first, with no event waiting."""
+        manager = self.make_manager(len(names))
+        assert self.store(manager, names) == ""
+        list(manager.take_events())
+        return manager
+
+    def present(self, manager: OffloadingManager, names: str = ALPHABET) -> str:
+        """Those of ``names`` that can be loaded."""
+        states = manager.lookup_each(keys(names))
+        return "".join(name for name, state in zip(names, states, strict=True) if state is HIT)
+
+    def events(self, manager: OffloadingManager) -> list[str]:
+        """Events since the last call: ``"+ab"`` became ready, ``"-c"`` left."""
+        return [("-" if event.removed else "+") + letters(event.keys) for event in manager.take_events()]
+
+    # lookup, lookup_each
+
+    def test_lookup_is_the_leading_run_of_ready_blocks(self) -> None:
+        manager = self.make_manager(8)
+        self.store(manager, "abd")
+        assert manager.lookup(keys("ab")) == 2
+        assert manager.lookup(keys("abcd")) == 2
+        assert manager.lookup(keys("ba")) == 2
+        assert manager.lookup(keys("cabd")) == 0
+        assert manager.lookup([]) == 0
+
+    def test_lookup_stops_at_a_block_being_written(self) -> None:
+        manager = self.make_manager(8)
+        self.begun(manager, "abc")
+        self.finish(manager, "ac")
+        assert manager.lookup(keys("abc")) == 1
+        self.finish(manager, "b")
+        assert manager.lookup(keys("abc")) == 3
+
+    def test_lookup_each_tells_the_state_of_every_key(self) -> None:
+        manager = self.make_manager(8)
+        self.store(manager, "ac")
+        self.begun(manager, "d")
+        assert list(manager.lookup_each(keys("abcdc"))) == [HIT, MISS, HIT, PENDING, HIT]
+        assert list(manager.lookup_each([])) == []
+
+    @pytest.mark.parametrize("call", ["lookup", "lookup_each"])
+    def test_lookups_change_no_recency(self, call: str) -> None:
+        manager = self.full("abc")
+        for _ in range(3):
+            getattr(manager, call)(keys("a"))
+        assert self.store(manager, "d") == "a"
+
+    def test_touch_changes_recency_where_lookup_does_not(self) -> None:
+        manager = self.full("abc")
+        manager.touch(keys("a"))
+        assert self.store(manager, "d") == "b"
+
+    # prepare_load, complete_load
+
+    def test_load_reads_where_the_store_wrote(self) -> None:
+        manager = self.make_manager(8)
+        output = self.begun(manager, "abcd")
+        self.finish(manager, "abcd")
+        spec = manager.prepare_load(keys("dab"))
+        assert spec.medium() == output.store_spec.medium()
+        written = dict(zip("abcd", output.store_spec.slots.tolist(), strict=True))
+        assert spec.slots.tolist() == [written[name] for name in "dab"]
+        assert len(manager.prepare_load([]).slots) == 0
+
+    @pytest.mark.parametrize("missing", ["x", "w"])
+    def test_load_of_a_block_that_is_not_ready_is_an_error_and_pins_nothing(self, missing: str) -> None:
+        manager = self.make_manager(3)
+        self.store(manager, "ab")
+        self.begun(manager, "w")
+        with pytest.raises(BlockNotReadyError):
+            manager.prepare_load(keys("a" + missing + "b"))
+        manager.check_integrity()
+        with pytest.raises(BlockNotPinnedError):
+            manager.complete_load(keys("a"))
+        assert self.store(manager, "cd") == "ab"
+
+    def test_pinned_block_is_not_evicted_until_its_last_reader_is_done(self) -> None:
+        manager = self.full("ab")
+        manager.prepare_load(keys("a"))
+        manager.prepare_load(keys("ab"))
+        assert self.begin(manager, "c") is None
+        manager.complete_load(keys("ab"))
+        assert self.store(manager, "c") == "b"
+        manager.prepare_load(keys("c"))
+        assert self.begin(manager, "d") is None
+        assert self.present(manager) == "ac"
+        manager.complete_load(keys("a"))
+        assert self.store(manager, "d") == "a"
+
+    def test_a_duplicate_in_one_load_counts_once(self) -> None:
+        manager = self.full("a")
+        spec = manager.prepare_load(keys("aa"))
+        assert len(set(spec.slots.tolist())) == 1
+        manager.complete_load(keys("aa"))
+        with pytest.raises(BlockNotPinnedError):
+            manager.complete_load(keys("a"))
+        assert self.store(manager, "b") == "a"
+
+    def test_a_duplicate_in_one_complete_load_undoes_one_pin(self) -> None:
+        manager = self.full("a")
+        manager.prepare_load(keys("a"))
+        manager.prepare_load(keys("a"))
+        manager.complete_load(keys("aa"))
+        assert self.begin(manager, "b") is None
+        manager.complete_load(keys("a"))
+        assert self.store(manager, "b") == "a"
+
+    @pytest.mark.parametrize("unpinned", ["b", "x", "w"])
+    def test_unpinning_what_nobody_holds_is_an_error_and_unpins_nothing(self, unpinned: str) -> None:
+        manager = self.make_manager(3)
+        self.store(manager, "ab")
+        self.begun(manager, "w")
+        manager.prepare_load(keys("a"))
+        with pytest.raises(BlockNotPinnedError):
+            manager.complete_load(keys("a" + unpinned))
+        manager.check_integrity()
+        assert self.store(manager, "c") == "b"
+        assert self.begin(manager, "de") is None
+        manager.complete_load(keys("a"))
+        assert self.store(manager, "de") == "ca"
+
+    def test_unpinning_the_last_reader_moves_a_block_to_the_recent_end(self) -> None:
+        manager = self.full("abc")
+        manager.prepare_load(keys("a"))
+        manager.complete_load(keys("a"))
+        assert self.store(manager, "d") == "b"
+
+    def test_blocks_unpinned_together_leave_tail_first(self) -> None:
+        manager = self.full("abcd")
+        manager.prepare_load(keys("abc"))
+        manager.complete_load(keys("abc"))
+        assert self.store(manager, "wxyz") == "dcba"
+
+    def test_a_load_may_be_completed_in_parts_and_in_any_order(self) -> None:
+        manager = self.full("abc")
+        manager.prepare_load(keys("abc"))
+        manager.complete_load(keys("c"))
+        manager.complete_load(keys("ba"))
+        assert self.store(manager, "xyz") == "cab"
+
+    # touch
+
+    def test_touch_is_applied_last_key_first(self) -> None:
+        manager = self.full("abc")
+        manager.touch(keys("abc"))
+        assert self.store(manager, "xyz") == "cba"
+
+    def test_untouched_blocks_leave_in_order_of_insertion(self) -> None:
+        manager = self.full("abc")
+        assert self.store(manager, "xyz") == "abc"
+
+    def test_touch_of_unknown_keys_is_nothing(self) -> None:
+        manager = self.full("ab")
+        manager.touch(keys("xay"))
+        manager.touch([])
+        manager.check_integrity()
+        assert self.present(manager) == "ab"
+        assert self.store(manager, "c") == "b"
+
+    def test_a_duplicate_in_one_touch_counts_where_it_came_first(self) -> None:
+        manager = self.full("abc")
+        manager.touch(keys("acbac"))
+        assert self.store(manager, "xyz") == "bca"
+
+    def test_touch_moves_a_block_being_written(self) -> None:
+        manager = self.make_manager(3)
+        self.begun(manager, "abc")
+        manager.touch(keys("a"))
+        manager.check_integrity()
+        self.finish(manager, "abc")
+        assert self.store(manager, "xyz") == "bca"
+
+    def test_touch_of_a_pinned_block_keeps_it_pinned(self) -> None:
+        manager = self.full("ab")
+        manager.prepare_load(keys("a"))
+        manager.touch(keys("ba"))
+        manager.check_integrity()
+        assert self.store(manager, "c") == "b"
+        assert self.begin(manager, "de") is None
+        manager.complete_load(keys("a"))
+        manager.check_integrity()
+
+    # prepare_store
+
+    def test_store_drops_what_is_present_or_in_flight_and_keeps_order(self) -> None:
+        manager = self.make_manager(8)
+        self.store(manager, "b")
+        self.begun(manager, "d")
+        output = self.begun(manager, "edcba")
+        assert letters(output.keys_to_store) == "eca"
+        assert output.evicted_keys == []
+        check_slots(output.store_spec.slots, 8)
+        self.finish(manager, "eca")
+        assert manager.prepare_load(keys("eca")).slots.tolist() == output.store_spec.slots.tolist()
+
+    def test_store_with_nothing_to_do_is_empty_and_not_refused(self) -> None:
+        manager = self.full("ab")
+        manager.prepare_load(keys("ab"))
+        for names in ("", "a", "ba"):
+            output = self.begun(manager, names)
+            assert output.keys_to_store == []
+            assert len(output.store_spec.slots) == 0
+            assert output.evicted_keys == []
+
+    def test_store_takes_free_slots_first_and_evicts_no_more_than_it_needs(self) -> None:
+        manager = self.make_manager(4)
+        assert self.store(manager, "ab") == ""
+        assert self.store(manager, "cde") == "a"
+        assert self.present(manager) == "bcde"
+        assert self.store(manager, "fg") == "bc"
+
+    def test_store_reports_the_evicted_in_the_order_they_went(self) -> None:
+        manager = self.full("abcd")
+        manager.touch(keys("a"))
+        output = self.begun(manager, "xyz")
+        assert letters(output.keys_to_store) == "xyz"
+        assert letters(output.evicted_keys) == "bcd"
+        assert self.present(manager) == "a"
+
+    def test_a_duplicate_in_one_store_takes_one_slot(self) -> None:
+        manager = self.make_manager(3)
+        output = self.begun(manager, "abaab")
+        assert letters(output.keys_to_store) == "ab"
+        assert len(check_slots(output.store_spec.slots, 3)) == 2
+        self.finish(manager, "abaab")
+        assert self.store(manager, "c") == ""
+        assert self.store(manager, "def") == "abc"
+
+    def test_a_failed_store_with_duplicates_leaks_no_slot(self) -> None:
+        manager = self.make_manager(2)
+        self.begun(manager, "aa")
+        self.finish(manager, "aa", success=False)
+        assert self.store(manager, "bc") == ""
+
+    def test_new_blocks_are_not_ready_and_cannot_be_evicted(self) -> None:
+        manager = self.make_manager(2)
+        self.begun(manager, "ab")
+        assert self.present(manager) == ""
+        assert self.begin(manager, "c") is None
+        self.finish(manager, "b")
+        assert self.present(manager) == "b"
+        assert self.store(manager, "c") == "b"
+
+    def test_store_never_evicts_one_of_its_own_keys(self) -> None:
+        manager = self.full("abc")
+        assert self.store(manager, "abx") == "c"
+        assert self.present(manager) == "abx"
+        assert self.begin(manager, "abxy") is None
+        assert self.present(manager) == "abx"
+        assert self.store(manager, "y") == "a"
+
+    def test_protection_ends_with_the_call_and_keeps_the_place(self) -> None:
+        manager = self.full("abc")
+        assert self.store(manager, "bax") == "c"
+        assert self.store(manager, "yz") == "ab"
+
+    def test_store_without_room_is_refused_and_nothing_changed(self) -> None:
+        manager = self.make_manager(5)
+        self.store(manager, "abc")
+        self.begun(manager, "w")
+        manager.prepare_load(keys("b"))
+        list(manager.take_events())
+        assert self.begin(manager, "wpqrs") is None  # one is free and two can be made free: four cannot
+        assert self.events(manager) == []
+        assert self.present(manager) == "abc"
+        assert manager.lookup_each(keys("wpqrs")) == [PENDING, MISS, MISS, MISS, MISS]
+        output = self.begun(manager, "pqr")
+        assert letters(output.evicted_keys) == "ac"
+        assert len(output.keys_to_store) == 3
+
+    def test_store_of_more_than_the_whole_room_is_refused(self) -> None:
+        manager = self.full("ab")
+        assert self.begin(manager, "xyz") is None
+        assert self.present(manager) == "ab"
+        assert self.store(manager, "xy") == "ab"
+
+    def test_no_slot_is_handed_out_twice_while_in_use(self) -> None:
+        manager = self.make_manager(4)
+        in_use: dict[str, int] = {}
+        for names in ("ab", "cd", "ef", "gab", "hcd", "i"):
+            output = self.begun(manager, names)
+            for name in letters(output.evicted_keys):
+                del in_use[name]
+            slots = check_slots(output.store_spec.slots, 4)
+            in_use |= dict(zip(letters(output.keys_to_store), slots, strict=True))
+            assert len(set(in_use.values())) == len(in_use)
+            self.finish(manager, names)
+
+    def test_a_spec_does_not_change_after_it_was_given(self) -> None:
+        manager = self.make_manager(3)
+        first = self.begun(manager, "abc").store_spec
+        before = first.slots.tolist()
+        self.finish(manager, "a", success=False)
+        self.finish(manager, "bc")
+        load = manager.prepare_load(keys("cb"))
+        loaded_from = load.slots.tolist()
+        manager.complete_load(keys("cb"))
+        self.store(manager, "def")
+        assert first.slots.tolist() == before
+        assert load.slots.tolist() == loaded_from
+
+    # complete_store
+
+    def test_becoming_ready_does_not_move_a_block(self) -> None:
+        manager = self.make_manager(3)
+        self.begun(manager, "abc")
+        for name in "cab":
+            self.finish(manager, name)
+        assert self.store(manager, "xyz") == "abc"
+
+    def test_a_block_passed_over_while_written_keeps_its_place(self) -> None:
+        manager = self.make_manager(3)
+        self.begun(manager, "a")
+        self.store(manager, "bc")
+        assert self.store(manager, "d") == "b"
+        self.finish(manager, "a")
+        assert self.store(manager, "ef") == "ac"
+
+    def test_a_failed_store_vanishes_and_its_slots_are_free(self) -> None:
+        manager = self.make_manager(2)
+        self.begun(manager, "ab")
+        self.finish(manager, "ab", success=False)
+        assert manager.lookup_each(keys("ab")) == [MISS, MISS]
+        assert self.store(manager, "cd") == ""
+        assert self.present(manager) == "cd"
+
+    def test_a_failed_key_can_be_stored_again(self) -> None:
+        manager = self.make_manager(2)
+        self.begun(manager, "a")
+        self.finish(manager, "a", success=False)
+        assert letters(self.begun(manager, "a").keys_to_store) == "a"
+        self.finish(manager, "a")
+        assert self.present(manager) == "a"
+
+    def test_failure_leaves_ready_blocks_as_they_are(self) -> None:
+        manager = self.make_manager(3)
+        self.store(manager, "a")
+        self.begun(manager, "bc")
+        self.finish(manager, "abc", success=False)
+        assert self.present(manager) == "a"
+        manager.prepare_load(keys("a"))
+        self.finish(manager, "a", success=False)
+        assert self.present(manager) == "a"
+        manager.complete_load(keys("a"))
+        assert self.store(manager, "de") == ""
+        assert self.store(manager, "f") == "a"
+
+    def test_completing_unknown_or_ready_keys_is_ignored(self) -> None:
+        manager = self.make_manager(2)
+        self.begun(manager, "a")
+        self.finish(manager, "xa")
+        for success in (True, False):
+            self.finish(manager, "ax", success=success)
+        assert manager.lookup_each(keys("ax")) == [HIT, MISS]
+        assert self.events(manager) == ["+a"]
+        manager.prepare_load(keys("a"))
+        self.finish(manager, "a")
+        assert self.store(manager, "b") == ""
+        assert self.store(manager, "c") == "b"
+        manager.complete_load(keys("a"))
+
+    def test_a_store_may_be_completed_in_parts_with_different_ends(self) -> None:
+        manager = self.make_manager(3)
+        self.begun(manager, "abc")
+        self.finish(manager, "b", success=False)
+        self.finish(manager, "c")
+        assert manager.lookup_each(keys("abc")) == [PENDING, MISS, HIT]
+        self.finish(manager, "abc")
+        assert manager.lookup_each(keys("abc")) == [HIT, MISS, HIT]
+
+    # take_events
+
+    def test_events_tell_when_blocks_become_ready_and_when_they_are_evicted(self) -> None:
+        manager = self.make_manager(2)
+        output = self.begun(manager, "ab")
+        assert self.events(manager) == []
+        self.finish(manager, "ab")
+        (event,) = manager.take_events()
+        assert (letters(event.keys), event.removed) == ("ab", False)
+        assert event.medium == output.store_spec.medium()
+        self.begun(manager, "c")
+        assert self.events(manager) == ["-a"]
+        self.finish(manager, "c")
+        assert self.events(manager) == ["+c"]
+        assert self.events(manager) == []
+
+    def test_a_failed_store_makes_no_event(self) -> None:
+        manager = self.make_manager(2)
+        self.begun(manager, "a")
+        self.finish(manager, "a", success=False)
+        assert self.events(manager) == []
+
+    def test_calls_that_change_nothing_make_no_event(self) -> None:
+        manager = self.full("ab")
+        manager.touch(keys("ax"))
+        manager.lookup(keys("ab"))
+        manager.prepare_load(keys("ab"))
+        assert self.begin(manager, "c") is None
+        self.begun(manager, "ab")
+        manager.complete_load(keys("ab"))
+        assert self.events(manager) == []
+
+    def test_whoever_replays_the_events_knows_what_is_ready(self) -> None:
+        rng = random.Random(0)
+        manager = self.make_manager(5)
+        known: Counter[str] = Counter()
+        for _ in range(200):
+            names = "".join(rng.sample(ALPHABET[:12], rng.randint(1, 4)))
+            self.begin(manager, names)
+            self.finish(manager, names, success=rng.random() < 0.8)
+            if rng.random() < 0.05:
+                manager.reset()
+            for event in manager.take_events():
+                known.update(dict.fromkeys(letters(event.keys), -1 if event.removed else 1))
+            assert set(known.values()) <= {0, 1}
+            assert "".join(sorted(known.elements())) == self.present(manager)
+
+    # reset, shutdown
+
+    def test_reset_empties_the_manager_and_says_so(self) -> None:
+        manager = self.full("abc")
+        manager.reset()
+        manager.check_integrity()
+        removed = self.events(manager)
+        assert all(event[0] == "-" for event in removed)
+        assert sorted("".join(event[1:] for event in removed)) == list("abc")
+        assert self.present(manager) == ""
+        assert self.store(manager, "xyz") == ""
+        manager.reset()
+        manager.reset()
+        assert self.store(manager, "abc") == ""
+
+    def test_reset_of_an_empty_manager_makes_no_event(self) -> None:
+        manager = self.make_manager(2)
+        manager.reset()
+        assert self.events(manager) == []
+
+    def test_after_a_reset_a_slot_being_written_returns_when_its_transfer_ends(self) -> None:
+        for success in (True, False):
+            manager = self.make_manager(3)
+            old = self.begun(manager, "ab")
+            manager.reset()
+            manager.check_integrity()
+            assert self.present(manager) == ""
+            assert self.begin(manager, "xy") is None
+            new = self.begun(manager, "x")
+            assert not set(new.store_spec.slots.tolist()) & set(old.store_spec.slots.tolist())
+            self.finish(manager, "a", success=success)
+            assert self.begin(manager, "yz") is None
+            self.finish(manager, "b", success=success)
+            assert manager.lookup_each(keys("ab")) == [MISS, MISS]
+            assert self.events(manager) == []
+            assert letters(self.begun(manager, "yz").keys_to_store) == "yz"
+
+    def test_after_a_reset_a_slot_being_read_returns_when_its_last_reader_is_done(self) -> None:
+        manager = self.full("ab")
+        held = manager.prepare_load(keys("a")).slots.tolist()
+        manager.prepare_load(keys("a"))
+        manager.reset()
+        assert self.present(manager) == ""
+        new = self.begun(manager, "x")
+        assert new.store_spec.slots.tolist() != held
+        assert self.begin(manager, "y") is None
+        manager.complete_load(keys("a"))
+        manager.check_integrity()
+        assert self.begin(manager, "y") is None
+        manager.complete_load(keys("a"))
+        manager.check_integrity()
+        assert self.begun(manager, "y").store_spec.slots.tolist() == held
+        with pytest.raises(BlockNotPinnedError):
+            manager.complete_load(keys("a"))
+
+    def test_after_a_reset_a_key_in_transfer_counts_as_in_flight(self) -> None:
+        manager = self.make_manager(8)
+        self.store(manager, "r")
+        manager.prepare_load(keys("r"))
+        self.begun(manager, "w")
+        manager.reset()
+        assert letters(self.begun(manager, "rwx").keys_to_store) == "x"
+        for name in "rw":
+            with pytest.raises(BlockNotReadyError):
+                manager.prepare_load(keys(name))
+        manager.touch(keys("wr"))
+        manager.reset()
+        self.finish(manager, "w")
+        manager.complete_load(keys("r"))
+        manager.check_integrity()
+        assert letters(self.begun(manager, "rw").keys_to_store) == "rw"
+        self.finish(manager, "rw")
+        assert self.present(manager) == "rw"
+
+    def test_after_a_reset_a_completion_of_the_other_kind_ends_no_transfer(self) -> None:
+        manager = self.make_manager(2)
+        self.store(manager, "r")
+        manager.prepare_load(keys("r"))
+        self.begun(manager, "w")
+        manager.reset()
+        self.finish(manager, "r")
+        self.finish(manager, "r", success=False)
+        with pytest.raises(BlockNotPinnedError):
+            manager.complete_load(keys("w"))
+        assert self.begin(manager, "x") is None
+        manager.complete_load(keys("r"))
+        self.finish(manager, "w")
+        assert self.store(manager, "xy") == ""
+
+    def test_shutdown_may_be_called_twice(self) -> None:
+        manager = self.full("ab")
+        manager.prepare_load(keys("a"))
+        manager.shutdown()
+        manager.shutdown()
+        empty = self.make_manager(1)
+        empty.shutdown()
+
+    # every call
+
+    def test_context_and_kind_of_sequence_do_not_matter(self) -> None:
+        manager = self.make_manager(2)
+        self.admit(manager, "ab")
+        context = ReqContext("r1", {"any": "thing"})
+        batch = tuple(keys("ab"))
+        assert manager.prepare_store(batch, context) is not None
+        manager.complete_store(batch, context, success=True)
+        assert manager.lookup(batch, context) == 2
+        assert list(manager.lookup_each(batch, context)) == [HIT, HIT]
+        manager.touch(batch, context)
+        assert len(manager.prepare_load(batch, context).slots) == 2
+        manager.complete_load(batch, context)
+        assert manager.lookup(keys("ab")) == 2
+
+    def test_the_callers_keys_are_left_alone(self) -> None:
+        manager = self.make_manager(2)
+        batch = keys("aab")
+        self.admit(manager, "ab")
+        manager.touch(batch)
+        output = manager.prepare_store(batch)
+        assert output is not None
+        manager.complete_store(batch)
+        manager.prepare_load(batch)
+        manager.complete_load(batch)
+        manager.lookup(batch)
+        assert batch == keys("aab")
+        assert output.keys_to_store is not batch
+
+    def test_groups_of_one_block_hash_are_different_blocks(self) -> None:
+        manager = self.make_manager(2)
+        first, second = (make_offload_key(b"h" * 32, group) for group in (0, 1))
+        for _ in range(8):
+            manager.lookup([first, second])  # for managers with an admission rule
+        assert manager.prepare_store([first]) is not None
+        manager.complete_store([first])
+        assert manager.lookup_each([first, second]) == [HIT, MISS]
+
+    def test_used_blocks_are_counted(self) -> None:
+        manager = self.make_manager(3)
+        assert (manager.num_blocks, manager.num_used_blocks) == (3, 0)
+        self.begun(manager, "ab")
+        assert manager.num_used_blocks == 2
+        self.finish(manager, "a")
+        assert manager.num_used_blocks == 2
+        self.finish(manager, "b", success=False)
+        assert (manager.num_blocks, manager.num_used_blocks) == (3, 1)
+
+
+class PolicyConformance:
+    """The promises of ``CachePolicy``, and that blocks used once leave oldest first."""
+
+    def make_policy(self, capacity: int) -> CachePolicy:
+        """A new policy for slots ``0 .. capacity - 1``."""
+        raise NotImplementedError
+
+    # How the tests drive it.
+
+    def insert(self, policy: CachePolicy, slots: list[int], settle: bool = True) -> None:
+        """New blocks; each slot's key is the letter of its number. Settled: written, evictable."""
+        policy.insert(_array(slots), _slot_keys(slots))
+        if settle:
+            policy.settle(_array(slots))
+
+    def full(self, capacity: int) -> CachePolicy:
+        """A policy with every slot inserted in order and evictable."""
+        policy = self.make_policy(capacity)
+        self.insert(policy, list(range(capacity)))
+        return policy
+
+    def evict(self, policy: CachePolicy, n: int, busy: Iterable[int] = ()) -> list[int]:
+        """Evicts ``n`` while ``busy`` must stay, and checks the promise."""
+        mask = np.zeros(policy.capacity, dtype=np.bool_)
+        mask[list(busy)] = True
+        key_of = np.empty(policy.capacity, dtype=np.object_)
+        key_of[:] = _slot_keys(range(policy.capacity))
+        evicted = check_slots(policy.evict(n, mask, key_of), policy.capacity)
+        assert len(evicted) == n
+        assert not mask[evicted].any(), f"evicted a busy block: {evicted}"
+        return evicted
+
+    def test_blocks_used_once_leave_in_order_of_insertion(self) -> None:
+        policy = self.make_policy(8)
+        self.insert(policy, [5, 2])
+        self.insert(policy, [7, 0, 3])
+        assert self.evict(policy, 2) == [5, 2]
+        assert self.evict(policy, 3) == [7, 0, 3]
+        policy.check_integrity(_array([]))
+
+    def test_an_evicted_block_is_forgotten_and_its_slot_can_be_used_again(self) -> None:
+        policy = self.full(3)
+        assert self.evict(policy, 1) == [0]
+        policy.check_integrity(_array([1, 2]))
+        self.insert(policy, [0])
+        policy.check_integrity(_array([0, 1, 2]))
+        assert self.evict(policy, 3) == [1, 2, 0]
+
+    def test_integrity_check_tells_known_slots_from_others(self) -> None:
+        policy = self.full(3)
+        policy.check_integrity(_array([2, 0, 1]))
+        self.evict(policy, 1)
+        for wrong in ([0, 1, 2], [1], []):
+            with pytest.raises(IntegrityError):
+                policy.check_integrity(_array(wrong))
+
+    def test_evicting_none_changes_nothing(self) -> None:
+        policy = self.full(2)
+        assert self.evict(policy, 0) == []
+        assert self.evict(policy, 0, busy=[0, 1]) == []
+        policy.settle(_array([0, 1]))
+        assert self.evict(policy, 2) == [0, 1]
+
+    def test_a_block_being_written_is_passed_over_and_keeps_its_place(self) -> None:
+        policy = self.make_policy(4)
+        self.insert(policy, [0], settle=False)
+        self.insert(policy, [1, 2, 3])
+        assert self.evict(policy, 1, busy=[0]) == [1]
+        policy.settle(_array([0]))
+        assert self.evict(policy, 2) == [0, 2]
+
+    def test_settling_in_another_order_does_not_change_the_order(self) -> None:
+        policy = self.make_policy(4)
+        self.insert(policy, [0, 1, 2, 3], settle=False)
+        policy.settle(_array([3]))
+        assert self.evict(policy, 1, busy=[0, 1, 2]) == [3]
+        policy.settle(_array([2, 0]))
+        policy.settle(_array([1]))
+        assert self.evict(policy, 3) == [0, 1, 2]
+
+    def test_a_protected_block_is_passed_over_and_keeps_its_place(self) -> None:
+        policy = self.full(4)
+        assert self.evict(policy, 1, busy=[0, 2]) == [1]
+        policy.settle(_array([0, 2]))
+        assert self.evict(policy, 3) == [0, 2, 3]
+
+    def test_settling_a_block_that_was_never_passed_over_is_harmless(self) -> None:
+        policy = self.full(3)
+        policy.settle(_array([2, 1]))
+        policy.settle(_array([1]))
+        assert self.evict(policy, 3) == [0, 1, 2]
+
+    def test_a_pinned_block_stays_until_unpinned_and_returns_at_the_recent_end(self) -> None:
+        policy = self.full(4)
+        policy.pin(_array([0, 2]))
+        policy.check_integrity(_array([0, 1, 2, 3]))
+        assert self.evict(policy, 1, busy=[0, 2]) == [1]
+        policy.unpin(_array([2, 0]))
+        assert self.evict(policy, 3) == [3, 2, 0]
+
+    def test_pin_and_unpin_without_an_eviction_between_moves_the_block(self) -> None:
+        policy = self.full(3)
+        policy.pin(_array([0]))
+        policy.unpin(_array([0]))
+        assert self.evict(policy, 3) == [1, 2, 0]
+
+    def test_touching_a_pinned_block_does_not_make_it_evictable(self) -> None:
+        policy = self.full(3)
+        policy.pin(_array([0]))
+        policy.touch(_array([0]), np.array([True]), np.array([True]))
+        policy.check_integrity(_array([0, 1, 2]))
+        assert self.evict(policy, 2, busy=[0]) == [1, 2]
+        policy.unpin(_array([0]))
+        assert self.evict(policy, 1) == [0]
+
+    def test_touching_a_block_being_written_does_not_make_it_evictable(self) -> None:
+        policy = self.make_policy(2)
+        self.insert(policy, [0], settle=False)
+        self.insert(policy, [1])
+        policy.touch(_array([0]), np.array([False]), np.array([False]))
+        assert self.evict(policy, 1, busy=[0]) == [1]
+        policy.settle(_array([0]))
+        assert self.evict(policy, 1) == [0]
+
+    def test_a_removed_block_is_forgotten(self) -> None:
+        policy = self.full(4)
+        policy.remove(_array([1, 3]))
+        policy.check_integrity(_array([0, 2]))
+        assert self.evict(policy, 1) == [0]
+        self.insert(policy, [3])
+        assert self.evict(policy, 2) == [2, 3]
+
+    def test_a_block_removed_while_written_is_forgotten(self) -> None:
+        policy = self.make_policy(2)
+        self.insert(policy, [0], settle=False)
+        self.insert(policy, [1])
+        assert self.evict(policy, 1, busy=[0]) == [1]
+        policy.remove(_array([0]))
+        policy.check_integrity(_array([]))
+        self.insert(policy, [1, 0])
+        assert self.evict(policy, 2) == [1, 0]
+
+    def test_clear_forgets_everything(self) -> None:
+        policy = self.make_policy(4)
+        self.insert(policy, [0], settle=False)
+        self.insert(policy, [1, 2, 3])
+        policy.pin(_array([1]))
+        self.evict(policy, 1, busy=[0, 1])
+        policy.touch_absent(_slot_keys([2]))
+        policy.clear()
+        policy.check_integrity(_array([]))
+        self.insert(policy, [3, 1, 0, 2])
+        assert self.evict(policy, 4) == [3, 1, 0, 2]
+
+    def test_touch_absent_knows_any_key(self) -> None:
+        policy = self.full(3)
+        policy.touch_absent([])
+        policy.touch_absent(_slot_keys([0, 1]) + keys("xyz"))
+        self.evict(policy, 1)
+        policy.touch_absent(_slot_keys([0, 0]))
+        policy.check_integrity(_array([1, 2]))
+
+    @pytest.mark.parametrize("seed", range(20))
+    def test_promises_hold_under_random_calls(self, seed: int) -> None:
+        rng = random.Random(seed)
+        _PolicyDriver(self, rng, capacity=rng.randint(1, 12)).run(steps=300)
+
+
+class _PolicyDriver:
+    """A caller that keeps the caller's promises of ``CachePolicy`` and checks the policy's."""
+
+    def __init__(self, suite: PolicyConformance, rng: random.Random, capacity: int) -> None:
+        self.suite = suite
+        self.rng = rng
+        self.policy = suite.make_policy(capacity)
+        self.free = set(range(capacity))
+        self.writing: set[int] = set()
+        self.pinned: set[int] = set()
+        self.idle: set[int] = set()
+
+    def run(self, steps: int) -> None:
+        calls = [
+            self.insert,
+            self.insert,
+            self.settle,
+            self.touch,
+            self.pin,
+            self.unpin,
+            self.evict,
+            self.evict,
+        ]
+        for _ in range(steps):
+            self.rng.choice([*calls, self.remove] if self.rng.random() < 0.5 else calls)()
+            if self.rng.random() < 0.01:
+                self.clear()
+            self.policy.check_integrity(_array([*self.writing, *self.pinned, *self.idle]))
+
+    def some(self, slots: set[int]) -> list[int]:
+        return self.rng.sample(sorted(slots), self.rng.randint(0, len(slots)))
+
+    def move(self, slots: Iterable[int], source: set[int], target: set[int]) -> None:
+        source.difference_update(slots)
+        target.update(slots)
+
+    def insert(self) -> None:
+        slots = self.some(self.free)
+        self.policy.insert(_array(slots), _slot_keys(slots))
+        self.move(slots, self.free, self.writing)
+
+    def settle(self) -> None:
+        slots = self.some(self.writing)
+        self.policy.settle(_array(slots))
+        self.move(slots, self.writing, self.idle)
+
+    def touch(self) -> None:
+        slots = self.some(self.writing | self.pinned | self.idle)
+        ready = np.array([slot not in self.writing for slot in slots], dtype=np.bool_)
+        pinned = np.array([slot in self.pinned for slot in slots], dtype=np.bool_)
+        self.policy.touch(_array(slots), ready, pinned)
+        self.policy.touch_absent(_slot_keys(self.some(self.free)))
+
+    def pin(self) -> None:
+        slots = self.some(self.idle)
+        self.policy.pin(_array(slots))
+        self.move(slots, self.idle, self.pinned)
+
+    def unpin(self) -> None:
+        slots = self.some(self.pinned)
+        self.policy.unpin(_array(slots))
+        self.move(slots, self.pinned, self.idle)
+
+    def evict(self) -> None:
+        protected = set(self.some(self.idle)) if self.rng.random() < 0.5 else set()
+        n = self.rng.randint(0, len(self.idle - protected))
+        evicted = self.suite.evict(self.policy, n, self.writing | self.pinned | protected)
+        assert set(evicted) <= self.idle, f"evicted unknown blocks: {evicted}"
+        self.move(evicted, self.idle, self.free)
+        self.policy.settle(_array(sorted(protected)))
+
+    def remove(self) -> None:
+        slots = self.some(self.writing | self.idle)
+        self.policy.remove(_array(slots))
+        self.writing.difference_update(slots)
+        self.move(slots, self.idle, self.free)
+
+    def clear(self) -> None:
+        self.policy.clear()
+        for slots in (self.writing, self.pinned, self.idle):
+            self.move(set(slots), slots, self.free)
+
+
+class BackendConformance:
+    """The contract of ``Backend``."""
+
+    def make_backend(self, num_blocks: int) -> Backend:
+        """A new backend with ``num_blocks`` free slots."""
+        raise NotImplementedError
+
+    def test_a_new_backend_is_all_free(self) -> None:
+        backend = self.make_backend(5)
+        assert backend.num_blocks == 5
+        assert backend.get_num_free_blocks() == 5
+        assert backend.block_size > 0
+        assert backend.medium
+        backend.check_integrity()
+
+    def test_slots_are_distinct_and_in_range_until_none_is_left(self) -> None:
+        backend = self.make_backend(5)
+        slots = check_slots(backend.allocate_blocks(keys("ab")), 5)
+        assert len(slots) == 2
+        assert backend.get_num_free_blocks() == 3
+        slots += check_slots(backend.allocate_blocks(keys("cde")), 5)
+        assert sorted(slots) == [0, 1, 2, 3, 4]
+        assert backend.get_num_free_blocks() == 0
+        assert backend.num_blocks == 5
+        backend.check_integrity()
+
+    def test_allocating_for_no_keys_takes_nothing(self) -> None:
+        backend = self.make_backend(2)
+        assert len(check_slots(backend.allocate_blocks([]), 2)) == 0
+        backend.free(_array([]))
+        assert backend.get_num_free_blocks() == 2
+
+    def test_freed_slots_can_be_had_again_and_others_cannot(self) -> None:
+        backend = self.make_backend(4)
+        slots = backend.allocate_blocks(keys("abcd")).tolist()
+        backend.free(_array([slots[2], slots[0]]))
+        assert backend.get_num_free_blocks() == 2
+        again = check_slots(backend.allocate_blocks(keys("ef")), 4)
+        assert set(again) == {slots[0], slots[2]}
+        backend.check_integrity()
+
+    def test_handed_out_slots_do_not_change_afterwards(self) -> None:
+        backend = self.make_backend(4)
+        first = backend.allocate_blocks(keys("abcd"))
+        before = first.tolist()
+        backend.free(_array(before[1:3]))
+        second = backend.allocate_blocks(keys("x"))
+        after = second.tolist()
+        backend.free(_array(before[:1]))
+        backend.allocate_blocks(keys("yz"))
+        assert first.tolist() == before
+        assert second.tolist() == after
+
+    def test_a_callers_array_may_be_reused_after_free(self) -> None:
+        backend = self.make_backend(3)
+        slots = backend.allocate_blocks(keys("abc"))
+        backend.free(slots)
+        slots[:] = 0
+        assert sorted(check_slots(backend.allocate_blocks(keys("abc")), 3)) == [0, 1, 2]
+        backend.check_integrity()
+
+    def test_freeing_twice_is_found(self) -> None:
+        backend = self.make_backend(3)
+        slots = backend.allocate_blocks(keys("ab"))
+        backend.free(slots[:1])
+        backend.check_integrity()
+        with pytest.raises(IntegrityError):
+            self.free_and_check(backend, slots[:1])
+
+    def test_freeing_twice_in_one_call_is_found(self) -> None:
+        backend = self.make_backend(3)
+        slots = backend.allocate_blocks(keys("ab"))
+        with pytest.raises(IntegrityError):
+            self.free_and_check(backend, slots[[0, 0]])
+
+    def test_freeing_what_was_never_allocated_is_found(self) -> None:
+        backend = self.make_backend(3)
+        (slot,) = backend.allocate_blocks(keys("a")).tolist()
+        other = next(s for s in range(3) if s != slot)
+        with pytest.raises(IntegrityError):
+            self.free_and_check(backend, _array([other]))
+
+    def free_and_check(self, backend: Backend, slots: Slots) -> None:
+        backend.free(slots)
+        backend.check_integrity()
+
+    def test_a_spec_says_where_keys_lie_in_order(self) -> None:
+        backend = self.make_backend(4)
+        slots = backend.allocate_blocks(keys("abc"))
+        spec = backend.get_load_store_spec(keys("ca"), slots[[2, 0]])
+        assert spec.medium() == backend.medium
+        assert spec.slots.tolist() == [slots[2], slots[0]]
+        spec = backend.get_load_store_spec(keys("ac"), slots[[0, 2]])
+        assert spec.slots.tolist() == [slots[0], slots[2]]
+
+    def test_slots_balance_under_random_calls(self) -> None:
+        rng = random.Random(1)
+        backend = self.make_backend(16)
+        held: list[int] = []
+        for _ in range(500):
+            if rng.random() < 0.5:
+                n = rng.randint(0, backend.get_num_free_blocks())
+                slots = check_slots(backend.allocate_blocks(keys(ALPHABET[:n])), 16)
+                assert len(slots) == n
+                assert not set(slots) & set(held), "a slot in use was handed out again"
+                held += slots
+            else:
+                rng.shuffle(held)
+                cut = rng.randint(0, len(held))
+                backend.free(_array(held[cut:]))
+                del held[cut:]
+            assert backend.get_num_free_blocks() == 16 - len(held)
+            backend.check_integrity()
+
+
+def _array(slots: Iterable[int]) -> npt.NDArray[np.int64]:
+    return np.array(list(slots), dtype=np.int64)
+
+
+def _slot_keys(slots: Iterable[int]) -> list[OffloadKey]:
+    """The key each slot holds in the policy tests."""
+    return [make_offload_key(b"slot %d" % slot, 0) for slot in slots]
