@@ -97,23 +97,28 @@ class PolicyOffloadingManager(OffloadingManager):
     def prepare_store(
         self, keys: Sequence[OffloadKey], req_context: ReqContext | None = None
     ) -> PrepareStoreOutput | None:
-        slots = self._table.find(keys)
-        absent = slots < 0
-        wanted = dict.fromkeys(keys if absent.all() else [keys[i] for i in np.flatnonzero(absent)])
-        new_keys = [key for key in wanted if key not in self._orphans] if self._orphans else list(wanted)
-        evicted: list[OffloadKey] = []
-        shortage = len(new_keys) - self.backend.get_num_free_blocks()
-        if shortage > 0:
-            protected = self._table.distinct(slots[~absent])
-            protected = protected[~self._table.busy[protected]]
-            if shortage > self._table.num_evictable - len(protected):
-                self._gone.record(new_keys, MissReason.NO_ROOM)
-                return None
-            evicted = self._evict(shortage, protected)
+        present, new_keys = self._table.split(keys)
+        if self._orphans:
+            new_keys = [key for key in new_keys if key not in self._orphans]
+        evicted = self._make_room(len(new_keys), present)
+        if evicted is None:
+            self._gone.record(new_keys, MissReason.NO_ROOM)
+            return None
         new_slots = self.backend.allocate_blocks(new_keys)
         self._table.insert(new_keys, new_slots)
         self.policy.insert(new_slots, new_keys)
         return PrepareStoreOutput(new_keys, self.backend.get_load_store_spec(new_keys, new_slots), evicted)
+
+    def _make_room(self, n: int, present: Slots) -> list[OffloadKey] | None:
+        """Evicts until ``n`` slots are free, none of ``present``. None, and no change, if that is impossible."""
+        shortage = n - self.backend.get_num_free_blocks()
+        if shortage <= 0:
+            return []
+        protected = self._table.distinct(present)
+        protected = protected[~self._table.busy[protected]]
+        if shortage > self._table.num_evictable - len(protected):
+            return None
+        return self._evict(shortage, protected)
 
     def _evict(self, n: int, protected: Slots) -> list[OffloadKey]:
         busy = self._table.busy
@@ -142,7 +147,8 @@ class PolicyOffloadingManager(OffloadingManager):
         if success:
             self._table.set_ready(written)
             self.policy.settle(written)
-            self._emit(self._table.key_of[written].tolist(), removed=False)
+            if self._events is not None:
+                self._emit(self._table.key_of[written].tolist(), removed=False)
         else:
             self.policy.remove(written)
             self._gone.record(self._table.remove(written), MissReason.COPY_FAILED)

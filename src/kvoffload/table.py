@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Sequence
 from itertools import repeat
+from operator import itemgetter
 
 import numpy as np
 import numpy.typing as npt
@@ -12,7 +13,7 @@ import numpy.typing as npt
 from kvoffload.base import BlockStatus, IntegrityError, OffloadKey, Slots
 
 _WRITING = -1
-_LOOKUP_CHUNK = 64
+_LOOKUP_CHUNK = 256
 
 
 class BlockTable:
@@ -41,7 +42,14 @@ class BlockTable:
 
     def find(self, keys: Sequence[OffloadKey]) -> Slots:
         """A slot a key, -1 where the key is absent. Duplicates are kept."""
-        return np.fromiter(map(self._slot_of.get, keys, repeat(-1)), dtype=np.int64, count=len(keys))
+        n = len(keys)
+        if n > 1:
+            # Half the time of the general way, and it gives up at the first key that is absent.
+            try:
+                return np.fromiter(itemgetter(*keys)(self._slot_of), dtype=np.int64, count=n)
+            except KeyError:
+                pass
+        return np.fromiter(map(self._slot_of.get, keys, repeat(-1)), dtype=np.int64, count=n)
 
     def distinct(self, slots: Slots) -> Slots:
         """``slots`` (none negative) without repetitions: of equal ones the last is kept, in order."""
@@ -62,6 +70,14 @@ class BlockTable:
             start += len(slots)
             size *= 2
         return n
+
+    def split(self, keys: Sequence[OffloadKey]) -> tuple[Slots, list[OffloadKey]]:
+        """The slots of those keys that are present; the others, in order and without repetitions."""
+        if self._slot_of.keys().isdisjoint(keys):
+            return np.empty(0, dtype=np.int64), list(dict.fromkeys(keys))
+        slots = self.find(keys)
+        absent = slots < 0
+        return slots[~absent], list(dict.fromkeys(keys[i] for i in np.flatnonzero(absent)))
 
     def insert(self, keys: Sequence[OffloadKey], slots: Slots) -> None:
         """Absent keys take free slots; they are being written."""

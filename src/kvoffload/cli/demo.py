@@ -24,10 +24,11 @@ DIRECTORY = click.Path(exists=True, file_okay=False, path_type=Path)
 @click.option("--json", "as_json", is_flag=True, help="Print report.json, and nothing else, to stdout.")
 @click.option("--seed", type=int, default=0, show_default=True, help="For weights, texts and lengths.")
 def demo(out: Path, text: Path | None, model: Path | None, as_json: bool, seed: int) -> None:
-    """Run the same conversations through real vLLM without and with kvoffload.
+    """Show what kvoffload saves, and that it changes no output.
 
-    Shows what it saves, and proves that it changes no output: a third run with bytes corrupted on
-    purpose must be caught. Exit status 0: so it is; 1: it is not; 2: the demo could not run.
+    Runs the same conversations through real vLLM three times: without kvoffload, with it, and with bytes
+    corrupted on purpose, as a control. Exit status 0: outputs are the same with kvoffload, and the control
+    was caught; 1: they are not, or it was not; 2: the demo could not run.
     """
     from rich.console import Console
 
@@ -43,7 +44,9 @@ def demo(out: Path, text: Path | None, model: Path | None, as_json: bool, seed: 
     except KeyboardInterrupt:
         sys.exit(130)
     except DemoError as error:
-        errors.print(f"kvoffload demo: {error}", style="bold red", markup=False, highlight=False)
+        errors.print(
+            f"kvoffload demo: {error}", style="bold red", markup=False, highlight=False, soft_wrap=True
+        )
         sys.exit(2)
     content = json.dumps(report.to_dict(), indent=2) + "\n"
     (out / "report.json").write_text(content, encoding="utf-8")

@@ -66,14 +66,25 @@ def write_model(directory: Path, seed: int) -> int:
 
 def kv_bytes_per_token(directory: Path) -> int | None:
     """Bytes of float32 keys and values one token needs, from ``config.json``; None if it does not say."""
-    config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
-    config = config.get("text_config", config)
+    config = _config(directory)
     try:
         heads = config["num_attention_heads"]
         head_dim = config.get("head_dim") or config["hidden_size"] // heads
         return int(2 * config["num_hidden_layers"] * config.get("num_key_value_heads", heads) * head_dim * 4)
     except (KeyError, TypeError):
         return None
+
+
+def max_positions(directory: Path) -> int | None:
+    """The longest sequence the model takes, from ``config.json``; None if it does not say."""
+    length = _config(directory).get("max_position_embeddings")
+    return length if isinstance(length, int) else None
+
+
+def _config(directory: Path) -> dict[str, Any]:
+    config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
+    text: dict[str, Any] = config.get("text_config", config)
+    return text
 
 
 def _shapes() -> dict[str, tuple[int, ...]]:

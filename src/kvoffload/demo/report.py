@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import time
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -16,6 +17,9 @@ from kvoffload.demo.protocol import RequestResult, Source
 
 LOGPROB_TOLERANCE = 1e-4
 """Adding float32 numbers in another order moves a logprob by about 1e-6, a wrong block by far more."""
+
+BUSY = 0.5
+"""Load average a core above which another program takes part in the timings."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +49,8 @@ class Report:
     model: str
     seed: int
     made_at: str
+    load_average: float
+    """Of the machine, the minute before the first act."""
     baseline: ActResult
     offload: ActResult
     control: ActResult
@@ -58,6 +64,17 @@ class Report:
     @property
     def corruption_detected(self) -> bool:
         return bool(self.versus_control.different)
+
+    @property
+    def warnings(self) -> list[str]:
+        """What makes the timings doubtful; outputs are judged all the same."""
+        cores = len(os.sched_getaffinity(0))
+        if self.load_average <= BUSY * cores:
+            return []
+        return [
+            f"The machine was busy before the demo began (load {self.load_average:.1f} on {cores} cores): "
+            "take the times with care."
+        ]
 
     @property
     def ttft_ms(self) -> dict[Source, Quantiles]:
@@ -123,6 +140,7 @@ class Report:
         return {
             "ok": not self.failures,
             "failures": self.failures,
+            "warnings": self.warnings,
             "requests": len(self.offload.requests),
             "identical": self.identical,
             "max_logprob_diff": worst if math.isfinite(worst) else None,
@@ -139,6 +157,7 @@ class Report:
             "vllm_version": info.vllm_version,
             "device": info.device,
             "made_at": self.made_at,
+            "load_average": self.load_average,
             "acts": [
                 {
                     "name": name,
@@ -158,13 +177,14 @@ class Report:
         return self.baseline, self.offload, self.control
 
 
-def make_report(acts: Sequence[ActResult], model: str, seed: int) -> Report:
+def make_report(acts: Sequence[ActResult], model: str, seed: int, load_average: float = 0.0) -> Report:
     """Compares the three acts: without kvoffload, with it, and the control."""
     baseline, offload, control = acts
     return Report(
         model=model,
         seed=seed,
         made_at=time.strftime("%Y-%m-%d %H:%M:%S %z"),
+        load_average=load_average,
         baseline=baseline,
         offload=offload,
         control=control,

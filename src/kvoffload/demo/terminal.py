@@ -59,10 +59,13 @@ def summary(report: Report) -> RenderableType:
 
 
 def verdict(report: Report) -> Text:
-    """One sentence a failure, or one that says all is well."""
+    """One sentence a failure, or one that says all is well; before it, what makes the timings doubtful."""
+    words = Text("".join(f"{sentence}\n" for sentence in report.warnings), style="yellow")
     if report.failures:
-        return Text("\n".join(report.failures), style="bold red")
-    return Text("Outputs are identical with kvoffload, and the control was caught.", style="bold green")
+        return words.append("\n".join(report.failures), style="bold red")
+    return words.append(
+        "Outputs are identical with kvoffload, and the control was caught.", style="bold green"
+    )
 
 
 def _ttft_table(report: Report) -> Table:

@@ -37,9 +37,9 @@ class ARCPolicy(CachePolicy):
 
     def insert(self, slots: Slots, keys: Sequence[OffloadKey]) -> None:
         for ghosts in (self.b1, self.b2):
-            if ghosts:
-                for key in ghosts.keys() & keys:
-                    del ghosts[key]
+            if ghosts and not ghosts.keys().isdisjoint(keys):
+                for key in keys:
+                    ghosts.pop(key, None)
         self._t1.append(slots)
 
     def touch(self, slots: Slots, ready: npt.NDArray[np.bool_], pinned: npt.NDArray[np.bool_]) -> None:

@@ -49,6 +49,9 @@ SETTINGS = settings(
 
 CONTEXTS = [None, *(ReqContext(f"r{n}") for n in range(6))]
 
+WALK_SEEDS = range(2000 if SOAK else 20)
+"""For ``walk``, one test a seed."""
+
 numbers = st.integers(0, MAX_BLOCKS + 3)
 """Of keys: ``ManagerMachine.keys`` makes keys of numbers."""
 batches = st.lists(numbers, min_size=1, max_size=8)

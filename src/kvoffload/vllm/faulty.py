@@ -22,9 +22,9 @@ class CorruptedKVOffloadConnector(KVOffloadConnector):
 
 
 class FailingKVOffloadConnector(KVOffloadConnector):
-    """Fails every second load and store: outputs must not change."""
+    """Fails seven tries of ten, so about half of all loads and stores: outputs must not change."""
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         super().register_kv_caches(kv_caches)
         worker = self.connector_worker
-        worker.transfer = FailingTransfer(worker.transfer)
+        worker.transfer = FailingTransfer(worker.transfer, rate=0.7)

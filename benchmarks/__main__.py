@@ -1,0 +1,26 @@
+"""``python -m benchmarks``: runs every benchmark and writes ``bench-report/NAME.json``."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from benchmarks import copies, managers
+
+BENCHMARKS = {"managers": managers.main, "copies": copies.main}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(BENCHMARKS)}; default: all")
+    parser.add_argument("--out", type=Path, default=Path("bench-report"), help="where the JSON goes")
+    parser.add_argument("--quick", action="store_true", help="smaller sizes, to see that it runs")
+    args = parser.parse_args()
+    for name in args.names or BENCHMARKS:
+        if name not in BENCHMARKS:
+            parser.error(f"no benchmark {name!r}; there are {', '.join(BENCHMARKS)}")
+        BENCHMARKS[name](args.out, args.quick)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,148 @@
+"""Cost on the scheduler's thread, ns a block: kvoffload's managers beside vLLM's own CPU manager.
+
+Both hold the same blocks and are asked for the same requests of 8,192 blocks in turn, so that the machine's
+moods hit both. A figure is the median over the requests.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import statistics
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from benchmarks.report import Row, publish
+from kvoffload.base import OffloadingManager
+from kvoffload.hostpool import HostBackend
+from kvoffload.keys import make_offload_key
+from kvoffload.manager import ARCOffloadingManager, LRUOffloadingManager
+
+REQUEST_BLOCKS = 8192
+ROUNDS = 24
+LOAD_PATH = ("lookup", "touch", "prepare_load", "complete_load")
+STORE_PATH = ("prepare_store", "complete_store")
+
+
+def new_keys(n: int) -> list[bytes]:
+    raw = os.urandom(32 * n)
+    return [make_offload_key(raw[32 * i : 32 * i + 32], 0) for i in range(n)]
+
+
+class Ours:
+    """One kvoffload manager, called as the connector calls it."""
+
+    def __init__(self, make: Callable[[HostBackend], OffloadingManager], num_blocks: int) -> None:
+        self.manager = make(HostBackend(16, num_blocks))
+
+    def calls(self, keys: list[bytes]) -> dict[str, Callable[[], Any]]:
+        manager = self.manager
+        return {
+            "lookup": lambda: manager.lookup(keys),
+            "touch": lambda: manager.touch(keys),
+            "prepare_load": lambda: manager.prepare_load(keys),
+            "complete_load": lambda: manager.complete_load(keys),
+            "prepare_store": lambda: manager.prepare_store(keys),
+            "complete_store": lambda: manager.complete_store(keys),
+        }
+
+
+class Theirs:
+    """vLLM's CPUOffloadingManager, called as vLLM's connector calls it."""
+
+    def __init__(self, policy: str, num_blocks: int) -> None:
+        from vllm.v1.kv_offload.base import ReqContext
+        from vllm.v1.kv_offload.cpu.manager import CPUOffloadingManager
+
+        self.manager = CPUOffloadingManager(num_blocks, cache_policy=policy)
+        self._context = ReqContext
+
+    def calls(self, keys: list[bytes]) -> dict[str, Callable[[], Any]]:
+        manager, context = self.manager, self._context(req_id="bench")
+        manager.on_new_request(context)
+
+        def lookup() -> None:
+            for key in keys:
+                manager.lookup(key, context)
+
+        return {
+            "lookup": lookup,
+            "touch": lambda: manager.touch(keys, context),
+            "prepare_load": lambda: manager.prepare_load(keys, context),
+            "complete_load": lambda: manager.complete_load(keys, context),
+            "prepare_store": lambda: manager.prepare_store(keys, context),
+            "complete_store": lambda: manager.complete_store(keys, context),
+        }
+
+
+def measure(systems: dict[str, Ours | Theirs], num_blocks: int) -> dict[str, dict[str, float]]:
+    """Per system and call, the median of ns a block. Every system is full when the clock starts."""
+    held = new_keys(num_blocks)
+    size = min(REQUEST_BLOCKS, num_blocks // 4)
+    for system in systems.values():
+        for start in range(0, num_blocks - size + 1, size):
+            calls = system.calls(held[start : start + size])
+            calls["prepare_store"]()
+            calls["complete_store"]()
+    times: dict[str, dict[str, list[float]]] = {name: defaultdict(list) for name in systems}
+    rng = np.random.default_rng(0)
+    # Loads first, all of blocks that are held; then stores that evict.
+    batches = [held[start : start + size] for start in rng.integers(0, num_blocks - 2 * size, ROUNDS) // size * size]
+    for path, requests in ((LOAD_PATH, batches), (STORE_PATH, [new_keys(size) for _ in range(ROUNDS)])):
+        for keys in requests:
+            for name, system in systems.items():
+                calls = system.calls(keys)
+                for call in path:
+                    start = time.thread_time_ns()
+                    calls[call]()
+                    times[name][call].append((time.thread_time_ns() - start) / size)
+    return {name: {call: statistics.median(t) for call, t in calls.items()} for name, calls in times.items()}
+
+
+def tracked_objects_per_block(num_blocks: int) -> float:
+    """Objects the garbage collector must visit per block that an LRU manager holds."""
+    keys = new_keys(num_blocks)
+    gc.collect()
+    before = len(gc.get_objects())
+    system = Ours(LRUOffloadingManager, num_blocks)
+    system.manager.prepare_store(keys)
+    system.manager.complete_store(keys)
+    gc.collect()
+    return max(0, len(gc.get_objects()) - before) / num_blocks
+
+
+def main(out: Path, quick: bool) -> None:
+    sizes = {"100k": 100_000} if quick else {"100k": 100_000, "1M": 1_000_000}
+    try:
+        import vllm  # noqa: F401
+    except ImportError:
+        print("vLLM is not installed here: no peer to compare with")
+        have_peer = False
+    else:
+        have_peer = True
+    rows: list[Row] = []
+    for label, num_blocks in sizes.items():
+        for policy, make in (("LRU", LRUOffloadingManager), ("ARC", ARCOffloadingManager)):
+            systems: dict[str, Ours | Theirs] = {"ours": Ours(make, num_blocks)}
+            if have_peer:
+                systems["peer"] = Theirs(policy.lower(), num_blocks)
+            ns = measure(systems, num_blocks)
+            suffix = "" if policy == "LRU" else f", {policy}"
+            for name, path in (
+                *((call, (call,)) for call in (*LOAD_PATH, *STORE_PATH)),
+                ("load path", LOAD_PATH),
+                ("store path", STORE_PATH),
+            ):
+                ours = sum(ns["ours"][call] for call in path)
+                ratio = sum(ns["peer"][call] for call in path) / ours if have_peer else None
+                versus = f"vLLM {policy}" if have_peer else ""
+                rows.append(Row(f"{name}, {label} blocks{suffix}", ours, "ns/block", versus, ratio))
+            del systems
+            gc.collect()
+    rows.append(Row("objects tracked by the garbage collector", tracked_objects_per_block(100_000), "/block"))
+    publish("managers", "Scheduler thread, ns a block (ratio: times faster than the peer)", rows, out)
