@@ -97,15 +97,15 @@ class PolicyOffloadingManager(OffloadingManager):
     def prepare_store(
         self, keys: Sequence[OffloadKey], req_context: ReqContext | None = None
     ) -> PrepareStoreOutput | None:
-        present, new_keys = self._table.split(keys)
+        present, new_keys, homes = self._table.split(keys)
         if self._orphans:
-            new_keys = [key for key in new_keys if key not in self._orphans]
+            new_keys, homes = [key for key in new_keys if key not in self._orphans], None
         evicted = self._make_room(len(new_keys), present)
         if evicted is None:
             self._gone.record(new_keys, MissReason.NO_ROOM)
             return None
         new_slots = self.backend.allocate_blocks(new_keys)
-        self._table.insert(new_keys, new_slots)
+        self._table.insert(new_keys, new_slots, homes)
         self.policy.insert(new_slots, new_keys)
         return PrepareStoreOutput(new_keys, self.backend.get_load_store_spec(new_keys, new_slots), evicted)
 

@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Iterable, Sequence
-from itertools import repeat
-from operator import itemgetter
+from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
 
 from kvoffload.base import BlockStatus, IntegrityError, OffloadKey, Slots
+from kvoffload.index import Homes, KeyIndex
 
 _WRITING = -1
 _LOOKUP_CHUNK = 256
 
 
 class BlockTable:
-    """Index of ``num_blocks`` slots: key to slot, slot to key, and a reference count a slot.
+    """``num_blocks`` slots: which key lies in which, and a reference count a slot.
 
     ``ref_cnt`` is -1 while a block is being written, else its number of readers. An evictable block is
     ready and has no reader; ``num_evictable`` is their number at all times. ``busy[slot]`` is True for a
@@ -28,28 +26,22 @@ class BlockTable:
     def __init__(self, num_blocks: int) -> None:
         self.num_blocks = num_blocks
         self.num_evictable = 0
-        self._slot_of: dict[OffloadKey, int] = {}
-        self.key_of: npt.NDArray[np.object_] = np.full(num_blocks, None, dtype=object)
+        self._index = KeyIndex(num_blocks)
+        self.key_of = self._index.key_of
+        """The key in each slot, or None. Read only."""
         self.ref_cnt = np.zeros(num_blocks, dtype=np.int32)
         self.busy = np.zeros(num_blocks, dtype=np.bool_)
         self._scratch = np.zeros(num_blocks, dtype=np.int64)
 
     def __len__(self) -> int:
-        return len(self._slot_of)
+        return len(self._index)
 
     def __contains__(self, key: OffloadKey) -> bool:
-        return key in self._slot_of
+        return self._index.get(key) >= 0
 
     def find(self, keys: Sequence[OffloadKey]) -> Slots:
         """A slot a key, -1 where the key is absent. Duplicates are kept."""
-        n = len(keys)
-        if n > 1:
-            # Half the time of the general way, and it gives up at the first key that is absent.
-            try:
-                return np.fromiter(itemgetter(*keys)(self._slot_of), dtype=np.int64, count=n)
-            except KeyError:
-                pass
-        return np.fromiter(map(self._slot_of.get, keys, repeat(-1)), dtype=np.int64, count=n)
+        return self._index.find(keys)
 
     def distinct(self, slots: Slots) -> Slots:
         """``slots`` (none negative) without repetitions: of equal ones the last is kept, in order."""
@@ -71,30 +63,23 @@ class BlockTable:
             size *= 2
         return n
 
-    def split(self, keys: Sequence[OffloadKey]) -> tuple[Slots, list[OffloadKey]]:
-        """The slots of those keys that are present; the others, in order and without repetitions."""
-        if self._slot_of.keys().isdisjoint(keys):
-            return np.empty(0, dtype=np.int64), list(dict.fromkeys(keys))
-        slots = self.find(keys)
-        absent = slots < 0
-        return slots[~absent], list(dict.fromkeys(keys[i] for i in np.flatnonzero(absent)))
+    def split(self, keys: Sequence[OffloadKey]) -> tuple[Slots, list[OffloadKey], Homes | None]:
+        """The slots of those keys that are present; the others, in order and without repetitions; and what
+        ``insert`` can use of this call's work if it gets just those."""
+        return self._index.split(keys)
 
-    def insert(self, keys: Sequence[OffloadKey], slots: Slots) -> None:
+    def insert(self, keys: Sequence[OffloadKey], slots: Slots, homes: Homes | None = None) -> None:
         """Absent keys take free slots; they are being written."""
-        self._slot_of.update(zip(keys, slots.tolist(), strict=True))
-        self.key_of[slots] = keys
+        self._index.insert(keys, slots, homes)
         self.ref_cnt[slots] = _WRITING
         self.busy[slots] = True
 
     def remove(self, slots: Slots) -> list[OffloadKey]:
         """Held slots, in whatever state, lose their keys, which are returned in order."""
         self.num_evictable -= len(slots) - int(np.count_nonzero(self.busy[slots]))
-        keys: list[OffloadKey] = self.key_of[slots].tolist()
-        deque(map(self._slot_of.__delitem__, keys), maxlen=0)
-        self.key_of[slots] = None
         self.ref_cnt[slots] = 0
         self.busy[slots] = False
-        return keys
+        return self._index.remove(slots)
 
     def set_ready(self, slots: Slots) -> None:
         """Blocks being written become ready, with no reader."""
@@ -122,27 +107,21 @@ class BlockTable:
         return self.ref_cnt[slots] == _WRITING
 
     def status(self, key: OffloadKey) -> BlockStatus | None:
-        slot = self._slot_of.get(key)
-        return None if slot is None else BlockStatus(slot, int(self.ref_cnt[slot]))
-
-    def keys(self) -> Iterable[OffloadKey]:
-        return self._slot_of.keys()
+        slot = self._index.get(key)
+        return None if slot < 0 else BlockStatus(slot, int(self.ref_cnt[slot]))
 
     def slots(self) -> Slots:
-        """Every held slot, in no particular order."""
-        return np.fromiter(self._slot_of.values(), dtype=np.int64, count=len(self._slot_of))
+        """Every held slot, ascending."""
+        return self._index.slots()
 
     def check_integrity(self) -> None:
         """Raises IntegrityError unless index, arrays and counters agree."""
+        self._index.check_integrity()
         slots = self.slots()
-        if len(np.unique(slots)) != len(slots):
-            raise IntegrityError("two keys share a slot")
-        if self.key_of[slots].tolist() != list(self._slot_of):
-            raise IntegrityError("a slot's key and the index disagree")
         free = np.ones(self.num_blocks, dtype=np.bool_)
         free[slots] = False
-        if self.ref_cnt[free].any() or self.busy[free].any() or any(self.key_of[free]):
-            raise IntegrityError("a slot without a key has a key, readers or a writer")
+        if self.ref_cnt[free].any() or self.busy[free].any():
+            raise IntegrityError("a slot without a key has readers or a writer")
         if (self.ref_cnt < _WRITING).any():
             raise IntegrityError("a slot has fewer than no readers")
         if not np.array_equal(self.busy[slots], self.ref_cnt[slots] != 0):

@@ -15,6 +15,9 @@ MAX_SEGMENT = 8192
 COMPACTION_WORK = 4
 """Log entries looked at per appended entry while the log is too long."""
 
+MIN_SCAN = 64
+"""Log entries looked at beyond those wanted, at first; doubled while they do not suffice."""
+
 _PARKED = -2
 _ABSENT = -1
 
@@ -111,6 +114,7 @@ class RecencyList:
             if self._stamp[slot] == position and not busy[slot]:
                 parts.append(np.array([slot], dtype=np.int64))
                 n -= 1
+        window = n + MIN_SCAN
         while n > 0:
             segments = self._filtered or self._unfiltered
             if not segments:
@@ -118,17 +122,19 @@ class RecencyList:
                     break
                 self._seal_tail()
                 continue
-            slots, positions = segments[0]
+            all_slots, all_positions = segments[0]
+            slots, positions = all_slots[:window], all_positions[:window]
+            window *= 2
             found = np.flatnonzero((self._stamp[slots] == positions) & ~busy[slots])[:n]
             n -= len(found)
             parts.append(slots[found])
             stop = int(found[-1]) + 1 if n == 0 else len(slots)
             self._head = int(positions[stop - 1]) + 1
             self._num_entries -= stop
-            if stop == len(slots):
+            if stop == len(all_slots):
                 segments.popleft()
             else:
-                segments[0] = (slots[stop:], positions[stop:])
+                segments[0] = (all_slots[stop:], all_positions[stop:])
         popped = np.concatenate(parts) if parts else np.empty(0, dtype=np.int64)
         self.discard(popped)
         return popped

@@ -9,8 +9,9 @@
           def make_manager(self, num_blocks):
               return MyManager(num_blocks)
 
-- ``stateful``: a Hypothesis state machine that runs a manager and its reference side by side (needs
-  hypothesis).
+- ``stateful``: a state machine that runs a manager and its reference side by side, by Hypothesis or at random
+  (needs hypothesis).
+- ``engine``: a small paged engine that checks every byte it attends to. ``faults``: transfers that misbehave.
 
 Only ``reference`` is imported with the package; the others are imported by name.
 """

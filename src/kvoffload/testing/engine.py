@@ -567,7 +567,8 @@ class ModelEngine:
     def reference_counts(self) -> dict[bytes, int]:
         """Readers per key held in the host, -1 while it is being written."""
         table = self.policy_manager._table
-        return {key: int(table.ref_cnt[table._slot_of[key]]) for key in table.keys()}
+        slots = table.slots()
+        return dict(zip(table.key_of[slots].tolist(), table.ref_cnt[slots].tolist(), strict=True))
 
 
 def kv_bytes(tokens: Sequence[int], layer: int, version: int) -> ByteArray:
