@@ -100,14 +100,16 @@ class OffloadingConnectorWorker:
         for job_id in self._unsubmitted:
             self._submit(job_id)
         self._unsubmitted.clear()
-        if meta.fences:
-            try:
+        try:
+            if meta.fences:
                 self.transfer.wait(meta.fences)
-            except Exception:
-                self._give_up()
-            for job_id in meta.fences:
-                if job_id in self._jobs:
-                    self._jobs[job_id].tries_left = 0
+            self.transfer.before_forward()
+        except Exception:
+            self._give_up()
+        for job_id in meta.fences:
+            if job_id in self._jobs:
+                # Its source may be overwritten from here on: a second try would read other bytes.
+                self._jobs[job_id].tries_left = 0
 
     def start_loads(self, meta: StepMeta) -> None:
         for job_id, spec in meta.loads.items():

@@ -29,7 +29,7 @@ BLOCK_SIZE = 128
 DEVICE_BLOCKS = 64
 """8,192 tokens: room for four of the sixteen documents."""
 MAX_MODEL_LEN = 3072
-"""With a model that takes fewer, documents are shorter in proportion."""
+"""With a model that takes fewer, documents and the device cache are smaller in proportion."""
 CHARS_PER_TOKEN = 6
 """More characters than a token of any usual tokenizer spans on average."""
 QUESTIONS = (
@@ -143,7 +143,7 @@ def _config(directory: Path, builtin: bool, text: Path | None, seed: int) -> Act
         answer_tokens=ANSWER_TOKENS,
         max_model_len=max_model_len,
         block_size=BLOCK_SIZE,
-        device_blocks=DEVICE_BLOCKS,
+        device_blocks=DEVICE_BLOCKS * max_model_len // MAX_MODEL_LEN,
         device_cache_gib=_gib(directory, DEVICE_BLOCKS * BLOCK_SIZE),
         seed=seed,
         connector=None,

@@ -615,6 +615,13 @@ class ManagerConformance:
         self.finish(manager, "w")
         assert self.store(manager, "xy") == ""
 
+    def test_shutdown_releases_everything(self) -> None:
+        manager = self.full("ab")
+        assert manager.num_used_blocks == 2
+        manager.shutdown()
+        assert manager.num_used_blocks == 0
+        manager.check_integrity()
+
     def test_shutdown_may_be_called_twice(self) -> None:
         manager = self.full("ab")
         manager.prepare_load(keys("a"))

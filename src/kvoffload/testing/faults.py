@@ -28,6 +28,9 @@ class WrappedTransfer(Transfer):
     def wait_any(self, timeout_s: float) -> None:
         self.inner.wait_any(timeout_s)
 
+    def before_forward(self) -> None:
+        self.inner.before_forward()
+
     def close(self) -> None:
         self.inner.close()
 
