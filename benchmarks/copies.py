@@ -9,6 +9,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -43,9 +44,7 @@ def main(out: Path, quick: bool) -> None:
         flat[:] = 3
         blocks = np.random.default_rng(0).permutation(num_blocks).astype(np.int64)
         slots = np.random.default_rng(1).permutation(num_blocks).astype(np.int64)
-        spec = TransferSpec(
-            "bench", LoadStoreSpec("CPU", slots), DeviceSpec(blocks, (num_blocks,), (0,))
-        )
+        spec = TransferSpec("bench", LoadStoreSpec("CPU", slots), DeviceSpec(blocks, (num_blocks,), (0,)))
 
         def job(is_store: bool, transfer: InlineTransfer = transfer, spec: TransferSpec = spec) -> None:
             transfer.submit(0, spec, is_store)
@@ -56,7 +55,7 @@ def main(out: Path, quick: bool) -> None:
         for _ in range(ROUNDS):
             times["gather"].append(seconds(lambda: job(True)))
             times["scatter"].append(seconds(lambda: job(False)))
-            times["memcpy"].append(seconds(lambda: np.copyto(flat, device.reshape(-1))))
+            times["memcpy"].append(seconds(partial(np.copyto, flat, device.reshape(-1))))
         nbytes = flat.nbytes
         speed = {name: nbytes / statistics.median(t) / 1e9 for name, t in times.items()}
         for name, direction in (("gather", "store"), ("scatter", "load")):

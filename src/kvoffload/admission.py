@@ -29,13 +29,9 @@ class FilterReusedOffloadingManager(OffloadingManager):
     Raises ValueError for a threshold below 2 or a tracker below 1.
     """
 
-    def __init__(
-        self, backing: OffloadingManager, store_threshold: int = 2, max_tracker_size: int = 64_000
-    ) -> None:
+    def __init__(self, backing: OffloadingManager, store_threshold: int = 2, max_tracker_size: int = 64_000) -> None:
         if store_threshold < 2:
-            raise ValueError(
-                f"store_threshold={store_threshold}: must be at least 2; leave it out to store all"
-            )
+            raise ValueError(f"store_threshold={store_threshold}: must be at least 2; leave it out to store all")
         if max_tracker_size < 1:
             raise ValueError(f"max_tracker_size={max_tracker_size}: must be at least 1")
         self.backing = backing
@@ -65,9 +61,7 @@ class FilterReusedOffloadingManager(OffloadingManager):
         self._count(keys, req_context)
         return self.backing.lookup(keys, req_context)
 
-    def lookup_each(
-        self, keys: Sequence[OffloadKey], req_context: ReqContext | None = None
-    ) -> list[LookupState]:
+    def lookup_each(self, keys: Sequence[OffloadKey], req_context: ReqContext | None = None) -> list[LookupState]:
         self._count(keys, req_context)
         return self.backing.lookup_each(keys, req_context)
 
@@ -81,9 +75,7 @@ class FilterReusedOffloadingManager(OffloadingManager):
         admitted = [key for key in keys if self._counts.get(key, 0) >= self.store_threshold]
         return self.backing.prepare_store(admitted, req_context)
 
-    def prepare_load(
-        self, keys: Sequence[OffloadKey], req_context: ReqContext | None = None
-    ) -> LoadStoreSpec:
+    def prepare_load(self, keys: Sequence[OffloadKey], req_context: ReqContext | None = None) -> LoadStoreSpec:
         return self.backing.prepare_load(keys, req_context)
 
     def complete_load(self, keys: Sequence[OffloadKey], req_context: ReqContext | None = None) -> None:

@@ -212,7 +212,7 @@ class CachePolicy(ABC):
     def touch(self, slots: Slots, ready: npt.NDArray[np.bool_], pinned: npt.NDArray[np.bool_]) -> None:
         """Blocks were used. ``ready[i]`` False: still being written. ``pinned[i]``: out of the order now."""
 
-    def touch_absent(self, keys: Sequence[OffloadKey]) -> None:  # noqa: B027
+    def touch_absent(self, keys: Sequence[OffloadKey]) -> None:
         """Keys that are not cached were used. Policies with ghost lists learn from it."""
 
     @abstractmethod
@@ -258,15 +258,11 @@ class OffloadingManager(ABC):
         later. Changes no recency."""
 
     @abstractmethod
-    def lookup_each(
-        self, keys: Sequence[OffloadKey], req_context: ReqContext | None = None
-    ) -> list[LookupState]:
+    def lookup_each(self, keys: Sequence[OffloadKey], req_context: ReqContext | None = None) -> list[LookupState]:
         """The state of every key."""
 
     @abstractmethod
-    def prepare_load(
-        self, keys: Sequence[OffloadKey], req_context: ReqContext | None = None
-    ) -> LoadStoreSpec:
+    def prepare_load(self, keys: Sequence[OffloadKey], req_context: ReqContext | None = None) -> LoadStoreSpec:
         """Pins every key; a pinned block is never evicted. Raises BlockNotReadyError, and changes nothing,
         if one is not ready."""
 

@@ -14,7 +14,7 @@ from kvoffload.base import ConfigError
 from kvoffload.hostpool import available_memory, format_bytes, padded_slot_bytes
 from kvoffload.policies import policy_class
 
-_UNITS = {"": 0, "b": 0, "k": 10, "m": 20, "g": 30, "t": 40}
+_POWERS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
 _BYTES = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?)(i?)(b?)\s*", re.IGNORECASE)
 
 
@@ -24,17 +24,17 @@ def parse_bytes(setting: str, value: object) -> int:
     mend = f'write a number of bytes or a string such as {setting}="8GiB"'
     if isinstance(value, bool) or not isinstance(value, (int, float, str)):
         raise ConfigError(f"{setting}={value!r}: not an amount of memory; {mend}")
-    if isinstance(value, str):
-        match = _BYTES.fullmatch(value)
+    amount = value
+    if isinstance(amount, str):
+        match = _BYTES.fullmatch(amount)
         if match is None:
             raise ConfigError(f"{setting}={value!r}: not an amount of memory; {mend}")
         number, prefix, binary, suffix = match.groups()
-        power = _UNITS[prefix.lower()] // 10
-        decimal = prefix and suffix and not binary
-        value = float(number) * (1000**power if decimal else 1024**power)
-    if not math.isfinite(value) or value <= 0:
-        raise ConfigError(f"{setting}={value!r}: must be more than 0 bytes; {mend}")
-    return int(value)
+        base = 1000 if prefix and suffix and not binary else 1024
+        amount = float(number) * base ** _POWERS[prefix.lower()]
+    if not math.isfinite(amount) or amount < 1:
+        raise ConfigError(f"{setting}={value!r}: must be 1 byte or more; {mend}")
+    return int(amount)
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,9 +64,7 @@ class OffloadConfig:
             if name not in known:
                 near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
                 hint = f"did you mean {near[0]}?" if near else "remove it;"
-                raise ConfigError(
-                    f"{name}={options[name]!r}: unknown option; {hint} Known: {', '.join(known)}"
-                )
+                raise ConfigError(f"{name}={options[name]!r}: unknown option; {hint} Known: {', '.join(known)}")
         if options.get("host_bytes") is None:
             free = available_memory()
             raise ConfigError(
@@ -87,9 +85,7 @@ class OffloadConfig:
         for name, least in (("block_size_factor", 1), ("block_size", 1), ("store_threshold", 2)):
             value = getattr(self, name)
             if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < least):
-                raise ConfigError(
-                    f"{name}={value!r}: must be a whole number, {least} or more; or leave it out"
-                )
+                raise ConfigError(f"{name}={value!r}: must be a whole number, {least} or more; or leave it out")
         if self.block_size_factor is not None and self.block_size is not None:
             raise ConfigError(
                 f"block_size={self.block_size} and block_size_factor={self.block_size_factor}: "

@@ -56,9 +56,7 @@ class MissMemory:
     reported as never stored. No object is kept per key.
     """
 
-    def __init__(
-        self, entries: int = MISS_MEMORY_ENTRIES, clock: Callable[[], float] = time.monotonic
-    ) -> None:
+    def __init__(self, entries: int = MISS_MEMORY_ENTRIES, clock: Callable[[], float] = time.monotonic) -> None:
         self._mask = entries - 1
         if entries & self._mask:
             raise ValueError(f"entries={entries}: must be a power of two")

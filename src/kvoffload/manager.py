@@ -26,7 +26,8 @@ from kvoffload.base import (
     Slots,
 )
 from kvoffload.explain import MissMemory
-from kvoffload.policies import ARCPolicy, LRUPolicy
+from kvoffload.policies.arc import ARCPolicy
+from kvoffload.policies.lru import LRUPolicy
 from kvoffload.table import BlockTable
 
 
@@ -52,21 +53,15 @@ class PolicyOffloadingManager(OffloadingManager):
     def lookup(self, keys: Sequence[OffloadKey], req_context: ReqContext | None = None) -> int | None:
         return self._table.leading_ready(keys)
 
-    def lookup_each(
-        self, keys: Sequence[OffloadKey], req_context: ReqContext | None = None
-    ) -> list[LookupState]:
+    def lookup_each(self, keys: Sequence[OffloadKey], req_context: ReqContext | None = None) -> list[LookupState]:
         slots = self._table.find(keys)
         states = np.where(self._table.is_writing(slots), LookupState.PENDING, LookupState.HIT)
         return list(map(LookupState, np.where(slots < 0, LookupState.MISS, states).tolist()))
 
-    def prepare_load(
-        self, keys: Sequence[OffloadKey], req_context: ReqContext | None = None
-    ) -> LoadStoreSpec:
+    def prepare_load(self, keys: Sequence[OffloadKey], req_context: ReqContext | None = None) -> LoadStoreSpec:
         slots = self._table.find(keys)
-        for unready in np.flatnonzero((slots < 0) | self._table.is_writing(slots)):
-            raise BlockNotReadyError(
-                f"block {keys[unready].hex()} is not ready; look it up before loading it"
-            )
+        for unready in np.flatnonzero((slots < 0) | self._table.is_writing(slots)).tolist():
+            raise BlockNotReadyError(f"block {keys[unready].hex()} is not ready; look it up before loading it")
         self.policy.pin(self._table.pin(self._table.distinct(slots)))
         return self.backend.get_load_store_spec(keys, slots)
 
@@ -74,7 +69,7 @@ class PolicyOffloadingManager(OffloadingManager):
         late = {key for key in keys if self._orphans.get(key, (0, 0))[1] > 0} if self._orphans else set()
         present = [key for key in keys if key not in late] if late else keys
         slots = self._table.find(present)
-        for unpinned in np.flatnonzero((slots < 0) | (self._table.ref_cnt[slots] < 1)):
+        for unpinned in np.flatnonzero((slots < 0) | (self._table.ref_cnt[slots] < 1)).tolist():
             raise BlockNotPinnedError(f"block {present[unpinned].hex()} has no reader to let go")
         for key in late:
             self._orphans[key][1] -= 1
@@ -87,7 +82,7 @@ class PolicyOffloadingManager(OffloadingManager):
         slots = self._table.find(keys)
         missing = slots < 0
         if missing.any():
-            absent = dict.fromkeys(keys[i] for i in np.flatnonzero(missing))
+            absent = dict.fromkeys(keys[i] for i in np.flatnonzero(missing).tolist())
             self.policy.touch_absent(list(reversed(absent)))
             slots = slots[~missing]
         slots = self._table.distinct(slots[::-1])

@@ -8,7 +8,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from typing import Any, TypeVar, cast
 
 import numpy as np
 
@@ -38,8 +38,7 @@ GROUP = 0
 NULL_BLOCK = 0
 WARN_EVERY_S = 60.0
 
-P = ParamSpec("P")
-T = TypeVar("T")
+Method = TypeVar("Method", bound=Callable[..., Any])
 
 
 @dataclass(slots=True, eq=False)
@@ -93,20 +92,13 @@ class _Job:
     failed: bool = False
 
 
-def _guarded(
-    fallback: Callable[Concatenate[OffloadingConnectorScheduler, P], T],
-) -> Callable[
-    [Callable[Concatenate[OffloadingConnectorScheduler, P], T]],
-    Callable[Concatenate[OffloadingConnectorScheduler, P], T],
-]:
+def _guarded(fallback: Callable[..., Any]) -> Callable[[Method], Method]:
     """Nothing raises into the engine: an unexpected error switches offloading off, and from then on
     ``fallback`` answers in the method's place."""
 
-    def decorate(
-        method: Callable[Concatenate[OffloadingConnectorScheduler, P], T],
-    ) -> Callable[Concatenate[OffloadingConnectorScheduler, P], T]:
+    def decorate(method: Method) -> Method:
         @functools.wraps(method)
-        def guarded(self: OffloadingConnectorScheduler, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        def guarded(self: OffloadingConnectorScheduler, *args: Any, **kwargs: Any) -> Any:
             if not self.off:
                 try:
                     return method(self, *args, **kwargs)
@@ -114,7 +106,7 @@ def _guarded(
                     self.switch_off(method.__name__)
             return fallback(self, *args, **kwargs)
 
-        return guarded
+        return cast(Method, guarded)
 
     return decorate
 
@@ -184,9 +176,7 @@ class OffloadingConnectorScheduler:
     # Lookup.
 
     @_guarded(lambda self, request, num_computed_tokens: (0, False))
-    def get_num_new_matched_tokens(
-        self, request: Request, num_computed_tokens: int
-    ) -> tuple[int | None, bool]:
+    def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
         """How many tokens past the device's own ``num_computed_tokens`` can be loaded.
 
         ``(n, True)``: n tokens, loaded asynchronously; ``(0, False)``: none; ``(None, False)``: ask again
@@ -199,9 +189,7 @@ class OffloadingConnectorScheduler:
         return match.tokens, bool(match.tokens)
 
     def _still_holds(self, match: _Match, num_computed_tokens: int) -> bool:
-        return (match.epoch, match.computed) == (self._epoch, num_computed_tokens) and (
-            self._clock() < match.expires
-        )
+        return (match.epoch, match.computed) == (self._epoch, num_computed_tokens) and (self._clock() < match.expires)
 
     def _look_up(self, state: _RequestState, computed: int) -> _Match:
         self._extend_keys(state)
@@ -231,15 +219,9 @@ class OffloadingConnectorScheduler:
         return _Match(self._epoch, computed, tokens, hits, missed)
 
     def _on_their_way(self, keys: list[OffloadKey]) -> bool:
-        return (
-            self._share_loads and bool(self._keys_loading) and not self._keys_loading.keys().isdisjoint(keys)
-        )
+        return self._share_loads and bool(self._keys_loading) and not self._keys_loading.keys().isdisjoint(keys)
 
-    @_guarded(
-        lambda self, request, blocks, num_external_tokens: self._break_load(
-            request, blocks, num_external_tokens
-        )
-    )
+    @_guarded(lambda self, request, blocks, num_external_tokens: self._break_load(request, blocks, num_external_tokens))
     def update_state_after_alloc(self, request: Request, blocks: KVBlocks, num_external_tokens: int) -> None:
         """The engine has allocated ``blocks`` and takes ``num_external_tokens`` of what was offered.
 
@@ -311,9 +293,9 @@ class OffloadingConnectorScheduler:
                     self._meta.fences.append(job_id)
         for state, computed in self._finished:
             # Its blocks may have been handed out again in this very step: then they are read first.
-            job_id = self._store(state, computed)
-            if job_id is not None and not self._jobs[job_id].device_blocks.isdisjoint(handed_out):
-                self._meta.fences.append(job_id)
+            last = self._store(state, computed)
+            if last is not None and not self._jobs[last].device_blocks.isdisjoint(handed_out):
+                self._meta.fences.append(last)
         self._finished.clear()
         for req_id, scheduled in step.num_scheduled_tokens.items():
             state = self._states.get(req_id)
@@ -368,9 +350,7 @@ class OffloadingConnectorScheduler:
             index_of = dict(zip(keys, indices, strict=True))
             indices = [index_of[key] for key in output.keys_to_store]
         device_blocks = [b for i in indices for b in state.block_ids[i * factor : (i + 1) * factor]]
-        job_id = self._new_job(
-            _Job(state, output.keys_to_store, True, self._num_workers, frozenset(device_blocks))
-        )
+        job_id = self._new_job(_Job(state, output.keys_to_store, True, self._num_workers, frozenset(device_blocks)))
         device = DeviceSpec(np.array(device_blocks, dtype=np.int64), (len(device_blocks),), (0,))
         self._meta.stores[job_id] = TransferSpec(state.context.req_id, output.store_spec, device)
         return job_id
@@ -434,9 +414,7 @@ class OffloadingConnectorScheduler:
     # The end of requests, and of everything.
 
     @_guarded(lambda self, request, block_ids=(): (False, None))
-    def request_finished(
-        self, request: Request, block_ids: object = ()
-    ) -> tuple[bool, dict[str, Any] | None]:
+    def request_finished(self, request: Request, block_ids: object = ()) -> tuple[bool, dict[str, Any] | None]:
         """``(False, None)``: the engine may free the blocks at once, fences protect what is being stored.
 
         True for a request with ``do_remote_decode``: its blocks stay until all of it is in the host pool,

@@ -89,7 +89,7 @@ class BlockTable:
 
     def pin(self, slots: Slots) -> Slots:
         """One more reader each. Returns those that had none. All must be ready."""
-        fresh = slots[self.ref_cnt[slots] == 0]
+        fresh: Slots = slots[self.ref_cnt[slots] == 0]
         self.ref_cnt[slots] += 1
         self.busy[fresh] = True
         self.num_evictable -= len(fresh)
@@ -98,13 +98,14 @@ class BlockTable:
     def unpin(self, slots: Slots) -> Slots:
         """One reader less each. Returns those that have none now. All must be pinned."""
         self.ref_cnt[slots] -= 1
-        freed = slots[self.ref_cnt[slots] == 0]
+        freed: Slots = slots[self.ref_cnt[slots] == 0]
         self.busy[freed] = False
         self.num_evictable += len(freed)
         return freed
 
     def is_writing(self, slots: Slots) -> npt.NDArray[np.bool_]:
-        return self.ref_cnt[slots] == _WRITING
+        writing: npt.NDArray[np.bool_] = self.ref_cnt[slots] == _WRITING
+        return writing
 
     def status(self, key: OffloadKey) -> BlockStatus | None:
         slot = self._index.get(key)

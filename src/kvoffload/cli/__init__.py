@@ -32,7 +32,5 @@ def group() -> click.Group:
 
     from kvoffload.cli.demo import demo
 
-    commands = click.Group(
-        "kvoffload", commands=[demo], help="Keeps the KV cache of an LLM server in host memory."
-    )
+    commands = click.Group("kvoffload", commands=[demo], help="Keeps the KV cache of an LLM server in host memory.")
     return click.version_option(metadata.version("kvoffload"))(commands)

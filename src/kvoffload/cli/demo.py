@@ -44,9 +44,7 @@ def demo(out: Path, text: Path | None, model: Path | None, as_json: bool, seed: 
     except KeyboardInterrupt:
         sys.exit(130)
     except DemoError as error:
-        errors.print(
-            f"kvoffload demo: {error}", style="bold red", markup=False, highlight=False, soft_wrap=True
-        )
+        errors.print(f"kvoffload demo: {error}", style="bold red", markup=False, highlight=False, soft_wrap=True)
         sys.exit(2)
     content = json.dumps(report.to_dict(), indent=2) + "\n"
     (out / "report.json").write_text(content, encoding="utf-8")

@@ -74,9 +74,7 @@ def ttft_plot(report: Report) -> str:
         times = [r.ttft_ms for act in (report.baseline, report.offload) for r in act.requests]
         axes[1].set_ylim(min(times) / 1.6, max(times) * 1.6)
         axes[1].set_xlabel("request")
-        axes[1].legend(
-            handles=_legend(), ncols=3, loc="upper right", bbox_to_anchor=(1.0, 1.17), handletextpad=0.2
-        )
+        axes[1].legend(handles=_legend(), ncols=3, loc="upper right", bbox_to_anchor=(1.0, 1.17), handletextpad=0.2)
         return _svg(figure, "Time to first token by request, with and without kvoffload")
 
 
@@ -146,8 +144,7 @@ def _legend() -> list[Any]:
     from matplotlib.lines import Line2D
 
     return [
-        Line2D([], [], linestyle="", marker=MARKS[s], color=COLOURS[s], markersize=5.5, label=LABELS[s])
-        for s in Source
+        Line2D([], [], linestyle="", marker=MARKS[s], color=COLOURS[s], markersize=5.5, label=LABELS[s]) for s in Source
     ]
 
 

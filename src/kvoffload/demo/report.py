@@ -124,13 +124,10 @@ class Report:
                 f"{len(self.baseline.requests)} requests: {detail}."
             )
         if not self.hit_tokens["host"]:
-            sentences.append(
-                "Nothing was loaded from host memory, so the acts prove nothing about kvoffload."
-            )
+            sentences.append("Nothing was loaded from host memory, so the acts prove nothing about kvoffload.")
         elif not self.corruption_detected:
             sentences.append(
-                "The control was not detected: corrupted bytes changed no output, so identical outputs "
-                "prove nothing."
+                "The control was not detected: corrupted bytes changed no output, so identical outputs prove nothing."
             )
         return sentences
 

@@ -135,8 +135,7 @@ def _config(directory: Path, builtin: bool, text: Path | None, seed: int) -> Act
         tokenizer=tokenizer,
         token_offset=SPECIALS if builtin else 0,
         documents=[
-            (document.text, rng.randint(*DOCUMENT_TOKENS) * max_model_len // MAX_MODEL_LEN)
-            for document in documents
+            (document.text, rng.randint(*DOCUMENT_TOKENS) * max_model_len // MAX_MODEL_LEN) for document in documents
         ],
         questions=list(QUESTIONS),
         visits=plan_visits(),

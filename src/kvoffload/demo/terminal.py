@@ -39,18 +39,14 @@ class TerminalProgress:
         self._bars.stop()
 
     def act(self, plan: ActPlan, requests: int) -> None:
-        self._task = self._bars.add_task(
-            plan.title, total=requests, number=plan.number, now="[dim]starting vLLM[/]"
-        )
+        self._task = self._bars.add_task(plan.title, total=requests, number=plan.number, now="[dim]starting vLLM[/]")
 
     def ready(self, info: EngineInfo) -> None:
         self._bars.update(self._task, now=f"[dim]vLLM {info.vllm_version}, {info.device}[/]")
 
     def request(self, result: RequestResult) -> None:
         style, name = STYLES[result.source], NAMES[result.source]
-        self._bars.update(
-            self._task, advance=1, now=f"[{style}]{name:<10}[/] {milliseconds(result.ttft_ms):>8}"
-        )
+        self._bars.update(self._task, advance=1, now=f"[{style}]{name:<10}[/] {milliseconds(result.ttft_ms):>8}")
 
 
 def summary(report: Report) -> RenderableType:
@@ -63,9 +59,7 @@ def verdict(report: Report) -> Text:
     words = Text("".join(f"{sentence}\n" for sentence in report.warnings), style="yellow")
     if report.failures:
         return words.append("\n".join(report.failures), style="bold red")
-    return words.append(
-        "Outputs are identical with kvoffload, and the control was caught.", style="bold green"
-    )
+    return words.append("Outputs are identical with kvoffload, and the control was caught.", style="bold green")
 
 
 def _ttft_table(report: Report) -> Table:

@@ -60,7 +60,8 @@ class RecencyList:
 
     def holds(self, slots: Slots) -> npt.NDArray[np.bool_]:
         """Which of ``slots`` are members."""
-        return self._stamp[slots] != _ABSENT
+        held: npt.NDArray[np.bool_] = self._stamp[slots] != _ABSENT
+        return held
 
     def append(self, slots: Slots) -> None:
         """Distinct slots become the most recent, the last one most; members move, others join."""

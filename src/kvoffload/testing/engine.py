@@ -256,7 +256,7 @@ class ModelEngine:
         self.outputs: dict[str, list[int]] = {}
         self.hits = 0
         self.steps = 0
-        self._unreported: list[tuple[list[EngineRequest], dict[str, int]]] = []
+        self._unreported: list[list[EngineRequest]] = []
         """Steps whose sampled tokens are not reported back yet, oldest first."""
         self._deferred: list[tuple[int, list[int]]] = []
         """Blocks to free once so many steps have been reported."""
@@ -294,7 +294,7 @@ class ModelEngine:
             request.num_computed_tokens += step.num_scheduled_tokens[request.request_id]
             request.in_flight += 1
         self._execute(step, meta, batch)
-        self._unreported.append((batch, dict(step.num_scheduled_tokens)))
+        self._unreported.append(batch)
         while len(self._unreported) > (1 if self.scenario.async_scheduling and batch else 0):
             self._report_tokens()
 
@@ -378,9 +378,7 @@ class ModelEngine:
     def _blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.scenario.block_size)
 
-    def _grow(
-        self, request: EngineRequest, n: int, preempted: set[str], keep: list[EngineRequest]
-    ) -> list[int] | None:
+    def _grow(self, request: EngineRequest, n: int, preempted: set[str], keep: list[EngineRequest]) -> list[int] | None:
         needed = self._blocks_for(request.num_computed_tokens + n) - len(request.blocks)
         while needed > len(self.pool.free):
             victims = [r for r in self.running if r not in keep and not r.in_flight]
@@ -490,17 +488,14 @@ class ModelEngine:
     # Results, and the end of requests.
 
     def _report_tokens(self) -> None:
-        batch, scheduled = self._unreported.pop(0)
+        batch = self._unreported.pop(0)
         self._reported += 1
         for request in batch:
             request.in_flight -= 1
             if request.finished:
                 continue
             self._cache_blocks(request, min(request.num_computed_tokens, request.num_tokens))
-            if (
-                request.num_computed_tokens >= request.num_tokens
-                and len(request.real_tokens) > request.num_tokens
-            ):
+            if request.num_computed_tokens >= request.num_tokens and len(request.real_tokens) > request.num_tokens:
                 request.append([request.real_tokens[request.num_tokens]])
                 if request.num_tokens >= request.wanted_tokens:
                     self.outputs[request.request_id] = list(request.tokens)
@@ -560,9 +555,7 @@ class ModelEngine:
         if self.held or self._aborted_loading or self._deferred:
             raise Leak("finished requests still hold device blocks")
         if len(self.pool.free) != self.scenario.num_device_blocks - 1:
-            raise Leak(
-                f"{self.scenario.num_device_blocks - 1 - len(self.pool.free)} device blocks are not free"
-            )
+            raise Leak(f"{self.scenario.num_device_blocks - 1 - len(self.pool.free)} device blocks are not free")
 
     def reference_counts(self) -> dict[bytes, int]:
         """Readers per key held in the host, -1 while it is being written."""

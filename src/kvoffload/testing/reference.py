@@ -88,14 +88,10 @@ class ReferenceManager(OffloadingManager):
                 return n
         return len(keys)
 
-    def lookup_each(
-        self, keys: Sequence[OffloadKey], req_context: ReqContext | None = None
-    ) -> list[LookupState]:
+    def lookup_each(self, keys: Sequence[OffloadKey], req_context: ReqContext | None = None) -> list[LookupState]:
         return [self.state(key) for key in keys]
 
-    def prepare_load(
-        self, keys: Sequence[OffloadKey], req_context: ReqContext | None = None
-    ) -> LoadStoreSpec:
+    def prepare_load(self, keys: Sequence[OffloadKey], req_context: ReqContext | None = None) -> LoadStoreSpec:
         keys = unique(keys)
         for key in keys:
             if self.state(key) is not LookupState.HIT:
@@ -319,9 +315,7 @@ class ReferenceFilter(OffloadingManager):
     Remembers for ever which request showed it which key, which a real filter must not.
     """
 
-    def __init__(
-        self, backing: OffloadingManager, store_threshold: int = 2, max_tracker_size: int = 64_000
-    ) -> None:
+    def __init__(self, backing: OffloadingManager, store_threshold: int = 2, max_tracker_size: int = 64_000) -> None:
         if store_threshold < 2:
             raise ValueError(f"store_threshold={store_threshold}: must be at least 2")
         if max_tracker_size < 1:
@@ -347,9 +341,7 @@ class ReferenceFilter(OffloadingManager):
         self.count(keys, req_context)
         return self.backing.lookup(keys, req_context)
 
-    def lookup_each(
-        self, keys: Sequence[OffloadKey], req_context: ReqContext | None = None
-    ) -> list[LookupState]:
+    def lookup_each(self, keys: Sequence[OffloadKey], req_context: ReqContext | None = None) -> list[LookupState]:
         self.count(keys, req_context)
         return self.backing.lookup_each(keys, req_context)
 
@@ -363,9 +355,7 @@ class ReferenceFilter(OffloadingManager):
         admitted = [key for key in keys if self.counts.get(key, 0) >= self.store_threshold]
         return self.backing.prepare_store(admitted, req_context)
 
-    def prepare_load(
-        self, keys: Sequence[OffloadKey], req_context: ReqContext | None = None
-    ) -> LoadStoreSpec:
+    def prepare_load(self, keys: Sequence[OffloadKey], req_context: ReqContext | None = None) -> LoadStoreSpec:
         return self.backing.prepare_load(keys, req_context)
 
     def complete_load(self, keys: Sequence[OffloadKey], req_context: ReqContext | None = None) -> None:

@@ -280,9 +280,7 @@ def manager_machine(
     return machine
 
 
-def walk(
-    machine_class: type[ManagerMachine], seed: int, num_blocks: int | None = None, num_steps: int = 200
-) -> None:
+def walk(machine_class: type[ManagerMachine], seed: int, num_blocks: int | None = None, num_steps: int = 200) -> None:
     """Takes the machine's rules at random, evenly, for as long as one likes. Hypothesis finds the strange and
     makes it short; this finds what takes a cache in full swing."""
     rng = random.Random(seed)
@@ -307,13 +305,9 @@ def walk(
         if len(machine.stores) < MAX_UNDER_WAY:
             rules.append(lambda: machine.prepare_store(batch(), rng.choice(CONTEXTS)))
         if len(machine.loads) < MAX_UNDER_WAY:
-            rules.append(
-                lambda: machine.prepare_load(batch(), rng.choice(CONTEXTS), only_ready=rng.random() < 0.9)
-            )
+            rules.append(lambda: machine.prepare_load(batch(), rng.choice(CONTEXTS), only_ready=rng.random() < 0.9))
         if machine.stores:
-            rules.append(
-                lambda: machine.complete_store(rng.randrange(3), batch(0)[:2], success=rng.random() < 0.7)
-            )
+            rules.append(lambda: machine.complete_store(rng.randrange(3), batch(0)[:2], success=rng.random() < 0.7))
         if machine.loads:
             rules.append(lambda: machine.complete_load(rng.randrange(3), batch(0)[:1]))
             rules.append(lambda: machine.complete_load(rng.randrange(3), []))

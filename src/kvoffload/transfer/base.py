@@ -44,8 +44,8 @@ class Transfer(ABC):
     def wait_any(self, timeout_s: float) -> None:
         """Gives the processor away until a job has ended, at most ``timeout_s``."""
 
-    def before_forward(self) -> None:  # noqa: B027
+    def before_forward(self) -> None:
         """The engine is about to issue a forward pass; loads submitted after it need not wait for that."""
 
-    def close(self) -> None:  # noqa: B027
+    def close(self) -> None:
         """Ends what is under way and lets go of memory. May be called twice."""

@@ -7,6 +7,7 @@ import math
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -85,9 +86,9 @@ class CudaTransfer(Transfer):
     def submit(self, job_id: int, spec: TransferSpec, is_store: bool) -> None:
         try:
             blocks, slots, parts = expand_spec(spec, self._factor)
-            if len(blocks) and not (0 <= blocks.min() and blocks.max() < self._num_device_blocks):
+            if len(blocks) and not (blocks.min() >= 0 and blocks.max() < self._num_device_blocks):
                 raise ValueError(f"a device block is not in [0, {self._num_device_blocks})")
-            if len(slots) and not (0 <= slots.min() and slots.max() < len(self._host)):
+            if len(slots) and not (slots.min() >= 0 and slots.max() < len(self._host)):
                 raise ValueError(f"a slot is not in [0, {len(self._host)})")
         except ValueError:
             logger.exception("kvoffload: job %d cannot be copied", job_id)
@@ -162,7 +163,7 @@ def as_words(views: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     dtype = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[width]
     words = [view.view(dtype) for view in views]
     first = words[0]
-    steps = {b.storage_offset() - a.storage_offset() for a, b in zip(words, words[1:], strict=False)}
+    steps = {b.storage_offset() - a.storage_offset() for a, b in pairwise(words)}
     same = all(
         (w.shape, w.stride()) == (first.shape, first.stride())
         and w.untyped_storage().data_ptr() == first.untyped_storage().data_ptr()
@@ -186,9 +187,7 @@ def scatter(layers: Sequence[torch.Tensor], index: torch.Tensor, stage: torch.Te
         pages[index] = piece
 
 
-def _pieces(
-    layers: Sequence[torch.Tensor], stage: torch.Tensor
-) -> Iterable[tuple[torch.Tensor, torch.Tensor]]:
+def _pieces(layers: Sequence[torch.Tensor], stage: torch.Tensor) -> Iterable[tuple[torch.Tensor, torch.Tensor]]:
     """Each of ``layers`` with its columns of ``stage``, in its type and shape."""
     at = 0
     for pages in layers:

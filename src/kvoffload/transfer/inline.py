@@ -33,9 +33,7 @@ class _Job:
     seconds: float = 0.0
 
 
-def expand_spec(
-    spec: TransferSpec, factor: int
-) -> tuple[npt.NDArray[np.int64], Slots, npt.NDArray[np.int64]]:
+def expand_spec(spec: TransferSpec, factor: int) -> tuple[npt.NDArray[np.int64], Slots, npt.NDArray[np.int64]]:
     """Per device block of a one-group job: its id, its slot, and its part of the slot.
 
     The host slots hold ``factor`` device blocks each; the first device block of the job may lie inside
@@ -45,9 +43,7 @@ def expand_spec(
     blocks = spec.device.block_ids
     place = first % factor + np.arange(len(blocks))
     if len(blocks) and place[-1] // factor != len(spec.host.slots) - 1:
-        raise ValueError(
-            f"{len(blocks)} device blocks from index {first} do not fill {len(spec.host.slots)} slots"
-        )
+        raise ValueError(f"{len(blocks)} device blocks from index {first} do not fill {len(spec.host.slots)} slots")
     return blocks, spec.host.slots[place // factor], place % factor
 
 

@@ -17,7 +17,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 from vllm.logger import init_logger
 
-from kvoffload.base import ScheduledStep
+from kvoffload.base import OffloadingEvent, ScheduledStep
 from kvoffload.hostpool import HostPool
 from kvoffload.keys import key_block_hash, key_group_idx
 from kvoffload.scheduler import OffloadingConnectorScheduler
@@ -64,9 +64,7 @@ class KVOffloadWorkerMetadata(KVConnectorWorkerMetadata):
 class KVOffloadConnector(KVConnectorBase_V1, SupportsHMA):
     """Keeps vLLM's KV cache in host RAM. Options: see ``kvoffload.config.OffloadConfig``."""
 
-    def __init__(
-        self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
-    ) -> None:
+    def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         # A load that fails is a miss; vLLM's default would fail the request.
         self._kv_transfer_config.kv_load_failure_policy = "recompute"
@@ -138,9 +136,7 @@ class KVOffloadConnector(KVConnectorBase_V1, SupportsHMA):
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Nothing to wait for: a request runs after its load has been reported."""
 
-    def save_kv_layer(
-        self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any
-    ) -> None:
+    def save_kv_layer(self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any) -> None:
         """Nothing to do: blocks are stored after the step."""
 
     def wait_for_save(self) -> None:
@@ -168,14 +164,10 @@ class KVOffloadConnector(KVConnectorBase_V1, SupportsHMA):
 
     # Scheduler side.
 
-    def get_num_new_matched_tokens(
-        self, request: Request, num_computed_tokens: int
-    ) -> tuple[int | None, bool]:
+    def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
         return self.connector_scheduler.get_num_new_matched_tokens(request, num_computed_tokens)
 
-    def update_state_after_alloc(
-        self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
-    ) -> None:
+    def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
         self.connector_scheduler.update_state_after_alloc(request, blocks, num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
@@ -204,7 +196,8 @@ class KVOffloadConnector(KVConnectorBase_V1, SupportsHMA):
 
     def take_events(self) -> Iterable[KVCacheEvent]:
         block_size = self._setup.block_tokens
-        for event in self.connector_scheduler.take_events():
+        events: Iterable[OffloadingEvent] = self.connector_scheduler.take_events()
+        for event in events:
             hashes = [key_block_hash(key)[NAMESPACE_BYTES:] for key in event.keys]
             group = key_group_idx(event.keys[0])
             if event.removed:
@@ -258,14 +251,11 @@ class KVOffloadConnector(KVConnectorBase_V1, SupportsHMA):
 
 def _scheduled_step(output: SchedulerOutput) -> ScheduledStep:
     """vLLM's SchedulerOutput in engine-neutral form."""
-    block_ids: dict[str, tuple[list[int], ...]] = {
-        new.req_id: new.block_ids for new in output.scheduled_new_reqs
-    }
+    block_ids: dict[str, tuple[list[int], ...]] = {new.req_id: new.block_ids for new in output.scheduled_new_reqs}
     replaced = set(block_ids)
     cached = output.scheduled_cached_reqs
     replaced.update(cached.resumed_req_ids)
-    for req_id, ids in zip(cached.req_ids, cached.new_block_ids, strict=True):
-        if ids is not None:
-            block_ids[req_id] = ids
+    pairs = zip(cached.req_ids, cached.new_block_ids, strict=True)
+    block_ids.update({req_id: ids for req_id, ids in pairs if ids is not None})
     scheduled: Mapping[str, int] = output.num_scheduled_tokens
     return ScheduledStep(scheduled, block_ids, frozenset(replaced), output.preempted_req_ids or ())

@@ -67,8 +67,9 @@ class Act:
     """An engine and the conversations held with it."""
 
     def __init__(self, config: ActConfig) -> None:
-        import vllm
         from vllm.config import KVTransferConfig
+
+        import vllm
 
         self.config = config
         self.version = vllm.__version__

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from prometheus_client import Counter, Gauge
@@ -20,6 +20,8 @@ PREFIX = "kvoffload:"
 @dataclass
 class KVOffloadStats(KVConnectorStats):
     """What ``Metrics.take`` gave, on its way to vLLM's loggers."""
+
+    data: dict[str, Any] = field(default_factory=dict)
 
     def reset(self) -> None:
         self.data = {}

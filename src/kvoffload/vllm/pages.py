@@ -24,9 +24,7 @@ def page_view(name: str, cache: torch.Tensor, num_blocks: int, page_bytes: int) 
     """
     parts, rest = divmod(cache.shape[0], num_blocks)
     part_items = cache[0].numel() if cache.shape[0] else 0
-    span = 1 + sum(
-        (size - 1) * stride for size, stride in zip(cache.shape[1:], cache.stride()[1:], strict=True)
-    )
+    span = 1 + sum((size - 1) * stride for size, stride in zip(cache.shape[1:], cache.stride()[1:], strict=True))
     item = cache.element_size()
     block_stride = cache.stride(0) * parts
     whole_parts = parts == 1 or cache.stride(0) == part_items
@@ -38,22 +36,15 @@ def page_view(name: str, cache: torch.Tensor, num_blocks: int, page_bytes: int) 
         )
     storage = cache.untyped_storage()
     view = torch.empty(0, dtype=torch.uint8, device=cache.device)
-    return view.set_(
-        storage, cache.storage_offset() * item, (num_blocks, page_bytes), (block_stride * item, 1)
-    )
+    return view.set_(storage, cache.storage_offset() * item, (num_blocks, page_bytes), (block_stride * item, 1))
 
 
 def make_transfer(setup: Setup, kv_caches: Mapping[str, torch.Tensor], pool: HostPool) -> Transfer:
     """The transfer engine between these caches and ``pool``. Raises ConfigError for what is not served."""
     missing = [name for name in setup.layer_names if name not in kv_caches]
     if missing:
-        raise ConfigError(
-            f"vLLM registered no KV cache for layers {missing}; kvoffload cannot serve this model"
-        )
-    views = [
-        page_view(name, kv_caches[name], setup.num_device_blocks, setup.page_bytes)
-        for name in setup.layer_names
-    ]
+        raise ConfigError(f"vLLM registered no KV cache for layers {missing}; kvoffload cannot serve this model")
+    views = [page_view(name, kv_caches[name], setup.num_device_blocks, setup.page_bytes) for name in setup.layer_names]
     kind = views[0].device.type
     if kind == "cpu":
         return InlineTransfer([view.numpy() for view in views], pool.data, setup.factor)

@@ -8,6 +8,4 @@ def register() -> None:
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
     if "KVOffloadConnector" not in KVConnectorFactory._registry:
-        KVConnectorFactory.register_connector(
-            "KVOffloadConnector", "kvoffload.vllm.connector", "KVOffloadConnector"
-        )
+        KVConnectorFactory.register_connector("KVOffloadConnector", "kvoffload.vllm.connector", "KVOffloadConnector")

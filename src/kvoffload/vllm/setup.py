@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import vllm
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
+import vllm
 from kvoffload.base import ConfigError
 from kvoffload.config import OffloadConfig
 from kvoffload.fingerprint import fingerprint, model_identity
@@ -111,13 +111,11 @@ def _refuse_unserved(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) ->
     kinds = ", ".join(type(group.kv_cache_spec).__name__ for group in groups)
     if len(groups) != 1:
         raise ConfigError(
-            f"this model has {len(groups)} KV cache groups ({kinds}); kvoffload serves one full-attention group only so "
-            "far; models that mix full attention with windows work with --disable-hybrid-kv-cache-manager"
+            f"this model has {len(groups)} KV cache groups ({kinds}); kvoffload serves one full-attention group "
+            "only so far; models that mix full attention with windows work with --disable-hybrid-kv-cache-manager"
         )
     if not isinstance(groups[0].kv_cache_spec, FullAttentionSpec):
-        raise ConfigError(
-            f"this model's KV cache is of kind {kinds}; kvoffload serves full attention only so far"
-        )
+        raise ConfigError(f"this model's KV cache is of kind {kinds}; kvoffload serves full attention only so far")
 
 
 def warn_if_untested() -> None:
