@@ -127,13 +127,13 @@ def unpinned_while_loading(engine: ModelEngine) -> None:
 
 
 def stores_what_is_not_computed(engine: ModelEngine) -> None:
-    store = engine.scheduler._store
+    due = engine.scheduler._due
     ahead = engine.scenario.block_size
 
     def too_much(state, num_computed):
-        return store(state, num_computed + ahead)
+        return due(state, num_computed + ahead)
 
-    engine.scheduler._store = too_much  # type: ignore[method-assign]
+    engine.scheduler._due = too_much  # type: ignore[method-assign]
 
 
 def one_block_off(engine: ModelEngine) -> None:

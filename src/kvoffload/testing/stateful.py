@@ -54,7 +54,7 @@ WALK_SEEDS = range(2000 if SOAK else 20)
 
 numbers = st.integers(0, MAX_BLOCKS + 3)
 """Of keys: ``ManagerMachine.keys`` makes keys of numbers."""
-batches = st.lists(numbers, min_size=1, max_size=8)
+batches = st.lists(numbers, min_size=1, max_size=MAX_BLOCKS)
 others = st.lists(numbers, max_size=2)
 contexts = st.sampled_from(CONTEXTS)
 
@@ -68,6 +68,9 @@ class ManagerMachine(RuleBasedStateMachine):
     def make_reference(self, num_blocks: int) -> ReferenceManager | ReferenceFilter:
         raise NotImplementedError
 
+    def make_key(self, n: int) -> OffloadKey:
+        raise NotImplementedError
+
     def compare_more(self, manager: Any, reference: Any) -> None:
         """What only this kind of manager can be asked; called after every rule."""
 
@@ -75,7 +78,7 @@ class ManagerMachine(RuleBasedStateMachine):
     def start(self, num_blocks: int, batch: list[int]) -> None:
         self.capacity = num_blocks
         # Few more than fit, so that most batches find something.
-        self.universe = [make_offload_key(b"%d" % n, 0) for n in range(num_blocks + 4)]
+        self.universe = [self.make_key(n) for n in range(num_blocks + 4)]
         self.manager = self.make_manager(num_blocks)
         self.reference = self.make_reference(num_blocks)
         inner = self.reference.backing if isinstance(self.reference, ReferenceFilter) else self.reference
@@ -263,10 +266,12 @@ def manager_machine(
     make_manager: Callable[[int], OffloadingManager],
     make_reference: Callable[[int], ReferenceManager | ReferenceFilter],
     compare_more: Callable[[Any, Any], None] = lambda manager, reference: None,
+    make_key: Callable[[int], OffloadKey] = lambda n: make_offload_key(b"%d" % n, 0),
 ) -> type[ManagerMachine]:
     """A machine that compares what the two make for a number of blocks.
 
-    ``compare_more(manager, reference)`` asserts what only this kind of manager can be asked. The machine
+    ``compare_more(manager, reference)`` asserts what only this kind of manager can be asked. ``make_key``
+    makes the keys, for managers that must bear with special ones. The machine
     looks up every key once in the name of a request of its own, which a reference that counts requests
     counts as well.
     """
@@ -274,6 +279,7 @@ def manager_machine(
         "make_manager": staticmethod(make_manager),
         "make_reference": staticmethod(make_reference),
         "compare_more": staticmethod(compare_more),
+        "make_key": staticmethod(make_key),
     }
     machine: type[ManagerMachine] = type("ManagerMachine", (ManagerMachine,), members)
     machine.TestCase.settings = SETTINGS
@@ -288,7 +294,7 @@ def walk(machine_class: type[ManagerMachine], seed: int, num_blocks: int | None 
 
     def batch(least: int = 1) -> list[int]:
         """A chain or any keys."""
-        n = rng.randint(least, min(8, 2 + machine.capacity))
+        n = rng.randint(least, 2 + machine.capacity // rng.choice([1, 4, 8]))
         start = rng.randrange(len(machine.universe))
         return list(range(start, start + n)) if rng.random() < 0.5 else rng.choices(range(1000), k=n)
 
