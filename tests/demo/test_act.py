@@ -1,0 +1,77 @@
+"""The parent's side of an act, against small programs that stand in for the engine."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from kvoffload.demo import act
+from kvoffload.demo.act import run_act
+from kvoffload.demo.errors import DemoError
+from kvoffload.demo.protocol import ActConfig, EngineInfo, RequestResult
+
+CONFIG = ActConfig("model", False, 3, [("x" * 100_000, 9)], ["q"], [(0, 0)], 8, 3072, 128, 64, 1, 0, None)
+
+PRELUDE = """
+import json, os, sys, time
+out = os.fdopen(int(sys.argv[1]), "w", buffering=1)
+config = json.load(sys.stdin)
+def send(**message): out.write(json.dumps(message) + "\\n")
+def info(): send(kind="info", vllm_version="0", device="none", start_s=0.0)
+def request(i): send(kind="request", index=i, document=0, repeat=False, prompt_tokens=9, device_tokens=0,
+    host_tokens=0, source="recompute", reason=None, ttft_ms=1.0, total_ms=2.0, output_tokens=[1],
+    logprobs=[-1.0], pool_used=0, pool_blocks=0)
+def summary(): send(kind="summary", wall_s=1.0, metrics={})
+"""
+
+
+def run(tmp_path: Path, program: str, seen: list[EngineInfo | RequestResult] | None = None) -> act.ActResult:
+    note = (seen if seen is not None else []).append
+    command = (sys.executable, "-c", PRELUDE + program)
+    return run_act(CONFIG, tmp_path / "act.log", note, note, command)
+
+
+def test_a_whole_act(tmp_path: Path) -> None:
+    seen: list[EngineInfo | RequestResult] = []
+    result = run(tmp_path, "info(); request(0); request(1); print(len(config['documents'][0][0])); summary()", seen)
+    assert seen == [result.info, *result.requests]
+    assert [r.index for r in result.requests] == [0, 1]
+    assert result.summary.wall_s == 1.0
+    assert (tmp_path / "act.log").read_text() == "100000\n"
+
+
+def test_a_crash_shows_the_log(tmp_path: Path) -> None:
+    with pytest.raises(DemoError, match=r"ended early(.|\n)*act\.log(.|\n)*ValueError: no such thing"):
+        run(tmp_path, "info(); request(0); raise ValueError('no such thing')")
+
+
+def test_an_engine_that_never_reads(tmp_path: Path) -> None:
+    with pytest.raises(DemoError, match="ended early"):
+        run_act(CONFIG, tmp_path / "act.log", print, print, (sys.executable, "-c", "pass"))
+
+
+def test_silence_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(act, "REQUEST_DEADLINE_S", 0.3)
+    start = time.monotonic()
+    with pytest.raises(DemoError, match="said nothing"):
+        run(tmp_path, "print(os.getpid(), flush=True); info(); time.sleep(60)")
+    assert time.monotonic() - start < 30
+    pid = int((tmp_path / "act.log").read_text())
+    with pytest.raises(ProcessLookupError):
+        os.kill(pid, 0)
+
+
+def test_an_interrupt_leaves_no_process(tmp_path: Path) -> None:
+    def interrupt(_: object) -> None:
+        raise KeyboardInterrupt
+
+    program = PRELUDE + "print(os.getpid(), flush=True); info(); time.sleep(60)"
+    with pytest.raises(KeyboardInterrupt):
+        run_act(CONFIG, tmp_path / "act.log", interrupt, interrupt, (sys.executable, "-c", program))
+    pid = int((tmp_path / "act.log").read_text())
+    with pytest.raises(ProcessLookupError):
+        os.kill(pid, 0)

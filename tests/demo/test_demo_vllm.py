@@ -1,0 +1,48 @@
+"""The demo itself, shortened, on real vLLM."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from kvoffload.demo import run
+from kvoffload.demo.protocol import EngineInfo, RequestResult, Source
+
+pytestmark = [
+    pytest.mark.vllm,
+    pytest.mark.skipif(not run.vllm_installed(), reason="vLLM is not installed"),
+]
+
+
+class Seen:
+    def __init__(self) -> None:
+        self.acts: list[int] = []
+        self.requests = 0
+
+    def act(self, plan: run.ActPlan, requests: int) -> None:
+        self.acts.append(plan.number)
+
+    def ready(self, info: EngineInfo) -> None:
+        pass
+
+    def request(self, result: RequestResult) -> None:
+        self.requests += 1
+
+
+def test_short_demo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run, "DOCUMENTS", 4)
+    monkeypatch.setattr(run, "TURNS", 2)
+    monkeypatch.setattr(run, "DOCUMENT_TOKENS", (1000, 1200))
+    monkeypatch.setattr(run, "DEVICE_BLOCKS", 26)
+    seen = Seen()
+    report = run.run_demo(tmp_path, text=None, model=None, seed=7, progress=seen)
+    assert report.failures == []
+    assert seen.acts == [1, 2, 3]
+    assert seen.requests == 3 * len(report.offload.requests) == 3 * len(run.plan_visits())
+    assert [r.source for r in report.offload.requests[:2]] == [Source.RECOMPUTE, Source.DEVICE]
+    assert report.ttft_ms[Source.HOST].count == 4
+    data = report.to_dict()
+    assert data["store_gbps"] > 0
+    assert data["load_gbps"] > 0
+    assert 0 < report.offload.requests[-1].pool_used <= report.offload.requests[-1].pool_blocks

@@ -1,0 +1,96 @@
+"""The verdict and the numbers."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from kvoffload.demo.act import ActResult
+from kvoffload.demo.protocol import Source, classify
+from kvoffload.demo.report import Report, compare, make_report
+
+from .conftest import changed, make_act
+
+
+def test_good_run_has_no_failures(report: Report) -> None:
+    assert report.identical
+    assert report.corruption_detected
+    assert report.failures == report.warnings == []
+
+
+def test_stable_keys_and_values(report: Report) -> None:
+    data = json.loads(json.dumps(report.to_dict()))
+    assert data["requests"] == 64
+    assert data["identical"] is True
+    assert data["max_logprob_diff"] == 0.0
+    assert data["corruption_detected"] is True
+    assert data["hit_tokens"] == {"device": 16 * 1920, "host": 32 * 1920}
+    assert {source: q["count"] for source, q in data["ttft_ms"].items()} == {
+        "recompute": 48,
+        "device": 16,
+        "host": 32,
+    }
+    assert all(q["p50"] <= q["p95"] for q in data["ttft_ms"].values())
+    assert data["store_gbps"] == pytest.approx(6.0)
+    assert data["load_gbps"] == pytest.approx(9.0)
+    assert [act["name"] for act in data["acts"]] == ["baseline", "offload", "control"]
+    assert data["acts"][1]["miss_reasons"] == {"never_stored": 16}
+
+
+def test_other_token_fails(baseline: ActResult, offload: ActResult, control: ActResult) -> None:
+    broken = changed(offload, 30, output_tokens=[30, 99, 7])
+    report = make_report([baseline, broken, control], "made up", 0)
+    assert not report.identical
+    (sentence,) = report.failures
+    assert "the tokens of request 30 differ" in sentence
+    assert "1 of 64 requests" in sentence
+
+
+@pytest.mark.parametrize(("logprob", "same"), [(-1.99995, True), (-1.9998, False), (None, False)])
+def test_logprob_tolerance(baseline: ActResult, offload: ActResult, logprob: float | None, same: bool) -> None:
+    other = changed(offload, 5, logprobs=[-1.0, logprob, -1.5])
+    assert (compare(baseline.requests, other.requests).different == []) is same
+    content = json.dumps(make_report([baseline, other, other], "made up", 0).to_dict(), allow_nan=False)
+    assert json.loads(content)["identical"] is same
+
+
+def test_logprobs_past_the_first_other_token_do_not_count(baseline: ActResult, offload: ActResult) -> None:
+    index = baseline.requests[5].index
+    other = changed(offload, 5, output_tokens=[index, 99, 7], logprobs=[-1.0, -2.5, -900.0])
+    assert compare(baseline.requests, other.requests).max_logprob_diff == 0.5
+
+
+def test_unseen_corruption_fails(baseline: ActResult, offload: ActResult) -> None:
+    report = make_report([baseline, offload, offload], "made up", 0)
+    (sentence,) = report.failures
+    assert "control was not detected" in sentence
+
+
+def test_a_busy_machine_is_a_warning(baseline: ActResult, offload: ActResult, control: ActResult) -> None:
+    report = make_report([baseline, offload, control], "made up", 0, load_average=1000.0)
+    assert report.failures == []
+    (sentence,) = report.warnings
+    assert "load 1000.0" in sentence
+
+
+def test_a_run_without_host_hits_proves_nothing(baseline: ActResult, control: ActResult) -> None:
+    report = make_report([baseline, make_act(offload=False), control], "made up", 0)
+    (sentence,) = report.failures
+    assert "Nothing was loaded from host memory" in sentence
+    assert report.to_dict()["ttft_ms"]["host"] == {"p50": None, "p95": None, "count": 0}
+    assert report.to_dict()["load_gbps"] is None
+
+
+@pytest.mark.parametrize(
+    ("device", "host", "source"),
+    [
+        (0, 0, Source.RECOMPUTE),
+        (0, 900, Source.RECOMPUTE),
+        (0, 1000, Source.HOST),
+        (600, 1300, Source.HOST),
+        (1300, 600, Source.DEVICE),
+    ],
+)
+def test_the_larger_part_names_the_source(device: int, host: int, source: Source) -> None:
+    assert classify(2000, device, host) is source
