@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 
 from kvoffload.demo.act import ActResult
-from kvoffload.demo.protocol import REPEAT, ActSummary, EngineInfo, RequestResult, Source, classify
+from kvoffload.demo.protocol import ActSummary, EngineInfo, RequestResult, Source, classify
 from kvoffload.demo.report import Report, make_report
-from kvoffload.demo.run import plan_visits
+from kvoffload.demo.run import TURNS, plan_visits
 
 INFO = EngineInfo("0.0.0", "CPU, 2 cores", 20.0)
 TTFT = {Source.RECOMPUTE: 700.0, Source.DEVICE: 40.0, Source.HOST: 60.0}
@@ -18,14 +18,14 @@ POOL_BLOCKS = 512
 
 
 def _request(index: int, document: int, question: int, offload: bool) -> RequestResult:
-    repeat = question == REPEAT
-    device = 1920 if repeat else 0
-    host = 1920 if offload and not repeat and question > 0 else 0
+    follow_up = question == TURNS
+    device = 1920 if follow_up else 0
+    host = 1920 if offload and not follow_up and question > 0 else 0
     source = classify(PROMPT_TOKENS, device, host)
     return RequestResult(
         index=index,
         document=document,
-        repeat=repeat,
+        follow_up=follow_up,
         prompt_tokens=PROMPT_TOKENS,
         device_tokens=device,
         host_tokens=host,

@@ -22,7 +22,7 @@ out = os.fdopen(int(sys.argv[1]), "w", buffering=1)
 config = json.load(sys.stdin)
 def send(**message): out.write(json.dumps(message) + "\\n")
 def info(): send(kind="info", vllm_version="0", device="none", start_s=0.0)
-def request(i): send(kind="request", index=i, document=0, repeat=False, prompt_tokens=9, device_tokens=0,
+def request(i): send(kind="request", index=i, document=0, follow_up=False, prompt_tokens=9, device_tokens=0,
     host_tokens=0, source="recompute", reason=None, ttft_ms=1.0, total_ms=2.0, output_tokens=[1],
     logprobs=[-1.0], pool_used=0, pool_blocks=0)
 def summary(): send(kind="summary", wall_s=1.0, metrics={})

@@ -7,7 +7,6 @@ from pathlib import Path
 
 from kvoffload.demo import run
 from kvoffload.demo.model import write_model
-from kvoffload.demo.protocol import REPEAT
 
 
 def test_sixty_or_more_requests() -> None:
@@ -17,24 +16,24 @@ def test_sixty_or_more_requests() -> None:
 def test_a_document_is_evicted_before_it_returns() -> None:
     last: dict[int, int] = {}
     for at, (document, question) in enumerate(run.plan_visits()):
-        if question != REPEAT and document in last:
+        if question != run.TURNS and document in last:
             between = {d for d, _ in run.plan_visits()[last[document] + 1 : at]} - {document}
             smallest = len(between) * run.DOCUMENT_TOKENS[0]
             assert smallest > 2 * run.DEVICE_BLOCKS * run.BLOCK_SIZE
         last[document] = at
 
 
-def test_a_repeat_follows_its_own_document() -> None:
+def test_a_follow_up_comes_at_once() -> None:
     visits = run.plan_visits()
-    repeats = [i for i, (_, question) in enumerate(visits) if question == REPEAT]
-    assert len(repeats) >= 10
-    assert all(visits[i - 1][0] == visits[i][0] and visits[i - 1][1] != REPEAT for i in repeats)
+    follow_ups = [i for i, (_, question) in enumerate(visits) if question == run.TURNS]
+    assert len(follow_ups) >= 10
+    assert all(visits[i - 1][0] == visits[i][0] and visits[i - 1][1] != run.TURNS for i in follow_ups)
 
 
 def test_every_prompt_fits() -> None:
-    longest = run.DOCUMENT_TOKENS[1] + sum(len(q.encode()) + run.ANSWER_TOKENS for q in run.QUESTIONS)
-    assert longest <= run.MAX_MODEL_LEN
-    assert len(run.QUESTIONS) == run.TURNS
+    *asked, follow_up = [len(question.encode()) + run.ANSWER_TOKENS for question in run.QUESTIONS]
+    assert len(asked) == run.TURNS
+    assert run.DOCUMENT_TOKENS[1] + sum(asked) + run.TURNS * follow_up <= run.MAX_MODEL_LEN
 
 
 def test_a_model_of_short_sequences_keeps_the_proportions(tmp_path: Path) -> None:

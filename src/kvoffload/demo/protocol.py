@@ -6,9 +6,6 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
-REPEAT = -1
-"""In a visit, instead of the number of a question: the document's last prompt once more."""
-
 
 class Source(StrEnum):
     """Where the larger part of a request's prompt came from."""
@@ -22,8 +19,7 @@ class Source(StrEnum):
 class ActConfig:
     """Everything one engine process needs; sent as a JSON object on its standard input.
 
-    A document is (text, tokens to keep of it). A visit is (document, question or ``REPEAT``): the prompt is
-    the document, the questions asked of it so far with their answers, and the new question.
+    A document is (text, tokens to keep of it). A visit is (document, question): the prompt is the document, the questions asked of it so far with their answers, and the new question.
     """
 
     model: str
@@ -64,7 +60,8 @@ class RequestResult:
 
     index: int
     document: int
-    repeat: bool
+    follow_up: bool
+    """Asked right after another question about the same document."""
     prompt_tokens: int
     device_tokens: int
     host_tokens: int

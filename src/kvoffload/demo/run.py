@@ -15,15 +15,16 @@ from typing import Any, Protocol
 from kvoffload.demo.act import run_act
 from kvoffload.demo.errors import DemoError
 from kvoffload.demo.model import SPECIALS, kv_bytes_per_token, max_positions, write_model
-from kvoffload.demo.protocol import REPEAT, ActConfig, EngineInfo, RequestResult
+from kvoffload.demo.protocol import ActConfig, EngineInfo, RequestResult
 from kvoffload.demo.report import Report, make_report
 from kvoffload.demo.text import load_documents
 
 DOCUMENTS = 16
 DOCUMENT_TOKENS = (1600, 2300)
 TURNS = 3
-REPEAT_EVERY = 3
-"""After every third visit the same prompt comes once more, so that the device's own cache has hits."""
+FOLLOW_UP_EVERY = 3
+"""Every third visit asks one more question at once: the device's own cache hits, and a hit in the host can be
+compared with one that leaves as much to compute."""
 ANSWER_TOKENS = 8
 BLOCK_SIZE = 128
 DEVICE_BLOCKS = 64
@@ -36,7 +37,9 @@ QUESTIONS = (
     "\n\nQ: In one sentence, what is this text for?\nA: ",
     "\n\nQ: Which part of it would you change first?\nA: ",
     "\n\nQ: What would a newcomer overlook in it?\nA: ",
+    "\n\nQ: Can you say that again, but shorter?\nA: ",
 )
+"""One a turn, and the last for every follow-up."""
 GIB = 1 << 30
 
 
@@ -106,13 +109,13 @@ def act_plans(host_bytes: int) -> tuple[ActPlan, ActPlan, ActPlan]:
 
 
 def plan_visits() -> list[tuple[int, int]]:
-    """Every document in turn, ``TURNS`` times over, with some prompts repeated at once."""
+    """Every document in turn, ``TURNS`` times over, some with a follow-up question at once."""
     visits: list[tuple[int, int]] = []
     for question in range(TURNS):
         for document in range(DOCUMENTS):
             visits.append((document, question))
-            if (question * DOCUMENTS + document) % REPEAT_EVERY == 0:
-                visits.append((document, REPEAT))
+            if (question * DOCUMENTS + document) % FOLLOW_UP_EVERY == 0:
+                visits.append((document, TURNS))
     return visits
 
 

@@ -18,7 +18,6 @@ from itertools import islice
 from typing import Any
 
 from kvoffload.demo.protocol import (
-    REPEAT,
     ActConfig,
     ActSummary,
     EngineInfo,
@@ -126,9 +125,8 @@ class Act:
             self.generate(f"warmup{i}", prompt)
 
     def visit(self, index: int, document: int, question: int) -> RequestResult:
-        """Asks a document a question, or the last one again, and remembers the answer."""
-        if question != REPEAT:
-            self.prompts[document] += self.answers[document] + self.questions[question]
+        """Asks a document a question and remembers the answer."""
+        self.prompts[document] += self.answers[document] + self.questions[question]
         prompt = self.prompts[document]
         request_id = f"demo{index}"
         output, ttft_ms, total_ms = self.generate(request_id, prompt)
@@ -142,7 +140,7 @@ class Act:
         return RequestResult(
             index=index,
             document=document,
-            repeat=question == REPEAT,
+            follow_up=index > 0 and self.config.visits[index - 1][0] == document,
             prompt_tokens=len(prompt),
             device_tokens=device,
             host_tokens=host,

@@ -1,0 +1,166 @@
+"""Imports point down the layers only, and torch and vLLM stay where they belong."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from graphlib import CycleError, TopologicalSorter
+from pathlib import Path
+
+import pytest
+
+import kvoffload
+
+PACKAGE = Path(kvoffload.__file__).parent
+
+LAYERS = [
+    {"base", "keys"},
+    {"explain", "metrics", "fingerprint"},
+    {"policies", "hostpool", "table", "index", "transfer"},
+    {"manager", "admission", "config"},
+    {"scheduler", "worker"},
+    {"cli", "demo", "vllm", "testing"},
+]
+"""Lowest first. A room may import its own layer and those below, but never in a circle. ``testing`` may
+import anything, and only the top layer may import it."""
+
+ENGINE_PACKAGES = {"torch", "vllm"}
+ENGINE_ROOMS = ("kvoffload.vllm", "kvoffload.transfer.cuda")
+
+
+def modules() -> dict[str, str]:
+    """Source of every module of the package by its dotted name."""
+    found = {}
+    for path in sorted(PACKAGE.rglob("*.py")):
+        parts = ["kvoffload", *path.relative_to(PACKAGE).with_suffix("").parts]
+        if parts[-1] == "__init__":
+            del parts[-1]
+        found[".".join(parts)] = path.read_text()
+    return found
+
+
+def imported_modules(name: str, source: str) -> Iterator[str]:
+    """Absolute dotted names that ``source`` imports anywhere, also inside functions."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{name} imports relatively: write the whole name"
+            assert node.module is not None
+            if node.module == "kvoffload":
+                yield from (f"kvoffload.{alias.name}" for alias in node.names)
+            else:
+                yield node.module
+
+
+def room(name: str) -> str:
+    """The part of the package that a module lies in."""
+    return name.split(".")[1] if "." in name else ""
+
+
+def layer_of(room_name: str) -> int:
+    for height, rooms in enumerate(LAYERS):
+        if room_name in rooms:
+            return height
+    raise AssertionError(f"kvoffload.{room_name} has no layer: give it one in LAYERS")
+
+
+def faults(sources: dict[str, str]) -> list[str]:
+    """Every import of ``sources`` that breaks a rule."""
+    found = []
+    for name, source in sources.items():
+        here = room(name)
+        for imported in imported_modules(name, source):
+            package = imported.split(".")[0]
+            if package in ENGINE_PACKAGES and not name.startswith(ENGINE_ROOMS):
+                found.append(f"{name} imports {imported}")
+            if package != "kvoffload" or here in ("", "testing") or room(imported) == here:
+                continue
+            if imported == "kvoffload" or layer_of(room(imported)) > layer_of(here):
+                found.append(f"{name} imports {imported}, which is above it")
+            elif room(imported) == "testing" and layer_of(here) < len(LAYERS) - 1:
+                found.append(f"{name} imports {imported}, which is for tests")
+    return found
+
+
+def test_imports_point_down_the_layers_only() -> None:
+    sources = modules()
+    assert len(sources) > 10
+    assert faults(sources) == []
+
+
+def test_every_room_has_a_layer() -> None:
+    for name in modules():
+        if room(name):
+            layer_of(room(name))
+
+
+def test_no_rooms_import_each_other_in_a_circle() -> None:
+    graph: dict[str, set[str]] = {}
+    for name, source in modules().items():
+        if room(name) in ("", "testing"):
+            continue
+        targets = {room(each) for each in imported_modules(name, source) if each.startswith("kvoffload.")}
+        graph.setdefault(room(name), set()).update(targets - {room(name)})
+    try:
+        list(TopologicalSorter(graph).static_order())
+    except CycleError as error:
+        pytest.fail(f"a circle of imports: {' -> '.join(error.args[1])}")
+
+
+@pytest.mark.parametrize(
+    ("name", "source"),
+    [
+        ("kvoffload.table", "import kvoffload.manager"),
+        ("kvoffload.table", "from kvoffload.manager import LRUOffloadingManager"),
+        ("kvoffload.policies.lru", "from kvoffload import manager"),
+        ("kvoffload.base", "def f():\n    from kvoffload.config import Config"),
+        ("kvoffload.base", "import kvoffload"),
+        ("kvoffload.scheduler", "if True:\n    import vllm.config"),
+        ("kvoffload.worker", "def f():\n    import torch"),
+        ("kvoffload.transfer.base", "from torch import Tensor"),
+        ("kvoffload.testing.engine", "import torch"),
+        ("kvoffload.manager", "from kvoffload.testing.reference import ReferenceLRUManager"),
+    ],
+)
+def test_a_wrong_import_is_found(name: str, source: str) -> None:
+    assert faults({name: source}) != []
+
+
+@pytest.mark.parametrize(
+    ("name", "source"),
+    [
+        ("kvoffload", "from kvoffload.vllm import plugin"),
+        ("kvoffload.keys", "from kvoffload.base import OffloadKey"),
+        ("kvoffload.policies", "from kvoffload.policies.arc import ARCPolicy"),
+        ("kvoffload.manager", "from kvoffload.table import BlockTable\nimport numpy"),
+        ("kvoffload.vllm.connector", "import torch\nfrom vllm.config import VllmConfig"),
+        ("kvoffload.transfer.cuda", "import torch"),
+        ("kvoffload.testing.engine", "from kvoffload.scheduler import OffloadingConnectorScheduler"),
+    ],
+)
+def test_a_right_import_is_not(name: str, source: str) -> None:
+    assert faults({name: source}) == []
+
+
+def loaded_by(statement: str) -> set[str]:
+    """Top-level modules that a fresh interpreter has after ``statement``."""
+    code = f"{statement}\nimport sys\nprint(*{{name.split('.')[0] for name in sys.modules}})"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    return set(done.stdout.split())
+
+
+@pytest.mark.parametrize(
+    "statement",
+    [
+        "import kvoffload",
+        "import kvoffload.testing",
+        "import kvoffload.manager, kvoffload.admission, kvoffload.scheduler, kvoffload.worker",
+    ],
+)
+def test_the_library_needs_numpy_and_nothing_else(statement: str) -> None:
+    optional = {"torch", "vllm", "pytest", "hypothesis", "click", "rich", "matplotlib", "jinja2"}
+    assert loaded_by(statement) & optional == set()
+    assert "hypothesis" in loaded_by("import kvoffload.testing.stateful")
