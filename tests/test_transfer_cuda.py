@@ -19,17 +19,17 @@ LAYERS, BLOCKS, PAGE = 3, 12, 64
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
 
-def together(device: str = "cpu") -> list["torch.Tensor"]:
+def together(device: str = "cpu") -> list[torch.Tensor]:
     """Views of one allocation, as vLLM makes them."""
     return list(torch.randint(0, 256, (LAYERS, BLOCKS, PAGE), dtype=torch.uint8, device=device))
 
 
-def apart(device: str = "cpu") -> list["torch.Tensor"]:
+def apart(device: str = "cpu") -> list[torch.Tensor]:
     """Separate allocations, with pages of different sizes."""
     return [torch.randint(0, 256, (BLOCKS, size), dtype=torch.uint8, device=device) for size in (64, 24, 40)]
 
 
-def interleaved(device: str = "cpu") -> list["torch.Tensor"]:
+def interleaved(device: str = "cpu") -> list[torch.Tensor]:
     """Views of one allocation with blocks outermost."""
     whole = torch.randint(0, 256, (BLOCKS, LAYERS, PAGE), dtype=torch.uint8, device=device)
     return [whole[:, layer] for layer in range(LAYERS)]

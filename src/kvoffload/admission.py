@@ -16,6 +16,7 @@ from kvoffload.base import (
     PrepareStoreOutput,
     ReqContext,
 )
+from kvoffload.explain import MissMemory
 
 MAX_COUNTED_REQUESTS = 4096
 
@@ -39,6 +40,7 @@ class FilterReusedOffloadingManager(OffloadingManager):
         self.max_tracker_size = max_tracker_size
         self._counts: dict[OffloadKey, int] = {}
         """Least recently counted first."""
+        self._refused = MissMemory()
         self._seen: dict[str, set[OffloadKey]] = {}
         """Keys already counted, per request, the request that asked least recently first."""
 
@@ -72,7 +74,10 @@ class FilterReusedOffloadingManager(OffloadingManager):
     def prepare_store(
         self, keys: Sequence[OffloadKey], req_context: ReqContext | None = None
     ) -> PrepareStoreOutput | None:
-        admitted = [key for key in keys if self._counts.get(key, 0) >= self.store_threshold]
+        counts, threshold = self._counts, self.store_threshold
+        admitted = [key for key in keys if counts.get(key, 0) >= threshold]
+        if len(admitted) < len(keys):
+            self._refused.record([key for key in keys if counts.get(key, 0) < threshold], MissReason.NOT_ADMITTED)
         return self.backing.prepare_store(admitted, req_context)
 
     def prepare_load(self, keys: Sequence[OffloadKey], req_context: ReqContext | None = None) -> LoadStoreSpec:
@@ -97,9 +102,7 @@ class FilterReusedOffloadingManager(OffloadingManager):
 
     def explain_miss(self, key: OffloadKey) -> Miss:
         miss = self.backing.explain_miss(key)
-        if miss.reason is MissReason.NEVER_STORED and self._counts.get(key, 0) > 0:
-            return Miss(MissReason.NOT_ADMITTED)
-        return miss
+        return self._refused.explain(key) if miss.reason is MissReason.NEVER_STORED else miss
 
     @property
     def num_blocks(self) -> int:

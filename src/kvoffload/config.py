@@ -14,8 +14,9 @@ from kvoffload.base import ConfigError
 from kvoffload.hostpool import available_memory, format_bytes, padded_slot_bytes
 from kvoffload.policies import policy_class
 
-_POWERS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
-_BYTES = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?)(i?)(b?)\s*", re.IGNORECASE)
+_POWERS = {"k": 1, "m": 2, "g": 3, "t": 4}
+_MAX_BYTES = 1 << 62
+_BYTES = re.compile(r"\s*(\d+(?:\.\d+)?)\s*(?:([kmgt])(i?))?(b?)\s*", re.IGNORECASE)
 
 
 def parse_bytes(setting: str, value: object) -> int:
@@ -30,10 +31,10 @@ def parse_bytes(setting: str, value: object) -> int:
         if match is None:
             raise ConfigError(f"{setting}={value!r}: not an amount of memory; {mend}")
         number, prefix, binary, suffix = match.groups()
-        base = 1000 if prefix and suffix and not binary else 1024
-        amount = float(number) * base ** _POWERS[prefix.lower()]
-    if not math.isfinite(amount) or amount < 1:
-        raise ConfigError(f"{setting}={value!r}: must be 1 byte or more; {mend}")
+        base = 1000 if suffix and not binary else 1024
+        amount = float(number) * (base ** _POWERS[prefix.lower()] if prefix else 1)
+    if not 1 <= amount <= _MAX_BYTES:
+        raise ConfigError(f"{setting}={value!r}: must be 1 byte or more, and less than {_MAX_BYTES}; {mend}")
     return int(amount)
 
 
@@ -67,9 +68,10 @@ class OffloadConfig:
                 raise ConfigError(f"{name}={options[name]!r}: unknown option; {hint} Known: {', '.join(known)}")
         if options.get("host_bytes") is None:
             free = available_memory()
+            half = max(free // 2, 1 << 20)
+            proposal = f"{half >> 30}GiB" if half >> 30 else f"{half >> 20}MiB"
             raise ConfigError(
-                "host_bytes is not set: say how much host RAM to use, such as "
-                f'host_bytes="{format_bytes(max(free // 2 >> 30 << 30, free // 2 >> 20 << 20)).replace(" ", "")}" '
+                f'host_bytes is not set: say how much host RAM to use, such as host_bytes="{proposal}" '
                 f"(half of the {format_bytes(free)} free here)"
             )
         given = {name: value for name, value in options.items() if value is not None}
@@ -92,7 +94,8 @@ class OffloadConfig:
                 "two ways to say the same; remove one"
             )
         deadline = self.load_deadline_ms
-        if not isinstance(deadline, (int, float)) or not (0 <= deadline < math.inf):
+        is_number = isinstance(deadline, (int, float)) and not isinstance(deadline, bool)
+        if not is_number or not 0 <= deadline < math.inf:
             raise ConfigError(f"load_deadline_ms={deadline!r}: must be 0 or more milliseconds")
         if self.model_fingerprint is not None and not (
             isinstance(self.model_fingerprint, str) and self.model_fingerprint

@@ -58,7 +58,7 @@ class MissMemory:
 
     def __init__(self, entries: int = MISS_MEMORY_ENTRIES, clock: Callable[[], float] = time.monotonic) -> None:
         self._mask = entries - 1
-        if entries & self._mask:
+        if entries < 1 or entries & self._mask:
             raise ValueError(f"entries={entries}: must be a power of two")
         self._hash = np.zeros(entries, dtype=np.int64)
         self._time = np.zeros(entries, dtype=np.float64)

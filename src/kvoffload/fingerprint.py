@@ -35,9 +35,9 @@ def weights_fingerprint(model_dir: Path) -> str | None:
     digest = hashlib.sha256()
     config = model_dir / "config.json"
     if config.is_file():
-        digest.update(config.read_bytes())
+        _add(digest, config.read_bytes())
     for path in files:
-        digest.update(path.name.encode())
+        _add(digest, path.name.encode())
         _add_safetensors(digest, path)
     return digest.hexdigest()
 
@@ -51,14 +51,32 @@ def _add_safetensors(digest: hashlib._Hash, path: Path) -> None:
         if length > min(MAX_HEADER_BYTES, size - 8):
             raise ValueError(f"{path}: not a safetensors file, its header is cut off")
         raw = file.read(length)
-        digest.update(raw)
-        for name, entry in sorted(json.loads(raw).items()):
-            if name == "__metadata__":
-                continue
-            begin, end = entry["data_offsets"]
-            middle = 8 + length + max(begin, (begin + end - SAMPLE_BYTES) // 2)
-            file.seek(middle)
-            digest.update(file.read(min(SAMPLE_BYTES, end - begin)))
+        _add(digest, raw)
+        for begin, end in _tensor_spans(path, raw, size - 8 - length):
+            file.seek(8 + length + max(begin, (begin + end - SAMPLE_BYTES) // 2))
+            _add(digest, file.read(min(SAMPLE_BYTES, end - begin)))
+
+
+def _tensor_spans(path: Path, header: bytes, data_bytes: int) -> list[tuple[int, int]]:
+    """Where each tensor's bytes begin and end in the data, by tensor name."""
+    try:
+        entries = json.loads(header)
+        if not isinstance(entries, dict):
+            raise ValueError("its header is no JSON object")
+        spans = {name: entries[name]["data_offsets"] for name in sorted(entries) if name != "__metadata__"}
+        for name, span in spans.items():
+            begin, end = span
+            if type(begin) is not int or type(end) is not int or not 0 <= begin <= end <= data_bytes:
+                raise ValueError(f"tensor {name!r} lies at {span}, outside the {data_bytes} bytes of data")
+    except (ValueError, TypeError, KeyError, RecursionError) as error:
+        raise ValueError(f"{path}: not a well-formed safetensors file: {error}") from error
+    return [(begin, end) for begin, end in spans.values()]
+
+
+def _add(digest: hashlib._Hash, raw: bytes) -> None:
+    """Framed by its length, so that no two files run into the same bytes."""
+    digest.update(len(raw).to_bytes(8, "big"))
+    digest.update(raw)
 
 
 def find_model_dir(model: str, revision: str | None) -> Path | None:
@@ -82,7 +100,7 @@ def model_identity(model: str, revision: str | None, given: str | None) -> str:
     if directory is not None:
         try:
             weights = weights_fingerprint(directory)
-        except (OSError, ValueError, KeyError):
+        except (OSError, ValueError):
             logger.exception("kvoffload: the weights in %s cannot be read for a fingerprint", directory)
             weights = None
         if weights is not None:

@@ -94,7 +94,7 @@ def _meminfo(field: str) -> int:
 def _cgroup_limits() -> list[tuple[int, int]]:
     """(limit, use without reclaimable page cache) of each memory cgroup around this process that has one."""
     limits = []
-    with contextlib.suppress(OSError):
+    with contextlib.suppress(OSError, ValueError):
         for line in Path("/proc/self/cgroup").read_text().splitlines():
             _, controllers, path = line.split(":", 2)
             if controllers and "memory" not in controllers.split(","):
@@ -145,13 +145,13 @@ class HostPool:
         self.fd = os.memfd_create("kvoffload", os.MFD_CLOEXEC)
         try:
             os.posix_fallocate(self.fd, 0, self.nbytes)
+            self._map = mmap.mmap(self.fd, self.nbytes)
         except OSError as error:
             os.close(self.fd)
             raise ConfigError(
                 f"host_bytes: the kernel refused {format_bytes(self.nbytes)} ({error.strerror}); "
                 "set host_bytes lower, or raise the container's memory limit"
             ) from error
-        self._map = mmap.mmap(self.fd, self.nbytes)
         self.data: ByteArray = np.frombuffer(self._map, dtype=np.uint8).reshape(num_blocks, slot_bytes)
         self._closing = threading.Event()
         self._toucher = threading.Thread(target=self._touch_all, name="kvoffload-touch", daemon=True)

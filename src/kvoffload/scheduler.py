@@ -72,6 +72,8 @@ class _RequestState:
     touched: bool = False
     recorded: bool = False
     loading: bool = False
+    first_loaded: int = 0
+    """Index of the first device block that its last load was to fill."""
     has_kv: bool = False
     """Whether device blocks were allocated to it and not lost since."""
     may_load: bool = True
@@ -242,6 +244,7 @@ class OffloadingConnectorScheduler:
         state = self._state(request)
         match, state.match, state.waiting_since = state.match, None, None
         state.has_kv = True
+        state.first_loaded = 0 if match is None else match.computed // self._device_block_size
         if match is not None:
             self._record(state, match, num_external_tokens)
             state.loaded = range(0)
@@ -251,7 +254,7 @@ class OffloadingConnectorScheduler:
             self._break_load(request, blocks, num_external_tokens)
             return
         end = match.computed + num_external_tokens
-        first_device = match.computed // self._device_block_size
+        first_device = state.first_loaded
         last_device = -(-end // self._device_block_size)
         span = range(match.computed // self._block_tokens, -(-end // self._block_tokens))
         keys = state.keys[span.start : span.stop]
@@ -276,10 +279,10 @@ class OffloadingConnectorScheduler:
     def _break_load(self, request: Request, blocks: KVBlocks, num_external_tokens: int) -> None:
         """A load that was promised cannot be done: the workers report it as failed."""
         if num_external_tokens:
-            self._meta.broken_loads[request.request_id] = list(blocks.get_block_ids()[GROUP])
+            state = self._state(request)
+            state.may_load = False
+            self._meta.broken_loads[request.request_id] = blocks.get_block_ids()[GROUP][state.first_loaded :]
             self.metrics.add("load_failures")
-            if request.request_id in self._states:
-                self._states[request.request_id].may_load = False
 
     # Steps.
 
@@ -290,15 +293,16 @@ class OffloadingConnectorScheduler:
         for req_id in step.preempted:
             self._forget_blocks(req_id)
         for req_id, groups in step.block_ids.items():
-            state = self._states.get(req_id)
+            state, blocks = self._states.get(req_id), groups[GROUP]
             if state is None:
-                continue
-            if req_id in step.replaced:
-                state.block_ids = list(groups[GROUP])
+                handed_out.update(blocks)
+            elif req_id in step.replaced:
+                state.block_ids = list(blocks)
+                # What is computed already was shared with it, or loaded: loads are in the set.
+                handed_out.update(blocks[state.request.num_computed_tokens // self._device_block_size :])
             else:
-                state.block_ids.extend(groups[GROUP])
-        for groups in step.block_ids.values():
-            handed_out.update(groups[GROUP])
+                state.block_ids.extend(blocks)
+                handed_out.update(blocks)
         if handed_out:
             for job_id, job in self._jobs.items():
                 if job.is_store and not job.device_blocks.isdisjoint(handed_out):
@@ -374,12 +378,15 @@ class OffloadingConnectorScheduler:
         self.metrics.add("evicted_blocks", len(output.evicted_keys))
         slot_of = dict(zip(output.keys_to_store, output.store_spec.slots.tolist(), strict=True))
         jobs = []
+        lone: list[OffloadKey] = []
+        """Single new blocks, as decoding makes them: touched in one call for all requests."""
         for due in dues:
             state = due.state
             state.next_store = due.end
             new = [(i, key, slot_of.pop(key)) for i, key in zip(due.indices, due.keys, strict=True) if key in slot_of]
-            if len(due.keys) > 1 or len(new) < len(due.keys):
-                # A single new block is the most recent already.
+            if len(due.keys) == len(new) == 1:
+                lone += due.keys
+            else:
                 self.manager.touch(due.keys, state.context)
             if not new:
                 continue
@@ -389,6 +396,8 @@ class OffloadingConnectorScheduler:
             device = DeviceSpec(np.array(blocks, dtype=np.int64), (len(blocks),), (0,))
             jobs.append(self._new_job(job))
             self._meta.stores[jobs[-1]] = TransferSpec(state.context.req_id, host, device)
+        if lone:
+            self.manager.touch(lone)
         return jobs
 
     def _release_held(self) -> None:
@@ -449,7 +458,7 @@ class OffloadingConnectorScheduler:
 
     # The end of requests, and of everything.
 
-    @_guarded(lambda self, request, block_ids=(): (False, None))
+    @_guarded(lambda self, request, block_ids=(): self._forget(request))
     def request_finished(self, request: Request, block_ids: object = ()) -> tuple[bool, dict[str, Any] | None]:
         """``(False, None)``: the engine may free the blocks at once, fences protect what is being stored.
 
@@ -464,6 +473,10 @@ class OffloadingConnectorScheduler:
             if state.wants("do_remote_decode"):
                 self._held[request.request_id] = (state, self._clock() + self._deadline_s)
                 return True, None
+        return False, None
+
+    def _forget(self, request: Request) -> tuple[bool, None]:
+        self._states.pop(request.request_id, None)
         return False, None
 
     def has_pending_work(self) -> bool:
@@ -488,7 +501,9 @@ class OffloadingConnectorScheduler:
             state.may_store = not state.has_kv
         self._finished.clear()
 
+    @_guarded(lambda self: None)
     def shutdown(self) -> None:
+        """Releases everything; may be called twice."""
         self.manager.shutdown()
 
     # Odds and ends.
@@ -557,5 +572,4 @@ class OffloadingConnectorScheduler:
         meta.releases.extend(self._held)
         self._held.clear()
         self._jobs.clear()
-        self._states.clear()
         self._finished.clear()

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import sys
+from importlib import metadata
 from typing import TYPE_CHECKING
-
-import kvoffload
 
 if TYPE_CHECKING:
     import click
@@ -34,4 +33,4 @@ def group() -> click.Group:
     from kvoffload.cli.demo import demo
 
     commands = click.Group("kvoffload", commands=[demo], help="Keeps the KV cache of an LLM server in host memory.")
-    return click.version_option(kvoffload.__version__)(commands)
+    return click.version_option(metadata.version("kvoffload"))(commands)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from importlib import metadata
+
 import jinja2
 
-import kvoffload
 from kvoffload.demo import words
 from kvoffload.demo.plots import COLOURS, LABELS, hits_plot, pool_plot, ttft_plot
 from kvoffload.demo.protocol import Source
@@ -30,7 +31,7 @@ def render_page(report: Report) -> str:
     return environment.get_template("report.html.j2").render(
         report=report,
         info=report.offload.info,
-        version=kvoffload.__version__,
+        version=metadata.version("kvoffload"),
         sources=list(Source),
         colours=COLOURS,
         labels=LABELS,

@@ -19,7 +19,8 @@ class Source(StrEnum):
 class ActConfig:
     """Everything one engine process needs; sent as a JSON object on its standard input.
 
-    A document is (text, tokens to keep of it). A visit is (document, question): the prompt is the document, the questions asked of it so far with their answers, and the new question.
+    A document is (text, tokens to keep of it). A visit is (document, question): the prompt is
+    the document, the questions asked of it so far with their answers, and the new question.
     """
 
     model: str

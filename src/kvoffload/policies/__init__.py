@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 
 from kvoffload.base import CachePolicy, ConfigError
 from kvoffload.policies.arc import ARCPolicy
@@ -24,10 +25,10 @@ def policy_class(name: str) -> type[CachePolicy]:
         raise ConfigError(f"policy={name!r}: no policy has this name; {choice}")
     try:
         found = getattr(importlib.import_module(module_name), class_name)
-    except (ImportError, AttributeError) as error:
+    except (ImportError, AttributeError, TypeError, ValueError) as error:
         raise ConfigError(f"policy={name!r}: cannot be imported ({error}); {choice}") from error
-    if not (isinstance(found, type) and issubclass(found, CachePolicy)):
-        raise ConfigError(f"policy={name!r}: is not a subclass of kvoffload.CachePolicy; {choice}")
+    if not (isinstance(found, type) and issubclass(found, CachePolicy)) or inspect.isabstract(found):
+        raise ConfigError(f"policy={name!r}: is not a complete subclass of kvoffload.CachePolicy; {choice}")
     return found
 
 

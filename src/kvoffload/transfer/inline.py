@@ -56,6 +56,10 @@ class InlineTransfer(Transfer):
     """
 
     def __init__(self, device_views: Sequence[ByteArray], pool_data: ByteArray, factor: int = 1) -> None:
+        if len({len(view) for view in device_views}) != 1:
+            raise ValueError(f"device views have {[len(view) for view in device_views]} blocks; they must be as many")
+        self._views = list(device_views)
+        """Keeps alive what the merged arrays point to."""
         self._device = merge_views(device_views)
         block_bytes = sum(view.shape[1] for view in device_views)
         self._num_device_blocks = device_views[0].shape[0]
@@ -82,7 +86,7 @@ class InlineTransfer(Transfer):
         (self._stores if is_store else self._loads).append(_Job(job_id, is_store, blocks, slots, parts))
 
     def poll(self, busy: bool) -> list[TransferResult]:
-        budget = BUSY_BYTES_PER_POLL // self._block_bytes if busy else None
+        budget = max(1, BUSY_BYTES_PER_POLL // self._block_bytes) if busy else None
         for queue in (self._loads, self._stores):
             while queue and (budget is None or budget > 0):
                 job = queue[0]

@@ -1,0 +1,255 @@
+"""The reuse filter: what it counts, what it lets in, and that all else is the backing manager's."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvoffload.admission import FilterReusedOffloadingManager
+from kvoffload.base import LookupState, MissReason, OffloadingManager, ReqContext
+from kvoffload.hostpool import HostBackend
+from kvoffload.manager import ARCOffloadingManager, LRUOffloadingManager
+from kvoffload.testing.conformance import ManagerConformance, keys, letters
+from kvoffload.testing.reference import ReferenceARCManager, ReferenceFilter, ReferenceLRUManager
+from kvoffload.testing.stateful import WALK_SEEDS, manager_machine, walk
+
+R1, R2, R3 = (ReqContext(name) for name in ("r1", "r2", "r3"))
+
+
+def make_filter(num_blocks: int = 8, threshold: int = 2, tracker: int = 64_000) -> FilterReusedOffloadingManager:
+    backing = LRUOffloadingManager(HostBackend(16, num_blocks), enable_events=True)
+    return FilterReusedOffloadingManager(backing, threshold, tracker)
+
+
+def admitted(manager: OffloadingManager, names: str, context: ReqContext | None = None) -> str:
+    """Which of ``names`` a store of them would write now; the store is then given up."""
+    output = manager.prepare_store(keys(names), context)
+    assert output is not None
+    manager.complete_store(output.keys_to_store, context, success=False)
+    return letters(output.keys_to_store)
+
+
+class TestConformance(ManagerConformance):
+    """Once its keys have been asked for often enough, a filtered manager is a manager like any other."""
+
+    def make_manager(self, num_blocks: int) -> OffloadingManager:
+        return make_filter(num_blocks)
+
+    def admit(self, manager: OffloadingManager, names: str) -> None:
+        for _ in range(2):
+            manager.lookup(keys(names))
+
+
+class TestConformanceOfTheReference(TestConformance):
+    def make_manager(self, num_blocks: int) -> OffloadingManager:
+        return ReferenceFilter(ReferenceLRUManager(num_blocks))
+
+
+MACHINES = {
+    "large tracker": manager_machine(
+        lambda n: make_filter(n, threshold=3), lambda n: ReferenceFilter(ReferenceLRUManager(n), 3)
+    ),
+    "small tracker": manager_machine(
+        lambda n: FilterReusedOffloadingManager(
+            ARCOffloadingManager(HostBackend(16, n), enable_events=True), max_tracker_size=5
+        ),
+        lambda n: ReferenceFilter(ReferenceARCManager(n), max_tracker_size=5),
+    ),
+}
+TestAgainstTheReference = MACHINES["large tracker"].TestCase
+TestSmallTrackerAgainstTheReference = MACHINES["small tracker"].TestCase
+
+
+@pytest.mark.parametrize("seed", WALK_SEEDS)
+@pytest.mark.parametrize("machine", MACHINES)
+def test_walk_beside_the_reference(machine: str, seed: int) -> None:
+    walk(MACHINES[machine], seed)
+
+
+# What counts
+
+
+@pytest.mark.parametrize("call", ["lookup", "lookup_each", "touch"])
+def test_a_key_enters_when_enough_requests_have_asked_for_it(call: str) -> None:
+    manager = make_filter(threshold=3)
+    for context in (R1, R2):
+        getattr(manager, call)(keys("ab"), context)
+        assert admitted(manager, "ab") == ""
+    getattr(manager, call)(keys("a"), R3)
+    assert admitted(manager, "ba") == "a"
+
+
+def test_a_waiting_request_that_asks_again_and_again_counts_once() -> None:
+    manager = make_filter()
+    for _ in range(5):
+        manager.lookup(keys("ab"), R1)
+        manager.lookup_each(keys("ab"), R1)
+        manager.touch(keys("ab"), R1)
+    assert admitted(manager, "ab", R1) == ""
+    manager.lookup(keys("ab"), R2)
+    assert admitted(manager, "ab", R1) == "ab"
+
+
+def test_two_waiting_requests_that_take_turns_count_once_each() -> None:
+    manager = make_filter(threshold=3)
+    for _ in range(5):
+        manager.lookup(keys("a"), R1)
+        manager.lookup(keys("a"), R2)
+    assert admitted(manager, "a") == ""
+    manager.lookup(keys("a"), R3)
+    assert admitted(manager, "a") == "a"
+
+
+def test_a_request_that_grows_counts_its_new_keys() -> None:
+    manager = make_filter()
+    manager.lookup(keys("ab"), R1)
+    manager.lookup(keys("abcd"), R1)
+    manager.touch(keys("abcd"), R2)
+    assert admitted(manager, "abcd") == "abcd"
+
+
+def test_without_a_context_every_call_counts() -> None:
+    manager = make_filter()
+    manager.lookup(keys("a"))
+    assert admitted(manager, "a") == ""
+    manager.lookup(keys("a"))
+    assert admitted(manager, "a") == "a"
+
+
+def test_a_duplicate_in_one_call_counts_once() -> None:
+    manager = make_filter()
+    manager.lookup(keys("aaa"))
+    assert admitted(manager, "a") == ""
+    manager.touch(keys("aba"))
+    assert admitted(manager, "aabb") == "a"
+
+
+def test_keys_past_the_first_miss_count() -> None:
+    manager = make_filter()
+    for context in (R1, R2):
+        assert manager.lookup(keys("abcdef"), context) == 0
+    assert admitted(manager, "abcdef") == "abcdef"
+
+
+def test_a_store_never_counts() -> None:
+    manager = make_filter()
+    manager.lookup(keys("a"), R1)
+    for context in (None, R1, R2, R3):
+        assert admitted(manager, "ab", context) == ""
+
+
+def test_other_calls_do_not_count() -> None:
+    manager = make_filter()
+    manager.lookup(keys("a"), R1)
+    manager.complete_store(keys("a"), R2)
+    manager.explain_miss(keys("a")[0])
+    manager.take_events()
+    assert admitted(manager, "a") == ""
+
+
+# The tracker
+
+
+def test_the_tracker_forgets_the_key_least_recently_counted() -> None:
+    manager = make_filter(tracker=3)
+    for name in "abc":
+        manager.lookup(keys(name))
+    manager.lookup(keys("a"))
+    manager.lookup(keys("d"))
+    manager.check_integrity()
+    for name in "acd":
+        manager.lookup(keys(name))
+    assert admitted(manager, "acd") == "acd"
+    manager.lookup(keys("b"))
+    assert admitted(manager, "b") == ""
+
+
+def test_asking_again_in_the_same_request_does_not_keep_a_key_in_the_tracker() -> None:
+    manager = make_filter(tracker=2)
+    manager.lookup(keys("a"), R1)
+    manager.lookup(keys("b"), R1)
+    manager.lookup(keys("a"), R1)
+    manager.lookup(keys("c"), R1)
+    manager.lookup(keys("b"), R2)
+    assert admitted(manager, "b") == "b"
+    manager.lookup(keys("a"), R2)
+    assert admitted(manager, "a") == ""
+
+
+def test_a_call_larger_than_the_tracker_is_no_trouble() -> None:
+    manager = make_filter(tracker=2)
+    for _ in range(3):
+        manager.lookup(keys("abcdef"))
+        manager.check_integrity()
+    assert len(admitted(manager, "abcdef")) <= 2
+
+
+def test_tables_stay_bounded_over_many_requests() -> None:
+    manager = make_filter(tracker=100)
+    for n in range(10_000):
+        manager.lookup([b"%d" % n, b"shared"], ReqContext(str(n)))
+    manager.check_integrity()
+    assert manager.prepare_store([b"shared"]) is not None
+    manager.complete_store([b"shared"])
+    assert manager.lookup([b"shared"]) == 1
+
+
+# What is wrong, and what is passed on
+
+
+@pytest.mark.parametrize("make", [FilterReusedOffloadingManager, ReferenceFilter])
+@pytest.mark.parametrize(
+    ("settings", "named"),
+    [
+        ({"store_threshold": 1}, "store_threshold=1"),
+        ({"store_threshold": 0}, "store_threshold=0"),
+        ({"max_tracker_size": 0}, "max_tracker_size=0"),
+        ({"max_tracker_size": -5}, "max_tracker_size=-5"),
+    ],
+)
+def test_wrong_settings_are_errors_that_say_so(make: type, settings: dict[str, int], named: str) -> None:
+    with pytest.raises(ValueError, match=f"{named}: must be at least"):
+        make(ReferenceLRUManager(1), **settings)
+
+
+def test_the_least_settings_are_right() -> None:
+    manager = make_filter(threshold=2, tracker=1)
+    manager.lookup(keys("a"))
+    manager.lookup(keys("a"))
+    assert admitted(manager, "a") == "a"
+
+
+def test_defaults() -> None:
+    manager = FilterReusedOffloadingManager(ReferenceLRUManager(1))
+    assert (manager.store_threshold, manager.max_tracker_size) == (2, 64_000)
+
+
+def test_a_store_of_nothing_admitted_is_empty_even_when_nothing_could_be_evicted() -> None:
+    manager = make_filter(num_blocks=1)
+    for _ in range(2):
+        manager.lookup(keys("a"))
+    assert manager.prepare_store(keys("a")) is not None
+    output = manager.prepare_store(keys("xyz"))
+    assert output is not None
+    assert output.keys_to_store == []
+    assert output.evicted_keys == []
+    assert len(output.store_spec.slots) == 0
+
+
+def test_what_was_stored_before_can_be_loaded_whatever_the_counts_say() -> None:
+    backing = LRUOffloadingManager(HostBackend(16, 2))
+    backing.prepare_store(keys("ab"))
+    backing.complete_store(keys("ab"))
+    manager = FilterReusedOffloadingManager(backing)
+    assert manager.lookup(keys("abc"), R1) == 2
+    assert manager.lookup_each(keys("ac"), R1) == [LookupState.HIT, LookupState.MISS]
+    manager.prepare_load(keys("ab"), R1)
+    manager.complete_load(keys("ab"), R1)
+    assert (manager.num_blocks, manager.num_used_blocks) == (2, 2)
+
+
+def test_a_key_kept_out_is_explained() -> None:
+    manager = make_filter()
+    assert manager.explain_miss(keys("a")[0]).reason is MissReason.NEVER_STORED
+    manager.lookup(keys("a"), R1)
+    manager.prepare_store(keys("a"), R1)
+    assert manager.explain_miss(keys("a")[0]).reason is MissReason.NOT_ADMITTED

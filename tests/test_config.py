@@ -1,0 +1,295 @@
+"""OffloadConfig: what is wrong is said at once, with the setting, its value and what to write instead."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from typing import Any
+
+import pytest
+
+from kvoffload import config as config_module
+from kvoffload.base import CachePolicy, ConfigError
+from kvoffload.config import OffloadConfig, parse_bytes
+from kvoffload.policies.lru import LRUPolicy
+
+KIB, MIB, GIB, TIB = 1 << 10, 1 << 20, 1 << 30, 1 << 40
+NAN, INFINITY = float("nan"), float("inf")
+
+
+class OwnPolicy(LRUPolicy):
+    """A user's own, named by import path."""
+
+
+class NoPolicy:
+    pass
+
+
+def make(**options: Any) -> OffloadConfig:
+    return OffloadConfig.from_mapping({"host_bytes": "1GiB", **options})
+
+
+def refused(**options: Any) -> str:
+    with pytest.raises(ConfigError) as caught:
+        make(**options)
+    return str(caught.value)
+
+
+# Amounts of memory.
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [
+        (4096, 4096),
+        (4096.0, 4096),
+        ("4096", 4096),
+        ("4096b", 4096),
+        ("4096 B", 4096),
+        ("8KiB", 8 * KIB),
+        ("8k", 8 * KIB),
+        ("8K", 8 * KIB),
+        ("8ki", 8 * KIB),
+        ("512 MiB", 512 * MIB),
+        ("8GiB", 8 * GIB),
+        ("8gib", 8 * GIB),
+        (" 8 GiB ", 8 * GIB),
+        ("8G", 8 * GIB),
+        ("1.5T", 3 * TIB // 2),
+        ("0.5 TiB", TIB // 2),
+        ("8KB", 8 * 1000),
+        ("8MB", 8 * 1000**2),
+        ("8GB", 8 * 1000**3),
+        ("8 tb", 8 * 1000**4),
+    ],
+)
+def test_amounts(value: object, expected: int) -> None:
+    assert parse_bytes("host_bytes", value) == expected
+
+
+@pytest.mark.parametrize(
+    "value",
+    ["", "yes", "GiB", "-1", "-8GiB", "8 XiB", "8GiBs", "1e9", "1,5GiB", "0x10", "1.GiB", "8GiB 4MiB"]
+    + [
+        0,
+        -1,
+        0.0,
+        -0.5,
+        0.5,
+        "0",
+        "0GiB",
+        "0.5",
+        "0.0001k",
+        NAN,
+        INFINITY,
+        -INFINITY,
+        True,
+        False,
+        None,
+        b"8GiB",
+        ["8GiB"],
+        {},
+    ],
+    ids=repr,
+)
+def test_what_is_no_amount_is_named_and_mended(value: object) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse_bytes("host_bytes", value)
+    message = str(caught.value)
+    assert message.startswith(f"host_bytes={value!r}: ")
+    assert 'host_bytes="8GiB"' in message
+
+
+def test_an_absurd_number_is_an_amount_beyond_memory_or_refused() -> None:
+    with pytest.raises(ConfigError, match="host_bytes="):
+        OffloadConfig.from_mapping({"host_bytes": 10**400})
+
+
+# Good configurations.
+
+
+def test_only_the_memory_must_be_given() -> None:
+    assert make() == OffloadConfig(host_bytes=GIB)
+    assert make().factor(16) == 1
+
+
+def test_none_means_not_given() -> None:
+    assert make(policy=None, block_size=None, load_deadline_ms=None) == OffloadConfig(host_bytes=GIB)
+
+
+def test_everything_may_be_given() -> None:
+    options: dict[str, Any] = {
+        "host_bytes": GIB,
+        "policy": "arc",
+        "block_size_factor": 4,
+        "store_threshold": 2,
+        "load_deadline_ms": 0,
+        "model_fingerprint": "v7",
+    }
+    config = make(**options)
+    assert {name: getattr(config, name) for name in options} == options
+    assert config.factor(16) == 4
+
+
+def test_it_cannot_be_changed() -> None:
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        make().host_bytes = 5  # type: ignore[misc]
+
+
+@pytest.mark.parametrize(("block_size", "factor"), [(16, 1), (32, 2), (256, 16)])
+def test_the_block_size_may_be_given_in_tokens(block_size: int, factor: int) -> None:
+    assert make(block_size=block_size).factor(16) == factor
+
+
+def test_a_policy_of_ones_own() -> None:
+    name = f"{__name__}:OwnPolicy"
+    assert make(policy=name).policy == name
+    assert issubclass(OwnPolicy, CachePolicy)
+
+
+# Bad ones.
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [
+        ("host_byte", "host_bytes"),
+        ("hostbytes", "host_bytes"),
+        ("polcy", "policy"),
+        ("blocksize", "block_size"),
+        ("load_deadline", "load_deadline_ms"),
+        ("store_treshold", "store_threshold"),
+    ],
+)
+def test_a_misspelt_option_is_told_what_it_should_be(name: str, meant: str) -> None:
+    message = refused(**{name: 17})
+    assert message.startswith(f"{name}=17: unknown option")
+    assert f"did you mean {meant}?" in message
+
+
+def test_an_option_like_no_other_is_told_which_there_are() -> None:
+    message = refused(zzz="x")
+    assert message.startswith("zzz='x': unknown option; remove it")
+    for field in dataclasses.fields(OffloadConfig):
+        assert field.name in message
+
+
+@pytest.mark.parametrize("options", [{}, {"host_bytes": None}, {"policy": "arc"}])
+@pytest.mark.parametrize("free", [3 * MIB, 700 * MIB, GIB, 7 * GIB, 62 * GIB + 12345, 2 * TIB])
+def test_without_memory_it_proposes_an_amount_that_is_right(
+    options: dict[str, Any], free: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(config_module, "available_memory", lambda: free)
+    with pytest.raises(ConfigError, match="host_bytes is not set") as caught:
+        OffloadConfig.from_mapping(options)
+    proposal = re.search(r'host_bytes="([^"]+)"', str(caught.value))
+    assert proposal is not None
+    proposed = OffloadConfig.from_mapping({**options, "host_bytes": proposal[1]})
+    assert 0 < proposed.host_bytes <= free
+    proposed.check_memory()
+
+
+def test_more_than_there_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(config_module, "available_memory", lambda: 10 * GIB)
+    make(host_bytes="10GiB").check_memory()
+    with pytest.raises(ConfigError) as caught:
+        make(host_bytes="11GiB").check_memory()
+    message = str(caught.value)
+    assert f"host_bytes={11 * GIB} (11 GiB)" in message
+    assert "10 GiB" in message
+    assert "set host_bytes to 8 GiB or less" in message
+
+
+def test_less_than_one_block() -> None:
+    assert make(host_bytes=8192).num_blocks(4097) == 1
+    with pytest.raises(ConfigError) as caught:
+        make(host_bytes=8191).num_blocks(4097)
+    message = str(caught.value)
+    assert "host_bytes=8191" in message
+    assert "8192 bytes" in message
+    assert "set host_bytes to many times that" in message
+
+
+def test_padding_and_every_rank_are_counted() -> None:
+    assert make(host_bytes=64 * KIB).num_blocks(4096) == 16
+    assert make(host_bytes=64 * KIB).num_blocks(4097) == 8
+    assert make(host_bytes=64 * KIB).num_blocks(4097, ranks=4) == 2
+
+
+@pytest.mark.parametrize(
+    ("policy", "said"),
+    [
+        ("mru", "no policy has this name"),
+        ("LRU", "no policy has this name"),
+        ("", "no policy has this name"),
+        ("no.such.module:Policy", "cannot be imported"),
+        ("kvoffload.policies.lru:NoSuchPolicy", "cannot be imported"),
+        ("json:JSONDecoder", "is not a complete subclass of"),
+        ("json:dumps", "is not a complete subclass of"),
+        (f"{__name__}:NoPolicy", "is not a complete subclass of"),
+    ],
+)
+def test_a_policy_that_is_none(policy: str, said: str) -> None:
+    message = refused(policy=policy)
+    assert message.startswith(f"policy={policy!r}: {said}")
+    assert 'write one of arc, lru, or your own class as "package.module:Class"' in message
+
+
+@pytest.mark.parametrize("policy", [":Policy", ".policy:Policy"])
+def test_a_policy_path_that_cannot_be_a_path(policy: str) -> None:
+    refused(policy=policy)
+
+
+@pytest.mark.parametrize("value", [0, -4, 1.5, 2.0, "yes", "2", True, NAN])
+@pytest.mark.parametrize("name", ["block_size_factor", "block_size", "store_threshold"])
+def test_numbers_must_be_whole_and_large_enough(name: str, value: object) -> None:
+    message = refused(**{name: value})
+    assert message.startswith(f"{name}={value!r}: must be a whole number, ")
+    assert "leave it out" in message
+
+
+def test_a_threshold_of_one_is_no_filter() -> None:
+    message = refused(store_threshold=1)
+    assert message.startswith("store_threshold=1: must be a whole number, 2 or more; or leave it out")
+
+
+def test_two_ways_to_say_the_same() -> None:
+    message = refused(block_size=32, block_size_factor=2)
+    assert "block_size=32 and block_size_factor=2" in message
+    assert "remove one" in message
+
+
+@pytest.mark.parametrize(("block_size", "mend"), [(24, 16), (8, 16), (17, 16), (50, 48)])
+def test_a_block_size_that_the_engines_does_not_divide(block_size: int, mend: int) -> None:
+    with pytest.raises(ConfigError) as caught:
+        make(block_size=block_size).factor(16)
+    assert str(caught.value).startswith(f"block_size={block_size}: must be a multiple of ")
+    assert f"set it to {mend} or leave it out" in str(caught.value)
+    assert make(block_size=mend).factor(16) == mend // 16
+
+
+@pytest.mark.parametrize("value", [-1, -0.001, NAN, INFINITY, "yes", "1000", [1]])
+def test_a_deadline_is_some_milliseconds(value: object) -> None:
+    message = refused(load_deadline_ms=value)
+    assert message == f"load_deadline_ms={value!r}: must be 0 or more milliseconds"
+
+
+def test_true_is_no_deadline() -> None:
+    refused(load_deadline_ms=True)
+
+
+@pytest.mark.parametrize("value", ["", 5, True, b"v7", ["v7"]])
+def test_a_fingerprint_is_some_text(value: object) -> None:
+    message = refused(model_fingerprint=value)
+    assert message.startswith(f"model_fingerprint={value!r}: must be a string")
+    assert "changes with the weights" in message
+
+
+@pytest.mark.parametrize("value", [5, True, ["lru"], NAN])
+def test_a_policy_is_a_name(value: object) -> None:
+    assert refused(policy=value).startswith(f'policy={value!r}: write a name such as policy="lru"')
+
+
+def test_a_config_error_is_a_value_error() -> None:
+    with pytest.raises(ValueError):
+        make(policy="mru")

@@ -1,0 +1,363 @@
+"""The worker half of the connector: real copies, with a device and a pool made of numpy arrays."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+
+import numpy as np
+import pytest
+
+from kvoffload.base import DeviceSpec, LoadStoreSpec, TransferSpec
+from kvoffload.hostpool import ByteArray, HostPool, padded_slot_bytes
+from kvoffload.testing.faults import WrappedTransfer
+from kvoffload.transfer.base import Transfer, TransferResult
+from kvoffload.transfer.inline import InlineTransfer
+from kvoffload.worker import IDLE_WAIT_S, OffloadingConnectorWorker, StepMeta, WorkerReport
+
+LAYERS, BLOCKS, PAGE = 2, 8, 16
+NOTHING = StepMeta()
+IDLE = StepMeta(has_tokens=False)
+
+
+def job(slots: list[int], device_blocks: list[int], req_id: str = "r") -> TransferSpec:
+    device = DeviceSpec(np.array(device_blocks, dtype=np.int64), (len(device_blocks),), (0,))
+    return TransferSpec(req_id, LoadStoreSpec("CPU", np.array(slots, dtype=np.int64)), device)
+
+
+@dataclass
+class Device:
+    """A device with a pool behind it, and a transfer engine that may be wrapped into a faulty one."""
+
+    data: ByteArray = field(default_factory=lambda: np.zeros((LAYERS, BLOCKS, PAGE), np.uint8))
+    pool: ByteArray = field(default_factory=lambda: np.zeros((4, padded_slot_bytes(LAYERS * PAGE)), np.uint8))
+
+    def __post_init__(self) -> None:
+        self.transfer: Transfer = InlineTransfer(list(self.data), self.pool)
+        self.data[:] = np.random.default_rng(0).integers(0, 256, self.data.shape)
+
+    def slot(self, slot: int) -> bytes:
+        return self.pool[slot, : LAYERS * PAGE].tobytes()
+
+    def block(self, block: int) -> bytes:
+        return self.data[:, block].tobytes()
+
+
+class Faulty(WrappedTransfer):
+    """Fails the first ``failures`` tries of every job; writes down what it is asked."""
+
+    def __init__(self, inner: Transfer, failures: int = 0) -> None:
+        super().__init__(inner)
+        self.failures = failures
+        self.tries: dict[int, int] = {}
+        self.waited_for: list[list[int]] = []
+        self.idle_waits: list[float] = []
+        self.closed = 0
+        self._failed: list[TransferResult] = []
+
+    def submit(self, job_id: int, spec: TransferSpec, is_store: bool) -> None:
+        self.tries[job_id] = self.tries.get(job_id, 0) + 1
+        if self.tries[job_id] <= self.failures:
+            self._failed.append(TransferResult(job_id, ok=False))
+        else:
+            super().submit(job_id, spec, is_store)
+
+    def poll(self, busy: bool) -> list[TransferResult]:
+        failed, self._failed = self._failed, []
+        return [*failed, *super().poll(busy)]
+
+    def wait(self, job_ids: Iterable[int]) -> None:
+        self.waited_for.append(list(job_ids))
+        super().wait(job_ids)
+
+    def wait_any(self, timeout_s: float) -> None:
+        self.idle_waits.append(timeout_s)
+        super().wait_any(timeout_s)
+
+    def close(self) -> None:
+        self.closed += 1
+        super().close()
+
+
+class Sleeping(Faulty):
+    """Copies nothing but when it is waited for, as a device that needs time."""
+
+    def poll(self, busy: bool) -> list[TransferResult]:
+        return self.inner.poll(busy=False) if self.idle_waits else []
+
+
+def step(worker: OffloadingConnectorWorker, meta: StepMeta = NOTHING) -> tuple[set[str], set[int], set[str]]:
+    """One engine step: what it is told after it."""
+    worker.begin_step(meta)
+    worker.start_loads(meta)
+    worker.end_step(meta)
+    finished = worker.get_finished(meta)
+    return finished.loaded, finished.failed_blocks, finished.released
+
+
+def report(worker: OffloadingConnectorWorker) -> tuple[dict[int, int], set[int]]:
+    taken = worker.take_report() or WorkerReport()
+    return taken.done, taken.failed
+
+
+@pytest.fixture
+def device() -> Device:
+    return Device()
+
+
+@pytest.fixture
+def worker(device: Device) -> OffloadingConnectorWorker:
+    return OffloadingConnectorWorker(device.transfer)
+
+
+# Good days.
+
+
+def test_a_store_starts_at_the_next_step_and_is_reported_once(
+    device: Device, worker: OffloadingConnectorWorker
+) -> None:
+    step(worker, StepMeta(stores={1: job([2], [5])}))
+    assert report(worker) == ({}, set())
+    assert not device.pool.any(), "the step that computes the block may still be under way"
+    device.data[:, 5] = 7
+    step(worker)
+    assert device.slot(2) == device.block(5) == bytes([7]) * LAYERS * PAGE
+    assert report(worker) == ({1: 1}, set())
+    step(worker)
+    assert worker.take_report() is None
+
+
+def test_a_load_is_done_when_it_is_reported(device: Device, worker: OffloadingConnectorWorker) -> None:
+    device.pool[3] = 9
+    assert step(worker, StepMeta(loads={1: job([3], [4])})) == ({"r"}, set(), set())
+    assert device.block(4) == device.slot(3) == bytes([9]) * LAYERS * PAGE
+    assert report(worker) == ({1: 1}, set())
+    assert step(worker) == (set(), set(), set()), "reported once"
+
+
+def test_bytes_come_back_through_a_real_host_pool() -> None:
+    pool = HostPool(4, padded_slot_bytes(LAYERS * PAGE))
+    try:
+        device = Device(pool=pool.data)
+        worker = OffloadingConnectorWorker(device.transfer)
+        before = device.block(1), device.block(2)
+        step(worker, StepMeta(stores={1: job([0, 3], [1, 2])}))
+        step(worker)
+        device.data[:] = 0
+        step(worker, StepMeta(loads={2: job([3, 0], [6, 5])}))
+        assert (device.block(5), device.block(6)) == before
+        taken = worker.take_report()
+        assert taken is not None
+        assert taken.done == {1: 1, 2: 1}
+        assert taken.store_bytes == taken.load_bytes == 2 * LAYERS * PAGE
+    finally:
+        pool.close()
+
+
+def test_a_fenced_store_has_read_its_block_before_the_step_computes(
+    device: Device, worker: OffloadingConnectorWorker
+) -> None:
+    step(worker, StepMeta(stores={1: job([0], [1]), 2: job([1], [2])}))
+    want = device.block(1)
+    worker.begin_step(StepMeta(fences=[1]))
+    device.data[:, 1:3] = 0  # the forward pass
+    assert device.slot(0) == want
+    worker.end_step(NOTHING)
+    worker.get_finished(NOTHING)
+    assert device.slot(1) == bytes(LAYERS * PAGE), "without a fence the old bytes are gone"
+
+
+def test_a_store_may_be_fenced_in_the_step_that_asks_for_it(device: Device, worker: OffloadingConnectorWorker) -> None:
+    meta = StepMeta(stores={1: job([0], [1])}, fences=[1])
+    want = device.block(1)
+    worker.begin_step(meta)
+    device.data[:, 1] = 0
+    worker.end_step(meta)
+    worker.get_finished(meta)
+    step(worker)
+    assert device.slot(0) == want
+    assert report(worker) == ({1: 1}, set()), "carried out once"
+
+
+def test_a_load_into_a_fenced_block_comes_after_the_store(device: Device, worker: OffloadingConnectorWorker) -> None:
+    device.pool[3] = 9
+    want = device.block(1)
+    step(worker, StepMeta(stores={1: job([0], [1])}))
+    step(worker, StepMeta(fences=[1], loads={2: job([3], [1])}))
+    assert device.slot(0) == want
+    assert device.block(1) == device.slot(3)
+
+
+def test_a_fence_for_a_store_that_is_through_does_no_harm(worker: OffloadingConnectorWorker) -> None:
+    step(worker, StepMeta(stores={1: job([0], [1])}))
+    step(worker)
+    assert report(worker) == ({1: 1}, set())
+    step(worker, StepMeta(fences=[1]))
+    assert worker.take_report() is None
+
+
+def test_broken_loads_are_reported_as_failed_once(worker: OffloadingConnectorWorker) -> None:
+    assert step(worker, StepMeta(broken_loads={"b": [3, 4]})) == ({"b"}, {3, 4}, set())
+    assert step(worker) == (set(), set(), set())
+    assert worker.take_report() is None, "there was no job"
+
+
+def test_releases_are_reported_once(worker: OffloadingConnectorWorker) -> None:
+    assert step(worker, StepMeta(releases=["a", "b"])) == (set(), set(), {"a", "b"})
+    assert step(worker) == (set(), set(), set())
+
+
+# Copies that fail.
+
+
+@pytest.mark.parametrize(("failures", "ok"), [(0, True), (1, True), (2, False)])
+def test_a_store_is_tried_twice(device: Device, failures: int, ok: bool) -> None:
+    faulty = Faulty(device.transfer, failures)
+    worker = OffloadingConnectorWorker(faulty)
+    step(worker, StepMeta(stores={1: job([0], [1])}))
+    for _ in range(4):
+        step(worker)
+    assert faulty.tries == {1: min(failures + 1, 2)}
+    assert report(worker) == ({1: 1}, set() if ok else {1})
+    assert (device.slot(0) == device.block(1)) is ok
+
+
+@pytest.mark.parametrize(("failures", "ok"), [(1, True), (2, False)])
+def test_a_load_is_tried_twice_and_then_names_its_blocks(device: Device, failures: int, ok: bool) -> None:
+    worker = OffloadingConnectorWorker(Faulty(device.transfer, failures))
+    told = [step(worker, meta) for meta in (StepMeta(loads={1: job([0, 1], [4, 5])}), *[NOTHING] * 3)]
+    loaded = [entry for entry in told if entry != (set(), set(), set())]
+    assert loaded == [({"r"}, set() if ok else {4, 5}, set())], "reported once, when it is decided"
+    assert report(worker) == ({1: 1}, set() if ok else {1})
+
+
+def test_a_store_that_failed_is_not_tried_again_after_its_fence(device: Device) -> None:
+    faulty = Faulty(device.transfer, failures=1)
+    worker = OffloadingConnectorWorker(faulty)
+    step(worker, StepMeta(stores={1: job([0], [1])}))
+    step(worker, StepMeta(fences=[1]))
+    device.data[:, 1] = 0
+    step(worker)
+    assert faulty.tries == {1: 1}, "its source may have changed"
+    assert report(worker) == ({1: 1}, {1})
+
+
+def test_nor_is_one_that_was_fenced_in_the_step_that_asked_for_it(device: Device) -> None:
+    faulty = Faulty(device.transfer, failures=1)
+    worker = OffloadingConnectorWorker(faulty)
+    step(worker, StepMeta(stores={1: job([0], [1])}, fences=[1]))
+    step(worker)
+    assert faulty.tries == {1: 1}
+    assert report(worker) == ({1: 1}, {1})
+
+
+def test_one_bad_job_does_not_harm_the_others(device: Device, caplog: pytest.LogCaptureFixture) -> None:
+    worker = OffloadingConnectorWorker(device.transfer)
+    told = step(worker, StepMeta(loads={1: job([99], [1], "bad"), 2: job([0], [2], "good")}))
+    told_later = step(worker)
+    assert told[0] | told_later[0] == {"bad", "good"}
+    assert told[1] | told_later[1] == {1}
+    assert report(worker) == ({1: 1, 2: 1}, {1})
+
+
+# Idle steps.
+
+
+@pytest.mark.parametrize(
+    ("meta", "waits"),
+    [
+        (StepMeta(loads={1: job([0], [1])}, has_tokens=False), [IDLE_WAIT_S]),
+        (StepMeta(loads={1: job([0], [1])}, has_tokens=True), []),
+        (StepMeta(has_tokens=False), []),
+        (StepMeta(stores={1: job([0], [1])}, has_tokens=False), []),
+        (StepMeta(loads={1: job([0], [1])}, broken_loads={"b": [3]}, has_tokens=False), []),
+    ],
+    ids=["loads pending", "has tokens", "nothing pending", "only stores pending", "something to tell"],
+)
+def test_only_a_step_without_tokens_waits_for_loads(device: Device, meta: StepMeta, waits: list[float]) -> None:
+    sleeping = Sleeping(device.transfer)
+    worker = OffloadingConnectorWorker(sleeping)
+    step(worker, meta)
+    assert sleeping.idle_waits == waits
+
+
+def test_what_ended_during_the_wait_is_told_in_the_same_step(device: Device) -> None:
+    worker = OffloadingConnectorWorker(Sleeping(device.transfer))
+    told = step(worker, StepMeta(loads={1: job([0], [1])}, has_tokens=False))
+    assert told == ({"r"}, set(), set())
+
+
+def test_an_idle_step_is_short() -> None:
+    assert 0 < IDLE_WAIT_S <= 0.002
+
+
+# A transfer engine that breaks.
+
+
+@pytest.mark.parametrize("method", ["submit", "poll", "wait", "wait_any"])
+def test_a_broken_engine_fails_every_job_and_raises_nothing(
+    device: Device, method: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    transfer = Sleeping(device.transfer)
+    worker = OffloadingConnectorWorker(transfer)
+    step(worker, StepMeta(stores={1: job([0], [1])}))
+    step(worker, StepMeta(loads={2: job([1], [2], "early")}))
+
+    def broken(*args: object) -> None:
+        raise RuntimeError("the device is gone")
+
+    monkeypatch.setattr(transfer, method, broken)
+    told: list[tuple[set[str], set[int], set[str]]] = []
+    told.append(step(worker, StepMeta(loads={3: job([2], [3], "late")}, has_tokens=False)))
+    told.append(step(worker, StepMeta(stores={4: job([3], [4])}, fences=[1])))
+    told.append(step(worker, IDLE))
+    assert set().union(*(loaded for loaded, _, _ in told)) == {"early", "late"}
+    assert sum(len(loaded) for loaded, _, _ in told) == 2, "each is told once"
+    # What breaks only in the second of these steps may have let the loads through before.
+    done, failed = report(worker)
+    assert done == dict.fromkeys((1, 2, 3, 4), 1)
+    assert failed == (done.keys() if method != "wait" else {4})
+    assert transfer.closed == 1
+    assert sum("OFFLOADING IS OFF" in record.message for record in caplog.records) == 1
+
+
+def test_after_it_broke_everything_fails_at_once(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    worker = OffloadingConnectorWorker(device.transfer)
+    monkeypatch.setattr(device.transfer, "poll", None)
+    step(worker)
+    assert step(worker, StepMeta(loads={1: job([0], [1])})) == ({"r"}, {1}, set())
+    step(worker, StepMeta(stores={2: job([0], [1])}))
+    assert step(worker, StepMeta(releases=["x"])) == (set(), set(), {"x"})
+    assert report(worker) == ({1: 1, 2: 1}, {1, 2})
+
+
+def test_an_engine_that_cannot_even_be_closed_raises_nothing(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    worker = OffloadingConnectorWorker(device.transfer)
+    monkeypatch.setattr(device.transfer, "submit", None)
+    monkeypatch.setattr(device.transfer, "close", None)
+    assert step(worker, StepMeta(loads={1: job([0], [1])})) == ({"r"}, {1}, set())
+
+
+def test_shutdown_closes_the_engine(device: Device) -> None:
+    faulty = Faulty(device.transfer)
+    OffloadingConnectorWorker(faulty).shutdown()
+    assert faulty.closed == 1
+
+
+# Reports.
+
+
+def test_reports_of_workers_add_up() -> None:
+    total = WorkerReport()
+    one = WorkerReport({1: 1, 2: 1}, {2}, store_bytes=10, load_bytes=1, store_seconds=0.5, load_seconds=2.0)
+    two = WorkerReport({2: 1, 3: 1}, {3}, store_bytes=5, load_bytes=2, store_seconds=0.25, load_seconds=1.0)
+    assert total.add(one).add(two) is total
+    assert total == WorkerReport({1: 1, 2: 2, 3: 1}, {2, 3}, 15, 3, 0.75, 3.0)
+    assert one.done == {1: 1, 2: 1}, "what is added stays as it was"
+
+
+@pytest.fixture(autouse=True)
+def no_logs_on_the_screen(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
+    with caplog.at_level(logging.WARNING):
+        yield
