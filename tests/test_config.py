@@ -180,6 +180,7 @@ def test_without_memory_it_proposes_an_amount_that_is_right(
     options: dict[str, Any], free: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(config_module, "available_memory", lambda: free)
+    monkeypatch.setattr(config_module, "total_memory", lambda: free)
     with pytest.raises(ConfigError, match="host_bytes is not set") as caught:
         OffloadConfig.from_mapping(options)
     proposal = re.search(r'host_bytes="([^"]+)"', str(caught.value))

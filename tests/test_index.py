@@ -70,5 +70,17 @@ def test_check_integrity_notices_a_lost_entry() -> None:
     index.insert(keys, np.arange(50))
     index.check_integrity()
     index._tags[:] = 0
-    with pytest.raises(IntegrityError):
+    with pytest.raises(IntegrityError, match="not found"):
+        index.check_integrity()
+
+
+def test_check_integrity_notices_a_lost_count_and_a_stale_entry() -> None:
+    index = KeyIndex(100)
+    index.insert([b"a"], np.array([3]))
+    index._len = 2
+    with pytest.raises(IntegrityError, match="lost count"):
+        index.check_integrity()
+    index._len = 1
+    index._tags.ravel()[np.flatnonzero(index._tags.ravel() == 0)[0]] = 5
+    with pytest.raises(IntegrityError, match="entries of keys that are gone"):
         index.check_integrity()

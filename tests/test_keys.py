@@ -109,5 +109,12 @@ def test_a_block_without_tokens_is_an_error_that_says_so(block_size: int) -> Non
 
 
 def test_a_token_that_does_not_fit_is_an_error() -> None:
-    with pytest.raises(OverflowError):
+    with pytest.raises(ValueError, match="does not fit"):
         hash_blocks([2**31], 1)
+    with pytest.raises(ValueError, match="does not fit"):
+        hash_blocks(np.array([2**32 + 5]), 1)
+
+
+def test_extras_belong_to_the_root() -> None:
+    with pytest.raises(ValueError, match="root"):
+        hash_blocks([1], 1, parent=b"x", extras=["lora"])

@@ -694,7 +694,9 @@ def test_what_two_requests_compute_in_one_step_is_stored_once() -> None:
 
 
 def test_a_request_that_fits_is_stored_though_another_of_its_step_does_not() -> None:
-    rig = Rig(num_host_blocks=2)
+    rig = Rig(num_host_blocks=3)
+    rig.store(prompt(4, start=90))
+    rig.load(FakeRequest("pins", prompt(5, start=90)))
     big, small = FakeRequest("big", prompt(12)), FakeRequest("small", prompt(8, start=50))
     meta = start_together(rig, big, small)
     assert [spec.req_id for spec in meta.stores.values()] == ["small"]
@@ -1144,10 +1146,21 @@ def test_being_written() -> None:
     assert settle(rig, prompt(8)) == (MissReason.BEING_WRITTEN, None)
 
 
+def test_of_a_prompt_longer_than_the_pool_the_head_is_stored() -> None:
+    rig = Rig(num_host_blocks=2)
+    request = FakeRequest("r", prompt(16))
+    rig.report(*rig.start(request).stores)
+    assert not rig.step({request: 0}).stores
+    assert rig.status(prompt(16)) == [0, 0, None, None]
+    assert "refused_stores" not in rig.half.metrics.snapshot()
+
+
 def test_no_room() -> None:
     rig = Rig(num_host_blocks=1)
-    rig.start(FakeRequest("w", prompt(8)))
-    reason, age_s = settle(rig, prompt(8))
+    rig.store(prompt(4))
+    rig.load(FakeRequest("pins", prompt(5)))
+    rig.start(FakeRequest("w", prompt(8, start=50)))
+    reason, age_s = settle(rig, prompt(8, start=50))
     assert reason is MissReason.NO_ROOM
     assert age_s is not None
 

@@ -18,7 +18,9 @@ from kvoffload.base import (
 )
 from kvoffload.explain import MissMemory
 
-MAX_COUNTED_REQUESTS = 4096
+MAX_SEEN_KEYS = 1 << 18
+"""Keys remembered as counted for their request, over all requests. A request that is forgotten counts again when
+it comes back."""
 
 
 class FilterReusedOffloadingManager(OffloadingManager):
@@ -43,16 +45,18 @@ class FilterReusedOffloadingManager(OffloadingManager):
         self._refused = MissMemory()
         self._seen: dict[str, set[OffloadKey]] = {}
         """Keys already counted, per request, the request that asked least recently first."""
+        self._num_seen = 0
 
     def _count(self, keys: Sequence[OffloadKey], req_context: ReqContext | None) -> None:
         fresh: Iterable[OffloadKey] = dict.fromkeys(keys)
         if req_context is not None:
             seen = self._seen.pop(req_context.req_id, set())
             self._seen[req_context.req_id] = seen
-            if len(self._seen) > MAX_COUNTED_REQUESTS:
-                del self._seen[next(iter(self._seen))]
             fresh = [key for key in fresh if key not in seen]
             seen.update(fresh)
+            self._num_seen += len(fresh)
+            while len(self._seen) > 1 and self._num_seen > MAX_SEEN_KEYS:
+                self._num_seen -= len(self._seen.pop(next(iter(self._seen))))
         counts = self._counts
         for key in fresh:
             counts[key] = counts.pop(key, 0) + 1
@@ -75,10 +79,14 @@ class FilterReusedOffloadingManager(OffloadingManager):
         self, keys: Sequence[OffloadKey], req_context: ReqContext | None = None
     ) -> PrepareStoreOutput | None:
         counts, threshold = self._counts, self.store_threshold
-        admitted = [key for key in keys if counts.get(key, 0) >= threshold]
-        if len(admitted) < len(keys):
-            self._refused.record([key for key in keys if counts.get(key, 0) < threshold], MissReason.NOT_ADMITTED)
-        return self.backing.prepare_store(admitted, req_context)
+        doubtful = [key for key in keys if counts.get(key, 0) < threshold]
+        if not doubtful:
+            return self.backing.prepare_store(keys, req_context)
+        # What is there already goes along, or the store could evict it: it may have left the tracker since.
+        states = self.backing.lookup_each(doubtful, req_context)
+        refused = {key for key, state in zip(doubtful, states, strict=True) if state is LookupState.MISS}
+        self._refused.record(refused, MissReason.NOT_ADMITTED)
+        return self.backing.prepare_store([key for key in keys if key not in refused], req_context)
 
     def prepare_load(self, keys: Sequence[OffloadKey], req_context: ReqContext | None = None) -> LoadStoreSpec:
         return self.backing.prepare_load(keys, req_context)
@@ -113,6 +121,6 @@ class FilterReusedOffloadingManager(OffloadingManager):
         return self.backing.num_used_blocks
 
     def check_integrity(self) -> None:
-        if len(self._counts) > self.max_tracker_size or len(self._seen) > MAX_COUNTED_REQUESTS:
+        if len(self._counts) > self.max_tracker_size or self._num_seen != sum(map(len, self._seen.values())):
             raise IntegrityError("the reuse filter's tables have outgrown their bounds")
         self.backing.check_integrity()

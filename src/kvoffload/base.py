@@ -301,18 +301,18 @@ class OffloadingManager(ABC):
         """Releases everything; may be called twice."""
 
     def explain_miss(self, key: OffloadKey) -> Miss:
-        """Why ``key`` cannot be loaded now."""
+        """Why ``key``, which is not ready, cannot be loaded now."""
         return Miss(MissReason.NEVER_STORED)
 
     @property
+    @abstractmethod
     def num_blocks(self) -> int:
         """Blocks there is room for."""
-        return 0
 
     @property
+    @abstractmethod
     def num_used_blocks(self) -> int:
         """Blocks held now, those being written included."""
-        return 0
 
     def check_integrity(self) -> None:
         """Raises IntegrityError if the manager's books do not balance. O(blocks)."""

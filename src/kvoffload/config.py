@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvoffload.base import ConfigError
-from kvoffload.hostpool import available_memory, format_bytes, padded_slot_bytes
+from kvoffload.hostpool import available_memory, format_bytes, padded_slot_bytes, total_memory
 from kvoffload.policies import policy_class
 
 _POWERS = {"k": 1, "m": 2, "g": 3, "t": 4}
@@ -84,6 +84,12 @@ class OffloadConfig:
         if not isinstance(self.policy, str):
             raise ConfigError(f'policy={self.policy!r}: write a name such as policy="lru"')
         policy_class(self.policy)
+        total = total_memory()
+        if self.host_bytes > total:
+            raise ConfigError(
+                f"host_bytes={self.host_bytes} ({format_bytes(self.host_bytes)}): this machine has "
+                f"{format_bytes(total)} in all; set host_bytes to {format_bytes(total // 2)} or less"
+            )
         for name, least in (("block_size_factor", 1), ("block_size", 1), ("store_threshold", 2)):
             value = getattr(self, name)
             if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < least):

@@ -62,7 +62,8 @@ class HostBackend(Backend):
 
     def free(self, slots: Slots) -> None:
         n = len(slots)
-        if np.count_nonzero(self._allocated[slots]) != n or self._num_free + n > len(self._free):
+        known = not n or (slots.min() >= 0 and slots.max() < len(self._free))
+        if not known or np.count_nonzero(self._allocated[slots]) != n or self._num_free + n > len(self._free):
             raise IntegrityError("a slot was freed that is not allocated")
         self._allocated[slots] = False
         self._free[self._num_free : self._num_free + n] = slots
@@ -82,6 +83,11 @@ def available_memory() -> int:
     for limit, used in _cgroup_limits():
         available = min(available, max(0, limit - used))
     return available
+
+
+def total_memory() -> int:
+    """Bytes this process could have at best: the machine's memory, less if a cgroup grants less."""
+    return min([_meminfo("MemTotal"), *(limit for limit, _ in _cgroup_limits())])
 
 
 def _meminfo(field: str) -> int:

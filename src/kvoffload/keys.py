@@ -50,12 +50,19 @@ def hash_blocks(
 
     ``parent`` is the hash of the block before, to go on with a chain; without it the chain starts from
     ``root_hash(*extras)``. Tokens past the last whole block are left out. Token bytes are little-endian, so
-    hashes agree between machines.
+    hashes agree between machines. Raises ValueError for tokens that are no int32, and for ``extras`` with a
+    ``parent``, whose chain already has its root.
     """
     if block_size < 1:
         raise ValueError(f"block_size={block_size}: must be at least 1 token")
+    extras = tuple(extras)
+    if parent and extras:
+        raise ValueError("extras belong to the root of a chain; leave them out when going on from a parent")
+    tokens = np.asarray(token_ids, dtype=np.int64)
+    if len(tokens) and not -(2**31) <= tokens.min() <= tokens.max() < 2**31:
+        raise ValueError("a token id does not fit into 32 bits")
     digest = parent or root_hash(*extras)
-    raw = np.asarray(token_ids, dtype="<i4").tobytes()
+    raw = tokens.astype("<i4").tobytes()
     step = 4 * block_size
     sha256 = hashlib.sha256
     hashes = []

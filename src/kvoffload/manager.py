@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
@@ -13,6 +14,7 @@ from kvoffload.base import (
     BlockNotReadyError,
     BlockStatus,
     CachePolicy,
+    ConfigError,
     IntegrityError,
     LoadStoreSpec,
     LookupState,
@@ -30,6 +32,9 @@ from kvoffload.policies.arc import ARCPolicy
 from kvoffload.policies.lru import LRUPolicy
 from kvoffload.table import BlockTable
 
+MAX_PENDING_EVENTS = 1 << 16
+"""Events kept for a taker; beyond it the oldest are lost."""
+
 
 class PolicyOffloadingManager(OffloadingManager):
     """Any policy on any backend. ``policy`` must be made for ``backend.num_blocks`` blocks."""
@@ -41,10 +46,15 @@ class PolicyOffloadingManager(OffloadingManager):
         enable_events: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        if policy.capacity != backend.num_blocks:
+            raise ConfigError(
+                f"policy capacity {policy.capacity}: the backend has {backend.num_blocks} blocks; "
+                "make the policy for as many"
+            )
         self.backend = backend
         self.policy = policy
         self._table = BlockTable(backend.num_blocks)
-        self._events: list[OffloadingEvent] | None = [] if enable_events else None
+        self._events: deque[OffloadingEvent] | None = deque(maxlen=MAX_PENDING_EVENTS) if enable_events else None
         self._orphans: dict[OffloadKey, list[int]] = {}
         """Keys that vanished in a reset while in transfer: [slot, ref_cnt]. Until the transfer ends they
         count as in flight, so that its completion cannot be taken for another's."""
@@ -151,8 +161,8 @@ class PolicyOffloadingManager(OffloadingManager):
 
     def take_events(self) -> Iterable[OffloadingEvent]:
         if self._events is not None:
-            events, self._events = self._events, []
-            yield from events
+            while self._events:
+                yield self._events.popleft()
 
     def _emit(self, keys: list[OffloadKey], removed: bool) -> None:
         if self._events is not None and keys:
@@ -177,7 +187,7 @@ class PolicyOffloadingManager(OffloadingManager):
         self.reset()
 
     def explain_miss(self, key: OffloadKey) -> Miss:
-        if key in self._table or key in self._orphans:
+        if key in self._table:
             return Miss(MissReason.BEING_WRITTEN)
         return self._gone.explain(key)
 

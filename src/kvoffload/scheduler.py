@@ -345,7 +345,8 @@ class OffloadingConnectorScheduler:
         if end <= state.next_store or not state.may_store or state.loading:
             return None
         self._extend_keys(state)
-        end = min(end, len(state.keys))
+        # Of a chain longer than the pool only the head can be kept: its tail would push it out.
+        end = min(end, len(state.keys), self.manager.num_blocks)
         indices = [
             i
             for i in range(state.next_store, end)
@@ -500,6 +501,7 @@ class OffloadingConnectorScheduler:
             state.match = None
             state.may_store = not state.has_kv
         self._finished.clear()
+        self.metrics.set("pool_used_blocks", self.manager.num_used_blocks)
 
     @_guarded(lambda self: None)
     def shutdown(self) -> None:

@@ -352,7 +352,11 @@ class ReferenceFilter(OffloadingManager):
     def prepare_store(
         self, keys: Sequence[OffloadKey], req_context: ReqContext | None = None
     ) -> PrepareStoreOutput | None:
-        admitted = [key for key in keys if self.counts.get(key, 0) >= self.store_threshold]
+        admitted = []
+        for key in keys:
+            present = self.backing.lookup_each([key]) != [LookupState.MISS]
+            if present or self.counts.get(key, 0) >= self.store_threshold:
+                admitted.append(key)
         return self.backing.prepare_store(admitted, req_context)
 
     def prepare_load(self, keys: Sequence[OffloadKey], req_context: ReqContext | None = None) -> LoadStoreSpec:

@@ -16,6 +16,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     SupportsHMA,
 )
 from vllm.logger import init_logger
+from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
 
 from kvoffload.base import OffloadingEvent, ScheduledStep
 from kvoffload.hostpool import HostPool
@@ -198,7 +199,7 @@ class KVOffloadConnector(KVConnectorBase_V1, SupportsHMA):
         block_size = self._setup.block_tokens
         events: Iterable[OffloadingEvent] = self.connector_scheduler.take_events()
         for event in events:
-            hashes = [key_block_hash(key)[NAMESPACE_BYTES:] for key in event.keys]
+            hashes = [maybe_convert_block_hash(key_block_hash(key)[NAMESPACE_BYTES:]) for key in event.keys]
             group = key_group_idx(event.keys[0])
             if event.removed:
                 yield BlockRemoved(block_hashes=hashes, medium=event.medium, group_idx=group)

@@ -1,0 +1,28 @@
+"""Real vLLM, one engine a child process; what is slow is shared."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from vllm_harness import Run, Runner
+
+
+@pytest.fixture(scope="session")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Runner:
+    return Runner(tmp_path_factory.mktemp("vllm"))
+
+
+@pytest.fixture(scope="session")
+def baseline(run: Runner) -> Run:
+    """vLLM by itself, preempting."""
+    result = run("rounds", rounds=1)
+    assert result["preemptions"] > 0
+    return result
+
+
+@pytest.fixture(scope="session")
+def expected(baseline: Run) -> list[Any]:
+    """What the prompts are answered without offloading."""
+    (answers,) = baseline["outputs"]
+    return list(answers)

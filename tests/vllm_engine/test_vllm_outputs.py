@@ -1,0 +1,77 @@
+"""Offloading changes when KV is computed, never what is answered."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+# Not "vllm": from tests/ on sys.path this directory itself could be imported under that name.
+pytest.importorskip("vllm.version")
+from vllm_harness import POOL, Run, Runner, assert_at_rest, differences
+
+pytestmark = pytest.mark.vllm
+
+CONFIGURATIONS: dict[str, dict[str, Any]] = {
+    "lru, factor 4": {"connector": POOL | {"block_size_factor": 4}},
+    "arc, slow copies, chunked prefill": {
+        "connector": POOL | {"policy": "arc"},
+        "slow": 1,
+        "engine": {"max_num_batched_tokens": 96},
+    },
+    "slow copies, no prefix caching": {
+        "connector": POOL,
+        "slow": 2,
+        "engine": {"enable_prefix_caching": False},
+    },
+    "asynchronous scheduling": {"connector": POOL, "force_async": True},
+}
+"""Each preempts. Slow copies are the hard case for fences: a block's bytes may be read, or arrive, many steps
+after the step that asked for it."""
+
+
+def check_identical(run: Run, expected: list[Any]) -> None:
+    for answers in run["outputs"]:
+        assert differences(answers, expected) == []
+    assert run["preemptions"] > 0
+    assert_at_rest(run.result)
+
+
+@pytest.mark.parametrize("config", CONFIGURATIONS.values(), ids=CONFIGURATIONS)
+def test_outputs_are_identical(run: Runner, expected: list[Any], config: dict[str, Any]) -> None:
+    result = run("rounds", **config)
+    check_identical(result, expected)
+    assert result["metrics"]["host_hit_tokens"] > 0
+    assert result["metrics"]["load_bytes"] > 0
+    assert result["async_scheduling"] == config.get("force_async", False)
+
+
+def test_corrupted_bytes_change_outputs(run: Runner, expected: list[Any]) -> None:
+    """The control without which no comparison here proves anything: all that the second round loads is
+    spoiled."""
+    result = run("rounds", connector=POOL, connector_class="CorruptedKVOffloadConnector")
+    assert len(differences(result["outputs"][1], expected)) == len(expected)
+
+
+def test_failing_copies_are_misses(run: Runner, expected: list[Any]) -> None:
+    result = run("rounds", rounds=3, connector=POOL, connector_class="FailingKVOffloadConnector")
+    check_identical(result, expected)
+    assert result["metrics"]["store_failures"] > 0
+    assert result["metrics"]["load_failures"] > 0
+    assert result["metrics"]["load_blocks"] > 0
+
+
+def test_a_pool_of_a_few_blocks_evicts_and_says_so(run: Runner, expected: list[Any]) -> None:
+    """Records tell an evicted prefix, and when it left, from one never seen."""
+    result = run("rounds", connector={"host_bytes": "1MiB"})
+    check_identical(result, expected)
+    assert result["used_blocks"] == result["metrics"]["pool_blocks"] < 75
+    assert result["metrics"]["evicted_blocks"] > 0
+    first, second = result["records"][:10], result["records"][10:]
+    assert {record["reason"] for record in first} <= {"never_stored", "evicted", "being_written"}
+    assert "never_stored" in {record["reason"] for record in first}
+    evicted = [record for record in second if record["reason"] == "evicted"]
+    assert evicted
+    for record in evicted:
+        assert record["age_s"] > 0
+        assert record["missed_key"]

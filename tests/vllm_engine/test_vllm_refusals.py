@@ -1,0 +1,58 @@
+"""A wrong setting is refused at start, by name, with its value and what to write instead."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+# Not "vllm": from tests/ on sys.path this directory itself could be imported under that name.
+pytest.importorskip("vllm.version")
+from vllm_harness import DEADLINE_S, POOL, Run, Runner
+
+pytestmark = pytest.mark.vllm
+
+CASES: dict[str, tuple[dict[str, Any], list[str]]] = {
+    "unknown option": ({"host_byte": "1GiB"}, ["host_byte='1GiB'", "did you mean host_bytes?"]),
+    "no host_bytes": ({}, ["host_bytes is not set", 'host_bytes="']),
+    "not an amount": ({"host_bytes": "lots"}, ["host_bytes='lots'", 'host_bytes="8GiB"']),
+    "more than the machine has": ({"host_bytes": "900TiB"}, ["host_bytes=", "900 TiB", "or less"]),
+    "less than one block": ({"host_bytes": 4096}, ["host_bytes=4096", "set host_bytes to many times"]),
+    "policy not importable": (POOL | {"policy": "no.such.module:Policy"}, ["policy='no.such.module:Policy'"]),
+    "policy not a policy": (
+        POOL | {"policy": "collections:OrderedDict"},
+        ["policy='collections:OrderedDict'"],
+    ),
+    "block_size does not divide": (POOL | {"block_size": 48}, ["block_size=48", "32 tokens", "set it to 32"]),
+    "two block sizes": (POOL | {"block_size": 64, "block_size_factor": 2}, ["block_size=64", "remove one"]),
+    "threshold too low": (POOL | {"store_threshold": 1}, ["store_threshold=1", "2 or more"]),
+    "two ranks": (POOL, ["tensor_parallel_size=2", "set it to 1"]),
+}
+PARALLEL = {"two ranks": {"tensor_parallel_size": 2}}
+
+
+@pytest.fixture(scope="module")
+def said(run: Runner) -> Run:
+    cases = {name: {"options": options, "parallel": PARALLEL.get(name, {})} for name, (options, _) in CASES.items()}
+    return run("refusals", cases={"right": {"options": POOL}, **cases})
+
+
+def test_a_right_configuration_is_taken(said: Run) -> None:
+    assert said["said"]["right"] is None
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_wrong_one_is_refused_with_the_mend(said: Run, case: str) -> None:
+    assert said["said"][case] is not None, "taken without a word"
+    kind, message = said["said"][case]
+    assert kind == "ConfigError"
+    for part in CASES[case][1]:
+        assert part in message
+
+
+def test_the_server_ends_with_the_same_words(run: Runner) -> None:
+    """Through the whole of vLLM's start."""
+    child, result = run.start("rounds", connector={"host_bytes": "900TiB"})
+    assert child.wait(DEADLINE_S) != 0
+    assert not result.exists()
+    assert "ConfigError: host_bytes=989560464998400 (900 TiB): only" in result.with_suffix(".log").read_text()

@@ -1,0 +1,136 @@
+"""What a server's operator sees: metrics, records, events, resets, and offloading that ends without harm."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+
+# Not "vllm": from tests/ on sys.path this directory itself could be imported under that name.
+pytest.importorskip("vllm.version")
+from vllm_harness import POOL, Run, Runner, assert_at_rest, differences
+
+pytestmark = pytest.mark.vllm
+
+BLOCK_SIZE = 32
+
+
+@pytest.fixture(scope="module")
+def service(run: Runner) -> Run:
+    """Two rounds, a reset, a third, and a prefill for a remote decoder; see the driver."""
+    return run("service", connector=POOL, events=True)
+
+
+def test_outputs_are_identical(service: Run, expected: list[Any]) -> None:
+    for answers in service["outputs"]:
+        assert differences(answers, expected) == []
+    for state in (service["warm"], service["after"], service["remote"]["state"]):
+        assert_at_rest(state)
+    assert service["warm"]["preemptions"] > 0
+
+
+def test_counters_add_up(service: Run) -> None:
+    metrics = service["warm"]["metrics"]
+    records = service["warm"]["records"]
+    assert metrics["host_hit_tokens"] == sum(r["host_tokens"] for r in records) > 0
+    assert metrics["device_hit_tokens"] == sum(r["device_tokens"] for r in records)
+    assert metrics["asked_tokens"] == sum(r["tokens_asked"] for r in records)
+    reasons = Counter(r["reason"] for r in records if r["reason"])
+    assert {k: v for k, v in metrics.items() if k.startswith("misses:")} == {
+        f"misses:{reason}": count for reason, count in reasons.items()
+    }
+    assert metrics["pool_used_blocks"] == metrics["store_blocks"] == service["warm"]["used_blocks"]
+    assert metrics["off"] == 0
+
+
+def test_prometheus_shows_the_same(service: Run) -> None:
+    for state in (service["warm"], service["after"]):
+        samples = state["prometheus"]
+        for name, value in state["metrics"].items():
+            base, _, reason = name.partition(":")
+            gauge = base in ("pool_blocks", "pool_used_blocks", "off")
+            sample = f"kvoffload:{base}" + ("" if gauge else "_total") + (f":{reason}" if reason else "")
+            assert samples[sample] == pytest.approx(value), name
+
+
+def test_every_request_has_one_record(service: Run) -> None:
+    records = service["after"]["records"]
+    names = [record["req_id"] for record in records]
+    assert len(names) == len(set(names)) == sum(map(len, service["outputs"]))
+    for record in records[:10]:
+        assert record["reason"] in ("never_stored", "being_written")
+
+
+def test_events_name_what_became_loadable_and_what_left(service: Run) -> None:
+    kinds: dict[tuple[str, str], Counter[str]] = {}
+    for kind, medium, *hashes in service["events"]:
+        kinds.setdefault((kind, medium), Counter()).update(hashes)
+    stored, removed = kinds["BlockStored", "CPU"], kinds["BlockRemoved", "CPU"]
+    stores = service["after"]["metrics"]["store_blocks"]
+    assert sum(stored.values()) == stores
+    assert sum(removed.values()) == service["warm"]["used_blocks"]
+    assert sum((stored - removed).values()) == service["after"]["used_blocks"]
+
+
+def test_events_name_blocks_as_the_engine_does(service: Run) -> None:
+    """Whoever routes by events can tell that a block in host memory is the one that was on the device."""
+    hashes: dict[bool, set[str]] = {True: set(), False: set()}
+    for kind, medium, *names in service["events"]:
+        if kind == "BlockStored":
+            hashes[medium == "CPU"].update(names)
+    assert hashes[True]
+    assert hashes[True] <= hashes[False]
+
+
+def test_reset_empties_the_pool(service: Run) -> None:
+    assert service["cleared"] is True
+    assert service["used_after_reset"] == 0
+    before, after = service["warm"]["metrics"], service["after"]["metrics"]
+    assert after["misses:reset"] > 0
+    assert after["misses:never_stored"] == before["misses:never_stored"]
+    assert service["after"]["used_blocks"] > 0
+
+
+def test_failed_loads_are_recomputed_whatever_the_user_left_unset(service: Run) -> None:
+    """vLLM's default is to fail the request."""
+    assert service["policy"] == "recompute"
+    assert service["recomputes_failed_loads"] is True
+
+
+def test_a_remote_decoder_finds_the_whole_prefill(service: Run) -> None:
+    remote = service["remote"]
+    # The last token sampled has no KV.
+    assert remote["host_tokens"] == (remote["tokens"] - 1) // BLOCK_SIZE * BLOCK_SIZE
+    assert_at_rest(remote["state"])
+
+
+@pytest.fixture(scope="module")
+def reuse(run: Runner) -> Run:
+    """Three rounds with ``store_threshold`` 2, and one in which the manager's lookup raises."""
+    return run("reuse", connector=POOL | {"store_threshold": 2})
+
+
+def test_reuse_filter_stores_what_comes_again(reuse: Run, expected: list[Any]) -> None:
+    first, second, third = (state["metrics"] for state in reuse["states"])
+    for answers in reuse["outputs"]:
+        assert differences(answers, expected) == []
+    # The prefix that half of the prompts share is all that came twice in the first round.
+    assert first["store_blocks"] == 3
+    assert second["store_blocks"] > 3
+    records = reuse["states"][1]["records"]
+    assert {r["reason"] for r in records[:10]} == {"never_stored"}
+    assert "not_admitted" in {r["reason"] for r in records[10:]}
+    assert third["host_hit_tokens"] > second.get("host_hit_tokens", 0)
+    assert_at_rest(reuse["states"][-1])
+
+
+def test_a_check_that_fails_switches_offloading_off(reuse: Run, expected: list[Any]) -> None:
+    assert differences(reuse["broken"], expected) == []
+    after = reuse["after"]
+    assert after["off"] is True
+    assert (after["jobs"], after["states"]) == (0, 0)
+    assert after["free_device_blocks"] == after["usable_device_blocks"]
+    assert after["prometheus"]["kvoffload:off"] == 1
+    assert reuse.log.count("OFFLOADING IS OFF") == 1
+    assert "planted: the table is broken" in reuse.log
