@@ -33,7 +33,7 @@ class Seen:
 def test_short_demo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(run, "DOCUMENTS", 4)
     monkeypatch.setattr(run, "TURNS", 2)
-    monkeypatch.setattr(run, "DOCUMENT_TOKENS", (1000, 1200))
+    monkeypatch.setattr(run, "DOCUMENT_BLOCKS", (8, 9))
     monkeypatch.setattr(run, "DEVICE_BLOCKS", 26)
     seen = Seen()
     report = run.run_demo(tmp_path, text=None, model=None, seed=7, progress=seen)

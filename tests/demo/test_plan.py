@@ -18,7 +18,7 @@ def test_a_document_is_evicted_before_it_returns() -> None:
     for at, (document, question) in enumerate(run.plan_visits()):
         if question != run.TURNS and document in last:
             between = {d for d, _ in run.plan_visits()[last[document] + 1 : at]} - {document}
-            smallest = len(between) * run.DOCUMENT_TOKENS[0]
+            smallest = len(between) * run.DOCUMENT_BLOCKS[0] * run.BLOCK_SIZE
             assert smallest > 2 * run.DEVICE_BLOCKS * run.BLOCK_SIZE
         last[document] = at
 
@@ -31,9 +31,15 @@ def test_a_follow_up_comes_at_once() -> None:
 
 
 def test_every_prompt_fits() -> None:
-    *asked, follow_up = [len(question.encode()) + run.ANSWER_TOKENS for question in run.QUESTIONS]
-    assert len(asked) == run.TURNS
-    assert run.DOCUMENT_TOKENS[1] + sum(asked) + run.TURNS * follow_up <= run.MAX_MODEL_LEN
+    for max_model_len in (1024, 2048, run.MAX_MODEL_LEN):
+        longest = run.document_blocks(max_model_len)[1] * run.BLOCK_SIZE
+        assert longest + 2 * run.TURNS * (run.QUESTION_TOKENS + run.ANSWER_TOKENS) <= max_model_len
+    assert run.document_blocks(run.MAX_MODEL_LEN) == run.DOCUMENT_BLOCKS
+
+
+def test_every_question_is_cut_to_the_same_length() -> None:
+    assert len(run.QUESTIONS) == run.TURNS + 1
+    assert min(len(question.encode()) for question in run.QUESTIONS) >= run.QUESTION_TOKENS
 
 
 def test_a_model_of_short_sequences_keeps_the_proportions(tmp_path: Path) -> None:
@@ -42,7 +48,6 @@ def test_a_model_of_short_sequences_keeps_the_proportions(tmp_path: Path) -> Non
     (tmp_path / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 1024}))
     act = run._config(tmp_path, builtin=True, text=None, seed=0)
     assert act.max_model_len == 1024
-    lengths = [tokens for _, tokens in act.documents]
-    assert all(run.DOCUMENT_TOKENS[0] // 3 <= n <= run.DOCUMENT_TOKENS[1] // 3 for n in lengths)
+    lengths = [tokens + run.QUESTION_TOKENS for _, tokens in act.documents]
     room = act.device_blocks * act.block_size
-    assert act.max_model_len < room < sum(lengths) / 3
+    assert act.max_model_len < room < sum(lengths)

@@ -31,6 +31,8 @@ class ActConfig:
     documents: list[tuple[str, int]]
     questions: list[str]
     visits: list[tuple[int, int]]
+    question_tokens: int
+    """A question's text is cut to so many."""
     answer_tokens: int
     max_model_len: int
     block_size: int

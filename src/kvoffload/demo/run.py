@@ -20,13 +20,16 @@ from kvoffload.demo.report import Report, make_report
 from kvoffload.demo.text import load_documents
 
 DOCUMENTS = 16
-DOCUMENT_TOKENS = (1600, 2300)
+DOCUMENT_BLOCKS = (12, 17)
 TURNS = 3
 FOLLOW_UP_EVERY = 3
 """Every third visit asks one more question at once: the device's own cache hits, and a hit in the host can be
 compared with one that leaves as much to compute."""
 ANSWER_TOKENS = 8
 BLOCK_SIZE = 128
+QUESTION_TOKENS = BLOCK_SIZE - ANSWER_TOKENS + 1
+"""With its answer, of which the last token is sampled but not computed, a question fills a block: whatever cache
+a prompt is found in, the new question is all that is left to compute."""
 DEVICE_BLOCKS = 64
 """8,192 tokens: room for four of the sixteen documents."""
 MAX_MODEL_LEN = 3072
@@ -34,10 +37,14 @@ MAX_MODEL_LEN = 3072
 CHARS_PER_TOKEN = 6
 """More characters than a token of any usual tokenizer spans on average."""
 QUESTIONS = (
-    "\n\nQ: In one sentence, what is this text for?\nA: ",
-    "\n\nQ: Which part of it would you change first?\nA: ",
-    "\n\nQ: What would a newcomer overlook in it?\nA: ",
-    "\n\nQ: Can you say that again, but shorter?\nA: ",
+    "\n\nQ: In one sentence, what is the text above for, who would read it, and what would they have to know "
+    "before they could make any use of it?\nA: ",
+    "\n\nQ: Which part of it would you change first if it were yours, what would you put in its place, and how "
+    "would you know that it is better?\nA: ",
+    "\n\nQ: What would a newcomer overlook in it, which of its words would mislead them, and where should they "
+    "begin to read instead of at the top?\nA: ",
+    "\n\nQ: Can you say that again, but shorter, without any of the words that only an expert would know, and "
+    "with an example of your own?\nA: ",
 )
 """One a turn, and the last for every follow-up."""
 GIB = 1 << 30
@@ -119,6 +126,13 @@ def plan_visits() -> list[tuple[int, int]]:
     return visits
 
 
+def document_blocks(max_model_len: int) -> tuple[int, int]:
+    """The shortest and the longest document, in blocks, that leave room for two questions a turn."""
+    room = max_model_len - 2 * TURNS * (QUESTION_TOKENS + ANSWER_TOKENS)
+    longest = max(1, min(DOCUMENT_BLOCKS[1], room // BLOCK_SIZE))
+    return -(-longest * DOCUMENT_BLOCKS[0] // DOCUMENT_BLOCKS[1]), longest
+
+
 @contextmanager
 def _model_directory(model: Path | None, seed: int) -> Iterator[Path]:
     if model is not None:
@@ -136,7 +150,7 @@ def _config(directory: Path, builtin: bool, text: Path | None, seed: int) -> Act
     tokenizer = not builtin and any(
         (directory / name).exists() for name in ("tokenizer.json", "tokenizer.model", "tokenizer_config.json")
     )
-    chars = DOCUMENT_TOKENS[1] * (CHARS_PER_TOKEN if tokenizer else 1)
+    chars = DOCUMENT_BLOCKS[1] * BLOCK_SIZE * (CHARS_PER_TOKEN if tokenizer else 1)
     documents = load_documents(text, DOCUMENTS, chars, seed)
     rng = random.Random(seed)
     max_model_len = min(MAX_MODEL_LEN, max_positions(directory) or MAX_MODEL_LEN)
@@ -145,10 +159,11 @@ def _config(directory: Path, builtin: bool, text: Path | None, seed: int) -> Act
         tokenizer=tokenizer,
         token_offset=SPECIALS if builtin else 0,
         documents=[
-            (document.text, rng.randint(*DOCUMENT_TOKENS) * max_model_len // MAX_MODEL_LEN) for document in documents
+            (document.text, rng.randint(*document_blocks(max_model_len)) * BLOCK_SIZE) for document in documents
         ],
         questions=list(QUESTIONS),
         visits=plan_visits(),
+        question_tokens=QUESTION_TOKENS,
         answer_tokens=ANSWER_TOKENS,
         max_model_len=max_model_len,
         block_size=BLOCK_SIZE,

@@ -66,9 +66,8 @@ class Act:
     """An engine and the conversations held with it."""
 
     def __init__(self, config: ActConfig) -> None:
-        from vllm.config import KVTransferConfig
-
         import vllm
+        from vllm.config import KVTransferConfig
 
         self.config = config
         self.version = vllm.__version__
@@ -94,7 +93,7 @@ class Act:
         self.encode = self._encoder()
         self.prompts = [self.encode(text)[:tokens] for text, tokens in config.documents]
         self.answers: list[list[int]] = [[] for _ in self.prompts]
-        self.questions = [self.encode(question) for question in config.questions]
+        self.questions = [self.encode(question)[: config.question_tokens] for question in config.questions]
 
     def _encoder(self) -> Any:
         if self.config.tokenizer:
