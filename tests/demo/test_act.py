@@ -14,7 +14,7 @@ from kvoffload.demo.act import run_act
 from kvoffload.demo.errors import DemoError
 from kvoffload.demo.protocol import ActConfig, EngineInfo, RequestResult
 
-CONFIG = ActConfig("model", False, 3, [("x" * 100_000, 9)], ["q"], [(0, 0)], 8, 3072, 128, 64, 1, 0, None)
+CONFIG = ActConfig("model", False, 3, [("x" * 100_000, 9)], ["q"], [(0, 0)], 4, 8, 3072, 128, 64, 1, 0, None)
 
 PRELUDE = """
 import json, os, sys, time
