@@ -1249,3 +1249,25 @@ def test_shutdown_may_come_twice() -> None:
     rig.half.shutdown()
     rig.half.shutdown()
     assert rig.manager.num_used_blocks == 0
+
+
+@pytest.mark.parametrize("params", [[1, 2], "do_remote_decode", 7, {}, {"do_remote_decode": []}])
+def test_whatever_a_client_sends_along_does_no_harm(params: Any) -> None:
+    rig = Rig()
+    request = FakeRequest("r", prompt(8), kv_transfer_params=params)
+    rig.report(*rig.start(request).stores)
+    assert rig.half.request_finished(request) == (False, None)
+    rig.step()
+    assert not rig.half.off
+    assert rig.status(prompt(8)) == [0, 0]
+
+
+def test_tokens_that_the_engine_takes_back_take_their_keys_along() -> None:
+    rig = Rig()
+    request = FakeRequest("r", prompt(12))
+    rig.report(*rig.start(request).stores)
+    request.tokens[8:] = prompt(8, start=70)
+    request.num_computed_tokens = 8
+    rig.report(*rig.step({request: 8}, more={"r": rig.new_blocks(1)}).stores)
+    assert rig.status([*prompt(8), *prompt(8, start=70)]) == [0, 0, 0, 0]
+    assert not rig.half.off

@@ -6,13 +6,14 @@ import functools
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeVar, cast
 
 import numpy as np
 
 from kvoffload.base import (
+    BlockHash,
     BlockNotReadyError,
     ConfigError,
     DeviceSpec,
@@ -82,7 +83,9 @@ class _RequestState:
     """Jobs under way."""
 
     def wants(self, param: str) -> bool:
-        return bool((self.context.kv_transfer_params or {}).get(param))
+        params = self.context.kv_transfer_params
+        # They come from a client: anything may be in them.
+        return isinstance(params, Mapping) and bool(params.get(param))
 
 
 @dataclass(slots=True, eq=False)
@@ -519,8 +522,16 @@ class OffloadingConnectorScheduler:
 
     def _extend_keys(self, state: _RequestState) -> None:
         hashes, step = state.request.block_hashes, self._hashes_per_block
+        done = len(state.keys)
+        if done and (done * step > len(hashes) or state.keys[-1] != self._key(hashes[done * step - 1])):
+            # The engine has taken tokens back and given others. Hashes are chained: the last one tells.
+            state.keys.clear()
+            state.next_store = 0
         for i in range(len(state.keys), len(hashes) // step):
-            state.keys.append(make_offload_key(self._namespace + hashes[(i + 1) * step - 1], GROUP))
+            state.keys.append(self._key(hashes[(i + 1) * step - 1]))
+
+    def _key(self, block_hash: BlockHash) -> OffloadKey:
+        return make_offload_key(self._namespace + block_hash, GROUP)
 
     def _new_job(self, job: _Job) -> int:
         job_id = self._next_job

@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import vllm
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
-import vllm
 from kvoffload.base import ConfigError
 from kvoffload.config import OffloadConfig
 from kvoffload.fingerprint import fingerprint, model_identity
