@@ -10,8 +10,10 @@ import gc
 import os
 import statistics
 import time
+import tracemalloc
 from collections import defaultdict
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -104,6 +106,19 @@ def measure(systems: dict[str, Ours | Theirs], num_blocks: int) -> dict[str, dic
     return {name: {call: statistics.median(t) for call, t in calls.items()} for name, calls in times.items()}
 
 
+def bytes_per_block(make: Callable[[], Ours | Theirs], num_blocks: int) -> float:
+    """Memory that a full manager takes, the keys themselves left out."""
+    keys = new_keys(num_blocks)
+    tracemalloc.start()
+    calls = make().calls(keys)
+    calls["prepare_store"]()
+    calls["complete_store"]()
+    del calls["prepare_store"], calls["complete_store"]
+    taken, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    return taken / num_blocks
+
+
 def tracked_objects_per_block(num_blocks: int) -> float:
     """Objects the garbage collector must visit per block that an LRU manager holds."""
     keys = new_keys(num_blocks)
@@ -144,5 +159,9 @@ def main(out: Path, quick: bool) -> None:
                 rows.append(Row(f"{name}, {label} blocks{suffix}", ours, "ns/block", versus, ratio))
             del systems
             gc.collect()
+    ours = bytes_per_block(partial(Ours, LRUOffloadingManager, 100_000), 100_000)
+    theirs = bytes_per_block(partial(Theirs, "lru", 100_000), 100_000) if have_peer else None
+    ratio = theirs / ours if theirs is not None else None
+    rows.append(Row("memory besides the key, 100k blocks", ours, "B/block", "vLLM LRU" if have_peer else "", ratio))
     rows.append(Row("objects tracked by the garbage collector", tracked_objects_per_block(100_000), "/block"))
     publish("managers", "Scheduler thread, ns a block (ratio: times faster than the peer)", rows, out)
