@@ -34,6 +34,29 @@ def test_random_schedules(chunk: int) -> None:
     assert hits > 0, "nothing was ever loaded, so nothing was tested"
 
 
+def many_resets(seed: int) -> Scenario:
+    """New weights every few steps while long prompts are computed in small pieces."""
+    return Scenario(
+        seed=seed,
+        block_size=1 + seed % 4,
+        num_device_blocks=300,
+        num_host_blocks=100,
+        max_tokens_per_step=5,
+        prefix_caching=False,
+        num_documents=1,
+        document_tokens=56,
+        max_new_tokens=18,
+        num_requests=20,
+        reset_chance=0.25,
+        copy_chance=1.0,
+    )
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_new_weights_again_and_again(seed: int) -> None:
+    ModelEngine(many_resets(seed)).run()
+
+
 @settings(max_examples=200, deadline=None, derandomize=True)
 @given(
     seed=st.integers(0, 2**32),
@@ -159,6 +182,19 @@ def reset_keeps_stores_going(engine: ModelEngine) -> None:
     scheduler.reset = forgetful  # type: ignore[method-assign]
 
 
+def preemption_forgets_new_blocks(engine: ModelEngine) -> None:
+    scheduler, build = engine.scheduler, engine.scheduler.build_connector_meta
+
+    def forgetful(step: ScheduledStep) -> StepMeta:
+        meta = build(step)
+        for req_id in step.preempted:
+            if req_id in scheduler._states:
+                scheduler._states[req_id].has_kv = False
+        return meta
+
+    scheduler.build_connector_meta = forgetful  # type: ignore[method-assign]
+
+
 def store_retried_after_its_fence(engine: ModelEngine) -> None:
     worker, begin = engine.worker, engine.worker.begin_step
 
@@ -182,6 +218,18 @@ def failed_load_called_good(engine: ModelEngine) -> None:
     worker.get_finished = never_failed  # type: ignore[method-assign]
 
 
+def caught(bug: Callable[[ModelEngine], None], scenario: Callable[[int], Scenario]) -> bool:
+    for seed in range(2_000):
+        try:
+            ModelEngine(scenario(seed), bug).run()
+        except WrongBytes as error:
+            print(f"{bug.__name__}: {error}")
+            return True
+        except Leak:
+            continue
+    return False
+
+
 @pytest.mark.parametrize(
     "bug",
     [
@@ -198,14 +246,11 @@ def failed_load_called_good(engine: ModelEngine) -> None:
     ids=lambda bug: bug.__name__,
 )
 def test_planted_bug_is_caught(bug: Callable[[ModelEngine], None]) -> None:
-    for seed in range(2_000):
-        try:
-            run_seed(seed, bug)
-        except (WrongBytes, Leak) as error:
-            if isinstance(error, WrongBytes):
-                print(f"{bug.__name__}: {error}")
-                return
-    pytest.fail(f"{bug.__name__} went unnoticed in 2,000 schedules")
+    assert caught(bug, Scenario.random), f"{bug.__name__} went unnoticed in 2,000 schedules"
+
+
+def test_planted_bug_of_resets_is_caught() -> None:
+    assert caught(preemption_forgets_new_blocks, many_resets)
 
 
 def test_leaked_pin_is_caught() -> None:

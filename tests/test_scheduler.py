@@ -1271,3 +1271,27 @@ def test_tokens_that_the_engine_takes_back_take_their_keys_along() -> None:
     rig.report(*rig.step({request: 8}, more={"r": rig.new_blocks(1)}).stores)
     assert rig.status([*prompt(8), *prompt(8, start=70)]) == [0, 0, 0, 0]
     assert not rig.half.off
+
+
+def test_a_worker_whose_transfer_broke_switches_offloading_off(caplog: pytest.LogCaptureFixture) -> None:
+    rig = Rig()
+    rig.store(prompt(8))
+    rig.half.update_connector_output(WorkerReport(broken=True))
+    assert rig.half.off
+    assert rig.look_up(FakeRequest("r", prompt(12))) == (0, False)
+    assert "OFFLOADING IS OFF" in caplog.text
+    assert rig.half.metrics.snapshot()["off"] == 1
+
+
+def test_a_request_that_waits_is_looked_up_again_only_when_a_load_ends() -> None:
+    rig = Rig()
+    rig.store(prompt(8))
+    job, _ = only(rig.load(FakeRequest("first", prompt(12))).loads)
+    waiter = FakeRequest("waiter", prompt(12))
+    assert rig.look_up(waiter) == (None, False)
+    rig.report(*rig.start(FakeRequest("other", prompt(8, start=90))).stores)
+    lookups = len(rig.manager.lookups)
+    assert rig.look_up(waiter) == (None, False)
+    assert len(rig.manager.lookups) == lookups
+    rig.report(job)
+    assert rig.look_up(waiter) == (8, True)

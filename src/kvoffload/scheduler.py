@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
@@ -46,12 +47,14 @@ Method = TypeVar("Method", bound=Callable[..., Any])
 
 @dataclass(slots=True, eq=False)
 class _Match:
-    """A remembered lookup: for ``computed`` tokens on the device, at ``epoch``, until ``expires``."""
+    """A remembered lookup: for ``computed`` tokens on the device, at ``epoch``, until ``expires``.
+
+    ``tokens`` None: the request waits, for another's load or for an answer; its ``epoch`` is that of loads.
+    """
 
     epoch: int
     computed: int
     tokens: int | None
-    num_keys: int
     missed: OffloadKey | None
     expires: float = float("inf")
 
@@ -174,6 +177,8 @@ class OffloadingConnectorScheduler:
         self._clock = clock
         self._epoch = 0
         """Grows whenever a remembered lookup may have become wrong."""
+        self._load_epoch = 0
+        """Grows whenever a load starts or ends: what requests that wait for another's load wait for."""
         self._states: dict[str, _RequestState] = {}
         self._jobs: dict[int, _Job] = {}
         self._next_job = 0
@@ -183,6 +188,8 @@ class OffloadingConnectorScheduler:
         """Requests that finished since the last step, with their computed tokens."""
         self._held: dict[str, tuple[_RequestState, float]] = {}
         """Finished requests whose device blocks the engine keeps for us, and until when at most."""
+        self._allocated: set[str] = set()
+        """Requests that were given blocks since the last step."""
         self._handed_out: set[int] = set()
         """Device blocks given to loads since the last step."""
         self._meta = StepMeta()
@@ -206,7 +213,8 @@ class OffloadingConnectorScheduler:
         return match.tokens, bool(match.tokens)
 
     def _still_holds(self, match: _Match, num_computed_tokens: int) -> bool:
-        return (match.epoch, match.computed) == (self._epoch, num_computed_tokens) and (self._clock() < match.expires)
+        epoch = self._load_epoch if match.tokens is None else self._epoch
+        return (match.epoch, match.computed) == (epoch, num_computed_tokens) and self._clock() < match.expires
 
     def _look_up(self, state: _RequestState, computed: int) -> _Match:
         self._extend_keys(state)
@@ -217,7 +225,7 @@ class OffloadingConnectorScheduler:
         start = computed // block
         keys = state.keys[start:]
         if not state.may_load or computed % self._device_block_size:
-            return _Match(self._epoch, computed, 0, 0, None)
+            return _Match(self._epoch, computed, 0, None)
         hits = self.manager.lookup(keys, state.context)
         if hits is None or self._on_their_way(keys[:hits]):
             now = self._clock()
@@ -226,14 +234,14 @@ class OffloadingConnectorScheduler:
             deadline = state.waiting_since + self._deadline_s
             if now < deadline:
                 # An unknown answer must be asked for again, a known wait ends by an event or the deadline.
-                return _Match(self._epoch, computed, None, 0, None, now if hits is None else deadline)
+                return _Match(self._load_epoch, computed, None, None, now if hits is None else deadline)
         hits = hits or 0
         missed = keys[hits] if hits < len(keys) else None
         tokens = (start + hits) * block - computed
         if tokens < block:
-            return _Match(self._epoch, computed, 0, 0, missed)
+            return _Match(self._epoch, computed, 0, missed)
         tokens = min(tokens, state.request.num_tokens - 1 - computed)
-        return _Match(self._epoch, computed, tokens, hits, missed)
+        return _Match(self._epoch, computed, tokens, missed)
 
     def _on_their_way(self, keys: list[OffloadKey]) -> bool:
         return self._share_loads and bool(self._keys_loading) and not self._keys_loading.keys().isdisjoint(keys)
@@ -247,6 +255,7 @@ class OffloadingConnectorScheduler:
         state = self._state(request)
         match, state.match, state.waiting_since = state.match, None, None
         state.has_kv = True
+        self._allocated.add(request.request_id)
         state.first_loaded = 0 if match is None else match.computed // self._device_block_size
         if match is not None:
             self._record(state, match, num_external_tokens)
@@ -277,7 +286,7 @@ class OffloadingConnectorScheduler:
         state.loading = True
         if not state.wants("do_remote_decode"):
             state.loaded = span
-        self._epoch += 1
+        self._load_epoch += 1
 
     def _break_load(self, request: Request, blocks: KVBlocks, num_external_tokens: int) -> None:
         """A load that was promised cannot be done: the workers report it as failed."""
@@ -324,6 +333,7 @@ class OffloadingConnectorScheduler:
         self._store(running)
         self._release_held()
         self._handed_out = set()
+        self._allocated.clear()
         self.metrics.set("pool_used_blocks", self.manager.num_used_blocks)
         return self._take_meta(step)
 
@@ -334,22 +344,27 @@ class OffloadingConnectorScheduler:
 
     def _forget_blocks(self, req_id: str) -> None:
         state = self._states.get(req_id)
-        if state is not None:
-            state.block_ids = []
+        if state is None:
+            return
+        state.block_ids = []
+        state.may_store = True
+        # It may have got new blocks already, in the step that tells that it lost the old ones.
+        if req_id not in self._allocated:
             state.loaded = range(0)
             state.match = None
             state.has_kv = False
-            state.may_store = True
 
     def _due(self, state: _RequestState, num_computed: int) -> _Due | None:
         """The request's whole blocks of computed, known tokens that were not stored yet."""
         known = min(num_computed, state.request.num_tokens)
-        end = min(known // self._block_tokens, len(state.block_ids) // self._factor)
+        # Of a chain longer than the pool only the head can be kept: its tail would push it out.
+        end = min(known // self._block_tokens, len(state.block_ids) // self._factor, self.manager.num_blocks)
         if end <= state.next_store or not state.may_store or state.loading:
             return None
         self._extend_keys(state)
-        # Of a chain longer than the pool only the head can be kept: its tail would push it out.
-        end = min(end, len(state.keys), self.manager.num_blocks)
+        end = min(end, len(state.keys))
+        if end <= state.next_store:
+            return None
         indices = [
             i
             for i in range(state.next_store, end)
@@ -378,8 +393,9 @@ class OffloadingConnectorScheduler:
         return jobs
 
     def _start_stores(self, dues: list[_Due], output: PrepareStoreOutput) -> list[int]:
-        self._epoch += 1
-        self.metrics.add("evicted_blocks", len(output.evicted_keys))
+        if output.evicted_keys:
+            self._epoch += 1
+            self.metrics.add("evicted_blocks", len(output.evicted_keys))
         slot_of = dict(zip(output.keys_to_store, output.store_spec.slots.tolist(), strict=True))
         jobs = []
         lone: list[OffloadKey] = []
@@ -415,8 +431,6 @@ class OffloadingConnectorScheduler:
     @_guarded(lambda self, report: None)
     def update_connector_output(self, report: WorkerReport) -> None:
         """Takes in what the workers have done. Reports of jobs that are not known are ignored."""
-        if report.done:
-            self._epoch += 1
         for name in ("store_bytes", "load_bytes", "store_seconds", "load_seconds"):
             self.metrics.add(name, getattr(report, name))
         stored: list[OffloadKey] = []
@@ -440,10 +454,14 @@ class OffloadingConnectorScheduler:
                 else:
                     stored += job.keys
         if stored:
+            self._epoch += 1
             self.manager.complete_store(stored)
             self.metrics.add("store_blocks", len(stored))
+        if report.broken:
+            self.switch_off("a worker's transfer engine")
 
     def _end_load(self, job: _Job) -> None:
+        self._load_epoch += 1
         self.manager.complete_load(job.keys, job.state.context)
         for key in job.keys:
             left = self._keys_loading[key] - 1
@@ -500,8 +518,10 @@ class OffloadingConnectorScheduler:
         not stored: it may belong to weights that are gone."""
         self.manager.reset()
         self._epoch += 1
+        self._load_epoch += 1
         for state in self._states.values():
             state.match = None
+            state.next_store = 0
             state.may_store = not state.has_kv
         self._finished.clear()
         self.metrics.set("pool_used_blocks", self.manager.num_used_blocks)
@@ -572,8 +592,12 @@ class OffloadingConnectorScheduler:
             logger.warning(message)
 
     def switch_off(self, where: str) -> None:
-        """Ends offloading for good, from an exception handler: what was promised is reported as failed."""
-        logger.exception("kvoffload: OFFLOADING IS OFF: %s failed; requests are computed from here on", where)
+        """Ends offloading for good: what was promised is reported as failed. Logs the exception under way."""
+        logger.error(
+            "kvoffload: OFFLOADING IS OFF: %s failed; requests are computed from here on",
+            where,
+            exc_info=sys.exc_info()[0] is not None,
+        )
         self.off = True
         self.metrics.set("off", 1)
         meta = self._meta

@@ -45,11 +45,14 @@ class WorkerReport:
     load_bytes: int = 0
     store_seconds: float = 0.0
     load_seconds: float = 0.0
+    broken: bool = False
+    """The transfer engine of some worker has given up for good."""
 
     def add(self, other: WorkerReport) -> WorkerReport:
         for job_id, count in other.done.items():
             self.done[job_id] = self.done.get(job_id, 0) + count
         self.failed |= other.failed
+        self.broken |= other.broken
         self.store_bytes += other.store_bytes
         self.load_bytes += other.load_bytes
         self.store_seconds += other.store_seconds
@@ -139,7 +142,7 @@ class OffloadingConnectorWorker:
 
     def take_report(self) -> WorkerReport | None:
         """For the scheduler half: jobs that ended since the last call, or None."""
-        if not self._report.done:
+        if not self._report.done and not self._report.broken:
             return None
         report, self._report = self._report, WorkerReport()
         return report
@@ -166,7 +169,7 @@ class OffloadingConnectorWorker:
     def _give_up(self) -> None:
         """After an error nobody expected no copy can be trusted: end the transfer, fail every job."""
         logger.exception("kvoffload: OFFLOADING IS OFF on this worker: the transfer engine broke")
-        self._broken = True
+        self._broken = self._report.broken = True
         try:
             self.transfer.close()
         except Exception:

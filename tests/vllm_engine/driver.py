@@ -352,12 +352,12 @@ def endless(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def refusals(config: dict[str, Any]) -> dict[str, Any]:
-    """What the connector says to each of ``cases``, options and changes to the parallel configuration."""
+    """What the connector says to each of ``cases``: options, and changes to vLLM's configuration by dotted name."""
     model = Path(config["model"])
     if not model.exists():
         write_model(model)
     import torch
-    from vllm.config import KVTransferConfig
+    from vllm.config import KVTransferConfig, PoolerConfig
     from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorRole
     from vllm.engine.arg_utils import EngineArgs
     from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
@@ -385,10 +385,11 @@ def refusals(config: dict[str, Any]) -> dict[str, Any]:
     said: dict[str, Any] = {}
     for name, case in config["cases"].items():
         vllm_config.kv_transfer_config.kv_connector_extra_config = case["options"]
-        parallel = vllm_config.parallel_config
-        before = {key: getattr(parallel, key) for key in case.get("parallel", {})}
-        for key, value in case.get("parallel", {}).items():
-            setattr(parallel, key, value)
+        before = []
+        for name_, value in case.get("changes", {}).items():
+            part, key = name_.split(".")
+            before.append((getattr(vllm_config, part), key, getattr(getattr(vllm_config, part), key)))
+            setattr(getattr(vllm_config, part), key, PoolerConfig(**value) if key == "pooler_config" else value)
         try:
             # In vLLM's order.
             for role in (KVConnectorRole.WORKER, KVConnectorRole.SCHEDULER):
@@ -396,8 +397,8 @@ def refusals(config: dict[str, Any]) -> dict[str, Any]:
             said[name] = None
         except Exception as error:
             said[name] = [type(error).__name__, str(error)]
-        for key, value in before.items():
-            setattr(parallel, key, value)
+        for part, key, value in before:
+            setattr(part, key, value)
     return {"said": said}
 
 

@@ -27,13 +27,24 @@ CASES: dict[str, tuple[dict[str, Any], list[str]]] = {
     "two block sizes": (POOL | {"block_size": 64, "block_size_factor": 2}, ["block_size=64", "remove one"]),
     "threshold too low": (POOL | {"store_threshold": 1}, ["store_threshold=1", "2 or more"]),
     "two ranks": (POOL, ["tensor_parallel_size=2", "set it to 1"]),
+    "an engine of several": (POOL, ["set data_parallel_size to 1"]),
+    "the first engine of several": (POOL, ["set data_parallel_size to 1"]),
+    "a pooler of whole prompts": (POOL, ["pooler", "without kvoffload"]),
 }
-PARALLEL = {"two ranks": {"tensor_parallel_size": 2}}
+CHANGES = {
+    "two ranks": {"parallel_config.tensor_parallel_size": 2},
+    "an engine of several": {"parallel_config.data_parallel_index": 1},
+    "the first engine of several": {"kv_transfer_config.engine_id": "some-engine_dp0"},
+    "a pooler of whole prompts": {
+        "model_config.runner_type": "pooling",
+        "model_config.pooler_config": {"seq_pooling_type": "MEAN"},
+    },
+}
 
 
 @pytest.fixture(scope="module")
 def said(run: Runner) -> Run:
-    cases = {name: {"options": options, "parallel": PARALLEL.get(name, {})} for name, (options, _) in CASES.items()}
+    cases = {name: {"options": options, "changes": CHANGES.get(name, {})} for name, (options, _) in CASES.items()}
     return run("refusals", cases={"right": {"options": POOL}, **cases})
 
 
@@ -55,4 +66,6 @@ def test_the_server_ends_with_the_same_words(run: Runner) -> None:
     child, result = run.start("rounds", connector={"host_bytes": "900TiB"})
     assert child.wait(DEADLINE_S) != 0
     assert not result.exists()
-    assert "ConfigError: host_bytes=989560464998400 (900 TiB): this machine has" in result.with_suffix(".log").read_text()
+    assert (
+        "ConfigError: host_bytes=989560464998400 (900 TiB): this machine has" in result.with_suffix(".log").read_text()
+    )

@@ -260,6 +260,8 @@ class ModelEngine:
         """Steps whose sampled tokens are not reported back yet, oldest first."""
         self._deferred: list[tuple[int, list[int]]] = []
         """Blocks to free once so many steps have been reported."""
+        self._preempted: set[str] = set()
+        """Requests that a reset preempted, to be told with the next step, which may resume them already."""
         self._reported = 0
         self._executed = 0
         self._aborted_loading: list[EngineRequest] = []
@@ -319,7 +321,8 @@ class ModelEngine:
         scheduled: dict[str, int] = {}
         block_ids: dict[str, tuple[list[int], ...]] = {}
         replaced: set[str] = set()
-        preempted: set[str] = set()
+        preempted, self._preempted = self._preempted, set()
+        known_preempted = len(preempted)
         batch: list[EngineRequest] = []
         for request in list(self.running):
             if request not in self.running or budget == 0:
@@ -334,8 +337,9 @@ class ModelEngine:
             block_ids[request.request_id] = (new,)
             batch.append(request)
             budget -= n
+        may_admit = len(preempted) == known_preempted
         for request in list(self.waiting):
-            if preempted or budget == 0 or len(self.running) >= s.max_running:
+            if not may_admit or budget == 0 or len(self.running) >= s.max_running:
                 break
             if request.loading or request.in_flight:
                 continue
@@ -533,17 +537,11 @@ class ModelEngine:
         """New weights: caches are emptied; running requests start again, or go on with what they have."""
         self.version += 1
         self.pool.forget_all()
-        if preempt and not any(request.in_flight for request in self.running):
-            preempted: set[str] = set()
+        if preempt:
             for request in reversed(list(self.running)):
-                self._preempt(request, preempted)
-            self._execute_nothing(preempted)
+                if not request.in_flight:
+                    self._preempt(request, self._preempted)
         self.scheduler.reset()
-
-    def _execute_nothing(self, preempted: set[str]) -> None:
-        step = ScheduledStep({}, preempted=preempted)
-        self._execute(step, self.scheduler.build_connector_meta(step), [])
-        self._reported += 1
 
     def _check_nothing_held(self) -> None:
         if self.scheduler.off:

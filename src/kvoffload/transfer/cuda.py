@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 import time
@@ -10,9 +11,11 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
-from kvoffload.base import TransferSpec
+from kvoffload.base import Slots, TransferSpec
 from kvoffload.hostpool import ByteArray
 from kvoffload.transfer.base import Transfer, TransferResult
 from kvoffload.transfer.inline import expand_spec
@@ -71,6 +74,9 @@ class CudaTransfer(Transfer):
                 "Raise the locked-memory limit (ulimit -l unlimited)",
                 error,
             )
+            # The runtime remembers the error until somebody asks; better here than in the engine's next kernel.
+            with contextlib.suppress(RuntimeError):
+                torch.zeros(1, device=self._device)
             return None
         return int(address)
 
@@ -94,6 +100,22 @@ class CudaTransfer(Transfer):
             logger.exception("kvoffload: job %d cannot be copied", job_id)
             self._results.append(TransferResult(job_id, ok=False))
             return
+        try:
+            self._start(job_id, is_store, blocks, slots, parts)
+        except torch.OutOfMemoryError:
+            # The engine has taken all memory for a moment. Nothing of this job may go on behind its report.
+            logger.warning("kvoffload: no device memory for the blocks of job %d", job_id)
+            self._streams[is_store].synchronize()
+            self._results.append(TransferResult(job_id, ok=False))
+
+    def _start(
+        self,
+        job_id: int,
+        is_store: bool,
+        blocks: npt.NDArray[np.int64],
+        slots: Slots,
+        parts: npt.NDArray[np.int64],
+    ) -> None:
         stream, staging = self._streams[is_store], self._staging[is_store]
         if is_store:
             stream.wait_event(self._record(torch.cuda.current_stream(self._device)))
@@ -178,13 +200,16 @@ def as_words(views: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 def gather(layers: Sequence[torch.Tensor], index: torch.Tensor, stage: torch.Tensor) -> None:
     """Copies blocks ``index`` of all layers into the rows of ``stage``, bytes of shape (blocks, block_bytes)."""
     for piece, pages in _pieces(layers, stage):
-        piece.copy_(pages[index])
+        if piece.is_contiguous():
+            torch.index_select(pages, 0, index, out=piece)
+        else:
+            piece.copy_(pages[index])
 
 
 def scatter(layers: Sequence[torch.Tensor], index: torch.Tensor, stage: torch.Tensor) -> None:
     """Copies the rows of ``stage`` into blocks ``index`` of all layers."""
     for piece, pages in _pieces(layers, stage):
-        pages[index] = piece
+        pages.index_copy_(0, index, piece)
 
 
 def _pieces(layers: Sequence[torch.Tensor], stage: torch.Tensor) -> Iterable[tuple[torch.Tensor, torch.Tensor]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -101,6 +102,19 @@ def _refuse_unserved(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) ->
     ):
         if value > 1:
             raise ConfigError(f"{name}={value}: kvoffload serves one rank only so far; set it to 1")
+    transfer = vllm_config.kv_transfer_config
+    # vLLM makes independent engines of a dense model's data-parallel ranks, each of which believes to be alone.
+    if getattr(parallel, "data_parallel_index", 0) > 0 or re.search(r"_dp\d+$", transfer.engine_id or ""):
+        raise ConfigError(
+            "data parallelism: each engine would take host_bytes for itself; kvoffload serves one engine on a node "
+            "only so far; set data_parallel_size to 1"
+        )
+    model = vllm_config.model_config
+    if model.runner_type == "pooling" and not model.is_prefix_caching_supported:
+        raise ConfigError(
+            f"model {model.model}: its pooler needs the hidden states of the whole prompt, so no part of a prompt can "
+            "come from a cache; run it without kvoffload"
+        )
     speculative = vllm_config.speculative_config
     if speculative is not None and (speculative.use_eagle() or speculative.method == "draft_model"):
         raise ConfigError(
