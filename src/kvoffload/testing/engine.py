@@ -322,7 +322,7 @@ class ModelEngine:
         block_ids: dict[str, tuple[list[int], ...]] = {}
         replaced: set[str] = set()
         preempted, self._preempted = self._preempted, set()
-        known_preempted = len(preempted)
+        known_preempted, starved = len(preempted), False
         batch: list[EngineRequest] = []
         for request in list(self.running):
             if request not in self.running or budget == 0:
@@ -332,12 +332,14 @@ class ModelEngine:
                 continue
             new = self._grow(request, n, preempted, keep=batch)
             if new is None:
+                starved = True
                 continue
             scheduled[request.request_id] = n
             block_ids[request.request_id] = (new,)
             batch.append(request)
             budget -= n
-        may_admit = len(preempted) == known_preempted
+        # Who waits must not take the blocks that a running request lacks.
+        may_admit = len(preempted) == known_preempted and not starved
         for request in list(self.waiting):
             if not may_admit or budget == 0 or len(self.running) >= s.max_running:
                 break
@@ -389,7 +391,7 @@ class ModelEngine:
             if victims and victims[-1] is not request:
                 self._preempt(victims[-1], preempted)
             elif not self._take_from_later(request):
-                if victims:
+                if victims and not any(r.loading for r in self.waiting):
                     self._preempt(request, preempted)
                 return None
         new = self.pool.new(max(0, needed))
