@@ -11,6 +11,7 @@ import pytest
 from kvoffload import config as config_module
 from kvoffload.base import CachePolicy, ConfigError
 from kvoffload.config import OffloadConfig, parse_bytes
+from kvoffload.policies import make_policy
 from kvoffload.policies.lru import LRUPolicy
 
 KIB, MIB, GIB, TIB = 1 << 10, 1 << 20, 1 << 30, 1 << 40
@@ -294,3 +295,13 @@ def test_a_policy_is_a_name(value: object) -> None:
 def test_a_config_error_is_a_value_error() -> None:
     with pytest.raises(ValueError):
         make(policy="mru")
+
+
+class PolicyThatFails(LRUPolicy):
+    def __init__(self, capacity: int) -> None:
+        raise RuntimeError("boom")
+
+
+def test_a_policy_that_cannot_be_made_is_named() -> None:
+    with pytest.raises(ConfigError, match=r"PolicyThatFails\(capacity=8\) failed \(RuntimeError: boom\)"):
+        make_policy("test_config:PolicyThatFails", 8)

@@ -1295,3 +1295,11 @@ def test_a_request_that_waits_is_looked_up_again_only_when_a_load_ends() -> None
     assert len(rig.manager.lookups) == lookups
     rig.report(job)
     assert rig.look_up(waiter) == (8, True)
+
+
+def test_a_record_names_the_block_and_not_its_namespace() -> None:
+    rig = Rig(options={"namespace": b"8 bytes."})
+    request = FakeRequest("r", prompt(8))
+    rig.look_up(request)
+    rig.allocate(request, [1, 2])
+    assert rig.half.records[-1].missed_key == make_offload_key(request.block_hashes[0], 0).hex()

@@ -88,7 +88,7 @@ class OffloadConfig:
         if self.host_bytes > total:
             raise ConfigError(
                 f"host_bytes={self.host_bytes} ({format_bytes(self.host_bytes)}): this machine has "
-                f"{format_bytes(total)} in all; set host_bytes to {format_bytes(total // 2)} or less"
+                f"{format_bytes(total)} in all; set host_bytes to what it can spare, such as {format_bytes(total // 2)}"
             )
         for name, least in (("block_size_factor", 1), ("block_size", 1), ("store_threshold", 2)):
             value = getattr(self, name)

@@ -578,7 +578,7 @@ class OffloadingConnectorScheduler:
             state.request.num_tokens,
             match.computed,
             taken,
-            missed.hex() if missed else None,
+            missed[len(self._namespace) :].hex() if missed else None,
             reason,
             age_s,
         )

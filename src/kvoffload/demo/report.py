@@ -21,6 +21,9 @@ LOGPROB_TOLERANCE = 1e-4
 BUSY = 0.5
 """Load average a core above which another program takes part in the timings."""
 
+DISTURBED = 1.3
+"""How many times as long the same work may take in another act before the timings are doubted."""
+
 
 @dataclass(frozen=True, slots=True)
 class Quantiles:
@@ -68,13 +71,25 @@ class Report:
     @property
     def warnings(self) -> list[str]:
         """What makes the timings doubtful; outputs are judged all the same."""
+        warnings = []
         cores = len(os.sched_getaffinity(0))
-        if self.load_average <= BUSY * cores:
-            return []
-        return [
-            f"The machine was busy before the demo began (load {self.load_average:.1f} on {cores} cores): "
-            "take the times with care."
-        ]
+        if self.load_average > BUSY * cores:
+            warnings.append(
+                f"The machine was busy before the demo began (load {self.load_average:.1f} on {cores} cores): "
+                "take the times with care."
+            )
+        # What kvoffload computes from nothing, vLLM alone computes too: that should take as long in both acts.
+        computed = {r.index for r in self.offload.requests if r.source is Source.RECOMPUTE}
+        without, with_it = (
+            float(np.median([r.ttft_ms for r in act.requests if r.index in computed] or [0.0]))
+            for act in (self.baseline, self.offload)
+        )
+        if max(without, with_it) > DISTURBED * min(without, with_it):
+            warnings.append(
+                f"Computing the same prompts took {without:.0f} ms without kvoffload and {with_it:.0f} ms with it: "
+                "the machine was disturbed during the demo, and the ratios are off by as much."
+            )
+        return warnings
 
     @property
     def ttft_ms(self) -> dict[Source, Quantiles]:

@@ -33,5 +33,12 @@ def policy_class(name: str) -> type[CachePolicy]:
 
 
 def make_policy(name: str, capacity: int) -> CachePolicy:
-    """A policy for ``capacity`` blocks. Raises ConfigError as ``policy_class`` does."""
-    return policy_class(name)(capacity)
+    """A policy for ``capacity`` blocks. Raises ConfigError as ``policy_class`` does, or if it cannot be made."""
+    chosen = policy_class(name)
+    try:
+        return chosen(capacity)
+    except Exception as error:
+        raise ConfigError(
+            f"policy={name!r}: {chosen.__name__}(capacity={capacity}) failed ({type(error).__name__}: {error}); "
+            "its constructor takes the number of blocks"
+        ) from error

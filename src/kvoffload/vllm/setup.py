@@ -129,7 +129,10 @@ def _refuse_unserved(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) ->
             "only so far; models that mix full attention with windows work with --disable-hybrid-kv-cache-manager"
         )
     if not isinstance(groups[0].kv_cache_spec, FullAttentionSpec):
-        raise ConfigError(f"this model's KV cache is of kind {kinds}; kvoffload serves full attention only so far")
+        raise ConfigError(
+            f"this model's KV cache is of kind {kinds}; kvoffload serves full attention only so far; run this model "
+            "without kvoffload"
+        )
 
 
 def warn_if_untested() -> None:
