@@ -1,8 +1,8 @@
 """KeyIndex: an exact map from keys to slots in numpy arrays, for batches.
 
-A dict would do, at twice the time: at a million keys each of its probes misses the processor's caches one
-after the other, deleting and inserting leave it to be rebuilt every few hundred thousand keys (60 ms on the
-scheduler's thread), and every value is an object. Here a batch probes all its keys at once.
+A dict would do, at twice the time for a store: at a million keys each of its probes misses the processor's caches
+one after the other, every value is an object, and when deletions and insertions have used it up it is rebuilt at once
+(56 ms measured). Here a batch probes all its keys together, and nothing is ever rebuilt.
 """
 
 from __future__ import annotations
