@@ -99,7 +99,7 @@ class OffloadingConnectorWorker:
     def begin_step(self, meta: StepMeta) -> None:
         for job_id in meta.fences:
             if job_id in meta.stores:
-                self._accept(job_id, meta.stores[job_id], is_store=True)
+                self._accept_store(job_id, meta.stores[job_id])
         for job_id in self._unsubmitted:
             self._submit(job_id)
         self._unsubmitted.clear()
@@ -125,7 +125,7 @@ class OffloadingConnectorWorker:
     def end_step(self, meta: StepMeta) -> None:
         for job_id, spec in meta.stores.items():
             if job_id not in meta.fences:
-                self._accept(job_id, spec, is_store=True)
+                self._accept_store(job_id, spec)
         self._finished.released.update(meta.releases)
 
     def get_finished(self, meta: StepMeta) -> Finished:
@@ -150,8 +150,8 @@ class OffloadingConnectorWorker:
     def shutdown(self) -> None:
         self.transfer.close()
 
-    def _accept(self, job_id: int, spec: TransferSpec, is_store: bool) -> None:
-        self._jobs[job_id] = _Job(spec, is_store)
+    def _accept_store(self, job_id: int, spec: TransferSpec) -> None:
+        self._jobs[job_id] = _Job(spec, is_store=True)
         self._unsubmitted.append(job_id)
 
     def _submit(self, job_id: int) -> None:

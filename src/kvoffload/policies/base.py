@@ -166,12 +166,6 @@ class RecencyList:
             if len(kept_slots):
                 self._filtered.append((kept_slots, kept_positions))
 
-    def in_order(self) -> list[int]:
-        """Members that have a place, oldest first. O(capacity), for checks."""
-        placed = np.flatnonzero(self._stamp >= 0)
-        order: list[int] = placed[np.argsort(self._stamp[placed])].tolist()
-        return order
-
     def check_integrity(self, members: Iterable[int]) -> None:
         """Raises IntegrityError unless the members are exactly ``members`` and each is where it should be."""
         held = set(np.flatnonzero(self._stamp != _ABSENT).tolist())

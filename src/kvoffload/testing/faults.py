@@ -52,7 +52,7 @@ class CorruptingTransfer(WrappedTransfer):
 class FailingTransfer(WrappedTransfer):
     """Fails a share ``rate`` of the tries, chosen by ``seed``, without copying anything.
 
-    ``tries`` counts the tries that failed, by direction ("load", "store").
+    ``failures`` counts the tries that failed, by direction ("load", "store").
     """
 
     def __init__(self, inner: Transfer, rate: float, seed: int = 0) -> None:

@@ -23,7 +23,7 @@ from kvoffload.hostpool import HostPool
 from kvoffload.keys import key_block_hash, key_group_idx
 from kvoffload.scheduler import OffloadingConnectorScheduler
 from kvoffload.vllm.metrics import KVOffloadPromMetrics, KVOffloadStats
-from kvoffload.vllm.pages import make_transfer
+from kvoffload.vllm.pages import make_transfer, page_views
 from kvoffload.vllm.setup import NAMESPACE_BYTES, Setup, model_fingerprint, namespace, warn_if_untested
 from kvoffload.worker import OffloadingConnectorWorker, StepMeta, WorkerReport
 
@@ -124,8 +124,10 @@ class KVOffloadConnector(KVConnectorBase_V1, SupportsHMA):
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         setup = self._setup
+        # A layout that is not served is refused before any memory is taken.
+        views = page_views(setup, kv_caches)
         self._pool = HostPool(setup.num_blocks, setup.slot_bytes)
-        self._worker = OffloadingConnectorWorker(make_transfer(setup, kv_caches, self._pool))
+        self._worker = OffloadingConnectorWorker(make_transfer(views, self._pool, setup.factor))
 
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
         assert isinstance(kv_connector_metadata, KVOffloadMetadata)

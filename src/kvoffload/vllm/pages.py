@@ -39,17 +39,22 @@ def page_view(name: str, cache: torch.Tensor, num_blocks: int, page_bytes: int) 
     return view.set_(storage, cache.storage_offset() * item, (num_blocks, page_bytes), (block_stride * item, 1))
 
 
-def make_transfer(setup: Setup, kv_caches: Mapping[str, torch.Tensor], pool: HostPool) -> Transfer:
-    """The transfer engine between these caches and ``pool``. Raises ConfigError for what is not served."""
+def page_views(setup: Setup, kv_caches: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
+    """The pages of every layer, in the order of its name in ``setup``. Raises ConfigError for what is not served."""
     missing = [name for name in setup.layer_names if name not in kv_caches]
     if missing:
         raise ConfigError(f"vLLM registered no KV cache for layers {missing}; kvoffload cannot serve this model")
     views = [page_view(name, kv_caches[name], setup.num_device_blocks, setup.page_bytes) for name in setup.layer_names]
     kind = views[0].device.type
-    if kind == "cpu":
-        return InlineTransfer([view.numpy() for view in views], pool.data, setup.factor)
-    if kind == "cuda":
+    if kind not in ("cpu", "cuda"):
+        raise ConfigError(f"the KV cache is on device {kind!r}; kvoffload serves cpu and cuda")
+    return views
+
+
+def make_transfer(views: list[torch.Tensor], pool: HostPool, factor: int) -> Transfer:
+    """The transfer engine between ``page_views`` and ``pool``."""
+    if views[0].device.type == "cuda":
         from kvoffload.transfer.cuda import CudaTransfer
 
-        return CudaTransfer(views, pool.data, setup.factor)
-    raise ConfigError(f"the KV cache is on device {kind!r}; kvoffload serves cpu and cuda")
+        return CudaTransfer(views, pool.data, factor)
+    return InlineTransfer([view.numpy() for view in views], pool.data, factor)
