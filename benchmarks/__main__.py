@@ -5,9 +5,9 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from benchmarks import copies, managers
+from benchmarks import convoys, copies, managers, ttft
 
-BENCHMARKS = {"managers": managers.main, "copies": copies.main}
+BENCHMARKS = {"managers": managers.main, "copies": copies.main, "convoys": convoys.main, "ttft": ttft.main}
 
 
 def main() -> None:

@@ -17,6 +17,7 @@ import numpy as np
 from benchmarks.report import Row, publish
 from kvoffload.base import DeviceSpec, LoadStoreSpec, TransferSpec
 from kvoffload.hostpool import HostPool, padded_slot_bytes
+from kvoffload.transfer.base import PageGroup
 from kvoffload.transfer.inline import InlineTransfer
 
 LAYERS = 32
@@ -39,7 +40,7 @@ def main(out: Path, quick: bool) -> None:
         device[:] = 1
         pool = HostPool(num_blocks, padded_slot_bytes(LAYERS * page))
         pool.data[:] = 2
-        transfer = InlineTransfer(list(device), pool.data)
+        transfer = InlineTransfer([PageGroup(list(device))], pool.data)
         flat = np.empty(num_blocks * LAYERS * page, dtype=np.uint8)
         flat[:] = 3
         blocks = np.random.default_rng(0).permutation(num_blocks).astype(np.int64)

@@ -14,9 +14,11 @@ from kvoffload import (
     HostBackend,
     HostPool,
     InlineTransfer,
+    KVGroup,
     LRUOffloadingManager,
     OffloadingConnectorScheduler,
     OffloadingConnectorWorker,
+    PageGroup,
     ScheduledStep,
     hash_blocks,
 )
@@ -55,9 +57,9 @@ class Blocks:
 # The device's KV cache: one page a layer and block. The pool: one slot a block.
 device = np.zeros((LAYERS, DEVICE_BLOCKS, PAGE_BYTES), dtype=np.uint8)
 pool = HostPool(HOST_BLOCKS, LAYERS * PAGE_BYTES)
-worker = OffloadingConnectorWorker(InlineTransfer(list(device), pool.data))
+worker = OffloadingConnectorWorker(InlineTransfer([PageGroup(list(device))], pool.data))
 scheduler = OffloadingConnectorScheduler(
-    LRUOffloadingManager(HostBackend(BLOCK_TOKENS, HOST_BLOCKS)), device_block_size=BLOCK_TOKENS
+    LRUOffloadingManager(HostBackend(BLOCK_TOKENS, HOST_BLOCKS)), groups=[KVGroup(BLOCK_TOKENS)]
 )
 
 

@@ -188,18 +188,6 @@ def test_without_memory_it_proposes_an_amount_that_is_right(
     assert proposal is not None
     proposed = OffloadConfig.from_mapping({**options, "host_bytes": proposal[1]})
     assert 0 < proposed.host_bytes <= free
-    proposed.check_memory()
-
-
-def test_more_than_there_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(config_module, "available_memory", lambda: 10 * GIB)
-    make(host_bytes="10GiB").check_memory()
-    with pytest.raises(ConfigError) as caught:
-        make(host_bytes="11GiB").check_memory()
-    message = str(caught.value)
-    assert f"host_bytes={11 * GIB} (11 GiB)" in message
-    assert "10 GiB" in message
-    assert "set host_bytes to 8 GiB or less" in message
 
 
 def test_less_than_one_block() -> None:

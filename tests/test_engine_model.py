@@ -5,18 +5,34 @@ from __future__ import annotations
 import dataclasses
 import logging
 import os
+from collections import Counter
 from collections.abc import Callable
+from random import Random
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvoffload.base import PrepareStoreOutput, ScheduledStep
-from kvoffload.testing.engine import Leak, ModelEngine, Scenario, WrongBytes, run_seed
-from kvoffload.worker import StepMeta
+from kvoffload import tracking
+from kvoffload.base import KVGroup, PrepareStoreOutput, ScheduledStep, TransferSpec
+from kvoffload.testing.engine import (
+    BrokenPromise,
+    Leak,
+    ModelEngine,
+    Scenario,
+    SwitchedOff,
+    WrongBytes,
+    first_attended,
+    random_groups,
+    run_seed,
+)
+from kvoffload.transfer.base import TransferResult
+from kvoffload.worker import Finished, StepMeta, WorkerReport
 
-SEEDS = 100_000 if os.environ.get("KVOFFLOAD_SOAK") else 2_000
+SEEDS = 100_000 if os.environ.get("KVOFFLOAD_SOAK") else 5_000
 CHUNKS = 20
+PLANTED_SEEDS = 2_000
 
 
 @pytest.fixture(autouse=True)
@@ -28,10 +44,40 @@ def quiet(caplog: pytest.LogCaptureFixture) -> None:
 
 @pytest.mark.parametrize("chunk", range(CHUNKS))
 def test_random_schedules(chunk: int) -> None:
-    hits = 0
+    loads: Counter[str] = Counter()
     for seed in range(chunk * SEEDS // CHUNKS, (chunk + 1) * SEEDS // CHUNKS):
-        hits += run_seed(seed).hits
-    assert hits > 0, "nothing was ever loaded, so nothing was tested"
+        loads += loads_of(run_seed(seed))
+    never = [what for what in ALL_LOADS if not loads[what]]
+    assert not never, f"never happened, so was not tested: {never}"
+
+
+KINDS = ("full", "window", "chunk", "full draft", "window draft")
+ALL_LOADS = (
+    *(f"blocks of a {kind} group among others" for kind in KINDS),
+    "blocks of the only group",
+    "from inside a block of a window or chunk group",
+    "from inside a block of a full group",
+    "loads on the last of 1 ranks",
+    "loads on the last of 2 ranks",
+    "loads on the last of 3 ranks",
+    "blocks that slid out",
+)
+
+
+def loads_of(engine: ModelEngine) -> Counter[str]:
+    """How often what is to be tested has happened in a run."""
+    seen = Counter({"blocks that slid out": engine.slid_out})
+    for group, blocks, partial in zip(engine.groups, engine.loaded_blocks, engine.partial_loads, strict=True):
+        where = f"a {kind_of(group)} group among others" if len(engine.groups) > 1 else "the only group"
+        seen[f"blocks of {where}"] += blocks
+        seen[f"from inside a block of a {'full' if group.is_full else 'window or chunk'} group"] += partial
+    seen[f"loads on the last of {len(engine.ranks)} ranks"] += engine.ranks[-1].loads
+    return seen
+
+
+def kind_of(group: KVGroup) -> str:
+    kind = "window" if group.sliding_window else "chunk" if group.attention_chunk else "full"
+    return f"{kind} draft" if group.draft else kind
 
 
 def many_resets(seed: int) -> Scenario:
@@ -57,6 +103,63 @@ def test_new_weights_again_and_again(seed: int) -> None:
     ModelEngine(many_resets(seed)).run()
 
 
+@pytest.mark.parametrize("seed", range(60))
+def test_new_weights_again_and_again_with_groups(seed: int) -> None:
+    rng = Random(seed)
+    ModelEngine(many_resets(seed).with_groups(random_groups(rng), rng)).run()
+
+
+def exact_ends(seed: int) -> Scenario:
+    """Prompts that end where blocks do, of several device blocks each, and stores that come late: what is stored then
+    has lost all that the window allows, and is asked for by who needs all that it allows."""
+    rng = Random(seed)
+    window = KVGroup(rng.choice((1, 2, 4)), rng.choice((2, 3, 4)), sliding_window=rng.randint(2, 8))
+    scenario = Scenario(
+        seed=seed,
+        num_layers=1,
+        max_tokens_per_step=rng.choice((3, 5, 8, 16)),
+        async_scheduling=True,
+        prefix_caching=rng.random() < 0.5,
+        num_host_blocks=rng.choice((6, 24)),
+        num_documents=1,
+        document_tokens=24,
+        max_question_tokens=0,
+        max_new_tokens=20,
+        copy_chance=rng.choice((0.1, 0.4, 1.0)),
+    )
+    return scenario.with_groups((KVGroup(window.device_block_size), window)[seed % 2 :], rng)
+
+
+@pytest.mark.parametrize("seed", range(200))
+def test_blocks_asked_for_to_their_last_token(seed: int) -> None:
+    ModelEngine(exact_ends(seed)).run()
+
+
+@pytest.mark.parametrize("seed", range(300))
+def test_a_rank_whose_transfer_breaks(seed: int) -> None:
+    """Nothing is loaded any more, and no request notices."""
+
+    def break_down(engine: ModelEngine) -> None:
+        rank, calls = Random(seed).choice(engine.ranks), iter(range(seed % 12))
+        poll = rank.transfer.poll
+
+        def poll_until_broken(busy: bool) -> list[TransferResult]:
+            if next(calls, None) is None:
+                raise RuntimeError("the copy engine is gone")
+            return poll(busy)
+
+        rank.transfer.poll = poll_until_broken  # type: ignore[method-assign]
+
+    engine = ModelEngine(Scenario.random(seed), break_down)
+    with pytest.raises(SwitchedOff):
+        engine.run()
+
+
+@pytest.mark.parametrize("group", [KVGroup(2), KVGroup(2, sliding_window=5), KVGroup(2, attention_chunk=6)])
+def test_engine_and_connector_read_a_group_alike(group: KVGroup) -> None:
+    assert [first_attended(group, p) for p in range(50)] == [group.skipped_tokens(p) for p in range(50)]
+
+
 @settings(max_examples=200, deadline=None, derandomize=True)
 @given(
     seed=st.integers(0, 2**32),
@@ -69,6 +172,7 @@ def test_new_weights_again_and_again(seed: int) -> None:
     failures=st.sampled_from((0.0, 0.3, 1.0)),
     aborts=st.sampled_from((0.0, 0.2)),
     resets=st.sampled_from((0.0, 0.1)),
+    groups=st.sampled_from((None, 0, 1, 2, 3, 4, 5, 6, 7)),
 )
 def test_any_scenario(
     seed: int,
@@ -81,6 +185,7 @@ def test_any_scenario(
     failures: float,
     aborts: float,
     resets: float,
+    groups: int | None,
 ) -> None:
     scenario = Scenario(
         seed=seed,
@@ -94,7 +199,13 @@ def test_any_scenario(
         abort_chance=aborts,
         reset_chance=resets,
     )
+    if groups is not None:
+        rng = Random(groups)
+        scenario = scenario.with_groups(random_groups(rng), rng)
     ModelEngine(scenario).run()
+
+
+# Bugs of any engine.
 
 
 def fence_off(engine: ModelEngine) -> None:
@@ -121,7 +232,13 @@ def ready_too_early(engine: ModelEngine) -> None:
 
 
 def loaded_too_early(engine: ModelEngine) -> None:
-    worker, start = engine.worker, engine.worker.start_loads
+    """On every rank: or the others would be waited for."""
+    for rank in engine.ranks:
+        report_loads_at_once(rank.worker)
+
+
+def report_loads_at_once(worker) -> None:
+    start = worker.start_loads
 
     def report_at_once(meta: StepMeta) -> None:
         start(meta)
@@ -133,7 +250,7 @@ def loaded_too_early(engine: ModelEngine) -> None:
                 worker._jobs.pop(job_id)
                 worker._report.done[job_id] = 1
 
-    worker.start_loads = report_at_once  # type: ignore[method-assign]
+    worker.start_loads = report_at_once
 
 
 def unpinned_while_loading(engine: ModelEngine) -> None:
@@ -151,24 +268,19 @@ def unpinned_while_loading(engine: ModelEngine) -> None:
 
 def stores_what_is_not_computed(engine: ModelEngine) -> None:
     due = engine.scheduler._due
-    ahead = engine.scenario.block_size
+    ahead = max(group.device_block_size for group in engine.groups)
 
-    def too_much(state, num_computed):
-        return due(state, num_computed + ahead)
+    def too_much(state, num_computed, num_before):
+        return due(state, num_computed + ahead, num_before)
 
     engine.scheduler._due = too_much  # type: ignore[method-assign]
 
 
 def one_block_off(engine: ModelEngine) -> None:
-    submit = engine.transfer.submit
+    def reverse(spec: TransferSpec) -> TransferSpec:
+        return with_slots(spec, spec.host.slots[::-1].copy())
 
-    def shifted(job_id, spec, is_store) -> None:
-        if not is_store and len(spec.host.slots) > 1:
-            rolled = dataclasses.replace(spec.host, slots=spec.host.slots[::-1].copy())
-            spec = dataclasses.replace(spec, host=rolled)
-        submit(job_id, spec, is_store)
-
-    engine.transfer.submit = shifted  # type: ignore[method-assign]
+    change_loads(engine, reverse)
 
 
 def reset_keeps_stores_going(engine: ModelEngine) -> None:
@@ -196,7 +308,12 @@ def preemption_forgets_new_blocks(engine: ModelEngine) -> None:
 
 
 def store_retried_after_its_fence(engine: ModelEngine) -> None:
-    worker, begin = engine.worker, engine.worker.begin_step
+    for rank in engine.ranks:
+        retry_after_fences(rank.worker)
+
+
+def retry_after_fences(worker) -> None:
+    begin = worker.begin_step
 
     def begin_and_forget(meta: StepMeta) -> None:
         begin(meta)
@@ -204,28 +321,237 @@ def store_retried_after_its_fence(engine: ModelEngine) -> None:
             if job_id in worker._jobs:
                 worker._jobs[job_id].tries_left = 1
 
-    worker.begin_step = begin_and_forget  # type: ignore[method-assign]
+    worker.begin_step = begin_and_forget
 
 
 def failed_load_called_good(engine: ModelEngine) -> None:
-    worker, finished = engine.worker, engine.worker.get_finished
+    for rank in engine.ranks:
+        never_report_failed_loads(rank.worker)
 
-    def never_failed(meta: StepMeta):
+
+def never_report_failed_loads(worker) -> None:
+    finished = worker.get_finished
+
+    def never_failed(meta: StepMeta) -> Finished:
         result = finished(meta)
-        result.failed_blocks.clear()
+        result.failed.clear()
         return result
 
-    worker.get_finished = never_failed  # type: ignore[method-assign]
+    worker.get_finished = never_failed
 
 
-def caught(bug: Callable[[ModelEngine], None], scenario: Callable[[int], Scenario]) -> bool:
-    for seed in range(2_000):
+def change_loads(engine: ModelEngine, change: Callable[[TransferSpec], TransferSpec]) -> None:
+    for rank in engine.ranks:
+        change_submitted_loads(rank.transfer, change)
+
+
+def change_submitted_loads(transfer, change: Callable[[TransferSpec], TransferSpec]) -> None:
+    submit = transfer.submit
+    transfer.submit = lambda job_id, spec, is_store: submit(job_id, spec if is_store else change(spec), is_store)
+
+
+def with_slots(spec: TransferSpec, slots) -> TransferSpec:
+    return dataclasses.replace(spec, host=dataclasses.replace(spec.host, slots=slots))
+
+
+# Bugs of ranks.
+
+
+def done_when_the_first_rank_is(engine: ModelEngine) -> None:
+    scheduler, update, done = engine.scheduler, engine.scheduler.update_connector_output, set()
+
+    def first_counts_for_all(report: WorkerReport) -> None:
+        new = report.done.keys() - done
+        done.update(new)
+        update(dataclasses.replace(report, done=dict.fromkeys(sorted(new), len(engine.ranks))))
+
+    scheduler.update_connector_output = first_counts_for_all  # type: ignore[method-assign]
+
+
+def one_rank_reports_stores_early(engine: ModelEngine) -> None:
+    if len(engine.ranks) > 1:
+        report_stores_at_once(engine.ranks[-1].worker)
+
+
+def report_stores_at_once(worker) -> None:
+    end, take, early = worker.end_step, worker.take_report, {}
+
+    def end_step(meta: StepMeta) -> None:
+        end(meta)
+        early.update(dict.fromkeys(meta.stores, 1))
+
+    def take_report() -> WorkerReport:
+        report = take() or WorkerReport()
+        loads = {job_id: n for job_id, n in report.done.items() if job_id not in reported}
+        reported.update(early)
+        report.done = {**loads, **early}
+        report.failed &= report.done.keys()
+        early.clear()
+        return report
+
+    reported: set[int] = set()
+    worker.end_step, worker.take_report = end_step, take_report
+
+
+def one_rank_loads_early(engine: ModelEngine) -> None:
+    if len(engine.ranks) > 1:
+        report_loads_at_once(engine.ranks[-1].worker)
+
+
+def one_ranks_failed_load_ignored(engine: ModelEngine) -> None:
+    if len(engine.ranks) > 1:
+        never_report_failed_loads(engine.ranks[0].worker)
+
+
+def one_ranks_failed_store_ignored(engine: ModelEngine) -> None:
+    if len(engine.ranks) > 1:
+        never_report_failed_stores(engine.ranks[0].worker)
+
+
+def never_report_failed_stores(worker) -> None:
+    take, end, stores = worker.take_report, worker.end_step, set()
+
+    def end_step(meta: StepMeta) -> None:
+        end(meta)
+        stores.update(meta.stores)
+
+    def take_report() -> WorkerReport | None:
+        report = take()
+        if report is not None:
+            report.failed -= stores
+        return report
+
+    worker.end_step, worker.take_report = end_step, take_report
+
+
+def one_rank_skips_fences(engine: ModelEngine) -> None:
+    if len(engine.ranks) > 1:
+        skip_fences(engine.ranks[-1].worker)
+
+
+def skip_fences(worker) -> None:
+    begin = worker.begin_step
+    worker.begin_step = lambda meta: begin(dataclasses.replace(meta, fences=[]))
+
+
+# Bugs of groups.
+
+
+def with_layout_groups(engine: ModelEngine, make: Callable[..., KVGroup]) -> None:
+    """The connector, and not the engine, takes the groups for what ``make`` makes of their fields."""
+    layout = engine.scheduler._layout
+    layout.groups = tuple(
+        make(*(getattr(group, field.name) for field in dataclasses.fields(group))) for group in layout.groups
+    )
+
+
+class ShortWindow(KVGroup):
+    def skipped_tokens(self, num_computed: int) -> int:
+        return KVGroup.skipped_tokens(self, num_computed + (self.sliding_window is not None))
+
+
+def window_one_token_short(engine: ModelEngine) -> None:
+    with_layout_groups(engine, ShortWindow)
+
+
+def slots_of_two_groups_swapped(engine: ModelEngine) -> None:
+    def swap(spec: TransferSpec) -> TransferSpec:
+        if sum(size > 0 for size in spec.device.group_sizes) < 2:
+            return spec
+        slots = spec.host.slots.copy()
+        slots[[0, -1]] = slots[[-1, 0]]
+        return with_slots(spec, slots)
+
+    change_loads(engine, swap)
+
+
+def part_of_the_first_block_ignored(engine: ModelEngine) -> None:
+    def from_the_start(spec: TransferSpec) -> TransferSpec:
+        factors = [group.block_size_factor for group in engine.groups]
+        starts = tuple(i - i % factor for i, factor in zip(spec.device.block_indices, factors, strict=True))
+        return dataclasses.replace(spec, device=dataclasses.replace(spec.device, block_indices=starts))
+
+    change_loads(engine, from_the_start)
+
+
+def drafts_named_without_the_next_token(engine: ModelEngine) -> None:
+    """So the last whole block of a draft group is stored too."""
+    layout = engine.scheduler._layout
+    layout.known_tokens = lambda g, index: (index + 1) * layout.groups[g].block_tokens  # type: ignore[method-assign]
+
+
+def group_not_in_the_key(engine: ModelEngine) -> None:
+    layout = engine.scheduler._layout
+    key = layout.key
+    layout.key = lambda g, index, hashes: key(g, index, hashes)[:-4] + bytes(4)  # type: ignore[method-assign]
+
+
+def fence_of_windows_left_out(engine: ModelEngine) -> None:
+    scheduler, build = engine.scheduler, engine.scheduler.build_connector_meta
+
+    def build_and_forget(step: ScheduledStep) -> StepMeta:
+        meta = build(step)
+        for job_id, spec in meta.stores.items():
+            if job_id in scheduler._jobs:
+                groups = np.repeat(np.arange(len(engine.groups)), spec.device.group_sizes)
+                kept = [engine.groups[g].is_full for g in groups]
+                scheduler._jobs[job_id].device_blocks = frozenset(spec.device.block_ids[kept].tolist())
+        return meta
+
+    scheduler.build_connector_meta = build_and_forget  # type: ignore[method-assign]
+
+
+def stores_what_slid_out(engine: ModelEngine) -> None:
+    """Blocks that were handed out to others since: the connector still has them in its tables."""
+    change_due(engine, lambda group: dataclasses.replace(group, sliding_window=None, attention_chunk=None))
+
+
+def stores_nulls(engine: ModelEngine) -> None:
+    """As if the null block held what slid out."""
+    stores_what_slid_out(engine)
+    tracking.NULL_BLOCK = -1
+
+
+class TornBlocks(KVGroup):
+    def skipped_tokens(self, num_computed: int) -> int:
+        last = (num_computed + 1) % self.block_tokens == 0
+        return num_computed if last and not self.is_full else KVGroup.skipped_tokens(self, num_computed)
+
+
+def stores_torn_blocks(engine: ModelEngine) -> None:
+    """Blocks of which leading device blocks slid out, although who finds the block attends to these."""
+    change_due(engine, lambda group: TornBlocks(*(getattr(group, f.name) for f in dataclasses.fields(group))))
+
+
+def change_due(engine: ModelEngine, change: Callable[[KVGroup], KVGroup]) -> None:
+    """What is due to be stored is found as if the groups were what ``change`` makes of them."""
+    scheduler, due = engine.scheduler, engine.scheduler._due
+    groups = scheduler._layout.groups
+    changed = tuple(map(change, groups))
+
+    def due_of_changed(state, num_computed, num_before):
+        scheduler._layout.groups = changed
+        try:
+            return due(state, num_computed, num_before)
+        finally:
+            scheduler._layout.groups = groups
+
+    scheduler._due = due_of_changed  # type: ignore[method-assign]
+
+
+Bug = Callable[[ModelEngine], None]
+
+
+def caught(
+    bug: Bug, scenario: Callable[[int], Scenario], by: type[AssertionError] = WrongBytes, seeds: int = PLANTED_SEEDS
+) -> bool:
+    for seed in range(seeds):
         try:
             ModelEngine(scenario(seed), bug).run()
-        except WrongBytes as error:
+        except by as error:
             print(f"{bug.__name__}: {error}")
             return True
-        except Leak:
+        except (BrokenPromise, Leak):
             continue
     return False
 
@@ -242,11 +568,33 @@ def caught(bug: Callable[[ModelEngine], None], scenario: Callable[[int], Scenari
         reset_keeps_stores_going,
         store_retried_after_its_fence,
         failed_load_called_good,
+        done_when_the_first_rank_is,
+        one_rank_reports_stores_early,
+        one_rank_loads_early,
+        one_ranks_failed_load_ignored,
+        one_ranks_failed_store_ignored,
+        one_rank_skips_fences,
+        slots_of_two_groups_swapped,
+        part_of_the_first_block_ignored,
+        drafts_named_without_the_next_token,
+        group_not_in_the_key,
+        fence_of_windows_left_out,
+        stores_what_slid_out,
+        stores_nulls,
+        stores_torn_blocks,
     ],
     ids=lambda bug: bug.__name__,
 )
-def test_planted_bug_is_caught(bug: Callable[[ModelEngine], None]) -> None:
-    assert caught(bug, Scenario.random), f"{bug.__name__} went unnoticed in 2,000 schedules"
+def test_planted_bug_is_caught(bug: Bug, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tracking, "NULL_BLOCK", tracking.NULL_BLOCK)
+    assert caught(bug, Scenario.random), f"{bug.__name__} went unnoticed in {PLANTED_SEEDS} schedules"
+
+
+def test_window_one_token_short_is_caught() -> None:
+    """A load names all blocks that the engine allocated: one that was not looked for is missed before it is read. So
+    only blocks that were stored with too little in them give wrong bytes."""
+    assert caught(window_one_token_short, Scenario.random, by=BrokenPromise)
+    assert caught(window_one_token_short, exact_ends)
 
 
 def test_planted_bug_of_resets_is_caught() -> None:

@@ -1,14 +1,18 @@
-"""Why a request missed: a bounded memory that rather knows nothing than says something wrong."""
+"""Why a request missed: a bounded memory that rather knows nothing than says something wrong, and records
+that add up."""
 
 from __future__ import annotations
 
 import json
+import math
 import random
+from collections import Counter
+from typing import Any
 
 import pytest
 
 from kvoffload.base import Miss, MissReason
-from kvoffload.explain import MissMemory, RequestRecord, count_reasons
+from kvoffload.explain import MAX_PERIODS, MissMemory, Period, ReasonSummary, RequestRecord, by_reason, over_time
 
 NEVER = Miss(MissReason.NEVER_STORED)
 
@@ -138,7 +142,125 @@ def test_a_record_goes_through_json() -> None:
     assert RequestRecord(**HIT.to_dict()) == HIT
 
 
-def test_reasons_are_counted() -> None:
-    other = RequestRecord(3.5, "r3", 10, 0, 0, "cd", MissReason.RESET, 1.0)
-    assert count_reasons([HIT, MISSED, MISSED, other]) == {"evicted": 2, "reset": 1}
-    assert count_reasons([HIT]) == {}
+@pytest.mark.parametrize("record", [HIT, MISSED])
+def test_a_record_comes_back_from_what_it_became(record: RequestRecord) -> None:
+    data = json.loads(json.dumps(record.to_dict()))
+    assert RequestRecord.from_dict(data) == record
+    assert RequestRecord.from_dict({**data, "field_of_a_newer_version": [1]}) == record
+
+
+def test_optional_fields_may_be_left_out() -> None:
+    data = {name: value for name, value in HIT.to_dict().items() if value is not None}
+    assert RequestRecord.from_dict(data) == HIT
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("time", "1.5"),
+        ("time", math.nan),
+        ("time", math.inf),
+        ("time", -1),
+        ("time", 10**400),
+        ("time", True),
+        ("req_id", 7),
+        ("req_id", "x" * 5000),
+        ("tokens_asked", 100.0),
+        ("tokens_asked", -1),
+        ("tokens_asked", 10**400),
+        ("tokens_asked", True),
+        ("tokens_asked", 17),
+        ("device_tokens", None),
+        ("host_tokens", "64"),
+        ("missed_key", 1),
+        ("reason", "bad luck"),
+        ("reason", ["evicted"]),
+        ("age_s", "old"),
+        ("age_s", -0.5),
+    ],
+)
+def test_a_field_that_cannot_be_is_named(field: str, value: Any) -> None:
+    with pytest.raises(ValueError, match=f"^{field}=") as caught:
+        RequestRecord.from_dict({**HIT.to_dict(), field: value})
+    assert len(str(caught.value)) < 200
+
+
+@pytest.mark.parametrize("field", ["time", "req_id", "tokens_asked", "device_tokens", "host_tokens"])
+def test_a_field_that_is_missing_is_named(field: str) -> None:
+    data = HIT.to_dict()
+    del data[field]
+    with pytest.raises(ValueError, match=f"^{field} is missing"):
+        RequestRecord.from_dict(data)
+
+
+def test_what_is_told_of_a_wrong_value_cannot_steer_a_terminal() -> None:
+    with pytest.raises(ValueError) as caught:
+        RequestRecord.from_dict({**HIT.to_dict(), "reason": "\x1b[2J\u202e"})
+    assert str(caught.value).isascii()
+    assert str(caught.value).isprintable()
+
+
+# What many records say together.
+
+
+def missed(at: float, reason: MissReason | None, asked: int = 100, age: float | None = None) -> RequestRecord:
+    return RequestRecord(at, f"r{at}", asked, 10, 20, None if reason is None else "ab", reason, age)
+
+
+def test_reasons_are_ordered_by_what_they_cost() -> None:
+    records = [
+        missed(1, MissReason.NEVER_STORED, asked=50),
+        missed(2, MissReason.EVICTED, age=10.0),
+        missed(3, None, asked=10_000),
+        missed(4, MissReason.NEVER_STORED, asked=50),
+        missed(5, MissReason.EVICTED, age=30.0),
+        missed(6, MissReason.EVICTED, age=40.0),
+    ]
+    assert by_reason(records) == [
+        ReasonSummary(MissReason.EVICTED, 3, 210, 30.0),
+        ReasonSummary(MissReason.NEVER_STORED, 2, 40, None),
+        ReasonSummary(None, 1, 9970, None),
+    ]
+    assert by_reason([]) == []
+
+
+def test_periods_begin_at_multiples_of_their_length_and_none_is_left_out() -> None:
+    records = [missed(61.0, None), missed(200.0, MissReason.RESET), missed(119.9, MissReason.RESET)]
+    assert over_time(records, 60) == [
+        Period(60, 60, 2, 200, 20, 40, {MissReason.RESET: 1}),
+        Period(120, 60, 0, 0, 0, 0, {}),
+        Period(180, 60, 1, 100, 10, 20, {MissReason.RESET: 1}),
+    ]
+    assert over_time([]) == []
+
+
+@pytest.mark.parametrize("span", [0.0, 0.5, 11.0, 60.0, 3599.0, 86_400.0, 3e6, 1e8])
+def test_there_are_about_a_dozen_periods_unless_told_otherwise(span: float) -> None:
+    start = 1.7e9
+    periods = over_time([missed(start, None), missed(start + span, None)])
+    assert 1 <= len(periods) <= 14
+    assert span < 12 or len(periods) >= 5
+    assert periods[0].start <= start < periods[0].start + periods[0].length_s
+    assert periods[-1].start <= start + span < periods[-1].start + periods[-1].length_s
+
+
+def test_the_number_of_periods_is_bounded() -> None:
+    records = [missed(0.0, None), missed(float(MAX_PERIODS), None)]
+    with pytest.raises(ValueError, match="1,001 periods of 1 s"):
+        over_time(records, 1)
+    assert len(over_time(records[:1] + [missed(MAX_PERIODS - 1.0, None)], 1)) == MAX_PERIODS
+
+
+def test_periods_and_reasons_add_up_to_the_records() -> None:
+    rng = random.Random(0)
+    records = [missed(rng.uniform(1e9, 1e9 + 5000), rng.choice([None, *MissReason])) for _ in range(500)]
+    periods, reasons = over_time(records), by_reason(records)
+    total = Period.of(records, 0.0, 0.0)
+    for name in ("requests", "tokens_asked", "device_tokens", "host_tokens"):
+        assert sum(getattr(period, name) for period in periods) == getattr(total, name)
+    counts: Counter[MissReason] = Counter()
+    for period in periods:
+        counts.update(period.misses)
+    assert counts == total.misses == {each.reason: each.requests for each in reasons if each.reason is not None}
+    assert sum(each.requests for each in reasons) == 500
+    assert sum(each.tokens_missing for each in reasons) == sum(record.tokens_missing for record in records)

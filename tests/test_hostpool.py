@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import mmap
 import os
+import pickle
 import re
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -18,7 +21,7 @@ import pytest
 from kvoffload import hostpool
 from kvoffload.base import ConfigError
 from kvoffload.config import parse_bytes
-from kvoffload.hostpool import HostPool, available_memory, format_bytes, padded_slot_bytes
+from kvoffload.hostpool import HostPool, PoolHandle, available_memory, format_bytes, padded_slot_bytes
 
 GIB = 1 << 30
 NUM_BLOCKS, SLOT = 64, 8192
@@ -159,6 +162,79 @@ sys.stdin.read()
     after = {path.name for path in shared.iterdir()} if shared.is_dir() else set()
     assert not any("kvoffload" in new for new in after - before)
     assert not Path(f"/proc/{child.pid}").exists()
+
+
+# Handed over to another process.
+
+OTHER = """
+import pickle, sys
+handle = pickle.loads(bytes.fromhex(sys.argv[1]))
+"""
+
+
+def in_another_process(handle: PoolHandle, code: str) -> str:
+    command = [sys.executable, "-c", OTHER + code, pickle.dumps(handle).hex()]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_another_process_reads_and_writes_the_same_bytes(pool: HostPool) -> None:
+    pool.data[3, :4] = [1, 2, 3, 4]
+    said = in_another_process(
+        pool.handle(),
+        "data = handle.open(); print(data.shape, data[3, :4].tolist()); data[5, 7] = 99",
+    )
+    assert said == f"({NUM_BLOCKS}, {SLOT}) [1, 2, 3, 4]\n"
+    assert pool.data[5, 7] == 99
+
+
+def test_a_pool_that_is_gone_is_not_taken_for_another_file() -> None:
+    pool = HostPool(1, SLOT)
+    handle = pool.handle()
+    pool.close()
+    with pytest.raises(ConfigError, match=r"cannot be opened|is gone"):
+        handle.open()
+    with open(os.devnull) as other:
+        stale = dataclasses.replace(handle, fd=other.fileno())
+        with pytest.raises(ConfigError, match="is gone"):
+            stale.open()
+
+
+def test_a_pool_of_another_machine_is_refused(pool: HostPool) -> None:
+    elsewhere = dataclasses.replace(pool.handle(), boot_id="11111111-2222-3333-4444-555555555555")
+    with pytest.raises(ConfigError, match="another node"):
+        elsewhere.check_reachable()
+    with pytest.raises(ConfigError, match="another node"):
+        elsewhere.open()
+
+
+def test_processes_look_at_free_memory_one_after_the_other() -> None:
+    """Ranks that start together must not all see the same free memory and then all take it."""
+    holder = subprocess.Popen(
+        [
+            sys.executable,
+            "-c",
+            "import sys\nfrom kvoffload.hostpool import _one_at_a_time\n"
+            "with _one_at_a_time():\n    print('held', flush=True)\n    sys.stdin.read()",
+        ],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert holder.stdin is not None
+    assert holder.stdout is not None
+    assert holder.stdout.readline() == "held\n"
+    made: list[HostPool] = []
+    maker = threading.Thread(target=lambda: made.append(HostPool(1, SLOT)))
+    maker.start()
+    maker.join(timeout=0.3)
+    assert not made, "a pool was made while another process was making its own"
+    holder.kill()
+    holder.wait()
+    maker.join(timeout=60)
+    assert len(made) == 1, "the end of a process, whatever ended it, lets the next one go on"
+    made[0].close()
 
 
 def test_a_child_process_does_not_inherit_it(pool: HostPool) -> None:

@@ -17,10 +17,10 @@ PACKAGE = Path(kvoffload.__file__).parent
 
 LAYERS = [
     {"base", "keys"},
-    {"explain", "metrics", "fingerprint"},
+    {"explain", "metrics", "fingerprint", "control", "records"},
     {"policies", "hostpool", "table", "index", "transfer"},
     {"manager", "admission", "config"},
-    {"scheduler", "worker"},
+    {"scheduler", "tracking", "worker"},
     {"cli", "demo", "vllm", "testing"},
 ]
 """Lowest first. A room may import its own layer and those below, but never in a circle. ``testing`` may

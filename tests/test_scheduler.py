@@ -14,6 +14,7 @@ from kvoffload.admission import FilterReusedOffloadingManager
 from kvoffload.base import (
     BlockHash,
     ConfigError,
+    KVGroup,
     MissReason,
     OffloadingManager,
     OffloadKey,
@@ -107,8 +108,7 @@ class Rig:
         self.manager = self.manager or SpyManager(self.num_host_blocks)
         self.half = OffloadingConnectorScheduler(
             self.manager,
-            device_block_size=TOKENS,
-            block_size_factor=self.factor,
+            groups=[KVGroup(TOKENS, self.factor)],
             num_workers=self.num_workers,
             load_deadline_ms=1000,
             clock=self.clock,
@@ -231,7 +231,7 @@ def test_another_prompt_has_no_hit() -> None:
 
 def test_a_one_token_prompt_is_computed_though_its_block_is_there() -> None:
     manager = LRUOffloadingManager(HostBackend(1, 4))
-    half = OffloadingConnectorScheduler(manager, device_block_size=1)
+    half = OffloadingConnectorScheduler(manager, groups=[KVGroup(1)])
     request = FakeRequest("r", [7], hash_tokens=1)
     half.get_num_new_matched_tokens(request, 0)
     manager.prepare_store([make_offload_key(request.block_hashes[0], 0)])
@@ -351,7 +351,7 @@ def test_after_the_deadline_it_loads_its_own_copy() -> None:
 
 
 def test_without_a_device_prefix_cache_nobody_waits_for_anothers_load() -> None:
-    rig = Rig(options={"device_prefix_caching": False})
+    rig = Rig(options={"share_loads": False})
     rig.store(prompt(8))
     rig.load(FakeRequest("first", prompt(9)))
     assert rig.look_up(FakeRequest("second", prompt(9))) == (8, True)
@@ -1202,7 +1202,7 @@ def test_records_can_be_written_as_json() -> None:
 
 
 def scheduler(manager: OffloadingManager, **options: Any) -> OffloadingConnectorScheduler:
-    return OffloadingConnectorScheduler(manager, device_block_size=TOKENS, **options)
+    return OffloadingConnectorScheduler(manager, groups=[KVGroup(TOKENS)], **options)
 
 
 def test_the_namespace_is_part_of_the_key() -> None:
@@ -1218,7 +1218,7 @@ def test_the_namespace_is_part_of_the_key() -> None:
 def test_a_blocks_key_has_the_hash_of_its_last_hash_block() -> None:
     manager = SpyManager(4)
     request = FakeRequest("r", prompt(20), hash_tokens=2)
-    half = scheduler(manager, block_size_factor=2, hash_block_size=2)
+    half = OffloadingConnectorScheduler(manager, groups=[KVGroup(TOKENS, 2)], hash_block_size=2)
     half.get_num_new_matched_tokens(request, 0)
     hashes = request.block_hashes
     assert manager.lookups == [[make_offload_key(hashes[3], 0), make_offload_key(hashes[7], 0)]]

@@ -10,6 +10,7 @@ import pytest
 
 from kvoffload.base import DeviceSpec, LoadStoreSpec, TransferSpec
 from kvoffload.hostpool import HostPool, padded_slot_bytes
+from kvoffload.transfer.base import PageGroup
 
 torch = pytest.importorskip("torch")
 
@@ -104,7 +105,7 @@ def test_round_trip_on_a_device(make, factor: int, pool: HostPool) -> None:
 
     views = make("cuda")
     before = [view.clone() for view in views]
-    transfer = CudaTransfer(views, pool.data, factor)
+    transfer = CudaTransfer([PageGroup(views, factor)], pool.data)
     blocks = [4, 9, 1, 6]
     slots = [5, 2, 7, 0][: len(blocks) // factor]
     assert run(transfer, 1, spec_of(slots, blocks), is_store=True).ok
@@ -127,7 +128,7 @@ def test_more_blocks_than_the_staging_buffer(monkeypatch: pytest.MonkeyPatch, po
     monkeypatch.setattr(cuda, "STAGING_BYTES", 2 * LAYERS * PAGE)
     views = together("cuda")
     before = [view.clone() for view in views]
-    transfer = cuda.CudaTransfer(views, pool.data)
+    transfer = cuda.CudaTransfer([PageGroup(views)], pool.data)
     spec = spec_of(list(range(8)), [11, 3, 5, 7, 1, 2, 8, 10])
     assert run(transfer, 1, spec, is_store=True).ok
     for view in views:
@@ -145,7 +146,7 @@ def test_a_fence_orders_later_device_work_behind_the_store(pool: HostPool) -> No
 
     views = together("cuda")
     before = [view.clone() for view in views]
-    transfer = CudaTransfer(views, pool.data)
+    transfer = CudaTransfer([PageGroup(views)], pool.data)
     transfer.submit(1, spec_of([0, 1], [3, 4]), is_store=True)
     transfer.wait([1])
     for view in views:
@@ -161,7 +162,7 @@ def test_a_fence_orders_later_device_work_behind_the_store(pool: HostPool) -> No
 def test_a_bad_block_number_fails_its_job_alone(pool: HostPool) -> None:
     from kvoffload.transfer.cuda import CudaTransfer
 
-    transfer = CudaTransfer(together("cuda"), pool.data)
+    transfer = CudaTransfer([PageGroup(together("cuda"))], pool.data)
     assert not run(transfer, 1, spec_of([0], [BLOCKS]), is_store=True).ok
     assert run(transfer, 2, spec_of([0], [1]), is_store=True).ok
     transfer.close()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import gc
 import logging
 import weakref
@@ -16,7 +15,8 @@ from hypothesis import strategies as st
 from kvoffload.base import DeviceSpec, LoadStoreSpec, TransferSpec
 from kvoffload.hostpool import ByteArray, padded_slot_bytes
 from kvoffload.transfer import inline
-from kvoffload.transfer.inline import InlineTransfer, expand_spec, merge_views
+from kvoffload.transfer.base import PageGroup, copy_lists
+from kvoffload.transfer.inline import InlineTransfer, merge_views
 
 BLOCKS = 12
 
@@ -74,7 +74,7 @@ def run(transfer: InlineTransfer, spec: TransferSpec, is_store: bool, job_id: in
 def test_round_trip(layout: Callable[[], list[ByteArray]], factor: int) -> None:
     views = layout()
     pool = make_pool(views, factor)
-    transfer = InlineTransfer(views, pool, factor)
+    transfer = InlineTransfer([PageGroup(views, factor)], pool)
     blocks = [7, 2, 9, 4, 11, 1, 8, 3][: 2 * factor]
     before = [block(views, i) for i in range(BLOCKS)]
     assert run(transfer, job([5, 0], blocks), is_store=True)
@@ -101,7 +101,7 @@ def test_bytes_between_the_pages_are_left_alone(layout: Callable[[], list[ByteAr
     pages = [view[3].copy() for view in views]
     pool = make_pool(views, 1)
     pool[:] = 0xAA
-    assert run(InlineTransfer(views, pool), job([0], [3]), is_store=False)
+    assert run(InlineTransfer([PageGroup(views)], pool), job([0], [3]), is_store=False)
     assert block(views, 3) == b"\xaa" * len(block(views, 3))
     for view, page in zip(views, pages, strict=True):
         view[3] = page
@@ -111,7 +111,7 @@ def test_bytes_between_the_pages_are_left_alone(layout: Callable[[], list[ByteAr
 def test_a_job_may_begin_inside_a_block() -> None:
     views = merged_layers()
     pool = make_pool(views, 4)
-    transfer = InlineTransfer(views, pool, 4)
+    transfer = InlineTransfer([PageGroup(views, 4)], pool)
     stored = [8, 1, 7, 2, 6, 3, 5, 4]
     want = [block(views, i) for i in stored]
     assert run(transfer, job([2, 0], stored), is_store=True)
@@ -125,7 +125,7 @@ def test_a_job_may_begin_inside_a_block() -> None:
 
 def test_a_job_may_end_inside_a_block() -> None:
     views = merged_layers()
-    transfer = InlineTransfer(views, make_pool(views, 4), 4)
+    transfer = InlineTransfer([PageGroup(views, 4)], make_pool(views, 4))
     want = [block(views, i) for i in (1, 2, 3, 4)]
     assert run(transfer, job([0], [1, 2, 3, 4]), is_store=True)
     for view in views:
@@ -167,19 +167,19 @@ def test_a_job_that_does_not_fit_fails_and_copies_nothing(
     pool[:] = 0x55
     device_before, pool_before = np.stack(views), pool.copy()
     with caplog.at_level(logging.CRITICAL):
-        assert not run(InlineTransfer(views, pool, 2), job(slots, blocks), is_store)
+        assert not run(InlineTransfer([PageGroup(views, 2)], pool), job(slots, blocks), is_store)
     assert (np.stack(views) == device_before).all()
     assert (pool == pool_before).all()
 
 
 def test_a_job_without_blocks_is_done() -> None:
     views = merged_layers()
-    assert run(InlineTransfer(views, make_pool(views, 1)), job([], []), is_store=True)
+    assert run(InlineTransfer([PageGroup(views)], make_pool(views, 1)), job([], []), is_store=True)
 
 
 def test_a_job_tells_how_much_was_copied() -> None:
     views = separate_layers()
-    transfer = InlineTransfer(views, make_pool(views, 1))
+    transfer = InlineTransfer([PageGroup(views)], make_pool(views, 1))
     transfer.submit(5, job([0, 1], [1, 2]), is_store=True)
     (result,) = transfer.poll(busy=False)
     assert (result.job_id, result.ok, result.nbytes) == (5, True, 2 * 48)
@@ -192,7 +192,7 @@ def test_a_busy_step_pays_for_a_bounded_copy(busy: bool, per_poll: int, monkeypa
     views = merged_layers()
     pool = make_pool(views, 1, num_slots=8)
     monkeypatch.setattr(inline, "BUSY_BYTES_PER_POLL", 3 * len(block(views, 0)) + 1)
-    transfer = InlineTransfer(views, pool)
+    transfer = InlineTransfer([PageGroup(views)], pool)
     transfer.submit(1, job(range(4), range(4)), is_store=True)
     transfer.submit(2, job(range(4, 8), range(4, 8)), is_store=True)
     copied, ended = [], []
@@ -207,7 +207,7 @@ def test_a_busy_step_pays_for_a_bounded_copy(busy: bool, per_poll: int, monkeypa
 def test_a_busy_step_copies_at_least_one_block(monkeypatch: pytest.MonkeyPatch) -> None:
     views = merged_layers()
     monkeypatch.setattr(inline, "BUSY_BYTES_PER_POLL", len(block(views, 0)) - 1)
-    transfer = InlineTransfer(views, make_pool(views, 1))
+    transfer = InlineTransfer([PageGroup(views)], make_pool(views, 1))
     transfer.submit(1, job([0, 1], [0, 1]), is_store=False)
     polls = [[result.job_id for result in transfer.poll(busy=True)] for _ in range(3)]
     assert polls == [[], [1], []]
@@ -216,7 +216,7 @@ def test_a_busy_step_copies_at_least_one_block(monkeypatch: pytest.MonkeyPatch) 
 def test_loads_go_before_stores(monkeypatch: pytest.MonkeyPatch) -> None:
     views = merged_layers()
     monkeypatch.setattr(inline, "BUSY_BYTES_PER_POLL", 2 * len(block(views, 0)))
-    transfer = InlineTransfer(views, make_pool(views, 1))
+    transfer = InlineTransfer([PageGroup(views)], make_pool(views, 1))
     transfer.submit(1, job([0, 1], [0, 1]), is_store=True)
     transfer.submit(2, job([2, 3], [2, 3]), is_store=False)
     transfer.submit(3, job([4], [4]), is_store=False)
@@ -227,7 +227,7 @@ def test_loads_go_before_stores(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_waiting_finishes_those_jobs_and_no_others() -> None:
     views = merged_layers()
     pool = make_pool(views, 1)
-    transfer = InlineTransfer(views, pool)
+    transfer = InlineTransfer([PageGroup(views)], pool)
     for i in range(3):
         transfer.submit(i, job([i], [i]), is_store=True)
     transfer.wait([1, 99])
@@ -240,7 +240,7 @@ def test_waiting_finishes_a_job_that_a_busy_step_began(monkeypatch: pytest.Monke
     views = merged_layers()
     pool = make_pool(views, 1)
     monkeypatch.setattr(inline, "BUSY_BYTES_PER_POLL", 2 * len(block(views, 0)))
-    transfer = InlineTransfer(views, pool)
+    transfer = InlineTransfer([PageGroup(views)], pool)
     transfer.submit(1, job(range(5), range(5)), is_store=True)
     assert transfer.poll(busy=True) == []
     transfer.wait([1])
@@ -250,7 +250,7 @@ def test_waiting_finishes_a_job_that_a_busy_step_began(monkeypatch: pytest.Monke
 
 def test_closing_twice_does_no_harm() -> None:
     views = merged_layers()
-    transfer = InlineTransfer(views, make_pool(views, 1))
+    transfer = InlineTransfer([PageGroup(views)], make_pool(views, 1))
     transfer.close()
     transfer.close()
 
@@ -258,24 +258,73 @@ def test_closing_twice_does_no_harm() -> None:
 def test_the_pools_slots_must_hold_the_blocks() -> None:
     views = merged_layers()
     with pytest.raises(ValueError):
-        InlineTransfer(views, np.zeros((4, 47), dtype=np.uint8))
+        InlineTransfer([PageGroup(views)], np.zeros((4, 47), dtype=np.uint8))
 
 
 # How jobs are spelled out, and layers are merged.
 
 
+def pages(num_blocks: int, layers: int, page_bytes: int, factor: int = 1) -> PageGroup:
+    return PageGroup([np.zeros((num_blocks, page_bytes), dtype=np.uint8) for _ in range(layers)], factor)
+
+
+def groups_job(slots: list[int], *parts: tuple[list[int], int]) -> TransferSpec:
+    """A job of several groups: device blocks, and the index of the first of them, for each."""
+    ids = np.array([block for blocks, _ in parts for block in blocks], dtype=np.int64)
+    device = DeviceSpec(ids, tuple(len(blocks) for blocks, _ in parts), tuple(first for _, first in parts))
+    return TransferSpec("r", LoadStoreSpec("CPU", np.array(slots, dtype=np.int64)), device)
+
+
 def test_a_spec_is_spelled_out_per_device_block() -> None:
-    blocks, slots, parts = expand_spec(job([7, 3], [20, 21, 22, 23], first=6), 4)
-    assert blocks.tolist() == [20, 21, 22, 23]
-    assert slots.tolist() == [7, 7, 3, 3]
-    assert parts.tolist() == [2, 3, 0, 1]
+    (copies,) = copy_lists(job([7, 3], [20, 21, 22, 23], first=6), [pages(30, 1, 8, factor=4)], 10)
+    assert copies.device_blocks.tolist() == [20, 21, 22, 23]
+    assert copies.slots.tolist() == [7, 7, 3, 3]
+    assert copies.parts.tolist() == [2, 3, 0, 1]
 
 
-def test_a_spec_of_two_groups_is_refused() -> None:
-    spec = job([0], [1])
-    two = dataclasses.replace(spec, device=DeviceSpec(spec.device.block_ids, (1, 0), (0, 0)))
+def test_a_spec_of_several_groups_is_spelled_out_group_by_group() -> None:
+    spec = groups_job([7, 3, 5], ([20, 21, 22], 1), ([], 0), ([9], 4))
+    first, last = copy_lists(spec, [pages(30, 1, 8, 2), pages(30, 1, 8), pages(30, 2, 8)], 10)
+    assert (first.group, first.slots.tolist(), first.parts.tolist()) == (0, [7, 3, 3], [1, 0, 1])
+    assert (last.group, last.device_blocks.tolist(), last.slots.tolist(), last.parts.tolist()) == (2, [9], [5], [0])
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        groups_job([0], ([1], 0)),
+        groups_job([0, 1], ([1], 0), ([2], 0), ([], 0)),
+        groups_job([0], ([1], 0), ([2], 0)),
+        groups_job([0, 1, 2], ([1], 0), ([2], 0)),
+        groups_job([0, 1], ([1], 0), ([30], 0)),
+        groups_job([0, 10], ([1], 0), ([2], 0)),
+    ],
+)
+def test_a_spec_that_does_not_fit_the_groups_is_refused(spec: TransferSpec) -> None:
     with pytest.raises(ValueError):
-        expand_spec(two, 1)
+        copy_lists(spec, [pages(30, 1, 8), pages(30, 1, 8)], 10)
+
+
+def test_a_job_of_several_groups_is_copied_there_and_back() -> None:
+    """Groups of other page sizes, layers and factors, in one pool; one of them has no layer on this rank."""
+    rng = np.random.default_rng(0)
+    groups = [
+        PageGroup([rng.integers(0, 256, (8, 24), dtype=np.uint8) for _ in range(3)], 2),
+        PageGroup([]),
+        PageGroup([rng.integers(0, 256, (8, 40), dtype=np.uint8)]),
+    ]
+    pool = np.zeros((6, max(group.block_bytes for group in groups)), dtype=np.uint8)
+    transfer = InlineTransfer(groups, pool)
+    assert run(transfer, groups_job([4, 1, 0, 2], ([1, 2, 3], 1), ([5], 0), ([7], 3)), is_store=True)
+    before = [[view.copy() for view in group.views] for group in groups]
+    for group in groups:
+        for view in group.views:
+            view[:] = 0
+    assert run(transfer, groups_job([4, 1, 0, 2], ([1, 2, 3], 1), ([5], 0), ([7], 3)), is_store=False)
+    for g, blocks in ((0, [1, 2, 3]), (2, [7])):
+        for view, right in zip(groups[g].views, before[g], strict=True):
+            assert np.array_equal(view[blocks], right[blocks])
+            assert not np.delete(view, blocks, axis=0).any()
 
 
 @pytest.mark.parametrize(
@@ -306,7 +355,7 @@ def test_layers_in_another_order_are_not_confused() -> None:
 
 def test_layers_live_as_long_as_the_transfer() -> None:
     views = sorted((noise(BLOCKS, 16) for _ in range(2)), key=lambda view: view.ctypes.data)
-    transfer = InlineTransfer(views, make_pool(views, 1))
+    transfer = InlineTransfer([PageGroup(views)], make_pool(views, 1))
     alive = [weakref.ref(view) for view in views]
     del views
     gc.collect()
@@ -341,7 +390,7 @@ def test_whatever_goes_to_the_host_comes_back(views: list[ByteArray], factor: in
     targets = data.draw(st.permutations(range(BLOCKS)))[:n]
     skip = data.draw(st.integers(0, factor - 1))
     end = data.draw(st.integers((len(slots) - 1) * factor + 1, n).filter(lambda end: end > skip))
-    transfer = InlineTransfer(views, make_pool(views, factor), factor)
+    transfer = InlineTransfer([PageGroup(views, factor)], make_pool(views, factor))
     want = [block(views, i) for i in sources]
     assert run(transfer, job(slots, sources), is_store=True)
     for view in views:

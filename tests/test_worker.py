@@ -12,7 +12,7 @@ import pytest
 from kvoffload.base import DeviceSpec, LoadStoreSpec, TransferSpec
 from kvoffload.hostpool import ByteArray, HostPool, padded_slot_bytes
 from kvoffload.testing.faults import WrappedTransfer
-from kvoffload.transfer.base import Transfer, TransferResult
+from kvoffload.transfer.base import PageGroup, Transfer, TransferResult
 from kvoffload.transfer.inline import InlineTransfer
 from kvoffload.worker import IDLE_WAIT_S, OffloadingConnectorWorker, StepMeta, WorkerReport
 
@@ -34,7 +34,7 @@ class Device:
     pool: ByteArray = field(default_factory=lambda: np.zeros((4, padded_slot_bytes(LAYERS * PAGE)), np.uint8))
 
     def __post_init__(self) -> None:
-        self.transfer: Transfer = InlineTransfer(list(self.data), self.pool)
+        self.transfer: Transfer = InlineTransfer([PageGroup(list(self.data))], self.pool)
         self.data[:] = np.random.default_rng(0).integers(0, 256, self.data.shape)
 
     def slot(self, slot: int) -> bytes:
@@ -93,7 +93,8 @@ def step(worker: OffloadingConnectorWorker, meta: StepMeta = NOTHING) -> tuple[s
     worker.start_loads(meta)
     worker.end_step(meta)
     finished = worker.get_finished(meta)
-    return finished.loaded, finished.failed_blocks, finished.released
+    failed = {block for blocks in finished.failed.values() for block in blocks}
+    return finished.loaded, failed, finished.released
 
 
 def report(worker: OffloadingConnectorWorker) -> tuple[dict[int, int], set[int]]:

@@ -12,6 +12,7 @@ from kvoffload.base import (
     DeviceSpec,
     IntegrityError,
     KVBlocks,
+    KVGroup,
     KVOffloadError,
     LoadStoreSpec,
     LookupState,
@@ -34,7 +35,7 @@ from kvoffload.manager import ARCOffloadingManager, LRUOffloadingManager, Policy
 from kvoffload.policies import make_policy
 from kvoffload.scheduler import OffloadingConnectorScheduler
 from kvoffload.table import BlockTable
-from kvoffload.transfer.base import Transfer, TransferResult
+from kvoffload.transfer.base import PageGroup, Transfer, TransferResult
 from kvoffload.transfer.inline import InlineTransfer
 from kvoffload.worker import OffloadingConnectorWorker, StepMeta, WorkerReport
 
@@ -57,6 +58,7 @@ __all__ = [
     "InlineTransfer",
     "IntegrityError",
     "KVBlocks",
+    "KVGroup",
     "KVOffloadError",
     "LRUOffloadingManager",
     "LoadStoreSpec",
@@ -69,6 +71,7 @@ __all__ = [
     "OffloadingConnectorWorker",
     "OffloadingEvent",
     "OffloadingManager",
+    "PageGroup",
     "PolicyOffloadingManager",
     "PrepareStoreOutput",
     "ReqContext",

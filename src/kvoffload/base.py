@@ -28,6 +28,52 @@ Slots: TypeAlias = npt.NDArray[np.int64]
 """One-dimensional array of slot numbers in ``[0, num_blocks)``."""
 
 
+@dataclass(frozen=True, slots=True)
+class KVGroup:
+    """One KV cache group: layers that share a block table, and how far back their tokens look.
+
+    ``device_block_size`` tokens make a device block, ``block_size_factor`` of these an offloaded block. At most one of
+    ``sliding_window`` (a token attends to itself and the ``sliding_window - 1`` before it) and
+    ``attention_chunk`` (the token at position p attends to ``p // attention_chunk * attention_chunk`` to p) is set;
+    neither means full attention. ``draft``: KV of a position depends on the token after it too, as in layers of
+    EAGLE and MTP draft models.
+    """
+
+    device_block_size: int
+    block_size_factor: int = 1
+    sliding_window: int | None = None
+    attention_chunk: int | None = None
+    draft: bool = False
+
+    def __post_init__(self) -> None:
+        if self.sliding_window is not None and self.attention_chunk is not None:
+            raise ConfigError("a KV cache group has a sliding window or an attention chunk, not both")
+        for name in ("device_block_size", "block_size_factor", "sliding_window", "attention_chunk"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ConfigError(f"{name}={value}: must be at least 1")
+
+    @property
+    def block_tokens(self) -> int:
+        """Tokens of an offloaded block."""
+        return self.device_block_size * self.block_size_factor
+
+    @property
+    def is_full(self) -> bool:
+        return self.sliding_window is None and self.attention_chunk is None
+
+    def skipped_tokens(self, num_computed: int) -> int:
+        """Leading tokens that the token at position ``num_computed`` does not attend to.
+
+        The engine may free device blocks that lie in them as a whole, and puts the null block in their place.
+        """
+        if self.sliding_window is not None:
+            return max(0, num_computed - self.sliding_window + 1)
+        if self.attention_chunk is not None:
+            return num_computed // self.attention_chunk * self.attention_chunk
+        return 0
+
+
 class KVOffloadError(Exception):
     """Base of every error this package raises on purpose."""
 
@@ -104,7 +150,8 @@ class DeviceSpec:
 
     ``block_ids`` is int64, all groups concatenated; ``group_sizes[g]`` of them belong to group ``g``.
     ``block_indices[g]`` is the index, within its request, of the group's first device block: modulo
-    ``block_size_factor`` it tells where inside its offloaded block that device block lies.
+    ``block_size_factor`` it tells where inside its offloaded block that device block lies. The host's slots
+    are concatenated in the same way.
     """
 
     block_ids: npt.NDArray[np.int64]
@@ -133,6 +180,18 @@ class PrepareStoreOutput:
     evicted_keys: list[OffloadKey]
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class BlockDescription:
+    """What a block holds: tokens ``start`` to ``end`` of ``request``. ``parent_hash`` names the block before it, None
+    for a request's first."""
+
+    request: Request
+    start: int
+    end: int
+    block_hash: BlockHash
+    parent_hash: BlockHash | None
+
+
 @dataclass(frozen=True, slots=True)
 class OffloadingEvent:
     """Blocks became ready (``removed`` False) in a medium, or left it."""
@@ -140,6 +199,8 @@ class OffloadingEvent:
     keys: list[OffloadKey]
     medium: str
     removed: bool
+    blocks: list[BlockDescription | None] | None = None
+    """Of blocks that became ready, in the order of ``keys``, where somebody asked for it and takes events in time."""
 
 
 @dataclass(slots=True)
@@ -347,7 +408,8 @@ class KVBlocks(Protocol):
     """The device blocks a request holds."""
 
     def get_block_ids(self) -> tuple[list[int], ...]:
-        """Block ids per KV cache group, from the request's first block on. 0 is the null block."""
+        """Block ids per KV cache group, from the request's first block on. 0 is the null block; any other
+        id belongs to one group at a time."""
         ...
 
 

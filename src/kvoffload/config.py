@@ -54,6 +54,8 @@ class OffloadConfig:
     """Store a block once this many requests have asked for it (2 or more). Default: store all."""
     load_deadline_ms: float = 1000.0
     """How long a request waits for blocks that another request is loading, before it loads its own copy."""
+    engines_per_node: int | None = None
+    """Data-parallel engines that share ``host_bytes`` on this node, where the engine does not know."""
     model_fingerprint: str | None = None
     """Names the weights, where they cannot be read; normally derived from the model's files."""
 
@@ -90,7 +92,12 @@ class OffloadConfig:
                 f"host_bytes={self.host_bytes} ({format_bytes(self.host_bytes)}): this machine has "
                 f"{format_bytes(total)} in all; set host_bytes to what it can spare, such as {format_bytes(total // 2)}"
             )
-        for name, least in (("block_size_factor", 1), ("block_size", 1), ("store_threshold", 2)):
+        for name, least in (
+            ("block_size_factor", 1),
+            ("block_size", 1),
+            ("store_threshold", 2),
+            ("engines_per_node", 1),
+        ):
             value = getattr(self, name)
             if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < least):
                 raise ConfigError(f"{name}={value!r}: must be a whole number, {least} or more; or leave it out")
@@ -132,12 +139,3 @@ class OffloadConfig:
                 f"{format_bytes(slot_bytes)} ({slot_bytes} bytes); set host_bytes to many times that"
             )
         return blocks
-
-    def check_memory(self) -> None:
-        """Raises ConfigError if this machine cannot give ``host_bytes`` now."""
-        free = available_memory()
-        if self.host_bytes > free:
-            raise ConfigError(
-                f"host_bytes={self.host_bytes} ({format_bytes(self.host_bytes)}): only {format_bytes(free)} can be "
-                f"allocated here; set host_bytes to {format_bytes(free * 8 // 10)} or less"
-            )

@@ -7,8 +7,11 @@ import ctypes
 import logging
 import mmap
 import os
+import socket
 import threading
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -21,6 +24,7 @@ logger = logging.getLogger(__name__)
 SLOT_ALIGNMENT = 4096
 HUGE_PAGE = 2 << 20
 HOST_MEDIUM = "CPU"
+ALLOCATION_DEADLINE_S = 600.0
 _TOUCH_STEP = 16 * HUGE_PAGE
 _MADV_POPULATE_WRITE = 23
 _MADV_COLLAPSE = 25
@@ -128,6 +132,69 @@ def _cgroup_stat(group: Path, name: str) -> int:
     return 0
 
 
+@dataclass(frozen=True, slots=True)
+class PoolHandle:
+    """Where a process's pool is: good for other processes of the same machine while that process lives."""
+
+    boot_id: str
+    """Names the running machine."""
+    pid: int
+    fd: int
+    inode: int
+    num_blocks: int
+    slot_bytes: int
+
+    def check_reachable(self) -> None:
+        """Raises ConfigError unless this process is on the machine of the pool."""
+        if self.boot_id != _boot_id():
+            raise ConfigError(
+                "a worker runs on another node than the scheduler: kvoffload serves engines whose workers are all on "
+                "one node; run an engine on each node"
+            )
+
+    def open(self) -> npt.NDArray[np.uint8]:
+        """The pool's bytes, shape (num_blocks, slot_bytes), shared with its owner. They stay valid when that ends.
+
+        Raises ConfigError if it cannot be reached, or has gone.
+        """
+        self.check_reachable()
+        try:
+            fd = os.open(f"/proc/{self.pid}/fd/{self.fd}", os.O_RDWR | os.O_CLOEXEC)
+        except OSError as error:
+            raise ConfigError(
+                f"the host pool of worker process {self.pid} cannot be opened ({error.strerror}): run scheduler and "
+                "workers as one user in one container"
+            ) from error
+        try:
+            if os.fstat(fd).st_ino != self.inode:
+                raise ConfigError(f"the host pool of worker process {self.pid} is gone: that process has ended")
+            shared = mmap.mmap(fd, self.num_blocks * self.slot_bytes)
+        finally:
+            os.close(fd)
+        return np.frombuffer(shared, dtype=np.uint8).reshape(self.num_blocks, self.slot_bytes)
+
+
+def _boot_id() -> str:
+    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+
+
+@contextlib.contextmanager
+def _one_at_a_time() -> Iterator[None]:
+    """Lets one process of this machine check what memory there is, and take it, before the next one looks.
+
+    The lock is a socket's abstract name: nothing remains of it, whatever ends the process. Whoever waits longer
+    than ALLOCATION_DEADLINE_S goes on without it.
+    """
+    deadline = time.monotonic() + ALLOCATION_DEADLINE_S
+    with socket.socket(socket.AF_UNIX) as lock:
+        while time.monotonic() < deadline:
+            with contextlib.suppress(OSError):
+                lock.bind("\0kvoffload/allocation")
+                break
+            time.sleep(0.01)
+        yield
+
+
 class HostPool:
     """One rank's host memory: ``num_blocks`` slots of ``slot_bytes`` in an unnamed memory file.
 
@@ -142,6 +209,14 @@ class HostPool:
         self.num_blocks = num_blocks
         self.slot_bytes = slot_bytes
         self.nbytes = num_blocks * slot_bytes
+        with _one_at_a_time():
+            self._allocate()
+        self.data: ByteArray = np.frombuffer(self._map, dtype=np.uint8).reshape(num_blocks, slot_bytes)
+        self._closing = threading.Event()
+        self._toucher = threading.Thread(target=self._touch_all, name="kvoffload-touch", daemon=True)
+        self._toucher.start()
+
+    def _allocate(self) -> None:
         available = available_memory()
         if self.nbytes > available:
             raise ConfigError(
@@ -158,10 +233,10 @@ class HostPool:
                 f"host_bytes: the kernel refused {format_bytes(self.nbytes)} ({error.strerror}); "
                 "set host_bytes lower, or raise the container's memory limit"
             ) from error
-        self.data: ByteArray = np.frombuffer(self._map, dtype=np.uint8).reshape(num_blocks, slot_bytes)
-        self._closing = threading.Event()
-        self._toucher = threading.Thread(target=self._touch_all, name="kvoffload-touch", daemon=True)
-        self._toucher.start()
+
+    def handle(self) -> PoolHandle:
+        """What another process of this machine needs in order to open the pool."""
+        return PoolHandle(_boot_id(), os.getpid(), self.fd, os.fstat(self.fd).st_ino, self.num_blocks, self.slot_bytes)
 
     def _touch_all(self) -> None:
         """Faults every page in and asks for huge pages, a piece at a time, off the engine's thread.

@@ -3,24 +3,26 @@
 from __future__ import annotations
 
 import functools
+import json
 import logging
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar, cast
 
 import numpy as np
 
 from kvoffload.base import (
-    BlockHash,
+    BlockDescription,
     BlockNotReadyError,
-    ConfigError,
     DeviceSpec,
     IntegrityError,
     KVBlocks,
+    KVGroup,
     LoadStoreSpec,
+    LookupState,
     OffloadingEvent,
     OffloadingManager,
     OffloadKey,
@@ -30,85 +32,43 @@ from kvoffload.base import (
     ScheduledStep,
     TransferSpec,
 )
+from kvoffload.control import RequestControl
 from kvoffload.explain import RECORD_RING_SIZE, RequestRecord
-from kvoffload.keys import make_offload_key
+from kvoffload.manager import MAX_PENDING_EVENTS
 from kvoffload.metrics import Metrics
+from kvoffload.tracking import NULL_BLOCK, Block, Layout, Match, RequestState
 from kvoffload.worker import StepMeta, WorkerReport
 
 logger = logging.getLogger(__name__)
 
-GROUP = 0
-"""The one KV cache group served."""
-NULL_BLOCK = 0
 WARN_EVERY_S = 60.0
 
 Method = TypeVar("Method", bound=Callable[..., Any])
 
 
 @dataclass(slots=True, eq=False)
-class _Match:
-    """A remembered lookup: for ``computed`` tokens on the device, at ``epoch``, until ``expires``.
-
-    ``tokens`` None: the request waits, for another's load or for an answer; its ``epoch`` is that of loads.
-    """
-
-    epoch: int
-    computed: int
-    tokens: int | None
-    missed: OffloadKey | None
-    expires: float = float("inf")
-
-
-@dataclass(slots=True, eq=False)
-class _RequestState:
-    request: Request
-    context: ReqContext
-    keys: list[OffloadKey] = field(default_factory=list)
-    """Of its whole blocks so far."""
-    block_ids: list[int] = field(default_factory=list)
-    """Its device blocks, from its first token on."""
-    next_store: int = 0
-    """Index of the first block not yet given to ``prepare_store``."""
-    loaded: range = range(0)
-    """Blocks that came from the host: not stored again."""
-    match: _Match | None = None
-    waiting_since: float | None = None
-    touched: bool = False
-    recorded: bool = False
-    loading: bool = False
-    first_loaded: int = 0
-    """Index of the first device block that its last load was to fill."""
-    has_kv: bool = False
-    """Whether device blocks were allocated to it and not lost since."""
-    may_load: bool = True
-    may_store: bool = True
-    jobs: int = 0
-    """Jobs under way."""
-
-    def wants(self, param: str) -> bool:
-        params = self.context.kv_transfer_params
-        # They come from a client: anything may be in them.
-        return isinstance(params, Mapping) and bool(params.get(param))
-
-
-@dataclass(slots=True, eq=False)
 class _Due:
-    """Blocks of one request that are to be stored: up to block ``end``, of which ``indices``."""
+    """Blocks of one request that are to be stored when ``num_computed`` of its tokens are computed."""
 
-    state: _RequestState
-    end: int
-    indices: list[int]
-    keys: list[OffloadKey]
+    state: RequestState
+    num_computed: int
+    blocks: list[Block]
+
+    @property
+    def keys(self) -> list[OffloadKey]:
+        return [block.key for block in self.blocks]
 
 
 @dataclass(slots=True, eq=False)
 class _Job:
-    state: _RequestState
+    state: RequestState
     keys: list[OffloadKey]
     is_store: bool
     pending: int
     """Workers that have not reported yet."""
     device_blocks: frozenset[int]
+    blocks: list[Block] = field(default_factory=list)
+    """What is stored, if events are to describe it."""
     failed: bool = False
 
 
@@ -134,65 +94,63 @@ def _guarded(fallback: Callable[..., Any]) -> Callable[[Method], Method]:
 class OffloadingConnectorScheduler:
     """Decides, per request and step, what is loaded and stored; talks to ``manager`` in batches.
 
-    ``device_block_size`` and ``hash_block_size`` are in tokens; an offloaded block has
-    ``block_size_factor`` device blocks. ``namespace`` goes in front of every block hash.
-    ``device_prefix_caching`` says whether the engine shares device blocks between requests. Call it from
-    the engine's scheduler thread only. No method raises for anything that goes wrong in service: after an
-    unexpected error ``off`` is True, no more is loaded or stored, and every promise made is reported as
-    failed. Raises ConfigError if block sizes do not divide.
+    ``groups`` are the engine's KV cache groups. ``hash_block_size`` is the tokens that one block hash covers, by
+    default the greatest common divisor of the device block sizes. ``namespace`` goes in front of every block
+    hash. ``num_workers`` workers report each job. ``share_loads``: a request whose blocks are being loaded for
+    another waits, to find them on the device; for engines that share device blocks between requests, and schedule
+    waiting requests that hold some before those that hold none. ``describe_blocks``: stored events carry a
+    BlockDescription. Call it from the engine's scheduler thread only. No method raises for anything that goes wrong in
+    service: after an unexpected error ``off`` is True, no more is loaded or stored, and every promise made is
+    reported as failed. Raises ConfigError if block sizes do not divide.
     """
 
     def __init__(
         self,
         manager: OffloadingManager,
         *,
-        device_block_size: int,
-        block_size_factor: int = 1,
+        groups: Sequence[KVGroup],
         hash_block_size: int | None = None,
         namespace: bytes = b"",
         num_workers: int = 1,
-        device_prefix_caching: bool = True,
+        share_loads: bool = True,
+        describe_blocks: bool = False,
         load_deadline_ms: float = 1000.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        hash_block_size = hash_block_size or device_block_size
-        if device_block_size % hash_block_size:
-            raise ConfigError(
-                f"device block size {device_block_size}: must be a multiple of the {hash_block_size} tokens that one "
-                "block hash covers; set the engine's hash block size to a divisor of its block size"
-            )
         self.manager = manager
         self.metrics = Metrics()
         self.records: deque[RequestRecord] = deque(maxlen=RECORD_RING_SIZE)
         """The latest requests: what each asked for and found."""
         self.off = False
-        self._device_block_size = device_block_size
-        self._factor = block_size_factor
-        self._block_tokens = device_block_size * block_size_factor
-        self._hashes_per_block = self._block_tokens // hash_block_size
-        self._namespace = namespace
+        self._layout = layout = Layout(groups, hash_block_size, namespace)
+        self._max_tokens = manager.num_blocks // layout.blocks_per_align * layout.align
+        """Of a chain longer than the pool only the head can be kept: its tail would push it out."""
         self._num_workers = num_workers
-        self._share_loads = device_prefix_caching
+        self._share_loads = share_loads
+        self._descriptions: dict[OffloadKey, BlockDescription] | None = {} if describe_blocks else None
+        """Of blocks that became loadable since events were last taken."""
         self._deadline_s = load_deadline_ms / 1000
         self._clock = clock
         self._epoch = 0
         """Grows whenever a remembered lookup may have become wrong."""
         self._load_epoch = 0
         """Grows whenever a load starts or ends: what requests that wait for another's load wait for."""
-        self._states: dict[str, _RequestState] = {}
+        self._states: dict[str, RequestState] = {}
         self._jobs: dict[int, _Job] = {}
         self._next_job = 0
         self._keys_loading: dict[OffloadKey, int] = {}
         """Keys on their way to the device, and for how many loads."""
-        self._finished: list[tuple[_RequestState, int]] = []
+        self._finished: list[tuple[RequestState, int]] = []
         """Requests that finished since the last step, with their computed tokens."""
-        self._held: dict[str, tuple[_RequestState, float]] = {}
+        self._held: dict[str, tuple[RequestState, float]] = {}
         """Finished requests whose device blocks the engine keeps for us, and until when at most."""
         self._allocated: set[str] = set()
         """Requests that were given blocks since the last step."""
         self._handed_out: set[int] = set()
         """Device blocks given to loads since the last step."""
         self._meta = StepMeta()
+        self._was_reset = False
+        """Since the last step: one is needed to tell, by events and metrics."""
         self._last_warning: dict[str, float] = {}
         self.metrics.set("pool_blocks", manager.num_blocks)
         self.metrics.set("off", 0)
@@ -204,7 +162,8 @@ class OffloadingConnectorScheduler:
         """How many tokens past the device's own ``num_computed_tokens`` can be loaded.
 
         ``(n, True)``: n tokens, loaded asynchronously; ``(0, False)``: none; ``(None, False)``: ask again
-        at the next step. At least one token is left to compute.
+        at the next step. At least one token is left to compute. A request whose load failed is never offered
+        another: it may stand before requests that hold what another load would need.
         """
         state = self._state(request)
         match = state.match
@@ -212,39 +171,91 @@ class OffloadingConnectorScheduler:
             match = state.match = self._look_up(state, num_computed_tokens)
         return match.tokens, bool(match.tokens)
 
-    def _still_holds(self, match: _Match, num_computed_tokens: int) -> bool:
+    def _still_holds(self, match: Match, num_computed_tokens: int) -> bool:
         epoch = self._load_epoch if match.tokens is None else self._epoch
         return (match.epoch, match.computed) == (epoch, num_computed_tokens) and self._clock() < match.expires
 
-    def _look_up(self, state: _RequestState, computed: int) -> _Match:
-        self._extend_keys(state)
+    def _look_up(self, state: RequestState, computed: int) -> Match:
+        state.extend_keys()
         if not state.touched:
             state.touched = True
-            self.manager.touch(state.keys, state.context)
-        block = self._block_tokens
-        start = computed // block
-        keys = state.keys[start:]
-        if not state.may_load or computed % self._device_block_size:
-            return _Match(self._epoch, computed, 0, None)
-        hits = self.manager.lookup(keys, state.context)
-        if hits is None or self._on_their_way(keys[:hits]):
+            self.manager.touch(state.keys_in_order(), state.context)
+        if not state.may_load or computed % self._layout.device_align:
+            return Match(self._epoch, computed, 0, None)
+        end, missed, known = self._longest_hit(state, computed)
+        if not known or (end > computed and self._on_their_way(state, computed, end)):
             now = self._clock()
             if state.waiting_since is None:
                 state.waiting_since = now
             deadline = state.waiting_since + self._deadline_s
             if now < deadline:
                 # An unknown answer must be asked for again, a known wait ends by an event or the deadline.
-                return _Match(self._load_epoch, computed, None, None, now if hits is None else deadline)
-        hits = hits or 0
-        missed = keys[hits] if hits < len(keys) else None
-        tokens = (start + hits) * block - computed
-        if tokens < block:
-            return _Match(self._epoch, computed, 0, missed)
-        tokens = min(tokens, state.request.num_tokens - 1 - computed)
-        return _Match(self._epoch, computed, tokens, missed)
+                return Match(self._load_epoch, computed, None, None, deadline if known else now)
+        if end - computed < self._layout.align:
+            return Match(self._epoch, computed, 0, missed)
+        return Match(self._epoch, computed, self._last_loadable(state, end) - computed, missed)
 
-    def _on_their_way(self, keys: list[OffloadKey]) -> bool:
-        return self._share_loads and bool(self._keys_loading) and not self._keys_loading.keys().isdisjoint(keys)
+    @staticmethod
+    def _last_loadable(state: RequestState, end: int) -> int:
+        """One token at least is left to compute."""
+        return min(end, state.request.num_tokens - 1)
+
+    def _longest_hit(self, state: RequestState, computed: int) -> tuple[int, OffloadKey | None, bool]:
+        """Up to which token all groups have what a request needs that goes on there; the first key that was missing
+        for more; and whether all of it is known yet.
+
+        Full-attention groups need every block from ``computed`` on, the others only those that the next token
+        attends to. Each group's answer shortens the next one's question until all agree.
+        """
+        layout, known, missed = self._layout, True, None
+        end = state.most_tokens
+        for g, group in enumerate(layout.groups):
+            end = min(end, len(state.keys[g]) * group.block_tokens)
+        end = end // layout.align * layout.align
+        for g in layout.full:
+            size = layout.groups[g].block_tokens
+            first = computed // size
+            hits = self.manager.lookup(state.keys[g][first : end // size], state.context)
+            known &= hits is not None
+            found = (first + (hits or 0)) * size
+            if found < end:
+                end, missed = found // layout.align * layout.align, state.keys[g][found // size]
+        while end > computed:
+            gap = self._first_gap(state, computed, end)
+            if gap is None:
+                break
+            g, index, state_of = gap
+            known &= state_of is not LookupState.RETRY
+            missed = state.keys[g][index]
+            end = index * layout.groups[g].block_tokens // layout.align * layout.align
+        return max(end, computed), missed, known
+
+    def _first_gap(self, state: RequestState, computed: int, end: int) -> tuple[int, int, LookupState] | None:
+        """The first block missing of those that windows need in order to go on at ``end``, in the group where a hit
+        ends soonest for it. Any hit that reaches past that block needs it too."""
+        gaps = []
+        for g in self._layout.windows:
+            needed = self._layout.needed_blocks(g, computed, self._last_loadable(state, end))
+            states = self.manager.lookup_each(state.keys[g][needed.start : needed.stop], state.context)
+            for index, found in zip(needed, states, strict=True):
+                if found is not LookupState.HIT:
+                    gaps.append((index * self._layout.groups[g].block_tokens, g, index, found))
+                    break
+        return min(gaps)[1:] if gaps else None
+
+    def _on_their_way(self, state: RequestState, computed: int, end: int) -> bool:
+        if not self._share_loads or not self._keys_loading:
+            return False
+        loading = self._keys_loading.keys()
+        return any(
+            not loading.isdisjoint(state.keys[g][needed.start : needed.stop])
+            for g, needed in self._needed(state, computed, end)
+        )
+
+    def _needed(self, state: RequestState, computed: int, end: int) -> list[tuple[int, range]]:
+        """Per group, the blocks to load for a hit up to ``end``."""
+        last = self._last_loadable(state, end)
+        return [(g, self._layout.needed_blocks(g, computed, last)) for g in range(len(self._layout.groups))]
 
     @_guarded(lambda self, request, blocks, num_external_tokens: self._break_load(request, blocks, num_external_tokens))
     def update_state_after_alloc(self, request: Request, blocks: KVBlocks, num_external_tokens: int) -> None:
@@ -256,44 +267,65 @@ class OffloadingConnectorScheduler:
         match, state.match, state.waiting_since = state.match, None, None
         state.has_kv = True
         self._allocated.add(request.request_id)
-        state.first_loaded = 0 if match is None else match.computed // self._device_block_size
+        state.computed_at_load = 0 if match is None else match.computed
         if match is not None:
             self._record(state, match, num_external_tokens)
-            state.loaded = range(0)
+            state.forget_loaded()
         if num_external_tokens == 0:
             return
-        if match is None or not match.tokens or num_external_tokens > match.tokens:
+        if match is None or not self._was_offered(match, num_external_tokens):
             self._break_load(request, blocks, num_external_tokens)
             return
-        end = match.computed + num_external_tokens
-        first_device = state.first_loaded
-        last_device = -(-end // self._device_block_size)
-        span = range(match.computed // self._block_tokens, -(-end // self._block_tokens))
-        keys = state.keys[span.start : span.stop]
-        device_blocks = blocks.get_block_ids()[GROUP][first_device:last_device]
+        spans, device = self._load_device_spec(blocks, match.computed, match.computed + num_external_tokens)
+        keys = [key for g, span in spans for key in state.keys[g][span.start : span.stop]]
         try:
             host = self.manager.prepare_load(keys, state.context)
         except BlockNotReadyError:
             logger.exception("kvoffload: a promised block is gone; the request computes instead")
             self._break_load(request, blocks, num_external_tokens)
             return
-        device = DeviceSpec(np.array(device_blocks, dtype=np.int64), (len(device_blocks),), (first_device,))
         job_id = self._new_job(_Job(state, keys, False, self._num_workers, frozenset()))
         self._meta.loads[job_id] = TransferSpec(request.request_id, host, device)
-        self._handed_out.update(device_blocks)
+        self._handed_out.update(device.block_ids.tolist())
         for key in keys:
             self._keys_loading[key] = self._keys_loading.get(key, 0) + 1
         state.loading = True
-        if not state.wants("do_remote_decode"):
-            state.loaded = span
+        if not state.control.remote_decode:
+            state.loaded = [span for _, span in spans]
         self._load_epoch += 1
+
+    def _was_offered(self, match: Match, num_external_tokens: int) -> bool:
+        """Fewer tokens will do too, unless a group has a window: what it needs to end sooner was not looked up."""
+        offered = match.tokens or 0
+        return num_external_tokens == offered or (num_external_tokens < offered and not self._layout.windows)
+
+    def _load_device_spec(
+        self, blocks: KVBlocks, computed: int, end: int
+    ) -> tuple[list[tuple[int, range]], DeviceSpec]:
+        """Where tokens ``computed`` to ``end`` go, and per group which offloaded blocks hold them. The engine has given
+        null blocks to what the next token does not attend to."""
+        spans, ids, sizes, firsts = [], [], [], []
+        for g, (group, table) in enumerate(zip(self._layout.groups, blocks.get_block_ids(), strict=True)):
+            first = computed // group.device_block_size
+            last = min(-(-end // group.device_block_size), len(table))
+            while first < last and table[first] == NULL_BLOCK:
+                first += 1
+            factor = group.block_size_factor
+            spans.append((g, range(first // factor, -(-last // factor) if first < last else first // factor)))
+            ids += table[first:last]
+            sizes.append(len(table[first:last]))
+            firsts.append(first)
+        return spans, DeviceSpec(np.array(ids, dtype=np.int64), tuple(sizes), tuple(firsts))
 
     def _break_load(self, request: Request, blocks: KVBlocks, num_external_tokens: int) -> None:
         """A load that was promised cannot be done: the workers report it as failed."""
         if num_external_tokens:
             state = self._state(request)
             state.may_load = False
-            self._meta.broken_loads[request.request_id] = blocks.get_block_ids()[GROUP][state.first_loaded :]
+            _, device = self._load_device_spec(
+                blocks, state.computed_at_load, state.computed_at_load + num_external_tokens
+            )
+            self._meta.broken_loads[request.request_id] = device.block_ids.tolist()
             self.metrics.add("load_failures")
 
     # Steps.
@@ -304,23 +336,26 @@ class OffloadingConnectorScheduler:
         handed_out = self._handed_out
         for req_id in step.preempted:
             self._forget_blocks(req_id)
-        for req_id, groups in step.block_ids.items():
-            state, blocks = self._states.get(req_id), groups[GROUP]
+        for req_id, tables in step.block_ids.items():
+            state = self._states.get(req_id)
             if state is None:
-                handed_out.update(blocks)
+                handed_out.update(*tables)
             elif req_id in step.replaced:
-                state.block_ids = list(blocks)
+                state.set_blocks(tables)
+                computed = state.request.num_computed_tokens
                 # What is computed already was shared with it, or loaded: loads are in the set.
-                handed_out.update(blocks[state.request.num_computed_tokens // self._device_block_size :])
+                for group, table in zip(self._layout.groups, tables, strict=True):
+                    handed_out.update(table[computed // group.device_block_size :])
             else:
-                state.block_ids.extend(blocks)
-                handed_out.update(blocks)
+                state.add_blocks(tables)
+                handed_out.update(*tables)
+        handed_out.discard(NULL_BLOCK)
         if handed_out:
             for job_id, job in self._jobs.items():
                 if job.is_store and not job.device_blocks.isdisjoint(handed_out):
                     self._meta.fences.append(job_id)
         # Blocks of finished requests may have been handed out again in this very step: then they are read first.
-        finished = [self._due(state, computed) for state, computed in self._finished]
+        finished = [self._due(state, computed, computed) for state, computed in self._finished]
         self._finished.clear()
         for job_id in self._store(finished):
             if not self._jobs[job_id].device_blocks.isdisjoint(handed_out):
@@ -329,7 +364,8 @@ class OffloadingConnectorScheduler:
         for req_id, scheduled in step.num_scheduled_tokens.items():
             state = self._states.get(req_id)
             if state is not None:
-                running.append(self._due(state, state.request.num_computed_tokens + scheduled))
+                before = state.request.num_computed_tokens
+                running.append(self._due(state, before + scheduled, before))
         self._store(running)
         self._release_held()
         self._handed_out = set()
@@ -339,6 +375,7 @@ class OffloadingConnectorScheduler:
 
     def _take_meta(self, step: ScheduledStep) -> StepMeta:
         meta, self._meta = self._meta, StepMeta()
+        self._was_reset = False
         meta.has_tokens = any(step.num_scheduled_tokens.values())
         return meta
 
@@ -346,38 +383,30 @@ class OffloadingConnectorScheduler:
         state = self._states.get(req_id)
         if state is None:
             return
-        state.block_ids = []
+        state.forget_blocks()
         state.may_store = True
         # It may have got new blocks already, in the step that tells that it lost the old ones.
         if req_id not in self._allocated:
-            state.loaded = range(0)
+            state.forget_loaded()
             state.match = None
             state.has_kv = False
 
-    def _due(self, state: _RequestState, num_computed: int) -> _Due | None:
+    def _due(self, state: RequestState, num_computed: int, num_before: int) -> _Due | None:
         """The request's whole blocks of computed, known tokens that were not stored yet."""
-        known = min(num_computed, state.request.num_tokens)
-        # Of a chain longer than the pool only the head can be kept: its tail would push it out.
-        end = min(known // self._block_tokens, len(state.block_ids) // self._factor, self.manager.num_blocks)
-        if end <= state.next_store or not state.may_store or state.loading:
+        if min(num_computed, state.request.num_tokens) < state.store_at or not state.may_store or state.loading:
             return None
-        self._extend_keys(state)
-        end = min(end, len(state.keys))
-        if end <= state.next_store:
+        if not state.control.store:
             return None
-        indices = [
-            i
-            for i in range(state.next_store, end)
-            if i not in state.loaded and NULL_BLOCK not in self._device_blocks(state, i)
-        ]
-        return _Due(state, end, indices, [state.keys[i] for i in indices])
-
-    def _device_blocks(self, state: _RequestState, index: int) -> list[int]:
-        return state.block_ids[index * self._factor : (index + 1) * self._factor]
+        return _Due(state, num_computed, state.due_blocks(num_computed, num_before, self._max_tokens))
 
     def _store(self, maybe_due: list[_Due | None]) -> list[int]:
         """Starts what can be stored, in one call if there is room for all, and returns the jobs."""
-        dues = [due for due in maybe_due if due is not None]
+        dues = []
+        for due in maybe_due:
+            if due is not None and due.blocks:
+                dues.append(due)
+            elif due is not None:
+                due.state.stored_up_to(due.num_computed, self._max_tokens)
         if len(dues) > 1:
             output = self.manager.prepare_store([key for due in dues for key in due.keys])
             if output is not None:
@@ -402,23 +431,36 @@ class OffloadingConnectorScheduler:
         """Single new blocks, as decoding makes them: touched in one call for all requests."""
         for due in dues:
             state = due.state
-            state.next_store = due.end
-            new = [(i, key, slot_of.pop(key)) for i, key in zip(due.indices, due.keys, strict=True) if key in slot_of]
-            if len(due.keys) == len(new) == 1:
+            state.stored_up_to(due.num_computed, self._max_tokens)
+            new = [(block, slot_of.pop(block.key)) for block in due.blocks if block.key in slot_of]
+            if len(due.blocks) == len(new) == 1:
                 lone += due.keys
             else:
                 self.manager.touch(due.keys, state.context)
-            if not new:
-                continue
-            blocks = [block for i, _, _ in new for block in self._device_blocks(state, i)]
-            job = _Job(state, [key for _, key, _ in new], True, self._num_workers, frozenset(blocks))
-            host = LoadStoreSpec(output.store_spec.medium(), np.array([slot for _, _, slot in new], dtype=np.int64))
-            device = DeviceSpec(np.array(blocks, dtype=np.int64), (len(blocks),), (0,))
-            jobs.append(self._new_job(job))
-            self._meta.stores[jobs[-1]] = TransferSpec(state.context.req_id, host, device)
+            if new:
+                jobs.append(self._start_store(state, new, output.store_spec.medium()))
         if lone:
             self.manager.touch(lone)
         return jobs
+
+    def _start_store(self, state: RequestState, new: list[tuple[Block, int]], medium: str) -> int:
+        num_groups = len(self._layout.groups)
+        if num_groups > 1:
+            new.sort(key=lambda entry: entry[0].group)
+        sizes, firsts = [0] * num_groups, [0] * num_groups
+        for block, _ in reversed(new):
+            sizes[block.group] += len(block.device_blocks)
+            firsts[block.group] = block.first_device_block
+        ids = [device_block for block, _ in new for device_block in block.device_blocks]
+        slots = [slot for _, slot in new]
+        job = _Job(state, [block.key for block, _ in new], True, self._num_workers, frozenset(ids))
+        if self._descriptions is not None:
+            job.blocks = [block for block, _ in new]
+        job_id = self._new_job(job)
+        host = LoadStoreSpec(medium, np.array(slots, dtype=np.int64))
+        device = DeviceSpec(np.array(ids, dtype=np.int64), tuple(sizes), tuple(firsts))
+        self._meta.stores[job_id] = TransferSpec(state.context.req_id, host, device)
+        return job_id
 
     def _release_held(self) -> None:
         if self._held:
@@ -453,6 +495,7 @@ class OffloadingConnectorScheduler:
                     self._warn_rarely("kvoffload: a store failed twice and was dropped")
                 else:
                     stored += job.keys
+                    self._describe(job)
         if stored:
             self._epoch += 1
             self.manager.complete_store(stored)
@@ -472,7 +515,7 @@ class OffloadingConnectorScheduler:
         job.state.loading = False
         if job.failed:
             job.state.may_load = False
-            job.state.loaded = range(0)
+            job.state.forget_loaded()
             self.metrics.add("load_failures")
             self._warn_rarely("kvoffload: a load failed twice; its request computes instead")
         else:
@@ -490,9 +533,9 @@ class OffloadingConnectorScheduler:
         state = self._states.pop(request.request_id, None)
         if state is None:
             return False, None
-        if state.block_ids:
+        if any(state.block_ids):
             self._finished.append((state, request.num_computed_tokens))
-            if state.wants("do_remote_decode"):
+            if state.control.remote_decode:
                 self._held[request.request_id] = (state, self._clock() + self._deadline_s)
                 return True, None
         return False, None
@@ -504,24 +547,36 @@ class OffloadingConnectorScheduler:
     def has_pending_work(self) -> bool:
         """Whether the engine must keep stepping although no request needs it to."""
         meta = self._meta
-        promises = bool(meta.broken_loads or meta.releases or self._held)
+        promises = bool(meta.broken_loads or meta.releases or self._held or self._was_reset)
         return promises or (not self.off and bool(self._jobs or self._finished))
 
     @_guarded(lambda self: [])
     def take_events(self) -> Iterable[OffloadingEvent]:
         """What became loadable or was removed since the last call."""
-        return list(self.manager.take_events())
+        events = list(self.manager.take_events())
+        if self._descriptions is None:
+            return events
+        known, self._descriptions = self._descriptions, {}
+        return [event if event.removed else replace(event, blocks=list(map(known.get, event.keys))) for event in events]
+
+    def _describe(self, job: _Job) -> None:
+        if self._descriptions is not None:
+            for block in job.blocks:
+                self._descriptions[block.key] = self._layout.describe(job.state.request, block)
+            while len(self._descriptions) > MAX_PENDING_EVENTS:
+                del self._descriptions[next(iter(self._descriptions))]
 
     @_guarded(lambda self: None)
     def reset(self) -> None:
         """Forgets every block. What requests under way have computed so far, or compute on top of it, is
         not stored: it may belong to weights that are gone."""
         self.manager.reset()
+        self._was_reset = True
         self._epoch += 1
         self._load_epoch += 1
         for state in self._states.values():
             state.match = None
-            state.next_store = 0
+            state.restart_stores()
             state.may_store = not state.has_kv
         self._finished.clear()
         self.metrics.set("pool_used_blocks", self.manager.num_used_blocks)
@@ -533,25 +588,14 @@ class OffloadingConnectorScheduler:
 
     # Odds and ends.
 
-    def _state(self, request: Request) -> _RequestState:
+    def _state(self, request: Request) -> RequestState:
         state = self._states.get(request.request_id)
         if state is None:
-            context = ReqContext(request.request_id, request.kv_transfer_params)
-            state = self._states[request.request_id] = _RequestState(request, context)
+            params = request.kv_transfer_params
+            context = ReqContext(request.request_id, params)
+            control = RequestControl.from_params(params)
+            state = self._states[request.request_id] = RequestState(request, context, control, self._layout)
         return state
-
-    def _extend_keys(self, state: _RequestState) -> None:
-        hashes, step = state.request.block_hashes, self._hashes_per_block
-        done = len(state.keys)
-        if done and (done * step > len(hashes) or state.keys[-1] != self._key(hashes[done * step - 1])):
-            # The engine has taken tokens back and given others. Hashes are chained: the last one tells.
-            state.keys.clear()
-            state.next_store = 0
-        for i in range(len(state.keys), len(hashes) // step):
-            state.keys.append(self._key(hashes[(i + 1) * step - 1]))
-
-    def _key(self, block_hash: BlockHash) -> OffloadKey:
-        return make_offload_key(self._namespace + block_hash, GROUP)
 
     def _new_job(self, job: _Job) -> int:
         job_id = self._next_job
@@ -560,7 +604,7 @@ class OffloadingConnectorScheduler:
         job.state.jobs += 1
         return job_id
 
-    def _record(self, state: _RequestState, match: _Match, taken: int) -> None:
+    def _record(self, state: RequestState, match: Match, taken: int) -> None:
         if state.recorded:
             return
         state.recorded = True
@@ -578,12 +622,13 @@ class OffloadingConnectorScheduler:
             state.request.num_tokens,
             match.computed,
             taken,
-            missed[len(self._namespace) :].hex() if missed else None,
+            missed[len(self._layout.namespace) :].hex() if missed else None,
             reason,
             age_s,
         )
         self.records.append(record)
-        logger.debug("kvoffload: %s", record)
+        if logger.isEnabledFor(logging.DEBUG):
+            logger.debug("kvoffload: record %s", json.dumps(record.to_dict()))
 
     def _warn_rarely(self, message: str) -> None:
         now = self._clock()

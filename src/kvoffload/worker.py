@@ -66,8 +66,8 @@ class Finished:
 
     loaded: set[str] = field(default_factory=set)
     """Requests whose load has ended, well or not."""
-    failed_blocks: set[int] = field(default_factory=set)
-    """Device blocks of loads that failed: not to be used."""
+    failed: dict[str, list[int]] = field(default_factory=dict)
+    """Those of ``loaded`` whose load failed, with the device blocks that it was to fill: not to be used."""
     released: set[str] = field(default_factory=set)
 
 
@@ -90,6 +90,7 @@ class OffloadingConnectorWorker:
 
     def __init__(self, transfer: Transfer) -> None:
         self.transfer = transfer
+        self.idle_wait_s = IDLE_WAIT_S
         self._jobs: dict[int, _Job] = {}
         self._unsubmitted: list[int] = []
         self._finished = Finished()
@@ -120,7 +121,7 @@ class OffloadingConnectorWorker:
             self._submit(job_id)
         for req_id, blocks in meta.broken_loads.items():
             self._finished.loaded.add(req_id)
-            self._finished.failed_blocks.update(blocks)
+            self._finished.failed[req_id] = blocks
 
     def end_step(self, meta: StepMeta) -> None:
         for job_id, spec in meta.stores.items():
@@ -133,7 +134,7 @@ class OffloadingConnectorWorker:
         self._collect(busy=meta.has_tokens)
         if not meta.has_tokens and not self._finished.loaded and self._is_loading():
             try:
-                self.transfer.wait_any(IDLE_WAIT_S)
+                self.transfer.wait_any(self.idle_wait_s)
             except Exception:
                 self._give_up()
             self._collect(busy=False)
@@ -211,4 +212,4 @@ class OffloadingConnectorWorker:
             report.load_seconds += result.seconds
             self._finished.loaded.add(job.spec.req_id)
             if not result.ok:
-                self._finished.failed_blocks.update(job.spec.device.block_ids.tolist())
+                self._finished.failed[job.spec.req_id] = job.spec.device.block_ids.tolist()

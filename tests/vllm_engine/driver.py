@@ -1,7 +1,8 @@
 """One vLLM engine in a process of its own: ``python driver.py CONFIG RESULT``, both JSON files.
 
 CONFIG: ``scenario`` (a name in SCENARIOS), ``model`` (directory, written if it is not there), ``engine``
-(arguments of ``vllm.LLM`` that differ from the usual), ``connector`` (its options, null for none),
+(arguments of ``vllm.LLM`` that differ from the usual), ``model_kind``, ``multiprocessing`` (whether the engine
+has processes of its own), ``connector`` (its options, null for none),
 ``connector_class``, and what the scenario reads. The environment that vLLM reads is set by the caller.
 """
 
@@ -11,6 +12,7 @@ import json
 import os
 import sys
 import time
+from collections import Counter
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -22,27 +24,35 @@ DEVICE_BLOCKS = 24
 MAX_TOKENS = 48
 PROMPTS = 10
 MAX_STEPS = 20_000
+WINDOW = 70
+"""Of sliding layers, in tokens: more than two blocks, and no whole number of them."""
 
 
-def write_model(directory: Path) -> None:
-    """A tiny Llama. Its weights are large enough for what it reads to decide what it says."""
+def write_model(directory: Path, kind: str = "llama") -> None:
+    """A tiny model. Its weights are large enough for what it reads to decide what it says. "gemma3": layers that see a
+    window of WINDOW tokens, and layers that see all, by turns."""
     import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
+    from transformers import Gemma3ForCausalLM, Gemma3TextConfig, LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=512,
-        hidden_size=128,
-        intermediate_size=256,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=32,
-        max_position_embeddings=2048,
-        initializer_range=0.08,
-        tie_word_embeddings=False,
-    )
-    LlamaForCausalLM(config).float().save_pretrained(directory)
+    sizes = {
+        "vocab_size": 512,
+        "hidden_size": 128,
+        "intermediate_size": 256,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+        "max_position_embeddings": 2048,
+        "initializer_range": 0.08,
+        "tie_word_embeddings": False,
+    }
+    if kind == "gemma3":
+        layers = ["sliding_attention", "full_attention"] * 2
+        config = Gemma3TextConfig(num_hidden_layers=4, sliding_window=WINDOW, layer_types=layers, **sizes)
+        model = Gemma3ForCausalLM(config)
+    else:
+        model = LlamaForCausalLM(LlamaConfig(num_hidden_layers=2, **sizes))
+    model.float().save_pretrained(directory)
 
 
 def make_prompts() -> list[list[int]]:
@@ -60,9 +70,10 @@ class Engine:
     """A vLLM engine, and what can be seen of it from inside its process."""
 
     def __init__(self, config: dict[str, Any]) -> None:
-        model = Path(config["model"])
+        kind = config.get("model_kind", "llama")
+        model = Path(config["model"] + "-" + kind)
         if not model.exists():
-            write_model(model)
+            write_model(model, kind)
         from vllm.config import KVEventsConfig, KVTransferConfig
         from vllm.entrypoints.llm import LLM
 
@@ -88,12 +99,51 @@ class Engine:
                 kv_role="kv_both",
                 kv_connector_extra_config=config["connector"],
             )
+        if config.get("draft"):
+            # The model drafts for itself: right KV gives right drafts.
+            draft = {"method": "draft_model", "model": str(model), "num_speculative_tokens": 3}
+            arguments["speculative_config"] = draft
         if config.get("events"):
             arguments["kv_events_config"] = KVEventsConfig(enable_kv_cache_events=True, publisher="null")
         self.llm: Any = LLM(model=str(model), **arguments)
+        if arguments.get("pipeline_parallel_size", 1) > 1:
+            self.llm.collective_rpc(_make_room_for_hidden_states)
         self.prompts = make_prompts()
+        if config.get("spoil_drafts"):
+            self._spoil_drafts()
         if "slow" in config:
             self._slow_down(config["slow"], config.get("failing", 0.0))
+        self.loaded_blocks: Counter[int] = Counter()
+        """Device blocks that loads were to fill, by group."""
+        if config.get("connector") is not None and not config.get("multiprocessing"):
+            self._count_loads()
+
+    def _count_loads(self) -> None:
+        build = self.offload.build_connector_meta
+
+        def counting(step: Any) -> Any:
+            meta = build(step)
+            for spec in meta.loads.values():
+                self.loaded_blocks.update(dict(enumerate(spec.device.group_sizes)))
+            return meta
+
+        self.offload.build_connector_meta = counting
+
+    def _spoil_drafts(self) -> None:
+        """Blanks what is loaded for the second half of the layers: those of the draft model."""
+        from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+        connector = get_kv_transfer_group()
+        (group,) = connector._setup.groups
+        pool, transfer = connector._pool.data, connector.connector_worker.transfer
+        submit = transfer.submit
+
+        def blanking(job_id: int, spec: Any, is_store: bool) -> None:
+            if not is_store:
+                pool[spec.host.slots, group.block_bytes // 2 :] = 0
+            submit(job_id, spec, is_store)
+
+        transfer.submit = blanking
 
     def _slow_down(self, seed: int, failing: float) -> None:
         """Copies take many steps, and a share of them fail."""
@@ -145,6 +195,8 @@ class Engine:
             "free_device_blocks": pool.get_num_free_blocks(),
             "usable_device_blocks": pool.num_gpu_blocks - 1,
             "preemptions": prometheus().get("vllm:num_preemptions_total", 0),
+            "drafted": prometheus().get("vllm:spec_decode_num_draft_tokens_total", 0),
+            "accepted": prometheus().get("vllm:spec_decode_num_accepted_tokens_total", 0),
         }
         if self.scheduler.connector is None:
             return state
@@ -160,7 +212,17 @@ class Engine:
             "metrics": offload.metrics.snapshot(),
             "prometheus": {k: v for k, v in prometheus().items() if k.startswith("kvoffload:")},
             "records": [record.to_dict() for record in offload.records],
+            "loaded_blocks": [n for _, n in sorted(self.loaded_blocks.items())],
         }
+
+
+def _make_room_for_hidden_states(worker: Any) -> None:
+    """What vLLM's warm-up does for all but the first rank of a pipeline, and leaves out on CPU without compilation."""
+    runner = worker.model_runner
+    if runner.intermediate_tensors is None:
+        runner.intermediate_tensors = runner.model.make_empty_intermediate_tensors(
+            batch_size=runner.max_num_tokens, dtype=runner.model_config.dtype, device=runner.device
+        )
 
 
 def _allow_async_scheduling() -> None:
@@ -198,7 +260,12 @@ def rounds(config: dict[str, Any]) -> dict[str, Any]:
     """The same prompts, ``rounds`` times."""
     engine = Engine(config)
     outputs = [engine.round() for _ in range(config.get("rounds", 2))]
+    if config.get("multiprocessing"):
+        return {"outputs": outputs, "prometheus": prometheus()}
+    import vllm
+
     return {
+        "vllm": vllm.__version__,
         "outputs": outputs,
         "async_scheduling": type(engine.scheduler).__name__ == "AsyncScheduler",
         **engine.state(),
@@ -305,6 +372,38 @@ def aborts(config: dict[str, Any]) -> dict[str, Any]:
     return {"outputs": outputs, "aborted": aborted, **engine.state()}
 
 
+def failed_load(config: dict[str, Any]) -> dict[str, Any]:
+    """The whole load of a prompt that takes more than half of the device's blocks fails. With ``again`` the request is
+    offered another load, which kvoffload never does. ``steps`` it took, None if it was not through by then."""
+    from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+    from kvoffload.testing.faults import FailingTransfer
+
+    engine = Engine(config)
+    everything = [token for prompt in engine.prompts for token in prompt]
+    prompt = everything[: (DEVICE_BLOCKS // 2 + 2) * BLOCK_SIZE - 5]
+    (expected,) = engine.round([prompt])
+    engine.drain()
+    engine.llm.reset_prefix_cache()
+    worker, offload = get_kv_transfer_group().connector_worker, engine.offload
+    working, worker.transfer = worker.transfer, FailingTransfer(worker.transfer, rate=1.0)
+    end_load = offload._end_load
+
+    def end_and_mend(job: Any) -> None:
+        end_load(job)
+        worker.transfer = working
+        job.state.may_load = config["again"]
+
+    offload._end_load = end_and_mend
+    core = engine.llm.llm_engine
+    core.add_request("again", {"prompt_token_ids": prompt}, engine.sampling())
+    for step in range(500):
+        for output in core.step():
+            if output.finished:
+                return {"steps": step, "outputs": [[answer(output)]], "expected": [expected], **engine.state()}
+    return {"steps": None, "metrics": offload.metrics.snapshot()}
+
+
 def storm(config: dict[str, Any]) -> dict[str, Any]:
     """``requests`` requests, by ``seed``: they come at any time, some hang up, some ask for remote decode,
     and now and then a cache is reset under them. Answers are [index of the prompt, answer]."""
@@ -351,16 +450,27 @@ def endless(config: dict[str, Any]) -> dict[str, Any]:
         engine.round()
 
 
+class _Speculative:
+    """Enough of a speculative config to be refused for."""
+
+    def __init__(self, method: str) -> None:
+        self.method = method
+
+    def use_eagle(self) -> bool:
+        return False
+
+
 def refusals(config: dict[str, Any]) -> dict[str, Any]:
     """What the connector says to each of ``cases``: options, and changes to vLLM's configuration by dotted name."""
-    model = Path(config["model"])
+    model = Path(config["model"] + "-llama")
     if not model.exists():
         write_model(model)
     import torch
+    import vllm
     from vllm.config import KVTransferConfig, PoolerConfig
     from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorRole
     from vllm.engine.arg_utils import EngineArgs
-    from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+    from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, MambaSpec, RSWASpec
 
     from kvoffload.vllm import KVOffloadConnector
 
@@ -376,20 +486,29 @@ def refusals(config: dict[str, Any]) -> dict[str, Any]:
             kv_role="kv_both",
         ),
     ).create_engine_config()
-    spec = FullAttentionSpec(block_size=BLOCK_SIZE, num_kv_heads=2, head_size=32, dtype=torch.float32)
-    caches = KVCacheConfig(
-        num_blocks=DEVICE_BLOCKS,
-        kv_cache_tensors=[],
-        kv_cache_groups=[KVCacheGroupSpec(["layer0", "layer1"], spec)],
-    )
+    common = {"block_size": BLOCK_SIZE, "num_kv_heads": 2, "head_size": 32, "dtype": torch.float32}
+    specs: dict[str, Any] = {
+        "full": FullAttentionSpec(**common),
+        "rswa": RSWASpec(**common, rswa_window=64),
+        "mamba": MambaSpec(block_size=BLOCK_SIZE, shapes=((2, 2),), dtypes=(torch.float32,)),
+    }
     said: dict[str, Any] = {}
     for name, case in config["cases"].items():
         vllm_config.kv_transfer_config.kv_connector_extra_config = case["options"]
-        before = []
-        for name_, value in case.get("changes", {}).items():
-            part, key = name_.split(".")
-            before.append((getattr(vllm_config, part), key, getattr(getattr(vllm_config, part), key)))
-            setattr(getattr(vllm_config, part), key, PoolerConfig(**value) if key == "pooler_config" else value)
+        changes = dict(case.get("changes", {}))
+        caches = KVCacheConfig(
+            num_blocks=DEVICE_BLOCKS,
+            kv_cache_tensors=[],
+            kv_cache_groups=[KVCacheGroupSpec(["layer0", "layer1"], specs[changes.pop("kv_cache", "full")])],
+        )
+        before: list[tuple[Any, str, Any]] = [(vllm, "__version__", vllm.__version__)]
+        vllm.__version__ = changes.pop("version", vllm.__version__)
+        for name_, value in changes.items():
+            path, _, key = name_.rpartition(".")
+            part = getattr(vllm_config, path) if path else vllm_config
+            before.append((part, key, getattr(part, key)))
+            made = {"pooler_config": lambda v: PoolerConfig(**v), "speculative_config": _Speculative}.get(key)
+            setattr(part, key, made(value) if made else value)
         try:
             # In vLLM's order.
             for role in (KVConnectorRole.WORKER, KVConnectorRole.SCHEDULER):
@@ -402,7 +521,7 @@ def refusals(config: dict[str, Any]) -> dict[str, Any]:
     return {"said": said}
 
 
-SCENARIOS = {f.__name__: f for f in (rounds, service, reuse, aborts, storm, endless, refusals)}
+SCENARIOS = {f.__name__: f for f in (rounds, service, reuse, aborts, failed_load, storm, endless, refusals)}
 
 
 def write_result(result: dict[str, Any]) -> None:

@@ -50,3 +50,21 @@ def test_a_storm_of_requests_aborts_failures_and_resets(run: Runner, expected: l
     for name in ("host_hit_tokens", "load_failures", "store_failures", "evicted_blocks", "misses:reset"):
         assert metrics[name] > 0, name
     assert_at_rest(result.result)
+
+
+def test_a_load_that_fails_whole_is_recomputed(run: Runner) -> None:
+    """Although its request needs more than half of the device, and vLLM keeps blocks reserved for it."""
+    result = run("failed_load", connector=POOL, again=False)
+    assert result["steps"] is not None
+    assert differences(result["outputs"][0], result["expected"]) == []
+    assert result["metrics"]["load_failures"] == 1
+    assert result["metrics"].get("host_hit_tokens", 0) > 0
+    assert_at_rest(result.result)
+
+
+def test_vllm_never_admits_a_second_load_after_a_failed_one(run: Runner) -> None:
+    """Why kvoffload offers none: the failed request's own reservation leaves no room for it. Should this test fail,
+    vLLM has been mended, and a request could be offered a second load."""
+    result = run("failed_load", connector=POOL, again=True)
+    assert result["metrics"]["load_failures"] == 1
+    assert result["steps"] is None

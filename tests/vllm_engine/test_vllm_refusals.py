@@ -26,13 +26,25 @@ CASES: dict[str, tuple[dict[str, Any], list[str]]] = {
     "block_size does not divide": (POOL | {"block_size": 48}, ["block_size=48", "32 tokens", "set it to 32"]),
     "two block sizes": (POOL | {"block_size": 64, "block_size_factor": 2}, ["block_size=64", "remove one"]),
     "threshold too low": (POOL | {"store_threshold": 1}, ["store_threshold=1", "2 or more"]),
-    "two ranks": (POOL, ["tensor_parallel_size=2", "set it to 1"]),
-    "an engine of several": (POOL, ["set data_parallel_size to 1"]),
-    "the first engine of several": (POOL, ["set data_parallel_size to 1"]),
+    "context parallelism": (POOL, ["decode_context_parallel_size=2", "set it to 1"]),
+    "an engine of several": (POOL, ["engines_per_node is not set", "--data-parallel-size-local"]),
+    "the first engine of several": (POOL, ["engines_per_node is not set"]),
+    "more engines than said": (POOL | {"engines_per_node": 2}, ["engines_per_node=2", "engine 2", "3 or more"]),
+    "no engines": (POOL | {"engines_per_node": 0}, ["engines_per_node=0", "1 or more"]),
+    "a recurrent layer": (POOL, ["MambaSpec", "without kvoffload"]),
+    "a window that only generated tokens see": (POOL, ["RSWASpec", "without kvoffload"]),
+    "hidden states": (POOL, ["extract_hidden_states", "remove the speculative config"]),
     "a pooler of whole prompts": (POOL, ["pooler", "without kvoffload"]),
 }
 CHANGES = {
-    "two ranks": {"parallel_config.tensor_parallel_size": 2},
+    "context parallelism": {"parallel_config.decode_context_parallel_size": 2},
+    "more engines than said": {
+        "parallel_config.data_parallel_index": 2,
+        "parallel_config.data_parallel_rank_local": 2,
+    },
+    "a recurrent layer": {"kv_cache": "mamba"},
+    "a window that only generated tokens see": {"kv_cache": "rswa"},
+    "hidden states": {"speculative_config": "extract_hidden_states"},
     "an engine of several": {"parallel_config.data_parallel_index": 1},
     "the first engine of several": {"kv_transfer_config.engine_id": "some-engine_dp0"},
     "a pooler of whole prompts": {
@@ -45,11 +57,18 @@ CHANGES = {
 @pytest.fixture(scope="module")
 def said(run: Runner) -> Run:
     cases = {name: {"options": options, "changes": CHANGES.get(name, {})} for name, (options, _) in CASES.items()}
-    return run("refusals", cases={"right": {"options": POOL}, **cases})
+    later = {"options": POOL, "changes": {"version": "0.99.1"}}
+    return run("refusals", cases={"right": {"options": POOL}, **cases, "later": later})
 
 
 def test_a_right_configuration_is_taken(said: Run) -> None:
     assert said["said"]["right"] is None
+
+
+def test_a_version_nobody_has_tested_is_tried_with_a_warning(said: Run) -> None:
+    assert said["said"]["later"] is None
+    assert said.log.count("this is 0.99.1, and it tries") == 1
+    assert said.log.count("kvoffload is tested with") == 1
 
 
 @pytest.mark.parametrize("case", CASES)

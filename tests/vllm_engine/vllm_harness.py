@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -38,16 +39,22 @@ class Runner:
         self._runs = 0
 
     def start(
-        self, scenario: str, *, multiprocessing: bool = False, **config: Any
+        self,
+        scenario: str,
+        *,
+        multiprocessing: bool = False,
+        environment: Mapping[str, str] | None = None,
+        **config: Any,
     ) -> tuple[subprocess.Popen[bytes], Path]:
         """A child in a session of its own, and where its result will be; its log is beside it."""
+        config["multiprocessing"] = multiprocessing
         self._runs += 1
         base = self._directory / f"{self._runs:02d}-{scenario}"
         paths = {name: base.with_suffix("." + name) for name in ("config", "json", "log")}
         paths["config"].write_text(
             json.dumps({"scenario": scenario, "model": str(self._directory / "model"), **config})
         )
-        environment = {
+        variables = {
             **os.environ,
             "VLLM_CPU_KVCACHE_SPACE": "1",
             # One thread, free to run anywhere: threads that wait for each other crawl on a busy machine.
@@ -56,6 +63,7 @@ class Runner:
             "VLLM_ENABLE_V1_MULTIPROCESSING": str(int(multiprocessing)),
             "VLLM_NO_USAGE_STATS": "1",
             "HF_HUB_OFFLINE": "1",
+            **(environment or {}),
         }
         with paths["log"].open("wb") as log:
             child = subprocess.Popen(
@@ -63,7 +71,7 @@ class Runner:
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                env=environment,
+                env=variables,
                 start_new_session=True,
             )
         return child, paths["json"]

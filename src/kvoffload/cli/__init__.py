@@ -31,6 +31,9 @@ def group() -> click.Group:
     import click
 
     from kvoffload.cli.demo import demo
+    from kvoffload.cli.explain import explain
 
-    commands = click.Group("kvoffload", commands=[demo], help="Keeps the KV cache of an LLM server in host memory.")
+    commands = click.Group(
+        "kvoffload", commands=[demo, explain], help="Keeps the KV cache of an LLM server in host memory."
+    )
     return click.version_option(metadata.version("kvoffload"))(commands)

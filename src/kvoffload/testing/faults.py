@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import queue
 import random
+import threading
 from collections.abc import Iterable
 
 from kvoffload.base import TransferSpec
@@ -109,7 +111,57 @@ class SlowTransfer(WrappedTransfer):
     def wait_any(self, timeout_s: float) -> None:
         self.tick()
 
+    def close(self) -> None:
+        self._queued.clear()
+        super().close()
+
     def _run(self, job_id: int) -> None:
         spec, is_store = self._queued.pop(job_id)
         self.inner.submit(job_id, spec, is_store)
         self._ended.extend(self.inner.poll(busy=False))
+
+
+class ThreadedTransfer(WrappedTransfer):
+    """Copies on a thread of its own, as fast as the engine leaves it to: what waits in an idle step is for."""
+
+    def __init__(self, inner: Transfer) -> None:
+        super().__init__(inner)
+        self._queue: queue.SimpleQueue[tuple[int, TransferSpec, bool] | None] = queue.SimpleQueue()
+        self._changed = threading.Condition()
+        self._open: set[int] = set()
+        self._ended: list[TransferResult] = []
+        self._thread = threading.Thread(target=self._run, name="kvoffload-copies", daemon=True)
+        self._thread.start()
+
+    def submit(self, job_id: int, spec: TransferSpec, is_store: bool) -> None:
+        with self._changed:
+            self._open.add(job_id)
+        self._queue.put((job_id, spec, is_store))
+
+    def poll(self, busy: bool) -> list[TransferResult]:
+        with self._changed:
+            ended, self._ended = self._ended, []
+        return ended
+
+    def wait(self, job_ids: Iterable[int]) -> None:
+        wanted = set(job_ids)
+        with self._changed:
+            self._changed.wait_for(lambda: self._open.isdisjoint(wanted))
+
+    def wait_any(self, timeout_s: float) -> None:
+        with self._changed:
+            self._changed.wait_for(lambda: bool(self._ended) or not self._open, timeout_s)
+
+    def close(self) -> None:
+        self._queue.put(None)
+        self._thread.join(timeout=5.0)
+        super().close()
+
+    def _run(self) -> None:
+        while (job := self._queue.get()) is not None:
+            self.inner.submit(*job)
+            results = self.inner.poll(busy=False)
+            with self._changed:
+                self._ended += results
+                self._open.discard(job[0])
+                self._changed.notify_all()

@@ -11,20 +11,19 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
 import torch
 
-from kvoffload.base import Slots, TransferSpec
+from kvoffload.base import TransferSpec
 from kvoffload.hostpool import ByteArray
-from kvoffload.transfer.base import Transfer, TransferResult
-from kvoffload.transfer.inline import expand_spec
+from kvoffload.transfer.base import CopyList, PageGroup, Transfer, TransferResult, copy_lists
 
 logger = logging.getLogger(__name__)
 
 STAGING_BYTES = 64 << 20
 """Device memory a direction uses to gather or scatter blocks."""
 POLL_EVERY_S = 50e-6
+CLOSE_DEADLINE_S = 5.0
+"""How long copies under way may take when the engine ends."""
 
 
 @dataclass(slots=True)
@@ -40,26 +39,25 @@ class _Job:
 class CudaTransfer(Transfer):
     """One kernel gathers (or scatters) up to STAGING_BYTES of pages, one copy a block crosses the bus.
 
-    ``device_views`` are the layers' pages as bytes on one CUDA device, each (num_device_blocks, page_bytes)
-    with contiguous pages. ``pool_data`` is registered with CUDA, so that copies neither block nor bounce;
-    where that fails, copies work and are slower. Stores wait for the work issued before they were
-    submitted, loads for the work issued before the current forward pass.
+    The views of ``groups`` are torch tensors of bytes on one CUDA device, with contiguous pages. ``pool_data`` is
+    registered with CUDA, so that copies neither block nor bounce; where that fails, copies work and are
+    slower. Stores wait for the work issued before they were submitted, loads for the work issued before
+    the current forward pass.
     """
 
-    def __init__(self, device_views: Sequence[torch.Tensor], pool_data: ByteArray, factor: int = 1) -> None:
-        self._device = device_views[0].device
-        self._layers = as_words(device_views)
-        self._num_device_blocks = device_views[0].shape[0]
-        self._block_bytes = sum(view.shape[1] for view in device_views)
-        self._factor = factor
+    def __init__(self, groups: Sequence[PageGroup], pool_data: ByteArray) -> None:
+        self._groups = list(groups)
+        self._device = next(view for group in groups for view in group.views).device
+        self._layers = [as_words(group.views) if group.views else [] for group in groups]
         host = torch.from_numpy(pool_data)
-        self._host = host[:, : factor * self._block_bytes].unflatten(1, (factor, self._block_bytes))
+        self._host = [
+            host[:, : group.block_bytes].unflatten(1, (group.factor, group.device_block_bytes)) for group in groups
+        ]
         self._registered = self._register(host)
         self._streams = {is_store: torch.cuda.Stream(self._device) for is_store in (False, True)}
-        blocks = max(1, STAGING_BYTES // self._block_bytes)
+        staging_bytes = max(STAGING_BYTES, *(group.device_block_bytes for group in groups))
         self._staging = {
-            is_store: torch.empty((blocks, self._block_bytes), dtype=torch.uint8, device=self._device)
-            for is_store in (False, True)
+            is_store: torch.empty(staging_bytes, dtype=torch.uint8, device=self._device) for is_store in (False, True)
         }
         self._before_forward = self._record(torch.cuda.current_stream(self._device))
         self._jobs: dict[int, _Job] = {}
@@ -91,56 +89,57 @@ class CudaTransfer(Transfer):
 
     def submit(self, job_id: int, spec: TransferSpec, is_store: bool) -> None:
         try:
-            blocks, slots, parts = expand_spec(spec, self._factor)
-            if len(blocks) and not (blocks.min() >= 0 and blocks.max() < self._num_device_blocks):
-                raise ValueError(f"a device block is not in [0, {self._num_device_blocks})")
-            if len(slots) and not (slots.min() >= 0 and slots.max() < len(self._host)):
-                raise ValueError(f"a slot is not in [0, {len(self._host)})")
+            lists = copy_lists(spec, self._groups, len(self._host[0]))
         except ValueError:
             logger.exception("kvoffload: job %d cannot be copied", job_id)
             self._results.append(TransferResult(job_id, ok=False))
             return
         try:
-            self._start(job_id, is_store, blocks, slots, parts)
+            self._start(job_id, is_store, lists)
         except torch.OutOfMemoryError:
             # The engine has taken all memory for a moment. Nothing of this job may go on behind its report.
             logger.warning("kvoffload: no device memory for the blocks of job %d", job_id)
             self._streams[is_store].synchronize()
             self._results.append(TransferResult(job_id, ok=False))
 
-    def _start(
-        self,
-        job_id: int,
-        is_store: bool,
-        blocks: npt.NDArray[np.int64],
-        slots: Slots,
-        parts: npt.NDArray[np.int64],
-    ) -> None:
-        stream, staging = self._streams[is_store], self._staging[is_store]
+    def _start(self, job_id: int, is_store: bool, lists: list[CopyList]) -> None:
+        stream = self._streams[is_store]
         if is_store:
             stream.wait_event(self._record(torch.cuda.current_stream(self._device)))
         else:
             stream.wait_event(self._before_forward)
-        keep = []
+        keep: list[torch.Tensor] = []
         with torch.cuda.stream(stream):
             start = self._record(stream, timing=True)
-            for first in range(0, len(blocks), len(staging)):
-                last = min(first + len(staging), len(blocks))
-                pinned = torch.from_numpy(blocks[first:last].copy()).pin_memory()
-                index = pinned.to(self._device, non_blocking=True)
-                keep += [pinned, index]
-                stage = staging[: last - first]
-                places = list(zip(slots[first:last].tolist(), parts[first:last].tolist(), strict=True))
-                if is_store:
-                    gather(self._layers, index, stage)
-                    for row, place in zip(stage, places, strict=True):
-                        self._host[place].copy_(row, non_blocking=True)
-                else:
-                    for row, place in zip(stage, places, strict=True):
-                        row.copy_(self._host[place], non_blocking=True)
-                    scatter(self._layers, index, stage)
+            for copies in lists:
+                keep += self._copy(copies, is_store)
             end = self._record(stream, timing=True)
-        self._jobs[job_id] = _Job(len(blocks) * self._block_bytes, is_store, start, end, keep)
+        nbytes = sum(len(copies.slots) * self._groups[copies.group].device_block_bytes for copies in lists)
+        self._jobs[job_id] = _Job(nbytes, is_store, start, end, keep)
+
+    def _copy(self, copies: CopyList, is_store: bool) -> list[torch.Tensor]:
+        """Issues the copies of one group on the current stream; returns what must live until they are done."""
+        block_bytes = self._groups[copies.group].device_block_bytes
+        host, layers = self._host[copies.group], self._layers[copies.group]
+        at_once = self._staging[is_store].numel() // block_bytes
+        staging = self._staging[is_store][: at_once * block_bytes].view(at_once, block_bytes)
+        keep = []
+        for first in range(0, len(copies.slots), at_once):
+            last = min(first + at_once, len(copies.slots))
+            pinned = torch.from_numpy(copies.device_blocks[first:last].copy()).pin_memory()
+            index = pinned.to(self._device, non_blocking=True)
+            keep += [pinned, index]
+            stage = staging[: last - first]
+            places = list(zip(copies.slots[first:last].tolist(), copies.parts[first:last].tolist(), strict=True))
+            if is_store:
+                gather(layers, index, stage)
+                for row, place in zip(stage, places, strict=True):
+                    host[place].copy_(row, non_blocking=True)
+            else:
+                for row, place in zip(stage, places, strict=True):
+                    row.copy_(host[place], non_blocking=True)
+                scatter(layers, index, stage)
+        return keep
 
     def poll(self, busy: bool) -> list[TransferResult]:
         for job_id in [job_id for job_id, job in self._jobs.items() if job.end.query()]:
@@ -168,10 +167,11 @@ class CudaTransfer(Transfer):
             time.sleep(POLL_EVERY_S)
 
     def close(self) -> None:
-        for stream in self._streams.values():
-            stream.synchronize()
+        deadline = time.monotonic() + CLOSE_DEADLINE_S
+        while time.monotonic() < deadline and not all(stream.query() for stream in self._streams.values()):
+            time.sleep(POLL_EVERY_S)
         self._jobs.clear()
-        if self._registered is not None:
+        if self._registered is not None and all(stream.query() for stream in self._streams.values()):
             torch.cuda.cudart().cudaHostUnregister(self._registered)
             self._registered = None
 

@@ -9,11 +9,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
-from kvoffload.base import Slots, TransferSpec
+from kvoffload.base import TransferSpec
 from kvoffload.hostpool import ByteArray
-from kvoffload.transfer.base import Transfer, TransferResult
+from kvoffload.transfer.base import CopyList, PageGroup, Transfer, TransferResult, copy_lists
 
 logger = logging.getLogger(__name__)
 
@@ -25,75 +24,57 @@ BUSY_BYTES_PER_POLL = 128 << 20
 class _Job:
     job_id: int
     is_store: bool
-    device_blocks: npt.NDArray[np.int64]
-    slots: Slots
-    parts: npt.NDArray[np.int64]
-    """Where in its slot each device block lies, in device blocks."""
+    lists: list[CopyList]
     done: int = 0
+    """Device blocks copied."""
+    nbytes: int = 0
     seconds: float = 0.0
-
-
-def expand_spec(spec: TransferSpec, factor: int) -> tuple[npt.NDArray[np.int64], Slots, npt.NDArray[np.int64]]:
-    """Per device block of a one-group job: its id, its slot, and its part of the slot.
-
-    The host slots hold ``factor`` device blocks each; the first device block of the job may lie inside
-    the first slot. Raises ValueError if the two sides of the spec do not match.
-    """
-    (first,) = spec.device.block_indices
-    blocks = spec.device.block_ids
-    place = first % factor + np.arange(len(blocks))
-    if len(blocks) and place[-1] // factor != len(spec.host.slots) - 1:
-        raise ValueError(f"{len(blocks)} device blocks from index {first} do not fill {len(spec.host.slots)} slots")
-    return blocks, spec.host.slots[place // factor], place % factor
 
 
 class InlineTransfer(Transfer):
     """Copies when polled or waited for, loads before stores.
 
-    ``device_views`` are the layers' pages as bytes, each (num_device_blocks, page_bytes), rows possibly
-    strided. A slot of ``pool_data`` holds ``factor`` device blocks one after another, each with its pages
-    in the order of the views.
+    The views of ``groups`` are numpy arrays. A slot of ``pool_data`` holds one block of one group: ``factor``
+    device blocks one after another, each with its pages in the order of the group's views.
     """
 
-    def __init__(self, device_views: Sequence[ByteArray], pool_data: ByteArray, factor: int = 1) -> None:
-        if len({len(view) for view in device_views}) != 1:
-            raise ValueError(f"device views have {[len(view) for view in device_views]} blocks; they must be as many")
-        self._views = list(device_views)
+    def __init__(self, groups: Sequence[PageGroup], pool_data: ByteArray) -> None:
+        for group in groups:
+            if len({len(view) for view in group.views}) > 1:
+                raise ValueError(
+                    f"device views have {[len(view) for view in group.views]} blocks; they must be as many"
+                )
+        self._groups = list(groups)
         """Keeps alive what the merged arrays point to."""
-        self._device = merge_views(device_views)
-        block_bytes = sum(view.shape[1] for view in device_views)
-        self._num_device_blocks = device_views[0].shape[0]
-        self._host = pool_data[:, : factor * block_bytes].reshape(len(pool_data), factor, block_bytes)
-        self._block_bytes = block_bytes
-        self._factor = factor
+        self._num_slots = len(pool_data)
+        self._device = [merge_views(group.views) for group in groups]
+        self._host = [
+            pool_data[:, : group.block_bytes].reshape(len(pool_data), group.factor, group.device_block_bytes)
+            for group in groups
+        ]
         self._loads: deque[_Job] = deque()
         self._stores: deque[_Job] = deque()
         self._results: list[TransferResult] = []
 
     def submit(self, job_id: int, spec: TransferSpec, is_store: bool) -> None:
         try:
-            blocks, slots, parts = expand_spec(spec, self._factor)
-            for name, index, end in (
-                ("device block", blocks, self._num_device_blocks),
-                ("slot", slots, len(self._host)),
-            ):
-                if len(index) and not (index.min() >= 0 and index.max() < end):
-                    raise ValueError(f"a {name} is not in [0, {end})")
+            lists = copy_lists(spec, self._groups, self._num_slots)
         except ValueError:
             logger.exception("kvoffload: job %d cannot be copied", job_id)
             self._results.append(TransferResult(job_id, ok=False))
             return
-        (self._stores if is_store else self._loads).append(_Job(job_id, is_store, blocks, slots, parts))
+        (self._stores if is_store else self._loads).append(_Job(job_id, is_store, lists))
 
     def poll(self, busy: bool) -> list[TransferResult]:
-        budget = max(1, BUSY_BYTES_PER_POLL // self._block_bytes) if busy else None
+        # One block at least, however large it is.
+        budget = max([BUSY_BYTES_PER_POLL, *(group.device_block_bytes for group in self._groups)]) if busy else None
         for queue in (self._loads, self._stores):
-            while queue and (budget is None or budget > 0):
-                job = queue[0]
-                copied = self._run(job, budget)
+            while queue:
+                copied = self._run(queue[0], budget)
                 budget = None if budget is None else budget - copied
-                if job.done == len(job.device_blocks):
-                    queue.popleft()
+                if queue[0].lists:
+                    break
+                queue.popleft()
         results, self._results = self._results, []
         return results
 
@@ -107,31 +88,51 @@ class InlineTransfer(Transfer):
     def wait_any(self, timeout_s: float) -> None:
         """Nothing runs beside this thread: there is nothing to wait for."""
 
+    def close(self) -> None:
+        self._loads.clear()
+        self._stores.clear()
+
     def _run(self, job: _Job, limit: int | None) -> int:
+        """Copies what ``limit`` bytes allow, all without a limit, and returns how many it were. A job without lists
+        left has ended."""
         start = time.perf_counter()
-        first = job.done
-        last = len(job.device_blocks) if limit is None else min(first + limit, len(job.device_blocks))
-        host = self._host
+        copied = 0
+        while job.lists:
+            copies = job.lists[0]
+            block_bytes = self._groups[copies.group].device_block_bytes
+            left = len(copies.slots) - job.done
+            n = left if limit is None else min(left, (limit - copied) // block_bytes)
+            if n == 0:
+                break
+            self._copy(copies, job.done, job.done + n, job.is_store)
+            copied += n * block_bytes
+            job.done += n
+            if n == left:
+                job.lists.pop(0)
+                job.done = 0
+        job.nbytes += copied
+        job.seconds += time.perf_counter() - start
+        if not job.lists:
+            self._results.append(TransferResult(job.job_id, True, job.nbytes, job.seconds))
+        return copied
+
+    def _copy(self, copies: CopyList, first: int, last: int, is_store: bool) -> None:
+        host, device = self._host[copies.group], self._device[copies.group]
         for block, slot, part in zip(
-            job.device_blocks[first:last].tolist(),
-            job.slots[first:last].tolist(),
-            job.parts[first:last].tolist(),
+            copies.device_blocks[first:last].tolist(),
+            copies.slots[first:last].tolist(),
+            copies.parts[first:last].tolist(),
             strict=True,
         ):
             row, at = host[slot, part], 0
-            for view in self._device:
+            for view in device:
                 pages = view[:, block]
                 piece = row[at : at + pages.size].reshape(pages.shape)
-                if job.is_store:
+                if is_store:
                     piece[:] = pages
                 else:
                     pages[:] = piece
                 at += pages.size
-        job.done = last
-        job.seconds += time.perf_counter() - start
-        if last == len(job.device_blocks):
-            self._results.append(TransferResult(job.job_id, True, last * self._block_bytes, job.seconds))
-        return last - first
 
 
 def merge_views(views: Sequence[ByteArray]) -> list[ByteArray]:

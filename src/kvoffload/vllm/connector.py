@@ -7,24 +7,26 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from vllm.distributed.kv_events import BlockRemoved, BlockStored
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
+    KVConnectorHandshakeMetadata,
     KVConnectorMetadata,
     KVConnectorRole,
     KVConnectorWorkerMetadata,
     SupportsHMA,
 )
 from vllm.logger import init_logger
-from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
 
-from kvoffload.base import OffloadingEvent, ScheduledStep
+from kvoffload.base import ConfigError, ScheduledStep
 from kvoffload.hostpool import HostPool
-from kvoffload.keys import key_block_hash, key_group_idx
+from kvoffload.records import RecordServer
 from kvoffload.scheduler import OffloadingConnectorScheduler
+from kvoffload.vllm import versions
+from kvoffload.vllm.events import vllm_events
 from kvoffload.vllm.metrics import KVOffloadPromMetrics, KVOffloadStats
-from kvoffload.vllm.pages import make_transfer, page_views
-from kvoffload.vllm.setup import NAMESPACE_BYTES, Setup, model_fingerprint, namespace, warn_if_untested
+from kvoffload.vllm.pages import make_transfer, page_groups
+from kvoffload.vllm.setup import RankInfo, Setup, model_fingerprint, namespace
+from kvoffload.vllm.versions import KVConnectorTransferResults
 from kvoffload.worker import OffloadingConnectorWorker, StepMeta, WorkerReport
 
 if TYPE_CHECKING:
@@ -65,43 +67,59 @@ class KVOffloadWorkerMetadata(KVConnectorWorkerMetadata):
 class KVOffloadConnector(KVConnectorBase_V1, SupportsHMA):
     """Keeps vLLM's KV cache in host RAM. Options: see ``kvoffload.config.OffloadConfig``."""
 
+    _cache_hit_source = versions.HIT_SOURCE
+
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         # A load that fails is a miss; vLLM's default would fail the request.
         self._kv_transfer_config.kv_load_failure_policy = "recompute"
         self._setup = Setup.from_vllm(vllm_config, kv_cache_config)
-        self._failed_blocks: set[int] = set()
+        self._failed: dict[str, list[int]] = {}
+        """Loads that failed on this rank, with their device blocks, and were not told yet."""
         self._pool: HostPool | None = None
         self._worker: OffloadingConnectorWorker | None = None
         self._scheduler: OffloadingConnectorScheduler | None = None
+        self._records: RecordServer | None = None
         if role == KVConnectorRole.SCHEDULER:
-            self._scheduler = self._make_scheduler(vllm_config)
+            versions.warn_if_untested()
         else:
-            self._setup.config.check_memory()
+            self._setup.check_budget()
 
-    def _make_scheduler(self, vllm_config: VllmConfig) -> OffloadingConnectorScheduler:
+    def set_xfer_handshake_metadata_pp_aware(
+        self, metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata]
+    ) -> None:
+        """Scheduler side: every worker has its pool. Raises ConfigError if one of them cannot be served."""
+        infos = [info for _, info in sorted(metadata.items()) if isinstance(info, RankInfo)]
         setup = self._setup
-        warn_if_untested()
-        fingerprint = model_fingerprint(vllm_config, setup)
-        events = vllm_config.kv_events_config
-        scheduler = OffloadingConnectorScheduler(
-            setup.make_manager(enable_events=events is not None and events.enable_kv_cache_events),
-            device_block_size=setup.device_block_size,
-            block_size_factor=setup.factor,
+        num_blocks = setup.check_ranks(infos)
+        fingerprint = model_fingerprint(self._vllm_config, setup, infos)
+        events = self._vllm_config.kv_events_config
+        enable_events = events is not None and events.enable_kv_cache_events
+        self._scheduler = OffloadingConnectorScheduler(
+            setup.make_manager(num_blocks, enable_events),
+            groups=setup.kv_groups,
             hash_block_size=setup.hash_block_size,
             namespace=namespace(fingerprint),
-            num_workers=vllm_config.parallel_config.world_size,
-            device_prefix_caching=bool(vllm_config.cache_config.enable_prefix_caching),
+            num_workers=setup.ranks,
+            share_loads=bool(self._vllm_config.cache_config.enable_prefix_caching) and versions.DRAINS_HOLDERS_FIRST,
+            describe_blocks=enable_events,
             load_deadline_ms=setup.config.load_deadline_ms,
         )
-        logger.info("kvoffload: host pool of %s", setup.describe())
+        logger.info("kvoffload: host pool of %s", setup.describe(num_blocks))
         logger.info("kvoffload: model fingerprint %s", fingerprint)
-        return scheduler
+        scheduler, engine_id = self._scheduler, self._kv_transfer_config.engine_id
+        self._records = RecordServer(lambda: scheduler.records, engine_id or "0")
+
+    def set_xfer_handshake_metadata(self, metadata: dict[int, KVConnectorHandshakeMetadata]) -> None:
+        self.set_xfer_handshake_metadata_pp_aware({(0, rank): info for rank, info in metadata.items()})
 
     @property
     def connector_scheduler(self) -> OffloadingConnectorScheduler:
-        """The scheduler half. Only in the scheduler's process."""
-        assert self._scheduler is not None
+        """The scheduler half, once the workers have told of their pools. Only in the scheduler's process."""
+        if self._scheduler is None:
+            raise ConfigError(
+                "vLLM has not handed over the workers' host pools; use distributed_executor_backend mp or uni"
+            )
         return self._scheduler
 
     @property
@@ -117,17 +135,24 @@ class KVOffloadConnector(KVConnectorBase_V1, SupportsHMA):
 
     @classmethod
     def get_required_kvcache_layout(cls, vllm_config: VllmConfig) -> str | None:
-        """Layers outermost, then blocks: a block's page in a layer is one run of bytes."""
-        return "LBHNC"
+        """Layers outermost, then blocks: a block's page in a layer is one run of bytes. All versions know this name."""
+        return "HND"
 
     # Worker side, in the order of a step.
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
-        setup = self._setup
         # A layout that is not served is refused before any memory is taken.
-        views = page_views(setup, kv_caches)
-        self._pool = HostPool(setup.num_blocks, setup.slot_bytes)
-        self._worker = OffloadingConnectorWorker(make_transfer(views, self._pool, setup.factor))
+        groups = page_groups(self._setup, kv_caches)
+        self._pool = HostPool(self._setup.num_blocks, self._setup.slot_bytes)
+        self._worker = OffloadingConnectorWorker(make_transfer(groups, self._pool))
+
+    def get_handshake_metadata(self) -> RankInfo | None:
+        if self._pool is None:
+            return None
+        layers = [
+            layer for group in self._setup.groups for layer in zip(group.layer_names, group.page_bytes, strict=True)
+        ]
+        return RankInfo(self._pool.handle(), tuple(layers))
 
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
         assert isinstance(kv_connector_metadata, KVOffloadMetadata)
@@ -143,16 +168,25 @@ class KVOffloadConnector(KVConnectorBase_V1, SupportsHMA):
         """Nothing to do: blocks are stored after the step."""
 
     def wait_for_save(self) -> None:
-        self.connector_worker.end_step(self._step_meta())
+        """Nothing to do: vLLM before 0.31 leaves this out of a step without tokens."""
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
-        finished = self.connector_worker.get_finished(self._step_meta())
-        self._failed_blocks |= finished.failed_blocks
+        step = self._step_meta()
+        self.connector_worker.end_step(step)
+        finished = self.connector_worker.get_finished(step)
+        self._failed |= finished.failed
         return finished.released or None, finished.loaded or None
 
+    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
+        """What a vLLM calls that takes failures by request."""
+        released, loaded = self.get_finished(finished_req_ids)
+        failed, self._failed = self._failed, {}
+        return KVConnectorTransferResults(released or set(), loaded or set(), set(failed))
+
     def get_block_ids_with_load_errors(self) -> set[int]:
-        failed, self._failed_blocks = self._failed_blocks, set()
-        return failed
+        """Failures by block, for a vLLM that has not taken them by request."""
+        failed, self._failed = self._failed, {}
+        return {block for blocks in failed.values() for block in blocks}
 
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
         if self._worker is None:
@@ -198,30 +232,15 @@ class KVOffloadConnector(KVConnectorBase_V1, SupportsHMA):
         return self.connector_scheduler.has_pending_work()
 
     def take_events(self) -> Iterable[KVCacheEvent]:
-        block_size = self._setup.block_tokens
-        events: Iterable[OffloadingEvent] = self.connector_scheduler.take_events()
-        for event in events:
-            hashes = [maybe_convert_block_hash(key_block_hash(key)[NAMESPACE_BYTES:]) for key in event.keys]
-            group = key_group_idx(event.keys[0])
-            if event.removed:
-                yield BlockRemoved(block_hashes=hashes, medium=event.medium, group_idx=group)
-            else:
-                yield BlockStored(
-                    block_hashes=hashes,
-                    parent_block_hash=None,
-                    token_ids=[],
-                    block_size=block_size,
-                    lora_id=None,
-                    medium=event.medium,
-                    lora_name=None,
-                    group_idx=group,
-                )
+        return vllm_events(self.connector_scheduler.take_events(), self._setup)
 
     def reset_cache(self) -> bool | None:
         self.connector_scheduler.reset()
         return True
 
     def shutdown(self) -> None:
+        if self._records is not None:
+            self._records.close()
         if self._worker is not None:
             self._worker.shutdown()
         if self._scheduler is not None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from kvoffload.testing.faults import CorruptingTransfer, FailingTransfer
+from kvoffload.testing.faults import CorruptingTransfer, FailingTransfer, SlowTransfer, ThreadedTransfer
 from kvoffload.vllm.connector import KVOffloadConnector
 
 if TYPE_CHECKING:
@@ -21,6 +21,16 @@ class CorruptedKVOffloadConnector(KVOffloadConnector):
         worker.transfer = CorruptingTransfer(worker.transfer, self._pool.data)
 
 
+class SlowKVOffloadConnector(KVOffloadConnector):
+    """Copies take many steps, on every rank other ones, and a third of the tries fails: outputs must not change."""
+
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        super().register_kv_caches(kv_caches)
+        seed = self._vllm_config.parallel_config.rank
+        worker = self.connector_worker
+        worker.transfer = FailingTransfer(SlowTransfer(worker.transfer, seed), rate=0.33, seed=seed)
+
+
 class FailingKVOffloadConnector(KVOffloadConnector):
     """Fails seven tries of ten, so about half of all loads and stores: outputs must not change."""
 
@@ -28,3 +38,20 @@ class FailingKVOffloadConnector(KVOffloadConnector):
         super().register_kv_caches(kv_caches)
         worker = self.connector_worker
         worker.transfer = FailingTransfer(worker.transfer, rate=0.7)
+
+
+class ThreadedKVOffloadConnector(KVOffloadConnector):
+    """Copies on a thread beside the engine's: what waiting in idle steps is measured with."""
+
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        super().register_kv_caches(kv_caches)
+        worker = self.connector_worker
+        worker.transfer = ThreadedTransfer(worker.transfer)
+
+
+class SpinningKVOffloadConnector(ThreadedKVOffloadConnector):
+    """The same without the wait: an idle engine's steps compete with the thread that it waits for."""
+
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        super().register_kv_caches(kv_caches)
+        self.connector_worker.idle_wait_s = 0.0

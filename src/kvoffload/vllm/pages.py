@@ -9,7 +9,7 @@ import torch
 
 from kvoffload.base import ConfigError
 from kvoffload.hostpool import HostPool
-from kvoffload.transfer.base import Transfer
+from kvoffload.transfer.base import PageGroup, Transfer
 from kvoffload.transfer.inline import InlineTransfer
 
 if TYPE_CHECKING:
@@ -39,22 +39,29 @@ def page_view(name: str, cache: torch.Tensor, num_blocks: int, page_bytes: int) 
     return view.set_(storage, cache.storage_offset() * item, (num_blocks, page_bytes), (block_stride * item, 1))
 
 
-def page_views(setup: Setup, kv_caches: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
-    """The pages of every layer, in the order of its name in ``setup``. Raises ConfigError for what is not served."""
-    missing = [name for name in setup.layer_names if name not in kv_caches]
-    if missing:
-        raise ConfigError(f"vLLM registered no KV cache for layers {missing}; kvoffload cannot serve this model")
-    views = [page_view(name, kv_caches[name], setup.num_device_blocks, setup.page_bytes) for name in setup.layer_names]
-    kind = views[0].device.type
-    if kind not in ("cpu", "cuda"):
-        raise ConfigError(f"the KV cache is on device {kind!r}; kvoffload serves cpu and cuda")
-    return views
+def page_groups(setup: Setup, kv_caches: Mapping[str, torch.Tensor]) -> list[PageGroup]:
+    """The pages of every group's layers, torch tensors in the order of their names in ``setup``. Raises ConfigError for
+    what is not served."""
+    groups = []
+    for group in setup.groups:
+        missing = [name for name in group.layer_names if name not in kv_caches]
+        if missing:
+            raise ConfigError(f"vLLM registered no KV cache for layers {missing}; kvoffload cannot serve this model")
+        views = [
+            page_view(name, kv_caches[name], setup.num_device_blocks, page_bytes)
+            for name, page_bytes in zip(group.layer_names, group.page_bytes, strict=True)
+        ]
+        for kind in {view.device.type for view in views} - {"cpu", "cuda"}:
+            raise ConfigError(f"the KV cache is on device {kind!r}; kvoffload serves cpu and cuda")
+        groups.append(PageGroup(views, group.group.block_size_factor))
+    return groups
 
 
-def make_transfer(views: list[torch.Tensor], pool: HostPool, factor: int) -> Transfer:
-    """The transfer engine between ``page_views`` and ``pool``."""
-    if views[0].device.type == "cuda":
+def make_transfer(groups: list[PageGroup], pool: HostPool) -> Transfer:
+    """The transfer engine between ``page_groups`` and ``pool``."""
+    if any(view.device.type == "cuda" for group in groups for view in group.views):
         from kvoffload.transfer.cuda import CudaTransfer
 
-        return CudaTransfer(views, pool.data, factor)
-    return InlineTransfer([view.numpy() for view in views], pool.data, factor)
+        return CudaTransfer(groups, pool.data)
+    arrays = [PageGroup([view.numpy() for view in group.views], group.factor) for group in groups]
+    return InlineTransfer(arrays, pool.data)

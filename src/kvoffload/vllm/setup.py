@@ -4,85 +4,142 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import vllm
-from vllm.v1.kv_cache_interface import FullAttentionSpec
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorHandshakeMetadata
+from vllm.v1.kv_cache_interface import UniformTypeKVCacheSpecs
 
-from kvoffload.base import ConfigError
+from kvoffload.base import ConfigError, KVGroup
 from kvoffload.config import OffloadConfig
 from kvoffload.fingerprint import fingerprint, model_identity
-from kvoffload.hostpool import HostBackend, format_bytes, padded_slot_bytes
+from kvoffload.hostpool import HostBackend, PoolHandle, format_bytes, padded_slot_bytes
 from kvoffload.keys import root_hash
 from kvoffload.manager import PolicyOffloadingManager
 from kvoffload.policies import make_policy
+from kvoffload.tracking import Layout
+from kvoffload.vllm import versions
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
-    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
 
     from kvoffload.base import OffloadingManager
 
 logger = logging.getLogger(__name__)
 
-TESTED_VERSIONS = ("0.32",)
 NAMESPACE_BYTES = 8
+
+SERVED = {
+    "FullAttentionSpec",
+    "MLAAttentionSpec",
+    "SlidingWindowSpec",
+    "SlidingWindowMLASpec",
+    "ChunkedLocalAttentionSpec",
+}
+REFUSED = {
+    "MambaSpec": "the state of a recurrent layer is not a function of blocks that could be put together again",
+    "CrossAttentionSpec": "it belongs to the encoder's input, which the blocks' hashes do not name",
+    "EncoderOnlyAttentionSpec": "it is not kept between requests",
+}
+"""Kinds of KV cache, and why they are not served."""
+
+
+@dataclass(frozen=True, slots=True)
+class GroupSetup:
+    """One KV cache group as this rank sees it: its layers, and the bytes of one device block in each."""
+
+    group: KVGroup
+    layer_names: tuple[str, ...]
+    page_bytes: tuple[int, ...]
+
+    @property
+    def block_bytes(self) -> int:
+        return sum(self.page_bytes) * self.group.block_size_factor
+
+
+@dataclass(frozen=True, slots=True)
+class RankInfo(KVConnectorHandshakeMetadata):
+    """What a worker tells the scheduler half at start."""
+
+    pool: PoolHandle
+    layers: tuple[tuple[str, int], ...]
+    """Name and page bytes of each layer, group after group."""
 
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """The numbers both halves of the connector agree on."""
+    """What both halves of the connector make of vLLM's configuration. In the scheduler's process the groups are
+    those of the first rank."""
 
     config: OffloadConfig
-    layer_names: tuple[str, ...]
-    page_bytes: int
-    """Bytes of one device block in one layer."""
+    groups: tuple[GroupSetup, ...]
     num_device_blocks: int
-    device_block_size: int
     hash_block_size: int
-    factor: int
-    num_blocks: int
+    ranks: int
+    engines: int
+    """Engines that share ``host_bytes``."""
 
     @property
     def slot_bytes(self) -> int:
-        return padded_slot_bytes(self.page_bytes * len(self.layer_names) * self.factor)
+        """Bytes of one slot of this rank's pool: any group's block fits into it."""
+        return padded_slot_bytes(max(1, *(group.block_bytes for group in self.groups)))
 
     @property
-    def block_tokens(self) -> int:
-        return self.device_block_size * self.factor
+    def num_blocks(self) -> int:
+        """Slots of this rank's pool. Raises ConfigError if the rank's share of ``host_bytes`` holds none."""
+        return self.config.num_blocks(self.slot_bytes, self.ranks * self.engines)
+
+    def check_budget(self) -> None:
+        """Raises ConfigError if this rank's share of ``host_bytes`` holds no block."""
+        assert self.num_blocks
+
+    @property
+    def kv_groups(self) -> list[KVGroup]:
+        return [group.group for group in self.groups]
 
     @classmethod
     def from_vllm(cls, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> Setup:
         """Raises ConfigError for a wrong option or a model or layout that is not served."""
         options: Mapping[str, Any] = vllm_config.kv_transfer_config.kv_connector_extra_config
         config = OffloadConfig.from_mapping(options)
-        _refuse_unserved(vllm_config, kv_cache_config)
-        (group,) = kv_cache_config.kv_cache_groups
-        spec = group.kv_cache_spec
-        factor = config.factor(spec.block_size)
+        _refuse_unserved(vllm_config)
+        draft_groups = _draft_groups(vllm_config, kv_cache_config)
+        groups = tuple(
+            _group_setup(config, group.kv_cache_spec, tuple(group.layer_names), g in draft_groups)
+            for g, group in enumerate(kv_cache_config.kv_cache_groups)
+        )
+        if not groups:
+            raise ConfigError("this model keeps no KV cache; run it without kvoffload")
+        if len(groups) > 1 and not versions.FAILS_WHOLE_LOADS:
+            raise ConfigError(
+                f"this model has {len(groups)} KV cache groups, and a failed load of several groups ends "
+                f"{versions.NAME}; use vLLM {versions.FIRST_TO_FAIL_WHOLE_LOADS} or later, or "
+                "--disable-hybrid-kv-cache-manager"
+            )
         return cls(
             config=config,
-            layer_names=tuple(group.layer_names),
-            page_bytes=spec.page_size_bytes,
+            groups=groups,
             num_device_blocks=kv_cache_config.num_blocks,
-            device_block_size=spec.block_size,
-            hash_block_size=getattr(kv_cache_config, "hash_block_size", None) or spec.block_size,
-            factor=factor,
-            num_blocks=config.num_blocks(spec.page_size_bytes * len(group.layer_names) * factor),
+            hash_block_size=versions.hash_block_size(vllm_config, kv_cache_config),
+            ranks=vllm_config.parallel_config.world_size,
+            engines=_engines(vllm_config, config),
         )
 
-    def describe(self) -> str:
-        """What the pool means, for the log: "8 GiB = 65,536 tokens, 4.1x the device cache"."""
-        tokens = self.num_blocks * self.block_tokens
-        device = self.num_device_blocks * self.device_block_size
-        size = format_bytes(self.num_blocks * self.slot_bytes)
-        return f"{size} = {tokens:,} tokens, {tokens / device:.1f}x the device cache"
+    def describe(self, num_blocks: int) -> str:
+        """What the pools mean, for the log: "8 GiB = 65,536 tokens, 4.1x the device cache"."""
+        layout = Layout(self.kv_groups, self.hash_block_size, b"")
+        tokens = num_blocks * layout.align // layout.blocks_per_align
+        per_token = sum(1 / group.group.device_block_size for group in self.groups)
+        size = format_bytes(num_blocks * self.slot_bytes * self.ranks)
+        ranks = f" on {self.ranks} ranks" if self.ranks > 1 else ""
+        ranks += f", one of {self.engines} engines' shares," if self.engines > 1 else ""
+        return f"{size}{ranks} = {tokens:,} tokens, {tokens * per_token / self.num_device_blocks:.1f}x the device cache"
 
-    def make_manager(self, enable_events: bool) -> OffloadingManager:
-        policy = make_policy(self.config.policy, self.num_blocks)
-        backend = HostBackend(self.block_tokens, self.num_blocks)
+    def make_manager(self, num_blocks: int, enable_events: bool) -> OffloadingManager:
+        policy = make_policy(self.config.policy, num_blocks)
+        backend = HostBackend(self.groups[0].group.block_tokens, num_blocks)
         manager: OffloadingManager = PolicyOffloadingManager(backend, policy, enable_events)
         if self.config.store_threshold is not None:
             from kvoffload.admission import FilterReusedOffloadingManager
@@ -90,25 +147,89 @@ class Setup:
             manager = FilterReusedOffloadingManager(manager, self.config.store_threshold)
         return manager
 
+    def check_ranks(self, infos: Sequence[RankInfo]) -> int:
+        """Blocks that every rank has room for. Raises ConfigError if a rank is missing or on another node."""
+        if len(infos) != self.ranks:
+            raise ConfigError(
+                f"{len(infos)} of {self.ranks} workers have told where their host pool is; kvoffload needs all: use "
+                "distributed_executor_backend mp or uni"
+            )
+        for info in infos:
+            info.pool.check_reachable()
+        return min(info.pool.num_blocks for info in infos)
 
-def _refuse_unserved(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
-    parallel = vllm_config.parallel_config
-    for name, value in (
-        ("tensor_parallel_size", parallel.tensor_parallel_size),
-        ("pipeline_parallel_size", parallel.pipeline_parallel_size),
-        ("data_parallel_size", parallel.data_parallel_size),
-        ("decode_context_parallel_size", getattr(parallel, "decode_context_parallel_size", 1)),
-        ("prefill_context_parallel_size", getattr(parallel, "prefill_context_parallel_size", 1)),
-    ):
-        if value > 1:
-            raise ConfigError(f"{name}={value}: kvoffload serves one rank only so far; set it to 1")
-    transfer = vllm_config.kv_transfer_config
-    # vLLM makes independent engines of a dense model's data-parallel ranks, each of which believes to be alone.
-    if getattr(parallel, "data_parallel_index", 0) > 0 or re.search(r"_dp\d+$", transfer.engine_id or ""):
+
+def _group_setup(config: OffloadConfig, spec: KVCacheSpec, names: tuple[str, ...], draft: bool) -> GroupSetup:
+    mixed = isinstance(spec, UniformTypeKVCacheSpecs)
+    specs = spec.kv_cache_specs if mixed else dict.fromkeys(names, spec)
+    kinds = {type(one).__name__ for one in (specs.values() if mixed else [spec])}
+    for kind in sorted(kinds - SERVED):
+        reason = REFUSED.get(kind, "its blocks may be freed or filled in ways that kvoffload has not been tested with")
+        raise ConfigError(f"this model has a KV cache of kind {kind}: {reason}; run this model without kvoffload")
+    first = next(iter(specs.values()), spec)
+    if not getattr(first, "prefix_cacheable", True):
         raise ConfigError(
-            "data parallelism: each engine would take host_bytes for itself; kvoffload serves one engine on a node "
-            "only so far; set data_parallel_size to 1"
+            f"this model has a KV cache ({type(first).__name__}) that vLLM itself does not reuse between requests; "
+            "run it without kvoffload"
         )
+    window = getattr(first, "sliding_window", None) if "SlidingWindow" in type(first).__name__ else None
+    chunk = first.attention_chunk_size if type(first).__name__ == "ChunkedLocalAttentionSpec" else None
+    group = KVGroup(
+        device_block_size=spec.block_size,
+        block_size_factor=config.factor(spec.block_size),
+        sliding_window=None if window is None else window + getattr(first, "extra_retained_tokens", 0),
+        attention_chunk=chunk,
+        draft=draft,
+    )
+    return GroupSetup(group, names, tuple(specs[name].page_size_bytes for name in names))
+
+
+def _draft_groups(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> set[int]:
+    """Groups with layers of a draft model. Where vLLM does not tell them apart, all."""
+    speculative = vllm_config.speculative_config
+    if speculative is None or not (speculative.use_eagle() or speculative.method == "draft_model"):
+        return set()
+    groups = kv_cache_config.kv_cache_groups
+    flagged = {g for g, group in enumerate(groups) if getattr(group, "is_eagle_group", False)}
+    return flagged or set(range(len(groups)))
+
+
+def _engines(vllm_config: VllmConfig, config: OffloadConfig) -> int:
+    """Engines on this node that share ``host_bytes``."""
+    parallel, given = vllm_config.parallel_config, config.engines_per_node
+    if parallel.data_parallel_size > 1:
+        told = int(parallel.data_parallel_size_local)
+        if given not in (None, told):
+            raise ConfigError(f"engines_per_node={given}: vLLM runs {told} engines on this node; leave it out")
+        return told
+    index = getattr(parallel, "data_parallel_index", 0)
+    if index == 0 and not re.search(r"_dp\d+$", vllm_config.kv_transfer_config.engine_id or ""):
+        return given or 1
+    most = given or versions.most_data_parallel_engines(vllm_config)
+    if most is None:
+        raise ConfigError(
+            "engines_per_node is not set: this is one of several data-parallel engines, they share host_bytes, and "
+            f"{versions.NAME} does not tell how many they are; set engines_per_node to how many run on this node "
+            "(--data-parallel-size-local)"
+        )
+    rank = parallel.data_parallel_rank_local or 0
+    if rank >= most:
+        raise ConfigError(
+            f"engines_per_node={given}: this is data-parallel engine {rank} of this node, counted from 0; set "
+            f"engines_per_node to how many run here, {rank + 1} or more"
+        )
+    return most
+
+
+def _refuse_unserved(vllm_config: VllmConfig) -> None:
+    parallel = vllm_config.parallel_config
+    for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
+        value = getattr(parallel, name, 1)
+        if value > 1:
+            raise ConfigError(
+                f"{name}={value}: context parallelism deals the tokens of a block out to several ranks, and no rank "
+                "holds a block that could be stored; set it to 1"
+            )
     model = vllm_config.model_config
     if model.runner_type == "pooling" and not model.is_prefix_caching_supported:
         raise ConfigError(
@@ -116,51 +237,35 @@ def _refuse_unserved(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) ->
             "come from a cache; run it without kvoffload"
         )
     speculative = vllm_config.speculative_config
-    if speculative is not None and (speculative.use_eagle() or speculative.method == "draft_model"):
+    if speculative is not None and speculative.method == "extract_hidden_states":
         raise ConfigError(
-            f"speculative method {speculative.method!r}: EAGLE, MTP and draft models keep KV of their own that "
-            "kvoffload does not serve yet; remove the speculative config, or use ngram"
-        )
-    groups = kv_cache_config.kv_cache_groups
-    kinds = ", ".join(type(group.kv_cache_spec).__name__ for group in groups)
-    if len(groups) != 1:
-        raise ConfigError(
-            f"this model has {len(groups)} KV cache groups ({kinds}); kvoffload serves one full-attention group "
-            "only so far; models that mix full attention with windows work with --disable-hybrid-kv-cache-manager"
-        )
-    if not isinstance(groups[0].kv_cache_spec, FullAttentionSpec):
-        raise ConfigError(
-            f"this model's KV cache is of kind {kinds}; kvoffload serves full attention only so far; run this model "
-            "without kvoffload"
+            "speculative method 'extract_hidden_states': what it caches is no KV that a request could go on from; "
+            "remove the speculative config, or run without kvoffload"
         )
 
 
-def warn_if_untested() -> None:
-    if not vllm.__version__.startswith(TESTED_VERSIONS):
-        logger.warning(
-            "kvoffload is tested with vLLM %s; this is %s, and it tries",
-            ", ".join(TESTED_VERSIONS),
-            vllm.__version__,
-        )
-
-
-def model_fingerprint(vllm_config: VllmConfig, setup: Setup) -> str:
+def model_fingerprint(vllm_config: VllmConfig, setup: Setup, infos: Sequence[RankInfo]) -> str:
     """The fingerprint of all that shapes this engine's KV bytes and block hashes."""
     model, cache = vllm_config.model_config, vllm_config.cache_config
+    speculative = vllm_config.speculative_config
+    parallel = vllm_config.parallel_config
+    draft = None
+    if any(group.draft for group in setup.kv_groups):
+        config = speculative.draft_model_config
+        draft = [model_identity(config.model, config.revision, None), speculative.method]
     return fingerprint(
         {
             "model": model_identity(model.model, model.revision, setup.config.model_fingerprint),
+            "draft": draft,
             "dtype": str(model.dtype),
             "quantization": str(model.quantization),
             "cache_dtype": str(cache.cache_dtype),
             "layout": str(getattr(cache, "kv_cache_layout", None)),
-            "page_bytes": setup.page_bytes,
-            "layers": list(setup.layer_names),
-            "device_block_size": setup.device_block_size,
-            "block_size_factor": setup.factor,
+            "groups": [repr(group) for group in setup.kv_groups],
+            "ranks": [list(map(list, info.layers)) for info in infos],
+            "parallel": [parallel.tensor_parallel_size, parallel.pipeline_parallel_size],
             "hash_block_size": setup.hash_block_size,
             "hash_algorithm": str(cache.prefix_caching_hash_algo),
-            "ranks": vllm_config.parallel_config.world_size,
         }
     )
 

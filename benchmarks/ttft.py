@@ -1,0 +1,109 @@
+"""Time to the first token in real vLLM: computed, found on the device, found in host memory; in one process or several.
+
+Copies on a CPU are made on the engine's own thread. To see what waiting in idle steps is worth, they are also
+made on a thread beside it, with and without the wait. Each engine runs in a child process.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from benchmarks.report import Row, publish
+
+BLOCK_SIZE = 128
+PROMPT_TOKENS = 2000
+MODES: dict[str, tuple[dict[str, Any], dict[str, str]]] = {
+    "one process": ({}, {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}),
+    "engine in its own process": ({}, {}),
+    "two ranks": (
+        {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"},
+        {"VLLM_CPU_OMP_THREADS_BIND": "0|1"},
+    ),
+}
+CONNECTORS = {
+    "": "KVOffloadConnector",
+    ", copies on a thread": "ThreadedKVOffloadConnector",
+    ", copies on a thread, no wait in idle steps": "SpinningKVOffloadConnector",
+}
+
+
+def main(out: Path, quick: bool) -> None:
+    rows = []
+    with tempfile.TemporaryDirectory() as directory:
+        from kvoffload.demo.model import write_model
+
+        write_model(Path(directory), seed=0)
+        for mode, (engine, environment) in MODES.items():
+            for name, connector in CONNECTORS.items():
+                config = {"model": directory, "engine": engine, "connector": connector, "prompts": 4 if quick else 16}
+                seconds = _in_child(config, environment)
+                device = seconds["device"]
+                if not name:
+                    rows.append(Row(f"{mode}: computed", seconds["computed"] * 1e3, "ms"))
+                    rows.append(Row(f"{mode}: device hit", device * 1e3, "ms"))
+                ratio = seconds["host"] / device
+                rows.append(Row(f"{mode}: host hit{name}", seconds["host"] * 1e3, "ms", "over a device hit", ratio))
+    publish("ttft", f"Time to the first token of {PROMPT_TOKENS} tokens, p50", rows, out)
+
+
+def _in_child(config: dict[str, Any], environment: dict[str, str]) -> dict[str, float]:
+    variables = {**os.environ, "VLLM_LOGGING_LEVEL": "ERROR", "VLLM_CPU_KVCACHE_SPACE": "1", **environment}
+    command = [sys.executable, "-m", "benchmarks.ttft", json.dumps(config)]
+    done = subprocess.run(command, env=variables, stdout=subprocess.PIPE, text=True, timeout=900, check=True)
+    measured: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
+    return measured
+
+
+def _measure(config: dict[str, Any]) -> dict[str, float]:
+    import numpy as np
+    from vllm import LLM, SamplingParams
+    from vllm.config import KVTransferConfig
+
+    usual = config["connector"] == "KVOffloadConnector"
+    llm = LLM(
+        model=config["model"],
+        skip_tokenizer_init=True,
+        dtype="float32",
+        enforce_eager=True,
+        block_size=BLOCK_SIZE,
+        num_gpu_blocks_override=64,
+        max_model_len=PROMPT_TOKENS + BLOCK_SIZE,
+        max_num_batched_tokens=PROMPT_TOKENS + BLOCK_SIZE,
+        kv_transfer_config=KVTransferConfig(
+            kv_connector=config["connector"],
+            kv_connector_module_path="kvoffload.vllm" if usual else "kvoffload.vllm.faulty",
+            kv_role="kv_both",
+            kv_connector_extra_config={"host_bytes": "2GiB"},
+        ),
+        **config["engine"],
+    )
+    sampling = SamplingParams(temperature=0, max_tokens=1, detokenize=False)
+    rng = np.random.default_rng(0)
+
+    def seconds(prompt: list[int]) -> float:
+        start = time.perf_counter()
+        llm.generate([{"prompt_token_ids": prompt}], sampling, use_tqdm=False)
+        return time.perf_counter() - start
+
+    times: dict[str, list[float]] = {"computed": [], "device": [], "host": []}
+    for _ in range(config["prompts"] + 2):
+        prompt = rng.integers(5, 500, PROMPT_TOKENS).tolist()
+        times["computed"].append(seconds(prompt))
+        times["device"].append(seconds(prompt))
+        time.sleep(0.05)
+        assert llm.reset_prefix_cache()
+        times["host"].append(seconds(prompt))
+    return {name: statistics.median(values[2:]) for name, values in times.items()}
+
+
+if __name__ == "__main__":
+    print(json.dumps(_measure(json.loads(sys.argv[1]))), flush=True)
+    os._exit(0)

@@ -1,0 +1,257 @@
+"""What is known of one request: its keys, its block tables, what of it was loaded and is to be stored."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from kvoffload.base import (
+    BlockDescription,
+    BlockHash,
+    ConfigError,
+    KVGroup,
+    OffloadKey,
+    ReqContext,
+    Request,
+)
+from kvoffload.control import RequestControl
+from kvoffload.keys import make_offload_key
+
+NULL_BLOCK = 0
+NEVER = 1 << 62
+"""More tokens than any request has."""
+
+
+class Layout:
+    """The KV cache groups, and how block hashes become keys. Raises ConfigError if block sizes do not divide.
+
+    A block's key is made of the hash of its last hash-block. The KV of a draft group depends on the token after
+    its block too: there the key is made of the *next* block's hash, which covers that token. So such a block
+    can be named, stored and found only when the block after it is whole.
+    """
+
+    def __init__(self, groups: Sequence[KVGroup], hash_block_size: int | None, namespace: bytes) -> None:
+        if not groups:
+            raise ConfigError("groups: an engine has at least one KV cache group")
+        self.groups = tuple(groups)
+        self.hash_block_size = hash_block_size or math.gcd(*(group.device_block_size for group in groups))
+        for group in groups:
+            if group.device_block_size % self.hash_block_size:
+                raise ConfigError(
+                    f"device block size {group.device_block_size}: must be a multiple of the {self.hash_block_size} "
+                    "tokens that one block hash covers; set the engine's hash block size to a divisor of its block size"
+                )
+        self.namespace = namespace
+        self.align = math.lcm(*(group.block_tokens for group in groups))
+        """Whole blocks of all groups end at multiples of it."""
+        self.device_align = math.lcm(*(group.device_block_size for group in groups))
+        self.blocks_per_align = sum(self.align // group.block_tokens for group in groups)
+        self.full = tuple(g for g, group in enumerate(groups) if group.is_full)
+        self.windows = tuple(g for g, group in enumerate(groups) if not group.is_full)
+
+    def known_tokens(self, g: int, index: int) -> int:
+        """So many tokens must be known before block ``index`` of group ``g`` has a key."""
+        group = self.groups[g]
+        return (index + 1 + group.draft) * group.block_tokens
+
+    def key(self, g: int, index: int, hashes: Sequence[BlockHash]) -> OffloadKey:
+        return make_offload_key(self.namespace + hashes[self.known_tokens(g, index) // self.hash_block_size - 1], g)
+
+    def describe(self, request: Request, block: Block) -> BlockDescription:
+        size = self.groups[block.group].block_tokens
+        start, end = block.ordinal * size, (block.ordinal + 1) * size
+        hashes = request.block_hashes
+        parent = hashes[start // self.hash_block_size - 1] if start else None
+        return BlockDescription(request, start, end, hashes[end // self.hash_block_size - 1], parent)
+
+    def needed_blocks(self, g: int, computed: int, end: int) -> range:
+        """Blocks of group ``g`` that must be loaded for a request that goes on at token ``end``, where the device
+        holds the first ``computed`` tokens. The first may be there in part."""
+        group = self.groups[g]
+        first = max(group.skipped_tokens(end), computed) // group.block_tokens
+        return range(first, max(first, -(-end // group.block_tokens)))
+
+
+class Block(NamedTuple):
+    """A block of one request: of group ``group``, the ``ordinal``-th from 0, with the device blocks that hold it.
+
+    ``first_device_block`` is the index, within the request, of the first of ``device_blocks``: leading ones may
+    have slid out of the window.
+    """
+
+    group: int
+    ordinal: int
+    key: OffloadKey
+    first_device_block: int
+    device_blocks: list[int]
+
+
+@dataclass(slots=True, eq=False)
+class Match:
+    """A remembered lookup: for ``computed`` tokens on the device, at ``epoch``, until ``expires``.
+
+    ``tokens`` None: the request waits, for another's load or for an answer; its ``epoch`` is that of loads.
+    """
+
+    epoch: int
+    computed: int
+    tokens: int | None
+    missed: OffloadKey | None
+    expires: float = float("inf")
+
+
+@dataclass(slots=True, eq=False)
+class RequestState:
+    request: Request
+    context: ReqContext
+    control: RequestControl
+    layout: Layout
+    keys: list[list[OffloadKey]] = field(init=False)
+    """Per group, of its whole blocks so far."""
+    block_ids: list[list[int]] = field(init=False)
+    """Per group, its device blocks, from its first token on."""
+    next_store: list[int] = field(init=False)
+    """Per group, index of the first block not yet given to ``prepare_store``."""
+    loaded: list[range] = field(init=False)
+    """Per group, blocks that came from the host: not stored again."""
+    store_at: int = 0
+    """No block becomes due before so many tokens are computed."""
+    match: Match | None = None
+    waiting_since: float | None = None
+    touched: bool = False
+    recorded: bool = False
+    loading: bool = False
+    computed_at_load: int = 0
+    """Tokens the device held when blocks were last allocated to it."""
+    has_kv: bool = False
+    """Whether device blocks were allocated to it and not lost since."""
+    may_load: bool = True
+    may_store: bool = True
+    jobs: int = 0
+    """Jobs under way."""
+
+    def __post_init__(self) -> None:
+        self.keys = [[] for _ in self.layout.groups]
+        self.may_load = self.control.load
+        self.forget_blocks()
+        self.restart_stores()
+        self.forget_loaded()
+
+    def forget_blocks(self) -> None:
+        self.block_ids = [[] for _ in self.layout.groups]
+
+    def forget_loaded(self) -> None:
+        self.loaded = [range(0)] * len(self.layout.groups)
+
+    def restart_stores(self) -> None:
+        self.next_store = [0] * len(self.layout.groups)
+        self.store_at = 0
+
+    @property
+    def most_tokens(self) -> int:
+        """Tokens that may be stored and loaded: those known, or fewer if the client says so."""
+        cap = self.control.max_tokens
+        return self.request.num_tokens if cap is None else min(cap, self.request.num_tokens)
+
+    def extend_keys(self) -> None:
+        """Makes the keys of blocks that became whole. If the engine has taken tokens back and given others, all keys
+        are made anew, and what follows is stored anew."""
+        hashes, layout = self.request.block_hashes, self.layout
+        known = len(hashes) * layout.hash_block_size
+        for g, keys in enumerate(self.keys):
+            # Hashes are chained: the last one tells.
+            last = len(keys) - 1
+            if keys and (layout.known_tokens(g, last) > known or keys[last] != layout.key(g, last, hashes)):
+                self.keys = [[] for _ in layout.groups]
+                self.restart_stores()
+                break
+        for g, keys in enumerate(self.keys):
+            while layout.known_tokens(g, len(keys)) <= known:
+                keys.append(layout.key(g, len(keys), hashes))
+
+    def keys_in_order(self) -> list[OffloadKey]:
+        """All keys so far, by the position at which their blocks end."""
+        return self.in_order((g, range(len(keys))) for g, keys in enumerate(self.keys))
+
+    def in_order(self, spans: Iterable[tuple[int, range]]) -> list[OffloadKey]:
+        """The keys of blocks given as (group, indices), by the position at which they end, so that groups lose their
+        tails together."""
+        spans = list(spans)
+        if len(spans) == 1:
+            g, indices = spans[0]
+            return self.keys[g][indices.start : indices.stop]
+        groups = self.layout.groups
+        ends = sorted(((i + 1) * groups[g].block_tokens, g, i) for g, indices in spans for i in indices)
+        return [self.keys[g][i] for _, g, i in ends]
+
+    def add_blocks(self, tables: Sequence[Sequence[int]]) -> None:
+        for mine, new in zip(self.block_ids, tables, strict=True):
+            mine.extend(new)
+
+    def set_blocks(self, tables: Sequence[Sequence[int]]) -> None:
+        self.block_ids = [list(table) for table in tables]
+
+    def due_blocks(self, num_computed: int, num_before: int, max_tokens: int) -> list[Block]:
+        """Whole blocks of computed, known tokens that were not stored yet and whose KV is still there, by their end.
+
+        ``num_computed`` tokens are computed when the step is through, ``num_before`` were before it: what the
+        token after those does not attend to may be gone. Blocks past ``max_tokens`` are left out.
+        """
+        self.extend_keys()
+        due: list[Block] = []
+        for g, group in enumerate(self.layout.groups):
+            ordinals = range(self.next_store[g], self.store_end(g, num_computed, max_tokens))
+            if not group.is_full:
+                due += self._due_in_window(g, ordinals, num_before)
+                continue
+            keys, table, loaded, factor = self.keys[g], self.block_ids[g], self.loaded[g], group.block_size_factor
+            blocks = (
+                Block(g, i, keys[i], i * factor, table[i * factor : (i + 1) * factor])
+                for i in ordinals
+                if i not in loaded
+            )
+            if NULL_BLOCK in table[ordinals.start * factor : ordinals.stop * factor]:
+                blocks = (block for block in blocks if NULL_BLOCK not in block.device_blocks)
+            due += blocks
+        if len(self.layout.groups) > 1:
+            groups = self.layout.groups
+            due.sort(key=lambda block: (block.ordinal + 1) * groups[block.group].block_tokens)
+        return due
+
+    def _due_in_window(self, g: int, ordinals: range, num_before: int) -> Iterator[Block]:
+        group, table = self.layout.groups[g], self.block_ids[g]
+        size, factor = group.device_block_size, group.block_size_factor
+        gone = group.skipped_tokens(num_before) // size
+        for ordinal in ordinals:
+            if ordinal in self.loaded[g]:
+                continue
+            first, last = ordinal * factor, (ordinal + 1) * factor
+            # Whoever finds the block needs no more of it than the token at its end, or before it, attends to.
+            needed = max(first, group.skipped_tokens(last * size - 1) // size)
+            first = max(first, min(gone, last))
+            while first < last and table[first] == NULL_BLOCK:
+                first += 1
+            if first <= needed and NULL_BLOCK not in table[first:last]:
+                yield Block(g, ordinal, self.keys[g][ordinal], first, table[first:last])
+
+    def store_end(self, g: int, num_computed: int, max_tokens: int) -> int:
+        """Blocks of group ``g`` that are whole when ``num_computed`` tokens are."""
+        group = self.layout.groups[g]
+        tokens = min(num_computed, self.most_tokens, max_tokens)
+        blocks = len(self.block_ids[g]) // group.block_size_factor
+        return max(self.next_store[g], min(tokens // group.block_tokens, blocks, len(self.keys[g])))
+
+    def stored_up_to(self, num_computed: int, max_tokens: int) -> None:
+        """``due_blocks`` of the same figures were given to ``prepare_store``."""
+        self.next_store = [self.store_end(g, num_computed, max_tokens) for g in range(len(self.layout.groups))]
+        self.store_at = min(self._due_at(g, max_tokens) for g in range(len(self.layout.groups)))
+
+    def _due_at(self, g: int, max_tokens: int) -> int:
+        """Tokens to be computed before the next block of group ``g`` is due."""
+        end = (self.next_store[g] + 1) * self.layout.groups[g].block_tokens
+        if end > max_tokens or end > (self.control.max_tokens or NEVER):
+            return NEVER
+        named = self.layout.known_tokens(g, self.next_store[g])
+        return end if named <= self.request.num_tokens else named

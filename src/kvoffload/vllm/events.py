@@ -1,0 +1,91 @@
+"""kvoffload's events in vLLM's form: a router can index what lies in host memory beside what lies on devices."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING, Any
+
+from vllm.distributed.kv_events import BlockRemoved, BlockStored
+from vllm.v1.core import kv_cache_utils
+from vllm.v1.core.kv_cache_utils import generate_block_hash_extra_keys, maybe_convert_block_hash
+
+from kvoffload.keys import key_block_hash, key_group_idx
+from kvoffload.vllm.setup import NAMESPACE_BYTES, Setup
+
+if TYPE_CHECKING:
+    from vllm.distributed.kv_events import KVCacheEvent
+
+    from kvoffload.base import BlockDescription, OffloadingEvent, OffloadKey
+
+
+def vllm_events(events: Iterable[OffloadingEvent], setup: Setup) -> Iterator[KVCacheEvent]:
+    """Stored blocks with their tokens and parents, runs of a chain as one event; removed blocks by their hashes.
+
+    Blocks of draft groups are left out: their keys are not those of their own tokens.
+    """
+    for event in events:
+        described = event.blocks or [None] * len(event.keys)
+        by_group: dict[int, list[tuple[OffloadKey, BlockDescription | None]]] = {}
+        for key, block in zip(event.keys, described, strict=True):
+            by_group.setdefault(key_group_idx(key), []).append((key, block))
+        for g, blocks in by_group.items():
+            if setup.groups[g].group.draft:
+                continue
+            if event.removed:
+                hashes = [_name(key_block_hash(key)[NAMESPACE_BYTES:]) for key, _ in blocks]
+                yield _make(BlockRemoved, block_hashes=hashes, medium=event.medium, group_idx=g)
+            else:
+                for run in _runs([block for _, block in blocks if block is not None]):
+                    yield _stored(run, event.medium, g, setup)
+
+
+def _runs(blocks: list[BlockDescription]) -> Iterator[list[BlockDescription]]:
+    """Neighbouring blocks of one request, together."""
+    run: list[BlockDescription] = []
+    for block in blocks:
+        if run and not (block.request is run[-1].request and block.start == run[-1].end):
+            yield run
+            run = []
+        run.append(block)
+    if run:
+        yield run
+
+
+def _stored(run: list[BlockDescription], medium: str, g: int, setup: Setup) -> KVCacheEvent:
+    request: Any = run[0].request
+    lora = request.lora_request
+    parent = run[0].parent_hash
+    group = setup.groups[g].group
+    kind = "sliding_window" if group.sliding_window else "chunked_local_attention" if group.attention_chunk else None
+    return _make(
+        BlockStored,
+        block_hashes=[_name(block.block_hash) for block in run],
+        parent_block_hash=None if parent is None else _name(parent),
+        token_ids=list(request.all_token_ids[run[0].start : run[-1].end]),
+        block_size=group.block_tokens,
+        lora_id=lora.adapter_id if lora else None,
+        medium=medium,
+        lora_name=lora.name if lora else None,
+        extra_keys=_extra_keys(run),
+        group_idx=g,
+        kv_cache_spec_kind=kind or "full_attention",
+        kv_cache_spec_sliding_window=group.sliding_window,
+    )
+
+
+def _extra_keys(run: list[BlockDescription]) -> list[tuple[Any, ...] | None] | None:
+    """What vLLM mixes into each block's hash besides its tokens, in the form of its own events."""
+    keys = [generate_block_hash_extra_keys(block.request, block.start, block.end, 0)[0] for block in run]
+    untag = getattr(kv_cache_utils, "to_event_extra_keys", None)
+    told: list[tuple[Any, ...] | None] | None = keys if untag is None else untag(keys)
+    return told
+
+
+def _name(block_hash: bytes) -> Any:
+    return maybe_convert_block_hash(block_hash)  # type: ignore[arg-type, unused-ignore]
+
+
+def _make(kind: Any, **fields: Any) -> KVCacheEvent:
+    """An event with those of ``fields`` that this version of vLLM knows."""
+    known = kind.__struct_fields__
+    return kind(**{name: value for name, value in fields.items() if name in known})

@@ -1,0 +1,356 @@
+"""``kvoffload explain``: from running servers, from logs, and from what it printed itself."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvoffload import cli
+from kvoffload.base import MissReason
+from kvoffload.explain import RequestRecord
+from kvoffload.records import LOG_MARKER
+
+testing = pytest.importorskip("click.testing")
+pytest.importorskip("rich")
+
+TIMEOUT_S = 120
+START = 1_700_000_000.0
+COMMAND = [sys.executable, "-c", "from kvoffload.cli import main; main()", "explain"]
+
+SERVER = """
+import json, sys
+from kvoffload.explain import RequestRecord
+from kvoffload.records import RecordServer
+records = [RequestRecord.from_dict(data) for data in json.load(open(sys.argv[2]))]
+server = RecordServer(lambda: records, sys.argv[1])
+print("ready", flush=True)
+sys.stdin.read()
+"""
+
+
+def some_records(engine: str = "a") -> list[RequestRecord]:
+    """Ten minutes: a request each ten seconds, in turn a hit, one never stored and two evicted."""
+    records = []
+    for i in range(60):
+        reason = (None, MissReason.NEVER_STORED, MissReason.EVICTED, MissReason.EVICTED)[i % 4]
+        age = 35.0 if reason is MissReason.EVICTED else None
+        missed = None if reason is None else "ab" * 36
+        records.append(RequestRecord(START + 10 * i, f"{engine}{i}", 1000, 400, 200, missed, reason, age))
+    return records
+
+
+def as_log(records: Sequence[RequestRecord]) -> str:
+    return "".join(f"DEBUG [scheduler.py:585] {LOG_MARKER}{json.dumps(record.to_dict())}\n" for record in records)
+
+
+@pytest.fixture
+def log(tmp_path: Path) -> Path:
+    path = tmp_path / "server.log"
+    path.write_text("INFO starting\n" + as_log(some_records()))
+    return path
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Callable[..., int]]:
+    """Starts a server with records and returns its process id."""
+    with contextlib.ExitStack() as stack:
+
+        def run(name: str, records: Sequence[RequestRecord]) -> int:
+            path = tmp_path / f"{name}.json"
+            path.write_text(json.dumps([record.to_dict() for record in records]))
+            process = stack.enter_context(
+                subprocess.Popen(
+                    [sys.executable, "-c", SERVER, name, str(path)],
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                    text=True,
+                )
+            )
+            stack.callback(process.kill)
+            assert process.stdout is not None
+            assert process.stdout.readline() == "ready\n"
+            return process.pid
+
+        yield run
+
+
+def invoke(*args: object, stdin: str | None = None) -> Any:
+    return testing.CliRunner().invoke(cli.group(), ["explain", *map(str, args)], input=stdin)
+
+
+def run(*args: object, stdin: str | None = None, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [*COMMAND, *map(str, args)],
+        input=stdin,
+        capture_output=True,
+        text=True,
+        encoding="utf-8",
+        timeout=TIMEOUT_S,
+        env={**os.environ, "TZ": "UTC", **environment},
+    )
+
+
+def words(text: str) -> str:
+    return re.sub(r"\s+", " ", text)
+
+
+# Logs.
+
+
+def test_a_log_is_told_in_words_first(log: Path) -> None:
+    done = run(log)
+    assert (done.returncode, done.stderr) == (0, "")
+    first = words(done.stdout.split("\n\n")[0])
+    assert first.startswith(
+        "Of 60 requests within 10 min, 60% of 60k prompt tokens were found: 40% on the device, 20% in host memory. "
+        "30 missed because the block had been evicted (median 35 s ago), 15 because the block was never stored."
+    )
+    assert "raise host_bytes" in first
+
+
+def test_the_tables_tell_reasons_and_time(log: Path) -> None:
+    lines = run(log, "--every", "5m").stdout.splitlines()
+    (evicted,) = [line for line in lines if line.startswith("evicted ")]
+    assert evicted.split()[:6] == ["evicted", "30", "50%", "12k", "35", "s"]
+    assert "Raise host_bytes" in evicted
+    (first,) = [line for line in lines if line.startswith("22:10")]
+    assert first.split() == ["22:10", "10", "████▒▒····", "40%", "20%", "4", "3"]
+    assert [line[:5] for line in lines if line.startswith("22:")] == ["22:10", "22:15", "22:20"]
+
+
+@pytest.mark.parametrize("columns", ["80", "120"])
+def test_no_line_is_too_long(tmp_path: Path, columns: str) -> None:
+    path = tmp_path / "all.log"
+    reasons = list(MissReason)
+    path.write_text(
+        as_log(
+            [
+                RequestRecord(START + 3600 * i, f"r{i}", 10**6, 1, 1, "ab", reasons[i % len(reasons)], 1e6)
+                for i in range(2000)
+            ]
+        )
+    )
+    done = run(path, COLUMNS=columns)
+    assert done.returncode == 0
+    assert max(map(len, done.stdout.splitlines())) <= int(columns)
+    assert "…" not in done.stdout, "nothing is cut"
+    assert "\x1b" not in done.stdout
+    for reason in reasons:
+        assert f"\n{reason.replace('_', ' ')} " in done.stdout
+
+
+def test_a_terminal_that_knows_ascii_only_gets_ascii(log: Path) -> None:
+    done = run(log, PYTHONIOENCODING="ascii")
+    assert done.returncode == 0
+    assert done.stdout.isascii()
+    assert "####++...." in done.stdout
+
+
+def test_stdin_and_several_logs_are_merged_and_nothing_counts_twice(log: Path, tmp_path: Path) -> None:
+    other = tmp_path / "other.log"
+    other.write_text(as_log(some_records("b")))
+    result = run("--records", log, other, log, "-", stdin=as_log(some_records("c")))
+    assert result.returncode == 0
+    ids = [json.loads(line)["req_id"] for line in result.stdout.splitlines()]
+    assert sorted(ids) == sorted(record.req_id for engine in "abc" for record in some_records(engine))
+    times = [json.loads(line)["time"] for line in result.stdout.splitlines()]
+    assert times == sorted(times)
+
+
+def test_last_counts_back_from_the_logs_end(log: Path) -> None:
+    report = json.loads(invoke(log, "--last", "95s", "--json").stdout)
+    assert report["total"]["requests"] == 10
+    assert [record["time"] for record in report["records"]] == [START + 500 + 10 * i for i in range(10)]
+
+
+def test_json_has_everything(log: Path) -> None:
+    report = json.loads(invoke(log, "--json", "--every", "1m").stdout)
+    assert report["total"]["tokens_asked"] == 60_000
+    assert report["total"]["misses"] == {"evicted": 30, "never_stored": 15}
+    assert [(each["reason"], each["requests"], each["share"]) for each in report["reasons"]] == [
+        ("evicted", 30, 0.5),
+        ("never_stored", 15, 0.25),
+        (None, 15, 0.25),
+    ]
+    assert report["reasons"][0]["tokens_missing"] == 12_000
+    assert report["reasons"][0]["median_age_s"] == 35.0
+    assert "host_bytes" in report["reasons"][0]["mend"]
+    assert sum(period["requests"] for period in report["periods"]) == 60
+    assert {period["length_s"] for period in report["periods"]} == {60}
+    assert report["records"] == [record.to_dict() for record in some_records()]
+    assert (report["servers"], report["malformed"], report["warnings"]) == ([], 0, [])
+
+
+@pytest.mark.parametrize("option", ["--json", "--records"])
+def test_it_reads_what_it_printed(log: Path, tmp_path: Path, option: str) -> None:
+    saved = tmp_path / "saved"
+    saved.write_text(invoke(log, option).stdout)
+    assert invoke(saved).stdout == invoke(log).stdout
+    assert invoke(saved, "--json").stdout == invoke(log, "--json").stdout
+
+
+def test_malformed_records_are_told_and_the_rest_is_explained(log: Path) -> None:
+    lines = log.read_text().splitlines()
+    lines[5] = lines[5][:-10]
+    log.write_text("\n".join(lines))
+    done = run(log)
+    assert done.returncode == 0
+    assert "malformed and left out: 1 record" in done.stderr
+    assert f"{log}:6: not JSON" in done.stderr
+    assert "Of 59 requests" in done.stdout
+    assert json.loads(invoke(log, "--json").stdout)["malformed"] == 1
+
+
+def test_of_many_malformed_records_some_are_told(tmp_path: Path) -> None:
+    log = tmp_path / "server.log"
+    log.write_text((LOG_MARKER + "{}\n") * 1000 + as_log(some_records()))
+    done = run(log)
+    assert "1,000 records" in done.stderr
+    assert "and 995 more" in done.stderr
+    assert len(done.stderr.splitlines()) < 10
+
+
+def test_a_log_without_records_says_how_to_get_them(log: Path, tmp_path: Path) -> None:
+    empty = tmp_path / "empty.log"
+    empty.write_text("INFO 11-20 10:00:00 kvoffload: host pool of 8 GiB\n")
+    done = run(empty)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert f"{empty}: no record in it" in done.stderr
+    assert "VLLM_LOGGING_LEVEL=DEBUG" in done.stderr
+    done = run(empty, log)
+    assert done.returncode == 0, "the other log has some"
+    assert f"{empty}: no record in it" in done.stderr
+
+
+def test_a_log_that_is_not_there_is_an_error(tmp_path: Path) -> None:
+    result = invoke(tmp_path / "none.log")
+    assert result.exit_code == 2
+    assert "none.log" in result.output
+
+
+@pytest.mark.parametrize("value", ["5", "0s", "-1m", "1.5h", "m", "1 m", "1234567s", "\u0663m"])
+@pytest.mark.parametrize("option", ["--every", "--last"])
+def test_a_wrong_duration_says_what_to_write(log: Path, option: str, value: str) -> None:
+    result = invoke(log, option, value)
+    assert result.exit_code == 2
+    assert option in result.output
+    assert "15m" in result.output
+
+
+def test_too_short_periods_are_refused(tmp_path: Path) -> None:
+    log = tmp_path / "server.log"
+    records = some_records()
+    log.write_text(as_log([records[0], RequestRecord(START + 1e6, "late", 10, 0, 0)]))
+    result = invoke(log, "--every", "1s")
+    assert result.exit_code == 2
+    assert "--every is too short: 1,000,001 periods" in result.output
+    assert "--last" in result.output
+    assert invoke(log, "--every", "1s", "--last", "10m").exit_code == 0
+
+
+@pytest.mark.parametrize("options", [["--json", "--records"], ["--pid", "1"]])
+def test_options_that_exclude_each_other(log: Path, options: list[str]) -> None:
+    assert invoke(log, *options).exit_code == 2
+
+
+def test_a_request_of_one_token_that_found_nothing() -> None:
+    done = run("-", stdin=as_log([RequestRecord(START, "r", 1, 0, 0)]))
+    assert done.returncode == 0
+    assert "Of 1 request within 0 s, 0% of 1 prompt tokens were found" in words(done.stdout)
+    assert "missed because" not in words(done.stdout)
+
+
+# Running servers.
+
+
+def test_a_running_server_is_explained(start: Callable[..., int]) -> None:
+    pid = start("dp0", some_records())
+    done = run("--pid", pid)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "Of 60 requests in the last" in done.stdout
+    assert "30 missed because the block had been evicted" in words(done.stdout)
+    assert f"From 1 server: process {pid} (dp0)." in words(done.stdout)
+
+
+def test_several_servers_are_merged(start: Callable[..., int]) -> None:
+    pids = [start(f"dp{i}", some_records(f"dp{i}-")) for i in range(2)]
+    report = json.loads(run("--json").stdout)
+    assert {(server["pid"], server["name"]) for server in report["servers"]} >= {(pids[0], "dp0"), (pids[1], "dp1")}
+    ids = {record["req_id"] for record in report["records"]}
+    assert ids >= {record.req_id for i in range(2) for record in some_records(f"dp{i}-")}
+    assert f"process {pids[0]} (dp0), process {pids[1]} (dp1)" in words(run().stdout)
+
+
+def test_a_server_without_requests_is_no_error(start: Callable[..., int]) -> None:
+    pid = start("idle", [])
+    done = run("--pid", pid)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.startswith("No request to explain from 1 server")
+    assert run("--pid", pid, "--records").stdout == ""
+    report = json.loads(run("--pid", pid, "--json").stdout)
+    assert (report["total"], report["records"]) == (None, [])
+
+
+def test_last_counts_back_from_now_for_a_server(start: Callable[..., int]) -> None:
+    done = run("--pid", start("old", some_records()), "--last", "15m")
+    assert done.returncode == 0
+    assert "No request to explain" in done.stdout
+    assert "the latest was" in done.stdout
+
+
+def test_a_server_that_cannot_be_read_is_told_and_the_others_are_read(start: Callable[..., int]) -> None:
+    good = start("good", some_records())
+    fake = (
+        "import os, socket, sys; s = socket.socket(socket.AF_UNIX); s.bind(f'\\0kvoffload/{os.getpid()}/fake');"
+        "s.listen(); print('ready', flush=True)\nwhile True: s.accept()[0].sendall(b'nonsense')"
+    )
+    with subprocess.Popen([sys.executable, "-c", fake], stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None
+            process.stdout.readline()
+            done = run("--json")
+            alone = run("--pid", process.pid)
+        finally:
+            process.kill()
+    assert done.returncode == 0
+    assert f"process {process.pid} (fake) answers in another format" in done.stderr
+    assert good in [server["pid"] for server in json.loads(done.stdout)["servers"]]
+    assert (alone.returncode, alone.stdout) == (2, "")
+    assert "another format" in alone.stderr
+
+
+def test_a_wrong_pid_is_told_which_there_are(start: Callable[..., int]) -> None:
+    pid = start("dp0", [])
+    done = run("--pid", 2**30)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert str(2**30) in done.stderr
+    assert f"process {pid} (dp0)" in done.stderr
+
+
+def test_without_any_server_it_says_what_to_do() -> None:
+    """In a network namespace of its own, where there is none."""
+    inside = ["unshare", "--user", "--map-root-user", "--net"]
+    try:
+        subprocess.run([*inside, "true"], check=True, capture_output=True)
+    except (OSError, subprocess.CalledProcessError):
+        pytest.skip("this machine does not let us make a network namespace")
+    done = subprocess.run([*inside, *COMMAND], capture_output=True, text=True, timeout=TIMEOUT_S)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "no server with kvoffload runs here" in done.stderr
+    assert "docker exec" in done.stderr
+    assert "kvoffload explain server.log" in done.stderr
+
+
+def test_every_reason_has_words() -> None:
+    from kvoffload.cli.explain import WORDS
+
+    assert set(WORDS) == set(MissReason)

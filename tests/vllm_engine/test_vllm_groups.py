@@ -1,0 +1,102 @@
+"""A model whose layers see a window or everything, by turns: two KV cache groups, prompts longer than the window."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+# Not "vllm": from tests/ on sys.path this directory itself could be imported under that name.
+pytest.importorskip("vllm.version")
+from vllm_harness import POOL, Run, Runner, assert_at_rest, differences
+
+pytestmark = pytest.mark.vllm
+
+MODEL = {
+    "model_kind": "gemma3",
+    "engine": {"num_gpu_blocks_override": 24, "max_model_len": 448, "max_num_batched_tokens": 128},
+}
+
+CONFIGURATIONS: dict[str, dict[str, Any]] = {
+    "plain": {"connector": POOL},
+    "slow copies, chunked prefill, arc": {
+        "connector": POOL | {"policy": "arc"},
+        "slow": 1,
+        "engine": {"max_num_batched_tokens": 96},
+    },
+    "blocks of several device blocks, no prefix caching": {
+        "connector": POOL | {"block_size_factor": 3},
+        "slow": 2,
+        "engine": {"enable_prefix_caching": False},
+    },
+    "asynchronous scheduling, a small pool": {
+        "connector": {"host_bytes": "4MiB"},
+        "slow": 3,
+        "force_async": True,
+        "engine": {"num_gpu_blocks_override": 27},
+    },
+}
+
+
+DRAFT_ENGINE = {"num_gpu_blocks_override": 48}
+
+
+def with_model(config: dict[str, Any]) -> dict[str, Any]:
+    return {**MODEL, **config, "engine": {**MODEL["engine"], **config.get("engine", {})}}
+
+
+@pytest.fixture(scope="module")
+def answers(run: Runner) -> list[Any]:
+    result = run("rounds", rounds=1, **MODEL)
+    assert result["preemptions"] > 0
+    return list(result["outputs"][0])
+
+
+def check(result: Run, answers: list[Any]) -> None:
+    for got in result["outputs"]:
+        assert differences(got, answers) == []
+    assert_at_rest(result.result)
+
+
+@pytest.mark.parametrize("config", CONFIGURATIONS.values(), ids=CONFIGURATIONS)
+def test_outputs_are_identical(run: Runner, answers: list[Any], config: dict[str, Any]) -> None:
+    result = run("rounds", rounds=3, **with_model(config))
+    check(result, answers)
+    # Two steps under way need so many blocks that nothing is preempted.
+    assert result["preemptions"] > 0 or config.get("force_async")
+    full, windowed = sorted(result["loaded_blocks"], reverse=True)
+    assert windowed > 0, "hits in both groups"
+    if config["connector"]["host_bytes"] == POOL["host_bytes"]:
+        assert full > windowed, "of a prompt longer than the window, windowed layers load less"
+
+
+def test_corrupted_bytes_change_outputs(run: Runner, answers: list[Any]) -> None:
+    result = run("rounds", **MODEL, connector=POOL, connector_class="CorruptedKVOffloadConnector")
+    assert len(differences(result["outputs"][1], answers)) == len(answers)
+
+
+def test_failing_copies_are_misses(run: Runner, answers: list[Any]) -> None:
+    """Whole loads fail while others hold blocks: vLLM must get past a request that lost all of its own."""
+    result = run("rounds", rounds=4, **MODEL, connector=POOL, connector_class="FailingKVOffloadConnector")
+    check(result, answers)
+    assert result["metrics"]["load_failures"] > 0
+    assert result["metrics"]["load_blocks"] > 0
+
+
+def test_a_draft_models_kv_is_right_too(run: Runner, expected: list[Any]) -> None:
+    """Drafts are checked by the model, so wrong ones change no output: they would be accepted less often. Here the
+    model drafts for itself, and nearly all are accepted."""
+    result = run("rounds", rounds=3, connector=POOL, draft=True, engine=DRAFT_ENGINE)
+    for got in result["outputs"]:
+        assert differences(got, expected) == []
+    assert result["metrics"]["host_hit_tokens"] > 0
+    assert result["accepted"] > 0.95 * result["drafted"] > 0
+    assert_at_rest(result.result)
+
+
+def test_spoiled_drafts_are_accepted_less_often(run: Runner, expected: list[Any]) -> None:
+    """The control, and no worse than that: the outputs stay the same."""
+    result = run("rounds", rounds=3, connector=POOL, draft=True, spoil_drafts=True, engine=DRAFT_ENGINE)
+    for got in result["outputs"]:
+        assert differences(got, expected) == []
+    assert result["accepted"] < 0.95 * result["drafted"]

@@ -1,0 +1,52 @@
+"""Several ranks and several processes: a pool for each rank, and a copy counts when every rank has made it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+# Not "vllm": from tests/ on sys.path this directory itself could be imported under that name.
+pytest.importorskip("vllm.version")
+from vllm_harness import POOL, Runner, assert_at_rest, differences
+
+pytestmark = pytest.mark.vllm
+
+TWO_RANKS = {"VLLM_CPU_OMP_THREADS_BIND": "0|1", "VLLM_ALLOW_INSECURE_SERIALIZATION": "1"}
+PARALLEL: dict[str, dict[str, Any]] = {
+    "tensor": {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"},
+    "pipeline": {"pipeline_parallel_size": 2, "distributed_executor_backend": "mp"},
+}
+
+
+@pytest.mark.parametrize("engine", PARALLEL.values(), ids=PARALLEL)
+@pytest.mark.parametrize("kind", ["llama", "gemma3"])
+def test_two_ranks(run: Runner, engine: dict[str, Any], kind: str) -> None:
+    """Each rank copies when it likes, and fails when it likes."""
+    sizes = {"max_model_len": 448, "max_num_batched_tokens": 128, "num_gpu_blocks_override": 28}
+    sizes = sizes if kind == "gemma3" else {}
+    common = {"model_kind": kind, "environment": TWO_RANKS, "engine": {**engine, **sizes}}
+    (expected,) = run("rounds", rounds=1, **common)["outputs"]
+    result = run("rounds", rounds=4, **common, connector=POOL, connector_class="SlowKVOffloadConnector")
+    for answers in result["outputs"]:
+        assert differences(answers, expected) == []
+    assert result["preemptions"] > 0
+    for name in ("host_hit_tokens", "load_blocks", "load_failures", "store_failures"):
+        assert result["metrics"][name] > 0, name
+    assert_at_rest(result.result)
+    assert " on 2 ranks = " in result.log
+
+
+def test_two_ranks_notice_corrupted_bytes(run: Runner) -> None:
+    common = {"environment": TWO_RANKS, "engine": PARALLEL["tensor"]}
+    (expected,) = run("rounds", rounds=1, **common)["outputs"]
+    result = run("rounds", **common, connector=POOL, connector_class="CorruptedKVOffloadConnector")
+    assert len(differences(result["outputs"][1], expected)) == len(expected)
+
+
+def test_an_engine_in_processes_of_its_own(run: Runner, expected: list[Any]) -> None:
+    result = run("rounds", multiprocessing=True, connector=POOL)
+    for answers in result["outputs"]:
+        assert differences(answers, expected) == []
+    assert result["prometheus"]["kvoffload:host_hit_tokens_total"] > 0
+    assert result["prometheus"]["kvoffload:load_bytes_total"] > 0

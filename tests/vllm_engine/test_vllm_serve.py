@@ -1,0 +1,528 @@
+"""vLLM's OpenAI server as people run it: the README's flag, resets and sleep, what a client may ask for its own
+request, KV events over ZMQ, SIGTERM, and data-parallel engines."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+# Not "vllm": from tests/ on sys.path this directory itself could be imported under that name.
+pytest.importorskip("vllm.version")
+import msgspec
+import zmq
+from driver import BLOCK_SIZE, DEVICE_BLOCKS, MAX_TOKENS, make_prompts
+from serve_harness import (
+    HOST,
+    Server,
+    abstract_sockets,
+    eventually,
+    flag,
+    memory_files,
+    named_segments,
+    readme_flag,
+)
+from vllm.distributed.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, KVEventBatch
+from vllm_harness import DEADLINE_S, differences
+
+from kvoffload.metrics import METRICS
+
+pytestmark = pytest.mark.vllm
+
+POOL_BYTES = 64 << 20
+PROMPTS = make_prompts()
+BLOCKS_ASKED = sum(len(prompt) // BLOCK_SIZE for prompt in PROMPTS)
+Start = Callable[..., Server]
+
+
+def fresh_prompts(seed: int, count: int, blocks: int = 4) -> list[list[int]]:
+    """Prompts of so many whole blocks and a bit, that share nothing with each other or with PROMPTS."""
+    rng = np.random.default_rng(1000 + seed)
+    return [rng.integers(5, 500, size=blocks * BLOCK_SIZE + 9).tolist() for _ in range(count)]
+
+
+@pytest.fixture(scope="module")
+def start(tmp_path_factory: pytest.TempPathFactory) -> Start:
+    """Starts a server with the tests' model. Use it as a context manager: one server at a time."""
+    directory = tmp_path_factory.mktemp("serve")
+    model = directory / "model"
+    write = f"from pathlib import Path; import driver; driver.write_model(Path({str(model)!r}))"
+    subprocess.run([sys.executable, "-c", write], cwd=Path(__file__).parent, check=True, timeout=DEADLINE_S)
+    logs = (directory / f"{i:02d}.log" for i in range(100))
+
+    def start(kv_transfer_config: str | None, *arguments: str) -> Server:
+        return Server(model, next(logs), kv_transfer_config, arguments)
+
+    return start
+
+
+def nested(depth: int) -> Any:
+    value: Any = 1
+    for _ in range(depth):
+        value = {"kvoffload": [value]}
+    return value
+
+
+NONSENSE: dict[str, Any] = {
+    "a word for a truth value": {"kvoffload": {"store": "yes", "load": "no"}},
+    "numbers for truth values": {"kvoffload": {"store": 0, "load": 0}},
+    "no amount": {"kvoffload": {"max_tokens": "64"}},
+    "less than nothing": {"kvoffload": {"max_tokens": -1}},
+    "a fraction": {"kvoffload": {"max_tokens": 63.5}},
+    "true as an amount": {"kvoffload": {"max_tokens": True}},
+    "a number for wishes": {"kvoffload": 7},
+    "a list for wishes": {"kvoffload": [{"store": False}]},
+    "unknown wishes": {"kvoffload": {"stores": False, "": None}, "others": {"store": False}},
+    "wishes one level too high": {"store": False, "load": False, "max_tokens": 0},
+    "deep": nested(50),
+    "deep within a wish": {"kvoffload": {"store": nested(50)}},
+    "wide": {"kvoffload": {f"wish {i}": i for i in range(5000)}},
+}
+WISHES = 3
+CONTROL = fresh_prompts(0, WISHES + len(NONSENSE))
+"""A prompt for each test of what a client asks for."""
+STORED = (len(CONTROL[0]) + MAX_TOKENS - 1) // BLOCK_SIZE
+"""Blocks that each makes with its answer, whose last token has no KV."""
+HIT = len(CONTROL[0]) // BLOCK_SIZE * BLOCK_SIZE
+"""Tokens of each that another request can find."""
+
+
+@pytest.fixture(scope="module")
+def alone(start: Start) -> dict[str, list[Any]]:
+    """What a server without kvoffload answers."""
+    with start(None) as server:
+        return {"prompts": server.round(PROMPTS), "control": server.round(CONTROL)}
+
+
+def check_two_rounds(server: Server, expected: list[Any], rank: int | None = None) -> dict[str, float]:
+    """Both are answered right, the second from host memory too; how the metrics grew."""
+    rounds, grown = server.growth(lambda: [server.round(PROMPTS, rank=rank) for _ in range(2)], rank)
+    for answers in rounds:
+        assert differences(answers, expected) == []
+    assert grown["asked_tokens"] == 2 * sum(map(len, PROMPTS))
+    assert grown["host_hit_tokens"] > 0
+    assert grown["load_blocks"] > 0
+    assert server.metrics(rank)["off"] == 0
+    return grown
+
+
+# The flag of the README.
+
+
+@pytest.fixture(scope="class")
+def server(start: Start, alone: dict[str, list[Any]]) -> Iterator[Server]:
+    """With the flag as the README has it, but a smaller pool."""
+    assert '"8GiB"' in readme_flag()
+    with start(readme_flag().replace('"8GiB"', '"64MiB"')) as server:
+        yield server
+
+
+class TestReadmeFlag:
+    """One server; no test relies on another."""
+
+    def test_answers_are_those_of_vllm_alone(self, server: Server, alone: dict[str, list[Any]]) -> None:
+        assert BLOCKS_ASKED > 2 * DEVICE_BLOCKS
+        check_two_rounds(server, alone["prompts"])
+        assert "kvoffload: host pool of 64 MiB = 65,536 tokens, 85.3x the device cache" in server.log()
+
+    def test_every_metric_is_exposed(self, server: Server) -> None:
+        assert server.kinds() == {name: spec.kind for name, spec in METRICS.items()}
+
+    def test_a_reset_with_the_connector_empties_the_pool(self, server: Server, alone: dict[str, list[Any]]) -> None:
+        """And one without it leaves the pool as it is."""
+        server.round(PROMPTS)
+        server.forget_device_blocks()
+        used = server.metrics()["pool_used_blocks"]
+        assert used > 0
+        assert eventually(lambda: server.post("/reset_prefix_cache?reset_external=true")["success"])
+        assert server.metrics()["pool_used_blocks"] == 0
+        answers, grown = server.growth(lambda: server.round(PROMPTS))
+        assert differences(answers, alone["prompts"]) == []
+        assert grown["misses:reset"] > 0
+        assert grown["pool_used_blocks"] > 0
+
+    @pytest.mark.parametrize("level", [1, 2])
+    def test_sleep_empties_the_pool(self, server: Server, alone: dict[str, list[Any]], level: int) -> None:
+        """A worker on CPU keeps its memory; all else of vLLM's sleep runs: the scheduler is paused, and
+        ``EngineCore._reset_caches`` resets the prefix cache and the connector."""
+        server.round(PROMPTS)
+        assert server.metrics()["pool_used_blocks"] > 0
+        assert server.post(f"/sleep?level={level}")["status"] == "sleeping"
+        assert json.loads(server.get("/is_sleeping")) == {"is_sleeping": True}
+        assert server.post("/wake_up")["status"] == "awake"
+        assert server.metrics()["pool_used_blocks"] == 0
+        check_two_rounds(server, alone["prompts"])
+
+    def test_a_sleep_of_level_0_keeps_the_pool(self, server: Server, alone: dict[str, list[Any]]) -> None:
+        """It only pauses the scheduler."""
+        server.round(PROMPTS)
+        used = server.metrics()["pool_used_blocks"]
+        server.post("/sleep?level=0")
+        assert server.post("/wake_up?tags=scheduling")["status"] == "awake"
+        assert server.metrics()["pool_used_blocks"] == used > 0
+        check_two_rounds(server, alone["prompts"])
+
+    # What a client may ask for its own request.
+
+    @staticmethod
+    def _ask(server: Server, alone: dict[str, list[Any]], i: int, params: Any = None) -> dict[str, float]:
+        """CONTROL[i] with an empty device cache: its answer is right; how the metrics grew."""
+        server.forget_device_blocks()
+        changes = {} if params is None else {"kv_transfer_params": params}
+        answer, grown = server.growth(lambda: server.complete(CONTROL[i], **changes))
+        assert differences([answer], [alone["control"][i]]) == []
+        assert server.metrics()["off"] == 0
+        return grown
+
+    def test_a_request_that_is_not_to_be_stored_is_not(self, server: Server, alone: dict[str, list[Any]]) -> None:
+        grown = self._ask(server, alone, 0, {"kvoffload": {"store": False}})
+        assert (grown["store_blocks"], grown["store_bytes"], grown["pool_used_blocks"]) == (0, 0, 0)
+        grown = self._ask(server, alone, 0)
+        assert grown["host_hit_tokens"] == 0
+        assert grown["store_blocks"] == STORED
+        # It may read what others have stored.
+        assert self._ask(server, alone, 0, {"kvoffload": {"store": False}})["host_hit_tokens"] == HIT
+
+    def test_a_request_that_is_not_to_be_loaded_is_not(self, server: Server, alone: dict[str, list[Any]]) -> None:
+        assert self._ask(server, alone, 1)["store_blocks"] == STORED
+        grown = self._ask(server, alone, 1, {"kvoffload": {"load": False}})
+        assert (grown["host_hit_tokens"], grown["load_blocks"], grown["load_bytes"]) == (0, 0, 0)
+        assert self._ask(server, alone, 1)["host_hit_tokens"] == HIT
+
+    def test_max_tokens_bounds_what_is_stored_and_loaded(self, server: Server, alone: dict[str, list[Any]]) -> None:
+        grown = self._ask(server, alone, 2, {"kvoffload": {"max_tokens": 2 * BLOCK_SIZE}})
+        assert (grown["store_blocks"], grown["pool_used_blocks"]) == (2, 2)
+        grown = self._ask(server, alone, 2)
+        assert grown["host_hit_tokens"] == 2 * BLOCK_SIZE
+        assert grown["store_blocks"] == STORED - 2
+        grown = self._ask(server, alone, 2, {"kvoffload": {"max_tokens": 2 * BLOCK_SIZE + 1}})
+        assert (grown["host_hit_tokens"], grown["load_blocks"]) == (2 * BLOCK_SIZE, 2)
+
+    @pytest.mark.parametrize("case", NONSENSE)
+    def test_nonsense_changes_nothing(self, server: Server, alone: dict[str, list[Any]], case: str) -> None:
+        """The request is stored and loaded as one that asks for nothing."""
+        i = WISHES + list(NONSENSE).index(case)
+        grown = self._ask(server, alone, i, NONSENSE[case])
+        assert (grown["store_blocks"], grown["host_hit_tokens"]) == (STORED, 0)
+        grown = self._ask(server, alone, i, NONSENSE[case])
+        assert (grown["store_blocks"], grown["host_hit_tokens"]) == (0, HIT)
+
+
+def test_spoiled_bytes_change_answers(start: Start, alone: dict[str, list[Any]]) -> None:
+    """The control of every comparison here."""
+    with start(flag("CorruptedKVOffloadConnector", host_bytes=POOL_BYTES)) as server:
+        assert differences(server.round(PROMPTS), alone["prompts"]) == []
+        assert len(differences(server.round(PROMPTS), alone["prompts"])) == len(PROMPTS)
+
+
+# KV events.
+
+
+@dataclass(frozen=True)
+class Announced:
+    """What a stored event says of one block."""
+
+    parent: Any
+    tokens: tuple[int, ...]
+    block_size: int
+    extra_keys: Any
+    lora: tuple[Any, Any]
+    group: int | None
+    kind: str | None
+
+
+@dataclass
+class Index:
+    """What a router learns from the events alone, by medium and block hash."""
+
+    held: dict[str, dict[Any, Announced]] = field(default_factory=lambda: {"GPU": {}, "CPU": {}})
+    told: dict[str, dict[Any, Announced]] = field(default_factory=lambda: {"GPU": {}, "CPU": {}})
+    """Everything that was ever announced."""
+    stored: Counter[str] = field(default_factory=Counter)
+    removed: Counter[str] = field(default_factory=Counter)
+
+    def take(self, event: BlockStored | BlockRemoved | AllBlocksCleared) -> None:
+        """Fails if the host's blocks are announced twice, or removed without having been announced."""
+        if isinstance(event, AllBlocksCleared):
+            self.held["GPU"].clear()
+        elif isinstance(event, BlockRemoved):
+            assert event.medium in self.held
+            for name in event.block_hashes:
+                known = self.held[event.medium].pop(name, None)
+                assert event.medium != "CPU" or (known is not None and known.group == event.group_idx)
+                self.removed[event.medium] += 1
+        else:
+            self._store(event)
+
+    def _store(self, event: BlockStored) -> None:
+        assert event.medium in self.held
+        assert len(event.token_ids) == event.block_size * len(event.block_hashes) > 0
+        parent = event.parent_block_hash
+        for i, name in enumerate(event.block_hashes):
+            tokens = event.token_ids[i * event.block_size : (i + 1) * event.block_size]
+            block = Announced(
+                parent,
+                tuple(tokens),
+                event.block_size,
+                event.extra_keys[i] if event.extra_keys else None,
+                (event.lora_id, event.lora_name),
+                event.group_idx,
+                event.kv_cache_spec_kind,
+            )
+            assert event.medium != "CPU" or name not in self.held["CPU"]
+            self.held[event.medium][name] = self.told[event.medium][name] = block
+            self.stored[event.medium] += 1
+            parent = name
+
+    def chain(self, medium: str, tokens: list[int], salt: str | None = None) -> list[Any]:
+        """The hashes of the longest prefix of ``tokens`` that lies in ``medium``, found as a router would."""
+        held, found, parent = self.held[medium], [], None
+        for start in range(0, len(tokens) - BLOCK_SIZE + 1, BLOCK_SIZE):
+            wanted = tuple(tokens[start : start + BLOCK_SIZE])
+            extra = (salt,) if salt is not None and parent is None else None
+            following = [
+                name
+                for name, block in held.items()
+                if (block.parent, block.tokens) == (parent, wanted) and _same(block.extra_keys, extra)
+            ]
+            if not following:
+                break
+            (parent,) = following
+            found.append(parent)
+        return found
+
+
+def _same(told: Any, extra: tuple[str, ...] | None) -> bool:
+    return tuple(told or ()) == (extra or ())
+
+
+class Router:
+    """Subscribes to a server's events."""
+
+    def __init__(self) -> None:
+        self._context = zmq.Context()
+        self._socket = self._context.socket(zmq.SUB)
+        self._socket.subscribe(b"")
+        # vLLM binds a wildcard address and connects to any other.
+        self.endpoint = f"tcp://{HOST}:{self._socket.bind_to_random_port(f'tcp://{HOST}')}"
+        self._decode = msgspec.msgpack.Decoder(KVEventBatch).decode
+        self._next: int | None = None
+        self._markers = 0
+        self.index = Index()
+
+    def close(self) -> None:
+        self._socket.close(linger=0)
+        self._context.term()
+
+    def join(self, server: Server) -> None:
+        """ZeroMQ subscribes in the background: asks for blocks that are not stored on the host until one is told of."""
+        assert eventually(lambda: self._mark(server) and self._receive() and self._next is not None)
+
+    def catch_up(self, server: Server) -> None:
+        """Takes every event of what ``server`` has done so far, of which the last is known."""
+        server.metrics()
+        block = self._mark(server)
+        assert eventually(
+            lambda: self._receive() and block in {told.tokens for told in self.index.told["GPU"].values()}
+        )
+
+    def _mark(self, server: Server) -> tuple[int, ...]:
+        """Makes a new block on the device alone."""
+        self._markers += 1
+        (prompt,) = fresh_prompts(500 + self._markers, 1, blocks=1)
+        server.complete(prompt, max_tokens=1, kv_transfer_params={"kvoffload": {"store": False}})
+        return tuple(prompt[:BLOCK_SIZE])
+
+    def _receive(self) -> bool:
+        while self._socket.poll(0):
+            _, number, payload = self._socket.recv_multipart()
+            sequence = int.from_bytes(number, "big")
+            assert self._next in (None, sequence), "events were lost"
+            self._next = sequence + 1
+            for event in self._decode(payload).events:
+                self.index.take(event)
+        return True
+
+
+@pytest.fixture(scope="class")
+def router() -> Iterator[Router]:
+    with contextlib.closing(Router()) as router:
+        yield router
+
+
+@pytest.fixture(scope="class")
+def telling(start: Start, router: Router) -> Iterator[Server]:
+    """A server whose events ``router`` takes. Its pool has 32 blocks, so that prompts evict each other."""
+    config = {"enable_kv_cache_events": True, "publisher": "zmq", "endpoint": router.endpoint, "topic": ""}
+    with start(flag(host_bytes="1MiB"), "--kv-events-config", json.dumps(config)) as server:
+        router.join(server)
+        yield server
+
+
+class TestEvents:
+    """No test relies on another."""
+
+    def test_a_prompt_is_found_in_host_memory_by_events_alone(self, telling: Server, router: Router) -> None:
+        """Block by block from the first; and only as far as it is the same prompt."""
+        first, second = fresh_prompts(1, 2)
+        second[: 2 * BLOCK_SIZE] = first[: 2 * BLOCK_SIZE]
+        for prompt in (first, second):
+            telling.complete(prompt)
+        router.catch_up(telling)
+        chains = [router.index.chain("CPU", prompt) for prompt in (first, second)]
+        assert [len(chain) for chain in chains] == [4, 4]
+        assert chains[0][:2] == chains[1][:2]
+        assert set(chains[0][2:]).isdisjoint(chains[1][2:])
+        other = list(first)
+        other[BLOCK_SIZE] += 1
+        assert router.index.chain("CPU", other) == chains[0][:1]
+        assert router.index.chain("CPU", first[1:]) == []
+
+    def test_both_media_tell_the_same_of_a_block(self, telling: Server, router: Router) -> None:
+        telling.round(PROMPTS)
+        router.catch_up(telling)
+        on_host, on_device = router.index.told["CPU"], router.index.told["GPU"]
+        assert len(on_host) >= BLOCKS_ASKED // 2
+        for name, block in on_host.items():
+            assert block == on_device[name]
+            assert block.block_size == BLOCK_SIZE
+            assert block.group == 0
+        assert {block.parent for block in on_host.values()} - {None} <= set(on_device)
+
+    def test_what_is_announced_is_what_the_pool_holds(self, telling: Server, router: Router) -> None:
+        """Over evictions, hits and a reset."""
+        for _ in range(2):
+            telling.round(PROMPTS)
+            router.catch_up(telling)
+            metrics = telling.metrics()
+            assert metrics["evicted_blocks"] > 0
+            assert len(router.index.held["CPU"]) == metrics["pool_used_blocks"] > 0
+            assert router.index.stored["CPU"] == metrics["store_blocks"]
+            assert router.index.removed["CPU"] >= metrics["evicted_blocks"]
+        assert eventually(lambda: telling.post("/reset_prefix_cache?reset_external=true")["success"])
+        router.catch_up(telling)
+        assert router.index.held["CPU"] == {}
+        assert telling.metrics()["pool_used_blocks"] == 0
+
+    def test_a_salt_is_told(self, telling: Server, router: Router) -> None:
+        """Of the first block, as vLLM tells of its own: the same tokens are another block to each tenant."""
+        (prompt,) = fresh_prompts(2, 1)
+        for salt in (None, "tenant a", "tenant b"):
+            telling.complete(prompt, **({} if salt is None else {"cache_salt": salt}))
+        router.catch_up(telling)
+        for medium in ("CPU", "GPU"):
+            chains = [router.index.chain(medium, prompt, salt) for salt in (None, "tenant a", "tenant b")]
+            assert [len(chain) for chain in chains] == [4, 4, 4]
+            assert len({name for chain in chains for name in chain}) == 12
+            assert router.index.chain(medium, prompt, "tenant c") == []
+
+
+# The end of a server.
+
+
+def test_sigterm_leaves_nothing(start: Start, alone: dict[str, list[Any]]) -> None:
+    """While requests run and copies are under way. vLLM is given 30 s."""
+    with start(flag("SlowKVOffloadConnector", host_bytes=POOL_BYTES)) as server:
+        assert differences(server.round(PROMPTS), alone["prompts"]) == []
+        processes = list(server.processes())
+        pids = {int(process.name) for process in processes}
+        pools = set(server.pools())
+        named = set().union(*map(named_segments, processes))
+        assert pools
+        assert pids & set(abstract_sockets())
+
+        def ask(prompt: list[int]) -> None:
+            with contextlib.suppress(Exception):
+                while True:
+                    server.complete(prompt)
+
+        with ThreadPoolExecutor(len(PROMPTS)) as threads:
+            for prompt in PROMPTS:
+                threads.submit(ask, prompt)
+            # Blocks in the pool that no store has ended for are being written.
+            under_way = eventually(lambda: (now := server.metrics())["pool_used_blocks"] > now["store_blocks"])
+            server.terminate()
+            gone = eventually(lambda: server.process.poll() is not None and not list(server.processes()), 30)
+        assert under_way
+        assert gone, server.log()[-6000:]
+    assert not [path for path in named if path.exists()]
+    assert not [path for path in Path("/dev/shm").iterdir() if "kvoffload" in path.name]
+    assert pids.isdisjoint(abstract_sockets())
+    assert not any(pools & set(memory_files(process)) for process in Path("/proc").glob("[0-9]*"))
+
+
+# Data-parallel engines.
+
+TWO_ENGINES = ("--data-parallel-size", "2")
+
+
+@pytest.fixture(scope="class")
+def two_engines(start: Start, alone: dict[str, list[Any]]) -> Iterator[Server]:
+    with start(flag(host_bytes=POOL_BYTES, engines_per_node=2), *TWO_ENGINES) as server:
+        yield server
+
+
+class TestDataParallel:
+    """A dense model's engines are independent of each other: one server, two pools."""
+
+    def test_answers_are_those_of_vllm_alone(self, two_engines: Server, alone: dict[str, list[Any]]) -> None:
+        for rank in range(2):
+            check_two_rounds(two_engines, alone["prompts"], rank)
+
+    def test_each_pool_is_half_of_host_bytes(self, two_engines: Server) -> None:
+        assert list(two_engines.pools().values()) == [POOL_BYTES // 2] * 2
+
+    def test_explain_tells_what_metrics_tell(self, two_engines: Server) -> None:
+        """Of each engine by its process."""
+        for rank in range(2):
+            two_engines.round(PROMPTS, rank=rank)
+        metrics = [two_engines.metrics(rank) for rank in range(2)]
+        mine = {int(process.name) for process in two_engines.processes()}
+        engines = [engine for engine in _explain()["servers"] if engine["pid"] in mine]
+        assert sorted(engine["name"][-4:] for engine in engines) == ["_dp0", "_dp1"]
+        for engine in engines:
+            report, told = _explain("--pid", str(engine["pid"])), metrics[int(engine["name"][-1])]
+            assert report["servers"] == [engine]
+            assert (report["malformed"], report["warnings"]) == (0, [])
+            total = report["total"]
+            assert total["tokens_asked"] == told["asked_tokens"]
+            assert total["device_tokens"] == told["device_hit_tokens"]
+            assert total["host_tokens"] == told["host_hit_tokens"]
+            reasons = {name.partition(":")[2]: n for name, n in told.items() if name.startswith("misses:") and n}
+            assert total["misses"] == reasons
+
+
+def _explain(*arguments: str) -> Any:
+    """What ``kvoffload explain --json`` prints."""
+    command = [str(Path(sys.executable).with_name("kvoffload")), "explain", "--json", *arguments]
+    return json.loads(subprocess.run(command, check=True, capture_output=True, timeout=DEADLINE_S).stdout)
+
+
+def test_engines_that_were_not_counted_share_host_bytes(start: Start) -> None:
+    """Where vLLM does not tell how many they are, the server does not start, and says what to set."""
+    server = start(flag(host_bytes=POOL_BYTES), *TWO_ENGINES)
+    with contextlib.closing(server):
+        if server.wait():
+            assert list(server.pools().values()) == [POOL_BYTES // 2] * 2
+        else:
+            assert "ConfigError: engines_per_node is not set" in server.log()
+
+
+def test_more_engines_than_were_promised_are_refused(start: Start) -> None:
+    server = start(flag(host_bytes=POOL_BYTES, engines_per_node=1), *TWO_ENGINES)
+    with contextlib.closing(server):
+        assert not server.wait()
+        assert server.process.returncode != 0
+        assert "ConfigError: engines_per_node=1: " in server.log()
+        assert "set engines_per_node to" in server.log()
+        assert eventually(lambda: not list(server.processes()))

@@ -1,0 +1,88 @@
+"""Older versions of vLLM, laid over the installed one: ``make overlays`` puts them where this file looks."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+# Not "vllm": from tests/ on sys.path this directory itself could be imported under that name.
+pytest.importorskip("vllm.version")
+from test_vllm_groups import MODEL
+from vllm_harness import DEADLINE_S, POOL, Runner, assert_at_rest, differences
+
+pytestmark = pytest.mark.vllm
+
+OVERLAYS = {path.name: path for path in sorted((Path(sys.prefix) / "overlays").glob("*"))}
+ONE_GROUP_ONLY = ("0.28", "0.29")
+"""Versions in which a failed load of several groups would end the engine."""
+
+
+@pytest.fixture(
+    scope="module",
+    params=OVERLAYS or [pytest.param("", marks=pytest.mark.skip(reason="no older vLLM here: run make overlays"))],
+)
+def version(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture(scope="module")
+def overlaid(version: str) -> dict[str, Any]:
+    """What makes a child use that version."""
+    return {"environment": {"PYTHONPATH": str(OVERLAYS[version])}}
+
+
+@pytest.fixture(scope="module")
+def answers(run: Runner, version: str, overlaid: dict[str, Any]) -> list[Any]:
+    """What that version answers by itself."""
+    result = run("rounds", rounds=1, **overlaid)
+    assert result["vllm"].startswith(version)
+    assert result["preemptions"] > 0
+    return list(result["outputs"][0])
+
+
+def test_outputs_are_identical(run: Runner, version: str, overlaid: dict[str, Any], answers: list[Any]) -> None:
+    result = run("rounds", rounds=3, connector=POOL, slow=1, engine={"max_num_batched_tokens": 96}, **overlaid)
+    assert result["vllm"].startswith(version)
+    for got in result["outputs"]:
+        assert differences(got, answers) == []
+    assert result["preemptions"] > 0
+    assert result["metrics"]["host_hit_tokens"] > 0
+    assert_at_rest(result.result)
+    assert "kvoffload is tested with" not in result.log
+
+
+def test_corrupted_bytes_change_outputs(run: Runner, overlaid: dict[str, Any], answers: list[Any]) -> None:
+    result = run("rounds", connector=POOL, connector_class="CorruptedKVOffloadConnector", **overlaid)
+    assert len(differences(result["outputs"][1], answers)) == len(answers)
+
+
+def test_a_storm(run: Runner, overlaid: dict[str, Any], answers: list[Any]) -> None:
+    """Preemptions, aborts, resets and failing copies, all at once in a pool too small for it."""
+    result = run("storm", seed=1, requests=100, connector={"host_bytes": "1MiB"}, slow=1, failing=0.3, **overlaid)
+    assert result["left"] == 0
+    for index, (tokens, logprobs) in result["answers"]:
+        right = [part[: len(tokens)] for part in answers[index]]
+        assert differences([[tokens, logprobs]], [right]) == []
+    for name in ("host_hit_tokens", "load_failures", "store_failures", "evicted_blocks"):
+        assert result["metrics"][name] > 0, name
+    assert_at_rest(result.result)
+
+
+def test_several_groups(run: Runner, version: str, overlaid: dict[str, Any]) -> None:
+    """Served where their load failures can be reported, else refused with the reason and the mend."""
+    if version.startswith(ONE_GROUP_ONLY):
+        child, result = run.start("rounds", **MODEL, connector=POOL, **overlaid)
+        assert child.wait(DEADLINE_S) != 0
+        said = result.with_suffix(".log").read_text()
+        assert "ConfigError: this model has 2 KV cache groups" in said
+        assert "--disable-hybrid-kv-cache-manager" in said
+        return
+    (expected,) = run("rounds", rounds=1, **MODEL, **overlaid)["outputs"]
+    result = run("rounds", rounds=4, **MODEL, connector=POOL, slow=2, failing=0.5, **overlaid)
+    for got in result["outputs"]:
+        assert differences(got, expected) == []
+    assert result["metrics"]["load_failures"] > 0
+    assert_at_rest(result.result)
