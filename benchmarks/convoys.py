@@ -1,7 +1,7 @@
 """Many requests with one long prefix at once, in real vLLM: how long each waits for the prefix to be on the device.
 
-The prefix lies in host memory only. Measured per request: from its arrival to the step that first computes for
-it, with the prefix in place. The first of them loads; the others could each load a copy of their own, or wait.
+The prefix lies in host memory only. Measured per request: from when all have arrived to the step that first
+computes for it, with the prefix in place. The first of them loads; the others could each load a copy of their own, or wait.
 """
 
 from __future__ import annotations
@@ -25,25 +25,25 @@ def main(out: Path, quick: bool) -> None:
     prefix_blocks, rounds = (8, 2) if quick else (28, 7)
     with tempfile.TemporaryDirectory() as directory:
         engine = _engine(Path(directory), prefix_blocks)
-        shared = [_convoy(engine, prefix_blocks, seed) for seed in range(rounds)]
-        core_offload(engine)._share_loads = False
-        alone = [_convoy(engine, prefix_blocks, rounds + seed) for seed in range(rounds)]
-    rows = []
-    for name, runs in (("waiting for the first's load", shared), ("each loading a copy", alone)):
-        first = statistics.median(min(run) for run in runs)
-        slowest = statistics.median(max(run) for run in runs)
-        ratio = statistics.median(max(run) / min(run) for run in runs)
-        rows.append(Row(f"{name}: first request", first * 1e3, "ms"))
-        rows.append(Row(f"{name}: slowest of {REQUESTS}", slowest * 1e3, "ms", "slowest over first", ratio))
-    publish(
-        "convoys",
-        f"{REQUESTS} requests at once, one prefix of {prefix_blocks * BLOCK_SIZE} tokens in host memory",
-        rows,
-        out,
-    )
+        _convoy(engine, prefix_blocks, 1, seed=0)
+        lone, waiting, copying = [], [], []
+        for seed in range(1, rounds + 1):
+            _offload(engine)._share_loads = True
+            lone.append(max(_convoy(engine, prefix_blocks, 1, seed)))
+            waiting.append(max(_convoy(engine, prefix_blocks, REQUESTS, 1000 + seed)))
+            _offload(engine)._share_loads = False
+            copying.append(max(_convoy(engine, prefix_blocks, REQUESTS, 2000 + seed)))
+    rows = [Row("one request by itself", statistics.median(lone) * 1e3, "ms")]
+    for name, slowest in (("waiting for the first's load", waiting), ("each loading a copy", copying)):
+        ratio = statistics.median(a / b for a, b in zip(slowest, lone, strict=True))
+        rows.append(
+            Row(f"slowest of {REQUESTS}, {name}", statistics.median(slowest) * 1e3, "ms", "of one alone", ratio)
+        )
+    title = f"{REQUESTS} requests at once, one prefix of {prefix_blocks * BLOCK_SIZE} tokens in host memory"
+    publish("convoys", f"{title}: until it is on the device", rows, out)
 
 
-def core_offload(llm: Any) -> Any:
+def _offload(llm: Any) -> Any:
     return llm.llm_engine.engine_core.engine_core.scheduler.connector.connector_scheduler
 
 
@@ -73,14 +73,14 @@ def _engine(directory: Path, prefix_blocks: int) -> Any:
     )
 
 
-def _convoy(llm: Any, prefix_blocks: int, seed: int) -> list[float]:
-    """Seconds from the arrival of all to the first step of each."""
+def _convoy(llm: Any, prefix_blocks: int, requests: int, seed: int) -> list[float]:
+    """Seconds from the first step that all are there for to the first that computes for each."""
     import numpy as np
     from vllm import SamplingParams
 
     rng = np.random.default_rng(seed)
     prefix = rng.integers(5, 500, prefix_blocks * BLOCK_SIZE).tolist()
-    prompts = [prefix + rng.integers(5, 500, SUFFIX_TOKENS).tolist() for _ in range(REQUESTS)]
+    prompts = [prefix + rng.integers(5, 500, SUFFIX_TOKENS).tolist() for _ in range(requests)]
     sampling = SamplingParams(temperature=0, max_tokens=1, detokenize=False)
     engine, scheduler = llm.llm_engine, llm.llm_engine.engine_core.engine_core.scheduler
     llm.generate([{"prompt_token_ids": prefix}], sampling, use_tqdm=False)
@@ -98,11 +98,11 @@ def _convoy(llm: Any, prefix_blocks: int, seed: int) -> list[float]:
         return output
 
     scheduler.schedule = noting
-    start = time.perf_counter()
     for i, prompt in enumerate(prompts):
         engine.add_request(f"{seed}-{i}", {"prompt_token_ids": prompt}, sampling)
+    start = time.perf_counter()
     while engine.has_unfinished_requests():
         engine.step()
     scheduler.schedule = schedule
-    assert len(ready) == REQUESTS
+    assert len(ready) == requests
     return [moment - start for moment in ready.values()]

@@ -215,6 +215,8 @@ class OffloadingConnectorScheduler:
         for g in layout.full:
             size = layout.groups[g].block_tokens
             first = computed // size
+            if first * size >= end:
+                continue
             hits = self.manager.lookup(state.keys[g][first : end // size], state.context)
             known &= hits is not None
             found = (first + (hits or 0)) * size

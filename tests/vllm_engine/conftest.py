@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from vllm_harness import Run, Runner
+from vllm_harness import GEMMA3, Run, Runner
 
 
 @pytest.fixture(scope="session")
@@ -26,3 +26,11 @@ def expected(baseline: Run) -> list[Any]:
     """What the prompts are answered without offloading."""
     (answers,) = baseline["outputs"]
     return list(answers)
+
+
+@pytest.fixture(scope="session")
+def gemma3_expected(run: Runner) -> list[Any]:
+    """What they are answered by the model with two KV cache groups."""
+    result = run("rounds", rounds=1, **GEMMA3)
+    assert result["preemptions"] > 0
+    return list(result["outputs"][0])

@@ -493,6 +493,7 @@ def refusals(config: dict[str, Any]) -> dict[str, Any]:
         "mamba": MambaSpec(block_size=BLOCK_SIZE, shapes=((2, 2),), dtypes=(torch.float32,)),
     }
     said: dict[str, Any] = {}
+    blocks: dict[str, int] = {}
     for name, case in config["cases"].items():
         vllm_config.kv_transfer_config.kv_connector_extra_config = case["options"]
         changes = dict(case.get("changes", {}))
@@ -512,13 +513,14 @@ def refusals(config: dict[str, Any]) -> dict[str, Any]:
         try:
             # In vLLM's order.
             for role in (KVConnectorRole.WORKER, KVConnectorRole.SCHEDULER):
-                KVOffloadConnector(vllm_config, role, caches)
+                connector = KVOffloadConnector(vllm_config, role, caches)
             said[name] = None
+            blocks[name] = connector._setup.num_blocks
         except Exception as error:
             said[name] = [type(error).__name__, str(error)]
         for part, key, value in before:
             setattr(part, key, value)
-    return {"said": said}
+    return {"said": said, "blocks": blocks}
 
 
 SCENARIOS = {f.__name__: f for f in (rounds, service, reuse, aborts, failed_load, storm, endless, refusals)}

@@ -6,7 +6,6 @@ import contextlib
 import json
 import os
 import re
-import signal
 import socket
 import subprocess
 import sys
@@ -210,10 +209,6 @@ class Server:
     def pools(self) -> dict[int, int]:
         """Bytes of each host pool that its processes hold, by inode."""
         return {number: size for process in self.processes() for number, size in memory_files(process).items()}
-
-    def terminate(self) -> None:
-        """What a process manager does first."""
-        self.process.send_signal(signal.SIGTERM)
 
 
 def memory_files(process: Path) -> dict[int, int]:

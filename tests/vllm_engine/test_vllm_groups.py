@@ -8,14 +8,9 @@ import pytest
 
 # Not "vllm": from tests/ on sys.path this directory itself could be imported under that name.
 pytest.importorskip("vllm.version")
-from vllm_harness import POOL, Run, Runner, assert_at_rest, differences
+from vllm_harness import GEMMA3, POOL, Run, Runner, assert_at_rest, differences, with_gemma3
 
 pytestmark = pytest.mark.vllm
-
-MODEL = {
-    "model_kind": "gemma3",
-    "engine": {"num_gpu_blocks_override": 24, "max_model_len": 448, "max_num_batched_tokens": 128},
-}
 
 CONFIGURATIONS: dict[str, dict[str, Any]] = {
     "plain": {"connector": POOL},
@@ -41,27 +36,16 @@ CONFIGURATIONS: dict[str, dict[str, Any]] = {
 DRAFT_ENGINE = {"num_gpu_blocks_override": 48}
 
 
-def with_model(config: dict[str, Any]) -> dict[str, Any]:
-    return {**MODEL, **config, "engine": {**MODEL["engine"], **config.get("engine", {})}}
-
-
-@pytest.fixture(scope="module")
-def answers(run: Runner) -> list[Any]:
-    result = run("rounds", rounds=1, **MODEL)
-    assert result["preemptions"] > 0
-    return list(result["outputs"][0])
-
-
-def check(result: Run, answers: list[Any]) -> None:
+def check(result: Run, expected: list[Any]) -> None:
     for got in result["outputs"]:
-        assert differences(got, answers) == []
+        assert differences(got, expected) == []
     assert_at_rest(result.result)
 
 
 @pytest.mark.parametrize("config", CONFIGURATIONS.values(), ids=CONFIGURATIONS)
-def test_outputs_are_identical(run: Runner, answers: list[Any], config: dict[str, Any]) -> None:
-    result = run("rounds", rounds=3, **with_model(config))
-    check(result, answers)
+def test_outputs_are_identical(run: Runner, gemma3_expected: list[Any], config: dict[str, Any]) -> None:
+    result = run("rounds", rounds=3, **with_gemma3(**config))
+    check(result, gemma3_expected)
     # Two steps under way need so many blocks that nothing is preempted.
     assert result["preemptions"] > 0 or config.get("force_async")
     full, windowed = sorted(result["loaded_blocks"], reverse=True)
@@ -70,15 +54,15 @@ def test_outputs_are_identical(run: Runner, answers: list[Any], config: dict[str
         assert full > windowed, "of a prompt longer than the window, windowed layers load less"
 
 
-def test_corrupted_bytes_change_outputs(run: Runner, answers: list[Any]) -> None:
-    result = run("rounds", **MODEL, connector=POOL, connector_class="CorruptedKVOffloadConnector")
-    assert len(differences(result["outputs"][1], answers)) == len(answers)
+def test_corrupted_bytes_change_outputs(run: Runner, gemma3_expected: list[Any]) -> None:
+    result = run("rounds", **GEMMA3, connector=POOL, connector_class="CorruptedKVOffloadConnector")
+    assert len(differences(result["outputs"][1], gemma3_expected)) == len(gemma3_expected)
 
 
-def test_failing_copies_are_misses(run: Runner, answers: list[Any]) -> None:
+def test_failing_copies_are_misses(run: Runner, gemma3_expected: list[Any]) -> None:
     """Whole loads fail while others hold blocks: vLLM must get past a request that lost all of its own."""
-    result = run("rounds", rounds=4, **MODEL, connector=POOL, connector_class="FailingKVOffloadConnector")
-    check(result, answers)
+    result = run("rounds", rounds=4, **GEMMA3, connector=POOL, connector_class="FailingKVOffloadConnector")
+    check(result, gemma3_expected)
     assert result["metrics"]["load_failures"] > 0
     assert result["metrics"]["load_blocks"] > 0
 

@@ -54,15 +54,35 @@ CHANGES = {
 }
 
 
+SHARES: dict[str, dict[str, Any]] = {
+    "told by vLLM": {"parallel_config.data_parallel_size": 2, "parallel_config.data_parallel_size_local": 2},
+    "known from another setting": {
+        "parallel_config.data_parallel_index": 1,
+        "parallel_config.elastic_ep_max_dp_size": 2,
+    },
+    "told by the user": {"parallel_config.data_parallel_index": 1, "options": {"engines_per_node": 2}},
+    "two ranks": {"parallel_config.world_size": 2},
+}
+"""Engines and ranks that have half of host_bytes each."""
+
+
 @pytest.fixture(scope="module")
 def said(run: Runner) -> Run:
     cases = {name: {"options": options, "changes": CHANGES.get(name, {})} for name, (options, _) in CASES.items()}
+    for name, changes in SHARES.items():
+        cases[name] = {"options": POOL | changes.pop("options", {}), "changes": changes}
     later = {"options": POOL, "changes": {"version": "0.99.1"}}
     return run("refusals", cases={"right": {"options": POOL}, **cases, "later": later})
 
 
 def test_a_right_configuration_is_taken(said: Run) -> None:
     assert said["said"]["right"] is None
+
+
+@pytest.mark.parametrize("case", SHARES)
+def test_host_bytes_is_shared_out(said: Run, case: str) -> None:
+    assert said["said"][case] is None
+    assert said["blocks"][case] == said["blocks"]["right"] // 2 > 0
 
 
 def test_a_version_nobody_has_tested_is_tried_with_a_warning(said: Run) -> None:

@@ -7,10 +7,12 @@ import contextlib
 import json
 import subprocess
 import sys
+import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +24,7 @@ pytest.importorskip("vllm.version")
 import msgspec
 import zmq
 from driver import BLOCK_SIZE, DEVICE_BLOCKS, MAX_TOKENS, make_prompts
+from openai import OpenAIError
 from serve_harness import (
     HOST,
     Server,
@@ -84,6 +87,8 @@ NONSENSE: dict[str, Any] = {
     "a list for wishes": {"kvoffload": [{"store": False}]},
     "unknown wishes": {"kvoffload": {"stores": False, "": None}, "others": {"store": False}},
     "wishes one level too high": {"store": False, "load": False, "max_tokens": 0},
+    "more than there is": {"kvoffload": {"max_tokens": (1 << 64) - 1}},
+    "what another connector understands": {"do_remote_prefill": True, "remote_block_ids": [1, 2], "remote_port": "x"},
     "deep": nested(50),
     "deep within a wish": {"kvoffload": {"store": nested(50)}},
     "wide": {"kvoffload": {f"wish {i}": i for i in range(5000)}},
@@ -427,38 +432,88 @@ class TestEvents:
             assert router.index.chain(medium, prompt, "tenant c") == []
 
 
-# The end of a server.
+# Sleep and the end, while requests run and copies are under way.
 
 
-def test_sigterm_leaves_nothing(start: Start, alone: dict[str, list[Any]]) -> None:
-    """While requests run and copies are under way. vLLM is given 30 s."""
+@pytest.fixture(scope="class")
+def slow(start: Start, alone: dict[str, list[Any]]) -> Iterator[Server]:
+    """Copies take many steps, and some fail."""
     with start(flag("SlowKVOffloadConnector", host_bytes=POOL_BYTES)) as server:
-        assert differences(server.round(PROMPTS), alone["prompts"]) == []
-        processes = list(server.processes())
+        yield server
+
+
+@contextlib.contextmanager
+def load(server: Server) -> Iterator[list[list[Any]]]:
+    """Clients that ask for PROMPTS and for new ones until the end or an error; every [index in PROMPTS, answer]. Begins
+    when stores are under way: when the pool, empty before, holds blocks that no store has ended for."""
+    assert eventually(lambda: server.post("/reset_prefix_cache?reset_external=true")["success"])
+    assert eventually(lambda: server.metrics()["pool_used_blocks"] == 0)
+    stored = server.metrics()["store_blocks"]
+    answers: list[list[Any]] = []
+    ended = threading.Event()
+
+    def under_way() -> bool:
+        now = server.metrics()
+        return now["pool_used_blocks"] > now["store_blocks"] - stored
+
+    def ask(client: int) -> None:
+        with contextlib.suppress(OpenAIError):
+            for i in count(client):
+                if ended.is_set():
+                    return
+                answers.append([i % len(PROMPTS), server.complete(PROMPTS[i % len(PROMPTS)])])
+                server.complete(fresh_prompts(100 * client + i, 1)[0])
+
+    with ThreadPoolExecutor() as threads:
+        clients = [threads.submit(ask, client) for client in range(6)]
+        try:
+            assert eventually(under_way)
+            yield answers
+        finally:
+            ended.set()
+    for client in clients:
+        client.result()
+
+
+class TestUnderWay:
+    """The last test ends the server."""
+
+    @pytest.mark.parametrize("mode", ["abort", "wait"])
+    def test_sleep(self, slow: Server, alone: dict[str, list[Any]], mode: str) -> None:
+        """vLLM aborts requests or lets them end, and waits for the copies. ("keep" cannot clear what a load is filling:
+        vLLM says so and does not sleep.)"""
+        with load(slow) as answers:
+            for level in (1, 2):
+                assert slow.post(f"/sleep?level={level}&mode={mode}")["status"] == "sleeping"
+                assert slow.post("/wake_up")["status"] == "awake"
+        assert len(answers) > 0
+        for i, (tokens, _) in answers:
+            right, _ = alone["prompts"][i]
+            assert tokens == right[: len(tokens)]
+            assert mode == "abort" or len(tokens) == len(right)
+        rounds, grown = slow.growth(lambda: [slow.round(PROMPTS) for _ in range(2)])
+        for again in rounds:
+            assert differences(again, alone["prompts"]) == []
+        assert grown["host_hit_tokens"] > 0
+        assert slow.metrics()["off"] == 0
+
+    def test_sigterm_leaves_nothing(self, slow: Server) -> None:
+        """vLLM is given 30 s."""
+        processes = list(slow.processes())
         pids = {int(process.name) for process in processes}
-        pools = set(server.pools())
+        pools = set(slow.pools())
         named = set().union(*map(named_segments, processes))
         assert pools
         assert pids & set(abstract_sockets())
-
-        def ask(prompt: list[int]) -> None:
-            with contextlib.suppress(Exception):
-                while True:
-                    server.complete(prompt)
-
-        with ThreadPoolExecutor(len(PROMPTS)) as threads:
-            for prompt in PROMPTS:
-                threads.submit(ask, prompt)
-            # Blocks in the pool that no store has ended for are being written.
-            under_way = eventually(lambda: (now := server.metrics())["pool_used_blocks"] > now["store_blocks"])
-            server.terminate()
-            gone = eventually(lambda: server.process.poll() is not None and not list(server.processes()), 30)
-        assert under_way
-        assert gone, server.log()[-6000:]
-    assert not [path for path in named if path.exists()]
-    assert not [path for path in Path("/dev/shm").iterdir() if "kvoffload" in path.name]
-    assert pids.isdisjoint(abstract_sockets())
-    assert not any(pools & set(memory_files(process)) for process in Path("/proc").glob("[0-9]*"))
+        with load(slow):
+            slow.process.terminate()
+            gone = eventually(lambda: slow.process.poll() is not None and not list(slow.processes()), 30)
+            slow.close()
+        assert gone, slow.log()[-6000:]
+        assert not [path for path in named if path.exists()]
+        assert not [path for path in Path("/dev/shm").iterdir() if "kvoffload" in path.name]
+        assert pids.isdisjoint(abstract_sockets())
+        assert not any(pools & set(memory_files(process)) for process in Path("/proc").glob("[0-9]*"))
 
 
 # Data-parallel engines.
@@ -481,6 +536,13 @@ class TestDataParallel:
 
     def test_each_pool_is_half_of_host_bytes(self, two_engines: Server) -> None:
         assert list(two_engines.pools().values()) == [POOL_BYTES // 2] * 2
+
+    def test_a_reset_empties_both_pools(self, two_engines: Server) -> None:
+        for rank in range(2):
+            two_engines.round(PROMPTS, rank=rank)
+            assert two_engines.metrics(rank)["pool_used_blocks"] > 0
+        assert eventually(lambda: two_engines.post("/reset_prefix_cache?reset_external=true")["success"])
+        assert [two_engines.metrics(rank)["pool_used_blocks"] for rank in range(2)] == [0, 0]
 
     def test_explain_tells_what_metrics_tell(self, two_engines: Server) -> None:
         """Of each engine by its process."""

@@ -10,8 +10,7 @@ import pytest
 
 # Not "vllm": from tests/ on sys.path this directory itself could be imported under that name.
 pytest.importorskip("vllm.version")
-from test_vllm_groups import MODEL
-from vllm_harness import DEADLINE_S, POOL, Runner, assert_at_rest, differences
+from vllm_harness import DEADLINE_S, GEMMA3, POOL, Runner, assert_at_rest, differences
 
 pytestmark = pytest.mark.vllm
 
@@ -74,14 +73,14 @@ def test_a_storm(run: Runner, overlaid: dict[str, Any], answers: list[Any]) -> N
 def test_several_groups(run: Runner, version: str, overlaid: dict[str, Any]) -> None:
     """Served where their load failures can be reported, else refused with the reason and the mend."""
     if version.startswith(ONE_GROUP_ONLY):
-        child, result = run.start("rounds", **MODEL, connector=POOL, **overlaid)
+        child, result = run.start("rounds", **GEMMA3, connector=POOL, **overlaid)
         assert child.wait(DEADLINE_S) != 0
         said = result.with_suffix(".log").read_text()
         assert "ConfigError: this model has 2 KV cache groups" in said
         assert "--disable-hybrid-kv-cache-manager" in said
         return
-    (expected,) = run("rounds", rounds=1, **MODEL, **overlaid)["outputs"]
-    result = run("rounds", rounds=4, **MODEL, connector=POOL, slow=2, failing=0.5, **overlaid)
+    (expected,) = run("rounds", rounds=1, **GEMMA3, **overlaid)["outputs"]
+    result = run("rounds", rounds=4, **GEMMA3, connector=POOL, slow=2, failing=0.5, **overlaid)
     for got in result["outputs"]:
         assert differences(got, expected) == []
     assert result["metrics"]["load_failures"] > 0

@@ -18,6 +18,16 @@ DEADLINE_S = 400
 TOLERANCE = 1e-4
 POOL = {"host_bytes": "64MiB"}
 """Room for everything the prompts of the driver need."""
+GEMMA3: dict[str, Any] = {
+    "model_kind": "gemma3",
+    "engine": {"num_gpu_blocks_override": 24, "max_model_len": 448, "max_num_batched_tokens": 128},
+}
+"""A model with two KV cache groups, and sizes with which its prompts preempt each other."""
+
+
+def with_gemma3(**config: Any) -> dict[str, Any]:
+    """``config`` for that model."""
+    return {**GEMMA3, **config, "engine": {**GEMMA3["engine"], **config.get("engine", {})}}
 
 
 @dataclass(frozen=True)
