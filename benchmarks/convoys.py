@@ -1,7 +1,7 @@
 """Many requests with one long prefix at once, in real vLLM: how long each waits for the prefix to be on the device.
 
 The prefix lies in host memory only. Measured per request: from when all have arrived to the step that first
-computes for it, with the prefix in place. The first of them loads; the others could each load a copy of their own, or wait.
+computes for it, with the prefix in place. The first of them loads; the others could each load a copy, or wait.
 """
 
 from __future__ import annotations

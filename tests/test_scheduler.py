@@ -1205,6 +1205,25 @@ def scheduler(manager: OffloadingManager, **options: Any) -> OffloadingConnector
     return OffloadingConnectorScheduler(manager, groups=[KVGroup(TOKENS)], **options)
 
 
+def test_what_was_overwritten_before_a_fence_could_hold_is_not_stored() -> None:
+    """The engine zeroes a block for its next owner before it tells the workers of the step: their copies may hold
+    zeros, and they cannot know."""
+    rig = Rig()
+    running, finished = FakeRequest("r", prompt(8)), FakeRequest("f", prompt(8, start=100))
+    for request, blocks in ((running, [1, 2]), (finished, [3, 4])):
+        rig.look_up(request)
+        rig.allocate(request, blocks)
+    meta = rig.step({running: 8, finished: 4}, new={"r": [1, 2], "f": [3, 4]})
+    rig.half.request_finished(finished)
+    step = ScheduledStep({}, {"other": ([4],)}, frozenset({"other"}), overwritten={2, 4})
+    last = rig.half.build_connector_meta(step)
+    for job in [*meta.stores, *last.stores]:
+        rig.report(job)
+    assert rig.look_up(FakeRequest("again", prompt(9)))[0] == 0, "the job that read block 2"
+    assert rig.look_up(FakeRequest("f again", prompt(9, start=100)))[0] == 4
+    assert not rig.half.off
+
+
 def test_the_namespace_is_part_of_the_key() -> None:
     manager = SpyManager(4)
     found = {}

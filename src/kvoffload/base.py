@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import enum
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeAlias
 
@@ -425,3 +425,6 @@ class ScheduledStep:
     """Requests whose ``block_ids`` are their whole block table: new and resumed ones."""
     preempted: Iterable[str] = ()
     """Requests that lost all their blocks in this step."""
+    overwritten: Collection[int] = ()
+    """Device blocks that the engine may write to before its workers are told of this step, so that no fence can
+    protect them: what still reads them is lost."""

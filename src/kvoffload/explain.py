@@ -33,7 +33,7 @@ class RequestRecord:
     """What one request asked for and found, made when its lookup is settled.
 
     ``tokens_asked`` is its length, ``device_tokens`` what the engine's own cache held, ``host_tokens``
-    what is loaded. ``missed_key`` is the first block that was missing, in hex, or None if none was;
+    what a load was begun for. ``missed_key`` is the first block that was missing, in hex, or None if none was;
     ``age_s`` tells how long ago it was evicted, refused or reset.
     """
 

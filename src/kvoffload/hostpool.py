@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import errno
 import logging
 import mmap
 import os
@@ -24,7 +25,7 @@ logger = logging.getLogger(__name__)
 SLOT_ALIGNMENT = 4096
 HUGE_PAGE = 2 << 20
 HOST_MEDIUM = "CPU"
-ALLOCATION_DEADLINE_S = 600.0
+ALLOCATION_DEADLINE_S = 120.0
 _TOUCH_STEP = 16 * HUGE_PAGE
 _MADV_POPULATE_WRITE = 23
 _MADV_COLLAPSE = 25
@@ -188,10 +189,13 @@ def _one_at_a_time() -> Iterator[None]:
     deadline = time.monotonic() + ALLOCATION_DEADLINE_S
     with socket.socket(socket.AF_UNIX) as lock:
         while time.monotonic() < deadline:
-            with contextlib.suppress(OSError):
+            try:
                 lock.bind("\0kvoffload/allocation")
-                break
-            time.sleep(0.01)
+            except OSError as error:
+                if error.errno == errno.EADDRINUSE:
+                    time.sleep(0.01)
+                    continue
+            break
         yield
 
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import logging
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar, cast
 
@@ -324,11 +325,13 @@ class OffloadingConnectorScheduler:
         if num_external_tokens:
             state = self._state(request)
             state.may_load = False
-            _, device = self._load_device_spec(
-                blocks, state.computed_at_load, state.computed_at_load + num_external_tokens
-            )
-            self._meta.broken_loads[request.request_id] = device.block_ids.tolist()
+            self._meta.broken_loads[request.request_id] = []
             self.metrics.add("load_failures")
+            end = state.computed_at_load + num_external_tokens
+            # What is not what it should be raised an error before, and may do so again: not into the engine.
+            with contextlib.suppress(Exception):
+                _, device = self._load_device_spec(blocks, state.computed_at_load, end)
+                self._meta.broken_loads[request.request_id] = device.block_ids.tolist()
 
     # Steps.
 
@@ -352,16 +355,11 @@ class OffloadingConnectorScheduler:
                 state.add_blocks(tables)
                 handed_out.update(*tables)
         handed_out.discard(NULL_BLOCK)
-        if handed_out:
-            for job_id, job in self._jobs.items():
-                if job.is_store and not job.device_blocks.isdisjoint(handed_out):
-                    self._meta.fences.append(job_id)
         # Blocks of finished requests may have been handed out again in this very step: then they are read first.
         finished = [self._due(state, computed, computed) for state, computed in self._finished]
         self._finished.clear()
-        for job_id in self._store(finished):
-            if not self._jobs[job_id].device_blocks.isdisjoint(handed_out):
-                self._meta.fences.append(job_id)
+        self._store(finished)
+        self._fence(handed_out, step.overwritten)
         running = []
         for req_id, scheduled in step.num_scheduled_tokens.items():
             state = self._states.get(req_id)
@@ -374,6 +372,17 @@ class OffloadingConnectorScheduler:
         self._allocated.clear()
         self.metrics.set("pool_used_blocks", self.manager.num_used_blocks)
         return self._take_meta(step)
+
+    def _fence(self, handed_out: set[int], overwritten: Collection[int]) -> None:
+        """Stores that read blocks which now belong to others end before the step's forward pass; those that read blocks
+        which may be overwritten by then count as failed, whatever the workers say."""
+        if not handed_out and not overwritten:
+            return
+        for job_id, job in self._jobs.items():
+            if job.is_store and not job.device_blocks.isdisjoint(handed_out):
+                self._meta.fences.append(job_id)
+            if job.is_store and not job.device_blocks.isdisjoint(overwritten):
+                job.failed = True
 
     def _take_meta(self, step: ScheduledStep) -> StepMeta:
         meta, self._meta = self._meta, StepMeta()
@@ -401,8 +410,8 @@ class OffloadingConnectorScheduler:
             return None
         return _Due(state, num_computed, state.due_blocks(num_computed, num_before, self._max_tokens))
 
-    def _store(self, maybe_due: list[_Due | None]) -> list[int]:
-        """Starts what can be stored, in one call if there is room for all, and returns the jobs."""
+    def _store(self, maybe_due: list[_Due | None]) -> None:
+        """Starts what can be stored, in one call if there is room for all."""
         dues = []
         for due in maybe_due:
             if due is not None and due.blocks:
@@ -412,23 +421,21 @@ class OffloadingConnectorScheduler:
         if len(dues) > 1:
             output = self.manager.prepare_store([key for due in dues for key in due.keys])
             if output is not None:
-                return self._start_stores(dues, output)
-        jobs = []
+                self._start_stores(dues, output)
+                return
         for due in dues:
             output = self.manager.prepare_store(due.keys, due.state.context)
             if output is None:
                 self.metrics.add("refused_stores")
                 self._warn_rarely("kvoffload: no room in the host pool, every block is in use; stores wait")
             else:
-                jobs += self._start_stores([due], output)
-        return jobs
+                self._start_stores([due], output)
 
-    def _start_stores(self, dues: list[_Due], output: PrepareStoreOutput) -> list[int]:
+    def _start_stores(self, dues: list[_Due], output: PrepareStoreOutput) -> None:
         if output.evicted_keys:
             self._epoch += 1
             self.metrics.add("evicted_blocks", len(output.evicted_keys))
         slot_of = dict(zip(output.keys_to_store, output.store_spec.slots.tolist(), strict=True))
-        jobs = []
         lone: list[OffloadKey] = []
         """Single new blocks, as decoding makes them: touched in one call for all requests."""
         for due in dues:
@@ -440,12 +447,11 @@ class OffloadingConnectorScheduler:
             else:
                 self.manager.touch(due.keys, state.context)
             if new:
-                jobs.append(self._start_store(state, new, output.store_spec.medium()))
+                self._start_store(state, new, output.store_spec.medium())
         if lone:
             self.manager.touch(lone)
-        return jobs
 
-    def _start_store(self, state: RequestState, new: list[tuple[Block, int]], medium: str) -> int:
+    def _start_store(self, state: RequestState, new: list[tuple[Block, int]], medium: str) -> None:
         num_groups = len(self._layout.groups)
         if num_groups > 1:
             new.sort(key=lambda entry: entry[0].group)
@@ -462,7 +468,6 @@ class OffloadingConnectorScheduler:
         host = LoadStoreSpec(medium, np.array(slots, dtype=np.int64))
         device = DeviceSpec(np.array(ids, dtype=np.int64), tuple(sizes), tuple(firsts))
         self._meta.stores[job_id] = TransferSpec(state.context.req_id, host, device)
-        return job_id
 
     def _release_held(self) -> None:
         if self._held:

@@ -8,6 +8,7 @@ has processes of its own), ``connector`` (its options, null for none),
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import sys
@@ -467,12 +468,13 @@ def refusals(config: dict[str, Any]) -> dict[str, Any]:
         write_model(model)
     import torch
     import vllm
-    from vllm.config import KVTransferConfig, PoolerConfig
+    from vllm.config import KVTransferConfig, ModelConfig, PoolerConfig
     from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorRole
     from vllm.engine.arg_utils import EngineArgs
     from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, MambaSpec, RSWASpec
 
     from kvoffload.vllm import KVOffloadConnector
+    from kvoffload.vllm.setup import MULTI_CONNECTOR
 
     vllm_config = EngineArgs(
         model=str(model),
@@ -489,6 +491,7 @@ def refusals(config: dict[str, Any]) -> dict[str, Any]:
     common = {"block_size": BLOCK_SIZE, "num_kv_heads": 2, "head_size": 32, "dtype": torch.float32}
     specs: dict[str, Any] = {
         "full": FullAttentionSpec(**common),
+        "prefix-lm": FullAttentionSpec(**common, non_causal=True),
         "rswa": RSWASpec(**common, rswa_window=64),
         "mamba": MambaSpec(block_size=BLOCK_SIZE, shapes=((2, 2),), dtypes=(torch.float32,)),
     }
@@ -503,11 +506,16 @@ def refusals(config: dict[str, Any]) -> dict[str, Any]:
             kv_cache_groups=[KVCacheGroupSpec(["layer0", "layer1"], specs[changes.pop("kv_cache", "full")])],
         )
         before: list[tuple[Any, str, Any]] = [(vllm, "__version__", vllm.__version__)]
+        if changes.pop("multi_connector", False):
+            sys.modules[MULTI_CONNECTOR] = vllm
+        if changes.pop("mla", False):
+            before.append((ModelConfig, "use_mla", ModelConfig.use_mla))
+            ModelConfig.use_mla = property(lambda self: True)
         vllm.__version__ = changes.pop("version", vllm.__version__)
         for name_, value in changes.items():
             path, _, key = name_.rpartition(".")
-            part = getattr(vllm_config, path) if path else vllm_config
-            before.append((part, key, getattr(part, key)))
+            part = functools.reduce(getattr, path.split("."), vllm_config) if path else vllm_config
+            before.append((part, key, getattr(part, key, None)))
             made = {"pooler_config": lambda v: PoolerConfig(**v), "speculative_config": _Speculative}.get(key)
             setattr(part, key, made(value) if made else value)
         try:
@@ -515,11 +523,12 @@ def refusals(config: dict[str, Any]) -> dict[str, Any]:
             for role in (KVConnectorRole.WORKER, KVConnectorRole.SCHEDULER):
                 connector = KVOffloadConnector(vllm_config, role, caches)
             said[name] = None
-            blocks[name] = connector._setup.num_blocks
+            blocks[name] = connector._setup.count_blocks()
         except Exception as error:
             said[name] = [type(error).__name__, str(error)]
         for part, key, value in before:
             setattr(part, key, value)
+        sys.modules.pop(MULTI_CONNECTOR, None)
     return {"said": said, "blocks": blocks}
 
 

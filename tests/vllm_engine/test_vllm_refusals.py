@@ -34,6 +34,17 @@ CASES: dict[str, tuple[dict[str, Any], list[str]]] = {
     "a recurrent layer": (POOL, ["MambaSpec", "without kvoffload"]),
     "a window that only generated tokens see": (POOL, ["RSWASpec", "without kvoffload"]),
     "hidden states": (POOL, ["extract_hidden_states", "remove the speculative config"]),
+    "attention to what comes later": (POOL, ["attends to tokens that come later", "without kvoffload"]),
+    "a diffusion model": (POOL, ["diffusion", "without kvoffload"]),
+    "experts are to be told": (POOL, ["enable_return_routed_experts", "set it to False"]),
+    "MLA on a CPU without what it needs": (POOL, ["MLA", "without kvoffload"]),
+    "engines that come and go": (POOL, ["enable_elastic_ep", "set it to False"]),
+    "a load balancer outside": (POOL, ["engines_per_node is not set"]),
+    "engines miscounted": (
+        POOL | {"engines_per_node": 3},
+        ["engines_per_node=3", "vLLM runs 2 engines", "leave it out"],
+    ),
+    "among other connectors": (POOL, ["MultiConnector", "name KVOffloadConnector"]),
     "a pooler of whole prompts": (POOL, ["pooler", "without kvoffload"]),
 }
 CHANGES = {
@@ -45,6 +56,14 @@ CHANGES = {
     "a recurrent layer": {"kv_cache": "mamba"},
     "a window that only generated tokens see": {"kv_cache": "rswa"},
     "hidden states": {"speculative_config": "extract_hidden_states"},
+    "attention to what comes later": {"kv_cache": "prefix-lm"},
+    "a diffusion model": {"model_config.is_diffusion": True},
+    "experts are to be told": {"model_config.enable_return_routed_experts": True},
+    "MLA on a CPU without what it needs": {"mla": True, "cache_config.enable_prefix_caching": False},
+    "engines that come and go": {"parallel_config.enable_elastic_ep": True},
+    "a load balancer outside": {"parallel_config.data_parallel_size": 2, "parallel_config.data_parallel_size_local": 1},
+    "engines miscounted": {"parallel_config.data_parallel_size": 2, "parallel_config.data_parallel_size_local": 2},
+    "among other connectors": {"multi_connector": True},
     "an engine of several": {"parallel_config.data_parallel_index": 1},
     "the first engine of several": {"kv_transfer_config.engine_id": "some-engine_dp0"},
     "a pooler of whole prompts": {
@@ -59,6 +78,11 @@ SHARES: dict[str, dict[str, Any]] = {
     "known from another setting": {
         "parallel_config.data_parallel_index": 1,
         "parallel_config.elastic_ep_max_dp_size": 2,
+    },
+    "told by the user with a load balancer outside": {
+        "parallel_config.data_parallel_size": 2,
+        "parallel_config.data_parallel_size_local": 1,
+        "options": {"engines_per_node": 2},
     },
     "told by the user": {"parallel_config.data_parallel_index": 1, "options": {"engines_per_node": 2}},
     "two ranks": {"parallel_config.world_size": 2},

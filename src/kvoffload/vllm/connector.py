@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -83,7 +83,7 @@ class KVOffloadConnector(KVConnectorBase_V1, SupportsHMA):
         if role == KVConnectorRole.SCHEDULER:
             versions.warn_if_untested()
         else:
-            self._setup.check_budget()
+            self._num_blocks = self._setup.count_blocks()
 
     def set_xfer_handshake_metadata_pp_aware(
         self, metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata]
@@ -143,7 +143,7 @@ class KVOffloadConnector(KVConnectorBase_V1, SupportsHMA):
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         # A layout that is not served is refused before any memory is taken.
         groups = page_groups(self._setup, kv_caches)
-        self._pool = HostPool(self._setup.num_blocks, self._setup.slot_bytes)
+        self._pool = HostPool(self._num_blocks, self._setup.slot_bytes)
         self._worker = OffloadingConnectorWorker(make_transfer(groups, self._pool))
 
     def get_handshake_metadata(self) -> RankInfo | None:
@@ -168,7 +168,8 @@ class KVOffloadConnector(KVConnectorBase_V1, SupportsHMA):
         """Nothing to do: blocks are stored after the step."""
 
     def wait_for_save(self) -> None:
-        """Nothing to do: vLLM before 0.31 leaves this out of a step without tokens."""
+        """Nothing to do: ``get_finished`` takes the stores in, in every step. vLLM before 0.31 does not call this in a
+        step without tokens."""
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
         step = self._step_meta()
@@ -232,7 +233,12 @@ class KVOffloadConnector(KVConnectorBase_V1, SupportsHMA):
         return self.connector_scheduler.has_pending_work()
 
     def take_events(self) -> Iterable[KVCacheEvent]:
-        return vllm_events(self.connector_scheduler.take_events(), self._setup)
+        scheduler = self.connector_scheduler
+        try:
+            return list(vllm_events(scheduler.take_events(), self._setup))
+        except Exception:
+            scheduler.switch_off("telling vLLM of events")
+            return []
 
     def reset_cache(self) -> bool | None:
         self.connector_scheduler.reset()
@@ -279,5 +285,9 @@ def _scheduled_step(output: SchedulerOutput) -> ScheduledStep:
     replaced.update(cached.resumed_req_ids)
     pairs = zip(cached.req_ids, cached.new_block_ids, strict=True)
     block_ids.update({req_id: ids for req_id, ids in pairs if ids is not None})
-    scheduled: Mapping[str, int] = output.num_scheduled_tokens
-    return ScheduledStep(scheduled, block_ids, frozenset(replaced), output.preempted_req_ids or ())
+    # The newer of vLLM's model runners zeroes and copies blocks before it tells connectors of the step.
+    overwritten = set(output.new_block_ids_to_zero or ())
+    overwritten.update(copy.dst_block_id for copy in output.kv_cache_block_copies or ())
+    return ScheduledStep(
+        output.num_scheduled_tokens, block_ids, frozenset(replaced), output.preempted_req_ids or (), overwritten
+    )

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from vllm.distributed.kv_events import BlockRemoved, BlockStored
 from vllm.v1.core import kv_cache_utils
 from vllm.v1.core.kv_cache_utils import generate_block_hash_extra_keys, maybe_convert_block_hash
+from vllm.v1.kv_cache_interface import get_kv_cache_spec_kind, get_kv_cache_spec_sliding_window
 
 from kvoffload.keys import key_block_hash, key_group_idx
 from kvoffload.vllm.setup import NAMESPACE_BYTES, Setup
@@ -55,8 +56,7 @@ def _stored(run: list[BlockDescription], medium: str, g: int, setup: Setup) -> K
     request: Any = run[0].request
     lora = request.lora_request
     parent = run[0].parent_hash
-    group = setup.groups[g].group
-    kind = "sliding_window" if group.sliding_window else "chunked_local_attention" if group.attention_chunk else None
+    group, spec = setup.groups[g].group, setup.groups[g].spec
     return _make(
         BlockStored,
         block_hashes=[_name(block.block_hash) for block in run],
@@ -68,8 +68,8 @@ def _stored(run: list[BlockDescription], medium: str, g: int, setup: Setup) -> K
         lora_name=lora.name if lora else None,
         extra_keys=_extra_keys(run),
         group_idx=g,
-        kv_cache_spec_kind=kind or "full_attention",
-        kv_cache_spec_sliding_window=group.sliding_window,
+        kv_cache_spec_kind=get_kv_cache_spec_kind(spec).value,
+        kv_cache_spec_sliding_window=get_kv_cache_spec_sliding_window(spec),
     )
 
 

@@ -31,8 +31,8 @@ def page_view(name: str, cache: torch.Tensor, num_blocks: int, page_bytes: int) 
     if rest or span != part_items or not whole_parts or part_items * parts * item != page_bytes:
         raise ConfigError(
             f"KV cache of layer {name}, shape {tuple(cache.shape)}, strides {cache.stride()}, {cache.dtype}: its "
-            f"{num_blocks} blocks are not pages of {page_bytes} bytes each; kvoffload needs the KV cache layout LBHNC "
-            "or another with whole pages: unset VLLM_KV_CACHE_LAYOUT"
+            f"{num_blocks} blocks are not whole pages of {page_bytes} bytes each; kvoffload serves no padded pages, "
+            "and only KV cache layouts in which a block's page in a layer is one piece: unset VLLM_KV_CACHE_LAYOUT"
         )
     storage = cache.untyped_storage()
     view = torch.empty(0, dtype=torch.uint8, device=cache.device)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -30,6 +31,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 NAMESPACE_BYTES = 8
+MULTI_CONNECTOR = "vllm.distributed.kv_transfer.kv_connector.v1.multi_connector"
+"""Loaded only where it is used."""
 
 SERVED = {
     "FullAttentionSpec",
@@ -53,6 +56,7 @@ class GroupSetup:
     group: KVGroup
     layer_names: tuple[str, ...]
     page_bytes: tuple[int, ...]
+    spec: KVCacheSpec
 
     @property
     def block_bytes(self) -> int:
@@ -86,14 +90,9 @@ class Setup:
         """Bytes of one slot of this rank's pool: any group's block fits into it."""
         return padded_slot_bytes(max(1, *(group.block_bytes for group in self.groups)))
 
-    @property
-    def num_blocks(self) -> int:
+    def count_blocks(self) -> int:
         """Slots of this rank's pool. Raises ConfigError if the rank's share of ``host_bytes`` holds none."""
         return self.config.num_blocks(self.slot_bytes, self.ranks * self.engines)
-
-    def check_budget(self) -> None:
-        """Raises ConfigError if this rank's share of ``host_bytes`` holds no block."""
-        assert self.num_blocks
 
     @property
     def kv_groups(self) -> list[KVGroup]:
@@ -151,8 +150,8 @@ class Setup:
         """Blocks that every rank has room for. Raises ConfigError if a rank is missing or on another node."""
         if len(infos) != self.ranks:
             raise ConfigError(
-                f"{len(infos)} of {self.ranks} workers have told where their host pool is; kvoffload needs all: use "
-                "distributed_executor_backend mp or uni"
+                f"{len(infos)} of {self.ranks} workers have told where their host pool is, and kvoffload needs to "
+                "hear of all: set distributed_executor_backend to mp or uni"
             )
         for info in infos:
             info.pool.check_reachable()
@@ -167,6 +166,11 @@ def _group_setup(config: OffloadConfig, spec: KVCacheSpec, names: tuple[str, ...
         reason = REFUSED.get(kind, "its blocks may be freed or filled in ways that kvoffload has not been tested with")
         raise ConfigError(f"this model has a KV cache of kind {kind}: {reason}; run this model without kvoffload")
     first = next(iter(specs.values()), spec)
+    if any(getattr(one, "non_causal", False) for one in specs.values()):
+        raise ConfigError(
+            "this model attends to tokens that come later, so its KV depends on more than the prefix that names it; "
+            "run it without kvoffload"
+        )
     if not getattr(first, "prefix_cacheable", True):
         raise ConfigError(
             f"this model has a KV cache ({type(first).__name__}) that vLLM itself does not reuse between requests; "
@@ -181,7 +185,7 @@ def _group_setup(config: OffloadConfig, spec: KVCacheSpec, names: tuple[str, ...
         attention_chunk=chunk,
         draft=draft,
     )
-    return GroupSetup(group, names, tuple(specs[name].page_size_bytes for name in names))
+    return GroupSetup(group, names, tuple(specs[name].page_size_bytes for name in names), spec)
 
 
 def _draft_groups(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> set[int]:
@@ -197,22 +201,28 @@ def _draft_groups(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> se
 def _engines(vllm_config: VllmConfig, config: OffloadConfig) -> int:
     """Engines on this node that share ``host_bytes``."""
     parallel, given = vllm_config.parallel_config, config.engines_per_node
+    rank = parallel.data_parallel_rank_local or 0
     if parallel.data_parallel_size > 1:
         told = int(parallel.data_parallel_size_local)
-        if given not in (None, told):
+        if told > 1 and given not in (None, told):
             raise ConfigError(f"engines_per_node={given}: vLLM runs {told} engines on this node; leave it out")
-        return told
+        # With a load balancer outside each engine believes to be alone on its node.
+        return told if told > 1 else _given_engines(given, rank, None)
     index = getattr(parallel, "data_parallel_index", 0)
     if index == 0 and not re.search(r"_dp\d+$", vllm_config.kv_transfer_config.engine_id or ""):
         return given or 1
-    most = given or versions.most_data_parallel_engines(vllm_config)
+    return _given_engines(given, rank, versions.most_data_parallel_engines(vllm_config))
+
+
+def _given_engines(given: int | None, rank: int, otherwise: int | None) -> int:
+    """``engines_per_node``, or what is known ``otherwise``. ``rank`` is this engine's on its node, from 0."""
+    most = given or otherwise
     if most is None:
         raise ConfigError(
             "engines_per_node is not set: this is one of several data-parallel engines, they share host_bytes, and "
             f"{versions.NAME} does not tell how many they are; set engines_per_node to how many run on this node "
             "(--data-parallel-size-local)"
         )
-    rank = parallel.data_parallel_rank_local or 0
     if rank >= most:
         raise ConfigError(
             f"engines_per_node={given}: this is data-parallel engine {rank} of this node, counted from 0; set "
@@ -230,7 +240,33 @@ def _refuse_unserved(vllm_config: VllmConfig) -> None:
                 f"{name}={value}: context parallelism deals the tokens of a block out to several ranks, and no rank "
                 "holds a block that could be stored; set it to 1"
             )
+    if getattr(parallel, "enable_elastic_ep", False):
+        raise ConfigError(
+            "enable_elastic_ep: engines that come later would take shares of host_bytes that others hold already; "
+            "set it to False, or run without kvoffload"
+        )
     model = vllm_config.model_config
+    if getattr(model, "is_diffusion", False):
+        raise ConfigError(
+            f"model {model.model}: a diffusion model's tokens are known before their KV is, and some are never "
+            "computed; run it without kvoffload"
+        )
+    if getattr(model, "enable_return_routed_experts", False):
+        raise ConfigError(
+            "enable_return_routed_experts: for tokens that come from host memory no experts are recorded; set it to "
+            "False, or run without kvoffload"
+        )
+    on_cpu = vllm_config.device_config.device_type == "cpu"
+    if model.use_mla and on_cpu and not vllm_config.cache_config.enable_prefix_caching:
+        raise ConfigError(
+            f"model {model.model}: on this CPU vLLM cannot go on from an MLA cache that holds part of a prompt; run "
+            "it without kvoffload"
+        )
+    if MULTI_CONNECTOR in sys.modules:
+        raise ConfigError(
+            "kv_connector=MultiConnector: it keeps from kvoffload where the workers' pools are, and from vLLM that "
+            "failed loads are to be recomputed; name KVOffloadConnector as kv_connector"
+        )
     if model.runner_type == "pooling" and not model.is_prefix_caching_supported:
         raise ConfigError(
             f"model {model.model}: its pooler needs the hidden states of the whole prompt, so no part of a prompt can "
