@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from kvoffload import tracking
 from kvoffload.base import BlockHash, ConfigError, KVGroup, ScheduledStep
 from kvoffload.hostpool import HostBackend
 from kvoffload.keys import hash_blocks, key_block_hash, key_group_idx
@@ -306,6 +307,23 @@ def test_of_a_chain_longer_than_the_pool_the_head_is_kept_in_all_groups() -> Non
     rig = Rig([KVGroup(4), KVGroup(4, sliding_window=9)], num_host_blocks=9)
     rig.compute(rig.request(40))
     assert rig.hit(rig.request(41)) == 16
+
+
+def test_a_very_long_hit_on_the_device_is_stored_over_several_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tracking, "MAX_BLOCKS_A_STEP", 4)
+    rig = Rig([KVGroup(4), KVGroup(2)])
+    request = rig.request(41)
+    rig.half.get_num_new_matched_tokens(request, 40)
+    tables = rig.tables(41)
+    rig.half.update_state_after_alloc(request, Tables(tables), 0)
+    request.num_computed_tokens = 40
+    sizes = []
+    for _ in range(7):
+        meta = rig.step(request, 1 if not sizes else 0, tables if not sizes else ([], []), new=not sizes)
+        sizes.append([spec.device.group_sizes for spec in meta.stores.values()])
+        rig.done(meta)
+    assert sizes == [[(4, 4)], [(4, 4)], [(2, 4)], [(0, 4)], [(0, 4)], [], []]
+    assert rig.hit(rig.request(41)) == 40
 
 
 # What a client may ask for.

@@ -22,6 +22,9 @@ from kvoffload.keys import make_offload_key
 NULL_BLOCK = 0
 NEVER = 1 << 62
 """More tokens than any request has."""
+MAX_BLOCKS_A_STEP = 8192
+"""Of one request and group: more than a step computes, so only a very long hit on the device takes several steps to be
+stored, and none of them takes long."""
 
 
 class Layout:
@@ -237,11 +240,12 @@ class RequestState:
                 yield Block(g, ordinal, self.keys[g][ordinal], first, table[first:last])
 
     def store_end(self, g: int, num_computed: int, max_tokens: int) -> int:
-        """Blocks of group ``g`` that are whole when ``num_computed`` tokens are."""
+        """Blocks of group ``g`` that are whole when ``num_computed`` tokens are, and are stored in this step."""
         group = self.layout.groups[g]
         tokens = min(num_computed, self.most_tokens, max_tokens)
         blocks = len(self.block_ids[g]) // group.block_size_factor
-        return max(self.next_store[g], min(tokens // group.block_tokens, blocks, len(self.keys[g])))
+        most = self.next_store[g] + MAX_BLOCKS_A_STEP
+        return max(self.next_store[g], min(tokens // group.block_tokens, blocks, len(self.keys[g]), most))
 
     def stored_up_to(self, num_computed: int, max_tokens: int) -> None:
         """``due_blocks`` of the same figures were given to ``prepare_store``."""
