@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import os
@@ -9,17 +10,18 @@ import re
 import socket
 import subprocess
 import sys
+import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
 from driver import BLOCK_SIZE, DEVICE_BLOCKS, MAX_TOKENS
-from openai import OpenAI
+from openai import AsyncOpenAI, OpenAI
 from prometheus_client.parser import text_string_to_metric_families
 from vllm_harness import DEADLINE_S, kill_session
 
@@ -94,7 +96,9 @@ class Server:
                 env={**os.environ, **ENVIRONMENT},
                 start_new_session=True,
             )
-        self.client = OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=DEADLINE_S)
+        self.access: dict[str, Any] = {"base_url": f"{self.url}/v1", "api_key": "none", "max_retries": 0}
+        """What a client of it is made with."""
+        self.client = OpenAI(timeout=DEADLINE_S, **self.access)
 
     def __enter__(self) -> Self:
         try:
@@ -129,19 +133,20 @@ class Server:
 
     def complete(self, prompt: list[int], rank: int | None = None, **changes: Any) -> list[Any]:
         """Tokens and their logprobs, by the data-parallel engine ``rank`` if it is given."""
+        return _answer(self.client.completions.create(**self.request(prompt, rank, changes)))
+
+    def request(self, prompt: list[int], rank: int | None, changes: dict[str, Any]) -> dict[str, Any]:
+        """The arguments of ``completions.create`` that ask for it."""
         body = {"return_tokens_as_token_ids": True, "ignore_eos": True, **changes}
-        best = self.client.completions.create(
-            model=self.model,
-            prompt=prompt,
-            max_tokens=body.pop("max_tokens", MAX_TOKENS),
-            temperature=0,
-            logprobs=1,
-            extra_headers={} if rank is None else {"X-data-parallel-rank": str(rank)},
-            extra_body=body,
-        ).choices[0]
-        assert best.logprobs is not None
-        tokens = [int(token.removeprefix("token_id:")) for token in best.logprobs.tokens or ()]
-        return [tokens, best.logprobs.token_logprobs]
+        return {
+            "model": self.model,
+            "prompt": prompt,
+            "max_tokens": body.pop("max_tokens", MAX_TOKENS),
+            "temperature": 0,
+            "logprobs": 1,
+            "extra_headers": {} if rank is None else {"X-data-parallel-rank": str(rank)},
+            "extra_body": body,
+        }
 
     def round(self, prompts: Sequence[list[int]], **changes: Any) -> list[Any]:
         """Every prompt once, all at the same time; what was answered."""
@@ -169,9 +174,13 @@ class Server:
     # What a scraper sees.
 
     def metrics(self, rank: int | None = None) -> dict[str, float]:
-        """kvoffload's metrics by their names in METRICS, those with a reason as ``misses:REASON``, of one data-parallel
-        engine where there are several. The engine tells as it steps, so a tiny request makes it step."""
+        """What ``scrape`` finds when the server has told of all it has done: a tiny request makes it step."""
         self.complete(_TINY, rank, max_tokens=4)
+        return self.scrape(rank)
+
+    def scrape(self, rank: int | None = None) -> dict[str, float]:
+        """kvoffload's metrics by their names in METRICS, those with a reason as ``misses:REASON``, of one data-parallel
+        engine where there are several."""
         samples = {}
         for family in text_string_to_metric_families(self.get("/metrics")):
             for sample in family.samples:
@@ -209,6 +218,52 @@ class Server:
     def pools(self) -> dict[int, int]:
         """Bytes of each host pool that its processes hold, by inode."""
         return {number: size for process in self.processes() for number, size in memory_files(process).items()}
+
+
+class Clients:
+    """Clients in a thread of their own, each of which asks ``server`` for its prompts, one after the other."""
+
+    def __init__(self, server: Server, prompts: Iterable[Iterable[list[int]]]) -> None:
+        self._server = server
+        self._client = AsyncOpenAI(**server.access)
+        self._ended = False
+        self.answers: list[tuple[list[int], list[Any]]] = []
+        """Prompts and what was answered."""
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
+        self._thread.start()
+        self._asking = [asyncio.run_coroutine_threadsafe(self._ask(each), self._loop) for each in prompts]
+
+    async def _ask(self, prompts: Iterable[list[int]]) -> None:
+        for prompt in prompts:
+            if self._ended:
+                return
+            response = await self._client.completions.create(**self._server.request(prompt, None, {}))
+            self.answers.append((prompt, _answer(response)))
+
+    def end(self) -> None:
+        """Ends when every request under way is answered. Raises what a client's request has raised."""
+        self._ended = True
+        try:
+            for asking in self._asking:
+                asking.result(DEADLINE_S)
+        finally:
+            self.hang_up()
+
+    def hang_up(self) -> None:
+        """Closes every connection, with requests under way."""
+        for asking in self._asking:
+            asking.cancel()
+        if self._thread.is_alive():
+            asyncio.run_coroutine_threadsafe(self._client.close(), self._loop).result(DEADLINE_S)
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._thread.join()
+            self._loop.close()
+
+
+def _answer(response: Any) -> list[Any]:
+    logprobs = response.choices[0].logprobs
+    return [[int(token.removeprefix("token_id:")) for token in logprobs.tokens], logprobs.token_logprobs]
 
 
 def memory_files(process: Path) -> dict[int, int]:
