@@ -10,6 +10,7 @@ import os
 import statistics
 import tempfile
 import time
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -29,18 +30,28 @@ def main(out: Path, quick: bool) -> None:
         lone, waiting, copying = [], [], []
         for seed in range(1, rounds + 1):
             _offload(engine)._share_loads = True
-            lone.append(max(_convoy(engine, prefix_blocks, 1, seed)))
-            waiting.append(max(_convoy(engine, prefix_blocks, REQUESTS, 1000 + seed)))
+            lone.append(_convoy(engine, prefix_blocks, 1, seed))
+            waiting.append(_convoy(engine, prefix_blocks, REQUESTS, 1000 + seed))
             _offload(engine)._share_loads = False
-            copying.append(max(_convoy(engine, prefix_blocks, REQUESTS, 2000 + seed)))
-    rows = [Row("one request by itself", statistics.median(lone) * 1e3, "ms")]
-    for name, slowest in (("waiting for the first's load", waiting), ("each loading a copy", copying)):
-        ratio = statistics.median(a / b for a, b in zip(slowest, lone, strict=True))
+            copying.append(_convoy(engine, prefix_blocks, REQUESTS, 2000 + seed))
+    rows = [Row("one request by itself", _median(map(max, lone)) * 1e3, "ms")]
+    for name, runs in (("waiting for the first's load", waiting), ("each loading a copy", copying)):
+        first, slowest = _median(map(min, runs)), _median(map(max, runs))
         rows.append(
-            Row(f"slowest of {REQUESTS}, {name}", statistics.median(slowest) * 1e3, "ms", "of one alone", ratio)
+            Row(f"{name}: first of {REQUESTS}", first * 1e3, "ms", "of one alone", _ratio(map(min, runs), lone))
         )
+        ratio = _median(max(run) / min(run) for run in runs)
+        rows.append(Row(f"{name}: slowest of {REQUESTS}", slowest * 1e3, "ms", "of the first", ratio))
     title = f"{REQUESTS} requests at once, one prefix of {prefix_blocks * BLOCK_SIZE} tokens in host memory"
     publish("convoys", f"{title}: until it is on the device", rows, out)
+
+
+def _median(values: Iterable[float]) -> float:
+    return statistics.median(values)
+
+
+def _ratio(these: Iterable[float], those: list[list[float]]) -> float:
+    return _median(a / max(b) for a, b in zip(these, those, strict=True))
 
 
 def _offload(llm: Any) -> Any:

@@ -183,18 +183,25 @@ class OffloadingConnectorScheduler:
             self.manager.touch(state.keys_in_order(), state.context)
         if not state.may_load or computed % self._layout.device_align:
             return Match(self._epoch, computed, 0, None)
+        if self._next_is_on_its_way(state, computed) and (wait := self._wait(state, computed, known=True)):
+            return wait
         end, missed, known = self._longest_hit(state, computed)
         if not known or (end > computed and self._on_their_way(state, computed, end)):
-            now = self._clock()
-            if state.waiting_since is None:
-                state.waiting_since = now
-            deadline = state.waiting_since + self._deadline_s
-            if now < deadline:
-                # An unknown answer must be asked for again, a known wait ends by an event or the deadline.
-                return Match(self._load_epoch, computed, None, None, deadline if known else now)
+            wait = self._wait(state, computed, known)
+            if wait is not None:
+                return wait
         if end - computed < self._layout.align:
             return Match(self._epoch, computed, 0, missed)
         return Match(self._epoch, computed, self._last_loadable(state, end) - computed, missed)
+
+    def _wait(self, state: RequestState, computed: int, known: bool) -> Match | None:
+        """The request asks again, unless it has waited for too long. An unknown answer must be asked for again, a known
+        wait ends by an event or the deadline."""
+        now = self._clock()
+        if state.waiting_since is None:
+            state.waiting_since = now
+        deadline = state.waiting_since + self._deadline_s
+        return Match(self._load_epoch, computed, None, None, deadline if known else now) if now < deadline else None
 
     @staticmethod
     def _last_loadable(state: RequestState, end: int) -> int:
@@ -245,6 +252,15 @@ class OffloadingConnectorScheduler:
                     gaps.append((index * self._layout.groups[g].block_tokens, g, index, found))
                     break
         return min(gaps)[1:] if gaps else None
+
+    def _next_is_on_its_way(self, state: RequestState, computed: int) -> bool:
+        """Whether the first block it lacks is being loaded for another, as in a convoy: no need to look up more."""
+        if not self._share_loads or not self._keys_loading or not self._layout.full:
+            return False
+        g = self._layout.full[0]
+        first = computed // self._layout.groups[g].block_tokens
+        whole = state.most_tokens // self._layout.align * self._layout.align
+        return computed < whole and first < len(state.keys[g]) and state.keys[g][first] in self._keys_loading
 
     def _on_their_way(self, state: RequestState, computed: int, end: int) -> bool:
         if not self._share_loads or not self._keys_loading:
