@@ -6,8 +6,10 @@ made on a thread beside it, with and without the wait. Each engine runs in a chi
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import signal
 import statistics
 import subprocess
 import sys
@@ -43,7 +45,7 @@ def main(out: Path, quick: bool) -> None:
         write_model(Path(directory), seed=0)
         for mode, (engine, environment) in MODES.items():
             for name, connector in CONNECTORS.items():
-                config = {"model": directory, "engine": engine, "connector": connector, "prompts": 4 if quick else 16}
+                config = {"model": directory, "engine": engine, "connector": connector, "prompts": 4 if quick else 8}
                 seconds = _in_child(config, environment)
                 device = seconds["device"]
                 if not name:
@@ -56,9 +58,17 @@ def main(out: Path, quick: bool) -> None:
 
 def _in_child(config: dict[str, Any], environment: dict[str, str]) -> dict[str, float]:
     variables = {**os.environ, "VLLM_LOGGING_LEVEL": "ERROR", "VLLM_CPU_KVCACHE_SPACE": "1", **environment}
-    command = [sys.executable, "-m", "benchmarks.ttft", json.dumps(config)]
-    done = subprocess.run(command, env=variables, stdout=subprocess.PIPE, text=True, timeout=900, check=True)
-    measured: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
+    with tempfile.NamedTemporaryFile("r") as result:
+        command = [sys.executable, "-m", "benchmarks.ttft", json.dumps(config), result.name]
+        child = subprocess.Popen(command, env=variables, start_new_session=True)
+        try:
+            child.wait(timeout=900)
+            measured: dict[str, float] = json.load(result)
+        finally:
+            # The engine's own processes do not end with it.
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(child.pid, signal.SIGKILL)
+            child.wait()
     return measured
 
 
@@ -105,5 +115,5 @@ def _measure(config: dict[str, Any]) -> dict[str, float]:
 
 
 if __name__ == "__main__":
-    print(json.dumps(_measure(json.loads(sys.argv[1]))), flush=True)
+    Path(sys.argv[2]).write_text(json.dumps(_measure(json.loads(sys.argv[1]))))
     os._exit(0)
