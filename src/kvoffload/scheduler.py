@@ -515,7 +515,7 @@ class OffloadingConnectorScheduler:
                 elif job.failed:
                     self.manager.complete_store(job.keys, job.state.context, success=False)
                     self.metrics.add("store_failures")
-                    self._warn_rarely("kvoffload: a store failed twice and was dropped")
+                    self._warn_rarely("kvoffload: a store failed, or came too late for its blocks, and was dropped")
                 else:
                     stored += job.keys
                     self._describe(job)

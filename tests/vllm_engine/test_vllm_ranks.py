@@ -53,7 +53,6 @@ def test_two_ranks_notice_corrupted_bytes(run: Runner, expected: list[Any]) -> N
         connector=POOL,
         connector_class="CorruptedKVOffloadConnector",
     )
-    assert differences(result["outputs"][0], expected) == []
     assert len(differences(result["outputs"][1], expected)) == len(expected)
 
 
