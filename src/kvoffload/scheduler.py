@@ -265,16 +265,12 @@ class OffloadingConnectorScheduler:
     def _on_their_way(self, state: RequestState, computed: int, end: int) -> bool:
         if not self._share_loads or not self._keys_loading:
             return False
-        loading = self._keys_loading.keys()
-        return any(
-            not loading.isdisjoint(state.keys[g][needed.start : needed.stop])
-            for g, needed in self._needed(state, computed, end)
-        )
-
-    def _needed(self, state: RequestState, computed: int, end: int) -> list[tuple[int, range]]:
-        """Per group, the blocks to load for a hit up to ``end``."""
-        last = self._last_loadable(state, end)
-        return [(g, self._layout.needed_blocks(g, computed, last)) for g in range(len(self._layout.groups))]
+        loading, last = self._keys_loading.keys(), self._last_loadable(state, end)
+        for g, keys in enumerate(state.keys):
+            needed = self._layout.needed_blocks(g, computed, last)
+            if not loading.isdisjoint(keys[needed.start : needed.stop]):
+                return True
+        return False
 
     @_guarded(lambda self, request, blocks, num_external_tokens: self._break_load(request, blocks, num_external_tokens))
     def update_state_after_alloc(self, request: Request, blocks: KVBlocks, num_external_tokens: int) -> None:

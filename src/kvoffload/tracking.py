@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -175,18 +175,13 @@ class RequestState:
                 keys.append(layout.key(g, len(keys), hashes))
 
     def keys_in_order(self) -> list[OffloadKey]:
-        """All keys so far, by the position at which their blocks end."""
-        return self.in_order((g, range(len(keys))) for g, keys in enumerate(self.keys))
-
-    def in_order(self, spans: Iterable[tuple[int, range]]) -> list[OffloadKey]:
-        """The keys of blocks given as (group, indices), by the position at which they end, so that groups lose their
-        tails together."""
-        spans = list(spans)
-        if len(spans) == 1:
-            g, indices = spans[0]
-            return self.keys[g][indices.start : indices.stop]
+        """All keys so far, by the position at which their blocks end, so that groups lose their tails together."""
         groups = self.layout.groups
-        ends = sorted(((i + 1) * groups[g].block_tokens, g, i) for g, indices in spans for i in indices)
+        if len(groups) == 1:
+            return self.keys[0]
+        ends = sorted(
+            ((i + 1) * groups[g].block_tokens, g, i) for g, keys in enumerate(self.keys) for i in range(len(keys))
+        )
         return [self.keys[g][i] for _, g, i in ends]
 
     def add_blocks(self, tables: Sequence[Sequence[int]]) -> None:
@@ -255,7 +250,8 @@ class RequestState:
     def _due_at(self, g: int, max_tokens: int) -> int:
         """Tokens to be computed before the next block of group ``g`` is due."""
         end = (self.next_store[g] + 1) * self.layout.groups[g].block_tokens
-        if end > max_tokens or end > (self.control.max_tokens or NEVER):
+        cap = self.control.max_tokens
+        if end > max_tokens or (cap is not None and end > cap):
             return NEVER
         named = self.layout.known_tokens(g, self.next_store[g])
         return end if named <= self.request.num_tokens else named

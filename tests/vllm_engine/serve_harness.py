@@ -11,7 +11,6 @@ import socket
 import subprocess
 import sys
 import threading
-import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -23,7 +22,7 @@ from typing import Any, Self
 from driver import BLOCK_SIZE, DEVICE_BLOCKS, MAX_TOKENS
 from openai import AsyncOpenAI, OpenAI
 from prometheus_client.parser import text_string_to_metric_families
-from vllm_harness import DEADLINE_S, kill_session
+from vllm_harness import DEADLINE_S, eventually, kill_session
 
 HOST = "127.0.0.1"
 README = Path(__file__).parents[2] / "README.md"
@@ -59,15 +58,6 @@ def free_port() -> int:
     with socket.socket() as sock:
         sock.bind((HOST, 0))
         return int(sock.getsockname()[1])
-
-
-def eventually(condition: Callable[[], Any], deadline_s: float = 60) -> bool:
-    deadline = time.monotonic() + deadline_s
-    while not condition():
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(0.1)
-    return True
 
 
 class Server:

@@ -7,8 +7,7 @@ import json
 import os
 import signal
 import subprocess
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ import pytest
 
 # Not "vllm": from tests/ on sys.path this directory itself could be imported under that name.
 pytest.importorskip("vllm.version")
-from vllm_harness import DEADLINE_S, Runner, differences, kill_session
+from vllm_harness import DEADLINE_S, Runner, differences, eventually, kill_session
 
 pytestmark = pytest.mark.vllm
 
@@ -54,15 +53,6 @@ def shared_bytes() -> int:
     """The machine's shared memory: every memfd counts."""
     fields = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
     return int(fields["Shmem"].split()[0]) * 1024
-
-
-def eventually(condition: Callable[[], Any], deadline_s: float = 60) -> bool:
-    deadline = time.monotonic() + deadline_s
-    while not condition():
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(0.1)
-    return True
 
 
 def test_a_killed_server_leaves_nothing(run: Runner, expected: list[Any]) -> None:

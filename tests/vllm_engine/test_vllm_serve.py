@@ -27,14 +27,13 @@ from serve_harness import (
     Clients,
     Server,
     abstract_sockets,
-    eventually,
     flag,
     memory_files,
     named_segments,
     readme_flag,
 )
 from vllm.distributed.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, KVEventBatch
-from vllm_harness import DEADLINE_S, differences
+from vllm_harness import DEADLINE_S, differences, eventually
 
 from kvoffload.metrics import METRICS
 

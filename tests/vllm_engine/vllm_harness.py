@@ -8,7 +8,8 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -96,6 +97,15 @@ class Runner:
         text = log.read_text(errors="replace")
         assert code == 0, f"the engine's process ended with {code}:\n{text[-6000:]}"
         return Run(json.loads(result.read_text()), text)
+
+
+def eventually(condition: Callable[[], Any], deadline_s: float = 60) -> bool:
+    deadline = time.monotonic() + deadline_s
+    while not condition():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.1)
+    return True
 
 
 def kill_session(child: subprocess.Popen[bytes]) -> None:
