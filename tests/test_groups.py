@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,29 +11,13 @@ import pytest
 from kvoffload import tracking
 from kvoffload.base import BlockHash, ConfigError, KVGroup, ScheduledStep
 from kvoffload.hostpool import HostBackend
-from kvoffload.keys import hash_blocks, key_block_hash, key_group_idx
+from kvoffload.keys import key_block_hash, key_group_idx
 from kvoffload.manager import LRUOffloadingManager
 from kvoffload.scheduler import OffloadingConnectorScheduler
 from kvoffload.worker import StepMeta, WorkerReport
+from test_scheduler import FakeRequest
 
 FULL, WINDOW = 0, 1
-
-
-@dataclass(eq=False)
-class FakeRequest:
-    request_id: str
-    tokens: list[int]
-    hash_tokens: int
-    kv_transfer_params: Mapping[str, Any] | None = None
-    num_computed_tokens: int = 0
-
-    @property
-    def num_tokens(self) -> int:
-        return len(self.tokens)
-
-    @property
-    def block_hashes(self) -> list[BlockHash]:
-        return hash_blocks(self.tokens, self.hash_tokens)
 
 
 @dataclass
@@ -61,7 +45,7 @@ class Rig:
     def request(self, num_tokens: int, first: int = 0, **params: Any) -> FakeRequest:
         self.names += 1
         tokens = list(range(first, first + num_tokens))
-        return FakeRequest(f"r{self.names}", tokens, 1, {"kvoffload": params} if params else None)
+        return FakeRequest(f"r{self.names}", tokens, {"kvoffload": params} if params else None, hash_tokens=1)
 
     def tables(self, end: int, skip_at: int = 0) -> tuple[list[int], ...]:
         """New blocks for ``end`` tokens; null where the token at ``skip_at`` does not look."""

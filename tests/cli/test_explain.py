@@ -342,7 +342,7 @@ def test_without_any_server_it_says_what_to_do() -> None:
     try:
         subprocess.run([*inside, "true"], check=True, capture_output=True)
     except (OSError, subprocess.CalledProcessError):
-        pytest.skip("this machine does not let us make a network namespace")
+        pytest.skip("needs the privilege to make a network namespace")
     done = subprocess.run([*inside, *COMMAND], capture_output=True, text=True, timeout=TIMEOUT_S)
     assert (done.returncode, done.stdout) == (2, "")
     assert "no server with kvoffload runs here" in done.stderr

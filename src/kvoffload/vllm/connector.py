@@ -110,9 +110,6 @@ class KVOffloadConnector(KVConnectorBase_V1, SupportsHMA):
         scheduler, engine_id = self._scheduler, self._kv_transfer_config.engine_id
         self._records = RecordServer(lambda: scheduler.records, engine_id or "0")
 
-    def set_xfer_handshake_metadata(self, metadata: dict[int, KVConnectorHandshakeMetadata]) -> None:
-        self.set_xfer_handshake_metadata_pp_aware({(0, rank): info for rank, info in metadata.items()})
-
     @property
     def connector_scheduler(self) -> OffloadingConnectorScheduler:
         """The scheduler half, once the workers have told of their pools. Only in the scheduler's process."""
