@@ -113,11 +113,13 @@ def test_a_memory_of_no_entries_is_refused() -> None:
 # Records.
 
 HIT = RequestRecord(1.5, "r1", 100, 16, 64)
+FROM_DISK = RequestRecord(1.5, "r1", 100, 16, 0, disk_tokens=64)
 MISSED = RequestRecord(2.5, "r2", 100, 16, 0, "ab" * 36, MissReason.EVICTED, 12.34)
 
 
 def test_a_record_reads_as_a_sentence() -> None:
     assert str(HIT) == "request r1: 100 tokens asked, 16 on device, 64 in host"
+    assert str(FROM_DISK) == "request r1: 100 tokens asked, 16 on device, 0 in host, 64 on disk"
     assert str(MISSED) == (
         "request r2: 100 tokens asked, 16 on device, 0 in host; first miss abababababababab: evicted 12.3 s ago"
     )
@@ -138,11 +140,12 @@ def test_a_record_goes_through_json() -> None:
         "missed_key": "ab" * 36,
         "reason": "evicted",
         "age_s": 12.34,
+        "disk_tokens": 0,
     }
     assert RequestRecord(**HIT.to_dict()) == HIT
 
 
-@pytest.mark.parametrize("record", [HIT, MISSED])
+@pytest.mark.parametrize("record", [HIT, MISSED, FROM_DISK])
 def test_a_record_comes_back_from_what_it_became(record: RequestRecord) -> None:
     data = json.loads(json.dumps(record.to_dict()))
     assert RequestRecord.from_dict(data) == record
@@ -150,7 +153,7 @@ def test_a_record_comes_back_from_what_it_became(record: RequestRecord) -> None:
 
 
 def test_optional_fields_may_be_left_out() -> None:
-    data = {name: value for name, value in HIT.to_dict().items() if value is not None}
+    data = {name: value for name, value in HIT.to_dict().items() if value is not None and name != "disk_tokens"}
     assert RequestRecord.from_dict(data) == HIT
 
 
@@ -172,6 +175,7 @@ def test_optional_fields_may_be_left_out() -> None:
         ("tokens_asked", 17),
         ("device_tokens", None),
         ("host_tokens", "64"),
+        ("disk_tokens", "64"),
         ("missed_key", 1),
         ("reason", "bad luck"),
         ("reason", ["evicted"]),

@@ -19,7 +19,8 @@ LAYERS = [
     {"base", "keys"},
     {"explain", "metrics", "fingerprint", "control", "records"},
     {"policies", "hostpool", "table", "index", "transfer"},
-    {"manager", "admission", "config"},
+    {"manager", "admission", "config", "tiers"},
+    {"tiering"},
     {"scheduler", "tracking", "worker"},
     {"cli", "demo", "vllm", "testing"},
 ]

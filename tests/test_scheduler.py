@@ -52,10 +52,15 @@ class SpyManager(LRUOffloadingManager):
         self.touches: list[list[OffloadKey]] = []
         self.asked_stores: list[list[OffloadKey]] = []
         self.unknown = False
+        self.told = False
+        """Whether lookups may find more now."""
 
     def lookup(self, keys: Sequence[OffloadKey], req_context: ReqContext | None = None) -> int | None:
         self.lookups.append(list(keys))
         return None if self.unknown else super().lookup(keys, req_context)
+
+    def poll(self) -> bool:
+        return self.told
 
     def touch(self, keys: Sequence[OffloadKey], req_context: ReqContext | None = None) -> None:
         self.touches.append(list(keys))
@@ -309,7 +314,12 @@ def test_an_unknown_answer_is_asked_for_again_until_it_comes() -> None:
     rig.manager.unknown = True
     request = FakeRequest("r", prompt(9))
     assert rig.look_up(request) == (None, False)
-    rig.manager.unknown = False
+    rig.step()
+    lookups = len(rig.manager.lookups)
+    assert rig.look_up(request) == (None, False)
+    assert len(rig.manager.lookups) == lookups, "nothing has changed: it is not asked for again"
+    rig.manager.unknown, rig.manager.told = False, True
+    rig.step()
     assert rig.look_up(request) == (8, True)
 
 

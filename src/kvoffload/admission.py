@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from kvoffload.base import (
     IntegrityError,
@@ -111,6 +111,24 @@ class FilterReusedOffloadingManager(OffloadingManager):
     def explain_miss(self, key: OffloadKey) -> Miss:
         miss = self.backing.explain_miss(key)
         return self._refused.explain(key) if miss.reason is MissReason.NEVER_STORED else miss
+
+    def poll(self) -> bool:
+        return self.backing.poll()
+
+    def let_go(self, req_context: ReqContext) -> None:
+        self.backing.let_go(req_context)
+
+    def num_promoted(self, req_context: ReqContext) -> int:
+        return self.backing.num_promoted(req_context)
+
+    def wait(self, timeout_s: float) -> None:
+        self.backing.wait(timeout_s)
+
+    def observe_prefill(self, num_tokens: int, seconds: float) -> None:
+        self.backing.observe_prefill(num_tokens, seconds)
+
+    def take_counts(self) -> Mapping[str, float]:
+        return self.backing.take_counts()
 
     @property
     def num_blocks(self) -> int:

@@ -123,6 +123,14 @@ class MissReason(enum.StrEnum):
     NO_ROOM = "no_room"
     RESET = "reset"
     COPY_FAILED = "copy_failed"
+    CORRUPT = "corrupt"
+    """A lower tier gave back other bytes than were written to it."""
+    READ_FAILED = "read_failed"
+    """A lower tier could not read it."""
+    NOT_IN_TIME = "not_in_time"
+    """A lower tier has it, or may have it, but did not deliver before the request's deadline."""
+    FASTER_TO_COMPUTE = "faster_to_compute"
+    """A lower tier has it, but loading would have taken longer than computing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -316,8 +324,8 @@ class OffloadingManager(ABC):
 
     @abstractmethod
     def lookup(self, keys: Sequence[OffloadKey], req_context: ReqContext | None = None) -> int | None:
-        """Length of the longest run of leading keys that are all ready. None: not known yet, ask again
-        later. Changes no recency."""
+        """Length of the longest run of leading keys that are all ready. None: not known yet, ask again when
+        ``poll`` tells of a change. Changes no recency."""
 
     @abstractmethod
     def lookup_each(self, keys: Sequence[OffloadKey], req_context: ReqContext | None = None) -> list[LookupState]:
@@ -365,6 +373,32 @@ class OffloadingManager(ABC):
     def explain_miss(self, key: OffloadKey) -> Miss:
         """Why ``key``, which is not ready, cannot be loaded now."""
         return Miss(MissReason.NEVER_STORED)
+
+    # What managers with lower tiers need to be told, and tell.
+
+    def poll(self) -> bool:
+        """Takes in what other threads have done, and starts what lookups have asked for. Called in every step, never
+        between a request's lookup and its allocation. Returns whether a lookup may now find more, or less."""
+        return True
+
+    def let_go(self, req_context: ReqContext) -> None:
+        """The request was given device blocks, with or without a load, or has ended: nothing is kept ready for it any
+        more."""
+
+    def num_promoted(self, req_context: ReqContext) -> int:
+        """Blocks that came from a lower tier for this request, and are kept ready for it."""
+        return 0
+
+    def wait(self, timeout_s: float) -> None:
+        """Gives the processor away while blocks that requests wait for are on their way from a lower tier, at most
+        ``timeout_s``."""
+
+    def observe_prefill(self, num_tokens: int, seconds: float) -> None:
+        """The engine took ``seconds`` to compute ``num_tokens`` of a prompt."""
+
+    def take_counts(self) -> Mapping[str, float]:
+        """By names of ``kvoffload.metrics.METRICS``: what was counted since the last call, and gauges as they are."""
+        return {}
 
     @property
     @abstractmethod

@@ -32,8 +32,8 @@ _MAX_TEXT = 1 << 12
 class RequestRecord:
     """What one request asked for and found, made when its lookup is settled.
 
-    ``tokens_asked`` is its length, ``device_tokens`` what the engine's own cache held, ``host_tokens``
-    what a load was begun for. ``missed_key`` is the first block that was missing, in hex, or None if none was;
+    ``tokens_asked`` is its length, ``device_tokens`` what the engine's own cache held, ``host_tokens`` what was loaded
+    from host memory, ``disk_tokens`` what had come up from disk for it and was loaded then. ``missed_key`` is the first block that was missing, in hex, or None if none was;
     ``age_s`` tells how long ago it was evicted, refused or reset.
     """
 
@@ -45,6 +45,7 @@ class RequestRecord:
     missed_key: str | None = None
     reason: MissReason | None = None
     age_s: float | None = None
+    disk_tokens: int = 0
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -64,6 +65,7 @@ class RequestRecord:
             None if data.get("missed_key") is None else _text(data, "missed_key"),
             None if data.get("reason") is None else _reason(data, "reason"),
             None if data.get("age_s") is None else _number(data, "age_s", _MAX_TIME),
+            _tokens(data, "disk_tokens") if "disk_tokens" in data else 0,
         )
         if record.tokens_missing < 0:
             raise ValueError(f"tokens_asked={record.tokens_asked}: fewer than were found")
@@ -72,13 +74,15 @@ class RequestRecord:
     @property
     def tokens_missing(self) -> int:
         """Tokens that were asked for and found nowhere."""
-        return self.tokens_asked - self.device_tokens - self.host_tokens
+        return self.tokens_asked - self.device_tokens - self.host_tokens - self.disk_tokens
 
     def __str__(self) -> str:
         text = (
             f"request {self.req_id}: {self.tokens_asked} tokens asked, {self.device_tokens} on device, "
             f"{self.host_tokens} in host"
         )
+        if self.disk_tokens:
+            text += f", {self.disk_tokens} on disk"
         if self.missed_key is None:
             return text
         age = "" if self.age_s is None else f" {self.age_s:.1f} s ago"
@@ -144,6 +148,7 @@ class Period:
     device_tokens: int
     host_tokens: int
     misses: Mapping[MissReason, int]
+    disk_tokens: int = 0
 
     @classmethod
     def of(cls, records: Sequence[RequestRecord], start: float, length_s: float) -> Period:
@@ -155,6 +160,7 @@ class Period:
             sum(record.device_tokens for record in records),
             sum(record.host_tokens for record in records),
             dict(Counter(record.reason for record in records if record.reason is not None)),
+            sum(record.disk_tokens for record in records),
         )
 
 

@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
+import numpy.typing as npt
 
 from kvoffload.base import (
     Backend,
@@ -56,7 +57,7 @@ class PolicyOffloadingManager(OffloadingManager):
         self._table = BlockTable(backend.num_blocks)
         self._events: deque[OffloadingEvent] | None = deque(maxlen=MAX_PENDING_EVENTS) if enable_events else None
         self._orphans: dict[OffloadKey, list[int]] = {}
-        """Keys that vanished in a reset while in transfer: [slot, ref_cnt]. Until the transfer ends they
+        """Keys that vanished in a reset while in transfer: [slot, users]. Until the transfer ends they
         count as in flight, so that its completion cannot be taken for another's."""
         self._gone = MissMemory(clock=clock)
 
@@ -64,9 +65,13 @@ class PolicyOffloadingManager(OffloadingManager):
         return self._table.leading_ready(keys)
 
     def lookup_each(self, keys: Sequence[OffloadKey], req_context: ReqContext | None = None) -> list[LookupState]:
+        return list(map(LookupState, self.states(keys).tolist()))
+
+    def states(self, keys: Sequence[OffloadKey]) -> npt.NDArray[np.uint8]:
+        """What ``lookup_each`` tells, as an array."""
         slots = self._table.find(keys)
         states = np.where(self._table.is_writing(slots), LookupState.PENDING, LookupState.HIT)
-        return list(map(LookupState, np.where(slots < 0, LookupState.MISS, states).tolist()))
+        return np.where(slots < 0, LookupState.MISS, states).astype(np.uint8)
 
     def prepare_load(self, keys: Sequence[OffloadKey], req_context: ReqContext | None = None) -> LoadStoreSpec:
         slots = self._table.find(keys)
@@ -82,11 +87,30 @@ class PolicyOffloadingManager(OffloadingManager):
         for unpinned in np.flatnonzero((slots < 0) | (self._table.ref_cnt[slots] < 1)).tolist():
             raise BlockNotPinnedError(f"block {present[unpinned].hex()} has no reader to let go")
         for key in late:
-            self._orphans[key][1] -= 1
-            if self._orphans[key][1] == 0:
-                self._free_orphan(key)
+            self._let_go_orphan(key)
         # Last key first, as in touch: a chain loses its tail before its head.
         self.policy.unpin(self._table.unpin(self._table.distinct(slots[::-1])))
+
+    def hold(self, keys: Sequence[OffloadKey]) -> Slots:
+        """The slots of distinct ``keys``, all ready, for a writer to a lower tier: they stay as they are until
+        ``release``. Unlike a load's, its pins change no block's place in the order."""
+        slots = self._table.find(keys)
+        if (slots < 0).any() or self._table.is_writing(slots).any():
+            raise BlockNotReadyError("a block that is not ready cannot be written to a lower tier")
+        self._table.hold(slots)
+        return slots
+
+    def release(self, keys: Sequence[OffloadKey]) -> None:
+        """Undoes one ``hold`` each."""
+        present = [key for key in keys if key not in self._orphans] if self._orphans else keys
+        for key in self._orphans.keys() & set(keys) if self._orphans else ():
+            self._let_go_orphan(key)
+        self.policy.settle(self._table.release(self._table.find(present)))
+
+    @property
+    def num_available_blocks(self) -> int:
+        """Blocks that ``prepare_store`` could make room for now."""
+        return self.backend.get_num_free_blocks() + self._table.num_evictable
 
     def touch(self, keys: Sequence[OffloadKey], req_context: ReqContext | None = None) -> None:
         slots = self._table.find(keys)
@@ -170,14 +194,19 @@ class PolicyOffloadingManager(OffloadingManager):
 
     def reset(self) -> None:
         slots = self._table.slots()
-        ref_cnt = self._table.ref_cnt[slots].copy()
+        users = self._table.num_users(slots)
         self.policy.clear()
         keys = self._table.remove(slots)
-        for i in np.flatnonzero(ref_cnt):
-            self._orphans[keys[i]] = [int(slots[i]), int(ref_cnt[i])]
-        self.backend.free(slots[ref_cnt == 0])
+        for i in np.flatnonzero(users):
+            self._orphans[keys[i]] = [int(slots[i]), int(users[i])]
+        self.backend.free(slots[users == 0])
         self._gone.record(keys, MissReason.RESET)
-        self._emit([key for key, n in zip(keys, ref_cnt.tolist(), strict=True) if n >= 0], removed=True)
+        self._emit([key for key, n in zip(keys, users.tolist(), strict=True) if n >= 0], removed=True)
+
+    def _let_go_orphan(self, key: OffloadKey) -> None:
+        self._orphans[key][1] -= 1
+        if self._orphans[key][1] == 0:
+            self._free_orphan(key)
 
     def _free_orphan(self, key: OffloadKey) -> None:
         slot, _ = self._orphans.pop(key)
@@ -190,6 +219,9 @@ class PolicyOffloadingManager(OffloadingManager):
         if key in self._table:
             return Miss(MissReason.BEING_WRITTEN)
         return self._gone.explain(key)
+
+    def poll(self) -> bool:
+        return False
 
     @property
     def num_blocks(self) -> int:

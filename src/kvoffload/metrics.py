@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 
@@ -29,7 +30,23 @@ METRICS: dict[str, MetricSpec] = {
     "asked_tokens": MetricSpec("counter", "Tokens of admitted requests"),
     "device_hit_tokens": MetricSpec("counter", "Tokens found in the engine's own cache"),
     "host_hit_tokens": MetricSpec("counter", "Tokens found in host memory"),
+    "disk_hit_tokens": MetricSpec("counter", "Tokens that came up from disk for their request"),
     "misses": MetricSpec("counter", "Requests by the reason of their first missing block", "reason"),
+    "promoted_blocks": MetricSpec("counter", "Blocks read from disk into host memory and verified"),
+    "late_promotions": MetricSpec("counter", "Requests that did not get all they waited for within the load deadline"),
+    "disk_read_bytes": MetricSpec("counter", "Bytes read from disk and verified"),
+    "disk_read_seconds": MetricSpec("counter", "Time spent reading from disk, added up over threads"),
+    "disk_read_failures": MetricSpec("counter", "Blocks that could not be read from disk"),
+    "disk_bad_blocks": MetricSpec("counter", "Blocks on disk that were not what was written, and are quarantined"),
+    "disk_write_blocks": MetricSpec("counter", "Blocks written to disk"),
+    "disk_write_bytes": MetricSpec("counter", "Bytes written to disk"),
+    "disk_write_seconds": MetricSpec("counter", "Time spent writing to disk, added up over threads"),
+    "disk_write_failures": MetricSpec("counter", "Blocks that could not be written to disk"),
+    "disk_dropped_writes": MetricSpec("counter", "Blocks not written to disk because it could not keep up"),
+    "disk_evicted_blocks": MetricSpec("counter", "Blocks evicted from disk"),
+    "disk_used_bytes": MetricSpec("gauge", "Bytes taken on disk"),
+    "disk_bytes": MetricSpec("gauge", "Bytes granted on disk"),
+    "disk_off": MetricSpec("gauge", "1 if failures have switched the disk tier off"),
     "pool_used_blocks": MetricSpec("gauge", "Blocks of the host pool in use"),
     "pool_blocks": MetricSpec("gauge", "Blocks of the host pool in all"),
     "off": MetricSpec("gauge", "1 if a failed check has switched offloading off"),
@@ -56,6 +73,14 @@ class Metrics:
         if METRICS[name].kind != "gauge":
             raise ValueError(f"metric {name} is not a gauge")
         self._totals[name] = value
+
+    def take_in(self, counts: Mapping[str, float]) -> None:
+        """Adds counters and sets gauges, by their names."""
+        for name, value in counts.items():
+            if METRICS[name].kind == "gauge":
+                self.set(name, value)
+            else:
+                self.add(name, value)
 
     def snapshot(self) -> dict[str, float]:
         """Totals since the start."""

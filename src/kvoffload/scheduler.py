@@ -43,6 +43,11 @@ from kvoffload.worker import StepMeta, WorkerReport
 logger = logging.getLogger(__name__)
 
 WARN_EVERY_S = 60.0
+IDLE_WAIT_S = 0.002
+"""How long a step without tokens waits for blocks on their way from a lower tier, so that an idle engine does not spin
+against the threads that read them."""
+MIN_PREFILL_SAMPLE = 64
+"""Tokens; what takes less says little of how fast the engine computes."""
 
 Method = TypeVar("Method", bound=Callable[..., Any])
 
@@ -183,25 +188,25 @@ class OffloadingConnectorScheduler:
             self.manager.touch(state.keys_in_order(), state.context)
         if not state.may_load or computed % self._layout.device_align:
             return Match(self._epoch, computed, 0, None)
-        if self._next_is_on_its_way(state, computed) and (wait := self._wait(state, computed, known=True)):
+        if self._next_is_on_its_way(state, computed) and (wait := self._wait(state, computed)):
             return wait
         end, missed, known = self._longest_hit(state, computed)
         if not known or (end > computed and self._on_their_way(state, computed, end)):
-            wait = self._wait(state, computed, known)
+            wait = self._wait(state, computed)
             if wait is not None:
                 return wait
         if end - computed < self._layout.align:
             return Match(self._epoch, computed, 0, missed)
         return Match(self._epoch, computed, self._last_loadable(state, end) - computed, missed)
 
-    def _wait(self, state: RequestState, computed: int, known: bool) -> Match | None:
-        """The request asks again, unless it has waited for too long. An unknown answer must be asked for again, a known
-        wait ends by an event or the deadline."""
+    def _wait(self, state: RequestState, computed: int) -> Match | None:
+        """The request asks again when a load has started or ended, or the manager says that it may find more, or at the
+        deadline. Not after that."""
         now = self._clock()
         if state.waiting_since is None:
             state.waiting_since = now
         deadline = state.waiting_since + self._deadline_s
-        return Match(self._load_epoch, computed, None, None, deadline if known else now) if now < deadline else None
+        return Match(self._load_epoch, computed, None, None, deadline) if now < deadline else None
 
     @staticmethod
     def _last_loadable(state: RequestState, end: int) -> int:
@@ -234,24 +239,28 @@ class OffloadingConnectorScheduler:
             gap = self._first_gap(state, computed, end)
             if gap is None:
                 break
-            g, index, state_of = gap
-            known &= state_of is not LookupState.RETRY
+            g, index, found = gap
             missed = state.keys[g][index]
+            if found is LookupState.RETRY:
+                return computed, missed, False
             end = index * layout.groups[g].block_tokens // layout.align * layout.align
         return max(end, computed), missed, known
 
     def _first_gap(self, state: RequestState, computed: int, end: int) -> tuple[int, int, LookupState] | None:
         """The first block missing of those that windows need in order to go on at ``end``, in the group where a hit
-        ends soonest for it. Any hit that reaches past that block needs it too."""
-        gaps = []
+        ends soonest for it. Any hit that reaches past that block needs it too. A block of which it is not known yet
+        counts only if none is missing for sure."""
+        gaps, unknown = [], None
         for g in self._layout.windows:
             needed = self._layout.needed_blocks(g, computed, self._last_loadable(state, end))
             states = self.manager.lookup_each(state.keys[g][needed.start : needed.stop], state.context)
             for index, found in zip(needed, states, strict=True):
-                if found is not LookupState.HIT:
+                if found is LookupState.RETRY:
+                    unknown = unknown or (g, index, found)
+                elif found is not LookupState.HIT:
                     gaps.append((index * self._layout.groups[g].block_tokens, g, index, found))
                     break
-        return min(gaps)[1:] if gaps else None
+        return min(gaps)[1:] if gaps else unknown
 
     def _next_is_on_its_way(self, state: RequestState, computed: int) -> bool:
         """Whether the first block it lacks is being loaded for another, as in a convoy: no need to look up more."""
@@ -287,7 +296,10 @@ class OffloadingConnectorScheduler:
             self._record(state, match, num_external_tokens)
             state.forget_loaded()
         if num_external_tokens == 0:
+            self.manager.let_go(state.context)
+            state.prefill_since, state.prefill_until = self._clock(), 0
             return
+        state.prefill_since = None
         if match is None or not self._was_offered(match, num_external_tokens):
             self._break_load(request, blocks, num_external_tokens)
             return
@@ -301,6 +313,7 @@ class OffloadingConnectorScheduler:
             return
         job_id = self._new_job(_Job(state, keys, False, self._num_workers, frozenset()))
         self._meta.loads[job_id] = TransferSpec(request.request_id, host, device)
+        self.manager.let_go(state.context)
         self._handed_out.update(device.block_ids.tolist())
         for key in keys:
             self._keys_loading[key] = self._keys_loading.get(key, 0) + 1
@@ -337,6 +350,7 @@ class OffloadingConnectorScheduler:
         if num_external_tokens:
             state = self._state(request)
             state.may_load = False
+            self.manager.let_go(state.context)
             self._meta.broken_loads[request.request_id] = []
             self.metrics.add("load_failures")
             end = state.computed_at_load + num_external_tokens
@@ -350,6 +364,10 @@ class OffloadingConnectorScheduler:
     @_guarded(lambda self, step: self._take_meta(step))
     def build_connector_meta(self, step: ScheduledStep) -> StepMeta:
         """The loads, stores and fences of this step, for the workers."""
+        self._poll()
+        if not any(step.num_scheduled_tokens.values()):
+            self.manager.wait(IDLE_WAIT_S)
+            self._poll()
         handed_out = self._handed_out
         for req_id in step.preempted:
             self._forget_blocks(req_id)
@@ -378,12 +396,31 @@ class OffloadingConnectorScheduler:
             if state is not None:
                 before = state.request.num_computed_tokens
                 running.append(self._due(state, before + scheduled, before))
+                if state.prefill_since is not None:
+                    self._measure_prefill(state)
         self._store(running)
         self._release_held()
         self._handed_out = set()
         self._allocated.clear()
         self.metrics.set("pool_used_blocks", self.manager.num_used_blocks)
+        self.metrics.take_in(self.manager.take_counts())
         return self._take_meta(step)
+
+    def _poll(self) -> None:
+        if self.manager.poll():
+            self._epoch += 1
+            self._load_epoch += 1
+
+    def _measure_prefill(self, state: RequestState) -> None:
+        """Once a request that computes its prompt has its first new token: how long that took, in the company it had."""
+        assert state.prefill_since is not None
+        if state.prefill_until == 0:
+            state.prefill_until = state.request.num_tokens
+        elif state.request.num_tokens > state.prefill_until:
+            tokens = state.prefill_until - state.computed_at_load
+            if tokens >= MIN_PREFILL_SAMPLE:
+                self.manager.observe_prefill(tokens, self._clock() - state.prefill_since)
+            state.prefill_since = None
 
     def _fence(self, handed_out: set[int], overwritten: Collection[int]) -> None:
         """Stores that read blocks which now belong to others end before the step's forward pass; those that read blocks
@@ -410,6 +447,7 @@ class OffloadingConnectorScheduler:
         state.may_store = True
         # It may have got new blocks already, in the step that tells that it lost the old ones.
         if req_id not in self._allocated:
+            state.prefill_since = None
             state.forget_loaded()
             state.match = None
             state.has_kv = False
@@ -492,6 +530,7 @@ class OffloadingConnectorScheduler:
     @_guarded(lambda self, report: None)
     def update_connector_output(self, report: WorkerReport) -> None:
         """Takes in what the workers have done. Reports of jobs that are not known are ignored."""
+        self._poll()
         for name in ("store_bytes", "load_bytes", "store_seconds", "load_seconds"):
             self.metrics.add(name, getattr(report, name))
         stored: list[OffloadKey] = []
@@ -552,6 +591,7 @@ class OffloadingConnectorScheduler:
         state = self._states.pop(request.request_id, None)
         if state is None:
             return False, None
+        self.manager.let_go(state.context)
         if any(state.block_ids):
             self._finished.append((state, request.num_computed_tokens))
             if state.control.remote_decode:
@@ -600,10 +640,12 @@ class OffloadingConnectorScheduler:
         self._finished.clear()
         self.metrics.set("pool_used_blocks", self.manager.num_used_blocks)
 
-    @_guarded(lambda self: None)
     def shutdown(self) -> None:
-        """Releases everything; may be called twice."""
-        self.manager.shutdown()
+        """Releases everything; may be called twice. Also when offloading is off: lower tiers have threads and files."""
+        try:
+            self.manager.shutdown()
+        except Exception:
+            logger.exception("kvoffload: shutting down failed")
 
     # Odds and ends.
 
@@ -627,6 +669,8 @@ class OffloadingConnectorScheduler:
         if state.recorded:
             return
         state.recorded = True
+        promoted = self.manager.num_promoted(state.context)
+        from_disk = min(taken, promoted * self._layout.align // self._layout.blocks_per_align)
         missed, reason, age_s = match.missed, None, None
         if missed is not None:
             miss = self.manager.explain_miss(missed)
@@ -634,16 +678,18 @@ class OffloadingConnectorScheduler:
             self.metrics.add("misses", label=reason)
         self.metrics.add("asked_tokens", state.request.num_tokens)
         self.metrics.add("device_hit_tokens", match.computed)
-        self.metrics.add("host_hit_tokens", taken)
+        self.metrics.add("host_hit_tokens", taken - from_disk)
+        self.metrics.add("disk_hit_tokens", from_disk)
         record = RequestRecord(
             time.time(),
             state.context.req_id,
             state.request.num_tokens,
             match.computed,
-            taken,
+            taken - from_disk,
             missed[len(self._layout.namespace) :].hex() if missed else None,
             reason,
             age_s,
+            from_disk,
         )
         self.records.append(record)
         if logger.isEnabledFor(logging.DEBUG):

@@ -18,8 +18,8 @@ class BlockTable:
     """``num_blocks`` slots: which key lies in which, and a reference count a slot.
 
     ``ref_cnt`` is -1 while a block is being written, else its number of readers. An evictable block is
-    ready and has no reader; ``num_evictable`` is their number at all times. ``busy[slot]`` is True for a
-    held slot that is not evictable. Slot arrays given to the methods hold each slot once, unless said
+    ready, has no reader and is not held; ``num_evictable`` is their number at all times. ``busy[slot]`` is True for a
+    slot that has a key and is not evictable. Slot arrays given to the methods hold each slot once, unless said
     otherwise.
     """
 
@@ -30,6 +30,8 @@ class BlockTable:
         self.key_of = self._index.key_of
         """The key in each slot, or None. Read only."""
         self.ref_cnt = np.zeros(num_blocks, dtype=np.int32)
+        self._holds = np.zeros(num_blocks, dtype=np.int32)
+        """Writers to lower tiers that read a slot. Counted apart: they move nothing in the policy's order."""
         self.busy = np.zeros(num_blocks, dtype=np.bool_)
         self._scratch = np.zeros(num_blocks, dtype=np.int64)
 
@@ -78,6 +80,7 @@ class BlockTable:
         """Held slots, in whatever state, lose their keys, which are returned in order."""
         self.num_evictable -= len(slots) - int(np.count_nonzero(self.busy[slots]))
         self.ref_cnt[slots] = 0
+        self._holds[slots] = 0
         self.busy[slots] = False
         return self._index.remove(slots)
 
@@ -91,17 +94,41 @@ class BlockTable:
         """One more reader each. Returns those that had none. All must be ready."""
         fresh: Slots = slots[self.ref_cnt[slots] == 0]
         self.ref_cnt[slots] += 1
-        self.busy[fresh] = True
-        self.num_evictable -= len(fresh)
+        self._set_busy(fresh)
         return fresh
 
     def unpin(self, slots: Slots) -> Slots:
         """One reader less each. Returns those that have none now. All must be pinned."""
         self.ref_cnt[slots] -= 1
         freed: Slots = slots[self.ref_cnt[slots] == 0]
-        self.busy[freed] = False
-        self.num_evictable += len(freed)
+        self._set_idle(freed)
         return freed
+
+    def hold(self, slots: Slots) -> None:
+        """One more writer to a lower tier reads each. All must be ready."""
+        self._holds[slots] += 1
+        self._set_busy(slots)
+
+    def release(self, slots: Slots) -> Slots:
+        """One such writer less each. Returns those that are evictable now. All must be held."""
+        self._holds[slots] -= 1
+        return self._set_idle(slots[self.ref_cnt[slots] == 0])
+
+    def _set_busy(self, slots: Slots) -> None:
+        self.num_evictable -= int(np.count_nonzero(~self.busy[slots]))
+        self.busy[slots] = True
+
+    def _set_idle(self, slots: Slots) -> Slots:
+        """Those of ``slots``, which have no reader, that are not held either become evictable."""
+        idle: Slots = slots[self._holds[slots] == 0]
+        self.busy[idle] = False
+        self.num_evictable += len(idle)
+        return idle
+
+    def num_users(self, slots: Slots) -> npt.NDArray[np.int32]:
+        """Readers and writers to lower tiers of each, -1 while it is being written."""
+        users: npt.NDArray[np.int32] = self.ref_cnt[slots] + self._holds[slots]
+        return users
 
     def is_writing(self, slots: Slots) -> npt.NDArray[np.bool_]:
         writing: npt.NDArray[np.bool_] = self.ref_cnt[slots] == _WRITING
@@ -109,7 +136,7 @@ class BlockTable:
 
     def status(self, key: OffloadKey) -> BlockStatus | None:
         slot = self._index.get(key)
-        return None if slot < 0 else BlockStatus(slot, int(self.ref_cnt[slot]))
+        return None if slot < 0 else BlockStatus(slot, int(self.ref_cnt[slot] + self._holds[slot]))
 
     def slots(self) -> Slots:
         """Every held slot, ascending."""
@@ -121,11 +148,12 @@ class BlockTable:
         slots = self.slots()
         free = np.ones(self.num_blocks, dtype=np.bool_)
         free[slots] = False
-        if self.ref_cnt[free].any() or self.busy[free].any():
+        if self.ref_cnt[free].any() or self._holds[free].any() or self.busy[free].any():
             raise IntegrityError("a slot without a key has readers or a writer")
-        if (self.ref_cnt < _WRITING).any():
-            raise IntegrityError("a slot has fewer than no readers")
-        if not np.array_equal(self.busy[slots], self.ref_cnt[slots] != 0):
+        if (self.ref_cnt < _WRITING).any() or (self._holds < 0).any() or self._holds[self.ref_cnt < 0].any():
+            raise IntegrityError("a slot has fewer than no readers, or readers before it is written")
+        used = self.num_users(slots) != 0
+        if not np.array_equal(self.busy[slots], used):
             raise IntegrityError("a busy mark and a reference count disagree")
-        if self.num_evictable != int(np.count_nonzero(self.ref_cnt[slots] == 0)):
+        if self.num_evictable != int(np.count_nonzero(~used)):
             raise IntegrityError("the number of evictable blocks is wrong")

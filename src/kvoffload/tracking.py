@@ -128,6 +128,10 @@ class RequestState:
     loading: bool = False
     computed_at_load: int = 0
     """Tokens the device held when blocks were last allocated to it."""
+    prefill_since: float | None = None
+    """When it was given device blocks, if it computes its whole rest itself and that is still to be measured."""
+    prefill_until: int = 0
+    """How many tokens it had when it first ran; 0 before."""
     has_kv: bool = False
     """Whether device blocks were allocated to it and not lost since."""
     may_load: bool = True

@@ -61,6 +61,21 @@ WORDS = {
         "the cache had been reset", "Reset less often: new weights, sleep and /reset_prefix_cache do it."
     ),
     MissReason.COPY_FAILED: Words("the block's copy had failed", "A fault: see the warnings in the server's log."),
+    MissReason.CORRUPT: Words(
+        "the block on disk was not what had been written",
+        "A failing device, or somebody else writes to disk_dir: see kvoffload disk verify.",
+    ),
+    MissReason.READ_FAILED: Words(
+        "the disk could not read the block", "A fault: see the warnings in the server's log."
+    ),
+    MissReason.NOT_IN_TIME: Words(
+        "the disk did not deliver the block in time",
+        "Raise load_deadline_ms, or host_bytes; look at what else keeps the disk busy.",
+        True,
+    ),
+    MissReason.FASTER_TO_COMPUTE: Words(
+        "computing it was faster than loading it from disk", "Nothing, or a faster disk: load_only_if_faster decides."
+    ),
 }
 
 
@@ -245,7 +260,7 @@ def _show(console: Console, found: Findings, chosen: Sequence[RequestRecord], pe
     console.print(_reason_table(reasons, len(chosen)))
     bars = ("█", "▒", "·") if console.encoding.startswith("utf") else ("#", "+", ".")
     console.print(Text("\nPrompt tokens over time", style="bold"))
-    console.print(Text("{} on the device  {} in host memory  {} missing".format(*bars)))
+    console.print(Text("{} on the device  {} in host memory or on disk  {} missing".format(*bars)))
     console.print(_time_table(periods, bars))
     if found.servers:
         note = f"\nFrom {source}. A server keeps its latest {RECORD_RING_SIZE:,} requests; a log keeps all."
@@ -253,12 +268,13 @@ def _show(console: Console, found: Findings, chosen: Sequence[RequestRecord], pe
 
 
 def _sentences(total: Period, reasons: Sequence[ReasonSummary], running: bool) -> str:
-    hits = total.device_tokens + total.host_tokens
+    hits = total.device_tokens + total.host_tokens + total.disk_tokens
+    on_disk = f", {_share(total.disk_tokens, total.tokens_asked)} on disk" if total.disk_tokens else ""
     text = (
         f"Of {_counted(total.requests, 'request')} {'in the last' if running else 'within'} {_age(total.length_s)}, "
         f"{_share(hits, total.tokens_asked)} of {_count(total.tokens_asked)} prompt tokens were found: "
         f"{_share(total.device_tokens, total.tokens_asked)} on the device, "
-        f"{_share(total.host_tokens, total.tokens_asked)} in host memory."
+        f"{_share(total.host_tokens, total.tokens_asked)} in host memory{on_disk}."
     )
     clauses: list[str] = []
     mends: list[str] = []
@@ -307,6 +323,9 @@ def _time_table(periods: Sequence[Period], bars: tuple[str, str, str]) -> Table:
     table.add_column("", no_wrap=True)
     table.add_column("device", justify="right")
     table.add_column("host", justify="right")
+    disk = any(period.disk_tokens for period in periods)
+    if disk:
+        table.add_column("disk", justify="right")
     totals: dict[MissReason, int] = {}
     for period in periods:
         for reason, count in period.misses.items():
@@ -325,7 +344,8 @@ def _time_table(periods: Sequence[Period], bars: tuple[str, str, str]) -> Table:
             counts.append(sum(period.misses.get(reason, 0) for reason in others))
         asked = period.tokens_asked
         to_device = round(BAR_CELLS * period.device_tokens / asked) if asked else 0
-        to_host = round(BAR_CELLS * (period.device_tokens + period.host_tokens) / asked) if asked else 0
+        below_device = period.host_tokens + period.disk_tokens
+        to_host = round(BAR_CELLS * (period.device_tokens + below_device) / asked) if asked else 0
         bar = Text.assemble(
             (device * to_device, DEVICE_STYLE),
             (host * (to_host - to_device), HOST_STYLE),
@@ -337,6 +357,7 @@ def _time_table(periods: Sequence[Period], bars: tuple[str, str, str]) -> Table:
             bar,
             _share(period.device_tokens, asked),
             _share(period.host_tokens, asked),
+            *([_share(period.disk_tokens, asked)] if disk else []),
             *(f"{count:,}" if count else "" for count in counts),
         )
     return table

@@ -29,13 +29,17 @@ class TierError(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class TierResult:
-    """How the reading or writing of one block has ended. ``seconds`` is the time it took once it was begun."""
+    """How the reading or writing of one block has ended.
+
+    It took ``seconds`` once it was begun, until the monotonic clock read ``ended``.
+    """
 
     key: OffloadKey
     is_read: bool
     error: TierError | None = None
     nbytes: int = 0
     seconds: float = 0.0
+    ended: float = 0.0
 
     @property
     def ok(self) -> bool:
@@ -51,7 +55,7 @@ class Tier(ABC):
     a slot that is written from does not change, one that is read into belongs to nobody else. A key is read or
     written at most once at a time. ``name`` is for logs and metrics.
 
-    A block that ``read`` has delivered without an error holds exactly the bytes that were written under its key, and the
+    A block that ``read`` has delivered without an error holds exactly the bytes that were written under its key: the
     tier has verified that. ``used_bytes`` never exceeds ``capacity_bytes``.
     """
 

@@ -1,0 +1,537 @@
+"""Storages that misbehave on purpose: a simulated one that can be killed, and faults for any."""
+
+from __future__ import annotations
+
+import errno
+import itertools
+import os
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from random import Random
+from typing import TypeAlias
+
+import numpy as np
+
+from kvoffload.base import ConfigError
+from kvoffload.hostpool import ByteArray
+from kvoffload.tiers.storage import Storage, StoredFile
+
+PAGE = 4096
+
+Part: TypeAlias = list[tuple[int, int]]
+"""Stretches of a transfer, in bytes, that reach the medium together."""
+
+
+class Killed(BaseException):
+    """The process was killed in the middle of what it did. No Exception: a dead process handles nothing."""
+
+
+def os_error(number: int) -> OSError:
+    return OSError(number, os.strerror(number))
+
+
+class _Inode:
+    """A file. It takes room while it has a name or an open handle."""
+
+    def __init__(self) -> None:
+        self.data: ByteArray = np.zeros(0, np.uint8)
+        self.size = 0
+        self.modified = 0.0
+        self.named = True
+        self.handles = 0
+        self.unsynced: dict[int, ByteArray] = {}
+        """Pages written since the medium last kept all: what it kept of them."""
+
+
+class _Medium:
+    """What outlives a process."""
+
+    def __init__(self, capacity_bytes: int, seed: int, clock: Callable[[], float]) -> None:
+        self.capacity_bytes = capacity_bytes
+        self.used_bytes = self.peak_bytes = 0
+        self.folders: dict[str, dict[str, _Inode]] = {"": {}}
+        self.owner: SimulatedStorage | None = None
+        self.random = Random(seed)
+        self.clock = clock
+
+    def resize(self, inode: _Inode, size: int) -> None:
+        room = -(-size // PAGE) * PAGE
+        grown = room - len(inode.data)
+        if grown > self.capacity_bytes - self.used_bytes:
+            raise os_error(errno.ENOSPC)
+        if grown > 0:
+            inode.data = np.concatenate((inode.data, np.zeros(grown, np.uint8)))
+        elif grown < 0:
+            inode.data = inode.data[:room].copy()
+        inode.data[size:] = 0
+        inode.unsynced = {page: old for page, old in inode.unsynced.items() if page * PAGE < room}
+        inode.size, inode.modified = size, self.clock()
+        self.take(grown)
+
+    def take(self, nbytes: int) -> None:
+        self.used_bytes += nbytes
+        self.peak_bytes = max(self.peak_bytes, self.used_bytes)
+
+    def free_if_gone(self, inode: _Inode) -> None:
+        if not inode.named and not inode.handles:
+            self.take(-len(inode.data))
+            inode.data = inode.data[:0]
+
+    def put(self, inode: _Inode, offset: int, raw: ByteArray) -> None:
+        for page in range(offset // PAGE, -(-(offset + len(raw)) // PAGE)):
+            if page not in inode.unsynced:
+                inode.unsynced[page] = inode.data[page * PAGE : (page + 1) * PAGE].copy()
+        inode.data[offset : offset + len(raw)] = raw
+        inode.modified = self.clock()
+
+
+class SimulatedStorage(Storage):
+    """A storage in memory, for one simulated process, with room for ``capacity_bytes``.
+
+    ``kill`` ends the process: what was written stays, as in a page cache, its handles and its lock are gone.
+    ``power_loss`` also takes back each page written since the last ``sync``, or not, as chance will have it.
+    ``restart`` makes the next process's storage on the same medium. ``pause`` is called in the middle of reads and
+    writes: who does not return from it is killed there, and leaves a part of the bytes or of the pages. Chance is
+    ``seed``'s.
+    """
+
+    def __init__(
+        self,
+        capacity_bytes: int,
+        seed: int = 0,
+        clock: Callable[[], float] = lambda: 0.0,
+        pause: Callable[[], None] | None = None,
+    ) -> None:
+        self._medium = _Medium(capacity_bytes, seed, clock)
+        self._pause = pause
+        self._dead = False
+        self._handles: set[_SimulatedFile] = set()
+
+    @property
+    def capacity_bytes(self) -> int:
+        return self._medium.capacity_bytes
+
+    @capacity_bytes.setter
+    def capacity_bytes(self, capacity_bytes: int) -> None:
+        self._medium.capacity_bytes = capacity_bytes
+
+    @property
+    def used_bytes(self) -> int:
+        """Of all files, those included that are removed but open."""
+        return self._medium.used_bytes
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most that was ever in use, or since ``reset_peak``."""
+        return self._medium.peak_bytes
+
+    def reset_peak(self) -> None:
+        self._medium.peak_bytes = self._medium.used_bytes
+
+    def sync(self) -> None:
+        """What was written so far is safe from power losses."""
+        for inode in self._inodes():
+            inode.unsynced.clear()
+
+    def kill(self) -> None:
+        self.close()
+        self._dead = True
+        for handle in list(self._handles):
+            handle.close()
+
+    def power_loss(self) -> None:
+        self.kill()
+        for inode in self._inodes():
+            for page, old in inode.unsynced.items():
+                if self._medium.random.random() < 0.5:
+                    inode.data[page * PAGE : (page + 1) * PAGE] = old
+            inode.unsynced.clear()
+
+    def restart(self, pause: Callable[[], None] | None = None) -> SimulatedStorage:
+        """Kills the process. Returns the next one's storage."""
+        self.kill()
+        successor = SimulatedStorage(0, pause=pause)
+        successor._medium = self._medium
+        return successor
+
+    def lock(self) -> None:
+        self._check_alive()
+        if self._medium.owner not in (None, self):
+            raise ConfigError("disk_dir: another simulated process owns the storage; give each a directory of its own")
+        self._medium.owner = self
+
+    def folders(self) -> list[str]:
+        self._check_alive()
+        return sorted(name for name in self._medium.folders if name)
+
+    def files(self, folder: str) -> list[str]:
+        return sorted(self._folder(folder))
+
+    def make_folder(self, folder: str) -> None:
+        self._check_alive()
+        _check_name(folder)
+        self._medium.folders.setdefault(folder, {})
+
+    def remove_folder(self, folder: str) -> None:
+        _check_name(folder)
+        if self._folder(folder):
+            raise os_error(errno.ENOTEMPTY)
+        del self._medium.folders[folder]
+
+    def open(self, folder: str, name: str, create: bool = False, direct: bool = False) -> StoredFile:
+        files = self._folder(folder)
+        _check_name(name)
+        if create and name not in files:
+            files[name] = _Inode()
+            files[name].modified = self._medium.clock()
+        handle = _SimulatedFile(self, self._inode(folder, name), direct)
+        self._handles.add(handle)
+        return handle
+
+    def remove(self, folder: str, name: str) -> None:
+        inode = self._inode(folder, name)
+        del self._medium.folders[folder][name]
+        inode.named = False
+        self._medium.free_if_gone(inode)
+
+    def modified(self, folder: str, name: str) -> float:
+        return self._inode(folder, name).modified
+
+    def free_bytes(self) -> int:
+        self._check_alive()
+        return max(0, self._medium.capacity_bytes - self._medium.used_bytes)
+
+    def close(self) -> None:
+        if self._medium.owner is self:
+            self._medium.owner = None
+
+    def _check_alive(self) -> None:
+        if self._dead:
+            raise os_error(errno.EBADF)
+
+    def _folder(self, folder: str) -> dict[str, _Inode]:
+        self._check_alive()
+        if folder not in self._medium.folders:
+            raise os_error(errno.ENOENT)
+        return self._medium.folders[folder]
+
+    def _inode(self, folder: str, name: str) -> _Inode:
+        files = self._folder(folder)
+        if name not in files:
+            raise os_error(errno.ENOENT)
+        return files[name]
+
+    def _inodes(self) -> list[_Inode]:
+        return [inode for files in self._medium.folders.values() for inode in files.values()]
+
+    def _parts(self, offset: int, nbytes: int) -> Iterator[Part]:
+        """A transfer in the one or two parts in which it reaches the medium, each after a pause."""
+        if self._pause is None:
+            yield [(0, nbytes)]
+            return
+        for part in self._split(offset, nbytes):
+            self._pause()
+            yield part
+
+    def _split(self, offset: int, nbytes: int) -> list[Part]:
+        rng = self._medium.random
+        if nbytes < 2 or rng.random() < 0.5:
+            return [[(0, nbytes)]]
+        if rng.random() < 0.5:
+            cut = rng.randrange(1, nbytes)
+            return [[(0, cut)], [(cut, nbytes)]]
+        bounds = [0, *range(PAGE - offset % PAGE, nbytes, PAGE), nbytes]
+        parts: list[Part] = [[], []]
+        for stretch in itertools.pairwise(bounds):
+            parts[rng.random() < 0.5].append(stretch)
+        return parts
+
+
+class _SimulatedFile(StoredFile):
+    def __init__(self, storage: SimulatedStorage, inode: _Inode, direct: bool) -> None:
+        self._storage = storage
+        self._medium = storage._medium
+        self._inode = inode
+        self._direct = direct
+        self._open = True
+        inode.handles += 1
+
+    def read(self, buffers: Sequence[ByteArray], offset: int) -> int:
+        self._check(buffers, offset)
+        inode = self._inode
+        raw = np.zeros(max(0, min(num_bytes(buffers), inode.size - offset)), np.uint8)
+        with self._in_use():
+            for part in self._storage._parts(offset, len(raw)):
+                for start, end in part:
+                    there = inode.data[offset + start : offset + end]
+                    raw[start : start + len(there)] = there
+        done = 0
+        for buffer in head(buffers, len(raw)):
+            buffer[:] = raw[done : done + buffer.size]
+            done += buffer.size
+        return done
+
+    def write(self, buffers: Sequence[ByteArray], offset: int) -> int:
+        self._check(buffers, offset)
+        raw = np.concatenate([buffer.reshape(-1) for buffer in buffers])
+        with self._in_use():
+            for part in self._storage._parts(offset, len(raw)):
+                if offset + len(raw) > self._inode.size:
+                    self._medium.resize(self._inode, offset + len(raw))
+                for start, end in part:
+                    self._medium.put(self._inode, offset + start, raw[start:end])
+        return len(raw)
+
+    def size(self) -> int:
+        self._check()
+        return self._inode.size
+
+    def allocated_bytes(self) -> int:
+        self._check()
+        return len(self._inode.data)
+
+    def resize(self, size: int) -> None:
+        self._check()
+        self._medium.resize(self._inode, size)
+
+    def close(self) -> None:
+        if self._open:
+            self._open = False
+            self._storage._handles.discard(self)
+            self._inode.handles -= 1
+            self._medium.free_if_gone(self._inode)
+
+    @contextmanager
+    def _in_use(self) -> Iterator[None]:
+        """A transfer that is under way keeps the file, even if the handle is closed meanwhile."""
+        self._inode.handles += 1
+        try:
+            yield
+        finally:
+            self._inode.handles -= 1
+            self._medium.free_if_gone(self._inode)
+
+    def _check(self, buffers: Sequence[ByteArray] = (), offset: int = 0) -> None:
+        if not self._open:
+            raise os_error(errno.EBADF)
+        if self._direct and (offset % PAGE or any(buffer.size % PAGE for buffer in buffers)):
+            raise os_error(errno.EINVAL)
+
+
+def num_bytes(buffers: Sequence[ByteArray]) -> int:
+    return sum(buffer.size for buffer in buffers)
+
+
+def head(buffers: Sequence[ByteArray], nbytes: int) -> list[ByteArray]:
+    """The first ``nbytes`` of ``buffers``, flat."""
+    taken: list[ByteArray] = []
+    for buffer in buffers:
+        if nbytes <= 0:
+            break
+        taken.append(buffer.reshape(-1)[:nbytes])
+        nbytes -= buffer.size
+    return taken
+
+
+def _check_name(name: str) -> None:
+    if not name or "/" in name or name in (".", ".."):
+        raise os_error(errno.EINVAL)
+
+
+@dataclass(frozen=True)
+class FaultRates:
+    """Chances per operation that may go wrong in that way."""
+
+    flip_on_read: float = 0.0
+    """A bit of what was read is wrong; the medium has it right."""
+    flip_on_write: float = 0.0
+    """A bit of what is written is wrong from then on."""
+    torn_write: float = 0.0
+    """Only a part is written, perhaps nothing, and the device says that all was."""
+    short_read: float = 0.0
+    short_write: float = 0.0
+    no_space: float = 0.0
+    """ENOSPC where bytes are written or room is taken."""
+    io_error: float = 0.0
+    """EIO, of any operation."""
+    stall: float = 0.0
+    """A read or write that hangs first."""
+
+
+class FaultyStorage(Storage):
+    """Passes everything on to ``inner``, and now and then something goes wrong, chosen by ``seed``.
+
+    Only while ``active``. ``read_only``: from now on nothing can be written (EROFS). ``kill_at``: the operation of
+    this number, from 0 on, ends half done with Killed, and every one after it does too. ``stall`` is called to hang; by
+    default it sleeps ``stall_s``, or until ``active`` is set to False. ``injected`` counts the faults by name,
+    ``operations`` all operations.
+    """
+
+    def __init__(
+        self,
+        inner: Storage,
+        seed: int = 0,
+        rates: FaultRates = FaultRates(),
+        stall: Callable[[], None] | None = None,
+        stall_s: float = 1.0,
+    ) -> None:
+        self.inner = inner
+        self.rates = rates
+        self.read_only = False
+        self.kill_at: int | None = None
+        self.operations = 0
+        self.injected: Counter[str] = Counter()
+        self._random = Random(seed)
+        self._calm = threading.Event()
+        self._stall = stall or (lambda: bool(self._calm.wait(stall_s)))
+
+    @property
+    def active(self) -> bool:
+        return not self._calm.is_set()
+
+    @active.setter
+    def active(self, active: bool) -> None:
+        if active:
+            self._calm.clear()
+        else:
+            self._calm.set()
+
+    def lock(self) -> None:
+        self.inner.lock()
+
+    def folders(self) -> list[str]:
+        self._before()
+        return self.inner.folders()
+
+    def files(self, folder: str) -> list[str]:
+        self._before()
+        return self.inner.files(folder)
+
+    def make_folder(self, folder: str) -> None:
+        self._before(writes=True)
+        self.inner.make_folder(folder)
+
+    def remove_folder(self, folder: str) -> None:
+        self._before(writes=True)
+        self.inner.remove_folder(folder)
+
+    def open(self, folder: str, name: str, create: bool = False, direct: bool = False) -> StoredFile:
+        self._before(writes=create)
+        return _FaultyFile(self, self.inner.open(folder, name, create, direct), direct)
+
+    def remove(self, folder: str, name: str) -> None:
+        self._before(writes=True)
+        self.inner.remove(folder, name)
+
+    def modified(self, folder: str, name: str) -> float:
+        self._before()
+        return self.inner.modified(folder, name)
+
+    def free_bytes(self) -> int:
+        self._before()
+        return self.inner.free_bytes()
+
+    def close(self) -> None:
+        self.inner.close()
+
+    def _happens(self, fault: str) -> bool:
+        rate: float = getattr(self.rates, fault)
+        if rate == 0 or not self.active or self._random.random() >= rate:
+            return False
+        self.injected[fault] += 1
+        return True
+
+    def _before(self, writes: bool = False) -> None:
+        """What may go wrong before an operation."""
+        if self._is_killed():
+            raise Killed
+        self.operations += 1
+        if writes and self.read_only and self.active:
+            self.injected["read_only"] += 1
+            raise os_error(errno.EROFS)
+        if self._happens("io_error"):
+            raise os_error(errno.EIO)
+
+    def _is_killed(self) -> bool:
+        """Whether the next operation is the one, or comes after it."""
+        return self.kill_at is not None and self.operations >= self.kill_at
+
+    def _cut(self, nbytes: int, direct: bool, least: int = 1) -> int:
+        """A number of bytes from ``least`` to ``nbytes - 1``; of whole pages if ``direct``."""
+        unit = PAGE if direct else 1
+        return self._random.randrange(min(least * unit, nbytes), max(nbytes, 1), unit) if nbytes > least * unit else 0
+
+
+class _FaultyFile(StoredFile):
+    def __init__(self, storage: FaultyStorage, inner: StoredFile, direct: bool) -> None:
+        self._storage = storage
+        self._inner = inner
+        self._direct = direct
+
+    def read(self, buffers: Sequence[ByteArray], offset: int) -> int:
+        storage = self._storage
+        if storage._happens("stall"):
+            storage._stall()
+        storage._before()
+        if storage._happens("short_read"):
+            buffers = head(buffers, storage._cut(num_bytes(buffers), self._direct))
+        n = self._inner.read(buffers, offset) if buffers else 0
+        if n and storage._happens("flip_on_read"):
+            self._flip(head(buffers, n))
+        return n
+
+    def write(self, buffers: Sequence[ByteArray], offset: int) -> int:
+        storage, total = self._storage, num_bytes(buffers)
+        if storage._happens("stall"):
+            storage._stall()
+        if storage._is_killed() and storage.operations == storage.kill_at:
+            self._write_some(buffers, storage._cut(total, self._direct, least=0), offset)
+            storage.operations += 1
+        storage._before(writes=True)
+        if storage._happens("no_space"):
+            raise os_error(errno.ENOSPC)
+        if storage._happens("flip_on_write"):
+            buffers = [_copy(buffer) for buffer in buffers]
+            self._flip(buffers)
+        if storage._happens("torn_write"):
+            self._write_some(buffers, storage._cut(total, self._direct, least=0), offset)
+            return total
+        if total > (PAGE if self._direct else 1) and storage._happens("short_write"):
+            return self._write_some(buffers, storage._cut(total, self._direct), offset)
+        return self._inner.write(buffers, offset)
+
+    def size(self) -> int:
+        self._storage._before()
+        return self._inner.size()
+
+    def allocated_bytes(self) -> int:
+        self._storage._before()
+        return self._inner.allocated_bytes()
+
+    def resize(self, size: int) -> None:
+        self._storage._before(writes=True)
+        if self._storage._happens("no_space"):
+            raise os_error(errno.ENOSPC)
+        self._inner.resize(size)
+
+    def close(self) -> None:
+        self._inner.close()
+
+    def _write_some(self, buffers: Sequence[ByteArray], nbytes: int, offset: int) -> int:
+        return self._inner.write(head(buffers, nbytes), offset) if nbytes else 0
+
+    def _flip(self, buffers: Sequence[ByteArray]) -> None:
+        rng = self._storage._random
+        buffer = rng.choice([buffer for buffer in buffers if buffer.size]).reshape(-1)
+        buffer[rng.randrange(buffer.size)] ^= 1 << rng.randrange(8)
+
+
+def _copy(buffer: ByteArray) -> ByteArray:
+    """A copy at an address that direct writes may start from."""
+    room = np.empty(buffer.size + PAGE, np.uint8)
+    copy = room[-room.ctypes.data % PAGE :][: buffer.size]
+    copy[:] = buffer.reshape(-1)
+    return copy

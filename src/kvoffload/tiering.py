@@ -1,0 +1,601 @@
+"""TieredOffloadingManager: host memory first, then lower tiers that must not stall the engine."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from kvoffload.base import (
+    IntegrityError,
+    LoadStoreSpec,
+    LookupState,
+    Miss,
+    MissReason,
+    OffloadingEvent,
+    OffloadingManager,
+    OffloadKey,
+    PrepareStoreOutput,
+    ReqContext,
+)
+from kvoffload.explain import MissMemory
+from kvoffload.keys import key_group_idx
+from kvoffload.manager import PolicyOffloadingManager
+from kvoffload.tiers.base import States, Tier, TierError, TierResult
+
+logger = logging.getLogger(__name__)
+
+PROMOTION_SHARE = 0.5
+"""Of the host's blocks: at most so many are on their way from lower tiers or kept ready for those who wait."""
+WRITE_SHARE = 0.125
+"""Of the host's blocks: at most so many are pinned for writes to lower tiers; beyond it a block is not written."""
+MAX_WAITERS = 4096
+"""Requests that wait for lower tiers; beyond it a request loads what the host has."""
+MAX_UNANSWERED = 1 << 16
+"""Keys that a tier was too slow to tell of, remembered for MISS_TTL_S."""
+MISS_TTL_S = 1.0
+MAX_FAILURES = 16
+"""Of one tier within FAILURE_PERIOD_S: then it is switched off."""
+FAILURE_PERIOD_S = 60.0
+RATE_TTL_S = 30.0
+"""A measured read rate is believed for so long; after it one prefix is loaded to measure it again."""
+FIRST_CHUNK = 32
+"""Keys that are looked for below the host at first; doubled while all are found."""
+
+ANONYMOUS = ReqContext("")
+"""Who asks without a context."""
+
+
+class MovingRate:
+    """An amount per second, as a moving average in which larger samples weigh more."""
+
+    KEEP = 0.9
+    """Of what older samples weigh, whenever a new one comes."""
+
+    def __init__(self) -> None:
+        self._amount = self._seconds = 0.0
+
+    def add(self, amount: float, seconds: float) -> None:
+        self._amount = self._amount * self.KEEP + amount
+        self._seconds = self._seconds * self.KEEP + seconds
+
+    def seconds_for(self, amount: float) -> float | None:
+        """How long ``amount`` takes; None while that is not known."""
+        return amount * self._seconds / self._amount if self._amount > 0 and self._seconds > 0 else None
+
+
+@dataclass(slots=True, eq=False)
+class _Waiter:
+    """A request that was told to ask again."""
+
+    context: ReqContext
+    since: float
+    wanted: dict[OffloadKey, None] = field(default_factory=dict)
+    """In a tier, to be promoted, in the order of their chain."""
+    reserved: list[OffloadKey] = field(default_factory=list)
+    """Promoted, and pinned for it."""
+    over: bool = False
+    """It waits no longer: what is in the host is all that it gets."""
+
+
+@dataclass(slots=True, eq=False)
+class _Flight:
+    """A block on its way from a tier into the host, and who waits for it."""
+
+    since: float
+    waiters: list[_Waiter]
+
+
+class _Lane:
+    """A tier, and what is known of it."""
+
+    def __init__(self, tier: Tier) -> None:
+        self.tier = tier
+        self.off = False
+        self.flights: dict[OffloadKey, _Flight] = {}
+        """Oldest first."""
+        self.writing: set[OffloadKey] = set()
+        self.failures: deque[float] = deque(maxlen=MAX_FAILURES)
+        self.read_rate = MovingRate()
+        self.measured = float("-inf")
+        """When ``read_rate`` was."""
+
+    def seconds_to_read(self, num_blocks: int, now: float) -> float:
+        """How long so many blocks would take behind those on their way; 0 if that was not measured lately."""
+        if now - self.measured > RATE_TTL_S:
+            return 0.0
+        return self.read_rate.seconds_for((len(self.flights) + num_blocks) * self.tier.block_bytes) or 0.0
+
+    def measure(self, reads: list[TierResult], now: float) -> None:
+        """Bytes over the time in which at least one of them was read."""
+        spans = sorted((result.ended - result.seconds, result.ended) for result in reads if result.ok)
+        busy, until = 0.0, float("-inf")
+        for begin, end in spans:
+            busy += max(0.0, end - max(begin, until))
+            until = max(until, end)
+        if busy > 0:
+            self.read_rate.add(sum(result.nbytes for result in reads if result.ok), busy)
+            self.measured = now
+
+
+class TieredOffloadingManager(OffloadingManager):
+    """``host`` in front of ``tiers``, fastest first.
+
+    A block that becomes ready in the host is written through to every tier by the tier's own threads; where they cannot
+    keep up, it is not. A lookup that finds blocks below the host answers None, and ``poll`` starts to promote them, all
+    lookups of a step together; each key is on its way at most once. What has come up is pinned for the requests that
+    wait for it until they are given device blocks, end, or have waited for ``load_deadline_ms``: then they get what
+    is there. A tier that does not tell within ``lookup_deadline_ms`` whether it holds a block does not hold it, for
+    MISS_TTL_S. A tier whose oldest read is older than the load deadline is not asked until that read ends.
+
+    ``tokens_per_block``: by KV cache group, the tokens that need not be computed for each block that is loaded. With
+    ``load_only_if_faster`` a run of blocks that would take longer to read than to compute is left where it is.
+    """
+
+    def __init__(
+        self,
+        host: PolicyOffloadingManager,
+        tiers: Sequence[Tier],
+        *,
+        tokens_per_block: Sequence[float],
+        lookup_deadline_ms: float = 100.0,
+        load_deadline_ms: float = 1000.0,
+        load_only_if_faster: bool = True,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.host = host
+        self._lanes = [_Lane(tier) for tier in tiers]
+        self._tokens_per_block = tokens_per_block
+        self._lookup_deadline_s = lookup_deadline_ms / 1000
+        self._load_deadline_s = load_deadline_ms / 1000
+        self._load_only_if_faster = load_only_if_faster
+        self._clock = clock
+        self._prefill = MovingRate()
+        self._waiters: dict[str, _Waiter] = {}
+        """Who waits, or has waited and has not been given device blocks yet."""
+        self._deadlines: deque[_Waiter] = deque()
+        """Those whose deadline has not come, the oldest first; some may have been let go since."""
+        self._wanting: dict[_Waiter, None] = {}
+        """Those who want blocks that are not on their way yet, the oldest first."""
+        self._reserved: Counter[OffloadKey] = Counter()
+        """Promoted blocks, and for how many waiters each is pinned."""
+        self._max_promoted = max(1, int(host.num_blocks * PROMOTION_SHARE))
+        self._max_held = max(1, int(host.num_blocks * WRITE_SHARE))
+        self._unanswered: dict[OffloadKey, float] = {}
+        """Since when a tier is being asked for a key."""
+        self._look_again = False
+        """Since the last poll something has changed for those who wait, or a tier was asked."""
+        self._reasons = MissMemory(clock=clock)
+        self._counts: defaultdict[str, float] = defaultdict(float)
+        self._num_evicted = 0
+        """Blocks that tiers have evicted, as far as they are counted."""
+
+    # Lookup.
+
+    def lookup(self, keys: Sequence[OffloadKey], req_context: ReqContext | None = None) -> int | None:
+        ready = self.host.lookup(keys)
+        assert ready is not None
+        if ready == len(keys) or not self._can_ask(req_context):
+            return ready
+        found, asking = self._find_run(keys, ready, req_context)
+        if found and not self._is_faster_to_load(keys[ready], found, req_context):
+            return ready
+        if found:
+            self._wait_for(found, req_context)
+        return None if found or asking else ready
+
+    def lookup_each(self, keys: Sequence[OffloadKey], req_context: ReqContext | None = None) -> list[LookupState]:
+        """A block that must be promoted first, or asked for, is RETRY. If some key cannot be had at all, nothing is
+        promoted."""
+        states = self.host.states(keys)
+        below = np.flatnonzero(states != LookupState.HIT)
+        if len(below) and self._can_ask(req_context):
+            told = self._states_below([keys[i] for i in below.tolist()], states[below])
+            coming = [keys[i] for i in below[told == LookupState.HIT].tolist()]
+            if coming and np.isin(told, (LookupState.HIT, LookupState.RETRY)).all():
+                self._wait_for(coming, req_context)
+            states[below] = np.where(told == LookupState.HIT, LookupState.RETRY, told)
+        return list(map(LookupState, states.tolist()))
+
+    def _can_ask(self, context: ReqContext | None) -> bool:
+        """Whether the request may still wait for lower tiers."""
+        if all(lane.off for lane in self._lanes):
+            return False
+        waiter = self._waiters.get((context or ANONYMOUS).req_id)
+        if waiter is None:
+            return len(self._waiters) < MAX_WAITERS
+        if self._clock() - waiter.since >= self._load_deadline_s:
+            self._expire(waiter)
+        return not waiter.over
+
+    def _find_run(
+        self, keys: Sequence[OffloadKey], ready: int, context: ReqContext | None
+    ) -> tuple[list[OffloadKey], bool]:
+        """Of the run of keys that goes on after the first ``ready``: those that must be promoted first, as many as a
+        request may have; and whether a tier is being asked where the run ends."""
+        waiter = self._waiters.get((context or ANONYMOUS).req_id)
+        room = self._max_promoted - (len(waiter.reserved) if waiter else 0)
+        found: list[OffloadKey] = []
+        start, size = ready, FIRST_CHUNK
+        while start < len(keys) and len(found) < room:
+            chunk = keys[start : start + size]
+            states = self.host.states(chunk)
+            below = np.flatnonzero(states != LookupState.HIT)
+            states[below] = self._states_below([chunk[i] for i in below.tolist()], states[below])
+            bad = np.flatnonzero(states != LookupState.HIT)
+            end = int(bad[0]) if len(bad) else len(chunk)
+            found += [chunk[i] for i in below.tolist() if i < end]
+            if len(bad):
+                return found[:room], bool(states[bad[0]] == LookupState.RETRY)
+            start, size = start + size, size * 2
+        return found[:room], False
+
+    def _states_below(self, keys: Sequence[OffloadKey], host_states: States) -> States:
+        """HIT: on its way to the host, or in a tier that can be read. RETRY: a tier is being asked. PENDING: being
+        stored from the device."""
+        now = self._clock()
+        states = np.where(host_states == LookupState.PENDING, host_states, LookupState.MISS).astype(np.uint8)
+        for lane in self._lanes:
+            if lane.flights:
+                on_its_way = np.fromiter((key in lane.flights for key in keys), np.bool_, len(keys))
+                # A flight that has outlived its tier's deadline is nothing to wait for.
+                states[on_its_way] = LookupState.MISS if self._is_stalled(lane, now) else LookupState.HIT
+            open_keys = np.flatnonzero(states == LookupState.MISS)
+            if lane.off or not len(open_keys) or self._is_stalled(lane, now):
+                continue
+            told = lane.tier.contains([keys[i] for i in open_keys.tolist()])
+            states[open_keys] = self._without_late(keys, open_keys, told, now)
+        return states
+
+    def _without_late(
+        self, keys: Sequence[OffloadKey], asked: npt.NDArray[np.int64], told: States, now: float
+    ) -> States:
+        """Keys that a tier has been asked for longer than the lookup deadline count as missing, for a while."""
+        for i in np.flatnonzero(told == LookupState.RETRY).tolist():
+            key = keys[asked[i]]
+            since = self._unanswered.get(key)
+            if since is None or now - since > self._lookup_deadline_s + MISS_TTL_S:
+                self._unanswered.pop(key, None)
+                self._unanswered[key] = since = now
+                while len(self._unanswered) > MAX_UNANSWERED:
+                    del self._unanswered[next(iter(self._unanswered))]
+            self._look_again = True
+            if now - since >= self._lookup_deadline_s:
+                told[i] = LookupState.MISS
+                self._reasons.record([key], MissReason.NOT_IN_TIME)
+        return told
+
+    def _is_stalled(self, lane: _Lane, now: float) -> bool:
+        oldest = next(iter(lane.flights.values()), None)
+        return oldest is not None and now - oldest.since >= self._load_deadline_s
+
+    def _is_faster_to_load(self, first: OffloadKey, found: list[OffloadKey], context: ReqContext | None) -> bool:
+        """Whether reading ``found`` takes no longer than computing their tokens, as far as both are known. A promotion
+        that was begun is waited for."""
+        waiter = self._waiters.get((context or ANONYMOUS).req_id)
+        computing = self._prefill.seconds_for(len(found) * self._tokens_per_block[key_group_idx(first)])
+        if not self._load_only_if_faster or waiter is not None or computing is None:
+            return True
+        now = self._clock()
+        if max(lane.seconds_to_read(len(found), now) for lane in self._lanes) <= computing:
+            return True
+        self._reasons.record([first], MissReason.FASTER_TO_COMPUTE)
+        return False
+
+    def _wait_for(self, keys: list[OffloadKey], context: ReqContext | None) -> None:
+        """The request waits for ``keys``, which are in a tier or on their way."""
+        context = context or ANONYMOUS
+        waiter = self._waiters.get(context.req_id)
+        if waiter is None:
+            waiter = self._waiters[context.req_id] = _Waiter(context, self._clock())
+            self._deadlines.append(waiter)
+        for key in keys:
+            flight = next((lane.flights[key] for lane in self._lanes if key in lane.flights), None)
+            if flight is None:
+                waiter.wanted[key] = None
+                self._wanting[waiter] = None
+            elif waiter not in flight.waiters:
+                flight.waiters.append(waiter)
+
+    def _expire(self, waiter: _Waiter) -> None:
+        """At its deadline the request gets what is there."""
+        if not waiter.over:
+            waiter.over = True
+            late = [key for lane in self._lanes for key, flight in lane.flights.items() if waiter in flight.waiters]
+            late += waiter.wanted
+            if late:
+                self._counts["late_promotions"] += 1
+                self._reasons.record(late, MissReason.NOT_IN_TIME)
+            self._want_nothing(waiter)
+
+    def _want_nothing(self, waiter: _Waiter) -> None:
+        waiter.wanted.clear()
+        self._wanting.pop(waiter, None)
+
+    # Steps.
+
+    def poll(self) -> bool:
+        changed = False
+        for lane in self._lanes:
+            results = lane.tier.poll()
+            if results:
+                self._end_writes(lane, [result for result in results if not result.is_read])
+                changed |= self._end_reads(lane, [result for result in results if result.is_read])
+                self._count_failures(lane, results)
+        now = self._clock()
+        while self._deadlines and now - self._deadlines[0].since >= self._load_deadline_s:
+            waiter = self._deadlines.popleft()
+            self._expire(waiter)
+            self._unpin(waiter)
+            if waiter.context is ANONYMOUS:
+                self.let_go(ANONYMOUS)
+        changed |= self._start_promotions() or self._look_again
+        self._look_again = False
+        return changed
+
+    def _end_reads(self, lane: _Lane, reads: list[TierResult]) -> bool:
+        lane.measure(reads, self._clock())
+        arrived: dict[_Waiter, list[OffloadKey]] = {}
+        ok, failed = [], []
+        for result in reads:
+            flight = lane.flights.pop(result.key)
+            self._counts["disk_read_seconds"] += result.seconds
+            if result.ok:
+                ok.append(result.key)
+                self._counts["disk_read_bytes"] += result.nbytes
+                for waiter in flight.waiters:
+                    arrived.setdefault(waiter, []).append(result.key)
+            else:
+                failed.append(result.key)
+                reason = MissReason.CORRUPT if result.error is TierError.CORRUPT else MissReason.READ_FAILED
+                self._counts["disk_bad_blocks" if result.error is TierError.CORRUPT else "disk_read_failures"] += 1
+                self.host.complete_store([result.key], success=False)
+                self._reasons.record([result.key], reason)
+        if ok:
+            self.host.complete_store(ok)
+            self._counts["promoted_blocks"] += len(ok)
+        for waiter, keys in arrived.items():
+            if not waiter.over:
+                self._pin(waiter, keys)
+        return bool(reads)
+
+    def _pin(self, waiter: _Waiter, keys: list[OffloadKey]) -> None:
+        """Keeps blocks ready for a request. A reset may have come before them."""
+        there = self.host.states(keys) == LookupState.HIT
+        keys = [key for key, present in zip(keys, there.tolist(), strict=True) if present]
+        if keys:
+            self.host.prepare_load(keys)
+            waiter.reserved += keys
+            self._reserved.update(keys)
+
+    def _unpin(self, waiter: _Waiter) -> None:
+        if waiter.reserved:
+            self.host.complete_load(waiter.reserved)
+            self._reserved.subtract(waiter.reserved)
+            for key in waiter.reserved:
+                if not self._reserved[key]:
+                    del self._reserved[key]
+            waiter.reserved.clear()
+
+    def _end_writes(self, lane: _Lane, writes: list[TierResult]) -> None:
+        if not writes:
+            return
+        keys = [result.key for result in writes]
+        lane.writing.difference_update(keys)
+        self.host.release(keys)
+        for result in writes:
+            self._counts["disk_write_seconds"] += result.seconds
+            if result.ok:
+                self._counts["disk_write_blocks"] += 1
+                self._counts["disk_write_bytes"] += result.nbytes
+            elif result.error is not TierError.GONE:
+                self._counts["disk_write_failures"] += 1
+
+    def _count_failures(self, lane: _Lane, results: list[TierResult]) -> None:
+        now = self._clock()
+        for result in results:
+            if result.error in (TierError.CORRUPT, TierError.IO):
+                lane.failures.append(now)
+        if len(lane.failures) == MAX_FAILURES and now - lane.failures[0] <= FAILURE_PERIOD_S and not lane.off:
+            kinds = Counter(str(result.error) for result in results if result.error is not None)
+            self._switch_off(lane, f"{MAX_FAILURES} failures within {FAILURE_PERIOD_S:.0f} s (latest: {dict(kinds)})")
+
+    def switch_off_tiers(self, reason: str) -> None:
+        """No lower tier is read or written any more; the host goes on."""
+        for lane in self._lanes:
+            self._switch_off(lane, reason)
+
+    def _switch_off(self, lane: _Lane, reason: str) -> None:
+        if not lane.off:
+            lane.off = True
+            logger.error(
+                "kvoffload: THE %s TIER IS OFF: %s; requests are served from host memory or computed from here on",
+                lane.tier.name.upper(),
+                reason,
+            )
+            for waiter in list(self._wanting):
+                self._want_nothing(waiter)
+            self._look_again = True
+
+    def _start_promotions(self) -> bool:
+        """Starts what was asked for, the request that waits longest first, as far as there is room."""
+        changed = False
+        for waiter in list(self._wanting):
+            room = min(
+                self._max_promoted - len(self._reserved) - sum(len(lane.flights) for lane in self._lanes),
+                self.host.num_available_blocks,
+            )
+            if room <= 0:
+                break
+            keys = list(waiter.wanted)[:room]
+            for key in keys:
+                del waiter.wanted[key]
+            if not waiter.wanted:
+                del self._wanting[waiter]
+            changed |= self._promote(waiter, keys)
+        return changed
+
+    def _promote(self, waiter: _Waiter, keys: list[OffloadKey]) -> bool:
+        # Others may have asked for the same since, or stored it.
+        self._wait_for([key for key in keys if any(key in lane.flights for lane in self._lanes)], waiter.context)
+        output = self.host.prepare_store(keys)
+        if output is None:
+            self._want_again(waiter, keys)
+            return False
+        self._counts["evicted_blocks"] += len(output.evicted_keys)
+        left, slots = output.keys_to_store, output.store_spec.slots
+        now = self._clock()
+        for lane in self._lanes:
+            if lane.off or not left:
+                continue
+            taken = set(lane.tier.read(left, slots))
+            lane.flights.update((key, _Flight(now, [waiter])) for key in left if key in taken)
+            keep = [i for i, key in enumerate(left) if key not in taken]
+            left, slots = [left[i] for i in keep], slots[keep]
+        if left:
+            # No tier has taken them on: those that are still there are tried again.
+            self.host.complete_store(left, success=False)
+            for lane in self._lanes:
+                if not lane.off:
+                    there = lane.tier.contains(left) == LookupState.HIT
+                    self._want_again(waiter, [left[i] for i in np.flatnonzero(there).tolist()])
+        return True
+
+    def _want_again(self, waiter: _Waiter, keys: list[OffloadKey]) -> None:
+        if keys:
+            waiter.wanted = dict.fromkeys([*keys, *waiter.wanted])
+            self._wanting[waiter] = None
+
+    def wait(self, timeout_s: float) -> None:
+        for lane in self._lanes:
+            if any(not waiter.over for flight in lane.flights.values() for waiter in flight.waiters):
+                lane.tier.wait(timeout_s)
+                break
+
+    def let_go(self, req_context: ReqContext) -> None:
+        waiter = self._waiters.pop(req_context.req_id, None)
+        if waiter is not None:
+            waiter.over = True
+            self._want_nothing(waiter)
+            self._unpin(waiter)
+
+    def num_promoted(self, req_context: ReqContext) -> int:
+        waiter = self._waiters.get(req_context.req_id)
+        return len(waiter.reserved) if waiter is not None else 0
+
+    def observe_prefill(self, num_tokens: int, seconds: float) -> None:
+        self._prefill.add(num_tokens, seconds)
+
+    # Loads and stores.
+
+    def prepare_load(self, keys: Sequence[OffloadKey], req_context: ReqContext | None = None) -> LoadStoreSpec:
+        return self.host.prepare_load(keys, req_context)
+
+    def complete_load(self, keys: Sequence[OffloadKey], req_context: ReqContext | None = None) -> None:
+        self.host.complete_load(keys, req_context)
+
+    def touch(self, keys: Sequence[OffloadKey], req_context: ReqContext | None = None) -> None:
+        self.host.touch(keys, req_context)
+        for lane in self._lanes:
+            if not lane.off:
+                lane.tier.touch(keys)
+
+    def prepare_store(
+        self, keys: Sequence[OffloadKey], req_context: ReqContext | None = None
+    ) -> PrepareStoreOutput | None:
+        return self.host.prepare_store(keys, req_context)
+
+    def complete_store(
+        self, keys: Sequence[OffloadKey], req_context: ReqContext | None = None, success: bool = True
+    ) -> None:
+        self.host.complete_store(keys, req_context, success)
+        if success:
+            ready = self.host.states(keys) == LookupState.HIT
+            self._write_through([key for key, there in zip(keys, ready.tolist(), strict=True) if there])
+
+    def _write_through(self, keys: Sequence[OffloadKey]) -> None:
+        for lane in self._lanes:
+            if lane.off or not keys:
+                continue
+            absent = lane.tier.contains(keys) != LookupState.HIT
+            wanted = [key for key, missing in zip(keys, absent.tolist(), strict=True) if missing]
+            wanted = [key for key in dict.fromkeys(wanted) if key not in lane.writing]
+            room = self._max_held - sum(len(lane.writing) for lane in self._lanes)
+            now, dropped = wanted[: max(0, room)], max(0, len(wanted) - max(0, room))
+            if now:
+                slots = self.host.hold(now)
+                taken = lane.tier.write(now, slots)
+                lane.writing.update(taken)
+                refused = [key for key in now if key not in lane.writing]
+                self.host.release(refused)
+                dropped += len(refused)
+            self._counts["disk_dropped_writes"] += dropped
+
+    # Odds and ends.
+
+    def take_events(self) -> Iterable[OffloadingEvent]:
+        """Those of the host."""
+        return self.host.take_events()
+
+    def take_counts(self) -> Mapping[str, float]:
+        evicted = sum(lane.tier.num_evicted for lane in self._lanes)
+        self._counts["disk_evicted_blocks"] += evicted - self._num_evicted
+        self._num_evicted = evicted
+        counts, self._counts = self._counts, defaultdict(float)
+        gauges = {
+            "disk_used_bytes": sum(lane.tier.used_bytes for lane in self._lanes),
+            "disk_bytes": sum(lane.tier.capacity_bytes for lane in self._lanes),
+            "disk_off": int(any(lane.off for lane in self._lanes)),
+        }
+        return {**{name: count for name, count in counts.items() if count}, **gauges}
+
+    def reset(self) -> None:
+        for waiter in list(self._waiters.values()):
+            self.let_go(waiter.context)
+        self.host.reset()
+        for lane in self._lanes:
+            lane.tier.reset()
+
+    def shutdown(self) -> None:
+        for lane in self._lanes:
+            lane.tier.close()
+            self._end_writes(lane, [result for result in lane.tier.poll() if not result.is_read])
+            self.host.release(list(lane.writing))
+            lane.writing.clear()
+        self.host.shutdown()
+
+    def explain_miss(self, key: OffloadKey) -> Miss:
+        if any(key in lane.flights for lane in self._lanes):
+            return Miss(MissReason.NOT_IN_TIME)
+        host, mine = self.host.explain_miss(key), self._reasons.explain(key)
+        if mine.age_s is not None and (host.age_s is None or mine.age_s <= host.age_s):
+            return mine
+        return host
+
+    @property
+    def num_blocks(self) -> int:
+        return self.host.num_blocks
+
+    @property
+    def num_used_blocks(self) -> int:
+        return self.host.num_used_blocks
+
+    def check_integrity(self) -> None:
+        self.host.check_integrity()
+        pinned: Counter[OffloadKey] = Counter()
+        for waiter in self._waiters.values():
+            pinned.update(waiter.reserved)
+        if pinned != self._reserved:
+            raise IntegrityError("blocks kept ready and the requests they are kept for do not match")
+        flights = sum(len(lane.flights) for lane in self._lanes)
+        if len(self._reserved) + flights > self._max_promoted:
+            raise IntegrityError("more blocks were promoted than PROMOTION_SHARE allows")
+        if sum(len(lane.writing) for lane in self._lanes) > self._max_held:
+            raise IntegrityError("more blocks are being written to lower tiers than WRITE_SHARE allows")
+        for lane in self._lanes:
+            lane.tier.check_integrity()

@@ -1,0 +1,628 @@
+"""TieredOffloadingManager over a plain tier: promotion, write-through, budgets and deadlines."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+
+from kvoffload.base import IntegrityError, LookupState, MissReason, OffloadKey, ReqContext, Slots
+from kvoffload.hostpool import HostBackend
+from kvoffload.manager import PolicyOffloadingManager
+from kvoffload.policies import make_policy
+from kvoffload.testing.conformance import ManagerConformance
+from kvoffload.testing.tiers import MemoryTier, SteppedExecutor, make_pools
+from kvoffload.tiering import (
+    FAILURE_PERIOD_S,
+    MAX_FAILURES,
+    MISS_TTL_S,
+    PROMOTION_SHARE,
+    RATE_TTL_S,
+    WRITE_SHARE,
+    TieredOffloadingManager,
+)
+from kvoffload.tiers.base import States, TierError, TierResult
+
+SLOT_BYTES = 4096
+A, B = ReqContext("a"), ReqContext("b")
+
+
+def chain(name: str, n: int) -> list[OffloadKey]:
+    return [f"{name}{i}".encode().ljust(12, b".") + bytes(4) for i in range(n)]
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class SpyTier(MemoryTier):
+    """A MemoryTier that remembers what it was asked, and goes wrong as it is told."""
+
+    def __init__(self, *args: object, **kwargs: object) -> None:
+        super().__init__(*args, **kwargs)  # type: ignore[arg-type]
+        self.reads: list[OffloadKey] = []
+        self.asked: list[OffloadKey] = []
+        self.refuses = False
+        self.fails: TierError | None = None
+        self.unsure = False
+        self.seconds_a_block: float | None = None
+
+    def contains(self, keys: Sequence[OffloadKey]) -> States:
+        self.asked += keys
+        states = super().contains(keys)
+        return np.full_like(states, LookupState.RETRY) if self.unsure else states
+
+    def read(self, keys: Sequence[OffloadKey], slots: Slots) -> list[OffloadKey]:
+        taken = [] if self.refuses else super().read(keys, slots)
+        self.reads += taken
+        return taken
+
+    def poll(self) -> list[TierResult]:
+        results = []
+        for result in super().poll():
+            error = self.fails or result.error
+            seconds = result.seconds if self.seconds_a_block is None else self.seconds_a_block
+            results.append(TierResult(result.key, result.is_read, error, result.nbytes, seconds, result.ended))
+        return results
+
+
+class Rig:
+    """A host of ``host_blocks`` in front of a tier, and its clock."""
+
+    def __init__(self, host_blocks: int = 16, tier_blocks: int = 64, policy: str = "lru", **options: float) -> None:
+        self.clock = Clock()
+        self.pools = make_pools(host_blocks, SLOT_BYTES)
+        self.executor = SteppedExecutor(clock=self.clock)
+        self.tier = SpyTier(self.pools, tier_blocks, self.executor, self.clock)
+        backend = HostBackend(16, host_blocks)
+        self.host = PolicyOffloadingManager(backend, make_policy(policy, host_blocks), clock=self.clock)
+        self.manager = TieredOffloadingManager(
+            self.host, [self.tier], tokens_per_block=[16.0], clock=self.clock, **options
+        )
+
+    def store(self, keys: list[OffloadKey]) -> None:
+        """Stores blocks whose bytes are made of their keys."""
+        output = self.manager.prepare_store(keys)
+        assert output is not None
+        for key, slot in zip(output.keys_to_store, output.store_spec.slots.tolist(), strict=True):
+            self.pools[0][slot] = content(key)
+        self.manager.complete_store(keys)
+
+    def settle(self) -> None:
+        """What was asked for begins, and all that is under way in the tier ends."""
+        self.manager.poll()
+        self.executor.drain()
+        self.manager.poll()
+        self.manager.check_integrity()
+
+    def store_below(self, keys: list[OffloadKey]) -> None:
+        """``keys`` are in the tier, and not in the host."""
+        for key in keys:
+            self.store([key])
+            self.settle()
+        self.host.reset()
+
+    def bytes_of(self, keys: list[OffloadKey]) -> list[bytes]:
+        spec = self.manager.prepare_load(keys)
+        self.manager.complete_load(keys)
+        return [bytes(self.pools[0][slot]) for slot in spec.slots.tolist()]
+
+    def fill_host(self, name: str = "filler") -> None:
+        """Other blocks are the most recent ones, in the whole host."""
+        for key in chain(name, self.host.num_blocks):
+            output = self.host.prepare_store([key])
+            if output is not None:
+                self.host.complete_store([key])
+
+    def counts(self) -> dict[str, float]:
+        return dict(self.manager.take_counts())
+
+
+def content(key: OffloadKey) -> np.ndarray:
+    return np.resize(np.frombuffer(key, dtype=np.uint8), SLOT_BYTES)
+
+
+# What any manager does.
+
+
+class TestConformance(ManagerConformance):
+    """A tier that has room for nothing changes nothing of what a manager is."""
+
+    def make_manager(self, num_blocks: int) -> TieredOffloadingManager:
+        tier = MemoryTier(make_pools(num_blocks, SLOT_BYTES), 0)
+        backend = HostBackend(16, num_blocks)
+        host = PolicyOffloadingManager(backend, make_policy("lru", num_blocks), enable_events=True)
+        return TieredOffloadingManager(host, [tier], tokens_per_block=[16.0])
+
+
+# The way up.
+
+
+def test_a_block_goes_down_and_comes_up_with_its_bytes() -> None:
+    rig = Rig()
+    keys = chain("x", 4)
+    rig.store_below(keys)
+    assert rig.manager.lookup(keys, A) is None
+    assert rig.tier.reads == [], "a lookup starts nothing: lookups of a step are taken together"
+    rig.manager.poll()
+    assert rig.tier.reads == keys
+    rig.settle()
+    assert rig.manager.lookup(keys, A) == 4
+    assert rig.bytes_of(keys) == [bytes(content(key)) for key in keys]
+
+
+def test_a_block_is_not_found_before_it_has_arrived() -> None:
+    rig = Rig()
+    keys = chain("x", 2)
+    rig.store_below(keys)
+    rig.manager.lookup(keys, A)
+    rig.manager.poll()
+    assert rig.manager.lookup(keys, A) is None
+    assert rig.host.lookup(keys) == 0
+
+
+def test_poll_tells_when_it_is_worth_asking_again() -> None:
+    rig = Rig()
+    keys = chain("x", 2)
+    rig.store_below(keys)
+    rig.manager.poll()
+    assert not rig.manager.poll(), "nothing has happened"
+    rig.manager.lookup(keys, A)
+    rig.manager.poll()
+    assert not rig.manager.poll(), "nothing has arrived"
+    rig.executor.drain()
+    assert rig.manager.poll()
+
+
+def test_blocks_between_those_of_the_host_come_up() -> None:
+    rig = Rig()
+    keys = chain("x", 6)
+    rig.store_below([keys[2], keys[4]])
+    rig.store([keys[0], keys[1], keys[3]])
+    rig.settle()
+    assert rig.manager.lookup(keys, A) is None
+    rig.settle()
+    assert rig.manager.lookup(keys, A) == 5
+    assert sorted(rig.tier.reads) == [keys[2], keys[4]]
+
+
+def test_what_lies_past_a_block_that_is_nowhere_stays_below() -> None:
+    rig = Rig()
+    keys = chain("x", 6)
+    rig.store_below(keys[:2] + keys[3:])
+    assert rig.manager.lookup(keys, A) is None
+    rig.settle()
+    assert rig.manager.lookup(keys, A) == 2
+    assert rig.tier.reads == keys[:2]
+
+
+def test_a_key_is_on_its_way_once_however_many_ask() -> None:
+    rig = Rig()
+    keys = chain("x", 4)
+    rig.store_below(keys)
+    assert rig.manager.lookup(keys, A) is None
+    assert rig.manager.lookup(keys[:3], B) is None
+    rig.manager.poll()
+    assert rig.manager.lookup(keys, ReqContext("c")) is None
+    rig.settle()
+    assert rig.tier.reads == keys
+    assert [rig.manager.num_promoted(context) for context in (A, B, ReqContext("c"))] == [4, 3, 4]
+
+
+def test_who_asks_without_a_context_is_served_too() -> None:
+    rig = Rig(load_deadline_ms=500)
+    keys = chain("x", 2)
+    rig.store_below(keys)
+    assert rig.manager.lookup(keys) is None
+    rig.settle()
+    assert rig.manager.lookup(keys) == 2
+    rig.host.reset()
+    rig.clock.now += 1
+    rig.manager.poll()
+    assert rig.manager.lookup(keys) is None, "its deadline was that of its first question"
+
+
+def test_windows_wait_for_what_they_lack() -> None:
+    rig = Rig()
+    keys = chain("x", 3)
+    rig.store_below(keys)
+    rig.store(keys[:1])
+    rig.settle()
+    hit, retry = LookupState.HIT, LookupState.RETRY
+    assert rig.manager.lookup_each(keys, A) == [hit, retry, retry]
+    rig.settle()
+    assert rig.manager.lookup_each(keys, A) == [hit, hit, hit]
+
+
+def test_windows_that_cannot_be_complete_promote_nothing() -> None:
+    rig = Rig()
+    keys = chain("x", 3)
+    rig.store_below(keys[:1])
+    assert rig.manager.lookup_each(keys, A) == [LookupState.RETRY, LookupState.MISS, LookupState.MISS]
+    rig.settle()
+    assert rig.tier.reads == []
+
+
+# What is kept ready.
+
+
+def test_what_came_up_stays_until_the_request_loads_it() -> None:
+    rig = Rig()
+    keys = chain("x", 4)
+    rig.store_below(keys)
+    rig.manager.lookup(keys, A)
+    rig.settle()
+    rig.fill_host()
+    assert rig.manager.lookup(keys, A) == 4
+    rig.manager.prepare_load(keys, A)
+    rig.manager.let_go(A)
+    rig.manager.complete_load(keys, A)
+    rig.manager.check_integrity()
+    rig.fill_host("other")
+    assert rig.host.lookup(keys) == 0, "and not for ever"
+
+
+@pytest.mark.parametrize("arrived", [True, False])
+def test_a_request_that_ends_leaves_nothing_behind(arrived: bool) -> None:
+    rig = Rig()
+    keys = chain("x", 4)
+    rig.store_below(keys)
+    rig.manager.lookup(keys, A)
+    rig.manager.poll()
+    if arrived:
+        rig.settle()
+    rig.manager.let_go(A)
+    rig.settle()
+    rig.fill_host()
+    assert rig.host.lookup(keys) == 0
+    assert rig.host.num_available_blocks == rig.host.num_blocks
+
+
+def test_a_request_that_is_never_served_keeps_its_blocks_to_the_deadline_only() -> None:
+    rig = Rig(load_deadline_ms=1000)
+    keys = chain("x", 4)
+    rig.store_below(keys)
+    rig.manager.lookup(keys, A)
+    rig.settle()
+    rig.clock.now += 1.0
+    rig.settle()
+    assert rig.host.num_available_blocks == rig.host.num_blocks
+    assert rig.manager.lookup(keys, A) == 4
+
+
+def test_promotions_take_their_share_of_the_host_at_most() -> None:
+    rig = Rig(host_blocks=16)
+    share = int(16 * PROMOTION_SHARE)
+    keys, more = chain("x", 12), chain("y", 4)
+    rig.store_below(keys + more)
+    assert rig.manager.lookup(keys, A) is None
+    assert rig.manager.lookup(more, B) is None
+    rig.settle()
+    assert rig.tier.reads == keys[:share]
+    assert rig.manager.lookup(keys, A) == share, "a request gets no more than that, and does not wait for it"
+    assert rig.manager.lookup(more, B) is None
+    rig.fill_host()
+    assert rig.manager.prepare_store(chain("new", 16 - share)) is not None, "stores have the rest"
+    rig.manager.let_go(A)
+    rig.settle()
+    assert rig.tier.reads == keys[:share] + more
+    rig.settle()
+    assert rig.manager.lookup(more, B) == 4
+
+
+def test_the_first_to_ask_is_served_first() -> None:
+    rig = Rig(host_blocks=8)
+    first, second = chain("x", 4), chain("y", 4)
+    rig.store_below(first + second)
+    rig.manager.lookup(first, A)
+    rig.manager.lookup(second, B)
+    rig.settle()
+    assert rig.tier.reads == first
+
+
+def test_a_host_in_use_makes_promotions_wait() -> None:
+    rig = Rig(host_blocks=4)
+    keys = chain("x", 2)
+    rig.store_below(keys)
+    busy = chain("busy", 4)
+    rig.store(busy)
+    rig.settle()
+    rig.manager.prepare_load(busy)
+    assert rig.manager.lookup(keys, A) is None
+    rig.settle()
+    assert rig.tier.reads == []
+    rig.manager.complete_load(busy)
+    rig.settle()
+    assert rig.manager.lookup(keys, A) == 2
+
+
+def test_a_tier_that_takes_nothing_on_is_asked_again() -> None:
+    rig = Rig()
+    keys = chain("x", 2)
+    rig.store_below(keys)
+    rig.tier.refuses = True
+    rig.manager.lookup(keys, A)
+    rig.settle()
+    assert rig.host.num_used_blocks == 0
+    rig.tier.refuses = False
+    rig.settle()
+    assert rig.manager.lookup(keys, A) == 2
+
+
+# Deadlines.
+
+
+def test_at_the_deadline_a_request_gets_what_has_arrived() -> None:
+    rig = Rig(load_deadline_ms=1000)
+    keys = chain("x", 4)
+    rig.store_below(keys[:2])
+    rig.manager.lookup(keys[:2], A)
+    rig.settle()
+    rig.manager.let_go(A)
+    rig.host.reset()
+    rig.store_below(keys[2:])
+    rig.store(keys[:2])
+    rig.settle()
+    assert rig.manager.lookup(keys, A) is None
+    rig.manager.poll()
+    rig.clock.now += 0.999
+    assert rig.manager.lookup(keys, A) is None
+    rig.clock.now += 0.001
+    assert rig.manager.lookup(keys, A) == 2
+    assert rig.manager.explain_miss(keys[2]).reason is MissReason.NOT_IN_TIME
+    assert rig.counts()["late_promotions"] == 1
+    rig.settle()
+    assert rig.host.lookup(keys) == 4, "what comes later serves the next one"
+
+
+def test_of_a_tier_that_hangs_nobody_else_waits() -> None:
+    rig = Rig(load_deadline_ms=1000)
+    keys, other = chain("x", 2), chain("y", 2)
+    rig.store_below(keys + other)
+    rig.manager.lookup(keys, A)
+    rig.manager.poll()
+    rig.clock.now += 1.0
+    assert rig.manager.lookup(keys, A) == 0
+    assert rig.manager.lookup(other, B) == 0
+    assert rig.manager.lookup(keys, B) == 0
+    rig.settle()
+    assert rig.manager.lookup(other, B) is None, "it has come back"
+
+
+def test_a_tier_that_does_not_answer_does_not_have_it() -> None:
+    rig = Rig(lookup_deadline_ms=100)
+    keys = chain("x", 2)
+    rig.store_below(keys)
+    rig.tier.unsure = True
+    assert rig.manager.lookup(keys, A) is None
+    assert rig.manager.poll(), "it must be asked again"
+    rig.clock.now += 0.099
+    assert rig.manager.lookup(keys, A) is None
+    rig.clock.now += 0.001
+    assert rig.manager.lookup(keys, A) == 0
+    assert rig.manager.lookup(keys, B) == 0, "a miss is remembered"
+    rig.clock.now += MISS_TTL_S + 0.1
+    assert rig.manager.lookup(keys, B) is None, "for a while"
+    rig.tier.unsure = False
+    assert rig.manager.lookup(keys, B) is None
+    rig.settle()
+    assert rig.manager.lookup(keys, B) == 2
+
+
+# Load or compute.
+
+
+@pytest.mark.parametrize(("seconds_a_block", "loads"), [(0.9, True), (1.1, False)])
+def test_what_takes_longer_to_load_than_to_compute_is_computed(seconds_a_block: float, loads: bool) -> None:
+    rig = Rig(load_deadline_ms=1e6)
+    keys, other = chain("x", 4), chain("y", 4)
+    rig.store_below(keys + other)
+    rig.tier.seconds_a_block = seconds_a_block
+    rig.manager.lookup(keys[:1], A)
+    rig.settle()
+    rig.manager.observe_prefill(160, 10.0)  # A block of 16 tokens a second.
+    found = rig.manager.lookup(other, B)
+    assert found is None if loads else found == 0
+    if not loads:
+        assert rig.manager.explain_miss(other[0]).reason is MissReason.FASTER_TO_COMPUTE
+        rig.clock.now += RATE_TTL_S + 1
+        assert rig.manager.lookup(other, B) is None, "an old measurement is made again"
+
+
+def test_it_can_be_told_to_load_always() -> None:
+    rig = Rig(load_only_if_faster=False, load_deadline_ms=1e6)
+    keys = chain("x", 4)
+    rig.store_below(keys)
+    rig.tier.seconds_a_block = 1e6
+    rig.manager.lookup(keys[:1], A)
+    rig.settle()
+    rig.manager.observe_prefill(160, 0.001)
+    assert rig.manager.lookup(keys[1:], B) is None
+
+
+# The way down.
+
+
+def test_every_store_is_written_through_once() -> None:
+    rig = Rig()
+    keys = chain("x", 2)
+    rig.store(keys)
+    rig.settle()
+    rig.store(keys)
+    rig.settle()
+    assert (rig.tier.contains(keys) == LookupState.HIT).all()
+    assert rig.counts()["disk_write_blocks"] == 2
+
+
+def test_a_failed_store_is_not_written() -> None:
+    rig = Rig()
+    keys = chain("x", 2)
+    rig.manager.prepare_store(keys)
+    rig.manager.complete_store(keys, success=False)
+    rig.settle()
+    assert rig.tier.used_bytes == 0
+
+
+def test_a_block_is_not_evicted_while_it_is_written_down() -> None:
+    rig = Rig(host_blocks=8)
+    keys = chain("x", 1)
+    rig.store(keys)
+    rig.fill_host()
+    assert rig.host.lookup(keys) == 1
+    rig.settle()
+    rig.fill_host("other")
+    assert rig.host.lookup(keys) == 0
+    rig.manager.lookup(keys, A)
+    rig.settle()
+    assert rig.bytes_of(keys) == [bytes(content(keys[0]))]
+
+
+def test_writing_down_changes_no_blocks_place_in_the_order() -> None:
+    rig = Rig(host_blocks=8)
+    keys = chain("x", 8)
+    for key in keys:
+        rig.store([key])
+    rig.settle()
+    output = rig.manager.prepare_store(chain("y", 3))
+    assert output is not None
+    assert output.evicted_keys == keys[:3]
+
+
+def test_writes_pin_their_share_of_the_host_at_most_and_are_dropped_beyond() -> None:
+    rig = Rig(host_blocks=32)
+    share = int(32 * WRITE_SHARE)
+    keys = chain("x", 10)
+    rig.store(keys)
+    assert rig.host.num_available_blocks == 32 - share
+    rig.settle()
+    assert (rig.tier.contains(keys) == LookupState.HIT).tolist() == [True] * share + [False] * (10 - share)
+    assert rig.counts()["disk_dropped_writes"] == 10 - share
+
+
+def test_what_the_tier_does_not_take_on_is_dropped() -> None:
+    rig = Rig(tier_blocks=1)
+    rig.store(chain("x", 2))
+    assert rig.host.num_available_blocks == rig.host.num_blocks - 1
+    rig.settle()
+    assert rig.host.num_available_blocks == rig.host.num_blocks
+    assert rig.counts()["disk_dropped_writes"] == 1
+
+
+# When things go wrong.
+
+
+@pytest.mark.parametrize(
+    ("error", "reason", "counter"),
+    [
+        (TierError.CORRUPT, MissReason.CORRUPT, "disk_bad_blocks"),
+        (TierError.IO, MissReason.READ_FAILED, "disk_read_failures"),
+    ],
+)
+def test_a_block_that_cannot_be_read_is_a_miss(error: TierError, reason: MissReason, counter: str) -> None:
+    rig = Rig()
+    keys = chain("x", 2)
+    rig.store_below(keys)
+    rig.manager.lookup(keys, A)
+    rig.manager.poll()
+    rig.tier.fails = error
+    rig.settle()
+    rig.tier.delete(keys)
+    assert rig.manager.lookup(keys, A) == 0
+    assert rig.manager.explain_miss(keys[0]).reason is reason
+    assert rig.counts()[counter] == 2
+    assert rig.host.num_used_blocks == 0
+
+
+def fail(rig: Rig, times: int) -> None:
+    for i in range(times):
+        keys = chain(f"bad{rig.clock.now}/{i}", 1)
+        rig.store_below(keys)
+        rig.tier.fails = TierError.CORRUPT
+        rig.manager.lookup(keys, ReqContext(f"bad{rig.clock.now}/{i}"))
+        rig.settle()
+        rig.tier.fails = None
+
+
+def test_a_tier_that_fails_too_often_is_switched_off_and_the_host_goes_on(caplog: pytest.LogCaptureFixture) -> None:
+    rig = Rig(tier_blocks=100)
+    keys = chain("x", 2)
+    rig.store_below(keys)
+    fail(rig, MAX_FAILURES - 1)
+    assert rig.manager.lookup(keys, A) is None
+    assert rig.counts()["disk_off"] == 0
+    fail(rig, 1)
+    assert rig.manager.lookup(keys, B) == 0
+    assert rig.counts()["disk_off"] == 1
+    fail_messages = [record for record in caplog.records if "TIER IS OFF" in record.message]
+    assert len(fail_messages) == 1
+    rig.store(chain("y", 2))
+    assert rig.manager.lookup(chain("y", 2), B) == 2
+
+
+def test_failures_far_apart_switch_nothing_off() -> None:
+    rig = Rig(tier_blocks=100)
+    for _ in range(MAX_FAILURES + 2):
+        fail(rig, 1)
+        rig.clock.now += FAILURE_PERIOD_S / (MAX_FAILURES - 2)
+    assert rig.counts()["disk_off"] == 0
+
+
+def test_tiers_can_be_switched_off_from_outside() -> None:
+    rig = Rig()
+    keys = chain("x", 2)
+    rig.store_below(keys)
+    rig.manager.lookup(keys, A)
+    rig.manager.switch_off_tiers("keys do not outlive the process")
+    assert rig.manager.poll(), "those who wait must ask again"
+    assert rig.manager.lookup(keys, A) == 0
+    rig.settle()
+    assert rig.tier.reads == []
+
+
+@pytest.mark.parametrize("under_way", ["read", "write", "arrived"])
+def test_a_reset_makes_everything_unreachable_whatever_is_under_way(under_way: str) -> None:
+    rig = Rig()
+    keys = chain("x", 2)
+    if under_way == "write":
+        rig.store(keys)
+    else:
+        rig.store_below(keys)
+        rig.manager.lookup(keys, A)
+        rig.manager.poll()
+    if under_way == "arrived":
+        rig.settle()
+    rig.manager.reset()
+    for _ in range(2):
+        assert rig.manager.lookup(keys, B) in (0, None)
+        rig.settle()
+    assert rig.manager.lookup(keys, A) == 0
+    assert rig.manager.lookup(keys, B) == 0
+    assert rig.host.num_used_blocks == 0
+    rig.store(keys)
+    rig.settle()
+    assert rig.manager.lookup(keys, A) == 2
+    assert rig.bytes_of(keys) == [bytes(content(key)) for key in keys]
+
+
+def test_shutting_down_twice_is_once() -> None:
+    rig = Rig()
+    rig.store(chain("x", 2))
+    rig.manager.shutdown()
+    rig.manager.shutdown()
+    assert rig.host.num_used_blocks == 0
+
+
+def test_the_books_are_checked() -> None:
+    rig = Rig()
+    keys = chain("x", 2)
+    rig.store_below(keys)
+    rig.manager.lookup(keys, A)
+    rig.settle()
+    rig.manager._reserved.clear()
+    with pytest.raises(IntegrityError):
+        rig.manager.check_integrity()
