@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import time
 from collections.abc import Callable, Sequence
 
@@ -10,6 +11,7 @@ import pytest
 
 from kvoffload.base import (
     Backend,
+    BlockNotReadyError,
     BlockStatus,
     IntegrityError,
     LookupState,
@@ -318,3 +320,68 @@ def test_eviction_takes_no_longer_with_half_a_large_cache_in_use() -> None:
     at_rest = time_to_evict("none")
     assert time_to_evict("pin") < 5 * at_rest
     assert time_to_evict("write") < 5 * at_rest
+
+
+# Writers to lower tiers.
+
+
+@pytest.mark.parametrize("policy", ["lru", "arc"])
+def test_random_holds_never_lose_a_block_or_its_place(policy: str) -> None:
+    """Beside a manager where nobody holds: the same blocks leave, but for those that are held, in the same order."""
+    rng = random.Random(7)
+    for _ in range(150):
+        n = rng.randint(2, 8)
+        manager = PolicyOffloadingManager(HostBackend(1, n), make_policy(policy, n))
+        holds: list[bytes] = []
+        pins: list[bytes] = []
+        for turn in range(60):
+            key = b"%d" % rng.randrange(12)
+            status = manager.block_status(key)
+            action = rng.random()
+            if action < 0.4:
+                if manager.prepare_store([key]) is not None and rng.random() < 0.9:
+                    manager.complete_store([key])
+            elif action < 0.55 and status is not None and status.is_ready:
+                manager.hold([key])
+                holds.append(key)
+            elif action < 0.7 and holds:
+                manager.release([holds.pop(rng.randrange(len(holds)))])
+            elif action < 0.8 and status is not None and status.is_ready:
+                manager.prepare_load([key])
+                pins.append(key)
+            elif action < 0.9 and pins:
+                manager.complete_load([pins.pop(rng.randrange(len(pins)))])
+            elif action < 0.95:
+                manager.touch([key])
+            elif turn == 40:
+                manager.reset()
+            manager.check_integrity()
+            assert all(manager.lookup([key]) for key in holds + pins) or turn >= 40
+        for key in holds:
+            manager.release([key])
+        for key in pins:
+            manager.complete_load([key])
+        manager.complete_store([b"%d" % i for i in range(12)])
+        manager.check_integrity()
+        assert manager.num_available_blocks == n
+        assert manager.prepare_store([b"new%d" % i for i in range(n)]) is not None
+
+
+def test_a_block_held_through_a_reset_comes_back_when_it_is_let_go() -> None:
+    manager = LRUOffloadingManager(HostBackend(1, 2))
+    manager.prepare_store([b"a"])
+    manager.complete_store([b"a"])
+    manager.hold([b"a"])
+    manager.reset()
+    assert manager.lookup([b"a"]) == 0
+    assert manager.num_used_blocks == 1
+    manager.release([b"a"])
+    assert manager.num_used_blocks == 0
+
+
+def test_what_is_not_ready_cannot_be_held() -> None:
+    manager = LRUOffloadingManager(HostBackend(1, 2))
+    manager.prepare_store([b"a"])
+    for key in (b"a", b"b"):
+        with pytest.raises(BlockNotReadyError):
+            manager.hold([key])

@@ -28,6 +28,38 @@ def table() -> BlockTable:
     return table
 
 
+def test_a_held_block_is_not_evictable_and_its_last_holder_gives_it_back(table: BlockTable) -> None:
+    table.hold(slots(2, 0))
+    table.hold(slots(2))
+    assert (table.num_evictable, table.busy[[2, 0]].tolist()) == (0, [True, True])
+    assert table.release(slots(2, 0)).tolist() == [0]
+    assert table.release(slots(2)).tolist() == [2]
+    assert table.num_evictable == 2
+    table.check_integrity()
+
+
+@pytest.mark.parametrize("release_first", [True, False])
+def test_a_block_that_is_held_and_read_is_evictable_when_both_are_done(table: BlockTable, release_first: bool) -> None:
+    assert table.pin(slots(2)).tolist() == [2]
+    table.hold(slots(2))
+    ends = [lambda: table.release(slots(2)), lambda: table.unpin(slots(2))]
+    first, second = ends if release_first else ends[::-1]
+    first()
+    assert table.busy[2]
+    table.check_integrity()
+    second()
+    assert not table.busy[2]
+    table.check_integrity()
+
+
+def test_holders_count_as_users(table: BlockTable) -> None:
+    table.pin(slots(2))
+    table.hold(slots(2))
+    status = table.status(b"a")
+    assert status is not None
+    assert status.ref_cnt == 2
+
+
 def test_find_keeps_order_and_duplicates(table: BlockTable) -> None:
     assert table.find(keys("c", "x", "a", "c")).tolist() == [1, -1, 2, 1]
     assert table.find([]).tolist() == []

@@ -1,0 +1,211 @@
+"""The scheduler half over a manager with a lower tier: requests that wait for it, and what is told of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from kvoffload.base import KVGroup, MissReason, ReqContext, ScheduledStep
+from kvoffload.hostpool import HostBackend
+from kvoffload.manager import PolicyOffloadingManager
+from kvoffload.policies import make_policy
+from kvoffload.scheduler import OffloadingConnectorScheduler
+from kvoffload.testing.tiers import MemoryTier, SteppedExecutor, make_pools
+from kvoffload.tiering import TieredOffloadingManager
+from test_scheduler import TOKENS, Clock, FakeRequest, Rig, prompt
+
+SLOT_BYTES = 4096
+
+
+class SpyManager(TieredOffloadingManager):
+    """Remembers how it was waited for, and what it was told of the engine's speed."""
+
+    def __init__(self, num_blocks: int, clock: Callable[[], float]) -> None:
+        self.executor = SteppedExecutor(clock=clock)
+        self.tier = MemoryTier(make_pools(num_blocks, SLOT_BYTES), 64, self.executor, clock)
+        host = PolicyOffloadingManager(HostBackend(TOKENS, num_blocks), make_policy("lru", num_blocks), clock=clock)
+        super().__init__(host, [self.tier], tokens_per_block=[TOKENS], load_deadline_ms=1000, clock=clock)
+        self.waits: list[float] = []
+        self.prefills: list[tuple[int, float]] = []
+
+    def wait(self, timeout_s: float) -> None:
+        self.waits.append(timeout_s)
+        super().wait(timeout_s)
+
+    def observe_prefill(self, num_tokens: int, seconds: float) -> None:
+        self.prefills.append((num_tokens, seconds))
+        super().observe_prefill(num_tokens, seconds)
+
+
+class TieredRig(Rig):
+    def __init__(self, num_host_blocks: int = 16) -> None:
+        clock = Clock()
+        super().__init__(num_host_blocks, manager=SpyManager(num_host_blocks, clock), clock=clock)
+
+    def put_below(self, tokens: list[int]) -> None:
+        """The blocks of ``tokens`` are in the tier, and not in the host."""
+        for end in range(TOKENS, len(tokens) + 1, TOKENS):
+            self.store(tokens[:end], f"writer{end}")
+            self.manager.executor.drain()
+            self.step()
+        self.manager.host.reset()
+
+    def arrive(self) -> None:
+        """What requests wait for comes up."""
+        self.step()
+        self.manager.executor.drain()
+        self.step()
+
+
+def test_a_request_waits_for_its_blocks_and_loads_them() -> None:
+    rig = TieredRig()
+    rig.put_below(prompt(8))
+    request = FakeRequest("r", prompt(9))
+    assert rig.look_up(request) == (None, False)
+    rig.arrive()
+    assert len(rig.load(request).loads) == 1
+    record = rig.half.records[-1]
+    assert (record.host_tokens, record.disk_tokens, record.missed_key) == (0, 8, None)
+    assert rig.half.metrics.snapshot()["disk_hit_tokens"] == 8
+    assert rig.half.metrics.snapshot()["promoted_blocks"] == 2
+
+
+def test_the_next_one_finds_them_in_the_host() -> None:
+    rig = TieredRig()
+    rig.put_below(prompt(8))
+    first, second = FakeRequest("first", prompt(9)), FakeRequest("second", prompt(9))
+    rig.look_up(first)
+    rig.arrive()
+    rig.report(*rig.load(first).loads)
+    rig.load(second)
+    assert (rig.half.records[-1].host_tokens, rig.half.records[-1].disk_tokens) == (8, 0)
+
+
+def test_a_request_that_waits_is_not_looked_up_while_nothing_changes() -> None:
+    rig = TieredRig()
+    rig.put_below(prompt(8))
+    request = FakeRequest("r", prompt(9))
+    rig.look_up(request)
+    rig.half.build_connector_meta(busy_step())
+    asked: list[object] = []
+    lookup = rig.manager.lookup
+    rig.manager.lookup = lambda keys, context=None: asked.append(keys) or lookup(keys, context)
+    rig.look_up(request)
+    assert len(asked) == 1, "its blocks were begun"
+    for _ in range(5):
+        assert rig.look_up(request) == (None, False)
+        rig.half.build_connector_meta(busy_step())
+    assert len(asked) == 1
+    rig.arrive()
+    assert rig.look_up(request) == (8, True)
+
+
+def busy_step() -> ScheduledStep:
+    return ScheduledStep({"somebody": 1})
+
+
+def test_only_a_step_without_tokens_waits_and_only_for_those_who_wait() -> None:
+    rig = TieredRig()
+    rig.put_below(prompt(8))
+    rig.manager.waits.clear()
+    rig.half.build_connector_meta(busy_step())
+    assert rig.manager.waits == []
+    rig.step()
+    assert rig.manager.waits == [pytest.approx(0.002)]
+
+
+def test_at_its_deadline_a_request_computes_and_says_why() -> None:
+    rig = TieredRig()
+    rig.put_below(prompt(8))
+    request = FakeRequest("r", prompt(9))
+    with rig.manager.executor.hold():
+        rig.look_up(request)
+        rig.step()
+        rig.clock.now += 0.999
+        assert rig.look_up(request) == (None, False)
+        rig.clock.now += 0.002
+        assert rig.look_up(request) == (0, False)
+        rig.start(request)
+    assert rig.half.records[-1].reason is MissReason.NOT_IN_TIME
+
+
+@pytest.mark.parametrize("ending", ["finished", "declined", "loaded"])
+def test_nothing_is_kept_for_a_request_that_does_not_wait_any_more(ending: str) -> None:
+    rig = TieredRig()
+    rig.put_below(prompt(8))
+    request = FakeRequest("r", prompt(9))
+    rig.look_up(request)
+    rig.arrive()
+    assert rig.manager.num_promoted(ReqContext("r")) == 2
+    if ending == "finished":
+        rig.half.request_finished(request)
+    elif ending == "declined":
+        rig.start(request)
+    else:
+        rig.report(*rig.load(request).loads)
+    assert rig.manager.num_promoted(ReqContext("r")) == 0
+    assert rig.manager.host.num_available_blocks == rig.manager.num_blocks
+
+
+def test_windows_are_promoted_after_the_blocks_before_them() -> None:
+    clock = Clock()
+    manager = SpyManager(32, clock)
+    rig = Rig(manager=manager, clock=clock)
+    groups = [KVGroup(TOKENS), KVGroup(TOKENS, sliding_window=TOKENS + 1)]
+    half = OffloadingConnectorScheduler(manager, groups=groups, clock=clock)
+    keys = [key[:-1] + bytes([g]) for g in range(2) for key in rig.keys(prompt(12))]
+    for key in keys:
+        manager.prepare_store([key])
+        manager.complete_store([key])
+        manager.executor.drain()
+        manager.poll()
+    manager.host.reset()
+    request = FakeRequest("r", prompt(13))
+    for _ in range(3):
+        answer = half.get_num_new_matched_tokens(request, 0)
+        half.build_connector_meta(busy_step())
+        manager.executor.drain()
+        half.build_connector_meta(busy_step())
+    assert answer == (12, True)
+    promoted = half.metrics.snapshot()["promoted_blocks"]
+    assert promoted == 4, "three blocks of the one group, and of the other what the next token looks at"
+
+
+def test_the_manager_learns_how_fast_the_engine_computes() -> None:
+    rig = TieredRig(num_host_blocks=64)
+    request = FakeRequest("r", prompt(100))
+    ids = rig.new_blocks(26)
+    rig.look_up(request)
+    rig.allocate(request, ids)
+    rig.step({request: 60}, new={"r": ids})
+    rig.clock.now += 1.0
+    rig.step({request: 40})
+    rig.clock.now += 0.5
+    request.tokens.append(0)
+    rig.step({request: 1})
+    rig.step({request: 1})
+    assert rig.manager.prefills == [(100, pytest.approx(1.5))]
+
+
+def test_what_was_loaded_or_is_short_says_nothing_of_how_fast_it_computes() -> None:
+    rig = TieredRig(num_host_blocks=64)
+    rig.store(prompt(80))
+    rig.manager.prefills.clear()
+    request = FakeRequest("r", prompt(81))
+    rig.report(*rig.load(request).loads)
+    short = FakeRequest("short", prompt(20, start=500))
+    rig.start(short)
+    for _ in range(3):
+        for each in (request, short):
+            each.tokens.append(0)
+        rig.step({request: 1, short: 1})
+    assert rig.manager.prefills == []
+
+
+def test_shutting_down_closes_the_tiers_even_when_offloading_is_off() -> None:
+    rig = TieredRig()
+    rig.half.switch_off("a test")
+    rig.half.shutdown()
+    assert rig.manager.tier.used_bytes == 0
+    rig.half.shutdown()
