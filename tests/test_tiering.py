@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
+from kvoffload.admission import FilterReusedOffloadingManager
 from kvoffload.base import IntegrityError, LookupState, MissReason, OffloadKey, ReqContext, Slots
 from kvoffload.hostpool import HostBackend
 from kvoffload.manager import PolicyOffloadingManager
@@ -214,17 +215,25 @@ def test_a_key_is_on_its_way_once_however_many_ask() -> None:
     assert [rig.manager.num_promoted(context) for context in (A, B, ReqContext("c"))] == [4, 3, 4]
 
 
-def test_who_asks_without_a_context_is_served_too() -> None:
-    rig = Rig(load_deadline_ms=500)
+def test_who_asks_without_a_context_is_told_of_the_host_alone() -> None:
+    rig = Rig()
     keys = chain("x", 2)
     rig.store_below(keys)
-    assert rig.manager.lookup(keys) is None
+    assert rig.manager.lookup(keys) == 0
+    assert rig.manager.lookup_each(keys) == [LookupState.MISS] * 2
     rig.settle()
-    assert rig.manager.lookup(keys) == 2
-    rig.host.reset()
-    rig.clock.now += 1
-    rig.manager.poll()
-    assert rig.manager.lookup(keys) is None, "its deadline was that of its first question"
+    assert rig.tier.reads == []
+
+
+def test_the_reuse_filter_promotes_nothing_when_it_decides_what_to_store() -> None:
+    rig = Rig()
+    keys = chain("x", 2)
+    rig.store_below(keys)
+    output = FilterReusedOffloadingManager(rig.manager).prepare_store(keys, A)
+    assert output is not None
+    assert output.keys_to_store == []
+    rig.settle()
+    assert rig.tier.reads == []
 
 
 def test_windows_wait_for_what_they_lack() -> None:

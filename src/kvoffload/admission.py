@@ -83,7 +83,7 @@ class FilterReusedOffloadingManager(OffloadingManager):
         if not doubtful:
             return self.backing.prepare_store(keys, req_context)
         # What is there already goes along, or the store could evict it: it may have left the tracker since.
-        states = self.backing.lookup_each(doubtful, req_context)
+        states = self.backing.lookup_each(doubtful)
         refused = {key for key, state in zip(doubtful, states, strict=True) if state is LookupState.MISS}
         self._refused.record(refused, MissReason.NOT_ADMITTED)
         return self.backing.prepare_store([key for key in keys if key not in refused], req_context)

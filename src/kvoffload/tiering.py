@@ -47,9 +47,6 @@ RATE_TTL_S = 30.0
 FIRST_CHUNK = 32
 """Keys that are looked for below the host at first; doubled while all are found."""
 
-ANONYMOUS = ReqContext("")
-"""Who asks without a context."""
-
 
 class MovingRate:
     """An amount per second, as a moving average in which larger samples weigh more."""
@@ -130,8 +127,10 @@ class TieredOffloadingManager(OffloadingManager):
     keep up, it is not. A lookup that finds blocks below the host answers None, and ``poll`` starts to promote them, all
     lookups of a step together; each key is on its way at most once. What has come up is pinned for the requests that
     wait for it until they are given device blocks, end, or have waited for ``load_deadline_ms``: then they get what
-    is there. A tier that does not tell within ``lookup_deadline_ms`` whether it holds a block does not hold it, for
-    MISS_TTL_S. A tier whose oldest read is older than the load deadline is not asked until that read ends.
+    is there. Who asks without a context is told of the host alone.
+
+    A tier that does not tell within ``lookup_deadline_ms`` whether it holds a block does not hold it, for MISS_TTL_S.
+    A tier whose oldest read is older than the load deadline is not asked until that read ends.
 
     ``tokens_per_block``: by KV cache group, the tokens that need not be computed for each block that is loaded. With
     ``load_only_if_faster`` a run of blocks that would take longer to read than to compute is left where it is.
@@ -180,7 +179,7 @@ class TieredOffloadingManager(OffloadingManager):
     def lookup(self, keys: Sequence[OffloadKey], req_context: ReqContext | None = None) -> int | None:
         ready = self.host.lookup(keys)
         assert ready is not None
-        if ready == len(keys) or not self._can_ask(req_context):
+        if ready == len(keys) or req_context is None or not self._can_ask(req_context):
             return ready
         found, asking = self._find_run(keys, ready, req_context)
         if found and not self._is_faster_to_load(keys[ready], found, req_context):
@@ -194,7 +193,7 @@ class TieredOffloadingManager(OffloadingManager):
         promoted."""
         states = self.host.states(keys)
         below = np.flatnonzero(states != LookupState.HIT)
-        if len(below) and self._can_ask(req_context):
+        if len(below) and req_context is not None and self._can_ask(req_context):
             told = self._states_below([keys[i] for i in below.tolist()], states[below])
             coming = [keys[i] for i in below[told == LookupState.HIT].tolist()]
             if coming and np.isin(told, (LookupState.HIT, LookupState.RETRY)).all():
@@ -202,23 +201,21 @@ class TieredOffloadingManager(OffloadingManager):
             states[below] = np.where(told == LookupState.HIT, LookupState.RETRY, told)
         return list(map(LookupState, states.tolist()))
 
-    def _can_ask(self, context: ReqContext | None) -> bool:
+    def _can_ask(self, context: ReqContext) -> bool:
         """Whether the request may still wait for lower tiers."""
         if all(lane.off for lane in self._lanes):
             return False
-        waiter = self._waiters.get((context or ANONYMOUS).req_id)
+        waiter = self._waiters.get(context.req_id)
         if waiter is None:
             return len(self._waiters) < MAX_WAITERS
         if self._clock() - waiter.since >= self._load_deadline_s:
             self._expire(waiter)
         return not waiter.over
 
-    def _find_run(
-        self, keys: Sequence[OffloadKey], ready: int, context: ReqContext | None
-    ) -> tuple[list[OffloadKey], bool]:
+    def _find_run(self, keys: Sequence[OffloadKey], ready: int, context: ReqContext) -> tuple[list[OffloadKey], bool]:
         """Of the run of keys that goes on after the first ``ready``: those that must be promoted first, as many as a
         request may have; and whether a tier is being asked where the run ends."""
-        waiter = self._waiters.get((context or ANONYMOUS).req_id)
+        waiter = self._waiters.get(context.req_id)
         room = self._max_promoted - (len(waiter.reserved) if waiter else 0)
         found: list[OffloadKey] = []
         start, size = ready, FIRST_CHUNK
@@ -274,10 +271,10 @@ class TieredOffloadingManager(OffloadingManager):
         oldest = next(iter(lane.flights.values()), None)
         return oldest is not None and now - oldest.since >= self._load_deadline_s
 
-    def _is_faster_to_load(self, first: OffloadKey, found: list[OffloadKey], context: ReqContext | None) -> bool:
+    def _is_faster_to_load(self, first: OffloadKey, found: list[OffloadKey], context: ReqContext) -> bool:
         """Whether reading ``found`` takes no longer than computing their tokens, as far as both are known. A promotion
         that was begun is waited for."""
-        waiter = self._waiters.get((context or ANONYMOUS).req_id)
+        waiter = self._waiters.get(context.req_id)
         computing = self._prefill.seconds_for(len(found) * self._tokens_per_block[key_group_idx(first)])
         if not self._load_only_if_faster or waiter is not None or computing is None:
             return True
@@ -287,9 +284,8 @@ class TieredOffloadingManager(OffloadingManager):
         self._reasons.record([first], MissReason.FASTER_TO_COMPUTE)
         return False
 
-    def _wait_for(self, keys: list[OffloadKey], context: ReqContext | None) -> None:
+    def _wait_for(self, keys: list[OffloadKey], context: ReqContext) -> None:
         """The request waits for ``keys``, which are in a tier or on their way."""
-        context = context or ANONYMOUS
         waiter = self._waiters.get(context.req_id)
         if waiter is None:
             waiter = self._waiters[context.req_id] = _Waiter(context, self._clock())
@@ -332,8 +328,6 @@ class TieredOffloadingManager(OffloadingManager):
             waiter = self._deadlines.popleft()
             self._expire(waiter)
             self._unpin(waiter)
-            if waiter.context is ANONYMOUS:
-                self.let_go(ANONYMOUS)
         changed |= self._start_promotions() or self._look_again
         self._look_again = False
         return changed
@@ -341,7 +335,7 @@ class TieredOffloadingManager(OffloadingManager):
     def _end_reads(self, lane: _Lane, reads: list[TierResult]) -> bool:
         lane.measure(reads, self._clock())
         arrived: dict[_Waiter, list[OffloadKey]] = {}
-        ok, failed = [], []
+        ok = []
         for result in reads:
             flight = lane.flights.pop(result.key)
             self._counts["disk_read_seconds"] += result.seconds
@@ -351,10 +345,11 @@ class TieredOffloadingManager(OffloadingManager):
                 for waiter in flight.waiters:
                     arrived.setdefault(waiter, []).append(result.key)
             else:
-                failed.append(result.key)
+                self.host.complete_store([result.key], success=False)
+                if result.error is TierError.GONE:
+                    continue
                 reason = MissReason.CORRUPT if result.error is TierError.CORRUPT else MissReason.READ_FAILED
                 self._counts["disk_bad_blocks" if result.error is TierError.CORRUPT else "disk_read_failures"] += 1
-                self.host.complete_store([result.key], success=False)
                 self._reasons.record([result.key], reason)
         if ok:
             self.host.complete_store(ok)
@@ -518,23 +513,22 @@ class TieredOffloadingManager(OffloadingManager):
             ready = self.host.states(keys) == LookupState.HIT
             self._write_through([key for key, there in zip(keys, ready.tolist(), strict=True) if there])
 
-    def _write_through(self, keys: Sequence[OffloadKey]) -> None:
+    def _write_through(self, keys: list[OffloadKey]) -> None:
         for lane in self._lanes:
-            if lane.off or not keys:
+            if lane.off:
                 continue
-            absent = lane.tier.contains(keys) != LookupState.HIT
-            wanted = [key for key, missing in zip(keys, absent.tolist(), strict=True) if missing]
-            wanted = [key for key in dict.fromkeys(wanted) if key not in lane.writing]
-            room = self._max_held - sum(len(lane.writing) for lane in self._lanes)
-            now, dropped = wanted[: max(0, room)], max(0, len(wanted) - max(0, room))
+            wanted = [key for key in dict.fromkeys(keys) if key not in lane.writing]
+            room = max(0, self._max_held - sum(len(lane.writing) for lane in self._lanes))
+            now, left = wanted[:room], wanted[room:]
             if now:
                 slots = self.host.hold(now)
-                taken = lane.tier.write(now, slots)
-                lane.writing.update(taken)
+                lane.writing.update(lane.tier.write(now, slots))
                 refused = [key for key in now if key not in lane.writing]
                 self.host.release(refused)
-                dropped += len(refused)
-            self._counts["disk_dropped_writes"] += dropped
+                left += refused
+            if left:
+                absent = lane.tier.contains(left) != LookupState.HIT
+                self._counts["disk_dropped_writes"] += int(np.count_nonzero(absent))
 
     # Odds and ends.
 
