@@ -12,6 +12,7 @@ import json
 import sys
 import time
 from collections.abc import Sequence
+from pathlib import Path
 
 from kvoffload.hostpool import ByteArray
 from kvoffload.testing.engine import Clock, LowerTiers, ModelEngine, Scenario
@@ -37,20 +38,35 @@ class RealClock(Clock):
 class Disk(LowerTiers):
     """The disk tier in a directory, with threads of its own."""
 
+    engine: ModelEngine
     tier: DiskTier
 
-    def __init__(self, directory: str, capacity_bytes: int) -> None:
+    def __init__(self, directory: str | Path, capacity_bytes: int) -> None:
         self.directory = directory
         self.capacity_bytes = capacity_bytes
 
     def make(self, pools: Sequence[ByteArray]) -> Sequence[Tier]:
-        self.tier = open_disk_tier(self.directory, self.capacity_bytes, pools, FINGERPRINT)
+        self.tier = self.open(pools)
         return [self.tier]
+
+    def open(self, pools: Sequence[ByteArray]) -> DiskTier:
+        return open_disk_tier(self.directory, self.capacity_bytes, pools, FINGERPRINT)
 
     def settle(self) -> None:
         while self.tier._reading or self.tier._num_writing:
             self.tier.wait(0.01)
-            engine.scheduler.manager.poll()
+            self.engine.scheduler.manager.poll()
+
+
+def serve(lower: Disk, scenario: Scenario) -> dict[str, float]:
+    """Runs an engine to the end of its requests. What it counted."""
+    lower.engine = engine = ModelEngine(scenario, lower=lower, clock=RealClock())
+    print("serving", flush=True)
+    engine.run()
+    assert len(engine.outputs) == scenario.num_requests
+    told = engine.scheduler.metrics.snapshot()
+    engine.scheduler.shutdown()
+    return told
 
 
 def scenario(seed: int) -> Scenario:
@@ -71,10 +87,5 @@ def scenario(seed: int) -> Scenario:
 if __name__ == "__main__":
     directory, capacity_bytes, first = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
     for seed in itertools.count(first):
-        lower = Disk(directory, capacity_bytes)
-        engine = ModelEngine(scenario(seed), lower=lower, clock=RealClock())
-        print("serving", flush=True)
-        engine.run()
-        told = engine.scheduler.metrics.snapshot()
-        engine.scheduler.shutdown()
+        told = serve(Disk(directory, capacity_bytes), scenario(seed))
         print(json.dumps({name: told.get(name, 0) for name in ("disk_bad_blocks", "promoted_blocks")}), flush=True)

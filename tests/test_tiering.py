@@ -334,6 +334,26 @@ def test_the_first_to_ask_is_served_first() -> None:
     assert rig.tier.reads == first
 
 
+def test_requests_that_hold_some_and_want_more_do_not_wait_for_each_other() -> None:
+    rig = Rig(host_blocks=8)
+    first, second = chain("x", 4), chain("y", 4)
+    rig.store_below(first + second)
+    rig.manager.lookup(first[2:], A)
+    rig.manager.lookup(second[2:], B)
+    rig.settle()
+    assert [rig.manager.num_promoted(context) for context in (A, B)] == [2, 2]
+    assert rig.manager.lookup(first, A) is None
+    assert rig.manager.lookup(second, B) is None
+    for _ in range(3):
+        rig.settle()
+    assert rig.manager.lookup(first, A) == 4, "who came first goes on"
+    rig.manager.let_go(A)
+    for _ in range(3):
+        rig.settle()
+        found = rig.manager.lookup(second, B)
+    assert found == 4
+
+
 def test_a_host_in_use_makes_promotions_wait() -> None:
     rig = Rig(host_blocks=4)
     keys = chain("x", 2)

@@ -328,7 +328,7 @@ class TieredOffloadingManager(OffloadingManager):
             waiter = self._deadlines.popleft()
             self._expire(waiter)
             self._unpin(waiter)
-        changed |= self._start_promotions() or self._look_again
+        changed |= self._start_promotions(may_take_back=not changed) or self._look_again
         self._look_again = False
         return changed
 
@@ -417,14 +417,19 @@ class TieredOffloadingManager(OffloadingManager):
                 self._want_nothing(waiter)
             self._look_again = True
 
-    def _start_promotions(self) -> bool:
-        """Starts what was asked for, the request that waits longest first, as far as there is room."""
+    def _start_promotions(self, may_take_back: bool) -> bool:
+        """Starts what was asked for, the request that waits longest first, as far as there is room.
+
+        Requests that each hold some blocks and want more could wait for each other: if nothing else will make room
+        (``may_take_back``), the one that came last has its blocks kept ready no longer.
+        """
         changed = False
         for waiter in list(self._wanting):
-            room = min(
-                self._max_promoted - len(self._reserved) - sum(len(lane.flights) for lane in self._lanes),
-                self.host.num_available_blocks,
-            )
+            if may_take_back and self._room() <= 0 and not any(lane.flights for lane in self._lanes):
+                last = next((other for other in reversed(self._waiters.values()) if other.reserved), waiter)
+                if last is not waiter:
+                    self._unpin(last)
+            room = self._room()
             if room <= 0:
                 break
             keys = list(waiter.wanted)[:room]
@@ -434,6 +439,11 @@ class TieredOffloadingManager(OffloadingManager):
                 del self._wanting[waiter]
             changed |= self._promote(waiter, keys)
         return changed
+
+    def _room(self) -> int:
+        """Blocks that may be promoted now."""
+        promoted = len(self._reserved) + sum(len(lane.flights) for lane in self._lanes)
+        return min(self._max_promoted - promoted, self.host.num_available_blocks)
 
     def _promote(self, waiter: _Waiter, keys: list[OffloadKey]) -> bool:
         # Others may have asked for the same since, or stored it.
