@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import time
 from collections import Counter, defaultdict, deque
@@ -71,6 +72,8 @@ class _Waiter:
     """A request that was told to ask again."""
 
     context: ReqContext
+    number: int
+    """The later it came, the higher."""
     since: float
     wanted: dict[OffloadKey, None] = field(default_factory=dict)
     """In a tier, to be promoted, in the order of their chain."""
@@ -157,10 +160,11 @@ class TieredOffloadingManager(OffloadingManager):
         self._prefill = MovingRate()
         self._waiters: dict[str, _Waiter] = {}
         """Who waits, or has waited and has not been given device blocks yet."""
+        self._numbers = itertools.count()
         self._deadlines: deque[_Waiter] = deque()
         """Those whose deadline has not come, the oldest first; some may have been let go since."""
         self._wanting: dict[_Waiter, None] = {}
-        """Those who want blocks that are not on their way yet, the oldest first."""
+        """Those who want blocks that are not on their way yet."""
         self._reserved: Counter[OffloadKey] = Counter()
         """Promoted blocks, and for how many waiters each is pinned."""
         self._max_promoted = max(1, int(host.num_blocks * PROMOTION_SHARE))
@@ -288,7 +292,7 @@ class TieredOffloadingManager(OffloadingManager):
         """The request waits for ``keys``, which are in a tier or on their way."""
         waiter = self._waiters.get(context.req_id)
         if waiter is None:
-            waiter = self._waiters[context.req_id] = _Waiter(context, self._clock())
+            waiter = self._waiters[context.req_id] = _Waiter(context, next(self._numbers), self._clock())
             self._deadlines.append(waiter)
         for key in keys:
             flight = next((lane.flights[key] for lane in self._lanes if key in lane.flights), None)
@@ -423,9 +427,12 @@ class TieredOffloadingManager(OffloadingManager):
         Requests that each hold some blocks and want more could wait for each other: if nothing else will make room
         (``may_take_back``), the one that came last has its blocks kept ready no longer.
         """
+        may_take_back = may_take_back and not any(lane.flights for lane in self._lanes)
+        if not self._wanting or (self._room() <= 0 and not may_take_back):
+            return False
         changed = False
-        for waiter in list(self._wanting):
-            if may_take_back and self._room() <= 0 and not any(lane.flights for lane in self._lanes):
+        for waiter in sorted(self._wanting, key=lambda waiter: waiter.number):
+            if may_take_back and self._room() <= 0:
                 last = next((other for other in reversed(self._waiters.values()) if other.reserved), waiter)
                 if last is not waiter:
                     self._unpin(last)
@@ -438,6 +445,7 @@ class TieredOffloadingManager(OffloadingManager):
             if not waiter.wanted:
                 del self._wanting[waiter]
             changed |= self._promote(waiter, keys)
+            may_take_back = False
         return changed
 
     def _room(self) -> int:
