@@ -60,9 +60,9 @@ def test_without_faults_it_is_read(filled: Path) -> None:
     ("fault", "rates", "read_only", "counter"),
     [
         ("read_only", FaultRates(), True, "disk_write_failures"),
-        ("io_error", FaultRates(io_error=0.5), False, "disk_read_failures"),
-        ("flip_on_read", FaultRates(flip_on_read=0.5), False, "disk_bad_blocks"),
-        ("short_read", FaultRates(short_read=0.5), False, "disk_read_failures"),
+        ("io_error", FaultRates(io_error=1.0), False, "disk_read_failures"),
+        ("flip_on_read", FaultRates(flip_on_read=1.0), False, "disk_bad_blocks"),
+        ("short_read", FaultRates(short_read=1.0), False, "disk_read_failures"),
         ("no_space", FaultRates(no_space=1.0), False, "disk_write_failures"),
     ],
 )

@@ -35,6 +35,9 @@ from kvoffload.manager import ARCOffloadingManager, LRUOffloadingManager, Policy
 from kvoffload.policies import make_policy
 from kvoffload.scheduler import OffloadingConnectorScheduler
 from kvoffload.table import BlockTable
+from kvoffload.tiering import TieredOffloadingManager
+from kvoffload.tiers.base import Tier, TierError, TierResult
+from kvoffload.tiers.disk import DiskTier, open_disk_tier
 from kvoffload.transfer.base import PageGroup, Transfer, TransferResult
 from kvoffload.transfer.inline import InlineTransfer
 from kvoffload.worker import OffloadingConnectorWorker, StepMeta, WorkerReport
@@ -52,6 +55,7 @@ __all__ = [
     "CachePolicy",
     "ConfigError",
     "DeviceSpec",
+    "DiskTier",
     "FilterReusedOffloadingManager",
     "HostBackend",
     "HostPool",
@@ -79,6 +83,10 @@ __all__ = [
     "RequestRecord",
     "ScheduledStep",
     "StepMeta",
+    "Tier",
+    "TierError",
+    "TierResult",
+    "TieredOffloadingManager",
     "Transfer",
     "TransferResult",
     "TransferSpec",
@@ -86,5 +94,6 @@ __all__ = [
     "hash_blocks",
     "make_offload_key",
     "make_policy",
+    "open_disk_tier",
     "root_hash",
 ]

@@ -38,13 +38,13 @@ def padded_slot_bytes(block_bytes: int) -> int:
     return -(-block_bytes // SLOT_ALIGNMENT) * SLOT_ALIGNMENT
 
 
-class HostBackend(Backend):
-    """Slots of the host pool, lowest first; needs no pool to be used."""
+class SlotBackend(Backend):
+    """Slots of any medium, lowest first."""
 
-    def __init__(self, block_size: int, num_blocks: int) -> None:
-        super().__init__(block_size, HOST_MEDIUM)
+    def __init__(self, block_size: int, medium: str, num_blocks: int) -> None:
+        super().__init__(block_size, medium)
         if num_blocks < 1:
-            raise ConfigError(f"num_blocks={num_blocks}: a host backend needs at least 1")
+            raise ConfigError(f"num_blocks={num_blocks}: a backend needs at least 1")
         self._free = np.arange(num_blocks - 1, -1, -1, dtype=np.int64)
         self._num_free = num_blocks
         self._allocated = np.zeros(num_blocks, dtype=np.bool_)
@@ -80,6 +80,13 @@ class HostBackend(Backend):
             raise IntegrityError("a free slot is allocated, or free twice")
         if int(np.count_nonzero(self._allocated)) + self._num_free != self.num_blocks:
             raise IntegrityError("slots are neither free nor allocated")
+
+
+class HostBackend(SlotBackend):
+    """Slots of the host pool; needs no pool to be used."""
+
+    def __init__(self, block_size: int, num_blocks: int) -> None:
+        super().__init__(block_size, HOST_MEDIUM, num_blocks)
 
 
 def available_memory() -> int:

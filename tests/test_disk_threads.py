@@ -1,0 +1,128 @@
+"""IOThreads: reads first, a bound, and an end within a deadline."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from kvoffload.tiers import threads
+from kvoffload.tiers.threads import IOThreads
+
+LONG_S = 30.0
+
+
+class Gate:
+    """A job that tells that it has begun, and ends when it may."""
+
+    def __init__(self) -> None:
+        self.begun = threading.Event()
+        self.may_end = threading.Event()
+
+    def __call__(self) -> None:
+        self.begun.set()
+        self.may_end.wait(LONG_S)
+
+
+@pytest.fixture
+def gates() -> Iterator[Callable[[], Gate]]:
+    made: list[Gate] = []
+
+    def make() -> Gate:
+        made.append(Gate())
+        return made[-1]
+
+    yield make
+    for gate in made:
+        gate.may_end.set()
+
+
+def test_jobs_are_done() -> None:
+    executor, done = IOThreads(4), []
+    for i in range(100):
+        assert (executor.submit_read if i % 2 else executor.submit_write)(lambda i=i: done.append(i))
+    assert executor.close(LONG_S)
+    assert sorted(done) == list(range(100))
+
+
+def test_reads_go_ahead_of_writes_and_each_kind_in_order(gates: Callable[[], Gate]) -> None:
+    executor, gate, done = IOThreads(1), gates(), []
+    executor.submit_read(gate)
+    assert gate.begun.wait(LONG_S)
+    for i in range(3):
+        executor.submit_write(lambda i=i: done.append(f"write {i}"))
+        executor.submit_read(lambda i=i: done.append(f"read {i}"))
+    gate.may_end.set()
+    assert executor.close(LONG_S)
+    assert done == ["read 0", "read 1", "read 2", "write 0", "write 1", "write 2"]
+
+
+def test_writes_that_hang_leave_threads_for_reads(gates: Callable[[], Gate]) -> None:
+    executor = IOThreads(4)
+    writes = [gates() for _ in range(4)]
+    for gate in writes:
+        executor.submit_write(gate)
+    assert writes[0].begun.wait(LONG_S)
+    assert writes[1].begun.wait(LONG_S)
+    read = gates()
+    executor.submit_read(read)
+    assert read.begun.wait(LONG_S)
+    assert not writes[2].begun.is_set()
+    writes[0].may_end.set()
+    assert writes[2].begun.wait(LONG_S)
+
+
+def test_queues_are_bounded(gates: Callable[[], Gate], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(threads, "MAX_QUEUED_READS", 2)
+    monkeypatch.setattr(threads, "MAX_QUEUED_WRITES", 3)
+    executor, gate = IOThreads(1), gates()
+    executor.submit_read(gate)
+    assert gate.begun.wait(LONG_S)
+    assert [executor.submit_read(gate) for _ in range(4)] == [True, True, False, False]
+    assert [executor.submit_write(gate) for _ in range(4)] == [True, True, True, False]
+
+
+def test_close_ends_in_time_though_a_job_hangs(gates: Callable[[], Gate]) -> None:
+    executor, gate, done = IOThreads(1), gates(), []
+    executor.submit_read(gate)
+    executor.submit_read(lambda: done.append("late"))
+    assert gate.begun.wait(LONG_S)
+    assert not executor.close(0.01)
+    gate.may_end.set()
+    assert executor.close(LONG_S)
+    assert done == []
+
+
+def test_after_close_nothing_is_taken_on_and_no_thread_is_left() -> None:
+    before = threading.active_count()
+    executor = IOThreads(3, name="closing")
+    workers = [thread for thread in threading.enumerate() if thread.name.startswith("closing")]
+    assert len(workers) == 3
+    assert executor.close(LONG_S)
+    assert not executor.submit_read(lambda: None)
+    assert not executor.submit_write(lambda: None)
+    for worker in workers:
+        worker.join(LONG_S)
+    assert threading.active_count() <= before
+
+
+def test_a_job_that_raises_harms_no_other() -> None:
+    executor, done = IOThreads(1), []
+    executor.submit_read(lambda: 1 // 0)
+    executor.submit_read(lambda: done.append(1))
+    assert executor.close(LONG_S)
+    assert done == [1]
+
+
+def test_wait_returns_when_a_job_has_ended(gates: Callable[[], Gate]) -> None:
+    executor, gate = IOThreads(1), gates()
+    waited = threading.Event()
+    executor.submit_read(gate)
+    assert gate.begun.wait(LONG_S)
+    executor.wait(0.0)
+    waiter = threading.Thread(target=lambda: (executor.wait(LONG_S), waited.set()), daemon=True)
+    waiter.start()
+    assert not waited.is_set()
+    gate.may_end.set()
+    assert waited.wait(LONG_S / 2)
