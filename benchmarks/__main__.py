@@ -5,9 +5,15 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from benchmarks import convoys, copies, managers, ttft
+from benchmarks import convoys, copies, disk, managers, ttft
 
-BENCHMARKS = {"managers": managers.main, "copies": copies.main, "convoys": convoys.main, "ttft": ttft.main}
+BENCHMARKS = {
+    "managers": managers.main,
+    "copies": copies.main,
+    "disk": disk.main,
+    "convoys": convoys.main,
+    "ttft": ttft.main,
+}
 
 
 def main() -> None:

@@ -1,0 +1,333 @@
+"""The disk tier: GB/s beside fio on the same file system, block size and number of threads; what tiering costs the
+scheduler's thread; how long a full index takes to read at start.
+
+The files lie under $KVOFFLOAD_BENCH_DIR, by default the current directory. Both sides pass the page cache by
+(O_DIRECT); fio reads and writes the tier's own slabs, in random order, with the buffers it takes by itself.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import statistics
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from benchmarks.report import Row, publish
+from kvoffload.base import KVGroup, LookupState, OffloadingManager, OffloadKey, ReqContext, ScheduledStep
+from kvoffload.hostpool import HostBackend, HostPool
+from kvoffload.keys import make_offload_key
+from kvoffload.manager import LRUOffloadingManager
+from kvoffload.scheduler import OffloadingConnectorScheduler
+from kvoffload.tiering import TieredOffloadingManager
+from kvoffload.tiers.directory import DirectoryStorage
+from kvoffload.tiers.disk import DiskTier, open_disk_tier
+from kvoffload.tiers.format import pack_record
+from kvoffload.tiers.slabs import SLAB_BYTES, SlabFiles
+from kvoffload.tiers.threads import NUM_THREADS
+from kvoffload.worker import WorkerReport
+
+BLOCK_BYTES = 2 << 20
+BLOCK_TOKENS = 16
+FINGERPRINT = "b" * 64
+ROUNDS = 5
+DECODING = 256
+"""Requests that decode in every step."""
+STEPS = 400
+LONG_PROMPT = 8192
+"""Blocks."""
+CONTEXT = ReqContext("bench")
+
+
+def new_keys(n: int) -> list[OffloadKey]:
+    raw = os.urandom(32 * n)
+    return [make_offload_key(raw[32 * i : 32 * i + 32], 0) for i in range(n)]
+
+
+# Bytes.
+
+
+def run_tier(tier: DiskTier, keys: list[OffloadKey], slots: np.ndarray[Any, Any], is_read: bool) -> float:
+    """GB/s from the first submission to the last result, as much under way as the tier takes on."""
+    left = dict(zip(keys, slots.tolist(), strict=True))
+    under_way = 0
+    start = time.perf_counter()
+    while left or under_way:
+        batch = list(left)[:64]
+        taken = (tier.read if is_read else tier.write)(batch, np.array([left[key] for key in batch], dtype=np.int64))
+        for key in taken:
+            del left[key]
+        under_way += len(taken)
+        tier.wait(0.05)
+        for result in tier.poll():
+            assert result.ok, result
+            under_way -= 1
+    return len(keys) * tier.block_bytes / (time.perf_counter() - start) / 1e9
+
+
+def run_fio(slabs: list[Path], nbytes: int, is_read: bool) -> float | None:
+    """GB/s of fio on the tier's own slabs, with as many threads, each with one block under way."""
+    if shutil.which("fio") is None:
+        return None
+    per_thread = nbytes // NUM_THREADS // len(slabs) // BLOCK_BYTES * BLOCK_BYTES
+    command = [
+        "fio",
+        "--name=kvoffload",
+        f"--filename={':'.join(map(str, slabs))}",
+        f"--rw={'randread' if is_read else 'randwrite'}",
+        f"--bs={BLOCK_BYTES}",
+        f"--size={per_thread * len(slabs)}",
+        f"--offset_increment={per_thread}",
+        f"--numjobs={NUM_THREADS}",
+        "--thread",
+        "--direct=1",
+        "--ioengine=psync",
+        "--group_reporting",
+        "--output-format=json",
+        "--randrepeat=0",
+    ]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    job = json.loads(done.stdout)["jobs"][0]["read" if is_read else "write"]
+    return float(job["bw_bytes"]) / 1e9
+
+
+def throughput(directory: Path, quick: bool) -> list[Row]:
+    num_blocks = 128 if quick else 1024
+    nbytes = num_blocks * BLOCK_BYTES
+    pool = HostPool(256, BLOCK_BYTES)
+    pool._toucher.join()
+    pool.data[:] = np.random.default_rng(0).integers(0, 256, pool.data.shape[1], dtype=np.uint8)
+    speeds: dict[str, list[float]] = {"write": [], "read": [], "fio write": [], "fio read": []}
+    shuffled = np.random.default_rng(1).permutation(num_blocks)
+    for i in range(ROUNDS):
+        root = directory / f"tier{i}"
+        tier = open_disk_tier(str(root), nbytes * 5 // 4 + (64 << 20), [pool.handle().open()], FINGERPRINT)
+        keys = new_keys(num_blocks)
+        slots = np.arange(num_blocks) % pool.num_blocks
+        # The first time the file system still has to mark what it gave as written; fio comes after that, too.
+        run_tier(tier, keys, slots, is_read=False)
+        tier.delete(keys)
+        keys = new_keys(num_blocks)
+        speeds["write"].append(run_tier(tier, keys, slots, is_read=False))
+        order = [keys[j] for j in shuffled]
+        speeds["read"].append(run_tier(tier, order, slots, is_read=True))
+        tier.close()
+        slabs = sorted((root / FINGERPRINT).glob("slab-*"))
+        for is_read in (True, False):
+            speed = run_fio(slabs, nbytes, is_read)
+            if speed is not None:
+                speeds["fio read" if is_read else "fio write"].append(speed)
+        shutil.rmtree(root)
+    pool.close()
+    rows = []
+    for name in ("write", "read"):
+        ours = statistics.median(speeds[name])
+        peers = speeds[f"fio {name}"]
+        ratio = ours / statistics.median(peers) if peers else None
+        what = f"{'random ' if name == 'read' else ''}{name}, 2 MiB blocks, {NUM_THREADS} threads, checksums on"
+        rows.append(Row(what, ours, "GB/s", "fio" if peers else "", ratio))
+        if peers:
+            rows.append(Row(f"fio {name}", statistics.median(peers), "GB/s"))
+    return rows
+
+
+# The scheduler's thread.
+
+
+@dataclass(eq=False)
+class BenchRequest:
+    """A request that decodes."""
+
+    request_id: str
+    num_tokens: int
+    num_computed_tokens: int
+    block_hashes: list[bytes] = field(default_factory=list)
+    kv_transfer_params: Mapping[str, Any] | None = None
+
+
+@dataclass
+class Blocks:
+    ids: list[int]
+
+    def get_block_ids(self) -> tuple[list[int], ...]:
+        return (self.ids,)
+
+
+def connector(manager: OffloadingManager) -> OffloadingConnectorScheduler:
+    return OffloadingConnectorScheduler(manager, groups=[KVGroup(BLOCK_TOKENS)])
+
+
+def decode_steps(manager: OffloadingManager, steps: int) -> float:
+    """Milliseconds of thread time a step, median, where DECODING requests get a token each in every step."""
+    scheduler = connector(manager)
+    rng = np.random.default_rng(0)
+    requests = []
+    next_block = 1
+    for i in range(DECODING):
+        start = int(rng.integers(1, BLOCK_TOKENS))
+        request = BenchRequest(f"r{i}", start, start - 1)
+        requests.append(request)
+        scheduler.get_num_new_matched_tokens(request, 0)
+        scheduler.update_state_after_alloc(request, Blocks([next_block]), 0)
+        scheduler.build_connector_meta(
+            ScheduledStep({request.request_id: start - 1}, {request.request_id: ([next_block],)}, frozenset([f"r{i}"]))
+        )
+        next_block += 1
+    times = []
+    for _ in range(steps):
+        block_ids: dict[str, tuple[Sequence[int], ...]] = {}
+        for request in requests:
+            if request.num_computed_tokens % BLOCK_TOKENS == 0 and request.num_computed_tokens:
+                block_ids[request.request_id] = ([next_block],)
+                next_block += 1
+            if request.num_tokens % BLOCK_TOKENS == 0:
+                request.block_hashes.append(os.urandom(32))
+        step = ScheduledStep({request.request_id: 1 for request in requests}, block_ids)
+        start_ns = time.thread_time_ns()
+        meta = scheduler.build_connector_meta(step)
+        scheduler.update_connector_output(WorkerReport(done=dict.fromkeys(meta.stores, 1)))
+        times.append((time.thread_time_ns() - start_ns) / 1e6)
+        for request in requests:
+            request.num_computed_tokens += 1
+            request.num_tokens += 1
+    assert not scheduler.off
+    return statistics.median(times)
+
+
+def lookup_cost(manager: OffloadingManager) -> dict[str, float]:
+    """Milliseconds of thread time a call, median, for a long prompt."""
+    keys = new_keys(LONG_PROMPT)
+
+    def cost(call: Callable[[], Any]) -> float:
+        return statistics.median(timed(call) for _ in range(20))
+
+    def look_up() -> int | None:
+        return manager.lookup(keys, CONTEXT)
+
+    def touch() -> None:
+        manager.touch(keys)
+
+    found = {"miss": cost(look_up)}
+    manager.prepare_store(keys)
+    manager.complete_store(keys)
+    return {**found, "hit": cost(look_up), "touch": cost(touch)}
+
+
+def tier_busy(manager: OffloadingManager) -> bool:
+    assert isinstance(manager, TieredOffloadingManager)
+    return any(lane.writing or lane.flights for lane in manager._lanes)
+
+
+def timed(call: Callable[[], Any]) -> float:
+    """Milliseconds of thread time."""
+    start = time.thread_time_ns()
+    call()
+    return (time.thread_time_ns() - start) / 1e6
+
+
+def scheduler_cost(directory: Path, quick: bool) -> list[Row]:
+    steps = STEPS // (8 if quick else 1)
+    host_blocks = 20_000
+    pool = HostPool(host_blocks, 4096)
+    figures: dict[str, dict[str, float]] = {}
+    for name in ("host", "disk"):
+        host = LRUOffloadingManager(HostBackend(BLOCK_TOKENS, host_blocks))
+        manager: OffloadingManager = host
+        if name == "disk":
+            tier = open_disk_tier(str(directory / "cost"), 512 << 20, [pool.data], FINGERPRINT)
+            manager = TieredOffloadingManager(host, [tier], tokens_per_block=[BLOCK_TOKENS])
+        figures[name] = {"decode": decode_steps(manager, steps), **lookup_cost(manager)}
+        manager.shutdown()
+    rows = []
+    for call, what in (
+        ("decode", f"step of {DECODING} decoding requests"),
+        ("miss", f"lookup of {LONG_PROMPT:,} blocks that are nowhere"),
+        ("hit", f"lookup of {LONG_PROMPT:,} blocks in the host"),
+        ("touch", f"touch of {LONG_PROMPT:,} blocks"),
+    ):
+        value = figures["disk"][call]
+        rows.append(Row(f"{what}, with a disk tier", value, "ms", "host alone", figures["host"][call] / value))
+    return rows
+
+
+def promotion_cost(directory: Path) -> list[Row]:
+    """Thread time to bring up and to write down, a block: all calls of the scheduler's thread together."""
+    n = 4096
+    pool = HostPool(3 * n, 4096)
+    host = LRUOffloadingManager(HostBackend(BLOCK_TOKENS, 3 * n))
+    tier = open_disk_tier(str(directory / "promotion"), 512 << 20, [pool.data], FINGERPRINT)
+    manager = TieredOffloadingManager(host, [tier], tokens_per_block=[BLOCK_TOKENS], load_deadline_ms=60_000)
+    keys = new_keys(n)
+    down = up = 0.0
+
+    def poll_until_idle() -> float:
+        spent = 0.0
+        while tier_busy(manager):
+            tier.wait(0.05)
+            spent += timed(manager.poll)
+        return spent
+
+    stored: Iterable[list[OffloadKey]] = [keys[i : i + 128] for i in range(0, n, 128)]
+    for part in stored:
+        host.prepare_store(part)
+        down += timed(partial(manager.complete_store, part))
+        down += poll_until_idle()
+    written = int((tier.contains(keys) == LookupState.HIT).sum())
+    host.reset()
+    up += timed(lambda: manager.lookup(keys, CONTEXT)) + timed(manager.poll)
+    up += poll_until_idle()
+    found = manager.lookup(keys, CONTEXT) or 0
+    manager.shutdown()
+    assert found == written > 0, (found, written)
+    return [
+        Row("scheduler thread, a block written down", 1e3 * down / written, "us"),
+        Row("scheduler thread, a block brought up", 1e3 * up / found, "us"),
+    ]
+
+
+def restart_time(directory: Path, quick: bool) -> list[Row]:
+    """A full index: the files are real, but for the payloads, which nobody reads at start."""
+    num_slots = 100_000 if quick else 1_000_000
+    root = directory / "restart"
+    capacity = num_slots * (4096 + 256) + (64 << 20)
+    files = SlabFiles(DirectoryStorage(root), FINGERPRINT, [4096], capacity, SLAB_BYTES, lambda: 7)
+    while files.num_allocated < num_slots:
+        files.grow()
+    for start in range(0, num_slots, 4096):
+        keys = new_keys(min(4096, num_slots - start))
+        records = [
+            pack_record(files.header, key, sequence=start + i, stored_at=0, hits=0, payload_checksum=i)
+            for i, key in enumerate(keys)
+        ]
+        files.write_records(start, np.concatenate(records))
+    files.close()
+    pool = HostPool(1, 4096)
+    begin = time.perf_counter()
+    tier = open_disk_tier(root, capacity, [pool.data], FINGERPRINT)
+    seconds = time.perf_counter() - begin
+    assert tier.num_blocks == num_slots
+    tier.close()
+    shutil.rmtree(root)
+    return [Row(f"start with {num_slots:,} blocks on disk", seconds, "s")]
+
+
+def main(out: Path, quick: bool) -> None:
+    base = os.environ.get("KVOFFLOAD_BENCH_DIR")
+    with tempfile.TemporaryDirectory(prefix="kvoffload-bench-", dir=base or Path.cwd()) as temporary:
+        directory = Path(temporary)
+        rows = throughput(directory, quick)
+        rows += scheduler_cost(directory, quick)
+        rows += promotion_cost(directory)
+        rows += restart_time(directory, quick)
+    if shutil.which("fio") is None:
+        print("fio is not installed here: no peer to compare with (apt-get install fio)")
+    publish("disk", "Disk tier (ratio: times as fast as the other side)", rows, out)
