@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import re
+import shutil
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -124,7 +126,12 @@ def test_everything_may_be_given() -> None:
         "policy": "arc",
         "block_size_factor": 4,
         "store_threshold": 2,
+        "disk_dir": "/var/cache/kvoffload",
+        "disk_bytes": 3 * GIB,
         "load_deadline_ms": 0,
+        "lookup_deadline_ms": 0,
+        "load_only_if_faster": False,
+        "engines_per_node": 2,
         "model_fingerprint": "v7",
     }
     config = make(**options)
@@ -159,6 +166,9 @@ def test_a_policy_of_ones_own() -> None:
         ("polcy", "policy"),
         ("blocksize", "block_size"),
         ("load_deadline", "load_deadline_ms"),
+        ("lookup_deadline", "lookup_deadline_ms"),
+        ("disk_byte", "disk_bytes"),
+        ("diskdir", "disk_dir"),
         ("store_treshold", "store_threshold"),
     ],
 )
@@ -258,14 +268,69 @@ def test_a_block_size_that_the_engines_does_not_divide(block_size: int, mend: in
     assert make(block_size=mend).factor(16) == mend // 16
 
 
-@pytest.mark.parametrize("value", [-1, -0.001, NAN, INFINITY, "yes", "1000", [1]])
-def test_a_deadline_is_some_milliseconds(value: object) -> None:
-    message = refused(load_deadline_ms=value)
-    assert message == f"load_deadline_ms={value!r}: must be 0 or more milliseconds"
+@pytest.mark.parametrize("value", [-1, -0.001, NAN, INFINITY, "yes", "1000", [1], True])
+@pytest.mark.parametrize("name", ["load_deadline_ms", "lookup_deadline_ms"])
+def test_a_deadline_is_some_milliseconds(name: str, value: object) -> None:
+    assert refused(**{name: value}) == f"{name}={value!r}: must be 0 or more milliseconds"
 
 
-def test_true_is_no_deadline() -> None:
-    refused(load_deadline_ms=True)
+@pytest.mark.parametrize("value", [0, 1, "false", "no", 1.0, []])
+def test_yes_or_no(value: object) -> None:
+    assert refused(load_only_if_faster=value) == f"load_only_if_faster={value!r}: must be true or false"
+
+
+# The disk tier.
+
+
+def test_an_amount_of_disk_may_be_written_as_one_of_memory() -> None:
+    assert make(disk_dir="/cache", disk_bytes="1.5T").disk_bytes == 3 * TIB // 2
+
+
+def test_a_home_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/me")
+    assert make(disk_dir="~/kv", disk_bytes=GIB).disk_dir == "/home/me/kv"
+    assert make(disk_dir="~", disk_bytes=GIB).disk_dir == "/home/me"
+
+
+@pytest.mark.parametrize("written", ["/cache/kv", "/cache/kv/", "/cache//kv", "/cache/./kv", "/cache/other/../kv"])
+def test_a_directory_has_one_name(written: str) -> None:
+    assert make(disk_dir=written, disk_bytes=GIB).disk_dir == "/cache/kv"
+
+
+@pytest.mark.parametrize("value", ["", "kv", "./kv", "../kv", "~no-such-user-here/kv", "$HOME/kv"])
+def test_a_relative_directory(value: str) -> None:
+    message = refused(disk_dir=value, disk_bytes=GIB)
+    assert message.startswith(f"disk_dir={value!r}: not an absolute path; ")
+    assert 'disk_dir="/var/cache/kvoffload"' in message
+
+
+@pytest.mark.parametrize("value", [5, True, b"/kv", ["/kv"], "/k\0v"])
+def test_a_directory_that_is_no_path(value: object) -> None:
+    assert refused(disk_dir=value, disk_bytes=GIB).startswith(f"disk_dir={value!r}: not a path; ")
+
+
+@pytest.mark.parametrize("value", ["much", 0, -1, True])
+def test_an_amount_of_disk_that_is_none(value: object) -> None:
+    assert refused(disk_dir="/cache", disk_bytes=value).startswith(f"disk_bytes={value!r}: ")
+
+
+def test_an_amount_of_disk_without_a_directory() -> None:
+    message = refused(disk_bytes="1GiB")
+    assert message.startswith(f"disk_bytes={GIB} without disk_dir: say where, such as disk_dir=")
+    proposal = re.search(r'disk_dir="([^"]+)"', message)
+    assert proposal is not None
+    make(disk_bytes="1GiB", disk_dir=proposal[1])
+
+
+def test_a_directory_without_an_amount_of_disk(tmp_path: Path) -> None:
+    directory = str(tmp_path / "not" / "there yet")
+    message = refused(disk_dir=directory)
+    assert message.startswith(f"disk_dir={directory!r} without disk_bytes: say how much of that disk to use")
+    proposal = re.search(r'disk_bytes="([^"]+)"', message)
+    assert proposal is not None
+    proposed = make(disk_dir=directory, disk_bytes=proposal[1]).disk_bytes
+    assert proposed is not None
+    assert 0 < proposed <= shutil.disk_usage(tmp_path).free
 
 
 @pytest.mark.parametrize("value", ["", 5, True, b"v7", ["v7"]])

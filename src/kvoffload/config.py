@@ -5,9 +5,12 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import math
+import os
 import re
+import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from kvoffload.base import ConfigError
@@ -38,6 +41,30 @@ def parse_bytes(setting: str, value: object) -> int:
     return int(amount)
 
 
+def _half(free: int) -> str:
+    half = max(free // 2, 1 << 20)
+    return f"{half >> 30}GiB" if half >> 30 else f"{half >> 20}MiB"
+
+
+def _resolved(disk_dir: object) -> str:
+    """The absolute path that ``disk_dir`` means. Raises ConfigError."""
+    mend = 'write an absolute path such as disk_dir="/var/cache/kvoffload"'
+    if not isinstance(disk_dir, str) or "\0" in disk_dir:
+        raise ConfigError(f"disk_dir={disk_dir!r}: not a path; {mend}")
+    path = os.path.expanduser(disk_dir)
+    if not os.path.isabs(path):
+        raise ConfigError(f"disk_dir={disk_dir!r}: not an absolute path; {mend}")
+    return os.path.normpath(path)
+
+
+def _free_disk(directory: str) -> int:
+    """Free bytes of the disk that ``directory`` is on, or would be."""
+    path = Path(directory)
+    while not path.exists():
+        path = path.parent
+    return shutil.disk_usage(path).free
+
+
 @dataclass(frozen=True, slots=True)
 class OffloadConfig:
     """What a user can set. In vLLM: the keys of ``kv_connector_extra_config``."""
@@ -52,10 +79,19 @@ class OffloadConfig:
     """The same in tokens per offloaded block; give one of the two."""
     store_threshold: int | None = None
     """Store a block once this many requests have asked for it (2 or more). Default: store all."""
+    disk_dir: str | None = None
+    """Directory of the disk tier: an absolute path, or one that begins with "~", which is resolved here."""
+    disk_bytes: int | None = None
+    """Disk space for offloaded blocks on this node, everything that the tier keeps there included."""
     load_deadline_ms: float = 1000.0
-    """How long a request waits for blocks that another request is loading, before it loads its own copy."""
+    """How long a request waits for blocks on their way: for those that another request is loading, before it loads its
+    own copy; for those that come from a tier below, before it computes what has not arrived."""
+    lookup_deadline_ms: float = 100.0
+    """How long a tier may take to tell whether it holds a block, before that is a miss."""
+    load_only_if_faster: bool = True
+    """Compute a prefix whose load from a tier below host memory would take longer than computing it."""
     engines_per_node: int | None = None
-    """Data-parallel engines that share ``host_bytes`` on this node, where the engine does not know."""
+    """Data-parallel engines that share these budgets on this node, where the engine does not know."""
     model_fingerprint: str | None = None
     """Names the weights, where they cannot be read; normally derived from the model's files."""
 
@@ -70,14 +106,16 @@ class OffloadConfig:
                 raise ConfigError(f"{name}={options[name]!r}: unknown option; {hint} Known: {', '.join(known)}")
         if options.get("host_bytes") is None:
             free = available_memory()
-            half = max(free // 2, 1 << 20)
-            proposal = f"{half >> 30}GiB" if half >> 30 else f"{half >> 20}MiB"
             raise ConfigError(
-                f'host_bytes is not set: say how much host RAM to use, such as host_bytes="{proposal}" '
+                f'host_bytes is not set: say how much host RAM to use, such as host_bytes="{_half(free)}" '
                 f"(half of the {format_bytes(free)} free here)"
             )
         given = {name: value for name, value in options.items() if value is not None}
-        given["host_bytes"] = parse_bytes("host_bytes", options["host_bytes"])
+        for name in ("host_bytes", "disk_bytes"):
+            if name in given:
+                given[name] = parse_bytes(name, given[name])
+        if "disk_dir" in given:
+            given["disk_dir"] = _resolved(given["disk_dir"])
         config = cls(**given)
         config._check()
         return config
@@ -106,15 +144,32 @@ class OffloadConfig:
                 f"block_size={self.block_size} and block_size_factor={self.block_size_factor}: "
                 "two ways to say the same; remove one"
             )
-        deadline = self.load_deadline_ms
-        is_number = isinstance(deadline, (int, float)) and not isinstance(deadline, bool)
-        if not is_number or not 0 <= deadline < math.inf:
-            raise ConfigError(f"load_deadline_ms={deadline!r}: must be 0 or more milliseconds")
+        self._check_disk()
+        for name in ("load_deadline_ms", "lookup_deadline_ms"):
+            deadline = getattr(self, name)
+            is_number = isinstance(deadline, (int, float)) and not isinstance(deadline, bool)
+            if not is_number or not 0 <= deadline < math.inf:
+                raise ConfigError(f"{name}={deadline!r}: must be 0 or more milliseconds")
+        if not isinstance(self.load_only_if_faster, bool):
+            raise ConfigError(f"load_only_if_faster={self.load_only_if_faster!r}: must be true or false")
         if self.model_fingerprint is not None and not (
             isinstance(self.model_fingerprint, str) and self.model_fingerprint
         ):
             raise ConfigError(
                 f"model_fingerprint={self.model_fingerprint!r}: must be a string that changes with the weights"
+            )
+
+    def _check_disk(self) -> None:
+        if self.disk_dir is None and self.disk_bytes is not None:
+            raise ConfigError(
+                f"disk_bytes={self.disk_bytes} without disk_dir: say where, such as "
+                'disk_dir="/var/cache/kvoffload"; or remove it'
+            )
+        if self.disk_dir is not None and self.disk_bytes is None:
+            free = _free_disk(self.disk_dir)
+            raise ConfigError(
+                f"disk_dir={self.disk_dir!r} without disk_bytes: say how much of that disk to use, such as "
+                f'disk_bytes="{_half(free)}" (half of the {format_bytes(free)} free there)'
             )
 
     def factor(self, device_block_size: int) -> int:

@@ -1,6 +1,7 @@
 """One vLLM engine in a process of its own: ``python driver.py CONFIG RESULT``, both JSON files.
 
-CONFIG: ``scenario`` (a name in SCENARIOS), ``model`` (directory, written if it is not there), ``engine``
+CONFIG: ``scenario`` (a name in SCENARIOS), ``model`` (directory, written if it is not there), ``weights`` (the seed of
+its weights; given, they replace those that are there), ``engine``
 (arguments of ``vllm.LLM`` that differ from the usual), ``model_kind``, ``multiprocessing`` (whether the engine
 has processes of its own), ``connector`` (its options, null for none),
 ``connector_class``, and what the scenario reads. The environment that vLLM reads is set by the caller.
@@ -29,13 +30,13 @@ WINDOW = 70
 """Of sliding layers, in tokens: more than two blocks, and no whole number of them."""
 
 
-def write_model(directory: Path, kind: str = "llama") -> None:
+def write_model(directory: Path, kind: str = "llama", seed: int = 0) -> None:
     """A tiny model. Its weights are large enough for what it reads to decide what it says. "gemma3": layers that see a
     window of WINDOW tokens, and layers that see all, by turns."""
     import torch
     from transformers import Gemma3ForCausalLM, Gemma3TextConfig, LlamaConfig, LlamaForCausalLM
 
-    torch.manual_seed(0)
+    torch.manual_seed(seed)
     sizes = {
         "vocab_size": 512,
         "hidden_size": 128,
@@ -73,8 +74,10 @@ class Engine:
     def __init__(self, config: dict[str, Any]) -> None:
         kind = config.get("model_kind", "llama")
         model = Path(config["model"] + "-" + kind)
-        if not model.exists():
-            write_model(model, kind)
+        if "weights" in config or not model.exists():
+            write_model(model, kind, config.get("weights", 0))
+        if config.get("unexpected_root"):
+            _expect_another_root()
         from vllm.config import KVEventsConfig, KVTransferConfig
         from vllm.entrypoints.llm import LLM
 
@@ -188,6 +191,21 @@ class Engine:
             self.llm.llm_engine.step()
         raise AssertionError("the engine never comes to rest")
 
+    def settle(self) -> None:
+        """Waits until lower tiers have written what they were given."""
+        manager = getattr(self.offload.manager, "backing", self.offload.manager)
+        for lane in getattr(manager, "_lanes", []):
+            for _ in range(MAX_STEPS):
+                if not lane.writing:
+                    break
+                lane.tier.wait(0.1)
+                manager.poll()
+            assert not lane.writing, "the tier does not end its writes"
+
+    def close(self) -> None:
+        """Ends the engine as a server ends."""
+        self.llm.llm_engine.engine_core.shutdown()
+
     def state(self) -> dict[str, Any]:
         """What is left and what was counted once the engine is at rest."""
         self.drain()
@@ -202,7 +220,9 @@ class Engine:
         if self.scheduler.connector is None:
             return state
         offload = self.offload
+        self.settle()
         manager = getattr(offload.manager, "backing", offload.manager)
+        manager = getattr(manager, "host", manager)
         offload.manager.check_integrity()
         return state | {
             "off": offload.off,
@@ -239,6 +259,13 @@ def _allow_async_scheduling() -> None:
     CpuPlatform.check_and_update_config = classmethod(check_and_update_config)
 
 
+def _expect_another_root() -> None:
+    """As if a vLLM drew the root of its hashes in a way that nobody knows of."""
+    from kvoffload.vllm import versions
+
+    versions.expected_hash_root = lambda vllm_config: b"another root"
+
+
 def answer(output: Any) -> list[Any]:
     """Tokens and their logprobs."""
     best = output.outputs[0]
@@ -258,19 +285,24 @@ def prometheus() -> dict[str, float]:
 
 
 def rounds(config: dict[str, Any]) -> dict[str, Any]:
-    """The same prompts, ``rounds`` times."""
+    """The same prompts, ``rounds`` times, perhaps after a ``reset``. ``close`` ends the engine."""
     engine = Engine(config)
+    if config.get("reset"):
+        assert engine.llm.reset_prefix_cache(reset_connector=True)
     outputs = [engine.round() for _ in range(config.get("rounds", 2))]
     if config.get("multiprocessing"):
         return {"outputs": outputs, "prometheus": prometheus()}
     import vllm
 
-    return {
+    result = {
         "vllm": vllm.__version__,
         "outputs": outputs,
         "async_scheduling": type(engine.scheduler).__name__ == "AsyncScheduler",
         **engine.state(),
     }
+    if config.get("close"):
+        engine.close()
+    return result
 
 
 def service(config: dict[str, Any]) -> dict[str, Any]:
@@ -474,7 +506,7 @@ def refusals(config: dict[str, Any]) -> dict[str, Any]:
     from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, MambaSpec, RSWASpec
 
     from kvoffload.vllm import KVOffloadConnector
-    from kvoffload.vllm.setup import MULTI_CONNECTOR
+    from kvoffload.vllm.setup import MULTI_CONNECTOR, model_fingerprint
 
     vllm_config = EngineArgs(
         model=str(model),
@@ -497,6 +529,9 @@ def refusals(config: dict[str, Any]) -> dict[str, Any]:
     }
     said: dict[str, Any] = {}
     blocks: dict[str, int] = {}
+    engines: dict[str, list[int]] = {}
+    fingerprints: dict[str, str] = {}
+    os.environ.pop("PYTHONHASHSEED", None)
     for name, case in config["cases"].items():
         vllm_config.kv_transfer_config.kv_connector_extra_config = case["options"]
         changes = dict(case.get("changes", {}))
@@ -506,6 +541,9 @@ def refusals(config: dict[str, Any]) -> dict[str, Any]:
             kv_cache_groups=[KVCacheGroupSpec(["layer0", "layer1"], specs[changes.pop("kv_cache", "full")])],
         )
         before: list[tuple[Any, str, Any]] = [(vllm, "__version__", vllm.__version__)]
+        seed = changes.pop("PYTHONHASHSEED", None)
+        if seed is not None:
+            os.environ["PYTHONHASHSEED"] = seed
         if changes.pop("multi_connector", False):
             sys.modules[MULTI_CONNECTOR] = vllm
         if changes.pop("mla", False):
@@ -523,13 +561,17 @@ def refusals(config: dict[str, Any]) -> dict[str, Any]:
             for role in (KVConnectorRole.WORKER, KVConnectorRole.SCHEDULER):
                 connector = KVOffloadConnector(vllm_config, role, caches)
             said[name] = None
-            blocks[name] = connector._setup.count_blocks()
+            setup = connector._setup
+            blocks[name] = setup.count_blocks()
+            engines[name] = [setup.engine, setup.engines]
+            fingerprints[name] = model_fingerprint(vllm_config, setup, [])
         except Exception as error:
             said[name] = [type(error).__name__, str(error)]
         for part, key, value in before:
             setattr(part, key, value)
         sys.modules.pop(MULTI_CONNECTOR, None)
-    return {"said": said, "blocks": blocks}
+        os.environ.pop("PYTHONHASHSEED", None)
+    return {"said": said, "blocks": blocks, "engines": engines, "fingerprints": fingerprints}
 
 
 SCENARIOS = {f.__name__: f for f in (rounds, service, reuse, aborts, failed_load, storm, endless, refusals)}

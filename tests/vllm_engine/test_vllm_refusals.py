@@ -12,6 +12,7 @@ from vllm_harness import DEADLINE_S, POOL, Run, Runner
 
 pytestmark = pytest.mark.vllm
 
+DISK = POOL | {"disk_dir": "/var/cache/kvoffload", "disk_bytes": "1GiB"}
 CASES: dict[str, tuple[dict[str, Any], list[str]]] = {
     "unknown option": ({"host_byte": "1GiB"}, ["host_byte='1GiB'", "did you mean host_bytes?"]),
     "no host_bytes": ({}, ["host_bytes is not set", 'host_bytes="']),
@@ -46,6 +47,14 @@ CASES: dict[str, tuple[dict[str, Any], list[str]]] = {
     ),
     "among other connectors": (POOL, ["MultiConnector", "name KVOffloadConnector"]),
     "a pooler of whole prompts": (POOL, ["pooler", "without kvoffload"]),
+    "a disk of any size": (POOL | {"disk_dir": "/"}, ["disk_dir='/' without disk_bytes", 'disk_bytes="']),
+    "a disk anywhere": (POOL | {"disk_bytes": "1GiB"}, ["disk_bytes=1073741824 without disk_dir", 'disk_dir="/']),
+    "hashes of this process alone": (
+        DISK,
+        ["prefix_caching_hash_algo=xxhash", "set the environment variable PYTHONHASHSEED=0", "hash-algo sha256"],
+    ),
+    "adapters with a disk": (DISK, ["LoRA", 'set model_fingerprint="..."']),
+    "weights without a name": (DISK, ["model some/model", "no safetensors", 'set model_fingerprint="..."']),
 }
 CHANGES = {
     "context parallelism": {"parallel_config.decode_context_parallel_size": 2},
@@ -70,6 +79,9 @@ CHANGES = {
         "model_config.runner_type": "pooling",
         "model_config.pooler_config": {"seq_pooling_type": "MEAN"},
     },
+    "hashes of this process alone": {"cache_config.prefix_caching_hash_algo": "xxhash"},
+    "adapters with a disk": {"lora_config": {}},
+    "weights without a name": {"model_config.model": "some/model"},
 }
 
 
@@ -85,18 +97,67 @@ SHARES: dict[str, dict[str, Any]] = {
         "options": {"engines_per_node": 2},
     },
     "told by the user": {"parallel_config.data_parallel_index": 1, "options": {"engines_per_node": 2}},
+    "the second with a load balancer outside": {
+        "parallel_config.data_parallel_size": 4,
+        "parallel_config.data_parallel_size_local": 1,
+        "parallel_config.data_parallel_index": 3,
+        "options": {"engines_per_node": 2},
+    },
+    "the second on the second node": {
+        "parallel_config.data_parallel_index": 3,
+        "parallel_config.data_parallel_rank_local": 1,
+        "options": {"engines_per_node": 2},
+    },
     "two ranks": {"parallel_config.world_size": 2},
 }
 """Engines and ranks that have half of host_bytes each."""
+ENGINES = {
+    "told by vLLM": [0, 2],
+    "known from another setting": [0, 2],
+    "told by the user with a load balancer outside": [0, 2],
+    "the second with a load balancer outside": [1, 2],
+    "the second on the second node": [1, 2],
+    "told by the user": [1, 2],
+    "two ranks": [0, 1],
+}
+"""Which engine of its node it is, and of how many."""
+
+SHAPES: dict[str, dict[str, Any]] = {
+    "a seed": {"PYTHONHASHSEED": "1"},
+    "another seed": {"PYTHONHASHSEED": "2"},
+    "an algorithm": {"cache_config.prefix_caching_hash_algo": "sha256_cbor"},
+    "a fast algorithm with a seed": {"cache_config.prefix_caching_hash_algo": "xxhash", "PYTHONHASHSEED": "1"},
+    "what the user overrides": {"model_config.hf_config.rope_parameters": {"rope_type": "default", "rope_theta": 17}},
+    "how weights are read": {"load_config.load_format": "dummy"},
+    "a length for which other factors hold": {
+        "model_config.hf_config.rope_parameters": {"rope_type": "longrope"},
+        "model_config.max_model_len": 64,
+    },
+    "and one for which they do not": {
+        "model_config.hf_config.rope_parameters": {"rope_type": "longrope"},
+        "model_config.max_model_len": 128,
+    },
+}
+"""Settings with which blocks are other ones."""
+SAME: dict[str, dict[str, Any]] = {
+    "the same again": {},
+    "a length": {"model_config.max_model_len": 64},
+    "the path": {"model_config.hf_config._name_or_path": "/somewhere/else"},
+}
+"""Settings with which they are not."""
 
 
 @pytest.fixture(scope="module")
 def said(run: Runner) -> Run:
     cases = {name: {"options": options, "changes": CHANGES.get(name, {})} for name, (options, _) in CASES.items()}
+    for name, changes in {**SHAPES, **SAME}.items():
+        cases[name] = {"options": DISK, "changes": changes}
     for name, changes in SHARES.items():
         cases[name] = {"options": POOL | changes.pop("options", {}), "changes": changes}
     later = {"options": POOL, "changes": {"version": "0.99.1"}}
-    return run("refusals", cases={"right": {"options": POOL}, **cases, "later": later})
+    return run(
+        "refusals", cases={"right": {"options": POOL}, "with a disk": {"options": DISK}, **cases, "later": later}
+    )
 
 
 def test_a_right_configuration_is_taken(said: Run) -> None:
@@ -107,6 +168,21 @@ def test_a_right_configuration_is_taken(said: Run) -> None:
 def test_host_bytes_is_shared_out(said: Run, case: str) -> None:
     assert said["said"][case] is None
     assert said["blocks"][case] == said["blocks"]["right"] // 2 > 0
+
+
+@pytest.mark.parametrize("case", ENGINES)
+def test_engines_of_a_node_are_numbered(said: Run, case: str) -> None:
+    assert said["engines"][case] == ENGINES[case]
+
+
+def test_what_shapes_blocks_is_in_the_fingerprint(said: Run) -> None:
+    fingerprints = [said["fingerprints"][case] for case in ("with a disk", *SHAPES)]
+    assert len(set(fingerprints)) == len(fingerprints)
+
+
+@pytest.mark.parametrize("case", SAME)
+def test_what_does_not_is_not(said: Run, case: str) -> None:
+    assert said["fingerprints"][case] == said["fingerprints"]["with a disk"]
 
 
 def test_a_version_nobody_has_tested_is_tried_with_a_warning(said: Run) -> None:

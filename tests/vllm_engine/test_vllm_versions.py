@@ -17,6 +17,9 @@ pytestmark = pytest.mark.vllm
 OVERLAYS = {path.name: path for path in sorted((Path(sys.prefix) / "overlays").glob("*"))}
 ONE_GROUP_ONLY = ("0.28", "0.29")
 """Versions in which a failed load of several groups would end the engine."""
+NOBODY_WAITS = ("0.28", "0.29", "0.30")
+"""Versions in which a request that is told to wait may wait for ever."""
+FIRST_WITH_DISK = "vLLM 0.31"
 
 
 @pytest.fixture(
@@ -56,6 +59,22 @@ def test_outputs_are_identical(run: Runner, version: str, overlaid: dict[str, An
 def test_corrupted_bytes_change_outputs(run: Runner, overlaid: dict[str, Any], answers: list[Any]) -> None:
     result = run("rounds", connector=POOL, connector_class="CorruptedKVOffloadConnector", **overlaid)
     assert len(differences(result["outputs"][1], answers)) == len(answers)
+
+
+def test_the_disk_tier(run: Runner, version: str, overlaid: dict[str, Any], answers: list[Any], tmp_path: Path) -> None:
+    """Served where a request can be told to wait, else refused with the reason and the mend."""
+    connector = POOL | {"disk_dir": str(tmp_path / "disk"), "disk_bytes": "32MiB", "load_only_if_faster": False}
+    if version.startswith(NOBODY_WAITS):
+        child, result = run.start("rounds", connector=connector, **overlaid)
+        assert child.wait(DEADLINE_S) != 0
+        said = result.with_suffix(".log").read_text()
+        assert f"no request can be told to wait for blocks from disk; use {FIRST_WITH_DISK} or later" in said
+        return
+    for _ in range(2):
+        result = run("rounds", rounds=1, close=True, connector=connector, **overlaid)
+        assert differences(result["outputs"][0], answers) == []
+        assert_at_rest(result.result)
+    assert result["metrics"]["disk_hit_tokens"] > 0
 
 
 def test_a_storm(run: Runner, overlaid: dict[str, Any], answers: list[Any]) -> None:

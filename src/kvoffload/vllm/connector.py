@@ -21,10 +21,11 @@ from kvoffload.base import ConfigError, ScheduledStep
 from kvoffload.hostpool import HostPool
 from kvoffload.records import RecordServer
 from kvoffload.scheduler import OffloadingConnectorScheduler
+from kvoffload.tiering import TieredOffloadingManager
 from kvoffload.vllm import versions
 from kvoffload.vllm.events import vllm_events
 from kvoffload.vllm.metrics import KVOffloadPromMetrics, KVOffloadStats
-from kvoffload.vllm.pages import make_transfer, page_groups
+from kvoffload.vllm.pages import make_transfer, page_format, page_groups
 from kvoffload.vllm.setup import RankInfo, Setup, model_fingerprint, namespace
 from kvoffload.vllm.versions import KVConnectorTransferResults
 from kvoffload.worker import OffloadingConnectorWorker, StepMeta, WorkerReport
@@ -77,9 +78,14 @@ class KVOffloadConnector(KVConnectorBase_V1, SupportsHMA):
         self._failed: dict[str, list[int]] = {}
         """Loads that failed on this rank, with their device blocks, and were not told yet."""
         self._pool: HostPool | None = None
+        self._formats: dict[str, str] = {}
+        """By layer, how its pages are laid out."""
         self._worker: OffloadingConnectorWorker | None = None
         self._scheduler: OffloadingConnectorScheduler | None = None
         self._records: RecordServer | None = None
+        self._tiers: TieredOffloadingManager | None = None
+        self._expected_root: bytes | None = None
+        """What block hashes must begin with, until that has been seen."""
         if role == KVConnectorRole.SCHEDULER:
             versions.warn_if_untested()
         else:
@@ -95,8 +101,12 @@ class KVOffloadConnector(KVConnectorBase_V1, SupportsHMA):
         fingerprint = model_fingerprint(self._vllm_config, setup, infos)
         events = self._vllm_config.kv_events_config
         enable_events = events is not None and events.enable_kv_cache_events
+        host = setup.make_host_manager(num_blocks, enable_events)
+        if setup.config.disk_dir is not None:
+            self._tiers = setup.make_tiers(host, infos, fingerprint)
+            self._expected_root = versions.expected_hash_root(self._vllm_config)
         self._scheduler = OffloadingConnectorScheduler(
-            setup.make_manager(num_blocks, enable_events),
+            setup.with_admission(self._tiers or host),
             groups=setup.kv_groups,
             hash_block_size=setup.hash_block_size,
             namespace=namespace(fingerprint),
@@ -140,6 +150,8 @@ class KVOffloadConnector(KVConnectorBase_V1, SupportsHMA):
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         # A layout that is not served is refused before any memory is taken.
         groups = page_groups(self._setup, kv_caches)
+        layers = self._vllm_config.compilation_config.static_forward_context
+        self._formats = {name: page_format(layers[name], cache) for name, cache in kv_caches.items()}
         self._pool = HostPool(self._num_blocks, self._setup.slot_bytes)
         self._worker = OffloadingConnectorWorker(make_transfer(groups, self._pool))
 
@@ -147,7 +159,9 @@ class KVOffloadConnector(KVConnectorBase_V1, SupportsHMA):
         if self._pool is None:
             return None
         layers = [
-            layer for group in self._setup.groups for layer in zip(group.layer_names, group.page_bytes, strict=True)
+            (name, page_bytes, self._formats[name])
+            for group in self._setup.groups
+            for name, page_bytes in zip(group.layer_names, group.page_bytes, strict=True)
         ]
         return RankInfo(self._pool.handle(), tuple(layers))
 
@@ -200,7 +214,18 @@ class KVOffloadConnector(KVConnectorBase_V1, SupportsHMA):
     # Scheduler side.
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
+        if self._expected_root is not None:
+            self._check_hash_root()
         return self.connector_scheduler.get_num_new_matched_tokens(request, num_computed_tokens)
+
+    def _check_hash_root(self) -> None:
+        """vLLM draws or derives the root of its hashes after connectors were made: now it is known."""
+        expected, self._expected_root = self._expected_root, None
+        if self._tiers is not None and versions.hash_root() != expected:
+            self._tiers.switch_off_tiers(
+                f"block hashes of {versions.NAME} do not begin as was expected, so that no other process would find "
+                "these blocks; set PYTHONHASHSEED=0 (any number, the same at every start)"
+            )
 
     def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
         self.connector_scheduler.update_state_after_alloc(request, blocks, num_external_tokens)

@@ -39,8 +39,13 @@ class KVOffloadStats(KVConnectorStats):
             shown[f"{direction} MB"] = round(moved / 1e6, 1)
             if seconds:
                 shown[f"{direction} GB/s"] = round(moved / seconds / 1e9, 1)
+        for name in ("disk_read", "disk_write"):
+            if f"{name}_bytes" in data:
+                shown[f"{name.replace('_', ' ')} MB"] = round(data[f"{name}_bytes"] / 1e6, 1)
         for name in ("asked_tokens", "device_hit_tokens", "host_hit_tokens"):
             shown[name.replace("_", " ")] = int(data.get(name, 0))
+        if "disk_hit_tokens" in data:
+            shown["disk hit tokens"] = int(data["disk_hit_tokens"])
         for name, value in sorted(data.items()):
             if name.startswith("misses:"):
                 shown[name.replace("misses:", "missed, ").replace("_", " ")] = int(value)
@@ -61,26 +66,39 @@ class KVOffloadPromMetrics(KVConnectorPromMetrics):
         per_engine_labelvalues: dict[int, list[object]],
     ) -> None:
         super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+        self._metrics: dict[str, Any] = {}
         self._children: dict[int, dict[str, Any]] = {engine: {} for engine in per_engine_labelvalues}
         for name, spec in METRICS.items():
             kind = metric_types[Gauge if spec.kind == "gauge" else Counter]
             labels = [*labelnames, spec.label] if spec.label else labelnames
             # Only gauges take multiprocess_mode; vLLM's own gauges use the same.
             extra = {"multiprocess_mode": "mostrecent"} if spec.kind == "gauge" else {}
-            metric = kind(name=PREFIX + name, documentation=spec.help, labelnames=labels, **extra)
-            for engine, values in per_engine_labelvalues.items():
+            self._metrics[name] = kind(name=PREFIX + name, documentation=spec.help, labelnames=labels, **extra)
+            # What is known to come is there from the start, at zero.
+            for engine in per_engine_labelvalues:
                 if spec.label is None:
-                    self._children[engine][name] = metric.labels(*values)
-                else:
+                    self._child(engine, name)
+                elif spec.label == "reason":
                     for reason in MissReason:
-                        self._children[engine][f"{name}:{reason}"] = metric.labels(*values, str(reason))
+                        self._child(engine, f"{name}:{reason}")
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
+        if engine_idx not in self._children:
+            return
         for name, value in transfer_stats_data.items():
-            child = self._children.get(engine_idx, {}).get(name)
-            if child is None:
+            spec = METRICS.get(name.partition(":")[0])
+            if spec is None:
                 continue
-            if METRICS[name.partition(":")[0]].kind == "gauge":
-                child.set(value)
+            if spec.kind == "gauge":
+                self._child(engine_idx, name).set(value)
             else:
-                child.inc(max(0.0, value))
+                self._child(engine_idx, name).inc(max(0.0, value))
+
+    def _child(self, engine: int, name: str) -> Any:
+        """The time series of ``name``, "NAME" or "NAME:LABEL"."""
+        children = self._children[engine]
+        if name not in children:
+            metric, _, label = name.partition(":")
+            values = self.per_engine_labelvalues[engine]
+            children[name] = self._metrics[metric].labels(*values, *([label] if label else []))
+        return children[name]

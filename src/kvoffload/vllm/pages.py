@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -37,6 +37,13 @@ def page_view(name: str, cache: torch.Tensor, num_blocks: int, page_bytes: int) 
     storage = cache.untyped_storage()
     view = torch.empty(0, dtype=torch.uint8, device=cache.device)
     return view.set_(storage, cache.storage_offset() * item, (num_blocks, page_bytes), (block_stride * item, 1))
+
+
+def page_format(layer: Any, cache: torch.Tensor) -> str:
+    """How the bytes of a page of ``cache`` are laid out: in which shape and order, by which attention backend, and on
+    a CPU for which instructions its kernels pack them."""
+    backend = layer.get_attn_backend().get_name()
+    return f"{backend} {getattr(layer, 'isa', '')} {cache.dtype} {tuple(cache.shape[1:])} {cache.stride()[1:]}"
 
 
 def page_groups(setup: Setup, kv_caches: Mapping[str, torch.Tensor]) -> list[PageGroup]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import re
 import sys
@@ -12,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorHandshakeMetadata
 from vllm.v1.kv_cache_interface import UniformTypeKVCacheSpecs
 
+from kvoffload.admission import FilterReusedOffloadingManager
 from kvoffload.base import ConfigError, KVGroup
 from kvoffload.config import OffloadConfig
 from kvoffload.fingerprint import fingerprint, model_identity
@@ -19,11 +21,13 @@ from kvoffload.hostpool import HostBackend, PoolHandle, format_bytes, padded_slo
 from kvoffload.keys import root_hash
 from kvoffload.manager import PolicyOffloadingManager
 from kvoffload.policies import make_policy
+from kvoffload.tiering import TieredOffloadingManager
+from kvoffload.tiers.disk import open_disk_tier
 from kvoffload.tracking import Layout
 from kvoffload.vllm import versions
 
 if TYPE_CHECKING:
-    from vllm.config import VllmConfig
+    from vllm.config import ModelConfig, VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
 
     from kvoffload.base import OffloadingManager
@@ -68,8 +72,8 @@ class RankInfo(KVConnectorHandshakeMetadata):
     """What a worker tells the scheduler half at start."""
 
     pool: PoolHandle
-    layers: tuple[tuple[str, int], ...]
-    """Name and page bytes of each layer, group after group."""
+    layers: tuple[tuple[str, int, str], ...]
+    """Name, page bytes and format of each layer, group after group. A format tells how a page's bytes are laid out."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,8 +86,10 @@ class Setup:
     num_device_blocks: int
     hash_block_size: int
     ranks: int
+    engine: int
+    """Number of this engine among those of its node, from 0."""
     engines: int
-    """Engines that share ``host_bytes``."""
+    """Engines that share the budgets of this node."""
 
     @property
     def slot_bytes(self) -> int:
@@ -104,6 +110,8 @@ class Setup:
         options: Mapping[str, Any] = vllm_config.kv_transfer_config.kv_connector_extra_config
         config = OffloadConfig.from_mapping(options)
         _refuse_unserved(vllm_config)
+        if config.disk_dir is not None:
+            _refuse_unserved_with_disk(vllm_config, config)
         draft_groups = _draft_groups(vllm_config, kv_cache_config)
         groups = tuple(
             _group_setup(config, group.kv_cache_spec, tuple(group.layer_names), g in draft_groups)
@@ -117,34 +125,77 @@ class Setup:
                 f"{versions.NAME}; use vLLM {versions.FIRST_TO_FAIL_WHOLE_LOADS} or later, or "
                 "--disable-hybrid-kv-cache-manager"
             )
+        engine, engines = _engines(vllm_config, config)
         return cls(
             config=config,
             groups=groups,
             num_device_blocks=kv_cache_config.num_blocks,
             hash_block_size=versions.hash_block_size(vllm_config, kv_cache_config),
             ranks=vllm_config.parallel_config.world_size,
-            engines=_engines(vllm_config, config),
+            engine=engine,
+            engines=engines,
         )
 
     def describe(self, num_blocks: int) -> str:
         """What the pools mean, for the log: "8 GiB = 65,536 tokens, 4.1x the device cache"."""
-        layout = Layout(self.kv_groups, self.hash_block_size, b"")
-        tokens = num_blocks * layout.align // layout.blocks_per_align
+        tokens = self._tokens(num_blocks)
         per_token = sum(1 / group.group.device_block_size for group in self.groups)
         size = format_bytes(num_blocks * self.slot_bytes * self.ranks)
         ranks = f" on {self.ranks} ranks" if self.ranks > 1 else ""
         ranks += f", one of {self.engines} engines' shares," if self.engines > 1 else ""
         return f"{size}{ranks} = {tokens:,} tokens, {tokens * per_token / self.num_device_blocks:.1f}x the device cache"
 
-    def make_manager(self, num_blocks: int, enable_events: bool) -> OffloadingManager:
+    def _tokens(self, num_blocks: int) -> int:
+        """Tokens whose KV so many blocks hold."""
+        layout = Layout(self.kv_groups, self.hash_block_size, b"")
+        return num_blocks * layout.align // layout.blocks_per_align
+
+    def make_host_manager(self, num_blocks: int, enable_events: bool) -> PolicyOffloadingManager:
         policy = make_policy(self.config.policy, num_blocks)
         backend = HostBackend(self.groups[0].group.block_tokens, num_blocks)
-        manager: OffloadingManager = PolicyOffloadingManager(backend, policy, enable_events)
-        if self.config.store_threshold is not None:
-            from kvoffload.admission import FilterReusedOffloadingManager
+        return PolicyOffloadingManager(backend, policy, enable_events)
 
-            manager = FilterReusedOffloadingManager(manager, self.config.store_threshold)
-        return manager
+    def make_tiers(
+        self, host: PolicyOffloadingManager, infos: Sequence[RankInfo], fingerprint: str
+    ) -> TieredOffloadingManager:
+        """``host`` in front of the disk, where blocks of this ``fingerprint`` are found and kept. Raises ConfigError if
+        the directory cannot be used."""
+        config = self.config
+        assert config.disk_dir is not None
+        assert config.disk_bytes is not None
+        tier = open_disk_tier(
+            config.disk_dir,
+            config.disk_bytes,
+            [info.pool.open()[: host.num_blocks] for info in infos],
+            fingerprint,
+            policy=config.policy,
+            engine=self.engine,
+            engines=self.engines,
+        )
+        tokens = self._tokens(tier.capacity_bytes // tier.block_bytes)
+        logger.info(
+            "kvoffload: disk tier in %s of %s = %s tokens; found %s blocks of this model there",
+            config.disk_dir,
+            format_bytes(tier.capacity_bytes),
+            f"{tokens:,}",
+            f"{tier.num_blocks:,}",
+        )
+        full = sum(group.is_full for group in self.kv_groups)
+        return TieredOffloadingManager(
+            host,
+            [tier],
+            # Tokens are spared when the blocks of all groups are there, of which windows need few.
+            tokens_per_block=[group.block_tokens / max(1, full) for group in self.kv_groups],
+            lookup_deadline_ms=config.lookup_deadline_ms,
+            load_deadline_ms=config.load_deadline_ms,
+            load_only_if_faster=config.load_only_if_faster,
+        )
+
+    def with_admission(self, manager: OffloadingManager) -> OffloadingManager:
+        """``manager`` behind the reuse filter, if the user wants one."""
+        if self.config.store_threshold is None:
+            return manager
+        return FilterReusedOffloadingManager(manager, self.config.store_threshold)
 
     def check_ranks(self, infos: Sequence[RankInfo]) -> int:
         """Blocks that every rank has room for. Raises ConfigError if a rank is missing or on another node."""
@@ -198,20 +249,20 @@ def _draft_groups(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> se
     return flagged or set(range(len(groups)))
 
 
-def _engines(vllm_config: VllmConfig, config: OffloadConfig) -> int:
-    """Engines on this node that share ``host_bytes``."""
+def _engines(vllm_config: VllmConfig, config: OffloadConfig) -> tuple[int, int]:
+    """Which engine of this node this is, from 0, and how many share its budgets."""
     parallel, given = vllm_config.parallel_config, config.engines_per_node
-    rank = parallel.data_parallel_rank_local or 0
+    rank, index = parallel.data_parallel_rank_local or 0, getattr(parallel, "data_parallel_index", 0)
+    # With a load balancer outside each engine believes to be alone on its node.
+    engine = rank or (index % given if given else 0)
     if parallel.data_parallel_size > 1:
         told = int(parallel.data_parallel_size_local)
         if told > 1 and given not in (None, told):
             raise ConfigError(f"engines_per_node={given}: vLLM runs {told} engines on this node; leave it out")
-        # With a load balancer outside each engine believes to be alone on its node.
-        return told if told > 1 else _given_engines(given, rank, None)
-    index = getattr(parallel, "data_parallel_index", 0)
+        return (rank, told) if told > 1 else (engine, _given_engines(given, rank, None))
     if index == 0 and not re.search(r"_dp\d+$", vllm_config.kv_transfer_config.engine_id or ""):
-        return given or 1
-    return _given_engines(given, rank, versions.most_data_parallel_engines(vllm_config))
+        return engine, given or 1
+    return engine, _given_engines(given, rank, versions.most_data_parallel_engines(vllm_config))
 
 
 def _given_engines(given: int | None, rank: int, otherwise: int | None) -> int:
@@ -219,7 +270,7 @@ def _given_engines(given: int | None, rank: int, otherwise: int | None) -> int:
     most = given or otherwise
     if most is None:
         raise ConfigError(
-            "engines_per_node is not set: this is one of several data-parallel engines, they share host_bytes, and "
+            "engines_per_node is not set: this is one of several data-parallel engines, they share one budget, and "
             f"{versions.NAME} does not tell how many they are; set engines_per_node to how many run on this node "
             "(--data-parallel-size-local)"
         )
@@ -280,19 +331,48 @@ def _refuse_unserved(vllm_config: VllmConfig) -> None:
         )
 
 
+def _refuse_unserved_with_disk(vllm_config: VllmConfig, config: OffloadConfig) -> None:
+    """What is served from host memory, but not from bytes of an earlier process."""
+    if not versions.DRAINS_HOLDERS_FIRST:
+        raise ConfigError(
+            f"disk_dir={config.disk_dir!r}: in {versions.NAME} no request can be told to wait for blocks from disk; "
+            f"use vLLM {versions.FIRST_TO_DRAIN_HOLDERS_FIRST} or later, or remove disk_dir and disk_bytes"
+        )
+    if versions.expected_hash_root(vllm_config) is None:
+        algorithm = vllm_config.cache_config.prefix_caching_hash_algo
+        raise ConfigError(
+            f"prefix_caching_hash_algo={algorithm}: its hashes begin with a random number in every process, so none "
+            "would find what another has left on disk; set the environment variable PYTHONHASHSEED=0 (any number, the "
+            "same at every start), or use --prefix-caching-hash-algo sha256"
+        )
+    if vllm_config.lora_config is not None and config.model_fingerprint is None:
+        raise ConfigError(
+            f"disk_dir={config.disk_dir!r} with LoRA: a block tells its adapter by name and path alone, and an adapter "
+            'may be another one after a restart; set model_fingerprint="..." and change it with the weights of the '
+            "model or of any adapter"
+        )
+
+
 def model_fingerprint(vllm_config: VllmConfig, setup: Setup, infos: Sequence[RankInfo]) -> str:
-    """The fingerprint of all that shapes this engine's KV bytes and block hashes."""
+    """The fingerprint of all that shapes this engine's KV bytes and block hashes. Raises ConfigError if they outlive
+    this process and nothing tells these weights from others."""
     model, cache = vllm_config.model_config, vllm_config.cache_config
     speculative = vllm_config.speculative_config
     parallel = vllm_config.parallel_config
     draft = None
     if any(group.draft for group in setup.kv_groups):
         config = speculative.draft_model_config
-        draft = [model_identity(config.model, config.revision, None), speculative.method]
+        draft = [_identity(setup, config, None), speculative.method, _hf_config(config)]
+    described, root = _hf_config(model), versions.expected_hash_root(vllm_config)
     return fingerprint(
         {
-            "model": model_identity(model.model, model.revision, setup.config.model_fingerprint),
+            "model": _identity(setup, model, setup.config.model_fingerprint),
+            "model_config": described,
+            # It decides between two sets of factors. Otherwise it shapes nothing, and may depend on free memory.
+            "max_model_len": model.max_model_len if "longrope" in described else None,
+            "load_format": str(vllm_config.load_config.load_format),
             "draft": draft,
+            "engine": versions.NAME,
             "dtype": str(model.dtype),
             "quantization": str(model.quantization),
             "cache_dtype": str(cache.cache_dtype),
@@ -302,8 +382,30 @@ def model_fingerprint(vllm_config: VllmConfig, setup: Setup, infos: Sequence[Ran
             "parallel": [parallel.tensor_parallel_size, parallel.pipeline_parallel_size],
             "hash_block_size": setup.hash_block_size,
             "hash_algorithm": str(cache.prefix_caching_hash_algo),
+            # Of seed, algorithm and how it serializes.
+            "hash_root": None if root is None else root.hex(),
         }
     )
+
+
+def _identity(setup: Setup, model: ModelConfig, given: str | None) -> str:
+    config = setup.config
+    identity = model_identity(model.model, model.revision, given)
+    is_known = not identity.startswith("revision:") or model.revision is not None
+    if config.disk_dir is not None and config.model_fingerprint is None and not is_known:
+        raise ConfigError(
+            f"disk_dir={config.disk_dir!r}: of model {model.model} there are no safetensors files here, and no "
+            "revision is given, so nothing tells its weights from others after a restart; set "
+            'model_fingerprint="..." and change it with the weights'
+        )
+    return identity
+
+
+def _hf_config(model: ModelConfig) -> str:
+    """The model's configuration with what the user overrides in it, as JSON."""
+    described = model.hf_config.to_dict()
+    described.pop("_name_or_path", None)
+    return json.dumps(described, sort_keys=True, default=str)
 
 
 def namespace(model: str) -> bytes:

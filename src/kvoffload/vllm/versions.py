@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import logging
+import os
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import vllm
 from vllm.distributed.kv_transfer.kv_connector.v1 import base
+from vllm.utils.hashing import get_hash_fn_by_name
+from vllm.v1.core import kv_cache_utils
 from vllm.v1.core.kv_cache_utils import resolve_kv_cache_block_sizes
 from vllm.v1.core.sched.scheduler import Scheduler
 
@@ -26,6 +30,7 @@ FIRST_TO_FAIL_WHOLE_LOADS = "0.30"
 DRAINS_HOLDERS_FIRST = hasattr(Scheduler, "_holds_kv_blocks")
 """Waiting requests that hold device blocks are scheduled before those that do not. Without it a request that was told
 to ask again may stand in the way of the one whose load it waited for, for ever: then nobody may be told so."""
+FIRST_TO_DRAIN_HOLDERS_FIRST = "0.31"
 
 try:
     from vllm.v1.metrics.cache_hit_source import CacheHitSource
@@ -46,6 +51,22 @@ def hash_block_size(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> 
     """Tokens that one block hash covers."""
     known = getattr(kv_cache_config, "hash_block_size", None)
     return int(known or resolve_kv_cache_block_sizes(kv_cache_config, vllm_config)[1])
+
+
+def expected_hash_root(vllm_config: VllmConfig) -> bytes | None:
+    """What the chain of every prompt's block hashes will begin with, if it is the same in each process with these
+    settings; None if it is drawn at random."""
+    algorithm = get_hash_fn_by_name(vllm_config.cache_config.prefix_caching_hash_algo)
+    # Before 0.31 there is no such function, and without this variable the root is random.
+    resolve: Callable[[Any], str | None]
+    resolve = getattr(kv_cache_utils, "resolve_none_hash_seed", lambda _: os.environ.get("PYTHONHASHSEED"))
+    seed = resolve(algorithm)
+    return bytes(algorithm(seed)) if seed is not None and seed == resolve(algorithm) else None
+
+
+def hash_root() -> bytes | None:
+    """What it does begin with, once the engine has come up."""
+    return getattr(kv_cache_utils, "NONE_HASH", None)
 
 
 def most_data_parallel_engines(vllm_config: VllmConfig) -> int | None:
