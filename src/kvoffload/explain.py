@@ -33,8 +33,8 @@ class RequestRecord:
     """What one request asked for and found, made when its lookup is settled.
 
     ``tokens_asked`` is its length, ``device_tokens`` what the engine's own cache held, ``host_tokens`` what was loaded
-    from host memory, ``disk_tokens`` what had come up from disk for it and was loaded then. ``missed_key`` is the first block that was missing, in hex, or None if none was;
-    ``age_s`` tells how long ago it was evicted, refused or reset.
+    from host memory, ``disk_tokens`` what had come up from disk for it and was loaded then. ``missed_key`` is the first
+    block that was missing, in hex, or None if none was; ``age_s`` tells how long ago it was evicted, refused or reset.
     """
 
     time: float

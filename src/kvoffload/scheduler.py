@@ -412,7 +412,7 @@ class OffloadingConnectorScheduler:
             self._load_epoch += 1
 
     def _measure_prefill(self, state: RequestState) -> None:
-        """Once a request that computes its prompt has its first new token: how long that took, in the company it had."""
+        """Once a request that computes its prompt has its first new token: how long that took, in its company."""
         assert state.prefill_since is not None
         if state.prefill_until == 0:
             state.prefill_until = state.request.num_tokens

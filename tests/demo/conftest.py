@@ -9,10 +9,10 @@ import pytest
 from kvoffload.demo.act import ActResult
 from kvoffload.demo.protocol import ActSummary, EngineInfo, RequestResult, Source, classify
 from kvoffload.demo.report import Report, make_report
-from kvoffload.demo.run import TURNS, plan_visits
+from kvoffload.demo.run import TURNS, known_answers, plan_visits
 
 INFO = EngineInfo("0.0.0", "CPU, 2 cores", 20.0)
-TTFT = {Source.RECOMPUTE: 700.0, Source.DEVICE: 40.0, Source.HOST: 60.0}
+TTFT = {Source.RECOMPUTE: 700.0, Source.DEVICE: 40.0, Source.HOST: 60.0, Source.DISK: 90.0}
 PROMPT_TOKENS = 2000
 POOL_BLOCKS = 512
 
@@ -21,7 +21,7 @@ def _request(index: int, document: int, question: int, offload: bool) -> Request
     follow_up = question == TURNS
     device = 1920 if follow_up else 0
     host = 1920 if offload and not follow_up and question > 0 else 0
-    source = classify(PROMPT_TOKENS, device, host)
+    source = classify(PROMPT_TOKENS, device, host, 0)
     return RequestResult(
         index=index,
         document=document,
@@ -29,6 +29,7 @@ def _request(index: int, document: int, question: int, offload: bool) -> Request
         prompt_tokens=PROMPT_TOKENS,
         device_tokens=device,
         host_tokens=host,
+        disk_tokens=0,
         source=source,
         reason="never_stored" if offload and source is Source.RECOMPUTE else None,
         ttft_ms=TTFT[source] + index,
@@ -44,6 +45,26 @@ def make_act(offload: bool) -> ActResult:
     requests = [_request(i, d, q, offload) for i, (d, q) in enumerate(plan_visits())]
     metrics = {"store_bytes": 6e8, "store_seconds": 0.1, "load_bytes": 9e8, "load_seconds": 0.1}
     return ActResult(INFO, requests, ActSummary(20.0 if offload else 45.0, metrics if offload else {}))
+
+
+def make_restart(baseline: ActResult, disk: int = 1920) -> ActResult:
+    """Each document's last request again, with so many of its tokens on disk."""
+    requests = [
+        replace(
+            baseline.requests[index],
+            follow_up=False,
+            device_tokens=0,
+            disk_tokens=disk,
+            source=classify(PROMPT_TOKENS, 0, 0, disk),
+            ttft_ms=TTFT[Source.DISK if disk else Source.RECOMPUTE],
+            pool_used=15 * (number + 1),
+            pool_blocks=POOL_BLOCKS,
+        )
+        for number, index in enumerate(
+            index for index, answer in enumerate(known_answers(baseline.requests)) if answer is None
+        )
+    ]
+    return ActResult(INFO, requests, ActSummary(3.0, {}, direct_io=True))
 
 
 def changed(act: ActResult, index: int, **fields: object) -> ActResult:
@@ -64,10 +85,15 @@ def offload() -> ActResult:
 
 
 @pytest.fixture
+def restart(baseline: ActResult) -> ActResult:
+    return make_restart(baseline)
+
+
+@pytest.fixture
 def control(offload: ActResult) -> ActResult:
     return changed(offload, 40, output_tokens=[1, 2, 3])
 
 
 @pytest.fixture
-def report(baseline: ActResult, offload: ActResult, control: ActResult) -> Report:
-    return make_report([baseline, offload, control], model="made up", seed=0)
+def report(baseline: ActResult, offload: ActResult, restart: ActResult, control: ActResult) -> Report:
+    return make_report([baseline, offload, restart, control], model="made up", seed=0)

@@ -38,10 +38,14 @@ def test_short_demo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seen = Seen()
     report = run.run_demo(tmp_path, text=None, model=None, seed=7, progress=seen)
     assert report.failures == []
-    assert seen.acts == [1, 2, 3]
-    assert seen.requests == 3 * len(report.offload.requests) == 3 * len(run.plan_visits())
+    assert seen.acts == [1, 2, 3, 4]
+    assert len(report.offload.requests) == len(run.plan_visits())
+    assert seen.requests == 3 * len(run.plan_visits()) + len(report.restart.requests)
     assert [r.source for r in report.offload.requests[:2]] == [Source.RECOMPUTE, Source.DEVICE]
     assert report.ttft_ms[Source.HOST].count == 4
+    assert report.ttft_ms[Source.DISK].count == len(report.restart.requests) == 4
+    assert not report.versus_restart.different
+    assert list(tmp_path.glob("disk-*")) == []
     data = report.to_dict()
     assert data["store_gbps"] > 0
     assert data["load_gbps"] > 0

@@ -5,7 +5,11 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
+
 from kvoffload.demo import run
+from kvoffload.demo.act import ActResult
+from kvoffload.demo.errors import DemoError
 from kvoffload.demo.model import write_model
 
 
@@ -28,6 +32,33 @@ def test_a_follow_up_comes_at_once() -> None:
     follow_ups = [i for i, (_, question) in enumerate(visits) if question == run.TURNS]
     assert len(follow_ups) >= 10
     assert all(visits[i - 1][0] == visits[i][0] and visits[i - 1][1] != run.TURNS for i in follow_ups)
+
+
+def test_after_the_restart_each_document_is_asked_once(baseline: ActResult) -> None:
+    answers = run.known_answers(baseline.requests)
+    asked = [request for request, answer in zip(baseline.requests, answers, strict=True) if answer is None]
+    assert sorted(request.document for request in asked) == list(range(run.DOCUMENTS))
+    for request, answer in zip(baseline.requests, answers, strict=True):
+        later = [r for r in baseline.requests[request.index + 1 :] if r.document == request.document]
+        assert (answer is None) == (not later)
+        assert answer in (None, request.output_tokens)
+
+
+def test_the_disk_outlives_the_act_and_the_control_has_none(tmp_path: Path) -> None:
+    plans = run.act_plans(2 << 30, tmp_path)
+    options = [(plan.connector or {}).get("kv_connector_extra_config", {}) for plan in plans]
+    assert [plan.is_restart for plan in plans] == [False, False, True, False]
+    assert options[1] == options[2] == {"host_bytes": "2GiB", "disk_dir": str(tmp_path), "disk_bytes": "2GiB"}
+    assert "disk_dir" not in options[3]
+
+
+def test_a_full_disk_is_told_before_anything_runs(tmp_path: Path) -> None:
+    with pytest.raises(DemoError, match="choose a directory on another disk"), run._disk_directory(tmp_path, 1 << 60):
+        pass
+    with run._disk_directory(tmp_path, 1) as directory:
+        (directory / "slab").write_bytes(b"x")
+        assert directory.parent == tmp_path
+    assert not directory.exists()
 
 
 def test_every_prompt_fits() -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import re
+from dataclasses import replace
 
 import pytest
 
@@ -15,7 +17,7 @@ from kvoffload.demo.page import render_page  # noqa: E402
 from kvoffload.demo.report import Report, make_report  # noqa: E402
 from kvoffload.demo.terminal import summary, verdict  # noqa: E402
 
-from .conftest import make_act  # noqa: E402
+from .conftest import make_act, make_restart  # noqa: E402
 
 
 def test_page_is_self_contained(report: Report) -> None:
@@ -26,21 +28,43 @@ def test_page_is_self_contained(report: Report) -> None:
     assert "the first missing block" not in page or "never stored (16)" in page
 
 
-def test_page_escapes_what_it_is_given(baseline: ActResult, offload: ActResult, control: ActResult) -> None:
-    page = render_page(make_report([baseline, offload, control], "<script>alert(1)</script>", 0))
+def test_page_escapes_what_it_is_given(
+    baseline: ActResult, offload: ActResult, restart: ActResult, control: ActResult
+) -> None:
+    page = render_page(make_report([baseline, offload, restart, control], "<script>alert(1)</script>", 0))
     assert "<script>" not in page
 
 
 def test_page_of_a_failed_run(baseline: ActResult) -> None:
-    page = render_page(make_report([baseline, make_act(offload=False), baseline], "made up", 0))
+    restart = make_restart(baseline, disk=0)
+    page = render_page(make_report([baseline, make_act(offload=False), restart, baseline], "made up", 0))
     assert "Nothing was loaded from host memory" in page
+    assert "Nothing came from disk" in page
+
+
+@pytest.mark.parametrize("direct_io", [True, False])
+def test_no_claim_about_the_page_cache_that_was_not_seen(
+    baseline: ActResult, offload: ActResult, restart: ActResult, control: ActResult, direct_io: bool
+) -> None:
+    restart.summary = replace(restart.summary, direct_io=direct_io)
+    report = make_report([baseline, offload, restart, control], "made up", 0)
+    for text in (render_page(report), terminal_text(report)):
+        assert ("may be those of memory" in text) is not direct_io
+    assert ("O_DIRECT" in render_page(report)) is direct_io
+
+
+def terminal_text(report: Report) -> str:
+    console = rich_console.Console(width=100, record=True, file=io.StringIO())
+    console.print(summary(report))
+    console.print(verdict(report))
+    return " ".join(console.export_text().split())
 
 
 def test_terminal(report: Report) -> None:
-    console = rich_console.Console(width=100, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
-    console.print(summary(report))
-    console.print(verdict(report))
-    text = console.export_text()
+    text = terminal_text(report)
     assert "61,440 (48%)" in text
+    assert "disk hit 16 90 ms 90 ms 8" in text
+    assert "30,720 (96% of those asked again after the restart)" in text
+    assert "identical after the restart yes, 16 of 16" in text
     assert "9.0 GB/s" in text
     assert "Outputs are identical" in text

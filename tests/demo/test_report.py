@@ -10,7 +10,7 @@ from kvoffload.demo.act import ActResult
 from kvoffload.demo.protocol import Source, classify
 from kvoffload.demo.report import Report, compare, make_report
 
-from .conftest import changed, make_act
+from .conftest import changed, make_act, make_restart
 
 
 def test_good_run_has_no_failures(report: Report) -> None:
@@ -25,22 +25,23 @@ def test_stable_keys_and_values(report: Report) -> None:
     assert data["identical"] is True
     assert data["max_logprob_diff"] == 0.0
     assert data["corruption_detected"] is True
-    assert data["hit_tokens"] == {"device": 16 * 1920, "host": 32 * 1920}
+    assert data["hit_tokens"] == {"device": 16 * 1920, "host": 32 * 1920, "disk": 16 * 1920}
     assert {source: q["count"] for source, q in data["ttft_ms"].items()} == {
         "recompute": 48,
         "device": 16,
         "host": 32,
+        "disk": 16,
     }
     assert all(q["p50"] <= q["p95"] for q in data["ttft_ms"].values())
     assert data["store_gbps"] == pytest.approx(6.0)
     assert data["load_gbps"] == pytest.approx(9.0)
-    assert [act["name"] for act in data["acts"]] == ["baseline", "offload", "control"]
+    assert [act["name"] for act in data["acts"]] == ["baseline", "offload", "restart", "control"]
     assert data["acts"][1]["miss_reasons"] == {"never_stored": 16}
 
 
-def test_other_token_fails(baseline: ActResult, offload: ActResult, control: ActResult) -> None:
+def test_other_token_fails(baseline: ActResult, restart: ActResult, offload: ActResult, control: ActResult) -> None:
     broken = changed(offload, 30, output_tokens=[30, 99, 7])
-    report = make_report([baseline, broken, control], "made up", 0)
+    report = make_report([baseline, broken, restart, control], "made up", 0)
     assert not report.identical
     (sentence,) = report.failures
     assert "the tokens of request 30 differ" in sentence
@@ -48,10 +49,12 @@ def test_other_token_fails(baseline: ActResult, offload: ActResult, control: Act
 
 
 @pytest.mark.parametrize(("logprob", "same"), [(-1.99995, True), (-1.9998, False), (None, False)])
-def test_logprob_tolerance(baseline: ActResult, offload: ActResult, logprob: float | None, same: bool) -> None:
+def test_logprob_tolerance(
+    baseline: ActResult, restart: ActResult, offload: ActResult, logprob: float | None, same: bool
+) -> None:
     other = changed(offload, 5, logprobs=[-1.0, logprob, -1.5])
     assert (compare(baseline.requests, other.requests).different == []) is same
-    content = json.dumps(make_report([baseline, other, other], "made up", 0).to_dict(), allow_nan=False)
+    content = json.dumps(make_report([baseline, other, restart, other], "made up", 0).to_dict(), allow_nan=False)
     assert json.loads(content)["identical"] is same
 
 
@@ -61,21 +64,58 @@ def test_logprobs_past_the_first_other_token_do_not_count(baseline: ActResult, o
     assert compare(baseline.requests, other.requests).max_logprob_diff == 0.5
 
 
-def test_unseen_corruption_fails(baseline: ActResult, offload: ActResult) -> None:
-    report = make_report([baseline, offload, offload], "made up", 0)
+def test_unseen_corruption_fails(baseline: ActResult, restart: ActResult, offload: ActResult) -> None:
+    report = make_report([baseline, offload, restart, offload], "made up", 0)
     (sentence,) = report.failures
     assert "control was not detected" in sentence
 
 
-def test_a_busy_machine_is_a_warning(baseline: ActResult, offload: ActResult, control: ActResult) -> None:
-    report = make_report([baseline, offload, control], "made up", 0, load_average=1000.0)
+def test_the_restart_is_in_the_numbers(report: Report) -> None:
+    data = json.loads(json.dumps(report.to_dict()))
+    assert data["restart"] == {
+        "requests": 16,
+        "identical_outputs": 16,
+        "max_logprob_diff": 0.0,
+        "tokens_asked": 16 * 2000,
+        "direct_io": True,
+    }
+    assert data["ttft_ms"]["disk"]["p50"] == 90.0
+    assert data["ttft_ratios"]["recompute_to_disk"] == data["ttft_ms"]["recompute"]["p50"] / 90.0
+    assert len(data["acts"][2]["requests"]) == 16
+
+
+def test_other_output_after_the_restart_fails(
+    baseline: ActResult, offload: ActResult, restart: ActResult, control: ActResult
+) -> None:
+    report = make_report([baseline, offload, changed(restart, 3, output_tokens=[1, 2, 3]), control], "made up", 0)
+    (sentence,) = report.failures
+    assert "after the restart" in sentence
+    assert "1 of 16 requests" in sentence
+    assert f"the tokens of request {restart.requests[3].index} differ" in sentence
+    assert report.identical
+    assert report.to_dict()["restart"]["identical_outputs"] == 15
+
+
+def test_a_restart_that_reads_nothing_from_disk_fails(
+    baseline: ActResult, offload: ActResult, control: ActResult
+) -> None:
+    report = make_report([baseline, offload, make_restart(baseline, disk=0), control], "made up", 0)
+    (sentence,) = report.failures
+    assert "Nothing came from disk" in sentence
+    assert report.to_dict()["ttft_ms"]["disk"] == {"p50": None, "p95": None, "count": 0}
+
+
+def test_a_busy_machine_is_a_warning(
+    baseline: ActResult, restart: ActResult, offload: ActResult, control: ActResult
+) -> None:
+    report = make_report([baseline, offload, restart, control], "made up", 0, load_average=1000.0)
     assert report.failures == []
     (sentence,) = report.warnings
     assert "load 1000.0" in sentence
 
 
-def test_a_run_without_host_hits_proves_nothing(baseline: ActResult, control: ActResult) -> None:
-    report = make_report([baseline, make_act(offload=False), control], "made up", 0)
+def test_a_run_without_host_hits_proves_nothing(baseline: ActResult, restart: ActResult, control: ActResult) -> None:
+    report = make_report([baseline, make_act(offload=False), restart, control], "made up", 0)
     (sentence,) = report.failures
     assert "Nothing was loaded from host memory" in sentence
     assert report.to_dict()["ttft_ms"]["host"] == {"p50": None, "p95": None, "count": 0}
@@ -83,14 +123,17 @@ def test_a_run_without_host_hits_proves_nothing(baseline: ActResult, control: Ac
 
 
 @pytest.mark.parametrize(
-    ("device", "host", "source"),
+    ("device", "host", "disk", "source"),
     [
-        (0, 0, Source.RECOMPUTE),
-        (0, 900, Source.RECOMPUTE),
-        (0, 1000, Source.HOST),
-        (600, 1300, Source.HOST),
-        (1300, 600, Source.DEVICE),
+        (0, 0, 0, Source.RECOMPUTE),
+        (0, 900, 0, Source.RECOMPUTE),
+        (300, 300, 300, Source.RECOMPUTE),
+        (0, 1000, 0, Source.HOST),
+        (600, 1300, 0, Source.HOST),
+        (1300, 600, 0, Source.DEVICE),
+        (0, 600, 1300, Source.DISK),
+        (0, 1300, 600, Source.HOST),
     ],
 )
-def test_the_larger_part_names_the_source(device: int, host: int, source: Source) -> None:
-    assert classify(2000, device, host) is source
+def test_the_largest_part_names_the_source(device: int, host: int, disk: int, source: Source) -> None:
+    assert classify(2000, device, host, disk) is source

@@ -31,9 +31,12 @@ def group() -> click.Group:
     import click
 
     from kvoffload.cli.demo import demo
+    from kvoffload.cli.disk import disk
     from kvoffload.cli.explain import explain
 
     commands = click.Group(
-        "kvoffload", commands=[demo, explain], help="Keeps the KV cache of an LLM server in host memory."
+        "kvoffload",
+        commands=[demo, disk, explain],
+        help="Keeps the KV cache of an LLM server in host memory and on disk.",
     )
     return click.version_option(metadata.version("kvoffload"))(commands)

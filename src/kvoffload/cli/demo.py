@@ -26,9 +26,10 @@ DIRECTORY = click.Path(exists=True, file_okay=False, path_type=Path)
 def demo(out: Path, text: Path | None, model: Path | None, as_json: bool, seed: int) -> None:
     """Show what kvoffload saves, and that it changes no output.
 
-    Runs the same conversations through real vLLM three times: without kvoffload, with it, and with bytes
-    corrupted on purpose, as a control. Exit status 0: outputs are the same with kvoffload, and the control
-    was caught; 1: they are not, or it was not; 2: the demo could not run.
+    Runs the same conversations through real vLLM: without kvoffload, with it, in a server that was stopped and
+    started again and answers from disk, and with bytes corrupted on purpose, as a control. Exit status 0: outputs
+    are the same with kvoffload, the restarted server read from disk, and the control was caught; 1: one of these is
+    not so; 2: the demo could not run.
     """
     from rich.console import Console
 

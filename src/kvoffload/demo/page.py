@@ -44,5 +44,6 @@ def render_page(report: Report) -> str:
         ttft_svg=ttft_plot(report),
         hits_svg=hits_plot(report),
         pool_svg=pool_plot(report),
-        rows=list(zip(*(act.requests for act in report.acts), strict=True)),
+        rows=list(zip(report.baseline.requests, report.offload.requests, report.control.requests, strict=True)),
+        again={request.index: request for request in report.restart.requests},
     )

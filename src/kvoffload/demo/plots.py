@@ -14,10 +14,15 @@ from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 from kvoffload.demo.protocol import RequestResult, Source
 from kvoffload.demo.report import Report
 
-COLOURS = {Source.RECOMPUTE: "#d9622b", Source.DEVICE: "#2f6fb5", Source.HOST: "#1f9e77"}
+COLOURS = {Source.RECOMPUTE: "#d9622b", Source.DEVICE: "#2f6fb5", Source.HOST: "#1f9e77", Source.DISK: "#7a4fa3"}
 """Told apart by readers of every kind of colour vision; the marks differ too."""
-MARKS = {Source.RECOMPUTE: "o", Source.DEVICE: "s", Source.HOST: "D"}
-LABELS = {Source.RECOMPUTE: "recomputed", Source.DEVICE: "device hit", Source.HOST: "host hit"}
+MARKS = {Source.RECOMPUTE: "o", Source.DEVICE: "s", Source.HOST: "D", Source.DISK: "^"}
+LABELS = {
+    Source.RECOMPUTE: "recomputed",
+    Source.DEVICE: "device hit",
+    Source.HOST: "host hit",
+    Source.DISK: "disk hit",
+}
 INK, MUTED, GRID = "#1d2733", "#64707d", "#e4e8ec"
 
 STYLE = {
@@ -48,13 +53,15 @@ STYLE = {
 
 
 def ttft_plot(report: Report) -> str:
-    """TTFT of every request, coloured by source: act 1 above act 2, on the same logarithmic scale."""
+    """TTFT of every request, coloured by source: the first three acts, on the same logarithmic scale."""
+    shown = (
+        ("without kvoffload", report.baseline),
+        ("with kvoffload", report.offload),
+        ("restarted: each document's last question again", report.restart),
+    )
     with matplotlib.rc_context(STYLE):
-        figure, axes = _figure(height=4.9, rows=2)
-        for ax, title, act in (
-            (axes[0], "without kvoffload", report.baseline),
-            (axes[1], "with kvoffload", report.offload),
-        ):
+        figure, axes = _figure(height=6.9, rows=len(shown))
+        for ax, (title, act) in zip(axes, shown, strict=True):
             ax.set_title(title)
             for source in Source:
                 chosen = [r for r in act.requests if r.source is source]
@@ -71,56 +78,58 @@ def ttft_plot(report: Report) -> str:
             ax.yaxis.set_major_locator(LogLocator(subs=(1, 3)))
             ax.yaxis.set_major_formatter(FuncFormatter(lambda ms, _: f"{ms:,.0f} ms"))
             ax.yaxis.set_minor_formatter(NullFormatter())
-        times = [r.ttft_ms for act in (report.baseline, report.offload) for r in act.requests]
-        axes[1].set_ylim(min(times) / 1.6, max(times) * 1.6)
-        axes[1].set_xlabel("request")
-        axes[1].legend(handles=_legend(), ncols=3, loc="upper right", bbox_to_anchor=(1.0, 1.17), handletextpad=0.2)
-        return _svg(figure, "Time to first token by request, with and without kvoffload")
+        times = [r.ttft_ms for _, act in shown for r in act.requests]
+        axes[-1].set_ylim(min(times) / 1.6, max(times) * 1.6)
+        axes[-1].set_xlabel("request")
+        axes[0].legend(
+            handles=_legend(), ncols=len(Source), loc="lower right", bbox_to_anchor=(1.0, 0.97), handletextpad=0.2
+        )
+        return _svg(figure, "Time to first token by request: without kvoffload, with it, and after a restart")
 
 
 def hits_plot(report: Report) -> str:
-    """Prompt tokens so far, stacked by where they came from: device, host, computed."""
+    """Prompt tokens so far, stacked by where they came from: disk, host, device, computed."""
     with matplotlib.rc_context(STYLE):
         figure, (ax,) = _figure(height=3.1, rows=1)
-        requests = report.offload.requests
-        device = _running(requests, "device_tokens")
-        host = _running(requests, "host_tokens")
+        requests = report.offload.requests + report.restart.requests
+        found = [_running(requests, f"{source}_tokens") for source in (Source.DISK, Source.HOST, Source.DEVICE)]
         asked = _running(requests, "prompt_tokens")
-        computed = [a - d - h for a, d, h in zip(asked, device, host, strict=True)]
-        sources = (Source.HOST, Source.DEVICE, Source.RECOMPUTE)
+        computed = [total - sum(parts) for total, *parts in zip(asked, *found, strict=True)]
         layers = ax.stackplot(
-            [r.index for r in requests],
-            host,
-            device,
+            range(len(requests)),
+            *found,
             computed,
-            colors=[COLOURS[s] for s in sources],
+            colors=[COLOURS[s] for s in (Source.DISK, Source.HOST, Source.DEVICE, Source.RECOMPUTE)],
             linewidth=0,
         )
+        _mark_restart(ax, report)
         for layer in layers:
             layer.set_alpha(0.88)
         ax.yaxis.set_major_formatter(FuncFormatter(lambda n, _: f"{n / 1000:,.0f}k"))
         ax.set_xlabel("request")
         ax.set_ylim(0, asked[-1] * 1.05)
-        labels = ("host hit", "device hit", "computed")
-        ax.legend(layers[::-1], labels[::-1], ncols=3, loc="lower right", bbox_to_anchor=(1.0, 1.0))
-        return _svg(figure, "Prompt tokens so far by source, with kvoffload")
+        labels = ("disk hit", "host hit", "device hit", "computed")
+        ax.legend(layers[::-1], labels[::-1], ncols=len(labels), loc="lower right", bbox_to_anchor=(1.0, 1.0))
+        return _svg(figure, "Prompt tokens so far by source, with kvoffload and after its restart")
 
 
 def pool_plot(report: Report) -> str:
-    """Share of the host pool in use after each request."""
+    """Blocks of the host pool in use after each request; a restart empties it."""
     with matplotlib.rc_context(STYLE):
         figure, (ax,) = _figure(height=2.7, rows=1)
-        requests = [r for r in report.offload.requests if r.pool_blocks]
-        if requests:
-            x = [r.index for r in requests]
-            used = [r.pool_used for r in requests]
-            blocks = requests[0].pool_blocks
+        start = 0
+        for act in (report.offload, report.restart):
+            used = [r.pool_used for r in act.requests]
+            x = range(start, start := start + len(used))
             ax.fill_between(x, used, color=COLOURS[Source.HOST], alpha=0.18, linewidth=0)
             ax.plot(x, used, color=COLOURS[Source.HOST])
+        _mark_restart(ax, report)
+        blocks = report.offload.requests[0].pool_blocks
+        if blocks:
             ax.axhline(blocks, color=MUTED, linewidth=1.2, linestyle=(0, (4, 3)))
             ax.annotate(
                 f"budget: {blocks:,} blocks",
-                (x[0], blocks),
+                (0, blocks),
                 xytext=(2, 4),
                 textcoords="offset points",
                 color=MUTED,
@@ -129,6 +138,20 @@ def pool_plot(report: Report) -> str:
         ax.yaxis.set_major_formatter(FuncFormatter(lambda n, _: f"{n:,.0f}"))
         ax.set_xlabel("request")
         return _svg(figure, "Blocks of the host pool in use")
+
+
+def _mark_restart(ax: Any, report: Report) -> None:
+    at = len(report.offload.requests) - 0.5
+    ax.axvline(at, color=MUTED, linewidth=1.2, linestyle=(0, (1, 2)))
+    ax.annotate(
+        "restart",
+        (at, 1.0),
+        xycoords=("data", "axes fraction"),
+        xytext=(-4, -12),
+        textcoords="offset points",
+        ha="right",
+        color=MUTED,
+    )
 
 
 def _figure(height: float, rows: int) -> tuple[Figure, Sequence[Any]]:

@@ -13,6 +13,7 @@ class Source(StrEnum):
     RECOMPUTE = "recompute"
     DEVICE = "device"
     HOST = "host"
+    DISK = "disk"
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +43,8 @@ class ActConfig:
     seed: int
     connector: dict[str, Any] | None
     """Arguments of vLLM's KVTransferConfig, or None for vLLM alone."""
+    answers: list[list[int] | None]
+    """For each visit None, and it is asked; or the answer an earlier act gave, which is taken as given."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +71,7 @@ class RequestResult:
     prompt_tokens: int
     device_tokens: int
     host_tokens: int
+    disk_tokens: int
     source: Source
     reason: str | None
     """Why the first missing block missed, in kvoffload's words; None without kvoffload."""
@@ -90,10 +94,13 @@ class ActSummary:
 
     wall_s: float
     metrics: dict[str, float] = field(default_factory=dict)
+    direct_io: bool = False
+    """Whether the disk was read and written past the page cache."""
 
 
-def classify(prompt_tokens: int, device_tokens: int, host_tokens: int) -> Source:
+def classify(prompt_tokens: int, device_tokens: int, host_tokens: int, disk_tokens: int) -> Source:
     """The source of a prompt of which so many tokens were found; a minority found counts as none."""
-    if 2 * (device_tokens + host_tokens) < prompt_tokens:
+    found = {Source.DEVICE: device_tokens, Source.HOST: host_tokens, Source.DISK: disk_tokens}
+    if 2 * sum(found.values()) < prompt_tokens:
         return Source.RECOMPUTE
-    return Source.HOST if host_tokens > device_tokens else Source.DEVICE
+    return max(found, key=found.__getitem__)

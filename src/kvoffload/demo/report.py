@@ -1,4 +1,4 @@
-"""What three acts show: numbers and a verdict."""
+"""What four acts show: numbers and a verdict."""
 
 from __future__ import annotations
 
@@ -47,7 +47,10 @@ class Comparison:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """The outcome of a demo. ``baseline``, ``offload`` and ``control`` are its three acts."""
+    """The outcome of a demo. ``baseline``, ``offload``, ``restart`` and ``control`` are its acts.
+
+    ``restart`` holds some of the requests of the others, with their indexes.
+    """
 
     model: str
     seed: int
@@ -56,13 +59,19 @@ class Report:
     """Of the machine, the minute before the first act."""
     baseline: ActResult
     offload: ActResult
+    restart: ActResult
     control: ActResult
     versus_offload: Comparison
+    versus_restart: Comparison
     versus_control: Comparison
 
     @property
     def identical(self) -> bool:
         return not self.versus_offload.different
+
+    @property
+    def restart_identical(self) -> bool:
+        return not self.versus_restart.different
 
     @property
     def corruption_detected(self) -> bool:
@@ -93,8 +102,13 @@ class Report:
 
     @property
     def ttft_ms(self) -> dict[Source, Quantiles]:
-        """Recomputing as measured without kvoffload, hits as measured with it."""
-        acts = {Source.RECOMPUTE: self.baseline, Source.DEVICE: self.offload, Source.HOST: self.offload}
+        """Recomputing as measured without kvoffload, hits as measured with it, those of the disk after the restart."""
+        acts = {
+            Source.RECOMPUTE: self.baseline,
+            Source.DEVICE: self.offload,
+            Source.HOST: self.offload,
+            Source.DISK: self.restart,
+        }
         return {source: ttft_quantiles(act.requests, source) for source, act in acts.items()}
 
     @property
@@ -102,11 +116,16 @@ class Report:
         return {
             "device": sum(r.device_tokens for r in self.offload.requests),
             "host": sum(r.host_tokens for r in self.offload.requests),
+            "disk": sum(r.disk_tokens for r in self.restart.requests),
         }
 
     @property
     def tokens_asked(self) -> int:
         return sum(r.prompt_tokens for r in self.offload.requests)
+
+    @property
+    def restart_tokens_asked(self) -> int:
+        return sum(r.prompt_tokens for r in self.restart.requests)
 
     @property
     def ratios(self) -> dict[str, float | None]:
@@ -120,6 +139,7 @@ class Report:
         return {
             "recompute_to_host": ratio(Source.RECOMPUTE, Source.HOST),
             "recompute_to_device": ratio(Source.RECOMPUTE, Source.DEVICE),
+            "recompute_to_disk": ratio(Source.RECOMPUTE, Source.DISK),
             "host_to_device": ratio(Source.HOST, Source.DEVICE),
         }
 
@@ -127,37 +147,49 @@ class Report:
     def failures(self) -> list[str]:
         """One sentence for each thing that is not as it must be; empty if all is well."""
         sentences = []
-        versus = self.versus_offload
-        if versus.different:
-            detail = (
-                f"the tokens of request {versus.first_token_mismatch} differ"
-                if versus.first_token_mismatch is not None
-                else f"logprobs differ by up to {versus.max_logprob_diff:.1e}, over {LOGPROB_TOLERANCE:.0e}"
-            )
-            sentences.append(
-                f"Outputs with kvoffload differ from those without in {len(versus.different)} of "
-                f"{len(self.baseline.requests)} requests: {detail}."
-            )
+        for when, act, versus in (
+            ("with kvoffload", self.offload, self.versus_offload),
+            ("after the restart", self.restart, self.versus_restart),
+        ):
+            if versus.different:
+                detail = (
+                    f"the tokens of request {versus.first_token_mismatch} differ"
+                    if versus.first_token_mismatch is not None
+                    else f"logprobs differ by up to {versus.max_logprob_diff:.1e}, over {LOGPROB_TOLERANCE:.0e}"
+                )
+                sentences.append(
+                    f"Outputs {when} differ from those without kvoffload in {len(versus.different)} of "
+                    f"{len(act.requests)} requests: {detail}."
+                )
         if not self.hit_tokens["host"]:
             sentences.append("Nothing was loaded from host memory, so the acts prove nothing about kvoffload.")
         elif not self.corruption_detected:
             sentences.append(
                 "The control was not detected: corrupted bytes changed no output, so identical outputs prove nothing."
             )
+        if not self.hit_tokens["disk"]:
+            sentences.append("Nothing came from disk after the restart, so it proves nothing about the disk tier.")
         return sentences
 
     def to_dict(self) -> dict[str, Any]:
         """``report.json``. Keys stay what they are; new ones may come."""
-        info, worst = self.offload.info, self.versus_offload.max_logprob_diff
+        info = self.offload.info
         return {
             "ok": not self.failures,
             "failures": self.failures,
             "warnings": self.warnings,
             "requests": len(self.offload.requests),
             "identical": self.identical,
-            "max_logprob_diff": worst if math.isfinite(worst) else None,
+            "max_logprob_diff": _finite(self.versus_offload.max_logprob_diff),
             "corruption_detected": self.corruption_detected,
             "corrupted_outputs": len(self.versus_control.different),
+            "restart": {
+                "requests": len(self.restart.requests),
+                "identical_outputs": len(self.restart.requests) - len(self.versus_restart.different),
+                "max_logprob_diff": _finite(self.versus_restart.max_logprob_diff),
+                "tokens_asked": self.restart_tokens_asked,
+                "direct_io": self.restart.summary.direct_io,
+            },
             "tokens_asked": self.tokens_asked,
             "hit_tokens": self.hit_tokens,
             "ttft_ms": {str(source): asdict(q) for source, q in self.ttft_ms.items()},
@@ -180,18 +212,19 @@ class Report:
                     "metrics": act.summary.metrics,
                     "requests": [asdict(request) for request in act.requests],
                 }
-                for name, act in zip(("baseline", "offload", "control"), self.acts, strict=True)
+                for name, act in zip(("baseline", "offload", "restart", "control"), self.acts, strict=True)
             ],
         }
 
     @property
-    def acts(self) -> tuple[ActResult, ActResult, ActResult]:
-        return self.baseline, self.offload, self.control
+    def acts(self) -> tuple[ActResult, ActResult, ActResult, ActResult]:
+        return self.baseline, self.offload, self.restart, self.control
 
 
 def make_report(acts: Sequence[ActResult], model: str, seed: int, load_average: float = 0.0) -> Report:
-    """Compares the three acts: without kvoffload, with it, and the control."""
-    baseline, offload, control = acts
+    """Compares the acts: without kvoffload, with it, after the restart, and the control."""
+    baseline, offload, restart, control = acts
+    asked_again = [baseline.requests[request.index] for request in restart.requests]
     return Report(
         model=model,
         seed=seed,
@@ -199,8 +232,10 @@ def make_report(acts: Sequence[ActResult], model: str, seed: int, load_average: 
         load_average=load_average,
         baseline=baseline,
         offload=offload,
+        restart=restart,
         control=control,
         versus_offload=compare(baseline.requests, offload.requests),
+        versus_restart=compare(asked_again, restart.requests),
         versus_control=compare(baseline.requests, control.requests),
     )
 
@@ -225,6 +260,10 @@ def compare(expected: Sequence[RequestResult], actual: Sequence[RequestResult]) 
 
 def _difference(a: float | None, b: float | None) -> float:
     return math.inf if a is None or b is None else abs(a - b)
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None
 
 
 def ttft_quantiles(requests: Iterable[RequestResult], source: Source) -> Quantiles:

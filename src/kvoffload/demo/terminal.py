@@ -13,8 +13,9 @@ from kvoffload.demo.report import Report, gbps
 from kvoffload.demo.run import ActPlan
 from kvoffload.demo.words import faster, gigabytes_per_second, milliseconds, share
 
-STYLES = {Source.RECOMPUTE: "dark_orange3", Source.DEVICE: "dodger_blue2", Source.HOST: "green4"}
-NAMES = {Source.RECOMPUTE: "recomputed", Source.DEVICE: "device hit", Source.HOST: "host hit"}
+STYLES = {Source.RECOMPUTE: "dark_orange3", Source.DEVICE: "dodger_blue2", Source.HOST: "green4", Source.DISK: "purple"}
+PAGE_CACHE = "no: the file system cannot, so the times of disk hits may be those of memory"
+NAMES = {Source.RECOMPUTE: "recomputed", Source.DEVICE: "device hit", Source.HOST: "host hit", Source.DISK: "disk hit"}
 
 
 class TerminalProgress:
@@ -59,7 +60,9 @@ def verdict(report: Report) -> Text:
     words = Text("".join(f"{sentence}\n" for sentence in report.warnings), style="yellow")
     if report.failures:
         return words.append("\n".join(report.failures), style="bold red")
-    return words.append("Outputs are identical with kvoffload, and the control was caught.", style="bold green")
+    return words.append(
+        "Outputs are identical with kvoffload and after a restart, and the control was caught.", style="bold green"
+    )
 
 
 def _ttft_table(report: Report) -> Table:
@@ -67,19 +70,13 @@ def _ttft_table(report: Report) -> Table:
     table.add_column("prompt")
     for name in ("requests", "p50", "p95", "against recompute"):
         table.add_column(name, justify="right")
-    ratios = {
-        Source.RECOMPUTE: None,
-        Source.DEVICE: report.ratios["recompute_to_device"],
-        Source.HOST: report.ratios["recompute_to_host"],
-    }
     for source, q in report.ttft_ms.items():
-        ratio = ratios[source]
         table.add_row(
             Text(NAMES[source], style=STYLES[source]),
             str(q.count),
             milliseconds(q.p50),
             milliseconds(q.p95),
-            "" if source is Source.RECOMPUTE else faster(ratio),
+            "" if source is Source.RECOMPUTE else faster(report.ratios[f"recompute_to_{source}"]),
         )
     return table
 
@@ -94,6 +91,8 @@ def _facts_table(report: Report) -> Table:
     table.add_row("tokens asked", f"{asked:,}")
     table.add_row("hit tokens, device", f"{hits['device']:,} ({share(hits['device'], asked)})")
     table.add_row("hit tokens, host", f"{hits['host']:,} ({share(hits['host'], asked)})")
+    disk, again = hits["disk"], report.restart_tokens_asked
+    table.add_row("hit tokens, disk", f"{disk:,} ({share(disk, again)} of those asked again after the restart)")
     table.add_row("store, device to host", gigabytes_per_second(gbps(report.offload, "store")))
     table.add_row("load, host to device", gigabytes_per_second(gbps(report.offload, "load")))
     table.add_row(
@@ -104,6 +103,12 @@ def _facts_table(report: Report) -> Table:
         "outputs identical",
         _yes_no(report.identical, f"largest logprob difference {report.versus_offload.max_logprob_diff:.1e}"),
     )
+    same = len(report.restart.requests) - len(report.versus_restart.different)
+    table.add_row(
+        "identical after the restart",
+        _yes_no(report.restart_identical, f"{same} of {len(report.restart.requests)}"),
+    )
+    table.add_row("disk read past the page cache", "yes" if report.restart.summary.direct_io else PAGE_CACHE)
     table.add_row(
         "corruption detected",
         _yes_no(report.corruption_detected, f"{corrupted} of {len(report.control.requests)} outputs changed"),

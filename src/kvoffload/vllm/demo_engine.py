@@ -8,9 +8,12 @@ caller watches the time and ends the process when it is out.
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import json
 import math
 import os
+import random
 import sys
 import time
 from dataclasses import asdict
@@ -118,15 +121,21 @@ class Act:
                     return output, 1e3 * first, 1e3 * (time.perf_counter() - start)
 
     def warm_up(self) -> None:
-        """A prompt that shares no prefix with the others, computed and then found on the device."""
-        prompt = self.prompts[0][::-1]
+        """A prompt that nobody asked before, in an earlier act neither, computed and then found on the device."""
+        prompt = self.prompts[0].copy()
+        random.SystemRandom().shuffle(prompt)
         for i in range(2):
             self.generate(f"warmup{i}", prompt)
 
-    def visit(self, index: int, document: int, question: int) -> RequestResult:
-        """Asks a document a question and remembers the answer."""
+    def visit(self, index: int) -> RequestResult | None:
+        """Asks a document a question and remembers the answer; None where an earlier act has asked it."""
+        document, question = self.config.visits[index]
         self.prompts[document] += self.answers[document] + self.questions[question]
         prompt = self.prompts[document]
+        known = self.config.answers[index]
+        if known is not None:
+            self.answers[document] = known
+            return None
         request_id = f"demo{index}"
         output, ttft_ms, total_ms = self.generate(request_id, prompt)
         completion = output.outputs[0]
@@ -134,16 +143,21 @@ class Act:
         self.answers[document] = tokens
         record = self.probe.record(request_id)
         cached = output.num_cached_tokens or 0
-        device, host = (cached, 0) if record is None else (record.device_tokens, record.host_tokens)
+        device, host, disk = (
+            (cached, 0, 0) if record is None else (record.device_tokens, record.host_tokens, record.disk_tokens)
+        )
         used, blocks = self.probe.pool()
         return RequestResult(
             index=index,
             document=document,
-            follow_up=index > 0 and self.config.visits[index - 1][0] == document,
+            follow_up=index > 0
+            and self.config.visits[index - 1][0] == document
+            and self.config.answers[index - 1] is None,
             prompt_tokens=len(prompt),
             device_tokens=device,
             host_tokens=host,
-            source=classify(len(prompt), device, host),
+            disk_tokens=disk,
+            source=classify(len(prompt), device, host, disk),
             reason=None if record is None or record.reason is None else str(record.reason),
             ttft_ms=ttft_ms,
             total_ms=total_ms,
@@ -152,6 +166,22 @@ class Act:
             pool_used=used,
             pool_blocks=blocks,
         )
+
+    def direct_io(self) -> bool:
+        """Whether the kernel has files of the disk tier open past the page cache."""
+        options = (self.config.connector or {}).get("kv_connector_extra_config", {})
+        if "disk_dir" not in options:
+            return False
+        for fd in map(int, os.listdir("/proc/self/fd")):
+            with contextlib.suppress(OSError):
+                inside = os.readlink(f"/proc/self/fd/{fd}").startswith(options["disk_dir"] + "/")
+                if inside and fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_DIRECT:
+                    return True
+        return False
+
+    def close(self) -> None:
+        """Ends the engine in order, so that what waits to be written to disk is written."""
+        self.llm.llm_engine.engine_core.shutdown()
 
     def device_name(self) -> str:
         from vllm.platforms import current_platform
@@ -177,11 +207,15 @@ def main() -> None:
     send("info", EngineInfo(act.version, act.device_name(), time.perf_counter() - start))
     before = act.probe.counters()
     start = time.perf_counter()
-    for index, (document, question) in enumerate(act.config.visits):
-        send("request", act.visit(index, document, question))
+    for index in range(len(act.config.visits)):
+        result = act.visit(index)
+        if result is not None:
+            send("request", result)
     wall_s = time.perf_counter() - start
     metrics = {name: value - before.get(name, 0.0) for name, value in act.probe.counters().items()}
-    send("summary", ActSummary(wall_s, metrics))
+    direct_io = act.direct_io()
+    act.close()
+    send("summary", ActSummary(wall_s, metrics, direct_io))
 
 
 if __name__ == "__main__":

@@ -1,0 +1,243 @@
+"""``kvoffload disk``."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from kvoffload.hostpool import format_bytes
+from kvoffload.tiers.inspect import Cleared, Folder, InspectError, Owned, Verification, findings
+from kvoffload.tiers.inspect import clear as clear_directory
+from kvoffload.tiers.inspect import inspect as inspect_directory
+from kvoffload.tiers.inspect import verify as verify_directory
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
+
+SHOWN_DIGITS = 12
+"""Of a fingerprint, in the table."""
+MAX_BAD_SHOWN = 20
+
+DIRECTORY = click.argument("directory", metavar="DIR", type=click.Path(path_type=Path))
+AS_JSON = click.option("--json", "as_json", is_flag=True, help="Print one JSON object with everything.")
+
+
+@click.group()
+def disk() -> None:
+    """Look at, check or empty the directory of a disk tier (disk_dir)."""
+
+
+@disk.command()
+@DIRECTORY
+@AS_JSON
+def inspect(directory: Path, as_json: bool) -> None:
+    """Tell what DIR holds: fingerprints, blocks, bytes, age, hits, and what is wrong.
+
+    Works beside a running server and changes nothing. Exit status 2: DIR is not a disk tier's.
+    """
+    with _errors("inspect"):
+        parts = inspect_directory(directory)
+    if as_json:
+        _print_json({"directory": str(directory), "parts": list(map(dataclasses.asdict, parts))})
+    else:
+        _show(_console(), directory, parts)
+
+
+@disk.command()
+@DIRECTORY
+@AS_JSON
+def verify(directory: Path, as_json: bool) -> None:
+    """Read every block in DIR and check its checksum.
+
+    Works beside a running server and changes nothing; a block that the server replaces meanwhile is not bad. Exit
+    status 0: no block is bad; 1: some are, and a server would compute them again; 2: DIR is not a disk tier's.
+    """
+    with _errors("verify"):
+        result = _verify(directory)
+    if as_json:
+        _print_json({"directory": str(directory), **dataclasses.asdict(result)})
+    else:
+        _show_verification(_console(), result)
+    sys.exit(1 if result.bad else 0)
+
+
+@disk.command()
+@DIRECTORY
+@click.option("--fingerprint", metavar="FP", help="Only the blocks of this fingerprint; its first digits will do.")
+@click.option("--yes", is_flag=True, help="Do not ask.")
+@AS_JSON
+def clear(directory: Path, fingerprint: str | None, yes: bool, as_json: bool) -> None:
+    """Remove the blocks in DIR, and nothing that is not kvoffload's.
+
+    Refuses while a server uses DIR. Exit status 1: not removed; 2: DIR is not a disk tier's, or in use.
+    """
+    with _errors("clear"):
+        folders = [folder for part in inspect_directory(directory) for folder in part.folders]
+        if fingerprint is not None:
+            fingerprint = _the_one(fingerprint, folders)
+        chosen = [folder for folder in folders if fingerprint in (None, folder.fingerprint)]
+        if not yes:
+            size = format_bytes(sum(folder.allocated_bytes for folder in chosen))
+            blocks = _counted(sum(folder.num_blocks for folder in chosen), "block")
+            click.confirm(f"Remove {blocks} ({size}) from {directory}?", abort=True, err=True)
+        result = clear_directory(directory, fingerprint)
+    if as_json:
+        _print_json({"directory": str(directory), **dataclasses.asdict(result)})
+    else:
+        _show_cleared(_console(), directory, result)
+
+
+# Doing.
+
+
+@contextmanager
+def _errors(command: str) -> Iterator[None]:
+    """Exit status 2 and one line."""
+    try:
+        yield
+    except InspectError as error:
+        from rich.console import Console
+
+        line = f"kvoffload disk {command}: {error}"
+        Console(stderr=True).print(line, style="bold red", markup=False, highlight=False, soft_wrap=True)
+        sys.exit(2)
+
+
+def _verify(directory: Path) -> Verification:
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn, TransferSpeedColumn
+
+    columns = BarColumn(), DownloadColumn(binary_units=True), TransferSpeedColumn(), TimeRemainingColumn()
+    errors = Console(stderr=True)
+    with Progress(*columns, console=errors, transient=True, disable=not errors.is_terminal) as bar:
+        task = bar.add_task("", total=None)
+        return verify_directory(
+            directory,
+            lambda nbytes: bar.update(task, total=nbytes),
+            lambda nbytes: bar.advance(task, nbytes),
+        )
+
+
+def _the_one(digits: str, folders: Sequence[Folder]) -> str:
+    matches = sorted({folder.fingerprint for folder in folders if folder.fingerprint.startswith(digits.lower())})
+    if len(matches) != 1:
+        there = ", ".join(sorted({folder.fingerprint for folder in folders})) or "none"
+        raise InspectError(
+            f"--fingerprint {digits}: {'several' if matches else 'none'} of those there begin so. There are: {there}"
+        )
+    return matches[0]
+
+
+def _print_json(report: dict[str, Any]) -> None:
+    click.echo(json.dumps(report, indent=2))
+
+
+# For people.
+
+
+def _console() -> Console:
+    from rich.console import Console
+
+    return Console(highlight=False)
+
+
+def _show(console: Console, directory: Path, parts: Sequence[Owned]) -> None:
+    from rich.text import Text
+
+    folders = [folder for part in parts for folder in part.folders]
+    size = format_bytes(sum(folder.allocated_bytes for folder in folders))
+    blocks = _counted(sum(folder.num_blocks for folder in folders), "block")
+    fingerprints = _counted(len({folder.fingerprint for folder in folders}), "fingerprint")
+    console.print(Text(f"{directory}: {blocks} of {fingerprints} in {size}. {_use(parts)}", style="bold"))
+    if folders:
+        console.print()
+        console.print(_folder_table(parts))
+    problems = findings(parts)
+    console.print()
+    if not problems:
+        console.print(Text("Nothing is wrong with it.", style="green4"))
+    for problem in problems:
+        console.print(Text(f"! {problem}", style="yellow"))
+
+
+def _use(parts: Sequence[Owned]) -> str:
+    users = [
+        ("a server" if part.pid is None else f"process {part.pid}") + (f" ({part.path})" if part.path else "")
+        for part in parts
+        if part.in_use
+    ]
+    return f"In use by {', '.join(users)}." if users else "No server uses it."
+
+
+def _folder_table(parts: Sequence[Owned]) -> Table:
+    from rich import box
+    from rich.table import Table
+
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False)
+    table.add_column("fingerprint", no_wrap=True)
+    for name in ("blocks", "of", "on disk", "oldest", "newest", "hits", "blocks\nhit"):
+        table.add_column(name, justify="right")
+    table.add_column("")
+    now = time.time()
+    for part in parts:
+        for folder in part.folders:
+            notes = ["transient"] if folder.transient else []
+            table.add_row(
+                (f"{part.path}/" if part.path else "") + folder.fingerprint[:SHOWN_DIGITS],
+                f"{folder.num_blocks:,}",
+                f"{folder.capacity_blocks:,}",
+                format_bytes(folder.allocated_bytes),
+                "" if folder.oldest is None else _age(now - folder.oldest),
+                "" if folder.newest is None else _age(now - folder.newest),
+                f"{folder.hits:,}",
+                f"{folder.num_blocks_hit:,}",
+                ", ".join([*notes, *(["see below"] if folder.findings else [])]),
+            )
+    return table
+
+
+def _show_verification(console: Console, result: Verification) -> None:
+    from rich.text import Text
+
+    for problem in result.findings:
+        console.print(Text(f"! {problem}", style="yellow"))
+    changed = f"; {_counted(result.num_changed, 'block')} changed meanwhile" if result.num_changed else ""
+    checked = f"{_counted(result.num_blocks, 'block')} read, {format_bytes(result.nbytes)}{changed}"
+    if not result.bad:
+        console.print(Text(f"No block is bad: {checked}.", style="bold green"))
+        return
+    console.print(Text(f"{_counted(len(result.bad), 'block')} bad: {checked}.", style="bold red"))
+    for bad in result.bad[:MAX_BAD_SHOWN]:
+        line = f"{bad.path}, slot {bad.slot}: {bad.problem}; key {bad.key}"
+        console.print(Text(line), soft_wrap=True)
+    if len(result.bad) > MAX_BAD_SHOWN:
+        console.print(Text(f"and {len(result.bad) - MAX_BAD_SHOWN:,} more: --json lists all", style="dim"))
+
+
+def _show_cleared(console: Console, directory: Path, result: Cleared) -> None:
+    from rich.text import Text
+
+    freed = f"{directory}: removed {_counted(result.num_files, 'file')}, {format_bytes(result.nbytes)} freed."
+    console.print(Text(freed, style="bold"))
+    for name in result.left:
+        console.print(Text(f"! not kvoffload's, and left: {name}", style="yellow"))
+
+
+def _counted(number: int, noun: str) -> str:
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
+def _age(seconds: float) -> str:
+    for size, unit in ((86_400, "d"), (3600, "h"), (60, "min")):
+        if seconds >= 2 * size:
+            return f"{seconds / size:,.0f} {unit}"
+    return f"{max(seconds, 0.0):.0f} s"

@@ -1,0 +1,579 @@
+"""``kvoffload disk``: on directories that a disk tier has written, sound, damaged and in use."""
+
+from __future__ import annotations
+
+import errno
+import itertools
+import json
+import mmap
+import os
+import random
+import shutil
+import struct
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvoffload import cli
+from kvoffload.hostpool import ByteArray
+from kvoffload.tiers import inspect as tools
+from kvoffload.tiers.base import Tier
+from kvoffload.tiers.directory import DirectoryStorage
+from kvoffload.tiers.disk import DiskTier, open_disk_tier
+from kvoffload.tiers.format import HEADER_BYTES, INDEX_NAME, RECORD_BYTES, record_offset, slab_name
+
+testing = pytest.importorskip("click.testing")
+pytest.importorskip("rich")
+xxhash = pytest.importorskip("xxhash")
+
+FINGERPRINT, OTHER = "ab" * 32, "cd" * 32
+NUM_BLOCKS = 20
+SLOT_BYTES = 4096
+BLOCK_BYTES = 2 * SLOT_BYTES
+"""Two ranks."""
+SLOTS_PER_SLAB = 8
+DEADLINE_S = 60.0
+
+
+def make_pool(seed: int) -> ByteArray:
+    """Aligned, as direct reads and writes need it."""
+    pool = np.frombuffer(mmap.mmap(-1, NUM_BLOCKS * SLOT_BYTES), dtype=np.uint8).reshape(NUM_BLOCKS, SLOT_BYTES)
+    pool[:] = np.random.default_rng(seed).integers(0, 256, pool.shape, dtype=np.uint8)
+    return pool
+
+
+def make_keys(n: int = NUM_BLOCKS, start: int = 0) -> list[bytes]:
+    return [b"model..." + number.to_bytes(32, "big") + bytes(4) for number in range(start, start + n)]
+
+
+def wait_for(tier: Tier, count: int) -> None:
+    until = time.monotonic() + DEADLINE_S
+    while count > 0:
+        assert time.monotonic() < until
+        tier.wait(0.1)
+        results = tier.poll()
+        assert all(result.ok for result in results)
+        count -= len(results)
+
+
+def write(tier: Tier, keys: list[bytes]) -> None:
+    """In as many goes as the tier wants: it allocates slabs as it needs them."""
+    until = time.monotonic() + DEADLINE_S
+    while keys:
+        assert time.monotonic() < until
+        taken = tier.write(keys, np.arange(len(keys)) % NUM_BLOCKS)
+        if not taken:
+            tier.wait(0.01)
+            assert tier.poll() == []
+        wait_for(tier, len(taken))
+        keys = [key for key in keys if key not in taken]
+
+
+def fill(path: Path, fingerprint: str = FINGERPRINT, keys: list[bytes] | None = None) -> DiskTier:
+    """A tier in ``path`` that has written its blocks."""
+    tier = DiskTier(
+        DirectoryStorage(path),
+        [make_pool(0), make_pool(1)],
+        fingerprint=fingerprint,
+        capacity_bytes=4 << 20,
+        slab_bytes=SLOTS_PER_SLAB * BLOCK_BYTES,
+    )
+    write(tier, make_keys() if keys is None else keys)
+    return tier
+
+
+@pytest.fixture(scope="module")
+def left_by_a_server(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("disk") / "cache"
+    tier = fill(path)
+    for keys in (make_keys(3), make_keys(1)):
+        assert tier.read(keys, np.arange(len(keys))) == keys
+        wait_for(tier, len(keys))
+    tier.close()
+    return path
+
+
+@pytest.fixture
+def directory(left_by_a_server: Path, tmp_path: Path) -> Path:
+    """One that a server has left: three of its blocks were read, one of them twice."""
+    return shutil.copytree(left_by_a_server, tmp_path / "cache")
+
+
+def invoke(*args: object, answer: str | None = None) -> Any:
+    return testing.CliRunner().invoke(cli.group(), ["disk", *map(str, args)], input=answer)
+
+
+def as_json(*args: object, status: int = 0) -> Any:
+    result = invoke(*args, "--json")
+    assert result.exit_code == status, result.output
+    return json.loads(result.stdout)
+
+
+def only_folder(path: Path) -> tools.Folder:
+    ((folder,),) = [part.folders for part in tools.inspect(path)]
+    return folder
+
+
+def flip(path: Path, offset: int) -> None:
+    with path.open("r+b") as file:
+        file.seek(offset)
+        (byte,) = file.read(1)
+        file.seek(offset)
+        file.write(bytes([byte ^ 0x10]))
+
+
+def slot_of(path: Path, key: bytes) -> int:
+    """Where a block lies, by its record."""
+    index = (path / FINGERPRINT / INDEX_NAME).read_bytes()
+    return (index.index(key, HEADER_BYTES) - HEADER_BYTES) // RECORD_BYTES
+
+
+def spoil(path: Path, key: bytes) -> int:
+    """Flips a bit of a block's second rank. Returns its slot."""
+    slot = slot_of(path, key)
+    slab, at = divmod(slot, SLOTS_PER_SLAB)
+    flip(path / FINGERPRINT / slab_name(slab), at * BLOCK_BYTES + SLOT_BYTES + 17)
+    return slot
+
+
+def contents(path: Path) -> dict[str, object]:
+    """All below ``path``, with what a change would change."""
+    return {
+        str(file.relative_to(path)): (file.lstat().st_mtime_ns, file.read_bytes() if file.is_file() else None)
+        for file in path.rglob("*")
+    }
+
+
+# inspect
+
+
+def test_inspect_tells_what_a_server_has_left(directory: Path) -> None:
+    (part,) = as_json("inspect", directory)["parts"]
+    assert (part["path"], part["in_use"], part["pid"], part["findings"]) == ("", False, None, [])
+    (folder,) = part["folders"]
+    files = list((directory / FINGERPRINT).iterdir())
+    assert folder["fingerprint"] == folder["path"] == FINGERPRINT
+    assert folder["num_blocks"] == NUM_BLOCKS
+    assert folder["block_bytes"] == BLOCK_BYTES
+    assert folder["capacity_blocks"] == sum(file.stat().st_size for file in files if "slab" in file.name) / BLOCK_BYTES
+    assert folder["allocated_bytes"] == sum(512 * file.stat().st_blocks for file in files)
+    assert (folder["hits"], folder["num_blocks_hit"]) == (4, 3)
+    assert time.time() - DEADLINE_S < folder["oldest"] <= folder["newest"] <= time.time()
+    assert (folder["transient"], folder["findings"]) == (False, [])
+
+
+def test_inspect_for_people(directory: Path) -> None:
+    output = " ".join(invoke("inspect", directory).stdout.split())
+    assert f"{directory.name}: 20 blocks of 1 fingerprint in" in output
+    assert "No server uses it." in output
+    assert "abababababab 20 " in output
+    assert "Nothing is wrong with it." in output
+
+
+def test_looking_changes_nothing(directory: Path) -> None:
+    spoil(directory, make_keys()[5])
+    before = contents(directory)
+    invoke("inspect", directory)
+    assert invoke("verify", directory).exit_code == 1
+    assert contents(directory) == before
+
+
+def test_a_key_that_comes_twice_counts_once(directory: Path) -> None:
+    index = directory / FINGERPRINT / INDEX_NAME
+    free = only_folder(directory).num_blocks
+    data = bytearray(index.read_bytes())
+    data[record_offset(free) : record_offset(free + 1)] = data[record_offset(0) : record_offset(1)]
+    index.write_bytes(data)
+    assert only_folder(directory).num_blocks == NUM_BLOCKS
+
+
+def test_a_directory_in_use_is_told_and_can_be_looked_at(tmp_path: Path) -> None:
+    tier = fill(tmp_path / "cache")
+    (part,) = as_json("inspect", tmp_path / "cache")["parts"]
+    assert (part["in_use"], part["pid"]) == (True, os.getpid())
+    assert part["folders"][0]["num_blocks"] == NUM_BLOCKS
+    assert f"In use by process {os.getpid()}" in invoke("inspect", tmp_path / "cache").stdout
+    assert invoke("verify", tmp_path / "cache").exit_code == 0
+    tier.close()
+    assert not as_json("inspect", tmp_path / "cache")["parts"][0]["in_use"]
+
+
+def test_blocks_of_changed_weights_are_told(tmp_path: Path) -> None:
+    tier = fill(tmp_path / "cache")
+    tier.reset()
+    write(tier, make_keys(2))
+    tier.close()
+    folder = only_folder(tmp_path / "cache")
+    assert folder.transient
+    assert folder.num_blocks == 2, "those from before the reset are void"
+    assert "transient" in invoke("inspect", tmp_path / "cache").stdout
+
+
+def test_engines_of_one_server(tmp_path: Path) -> None:
+    pools = [make_pool(0), make_pool(1)]
+    tiers = [open_disk_tier(tmp_path / "cache", 8 << 20, pools, FINGERPRINT, engine=i, engines=2) for i in range(2)]
+    for i, tier in enumerate(tiers):
+        write(tier, make_keys(3 + i))
+    tiers[0].close()
+    whole, *engines = tools.inspect(tmp_path / "cache")
+    assert (whole.path, whole.folders, whole.findings) == ("", [], [])
+    assert [part.path for part in engines] == ["engine-0", "engine-1"]
+    assert [part.in_use for part in engines] == [False, True]
+    assert [part.folders[0].num_blocks for part in engines] == [3, 4]
+    assert [part.folders[0].path for part in engines] == [f"engine-{i}/{FINGERPRINT}" for i in range(2)]
+    refused = invoke("clear", tmp_path / "cache", "--yes")
+    assert refused.exit_code == 2
+    assert f"in use by process {os.getpid()}" in " ".join(refused.output.split())
+    assert len(list((tmp_path / "cache").glob("engine-*/*/index"))) == 2, "nothing is removed"
+    tiers[1].close()
+    assert invoke("clear", tmp_path / "cache", "--yes").exit_code == 0
+    assert list((tmp_path / "cache").glob("engine-*/*/*")) == []
+
+
+# Damage
+
+
+def test_files_that_are_none_of_ours_are_told(directory: Path) -> None:
+    (directory / "notes.txt").touch()
+    (directory / FINGERPRINT / "slab-1").touch()
+    (directory / "engine-x").mkdir()
+    problems = tools.findings(tools.inspect(directory))
+    assert problems == [
+        ".: not kvoffload's: 'engine-x', 'notes.txt'",
+        f"{FINGERPRINT}: not kvoffload's: 'slab-1'",
+    ]
+    assert problems[0] in invoke("inspect", directory).stdout
+
+
+@pytest.mark.parametrize("field", range(0, RECORD_BYTES, 4))
+def test_a_damaged_record_is_no_block(directory: Path, field: int) -> None:
+    flip(directory / FINGERPRINT / INDEX_NAME, record_offset(slot_of(directory, make_keys()[7])) + field)
+    folder = only_folder(directory)
+    assert (folder.num_blocks, folder.num_damaged_records) == (NUM_BLOCKS - 1, 1)
+    assert folder.findings == ["1 damaged record in the index"]
+
+
+@pytest.mark.parametrize("size", [0, 1, HEADER_BYTES - 1])
+def test_an_index_without_a_header(directory: Path, size: int) -> None:
+    os.truncate(directory / FINGERPRINT / INDEX_NAME, size)
+    (finding,) = only_folder(directory).findings
+    assert "its blocks are lost" in finding
+    result = as_json("verify", directory)
+    assert (result["num_blocks"], result["bad"]) == (0, [])
+    assert finding in result["findings"][0]
+
+
+def test_an_index_that_ends_early(directory: Path) -> None:
+    os.truncate(directory / FINGERPRINT / INDEX_NAME, record_offset(11) + 50)
+    folder = only_folder(directory)
+    assert folder.num_blocks == 11
+    assert folder.findings == [f"the index ends early: it tells of 11 of {folder.capacity_blocks} slots"]
+    assert invoke("verify", directory).exit_code == 0
+
+
+@pytest.mark.parametrize("make", [Path.mkdir, os.mkfifo, lambda path: path.symlink_to("slab-00000")])
+def test_an_index_that_is_no_file(directory: Path, make: Callable[[Path], None]) -> None:
+    index = directory / FINGERPRINT / INDEX_NAME
+    index.unlink()
+    make(index)
+    foreign, lost = only_folder(directory).findings
+    assert foreign == "not kvoffload's: 'index'"
+    assert "its blocks are lost" in lost
+
+
+def test_an_index_of_another_fingerprint(directory: Path) -> None:
+    (directory / FINGERPRINT).rename(directory / OTHER)
+    assert only_folder(directory).findings == ["its blocks are lost: the index is of another fingerprint"]
+
+
+def resealed(header: bytes, **fields: int) -> bytes:
+    """A header whose checksum is right, whatever it says."""
+    offsets = {"version": (8, "I"), "ranks": (12, "I"), "slots_per_slab": (80, "Q"), "slot_bytes": (97, "Q")}
+    data = bytearray(header[:-8])
+    for name, value in fields.items():
+        offset, kind = offsets[name]
+        struct.pack_into(f"<{kind}", data, offset, value)
+    return bytes(data) + struct.pack("<Q", xxhash.xxh3_64_intdigest(bytes(data)))
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "lost"),
+    [
+        ("version", 99, True),
+        ("ranks", 0, True),
+        ("ranks", 2**32 - 1, True),
+        ("slots_per_slab", 0, True),
+        ("slots_per_slab", 2**64 - 1, False),
+        ("slot_bytes", 2**63, True),
+        ("slot_bytes", 4095, True),
+        ("slot_bytes", 2**30, True),
+    ],
+)
+def test_impossible_headers(directory: Path, field: str, value: int, lost: bool) -> None:
+    index = directory / FINGERPRINT / INDEX_NAME
+    data = index.read_bytes()
+    index.write_bytes(resealed(data[:HEADER_BYTES], **{field: value}) + data[HEADER_BYTES:])
+    folder = only_folder(directory)
+    assert folder.findings
+    assert (folder.num_blocks == 0) is lost
+    assert invoke("verify", directory).exit_code == 0
+
+
+def test_a_resealed_header_that_says_the_same_is_sound(directory: Path) -> None:
+    """The control of the test above."""
+    index = directory / FINGERPRINT / INDEX_NAME
+    data = index.read_bytes()
+    assert resealed(data[:HEADER_BYTES], ranks=2, slots_per_slab=SLOTS_PER_SLAB, slot_bytes=SLOT_BYTES) in data
+
+
+@pytest.mark.parametrize("seed", range(50))
+def test_a_fuzzed_directory_is_never_a_traceback(directory: Path, seed: int) -> None:
+    rng = random.Random(seed)
+    for _ in range(rng.randint(1, 20)):
+        path = directory / FINGERPRINT / rng.choice([INDEX_NAME, INDEX_NAME, slab_name(0), slab_name(1)])
+        size = path.stat().st_size if path.exists() else 0
+        what = rng.random()
+        if what < 0.7 and size:
+            flip(path, rng.randrange(size))
+        elif what < 0.8:
+            path.write_bytes(rng.randbytes(rng.randrange(20_000)))
+        elif what < 0.9 and size:
+            os.truncate(path, rng.randrange(2 * size))
+        else:
+            path.unlink(missing_ok=True)
+    folder = only_folder(directory)
+    result = tools.verify(directory)
+    assert len(result.bad) <= result.num_blocks == folder.num_blocks <= NUM_BLOCKS
+    assert folder.findings or result.bad or folder.num_blocks == NUM_BLOCKS
+    assert [invoke(command, directory).exit_code for command in ("inspect", "verify")] == [0, bool(result.bad)]
+
+
+@pytest.mark.parametrize(("size", "what"), [(None, "missing"), (3 * BLOCK_BYTES + 1, "too short")])
+def test_blocks_past_the_end_of_the_slabs_are_lost_and_not_bad(directory: Path, size: int | None, what: str) -> None:
+    slab = directory / FINGERPRINT / slab_name(1)
+    slab.unlink() if size is None else os.truncate(slab, size)
+    left = SLOTS_PER_SLAB + (0 if size is None else 3)
+    folder = only_folder(directory)
+    assert (folder.num_blocks, folder.num_lost_blocks) == (left, NUM_BLOCKS - left)
+    assert folder.findings == [f"slab-00001 is {what}: {NUM_BLOCKS - left} blocks lost, in it or after it"]
+    result = as_json("verify", directory)
+    assert (result["num_blocks"], result["bad"]) == (left, [])
+
+
+# verify
+
+
+def test_verify_reads_every_block(directory: Path) -> None:
+    result = as_json("verify", directory)
+    assert result["num_blocks"] == NUM_BLOCKS
+    assert result["nbytes"] == NUM_BLOCKS * BLOCK_BYTES
+    assert (result["bad"], result["num_changed"], result["findings"]) == ([], 0, [])
+    assert "No block is bad: 20 blocks read, 160 KiB." in invoke("verify", directory).stdout
+
+
+def test_verify_names_the_bad_blocks(directory: Path) -> None:
+    keys = [make_keys()[i] for i in (4, 17)]
+    slots = [spoil(directory, key) for key in keys]
+    bad = as_json("verify", directory, status=1)["bad"]
+    assert {(block["slot"], block["key"]) for block in bad} == {
+        (slot, key.hex()) for slot, key in zip(slots, keys, strict=True)
+    }
+    assert {(block["path"], block["fingerprint"]) for block in bad} == {(FINGERPRINT, FINGERPRINT)}
+    done = invoke("verify", directory)
+    assert done.exit_code == 1
+    assert "2 blocks bad: 20 blocks read" in done.stdout
+    assert f"slot {slots[0]}: its checksum is wrong; key {keys[0].hex()}" in done.stdout
+
+
+def test_a_block_in_another_blocks_place_is_bad(directory: Path) -> None:
+    slab = directory / FINGERPRINT / slab_name(0)
+    data = slab.read_bytes()
+    slab.write_bytes(data[BLOCK_BYTES : 2 * BLOCK_BYTES] + data[:BLOCK_BYTES] + data[2 * BLOCK_BYTES :])
+    assert [block["slot"] for block in as_json("verify", directory, status=1)["bad"]] == [0, 1]
+
+
+def test_progress_is_told_in_bytes(directory: Path) -> None:
+    told: list[int] = []
+    tools.verify(directory, told.append, told.append)
+    assert told == [NUM_BLOCKS * BLOCK_BYTES] + NUM_BLOCKS * [BLOCK_BYTES]
+
+
+def test_a_block_that_a_server_replaces_meanwhile_is_not_bad(tmp_path: Path) -> None:
+    """All of them are, after the index was read and before the first payload is."""
+    path = tmp_path / "cache"
+    tier = fill(path)
+    room = tier.capacity_bytes // BLOCK_BYTES
+    write(tier, make_keys(room))
+    before = (path / FINGERPRINT / slab_name(0)).read_bytes()
+    result = tools.verify(path, begin=lambda _: write(tier, make_keys(2 * room, start=10_000)))
+    assert (path / FINGERPRINT / slab_name(0)).read_bytes() != before
+    assert result.bad == []
+    assert result.num_blocks + result.num_changed > NUM_BLOCKS
+    tier.close()
+
+
+def test_a_block_that_a_server_removes_meanwhile_is_not_bad(tmp_path: Path) -> None:
+    path = tmp_path / "cache"
+    tier = fill(path)
+
+    def change(_: int) -> None:
+        tier.delete(make_keys(5))
+        tier.close()
+        for key in make_keys(2, start=5):
+            spoil(path, key)
+
+    result = tools.verify(path, begin=change)
+    assert (result.num_blocks, result.num_changed) == (NUM_BLOCKS, 0), "payloads of removed blocks are still sound"
+    assert {block.key for block in result.bad} == {key.hex() for key in make_keys(2, start=5)}
+
+
+def test_a_spoiled_block_that_a_server_removes_meanwhile_is_not_bad(tmp_path: Path) -> None:
+    path = tmp_path / "cache"
+    tier = fill(path)
+
+    def change(_: int) -> None:
+        for key in make_keys(5):
+            spoil(path, key)
+        tier.delete(make_keys(4))
+        tier.close()
+
+    result = tools.verify(path, begin=change)
+    assert (result.num_blocks, result.num_changed) == (NUM_BLOCKS - 4, 4)
+    assert [block.key for block in result.bad] == [make_keys()[4].hex()], "the one whose record has not changed"
+
+
+def test_a_slab_that_a_server_drops_meanwhile_is_not_bad(directory: Path) -> None:
+    slab = directory / FINGERPRINT / slab_name(2)
+    result = tools.verify(directory, begin=lambda _: slab.unlink())
+    assert result.bad == []
+    assert (result.num_blocks, result.num_changed) == (2 * SLOTS_PER_SLAB, NUM_BLOCKS - 2 * SLOTS_PER_SLAB)
+
+
+# clear
+
+
+def test_clear_removes_what_was_written_and_a_server_starts_anew(directory: Path) -> None:
+    allocated = only_folder(directory).allocated_bytes
+    result = as_json("clear", directory, "--yes")
+    assert result["nbytes"] == allocated > 0
+    assert (result["fingerprints"], result["left"]) == ([FINGERPRINT], [])
+    assert [file.name for file in directory.iterdir()] == ["lock"]
+    assert as_json("inspect", directory)["parts"][0]["folders"] == []
+    fill(directory).close()
+    assert only_folder(directory).num_blocks == NUM_BLOCKS
+
+
+def test_clear_asks_first(directory: Path) -> None:
+    before = contents(directory)
+    refused = invoke("clear", directory, answer="n\n")
+    assert refused.exit_code == 1
+    assert "Remove 20 blocks (" in refused.output
+    assert invoke("clear", directory).exit_code == 1, "nobody is there to answer"
+    assert contents(directory) == before
+    assert invoke("clear", directory, answer="y\n").exit_code == 0
+    assert not (directory / FINGERPRINT).exists()
+
+
+def test_clear_of_one_fingerprint(directory: Path) -> None:
+    fill(directory, OTHER).close()
+    result = as_json("clear", directory, "--fingerprint", "CDCD", "--yes")
+    assert result["fingerprints"] == [OTHER]
+    assert only_folder(directory).fingerprint == FINGERPRINT
+    assert as_json("verify", directory)["num_blocks"] == NUM_BLOCKS
+
+
+@pytest.mark.parametrize("digits", ["ef", "", "abc"])
+def test_clear_of_a_fingerprint_that_is_not_the_one(directory: Path, digits: str) -> None:
+    fill(directory, OTHER).close()
+    before = contents(directory)
+    result = invoke("clear", directory, "--fingerprint", digits, "--yes")
+    assert result.exit_code == 2
+    assert OTHER in result.output
+    assert contents(directory) == before
+
+
+def test_clear_refuses_while_a_server_runs(tmp_path: Path) -> None:
+    tier = fill(tmp_path / "cache")
+    before = contents(tmp_path / "cache")
+    result = invoke("clear", tmp_path / "cache", "--yes")
+    assert result.exit_code == 2
+    assert f"in use by process {os.getpid()}" in " ".join(result.output.split())
+    assert contents(tmp_path / "cache") == before
+    tier.close()
+
+
+def test_clear_keeps_a_server_from_starting_until_it_is_done(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    refusals = []
+    remove = os.unlink
+
+    def start_a_server(name: str, **options: Any) -> None:
+        with pytest.raises(ValueError, match="in use"):
+            fill(directory)
+        refusals.append(name)
+        remove(name, **options)
+
+    monkeypatch.setattr(os, "unlink", start_a_server)
+    tools.clear(directory)
+    assert len(refusals) > 1
+    monkeypatch.undo()
+    fill(directory).close()
+
+
+def test_clear_tells_what_it_cannot_remove(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(name: str, **_: object) -> None:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS), name)
+
+    monkeypatch.setattr(os, "unlink", refuse)
+    result = invoke("clear", directory, "--yes")
+    assert result.exit_code == 2
+    assert "Read-only file system (index)" in " ".join(result.output.split())
+
+
+def test_clear_leaves_what_is_none_of_ours(directory: Path, tmp_path: Path) -> None:
+    folder = directory / FINGERPRINT
+    precious = tmp_path / "precious"
+    precious.mkdir()
+    (precious / INDEX_NAME).write_text("mine")
+    (directory / OTHER).symlink_to(precious)
+    (directory / "notes.txt").write_text("mine")
+    (folder / "notes.txt").write_text("mine")
+    (folder / slab_name(99)).symlink_to(precious / INDEX_NAME)
+    (folder / slab_name(98)).mkdir()
+    result = as_json("clear", directory, "--yes")
+    assert result["left"] == [f"{FINGERPRINT}/{name}" for name in ("notes.txt", slab_name(98), slab_name(99))]
+    assert (precious / INDEX_NAME).read_text() == (directory / "notes.txt").read_text() == "mine"
+    assert sorted(os.listdir(folder)) == ["notes.txt", slab_name(98), slab_name(99)]
+    assert sorted(os.listdir(directory)) == sorted([FINGERPRINT, OTHER, "lock", "notes.txt"])
+
+
+# What is no disk tier's
+
+
+@pytest.mark.parametrize("command", ["inspect", "verify", "clear"])
+@pytest.mark.parametrize("kind", ["missing", "empty", "strange", "file", "link"])
+def test_a_directory_that_is_no_disk_tiers(directory: Path, tmp_path: Path, command: str, kind: str) -> None:
+    path = tmp_path / kind
+    if kind in ("empty", "strange"):
+        path.mkdir()
+    if kind == "strange":
+        (path / "slab-00000").touch()
+    elif kind == "file":
+        path.touch()
+    elif kind == "link":
+        path.symlink_to(directory)
+    result = invoke(command, path, *(["--yes"] if command == "clear" else []))
+    assert result.exit_code == 2
+    assert f"kvoffload disk {command}: " in result.output
+    assert "name a server's disk_dir" in " ".join(result.output.split())
+    assert path.exists() is (kind != "missing")
+
+
+def test_help_names_every_command() -> None:
+    output = invoke("--help").output
+    assert all(command in output for command in ("inspect", "verify", "clear"))
+    for command, option in itertools.product(("inspect", "verify", "clear"), ("--json",)):
+        assert option in invoke(command, "--help").output
