@@ -16,6 +16,7 @@ DEV  := $(VENV)/bin/python -m
 WITH := $(VENV_VLLM)/bin/python -m
 SOAK_TESTS     := tests/test_engine_model.py tests/test_manager_lru.py tests/test_manager_arc.py tests/test_admission.py
 SOAK_TIMEOUT_S := 7200
+SIMULATIONS    := 10000
 
 .PHONY: help lint unit test demo bench soak overlays clean
 
@@ -25,7 +26,7 @@ help:
 	@echo "make unit    the tests that need no vLLM"
 	@echo "make lint    ruff and mypy"
 	@echo "make bench   benchmarks: bench-report/"
-	@echo "make soak    the random tests, fifty times as many (an hour)"
+	@echo "make soak    $(SIMULATIONS) simulations of servers on failing disks; the random tests, fifty times as many (an hour)"
 	@echo "make overlays OVERLAYS=\"0.28.0 0.29.0 0.30.0 0.31.0\"   older vLLMs for the tests; make test takes OVERLAYS too"
 	@echo "make clean   remove the virtual environments"
 	@echo "Variables: PYTHON=$(PYTHON) VLLM=$(VLLM) VENV=$(VENV) VENV_VLLM=$(VENV_VLLM) ARGS=..."
@@ -42,6 +43,7 @@ test: $(VENV_VLLM)/.stamp overlays
 	$(WITH) pytest $(ARGS)
 
 soak: $(VENV)/.stamp
+	$(DEV) kvoffload.testing simulate --seeds $(SIMULATIONS)
 	KVOFFLOAD_SOAK=1 $(DEV) pytest $(SOAK_TESTS) --timeout $(SOAK_TIMEOUT_S) $(ARGS)
 
 demo: $(VENV_VLLM)/.stamp

@@ -11,7 +11,11 @@
 
 - ``stateful``: a state machine that runs a manager and its reference side by side, by Hypothesis or at random
   (needs hypothesis).
+- ``tier_conformance``: the same for tiers (needs pytest). ``tiers``: a plain tier in memory, and an executor whose
+  turns are chosen by a seed. ``storage``: a simulated disk, and faults for any.
 - ``engine``: a small paged engine that checks every byte it attends to. ``faults``: transfers that misbehave.
+- ``simulation``: servers that live, die and start again on a disk that fails; ``run_simulations(seeds, progress)``, or
+  ``python -m kvoffload.testing simulate --seeds N``.
 
 Only ``reference`` is imported with the package; the others are imported by name.
 """
@@ -23,6 +27,6 @@ import sys
 from kvoffload.testing.reference import ReferenceARCManager, ReferenceFilter, ReferenceLRUManager
 
 if "pytest" in sys.modules:  # so that a failing assert of a suite shows the values it compared
-    sys.modules["pytest"].register_assert_rewrite("kvoffload.testing.conformance")
+    sys.modules["pytest"].register_assert_rewrite("kvoffload.testing.conformance", "kvoffload.testing.tier_conformance")
 
 __all__ = ["ReferenceARCManager", "ReferenceFilter", "ReferenceLRUManager"]

@@ -12,9 +12,10 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import itertools
 import math
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from random import Random
 from typing import Any, TypeAlias
@@ -31,6 +32,8 @@ from kvoffload.manager import PolicyOffloadingManager
 from kvoffload.policies import make_policy
 from kvoffload.scheduler import OffloadingConnectorScheduler
 from kvoffload.testing.faults import FailingTransfer, SlowTransfer
+from kvoffload.tiering import TieredOffloadingManager
+from kvoffload.tiers.base import Tier
 from kvoffload.transfer.base import PageGroup
 from kvoffload.transfer.inline import InlineTransfer
 from kvoffload.worker import Finished, OffloadingConnectorWorker, StepMeta, WorkerReport
@@ -45,6 +48,8 @@ SPREAD = 0x9E3779B97F4A7C15
 """An odd number that spreads small ones over a word."""
 NULL_BLOCK = 0
 """In a table: a block that no token of the request attends to any more."""
+STEP_S = 0.001
+"""What a step takes."""
 MAX_STEPS = 10_000
 """A run that takes longer has hung."""
 MAX_RESET_STEP = 200
@@ -71,8 +76,39 @@ class Leak(AssertionError):
     """Something was still held when all requests were done."""
 
 
+class Late(AssertionError):
+    """A request was told to wait although its deadline had passed."""
+
+
 class SwitchedOff(Leak):
     """The connector has switched itself off; but for that, nothing is wrong with the engine."""
+
+
+@dataclass
+class Clock:
+    """Simulated time in seconds."""
+
+    now: float = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class LowerTiers:
+    """What lies below the host of a ModelEngine; without more, nothing."""
+
+    lookup_deadline_ms = 100.0
+    load_only_if_faster = False
+
+    def make(self, pools: Sequence[ByteArray]) -> Sequence[Tier]:
+        """The tiers. Called once, with each rank's pool."""
+        return []
+
+    def tick(self) -> None:
+        """Some time passes for the tiers' threads. Called several times a step."""
+
+    def settle(self) -> None:
+        """Called when all requests have ended: what the tiers have begun comes to its end."""
 
 
 @dataclass(frozen=True)
@@ -114,6 +150,8 @@ class Scenario:
     num_ranks: int = 1
     tensor_parallel: bool = False
     """Every rank holds its share of every layer. Otherwise the ranks share out the layers."""
+    documents_seed: int | None = None
+    """Engines with the same one are asked about the same documents. None: ``seed``."""
 
     @classmethod
     def random(cls, seed: int) -> Scenario:
@@ -227,6 +265,8 @@ class EngineRequest:
     """A group, how many of its blocks were given to the prefix cache."""
     num_prompt_tokens: int = 0
     loading: bool = False
+    waiting_since: float | None = None
+    """When the connector first told it to ask again, since it was last given blocks."""
     in_flight: int = 0
     """Steps under way that compute for it."""
     tokens_in_flight: int = 0
@@ -454,18 +494,30 @@ class _Results:
 
 
 class ModelEngine:
-    """Runs a scenario. ``patch`` may change the connector's halves first: to plant a bug, say.
+    """Runs a scenario. ``patch`` may change the connector's halves first: to plant a bug, say. ``lower`` has the tiers
+    below the host, ``clock`` goes on from where it stands, ``version`` is that of the weights; ``new_versions`` has
+    those that resets bring, by default the numbers after it.
 
     After ``run``: ``outputs`` holds each finished request's tokens, ``hits`` the tokens loaded from the
     host, ``steps`` the steps it took; ``loaded_blocks`` and ``partial_loads`` have, a group, the device blocks of all
     loads and the loads that began inside an offloaded block; ``slid_out`` counts the blocks that left a window.
     """
 
-    def __init__(self, scenario: Scenario, patch: Callable[[ModelEngine], None] | None = None) -> None:
+    def __init__(
+        self,
+        scenario: Scenario,
+        patch: Callable[[ModelEngine], None] | None = None,
+        *,
+        lower: LowerTiers | None = None,
+        clock: Clock | None = None,
+        version: int = 0,
+        new_versions: Iterator[int] | None = None,
+    ) -> None:
         self.scenario = s = scenario
         self.random = Random(s.seed)
-        self.version = 0
-        self.now = 0.0
+        self.version = version
+        self._new_versions = new_versions or itertools.count(version + 1)
+        self.clock = clock or Clock()
         self.groups = s.groups or (KVGroup(s.block_size, s.block_size_factor),)
         self.hash_block_size = s.hash_block_size or math.gcd(*(group.device_block_size for group in self.groups))
         self._hit_tokens = math.lcm(*(group.device_block_size for group in self.groups))
@@ -479,9 +531,13 @@ class ModelEngine:
         ]
         self.backend = HostBackend(max(group.block_tokens for group in self.groups), s.num_host_blocks)
         self.policy_manager = PolicyOffloadingManager(
-            self.backend, make_policy(s.policy, s.num_host_blocks), clock=lambda: self.now
+            self.backend, make_policy(s.policy, s.num_host_blocks), clock=self.clock
         )
         manager: OffloadingManager = self.policy_manager
+        self.lower = lower or LowerTiers()
+        self.tiered: TieredOffloadingManager | None = None
+        if lower is not None:
+            manager = self.tiered = self._on_top_of(lower)
         if s.store_threshold is not None:
             manager = FilterReusedOffloadingManager(manager, s.store_threshold)
         self.scheduler = OffloadingConnectorScheduler(
@@ -491,7 +547,7 @@ class ModelEngine:
             num_workers=s.num_ranks,
             share_loads=s.prefix_caching,
             load_deadline_ms=s.load_deadline_ms,
-            clock=lambda: self.now,
+            clock=self.clock,
         )
         self.waiting: list[EngineRequest] = []
         self.running: list[EngineRequest] = []
@@ -518,31 +574,54 @@ class ModelEngine:
         """Those of them whose load failed on some rank."""
         self._released: dict[str, set[int]] = {}
         """Held requests that some ranks have released, and which."""
+        self._todo = self._make_requests()
         if patch is not None:
             patch(self)
 
+    def _on_top_of(self, lower: LowerTiers) -> TieredOffloadingManager:
+        full = sum(group.is_full for group in self.groups)
+        return TieredOffloadingManager(
+            self.policy_manager,
+            lower.make([rank.host for rank in self.ranks]),
+            tokens_per_block=[group.block_tokens / max(1, full) for group in self.groups],
+            lookup_deadline_ms=lower.lookup_deadline_ms,
+            load_deadline_ms=self.scenario.load_deadline_ms,
+            load_only_if_faster=lower.load_only_if_faster,
+            clock=self.clock,
+        )
+
     # What a run is made of.
 
-    def run(self) -> None:
-        """Raises WrongBytes, BrokenPromise, Hang or Leak, or returns with every request finished or aborted."""
-        todo = self._make_requests()
-        limit = MAX_STEPS
-        while todo or self.waiting or self.running or self._unreported or self.scheduler.has_pending_work():
-            if self.steps > limit:
-                raise Hang(f"after {limit} steps: {len(self.waiting)} waiting, {len(self.running)} running")
-            if todo and self.random.random() < 0.4:
-                self.waiting.append(todo.pop(0))
+    def run(self, num_steps: int | None = None) -> None:
+        """Raises WrongBytes, BrokenPromise, Late, Hang or Leak, or returns with every request finished or aborted; or,
+        if that comes first, after ``num_steps`` in the middle of everything."""
+        while self._todo or self.waiting or self.running or self._unreported or self.scheduler.has_pending_work():
+            if self.steps == num_steps:
+                return
+            if self.steps > MAX_STEPS:
+                raise Hang(f"after {MAX_STEPS} steps: {len(self.waiting)} waiting, {len(self.running)} running")
+            if self._todo and self.random.random() < 0.4:
+                self.waiting.append(self._todo.pop(0))
             if self.waiting + self.running and self.random.random() < self.scenario.abort_chance:
                 self._finish(self.random.choice(self.waiting + self.running))
             if self.steps < MAX_RESET_STEP and self.random.random() < self.scenario.reset_chance:
                 self._reset(preempt=self.random.random() < 0.5)
             self.step()
+        self._settle()
         self._check_nothing_held()
+
+    def _settle(self) -> None:
+        """Past every deadline, with nothing under way below the host."""
+        if self.tiered is not None:
+            self.lower.settle()
+            self.clock.now += self.scenario.load_deadline_ms / 1000
+            self.tiered.poll()
 
     def step(self) -> None:
         """One step of the engine: schedule, compute, and take in the results, perhaps one step late."""
         self.steps += 1
-        self.now += 0.001
+        self.clock.now += STEP_S
+        self.lower.tick()
         step, batch = self._schedule()
         meta = self.scheduler.build_connector_meta(step)
         for request, n in batch:
@@ -557,7 +636,8 @@ class ModelEngine:
 
     def _make_requests(self) -> list[EngineRequest]:
         s, rng = self.scenario, self.random
-        documents = [[rng.randrange(1000) for _ in range(s.document_tokens)] for _ in range(s.num_documents)]
+        source = rng if s.documents_seed is None else Random(s.documents_seed)
+        documents = [[source.randrange(1000) for _ in range(s.document_tokens)] for _ in range(s.num_documents)]
         requests = []
         for i in range(s.num_requests):
             document = rng.choice(documents)
@@ -691,6 +771,7 @@ class ModelEngine:
         computed = self._local_hit(request)
         external, is_async = self.scheduler.get_num_new_matched_tokens(request, computed)
         if external is None:
+            self._check_wait(request)
             return False
         total = computed + external
         assert is_async == bool(external)
@@ -710,8 +791,15 @@ class ModelEngine:
         self.scheduler.update_state_after_alloc(request, _Allocation(request.blocks), external)
         request.num_computed_tokens = total
         request.loading = is_async
+        request.waiting_since = None
         self.hits += external
         return True
+
+    def _check_wait(self, request: EngineRequest) -> None:
+        if request.waiting_since is None:
+            request.waiting_since = self.clock.now
+        elif self.clock.now - request.waiting_since > self.scenario.load_deadline_ms / 1000 + STEP_S:
+            raise Late(f"seed {self.scenario.seed}, step {self.steps}: {request.request_id} still waits")
 
     def _local_hit(self, request: EngineRequest) -> int:
         """Leading tokens that the prefix cache holds in all groups: in each, all that the next token attends to."""
@@ -768,6 +856,7 @@ class ModelEngine:
                 request.real_tokens.append(sample(request.real_tokens))
         results = _Results(batch)
         for rank in self.ranks:
+            self.lower.tick()
             try:
                 finished, report = rank.step(meta, batch, loads_first=self.random.random() < 0.5)
             except WrongBytes as error:
@@ -873,7 +962,7 @@ class ModelEngine:
 
     def _reset(self, preempt: bool) -> None:
         """New weights: caches are emptied; running requests start again, or go on with what they have."""
-        self.version += 1
+        self.version = next(self._new_versions)
         self.pool.forget_all()
         if preempt:
             for request in reversed(list(self.running)):
@@ -888,16 +977,20 @@ class ModelEngine:
             raise Leak(f"{self.scenario.num_device_blocks - 1 - len(self.pool.free)} device blocks are not free")
         if self.scheduler.off:
             raise SwitchedOff("a check failed, or a transfer engine broke")
-        self.policy_manager.check_integrity()
+        self.scheduler.manager.check_integrity()
+        if len(self.policy_manager._table.slots()) + self.backend.get_num_free_blocks() != self.backend.num_blocks:
+            raise Leak("slots of the host are neither free nor in use")
+        if self.tiered is not None and self.tiered._waiters:
+            raise Leak("blocks are still kept ready for requests that have ended")
         busy = [key for key, n in self.reference_counts().items() if n != 0]
         if busy:
             raise Leak(f"{len(busy)} blocks are still pinned or being written")
 
     def reference_counts(self) -> dict[bytes, int]:
-        """Readers per key held in the host, -1 while it is being written."""
+        """Readers per key held in the host, writers to lower tiers included; -1 while it is being written."""
         table = self.policy_manager._table
         slots = table.slots()
-        return dict(zip(table.key_of[slots].tolist(), table.ref_cnt[slots].tolist(), strict=True))
+        return dict(zip(table.key_of[slots].tolist(), table.num_users(slots).tolist(), strict=True))
 
 
 def _held_blocks(request: EngineRequest) -> list[int]:

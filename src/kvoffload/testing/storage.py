@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import errno
 import itertools
 import os
@@ -93,9 +94,9 @@ class SimulatedStorage(Storage):
 
     ``kill`` ends the process: what was written stays, as in a page cache, its handles and its lock are gone.
     ``power_loss`` also takes back each page written since the last ``sync``, or not, as chance will have it.
-    ``restart`` makes the next process's storage on the same medium. ``pause`` is called in the middle of reads and
-    writes: who does not return from it is killed there, and leaves a part of the bytes or of the pages. Chance is
-    ``seed``'s.
+    ``restart`` makes the next process's storage on the same medium. ``pause`` is called before whatever touches the
+    medium and in the middle of reads and writes: who does not return from it is killed there, and leaves a part of the
+    bytes or of the pages. Chance is ``seed``'s.
     """
 
     def __init__(
@@ -117,6 +118,15 @@ class SimulatedStorage(Storage):
     @capacity_bytes.setter
     def capacity_bytes(self, capacity_bytes: int) -> None:
         self._medium.capacity_bytes = capacity_bytes
+
+    @property
+    def is_locked(self) -> bool:
+        return self._medium.owner is not None
+
+    @property
+    def num_open(self) -> int:
+        """Files that this process has open."""
+        return len(self._handles)
 
     @property
     def used_bytes(self) -> int:
@@ -157,6 +167,15 @@ class SimulatedStorage(Storage):
         successor._medium = self._medium
         return successor
 
+    def clone(self) -> SimulatedStorage:
+        """Another medium with the same files, and the storage of a process there."""
+        other = SimulatedStorage(self.capacity_bytes, clock=self._medium.clock)
+        other._medium.folders = copy.deepcopy(self._medium.folders)
+        for inode in other._inodes():
+            inode.handles = 0
+            other._medium.take(len(inode.data))
+        return other
+
     def lock(self) -> None:
         self._check_alive()
         if self._medium.owner not in (None, self):
@@ -182,6 +201,7 @@ class SimulatedStorage(Storage):
         del self._medium.folders[folder]
 
     def open(self, folder: str, name: str, create: bool = False, direct: bool = False) -> StoredFile:
+        self._step()
         files = self._folder(folder)
         _check_name(name)
         if create and name not in files:
@@ -192,6 +212,7 @@ class SimulatedStorage(Storage):
         return handle
 
     def remove(self, folder: str, name: str) -> None:
+        self._step()
         inode = self._inode(folder, name)
         del self._medium.folders[folder][name]
         inode.named = False
@@ -207,6 +228,10 @@ class SimulatedStorage(Storage):
     def close(self) -> None:
         if self._medium.owner is self:
             self._medium.owner = None
+
+    def _step(self) -> None:
+        if self._pause is not None:
+            self._pause()
 
     def _check_alive(self) -> None:
         if self._dead:
@@ -233,7 +258,7 @@ class SimulatedStorage(Storage):
             yield [(0, nbytes)]
             return
         for part in self._split(offset, nbytes):
-            self._pause()
+            self._step()
             yield part
 
     def _split(self, offset: int, nbytes: int) -> list[Part]:
@@ -294,6 +319,7 @@ class _SimulatedFile(StoredFile):
         return len(self._inode.data)
 
     def resize(self, size: int) -> None:
+        self._storage._step()
         self._check()
         self._medium.resize(self._inode, size)
 

@@ -9,6 +9,7 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from random import Random
 from typing import TypeAlias
 
@@ -66,6 +67,16 @@ class SteppedExecutor(Executor):
             return False
         queue.append(job)
         return True
+
+    @property
+    def in_job(self) -> bool:
+        """Whether a job is what runs now."""
+        return self._running is not None
+
+    @property
+    def in_the_middle(self) -> bool:
+        """Whether a job has paused where it is."""
+        return bool(self._under_way)
 
     @property
     def idle(self) -> bool:
@@ -270,7 +281,7 @@ class MemoryTier(Tier):
             block = self._blocks.get(key)
             if block is None or not block.ready or key in self._under_way or self._closed:
                 continue
-            if self._executor.submit_read(lambda key=key, slot=slot, block=block: self._read(key, slot, block)):  # type: ignore[misc]
+            if self._executor.submit_read(partial(self._read, key, slot, block)):
                 self._under_way.add(key)
                 taken.append(key)
         return taken
@@ -281,7 +292,7 @@ class MemoryTier(Tier):
             if key in self._blocks or key in self._under_way or self._closed or not self._make_room():
                 continue
             block = _Stored()
-            if self._executor.submit_write(lambda key=key, slot=slot, block=block: self._write(key, slot, block)):  # type: ignore[misc]
+            if self._executor.submit_write(partial(self._write, key, slot, block)):
                 self._blocks[key] = block
                 self._under_way.add(key)
                 taken.append(key)
@@ -354,6 +365,30 @@ class MemoryTier(Tier):
     def _end(self, key: OffloadKey, is_read: bool, error: TierError | None, start: float, block: _Stored) -> None:
         now = self._clock()
         self._ended.append((TierResult(key, is_read, error, self.block_bytes, now - start, now), block))
+
+
+class AskingTier(MemoryTier):
+    """A MemoryTier that has to be asked first whether it holds a key, as one beyond a network has."""
+
+    name = "asking"
+
+    def __init__(
+        self,
+        pools: Sequence[ByteArray],
+        num_blocks: int,
+        executor: Executor | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        super().__init__(pools, num_blocks, executor, clock)
+        self._answered: set[OffloadKey] = set()
+
+    def contains(self, keys: Sequence[OffloadKey]) -> States:
+        states = super().contains(keys)
+        for i, key in enumerate(keys):
+            if key not in self._answered and not self._closed:
+                self._executor.submit_read(partial(self._answered.add, key))
+                states[i] = LookupState.RETRY
+        return states
 
 
 def _checksum(buffers: Sequence[ByteArray]) -> int:

@@ -1,0 +1,498 @@
+"""Deterministic simulation: servers that live, die and start again on one disk that fails, all chosen by a seed.
+
+A simulation is a few *lives* of a server, one after the other, on the same simulated disk: the model engine, the real
+connector, TieredOffloadingManager and DiskTier, with simulated time, threads and medium, all in turn in one thread of
+control. So a seed replays a whole run. The disk flips bits, tears writes, comes up short, is full, stalls, turns
+read-only; servers are killed at any operation, lose their power, shut down in order, come back with other weights,
+another budget. What must hold then:
+
+- every byte that a request attends to is its own (the model engine looks at each);
+- a host slot that the tier reads into or writes from is nobody else's until it has told;
+- the disk never holds more than the tier says it does, and that is never more than the tier was given;
+- no request waits past its deadline, all of them end, and no method of the tier does I/O on the scheduler's thread;
+- a load that was promised begins, nothing stays held, nothing is left open, and the connector is never switched off;
+- without faults, what was written is found again after a restart (``Report`` has the counts for it).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import itertools
+import logging
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from random import Random
+from typing import TypeAlias
+
+import numpy as np
+
+from kvoffload.base import ConfigError, IntegrityError, OffloadKey, Slots
+from kvoffload.hostpool import ByteArray
+from kvoffload.testing.engine import Clock, Leak, LowerTiers, ModelEngine, Scenario, random_groups
+from kvoffload.testing.storage import FaultRates, FaultyStorage, Killed, SimulatedStorage
+from kvoffload.testing.tiers import SteppedExecutor
+from kvoffload.tiers.base import Tier, TierResult
+from kvoffload.tiers.disk import DiskTier
+from kvoffload.tiers.format import RECORD_BYTES
+from kvoffload.tiers.slabs import EXTENT_BYTES, FIXED_BYTES, SLAB_OVERHEAD_BYTES
+
+WEIGHTS_APART = 1_000_000
+"""Versions of weights that one server can go through."""
+MAX_STEPS_TO_A_JOB = 10
+"""Steps that a kill waits for a job to be in the middle of its work."""
+STEPS_PER_CHECK = 8
+"""Steps from one look at all books to the next."""
+MAX_SETTLING_S = 120.0
+"""What is under way when all requests have ended has ended by then, whatever stalls."""
+MAX_FAILURES = 10
+"""``run_simulations`` stops after so many."""
+
+
+class OverBudget(AssertionError):
+    """The disk held more than it was given, or more than the tier said."""
+
+
+class SlotTaken(AssertionError):
+    """A host slot was given back, or to another block, while the tier still read into it or wrote from it."""
+
+
+class Unlocked(AssertionError):
+    """A server gave up the disk while it still used it."""
+
+
+class FalseAlarm(AssertionError):
+    """A block was found bad, or a tier switched off, although no device had failed."""
+
+
+class Blocked(AssertionError):
+    """The scheduler's thread waited for the medium."""
+
+
+@dataclass(frozen=True)
+class Life:
+    """One server, from its start to its end."""
+
+    scenario: Scenario
+    weights: int
+    num_blocks: int
+    """The budget: room for so many blocks on disk."""
+    slab_blocks: int
+    rates: FaultRates
+    faulty_start: bool
+    """Faults begin before the disk is opened."""
+    calm_at: int
+    """The step after which nothing goes wrong any more."""
+    read_only_at: int | None
+    full_at: int | None
+    """The step after which somebody else fills the disk."""
+    stall_s: float
+    end: str
+    """close, kill, or power_loss."""
+    end_at: int | None
+    """The step of the end; None: when all requests have ended."""
+    kill_at: int | None
+    """The operation on the disk in which the server is killed, if it comes to that."""
+    lookup_deadline_ms: float
+    load_only_if_faster: bool
+    num_threads: int
+    max_queued: int
+    blocks_per_job: int
+    write_share: float
+    """Of the host's blocks, those that may be pinned for writes: in so small a host more than in a real one."""
+
+    @property
+    def is_calm(self) -> bool:
+        """Whether its disk never fails, whatever happens to the server. It may be slow."""
+        is_full = self.read_only_at is not None or self.full_at is not None
+        only_stalls = dataclasses.replace(self.rates, stall=0.0) == FaultRates()
+        return only_stalls and not is_full and self.end != "power_loss"
+
+
+def plan(seed: int) -> list[Life]:
+    """The lives of the simulation of ``seed``."""
+    rng = Random(seed)
+    base = _scenario(rng)
+    calm = rng.random() < 0.3
+    num_blocks = rng.choice((3, 12, 40, 100))
+    slow = rng.random() < 0.4
+    slab_blocks = rng.choice((2, 5, 100))
+    lives, weights = [], 0
+    for number in range(rng.randint(2, 4)):
+        if rng.random() < 0.15:
+            weights = 1 - weights
+        if rng.random() < 0.2:
+            num_blocks = rng.choice((2, 5, 12, 40))
+        if rng.random() < 0.05:
+            slab_blocks = rng.choice((1, 3))
+        lives.append(_life(rng, base, seed * 10 + number, calm, slow, weights, num_blocks, slab_blocks))
+    return lives
+
+
+def _scenario(rng: Random) -> Scenario:
+    block_size, factor = rng.choice((1, 2, 4)), rng.choice((1, 1, 2))
+    document_tokens = rng.choice((8, 16, 24)) * block_size // 2
+    longest = (document_tokens + 6 + 3) // block_size + 1
+    scenario = Scenario(
+        num_layers=1,
+        block_size=block_size,
+        block_size_factor=factor,
+        num_device_blocks=2 + longest + rng.randint(0, longest),
+        max_tokens_per_step=rng.choice((5, 16, 64)),
+        max_running=rng.randint(1, 4),
+        prefix_caching=rng.random() < 0.5,
+        async_scheduling=rng.random() < 0.3,
+        num_host_blocks=rng.choice((8, 24, 48, 100)),
+        policy=rng.choice(("lru", "arc")),
+        num_documents=rng.randint(1, 3),
+        document_tokens=document_tokens,
+        max_question_tokens=6,
+        max_new_tokens=3,
+        abort_chance=rng.choice((0.0, 0.0, 0.05)),
+        reset_chance=rng.choice((0.0, 0.0, 0.0, 0.03)),
+        copy_chance=rng.choice((0.4, 1.0)),
+        copy_failure_rate=rng.choice((0.0, 0.0, 0.0, 0.2)),
+        documents_seed=rng.randrange(1 << 30),
+    )
+    if rng.random() < 0.3:
+        return scenario.with_groups(random_groups(rng)[:2], rng)
+    return dataclasses.replace(scenario, num_ranks=rng.choice((1, 1, 2)), tensor_parallel=True)
+
+
+def _life(
+    rng: Random, base: Scenario, seed: int, calm: bool, slow: bool, weights: int, num_blocks: int, slab_blocks: int
+) -> Life:
+    scenario = dataclasses.replace(
+        base,
+        seed=seed,
+        num_requests=rng.randint(3, 8),
+        store_threshold=rng.choice((None, None, None, None, 2)),
+        load_deadline_ms=rng.choice((0.0, 3.0, 10.0, 30.0)) if slow else rng.choice((30.0, 200.0)),
+    )
+    end = rng.choice(("close", "kill") if calm else ("close", "kill", "kill", "power_loss"))
+    return Life(
+        scenario=scenario,
+        weights=weights,
+        num_blocks=num_blocks,
+        slab_blocks=slab_blocks,
+        rates=_rates(rng, calm),
+        faulty_start=rng.random() < 0.15,
+        calm_at=rng.choice((10, 40, 1 << 30)),
+        read_only_at=None if calm or rng.random() < 0.95 else rng.randint(0, 30),
+        full_at=None if calm or rng.random() < 0.9 else rng.randint(0, 30),
+        stall_s=rng.choice((0.005, 0.05, 30.0)),
+        end=end,
+        end_at=rng.randint(5, 60) if rng.random() < (0.5 if end == "close" else 0.8) else None,
+        kill_at=None if rng.random() < 0.7 else int(2 ** rng.uniform(2, 9)),
+        lookup_deadline_ms=rng.choice((0.0, 5.0, 100.0)),
+        load_only_if_faster=rng.random() < 0.2,
+        num_threads=rng.choice((1, 3, 4)),
+        max_queued=rng.choice((2, 8, 4096)),
+        blocks_per_job=rng.choice((1, 3, 1000)),
+        write_share=rng.choice((0.125, 0.5, 0.9)),
+    )
+
+
+def _rates(rng: Random, calm: bool) -> FaultRates:
+    """None, or some of the faults, seldom or often."""
+    names = [each.name for each in dataclasses.fields(FaultRates)]
+    chosen = ["stall"] if calm else rng.sample(names, rng.choice((1, 1, 2, 3)))
+    rates = FaultRates(**{name: rng.choice((0.01, 0.05, 0.3)) for name in chosen})
+    return FaultRates() if rng.random() < 0.3 else rates
+
+
+def fingerprint(weights: int) -> str:
+    return hashlib.sha256(b"weights %d" % weights).hexdigest()
+
+
+class Server(LowerTiers):
+    """One life under way. ``patch`` may change it when all is made and nothing has run: to plant a bug, say."""
+
+    def __init__(self, life: Life, storage: SimulatedStorage, clock: Clock, new_versions: Iterator[int]) -> None:
+        self.life = life
+        self.clock = clock
+        self.lookup_deadline_ms = life.lookup_deadline_ms
+        self.load_only_if_faster = life.load_only_if_faster
+        seed = life.scenario.seed
+        chance = Random(seed).choice((0.1, 0.3, 0.6, 0.9))
+        self.executor = SteppedExecutor(seed, life.num_threads, life.max_queued, chance, clock=clock)
+        self.medium = storage.restart(self._pause)
+        self.storage = FaultyStorage(self.medium, seed, stall=lambda: self.executor.stall(life.stall_s))
+        self.storage.kill_at = life.kill_at
+        self.tier: DiskTier | None = None
+        self.engine: ModelEngine
+        self._new_versions = new_versions
+        self._serving = self._blocked = False
+        self.hangs = False
+        """Whether a job was still under way when the tier was closed."""
+        self._in_use: dict[OffloadKey, int] = {}
+        """Blocks that the tier has not told of yet, and their host slots."""
+        self.written: dict[OffloadKey, None] = {}
+        """Keys that the tier has taken on to write."""
+
+    def start(self, patch: Patch | None = None) -> None:
+        """Opens the disk, and makes an engine on it. Raises Killed if it is killed there."""
+        life = self.life
+        version = life.weights * WEIGHTS_APART
+        self.engine = ModelEngine(
+            life.scenario, lower=self, clock=self.clock, version=version, new_versions=self._new_versions
+        )
+        assert self.engine.tiered is not None
+        self.engine.tiered._max_held = max(1, int(life.write_share * life.scenario.num_host_blocks))
+        if patch is not None:
+            patch(self)
+
+    def make(self, pools: Sequence[ByteArray]) -> Sequence[Tier]:
+        life, seed = self.life, self.life.scenario.seed
+        block_bytes = sum(pool.shape[1] for pool in pools)
+        slabs = -(-life.num_blocks // life.slab_blocks)
+        slot_cost = block_bytes + RECORD_BYTES + EXTENT_BYTES
+        capacity = FIXED_BYTES + slabs * SLAB_OVERHEAD_BYTES + life.num_blocks * slot_cost
+        before = self.medium.used_bytes
+        self.medium.capacity_bytes = max(before, capacity) + (64 << 10)
+        self.medium.reset_peak()
+        self.storage.rates = life.rates if life.faulty_start else FaultRates()
+        try:
+            self.tier = DiskTier(
+                self.storage,
+                pools,
+                fingerprint=fingerprint(life.weights),
+                capacity_bytes=capacity,
+                policy=life.scenario.policy,
+                executor=self.executor,
+                clock=self.clock,
+                wall_clock=self.clock,
+                random=Random(seed).randbytes,
+                slab_bytes=life.slab_blocks * block_bytes,
+            )
+        except ConfigError:
+            if not self.storage.injected:
+                raise
+            return []
+        self.tier._blocks_per_job = life.blocks_per_job
+        if self.medium.peak_bytes > max(before, capacity):
+            raise OverBudget(f"{self.medium.peak_bytes} bytes at the start, {capacity} allowed, {before} were there")
+        self.medium.reset_peak()
+        self.storage.rates = life.rates
+        self._watch(self.tier)
+        return [self.tier]
+
+    def _watch(self, tier: Tier) -> None:
+        """Remembers which host slots the tier uses, and what it was given to write."""
+        read, write, poll = tier.read, tier.write, tier.poll
+
+        def watched_read(keys: Sequence[OffloadKey], slots: Slots) -> list[OffloadKey]:
+            taken = read(keys, slots)
+            self._in_use.update(item for item in zip(keys, slots.tolist(), strict=True) if item[0] in taken)
+            return taken
+
+        def watched_write(keys: Sequence[OffloadKey], slots: Slots) -> list[OffloadKey]:
+            taken = write(keys, slots)
+            self._in_use.update(item for item in zip(keys, slots.tolist(), strict=True) if item[0] in taken)
+            self.written.update(dict.fromkeys(taken))
+            return taken
+
+        def watched_poll() -> list[TierResult]:
+            results = poll()
+            for result in results:
+                self._in_use.pop(result.key, None)
+            return results
+
+        tier.read, tier.write, tier.poll = watched_read, watched_write, watched_poll  # type: ignore[method-assign]
+
+    def run(self) -> None:
+        """Raises Killed if it is killed."""
+        self._serving = True
+        try:
+            self.engine.run(self.life.end_at)
+            if self.life.end != "close":
+                self._run_into_a_job()
+        finally:
+            self._serving = False
+            if self._blocked:
+                raise Blocked("a method of the tier uses the disk on the scheduler's thread")
+        if self.life.end == "close":
+            self.close()
+        self.check_budget()
+
+    def _run_into_a_job(self) -> None:
+        """To where a kill leaves something half done, if there is such a moment soon."""
+        for _ in range(MAX_STEPS_TO_A_JOB):
+            if self.executor.in_the_middle or not self._serving:
+                break
+            self.engine.run(self.engine.steps + 1)
+
+    def close(self) -> None:
+        self.engine.scheduler.shutdown()
+        if self.executor.idle and (self.medium.num_open or self.medium.is_locked):
+            raise Leak(f"{self.medium.num_open} files are open after the end, locked: {self.medium.is_locked}")
+        self.hangs = not self.executor.idle
+        if self.hangs and not self.medium.is_locked:
+            raise Unlocked("the next server could start while a job of this one still writes")
+
+    def die(self) -> None:
+        """What is under way stops where it is."""
+        self.executor.kill()
+        if self.life.end == "power_loss":
+            self.medium.power_loss()
+        else:
+            self.medium.kill()
+
+    def tick(self) -> None:
+        steps, life, storage = self.engine.steps, self.life, self.storage
+        if steps == life.calm_at:
+            storage.active = False
+        storage.read_only = life.read_only_at is not None and steps >= life.read_only_at
+        if steps == life.full_at:
+            self.medium.capacity_bytes = self.medium.used_bytes
+        self.executor.tick()
+        self.check_budget()
+        self.check_slots()
+        if steps % STEPS_PER_CHECK == 0:
+            self.engine.scheduler.manager.check_integrity()
+
+    def settle(self) -> None:
+        self._serving = self.storage.active = False
+        until = self.clock.now + MAX_SETTLING_S
+        while not self.executor.idle and self.clock.now < until:
+            self.executor.drain()
+            self.clock.now += 1.0
+        if not self.executor.idle:
+            raise Leak("jobs of the tier do not end")
+
+    def check_budget(self) -> None:
+        if self.tier is not None:
+            used, told, allowed = self.medium.peak_bytes, self.tier.used_bytes, self.tier.capacity_bytes
+            if self.medium.used_bytes > told or max(used, told) > allowed:
+                raise OverBudget(f"{used} bytes in use at most, {told} said to be, {allowed} allowed")
+
+    def check_slots(self) -> None:
+        host = self.engine.policy_manager
+        for key, slot in self._in_use.items():
+            # What a reset forgot has no key, but keeps its slot until its transfer has ended.
+            if host._table.key_of[slot] not in (key, None) or not self.engine.backend._allocated[slot]:
+                raise SlotTaken(f"slot {slot} of block {key.hex()}")
+
+    def _pause(self) -> None:
+        if self._serving and not self.executor.in_job:
+            # Not to be raised here: the connector would handle it.
+            self._blocked = True
+        self.executor.pause()
+
+
+Patch: TypeAlias = Callable[[Server], None]
+
+
+def simulate(seed: int, patch: Patch | None = None) -> Counter[str]:
+    """Runs the simulation of ``seed`` and counts what has happened in it. Raises what says which law was broken."""
+    lives = plan(seed)
+    counts = Counter({"simulations": 1})
+    storage = SimulatedStorage(0, seed)
+    clock = Clock(1000.0)
+    calm = True
+    written: dict[OffloadKey, None] = {}
+    for number, life in enumerate(lives):
+        calm = calm and life.is_calm
+        new_versions = itertools.count(life.weights * WEIGHTS_APART + 1 + number * 10_000)
+        server = Server(life, storage, clock, new_versions)
+        try:
+            server.start(patch)
+            server.run()
+            _check_calm(server, calm)
+        except Killed:
+            counts["lives killed in an operation"] += 1
+        except (AssertionError, IntegrityError) as error:
+            raise type(error)(f"simulation {seed}, life {number}: {error}") from error
+        finally:
+            server.die()
+        written.update(server.written)
+        if calm:
+            _audit(seed, number, life, storage.clone(), list(written))
+        _count(counts, server, number, calm)
+        clock.now += 1.0
+    return counts
+
+
+def _audit(seed: int, number: int, life: Life, storage: SimulatedStorage, keys: list[OffloadKey]) -> None:
+    """Where no device ever failed, each block that the disk says it holds can be read."""
+    scenario = dataclasses.replace(life.scenario, num_host_blocks=max(1, len(keys)), num_requests=0)
+    life = dataclasses.replace(life, scenario=scenario, kill_at=None, max_queued=len(keys) + 1)
+    server = Server(life, storage, Clock(5000.0), itertools.count(1))
+    server.start()
+    assert server.tier is not None
+    taken = server.tier.read(keys, np.arange(len(keys), dtype=np.int64))
+    server.settle()
+    results = server.tier.poll()
+    server.die()
+    bad = [result for result in results if not result.ok]
+    if bad or len(results) != len(taken):
+        raise FalseAlarm(f"simulation {seed}, life {number}: afterwards, on a disk that never failed: {bad}")
+
+
+def _check_calm(server: Server, calm: bool) -> None:
+    """Where no device ever failed, no block is bad: not even of what a kill has torn."""
+    told = server.engine.scheduler.metrics.snapshot()
+    bad = {name: told[name] for name in ("disk_bad_blocks", "disk_off") if told.get(name)}
+    if calm and bad:
+        raise FalseAlarm(f"on a disk that never failed: {bad}")
+
+
+def _count(counts: Counter[str], server: Server, number: int, calm: bool) -> None:
+    counts["lives"] += 1
+    counts[f"lives that were to end by {server.life.end}"] += 1
+    counts["operations on the disk"] += server.storage.operations
+    for fault, n in server.storage.injected.items():
+        counts[f"faults: {fault}"] += n
+    if server.tier is None:
+        counts["lives without a disk"] += 1
+        return
+    counts["lives closed while a job hangs"] += server.hangs
+    told = server.engine.scheduler.metrics.snapshot()
+    for name in ("promoted_blocks", "disk_write_blocks", "disk_bad_blocks", "disk_evicted_blocks", "disk_off"):
+        counts[name] += int(told.get(name, 0))
+    counts["steps"] += server.engine.steps
+    if number:
+        counts["restarts"] += 1
+        counts["restarts that read from disk"] += told.get("promoted_blocks", 0) > 0
+        if calm:
+            counts["calm restarts"] += 1
+            counts["calm restarts that read from disk"] += told.get("promoted_blocks", 0) > 0
+
+
+@dataclass
+class Report:
+    """What has happened in simulations: ``counts`` of simulations, lives, steps, blocks and faults, and of each seed
+    that broke a law, which one."""
+
+    counts: Counter[str] = field(default_factory=Counter)
+    failures: dict[int, str] = field(default_factory=dict)
+
+
+def run_simulations(
+    seeds: Iterable[int], progress: Callable[[Report], None] = lambda report: None, patch: Patch | None = None
+) -> Report:
+    """Runs the simulations of ``seeds``, and calls ``progress`` after each. Stops after MAX_FAILURES failures."""
+    report = Report()
+    with _quiet():
+        for seed in seeds:
+            try:
+                report.counts += simulate(seed, patch)
+            except Exception as error:
+                report.failures[seed] = f"{type(error).__name__}: {error}"
+                if len(report.failures) == MAX_FAILURES:
+                    break
+            progress(report)
+    return report
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Without the warnings and errors that failing disks give rise to."""
+    before = logging.root.manager.disable
+    logging.disable(logging.ERROR)
+    try:
+        yield
+    finally:
+        logging.disable(before)

@@ -1,0 +1,605 @@
+"""The conformance suite of tiers: what each must do, as a plain pytest class.
+
+Subclass it and say how to make one::
+
+    from kvoffload.testing.tier_conformance import TierConformance
+
+    class TestMyTier(TierConformance):
+        def make_tier(self, pools, num_blocks):
+            return MyTier(pools, num_blocks)
+
+The suite drives the tier through its contract only, and gives it time with ``wait``. Keys are written as letters, as
+in ``conformance``.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from random import Random
+
+import numpy as np
+import pytest
+
+from kvoffload.base import LookupState, OffloadKey, Slots
+from kvoffload.hostpool import ByteArray
+from kvoffload.testing.conformance import ALPHABET, keys, letters
+from kvoffload.testing.tiers import make_pools
+from kvoffload.tiers.base import Tier, TierError, TierResult
+
+HIT, MISS, RETRY = LookupState.HIT, LookupState.MISS, LookupState.RETRY
+SLOT_BYTES = 4096
+NUM_SLOTS = 64
+READ_SLOTS = 32
+"""Slots from here on are read into, those before are written from."""
+DEADLINE_S = 30.0
+"""What a tier has not told by then it has lost."""
+
+
+class TierConformance:
+    """The contract of ``Tier``.
+
+    The tier must evict the oldest first while no block was used twice, as LRU and ARC do.
+    """
+
+    max_under_way: int | None = None
+    """If there is such a bound, and ``hold`` works: blocks that the tier takes on at most before any is done."""
+
+    def make_tier(self, pools: Sequence[ByteArray], num_blocks: int) -> Tier:
+        """A new, empty tier for the blocks of ``pools``, with room for ``num_blocks`` and for few more."""
+        raise NotImplementedError
+
+    def reopen(self, tier: Tier, pools: Sequence[ByteArray], num_blocks: int) -> Tier | None:
+        """The tier of a later process on the medium of ``tier``, which was closed. None: no block outlives it."""
+        return None
+
+    def hold(self, tier: Tier) -> AbstractContextManager[None] | None:
+        """Within it, nothing goes on in the tier. None: that cannot be had, and some tests are weaker."""
+        return None
+
+    def spoil(self, tier: Tier) -> bool:
+        """Changes a bit of every block in the medium. False: that cannot be done."""
+        return False
+
+    # How the tests drive it.
+
+    def make(self, num_blocks: int = 8, *slot_bytes: int) -> tuple[Tier, list[ByteArray]]:
+        pools = make_pools(NUM_SLOTS, *(slot_bytes or (SLOT_BYTES,)))
+        tier = self.make_tier(pools, num_blocks)
+        self.check(tier)
+        return tier, pools
+
+    def check(self, tier: Tier) -> None:
+        """What holds at any time."""
+        tier.check_integrity()
+        assert 0 <= tier.used_bytes <= tier.capacity_bytes, f"{tier.used_bytes} of {tier.capacity_bytes} bytes in use"
+        assert tier.block_bytes > 0
+
+    def begin_write(self, tier: Tier, pools: list[ByteArray], names: str, version: int = 0) -> str:
+        """Writes of ``names``, left under way; those that were taken on."""
+        asked = keys(names)
+        for key, slot in zip(asked, write_slots(names).tolist(), strict=True):
+            put(pools, slot, key, version)
+        taken = tier.write(asked, write_slots(names))
+        assert set(taken) <= set(asked)
+        self.check(tier)
+        return letters(taken)
+
+    def begin_read(self, tier: Tier, names: str) -> str:
+        """Reads of ``names``, left under way; those that were taken on."""
+        asked = keys(names)
+        taken = tier.read(asked, read_slots(names))
+        assert set(taken) <= set(asked)
+        self.check(tier)
+        return letters(taken)
+
+    def finish(self, tier: Tier, names: str) -> list[TierResult]:
+        """Waits until the tier has told of ``names``, each once, and of nothing else."""
+        results: list[TierResult] = []
+        deadline = time.monotonic() + DEADLINE_S
+        while len(results) < len(names) and time.monotonic() < deadline:
+            tier.wait(0.01)
+            results += tier.poll()
+            self.check(tier)
+        results += tier.poll()
+        assert Counter(result.key for result in results) == Counter(keys(names)), "not each was told of once"
+        for result in results:
+            assert result.nbytes >= 0
+            assert result.seconds >= 0
+        return results
+
+    def write(self, tier: Tier, pools: list[ByteArray], names: str, version: int = 0) -> None:
+        """Writes that must all go well; what is not taken on is tried again."""
+        deadline = time.monotonic() + DEADLINE_S
+        while names and time.monotonic() < deadline:
+            taken = self.begin_write(tier, pools, names, version)
+            for result in self.finish(tier, taken):
+                assert result.ok, f"{result}"
+                assert not result.is_read
+            names = "".join(name for name in names if name not in taken)
+            if not taken:
+                tier.wait(0.01)
+                assert tier.poll() == []
+        assert not names, f"{names!r} was never taken on"
+
+    def check_reads(self, tier: Tier, pools: list[ByteArray], names: str, version: int = 0) -> None:
+        """All of ``names`` can be read, and are what was written."""
+        self.read(tier, names)
+        for key, slot in zip(keys(names), read_slots(names).tolist(), strict=True):
+            assert holds(pools, slot, key, version), f"block {letters([key])} has other bytes"
+
+    def read(self, tier: Tier, names: str) -> None:
+        """Reads that must all go well; what is not taken on is tried again."""
+        deadline = time.monotonic() + DEADLINE_S
+        while names and time.monotonic() < deadline:
+            taken = self.begin_read(tier, names)
+            for result in self.finish(tier, taken):
+                assert result.ok, f"{result}"
+                assert result.is_read
+            names = "".join(name for name in names if name not in taken)
+            if not taken:
+                tier.wait(0.01)
+                assert tier.poll() == []
+        assert not names, f"{names!r} was never taken on"
+
+    def present(self, tier: Tier, names: str = ALPHABET) -> str:
+        """Those of ``names`` that can be read, once the tier knows."""
+        deadline = time.monotonic() + DEADLINE_S
+        while (states := tier.contains(keys(names)).tolist()).count(RETRY) and time.monotonic() < deadline:
+            tier.wait(0.01)
+            assert tier.poll() == []
+        assert set(states) <= {HIT, MISS}
+        return "".join(name for name, state in zip(names, states, strict=True) if state == HIT)
+
+    def can_be_read(self, tier: Tier, names: str) -> bool:
+        """Whether one of ``names`` can, as far as the tier knows now."""
+        return HIT in tier.contains(keys(names)).tolist()
+
+    def fill(self, tier: Tier, pools: list[ByteArray]) -> str:
+        """Writes one block after the other until one is evicted. All that were written."""
+        for i, name in enumerate(ALPHABET):
+            self.write(tier, pools, name)
+            if tier.num_evicted:
+                return ALPHABET[: i + 1]
+        raise AssertionError(f"room for more than {len(ALPHABET)} blocks")
+
+    @contextmanager
+    def under_way(self, tier: Tier) -> Iterator[bool]:
+        """Keeps what is under way there, if that can be had; whether it can."""
+        held = self.hold(tier)
+        with held or nullcontext():
+            yield held is not None
+
+    # write, read
+
+    def test_a_new_tier_is_empty(self) -> None:
+        tier, _ = self.make()
+        assert tier.name
+        assert self.present(tier) == ""
+        assert tier.num_evicted == 0
+        assert tier.capacity_bytes >= 8 * tier.block_bytes
+        assert tier.poll() == []
+        assert tier.contains([]).tolist() == []
+        assert tier.read([], read_slots("")) == []
+        assert tier.write([], write_slots("")) == []
+
+    @pytest.mark.parametrize("slot_bytes", [(4096,), (12288,), (4096, 4096, 4096), (4096, 8192)])
+    def test_what_was_written_is_read(self, slot_bytes: tuple[int, ...]) -> None:
+        tier, pools = self.make(8, *slot_bytes)
+        assert tier.block_bytes >= sum(slot_bytes)
+        self.write(tier, pools, "abc")
+        self.write(tier, pools, "d")
+        assert self.present(tier) == "abcd"
+        self.check_reads(tier, pools, "db")
+        self.check_reads(tier, pools, "abcd")
+
+    def test_the_bytes_are_those_of_the_time_of_writing(self) -> None:
+        tier, pools = self.make()
+        self.write(tier, pools, "ab")
+        for pool in pools:
+            pool[:] = 0x55
+        self.check_reads(tier, pools, "ba")
+
+    def test_a_read_changes_no_other_slot(self) -> None:
+        tier, pools = self.make()
+        self.write(tier, pools, "abcd")
+        before = [pool.copy() for pool in pools]
+        self.check_reads(tier, pools, "bd")
+        for pool, old in zip(pools, before, strict=True):
+            changed = np.flatnonzero((pool != old).any(axis=1)).tolist()
+            assert set(changed) <= set(read_slots("bd").tolist())
+
+    def test_a_callers_lists_may_be_reused_after_the_call(self) -> None:
+        tier, pools = self.make()
+        asked, slots = keys("ab"), write_slots("ab")
+        for key, slot in zip(asked, slots.tolist(), strict=True):
+            put(pools, slot, key)
+        written = letters(tier.write(asked, slots))
+        assert written
+        asked.clear()
+        slots[:] = 0
+        self.finish(tier, written)
+        asked, slots = keys(written), read_slots(written)
+        assert list(tier.read(tuple(asked), slots)) == asked
+        slots[:] = 0
+        self.finish(tier, written)
+        for key, slot in zip(asked, read_slots(written).tolist(), strict=True):
+            assert holds(pools, slot, key)
+
+    def test_what_is_not_there_is_not_read(self) -> None:
+        tier, pools = self.make()
+        self.write(tier, pools, "b")
+        taken = self.begin_read(tier, "abc")
+        assert "b" in taken
+        assert {letters([r.key]): r.ok for r in self.finish(tier, taken)} == {name: name == "b" for name in taken}
+        assert tier.poll() == []
+
+    def test_what_is_there_is_not_written_again(self) -> None:
+        tier, pools = self.make()
+        self.write(tier, pools, "ab")
+        assert self.begin_write(tier, pools, "ba", version=1) == ""
+        self.write(tier, pools, "c", version=1)
+        self.check_reads(tier, pools, "ab")
+        self.check_reads(tier, pools, "c", version=1)
+
+    def test_a_block_can_be_read_when_its_write_is_told_of_and_not_before(self) -> None:
+        tier, pools = self.make()
+        with self.under_way(tier) as held:
+            taken = self.begin_write(tier, pools, "ab")
+            assert not held or not self.can_be_read(tier, "ab")
+        self.finish(tier, taken)
+        assert self.present(tier) == "ab"
+
+    @pytest.mark.parametrize("length", [1, 7, 8, 31, 32, 33, 44, 63, 64])
+    def test_keys_of_any_length_are_told_apart(self, length: int) -> None:
+        tier, pools = self.make(8)
+        key = bytes(range(1, length + 1))
+        # Others with its beginning, its end, a zero more, or zeros only.
+        family = [key, key[:-1] + b"\0", bytes(length), key[1:] + b"\0", (key + b"\0")[:64], key[:-1]]
+        family = [other for other in dict.fromkeys(family) if other]
+        slots = np.arange(len(family), dtype=np.int64)
+        for i, each in enumerate(family):
+            put(pools, i, each)
+        deadline = time.monotonic() + DEADLINE_S
+        while (tier.contains(family) != HIT).any() and time.monotonic() < deadline:
+            self.finish_keys(tier, tier.write(family, slots))
+            tier.wait(0.01)
+            assert tier.poll() == []
+        assert tier.contains(family).tolist() == [HIT] * len(family)
+        assert list(tier.read(family, slots + READ_SLOTS)) == family
+        assert all(result.ok for result in self.finish_keys(tier, family))
+        assert all(holds(pools, READ_SLOTS + i, each) for i, each in enumerate(family))
+
+    def finish_keys(self, tier: Tier, wanted: Sequence[OffloadKey]) -> list[TierResult]:
+        results: list[TierResult] = []
+        deadline = time.monotonic() + DEADLINE_S
+        while len(results) < len(wanted) and time.monotonic() < deadline:
+            tier.wait(0.01)
+            results += tier.poll()
+        assert Counter(result.key for result in results) == Counter(wanted)
+        return results
+
+    # Room and order
+
+    def test_used_bytes_stay_within_the_capacity(self) -> None:
+        tier, pools = self.make(4)
+        for i in range(0, len(ALPHABET), 3):
+            self.write(tier, pools, ALPHABET[i : i + 3])
+        assert tier.num_evicted > 0
+        there = self.present(tier)
+        assert 1 <= len(there) * tier.block_bytes <= tier.capacity_bytes
+        self.check_reads(tier, pools, there)
+
+    def test_more_than_fits_is_written_in_part(self) -> None:
+        tier, pools = self.make(4)
+        taken = self.begin_write(tier, pools, ALPHABET)
+        results = self.finish(tier, taken)
+        written = "".join(sorted(letters([r.key for r in results if r.ok])))
+        assert len(self.present(tier)) * tier.block_bytes <= tier.capacity_bytes
+        assert set(self.present(tier)) <= set(written)
+        self.check_reads(tier, pools, self.present(tier))
+
+    def test_the_oldest_leaves_first(self) -> None:
+        tier, pools = self.make(4)
+        names = self.fill(tier, pools)
+        assert self.present(tier) == names[tier.num_evicted :]
+
+    def test_a_touched_block_stays_and_a_chain_loses_its_tail(self) -> None:
+        tier, pools = self.make(4)
+        names = self.fill(tier, pools)
+        there = self.present(tier)
+        tier.touch(keys(there[:2] + "!"))
+        tier.touch([])
+        gone = ""
+        for name in ALPHABET[len(names) :]:
+            self.write(tier, pools, name)
+            gone += "".join(old for old in there if old not in self.present(tier) + gone)
+            if len(gone) == len(there):
+                break
+        assert gone == there[2:] + there[1] + there[0]
+
+    def test_looking_changes_no_order(self) -> None:
+        tier, pools = self.make(4)
+        names = self.fill(tier, pools)
+        there = self.present(tier)
+        for _ in range(3):
+            tier.contains(keys(there[:1]))
+        before = tier.num_evicted
+        self.write(tier, pools, ALPHABET[len(names)])
+        assert there[: tier.num_evicted - before] not in self.present(tier)
+
+    # delete, reset
+
+    def test_deleted_blocks_are_gone_at_once(self) -> None:
+        tier, pools = self.make()
+        self.write(tier, pools, "abcd")
+        tier.delete(keys("xbd"))
+        tier.delete([])
+        self.check(tier)
+        assert self.present(tier) == "ac"
+        assert self.begin_read(tier, "b") == "" or not any(result.ok for result in self.finish(tier, "b"))
+        self.check_reads(tier, pools, "ac")
+
+    @pytest.mark.parametrize("how", ["delete", "reset"])
+    def test_what_is_gone_may_be_written_anew(self, how: str) -> None:
+        tier, pools = self.make()
+        self.write(tier, pools, "ab")
+        self.remove(tier, how, "ab")
+        self.write(tier, pools, "ab", version=1)
+        self.check_reads(tier, pools, "ab", version=1)
+
+    @pytest.mark.parametrize("how", ["delete", "reset"])
+    def test_room_comes_back(self, how: str) -> None:
+        tier, pools = self.make(8)
+        for version in range(5):
+            self.write(tier, pools, ALPHABET[:8], version)
+            self.check_reads(tier, pools, ALPHABET[:8], version)
+            self.remove(tier, how, ALPHABET[:8])
+            assert self.present(tier) == ""
+        assert tier.num_evicted == 0
+
+    @pytest.mark.parametrize("how", ["delete", "reset"])
+    def test_a_write_under_way_brings_no_removed_key_back(self, how: str) -> None:
+        tier, pools = self.make()
+        self.write(tier, pools, "a")
+        with self.under_way(tier):
+            taken = self.begin_write(tier, pools, "bc")
+            self.remove(tier, how, "abc")
+            assert not self.can_be_read(tier, "abc")
+        self.finish(tier, taken)
+        assert self.present(tier) == ""
+        self.write(tier, pools, "bad", version=1)
+        self.check_reads(tier, pools, "abd", version=1)
+
+    @pytest.mark.parametrize("how", ["delete", "reset"])
+    def test_removing_what_is_being_read_gives_its_bytes_or_says_that_it_is_gone(self, how: str) -> None:
+        tier, pools = self.make()
+        self.write(tier, pools, "abc")
+        with self.under_way(tier):
+            taken = self.begin_read(tier, "abc")
+            self.remove(tier, how, "ab")
+            others = self.begin_write(tier, pools, "defgh")
+        ok = [r.key for r in self.finish(tier, taken + others) if r.ok and r.is_read]
+        for key in ok:
+            assert holds(pools, READ_SLOTS + ALPHABET.index(letters([key])), key)
+        assert self.present(tier, "ab") == ""
+
+    def test_a_removed_block_that_is_asked_for_again_is_not_mixed_with_the_old(self) -> None:
+        tier, pools = self.make()
+        for version in range(12):
+            with self.under_way(tier):
+                taken = self.begin_write(tier, pools, "ab", version)
+                tier.reset()
+            self.finish(tier, taken)
+            self.write(tier, pools, "ba", version + 100)
+            self.check_reads(tier, pools, "ab", version + 100)
+            tier.delete(keys("ab"))
+
+    def remove(self, tier: Tier, how: str, names: str) -> None:
+        if how == "delete":
+            tier.delete(keys(names))
+        else:
+            tier.reset()
+        self.check(tier)
+
+    # Bounds, bad bytes
+
+    def test_no_more_is_taken_on_than_the_bound_says(self) -> None:
+        tier, pools = self.make(26)
+        held = self.hold(tier)
+        if held is None or self.max_under_way is None:
+            pytest.skip("no bound is given, or the tier cannot be held")
+        with held:
+            taken = self.begin_write(tier, pools, ALPHABET)
+            assert len(taken) <= self.max_under_way
+        self.finish(tier, taken)
+        with self.under_way(tier):
+            taken = self.begin_read(tier, taken)
+            assert len(taken) <= self.max_under_way
+        self.finish(tier, taken)
+        self.check_reads(tier, pools, taken)
+
+    def test_spoiled_blocks_are_misses(self) -> None:
+        tier, pools = self.make()
+        self.write(tier, pools, "abc")
+        if not self.spoil(tier):
+            pytest.skip("the medium cannot be spoiled")
+        taken = self.begin_read(tier, "abc")
+        results = self.finish(tier, taken)
+        assert [r.error for r in results] == [TierError.CORRUPT] * 3
+        assert self.present(tier) == ""
+        self.check(tier)
+
+    # The end
+
+    def test_after_close_nothing_is_there_and_nothing_raises(self) -> None:
+        tier, pools = self.make()
+        self.write(tier, pools, "ab")
+        tier.close()
+        tier.close()
+        assert tier.read(keys("ab"), read_slots("ab")) == []
+        assert tier.write(keys("cd"), write_slots("cd")) == []
+        assert not self.can_be_read(tier, "abcd")
+        tier.touch(keys("a"))
+        tier.delete(keys("a"))
+        tier.reset()
+        tier.wait(0.01)
+        assert tier.poll() == []
+        assert 0 <= tier.used_bytes <= tier.capacity_bytes
+        assert tier.num_evicted == 0
+        tier.close()
+
+    def test_close_ends_what_is_under_way(self) -> None:
+        tier, pools = self.make()
+        self.write(tier, pools, "abc")
+        writes, reads = self.begin_write(tier, pools, "de"), self.begin_read(tier, "ab")
+        tier.close()
+        results = tier.poll()
+        assert set(letters([result.key for result in results])) <= set(writes + reads)
+        before = [pool.copy() for pool in pools]
+        for _ in range(3):
+            tier.wait(0.02)
+        assert tier.poll() == []
+        assert all(np.array_equal(pool, old) for pool, old in zip(pools, before, strict=True))
+
+    def test_blocks_outlive_the_process(self) -> None:
+        tier, pools = self.make()
+        self.write(tier, pools, "abcd")
+        tier.delete(keys("c"))
+        tier.close()
+        later = self.reopen(tier, pools, 8)
+        if later is None:
+            pytest.skip("no block outlives the tier")
+        self.check(later)
+        assert self.present(later) == "abd"
+        self.check_reads(later, pools, "dab")
+        self.write(later, pools, "ce", version=1)
+        self.check_reads(later, pools, "ce", version=1)
+        later.close()
+
+    @pytest.mark.parametrize("how", ["delete", "reset"])
+    def test_no_later_process_finds_what_was_removed(self, how: str) -> None:
+        tier, pools = self.make()
+        self.write(tier, pools, "ab")
+        with self.under_way(tier):
+            self.begin_write(tier, pools, "cd")
+            self.remove(tier, how, "abcd")
+        tier.close()
+        later = self.reopen(tier, pools, 8)
+        if later is None:
+            pytest.skip("no block outlives the tier")
+        assert self.present(later) == ""
+        self.check(later)
+        later.close()
+
+    # Everything at once
+
+    @pytest.mark.parametrize("seed", range(12))
+    def test_any_calls_in_any_order(self, seed: int) -> None:
+        rng = Random(seed)
+        tier, pools = self.make(rng.randint(3, 9), *rng.choice([(4096,), (4096, 8192)]))
+        version: dict[OffloadKey, int] = {}
+        """Of each key, what was last written under it."""
+        writes: dict[OffloadKey, int] = {}
+        reads: dict[OffloadKey, int] = {}
+        free = list(range(NUM_SLOTS))
+        now = 0
+
+        def poll() -> None:
+            for result in tier.poll():
+                under_way = reads if result.is_read else writes
+                assert result.key in under_way, f"told of {letters([result.key])}, which is not under way"
+                slot = under_way.pop(result.key)
+                free.append(slot)
+                if result.ok and result.is_read:
+                    assert holds(pools, slot, result.key, version[result.key]), "read other bytes than were written"
+                scribble(pools, slot)
+
+        for _ in range(150):
+            idle = [key for key in keys(ALPHABET[:14]) if key not in writes and key not in reads]
+            rng.shuffle(idle)
+            chosen = idle[: rng.randint(0, min(5, len(free)))]
+            slots = np.array(rng.sample(free, len(chosen)), dtype=np.int64)
+            action = rng.randrange(8)
+            if action < 2:
+                now += 1
+                for key, slot in zip(chosen, slots.tolist(), strict=True):
+                    put(pools, slot, key, now)
+                taken = list(tier.write(chosen, slots))
+                version.update(dict.fromkeys(taken, now))
+                add(writes, taken, chosen, slots, free)
+            elif action < 5:
+                taken = list(tier.read(chosen, slots))
+                add(reads, taken, chosen, slots, free)
+            elif action == 5:
+                tier.touch(chosen)
+            elif action == 6 and rng.random() < 0.4:
+                gone = rng.sample(keys(ALPHABET[:14]), 3)
+                tier.delete(gone)
+                assert not self.can_be_read(tier, letters(gone))
+            elif action == 7 and rng.random() < 0.2:
+                tier.reset()
+                assert not self.can_be_read(tier, ALPHABET)
+            if rng.random() < 0.5:
+                tier.wait(0.001)
+                poll()
+            self.check(tier)
+        deadline = time.monotonic() + DEADLINE_S
+        while (writes or reads) and time.monotonic() < deadline:
+            tier.wait(0.01)
+            poll()
+        assert not writes
+        assert not reads
+        there = self.present(tier)
+        self.read(tier, there)
+        for key, slot in zip(keys(there), read_slots(there).tolist(), strict=True):
+            assert holds(pools, slot, key, version[key])
+        tier.close()
+
+
+def add(
+    under_way: dict[OffloadKey, int],
+    taken: Sequence[OffloadKey],
+    asked: Sequence[OffloadKey],
+    slots: Slots,
+    free: list[int],
+) -> None:
+    slot_of = dict(zip(asked, slots.tolist(), strict=True))
+    for key in taken:
+        assert key not in under_way
+        under_way[key] = slot_of[key]
+        free.remove(slot_of[key])
+
+
+def write_slots(names: str) -> Slots:
+    return np.array([ALPHABET.index(name) for name in names], dtype=np.int64)
+
+
+def read_slots(names: str) -> Slots:
+    """In an order of their own."""
+    return np.array([READ_SLOTS + ALPHABET.index(name) for name in names], dtype=np.int64)
+
+
+def content(key: OffloadKey, rank: int, version: int, nbytes: int) -> ByteArray:
+    return np.random.default_rng([version, rank, *key]).integers(0, 256, nbytes, dtype=np.uint8)
+
+
+def put(pools: Sequence[ByteArray], slot: int, key: OffloadKey, version: int = 0) -> None:
+    """The bytes of ``key`` into the slot of every rank."""
+    for rank, pool in enumerate(pools):
+        pool[slot] = content(key, rank, version, pool.shape[1])
+
+
+def holds(pools: Sequence[ByteArray], slot: int, key: OffloadKey, version: int = 0) -> bool:
+    """Whether the slot of every rank has the bytes of ``key``."""
+    return all(
+        np.array_equal(pool[slot], content(key, rank, version, pool.shape[1])) for rank, pool in enumerate(pools)
+    )
+
+
+def scribble(pools: Sequence[ByteArray], slot: int) -> None:
+    """Whoever still reads the slot, or has read it too early, has other bytes now."""
+    for pool in pools:
+        pool[slot] ^= 0xA5
