@@ -14,7 +14,8 @@ ARGS      ?=
 
 DEV  := $(VENV)/bin/python -m
 WITH := $(VENV_VLLM)/bin/python -m
-SOAK_TESTS     := tests/test_engine_model.py tests/test_manager_lru.py tests/test_manager_arc.py tests/test_admission.py
+SOAK_TESTS     := tests/test_engine_model.py tests/test_manager_lru.py tests/test_manager_arc.py tests/test_admission.py \
+	tests/test_disk_kill.py
 SOAK_TIMEOUT_S := 7200
 SIMULATIONS    := 10000
 

@@ -892,3 +892,31 @@ def test_kill_9_under_load_leaves_right_blocks_only(tmp_path: Path, after: int) 
     assert len(there) >= min(after, 64 - 32)
     rig.check_reads(*there[:100])
     assert {path.name for path in rig.folder.iterdir()} == {"index", "slab-00000"}
+
+
+# Descriptors.
+
+
+def limits_after_opening(directory: Path, soft: int, hard: int, capacity_bytes: int) -> str:
+    """What a process with such limits of open files says when it has opened a tier: its soft limit, or the error."""
+    code = f"""
+import resource, numpy as np
+from kvoffload.base import ConfigError
+from kvoffload.tiers import disk
+resource.setrlimit(resource.RLIMIT_NOFILE, ({soft}, {hard}))
+pool = np.zeros((2, 4096), dtype=np.uint8)
+try:
+    tier = disk.open_disk_tier({str(directory)!r}, {capacity_bytes}, [pool], {FINGERPRINT!r})
+    print(resource.getrlimit(resource.RLIMIT_NOFILE)[0])
+    tier.close()
+except ConfigError as error:
+    print(error)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    return done.stdout
+
+
+def test_a_limit_of_open_files_is_raised_where_it_can_be_and_named_where_it_cannot(tmp_path: Path) -> None:
+    assert int(limits_after_opening(tmp_path / "a", 128, 4096, 3 << 20)) > 512
+    assert int(limits_after_opening(tmp_path / "b", 2048, 4096, 3 << 20)) == 2048
+    assert "ulimit -n" in limits_after_opening(tmp_path / "c", 128, 128, 3 << 20)

@@ -77,10 +77,16 @@ class _Waiter:
     since: float
     wanted: dict[OffloadKey, None] = field(default_factory=dict)
     """In a tier, to be promoted, in the order of their chain."""
+    num_coming: int = 0
+    """Blocks on their way that it waits for."""
     reserved: list[OffloadKey] = field(default_factory=list)
     """Promoted, and pinned for it."""
     over: bool = False
     """It waits no longer: what is in the host is all that it gets."""
+
+    @property
+    def is_waiting(self) -> bool:
+        return not self.over and (self.num_coming > 0 or bool(self.wanted))
 
 
 @dataclass(slots=True, eq=False)
@@ -181,12 +187,15 @@ class TieredOffloadingManager(OffloadingManager):
     # Lookup.
 
     def lookup(self, keys: Sequence[OffloadKey], req_context: ReqContext | None = None) -> int | None:
+        waiter = self._waiter_of(req_context)
+        if waiter is not None and waiter.is_waiting:
+            return None
         ready = self.host.lookup(keys)
         assert ready is not None
-        if ready == len(keys) or req_context is None or not self._can_ask(req_context):
+        if ready == len(keys) or req_context is None or not self._may_wait(waiter):
             return ready
-        found, asking = self._find_run(keys, ready, req_context)
-        if found and not self._is_faster_to_load(keys[ready], found, req_context):
+        found, asking = self._find_run(keys, ready, waiter)
+        if found and waiter is None and not self._is_faster_to_load(keys[ready], found):
             return ready
         if found:
             self._wait_for(found, req_context)
@@ -195,9 +204,12 @@ class TieredOffloadingManager(OffloadingManager):
     def lookup_each(self, keys: Sequence[OffloadKey], req_context: ReqContext | None = None) -> list[LookupState]:
         """A block that must be promoted first, or asked for, is RETRY. If some key cannot be had at all, nothing is
         promoted."""
+        waiter = self._waiter_of(req_context)
+        if waiter is not None and waiter.is_waiting:
+            return [LookupState.RETRY] * len(keys)
         states = self.host.states(keys)
         below = np.flatnonzero(states != LookupState.HIT)
-        if len(below) and req_context is not None and self._can_ask(req_context):
+        if len(below) and req_context is not None and self._may_wait(waiter):
             told = self._states_below([keys[i] for i in below.tolist()], states[below])
             coming = [keys[i] for i in below[told == LookupState.HIT].tolist()]
             if coming and np.isin(told, (LookupState.HIT, LookupState.RETRY)).all():
@@ -205,21 +217,23 @@ class TieredOffloadingManager(OffloadingManager):
             states[below] = np.where(told == LookupState.HIT, LookupState.RETRY, told)
         return list(map(LookupState, states.tolist()))
 
-    def _can_ask(self, context: ReqContext) -> bool:
-        """Whether the request may still wait for lower tiers."""
+    def _waiter_of(self, context: ReqContext | None) -> _Waiter | None:
+        waiter = None if context is None else self._waiters.get(context.req_id)
+        if waiter is not None and self._clock() - waiter.since >= self._load_deadline_s:
+            self._expire(waiter)
+        return waiter
+
+    def _may_wait(self, waiter: _Waiter | None) -> bool:
+        """Whether a request may wait for lower tiers, or wait again."""
         if all(lane.off for lane in self._lanes):
             return False
-        waiter = self._waiters.get(context.req_id)
-        if waiter is None:
-            return len(self._waiters) < MAX_WAITERS
-        if self._clock() - waiter.since >= self._load_deadline_s:
-            self._expire(waiter)
-        return not waiter.over
+        return len(self._waiters) < MAX_WAITERS if waiter is None else not waiter.over
 
-    def _find_run(self, keys: Sequence[OffloadKey], ready: int, context: ReqContext) -> tuple[list[OffloadKey], bool]:
+    def _find_run(
+        self, keys: Sequence[OffloadKey], ready: int, waiter: _Waiter | None
+    ) -> tuple[list[OffloadKey], bool]:
         """Of the run of keys that goes on after the first ``ready``: those that must be promoted first, as many as a
         request may have; and whether a tier is being asked where the run ends."""
-        waiter = self._waiters.get(context.req_id)
         room = self._max_promoted - (len(waiter.reserved) if waiter else 0)
         found: list[OffloadKey] = []
         start, size = ready, FIRST_CHUNK
@@ -275,12 +289,10 @@ class TieredOffloadingManager(OffloadingManager):
         oldest = next(iter(lane.flights.values()), None)
         return oldest is not None and now - oldest.since >= self._load_deadline_s
 
-    def _is_faster_to_load(self, first: OffloadKey, found: list[OffloadKey], context: ReqContext) -> bool:
-        """Whether reading ``found`` takes no longer than computing their tokens, as far as both are known. A promotion
-        that was begun is waited for."""
-        waiter = self._waiters.get(context.req_id)
+    def _is_faster_to_load(self, first: OffloadKey, found: list[OffloadKey]) -> bool:
+        """Whether reading ``found`` takes no longer than computing their tokens, as far as both are known."""
         computing = self._prefill.seconds_for(len(found) * self._tokens_per_block[key_group_idx(first)])
-        if not self._load_only_if_faster or waiter is not None or computing is None:
+        if not self._load_only_if_faster or computing is None:
             return True
         now = self._clock()
         if max(lane.seconds_to_read(len(found), now) for lane in self._lanes) <= computing:
@@ -301,6 +313,7 @@ class TieredOffloadingManager(OffloadingManager):
                 self._wanting[waiter] = None
             elif waiter not in flight.waiters:
                 flight.waiters.append(waiter)
+                waiter.num_coming += 1
 
     def _expire(self, waiter: _Waiter) -> None:
         """At its deadline the request gets what is there."""
@@ -342,6 +355,8 @@ class TieredOffloadingManager(OffloadingManager):
         ok = []
         for result in reads:
             flight = lane.flights.pop(result.key)
+            for waiter in flight.waiters:
+                waiter.num_coming -= 1
             self._counts["disk_read_seconds"] += result.seconds
             if result.ok:
                 ok.append(result.key)
@@ -468,6 +483,7 @@ class TieredOffloadingManager(OffloadingManager):
                 continue
             taken = set(lane.tier.read(left, slots))
             lane.flights.update((key, _Flight(now, [waiter])) for key in left if key in taken)
+            waiter.num_coming += len(taken)
             keep = [i for i, key in enumerate(left) if key not in taken]
             left, slots = [left[i] for i in keep], slots[keep]
         if left:

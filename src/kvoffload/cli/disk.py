@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from kvoffload.cli.words import age, counted
 from kvoffload.hostpool import format_bytes
 from kvoffload.tiers.inspect import Cleared, Folder, InspectError, Owned, Verification, findings
 from kvoffload.tiers.inspect import clear as clear_directory
@@ -87,7 +88,7 @@ def clear(directory: Path, fingerprint: str | None, yes: bool, as_json: bool) ->
         chosen = [folder for folder in folders if fingerprint in (None, folder.fingerprint)]
         if not yes:
             size = format_bytes(sum(folder.allocated_bytes for folder in chosen))
-            blocks = _counted(sum(folder.num_blocks for folder in chosen), "block")
+            blocks = counted(sum(folder.num_blocks for folder in chosen), "block")
             click.confirm(f"Remove {blocks} ({size}) from {directory}?", abort=True, err=True)
         result = clear_directory(directory, fingerprint)
     if as_json:
@@ -155,8 +156,8 @@ def _show(console: Console, directory: Path, parts: Sequence[Owned]) -> None:
 
     folders = [folder for part in parts for folder in part.folders]
     size = format_bytes(sum(folder.allocated_bytes for folder in folders))
-    blocks = _counted(sum(folder.num_blocks for folder in folders), "block")
-    fingerprints = _counted(len({folder.fingerprint for folder in folders}), "fingerprint")
+    blocks = counted(sum(folder.num_blocks for folder in folders), "block")
+    fingerprints = counted(len({folder.fingerprint for folder in folders}), "fingerprint")
     console.print(Text(f"{directory}: {blocks} of {fingerprints} in {size}. {_use(parts)}", style="bold"))
     if folders:
         console.print()
@@ -196,8 +197,8 @@ def _folder_table(parts: Sequence[Owned]) -> Table:
                 f"{folder.num_blocks:,}",
                 f"{folder.capacity_blocks:,}",
                 format_bytes(folder.allocated_bytes),
-                "" if folder.oldest is None else _age(now - folder.oldest),
-                "" if folder.newest is None else _age(now - folder.newest),
+                "" if folder.oldest is None else age(now - folder.oldest),
+                "" if folder.newest is None else age(now - folder.newest),
                 f"{folder.hits:,}",
                 f"{folder.num_blocks_hit:,}",
                 ", ".join([*notes, *(["see below"] if folder.findings else [])]),
@@ -210,12 +211,12 @@ def _show_verification(console: Console, result: Verification) -> None:
 
     for problem in result.findings:
         console.print(Text(f"! {problem}", style="yellow"))
-    changed = f"; {_counted(result.num_changed, 'block')} changed meanwhile" if result.num_changed else ""
-    checked = f"{_counted(result.num_blocks, 'block')} read, {format_bytes(result.nbytes)}{changed}"
+    changed = f"; {counted(result.num_changed, 'block')} changed meanwhile" if result.num_changed else ""
+    checked = f"{counted(result.num_blocks, 'block')} read, {format_bytes(result.nbytes)}{changed}"
     if not result.bad:
         console.print(Text(f"No block is bad: {checked}.", style="bold green"))
         return
-    console.print(Text(f"{_counted(len(result.bad), 'block')} bad: {checked}.", style="bold red"))
+    console.print(Text(f"{counted(len(result.bad), 'block')} bad: {checked}.", style="bold red"))
     for bad in result.bad[:MAX_BAD_SHOWN]:
         line = f"{bad.path}, slot {bad.slot}: {bad.problem}; key {bad.key}"
         console.print(Text(line), soft_wrap=True)
@@ -226,18 +227,7 @@ def _show_verification(console: Console, result: Verification) -> None:
 def _show_cleared(console: Console, directory: Path, result: Cleared) -> None:
     from rich.text import Text
 
-    freed = f"{directory}: removed {_counted(result.num_files, 'file')}, {format_bytes(result.nbytes)} freed."
+    freed = f"{directory}: removed {counted(result.num_files, 'file')}, {format_bytes(result.nbytes)} freed."
     console.print(Text(freed, style="bold"))
     for name in result.left:
         console.print(Text(f"! not kvoffload's, and left: {name}", style="yellow"))
-
-
-def _counted(number: int, noun: str) -> str:
-    return f"{number:,} {noun}{'' if number == 1 else 's'}"
-
-
-def _age(seconds: float) -> str:
-    for size, unit in ((86_400, "d"), (3600, "h"), (60, "min")):
-        if seconds >= 2 * size:
-            return f"{seconds / size:,.0f} {unit}"
-    return f"{max(seconds, 0.0):.0f} s"

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, BinaryIO
 import click
 
 from kvoffload.base import MissReason
+from kvoffload.cli.words import age, counted
 from kvoffload.explain import RECORD_RING_SIZE, Period, ReasonSummary, RequestRecord, by_reason, over_time
 from kvoffload.records import Reading, RecordsError, RunningServer, read_log, read_records, running_servers
 
@@ -202,7 +203,7 @@ def _findings(
         faults = [fault for reading in readings for fault in reading.faults]
         more = f"\n  and {malformed - len(faults):,} more" if malformed > len(faults) else ""
         told = "\n  ".join(faults) + more
-        warnings = [f"malformed and left out: {_counted(malformed, 'record')}\n  {told}", *warnings]
+        warnings = [f"malformed and left out: {counted(malformed, 'record')}\n  {told}", *warnings]
     # What was saved twice is one record.
     records = list(dict.fromkeys(record for reading in readings for record in reading.records))
     records.sort(key=lambda record: record.time)
@@ -251,7 +252,7 @@ def _show(console: Console, found: Findings, chosen: Sequence[RequestRecord], pe
 
     source = _listed(found.servers) if found.servers else "the logs"
     if not chosen:
-        when = f"; the latest was {_age(found.now - found.records[-1].time)} ago" if found.records else " yet"
+        when = f"; the latest was {age(found.now - found.records[-1].time)} ago" if found.records else " yet"
         console.print(Text(f"No request to explain from {source}{when}."))
         return
     reasons = by_reason(chosen)
@@ -271,7 +272,7 @@ def _sentences(total: Period, reasons: Sequence[ReasonSummary], running: bool) -
     hits = total.device_tokens + total.host_tokens + total.disk_tokens
     on_disk = f", {_share(total.disk_tokens, total.tokens_asked)} on disk" if total.disk_tokens else ""
     text = (
-        f"Of {_counted(total.requests, 'request')} {'in the last' if running else 'within'} {_age(total.length_s)}, "
+        f"Of {counted(total.requests, 'request')} {'in the last' if running else 'within'} {age(total.length_s)}, "
         f"{_share(hits, total.tokens_asked)} of {_count(total.tokens_asked)} prompt tokens were found: "
         f"{_share(total.device_tokens, total.tokens_asked)} on the device, "
         f"{_share(total.host_tokens, total.tokens_asked)} in host memory{on_disk}."
@@ -282,8 +283,8 @@ def _sentences(total: Period, reasons: Sequence[ReasonSummary], running: bool) -
         if each.reason is None:
             continue
         words = WORDS[each.reason]
-        age = "" if each.median_age_s is None else f" (median {_age(each.median_age_s)} ago)"
-        clauses.append(f"{each.requests:,} {'' if clauses else 'missed '}because {words.because}{age}")
+        since = "" if each.median_age_s is None else f" (median {age(each.median_age_s)} ago)"
+        clauses.append(f"{each.requests:,} {'' if clauses else 'missed '}because {words.because}{since}")
         if words.setting:
             mends.append(words.mend)
     if clauses:
@@ -307,7 +308,7 @@ def _reason_table(reasons: Sequence[ReasonSummary], requests: int) -> Table:
             f"{each.requests:,}",
             _share(each.requests, requests),
             _count(each.tokens_missing),
-            "" if each.median_age_s is None else _age(each.median_age_s),
+            "" if each.median_age_s is None else age(each.median_age_s),
             "" if each.reason is None else WORDS[each.reason].mend,
         )
     return table
@@ -371,11 +372,7 @@ def _table(gap: int) -> Table:
 
 
 def _listed(servers: Sequence[RunningServer]) -> str:
-    return f"{_counted(len(servers), 'server')}: {', '.join(map(str, servers))}"
-
-
-def _counted(number: int, noun: str) -> str:
-    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+    return f"{counted(len(servers), 'server')}: {', '.join(map(str, servers))}"
 
 
 def _share(part: int, whole: int) -> str:
@@ -389,10 +386,3 @@ def _count(number: int) -> str:
         if number >= size:
             return f"{number / size:.1f}{letter}"
     return str(number)
-
-
-def _age(seconds: float) -> str:
-    for size, unit in ((86_400, "d"), (3600, "h"), (60, "min")):
-        if seconds >= 2 * size:
-            return f"{seconds / size:,.0f} {unit}"
-    return f"{seconds:.0f} s"

@@ -19,6 +19,8 @@ from kvoffload.tiers.storage import Storage, StoredFile
 logger = logging.getLogger(__name__)
 
 LOCK_NAME = "lock"
+LOCK_DEADLINE_S = 2.0
+"""A server that was killed keeps the lock until the kernel has cleared its memory away."""
 ALONE_DEADLINE_S = 120.0
 _FOLDER_MODE = 0o700
 _FILE_MODE = 0o600
@@ -51,14 +53,10 @@ class DirectoryStorage(Storage):
         if self._lock_fd >= 0:
             return
         fd = os.open(LOCK_NAME, _FILE_FLAGS | os.O_CREAT, _FILE_MODE, dir_fd=self._fd)
-        try:
-            fcntl.flock(fd, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
-        except BlockingIOError:
+        if not _try_to_lock(fd, fcntl.LOCK_SH if shared else fcntl.LOCK_EX, LOCK_DEADLINE_S):
             owner = os.pread(fd, 200, 0).decode("ascii", "replace").strip() or "another process"
             os.close(fd)
-            raise ConfigError(
-                f"disk_dir={str(self.path)!r}: in use by {owner}; give each server its own directory"
-            ) from None
+            raise ConfigError(f"disk_dir={str(self.path)!r}: in use by {owner}; give each server its own directory")
         os.ftruncate(fd, 0)
         os.pwrite(fd, f"process {os.getpid()} since {time.strftime('%Y-%m-%d %H:%M:%S')}\n".encode(), 0)
         self._lock_fd = fd
@@ -66,18 +64,11 @@ class DirectoryStorage(Storage):
     @contextmanager
     def alone(self) -> Iterator[None]:
         """For a short while, others who call this wait. Raises ConfigError if that takes ALONE_DEADLINE_S."""
-        deadline = time.monotonic() + ALONE_DEADLINE_S
-        while True:
-            try:
-                fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                if time.monotonic() >= deadline:
-                    raise ConfigError(
-                        f"disk_dir={str(self.path)!r}: another process has been starting or clearing it for "
-                        f"{ALONE_DEADLINE_S:.0f} s; end that process, or name another directory"
-                    ) from None
-                time.sleep(0.01)
+        if not _try_to_lock(self._fd, fcntl.LOCK_EX, ALONE_DEADLINE_S):
+            raise ConfigError(
+                f"disk_dir={str(self.path)!r}: another process has been starting or clearing it for "
+                f"{ALONE_DEADLINE_S:.0f} s; end that process, or name another directory"
+            )
         try:
             yield
         finally:
@@ -217,6 +208,18 @@ class _DirectoryFile(StoredFile):
         if self._fd >= 0:
             os.close(self._fd)
         self._fd = -1
+
+
+def _try_to_lock(fd: int, kind: int, deadline_s: float) -> bool:
+    deadline = time.monotonic() + deadline_s
+    while True:
+        try:
+            fcntl.flock(fd, kind | fcntl.LOCK_NB)
+            return True
+        except BlockingIOError:
+            if time.monotonic() >= deadline:
+                return False
+            time.sleep(0.01)
 
 
 def _open_root(path: Path) -> int:

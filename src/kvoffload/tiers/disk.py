@@ -6,6 +6,7 @@ import errno
 import logging
 import os
 import re
+import resource
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -51,6 +52,8 @@ CLOSE_DEADLINE_S = 5.0
 RETRY_S = 60.0
 """After the medium had no room for another slab, or the index could not be written."""
 WARNING_INTERVAL_S = 10.0
+SPARE_DESCRIPTORS = 512
+"""Files that everybody else in the process may still want to open."""
 _NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _ENGINE = re.compile(r"engine-([0-9]{1,6})")
 
@@ -593,6 +596,7 @@ def open_disk_tier(
                     f"{format_bytes(possible * 9 // 10)} or less"
                 )
             share = capacity_bytes // engines
+            _allow_descriptors(share // SLAB_BYTES)
             _remove_other_arrangements(root, engine, engines, share)
             storage = root if engines == 1 else root.child(f"engine-{engine}")
             return DiskTier(storage, pools, fingerprint=fingerprint, capacity_bytes=share, policy=policy)
@@ -605,6 +609,19 @@ def open_disk_tier(
     except ConfigError:
         root.close()
         raise
+
+
+def _allow_descriptors(num_slabs: int) -> None:
+    """Raises this process's soft limit of open files, if it must, so that every slab can be open. Raises ConfigError."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    needed = len(os.listdir("/proc/self/fd")) + num_slabs + SPARE_DESCRIPTORS
+    if soft != resource.RLIM_INFINITY and soft < needed:
+        if hard != resource.RLIM_INFINITY and hard < needed:
+            raise ConfigError(
+                f"disk_bytes: this process may have {hard} files open, and needs {needed}, one for each GiB on disk "
+                f"and {SPARE_DESCRIPTORS} to spare; raise the limit (ulimit -n {needed}), or set disk_bytes lower"
+            )
+        resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
 
 
 def _remove_other_arrangements(root: DirectoryStorage, engine: int, engines: int, share: int) -> None:
