@@ -45,6 +45,7 @@ test: $(VENV_VLLM)/.stamp overlays
 
 soak: $(VENV)/.stamp
 	$(DEV) kvoffload.testing simulate --seeds $(SIMULATIONS)
+	$(DEV) pytest tests/test_simulation.py -k planted -q -s
 	KVOFFLOAD_SOAK=1 $(DEV) pytest $(SOAK_TESTS) --timeout $(SOAK_TIMEOUT_S) $(ARGS)
 
 demo: $(VENV_VLLM)/.stamp

@@ -45,6 +45,8 @@ MAX_FAILURES = 16
 FAILURE_PERIOD_S = 60.0
 RATE_TTL_S = 30.0
 """A measured read rate is believed for so long; after it one prefix is loaded to measure it again."""
+MAX_WAITS = 64
+"""Times that an idle step looks for results."""
 FIRST_CHUNK = 32
 """Keys that are looked for below the host at first; doubled while all are found."""
 
@@ -501,10 +503,16 @@ class TieredOffloadingManager(OffloadingManager):
             self._wanting[waiter] = None
 
     def wait(self, timeout_s: float) -> None:
+        """Results come one by one; the engine has nothing to do before some request has all that it waits for."""
         for lane in self._lanes:
-            if any(not waiter.over for flight in lane.flights.values() for waiter in flight.waiters):
+            waiters = {w for flight in lane.flights.values() for w in flight.waiters if w.is_waiting}
+            for _ in range(MAX_WAITS if waiters else 0):
+                begun = self._clock()
                 lane.tier.wait(timeout_s)
-                break
+                self._look_again |= self.poll()
+                timeout_s -= self._clock() - begun
+                if timeout_s <= 0 or not all(waiter.is_waiting for waiter in waiters):
+                    return
 
     def let_go(self, req_context: ReqContext) -> None:
         waiter = self._waiters.pop(req_context.req_id, None)

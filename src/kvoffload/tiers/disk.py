@@ -612,7 +612,10 @@ def open_disk_tier(
 
 
 def _allow_descriptors(num_slabs: int) -> None:
-    """Raises this process's soft limit of open files, if it must, so that every slab can be open. Raises ConfigError."""
+    """Raises this process's soft limit of open files, if it must, so that every slab can be open.
+
+    Raises ConfigError if the hard limit is lower.
+    """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     needed = len(os.listdir("/proc/self/fd")) + num_slabs + SPARE_DESCRIPTORS
     if soft != resource.RLIM_INFINITY and soft < needed:
