@@ -57,22 +57,22 @@ def test_without_faults_it_is_read(filled: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("fault", "rates", "read_only", "counter"),
+    ("fault", "rates", "read_only", "counters"),
     [
-        ("read_only", FaultRates(), True, "disk_write_failures"),
-        ("io_error", FaultRates(io_error=1.0), False, "disk_read_failures"),
-        ("flip_on_read", FaultRates(flip_on_read=1.0), False, "disk_bad_blocks"),
-        ("short_read", FaultRates(short_read=1.0), False, "disk_read_failures"),
-        ("no_space", FaultRates(no_space=1.0), False, "disk_write_failures"),
+        ("read_only", FaultRates(), True, ["disk_write_failures"]),
+        ("io_error", FaultRates(io_error=1.0), False, ["disk_read_failures", "disk_write_failures"]),
+        ("flip_on_read", FaultRates(flip_on_read=1.0), False, ["disk_bad_blocks"]),
+        ("short_read", FaultRates(short_read=1.0), False, ["disk_read_failures"]),
+        ("no_space", FaultRates(no_space=1.0), False, ["disk_write_failures"]),
     ],
 )
 def test_a_device_that_fails_costs_hits_and_nothing_else(
-    filled: Path, fault: str, rates: FaultRates, read_only: bool, counter: str
+    filled: Path, fault: str, rates: FaultRates, read_only: bool, counters: list[str]
 ) -> None:
     lower = FaultyDisk(filled, rates, read_only)
     told = serve(lower, scenario(CLEAN_SEED + 1))
     assert lower.storage.injected[fault] > 0
-    assert told[counter] > 0
+    assert sum(told.get(counter, 0) for counter in counters) > 0
     assert told["off"] == 0
 
 
@@ -82,6 +82,6 @@ def test_nobody_waits_for_a_device_that_hangs(filled: Path, monkeypatch: pytest.
     lower = FaultyDisk(filled, FaultRates(stall=1.0))
     told = serve(lower, dataclasses.replace(scenario(CLEAN_SEED + 1), load_deadline_ms=100.0))
     assert lower.storage.injected["stall"] > 0
-    assert told["late_promotions"] > 0
+    assert told.get("late_promotions", 0) > 0
     assert told.get("disk_hit_tokens", 0) == 0
     assert told["off"] == 0

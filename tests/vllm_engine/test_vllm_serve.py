@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import subprocess
 import sys
 from collections import Counter
@@ -38,6 +39,7 @@ from vllm_harness import DEADLINE_S, differences, eventually
 from kvoffload.metrics import METRICS
 
 pytestmark = pytest.mark.vllm
+SOAK = pytest.mark.skipif(not os.environ.get("KVOFFLOAD_SOAK"), reason="another server's start; set KVOFFLOAD_SOAK=1")
 
 POOL_BYTES = 64 << 20
 PROMPTS = make_prompts()
@@ -469,7 +471,7 @@ def load(server: Server) -> Iterator[Clients]:
 class TestUnderWay:
     """The last test ends the server."""
 
-    @pytest.mark.parametrize("mode", ["abort", "wait"])
+    @pytest.mark.parametrize("mode", ["abort", pytest.param("wait", marks=SOAK)])
     def test_sleep(self, slow: Server, alone: dict[str, list[Any]], mode: str) -> None:
         """vLLM aborts requests or lets them end, and waits for the copies. ("keep" cannot clear what a load is filling:
         vLLM says so and does not sleep.)"""
@@ -565,6 +567,7 @@ def _explain(*arguments: str) -> Any:
     return json.loads(subprocess.run(command, check=True, capture_output=True, timeout=DEADLINE_S).stdout)
 
 
+@SOAK
 def test_engines_that_were_not_counted_share_host_bytes(start: Start) -> None:
     """Where vLLM does not tell how many they are, the server does not start, and says what to set."""
     server = start(flag(host_bytes=POOL_BYTES), *TWO_ENGINES)
@@ -575,6 +578,7 @@ def test_engines_that_were_not_counted_share_host_bytes(start: Start) -> None:
             assert "ConfigError: engines_per_node is not set" in server.log()
 
 
+@SOAK
 def test_more_engines_than_were_promised_are_refused(start: Start) -> None:
     server = start(flag(host_bytes=POOL_BYTES, engines_per_node=1), *TWO_ENGINES)
     with contextlib.closing(server):
