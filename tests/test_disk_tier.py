@@ -920,3 +920,18 @@ def test_a_limit_of_open_files_is_raised_where_it_can_be_and_named_where_it_cann
     assert int(limits_after_opening(tmp_path / "a", 128, 4096, 3 << 20)) > 512
     assert int(limits_after_opening(tmp_path / "b", 2048, 4096, 3 << 20)) == 2048
     assert "ulimit -n" in limits_after_opening(tmp_path / "c", 128, 128, 3 << 20)
+
+
+def test_what_cannot_be_opened_at_start_is_not_removed(tmp_path: Path) -> None:
+    pools = make_pools(4, PAGE)
+    tier = open_disk_tier(tmp_path / "disk", 1 << 20, pools, FINGERPRINT)
+    tier.write([key(1)], np.array([0]))
+    tier.close()
+    storage = FaultyStorage(DirectoryStorage(tmp_path / "disk"))
+    storage.rates = FaultRates(io_error=1.0)
+    with pytest.raises(ConfigError, match="cannot be used"):
+        DiskTier(storage, pools, fingerprint=FINGERPRINT, capacity_bytes=1 << 20)
+    storage.close()
+    again = open_disk_tier(tmp_path / "disk", 1 << 20, pools, FINGERPRINT)
+    assert again.contains([key(1)]).tolist() == [LookupState.HIT]
+    again.close()

@@ -130,6 +130,22 @@ def test_at_its_deadline_a_request_computes_and_says_why() -> None:
     assert rig.half.records[-1].reason is MissReason.NOT_IN_TIME
 
 
+@pytest.mark.parametrize("deadline_s", [0.0, 1.0])
+def test_at_its_deadline_a_request_still_gets_what_the_host_has(deadline_s: float) -> None:
+    rig = TieredRig()
+    rig.put_below(prompt(16))
+    rig.store(prompt(8))
+    rig.step()
+    rig.half._deadline_s = deadline_s
+    request = FakeRequest("r", prompt(17))
+    with rig.manager.executor.hold():
+        for _ in range(3):
+            found = rig.look_up(request)
+            rig.half.build_connector_meta(busy_step())
+            rig.clock.now += 0.9 * deadline_s
+    assert found == (8, True)
+
+
 @pytest.mark.parametrize("ending", ["finished", "declined", "loaded"])
 def test_nothing_is_kept_for_a_request_that_does_not_wait_any_more(ending: str) -> None:
     rig = TieredRig()
@@ -186,6 +202,21 @@ def test_the_manager_learns_how_fast_the_engine_computes() -> None:
     rig.step({request: 1})
     rig.step({request: 1})
     assert rig.manager.prefills == [(100, pytest.approx(1.5))]
+
+
+def test_what_is_computed_after_a_load_says_nothing_either() -> None:
+    rig = TieredRig(num_host_blocks=64)
+    rig.store(prompt(80))
+    rig.manager.prefills.clear()
+    request = FakeRequest("r", prompt(81))
+    ids = rig.new_blocks(21)
+    rig.report(*rig.load(request, ids=ids).loads)
+    rig.allocate(request, ids)
+    for _ in range(3):
+        rig.step({request: 1}, new={"r": ids})
+        rig.clock.now += 0.02
+        request.tokens.append(0)
+    assert rig.manager.prefills == []
 
 
 def test_what_was_loaded_or_is_short_says_nothing_of_how_fast_it_computes() -> None:

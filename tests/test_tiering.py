@@ -68,14 +68,17 @@ class SpyTier(MemoryTier):
         for result in super().poll():
             error = self.fails or result.error
             seconds = result.seconds if self.seconds_a_block is None else self.seconds_a_block
-            results.append(TierResult(result.key, result.is_read, error, result.nbytes, seconds, result.ended))
+            begun = result.ended - seconds
+            results.append(TierResult(result.key, result.is_read, error, result.nbytes, seconds, begun, result.ended))
         return results
 
 
 class Rig:
     """A host of ``host_blocks`` in front of a tier, and its clock."""
 
-    def __init__(self, host_blocks: int = 16, tier_blocks: int = 64, policy: str = "lru", **options: float) -> None:
+    def __init__(
+        self, host_blocks: int = 16, tier_blocks: int = 64, policy: str = "lru", groups: int = 1, **options: float
+    ) -> None:
         self.clock = Clock()
         self.pools = make_pools(host_blocks, SLOT_BYTES)
         self.executor = SteppedExecutor(clock=self.clock)
@@ -83,7 +86,7 @@ class Rig:
         backend = HostBackend(16, host_blocks)
         self.host = PolicyOffloadingManager(backend, make_policy(policy, host_blocks), clock=self.clock)
         self.manager = TieredOffloadingManager(
-            self.host, [self.tier], tokens_per_block=[16.0], clock=self.clock, **options
+            self.host, [self.tier], tokens_per_block=[16.0] * groups, clock=self.clock, **options
         )
 
     def store(self, keys: list[OffloadKey]) -> None:
@@ -356,6 +359,42 @@ def test_requests_that_hold_some_and_want_more_do_not_wait_for_each_other(second
     assert found == 4
 
 
+def test_who_came_later_takes_nothing_from_who_came_first() -> None:
+    rig = Rig(host_blocks=8)
+    first, second = chain("x", 4), chain("y", 4)
+    rig.store_below(first + second)
+    rig.manager.lookup(first, A)
+    rig.settle()
+    rig.manager.lookup(second, B)
+    for _ in range(5):
+        rig.settle()
+    assert rig.manager.num_promoted(A) == 4
+    assert rig.host.num_available_blocks == 4, "they are still kept ready"
+    assert rig.tier.reads == first
+
+
+def test_groups_share_the_room_of_a_request() -> None:
+    rig = Rig(host_blocks=16, groups=2)
+    keys = [key[:-1] + bytes([g]) for g in range(2) for key in chain("x", 8)]
+    rig.store_below(keys)
+    for _ in range(2):
+        found = [rig.manager.lookup(keys[8 * g : 8 * g + 8], A) for g in range(2)]
+        rig.settle()
+    assert [rig.manager.lookup(keys[8 * g : 8 * g + 8], A) for g in range(2)] == [4, 4], found
+
+
+def test_no_more_is_on_its_way_than_can_come_in_time() -> None:
+    rig = Rig(host_blocks=64, load_deadline_ms=1000)
+    keys, more = chain("x", 1), chain("y", 20)
+    rig.store_below(keys + more)
+    rig.tier.seconds_a_block = 0.25
+    rig.manager.lookup(keys, A)
+    rig.settle()
+    rig.manager.lookup(more, B)
+    rig.manager.poll()
+    assert rig.tier.reads == keys + more[:4]
+
+
 def test_a_host_in_use_makes_promotions_wait() -> None:
     rig = Rig(host_blocks=4)
     keys = chain("x", 2)
@@ -445,7 +484,74 @@ def test_a_tier_that_does_not_answer_does_not_have_it() -> None:
     assert rig.manager.lookup(keys, B) == 2
 
 
+def test_a_tier_that_is_slow_but_reads_on_is_not_taken_for_one_that_hangs() -> None:
+    rig = Rig(load_deadline_ms=1000)
+    keys, other = chain("x", 2), chain("y", 2)
+    rig.store_below(keys + other)
+    rig.manager.lookup(keys[:1], A)
+    rig.manager.poll()
+    rig.clock.now += 0.9
+    rig.manager.lookup(keys[1:], B)
+    rig.manager.poll()
+    rig.executor._turn()
+    while len(rig.manager._lanes[0].flights) == 2:
+        rig.executor._turn()
+        rig.manager.poll()
+    rig.clock.now += 0.9
+    assert rig.manager.lookup(other, ReqContext("c")) is None
+
+
+def test_what_came_from_disk_is_told_as_such_after_the_deadline_too() -> None:
+    rig = Rig(load_deadline_ms=1000)
+    keys = chain("x", 4)
+    rig.store_below(keys)
+    rig.manager.lookup(keys, A)
+    rig.settle()
+    rig.clock.now += 2
+    rig.manager.poll()
+    assert rig.manager.lookup(keys, A) == 4
+    assert rig.manager.num_promoted(A) == 4
+
+
+def test_a_block_that_the_tier_has_was_not_delivered_in_time() -> None:
+    rig = Rig(host_blocks=8)
+    keys = chain("x", 8)
+    rig.store_below(keys)
+    rig.manager.lookup(keys, A)
+    rig.settle()
+    assert rig.manager.lookup(keys, A) == 4
+    assert rig.manager.explain_miss(keys[4]).reason is MissReason.NOT_IN_TIME
+
+
 # Load or compute.
+
+
+def test_reads_at_the_same_time_count_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    rig = Rig()
+    lane = rig.manager._lanes[0]
+    keys = chain("x", 8)
+
+    def read(i: int, begun: float, ended: float) -> TierResult:
+        return TierResult(keys[i], True, None, 4096, 0.001, begun, ended)
+
+    lane.measure([read(i, 1.0, 2.0) for i in range(4)], 2.0)
+    assert lane.read_rate.seconds_for(4 * 4096) == pytest.approx(1.0), "blocks of one call"
+    for i in range(4, 8):
+        lane.measure([read(i, 2.0, 3.0)], 3.0)
+    assert lane.read_rate.seconds_for(8 * 4096) == pytest.approx(2.0, rel=0.2), "told of one by one"
+
+
+def test_what_others_want_is_read_first() -> None:
+    rig = Rig(host_blocks=8, load_deadline_ms=1e6)
+    keys, other, late = chain("x", 1), chain("y", 4), chain("z", 4)
+    rig.store_below(keys + other + late)
+    rig.tier.seconds_a_block = 0.75
+    rig.manager.lookup(keys, A)
+    rig.settle()
+    rig.manager.let_go(A)
+    rig.manager.observe_prefill(160, 10.0)  # A block a second: four take 4 s, and 3 s to read.
+    assert rig.manager.lookup(other, A) is None
+    assert rig.manager.lookup(late, B) == 0, "behind the others it would take 6 s"
 
 
 @pytest.mark.parametrize(("seconds_a_block", "loads"), [(0.9, True), (1.1, False)])

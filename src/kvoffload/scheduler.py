@@ -190,11 +190,14 @@ class OffloadingConnectorScheduler:
             return Match(self._epoch, computed, 0, None)
         if self._next_is_on_its_way(state, computed) and (wait := self._wait(state, computed)):
             return wait
-        end, missed, known = self._longest_hit(state, computed)
+        end, missed, known = self._longest_hit(state, computed, state.context)
         if not known or (end > computed and self._on_their_way(state, computed, end)):
             wait = self._wait(state, computed)
             if wait is not None:
                 return wait
+        if not known:
+            # It may not wait any longer: without a context the manager tells what is there now.
+            end, missed, _ = self._longest_hit(state, computed, None)
         if end - computed < self._layout.align:
             return Match(self._epoch, computed, 0, missed)
         return Match(self._epoch, computed, self._last_loadable(state, end) - computed, missed)
@@ -213,7 +216,9 @@ class OffloadingConnectorScheduler:
         """One token at least is left to compute."""
         return min(end, state.request.num_tokens - 1)
 
-    def _longest_hit(self, state: RequestState, computed: int) -> tuple[int, OffloadKey | None, bool]:
+    def _longest_hit(
+        self, state: RequestState, computed: int, context: ReqContext | None
+    ) -> tuple[int, OffloadKey | None, bool]:
         """Up to which token all groups have what a request needs that goes on there; the first key that was missing
         for more; and whether all of it is known yet.
 
@@ -230,13 +235,13 @@ class OffloadingConnectorScheduler:
             first = computed // size
             if first * size >= end:
                 continue
-            hits = self.manager.lookup(state.keys[g][first : end // size], state.context)
+            hits = self.manager.lookup(state.keys[g][first : end // size], context)
             known &= hits is not None
             found = (first + (hits or 0)) * size
             if found < end:
                 end, missed = found // layout.align * layout.align, state.keys[g][found // size]
         while end > computed:
-            gap = self._first_gap(state, computed, end)
+            gap = self._first_gap(state, computed, end, context)
             if gap is None:
                 break
             g, index, found = gap
@@ -246,14 +251,16 @@ class OffloadingConnectorScheduler:
             end = index * layout.groups[g].block_tokens // layout.align * layout.align
         return max(end, computed), missed, known
 
-    def _first_gap(self, state: RequestState, computed: int, end: int) -> tuple[int, int, LookupState] | None:
+    def _first_gap(
+        self, state: RequestState, computed: int, end: int, context: ReqContext | None
+    ) -> tuple[int, int, LookupState] | None:
         """The first block missing of those that windows need in order to go on at ``end``, in the group where a hit
         ends soonest for it. Any hit that reaches past that block needs it too. A block of which it is not known yet
         counts only if none is missing for sure."""
         gaps, unknown = [], None
         for g in self._layout.windows:
             needed = self._layout.needed_blocks(g, computed, self._last_loadable(state, end))
-            states = self.manager.lookup_each(state.keys[g][needed.start : needed.stop], state.context)
+            states = self.manager.lookup_each(state.keys[g][needed.start : needed.stop], context)
             for index, found in zip(needed, states, strict=True):
                 if found is LookupState.RETRY:
                     unknown = unknown or (g, index, found)
@@ -297,7 +304,9 @@ class OffloadingConnectorScheduler:
             state.forget_loaded()
         if num_external_tokens == 0:
             self.manager.let_go(state.context)
-            state.prefill_since, state.prefill_until = self._clock(), 0
+            # Without a match it was told of its blocks before: it goes on with what was loaded.
+            state.prefill_since = None if match is None else self._clock()
+            state.prefill_until = 0
             return
         state.prefill_since = None
         if match is None or not self._was_offered(match, num_external_tokens):

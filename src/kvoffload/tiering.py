@@ -8,6 +8,7 @@ import time
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -47,6 +48,8 @@ RATE_TTL_S = 30.0
 """A measured read rate is believed for so long; after it one prefix is loaded to measure it again."""
 MAX_WAITS = 64
 """Times that an idle step looks for results."""
+MAX_FLIGHTS = 1024
+"""Blocks of one tier on their way at once."""
 FIRST_CHUNK = 32
 """Keys that are looked for below the host at first; doubled while all are found."""
 
@@ -79,24 +82,22 @@ class _Waiter:
     since: float
     wanted: dict[OffloadKey, None] = field(default_factory=dict)
     """In a tier, to be promoted, in the order of their chain."""
-    num_coming: int = 0
-    """Blocks on their way that it waits for."""
+    coming: set[OffloadKey] = field(default_factory=set)
+    """On their way, and waited for."""
     reserved: list[OffloadKey] = field(default_factory=list)
     """Promoted, and pinned for it."""
+    num_promoted: int = 0
+    """Blocks that came up for it, pinned or not any more."""
     over: bool = False
     """It waits no longer: what is in the host is all that it gets."""
 
     @property
     def is_waiting(self) -> bool:
-        return not self.over and (self.num_coming > 0 or bool(self.wanted))
+        return not self.over and bool(self.coming or self.wanted)
 
 
-@dataclass(slots=True, eq=False)
-class _Flight:
-    """A block on its way from a tier into the host, and who waits for it."""
-
-    since: float
-    waiters: list[_Waiter]
+Flights: TypeAlias = dict[OffloadKey, dict[_Waiter, None]]
+"""Blocks on their way from a tier into the host, and who waits for each."""
 
 
 class _Lane:
@@ -105,29 +106,41 @@ class _Lane:
     def __init__(self, tier: Tier) -> None:
         self.tier = tier
         self.off = False
-        self.flights: dict[OffloadKey, _Flight] = {}
-        """Oldest first."""
+        self.flights: Flights = {}
         self.writing: set[OffloadKey] = set()
         self.failures: deque[float] = deque(maxlen=MAX_FAILURES)
         self.read_rate = MovingRate()
         self.measured = float("-inf")
         """When ``read_rate`` was."""
+        self.progress = float("-inf")
+        """When a read ended, or the first of several began."""
+        self._busy_until = float("-inf")
+        """Up to when time is in ``read_rate``."""
 
     def seconds_to_read(self, num_blocks: int, now: float) -> float:
-        """How long so many blocks would take behind those on their way; 0 if that was not measured lately."""
-        if now - self.measured > RATE_TTL_S:
+        """How long so many blocks would take; 0 if that was not measured lately and nothing under way will tell."""
+        if now - self.measured > RATE_TTL_S and not self.flights:
             return 0.0
-        return self.read_rate.seconds_for((len(self.flights) + num_blocks) * self.tier.block_bytes) or 0.0
+        return self.read_rate.seconds_for(num_blocks * self.tier.block_bytes) or 0.0
+
+    def most_flights(self, deadline_s: float) -> int:
+        """Blocks that can be read within a deadline, as far as that is known."""
+        seconds = self.read_rate.seconds_for(self.tier.block_bytes)
+        return MAX_FLIGHTS if not seconds else max(1, min(MAX_FLIGHTS, int(deadline_s / seconds)))
+
+    def is_stalled(self, now: float, deadline_s: float) -> bool:
+        """Whether reads are under way, and none has ended for a whole deadline."""
+        return bool(self.flights) and now - self.progress >= deadline_s
 
     def measure(self, reads: list[TierResult], now: float) -> None:
         """Bytes over the time in which at least one of them was read."""
-        spans = sorted((result.ended - result.seconds, result.ended) for result in reads if result.ok)
-        busy, until = 0.0, float("-inf")
-        for begin, end in spans:
-            busy += max(0.0, end - max(begin, until))
-            until = max(until, end)
-        if busy > 0:
-            self.read_rate.add(sum(result.nbytes for result in reads if result.ok), busy)
+        good = sorted((result for result in reads if result.ok), key=lambda result: result.begun)
+        busy = 0.0
+        for result in good:
+            busy += max(0.0, result.ended - max(result.begun, self._busy_until))
+            self._busy_until = max(self._busy_until, result.ended)
+        if good:
+            self.read_rate.add(sum(result.nbytes for result in good), busy)
             self.measured = now
 
 
@@ -141,7 +154,7 @@ class TieredOffloadingManager(OffloadingManager):
     is there. Who asks without a context is told of the host alone.
 
     A tier that does not tell within ``lookup_deadline_ms`` whether it holds a block does not hold it, for MISS_TTL_S.
-    A tier whose oldest read is older than the load deadline is not asked until that read ends.
+    A tier of which no read has ended for ``load_deadline_ms``, though some are under way, is not asked until one does.
 
     ``tokens_per_block``: by KV cache group, the tokens that need not be computed for each block that is loaded. With
     ``load_only_if_faster`` a run of blocks that would take longer to read than to compute is left where it is.
@@ -236,7 +249,9 @@ class TieredOffloadingManager(OffloadingManager):
     ) -> tuple[list[OffloadKey], bool]:
         """Of the run of keys that goes on after the first ``ready``: those that must be promoted first, as many as a
         request may have; and whether a tier is being asked where the run ends."""
-        room = self._max_promoted - (len(waiter.reserved) if waiter else 0)
+        group = key_group_idx(keys[ready])
+        held = sum(key_group_idx(key) == group for key in waiter.reserved) if waiter else 0
+        room = self._max_promoted // len(self._tokens_per_block) - held
         found: list[OffloadKey] = []
         start, size = ready, FIRST_CHUNK
         while start < len(keys) and len(found) < room:
@@ -260,10 +275,10 @@ class TieredOffloadingManager(OffloadingManager):
         for lane in self._lanes:
             if lane.flights:
                 on_its_way = np.fromiter((key in lane.flights for key in keys), np.bool_, len(keys))
-                # A flight that has outlived its tier's deadline is nothing to wait for.
-                states[on_its_way] = LookupState.MISS if self._is_stalled(lane, now) else LookupState.HIT
+                stalled = lane.is_stalled(now, self._load_deadline_s)
+                states[on_its_way] = LookupState.MISS if stalled else LookupState.HIT
             open_keys = np.flatnonzero(states == LookupState.MISS)
-            if lane.off or not len(open_keys) or self._is_stalled(lane, now):
+            if lane.off or not len(open_keys) or lane.is_stalled(now, self._load_deadline_s):
                 continue
             told = lane.tier.contains([keys[i] for i in open_keys.tolist()])
             states[open_keys] = self._without_late(keys, open_keys, told, now)
@@ -287,17 +302,15 @@ class TieredOffloadingManager(OffloadingManager):
                 self._reasons.record([key], MissReason.NOT_IN_TIME)
         return told
 
-    def _is_stalled(self, lane: _Lane, now: float) -> bool:
-        oldest = next(iter(lane.flights.values()), None)
-        return oldest is not None and now - oldest.since >= self._load_deadline_s
-
     def _is_faster_to_load(self, first: OffloadKey, found: list[OffloadKey]) -> bool:
-        """Whether reading ``found`` takes no longer than computing their tokens, as far as both are known."""
+        """Whether reading ``found``, behind what others want, takes no longer than computing their tokens, as far as
+        both are known."""
         computing = self._prefill.seconds_for(len(found) * self._tokens_per_block[key_group_idx(first)])
         if not self._load_only_if_faster or computing is None:
             return True
         now = self._clock()
-        if max(lane.seconds_to_read(len(found), now) for lane in self._lanes) <= computing:
+        before = sum(len(lane.flights) for lane in self._lanes) + sum(len(waiter.wanted) for waiter in self._wanting)
+        if max(lane.seconds_to_read(before + len(found), now) for lane in self._lanes) <= computing:
             return True
         self._reasons.record([first], MissReason.FASTER_TO_COMPUTE)
         return False
@@ -313,16 +326,15 @@ class TieredOffloadingManager(OffloadingManager):
             if flight is None:
                 waiter.wanted[key] = None
                 self._wanting[waiter] = None
-            elif waiter not in flight.waiters:
-                flight.waiters.append(waiter)
-                waiter.num_coming += 1
+            else:
+                flight[waiter] = None
+                waiter.coming.add(key)
 
     def _expire(self, waiter: _Waiter) -> None:
         """At its deadline the request gets what is there."""
         if not waiter.over:
             waiter.over = True
-            late = [key for lane in self._lanes for key, flight in lane.flights.items() if waiter in flight.waiters]
-            late += waiter.wanted
+            late = [*waiter.coming, *waiter.wanted]
             if late:
                 self._counts["late_promotions"] += 1
                 self._reasons.record(late, MissReason.NOT_IN_TIME)
@@ -343,7 +355,7 @@ class TieredOffloadingManager(OffloadingManager):
                 changed |= self._end_reads(lane, [result for result in results if result.is_read])
                 self._count_failures(lane, results)
         now = self._clock()
-        while self._deadlines and now - self._deadlines[0].since >= self._load_deadline_s:
+        while self._deadlines and (self._deadlines[0].over or now - self._deadlines[0].since >= self._load_deadline_s):
             waiter = self._deadlines.popleft()
             self._expire(waiter)
             self._unpin(waiter)
@@ -352,18 +364,20 @@ class TieredOffloadingManager(OffloadingManager):
         return changed
 
     def _end_reads(self, lane: _Lane, reads: list[TierResult]) -> bool:
-        lane.measure(reads, self._clock())
+        now = self._clock()
+        lane.measure(reads, now)
+        lane.progress = now if reads else lane.progress
         arrived: dict[_Waiter, list[OffloadKey]] = {}
         ok = []
         for result in reads:
-            flight = lane.flights.pop(result.key)
-            for waiter in flight.waiters:
-                waiter.num_coming -= 1
+            waiters = lane.flights.pop(result.key)
+            for waiter in waiters:
+                waiter.coming.discard(result.key)
             self._counts["disk_read_seconds"] += result.seconds
             if result.ok:
                 ok.append(result.key)
                 self._counts["disk_read_bytes"] += result.nbytes
-                for waiter in flight.waiters:
+                for waiter in waiters:
                     arrived.setdefault(waiter, []).append(result.key)
             else:
                 self.host.complete_store([result.key], success=False)
@@ -386,6 +400,7 @@ class TieredOffloadingManager(OffloadingManager):
         keys = [key for key, present in zip(keys, there.tolist(), strict=True) if present]
         if keys:
             self.host.prepare_load(keys)
+            waiter.num_promoted += len(keys)
             waiter.reserved += keys
             self._reserved.update(keys)
 
@@ -442,7 +457,7 @@ class TieredOffloadingManager(OffloadingManager):
         """Starts what was asked for, the request that waits longest first, as far as there is room.
 
         Requests that each hold some blocks and want more could wait for each other: if nothing else will make room
-        (``may_take_back``), the one that came last has its blocks kept ready no longer.
+        (``may_take_back``), the one that came last, and later, has its blocks kept ready no longer.
         """
         may_take_back = may_take_back and not any(lane.flights for lane in self._lanes)
         if not self._wanting or (self._room() <= 0 and not may_take_back):
@@ -450,8 +465,9 @@ class TieredOffloadingManager(OffloadingManager):
         changed = False
         for waiter in sorted(self._wanting, key=lambda waiter: waiter.number):
             if may_take_back and self._room() <= 0:
-                last = next((other for other in reversed(self._waiters.values()) if other.reserved), waiter)
-                if last is not waiter:
+                later = (other for other in reversed(self._waiters.values()) if other.number > waiter.number)
+                last = next((other for other in later if other.reserved), None)
+                if last is not None:
                     self._unpin(last)
             room = self._room()
             if room <= 0:
@@ -467,8 +483,10 @@ class TieredOffloadingManager(OffloadingManager):
 
     def _room(self) -> int:
         """Blocks that may be promoted now."""
-        promoted = len(self._reserved) + sum(len(lane.flights) for lane in self._lanes)
-        return min(self._max_promoted - promoted, self.host.num_available_blocks)
+        flights = sum(len(lane.flights) for lane in self._lanes)
+        most_flights = min(lane.most_flights(self._load_deadline_s) for lane in self._lanes)
+        promoted = len(self._reserved) + flights
+        return min(self._max_promoted - promoted, most_flights - flights, self.host.num_available_blocks)
 
     def _promote(self, waiter: _Waiter, keys: list[OffloadKey]) -> bool:
         # Others may have asked for the same since, or stored it.
@@ -484,8 +502,9 @@ class TieredOffloadingManager(OffloadingManager):
             if lane.off or not left:
                 continue
             taken = set(lane.tier.read(left, slots))
-            lane.flights.update((key, _Flight(now, [waiter])) for key in left if key in taken)
-            waiter.num_coming += len(taken)
+            lane.progress = lane.progress if lane.flights else now
+            lane.flights.update((key, {waiter: None}) for key in left if key in taken)
+            waiter.coming |= taken
             keep = [i for i, key in enumerate(left) if key not in taken]
             left, slots = [left[i] for i in keep], slots[keep]
         if left:
@@ -505,7 +524,7 @@ class TieredOffloadingManager(OffloadingManager):
     def wait(self, timeout_s: float) -> None:
         """Results come one by one; the engine has nothing to do before some request has all that it waits for."""
         for lane in self._lanes:
-            waiters = {w for flight in lane.flights.values() for w in flight.waiters if w.is_waiting}
+            waiters = {waiter for flight in lane.flights.values() for waiter in flight if waiter.is_waiting}
             for _ in range(MAX_WAITS if waiters else 0):
                 begun = self._clock()
                 lane.tier.wait(timeout_s)
@@ -523,7 +542,7 @@ class TieredOffloadingManager(OffloadingManager):
 
     def num_promoted(self, req_context: ReqContext) -> int:
         waiter = self._waiters.get(req_context.req_id)
-        return len(waiter.reserved) if waiter is not None else 0
+        return waiter.num_promoted if waiter is not None else 0
 
     def observe_prefill(self, num_tokens: int, seconds: float) -> None:
         self._prefill.add(num_tokens, seconds)
@@ -606,12 +625,13 @@ class TieredOffloadingManager(OffloadingManager):
         self.host.shutdown()
 
     def explain_miss(self, key: OffloadKey) -> Miss:
-        if any(key in lane.flights for lane in self._lanes):
-            return Miss(MissReason.NOT_IN_TIME)
         host, mine = self.host.explain_miss(key), self._reasons.explain(key)
-        if mine.age_s is not None and (host.age_s is None or mine.age_s <= host.age_s):
-            return mine
-        return host
+        on_its_way = any(key in lane.flights for lane in self._lanes)
+        if on_its_way or any(lane.tier.contains([key])[0] == LookupState.HIT for lane in self._lanes):
+            return mine if mine.reason is MissReason.FASTER_TO_COMPUTE else Miss(MissReason.NOT_IN_TIME)
+        if host.reason is MissReason.BEING_WRITTEN or mine.age_s is None:
+            return host
+        return mine if host.age_s is None or mine.age_s <= host.age_s else host
 
     @property
     def num_blocks(self) -> int:

@@ -501,6 +501,7 @@ def refusals(config: dict[str, Any]) -> dict[str, Any]:
     import torch
     import vllm
     from vllm.config import KVTransferConfig, ModelConfig, PoolerConfig
+    from vllm.config.multimodal import MultiModalConfig
     from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorRole
     from vllm.engine.arg_utils import EngineArgs
     from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, MambaSpec, RSWASpec
@@ -554,7 +555,11 @@ def refusals(config: dict[str, Any]) -> dict[str, Any]:
             path, _, key = name_.rpartition(".")
             part = functools.reduce(getattr, path.split("."), vllm_config) if path else vllm_config
             before.append((part, key, getattr(part, key, None)))
-            made = {"pooler_config": lambda v: PoolerConfig(**v), "speculative_config": _Speculative}.get(key)
+            made = {
+                "pooler_config": lambda v: PoolerConfig(**v),
+                "multimodal_config": lambda v: MultiModalConfig(**v),
+                "speculative_config": _Speculative,
+            }.get(key)
             setattr(part, key, made(value) if made else value)
         try:
             # In vLLM's order.

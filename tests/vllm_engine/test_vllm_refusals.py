@@ -53,6 +53,7 @@ CASES: dict[str, tuple[dict[str, Any], list[str]]] = {
         DISK,
         ["prefix_caching_hash_algo=xxhash", "set the environment variable PYTHONHASHSEED=0", "hash-algo sha256"],
     ),
+    "images without a name": (DISK, ["mm_processor_cache_gb=0", "turn one of the two on"]),
     "adapters with a disk": (DISK, ["LoRA", 'set model_fingerprint="..."']),
     "weights without a name": (DISK, ["model some/model", "no safetensors", 'set model_fingerprint="..."']),
 }
@@ -80,6 +81,10 @@ CHANGES = {
         "model_config.pooler_config": {"seq_pooling_type": "MEAN"},
     },
     "hashes of this process alone": {"cache_config.prefix_caching_hash_algo": "xxhash"},
+    "images without a name": {
+        "model_config.multimodal_config": {"mm_processor_cache_gb": 0},
+        "cache_config.enable_prefix_caching": False,
+    },
     "adapters with a disk": {"lora_config": {}},
     "weights without a name": {"model_config.model": "some/model"},
 }
@@ -128,6 +133,8 @@ SHAPES: dict[str, dict[str, Any]] = {
     "an algorithm": {"cache_config.prefix_caching_hash_algo": "sha256_cbor"},
     "a fast algorithm with a seed": {"cache_config.prefix_caching_hash_algo": "xxhash", "PYTHONHASHSEED": "1"},
     "what the user overrides": {"model_config.hf_config.rope_parameters": {"rope_type": "default", "rope_theta": 17}},
+    "images": {"model_config.multimodal_config": {}},
+    "how images are prepared": {"model_config.multimodal_config": {"mm_processor_kwargs": {"do_normalize": False}}},
     "how weights are read": {"load_config.load_format": "dummy"},
     "a length for which other factors hold": {
         "model_config.hf_config.rope_parameters": {"rope_type": "longrope"},

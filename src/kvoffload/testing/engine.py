@@ -693,6 +693,9 @@ class ModelEngine:
             if needed > len(self.pool.free):
                 break
             self._extend(request, n)
+            if request.num_computed_tokens:
+                # As vLLM does: told of again, now that it runs after its load.
+                self.scheduler.update_state_after_alloc(request, _Allocation(request.blocks), 0)
             self.waiting.remove(request)
             self.running.append(request)
             scheduled[request.request_id] = n

@@ -364,7 +364,7 @@ class MemoryTier(Tier):
 
     def _end(self, key: OffloadKey, is_read: bool, error: TierError | None, start: float, block: _Stored) -> None:
         now = self._clock()
-        self._ended.append((TierResult(key, is_read, error, self.block_bytes, now - start, now), block))
+        self._ended.append((TierResult(key, is_read, error, self.block_bytes, now - start, start, now), block))
 
 
 class AskingTier(MemoryTier):

@@ -31,7 +31,8 @@ class TierError(enum.StrEnum):
 class TierResult:
     """How the reading or writing of one block has ended.
 
-    It took ``seconds`` once it was begun, until the monotonic clock read ``ended``.
+    It was under way while the monotonic clock went from ``begun`` to ``ended``, perhaps together with others.
+    ``seconds`` is its share of the time that a thread has spent.
     """
 
     key: OffloadKey
@@ -39,6 +40,7 @@ class TierResult:
     error: TierError | None = None
     nbytes: int = 0
     seconds: float = 0.0
+    begun: float = 0.0
     ended: float = 0.0
 
     @property

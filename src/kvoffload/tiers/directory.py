@@ -127,6 +127,9 @@ class DirectoryStorage(Storage):
         return status.f_bavail * status.f_frsize
 
     def close(self) -> None:
+        if self._lock_fd >= 0:
+            # A child that was forked meanwhile has the descriptor too.
+            fcntl.flock(self._lock_fd, fcntl.LOCK_UN)
         for fd in (self._fd, self._lock_fd):
             if fd >= 0:
                 os.close(fd)
@@ -158,6 +161,7 @@ class _DirectoryFile(StoredFile):
     def __init__(self, fd: int, storage: DirectoryStorage) -> None:
         self._fd = fd
         self._storage = storage
+        self._is_direct = bool(fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_DIRECT)
         if not stat.S_ISREG(os.fstat(fd).st_mode):
             os.close(fd)
             raise OSError(errno.EINVAL, "not a regular file")
@@ -178,11 +182,13 @@ class _DirectoryFile(StoredFile):
 
     def _leave_direct(self, error: OSError) -> None:
         """Some file systems take O_DIRECT on opening and refuse it later. Raises ``error`` if that is not it."""
-        flags = fcntl.fcntl(self._fd, fcntl.F_GETFL)
-        if error.errno != errno.EINVAL or not flags & os.O_DIRECT:
+        if error.errno != errno.EINVAL or not self._is_direct:
             raise error
-        self._storage.tell_not_direct()
-        fcntl.fcntl(self._fd, fcntl.F_SETFL, flags & ~os.O_DIRECT)
+        # Another thread may have done so, since this one's call was refused.
+        flags = fcntl.fcntl(self._fd, fcntl.F_GETFL)
+        if flags & os.O_DIRECT:
+            self._storage.tell_not_direct()
+            fcntl.fcntl(self._fd, fcntl.F_SETFL, flags & ~os.O_DIRECT)
 
     def size(self) -> int:
         return os.fstat(self._fd).st_size

@@ -196,7 +196,7 @@ class DiskTier(Tier):
         self._chores_at = self._grow_at = self._warn_at = -float("inf")
         self._num_unwarned = 0
         self._growing = False
-        self._grown: deque[int | OSError] = deque()
+        self._grown: deque[int | Exception] = deque()
         self._closed = self._abandoned = False
         self._restore()
         if not self._files.num_allocated:
@@ -430,7 +430,7 @@ class DiskTier(Tier):
             elif corrupt and corrupt[i]:
                 error = TierError.CORRUPT
             nbytes = 0 if error else self.block_bytes
-            result = TierResult(item.key, is_read, error, nbytes, (ended - begun) / len(run), ended)
+            result = TierResult(item.key, is_read, error, nbytes, (ended - begun) / len(run), begun, ended)
             self._done.append(_Done(result, item.slot, str(problem or "")))
 
     def _take_sequences(self, n: int) -> int:
@@ -440,7 +440,7 @@ class DiskTier(Tier):
     def _grow(self) -> None:
         try:
             self._grown.append(self._files.grow())
-        except OSError as error:
+        except Exception as error:
             self._grown.append(error)
 
     # What has ended.
@@ -455,7 +455,7 @@ class DiskTier(Tier):
         while self._grown:
             grown = self._grown.popleft()
             self._growing = False
-            if isinstance(grown, OSError):
+            if isinstance(grown, Exception):
                 self._grow_at = self._clock() + RETRY_S
                 self._warn(f"no more room on disk ({grown}); the next try is in {RETRY_S:.0f} s")
             else:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
@@ -31,6 +32,8 @@ from kvoffload.tiers.storage import Storage, StoredFile
 logger = logging.getLogger(__name__)
 
 SLAB_BYTES = 1 << 30
+NOT_A_FILE = (errno.ENOENT, errno.ELOOP, errno.EISDIR, errno.EINVAL, errno.ENXIO)
+"""What opening a symbolic link, a directory, a pipe, or nothing gives."""
 FIXED_BYTES = 64 << 10
 """Set aside for folders, lock, header, and what the file system needs to find the index."""
 SLAB_OVERHEAD_BYTES = 64 << 10
@@ -200,8 +203,11 @@ class SlabFiles:
         most = min(self.header.slots_per_slab, self.num_slots - first)
         try:
             file = self._keep(self._storage.open(self._folder, slab_name(number), direct=True))
-        except OSError:
-            return False
+        except OSError as error:
+            if error.errno in NOT_A_FILE:
+                return False
+            # What cannot be opened today may be well tomorrow: nothing is removed for that.
+            raise
         self._slabs.append(file)
         there = min(file.size() // self.header.block_bytes, most)
         file.resize(there * self.header.block_bytes)

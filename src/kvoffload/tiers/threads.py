@@ -15,6 +15,8 @@ logger = logging.getLogger(__name__)
 NUM_THREADS = 8
 MAX_QUEUED_READS = 4096
 MAX_QUEUED_WRITES = 4096
+GRACE_S = 1.0
+"""Beyond the deadline of ``close``, for what has begun."""
 
 
 class IOThreads(Executor):
@@ -64,6 +66,8 @@ class IOThreads(Executor):
             self._reads.clear()
             self._writes.clear()
             self._changed.notify_all()
+            # What merely runs ends soon; what hangs does not.
+            self._changed.wait_for(lambda: not self._num_running, GRACE_S)
             return not self._num_running
 
     def _work(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
 import re
@@ -16,7 +17,7 @@ from vllm.v1.kv_cache_interface import UniformTypeKVCacheSpecs
 from kvoffload.admission import FilterReusedOffloadingManager
 from kvoffload.base import ConfigError, KVGroup
 from kvoffload.config import OffloadConfig
-from kvoffload.fingerprint import fingerprint, model_identity
+from kvoffload.fingerprint import find_model_dir, fingerprint, model_identity
 from kvoffload.hostpool import HostBackend, PoolHandle, format_bytes, padded_slot_bytes
 from kvoffload.keys import root_hash
 from kvoffload.manager import PolicyOffloadingManager
@@ -345,6 +346,13 @@ def _refuse_unserved_with_disk(vllm_config: VllmConfig, config: OffloadConfig) -
             "would find what another has left on disk; set the environment variable PYTHONHASHSEED=0 (any number, the "
             "same at every start), or use --prefix-caching-hash-algo sha256"
         )
+    multimodal, cache = vllm_config.model_config.multimodal_config, vllm_config.cache_config
+    if multimodal and getattr(multimodal, "mm_processor_cache_gb", None) == 0 and not cache.enable_prefix_caching:
+        raise ConfigError(
+            f"disk_dir={config.disk_dir!r} with mm_processor_cache_gb=0 and no prefix caching: vLLM then names images "
+            "and other inputs by a number that begins anew with every process, and not by their content; turn one of "
+            "the two on"
+        )
     if vllm_config.lora_config is not None and config.model_fingerprint is None:
         raise ConfigError(
             f"disk_dir={config.disk_dir!r} with LoRA: a block tells its adapter by name and path alone, and an adapter "
@@ -370,6 +378,7 @@ def model_fingerprint(vllm_config: VllmConfig, setup: Setup, infos: Sequence[Ran
             "model_config": described,
             # It decides between two sets of factors. Otherwise it shapes nothing, and may depend on free memory.
             "max_model_len": model.max_model_len if "longrope" in described else None,
+            "multimodal": _multimodal(model),
             "load_format": str(vllm_config.load_config.load_format),
             "draft": draft,
             "engine": versions.NAME,
@@ -399,6 +408,20 @@ def _identity(setup: Setup, model: ModelConfig, given: str | None) -> str:
             'model_fingerprint="..." and change it with the weights'
         )
     return identity
+
+
+def _multimodal(model: ModelConfig) -> list[str] | None:
+    """What makes of an image, a video or a sound what the model sees, besides its weights and the input's own hash."""
+    config = model.multimodal_config
+    if config is None:
+        return None
+    directory = find_model_dir(model.model, model.revision)
+    files = sorted(directory.glob("*processor_config.json")) if directory is not None else []
+    names = ("mm_processor_kwargs", "mm_encoder_attn_backend", "mm_encoder_attn_dtype", "mm_encoder_fp8_scale_path")
+    return [
+        *(f"{name}={getattr(config, name, None)!r}" for name in names),
+        *(f"{path.name}:{hashlib.sha256(path.read_bytes()).hexdigest()}" for path in files),
+    ]
 
 
 def _hf_config(model: ModelConfig) -> str:
