@@ -271,12 +271,12 @@ def test_a_block_size_that_the_engines_does_not_divide(block_size: int, mend: in
 @pytest.mark.parametrize("value", [-1, -0.001, NAN, INFINITY, "yes", "1000", [1], True])
 @pytest.mark.parametrize("name", ["load_deadline_ms", "lookup_deadline_ms"])
 def test_a_deadline_is_some_milliseconds(name: str, value: object) -> None:
-    assert refused(**{name: value}) == f"{name}={value!r}: must be 0 or more milliseconds"
+    assert refused(**{name: value}) == f"{name}={value!r}: must be a number of milliseconds, 0 or more, without quotes"
 
 
 @pytest.mark.parametrize("value", [0, 1, "false", "no", 1.0, []])
 def test_yes_or_no(value: object) -> None:
-    assert refused(load_only_if_faster=value) == f"load_only_if_faster={value!r}: must be true or false"
+    assert refused(load_only_if_faster=value) == f"load_only_if_faster={value!r}: must be true or false, without quotes"
 
 
 # The disk tier.

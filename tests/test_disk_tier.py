@@ -583,7 +583,7 @@ def test_without_any_room_writes_are_refused_until_there_is_some(
     rig = Rig(tmp_path / "none", clock=lambda: now[0])
     rig.open(storage)
     assert rig.write(1) == []
-    assert caplog.text.count("no more room on disk") == 1
+    assert caplog.text.count("it cannot grow") == 1
     storage.full = False
     assert rig.write(1) == []
     now[0] += disk.RETRY_S

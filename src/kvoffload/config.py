@@ -53,7 +53,7 @@ def _resolved(disk_dir: object) -> str:
         raise ConfigError(f"disk_dir={disk_dir!r}: not a path; {mend}")
     path = os.path.expanduser(disk_dir)
     if not os.path.isabs(path):
-        raise ConfigError(f"disk_dir={disk_dir!r}: not an absolute path; {mend}")
+        raise ConfigError(f"disk_dir={disk_dir!r}: not an absolute path; {mend}. Variables are not looked up")
     return os.path.normpath(path)
 
 
@@ -149,9 +149,11 @@ class OffloadConfig:
             deadline = getattr(self, name)
             is_number = isinstance(deadline, (int, float)) and not isinstance(deadline, bool)
             if not is_number or not 0 <= deadline < math.inf:
-                raise ConfigError(f"{name}={deadline!r}: must be 0 or more milliseconds")
+                raise ConfigError(f"{name}={deadline!r}: must be a number of milliseconds, 0 or more, without quotes")
         if not isinstance(self.load_only_if_faster, bool):
-            raise ConfigError(f"load_only_if_faster={self.load_only_if_faster!r}: must be true or false")
+            raise ConfigError(
+                f"load_only_if_faster={self.load_only_if_faster!r}: must be true or false, without quotes"
+            )
         if self.model_fingerprint is not None and not (
             isinstance(self.model_fingerprint, str) and self.model_fingerprint
         ):

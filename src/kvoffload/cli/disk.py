@@ -82,11 +82,15 @@ def clear(directory: Path, fingerprint: str | None, yes: bool, as_json: bool) ->
     Refuses while a server uses DIR. Exit status 1: not removed; 2: DIR is not a disk tier's, or in use.
     """
     with _errors("clear"):
-        folders = [folder for part in inspect_directory(directory) for folder in part.folders]
+        parts = inspect_directory(directory)
+        for part in parts:
+            if part.in_use:
+                raise InspectError(f"{directory / part.path} is in use by process {part.pid}; stop that server first")
+        folders = [folder for part in parts for folder in part.folders]
         if fingerprint is not None:
             fingerprint = _the_one(fingerprint, folders)
         chosen = [folder for folder in folders if fingerprint in (None, folder.fingerprint)]
-        if not yes:
+        if not yes and chosen:
             size = format_bytes(sum(folder.allocated_bytes for folder in chosen))
             blocks = counted(sum(folder.num_blocks for folder in chosen), "block")
             click.confirm(f"Remove {blocks} ({size}) from {directory}?", abort=True, err=True)

@@ -141,7 +141,9 @@ class DirectoryStorage(Storage):
         """Logs, once, that the page cache is in the way."""
         if not self._knows_direct:
             self._knows_direct = True
-            logger.warning("disk_dir=%r: its file system has no O_DIRECT; using the page cache", str(self.path))
+            logger.warning(
+                "kvoffload: disk_dir=%r: its file system has no O_DIRECT; using the page cache", str(self.path)
+            )
 
     @contextmanager
     def _folder(self, folder: str) -> Iterator[int]:
@@ -230,18 +232,22 @@ def _try_to_lock(fd: int, kind: int, deadline_s: float) -> bool:
 
 def _open_root(path: Path) -> int:
     setting = f"disk_dir={str(path)!r}"
+    if path.is_symlink():
+        raise ConfigError(f"{setting}: is a symbolic link; write what it points to, {os.path.realpath(path)!r}")
+    if path.exists() and not path.is_dir():
+        raise ConfigError(f"{setting}: is not a directory; name a directory")
     try:
         path.mkdir(mode=_FOLDER_MODE, parents=True, exist_ok=True)
         fd = os.open(path, _FOLDER_FLAGS)
     except OSError as error:
         raise ConfigError(
-            f"{setting}: cannot be used ({error.strerror}); name a directory, not a symbolic link, that this user can "
-            "write to"
+            f"{setting}: cannot be used ({error.strerror}); name a directory that this user can write to, or let root "
+            f"make it: install -d -m 700 -o {os.geteuid()} {path}"
         ) from error
     status = os.fstat(fd)
     problem = None
     if status.st_uid not in (os.geteuid(), 0):
-        problem = f"belongs to user {status.st_uid}; name a directory of your own"
+        problem = f"belongs to user {status.st_uid}; name a directory of your own, or chown it"
     elif status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
         problem = f"others can write to it (mode {stat.S_IMODE(status.st_mode):o}); run chmod 700 on it"
     if problem:

@@ -457,7 +457,10 @@ class DiskTier(Tier):
             self._growing = False
             if isinstance(grown, Exception):
                 self._grow_at = self._clock() + RETRY_S
-                self._warn(f"no more room on disk ({grown}); the next try is in {RETRY_S:.0f} s")
+                self._warn(
+                    f"it cannot grow ({grown}) and evicts for new blocks; the next try is in {RETRY_S:.0f} s. Free "
+                    "space where disk_dir lies, or set disk_bytes lower"
+                )
             else:
                 self._backend.supply(np.arange(self._backend.num_supplied, grown))
 
@@ -474,7 +477,7 @@ class DiskTier(Tier):
                     result = replace(result, error=TierError.GONE, nbytes=0)
             elif result.error is not None:
                 what = "reading" if result.is_read else "writing"
-                self._warn(f"{what} block {result.key.hex()} failed: {result.error} {done.problem}".rstrip())
+                self._warn(f"{what} block {result.key.hex()} failed ({done.problem or result.error}): it is a miss")
             results.append(result)
         reads = [result.key for result in results if result.is_read]
         self._reading.difference_update(reads)
@@ -494,7 +497,7 @@ class DiskTier(Tier):
             self._num_unwarned += 1
             return
         more = f" ({self._num_unwarned} more warnings were left out before)" if self._num_unwarned else ""
-        logger.warning("disk tier: %s%s", message, more)
+        logger.warning("kvoffload: disk tier: %s%s", message, more)
         self._num_unwarned = 0
         self._warn_at = self._clock() + WARNING_INTERVAL_S
 

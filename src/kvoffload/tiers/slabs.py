@@ -185,13 +185,13 @@ class SlabFiles:
             finally:
                 index.close()
         except (OSError, FormatError) as error:
-            logger.warning("the disk tier's blocks cannot be used (%s); starting anew", error)
+            logger.warning("kvoffload: the disk tier's blocks cannot be used (%s); starting anew", error)
             if isinstance(error, OSError):
                 self._storage.remove(self._folder, INDEX_NAME)
             return
         layout = replace(self.header, generation=found.generation, transient=found.transient)
         if layout != found:
-            logger.warning("the disk tier's blocks were stored by another layout; starting anew")
+            logger.warning("kvoffload: the disk tier's blocks were stored by another layout; starting anew")
             return
         self._is_new = False
         if not found.transient:
@@ -230,7 +230,7 @@ class SlabFiles:
             try:
                 there = self._index.read([data], record_offset(first))
             except OSError as error:
-                logger.warning("the disk tier's index cannot be read in full (%s)", error)
+                logger.warning("kvoffload: the disk tier's index cannot be read in full (%s)", error)
                 continue
             yield parse_records(self.header, data[:there], first)
 

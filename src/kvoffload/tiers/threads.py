@@ -85,7 +85,7 @@ class IOThreads(Executor):
             try:
                 job()
             except Exception:
-                logger.exception("a job of a tier failed")
+                logger.exception("kvoffload: a job of a tier failed")
             del job
             with self._changed:
                 self._num_running -= 1
