@@ -569,6 +569,7 @@ def test_what_takes_longer_to_load_than_to_compute_is_computed(seconds_a_block: 
         assert rig.manager.explain_miss(other[0]).reason is MissReason.FASTER_TO_COMPUTE
         rig.clock.now += RATE_TTL_S + 1
         assert rig.manager.lookup(other, B) is None, "an old measurement is made again"
+        assert rig.manager.lookup(keys[1:], ReqContext("c")) == 0, "by one request"
 
 
 def test_it_can_be_told_to_load_always() -> None:

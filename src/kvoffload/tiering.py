@@ -117,10 +117,8 @@ class _Lane:
         self._busy_until = float("-inf")
         """Up to when time is in ``read_rate``."""
 
-    def seconds_to_read(self, num_blocks: int, now: float) -> float:
-        """How long so many blocks would take; 0 if that was not measured lately and nothing under way will tell."""
-        if now - self.measured > RATE_TTL_S and not self.flights:
-            return 0.0
+    def seconds_to_read(self, num_blocks: int) -> float:
+        """How long so many blocks would take; 0 while that is not known."""
         return self.read_rate.seconds_for(num_blocks * self.tier.block_bytes) or 0.0
 
     def most_flights(self, deadline_s: float) -> int:
@@ -308,9 +306,10 @@ class TieredOffloadingManager(OffloadingManager):
         computing = self._prefill.seconds_for(len(found) * self._tokens_per_block[key_group_idx(first)])
         if not self._load_only_if_faster or computing is None:
             return True
-        now = self._clock()
         before = sum(len(lane.flights) for lane in self._lanes) + sum(len(waiter.wanted) for waiter in self._wanting)
-        if max(lane.seconds_to_read(before + len(found), now) for lane in self._lanes) <= computing:
+        if before == 0 and self._clock() - min(lane.measured for lane in self._lanes) > RATE_TTL_S:
+            return True
+        if max(lane.seconds_to_read(before + len(found)) for lane in self._lanes) <= computing:
             return True
         self._reasons.record([first], MissReason.FASTER_TO_COMPUTE)
         return False
@@ -603,6 +602,7 @@ class TieredOffloadingManager(OffloadingManager):
         self._num_evicted = evicted
         counts, self._counts = self._counts, defaultdict(float)
         gauges = {
+            "disk_blocks": sum(lane.tier.num_blocks for lane in self._lanes),
             "disk_used_bytes": sum(lane.tier.used_bytes for lane in self._lanes),
             "disk_bytes": sum(lane.tier.capacity_bytes for lane in self._lanes),
             "disk_off": int(any(lane.off for lane in self._lanes)),

@@ -189,7 +189,7 @@ def _folder_table(parts: Sequence[Owned]) -> Table:
 
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False)
     table.add_column("fingerprint", no_wrap=True)
-    for name in ("blocks", "of", "on disk", "oldest", "newest", "hits", "blocks\nhit"):
+    for name in ("blocks", "slots", "on disk", "oldest", "newest", "hits", "blocks\nhit"):
         table.add_column(name, justify="right")
     table.add_column("")
     now = time.time()

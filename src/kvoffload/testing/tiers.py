@@ -268,6 +268,10 @@ class MemoryTier(Tier):
         return sum(pool.shape[1] for pool in self._pools)
 
     @property
+    def num_blocks(self) -> int:
+        return len(self._blocks)
+
+    @property
     def num_evicted(self) -> int:
         return self._num_evicted
 

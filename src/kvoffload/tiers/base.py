@@ -79,6 +79,11 @@ class Tier(ABC):
 
     @property
     @abstractmethod
+    def num_blocks(self) -> int:
+        """Blocks held now, those being written included."""
+
+    @property
+    @abstractmethod
     def num_evicted(self) -> int:
         """Blocks evicted since the start."""
 

@@ -253,7 +253,6 @@ class DiskTier(Tier):
 
     @property
     def num_blocks(self) -> int:
-        """Blocks held now, those being written included."""
         return self._book.num_used_blocks
 
     def contains(self, keys: Sequence[OffloadKey]) -> States:
