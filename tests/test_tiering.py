@@ -676,6 +676,23 @@ def test_a_block_that_cannot_be_read_is_a_miss(error: TierError, reason: MissRea
     assert rig.host.num_used_blocks == 0
 
 
+def test_who_wants_a_block_that_was_found_bad_meanwhile_is_told_so() -> None:
+    rig = Rig(host_blocks=8)
+    keys = chain("x", 4)
+    rig.store_below(keys)
+    rig.manager.lookup(keys[:2], A)
+    rig.manager.poll()
+    rig.tier.fails = TierError.CORRUPT
+    rig.manager.lookup(keys, B)
+    rig.executor.drain()
+    rig.manager.poll()
+    rig.tier.delete(keys)
+    rig.tier.fails = None
+    rig.settle()
+    assert rig.manager.lookup(keys, B) == 0
+    assert rig.manager.explain_miss(keys[0]).reason is MissReason.CORRUPT
+
+
 def fail(rig: Rig, times: int) -> None:
     for i in range(times):
         keys = chain(f"bad{rig.clock.now}/{i}", 1)

@@ -488,8 +488,10 @@ class TieredOffloadingManager(OffloadingManager):
         return min(self._max_promoted - promoted, most_flights - flights, self.host.num_available_blocks)
 
     def _promote(self, waiter: _Waiter, keys: list[OffloadKey]) -> bool:
-        # Others may have asked for the same since, or stored it.
+        # Others may have asked for the same since, or stored it, or found that it cannot be read.
         self._wait_for([key for key in keys if any(key in lane.flights for lane in self._lanes)], waiter.context)
+        there = np.any([lane.tier.contains(keys) == LookupState.HIT for lane in self._lanes if not lane.off], axis=0)
+        keys = [keys[i] for i in np.flatnonzero(there).tolist()]
         output = self.host.prepare_store(keys)
         if output is None:
             self._want_again(waiter, keys)

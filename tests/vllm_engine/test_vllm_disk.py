@@ -89,7 +89,10 @@ def test_a_restarted_server_answers_from_disk_until_its_weights_are_replaced(
     assert found(result) > 0
     first = result["records"][:PROMPTS]
     assert first[0]["host_tokens"] == 0
-    for record, prompt in zip(first, make_prompts(), strict=True):
+    # They go on in the order in which their blocks arrive.
+    first.sort(key=lambda record: record["tokens_asked"])
+    for record, prompt in zip(first, sorted(make_prompts(), key=len), strict=True):
+        assert record["tokens_asked"] == len(prompt)
         assert record["disk_tokens"] > 0
         tokens = record["device_tokens"] + record["host_tokens"] + record["disk_tokens"]
         assert len(prompt) // BLOCK_SIZE * BLOCK_SIZE - 1 <= tokens < len(prompt)
