@@ -395,8 +395,7 @@ class TieredOffloadingManager(OffloadingManager):
 
     def _pin(self, waiter: _Waiter, keys: list[OffloadKey]) -> None:
         """Keeps blocks ready for a request. A reset may have come before them."""
-        there = self.host.states(keys) == LookupState.HIT
-        keys = [key for key, present in zip(keys, there.tolist(), strict=True) if present]
+        keys = self._ready(keys)
         if keys:
             self.host.prepare_load(keys)
             waiter.num_promoted += len(keys)
@@ -572,8 +571,12 @@ class TieredOffloadingManager(OffloadingManager):
     ) -> None:
         self.host.complete_store(keys, req_context, success)
         if success:
-            ready = self.host.states(keys) == LookupState.HIT
-            self._write_through([key for key, there in zip(keys, ready.tolist(), strict=True) if there])
+            self._write_through(self._ready(keys))
+
+    def _ready(self, keys: Sequence[OffloadKey]) -> list[OffloadKey]:
+        """Those that the host can load."""
+        ready = self.host.states(keys) == LookupState.HIT
+        return [keys[i] for i in np.flatnonzero(ready).tolist()]
 
     def _write_through(self, keys: list[OffloadKey]) -> None:
         for lane in self._lanes:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import logging
 import os
-import re
 import resource
 import time
 from collections import deque
@@ -26,16 +25,16 @@ from kvoffload.tiers.directory import LOCK_NAME, DirectoryStorage
 from kvoffload.tiers.executor import Executor
 from kvoffload.tiers.format import (
     EMPTY_RECORD,
-    INDEX_NAME,
+    ENGINE_FOLDER,
     MAX_HITS,
     MAX_KEY_BYTES,
     MAX_SECONDS,
     RECORD_BYTES,
     Header,
+    is_block_file,
     is_fingerprint,
     pack_record,
     payload_checksum,
-    slab_number,
 )
 from kvoffload.tiers.slabs import SLAB_BYTES, SlabFiles
 from kvoffload.tiers.storage import Storage
@@ -55,7 +54,6 @@ WARNING_INTERVAL_S = 10.0
 SPARE_DESCRIPTORS = 512
 """Files that everybody else in the process may still want to open."""
 _NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-_ENGINE = re.compile(r"engine-([0-9]{1,6})")
 
 
 class _Backend(SlotBackend):
@@ -632,7 +630,7 @@ def _allow_descriptors(num_slabs: int) -> None:
 def _remove_other_arrangements(root: DirectoryStorage, engine: int, engines: int, share: int) -> None:
     """Removes what a server with another number of engines has left, so that it does not count twice."""
     for folder in root.folders():
-        match = _ENGINE.fullmatch(folder)
+        match = ENGINE_FOLDER.fullmatch(folder)
         if match and (engines == 1 or int(match[1]) != engine):
             is_other = engines == 1 or int(match[1]) >= engines
             other = DirectoryStorage(root.path / folder)
@@ -663,7 +661,7 @@ def _remove_blocks(storage: DirectoryStorage) -> None:
 
 def _remove_folder(storage: DirectoryStorage, folder: str) -> None:
     for name in storage.files(folder):
-        if name == INDEX_NAME or slab_number(name) is not None:
+        if is_block_file(name):
             storage.remove(folder, name)
     # Not if somebody else keeps files there.
     with suppress(OSError):

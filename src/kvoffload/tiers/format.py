@@ -46,6 +46,8 @@ _HEADER = struct.Struct("<8sII64sQQB")
 _RECORD_MAGIC = int.from_bytes(b"kvob", "little")
 _ID_BYTES = 12
 _FINGERPRINT = re.compile(r"[0-9a-f]{64}")
+ENGINE_FOLDER = re.compile(r"engine-([0-9]{1,6})")
+"""Where several engines share a directory, the folder of each."""
 _SLAB = re.compile(r"slab-([0-9]{5,9})")
 
 RECORD = np.dtype(
@@ -76,6 +78,11 @@ Records = npt.NDArray[np.void]
 
 class FormatError(KVOffloadError):
     """An index cannot be used. The message says why."""
+
+
+def is_block_file(name: str) -> bool:
+    """Whether a file of this name in a fingerprint's folder is the tier's."""
+    return name == INDEX_NAME or slab_number(name) is not None
 
 
 def is_fingerprint(name: str) -> bool:

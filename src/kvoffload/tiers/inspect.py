@@ -24,12 +24,14 @@ from kvoffload.base import KVOffloadError, OffloadKey
 from kvoffload.hostpool import ByteArray
 from kvoffload.tiers.directory import LOCK_NAME
 from kvoffload.tiers.format import (
+    ENGINE_FOLDER,
     HEADER_BYTES,
     INDEX_NAME,
     RECORD_BYTES,
     Entries,
     FormatError,
     Header,
+    is_block_file,
     is_fingerprint,
     parse_records,
     payload_checksum,
@@ -44,7 +46,6 @@ TRIES = 3
 MAX_NAMES = 5
 """File names told in one finding."""
 
-_ENGINE = re.compile(r"engine-[0-9]{1,6}")
 _OWNER = re.compile(rb"process ([0-9]{1,10}) since ")
 _FOLDER_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 # Not blocking: what lies under the name might be a pipe.
@@ -374,7 +375,7 @@ class _OpenFolder:
         names = sorted(os.listdir(self._fd), key=lambda name: (name != INDEX_NAME, name))
         for name in names:
             status = _status(name, self._fd)
-            if status is None or not stat.S_ISREG(status.st_mode) or (name != INDEX_NAME and slab_number(name) is None):
+            if status is None or not stat.S_ISREG(status.st_mode) or not is_block_file(name):
                 result.left.append(f"{self.report.path}/{name}")
                 continue
             os.unlink(name, dir_fd=self._fd)
@@ -416,7 +417,7 @@ def _open_owned(directory: Path, stack: ExitStack) -> list[tuple[Owned, int]]:
     except OSError as error:
         raise InspectError(f"{directory}: {error.strerror}; {mend}") from error
     names = sorted(os.listdir(root))
-    engines = [name for name in names if _ENGINE.fullmatch(name)]
+    engines = [name for name in names if ENGINE_FOLDER.fullmatch(name)]
     if not (engines or LOCK_NAME in names or any(map(is_fingerprint, names))):
         raise InspectError(f"{directory}: there is no disk tier in it; {mend}")
     found = [(Owned(""), root)]
@@ -444,7 +445,7 @@ def _open_folders(owned: Owned, fd: int, stack: ExitStack) -> list[_OpenFolder]:
             report = Folder(f"{owned.path}/{name}".lstrip("/"), name)
             owned.folders.append(report)
             opened.append(_OpenFolder(report, folder, fd))
-        elif name != LOCK_NAME and (owned.path or not _ENGINE.fullmatch(name)):
+        elif name != LOCK_NAME and (owned.path or not ENGINE_FOLDER.fullmatch(name)):
             foreign.append(name)
     if foreign:
         owned.findings.append(_not_ours(foreign))

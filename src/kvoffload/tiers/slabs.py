@@ -21,6 +21,7 @@ from kvoffload.tiers.format import (
     Entries,
     FormatError,
     Header,
+    is_block_file,
     is_fingerprint,
     parse_records,
     record_offset,
@@ -142,7 +143,7 @@ class SlabFiles:
     def _find_foreign(self) -> None:
         for folder in self._storage.folders():
             if is_fingerprint(folder) and folder != self._folder:
-                names = [name for name in self._storage.files(folder) if _is_ours(name)]
+                names = [name for name in self._storage.files(folder) if is_block_file(name)]
                 sizes = {name: self._allocated(folder, name) for name in names}
                 modified = self._storage.modified(folder, INDEX_NAME) if INDEX_NAME in sizes else 0.0
                 index = [(INDEX_NAME, sizes.pop(INDEX_NAME, 0) + FOLDER_BYTES)]
@@ -165,7 +166,7 @@ class SlabFiles:
         """Opens the slabs that can go on to be used, and removes everything else."""
         if self._folder not in self._storage.folders():
             return
-        names = [name for name in self._storage.files(self._folder) if _is_ours(name)]
+        names = [name for name in self._storage.files(self._folder) if is_block_file(name)]
         if INDEX_NAME in names:
             self._read_header()
         for number in range(0 if self._is_new else -(-self.num_slots // self.header.slots_per_slab)):
@@ -320,10 +321,6 @@ def _check_slots(slot_bytes: Sequence[int]) -> None:
             f"blocks of {format_bytes(sum(slot_bytes))}: the disk tier takes at most {format_bytes(MAX_BLOCK_BYTES)}; "
             "set a smaller block size"
         )
-
-
-def _is_ours(name: str) -> bool:
-    return name == INDEX_NAME or slab_number(name) is not None
 
 
 def _write_all(file: StoredFile, buffers: Sequence[ByteArray], offset: int) -> None:
