@@ -22,6 +22,7 @@ LAYERS = [
     {"manager", "admission", "config", "tiers"},
     {"tiering"},
     {"scheduler", "tracking", "worker"},
+    {"lab"},
     {"cli", "demo", "vllm", "testing"},
 ]
 """Lowest first. A room may import its own layer and those below, but never in a circle. ``testing`` may

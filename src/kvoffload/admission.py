@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Any
 
 from kvoffload.base import (
     IntegrityError,
@@ -75,6 +76,14 @@ class FilterReusedOffloadingManager(OffloadingManager):
         self._count(keys, req_context)
         self.backing.touch(keys, req_context)
 
+    def refresh(
+        self,
+        keys: Sequence[OffloadKey],
+        stored: Collection[OffloadKey],
+        req_context: ReqContext | None = None,
+    ) -> None:
+        self.backing.refresh(keys, stored, req_context)
+
     def prepare_store(
         self, keys: Sequence[OffloadKey], req_context: ReqContext | None = None
     ) -> PrepareStoreOutput | None:
@@ -126,6 +135,9 @@ class FilterReusedOffloadingManager(OffloadingManager):
 
     def observe_prefill(self, num_tokens: int, seconds: float) -> None:
         self.backing.observe_prefill(num_tokens, seconds)
+
+    def policy_state(self) -> Mapping[str, Any]:
+        return self.backing.policy_state()
 
     def take_counts(self) -> Mapping[str, float]:
         return self.backing.take_counts()

@@ -268,10 +268,18 @@ class CachePolicy(ABC):
     The policy must: return from ``evict`` exactly ``n`` distinct slots, none of them ``busy``; forget
     them; keep every list in the order the calls came. Lists are given oldest first: the last slot
     becomes the most recent.
+
+    One request is one use of its blocks, however often the engine tries it. Of each request the policy is told, in
+    this order: ``observe`` (the whole chain), ``touch_absent`` (what of it is not here), ``touch`` (what is); then, as
+    it computes, ``admit``, ``evict`` and ``insert`` for what it stores, in one or several parts; at its end
+    ``refresh``.
     """
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
+
+    def observe(self, keys: Sequence[OffloadKey]) -> None:
+        """A request asks for a chain: ``keys``, head first, cached or not."""
 
     @abstractmethod
     def insert(self, slots: Slots, keys: Sequence[OffloadKey]) -> None:
@@ -279,10 +287,26 @@ class CachePolicy(ABC):
 
     @abstractmethod
     def touch(self, slots: Slots, ready: npt.NDArray[np.bool_], pinned: npt.NDArray[np.bool_]) -> None:
-        """Blocks were used. ``ready[i]`` False: still being written. ``pinned[i]``: out of the order now."""
+        """Blocks were used. ``ready[i]`` False: still being written. ``pinned[i]``: a reader holds it, see ``pin``."""
 
     def touch_absent(self, keys: Sequence[OffloadKey]) -> None:
-        """Keys that are not cached were used. Policies with ghost lists learn from it."""
+        """Keys that are not cached were used, the last of the chain first. Policies with ghost lists learn from it."""
+
+    def refresh(self, slots: Slots, new: npt.NDArray[np.bool_], pinned: npt.NDArray[np.bool_]) -> None:
+        """A request that used or stored ``slots``, one by one or in parts, has all of its chain now, which takes the
+        places that it would have if all had come at this moment. No further use. ``new[i]``: stored by this request;
+        policies in which a use moves nothing move only those."""
+
+    def admit(self, keys: Sequence[OffloadKey], shortage: int) -> npt.NDArray[np.bool_] | None:
+        """``keys``, absent and in the order of their chain, are to be stored, and ``shortage`` of them have no free
+        slot. Which may enter; None: all. Blocks are evicted for those only. Called before ``evict`` and ``insert``,
+        and not where all must enter, as in a host pool through which lower tiers are fed."""
+        return None
+
+    def state(self) -> Mapping[str, Any]:
+        """What a policy that adapts goes by now, for metrics and records of misses: ``rule``, a name, and ``scores``, a
+        number a rule. Empty: it does not adapt."""
+        return {}
 
     @abstractmethod
     def settle(self, slots: Slots) -> None:
@@ -290,11 +314,12 @@ class CachePolicy(ABC):
 
     @abstractmethod
     def pin(self, slots: Slots) -> None:
-        """Blocks must not be evicted until ``unpin``."""
+        """Blocks get their first reader: they must not be evicted until ``unpin``."""
 
     @abstractmethod
     def unpin(self, slots: Slots) -> None:
-        """Blocks may be evicted again, from the recent end of the list they belong to."""
+        """The last reader has let go: blocks may be evicted again, from the recent end of the list they belong to if
+        uses move blocks in it."""
 
     @abstractmethod
     def evict(self, n: int, busy: npt.NDArray[np.bool_], key_of: npt.NDArray[np.object_]) -> Slots:
@@ -342,13 +367,24 @@ class OffloadingManager(ABC):
 
     @abstractmethod
     def touch(self, keys: Sequence[OffloadKey], req_context: ReqContext | None = None) -> None:
-        """Marks as recently used, last key first, so that a chain loses its tail before its head."""
+        """A request uses a chain, called once a request: marks as recently used, last key first, so that a chain loses
+        its tail before its head."""
+
+    def refresh(
+        self,
+        keys: Sequence[OffloadKey],
+        stored: Collection[OffloadKey],
+        req_context: ReqContext | None = None,
+    ) -> None:
+        """Puts a request's whole chain, which it has touched and of which it has stored ``stored``, into the order of
+        one touch, last key first. It counts as no further use. Called when the request has stored all that it will."""
+        self.touch(keys, req_context)
 
     @abstractmethod
     def prepare_store(
         self, keys: Sequence[OffloadKey], req_context: ReqContext | None = None
     ) -> PrepareStoreOutput | None:
-        """Makes room for those of ``keys`` that are absent, evicting ready, unpinned blocks and never one
+        """Makes room for those of ``keys`` that are absent and admitted, evicting ready, unpinned blocks and never one
         of ``keys``. None when room cannot be made, and then nothing has changed."""
 
     @abstractmethod
@@ -395,6 +431,10 @@ class OffloadingManager(ABC):
 
     def observe_prefill(self, num_tokens: int, seconds: float) -> None:
         """The engine took ``seconds`` to compute ``num_tokens`` of a prompt."""
+
+    def policy_state(self) -> Mapping[str, Any]:
+        """``CachePolicy.state`` of the policy by which blocks leave host memory."""
+        return {}
 
     def take_counts(self) -> Mapping[str, float]:
         """By names of ``kvoffload.metrics.METRICS``: what was counted since the last call, and gauges as they are."""

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from itertools import compress
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -56,6 +58,8 @@ class PolicyOffloadingManager(OffloadingManager):
         self.policy = policy
         self._table = BlockTable(backend.num_blocks)
         self._events: deque[OffloadingEvent] | None = deque(maxlen=MAX_PENDING_EVENTS) if enable_events else None
+        self.admits_all = False
+        """Whether everything enters, whatever the policy says: lower tiers are fed through these blocks."""
         self._orphans: dict[OffloadKey, list[int]] = {}
         """Keys that vanished in a reset while in transfer: [slot, users]. Until the transfer ends they
         count as in flight, so that its completion cannot be taken for another's."""
@@ -113,6 +117,7 @@ class PolicyOffloadingManager(OffloadingManager):
         return self.backend.get_num_free_blocks() + self._table.num_evictable
 
     def touch(self, keys: Sequence[OffloadKey], req_context: ReqContext | None = None) -> None:
+        self.policy.observe(keys)
         slots = self._table.find(keys)
         missing = slots < 0
         if missing.any():
@@ -123,12 +128,29 @@ class PolicyOffloadingManager(OffloadingManager):
         ref_cnt = self._table.ref_cnt[slots]
         self.policy.touch(slots, ref_cnt >= 0, ref_cnt > 0)
 
+    def refresh(
+        self,
+        keys: Sequence[OffloadKey],
+        stored: Collection[OffloadKey],
+        req_context: ReqContext | None = None,
+    ) -> None:
+        slots = self._table.find(keys)
+        mine = self._table.find(list(stored))
+        slots = self._table.distinct(slots[slots >= 0][::-1])
+        self.policy.refresh(slots, np.isin(slots, mine), self._table.ref_cnt[slots] > 0)
+
     def prepare_store(
         self, keys: Sequence[OffloadKey], req_context: ReqContext | None = None
     ) -> PrepareStoreOutput | None:
         present, new_keys, homes = self._table.split(keys)
         if self._orphans:
             new_keys, homes = [key for key in new_keys if key not in self._orphans], None
+        shortage = len(new_keys) - self.backend.get_num_free_blocks()
+        if shortage > 0 and not self.admits_all:
+            admitted = self.policy.admit(new_keys, shortage)
+            if admitted is not None and not admitted.all():
+                self._gone.record(compress(new_keys, ~admitted), MissReason.NOT_ADMITTED)
+                new_keys, homes = list(compress(new_keys, admitted)), None
         evicted = self._make_room(len(new_keys), present)
         if evicted is None:
             self._gone.record(new_keys, MissReason.NO_ROOM)
@@ -214,6 +236,9 @@ class PolicyOffloadingManager(OffloadingManager):
 
     def shutdown(self) -> None:
         self.reset()
+
+    def policy_state(self) -> Mapping[str, Any]:
+        return self.policy.state()
 
     def explain_miss(self, key: OffloadKey) -> Miss:
         if key in self._table:

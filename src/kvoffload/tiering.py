@@ -6,9 +6,9 @@ import itertools
 import logging
 import time
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -170,6 +170,7 @@ class TieredOffloadingManager(OffloadingManager):
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.host = host
+        host.admits_all = True
         self._lanes = [_Lane(tier) for tier in tiers]
         self._tokens_per_block = tokens_per_block
         self._lookup_deadline_s = lookup_deadline_ms / 1000
@@ -561,6 +562,17 @@ class TieredOffloadingManager(OffloadingManager):
             if not lane.off:
                 lane.tier.touch(keys)
 
+    def refresh(
+        self,
+        keys: Sequence[OffloadKey],
+        stored: Collection[OffloadKey],
+        req_context: ReqContext | None = None,
+    ) -> None:
+        self.host.refresh(keys, stored, req_context)
+        for lane in self._lanes:
+            if not lane.off:
+                lane.tier.refresh(keys)
+
     def prepare_store(
         self, keys: Sequence[OffloadKey], req_context: ReqContext | None = None
     ) -> PrepareStoreOutput | None:
@@ -596,6 +608,9 @@ class TieredOffloadingManager(OffloadingManager):
                 self._counts["disk_dropped_writes"] += int(np.count_nonzero(absent))
 
     # Odds and ends.
+
+    def policy_state(self) -> Mapping[str, Any]:
+        return self.host.policy_state()
 
     def take_events(self) -> Iterable[OffloadingEvent]:
         """Those of the host."""

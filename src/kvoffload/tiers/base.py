@@ -107,6 +107,10 @@ class Tier(ABC):
     def touch(self, keys: Sequence[OffloadKey]) -> None:
         """Marks as recently used, last key first. Unknown keys are ignored."""
 
+    def refresh(self, keys: Sequence[OffloadKey]) -> None:
+        """Puts a chain that was touched before into the order of one touch. It counts as no further use."""
+        self.touch(keys)
+
     @abstractmethod
     def delete(self, keys: Sequence[OffloadKey]) -> None:
         """Keys are gone at once, whatever is under way for them. Unknown ones are ignored."""

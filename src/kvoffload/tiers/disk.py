@@ -507,6 +507,9 @@ class DiskTier(Tier):
     def touch(self, keys: Sequence[OffloadKey]) -> None:
         self._book.touch(keys)
 
+    def refresh(self, keys: Sequence[OffloadKey]) -> None:
+        self._book.refresh(keys, ())
+
     def delete(self, keys: Sequence[OffloadKey]) -> None:
         slots = self._book.find(keys)
         self._book.drop(slots)

@@ -1,0 +1,1 @@
+"""The lab: request traces replayed through the very managers and policies that serve an engine."""

@@ -1,0 +1,1 @@
+"""Readers of request traces, one file a format."""

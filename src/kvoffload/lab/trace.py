@@ -1,0 +1,146 @@
+"""A request trace in arrays: when requests came, how long they were, and the chains of blocks they asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+from kvoffload.base import KVOffloadError, OffloadKey
+from kvoffload.keys import make_offload_key
+
+Ints = npt.NDArray[np.int64]
+Floats = npt.NDArray[np.float64]
+
+
+class TraceError(KVOffloadError, ValueError):
+    """A trace cannot be used. The message names the file, and the line where it is a line's fault."""
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """A line that was left out, and why."""
+
+    file: str
+    line: int
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{self.file}:{self.line}: {self.reason}"
+
+
+@dataclass(frozen=True, eq=False)
+class Trace:
+    """``num_requests`` requests by time, and the chain of blocks of each.
+
+    Blocks are numbered from 0 in the order in which they first occur. Equal numbers mean an equal prefix up to and
+    including that block. ``ids[b]`` is what the file calls block b: equal in all traces of the same source, and what
+    samples are drawn by.
+    """
+
+    name: str
+    block_tokens: int
+    """Tokens of a block. 1 where the trace does not speak of tokens."""
+    times: Floats
+    """Of arrival, in seconds, ascending."""
+    input_tokens: Ints
+    """Length of the prompt. Its last block may be cut short by it."""
+    output_tokens: Ints
+    offsets: Ints
+    """Shape (num_requests + 1,): request r has ``blocks[offsets[r]:offsets[r + 1]]``."""
+    blocks: Ints
+    """Of all requests, each chain head first: the prompt's, then the output's where the trace has them."""
+    prompt_blocks: Ints
+    """How many of each request's blocks belong to its prompt, the last perhaps not whole."""
+    ids: npt.NDArray[np.uint64]
+    problems: tuple[Problem, ...] = ()
+    """The first of the lines that were left out."""
+    num_problems: int = 0
+    info: dict[str, object] = field(default_factory=dict)
+    """What else the file tells, such as the sizes of the caches of a recorded server."""
+
+    @property
+    def num_requests(self) -> int:
+        return len(self.times)
+
+    @property
+    def num_accesses(self) -> int:
+        return len(self.blocks)
+
+    @property
+    def num_distinct(self) -> int:
+        return len(self.ids)
+
+    @cached_property
+    def keys(self) -> list[OffloadKey]:
+        """An OffloadKey a distinct block, made of its id: the same in every run."""
+        xxh = xxhash.xxh3_128_digest
+        return [make_offload_key(xxh(block_id.to_bytes(8, "little")), 0) for block_id in self.ids.tolist()]
+
+    def chain(self, request: int) -> Ints:
+        chain: Ints = self.blocks[self.offsets[request] : self.offsets[request + 1]]
+        return chain
+
+    def between(self, start: float, end: float) -> Trace:
+        """The requests between two fractions of the time from the first to the last, as a trace of their own."""
+        first, last = (self.times[0], self.times[-1]) if self.num_requests else (0.0, 0.0)
+        low = int(np.searchsorted(self.times, first + start * (last - first))) if start > 0 else 0
+        high = int(np.searchsorted(self.times, first + end * (last - first))) if end < 1 else self.num_requests
+        raw = self.blocks[self.offsets[low] : self.offsets[high]]
+        blocks, ids = renumber(self.ids[raw])
+        return replace(
+            self,
+            times=self.times[low:high],
+            input_tokens=self.input_tokens[low:high],
+            output_tokens=self.output_tokens[low:high],
+            offsets=self.offsets[low : high + 1] - self.offsets[low],
+            blocks=blocks,
+            prompt_blocks=self.prompt_blocks[low:high],
+            ids=ids,
+        )
+
+
+def renumber(ids: npt.NDArray[np.uint64]) -> tuple[Ints, npt.NDArray[np.uint64]]:
+    """Block numbers in the order of first occurrence, and the id of each number."""
+    distinct, first, inverse = np.unique(ids, return_index=True, return_inverse=True)
+    order = np.argsort(first)
+    rank = np.empty(len(order), dtype=np.int64)
+    rank[order] = np.arange(len(order))
+    return rank[inverse], distinct[order]
+
+
+def make_trace(
+    name: str,
+    block_tokens: int,
+    times: Sequence[float],
+    input_tokens: Sequence[int],
+    output_tokens: Sequence[int],
+    chains: Sequence[Sequence[int]],
+    prompt_blocks: Sequence[int] | None = None,
+    **more: object,
+) -> Trace:
+    """A trace of lists, in any order: requests are sorted by time, those of equal time stay in order.
+
+    ``chains`` holds each request's block ids, in [0, 2**64). ``prompt_blocks``: by default all of a chain.
+    """
+    order = np.argsort(np.asarray(times, dtype=np.float64), kind="stable")
+    lengths = np.array([len(chains[i]) for i in order], dtype=np.int64)
+    offsets = np.concatenate((np.zeros(1, dtype=np.int64), np.cumsum(lengths)))
+    flat = np.fromiter((b for i in order for b in chains[i]), dtype=np.uint64, count=int(offsets[-1]))
+    blocks, ids = renumber(flat)
+    return Trace(
+        name,
+        block_tokens,
+        np.asarray(times, dtype=np.float64)[order],
+        np.asarray(input_tokens, dtype=np.int64)[order],
+        np.asarray(output_tokens, dtype=np.int64)[order],
+        offsets,
+        blocks,
+        lengths if prompt_blocks is None else np.asarray(prompt_blocks, dtype=np.int64)[order],
+        ids,
+        **more,  # type: ignore[arg-type]
+    )
