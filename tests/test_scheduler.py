@@ -50,6 +50,7 @@ class SpyManager(LRUOffloadingManager):
         super().__init__(HostBackend(TOKENS, num_blocks), enable_events=True)
         self.lookups: list[list[OffloadKey]] = []
         self.touches: list[list[OffloadKey]] = []
+        self.refreshes: list[tuple[list[OffloadKey], list[OffloadKey]]] = []
         self.asked_stores: list[list[OffloadKey]] = []
         self.unknown = False
         self.told = False
@@ -65,6 +66,15 @@ class SpyManager(LRUOffloadingManager):
     def touch(self, keys: Sequence[OffloadKey], req_context: ReqContext | None = None) -> None:
         self.touches.append(list(keys))
         super().touch(keys, req_context)
+
+    def refresh(
+        self,
+        keys: Sequence[OffloadKey],
+        stored: Collection[OffloadKey],
+        req_context: ReqContext | None = None,
+    ) -> None:
+        self.refreshes.append((list(keys), list(stored)))
+        super().refresh(keys, stored, req_context)
 
     def prepare_store(
         self, keys: Sequence[OffloadKey], req_context: ReqContext | None = None
@@ -367,18 +377,42 @@ def test_without_a_device_prefix_cache_nobody_waits_for_anothers_load() -> None:
     assert rig.look_up(FakeRequest("second", prompt(9))) == (8, True)
 
 
-def test_keys_are_touched_once_at_the_first_lookup_and_once_when_stored() -> None:
+def test_one_request_is_one_use_of_its_blocks_however_often_it_is_tried() -> None:
     rig = Rig()
-    request = FakeRequest("r", prompt(8))
+    request = FakeRequest("r", prompt(12))
     for computed in (0, 4, 0):
         rig.look_up(request, computed)
     assert len(rig.manager.lookups) == 3
-    assert rig.manager.touches == [rig.keys(prompt(8))]
-    rig.allocate(request, [1, 2])
-    rig.step({request: 8}, new={"r": [1, 2]})
-    for _ in range(3):
-        rig.step({request: 0})
-    assert rig.manager.touches == [rig.keys(prompt(8))] * 2
+    rig.allocate(request, [1, 2, 3])
+    rig.step({request: 8}, new={"r": [1, 2, 3]})
+    rig.step(preempted=["r"])
+    request.num_computed_tokens = 0
+    rig.look_up(request)
+    rig.allocate(request, [4, 5, 6])
+    rig.step({request: 12}, new={"r": [4, 5, 6]})
+    rig.step({request: 0})
+    rig.half.request_finished(request)
+    rig.step()
+    assert rig.manager.touches == [rig.keys(prompt(12))]
+
+
+def test_a_chain_stored_in_parts_loses_its_tail_before_its_head() -> None:
+    rig = Rig(num_host_blocks=5)
+    rig.store(prompt(4), "short")
+    request = FakeRequest("r", prompt(16))
+    rig.look_up(request)
+    rig.allocate(request, [2, 3, 4, 5])
+    jobs = [*rig.step({request: 8}, new={"r": [2, 3, 4, 5]}).stores]
+    for _ in range(2):
+        jobs += rig.step({request: 4}).stores
+    rig.report(*jobs)
+    rig.half.request_finished(request)
+    rig.step()
+    chain = rig.keys(prompt(16))
+    assert rig.manager.refreshes[-1] == (chain, chain[1:])
+    for n, left in enumerate((4, 3, 2, 1)):
+        rig.manager.prepare_store([b"other %d" % n])
+        assert rig.manager.lookup(chain) == left
 
 
 def test_a_touched_prompt_outlives_one_that_nobody_asks_for() -> None:

@@ -395,9 +395,11 @@ class OffloadingConnectorScheduler:
                 handed_out.update(*tables)
         handed_out.discard(NULL_BLOCK)
         # Blocks of finished requests may have been handed out again in this very step: then they are read first.
-        finished = [self._due(state, computed, computed) for state, computed in self._finished]
+        self._store([self._due(state, computed, computed) for state, computed in self._finished])
+        for state, _ in self._finished:
+            if state.touched:
+                self.manager.refresh(state.keys_in_order(), state.stored, state.context)
         self._finished.clear()
-        self._store(finished)
         self._fence(handed_out, step.overwritten)
         running = []
         for req_id, scheduled in step.num_scheduled_tokens.items():
@@ -495,20 +497,17 @@ class OffloadingConnectorScheduler:
             self._epoch += 1
             self.metrics.add("evicted_blocks", len(output.evicted_keys))
         slot_of = dict(zip(output.keys_to_store, output.store_spec.slots.tolist(), strict=True))
-        lone: list[OffloadKey] = []
-        """Single new blocks, as decoding makes them: touched in one call for all requests."""
         for due in dues:
             state = due.state
             state.stored_up_to(due.num_computed, self._max_tokens)
             new = [(block, slot_of.pop(block.key)) for block in due.blocks if block.key in slot_of]
-            if len(due.blocks) == len(new) == 1:
-                lone += due.keys
-            else:
-                self.manager.touch(due.keys, state.context)
-            if new:
-                self._start_store(state, new, output.store_spec.medium())
-        if lone:
-            self.manager.touch(lone)
+            if not new:
+                continue
+            keys = [block.key for block, _ in new]
+            state.stored += keys
+            if len(keys) > 1:
+                self.manager.refresh(keys, keys, state.context)
+            self._start_store(state, new, output.store_spec.medium())
 
     def _start_store(self, state: RequestState, new: list[tuple[Block, int]], medium: str) -> None:
         num_groups = len(self._layout.groups)

@@ -119,6 +119,8 @@ class RequestState:
     """Per group, index of the first block not yet given to ``prepare_store``."""
     loaded: list[range] = field(init=False)
     """Per group, blocks that came from the host: not stored again."""
+    stored: list[OffloadKey] = field(default_factory=list)
+    """What it has stored itself."""
     store_at: int = 0
     """No block becomes due before so many tokens are computed."""
     match: Match | None = None

@@ -24,6 +24,9 @@ class LRUPolicy(CachePolicy):
     def touch(self, slots: Slots, ready: npt.NDArray[np.bool_], pinned: npt.NDArray[np.bool_]) -> None:
         self._order.append(slots[~pinned])
 
+    def refresh(self, slots: Slots, new: npt.NDArray[np.bool_], pinned: npt.NDArray[np.bool_]) -> None:
+        self._order.append(slots[~pinned])
+
     def settle(self, slots: Slots) -> None:
         self._order.settle(slots)
 
