@@ -632,6 +632,9 @@ class PlainPolicy(CachePolicy):
             self.order.remove(slot)
             self.order.append(slot)
 
+    def refresh(self, slots: Slots, new: Any, pinned: Any) -> None:
+        self.touch(slots, None, pinned)
+
     def settle(self, slots: Slots) -> None:
         pass
 
@@ -715,6 +718,26 @@ class PinForgets(PlainPolicy):
 
     def touch(self, slots: Slots, ready: Any, pinned: Any) -> None:
         super().touch(slots[~np.asarray(pinned)] if pinned is not None else slots, None, None)
+
+
+class RefreshDoesNothing(PlainPolicy):
+    def refresh(self, slots: Slots, new: Any, pinned: Any) -> None:
+        pass
+
+
+class RefreshKeepsWhatIsNotNew(PlainPolicy):
+    def refresh(self, slots: Slots, new: Any, pinned: Any) -> None:
+        super().refresh(slots[new], None, None)
+
+
+class RefreshTurnsTheChain(PlainPolicy):
+    def refresh(self, slots: Slots, new: Any, pinned: Any) -> None:
+        super().refresh(slots[::-1], None, None)
+
+
+class AdmitsSlots(PlainPolicy):
+    def admit(self, keys: Keys, shortage: int) -> Any:
+        return np.arange(len(keys) - shortage)
 
 
 class RemoveDoesNothing(PlainPolicy):

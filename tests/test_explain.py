@@ -115,6 +115,9 @@ def test_a_memory_of_no_entries_is_refused() -> None:
 HIT = RequestRecord(1.5, "r1", 100, 16, 64)
 FROM_DISK = RequestRecord(1.5, "r1", 100, 16, 0, disk_tokens=64)
 MISSED = RequestRecord(2.5, "r2", 100, 16, 0, "ab" * 36, MissReason.EVICTED, 12.34)
+REFUSED = RequestRecord(
+    2.5, "r3", 100, 0, 0, "ab", MissReason.NOT_ADMITTED, policy={"rule": "2q", "scores": {"lru": 1.5, "2q": 3.0}}
+)
 
 
 def test_a_record_reads_as_a_sentence() -> None:
@@ -123,6 +126,7 @@ def test_a_record_reads_as_a_sentence() -> None:
     assert str(MISSED) == (
         "request r2: 100 tokens asked, 16 on device, 0 in host; first miss abababababababab: evicted 12.3 s ago"
     )
+    assert str(REFUSED).endswith("first miss ab: not_admitted, the policy's rule is 2q")
 
 
 def test_a_record_without_an_age_does_not_make_one_up() -> None:
@@ -141,11 +145,12 @@ def test_a_record_goes_through_json() -> None:
         "reason": "evicted",
         "age_s": 12.34,
         "disk_tokens": 0,
+        "policy": None,
     }
     assert RequestRecord(**HIT.to_dict()) == HIT
 
 
-@pytest.mark.parametrize("record", [HIT, MISSED, FROM_DISK])
+@pytest.mark.parametrize("record", [HIT, MISSED, FROM_DISK, REFUSED])
 def test_a_record_comes_back_from_what_it_became(record: RequestRecord) -> None:
     data = json.loads(json.dumps(record.to_dict()))
     assert RequestRecord.from_dict(data) == record
@@ -160,6 +165,12 @@ def test_optional_fields_may_be_left_out() -> None:
 @pytest.mark.parametrize(
     ("field", "value"),
     [
+        ("policy", "2q"),
+        ("policy", {"rule": "2q"}),
+        ("policy", {"rule": "2q", "scores": {"lru": 1.0}}),
+        ("policy", {"rule": ["2q"], "scores": {"2q": 1.0}}),
+        ("policy", {"rule": "2q", "scores": {"2q": True}}),
+        ("policy", {"rule": "2q", "scores": {str(n): 1.0 for n in range(100)} | {"2q": 1.0}}),
         ("time", "1.5"),
         ("time", math.nan),
         ("time", math.inf),

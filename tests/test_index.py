@@ -32,6 +32,7 @@ def test_agrees_with_a_dict(seed: int, capacity: int, collide: bool) -> None:
     index, plain = KeyIndex(capacity), {}
     free = list(range(capacity))
     universe = [make_key(i, collide) for i in range(2 * capacity)]
+    fixed = tuple(rng.choices(universe, k=20))
     for _ in range(12):
         absent = [key for key in universe if key not in plain]
         new = rng.sample(absent, rng.randint(0, min(len(absent), len(free))))
@@ -44,6 +45,7 @@ def test_agrees_with_a_dict(seed: int, capacity: int, collide: bool) -> None:
         index.check_integrity()
         asked = rng.choices(universe, k=rng.randint(0, 2 * capacity))
         assert index.find(asked).tolist() == [plain.get(key, -1) for key in asked]
+        assert index.find(fixed).tolist() == [plain.get(key, -1) for key in fixed]
         assert [index.get(key) for key in asked] == [plain.get(key, -1) for key in asked]
         present, others, _ = index.split(asked)
         assert present.tolist() == [plain[key] for key in asked if key in plain]
@@ -84,3 +86,23 @@ def test_check_integrity_notices_a_lost_count_and_a_stale_entry() -> None:
     index._tags.ravel()[np.flatnonzero(index._tags.ravel() == 0)[0]] = 5
     with pytest.raises(IntegrityError, match="entries of keys that are gone"):
         index.check_integrity()
+
+
+@pytest.mark.parametrize("n", [SCALAR_BATCH - 1, 3 * SCALAR_BATCH])
+def test_the_same_tuple_is_looked_up_again_after_every_change(n: int) -> None:
+    index = KeyIndex(64)
+    keys = tuple(make_key(i, False) for i in range(n))
+    assert (index.find(keys) == -1).all()
+    _, absent, homes = index.split(keys)
+    index.insert(absent, np.arange(n), homes)
+    assert index.find(keys).tolist() == list(range(n))
+    assert index.split(keys)[0].tolist() == list(range(n))
+    index.remove(np.array([2]))
+    assert index.find(keys)[2] == -1
+    assert index.split(keys)[1] == [keys[2]]
+
+
+def test_an_answer_cannot_be_changed_by_who_gets_it() -> None:
+    index = KeyIndex(8)
+    with pytest.raises(ValueError, match="read-only"):
+        index.find((b"a", b"b"))[0] = 1

@@ -12,11 +12,25 @@ import pytest
 from kvoffload.base import CachePolicy, ConfigError, IntegrityError
 from kvoffload.keys import make_offload_key
 from kvoffload.policies import make_policy
-from kvoffload.policies.arc import ARCPolicy
+from kvoffload.policies.arc import ARCPolicy, TextbookARCPolicy
+from kvoffload.policies.fifo import FIFOPolicy
+from kvoffload.policies.lirs import LIRSPolicy
 from kvoffload.policies.lru import LRUPolicy
+from kvoffload.policies.s3fifo import S3FIFOPolicy
+from kvoffload.policies.sieve import SIEVEPolicy
+from kvoffload.policies.twoq import TwoQPolicy
 from kvoffload.testing.conformance import PolicyConformance
 
-POLICIES: list[Callable[[int], CachePolicy]] = [LRUPolicy, ARCPolicy]
+POLICIES: list[Callable[[int], CachePolicy]] = [
+    LRUPolicy,
+    ARCPolicy,
+    TextbookARCPolicy,
+    FIFOPolicy,
+    LIRSPolicy,
+    S3FIFOPolicy,
+    SIEVEPolicy,
+    TwoQPolicy,
+]
 
 
 def array(slots: list[int] | range) -> np.ndarray:
@@ -81,6 +95,47 @@ class TestARC(PolicyConformance):
         policy.b2.update(dict.fromkeys(slot_keys([0, 1, 2])))
         with pytest.raises(IntegrityError):
             policy.check_integrity(array([]))
+
+
+class TestTextbookARC(PolicyConformance):
+    def make_policy(self, capacity: int) -> CachePolicy:
+        return TextbookARCPolicy(capacity)
+
+
+class TestFIFO(PolicyConformance):
+    USES_MOVE_BLOCKS = False
+
+    def make_policy(self, capacity: int) -> CachePolicy:
+        return FIFOPolicy(capacity)
+
+
+class TestSIEVE(PolicyConformance):
+    USES_MOVE_BLOCKS = False
+
+    def make_policy(self, capacity: int) -> CachePolicy:
+        return SIEVEPolicy(capacity)
+
+
+class TestS3FIFO(PolicyConformance):
+    OLDEST_FIRST = False
+    USES_MOVE_BLOCKS = False
+
+    def make_policy(self, capacity: int) -> CachePolicy:
+        return S3FIFOPolicy(capacity)
+
+
+class TestLIRS(PolicyConformance):
+    OLDEST_FIRST = False
+
+    def make_policy(self, capacity: int) -> CachePolicy:
+        return LIRSPolicy(capacity)
+
+
+class Test2Q(PolicyConformance):
+    USES_MOVE_BLOCKS = False
+
+    def make_policy(self, capacity: int) -> CachePolicy:
+        return TwoQPolicy(capacity)
 
 
 @pytest.mark.parametrize("capacity", [40, 500, 20_000])
@@ -183,7 +238,7 @@ def test_eviction_time_does_not_grow_with_blocks_in_use(make: Callable[[int], Ca
 
 def test_policies_are_made_by_name_or_import_path() -> None:
     assert type(make_policy("lru", 7)) is LRUPolicy
-    assert type(make_policy("arc", 7)) is ARCPolicy
+    assert type(make_policy("arc", 7)) is TextbookARCPolicy
     own = make_policy(f"{__name__}:OwnPolicy", 7)
     assert type(own) is OwnPolicy
     assert own.capacity == 7
@@ -198,8 +253,8 @@ class NoPolicy:
 
 
 @pytest.mark.parametrize(
-    "name", ["fifo", "", "no.such.module:Policy", f"{__name__}:Missing", f"{__name__}:NoPolicy", ":", "lru:"]
+    "name", ["clock", "", "no.such.module:Policy", f"{__name__}:Missing", f"{__name__}:NoPolicy", ":", "lru:"]
 )
 def test_a_wrong_name_is_an_error_that_says_what_to_write(name: str) -> None:
-    with pytest.raises(ConfigError, match=r"policy=.*arc, lru.*package\.module:Class"):
+    with pytest.raises(ConfigError, match=r"policy=.*arc.*lru.*package\.module:Class"):
         make_policy(name, 4)

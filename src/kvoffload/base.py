@@ -275,6 +275,9 @@ class CachePolicy(ABC):
     ``refresh``.
     """
 
+    may_refuse = True
+    """Whether ``admit`` is heeded. Not in a host pool through which lower tiers are fed: there all must enter."""
+
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
 
@@ -300,7 +303,7 @@ class CachePolicy(ABC):
     def admit(self, keys: Sequence[OffloadKey], shortage: int) -> npt.NDArray[np.bool_] | None:
         """``keys``, absent and in the order of their chain, are to be stored, and ``shortage`` of them have no free
         slot. Which may enter; None: all. Blocks are evicted for those only. Called before ``evict`` and ``insert``,
-        and not where all must enter, as in a host pool through which lower tiers are fed."""
+        heeded if ``may_refuse``."""
         return None
 
     def state(self) -> Mapping[str, Any]:

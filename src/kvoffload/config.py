@@ -46,14 +46,18 @@ def _half(free: int) -> str:
     return f"{half >> 30}GiB" if half >> 30 else f"{half >> 20}MiB"
 
 
-def _resolved(disk_dir: object) -> str:
-    """The absolute path that ``disk_dir`` means. Raises ConfigError."""
-    mend = 'write an absolute path such as disk_dir="/var/cache/kvoffload"'
-    if not isinstance(disk_dir, str) or "\0" in disk_dir:
-        raise ConfigError(f"disk_dir={disk_dir!r}: not a path; {mend}")
-    path = os.path.expanduser(disk_dir)
+_PATHS = {"disk_dir": "/var/cache/kvoffload", "record_trace": "/var/tmp/kvoffload-trace.jsonl"}
+"""Options that are paths, and an example of each."""
+
+
+def _resolved(setting: str, value: object) -> str:
+    """The absolute path that ``value`` means. Raises ConfigError naming ``setting``."""
+    mend = f'write an absolute path such as {setting}="{_PATHS[setting]}"'
+    if not isinstance(value, str) or "\0" in value:
+        raise ConfigError(f"{setting}={value!r}: not a path; {mend}")
+    path = os.path.expanduser(value)
     if not os.path.isabs(path):
-        raise ConfigError(f"disk_dir={disk_dir!r}: not an absolute path; {mend}. Variables are not looked up")
+        raise ConfigError(f"{setting}={value!r}: not an absolute path; {mend}. Variables are not looked up")
     return os.path.normpath(path)
 
 
@@ -92,6 +96,8 @@ class OffloadConfig:
     """Compute a prefix whose load from a tier below host memory would take longer than computing it."""
     engines_per_node: int | None = None
     """Data-parallel engines that share these budgets on this node, where the engine does not know."""
+    record_trace: str | None = None
+    """File to which a line a request is appended, to be replayed; an absolute path, as ``disk_dir`` is."""
     model_fingerprint: str | None = None
     """Names the weights, where they cannot be read; normally derived from the model's files."""
 
@@ -114,8 +120,9 @@ class OffloadConfig:
         for name in ("host_bytes", "disk_bytes"):
             if name in given:
                 given[name] = parse_bytes(name, given[name])
-        if "disk_dir" in given:
-            given["disk_dir"] = _resolved(given["disk_dir"])
+        for name in _PATHS:
+            if name in given:
+                given[name] = _resolved(name, given[name])
         config = cls(**given)
         config._check()
         return config
@@ -145,6 +152,7 @@ class OffloadConfig:
                 "two ways to say the same; remove one"
             )
         self._check_disk()
+        self._check_trace()
         for name in ("load_deadline_ms", "lookup_deadline_ms"):
             deadline = getattr(self, name)
             is_number = isinstance(deadline, (int, float)) and not isinstance(deadline, bool)
@@ -172,6 +180,23 @@ class OffloadConfig:
             raise ConfigError(
                 f"disk_dir={self.disk_dir!r} without disk_bytes: say how much of that disk to use, such as "
                 f'disk_bytes="{_half(free)}" (half of the {format_bytes(free)} free there)'
+            )
+
+    def _check_trace(self) -> None:
+        if self.record_trace is None:
+            return
+        folder = os.path.dirname(self.record_trace)
+        if os.path.isdir(self.record_trace):
+            raise ConfigError(
+                f"record_trace={self.record_trace!r}: a directory; name a file in it, such as "
+                f'record_trace="{os.path.join(self.record_trace, "trace.jsonl")}"'
+            )
+        if not os.path.isdir(folder):
+            raise ConfigError(f"record_trace={self.record_trace!r}: there is no directory {folder}; make it")
+        if not os.access(folder, os.W_OK | os.X_OK):
+            raise ConfigError(
+                f"record_trace={self.record_trace!r}: this user may not write to {folder}; name a file elsewhere, or "
+                "give the user the right to"
             )
 
     def factor(self, device_block_size: int) -> int:

@@ -26,6 +26,7 @@ _MAX_TIME = 253_402_300_799.0
 """The last second of the year 9999."""
 _MAX_TOKENS = 1 << 48
 _MAX_TEXT = 1 << 12
+_MAX_RULES = 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +36,7 @@ class RequestRecord:
     ``tokens_asked`` is its length, ``device_tokens`` what the engine's own cache held, ``host_tokens`` what was loaded
     from host memory, ``disk_tokens`` what had come up from disk for it and was loaded then. ``missed_key`` is the first
     block that was missing, in hex, or None if none was; ``age_s`` tells how long ago it was evicted, refused or reset.
+    ``policy``: of a miss where a self-tuning policy decides, the ``rule`` it went by then and the ``scores`` of all.
     """
 
     time: float
@@ -46,6 +48,7 @@ class RequestRecord:
     reason: MissReason | None = None
     age_s: float | None = None
     disk_tokens: int = 0
+    policy: Mapping[str, Any] | None = None
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -66,6 +69,7 @@ class RequestRecord:
             None if data.get("reason") is None else _reason(data, "reason"),
             None if data.get("age_s") is None else _number(data, "age_s", _MAX_TIME),
             _tokens(data, "disk_tokens") if "disk_tokens" in data else 0,
+            None if data.get("policy") is None else _policy(data, "policy"),
         )
         if record.tokens_missing < 0:
             raise ValueError(f"tokens_asked={record.tokens_asked}: fewer than were found")
@@ -86,7 +90,8 @@ class RequestRecord:
         if self.missed_key is None:
             return text
         age = "" if self.age_s is None else f" {self.age_s:.1f} s ago"
-        return f"{text}; first miss {self.missed_key[:16]}: {self.reason}{age}"
+        rule = "" if self.policy is None else f", the policy's rule is {self.policy['rule']}"
+        return f"{text}; first miss {self.missed_key[:16]}: {self.reason}{age}{rule}"
 
 
 class MissMemory:
@@ -225,6 +230,17 @@ def _reason(data: Mapping[str, Any], field: str) -> MissReason:
     if not isinstance(value, str) or value not in _REASONS:
         raise _wrong(data, field, f"one of {', '.join(_REASONS)}")
     return MissReason(value)
+
+
+def _policy(data: Mapping[str, Any], field: str) -> dict[str, Any]:
+    policy = data[field] if isinstance(data[field], Mapping) else {}
+    rule, scores = policy.get("rule"), policy.get("scores")
+    if not isinstance(rule, str) or not isinstance(scores, Mapping) or rule not in scores or len(scores) > _MAX_RULES:
+        raise _wrong(data, field, f"a rule and the scores of at most {_MAX_RULES}")
+    try:
+        return {"rule": rule, "scores": {name: _number(scores, name, _MAX_TIME) for name in scores}}
+    except ValueError as error:
+        raise _wrong(data, field, "a rule and the scores of each") from error
 
 
 def _wrong(data: Mapping[str, Any], field: str, wanted: str) -> ValueError:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from itertools import compress
 from typing import TypeAlias
 
 import numpy as np
@@ -21,8 +22,11 @@ WAYS = 8
 SCALAR_BATCH = 8
 """Batches up to this size are cheaper one key at a time."""
 
-_BYTE_NUMBER = np.uint64(0x0001020304050607)
-_TAG_SHIFT = np.uint64(32)
+# Arrays, because numpy takes them three times as fast as its scalars.
+_BYTE_NUMBER = np.array(0x0001020304050607, dtype=np.uint64)
+_TOP_BYTE = np.array(56, dtype=np.uint64)
+_TAG_SHIFT = np.array(32, dtype=np.uint64)
+_ODD = np.array(1, dtype=np.uint32)
 
 UInt64s = npt.NDArray[np.uint64]
 Homes: TypeAlias = tuple[npt.NDArray[np.int64], npt.NDArray[np.uint32]]
@@ -50,6 +54,10 @@ class KeyIndex:
         self._spilled = np.zeros(num_buckets, dtype=np.bool_)
         """Buckets some of whose keys are in the dict."""
         self._len = 0
+        self._asked: Sequence[OffloadKey] | None = None
+        """What was asked for last, if it is a tuple, which cannot have changed since: one chain is asked for in several
+        calls. None after a change of the index."""
+        self._answer: tuple[Slots, Homes | None]
 
     def __len__(self) -> int:
         return self._len
@@ -67,44 +75,49 @@ class KeyIndex:
         return self._spill.get(key, -1) if self._spill else -1
 
     def find(self, keys: Sequence[OffloadKey]) -> Slots:
-        """A slot a key, -1 where the key is absent. Duplicates are kept."""
+        """A slot a key, -1 where the key is absent. Duplicates are kept. Read only."""
+        return self._look_up(keys)[0]
+
+    def _look_up(self, keys: Sequence[OffloadKey]) -> tuple[Slots, Homes | None]:
+        """The keys' slots, and their homes if that was how they were found."""
+        if keys is self._asked:
+            return self._answer
         if len(keys) <= SCALAR_BATCH:
-            return np.array([self.get(key) for key in keys], dtype=np.int64)
-        return self._find(keys, self._homes(keys))
+            slots, homes = np.array([self.get(key) for key in keys], dtype=np.int64), None
+        else:
+            homes = self._homes(keys)
+            slots = self._find(keys, homes)
+        slots.flags.writeable = False
+        if type(keys) is tuple:
+            self._asked, self._answer = keys, (slots, homes)
+        return slots, homes
 
     def _find(self, keys: Sequence[OffloadKey], homes: Homes) -> Slots:
         buckets, tags = homes
         matches = _bytes(self._tags.take(buckets, axis=0) == tags[:, None])
-        missing = matches == 0
-        if missing.all():
+        num_found = np.count_nonzero(matches)
+        if num_found == 0:
             slots = np.full(len(keys), -1, dtype=np.int64)
         else:
             slots = self._slots.take(buckets * WAYS + _first_way(matches)).astype(np.int64)
-            if not missing.any():
-                self._confirm(keys, slots, np.arange(len(keys)))
-                return slots
-            slots[missing] = -1
-            self._confirm(keys, slots, np.flatnonzero(~missing))
-        if self._spill:
-            for i in np.flatnonzero(missing & self._spilled[buckets]).tolist():
+            if num_found < len(keys):
+                slots[matches == 0] = -1
+            self._confirm(keys, slots, matches.nonzero()[0])
+        if self._spill and num_found < len(keys):
+            for i in np.flatnonzero((matches == 0) & self._spilled[buckets]).tolist():
                 slots[i] = self._spill.get(keys[i], -1)
         return slots
 
     def split(self, keys: Sequence[OffloadKey]) -> tuple[Slots, list[OffloadKey], Homes | None]:
         """The slots of those keys that are present; the others, in order and without repetitions; and what
         ``insert`` can use of this call's work if it gets just those."""
-        if len(keys) <= SCALAR_BATCH:
-            slots, homes = self.find(keys), None
-        else:
-            homes = self._homes(keys)
-            slots = self._find(keys, homes)
+        slots, homes = self._look_up(keys)
         present = slots >= 0
-        if not present.any():
+        if not np.count_nonzero(present):
             if len(set(keys)) == len(keys):
                 return slots[:0], list(keys), homes
             return slots[:0], list(dict.fromkeys(keys)), None
-        absent = np.flatnonzero(~present).tolist()
-        return slots[present], list(dict.fromkeys(keys[i] for i in absent)), None
+        return slots[present], list(dict.fromkeys(compress(keys, (~present).tolist()))), None
 
     def _confirm(self, keys: Sequence[OffloadKey], slots: Slots, found: npt.NDArray[np.int64]) -> None:
         """Corrects ``slots`` where only the tag was equal: once in four billion probes."""
@@ -118,15 +131,17 @@ class KeyIndex:
     def insert(self, keys: Sequence[OffloadKey], slots: Slots, homes: Homes | None = None) -> None:
         """Distinct keys that are absent take slots that are free. ``homes``: as ``split`` gave them."""
         self._len += len(keys)
+        self._asked = None
         self.key_of[slots] = keys
         waiting = np.arange(len(keys))
         if len(keys) > SCALAR_BATCH:
             buckets, tags = homes or self._homes(keys)
             while len(waiting) > SCALAR_BATCH:
-                empty = _bytes(self._tags.take(buckets[waiting], axis=0) == 0)
-                for i in waiting[empty == 0].tolist():
-                    self._put(keys[i], int(slots[i]))
-                waiting, empty = waiting[empty != 0], empty[empty != 0]
+                empty = _bytes(self._tags.take(buckets.take(waiting), axis=0) == 0)
+                if np.count_nonzero(empty) < len(empty):
+                    for i in waiting[empty == 0].tolist():
+                        self._put(keys[i], int(slots[i]))
+                    waiting, empty = waiting[empty != 0], empty[empty != 0]
                 # Of several keys that take the same place at once, the last writer has it.
                 places = buckets[waiting] * WAYS + _first_way(empty)
                 self._slots[places] = slots[waiting]
@@ -154,6 +169,7 @@ class KeyIndex:
     def remove(self, slots: Slots) -> list[OffloadKey]:
         """Distinct slots that have keys lose them. Returns the keys, in order."""
         self._len -= len(slots)
+        self._asked = None
         keys: list[OffloadKey] = self.key_of[slots].tolist()
         places = self._place[slots]
         self._tags.ravel()[places[places >= 0]] = 0
@@ -179,7 +195,7 @@ class KeyIndex:
 
     def _homes(self, keys: Sequence[OffloadKey]) -> Homes:
         hashes = np.fromiter(map(hash, keys), dtype=np.int64, count=len(keys))
-        tags = (hashes.view(np.uint64) >> _TAG_SHIFT).astype(np.uint32) | np.uint32(1)
+        tags = (hashes.view(np.uint64) >> _TAG_SHIFT).astype(np.uint32) | _ODD
         return hashes & self._mask, tags
 
     def check_integrity(self) -> None:
@@ -201,5 +217,4 @@ def _bytes(flags: npt.NDArray[np.bool_]) -> UInt64s:
 
 def _first_way(matches: UInt64s) -> npt.NDArray[np.int64]:
     """Number of the lowest byte that is 1, of u64s whose bytes are 0 or 1; 0 where none is."""
-    lowest = matches & (~matches + np.uint64(1))
-    return ((lowest * _BYTE_NUMBER) >> np.uint64(56)).astype(np.int64)
+    return (((matches & -matches) * _BYTE_NUMBER) >> _TOP_BYTE).view(np.int64)

@@ -58,8 +58,6 @@ class PolicyOffloadingManager(OffloadingManager):
         self.policy = policy
         self._table = BlockTable(backend.num_blocks)
         self._events: deque[OffloadingEvent] | None = deque(maxlen=MAX_PENDING_EVENTS) if enable_events else None
-        self.admits_all = False
-        """Whether everything enters, whatever the policy says: lower tiers are fed through these blocks."""
         self._orphans: dict[OffloadKey, list[int]] = {}
         """Keys that vanished in a reset while in transfer: [slot, users]. Until the transfer ends they
         count as in flight, so that its completion cannot be taken for another's."""
@@ -146,9 +144,9 @@ class PolicyOffloadingManager(OffloadingManager):
         if self._orphans:
             new_keys, homes = [key for key in new_keys if key not in self._orphans], None
         shortage = len(new_keys) - self.backend.get_num_free_blocks()
-        if shortage > 0 and not self.admits_all:
+        if shortage > 0:
             admitted = self.policy.admit(new_keys, shortage)
-            if admitted is not None and not admitted.all():
+            if admitted is not None and self.policy.may_refuse and not admitted.all():
                 self._gone.record(compress(new_keys, ~admitted), MissReason.NOT_ADMITTED)
                 new_keys, homes = list(compress(new_keys, admitted)), None
         evicted = self._make_room(len(new_keys), present)

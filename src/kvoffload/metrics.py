@@ -50,6 +50,10 @@ METRICS: dict[str, MetricSpec] = {
     "disk_off": MetricSpec("gauge", "1 if failures have switched the disk tier off"),
     "pool_used_blocks": MetricSpec("gauge", "Blocks of the host pool in use"),
     "pool_blocks": MetricSpec("gauge", "Blocks of the host pool in all"),
+    "policy_rule": MetricSpec(
+        "gauge", "1 for the rule that a self-tuning policy goes by now, 0 for the others", "rule"
+    ),
+    "policy_score": MetricSpec("gauge", "What each rule would have found of late, in sampled blocks", "rule"),
     "off": MetricSpec("gauge", "1 if a failed check has switched offloading off"),
 }
 """Every metric. A labelled one is stored under "name:value of its label"."""
@@ -64,16 +68,20 @@ class Metrics:
 
     def add(self, name: str, amount: float = 1.0, label: str | None = None) -> None:
         """Counts ``amount`` more under a name of METRICS."""
-        spec = METRICS[name]
-        if (spec.label is None) != (label is None):
-            raise ValueError(f"metric {name} takes {'no label' if spec.label is None else 'a ' + spec.label}")
-        self._totals[name if label is None else f"{name}:{label}"] += amount
+        self._totals[self._labelled(name, label)] += amount
 
-    def set(self, name: str, value: float) -> None:
+    def set(self, name: str, value: float, label: str | None = None) -> None:
         """Sets a gauge."""
         if METRICS[name].kind != "gauge":
             raise ValueError(f"metric {name} is not a gauge")
-        self._totals[name] = value
+        self._totals[self._labelled(name, label)] = value
+
+    @staticmethod
+    def _labelled(name: str, label: str | None) -> str:
+        spec = METRICS[name]
+        if (spec.label is None) != (label is None):
+            raise ValueError(f"metric {name} takes {'no label' if spec.label is None else 'a ' + spec.label}")
+        return name if label is None else f"{name}:{label}"
 
     def take_in(self, counts: Mapping[str, float]) -> None:
         """Adds counters and sets gauges, by their names."""

@@ -37,6 +37,7 @@ from kvoffload.control import RequestControl
 from kvoffload.explain import RECORD_RING_SIZE, RequestRecord
 from kvoffload.manager import MAX_PENDING_EVENTS
 from kvoffload.metrics import Metrics
+from kvoffload.recorder import TraceRecorder
 from kvoffload.tracking import NULL_BLOCK, Block, Layout, Match, RequestState
 from kvoffload.worker import StepMeta, WorkerReport
 
@@ -105,9 +106,10 @@ class OffloadingConnectorScheduler:
     hash. ``num_workers`` workers report each job. ``share_loads``: a request whose blocks are being loaded for
     another waits, to find them on the device; for engines that share device blocks between requests, and schedule
     waiting requests that hold some before those that hold none. ``describe_blocks``: stored events carry a
-    BlockDescription. Call it from the engine's scheduler thread only. No method raises for anything that goes wrong in
-    service: after an unexpected error ``off`` is True, no more is loaded or stored, and every promise made is
-    reported as failed. Raises ConfigError if block sizes do not divide.
+    BlockDescription. ``recorder`` is told of every request that was given device blocks, when it ends. Call it from
+    the engine's scheduler thread only. No method raises for anything that goes wrong in service: after an unexpected
+    error ``off`` is True, no more is loaded or stored, and every promise made is reported as failed. Raises ConfigError
+    if block sizes do not divide.
     """
 
     def __init__(
@@ -121,6 +123,7 @@ class OffloadingConnectorScheduler:
         share_loads: bool = True,
         describe_blocks: bool = False,
         load_deadline_ms: float = 1000.0,
+        recorder: TraceRecorder | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.manager = manager
@@ -136,6 +139,7 @@ class OffloadingConnectorScheduler:
         self._descriptions: dict[OffloadKey, BlockDescription] | None = {} if describe_blocks else None
         """Of blocks that became loadable since events were last taken."""
         self._deadline_s = load_deadline_ms / 1000
+        self._recorder = recorder
         self._clock = clock
         self._epoch = 0
         """Grows whenever a remembered lookup may have become wrong."""
@@ -415,7 +419,14 @@ class OffloadingConnectorScheduler:
         self._allocated.clear()
         self.metrics.set("pool_used_blocks", self.manager.num_used_blocks)
         self.metrics.take_in(self.manager.take_counts())
+        self._show_policy()
         return self._take_meta(step)
+
+    def _show_policy(self) -> None:
+        state = self.manager.policy_state()
+        for rule, score in state.get("scores", {}).items():
+            self.metrics.set("policy_rule", float(rule == state["rule"]), label=rule)
+            self.metrics.set("policy_score", score, label=rule)
 
     def _poll(self) -> None:
         if self.manager.poll():
@@ -600,6 +611,10 @@ class OffloadingConnectorScheduler:
         if state is None:
             return False, None
         self.manager.let_go(state.context)
+        if self._recorder is not None and state.record is not None:
+            state.extend_keys()
+            keys = state.keys[self._layout.traced]
+            self._recorder.add(state.arrived, state.record, keys, request.num_tokens, request.num_computed_tokens)
         if any(state.block_ids):
             self._finished.append((state, request.num_computed_tokens))
             if state.control.remote_decode:
@@ -650,6 +665,8 @@ class OffloadingConnectorScheduler:
 
     def shutdown(self) -> None:
         """Releases everything; may be called twice. Also when offloading is off: lower tiers have threads and files."""
+        if self._recorder is not None:
+            self._recorder.close()
         try:
             self.manager.shutdown()
         except Exception:
@@ -674,13 +691,13 @@ class OffloadingConnectorScheduler:
         return job_id
 
     def _record(self, state: RequestState, match: Match, taken: int) -> None:
-        if state.recorded:
+        if state.record is not None:
             return
-        state.recorded = True
         promoted = self.manager.num_promoted(state.context)
         from_disk = min(taken, promoted * self._layout.align // self._layout.blocks_per_align)
-        missed, reason, age_s = match.missed, None, None
+        missed, reason, age_s, policy = match.missed, None, None, None
         if missed is not None:
+            policy = self.manager.policy_state() or None
             miss = self.manager.explain_miss(missed)
             reason, age_s = miss.reason, miss.age_s
             self.metrics.add("misses", label=reason)
@@ -688,7 +705,7 @@ class OffloadingConnectorScheduler:
         self.metrics.add("device_hit_tokens", match.computed)
         self.metrics.add("host_hit_tokens", taken - from_disk)
         self.metrics.add("disk_hit_tokens", from_disk)
-        record = RequestRecord(
+        record = state.record = RequestRecord(
             time.time(),
             state.context.req_id,
             state.request.num_tokens,
@@ -698,6 +715,7 @@ class OffloadingConnectorScheduler:
             reason,
             age_s,
             from_disk,
+            policy,
         )
         self.records.append(record)
         if logger.isEnabledFor(logging.DEBUG):

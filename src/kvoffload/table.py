@@ -47,10 +47,12 @@ class BlockTable:
 
     def distinct(self, slots: Slots) -> Slots:
         """``slots`` (none negative) without repetitions: of equal ones the last is kept, in order."""
+        if len(slots) < 2:
+            return slots
         order = np.arange(len(slots))
         self._scratch[slots] = order
         keep = self._scratch[slots] == order
-        return slots if keep.all() else slots[keep]
+        return slots if np.count_nonzero(keep) == len(slots) else slots[keep]
 
     def leading_ready(self, keys: Sequence[OffloadKey]) -> int:
         """Length of the longest run of leading keys that are all ready."""
@@ -59,8 +61,9 @@ class BlockTable:
         while start < n:
             slots = self.find(keys[start : start + size])
             ready = (slots >= 0) & (self.ref_cnt[slots] >= 0)
-            if not ready.all():
-                return start + int(ready.argmin())
+            found = int(ready.argmin())
+            if not ready[found]:
+                return start + found
             start += len(slots)
             size *= 2
         return n

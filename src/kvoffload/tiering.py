@@ -170,7 +170,7 @@ class TieredOffloadingManager(OffloadingManager):
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.host = host
-        host.admits_all = True
+        host.policy.may_refuse = False
         self._lanes = [_Lane(tier) for tier in tiers]
         self._tokens_per_block = tokens_per_block
         self._lookup_deadline_s = lookup_deadline_ms / 1000

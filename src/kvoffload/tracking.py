@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -17,6 +18,7 @@ from kvoffload.base import (
     Request,
 )
 from kvoffload.control import RequestControl
+from kvoffload.explain import RequestRecord
 from kvoffload.keys import make_offload_key
 
 NULL_BLOCK = 0
@@ -53,6 +55,8 @@ class Layout:
         self.blocks_per_align = sum(self.align // group.block_tokens for group in groups)
         self.full = tuple(g for g, group in enumerate(groups) if group.is_full)
         self.windows = tuple(g for g, group in enumerate(groups) if not group.is_full)
+        self.traced = self.full[0] if self.full else 0
+        """The group whose blocks stand in a trace."""
 
     def known_tokens(self, g: int, index: int) -> int:
         """So many tokens must be known before block ``index`` of group ``g`` has a key."""
@@ -126,7 +130,10 @@ class RequestState:
     match: Match | None = None
     waiting_since: float | None = None
     touched: bool = False
-    recorded: bool = False
+    arrived: float = field(default_factory=time.time)
+    """When it was first looked up, in seconds since 1970."""
+    record: RequestRecord | None = None
+    """Made when it is first given device blocks."""
     loading: bool = False
     computed_at_load: int = 0
     """Tokens the device held when blocks were last allocated to it."""

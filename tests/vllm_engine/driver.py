@@ -318,7 +318,8 @@ def service(config: dict[str, Any]) -> dict[str, Any]:
     used_after_reset = engine.offload.manager.num_used_blocks
     outputs.append(engine.round())
     after = engine.state()
-    return {
+    remote = _remote_decode(engine)
+    result = {
         "outputs": outputs,
         "warm": warm,
         "cleared": cleared,
@@ -327,8 +328,10 @@ def service(config: dict[str, Any]) -> dict[str, Any]:
         "events": [event for event in events if event],
         "recomputes_failed_loads": scheduler.recompute_kv_load_failures,
         "policy": engine.llm.llm_engine.vllm_config.kv_transfer_config.kv_load_failure_policy,
-        "remote": _remote_decode(engine),
+        "remote": remote,
     }
+    engine.close()
+    return result
 
 
 def _event(event: Any) -> list[str]:
@@ -346,8 +349,8 @@ def _remote_decode(engine: Engine) -> dict[str, Any]:
     engine.llm.reset_prefix_cache()
     whole = [*prompt, *tokens]
     engine.round([whole], max_tokens=1)
-    record = engine.state()["records"][-1]
-    return {"tokens": len(whole), "host_tokens": record["host_tokens"], "state": state}
+    records = engine.state()["records"]
+    return {"tokens": len(whole), "host_tokens": records[-1]["host_tokens"], "state": state, "records": records}
 
 
 def reuse(config: dict[str, Any]) -> dict[str, Any]:

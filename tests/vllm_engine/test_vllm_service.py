@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 # Not "vllm": from tests/ on sys.path this directory itself could be imported under that name.
 pytest.importorskip("vllm.version")
+from kvoffload.lab.readers import read_trace  # isort: skip
 from vllm_harness import POOL, Run, Runner, assert_at_rest, differences
 
 pytestmark = pytest.mark.vllm
@@ -17,9 +20,14 @@ BLOCK_SIZE = 32
 
 
 @pytest.fixture(scope="module")
-def service(run: Runner) -> Run:
+def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("trace") / "trace.jsonl"
+
+
+@pytest.fixture(scope="module")
+def service(run: Runner, recorded: Path) -> Run:
     """Two rounds, a reset, a third, and a prefill for a remote decoder; see the driver."""
-    return run("service", connector=POOL, events=True)
+    return run("service", connector=POOL | {"record_trace": str(recorded)}, events=True)
 
 
 def test_outputs_are_identical(service: Run, expected: list[Any]) -> None:
@@ -103,6 +111,19 @@ def test_a_remote_decoder_finds_the_whole_prefill(service: Run) -> None:
     # The last token sampled has no KV.
     assert remote["host_tokens"] == (remote["tokens"] - 1) // BLOCK_SIZE * BLOCK_SIZE
     assert_at_rest(remote["state"])
+
+
+def test_the_recorded_trace_has_a_line_a_request(service: Run, recorded: Path) -> None:
+    trace = read_trace(recorded, strict=True)
+    records = service["remote"]["records"]
+    assert trace.num_requests == len(records) > 30
+    for name in ("device_tokens", "host_tokens"):
+        assert trace.info[name] == sum(record[name] for record in records)
+    assert sorted(trace.input_tokens.tolist()) == sorted(record["tokens_asked"] for record in records)
+    assert trace.block_tokens == BLOCK_SIZE
+    assert trace.info["device_blocks"] == service["warm"]["usable_device_blocks"]
+    assert trace.info["pool_blocks"] == service["warm"]["metrics"]["pool_blocks"]
+    assert (trace.prompt_blocks < np.diff(trace.offsets)).any(), "blocks of outputs"
 
 
 @pytest.fixture(scope="module")

@@ -33,10 +33,12 @@ def group() -> click.Group:
     from kvoffload.cli.demo import demo
     from kvoffload.cli.disk import disk
     from kvoffload.cli.explain import explain
+    from kvoffload.cli.replay import replay
+    from kvoffload.cli.size import size
 
     commands = click.Group(
         "kvoffload",
-        commands=[demo, disk, explain],
+        commands=[demo, disk, explain, replay, size],
         help="Keeps the KV cache of an LLM server in host memory and on disk.",
     )
     return click.version_option(metadata.version("kvoffload"))(commands)

@@ -47,7 +47,10 @@ WORDS = {
         "put dates and names at its end.",
     ),
     MissReason.NOT_ADMITTED: Words(
-        "the block had not been asked for often enough to be stored", "Lower store_threshold, or remove it.", True
+        "the block had not been asked for often enough to be stored",
+        "Lower store_threshold, or remove it; without one the policy thought others more worth their place: raise "
+        "host_bytes.",
+        True,
     ),
     MissReason.EVICTED: Words("the block had been evicted", "Raise host_bytes, or try another policy.", True),
     MissReason.BEING_WRITTEN: Words(

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import io
-import re
 from collections.abc import Sequence
 from typing import Any
 
 import matplotlib
-from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
 from kvoffload.demo.protocol import RequestResult, Source
 from kvoffload.demo.report import Report
+from kvoffload.figures import MUTED, STYLE, make_figure, svg
 
 COLOURS = {Source.RECOMPUTE: "#d9622b", Source.DEVICE: "#2f6fb5", Source.HOST: "#1f9e77", Source.DISK: "#7a4fa3"}
 """Told apart by readers of every kind of colour vision; the marks differ too."""
@@ -22,33 +20,6 @@ LABELS = {
     Source.DEVICE: "device hit",
     Source.HOST: "host hit",
     Source.DISK: "disk hit",
-}
-INK, MUTED, GRID = "#1d2733", "#64707d", "#e4e8ec"
-
-STYLE = {
-    "font.size": 10,
-    "svg.fonttype": "none",
-    "svg.hashsalt": "kvoffload",
-    "text.color": INK,
-    "axes.labelcolor": MUTED,
-    "axes.edgecolor": GRID,
-    "axes.titlecolor": INK,
-    "axes.titlesize": 10.5,
-    "axes.titleweight": "bold",
-    "axes.titlelocation": "left",
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.grid": True,
-    "axes.axisbelow": True,
-    "grid.color": GRID,
-    "grid.linewidth": 0.8,
-    "xtick.color": MUTED,
-    "ytick.color": MUTED,
-    "xtick.major.size": 0,
-    "ytick.major.size": 0,
-    "ytick.minor.size": 0,
-    "legend.frameon": False,
-    "lines.linewidth": 2,
 }
 
 
@@ -60,7 +31,7 @@ def ttft_plot(report: Report) -> str:
         ("restarted: each document's last question again", report.restart),
     )
     with matplotlib.rc_context(STYLE):
-        figure, axes = _figure(height=6.9, rows=len(shown))
+        figure, axes = make_figure(height=6.9, rows=len(shown))
         for ax, (title, act) in zip(axes, shown, strict=True):
             ax.set_title(title)
             for source in Source:
@@ -84,13 +55,13 @@ def ttft_plot(report: Report) -> str:
         axes[0].legend(
             handles=_legend(), ncols=len(Source), loc="lower right", bbox_to_anchor=(1.0, 0.97), handletextpad=0.2
         )
-        return _svg(figure, "Time to first token by request: without kvoffload, with it, and after a restart")
+        return svg(figure, "Time to first token by request: without kvoffload, with it, and after a restart")
 
 
 def hits_plot(report: Report) -> str:
     """Prompt tokens so far, stacked by where they came from: disk, host, device, computed."""
     with matplotlib.rc_context(STYLE):
-        figure, (ax,) = _figure(height=3.1, rows=1)
+        figure, (ax,) = make_figure(height=3.1, rows=1)
         requests = report.offload.requests + report.restart.requests
         found = [_running(requests, f"{source}_tokens") for source in (Source.DISK, Source.HOST, Source.DEVICE)]
         asked = _running(requests, "prompt_tokens")
@@ -110,13 +81,13 @@ def hits_plot(report: Report) -> str:
         ax.set_ylim(0, asked[-1] * 1.05)
         labels = ("disk hit", "host hit", "device hit", "computed")
         ax.legend(layers[::-1], labels[::-1], ncols=len(labels), loc="lower right", bbox_to_anchor=(1.0, 1.0))
-        return _svg(figure, "Prompt tokens so far by source, with kvoffload and after its restart")
+        return svg(figure, "Prompt tokens so far by source, with kvoffload and after its restart")
 
 
 def pool_plot(report: Report) -> str:
     """Blocks of the host pool in use after each request; a restart empties it."""
     with matplotlib.rc_context(STYLE):
-        figure, (ax,) = _figure(height=2.7, rows=1)
+        figure, (ax,) = make_figure(height=2.7, rows=1)
         start = 0
         for act in (report.offload, report.restart):
             used = [r.pool_used for r in act.requests]
@@ -137,7 +108,7 @@ def pool_plot(report: Report) -> str:
             ax.set_ylim(0, blocks * 1.18)
         ax.yaxis.set_major_formatter(FuncFormatter(lambda n, _: f"{n:,.0f}"))
         ax.set_xlabel("request")
-        return _svg(figure, "Blocks of the host pool in use")
+        return svg(figure, "Blocks of the host pool in use")
 
 
 def _mark_restart(ax: Any, report: Report) -> None:
@@ -154,15 +125,6 @@ def _mark_restart(ax: Any, report: Report) -> None:
     )
 
 
-def _figure(height: float, rows: int) -> tuple[Figure, Sequence[Any]]:
-    figure = Figure(figsize=(8.6, height), layout="constrained")
-    axes = figure.subplots(rows, 1, sharex=True, sharey=True, squeeze=False)[:, 0]
-    for ax in axes:
-        ax.grid(visible=False, axis="x")
-        ax.margins(x=0.015)
-    return figure, list(axes)
-
-
 def _legend() -> list[Any]:
     from matplotlib.lines import Line2D
 
@@ -177,13 +139,3 @@ def _running(requests: Sequence[RequestResult], name: str) -> list[int]:
         total += getattr(request, name)
         sums.append(total)
     return sums
-
-
-def _svg(figure: Figure, description: str) -> str:
-    """The figure's ``<svg>`` element, as wide as its place; ids are its own, so that pages hold several."""
-    buffer = io.StringIO()
-    figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
-    svg = buffer.getvalue()
-    svg = svg[svg.index("<svg") :]
-    svg = re.sub(r'width="[\d.]+pt" height="[\d.]+pt"', 'width="100%"', svg, count=1)
-    return svg.replace("<svg", f'<svg role="img" aria-label="{description}"', 1)

@@ -14,6 +14,7 @@ import numpy as np
 
 from kvoffload.demo.act import ActResult
 from kvoffload.demo.protocol import RequestResult, Source
+from kvoffload.demo.replay import Agreement
 
 LOGPROB_TOLERANCE = 1e-4
 """Adding float32 numbers in another order moves a logprob by about 1e-6, a wrong block by far more."""
@@ -64,6 +65,8 @@ class Report:
     versus_offload: Comparison
     versus_restart: Comparison
     versus_control: Comparison
+    replay: Agreement | None = None
+    """None where it was not replayed."""
 
     @property
     def identical(self) -> bool:
@@ -169,6 +172,15 @@ class Report:
             )
         if not self.hit_tokens["disk"]:
             sentences.append("Nothing came from disk after the restart, so it proves nothing about the disk tier.")
+        if self.replay is not None and not self.replay.agrees:
+            sentences.append(
+                "Replaying the recorded trace finds other hits than the server did: "
+                + ", ".join(
+                    f"{self.replay.replayed[tier]:,} instead of {found:,} tokens on the {tier}"
+                    for tier, found in self.replay.measured.items()
+                )
+                + "."
+            )
         return sentences
 
     def to_dict(self) -> dict[str, Any]:
@@ -194,6 +206,7 @@ class Report:
             "hit_tokens": self.hit_tokens,
             "ttft_ms": {str(source): asdict(q) for source, q in self.ttft_ms.items()},
             "ttft_ratios": self.ratios,
+            "replay": None if self.replay is None else self.replay.to_dict(),
             "store_gbps": gbps(self.offload, "store"),
             "load_gbps": gbps(self.offload, "load"),
             "model": self.model,
@@ -221,7 +234,9 @@ class Report:
         return self.baseline, self.offload, self.restart, self.control
 
 
-def make_report(acts: Sequence[ActResult], model: str, seed: int, load_average: float = 0.0) -> Report:
+def make_report(
+    acts: Sequence[ActResult], model: str, seed: int, load_average: float = 0.0, replay: Agreement | None = None
+) -> Report:
     """Compares the acts: without kvoffload, with it, after the restart, and the control."""
     baseline, offload, restart, control = acts
     asked_again = [baseline.requests[request.index] for request in restart.requests]
@@ -237,6 +252,7 @@ def make_report(acts: Sequence[ActResult], model: str, seed: int, load_average: 
         versus_offload=compare(baseline.requests, offload.requests),
         versus_restart=compare(asked_again, restart.requests),
         versus_control=compare(baseline.requests, control.requests),
+        replay=replay,
     )
 
 

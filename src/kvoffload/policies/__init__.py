@@ -6,10 +6,25 @@ import importlib
 import inspect
 
 from kvoffload.base import CachePolicy, ConfigError
-from kvoffload.policies.arc import ARCPolicy
+from kvoffload.policies.arc import TextbookARCPolicy
+from kvoffload.policies.auto import AutoPolicy
+from kvoffload.policies.fifo import FIFOPolicy
+from kvoffload.policies.lirs import LIRSPolicy
 from kvoffload.policies.lru import LRUPolicy
+from kvoffload.policies.s3fifo import S3FIFOPolicy
+from kvoffload.policies.sieve import SIEVEPolicy
+from kvoffload.policies.twoq import TwoQPolicy
 
-BUILTIN: dict[str, type[CachePolicy]] = {"lru": LRUPolicy, "arc": ARCPolicy}
+BUILTIN: dict[str, type[CachePolicy]] = {
+    "fifo": FIFOPolicy,
+    "lru": LRUPolicy,
+    "arc": TextbookARCPolicy,
+    "s3fifo": S3FIFOPolicy,
+    "sieve": SIEVEPolicy,
+    "lirs": LIRSPolicy,
+    "2q": TwoQPolicy,
+    "auto": AutoPolicy,
+}
 
 
 def policy_class(name: str) -> type[CachePolicy]:

@@ -1,30 +1,37 @@
 """Adaptive Replacement Cache: Megiddo and Modha, "ARC: A Self-Tuning, Low Overhead Replacement Cache",
-FAST 2003, adapted to batches and to blocks that cannot be evicted for a while."""
+FAST 2003, adapted to batches and to blocks that cannot be evicted for a while.
+
+``TextbookARCPolicy`` is the paper's, and what the name "arc" means. ``ARCPolicy`` is what engines make of it, and what
+``ARCOffloadingManager`` keeps to: a block that comes back after its key was in a ghost list is new all the same.
+"""
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Sequence
-from itertools import islice
+from itertools import compress
 
 import numpy as np
 import numpy.typing as npt
 
 from kvoffload.base import CachePolicy, IntegrityError, OffloadKey, Slots
 from kvoffload.policies.base import RecencyList
+from kvoffload.policies.queues import Ghosts, admit_head, cut
 
 
 class ARCPolicy(CachePolicy):
     """t1: seen once, t2: seen again; b1 and b2: keys lately evicted from each, oldest first.
 
-    ``target_t1_size`` is how long t1 should be: it grows when a key of b1 is asked for, shrinks for b2.
+    ``target_t1_size`` is how long t1 should be: it grows when a key of b1 is asked for, shrinks for b2. New blocks
+    always enter t1, and each ghost list is as long as the cache at most.
     """
 
     def __init__(self, capacity: int) -> None:
         super().__init__(capacity)
         self._t1 = RecencyList(capacity)
         self._t2 = RecencyList(capacity)
-        self.b1: dict[OffloadKey, None] = {}
-        self.b2: dict[OffloadKey, None] = {}
+        self.b1: OrderedDict[OffloadKey, None] = OrderedDict()
+        self.b2: OrderedDict[OffloadKey, None] = OrderedDict()
         self.target_t1_size = 0.0
 
     @property
@@ -52,16 +59,23 @@ class ARCPolicy(CachePolicy):
 
     def touch_absent(self, keys: Sequence[OffloadKey]) -> None:
         for key in keys:
-            if key in self.b1:
-                step = max(1.0, len(self.b2) / len(self.b1))
-                self.target_t1_size = min(self.target_t1_size + step, float(self.capacity))
-                del self.b1[key]
-                self.b1[key] = None
-            elif key in self.b2:
-                step = max(1.0, len(self.b1) / len(self.b2))
-                self.target_t1_size = max(self.target_t1_size - step, 0.0)
-                del self.b2[key]
-                self.b2[key] = None
+            if (ghosts := self._adapt(key)) is not None:
+                ghosts.move_to_end(key)
+
+    def _adapt(self, key: OffloadKey) -> OrderedDict[OffloadKey, None] | None:
+        """Moves the target towards the ghost list that holds ``key``, if one does, which is returned."""
+        if key in self.b1:
+            step = max(1.0, len(self.b2) / len(self.b1))
+            self.target_t1_size = min(self.target_t1_size + step, float(self.capacity))
+            return self.b1
+        if key in self.b2:
+            step = max(1.0, len(self.b1) / len(self.b2))
+            self.target_t1_size = max(self.target_t1_size - step, 0.0)
+            return self.b2
+        return None
+
+    def refresh(self, slots: Slots, new: npt.NDArray[np.bool_], pinned: npt.NDArray[np.bool_]) -> None:
+        self.unpin(slots[~pinned])
 
     def settle(self, slots: Slots) -> None:
         in_t1 = self._t1.holds(slots)
@@ -79,19 +93,21 @@ class ARCPolicy(CachePolicy):
         self._t2.append(slots[~in_t1])
 
     def evict(self, n: int, busy: npt.NDArray[np.bool_], key_of: npt.NDArray[np.object_]) -> Slots:
-        # Between two evictions of a batch only len(t1) changes, so the rule "from t1 while it is at its
-        # target or above, else from t2, else from t1 after all" is three runs.
-        above_target = max(0, len(self._t1) - int(self.target_t1_size) + 1)
-        first = self._t1.pop_oldest(min(n, above_target), busy)
+        # Between two evictions of a batch only len(t1) changes, so the rule "from t1 while it is too long, else
+        # from t2, else from t1 after all" is three runs.
+        first = self._t1.pop_oldest(min(n, max(0, self._t1_surplus())), busy)
         second = self._t2.pop_oldest(n - len(first), busy)
         third = self._t1.pop_oldest(n - len(first) - len(second), busy)
         from_t1 = np.concatenate((first, third))
         self.b1.update(dict.fromkeys(key_of[from_t1].tolist()))
         self.b2.update(dict.fromkeys(key_of[second].tolist()))
         for ghosts in (self.b1, self.b2):
-            for key in list(islice(ghosts, max(0, len(ghosts) - self.capacity))):
-                del ghosts[key]
+            cut(ghosts, self.capacity)
         return np.concatenate((first, second, third))
+
+    def _t1_surplus(self) -> int:
+        """How many blocks leave t1 before one leaves t2: until t1 is below its target."""
+        return len(self._t1) - int(self.target_t1_size) + 1
 
     def remove(self, slots: Slots) -> None:
         in_t1 = self._t1.holds(slots)
@@ -113,3 +129,57 @@ class ARCPolicy(CachePolicy):
             raise IntegrityError("a ghost list is longer than the capacity")
         if not 0 <= self.target_t1_size <= self.capacity:
             raise IntegrityError("target_t1_size is out of its range")
+
+
+class TextbookARCPolicy(ARCPolicy):
+    """As in the paper: a block whose key was in b1 or b2 when it was asked for enters t2; t1 gives a block away while
+    it is above its target, not at it; and t1 with b1 is at most as long as the cache, all four lists twice as long.
+    """
+
+    def __init__(self, capacity: int) -> None:
+        super().__init__(capacity)
+        self._ghosts = Ghosts(capacity)
+        """Only what was asked for: the keys that left are in b1 and b2."""
+
+    def insert(self, slots: Slots, keys: Sequence[OffloadKey]) -> None:
+        returning = self._ghosts.take(keys)
+        super().insert(slots[~returning], keys)
+        self._t2.append(slots[returning])
+        self._cut_ghosts()
+
+    def touch_absent(self, keys: Sequence[OffloadKey]) -> None:
+        for key in keys:
+            if (ghosts := self._adapt(key)) is not None:
+                del ghosts[key]
+                self._ghosts.asked[key] = 0
+        cut(self._ghosts.asked, self.capacity)
+
+    def admit(self, keys: Sequence[OffloadKey], shortage: int) -> npt.NDArray[np.bool_] | None:
+        if not self.may_refuse:
+            return None
+        returning = self._ghosts.returning(keys)
+        of_t2 = min(self.len_t2 + int(np.count_nonzero(returning)), self.capacity - int(self.target_t1_size) - 1)
+        admitted = admit_head(returning, self.capacity - of_t2)
+        for key in reversed(list(compress(keys, ~admitted))):
+            self.b2.pop(key, None)
+            self.b1[key] = None
+            self.b1.move_to_end(key)
+        self._cut_ghosts()
+        return admitted
+
+    def clear(self) -> None:
+        super().clear()
+        self._ghosts.clear()
+
+    def _t1_surplus(self) -> int:
+        return len(self._t1) - int(self.target_t1_size)
+
+    def _cut_ghosts(self) -> None:
+        cut(self.b1, self.capacity - self.len_t1)
+        cut(self.b2, 2 * self.capacity - self.len_t1 - self.len_t2 - len(self.b1))
+
+    def check_integrity(self, slots: Slots) -> None:
+        super().check_integrity(slots)
+        self._ghosts.check_integrity()
+        if len(self.b1) + self.len_t1 > self.capacity:
+            raise IntegrityError("t1 and b1 together are longer than the capacity")

@@ -18,6 +18,7 @@ COMPACTION_WORK = 4
 MIN_SCAN = 64
 """Log entries looked at beyond those wanted, at first; doubled while they do not suffice."""
 
+_NEVER = 1 << 62
 _PARKED = -2
 _ABSENT = -1
 
@@ -45,6 +46,7 @@ class RecencyList:
         self._unfiltered: deque[tuple[Slots, Slots]] = deque()
         """Sealed segments, older in ``_filtered``: (slots, positions), positions ascending."""
         self._tail = np.empty(self._segment, dtype=np.int64)
+        self._tail_positions = np.empty(self._segment, dtype=np.int64)
         self._tail_fill = 0
         self._num_entries = 0
         self._next = 0
@@ -63,22 +65,29 @@ class RecencyList:
         held: npt.NDArray[np.bool_] = self._stamp[slots] != _ABSENT
         return held
 
-    def append(self, slots: Slots) -> None:
-        """Distinct slots become the most recent, the last one most; members move, others join."""
+    def append(self, slots: Slots, positions: npt.NDArray[np.int64] | None = None) -> None:
+        """Distinct slots become the most recent, the last one most; members move, others join.
+
+        ``positions``, ascending and above all earlier ones, are for lists that share a clock: by them members of
+        one list are older or younger than those of another.
+        """
         n = len(slots)
         if n == 0:
             return
         self._len += int(np.count_nonzero(self._stamp[slots] == _ABSENT))
-        self._stamp[slots] = np.arange(self._next, self._next + n)
+        if positions is None:
+            positions = np.arange(self._next, self._next + n)
+        self._stamp[slots] = positions
+        self._next = int(positions[-1]) + 1
         done = 0
         while done < n:
             if self._tail_fill == self._segment:
                 self._seal_tail()
-            part = slots[done : done + self._segment - self._tail_fill]
-            self._tail[self._tail_fill : self._tail_fill + len(part)] = part
-            self._tail_fill += len(part)
-            self._next += len(part)
-            done += len(part)
+            begin, part = self._tail_fill, min(n - done, self._segment - self._tail_fill)
+            self._tail[begin : begin + part] = slots[done : done + part]
+            self._tail_positions[begin : begin + part] = positions[done : done + part]
+            self._tail_fill += part
+            done += part
         self._num_entries += n
         if self._num_entries > self._capacity + self._capacity // 2 + 2 * self._segment:
             self._filter(COMPACTION_WORK * n)
@@ -101,6 +110,8 @@ class RecencyList:
         """Members that ``pop_oldest`` may have passed over take part again, from their place."""
         stamps = self._stamp[slots]
         passed = (stamps >= 0) & (stamps < self._head)
+        if not np.count_nonzero(passed):
+            return
         for position, slot in zip(stamps[passed].tolist(), slots[passed].tolist(), strict=True):
             if position not in self._passed:
                 heapq.heappush(self._heap, position)
@@ -108,12 +119,18 @@ class RecencyList:
 
     def pop_oldest(self, n: int, busy: npt.NDArray[np.bool_]) -> Slots:
         """The ``n`` oldest members that are not busy leave, oldest first; fewer if there are no more."""
-        parts: list[Slots] = []
-        while n > 0 and self._heap:
+        return self.pop_with_positions(n, busy)[0]
+
+    def pop_with_positions(
+        self, n: int, busy: npt.NDArray[np.bool_], before: int = _NEVER
+    ) -> tuple[Slots, npt.NDArray[np.int64]]:
+        """As ``pop_oldest``, of those members whose position lies ``before`` one; and what their positions were."""
+        parts: list[tuple[Slots, npt.NDArray[np.int64]]] = []
+        while n > 0 and self._heap and self._heap[0] < before:
             position = heapq.heappop(self._heap)
             slot = self._passed.pop(position)
             if self._stamp[slot] == position and not busy[slot]:
-                parts.append(np.array([slot], dtype=np.int64))
+                parts.append((np.array([slot], dtype=np.int64), np.array([position], dtype=np.int64)))
                 n -= 1
         window = n + MIN_SCAN
         while n > 0:
@@ -125,10 +142,15 @@ class RecencyList:
                 continue
             all_slots, all_positions = segments[0]
             slots, positions = all_slots[:window], all_positions[:window]
+            if positions[-1] >= before:
+                stop = int(np.searchsorted(positions, before))
+                if stop == 0:
+                    break
+                slots, positions = slots[:stop], positions[:stop]
             window *= 2
             found = np.flatnonzero((self._stamp[slots] == positions) & ~busy[slots])[:n]
             n -= len(found)
-            parts.append(slots[found])
+            parts.append((slots[found], positions[found]))
             stop = int(found[-1]) + 1 if n == 0 else len(slots)
             self._head = int(positions[stop - 1]) + 1
             self._num_entries -= stop
@@ -136,17 +158,43 @@ class RecencyList:
                 segments.popleft()
             else:
                 segments[0] = (all_slots[stop:], all_positions[stop:])
-        popped = np.concatenate(parts) if parts else np.empty(0, dtype=np.int64)
+        none = np.empty(0, dtype=np.int64)
+        popped, at = parts[0] if len(parts) == 1 else map(np.concatenate, zip((none, none), *parts, strict=True))
         self.discard(popped)
-        return popped
+        return popped, at
+
+    def oldest_position(self) -> int:
+        """Of the members that are not parked; -1 if there is none."""
+        while self._heap and self._stamp[self._passed[self._heap[0]]] != self._heap[0]:
+            del self._passed[heapq.heappop(self._heap)]
+        if self._heap:
+            return self._heap[0]
+        while True:
+            segments = self._filtered or self._unfiltered
+            if not segments:
+                if self._tail_fill == 0:
+                    return -1
+                self._seal_tail()
+                continue
+            slots, positions = segments[0]
+            live = self._stamp[slots] == positions
+            dead = int(live.argmax()) if live.any() else len(slots)
+            if dead:
+                self._head = int(positions[dead - 1]) + 1
+                self._num_entries -= dead
+                if dead == len(slots):
+                    segments.popleft()
+                    continue
+                segments[0] = (slots[dead:], positions[dead:])
+            return int(positions[dead])
 
     def clear(self) -> None:
         self._stamp.fill(_ABSENT)
         self._reset_log()
 
     def _seal_tail(self) -> None:
-        slots = self._tail[: self._tail_fill].copy()
-        self._unfiltered.append((slots, np.arange(self._next - len(slots), self._next)))
+        fill = self._tail_fill
+        self._unfiltered.append((self._tail[:fill].copy(), self._tail_positions[:fill].copy()))
         self._tail_fill = 0
 
     def _filter(self, work: int) -> None:
@@ -171,8 +219,7 @@ class RecencyList:
         held = set(np.flatnonzero(self._stamp != _ABSENT).tolist())
         if held != set(members) or len(held) != self._len:
             raise IntegrityError("a recency list does not hold the blocks it should")
-        tail = self._tail[: self._tail_fill]
-        tail_positions = np.arange(self._next - len(tail), self._next)
+        tail, tail_positions = self._tail[: self._tail_fill], self._tail_positions[: self._tail_fill]
         segments = [*self._filtered, *self._unfiltered, (tail, tail_positions)]
         slots = np.concatenate([s for s, _ in segments])
         positions = np.concatenate([p for _, p in segments])

@@ -102,6 +102,11 @@ class ManagerMachine(RuleBasedStateMachine):
         self.manager.touch(self.keys(batch), context)
         self.reference.touch(self.keys(batch), context)
 
+    @rule(batch=batches, stored=batches, context=contexts)
+    def refresh(self, batch: list[int], stored: list[int], context: ReqContext | None) -> None:
+        self.manager.refresh(self.keys(batch), self.keys(stored), context)
+        self.reference.refresh(self.keys(batch), self.keys(stored), context)
+
     @rule(batch=batches, context=contexts)
     def store(self, batch: list[int], context: ReqContext | None) -> None:
         self.end_store(self.begin_store(self.keys(batch), context), success=True)
@@ -306,6 +311,7 @@ def walk(machine_class: type[ManagerMachine], seed: int, num_blocks: int | None 
             lambda: machine.touch(batch(), rng.choice(CONTEXTS)),
             lambda: machine.store(batch(), rng.choice(CONTEXTS)),
             lambda: machine.store(batch(), rng.choice(CONTEXTS)),
+            lambda: machine.refresh(batch(), batch(), rng.choice(CONTEXTS)),
             machine.take_events,
         ]
         if len(machine.stores) < MAX_UNDER_WAY:

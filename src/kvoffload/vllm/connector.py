@@ -114,6 +114,7 @@ class KVOffloadConnector(KVConnectorBase_V1, SupportsHMA):
             share_loads=bool(self._vllm_config.cache_config.enable_prefix_caching) and versions.DRAINS_HOLDERS_FIRST,
             describe_blocks=enable_events,
             load_deadline_ms=setup.config.load_deadline_ms,
+            recorder=setup.make_recorder(num_blocks),
         )
         logger.info("kvoffload: host pool of %s", setup.describe(num_blocks))
         logger.info("kvoffload: model fingerprint %s", fingerprint)

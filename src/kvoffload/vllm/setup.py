@@ -9,6 +9,7 @@ import re
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorHandshakeMetadata
@@ -22,6 +23,7 @@ from kvoffload.hostpool import HostBackend, PoolHandle, format_bytes, padded_slo
 from kvoffload.keys import root_hash
 from kvoffload.manager import PolicyOffloadingManager
 from kvoffload.policies import make_policy
+from kvoffload.recorder import TraceRecorder
 from kvoffload.tiering import TieredOffloadingManager
 from kvoffload.tiers.disk import open_disk_tier
 from kvoffload.tracking import Layout
@@ -197,6 +199,31 @@ class Setup:
         if self.config.store_threshold is None:
             return manager
         return FilterReusedOffloadingManager(manager, self.config.store_threshold)
+
+    def make_recorder(self, num_blocks: int) -> TraceRecorder | None:
+        """Of the trace, if the user wants one; each of several engines has a file of its own. ``num_blocks``: of the
+        host pool. Raises ConfigError if the file cannot be written."""
+        config = self.config
+        if config.record_trace is None:
+            return None
+        path = Path(config.record_trace)
+        if self.engines > 1:
+            path = path.with_name(f"{path.stem}-engine{self.engine}{path.suffix}")
+        layout = Layout(self.kv_groups, self.hash_block_size, b"")
+        block_tokens = layout.groups[layout.traced].block_tokens
+        align = layout.device_align
+        per_align = sum(align // group.device_block_size for group in self.kv_groups)
+        # One device block, the null block, is never used.
+        device_tokens = (self.num_device_blocks - 1) * align // per_align
+        header = {
+            "device_blocks": device_tokens // block_tokens,
+            "pool_blocks": self._tokens(num_blocks) // block_tokens,
+            "policy": config.policy,
+            "store_threshold": config.store_threshold,
+            "groups": len(self.groups),
+        }
+        logger.info("kvoffload: a trace of all requests goes to %s", path)
+        return TraceRecorder(str(path), block_tokens, header)
 
     def check_ranks(self, infos: Sequence[RankInfo]) -> int:
         """Blocks that every rank has room for. Raises ConfigError if a rank is missing or on another node."""

@@ -1,1 +1,76 @@
-"""Readers of request traces, one file a format."""
+"""Reads traces: of what format one is shows in its first line."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from kvoffload.lab.readers import kv_cache_tester, libcachesim, mooncake, recorded, synthetic
+from kvoffload.lab.readers.lines import Problems, Progress, Source
+from kvoffload.lab.trace import Trace, TraceError
+
+FORMATS: dict[str, Callable[[Source, int | None], Trace]] = {
+    "mooncake": mooncake.read,
+    "recorded": recorded.read,
+    "kv-cache-tester": kv_cache_tester.read,
+    "libcachesim": libcachesim.read,
+}
+_HEAD_BYTES = 1 << 16
+
+
+def read_trace(
+    source: str | Path,
+    *,
+    format: str | None = None,
+    strict: bool = False,
+    block_tokens: int | None = None,
+    on_progress: Progress | None = None,
+) -> Trace:
+    """The trace in a file, plain or compressed with gzip, in a directory of kv-cache-tester's sessions, or made up, as
+    by "synthetic:chat", "synthetic:agent" or "synthetic:documents?requests=5000&seed=1".
+
+    ``format`` is one of FORMATS, by default what the content looks like. Lines that are wrong are left out and counted;
+    with ``strict`` the first of them raises. ``block_tokens``: where the format leaves it open. ``on_progress`` is
+    given the share that was read. Raises TraceError if there is no request to be read.
+    """
+    if str(source).startswith(synthetic.PREFIX):
+        return synthetic.generate(str(source), block_tokens)
+    file = Source(Path(source).expanduser(), Problems(strict), on_progress)
+    if format is None:
+        format = _guess(file)
+    if format not in FORMATS:
+        raise TraceError(f"format={format!r}: unknown; write one of {', '.join(FORMATS)}")
+    return FORMATS[format](file, block_tokens)
+
+
+def _guess(source: Source) -> str:
+    if source.path.is_dir():
+        return "kv-cache-tester"
+    head = source.head(_HEAD_BYTES).lstrip(b"\xef\xbb\xbf \t\r\n")
+    names = source.path.name.removesuffix(".gz").rsplit(".", 1)
+    suffix = names[-1].lower() if len(names) > 1 else ""
+    first = head.split(b"\n", 1)[0]
+    if first.startswith(b"{"):
+        if f'"{recorded.HEADER}"'.encode() in first:
+            return "recorded"
+        return "kv-cache-tester" if b'"requests"' in head else "mooncake"
+    if suffix in ("jsonl", "json"):
+        return "mooncake"
+    if suffix == "csv" or _looks_like_csv(first):
+        return "libcachesim"
+    if not head:
+        for _ in source.lines():
+            pass
+        source.empty()
+    raise TraceError(
+        f"{source.path}: of no format that is known here, which are {', '.join(FORMATS)}; if it is one of them, say so "
+        "with format"
+    )
+
+
+def _looks_like_csv(line: bytes) -> bool:
+    try:
+        text = line.decode()
+    except UnicodeDecodeError:
+        return False
+    return text.isprintable() and libcachesim.delimiter(text) in text.strip() and any(map(str.isdigit, text))

@@ -1,0 +1,119 @@
+"""Processor time to replay a million block accesses, beside libcachesim's on the same accesses in the same run.
+
+libcachesim simulates one policy in C, block by block. The replay runs the managers that serve an engine, request by
+request: look-up, store, eviction, and why each request missed.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+
+from benchmarks.report import Row, publish
+from kvoffload.lab.readers import read_trace
+from kvoffload.lab.replay import ReplayConfig, replay
+from kvoffload.lab.trace import Trace
+
+ACCESSES = 1_000_000
+CAPACITY_SHARE = 0.1
+POLICIES = {"lru": "LRU", "arc": "ARC", "auto": "ARC"}
+"""And what of libcachesim's each is measured beside; it has nothing that tunes itself but ARC."""
+PEER_RECORD = np.dtype([("time", "<u4"), ("id", "<u8"), ("size", "<u4"), ("next", "<i8")])
+"""Of libcachesim's oracleGeneral format."""
+
+
+def workloads() -> Iterator[Trace]:
+    """Long chains, short ones, and a public trace where it is there."""
+    yield read_trace("synthetic:agent?requests=4000")
+    yield read_trace("synthetic:chat?requests=20000")
+    folder = Path(os.environ.get("KVOFFLOAD_TRACES") or Path(__file__).parents[2] / "shared" / "traces")
+    public = folder / "mooncake_conversation.jsonl.gz"
+    if public.is_file():
+        yield read_trace(public)
+
+
+def with_accesses(trace: Trace, accesses: int) -> Trace:
+    """The trace again and again, until it has so many."""
+    times = -(-accesses // trace.num_accesses)
+    span = float(trace.times[-1] - trace.times[0]) + 1.0
+    offsets = [trace.offsets[1:] + i * trace.num_accesses for i in range(times)]
+    longer = replace(
+        trace,
+        times=np.concatenate([trace.times + i * span for i in range(times)]),
+        input_tokens=np.tile(trace.input_tokens, times),
+        output_tokens=np.tile(trace.output_tokens, times),
+        offsets=np.concatenate((np.zeros(1, dtype=np.int64), *offsets)),
+        blocks=np.tile(trace.blocks, times),
+        prompt_blocks=np.tile(trace.prompt_blocks, times),
+    )
+    last = int(np.searchsorted(longer.offsets, accesses))
+    return replace(
+        longer,
+        times=longer.times[:last],
+        input_tokens=longer.input_tokens[:last],
+        output_tokens=longer.output_tokens[:last],
+        offsets=longer.offsets[: last + 1],
+        blocks=longer.blocks[: longer.offsets[last]],
+        prompt_blocks=longer.prompt_blocks[:last],
+    )
+
+
+class Peer:
+    """libcachesim on the blocks of a trace."""
+
+    def __init__(self, trace: Trace) -> None:
+        self._records = np.zeros(trace.num_accesses, dtype=PEER_RECORD)
+        self._records["id"] = trace.blocks + 1
+        self._records["size"] = 1
+        self._records["next"] = -1
+
+    def seconds(self, policy: str, capacity: int) -> float:
+        libcachesim = importlib.import_module("libcachesim")
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder) / "trace.oracleGeneral"
+            self._records.tofile(path)
+            reader = libcachesim.TraceReader(str(path), libcachesim.TraceType.ORACLE_GENERAL_TRACE)
+            cache = getattr(libcachesim, policy)(capacity)
+            start = time.process_time()
+            cache.process_trace(reader)
+            return time.process_time() - start
+
+
+def main(out: Path, quick: bool) -> None:
+    have_peer = importlib.util.find_spec("libcachesim") is not None
+    if not have_peer:
+        print("libcachesim is not installed here: no peer to compare with")
+    accesses = ACCESSES // 10 if quick else ACCESSES
+    rows = []
+    for workload in workloads():
+        trace = with_accesses(workload, accesses)
+        capacity = max(1, int(trace.num_distinct * CAPACITY_SHARE))
+        peer = Peer(trace) if have_peer else None
+        for policy, rival in POLICIES.items():
+            start = time.process_time()
+            replay(trace, ReplayConfig(policy, capacity))
+            seconds = time.process_time() - start
+            ratio = None if peer is None else peer.seconds(rival, capacity) / seconds
+            versus = "" if peer is None else f"libcachesim {rival}"
+            what = f"{accesses:,} accesses, {trace.name.split('?')[0]}, {policy}"
+            rows.append(Row(what, seconds, "s", versus, ratio))
+            rows.append(
+                Row(
+                    f"  a request of {trace.num_accesses / trace.num_requests:.0f} blocks",
+                    seconds / trace.num_requests * 1e6,
+                    "us",
+                )
+            )
+    publish(
+        "replay",
+        f"Replay, processor time, at {CAPACITY_SHARE:.0%} of distinct blocks (ratio: times faster than the peer)",
+        rows,
+        out,
+    )

@@ -1,0 +1,49 @@
+"""Time to first token, estimated from the speeds of the device and the tiers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from kvoffload.lab.model import ModelShape
+from kvoffload.lab.trace import Floats, Ints
+
+
+@dataclass(frozen=True, slots=True)
+class Speeds:
+    """Of one engine. The defaults are those of a model of 8 billion parameters on one data-centre GPU, host memory
+    behind 16 lanes of PCIe 4 and one NVMe disk; measure yours."""
+
+    prefill_tokens_per_s: float = 10_000.0
+    """At short prompts. Attention to a long prompt's earlier tokens costs more at the same FLOPs a second."""
+    host_bytes_per_s: float = 20e9
+    """From host memory to the device."""
+    disk_bytes_per_s: float = 3e9
+    """From disk to host memory."""
+
+
+def ttft_seconds(
+    model: ModelShape,
+    speeds: Speeds,
+    prompt_tokens: Ints,
+    device_tokens: Ints | Floats,
+    host_tokens: Ints | Floats,
+    disk_tokens: Ints | Floats,
+) -> Floats:
+    """Of each request, alone on the machine: no queueing, no batching with others, so a busy server's is longer.
+
+    What was found is loaded, then the rest is computed, at least one token. Blocks on disk go through host memory; they
+    are loaded only where that is faster than computing them. All arrays have one entry a request.
+    """
+    in_memory = device_tokens + host_tokens
+    flops_per_s = speeds.prefill_tokens_per_s * model.linear_flops_per_token
+
+    def compute(found: Ints | Floats) -> Floats:
+        start = np.minimum(found, np.maximum(prompt_tokens - 1, 0))
+        flops: Floats = model.prefill_flops(start.astype(np.float64), prompt_tokens.astype(np.float64))
+        return flops / flops_per_s
+
+    from_disk = disk_tokens * model.bytes_per_token * (1 / speeds.disk_bytes_per_s + 1 / speeds.host_bytes_per_s)
+    seconds: Floats = np.minimum(compute(in_memory), from_disk + compute(in_memory + disk_tokens))
+    return seconds + host_tokens * (model.bytes_per_token / speeds.host_bytes_per_s)

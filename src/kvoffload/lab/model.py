@@ -1,0 +1,263 @@
+"""What a token costs in a model: bytes of KV cache and FLOPs of prefill, from the shape in its config.json."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy.typing as npt
+
+from kvoffload.base import ConfigError
+
+DTYPE_BYTES = {
+    "float32": 4.0,
+    "float16": 2.0,
+    "bfloat16": 2.0,
+    "fp8": 1.0,
+    "fp8_e4m3": 1.0,
+    "fp8_e5m2": 1.0,
+    "int8": 1.0,
+    "int4": 0.5,
+}
+"""Bytes of a number, by the names that models and engines use."""
+
+MAX_CONFIG_BYTES = 16 << 20
+
+ALIASES = {
+    "num_hidden_layers": ("n_layer", "n_layers", "num_layers"),
+    "hidden_size": ("n_embd", "d_model"),
+    "num_attention_heads": ("n_head", "n_heads"),
+    "num_key_value_heads": ("num_kv_heads", "multi_query_group_num"),
+    "head_dim": ("kv_channels",),
+    "intermediate_size": ("n_inner", "ffn_dim", "ffn_hidden_size"),
+    "num_experts_per_tok": ("experts_per_token", "moe_topk"),
+    "decoder_sparse_step": ("interleave_moe_layer_step",),
+    "num_experts": ("num_local_experts", "n_routed_experts"),
+}
+"""Other names of a field, by the one that most models use."""
+
+PARTS = ("text_config", "llm_config", "language_config", "thinker_config")
+"""Where models of several modalities keep their language model's fields."""
+
+FULL, SLIDING, STATE = "full", "sliding", "state"
+UNGATED = frozenset({"gpt2", "gpt_bigcode", "gpt_neox", "gptj", "opt", "bloom", "falcon", "mpt", "phi", "starcoder2"})
+"""Model types whose MLP has two matrices, not three."""
+
+Amount = TypeVar("Amount", float, npt.NDArray[Any])
+
+
+@dataclass(frozen=True, slots=True)
+class ModelShape:
+    """What decides the cost of a token."""
+
+    name: str
+    bytes_per_token: float
+    """Of KV cache, all layers and ranks together."""
+    linear_flops_per_token: float
+    """Of the layers' matrices: two a parameter that a token passes through. Embedding and output head are left out:
+    prefill looks the one up and applies the other to the last token alone."""
+    attention_flops_per_pair: float
+    """Of one query and one key, in all layers whose tokens attend to the whole prompt."""
+    notes: tuple[str, ...] = ()
+    """What was assumed, in whole sentences."""
+
+    def prefill_flops(self, start: Amount, end: Amount) -> Amount:
+        """FLOPs of computing tokens [start, end) of a prompt whose first ``start`` have their KV. Numbers or arrays."""
+        pairs = (end * end - start * start) / 2
+        flops: Amount = self.linear_flops_per_token * (end - start) + self.attention_flops_per_pair * pairs
+        return flops
+
+    @classmethod
+    def from_config(cls, source: str | Path | Mapping[str, Any], dtype_bytes: float | None = None) -> ModelShape:
+        """Of a Hugging Face config.json: the file, the directory it is in, or what it holds. ``dtype_bytes``: of a
+        number in the KV cache, if not the model's own.
+
+        Every token is counted with its KV in all attention layers: sliding windows let an engine free what lies behind
+        them, so theirs is an upper bound. Layers with a state of fixed size (Mamba, linear attention) add nothing.
+        Raises ConfigError.
+        """
+        if isinstance(source, Mapping):
+            return _shape(source, "config", "model", dtype_bytes)
+        path = Path(source)
+        name, path = (path.resolve().name, path / "config.json") if path.is_dir() else (path.stem, path)
+        return _shape(_read(path), str(path), name, dtype_bytes)
+
+
+DEFAULT_MODEL = ModelShape("Llama-3.1-8B", 131_072.0, 13_958_643_712.0, 524_288.0)
+"""bfloat16: 32 layers, 32 query and 8 KV heads of 128, hidden size 4,096, MLP of 14,336."""
+
+
+def _read(path: Path) -> Mapping[str, Any]:
+    mend = "give a model's config.json, or the directory it is in"
+    try:
+        with path.open("rb") as file:
+            content = json.loads(file.read(MAX_CONFIG_BYTES))
+    except (OSError, ValueError, RecursionError) as error:
+        reason = error.strerror if isinstance(error, OSError) else f"not JSON ({error})"
+        raise ConfigError(f"model={str(path)!r}: {reason}; {mend}") from error
+    if not isinstance(content, Mapping):
+        raise ConfigError(f"model={str(path)!r}: not a JSON object; {mend}")
+    return content
+
+
+@dataclass(frozen=True, slots=True)
+class _Config:
+    """Fields of a config, checked as they are read."""
+
+    fields: Mapping[str, Any]
+    where: str
+
+    def has(self, name: str) -> bool:
+        return any(self.fields.get(each) is not None for each in (name, *ALIASES.get(name, ())))
+
+    def number(self, name: str, default: int | None = None) -> int:
+        """A whole number, 1 or more (0 where that is the default). Raises ConfigError if it is missing or is none."""
+        for each in (name, *ALIASES.get(name, ())):
+            value = self.fields.get(each)
+            if value is None:
+                continue
+            least = 0 if default == 0 else 1
+            if not isinstance(value, int) or isinstance(value, bool) or value < least:
+                raise ConfigError(
+                    f"{self.where}: {each}={value!r}: must be a whole number, {least} or more; mend the file"
+                )
+            return value
+        if default is None:
+            raise ConfigError(
+                f"{self.where}: {name} is missing, so the size of a token's KV is not known; add it, or give the "
+                "config.json of the language model itself"
+            )
+        return default
+
+
+def _shape(content: Mapping[str, Any], where: str, default_name: str, dtype_bytes: float | None) -> ModelShape:
+    name = content.get("_name_or_path") or default_name
+    fields = content
+    for part in PARTS:
+        inner = fields.get(part)
+        if isinstance(inner, Mapping):
+            fields = {**inner, "dtype": _dtype(inner) or _dtype(fields)}
+    config = _Config(fields, where)
+    layers = config.number("num_hidden_layers")
+    notes: list[str] = []
+    if dtype_bytes is None:
+        dtype_bytes = _dtype_bytes(fields, where, notes)
+    kinds = _layer_kinds(config, layers)
+    attention = layers - kinds.count(STATE)
+    numbers, per_pair, attention_parameters = _attention(config)
+    if kinds.count(STATE):
+        notes.append(f"{kinds.count(STATE)} of {layers} layers keep a state of fixed size, which is not counted.")
+    # The first token's KV of such layers is used by later layers too.
+    kept = attention - min(config.number("num_kv_shared_layers", 0), attention)
+    extra = 0.0
+    if config.has("index_head_dim"):
+        # The keys by which sparse attention selects: a byte a number, and a scale for all.
+        extra = kept * (config.number("index_head_dim") + 4.0)
+        notes.append("Sparse attention is counted as if every token attended to the whole prompt.")
+    pairs = per_pair * kinds.count(FULL)
+    windows = 0.0
+    if kinds.count(SLIDING):
+        window = config.number("attention_chunk_size" if not config.has("sliding_window") else "sliding_window")
+        windows = float(per_pair * kinds.count(SLIDING) * window)
+        notes.append(
+            f"{kinds.count(SLIDING)} of {layers} layers attend to {window:,} tokens at most: their KV is counted for "
+            "every token, an upper bound."
+        )
+    parameters = layers * attention_parameters + _mlp_parameters(config, layers)
+    return ModelShape(
+        str(name), kept * numbers * dtype_bytes + extra, 2.0 * parameters + windows, float(pairs), tuple(notes)
+    )
+
+
+def _dtype(fields: Mapping[str, Any]) -> Any:
+    return fields.get("dtype") or fields.get("torch_dtype")
+
+
+def _dtype_bytes(fields: Mapping[str, Any], where: str, notes: list[str]) -> float:
+    dtype = _dtype(fields)
+    if dtype is None:
+        notes.append("The config names no dtype: 2 bytes a number are assumed.")
+        return 2.0
+    name = str(dtype).removeprefix("torch.")
+    if name not in DTYPE_BYTES:
+        raise ConfigError(
+            f"{where}: dtype={dtype!r}: unknown; say what the KV cache holds: one of {', '.join(DTYPE_BYTES)}"
+        )
+    return DTYPE_BYTES[name]
+
+
+def _layer_kinds(config: _Config, layers: int) -> list[str]:
+    """Of each layer, how far back its tokens attend."""
+    types = config.fields.get("layer_types") or config.fields.get("layers_block_type")
+    if isinstance(types, list):
+        if len(types) != layers:
+            raise ConfigError(
+                f"{config.where}: layer_types has {len(types)} entries for {layers} layers; mend the file"
+            )
+        return [_kind(str(each)) for each in types]
+    pattern = config.fields.get("hybrid_override_pattern")
+    if isinstance(pattern, str):
+        return [FULL if each == "*" else STATE for each in pattern]
+    period = config.number("attn_layer_period", 0) or config.number("full_attention_interval", 0)
+    if period:
+        offset = config.number("attn_layer_offset", 0) if config.has("attn_layer_offset") else period - 1
+        return [FULL if i % period == offset else STATE for i in range(layers)]
+    if not config.has("sliding_window") or config.fields.get("use_sliding_window") is False:
+        return [FULL] * layers
+    period = config.number("sliding_window_pattern", 0)
+    return [FULL if period and (i + 1) % period == 0 else SLIDING for i in range(layers)]
+
+
+def _kind(layer_type: str) -> str:
+    if "sliding" in layer_type or "chunked" in layer_type:
+        return SLIDING
+    if layer_type == "attention" or "full" in layer_type or "global" in layer_type:
+        return FULL
+    return STATE
+
+
+def _attention(config: _Config) -> tuple[int, int, int]:
+    """Of one layer: numbers of KV a token, FLOPs of a query-key pair, parameters."""
+    heads = config.number("num_attention_heads")
+    hidden = config.number("hidden_size")
+    if config.has("kv_lora_rank"):
+        # Multi-head latent attention (DeepSeek-V2): one compressed vector for all heads, and one rotary key.
+        rank, rotary = config.number("kv_lora_rank"), config.number("qk_rope_head_dim")
+        plain, value = config.number("qk_nope_head_dim"), config.number("v_head_dim")
+        query = heads * (plain + rotary)
+        low = config.number("q_lora_rank", 0)
+        queries = hidden * low + low * query if low else hidden * query
+        parameters = queries + hidden * (rank + rotary) + rank * heads * (plain + value) + heads * value * hidden
+        return rank + rotary, 2 * heads * (plain + rotary + value), parameters
+    if config.has("head_dim"):
+        size = config.number("head_dim")
+    else:
+        size, rest = divmod(hidden, heads)
+        if rest:
+            raise ConfigError(
+                f"{config.where}: hidden_size={hidden} is no multiple of num_attention_heads={heads}; add head_dim"
+            )
+    one_head = config.fields.get("multi_query") is True and not config.fields.get("new_decoder_architecture")
+    kv_heads = (
+        1 if one_head and not config.has("multi_query_group_num") else config.number("num_key_value_heads", heads)
+    )
+    return 2 * kv_heads * size, 4 * heads * size, 2 * hidden * size * (heads + kv_heads)
+
+
+def _mlp_parameters(config: _Config, layers: int) -> int:
+    """Of all layers, those that a token passes through: of a mixture, the experts it is sent to and the shared."""
+    hidden = config.number("hidden_size")
+    matrices = 2 if config.fields.get("model_type") in UNGATED else 3
+    dense = config.number("intermediate_size", 4 * hidden)
+    if not config.has("num_experts_per_tok") or not config.has("num_experts"):
+        return layers * matrices * hidden * dense
+    expert = config.number("moe_intermediate_size", dense)
+    shared = config.number("shared_expert_intermediate_size", 0) or config.number("n_shared_experts", 0) * expert
+    active = config.number("num_experts_per_tok") * expert + shared
+    first = min(config.number("first_k_dense_replace", 0), layers)
+    step = config.number("decoder_sparse_step", 1)
+    sparse = (layers - first) // step
+    return matrices * hidden * (sparse * active + (layers - sparse) * dense)

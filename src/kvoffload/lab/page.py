@@ -1,0 +1,56 @@
+"""What a replay found, as one HTML page that needs no other file."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from importlib import metadata
+
+import jinja2
+
+from kvoffload.hostpool import format_bytes
+from kvoffload.lab.latency import Speeds
+from kvoffload.lab.model import ModelShape
+from kvoffload.lab.plots import MAX_BARS, curve_plot, misses_plot, name_of, tiers_plot
+from kvoffload.lab.replay import CLAIRVOYANT, ReplayResult
+from kvoffload.lab.trace import Trace
+
+
+def render_page(trace: Trace, model: ModelShape, speeds: Speeds, results: Sequence[ReplayResult]) -> str:
+    """``results``: of ``trace``, at least one."""
+    environment = jinja2.Environment(
+        loader=jinja2.PackageLoader("kvoffload.lab", "templates"),
+        autoescape=True,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        undefined=jinja2.StrictUndefined,
+    )
+    ordered = sorted(results, key=lambda result: (result.capacity_blocks, result.policy == CLAIRVOYANT))
+    block_bytes = trace.block_tokens * model.bytes_per_token
+
+    def size_of(blocks: int) -> str:
+        return format_bytes(int(blocks * block_bytes))
+
+    rivals = [result for result in ordered if result.policy != CLAIRVOYANT]
+    return environment.get_template("replay.html.j2").render(
+        trace=trace,
+        model=model,
+        speeds=speeds,
+        version=metadata.version("kvoffload"),
+        prompt_tokens=int(trace.input_tokens.sum()),
+        span_min=float(trace.times[-1] - trace.times[0]) / 60,
+        distinct_size=format_bytes(int(trace.num_distinct * block_bytes)),
+        results=ordered,
+        best=max(rivals or ordered, key=lambda result: result.prefix_hit_tokens),
+        size_of=size_of,
+        format_bytes=format_bytes,
+        name_of=name_of,
+        hits_svg=curve_plot(
+            ordered, lambda result: result.prefix_hit_tokens_pct, "%", size_of, "Prefix-hit tokens over capacity"
+        ),
+        writes_svg=curve_plot(
+            rivals or ordered, lambda result: result.writes_per_access, "", size_of, "Blocks written per access"
+        ),
+        tiers_svg=tiers_plot(ordered) if len(ordered) <= MAX_BARS else None,
+        misses_svg=misses_plot(ordered) if len(ordered) <= MAX_BARS else None,
+        max_bars=MAX_BARS,
+    )

@@ -1,0 +1,150 @@
+"""The plots of a replay, as SVG text to put into a page."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+import matplotlib
+from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
+
+from kvoffload.base import MissReason
+from kvoffload.figures import GRID, INK, MUTED, STYLE, make_figure, svg
+from kvoffload.lab.replay import CLAIRVOYANT, ReplayResult
+
+COLOURS = ("#2f6fb5", "#d9622b", "#1f9e77", "#7a4fa3", "#b58a00", "#c2457f", "#4f5d6b", "#6fb3e0", "#8c5a3c", "#9aa51f")
+MARKS = "osD^vPX*<>"
+"""Told apart by readers of every kind of colour vision."""
+TIERS = {"device": "#2f6fb5", "host": "#1f9e77", "disk": "#7a4fa3", "computed": GRID}
+REASONS = {
+    MissReason.NEVER_STORED: "#b9c2cb",
+    MissReason.EVICTED: "#d9622b",
+    MissReason.NOT_ADMITTED: "#b58a00",
+    MissReason.NOT_IN_TIME: "#7a4fa3",
+}
+OTHER_REASON, NO_MISS = "#4f5d6b", "#1f9e77"
+MAX_TICKS = 10
+MAX_BARS = 48
+"""Beyond it bars are unreadable, and left out."""
+LEAST_LABELLED = 4.0
+"""Percent: a shorter piece of a bar has no room for its number."""
+
+
+def name_of(policy: str) -> str:
+    return "bound" if policy == CLAIRVOYANT else policy
+
+
+def curve_plot(
+    results: Sequence[ReplayResult],
+    value: Callable[[ReplayResult], float],
+    unit: str,
+    size_of: Callable[[int], str],
+    description: str,
+) -> str:
+    """``value`` over capacity on a logarithmic scale, a line a policy; the bound is dashed. ``size_of`` tells the bytes
+    of so many blocks."""
+    policies = list(dict.fromkeys(result.policy for result in results))
+    ours = [policy for policy in policies if policy != CLAIRVOYANT]
+    capacities = sorted({result.capacity_blocks for result in results})
+    with matplotlib.rc_context(STYLE):
+        figure, (ax,) = make_figure(height=3.8, rows=1)
+        for policy in policies:
+            points = sorted((each.capacity_blocks, value(each)) for each in results if each.policy == policy)
+            look = _look(ours.index(policy)) if policy in ours else {"color": MUTED, "linestyle": (0, (4, 3))}
+            ax.plot(*zip(*points, strict=True), label=name_of(policy), markersize=5, **look)
+        ax.set_xscale("log")
+        ax.xaxis.set_major_locator(FixedLocator(_spaced(capacities)))
+        ax.xaxis.set_minor_locator(NullLocator())
+        ax.xaxis.set_major_formatter(FuncFormatter(lambda blocks, _: f"{blocks:,.0f}\n{size_of(round(blocks))}"))
+        ax.yaxis.set_major_formatter(FuncFormatter(lambda amount, _: f"{amount:g}{unit}"))
+        ax.set_ylim(0, 1.05 * max(map(value, results)) or 1.0)
+        ax.margins(x=0.03)
+        ax.set_xlabel("blocks of host memory")
+        ax.legend(loc="center left", bbox_to_anchor=(1.0, 0.5))
+        return svg(figure, description)
+
+
+def _spaced(capacities: Sequence[int]) -> list[int]:
+    """Those of ascending ``capacities`` whose labels leave each other room."""
+    least = (capacities[-1] / capacities[0]) ** (1 / MAX_TICKS)
+    chosen = [capacities[0]]
+    for capacity in capacities[1:]:
+        if capacity >= chosen[-1] * least:
+            chosen.append(capacity)
+    return chosen
+
+
+def _look(index: int) -> dict[str, str]:
+    """Of the policy with this number; beyond ten, marks and colours make other pairs."""
+    count = len(COLOURS)
+    return {"color": COLOURS[index % count], "marker": MARKS[(index + index // count) % count]}
+
+
+def tiers_plot(results: Sequence[ReplayResult]) -> str:
+    """Where the prompt tokens of each configuration came from."""
+    shares = [{tier.name: tier.hit_tokens_pct for tier in result.tiers} for result in results]
+    present = [name for name in TIERS if any(name in share for share in shares)]
+    rows = [{**share, "computed": 100 - sum(share.values())} for share in shares]
+    colours = {name: TIERS[name] for name in [*present, "computed"]}
+    return _bars(results, rows, colours, "% of prompt tokens", "Prompt tokens by the tier they were found in")
+
+
+def misses_plot(results: Sequence[ReplayResult]) -> str:
+    """Requests of each configuration by why their first missing block was missing."""
+    present = dict.fromkeys(reason for result in results for reason in result.misses)
+    rows = []
+    for result in results:
+        row = {_words(reason): 100 * count / result.requests for reason, count in result.misses.items()}
+        rows.append({**row, "missed none": 100 - sum(row.values())})
+    colours = {_words(reason): REASONS.get(reason, OTHER_REASON) for reason in present}
+    return _bars(
+        results,
+        rows,
+        {**colours, "missed none": NO_MISS},
+        "% of requests",
+        "Requests by the reason of their first miss",
+    )
+
+
+def _words(reason: MissReason) -> str:
+    return reason.replace("_", " ")
+
+
+def _bars(
+    results: Sequence[ReplayResult],
+    rows: Sequence[Mapping[str, float]],
+    colours: Mapping[str, str],
+    label: str,
+    description: str,
+) -> str:
+    """A bar a configuration, in pieces: ``rows[i][name]`` percent in ``colours[name]``."""
+    with matplotlib.rc_context(STYLE):
+        figure, (ax,) = make_figure(height=0.9 + 0.27 * len(rows), rows=1)
+        ax.grid(visible=False)
+        for spine in ax.spines.values():
+            spine.set_visible(False)
+        places = list(range(len(rows)))
+        starts = [0.0] * len(rows)
+        for name, colour in colours.items():
+            pieces = [row.get(name, 0.0) for row in rows]
+            ax.barh(places, pieces, left=starts, height=0.72, color=colour, label=name)
+            for place, start, piece in zip(places, starts, pieces, strict=True):
+                if piece >= LEAST_LABELLED:
+                    dark = colour not in (GRID, REASONS[MissReason.NEVER_STORED])
+                    ax.text(
+                        start + piece / 2,
+                        place,
+                        f"{piece:.1f}",
+                        ha="center",
+                        va="center",
+                        fontsize=8.5,
+                        color="white" if dark else INK,
+                    )
+            starts = [start + piece for start, piece in zip(starts, pieces, strict=True)]
+        ax.set_yticks(places, [f"{name_of(result.policy)}, {result.capacity_blocks:,}" for result in results])
+        ax.tick_params(axis="y", labelcolor=INK)
+        ax.invert_yaxis()
+        ax.set_xlim(0, 100)
+        ax.set_ylim(len(rows) - 0.5, -0.5)
+        ax.set_xlabel(label)
+        ax.legend(ncols=len(colours), loc="lower left", bbox_to_anchor=(0.0, 1.0), handlelength=1.0, handleheight=1.0)
+        return svg(figure, description)

@@ -1,0 +1,230 @@
+"""Sessions of kv-cache-tester (https://github.com/callanjfox/kv-cache-tester, docs/trace_replay_tester.md).
+
+One JSON object a session: ``{"id", "block_size": 64, "hash_id_scope": "local" or "global", "tool_tokens",
+"system_tokens", "requests": [...]}``, one a file of a directory, alone in a file, or one a line. A request is
+``{"t": seconds since the session's start, "in": tokens, "out": tokens, "hash_ids": [...]}``; one of
+``"type": "subagent"`` has ``"requests"`` of its own instead, whose times count from its start or from the session's.
+
+Whether an id names a block or a whole prefix is left open, so ids are chained here: a block of this trace is named by
+all ids up to its end. Only whole blocks are. Sessions of local scope number their ids anew. What stands in front of a
+session's first request, the tools and then the system prompt, is taken as equal to another session's of equal length;
+all else is the session's own. Nor do sessions tell when they began: each begins at a moment that its name decides,
+equally likely anywhere in the length of the longest session.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from itertools import chain, islice
+from typing import Any
+
+import xxhash
+
+from kvoffload.lab.readers.lines import (
+    MAX_TOKENS,
+    Source,
+    block_ids,
+    out_of_order,
+    parse_object,
+    positive_or,
+    seconds,
+    whole,
+)
+from kvoffload.lab.trace import Trace, TraceError, make_trace
+
+SUFFIXES = (".json", ".jsonl", ".json.gz", ".jsonl.gz")
+MAX_FILES = 1 << 20
+MAX_NESTING = 8
+
+
+@dataclass(slots=True)
+class _Requests:
+    """All requests so far, by columns."""
+
+    times: list[float] = field(default_factory=list)
+    inputs: list[int] = field(default_factory=list)
+    outputs: list[int] = field(default_factory=list)
+    chains: list[list[int]] = field(default_factory=list)
+
+
+def read(source: Source, block_tokens: int | None = None) -> Trace:
+    """Blocks of ``block_tokens``, a multiple of the sessions' own size, which is the default. Raises TraceError."""
+    requests = _Requests()
+    starts: list[tuple[float, int]] = []
+    size: int | None = None
+    longest = 0.0
+    for file, number, data in _sessions(source):
+        try:
+            unit, scope = whole(data, "block_size", 1), data.get("hash_id_scope", "local")
+            if scope not in ("local", "global"):
+                raise ValueError(f"hash_id_scope={str(scope)[:40]!r}: not local or global")
+            if not isinstance(data.get("requests"), list):
+                raise ValueError("requests is no list")
+        except ValueError as error:
+            file.problem(number, error)
+            continue
+        size = size or positive_or(block_tokens, unit)
+        if size % unit:
+            raise TraceError(
+                f"block_tokens={size}: blocks of {file.path.name} are of {unit} tokens; write a multiple of that"
+            )
+        before = len(requests.times)
+        session = _Session(file, number, data, unit, size, requests)
+        session.read(data["requests"])
+        starts.append((session.start, len(requests.times) - before))
+        longest = max(longest, max(requests.times[before:], default=0.0))
+    source.refuse_if_empty(len(requests.times))
+    assert size is not None
+    if len(starts) > 1:
+        shifts = [start * longest for start, count in starts for _ in range(count)]
+        requests.times = [at + shift for at, shift in zip(requests.times, shifts, strict=True)]
+    return make_trace(
+        source.path.name,
+        size,
+        requests.times,
+        requests.inputs,
+        requests.outputs,
+        requests.chains,
+        problems=tuple(source.problems.kept),
+        num_problems=source.problems.count,
+        info={"format": "kv-cache-tester", "sessions": len(starts), "out_of_order": out_of_order(requests.times)},
+    )
+
+
+class _Session:
+    def __init__(
+        self, file: Source, number: int, data: Mapping[str, Any], unit: int, size: int, requests: _Requests
+    ) -> None:
+        self._file = file
+        self._number = number
+        self._unit = unit
+        self._per_block = size // unit
+        self._requests = requests
+        name = str(data.get("id", f"{file.path.name}:{number}"))[:1024].encode("utf-8", "replace")
+        self.start = xxhash.xxh3_64_intdigest(name, seed=1) / 2**64
+        """When it begins, as a share of the longest session's length."""
+        is_local = data.get("hash_id_scope") != "global"
+        self._own = xxhash.xxh3_64_digest(name) if is_local else b""
+        self._tools, self._system = (
+            most if is_local and type(most := data.get(key)) is int and 0 < most <= MAX_TOKENS else 0
+            for key in ("tool_tokens", "system_tokens")
+        )
+        self._shared: dict[int, bytes] = {}
+        """By id of a block of tools or system prompt, what it is called in all sessions that have the same."""
+
+    def read(self, entries: list[Any], base: float = 0.0, where: str = "", depth: int = 0) -> None:
+        """``base`` is added to the times, ``where`` says which list of requests this is."""
+        ids: list[int] = []
+        names: list[int] = []
+        for index, entry in enumerate(entries):
+            place = f"{where}request {index}"
+            try:
+                if not isinstance(entry, dict):
+                    raise ValueError("not a JSON object")
+                at = seconds(entry, "t")
+                if entry.get("type") == "subagent":
+                    self._subagent(entry, at, base, place, depth)
+                    continue
+                tokens, output, new = whole(entry, "in", 1), whole(entry, "out"), block_ids(entry)
+                if len(new) > -(-tokens // self._unit):
+                    raise ValueError(f"{len(new)} hash_ids for in={tokens} in blocks of {self._unit} tokens")
+            except ValueError as error:
+                self._file.problem(self._number, f"{place}: {error}")
+                continue
+            if not self._shared:
+                self._shared = self._tools_and_system(new)
+            names = self._chain(new, ids, names)
+            ids = new
+            whole_blocks = min(len(new), tokens // self._unit) // self._per_block
+            self._requests.times.append(base + at)
+            self._requests.inputs.append(tokens)
+            self._requests.outputs.append(output)
+            self._requests.chains.append(names[self._per_block - 1 :: self._per_block][:whole_blocks])
+
+    def _subagent(self, entry: Mapping[str, Any], at: float, base: float, place: str, depth: int) -> None:
+        inner = entry.get("requests")
+        if not isinstance(inner, list):
+            raise ValueError("requests is no list")
+        if depth == MAX_NESTING:
+            raise ValueError(f"subagents of subagents, more than {MAX_NESTING} deep")
+        times = [each["t"] for each in inner if isinstance(each, dict) and type(each.get("t")) in (int, float)]
+        # The published sessions count from the subagent's start; others from the session's.
+        relative = bool(times) and min(times) < at
+        self.read(inner, base + at if relative else base, f"{place}, ", depth + 1)
+
+    def _tools_and_system(self, first: list[int]) -> dict[int, bytes]:
+        names = {}
+        for position, each in enumerate(first[: (self._tools + self._system) // self._unit]):
+            in_tools = (position + 1) * self._unit <= self._tools
+            names[each] = struct.pack("<QQQQ", position, self._tools, 0 if in_tools else self._system, self._unit)
+        return names
+
+    def _chain(self, new: list[int], ids: list[int], names: list[int]) -> list[int]:
+        """A name for each prefix of ``new``, where ``names`` are those of the prefixes of ``ids``."""
+        found = names[: _common(new, ids)]
+        last = found[-1] if found else 0
+        shared, own, digest = self._shared, self._own, xxhash.xxh3_64_intdigest
+        for each in new[len(found) :]:
+            called = shared.get(each) or own + each.to_bytes(8, "little")
+            last = digest(last.to_bytes(8, "little") + called)
+            found.append(last)
+        return found
+
+
+def _common(a: list[int], b: list[int]) -> int:
+    """Length of the longest common prefix."""
+    low, high = 0, min(len(a), len(b))
+    while low < high:
+        middle = (low + high + 1) // 2
+        if a[low:middle] == b[low:middle]:
+            low = middle
+        else:
+            high = middle - 1
+    return low
+
+
+def _sessions(source: Source) -> Iterator[tuple[Source, int, dict[str, Any]]]:
+    for file in _files(source):
+        try:
+            yield from _of_file(file)
+        except TraceError as error:
+            if file is source or source.problems.strict:
+                raise
+            file.problem(1, error)
+
+
+def _files(source: Source) -> Iterator[Source]:
+    if not source.path.is_dir():
+        yield source
+        return
+    paths = sorted(path for path in source.path.iterdir() if path.name.endswith(SUFFIXES))[:MAX_FILES]
+    if not paths:
+        raise TraceError(f"{source.path}: a directory without sessions, which are files named *.json or *.json.gz")
+    for number, path in enumerate(paths, 1):
+        yield Source(path, source.problems)
+        source.progress(number / len(paths))
+
+
+def _of_file(file: Source) -> Iterator[tuple[Source, int, dict[str, Any]]]:
+    """A session a line, or one in all lines together."""
+    lines = file.lines()
+    first = list(islice(lines, 1))
+    if first and _parsed(first[0][1]) is None:
+        first += lines
+        together = b"".join(line for _, line in first)
+        if _parsed(together) is not None:
+            first = [(first[0][0], together)]
+    for number, text in chain(first, lines):
+        try:
+            yield file, number, parse_object(text)
+        except ValueError as error:
+            file.problem(number, error)
+
+
+def _parsed(text: bytes) -> dict[str, Any] | None:
+    try:
+        return parse_object(text)
+    except ValueError:
+        return None

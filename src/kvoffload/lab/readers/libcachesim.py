@@ -1,0 +1,111 @@
+"""CSV traces as libCacheSim reads them (https://github.com/1a1a11a/libCacheSim): a request of one object a line.
+
+Columns are found by a header's names; without one they are time in seconds, object id, and whatever follows. An object
+is a block of one token: sizes are left aside, for a pool's blocks are of one size.
+"""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Iterator, Sequence
+
+import xxhash
+
+from kvoffload.lab.readers.lines import MAX_ID, MAX_SECONDS, Source, finite, out_of_order
+from kvoffload.lab.trace import Trace, TraceError, make_trace
+
+TIMES = ("time", "timestamp", "clock_time", "real_time", "ts")
+OBJECTS = ("obj_id", "object_id", "objectid", "obj", "object", "id", "key", "lbn", "lba", "block_id", "block")
+DELIMITERS = ",\t;| "
+MAX_CELL = 1 << 16
+
+
+def read(source: Source, block_tokens: int | None = None) -> Trace:
+    """Raises TraceError."""
+    if block_tokens not in (None, 1):
+        raise TraceError(f"block_tokens={block_tokens}: {source.path.name} has objects, not tokens; leave it out")
+    times: list[float] = []
+    chains: list[tuple[int]] = []
+    columns: tuple[int, int] | None = None
+    for number, cells in _rows(source):
+        if columns is None:
+            columns = _columns(cells)
+            if columns is not None:
+                continue
+            columns = 0, 1
+        try:
+            times.append(_time(cells, columns[0]))
+            chains.append((_object(cells, columns[1]),))
+        except ValueError as error:
+            del times[len(chains) :]
+            source.problem(number, error)
+    source.refuse_if_empty(len(times))
+    ones = [1] * len(times)
+    return make_trace(
+        source.path.name,
+        1,
+        times,
+        ones,
+        [0] * len(times),
+        chains,
+        problems=tuple(source.problems.kept),
+        num_problems=source.problems.count,
+        info={"format": "libcachesim", "out_of_order": out_of_order(times)},
+    )
+
+
+def delimiter(line: str) -> str:
+    """The likeliest one of a line's: the first of DELIMITERS that is in it."""
+    return next((each for each in DELIMITERS if each in line.strip()), ",")
+
+
+def _rows(source: Source) -> Iterator[tuple[int, list[str]]]:
+    separator = ""
+    for number, line in source.lines():
+        try:
+            text = line.decode().strip("\r\n")
+        except UnicodeDecodeError as error:
+            source.problem(number, f"not UTF-8: byte {error.start + 1}")
+            continue
+        if text.startswith("#"):
+            continue
+        separator = separator or delimiter(text)
+        if len(text) > MAX_CELL:
+            source.problem(number, f"longer than {MAX_CELL:,} characters")
+        elif '"' in text:
+            try:
+                yield number, next(csv.reader([text], delimiter=separator, strict=True))
+            except csv.Error as error:
+                source.problem(number, f"not CSV: {error}")
+        else:
+            yield number, text.split(separator)
+
+
+def _columns(header: Sequence[str]) -> tuple[int, int] | None:
+    """Where time and object are, or None if this is no header. An object by the most telling of its names."""
+    names = [name.strip().lower().replace("-", "_") for name in header]
+    time = next((names.index(name) for name in TIMES if name in names), None)
+    at = next((names.index(name) for name in OBJECTS if name in names), None)
+    return None if time is None or at is None else (time, at)
+
+
+def _time(cells: Sequence[str], column: int) -> float:
+    if column >= len(cells):
+        raise ValueError(f"{len(cells)} columns: the time is missing")
+    try:
+        value = finite(cells[column])
+    except ValueError:
+        raise ValueError(f"{cells[column][:40]!r}: not a time in seconds") from None
+    if not 0 <= value <= MAX_SECONDS:
+        raise ValueError(f"{cells[column][:40]!r}: not a time of 0 or more")
+    return value
+
+
+def _object(cells: Sequence[str], column: int) -> int:
+    """The id as it is if it is a number of 64 bits, else its hash."""
+    name = cells[column].strip() if column < len(cells) else ""
+    if not name:
+        raise ValueError("the object id is missing")
+    if name.isascii() and name.isdigit() and len(name) <= 20 and (value := int(name)) <= MAX_ID:
+        return value
+    return xxhash.xxh3_64_intdigest(name.encode())

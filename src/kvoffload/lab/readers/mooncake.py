@@ -1,0 +1,57 @@
+"""Traces of Mooncake (https://github.com/kvcache-ai/Mooncake, FAST25-release/traces): one JSON object a request.
+
+``{"timestamp": ms, "input_length": tokens, "output_length": tokens, "hash_ids": [...]}``, where ``hash_ids[i]`` names
+the prompt's whole prefix up to and including block i; the last block may be cut short by the end of the prompt.
+"""
+
+from __future__ import annotations
+
+from kvoffload.lab.readers.lines import Source, out_of_order, parse_object, positive_or, prefix_ids, seconds, whole
+from kvoffload.lab.trace import Trace, make_trace
+
+BLOCK_TOKENS = 512
+MILLISECOND = 1e-3
+
+
+def read(source: Source, block_tokens: int | None = None) -> Trace:
+    """``block_tokens``: where blocks are not of 512 tokens. Raises TraceError."""
+    size = positive_or(block_tokens, BLOCK_TOKENS)
+    times: list[float] = []
+    inputs: list[int] = []
+    outputs: list[int] = []
+    chains: list[list[int]] = []
+    for number, line in source.lines():
+        try:
+            data = parse_object(line)
+            at, tokens = seconds(data, "timestamp", MILLISECOND), whole(data, "input_length", 1)
+            output, chain = whole(data, "output_length"), prefix_ids(data)
+            check_length(len(chain), tokens, size)
+        except ValueError as error:
+            source.problem(number, error)
+            continue
+        times.append(at)
+        inputs.append(tokens)
+        outputs.append(output)
+        chains.append(chain)
+    source.refuse_if_empty(len(times))
+    return make_trace(
+        source.path.name,
+        size,
+        times,
+        inputs,
+        outputs,
+        chains,
+        problems=tuple(source.problems.kept),
+        num_problems=source.problems.count,
+        info={"format": "mooncake", "out_of_order": out_of_order(times)},
+    )
+
+
+def check_length(ids: int, tokens: int, block_tokens: int) -> None:
+    """Every whole block has an id, and the last may have one if it is not whole. Raises ValueError."""
+    if tokens // block_tokens <= ids <= -(-tokens // block_tokens):
+        return
+    raise ValueError(
+        f"{ids} hash_ids for input_length={tokens}: there are {-(-tokens // block_tokens)} blocks of {block_tokens} "
+        "tokens; if blocks are of another size, say so with block_tokens"
+    )

@@ -1,0 +1,513 @@
+"""Replays a trace through the managers and policies that serve an engine. No bytes move; time is the trace's.
+
+The requests come one after the other, each whole before the next. Of each, as in the serving path: the device's own
+prefix cache holds some leading blocks, the host goes on from there, blocks on disk are promoted through the host; the
+rest is computed, and what did not come from the host is stored there, and written through to the disk. Answers, where
+the trace has their blocks, are stored after the prompt.
+
+The disk always keeps up, and a request waits for all that it can promote: an upper bound.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, MutableSequence, Sequence
+from concurrent.futures import ProcessPoolExecutor, wait
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from kvoffload.admission import FilterReusedOffloadingManager
+from kvoffload.base import (
+    CachePolicy,
+    ConfigError,
+    IntegrityError,
+    Miss,
+    MissReason,
+    OffloadingManager,
+    OffloadKey,
+    ReqContext,
+)
+from kvoffload.explain import MissMemory
+from kvoffload.hostpool import HostBackend
+from kvoffload.lab.device import DeviceCache
+from kvoffload.lab.latency import Speeds, ttft_seconds
+from kvoffload.lab.model import DEFAULT_MODEL, ModelShape
+from kvoffload.lab.tier import BookTier
+from kvoffload.lab.trace import Floats, Ints, Trace
+from kvoffload.manager import PolicyOffloadingManager
+from kvoffload.policies import make_policy as policy_by_name
+from kvoffload.tiering import WRITE_SHARE, TieredOffloadingManager
+
+CLAIRVOYANT = "clairvoyant"
+"""The name of the policy that knows the rest of the trace: an upper bound, for replays only."""
+DEFAULT_SPEEDS = Speeds()
+REPORT_EVERY = 256
+"""Requests between two calls of ``on_progress``."""
+LOOK_EVERY_S = 0.1
+"""How often ``replay_many`` looks how far its processes are."""
+MAX_POLLS = 1 << 16
+"""Of one request, until all that it waits for has come."""
+
+Progress = Callable[[float], None]
+MakePolicy = Callable[[int], CachePolicy]
+
+
+@dataclass(frozen=True, slots=True)
+class ReplayConfig:
+    """What a trace is replayed with. Raises ConfigError for a setting that cannot be."""
+
+    policy: str
+    """Of the host and the disk: a name, "package.module:Class", or "clairvoyant", the bound, for the host alone."""
+    capacity_blocks: int
+    """Of host memory."""
+    device_blocks: int = 0
+    """Of the engine's own prefix cache; 0: it keeps nothing."""
+    disk_blocks: int = 0
+    """0: there is no disk."""
+    store_threshold: int | None = None
+    """Store a block once this many requests have asked for it."""
+
+    def __post_init__(self) -> None:
+        for name, least in (("capacity_blocks", 1), ("device_blocks", 0), ("disk_blocks", 0)):
+            if getattr(self, name) < least:
+                raise ConfigError(f"{name}={getattr(self, name)}: must be {least} or more")
+        if self.store_threshold is not None and self.store_threshold < 2:
+            raise ConfigError(f"store_threshold={self.store_threshold}: must be 2 or more; leave it out to store all")
+        if self.policy == CLAIRVOYANT and (self.disk_blocks or self.device_blocks):
+            raise ConfigError(
+                f"policy={self.policy!r} with device_blocks={self.device_blocks}, disk_blocks={self.disk_blocks}: it "
+                "knows what will be asked of the host alone; leave device and disk out"
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class TierUse:
+    """What one tier has held for the requests of a trace, and what that has cost."""
+
+    name: str
+    """Of device, host and disk."""
+    capacity_blocks: int
+    hit_tokens: int
+    """Prompt tokens that were found here, and in no tier above."""
+    hit_tokens_pct: float
+    saved_flops_pct: float
+    """Of the prefill of all prompts."""
+    written_bytes: int
+    """The device computes what it holds, or gets it from the host."""
+    read_bytes: int
+    """By the tier above: the device reads in place, so none."""
+    write_amplification: float
+    """Bytes written, by the bytes of the trace's distinct blocks: 1 if each were written once."""
+    evicted_blocks: int
+
+
+@dataclass(frozen=True, eq=False)
+class ReplayResult:
+    """What the requests of a trace have found, and what it has cost to keep it.
+
+    A hit token is one of a prompt that needs not be computed: of the run of blocks from the prompt's first on that
+    were found, at most the prompt's length.
+    """
+
+    policy: str
+    capacity_blocks: int
+    device_blocks: int
+    disk_blocks: int
+    store_threshold: int | None
+    requests: int
+    accesses: int
+    prompt_tokens: int
+    saved_flops_pct: float
+    block_hits: int
+    """Accesses of prompts whose block was in the host, or before it on the device, at whatever place of the chain."""
+    stored_blocks: int
+    """Blocks stored in the host from the device."""
+    evicted_blocks: int
+    """From the host."""
+    dropped_writes: int
+    """Blocks that were not written to disk because too many were under way."""
+    misses: dict[MissReason, int]
+    """Requests by the reason for which their first missing block was missing."""
+    tiers: tuple[TierUse, ...]
+    """From the device down; those that there are."""
+    ttft_p50_s: float
+    ttft_p95_s: float
+    seconds: float
+    """That the replay took."""
+    device_tokens: Ints
+    """Of each request; so are the next two."""
+    host_tokens: Ints
+    disk_tokens: Ints
+
+    @property
+    def device_hit_tokens(self) -> int:
+        return int(self.device_tokens.sum())
+
+    @property
+    def host_hit_tokens(self) -> int:
+        return int(self.host_tokens.sum())
+
+    @property
+    def disk_hit_tokens(self) -> int:
+        return int(self.disk_tokens.sum())
+
+    @property
+    def prefix_hit_tokens(self) -> int:
+        return self.device_hit_tokens + self.host_hit_tokens + self.disk_hit_tokens
+
+    @property
+    def prefix_hit_tokens_pct(self) -> float:
+        return _percent(self.prefix_hit_tokens, self.prompt_tokens)
+
+    @property
+    def writes_per_access(self) -> float:
+        return self.stored_blocks / self.accesses if self.accesses else 0.0
+
+    def to_dict(self) -> dict[str, Any]:
+        """All but the arrays, for JSON."""
+        return {
+            "policy": self.policy,
+            "capacity_blocks": self.capacity_blocks,
+            "device_blocks": self.device_blocks,
+            "disk_blocks": self.disk_blocks,
+            "store_threshold": self.store_threshold,
+            "prefix_hit_tokens_pct": self.prefix_hit_tokens_pct,
+            "saved_flops_pct": self.saved_flops_pct,
+            "writes_per_access": self.writes_per_access,
+            "requests": self.requests,
+            "accesses": self.accesses,
+            "prompt_tokens": self.prompt_tokens,
+            "prefix_hit_tokens": self.prefix_hit_tokens,
+            "device_hit_tokens": self.device_hit_tokens,
+            "host_hit_tokens": self.host_hit_tokens,
+            "disk_hit_tokens": self.disk_hit_tokens,
+            "block_hits": self.block_hits,
+            "stored_blocks": self.stored_blocks,
+            "evicted_blocks": self.evicted_blocks,
+            "dropped_writes": self.dropped_writes,
+            "misses": {str(reason): count for reason, count in self.misses.items()},
+            "tiers": [asdict(tier) for tier in self.tiers],
+            "ttft_p50_s": self.ttft_p50_s,
+            "ttft_p95_s": self.ttft_p95_s,
+            "seconds": self.seconds,
+        }
+
+
+def replay(
+    trace: Trace,
+    config: ReplayConfig,
+    *,
+    model: ModelShape = DEFAULT_MODEL,
+    speeds: Speeds = DEFAULT_SPEEDS,
+    make_policy: MakePolicy | None = None,
+    on_progress: Progress | None = None,
+) -> ReplayResult:
+    """Serves the requests of ``trace`` in the order of their time.
+
+    ``model`` and ``speeds`` say what a hit is worth. ``make_policy`` makes the host's policy for so many blocks, in
+    place of the one that ``config.policy`` names. ``on_progress`` is given the share of requests done. Raises
+    ConfigError if the policy cannot be made, or the device is too small for the longest request.
+    """
+    started = time.perf_counter()
+    run = _Run(trace, config, make_policy)
+    for done in run.serve_all():
+        if on_progress is not None and done % REPORT_EVERY == 0:
+            on_progress(done / trace.num_requests)
+    if on_progress is not None:
+        on_progress(1.0)
+    return run.result(model, speeds, time.perf_counter() - started)
+
+
+def replay_many(
+    trace: Trace,
+    configs: Sequence[ReplayConfig],
+    *,
+    model: ModelShape = DEFAULT_MODEL,
+    speeds: Speeds = DEFAULT_SPEEDS,
+    processes: int | None = None,
+    on_progress: Progress | None = None,
+) -> list[ReplayResult]:
+    """A result a configuration, in order, on all cores, or so many ``processes``. As with every pool of processes that
+    import their caller's module, a script calls this below ``if __name__ == "__main__"``. Raises as ``replay`` does."""
+    processes = min(processes or len(os.sched_getaffinity(0)), len(configs))
+    if processes <= 1:
+        return [
+            replay(trace, config, model=model, speeds=speeds, on_progress=_share(on_progress, i, len(configs)))
+            for i, config in enumerate(configs)
+        ]
+    context = multiprocessing.get_context("spawn")
+    done = context.Array("d", len(configs), lock=False)
+    with ProcessPoolExecutor(processes, context, _start_worker, (trace, model, speeds, done)) as pool:
+        futures = [pool.submit(_work, i, config) for i, config in enumerate(configs)]
+        try:
+            left = set(futures)
+            while left:
+                finished, left = wait(left, LOOK_EVERY_S)
+                for future in finished:
+                    future.result()
+                if on_progress is not None:
+                    on_progress(sum(done) / len(configs))
+            return [future.result() for future in futures]
+        finally:
+            pool.shutdown(wait=False, cancel_futures=True)
+
+
+def _share(on_progress: Progress | None, index: int, of: int) -> Progress | None:
+    return None if on_progress is None else lambda done: on_progress((index + done) / of)
+
+
+_worker: tuple[Trace, ModelShape, Speeds, MutableSequence[float]]
+"""In a process of ``replay_many``: what all of its replays share."""
+
+
+def _start_worker(trace: Trace, model: ModelShape, speeds: Speeds, done: MutableSequence[float]) -> None:
+    global _worker
+    _worker = trace, model, speeds, done
+
+
+def _work(index: int, config: ReplayConfig) -> ReplayResult:
+    trace, model, speeds, done = _worker
+
+    def on_progress(share: float) -> None:
+        done[index] = share
+
+    return replay(trace, config, model=model, speeds=speeds, on_progress=on_progress)
+
+
+class _Departed(MissMemory):
+    """Forgets nothing, as a trace has an end."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._left: dict[OffloadKey, tuple[MissReason, float]] = {}
+
+    def record(self, keys: Iterable[OffloadKey], reason: MissReason) -> None:
+        self._left.update(dict.fromkeys(keys, (reason, self._clock())))
+
+    def explain(self, key: OffloadKey) -> Miss:
+        if key not in self._left:
+            return Miss(MissReason.NEVER_STORED)
+        reason, when = self._left[key]
+        return Miss(reason, self._clock() - when)
+
+
+class _Host(PolicyOffloadingManager):
+    def __init__(self, backend: HostBackend, policy: CachePolicy, clock: Callable[[], float]) -> None:
+        super().__init__(backend, policy, clock=clock)
+        self._gone = _Departed(clock)
+
+    def ready(self, keys: Sequence[OffloadKey]) -> npt.NDArray[np.bool_]:
+        """Which of ``keys`` can be loaded."""
+        slots = self._table.find(keys)
+        ready: npt.NDArray[np.bool_] = (slots >= 0) & (self._table.ref_cnt[slots] >= 0)
+        return ready
+
+
+class _Run:
+    def __init__(self, trace: Trace, config: ReplayConfig, make_policy: MakePolicy | None) -> None:
+        self.trace = trace
+        self.config = config
+        self.now = 0.0
+        if make_policy is None and config.policy == CLAIRVOYANT:
+            from kvoffload.lab.clairvoyant import clairvoyant_policy
+
+            make_policy = clairvoyant_policy(trace)
+        # Blocks beyond what the trace can fill change nothing but the size of the arrays.
+        self.capacity = min(config.capacity_blocks, max(1, trace.num_distinct))
+        policy = (make_policy or (lambda n: policy_by_name(config.policy, n)))(self.capacity)
+        self.host = _Host(HostBackend(trace.block_tokens, self.capacity), policy, self.clock)
+        self.manager: OffloadingManager = self.host
+        self.tier: BookTier | None = None
+        self.store_step = max(1, trace.num_accesses)
+        if config.disk_blocks:
+            self.tier = BookTier(min(config.disk_blocks, max(1, trace.num_distinct)), 1, config.policy, self.clock)
+            self.manager = TieredOffloadingManager(
+                self.host, [self.tier], tokens_per_block=[trace.block_tokens], clock=self.clock
+            )
+            # As an engine stores step by step: what is written at once is bounded.
+            self.store_step = max(1, int(self.capacity * WRITE_SHARE))
+        if config.store_threshold is not None:
+            self.manager = FilterReusedOffloadingManager(self.manager, config.store_threshold)
+        self.device: DeviceCache | None = None
+        if config.device_blocks:
+            self.device = _device(trace, config.device_blocks)
+        self.hits: list[tuple[int, int, int]] = []
+        """Blocks that were found on the device, in the host, on disk, of each request."""
+        self.block_hits = self.stored = self.evicted = 0
+        self.misses: Counter[MissReason] = Counter()
+
+    def clock(self) -> float:
+        return self.now
+
+    def serve_all(self) -> Iterator[int]:
+        """Serves one request a turn, and tells how many are done."""
+        trace = self.trace
+        # Tuples, which the index knows again when they are asked for once more.
+        keys: tuple[OffloadKey, ...] = tuple(np.array(trace.keys, dtype=object)[trace.blocks])
+        offsets, times, prompt_blocks = trace.offsets.tolist(), trace.times.tolist(), trace.prompt_blocks.tolist()
+        for request, now in enumerate(times):
+            self.now = now
+            chain = keys[offsets[request] : offsets[request + 1]]
+            self.serve(request, chain, chain[: prompt_blocks[request]])
+            yield request + 1
+
+    def serve(self, request: int, chain: Sequence[OffloadKey], prompt: Sequence[OffloadKey]) -> None:
+        manager, context = self.manager, ReqContext(str(request))
+        on_device = self.serve_device(request) if self.device is not None else 0
+        manager.touch(prompt, context)
+        found, from_disk = self.look_up(prompt[on_device:], context)
+        loaded_to = on_device + found
+        self.hits.append((on_device, found - from_disk, from_disk))
+        self.block_hits += on_device
+        # What was loaded is not stored again. Of a chain longer than the pool only the head can be kept: its tail would
+        # push it out.
+        head = chain[: self.capacity]
+        due = [*head[:on_device], *head[loaded_to:]] if self.device is not None else head
+        output = manager.prepare_store(due, context)
+        stored: Sequence[OffloadKey] = ()
+        if output is not None:
+            stored = output.keys_to_store
+            self.evicted += len(output.evicted_keys)
+            self.stored += len(stored)
+        manager.refresh(chain, stored, context)
+        for start in range(0, len(stored), self.store_step):
+            manager.complete_store(stored[start : start + self.store_step], context)
+            manager.poll()
+
+    def serve_device(self, request: int) -> int:
+        """Blocks that were found on the device, which then holds what there is room for of the request."""
+        trace, device = self.trace, self.device
+        assert device is not None
+        chain: list[int] = trace.chain(request).tolist()
+        size, asked = trace.block_tokens, int(trace.input_tokens[request])
+        total = asked + int(trace.output_tokens[request])
+        has_output = trace.prompt_blocks[request] < len(chain)
+        whole = chain[: (total if has_output else asked) // size]
+        # At least one token is left to compute.
+        hits = device.lookup(whole[: max(0, asked - 1) // size])
+        device.serve(whole, hits, -(-total // size))
+        return hits
+
+    def look_up(self, prompt: Sequence[OffloadKey], context: ReqContext) -> tuple[int, int]:
+        """How many leading blocks of ``prompt`` the host can give, and how many of them had to come up from disk."""
+        if self.tier is None:
+            ready = self.host.ready(prompt)
+            found, from_disk = _leading(ready), 0
+        else:
+            found = self.promote(prompt, context)
+            from_disk = min(found, self.manager.num_promoted(context))
+            ready = self.host.ready(prompt)
+            self.manager.let_go(context)
+        self.block_hits += int(np.count_nonzero(ready))
+        if found < len(prompt):
+            self.misses[self.manager.explain_miss(prompt[found]).reason] += 1
+        return found, from_disk
+
+    def promote(self, prompt: Sequence[OffloadKey], context: ReqContext) -> int:
+        for _ in range(MAX_POLLS):
+            found = self.manager.lookup(prompt, context)
+            if found is not None:
+                return found
+            self.manager.poll()
+        raise IntegrityError("a request waits for blocks on disk for ever")
+
+    def result(self, model: ModelShape, speeds: Speeds, seconds: float) -> ReplayResult:
+        trace, config = self.trace, self.config
+        asked = trace.input_tokens
+        hits = np.array(self.hits, dtype=np.int64).reshape(-1, 3).T
+        # Tokens of each prompt up to which the device, then the host, then the disk has it.
+        reach: Ints = np.minimum(np.cumsum(hits, axis=0) * trace.block_tokens, asked)
+        device, host, disk = np.diff(reach, axis=0, prepend=0)
+        all_flops = _flops(model, np.zeros_like(asked), asked)
+        counts = self.manager.take_counts()
+        self.evicted += int(counts.get("evicted_blocks", 0))
+        ttft = ttft_seconds(model, speeds, asked, device, host, disk)
+        p50, p95 = np.percentile(ttft, [50, 95]).tolist() if len(ttft) else (0.0, 0.0)
+        return ReplayResult(
+            policy=config.policy,
+            capacity_blocks=config.capacity_blocks,
+            device_blocks=config.device_blocks,
+            disk_blocks=config.disk_blocks,
+            store_threshold=config.store_threshold,
+            requests=trace.num_requests,
+            accesses=trace.num_accesses,
+            prompt_tokens=int(asked.sum()),
+            saved_flops_pct=_percent(_flops(model, np.zeros_like(asked), reach[2]), all_flops),
+            block_hits=self.block_hits,
+            stored_blocks=self.stored,
+            evicted_blocks=self.evicted,
+            dropped_writes=int(counts.get("disk_dropped_writes", 0)),
+            misses=dict(self.misses.most_common()),
+            tiers=self.tier_uses(model, reach, hits.sum(axis=1).tolist(), all_flops),
+            ttft_p50_s=p50,
+            ttft_p95_s=p95,
+            seconds=seconds,
+            device_tokens=device,
+            host_tokens=host,
+            disk_tokens=disk,
+        )
+
+    def tier_uses(self, model: ModelShape, reach: Ints, found: list[int], all_flops: float) -> tuple[TierUse, ...]:
+        """``reach[t]``: tokens of each prompt up to which tier t and those above have it; ``found[t]``: blocks."""
+        trace, config = self.trace, self.config
+        block_bytes = model.bytes_per_token * trace.block_tokens
+        prompt_tokens = int(trace.input_tokens.sum())
+        written, read = (self.tier.num_written, self.tier.num_read) if self.tier is not None else (0, 0)
+        rows = (
+            ("device", config.device_blocks, 0, 0, 0 if self.device is None else self.device.num_evicted),
+            ("host", config.capacity_blocks, self.stored + read, found[1] + found[2] + written, self.evicted),
+            ("disk", config.disk_blocks, written, read, 0 if self.tier is None else self.tier.num_evicted),
+        )
+        uses = []
+        start = np.zeros_like(trace.input_tokens)
+        for (name, capacity, blocks_in, blocks_out, evicted), end in zip(rows, reach, strict=True):
+            tokens = int((end - start).sum())
+            uses.append(
+                TierUse(
+                    name,
+                    capacity,
+                    tokens,
+                    _percent(tokens, prompt_tokens),
+                    _percent(_flops(model, start, end), all_flops),
+                    int(blocks_in * block_bytes),
+                    int(blocks_out * block_bytes),
+                    blocks_in / trace.num_distinct if trace.num_distinct else 0.0,
+                    evicted,
+                )
+            )
+            start = end
+        return tuple(use for use in uses if use.capacity_blocks)
+
+
+def _device(trace: Trace, num_blocks: int) -> DeviceCache:
+    held: Ints = -(-(trace.input_tokens + trace.output_tokens) // trace.block_tokens)
+    longest = int(held.max(initial=0))
+    if longest > num_blocks:
+        raise ConfigError(
+            f"device_blocks={num_blocks}: the longest request needs {longest} at once, so no engine would serve it; "
+            "give the device as many or more, or leave it out"
+        )
+    return DeviceCache(min(num_blocks, max(1, int(held.sum()))), trace.num_distinct)
+
+
+def _leading(ready: npt.NDArray[np.bool_]) -> int:
+    """Length of the run of True at the beginning."""
+    if not len(ready):
+        return 0
+    first = int(ready.argmin())
+    return len(ready) if ready[first] else first
+
+
+def _flops(model: ModelShape, start: Ints, end: Ints) -> float:
+    flops: Floats = model.prefill_flops(start.astype(np.float64), end.astype(np.float64))
+    return float(flops.sum())
+
+
+def _percent(part: float, whole: float) -> float:
+    return 100.0 * part / whole if whole else 0.0

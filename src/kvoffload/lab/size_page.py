@@ -1,0 +1,129 @@
+"""What sizing found, as one HTML page that needs no other file."""
+
+from __future__ import annotations
+
+from importlib import metadata
+
+import jinja2
+import matplotlib
+import numpy as np
+import numpy.typing as npt
+from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
+
+from kvoffload.figures import INK, MUTED, STYLE, make_figure, svg
+from kvoffload.hostpool import format_bytes
+from kvoffload.lab.latency import Speeds
+from kvoffload.lab.model import ModelShape
+from kvoffload.lab.sizing import Prices, Sizing, milliseconds, what_it_rests_on
+from kvoffload.lab.trace import Trace
+
+CURVE, RAM, DISK = "#2f6fb5", "#1f9e77", "#7a4fa3"
+CURVE_POINTS = 400
+MAX_TICKS = 12
+
+
+def render_page(trace: Trace, model: ModelShape, speeds: Speeds, prices: Prices, sizing: Sizing) -> str:
+    environment = jinja2.Environment(
+        loader=jinja2.PackageLoader("kvoffload.lab", "templates"),
+        autoescape=True,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        undefined=jinja2.StrictUndefined,
+    )
+    return environment.get_template("size.html.j2").render(
+        trace=trace,
+        model=model,
+        prices=prices,
+        sizing=sizing,
+        version=metadata.version("kvoffload"),
+        prompt_tokens=int(trace.input_tokens.sum()),
+        span_min=float(trace.times[-1] - trace.times[0]) / 60 if trace.num_requests else 0.0,
+        footprint=format_bytes(sizing.footprint_bytes),
+        token_size=format_bytes(round(model.bytes_per_token)),
+        footnote=what_it_rests_on(speeds, sizing),
+        sampled=any(setting.bound_pct for setting in sizing.settings),
+        format_bytes=format_bytes,
+        milliseconds=milliseconds,
+        curve_svg=curve_plot(sizing),
+    )
+
+
+def curve_plot(sizing: Sizing) -> str:
+    """Served prompt tokens over capacity in bytes, with the sizes that were tried and the best setting's marked."""
+    size_of = sizing.block_bytes
+    with matplotlib.rc_context(STYLE):
+        figure, (ax,) = make_figure(height=4.0, rows=1)
+        blocks = _spread(len(sizing.lru_pct) - 1)
+        lru = sizing.policy == "lru"
+        look = {"color": CURVE} if lru else {"color": MUTED, "linewidth": 1.2, "linestyle": (0, (4, 3))}
+        ax.plot(blocks * size_of, sizing.lru_pct[blocks], label="lru", **look)
+        if not lru:
+            ax.errorbar(
+                np.array(sizing.curve.capacities) * size_of,
+                sizing.curve.hit_pct,
+                sizing.curve.bound_pct,
+                color=CURVE,
+                marker="o",
+                markersize=4,
+                capsize=2,
+                label=sizing.policy,
+            )
+        ceiling = sizing.ceiling.served_pct
+        ax.axhline(ceiling, color=MUTED, linewidth=1.2, linestyle=(0, (1, 2)))
+        ax.annotate(
+            f"never evicts: {ceiling:.1f}%",
+            (0.0, ceiling),
+            xycoords=("axes fraction", "data"),
+            xytext=(4, 4),
+            textcoords="offset points",
+            color=MUTED,
+        )
+        tried = _share_by_size(sizing)
+        ax.scatter(list(tried), list(tried.values()), s=34, color=CURVE, zorder=3, linewidths=0)
+        best = sizing.best
+        for name, amount, colour, marker in (
+            ("RAM", best.ram_bytes, RAM, "D"),
+            ("disk", best.disk_bytes, DISK, "^"),
+        ):
+            if amount:
+                ax.axvline(amount, color=colour, linewidth=1.2, alpha=0.5)
+                ax.scatter([amount], [tried[amount]], s=80, color=colour, marker=marker, zorder=4)
+                ax.annotate(
+                    f"{format_bytes(amount)} {name}",
+                    (amount, tried[amount]),
+                    xytext=(8, -14),
+                    textcoords="offset points",
+                    color=INK,
+                    weight="bold",
+                )
+        low, high = min([*tried, size_of * int(blocks[-1])]), max([*tried, size_of * int(blocks[-1])])
+        ax.set_xscale("log", base=2)
+        ax.set_xlim(low / 4, high * 1.6)
+        ax.xaxis.set_major_locator(FixedLocator(_powers(low / 4, high * 1.6)))
+        ax.xaxis.set_minor_locator(NullLocator())
+        ax.xaxis.set_major_formatter(FuncFormatter(lambda amount, _: format_bytes(round(amount))))
+        ax.yaxis.set_major_formatter(FuncFormatter(lambda share, _: f"{share:g}%"))
+        ax.tick_params(axis="x", pad=8)
+        ax.set_ylim(0, max(1.15 * ceiling, 1.0))
+        ax.set_xlabel("RAM, or disk, in bytes")
+        if not lru:
+            ax.legend(loc="lower right")
+        return svg(figure, "Prompt tokens served, over the capacity of the cache")
+
+
+def _share_by_size(sizing: Sizing) -> dict[int, float]:
+    """Percent served by every size tried, alone."""
+    by_blocks = dict(zip(sizing.curve.capacities, sizing.curve.hit_pct.tolist(), strict=True))
+    sizes = sorted({amount for each in sizing.settings for amount in (each.ram_bytes, each.disk_bytes) if amount})
+    return {amount: by_blocks[min(amount // sizing.block_bytes, sizing.curve.capacities[-1])] for amount in sizes}
+
+
+def _spread(most: int) -> npt.NDArray[np.int64]:
+    """Whole numbers from 1 to ``most``, evenly on a logarithmic scale."""
+    return np.unique(np.geomspace(1, max(1, most), CURVE_POINTS).round().astype(np.int64)).clip(max=max(most, 0))
+
+
+def _powers(low: float, high: float) -> list[int]:
+    """Powers of two between, at most MAX_TICKS."""
+    powers = [1 << bit for bit in range(63) if low <= 1 << bit <= high]
+    return powers[:: -(-len(powers) // MAX_TICKS) or 1]

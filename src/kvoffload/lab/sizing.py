@@ -1,0 +1,355 @@
+"""How much RAM and disk a trace asks for: what each setting would serve, how fast, at what price."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from kvoffload.base import ConfigError
+from kvoffload.hostpool import format_bytes, padded_slot_bytes
+from kvoffload.lab.curves import Curve, LRUCurve, hit_curve
+from kvoffload.lab.latency import Speeds, ttft_seconds
+from kvoffload.lab.model import ModelShape
+from kvoffload.lab.trace import Floats, Trace
+from kvoffload.tiering import PROMOTION_SHARE
+
+MAX_SETTINGS = 1000
+KNEE_SHARE = 0.9
+"""Of what can be found at all: where the default sizes of RAM end."""
+ALL_SHARE = 0.98
+"""Of what can be found at all: the largest default disk."""
+RAM_STEPS = 6
+GOOD_SHARE = 0.9
+"""Without a target, the cheapest setting is chosen that saves this share of the time that the fastest saves."""
+
+Progress = Callable[[float], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Prices:
+    """Of a GiB, in any currency. The defaults are about what servers' parts cost in dollars; what counts is their
+    ratio."""
+
+    ram_per_gib: float = 5.0
+    disk_per_gib: float = 0.1
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """What one choice of RAM and disk serves. Shares are percents of all prompt tokens."""
+
+    ram_bytes: int
+    disk_bytes: int
+    """0: no disk."""
+    served_pct: float
+    """Found in RAM or on disk: not computed."""
+    ram_pct: float
+    bound_pct: float
+    """The most that the shares may be off, in points; 0: they are exact."""
+    ttft_mean_s: float
+    ttft_p50_s: float
+    ttft_p95_s: float
+    price: float
+
+    @property
+    def disk_pct(self) -> float:
+        return self.served_pct - self.ram_pct
+
+    def __str__(self) -> str:
+        disk = f" + {format_bytes(self.disk_bytes)} disk" if self.disk_bytes else ""
+        return f"{format_bytes(self.ram_bytes)} RAM{disk}"
+
+
+@dataclass(frozen=True, eq=False)
+class Sizing:
+    """The answer. ``chosen`` is one of ``settings``; None: none meets the target."""
+
+    policy: str
+    block_bytes: int
+    """RAM or disk that a block takes."""
+    footprint_bytes: int
+    """Of all distinct blocks."""
+    ceiling: Setting
+    """RAM for every block of the trace, so that nothing is ever evicted."""
+    nothing: Setting
+    """No RAM, no disk: everything is computed."""
+    settings: tuple[Setting, ...]
+    target_p95_s: float | None
+    chosen: Setting | None
+    more_ram: Setting
+    """Twice the RAM of the chosen, or of the best where none is chosen."""
+    more_disk: Setting | None
+    """Twice its disk, if it has one."""
+    warnings: tuple[str, ...]
+    curve: Curve
+    lru_pct: Floats
+    """Percent of prompt tokens that LRU serves, by capacity in blocks, from 0 to all distinct blocks."""
+
+    @property
+    def best(self) -> Setting:
+        """The chosen, or that with the lowest TTFT p95."""
+        return self.chosen or _fastest(self.settings)
+
+    @property
+    def answer(self) -> str:
+        """In words."""
+        return " ".join((*_verdict(self), *_marginal(self)))
+
+    def to_dict(self) -> dict[str, Any]:
+        """All but the curve of LRU, for JSON."""
+
+        def plain(setting: Setting | None) -> dict[str, Any] | None:
+            return None if setting is None else {**dataclasses.asdict(setting), "disk_pct": setting.disk_pct}
+
+        return {
+            "answer": self.answer,
+            "policy": self.policy,
+            "block_bytes": self.block_bytes,
+            "footprint_bytes": self.footprint_bytes,
+            "ceiling": plain(self.ceiling),
+            "nothing": plain(self.nothing),
+            "target_ttft_p95_s": self.target_p95_s,
+            "chosen": plain(self.chosen),
+            "more_ram": plain(self.more_ram),
+            "more_disk": plain(self.more_disk),
+            "settings": [plain(setting) for setting in self.settings],
+            "curve": [
+                {
+                    "capacity_blocks": blocks,
+                    "capacity_bytes": blocks * self.block_bytes,
+                    "hit_pct": hit,
+                    "bound_pct": bound,
+                }
+                for blocks, hit, bound in zip(
+                    self.curve.capacities, self.curve.hit_pct.tolist(), self.curve.bound_pct.tolist(), strict=True
+                )
+            ],
+            "warnings": list(self.warnings),
+        }
+
+
+def size(
+    trace: Trace,
+    model: ModelShape,
+    *,
+    policy: str = "lru",
+    ram: Sequence[int] = (),
+    disk: Sequence[int] = (),
+    speeds: Speeds | None = None,
+    prices: Prices | None = None,
+    target_p95_s: float | None = None,
+    processes: int | None = None,
+    on_progress: Progress | None = None,
+) -> Sizing:
+    """Every setting of ``ram`` and ``disk``, in bytes; a disk of 0 is none. Neither: powers of two up to what finds
+    nearly all. ``ram`` alone: no disk.
+
+    The disk gets a copy of all that is written to RAM, and both are told of every use, so each holds what it would hold
+    alone: of its prefix a request finds what the one finds or the other, whichever is more. What comes from disk has to
+    find room in RAM: a request gets at most ``PROMOTION_SHARE`` of it from there. Requests are served one after the
+    other. Raises ConfigError.
+    """
+    speeds, prices = speeds or Speeds(), prices or Prices()
+    block_bytes = padded_slot_bytes(math.ceil(trace.block_tokens * model.bytes_per_token))
+    for name, sizes in (("ram", ram), ("disk", disk)):
+        for amount in sizes:
+            if amount < block_bytes and not (name == "disk" and amount == 0):
+                raise ConfigError(
+                    f"{name}={format_bytes(amount)}: holds no block; one takes {format_bytes(block_bytes)} "
+                    f"({trace.block_tokens} tokens of {model.name}); give many times that"
+                )
+    asked = max(1, int(trace.input_tokens.sum()))
+    lru_pct = 100.0 * LRUCurve(trace).total_hit_tokens() / asked
+    pairs = _pairs(ram, disk, *_default_sizes(lru_pct, block_bytes))
+    amounts = {amount * times for pair in pairs for amount in pair if amount for times in (1, 2)}
+    capacities = {min(amount // block_bytes, trace.num_distinct) for amount in amounts} | {trace.num_distinct}
+    curve = hit_curve(trace, policy, sorted(capacities), processes=processes, on_progress=on_progress)
+    judge = _Judge(trace, model, speeds, prices, block_bytes, curve)
+    settings = [judge(ram_bytes, disk_bytes) for ram_bytes, disk_bytes in pairs]
+    nothing = judge(0, 0)
+    chosen = _choose(settings, nothing, target_p95_s)
+    best = chosen or _fastest(settings)
+    footprint = trace.num_distinct * block_bytes
+    return Sizing(
+        policy=policy,
+        block_bytes=block_bytes,
+        footprint_bytes=footprint,
+        ceiling=judge(footprint, 0),
+        nothing=nothing,
+        settings=tuple(settings),
+        target_p95_s=target_p95_s,
+        chosen=chosen,
+        more_ram=judge(2 * best.ram_bytes, best.disk_bytes),
+        more_disk=judge(best.ram_bytes, 2 * best.disk_bytes) if best.disk_bytes else None,
+        warnings=tuple(_warnings(footprint, max((*ram, *disk), default=0))),
+        curve=curve,
+        lru_pct=lru_pct,
+    )
+
+
+def _default_sizes(lru_pct: Floats, block_bytes: int) -> tuple[list[int], list[int]]:
+    """RAM: powers of two up to where most of what can be found is found. Disk: none, as much, and for nearly all."""
+
+    def enough(share: float) -> int:
+        blocks = max(1, int(np.searchsorted(lru_pct, share * lru_pct[-1])))
+        return 1 << (blocks * block_bytes - 1).bit_length()
+
+    knee, everything = enough(KNEE_SHARE), enough(ALL_SHARE)
+    ram = [knee >> step for step in reversed(range(RAM_STEPS)) if knee >> step >= block_bytes]
+    return ram, sorted({0, knee, everything})
+
+
+def _pairs(
+    ram: Sequence[int], disk: Sequence[int], default_ram: Sequence[int], default_disk: Sequence[int]
+) -> list[tuple[int, int]]:
+    """RAM and disk of every setting, by size."""
+    disks = sorted(set(disk or ((0,) if ram else default_disk)))
+    rams = sorted(set(ram or default_ram))
+    if len(rams) * len(disks) > MAX_SETTINGS:
+        raise ConfigError(
+            f"ram and disk: {len(rams) * len(disks):,} settings; at most {MAX_SETTINGS:,} at a time, so try fewer"
+        )
+    pairs = [(ram_bytes, disk_bytes) for ram_bytes in rams for disk_bytes in disks]
+    useful = [pair for pair in pairs if pair[1] == 0 or pair[1] > pair[0]]
+    return pairs if ram or not useful else useful
+
+
+class _Judge:
+    """Makes Settings."""
+
+    def __init__(
+        self, trace: Trace, model: ModelShape, speeds: Speeds, prices: Prices, block_bytes: int, curve: Curve
+    ) -> None:
+        self.trace = trace
+        self.model = model
+        self.speeds = speeds
+        self.prices = prices
+        self.block_bytes = block_bytes
+        self.curve = curve
+
+    def __call__(self, ram_bytes: int, disk_bytes: int) -> Setting:
+        in_ram, ram_pct, ram_bound = self._at(ram_bytes)
+        served, served_pct, bound = in_ram, ram_pct, ram_bound
+        if disk_bytes:
+            on_disk, disk_pct, disk_bound = self._at(disk_bytes)
+            either = np.maximum(in_ram, on_disk)
+            served = np.minimum(either, np.maximum(in_ram, self._most(in_ram, ram_bytes)))
+            bound = max(ram_bound, disk_bound)
+            served_pct = self._percent(either) if bound == 0 else max(ram_pct, disk_pct)
+            served_pct -= self._percent(either - served)
+        tokens = self.trace.input_tokens
+        seconds = ttft_seconds(self.model, self.speeds, tokens, np.zeros_like(in_ram), in_ram, served - in_ram)
+        p50, p95 = np.percentile(seconds, (50, 95))
+        return Setting(
+            ram_bytes=ram_bytes,
+            disk_bytes=disk_bytes,
+            served_pct=served_pct,
+            ram_pct=ram_pct,
+            bound_pct=bound,
+            ttft_mean_s=float(seconds.mean()),
+            ttft_p50_s=float(p50),
+            ttft_p95_s=float(p95),
+            price=(ram_bytes * self.prices.ram_per_gib + disk_bytes * self.prices.disk_per_gib) / (1 << 30),
+        )
+
+    def _at(self, amount: int) -> tuple[Floats, float, float]:
+        """Tokens found of each request, percent of all, and the most it may be off."""
+        if amount == 0:
+            return np.zeros(self.trace.num_requests), 0.0, 0.0
+        i = self.curve.capacities.index(min(amount // self.block_bytes, self.trace.num_distinct))
+        return self.curve.hit_tokens[i], float(self.curve.hit_pct[i]), float(self.curve.bound_pct[i])
+
+    def _most(self, in_ram: Floats, ram_bytes: int) -> Floats:
+        """Tokens that each request can be given, if the disk holds all: of a chain longer than RAM the head was stored,
+        and what comes from disk takes a share of RAM."""
+        blocks = ram_bytes // self.block_bytes
+        promoted = max(1, int(blocks * PROMOTION_SHARE))
+        return np.minimum(in_ram + promoted * self.trace.block_tokens, blocks * self.trace.block_tokens)
+
+    def _percent(self, tokens: Floats) -> float:
+        return 100.0 * float(tokens.sum()) / max(1, int(self.trace.input_tokens.sum()))
+
+
+def _choose(settings: Sequence[Setting], nothing: Setting, target_p95_s: float | None) -> Setting | None:
+    """The cheapest that meets the target, or else that saves nearly as much time as any."""
+    if target_p95_s is not None:
+        good = [setting for setting in settings if setting.ttft_p95_s <= target_p95_s]
+    else:
+        saved = GOOD_SHARE * max(nothing.ttft_mean_s - setting.ttft_mean_s for setting in settings)
+        good = [setting for setting in settings if nothing.ttft_mean_s - setting.ttft_mean_s >= saved]
+    return min(good, key=lambda setting: (setting.price, setting.ttft_mean_s), default=None)
+
+
+def _fastest(settings: Sequence[Setting]) -> Setting:
+    return min(settings, key=lambda setting: (setting.ttft_p95_s, setting.price))
+
+
+def _warnings(footprint: int, largest: int) -> list[str]:
+    if largest <= footprint:
+        return []
+    return [
+        f"All blocks of this trace take {format_bytes(footprint)}, so {format_bytes(largest)} is never full: the trace "
+        "is too short to tell what so much would serve. Record a longer one."
+    ]
+
+
+# Words.
+
+
+def _verdict(sizing: Sizing) -> list[str]:
+    best, target = sizing.best, sizing.target_p95_s
+    served = f"{_percent(best.served_pct, best.bound_pct)} of prompt tokens"
+    if best.disk_bytes:
+        served += f" ({best.ram_pct:.1f}% from RAM, {best.disk_pct:.1f}% from disk)"
+    if target is None:
+        return [f"{best} {'serve' if best.disk_bytes else 'serves'} {served}."]
+    asked = f"a TTFT p95 of {milliseconds(target)}"
+    reached = milliseconds(best.ttft_p95_s)
+    if sizing.chosen is not None:
+        return [f"{best} is the cheapest setting tried that meets {asked}: it reaches {reached} and serves {served}."]
+    return [
+        f"No setting tried meets {asked}.",
+        f"{best} comes nearest: it reaches {reached} and serves {served}.",
+        f"A cache that never evicts would reach {milliseconds(sizing.ceiling.ttft_p95_s)}.",
+    ]
+
+
+def _marginal(sizing: Sizing) -> list[str]:
+    best, ram, disk = sizing.best, sizing.more_ram, sizing.more_disk
+    more = f"The next {format_bytes(best.ram_bytes)}"
+    if disk is None:
+        text = f"{more} add {ram.served_pct - best.served_pct:.1f} points."
+    else:
+        text = (
+            f"{more} of RAM would serve {ram.ram_pct - best.ram_pct:.1f} points more from RAM, the next "
+            f"{format_bytes(best.disk_bytes)} of disk add {disk.served_pct - best.served_pct:.1f} points."
+        )
+    return [text, f"A cache that never evicts would serve {sizing.ceiling.served_pct:.1f}%."]
+
+
+def _percent(share: float, bound: float) -> str:
+    return f"{share:.1f}%{f' (to within {bound:.1f} points)' if bound else ''}"
+
+
+def milliseconds(seconds: float) -> str:
+    return f"{1000 * seconds:,.0f} ms" if seconds < 10 else f"{seconds:,.1f} s"
+
+
+def what_it_rests_on(speeds: Speeds, sizing: Sizing) -> str:
+    """A footnote."""
+    nothing, rule = sizing.nothing, ""
+    if sizing.target_p95_s is None and len(sizing.settings) > 1:
+        rule = (
+            f" * is the cheapest that saves {100 * GOOD_SHARE:.0f}% of the time to first token that the fastest saves."
+        )
+    return (
+        f"Percents are of prompt tokens, with {sizing.policy} in RAM and on disk; the disk holds a copy of all that is "
+        f"in RAM.{rule} TTFT is an estimate without queueing: prefill at {speeds.prefill_tokens_per_s:,.0f} tokens/s, "
+        f"loads at {speeds.host_bytes_per_s / 1e9:g} GB/s from RAM and {speeds.disk_bytes_per_s / 1e9:g} GB/s from "
+        f"disk. Without a cache p50 is {milliseconds(nothing.ttft_p50_s)} and p95 {milliseconds(nothing.ttft_p95_s)}."
+    )

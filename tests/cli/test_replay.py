@@ -1,0 +1,163 @@
+"""``kvoffload replay``: on small traces, sound and broken."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvoffload import cli
+from kvoffload.lab.model import DEFAULT_MODEL
+
+testing = pytest.importorskip("click.testing")
+pytest.importorskip("rich")
+
+BLOCK = 512
+
+
+def line(when: int, blocks: list[int], **other: Any) -> str:
+    return json.dumps(
+        {"timestamp": when, "input_length": len(blocks) * BLOCK, "output_length": 10, "hash_ids": blocks, **other}
+    )
+
+
+CHAINS = [[1, 2, 3], [4, 5], [1, 2, 3, 6], [7, 8], [1, 2, 9], [4, 5, 10]] * 4
+
+
+@pytest.fixture
+def trace(tmp_path: Path) -> Path:
+    path = tmp_path / "small.jsonl"
+    path.write_text("".join(line(1000 * i, chain) + "\n" for i, chain in enumerate(CHAINS)))
+    return path
+
+
+def run(*args: object, width: int = 100) -> Any:
+    return testing.CliRunner(env={"COLUMNS": str(width)}).invoke(
+        cli.group(), ["replay", *map(str, args), "--jobs", "1"], prog_name="kvoffload"
+    )
+
+
+def test_an_entry_for_every_policy_and_capacity(trace: Path) -> None:
+    done = run(trace, "--policy", "lru,arc", "--capacity", "20%,6,1GiB", "--json")
+    assert (done.exit_code, done.stderr) == (0, "")
+    entries = json.loads(done.stdout)
+    gib = (1 << 30) // int(DEFAULT_MODEL.bytes_per_token * BLOCK)
+    assert [(entry["policy"], entry["capacity_blocks"]) for entry in entries] == [
+        (policy, blocks) for policy in ("lru", "arc") for blocks in (2, 6, gib)
+    ]
+    for entry in entries:
+        assert 0 <= entry["saved_flops_pct"] <= entry["prefix_hit_tokens_pct"] <= 100
+        assert 0 < entry["writes_per_access"] <= 1
+    assert entries[2]["prefix_hit_tokens_pct"] > entries[0]["prefix_hit_tokens_pct"]
+
+
+def test_tiers_filter_and_bound(trace: Path) -> None:
+    done = run(trace, "--capacity", 4, "--device", 6, "--disk", "100%", "--store-threshold", 2, "--json")
+    (entry,) = json.loads(done.stdout)
+    assert [tier["name"] for tier in entry["tiers"]] == ["device", "host", "disk"]
+    assert [tier["capacity_blocks"] for tier in entry["tiers"]] == [6, 4, 10]
+    assert min(entry["device_hit_tokens"], entry["disk_hit_tokens"]) > 0
+    assert entry["misses"]["not_admitted"] > 0
+    lru, bound = json.loads(run(trace, "--capacity", 4, "--bound", "--json").stdout)
+    assert (lru["policy"], bound["policy"]) == ("lru", "clairvoyant")
+    assert bound["prefix_hit_tokens"] > lru["prefix_hit_tokens"]
+
+
+def test_speeds_and_model_change_what_a_hit_is_worth(trace: Path, tmp_path: Path) -> None:
+    config = {"num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "dtype": "float16"}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    arguments = (trace, "--capacity", 6, "--json")
+    plain, slow, small = (
+        json.loads(run(*arguments, *more).stdout)[0]
+        for more in ((), ("--prefill-speed", 100), ("--model", tmp_path / "config.json"))
+    )
+    assert slow["ttft_p95_s"] > plain["ttft_p95_s"]
+    assert slow["prefix_hit_tokens"] == small["prefix_hit_tokens"] == plain["prefix_hit_tokens"]
+    assert small["tiers"][0]["written_bytes"] < plain["tiers"][0]["written_bytes"]
+    assert small["saved_flops_pct"] != plain["saved_flops_pct"]
+
+
+@pytest.mark.parametrize("width", [80, 120])
+def test_tables_fit_and_mark_the_best(trace: Path, width: int) -> None:
+    capacities = ",".join(map(str, range(1, 12)))
+    done = run(trace, "--policy", "lru,arc,sieve", "--capacity", capacities, "--bound", width=width)
+    assert done.exit_code == 0
+    assert max(map(len, done.stdout.splitlines())) <= width
+    assert "24 requests" in done.stdout
+    rows = [text for text in done.stdout.splitlines() if text.startswith(("lru", "arc", "sieve", "bound"))]
+    numbers = [number for row in rows for number in re.findall(r"\d+\.\d+", row)]
+    assert len(numbers) == 3 * 4 * 11
+    assert all("*" not in row for row in rows if row.startswith("bound"))
+    assert sum(row.count("*") for row in rows) >= 3 * 11
+
+
+def test_one_configuration_is_told_in_full(trace: Path) -> None:
+    done = run(trace, "--capacity", 4, "--device", 8, "--disk", 20)
+    assert done.exit_code == 0
+    for words in ("device", "host", "disk", "never stored", "plification", "TTFT p95"):
+        assert words in done.stdout
+
+
+def test_a_page_with_all_plots(trace: Path, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    pytest.importorskip("jinja2")
+    page = tmp_path / "page.html"
+    done = run(trace, "--policy", "lru,arc", "--capacity", "2,4,8", "--bound", "--html", page)
+    assert done.exit_code == 0
+    text = page.read_text()
+    assert text.count("<svg") == 4
+    assert not re.search(r'(?:src|href)="http', text)
+    for words in ("small.jsonl", "The bound is", "never stored"):
+        assert words in text
+    run(trace, "--capacity", ",".join(map(str, range(1, 60))), "--html", page)
+    assert page.read_text().count("<svg") == 2
+
+
+def test_wrong_lines_are_told_and_left_out(trace: Path) -> None:
+    good = trace.read_text()
+    trace.write_text(good + "no json\n" + line(99_000, [1], input_length=-1) + "\n")
+    done = run(trace, "--capacity", 4, "--json")
+    assert done.exit_code == 0
+    assert json.loads(done.stdout)[0]["requests"] == len(CHAINS)
+    assert "left out 2 lines" in done.stderr
+    assert f"{trace}:{len(CHAINS) + 1}: " in done.stderr
+    done = run(trace, "--capacity", 4, "--json", "--strict")
+    assert (done.exit_code, done.stdout) == (2, "")
+    assert f"{trace}:{len(CHAINS) + 1}: " in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--policy", "lri"], "policy='lri': no policy has this name"),
+        (["--policy", "lru,"], "policy='lru,': an entry is empty"),
+        (["--capacity", "much"], "capacity='much': not a capacity; write"),
+        (["--capacity", "1kB"], "capacity='1kB': holds no block"),
+        (["--device", "2"], "device_blocks=2: the longest request needs 5"),
+        (["--disk", "0"], "disk='0': must be 1 block or more"),
+        (["--store-threshold", "1"], "store_threshold=1: must be 2 or more"),
+        (["--model", "/no/such"], "model='/no/such'"),
+        (["--format", "csv"], "format='csv': unknown; write one of"),
+        (["--prefill-speed", "0"], "prefill-speed=0: must be more than 0"),
+        (["--bound", "--disk", "5"], "leave device and disk out"),
+        (["--html", "/no/such/page.html"], "html='/no/such/page.html': cannot be written"),
+        (["--capacity", ",".join(map(str, range(1, 1003)))], "configurations; at most 1,000"),
+    ],
+)
+def test_a_wrong_setting_is_one_line_and_status_2(trace: Path, arguments: list[str], words: str) -> None:
+    done = run(trace, *arguments)
+    assert (done.exit_code, done.stdout) == (2, "")
+    assert words in done.stderr
+    assert done.stderr.count("\n") == 1
+
+
+def test_wrong_jobs_and_an_empty_or_missing_trace(trace: Path, tmp_path: Path) -> None:
+    empty = tmp_path / "empty.jsonl"
+    empty.touch()
+    for arguments in ((empty,), (tmp_path / "missing",), (trace, "--jobs", "0")):
+        done = testing.CliRunner().invoke(cli.group(), ["replay", *map(str, arguments)])
+        assert (done.exit_code, done.stdout) == (2, "")
+        assert done.stderr.count("\n") == 1

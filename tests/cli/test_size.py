@@ -1,0 +1,143 @@
+"""``kvoffload size``: what it prints, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+testing = pytest.importorskip("click.testing")
+pytest.importorskip("rich")
+pytest.importorskip("matplotlib")
+pytest.importorskip("jinja2")
+
+from kvoffload.cli.size import size  # noqa: E402
+
+CHAT = "synthetic:chat?requests=200"
+CONFIG = {
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "torch_dtype": "bfloat16",
+}
+
+
+def run(*arguments: str) -> Any:
+    return testing.CliRunner().invoke(size, list(arguments), env={"COLUMNS": "120"})
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> str:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(CONFIG))
+    return str(path)
+
+
+def test_it_answers_in_words_and_a_table(config: str) -> None:
+    result = run(CHAT, "--model", config, "--ram", "4GiB,8GiB", "--disk", "none,32GiB")
+    assert result.exit_code == 0, result.output
+    assert "of prompt tokens" in result.stdout
+    assert "A cache that never evicts would serve" in result.stdout
+    rows = [line for line in result.stdout.splitlines() if " GiB " in line and "%" in line and "ms" in line]
+    assert len(rows) == 4
+    assert sum(row.startswith("*") for row in rows) == 1
+    assert result.stderr == ""
+
+
+def test_defaults_need_no_size() -> None:
+    result = run(CHAT)
+    assert result.exit_code == 0, result.output
+    assert "as Llama-3.1-8B, which takes 128 KiB a token" in " ".join(result.stdout.split())
+
+
+def test_json(config: str) -> None:
+    result = run(CHAT, "--model", config, "--ram", "8GiB", "--json")
+    content = json.loads(result.stdout)
+    assert content["bytes_per_token"] == 131_072
+    assert content["requests"] == 200
+    assert content["answer"].startswith("8 GiB RAM serves ")
+    (setting,) = content["settings"]
+    assert setting["ram_bytes"] == 8 << 30
+    halved = json.loads(run(CHAT, "--model", config, "--ram", "8GiB", "--kv-dtype", "fp8", "--json").stdout)
+    assert halved["bytes_per_token"] == 65_536
+    assert halved["settings"][0]["served_pct"] > setting["served_pct"]
+
+
+def test_other_policies() -> None:
+    content = json.loads(run(CHAT, "--policy", "arc", "--ram", "4GiB", "--jobs", "1", "--json").stdout)
+    assert content["policy"] == "arc"
+    assert content["settings"][0]["bound_pct"] == 0.0
+
+
+def test_speeds_and_target() -> None:
+    slow = json.loads(run(CHAT, "--ram", "16GiB", "--prefill-speed", "100", "--json").stdout)["settings"][0]
+    fast = json.loads(run(CHAT, "--ram", "16GiB", "--prefill-speed", "1e6", "--json").stdout)["settings"][0]
+    assert slow["ttft_p95_s"] > 100 * fast["ttft_p95_s"]
+    met = json.loads(run(CHAT, "--ram", "16GiB", "--ttft-p95", "1e6", "--json").stdout)
+    assert met["chosen"] is not None
+    assert "is the cheapest setting tried" in met["answer"]
+    assert json.loads(run(CHAT, "--ram", "16GiB", "--ttft-p95", "0.001", "--json").stdout)["chosen"] is None
+
+
+def test_the_page(tmp_path: Path) -> None:
+    page = tmp_path / "size.html"
+    result = run(CHAT, "--html", str(page))
+    assert result.exit_code == 0, result.output
+    html = page.read_text()
+    assert html.count("<svg") == 1
+    assert '<tr class="chosen">' in html
+    assert "A cache that never evicts would serve" in html
+    assert "://" not in html.replace("http://www.w3.org/", "").replace("http://purl.org/", "").replace(
+        "http://creativecommons.org/", ""
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--ram", "much"], "ram='much': not an amount of memory; write"),
+        (["--ram", "8GiB,"], "ram='8GiB,': an entry is empty"),
+        (["--ram", "1KiB"], "ram=1 KiB: holds no block; one takes 32 MiB"),
+        (["--ram", "none"], "ram='none': not an amount of memory"),
+        (["--policy", "mru"], "policy='mru': no policy has this name"),
+        (["--prefill-speed", "0"], "prefill-speed=0: must be more than 0"),
+        (["--disk-speed", "nan"], "disk-speed=nan: must be more than 0"),
+        (["--ttft-p95", "-1"], "ttft-p95=-1: must be more than 0"),
+        (["--ram-price", "-1"], "ram-price=-1: must be"),
+        (["--jobs", "0"], "jobs=0: must be 1 or more"),
+        (["--kv-dtype", "fp8"], "kv-dtype='fp8' without model: give"),
+        (["--model", "nowhere.json"], "model='nowhere.json': No such file"),
+        (["--html", "/nowhere/page.html"], "html='/nowhere/page.html': No such file"),
+    ],
+)
+def test_bad_settings_are_one_line_and_status_2(arguments: list[str], message: str) -> None:
+    result = run(CHAT, *arguments)
+    assert result.exit_code == 2
+    assert result.stdout == ""
+    assert result.stderr.startswith(f"kvoffload size: {message}")
+    assert result.stderr.count("\n") == 1
+
+
+def test_an_unknown_dtype(config: str) -> None:
+    result = run(CHAT, "--model", config, "--kv-dtype", "fp7")
+    assert result.exit_code == 2
+    assert "kv-dtype='fp7': unknown; write one of float32" in result.stderr
+
+
+def test_lines_that_are_wrong(tmp_path: Path) -> None:
+    good = '{"timestamp": 0, "input_length": 1024, "output_length": 1, "hash_ids": [1, 2]}\n'
+    trace = tmp_path / "trace.jsonl"
+    trace.write_text(good + "nonsense\n" + good)
+    result = run(str(trace))
+    assert result.exit_code == 0, result.output
+    assert "left out 1 line" in result.stderr
+    assert f"{trace}:2" in result.stderr.replace("\n", "")
+    strict = run(str(trace), "--strict")
+    assert strict.exit_code == 2
+    assert "2" in strict.stderr
+    trace.write_text("")
+    assert run(str(trace)).exit_code == 2

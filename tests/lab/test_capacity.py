@@ -1,0 +1,51 @@
+"""Capacities as people write them."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvoffload.base import ConfigError
+from kvoffload.lab.capacity import parse_capacity
+from kvoffload.lab.model import ModelShape
+from kvoffload.lab.trace import make_trace
+
+MODEL = ModelShape("small", 64.0, 1.0, 1.0)
+TRACE = make_trace("made", 16, [0.0], [16 * 1999], [0], [range(1999)])
+"""1,999 distinct blocks of 1 KiB."""
+
+
+@pytest.mark.parametrize(
+    ("text", "blocks"),
+    [
+        ("1%", 19),
+        ("0.001%", 1),
+        ("100%", 1999),
+        (" 12.5 % ", 249),
+        ("5859", 5859),
+        ("1KiB", 1),
+        ("2047 B", 1),
+        ("1.5MiB", 1536),
+        ("1MB", 976),
+    ],
+)
+def test_what_can_be_written(text: str, blocks: int) -> None:
+    assert parse_capacity(text, TRACE, MODEL) == blocks
+
+
+@pytest.mark.parametrize(
+    ("text", "match"),
+    [
+        ("0%", "more than 0%"),
+        ("101%", "at most 100%"),
+        ("0", "must be 1 block or more"),
+        ("9" * 14, "must be 1 block or more, and at most"),
+        ("1000B", "holds no block; one takes 1 KiB"),
+        ("-1", "not a capacity"),
+        ("1.5", "holds no block"),
+        ("", "not a capacity"),
+        ("much", "not a capacity"),
+    ],
+)
+def test_what_cannot(text: str, match: str) -> None:
+    with pytest.raises(ConfigError, match=f"^device='{text}': .*{match}.*; write a share of the trace"):
+        parse_capacity(text, TRACE, MODEL, "device")

@@ -1,0 +1,182 @@
+"""Curves: LRU's equals replay exactly, request by request; those of other policies lie within their bound."""
+
+from __future__ import annotations
+
+import os
+import random
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from kvoffload.base import ConfigError
+from kvoffload.lab.curves import LRUCurve, hit_curve
+from kvoffload.lab.readers import read_trace
+from kvoffload.lab.replay import ReplayConfig, replay
+from kvoffload.lab.trace import Trace, make_trace
+
+TRACES = Path(os.environ.get("KVOFFLOAD_TRACES", Path(__file__).parents[3] / "shared" / "traces"))
+REAL = [
+    pytest.param(name, marks=pytest.mark.skipif(not (TRACES / name).exists(), reason=f"no {name} in {TRACES}"))
+    for name in ("mooncake_conversation.jsonl.gz", "mooncake_synthetic.jsonl.gz", "agentic_coding.jsonl.gz")
+]
+MADE_UP = ["synthetic:chat?requests=500", "synthetic:agent?requests=300", "synthetic:documents?requests=400"]
+ALL = pytest.mark.parametrize("source", [*MADE_UP, *REAL])
+
+
+def load(source: str, requests: int) -> Trace:
+    """The trace's first ``requests``."""
+    if source.startswith("synthetic:"):
+        return read_trace(source)
+    trace = read_trace(TRACES / source)
+    span = trace.times[-1] - trace.times[0]
+    return trace.between(0.0, float((trace.times[requests] - trace.times[0]) / span))
+
+
+def random_trace(seed: int, requests: int = 60) -> Trace:
+    """Chains of a random tree, which share beginnings, and chains of no tree at all; some longer than most caches."""
+    rng = random.Random(seed)
+    chains = []
+    for _ in range(requests):
+        if rng.random() < 0.7:
+            chain, block = [], 0
+            for _ in range(rng.randrange(12)):
+                block = 3 * block + rng.randrange(1, 3)
+                chain.append(block)
+        else:
+            chain = rng.sample(range(10**6, 10**6 + 30), rng.randrange(20))
+        chains.append(chain)
+    tokens = [max(0, 4 * len(chain) - rng.randrange(4)) for chain in chains]
+    prompts = [rng.randrange(len(chain) + 1) if rng.random() < 0.5 else len(chain) for chain in chains]
+    return make_trace("random", 4, range(requests), tokens, [0] * requests, chains, prompts)
+
+
+def replayed(trace: Trace, policy: str, capacity: int) -> list[int]:
+    tokens: list[int] = replay(trace, ReplayConfig(policy, capacity)).host_tokens.tolist()
+    return tokens
+
+
+# LRU.
+
+
+def test_by_hand() -> None:
+    trace = make_trace("by hand", 10, range(4), [30, 20, 25, 30], [0] * 4, [[1, 2, 3], [1, 4], [1, 2, 3], [1, 4, 5]])
+    curve = LRUCurve(trace)
+    never = curve.NEVER
+    # The stack after each request: 1 2 3; 1 4 2 3; 1 2 3 4; 1 4 5 2 3.
+    assert curve.needed.tolist() == [never, never, never, 1, never, 1, 3, 4, 1, 4, never]
+    assert curve.hit_tokens(3).tolist() == [0, 10, 20, 10]
+    assert curve.hit_tokens(4).tolist() == [0, 10, 25, 20]
+    assert curve.total_hit_tokens().tolist() == [0, 30, 30, 40, 55, 55]
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_lru_equals_replay_on_random_traces(seed: int) -> None:
+    trace = random_trace(seed)
+    curve = LRUCurve(trace)
+    totals = curve.total_hit_tokens()
+    for capacity in (*range(1, 40, 3), trace.num_distinct, 10 * trace.num_distinct):
+        expected = replayed(trace, "lru", capacity)
+        assert curve.hit_tokens(capacity).tolist() == expected
+        assert totals[min(capacity, trace.num_distinct)] == sum(expected)
+
+
+@ALL
+def test_lru_equals_replay_on_real_traces(source: str) -> None:
+    trace = load(source, 500)
+    curve = LRUCurve(trace)
+    for share in (0.002, 0.03, 0.3):
+        capacity = max(1, int(share * trace.num_distinct))
+        assert curve.hit_tokens(capacity).tolist() == replayed(trace, "lru", capacity)
+
+
+def test_the_comparison_can_fail() -> None:
+    trace = random_trace(0)
+    assert LRUCurve(trace).hit_tokens(16).tolist() != replayed(trace, "fifo", 16)
+    assert LRUCurve(trace).hit_tokens(16).tolist() != replayed(trace, "lru", 24)
+
+
+def test_a_block_twice_in_a_chain() -> None:
+    chains = [[1, 2, 1, 3], [7, 8, 9], [1, 2, 1, 3], [3, 1], [5, 6, 7, 5], [2, 8, 6]]
+    trace = make_trace("twice", 1, range(6), [4, 3, 4, 2, 4, 3], [0] * 6, chains)
+    for capacity in (4, 5, 6):
+        assert LRUCurve(trace).hit_tokens(capacity).tolist() == replayed(trace, "lru", capacity)
+
+
+def test_long_and_empty_traces() -> None:
+    none = make_trace("none", 16, [], [], [], [])
+    assert LRUCurve(none).total_hit_tokens().tolist() == [0]
+    assert LRUCurve(none).hit_tokens(5).tolist() == []
+    # 200,000 requests of a block each: what needs more than a little work a request does not end.
+    rng = np.random.default_rng(0)
+    ids = rng.zipf(1.3, 200_000) % 50_000
+    trace = make_trace("long", 1, np.arange(len(ids)).tolist(), [1] * len(ids), [0] * len(ids), ids[:, None].tolist())
+    totals = LRUCurve(trace).total_hit_tokens()
+    assert (np.diff(totals) >= 0).all()
+    assert totals[-1] == len(ids) - trace.num_distinct
+
+
+# Other policies.
+
+
+def test_affordable_traces_are_replayed_in_full() -> None:
+    trace = load(MADE_UP[0], 500)
+    seen: list[float] = []
+    curve = hit_curve(trace, "s3fifo", [300, 100, 100], processes=1, on_progress=seen.append)
+    assert curve.capacities == (100, 300)
+    assert curve.bound_pct.tolist() == [0.0, 0.0]
+    for capacity, tokens in zip(curve.capacities, curve.hit_tokens, strict=True):
+        assert tokens.tolist() == replayed(trace, "s3fifo", capacity)
+    assert seen == sorted(seen)
+    assert seen[-1] == pytest.approx(1.0)
+
+
+def test_the_curve_of_lru_is_exact() -> None:
+    trace = load(MADE_UP[0], 500)
+    curve = hit_curve(trace, "lru", [50, 500], sample_bits=3)
+    assert curve.bound_pct.tolist() == [0.0, 0.0]
+    assert [tokens.tolist() for tokens in curve.hit_tokens] == [replayed(trace, "lru", c) for c in (50, 500)]
+
+
+@ALL
+def test_sampled_curves_lie_within_their_bound(source: str) -> None:
+    trace = load(source, 400)
+    capacities = [int(share * trace.num_distinct) for share in (0.1, 0.3)]
+    exact = [replay(trace, ReplayConfig("arc", capacity)).prefix_hit_tokens_pct for capacity in capacities]
+    sampled = hit_curve(trace, "arc", capacities, sample_bits=3, processes=1)
+    off = np.abs(sampled.hit_pct - exact)
+    assert (off <= sampled.bound_pct + 1e-9).all(), (off, sampled.bound_pct)
+    # A bound that says something.
+    assert (sampled.bound_pct < 8.0).all()
+    for tokens, share in zip(sampled.hit_tokens, sampled.hit_pct, strict=True):
+        assert (tokens >= 0).all()
+        assert (tokens <= trace.input_tokens).all()
+        assert 100 * tokens.sum() / trace.input_tokens.sum() == pytest.approx(share, abs=3.0)
+
+
+def test_samples_are_no_exact_answer() -> None:
+    """Without their bound sampled curves would be wrong, so the test above can fail."""
+    trace = load(MADE_UP[2], 500)
+    capacity = trace.num_distinct // 10
+    sampled = hit_curve(trace, "fifo", [capacity], sample_bits=3, processes=1)
+    exact = replay(trace, ReplayConfig("fifo", capacity)).prefix_hit_tokens_pct
+    assert 0.0 < abs(sampled.hit_pct[0] - exact) <= sampled.bound_pct[0]
+
+
+def test_long_traces_are_sampled_of_themselves(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Many requests of few blocks, where samples need a fraction of the work; small caches are replayed in full."""
+    monkeypatch.setattr("kvoffload.lab.curves.FULL_ACCESSES", 1000)
+    monkeypatch.setattr("kvoffload.lab.curves.MIN_SAMPLE_BLOCKS", 16)
+    rng = np.random.default_rng(1)
+    ids = rng.integers(4000, size=6000)
+    trace = make_trace("long", 1, range(6000), [1] * 6000, [0] * 6000, ids[:, None].tolist())
+    curve = hit_curve(trace, "fifo", [100, 1024, 2048], processes=1)
+    assert curve.bound_pct[0] == 0.0
+    assert (curve.bound_pct[1:] > 0.0).all()
+    exact = [replay(trace, ReplayConfig("fifo", c)).prefix_hit_tokens_pct for c in curve.capacities]
+    assert (np.abs(curve.hit_pct - exact) <= curve.bound_pct + 1e-9).all()
+
+
+def test_unknown_policies() -> None:
+    with pytest.raises(ConfigError, match="policy='mru'"):
+        hit_curve(random_trace(0), "mru", [4])

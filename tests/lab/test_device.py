@@ -1,0 +1,89 @@
+"""The device cache beside the plainest model of a block pool."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from random import Random
+
+import pytest
+
+from kvoffload.lab.device import DeviceCache
+
+
+@dataclass
+class PlainBlock:
+    content: int | None = None
+
+
+class PlainPool:
+    """A list of free blocks, the next to be handed out first; every look-up walks it."""
+
+    def __init__(self, num_blocks: int) -> None:
+        self.free = [PlainBlock() for _ in range(num_blocks)]
+
+    def lookup(self, chain: list[int]) -> int:
+        there = {block.content for block in self.free}
+        hits = 0
+        while hits < len(chain) and chain[hits] in there:
+            hits += 1
+        return hits
+
+    def serve(self, chain: list[int], hits: int, num_held: int) -> None:
+        mine = [next(block for block in self.free if block.content == content) for content in chain[:hits]]
+        self.free = [block for block in self.free if not any(block is one for one in mine)]
+        fresh, self.free = self.free[: num_held - hits], self.free[num_held - hits :]
+        for block in fresh:
+            block.content = None
+        for block, content in zip(fresh, chain[hits:], strict=False):
+            for other in self.free + fresh:
+                if other.content == content:
+                    other.content = None
+            block.content = content
+        self.free += reversed(mine + fresh)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_agrees_with_a_plain_pool(seed: int) -> None:
+    rng = Random(seed)
+    num_blocks = rng.randint(8, 24)
+    cache, plain = DeviceCache(num_blocks, 400), PlainPool(num_blocks)
+    found = 0
+    for _ in range(300):
+        root, length = rng.randrange(8), rng.randint(1, 8)
+        forks = rng.randrange(3)
+        chain = [root * 50 + depth + (forks * 10 if depth > 3 else 0) for depth in range(length)]
+        hits = cache.lookup(chain[: rng.randint(length - 1, length)])
+        assert plain.lookup(chain[:hits]) == hits
+        assert hits == length or plain.lookup(chain) in (hits, hits + 1)
+        cache.serve(chain, hits, held := rng.randint(length, 8))
+        plain.serve(chain, hits, held)
+        found += hits
+    assert 0 < found < 300 * 8
+
+
+def test_a_prefix_goes_from_its_tail() -> None:
+    cache = DeviceCache(4, 10)
+    cache.serve([0, 1, 2], 0, 3)
+    cache.serve([5, 6], 0, 2)
+    assert cache.lookup([0, 1, 2]) == 2
+    assert cache.num_evicted == 1
+
+
+def test_blocks_that_hold_no_whole_block_take_room_too() -> None:
+    """An unfinished block and an answer are in nobody's prompt, and still push others out."""
+    for held, left in ((2, 2), (4, 0)):
+        cache = DeviceCache(4, 10)
+        cache.serve([0, 1], 0, 2)
+        cache.serve([5], 0, held)
+        assert cache.lookup([0, 1]) == left
+
+
+def test_a_hit_makes_a_prefix_young() -> None:
+    for again, left in ((True, 2), (False, 0)):
+        cache = DeviceCache(4, 10)
+        cache.serve([0, 1], 0, 2)
+        cache.serve([5, 6], 0, 2)
+        if again:
+            cache.serve([0, 1], cache.lookup([0, 1]), 2)
+        cache.serve([7, 8], 0, 2)
+        assert cache.lookup([0, 1]) == left

@@ -1,0 +1,238 @@
+"""What a token costs: against the shapes that models publish; and TTFT, against sums done by hand."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvoffload.base import ConfigError
+from kvoffload.lab.latency import Speeds, ttft_seconds
+from kvoffload.lab.model import DEFAULT_MODEL, ModelShape
+
+LLAMA: dict[str, Any] = {
+    "_name_or_path": "Llama-3.1-8B",
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "torch_dtype": "bfloat16",
+}
+DEEPSEEK_V3: dict[str, Any] = {
+    "num_hidden_layers": 61,
+    "num_attention_heads": 128,
+    "num_key_value_heads": 128,
+    "hidden_size": 7168,
+    "intermediate_size": 18432,
+    "moe_intermediate_size": 2048,
+    "n_routed_experts": 256,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 8,
+    "first_k_dense_replace": 3,
+    "q_lora_rank": 1536,
+    "kv_lora_rank": 512,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+    "torch_dtype": "bfloat16",
+}
+QWEN3_30B_A3B: dict[str, Any] = {
+    "num_hidden_layers": 48,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 4,
+    "head_dim": 128,
+    "hidden_size": 2048,
+    "intermediate_size": 6144,
+    "moe_intermediate_size": 768,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "decoder_sparse_step": 1,
+    "dtype": "bfloat16",
+}
+
+
+def without(config: dict[str, Any], *names: str) -> dict[str, Any]:
+    return {name: value for name, value in config.items() if name not in names}
+
+
+def test_the_default_is_llama() -> None:
+    assert ModelShape.from_config(LLAMA) == DEFAULT_MODEL
+
+
+def test_grouped_query_attention() -> None:
+    shape = ModelShape.from_config(LLAMA)
+    assert shape.bytes_per_token == 32 * 2 * 8 * 128 * 2 == 131_072
+    # 8.03 billion parameters, less embedding and head of 128,256 x 4,096 each.
+    assert shape.linear_flops_per_token == pytest.approx(2 * (8.03e9 - 2 * 128_256 * 4096), rel=0.001)
+    assert shape.attention_flops_per_pair == 4 * 32 * 32 * 128
+    assert shape.notes == ()
+
+
+def test_heads_without_groups_each_keep_their_own() -> None:
+    assert ModelShape.from_config(without(LLAMA, "num_key_value_heads")).bytes_per_token == 4 * 131_072
+
+
+def test_a_head_size_of_its_own() -> None:
+    assert ModelShape.from_config({**LLAMA, "head_dim": 64}).bytes_per_token == 131_072 / 2
+    assert ModelShape.from_config(QWEN3_30B_A3B).bytes_per_token == 48 * 2 * 4 * 128 * 2
+
+
+def test_latent_attention_keeps_one_vector_for_all_heads() -> None:
+    shape = ModelShape.from_config(DEEPSEEK_V3)
+    assert shape.bytes_per_token == 61 * (512 + 64) * 2 == 70_272
+    # 37 billion active, 1.85 of them embedding and head.
+    assert shape.linear_flops_per_token == pytest.approx(2 * (37e9 - 2 * 129_280 * 7168), rel=0.02)
+    assert shape.attention_flops_per_pair == 61 * 2 * 128 * (128 + 64 + 128)
+
+
+def test_a_mixture_counts_the_experts_that_a_token_is_sent_to() -> None:
+    shape = ModelShape.from_config(QWEN3_30B_A3B)
+    assert shape.linear_flops_per_token == pytest.approx(2 * (3.3e9 - 2 * 151_936 * 2048), rel=0.05)
+    every = ModelShape.from_config({**QWEN3_30B_A3B, "num_experts_per_tok": 128})
+    assert every.linear_flops_per_token > 8 * shape.linear_flops_per_token
+
+
+def test_the_language_model_of_several_modalities() -> None:
+    nested = {"model_type": "llava", "torch_dtype": "float32", "text_config": without(LLAMA, "torch_dtype")}
+    assert ModelShape.from_config(nested).bytes_per_token == 2 * 131_072
+    inner = {**nested, "text_config": LLAMA}
+    assert ModelShape.from_config(inner).bytes_per_token == 131_072
+
+
+@pytest.mark.parametrize(
+    ("dtype", "factor"), [("float16", 1.0), ("float32", 2.0), ("torch.bfloat16", 1.0), ("float8_e4m3", None)]
+)
+def test_dtypes(dtype: str, factor: float | None) -> None:
+    config = {**without(LLAMA, "torch_dtype"), "dtype": dtype}
+    if factor is None:
+        with pytest.raises(ConfigError, match="dtype='float8_e4m3': unknown; say what the KV cache holds"):
+            ModelShape.from_config(config)
+    else:
+        assert ModelShape.from_config(config).bytes_per_token == factor * 131_072
+    assert ModelShape.from_config(config, dtype_bytes=1.0).bytes_per_token == 131_072 / 2
+
+
+def test_a_missing_dtype_is_assumed_and_said() -> None:
+    shape = ModelShape.from_config(without(LLAMA, "torch_dtype"))
+    assert shape.bytes_per_token == 131_072
+    assert "2 bytes" in shape.notes[0]
+
+
+def test_sliding_windows_are_an_upper_bound_of_bytes_but_not_of_attention() -> None:
+    types = ["full_attention" if i % 4 == 3 else "sliding_attention" for i in range(32)]
+    shape = ModelShape.from_config({**LLAMA, "layer_types": types, "sliding_window": 1024})
+    full = ModelShape.from_config(LLAMA)
+    assert shape.bytes_per_token == full.bytes_per_token
+    assert shape.attention_flops_per_pair == full.attention_flops_per_pair / 4
+    assert shape.prefill_flops(0.0, 100_000.0) < full.prefill_flops(0.0, 100_000.0)
+    assert "24 of 32 layers" in shape.notes[0]
+    assert "upper bound" in shape.notes[0]
+    unused = ModelShape.from_config({**LLAMA, "sliding_window": 1024, "use_sliding_window": False})
+    assert unused == full
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"layer_types": ["linear_attention"] * 3 + ["full_attention"] + ["linear_attention"] * 28},
+        {"hybrid_override_pattern": "M*" + "M" * 30},
+        {"attn_layer_period": 32, "attn_layer_offset": 5},
+        {"full_attention_interval": 32},
+    ],
+)
+def test_layers_with_a_state_keep_nothing_a_token(more: dict[str, Any]) -> None:
+    shape = ModelShape.from_config({**LLAMA, **more})
+    assert shape.bytes_per_token == 131_072 / 32
+    assert "31 of 32 layers keep a state" in shape.notes[0]
+
+
+def test_other_names_of_the_fields() -> None:
+    gpt2 = {"model_type": "gpt2", "n_layer": 12, "n_head": 12, "n_embd": 768, "dtype": "float16"}
+    shape = ModelShape.from_config(gpt2)
+    assert shape.bytes_per_token == 12 * 2 * 768 * 2
+    # 124 million parameters, less embeddings of 50,257 tokens and 1,024 positions.
+    assert shape.linear_flops_per_token == pytest.approx(2 * (124.4e6 - 51_281 * 768), rel=0.01)
+
+
+@pytest.mark.parametrize("name", ["num_hidden_layers", "num_attention_heads", "hidden_size"])
+def test_what_is_missing_is_named(name: str) -> None:
+    with pytest.raises(ConfigError, match=f"{name} is missing.*; add it"):
+        ModelShape.from_config(without(LLAMA, name))
+
+
+@pytest.mark.parametrize("value", [0, -1, "32", 1.5, True])
+def test_what_is_no_number_is_named(value: object) -> None:
+    with pytest.raises(ConfigError, match=f"num_hidden_layers={value!r}: must be a whole number"):
+        ModelShape.from_config({**LLAMA, "num_hidden_layers": value})
+
+
+def test_lengths_that_do_not_fit() -> None:
+    with pytest.raises(ConfigError, match="layer_types has 3 entries for 32 layers"):
+        ModelShape.from_config({**LLAMA, "layer_types": ["full_attention"] * 3})
+    with pytest.raises(ConfigError, match="hidden_size=4100 is no multiple.*add head_dim"):
+        ModelShape.from_config({**LLAMA, "hidden_size": 4100})
+
+
+def test_files(tmp_path: Path) -> None:
+    directory = tmp_path / "My-Model"
+    directory.mkdir()
+    (directory / "config.json").write_text(json.dumps(without(LLAMA, "_name_or_path")))
+    assert ModelShape.from_config(directory).name == "My-Model"
+    assert ModelShape.from_config(str(directory / "config.json")).bytes_per_token == 131_072
+    with pytest.raises(ConfigError, match=r"No such file.*give a model's config\.json"):
+        ModelShape.from_config(tmp_path / "none")
+    for content in ("{", "[]", "\xff"):
+        (directory / "config.json").write_text(content, encoding="latin-1")
+        with pytest.raises(ConfigError, match="not (a )?JSON"):
+            ModelShape.from_config(directory)
+
+
+def test_prefill_in_parts_is_prefill_at_once() -> None:
+    start, middle, end = np.array([0.0, 10.0]), np.array([500.0, 10.0]), np.array([2000.0, 900.0])
+    whole = DEFAULT_MODEL.prefill_flops(start, end)
+    assert DEFAULT_MODEL.prefill_flops(start, middle) + DEFAULT_MODEL.prefill_flops(middle, end) == pytest.approx(whole)
+    assert whole[0] == DEFAULT_MODEL.prefill_flops(0.0, 2000.0)
+    assert whole[0] == pytest.approx(2000 * 13_958_643_712 + 524_288 * 2000**2 / 2)
+
+
+# Time to first token.
+
+MODEL = ModelShape("plain", bytes_per_token=1000.0, linear_flops_per_token=10.0, attention_flops_per_pair=0.0)
+SPEEDS = Speeds(prefill_tokens_per_s=100.0, host_bytes_per_s=1e6, disk_bytes_per_s=5e5)
+"""A token takes 10 ms to compute, 1 ms to load from the host, 3 ms from disk."""
+
+
+def ttft(prompt: int, device: int = 0, host: int = 0, disk: int = 0, speeds: Speeds = SPEEDS) -> float:
+    arrays = (np.array([tokens]) for tokens in (prompt, device, host, disk))
+    return float(ttft_seconds(MODEL, speeds, *arrays)[0])
+
+
+def test_what_is_found_is_loaded_and_the_rest_computed() -> None:
+    assert ttft(100) == pytest.approx(1.0)
+    assert ttft(100, device=40) == pytest.approx(0.6)
+    assert ttft(100, host=40) == pytest.approx(0.04 + 0.6)
+    assert ttft(100, device=10, host=40, disk=30) == pytest.approx(0.04 + 0.09 + 0.2)
+
+
+def test_a_token_is_always_computed() -> None:
+    assert ttft(100, device=100) == pytest.approx(0.01)
+    assert ttft(0) == 0.0
+
+
+def test_what_computes_faster_is_not_loaded_from_disk() -> None:
+    slow = Speeds(100.0, 1e6, 1e4)
+    assert ttft(100, disk=50, speeds=slow) == pytest.approx(1.0)
+    assert ttft(100, host=20, disk=50, speeds=slow) == pytest.approx(0.02 + 0.8)
+
+
+def test_attention_makes_the_end_of_a_prompt_dearer() -> None:
+    model = ModelShape("long", 0.0, 10.0, 1.0)
+    tokens = np.array([1000, 1000])
+    nothing = np.zeros(2, dtype=np.int64)
+    head, none = ttft_seconds(model, SPEEDS, tokens, np.array([500, 0]), nothing, nothing)
+    assert none > 1000 / 100
+    assert head > none / 2

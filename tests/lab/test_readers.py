@@ -1,0 +1,532 @@
+"""Readers: what a trace says is what its file says, and what is wrong in it is named, counted and left out."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvoffload.lab.readers import FORMATS, read_trace
+from kvoffload.lab.readers.lines import MAX_PROBLEMS_KEPT
+from kvoffload.lab.trace import Trace, TraceError
+
+TRACES = Path(os.environ.get("KVOFFLOAD_TRACES", Path(__file__).parents[2].parent / "shared" / "traces"))
+
+Line = dict[str, Any]
+
+
+def request(at: float = 0, tokens: int = 1024, ids: list[Any] | None = None, **more: Any) -> Line:
+    """A line of a Mooncake trace."""
+    chain = list(range(-(-tokens // 512))) if ids is None else ids
+    return {"timestamp": at, "input_length": tokens, "output_length": 3, "hash_ids": chain, **more}
+
+
+def write(path: Path, *lines: Line | str | bytes) -> Path:
+    raw = [
+        line if isinstance(line, bytes) else (line if isinstance(line, str) else json.dumps(line)).encode()
+        for line in lines
+    ]
+    path.write_bytes(b"\n".join(raw) + b"\n")
+    return path
+
+
+def chains(trace: Trace) -> list[list[int]]:
+    """Block ids as the file has them."""
+    return [trace.ids[trace.chain(r)].tolist() for r in range(trace.num_requests)]
+
+
+# Mooncake.
+
+
+def test_mooncake(tmp_path: Path) -> None:
+    path = write(tmp_path / "t.jsonl", request(0, 1030, [7, 2**64 - 1, 9]), request(1500.5, 512, [7]))
+    trace = read_trace(path)
+    assert (trace.block_tokens, trace.num_requests, trace.num_problems, trace.name) == (512, 2, 0, "t.jsonl")
+    assert trace.times.tolist() == [0.0, 1.5005]
+    assert trace.input_tokens.tolist() == [1030, 512]
+    assert trace.output_tokens.tolist() == [3, 3]
+    assert chains(trace) == [[7, 2**64 - 1, 9], [7]]
+    assert trace.prompt_blocks.tolist() == [3, 1]
+    assert trace.info == {"format": "mooncake", "out_of_order": 0}
+
+
+def test_blocks_of_another_size(tmp_path: Path) -> None:
+    path = write(tmp_path / "t.jsonl", request(0, 64, [1, 2, 3, 4]))
+    assert read_trace(path, block_tokens=16).block_tokens == 16
+    with pytest.raises(TraceError, match=r"there are 1 blocks of 512 tokens; if .* say so with block_tokens"):
+        read_trace(path)
+
+
+def test_a_last_block_that_is_not_whole_may_go_without_a_name(tmp_path: Path) -> None:
+    trace = read_trace(write(tmp_path / "t.jsonl", request(0, 1030, [7, 8])))
+    assert trace.prompt_blocks.tolist() == [2]
+
+
+def test_compressed_is_the_same_whatever_its_name(tmp_path: Path) -> None:
+    plain = write(tmp_path / "t.jsonl", *(request(i, 1024, [i, i + 1]) for i in range(300)))
+    (tmp_path / "packed").write_bytes(gzip.compress(plain.read_bytes()))
+    packed = read_trace(tmp_path / "packed")
+    assert chains(packed) == chains(read_trace(plain))
+
+
+def test_requests_are_put_in_order_of_time_and_that_is_told(tmp_path: Path) -> None:
+    path = write(tmp_path / "t.jsonl", request(9, 512, [9]), request(5, 512, [5]), request(7, 512, [7]))
+    trace = read_trace(path)
+    assert chains(trace) == [[5], [7], [9]]
+    assert trace.info["out_of_order"] == 1
+
+
+BAD = [
+    ("{", "not JSON: "),
+    ('["timestamp"]', "not a JSON object"),
+    ("null", "not a JSON object"),
+    (b"\xff\xfe{}", "not UTF-8"),
+    (b"\x00\x01\x02", "not JSON: "),
+    ("[" * 100_000, "not JSON: nested too deeply"),
+    ({"timestamp": 0, "input_length": 512, "output_length": 1}, "hash_ids is missing"),
+    ({"input_length": 512, "output_length": 1, "hash_ids": [1]}, "timestamp is missing"),
+    (request(timestamp="0"), "timestamp='0': not a time"),
+    (request(timestamp=True), "timestamp=True: not a time"),
+    (request(timestamp=-1), "timestamp=-1: not a time"),
+    (request(timestamp=10**400), "timestamp=1000"),
+    (request(timestamp=None), "timestamp=None: not a time"),
+    (json.dumps(request(timestamp=1)).replace("1,", "NaN,", 1), "not JSON: NaN"),
+    (json.dumps(request(timestamp=1)).replace("1,", "-Infinity,", 1), "not JSON: -Infinity"),
+    (json.dumps(request(timestamp=1)).replace("1,", "1e999,", 1), "timestamp=inf: not a time"),
+    (json.dumps(request(timestamp=1)).replace("1,", "1" * 5000 + ",", 1), "Exceeds the limit"),
+    (request(input_length=0), "input_length=0: not a whole number, 1 or more"),
+    (request(input_length=1024.0), "input_length=1024.0: not a whole number"),
+    (request(input_length=2**70), "input_length=11805"),
+    (request(output_length=-1), "output_length=-1: not a whole number, 0 or more"),
+    (request(output_length=False), "output_length=False: not a whole number"),
+    (request(hash_ids="12"), "hash_ids='12': not a list"),
+    (request(ids=[1, "2"]), "hash_ids holds '2'"),
+    (request(ids=[1, True]), "hash_ids holds True"),
+    (request(ids=[1, 2.0]), "hash_ids holds 2.0"),
+    (request(ids=[-1, 2]), "hash_ids holds -1"),
+    (request(ids=[1, 2**64]), "hash_ids holds 18446744073709551616"),
+    (request(ids=[1, 1]), "hash_ids holds 1 twice"),
+    (request(ids=[1]), "1 hash_ids for input_length=1024: there are 2 blocks"),
+    (request(ids=[1, 2, 3]), "3 hash_ids for input_length=1024: there are 2 blocks"),
+]
+
+
+@pytest.mark.parametrize(("bad", "reason"), BAD, ids=[reason for _, reason in BAD])
+def test_a_wrong_line_is_named_counted_and_left_out(tmp_path: Path, bad: Line | str | bytes, reason: str) -> None:
+    good = request(1, 1024, [4, 5])
+    path = write(tmp_path / "t.jsonl", good, "", bad, good)
+    trace = read_trace(path)
+    assert chains(trace) == [[4, 5], [4, 5]]
+    assert trace.num_problems == 1
+    (problem,) = trace.problems
+    assert (problem.file, problem.line) == (str(path), 3)
+    assert reason in problem.reason
+    assert len(problem.reason) < 300
+    with pytest.raises(TraceError) as caught:
+        read_trace(path, strict=True)
+    assert str(caught.value).startswith(f"{path}:3: {problem.reason}")
+
+
+def test_a_right_line_is_no_problem_to_strict(tmp_path: Path) -> None:
+    assert read_trace(write(tmp_path / "t.jsonl", request()), strict=True).num_requests == 1
+
+
+def test_of_many_problems_the_first_are_kept_and_all_counted(tmp_path: Path) -> None:
+    trace = read_trace(write(tmp_path / "t.jsonl", *["x"] * 300, request()))
+    assert trace.num_problems == 300
+    assert [problem.line for problem in trace.problems] == list(range(1, MAX_PROBLEMS_KEPT + 1))
+
+
+@pytest.mark.parametrize("name", ["t.jsonl", "t.csv", "t", "t.jsonl.gz"])
+@pytest.mark.parametrize("content", [b"", b"\n \n\n"])
+def test_an_empty_trace_is_an_error(tmp_path: Path, name: str, content: bytes) -> None:
+    path = tmp_path / name
+    path.write_bytes(gzip.compress(content) if name.endswith("gz") else content)
+    with pytest.raises(TraceError, match="an empty trace: there is no request in it"):
+        read_trace(path)
+
+
+def test_a_trace_without_one_right_line_says_what_is_wrong(tmp_path: Path) -> None:
+    path = write(tmp_path / "t.jsonl", "x", "y")
+    with pytest.raises(TraceError) as caught:
+        read_trace(path)
+    assert str(caught.value).startswith(f"{path}: no request in it can be read: 2 wrong, first {path}:1: not JSON")
+
+
+def test_a_compressed_file_that_breaks_off(tmp_path: Path) -> None:
+    rng = random.Random(0)
+    lines = [request(i, 512, [rng.getrandbits(63)]) for i in range(2000)]
+    packed = gzip.compress(b"".join(json.dumps(line).encode() + b"\n" for line in lines))
+    path = tmp_path / "t.jsonl.gz"
+    path.write_bytes(packed[: len(packed) // 2])
+    trace = read_trace(path)
+    assert 500 < trace.num_requests < 1500
+    assert chains(trace) == [line["hash_ids"] for line in lines[: trace.num_requests]]
+    assert trace.num_problems == 1
+    assert trace.problems[0].line == trace.num_requests + 1
+    assert "cannot be read from here on" in trace.problems[0].reason
+    path.write_bytes(packed[:40])
+    with pytest.raises(TraceError, match="no request in it can be read"):
+        read_trace(path)
+    path.write_bytes(packed[:500] + bytes(500) + packed[1000:])
+    with pytest.raises(TraceError, match="cannot be read from here on"):
+        read_trace(path, strict=True)
+
+
+@pytest.mark.parametrize("name", ["t.jsonl", "t.csv", "t", "t.gz"])
+def test_garbage(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).write_bytes(random.Random(1).randbytes(100_000))
+    with pytest.raises(TraceError, match=r"no request in it can be read|of no format that is known here"):
+        read_trace(tmp_path / name)
+
+
+def test_an_unknown_format_lists_those_that_are_known(tmp_path: Path) -> None:
+    path = write(tmp_path / "t.txt", "Lorem ipsum")
+    for words in (*FORMATS, "say so with format"):
+        with pytest.raises(TraceError, match=words):
+            read_trace(path)
+    with pytest.raises(TraceError, match="format='parquet': unknown; write one of mooncake"):
+        read_trace(path, format="parquet")
+
+
+def test_a_file_that_is_not_there_or_may_not_be_read(tmp_path: Path) -> None:
+    with pytest.raises(TraceError, match="cannot be read: No such file"):
+        read_trace(tmp_path / "none.jsonl")
+    with pytest.raises(TraceError, match=r"cannot be read: Is a directory"):
+        read_trace(tmp_path, format="mooncake")
+
+
+@pytest.mark.parametrize("value", [0, -1, 1.5, True, "512"])
+def test_block_tokens_is_a_number_of_tokens(tmp_path: Path, value: Any) -> None:
+    with pytest.raises(TraceError, match=r"block_tokens=.*: must be a whole number, 1 or more"):
+        read_trace(write(tmp_path / "t.jsonl", request()), block_tokens=value)
+
+
+def test_progress_grows_to_one(tmp_path: Path) -> None:
+    told: list[float] = []
+    read_trace(write(tmp_path / "t.jsonl", *(request(i) for i in range(3000))), on_progress=told.append)
+    assert len(told) > 3
+    assert told == sorted(told)
+    assert told[-1] == 1.0
+
+
+# libCacheSim.
+
+
+def test_csv_of_objects(tmp_path: Path) -> None:
+    trace = read_trace(write(tmp_path / "t.csv", "10,5,4096", "11.5,6,512", "12,5,4096"))
+    assert trace.block_tokens == 1
+    assert trace.times.tolist() == [10.0, 11.5, 12.0]
+    assert trace.blocks.tolist() == [0, 1, 0]
+    assert trace.ids.tolist() == [5, 6]
+    assert trace.input_tokens.tolist() == trace.prompt_blocks.tolist() == [1, 1, 1]
+    assert trace.output_tokens.tolist() == [0, 0, 0]
+
+
+@pytest.mark.parametrize(
+    "lines",
+    [
+        ("version,time,op,size,lbn", "1,10,2a,512,5", "1,11,2a,512,6", "1,12,2a,512,5"),
+        ("timestamp;obj_id", "10;5", "11;6", "12;5"),
+        ("# made by hand", "Time\tSize\tObj-ID", "10\t1\t5", "11\t1\t6", "12\t1\t5"),
+        ("10 a 1", "11 b 1", "12 a 1"),
+        ('10,"a,b",1', '11,"a,c",1', '12,"a,b",1'),
+    ],
+)
+def test_csv_with_a_header_other_delimiters_and_names(tmp_path: Path, lines: tuple[str, ...]) -> None:
+    trace = read_trace(write(tmp_path / "t.csv", *lines))
+    assert trace.times.tolist() == [10.0, 11.0, 12.0]
+    assert trace.blocks.tolist() == [0, 1, 0]
+    assert trace.num_problems == 0
+
+
+def test_csv_is_known_by_its_content(tmp_path: Path) -> None:
+    assert read_trace(write(tmp_path / "t", "10,5,1")).info["format"] == "libcachesim"
+
+
+@pytest.mark.parametrize(
+    ("line", "reason"),
+    [
+        ("x,5", "'x': not a time in seconds"),
+        ("nan,5", "'nan': not a time in seconds"),
+        ("inf,5", "'inf': not a time in seconds"),
+        ("-1,5", "'-1': not a time of 0 or more"),
+        ("12", "the object id is missing"),
+        ("12,", "the object id is missing"),
+        ('12,"5', "not CSV: "),
+        ("12," + "5" * 100_000, "longer than"),
+    ],
+)
+def test_wrong_lines_of_csv(tmp_path: Path, line: str, reason: str) -> None:
+    trace = read_trace(write(tmp_path / "t.csv", "10,5", line, "12,5"))
+    assert trace.blocks.tolist() == [0, 0]
+    assert [problem.line for problem in trace.problems] == [2]
+    assert reason in trace.problems[0].reason
+
+
+def test_csv_has_no_blocks_of_tokens(tmp_path: Path) -> None:
+    with pytest.raises(TraceError, match=r"block_tokens=16: t\.csv has objects, not tokens"):
+        read_trace(write(tmp_path / "t.csv", "10,5"), block_tokens=16)
+
+
+# kv-cache-tester.
+
+
+def session(name: str, *requests: Line, tools: int = 0, system: int = 0, **more: Any) -> Line:
+    sizes = {"tool_tokens": tools, "system_tokens": system}
+    return {"id": name, "block_size": 64, "hash_id_scope": "local", **sizes, "requests": list(requests), **more}
+
+
+def turn(at: float, ids: list[int], extra: int = 10, out: int = 5) -> Line:
+    return {"t": at, "type": "n", "in": 64 * len(ids) + extra, "out": out, "hash_ids": ids, "stop": ""}
+
+
+def sessions(folder: Path, *data: Line) -> Path:
+    folder.mkdir(exist_ok=True)
+    for i, each in enumerate(data):
+        (folder / f"trace_{i:04d}.json").write_text(json.dumps(each))
+    return folder
+
+
+def shared_blocks(a: np.ndarray[Any, Any], b: np.ndarray[Any, Any]) -> int:
+    """Length of the longest common prefix."""
+    same = a[: len(b)] == b[: len(a)]
+    return int(np.argmin(same)) if not same.all() else len(same)
+
+
+def test_a_session(tmp_path: Path) -> None:
+    path = tmp_path / "trace_0001.json"
+    path.write_text(json.dumps(session("s", turn(0.0, [1, 2, 3]), turn(9.5, [1, 2, 4, 5]))))
+    trace = read_trace(path)
+    assert trace.block_tokens == 64
+    assert trace.times.tolist() == [0.0, 9.5]
+    assert trace.input_tokens.tolist() == [202, 266]
+    assert trace.output_tokens.tolist() == [5, 5]
+    assert [trace.chain(0).tolist(), trace.chain(1).tolist()] == [[0, 1, 2], [0, 1, 3, 4]]
+
+
+def test_an_id_alone_names_no_prefix(tmp_path: Path) -> None:
+    trace = read_trace(
+        sessions(tmp_path / "d", session("s", turn(0, [1, 2, 3]), turn(1, [9, 2, 3]), turn(2, [1, 3, 2])))
+    )
+    assert shared_blocks(trace.chain(0), trace.chain(1)) == 0
+    assert not set(trace.chain(0)) & set(trace.chain(1))
+    assert shared_blocks(trace.chain(0), trace.chain(2)) == 1
+    assert len(set(trace.blocks.tolist())) == 8
+
+
+def test_larger_blocks_are_named_by_all_ids_up_to_their_end(tmp_path: Path) -> None:
+    ids = list(range(100, 120))
+    other = ids[:11] + [7] + ids[12:]
+    path = sessions(tmp_path / "d", session("s", turn(0, ids), turn(1, other), turn(2, ids[:7])))
+    trace = read_trace(path, block_tokens=512)
+    assert trace.block_tokens == 512
+    assert [len(trace.chain(r)) for r in range(3)] == [2, 2, 0]
+    assert shared_blocks(trace.chain(0), trace.chain(1)) == 1
+    with pytest.raises(TraceError, match=r"block_tokens=100: blocks of trace_0000\.json are of 64 tokens"):
+        read_trace(path, block_tokens=100)
+
+
+def test_sessions_share_tools_and_system_prompts_of_equal_length_and_nothing_else(tmp_path: Path) -> None:
+    ids = list(range(1, 21))
+    trace = read_trace(
+        sessions(
+            tmp_path / "d",
+            session("a", turn(0, ids), turn(1, [77, *ids]), tools=320, system=200),
+            session("b", turn(0, ids), tools=320, system=200),
+            session("c", turn(0, ids), tools=320, system=260),
+            session("d", turn(0, ids), tools=400, system=200),
+            session("e", turn(0, ids)),
+            session("f", turn(0, ids)),
+        )
+    )
+    by_session = {trace.chain(r)[-1]: trace.chain(r) for r in range(trace.num_requests) if len(trace.chain(r)) == 20}
+    assert len(by_session) == 6
+    firsts = sorted(by_session.values(), key=lambda chain: int(chain[0]))
+    shared = sorted(shared_blocks(x, y) for i, x in enumerate(firsts) for y in firsts[:i])
+    # Of a and b 520 tokens, which are 8 whole blocks; of both with c the 5 of the tools.
+    assert shared == [0] * 12 + [5, 5, 8]
+    odd = next(trace.chain(r) for r in range(trace.num_requests) if len(trace.chain(r)) == 21)
+    assert not any(set(odd.tolist()) & set(chain.tolist()) for chain in firsts)
+
+
+def test_ids_of_global_scope_are_the_same_in_all_sessions(tmp_path: Path) -> None:
+    a, b = (session(name, turn(0, [1, 2, 3]), hash_id_scope="global") for name in "ab")
+    trace = read_trace(sessions(tmp_path / "d", a, b))
+    assert trace.chain(0).tolist() == trace.chain(1).tolist()
+
+
+def test_sessions_begin_at_moments_that_their_names_decide(tmp_path: Path) -> None:
+    data = [session(f"s{i}", turn(0, [i]), turn(100, [i])) for i in range(50)]
+    trace = read_trace(sessions(tmp_path / "d", *data))
+    again = read_trace(sessions(tmp_path / "e", *reversed(data)))
+    assert trace.times.tolist() == again.times.tolist()
+    assert 90 < trace.times[-1] - 100 <= 100
+    assert trace.times[0] < 10
+    first = {int(trace.chain(r)[0]): trace.times[r] for r in reversed(range(100))}
+    last = {int(trace.chain(r)[0]): trace.times[r] for r in range(100)}
+    assert all(last[block] - first[block] == pytest.approx(100) for block in first)
+
+
+@pytest.mark.parametrize("inner", [(0.0, 2.0), (50.0, 52.0)], ids=["from its own start", "from the session's"])
+def test_subagents(tmp_path: Path, inner: tuple[float, float]) -> None:
+    agent = {"t": 50.0, "type": "subagent", "requests": [turn(at, [8, 9]) for at in inner]}
+    trace = read_trace(sessions(tmp_path / "d", session("s", turn(0, [1]), agent, turn(60, [1, 2]))))
+    assert trace.times.tolist() == [0.0, 50.0, 52.0, 60.0]
+    assert trace.chain(1).tolist() == trace.chain(2).tolist()
+    assert shared_blocks(trace.chain(0), trace.chain(3)) == 1
+
+
+def test_sessions_in_lines_indented_and_compressed(tmp_path: Path) -> None:
+    data = [session("a", turn(0, [1, 2])), session("b", turn(3, [1, 2, 3]))]
+    folder = read_trace(sessions(tmp_path / "d", *data))
+    lines = read_trace(write(tmp_path / "all.jsonl", *data))
+    (tmp_path / "e").mkdir()
+    for i, each in enumerate(data):
+        (tmp_path / "e" / f"{i}.json.gz").write_bytes(gzip.compress(json.dumps(each, indent=2).encode()))
+    indented = read_trace(tmp_path / "e")
+    for other in (lines, indented):
+        assert other.ids.tolist() == folder.ids.tolist()
+        assert other.times.tolist() == folder.times.tolist()
+        assert other.info == folder.info == {"format": "kv-cache-tester", "sessions": 2, "out_of_order": 0}
+
+
+@pytest.mark.parametrize(
+    ("bad", "reason"),
+    [
+        ({"t": 1, "in": 64, "out": 0}, "request 1: hash_ids is missing"),
+        ({"t": -1, "in": 64, "out": 0, "hash_ids": []}, "request 1: t=-1: not a time"),
+        ({"t": 1, "in": 64, "out": 0, "hash_ids": [1, 2, 3]}, "request 1: 3 hash_ids for in=64"),
+        (5, "request 1: not a JSON object"),
+        ({"t": 1, "type": "subagent"}, "request 1: requests is no list"),
+        ({"t": 1, "type": "subagent", "requests": [{}]}, "request 1, request 0: t is missing"),
+    ],
+)
+def test_wrong_requests_of_a_session(tmp_path: Path, bad: Any, reason: str) -> None:
+    path = sessions(tmp_path / "d", session("s", turn(0, [1]), bad, turn(2, [1, 2])))
+    trace = read_trace(path)
+    assert trace.num_requests == 2
+    assert [str(problem) for problem in trace.problems] == [f"{path / 'trace_0000.json'}:1: {trace.problems[0].reason}"]
+    assert trace.problems[0].reason.startswith(reason)
+    with pytest.raises(TraceError, match="request 1"):
+        read_trace(path, strict=True)
+
+
+def test_wrong_sessions(tmp_path: Path) -> None:
+    path = sessions(tmp_path / "d", session("s", turn(0, [1])), session("t", block_size=0), {"id": "u"})
+    (path / "v.json").write_text("{")
+    (path / "w.json").mkdir()
+    trace = read_trace(path)
+    assert trace.num_requests == 1
+    told = {Path(problem.file).name: problem.reason for problem in trace.problems}
+    assert told.keys() == {"trace_0001.json", "trace_0002.json", "v.json", "w.json"}
+    assert "block_size=0" in told["trace_0001.json"]
+    assert "Is a directory" in told["w.json"]
+
+
+def test_a_directory_without_sessions(tmp_path: Path) -> None:
+    with pytest.raises(TraceError, match="a directory without sessions, which are files named"):
+        read_trace(tmp_path)
+
+
+def test_subagents_do_not_nest_for_ever(tmp_path: Path) -> None:
+    entry: Line = turn(0, [1])
+    for _ in range(50):
+        entry = {"t": 0, "type": "subagent", "requests": [entry]}
+    trace = read_trace(sessions(tmp_path / "d", session("s", turn(0, [1]), entry)))
+    assert trace.num_requests == 1
+    assert "deep" in trace.problems[0].reason
+
+
+# What a server has recorded; how it records is tested with the recorder.
+
+HEADER = {"kvoffload_trace": 1, "started": 1000.0, "block_tokens": 16, "device_blocks": 7, "pool_blocks": 9}
+
+
+def recorded(at: int, tokens: int, out: int, ids: list[int], **more: Any) -> Line:
+    return {"timestamp": at, "input_length": tokens, "output_length": out, "hash_ids": ids, **more}
+
+
+def test_recorded(tmp_path: Path) -> None:
+    path = write(
+        tmp_path / "t.jsonl",
+        HEADER,
+        recorded(2000, 40, 30, [1, 2, 3, 4], device_tokens=16, host_tokens=16, disk_tokens=0),
+        recorded(500, 32, 1, [1, 2], device_tokens=16, host_tokens=0, disk_tokens=1),
+    )
+    trace = read_trace(path)
+    assert trace.block_tokens == 16
+    assert trace.times.tolist() == [0.5, 2.0]
+    assert trace.prompt_blocks.tolist() == [2, 2]
+    assert [len(trace.chain(r)) for r in range(2)] == [2, 4]
+    wanted = {
+        "device_blocks": 7,
+        "pool_blocks": 9,
+        "starts": 1,
+        "device_tokens": 32,
+        "host_tokens": 16,
+        "disk_tokens": 1,
+    }
+    assert wanted.items() <= trace.info.items()
+    json.dumps(trace.info)
+
+
+def test_a_server_that_started_anew_goes_on_in_the_same_file(tmp_path: Path) -> None:
+    line = recorded(100, 16, 0, [1])
+    trace = read_trace(write(tmp_path / "t.jsonl", HEADER, line, HEADER | {"started": 1060.0}, line))
+    assert trace.times.tolist() == pytest.approx([0.1, 60.1])
+    assert trace.info["starts"] == 2
+
+
+@pytest.mark.parametrize(
+    ("line", "reason"),
+    [
+        (recorded(0, 16, 0, [1, 2]), "2 hash_ids for input_length=16"),
+        (recorded(0, 40, 0, [1]), "1 hash_ids for input_length=40"),
+        (recorded(0, 40, 0, [1, 2], device_tokens=41), "more was found than"),
+        (recorded(0, 40, 0, [1, 2], host_tokens=-1), "host_tokens=-1"),
+        (HEADER | {"block_tokens": 0}, "block_tokens=0"),
+        ('{"timestamp": 0, "inp', "not JSON"),
+    ],
+)
+def test_wrong_lines_of_a_recorded_trace(tmp_path: Path, line: Line | str, reason: str) -> None:
+    trace = read_trace(write(tmp_path / "t.jsonl", HEADER, line, recorded(1, 16, 0, [1])))
+    assert trace.num_requests == 1
+    assert [problem.line for problem in trace.problems] == [2]
+    assert reason in trace.problems[0].reason
+
+
+def test_recorded_traces_that_cannot_be_read(tmp_path: Path) -> None:
+    line = recorded(1, 16, 0, [1])
+    with pytest.raises(TraceError, match="a trace of format 2"):
+        read_trace(write(tmp_path / "a.jsonl", HEADER | {"kvoffload_trace": 2}, line))
+    with pytest.raises(TraceError, match=":3: blocks of 32 tokens from here on"):
+        read_trace(write(tmp_path / "b.jsonl", HEADER, line, HEADER | {"block_tokens": 32}))
+    with pytest.raises(TraceError, match=r"block_tokens=512: c\.jsonl was recorded with 16"):
+        read_trace(write(tmp_path / "c.jsonl", HEADER, line), block_tokens=512)
+    with pytest.raises(TraceError, match="an empty trace"):
+        read_trace(write(tmp_path / "d.jsonl", HEADER))
+
+
+# Real traces, where they are.
+
+
+@pytest.mark.skipif(not TRACES.is_dir(), reason="no real traces here")
+@pytest.mark.parametrize(
+    ("name", "requests", "accesses", "distinct"),
+    [
+        ("mooncake_conversation", 12_031, 288_500, 182_790),
+        ("mooncake_synthetic", 3_993, 121_877, 43_924),
+        ("agentic_coding", 4_204, 939_627, 46_137),
+    ],
+)
+def test_real_traces(name: str, requests: int, accesses: int, distinct: int) -> None:
+    trace = read_trace(TRACES / f"{name}.jsonl.gz", strict=True)
+    assert (trace.num_requests, trace.num_accesses, trace.num_distinct) == (requests, accesses, distinct)
+    assert (np.diff(trace.times) >= 0).all()

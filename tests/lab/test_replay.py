@@ -1,0 +1,269 @@
+"""Replays beside plain models of a cache, and by hand for each tier."""
+
+from __future__ import annotations
+
+import os
+from collections import OrderedDict
+from collections.abc import Sequence
+from pathlib import Path
+from random import Random
+
+import numpy as np
+import pytest
+
+from kvoffload.base import ConfigError, MissReason
+from kvoffload.lab.model import ModelShape
+from kvoffload.lab.readers import read_trace
+from kvoffload.lab.replay import CLAIRVOYANT, ReplayConfig, ReplayResult, replay, replay_many
+from kvoffload.lab.trace import Trace, make_trace
+from kvoffload.policies import BUILTIN
+from kvoffload.policies.lru import LRUPolicy
+
+SIZE = 16
+"""Tokens of a block."""
+TRACES = Path(os.environ.get("KVOFFLOAD_TRACES") or Path(__file__).parents[2].parent / "shared" / "traces")
+needs_traces = pytest.mark.skipif(not TRACES.is_dir(), reason="the public traces are not here")
+
+
+def make(chains: Sequence[Sequence[int]], inputs: Sequence[int] | None = None, **more: object) -> Trace:
+    """A request a second; by default every block is whole."""
+    n = len(chains)
+    tokens = [len(chain) * SIZE for chain in chains] if inputs is None else inputs
+    return make_trace("made", SIZE, list(map(float, range(n))), tokens, [0] * n, chains, **more)  # type: ignore[arg-type]
+
+
+def random_trace(seed: int, requests: int = 300) -> Trace:
+    """Chains of a forest: equal ids mean an equal prefix."""
+    rng = Random(seed)
+    chains = []
+    for _ in range(requests):
+        node, chain = rng.randrange(6), []
+        for _ in range(rng.randint(1, 12)):
+            chain.append(node)
+            node = node * 3 + 7 + rng.randrange(2) * (rng.random() < 0.3)
+        chains.append(chain)
+    return make(chains, [len(chain) * SIZE - rng.randrange(SIZE) for chain in chains])
+
+
+def plain_lru(trace: Trace, capacity: int) -> list[int]:
+    """Prefix-hit tokens of each request."""
+    cache: OrderedDict[int, None] = OrderedDict()
+    found = []
+    for request in range(trace.num_requests):
+        chain = trace.chain(request).tolist()
+        hits = 0
+        while hits < len(chain) and chain[hits] in cache:
+            hits += 1
+        found.append(min(hits * trace.block_tokens, int(trace.input_tokens[request])))
+        for block in reversed(chain):
+            cache[block] = None
+            cache.move_to_end(block)
+        while len(cache) > capacity:
+            cache.popitem(last=False)
+    return found
+
+
+@pytest.mark.parametrize("capacity", [1, 5, 17, 60, 1 << 20])
+def test_lru_agrees_with_a_plain_one(capacity: int) -> None:
+    trace = random_trace(capacity)
+    result = replay(trace, ReplayConfig("lru", capacity))
+    assert result.host_tokens.tolist() == plain_lru(trace, capacity)
+    assert result.prefix_hit_tokens == sum(plain_lru(trace, capacity))
+    assert (result.requests, result.accesses) == (trace.num_requests, trace.num_accesses)
+
+
+def test_the_plain_one_would_notice_a_wrong_order() -> None:
+    """Control: blocks that lose their head before their tail are found less often."""
+
+    class HeadFirst(LRUPolicy):
+        def refresh(self, slots: np.ndarray, new: np.ndarray, pinned: np.ndarray) -> None:
+            super().refresh(slots[::-1], new[::-1], pinned[::-1])
+
+    trace = random_trace(1)
+    result = replay(trace, ReplayConfig("lru", 17), make_policy=HeadFirst)
+    assert result.host_tokens.tolist() != plain_lru(trace, 17)
+
+
+@needs_traces
+def test_known_figures_of_a_public_trace() -> None:
+    trace = read_trace(TRACES / "mooncake_synthetic.jsonl.gz")
+    result = replay(trace, ReplayConfig("lru", trace.num_distinct // 10))
+    assert result.prefix_hit_tokens_pct == pytest.approx(26.7, abs=0.05)
+
+
+# What is counted.
+
+
+def test_hit_tokens_end_with_the_prompt() -> None:
+    result = replay(make([[1, 2, 3], [1, 2, 3]], [40, 40]), ReplayConfig("lru", 8))
+    assert result.host_tokens.tolist() == [0, 40]
+    assert result.prefix_hit_tokens_pct == 50.0
+
+
+def test_only_an_unbroken_run_is_a_prefix_hit() -> None:
+    result = replay(make([[1], [9], [1, 9]]), ReplayConfig("lru", 8))
+    assert result.host_tokens.tolist() == [0, 0, 2 * SIZE]
+    result = replay(make([[9], [1, 9]]), ReplayConfig("lru", 8))
+    assert result.host_tokens.tolist() == [0, 0]
+    assert result.block_hits == 1
+
+
+def test_saved_flops_weigh_the_end_of_a_prompt_more() -> None:
+    trace = make([[1, 2], [1, 2, 3, 4]])
+    flat, square = ModelShape("flat", 1.0, 1.0, 0.0), ModelShape("square", 1.0, 1e-9, 1.0)
+    assert replay(trace, ReplayConfig("lru", 8), model=flat).saved_flops_pct == pytest.approx(100 * 2 / 6)
+    assert replay(trace, ReplayConfig("lru", 8), model=square).saved_flops_pct == pytest.approx(100 * 4 / (4 + 16))
+
+
+def test_outputs_are_stored_and_not_looked_up() -> None:
+    trace = make([[1, 2, 3], [1, 2, 3], [1, 2, 3, 4]], [SIZE, SIZE, 4 * SIZE], prompt_blocks=[1, 1, 4])
+    result = replay(trace, ReplayConfig("lru", 8))
+    assert result.host_tokens.tolist() == [0, SIZE, 3 * SIZE]
+    assert result.stored_blocks == 4
+    assert result.writes_per_access == 4 / 10
+
+
+def test_of_a_chain_longer_than_the_pool_the_head_is_kept() -> None:
+    result = replay(make([[1, 2, 3, 4, 5]] * 2), ReplayConfig("lru", 3))
+    assert result.host_tokens.tolist() == [0, 3 * SIZE]
+    assert (result.stored_blocks, result.evicted_blocks) == (3, 0)
+
+
+def test_why_requests_missed() -> None:
+    trace = make([[1, 2], [1, 3], [4, 5], [1, 2], [4, 5]])
+    result = replay(trace, ReplayConfig("lru", 2))
+    assert result.misses == {MissReason.NEVER_STORED: 3, MissReason.EVICTED: 2}
+    filtered = replay(make([[1], [1], [1]]), ReplayConfig("lru", 2, store_threshold=2))
+    assert filtered.misses == {MissReason.NEVER_STORED: 1, MissReason.NOT_ADMITTED: 1}
+    assert filtered.host_tokens.tolist() == [0, 0, SIZE]
+    assert filtered.stored_blocks == 1
+
+
+def test_bytes_and_write_amplification() -> None:
+    model = ModelShape("two bytes", 2.0, 1.0, 1.0)
+    (host,) = replay(make([[1, 2], [3, 4], [1, 2]]), ReplayConfig("lru", 2), model=model).tiers
+    assert (host.written_bytes, host.read_bytes) == (6 * SIZE * 2, 0)
+    assert host.write_amplification == 6 / 4
+    assert host.evicted_blocks == 4
+    (host,) = replay(make([[1, 2]] * 3), ReplayConfig("lru", 2), model=model).tiers
+    assert (host.written_bytes, host.read_bytes) == (2 * SIZE * 2, 4 * SIZE * 2)
+
+
+# Tiers.
+
+
+def test_a_device_cache_takes_the_first_part_of_a_hit() -> None:
+    # Of [1, 2, 3] the device keeps what [7, 8] leaves of it: the head.
+    trace = make([[1, 2, 3], [7, 8], [1, 2, 3, 4]])
+    result = replay(trace, ReplayConfig("lru", 8, device_blocks=4))
+    assert result.device_tokens.tolist() == [0, 0, 2 * SIZE]
+    assert result.host_tokens.tolist() == [0, 0, SIZE]
+    assert replay(trace, ReplayConfig("lru", 8)).host_tokens.tolist() == [0, 0, 3 * SIZE]
+
+
+def test_the_device_leaves_a_token_to_compute_and_ignores_unfinished_blocks() -> None:
+    result = replay(make([[1, 2]] * 2), ReplayConfig("lru", 8, device_blocks=8))
+    assert (result.device_tokens[1], result.host_tokens[1]) == (SIZE, SIZE)
+    result = replay(make([[1, 2]] * 2, [2 * SIZE - 4] * 2), ReplayConfig("lru", 8, device_blocks=8))
+    assert (result.device_tokens[1], result.host_tokens[1]) == (SIZE, SIZE - 4)
+
+
+def test_what_the_device_holds_and_the_host_lost_is_stored_again() -> None:
+    # A pool of two blocks loses [1] to [2, 3]; the device still has it.
+    trace = make([[1], [2, 3], [1, 4]])
+    result = replay(trace, ReplayConfig("lru", 2, device_blocks=8))
+    assert result.device_tokens.tolist() == [0, 0, SIZE]
+    assert result.stored_blocks == 5
+
+
+def test_a_disk_brings_back_what_the_host_has_lost() -> None:
+    trace = make([[1, 2], [3, 4, 5, 6, 7, 8], [1, 2], [1, 2]])
+    alone = replay(trace, ReplayConfig("lru", 6))
+    assert alone.host_tokens.tolist() == [0, 0, 0, 2 * SIZE]
+    result = replay(trace, ReplayConfig("lru", 6, disk_blocks=20))
+    assert result.disk_tokens.tolist() == [0, 0, 2 * SIZE, 0]
+    assert result.host_tokens.tolist() == [0, 0, 0, 2 * SIZE]
+    host, disk = result.tiers
+    assert (host.name, disk.name) == ("host", "disk")
+    assert disk.hit_tokens_pct == pytest.approx(100 * 2 / 12)
+    assert disk.written_bytes == 4 * disk.read_bytes > 0
+    assert result.dropped_writes == 0
+    assert sum(tier.hit_tokens for tier in result.tiers) == result.prefix_hit_tokens
+
+
+def test_a_disk_has_an_end_too() -> None:
+    trace = make([[1, 2], [3, 4, 5, 6, 7, 8], [1, 2]])
+    result = replay(trace, ReplayConfig("lru", 6, disk_blocks=6))
+    assert result.disk_tokens.tolist() == [0, 0, 0]
+    assert result.tiers[-1].evicted_blocks > 0
+
+
+@pytest.mark.parametrize("policy", sorted(BUILTIN))
+def test_tiers_only_add_hits_for_every_policy(policy: str) -> None:
+    trace = random_trace(3, requests=100)
+    results = [replay(trace, ReplayConfig(policy, 40, device, disk)) for device, disk in ((0, 0), (0, 200), (20, 200))]
+    for result in results:
+        assert (result.device_tokens + result.host_tokens + result.disk_tokens <= trace.input_tokens).all()
+        assert 0 < result.prefix_hit_tokens_pct < 100
+        assert sum(result.misses.values()) <= result.requests
+    assert all(result.prefix_hit_tokens > results[0].prefix_hit_tokens for result in results[1:])
+
+
+@pytest.mark.parametrize("capacity", [5, 20, 60])
+def test_no_policy_beats_the_bound(capacity: int) -> None:
+    trace = random_trace(4, requests=150)
+    bound = replay(trace, ReplayConfig(CLAIRVOYANT, capacity)).prefix_hit_tokens
+    found = [replay(trace, ReplayConfig(policy, capacity)).prefix_hit_tokens for policy in BUILTIN]
+    assert max(found) < bound
+
+
+# Many at once.
+
+
+def same(a: ReplayResult, b: ReplayResult) -> bool:
+    mine, other = a.to_dict(), b.to_dict()
+    return {**mine, "seconds": 0} == {**other, "seconds": 0} and a.host_tokens.tolist() == b.host_tokens.tolist()
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_many_replays_in_order(processes: int) -> None:
+    trace = random_trace(5, requests=60)
+    configs = [ReplayConfig(policy, capacity) for policy in ("lru", "arc") for capacity in (8, 30)]
+    shares: list[float] = []
+    results = replay_many(trace, configs, processes=processes, on_progress=shares.append)
+    alone = [replay(trace, config) for config in configs]
+    assert all(same(one, other) for one, other in zip(results, alone, strict=True))
+    assert not same(alone[0], alone[1])
+    assert shares == sorted(shares)
+    assert shares[-1] == pytest.approx(1.0)
+
+
+def test_an_error_of_another_process_arrives() -> None:
+    configs = [ReplayConfig("lru", 8), ReplayConfig("no-such-policy", 8)]
+    with pytest.raises(ConfigError, match="no-such-policy"):
+        replay_many(random_trace(6, requests=10), configs, processes=2)
+
+
+def test_an_empty_trace_is_replayed_too() -> None:
+    result = replay(make([]), ReplayConfig("lru", 8))
+    assert result.prefix_hit_tokens_pct == result.saved_flops_pct == result.writes_per_access == 0.0
+
+
+@pytest.mark.parametrize(
+    ("settings", "match"),
+    [
+        ({"capacity_blocks": 0}, "capacity_blocks=0: must be 1 or more"),
+        ({"device_blocks": -1}, "device_blocks=-1"),
+        ({"disk_blocks": -1}, "disk_blocks=-1"),
+        ({"store_threshold": 1}, "store_threshold=1: must be 2 or more"),
+        ({"policy": CLAIRVOYANT, "disk_blocks": 5}, "leave device and disk out"),
+    ],
+)
+def test_a_setting_that_cannot_be_is_an_error(settings: dict[str, object], match: str) -> None:
+    with pytest.raises(ConfigError, match=match):
+        ReplayConfig(**{"policy": "lru", "capacity_blocks": 8, **settings})  # type: ignore[arg-type]
+
+
+def test_a_device_too_small_for_a_request_is_an_error() -> None:
+    with pytest.raises(ConfigError, match="device_blocks=2: the longest request needs 3"):
+        replay(make([[1, 2, 3]]), ReplayConfig("lru", 8, device_blocks=2))

@@ -1,0 +1,164 @@
+"""Sizing: against replays of the same settings, and in its words."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+
+from kvoffload.base import ConfigError
+from kvoffload.lab.latency import Speeds, ttft_seconds
+from kvoffload.lab.model import ModelShape
+from kvoffload.lab.readers import read_trace
+from kvoffload.lab.replay import ReplayConfig, replay
+from kvoffload.lab.sizing import Prices, Sizing, size
+from kvoffload.lab.trace import Trace, make_trace
+
+GIB = 1 << 30
+MODEL = ModelShape("model", bytes_per_token=GIB / 256, linear_flops_per_token=1e10, attention_flops_per_pair=0.0)
+"""A block of 256 tokens is a GiB."""
+SPEEDS = Speeds(prefill_tokens_per_s=1000.0, host_bytes_per_s=100e9, disk_bytes_per_s=20e9)
+
+
+@pytest.fixture(scope="module")
+def chat() -> Trace:
+    return read_trace("synthetic:chat?requests=400")
+
+
+@pytest.fixture(scope="module")
+def answer(chat: Trace) -> Sizing:
+    return size(chat, MODEL, speeds=SPEEDS)
+
+
+def test_without_a_disk_it_is_the_replay(chat: Trace) -> None:
+    (setting,) = size(chat, MODEL, ram=[200 * GIB], speeds=SPEEDS).settings
+    result = replay(chat, ReplayConfig("lru", 200), model=MODEL, speeds=SPEEDS)
+    assert setting.served_pct == setting.ram_pct == pytest.approx(result.prefix_hit_tokens_pct)
+    assert setting.disk_pct == 0.0
+    assert setting.bound_pct == 0.0
+    nothing = np.zeros_like(result.host_tokens)
+    seconds = ttft_seconds(MODEL, SPEEDS, chat.input_tokens, nothing, result.host_tokens, nothing)
+    assert setting.ttft_p95_s == pytest.approx(float(np.percentile(seconds, 95)))
+    assert setting.price == 200 * Prices().ram_per_gib
+
+
+@pytest.mark.parametrize(("ram", "disk"), [(100, 400), (200, 800), (40, 600)])
+@pytest.mark.parametrize("policy", ["lru", "arc"])
+def test_with_a_disk_it_is_near_the_tiered_replay(chat: Trace, policy: str, ram: int, disk: int) -> None:
+    found = size(chat, MODEL, policy=policy, ram=[ram * GIB], disk=[disk * GIB], processes=1)
+    (setting,) = found.settings
+    result = replay(chat, ReplayConfig(policy, ram, disk_blocks=disk))
+    assert setting.served_pct == pytest.approx(result.prefix_hit_tokens_pct, abs=1.5)
+    # What a disk adds is more than that.
+    assert setting.served_pct > setting.ram_pct + 3.0
+
+
+def test_a_request_gets_no_more_from_disk_than_ram_has_room_for(chat: Trace) -> None:
+    small = size(chat, MODEL, ram=[4 * GIB], disk=[2048 * GIB]).settings[0]
+    result = replay(chat, ReplayConfig("lru", 4, disk_blocks=2048))
+    large = size(chat, MODEL, ram=[400 * GIB], disk=[2048 * GIB]).settings[0]
+    assert small.served_pct == pytest.approx(result.prefix_hit_tokens_pct, abs=2.0)
+    assert small.served_pct < large.served_pct - 20.0
+
+
+def test_defaults_reach_from_little_to_nearly_all(answer: Sizing) -> None:
+    assert len(answer.settings) >= 6
+    served = [setting.served_pct for setting in answer.settings]
+    assert min(served) < 0.6 * answer.ceiling.served_pct
+    assert max(served) > 0.95 * answer.ceiling.served_pct
+    assert {setting.disk_bytes > 0 for setting in answer.settings} == {False, True}
+    assert all(setting.ram_bytes.bit_count() == 1 for setting in answer.settings)
+    assert answer.warnings == ()
+
+
+def test_the_words(answer: Sizing) -> None:
+    best = answer.best
+    assert answer.chosen is best
+    text = answer.answer
+    assert text.startswith(f"{best} serve")
+    assert f"{best.served_pct:.1f}% of prompt tokens" in text
+    assert f"A cache that never evicts would serve {answer.ceiling.served_pct:.1f}%." in text
+
+
+def test_words_without_a_disk(chat: Trace) -> None:
+    found = size(chat, MODEL, ram=[256 * GIB])
+    more = size(chat, MODEL, ram=[512 * GIB]).settings[0].served_pct - found.settings[0].served_pct
+    assert found.answer.startswith(f"256 GiB RAM serves {found.settings[0].served_pct:.1f}% of prompt tokens. ")
+    assert f"The next 256 GiB add {more:.1f} points." in found.answer
+
+
+def test_the_chosen_saves_nearly_as_much_time_as_any_for_less(answer: Sizing) -> None:
+    assert answer.chosen is not None
+
+    def saved(mean: float) -> float:
+        return answer.nothing.ttft_mean_s - mean
+
+    most = max(saved(setting.ttft_mean_s) for setting in answer.settings)
+    assert saved(answer.chosen.ttft_mean_s) >= 0.9 * most
+    for setting in answer.settings:
+        if setting.price < answer.chosen.price:
+            assert saved(setting.ttft_mean_s) < 0.9 * most
+
+
+def test_a_target_is_met_by_the_cheapest(chat: Trace, answer: Sizing) -> None:
+    times = sorted(setting.ttft_p95_s for setting in answer.settings)
+    target = times[len(times) // 2]
+    found = size(chat, MODEL, speeds=SPEEDS, target_p95_s=target)
+    assert found.chosen is not None
+    assert found.chosen.ttft_p95_s <= target
+    cheaper = [setting for setting in found.settings if setting.price < found.chosen.price]
+    assert cheaper
+    assert all(setting.ttft_p95_s > target for setting in cheaper)
+    assert f"{found.chosen} is the cheapest setting tried that meets a TTFT p95 of" in found.answer
+
+
+def test_prices_decide(chat: Trace, answer: Sizing) -> None:
+    target = min(setting.ttft_p95_s for setting in answer.settings if not setting.disk_bytes)
+    free_disk = size(chat, MODEL, speeds=SPEEDS, target_p95_s=target, prices=Prices(5.0, 0.0)).chosen
+    dear_disk = size(chat, MODEL, speeds=SPEEDS, target_p95_s=target, prices=Prices(5.0, 1000.0)).chosen
+    assert free_disk is not None
+    assert free_disk.disk_bytes > 0
+    assert dear_disk is not None
+    assert dear_disk.disk_bytes == 0
+
+
+def test_a_target_that_nothing_meets(chat: Trace) -> None:
+    found = size(chat, MODEL, speeds=SPEEDS, target_p95_s=1e-6)
+    assert found.chosen is None
+    best = min(found.settings, key=lambda setting: setting.ttft_p95_s)
+    assert found.best.ttft_p95_s == best.ttft_p95_s
+    assert found.answer.startswith(f"No setting tried meets a TTFT p95 of 0 ms. {found.best} comes nearest")
+    assert "A cache that never evicts would reach" in found.answer
+
+
+def test_more_than_the_trace_can_fill_is_warned_of(chat: Trace) -> None:
+    (warning,) = size(chat, MODEL, ram=[2 * chat.num_distinct * GIB]).warnings
+    assert "too short to tell" in warning
+    assert size(chat, MODEL, ram=[chat.num_distinct * GIB // 2]).warnings == ()
+
+
+def test_a_trace_in_which_nothing_comes_twice() -> None:
+    trace = make_trace("once", 256, range(20), [512] * 20, [0] * 20, [[2 * r, 2 * r + 1] for r in range(20)])
+    found = size(trace, MODEL)
+    assert found.ceiling.served_pct == 0.0
+    assert "0.0% of prompt tokens" in found.answer
+
+
+def test_json_has_everything(answer: Sizing) -> None:
+    content = json.loads(json.dumps(answer.to_dict()))
+    assert content["answer"] == answer.answer
+    assert len(content["settings"]) == len(answer.settings)
+    chosen = content["chosen"]
+    assert chosen["served_pct"] == pytest.approx(chosen["ram_pct"] + chosen["disk_pct"])
+    shares = [point["hit_pct"] for point in content["curve"]]
+    assert shares == sorted(shares)
+
+
+def test_settings_that_cannot_be(chat: Trace) -> None:
+    with pytest.raises(ConfigError, match=r"ram=1 MiB: holds no block; one takes 1 GiB .* give many times that"):
+        size(chat, MODEL, ram=[1 << 20])
+    with pytest.raises(ConfigError, match="disk=1 MiB: holds no block"):
+        size(chat, MODEL, disk=[1 << 20])
+    with pytest.raises(ConfigError, match="settings; at most 1,000"):
+        size(chat, MODEL, ram=[n * GIB for n in range(1, 41)], disk=[n * GIB for n in range(1, 41)])

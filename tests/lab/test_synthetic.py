@@ -1,0 +1,100 @@
+"""Made-up workloads: the same for the same seed, in order, and of the shape that they claim."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from kvoffload.lab.readers import read_trace
+from kvoffload.lab.readers.synthetic import KINDS
+from kvoffload.lab.trace import Trace, TraceError
+
+ALL = pytest.mark.parametrize("kind", KINDS)
+
+
+def found_before(trace: Trace) -> float:
+    """Share of the prompts' blocks that an earlier request has had."""
+    seen: set[int] = set()
+    found = asked = 0
+    for r in range(trace.num_requests):
+        chain = trace.chain(r).tolist()
+        prompt = chain[: trace.prompt_blocks[r]]
+        found += sum(block in seen for block in prompt)
+        asked += len(prompt)
+        seen.update(chain)
+    return found / asked
+
+
+@ALL
+def test_the_same_options_give_the_same_trace(kind: str) -> None:
+    source = f"synthetic:{kind}?requests=300&seed=5"
+    a, b = read_trace(source), read_trace(source)
+    for name in ("times", "input_tokens", "output_tokens", "blocks", "offsets", "ids", "prompt_blocks"):
+        assert np.array_equal(getattr(a, name), getattr(b, name))
+    other = read_trace(f"synthetic:{kind}?requests=300&seed=6")
+    assert not np.array_equal(a.times, other.times)
+    assert not np.array_equal(a.input_tokens, other.input_tokens)
+
+
+def test_a_trace_is_the_same_on_every_machine() -> None:
+    trace = read_trace("synthetic:chat?requests=4&seed=1")
+    assert trace.input_tokens.tolist() == FIRST_PROMPTS
+
+
+@ALL
+def test_a_longer_trace_begins_like_a_shorter_one(kind: str) -> None:
+    short, long = (read_trace(f"synthetic:{kind}?requests={n}") for n in (100, 400))
+    assert short.num_requests == 100
+    assert long.num_requests == 400
+    assert np.array_equal(long.times[:100], short.times)
+    assert np.array_equal(long.blocks[: short.num_accesses], short.blocks)
+
+
+@ALL
+def test_it_is_a_trace(kind: str) -> None:
+    trace = read_trace(f"synthetic:{kind}?requests=500", block_tokens=64)
+    assert trace.block_tokens == 64
+    assert (np.diff(trace.times) >= 0).all()
+    assert (trace.input_tokens >= 1).all()
+    assert np.array_equal(trace.prompt_blocks, trace.input_tokens // 64)
+    assert np.array_equal(np.diff(trace.offsets), (trace.input_tokens + trace.output_tokens - 1) // 64)
+    assert trace.info["kind"] == kind
+    # A block's name fixes its place and what stands before it.
+    before: dict[int, int] = {}
+    for r in range(trace.num_requests):
+        chain = trace.chain(r).tolist()
+        for previous, block in zip([-1, *chain], chain, strict=False):
+            assert before.setdefault(block, previous) == previous
+
+
+def test_shapes() -> None:
+    chat, agent, documents = (read_trace(f"synthetic:{kind}?requests=2000") for kind in ("chat", "agent", "documents"))
+    assert agent.input_tokens.mean() > 5 * chat.input_tokens.mean()
+    assert documents.input_tokens.mean() > chat.input_tokens.mean()
+    assert found_before(agent) > 0.95
+    assert 0.8 < found_before(chat) < 0.93
+    # The most popular document is asked far more often than the median one.
+    first_blocks, asked = np.unique(documents.blocks[documents.offsets[:-1]], return_counts=True)
+    assert 200 < len(first_blocks) <= 500
+    assert asked.max() > 10 * np.median(asked)
+
+
+@pytest.mark.parametrize(
+    ("source", "words"),
+    [
+        ("synthetic:", "unknown; write one of synthetic:chat"),
+        ("synthetic:talk", "unknown; write one of synthetic:chat"),
+        ("synthetic:chat?turns=3", "unknown option turns; known are requests, seed"),
+        ("synthetic:chat?requests=0", "requests=0: must be a whole number from 1 to 1,000,000"),
+        ("synthetic:chat?requests=1e9", "requests=1e9: must be"),
+        ("synthetic:chat?requests=", "requests=: must be"),
+        ("synthetic:chat?requests=99999999", "must be a whole number from 1"),
+        ("synthetic:chat?seed=-1", "seed=-1: must be"),
+    ],
+)
+def test_wrong_options(source: str, words: str) -> None:
+    with pytest.raises(TraceError, match=words):
+        read_trace(source)
+
+
+FIRST_PROMPTS = [971, 1007, 953, 1325]
