@@ -5,13 +5,14 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from benchmarks import convoys, copies, disk, managers, replay, ttft
+from benchmarks import convoys, copies, disk, managers, policies, replay, ttft
 
 BENCHMARKS = {
     "managers": managers.main,
     "copies": copies.main,
     "disk": disk.main,
     "convoys": convoys.main,
+    "policies": policies.main,
     "replay": replay.main,
     "ttft": ttft.main,
 }

@@ -23,12 +23,15 @@ from benchmarks.report import Row, publish
 from kvoffload.base import OffloadingManager
 from kvoffload.hostpool import HostBackend
 from kvoffload.keys import make_offload_key
-from kvoffload.manager import ARCOffloadingManager, LRUOffloadingManager
+from kvoffload.manager import ARCOffloadingManager, LRUOffloadingManager, PolicyOffloadingManager
+from kvoffload.policies import make_policy
 
 REQUEST_BLOCKS = 8192
 ROUNDS = 24
 LOAD_PATH = ("lookup", "touch", "prepare_load", "complete_load")
 STORE_PATH = ("prepare_store", "complete_store")
+MISS_PATH = ("touch", "lookup", *STORE_PATH, "refresh")
+"""All that a request costs of which nothing is held."""
 
 
 def new_keys(n: int) -> list[bytes]:
@@ -51,7 +54,12 @@ class Ours:
             "complete_load": lambda: manager.complete_load(keys),
             "prepare_store": lambda: manager.prepare_store(keys),
             "complete_store": lambda: manager.complete_store(keys),
+            "refresh": lambda: manager.refresh(keys, keys),
         }
+
+
+def make_auto(backend: HostBackend) -> OffloadingManager:
+    return PolicyOffloadingManager(backend, make_policy("auto", backend.num_blocks))
 
 
 class Theirs:
@@ -82,7 +90,9 @@ class Theirs:
         }
 
 
-def measure(systems: dict[str, Ours | Theirs], num_blocks: int) -> dict[str, dict[str, float]]:
+def measure(
+    systems: dict[str, Ours | Theirs], num_blocks: int, store_path: tuple[str, ...] = STORE_PATH
+) -> dict[str, dict[str, float]]:
     """Per system and call, the median of ns a block. Every system is full when the clock starts."""
     held = new_keys(num_blocks)
     size = min(REQUEST_BLOCKS, num_blocks // 4)
@@ -95,7 +105,7 @@ def measure(systems: dict[str, Ours | Theirs], num_blocks: int) -> dict[str, dic
     rng = np.random.default_rng(0)
     # Loads first, all of blocks that are held; then stores that evict.
     batches = [held[start : start + size] for start in rng.integers(0, num_blocks - 2 * size, ROUNDS) // size * size]
-    for path, requests in ((LOAD_PATH, batches), (STORE_PATH, [new_keys(size) for _ in range(ROUNDS)])):
+    for path, requests in ((LOAD_PATH, batches), (store_path, [new_keys(size) for _ in range(ROUNDS)])):
         for keys in requests:
             for name, system in systems.items():
                 calls = system.calls(keys)
@@ -159,9 +169,18 @@ def main(out: Path, quick: bool) -> None:
                 rows.append(Row(f"{name}, {label} blocks{suffix}", ours, "ns/block", versus, ratio))
             del systems
             gc.collect()
+        ns = measure(
+            {"auto": Ours(make_auto, num_blocks), "lru": Ours(LRUOffloadingManager, num_blocks)}, num_blocks, MISS_PATH
+        )
+        for name, path in (("load path", LOAD_PATH), ("miss path", MISS_PATH)):
+            ours, lru = (sum(ns[policy][call] for call in path) for policy in ("auto", "lru"))
+            rows.append(Row(f"{name}, {label} blocks, auto", ours, "ns/block", "our LRU", lru / ours))
+        gc.collect()
     ours = bytes_per_block(partial(Ours, LRUOffloadingManager, 100_000), 100_000)
     theirs = bytes_per_block(partial(Theirs, "lru", 100_000), 100_000) if have_peer else None
     ratio = theirs / ours if theirs is not None else None
     rows.append(Row("memory besides the key, 100k blocks", ours, "B/block", "vLLM LRU" if have_peer else "", ratio))
+    auto = bytes_per_block(partial(Ours, make_auto, 100_000), 100_000)
+    rows.append(Row("memory besides the key, 100k blocks, auto", auto, "B/block", "our LRU", ours / auto))
     rows.append(Row("objects tracked by the garbage collector", tracked_objects_per_block(100_000), "/block"))
     publish("managers", "Scheduler thread, ns a block (ratio: times faster than the peer)", rows, out)

@@ -13,7 +13,7 @@ import pytest
 from kvoffload import config as config_module
 from kvoffload.base import CachePolicy, ConfigError
 from kvoffload.config import OffloadConfig, parse_bytes
-from kvoffload.policies import make_policy
+from kvoffload.policies import BUILTIN, make_policy
 from kvoffload.policies.lru import LRUPolicy
 
 KIB, MIB, GIB, TIB = 1 << 10, 1 << 20, 1 << 30, 1 << 40
@@ -132,6 +132,7 @@ def test_everything_may_be_given() -> None:
         "lookup_deadline_ms": 0,
         "load_only_if_faster": False,
         "engines_per_node": 2,
+        "record_trace": "/var/tmp/trace.jsonl",
         "model_fingerprint": "v7",
     }
     config = make(**options)
@@ -232,7 +233,8 @@ def test_padding_and_every_rank_are_counted() -> None:
 def test_a_policy_that_is_none(policy: str, said: str) -> None:
     message = refused(policy=policy)
     assert message.startswith(f"policy={policy!r}: {said}")
-    assert 'write one of arc, lru, or your own class as "package.module:Class"' in message
+    assert f'write one of {", ".join(sorted(BUILTIN))}, or your own class as "package.module:Class"' in message
+    assert "lru" in BUILTIN
 
 
 @pytest.mark.parametrize("policy", [":Policy", ".policy:Policy"])
@@ -331,6 +333,28 @@ def test_a_directory_without_an_amount_of_disk(tmp_path: Path) -> None:
     proposed = make(disk_dir=directory, disk_bytes=proposal[1]).disk_bytes
     assert proposed is not None
     assert 0 < proposed <= shutil.disk_usage(tmp_path).free
+
+
+# The recorded trace.
+
+
+def test_a_trace_goes_to_a_file_that_may_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert make(record_trace="~/t.jsonl").record_trace == str(tmp_path / "t.jsonl")
+    assert refused(record_trace="t.jsonl").startswith("record_trace='t.jsonl': not an absolute path; write an absolute")
+    assert refused(record_trace=5).startswith("record_trace=5: not a path; ")
+    message = refused(record_trace=str(tmp_path))
+    assert message.startswith(f"record_trace={str(tmp_path)!r}: a directory; name a file in it, such as record_trace=")
+    proposal = re.search(r'such as record_trace="([^"]+)"', message)
+    assert proposal is not None
+    make(record_trace=proposal[1])
+    assert f"there is no directory {tmp_path / 'none'}" in refused(record_trace=str(tmp_path / "none" / "t.jsonl"))
+
+
+def test_a_folder_that_others_own_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Root may write everywhere.
+    monkeypatch.setattr(config_module.os, "access", lambda *_: False)
+    assert f"this user may not write to {tmp_path}; name a file elsewhere" in refused(record_trace=str(tmp_path / "t"))
 
 
 @pytest.mark.parametrize("value", ["", 5, True, b"v7", ["v7"]])

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import pytest
+from hypothesis import settings
 
-from kvoffload.base import OffloadingManager
+from kvoffload.base import CachePolicy, IntegrityError, OffloadingManager, OffloadKey, Slots
 from kvoffload.hostpool import HostBackend
 from kvoffload.keys import make_offload_key
 from kvoffload.manager import PolicyOffloadingManager
 from kvoffload.policies import BUILTIN, make_policy
 from kvoffload.policies.arc import TextbookARCPolicy
+from kvoffload.policies.fifo import FIFOPolicy
 from kvoffload.policies.lirs import LIRSPolicy
 from kvoffload.policies.s3fifo import S3FIFOPolicy
+from kvoffload.policies.sieve import SIEVEPolicy
 from kvoffload.policies.twoq import TwoQPolicy
 from kvoffload.testing.conformance import keys, letters
 from kvoffload.testing.reference import (
@@ -28,7 +31,7 @@ from kvoffload.testing.reference import (
     ReferenceSIEVEManager,
     ReferenceTextbookARCManager,
 )
-from kvoffload.testing.stateful import WALK_SEEDS, manager_machine, walk
+from kvoffload.testing.stateful import SETTINGS, WALK_SEEDS, ManagerMachine, manager_machine, walk
 
 
 @dataclass(frozen=True)
@@ -46,9 +49,7 @@ def arc_state(policy: TextbookARCPolicy) -> object:
 CASES: dict[str, Case] = {
     "fifo": Case(ReferenceFIFOManager),
     "lru": Case(ReferenceLRUManager),
-    "arc": Case(
-        ReferenceTextbookARCManager, arc_state, lambda r: (len(r.t1), len(r.t2), r.b1, r.b2, r.target_t1_size)
-    ),
+    "arc": Case(ReferenceTextbookARCManager, arc_state, lambda r: (len(r.t1), len(r.t2), r.b1, r.b2, r.target_t1_size)),
     "s3fifo": Case(
         ReferenceS3FIFOManager,
         lambda p: (len(p._small), len(p._main), list(p._ghost.left), list(p._ghost.asked)),
@@ -70,16 +71,22 @@ policies = pytest.mark.parametrize("name", CASES)
 
 
 def make_manager(name: str, num_blocks: int) -> PolicyOffloadingManager:
-    return PolicyOffloadingManager(HostBackend(16, num_blocks), make_policy(name, num_blocks), enable_events=True)
+    return on_a_host(make_policy(name, num_blocks))
 
 
-def machine(name: str) -> Any:
-    case = CASES[name]
+def on_a_host(policy: CachePolicy) -> PolicyOffloadingManager:
+    return PolicyOffloadingManager(HostBackend(16, policy.capacity), policy, enable_events=True)
+
+
+def machine(name: str, policy: type[CachePolicy] | None = None) -> type[ManagerMachine]:
+    case, policy = CASES[name], policy or BUILTIN[name]
 
     def compare(manager: Any, reference: Any) -> None:
         assert case.state(manager.policy) == case.state_of_reference(reference)
 
-    return manager_machine(lambda n: make_manager(name, n), case.reference, compare)
+    made = manager_machine(lambda n: on_a_host(policy(n)), case.reference, compare)
+    made.TestCase.settings = settings(SETTINGS, max_examples=SETTINGS.max_examples // 4)
+    return made
 
 
 TestFIFO = machine("fifo").TestCase
@@ -91,11 +98,173 @@ Test2Q = machine("2q").TestCase
 
 
 @policies
-@pytest.mark.parametrize("seed", WALK_SEEDS)
+@pytest.mark.parametrize("seed", WALK_SEEDS[::4])
 def test_walk_beside_the_reference(name: str, seed: int) -> None:
     walk(machine(name), seed)
 
 
 @policies
 def test_long_walk_beside_the_reference(name: str) -> None:
-    walk(machine(name), seed=0, num_blocks=64, num_steps=400)
+    walk(machine(name), seed=0, num_blocks=64, num_steps=300)
+
+
+class MovesWhatIsNotNew(FIFOPolicy):
+    def refresh(self, slots: Slots, new: Any, pinned: Any) -> None:
+        super().refresh(slots, new | ~new, pinned)
+
+
+class ForgetsNoGhost(TextbookARCPolicy):
+    def _cut_ghosts(self) -> None:
+        pass
+
+
+class NeverAtItsTarget(TextbookARCPolicy):
+    def touch_absent(self, keys: Sequence[OffloadKey]) -> None:
+        super().touch_absent(keys)
+        self._last_was_in_b2 = False
+
+
+class CountsUsesWhileWritten(S3FIFOPolicy):
+    def touch(self, slots: Slots, ready: Any, pinned: Any) -> None:
+        super().touch(slots, ready | ~ready, pinned)
+
+
+class HandGoesBack(SIEVEPolicy):
+    def evict(self, n: int, busy: Any, key_of: Any) -> Slots:
+        victims = super().evict(n, busy, key_of)
+        self._behind.append(self._ahead.pop_oldest(len(self._ahead), busy))
+        self._ahead, self._behind = self._behind, self._ahead
+        return victims
+
+
+class StackHasNoEnd(LIRSPolicy):
+    def _prune(self) -> None:
+        super()._prune()
+        self._floor = -1
+
+
+class UsesCountWhereTheyShouldNot(TwoQPolicy):
+    def touch(self, slots: Slots, ready: Any, pinned: Any) -> None:
+        super().touch(slots, ready, pinned)
+        self._a1in.append(slots[self._a1in.holds(slots)])
+
+
+class AdmitsAll(LIRSPolicy):
+    def admit(self, keys: Sequence[OffloadKey], shortage: int) -> None:
+        return None
+
+
+@pytest.mark.parametrize(
+    ("name", "bug"),
+    [
+        ("fifo", MovesWhatIsNotNew),
+        ("arc", ForgetsNoGhost),
+        ("arc", NeverAtItsTarget),
+        ("s3fifo", CountsUsesWhileWritten),
+        ("sieve", HandGoesBack),
+        ("lirs", StackHasNoEnd),
+        ("lirs", AdmitsAll),
+        ("2q", UsesCountWhereTheyShouldNot),
+    ],
+)
+def test_the_walk_catches_a_wrong_policy(name: str, bug: type[CachePolicy]) -> None:
+    def walks() -> None:
+        for seed in range(40):
+            walk(machine(name, bug), seed)
+
+    with pytest.raises((AssertionError, IntegrityError)):
+        walks()
+
+
+CHAIN = "abcdefghij"
+
+
+def store(manager: OffloadingManager, names: str) -> None:
+    output = manager.prepare_store(keys(names))
+    assert output is not None
+    manager.complete_store(output.keys_to_store)
+
+
+def used_three_times(manager: OffloadingManager, number: int) -> None:
+    """A block that is worth more, to any policy, than those of a chain that was used once."""
+    key = [make_offload_key(b"other %d" % number, 0)]
+    manager.touch(key)
+    output = manager.prepare_store(key)
+    assert output is not None
+    manager.complete_store(output.keys_to_store)
+    manager.touch(key)
+    manager.touch(key)
+
+
+def leaving_order(manager: OffloadingManager) -> list[str]:
+    """What is left of the chain, each time that it is less, while others push it out."""
+    left = [CHAIN]
+    for number in range(60):
+        used_three_times(manager, number)
+        present = "".join(name for name in CHAIN if manager.lookup(keys(name)))
+        left += [present] if present != left[-1] else []
+    return left
+
+
+@policies
+def test_a_chain_stored_in_parts_loses_its_tail_before_its_head(name: str) -> None:
+    manager = make_manager(name, 12)
+    for part in ("abc", "abcdefg", CHAIN):
+        store(manager, part)
+    manager.refresh(keys(CHAIN), keys(CHAIN))
+    left = leaving_order(manager)
+    assert all(CHAIN.startswith(present) for present in left), left
+    assert len(left) > 5
+
+
+def test_without_a_refresh_the_head_would_go_first() -> None:
+    for name in ("lru", "fifo", "arc", "2q", "sieve"):
+        manager = make_manager(name, 12)
+        for part in ("abc", "abcdefg", CHAIN):
+            store(manager, part)
+        assert "a" not in leaving_order(manager)[1]
+
+
+@pytest.mark.parametrize("name", ["lru", "arc", "lirs"])
+def test_a_chain_that_was_used_again_loses_its_tail_first_too(name: str) -> None:
+    manager = make_manager(name, 12)
+    for turn in ("abcd", "abcdefg", CHAIN):
+        manager.touch(keys(turn))
+        output = manager.prepare_store(keys(turn))
+        assert output is not None
+        manager.refresh(keys(turn), output.keys_to_store)
+        manager.complete_store(output.keys_to_store)
+    left = leaving_order(manager)
+    assert all(CHAIN.startswith(present) for present in left), left
+    assert len(left) > 5
+
+
+@pytest.mark.parametrize("name", ["arc", "s3fifo", "2q", "lirs"])
+def test_of_a_long_new_chain_only_the_head_is_stored_where_its_tail_would_leave_for_it(name: str) -> None:
+    manager = make_manager(name, 20)
+    # All that is there has been used again, and has come back, so that newcomers have little room.
+    for number in [*range(22)] * 3:
+        used_three_times(manager, number)
+    manager.touch(keys(CHAIN))
+    output = manager.prepare_store(keys(CHAIN))
+    assert output is not None
+    stored = letters(output.keys_to_store)
+    assert CHAIN.startswith(stored)
+    assert 0 < len(stored) < len(CHAIN)
+    manager.complete_store(output.keys_to_store)
+    # What was refused is remembered as if it had been stored and had left.
+    manager.touch(keys(CHAIN))
+    again = manager.prepare_store(keys(CHAIN))
+    assert again is not None
+    assert len(again.keys_to_store) > 0
+
+
+@pytest.mark.parametrize("name", BUILTIN)
+def test_where_all_must_enter_all_do(name: str) -> None:
+    manager = make_manager(name, 20)
+    manager.policy.may_refuse = False
+    for number in range(40):
+        used_three_times(manager, number)
+    output = manager.prepare_store(keys(CHAIN))
+    assert output is not None
+    assert letters(output.keys_to_store) == CHAIN

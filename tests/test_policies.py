@@ -5,12 +5,16 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from kvoffload.base import CachePolicy, ConfigError, IntegrityError
 from kvoffload.keys import make_offload_key
+from kvoffload.lab.replay import ReplayConfig, replay
+from kvoffload.lab.trace import make_trace
 from kvoffload.policies import make_policy
 from kvoffload.policies.arc import ARCPolicy, TextbookARCPolicy
 from kvoffload.policies.fifo import FIFOPolicy
@@ -212,6 +216,13 @@ def deep_size(thing: object) -> int:
     return 1 + deep_size(vars(thing))
 
 
+def seconds_for(policy: CachePolicy, evictions: int, busy: np.ndarray, key_of: np.ndarray) -> float:
+    start = time.perf_counter()
+    for _ in range(evictions):
+        policy.evict(1, busy, key_of)
+    return time.perf_counter() - start
+
+
 @pytest.mark.parametrize("make", POLICIES)
 def test_eviction_time_does_not_grow_with_blocks_in_use(make: Callable[[int], CachePolicy]) -> None:
     size = 200_000
@@ -258,3 +269,39 @@ class NoPolicy:
 def test_a_wrong_name_is_an_error_that_says_what_to_write(name: str) -> None:
     with pytest.raises(ConfigError, match=r"policy=.*arc.*lru.*package\.module:Class"):
         make_policy(name, 4)
+
+
+# The example of the documentation.
+
+DOCUMENTATION = Path(__file__).parents[1] / "docs" / "policies.md"
+
+
+def example() -> str:
+    """The first code block of the documentation."""
+    return DOCUMENTATION.read_text().split("```python\n")[1].split("```")[0]
+
+
+class TestTheExample(PolicyConformance):
+    def make_policy(self, capacity: int) -> CachePolicy:
+        names: dict[str, Any] = {}
+        exec(example(), names)
+        policy: CachePolicy = names["SLRUPolicy"](capacity)
+        return policy
+
+    def test_it_is_as_short_as_it_is_said_to_be(self) -> None:
+        lines = [line for line in example().splitlines() if line.strip()]
+        assert 30 < len(lines) <= 50
+
+    def test_it_keeps_what_was_used_again(self) -> None:
+        policy = self.full(5)
+        touch(policy, [1, 0])
+        assert self.evict(policy, 5) == [2, 3, 4, 1, 0]
+
+    def test_it_can_be_judged_by_its_import_path(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        (tmp_path / "my_module.py").write_text(example())
+        monkeypatch.syspath_prepend(tmp_path)
+        assert "--policy lru,my_module:SLRUPolicy" in DOCUMENTATION.read_text()
+        chains = [[1, 2], [3, 4], [1, 2], [5, 6], [7, 8], [1, 2]]
+        trace = make_trace("t", 1, range(6), [2] * 6, [0] * 6, chains)
+        found = [replay(trace, ReplayConfig(policy, 5)).block_hits for policy in ("lru", "my_module:SLRUPolicy")]
+        assert found == [3, 4]

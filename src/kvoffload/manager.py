@@ -118,8 +118,8 @@ class PolicyOffloadingManager(OffloadingManager):
         self.policy.observe(keys)
         slots = self._table.find(keys)
         missing = slots < 0
-        if missing.any():
-            absent = dict.fromkeys(keys[i] for i in np.flatnonzero(missing).tolist())
+        if np.count_nonzero(missing):
+            absent = dict.fromkeys(compress(keys, missing.tolist()))
             self.policy.touch_absent(list(reversed(absent)))
             slots = slots[~missing]
         slots = self._table.distinct(slots[::-1])
@@ -133,9 +133,10 @@ class PolicyOffloadingManager(OffloadingManager):
         req_context: ReqContext | None = None,
     ) -> None:
         slots = self._table.find(keys)
-        mine = self._table.find(list(stored))
-        slots = self._table.distinct(slots[slots >= 0][::-1])
-        self.policy.refresh(slots, np.isin(slots, mine), self._table.ref_cnt[slots] > 0)
+        present, stored = slots >= 0, frozenset(stored)
+        mine = slots[present & np.fromiter(map(stored.__contains__, keys), np.bool_, len(keys))]
+        slots = self._table.distinct(slots[present][::-1])
+        self.policy.refresh(slots, self._table.among(slots, mine), self._table.ref_cnt[slots] > 0)
 
     def prepare_store(
         self, keys: Sequence[OffloadKey], req_context: ReqContext | None = None

@@ -54,6 +54,13 @@ class BlockTable:
         keep = self._scratch[slots] == order
         return slots if np.count_nonzero(keep) == len(slots) else slots[keep]
 
+    def among(self, slots: Slots, chosen: Slots) -> npt.NDArray[np.bool_]:
+        """Which of ``slots`` are in ``chosen``, none of either negative."""
+        self._scratch[slots] = 0
+        self._scratch[chosen] = 1
+        found: npt.NDArray[np.bool_] = self._scratch[slots] == 1
+        return found
+
     def leading_ready(self, keys: Sequence[OffloadKey]) -> int:
         """Length of the longest run of leading keys that are all ready."""
         n = len(keys)

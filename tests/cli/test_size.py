@@ -111,7 +111,7 @@ def test_the_page(tmp_path: Path) -> None:
         (["--jobs", "0"], "jobs=0: must be 1 or more"),
         (["--kv-dtype", "fp8"], "kv-dtype='fp8' without model: give"),
         (["--model", "nowhere.json"], "model='nowhere.json': No such file"),
-        (["--html", "/nowhere/page.html"], "html='/nowhere/page.html': No such file"),
+        (["--html", "/nowhere/page.html"], "html='/nowhere/page.html': cannot be written there"),
     ],
 )
 def test_bad_settings_are_one_line_and_status_2(arguments: list[str], message: str) -> None:

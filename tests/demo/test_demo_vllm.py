@@ -45,6 +45,10 @@ def test_short_demo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert report.ttft_ms[Source.HOST].count == 4
     assert report.ttft_ms[Source.DISK].count == len(report.restart.requests) == 4
     assert not report.versus_restart.different
+    assert report.replay is not None
+    assert report.replay.measured == {tier: report.hit_tokens[tier] for tier in ("device", "host")}
+    assert report.replay.largest_difference <= 1
+    assert min(report.replay.replayed.values()) > 1000
     assert list(tmp_path.glob("disk-*")) == []
     data = report.to_dict()
     assert data["store_gbps"] > 0

@@ -45,10 +45,12 @@ def test_after_the_restart_each_document_is_asked_once(baseline: ActResult) -> N
 
 
 def test_the_disk_outlives_the_act_and_the_control_has_none(tmp_path: Path) -> None:
-    plans = run.act_plans(2 << 30, tmp_path)
+    trace = tmp_path / "trace.jsonl"
+    plans = run.act_plans(2 << 30, tmp_path, trace)
     options = [(plan.connector or {}).get("kv_connector_extra_config", {}) for plan in plans]
     assert [plan.is_restart for plan in plans] == [False, False, True, False]
-    assert options[1] == options[2] == {"host_bytes": "2GiB", "disk_dir": str(tmp_path), "disk_bytes": "2GiB"}
+    assert options[2] == {"host_bytes": "2GiB", "disk_dir": str(tmp_path), "disk_bytes": "2GiB"}
+    assert options[1] == options[2] | {"record_trace": str(trace)}, "one act is recorded"
     assert "disk_dir" not in options[3]
 
 

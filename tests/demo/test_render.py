@@ -14,6 +14,7 @@ rich_console = pytest.importorskip("rich.console")
 
 from kvoffload.demo.act import ActResult  # noqa: E402
 from kvoffload.demo.page import render_page  # noqa: E402
+from kvoffload.demo.replay import Agreement  # noqa: E402
 from kvoffload.demo.report import Report, make_report  # noqa: E402
 from kvoffload.demo.terminal import summary, verdict  # noqa: E402
 
@@ -26,6 +27,16 @@ def test_page_is_self_contained(report: Report) -> None:
     assert re.findall(r"""(?:src|href)=["'](?!#)[^"']*""", page) == []
     assert "Outputs are identical, and the control was caught." in page
     assert "the first missing block" not in page or "never stored (16)" in page
+
+
+@pytest.mark.parametrize("replayed", [20_000, 10_000])
+def test_the_replay_is_told(report: Report, replayed: int) -> None:
+    agreement = Agreement(64, {"device": 30_000, "host": 20_000}, {"device": 30_000, "host": replayed}, 7)
+    told = replace(report, replay=agreement)
+    assert f"{replayed:,} in host memory; no request differs by more than" in " ".join(render_page(told).split())
+    text = terminal_text(told)
+    assert f"replay of its trace agrees {'yes' if replayed == 20_000 else 'NO'}, 30,000 hit tokens" in text
+    assert ("finds other hits" in text) is (replayed != 20_000)
 
 
 def test_page_escapes_what_it_is_given(

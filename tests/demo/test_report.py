@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 
 from kvoffload.demo.act import ActResult
 from kvoffload.demo.protocol import Source, classify
+from kvoffload.demo.replay import Agreement
 from kvoffload.demo.report import Report, compare, make_report
 
 from .conftest import changed, make_act, make_restart
@@ -62,6 +64,24 @@ def test_logprobs_past_the_first_other_token_do_not_count(baseline: ActResult, o
     index = baseline.requests[5].index
     other = changed(offload, 5, output_tokens=[index, 99, 7], logprobs=[-1.0, -2.5, -900.0])
     assert compare(baseline.requests, other.requests).max_logprob_diff == 0.5
+
+
+def test_a_replay_that_finds_other_hits_fails(report: Report) -> None:
+    measured = {"device": 10_000, "host": 20_000}
+    near = Agreement(64, measured, {"device": 9_900, "host": 20_200}, 200)
+    far = Agreement(64, measured, {"device": 9_899, "host": 20_000}, 101)
+    assert replace(report, replay=near).failures == []
+    (sentence,) = replace(report, replay=far).failures
+    assert "9,899 instead of 10,000 tokens on the device" in sentence
+    data = json.loads(json.dumps(replace(report, replay=near).to_dict()))
+    assert data["replay"] == {
+        "requests": 64,
+        "measured_hit_tokens": measured,
+        "replayed_hit_tokens": {"device": 9_900, "host": 20_200},
+        "largest_difference": 200,
+        "agrees": True,
+    }
+    assert report.to_dict()["replay"] is None
 
 
 def test_unseen_corruption_fails(baseline: ActResult, restart: ActResult, offload: ActResult) -> None:

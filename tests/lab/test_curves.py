@@ -177,6 +177,8 @@ def test_long_traces_are_sampled_of_themselves(monkeypatch: pytest.MonkeyPatch) 
     assert (np.abs(curve.hit_pct - exact) <= curve.bound_pct + 1e-9).all()
 
 
-def test_unknown_policies() -> None:
+def test_settings_that_cannot_be() -> None:
     with pytest.raises(ConfigError, match="policy='mru'"):
         hit_curve(random_trace(0), "mru", [4])
+    with pytest.raises(ConfigError, match="sample_bits=2: must be 3 to 20"):
+        hit_curve(random_trace(0), "arc", [4], sample_bits=2)

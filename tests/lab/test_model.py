@@ -173,7 +173,7 @@ def test_what_is_no_number_is_named(value: object) -> None:
 def test_lengths_that_do_not_fit() -> None:
     with pytest.raises(ConfigError, match="layer_types has 3 entries for 32 layers"):
         ModelShape.from_config({**LLAMA, "layer_types": ["full_attention"] * 3})
-    with pytest.raises(ConfigError, match="hidden_size=4100 is no multiple.*add head_dim"):
+    with pytest.raises(ConfigError, match=r"hidden_size=4100 is no multiple.*add head_dim"):
         ModelShape.from_config({**LLAMA, "hidden_size": 4100})
 
 
@@ -187,7 +187,7 @@ def test_files(tmp_path: Path) -> None:
         ModelShape.from_config(tmp_path / "none")
     for content in ("{", "[]", "\xff"):
         (directory / "config.json").write_text(content, encoding="latin-1")
-        with pytest.raises(ConfigError, match="not (a )?JSON"):
+        with pytest.raises(ConfigError, match=r"not (a )?JSON"):
             ModelShape.from_config(directory)
 
 

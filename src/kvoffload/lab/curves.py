@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from kvoffload.base import ConfigError
 from kvoffload.lab.replay import ReplayConfig, replay_many
 from kvoffload.lab.trace import Floats, Ints, Trace, renumber
 
@@ -72,6 +73,9 @@ def hit_curve(
     samples, and ``GAP_BIAS``. ``sample_bits``: by default what is least work, and nothing is sampled where that is
     bearable; otherwise 3 or more, for all capacities. Raises ConfigError for a policy that does not exist.
     """
+    least = NUM_SAMPLES.bit_length() - 1
+    if sample_bits is not None and not least <= sample_bits <= MAX_SAMPLE_BITS:
+        raise ConfigError(f"sample_bits={sample_bits}: must be {least} to {MAX_SAMPLE_BITS}; or leave it out")
     capacities = sorted(set(capacities))
     asked = max(1, int(trace.input_tokens.sum()))
     lru = LRUCurve(trace)

@@ -51,6 +51,8 @@ REPORT_EVERY = 256
 """Requests between two calls of ``on_progress``."""
 LOOK_EVERY_S = 0.1
 """How often ``replay_many`` looks how far its processes are."""
+LITTLE_WORK = 200_000
+"""Block accesses that are replayed before processes of one's own have started."""
 MAX_POLLS = 1 << 16
 """Of one request, until all that it waits for has come."""
 
@@ -235,7 +237,9 @@ def replay_many(
 ) -> list[ReplayResult]:
     """A result a configuration, in order, on all cores, or so many ``processes``. As with every pool of processes that
     import their caller's module, a script calls this below ``if __name__ == "__main__"``. Raises as ``replay`` does."""
-    processes = min(processes or len(os.sched_getaffinity(0)), len(configs))
+    if processes is None:
+        processes = len(os.sched_getaffinity(0)) if trace.num_accesses * len(configs) > LITTLE_WORK else 1
+    processes = min(processes, len(configs))
     if processes <= 1:
         return [
             replay(trace, config, model=model, speeds=speeds, on_progress=_share(on_progress, i, len(configs)))
@@ -367,18 +371,28 @@ class _Run:
         self.block_hits += on_device
         # What was loaded is not stored again. Of a chain longer than the pool only the head can be kept: its tail would
         # push it out.
-        head = chain[: self.capacity]
+        head = prompt[: self.capacity]
         due = [*head[:on_device], *head[loaded_to:]] if self.device is not None else head
-        output = manager.prepare_store(due, context)
-        stored: Sequence[OffloadKey] = ()
-        if output is not None:
-            stored = output.keys_to_store
-            self.evicted += len(output.evicted_keys)
-            self.stored += len(stored)
+        stored = self.store(due, context)
+        output = chain[len(prompt) : self.capacity]
+        if output:
+            # As in an engine, when the prompt's have their places.
+            stored = [*stored, *self.store(output, context)]
         manager.refresh(chain, stored, context)
+
+    def store(self, keys: Sequence[OffloadKey], context: ReqContext) -> Sequence[OffloadKey]:
+        """Which of ``keys`` the host has taken."""
+        manager = self.manager
+        output = manager.prepare_store(keys, context)
+        if output is None:
+            return ()
+        stored = output.keys_to_store
+        self.evicted += len(output.evicted_keys)
+        self.stored += len(stored)
         for start in range(0, len(stored), self.store_step):
             manager.complete_store(stored[start : start + self.store_step], context)
             manager.poll()
+        return stored
 
     def serve_device(self, request: int) -> int:
         """Blocks that were found on the device, which then holds what there is room for of the request."""

@@ -133,13 +133,15 @@ class ARCPolicy(CachePolicy):
 
 class TextbookARCPolicy(ARCPolicy):
     """As in the paper: a block whose key was in b1 or b2 when it was asked for enters t2; t1 gives a block away while
-    it is above its target, not at it; and t1 with b1 is at most as long as the cache, all four lists twice as long.
+    it is above its target, or at it for a key that was in b2; and t1 with b1 is at most as long as the cache, all four
+    lists twice as long.
     """
 
     def __init__(self, capacity: int) -> None:
         super().__init__(capacity)
         self._ghosts = Ghosts(capacity)
         """Only what was asked for: the keys that left are in b1 and b2."""
+        self._last_was_in_b2 = False
 
     def insert(self, slots: Slots, keys: Sequence[OffloadKey]) -> None:
         returning = self._ghosts.take(keys)
@@ -149,7 +151,9 @@ class TextbookARCPolicy(ARCPolicy):
 
     def touch_absent(self, keys: Sequence[OffloadKey]) -> None:
         for key in keys:
-            if (ghosts := self._adapt(key)) is not None:
+            ghosts = self._adapt(key)
+            self._last_was_in_b2 = ghosts is self.b2
+            if ghosts is not None:
                 del ghosts[key]
                 self._ghosts.asked[key] = 0
         cut(self._ghosts.asked, self.capacity)
@@ -170,9 +174,11 @@ class TextbookARCPolicy(ARCPolicy):
     def clear(self) -> None:
         super().clear()
         self._ghosts.clear()
+        self._last_was_in_b2 = False
 
     def _t1_surplus(self) -> int:
-        return len(self._t1) - int(self.target_t1_size)
+        at_target_too = self._last_was_in_b2 and self.target_t1_size.is_integer()
+        return len(self._t1) - int(self.target_t1_size) + at_target_too
 
     def _cut_ghosts(self) -> None:
         cut(self.b1, self.capacity - self.len_t1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import compress
 from typing import Any
 
 import numpy as np
@@ -10,10 +11,11 @@ import numpy.typing as npt
 
 from kvoffload.base import CachePolicy, IntegrityError, OffloadKey, Slots
 from kvoffload.policies.base import RecencyList
-from kvoffload.policies.ghosts import GhostTable, key_hashes
+from kvoffload.policies.ghosts import GhostTable, Hashes, key_hashes
 from kvoffload.policies.tournament import GHOSTS, RULES, Plan, Tournament, plan
 
 Positions = npt.NDArray[np.int64]
+Entries = npt.NDArray[np.int64]
 
 
 class AutoPolicy(CachePolicy):
@@ -32,8 +34,12 @@ class AutoPolicy(CachePolicy):
         self._ghosts = GhostTable(GHOSTS * capacity)
         self._tournament = Tournament(capacity)
         self._clock = 0
+        self._hash_of = np.zeros(capacity, dtype=np.uint64)
+        """Of the key in each slot."""
         self._entering = 0
         """Blocks that were admitted, are not inserted yet, and will be in ``once``."""
+        self._found: tuple[Sequence[OffloadKey], Hashes, Entries] | None = None
+        """What is known of the keys that were admitted last, until they are inserted."""
 
     def state(self) -> Mapping[str, Any]:
         scores = zip((rule.name for rule in RULES), self._tournament.scores, strict=True)
@@ -69,7 +75,9 @@ class AutoPolicy(CachePolicy):
 
     def admit(self, keys: Sequence[OffloadKey], shortage: int) -> npt.NDArray[np.bool_] | None:
         hashes = key_hashes(keys)
-        returning = self._ghosts.is_marked(self._ghosts.find(hashes))
+        entries = self._ghosts.find(hashes)
+        self._found = keys, hashes, entries
+        returning = self._ghosts.is_marked(entries)
         num_again = int(np.count_nonzero(returning))
         num_once = len(keys) - num_again
         self._entering = num_once
@@ -82,6 +90,7 @@ class AutoPolicy(CachePolicy):
         admitted[np.flatnonzero(returning)[num_again - made.drop_again :]] = False
         refused = np.flatnonzero(~admitted)[::-1]
         self._ghosts.add(hashes[refused], self._tick(len(refused)))
+        self._found = list(compress(keys, admitted)), hashes[admitted], entries[admitted]
         return admitted
 
     def _plan(self, num_once: int, num_again: int, need: int) -> Plan:
@@ -100,7 +109,7 @@ class AutoPolicy(CachePolicy):
             for blocks, most in ((self._once, max(0, excess)), (self._again, n), (self._once, n)):
                 more, at = blocks.pop_with_positions(min(most, n - len(victims)), busy)
                 victims, positions = np.concatenate((victims, more)), np.concatenate((positions, at))
-        self._ghosts.add(key_hashes(key_of[victims].tolist()), positions)
+        self._ghosts.add(self._hash_of[victims], positions)
         return victims
 
     def _evict_oldest(self, n: int, busy: npt.NDArray[np.bool_]) -> tuple[Slots, Positions]:
@@ -116,11 +125,16 @@ class AutoPolicy(CachePolicy):
         return np.concatenate([part[0] for part in parts]), np.concatenate([part[1] for part in parts])
 
     def insert(self, slots: Slots, keys: Sequence[OffloadKey]) -> None:
-        self._entering = 0
+        if self._found is not None and self._found[0] == keys:
+            _, hashes, entries = self._found
+        else:
+            hashes = key_hashes(keys)
+            entries = self._ghosts.find(hashes)
+        self._entering, self._found = 0, None
         positions = self._tick(len(slots))
-        entries = self._ghosts.find(key_hashes(keys))
         returning = self._ghosts.is_marked(entries)
-        self._ghosts.remove(entries[entries >= 0])
+        self._ghosts.take_out(hashes, entries)
+        self._hash_of[slots] = hashes
         self._again.append(slots[returning], positions[returning])
         self._once.append(slots[~returning], positions[~returning])
 
@@ -152,6 +166,7 @@ class AutoPolicy(CachePolicy):
         self._ghosts.clear()
         self._tournament.clear()
         self._clock = self._entering = 0
+        self._found = None
 
     def check_integrity(self, slots: Slots) -> None:
         in_once = self._once.holds(slots)

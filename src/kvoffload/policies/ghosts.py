@@ -20,6 +20,7 @@ Stamps = npt.NDArray[np.int64]
 
 _HALF = np.uint64(32)
 _NEVER = -1
+_ODD = np.uint32(1)
 
 
 def key_hashes(keys: Sequence[OffloadKey]) -> Hashes:
@@ -79,8 +80,10 @@ class GhostTable:
         """Of ``entries``, none -1."""
         self._marks.ravel()[entries] = marks
 
-    def remove(self, entries: npt.NDArray[np.int64]) -> None:
-        """``entries``, none -1, are forgotten."""
+    def take_out(self, hashes: Hashes, entries: npt.NDArray[np.int64]) -> None:
+        """Hashes are forgotten, if they are still where ``find`` saw them: in ``entries``, -1 where nowhere."""
+        tags = hashes.astype(np.uint32) | _ODD
+        entries = entries[(entries >= 0) & (self._tags.ravel()[entries] == tags)]
         self._entered.ravel()[entries] = _NEVER
         self._tags.ravel()[entries] = 0
 
@@ -112,7 +115,7 @@ class GhostTable:
 
     def _homes(self, hashes: Hashes) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.uint32]]:
         buckets = ((hashes >> _HALF) * self._num_buckets) >> _HALF
-        return buckets.astype(np.int64), hashes.astype(np.uint32) | np.uint32(1)
+        return buckets.astype(np.int64), hashes.astype(np.uint32) | _ODD
 
     def clear(self) -> None:
         self._entered.fill(_NEVER)

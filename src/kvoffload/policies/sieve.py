@@ -59,9 +59,10 @@ class SIEVEPolicy(CachePolicy):
             self._behind.append(spared)
             parts.append(victims)
             n -= len(victims)
+            if n > 0 or not len(self._ahead):
+                self._ahead, self._behind = self._behind, self._ahead
             if n == 0:
                 break
-            self._ahead, self._behind = self._behind, self._ahead
         return np.concatenate(parts)
 
     def remove(self, slots: Slots) -> None:

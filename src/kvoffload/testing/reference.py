@@ -356,8 +356,11 @@ class ReferenceTextbookARCManager(ReferenceARCManager):
     def __init__(self, num_blocks: int) -> None:
         super().__init__(num_blocks)
         self.asked: list[OffloadKey] = []
+        self.last_was_in_b2 = False
 
     def order_touch(self, key: OffloadKey) -> None:
+        if key not in self.blocks:
+            self.last_was_in_b2 = key in self.b2
         super().order_touch(key)
         for ghosts in (self.b1, self.b2):
             if key in ghosts:
@@ -393,11 +396,13 @@ class ReferenceTextbookARCManager(ReferenceARCManager):
             del self.b2[0]
 
     def t1_is_long(self) -> bool:
-        return len(self.t1) > self.target_t1_size
+        at_target = len(self.t1) == self.target_t1_size
+        return len(self.t1) > self.target_t1_size or (at_target and self.last_was_in_b2)
 
     def order_clear(self) -> None:
         super().order_clear()
         self.asked.clear()
+        self.last_was_in_b2 = False
 
 
 class ReferenceFIFOManager(ReferenceManager):
@@ -461,15 +466,19 @@ class ReferenceSIEVEManager(ReferenceManager):
 
     def order_evict(self, evictable: set[OffloadKey]) -> OffloadKey:
         while True:
-            for key in list(self.ahead):
-                if key not in evictable:
-                    continue
-                self.ahead.remove(key)
-                if key not in self.used:
-                    return key
+            candidates = [key for key in self.ahead if key in evictable]
+            if not candidates:
+                self.ahead, self.behind = self.behind, self.ahead
+                continue
+            key = candidates[0]
+            self.ahead.remove(key)
+            if key in self.used:
                 self.used.remove(key)
                 self.behind.append(key)
-            self.ahead, self.behind = self.behind, self.ahead
+                continue
+            if not self.ahead:
+                self.ahead, self.behind = self.behind, self.ahead
+            return key
 
     def order_remove(self, key: OffloadKey) -> None:
         (self.ahead if key in self.ahead else self.behind).remove(key)
@@ -482,7 +491,10 @@ class ReferenceSIEVEManager(ReferenceManager):
 
 
 class ReferenceS3FIFOManager(ReferenceManager):
-    """S3-FIFO (Yang et al., SOSP 2023). Every list has the oldest first. ``asked``: keys found in ghost, due for main."""
+    """S3-FIFO (Yang et al., SOSP 2023). Every list has the oldest first. ``asked``: keys found in ghost, due for main.
+
+    While nothing has been evicted, main takes what small has no room for.
+    """
 
     def __init__(self, num_blocks: int) -> None:
         super().__init__(num_blocks)
@@ -585,8 +597,10 @@ class ReferenceS3FIFOManager(ReferenceManager):
 
 
 class Reference2QManager(ReferenceManager):
-    """2Q, full version (Johnson and Shasha, VLDB 1994). Every list has the oldest first. ``asked``: keys found in a1out,
-    due for am."""
+    """2Q, full version (Johnson and Shasha, VLDB 1994). Every list has the oldest first.
+
+    ``asked``: keys found in a1out, due for am.
+    """
 
     def __init__(self, num_blocks: int) -> None:
         super().__init__(num_blocks)

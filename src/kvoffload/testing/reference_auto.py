@@ -56,7 +56,8 @@ class ReferenceTwoLists:
         if share is not None and self.rule.tests_distance and self.again:
             is_full = len(self.again) >= capacity - max(1.0, min(share, 0.5) * capacity)
             floor = self.stamp[self.again[0]] if is_full else -1
-        new_once, new_again = [], []
+        new_once: list[int] = []
+        new_again: list[int] = []
         for i, name in reversed(list(enumerate(names))):
             known = self.ghosts.stamp(name)
             self.stamp[name] = self.clock - i

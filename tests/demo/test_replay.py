@@ -1,0 +1,68 @@
+"""The second act in the lab: what its trace says is compared with what its requests found."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pytest
+
+from kvoffload.demo.act import ActResult
+from kvoffload.demo.errors import DemoError
+from kvoffload.demo.protocol import RequestResult
+from kvoffload.demo.replay import replay_act
+from kvoffload.explain import RequestRecord
+from kvoffload.keys import hash_blocks
+from kvoffload.recorder import TraceRecorder
+
+from .conftest import changed
+
+BLOCK = 16
+
+
+def record(path: Path, documents: list[int], groups: int = 1) -> None:
+    """Prompts of 100 tokens, a document each, over a device cache that holds one of them and one block more."""
+    header = {"device_blocks": 8, "pool_blocks": 64, "policy": "lru", "store_threshold": None, "groups": groups}
+    recorder = TraceRecorder(str(path), BLOCK, header)
+    for document in documents:
+        keys = hash_blocks([document] * 100, BLOCK)
+        recorder.add(time.time(), RequestRecord(time.time(), "r", 100, 0, 0), keys, 101, 100)
+    recorder.close()
+
+
+def found(act: ActResult, tokens: list[tuple[int, int]]) -> list[RequestResult]:
+    """Requests that found so many tokens on the device and in the host."""
+    for i, (device, host) in enumerate(tokens):
+        act = changed(act, i, device_tokens=device, host_tokens=host)
+    return act.requests[: len(tokens)]
+
+
+def test_agreement(tmp_path: Path, offload: ActResult) -> None:
+    record(tmp_path / "t", [7, 7, 1, 1, 2, 1])
+    requests = found(offload, [(0, 0), (96, 0), (0, 0), (16, 80)])
+    agreement = replay_act(tmp_path / "t", requests)
+    assert agreement is not None
+    assert agreement.measured == agreement.replayed == {"device": 112, "host": 80}
+    assert agreement.agrees
+    assert (agreement.requests, agreement.largest_difference) == (4, 0)
+
+
+def test_disagreement(tmp_path: Path, offload: ActResult) -> None:
+    record(tmp_path / "t", [7, 7, 1, 1, 2, 1])
+    agreement = replay_act(tmp_path / "t", found(offload, [(0, 0), (96, 0), (0, 0), (16, 64)]))
+    assert agreement is not None
+    assert not agreement.agrees
+    assert agreement.largest_difference == 16
+
+
+def test_of_several_groups_the_lab_knows_one(tmp_path: Path, offload: ActResult) -> None:
+    record(tmp_path / "t", [1], groups=2)
+    assert replay_act(tmp_path / "t", found(offload, [(0, 0)])) is None
+
+
+def test_a_trace_that_is_not_whole(tmp_path: Path, offload: ActResult) -> None:
+    record(tmp_path / "t", [1])
+    with pytest.raises(DemoError, match="1 of 2 requests were recorded"):
+        replay_act(tmp_path / "t", found(offload, [(0, 0), (0, 0)]))
+    with pytest.raises(DemoError, match=r"cannot be replayed: .*No such file"):
+        replay_act(tmp_path / "none", [])

@@ -1,0 +1,128 @@
+"""The bound: as good as trying everything, never worse than a policy, and the figures known of real traces."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import random
+from pathlib import Path
+
+import pytest
+
+from kvoffload.base import IntegrityError
+from kvoffload.hostpool import HostBackend
+from kvoffload.lab.clairvoyant import clairvoyant_policy
+from kvoffload.lab.readers import read_trace
+from kvoffload.lab.replay import ReplayConfig, ReplayResult, replay
+from kvoffload.lab.trace import Trace, make_trace
+from kvoffload.manager import PolicyOffloadingManager
+from kvoffload.policies import BUILTIN
+
+TRACES = Path(os.environ.get("KVOFFLOAD_TRACES") or Path(__file__).parents[2].parent / "shared" / "traces")
+
+
+def trace_of(chains: list[list[int]], prompt_blocks: list[int] | None = None) -> Trace:
+    n = len(chains)
+    tokens = [10 * len(chain) for chain in chains]
+    return make_trace("test", 10, list(range(n)), tokens, [0] * n, chains, prompt_blocks)
+
+
+def random_chains(rng: random.Random, num_requests: int, num_roots: int, longest: int) -> list[list[int]]:
+    """Prefixes of a few sequences."""
+    return [
+        [root * 100 + depth for depth in range(rng.randint(1, longest))]
+        for root in (rng.randrange(num_roots) for _ in range(num_requests))
+    ]
+
+
+def clairvoyant(trace: Trace, capacity: int) -> ReplayResult:
+    return replay(trace, ReplayConfig("lru", capacity), make_policy=clairvoyant_policy(trace))
+
+
+def best_block_hits(chains: list[list[int]], capacity: int) -> int:
+    """Over everything that a cache could hold after each request."""
+    best = {frozenset[int](): 0}
+    for chain in chains:
+        following: dict[frozenset[int], int] = {}
+        for cached, hits in best.items():
+            hits += len(cached.intersection(chain))
+            offered = sorted(cached.union(chain))
+            for kept in itertools.combinations(offered, min(capacity, len(offered))):
+                following[frozenset(kept)] = max(hits, following.get(frozenset(kept), 0))
+        best = following
+    return max(best.values())
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_no_choice_finds_more_single_blocks(seed: int) -> None:
+    rng = random.Random(seed)
+    chains = [[rng.randrange(6)] for _ in range(25)]
+    capacity = rng.randint(1, 4)
+    assert clairvoyant(trace_of(chains), capacity).block_hits == best_block_hits(chains, capacity)
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_no_choice_finds_more_blocks_of_chains(seed: int) -> None:
+    rng = random.Random(seed)
+    chains = random_chains(rng, 12, 3, 3)
+    capacity = rng.randint(3, 5)
+    assert clairvoyant(trace_of(chains), capacity).block_hits == best_block_hits(chains, capacity)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_no_policy_finds_more_and_the_bound_writes_less(seed: int) -> None:
+    trace = trace_of(random_chains(random.Random(seed), 400, 30, 12))
+    bound = clairvoyant(trace, 60)
+    for policy in BUILTIN:
+        found = replay(trace, ReplayConfig(policy, 60))
+        assert found.prefix_hit_tokens <= bound.prefix_hit_tokens
+        assert found.block_hits <= bound.block_hits
+    lru = replay(trace, ReplayConfig("lru", 60))
+    assert lru.block_hits < bound.block_hits
+    assert lru.stored_blocks > bound.stored_blocks
+
+
+def test_what_is_never_asked_for_again_is_not_stored_in_place_of_anything() -> None:
+    trace = trace_of([[1], [2], [3], [2]])
+    result = clairvoyant(trace, 1)
+    assert (result.block_hits, result.stored_blocks, result.evicted_blocks) == (1, 2, 1)
+
+
+def test_an_output_is_kept_for_the_prompt_that_asks_for_it_and_asks_for_nothing_itself() -> None:
+    # Request 1 generates block 2; only request 3 has it in its prompt.
+    kept = trace_of([[1, 2], [3], [1, 2]], prompt_blocks=[1, 1, 2])
+    assert clairvoyant(kept, 2).block_hits == 2
+    # Here 2 is only ever generated again: 3 is worth more.
+    generated = trace_of([[1, 2], [3], [1, 2], [3]], prompt_blocks=[1, 1, 1, 1])
+    assert clairvoyant(generated, 2).block_hits == 2
+
+
+def test_its_books_balance_while_the_heap_is_made_anew() -> None:
+    trace = trace_of(random_chains(random.Random(1), 300, 5, 8))
+    policy = clairvoyant_policy(trace)(12)
+    manager = PolicyOffloadingManager(HostBackend(1, 12), policy)
+    for request in range(trace.num_requests):
+        chain = [trace.keys[block] for block in trace.chain(request)]
+        manager.touch(chain)
+        output = manager.prepare_store(chain)
+        assert output is not None
+        manager.complete_store(output.keys_to_store)
+        manager.check_integrity()
+    manager.reset()
+    manager.check_integrity()
+
+
+def test_another_trace_than_its_own_is_an_error() -> None:
+    make = clairvoyant_policy(trace_of([[1, 2], [3]]))
+    with pytest.raises(IntegrityError, match="request 0"):
+        replay(trace_of([[1, 4], [3]]), ReplayConfig("lru", 2), make_policy=make)
+
+
+@pytest.mark.skipif(not TRACES.is_dir(), reason="no real traces here")
+@pytest.mark.parametrize(
+    ("name", "share", "percent"), [("mooncake_synthetic", 0.1, 51.6), ("mooncake_conversation", 0.01, 25.1)]
+)
+def test_known_bounds_of_real_traces(name: str, share: float, percent: float) -> None:
+    trace = read_trace(TRACES / f"{name}.jsonl.gz")
+    result = clairvoyant(trace, int(share * trace.num_distinct))
+    assert result.prefix_hit_tokens_pct == pytest.approx(percent, abs=0.05)
