@@ -75,8 +75,9 @@ class OffloadConfig:
 
     host_bytes: int
     """Host RAM for offloaded blocks on this node, padding included."""
-    policy: str = "lru"
-    """Which block leaves: "lru", "arc", or your own CachePolicy as "package.module:Class"."""
+    policy: str = "auto"
+    """Which block leaves: "auto", which tunes itself, another name of ``kvoffload.policies``, or your own CachePolicy as
+    "package.module:Class"."""
     block_size_factor: int | None = None
     """Device blocks per offloaded block. Default 1."""
     block_size: int | None = None

@@ -15,15 +15,15 @@ from kvoffload.policies.ghosts import key_hashes
 
 GHOSTS = 5
 """How many keys that entered last, as their blocks left or were not let in, are remembered, in capacities."""
-MIN_SHADOW_BLOCKS = 128
+MIN_SHADOW_BLOCKS = 512
 MAX_SHADOW_BLOCKS = 1024
-SHADOW_SHARE = 1 / 32
+SHADOW_SHARE = 1 / 16
 """Capacity of a shadow, as a share of the cache's, within these bounds."""
-HALF_LIFE = 20
+HALF_LIFE = 10
 """Of a score, in capacities of accesses."""
 MARGIN = 1.003
 """How many times the current rule's score another must have to take its place."""
-FIRST = 0
+FIRST = 1
 """The rule to begin with."""
 
 
