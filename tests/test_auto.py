@@ -14,8 +14,9 @@ from kvoffload.keys import make_offload_key
 from kvoffload.manager import PolicyOffloadingManager
 from kvoffload.policies import tournament
 from kvoffload.policies.auto import AutoPolicy
+from kvoffload.policies.base import RecencyList
 from kvoffload.policies.ghosts import GhostTable, key_hashes
-from kvoffload.policies.tournament import RULES, Rule, Shadow, Tournament
+from kvoffload.policies.tournament import RULES, LRUShadow, Rule, Shadow, Tournament
 from kvoffload.testing.conformance import ManagerConformance, PolicyConformance
 from kvoffload.testing.reference_auto import ReferenceAutoManager, ReferenceTwoLists
 from kvoffload.testing.stateful import WALK_SEEDS, manager_machine, walk
@@ -105,10 +106,12 @@ class TestManagerConformanceWhileItGoesByLRU(ManagerConformance):
 def test_a_shadow_is_the_plain_algorithm(rule: Rule, seed: int) -> None:
     rng = random.Random(seed)
     capacity = rng.randint(4, 40)
-    shadow, plain = Shadow(capacity, rule), ReferenceTwoLists(capacity, rule)
+    shadow = LRUShadow(capacity, rule) if rule.share is None else Shadow(capacity, rule)
+    plain = ReferenceTwoLists(capacity, rule)
     for chain in chains(rng, 12, 150):
         assert shadow.access(chain) == plain.access(chain)
-        assert (list(shadow.once), list(shadow.again)) == (plain.once, plain.again)
+        if rule.share is not None:
+            assert (list(shadow.once), list(shadow.again)) == (plain.once, plain.again)
 
 
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.name)
@@ -122,8 +125,8 @@ def test_requests_served_at_once_are_the_plain_algorithm(rule: Rule, seed: int) 
         found += serve(manager, chain)
         expected += plain.access(chain)
     assert expected > 100
-    # Exactly the same but for requests whose own hits fill the cache: how much of it is theirs, ``admit`` is not told.
-    assert abs(found - expected) <= (0.0 if rule.share is None else 0.03) * expected
+    # The policy remembers a little more, and ``admit`` is not told how much of a full cache is the request's.
+    assert abs(found - expected) <= (0.0 if rule.share is None else 0.08) * expected
 
 
 def run(rule_or_auto: Rule | None, requests: list[list[int]], num_blocks: int) -> tuple[int, PolicyOffloadingManager]:
@@ -193,6 +196,19 @@ def test_a_refused_block_is_not_written_and_the_record_says_why() -> None:
     assert manager.lookup([key(name) for name in new]) == 8, "at second sight it is stored"
 
 
+def test_what_goes_on_behind_a_refused_block_is_remembered_like_it() -> None:
+    manager = with_rule(10, BY_NAME["2q"])
+    for i in range(6):
+        serve(manager, [100 * i, 100 * i + 1])
+        serve(manager, [100 * i, 100 * i + 1])
+    new = list(range(5000, 5008))
+    manager.touch([key(name) for name in new])
+    manager.refuse([key(name) for name in new])
+    assert manager.explain_miss(key(5007)).reason is MissReason.NOT_ADMITTED
+    serve(manager, new)
+    assert manager.lookup([key(name) for name in new]) == 8
+
+
 def test_above_a_lower_tier_nothing_is_refused() -> None:
     manager = with_rule(10, BY_NAME["2q"])
     manager.policy.may_refuse = False
@@ -220,6 +236,21 @@ def test_a_chain_loses_its_tail_before_its_head(rule: Rule) -> None:
     assert left == sorted(left, reverse=True)
 
 
+def test_the_oldest_leave_in_a_few_steps_however_the_lists_alternate(monkeypatch: pytest.MonkeyPatch) -> None:
+    manager = with_rule(400, BY_NAME["lru"])
+    names = list(range(400))
+    serve(manager, names)
+    for name in names:
+        # Every other one moves to the list of those used again, the rest to the recent end of theirs.
+        (manager.touch if name % 2 else lambda keys: manager.refresh(keys, ()))([key(name)])
+    steps, pop = [], RecencyList.pop_with_positions
+    monkeypatch.setattr(RecencyList, "pop_with_positions", lambda *args: steps.append(1) or pop(*args))
+    output = manager.prepare_store([key(name) for name in range(1000, 1200)])
+    assert output is not None
+    assert output.evicted_keys == [key(name) for name in range(200)]
+    assert len(steps) < 10
+
+
 def test_what_it_remembers_is_forgotten_with_the_cache() -> None:
     manager = make_auto(10)
     for chain in loops(8, 20):
@@ -238,7 +269,7 @@ def test_the_sample_is_the_same_in_every_process_and_about_as_large_as_it_should
     sampled = key_hashes([key(name) for name in range(100_000)]) < np.uint64(2**64 // 16)
     assert 5800 < np.count_nonzero(sampled) < 6700
     assert np.flatnonzero(sampled)[:3].tolist() == [13, 45, 49]
-    assert Tournament(capacity)._shadows[0].capacity == tournament.MAX_SHADOW_BLOCKS
+    assert Tournament(capacity)._shadows[0].capacity == tournament.SHADOW_BLOCKS
 
 
 def test_keys_of_other_groups_and_of_any_length_have_names_of_their_own() -> None:

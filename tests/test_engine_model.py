@@ -168,7 +168,7 @@ def test_engine_and_connector_read_a_group_alike(group: KVGroup) -> None:
     chunk=st.integers(1, 40),
     caching=st.booleans(),
     is_async=st.booleans(),
-    policy=st.sampled_from(("lru", "arc")),
+    policy=st.sampled_from(("lru", "arc", "auto")),
     failures=st.sampled_from((0.0, 0.3, 1.0)),
     aborts=st.sampled_from((0.0, 0.2)),
     resets=st.sampled_from((0.0, 0.1)),

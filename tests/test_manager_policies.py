@@ -259,6 +259,28 @@ def test_of_a_long_new_chain_only_the_head_is_stored_where_its_tail_would_leave_
     assert len(again.keys_to_store) > 0
 
 
+@pytest.mark.parametrize("name", ["arc", "s3fifo", "2q", "lirs"])
+@pytest.mark.parametrize("asked", [False, True], ids=["new", "asked for before"])
+def test_what_goes_on_behind_a_refused_block_is_remembered_like_it(name: str, asked: bool) -> None:
+    stored = []
+    for is_told in (True, False):
+        manager = make_manager(name, 20)
+        for number in [*range(22)] * 3:
+            used_three_times(manager, number)
+        if asked:
+            manager.refuse(keys(CHAIN))
+        manager.touch(keys(CHAIN))
+        if is_told:
+            manager.refuse(keys(CHAIN))
+            manager.check_integrity()
+            manager.touch(keys(CHAIN))
+        output = manager.prepare_store(keys(CHAIN))
+        assert output is not None
+        stored.append(letters(output.keys_to_store))
+        manager.check_integrity()
+    assert stored == [CHAIN, CHAIN] if asked else stored[0] == CHAIN != stored[1]
+
+
 @pytest.mark.parametrize("name", BUILTIN)
 def test_where_all_must_enter_all_do(name: str) -> None:
     manager = make_manager(name, 20)

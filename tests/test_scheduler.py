@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import pytest
 
 from kvoffload.admission import FilterReusedOffloadingManager
@@ -27,6 +28,7 @@ from kvoffload.hostpool import HostBackend
 from kvoffload.keys import hash_blocks, make_offload_key
 from kvoffload.manager import LRUOffloadingManager, PolicyOffloadingManager
 from kvoffload.policies import make_policy
+from kvoffload.policies.lru import LRUPolicy
 from kvoffload.scheduler import OffloadingConnectorScheduler
 from kvoffload.worker import StepMeta, WorkerReport
 
@@ -1215,6 +1217,48 @@ def test_not_admitted() -> None:
     rig.store(prompt(8))
     assert settle(rig, prompt(8))[0] is MissReason.NOT_ADMITTED
     assert backing.num_used_blocks == 0
+
+
+class FirstOnly(LRUPolicy):
+    """Of what there is no room for, one block a call may enter."""
+
+    def __init__(self, capacity: int) -> None:
+        super().__init__(capacity)
+        self.left_out: list[OffloadKey] = []
+
+    def admit(self, keys: Sequence[OffloadKey], shortage: int) -> np.ndarray:
+        return np.arange(len(keys)) < 1
+
+    def refuse(self, keys: Sequence[OffloadKey]) -> None:
+        self.left_out += keys
+
+
+@pytest.mark.parametrize("preempted", [False, True])
+def test_behind_a_refused_block_nothing_is_stored_and_the_policy_is_told_of_it(preempted: bool) -> None:
+    policy = FirstOnly(8)
+    rig = Rig(manager=PolicyOffloadingManager(HostBackend(TOKENS, 8), policy))
+    rig.store(prompt(32, start=500))
+    request, ids = FakeRequest("r", prompt(24)), rig.new_blocks(6)
+    rig.look_up(request)
+    rig.allocate(request, ids)
+    rig.report(*rig.step({request: 12}, new={"r": ids}).stores)
+    assert rig.status(prompt(24)) == [0, None, None, None, None, None]
+    if preempted:
+        rig.step(preempted=["r"])
+        request.num_computed_tokens = 0
+        rig.look_up(request)
+        rig.allocate(request, ids)
+        rig.step({request: 12}, new={"r": ids})
+    assert not rig.step({request: 12}).stores
+    assert rig.status(prompt(24)) == [0, None, None, None, None, None]
+    assert policy.left_out == rig.keys(prompt(24))[3:]
+    assert rig.manager.explain_miss(rig.keys(prompt(24))[5]).reason is MissReason.NOT_ADMITTED
+    # Its end counts once, and another request for the same is judged anew.
+    rig.half.request_finished(request)
+    rig.step()
+    assert policy.left_out == rig.keys(prompt(24))[3:]
+    rig.report(*rig.start(FakeRequest("s", prompt(24))).stores)
+    assert rig.status(prompt(24)) == [0, 0, None, None, None, None]
 
 
 def test_what_nobody_asked_for_before_was_not_refused() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from kvoffload.base import (
@@ -95,7 +96,13 @@ class FilterReusedOffloadingManager(OffloadingManager):
         states = self.backing.lookup_each(doubtful)
         refused = {key for key, state in zip(doubtful, states, strict=True) if state is LookupState.MISS}
         self._refused.record(refused, MissReason.NOT_ADMITTED)
-        return self.backing.prepare_store([key for key in keys if key not in refused], req_context)
+        output = self.backing.prepare_store([key for key in keys if key not in refused], req_context)
+        return output if output is None else replace(output, refused_keys=[*output.refused_keys, *refused])
+
+    def refuse(self, keys: Sequence[OffloadKey], req_context: ReqContext | None = None) -> None:
+        worthy = [key for key in keys if self._counts.get(key, 0) >= self.store_threshold]
+        self._refused.record(set(keys).difference(worthy), MissReason.NOT_ADMITTED)
+        self.backing.refuse(worthy, req_context)
 
     def prepare_load(self, keys: Sequence[OffloadKey], req_context: ReqContext | None = None) -> LoadStoreSpec:
         return self.backing.prepare_load(keys, req_context)

@@ -181,11 +181,13 @@ class TransferSpec:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PrepareStoreOutput:
-    """What ``prepare_store`` decided: ``store_spec.slots[i]`` is the place for ``keys_to_store[i]``."""
+    """What ``prepare_store`` decided: ``store_spec.slots[i]`` is the place for ``keys_to_store[i]``. ``refused_keys``:
+    absent, and not worth a place; what comes after them in their chain could not be found."""
 
     keys_to_store: list[OffloadKey]
     store_spec: LoadStoreSpec
     evicted_keys: list[OffloadKey]
+    refused_keys: Sequence[OffloadKey] = ()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -306,6 +308,10 @@ class CachePolicy(ABC):
         heeded if ``may_refuse``."""
         return None
 
+    def refuse(self, keys: Sequence[OffloadKey]) -> None:
+        """``keys``, absent, go on a chain of which ``admit`` has refused a block. They are not stored, and to be
+        remembered as if ``admit`` had refused them too."""
+
     def state(self) -> Mapping[str, Any]:
         """What a policy that adapts goes by now, for metrics and records of misses: ``rule``, a name, and ``scores``, a
         number a rule. Empty: it does not adapt."""
@@ -389,6 +395,9 @@ class OffloadingManager(ABC):
     ) -> PrepareStoreOutput | None:
         """Makes room for those of ``keys`` that are absent and admitted, evicting ready, unpinned blocks and never one
         of ``keys``. None when room cannot be made, and then nothing has changed."""
+
+    def refuse(self, keys: Sequence[OffloadKey], req_context: ReqContext | None = None) -> None:
+        """``keys`` go on a chain of which ``prepare_store`` has refused a block, and are not stored without it."""
 
     @abstractmethod
     def complete_store(

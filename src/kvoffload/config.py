@@ -76,8 +76,8 @@ class OffloadConfig:
     host_bytes: int
     """Host RAM for offloaded blocks on this node, padding included."""
     policy: str = "auto"
-    """Which block leaves: "auto", which tunes itself, another name of ``kvoffload.policies``, or your own CachePolicy as
-    "package.module:Class"."""
+    """Which block leaves: "auto", which tunes itself, another name of ``kvoffload.policies.BUILTIN``, or your own
+    CachePolicy as "package.module:Class"."""
     block_size_factor: int | None = None
     """Device blocks per offloaded block. Default 1."""
     block_size: int | None = None

@@ -144,11 +144,13 @@ class PolicyOffloadingManager(OffloadingManager):
         present, new_keys, homes = self._table.split(keys)
         if self._orphans:
             new_keys, homes = [key for key in new_keys if key not in self._orphans], None
+        refused: list[OffloadKey] = []
         shortage = len(new_keys) - self.backend.get_num_free_blocks()
         if shortage > 0:
             admitted = self.policy.admit(new_keys, shortage)
             if admitted is not None and self.policy.may_refuse and not admitted.all():
-                self._gone.record(compress(new_keys, ~admitted), MissReason.NOT_ADMITTED)
+                refused = list(compress(new_keys, ~admitted))
+                self._gone.record(refused, MissReason.NOT_ADMITTED)
                 new_keys, homes = list(compress(new_keys, admitted)), None
         evicted = self._make_room(len(new_keys), present)
         if evicted is None:
@@ -157,7 +159,13 @@ class PolicyOffloadingManager(OffloadingManager):
         new_slots = self.backend.allocate_blocks(new_keys)
         self._table.insert(new_keys, new_slots, homes)
         self.policy.insert(new_slots, new_keys)
-        return PrepareStoreOutput(new_keys, self.backend.get_load_store_spec(new_keys, new_slots), evicted)
+        spec = self.backend.get_load_store_spec(new_keys, new_slots)
+        return PrepareStoreOutput(new_keys, spec, evicted, refused)
+
+    def refuse(self, keys: Sequence[OffloadKey], req_context: ReqContext | None = None) -> None:
+        _, absent, _ = self._table.split(keys)
+        self._gone.record(absent, MissReason.NOT_ADMITTED)
+        self.policy.refuse(absent)
 
     def _make_room(self, n: int, present: Slots) -> list[OffloadKey] | None:
         """Evicts until ``n`` slots are free, none of ``present``. None, and no change, if that is impossible."""

@@ -483,19 +483,25 @@ class OffloadingConnectorScheduler:
         return _Due(state, num_computed, state.due_blocks(num_computed, num_before, self._max_tokens))
 
     def _store(self, maybe_due: list[_Due | None]) -> None:
-        """Starts what can be stored, in one call if there is room for all."""
-        dues = []
+        """Starts what can be stored: single blocks, as decoding makes them, in one call if there is room for all, and
+        each prompt's in one of its own, since policies judge a chain by its depth."""
+        single: list[_Due] = []
+        dues: list[_Due] = []
         for due in maybe_due:
-            if due is not None and due.blocks:
-                dues.append(due)
-            elif due is not None:
-                due.state.stored_up_to(due.num_computed, self._max_tokens)
-        if len(dues) > 1:
-            output = self.manager.prepare_store([key for due in dues for key in due.keys])
+            if due is None:
+                continue
+            if due.blocks and not due.state.refused:
+                (single if len(due.blocks) == 1 else dues).append(due)
+                continue
+            if due.blocks:
+                self.manager.refuse(due.keys, due.state.context)
+            due.state.stored_up_to(due.num_computed, self._max_tokens)
+        if len(single) > 1:
+            output = self.manager.prepare_store([key for due in single for key in due.keys])
             if output is not None:
-                self._start_stores(dues, output)
-                return
-        for due in dues:
+                self._start_stores(single, output)
+                single = []
+        for due in [*dues, *single]:
             output = self.manager.prepare_store(due.keys, due.state.context)
             if output is None:
                 self.metrics.add("refused_stores")
@@ -508,9 +514,12 @@ class OffloadingConnectorScheduler:
             self._epoch += 1
             self.metrics.add("evicted_blocks", len(output.evicted_keys))
         slot_of = dict(zip(output.keys_to_store, output.store_spec.slots.tolist(), strict=True))
+        refused = frozenset(output.refused_keys)
         for due in dues:
             state = due.state
             state.stored_up_to(due.num_computed, self._max_tokens)
+            if refused and not refused.isdisjoint(due.keys):
+                state.refused = True
             new = [(block, slot_of.pop(block.key)) for block in due.blocks if block.key in slot_of]
             if not new:
                 continue
@@ -658,6 +667,7 @@ class OffloadingConnectorScheduler:
         self._load_epoch += 1
         for state in self._states.values():
             state.match = None
+            state.stored.clear()
             state.restart_stores()
             state.may_store = not state.has_kv
         self._finished.clear()

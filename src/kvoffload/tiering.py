@@ -571,7 +571,7 @@ class TieredOffloadingManager(OffloadingManager):
         self.host.refresh(keys, stored, req_context)
         for lane in self._lanes:
             if not lane.off:
-                lane.tier.refresh(keys)
+                lane.tier.refresh(keys, stored)
 
     def prepare_store(
         self, keys: Sequence[OffloadKey], req_context: ReqContext | None = None

@@ -145,6 +145,8 @@ class RequestState:
     """Whether device blocks were allocated to it and not lost since."""
     may_load: bool = True
     may_store: bool = True
+    refused: bool = False
+    """Whether a block of it was not let in: those after it would be of no use without it."""
     jobs: int = 0
     """Jobs under way."""
 
@@ -164,6 +166,7 @@ class RequestState:
     def restart_stores(self) -> None:
         self.next_store = [0] * len(self.layout.groups)
         self.store_at = 0
+        self.refused = False
 
     @property
     def most_tokens(self) -> int:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +14,7 @@ import pytest
 
 from kvoffload import cli
 from kvoffload.lab.model import DEFAULT_MODEL
+from kvoffload.policies.lru import LRUPolicy
 
 testing = pytest.importorskip("click.testing")
 pytest.importorskip("rich")
@@ -94,6 +98,25 @@ def test_tables_fit_and_mark_the_best(trace: Path, width: int) -> None:
     assert sum(row.count("*") for row in rows) >= 3 * 11
 
 
+@pytest.mark.parametrize("capacities", ["4", "2,4"])
+def test_a_long_name_leaves_the_numbers_whole(trace: Path, capacities: str) -> None:
+    done = run(
+        trace,
+        "--policy",
+        f"lru,{__name__}:APolicyWithANameThatIsSoMuchLongerThanMostThatNoTerminalHasRoomForAllOfItInOneLine",
+        "--capacity",
+        capacities,
+        "--bound",
+        width=80,
+    )
+    assert done.exit_code == 0
+    assert max(map(len, done.stdout.splitlines())) <= 80
+    assert "…" not in done.stdout
+    (row,) = (text for text in done.stdout.splitlines()[:20] if text.startswith("bound"))
+    assert len(re.findall(r"\d+\.\d+", row)) == (2 if "," in capacities else 5)
+    assert "bound (knows the rest)" in done.stdout
+
+
 def test_one_configuration_is_told_in_full(trace: Path) -> None:
     done = run(trace, "--capacity", 4, "--device", 8, "--disk", 20)
     assert done.exit_code == 0
@@ -136,6 +159,9 @@ def test_wrong_lines_are_told_and_left_out(trace: Path) -> None:
         (["--policy", "lru,"], "policy='lru,': an entry is empty"),
         (["--capacity", "much"], "capacity='much': not a capacity; write"),
         (["--capacity", "1kB"], "capacity='1kB': holds no block"),
+        (["--capacity", "1000%"], "capacity='1000%': must be more than 0% and at most 100%"),
+        (["--policy", f"{__name__}:Failing"], f"policy='{__name__}:Failing': failed at request"),
+        (["--policy", f"{__name__}:Greedy"], f"policy='{__name__}:Greedy': failed at request"),
         (["--device", "2"], "device_blocks=2: the longest request needs 5"),
         (["--disk", "0"], "disk='0': must be 1 block or more"),
         (["--store-threshold", "1"], "store_threshold=1: must be 2 or more"),
@@ -152,6 +178,64 @@ def test_a_wrong_setting_is_one_line_and_status_2(trace: Path, arguments: list[s
     assert (done.exit_code, done.stdout) == (2, "")
     assert words in done.stderr
     assert done.stderr.count("\n") == 1
+
+
+class APolicyWithANameThatIsSoMuchLongerThanMostThatNoTerminalHasRoomForAllOfItInOneLine(LRUPolicy):
+    pass
+
+
+class Failing(LRUPolicy):
+    def evict(self, n: int, busy: Any, key_of: Any) -> Any:
+        raise RuntimeError("a line\nand another")
+
+
+class Greedy(LRUPolicy):
+    def evict(self, n: int, busy: Any, key_of: Any) -> Any:
+        return super().evict(n, busy, key_of)[:-1]
+
+
+class Dying(LRUPolicy):
+    def evict(self, n: int, busy: Any, key_of: Any) -> Any:
+        os._exit(1)
+
+
+def test_a_process_that_dies_is_one_line_too(trace: Path) -> None:
+    arguments = ["replay", str(trace), "--policy", f"{__name__}:Dying", "--capacity", "5,6", "--jobs", "2"]
+    done = testing.CliRunner().invoke(cli.group(), arguments)
+    assert (done.exit_code, done.stdout) == (2, "")
+    assert "jobs=2: a process died" in done.stderr
+    assert done.stderr.count("\n") == 1
+
+
+def test_the_bound_alone_and_names_as_they_are(trace: Path) -> None:
+    done = run(trace, "--policy", "clairvoyant", "--capacity", "2,4")
+    assert done.exit_code == 0
+    assert done.stdout.count("bound (knows the rest)") == 3
+    assert "*" not in done.stdout.rsplit("\n", 2)[0]
+    assert "synthetic:x:" in run("synthetic:x").stderr
+
+
+def test_a_trace_without_any_block(tmp_path: Path) -> None:
+    path = tmp_path / "t.jsonl"
+    path.write_text(line(0, [], input_length=5))
+    for command in ("replay", "size"):
+        done = testing.CliRunner().invoke(cli.group(), [command, str(path)])
+        assert (done.exit_code, done.stdout) == (2, "")
+        assert "no request in it has a block of 512 tokens" in done.stderr
+
+
+def test_output_that_cannot_be_written(trace: Path) -> None:
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            [sys.executable, "-c", "from kvoffload.cli import main; main()", "replay", str(trace), "--json"],
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+            check=False,
+        )
+    assert done.returncode == 2
+    assert "Traceback" not in done.stderr
+    assert done.stderr.startswith("kvoffload replay: output: No space left on device")
 
 
 def test_wrong_jobs_and_an_empty_or_missing_trace(trace: Path, tmp_path: Path) -> None:

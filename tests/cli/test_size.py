@@ -135,6 +135,9 @@ def test_lines_that_are_wrong(tmp_path: Path) -> None:
     result = run(str(trace))
     assert result.exit_code == 0, result.output
     assert "left out 1 line" in result.stderr
+    page = tmp_path / "size.html"
+    run(str(trace), "--html", str(page))
+    assert f"1 line of the trace was wrong and left out; the first: {trace}:2: " in " ".join(page.read_text().split())
     assert f"{trace}:2" in result.stderr.replace("\n", "")
     strict = run(str(trace), "--strict")
     assert strict.exit_code == 2

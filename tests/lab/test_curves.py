@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import random
 from pathlib import Path
@@ -20,15 +21,18 @@ REAL = [
     pytest.param(name, marks=pytest.mark.skipif(not (TRACES / name).exists(), reason=f"no {name} in {TRACES}"))
     for name in ("mooncake_conversation.jsonl.gz", "mooncake_synthetic.jsonl.gz", "agentic_coding.jsonl.gz")
 ]
-MADE_UP = ["synthetic:chat?requests=500", "synthetic:agent?requests=300", "synthetic:documents?requests=400"]
+MADE_UP = ["synthetic:chat?requests=500", "synthetic:agent?requests=200", "synthetic:documents?requests=250"]
 ALL = pytest.mark.parametrize("source", [*MADE_UP, *REAL])
+
+
+read_once = functools.cache(read_trace)
 
 
 def load(source: str, requests: int) -> Trace:
     """The trace's first ``requests``."""
     if source.startswith("synthetic:"):
-        return read_trace(source)
-    trace = read_trace(TRACES / source)
+        return read_once(source)
+    trace = read_once(TRACES / source)
     span = trace.times[-1] - trace.times[0]
     return trace.between(0.0, float((trace.times[requests] - trace.times[0]) / span))
 
@@ -140,7 +144,7 @@ def test_the_curve_of_lru_is_exact() -> None:
 
 @ALL
 def test_sampled_curves_lie_within_their_bound(source: str) -> None:
-    trace = load(source, 400)
+    trace = load(source, 200)
     capacities = [int(share * trace.num_distinct) for share in (0.1, 0.3)]
     exact = [replay(trace, ReplayConfig("arc", capacity)).prefix_hit_tokens_pct for capacity in capacities]
     sampled = hit_curve(trace, "arc", capacities, sample_bits=3, processes=1)

@@ -267,3 +267,6 @@ def test_a_setting_that_cannot_be_is_an_error(settings: dict[str, object], match
 def test_a_device_too_small_for_a_request_is_an_error() -> None:
     with pytest.raises(ConfigError, match="device_blocks=2: the longest request needs 3"):
         replay(make([[1, 2, 3]]), ReplayConfig("lru", 8, device_blocks=2))
+    endless = make_trace("endless", SIZE, [0], [SIZE], [1 << 40], [[1]])
+    with pytest.raises(ConfigError, match=r"device_blocks=1099511627776: more than are replayed"):
+        replay(endless, ReplayConfig("lru", 8, device_blocks=1 << 40))

@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from kvoffload.cli.words import age, counted
 from kvoffload.hostpool import format_bytes
 from kvoffload.tiers.inspect import Cleared, Folder, InspectError, Owned, Verification, findings
 from kvoffload.tiers.inspect import clear as clear_directory
 from kvoffload.tiers.inspect import inspect as inspect_directory
 from kvoffload.tiers.inspect import verify as verify_directory
+from kvoffload.words import age, counted
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+import errno
 import math
 import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import click
 
 from kvoffload.base import ConfigError
-from kvoffload.cli.words import counted
+from kvoffload.hostpool import format_bytes
 from kvoffload.lab.latency import Speeds
-from kvoffload.lab.readers import FORMATS
+from kvoffload.lab.model import ModelShape
+from kvoffload.lab.readers import FORMATS, read_trace
 from kvoffload.lab.trace import Trace, TraceError
+from kvoffload.words import age, counted
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 MAX_PROBLEMS_SHOWN = 5
 SPEEDS = Speeds()
@@ -87,16 +93,51 @@ def errors(command: str) -> Iterator[None]:
     except (ConfigError, TraceError) as error:
         say(command, str(error), "bold red")
         sys.exit(2)
+    except OSError as error:
+        if error.errno != errno.ENOSPC:
+            raise
+        say(command, f"output: {error.strerror}; make room, or write it elsewhere", "bold red")
+        sys.exit(2)
+
+
+def console_of(stderr: bool = False) -> Console:
+    """Prints words as they are: no colours that nobody asked for, no pictures for ":x:"."""
+    from rich.console import Console
+
+    return Console(stderr=stderr, highlight=False, markup=False, emoji=False)
 
 
 def say(command: str, text: str, style: str) -> None:
-    from rich.console import Console
-
-    console = Console(stderr=True)
-    console.print(f"kvoffload {command}: {text}", style=style, markup=False, highlight=False, soft_wrap=True)
+    console_of(stderr=True).print(f"kvoffload {command}: {text}", style=style, soft_wrap=True)
 
 
-def tell_problems(command: str, trace: Trace) -> None:
+def requests_in(command: str, source: str, trace_format: str | None, block_tokens: int | None, strict: bool) -> Trace:
+    """The trace, read with a bar; tells what of it was left out. Raises TraceError, also if it has no block."""
+    with progress("reading") as on_progress:
+        trace = read_trace(
+            source, format=trace_format, strict=strict, block_tokens=block_tokens, on_progress=on_progress
+        )
+    _tell_problems(command, trace)
+    if not trace.num_distinct:
+        raise TraceError(
+            f"{source}: no request in it has a block of {trace.block_tokens:,} tokens, so there is nothing to keep; "
+            "give a trace of longer prompts, or smaller blocks"
+        )
+    return trace
+
+
+def described(trace: Trace, model: ModelShape, footprint_bytes: int) -> str:
+    """How much the trace asks for."""
+    return (
+        f"{trace.name}: {counted(trace.num_requests, 'request')} in {age(float(trace.times[-1] - trace.times[0]))}, "
+        f"{int(trace.input_tokens.sum()):,} prompt tokens, {trace.num_accesses:,} block accesses; "
+        f"{counted(trace.num_distinct, 'distinct block')} of {counted(trace.block_tokens, 'token')}, "
+        f"{format_bytes(footprint_bytes)} as {model.name}, which takes {format_bytes(round(model.bytes_per_token))} a "
+        "token."
+    )
+
+
+def _tell_problems(command: str, trace: Trace) -> None:
     """The lines of the trace that were left out: how many, and the first of them."""
     if not trace.num_problems:
         return
@@ -109,10 +150,9 @@ def tell_problems(command: str, trace: Trace) -> None:
 @contextmanager
 def progress(what: str) -> Iterator[Callable[[float], None]]:
     """A bar on stderr, on a terminal only. Yields what takes the share that is done."""
-    from rich.console import Console
     from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
-    console = Console(stderr=True)
+    console = console_of(stderr=True)
     columns = (TextColumn("{task.description}"), BarColumn(bar_width=40), TaskProgressColumn(), TimeRemainingColumn())
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bars:
         task = bars.add_task(what, total=1.0)

@@ -12,27 +12,29 @@ import click
 from kvoffload.base import ConfigError
 from kvoffload.cli.lab import (
     check_page,
+    console_of,
+    described,
     errors,
     listed,
     number_of_jobs,
     progress,
+    requests_in,
     speed_options,
     speeds_of,
-    tell_problems,
     trace_options,
     write_page,
 )
-from kvoffload.cli.words import age, counted
 from kvoffload.hostpool import format_bytes
 from kvoffload.lab.capacity import parse_capacity
 from kvoffload.lab.model import DEFAULT_MODEL, ModelShape
-from kvoffload.lab.readers import read_trace
 from kvoffload.lab.replay import CLAIRVOYANT, ReplayConfig, ReplayResult, TierUse, replay_many
 from kvoffload.lab.trace import Trace
 from kvoffload.policies import policy_class
+from kvoffload.words import counted
 
 if TYPE_CHECKING:
     from rich.table import Table
+    from rich.text import Text
 
 MAX_CONFIGS = 1000
 
@@ -91,11 +93,7 @@ def replay(
         names = _policies(policies, bound)
         shape = DEFAULT_MODEL if model is None else ModelShape.from_config(model)
         speeds = speeds_of(prefill_speed, host_speed, disk_speed)
-        with progress("reading") as on_progress:
-            requests = read_trace(
-                trace, format=trace_format, strict=strict, block_tokens=block_tokens, on_progress=on_progress
-            )
-        tell_problems("replay", requests)
+        requests = requests_in("replay", trace, trace_format, block_tokens, strict)
         configs = _configs(requests, shape, names, capacities, device, disk, store_threshold)
         with progress("replaying") as on_progress:
             results = replay_many(
@@ -105,10 +103,10 @@ def replay(
             from kvoffload.lab.page import render_page
 
             write_page(html, render_page(requests, shape, speeds, results))
-    if as_json:
-        click.echo(json.dumps([result.to_dict() for result in results], indent=2))
-    else:
-        _show(requests, shape, results)
+        if as_json:
+            click.echo(json.dumps([result.to_dict() for result in results], indent=2))
+        else:
+            _show(requests, shape, results)
 
 
 # Doing.
@@ -150,11 +148,11 @@ def _configs(
 
 
 def _show(trace: Trace, model: ModelShape, results: Sequence[ReplayResult]) -> None:
-    from rich.console import Console
     from rich.text import Text
 
-    console = Console(highlight=False)
-    console.print(Text(_sentence(trace, model), style="bold"))
+    console = console_of()
+    footprint = int(trace.num_distinct * trace.block_tokens * model.bytes_per_token)
+    console.print(Text(described(trace, model, footprint), style="dim"))
     for name, blocks in (("Device cache", results[0].device_blocks), ("Disk", results[0].disk_blocks)):
         if blocks:
             console.print(f"{name}: {counted(blocks, 'block')}, {_share(blocks, trace)} of the distinct ones")
@@ -179,21 +177,13 @@ def _show(trace: Trace, model: ModelShape, results: Sequence[ReplayResult]) -> N
 
 
 COLUMN_WIDTH = 13
+LONGEST_NAME = 32
+"""A longer one takes several lines, so that the numbers have room."""
 MEASURES: tuple[tuple[str, Callable[[ReplayResult], float], int, Callable[..., float]], ...] = (
     ("Prefix-hit tokens, % of all prompt tokens", lambda result: result.prefix_hit_tokens_pct, 2, max),
     ("Saved prefill FLOPs, %", lambda result: result.saved_flops_pct, 2, max),
     ("Blocks written to host memory, per block access", lambda result: result.writes_per_access, 3, min),
 )
-
-
-def _sentence(trace: Trace, model: ModelShape) -> str:
-    span = age(float(trace.times[-1] - trace.times[0])) if trace.num_requests else "0 s"
-    size = format_bytes(int(trace.num_distinct * trace.block_tokens * model.bytes_per_token))
-    return (
-        f"{trace.name}: {counted(trace.num_requests, 'request')} in {span}, {int(trace.input_tokens.sum()):,} prompt "
-        f"tokens, {trace.num_accesses:,} block accesses, {counted(trace.num_distinct, 'distinct block')} of "
-        f"{counted(trace.block_tokens, 'token')} ({size} as {model.name})"
-    )
 
 
 def _share(blocks: int, trace: Trace) -> str:
@@ -206,7 +196,7 @@ def _name(policy: str) -> str:
 
 
 def _name_width(results: Sequence[ReplayResult]) -> int:
-    return max(len(_name(result.policy)) for result in results)
+    return min(LONGEST_NAME, max(len(_name(result.policy)) for result in results))
 
 
 def _rows(results: Sequence[ReplayResult]) -> list[str]:
@@ -226,11 +216,14 @@ def _grid(
     """Policies by capacities; the best of each column is marked, and the bound is no competitor."""
     values = {(result.policy, result.capacity_blocks): round(value(result), digits) for result in results}
     tops = {
-        capacity: best(number for (policy, at), number in values.items() if at == capacity and policy != CLAIRVOYANT)
+        capacity: best(
+            (number for (policy, at), number in values.items() if at == capacity and policy != CLAIRVOYANT), default=0.0
+        )
         for capacity in capacities
     }
     table = _table()
-    table.add_column("policy", no_wrap=True, min_width=_name_width(results))
+    width = _name_width(results)
+    table.add_column("policy", overflow="fold", min_width=width, max_width=width)
     for capacity in capacities:
         size = format_bytes(int(capacity * trace.block_tokens * model.bytes_per_token))
         table.add_column(f"{_share(capacity, trace)}\n{capacity:,}\n{size}", justify="right", no_wrap=True)
@@ -243,23 +236,25 @@ def _grid(
     return table
 
 
-def _cell(number: float, digits: int, top: float, policy: str, rivals: int) -> str:
+def _cell(number: float, digits: int, top: float, policy: str, rivals: int) -> Text:
+    from rich.text import Text
+
     is_best = number == top and policy != CLAIRVOYANT and rivals > 1
-    return f"[bold green]{number:.{digits}f}*[/]" if is_best else f"{number:.{digits}f} "
+    return Text(f"{number:.{digits}f}*", "bold green") if is_best else Text(f"{number:.{digits}f} ")
 
 
 def _policy_table(results: Sequence[ReplayResult]) -> Table:
     """Of one capacity: policies by measures."""
     rivals = [result for result in results if result.policy != CLAIRVOYANT] or results
     measures: tuple[tuple[str, Callable[[ReplayResult], float], int, Callable[..., float]], ...] = (
-        ("prefix-hit\ntokens, %", lambda result: result.prefix_hit_tokens_pct, 2, max),
+        ("hit\ntokens, %", lambda result: result.prefix_hit_tokens_pct, 2, max),
         ("saved\nFLOPs, %", lambda result: result.saved_flops_pct, 2, max),
-        ("writes per\naccess", lambda result: result.writes_per_access, 3, min),
-        ("TTFT p50,\nestimate, s", lambda result: result.ttft_p50_s, 2, min),
-        ("TTFT p95,\nestimate, s", lambda result: result.ttft_p95_s, 2, min),
+        ("writes/\naccess", lambda result: result.writes_per_access, 3, min),
+        ("TTFT p50,\nest., s", lambda result: result.ttft_p50_s, 2, min),
+        ("TTFT p95,\nest., s", lambda result: result.ttft_p95_s, 2, min),
     )
     table = _table()
-    table.add_column("policy", no_wrap=True)
+    table.add_column("policy", overflow="fold", max_width=_name_width(results))
     for title, *_ in measures:
         table.add_column(title, justify="right", no_wrap=True)
     tops = [best(round(value(result), digits) for result in rivals) for _, value, digits, best in measures]

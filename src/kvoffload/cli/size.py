@@ -12,23 +12,23 @@ import click
 from kvoffload.base import ConfigError
 from kvoffload.cli.lab import (
     check_page,
+    console_of,
+    described,
     errors,
     listed,
     number_of_jobs,
     positive,
     progress,
+    requests_in,
     speed_options,
     speeds_of,
-    tell_problems,
     trace_options,
     write_page,
 )
-from kvoffload.cli.words import age, counted
 from kvoffload.config import parse_bytes
 from kvoffload.hostpool import format_bytes
 from kvoffload.lab.latency import Speeds
 from kvoffload.lab.model import DEFAULT_MODEL, DTYPE_BYTES, ModelShape
-from kvoffload.lab.readers import read_trace
 from kvoffload.lab.sizing import Prices, Setting, Sizing, milliseconds, what_it_rests_on
 from kvoffload.lab.sizing import size as find_size
 from kvoffload.lab.trace import Trace
@@ -92,11 +92,7 @@ def size(
         speeds = speeds_of(prefill_speed, host_speed, disk_speed)
         prices = Prices(_price("ram-price", ram_price), _price("disk-price", disk_price))
         target_s = None if ttft_p95 is None else positive("ttft-p95", ttft_p95, "milliseconds") / 1000
-        with progress("reading") as on_progress:
-            requests = read_trace(
-                trace, format=trace_format, strict=strict, block_tokens=block_tokens, on_progress=on_progress
-            )
-        tell_problems("size", requests)
+        requests = requests_in("size", trace, trace_format, block_tokens, strict)
         with progress("sizing") as on_progress:
             sizing = find_size(
                 requests,
@@ -114,10 +110,10 @@ def size(
             from kvoffload.lab.size_page import render_page
 
             write_page(html, render_page(requests, shape, speeds, prices, sizing))
-    if as_json:
-        click.echo(json.dumps(_to_dict(requests, shape, sizing), indent=2))
-    else:
-        _show(requests, shape, speeds, sizing)
+        if as_json:
+            click.echo(json.dumps(_to_dict(requests, shape, sizing), indent=2))
+        else:
+            _show(requests, shape, speeds, sizing)
 
 
 # Doing.
@@ -168,20 +164,10 @@ def _to_dict(trace: Trace, model: ModelShape, sizing: Sizing) -> dict[str, objec
 
 
 def _show(trace: Trace, model: ModelShape, speeds: Speeds, sizing: Sizing) -> None:
-    from rich.console import Console
     from rich.text import Text
 
-    console = Console(highlight=False)
-    span = age(float(trace.times[-1] - trace.times[0])) if trace.num_requests else "0 s"
-    console.print(
-        Text(
-            f"{trace.name}: {counted(trace.num_requests, 'request')} in {span}, {int(trace.input_tokens.sum()):,} "
-            f"prompt tokens; {counted(trace.num_distinct, 'distinct block')} of "
-            f"{counted(trace.block_tokens, 'token')}, {format_bytes(sizing.footprint_bytes)} as {model.name}, which "
-            f"takes {format_bytes(round(model.bytes_per_token))} a token.",
-            style="dim",
-        )
-    )
+    console = console_of()
+    console.print(Text(described(trace, model, sizing.footprint_bytes), style="dim"))
     console.print(Text(f"\n{sizing.answer}\n", style="bold"))
     for warning in sizing.warnings:
         console.print(Text(f"{warning}\n", style="yellow"))

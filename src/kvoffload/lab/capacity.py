@@ -11,8 +11,8 @@ from kvoffload.lab.model import ModelShape
 from kvoffload.lab.trace import Trace
 
 MAX_BLOCKS = 1 << 40
-_PERCENT = re.compile(r"(\d{1,3}(?:\.\d{1,9})?)\s*%")
-_BLOCKS = re.compile(r"\d{1,15}")
+_PERCENT = re.compile(r"(\d{1,9}(?:\.\d{1,9})?)\s*%", re.ASCII)
+_BLOCKS = re.compile(r"\d{1,30}", re.ASCII)
 
 
 def parse_capacity(text: str, trace: Trace, model: ModelShape, setting: str = "capacity") -> int:

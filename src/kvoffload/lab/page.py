@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from importlib import metadata
+from typing import Any
 
 import jinja2
 
@@ -13,10 +14,11 @@ from kvoffload.lab.model import ModelShape
 from kvoffload.lab.plots import MAX_BARS, curve_plot, misses_plot, name_of, tiers_plot
 from kvoffload.lab.replay import CLAIRVOYANT, ReplayResult
 from kvoffload.lab.trace import Trace
+from kvoffload.words import age, counted
 
 
-def render_page(trace: Trace, model: ModelShape, speeds: Speeds, results: Sequence[ReplayResult]) -> str:
-    """``results``: of ``trace``, at least one."""
+def render(template: str, trace: Trace, model: ModelShape, footprint_bytes: int, **more: Any) -> str:
+    """A page about ``trace``, which has requests. ``more`` is what the template asks for besides."""
     environment = jinja2.Environment(
         loader=jinja2.PackageLoader("kvoffload.lab", "templates"),
         autoescape=True,
@@ -24,6 +26,22 @@ def render_page(trace: Trace, model: ModelShape, speeds: Speeds, results: Sequen
         lstrip_blocks=True,
         undefined=jinja2.StrictUndefined,
     )
+    return environment.get_template(template).render(
+        trace=trace,
+        model=model,
+        version=metadata.version("kvoffload"),
+        prompt_tokens=int(trace.input_tokens.sum()),
+        span=age(float(trace.times[-1] - trace.times[0])),
+        footprint=format_bytes(footprint_bytes),
+        token_size=format_bytes(round(model.bytes_per_token)),
+        format_bytes=format_bytes,
+        counted=counted,
+        **more,
+    )
+
+
+def render_page(trace: Trace, model: ModelShape, speeds: Speeds, results: Sequence[ReplayResult]) -> str:
+    """``results``: of ``trace``, at least one."""
     ordered = sorted(results, key=lambda result: (result.capacity_blocks, result.policy == CLAIRVOYANT))
     block_bytes = trace.block_tokens * model.bytes_per_token
 
@@ -31,18 +49,15 @@ def render_page(trace: Trace, model: ModelShape, speeds: Speeds, results: Sequen
         return format_bytes(int(blocks * block_bytes))
 
     rivals = [result for result in ordered if result.policy != CLAIRVOYANT]
-    return environment.get_template("replay.html.j2").render(
-        trace=trace,
-        model=model,
+    return render(
+        "replay.html.j2",
+        trace,
+        model,
+        int(trace.num_distinct * block_bytes),
         speeds=speeds,
-        version=metadata.version("kvoffload"),
-        prompt_tokens=int(trace.input_tokens.sum()),
-        span_min=float(trace.times[-1] - trace.times[0]) / 60,
-        distinct_size=format_bytes(int(trace.num_distinct * block_bytes)),
         results=ordered,
         best=max(rivals or ordered, key=lambda result: result.prefix_hit_tokens),
         size_of=size_of,
-        format_bytes=format_bytes,
         name_of=name_of,
         hits_svg=curve_plot(
             ordered, lambda result: result.prefix_hit_tokens_pct, "%", size_of, "Prefix-hit tokens over capacity"

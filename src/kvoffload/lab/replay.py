@@ -13,9 +13,11 @@ from __future__ import annotations
 import multiprocessing
 import os
 import time
+import traceback
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, MutableSequence, Sequence
 from concurrent.futures import ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -41,6 +43,7 @@ from kvoffload.lab.model import DEFAULT_MODEL, ModelShape
 from kvoffload.lab.tier import BookTier
 from kvoffload.lab.trace import Floats, Ints, Trace
 from kvoffload.manager import PolicyOffloadingManager
+from kvoffload.policies import BUILTIN
 from kvoffload.policies import make_policy as policy_by_name
 from kvoffload.tiering import WRITE_SHARE, TieredOffloadingManager
 
@@ -53,6 +56,8 @@ LOOK_EVERY_S = 0.1
 """How often ``replay_many`` looks how far its processes are."""
 LITTLE_WORK = 200_000
 """Block accesses that are replayed before processes of one's own have started."""
+MAX_DEVICE_BLOCKS = 1 << 24
+"""Memory for more is not worth it: 16 tokens a block, 268 million tokens."""
 MAX_POLLS = 1 << 16
 """Of one request, until all that it waits for has come."""
 
@@ -214,13 +219,19 @@ def replay(
 
     ``model`` and ``speeds`` say what a hit is worth. ``make_policy`` makes the host's policy for so many blocks, in
     place of the one that ``config.policy`` names. ``on_progress`` is given the share of requests done. Raises
-    ConfigError if the policy cannot be made, or the device is too small for the longest request.
+    ConfigError if the policy cannot be made or, one of your own, fails, or if the device cannot be so small or large.
     """
     started = time.perf_counter()
     run = _Run(trace, config, make_policy)
-    for done in run.serve_all():
-        if on_progress is not None and done % REPORT_EVERY == 0:
-            on_progress(done / trace.num_requests)
+    done = 0
+    try:
+        for done in run.serve_all():
+            if on_progress is not None and done % REPORT_EVERY == 0:
+                on_progress(done / trace.num_requests)
+    except Exception as error:
+        if make_policy is not None or config.policy in (CLAIRVOYANT, *BUILTIN):
+            raise
+        raise ConfigError(_failed(config.policy, done, error)) from error
     if on_progress is not None:
         on_progress(1.0)
     return run.result(model, speeds, time.perf_counter() - started)
@@ -258,8 +269,21 @@ def replay_many(
                 if on_progress is not None:
                     on_progress(sum(done) / len(configs))
             return [future.result() for future in futures]
+        except BrokenProcessPool as error:
+            raise ConfigError(
+                f"jobs={processes}: a process died, perhaps for want of memory; give fewer jobs, or 1 to see more"
+            ) from error
         finally:
             pool.shutdown(wait=False, cancel_futures=True)
+
+
+def _failed(policy: str, request: int, error: Exception) -> str:
+    where = traceback.extract_tb(error.__traceback__)[-1]
+    words = " ".join(f"{type(error).__name__}: {error}".split())
+    return (
+        f"policy={policy!r}: failed at request {request}, {where.filename}:{where.lineno}: {words}; mend it until "
+        "kvoffload.testing.conformance passes"
+    )
 
 
 def _share(on_progress: Progress | None, index: int, of: int) -> Progress | None:
@@ -373,26 +397,28 @@ class _Run:
         # push it out.
         head = prompt[: self.capacity]
         due = [*head[:on_device], *head[loaded_to:]] if self.device is not None else head
-        stored = self.store(due, context)
+        stored, refused = self.store(due, context)
         output = chain[len(prompt) : self.capacity]
-        if output:
+        if output and refused:
+            manager.refuse(output, context)
+        elif output:
             # As in an engine, when the prompt's have their places.
-            stored = [*stored, *self.store(output, context)]
+            stored = [*stored, *self.store(output, context)[0]]
         manager.refresh(chain, stored, context)
 
-    def store(self, keys: Sequence[OffloadKey], context: ReqContext) -> Sequence[OffloadKey]:
-        """Which of ``keys`` the host has taken."""
+    def store(self, keys: Sequence[OffloadKey], context: ReqContext) -> tuple[Sequence[OffloadKey], bool]:
+        """Which of ``keys`` the host has taken, and whether it has refused others."""
         manager = self.manager
         output = manager.prepare_store(keys, context)
         if output is None:
-            return ()
+            return (), False
         stored = output.keys_to_store
         self.evicted += len(output.evicted_keys)
         self.stored += len(stored)
         for start in range(0, len(stored), self.store_step):
             manager.complete_store(stored[start : start + self.store_step], context)
             manager.poll()
-        return stored
+        return stored, bool(output.refused_keys)
 
     def serve_device(self, request: int) -> int:
         """Blocks that were found on the device, which then holds what there is room for of the request."""
@@ -507,7 +533,12 @@ def _device(trace: Trace, num_blocks: int) -> DeviceCache:
             f"device_blocks={num_blocks}: the longest request needs {longest} at once, so no engine would serve it; "
             "give the device as many or more, or leave it out"
         )
-    return DeviceCache(min(num_blocks, max(1, int(held.sum()))), trace.num_distinct)
+    used = min(num_blocks, max(1, int(held.sum())))
+    if used > MAX_DEVICE_BLOCKS:
+        raise ConfigError(
+            f"device_blocks={num_blocks}: more than are replayed, which are {MAX_DEVICE_BLOCKS:,}; give fewer"
+        )
+    return DeviceCache(used, trace.num_distinct)
 
 
 def _leading(ready: npt.NDArray[np.bool_]) -> int:

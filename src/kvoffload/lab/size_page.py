@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from importlib import metadata
-
-import jinja2
 import matplotlib
 import numpy as np
 import numpy.typing as npt
@@ -14,6 +11,7 @@ from kvoffload.figures import INK, MUTED, STYLE, make_figure, svg
 from kvoffload.hostpool import format_bytes
 from kvoffload.lab.latency import Speeds
 from kvoffload.lab.model import ModelShape
+from kvoffload.lab.page import render
 from kvoffload.lab.sizing import Prices, Sizing, milliseconds, what_it_rests_on
 from kvoffload.lab.trace import Trace
 
@@ -23,26 +21,15 @@ MAX_TICKS = 12
 
 
 def render_page(trace: Trace, model: ModelShape, speeds: Speeds, prices: Prices, sizing: Sizing) -> str:
-    environment = jinja2.Environment(
-        loader=jinja2.PackageLoader("kvoffload.lab", "templates"),
-        autoescape=True,
-        trim_blocks=True,
-        lstrip_blocks=True,
-        undefined=jinja2.StrictUndefined,
-    )
-    return environment.get_template("size.html.j2").render(
-        trace=trace,
-        model=model,
+    return render(
+        "size.html.j2",
+        trace,
+        model,
+        sizing.footprint_bytes,
         prices=prices,
         sizing=sizing,
-        version=metadata.version("kvoffload"),
-        prompt_tokens=int(trace.input_tokens.sum()),
-        span_min=float(trace.times[-1] - trace.times[0]) / 60 if trace.num_requests else 0.0,
-        footprint=format_bytes(sizing.footprint_bytes),
-        token_size=format_bytes(round(model.bytes_per_token)),
         footnote=what_it_rests_on(speeds, sizing),
         sampled=any(setting.bound_pct for setting in sizing.settings),
-        format_bytes=format_bytes,
         milliseconds=milliseconds,
         curve_svg=curve_plot(sizing),
     )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 import numpy as np
 
@@ -68,6 +68,7 @@ class BookTier(Tier):
         output = self._book.prepare_store([keys[i] for i in absent[: self._book.num_available_blocks]])
         if output is None:
             return []
+        self._book.refresh(output.keys_to_store, output.keys_to_store)
         self._under_way.update(dict.fromkeys(output.keys_to_store, False))
         self.num_written += len(output.keys_to_store)
         self._num_evicted += len(output.evicted_keys)
@@ -76,8 +77,8 @@ class BookTier(Tier):
     def touch(self, keys: Sequence[OffloadKey]) -> None:
         self._book.touch(keys)
 
-    def refresh(self, keys: Sequence[OffloadKey]) -> None:
-        self._book.refresh(keys, ())
+    def refresh(self, keys: Sequence[OffloadKey], stored: Collection[OffloadKey]) -> None:
+        self._book.refresh(keys, stored)
 
     def delete(self, keys: Sequence[OffloadKey]) -> None:
         raise NotImplementedError("a replay deletes nothing")

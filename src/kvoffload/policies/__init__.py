@@ -40,7 +40,7 @@ def policy_class(name: str) -> type[CachePolicy]:
         raise ConfigError(f"policy={name!r}: no policy has this name; {choice}")
     try:
         found = getattr(importlib.import_module(module_name), class_name)
-    except (ImportError, AttributeError, TypeError, ValueError) as error:
+    except Exception as error:
         raise ConfigError(f"policy={name!r}: cannot be imported ({error}); {choice}") from error
     if not (isinstance(found, type) and issubclass(found, CachePolicy)) or inspect.isabstract(found):
         raise ConfigError(f"policy={name!r}: is not a complete subclass of kvoffload.CachePolicy; {choice}")

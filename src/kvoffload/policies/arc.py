@@ -164,12 +164,15 @@ class TextbookARCPolicy(ARCPolicy):
         returning = self._ghosts.returning(keys)
         of_t2 = min(self.len_t2 + int(np.count_nonzero(returning)), self.capacity - int(self.target_t1_size) - 1)
         admitted = admit_head(returning, self.capacity - of_t2)
-        for key in reversed(list(compress(keys, ~admitted))):
+        self.refuse(list(compress(keys, ~admitted)))
+        return admitted
+
+    def refuse(self, keys: Sequence[OffloadKey]) -> None:
+        for key in reversed(keys):
             self.b2.pop(key, None)
             self.b1[key] = None
             self.b1.move_to_end(key)
         self._cut_ghosts()
-        return admitted
 
     def clear(self) -> None:
         super().clear()

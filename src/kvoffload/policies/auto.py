@@ -10,12 +10,11 @@ import numpy as np
 import numpy.typing as npt
 
 from kvoffload.base import CachePolicy, IntegrityError, OffloadKey, Slots
-from kvoffload.policies.base import RecencyList
+from kvoffload.policies.base import NO_END, RecencyList
 from kvoffload.policies.ghosts import GhostTable, Hashes, key_hashes
 from kvoffload.policies.tournament import GHOSTS, RULES, Plan, Tournament, plan
 
 Positions = npt.NDArray[np.int64]
-Entries = npt.NDArray[np.int64]
 
 
 class AutoPolicy(CachePolicy):
@@ -38,18 +37,19 @@ class AutoPolicy(CachePolicy):
         """Of the key in each slot."""
         self._entering = 0
         """Blocks that were admitted, are not inserted yet, and will be in ``once``."""
-        self._found: tuple[Sequence[OffloadKey], Hashes, Entries] | None = None
-        """What is known of the keys that were admitted last, until they are inserted."""
+        self._hashed: tuple[tuple[OffloadKey, ...], Hashes] = ((), key_hashes(()))
+        """The keys that were observed or admitted last: what follows is often about the same."""
 
     def state(self) -> Mapping[str, Any]:
         scores = zip((rule.name for rule in RULES), self._tournament.scores, strict=True)
         return {"rule": self._tournament.rule.name, "scores": dict(scores)}
 
     def observe(self, keys: Sequence[OffloadKey]) -> None:
-        self._tournament.observe(keys)
+        self._tournament.observe(self._hashes(keys))
 
     def touch_absent(self, keys: Sequence[OffloadKey]) -> None:
-        entries = self._ghosts.find(key_hashes(keys))
+        hashes = self._hashes(keys[::-1])[::-1]
+        entries = self._ghosts.find(hashes)
         entries = entries[entries >= 0]
         if len(entries):
             tested = self._tournament.rule.is_tested(self.capacity, len(self._again))
@@ -74,9 +74,8 @@ class AutoPolicy(CachePolicy):
             blocks.append(slots[chosen], positions[chosen])
 
     def admit(self, keys: Sequence[OffloadKey], shortage: int) -> npt.NDArray[np.bool_] | None:
-        hashes = key_hashes(keys)
+        hashes = self._hashes(keys)
         entries = self._ghosts.find(hashes)
-        self._found = keys, hashes, entries
         returning = self._ghosts.is_marked(entries)
         num_again = int(np.count_nonzero(returning))
         num_once = len(keys) - num_again
@@ -88,10 +87,20 @@ class AutoPolicy(CachePolicy):
         admitted = np.ones(len(keys), dtype=np.bool_)
         admitted[np.flatnonzero(~returning)[num_once - made.drop_once :]] = False
         admitted[np.flatnonzero(returning)[num_again - made.drop_again :]] = False
-        refused = np.flatnonzero(~admitted)[::-1]
-        self._ghosts.add(hashes[refused], self._tick(len(refused)))
-        self._found = list(compress(keys, admitted)), hashes[admitted], entries[admitted]
+        self._leave_out(hashes[~admitted])
+        self._hashed = tuple(compress(keys, admitted)), hashes[admitted]
         return admitted
+
+    def _hashes(self, keys: Sequence[OffloadKey]) -> Hashes:
+        if self._hashed[0] != (asked := tuple(keys)):
+            self._hashed = asked, key_hashes(asked)
+        return self._hashed[1]
+
+    def refuse(self, keys: Sequence[OffloadKey]) -> None:
+        self._leave_out(key_hashes(keys))
+
+    def _leave_out(self, hashes: Hashes) -> None:
+        self._ghosts.add(hashes[::-1], self._tick(len(hashes)))
 
     def _plan(self, num_once: int, num_again: int, need: int) -> Plan:
         rule, again = self._tournament.rule, len(self._again)
@@ -115,22 +124,26 @@ class AutoPolicy(CachePolicy):
     def _evict_oldest(self, n: int, busy: npt.NDArray[np.bool_]) -> tuple[Slots, Positions]:
         parts = [_none()]
         while n > 0:
-            once, again = self._once.oldest_position(), self._again.oldest_position()
-            if once < 0 and again < 0:
+            (once, end), (again, other_end) = self._once.peek(busy), self._again.peek(busy)
+            end = min(end, other_end)
+            known = np.sort(np.concatenate((once, again)))
+            known = known[known < end]
+            if len(known) > n:
+                end = int(known[n])
+            popped = [blocks.pop_with_positions(n, busy, end) for blocks in (self._once, self._again)]
+            victims, positions = (np.concatenate(column) for column in zip(*popped, strict=True))
+            order = np.argsort(positions)
+            parts.append((victims[order], positions[order]))
+            n -= len(victims)
+            if end == NO_END:
                 break
-            first = again < 0 or 0 <= once < again
-            blocks, other = (self._once, again) if first else (self._again, once)
-            parts.append(blocks.pop_with_positions(n, busy, *((other,) if other >= 0 else ())))
-            n -= len(parts[-1][0])
         return np.concatenate([part[0] for part in parts]), np.concatenate([part[1] for part in parts])
 
     def insert(self, slots: Slots, keys: Sequence[OffloadKey]) -> None:
-        if self._found is not None and self._found[0] == keys:
-            _, hashes, entries = self._found
-        else:
-            hashes = key_hashes(keys)
-            entries = self._ghosts.find(hashes)
-        self._entering, self._found = 0, None
+        hashes = self._hashes(keys)
+        self._entering = 0
+        # Not as ``admit`` found them: what was evicted since may have taken their entries.
+        entries = self._ghosts.find(hashes)
         positions = self._tick(len(slots))
         returning = self._ghosts.is_marked(entries)
         self._ghosts.take_out(hashes, entries)
@@ -166,7 +179,6 @@ class AutoPolicy(CachePolicy):
         self._ghosts.clear()
         self._tournament.clear()
         self._clock = self._entering = 0
-        self._found = None
 
     def check_integrity(self, slots: Slots) -> None:
         in_once = self._once.holds(slots)

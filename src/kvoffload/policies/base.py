@@ -18,7 +18,8 @@ COMPACTION_WORK = 4
 MIN_SCAN = 64
 """Log entries looked at beyond those wanted, at first; doubled while they do not suffice."""
 
-_NEVER = 1 << 62
+NO_END = 1 << 62
+"""Beyond any position."""
 _PARKED = -2
 _ABSENT = -1
 
@@ -122,7 +123,7 @@ class RecencyList:
         return self.pop_with_positions(n, busy)[0]
 
     def pop_with_positions(
-        self, n: int, busy: npt.NDArray[np.bool_], before: int = _NEVER
+        self, n: int, busy: npt.NDArray[np.bool_], before: int = NO_END
     ) -> tuple[Slots, npt.NDArray[np.int64]]:
         """As ``pop_oldest``, of those members whose position lies ``before`` one; and what their positions were."""
         parts: list[tuple[Slots, npt.NDArray[np.int64]]] = []
@@ -187,6 +188,19 @@ class RecencyList:
                     continue
                 segments[0] = (slots[dead:], positions[dead:])
             return int(positions[dead])
+
+    def peek(self, busy: npt.NDArray[np.bool_]) -> tuple[npt.NDArray[np.int64], int]:
+        """Positions, not sorted, of some members that are neither parked nor busy, the oldest among them; and up to
+        where these are all, NO_END if there are no more."""
+        if self._tail_fill and not (self._filtered or self._unfiltered):
+            self._seal_tail()
+        passed = [p for p, slot in self._passed.items() if self._stamp[slot] == p and not busy[slot]]
+        segments = self._filtered or self._unfiltered
+        if not segments:
+            return np.array(passed, dtype=np.int64), NO_END
+        slots, positions = segments[0]
+        live = positions[(self._stamp[slots] == positions) & ~busy[slots]]
+        return np.concatenate((np.array(passed, dtype=np.int64), live)), int(positions[-1]) + 1
 
     def clear(self) -> None:
         self._stamp.fill(_ABSENT)

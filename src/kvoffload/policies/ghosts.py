@@ -10,7 +10,7 @@ import xxhash
 
 from kvoffload.base import OffloadKey
 
-WAYS = 32
+WAYS = 16
 """Entries of a bucket. A table for up to twice as many is one bucket."""
 SLACK = 2
 """Entries there are for each in use."""

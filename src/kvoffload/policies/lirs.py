@@ -77,9 +77,11 @@ class LIRSPolicy(CachePolicy):
         returning = self._ghosts.returning(keys)
         of_lir = min(len(self._lir) + int(np.count_nonzero(returning)), self._lir_limit)
         admitted = admit_head(returning, self.capacity - of_lir)
-        refused = list(compress(keys, ~admitted))
-        self._ghosts.add(reversed(refused), self._now(len(refused)).tolist())
+        self.refuse(list(compress(keys, ~admitted)))
         return admitted
+
+    def refuse(self, keys: Sequence[OffloadKey]) -> None:
+        self._ghosts.add(reversed(keys), self._now(len(keys)).tolist())
 
     def settle(self, slots: Slots) -> None:
         in_lir = self._lir.holds(slots)

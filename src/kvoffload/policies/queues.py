@@ -67,8 +67,9 @@ class Ghosts:
         self.asked: OrderedDict[OffloadKey, int] = OrderedDict()
 
     def add(self, keys: Iterable[OffloadKey], numbers: Iterable[int] = repeat(0)) -> None:
-        """Blocks left, the oldest first."""
+        """Blocks left, or were not let in, the oldest first."""
         for key, number in zip(keys, numbers, strict=False):
+            self.asked.pop(key, None)
             self.left[key] = number
             self.left.move_to_end(key)
         cut(self.left, self.limit)

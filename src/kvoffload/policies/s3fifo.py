@@ -70,8 +70,11 @@ class S3FIFOPolicy(CachePolicy):
         returning = self._ghost.returning(keys)
         spare = max(0, self._main_room - int(np.count_nonzero(returning)))
         admitted = admit_head(returning, self._small_limit + spare)
-        self._ghost.add(reversed(list(compress(keys, ~admitted))))
+        self.refuse(list(compress(keys, ~admitted)))
         return admitted
+
+    def refuse(self, keys: Sequence[OffloadKey]) -> None:
+        self._ghost.add(reversed(keys))
 
     def settle(self, slots: Slots) -> None:
         in_main = self._main.holds(slots)

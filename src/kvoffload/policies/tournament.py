@@ -5,20 +5,18 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
-from operator import itemgetter
 from typing import NamedTuple
 
 import numpy as np
 
-from kvoffload.base import OffloadKey
-from kvoffload.policies.ghosts import key_hashes
+from kvoffload.policies.ghosts import Hashes
 
 GHOSTS = 5
 """How many keys that entered last, as their blocks left or were not let in, are remembered, in capacities."""
-MIN_SHADOW_BLOCKS = 512
-MAX_SHADOW_BLOCKS = 1024
-SHADOW_SHARE = 1 / 16
-"""Capacity of a shadow, as a share of the cache's, within these bounds."""
+SHADOW_GHOSTS = 4
+"""The same of a shadow, where those that have returned are not counted."""
+SHADOW_BLOCKS = 2048
+"""Capacity of a shadow: what is sampled are so many of as many blocks as the cache has."""
 HALF_LIFE = 10
 """Of a score, in capacities of accesses."""
 MARGIN = 1.003
@@ -87,9 +85,6 @@ def plan(
     return Plan(evict + more, evict_again, drop, min(left - more, new_again))
 
 
-_UNKNOWN = (-1, -1)
-
-
 class Shadow:
     """A cache of ``capacity`` names without blocks that goes by one rule.
 
@@ -101,10 +96,8 @@ class Shadow:
         self.rule = rule
         self.once: OrderedDict[int, int] = OrderedDict()
         self.again: OrderedDict[int, int] = OrderedDict()
-        self.ghosts: OrderedDict[int, tuple[int, int]] = OrderedDict()
-        """Stamp, and how many had entered before."""
+        self.ghosts: OrderedDict[int, int] = OrderedDict()
         self._clock = 0
-        self._entered = 0
 
     def access(self, names: Sequence[int]) -> int:
         """A request uses a chain of distinct names, head first. Returns how many leading ones were there."""
@@ -126,7 +119,7 @@ class Shadow:
                 again[name] = self._clock - i
                 again.move_to_end(name)
                 num_here += 1
-            elif self.ghosts.get(name, _UNKNOWN)[0] > floor:
+            elif self.ghosts.get(name, -1) > floor:
                 new_again.append(i)
             else:
                 new_once.append(i)
@@ -151,48 +144,35 @@ class Shadow:
         if need <= 0:
             return
         idle = len(again) - num_here
-        if self.rule.share is None:
-            made = self._oldest(need, idle)
-            left = need - made.evict_once - made.evict_again
-            drop_once = min(left, len(new_once))
-            made = made._replace(drop_once=drop_once, drop_again=left - drop_once)
-        else:
-            made = plan(self.rule, self.capacity, len(once), len(again), len(new_once), len(new_again), need, idle)
+        made = plan(self.rule, self.capacity, len(once), len(again), len(new_once), len(new_again), need, idle)
         dropped = sorted(new_once[: made.drop_once] + new_again[: made.drop_again], reverse=True)
         del new_once[: made.drop_once], new_again[: made.drop_again]
         for i in dropped:
             self._remember(names[i], self._clock - i)
         gone = [once.popitem(last=False) for _ in range(made.evict_once)]
         gone += [again.popitem(last=False) for _ in range(made.evict_again)]
-        if self.rule.share is None:
-            gone.sort(key=itemgetter(1))
         for name, stamp in gone:
             self._remember(name, stamp)
-
-    def _oldest(self, need: int, idle: int) -> Plan:
-        """How many of the ``need`` oldest names lie in each list."""
-        ones, others = iter(self.once.values()), iter(self.again.values())
-        never = self._clock + 1
-        a, b = next(ones, never), next(others, never)
-        evict_once = evict_again = 0
-        while evict_once + evict_again < need and min(a, b) < never:
-            if a < b or evict_again == idle:
-                if a == never:
-                    break
-                evict_once += 1
-                a = next(ones, never)
-            else:
-                evict_again += 1
-                b = next(others, never)
-        return Plan(evict_once, evict_again)
+        while len(self.ghosts) > SHADOW_GHOSTS * self.capacity:
+            self.ghosts.popitem(last=False)
 
     def _remember(self, name: int, stamp: int) -> None:
-        ghosts = self.ghosts
-        ghosts[name] = stamp, self._entered
-        ghosts.move_to_end(name)
-        self._entered += 1
-        while next(iter(ghosts.values()))[1] < self._entered - GHOSTS * self.capacity:
-            ghosts.popitem(last=False)
+        self.ghosts[name] = stamp
+        self.ghosts.move_to_end(name)
+
+
+class LRUShadow(Shadow):
+    """By the rule without a share, in which lists and ghosts make no difference: ``again`` holds all, and no stamps."""
+
+    def access(self, names: Sequence[int]) -> int:
+        blocks = self.again
+        found = next((n for n, name in enumerate(names) if name not in blocks), len(names))
+        for name in reversed(names):
+            blocks[name] = 0
+            blocks.move_to_end(name)
+        while len(blocks) > self.capacity:
+            blocks.popitem(last=False)
+        return found
 
 
 class Tournament:
@@ -203,31 +183,28 @@ class Tournament:
     """
 
     def __init__(self, capacity: int) -> None:
-        share = max(MIN_SHADOW_BLOCKS, min(MAX_SHADOW_BLOCKS, capacity * SHADOW_SHARE))
-        self._rate = min(1.0, share / capacity)
+        self._rate = min(1.0, SHADOW_BLOCKS / capacity)
         self._limit = np.uint64(min(2**64 - 1, int(self._rate * 2**64)))
-        self._half_life = HALF_LIFE * capacity * self._rate
-        self._shadows = [Shadow(max(1, round(capacity * self._rate)), rule) for rule in RULES]
+        self._capacity = min(capacity, SHADOW_BLOCKS)
         self.clear()
 
     def clear(self) -> None:
         self.scores = [0.0] * len(RULES)
         self._current = FIRST
-        self._shadows = [Shadow(shadow.capacity, shadow.rule) for shadow in self._shadows]
+        self._shadows = [(LRUShadow if rule.share is None else Shadow)(self._capacity, rule) for rule in RULES]
 
     @property
     def rule(self) -> Rule:
         return RULES[self._current]
 
-    def observe(self, keys: Sequence[OffloadKey]) -> None:
-        """A request uses a chain, head first."""
-        hashes = key_hashes(keys)
+    def observe(self, hashes: Hashes) -> None:
+        """A request uses a chain: the ``key_hashes`` of its keys, head first."""
         if self._rate < 1:
             hashes = hashes[hashes < self._limit]
         names = list(dict.fromkeys(hashes.tolist()))
         if not names:
             return
-        decay = 0.5 ** (len(names) / self._half_life)
+        decay = 0.5 ** (len(names) / (HALF_LIFE * self._capacity))
         self.scores = [
             score * decay + shadow.access(names) for score, shadow in zip(self.scores, self._shadows, strict=True)
         ]

@@ -50,8 +50,11 @@ class TwoQPolicy(CachePolicy):
         returning = self._a1out.returning(keys)
         of_am = min(len(self._am) + int(np.count_nonzero(returning)), self.capacity - self._a1in_limit)
         admitted = admit_head(returning, self.capacity - of_am)
-        self._a1out.add(reversed(list(compress(keys, ~admitted))))
+        self.refuse(list(compress(keys, ~admitted)))
         return admitted
+
+    def refuse(self, keys: Sequence[OffloadKey]) -> None:
+        self._a1out.add(reversed(keys))
 
     def settle(self, slots: Slots) -> None:
         in_am = self._am.holds(slots)

@@ -172,7 +172,7 @@ class Scenario:
             async_scheduling=rng.random() < 0.4,
             block_size_factor=factor,
             num_host_blocks=rng.choice((2, 8, 24, 100)),
-            policy=rng.choice(("lru", "arc")),
+            policy=rng.choice(("lru", "auto") if seed % 2 else ("auto", "arc")),
             store_threshold=rng.choice((None, None, None, 2)),
             load_deadline_ms=rng.choice((0.0, 3.0, 1000.0)),
             num_requests=rng.randint(6, 24),

@@ -91,7 +91,7 @@ class ReferenceManager(OffloadingManager):
     def order_pin(self, key: OffloadKey) -> None:
         """``key`` got its first reader."""
 
-    def refuse(self, key: OffloadKey) -> None:
+    def order_refuse(self, key: OffloadKey) -> None:
         """``order_admit`` does not let ``key`` in; it is remembered as one that left."""
 
     def admit_head(self, keys: list[OffloadKey], returning: list[OffloadKey], room: int) -> list[OffloadKey]:
@@ -99,7 +99,7 @@ class ReferenceManager(OffloadingManager):
         others = [key for key in keys if key not in returning]
         refused = others[room:]
         for key in reversed(refused):
-            self.refuse(key)
+            self.order_refuse(key)
         return [key for key in keys if key not in refused]
 
     # The contract.
@@ -373,7 +373,7 @@ class ReferenceTextbookARCManager(ReferenceARCManager):
         t2_in_the_end = min(len(self.t2) + len(returning), self.capacity - int(self.target_t1_size) - 1)
         return self.admit_head(keys, returning, self.capacity - t2_in_the_end)
 
-    def refuse(self, key: OffloadKey) -> None:
+    def order_refuse(self, key: OffloadKey) -> None:
         for ghosts in (self.b1, self.b2):
             if key in ghosts:
                 ghosts.remove(key)
@@ -537,7 +537,7 @@ class ReferenceS3FIFOManager(ReferenceManager):
         main_in_the_end = min(len(self.main) + len(returning), self.max_main)
         return self.admit_head(keys, returning, self.capacity - main_in_the_end)
 
-    def refuse(self, key: OffloadKey) -> None:
+    def order_refuse(self, key: OffloadKey) -> None:
         if key in self.ghost:
             self.ghost.remove(key)
         self.ghost.append(key)
@@ -571,7 +571,7 @@ class ReferenceS3FIFOManager(ReferenceManager):
         for key in [key for key in self.small if key in evictable]:
             self.small.remove(key)
             if self.uses[key] < 2:
-                self.refuse(key)
+                self.order_refuse(key)
                 return key
             self.uses[key] = 0
             self.main.append(key)
@@ -631,7 +631,7 @@ class Reference2QManager(ReferenceManager):
         am_in_the_end = min(len(self.am) + len(returning), self.capacity - self.max_a1in)
         return self.admit_head(keys, returning, self.capacity - am_in_the_end)
 
-    def refuse(self, key: OffloadKey) -> None:
+    def order_refuse(self, key: OffloadKey) -> None:
         if key in self.a1out:
             self.a1out.remove(key)
         self.a1out.append(key)
@@ -653,7 +653,7 @@ class Reference2QManager(ReferenceManager):
         from_am = [key for key in self.am if key in evictable]
         if from_a1in and (len(self.a1in) > self.max_a1in or not from_am):
             self.a1in.remove(from_a1in[0])
-            self.refuse(from_a1in[0])
+            self.order_refuse(from_a1in[0])
             return from_a1in[0]
         self.am.remove(from_am[0])
         return from_am[0]
@@ -757,7 +757,7 @@ class ReferenceLIRSManager(ReferenceManager):
         lir_in_the_end = min(len(self.lir) + len(returning), self.max_lir)
         return self.admit_head(keys, returning, self.capacity - lir_in_the_end)
 
-    def refuse(self, key: OffloadKey) -> None:
+    def order_refuse(self, key: OffloadKey) -> None:
         if key in self.stack:
             self.stack.remove(key)
         self.stack.append(key)

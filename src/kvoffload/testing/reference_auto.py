@@ -43,7 +43,7 @@ class ReferenceTwoLists:
         self.rule = rule
         self.once: list[int] = []
         self.again: list[int] = []
-        self.ghosts = Ghosts(tournament.GHOSTS * capacity)
+        self.ghosts: list[int] = []
         self.stamp: dict[int, int] = {}
         self.clock = 0
 
@@ -59,7 +59,7 @@ class ReferenceTwoLists:
         new_once: list[int] = []
         new_again: list[int] = []
         for i, name in reversed(list(enumerate(names))):
-            known = self.ghosts.stamp(name)
+            known = self.stamp[name] if name in self.ghosts else -1
             self.stamp[name] = self.clock - i
             if name in here:
                 (self.once if name in self.once else self.again).remove(name)
@@ -78,10 +78,14 @@ class ReferenceTwoLists:
         if share is None:
             left.sort(key=lambda name: self.stamp[name])
         for name in sorted(self.stayed_out, key=lambda name: self.stamp[name]) + left:
-            self.ghosts.enter(name, self.stamp[name])
+            if name in self.ghosts:
+                self.ghosts.remove(name)
+            self.ghosts.append(name)
+        self.ghosts = self.ghosts[-tournament.SHADOW_GHOSTS * capacity :]
         for new, members in ((new_once, self.once), (new_again, self.again)):
             for name in new:
-                self.ghosts.take_out(name)
+                if name in self.ghosts:
+                    self.ghosts.remove(name)
                 members.append(name)
         for members in (self.once, self.again):
             members.sort(key=lambda name: self.stamp[name])
@@ -91,10 +95,9 @@ class ReferenceTwoLists:
         """One name leaves, or stays out. False: there is none."""
         idle_again = [name for name in self.again if name not in here]
         if self.rule.share is None:
-            idle = sorted(self.once + idle_again, key=lambda name: self.stamp[name])
-            if idle:
-                return self.leave(idle[0])
-            return self.stay_out(new_once) or self.stay_out(new_again)
+            oldest = min(self.once + self.again + new_once + new_again, key=lambda name: self.stamp[name])
+            new = new_once if oldest in new_once else new_again
+            return self.stay_out(new) if oldest in new else self.leave(oldest)
         quota = max(1, int(self.rule.share * self.capacity))
         if len(self.once) + len(new_once) > quota:
             if self.rule.holds and len(self.once) > quota and new_once:
@@ -125,7 +128,7 @@ class ReferenceAutoManager(ReferenceManager):
 
     def __init__(self, num_blocks: int) -> None:
         super().__init__(num_blocks)
-        assert num_blocks <= tournament.MIN_SHADOW_BLOCKS, "every block is sampled"
+        assert num_blocks <= tournament.SHADOW_BLOCKS, "every block is sampled"
         self.order_clear()
 
     def order_clear(self) -> None:

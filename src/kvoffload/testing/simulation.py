@@ -145,7 +145,7 @@ def _scenario(rng: Random) -> Scenario:
         prefix_caching=rng.random() < 0.5,
         async_scheduling=rng.random() < 0.3,
         num_host_blocks=rng.choice((8, 24, 48, 100)),
-        policy=rng.choice(("lru", "arc")),
+        policy=rng.choice(("lru", "auto")),
         num_documents=rng.randint(1, 3),
         document_tokens=document_tokens,
         max_question_tokens=6,

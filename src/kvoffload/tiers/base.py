@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -107,8 +107,9 @@ class Tier(ABC):
     def touch(self, keys: Sequence[OffloadKey]) -> None:
         """Marks as recently used, last key first. Unknown keys are ignored."""
 
-    def refresh(self, keys: Sequence[OffloadKey]) -> None:
-        """Puts a chain that was touched before into the order of one touch. It counts as no further use."""
+    def refresh(self, keys: Sequence[OffloadKey], stored: Collection[OffloadKey]) -> None:
+        """Puts a chain that a request has touched, and of which it has stored ``stored``, into the order of one touch.
+        It counts as no further use."""
         self.touch(keys)
 
     @abstractmethod

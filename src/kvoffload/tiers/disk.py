@@ -8,7 +8,7 @@ import os
 import resource
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -92,9 +92,11 @@ class _Book(PolicyOffloadingManager):
         """Distinct blocks that were found on disk, oldest first."""
         self.backend.adopt(slots)
         self._table.insert(keys, slots)
-        self.policy.insert(slots, keys)
+        # As one chain, whose head was used last.
+        self.policy.insert(slots[::-1], keys[::-1])
         self._table.set_ready(slots)
         self.policy.settle(slots)
+        self.policy.refresh(slots, *np.array([[True], [False]]).repeat(len(slots), axis=1))
 
     def find(self, keys: Sequence[OffloadKey]) -> Slots:
         """The slots of those of ``keys`` that are there, each once."""
@@ -332,9 +334,11 @@ class DiskTier(Tier):
         names, places = output.keys_to_store, output.store_spec.slots
         self._num_evicted += len(output.evicted_keys)
         self._serials[places] += 1
-        sequence = self._take_sequences(len(names))
+        # Last key first, as in touch.
+        self._book.refresh(names, names)
+        last = self._take_sequences(len(names)) + len(names) - 1
         items = [
-            _Item(key, wanted[key], place, sequence + i)
+            _Item(key, wanted[key], place, last - i)
             for i, (key, place) in enumerate(zip(names, places.tolist(), strict=True))
         ]
         num_taken = self._submit(self._executor.submit_write, self._write_run, items)
@@ -507,8 +511,8 @@ class DiskTier(Tier):
     def touch(self, keys: Sequence[OffloadKey]) -> None:
         self._book.touch(keys)
 
-    def refresh(self, keys: Sequence[OffloadKey]) -> None:
-        self._book.refresh(keys, ())
+    def refresh(self, keys: Sequence[OffloadKey], stored: Collection[OffloadKey]) -> None:
+        self._book.refresh(keys, stored)
 
     def delete(self, keys: Sequence[OffloadKey]) -> None:
         slots = self._book.find(keys)

@@ -35,6 +35,8 @@ def read_trace(
     """
     if str(source).startswith(synthetic.PREFIX):
         return synthetic.generate(str(source), block_tokens)
+    if not str(source):
+        raise TraceError("trace='': names no file; give the path of one")
     file = Source(Path(source).expanduser(), Problems(strict), on_progress)
     if format is None:
         format = _guess(file)

@@ -29,7 +29,10 @@ def read(source: Source, block_tokens: int | None = None) -> Trace:
     columns: tuple[int, int] | None = None
     for number, cells in _rows(source):
         if columns is None:
-            columns = _columns(cells)
+            try:
+                columns = _columns(cells)
+            except TraceError as error:
+                raise TraceError(f"{source.path}:{number}: {error}") from None
             if columns is not None:
                 continue
             columns = 0, 1
@@ -86,6 +89,11 @@ def _columns(header: Sequence[str]) -> tuple[int, int] | None:
     names = [name.strip().lower().replace("-", "_") for name in header]
     time = next((names.index(name) for name in TIMES if name in names), None)
     at = next((names.index(name) for name in OBJECTS if name in names), None)
+    if (time is None) != (at is None):
+        raise TraceError(
+            f"a header without {'time' if time is None else 'object'}: {', '.join(names)[:200]}; call that column "
+            f"{TIMES[0] if time is None else OBJECTS[0]}"
+        )
     return None if time is None or at is None else (time, at)
 
 

@@ -7,6 +7,7 @@ import gzip
 import io
 import json
 import math
+import stat
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from itertools import pairwise
@@ -115,6 +116,9 @@ class _Opened:
 
     def __init__(self, path: Path) -> None:
         try:
+            # Read twice, its head and all of it; and opening a pipe may take for ever.
+            if not stat.S_ISREG(path.stat().st_mode):
+                raise TraceError(f"{path}: not a file; write the trace to one")
             self._raw = path.open("rb")
         except OSError as error:
             raise TraceError(f"{path}: cannot be read: {error.strerror}") from error
@@ -152,6 +156,9 @@ def parse_object(text: bytes) -> dict[str, Any]:
         raise ValueError(f"not UTF-8: byte {error.start + 1}") from None
     except RecursionError:
         raise ValueError("not JSON: nested too deeply") from None
+    except ValueError as error:
+        # Of what the decoder refuses itself; else Python refuses to make a number of so many digits.
+        raise error if str(error).startswith("not JSON") else ValueError("a number of thousands of digits") from None
     if not isinstance(found, dict):
         raise ValueError("not a JSON object")
     return found

@@ -34,7 +34,7 @@ def read(source: Source, block_tokens: int | None = None) -> Trace:
         try:
             data = parse_object(line)
             if HEADER in data:
-                tokens = _check_header(data)
+                tokens = _check_header(data, f"{source.path}:{number}")
                 if header is not None and tokens != size:
                     raise TraceError(
                         f"{source.path}:{number}: blocks of {tokens} tokens from here on, of {size} before: make two "
@@ -80,10 +80,10 @@ def read(source: Source, block_tokens: int | None = None) -> Trace:
     )
 
 
-def _check_header(data: Mapping[str, Any]) -> int:
+def _check_header(data: Mapping[str, Any], where: str) -> int:
     if data[HEADER] != VERSION:
         raise TraceError(
-            f"a trace of format {data[HEADER]!r}; this kvoffload reads {VERSION}: use the one it came from"
+            f"{where}: {HEADER}={data[HEADER]!r}: this kvoffload reads format {VERSION}; use the one it came from"
         )
     seconds(data, "started")
     return whole(data, "block_tokens", 1)
