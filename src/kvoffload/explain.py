@@ -7,7 +7,7 @@ import math
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import numpy as np
@@ -48,7 +48,7 @@ class RequestRecord:
     reason: MissReason | None = None
     age_s: float | None = None
     disk_tokens: int = 0
-    policy: Mapping[str, Any] | None = None
+    policy: Mapping[str, Any] | None = field(default=None, hash=False)
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)

@@ -44,7 +44,10 @@ def some_records(engine: str = "a") -> list[RequestRecord]:
         reason = (None, MissReason.NEVER_STORED, MissReason.EVICTED, MissReason.EVICTED)[i % 4]
         age = 35.0 if reason is MissReason.EVICTED else None
         missed = None if reason is None else "ab" * 36
-        records.append(RequestRecord(START + 10 * i, f"{engine}{i}", 1000, 400, 200, missed, reason, age))
+        policy = None if reason is None else {"rule": "lru", "scores": {"lru": float(i), "2q": 0.0}}
+        records.append(
+            RequestRecord(START + 10 * i, f"{engine}{i}", 1000, 400, 200, missed, reason, age, policy=policy)
+        )
     return records
 
 

@@ -273,14 +273,14 @@ def answer(output: Any) -> list[Any]:
 
 
 def prometheus() -> dict[str, float]:
-    """Every sample in this process, by name, and by reason where it has one."""
+    """Every sample in this process, by name, and by reason or rule where it has one."""
     from prometheus_client import REGISTRY
 
     samples = {}
     for metric in REGISTRY.collect():
         for sample in metric.samples:
-            reason = sample.labels.get("reason")
-            samples[sample.name if reason is None else f"{sample.name}:{reason}"] = sample.value
+            label = sample.labels.get("reason", sample.labels.get("rule"))
+            samples[sample.name if label is None else f"{sample.name}:{label}"] = sample.value
     return samples
 
 

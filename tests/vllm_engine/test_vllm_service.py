@@ -12,6 +12,7 @@ import pytest
 # Not "vllm": from tests/ on sys.path this directory itself could be imported under that name.
 pytest.importorskip("vllm.version")
 from kvoffload.lab.readers import read_trace  # isort: skip
+from kvoffload.metrics import METRICS  # isort: skip
 from vllm_harness import POOL, Run, Runner, assert_at_rest, differences
 
 pytestmark = pytest.mark.vllm
@@ -56,9 +57,9 @@ def test_prometheus_shows_the_same(service: Run) -> None:
     for state in (service["warm"], service["after"]):
         samples = state["prometheus"]
         for name, value in state["metrics"].items():
-            base, _, reason = name.partition(":")
-            gauge = base in ("pool_blocks", "pool_used_blocks", "off")
-            sample = f"kvoffload:{base}" + ("" if gauge else "_total") + (f":{reason}" if reason else "")
+            base, _, label = name.partition(":")
+            counter = METRICS[base].kind == "counter"
+            sample = f"kvoffload:{base}" + ("_total" if counter else "") + (f":{label}" if label else "")
             assert samples[sample] == pytest.approx(value), name
 
 
