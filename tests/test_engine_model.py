@@ -30,7 +30,7 @@ from kvoffload.testing.engine import (
 from kvoffload.transfer.base import TransferResult
 from kvoffload.worker import Finished, StepMeta, WorkerReport
 
-SEEDS = 100_000 if os.environ.get("KVOFFLOAD_SOAK") else 5_000
+SEEDS = 100_000 if os.environ.get("KVOFFLOAD_SOAK") else 3_000
 CHUNKS = 20
 PLANTED_SEEDS = 2_000
 

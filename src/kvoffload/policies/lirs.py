@@ -120,6 +120,8 @@ class LIRSPolicy(CachePolicy):
 
     def _append(self, slots: Slots) -> None:
         """Moves blocks to the recent end of the list that each is in."""
+        if not len(slots):
+            return
         in_lir = self._lir.holds(slots)
         now = self._last_use[slots] = self._now(len(slots))
         self._lir.append(slots[in_lir], now[in_lir])
