@@ -186,9 +186,7 @@ class ReferenceAutoManager(ReferenceManager):
             self.ghosts.enter(key, self.clock)
             self.marked.pop(key, None)
             self.clock += 1
-        self.gone: list[OffloadKey] = []
-        output = super().prepare_store([key for key in keys if key not in refused], req_context)
-        return output
+        return super().prepare_store([key for key in keys if key not in refused], req_context)
 
     def is_returning(self, key: OffloadKey) -> bool:
         return self.ghosts.stamp(key) >= 0 and self.marked.get(key, False)
