@@ -90,12 +90,13 @@ class Rig:
         )
 
     def store(self, keys: list[OffloadKey]) -> None:
-        """Stores blocks whose bytes are made of their keys."""
+        """A request whose chain is ``keys`` stores blocks whose bytes are made of their keys, and ends."""
         output = self.manager.prepare_store(keys)
         assert output is not None
         for key, slot in zip(output.keys_to_store, output.store_spec.slots.tolist(), strict=True):
             self.pools[0][slot] = content(key)
         self.manager.complete_store(keys)
+        self.manager.offer_chain(keys)
 
     def settle(self) -> None:
         """What was asked for begins, and all that is under way in the tier ends."""
