@@ -1,8 +1,8 @@
-"""Which blocks reach a disk that is too slow for all of them: prompts that are whole there, blocks that no lookup finds.
+"""Which blocks reach a disk that is too slow for all: prompts that are whole there, and blocks that no lookup finds.
 
 Everything is simulated but the scheduler half and the managers: the clock, the engine, and a disk that writes so many
 blocks per second. So a run gives the same figures on any machine. The engine computes one prompt after the other, or
-several at a time, and the disk has a percentage of the bandwidth that it takes to write all blocks as they are computed.
+several at a time; the disk has a percentage of the bandwidth that it takes to write all blocks as they are computed.
 """
 
 from __future__ import annotations

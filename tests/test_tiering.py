@@ -19,6 +19,7 @@ from kvoffload.testing.tiers import MemoryTier, SteppedExecutor, make_pools
 from kvoffload.tiering import (
     FAILURE_PERIOD_S,
     MAX_FAILURES,
+    MAX_HANGS,
     MISS_TTL_S,
     PROMOTION_SHARE,
     RATE_TTL_S,
@@ -289,6 +290,23 @@ def test_windows_that_cannot_be_complete_promote_nothing() -> None:
     assert rig.tier.reads == []
 
 
+@pytest.mark.parametrize(("n", "promoted"), [(8, True), (9, False)])
+def test_a_window_that_can_never_be_promoted_as_a_whole_is_a_miss_at_once(n: int, promoted: bool) -> None:
+    rig = Rig(host_blocks=16)
+    keys = chain("x", n)
+    rig.store_below(keys)
+    state = LookupState.RETRY if promoted else LookupState.MISS
+    assert rig.manager.lookup_each(keys, A) == [state] * n
+    rig.settle()
+    assert rig.tier.reads == (keys if promoted else [])
+    if not promoted:
+        assert rig.manager.explain_miss(keys[0]).reason is MissReason.TOO_LARGE
+        rig.host.prepare_store(keys[:1])
+        rig.host.complete_store(keys[:1])
+        hit, retry = LookupState.HIT, LookupState.RETRY
+        assert rig.manager.lookup_each(keys, A) == [hit, *[retry] * 8], "what the host has need not come"
+
+
 # What is kept ready.
 
 
@@ -547,6 +565,89 @@ def test_of_a_tier_that_hangs_nobody_else_waits() -> None:
     assert rig.manager.lookup(keys, B) == 0
     rig.settle()
     assert rig.manager.lookup(other, B) is None, "it has come back"
+
+
+def hang(rig: Rig, name: str = "x") -> list[OffloadKey]:
+    """Of two blocks that a request waits for, the reading of the first hangs."""
+    keys = chain(name, 2)
+    rig.store_below(keys)
+    rig.tier.hanging.add(keys[0])
+    rig.manager.lookup(keys, ReqContext(name))
+    rig.settle()
+    return keys
+
+
+def wait_for_probe(rig: Rig, keys: list[OffloadKey]) -> None:
+    """Somebody asks for ``keys`` after the deadline, and what that gives rise to ends."""
+    rig.clock.now += 1.0
+    assert rig.manager.lookup(keys, ReqContext("prober")) == 0, "it does not wait"
+    rig.settle()
+    rig.manager.let_go(ReqContext("prober"))
+
+
+def test_the_reads_of_a_tier_go_on_without_one_that_hangs(caplog: pytest.LogCaptureFixture) -> None:
+    rig = Rig(host_blocks=32, load_deadline_ms=1000)
+    other = chain("y", 6)
+    rig.store_below(other)
+    keys = hang(rig)
+    wait_for_probe(rig, other)
+    for name, n in (("b", 3), ("c", 6)):
+        rig.clock.now += 5.0
+        assert rig.manager.lookup(other[:n], ReqContext(name)) is None
+        rig.settle()
+        assert rig.manager.lookup(other[:n], ReqContext(name)) == n
+    assert rig.manager.lookup(keys, B) == 0, "but for the block that hangs"
+    assert rig.bytes_of(other) == [bytes(content(key)) for key in other]
+    assert len([record for record in caplog.records if "has ended no read" in record.message]) == 1
+
+
+def test_the_slot_of_a_read_that_hangs_belongs_to_nobody_else() -> None:
+    rig = Rig(host_blocks=8, load_deadline_ms=1000)
+    keys = hang(rig)
+    rig.manager.let_go(ReqContext("x"))
+    slot = int(rig.host._table.find(keys[:1])[0])
+    wait_for_probe(rig, chain("y", 1))
+    for _ in range(3):
+        rig.fill_host()
+        assert int(rig.host._table.find(keys[:1])[0]) == slot
+    rig.manager.reset()
+    rig.fill_host("other")
+    assert slot not in rig.host._table.slots().tolist(), "nor after a reset"
+    rig.clock.now += 1e9
+    rig.settle()
+    assert rig.host.num_available_blocks == rig.host.num_blocks
+    assert rig.manager._lanes[0].overdue == set()
+
+
+def test_the_reads_that_may_hang_are_bounded_and_one_that_ends_makes_room() -> None:
+    rig = Rig(host_blocks=64, load_deadline_ms=1000)
+    victims = [chain(f"v{i}", 2) for i in range(10)]
+    rig.store_below([key for keys in victims for key in keys])
+    rig.tier.hanging = {key for keys in victims for key in keys}
+    rig.manager.lookup(victims[0], A)
+    rig.settle()
+    for keys in victims[1:]:
+        wait_for_probe(rig, keys)
+        rig.clock.now += 10.0
+    assert len(rig.tier.reads) == 2 + MAX_HANGS - 1
+    rig.tier.hanging.clear()
+    rig.executor._under_way[0].until = 0.0
+    rig.settle()
+    assert rig.manager.lookup(victims[9], B) is None
+    rig.settle()
+    assert rig.manager.lookup(victims[9], B) == 2
+
+
+def test_a_read_that_hung_says_nothing_of_how_fast_the_tier_is() -> None:
+    rig = Rig(host_blocks=32, load_deadline_ms=1000, load_only_if_faster=True)
+    other = chain("y", 4)
+    rig.store_below(other)
+    hang(rig)
+    wait_for_probe(rig, other)
+    before = rig.manager._lanes[0].read_rate.seconds_for(1)
+    rig.clock.now += 1e9
+    rig.settle()
+    assert rig.manager._lanes[0].read_rate.seconds_for(1) == before
 
 
 def test_a_tier_that_does_not_answer_does_not_have_it() -> None:

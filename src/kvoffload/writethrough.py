@@ -42,7 +42,7 @@ class _State(enum.Enum):
     STARTED = enum.auto()
     """A part of it was written, the rest is to be."""
     WAITING = enum.auto()
-    """Its next block is not in the host yet."""
+    """Its next block is not in the host yet, or is being written for another chain."""
     GONE = enum.auto()
 
 
@@ -68,10 +68,10 @@ class _Chain:
     losses: int = 0
     """Blocks that the tier had lost when the units that are done were last looked up."""
     written: list[OffloadKey] = field(default_factory=list)
+    """What the tier has taken on for its request so far."""
+    num_written_before: int = 0
+    """How many of them before it was offered."""
     failures: int = 0
-    has_hole: bool = False
-    """A write failed or was refused while later ones were not, or a block was evicted: what is written behind it must
-    not stay there if it is not written again."""
     refused_at: float | None = None
     """Since when the tier takes nothing of it on, though it has nothing else to do."""
 
@@ -82,12 +82,10 @@ class _Plan:
 
     keys: list[OffloadKey]
     """To be written, in order."""
-    begin: int
-    """The token at which the first of them ends."""
     done: int
     """``_Chain.done`` when they are."""
     hole: OffloadKey | None
-    """The block that neither the tier nor the host has, if there is no more to write before it."""
+    """The block that the tier lacks and cannot be given now, if there is no more to write before it."""
 
 
 class WriteThrough:
@@ -159,8 +157,9 @@ class WriteThrough:
         if num_units == 0:
             return
         chain = _Chain(list(keys), by_group, num_units, is_whole, request)
-        if before is not None and before.has_hole:
-            chain.has_hole, chain.written, chain.failures = True, before.written, before.failures
+        if before is not None:
+            chain.written, chain.failures = before.written, before.failures
+            chain.num_written_before = len(chain.written)
         self._chains[chain] = None
         self._num_keys += len(keys)
         if request is not None:
@@ -173,12 +172,7 @@ class WriteThrough:
 
     def stored(self, keys: Sequence[OffloadKey]) -> None:
         """``keys`` have become ready in the host."""
-        if self._waiting:
-            for key in keys:
-                for chain in self._waiting.pop(key, ()):
-                    chain.waits_for = None
-                    self._queue(chain, _State.STARTED if chain.written else _State.FRESH)
-                    self._progress = self._clock()
+        self._wake(keys)
 
     def pump(self, room: int) -> None:
         """Begins to write as much of the backlog as the tier takes on, at most ``room`` blocks."""
@@ -190,7 +184,6 @@ class WriteThrough:
                 return
             plan = self._plan(chain, room)
             if plan.keys and len(chain.written) >= MAX_WRITES_PER_BLOCK * len(chain.keys):
-                self._take_back(chain, plan.keys[0])
                 self._drop(chain)
                 continue
             taken = self._write(chain, plan.keys)
@@ -208,20 +201,32 @@ class WriteThrough:
     def ended(self, results: Sequence[TierResult]) -> None:
         """Writes have ended."""
         self._progress, self._refused_at = self._clock(), None
-        failed: dict[_Chain, OffloadKey] = {}
+        failed: dict[_Chain, list[TierResult]] = {}
         for result in results:
             chain = self.writing.pop(result.key)
             self._num_lost += not result.ok
-            if not result.ok and result.error is not TierError.GONE and chain is not None:
-                failed.setdefault(chain, result.key)
-        self._host.release([result.key for result in results])
-        for chain, key in failed.items():
-            chain.failures += 1
+            if not result.ok and chain is not None:
+                failed.setdefault(chain, []).append(result)
+        keys = [result.key for result in results]
+        self._host.release(keys)
+        self._wake(keys)
+        for chain, failures in failed.items():
+            # What is gone was taken back for another chain.
+            chain.failures += any(result.error is not TierError.GONE for result in failures)
             if chain.failures > MAX_REWRITES:
-                self._take_back(chain, key)
+                self._take_back(chain, failures[0].key)
                 self._remove(chain)
             else:
                 self._rewind(chain)
+
+    def _wake(self, keys: Sequence[OffloadKey]) -> None:
+        """Chains that waited for one of ``keys`` may go on."""
+        if self._waiting:
+            for key in keys:
+                for chain in self._waiting.pop(key, ()):
+                    chain.waits_for = None
+                    self._queue(chain, _State.STARTED if chain.written else _State.FRESH)
+                    self._progress = self._clock()
 
     def lost(self, num_blocks: int) -> None:
         """The tier has lost blocks that could not be read."""
@@ -279,38 +284,39 @@ class WriteThrough:
                 del self._of_request[chain.request]
 
     def _stop(self, chain: _Chain, hole: OffloadKey) -> None:
-        """Nobody can go on behind ``hole``, which neither the tier nor the host has."""
-        if not chain.is_whole:
+        """Nothing can be written behind ``hole``, which the tier does not have and cannot be given now."""
+        if not chain.is_whole or hole in self.writing:
             self._leave(chain)
             chain.state, chain.waits_for = _State.WAITING, hole
             self._waiting.setdefault(hole, {})[chain] = None
             return
         if self._host.explain_miss(hole).reason is MissReason.EVICTED:
             self._count("disk_dropped_writes", self._num_lacking(chain, in_host=False))
-        if chain.has_hole:
-            self._take_back(chain, hole)
+        self._take_back(chain, hole)
         self._finish(chain)
 
     def _finish(self, chain: _Chain) -> None:
         self._remove(chain)
-        if chain.is_whole and chain.written:
+        if chain.is_whole and len(chain.written) > chain.num_written_before:
             # What was written after its request had ended is newer than what comes before it in the chain.
             self._tier.refresh(chain.keys, chain.written)
 
     def _drop(self, chain: _Chain) -> None:
         self._count("disk_dropped_writes", self._num_lacking(chain, in_host=True))
         self._remove(chain)
+        below = self._is_below(chain.keys, chain)
+        if not below.all():
+            self._take_back(chain, chain.keys[int(below.argmin())])
 
     def _num_lacking(self, chain: _Chain, in_host: bool) -> int:
         """Blocks that the tier lacks; with ``in_host`` only those that the host has."""
-        lacking = ~self._is_below(chain.keys)
+        lacking = ~self._is_below(chain.keys, chain)
         if in_host:
             lacking &= self._host.states(chain.keys) == LookupState.HIT
         return int(np.count_nonzero(lacking))
 
     def _rewind(self, chain: _Chain) -> None:
         """The chain is looked at anew from its head, and goes on where the tier lacks a block."""
-        chain.has_hole = True
         chain.done = 0
         if chain.state is _State.GONE:
             self._chains[chain] = None
@@ -319,20 +325,30 @@ class WriteThrough:
 
     def _take_back(self, chain: _Chain, hole: OffloadKey) -> None:
         """What it has written behind ``hole`` could not be found."""
+        if not chain.written:
+            return
         behind = set(chain.keys[chain.keys.index(hole) + 1 :])
-        unreachable = [key for key in chain.written if key in behind]
+        unreachable = [key for key in chain.written if key in behind and self.writing.get(key, chain) is chain]
         self._tier.delete(unreachable)
         self._num_lost += len(unreachable)
 
     # Writing.
 
-    def _is_below(self, keys: Sequence[OffloadKey]) -> Bools:
-        """Which of ``keys`` the tier has or is being given."""
+    def _is_below(self, keys: Sequence[OffloadKey], chain: _Chain) -> Bools:
+        """Which of ``keys`` the tier has or is being given for this chain: if that fails, the chain is put right."""
         below: Bools = self._tier.contains(keys) == LookupState.HIT
         if self.writing:
             for i in np.flatnonzero(~below).tolist():
-                below[i] = self.writing.get(keys[i]) is not None
+                below[i] = self.writing.get(keys[i]) is chain
         return below
+
+    def _is_in_host(self, keys: Sequence[OffloadKey]) -> Bools:
+        """Which of ``keys`` can be written now."""
+        in_host: Bools = self._host.states(keys) == LookupState.HIT
+        if self.writing:
+            for i in np.flatnonzero(in_host).tolist():
+                in_host[i] = keys[i] not in self.writing
+        return in_host
 
     @property
     def _losses(self) -> int:
@@ -350,10 +366,8 @@ class WriteThrough:
             stop = min(chain.num_units, start + num_units)
             plan = self._plan_units(chain, start, stop, room)
             if plan.keys or plan.hole is not None or stop == chain.num_units:
-                break
+                return plan
             start, num_units = max(start, plan.done), 2 * num_units
-        chain.has_hole |= bool(plan.keys) and plan.begin <= before * self._align
-        return plan
 
     def _plan_units(self, chain: _Chain, start: int, stop: int, room: int) -> _Plan:
         """What is to be written so that requests can go on at the ends of units ``start`` to ``stop``."""
@@ -371,10 +385,10 @@ class WriteThrough:
                 first = np.array([group.skipped_tokens(end) // size for end in ends.tolist()], dtype=np.int64)
             low = int(first[0])
             names = keys[low : stop * per_unit]
-            below = self._is_below(names)
+            below = self._is_below(names, chain)
             here = below.copy()
             absent = np.flatnonzero(~below)
-            here[absent] = self._host.states([names[i] for i in absent.tolist()]) == LookupState.HIT
+            here[absent] = self._is_in_host([names[i] for i in absent.tolist()])
             holes = np.concatenate(([0], np.cumsum(~here)))
             good = holes[ends // size - low] == holes[first - low]
             usable &= good
@@ -396,13 +410,13 @@ class WriteThrough:
             # Done are units of which nothing is left.
             complete = points[ends[points] < wanted[room][0]]
             done = start + int(complete[-1]) + 1 if len(complete) else start
-            return _Plan([key for _, key in wanted[:room]], wanted[0][0], done, None)
+            return _Plan([key for _, key in wanted[:room]], done, None)
         hole = None
         if num_full < len(ends):
             hole = min((end, name) for end, name, is_full in missing if is_full)[1]
         elif stop == chain.num_units and done < stop:
             hole = min(missing)[1]
-        return _Plan([key for _, key in wanted], wanted[0][0] if wanted else 0, done, hole)
+        return _Plan([key for _, key in wanted], done, hole)
 
     @staticmethod
     def _is_needed(points: Ints, stops: Ints, firsts: Ints, num_blocks: int) -> Bools:
@@ -427,10 +441,7 @@ class WriteThrough:
         self._progress, self._refused_at = self._clock(), None
         if chain.state is _State.FRESH:
             self._queue(chain, _State.STARTED)
-        num_leading = next((i for i, key in enumerate(keys) if key not in taken), len(keys))
-        if num_leading < len(taken):
-            chain.has_hole = True
-        return num_leading
+        return next((i for i, key in enumerate(keys) if key not in taken), len(keys))
 
     def _refuse(self, chain: _Chain) -> None:
         """The tier did not take on all that it was given."""
@@ -453,5 +464,5 @@ class WriteThrough:
                 for group, per_unit, keys in zip(self._groups, self._blocks_per_unit, chain.by_group, strict=True):
                     before = keys[: chain.done * per_unit] if group.is_full else []
                     gone = self._tier.contains(before) == LookupState.MISS
-                    if any(self.writing.get(before[i]) is None for i in np.flatnonzero(gone).tolist()):
+                    if any(self.writing.get(before[i]) is not chain for i in np.flatnonzero(gone).tolist()):
                         raise IntegrityError("a chain is written behind a hole")

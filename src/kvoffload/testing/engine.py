@@ -575,6 +575,8 @@ class ModelEngine:
         """Those of them whose load failed on some rank."""
         self._released: dict[str, set[int]] = {}
         """Held requests that some ranks have released, and which."""
+        self.is_full = False
+        """Whether no request is given device blocks, whatever is free."""
         self._todo = self._make_requests()
         if patch is not None:
             patch(self)
@@ -793,7 +795,7 @@ class ModelEngine:
         hits, needed = self._tables_for(request, computed, total)
         idle = sum(self.pool.refs[block] == 0 for table in hits for block in table if block != NULL_BLOCK)
         room = len(self.pool.free) - idle
-        if sum(needed) + (0 if external else len(self.groups)) > room:
+        if self.is_full or sum(needed) + (0 if external else len(self.groups)) > room:
             return False
         for table in hits:
             self.pool.take([block for block in table if block != NULL_BLOCK])
