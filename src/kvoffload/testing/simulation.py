@@ -21,7 +21,7 @@ import dataclasses
 import hashlib
 import itertools
 import logging
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -247,8 +247,8 @@ class Server(LowerTiers):
         """Blocks that the tier has not told of yet, and their host slots."""
         self.written: dict[OffloadKey, None] = {}
         """Keys that the tier has taken on to write."""
-        self._chain_of: dict[OffloadKey, tuple[Sequence[OffloadKey], int]] = {}
-        """A chain that each key is in, and its place there."""
+        self._chains_of: defaultdict[OffloadKey, list[tuple[Sequence[OffloadKey], int]]] = defaultdict(list)
+        """The chains that each key is in, and its place there."""
         self._unreachable: Unreachable | None = None
         self._had: set[OffloadKey] = set()
         """Keys that the tier was seen to hold: if it does not any more, that is its own affair."""
@@ -336,7 +336,8 @@ class Server(LowerTiers):
         def learn(keys: Sequence[OffloadKey]) -> None:
             if self.tier is not None:
                 keys = list(keys)
-                self._chain_of.update((key, (keys, i)) for i, key in enumerate(keys))
+                for i, key in enumerate(keys):
+                    self._chains_of[key].append((keys, i))
                 there = self.tier.contains(keys) == LookupState.HIT
                 self._had.update(keys[i] for i in np.flatnonzero(there).tolist())
 
@@ -352,22 +353,26 @@ class Server(LowerTiers):
 
     def check_reachable(self, keys: Iterable[OffloadKey]) -> None:
         """Of each of ``keys`` that the tier has, all blocks before it in groups with full attention must be there or
-        come, or have been there."""
+        come, or have been there; in one of its chains, since draft groups name a block by what follows it."""
         assert self.tier is not None
-        is_full = [group.is_full for group in self.engine.groups]
         for key in keys:
-            chain, place = self._chain_of.get(key, ((), 0))
-            before = [other for other in chain[:place] if is_full[key_group_idx(other)] and other not in self._had]
-            missing = np.flatnonzero(self.tier.contains(before) == LookupState.MISS).tolist()
-            if any(before[i] not in self._in_use for i in missing):
-                raise Unreachable(f"block {place} of a chain of {len(chain)}")
+            chains = self._chains_of[key]
+            if chains and not any(self._is_reached(chain[:place]) for chain, place in reversed(chains)):
+                raise Unreachable(f"block {chains[-1][1]} of a chain of {len(chains[-1][0])}")
+
+    def _is_reached(self, before: Sequence[OffloadKey]) -> bool:
+        assert self.tier is not None
+        groups = self.engine.groups
+        needed = [key for key in before if groups[key_group_idx(key)].is_full and key not in self._had]
+        missing = np.flatnonzero(self.tier.contains(needed) == LookupState.MISS).tolist()
+        return all(needed[i] in self._in_use for i in missing)
 
     def check_all_reachable(self) -> None:
         """When nothing is under way: nothing may be left behind a block whose writing has failed."""
         tiered = self.engine.tiered
         assert tiered is not None
         if self.tier is not None and not tiered._lanes[0].off and not tiered._lanes[0].writes.has_backlog:
-            keys = list(self._chain_of)
+            keys = list(self._chains_of)
             there = np.flatnonzero(self.tier.contains(keys) == LookupState.HIT)
             # What a kill has left behind a hole is of another life.
             self.check_reachable([keys[i] for i in there.tolist() if keys[i] in self.written])
