@@ -29,7 +29,7 @@ PATIENCE_S = 0.25
 """How long an idle engine is kept stepping for a backlog on which the tier makes no progress."""
 GIVE_UP_S = 1.0
 """A chain of which the tier takes nothing on for so long, though it has nothing to do, is dropped."""
-FIRST_UNITS = 32
+FIRST_UNITS = 256
 """Resume points that are looked at at first; doubled while there is nothing to write."""
 
 Bools = npt.NDArray[np.bool_]
@@ -149,6 +149,7 @@ class WriteThrough:
         was_started = before is not None and before.state is _State.STARTED
         if before is not None:
             self._remove(before)
+        keys = list(keys)
         by_group = self._split(keys)
         num_units = min(len(part) // n for part, n in zip(by_group, self._blocks_per_unit, strict=True))
         # The tail of a chain longer than the tier would push out its head.
@@ -156,7 +157,7 @@ class WriteThrough:
         num_units = min(num_units, most_blocks // sum(self._blocks_per_unit))
         if num_units == 0:
             return
-        chain = _Chain(list(keys), by_group, num_units, is_whole, request)
+        chain = _Chain(keys, by_group, num_units, is_whole, request)
         if before is not None:
             chain.written, chain.failures = before.written, before.failures
             chain.num_written_before = len(chain.written)
@@ -246,9 +247,9 @@ class WriteThrough:
 
     # Chains.
 
-    def _split(self, keys: Sequence[OffloadKey]) -> list[list[OffloadKey]]:
+    def _split(self, keys: list[OffloadKey]) -> list[list[OffloadKey]]:
         if len(self._groups) == 1:
-            return [list(keys)]
+            return [keys]
         by_group: list[list[OffloadKey]] = [[] for _ in self._groups]
         for key in keys:
             by_group[key_group_idx(key)].append(key)
@@ -337,18 +338,18 @@ class WriteThrough:
     def _is_below(self, keys: Sequence[OffloadKey], chain: _Chain) -> Bools:
         """Which of ``keys`` the tier has or is being given for this chain: if that fails, the chain is put right."""
         below: Bools = self._tier.contains(keys) == LookupState.HIT
-        if self.writing:
+        if self.writing and not self.writing.keys().isdisjoint(keys):
             for i in np.flatnonzero(~below).tolist():
                 below[i] = self.writing.get(keys[i]) is chain
         return below
 
-    def _is_in_host(self, keys: Sequence[OffloadKey]) -> Bools:
-        """Which of ``keys`` can be written now."""
-        in_host: Bools = self._host.states(keys) == LookupState.HIT
-        if self.writing:
-            for i in np.flatnonzero(in_host).tolist():
-                in_host[i] = keys[i] not in self.writing
-        return in_host
+    def _can_be_written(self, keys: Sequence[OffloadKey]) -> Bools:
+        """Which of ``keys``, none of them being written for this chain, the host has and nobody else writes."""
+        found: Bools = self._host.states(keys) == LookupState.HIT
+        if self.writing and not self.writing.keys().isdisjoint(keys):
+            for i in np.flatnonzero(found).tolist():
+                found[i] = keys[i] not in self.writing
+        return found
 
     @property
     def _losses(self) -> int:
@@ -386,9 +387,12 @@ class WriteThrough:
             low = int(first[0])
             names = keys[low : stop * per_unit]
             below = self._is_below(names, chain)
+            parts.append((size, low, first, names, below))
+            if below.all():
+                continue
             here = below.copy()
             absent = np.flatnonzero(~below)
-            here[absent] = self._is_in_host([names[i] for i in absent.tolist()])
+            here[absent] = self._can_be_written([names[i] for i in absent.tolist()])
             holes = np.concatenate(([0], np.cumsum(~here)))
             good = holes[ends // size - low] == holes[first - low]
             usable &= good
@@ -397,7 +401,8 @@ class WriteThrough:
                 missing.append(((low + i + 1) * size, names[i], group.is_full))
                 if group.is_full:
                     num_full = min(num_full, int(good.argmin()))
-            parts.append((size, low, first, names, below))
+        if not missing and all(below.all() for *_, below in parts):
+            return _Plan([], stop, None)
         points = np.flatnonzero(usable)
         wanted: list[tuple[int, OffloadKey]] = []
         for size, low, first, names, below in parts:
