@@ -138,7 +138,8 @@ class WriteThrough:
     @property
     def is_busy(self) -> bool:
         """Whether there is a backlog and the tier makes progress."""
-        return self.has_backlog and self._clock() - self._progress < PATIENCE_S
+        waits = self.has_backlog or not self._waiting.keys().isdisjoint(self.writing)
+        return waits and self._clock() - self._progress < PATIENCE_S
 
     def offer(self, keys: Sequence[OffloadKey], request: str | None, is_whole: bool) -> None:
         """``keys`` are the chain of ``request``, head first, all groups by the position at which their blocks end.
@@ -161,6 +162,7 @@ class WriteThrough:
         if before is not None:
             chain.written, chain.failures = before.written, before.failures
             chain.num_written_before = len(chain.written)
+            self.writing.update({key: chain for key, other in self.writing.items() if other is before})
         self._chains[chain] = None
         self._num_keys += len(keys)
         if request is not None:

@@ -22,6 +22,7 @@ class BookTier(Tier):
     def __init__(self, capacity: int, block_bytes: int, policy: str, clock: Callable[[], float]) -> None:
         backend = SlotBackend(block_bytes, "DISK", capacity)
         self._book = PolicyOffloadingManager(backend, make_policy(policy, capacity), clock=clock)
+        self._book.policy.may_refuse = False
         self._block_bytes = block_bytes
         self._clock = clock
         self._under_way: dict[OffloadKey, bool] = {}

@@ -177,6 +177,8 @@ class DiskTier(Tier):
         except ConfigError:
             self._files.close()
             raise
+        # A block that is refused would be a hole in its chain.
+        self._book.policy.may_refuse = False
         self._checksums = np.zeros(num_slots, dtype=np.uint64)
         self._stored_at = np.zeros(num_slots, dtype=np.uint32)
         self._hits = np.zeros(num_slots, dtype=np.uint32)
