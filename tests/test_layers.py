@@ -16,7 +16,7 @@ import kvoffload
 PACKAGE = Path(kvoffload.__file__).parent
 
 LAYERS = [
-    {"base", "keys"},
+    {"base", "keys", "digests"},
     {"explain", "metrics", "fingerprint", "control", "records", "words", "recorder", "figures"},
     {"policies", "hostpool", "table", "index", "transfer"},
     {"manager", "admission", "config", "tiers"},
