@@ -92,7 +92,7 @@ def _hash_all(files: dict[str, tuple[Path, os.stat_result]]) -> dict[str, str]:
     if seconds > TOLD_AFTER_S:
         nbytes = sum(state.st_size for _, state in files.values())
         logger.info(
-            "kvoffload: hashed %.1f GB of weight files in %.1f s (%.1f GB/s, %d threads); only the first start does this",
+            "kvoffload: hashed %.1f GB of weight files in %.1f s (%.1f GB/s, %d threads); only a first start has to",
             nbytes / 1e9,
             seconds,
             nbytes / 1e9 / seconds,

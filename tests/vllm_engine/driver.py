@@ -1,7 +1,7 @@
 """One vLLM engine in a process of its own: ``python driver.py CONFIG RESULT``, both JSON files.
 
-CONFIG: ``scenario`` (a name in SCENARIOS), ``model`` (directory, written if it is not there), ``weights`` (the seed of
-its weights; given, they replace those that are there), ``engine``
+CONFIG: ``scenario`` (a name in SCENARIOS), ``model`` (directory, written if it is not there), ``new_rows`` (so many of
+the last rows of its embedding are drawn anew, in place of those that are there), ``engine``
 (arguments of ``vllm.LLM`` that differ from the usual), ``model_kind``, ``multiprocessing`` (whether the engine
 has processes of its own), ``connector`` (its options, null for none),
 ``connector_class``, and what the scenario reads. The environment that vLLM reads is set by the caller.
@@ -30,13 +30,14 @@ WINDOW = 70
 """Of sliding layers, in tokens: more than two blocks, and no whole number of them."""
 
 
-def write_model(directory: Path, kind: str = "llama", seed: int = 0) -> None:
+def write_model(directory: Path, kind: str = "llama", new_rows: int = 0) -> None:
     """A tiny model. Its weights are large enough for what it reads to decide what it says. "gemma3": layers that see a
-    window of WINDOW tokens, and layers that see all, by turns."""
+    window of WINDOW tokens, and layers that see all, by turns. The last ``new_rows`` tokens get other embeddings than
+    they have without."""
     import torch
     from transformers import Gemma3ForCausalLM, Gemma3TextConfig, LlamaConfig, LlamaForCausalLM
 
-    torch.manual_seed(seed)
+    torch.manual_seed(0)
     sizes = {
         "vocab_size": 512,
         "hidden_size": 128,
@@ -54,6 +55,9 @@ def write_model(directory: Path, kind: str = "llama", seed: int = 0) -> None:
         model = Gemma3ForCausalLM(config)
     else:
         model = LlamaForCausalLM(LlamaConfig(num_hidden_layers=2, **sizes))
+    if new_rows:
+        with torch.no_grad():
+            model.get_input_embeddings().weight[-new_rows:].normal_(std=sizes["initializer_range"])
     model.float().save_pretrained(directory)
 
 
@@ -74,8 +78,8 @@ class Engine:
     def __init__(self, config: dict[str, Any]) -> None:
         kind = config.get("model_kind", "llama")
         model = Path(config["model"] + "-" + kind)
-        if "weights" in config or not model.exists():
-            write_model(model, kind, config.get("weights", 0))
+        if "new_rows" in config or not model.exists():
+            write_model(model, kind, config.get("new_rows", 0))
         if config.get("unexpected_root"):
             _expect_another_root()
         from vllm.config import KVEventsConfig, KVTransferConfig
@@ -582,7 +586,61 @@ def refusals(config: dict[str, Any]) -> dict[str, Any]:
     return {"said": said, "blocks": blocks, "engines": engines, "fingerprints": fingerprints}
 
 
-SCENARIOS = {f.__name__: f for f in (rounds, service, reuse, aborts, failed_load, storm, endless, refusals)}
+def fingerprints(config: dict[str, Any]) -> dict[str, Any]:
+    """The fingerprint with each of ``cases``, or the error. A case: ``engine``, arguments of vLLM; ``options`` of the
+    connector; ``environment``; ``multimodal``, for the model is none by itself; ``changes`` to its files, as text."""
+    model = Path(config["model"] + "-fingerprints")
+    write_model(model)
+    import torch
+    from vllm.config import KVTransferConfig
+    from vllm.config.multimodal import MultiModalConfig
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+
+    from kvoffload.vllm.setup import Setup, model_fingerprint
+
+    spec = FullAttentionSpec(block_size=BLOCK_SIZE, num_kv_heads=2, head_size=32, dtype=torch.float32)
+    caches = KVCacheConfig(DEVICE_BLOCKS, [], [KVCacheGroupSpec(["layer0", "layer1"], spec)])
+    results: dict[str, Any] = {}
+    for name, case in config["cases"].items():
+        environment = case.get("environment", {})
+        os.environ.update(environment)
+        own = {path: (model / path).read_bytes() for path in case.get("changes", {}) if (model / path).exists()}
+        for path, text in case.get("changes", {}).items():
+            (model / path).write_text(text)
+        try:
+            vllm_config = EngineArgs(
+                **{
+                    "model": str(model),
+                    "skip_tokenizer_init": True,
+                    "dtype": "float32",
+                    "block_size": BLOCK_SIZE,
+                    "kv_transfer_config": KVTransferConfig(
+                        kv_connector="KVOffloadConnector",
+                        kv_connector_module_path="kvoffload.vllm",
+                        kv_role="kv_both",
+                        kv_connector_extra_config=case["options"],
+                    ),
+                    **case.get("engine", {}),
+                }
+            ).create_engine_config()
+            if "multimodal" in case:
+                vllm_config.model_config.multimodal_config = MultiModalConfig(**case["multimodal"])
+            results[name] = model_fingerprint(vllm_config, Setup.from_vllm(vllm_config, caches), [])
+        except Exception as error:
+            results[name] = f"{type(error).__name__}: {error}"
+        for variable in environment:
+            del os.environ[variable]
+        for path in case.get("changes", {}):
+            (model / path).unlink()
+        for path, raw in own.items():
+            (model / path).write_bytes(raw)
+    return results
+
+
+SCENARIOS = {
+    f.__name__: f for f in (rounds, service, reuse, aborts, failed_load, storm, endless, refusals, fingerprints)
+}
 
 
 def write_result(result: dict[str, Any]) -> None:

@@ -55,7 +55,7 @@ CASES: dict[str, tuple[dict[str, Any], list[str]]] = {
     ),
     "images without a name": (DISK, ["mm_processor_cache_gb=0", "turn one of the two on"]),
     "adapters with a disk": (DISK, ["LoRA", 'set model_fingerprint="..."']),
-    "weights without a name": (DISK, ["model some/model", "no safetensors", 'set model_fingerprint="..."']),
+    "weights without a name": (DISK, ["model some/model", "weight files are not found", 'set model_fingerprint="..."']),
 }
 CHANGES = {
     "context parallelism": {"parallel_config.decode_context_parallel_size": 2},
