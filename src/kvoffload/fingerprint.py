@@ -68,11 +68,13 @@ def files_fingerprint(model_dir: Path, cache: DigestCache | None = None) -> str:
 
     A loader reads some of these files, depending on its settings and on the model; that all of them count is safe.
     Digests are XXH3-128, as ``kvoffload.digests`` says, and come from ``cache`` where it knows a file.
-    Raises OSError if a file cannot be read or changes meanwhile, ValueError for more than MAX_FILES.
+    Raises OSError if weights cannot be read or a file changes meanwhile, ValueError for more than MAX_FILES.
     """
     files = _model_files(model_dir)
-    names = sorted(files)
-    return fingerprint({"files": list(zip(names, file_digests([files[name] for name in names], cache), strict=True))})
+    # What this user cannot read, no loader has read. Not so weights: they may have been removed since they were loaded.
+    names = [name for name, path in sorted(files.items()) if _is_any(path.name, WEIGHTS) or _is_readable(path)]
+    digests = file_digests([files[name] for name in names], cache)
+    return fingerprint({"files": dict.fromkeys(files) | dict(zip(names, digests, strict=True))})
 
 
 def _model_files(model_dir: Path) -> dict[str, Path]:
@@ -84,6 +86,10 @@ def _model_files(model_dir: Path) -> dict[str, Path]:
         if len(files) > MAX_FILES:
             raise ValueError(f"{model_dir}: more than {MAX_FILES:,} files, which is no model's directory")
     return files
+
+
+def _is_readable(path: Path) -> bool:
+    return path.is_file() and os.access(path, os.R_OK)
 
 
 def _raise(error: OSError) -> None:
