@@ -116,8 +116,15 @@ UNKNOWN: dict[str, dict[str, Any]] = {
 
 
 @pytest.fixture(scope="module")
-def fingerprints(run: Runner) -> Run:
+def fingerprints(run: Runner, tmp_path_factory: pytest.TempPathFactory) -> Run:
     cases = {**OTHERS, **{name: case for name, (_, case) in SAME.items()}, **UNKNOWN}
+    encoder = tmp_path_factory.mktemp("encoder")
+    (encoder / "config.json").write_text("{}")
+    for name, weights in {"an encoder": "one", "another encoder": "two", "an encoder again": "one"}.items():
+        cases[name] = {
+            "changes": {str(encoder / "model.safetensors"): weights},
+            "engine": {"hf_overrides": {"audio_model_id": str(encoder)}},
+        }
     cases["without a disk"] = {"options": POOL, "changes": {"broken.safetensors": ""}}
     cases["without a disk, other weights"] = {"options": POOL, "changes": {"broken.safetensors": "x"}}
     return run("fingerprints", cases={name: {"options": DISK} | case for name, case in cases.items()})
@@ -135,6 +142,11 @@ def test_what_shapes_kv_is_in_it(fingerprints: Run) -> None:
 @pytest.mark.parametrize("case", SAME)
 def test_what_does_not_is_not(fingerprints: Run, case: str) -> None:
     assert fingerprints[case] == fingerprints[SAME[case][0]]
+
+
+def test_weights_of_another_model_that_its_configuration_names_count(fingerprints: Run) -> None:
+    assert fingerprints["an encoder"] == fingerprints["an encoder again"]
+    assert len({fingerprints[name] for name in ("plain", "an encoder", "another encoder")}) == 3
 
 
 def test_weights_that_nothing_names_are_refused(fingerprints: Run) -> None:

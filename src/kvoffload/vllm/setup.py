@@ -110,8 +110,8 @@ CACHE_TOGGLES = ("kv_sharing_fast_prefill", "swa_bounded_replay")
 """Settings that decide for which tokens some layers compute KV, and are not in vLLM's own hash."""
 HASHED = ("attention_config", "kernel_config", "engram_config", "lora_config")
 """Configurations of vLLM whose own hashes count whole."""
-PLACE_OR_TIME = re.compile(r"_(HOST|PORT|IPS?|TIMEOUT)(_|$)|_RAY_")
-"""In the name of an environment variable: with whom to talk, and how long."""
+BESIDE_COMPUTING = re.compile(r"_(HOST|PORT|IPS?|TIMEOUT|LOG|RAY)(_|$)")
+"""In the name of an environment variable: with whom to talk, for how long, and what to log."""
 REPOSITORY = re.compile(r"[\w.-]+/[\w.-]+")
 """How a model's configuration names another model."""
 
@@ -645,7 +645,7 @@ def _environment() -> dict[str, Any]:
     return {
         name: value
         for name, value in envs.compile_factors().items()
-        if name.startswith("VLLM_") and not PLACE_OR_TIME.search(name)
+        if name.startswith("VLLM_") and not BESIDE_COMPUTING.search(name)
     }
 
 
