@@ -107,11 +107,8 @@ def _hash_piece(piece: tuple[Path, str, int, int]) -> bytes:
     buffer = memoryview(bytearray(min(BUFFER_BYTES, end - begin)))
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     try:
-        while begin < end and _name(os.fstat(fd)) == name:
-            # Not mmap: of a file that is cut off meanwhile, a page that is gone would kill the process.
-            count = os.preadv(fd, [buffer[: end - begin]], begin)
-            if count == 0:
-                break
+        # Not mmap: of a file that is cut off meanwhile, a page that is gone would kill the process.
+        while begin < end and (count := os.preadv(fd, [buffer[: end - begin]], begin)):
             digest.update(buffer[:count])
             begin += count
         if begin < end or _name(os.fstat(fd)) != name:
