@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from kvoffload.base import ConfigError
-from kvoffload.hostpool import available_memory, format_bytes, padded_slot_bytes, total_memory
+from kvoffload.hostpool import format_bytes, padded_slot_bytes
+from kvoffload.memory import available_memory, total_memory
 from kvoffload.policies import policy_class
 
 _POWERS = {"k": 1, "m": 2, "g": 3, "t": 4}
