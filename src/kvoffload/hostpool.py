@@ -189,8 +189,8 @@ class HostPool:
             ) from error
 
     def _find_room(self) -> None:
-        """Raises ConfigError if there is no room. If several processes reserve at the same time and do not all have room,
-        the first by number waits for the others to give up."""
+        """Raises ConfigError if there is no room. If several processes reserve at the same time and do not all have
+        room, the first by number waits for the others to give up."""
         deadline = time.monotonic() + RESERVATION_DEADLINE_S
         waits = False
         while True:

@@ -1,8 +1,8 @@
 """How much memory this process may take, and what other processes have reserved and not allocated yet.
 
-A reservation is a memory file whose length says how much its process will take. The part that is allocated already shows
-in the free memory of the machine; the rest is outstanding. The file has no name in any file system. It is gone when its
-process is, whatever ends that, and the reservation with it.
+A reservation is a memory file whose length says how much its process will take. The part that is allocated already
+shows in the free memory of the machine; the rest is outstanding. The file has no name in any file system. It is gone
+when its process is, whatever ends that, and the reservation with it.
 """
 
 from __future__ import annotations
@@ -75,8 +75,8 @@ def reserve(nbytes: int) -> int:
 
 
 def other_reservations(fd: int) -> list[Reservation]:
-    """Those that are outstanding besides ``fd``'s, of processes that this one may look into: those of the same user; for
-    root, all that it sees. The order is the same in every process."""
+    """Those that are outstanding besides ``fd``'s, of processes that this one may look into: those of the same user;
+    for root, all that it sees. The order is the same in every process."""
     mine = os.fstat(fd).st_ino
     found: dict[int, Reservation] = {}
     for pid in sorted(int(name) for name in os.listdir("/proc") if name.isdecimal()):

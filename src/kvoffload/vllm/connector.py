@@ -72,7 +72,14 @@ class KVOffloadConnector(KVConnectorBase_V1, SupportsHMA):
 
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
-        # A load that fails is a miss; vLLM's default would fail the request.
+        # A load that fails is a miss; vLLM's default would fail the request. One who writes that default down cannot be
+        # told from one who writes nothing, so it is no more than a line in the log.
+        policy = self._kv_transfer_config.kv_load_failure_policy
+        if policy != "recompute" and role == KVConnectorRole.SCHEDULER:
+            logger.info(
+                "kvoffload: kv_load_failure_policy=%r has no effect: a request whose load fails is computed instead",
+                policy,
+            )
         self._kv_transfer_config.kv_load_failure_policy = "recompute"
         self._setup = Setup.from_vllm(vllm_config, kv_cache_config)
         self._failed: dict[str, list[int]] = {}
