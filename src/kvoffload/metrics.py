@@ -62,8 +62,8 @@ METRICS: dict[str, MetricSpec] = {
 class Metrics:
     """Running totals by name, and what changed since somebody last took it.
 
-    ``read``, called whenever metrics are looked at, counts what was not yet counted and sets gauges, so that no step has
-    to.
+    ``read``, called whenever metrics are looked at, counts what was not yet counted and sets gauges, so that no step
+    has to.
     """
 
     def __init__(self, read: Callable[[], None] | None = None) -> None:
