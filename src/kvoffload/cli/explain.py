@@ -337,7 +337,7 @@ def _time_table(periods: Sequence[Period], bars: tuple[str, str, str]) -> Table:
     shown = sorted(totals, key=lambda reason: -totals[reason])
     shown, others = shown[:REASON_COLUMNS], shown[REASON_COLUMNS:]
     for reason in shown:
-        table.add_column(reason.replace("_", "\n", 1), justify="right")
+        table.add_column(reason.replace("_", "\n"), justify="right")
     if others:
         table.add_column("other", justify="right")
     same_day = time.localtime(periods[0].start)[:3] == time.localtime(periods[-1].start)[:3]
