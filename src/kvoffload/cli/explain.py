@@ -52,6 +52,11 @@ WORDS = {
         "host_bytes.",
         True,
     ),
+    MissReason.FORGOTTEN: Words(
+        "the reuse filter had forgotten that the block was asked for before",
+        "Remove store_threshold, or raise host_bytes: the filter remembers more blocks for a larger pool.",
+        True,
+    ),
     MissReason.EVICTED: Words("the block had been evicted", "Raise host_bytes, or try another policy.", True),
     MissReason.BEING_WRITTEN: Words(
         "the block was still being written", "Nothing: the same text came again within moments."
