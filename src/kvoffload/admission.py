@@ -37,7 +37,7 @@ _MAX_FORGOTTEN = 255
 
 
 def tracker_size(num_blocks: int) -> int:
-    """How many keys a filter must track in front of tiers that hold ``num_blocks`` blocks together: enough to meet a key
+    """How many keys a filter tracks in front of tiers that hold ``num_blocks`` blocks together: enough to meet a key
     again that would still be held if it had been stored."""
     return min(max(MIN_TRACKER_SIZE, TRACKED_PER_BLOCK * num_blocks), MAX_TRACKER_SIZE)
 
