@@ -32,7 +32,7 @@ MAX_SEEN_REQUESTS = 1 << 14
 MIN_TRACKER_SIZE = 64_000
 MAX_TRACKER_SIZE = 1 << 22
 TRACKED_PER_BLOCK = 4
-"""Keys in the tracker for each block that there is room for."""
+"""Keys in the tracker for each block that there is room for: docs/policies.md has the measurement."""
 _MAX_FORGOTTEN = 255
 
 
