@@ -30,7 +30,8 @@ MAX_SEEN_KEYS = 1 << 18
 it comes back."""
 MAX_SEEN_REQUESTS = 1 << 14
 MIN_TRACKER_SIZE = 64_000
-MAX_TRACKER_SIZE = 1 << 22
+MAX_TRACKER_SIZE = 1 << 20
+"""Each key takes about 300 bytes."""
 TRACKED_PER_BLOCK = 4
 """Keys in the tracker for each block that there is room for: docs/policies.md has the measurement."""
 _MAX_FORGOTTEN = 255
