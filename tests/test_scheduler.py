@@ -1127,6 +1127,67 @@ def test_reported_bytes_and_seconds_are_counted() -> None:
     ]
 
 
+class CountingPolicy(LRUPolicy):
+    """Adapts, and counts how often it is asked how."""
+
+    asked = 0
+
+    def state(self) -> Mapping[str, Any]:
+        self.asked += 1
+        return {"rule": "a", "scores": {"a": self.asked, "b": 0}}
+
+
+class CountingManager(PolicyOffloadingManager):
+    """Counts how often it is asked for what it has counted."""
+
+    asked = 0
+
+    def take_counts(self) -> Mapping[str, float]:
+        self.asked += 1
+        return {"disk_write_blocks": 1, "disk_blocks": self.asked}
+
+
+def counting_rig() -> tuple[Rig, CountingManager, CountingPolicy]:
+    policy = CountingPolicy(16)
+    manager = CountingManager(HostBackend(TOKENS, 16), policy)
+    return Rig(manager=manager), manager, policy
+
+
+def test_a_step_reads_no_gauges() -> None:
+    rig, manager, policy = counting_rig()
+    request = FakeRequest("r", prompt(6))
+    rig.start(request)
+    for _ in range(50):
+        rig.step({request: 1})
+        rig.step()
+    assert (manager.asked, policy.asked) == (0, 1), "the record of the request's miss asks once"
+
+
+def test_metrics_are_read_when_they_are_taken_and_those_of_the_policy_rarely() -> None:
+    rig, manager, policy = counting_rig()
+    metrics = rig.half.metrics
+    first = metrics.take()
+    assert (first["disk_blocks"], first["policy_rule:a"], first["policy_score:a"]) == (1, 1, 1)
+    rig.store(prompt(8))
+    asked = policy.asked
+    taken = metrics.take()
+    assert (taken["pool_used_blocks"], taken["disk_blocks"], taken["disk_write_blocks"]) == (2, 2, 1)
+    assert policy.asked == asked
+    rig.clock.now += 1.0
+    assert metrics.take()["policy_score:a"] == asked + 1
+    assert metrics.snapshot()["disk_write_blocks"] == manager.asked == 4
+    assert policy.asked == asked + 1
+
+
+def test_an_error_when_metrics_are_read_switches_offloading_off_and_raises_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    rig = Rig()
+    monkeypatch.setattr(rig.manager, "take_counts", lambda: 1 / 0)
+    assert rig.half.metrics.take()["off"] == 1
+    assert rig.half.off
+
+
 # Records.
 
 

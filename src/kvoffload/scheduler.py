@@ -47,6 +47,8 @@ WARN_EVERY_S = 60.0
 IDLE_WAIT_S = 0.002
 """How long a step without tokens waits for blocks on their way from a lower tier, so that an idle engine does not spin
 against the threads that read them."""
+READ_POLICY_EVERY_S = 1.0
+"""How old the gauges of a self-tuning policy may be. Engines take metrics in every step."""
 MIN_PREFILL_SAMPLE = 64
 """Tokens; what takes less says little of how fast the engine computes."""
 
@@ -127,7 +129,8 @@ class OffloadingConnectorScheduler:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.manager = manager
-        self.metrics = Metrics()
+        self.metrics = Metrics(self._read_metrics)
+        self._read_policy_at = float("-inf")
         self.records: deque[RequestRecord] = deque(maxlen=RECORD_RING_SIZE)
         """The latest requests: what each asked for and found."""
         self.off = False
@@ -410,19 +413,24 @@ class OffloadingConnectorScheduler:
             state = self._states.get(req_id)
             if state is not None:
                 before = state.request.num_computed_tokens
-                running.append(self._due(state, before + scheduled, before))
+                if before + scheduled >= state.store_at:
+                    running.append(self._due(state, before + scheduled, before))
                 if state.prefill_since is not None:
                     self._measure_prefill(state)
         self._store(running)
         self._release_held()
         self._handed_out = set()
         self._allocated.clear()
-        self.metrics.set("pool_used_blocks", self.manager.num_used_blocks)
-        self.metrics.take_in(self.manager.take_counts())
-        self._show_policy()
         return self._take_meta(step)
 
-    def _show_policy(self) -> None:
+    @_guarded(lambda self: None)
+    def _read_metrics(self) -> None:
+        self.metrics.set("pool_used_blocks", self.manager.num_used_blocks)
+        self.metrics.take_in(self.manager.take_counts())
+        now = self._clock()
+        if now < self._read_policy_at:
+            return
+        self._read_policy_at = now + READ_POLICY_EVERY_S
         state = self.manager.policy_state()
         for rule, score in state.get("scores", {}).items():
             self.metrics.set("policy_rule", float(rule == state["rule"]), label=rule)
@@ -671,7 +679,6 @@ class OffloadingConnectorScheduler:
             state.restart_stores()
             state.may_store = not state.has_kv
         self._finished.clear()
-        self.metrics.set("pool_used_blocks", self.manager.num_used_blocks)
 
     def shutdown(self) -> None:
         """Releases everything; may be called twice. Also when offloading is off: lower tiers have threads and files."""

@@ -365,12 +365,29 @@ def reuse(config: dict[str, Any]) -> dict[str, Any]:
         outputs.append(engine.round())
         states.append(engine.state())
 
+    samples = _stored_by_samples(engine)
+
     def lookup(*args: Any) -> int:
         raise RuntimeError("planted: the table is broken")
 
     engine.offload.manager.lookup = lookup
     broken = engine.round()
-    return {"outputs": outputs, "states": states, "broken": broken, "after": engine.state()}
+    return {"outputs": outputs, "states": states, "samples": samples, "broken": broken, "after": engine.state()}
+
+
+def _stored_by_samples(engine: Engine) -> list[float]:
+    """Blocks that have been stored: before a request with three samples, after it, and after the same prompt again."""
+    from vllm.sampling_params import SamplingParams
+
+    prompt = [token ^ 1 for token in engine.prompts[0][: 4 * BLOCK_SIZE + 2]]
+    stored = [engine.state()["metrics"]["store_blocks"]]
+    for n in (3, 1):
+        settings = SamplingParams(n=n, temperature=1.0, max_tokens=2, detokenize=False, ignore_eos=True)
+        (output,) = engine.llm.generate([{"prompt_token_ids": prompt}], settings, use_tqdm=False)
+        assert len(output.outputs) == n
+        engine.drain()
+        stored.append(engine.state()["metrics"]["store_blocks"])
+    return stored
 
 
 def aborts(config: dict[str, Any]) -> dict[str, Any]:

@@ -72,8 +72,15 @@ class KVOffloadConnector(KVConnectorBase_V1, SupportsHMA):
 
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
-        # A load that fails is a miss; vLLM's default would fail the request.
-        self._kv_transfer_config.kv_load_failure_policy = "recompute"
+        # A load that fails is a miss; vLLM's default would fail the request. Whether the user has written that default
+        # down cannot be seen here, so this is a line in the log and no warning.
+        policy = self._kv_transfer_config.kv_load_failure_policy
+        if role == KVConnectorRole.SCHEDULER and policy != "recompute":
+            self._kv_transfer_config.kv_load_failure_policy = "recompute"
+            logger.info(
+                "kvoffload: kv_load_failure_policy=%r has no effect: a request whose load fails is computed instead",
+                policy,
+            )
         self._setup = Setup.from_vllm(vllm_config, kv_cache_config)
         self._failed: dict[str, list[int]] = {}
         """Loads that failed on this rank, with their device blocks, and were not told yet."""

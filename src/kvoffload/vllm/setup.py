@@ -21,7 +21,7 @@ from vllm.config.utils import normalize_value
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorHandshakeMetadata
 from vllm.v1.kv_cache_interface import UniformTypeKVCacheSpecs
 
-from kvoffload.admission import FilterReusedOffloadingManager
+from kvoffload.admission import FilterReusedOffloadingManager, tracker_size
 from kvoffload.base import ConfigError, KVGroup
 from kvoffload.config import OffloadConfig
 from kvoffload.digests import DigestCache
@@ -258,7 +258,13 @@ class Setup:
         """``manager`` behind the reuse filter, if the user wants one."""
         if self.config.store_threshold is None:
             return manager
-        return FilterReusedOffloadingManager(manager, self.config.store_threshold)
+        disk_blocks = (self.config.disk_bytes or 0) // (self.slot_bytes * self.ranks * self.engines)
+        return FilterReusedOffloadingManager(
+            manager,
+            self.config.store_threshold,
+            tracker_size(manager.num_blocks + disk_blocks),
+            versions.parent_request,
+        )
 
     def make_recorder(self, num_blocks: int) -> TraceRecorder | None:
         """Of the trace, if the user wants one; each of several engines has a file of its own. ``num_blocks``: of the

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -38,6 +39,20 @@ try:
     HIT_SOURCE: Any = CacheHitSource.HOST
 except ImportError:
     HIT_SOURCE = None
+
+
+_SAMPLE = re.compile("[0-9]+_")
+
+
+def parent_request(request_id: str) -> str:
+    """The id of the request that ``request_id`` is a sample of, or ``request_id`` itself.
+
+    vLLM runs a request with n > 1 as n requests, with "0_", "1_" and so on before its id. It puts random characters
+    behind the id that a client gives, so no client can make two requests look like samples of one (unless
+    VLLM_DISABLE_REQUEST_ID_RANDOMIZATION is set, and then it can do so for its own ids only).
+    """
+    sample = _SAMPLE.match(request_id)
+    return request_id if sample is None else request_id[sample.end() :]
 
 
 def warn_if_untested() -> None:
