@@ -34,7 +34,7 @@ from serve_harness import (
     readme_flag,
 )
 from vllm.distributed.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, KVEventBatch
-from vllm_harness import DEADLINE_S, differences, eventually
+from vllm_harness import DEADLINE_S, Runner, differences, eventually
 
 from kvoffload.metrics import METRICS
 
@@ -54,16 +54,14 @@ def fresh_prompts(seed: int, count: int, blocks: int = 4) -> list[list[int]]:
 
 
 @pytest.fixture(scope="module")
-def start(tmp_path_factory: pytest.TempPathFactory) -> Start:
+def start(run: Runner, tmp_path_factory: pytest.TempPathFactory) -> Start:
     """Starts a server with the tests' model. Use it as a context manager: one server at a time."""
     directory = tmp_path_factory.mktemp("serve")
-    model = directory / "model"
-    write = f"from pathlib import Path; import driver; driver.write_model(Path({str(model)!r}))"
-    subprocess.run([sys.executable, "-c", write], cwd=Path(__file__).parent, check=True, timeout=DEADLINE_S)
+    model = Path(run("write")["model"])
     logs = (directory / f"{i:02d}.log" for i in range(100))
 
-    def start(kv_transfer_config: str | None, *arguments: str) -> Server:
-        return Server(model, next(logs), kv_transfer_config, arguments)
+    def start(kv_transfer_config: str | None, *arguments: str, cold: bool = False) -> Server:
+        return Server(model, next(logs), kv_transfer_config, arguments, None if cold else run)
 
     return start
 
@@ -125,9 +123,9 @@ def check_two_rounds(server: Server, expected: list[Any], rank: int | None = Non
 
 @pytest.fixture(scope="class")
 def server(start: Start, alone: dict[str, list[Any]]) -> Iterator[Server]:
-    """With the flag as the README has it, but a smaller pool."""
+    """With the flag as the README has it, but a smaller pool, in processes that are started as people start them."""
     assert '"8GiB"' in readme_flag()
-    with start(readme_flag().replace('"8GiB"', '"64MiB"')) as server:
+    with start(readme_flag().replace('"8GiB"', '"64MiB"'), cold=True) as server:
         yield server
 
 
