@@ -79,7 +79,6 @@ class Server:
             command += ["--kv-transfer-config", kv_transfer_config]
         environment = {**os.environ, **ENVIRONMENT, "VLLM_SERVER_DEV_MODE": "1"}
         if run is not None:
-            environment["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"
             self.process: Child | subprocess.Popen[bytes] = run.parent(environment).start(command, environment, log)
         else:
             with log.open("wb") as output:

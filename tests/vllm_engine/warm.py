@@ -12,6 +12,7 @@ import contextlib
 import gc
 import importlib
 import json
+import multiprocessing
 import os
 import runpy
 import sys
@@ -74,6 +75,10 @@ def become(request: dict[str, Any], leading: int) -> None:
     os.dup2(1, 2)
     os.environ.clear()
     os.environ.update(request["environment"])
+    # So that its own processes are warm too. vLLM forks by default, but its CPU platform asks for new processes, since
+    # threads of OpenMP do not survive a fork: this process has none.
+    get_context = multiprocessing.get_context
+    multiprocessing.get_context = lambda method=None: get_context("fork")
     sys.argv = request["argv"]
     if sys.argv[0] == "-m":
         sys.argv = sys.argv[1:]
