@@ -72,7 +72,10 @@ class Engine:
     """A vLLM engine, and what can be seen of it from inside its process."""
 
     def __init__(self, config: dict[str, Any]) -> None:
-        model = Path(write(config)["model"])
+        kind = config.get("model_kind", "llama")
+        model = Path(config["model"] + "-" + kind)
+        if "weights" in config or not model.exists():
+            write_model(model, kind, config.get("weights", 0))
         if config.get("unexpected_root"):
             _expect_another_root()
         from vllm.config import KVEventsConfig, KVTransferConfig
@@ -279,15 +282,6 @@ def prometheus() -> dict[str, float]:
             label = sample.labels.get("reason", sample.labels.get("rule"))
             samples[sample.name if label is None else f"{sample.name}:{label}"] = sample.value
     return samples
-
-
-def write(config: dict[str, Any]) -> dict[str, Any]:
-    """Writes the model of ``config`` unless it is there."""
-    kind = config.get("model_kind", "llama")
-    model = Path(config["model"] + "-" + kind)
-    if "weights" in config or not model.exists():
-        write_model(model, kind, config.get("weights", 0))
-    return {"model": str(model)}
 
 
 def rounds(config: dict[str, Any]) -> dict[str, Any]:
@@ -504,7 +498,9 @@ class _Speculative:
 
 def refusals(config: dict[str, Any]) -> dict[str, Any]:
     """What the connector says to each of ``cases``: options, and changes to vLLM's configuration by dotted name."""
-    model = Path(write(config)["model"])
+    model = Path(config["model"] + "-llama")
+    if not model.exists():
+        write_model(model)
     import torch
     import vllm
     from vllm.config import KVTransferConfig, ModelConfig, PoolerConfig
@@ -586,7 +582,7 @@ def refusals(config: dict[str, Any]) -> dict[str, Any]:
     return {"said": said, "blocks": blocks, "engines": engines, "fingerprints": fingerprints}
 
 
-SCENARIOS = {f.__name__: f for f in (write, rounds, service, reuse, aborts, failed_load, storm, endless, refusals)}
+SCENARIOS = {f.__name__: f for f in (rounds, service, reuse, aborts, failed_load, storm, endless, refusals)}
 
 
 def write_result(result: dict[str, Any]) -> None:

@@ -57,7 +57,8 @@ def fresh_prompts(seed: int, count: int, blocks: int = 4) -> list[list[int]]:
 def start(run: Runner, tmp_path_factory: pytest.TempPathFactory) -> Start:
     """Starts a server with the tests' model. Use it as a context manager: one server at a time."""
     directory = tmp_path_factory.mktemp("serve")
-    model = Path(run("write")["model"])
+    model = directory / "model"
+    run.write_model(model)
     logs = (directory / f"{i:02d}.log" for i in range(100))
 
     def start(kv_transfer_config: str | None, *arguments: str, cold: bool = False) -> Server:

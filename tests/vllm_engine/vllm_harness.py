@@ -171,14 +171,16 @@ class Runner:
 
     def __call__(self, scenario: str, **config: Any) -> Run:
         child, result = self.start(scenario, **config)
-        log = result.with_suffix(".log")
-        try:
-            code = child.wait(DEADLINE_S)
-        finally:
-            kill_session(child)
-        text = log.read_text(errors="replace")
-        assert code == 0, f"the engine's process ended with {code}:\n{text[-6000:]}"
-        return Run(json.loads(result.read_text()), text)
+        log = finish(child, result.with_suffix(".log"))
+        return Run(json.loads(result.read_text()), log)
+
+    def write_model(self, directory: Path) -> None:
+        """Writes the model of ``driver.py``, without an engine."""
+        program = directory.with_suffix(".py")
+        program.write_text(f"import driver, pathlib\ndriver.write_model(pathlib.Path({str(directory)!r}))\n")
+        log = directory.with_suffix(".log")
+        environment = {**os.environ, **ENVIRONMENT}
+        finish(self.parent(environment).start([str(program)], environment, log), log)
 
     def once(self, name: str, scenario: str, **config: Any) -> Run:
         """The same, run only once by all processes of this test run that ask for ``name``."""
@@ -190,6 +192,17 @@ class Runner:
             run = self(scenario, **config)
             kept.write_text(json.dumps({"result": run.result, "log": run.log}))
         return run
+
+
+def finish(child: Child, log: Path) -> str:
+    """What a child that ends well has printed."""
+    try:
+        code = child.wait(DEADLINE_S)
+    finally:
+        kill_session(child)
+    text = log.read_text(errors="replace")
+    assert code == 0, f"the child ended with {code}:\n{text[-6000:]}"
+    return text
 
 
 def eventually(condition: Callable[[], Any], deadline_s: float = 60) -> bool:
