@@ -237,7 +237,6 @@ time.sleep(60)
 """
 
 
-@pytest.mark.usefixtures("impatient")
 def test_two_processes_cannot_own_a_directory_and_a_killed_one_owns_nothing(storage: DirectoryStorage) -> None:
     with subprocess.Popen([sys.executable, "-c", HOLD, str(storage.path)], stdout=subprocess.PIPE) as other:
         assert other.stdout is not None
@@ -251,7 +250,6 @@ def test_two_processes_cannot_own_a_directory_and_a_killed_one_owns_nothing(stor
         DirectoryStorage(storage.path).lock()
 
 
-@pytest.mark.usefixtures("impatient")
 def test_shared_owners_exclude_others_only(storage: DirectoryStorage) -> None:
     first, second = DirectoryStorage(storage.path), DirectoryStorage(storage.path)
     first.lock(shared=True)
