@@ -54,12 +54,26 @@ def warm_up() -> None:
 
         # vLLM looks at a model's class in a process of its own, to keep the import out of this one.
         registry._run_in_subprocess = lambda look: look()
+    reduce_in_the_kernel()
     # The collections of children need not look at what was imported here.
     gc.collect()
     gc.freeze()
     threads = len(os.listdir("/proc/self/task"))
     if threads != 1:
         raise RuntimeError(f"importing vLLM has started {threads - 1} threads: children cannot be forked")
+
+
+def reduce_in_the_kernel() -> None:
+    """Makes tensor-parallel ranks wait for each other's sums in the kernel. In shared memory they spin, which takes the
+    time of the very rank that they wait for where others burn the cores too."""
+    with contextlib.suppress(ImportError, AttributeError):
+        from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator
+
+        share = CpuCommunicator._all_group_ranks_share_shm_group_name
+        # A pipeline's groups have no other way.
+        CpuCommunicator._all_group_ranks_share_shm_group_name = lambda group: (
+            not group.unique_name.startswith("tp") and share(group)
+        )
 
 
 _get_context = multiprocessing.get_context
