@@ -782,6 +782,7 @@ def test_a_kill_at_any_moment_leaves_right_blocks_only(tmp_path: Path) -> None:
 # Owners.
 
 
+@pytest.mark.usefixtures("impatient")
 def test_two_tiers_cannot_share_a_directory(tmp_path: Path) -> None:
     tier = open_disk_tier(tmp_path / "disk", 1 << 20, make_pools(2, PAGE), FINGERPRINT)
     for engines in (1, 2):
@@ -812,6 +813,7 @@ def test_pools_that_do_not_fit_a_disk_are_refused(tmp_path: Path) -> None:
             open_disk_tier(tmp_path / "disk", 1 << 20, pools, FINGERPRINT)
 
 
+@pytest.mark.usefixtures("impatient")
 def test_engines_have_a_folder_and_a_share_each(tmp_path: Path) -> None:
     path, budget = tmp_path / "disk", 2 << 20
     tiers = [
@@ -862,6 +864,7 @@ def test_close_writes_what_is_queued(rig: Rig) -> None:
     rig.check_reads(1)
 
 
+@pytest.mark.usefixtures("impatient")
 def test_close_does_not_wait_for_a_device_that_hangs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(disk, "CLOSE_DEADLINE_S", 0.05)
     hanging, go_on = threading.Event(), threading.Event()

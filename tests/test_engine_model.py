@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-import os
 from collections import Counter
 from collections.abc import Callable
 from random import Random
@@ -27,10 +26,11 @@ from kvoffload.testing.engine import (
     random_groups,
     run_seed,
 )
+from kvoffload.testing.scale import scaled
 from kvoffload.transfer.base import TransferResult
 from kvoffload.worker import Finished, StepMeta, WorkerReport
 
-SEEDS = 100_000 if os.environ.get("KVOFFLOAD_SOAK") else 3_000
+SEEDS = scaled(3_000)
 CHUNKS = 20
 PLANTED_SEEDS = 2_000
 

@@ -310,9 +310,9 @@ def test_eviction_takes_no_longer_with_half_a_large_cache_in_use() -> None:
             manager.prepare_load(names[: size // 2])
         times = []
         for key in new:
-            start = time.perf_counter()
+            start = time.thread_time()
             output = manager.prepare_store([key])
-            times.append(time.perf_counter() - start)
+            times.append(time.thread_time() - start)
             assert output is not None
             assert output.evicted_keys == [names[len(times) - 1 + (0 if prepare == "none" else size // 2)]]
         return sum(times[1:])  # the first passes over them all, once

@@ -510,6 +510,7 @@ def test_clear_refuses_while_a_server_runs(tmp_path: Path) -> None:
     tier.close()
 
 
+@pytest.mark.usefixtures("impatient")
 def test_clear_keeps_a_server_from_starting_until_it_is_done(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     refusals = []
     remove = os.unlink

@@ -149,8 +149,8 @@ def test_after_a_reset_nothing_is_found_again(run: Runner, expected: list[Any], 
 
 def test_a_storm(run: Runner, expected: list[Any], tmp_path: Path) -> None:
     """Preemptions, aborts, resets, failing copies, and blocks from disk, all at once in a pool too small for it."""
-    connector = with_disk(tmp_path / "disk") | {"host_bytes": "1MiB", "load_deadline_ms": 100}
-    result = run("storm", seed=2, requests=100, slow=1, failing=0.3, connector=connector)
+    connector = with_disk(tmp_path / "disk") | {"host_bytes": "1MiB"}
+    result = run("storm", seed=2, requests=150, slow=1, failing=0.4, connector=connector)
     assert result["left"] == 0
     for index, (tokens, logprobs) in result["answers"]:
         right = [part[: len(tokens)] for part in expected[index]]
