@@ -32,7 +32,7 @@ from kvoffload.tiers.format import (
     payload_checksum,
     record_offset,
 )
-from kvoffload.tiers.slabs import EXTENT_BYTES, FIXED_BYTES, SLAB_OVERHEAD_BYTES
+from kvoffload.tiers.slabs import FIXED_BYTES, SLAB_OVERHEAD_BYTES, slot_cost
 from kvoffload.tiers.storage import Storage, StoredFile
 
 PAGE = 4096
@@ -52,8 +52,7 @@ def content(name: int, rank: int, nbytes: int, version: int = 0) -> ByteArray:
 
 
 def capacity(num_slots: int, *slot_bytes: int, num_slabs: int = 1) -> int:
-    slot_cost = sum(slot_bytes or (PAGE,)) + RECORD_BYTES + EXTENT_BYTES
-    return FIXED_BYTES + num_slabs * SLAB_OVERHEAD_BYTES + num_slots * slot_cost
+    return FIXED_BYTES + num_slabs * SLAB_OVERHEAD_BYTES + num_slots * slot_cost(sum(slot_bytes or (PAGE,)))
 
 
 def du(path: Path) -> int:

@@ -36,8 +36,7 @@ from kvoffload.testing.storage import FaultRates, FaultyStorage, Killed, Simulat
 from kvoffload.testing.tiers import SteppedExecutor
 from kvoffload.tiers.base import Tier, TierResult
 from kvoffload.tiers.disk import DiskTier
-from kvoffload.tiers.format import RECORD_BYTES
-from kvoffload.tiers.slabs import EXTENT_BYTES, FIXED_BYTES, SLAB_OVERHEAD_BYTES
+from kvoffload.tiers.slabs import FIXED_BYTES, SLAB_OVERHEAD_BYTES, slot_cost
 
 WEIGHTS_APART = 1_000_000
 """Versions of weights that one server can go through."""
@@ -248,8 +247,7 @@ class Server(LowerTiers):
         life, seed = self.life, self.life.scenario.seed
         block_bytes = sum(pool.shape[1] for pool in pools)
         slabs = -(-life.num_blocks // life.slab_blocks)
-        slot_cost = block_bytes + RECORD_BYTES + EXTENT_BYTES
-        capacity = FIXED_BYTES + slabs * SLAB_OVERHEAD_BYTES + life.num_blocks * slot_cost
+        capacity = FIXED_BYTES + slabs * SLAB_OVERHEAD_BYTES + life.num_blocks * slot_cost(block_bytes)
         before = self.medium.used_bytes
         self.medium.capacity_bytes = max(before, capacity) + (64 << 10)
         self.medium.reset_peak()
@@ -267,7 +265,7 @@ class Server(LowerTiers):
                 random=Random(seed).randbytes,
                 slab_bytes=life.slab_blocks * block_bytes,
             )
-        except ConfigError:
+        except (ConfigError, OSError):
             if not self.storage.injected:
                 raise
             return []
