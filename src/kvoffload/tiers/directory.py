@@ -57,7 +57,8 @@ class DirectoryStorage(Storage):
 
     Others may be able to list the directory, but what is below is closed to them: files and folders of this user or
     root that are found open to others are closed, with one warning, and those of another user are refused with
-    PermissionError. Raises ConfigError unless ``path`` is a directory that nobody but its owner, this user or root, can write to.
+    PermissionError. Raises ConfigError unless ``path`` is a directory that nobody but its owner, this user or root, can
+    write to.
     """
 
     def __init__(self, path: str | os.PathLike[str], parent: DirectoryStorage | None = None) -> None:
