@@ -262,9 +262,12 @@ def test_an_index_without_a_header(directory: Path, size: int) -> None:
     os.truncate(directory / FINGERPRINT / INDEX_NAME, size)
     (finding,) = only_folder(directory).findings
     assert "its blocks are lost" in finding
-    result = as_json("verify", directory)
-    assert (result["num_blocks"], result["bad"]) == (0, [])
+    result = as_json("verify", directory, status=1)
+    assert (result["num_blocks"], result["bad"], result["lost"]) == (0, [], [FINGERPRINT])
     assert finding in result["findings"][0]
+    output = " ".join(invoke("verify", directory).stdout.split())
+    assert "The blocks of 1 fingerprint are lost and were not checked." in output
+    assert "No block is bad" not in output
 
 
 def test_an_index_that_ends_early(directory: Path) -> None:
@@ -320,7 +323,7 @@ def test_impossible_headers(directory: Path, field: str, value: int, lost: bool)
     folder = only_folder(directory)
     assert folder.findings
     assert (folder.num_blocks == 0) is lost
-    assert invoke("verify", directory).exit_code == 0
+    assert invoke("verify", directory).exit_code == int(folder.is_lost)
 
 
 def test_a_resealed_header_that_says_the_same_is_sound(directory: Path) -> None:
@@ -349,7 +352,8 @@ def test_a_fuzzed_directory_is_never_a_traceback(directory: Path, seed: int) -> 
     result = tools.verify(directory)
     assert len(result.bad) <= result.num_blocks == folder.num_blocks <= NUM_BLOCKS
     assert folder.findings or result.bad or folder.num_blocks == NUM_BLOCKS
-    assert [invoke(command, directory).exit_code for command in ("inspect", "verify")] == [0, bool(result.bad)]
+    is_wrong = bool(result.bad or folder.is_lost)
+    assert [invoke(command, directory).exit_code for command in ("inspect", "verify")] == [0, is_wrong]
 
 
 @pytest.mark.parametrize(("size", "what"), [(None, "missing"), (3 * BLOCK_BYTES + 1, "too short")])

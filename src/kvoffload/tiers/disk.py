@@ -655,15 +655,14 @@ def open_disk_tier(
     storage = root = DirectoryStorage(directory)
     try:
         root.lock(shared=engines > 1)
+        if not root.held_bytes():
+            check_capacity(capacity_bytes, root.free_bytes())
         if engines == 1:
             _allow_descriptors(capacity_bytes // SLAB_BYTES)
             if not root.read_only:
                 _remove_other_arrangements(root, engine, engines, capacity_bytes)
             return DiskTier(storage, pools, fingerprint=fingerprint, capacity_bytes=capacity_bytes, policy=policy)
         with root.alone():
-            held = root.held_bytes()
-            if not held:
-                check_capacity(capacity_bytes, root.free_bytes())
             share = capacity_bytes // engines
             _allow_descriptors(share // SLAB_BYTES)
             if not root.read_only:
