@@ -45,10 +45,13 @@ def test_killed_at_any_moment_it_starts_again_and_returns_no_wrong_byte(tmp_path
             while time.monotonic() < until:
                 assert taken(directory) <= BUDGET
                 time.sleep(0.02)
+            # The last one is killed after an engine has come to its end, however slow the machine is.
+            first = server.stdout.readline() if number == KILLS - 1 else ""
             assert server.poll() is None, f"after {number} kills: {server.communicate(timeout=DEADLINE_S)[1]}"
         finally:
             server.send_signal(signal.SIGKILL)
             out, errors = server.communicate(timeout=DEADLINE_S)
+        out = first + out
         assert "Error" not in errors, errors
         engines += [json.loads(line) for line in out.splitlines() if line.startswith("{") and line.endswith("}")]
         assert taken(directory) <= BUDGET
