@@ -366,9 +366,7 @@ def test_a_forked_child_of_a_killed_owner_owns_nothing(storage: DirectoryStorage
             os.kill(child, signal.SIGKILL)
 
 
-def test_the_end_of_a_forked_child_leaves_the_lock(
-    storage: DirectoryStorage, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_end_of_a_forked_child_leaves_the_lock(storage: DirectoryStorage, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvoffload.tiers.directory.LOCK_DEADLINE_S", 0.0)
     storage.lock()
     child = os.fork()

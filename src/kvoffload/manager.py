@@ -225,7 +225,8 @@ class PolicyOffloadingManager(OffloadingManager):
         slots, key_of = self._table.slots(), self._table.key_of
         in_transfer = self._table.busy[slots]
         busy = slots[in_transfer]
-        for key, slot, n in zip(key_of[busy].tolist(), busy.tolist(), self._table.num_users(busy).tolist(), strict=True):
+        users = self._table.num_users(busy)
+        for key, slot, n in zip(key_of[busy].tolist(), busy.tolist(), users.tolist(), strict=True):
             self._orphans[key] = [slot, n]
         if self._events is not None:
             self._emit(key_of[slots[~self._table.is_writing(slots)]].tolist(), removed=True)
