@@ -368,6 +368,22 @@ def test_blocks_past_the_end_of_the_slabs_are_lost_and_not_bad(directory: Path, 
     assert (result["num_blocks"], result["bad"]) == (left, [])
 
 
+@pytest.mark.parametrize("slot", [None, 1 << 30])
+def test_a_sparse_index_is_read_as_far_as_it_was_written(directory: Path, slot: int | None) -> None:
+    """It says that it is 1 TiB long, and perhaps there is a record far behind the others."""
+    index = directory / FINGERPRINT / INDEX_NAME
+    with index.open("r+b") as file:
+        record = file.read()[record_offset(0) : record_offset(1)]
+        if slot is not None:
+            file.seek(record_offset(slot))
+            file.write(record)
+    os.truncate(index, 1 << 40)
+    folder = only_folder(directory)
+    num_lost = int(slot is not None)
+    assert (folder.num_blocks, folder.num_lost_blocks) == (NUM_BLOCKS - num_lost, num_lost)
+    assert as_json("verify", directory)["num_blocks"] == NUM_BLOCKS - num_lost
+
+
 # verify
 
 
@@ -539,6 +555,18 @@ def test_clear_tells_what_it_cannot_remove(directory: Path, monkeypatch: pytest.
     result = invoke("clear", directory, "--yes")
     assert result.exit_code == 2
     assert "Read-only file system (index)" in " ".join(result.output.split())
+
+
+@pytest.mark.parametrize("name", ["\x1b[31mred\x1b]0;title\x07", "two\nlines", "\udcff", "\x9b2J"])
+def test_names_of_files_reach_the_terminal_escaped(directory: Path, name: str) -> None:
+    (directory / FINGERPRINT / name).touch()
+    (directory / name).touch()
+    for command in (["inspect"], ["verify"], ["clear", "--yes"]):
+        output = invoke(command[0], directory, *command[1:]).output
+        assert output.isascii() or command != ["clear", "--yes"]
+        assert all(line.isprintable() for line in output.splitlines())
+        assert repr(name)[1:-1] in "".join(output.split("\n"))
+    assert (directory / FINGERPRINT / name).exists()
 
 
 def test_clear_leaves_what_is_none_of_ours(directory: Path, tmp_path: Path) -> None:
