@@ -379,8 +379,12 @@ def test_the_end_of_a_forked_child_leaves_the_lock(storage: DirectoryStorage, mo
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root becomes another user")
-def test_others_cannot_lock_a_directory_that_they_can_read(storage: DirectoryStorage) -> None:
+def test_others_cannot_lock_a_directory_that_they_can_read(
+    storage: DirectoryStorage, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Neither for the time that a server runs, nor while it starts."""
+    monkeypatch.setattr("kvoffload.tiers.directory.LOCK_DEADLINE_S", 0.0)
+    monkeypatch.setattr("kvoffload.tiers.directory.ALONE_DEADLINE_S", 0.0)
     storage.path.chmod(0o755)
     with storage.alone():
         pass
