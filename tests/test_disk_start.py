@@ -70,6 +70,16 @@ def test_a_full_disk_serves_what_it_holds_with_one_warning(simulated: Rig, caplo
     assert len(warnings(caplog)) == 1
 
 
+def test_another_layout_starts_on_a_full_disk(simulated: Rig, caplog: pytest.LogCaptureFixture) -> None:
+    storage = left_by_a_server(simulated, SimulatedStorage(1 << 20))
+    storage.capacity_bytes = storage.used_bytes
+    simulated.open(storage, slab_bytes=SLAB // 2)
+    simulated.write(1)
+    simulated.check_reads(1)
+    assert len(warnings(caplog)) == 2
+    assert "another layout" in warnings(caplog)[0]
+
+
 def test_a_full_disk_without_blocks_of_the_tier_is_a_wrong_budget(simulated: Rig) -> None:
     storage = SimulatedStorage(BUDGET // 2)
     with pytest.raises(ConfigError, match=r"disk_bytes=.*can give only"):

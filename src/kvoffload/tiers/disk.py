@@ -492,7 +492,13 @@ class DiskTier(Tier):
         advice = "use a file system that can"
         if getattr(problem, "errno", None) in NO_SPACE:
             advice = "free space where disk_dir lies, or set disk_bytes lower"
-        self._warn(f"it cannot grow ({problem}) and {effect}; {advice}. It tries again every {RETRY_S:.0f} s")
+        logger.warning(
+            "kvoffload: disk tier: it cannot grow (%s) and %s; %s. It tries again every %.0f s",
+            problem,
+            effect,
+            advice,
+            RETRY_S,
+        )
 
     def _take_results(self) -> list[TierResult]:
         if not self._done:

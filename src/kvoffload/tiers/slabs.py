@@ -112,7 +112,7 @@ class SlabFiles:
         self._foreign: list[_Foreign] = []
         self._foreign_bytes = self._stray_bytes = 0
         self._recency: StoredFile | None = None
-        self._is_new = True
+        self._is_new = self._is_first_use = True
         try:
             _check_slots(slot_bytes)
             if not is_fingerprint(fingerprint):
@@ -219,6 +219,7 @@ class SlabFiles:
                 rest = sorted(sizes.items(), key=lambda piece: slab_number(piece[0]) or -1)
                 self._foreign.append(_Foreign(folder, modified, index + rest))
         self._foreign.sort(key=lambda foreign: foreign.modified)
+        self._is_first_use = not self._foreign
         self._foreign_bytes = sum(nbytes for foreign in self._foreign for _, nbytes in foreign.pieces)
 
     def _count_strays(self) -> None:
@@ -251,6 +252,7 @@ class SlabFiles:
         if self._folder not in self._storage.folders():
             return
         names = [name for name in self._storage.files(self._folder) if is_block_file(name)]
+        self._is_first_use &= not names
         if INDEX_NAME in names:
             self._read_header()
         for number in range(0 if self._is_new else -(-self.num_slots // self.header.slots_per_slab)):
@@ -312,7 +314,7 @@ class SlabFiles:
         medium since then: what it still gives is used."""
         possible = self._storage.free_bytes() + self.used_bytes
         self.is_short = self.capacity_bytes > possible
-        if not (self.num_allocated or self._foreign):
+        if self._is_first_use:
             check_capacity(self.capacity_bytes, possible)
         elif self.is_short:
             logger.warning(
