@@ -544,10 +544,13 @@ class DiskTier(Tier):
     # Removing.
 
     def touch(self, keys: Sequence[OffloadKey]) -> None:
+        # A tuple: what is looked up twice in a row is found once.
+        keys = tuple(keys)
         self._book.touch(keys)
         self._note_use(keys)
 
     def refresh(self, keys: Sequence[OffloadKey], stored: Collection[OffloadKey]) -> None:
+        keys = tuple(keys)
         self._book.refresh(keys, stored)
         self._note_use(keys)
 
