@@ -205,7 +205,7 @@ def test_a_disk_that_fails_at_the_start_leaves_the_host(
     made = setup.Setup(config, (), num_device_blocks=2, hash_block_size=16, ranks=1, engine=0, engines=1)
     assert made.make_tiers(LRUOffloadingManager(HostBackend(16, 2)), [], "ab" * 32) is None
     setup.logger.removeHandler(caplog.handler)
-    (message,) = {record.getMessage() for record in caplog.records}
+    (message,) = {record.getMessage() for record in caplog.records if record.name == setup.logger.name}
     assert "THERE IS NO DISK TIER: Input/output error" in message
 
 
