@@ -538,6 +538,11 @@ def test_a_mounted_disk_that_is_read_only(
     assert all("is read-only" in each for each in found)
     with pytest.raises(ConfigError, match="Read-only file system"):
         open_disk_tier(mounts.path / "typo", MOUNTED_BUDGET, rig.pools, FINGERPRINT)
+    before = os.listdir("/proc/self/fd")
+    for engines in (1, 2):
+        with pytest.raises(OSError, match="read-only, and holds no blocks"):
+            open_disk_tier(rig.path, MOUNTED_BUDGET, rig.pools, OTHERS[0], engines=engines)
+    assert os.listdir("/proc/self/fd") == before
     mounts.remount("rw")
     rig.open()
     rig.check_reads(*range(100))

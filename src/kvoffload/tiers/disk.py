@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import resource
@@ -677,7 +678,10 @@ def open_disk_tier(
             if not root.read_only:
                 _remove_other_arrangements(root, engine, engines, share)
             share = (capacity_bytes - root.held_bytes(_is_an_engines)) // engines
-            storage = root.child(f"engine-{engine}")
+            folder = f"engine-{engine}"
+            if root.read_only and folder not in root.folders():
+                raise OSError(errno.EROFS, "the file system is read-only, and holds no blocks of this engine")
+            storage = root.child(folder)
             return DiskTier(storage, pools, fingerprint=fingerprint, capacity_bytes=share, policy=policy)
     except OSError as error:
         storage.close()
