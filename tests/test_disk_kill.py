@@ -66,7 +66,7 @@ def test_killed_at_any_moment_it_starts_again_and_returns_no_wrong_byte(tmp_path
         engines += ended(said)
         assert taken(directory) <= BUDGET
         names = {path.name for path in directory.rglob("*") if path.is_file()}
-        assert names <= {"lock", "index"} | {name for name in names if name.startswith("slab-")}
+        assert names <= {"lock", "index", "recency"} | {name for name in names if name.startswith("slab-")}
     assert engines, "no engine came to its end: the server was killed too soon to show anything"
     assert sum(engine["promoted_blocks"] for engine in engines) > 0
     assert sum(engine["disk_bad_blocks"] for engine in engines) == 0, "what a kill tears is void, not bad"

@@ -220,21 +220,30 @@ class Setup:
 
     def make_tiers(
         self, host: PolicyOffloadingManager, infos: Sequence[RankInfo], fingerprint: str
-    ) -> TieredOffloadingManager:
-        """``host`` in front of the disk, where blocks of this ``fingerprint`` are found and kept. Raises ConfigError if
-        the directory cannot be used."""
+    ) -> TieredOffloadingManager | None:
+        """``host`` in front of the disk, where blocks of this ``fingerprint`` are found and kept. None if the disk
+        fails: requests are served from ``host`` alone. Raises ConfigError if the directory cannot be used."""
         config = self.config
         assert config.disk_dir is not None
         assert config.disk_bytes is not None
-        tier = open_disk_tier(
-            config.disk_dir,
-            config.disk_bytes,
-            [info.pool.open()[: host.num_blocks] for info in infos],
-            fingerprint,
-            policy=config.policy,
-            engine=self.engine,
-            engines=self.engines,
-        )
+        try:
+            tier = open_disk_tier(
+                config.disk_dir,
+                config.disk_bytes,
+                [info.pool.open()[: host.num_blocks] for info in infos],
+                fingerprint,
+                policy=config.policy,
+                engine=self.engine,
+                engines=self.engines,
+            )
+        except OSError as error:
+            logger.warning(
+                "kvoffload: disk_dir=%r: THERE IS NO DISK TIER: %s; requests are served from host memory or computed. "
+                "When that is fixed, start again",
+                config.disk_dir,
+                error.strerror or error,
+            )
+            return None
         tokens = self._tokens(tier.capacity_bytes // tier.block_bytes)
         logger.info(
             "kvoffload: disk tier in %s of %s = %s tokens; found %s blocks of this model there",
