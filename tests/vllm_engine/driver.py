@@ -553,7 +553,7 @@ def sleeps(config: dict[str, Any]) -> dict[str, Any]:
     told = records.read_records(server, 10.0).records
     result = {
         "answers": answers,
-        "answered": answered,
+        "answered": list(answered),
         "recorded": [record.req_id.split("-")[0] for record in told],
         "one_half": connector.connector_scheduler is half,
         "under_way": under_way,
@@ -561,7 +561,10 @@ def sleeps(config: dict[str, Any]) -> dict[str, Any]:
     }
     others = RankInfo(replace(connector._ranks[0].pool, inode=0), connector._ranks[0].layers)
     connector.set_xfer_handshake_metadata_pp_aware({(0, 0): others})
-    return result | {"off_with_other_pools": connector.connector_scheduler.off, "without": engine.round()}
+    answers = result["without"] = []
+    ask(PROMPTS)
+    finish()
+    return result | {"off_with_other_pools": connector.connector_scheduler.off}
 
 
 def _let_workers_sleep(hooks: bool) -> None:
@@ -615,13 +618,14 @@ class _Speculative:
 
 
 def refusals(config: dict[str, Any]) -> dict[str, Any]:
-    """What the connector says to each of ``cases``: options, and changes to vLLM's configuration by dotted name."""
+    """What the connector says to each of ``cases``: options, ``flags`` for vLLM's own EngineArgs, and changes to what
+    vLLM makes of them, by dotted name, for what no flag sets or no CPU can have. What vLLM does not know fails."""
     model = Path(config["model"] + "-llama")
     if not model.exists():
         write_model(model)
     import torch
     import vllm
-    from vllm.config import KVTransferConfig, ModelConfig, PoolerConfig
+    from vllm.config import KVTransferConfig, ModelConfig, PoolerConfig, VllmConfig
     from vllm.config.multimodal import MultiModalConfig
     from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorRole
     from vllm.engine.arg_utils import EngineArgs
@@ -630,18 +634,24 @@ def refusals(config: dict[str, Any]) -> dict[str, Any]:
     from kvoffload.vllm import KVOffloadConnector
     from kvoffload.vllm.setup import MULTI_CONNECTOR, model_fingerprint
 
-    vllm_config = EngineArgs(
-        model=str(model),
-        skip_tokenizer_init=True,
-        enforce_eager=True,
-        dtype="float32",
-        block_size=BLOCK_SIZE,
-        kv_transfer_config=KVTransferConfig(
-            kv_connector="KVOffloadConnector",
-            kv_connector_module_path="kvoffload.vllm",
-            kv_role="kv_both",
-        ),
-    ).create_engine_config()
+    def make_config(flags: dict[str, Any]) -> Any:
+        made = {"pooler_config": lambda v: PoolerConfig(**v)}
+        arguments = {
+            "skip_tokenizer_init": True,
+            "enforce_eager": True,
+            "dtype": "float32",
+            "block_size": BLOCK_SIZE,
+            **{name: made[name](value) if name in made else value for name, value in flags.items()},
+        }
+        connector = KVTransferConfig(
+            kv_connector="KVOffloadConnector", kv_connector_module_path="kvoffload.vllm", kv_role="kv_both"
+        )
+        return EngineArgs(model=str(model), kv_transfer_config=connector, **arguments).create_engine_config()
+
+    # Newer versions take this flag with a GPU only.
+    if hasattr(VllmConfig, "_verify_aux_output_compatibility"):
+        VllmConfig._verify_aux_output_compatibility = lambda self: None
+    usual = make_config({})
     common = {"block_size": BLOCK_SIZE, "num_kv_heads": 2, "head_size": 32, "dtype": torch.float32}
     specs: dict[str, Any] = {
         "full": FullAttentionSpec(**common),
@@ -655,6 +665,7 @@ def refusals(config: dict[str, Any]) -> dict[str, Any]:
     fingerprints: dict[str, str] = {}
     os.environ.pop("PYTHONHASHSEED", None)
     for name, case in config["cases"].items():
+        vllm_config = make_config(case["flags"]) if case.get("flags") else usual
         vllm_config.kv_transfer_config.kv_connector_extra_config = case["options"]
         changes = dict(case.get("changes", {}))
         caches = KVCacheConfig(
@@ -675,9 +686,8 @@ def refusals(config: dict[str, Any]) -> dict[str, Any]:
         for name_, value in changes.items():
             path, _, key = name_.rpartition(".")
             part = functools.reduce(getattr, path.split("."), vllm_config) if path else vllm_config
-            before.append((part, key, getattr(part, key, None)))
+            before.append((part, key, getattr(part, key)))
             made = {
-                "pooler_config": lambda v: PoolerConfig(**v),
                 "multimodal_config": lambda v: MultiModalConfig(**v),
                 "speculative_config": _Speculative,
             }.get(key)
