@@ -487,7 +487,6 @@ def sleeps(config: dict[str, Any]) -> dict[str, Any]:
     handshake as its first, and its job numbers begin again. At the end the workers come back with other pools.
 
     Answers are [index of the prompt, answer], of all requests that were not aborted."""
-    from vllm.distributed.kv_transfer import get_kv_transfer_group
 
     from kvoffload import records, scheduler
     from kvoffload.vllm.setup import RankInfo
