@@ -1,4 +1,4 @@
-# make lint | unit | test | demo | bench | soak | overlays | clean
+# make lint | unit | test | interface | demo | bench | soak | overlays | clean
 #
 # Each target builds the virtual environment it needs, once: $(VENV) with the development tools, and
 # $(VENV_VLLM) with vLLM too. pip's own PIP_* variables and configuration are honoured.
@@ -19,13 +19,14 @@ SOAK_TESTS     := tests/test_engine_model.py tests/test_manager_lru.py tests/tes
 SOAK_TIMEOUT_S := 7200
 SIMULATIONS    := 10000
 
-.PHONY: help lint unit test demo bench soak overlays clean
+.PHONY: help lint unit test interface demo bench soak overlays clean
 
 help:
 	@echo "make demo    the same conversations through vLLM with and without kvoffload: demo-report/report.html"
 	@echo "make test    every test, on real vLLM too"
 	@echo "make unit    the tests that need no vLLM"
 	@echo "make lint    ruff and mypy"
+	@echo "make interface VLLM=0.33.0   whether that vLLM has every name that kvoffload uses, from its source alone"
 	@echo "make bench   benchmarks: bench-report/"
 	@echo "make soak    $(SIMULATIONS) simulations of servers on failing disks; the random tests, fifty times as many (an hour)"
 	@echo "make overlays OVERLAYS=\"0.28.0 0.29.0 0.30.0 0.31.0\"   older vLLMs for the tests; make test takes OVERLAYS too"
@@ -42,6 +43,9 @@ unit: $(VENV)/.stamp
 
 test: $(VENV_VLLM)/.stamp overlays
 	$(WITH) pytest $(ARGS)
+
+interface: $(VENV)/.stamp
+	@$(VENV)/bin/python tools/interface.py $(VLLM) $(ARGS)
 
 soak: $(VENV)/.stamp
 	$(DEV) kvoffload.testing simulate --seeds $(SIMULATIONS)

@@ -53,14 +53,20 @@ LEFT_ALONE = {
     "bind_gpu_block_pool",
     "bind_kv_cache_manager",
     "clear_connector_metadata",
+    "finish_forward",
     "get_external_cache_hit_sources",
     "get_finished_count",
     "get_kv_connector_kv_cache_events",
-    "get_kv_connector_stats",
+    "get_loaded_kv_cache_group_ids",
+    "get_mem_pool_context",
     "has_connector_metadata",
+    "has_pending_block_frees",
     "on_new_request",
     "prefer_cross_layer_blocks",
     "register_cross_layers_kv_cache",
+    "register_finished_partial_tail",
+    "requires_piecewise_for_cudagraph",
+    "reset_capture_state",
     "role",
     "set_host_xfer_buffer_ops",
     "set_xfer_handshake_metadata",
@@ -197,12 +203,20 @@ class Module:
             if outer in ("list", "List", "Sequence", "Iterable", "tuple", "set", "frozenset", "deque"):
                 item = self.type_of(items[0])
                 return ListOf(item) if item else None
-            return self.type_of(items[-1] if outer in ("dict", "Mapping") else items[0])
+            if outer in ("dict", "Mapping"):
+                value = self.type_of(items[-1])
+                return MapOf(value) if value else None
+            return self.type_of(items[0])
         return None
 
 
 @dataclass(frozen=True)
 class ListOf:
+    item: Any
+
+
+@dataclass(frozen=True)
+class MapOf:
     item: Any
 
 
@@ -237,6 +251,8 @@ class Class:
             for node in cls.node.body:
                 if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.name == name:
                     return cls, node, cls.module.type_of(node.returns)
+                if name == "value" and any(getattr(base, "id", "").endswith("Enum") for base in cls.node.bases):
+                    return cls, node, None
                 targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
                 if any(isinstance(target, ast.Name) and target.id == name for target in targets):
                     return cls, node, cls.module.type_of(getattr(node, "annotation", None))
@@ -446,6 +462,10 @@ class File:
             walk.own = {getattr(n, "name", "") for n in cls.body}
             walk.own |= {n.attr for n in ast.walk(cls) if isinstance(n, ast.Attribute) and isinstance(n.ctx, ast.Store)}
             walk.own |= {getattr(getattr(n, "target", None), "id", "") for n in cls.body}
+        for call in ast.walk(node):
+            if isinstance(call, ast.Call) and getattr(call.func, "id", "") == "isinstance":
+                tested, kind = call.args
+                walk.narrowed.setdefault(getattr(tested, "id", ""), []).append(env.get(getattr(kind, "id", "")))
         for stmt in node.body:
             walk.visit(stmt)
 
@@ -462,6 +482,8 @@ class Walk(ast.NodeVisitor):
         self.file, self.env = file, env
         self.base: Class | None = None
         self.own: set[str] = set()
+        self.narrowed: dict[str, list[Any]] = {}
+        """By variable, the classes that it is tested for; None for those of the adapter."""
 
     def visit_Assign(self, node: ast.Assign) -> None:
         found = self.infer(node.value)
@@ -534,7 +556,7 @@ class Walk(ast.NodeVisitor):
         if isinstance(node, ast.Subscript):
             found = self.infer(node.value)
             self.infer(node.slice)
-            return found.item if isinstance(found, ListOf) else found if isinstance(found, Class) else None
+            return found.item if isinstance(found, ListOf | MapOf) else None
         if isinstance(node, ast.Lambda):
             return self.infer(node.body)
         for child in ast.iter_child_nodes(node):
@@ -553,7 +575,7 @@ class Walk(ast.NodeVisitor):
             return None
         check = self.file.check
         label = owner.node.name if isinstance(owner, Class) else owner.name
-        if name.startswith("__") and isinstance(owner, Class):
+        if isinstance(owner, Class) and (name.startswith("__") or self.is_narrowed(owner, name, node)):
             return None
         check.add("attribute", f"{label}.{name}", self.file.where(node), None if check.has(owner, name) else "no such attribute")
         if isinstance(owner, Module):
@@ -562,6 +584,11 @@ class Walk(ast.NodeVisitor):
         if found and isinstance(found[1], ast.FunctionDef) and not _is_property(found[1]):
             return Function(found[0].module, found[1])
         return found[2] if found else None
+
+    def is_narrowed(self, owner: Class, name: str, node: ast.expr) -> bool:
+        """Whether ``isinstance`` in this function says of the object that it is of another class, which has it."""
+        of = getattr(getattr(node, "value", None), "id", "")
+        return any(owner.member(name) is None and (c is None or self.file.check.has(c, name)) for c in self.narrowed.get(of, ()))
 
     def call(self, node: ast.Call) -> Any:
         check, called = self.file.check, getattr(node.func, "id", getattr(node.func, "attr", ""))

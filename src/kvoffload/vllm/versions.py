@@ -36,7 +36,7 @@ SINCE = {
     "aux_output_config": "0.31",
     "elastic_ep_max_dp_size": "0.30",
     "get_transfer_results": "0.30",
-    "hash_block_size": "0.30",
+    "hash_block_size": "0.32",
     "kv_cache_layout": "0.29",
     "prefix_cacheable": "0.29",
     "resolve_none_hash_seed": "0.29",
@@ -45,8 +45,6 @@ SINCE = {
     "unregister_kv_caches": "0.33",
 }
 """Of the names that kvoffload uses of vLLM, those that 0.28 does not have, with the first version that does."""
-UNTIL = {"model_config.enable_return_routed_experts": "0.30"}
-"""Those that a later version has no more, with the last version that has them."""
 
 
 def attribute(owner: Any, name: str, before: Any = None) -> Any:
