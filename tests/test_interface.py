@@ -12,7 +12,7 @@ import pytest
 TOOL = Path(__file__).resolve().parent.parent / "tools" / "interface.py"
 
 ADAPTER = {
-    "connector.py": '''
+    "connector.py": """
 from typing import TYPE_CHECKING
 from vllm.base import Base, Role
 from vllm.blocks import hash_blocks
@@ -38,7 +38,7 @@ def refuse(config: Config) -> None:
     for name in ("context_size", "elastic"):
         if versions.attribute(config.parallel_config, name):
             raise ValueError(name)
-''',
+""",
     "versions.py": 'SINCE = {"woken": "2.0"}\n',
 }
 VLLM = {
@@ -133,9 +133,7 @@ def test_nothing_is_missing_from_what_it_was_written_for(missing: Any) -> None:
         (("__init__.py", '"Config"', '"Settings"'), "vllm.Config", "not in vllm"),
     ],
 )
-def test_what_has_gone_or_changed_is_reported(
-    missing: Any, change: tuple[str, str, str], name: str, note: str
-) -> None:
+def test_what_has_gone_or_changed_is_reported(missing: Any, change: tuple[str, str, str], name: str, note: str) -> None:
     found = missing(change)
     assert any(n == name and note in said for n, said in found), found
 

