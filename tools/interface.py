@@ -141,16 +141,16 @@ class Module:
                     self.names[alias.asname or alias.name.split(".")[0]] = (alias.asname and alias.name, None)
             elif isinstance(node, ast.Assign):
                 for target in node.targets:
-                    for name in ast.walk(target):
-                        if isinstance(name, ast.Name):
-                            self.names[name.id] = node
+                    for inner in ast.walk(target):
+                        if isinstance(inner, ast.Name):
+                            self.names[inner.id] = node
                 self._bind_lazy(node.value)
             elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
                 self.names[node.target.id] = node
                 self._bind_lazy(node.value)
-            for name in ("body", "orelse", "finalbody"):
+            for part in ("body", "orelse", "finalbody"):
                 if isinstance(node, ast.If | ast.Try | ast.With):
-                    self._bind(getattr(node, name, []))
+                    self._bind(list(getattr(node, part, [])))
             for handler in getattr(node, "handlers", []):
                 self._bind(handler.body)
 
@@ -295,11 +295,8 @@ class Check:
     rows: list[Row] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.since: dict[str, str] = {}
         versions = self.adapter / "versions.py"
-        for node in ast.parse(versions.read_text()).body if versions.exists() else ():
-            if isinstance(node, ast.Assign) and getattr(node.targets[0], "id", "") == "SINCE":
-                self.since = ast.literal_eval(node.value)
+        self.since: dict[str, str] = _constant(ast.parse(versions.read_text()), "SINCE")
 
     def add(self, kind: str, name: str, where: str, problem: str | None, key: str | None = None) -> None:
         """``problem`` is None for what is as it should be. ``key``: the name in SINCE."""
@@ -342,26 +339,22 @@ class Check:
         for theirs, names in UNTYPED.items():
             for name in names:
                 self._expect(theirs, name, "tools/interface.py")
-        for module, words in WORDS.items():
-            found = self.source.module(module)
+        for path, words in WORDS.items():
+            found = self.source.module(path)
             for word in words:
                 there = found is not None and f'"{word}"' in found.text
-                self.add("value", f"{module}: {word!r}", "setup.py", None if there else "no such value", "")
+                self.add("value", f"{path}: {word!r}", "setup.py", None if there else "no such value", "")
         tests = ast.parse((ROOT / "tests" / "vllm_engine" / "test_vllm_refusals.py").read_text())
-        set_there = [n for n in tests.body if getattr(getattr(n, "target", None), "id", "") == "FLAGS"]
-        flags = {flag for n in set_there for case in ast.literal_eval(n.value).values() for flag in case}
+        cases = _constant(tests, "FLAGS")
+        flags = {flag for case in cases.values() for flag in case}
         for flag in sorted({*FLAGS, *flags}):
             self._expect("vllm.engine.arg_utils:EngineArgs", flag, "test_vllm_refusals.py", "flag")
         setup = ast.parse((self.adapter / "setup.py").read_text())
-        for node in setup.body:
-            name = getattr(node.targets[0], "id", "") if isinstance(node, ast.Assign) else ""
-            if name in ("SERVED", "REFUSED"):
-                for spec in sorted(ast.literal_eval(node.value)):
-                    there = self.source.find(f"vllm.v1.kv_cache_interface:{spec}")
-                    self.add("class", spec, "setup.py", None if there else "no such kind of KV cache")
-            if name == "MULTI_CONNECTOR":
-                module = ast.literal_eval(node.value)
-                self.add("module", module, "setup.py", None if self.source.module(module) else "no such module", "")
+        for spec in sorted({*_constant(setup, "SERVED"), *_constant(setup, "REFUSED")}):
+            there = self.source.find(f"vllm.v1.kv_cache_interface:{spec}")
+            self.add("class", spec, "setup.py", None if there else "no such kind of KV cache")
+        module = _constant(setup, "MULTI_CONNECTOR")
+        self.add("module", module, "setup.py", None if self.source.module(module) else "no such module", "")
 
     def _expect(self, theirs: str, name: str, where: str, kind: str = "attribute") -> None:
         owner = self.source.find(theirs)
@@ -619,7 +612,7 @@ class Walk(ast.NodeVisitor):
             self.infer(keyword.value)
         if called in ("attribute", "getattr", "hasattr") and len(node.args) > 1:
             named = node.args[1]
-            words = (named.value,) if isinstance(named, ast.Constant) else getattr(arguments[1], "words", ())
+            words = (str(named.value),) if isinstance(named, ast.Constant) else getattr(arguments[1], "words", ())
             found = None
             for word in words:
                 found = self.read(arguments[0], word, node)
@@ -641,6 +634,15 @@ class Walk(ast.NodeVisitor):
         if called in ("list", "sorted", "set", "tuple", "reversed") and arguments:
             return arguments[0]
         return function if isinstance(function, Class) else None
+
+
+def _constant(tree: ast.Module, name: str) -> Any:
+    """The value of a module's constant."""
+    for node in tree.body:
+        target = node.targets[0] if isinstance(node, ast.Assign) else getattr(node, "target", None)
+        if isinstance(node, ast.Assign | ast.AnnAssign) and getattr(target, "id", "") == name and node.value:
+            return ast.literal_eval(node.value)
+    raise ValueError(f"no constant {name}")
 
 
 def _is_property(node: ast.FunctionDef) -> bool:
