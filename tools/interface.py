@@ -34,6 +34,12 @@ UNTYPED = {
     "vllm.v1.request:Request": ("lora_request", "all_token_ids", "block_hashes"),
     "vllm.lora.request:LoRARequest": ("adapter_id", "name"),
     "vllm.v1.core.kv_cache_utils:KVCacheBlockCopy": ("dst_block_id",),
+    "vllm.v1.kv_cache_interface:KVCacheSpec": ("block_size", "page_size_bytes", "prefix_cacheable"),
+    "vllm.v1.kv_cache_interface:FullAttentionSpec": ("non_causal",),
+    "vllm.v1.kv_cache_interface:SlidingWindowSpec": ("sliding_window", "extra_retained_tokens"),
+    "vllm.v1.kv_cache_interface:ChunkedLocalAttentionSpec": ("attention_chunk_size",),
+    "vllm.model_executor.layers.attention_layer_base:AttentionLayerBase": ("get_attn_backend",),
+    "vllm.v1.attention.backend:AttentionBackend": ("get_name",),
     "vllm.config.compilation:CompilationConfig": ("static_forward_context",),
     "vllm.config.multimodal:MultiModalConfig": ("mm_processor_cache_gb",),
 }
@@ -44,6 +50,8 @@ WORDS = {
     "vllm.config.kv_transfer": ("recompute",),
 }
 """Values of settings that the adapter compares with or sets."""
+TEXTS = {"isa": ("vllm.v1.attention.backends.cpu_attn", "layer.isa = ")}
+"""What the adapter reads of an object that other code writes it to: its name, and where that is written."""
 FLAGS = ("enable_elastic_ep", "prefill_context_parallel_size", "mm_processor_cache_gb", "speculative_config")
 """Arguments of vLLM that are refused, besides those that ``test_vllm_refusals.py`` sets."""
 FIELD_MAKERS = {"_make"}
@@ -344,6 +352,9 @@ class Check:
             for word in words:
                 there = found is not None and f'"{word}"' in found.text
                 self.add("value", f"{path}: {word!r}", "setup.py", None if there else "no such value", "")
+        for name, (path, text) in TEXTS.items():
+            found = self.source.module(path)
+            self.add("text", name, "pages.py", None if found and text in found.text else f"not written in {path}")
         tests = ast.parse((ROOT / "tests" / "vllm_engine" / "test_vllm_refusals.py").read_text())
         cases = _constant(tests, "FLAGS")
         flags = {flag for case in cases.values() for flag in case}

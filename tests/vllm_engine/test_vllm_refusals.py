@@ -171,6 +171,8 @@ def said(run: Runner) -> Run:
         cases[name] = {"options": DISK, "changes": changes}
     for name, changes in SHARES.items():
         cases[name] = {"options": POOL | changes.pop("options", {}), "changes": changes}
+    cases["tried"] = {"options": POOL, "changes": {"version": "0.33.4"}}
+    cases["not named alike"] = {"options": POOL, "changes": {"version": "0.320.0"}}
     later = {"options": POOL, "changes": {"version": "0.99.1"}}
     return run(
         "refusals", cases={"right": {"options": POOL}, "with a disk": {"options": DISK}, **cases, "later": later}
@@ -205,7 +207,13 @@ def test_what_does_not_is_not(said: Run, case: str) -> None:
 def test_a_version_nobody_has_tested_is_tried_with_a_warning(said: Run) -> None:
     assert said["said"]["later"] is None
     assert said.log.count("this is 0.99.1, and it tries") == 1
-    assert said.log.count("kvoffload is tested with") == 1
+    assert said.log.count("this is 0.320.0, and it tries") == 1
+    assert said.log.count("kvoffload is tested with") == 2
+
+
+def test_one_that_was_only_tried_is_told_of_too(said: Run) -> None:
+    assert said["said"]["tried"] is None
+    assert said.log.count("kvoffload is not tested with vLLM 0.33: its Python code was run by hand") == 1
 
 
 @pytest.mark.parametrize("case", CASES)
