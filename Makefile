@@ -1,4 +1,4 @@
-# make lint | unit | test | demo | bench | soak | install | clean
+# make lint | unit | test | interface | demo | bench | soak | install | clean
 #
 # Each target builds the virtual environment it needs, once: $(VENV) with the development tools, and
 # $(VENV_VLLM) with vLLM too. pip's own PIP_* variables and configuration are honoured.
@@ -24,13 +24,14 @@ SOAK_TIMEOUT_S := 7200
 SIMULATIONS    := 10000
 SOAK_SCALE     := 50
 
-.PHONY: help lint unit test demo bench soak install overlays clean
+.PHONY: help lint unit test interface demo bench soak install overlays clean
 
 help:
 	@echo "make demo    the same conversations through vLLM with and without kvoffload: demo-report/report.html"
 	@echo "make test    every test, on real vLLM too"
 	@echo "make unit    the tests that need no vLLM"
 	@echo "make lint    ruff and mypy"
+	@echo "make interface VLLM=0.33.0   whether that vLLM has every name that kvoffload uses, from its source alone"
 	@echo "make bench   benchmarks: bench-report/"
 	@echo "make soak    $(SIMULATIONS) simulations of servers on failing disks; the random tests, $(SOAK_SCALE) times as many (an hour)"
 	@echo "make install what make test needs, and no test"
@@ -48,6 +49,9 @@ unit: $(VENV)/.stamp
 
 test: install
 	$(WITH) $(PYTEST) $(ARGS)
+
+interface: $(VENV)/.stamp
+	@$(VENV)/bin/python tools/interface.py $(VLLM) $(ARGS)
 
 soak: $(VENV)/.stamp
 	$(DEV) kvoffload.testing simulate --seeds $(SIMULATIONS)

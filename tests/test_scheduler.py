@@ -218,6 +218,17 @@ def device_ids(spec: TransferSpec) -> list[int]:
     return list(spec.device.block_ids.tolist())
 
 
+def test_no_half_takes_the_report_of_another_halfs_job() -> None:
+    """Two of one process, as when an engine makes a second one: a report of the first one's job says nothing of the
+    second one's blocks."""
+    first, second = Rig(), Rig()
+    (job_id,) = first.start(FakeRequest("a", prompt(4))).stores
+    assert job_id not in second.start(FakeRequest("b", prompt(4))).stores
+    second.report(job_id)
+    assert second.status(prompt(4)) == [-1]
+    assert not second.half.off
+
+
 # Lookup.
 
 

@@ -340,6 +340,57 @@ def test_an_engine_that_cannot_even_be_closed_raises_nothing(device: Device, mon
     assert step(worker, StepMeta(loads={1: job([0], [1])})) == ({"r"}, {1}, set())
 
 
+# Device blocks that lose their memory.
+
+
+class Late(Faulty):
+    """Ends its jobs only after it was waited for three times."""
+
+    def wait(self, job_ids: Iterable[int]) -> None:
+        self.waited_for.append(list(job_ids))
+
+    def poll(self, busy: bool) -> list[TransferResult]:
+        return super().poll(busy) if len(self.idle_waits) >= 3 else []
+
+
+@pytest.mark.parametrize("kind", [Faulty, Late])
+def test_no_copy_is_under_way_when_blocks_lose_their_memory(device: Device, kind: type[Faulty]) -> None:
+    """Stores under way are finished, loads and what was not submitted have failed."""
+    transfer = kind(device.transfer)
+    worker = OffloadingConnectorWorker(transfer)
+    transfer.idle_waits += [0.0] * 3
+    step(worker, StepMeta(stores={1: job([0], [1])}))
+    step(worker, StepMeta(stores={2: job([1], [2])}))
+    transfer.idle_waits.clear()
+    worker.begin_step(NOTHING)
+    worker.start_loads(StepMeta(loads={3: job([0], [4], "loading")}))
+    worker.end_step(StepMeta(stores={4: job([3], [3])}))
+    stored = device.block(2)
+    worker.suspend()
+    device.data[:] = 0
+    worker.suspend()
+    assert set(transfer.tries) == {1, 2, 3}
+    told = step(worker, StepMeta(loads={5: job([0], [5], "asleep")}))
+    assert told == ({"loading", "asleep"}, {4, 5}, set())
+    assert report(worker) == ({1: 1, 2: 1, 3: 1, 4: 1, 5: 1}, {3, 4, 5})
+    assert device.slot(1) == stored
+    assert not device.data.any(), "nothing is written into them afterwards"
+    worker.resume()
+    worker.resume()
+    assert step(worker, StepMeta(loads={6: job([1], [6], "awake")}))[:2] == ({"awake"}, set())
+    assert device.block(6) == stored
+
+
+def test_a_copy_that_does_not_end_closes_the_engine(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvoffload.worker.SUSPEND_DEADLINE_S", 0.0)
+    transfer = Late(device.transfer)
+    worker = OffloadingConnectorWorker(transfer)
+    worker.start_loads(StepMeta(loads={1: job([0], [1])}))
+    worker.suspend()
+    assert transfer.closed == 1
+    assert report(worker) == ({1: 1}, {1})
+
+
 def test_shutdown_closes_the_engine(device: Device) -> None:
     faulty = Faulty(device.transfer)
     OffloadingConnectorWorker(faulty).shutdown()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import json
 import logging
 import sys
@@ -51,6 +52,8 @@ READ_POLICY_EVERY_S = 1.0
 """How old the gauges of a self-tuning policy may be. Engines take metrics in every step."""
 MIN_PREFILL_SAMPLE = 64
 """Tokens; what takes less says little of how fast the engine computes."""
+JOB_IDS = itertools.count()
+"""Numbers of jobs, of all scheduler halves of this process: none takes another's report for that of its own job."""
 
 Method = TypeVar("Method", bound=Callable[..., Any])
 
@@ -150,7 +153,6 @@ class OffloadingConnectorScheduler:
         """Grows whenever a load starts or ends: what requests that wait for another's load wait for."""
         self._states: dict[str, RequestState] = {}
         self._jobs: dict[int, _Job] = {}
-        self._next_job = 0
         self._keys_loading: dict[OffloadKey, int] = {}
         """Keys on their way to the device, and for how many loads."""
         self._finished: list[tuple[RequestState, int]] = []
@@ -701,8 +703,7 @@ class OffloadingConnectorScheduler:
         return state
 
     def _new_job(self, job: _Job) -> int:
-        job_id = self._next_job
-        self._next_job += 1
+        job_id = next(JOB_IDS)
         self._jobs[job_id] = job
         job.state.jobs += 1
         return job_id

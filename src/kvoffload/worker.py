@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass, field
+import time
+from dataclasses import dataclass, field, replace
 
 from kvoffload.base import TransferSpec
 from kvoffload.transfer.base import Transfer, TransferResult
@@ -13,6 +14,8 @@ logger = logging.getLogger(__name__)
 IDLE_WAIT_S = 0.002
 """How long a step without tokens waits for loads under way, so that an idle engine does not spin."""
 MAX_TRIES = 2
+SUSPEND_DEADLINE_S = 5.0
+"""How long copies under way may take when the engine is about to take its device blocks away."""
 
 
 @dataclass(slots=True)
@@ -96,6 +99,7 @@ class OffloadingConnectorWorker:
         self._finished = Finished()
         self._report = WorkerReport()
         self._broken = False
+        self._suspended = False
 
     def begin_step(self, meta: StepMeta) -> None:
         for job_id in meta.fences:
@@ -148,6 +152,35 @@ class OffloadingConnectorWorker:
         report, self._report = self._report, WorkerReport()
         return report
 
+    def suspend(self) -> None:
+        """Ends every job, because the device blocks are about to lose their memory. May be called twice.
+
+        Copies under way are waited for, at most SUSPEND_DEADLINE_S; after that the transfer is closed for good. Loads
+        count as failed, and so do stores that were not submitted, and every job until ``resume``.
+        """
+        self._suspended = True
+        if self._broken:
+            return
+        deadline = time.monotonic() + SUSPEND_DEADLINE_S
+        try:
+            for job_id in self._unsubmitted:
+                self._submit(job_id)
+            self._unsubmitted.clear()
+            self.transfer.wait(list(self._jobs))
+            self._collect(busy=False)
+            while self._jobs and not self._broken:
+                left = deadline - time.monotonic()
+                if left <= 0:
+                    raise TimeoutError(f"{len(self._jobs)} copies did not end within {SUSPEND_DEADLINE_S} s")
+                self.transfer.wait_any(left)
+                self._collect(busy=False)
+        except Exception:
+            self._give_up()
+
+    def resume(self) -> None:
+        """Takes jobs again: the device blocks have memory. May be called twice."""
+        self._suspended = False
+
     def shutdown(self) -> None:
         self.transfer.close()
 
@@ -159,7 +192,7 @@ class OffloadingConnectorWorker:
         job = self._jobs.get(job_id)
         if job is None:
             return
-        if self._broken:
+        if self._broken or self._suspended:
             self._end(TransferResult(job_id, ok=False), self._jobs.pop(job_id))
             return
         try:
@@ -193,7 +226,10 @@ class OffloadingConnectorWorker:
             job = self._jobs.get(result.job_id)
             if job is None:
                 continue
-            if not result.ok and job.tries_left:
+            if self._suspended and not job.is_store:
+                # What it has filled is about to be lost.
+                result = replace(result, ok=False)
+            elif not result.ok and job.tries_left and not self._suspended:
                 job.tries_left -= 1
                 self._submit(result.job_id)
                 continue

@@ -10,11 +10,14 @@ has processes of its own), ``connector`` (its options, null for none),
 from __future__ import annotations
 
 import functools
+import itertools
 import json
 import os
 import sys
 import time
 from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -502,6 +505,123 @@ def storm(config: dict[str, Any]) -> dict[str, Any]:
     return {"answers": answers, "aborted": aborted, "left": len(live), **engine.state()}
 
 
+def sleeps(config: dict[str, Any]) -> dict[str, Any]:
+    """Sleeps once per entry of ``modes``, vLLM's pause modes, each time under load and with stores under way, and wakes
+    up. Device blocks lose what they hold meanwhile. ``forgetful``: the connector knows nothing of sleep, treats each
+    handshake as its first, and its job numbers begin again. At the end the workers come back with other pools.
+
+    Answers are [index of the prompt, answer], of all requests that were not aborted."""
+
+    from kvoffload import records, scheduler
+    from kvoffload.vllm.setup import RankInfo
+
+    engine = Engine(config)
+    core, connector = engine.llm.llm_engine, engine.scheduler.connector
+    half = connector.connector_scheduler
+    _let_workers_sleep(hooks=not config.get("forgetful"))
+    answers: list[Any] = []
+    answered: list[str] = []
+    live: dict[str, int] = {}
+    asked = 0
+
+    def ask(count: int) -> None:
+        nonlocal asked
+        for _ in range(count):
+            name, index = f"q{asked}", asked % PROMPTS
+            core.add_request(name, {"prompt_token_ids": engine.prompts[index]}, engine.sampling())
+            live[name] = index
+            asked += 1
+
+    def step() -> None:
+        for output in core.step():
+            if output.finished and output.request_id in live:
+                index = live.pop(output.request_id)
+                if output.outputs[0].finish_reason == "length":
+                    answers.append([index, answer(output)])
+                    answered.append(output.request_id)
+
+    def finish() -> None:
+        for _ in range(MAX_STEPS):
+            if not live:
+                return
+            step()
+        raise AssertionError("the engine never comes to rest")
+
+    under_way = []
+    handshake = _handshake_of_a_wake(core.engine_core.engine_core)
+    for mode in config["modes"]:
+        ask(PROMPTS // 2)
+        finish()
+        # Half of them can be loaded, the others are to be stored.
+        ask(PROMPTS)
+        for _ in range(MAX_STEPS):
+            step()
+            jobs = connector.connector_scheduler._jobs
+            # A request that waits for its load would keep its blocks.
+            if (jobs and all(job.is_store for job in jobs.values())) or not live:
+                break
+        assert jobs, "nothing is under way"
+        under_way.append(len(jobs))
+        core.sleep(1, mode)
+        if mode == "abort":
+            live.clear()
+        if config.get("forgetful"):
+            connector._scheduler = None
+            scheduler.JOB_IDS = itertools.count(min(jobs))
+        core.wake_up()
+        handshake()
+    ask(PROMPTS)
+    finish()
+    (server,) = [server for server in records.running_servers() if server.pid == os.getpid()]
+    told = records.read_records(server, 10.0).records
+    result = {
+        "answers": answers,
+        "answered": list(answered),
+        "recorded": [record.req_id.split("-")[0] for record in told],
+        "one_half": connector.connector_scheduler is half,
+        "under_way": under_way,
+        **engine.state(),
+    }
+    others = RankInfo(replace(connector._ranks[0].pool, inode=0), connector._ranks[0].layers)
+    connector.set_xfer_handshake_metadata_pp_aware({(0, 0): others})
+    answers = result["without"] = []
+    ask(PROMPTS)
+    finish()
+    return result | {"off_with_other_pools": connector.connector_scheduler.off}
+
+
+def _let_workers_sleep(hooks: bool) -> None:
+    """Makes the CPU worker sleep as vLLM 0.33's GPU worker does: its device blocks lose what they hold. ``hooks``:
+    its connector is called before and after that."""
+    from vllm.distributed.kv_transfer import get_kv_transfer_group
+    from vllm.v1.worker.cpu_worker import CPUWorker
+
+    def sleep(self: Any, level: int = 1) -> None:
+        if hooks:
+            get_kv_transfer_group().unregister_kv_caches()
+        for cache in self.model_runner.kv_caches:
+            cache.fill_(7.0)
+
+    def wake_up(self: Any, tags: list[str] | None = None) -> None:
+        if hooks:
+            get_kv_transfer_group().restore_kv_caches()
+
+    CPUWorker.sleep, CPUWorker.wake_up = sleep, wake_up
+
+
+def _handshake_of_a_wake(core: Any) -> Callable[[], None]:
+    """What vLLM 0.33 does when it has woken up, for one that does not do it by itself."""
+    if hasattr(core, "_set_kv_connector_handshake_metadata"):
+        return lambda: None
+
+    def handshake() -> None:
+        told = core.model_executor.get_kv_connector_handshake_metadata()
+        merged = {rank: info for worker in told for rank, info in worker.items()}
+        core.scheduler.get_kv_connector().set_xfer_handshake_metadata_pp_aware(merged)
+
+    return handshake
+
+
 def endless(config: dict[str, Any]) -> dict[str, Any]:
     """Answers twice, writes its result, and serves on until somebody kills it."""
     engine = Engine(config)
@@ -521,13 +641,14 @@ class _Speculative:
 
 
 def refusals(config: dict[str, Any]) -> dict[str, Any]:
-    """What the connector says to each of ``cases``: options, and changes to vLLM's configuration by dotted name."""
+    """What the connector says to each of ``cases``: options, ``flags`` for vLLM's own EngineArgs, and changes to what
+    vLLM makes of them, by dotted name, for what no flag sets or no CPU can have. What vLLM does not know fails."""
     model = Path(config["model"] + "-llama")
     if not model.exists():
         write_model(model)
     import torch
     import vllm
-    from vllm.config import KVTransferConfig, ModelConfig, PoolerConfig
+    from vllm.config import KVTransferConfig, ModelConfig, PoolerConfig, VllmConfig
     from vllm.config.multimodal import MultiModalConfig
     from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorRole
     from vllm.engine.arg_utils import EngineArgs
@@ -536,18 +657,24 @@ def refusals(config: dict[str, Any]) -> dict[str, Any]:
     from kvoffload.vllm import KVOffloadConnector
     from kvoffload.vllm.setup import MULTI_CONNECTOR, model_fingerprint
 
-    vllm_config = EngineArgs(
-        model=str(model),
-        skip_tokenizer_init=True,
-        enforce_eager=True,
-        dtype="float32",
-        block_size=BLOCK_SIZE,
-        kv_transfer_config=KVTransferConfig(
-            kv_connector="KVOffloadConnector",
-            kv_connector_module_path="kvoffload.vllm",
-            kv_role="kv_both",
-        ),
-    ).create_engine_config()
+    def make_config(flags: dict[str, Any]) -> Any:
+        made = {"pooler_config": lambda v: PoolerConfig(**v)}
+        arguments = {
+            "skip_tokenizer_init": True,
+            "enforce_eager": True,
+            "dtype": "float32",
+            "block_size": BLOCK_SIZE,
+            **{name: made[name](value) if name in made else value for name, value in flags.items()},
+        }
+        connector = KVTransferConfig(
+            kv_connector="KVOffloadConnector", kv_connector_module_path="kvoffload.vllm", kv_role="kv_both"
+        )
+        return EngineArgs(model=str(model), kv_transfer_config=connector, **arguments).create_engine_config()
+
+    # Newer versions take this flag with a GPU only.
+    if hasattr(VllmConfig, "_verify_aux_output_compatibility"):
+        VllmConfig._verify_aux_output_compatibility = lambda self: None
+    usual = make_config({})
     common = {"block_size": BLOCK_SIZE, "num_kv_heads": 2, "head_size": 32, "dtype": torch.float32}
     specs: dict[str, Any] = {
         "full": FullAttentionSpec(**common),
@@ -561,6 +688,7 @@ def refusals(config: dict[str, Any]) -> dict[str, Any]:
     fingerprints: dict[str, str] = {}
     os.environ.pop("PYTHONHASHSEED", None)
     for name, case in config["cases"].items():
+        vllm_config = make_config(case["flags"]) if case.get("flags") else usual
         vllm_config.kv_transfer_config.kv_connector_extra_config = case["options"]
         changes = dict(case.get("changes", {}))
         caches = KVCacheConfig(
@@ -581,9 +709,8 @@ def refusals(config: dict[str, Any]) -> dict[str, Any]:
         for name_, value in changes.items():
             path, _, key = name_.rpartition(".")
             part = functools.reduce(getattr, path.split("."), vllm_config) if path else vllm_config
-            before.append((part, key, getattr(part, key, None)))
+            before.append((part, key, getattr(part, key)))
             made = {
-                "pooler_config": lambda v: PoolerConfig(**v),
                 "multimodal_config": lambda v: MultiModalConfig(**v),
                 "speculative_config": _Speculative,
             }.get(key)
@@ -659,7 +786,7 @@ def fingerprints(config: dict[str, Any]) -> dict[str, Any]:
 
 
 SCENARIOS = {
-    f.__name__: f for f in (rounds, service, reuse, aborts, failed_load, storm, endless, refusals, fingerprints)
+    f.__name__: f for f in (rounds, service, reuse, aborts, failed_load, storm, sleeps, endless, refusals, fingerprints)
 }
 
 

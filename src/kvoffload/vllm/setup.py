@@ -19,7 +19,12 @@ from typing import TYPE_CHECKING, Any
 from vllm import envs
 from vllm.config.utils import normalize_value
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorHandshakeMetadata
-from vllm.v1.kv_cache_interface import UniformTypeKVCacheSpecs
+from vllm.v1.kv_cache_interface import (
+    ChunkedLocalAttentionSpec,
+    FullAttentionSpec,
+    SlidingWindowSpec,
+    UniformTypeKVCacheSpecs,
+)
 
 from kvoffload.admission import FilterReusedOffloadingManager, tracker_size
 from kvoffload.base import ConfigError, KVGroup
@@ -320,22 +325,23 @@ def _group_setup(config: OffloadConfig, spec: KVCacheSpec, names: tuple[str, ...
         reason = REFUSED.get(kind, "its blocks may be freed or filled in ways that kvoffload has not been tested with")
         raise ConfigError(f"this model has a KV cache of kind {kind}: {reason}; run this model without kvoffload")
     first = next(iter(specs.values()), spec)
-    if any(getattr(one, "non_causal", False) for one in specs.values()):
+    if any(isinstance(one, FullAttentionSpec) and one.non_causal for one in specs.values()):
         raise ConfigError(
             "this model attends to tokens that come later, so its KV depends on more than the prefix that names it; "
             "run it without kvoffload"
         )
-    if not getattr(first, "prefix_cacheable", True):
+    if not versions.attribute(first, "prefix_cacheable", True):
         raise ConfigError(
             f"this model has a KV cache ({type(first).__name__}) that vLLM itself does not reuse between requests; "
             "run it without kvoffload"
         )
-    window = getattr(first, "sliding_window", None) if "SlidingWindow" in type(first).__name__ else None
-    chunk = first.attention_chunk_size if type(first).__name__ == "ChunkedLocalAttentionSpec" else None
+    # A full-attention spec may name a window too: of layers that attend to it, but whose blocks are all kept.
+    window = first.sliding_window + first.extra_retained_tokens if isinstance(first, SlidingWindowSpec) else None
+    chunk = first.attention_chunk_size if isinstance(first, ChunkedLocalAttentionSpec) else None
     group = KVGroup(
         device_block_size=spec.block_size,
         block_size_factor=config.factor(spec.block_size),
-        sliding_window=None if window is None else window + getattr(first, "extra_retained_tokens", 0),
+        sliding_window=window,
         attention_chunk=chunk,
         draft=draft,
     )
@@ -348,14 +354,14 @@ def _draft_groups(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> se
     if speculative is None or not (speculative.use_eagle() or speculative.method == "draft_model"):
         return set()
     groups = kv_cache_config.kv_cache_groups
-    flagged = {g for g, group in enumerate(groups) if getattr(group, "is_eagle_group", False)}
+    flagged = {g for g, group in enumerate(groups) if group.is_eagle_group}
     return flagged or set(range(len(groups)))
 
 
 def _engines(vllm_config: VllmConfig, config: OffloadConfig) -> tuple[int, int]:
     """Which engine of this node this is, from 0, and how many share its budgets."""
     parallel, given = vllm_config.parallel_config, config.engines_per_node
-    rank, index = parallel.data_parallel_rank_local or 0, getattr(parallel, "data_parallel_index", 0)
+    rank, index = parallel.data_parallel_rank_local or 0, parallel.data_parallel_index
     # With a load balancer outside each engine believes to be alone on its node.
     engine = rank or (index % given if given else 0)
     if parallel.data_parallel_size > 1:
@@ -388,24 +394,24 @@ def _given_engines(given: int | None, rank: int, otherwise: int | None) -> int:
 def _refuse_unserved(vllm_config: VllmConfig) -> None:
     parallel = vllm_config.parallel_config
     for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
-        value = getattr(parallel, name, 1)
+        value = versions.attribute(parallel, name)
         if value > 1:
             raise ConfigError(
                 f"{name}={value}: context parallelism deals the tokens of a block out to several ranks, and no rank "
                 "holds a block that could be stored; set it to 1"
             )
-    if getattr(parallel, "enable_elastic_ep", False):
+    if versions.attribute(parallel, "enable_elastic_ep"):
         raise ConfigError(
             "enable_elastic_ep: engines that come later would take shares of host_bytes that others hold already; "
             "set it to False, or run without kvoffload"
         )
     model = vllm_config.model_config
-    if getattr(model, "is_diffusion", False):
+    if versions.attribute(model, "is_diffusion"):
         raise ConfigError(
             f"model {model.model}: a diffusion model's tokens are known before their KV is, and some are never "
             "computed; run it without kvoffload"
         )
-    if getattr(model, "enable_return_routed_experts", False):
+    if versions.returns_routed_experts(vllm_config):
         raise ConfigError(
             "enable_return_routed_experts: for tokens that come from host memory no experts are recorded; set it to "
             "False, or run without kvoffload"
@@ -449,7 +455,7 @@ def _refuse_unserved_with_disk(vllm_config: VllmConfig, config: OffloadConfig) -
             "same at every start), or use --prefix-caching-hash-algo sha256"
         )
     multimodal, cache = vllm_config.model_config.multimodal_config, vllm_config.cache_config
-    if multimodal and getattr(multimodal, "mm_processor_cache_gb", None) == 0 and not cache.enable_prefix_caching:
+    if multimodal and versions.attribute(multimodal, "mm_processor_cache_gb") == 0 and not cache.enable_prefix_caching:
         raise ConfigError(
             f"disk_dir={config.disk_dir!r} with mm_processor_cache_gb=0 and no prefix caching: vLLM then names images "
             "and other inputs by a number that begins anew with every process, and not by their content; turn one of "
