@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 from kvoffload.testing.faults import CorruptingTransfer, FailingTransfer, SlowTransfer, ThreadedTransfer
 from kvoffload.tiers import disk
 from kvoffload.vllm.connector import KVOffloadConnector
-from kvoffload.vllm.setup import RankInfo
 
 if TYPE_CHECKING:
     import torch
@@ -58,15 +57,6 @@ class SpinningKVOffloadConnector(ThreadedKVOffloadConnector):
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         super().register_kv_caches(kv_caches)
         self.connector_worker.idle_wait_s = 0.0
-
-
-class UnwatchedKVOffloadConnector(KVOffloadConnector):
-    """Does not notice that weights have changed: outputs must be those of the old ones."""
-
-    def get_handshake_metadata(self) -> RankInfo | None:
-        info = super().get_handshake_metadata()
-        self.connector_worker.weights = None
-        return info
 
 
 class UnverifiedKVOffloadConnector(KVOffloadConnector):
