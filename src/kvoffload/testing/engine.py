@@ -672,6 +672,7 @@ class ModelEngine:
         step, batch = self._schedule()
         meta = self.scheduler.build_connector_meta(step)
         self._update(preempt=False)
+        self._start_with_new_weights([request for request, _ in batch if request.request_id in step.replaced])
         for request, n in batch:
             request.num_computed_tokens += n
             request.tokens_in_flight += n
@@ -1045,6 +1046,18 @@ class ModelEngine:
                 self.pool.forget_all()
             if preempt and rng.random() < 0.3:
                 self._preempt_all()
+
+    def _start_with_new_weights(self, requests: list[EngineRequest]) -> None:
+        """Requests that compute for the first time, with weights that came after they were scheduled, on top of what
+        they have."""
+        for request in requests:
+            computed = request.num_computed_tokens
+            if request.version == self.version or computed % self._hit_tokens:
+                continue
+            for g, group in enumerate(self.groups):
+                for i in range(computed // group.device_block_size):
+                    request.old_blocks.setdefault((g, i), request.version)
+            request.version = self.version
 
     def _check_nothing_held(self) -> None:
         if self.held or self._aborted_loading or self._deferred or self._loaded or self._released:
