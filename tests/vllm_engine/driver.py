@@ -479,6 +479,8 @@ def storm(config: dict[str, Any]) -> dict[str, Any]:
     return {"answers": answers, "aborted": aborted, "left": len(live), **engine.state()}
 
 
+SHORT = 12
+"""Tokens of each answer in a long life."""
 NOT_OFFLOADED = {"kv_transfer_params": {"kvoffload": {"load": False, "store": False}}}
 """What makes a request compute all that the engine's own cache does not hold, and leave nothing behind."""
 
@@ -497,7 +499,7 @@ class _Life:
         if reset:
             assert engine.llm.reset_prefix_cache()
         before = engine.offload.metrics.snapshot()
-        self.answers[name] = engine.round(**arguments)
+        self.answers[name] = engine.round(max_tokens=SHORT, **arguments)
         engine.drain()
         engine.settle()
         after = engine.offload.metrics.snapshot()
