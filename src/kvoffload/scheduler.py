@@ -407,7 +407,8 @@ class OffloadingConnectorScheduler:
                 for group, table in zip(self._layout.groups, tables, strict=True):
                     first = computed // group.device_block_size
                     new.update(table[first:])
-                    found.update(table[:first])
+                    if self._sound_blocks is not None:
+                        found.update(table[:first])
             else:
                 if state is not None:
                     state.add_blocks(tables)
