@@ -77,6 +77,7 @@ def warm(seed: int) -> list[Life]:
     scenario = dataclasses.replace(
         first.scenario,
         reset_chance=0.0,
+        update_chance=0.0,
         abort_chance=0.0,
         copy_failure_rate=0.0,
         wishes_rate=0.0,

@@ -25,6 +25,7 @@ METRICS: dict[str, MetricSpec] = {
     "load_seconds": MetricSpec("counter", "Time spent copying from host to device"),
     "store_failures": MetricSpec("counter", "Stores that failed twice and were dropped"),
     "load_failures": MetricSpec("counter", "Loads that failed and were recomputed"),
+    "weight_changes": MetricSpec("counter", "Times that weights were found changed, and all blocks were forgotten"),
     "evicted_blocks": MetricSpec("counter", "Blocks evicted from host memory"),
     "refused_stores": MetricSpec("counter", "Times that no room could be made for a store"),
     "asked_tokens": MetricSpec("counter", "Tokens of admitted requests"),

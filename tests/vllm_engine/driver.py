@@ -181,12 +181,13 @@ class Engine:
         settings = {"max_tokens": MAX_TOKENS, "logprobs": 1, "detokenize": False, "ignore_eos": True}
         return SamplingParams(temperature=0, **{**settings, **changes})
 
-    def round(self, prompts: list[list[int]] | None = None, **sampling: Any) -> list[Any]:
+    def round(self, prompts: list[list[int]] | None = None, lora_request: Any = None, **sampling: Any) -> list[Any]:
         """Every prompt once; what was answered."""
         outputs = self.llm.generate(
             [{"prompt_token_ids": p} for p in prompts or self.prompts],
             self.sampling(**sampling),
             use_tqdm=False,
+            lora_request=lora_request,
         )
         return [answer(output) for output in outputs]
 
@@ -622,6 +623,139 @@ def _handshake_of_a_wake(core: Any) -> Callable[[], None]:
     return handshake
 
 
+SHORT = 12
+"""Tokens of each answer in a long life."""
+NOT_OFFLOADED = {"kv_transfer_params": {"kvoffload": {"load": False, "store": False}}}
+"""What makes a request compute all that the engine's own cache does not hold, and leave nothing behind."""
+
+
+class _Life:
+    """The rounds of an engine, by name: what was answered, and what was counted meanwhile."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self.answers: dict[str, list[Any]] = {}
+        self.counts: dict[str, dict[str, float]] = {}
+
+    def play(self, name: str, *, reset: bool = True, **arguments: Any) -> None:
+        """A round, with nothing in the engine's own cache unless ``reset`` is False. The connector is never reset."""
+        engine = self.engine
+        if reset:
+            assert engine.llm.reset_prefix_cache()
+        before = engine.offload.metrics.snapshot()
+        self.answers[name] = engine.round(max_tokens=SHORT, **arguments)
+        engine.drain()
+        engine.settle()
+        after = engine.offload.metrics.snapshot()
+        counted = ("host_hit_tokens", "weight_changes", "load_failures")
+        self.counts[name] = {key: after.get(key, 0) - before.get(key, 0) for key in counted}
+
+    def result(self) -> dict[str, Any]:
+        return {"answers": self.answers, "counts": self.counts, **self.engine.state()}
+
+
+def updates(config: dict[str, Any]) -> dict[str, Any]:
+    """A trainer changes all weights of the running engine. "right N" is what weights N answer when all is computed."""
+    from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+    engine = Engine(config)
+    core, life = engine.llm.llm_engine, _Life(engine)
+    directories = [Path(config["model"] + f"-weights-{seed}") for seed in range(3)]
+    for seed, directory in enumerate(directories):
+        write_model(directory, seed=seed)
+
+    def update(seed: int) -> None:
+        engine.llm.collective_rpc("reload_weights", kwargs={"weights_path": str(directories[seed])})
+
+    life.play("first")
+    life.play("again")
+    update(1)
+    life.play("updated")
+    life.play("updated, again")
+    update(2)
+    # Until it is reset, the engine's own cache answers with old KV.
+    life.play("not reset", reset=False)
+    life.play("late reset")
+    life.play("late reset, again")
+    for i, prompt in enumerate(engine.prompts):
+        core.add_request(f"r{i}", {"prompt_token_ids": prompt}, engine.sampling())
+    loading = False
+    for _ in range(config["steps"]):
+        core.step()
+        loading |= any(
+            request.status.name == "WAITING_FOR_REMOTE_KVS" for request in engine.scheduler.requests.values()
+        )
+    update(0)
+    while core.has_unfinished_requests():
+        core.step()
+    life.play("under requests")
+    life.play("under requests, again")
+    for seed in (1, 2, 0):
+        update(seed)
+        life.play(f"right {seed}", extra_args=NOT_OFFLOADED)
+    # The control: nobody watches the weights.
+    get_kv_transfer_group().connector_worker.weights = None
+    update(1)
+    life.play("unwatched", extra_args={"kv_transfer_params": {"kvoffload": {"store": False}}})
+    engine.close()
+    return {"loading": loading, **life.result()}
+
+
+def write_adapter(directory: Path, seed: int) -> None:
+    """A LoRA adapter of the tiny model that changes what it says."""
+    from safetensors.numpy import save_file
+
+    rng = np.random.default_rng(seed)
+    outputs = {"q_proj": 128, "k_proj": 64, "v_proj": 64}
+    tensors = {}
+    for layer in range(2):
+        for name, size in outputs.items():
+            prefix = f"base_model.model.model.layers.{layer}.self_attn.{name}"
+            tensors[f"{prefix}.lora_A.weight"] = rng.normal(0, 0.3, (8, 128)).astype(np.float32)
+            tensors[f"{prefix}.lora_B.weight"] = rng.normal(0, 0.3, (size, 8)).astype(np.float32)
+    directory.mkdir(exist_ok=True)
+    save_file(tensors, directory / "adapter_model.safetensors")
+    described = {"peft_type": "LORA", "r": 8, "lora_alpha": 8, "target_modules": list(outputs), "bias": "none"}
+    (directory / "adapter_config.json").write_text(json.dumps(described))
+
+
+def adapters(config: dict[str, Any]) -> dict[str, Any]:
+    """Three LoRA adapters take turns in one slot of the device and two places in host memory; then one is loaded again
+    with other weights."""
+    from vllm.distributed.kv_transfer import get_kv_transfer_group
+    from vllm.lora.request import LoRARequest
+
+    changes = {"enable_lora": True, "max_loras": 1, "max_cpu_loras": 2, "max_lora_rank": 8}
+    engine = Engine({**config, "engine": {**changes, **config.get("engine", {})}})
+    life = _Life(engine)
+    directory = Path(config["model"] + "-adapters")
+    directory.mkdir(exist_ok=True)
+    requests = []
+    for number in range(1, 4):
+        write_adapter(directory / str(number), number)
+        requests.append(LoRARequest(f"adapter {number}", number, str(directory / str(number))))
+
+    def play(name: str, number: int, **sampling: Any) -> None:
+        life.play(name, prompts=engine.prompts[:2], lora_request=requests[number - 1], **sampling)
+
+    for turn in ("first", "again"):
+        for number in (1, 2, 3):
+            play(f"adapter {number}, {turn}", number)
+    write_adapter(directory / "1", 4)
+    requests[0] = LoRARequest("adapter 1", 1, requests[0].lora_path, load_inplace=True)
+    engine.llm.llm_engine.add_lora(requests[0])
+    requests[0] = LoRARequest("adapter 1", 1, requests[0].lora_path)
+    play("loaded again", 1)
+    play("loaded again, again", 1)
+    play("right", 1, extra_args=NOT_OFFLOADED)
+    get_kv_transfer_group().connector_worker.weights = None
+    write_adapter(directory / "1", 5)
+    engine.llm.llm_engine.add_lora(LoRARequest("adapter 1", 1, requests[0].lora_path, load_inplace=True))
+    play("unwatched", 1, extra_args={"kv_transfer_params": {"kvoffload": {"store": False}}})
+    play("right, unwatched", 1, extra_args=NOT_OFFLOADED)
+    return life.result()
+
+
 def endless(config: dict[str, Any]) -> dict[str, Any]:
     """Answers twice, writes its result, and serves on until somebody kills it."""
     engine = Engine(config)
@@ -786,7 +920,22 @@ def fingerprints(config: dict[str, Any]) -> dict[str, Any]:
 
 
 SCENARIOS = {
-    f.__name__: f for f in (rounds, service, reuse, aborts, failed_load, storm, sleeps, endless, refusals, fingerprints)
+    f.__name__: f
+    for f in (
+        rounds,
+        service,
+        reuse,
+        aborts,
+        failed_load,
+        storm,
+        sleeps,
+        updates,
+        adapters,
+        endless,
+        refusals,
+        fingerprints,
+    )
+}
 }
 
 

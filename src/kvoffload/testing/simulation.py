@@ -167,6 +167,8 @@ def _life(
         base,
         seed=seed,
         num_requests=rng.randint(3, 8),
+        update_chance=Random(seed).choice((0.0, 0.0, 0.0, 0.04)),
+        keeps_device_cache=seed % 2 == 0,
         store_threshold=rng.choice((None, None, None, None, 2)),
         load_deadline_ms=rng.choice((0.0, 3.0, 10.0, 30.0)) if slow else rng.choice((30.0, 200.0)),
     )

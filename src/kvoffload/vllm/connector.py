@@ -28,6 +28,7 @@ from kvoffload.vllm.metrics import KVOffloadPromMetrics, KVOffloadStats
 from kvoffload.vllm.pages import make_transfer, page_format, page_groups
 from kvoffload.vllm.setup import RankInfo, Setup, model_fingerprint, namespace
 from kvoffload.vllm.versions import KVConnectorTransferResults
+from kvoffload.vllm.weights import watch_weights
 from kvoffload.worker import OffloadingConnectorWorker, StepMeta, WorkerReport
 
 if TYPE_CHECKING:
@@ -88,6 +89,8 @@ class KVOffloadConnector(KVConnectorBase_V1, SupportsHMA):
         self._formats: dict[str, str] = {}
         """By layer, how its pages are laid out."""
         self._worker: OffloadingConnectorWorker | None = None
+        self._was_watched = False
+        """Whether the worker half was given its watch over the weights, if there can be one."""
         self._scheduler: OffloadingConnectorScheduler | None = None
         self._ranks: list[RankInfo] = []
         """Where each worker's pool is, as of the first handshake."""
@@ -195,6 +198,10 @@ class KVOffloadConnector(KVConnectorBase_V1, SupportsHMA):
     def get_handshake_metadata(self) -> RankInfo | None:
         if self._pool is None:
             return None
+        if not self._was_watched:
+            # The first time is the right one: warmed up, and nobody has changed the weights yet.
+            self._was_watched = True
+            self.connector_worker.weights = watch_weights(self._vllm_config)
         layers = [
             (name, page_bytes, self._formats[name])
             for group in self._setup.groups
