@@ -138,7 +138,7 @@ class Scenario:
     abort_chance: float = 0.0
     reset_chance: float = 0.0
     update_chance: float = 0.0
-    """Of new weights that nobody tells the connector of."""
+    """Of new weights without a reset of the connector."""
     keeps_device_cache: bool = False
     """With new weights the engine's own cache stays as it is, and is emptied some time later."""
     copy_chance: float = 0.4

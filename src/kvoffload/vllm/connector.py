@@ -199,7 +199,7 @@ class KVOffloadConnector(KVConnectorBase_V1, SupportsHMA):
         if self._pool is None:
             return None
         if not self._was_watched:
-            # The first time is the right one: warmed up, and nobody has changed the weights yet.
+            # At the first call the engine is warmed up, and no update of weights can have come yet.
             self._was_watched = True
             self.connector_worker.weights = watch_weights(self._vllm_config)
         layers = [
