@@ -936,7 +936,6 @@ SCENARIOS = {
         fingerprints,
     )
 }
-}
 
 
 def write_result(result: dict[str, Any]) -> None:
