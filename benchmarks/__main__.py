@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from benchmarks import convoys, copies, disk, fingerprint, managers, policies, replay, ttft
+from benchmarks import convoys, copies, disk, fingerprint, managers, policies, replay, ttft, writes
 
 BENCHMARKS = {
     "managers": managers.main,
@@ -16,6 +16,7 @@ BENCHMARKS = {
     "policies": policies.main,
     "replay": replay.main,
     "ttft": ttft.main,
+    "writes": writes.main,
 }
 
 

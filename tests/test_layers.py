@@ -20,7 +20,7 @@ LAYERS = [
     {"explain", "metrics", "fingerprint", "control", "records", "words", "recorder", "figures", "memory"},
     {"policies", "hostpool", "table", "index", "transfer"},
     {"manager", "admission", "config", "tiers"},
-    {"tiering"},
+    {"tiering", "writethrough"},
     {"scheduler", "tracking", "worker"},
     {"lab"},
     {"cli", "demo", "vllm", "testing"},

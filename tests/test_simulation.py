@@ -25,6 +25,7 @@ from kvoffload.testing.simulation import (
     Server,
     SlotTaken,
     Unlocked,
+    Unreachable,
     plan,
     run_simulations,
     simulate,
@@ -255,8 +256,7 @@ def host_slot_freed_while_a_read_into_it_is_under_way(
     expire = tiered._expire
 
     def free_at_once(waiter: Any) -> None:
-        if not waiter.over:
-            tiered.host.complete_store(list(waiter.coming), success=False)
+        tiered.host.complete_store(list(waiter.coming), success=False)
         expire(waiter)
 
     monkeypatch.setattr(tiered, "_expire", free_at_once)
@@ -305,6 +305,26 @@ def lock_given_up_while_a_job_hangs(server: Server, tier: DiskTier, monkeypatch:
     monkeypatch.setattr(tier, "close", close_and_unlock)
 
 
+def a_block_left_out(server: Server, tier: DiskTier, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What follows is written behind a hole."""
+    assert server.engine.tiered is not None
+    writes = server.engine.tiered._lanes[0].writes
+    plan = writes._plan
+
+    def without_the_first(chain: Any, room: int) -> Any:
+        made = plan(chain, room)
+        return dataclasses.replace(made, keys=made.keys[1:]) if len(made.keys) > 2 else made
+
+    monkeypatch.setattr(writes, "_plan", without_the_first)
+
+
+def what_follows_a_failed_write_stays(server: Server, tier: DiskTier, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert server.engine.tiered is not None
+    writes = server.engine.tiered._lanes[0].writes
+    monkeypatch.setattr(writes, "_rewind", lambda chain: None)
+    monkeypatch.setattr(writes, "_take_back", lambda chain, hole: None)
+
+
 def a_result_lost(server: Server, tier: DiskTier, monkeypatch: pytest.MonkeyPatch) -> None:
     poll, polled = tier.poll, [0]
 
@@ -334,6 +354,8 @@ BUGS: dict[Bug, tuple[type[Exception], int]] = {
     no_deadline: (Late, 64),
     closed_with_a_file_open: (Leak, 0),
     lock_given_up_while_a_job_hangs: (Unlocked, 93),
+    a_block_left_out: (Unreachable, 0),
+    what_follows_a_failed_write_stays: (Unreachable, 0),
     a_result_lost: (Leak, 8),
 }
 """The law that each breaks, and a seed that found it once: that one is tried first."""

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import pytest
 
-from kvoffload.base import KVGroup, MissReason, ReqContext, ScheduledStep
+from kvoffload.base import KVGroup, LookupState, MissReason, ReqContext, ScheduledStep
 from kvoffload.hostpool import HostBackend
 from kvoffload.manager import PolicyOffloadingManager
 from kvoffload.policies import make_policy
-from kvoffload.scheduler import OffloadingConnectorScheduler
+from kvoffload.scheduler import MAX_WAITS_PER_REQUEST, OffloadingConnectorScheduler
 from kvoffload.testing.tiers import MemoryTier, SteppedExecutor, make_pools
 from kvoffload.tiering import TieredOffloadingManager
 from test_scheduler import TOKENS, Clock, FakeRequest, Rig, prompt
@@ -21,11 +21,14 @@ SLOT_BYTES = 4096
 class SpyManager(TieredOffloadingManager):
     """Remembers how it was waited for, and what it was told of the engine's speed."""
 
-    def __init__(self, num_blocks: int, clock: Callable[[], float]) -> None:
+    def __init__(
+        self, num_blocks: int, clock: Callable[[], float], groups: Sequence[KVGroup] = (KVGroup(TOKENS),)
+    ) -> None:
         self.executor = SteppedExecutor(clock=clock)
         self.tier = MemoryTier(make_pools(num_blocks, SLOT_BYTES), 64, self.executor, clock)
         host = PolicyOffloadingManager(HostBackend(TOKENS, num_blocks), make_policy("lru", num_blocks), clock=clock)
-        super().__init__(host, [self.tier], tokens_per_block=[TOKENS], load_deadline_ms=1000, clock=clock)
+        tokens = [TOKENS] * len(groups)
+        super().__init__(host, [self.tier], tokens_per_block=tokens, groups=groups, load_deadline_ms=1000, clock=clock)
         self.waits: list[float] = []
         self.prefills: list[tuple[int, float]] = []
 
@@ -146,6 +149,71 @@ def test_at_its_deadline_a_request_still_gets_what_the_host_has(deadline_s: floa
     assert found == (8, True)
 
 
+def test_a_full_engine_does_not_use_up_the_deadline_of_the_disk() -> None:
+    rig = TieredRig(num_host_blocks=96)
+    rig.put_below(prompt(160))
+    request = FakeRequest("r", prompt(161))
+    rig.look_up(request)
+    rig.clock.now += 0.002
+    rig.arrive()
+    for second in range(3):
+        rig.store(prompt(96 * TOKENS // 2, start=10_000 * (second + 1)), f"other{second}")
+        rig.clock.now += 1.0
+        rig.step()
+        assert rig.look_up(request) == (160, True), "and no room on the device"
+    assert len(rig.load(request).loads) == 1
+    assert rig.half.records[-1].disk_tokens == 160
+
+
+def test_a_request_waits_so_often_at_most() -> None:
+    rig = TieredRig()
+    rig.put_below(prompt(8))
+    request = FakeRequest("r", prompt(9))
+    answers = []
+    with rig.manager.executor.hold():
+        for _ in range(20):
+            answers.append(rig.look_up(request)[0])
+            rig.half._epoch += 1
+            rig.clock.now += 0.5
+            rig.step()
+    assert answers.count(None) <= 3 * MAX_WAITS_PER_REQUEST
+    assert answers[-8:] == [0] * 8
+    rig.start(request)
+    assert request.request_id not in rig.manager._waiters
+
+
+def test_an_idle_engine_steps_until_a_long_prompt_is_on_disk() -> None:
+    rig = TieredRig(num_host_blocks=64)
+    rig.store(prompt(40 * TOKENS))
+    steps = 0
+    while rig.half.has_pending_work():
+        rig.step()
+        rig.manager.executor.drain()
+        steps += 1
+        assert steps < 20
+    rig.step()
+    assert (rig.manager.tier.contains(rig.keys(prompt(40 * TOKENS))) == LookupState.HIT).all()
+
+
+def test_what_is_decoded_is_written_when_its_request_ends() -> None:
+    rig = TieredRig(num_host_blocks=64)
+    rig.store(prompt(20))
+    request = FakeRequest("r", prompt(18))
+    ids = rig.new_blocks(7)
+    rig.look_up(request)
+    rig.allocate(request, ids)
+    rig.step({request: 18}, new={"r": ids})
+    for token in range(900, 908):
+        request.tokens.append(token)
+        rig.report(*rig.step({request: 1}).stores)
+    keys = rig.keys(request.tokens[:24])
+    rig.half.request_finished(request)
+    for _ in range(3):
+        rig.report(*rig.step().stores)
+        rig.manager.executor.drain()
+    assert (rig.manager.tier.contains(keys) == LookupState.HIT).all()
+
+
 @pytest.mark.parametrize("ending", ["finished", "declined", "loaded"])
 def test_nothing_is_kept_for_a_request_that_does_not_wait_any_more(ending: str) -> None:
     rig = TieredRig()
@@ -166,14 +234,15 @@ def test_nothing_is_kept_for_a_request_that_does_not_wait_any_more(ending: str) 
 
 def test_windows_are_promoted_after_the_blocks_before_them() -> None:
     clock = Clock()
-    manager = SpyManager(32, clock)
-    rig = Rig(manager=manager, clock=clock)
     groups = [KVGroup(TOKENS), KVGroup(TOKENS, sliding_window=TOKENS + 1)]
+    manager = SpyManager(32, clock, groups)
+    rig = Rig(manager=manager, clock=clock)
     half = OffloadingConnectorScheduler(manager, groups=groups, clock=clock)
-    keys = [key[:-1] + bytes([g]) for g in range(2) for key in rig.keys(prompt(12))]
-    for key in keys:
-        manager.prepare_store([key])
-        manager.complete_store([key])
+    keys = [key[:-1] + bytes([g]) for key in rig.keys(prompt(12)) for g in range(2)]
+    manager.prepare_store(keys)
+    manager.complete_store(keys)
+    manager.offer_chain(keys)
+    for _ in range(2):
         manager.executor.drain()
         manager.poll()
     manager.host.reset()

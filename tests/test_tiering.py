@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import pytest
 
+from kvoffload import writethrough
 from kvoffload.admission import FilterReusedOffloadingManager
-from kvoffload.base import IntegrityError, LookupState, MissReason, OffloadKey, ReqContext, Slots
+from kvoffload.base import IntegrityError, KVGroup, LookupState, MissReason, OffloadKey, ReqContext, Slots
 from kvoffload.hostpool import HostBackend
 from kvoffload.manager import PolicyOffloadingManager
 from kvoffload.policies import make_policy
@@ -17,6 +19,7 @@ from kvoffload.testing.tiers import MemoryTier, SteppedExecutor, make_pools
 from kvoffload.tiering import (
     FAILURE_PERIOD_S,
     MAX_FAILURES,
+    MAX_HANGS,
     MISS_TTL_S,
     PROMOTION_SHARE,
     RATE_TTL_S,
@@ -24,6 +27,7 @@ from kvoffload.tiering import (
     TieredOffloadingManager,
 )
 from kvoffload.tiers.base import States, TierError, TierResult
+from kvoffload.writethrough import MAX_WRITES_PER_BLOCK, PATIENCE_S, WriteThrough
 
 SLOT_BYTES = 4096
 A, B = ReqContext("a"), ReqContext("b")
@@ -52,6 +56,28 @@ class SpyTier(MemoryTier):
         self.fails: TierError | None = None
         self.unsure = False
         self.seconds_a_block: float | None = None
+        self.most_writes = 1 << 30
+        """Blocks that it writes at a time."""
+        self.fails_for: OffloadKey | None = None
+        self.num_fails = 0
+        """The first writes of ``fails_for`` fail."""
+        self.claimed_blocks: int | None = None
+        self.hanging: set[OffloadKey] = set()
+        """Blocks whose reads do not end."""
+
+    @property
+    def capacity_bytes(self) -> int:
+        return super().capacity_bytes if self.claimed_blocks is None else self.claimed_blocks * self.block_bytes
+
+    def write(self, keys: Sequence[OffloadKey], slots: Slots) -> list[OffloadKey]:
+        n = max(0, self.most_writes - len(self._under_way))
+        return super().write(keys[:n], slots[:n])
+
+    def _read(self, key: OffloadKey, slot: int, block: Any) -> None:
+        if key in self.hanging:
+            assert isinstance(self._executor, SteppedExecutor)
+            self._executor.stall(1e9)
+        super()._read(key, slot, block)
 
     def contains(self, keys: Sequence[OffloadKey]) -> States:
         self.asked += keys
@@ -67,6 +93,9 @@ class SpyTier(MemoryTier):
         results = []
         for result in super().poll():
             error = self.fails or result.error
+            if result.key == self.fails_for and not result.is_read and self.num_fails:
+                error, self.num_fails = TierError.IO, self.num_fails - 1
+                self.delete([result.key])
             seconds = result.seconds if self.seconds_a_block is None else self.seconds_a_block
             begun = result.ended - seconds
             results.append(TierResult(result.key, result.is_read, error, result.nbytes, seconds, begun, result.ended))
@@ -90,12 +119,13 @@ class Rig:
         )
 
     def store(self, keys: list[OffloadKey]) -> None:
-        """Stores blocks whose bytes are made of their keys."""
+        """A request whose chain is ``keys`` stores blocks whose bytes are made of their keys, and ends."""
         output = self.manager.prepare_store(keys)
         assert output is not None
         for key, slot in zip(output.keys_to_store, output.store_spec.slots.tolist(), strict=True):
             self.pools[0][slot] = content(key)
         self.manager.complete_store(keys)
+        self.manager.offer_chain(keys)
 
     def settle(self) -> None:
         """What was asked for begins, and all that is under way in the tier ends."""
@@ -260,6 +290,23 @@ def test_windows_that_cannot_be_complete_promote_nothing() -> None:
     assert rig.tier.reads == []
 
 
+@pytest.mark.parametrize(("n", "promoted"), [(8, True), (9, False)])
+def test_a_window_that_can_never_be_promoted_as_a_whole_is_a_miss_at_once(n: int, promoted: bool) -> None:
+    rig = Rig(host_blocks=16)
+    keys = chain("x", n)
+    rig.store_below(keys)
+    state = LookupState.RETRY if promoted else LookupState.MISS
+    assert rig.manager.lookup_each(keys, A) == [state] * n
+    rig.settle()
+    assert rig.tier.reads == (keys if promoted else [])
+    if not promoted:
+        assert rig.manager.explain_miss(keys[0]).reason is MissReason.TOO_LARGE
+        rig.host.prepare_store(keys[:1])
+        rig.host.complete_store(keys[:1])
+        hit, retry = LookupState.HIT, LookupState.RETRY
+        assert rig.manager.lookup_each(keys, A) == [hit, *[retry] * 8], "what the host has need not come"
+
+
 # What is kept ready.
 
 
@@ -295,16 +342,69 @@ def test_a_request_that_ends_leaves_nothing_behind(arrived: bool) -> None:
     assert rig.host.num_available_blocks == rig.host.num_blocks
 
 
-def test_a_request_that_is_never_served_keeps_its_blocks_to_the_deadline_only() -> None:
+def test_what_came_up_stays_for_a_request_that_the_engine_cannot_schedule() -> None:
     rig = Rig(load_deadline_ms=1000)
     keys = chain("x", 4)
     rig.store_below(keys)
     rig.manager.lookup(keys, A)
     rig.settle()
-    rig.clock.now += 1.0
+    rig.clock.now += 3.0
     rig.settle()
-    assert rig.host.num_available_blocks == rig.host.num_blocks
+    rig.fill_host()
     assert rig.manager.lookup(keys, A) == 4
+    assert rig.tier.reads == keys, "they were read once"
+
+
+def test_blocks_kept_for_long_give_way_to_whoever_needs_their_room() -> None:
+    rig = Rig(host_blocks=8, load_deadline_ms=1000)
+    keys, more = chain("x", 4), chain("y", 4)
+    rig.store_below(keys + more)
+    rig.manager.lookup(keys, A)
+    rig.settle()
+    rig.clock.now += 0.999
+    rig.manager.lookup(more, B)
+    rig.settle()
+    assert rig.manager.num_promoted(B) == 0, "they have not been ready for a whole deadline"
+    rig.clock.now += 0.001
+    rig.settle()
+    rig.settle()
+    assert rig.manager.lookup(more, B) == 4
+    rig.fill_host()
+    assert rig.manager.lookup(keys, A) is None, "who has lost its blocks may wait again"
+
+
+def test_requests_that_take_blocks_from_each_other_do_so_once_in_a_deadline() -> None:
+    rig = Rig(host_blocks=8, load_deadline_ms=1000)
+    keys, more = chain("x", 4), chain("y", 4)
+    rig.store_below(keys + more)
+    seconds = 20
+    for step in range(1000 * seconds):
+        rig.clock.now += 0.001
+        rig.manager.lookup(keys, A)
+        rig.manager.lookup(more, B)
+        rig.manager.poll()
+        rig.executor.drain()
+        rig.manager.poll()
+        if step % 10 == 0:
+            rig.fill_host(f"filler{step}")
+    rig.manager.check_integrity()
+    assert len(rig.tier.reads) <= 2 * 4 * seconds
+
+
+def test_a_request_that_was_late_is_answered_and_may_wait_again() -> None:
+    rig = Rig(load_deadline_ms=1000)
+    keys = chain("x", 2)
+    rig.store_below(keys)
+    rig.manager.lookup(keys, A)
+    rig.tier.refuses = True
+    rig.manager.poll()
+    rig.clock.now += 1.0
+    assert [rig.manager.lookup(keys, A), rig.manager.lookup(keys, A)] == [0, 0]
+    rig.tier.refuses = False
+    rig.manager.poll()
+    assert rig.manager.lookup(keys, A) is None
+    rig.settle()
+    assert rig.manager.lookup(keys, A) == 2
 
 
 def test_promotions_take_their_share_of_the_host_at_most() -> None:
@@ -376,7 +476,10 @@ def test_who_came_later_takes_nothing_from_who_came_first() -> None:
 def test_groups_share_the_room_of_a_request() -> None:
     rig = Rig(host_blocks=16, groups=2)
     keys = [key[:-1] + bytes([g]) for g in range(2) for key in chain("x", 8)]
-    rig.store_below(keys)
+    for i in range(8):
+        rig.store([keys[i], keys[8 + i]])
+        rig.settle()
+    rig.host.reset()
     for _ in range(2):
         found = [rig.manager.lookup(keys[8 * g : 8 * g + 8], A) for g in range(2)]
         rig.settle()
@@ -462,6 +565,89 @@ def test_of_a_tier_that_hangs_nobody_else_waits() -> None:
     assert rig.manager.lookup(keys, B) == 0
     rig.settle()
     assert rig.manager.lookup(other, B) is None, "it has come back"
+
+
+def hang(rig: Rig, name: str = "x") -> list[OffloadKey]:
+    """Of two blocks that a request waits for, the reading of the first hangs."""
+    keys = chain(name, 2)
+    rig.store_below(keys)
+    rig.tier.hanging.add(keys[0])
+    rig.manager.lookup(keys, ReqContext(name))
+    rig.settle()
+    return keys
+
+
+def wait_for_probe(rig: Rig, keys: list[OffloadKey]) -> None:
+    """Somebody asks for ``keys`` after the deadline, and what that gives rise to ends."""
+    rig.clock.now += 1.0
+    assert rig.manager.lookup(keys, ReqContext("prober")) == 0, "it does not wait"
+    rig.settle()
+    rig.manager.let_go(ReqContext("prober"))
+
+
+def test_the_reads_of_a_tier_go_on_without_one_that_hangs(caplog: pytest.LogCaptureFixture) -> None:
+    rig = Rig(host_blocks=32, load_deadline_ms=1000)
+    other = chain("y", 6)
+    rig.store_below(other)
+    keys = hang(rig)
+    wait_for_probe(rig, other)
+    for name, n in (("b", 3), ("c", 6)):
+        rig.clock.now += 5.0
+        assert rig.manager.lookup(other[:n], ReqContext(name)) is None
+        rig.settle()
+        assert rig.manager.lookup(other[:n], ReqContext(name)) == n
+    assert rig.manager.lookup(keys, B) == 0, "but for the block that hangs"
+    assert rig.bytes_of(other) == [bytes(content(key)) for key in other]
+    assert len([record for record in caplog.records if "has ended no read" in record.message]) == 1
+
+
+def test_the_slot_of_a_read_that_hangs_belongs_to_nobody_else() -> None:
+    rig = Rig(host_blocks=8, load_deadline_ms=1000)
+    keys = hang(rig)
+    rig.manager.let_go(ReqContext("x"))
+    slot = int(rig.host._table.find(keys[:1])[0])
+    wait_for_probe(rig, chain("y", 1))
+    for _ in range(3):
+        rig.fill_host()
+        assert int(rig.host._table.find(keys[:1])[0]) == slot
+    rig.manager.reset()
+    rig.fill_host("other")
+    assert slot not in rig.host._table.slots().tolist(), "nor after a reset"
+    rig.clock.now += 1e9
+    rig.settle()
+    assert rig.host.num_available_blocks == rig.host.num_blocks
+    assert rig.manager._lanes[0].overdue == set()
+
+
+def test_the_reads_that_may_hang_are_bounded_and_one_that_ends_makes_room() -> None:
+    rig = Rig(host_blocks=64, load_deadline_ms=1000)
+    victims = [chain(f"v{i}", 2) for i in range(10)]
+    rig.store_below([key for keys in victims for key in keys])
+    rig.tier.hanging = {key for keys in victims for key in keys}
+    rig.manager.lookup(victims[0], A)
+    rig.settle()
+    for keys in victims[1:]:
+        wait_for_probe(rig, keys)
+        rig.clock.now += 10.0
+    assert len(rig.tier.reads) == 2 + MAX_HANGS - 1
+    rig.tier.hanging.clear()
+    rig.executor._under_way[0].until = 0.0
+    rig.settle()
+    assert rig.manager.lookup(victims[9], B) is None
+    rig.settle()
+    assert rig.manager.lookup(victims[9], B) == 2
+
+
+def test_a_read_that_hung_says_nothing_of_how_fast_the_tier_is() -> None:
+    rig = Rig(host_blocks=32, load_deadline_ms=1000, load_only_if_faster=True)
+    other = chain("y", 4)
+    rig.store_below(other)
+    hang(rig)
+    wait_for_probe(rig, other)
+    before = rig.manager._lanes[0].read_rate.seconds_for(1)
+    rig.clock.now += 1e9
+    rig.settle()
+    assert rig.manager._lanes[0].read_rate.seconds_for(1) == before
 
 
 def test_a_tier_that_does_not_answer_does_not_have_it() -> None:
@@ -631,24 +817,287 @@ def test_writing_down_changes_no_blocks_place_in_the_order() -> None:
     assert output.evicted_keys == keys[:3]
 
 
-def test_writes_pin_their_share_of_the_host_at_most_and_are_dropped_beyond() -> None:
+def test_writes_pin_their_share_of_the_host_at_most_and_the_rest_is_written_later() -> None:
     rig = Rig(host_blocks=32)
     share = int(32 * WRITE_SHARE)
     keys = chain("x", 10)
     rig.store(keys)
     assert rig.host.num_available_blocks == 32 - share
     rig.settle()
-    assert (rig.tier.contains(keys) == LookupState.HIT).tolist() == [True] * share + [False] * (10 - share)
-    assert rig.counts()["disk_dropped_writes"] == 10 - share
-
-
-def test_what_the_tier_does_not_take_on_is_dropped() -> None:
-    rig = Rig(tier_blocks=1)
-    rig.store(chain("x", 2))
-    assert rig.host.num_available_blocks == rig.host.num_blocks - 1
+    assert on_disk(rig, keys) == share
     rig.settle()
+    rig.settle()
+    assert on_disk(rig, keys) == 10
+    assert not rig.counts().get("disk_dropped_writes")
+
+
+def test_what_the_tier_does_not_take_on_is_offered_again() -> None:
+    rig = Rig(host_blocks=32)
+    keys = chain("x", 3)
+    rig.tier.most_writes = 1
+    rig.store(keys)
+    assert rig.host.num_available_blocks == rig.host.num_blocks - 1
+    for n in range(3):
+        assert on_disk(rig, keys) == n
+        rig.settle()
+        rig.clock.now += 1
+    assert on_disk(rig, keys) == 3
     assert rig.host.num_available_blocks == rig.host.num_blocks
-    assert rig.counts()["disk_dropped_writes"] == 1
+
+
+# Nothing behind a hole.
+
+
+def on_disk(rig: Rig, keys: list[OffloadKey]) -> int:
+    """Leading blocks that the tier has. None may be behind them."""
+    found = rig.tier.contains(keys) == LookupState.HIT
+    leading = len(keys) if found.all() else int(found.argmin())
+    assert np.count_nonzero(found) == leading, "a block is written behind a hole"
+    return leading
+
+
+def begin(rig: Rig, keys: list[OffloadKey], context: ReqContext) -> None:
+    """A request asks for ``keys``, which it will compute."""
+    rig.manager.touch(keys, context)
+    rig.manager.lookup(keys, context)
+
+
+def compute(rig: Rig, keys: list[OffloadKey]) -> None:
+    output = rig.manager.prepare_store(keys)
+    assert output is not None
+    rig.manager.complete_store(keys)
+
+
+def test_a_prompt_is_written_while_it_is_computed() -> None:
+    rig = Rig(host_blocks=64)
+    keys = chain("x", 6)
+    begin(rig, keys, A)
+    for end in (2, 4, 6):
+        compute(rig, keys[end - 2 : end])
+        rig.settle()
+        assert on_disk(rig, keys) == end
+
+
+def test_blocks_that_become_ready_before_their_predecessors_wait_for_them() -> None:
+    rig = Rig(host_blocks=64)
+    keys = chain("x", 6)
+    begin(rig, keys, A)
+    compute(rig, keys[2:])
+    rig.settle()
+    assert on_disk(rig, keys) == 0
+    compute(rig, keys[:2])
+    rig.settle()
+    assert on_disk(rig, keys) == 6
+
+
+def test_a_chain_that_was_begun_is_written_to_its_end_before_another_and_then_the_latest() -> None:
+    rig = Rig(host_blocks=64)
+    chains = [chain(name, 20) for name in "abc"]
+    for keys in chains:
+        rig.store(keys)
+    order = [[on_disk(rig, keys) for keys in chains]]
+    while sum(order[-1]) < 60:
+        rig.settle()
+        order.append([on_disk(rig, keys) for keys in chains])
+    firsts = [next(i for i, row in enumerate(order) if row[n]) for n in range(3)]
+    lasts = [next(i for i, row in enumerate(order) if row[n] == 20) for n in range(3)]
+    assert lasts[0] <= firsts[2] <= lasts[2] <= firsts[1]
+
+
+def test_a_host_hit_offers_again_what_was_left_out() -> None:
+    rig = Rig(host_blocks=64)
+    keys = chain("x", 6)
+    rig.host.prepare_store(keys)
+    rig.host.complete_store(keys)
+    rig.settle()
+    assert on_disk(rig, keys) == 0
+    begin(rig, keys, A)
+    rig.settle()
+    assert on_disk(rig, keys) == 6
+
+
+def test_the_missing_head_of_a_chain_is_written_again() -> None:
+    rig = Rig(host_blocks=64)
+    keys = chain("x", 6)
+    rig.store(keys)
+    rig.settle()
+    rig.tier.delete(keys[:2])
+    begin(rig, keys, A)
+    rig.settle()
+    assert on_disk(rig, keys) == 6
+
+
+def test_what_the_host_has_lost_ends_its_chain() -> None:
+    rig = Rig(host_blocks=64)
+    keys = chain("x", 20)
+    rig.store(keys)
+    held = int(64 * WRITE_SHARE)
+    for key in keys[held + 2 : held + 4]:
+        rig.host._evict(1, rig.host._table.find([other for other in keys if other != key]))
+    for _ in range(4):
+        rig.settle()
+    assert on_disk(rig, keys) == held + 2
+    assert rig.counts()["disk_dropped_writes"] == 20 - held - 2
+    assert not rig.manager.has_pending_writes
+
+
+@pytest.mark.parametrize("times", [1, 2])
+def test_after_a_failed_write_the_chain_is_written_again_or_taken_back(times: int) -> None:
+    rig = Rig(host_blocks=64)
+    keys = chain("x", 6)
+    rig.tier.fails_for, rig.tier.num_fails = keys[2], times
+    rig.store(keys)
+    for _ in range(4):
+        rig.settle()
+    assert on_disk(rig, keys) == (6 if times == 1 else 2)
+    assert rig.host.num_available_blocks == rig.host.num_blocks
+    assert not rig.manager.has_pending_writes
+
+
+def test_a_chain_longer_than_the_tier_leaves_its_head_there() -> None:
+    rig = Rig(host_blocks=64, tier_blocks=6)
+    keys = chain("x", 20)
+    rig.store(keys)
+    for _ in range(4):
+        rig.settle()
+    assert on_disk(rig, keys) == 6
+
+
+def test_a_tier_that_evicts_what_it_was_just_given_is_not_written_for_ever() -> None:
+    rig = Rig(host_blocks=64, tier_blocks=4)
+    keys = chain("x", 20)
+    rig.tier.claimed_blocks = 20
+    rig.store(keys)
+    for _ in range(100):
+        rig.settle()
+        rig.clock.now += 0.01
+    assert not rig.manager.has_pending_writes
+    assert rig.counts()["disk_write_blocks"] <= 2 * MAX_WRITES_PER_BLOCK * 20
+    on_disk(rig, keys)
+
+
+def test_the_last_written_of_a_chain_is_evicted_first() -> None:
+    rig = Rig(host_blocks=64, tier_blocks=20)
+    keys = chain("x", 20)
+    rig.store(keys)
+    for _ in range(4):
+        rig.settle()
+    assert on_disk(rig, keys) == 20
+    rig.store(chain("y", 5))
+    rig.settle()
+    assert on_disk(rig, keys) == 15
+
+
+def test_the_backlog_is_bounded_and_the_oldest_chain_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(writethrough, "MAX_CHAINS", 3)
+    rig = Rig(host_blocks=64)
+    chains = [chain(name, 4) for name in "abcde"]
+    rig.tier.most_writes = 0
+    for keys in chains:
+        rig.store(keys)
+    rig.tier.most_writes = 1000
+    rig.clock.now += 0.02
+    for _ in range(4):
+        rig.settle()
+    assert [on_disk(rig, keys) for keys in chains] == [0, 0, 4, 4, 4]
+    assert rig.counts()["disk_dropped_writes"] == 8
+
+
+def test_an_idle_engine_steps_on_for_the_backlog_while_the_tier_writes() -> None:
+    rig = Rig(host_blocks=64)
+    assert not rig.manager.has_pending_writes
+    with rig.executor.hold():
+        rig.store(chain("x", 20))
+        assert rig.manager.has_pending_writes
+        rig.clock.now += PATIENCE_S
+        assert not rig.manager.has_pending_writes, "it hangs"
+    for _ in range(3):
+        rig.settle()
+    assert not rig.manager.has_pending_writes
+
+
+def test_a_tier_that_takes_nothing_on_keeps_no_engine_stepping() -> None:
+    rig = Rig(host_blocks=64)
+    rig.tier.most_writes = 0
+    rig.store(chain("x", 3))
+    for _ in range(300):
+        rig.clock.now += 0.01
+        rig.manager.poll()
+    assert not rig.manager.has_pending_writes
+    assert not rig.manager._lanes[0].writes.has_backlog
+
+
+def test_the_check_finds_a_chain_that_is_written_behind_a_hole() -> None:
+    rig = Rig(host_blocks=64)
+    keys = chain("x", 6)
+    begin(rig, keys, A)
+    compute(rig, keys[:4])
+    rig.settle()
+    writes = rig.manager._lanes[0].writes
+    next(iter(writes._chains)).done = 5
+    with pytest.raises(IntegrityError, match="behind a hole"):
+        writes.check_integrity()
+
+
+def two_groups(rig: Rig, other: KVGroup, n: int) -> tuple[list[OffloadKey], list[OffloadKey]]:
+    """The blocks of a chain in a group with full attention, and in ``other``."""
+    writes = WriteThrough(rig.host, rig.tier, [KVGroup(16), other], rig.manager._count, rig.clock)
+    rig.manager._lanes[0].writes = writes
+    full = chain("x", n)
+    return full, [key[:-1] + bytes([1]) for key in full]
+
+
+def interleaved(full: list[OffloadKey], window: list[OffloadKey]) -> list[OffloadKey]:
+    return [key for pair in zip(full, window, strict=True) for key in pair]
+
+
+WINDOW = KVGroup(16, sliding_window=33)
+"""A request that goes on at the end of a block needs the last two."""
+
+
+def test_of_a_window_what_slid_out_is_not_needed() -> None:
+    rig = Rig(host_blocks=128)
+    full, window = two_groups(rig, WINDOW, 8)
+    begin(rig, interleaved(full, window), A)
+    compute(rig, full + window[5:])
+    for _ in range(3):
+        rig.settle()
+    assert on_disk(rig, full) == 8
+    assert (rig.tier.contains(window) == LookupState.HIT).tolist() == [False] * 5 + [True] * 3
+
+
+def test_without_its_window_no_block_is_written() -> None:
+    rig = Rig(host_blocks=128)
+    full, window = two_groups(rig, WINDOW, 8)
+    begin(rig, interleaved(full, window), A)
+    compute(rig, full + window[:3] + window[6:7])
+    for _ in range(3):
+        rig.settle()
+    assert on_disk(rig, full) == 3, "requests can go on after the third block, and nowhere behind it"
+    assert on_disk(rig, window) == 3
+
+
+def test_a_hole_in_one_group_with_full_attention_is_a_hole_in_all() -> None:
+    rig = Rig(host_blocks=128)
+    full, draft = two_groups(rig, KVGroup(16, draft=True), 8)
+    begin(rig, interleaved(full, draft), A)
+    compute(rig, full + draft[:3] + draft[4:])
+    for _ in range(3):
+        rig.settle()
+    assert on_disk(rig, full) == 3
+    assert on_disk(rig, draft) == 3
+
+
+def test_a_chunk_of_attention_is_written_from_its_beginning() -> None:
+    rig = Rig(host_blocks=128)
+    full, chunked = two_groups(rig, KVGroup(16, attention_chunk=64), 10)
+    begin(rig, interleaved(full, chunked), A)
+    compute(rig, full + chunked[:1] + chunked[5:7] + chunked[8:])
+    for _ in range(3):
+        rig.settle()
+    assert on_disk(rig, full) == 10
+    # From 64 and from 128 on a chunk begins: there nothing is needed, and behind 128 the blocks since.
+    assert (rig.tier.contains(chunked) == LookupState.HIT).tolist() == [True] + [False] * 7 + [True] * 2
 
 
 # When things go wrong.

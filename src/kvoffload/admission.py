@@ -146,6 +146,9 @@ class FilterReusedOffloadingManager(OffloadingManager):
     ) -> None:
         self.backing.refresh(keys, stored, req_context)
 
+    def offer_chain(self, keys: Sequence[OffloadKey], req_context: ReqContext | None = None) -> None:
+        self.backing.offer_chain(keys, req_context)
+
     def prepare_store(
         self, keys: Sequence[OffloadKey], req_context: ReqContext | None = None
     ) -> PrepareStoreOutput | None:
@@ -194,6 +197,10 @@ class FilterReusedOffloadingManager(OffloadingManager):
 
     def let_go(self, req_context: ReqContext) -> None:
         self.backing.let_go(req_context)
+
+    @property
+    def has_pending_writes(self) -> bool:
+        return self.backing.has_pending_writes
 
     def num_promoted(self, req_context: ReqContext) -> int:
         return self.backing.num_promoted(req_context)

@@ -133,6 +133,8 @@ class MissReason(enum.StrEnum):
     """A lower tier has it, or may have it, but did not deliver before the request's deadline."""
     FASTER_TO_COMPUTE = "faster_to_compute"
     """A lower tier has it, but loading would have taken longer than computing."""
+    TOO_LARGE = "too_large"
+    """A lower tier has it, but all that a request needs of it at once is more than may be promoted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -391,6 +393,10 @@ class OffloadingManager(ABC):
         one touch, last key first. It counts as no further use. Called when the request has stored all that it will."""
         self.touch(keys, req_context)
 
+    def offer_chain(self, keys: Sequence[OffloadKey], req_context: ReqContext | None = None) -> None:
+        """``keys`` are a request's whole chain, head first, of which no more will be stored: what lower tiers lack of
+        it may be written to them. Called after ``refresh``."""
+
     @abstractmethod
     def prepare_store(
         self, keys: Sequence[OffloadKey], req_context: ReqContext | None = None
@@ -434,6 +440,11 @@ class OffloadingManager(ABC):
     def let_go(self, req_context: ReqContext) -> None:
         """The request was given device blocks, with or without a load, or has ended: nothing is kept ready for it any
         more."""
+
+    @property
+    def has_pending_writes(self) -> bool:
+        """Whether lower tiers have work that only further calls of ``poll`` bring forward."""
+        return False
 
     def num_promoted(self, req_context: ReqContext) -> int:
         """Blocks that came from a lower tier for this request, and are kept ready for it."""

@@ -55,6 +55,9 @@ WEIGHTS_CHANGED = (
     "from now on serves no later process. After an update call reset_prefix_cache(reset_connector=True), which also "
     "keeps the engine's own cache from answering with old KV"
 )
+MAX_WAITS_PER_REQUEST = 3
+"""A request that has waited, had its answer and could not be scheduled may find less when it is looked up again, and
+wait again: so often in all until it is given device blocks, each time up to the load deadline."""
 MIN_PREFILL_SAMPLE = 64
 """Tokens; what takes less says little of how fast the engine computes."""
 JOB_IDS = itertools.count()
@@ -195,6 +198,9 @@ class OffloadingConnectorScheduler:
         match = state.match
         if match is None or not self._still_holds(match, num_computed_tokens):
             match = state.match = self._look_up(state, num_computed_tokens)
+            if match.tokens is not None and state.waiting_since is not None:
+                state.waiting_since = None
+                state.num_waits += 1
         return match.tokens, bool(match.tokens)
 
     def _still_holds(self, match: Match, num_computed_tokens: int) -> bool:
@@ -210,7 +216,8 @@ class OffloadingConnectorScheduler:
             return Match(self._epoch, computed, 0, None)
         if self._next_is_on_its_way(state, computed) and (wait := self._wait(state, computed)):
             return wait
-        end, missed, known = self._longest_hit(state, computed, state.context)
+        may_wait = state.num_waits < MAX_WAITS_PER_REQUEST
+        end, missed, known = self._longest_hit(state, computed, state.context if may_wait else None)
         if not known or (end > computed and self._on_their_way(state, computed, end)):
             wait = self._wait(state, computed)
             if wait is not None:
@@ -224,7 +231,9 @@ class OffloadingConnectorScheduler:
 
     def _wait(self, state: RequestState, computed: int) -> Match | None:
         """The request asks again when a load has started or ended, or the manager says that it may find more, or at the
-        deadline. Not after that."""
+        deadline. Not after that, and not more often than MAX_WAITS_PER_REQUEST."""
+        if state.num_waits >= MAX_WAITS_PER_REQUEST:
+            return None
         now = self._clock()
         if state.waiting_since is None:
             state.waiting_since = now
@@ -315,7 +324,7 @@ class OffloadingConnectorScheduler:
         Records the load and pins what it reads. Zero means that it declined, or had no offer.
         """
         state = self._state(request)
-        match, state.match, state.waiting_since = state.match, None, None
+        match, state.match, state.waiting_since, state.num_waits = state.match, None, None, 0
         state.has_kv = True
         self._allocated.add(request.request_id)
         state.computed_at_load = 0 if match is None else match.computed
@@ -425,7 +434,9 @@ class OffloadingConnectorScheduler:
         self._store([self._due(state, computed, computed) for state, computed in self._finished])
         for state, _ in self._finished:
             if state.touched:
-                self.manager.refresh(state.keys_in_order(), state.stored, state.context)
+                keys = state.keys_in_order()
+                self.manager.refresh(keys, state.stored, state.context)
+                self.manager.offer_chain(keys, state.context)
         self._finished.clear()
         self._fence(handed_out, step.overwritten)
         running = []
@@ -688,7 +699,9 @@ class OffloadingConnectorScheduler:
         """Whether the engine must keep stepping although no request needs it to."""
         meta = self._meta
         promises = bool(meta.broken_loads or meta.releases or self._held or self._was_reset)
-        return promises or (not self.off and bool(self._jobs or self._finished))
+        if self.off or promises:
+            return promises
+        return bool(self._jobs or self._finished) or self.manager.has_pending_writes
 
     @_guarded(lambda self: [])
     def take_events(self) -> Iterable[OffloadingEvent]:

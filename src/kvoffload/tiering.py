@@ -15,6 +15,7 @@ import numpy.typing as npt
 
 from kvoffload.base import (
     IntegrityError,
+    KVGroup,
     LoadStoreSpec,
     LookupState,
     Miss,
@@ -29,13 +30,14 @@ from kvoffload.explain import MissMemory
 from kvoffload.keys import key_group_idx
 from kvoffload.manager import PolicyOffloadingManager
 from kvoffload.tiers.base import States, Tier, TierError, TierResult
+from kvoffload.writethrough import WriteThrough
 
 logger = logging.getLogger(__name__)
 
 PROMOTION_SHARE = 0.5
 """Of the host's blocks: at most so many are on their way from lower tiers or kept ready for those who wait."""
 WRITE_SHARE = 0.125
-"""Of the host's blocks: at most so many are pinned for writes to lower tiers; beyond it a block is not written."""
+"""Of the host's blocks: at most so many are pinned for writes to lower tiers; beyond it blocks are written later."""
 MAX_WAITERS = 4096
 """Requests that wait for lower tiers; beyond it a request loads what the host has."""
 MAX_UNANSWERED = 1 << 16
@@ -48,6 +50,8 @@ RATE_TTL_S = 30.0
 """A measured read rate is believed for so long; after it one prefix is loaded to measure it again."""
 MAX_WAITS = 64
 """Times that an idle step looks for results."""
+MAX_HANGS = 4
+"""How often reads of one tier may come to hang before it is probed no more until one of them ends."""
 MAX_FLIGHTS = 1024
 """Blocks of one tier on their way at once."""
 FIRST_CHUNK = 32
@@ -79,21 +83,24 @@ class _Waiter:
     context: ReqContext
     number: int
     """The later it came, the higher."""
-    since: float
+    since: float = 0.0
+    """When it last began to wait."""
     wanted: dict[OffloadKey, None] = field(default_factory=dict)
     """In a tier, to be promoted, in the order of their chain."""
     coming: set[OffloadKey] = field(default_factory=set)
     """On their way, and waited for."""
     reserved: list[OffloadKey] = field(default_factory=list)
     """Promoted, and pinned for it."""
+    pinned_at: float = 0.0
+    """When the last of them was."""
     num_promoted: int = 0
     """Blocks that came up for it, pinned or not any more."""
-    over: bool = False
-    """It waits no longer: what is in the host is all that it gets."""
+    is_late: bool = False
+    """It has waited its deadline: its next answer is what the host has."""
 
     @property
     def is_waiting(self) -> bool:
-        return not self.over and bool(self.coming or self.wanted)
+        return bool(self.coming or self.wanted)
 
 
 Flights: TypeAlias = dict[OffloadKey, dict[_Waiter, None]]
@@ -103,11 +110,20 @@ Flights: TypeAlias = dict[OffloadKey, dict[_Waiter, None]]
 class _Lane:
     """A tier, and what is known of it."""
 
-    def __init__(self, tier: Tier) -> None:
+    def __init__(self, tier: Tier, writes: WriteThrough) -> None:
         self.tier = tier
+        self.writes = writes
         self.off = False
         self.flights: Flights = {}
-        self.writing: set[OffloadKey] = set()
+        self.overdue: set[OffloadKey] = set()
+        """Of those, the ones that were on their way when the tier came to hang. Nobody waits for them, and their slots
+        are not free before the tier has reported them."""
+        self.is_suspended = False
+        """Reads hang: but for probes nothing is read until one ends."""
+        self.num_hangs = 0
+        """How often reads came to hang that have not ended yet."""
+        self.probe: OffloadKey | None = None
+        """A block to be read next, to see whether the tier reads."""
         self.failures: deque[float] = deque(maxlen=MAX_FAILURES)
         self.read_rate = MovingRate()
         self.measured = float("-inf")
@@ -116,6 +132,19 @@ class _Lane:
         """When a read ended, or the first of several began."""
         self._busy_until = float("-inf")
         """Up to when time is in ``read_rate``."""
+
+    @property
+    def writing(self) -> Collection[OffloadKey]:
+        return self.writes.writing
+
+    @property
+    def can_read(self) -> bool:
+        return not self.off and not self.is_suspended
+
+    @property
+    def num_reading(self) -> int:
+        """Blocks on their way, without those that are overdue."""
+        return len(self.flights) - len(self.overdue)
 
     def seconds_to_read(self, num_blocks: int) -> float:
         """How long so many blocks would take; 0 while that is not known."""
@@ -126,9 +155,31 @@ class _Lane:
         seconds = self.read_rate.seconds_for(self.tier.block_bytes)
         return MAX_FLIGHTS if not seconds else max(1, min(MAX_FLIGHTS, int(deadline_s / seconds)))
 
-    def is_stalled(self, now: float, deadline_s: float) -> bool:
-        """Whether reads are under way, and none has ended for a whole deadline."""
-        return bool(self.flights) and now - self.progress >= deadline_s
+    def begin(self, keys: Collection[OffloadKey], waiters: Iterable[_Waiter], now: float) -> None:
+        """Reads have begun."""
+        if not self.num_reading:
+            self.progress = now
+        self.flights.update((key, dict.fromkeys(waiters)) for key in keys)
+
+    def has_come_to_hang(self, now: float, deadline_s: float) -> bool:
+        """Whether no read has ended for a whole deadline, though some are under way: they are overdue from now on."""
+        if not self.num_reading or now - self.progress < deadline_s:
+            return False
+        self.overdue.update(self.flights)
+        self.is_suspended = True
+        self.num_hangs += 1
+        return True
+
+    def end(self, reads: list[TierResult], now: float) -> None:
+        """Reads have ended: the tier works."""
+        in_time = [result for result in reads if result.key not in self.overdue]
+        self.measure(in_time, now)
+        if len(in_time) < len(reads):
+            self.overdue.difference_update(result.key for result in reads)
+            self.num_hangs = max(0, self.num_hangs - 1) if self.overdue else 0
+        self.is_suspended = False
+        self.probe = None
+        self.progress = now
 
     def measure(self, reads: list[TierResult], now: float) -> None:
         """Bytes over the time in which at least one of them was read."""
@@ -145,15 +196,19 @@ class _Lane:
 class TieredOffloadingManager(OffloadingManager):
     """``host`` in front of ``tiers``, fastest first.
 
-    A block that becomes ready in the host is written through to every tier by the tier's own threads; where they cannot
-    keep up, it is not. A lookup that finds blocks below the host answers None, and ``poll`` starts to promote them, all
-    lookups of a step together; each key is on its way at most once. What has come up is pinned for the requests that
-    wait for it until they are given device blocks, end, or have waited for ``load_deadline_ms``: then they get what
-    is there. Who asks without a context is told of the host alone.
+    Chains that requests touch or have stored are written through to every tier by the tier's own threads, see
+    WriteThrough. A lookup that finds blocks below the host answers None, and ``poll`` starts to promote them, all
+    lookups of a step together; each key is on its way at most once. A request that has waited for
+    ``load_deadline_ms`` gets what is there. What has come up is pinned for the requests that waited for it until they
+    are given device blocks or end. If there is no room for what others want, requests that came later than those give
+    way, and those whose pins are older than ``load_deadline_ms``; they may wait again. Who asks without a context is
+    told of the host alone.
 
     A tier that does not tell within ``lookup_deadline_ms`` whether it holds a block does not hold it, for MISS_TTL_S.
-    A tier of which no read has ended for ``load_deadline_ms``, though some are under way, is not asked until one does.
+    A tier of which no read has ended for ``load_deadline_ms``, though some are under way, is not asked until one does:
+    every deadline one block is read to see whether it works, at most MAX_HANGS of them.
 
+    ``groups``: the KV cache groups that keys name, by default with full attention and blocks of one size.
     ``tokens_per_block``: by KV cache group, the tokens that need not be computed for each block that is loaded. With
     ``load_only_if_faster`` a run of blocks that would take longer to read than to compute is left where it is.
     """
@@ -164,6 +219,7 @@ class TieredOffloadingManager(OffloadingManager):
         tiers: Sequence[Tier],
         *,
         tokens_per_block: Sequence[float],
+        groups: Sequence[KVGroup] | None = None,
         lookup_deadline_ms: float = 100.0,
         load_deadline_ms: float = 1000.0,
         load_only_if_faster: bool = True,
@@ -171,7 +227,9 @@ class TieredOffloadingManager(OffloadingManager):
     ) -> None:
         self.host = host
         host.policy.may_refuse = False
-        self._lanes = [_Lane(tier) for tier in tiers]
+        self._counts: defaultdict[str, float] = defaultdict(float)
+        groups = groups or [KVGroup(1)] * len(tokens_per_block)
+        self._lanes = [_Lane(tier, WriteThrough(host, tier, groups, self._count, clock)) for tier in tiers]
         self._tokens_per_block = tokens_per_block
         self._lookup_deadline_s = lookup_deadline_ms / 1000
         self._load_deadline_s = load_deadline_ms / 1000
@@ -179,10 +237,12 @@ class TieredOffloadingManager(OffloadingManager):
         self._clock = clock
         self._prefill = MovingRate()
         self._waiters: dict[str, _Waiter] = {}
-        """Who waits, or has waited and has not been given device blocks yet."""
+        """Who waits, or has waited and has not been given device blocks yet, the oldest first."""
         self._numbers = itertools.count()
-        self._deadlines: deque[_Waiter] = deque()
-        """Those whose deadline has not come, the oldest first; some may have been let go since."""
+        self._deadlines: deque[tuple[float, _Waiter]] = deque()
+        """Who began to wait when, the oldest first; some may have ended their wait since."""
+        self._answered: list[_Waiter] = []
+        """Late ones that have been given what the host has since the last poll."""
         self._wanting: dict[_Waiter, None] = {}
         """Those who want blocks that are not on their way yet."""
         self._reserved: Counter[OffloadKey] = Counter()
@@ -194,7 +254,6 @@ class TieredOffloadingManager(OffloadingManager):
         self._look_again = False
         """Since the last poll something has changed for those who wait, or a tier was asked."""
         self._reasons = MissMemory(clock=clock)
-        self._counts: defaultdict[str, float] = defaultdict(float)
         self._num_evicted = 0
         """Blocks that tiers have evicted, as far as they are counted."""
 
@@ -216,8 +275,8 @@ class TieredOffloadingManager(OffloadingManager):
         return None if found or asking else ready
 
     def lookup_each(self, keys: Sequence[OffloadKey], req_context: ReqContext | None = None) -> list[LookupState]:
-        """A block that must be promoted first, or asked for, is RETRY. If some key cannot be had at all, nothing is
-        promoted."""
+        """A block that must be promoted first, or asked for, is RETRY. If some key cannot be had at all, or all
+        together are more than may be promoted, nothing is promoted."""
         waiter = self._waiter_of(req_context)
         if waiter is not None and waiter.is_waiting:
             return [LookupState.RETRY] * len(keys)
@@ -227,13 +286,18 @@ class TieredOffloadingManager(OffloadingManager):
             told = self._states_below([keys[i] for i in below.tolist()], states[below])
             coming = [keys[i] for i in below[told == LookupState.HIT].tolist()]
             if coming and np.isin(told, (LookupState.HIT, LookupState.RETRY)).all():
-                self._wait_for(coming, req_context)
+                num_held = 0 if waiter is None else len(waiter.reserved)
+                if num_held + len(coming) > self._max_promoted:
+                    self._reasons.record(coming, MissReason.TOO_LARGE)
+                    told[told == LookupState.HIT] = LookupState.MISS
+                else:
+                    self._wait_for(coming, req_context)
             states[below] = np.where(told == LookupState.HIT, LookupState.RETRY, told)
         return list(map(LookupState, states.tolist()))
 
     def _waiter_of(self, context: ReqContext | None) -> _Waiter | None:
         waiter = None if context is None else self._waiters.get(context.req_id)
-        if waiter is not None and self._clock() - waiter.since >= self._load_deadline_s:
+        if waiter is not None and waiter.is_waiting and self._clock() - waiter.since >= self._load_deadline_s:
             self._expire(waiter)
         return waiter
 
@@ -241,7 +305,11 @@ class TieredOffloadingManager(OffloadingManager):
         """Whether a request may wait for lower tiers, or wait again."""
         if all(lane.off for lane in self._lanes):
             return False
-        return len(self._waiters) < MAX_WAITERS if waiter is None else not waiter.over
+        if waiter is None:
+            return len(self._waiters) < MAX_WAITERS
+        if waiter.is_late:
+            self._answered.append(waiter)
+        return not waiter.is_late
 
     def _find_run(
         self, keys: Sequence[OffloadKey], ready: int, waiter: _Waiter | None
@@ -272,12 +340,19 @@ class TieredOffloadingManager(OffloadingManager):
         now = self._clock()
         states = np.where(host_states == LookupState.PENDING, host_states, LookupState.MISS).astype(np.uint8)
         for lane in self._lanes:
+            self._suspend_if_it_hangs(lane, now)
             if lane.flights:
                 on_its_way = np.fromiter((key in lane.flights for key in keys), np.bool_, len(keys))
-                stalled = lane.is_stalled(now, self._load_deadline_s)
-                states[on_its_way] = LookupState.MISS if stalled else LookupState.HIT
+                lost = np.fromiter((key in lane.overdue for key in keys), np.bool_, len(keys))
+                states[on_its_way] = LookupState.MISS
+                if lane.can_read:
+                    states[on_its_way & ~lost] = LookupState.HIT
+                elif lane.probe is None:
+                    lane.probe = next((keys[i] for i in np.flatnonzero(~on_its_way)[:1].tolist()), None)
             open_keys = np.flatnonzero(states == LookupState.MISS)
-            if lane.off or not len(open_keys) or lane.is_stalled(now, self._load_deadline_s):
+            if lane.overdue:
+                open_keys = np.array([i for i in open_keys.tolist() if keys[i] not in lane.overdue], dtype=np.int64)
+            if not lane.can_read or not len(open_keys):
                 continue
             told = lane.tier.contains([keys[i] for i in open_keys.tolist()])
             states[open_keys] = self._without_late(keys, open_keys, told, now)
@@ -307,7 +382,7 @@ class TieredOffloadingManager(OffloadingManager):
         computing = self._prefill.seconds_for(len(found) * self._tokens_per_block[key_group_idx(first)])
         if not self._load_only_if_faster or computing is None:
             return True
-        before = sum(len(lane.flights) for lane in self._lanes) + sum(len(waiter.wanted) for waiter in self._wanting)
+        before = sum(lane.num_reading for lane in self._lanes) + sum(len(waiter.wanted) for waiter in self._wanting)
         if before == 0 and self._clock() - min(lane.measured for lane in self._lanes) > RATE_TTL_S:
             return True
         if max(lane.seconds_to_read(before + len(found)) for lane in self._lanes) <= computing:
@@ -319,30 +394,33 @@ class TieredOffloadingManager(OffloadingManager):
         """The request waits for ``keys``, which are in a tier or on their way."""
         waiter = self._waiters.get(context.req_id)
         if waiter is None:
-            waiter = self._waiters[context.req_id] = _Waiter(context, next(self._numbers), self._clock())
-            self._deadlines.append(waiter)
+            waiter = self._waiters[context.req_id] = _Waiter(context, next(self._numbers))
+        if not waiter.is_waiting:
+            waiter.since = self._clock()
+            self._deadlines.append((waiter.since, waiter))
         for key in keys:
-            flight = next((lane.flights[key] for lane in self._lanes if key in lane.flights), None)
-            if flight is None:
+            lane = next((lane for lane in self._lanes if key in lane.flights), None)
+            if lane is None:
                 waiter.wanted[key] = None
                 self._wanting[waiter] = None
-            else:
-                flight[waiter] = None
+            elif key not in lane.overdue:
+                lane.flights[key][waiter] = None
                 waiter.coming.add(key)
 
     def _expire(self, waiter: _Waiter) -> None:
-        """At its deadline the request gets what is there."""
-        if not waiter.over:
-            waiter.over = True
-            late = [*waiter.coming, *waiter.wanted]
-            if late:
-                self._counts["late_promotions"] += 1
-                self._reasons.record(late, MissReason.NOT_IN_TIME)
-            self._want_nothing(waiter)
+        """At its deadline the request gets what is there, which stays pinned for it."""
+        waiter.is_late = True
+        self._counts["late_promotions"] += 1
+        self._reasons.record([*waiter.coming, *waiter.wanted], MissReason.NOT_IN_TIME)
+        self._want_nothing(waiter)
 
     def _want_nothing(self, waiter: _Waiter) -> None:
         waiter.wanted.clear()
         self._wanting.pop(waiter, None)
+        for key in waiter.coming:
+            for lane in self._lanes:
+                lane.flights.get(key, {}).pop(waiter, None)
+        waiter.coming.clear()
 
     # Steps.
 
@@ -355,18 +433,58 @@ class TieredOffloadingManager(OffloadingManager):
                 changed |= self._end_reads(lane, [result for result in results if result.is_read])
                 self._count_failures(lane, results)
         now = self._clock()
-        while self._deadlines and (self._deadlines[0].over or now - self._deadlines[0].since >= self._load_deadline_s):
-            waiter = self._deadlines.popleft()
-            self._expire(waiter)
-            self._unpin(waiter)
+        for waiter in self._answered:
+            waiter.is_late = False
+        self._answered.clear()
+        while self._deadlines:
+            since, waiter = self._deadlines[0]
+            is_over = not waiter.is_waiting or waiter.since != since
+            if not is_over and now - since < self._load_deadline_s:
+                break
+            self._deadlines.popleft()
+            if not is_over:
+                self._expire(waiter)
+        for lane in self._lanes:
+            self._suspend_if_it_hangs(lane, now)
+            if lane.probe is not None:
+                self._probe(lane)
         changed |= self._start_promotions(may_take_back=not changed) or self._look_again
         self._look_again = False
+        self._write()
         return changed
 
+    def _suspend_if_it_hangs(self, lane: _Lane, now: float) -> None:
+        if lane.has_come_to_hang(now, self._load_deadline_s) and lane.num_hangs == 1:
+            logger.warning(
+                "kvoffload: the %s tier has ended no read for %.1f s; until it ends one, at most %d blocks are read, "
+                "as a test",
+                lane.tier.name,
+                now - lane.progress,
+                MAX_HANGS - 1,
+            )
+
+    def _probe(self, lane: _Lane) -> None:
+        """Reads a block for which nobody waits from a tier that hangs."""
+        key, lane.probe = lane.probe, None
+        if key is None or lane.can_read or lane.off or lane.num_reading or lane.num_hangs >= MAX_HANGS:
+            return
+        if len(self._reserved) + self._num_flights >= self._max_promoted:
+            return
+        if lane.tier.contains([key])[0] == LookupState.HIT and (output := self.host.prepare_store([key])) is not None:
+            self._counts["evicted_blocks"] += len(output.evicted_keys)
+            taken = lane.tier.read(output.keys_to_store, output.store_spec.slots) if output.keys_to_store else []
+            self.host.complete_store([key for key in output.keys_to_store if key not in taken], success=False)
+            lane.begin(taken, (), self._clock())
+            self._look_again = True
+
+    @property
+    def _num_flights(self) -> int:
+        return sum(len(lane.flights) for lane in self._lanes)
+
     def _end_reads(self, lane: _Lane, reads: list[TierResult]) -> bool:
-        now = self._clock()
-        lane.measure(reads, now)
-        lane.progress = now if reads else lane.progress
+        if not reads:
+            return False
+        lane.end(reads, self._clock())
         arrived: dict[_Waiter, list[OffloadKey]] = {}
         ok = []
         for result in reads:
@@ -381,6 +499,7 @@ class TieredOffloadingManager(OffloadingManager):
                     arrived.setdefault(waiter, []).append(result.key)
             else:
                 self.host.complete_store([result.key], success=False)
+                lane.writes.lost(1)
                 if result.error is TierError.GONE:
                     continue
                 reason = MissReason.CORRUPT if result.error is TierError.CORRUPT else MissReason.READ_FAILED
@@ -390,9 +509,8 @@ class TieredOffloadingManager(OffloadingManager):
             self.host.complete_store(ok)
             self._counts["promoted_blocks"] += len(ok)
         for waiter, keys in arrived.items():
-            if not waiter.over:
-                self._pin(waiter, keys)
-        return bool(reads)
+            self._pin(waiter, keys)
+        return True
 
     def _pin(self, waiter: _Waiter, keys: list[OffloadKey]) -> None:
         """Keeps blocks ready for a request. A reset may have come before them."""
@@ -401,6 +519,7 @@ class TieredOffloadingManager(OffloadingManager):
             self.host.prepare_load(keys)
             waiter.num_promoted += len(keys)
             waiter.reserved += keys
+            waiter.pinned_at = self._clock()
             self._reserved.update(keys)
 
     def _unpin(self, waiter: _Waiter) -> None:
@@ -415,9 +534,7 @@ class TieredOffloadingManager(OffloadingManager):
     def _end_writes(self, lane: _Lane, writes: list[TierResult]) -> None:
         if not writes:
             return
-        keys = [result.key for result in writes]
-        lane.writing.difference_update(keys)
-        self.host.release(keys)
+        lane.writes.ended(writes)
         for result in writes:
             self._counts["disk_write_seconds"] += result.seconds
             if result.ok:
@@ -448,6 +565,7 @@ class TieredOffloadingManager(OffloadingManager):
                 lane.tier.name.upper(),
                 reason,
             )
+            lane.writes.clear()
             for waiter in list(self._wanting):
                 self._want_nothing(waiter)
             self._look_again = True
@@ -456,16 +574,15 @@ class TieredOffloadingManager(OffloadingManager):
         """Starts what was asked for, the request that waits longest first, as far as there is room.
 
         Requests that each hold some blocks and want more could wait for each other: if nothing else will make room
-        (``may_take_back``), the one that came last, and later, has its blocks kept ready no longer.
+        (``may_take_back``), one has its blocks kept ready no longer, see ``_first_to_give_way``.
         """
-        may_take_back = may_take_back and not any(lane.flights for lane in self._lanes)
+        may_take_back = may_take_back and not any(lane.num_reading for lane in self._lanes)
         if not self._wanting or (self._room() <= 0 and not may_take_back):
             return False
         changed = False
         for waiter in sorted(self._wanting, key=lambda waiter: waiter.number):
             if may_take_back and self._room() <= 0:
-                later = (other for other in reversed(self._waiters.values()) if other.number > waiter.number)
-                last = next((other for other in later if other.reserved), None)
+                last = self._first_to_give_way(waiter)
                 if last is not None:
                     self._unpin(last)
             room = self._room()
@@ -480,18 +597,27 @@ class TieredOffloadingManager(OffloadingManager):
             may_take_back = False
         return changed
 
+    def _first_to_give_way(self, waiter: _Waiter) -> _Waiter | None:
+        """Whose blocks are kept ready no longer if there is no room for ``waiter``: the last that came after it, else
+        the last whose blocks have been ready for a whole deadline."""
+        holders = [other for other in reversed(self._waiters.values()) if other.reserved and other is not waiter]
+        latest = self._clock() - self._load_deadline_s
+        later = (other for other in holders if other.number > waiter.number)
+        idle = (other for other in holders if not other.is_waiting and other.pinned_at <= latest)
+        return next(later, None) or next(idle, None)
+
     def _room(self) -> int:
         """Blocks that may be promoted now."""
-        flights = sum(len(lane.flights) for lane in self._lanes)
         most_flights = min(lane.most_flights(self._load_deadline_s) for lane in self._lanes)
-        promoted = len(self._reserved) + flights
-        return min(self._max_promoted - promoted, most_flights - flights, self.host.num_available_blocks)
+        num_reading = sum(lane.num_reading for lane in self._lanes)
+        num_promoted = len(self._reserved) + self._num_flights
+        return min(self._max_promoted - num_promoted, most_flights - num_reading, self.host.num_available_blocks)
 
     def _promote(self, waiter: _Waiter, keys: list[OffloadKey]) -> bool:
         # Others may have asked for the same since, or stored it, or found that it cannot be read.
         self._wait_for([key for key in keys if any(key in lane.flights for lane in self._lanes)], waiter.context)
-        there = np.any([lane.tier.contains(keys) == LookupState.HIT for lane in self._lanes if not lane.off], axis=0)
-        keys = [keys[i] for i in np.flatnonzero(there).tolist()]
+        readable = [lane.tier.contains(keys) == LookupState.HIT for lane in self._lanes if lane.can_read]
+        keys = [keys[i] for i in np.flatnonzero(np.any(readable, axis=0)).tolist()] if readable else []
         output = self.host.prepare_store(keys)
         if output is None:
             self._want_again(waiter, keys)
@@ -500,11 +626,10 @@ class TieredOffloadingManager(OffloadingManager):
         left, slots = output.keys_to_store, output.store_spec.slots
         now = self._clock()
         for lane in self._lanes:
-            if lane.off or not left:
+            if not lane.can_read or not left:
                 continue
             taken = set(lane.tier.read(left, slots))
-            lane.progress = lane.progress if lane.flights else now
-            lane.flights.update((key, {waiter: None}) for key in left if key in taken)
+            lane.begin([key for key in left if key in taken], [waiter], now)
             waiter.coming |= taken
             keep = [i for i, key in enumerate(left) if key not in taken]
             left, slots = [left[i] for i in keep], slots[keep]
@@ -512,7 +637,7 @@ class TieredOffloadingManager(OffloadingManager):
             # No tier has taken them on: those that are still there are tried again.
             self.host.complete_store(left, success=False)
             for lane in self._lanes:
-                if not lane.off:
+                if lane.can_read:
                     there = lane.tier.contains(left) == LookupState.HIT
                     self._want_again(waiter, [left[i] for i in np.flatnonzero(there).tolist()])
         return True
@@ -523,7 +648,8 @@ class TieredOffloadingManager(OffloadingManager):
             self._wanting[waiter] = None
 
     def wait(self, timeout_s: float) -> None:
-        """Results come one by one; the engine has nothing to do before some request has all that it waits for."""
+        """Results come one by one; the engine has nothing to do before some request has all that it waits for, or more
+        can be written."""
         for lane in self._lanes:
             waiters = {waiter for flight in lane.flights.values() for waiter in flight if waiter.is_waiting}
             for _ in range(MAX_WAITS if waiters else 0):
@@ -533,11 +659,13 @@ class TieredOffloadingManager(OffloadingManager):
                 timeout_s -= self._clock() - begun
                 if timeout_s <= 0 or not all(waiter.is_waiting for waiter in waiters):
                     return
+            if not waiters and lane.writes.is_busy:
+                lane.tier.wait(timeout_s)
+                return
 
     def let_go(self, req_context: ReqContext) -> None:
         waiter = self._waiters.pop(req_context.req_id, None)
         if waiter is not None:
-            waiter.over = True
             self._want_nothing(waiter)
             self._unpin(waiter)
 
@@ -561,6 +689,7 @@ class TieredOffloadingManager(OffloadingManager):
         for lane in self._lanes:
             if not lane.off:
                 lane.tier.touch(keys)
+                lane.writes.offer(keys, _name(req_context), is_whole=False)
 
     def refresh(
         self,
@@ -573,6 +702,12 @@ class TieredOffloadingManager(OffloadingManager):
             if not lane.off:
                 lane.tier.refresh(keys, stored)
 
+    def offer_chain(self, keys: Sequence[OffloadKey], req_context: ReqContext | None = None) -> None:
+        for lane in self._lanes:
+            if not lane.off:
+                lane.writes.offer(keys, _name(req_context), is_whole=True)
+        self._write()
+
     def prepare_store(
         self, keys: Sequence[OffloadKey], req_context: ReqContext | None = None
     ) -> PrepareStoreOutput | None:
@@ -583,31 +718,29 @@ class TieredOffloadingManager(OffloadingManager):
     ) -> None:
         self.host.complete_store(keys, req_context, success)
         if success:
-            self._write_through(self._ready(keys))
+            for lane in self._lanes:
+                lane.writes.stored(keys)
+            self._write()
 
     def _ready(self, keys: Sequence[OffloadKey]) -> list[OffloadKey]:
         """Those that the host can load."""
         ready = self.host.states(keys) == LookupState.HIT
         return [keys[i] for i in np.flatnonzero(ready).tolist()]
 
-    def _write_through(self, keys: list[OffloadKey]) -> None:
+    def _write(self) -> None:
+        """Begins to write what there is room for."""
         for lane in self._lanes:
-            if lane.off:
-                continue
-            wanted = [key for key in dict.fromkeys(keys) if key not in lane.writing]
-            room = max(0, self._max_held - sum(len(lane.writing) for lane in self._lanes))
-            now, left = wanted[:room], wanted[room:]
-            if now:
-                slots = self.host.hold(now)
-                lane.writing.update(lane.tier.write(now, slots))
-                refused = [key for key in now if key not in lane.writing]
-                self.host.release(refused)
-                left += refused
-            if left:
-                absent = lane.tier.contains(left) != LookupState.HIT
-                self._counts["disk_dropped_writes"] += int(np.count_nonzero(absent))
+            if lane.writes.has_backlog:
+                lane.writes.pump(self._max_held - sum(len(lane.writing) for lane in self._lanes))
+
+    @property
+    def has_pending_writes(self) -> bool:
+        return any(lane.writes.is_busy for lane in self._lanes)
 
     # Odds and ends.
+
+    def _count(self, name: str, amount: float) -> None:
+        self._counts[name] += amount
 
     def policy_state(self) -> Mapping[str, Any]:
         return self.host.policy_state()
@@ -634,6 +767,7 @@ class TieredOffloadingManager(OffloadingManager):
             self.let_go(waiter.context)
         self.host.reset()
         for lane in self._lanes:
+            lane.writes.clear()
             lane.tier.reset()
 
     def shutdown(self) -> None:
@@ -641,14 +775,16 @@ class TieredOffloadingManager(OffloadingManager):
             lane.tier.close()
             self._end_writes(lane, [result for result in lane.tier.poll() if not result.is_read])
             self.host.release(list(lane.writing))
-            lane.writing.clear()
+            lane.writes.clear()
+            lane.writes.writing.clear()
         self.host.shutdown()
 
     def explain_miss(self, key: OffloadKey) -> Miss:
         host, mine = self.host.explain_miss(key), self._reasons.explain(key)
         on_its_way = any(key in lane.flights for lane in self._lanes)
         if on_its_way or any(lane.tier.contains([key])[0] == LookupState.HIT for lane in self._lanes):
-            return mine if mine.reason is MissReason.FASTER_TO_COMPUTE else Miss(MissReason.NOT_IN_TIME)
+            is_choice = mine.reason in (MissReason.FASTER_TO_COMPUTE, MissReason.TOO_LARGE)
+            return mine if is_choice else Miss(MissReason.NOT_IN_TIME)
         if host.reason is MissReason.BEING_WRITTEN or mine.age_s is None:
             return host
         return mine if host.age_s is None or mine.age_s <= host.age_s else host
@@ -668,10 +804,16 @@ class TieredOffloadingManager(OffloadingManager):
             pinned.update(waiter.reserved)
         if pinned != self._reserved:
             raise IntegrityError("blocks kept ready and the requests they are kept for do not match")
-        flights = sum(len(lane.flights) for lane in self._lanes)
-        if len(self._reserved) + flights > self._max_promoted:
+        if len(self._reserved) + self._num_flights > self._max_promoted:
             raise IntegrityError("more blocks were promoted than PROMOTION_SHARE allows")
         if sum(len(lane.writing) for lane in self._lanes) > self._max_held:
             raise IntegrityError("more blocks are being written to lower tiers than WRITE_SHARE allows")
         for lane in self._lanes:
+            if not lane.overdue <= lane.flights.keys():
+                raise IntegrityError("a read is overdue that is not under way")
+            lane.writes.check_integrity()
             lane.tier.check_integrity()
+
+
+def _name(context: ReqContext | None) -> str | None:
+    return None if context is None else context.req_id

@@ -129,6 +129,9 @@ class RequestState:
     """No block becomes due before so many tokens are computed."""
     match: Match | None = None
     waiting_since: float | None = None
+    """When the wait under way began: it has been told to ask again ever since."""
+    num_waits: int = 0
+    """Waits that have ended since it was last given device blocks."""
     touched: bool = False
     arrived: float = field(default_factory=time.time)
     """When it was first looked up, in seconds since 1970."""

@@ -85,6 +85,11 @@ WORDS = {
     MissReason.FASTER_TO_COMPUTE: Words(
         "computing it was faster than loading it from disk", "Nothing, or a faster disk: load_only_if_faster decides."
     ),
+    MissReason.TOO_LARGE: Words(
+        "an attention window needs more blocks at once than half of the host pool, which is what may come from disk",
+        "Raise host_bytes.",
+        True,
+    ),
 }
 
 

@@ -406,6 +406,10 @@ class _Run:
             # As in an engine, when the prompt's have their places.
             stored = [*stored, *self.store(output, context)[0]]
         manager.refresh(chain, stored, context)
+        manager.offer_chain(chain, context)
+        # As an engine steps on until its disk, which keeps up, has all.
+        while self.tier is not None and self.tier.is_busy:
+            manager.poll()
 
     def store(self, keys: Sequence[OffloadKey], context: ReqContext) -> tuple[Sequence[OffloadKey], bool]:
         """Which of ``keys`` the host has taken, and whether it has refused others."""

@@ -50,6 +50,11 @@ class BookTier(Tier):
     def num_evicted(self) -> int:
         return self._num_evicted
 
+    @property
+    def is_busy(self) -> bool:
+        """Whether something has begun that ``poll`` will end."""
+        return bool(self._under_way)
+
     def contains(self, keys: Sequence[OffloadKey]) -> States:
         states = self._book.states(keys)
         states[states != LookupState.HIT] = LookupState.MISS
@@ -81,7 +86,13 @@ class BookTier(Tier):
         self._book.refresh(keys, stored)
 
     def delete(self, keys: Sequence[OffloadKey]) -> None:
-        raise NotImplementedError("a replay deletes nothing")
+        """What is under way stays, to be found or evicted later."""
+        table = self._book._table
+        slots = table.find([key for key in keys if key not in self._under_way])
+        slots = table.distinct(slots[slots >= 0])
+        self._book.policy.remove(slots)
+        self._book.backend.free(slots)
+        table.remove(slots)
 
     def reset(self) -> None:
         self._book.reset()

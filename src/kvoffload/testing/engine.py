@@ -30,7 +30,7 @@ from kvoffload.hostpool import ByteArray, HostBackend, padded_slot_bytes
 from kvoffload.keys import hash_blocks
 from kvoffload.manager import PolicyOffloadingManager
 from kvoffload.policies import make_policy
-from kvoffload.scheduler import OffloadingConnectorScheduler
+from kvoffload.scheduler import MAX_WAITS_PER_REQUEST, OffloadingConnectorScheduler
 from kvoffload.testing.faults import FailingTransfer, SlowTransfer
 from kvoffload.tiering import TieredOffloadingManager
 from kvoffload.tiers.base import Tier
@@ -270,6 +270,7 @@ class EngineRequest:
     num_prompt_tokens: int = 0
     loading: bool = False
     waiting_since: float | None = None
+    num_waits: int = 0
     """When the connector first told it to ask again, since it was last given blocks."""
     in_flight: int = 0
     """Steps under way that compute for it."""
@@ -620,6 +621,8 @@ class ModelEngine:
         if s.update_chance:
             for rank in self.ranks:
                 rank.worker.weights = ModelWatch(self, rank.number)
+        self.is_full = False
+        """Whether no request is given device blocks, whatever is free."""
         self._todo = self._make_requests()
         if patch is not None:
             patch(self)
@@ -630,6 +633,7 @@ class ModelEngine:
             self.policy_manager,
             lower.make([rank.host for rank in self.ranks]),
             tokens_per_block=[group.block_tokens / max(1, full) for group in self.groups],
+            groups=self.groups,
             lookup_deadline_ms=lower.lookup_deadline_ms,
             load_deadline_ms=self.scenario.load_deadline_ms,
             load_only_if_faster=lower.load_only_if_faster,
@@ -660,9 +664,12 @@ class ModelEngine:
     def _settle(self) -> None:
         """Past every deadline, with nothing under way below the host."""
         if self.tiered is not None:
-            self.lower.settle()
             self.clock.now += self.scenario.load_deadline_ms / 1000
-            self.tiered.poll()
+            for _ in range(MAX_STEPS):
+                self.lower.settle()
+                self.tiered.poll()
+                if not any(lane.writing or lane.flights for lane in self.tiered._lanes):
+                    break
 
     def step(self) -> None:
         """One step of the engine: schedule, compute, and take in the results, perhaps one step late."""
@@ -826,6 +833,9 @@ class ModelEngine:
         if external is None:
             self._check_wait(request)
             return False
+        if request.waiting_since is not None:
+            request.waiting_since = None
+            request.num_waits += 1
         total = computed + external
         assert is_async == bool(external)
         assert total < request.num_tokens, "no token is left to compute"
@@ -835,7 +845,7 @@ class ModelEngine:
         hits, needed = self._tables_for(request, computed, total)
         idle = sum(self.pool.refs[block] == 0 for table in hits for block in table if block != NULL_BLOCK)
         room = len(self.pool.free) - idle
-        if sum(needed) + (0 if external else len(self.groups)) > room:
+        if self.is_full or sum(needed) + (0 if external else len(self.groups)) > room:
             return False
         for table in hits:
             self.pool.take([block for block in table if block != NULL_BLOCK])
@@ -849,7 +859,7 @@ class ModelEngine:
         self.scheduler.update_state_after_alloc(request, _Allocation(request.blocks), external)
         request.num_computed_tokens = total
         request.loading = is_async
-        request.waiting_since = None
+        request.num_waits = 0
         self.hits += external
         return True
 
@@ -858,6 +868,8 @@ class ModelEngine:
             request.waiting_since = self.clock.now
         elif self.clock.now - request.waiting_since > self.scenario.load_deadline_ms / 1000 + STEP_S:
             raise Late(f"seed {self.scenario.seed}, step {self.steps}: {request.request_id} still waits")
+        if request.num_waits >= MAX_WAITS_PER_REQUEST:
+            raise Late(f"seed {self.scenario.seed}, step {self.steps}: {request.request_id} waits again and again")
 
     def _local_hit(self, request: EngineRequest) -> int:
         """Leading tokens that the prefix cache holds in all groups: in each, all that the next token attends to."""

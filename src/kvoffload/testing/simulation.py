@@ -9,6 +9,7 @@ another budget. What must hold then:
 - every byte that a request attends to is its own (the model engine looks at each);
 - a host slot that the tier reads into or writes from is nobody else's until it has told;
 - the disk never holds more than the tier says it does, and that is never more than the tier was given;
+- nothing is written behind a block that was never there, nor stays behind one whose writing has failed;
 - no request waits past its deadline, all of them end, and no method of the tier does I/O on the scheduler's thread;
 - a load that was promised begins, nothing stays held, nothing is left open, and the connector is never switched off;
 - without faults, what was written is found again after a restart (``Report`` has the counts for it).
@@ -20,7 +21,7 @@ import dataclasses
 import hashlib
 import itertools
 import logging
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -29,11 +30,13 @@ from typing import TypeAlias
 
 import numpy as np
 
-from kvoffload.base import ConfigError, IntegrityError, OffloadKey, Slots
+from kvoffload.base import ConfigError, IntegrityError, LookupState, OffloadKey, ReqContext, Slots
 from kvoffload.hostpool import ByteArray
+from kvoffload.keys import key_group_idx
 from kvoffload.testing.engine import Clock, Leak, LowerTiers, ModelEngine, Scenario, random_groups
 from kvoffload.testing.storage import FaultRates, FaultyStorage, Killed, SimulatedStorage
 from kvoffload.testing.tiers import SteppedExecutor
+from kvoffload.tiering import TieredOffloadingManager
 from kvoffload.tiers.base import Tier, TierResult
 from kvoffload.tiers.disk import CLOSE_DEADLINE_S, DiskTier
 from kvoffload.tiers.slabs import FIXED_BYTES, SLAB_OVERHEAD_BYTES, slot_cost
@@ -64,6 +67,10 @@ class Unlocked(AssertionError):
 
 class FalseAlarm(AssertionError):
     """A block was found bad, or a tier switched off, although no device had failed."""
+
+
+class Unreachable(AssertionError):
+    """A block was written, or kept, behind one that the disk has never had."""
 
 
 class Blocked(AssertionError):
@@ -101,6 +108,8 @@ class Life:
     blocks_per_job: int
     write_share: float
     """Of the host's blocks, those that may be pinned for writes: in so small a host more than in a real one."""
+    full_steps: range
+    """Steps in which the engine gives device blocks to no request."""
 
     @property
     def is_calm(self) -> bool:
@@ -193,11 +202,18 @@ def _life(
         max_queued=rng.choice((2, 8, 4096)),
         blocks_per_job=rng.choice((1, 3, 1000)),
         write_share=rng.choice((0.125, 0.5, 0.9)),
+        full_steps=_full_steps(seed),
     )
     if end == "close" and life.stall_s > CLOSE_DEADLINE_S:
         # Seldom by chance: a job that still hangs when the server has been closed.
         life = dataclasses.replace(life, rates=dataclasses.replace(life.rates, stall=0.3), calm_at=1 << 30)
     return life
+
+
+def _full_steps(seed: int) -> range:
+    rng = Random(f"full {seed}")
+    start = rng.randint(0, 20)
+    return range(start, start + rng.choice((0, 0, 0, 50, 400)))
 
 
 def _rates(rng: Random, calm: bool) -> FaultRates:
@@ -236,6 +252,11 @@ class Server(LowerTiers):
         """Blocks that the tier has not told of yet, and their host slots."""
         self.written: dict[OffloadKey, None] = {}
         """Keys that the tier has taken on to write."""
+        self._chains_of: defaultdict[OffloadKey, list[tuple[Sequence[OffloadKey], int]]] = defaultdict(list)
+        """The chains that each key is in, and its place there."""
+        self._unreachable: Unreachable | None = None
+        self._had: set[OffloadKey] = set()
+        """Keys that the tier was seen to hold: if it does not any more, that is its own affair."""
 
     def start(self, patch: Patch | None = None) -> None:
         """Opens the disk, and makes an engine on it. Raises Killed if it is killed there."""
@@ -246,6 +267,7 @@ class Server(LowerTiers):
         )
         assert self.engine.tiered is not None
         self.engine.tiered._max_held = max(1, int(life.write_share * life.scenario.num_host_blocks))
+        self._learn_chains(self.engine.tiered)
         if patch is not None:
             patch(self)
 
@@ -296,15 +318,68 @@ class Server(LowerTiers):
             taken = write(keys, slots)
             self._in_use.update(item for item in zip(keys, slots.tolist(), strict=True) if item[0] in taken)
             self.written.update(dict.fromkeys(taken))
+            try:
+                self.check_reachable(taken)
+            except Unreachable as error:
+                # Not to be raised here: the connector would handle it.
+                self._unreachable = error
             return taken
 
         def watched_poll() -> list[TierResult]:
             results = poll()
             for result in results:
                 self._in_use.pop(result.key, None)
+            self._had.update(result.key for result in results if result.ok)
             return results
 
         tier.read, tier.write, tier.poll = watched_read, watched_write, watched_poll  # type: ignore[method-assign]
+
+    def _learn_chains(self, tiered: TieredOffloadingManager) -> None:
+        touch, offer_chain = tiered.touch, tiered.offer_chain
+
+        def learn(keys: Sequence[OffloadKey]) -> None:
+            if self.tier is not None:
+                keys = list(keys)
+                for i, key in enumerate(keys):
+                    self._chains_of[key].append((keys, i))
+                there = self.tier.contains(keys) == LookupState.HIT
+                self._had.update(keys[i] for i in np.flatnonzero(there).tolist())
+
+        def watched_touch(keys: Sequence[OffloadKey], req_context: ReqContext | None = None) -> None:
+            learn(keys)
+            touch(keys, req_context)
+
+        def watched_offer(keys: Sequence[OffloadKey], req_context: ReqContext | None = None) -> None:
+            learn(keys)
+            offer_chain(keys, req_context)
+
+        tiered.touch, tiered.offer_chain = watched_touch, watched_offer  # type: ignore[method-assign]
+
+    def check_reachable(self, keys: Iterable[OffloadKey]) -> None:
+        """Of each of ``keys`` that the tier has, all blocks before it in groups with full attention must be there or
+        come, or have been there; in one of its chains, since draft groups name a block by what follows it."""
+        assert self.tier is not None
+        for key in keys:
+            chains = self._chains_of[key]
+            if chains and not any(self._is_reached(chain[:place]) for chain, place in reversed(chains)):
+                raise Unreachable(f"block {chains[-1][1]} of a chain of {len(chains[-1][0])}")
+
+    def _is_reached(self, before: Sequence[OffloadKey]) -> bool:
+        assert self.tier is not None
+        groups = self.engine.groups
+        needed = [key for key in before if groups[key_group_idx(key)].is_full and key not in self._had]
+        missing = np.flatnonzero(self.tier.contains(needed) == LookupState.MISS).tolist()
+        return all(needed[i] in self._in_use for i in missing)
+
+    def check_all_reachable(self) -> None:
+        """When nothing is under way: nothing may be left behind a block whose writing has failed."""
+        tiered = self.engine.tiered
+        assert tiered is not None
+        if self.tier is not None and not tiered._lanes[0].off and not tiered._lanes[0].writes.has_backlog:
+            keys = list(self._chains_of)
+            there = np.flatnonzero(self.tier.contains(keys) == LookupState.HIT)
+            # What a kill has left behind a hole is of another life.
+            self.check_reachable([keys[i] for i in there.tolist() if keys[i] in self.written])
 
     def run(self) -> None:
         """Raises Killed if it is killed."""
@@ -317,6 +392,8 @@ class Server(LowerTiers):
             self._serving = False
             if self._blocked:
                 raise Blocked("a method of the tier uses the disk on the scheduler's thread")
+        if self.life.end_at is None:
+            self.check_all_reachable()
         if self.life.end == "close":
             self.close()
         self.check_budget()
@@ -351,9 +428,12 @@ class Server(LowerTiers):
         storage.read_only = life.read_only_at is not None and steps >= life.read_only_at
         if steps == life.full_at:
             self.medium.capacity_bytes = self.medium.used_bytes
+        self.engine.is_full = steps in life.full_steps
         self.executor.tick()
         self.check_budget()
         self.check_slots()
+        if self._unreachable is not None:
+            raise self._unreachable
         if steps % STEPS_PER_CHECK == 0:
             self.engine.scheduler.manager.check_integrity()
 

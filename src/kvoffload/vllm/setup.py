@@ -263,6 +263,7 @@ class Setup:
             [tier],
             # Tokens are spared when the blocks of all groups are there, of which windows need few.
             tokens_per_block=[group.block_tokens / max(1, full) for group in self.kv_groups],
+            groups=self.kv_groups,
             lookup_deadline_ms=config.lookup_deadline_ms,
             load_deadline_ms=config.load_deadline_ms,
             load_only_if_faster=config.load_only_if_faster,
