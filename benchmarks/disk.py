@@ -2,12 +2,14 @@
 scheduler's thread; how long a full index takes to read at start.
 
 The files lie under $KVOFFLOAD_BENCH_DIR, by default the current directory. Both sides pass the page cache by
-(O_DIRECT); fio reads and writes the tier's own slabs, in random order, with the buffers it takes by itself.
+(O_DIRECT); fio reads and writes the tier's own slabs, in random order, with the buffers it takes by itself. Where there
+is no fio, a plain loop of preadv and pwritev in as many threads does the same.
 """
 
 from __future__ import annotations
 
 import json
+import mmap
 import os
 import shutil
 import statistics
@@ -15,6 +17,7 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -43,6 +46,7 @@ ROUNDS = 5
 DECODING = 256
 """Requests that decode in every step."""
 STEPS = 400
+PEER = "fio" if shutil.which("fio") else "a plain loop"
 LONG_PROMPT = 8192
 """Blocks."""
 CONTEXT = ReqContext("bench")
@@ -74,10 +78,33 @@ def run_tier(tier: DiskTier, keys: list[OffloadKey], slots: np.ndarray[Any, Any]
     return len(keys) * tier.block_bytes / (time.perf_counter() - start) / 1e9
 
 
-def run_fio(slabs: list[Path], nbytes: int, is_read: bool) -> float | None:
-    """GB/s of fio on the tier's own slabs, with as many threads, each with one block under way."""
-    if shutil.which("fio") is None:
-        return None
+def run_peer(slabs: list[Path], nbytes: int, is_read: bool) -> float:
+    """GB/s of PEER on the tier's own slabs, with as many threads, each with one block under way."""
+    return (run_fio if PEER == "fio" else run_loop)(slabs, nbytes, is_read)
+
+
+def run_loop(slabs: list[Path], nbytes: int, is_read: bool) -> float:
+    files = [os.open(slab, os.O_RDWR | os.O_DIRECT) for slab in slabs]
+    blocks = [(fd, at) for fd in files for at in range(0, os.fstat(fd).st_size - BLOCK_BYTES + 1, BLOCK_BYTES)]
+    order = np.random.default_rng(2).permutation(len(blocks))[: nbytes // BLOCK_BYTES].tolist()
+
+    def run(part: list[int]) -> None:
+        with mmap.mmap(-1, BLOCK_BYTES) as buffer:
+            for i in part:
+                fd, at = blocks[i]
+                done = os.preadv(fd, [buffer], at) if is_read else os.pwritev(fd, [buffer], at)
+                assert done == BLOCK_BYTES
+
+    with ThreadPoolExecutor(NUM_THREADS) as threads:
+        start = time.perf_counter()
+        list(threads.map(run, [order[i::NUM_THREADS] for i in range(NUM_THREADS)]))
+        seconds = time.perf_counter() - start
+    for fd in files:
+        os.close(fd)
+    return len(order) * BLOCK_BYTES / seconds / 1e9
+
+
+def run_fio(slabs: list[Path], nbytes: int, is_read: bool) -> float:
     per_thread = nbytes // NUM_THREADS // len(slabs) // BLOCK_BYTES * BLOCK_BYTES
     command = [
         "fio",
@@ -106,7 +133,7 @@ def throughput(directory: Path, quick: bool) -> list[Row]:
     pool = HostPool(256, BLOCK_BYTES)
     pool._toucher.join()
     pool.data[:] = np.random.default_rng(0).integers(0, 256, pool.data.shape[1], dtype=np.uint8)
-    speeds: dict[str, list[float]] = {"write": [], "read": [], "fio write": [], "fio read": []}
+    speeds: dict[str, list[float]] = {"write": [], "read": [], "peer write": [], "peer read": []}
     shuffled = np.random.default_rng(1).permutation(num_blocks)
     for i in range(ROUNDS):
         root = directory / f"tier{i}"
@@ -123,20 +150,15 @@ def throughput(directory: Path, quick: bool) -> list[Row]:
         tier.close()
         slabs = sorted((root / FINGERPRINT).glob("slab-*"))
         for is_read in (True, False):
-            speed = run_fio(slabs, nbytes, is_read)
-            if speed is not None:
-                speeds["fio read" if is_read else "fio write"].append(speed)
+            speeds["peer read" if is_read else "peer write"].append(run_peer(slabs, nbytes, is_read))
         shutil.rmtree(root)
     pool.close()
     rows = []
     for name in ("write", "read"):
         ours = statistics.median(speeds[name])
-        peers = speeds[f"fio {name}"]
-        ratio = ours / statistics.median(peers) if peers else None
+        peer = statistics.median(speeds[f"peer {name}"])
         what = f"{'random ' if name == 'read' else ''}{name}, 2 MiB blocks, {NUM_THREADS} threads, checksums on"
-        rows.append(Row(what, ours, "GB/s", "fio" if peers else "", ratio))
-        if peers:
-            rows.append(Row(f"fio {name}", statistics.median(peers), "GB/s"))
+        rows += [Row(what, ours, "GB/s", PEER, ours / peer), Row(f"{PEER} {name}", peer, "GB/s")]
     return rows
 
 
@@ -328,6 +350,6 @@ def main(out: Path, quick: bool) -> None:
         rows += scheduler_cost(directory, quick)
         rows += promotion_cost(directory)
         rows += restart_time(directory, quick)
-    if shutil.which("fio") is None:
-        print("fio is not installed here: no peer to compare with (apt-get install fio)")
+    if PEER != "fio":
+        print("fio is not installed here: the peer is a plain loop of preadv and pwritev (apt-get install fio)")
     publish("disk", "Disk tier (ratio: times as fast as the other side)", rows, out)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from kvoffload.admission import FilterReusedOffloadingManager
+from kvoffload import admission
+from kvoffload.admission import FilterReusedOffloadingManager, tracker_size
 from kvoffload.base import LookupState, MissReason, OffloadingManager, ReqContext
 from kvoffload.hostpool import HostBackend
 from kvoffload.manager import ARCOffloadingManager, LRUOffloadingManager
@@ -193,6 +194,68 @@ def test_tables_stay_bounded_over_many_requests() -> None:
     assert manager.lookup([b"shared"]) == 1
 
 
+def test_requests_without_a_block_leave_nothing_behind() -> None:
+    manager = make_filter()
+    for n in range(1000):
+        manager.touch([], ReqContext(str(n)))
+        manager.lookup([], ReqContext(str(n)))
+    assert not manager._seen
+
+
+def test_requests_remembered_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(admission, "MAX_SEEN_REQUESTS", 10)
+    manager = make_filter(threshold=3)
+    for n in range(100):
+        manager.lookup(keys("a"), ReqContext(str(n)))
+        manager.lookup(keys("b"), R1)
+        assert len(manager._seen) <= 10
+    manager.check_integrity()
+    assert admitted(manager, "ab") == "a", "the request that asks again and again is the last to be forgotten"
+
+
+@pytest.mark.parametrize(
+    ("num_blocks", "tracked"), [(1, 64_000), (16_000, 64_000), (200_000, 800_000), (10**9, admission.MAX_TRACKER_SIZE)]
+)
+def test_the_tracker_of_a_large_pool_is_larger(num_blocks: int, tracked: int) -> None:
+    assert tracker_size(num_blocks) == tracked
+
+
+def hits_of_rounds(num_blocks: int, tracked: int) -> int:
+    """Blocks found in the last of three rounds over three quarters of a pool."""
+    manager = make_filter(num_blocks, tracker=tracked)
+    chains = [[b"%d/%d" % (chain, i) for i in range(8)] for chain in range(num_blocks * 3 // 32)]
+    found = 0
+    for number in range(3):
+        for n, chain in enumerate(chains):
+            context = ReqContext(f"{number}/{n}")
+            manager.touch(chain, context)
+            found += (manager.lookup(chain, context) or 0) * (number == 2)
+            output = manager.prepare_store(chain, context)
+            assert output is not None
+            manager.complete_store(output.keys_to_store, context)
+    return found
+
+
+def test_what_the_pool_has_room_for_is_met_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(admission, "MIN_TRACKER_SIZE", 10)
+    assert hits_of_rounds(320, tracked=10) == 0, "as with any tracker that is smaller than the working set"
+    assert hits_of_rounds(320, tracked=tracker_size(320)) == 240
+
+
+# Parts of one request
+
+
+def test_parts_of_a_request_count_as_one() -> None:
+    backing = LRUOffloadingManager(HostBackend(16, 8))
+    manager = FilterReusedOffloadingManager(backing, request_of=lambda name: name.split("_")[-1])
+    for part in range(5):
+        manager.touch(keys("ab"), ReqContext(f"{part}_one"))
+        manager.lookup(keys("ab"), ReqContext(f"{part}_one"))
+    assert admitted(manager, "ab") == ""
+    manager.touch(keys("a"), ReqContext("0_two"))
+    assert admitted(manager, "ab") == "a"
+
+
 # What is wrong, and what is passed on
 
 
@@ -253,3 +316,34 @@ def test_a_key_kept_out_is_explained() -> None:
     manager.lookup(keys("a"), R1)
     manager.prepare_store(keys("a"), R1)
     assert manager.explain_miss(keys("a")[0]).reason is MissReason.NOT_ADMITTED
+
+
+def reason(manager: OffloadingManager, name: str) -> MissReason:
+    """Why a block is not there, after a store of it was tried."""
+    manager.prepare_store(keys(name))
+    return manager.explain_miss(keys(name)[0]).reason
+
+
+def test_a_key_that_the_tracker_has_forgotten_is_told_from_one_that_was_asked_for_too_rarely() -> None:
+    manager = make_filter(threshold=3, tracker=2)
+    manager.lookup(keys("a"), R1)
+    manager.lookup(keys("bc"))
+    assert reason(manager, "a") is MissReason.NOT_ADMITTED, "once is too rarely, remembered or not"
+    manager.lookup(keys("a"), R2)
+    assert reason(manager, "a") is MissReason.NOT_ADMITTED
+    manager.lookup(keys("bc"))
+    manager.lookup(keys("a"), R3)
+    assert reason(manager, "a") is MissReason.FORGOTTEN, "three requests have asked, and the tracker knows of one"
+    assert manager.explain_miss(keys("a")[0]).age_s is not None
+    assert reason(manager, "b") is MissReason.NOT_ADMITTED
+    manager.refuse(keys("ac"))
+    assert manager.explain_miss(keys("a")[0]).reason is MissReason.FORGOTTEN
+
+
+def test_why_a_key_was_refused_is_known_as_long_as_the_tracker_is() -> None:
+    manager = make_filter(tracker=1 << 18)
+    many = [b"%d" % n for n in range(1 << 17)]
+    manager.touch(many, R1)
+    manager.prepare_store(many, R1)
+    known = sum(manager.explain_miss(key).reason is MissReason.NOT_ADMITTED for key in many[:1000])
+    assert known > 500

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import re
 import shutil
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -270,10 +271,28 @@ def test_a_block_size_that_the_engines_does_not_divide(block_size: int, mend: in
     assert make(block_size=mend).factor(16) == mend // 16
 
 
-@pytest.mark.parametrize("value", [-1, -0.001, NAN, INFINITY, "yes", "1000", [1], True])
+@pytest.mark.parametrize(
+    "value", [-1, -0.001, NAN, INFINITY, 1e300, pytest.param(10**400, id="10^400"), 3_600_001, "yes", "1000", [1], True]
+)
 @pytest.mark.parametrize("name", ["load_deadline_ms", "lookup_deadline_ms"])
 def test_a_deadline_is_some_milliseconds(name: str, value: object) -> None:
-    assert refused(**{name: value}) == f"{name}={value!r}: must be a number of milliseconds, 0 or more, without quotes"
+    mend = "must be a number of milliseconds, from 0 to 3600000 (an hour), without quotes"
+    assert refused(**{name: value}) == f"{name}={value!r}: {mend}"
+
+
+@pytest.mark.parametrize("name", ["load_deadline_ms", "lookup_deadline_ms"])
+def test_the_longest_deadline_can_be_waited_for(name: str) -> None:
+    seconds = getattr(make(**{name: 3_600_000}), name) / 1000
+    assert seconds < threading.TIMEOUT_MAX
+
+
+@pytest.mark.parametrize("name", ["block_size_factor", "block_size", "store_threshold", "engines_per_node"])
+def test_numbers_beyond_arithmetic_are_refused(name: str) -> None:
+    for value in ((1 << 30) + 1, 10**400):
+        assert refused(**{name: value}) == (
+            f"{name}={value!r}: must be a whole number, 1073741824 at most; or leave it out"
+        )
+    assert getattr(make(**{name: 1 << 30}), name) == 1 << 30
 
 
 @pytest.mark.parametrize("value", [0, 1, "false", "no", 1.0, []])
@@ -336,6 +355,12 @@ def test_a_directory_without_an_amount_of_disk(tmp_path: Path) -> None:
 
 
 # The recorded trace.
+
+
+def test_the_example_of_a_trace_is_no_folder_that_everybody_may_write_to() -> None:
+    example = re.search(r'record_trace="([^"]+)"', refused(record_trace="t.jsonl"))
+    assert example is not None
+    assert example[1] == "/var/log/kvoffload/trace.jsonl"
 
 
 def test_a_trace_goes_to_a_file_that_may_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

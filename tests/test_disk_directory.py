@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import signal
 import stat
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -129,6 +132,55 @@ def test_resize_beyond_the_medium_changes_nothing(storage: DirectoryStorage, mon
     file.close()
 
 
+def test_a_direct_file_is_allocated_where_the_file_system_has_no_fallocate(
+    storage: DirectoryStorage, pages: ByteArray, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on ext2, where the C library writes a byte per block, which O_DIRECT refuses."""
+    allocate = os.posix_fallocate
+
+    def by_bytes(fd: int, offset: int, size: int) -> None:
+        if fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_DIRECT:
+            raise OSError(errno.EINVAL, "Invalid argument")
+        allocate(fd, offset, size)
+
+    monkeypatch.setattr(os, "posix_fallocate", by_bytes)
+    file = storage.open("a", "f", create=True, direct=True)
+    file.resize(100 * PAGE)
+    assert (file.size(), file.allocated_bytes()) == (100 * PAGE, 100 * PAGE)
+    file.write([pages[0]], 50 * PAGE)
+    assert read(storage, "f", PAGE, 50 * PAGE) == pages[0].tobytes()
+    file.close()
+
+
+def test_where_nothing_allocates_zeros_are_written(
+    storage: DirectoryStorage, pages: ByteArray, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(fd: int, offset: int, size: int) -> None:
+        raise OSError(errno.EOPNOTSUPP, "Operation not supported")
+
+    monkeypatch.setattr(os, "posix_fallocate", refuse)
+    file = storage.open("a", "f", create=True, direct=True)
+    file.resize(PAGE)
+    file.write([pages[0]], 0)
+    size = (2 << 20) + PAGE
+    file.resize(size)
+    assert (file.size(), file.allocated_bytes()) == (size, size)
+    assert read(storage, "f", size) == pages[0].tobytes() + bytes(size - PAGE)
+    file.close()
+
+
+def test_held_bytes_are_those_of_all_files_but_the_lock(storage: DirectoryStorage) -> None:
+    storage.lock()
+    (storage.path / "x" / "y").mkdir(parents=True)
+    (storage.path / "x" / "y" / "stray").write_bytes(bytes(10 * PAGE))
+    file = storage.open("a", "f", create=True)
+    file.resize(3 * PAGE)
+    assert storage.held_bytes() == 13 * PAGE
+    assert storage.held_bytes(lambda folder, name: (folder, name) == ("a", "f")) == 10 * PAGE
+    assert storage.held_bytes(lambda folder, name: (folder, name) == ("x/y", "stray")) == 3 * PAGE
+    file.close()
+
+
 # Names.
 
 
@@ -191,6 +243,37 @@ def test_a_root_of_another_user_is_refused(tmp_path: Path) -> None:
         DirectoryStorage(tmp_path / "theirs")
 
 
+def test_what_is_open_to_others_is_closed_to_them(
+    storage: DirectoryStorage, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvoffload.tiers.directory.LOCK_DEADLINE_S", 0.0)
+    storage.path.chmod(0o755)
+    storage.open("a", "f", create=True).close()
+    storage.lock()
+    paths = [storage.path / "a", storage.path / "a" / "f", storage.path / "lock"]
+    for path, mode in zip(paths, (0o777, 0o666, 0o644), strict=True):
+        path.chmod(mode)
+    other = DirectoryStorage(storage.path)
+    other.open("a", "f").close()
+    assert [stat.S_IMODE(path.stat().st_mode) for path in paths[:2]] == [0o700, 0o600]
+    with pytest.raises(ConfigError, match="in use"):
+        other.lock()
+    assert stat.S_IMODE(paths[2].stat().st_mode) == 0o600
+    assert caplog.text.count("was open to others (mode 777)") == 1
+    assert len(caplog.records) == 1
+    assert stat.S_IMODE(storage.path.stat().st_mode) == 0o755, "others may list the directory"
+    other.close()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root gives files away")
+@pytest.mark.parametrize("name", ["a", "a/f"])
+def test_what_belongs_to_another_user_is_refused(storage: DirectoryStorage, name: str) -> None:
+    storage.open("a", "f", create=True).close()
+    os.chown(storage.path / name, 12345, 12345)
+    with pytest.raises(PermissionError, match="belongs to user 12345"):
+        storage.open("a", "f")
+
+
 def test_links_are_not_followed(storage: DirectoryStorage, tmp_path: Path) -> None:
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / "elsewhere" / "f").write_bytes(b"theirs")
@@ -214,8 +297,11 @@ def test_links_are_not_followed(storage: DirectoryStorage, tmp_path: Path) -> No
 
 def test_what_is_no_file_is_not_opened(storage: DirectoryStorage) -> None:
     os.mkfifo(storage.path / "a" / "pipe")
-    with pytest.raises(OSError, match="not a regular file"):
-        storage.open("a", "pipe")
+    before = len(os.listdir("/proc/self/fd"))
+    for direct in (False, True):
+        with pytest.raises(OSError, match="not a regular file"):
+            storage.open("a", "pipe", direct=direct)
+    assert len(os.listdir("/proc/self/fd")) == before
 
 
 def test_another_directory_in_its_place_is_not_used(storage: DirectoryStorage) -> None:
@@ -250,6 +336,95 @@ def test_two_processes_cannot_own_a_directory_and_a_killed_one_owns_nothing(stor
         DirectoryStorage(storage.path).lock()
 
 
+FORK = """
+import os, sys, time
+from kvoffload.tiers.directory import DirectoryStorage
+storage = DirectoryStorage(sys.argv[1])
+storage.make_folder("a")
+storage.lock()
+file = storage.open("a", "f", create=True)
+file.resize(1 << 20)
+child = os.fork()
+if child:
+    print(child, flush=True)
+time.sleep(60)
+"""
+
+
+def test_a_forked_child_of_a_killed_owner_owns_nothing(storage: DirectoryStorage) -> None:
+    with subprocess.Popen([sys.executable, "-c", FORK, str(storage.path)], stdout=subprocess.PIPE) as owner:
+        assert owner.stdout is not None
+        child = int(owner.stdout.readline())
+        owner.send_signal(signal.SIGKILL)
+        owner.wait()
+        try:
+            os.kill(child, 0)
+            storage.lock()
+            links = [os.path.realpath(entry) for entry in Path(f"/proc/{child}/fd").iterdir()]
+            assert not [link for link in links if link.startswith(str(storage.path))]
+        finally:
+            os.kill(child, signal.SIGKILL)
+
+
+def test_the_end_of_a_forked_child_leaves_the_lock(storage: DirectoryStorage, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvoffload.tiers.directory.LOCK_DEADLINE_S", 0.0)
+    storage.lock()
+    child = os.fork()
+    if not child:
+        storage.close()
+        os._exit(0)
+    os.waitpid(child, 0)
+    with pytest.raises(ConfigError, match="in use"):
+        DirectoryStorage(storage.path).lock()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root becomes another user")
+def test_others_cannot_lock_a_directory_that_they_can_read(
+    storage: DirectoryStorage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither for the time that a server runs, nor while it starts."""
+    monkeypatch.setattr("kvoffload.tiers.directory.LOCK_DEADLINE_S", 0.0)
+    monkeypatch.setattr("kvoffload.tiers.directory.ALONE_DEADLINE_S", 0.0)
+    storage.path.chmod(0o755)
+    with storage.alone():
+        pass
+    storage.lock()
+    storage.close()
+    root = os.open(storage.path, os.O_RDONLY)
+    taken = []
+    for name in ("lock", "lock-start", "."):
+        child = os.fork()
+        if not child:
+            os.setgroups([])
+            os.setuid(12345)
+            try:
+                fd = os.open(name, os.O_RDONLY, dir_fd=root)
+                fcntl.flock(fd, fcntl.LOCK_EX)
+                time.sleep(60)
+            finally:
+                os._exit(0)
+        taken.append(child)
+    os.close(root)
+    try:
+        while not held_by(taken[2]):
+            time.sleep(0.01)
+        other = DirectoryStorage(storage.path)
+        other.lock()
+        with other.alone():
+            pass
+        other.close()
+    finally:
+        for child in taken:
+            with suppress(ProcessLookupError):
+                os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)
+
+
+def held_by(pid: int) -> bool:
+    """Whether the process has a lock."""
+    return any(line.split()[4] == str(pid) for line in Path("/proc/locks").read_text().splitlines() if "->" not in line)
+
+
 def test_shared_owners_exclude_others_only(storage: DirectoryStorage) -> None:
     first, second = DirectoryStorage(storage.path), DirectoryStorage(storage.path)
     first.lock(shared=True)
@@ -272,6 +447,8 @@ def test_the_lock_is_free_after_close(storage: DirectoryStorage) -> None:
 def test_one_at_a_time_is_alone(storage: DirectoryStorage, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvoffload.tiers.directory.ALONE_DEADLINE_S", 0.02)
     other = DirectoryStorage(storage.path)
+    storage.lock(shared=True)
+    other.lock(shared=True)
     with storage.alone(), pytest.raises(ConfigError, match="another process"), other.alone():
         pass
     with other.alone():

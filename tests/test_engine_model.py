@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-import os
 from collections import Counter
 from collections.abc import Callable
 from random import Random
@@ -27,10 +26,11 @@ from kvoffload.testing.engine import (
     random_groups,
     run_seed,
 )
+from kvoffload.testing.scale import scaled
 from kvoffload.transfer.base import TransferResult
 from kvoffload.worker import Finished, StepMeta, WorkerReport
 
-SEEDS = 100_000 if os.environ.get("KVOFFLOAD_SOAK") else 3_000
+SEEDS = scaled(3_000)
 CHUNKS = 20
 PLANTED_SEEDS = 2_000
 
@@ -107,6 +107,29 @@ def test_new_weights_again_and_again(seed: int) -> None:
 def test_new_weights_again_and_again_with_groups(seed: int) -> None:
     rng = Random(seed)
     ModelEngine(many_resets(seed).with_groups(random_groups(rng), rng)).run()
+
+
+def silent_updates(seed: int) -> Scenario:
+    """New weights now and then of which the connector is not told, between steps and within them; in some the engine's
+    own cache is emptied then, in others at some time later; some have resets too."""
+    return dataclasses.replace(
+        Scenario.random(seed),
+        update_chance=0.06,
+        keeps_device_cache=seed % 3 == 0,
+        reset_chance=0.02 if seed % 4 == 0 else 0.0,
+    )
+
+
+@pytest.mark.parametrize("chunk", range(4))
+def test_new_weights_without_a_word(chunk: int) -> None:
+    seen: Counter[str] = Counter()
+    for seed in range(chunk, SEEDS // 20, 4):
+        engine = ModelEngine(silent_updates(seed))
+        engine.run()
+        seen["loaded tokens"] += engine.hits
+        seen["changes"] += engine.scheduler.metrics.snapshot().get("weight_changes", 0)
+    assert seen["loaded tokens"] > 0
+    assert seen["changes"] > 0
 
 
 def exact_ends(seed: int) -> Scenario:
@@ -338,6 +361,50 @@ def never_report_failed_loads(worker) -> None:
         return result
 
     worker.get_finished = never_failed
+
+
+def weights_unwatched(engine: ModelEngine) -> None:
+    for rank in engine.ranks:
+        rank.worker.weights = None
+
+
+def reports_before_weights_are_compared(engine: ModelEngine) -> None:
+    for rank in engine.ranks:
+        forget_comparisons(rank.worker)
+
+
+def forget_comparisons(worker) -> None:
+    collect = worker._collect
+
+    def collect_at_once(busy: bool) -> None:
+        for job in worker._jobs.values():
+            job.comparison = 0
+        collect(busy)
+
+    worker._collect = collect_at_once
+
+
+def new_weights_accepted_at_the_next_load(engine: ModelEngine) -> None:
+    """And not at the first step after a reset: what was computed between is taken for theirs."""
+    for rank in engine.ranks:
+        accept_late(rank.worker.weights)
+
+
+def accept_late(watch) -> None:
+    accept, begin, due = watch.accept, watch.begin, []
+
+    def begin_and_accept() -> None:
+        if due:
+            due.clear()
+            accept()
+        begin()
+
+    watch.accept = lambda: due.append(True)
+    watch.begin = begin_and_accept
+
+
+def engines_old_blocks_taken_for_new(engine: ModelEngine) -> None:
+    engine.scheduler._trace_soundness = lambda *args: None  # type: ignore[method-assign]
 
 
 def change_loads(engine: ModelEngine, change: Callable[[TransferSpec], TransferSpec]) -> None:
@@ -599,6 +666,20 @@ def test_window_one_token_short_is_caught() -> None:
 
 def test_planted_bug_of_resets_is_caught() -> None:
     assert caught(preemption_forgets_new_blocks, many_resets)
+
+
+@pytest.mark.parametrize(
+    "bug",
+    [
+        weights_unwatched,
+        reports_before_weights_are_compared,
+        new_weights_accepted_at_the_next_load,
+        engines_old_blocks_taken_for_new,
+    ],
+    ids=lambda bug: bug.__name__,
+)
+def test_planted_bug_of_updates_is_caught(bug: Bug) -> None:
+    assert caught(bug, silent_updates), f"{bug.__name__} went unnoticed in {PLANTED_SEEDS} schedules"
 
 
 def test_leaked_pin_is_caught() -> None:

@@ -1,213 +1,225 @@
-"""Which weights are these: any change is noticed, and no file, however broken, raises into the engine."""
+"""Which weights are these: any change of any file that may shape KV is noticed, and nothing else is."""
 
 from __future__ import annotations
 
-import json
-import logging
-import struct
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from kvoffload.fingerprint import SAMPLE_BYTES, find_model_dir, fingerprint, model_identity, weights_fingerprint
+from kvoffload import fingerprint as module
+from kvoffload.digests import DigestCache
+from kvoffload.fingerprint import files_fingerprint, find_model_dir, fingerprint, has_weights, is_commit
 
-TENSOR_BYTES = 3 * SAMPLE_BYTES
-MIDDLE = TENSOR_BYTES // 2
-
-
-def header(**entries: Any) -> dict[str, Any]:
-    """A safetensors header for tensors one after another."""
-    return {
-        name: {"dtype": "U8", "shape": [end - begin], "data_offsets": [begin, end]}
-        for name, (begin, end) in entries.items()
-    }
-
-
-def safetensors(path: Path, head: object, data: bytes) -> None:
-    raw = head if isinstance(head, bytes) else json.dumps(head).encode()
-    path.write_bytes(struct.pack("<Q", len(raw)) + raw + data)
+EMBEDDING_BYTES = 1_000_003
+"""No multiple of anything that is read at a time."""
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
 
 @pytest.fixture
 def model(tmp_path: Path) -> Path:
-    """A directory with config.json and two files of weights."""
-    (tmp_path / "config.json").write_text('{"hidden_size": 64}')
-    (tmp_path / "tokenizer.json").write_text("{}")
-    both = header(a=(0, TENSOR_BYTES), b=(TENSOR_BYTES, TENSOR_BYTES + 100))
-    safetensors(tmp_path / "one.safetensors", both, bytes(TENSOR_BYTES + 100))
-    last = {"__metadata__": {"format": "pt"}, **header(c=(0, TENSOR_BYTES))}
-    safetensors(tmp_path / "two.safetensors", last, bytes(TENSOR_BYTES))
-    return tmp_path
+    """A directory as models come: weights in several formats, configurations, code, a folder with an encoder."""
+    directory = tmp_path / "model"
+    (directory / "encoder").mkdir(parents=True)
+    for name, content in {
+        "config.json": b'{"hidden_size": 64}',
+        "hf_quant_config.json": b'{"ignore": []}',
+        "model.safetensors.index.json": b"{}",
+        "modeling_own.py": b"scale = 1",
+        "preprocessor_config.json": b"{}",
+        "one.safetensors": bytes(EMBEDDING_BYTES),
+        "two.safetensors": bytes(1000),
+        "pytorch_model.bin": bytes(1000),
+        "consolidated.00.pth": bytes(1000),
+        "old.pt": bytes(1000),
+        "encoder/model.safetensors": bytes(1000),
+        "tokenizer.json": b"{}",
+        "README.md": b"",
+    }.items():
+        (directory / name).write_bytes(content)
+    return directory
 
 
 def flip(path: Path, at: int) -> None:
-    """Changes the byte of the tensors' data at ``at``."""
+    """Changes one byte of the file, ``at`` from its beginning or, if negative, from its end."""
     raw = bytearray(path.read_bytes())
-    (length,) = struct.unpack_from("<Q", raw)
-    raw[8 + length + at] ^= 1
+    raw[at] ^= 1
     path.write_bytes(raw)
-
-
-def edit_header(path: Path, old: bytes, new: bytes) -> None:
-    raw = path.read_bytes()
-    assert len(old) == len(new)
-    assert raw.count(old) == 1
-    path.write_bytes(raw.replace(old, new))
 
 
 CHANGES: dict[str, Callable[[Path], object]] = {
     "config": lambda model: (model / "config.json").write_text('{"hidden_size": 65}'),
     "config gone": lambda model: (model / "config.json").unlink(),
-    "dtype in a header": lambda model: edit_header(model / "two.safetensors", b'"U8"', b'"I8"'),
-    "metadata in a header": lambda model: edit_header(model / "two.safetensors", b'"pt"', b'"np"'),
-    "middle of the first tensor": lambda model: flip(model / "one.safetensors", MIDDLE),
-    "first sampled byte": lambda model: flip(model / "one.safetensors", MIDDLE - SAMPLE_BYTES // 2),
-    "last sampled byte": lambda model: flip(model / "one.safetensors", MIDDLE + SAMPLE_BYTES // 2 - 1),
-    "first byte of a small tensor": lambda model: flip(model / "one.safetensors", TENSOR_BYTES),
-    "last byte of a small tensor": lambda model: flip(model / "one.safetensors", TENSOR_BYTES + 99),
-    "another file's tensor": lambda model: flip(model / "two.safetensors", MIDDLE),
+    "what is quantized": lambda model: (model / "hf_quant_config.json").write_text('{"ignore": ["lm_head"]}'),
+    "which tensor lies where": lambda model: (model / "model.safetensors.index.json").write_text('{"a": 1}'),
+    "code": lambda model: (model / "modeling_own.py").write_text("scale = 2"),
+    "how images are prepared": lambda model: (model / "preprocessor_config.json").write_text('{"mean": 1}'),
+    "first byte": lambda model: flip(model / "one.safetensors", 0),
+    "last byte": lambda model: flip(model / "one.safetensors", -1),
+    "a byte in the first quarter": lambda model: flip(model / "one.safetensors", EMBEDDING_BYTES // 4 + 17),
+    "rows at the end of an embedding": lambda model: flip(model / "one.safetensors", -2048),
+    "another file's byte": lambda model: flip(model / "two.safetensors", 500),
+    ".bin beside .safetensors": lambda model: flip(model / "pytorch_model.bin", 500),
+    ".pth": lambda model: flip(model / "consolidated.00.pth", 500),
+    ".pt": lambda model: flip(model / "old.pt", 500),
+    "an encoder's byte": lambda model: flip(model / "encoder" / "model.safetensors", 500),
     "file name": lambda model: (model / "one.safetensors").rename(model / "only.safetensors"),
     "file gone": lambda model: (model / "two.safetensors").unlink(),
-    "one more file": lambda model: safetensors(model / "three.safetensors", header(d=(0, 1)), b"x"),
+    "one more file": lambda model: (model / "three.safetensors").write_bytes(b"x"),
+    "a file of no known kind": lambda model: (model / "scales").write_bytes(b"x"),
+    "two files change places": lambda model: (
+        (model / "old.pt").write_bytes(b"new"),
+        (model / "old.pt").rename(model / "x"),
+        (model / "pytorch_model.bin").rename(model / "old.pt"),
+        (model / "x").rename(model / "pytorch_model.bin"),
+    ),
+    "an empty file": lambda model: (model / "none.json").touch(),
 }
 
 
 @pytest.mark.parametrize("change", CHANGES)
 def test_any_change_of_the_weights_changes_it(model: Path, change: str) -> None:
-    before = weights_fingerprint(model)
+    before = files_fingerprint(model)
     CHANGES[change](model)
-    assert weights_fingerprint(model) != before
+    assert files_fingerprint(model) != before
 
 
 HARMLESS: dict[str, Callable[[Path], object]] = {
     "nothing": lambda model: None,
-    "read time": lambda model: (model / "one.safetensors").touch(),
-    "other files": lambda model: (model / "tokenizer.json").write_text('{"x": 1}'),
-    "a byte that is not sampled": lambda model: flip(model / "one.safetensors", 0),
+    "times": lambda model: (model / "one.safetensors").touch(),
     "same bytes written anew": lambda model: (model / "config.json").write_text('{"hidden_size": 64}'),
+    "how tokens are made": lambda model: (model / "tokenizer.json").write_text('{"x": 1}'),
+    "how they are chosen": lambda model: (model / "generation_config.json").write_text('{"temperature": 1}'),
+    "a chat template": lambda model: (model / "chat_template.jinja").write_text("{{ x }}"),
+    "what people read": lambda model: (model / "README.md").write_text("x"),
+    "what training goes on from": lambda model: (model / "optimizer.pt").write_bytes(b"x"),
+    "what a download leaves": lambda model: (
+        (model / ".cache").mkdir(),
+        (model / ".cache" / "x.json").write_text("x"),
+        (model / ".gitattributes").write_text("x"),
+    ),
+    "checkpoints below it": lambda model: (
+        (model / "checkpoint-500").mkdir(),
+        (model / "checkpoint-500" / "model.safetensors").write_bytes(b"x"),
+    ),
 }
 
 
 @pytest.mark.parametrize("change", HARMLESS)
 def test_nothing_else_does(model: Path, change: str) -> None:
-    before = weights_fingerprint(model)
-    assert before is not None
+    before = files_fingerprint(model)
     assert len(before) == 64
     HARMLESS[change](model)
-    assert weights_fingerprint(model) == before
+    assert files_fingerprint(model) == before
 
 
 def test_where_it_lies_does_not_matter(model: Path, tmp_path: Path) -> None:
-    before = weights_fingerprint(model)
-    moved = tmp_path.parent / f"{tmp_path.name}-moved"
+    before = files_fingerprint(model)
+    moved = tmp_path / "moved"
     model.rename(moved)
-    assert weights_fingerprint(moved) == before
+    assert files_fingerprint(moved) == before
 
 
-def test_without_safetensors_it_is_unknown(tmp_path: Path) -> None:
+def test_nor_does_it_where_links_lead(model: Path, tmp_path: Path) -> None:
+    """As in Hugging Face's cache, where files are links into another folder, under the names of their hashes."""
+    before = files_fingerprint(model)
+    (model / "one.safetensors").rename(tmp_path / "blob")
+    (model / "one.safetensors").symlink_to(tmp_path / "blob")
+    (model / "encoder").rename(tmp_path / "encoder")
+    (model / "encoder").symlink_to(tmp_path / "encoder")
+    assert files_fingerprint(model) == before
+    flip(tmp_path / "blob", -1)
+    assert files_fingerprint(model) != before
+
+
+def test_digests_are_the_same_from_a_cache(model: Path, tmp_path: Path) -> None:
+    cache = DigestCache(tmp_path / "cache", lambda: (model / "config.json").stat().st_ctime_ns + 10**15)
+    before = files_fingerprint(model)
+    assert files_fingerprint(model, cache) == files_fingerprint(model, cache) == before
+    assert len(cache.load()) == 11
+    flip(model / "one.safetensors", -1)
+    assert files_fingerprint(model, cache) == files_fingerprint(model) != before
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "pytorch_model.bin", "model.pt", "a/b/model.pth", "model.gguf"])
+def test_these_are_weights(tmp_path: Path, name: str) -> None:
     (tmp_path / "config.json").write_text("{}")
-    (tmp_path / "pytorch_model.bin").write_bytes(b"123")
-    assert weights_fingerprint(tmp_path) is None
+    assert not has_weights(tmp_path)
+    (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+    (tmp_path / name).write_bytes(b"")
+    assert has_weights(tmp_path)
 
 
-def file(length: int, rest: bytes) -> bytes:
-    return struct.pack("<Q", length) + rest
+@pytest.mark.parametrize("name", ["optimizer.pt", "training_args.bin", "checkpoint-1/model.safetensors"])
+def test_and_these_are_not(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+    (tmp_path / name).write_bytes(b"")
+    assert not has_weights(tmp_path)
 
 
-def with_offsets(*offsets: object) -> bytes:
-    raw = json.dumps({"a": {"dtype": "U8", "shape": [1], "data_offsets": offsets}}).encode()
-    return file(len(raw), raw + bytes(100))
+@pytest.mark.parametrize("spoil", ["a link that leads nowhere", "a pipe", "no directory"])
+def test_weights_that_cannot_be_read_are_an_error(model: Path, spoil: str) -> None:
+    if spoil == "a link that leads nowhere":
+        (model / "three.safetensors").symlink_to(model / "nowhere")
+    elif spoil == "a pipe":
+        os.mkfifo(model / "three.safetensors")
+    else:
+        model = model / "nowhere"
+    with pytest.raises(OSError):
+        files_fingerprint(model)
 
 
-def with_header(text: bytes) -> bytes:
-    return file(len(text), text + bytes(100))
-
-
-MALFORMED = {
-    "empty": b"",
-    "cut off in the length": b"\x10\0\0",
-    "length without header": file(16, b""),
-    "cut off in the header": file(100, b'{"a": {"dty'),
-    "header of 2^64 - 1 bytes": file(2**64 - 1, b"{}"),
-    "header of 1 TiB": file(1 << 40, b"{}"),
-    "header of no bytes": file(0, b""),
-    "no JSON": with_header(b"{nonsense"),
-    "no UTF-8": with_header(b'{"\xff\xfe": 1}'),
-    "three offsets": with_offsets(0, 1, 2),
-    "an offset too few": with_offsets(0),
-    "end before begin": with_offsets(50, 0),
-    "end just before begin": with_offsets(1, 0),
-    "begin beyond the file": with_offsets(10**6, 10**6 + 5),
-    "end beyond the file": with_offsets(0, 10**6),
-    "offsets beyond 64 bits": with_offsets(10**30, 10**30 + 5),
-    "negative offsets": with_offsets(-5, 5),
-    "far negative offsets": with_offsets(-(10**9), -(10**9) + 5),
-    "offsets that are floats": with_offsets(0.0, 5.0),
-    "offsets that are text": with_offsets("0", "5"),
-    "offsets that are nothing": with_header(b'{"a": {"data_offsets": null}}'),
-    "a list for a header": with_header(b"[]"),
-    "a number for a header": with_header(b"5"),
-    "a number for a tensor": with_header(b'{"a": 5}'),
-    "a tensor without offsets": with_header(b'{"a": {}}'),
-    "endless nesting": with_header(b"[" * 200_000),
-}
-"""Files that are no well-formed safetensors."""
-
-
-@pytest.mark.parametrize("raw", MALFORMED.values(), ids=MALFORMED)
-def test_a_malformed_file_is_a_value_error(model: Path, raw: bytes) -> None:
-    (model / "two.safetensors").write_bytes(raw)
-    with pytest.raises(ValueError):
-        weights_fingerprint(model)
-
-
-@pytest.mark.parametrize("raw", MALFORMED.values(), ids=MALFORMED)
-def test_a_malformed_file_raises_nothing_into_the_engine(model: Path, raw: bytes) -> None:
-    (model / "two.safetensors").write_bytes(raw)
-    assert model_identity(str(model), "main", None)
-
-
-def test_weights_that_cannot_be_read_are_told_apart_by_revision_with_a_warning(
-    model: Path, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize("spoil", ["a link that leads nowhere", "a pipe", "a circle of folders", "another user's"])
+def test_other_files_that_cannot_be_read_are_in_nobody_s_way(
+    model: Path, monkeypatch: pytest.MonkeyPatch, spoil: str
 ) -> None:
-    (model / "two.safetensors").write_bytes(MALFORMED["no JSON"])
-    assert model_identity(str(model), "r1", None) == f"revision:{model}@r1"
-    assert any(str(model) in record.getMessage() for record in caplog.records)
-    assert any("model_fingerprint" in record.getMessage() for record in caplog.records)
+    before = files_fingerprint(model)
+    if spoil == "a link that leads nowhere":
+        (model / "x.json").symlink_to(model / "nowhere")
+    elif spoil == "a pipe":
+        os.mkfifo(model / "x.json")
+    elif spoil == "a circle of folders":
+        (model / "again").symlink_to(model)
+    else:
+        (model / "x.json").write_text("x")
+        monkeypatch.setattr(os, "access", lambda path, mode: Path(path).name != "x.json")
+    assert files_fingerprint(model) == files_fingerprint(model) != before
 
 
-def test_a_file_that_may_not_be_read_raises_nothing(model: Path, caplog: pytest.LogCaptureFixture) -> None:
-    (model / "two.safetensors").unlink()
-    (model / "two.safetensors").symlink_to(model / "nowhere")
-    assert model_identity(str(model), None, None) == f"revision:{model}@None"
-
-
-def test_the_weights_name_the_model(model: Path, caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.WARNING):
-        assert model_identity(str(model), None, None) == f"weights:{weights_fingerprint(model)}"
-    assert not caplog.records
-
-
-def test_without_weights_to_read_the_revision_does_with_a_warning(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    assert model_identity(str(tmp_path), "r1", None) == f"revision:{tmp_path}@r1"
-    assert model_identity(str(tmp_path), "r2", None) == f"revision:{tmp_path}@r2"
-    assert all('model_fingerprint="..."' in record.getMessage() for record in caplog.records)
-    assert len(caplog.records) == 2
-
-
-def test_what_the_user_says_wins_and_nothing_is_read(model: Path, caplog: pytest.LogCaptureFixture) -> None:
-    (model / "two.safetensors").write_bytes(b"broken")
-    assert model_identity(str(model), "r1", "v7") == "given:v7"
-    assert not caplog.records
+def test_so_are_more_files_than_a_model_has(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "MAX_FILES", 10)
+    with pytest.raises(ValueError, match="more than 10 files"):
+        files_fingerprint(model)
 
 
 def test_a_directory_is_where_its_model_lies(model: Path) -> None:
     assert find_model_dir(str(model), None) == model
     assert find_model_dir(str(model / "nowhere"), None) is None
+
+
+def test_it_lies_in_hugging_face_s_cache_as_well(tmp_path: Path) -> None:
+    pytest.importorskip("huggingface_hub")
+    stored = tmp_path / "models--some--model"
+    snapshot = stored / "snapshots" / COMMIT
+    for folder in (snapshot, stored / "refs", stored / "blobs"):
+        folder.mkdir(parents=True)
+    (stored / "refs" / "main").write_text(COMMIT)
+    (stored / "blobs" / "1").write_bytes(b"weights")
+    (snapshot / "model.safetensors").symlink_to(Path("..", "..", "blobs", "1"))
+    for revision in (None, "main", COMMIT):
+        found = find_model_dir("some/model", revision, str(tmp_path))
+        assert found == snapshot
+        assert has_weights(found)
+    assert find_model_dir("some/model", "no-such-branch", str(tmp_path)) is None
+    assert find_model_dir("some/other", None, str(tmp_path)) is None
+
+
+def test_only_a_commit_always_means_the_same() -> None:
+    assert is_commit(COMMIT)
+    for revision in (None, "", "main", "v1.0", COMMIT[:-1], COMMIT + "0", COMMIT.upper()[:-1] + "G", COMMIT + "\n"):
+        assert not is_commit(revision)
 
 
 # All that shapes the bytes.
@@ -250,7 +262,7 @@ def test_a_part_that_is_missing_matters(name: str) -> None:
 
 def test_our_own_format_is_a_part(monkeypatch: pytest.MonkeyPatch) -> None:
     before = fingerprint(PARTS)
-    monkeypatch.setattr("kvoffload.fingerprint.FORMAT_VERSION", 2)
+    monkeypatch.setattr("kvoffload.fingerprint.FORMAT_VERSION", 3)
     assert fingerprint(PARTS) != before
 
 

@@ -4,24 +4,28 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import logging
 import mmap
 import os
 import pickle
 import re
 import signal
+import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
-from kvoffload import hostpool
+from kvoffload import hostpool, memory
 from kvoffload.base import ConfigError
 from kvoffload.config import parse_bytes
-from kvoffload.hostpool import HostPool, PoolHandle, available_memory, format_bytes, padded_slot_bytes
+from kvoffload.hostpool import HostPool, PoolHandle, format_bytes, padded_slot_bytes
+from kvoffload.memory import Reservation, available_memory, total_memory
 
 GIB = 1 << 30
 NUM_BLOCKS, SLOT = 64, 8192
@@ -209,32 +213,156 @@ def test_a_pool_of_another_machine_is_refused(pool: HostPool) -> None:
         elsewhere.open()
 
 
-def test_processes_look_at_free_memory_one_after_the_other() -> None:
+# Several at a time.
+
+RESERVING = """
+import os, sys
+from kvoffload import hostpool
+hostpool.available_memory = lambda others=(): 1 << 40
+def blocked(fd, offset, size):
+    print("reserved", flush=True)
+    sys.stdin.read()
+os.posix_fallocate = blocked
+hostpool.HostPool(int(sys.argv[1]), 4096)
+"""
+
+
+@contextlib.contextmanager
+def reserving(num_blocks: int) -> Iterator[subprocess.Popen[str]]:
+    """A process that has found room for its pool and allocates none of it yet."""
+    command = [sys.executable, "-c", RESERVING, str(num_blocks)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None
+            assert process.stdout.readline() == "reserved\n"
+            yield process
+        finally:
+            process.kill()
+
+
+def leave(monkeypatch: pytest.MonkeyPatch, num_blocks: int) -> None:
+    """The machine has ``num_blocks`` pages of memory, of which what pools have allocated is missing. Of other processes
+    only children of this one are seen: others may run these tests at the same time."""
+    here = os.getpid()
+
+    def is_mine(pid: int) -> bool:
+        with contextlib.suppress(OSError):
+            parent = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1]
+            return here in (pid, int(parent))
+        return False
+
+    def field(file: Path, name: str) -> int:
+        assert name == "MemAvailable"
+        return num_blocks * 4096 - sum(allocated_by_pools().values())
+
+    monkeypatch.setattr(memory, "_field", field)
+    monkeypatch.setattr(memory, "_cgroup_limits", list)
+    see = memory.other_reservations
+    monkeypatch.setattr(hostpool, "other_reservations", lambda fd: [one for one in see(fd) if is_mine(one.pid)])
+
+
+def allocated_by_pools() -> dict[int, int]:
+    """Bytes that each pool of this process has allocated, by its inode."""
+    found = {}
+    for fd in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            if "memfd:kvoffload" in os.readlink(f"/proc/self/fd/{fd}"):
+                found[os.fstat(int(fd)).st_ino] = os.fstat(int(fd)).st_blocks * 512
+    return found
+
+
+def test_what_another_process_has_reserved_counts_until_it_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ranks that start together must not all see the same free memory and then all take it."""
-    holder = subprocess.Popen(
-        [
-            sys.executable,
-            "-c",
-            "import sys\nfrom kvoffload.hostpool import _one_at_a_time\n"
-            "with _one_at_a_time():\n    print('held', flush=True)\n    sys.stdin.read()",
-        ],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    assert holder.stdin is not None
-    assert holder.stdout is not None
-    assert holder.stdout.readline() == "held\n"
-    made: list[HostPool] = []
-    maker = threading.Thread(target=lambda: made.append(HostPool(1, SLOT)))
-    maker.start()
-    maker.join(timeout=0.3)
-    assert not made, "a pool was made while another process was making its own"
-    holder.kill()
-    holder.wait()
-    maker.join(timeout=60)
-    assert len(made) == 1, "the end of a process, whatever ended it, lets the next one go on"
-    made[0].close()
+    leave(monkeypatch, 100)
+    monkeypatch.setattr(hostpool, "RESERVATION_DEADLINE_S", 0.0)
+    with reserving(60) as other:
+        HostPool(40, 4096).close()
+        with pytest.raises(ConfigError, match=r"164 KiB asked for, but only 160 KiB .*beside 240 KiB") as caught:
+            HostPool(41, 4096)
+        assert f"process {other.pid}" in str(caught.value)
+        other.kill()
+        other.wait()
+        HostPool(100, 4096).close()
+
+
+def test_what_has_been_allocated_does_not_count_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    leave(monkeypatch, 100)
+    first = HostPool(60, 4096)
+    HostPool(40, 4096).close()
+    with pytest.raises(ConfigError, match=r"only 160 KiB can be allocated here; set"):
+        HostPool(41, 4096)
+    first.close()
+
+
+def test_of_pools_that_reserve_at_once_only_those_start_that_have_room_together(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    leave(monkeypatch, 100)
+    monkeypatch.setattr(hostpool, "RESERVATION_DEADLINE_S", 600.0)
+    for _ in range(10):
+        together, made, refused = threading.Barrier(4), list[HostPool](), list[ConfigError]()
+
+        def make(together: threading.Barrier = together, made: list[HostPool] = made, no: Any = refused) -> None:
+            together.wait()
+            try:
+                made.append(HostPool(60, 4096))
+            except ConfigError as error:
+                no.append(error)
+
+        makers = [threading.Thread(target=make) for _ in range(4)]
+        for maker in makers:
+            maker.start()
+        for maker in makers:
+            maker.join()
+        assert (len(made), len(refused)) == (1, 3)
+        made[0].close()
+
+
+class Time:
+    """Goes on only while somebody sleeps."""
+
+    now = 0.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+
+
+def test_a_wait_for_others_is_in_the_log_and_ends(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    leave(monkeypatch, 100)
+    time = Time()
+    monkeypatch.setattr(hostpool, "time", time)
+    monkeypatch.setattr(os, "getpid", lambda: 0)
+    with reserving(60) as other, caplog.at_level(logging.INFO), pytest.raises(ConfigError, match="beside 240 KiB"):
+        HostPool(60, 4096)
+    (line,) = (message for message in caplog.messages if "waiting" in message)
+    assert f"beside 240 KiB that other pools have reserved and not allocated yet (process {other.pid})" in line
+    assert 0.0 <= time.now - hostpool.RESERVATION_DEADLINE_S < 0.1
+
+
+def test_the_name_of_the_former_lock_in_other_hands_blocks_no_start() -> None:
+    with socket.socket(socket.AF_UNIX) as held:
+        held.bind("\0kvoffload/allocation")
+        HostPool(1, SLOT).close()
+
+
+def test_memory_that_others_take_meanwhile_is_noticed(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    left = iter([100, 100, 100, 50])
+    monkeypatch.setattr(hostpool, "available_memory", lambda others=(): next(left) * 4096)
+    monkeypatch.setattr(hostpool, "ALLOCATION_STEP", 20 * 4096)
+    monkeypatch.setattr(hostpool, "LOG_EVERY_S", 0.0)
+    before = open_files()
+    with caplog.at_level(logging.INFO), pytest.raises(ConfigError) as caught:
+        HostPool(100, 4096)
+    assert open_files() == before
+    assert "200 KiB can be allocated now, and 240 KiB are still to come; set host_bytes to 288 KiB" in str(caught.value)
+    assert caplog.messages == [f"kvoffload: host pool: {done} KiB of 400 KiB allocated" for done in (80, 160)]
 
 
 def test_a_child_process_does_not_inherit_it(pool: HostPool) -> None:
@@ -245,7 +373,7 @@ def test_a_child_process_does_not_inherit_it(pool: HostPool) -> None:
 
 
 def test_more_than_there_is_is_refused_before_any_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hostpool, "available_memory", lambda: 10 * 4096)
+    monkeypatch.setattr(hostpool, "available_memory", lambda others=(): 10 * 4096)
     before = open_files()
     with pytest.raises(ConfigError) as caught:
         HostPool(11, 4096)
@@ -317,7 +445,7 @@ def close_leaked(before: set[str]) -> None:
 @pytest.fixture
 def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A directory that stands for /, with 8 GiB free and no cgroup."""
-    monkeypatch.setattr(hostpool, "Path", lambda path: tmp_path / str(path).lstrip("/"))
+    monkeypatch.setattr(memory, "Path", lambda path: tmp_path / str(path).lstrip("/"))
     write(tmp_path, "proc/meminfo", f"MemTotal: {16 << 20} kB\nMemFree: 1 kB\nMemAvailable: {8 << 20} kB\n")
     return tmp_path
 
@@ -385,6 +513,94 @@ def test_a_cgroup_that_cannot_be_read_is_passed_over(root: Path, garbage: str) -
     write(root, "proc/self/cgroup", "0::/box")
     cgroup2(root, "box", garbage, GIB)
     assert available_memory() == 8 * GIB
+
+
+def numa(root: Path, allowed: str, policy: str = "default") -> None:
+    """Two nodes: the first has 10 of the 16 GiB, and 5 of the 8 that are available."""
+    write(root, "proc/self/status", f"Name:\tx\nMems_allowed:\t3\nMems_allowed_list:\t{allowed}\nvoluntary:\t1")
+    write(root, "proc/thread-self/numa_maps", f"55aa {policy} file=/bin/x\n66bb bind:1 heap")
+    for node, (total, free) in enumerate([(10 << 20, 5 << 20), (6 << 20, 3 << 20)]):
+        parts = {"MemTotal": total, "MemFree": free // 2, "Active(file)": free // 4, "Inactive(file)": free // 8}
+        parts |= {"SReclaimable": free // 8, "Active(anon)": 77, "Inactive": 88}
+        lines = "".join(f"Node {node} {name}:  {kib} kB\n" for name, kib in parts.items())
+        write(root, f"sys/devices/system/node/node{node}/meminfo", lines)
+
+
+@pytest.mark.parametrize(
+    ("allowed", "policy", "available", "total"),
+    [
+        ("0-1", "default", 8, 16),
+        ("0", "default", 5, 10),
+        ("1", "default", 3, 6),
+        ("0-1", "bind:1", 3, 16),
+        ("0-1", "bind=static:0", 5, 16),
+        ("0,1", "bind=relative|balancing:0-1", 8, 16),
+        ("0-1", "interleave:1", 8, 16),
+        ("0-1", "prefer:1", 8, 16),
+    ],
+)
+def test_memory_of_other_numa_nodes_does_not_count(
+    root: Path, allowed: str, policy: str, available: int, total: int
+) -> None:
+    numa(root, allowed, policy)
+    assert available_memory() == available * GIB
+    assert total_memory() == total * GIB, "a binding of one rank says nothing of the others"
+
+
+def test_a_real_binding_is_seen() -> None:
+    if not Path("/proc/thread-self/numa_maps").exists():
+        pytest.skip("this kernel has no NUMA")
+    code = """
+import ctypes, os, platform
+from kvoffload import memory
+number = {"x86_64": 238, "aarch64": 237}[platform.machine()]
+print(sorted(memory._allowed_nodes()))
+node = max(memory._allowed_nodes())
+mask = ctypes.c_ulong(1 << node)
+assert ctypes.CDLL(None).syscall(number, 2, ctypes.byref(mask), 64) == 0
+memory._cpuset_nodes = lambda: frozenset(range(64))
+print(sorted(memory._allowed_nodes()) == [node])
+fd = memory.reserve(1 << 20)
+print(os.readlink(f"/proc/self/fd/{fd}") == f"/memfd:kvoffload:{node} (deleted)")
+"""
+    said = run_python(code).splitlines()
+    assert said[0] != "[]"
+    assert said[1:] == ["True", "True"]
+
+
+class Outstanding(Reservation):
+    """Another process's reservation of 1 GiB."""
+
+    def outstanding(self) -> int:
+        return GIB
+
+
+def other(pid: int = 7, nodes: Iterable[int] = ()) -> Reservation:
+    return Outstanding(Path("/nowhere"), pid, 1, frozenset(nodes))
+
+
+@pytest.mark.parametrize(("nodes", "counts"), [(set(), True), ({0}, False), ({1}, True), ({0, 1}, True)])
+def test_a_reservation_on_other_numa_nodes_does_not_count(root: Path, nodes: set[int], counts: bool) -> None:
+    numa(root, "0-1", "bind:1")
+    assert available_memory([other(nodes=nodes)]) == (2 if counts else 3) * GIB
+
+
+@pytest.mark.parametrize(
+    ("cgroup", "available"),
+    [("0::/pod/box", 2), ("0::/pod/box/inner", 2), ("0::/pod/boxer", 3), ("0::/pod", 3), ("", 2)],
+    ids=["the same", "within it", "a neighbour", "around it", "not known"],
+)
+def test_a_reservation_in_another_cgroup_does_not_count_in_mine(root: Path, cgroup: str, available: int) -> None:
+    write(root, "proc/self/cgroup", "0::/pod/box")
+    cgroup2(root, "pod/box", 4 * GIB, GIB)
+    cgroup2(root, "pod", "max", GIB)
+    if cgroup:
+        write(root, "proc/7/cgroup", cgroup)
+    assert available_memory([other()]) == available * GIB
+
+
+def test_a_reservation_counts_for_the_whole_machine(root: Path) -> None:
+    assert available_memory([other(), other(8)]) == 6 * GIB
 
 
 def test_here_there_is_some() -> None:

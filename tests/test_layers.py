@@ -16,8 +16,8 @@ import kvoffload
 PACKAGE = Path(kvoffload.__file__).parent
 
 LAYERS = [
-    {"base", "keys"},
-    {"explain", "metrics", "fingerprint", "control", "records", "words", "recorder", "figures"},
+    {"base", "keys", "digests"},
+    {"explain", "metrics", "fingerprint", "control", "records", "words", "recorder", "figures", "memory"},
     {"policies", "hostpool", "table", "index", "transfer"},
     {"manager", "admission", "config", "tiers"},
     {"tiering", "writethrough"},

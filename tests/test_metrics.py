@@ -44,6 +44,16 @@ def test_taking_gives_what_counters_grew_by_and_what_gauges_became() -> None:
     assert metrics.snapshot()["store_blocks"] == 7, "taking forgets no total"
 
 
+def test_what_is_counted_elsewhere_is_read_when_somebody_looks() -> None:
+    def read() -> None:
+        metrics.add("store_blocks")
+
+    metrics = Metrics(read)
+    assert metrics.take() == {"store_blocks": 1}
+    assert metrics.take() == {"store_blocks": 1}
+    assert metrics.snapshot() == {"store_blocks": 3}
+
+
 def test_a_snapshot_stays_as_it_was() -> None:
     metrics = Metrics()
     metrics.add("store_blocks")

@@ -136,6 +136,38 @@ def test_only_the_owner_may_read_it(path: Path) -> None:
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
 
 
+def refused(path: Path, words: str) -> None:
+    with pytest.raises(ConfigError, match=f"^record_trace={str(path)!r}: {words}"):
+        TraceRecorder(str(path), TOKENS, {})
+
+
+def test_a_link_is_not_followed(path: Path, tmp_path: Path) -> None:
+    target = tmp_path / "precious"
+    target.write_text("keep")
+    target.chmod(0o644)
+    path.symlink_to(target)
+    refused(path, "a symbolic link; name the file itself")
+    path.unlink()
+    path.symlink_to(tmp_path / "new")
+    refused(path, "a symbolic link")
+    assert not (tmp_path / "new").exists()
+    path.unlink()
+    path.hardlink_to(target)
+    refused(path, "has 2 names; name a new file")
+    assert (target.read_text(), stat.S_IMODE(target.stat().st_mode)) == ("keep", 0o644)
+
+
+def test_a_file_that_is_not_the_servers_own_is_refused(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path.write_text("")
+    for mode in (0o620, 0o602):
+        path.chmod(mode)
+        refused(path, "others may write to it; remove it")
+    path.chmod(0o600)
+    owner = path.stat().st_uid
+    monkeypatch.setattr(recorder_module.os, "geteuid", lambda: owner + 1)
+    refused(path, f"belongs to user {owner}; name a new file in a folder of yours")
+
+
 def test_a_request_that_was_given_no_blocks_is_left_out(path: Path) -> None:
     recording = Recording(path)
     waiting = FakeRequest("waits", prompt(12))

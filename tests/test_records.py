@@ -39,9 +39,12 @@ TIMEOUT_S = 60.0
 SERVER = """
 import os, sys, threading, itertools
 from collections import deque
+from kvoffload import records
 from kvoffload.explain import RequestRecord
 from kvoffload.records import RecordServer
 
+# Where other processes burn every core, an answer may take long.
+records.CLIENT_DEADLINE_S = 600.0
 name, count, appending = sys.argv[1], int(sys.argv[2]), sys.argv[3] == "appending"
 ring = deque(maxlen=4096)
 
@@ -291,6 +294,56 @@ def test_a_stranger_is_refused_and_told_whose_it_is(start: Start) -> None:
     assert answer == ""
     assert "is of user 0" in told
     assert "as root" in told
+
+
+class Waits(threading.Event):
+    """Notes how long the server would have paused, and goes on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seconds: list[float | None] = []
+
+    def wait(self, timeout: float | None = None) -> bool:
+        self.seconds.append(timeout)
+        return self.is_set()
+
+
+def test_a_flood_of_strangers_is_refused_in_turns_with_pauses(
+    serve: Callable[..., RecordServer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server, waits = serve(lambda: [record(1)]), Waits()
+    server._closing = waits
+    monkeypatch.setattr(records, "_peer_uid", lambda sock: os.geteuid() + 1)
+    for _ in range(3 * records.REFUSALS_AT_ONCE):
+        with connect(here()) as stranger:
+            assert read_all(stranger) == b""
+    monkeypatch.setattr(records, "_peer_uid", lambda sock: os.geteuid())
+    for _ in range(2 * records.REFUSALS_AT_ONCE):
+        assert read_records(here(), TIMEOUT_S).records == [record(1)], "the server's own user is not slowed down"
+    assert waits.seconds == [records.REFUSAL_PAUSE_S] * 3
+
+
+def test_a_full_queue_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Strangers who connect all the time cannot keep the server's user out."""
+    pauses: list[float] = []
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as busy, contextlib.ExitStack() as strangers:
+        busy.bind(f"\0kvoffload/{os.getpid()}/busy")
+        busy.listen(0)
+        with contextlib.suppress(BlockingIOError):
+            while True:
+                stranger = strangers.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
+                stranger.setblocking(False)
+                stranger.connect(f"\0kvoffload/{os.getpid()}/busy")
+
+        def sleep(seconds: float) -> None:
+            pauses.append(seconds)
+            if len(pauses) == 3:
+                busy.accept()[0].close()
+
+        monkeypatch.setattr(records.time, "sleep", sleep)
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
+            records._connect(sock, f"\0kvoffload/{os.getpid()}/busy", records.time.monotonic() + TIMEOUT_S)
+        assert len(pauses) == 3
 
 
 # The client, and servers that are none of ours.

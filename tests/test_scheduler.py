@@ -218,6 +218,17 @@ def device_ids(spec: TransferSpec) -> list[int]:
     return list(spec.device.block_ids.tolist())
 
 
+def test_no_half_takes_the_report_of_another_halfs_job() -> None:
+    """Two of one process, as when an engine makes a second one: a report of the first one's job says nothing of the
+    second one's blocks."""
+    first, second = Rig(), Rig()
+    (job_id,) = first.start(FakeRequest("a", prompt(4))).stores
+    assert job_id not in second.start(FakeRequest("b", prompt(4))).stores
+    second.report(job_id)
+    assert second.status(prompt(4)) == [-1]
+    assert not second.half.off
+
+
 # Lookup.
 
 
@@ -1001,6 +1012,65 @@ def test_an_offer_made_before_a_reset_is_not_kept_after_it() -> None:
     assert not rig.half.off
 
 
+def test_a_worker_that_finds_changed_weights_has_all_blocks_forgotten_once(caplog: pytest.LogCaptureFixture) -> None:
+    rig = Rig(num_workers=2)
+    rig.store(prompt(4))
+    store, _ = only(rig.start(FakeRequest("s", prompt(4, 50))).stores)
+    assert rig.step().epoch == 0
+    # The worker that noticed has carried this store out before; the other one has failed it.
+    rig.half.update_connector_output(WorkerReport({store: 2}, {store}, changed_at=0))
+    assert rig.status(prompt(4)) == rig.status(prompt(4, 50)) == [None]
+    assert rig.half.metrics.snapshot()["weight_changes"] == 1
+    assert "THE WEIGHTS HAVE CHANGED" in caplog.text
+    assert "reset_prefix_cache(reset_connector=True)" in caplog.text
+    assert "a store failed" not in caplog.text
+    assert rig.step().epoch == 1
+    rig.store(prompt(4))
+    rig.half.update_connector_output(WorkerReport(changed_at=0))
+    assert rig.status(prompt(4)) == [0], "the other worker noticed later what is known already"
+    rig.half.update_connector_output(WorkerReport(changed_at=1))
+    assert rig.status(prompt(4)) == [None]
+    assert rig.step().epoch == 2
+    rig.manager.check_integrity()
+
+
+def go_on(rig: Rig, name: str, tokens: list[int], found: list[int], new: list[int]) -> StepMeta:
+    """A request that finds blocks in the engine's own cache and computes the rest."""
+    request = FakeRequest(name, tokens)
+    rig.look_up(request, len(found) * TOKENS)
+    rig.allocate(request, [*found, *new])
+    request.num_computed_tokens = len(found) * TOKENS
+    return rig.step({request: len(tokens) - request.num_computed_tokens}, new={name: [*found, *new]})
+
+
+def test_after_a_reset_what_follows_the_engines_own_old_blocks_is_not_stored() -> None:
+    """The engine's own cache may still hold KV of weights that are gone."""
+    rig = Rig()
+    rig.start(FakeRequest("before", prompt(4)), [1])
+    rig.half.reset()
+    assert not go_on(rig, "old", prompt(12), [1], [2, 3]).stores
+    assert not go_on(rig, "older", prompt(16), [1, 2, 3], [4]).stores, "on blocks that follow old ones"
+    new = FakeRequest("new", prompt(12, 50))
+    assert device_ids(only(rig.start(new, [5, 6, 7]).stores)[1]) == [5, 6, 7]
+    assert device_ids(only(go_on(rig, "newer", prompt(16, 50), [5, 6, 7], [8]).stores)[1]) == [8]
+    # Blocks are handed out again.
+    assert device_ids(only(rig.start(FakeRequest("reused", prompt(4, 70)), [2]).stores)[1]) == [2]
+    assert device_ids(only(go_on(rig, "sound", prompt(8, 70), [2], [9]).stores)[1]) == [9]
+    assert not go_on(rig, "spoiled", prompt(8), [1], [9]).stores
+    assert not go_on(rig, "on spoiled", prompt(12), [9], [10, 11]).stores
+
+
+def test_after_a_reset_what_follows_a_load_is_stored() -> None:
+    rig = Rig()
+    rig.half.reset()
+    rig.store(prompt(8))
+    request = FakeRequest("r", prompt(16))
+    load, _ = only(rig.load(request, ids=[20, 21]).loads)
+    rig.report(load)
+    rig.allocate(request, [20, 21, 22, 23])
+    assert device_ids(only(rig.step({request: 8}, new={"r": [20, 21, 22, 23]}).stores)[1]) == [22, 23]
+
+
 def test_events_come_once() -> None:
     rig = Rig()
     rig.store(prompt(4))
@@ -1125,6 +1195,67 @@ def test_reported_bytes_and_seconds_are_counted() -> None:
         1.0,
         0.5,
     ]
+
+
+class CountingPolicy(LRUPolicy):
+    """Adapts, and counts how often it is asked how."""
+
+    asked = 0
+
+    def state(self) -> Mapping[str, Any]:
+        self.asked += 1
+        return {"rule": "a", "scores": {"a": self.asked, "b": 0}}
+
+
+class CountingManager(PolicyOffloadingManager):
+    """Counts how often it is asked for what it has counted."""
+
+    asked = 0
+
+    def take_counts(self) -> Mapping[str, float]:
+        self.asked += 1
+        return {"disk_write_blocks": 1, "disk_blocks": self.asked}
+
+
+def counting_rig() -> tuple[Rig, CountingManager, CountingPolicy]:
+    policy = CountingPolicy(16)
+    manager = CountingManager(HostBackend(TOKENS, 16), policy)
+    return Rig(manager=manager), manager, policy
+
+
+def test_a_step_reads_no_gauges() -> None:
+    rig, manager, policy = counting_rig()
+    request = FakeRequest("r", prompt(6))
+    rig.start(request)
+    for _ in range(50):
+        rig.step({request: 1})
+        rig.step()
+    assert (manager.asked, policy.asked) == (0, 1), "the record of the request's miss asks once"
+
+
+def test_metrics_are_read_when_they_are_taken_and_those_of_the_policy_rarely() -> None:
+    rig, manager, policy = counting_rig()
+    metrics = rig.half.metrics
+    first = metrics.take()
+    assert (first["disk_blocks"], first["policy_rule:a"], first["policy_score:a"]) == (1, 1, 1)
+    rig.store(prompt(8))
+    asked = policy.asked
+    taken = metrics.take()
+    assert (taken["pool_used_blocks"], taken["disk_blocks"], taken["disk_write_blocks"]) == (2, 2, 1)
+    assert policy.asked == asked
+    rig.clock.now += 1.0
+    assert metrics.take()["policy_score:a"] == asked + 1
+    assert metrics.snapshot()["disk_write_blocks"] == manager.asked == 4
+    assert policy.asked == asked + 1
+
+
+def test_an_error_when_metrics_are_read_switches_offloading_off_and_raises_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    rig = Rig()
+    monkeypatch.setattr(rig.manager, "take_counts", lambda: 1 / 0)
+    assert rig.half.metrics.take()["off"] == 1
+    assert rig.half.off
 
 
 # Records.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 from collections import Counter
 from collections.abc import Callable, Sequence
 from random import Random
@@ -16,6 +15,7 @@ from kvoffload.hostpool import ByteArray
 from kvoffload.testing import simulation
 from kvoffload.testing.__main__ import main
 from kvoffload.testing.engine import Clock, Late, Leak, LowerTiers, ModelEngine, Scenario, WrongBytes
+from kvoffload.testing.scale import scaled
 from kvoffload.testing.simulation import (
     Blocked,
     FalseAlarm,
@@ -36,7 +36,7 @@ from kvoffload.tiers import disk
 from kvoffload.tiers.base import Tier, TierResult
 from kvoffload.tiers.disk import DiskTier
 
-SEEDS = 10_000 if os.environ.get("KVOFFLOAD_SOAK") else 150
+SEEDS = scaled(150)
 PLANTED_SEEDS = 600
 
 
@@ -78,6 +78,7 @@ def warm(seed: int) -> list[Life]:
     scenario = dataclasses.replace(
         first.scenario,
         reset_chance=0.0,
+        update_chance=0.0,
         abort_chance=0.0,
         copy_failure_rate=0.0,
         wishes_rate=0.0,

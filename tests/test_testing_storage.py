@@ -132,6 +132,35 @@ def _sharing(storage: SimulatedStorage) -> SimulatedStorage:
     return other
 
 
+def test_held_bytes_leave_out_what_they_are_told_to() -> None:
+    storage = SimulatedStorage(10 * PAGE)
+    new_file(storage, 3 * PAGE)
+    storage.open("", "y", create=True).resize(2 * PAGE)
+    for each in (storage, FaultyStorage(storage)):
+        assert each.held_bytes() == 5 * PAGE
+        assert each.held_bytes(lambda folder, name: (folder, name) == ("f", "x")) == 2 * PAGE
+
+
+def test_a_medium_that_is_mounted_read_only() -> None:
+    storage = SimulatedStorage(10 * PAGE)
+    new_file(storage, PAGE).write([pattern(PAGE)], 0)
+    successor = storage.restart()
+    successor.read_only = True
+    assert (FaultyStorage(storage).read_only, FaultyStorage(successor).read_only) == (False, True)
+    file = successor.open("f", "x")
+    assert np.array_equal(read(file, PAGE), pattern(PAGE))
+    for attempt in (
+        partial(file.write, [pattern(PAGE)], 0),
+        partial(file.resize, 2 * PAGE),
+        partial(successor.remove, "f", "x"),
+        partial(successor.open, "f", "new", create=True),
+        partial(successor.make_folder, "g"),
+        partial(successor.remove_folder, "f"),
+    ):
+        assert error_of(attempt) == errno.EROFS
+    assert not successor.restart().read_only
+
+
 def test_what_was_written_survives_a_kill() -> None:
     storage = SimulatedStorage(10 * PAGE)
     storage.lock()

@@ -20,8 +20,7 @@ from kvoffload.tiers.base import States, Tier, TierError, TierResult
 from kvoffload.tiers.directory import DirectoryStorage
 from kvoffload.tiers.disk import DiskTier
 from kvoffload.tiers.executor import Executor
-from kvoffload.tiers.format import RECORD_BYTES
-from kvoffload.tiers.slabs import EXTENT_BYTES, FIXED_BYTES, SLAB_OVERHEAD_BYTES
+from kvoffload.tiers.slabs import FIXED_BYTES, SLAB_OVERHEAD_BYTES, slot_cost
 from kvoffload.tiers.storage import Storage
 
 Keys = Sequence[OffloadKey]
@@ -63,7 +62,7 @@ def disk_bytes(pools: Sequence[ByteArray], num_blocks: int) -> int:
     """Room for so many blocks in slabs of three, and for not one more."""
     block_bytes = sum(pool.shape[1] for pool in pools)
     slabs = -(-num_blocks // 3)
-    return FIXED_BYTES + slabs * SLAB_OVERHEAD_BYTES + num_blocks * (block_bytes + RECORD_BYTES + EXTENT_BYTES)
+    return FIXED_BYTES + slabs * SLAB_OVERHEAD_BYTES + num_blocks * slot_cost(block_bytes)
 
 
 def make_disk_tier(

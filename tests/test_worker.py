@@ -340,6 +340,57 @@ def test_an_engine_that_cannot_even_be_closed_raises_nothing(device: Device, mon
     assert step(worker, StepMeta(loads={1: job([0], [1])})) == ({"r"}, {1}, set())
 
 
+# Device blocks that lose their memory.
+
+
+class Late(Faulty):
+    """Ends its jobs only after it was waited for three times."""
+
+    def wait(self, job_ids: Iterable[int]) -> None:
+        self.waited_for.append(list(job_ids))
+
+    def poll(self, busy: bool) -> list[TransferResult]:
+        return super().poll(busy) if len(self.idle_waits) >= 3 else []
+
+
+@pytest.mark.parametrize("kind", [Faulty, Late])
+def test_no_copy_is_under_way_when_blocks_lose_their_memory(device: Device, kind: type[Faulty]) -> None:
+    """Stores under way are finished, loads and what was not submitted have failed."""
+    transfer = kind(device.transfer)
+    worker = OffloadingConnectorWorker(transfer)
+    transfer.idle_waits += [0.0] * 3
+    step(worker, StepMeta(stores={1: job([0], [1])}))
+    step(worker, StepMeta(stores={2: job([1], [2])}))
+    transfer.idle_waits.clear()
+    worker.begin_step(NOTHING)
+    worker.start_loads(StepMeta(loads={3: job([0], [4], "loading")}))
+    worker.end_step(StepMeta(stores={4: job([3], [3])}))
+    stored = device.block(2)
+    worker.suspend()
+    device.data[:] = 0
+    worker.suspend()
+    assert set(transfer.tries) == {1, 2, 3}
+    told = step(worker, StepMeta(loads={5: job([0], [5], "asleep")}))
+    assert told == ({"loading", "asleep"}, {4, 5}, set())
+    assert report(worker) == ({1: 1, 2: 1, 3: 1, 4: 1, 5: 1}, {3, 4, 5})
+    assert device.slot(1) == stored
+    assert not device.data.any(), "nothing is written into them afterwards"
+    worker.resume()
+    worker.resume()
+    assert step(worker, StepMeta(loads={6: job([1], [6], "awake")}))[:2] == ({"awake"}, set())
+    assert device.block(6) == stored
+
+
+def test_a_copy_that_does_not_end_closes_the_engine(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvoffload.worker.SUSPEND_DEADLINE_S", 0.0)
+    transfer = Late(device.transfer)
+    worker = OffloadingConnectorWorker(transfer)
+    worker.start_loads(StepMeta(loads={1: job([0], [1])}))
+    worker.suspend()
+    assert transfer.closed == 1
+    assert report(worker) == ({1: 1}, {1})
+
+
 def test_shutdown_closes_the_engine(device: Device) -> None:
     faulty = Faulty(device.transfer)
     OffloadingConnectorWorker(faulty).shutdown()
@@ -362,3 +413,160 @@ def test_reports_of_workers_add_up() -> None:
 def no_logs_on_the_screen(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
     with caplog.at_level(logging.WARNING):
         yield
+
+
+# Weights that change.
+
+
+class Weights:
+    """A watch over one number. ``answers`` False: nothing is known of it for now."""
+
+    def __init__(self) -> None:
+        self.now = self._accepted = self._compared = 0
+        self.answers = True
+        self.num_comparisons = 0
+        self.notes = 0
+
+    def accept(self) -> None:
+        self._accepted = self._compared = self.now
+
+    def begin(self) -> None:
+        self._compared = self.now
+        self.num_comparisons += 1
+
+    def poll(self) -> bool | None:
+        return self._compared != self._accepted if self.answers else None
+
+    def note_new(self) -> None:
+        self.notes += 1
+
+
+@pytest.fixture
+def weights() -> Weights:
+    return Weights()
+
+
+@pytest.fixture
+def watched(device: Device, weights: Weights) -> OffloadingConnectorWorker:
+    return OffloadingConnectorWorker(device.transfer, weights)
+
+
+LOAD = {1: job([3], [4])}
+STORE = {2: job([2], [5])}
+
+
+def test_weights_are_compared_in_steps_with_loads_or_stores_only(
+    watched: OffloadingConnectorWorker, weights: Weights
+) -> None:
+    for meta, comparisons, notes in [
+        (NOTHING, 0, 0),
+        (IDLE, 0, 0),
+        (StepMeta(fences=[7], releases=["q"]), 0, 0),
+        (StepMeta(loads=LOAD), 1, 0),
+        (StepMeta(stores=STORE), 2, 1),
+        (NOTHING, 2, 1),
+    ]:
+        step(watched, meta)
+        assert (weights.num_comparisons, weights.notes) == (comparisons, notes)
+    assert report(watched) == ({1: 1, 2: 1}, set())
+
+
+def test_changed_weights_fail_loads_and_stores_until_the_next_epoch(
+    device: Device, watched: OffloadingConnectorWorker, weights: Weights
+) -> None:
+    before, pool = device.block(4), device.pool.copy()
+    weights.now = 1
+    assert step(watched, StepMeta(loads=LOAD, stores=STORE)) == ({"r"}, {4}, set())
+    assert step(watched) == (set(), set(), set())
+    taken = watched.take_report()
+    assert taken is not None
+    assert (taken.done, taken.failed, taken.changed_at) == ({1: 1, 2: 1}, {1, 2}, 0)
+    step(watched, StepMeta(loads={3: job([3], [4])}))
+    taken = watched.take_report()
+    assert taken is not None
+    assert (taken.failed, taken.changed_at) == ({3}, -1), "told once"
+    assert device.block(4) == before
+    assert np.array_equal(device.pool, pool), "nothing was stored"
+    step(watched, StepMeta(loads={4: job([3], [4])}, epoch=1))
+    assert report(watched) == ({4: 1}, set())
+    assert device.block(4) == device.slot(3)
+
+
+def test_what_is_under_way_when_weights_change_fails(device: Device, weights: Weights) -> None:
+    """Not before the transfer is through with it: until then it writes to the blocks."""
+    worker = OffloadingConnectorWorker(Sleeping(device.transfer), weights)
+    step(worker, StepMeta(loads=LOAD))
+    weights.now = 1
+    assert step(worker, StepMeta(stores=STORE)) == (set(), set(), set())
+    assert report(worker) == ({}, set())
+    assert step(worker, IDLE) == ({"r"}, {4}, set())
+    assert report(worker) == ({1: 1, 2: 1}, {1, 2})
+
+
+def test_what_was_begun_before_a_reset_fails_after_it(device: Device, weights: Weights) -> None:
+    for watch in (weights, None):
+        worker = OffloadingConnectorWorker(Sleeping(device.transfer), watch)
+        step(worker, StepMeta(loads=LOAD, stores=STORE))
+        assert step(worker, StepMeta(epoch=1)) == (set(), set(), set())
+        assert step(worker, StepMeta(has_tokens=False, epoch=1)) == ({"r"}, {4}, set())
+        assert report(worker) == ({1: 1, 2: 1}, {1, 2})
+
+
+def test_a_load_is_not_reported_before_its_weights_are_known(
+    watched: OffloadingConnectorWorker, weights: Weights
+) -> None:
+    weights.answers = False
+    for meta in (StepMeta(loads=LOAD), NOTHING, StepMeta(loads={3: job([2], [6], "s")}), IDLE):
+        assert step(watched, meta) == (set(), set(), set())
+    assert weights.num_comparisons == 1, "one at a time"
+    weights.answers = True
+    assert step(watched) == ({"r", "s"}, set(), set())
+    assert weights.num_comparisons == 2, "the second load came after the first comparison had begun"
+
+
+def test_a_late_answer_fails_what_waited_for_it(watched: OffloadingConnectorWorker, weights: Weights) -> None:
+    weights.answers, weights.now = False, 1
+    step(watched, StepMeta(loads=LOAD))
+    weights.answers = True
+    assert step(watched) == ({"r"}, {4}, set())
+    taken = watched.take_report()
+    assert taken is not None
+    assert (taken.failed, taken.changed_at) == ({1}, 0)
+
+
+def test_new_weights_are_accepted_by_the_first_step_after_a_reset_that_computes(
+    watched: OffloadingConnectorWorker, weights: Weights
+) -> None:
+    """A sleeping engine has no weights to look at, and takes steps without tokens."""
+    weights.accept = lambda: pytest.fail("looked at the weights of a sleeping engine")
+    step(watched, StepMeta(has_tokens=False, epoch=1))
+    del weights.accept
+    weights.now = 1
+    step(watched, StepMeta(epoch=1))
+    step(watched, StepMeta(loads=LOAD, epoch=1))
+    assert report(watched) == ({1: 1}, set())
+    weights.now = 2
+    step(watched, StepMeta(loads={3: job([3], [4])}, epoch=1))
+    assert report(watched) == ({3: 1}, {3})
+
+
+@pytest.mark.parametrize("call", ["accept", "begin", "poll", "note_new"])
+def test_a_check_of_weights_that_raises_switches_offloading_off(
+    watched: OffloadingConnectorWorker, weights: Weights, call: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    def broken() -> None:
+        raise RuntimeError("planted")
+
+    setattr(weights, call, broken)
+    step(watched, StepMeta(epoch=1))
+    step(watched, StepMeta(loads=LOAD, stores=STORE, epoch=1))
+    step(watched, StepMeta(epoch=1))
+    taken = watched.take_report()
+    assert taken is not None
+    assert taken.broken
+    assert taken.failed >= {2}
+    assert "OFFLOADING IS OFF" in caplog.text
+
+
+def test_reports_of_ranks_add_up_to_the_latest_change() -> None:
+    assert WorkerReport().add(WorkerReport(changed_at=2)).add(WorkerReport(changed_at=1)).changed_at == 2

@@ -118,6 +118,8 @@ class MissReason(enum.StrEnum):
 
     NEVER_STORED = "never_stored"
     NOT_ADMITTED = "not_admitted"
+    FORGOTTEN = "forgotten"
+    """Asked for often enough to be stored, but the reuse filter had forgotten that."""
     EVICTED = "evicted"
     BEING_WRITTEN = "being_written"
     NO_ROOM = "no_room"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-import math
 import os
 import re
 import shutil
@@ -14,11 +13,15 @@ from pathlib import Path
 from typing import Any
 
 from kvoffload.base import ConfigError
-from kvoffload.hostpool import available_memory, format_bytes, padded_slot_bytes, total_memory
+from kvoffload.hostpool import format_bytes, padded_slot_bytes
+from kvoffload.memory import available_memory, total_memory
 from kvoffload.policies import policy_class
 
 _POWERS = {"k": 1, "m": 2, "g": 3, "t": 4}
 _MAX_BYTES = 1 << 62
+MAX_WHOLE_NUMBER = 1 << 30
+"""Of settings that count something: far more than makes sense, and no number that arithmetic with it could fail for."""
+MAX_DEADLINE_MS = 3_600_000.0
 _BYTES = re.compile(r"\s*(\d+(?:\.\d+)?)\s*(?:([kmgt])(i?))?(b?)\s*", re.IGNORECASE)
 
 
@@ -46,7 +49,7 @@ def _half(free: int) -> str:
     return f"{half >> 30}GiB" if half >> 30 else f"{half >> 20}MiB"
 
 
-_PATHS = {"disk_dir": "/var/cache/kvoffload", "record_trace": "/var/tmp/kvoffload-trace.jsonl"}
+_PATHS = {"disk_dir": "/var/cache/kvoffload", "record_trace": "/var/log/kvoffload/trace.jsonl"}
 """Options that are paths, and an example of each."""
 
 
@@ -147,6 +150,10 @@ class OffloadConfig:
             value = getattr(self, name)
             if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < least):
                 raise ConfigError(f"{name}={value!r}: must be a whole number, {least} or more; or leave it out")
+            if value is not None and value > MAX_WHOLE_NUMBER:
+                raise ConfigError(
+                    f"{name}={value!r}: must be a whole number, {MAX_WHOLE_NUMBER} at most; or leave it out"
+                )
         if self.block_size_factor is not None and self.block_size is not None:
             raise ConfigError(
                 f"block_size={self.block_size} and block_size_factor={self.block_size_factor}: "
@@ -157,8 +164,11 @@ class OffloadConfig:
         for name in ("load_deadline_ms", "lookup_deadline_ms"):
             deadline = getattr(self, name)
             is_number = isinstance(deadline, (int, float)) and not isinstance(deadline, bool)
-            if not is_number or not 0 <= deadline < math.inf:
-                raise ConfigError(f"{name}={deadline!r}: must be a number of milliseconds, 0 or more, without quotes")
+            if not is_number or not 0 <= deadline <= MAX_DEADLINE_MS:
+                raise ConfigError(
+                    f"{name}={deadline!r}: must be a number of milliseconds, from 0 to {MAX_DEADLINE_MS:.0f} "
+                    "(an hour), without quotes"
+                )
         if not isinstance(self.load_only_if_faster, bool):
             raise ConfigError(
                 f"load_only_if_faster={self.load_only_if_faster!r}: must be true or false, without quotes"
@@ -193,7 +203,10 @@ class OffloadConfig:
                 f'record_trace="{os.path.join(self.record_trace, "trace.jsonl")}"'
             )
         if not os.path.isdir(folder):
-            raise ConfigError(f"record_trace={self.record_trace!r}: there is no directory {folder}; make it")
+            raise ConfigError(
+                f"record_trace={self.record_trace!r}: there is no directory {folder}; make it, for this server's user "
+                "only: install -d -m 700 -o USER DIRECTORY"
+            )
         if not os.access(folder, os.W_OK | os.X_OK):
             raise ConfigError(
                 f"record_trace={self.record_trace!r}: this user may not write to {folder}; name a file elsewhere, or "

@@ -4,17 +4,51 @@ from __future__ import annotations
 
 import hashlib
 import json
-import logging
-import struct
+import os
+import re
 from collections.abc import Mapping
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
-logger = logging.getLogger(__name__)
+from kvoffload.digests import DigestCache, file_digests
 
-FORMAT_VERSION = 1
-SAMPLE_BYTES = 4096
-MAX_HEADER_BYTES = 100 << 20
+FORMAT_VERSION = 2
+
+MAX_FILES = 20_000
+"""Of one model."""
+WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf")
+"""Files of which a directory must have one, or it does not tell what a model computes."""
+SKIPPED_FOLDERS = (".*", "__pycache__", "checkpoint-*", "global_step*", "original")
+"""Of a model's directory: what training or downloading left there. No loader reads a model's weights from these."""
+SKIPPED_FILES = (
+    ".*",
+    "*.md",
+    "*.txt",
+    "*.log",
+    "*.jinja",
+    "LICENSE*",
+    "*.png",
+    "*.jpg",
+    # They make tokens and choose among them; KV is named by tokens.
+    "tokenizer.json",
+    "tokenizer.model",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template.json",
+    "generation_config.json",
+    # They are of no use but to go on training.
+    "*optimizer.pt",
+    "*optimizer.bin",
+    "*scheduler.pt",
+    "*scaler.pt",
+    "*training_args.bin",
+    "rng_state*.pth",
+    "trainer_state.json",
+    "events.out.tfevents*",
+)
+"""Files that shape no KV. Any other counts: one too many is a miss, one too few would be a wrong answer."""
 
 
 def fingerprint(parts: Mapping[str, Any]) -> str:
@@ -23,92 +57,61 @@ def fingerprint(parts: Mapping[str, Any]) -> str:
     return hashlib.sha256(canonical.encode()).hexdigest()
 
 
-def weights_fingerprint(model_dir: Path) -> str | None:
-    """64 hex digits over config.json and, of each safetensors file, the header and 4 KiB from the middle of
-    every tensor. None where there are no safetensors: then somebody else has to say which weights these are.
+def has_weights(model_dir: Path) -> bool:
+    """Whether there are weights among the files of ``model_dir``. Raises what ``files_fingerprint`` does."""
+    return any(_is_any(path.name, WEIGHTS) for path in _model_files(model_dir).values())
 
-    Raises ValueError for a file that is not well-formed safetensors.
+
+def files_fingerprint(model_dir: Path, cache: DigestCache | None = None) -> str:
+    """64 hex digits over every byte of the files in ``model_dir`` that may shape KV, by their names in it: weights of
+    any format, configurations, code.
+
+    A loader reads some of these files, depending on its settings and on the model; that all of them count is safe.
+    Digests are XXH3-128, as ``kvoffload.digests`` says, and come from ``cache`` where it knows a file.
+    Raises OSError if weights cannot be read or a file changes meanwhile, ValueError for more than MAX_FILES.
     """
-    files = sorted(model_dir.glob("*.safetensors"))
-    if not files:
-        return None
-    digest = hashlib.sha256()
-    config = model_dir / "config.json"
-    if config.is_file():
-        _add(digest, config.read_bytes())
-    for path in files:
-        _add(digest, path.name.encode())
-        _add_safetensors(digest, path)
-    return digest.hexdigest()
+    files = _model_files(model_dir)
+    # What this user cannot read, no loader has read. Not so weights: they may have been removed since they were loaded.
+    names = [name for name, path in sorted(files.items()) if _is_any(path.name, WEIGHTS) or _is_readable(path)]
+    digests = file_digests([files[name] for name in names], cache)
+    return fingerprint({"files": dict.fromkeys(files) | dict(zip(names, digests, strict=True))})
 
 
-def _add_safetensors(digest: hashlib._Hash, path: Path) -> None:
-    """The format: u64 little-endian header length, JSON header, then the tensors' bytes."""
-    size = path.stat().st_size
-    with path.open("rb") as file:
-        prefix = file.read(8)
-        length = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else size
-        if length > min(MAX_HEADER_BYTES, size - 8):
-            raise ValueError(f"{path}: not a safetensors file, its header is cut off")
-        raw = file.read(length)
-        _add(digest, raw)
-        for begin, end in _tensor_spans(path, raw, size - 8 - length):
-            file.seek(8 + length + max(begin, (begin + end - SAMPLE_BYTES) // 2))
-            _add(digest, file.read(min(SAMPLE_BYTES, end - begin)))
+def _model_files(model_dir: Path) -> dict[str, Path]:
+    files: dict[str, Path] = {}
+    for folder, folders, names in os.walk(model_dir, onerror=_raise, followlinks=True):
+        folders[:] = [name for name in folders if not _is_any(name, SKIPPED_FOLDERS)]
+        paths = [Path(folder, name) for name in names if not _is_any(name, SKIPPED_FILES)]
+        files.update((str(path.relative_to(model_dir)), path) for path in paths)
+        if len(files) > MAX_FILES:
+            raise ValueError(f"{model_dir}: more than {MAX_FILES:,} files, which is no model's directory")
+    return files
 
 
-def _tensor_spans(path: Path, header: bytes, data_bytes: int) -> list[tuple[int, int]]:
-    """Where each tensor's bytes begin and end in the data, by tensor name."""
-    try:
-        entries = json.loads(header)
-        if not isinstance(entries, dict):
-            raise ValueError("its header is no JSON object")
-        spans = {name: entries[name]["data_offsets"] for name in sorted(entries) if name != "__metadata__"}
-        for name, span in spans.items():
-            begin, end = span
-            if type(begin) is not int or type(end) is not int or not 0 <= begin <= end <= data_bytes:
-                raise ValueError(f"tensor {name!r} lies at {span}, outside the {data_bytes} bytes of data")
-    except (ValueError, TypeError, KeyError, RecursionError) as error:
-        raise ValueError(f"{path}: not a well-formed safetensors file: {error}") from error
-    return [(begin, end) for begin, end in spans.values()]
+def _is_readable(path: Path) -> bool:
+    return path.is_file() and os.access(path, os.R_OK)
 
 
-def _add(digest: hashlib._Hash, raw: bytes) -> None:
-    """Framed by its length, so that no two files run into the same bytes."""
-    digest.update(len(raw).to_bytes(8, "big"))
-    digest.update(raw)
+def _raise(error: OSError) -> None:
+    raise error
 
 
-def find_model_dir(model: str, revision: str | None) -> Path | None:
-    """Where the files of ``model`` lie: it is a directory, or in the Hugging Face cache of this machine."""
+def _is_any(name: str, patterns: tuple[str, ...]) -> bool:
+    return any(fnmatch(name, pattern) for pattern in patterns)
+
+
+def find_model_dir(model: str, revision: str | None, cache_dir: str | None = None) -> Path | None:
+    """Where the files of ``model`` lie: it is a directory, or in the Hugging Face cache, by default this user's."""
     if Path(model).is_dir():
         return Path(model)
     try:
-        from huggingface_hub import try_to_load_from_cache
+        from huggingface_hub import snapshot_download
 
-        found = try_to_load_from_cache(model, "config.json", revision=revision)
+        return Path(snapshot_download(model, revision=revision, cache_dir=cache_dir, local_files_only=True))
     except Exception:
         return None
-    return Path(found).parent if isinstance(found, str) else None
 
 
-def model_identity(model: str, revision: str | None, given: str | None) -> str:
-    """What names the weights: the user's own fingerprint, else the files', else the revision."""
-    if given:
-        return f"given:{given}"
-    directory = find_model_dir(model, revision)
-    if directory is not None:
-        try:
-            weights = weights_fingerprint(directory)
-        except (OSError, ValueError):
-            logger.exception("kvoffload: the weights in %s cannot be read for a fingerprint", directory)
-            weights = None
-        if weights is not None:
-            return f"weights:{weights}"
-    logger.warning(
-        "kvoffload: no safetensors files found for model %s; its cache is told apart by name and revision (%s) only. "
-        'Set model_fingerprint="..." and change it with the weights',
-        model,
-        revision,
-    )
-    return f"revision:{model}@{revision}"
+def is_commit(revision: str | None) -> bool:
+    """Whether ``revision`` means the same files for ever: a full commit hash, not a branch or a tag."""
+    return revision is not None and re.fullmatch(r"[0-9a-f]{40}", revision) is not None

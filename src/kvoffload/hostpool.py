@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import errno
 import logging
 import mmap
 import os
-import socket
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,13 +17,19 @@ import numpy as np
 import numpy.typing as npt
 
 from kvoffload.base import Backend, ConfigError, IntegrityError, OffloadKey, Slots
+from kvoffload.memory import Reservation, available_memory, other_reservations, reserve
 
 logger = logging.getLogger(__name__)
 
 SLOT_ALIGNMENT = 4096
 HUGE_PAGE = 2 << 20
 HOST_MEDIUM = "CPU"
-ALLOCATION_DEADLINE_S = 120.0
+RESERVATION_DEADLINE_S = 1.0
+"""How long a process that would have room, but for others that reserve memory at the same time, waits for them to give
+up."""
+ALLOCATION_STEP = 1 << 30
+"""Bytes that are allocated between two looks at what memory is left."""
+LOG_EVERY_S = 10.0
 _TOUCH_STEP = 16 * HUGE_PAGE
 _MADV_POPULATE_WRITE = 23
 _MADV_COLLAPSE = 25
@@ -89,57 +93,6 @@ class HostBackend(SlotBackend):
         super().__init__(block_size, HOST_MEDIUM, num_blocks)
 
 
-def available_memory() -> int:
-    """Bytes this process may still allocate: free memory of the machine, less if a cgroup grants less."""
-    available = _meminfo("MemAvailable")
-    for limit, used in _cgroup_limits():
-        available = min(available, max(0, limit - used))
-    return available
-
-
-def total_memory() -> int:
-    """Bytes this process could have at best: the machine's memory, less if a cgroup grants less."""
-    return min([_meminfo("MemTotal"), *(limit for limit, _ in _cgroup_limits())])
-
-
-def _meminfo(field: str) -> int:
-    for line in Path("/proc/meminfo").read_text().splitlines():
-        if line.startswith(field + ":"):
-            return int(line.split()[1]) * 1024
-    return 0
-
-
-def _cgroup_limits() -> list[tuple[int, int]]:
-    """(limit, use without reclaimable page cache) of each memory cgroup around this process that has one."""
-    limits = []
-    with contextlib.suppress(OSError, ValueError):
-        for line in Path("/proc/self/cgroup").read_text().splitlines():
-            _, controllers, path = line.split(":", 2)
-            if controllers and "memory" not in controllers.split(","):
-                continue
-            root = Path("/sys/fs/cgroup") / ("memory" if controllers else "")
-            names = (
-                ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
-                if controllers
-                else ("memory.max", "memory.current", "inactive_file")
-            )
-            here = root / path.lstrip("/")
-            for group in [here, *here.parents]:
-                with contextlib.suppress(OSError, ValueError):
-                    limit, used = (int((group / name).read_text()) for name in names[:2])
-                    limits.append((limit, used - _cgroup_stat(group, names[2])))
-                if group == root:
-                    break
-    return limits
-
-
-def _cgroup_stat(group: Path, name: str) -> int:
-    for line in (group / "memory.stat").read_text().splitlines():
-        if line.startswith(name + " "):
-            return int(line.split()[1])
-    return 0
-
-
 @dataclass(frozen=True, slots=True)
 class PoolHandle:
     """Where a process's pool is: good for other processes of the same machine while that process lives."""
@@ -186,24 +139,12 @@ def _boot_id() -> str:
     return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
 
 
-@contextlib.contextmanager
-def _one_at_a_time() -> Iterator[None]:
-    """Lets one process of this machine check what memory there is, and take it, before the next one looks.
-
-    The lock is a socket's abstract name: nothing remains of it, whatever ends the process. Whoever waits longer
-    than ALLOCATION_DEADLINE_S goes on without it.
-    """
-    deadline = time.monotonic() + ALLOCATION_DEADLINE_S
-    with socket.socket(socket.AF_UNIX) as lock:
-        while time.monotonic() < deadline:
-            try:
-                lock.bind("\0kvoffload/allocation")
-            except OSError as error:
-                if error.errno == errno.EADDRINUSE:
-                    time.sleep(0.01)
-                    continue
-            break
-        yield
+def _beside(others: Sequence[Reservation]) -> str:
+    if not others:
+        return ""
+    nbytes = format_bytes(sum(other.outstanding() for other in others))
+    pids = ", ".join(str(pid) for pid in dict.fromkeys(other.pid for other in others))
+    return f" beside {nbytes} that other pools have reserved and not allocated yet (process {pids})"
 
 
 class HostPool:
@@ -220,30 +161,78 @@ class HostPool:
         self.num_blocks = num_blocks
         self.slot_bytes = slot_bytes
         self.nbytes = num_blocks * slot_bytes
-        with _one_at_a_time():
-            self._allocate()
+        self._allocate()
         self.data: ByteArray = np.frombuffer(self._map, dtype=np.uint8).reshape(num_blocks, slot_bytes)
         self._closing = threading.Event()
         self._toucher = threading.Thread(target=self._touch_all, name="kvoffload-touch", daemon=True)
         self._toucher.start()
 
     def _allocate(self) -> None:
-        available = available_memory()
-        if self.nbytes > available:
-            raise ConfigError(
-                f"host_bytes: {format_bytes(self.nbytes)} asked for, but only {format_bytes(available)} can be "
-                f"allocated here; set host_bytes to {format_bytes(available * 8 // 10)} or less"
-            )
-        self.fd = os.memfd_create("kvoffload", os.MFD_CLOEXEC)
+        """Reserves the memory and makes sure that there is room for it beside what others have reserved, then takes it.
+
+        No lock is held: every process reserves before it looks, so of two that reserve at the same time one sees the
+        other at least.
+        """
         try:
-            os.posix_fallocate(self.fd, 0, self.nbytes)
-            self._map = mmap.mmap(self.fd, self.nbytes)
+            self.fd = reserve(self.nbytes)
+            try:
+                self._find_room()
+                self._take()
+                self._map = mmap.mmap(self.fd, self.nbytes)
+            except BaseException:
+                os.close(self.fd)
+                raise
         except OSError as error:
-            os.close(self.fd)
             raise ConfigError(
                 f"host_bytes: the kernel refused {format_bytes(self.nbytes)} ({error.strerror}); "
                 "set host_bytes lower, or raise the container's memory limit"
             ) from error
+
+    def _find_room(self) -> None:
+        """Raises ConfigError if there is no room. If several processes reserve at the same time and do not all have
+        room, the first by number waits for the others to give up."""
+        deadline = time.monotonic() + RESERVATION_DEADLINE_S
+        waits = False
+        while True:
+            others = other_reservations(self.fd)
+            available = available_memory(others)
+            if self.nbytes <= available:
+                return
+            mine = (os.getpid(), os.fstat(self.fd).st_ino)
+            is_first = all(mine < (other.pid, other.inode) for other in others)
+            if not others or not is_first or time.monotonic() >= deadline:
+                raise ConfigError(
+                    f"host_bytes: {format_bytes(self.nbytes)} asked for, but only {format_bytes(available)} can be "
+                    f"allocated here{_beside(others)}; set host_bytes to {format_bytes(available * 8 // 10)} or less"
+                )
+            if not waits:
+                waits = True
+                logger.info(
+                    "kvoffload: host pool of %s%s: waiting for at most %g s",
+                    format_bytes(self.nbytes),
+                    _beside(others),
+                    RESERVATION_DEADLINE_S,
+                )
+            time.sleep(0.01)
+
+    def _take(self) -> None:
+        """Allocates step by step. Raises ConfigError when others, who reserve nothing or cannot be seen, leave too
+        little."""
+        logged = time.monotonic()
+        for offset in range(0, self.nbytes, ALLOCATION_STEP):
+            left, available = self.nbytes - offset, available_memory()
+            if left > available:
+                raise ConfigError(
+                    f"host_bytes: {format_bytes(self.nbytes)} asked for, but other processes took memory at the same "
+                    f"time: {format_bytes(available)} can be allocated now, and {format_bytes(left)} are still to "
+                    f"come; set host_bytes to {format_bytes((offset + available) * 8 // 10)} or less"
+                )
+            step = min(ALLOCATION_STEP, left)
+            os.posix_fallocate(self.fd, offset, step)
+            if time.monotonic() - logged >= LOG_EVERY_S:
+                logged = time.monotonic()
+                done = format_bytes(offset + step)
+                logger.info("kvoffload: host pool: %s of %s allocated", done, format_bytes(self.nbytes))
 
     def handle(self) -> PoolHandle:
         """What another process of this machine needs in order to open the pool."""

@@ -185,9 +185,22 @@ class KeyIndex:
         self.key_of[slots] = None
         return keys
 
+    def clear(self) -> None:
+        """Every slot loses its key."""
+        self._len = 0
+        self._asked = None
+        self._tags.fill(0)
+        self._place.fill(-1)
+        self.key_of.fill(None)
+        self._spill.clear()
+        self._spill_count.clear()
+        self._spilled.fill(False)
+
     def slots(self) -> Slots:
         """Every slot that has a key, ascending."""
-        return np.flatnonzero(self.key_of != None)  # noqa: E711
+        held = self._place >= 0
+        held[list(self._spill.values())] = True
+        return np.flatnonzero(held)
 
     def _home(self, key: OffloadKey) -> tuple[int, int]:
         h = hash(key)
@@ -201,7 +214,7 @@ class KeyIndex:
     def check_integrity(self) -> None:
         """Raises IntegrityError unless every key is found in its slot and nothing else is held."""
         slots = self.slots()
-        if len(slots) != self._len:
+        if len(slots) != self._len or (self.key_of != None).sum() != self._len:  # noqa: E711
             raise IntegrityError("the index has lost count of its keys")
         if any(self.get(key) != slot for key, slot in zip(self.key_of[slots].tolist(), slots.tolist(), strict=True)):
             raise IntegrityError("a key is not found where it is held")

@@ -30,7 +30,7 @@ from kvoffload.base import (
     ReqContext,
     Slots,
 )
-from kvoffload.explain import MissMemory
+from kvoffload.explain import MISS_MEMORY_ENTRIES, MissMemory
 from kvoffload.policies.arc import ARCPolicy
 from kvoffload.policies.lru import LRUPolicy
 from kvoffload.table import BlockTable
@@ -222,15 +222,19 @@ class PolicyOffloadingManager(OffloadingManager):
             self._events.append(OffloadingEvent(keys, self.backend.medium, removed))
 
     def reset(self) -> None:
-        slots = self._table.slots()
-        users = self._table.num_users(slots)
+        slots, key_of = self._table.slots(), self._table.key_of
+        in_transfer = self._table.busy[slots]
+        busy = slots[in_transfer]
+        users = self._table.num_users(busy)
+        for key, slot, n in zip(key_of[busy].tolist(), busy.tolist(), users.tolist(), strict=True):
+            self._orphans[key] = [slot, n]
+        if self._events is not None:
+            self._emit(key_of[slots[~self._table.is_writing(slots)]].tolist(), removed=True)
+        # No more than the memory can hold: this may be of millions of blocks, on the engine's thread.
+        self._gone.record(key_of[slots[-MISS_MEMORY_ENTRIES:]].tolist(), MissReason.RESET)
         self.policy.clear()
-        keys = self._table.remove(slots)
-        for i in np.flatnonzero(users):
-            self._orphans[keys[i]] = [int(slots[i]), int(users[i])]
-        self.backend.free(slots[users == 0])
-        self._gone.record(keys, MissReason.RESET)
-        self._emit([key for key, n in zip(keys, users.tolist(), strict=True) if n >= 0], removed=True)
+        self._table.clear()
+        self.backend.free(slots[~in_transfer])
 
     def _let_go_orphan(self, key: OffloadKey) -> None:
         self._orphans[key][1] -= 1

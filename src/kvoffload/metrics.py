@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 
@@ -25,6 +25,7 @@ METRICS: dict[str, MetricSpec] = {
     "load_seconds": MetricSpec("counter", "Time spent copying from host to device"),
     "store_failures": MetricSpec("counter", "Stores that failed twice and were dropped"),
     "load_failures": MetricSpec("counter", "Loads that failed and were recomputed"),
+    "weight_changes": MetricSpec("counter", "Times that weights were found changed, and all blocks were forgotten"),
     "evicted_blocks": MetricSpec("counter", "Blocks evicted from host memory"),
     "refused_stores": MetricSpec("counter", "Times that no room could be made for a store"),
     "asked_tokens": MetricSpec("counter", "Tokens of admitted requests"),
@@ -60,21 +61,32 @@ METRICS: dict[str, MetricSpec] = {
 
 
 class Metrics:
-    """Running totals by name, and what changed since somebody last took it."""
+    """Running totals by name, and what changed since somebody last took it.
 
-    def __init__(self) -> None:
+    ``read``, called whenever metrics are looked at, counts what was not yet counted and sets gauges, so that no step
+    has to.
+    """
+
+    def __init__(self, read: Callable[[], None] | None = None) -> None:
+        self._read = read or (lambda: None)
         self._totals: defaultdict[str, float] = defaultdict(float)
         self._taken: dict[str, float] = {}
+        self._touched: set[str] = set()
+        """Names that were counted or set since the last ``take``."""
 
     def add(self, name: str, amount: float = 1.0, label: str | None = None) -> None:
         """Counts ``amount`` more under a name of METRICS."""
-        self._totals[self._labelled(name, label)] += amount
+        labelled = self._labelled(name, label)
+        self._totals[labelled] += amount
+        self._touched.add(labelled)
 
     def set(self, name: str, value: float, label: str | None = None) -> None:
         """Sets a gauge."""
         if METRICS[name].kind != "gauge":
             raise ValueError(f"metric {name} is not a gauge")
-        self._totals[self._labelled(name, label)] = value
+        labelled = self._labelled(name, label)
+        self._totals[labelled] = value
+        self._touched.add(labelled)
 
     @staticmethod
     def _labelled(name: str, label: str | None) -> str:
@@ -93,16 +105,20 @@ class Metrics:
 
     def snapshot(self) -> dict[str, float]:
         """Totals since the start."""
+        self._read()
         return dict(self._totals)
 
     def take(self) -> dict[str, float]:
         """What counters grew by, and what gauges became, since the last call."""
+        self._read()
         changes = {}
-        for name, value in self._totals.items():
-            before = self._taken.get(name, 0.0)
-            if value != before or name not in self._taken:
-                changes[name] = value if METRICS[name.partition(":")[0]].kind == "gauge" else value - before
-        self._taken = dict(self._totals)
+        for name in self._touched:
+            value, before = self._totals[name], self._taken.get(name)
+            if value != before:
+                is_gauge = METRICS[name.partition(":")[0]].kind == "gauge"
+                changes[name] = value if is_gauge else value - (before or 0.0)
+                self._taken[name] = value
+        self._touched.clear()
         return changes
 
 

@@ -10,6 +10,7 @@ output as far as it was computed; and ``device_tokens``, ``host_tokens``, ``disk
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import json
 import logging
@@ -35,7 +36,7 @@ LOCK_DEADLINE_S = 2.0
 _VERSION = 1
 _MODE = 0o600
 # Not blocking: what lies under the name might be a pipe.
-_FLAGS = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NONBLOCK | os.O_CLOEXEC
+_FLAGS = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC
 
 logger = logging.getLogger(__name__)
 
@@ -161,10 +162,19 @@ def _open(path: str) -> int:
     try:
         fd = os.open(path, _FLAGS, _MODE)
     except OSError as error:
+        if error.errno == errno.ELOOP:
+            raise ConfigError(f"{setting}: a symbolic link; name the file itself") from None
         raise ConfigError(f"{setting}: cannot be written: {error.strerror}; name a file in a folder of yours") from None
     try:
-        if not stat.S_ISREG(os.fstat(fd).st_mode):
+        status = os.fstat(fd)
+        if not stat.S_ISREG(status.st_mode):
             raise ConfigError(f"{setting}: not a file; name one, or a new one")
+        if status.st_uid != os.geteuid():
+            raise ConfigError(f"{setting}: belongs to user {status.st_uid}; name a new file in a folder of yours")
+        if status.st_nlink != 1:
+            raise ConfigError(f"{setting}: has {status.st_nlink} names; name a new file in a folder of yours")
+        if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+            raise ConfigError(f"{setting}: others may write to it; remove it, or name a new file in a folder of yours")
         if not _try_to_lock(fd):
             raise ConfigError(f"{setting}: another server records to it; give each a file of its own")
         os.fchmod(fd, _MODE)

@@ -34,6 +34,10 @@ _BACKLOG = 64
 _COPY_TRIES = 100
 _RECORDS_A_SEND = 64
 _RETRY_S = 1.0
+REFUSALS_AT_ONCE = 64
+REFUSAL_PAUSE_S = 0.05
+"""After so many connections of other users none is accepted for so long: a flood of them costs little."""
+_CONNECT_AGAIN_S = 0.001
 
 logger = logging.getLogger(__name__)
 
@@ -83,6 +87,7 @@ class RecordServer:
 
     def _serve(self) -> None:
         assert self._listener is not None
+        refusals = 0
         while not self._closing.is_set():
             try:
                 client, _ = self._listener.accept()
@@ -90,10 +95,16 @@ class RecordServer:
                 # Out of file descriptors, perhaps: not again at once.
                 self._closing.wait(_RETRY_S)
                 continue
+            if not _is_trusted(client):
+                client.close()
+                refusals += 1
+                if refusals % REFUSALS_AT_ONCE == 0:
+                    self._closing.wait(REFUSAL_PAUSE_S)
+                continue
             with self._lock:
                 self._client = client
             try:
-                if not self._closing.is_set() and _peer_uid(client) in (0, os.geteuid()):
+                if not self._closing.is_set():
                     self._answer(client)
             except Exception as error:
                 logger.debug("kvoffload: records were not sent: %s", error)
@@ -130,6 +141,12 @@ def _left(deadline: float) -> float:
     if left <= 0:
         raise TimeoutError("timed out")
     return left
+
+
+def _is_trusted(client: socket.socket) -> bool:
+    with contextlib.suppress(OSError):
+        return _peer_uid(client) in (0, os.geteuid())
+    return False
 
 
 def _peer_uid(sock: socket.socket) -> int:
@@ -195,8 +212,7 @@ def read_records(server: RunningServer, timeout_s: float) -> Reading:
     deadline = time.monotonic() + timeout_s
     try:
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
-            sock.settimeout(_left(deadline))
-            sock.connect(f"\0kvoffload/{server.pid}/{server.name}")
+            _connect(sock, f"\0kvoffload/{server.pid}/{server.name}", deadline)
             uid = _peer_uid(sock)
             # Anybody may listen under such a name.
             if os.geteuid() not in (0, uid):
@@ -220,6 +236,17 @@ def read_records(server: RunningServer, timeout_s: float) -> Reading:
     if count != len(lines):
         raise RecordsError(f"{server} broke off after {len(lines)} of {count} records: try again")
     return reading
+
+
+def _connect(sock: socket.socket, address: str, deadline: float) -> None:
+    """Tries again while others fill the server's queue."""
+    while True:
+        sock.settimeout(_left(deadline))
+        try:
+            sock.connect(address)
+            return
+        except BlockingIOError:
+            time.sleep(_CONNECT_AGAIN_S)
 
 
 def _pieces(sock: socket.socket, deadline: float) -> Iterator[bytes]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import json
 import logging
 import sys
@@ -47,11 +48,20 @@ WARN_EVERY_S = 60.0
 IDLE_WAIT_S = 0.002
 """How long a step without tokens waits for blocks on their way from a lower tier, so that an idle engine does not spin
 against the threads that read them."""
+READ_POLICY_EVERY_S = 1.0
+"""How old the gauges of a self-tuning policy may be. Engines take metrics in every step."""
+WEIGHTS_CHANGED = (
+    "kvoffload: THE WEIGHTS HAVE CHANGED in the running engine: all offloaded blocks are forgotten, and what is stored "
+    "from now on serves no later process. After an update call reset_prefix_cache(reset_connector=True), which also "
+    "keeps the engine's own cache from answering with old KV"
+)
 MAX_WAITS_PER_REQUEST = 3
 """A request that has waited, had its answer and could not be scheduled may find less when it is looked up again, and
 wait again: so often in all until it is given device blocks, each time up to the load deadline."""
 MIN_PREFILL_SAMPLE = 64
 """Tokens; what takes less says little of how fast the engine computes."""
+JOB_IDS = itertools.count()
+"""Numbers of jobs, of all scheduler halves of this process: none takes another's report for that of its own job."""
 
 Method = TypeVar("Method", bound=Callable[..., Any])
 
@@ -80,6 +90,8 @@ class _Job:
     blocks: list[Block] = field(default_factory=list)
     """What is stored, if events are to describe it."""
     failed: bool = False
+    epoch: int = 0
+    """How often caches had been reset when it began."""
 
 
 def _guarded(fallback: Callable[..., Any]) -> Callable[[Method], Method]:
@@ -130,7 +142,8 @@ class OffloadingConnectorScheduler:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.manager = manager
-        self.metrics = Metrics()
+        self.metrics = Metrics(self._read_metrics)
+        self._read_policy_at = float("-inf")
         self.records: deque[RequestRecord] = deque(maxlen=RECORD_RING_SIZE)
         """The latest requests: what each asked for and found."""
         self.off = False
@@ -150,7 +163,6 @@ class OffloadingConnectorScheduler:
         """Grows whenever a load starts or ends: what requests that wait for another's load wait for."""
         self._states: dict[str, RequestState] = {}
         self._jobs: dict[int, _Job] = {}
-        self._next_job = 0
         self._keys_loading: dict[OffloadKey, int] = {}
         """Keys on their way to the device, and for how many loads."""
         self._finished: list[tuple[RequestState, int]] = []
@@ -162,6 +174,10 @@ class OffloadingConnectorScheduler:
         self._handed_out: set[int] = set()
         """Device blocks given to loads since the last step."""
         self._meta = StepMeta()
+        self._num_resets = 0
+        self._sound_blocks: set[int] | None = None
+        """Device blocks that were filled since the last reset with nothing from before it; None if there was none. Of
+        all others that the engine finds in its own cache it is not known whether they belong to the weights of now."""
         self._was_reset = False
         """Since the last step: one is needed to tell, by events and metrics."""
         self._last_warning: dict[str, float] = {}
@@ -337,6 +353,8 @@ class OffloadingConnectorScheduler:
         self._meta.loads[job_id] = TransferSpec(request.request_id, host, device)
         self.manager.let_go(state.context)
         self._handed_out.update(device.block_ids.tolist())
+        if self._sound_blocks is not None:
+            self._sound_blocks.update(device.block_ids.tolist())
         for key in keys:
             self._keys_loading[key] = self._keys_loading.get(key, 0) + 1
         state.loading = True
@@ -395,17 +413,22 @@ class OffloadingConnectorScheduler:
             self._forget_blocks(req_id)
         for req_id, tables in step.block_ids.items():
             state = self._states.get(req_id)
-            if state is None:
-                handed_out.update(*tables)
-            elif req_id in step.replaced:
+            new, found = set[int](), set[int]()
+            if state is not None and req_id in step.replaced:
                 state.set_blocks(tables)
                 computed = state.request.num_computed_tokens
                 # What is computed already was shared with it, or loaded: loads are in the set.
                 for group, table in zip(self._layout.groups, tables, strict=True):
-                    handed_out.update(table[computed // group.device_block_size :])
+                    first = computed // group.device_block_size
+                    new.update(table[first:])
+                    if self._sound_blocks is not None:
+                        found.update(table[:first])
             else:
-                state.add_blocks(tables)
-                handed_out.update(*tables)
+                if state is not None:
+                    state.add_blocks(tables)
+                new.update(*tables)
+            handed_out |= new
+            self._trace_soundness(state, new, found)
         handed_out.discard(NULL_BLOCK)
         # Blocks of finished requests may have been handed out again in this very step: then they are read first.
         self._store([self._due(state, computed, computed) for state, computed in self._finished])
@@ -421,19 +444,37 @@ class OffloadingConnectorScheduler:
             state = self._states.get(req_id)
             if state is not None:
                 before = state.request.num_computed_tokens
-                running.append(self._due(state, before + scheduled, before))
+                if before + scheduled >= state.store_at:
+                    running.append(self._due(state, before + scheduled, before))
                 if state.prefill_since is not None:
                     self._measure_prefill(state)
         self._store(running)
         self._release_held()
         self._handed_out = set()
         self._allocated.clear()
-        self.metrics.set("pool_used_blocks", self.manager.num_used_blocks)
-        self.metrics.take_in(self.manager.take_counts())
-        self._show_policy()
         return self._take_meta(step)
 
-    def _show_policy(self) -> None:
+    def _trace_soundness(self, state: RequestState | None, new: set[int], found: set[int]) -> None:
+        """After a reset: a request that goes on from blocks of before it stores nothing, and the blocks that it fills
+        are no sounder than those."""
+        if self._sound_blocks is None:
+            return
+        found.discard(NULL_BLOCK)
+        if state is not None and not found <= self._sound_blocks:
+            state.may_store = False
+        if state is not None and state.may_store:
+            self._sound_blocks |= new
+        else:
+            self._sound_blocks -= new
+
+    @_guarded(lambda self: None)
+    def _read_metrics(self) -> None:
+        self.metrics.set("pool_used_blocks", self.manager.num_used_blocks)
+        self.metrics.take_in(self.manager.take_counts())
+        now = self._clock()
+        if now < self._read_policy_at:
+            return
+        self._read_policy_at = now + READ_POLICY_EVERY_S
         state = self.manager.policy_state()
         for rule, score in state.get("scores", {}).items():
             self.metrics.set("policy_rule", float(rule == state["rule"]), label=rule)
@@ -470,6 +511,7 @@ class OffloadingConnectorScheduler:
         meta, self._meta = self._meta, StepMeta()
         self._was_reset = False
         meta.has_tokens = any(step.num_scheduled_tokens.values())
+        meta.epoch = self._num_resets
         return meta
 
     def _forget_blocks(self, req_id: str) -> None:
@@ -569,6 +611,11 @@ class OffloadingConnectorScheduler:
     @_guarded(lambda self, report: None)
     def update_connector_output(self, report: WorkerReport) -> None:
         """Takes in what the workers have done. Reports of jobs that are not known are ignored."""
+        if report.changed_at == self._num_resets:
+            # Before anything that the same workers report as stored: it may belong to either weights.
+            self.metrics.add("weight_changes")
+            self._warn_rarely(WEIGHTS_CHANGED)
+            self.reset()
         self._poll()
         for name in ("store_bytes", "load_bytes", "store_seconds", "load_seconds"):
             self.metrics.add(name, getattr(report, name))
@@ -588,8 +635,9 @@ class OffloadingConnectorScheduler:
                     self._end_load(job)
                 elif job.failed:
                     self.manager.complete_store(job.keys, job.state.context, success=False)
-                    self.metrics.add("store_failures")
-                    self._warn_rarely("kvoffload: a store failed, or came too late for its blocks, and was dropped")
+                    if job.epoch == self._num_resets:
+                        self.metrics.add("store_failures")
+                        self._warn_rarely("kvoffload: a store failed, or came too late for its blocks, and was dropped")
                 else:
                     stored += job.keys
                     self._describe(job)
@@ -614,7 +662,8 @@ class OffloadingConnectorScheduler:
             job.state.may_load = False
             job.state.forget_loaded()
             self.metrics.add("load_failures")
-            self._warn_rarely("kvoffload: a load failed twice; its request computes instead")
+            if job.epoch == self._num_resets:
+                self._warn_rarely("kvoffload: a load failed twice; its request computes instead")
         else:
             self.metrics.add("load_blocks", len(job.keys))
 
@@ -673,8 +722,11 @@ class OffloadingConnectorScheduler:
     @_guarded(lambda self: None)
     def reset(self) -> None:
         """Forgets every block. What requests under way have computed so far, or compute on top of it, is
-        not stored: it may belong to weights that are gone."""
+        not stored: it may belong to weights that are gone. The same holds for what they find in the engine's own cache
+        from before. Loads and stores under way count as failed."""
         self.manager.reset()
+        self._num_resets += 1
+        self._sound_blocks = set()
         self._was_reset = True
         self._epoch += 1
         self._load_epoch += 1
@@ -684,7 +736,6 @@ class OffloadingConnectorScheduler:
             state.restart_stores()
             state.may_store = not state.has_kv
         self._finished.clear()
-        self.metrics.set("pool_used_blocks", self.manager.num_used_blocks)
 
     def shutdown(self) -> None:
         """Releases everything; may be called twice. Also when offloading is off: lower tiers have threads and files."""
@@ -707,8 +758,8 @@ class OffloadingConnectorScheduler:
         return state
 
     def _new_job(self, job: _Job) -> int:
-        job_id = self._next_job
-        self._next_job += 1
+        job_id = next(JOB_IDS)
+        job.epoch = self._num_resets
         self._jobs[job_id] = job
         job.state.jobs += 1
         return job_id

@@ -94,6 +94,14 @@ class BlockTable:
         self.busy[slots] = False
         return self._index.remove(slots)
 
+    def clear(self) -> None:
+        """Every slot loses its key, in whatever state it is."""
+        self.num_evictable = 0
+        self.ref_cnt.fill(0)
+        self._holds.fill(0)
+        self.busy.fill(False)
+        self._index.clear()
+
     def set_ready(self, slots: Slots) -> None:
         """Blocks being written become ready, with no reader."""
         self.ref_cnt[slots] = 0

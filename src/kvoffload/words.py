@@ -1,4 +1,4 @@
-"""Numbers as people write them."""
+"""Numbers as people write them, and text that a terminal can show."""
 
 from __future__ import annotations
 
@@ -14,3 +14,8 @@ def age(seconds: float) -> str:
         if seconds >= 2 * size:
             return f"{seconds / size:,.0f} {unit}"
     return f"{max(seconds, 0.0):.0f} s"
+
+
+def printable(text: str) -> str:
+    """``text`` with everything escaped that is no printable character, such as what would move a terminal's cursor."""
+    return text if text.isprintable() else "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)

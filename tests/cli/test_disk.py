@@ -262,9 +262,12 @@ def test_an_index_without_a_header(directory: Path, size: int) -> None:
     os.truncate(directory / FINGERPRINT / INDEX_NAME, size)
     (finding,) = only_folder(directory).findings
     assert "its blocks are lost" in finding
-    result = as_json("verify", directory)
-    assert (result["num_blocks"], result["bad"]) == (0, [])
+    result = as_json("verify", directory, status=1)
+    assert (result["num_blocks"], result["bad"], result["lost"]) == (0, [], [FINGERPRINT])
     assert finding in result["findings"][0]
+    output = " ".join(invoke("verify", directory).stdout.split())
+    assert "The blocks of 1 fingerprint are lost and were not checked." in output
+    assert "No block is bad" not in output
 
 
 def test_an_index_that_ends_early(directory: Path) -> None:
@@ -320,7 +323,7 @@ def test_impossible_headers(directory: Path, field: str, value: int, lost: bool)
     folder = only_folder(directory)
     assert folder.findings
     assert (folder.num_blocks == 0) is lost
-    assert invoke("verify", directory).exit_code == 0
+    assert invoke("verify", directory).exit_code == int(folder.is_lost)
 
 
 def test_a_resealed_header_that_says_the_same_is_sound(directory: Path) -> None:
@@ -349,7 +352,8 @@ def test_a_fuzzed_directory_is_never_a_traceback(directory: Path, seed: int) -> 
     result = tools.verify(directory)
     assert len(result.bad) <= result.num_blocks == folder.num_blocks <= NUM_BLOCKS
     assert folder.findings or result.bad or folder.num_blocks == NUM_BLOCKS
-    assert [invoke(command, directory).exit_code for command in ("inspect", "verify")] == [0, bool(result.bad)]
+    is_wrong = bool(result.bad or folder.is_lost)
+    assert [invoke(command, directory).exit_code for command in ("inspect", "verify")] == [0, is_wrong]
 
 
 @pytest.mark.parametrize(("size", "what"), [(None, "missing"), (3 * BLOCK_BYTES + 1, "too short")])
@@ -362,6 +366,22 @@ def test_blocks_past_the_end_of_the_slabs_are_lost_and_not_bad(directory: Path, 
     assert folder.findings == [f"slab-00001 is {what}: {NUM_BLOCKS - left} blocks lost, in it or after it"]
     result = as_json("verify", directory)
     assert (result["num_blocks"], result["bad"]) == (left, [])
+
+
+@pytest.mark.parametrize("slot", [None, 1 << 30])
+def test_a_sparse_index_is_read_as_far_as_it_was_written(directory: Path, slot: int | None) -> None:
+    """It says that it is 1 TiB long, and perhaps there is a record far behind the others."""
+    index = directory / FINGERPRINT / INDEX_NAME
+    with index.open("r+b") as file:
+        record = file.read()[record_offset(0) : record_offset(1)]
+        if slot is not None:
+            file.seek(record_offset(slot))
+            file.write(record)
+    os.truncate(index, 1 << 40)
+    folder = only_folder(directory)
+    num_lost = int(slot is not None)
+    assert (folder.num_blocks, folder.num_lost_blocks) == (NUM_BLOCKS - num_lost, num_lost)
+    assert as_json("verify", directory)["num_blocks"] == NUM_BLOCKS - num_lost
 
 
 # verify
@@ -510,6 +530,7 @@ def test_clear_refuses_while_a_server_runs(tmp_path: Path) -> None:
     tier.close()
 
 
+@pytest.mark.usefixtures("impatient")
 def test_clear_keeps_a_server_from_starting_until_it_is_done(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     refusals = []
     remove = os.unlink
@@ -535,6 +556,18 @@ def test_clear_tells_what_it_cannot_remove(directory: Path, monkeypatch: pytest.
     result = invoke("clear", directory, "--yes")
     assert result.exit_code == 2
     assert "Read-only file system (index)" in " ".join(result.output.split())
+
+
+@pytest.mark.parametrize("name", ["\x1b[31mred\x1b]0;title\x07", "two\nlines", "\udcff", "\x9b2J"])
+def test_names_of_files_reach_the_terminal_escaped(directory: Path, name: str) -> None:
+    (directory / FINGERPRINT / name).touch()
+    (directory / name).touch()
+    for command in (["inspect"], ["verify"], ["clear", "--yes"]):
+        output = invoke(command[0], directory, *command[1:]).output
+        assert output.isascii() or command != ["clear", "--yes"]
+        assert all(line.isprintable() for line in output.splitlines())
+        assert repr(name)[1:-1] in "".join(output.split("\n"))
+    assert (directory / FINGERPRINT / name).exists()
 
 
 def test_clear_leaves_what_is_none_of_ours(directory: Path, tmp_path: Path) -> None:

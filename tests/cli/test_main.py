@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
+import ast
+import json
+import re
+import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
+import numpy as np
 import pytest
 
+import kvoffload
 from kvoffload import cli
+from kvoffload.base import MissReason
+from kvoffload.explain import RequestRecord
+from kvoffload.tiers.disk import open_disk_tier
 
 testing = pytest.importorskip("click.testing")
 
@@ -25,16 +35,105 @@ def test_help_names_every_option() -> None:
         assert option in result.output
 
 
-def test_missing_extra_is_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setitem(sys.modules, "click", None)
-    monkeypatch.setattr(sys, "argv", ["kvoffload", "--version"])
-    monkeypatch.delitem(sys.modules, "kvoffload.cli.demo", raising=False)
-    with pytest.raises(SystemExit) as stop:
-        cli.main()
-    assert stop.value.code == 2
-    err = capsys.readouterr().err
-    assert err.count("\n") == 1
-    assert "pip install 'kvoffload[cli]'" in err
+PROJECT = Path(kvoffload.__file__).parent
+NOT_PLAIN = ("vllm", "torch", "matplotlib", "jinja2", "markupsafe", "PIL", "hypothesis", "pytest", "libcachesim")
+PLAIN = f"""
+import contextlib, io, json, sys
+
+class Absent:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in {NOT_PLAIN}:
+            raise ModuleNotFoundError(f"No module named {{name!r}}", name=name)
+
+sys.meta_path.insert(0, Absent())
+from kvoffload.cli import main
+
+for arguments in json.loads(sys.argv[1]):
+    out, err, status = io.StringIO(), io.StringIO(), None
+    sys.argv = ["kvoffload", *arguments]
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        try:
+            main()
+        except SystemExit as stop:
+            status = stop.code
+    print(json.dumps([status or 0, out.getvalue(), err.getvalue()]))
+"""
+"""Commands, one after the other, where nothing is installed but what ``pip install .`` brings."""
+
+
+def plain(commands: list[list[str]]) -> list[tuple[int, str, str]]:
+    """Status, stdout and stderr of each."""
+    command = [sys.executable, "-c", PLAIN, json.dumps(commands)]
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=300, check=True)
+    return [(status, out, err) for status, out, err in map(json.loads, done.stdout.splitlines())]
+
+
+def test_the_plain_install_serves_every_command(tmp_path: Path) -> None:
+    log, disk, trace = (str(tmp_path / name) for name in ("log", "disk", "trace"))
+    record = RequestRecord(1.0, "r", 100, 16, 64, "ab", MissReason.EVICTED, 2.0)
+    Path(log).write_text(json.dumps(record.to_dict()))
+    pool = np.zeros((4, 4096), dtype=np.uint8)
+    open_disk_tier(disk, 8 << 20, [pool], "0" * 64).close()
+    lines = [{"timestamp": i, "input_length": 1024, "output_length": 1, "hash_ids": [i, 9]} for i in range(9)]
+    Path(trace).write_text("\n".join(map(json.dumps, lines)))
+    wanted = [
+        ("--help", 0, "replay"),
+        ("--version", 0, "kvoffload"),
+        ("demo --help", 0, "--seed"),
+        (f"explain {log}", 0, "evicted"),
+        (f"explain {log} --json", 0, '"reasons"'),
+        ("explain --pid 0", 2, "kvoffload explain: no server"),
+        (f"disk inspect {disk}", 0, "No server uses it"),
+        (f"disk verify {disk}", 0, "block"),
+        (f"disk clear {disk} --yes", 0, "emoved"),
+        (f"replay {trace} --policy lru,auto --capacity 3,5 --jobs 1", 0, "lru"),
+        (f"size {trace} --ram 1GiB --disk none --jobs 1", 0, "RAM"),
+    ]
+    for (command, status, said), done in zip(wanted, plain([each[0].split() for each in wanted]), strict=True):
+        assert done[0] == status, (command, done)
+        assert said in done[1] + done[2], (command, done)
+
+
+def test_what_needs_the_extra_says_so_before_any_work(tmp_path: Path) -> None:
+    trace, page = str(tmp_path / "none"), str(tmp_path / "page.html")
+    for status, out, err in plain([["demo"], ["replay", trace, "--html", page], ["size", trace, "--html", page]]):
+        assert (status, out) == (2, "")
+        assert err.count("\n") == 1
+        assert "need jinja2, which the extra kvoffload[plots] brings: pip install jinja2 matplotlib" in err
+
+
+def third_party_imports() -> dict[str, set[str]]:
+    """Modules of the package by what they import, anywhere in them, from neither the package nor Python itself."""
+    found: dict[str, set[str]] = {}
+    for path in PROJECT.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+            for name in {name.split(".")[0] for name in names} - sys.stdlib_module_names - {"kvoffload"}:
+                found.setdefault(name, set()).add(path.relative_to(PROJECT).as_posix())
+    return found
+
+
+def test_what_is_imported_is_declared_where_it_belongs() -> None:
+    declared = tomllib.loads((PROJECT.parent.parent / "pyproject.toml").read_text())["project"]
+
+    def names(requirements: list[str]) -> set[str]:
+        return {re.split("[<>=;! ]", requirement)[0] for requirement in requirements}
+
+    core = names(declared["dependencies"])
+    extras = {extra: names(wanted) for extra, wanted in declared["optional-dependencies"].items()}
+    found = third_party_imports()
+    assert set(cli.EXTRA) == extras["plots"]
+    assert {name for name in found if any(path.startswith("cli/") for path in found[name])} <= core
+    rooms = {
+        **dict.fromkeys(extras["plots"], ("lab/", "demo/", "figures.py")),
+        **dict.fromkeys(extras["testing"], ("testing/",)),
+        "vllm": ("vllm/", "demo/"),
+        "torch": ("vllm/", "transfer/cuda.py"),
+        "huggingface_hub": ("fingerprint.py",),
+    }
+    for name in found.keys() - core:
+        assert all(path.startswith(rooms.get(name, "vllm/")) for path in found[name]), f"{name} in {found[name]}"
 
 
 def test_demo_without_vllm_says_what_to_install(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

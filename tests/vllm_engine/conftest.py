@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -9,14 +12,17 @@ from vllm_harness import GEMMA3, Run, Runner
 
 
 @pytest.fixture(scope="session")
-def run(tmp_path_factory: pytest.TempPathFactory) -> Runner:
-    return Runner(tmp_path_factory.mktemp("vllm"))
+def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runner]:
+    base = tmp_path_factory.getbasetemp()
+    runner = Runner(tmp_path_factory.mktemp("vllm"), base.parent if "PYTEST_XDIST_WORKER" in os.environ else base)
+    with contextlib.closing(runner):
+        yield runner
 
 
 @pytest.fixture(scope="session")
 def baseline(run: Runner) -> Run:
     """vLLM by itself, preempting."""
-    result = run("rounds", rounds=1)
+    result = run.once("baseline", "rounds", rounds=1)
     assert result["preemptions"] > 0
     return result
 
@@ -31,6 +37,6 @@ def expected(baseline: Run) -> list[Any]:
 @pytest.fixture(scope="session")
 def gemma3_expected(run: Runner) -> list[Any]:
     """What they are answered by the model with two KV cache groups."""
-    result = run("rounds", rounds=1, **GEMMA3)
+    result = run.once("gemma3", "rounds", rounds=1, **GEMMA3)
     assert result["preemptions"] > 0
     return list(result["outputs"][0])

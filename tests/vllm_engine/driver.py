@@ -1,7 +1,7 @@
 """One vLLM engine in a process of its own: ``python driver.py CONFIG RESULT``, both JSON files.
 
-CONFIG: ``scenario`` (a name in SCENARIOS), ``model`` (directory, written if it is not there), ``weights`` (the seed of
-its weights; given, they replace those that are there), ``engine``
+CONFIG: ``scenario`` (a name in SCENARIOS), ``model`` (directory, written if it is not there), ``new_rows`` (so many of
+the last rows of its embedding are drawn anew, in place of those that are there), ``engine``
 (arguments of ``vllm.LLM`` that differ from the usual), ``model_kind``, ``multiprocessing`` (whether the engine
 has processes of its own), ``connector`` (its options, null for none),
 ``connector_class``, and what the scenario reads. The environment that vLLM reads is set by the caller.
@@ -10,11 +10,14 @@ has processes of its own), ``connector`` (its options, null for none),
 from __future__ import annotations
 
 import functools
+import itertools
 import json
 import os
 import sys
 import time
 from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -30,13 +33,14 @@ WINDOW = 70
 """Of sliding layers, in tokens: more than two blocks, and no whole number of them."""
 
 
-def write_model(directory: Path, kind: str = "llama", seed: int = 0) -> None:
+def write_model(directory: Path, kind: str = "llama", new_rows: int = 0) -> None:
     """A tiny model. Its weights are large enough for what it reads to decide what it says. "gemma3": layers that see a
-    window of WINDOW tokens, and layers that see all, by turns."""
+    window of WINDOW tokens, and layers that see all, by turns. The last ``new_rows`` tokens get other embeddings than
+    they have without."""
     import torch
     from transformers import Gemma3ForCausalLM, Gemma3TextConfig, LlamaConfig, LlamaForCausalLM
 
-    torch.manual_seed(seed)
+    torch.manual_seed(0)
     sizes = {
         "vocab_size": 512,
         "hidden_size": 128,
@@ -54,6 +58,9 @@ def write_model(directory: Path, kind: str = "llama", seed: int = 0) -> None:
         model = Gemma3ForCausalLM(config)
     else:
         model = LlamaForCausalLM(LlamaConfig(num_hidden_layers=2, **sizes))
+    if new_rows:
+        with torch.no_grad():
+            model.get_input_embeddings().weight[-new_rows:].normal_(std=sizes["initializer_range"])
     model.float().save_pretrained(directory)
 
 
@@ -74,8 +81,8 @@ class Engine:
     def __init__(self, config: dict[str, Any]) -> None:
         kind = config.get("model_kind", "llama")
         model = Path(config["model"] + "-" + kind)
-        if "weights" in config or not model.exists():
-            write_model(model, kind, config.get("weights", 0))
+        if "new_rows" in config or not model.exists():
+            write_model(model, kind, config.get("new_rows", 0))
         if config.get("unexpected_root"):
             _expect_another_root()
         from vllm.config import KVEventsConfig, KVTransferConfig
@@ -174,12 +181,13 @@ class Engine:
         settings = {"max_tokens": MAX_TOKENS, "logprobs": 1, "detokenize": False, "ignore_eos": True}
         return SamplingParams(temperature=0, **{**settings, **changes})
 
-    def round(self, prompts: list[list[int]] | None = None, **sampling: Any) -> list[Any]:
+    def round(self, prompts: list[list[int]] | None = None, lora_request: Any = None, **sampling: Any) -> list[Any]:
         """Every prompt once; what was answered."""
         outputs = self.llm.generate(
             [{"prompt_token_ids": p} for p in prompts or self.prompts],
             self.sampling(**sampling),
             use_tqdm=False,
+            lora_request=lora_request,
         )
         return [answer(output) for output in outputs]
 
@@ -192,11 +200,11 @@ class Engine:
         raise AssertionError("the engine never comes to rest")
 
     def settle(self) -> None:
-        """Waits until lower tiers have written what they were given."""
+        """Waits until lower tiers have read and written what they were given."""
         manager = getattr(self.offload.manager, "backing", self.offload.manager)
         for lane in getattr(manager, "_lanes", []):
             for _ in range(MAX_STEPS):
-                if not lane.writing:
+                if not lane.writing and not lane.tier._reading:
                     break
                 lane.tier.wait(0.1)
                 manager.poll()
@@ -361,12 +369,29 @@ def reuse(config: dict[str, Any]) -> dict[str, Any]:
         outputs.append(engine.round())
         states.append(engine.state())
 
+    samples = _stored_by_samples(engine)
+
     def lookup(*args: Any) -> int:
         raise RuntimeError("planted: the table is broken")
 
     engine.offload.manager.lookup = lookup
     broken = engine.round()
-    return {"outputs": outputs, "states": states, "broken": broken, "after": engine.state()}
+    return {"outputs": outputs, "states": states, "samples": samples, "broken": broken, "after": engine.state()}
+
+
+def _stored_by_samples(engine: Engine) -> list[float]:
+    """Blocks that have been stored: before a request with three samples, after it, and after the same prompt again."""
+    from vllm.sampling_params import SamplingParams
+
+    prompt = [token ^ 1 for token in engine.prompts[0][: 4 * BLOCK_SIZE + 2]]
+    stored = [engine.state()["metrics"]["store_blocks"]]
+    for n in (3, 1):
+        settings = SamplingParams(n=n, temperature=1.0, max_tokens=2, detokenize=False, ignore_eos=True)
+        (output,) = engine.llm.generate([{"prompt_token_ids": prompt}], settings, use_tqdm=False)
+        assert len(output.outputs) == n
+        engine.drain()
+        stored.append(engine.state()["metrics"]["store_blocks"])
+    return stored
 
 
 def aborts(config: dict[str, Any]) -> dict[str, Any]:
@@ -469,6 +494,9 @@ def storm(config: dict[str, Any]) -> dict[str, Any]:
             aborted += 1
         if random.random() < 0.01:
             random.choice(resets)()
+        if "disk_dir" in config["connector"] and random.random() < 0.3:
+            # A job of the disk takes so many steps at most, not as many as this machine makes meanwhile.
+            engine.settle()
         finished = [output for output in core.step() if output.finished and output.request_id in live]
         answers += [[live.pop(output.request_id), answer(output)] for output in finished]
         if step % 50 == 0:
@@ -476,6 +504,256 @@ def storm(config: dict[str, Any]) -> dict[str, Any]:
         if arrived == config["requests"] and not live:
             break
     return {"answers": answers, "aborted": aborted, "left": len(live), **engine.state()}
+
+
+def sleeps(config: dict[str, Any]) -> dict[str, Any]:
+    """Sleeps once per entry of ``modes``, vLLM's pause modes, each time under load and with stores under way, and wakes
+    up. Device blocks lose what they hold meanwhile. ``forgetful``: the connector knows nothing of sleep, treats each
+    handshake as its first, and its job numbers begin again. At the end the workers come back with other pools.
+
+    Answers are [index of the prompt, answer], of all requests that were not aborted."""
+
+    from kvoffload import records, scheduler
+    from kvoffload.vllm.setup import RankInfo
+
+    engine = Engine(config)
+    core, connector = engine.llm.llm_engine, engine.scheduler.connector
+    half = connector.connector_scheduler
+    _let_workers_sleep(hooks=not config.get("forgetful"))
+    answers: list[Any] = []
+    answered: list[str] = []
+    live: dict[str, int] = {}
+    asked = 0
+
+    def ask(count: int) -> None:
+        nonlocal asked
+        for _ in range(count):
+            name, index = f"q{asked}", asked % PROMPTS
+            core.add_request(name, {"prompt_token_ids": engine.prompts[index]}, engine.sampling())
+            live[name] = index
+            asked += 1
+
+    def step() -> None:
+        for output in core.step():
+            if output.finished and output.request_id in live:
+                index = live.pop(output.request_id)
+                if output.outputs[0].finish_reason == "length":
+                    answers.append([index, answer(output)])
+                    answered.append(output.request_id)
+
+    def finish() -> None:
+        for _ in range(MAX_STEPS):
+            if not live:
+                return
+            step()
+        raise AssertionError("the engine never comes to rest")
+
+    under_way = []
+    handshake = _handshake_of_a_wake(core.engine_core.engine_core)
+    for mode in config["modes"]:
+        ask(PROMPTS // 2)
+        finish()
+        # Half of them can be loaded, the others are to be stored.
+        ask(PROMPTS)
+        for _ in range(MAX_STEPS):
+            step()
+            jobs = connector.connector_scheduler._jobs
+            # A request that waits for its load would keep its blocks.
+            if (jobs and all(job.is_store for job in jobs.values())) or not live:
+                break
+        assert jobs, "nothing is under way"
+        under_way.append(len(jobs))
+        core.sleep(1, mode)
+        if mode == "abort":
+            live.clear()
+        if config.get("forgetful"):
+            connector._scheduler = None
+            scheduler.JOB_IDS = itertools.count(min(jobs))
+        core.wake_up()
+        handshake()
+    ask(PROMPTS)
+    finish()
+    (server,) = [server for server in records.running_servers() if server.pid == os.getpid()]
+    told = records.read_records(server, 10.0).records
+    result = {
+        "answers": answers,
+        "answered": list(answered),
+        "recorded": [record.req_id.split("-")[0] for record in told],
+        "one_half": connector.connector_scheduler is half,
+        "under_way": under_way,
+        **engine.state(),
+    }
+    others = RankInfo(replace(connector._ranks[0].pool, inode=0), connector._ranks[0].layers)
+    connector.set_xfer_handshake_metadata_pp_aware({(0, 0): others})
+    answers = result["without"] = []
+    ask(PROMPTS)
+    finish()
+    return result | {"off_with_other_pools": connector.connector_scheduler.off}
+
+
+def _let_workers_sleep(hooks: bool) -> None:
+    """Makes the CPU worker sleep as vLLM 0.33's GPU worker does: its device blocks lose what they hold. ``hooks``:
+    its connector is called before and after that."""
+    from vllm.distributed.kv_transfer import get_kv_transfer_group
+    from vllm.v1.worker.cpu_worker import CPUWorker
+
+    def sleep(self: Any, level: int = 1) -> None:
+        if hooks:
+            get_kv_transfer_group().unregister_kv_caches()
+        for cache in self.model_runner.kv_caches:
+            cache.fill_(7.0)
+
+    def wake_up(self: Any, tags: list[str] | None = None) -> None:
+        if hooks:
+            get_kv_transfer_group().restore_kv_caches()
+
+    CPUWorker.sleep, CPUWorker.wake_up = sleep, wake_up
+
+
+def _handshake_of_a_wake(core: Any) -> Callable[[], None]:
+    """What vLLM 0.33 does when it has woken up, for one that does not do it by itself."""
+    if hasattr(core, "_set_kv_connector_handshake_metadata"):
+        return lambda: None
+
+    def handshake() -> None:
+        told = core.model_executor.get_kv_connector_handshake_metadata()
+        merged = {rank: info for worker in told for rank, info in worker.items()}
+        core.scheduler.get_kv_connector().set_xfer_handshake_metadata_pp_aware(merged)
+
+    return handshake
+
+
+SHORT = 12
+"""Tokens of each answer in a long life."""
+NOT_OFFLOADED = {"kv_transfer_params": {"kvoffload": {"load": False, "store": False}}}
+"""What makes a request compute all that the engine's own cache does not hold, and leave nothing behind."""
+
+
+class _Life:
+    """The rounds of an engine, by name: what was answered, and what was counted meanwhile."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self.answers: dict[str, list[Any]] = {}
+        self.counts: dict[str, dict[str, float]] = {}
+
+    def play(self, name: str, *, reset: bool = True, **arguments: Any) -> None:
+        """A round, with nothing in the engine's own cache unless ``reset`` is False. The connector is never reset."""
+        engine = self.engine
+        if reset:
+            assert engine.llm.reset_prefix_cache()
+        before = engine.offload.metrics.snapshot()
+        self.answers[name] = engine.round(max_tokens=SHORT, **arguments)
+        engine.drain()
+        engine.settle()
+        after = engine.offload.metrics.snapshot()
+        counted = ("host_hit_tokens", "weight_changes", "load_failures")
+        self.counts[name] = {key: after.get(key, 0) - before.get(key, 0) for key in counted}
+
+    def result(self) -> dict[str, Any]:
+        return {"answers": self.answers, "counts": self.counts, **self.engine.state()}
+
+
+def updates(config: dict[str, Any]) -> dict[str, Any]:
+    """A trainer changes all weights of the running engine. "right N" is what weights N answer when all is computed."""
+    from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+    engine = Engine(config)
+    core, life = engine.llm.llm_engine, _Life(engine)
+    directories = [Path(config["model"] + f"-weights-{seed}") for seed in range(3)]
+    for seed, directory in enumerate(directories):
+        write_model(directory, seed=seed)
+
+    def update(seed: int) -> None:
+        engine.llm.collective_rpc("reload_weights", kwargs={"weights_path": str(directories[seed])})
+
+    life.play("first")
+    life.play("again")
+    update(1)
+    life.play("updated")
+    life.play("updated, again")
+    update(2)
+    # Until it is reset, the engine's own cache answers with old KV.
+    life.play("not reset", reset=False)
+    life.play("late reset")
+    life.play("late reset, again")
+    for i, prompt in enumerate(engine.prompts):
+        core.add_request(f"r{i}", {"prompt_token_ids": prompt}, engine.sampling())
+    loading = False
+    for _ in range(config["steps"]):
+        core.step()
+        loading |= any(
+            request.status.name == "WAITING_FOR_REMOTE_KVS" for request in engine.scheduler.requests.values()
+        )
+    update(0)
+    while core.has_unfinished_requests():
+        core.step()
+    life.play("under requests")
+    life.play("under requests, again")
+    for seed in (1, 2, 0):
+        update(seed)
+        life.play(f"right {seed}", extra_args=NOT_OFFLOADED)
+    # The control: nobody watches the weights.
+    get_kv_transfer_group().connector_worker.weights = None
+    update(1)
+    life.play("unwatched", extra_args={"kv_transfer_params": {"kvoffload": {"store": False}}})
+    engine.close()
+    return {"loading": loading, **life.result()}
+
+
+def write_adapter(directory: Path, seed: int) -> None:
+    """A LoRA adapter of the tiny model that changes what it says."""
+    from safetensors.numpy import save_file
+
+    rng = np.random.default_rng(seed)
+    outputs = {"q_proj": 128, "k_proj": 64, "v_proj": 64}
+    tensors = {}
+    for layer in range(2):
+        for name, size in outputs.items():
+            prefix = f"base_model.model.model.layers.{layer}.self_attn.{name}"
+            tensors[f"{prefix}.lora_A.weight"] = rng.normal(0, 0.3, (8, 128)).astype(np.float32)
+            tensors[f"{prefix}.lora_B.weight"] = rng.normal(0, 0.3, (size, 8)).astype(np.float32)
+    directory.mkdir(exist_ok=True)
+    save_file(tensors, directory / "adapter_model.safetensors")
+    described = {"peft_type": "LORA", "r": 8, "lora_alpha": 8, "target_modules": list(outputs), "bias": "none"}
+    (directory / "adapter_config.json").write_text(json.dumps(described))
+
+
+def adapters(config: dict[str, Any]) -> dict[str, Any]:
+    """Three LoRA adapters take turns in one slot of the device and two places in host memory; then one is loaded again
+    with other weights."""
+    from vllm.distributed.kv_transfer import get_kv_transfer_group
+    from vllm.lora.request import LoRARequest
+
+    changes = {"enable_lora": True, "max_loras": 1, "max_cpu_loras": 2, "max_lora_rank": 8}
+    engine = Engine({**config, "engine": {**changes, **config.get("engine", {})}})
+    life = _Life(engine)
+    directory = Path(config["model"] + "-adapters")
+    directory.mkdir(exist_ok=True)
+    requests = []
+    for number in range(1, 4):
+        write_adapter(directory / str(number), number)
+        requests.append(LoRARequest(f"adapter {number}", number, str(directory / str(number))))
+
+    def play(name: str, number: int, **sampling: Any) -> None:
+        life.play(name, prompts=engine.prompts[:2], lora_request=requests[number - 1], **sampling)
+
+    for turn in ("first", "again"):
+        for number in (1, 2, 3):
+            play(f"adapter {number}, {turn}", number)
+    write_adapter(directory / "1", 4)
+    requests[0] = LoRARequest("adapter 1", 1, requests[0].lora_path, load_inplace=True)
+    engine.llm.llm_engine.add_lora(requests[0])
+    requests[0] = LoRARequest("adapter 1", 1, requests[0].lora_path)
+    play("loaded again", 1)
+    play("loaded again, again", 1)
+    play("right", 1, extra_args=NOT_OFFLOADED)
+    get_kv_transfer_group().connector_worker.weights = None
+    write_adapter(directory / "1", 5)
+    engine.llm.llm_engine.add_lora(LoRARequest("adapter 1", 1, requests[0].lora_path, load_inplace=True))
+    play("unwatched", 1, extra_args={"kv_transfer_params": {"kvoffload": {"store": False}}})
+    play("right, unwatched", 1, extra_args=NOT_OFFLOADED)
+    return life.result()
 
 
 def endless(config: dict[str, Any]) -> dict[str, Any]:
@@ -497,13 +775,14 @@ class _Speculative:
 
 
 def refusals(config: dict[str, Any]) -> dict[str, Any]:
-    """What the connector says to each of ``cases``: options, and changes to vLLM's configuration by dotted name."""
+    """What the connector says to each of ``cases``: options, ``flags`` for vLLM's own EngineArgs, and changes to what
+    vLLM makes of them, by dotted name, for what no flag sets or no CPU can have. What vLLM does not know fails."""
     model = Path(config["model"] + "-llama")
     if not model.exists():
         write_model(model)
     import torch
     import vllm
-    from vllm.config import KVTransferConfig, ModelConfig, PoolerConfig
+    from vllm.config import KVTransferConfig, ModelConfig, PoolerConfig, VllmConfig
     from vllm.config.multimodal import MultiModalConfig
     from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorRole
     from vllm.engine.arg_utils import EngineArgs
@@ -512,18 +791,24 @@ def refusals(config: dict[str, Any]) -> dict[str, Any]:
     from kvoffload.vllm import KVOffloadConnector
     from kvoffload.vllm.setup import MULTI_CONNECTOR, model_fingerprint
 
-    vllm_config = EngineArgs(
-        model=str(model),
-        skip_tokenizer_init=True,
-        enforce_eager=True,
-        dtype="float32",
-        block_size=BLOCK_SIZE,
-        kv_transfer_config=KVTransferConfig(
-            kv_connector="KVOffloadConnector",
-            kv_connector_module_path="kvoffload.vllm",
-            kv_role="kv_both",
-        ),
-    ).create_engine_config()
+    def make_config(flags: dict[str, Any]) -> Any:
+        made = {"pooler_config": lambda v: PoolerConfig(**v)}
+        arguments = {
+            "skip_tokenizer_init": True,
+            "enforce_eager": True,
+            "dtype": "float32",
+            "block_size": BLOCK_SIZE,
+            **{name: made[name](value) if name in made else value for name, value in flags.items()},
+        }
+        connector = KVTransferConfig(
+            kv_connector="KVOffloadConnector", kv_connector_module_path="kvoffload.vllm", kv_role="kv_both"
+        )
+        return EngineArgs(model=str(model), kv_transfer_config=connector, **arguments).create_engine_config()
+
+    # Newer versions take this flag with a GPU only.
+    if hasattr(VllmConfig, "_verify_aux_output_compatibility"):
+        VllmConfig._verify_aux_output_compatibility = lambda self: None
+    usual = make_config({})
     common = {"block_size": BLOCK_SIZE, "num_kv_heads": 2, "head_size": 32, "dtype": torch.float32}
     specs: dict[str, Any] = {
         "full": FullAttentionSpec(**common),
@@ -537,6 +822,7 @@ def refusals(config: dict[str, Any]) -> dict[str, Any]:
     fingerprints: dict[str, str] = {}
     os.environ.pop("PYTHONHASHSEED", None)
     for name, case in config["cases"].items():
+        vllm_config = make_config(case["flags"]) if case.get("flags") else usual
         vllm_config.kv_transfer_config.kv_connector_extra_config = case["options"]
         changes = dict(case.get("changes", {}))
         caches = KVCacheConfig(
@@ -557,9 +843,8 @@ def refusals(config: dict[str, Any]) -> dict[str, Any]:
         for name_, value in changes.items():
             path, _, key = name_.rpartition(".")
             part = functools.reduce(getattr, path.split("."), vllm_config) if path else vllm_config
-            before.append((part, key, getattr(part, key, None)))
+            before.append((part, key, getattr(part, key)))
             made = {
-                "pooler_config": lambda v: PoolerConfig(**v),
                 "multimodal_config": lambda v: MultiModalConfig(**v),
                 "speculative_config": _Speculative,
             }.get(key)
@@ -582,7 +867,75 @@ def refusals(config: dict[str, Any]) -> dict[str, Any]:
     return {"said": said, "blocks": blocks, "engines": engines, "fingerprints": fingerprints}
 
 
-SCENARIOS = {f.__name__: f for f in (rounds, service, reuse, aborts, failed_load, storm, endless, refusals)}
+def fingerprints(config: dict[str, Any]) -> dict[str, Any]:
+    """The fingerprint with each of ``cases``, or the error. A case: ``engine``, arguments of vLLM; ``options`` of the
+    connector; ``environment``; ``multimodal``, for the model is none by itself; ``changes`` to its files, as text."""
+    model = Path(config["model"] + "-fingerprints")
+    write_model(model)
+    import torch
+    from vllm.config import KVTransferConfig
+    from vllm.config.multimodal import MultiModalConfig
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+
+    from kvoffload.vllm.setup import Setup, model_fingerprint
+
+    spec = FullAttentionSpec(block_size=BLOCK_SIZE, num_kv_heads=2, head_size=32, dtype=torch.float32)
+    caches = KVCacheConfig(DEVICE_BLOCKS, [], [KVCacheGroupSpec(["layer0", "layer1"], spec)])
+    results: dict[str, Any] = {}
+    for name, case in config["cases"].items():
+        environment = case.get("environment", {})
+        os.environ.update(environment)
+        own = {path: (model / path).read_bytes() for path in case.get("changes", {}) if (model / path).exists()}
+        for path, text in case.get("changes", {}).items():
+            (model / path).write_text(text)
+        try:
+            vllm_config = EngineArgs(
+                **{
+                    "model": str(model),
+                    "skip_tokenizer_init": True,
+                    "dtype": "float32",
+                    "block_size": BLOCK_SIZE,
+                    "kv_transfer_config": KVTransferConfig(
+                        kv_connector="KVOffloadConnector",
+                        kv_connector_module_path="kvoffload.vllm",
+                        kv_role="kv_both",
+                        kv_connector_extra_config=case["options"],
+                    ),
+                    **case.get("engine", {}),
+                }
+            ).create_engine_config()
+            if "multimodal" in case:
+                vllm_config.model_config.multimodal_config = MultiModalConfig(**case["multimodal"])
+            results[name] = model_fingerprint(vllm_config, Setup.from_vllm(vllm_config, caches), [])
+        except Exception as error:
+            results[name] = f"{type(error).__name__}: {error}"
+        for variable in environment:
+            del os.environ[variable]
+        for path in case.get("changes", {}):
+            (model / path).unlink()
+        for path, raw in own.items():
+            (model / path).write_bytes(raw)
+    return results
+
+
+SCENARIOS = {
+    f.__name__: f
+    for f in (
+        rounds,
+        service,
+        reuse,
+        aborts,
+        failed_load,
+        storm,
+        sleeps,
+        updates,
+        adapters,
+        endless,
+        refusals,
+        fingerprints,
+    )
+}
 
 
 def write_result(result: dict[str, Any]) -> None:

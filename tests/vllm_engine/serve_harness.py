@@ -22,18 +22,10 @@ from typing import Any, Self
 from driver import BLOCK_SIZE, DEVICE_BLOCKS, MAX_TOKENS
 from openai import AsyncOpenAI, OpenAI
 from prometheus_client.parser import text_string_to_metric_families
-from vllm_harness import DEADLINE_S, eventually, kill_session
+from vllm_harness import DEADLINE_S, ENVIRONMENT, Child, Runner, eventually, kill_session
 
 HOST = "127.0.0.1"
 README = Path(__file__).parents[2] / "README.md"
-ENVIRONMENT = {
-    "VLLM_CPU_KVCACHE_SPACE": "1",
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    "OMP_NUM_THREADS": "1",
-    "VLLM_NO_USAGE_STATS": "1",
-    "VLLM_SERVER_DEV_MODE": "1",
-    "HF_HUB_OFFLINE": "1",
-}
 _TINY = [7, 8, 9]
 """A prompt that fills no block."""
 
@@ -63,29 +55,41 @@ def free_port() -> int:
 class Server:
     """A server that is starting, or a started one: a context manager that waits until it answers, and ends it.
 
-    ``kv_transfer_config`` is the flag's value, None for vLLM by itself.
+    ``kv_transfer_config`` is the flag's value, None for vLLM by itself. With ``run`` its processes are forked from a
+    warm parent; without, they are new ones, as those of people are.
     """
 
-    def __init__(self, model: Path, log: Path, kv_transfer_config: str | None, arguments: Sequence[str] = ()) -> None:
+    def __init__(
+        self,
+        model: Path,
+        log: Path,
+        kv_transfer_config: str | None,
+        arguments: Sequence[str] = (),
+        run: Runner | None = None,
+    ) -> None:
         self.model = str(model)
         self._log = log
         port = free_port()
         self.url = f"http://{HOST}:{port}"
-        command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", self.model]
+        command = ["-m", "vllm.entrypoints.openai.api_server", "--model", self.model]
         command += ["--host", HOST, "--port", str(port), "--skip-tokenizer-init", "--enforce-eager", "--seed", "0"]
         command += ["--dtype", "float32", "--block-size", str(BLOCK_SIZE), "--max-model-len", "512"]
         command += ["--num-gpu-blocks-override", str(DEVICE_BLOCKS), "--max-num-batched-tokens", "1024", *arguments]
         if kv_transfer_config is not None:
             command += ["--kv-transfer-config", kv_transfer_config]
-        with log.open("wb") as output:
-            self.process = subprocess.Popen(
-                command,
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                env={**os.environ, **ENVIRONMENT},
-                start_new_session=True,
-            )
+        environment = {**os.environ, **ENVIRONMENT, "VLLM_SERVER_DEV_MODE": "1"}
+        if run is not None:
+            self.process: Child | subprocess.Popen[bytes] = run.parent(environment).start(command, environment, log)
+        else:
+            with log.open("wb") as output:
+                self.process = subprocess.Popen(
+                    [sys.executable, *command],
+                    stdin=subprocess.DEVNULL,
+                    stdout=output,
+                    stderr=subprocess.STDOUT,
+                    env=environment,
+                    start_new_session=True,
+                )
         self.access: dict[str, Any] = {"base_url": f"{self.url}/v1", "api_key": "none", "max_retries": 0}
         """What a client of it is made with."""
         self.client = OpenAI(timeout=DEADLINE_S, **self.access)

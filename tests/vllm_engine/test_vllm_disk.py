@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import shutil
@@ -82,7 +83,8 @@ def test_only_the_owner_can_read_it_and_the_budget_is_held(left: Path) -> None:
 def test_a_restarted_server_answers_from_disk_until_its_weights_are_replaced(
     run: Runner, expected: list[Any], copied: Path, tmp_path: Path
 ) -> None:
-    """The same weights under another path are the same; other weights under the same path are not."""
+    """The same weights under another path are the same; weights that differ in the last rows of the embedding alone,
+    under the same path, are others."""
     model = str(tmp_path / "model")
     result = run("rounds", model=model, close=True, connector=with_disk(copied))
     check_answers(result, expected)
@@ -100,8 +102,8 @@ def test_a_restarted_server_answers_from_disk_until_its_weights_are_replaced(
     assert samples["kvoffload:disk_hit_tokens_total"] == disk_tokens(result)
     assert samples["kvoffload:disk_read_bytes_total"] == result["metrics"]["disk_read_bytes"] > 0
 
-    # Without kvoffload: what the other weights answer.
-    alone = run("rounds", rounds=1, model=model, weights=1)
+    # Without kvoffload: what the other weights answer. Every prompt has some of these tokens.
+    alone = run("rounds", rounds=1, model=model, new_rows=128)
     (others,) = alone["outputs"]
     assert len(differences(others, expected)) == len(expected)
     result = run("rounds", rounds=1, model=model, connector=with_disk(copied))
@@ -148,8 +150,8 @@ def test_after_a_reset_nothing_is_found_again(run: Runner, expected: list[Any], 
 
 def test_a_storm(run: Runner, expected: list[Any], tmp_path: Path) -> None:
     """Preemptions, aborts, resets, failing copies, and blocks from disk, all at once in a pool too small for it."""
-    connector = with_disk(tmp_path / "disk") | {"host_bytes": "1MiB", "load_deadline_ms": 100}
-    result = run("storm", seed=2, requests=100, slow=1, failing=0.3, connector=connector)
+    connector = with_disk(tmp_path / "disk") | {"host_bytes": "1MiB"}
+    result = run("storm", seed=2, requests=150, slow=1, failing=0.4, connector=connector)
     assert result["left"] == 0
     for index, (tokens, logprobs) in result["answers"]:
         right = [part[: len(tokens)] for part in expected[index]]
@@ -184,6 +186,28 @@ def test_hashes_that_begin_otherwise_than_expected_end_the_disk_tier(
     assert result["metrics"]["disk_off"] == 1
     assert result.log.count("TIER IS OFF") == 1
     assert "set PYTHONHASHSEED=0" in result.log
+
+
+def test_a_disk_that_fails_at_the_start_leaves_the_host(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    from kvoffload.config import OffloadConfig
+    from kvoffload.hostpool import HostBackend
+    from kvoffload.manager import LRUOffloadingManager
+    from kvoffload.vllm import setup
+
+    def fail(*_: object, **__: object) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(setup, "open_disk_tier", fail)
+    # vLLM's logger, the parent of ours, passes nothing on.
+    setup.logger.addHandler(caplog.handler)
+    config = OffloadConfig.from_mapping(with_disk(tmp_path))
+    made = setup.Setup(config, (), num_device_blocks=2, hash_block_size=16, ranks=1, engine=0, engines=1)
+    assert made.make_tiers(LRUOffloadingManager(HostBackend(16, 2)), [], "ab" * 32) is None
+    setup.logger.removeHandler(caplog.handler)
+    (message,) = {record.getMessage() for record in caplog.records if record.name == setup.logger.name}
+    assert "THERE IS NO DISK TIER: Input/output error" in message
 
 
 def num_records(directory: Path) -> int:

@@ -6,7 +6,6 @@ import contextlib
 import json
 import os
 import signal
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ import pytest
 
 # Not "vllm": from tests/ on sys.path this directory itself could be imported under that name.
 pytest.importorskip("vllm.version")
-from vllm_harness import DEADLINE_S, Runner, differences, eventually, kill_session
+from vllm_harness import DEADLINE_S, Child, Runner, differences, eventually, kill_session
 
 pytestmark = pytest.mark.vllm
 
@@ -23,7 +22,7 @@ POOL_BYTES = 2 << 30
 SHM = Path("/dev/shm")
 
 
-def session_of(child: subprocess.Popen[bytes]) -> Iterator[Path]:
+def session_of(child: Child) -> Iterator[Path]:
     """/proc/PID of every live process in a child's session."""
     for process in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
 import pytest
@@ -10,6 +9,8 @@ import pytest
 # Not "vllm": from tests/ on sys.path this directory itself could be imported under that name.
 pytest.importorskip("vllm.version")
 from vllm_harness import POOL, Runner, assert_at_rest, differences, with_gemma3
+
+from kvoffload.testing.scale import SCALE
 
 pytestmark = pytest.mark.vllm
 
@@ -21,7 +22,7 @@ PARALLEL: dict[str, dict[str, Any]] = {
 
 
 CASES = [("gemma3", "tensor"), ("llama", "pipeline")]
-if os.environ.get("KVOFFLOAD_SOAK"):
+if SCALE > 1:
     CASES += [("llama", "tensor"), ("gemma3", "pipeline")]
 
 

@@ -27,6 +27,7 @@ CASES: dict[str, tuple[dict[str, Any], list[str]]] = {
     "block_size does not divide": (POOL | {"block_size": 48}, ["block_size=48", "32 tokens", "set it to 32"]),
     "two block sizes": (POOL | {"block_size": 64, "block_size_factor": 2}, ["block_size=64", "remove one"]),
     "threshold too low": (POOL | {"store_threshold": 1}, ["store_threshold=1", "2 or more"]),
+    "context parallelism of prompts": (POOL, ["prefill_context_parallel_size=2", "set it to 1"]),
     "context parallelism": (POOL, ["decode_context_parallel_size=2", "set it to 1"]),
     "an engine of several": (POOL, ["engines_per_node is not set", "--data-parallel-size-local"]),
     "the first engine of several": (POOL, ["engines_per_node is not set"]),
@@ -55,10 +56,27 @@ CASES: dict[str, tuple[dict[str, Any], list[str]]] = {
     ),
     "images without a name": (DISK, ["mm_processor_cache_gb=0", "turn one of the two on"]),
     "adapters with a disk": (DISK, ["LoRA", 'set model_fingerprint="..."']),
-    "weights without a name": (DISK, ["model some/model", "no safetensors", 'set model_fingerprint="..."']),
+    "weights without a name": (DISK, ["model some/model", "weight files are not found", 'set model_fingerprint="..."']),
 }
-CHANGES = {
-    "context parallelism": {"parallel_config.decode_context_parallel_size": 2},
+FLAGS: dict[str, dict[str, Any]] = {
+    "context parallelism": {"decode_context_parallel_size": 2, "tensor_parallel_size": 4},
+    "experts are to be told": {"enable_return_routed_experts": True},
+    "a pooler of whole prompts": {"runner": "pooling", "pooler_config": {"seq_pooling_type": "MEAN"}},
+    "engines miscounted": {"data_parallel_size": 2, "data_parallel_size_local": 2},
+    "a load balancer outside": {
+        "data_parallel_size": 2,
+        "data_parallel_size_local": 1,
+        "data_parallel_rank": 0,
+        "hf_overrides": {"num_local_experts": 4},
+    },
+    "hashes of this process alone": {"prefix_caching_hash_algo": "xxhash"},
+    "adapters with a disk": {"enable_lora": True},
+    "images without a name": {"enable_prefix_caching": False},
+    "MLA on a CPU without what it needs": {"enable_prefix_caching": False},
+}
+"""What of a case vLLM's own arguments set, so that a flag that vLLM keeps elsewhere is not missed."""
+CHANGES: dict[str, dict[str, Any]] = {
+    "context parallelism of prompts": {"parallel_config.prefill_context_parallel_size": 2},
     "more engines than said": {
         "parallel_config.data_parallel_index": 2,
         "parallel_config.data_parallel_rank_local": 2,
@@ -68,26 +86,15 @@ CHANGES = {
     "hidden states": {"speculative_config": "extract_hidden_states"},
     "attention to what comes later": {"kv_cache": "prefix-lm"},
     "a diffusion model": {"model_config.is_diffusion": True},
-    "experts are to be told": {"model_config.enable_return_routed_experts": True},
-    "MLA on a CPU without what it needs": {"mla": True, "cache_config.enable_prefix_caching": False},
+    "MLA on a CPU without what it needs": {"mla": True},
     "engines that come and go": {"parallel_config.enable_elastic_ep": True},
-    "a load balancer outside": {"parallel_config.data_parallel_size": 2, "parallel_config.data_parallel_size_local": 1},
-    "engines miscounted": {"parallel_config.data_parallel_size": 2, "parallel_config.data_parallel_size_local": 2},
     "among other connectors": {"multi_connector": True},
     "an engine of several": {"parallel_config.data_parallel_index": 1},
     "the first engine of several": {"kv_transfer_config.engine_id": "some-engine_dp0"},
-    "a pooler of whole prompts": {
-        "model_config.runner_type": "pooling",
-        "model_config.pooler_config": {"seq_pooling_type": "MEAN"},
-    },
-    "hashes of this process alone": {"cache_config.prefix_caching_hash_algo": "xxhash"},
-    "images without a name": {
-        "model_config.multimodal_config": {"mm_processor_cache_gb": 0},
-        "cache_config.enable_prefix_caching": False,
-    },
-    "adapters with a disk": {"lora_config": {}},
+    "images without a name": {"model_config.multimodal_config": {"mm_processor_cache_gb": 0}},
     "weights without a name": {"model_config.model": "some/model"},
 }
+"""What of it is a property of a model, is set by vLLM's own launcher, or is refused by vLLM on a CPU."""
 
 
 SHARES: dict[str, dict[str, Any]] = {
@@ -156,11 +163,16 @@ SAME: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(scope="module")
 def said(run: Runner) -> Run:
-    cases = {name: {"options": options, "changes": CHANGES.get(name, {})} for name, (options, _) in CASES.items()}
+    cases = {
+        name: {"options": options, "flags": FLAGS.get(name), "changes": CHANGES.get(name, {})}
+        for name, (options, _) in CASES.items()
+    }
     for name, changes in {**SHAPES, **SAME}.items():
         cases[name] = {"options": DISK, "changes": changes}
     for name, changes in SHARES.items():
         cases[name] = {"options": POOL | changes.pop("options", {}), "changes": changes}
+    cases["tried"] = {"options": POOL, "changes": {"version": "0.33.4"}}
+    cases["not named alike"] = {"options": POOL, "changes": {"version": "0.320.0"}}
     later = {"options": POOL, "changes": {"version": "0.99.1"}}
     return run(
         "refusals", cases={"right": {"options": POOL}, "with a disk": {"options": DISK}, **cases, "later": later}
@@ -195,7 +207,13 @@ def test_what_does_not_is_not(said: Run, case: str) -> None:
 def test_a_version_nobody_has_tested_is_tried_with_a_warning(said: Run) -> None:
     assert said["said"]["later"] is None
     assert said.log.count("this is 0.99.1, and it tries") == 1
-    assert said.log.count("kvoffload is tested with") == 1
+    assert said.log.count("this is 0.320.0, and it tries") == 1
+    assert said.log.count("kvoffload is tested with") == 2
+
+
+def test_one_that_was_only_tried_is_told_of_too(said: Run) -> None:
+    assert said["said"]["tried"] is None
+    assert said.log.count("kvoffload is not tested with vLLM 0.33: its Python code was run by hand") == 1
 
 
 @pytest.mark.parametrize("case", CASES)

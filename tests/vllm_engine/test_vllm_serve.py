@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import subprocess
 import sys
 from collections import Counter
@@ -34,12 +33,13 @@ from serve_harness import (
     readme_flag,
 )
 from vllm.distributed.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, KVEventBatch
-from vllm_harness import DEADLINE_S, differences, eventually
+from vllm_harness import DEADLINE_S, Runner, differences, eventually
 
 from kvoffload.metrics import METRICS
+from kvoffload.testing.scale import SCALE
 
 pytestmark = pytest.mark.vllm
-SOAK = pytest.mark.skipif(not os.environ.get("KVOFFLOAD_SOAK"), reason="another server's start; set KVOFFLOAD_SOAK=1")
+SOAK = pytest.mark.skipif(SCALE <= 1, reason="another server's start; set KVOFFLOAD_TEST_SCALE above 1")
 
 POOL_BYTES = 64 << 20
 PROMPTS = make_prompts()
@@ -54,16 +54,15 @@ def fresh_prompts(seed: int, count: int, blocks: int = 4) -> list[list[int]]:
 
 
 @pytest.fixture(scope="module")
-def start(tmp_path_factory: pytest.TempPathFactory) -> Start:
+def start(run: Runner, tmp_path_factory: pytest.TempPathFactory) -> Start:
     """Starts a server with the tests' model. Use it as a context manager: one server at a time."""
     directory = tmp_path_factory.mktemp("serve")
     model = directory / "model"
-    write = f"from pathlib import Path; import driver; driver.write_model(Path({str(model)!r}))"
-    subprocess.run([sys.executable, "-c", write], cwd=Path(__file__).parent, check=True, timeout=DEADLINE_S)
+    run.write_model(model)
     logs = (directory / f"{i:02d}.log" for i in range(100))
 
-    def start(kv_transfer_config: str | None, *arguments: str) -> Server:
-        return Server(model, next(logs), kv_transfer_config, arguments)
+    def start(kv_transfer_config: str | None, *arguments: str, cold: bool = False) -> Server:
+        return Server(model, next(logs), kv_transfer_config, arguments, None if cold else run)
 
     return start
 
@@ -125,9 +124,9 @@ def check_two_rounds(server: Server, expected: list[Any], rank: int | None = Non
 
 @pytest.fixture(scope="class")
 def server(start: Start, alone: dict[str, list[Any]]) -> Iterator[Server]:
-    """With the flag as the README has it, but a smaller pool."""
+    """With the flag as the README has it, but a smaller pool, in processes that are started as people start them."""
     assert '"8GiB"' in readme_flag()
-    with start(readme_flag().replace('"8GiB"', '"64MiB"')) as server:
+    with start(readme_flag().replace('"8GiB"', '"64MiB"'), cold=True) as server:
         yield server
 
 

@@ -105,6 +105,7 @@ def test_failed_loads_are_recomputed_whatever_the_user_left_unset(service: Run) 
     """vLLM's default is to fail the request."""
     assert service["policy"] == "recompute"
     assert service["recomputes_failed_loads"] is True
+    assert service.log.count("kv_load_failure_policy='fail' has no effect") == 1
 
 
 def test_a_remote_decoder_finds_the_whole_prefill(service: Run) -> None:
@@ -145,6 +146,12 @@ def test_reuse_filter_stores_what_comes_again(reuse: Run, expected: list[Any]) -
     assert "not_admitted" in {r["reason"] for r in records[10:]}
     assert third["host_hit_tokens"] > second.get("host_hit_tokens", 0)
     assert_at_rest(reuse["states"][-1])
+
+
+def test_the_samples_of_a_request_count_as_one(reuse: Run) -> None:
+    before, after, again = reuse["samples"]
+    assert after == before
+    assert again == before + 4
 
 
 def test_a_check_that_fails_switches_offloading_off(reuse: Run, expected: list[Any]) -> None:

@@ -64,6 +64,7 @@ def test_corrupted_bytes_change_outputs(run: Runner, overlaid: dict[str, Any], a
 def test_the_disk_tier(run: Runner, version: str, overlaid: dict[str, Any], answers: list[Any], tmp_path: Path) -> None:
     """Served where a request can be told to wait, else refused with the reason and the mend."""
     connector = POOL | {"disk_dir": str(tmp_path / "disk"), "disk_bytes": "32MiB", "load_only_if_faster": False}
+    connector["load_deadline_ms"] = 1000 * DEADLINE_S
     if version.startswith(NOBODY_WAITS):
         child, result = run.start("rounds", connector=connector, **overlaid)
         assert child.wait(DEADLINE_S) != 0

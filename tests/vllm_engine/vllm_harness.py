@@ -3,20 +3,34 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
 import os
+import select
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 DRIVER = Path(__file__).with_name("driver.py")
+WARM = Path(__file__).with_name("warm.py")
 DEADLINE_S = 400
 TOLERANCE = 1e-4
+ENVIRONMENT = {
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    # One thread, free to run anywhere: threads that wait for each other crawl on a busy machine.
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "OMP_NUM_THREADS": "1",
+    # vLLM compiles a part of its sampler even without being asked to: seconds per process.
+    "TORCH_COMPILE_DISABLE": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+    "HF_HUB_OFFLINE": "1",
+}
+"""For every process that runs vLLM."""
 POOL = {"host_bytes": "64MiB"}
 """Room for everything the prompts of the driver need."""
 GEMMA3: dict[str, Any] = {
@@ -42,12 +56,93 @@ class Run:
         return self.result[name]
 
 
+class Child:
+    """A child of a warm parent, with the part of ``subprocess.Popen`` that the tests use."""
+
+    def __init__(self, parent: WarmParent, pid: int) -> None:
+        self.pid = pid
+        self.returncode: int | None = None
+        self._parent = parent
+        self._descriptor = os.pidfd_open(pid)
+
+    def __del__(self) -> None:
+        os.close(self._descriptor)
+
+    def poll(self) -> int | None:
+        """The exit status, negative for a signal; None while it runs."""
+        if self.returncode is None:
+            self.returncode = self._parent.ask(pid=self.pid)["code"]
+        return self.returncode
+
+    def wait(self, timeout: float | None = None) -> int:
+        """The same, once it has ended. Raises ``subprocess.TimeoutExpired`` after ``timeout`` seconds."""
+        if self.returncode is None and not select.select([self._descriptor], [], [], timeout)[0]:
+            raise subprocess.TimeoutExpired(str(self.pid), timeout or 0)
+        code = self.poll()
+        assert code is not None
+        return code
+
+    def terminate(self) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, signal.SIGTERM)
+
+
+class WarmParent:
+    """A process that has imported vLLM and forks children: ``warm.py``, with ``environment``."""
+
+    def __init__(self, environment: Mapping[str, str], log: Path) -> None:
+        self._log = log
+        with log.open("wb") as output:
+            self._process = subprocess.Popen(
+                [sys.executable, str(WARM)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=output,
+                env=environment,
+                text=True,
+            )
+
+    def ask(self, **request: Any) -> dict[str, Any]:
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        with contextlib.suppress(BrokenPipeError):
+            self._process.stdin.write(json.dumps(request) + "\n")
+            self._process.stdin.flush()
+        line = self._process.stdout.readline()
+        assert line, f"the warm parent has ended:\n{self._log.read_text(errors='replace')[-6000:]}"
+        return dict(json.loads(line))
+
+    def start(self, argv: Sequence[str], environment: Mapping[str, str], log: Path) -> Child:
+        """A child in a session of its own that runs ``argv`` as Python would; what it prints goes to ``log``."""
+        pid = self.ask(argv=list(argv), environment=dict(environment), log=str(log))["pid"]
+        return Child(self, pid)
+
+    def close(self) -> None:
+        self._process.kill()
+        self._process.communicate()
+
+
 class Runner:
     """Starts children that share one model. ``multiprocessing`` gives the engine processes of its own."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, shared: Path) -> None:
         self._directory = directory
+        self._shared = shared
+        """A directory of all processes of this test run."""
         self._runs = 0
+        self._parents: dict[str | None, WarmParent] = {}
+
+    def close(self) -> None:
+        for parent in self._parents.values():
+            parent.close()
+
+    def parent(self, environment: Mapping[str, str]) -> WarmParent:
+        """The warm parent of children with ``environment``: what Python imports is the same in both."""
+        path = environment.get("PYTHONPATH")
+        if path not in self._parents:
+            log = self._directory / f"warm-{len(self._parents)}.log"
+            self._parents[path] = WarmParent(environment, log)
+        return self._parents[path]
 
     def start(
         self,
@@ -56,7 +151,7 @@ class Runner:
         multiprocessing: bool = False,
         environment: Mapping[str, str] | None = None,
         **config: Any,
-    ) -> tuple[subprocess.Popen[bytes], Path]:
+    ) -> tuple[Child, Path]:
         """A child in a session of its own, and where its result will be; its log is beside it."""
         config["multiprocessing"] = multiprocessing
         self._runs += 1
@@ -67,36 +162,47 @@ class Runner:
         )
         variables = {
             **os.environ,
-            "VLLM_CPU_KVCACHE_SPACE": "1",
-            # One thread, free to run anywhere: threads that wait for each other crawl on a busy machine.
-            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-            "OMP_NUM_THREADS": "1",
+            **ENVIRONMENT,
             "VLLM_ENABLE_V1_MULTIPROCESSING": str(int(multiprocessing)),
-            "VLLM_NO_USAGE_STATS": "1",
-            "HF_HUB_OFFLINE": "1",
             **(environment or {}),
         }
-        with paths["log"].open("wb") as log:
-            child = subprocess.Popen(
-                [sys.executable, str(DRIVER), str(paths["config"]), str(paths["json"])],
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                env=variables,
-                start_new_session=True,
-            )
-        return child, paths["json"]
+        argv = [str(DRIVER), str(paths["config"]), str(paths["json"])]
+        return self.parent(variables).start(argv, variables, paths["log"]), paths["json"]
 
     def __call__(self, scenario: str, **config: Any) -> Run:
         child, result = self.start(scenario, **config)
-        log = result.with_suffix(".log")
-        try:
-            code = child.wait(DEADLINE_S)
-        finally:
-            kill_session(child)
-        text = log.read_text(errors="replace")
-        assert code == 0, f"the engine's process ended with {code}:\n{text[-6000:]}"
-        return Run(json.loads(result.read_text()), text)
+        log = finish(child, result.with_suffix(".log"))
+        return Run(json.loads(result.read_text()), log)
+
+    def write_model(self, directory: Path) -> None:
+        """Writes the model of ``driver.py``, without an engine."""
+        program = directory.with_suffix(".py")
+        program.write_text(f"import driver, pathlib\ndriver.write_model(pathlib.Path({str(directory)!r}))\n")
+        log = directory.with_suffix(".log")
+        environment = {**os.environ, **ENVIRONMENT}
+        finish(self.parent(environment).start([str(program)], environment, log), log)
+
+    def once(self, name: str, scenario: str, **config: Any) -> Run:
+        """The same, run only once by all processes of this test run that ask for ``name``."""
+        kept = self._shared / f"{name}.json"
+        with kept.with_suffix(".lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if kept.exists():
+                return Run(**json.loads(kept.read_text()))
+            run = self(scenario, **config)
+            kept.write_text(json.dumps({"result": run.result, "log": run.log}))
+        return run
+
+
+def finish(child: Child, log: Path) -> str:
+    """What a child that ends well has printed."""
+    try:
+        code = child.wait(DEADLINE_S)
+    finally:
+        kill_session(child)
+    text = log.read_text(errors="replace")
+    assert code == 0, f"the child ended with {code}:\n{text[-6000:]}"
+    return text
 
 
 def eventually(condition: Callable[[], Any], deadline_s: float = 60) -> bool:
@@ -108,7 +214,7 @@ def eventually(condition: Callable[[], Any], deadline_s: float = 60) -> bool:
     return True
 
 
-def kill_session(child: subprocess.Popen[bytes]) -> None:
+def kill_session(child: Child | subprocess.Popen[bytes]) -> None:
     """SIGKILL to every process of a child that ``Runner.start`` made."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(child.pid, signal.SIGKILL)

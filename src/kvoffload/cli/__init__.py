@@ -1,4 +1,5 @@
-"""The ``kvoffload`` command. Each command is one module here; all need the extra ``kvoffload[cli]``."""
+"""The ``kvoffload`` command. Each command is one module here. Pages with plots, and the demo, need the extra
+``kvoffload[plots]``."""
 
 from __future__ import annotations
 
@@ -9,18 +10,19 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import click
 
-EXTRA = frozenset({"click", "jinja2", "matplotlib", "rich"})
+EXTRA = ("jinja2", "matplotlib")
 
 
 def main() -> None:
-    """The console entry point. Exits with status 2 and one line if the extra is not installed."""
+    """The console entry point. Exits with status 2 and one line if the extra is needed and not installed."""
     try:
         group()(prog_name="kvoffload")
     except ModuleNotFoundError as error:
         if (error.name or "").split(".")[0] not in EXTRA:
             raise
         print(
-            f"kvoffload: this command needs {error.name}: pip install 'kvoffload[cli]'",
+            f"kvoffload: plots and the demo need {error.name}, which the extra kvoffload[plots] brings: pip install "
+            + " ".join(EXTRA),
             file=sys.stderr,
         )
         sys.exit(2)

@@ -18,7 +18,7 @@ from kvoffload.tiers.inspect import Cleared, Folder, InspectError, Owned, Verifi
 from kvoffload.tiers.inspect import clear as clear_directory
 from kvoffload.tiers.inspect import inspect as inspect_directory
 from kvoffload.tiers.inspect import verify as verify_directory
-from kvoffload.words import age, counted
+from kvoffload.words import age, counted, printable
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -60,7 +60,8 @@ def verify(directory: Path, as_json: bool) -> None:
     """Read every block in DIR and check its checksum.
 
     Works beside a running server and changes nothing; a block that the server replaces meanwhile is not bad. Exit
-    status 0: no block is bad; 1: some are, and a server would compute them again; 2: DIR is not a disk tier's.
+    status 0: no block is bad; 1: some are, or an index is, and a server would compute them again; 2: DIR is not a disk
+    tier's.
     """
     with _errors("verify"):
         result = _verify(directory)
@@ -68,7 +69,7 @@ def verify(directory: Path, as_json: bool) -> None:
         _print_json({"directory": str(directory), **dataclasses.asdict(result)})
     else:
         _show_verification(_console(), result)
-    sys.exit(1 if result.bad else 0)
+    sys.exit(1 if result.bad or result.lost else 0)
 
 
 @disk.command()
@@ -112,7 +113,7 @@ def _errors(command: str) -> Iterator[None]:
     except InspectError as error:
         from rich.console import Console
 
-        line = f"kvoffload disk {command}: {error}"
+        line = printable(f"kvoffload disk {command}: {error}")
         Console(stderr=True).print(line, style="bold red", markup=False, highlight=False, soft_wrap=True)
         sys.exit(2)
 
@@ -171,7 +172,7 @@ def _show(console: Console, directory: Path, parts: Sequence[Owned]) -> None:
     if not problems:
         console.print(Text("Nothing is wrong with it.", style="green4"))
     for problem in problems:
-        console.print(Text(f"! {problem}", style="yellow"))
+        console.print(Text(printable(f"! {problem}"), style="yellow"))
 
 
 def _use(parts: Sequence[Owned]) -> str:
@@ -214,11 +215,15 @@ def _show_verification(console: Console, result: Verification) -> None:
     from rich.text import Text
 
     for problem in result.findings:
-        console.print(Text(f"! {problem}", style="yellow"))
+        console.print(Text(printable(f"! {problem}"), style="yellow"))
     changed = f"; {counted(result.num_changed, 'block')} changed meanwhile" if result.num_changed else ""
     checked = f"{counted(result.num_blocks, 'block')} read, {format_bytes(result.nbytes)}{changed}"
+    if result.lost:
+        lost = f"The blocks of {counted(len(result.lost), 'fingerprint')} are lost and were not checked."
+        console.print(Text(lost, style="bold red"))
     if not result.bad:
-        console.print(Text(f"No block is bad: {checked}.", style="bold green"))
+        style = "none" if result.lost else "bold green"
+        console.print(Text(f"No {'other ' if result.lost else ''}block is bad: {checked}.", style=style))
         return
     console.print(Text(f"{counted(len(result.bad), 'block')} bad: {checked}.", style="bold red"))
     for bad in result.bad[:MAX_BAD_SHOWN]:
@@ -234,4 +239,4 @@ def _show_cleared(console: Console, directory: Path, result: Cleared) -> None:
     freed = f"{directory}: removed {counted(result.num_files, 'file')}, {format_bytes(result.nbytes)} freed."
     console.print(Text(freed, style="bold"))
     for name in result.left:
-        console.print(Text(f"! not kvoffload's, and left: {name}", style="yellow"))
+        console.print(Text(printable(f"! not kvoffload's, and left: {name}"), style="yellow"))

@@ -52,6 +52,11 @@ WORDS = {
         "host_bytes.",
         True,
     ),
+    MissReason.FORGOTTEN: Words(
+        "the reuse filter had forgotten that the block was asked for before",
+        "Remove store_threshold, or raise host_bytes: the filter remembers more blocks for a larger pool.",
+        True,
+    ),
     MissReason.EVICTED: Words("the block had been evicted", "Raise host_bytes, or try another policy.", True),
     MissReason.BEING_WRITTEN: Words(
         "the block was still being written", "Nothing: the same text came again within moments."
@@ -342,7 +347,7 @@ def _time_table(periods: Sequence[Period], bars: tuple[str, str, str]) -> Table:
     shown = sorted(totals, key=lambda reason: -totals[reason])
     shown, others = shown[:REASON_COLUMNS], shown[REASON_COLUMNS:]
     for reason in shown:
-        table.add_column(reason.replace("_", "\n", 1), justify="right")
+        table.add_column(reason.replace("_", "\n"), justify="right")
     if others:
         table.add_column("other", justify="right")
     same_day = time.localtime(periods[0].start)[:3] == time.localtime(periods[-1].start)[:3]

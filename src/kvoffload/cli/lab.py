@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import importlib
 import math
 import os
 import sys
@@ -14,6 +15,7 @@ from typing import TYPE_CHECKING, TypeVar
 import click
 
 from kvoffload.base import ConfigError
+from kvoffload.cli import EXTRA
 from kvoffload.hostpool import format_bytes
 from kvoffload.lab.latency import Speeds
 from kvoffload.lab.model import ModelShape
@@ -160,9 +162,14 @@ def progress(what: str) -> Iterator[Callable[[float], None]]:
 
 
 def check_page(file: Path | None) -> None:
-    """Before the work is done: whether the page can be written. Raises ConfigError."""
-    if file is not None and (file.is_dir() or not os.access(file.parent, os.W_OK)):
+    """Before the work is done: whether the page can be made and written. Raises ConfigError, and ModuleNotFoundError
+    where the extra is not installed."""
+    if file is None:
+        return
+    if file.is_dir() or not os.access(file.parent, os.W_OK):
         raise ConfigError(f"html={str(file)!r}: cannot be written there; give a file in a directory of yours")
+    for name in EXTRA:
+        importlib.import_module(name)
 
 
 def write_page(file: Path, page: str) -> None:

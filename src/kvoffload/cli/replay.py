@@ -196,7 +196,8 @@ def _name(policy: str) -> str:
 
 
 def _name_width(results: Sequence[ReplayResult]) -> int:
-    return min(LONGEST_NAME, max(len(_name(result.policy)) for result in results))
+    """Of the column, whose head is a name like any other."""
+    return min(LONGEST_NAME, max(len(name) for name in ["policy", *(_name(result.policy) for result in results)]))
 
 
 def _rows(results: Sequence[ReplayResult]) -> list[str]:
@@ -277,7 +278,7 @@ def _tier_table(tiers: Sequence[TierUse]) -> Table:
         "saved\nFLOPs, %",
         "written",
         "read",
-        "write am-\nplification",
+        "write\namplifi-\ncation",
         "evicted",
     ):
         table.add_column(title, justify="right", no_wrap=True)

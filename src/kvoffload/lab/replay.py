@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from kvoffload.admission import FilterReusedOffloadingManager
+from kvoffload.admission import FilterReusedOffloadingManager, tracker_size
 from kvoffload.base import (
     CachePolicy,
     ConfigError,
@@ -361,7 +361,8 @@ class _Run:
             # As an engine stores step by step: what is written at once is bounded.
             self.store_step = max(1, int(self.capacity * WRITE_SHARE))
         if config.store_threshold is not None:
-            self.manager = FilterReusedOffloadingManager(self.manager, config.store_threshold)
+            tracked = tracker_size(config.capacity_blocks + config.disk_blocks)
+            self.manager = FilterReusedOffloadingManager(self.manager, config.store_threshold, tracked)
         self.device: DeviceCache | None = None
         if config.device_blocks:
             self.device = _device(trace, config.device_blocks)

@@ -137,6 +137,10 @@ class Scenario:
     max_new_tokens: int = 10
     abort_chance: float = 0.0
     reset_chance: float = 0.0
+    update_chance: float = 0.0
+    """Of new weights without a reset of the connector."""
+    keeps_device_cache: bool = False
+    """With new weights the engine's own cache stays as it is, and is emptied some time later."""
     copy_chance: float = 0.4
     """Of the first rank; the others have speeds of their own."""
     copy_failure_rate: float = 0.0
@@ -273,7 +277,9 @@ class EngineRequest:
     tokens_in_flight: int = 0
     """Tokens that these compute."""
     finished: bool = False
-    _content: Content | None = None
+    old_blocks: dict[tuple[int, int], int] = field(default_factory=dict)
+    """Blocks that it found in the engine's own cache with the KV of other weights: group and index, and the version."""
+    _contents: dict[int, Content] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.num_prompt_tokens = len(self.tokens)
@@ -299,12 +305,21 @@ class EngineRequest:
         """Computed tokens that no step under way may attend from any more."""
         return self.num_computed_tokens - self.tokens_in_flight
 
-    def content(self) -> Content:
-        """Its right KV under its version of the weights, for all of its real tokens but the last one."""
-        if self._content is None or self._content.version != self.version:
-            self._content = Content(self.version)
-        self._content.extend(self.real_tokens)
-        return self._content
+    def words(self, g: int, group: KVGroup, end: int) -> Words:
+        """The KV that its first ``end`` positions must have in group ``g``, without salts."""
+        words = self._words(self.version, group)[:end]
+        if any(old_group == g for old_group, _ in self.old_blocks):
+            words, size = words.copy(), group.device_block_size
+            for (old_group, index), version in self.old_blocks.items():
+                if old_group == g:
+                    block = slice(index * size, (index + 1) * size)
+                    words[block] = self._words(version, group)[:end][block]
+        return words
+
+    def _words(self, version: int, group: KVGroup) -> Words:
+        content = self._contents.setdefault(version, Content(version))
+        content.extend(self.real_tokens)
+        return content.draft_words if group.draft else content.words
 
 
 Batch: TypeAlias = list[tuple[EngineRequest, int]]
@@ -389,10 +404,13 @@ class BlockPool:
                 if at_once:
                     self.free.move_to_end(block, last=False)
 
-    def cache(self, block: int, name: BlockName) -> None:
-        if self.prefix_caching and name not in self.block_of and block not in self.name_of:
+    def cache(self, block: int, name: BlockName) -> bool:
+        """Whether the block is new there."""
+        is_new = self.prefix_caching and name not in self.block_of and block not in self.name_of
+        if is_new:
             self.block_of[name] = block
             self.name_of[block] = name
+        return is_new
 
     def forget_all(self) -> None:
         self.block_of.clear()
@@ -445,12 +463,11 @@ class Rank:
 
     def _compute(self, request: EngineRequest, start: int, end: int) -> None:
         """Checks every byte that the tokens from ``start`` to ``end`` attend to, and writes theirs."""
-        content = request.content()
         for g, (group, pages, salts) in enumerate(zip(self._groups, self._pages, self._salts, strict=True)):
             if not len(pages):
                 continue
             size = group.device_block_size
-            want = (content.draft_words if group.draft else content.words)[:end] ^ salts
+            want = request.words(g, group, end) ^ salts
             low = first_attended(group, start)
             if low < start:
                 first = low // size
@@ -482,6 +499,30 @@ def _layers_of(s: Scenario, num_groups: int, g: int, rank: int) -> list[int]:
 
 def _salt(rank: int, g: int, layer: int) -> int:
     return int.from_bytes(_digest(f"{rank}/{g}/{layer}".encode()), "little")
+
+
+class ModelWatch:
+    """A watch over the weights of one rank of ``engine``. Answers take their time, and some changes are not seen by
+    some ranks, but by the first one always."""
+
+    def __init__(self, engine: ModelEngine, rank: int) -> None:
+        self._engine = engine
+        self._rank = rank
+        self._random = Random(engine.scenario.seed + (rank << 20))
+        self._accepted = self._compared = engine.version
+
+    def accept(self) -> None:
+        self._accepted = self._compared = self._engine.version
+
+    def begin(self) -> None:
+        overlooks = self._rank > 0 and (self._engine.version + self._rank) % 3 == 0
+        self._compared = self._accepted if overlooks else self._engine.version
+
+    def poll(self) -> bool | None:
+        return self._compared != self._accepted if self._random.random() < 0.5 else None
+
+    def note_new(self) -> None:
+        pass
 
 
 @dataclass(slots=True)
@@ -575,6 +616,11 @@ class ModelEngine:
         """Those of them whose load failed on some rank."""
         self._released: dict[str, set[int]] = {}
         """Held requests that some ranks have released, and which."""
+        self._version_of: dict[int, int] = {}
+        """Of blocks in the engine's own cache: the weights their KV was computed with."""
+        if s.update_chance:
+            for rank in self.ranks:
+                rank.worker.weights = ModelWatch(self, rank.number)
         self.is_full = False
         """Whether no request is given device blocks, whatever is free."""
         self._todo = self._make_requests()
@@ -610,6 +656,7 @@ class ModelEngine:
                 self._finish(self.random.choice(self.waiting + self.running))
             if self.steps < MAX_RESET_STEP and self.random.random() < self.scenario.reset_chance:
                 self._reset(preempt=self.random.random() < 0.5)
+            self._update(preempt=True)
             self.step()
         self._settle()
         self._check_nothing_held()
@@ -631,6 +678,8 @@ class ModelEngine:
         self.lower.tick()
         step, batch = self._schedule()
         meta = self.scheduler.build_connector_meta(step)
+        self._update(preempt=False)
+        self._start_with_new_weights([request for request, _ in batch if request.request_id in step.replaced])
         for request, n in batch:
             request.num_computed_tokens += n
             request.tokens_in_flight += n
@@ -778,6 +827,7 @@ class ModelEngine:
     def _admit(self, request: EngineRequest) -> bool:
         """Looks the request up on the device and in the host, and allocates. False: not now."""
         request.version = self.version
+        request.old_blocks.clear()
         computed = self._local_hit(request)
         external, is_async = self.scheduler.get_num_new_matched_tokens(request, computed)
         if external is None:
@@ -801,6 +851,11 @@ class ModelEngine:
             self.pool.take([block for block in table if block != NULL_BLOCK])
         request.blocks = [table + self.pool.new(n) for table, n in zip(hits, needed, strict=True)]
         request.num_cached = [len(table) for table in hits]
+        for g, table in enumerate(hits):
+            for i, block in enumerate(table):
+                version = self._version_of[block] if block != NULL_BLOCK else self.version
+                if version != self.version:
+                    request.old_blocks[g, i] = version
         self.scheduler.update_state_after_alloc(request, _Allocation(request.blocks), external)
         request.num_computed_tokens = total
         request.loading = is_async
@@ -915,7 +970,7 @@ class ModelEngine:
         if request.finished:
             self._aborted_loading.remove(request)
             self._release(request)
-        elif failed or request.version != self.version:
+        elif failed or (request.version != self.version and not self.scenario.update_chance):
             self._release(request)
             request.num_computed_tokens = 0
         else:
@@ -942,7 +997,9 @@ class ModelEngine:
             self.pool.release(blocks)
 
     def _cache_blocks(self, request: EngineRequest, num_tokens: int) -> None:
-        if request.version != self.version or not self.scenario.prefix_caching:
+        if not self.scenario.prefix_caching:
+            return
+        if request.version != self.version and not self.scenario.keeps_device_cache:
             return
         for g, (group, table) in enumerate(zip(self.groups, request.blocks, strict=True)):
             for i in range(request.num_cached[g], num_tokens // group.device_block_size):
@@ -950,8 +1007,8 @@ class ModelEngine:
                 if name is None:
                     break
                 request.num_cached[g] = i + 1
-                if table[i] != NULL_BLOCK:
-                    self.pool.cache(table[i], name)
+                if table[i] != NULL_BLOCK and self.pool.cache(table[i], name):
+                    self._version_of[table[i]] = request.old_blocks.get((g, i), request.version)
 
     def _finish(self, request: EngineRequest) -> None:
         request.finished = True
@@ -980,10 +1037,39 @@ class ModelEngine:
         self.version = next(self._new_versions)
         self.pool.forget_all()
         if preempt:
-            for request in reversed(list(self.running)):
-                if not request.in_flight:
-                    self._preempt(request, self._preempted)
+            self._preempt_all()
         self.scheduler.reset()
+
+    def _preempt_all(self) -> None:
+        for request in reversed(list(self.running)):
+            if not request.in_flight:
+                self._preempt(request, self._preempted)
+
+    def _update(self, preempt: bool) -> None:
+        """Perhaps new weights. ``preempt``: running requests may have to start again."""
+        s, rng = self.scenario, self.random
+        if not s.update_chance or self.steps >= MAX_RESET_STEP:
+            return
+        if s.keeps_device_cache and rng.random() < 0.05:
+            self.pool.forget_all()
+        if rng.random() < s.update_chance:
+            self.version = next(self._new_versions)
+            if not s.keeps_device_cache:
+                self.pool.forget_all()
+            if preempt and rng.random() < 0.3:
+                self._preempt_all()
+
+    def _start_with_new_weights(self, requests: list[EngineRequest]) -> None:
+        """Requests that compute for the first time, with weights that came after they were scheduled, on top of what
+        they have."""
+        for request in requests:
+            computed = request.num_computed_tokens
+            if request.version == self.version or computed % self._hit_tokens:
+                continue
+            for g, group in enumerate(self.groups):
+                for i in range(computed // group.device_block_size):
+                    request.old_blocks.setdefault((g, i), request.version)
+            request.version = self.version
 
     def _check_nothing_held(self) -> None:
         if self.held or self._aborted_loading or self._deferred or self._loaded or self._released:

@@ -6,7 +6,8 @@ makes a test case of it. Batches come from a small universe of keys, duplicates 
 stores and loads end late, in part, twice, with failure, after a reset. Whatever one says, the other must
 say, and slots are followed from hand to hand.
 
-Runs are the same every time where ``CI`` is set. ``KVOFFLOAD_SOAK=1`` makes them many and long.
+Runs are the same every time where ``CI`` is set. ``KVOFFLOAD_TEST_SCALE`` multiplies their number; above 1 they are
+longer too.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from kvoffload.base import (
 )
 from kvoffload.keys import make_offload_key
 from kvoffload.testing.reference import ReferenceFilter, ReferenceManager
+from kvoffload.testing.scale import SCALE, scaled
 
 MAX_BLOCKS = 12
 MAX_UNDER_WAY = 3
@@ -38,10 +40,9 @@ MAX_UNDER_WAY = 3
 OBSERVER = ReqContext("observer")
 """The request in whose name the machine looks at every key after every rule."""
 
-SOAK = os.environ.get("KVOFFLOAD_SOAK") == "1"
 SETTINGS = settings(
-    max_examples=3000 if SOAK else 100,
-    stateful_step_count=100 if SOAK else 40,
+    max_examples=scaled(100),
+    stateful_step_count=100 if SCALE > 1 else 40,
     derandomize=bool(os.environ.get("CI")),
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
@@ -49,7 +50,7 @@ SETTINGS = settings(
 
 CONTEXTS = [None, *(ReqContext(f"r{n}") for n in range(6))]
 
-WALK_SEEDS = range(2000 if SOAK else 20)
+WALK_SEEDS = range(scaled(20))
 """For ``walk``, one test a seed."""
 
 numbers = st.integers(0, MAX_BLOCKS + 3)

@@ -18,7 +18,7 @@ import numpy as np
 
 from kvoffload.base import ConfigError
 from kvoffload.hostpool import ByteArray
-from kvoffload.tiers.storage import Storage, StoredFile
+from kvoffload.tiers.storage import Storage, StoredFile, nothing
 
 PAGE = 4096
 
@@ -96,7 +96,7 @@ class SimulatedStorage(Storage):
     ``power_loss`` also takes back each page written since the last ``sync``, or not, as chance will have it.
     ``restart`` makes the next process's storage on the same medium. ``pause`` is called before whatever touches the
     medium and in the middle of reads and writes: who does not return from it is killed there, and leaves a part of the
-    bytes or of the pages. Chance is ``seed``'s.
+    bytes or of the pages. ``read_only``: the medium is mounted so for this process. Chance is ``seed``'s.
     """
 
     def __init__(
@@ -109,6 +109,7 @@ class SimulatedStorage(Storage):
         self._medium = _Medium(capacity_bytes, seed, clock)
         self._pause = pause
         self._dead = False
+        self._read_only = False
         self._handles: set[_SimulatedFile] = set()
 
     @property
@@ -118,6 +119,14 @@ class SimulatedStorage(Storage):
     @capacity_bytes.setter
     def capacity_bytes(self, capacity_bytes: int) -> None:
         self._medium.capacity_bytes = capacity_bytes
+
+    @property
+    def read_only(self) -> bool:
+        return self._read_only
+
+    @read_only.setter
+    def read_only(self, read_only: bool) -> None:
+        self._read_only = read_only
 
     @property
     def is_locked(self) -> bool:
@@ -191,10 +200,12 @@ class SimulatedStorage(Storage):
 
     def make_folder(self, folder: str) -> None:
         self._check_alive()
+        self._check_writable()
         _check_name(folder)
         self._medium.folders.setdefault(folder, {})
 
     def remove_folder(self, folder: str) -> None:
+        self._check_writable()
         _check_name(folder)
         if self._folder(folder):
             raise os_error(errno.ENOTEMPTY)
@@ -205,6 +216,7 @@ class SimulatedStorage(Storage):
         files = self._folder(folder)
         _check_name(name)
         if create and name not in files:
+            self._check_writable()
             files[name] = _Inode()
             files[name].modified = self._medium.clock()
         handle = _SimulatedFile(self, self._inode(folder, name), direct)
@@ -213,6 +225,7 @@ class SimulatedStorage(Storage):
 
     def remove(self, folder: str, name: str) -> None:
         self._step()
+        self._check_writable()
         inode = self._inode(folder, name)
         del self._medium.folders[folder][name]
         inode.named = False
@@ -220,6 +233,15 @@ class SimulatedStorage(Storage):
 
     def modified(self, folder: str, name: str) -> float:
         return self._inode(folder, name).modified
+
+    def held_bytes(self, is_left_out: Callable[[str, str], bool] = nothing) -> int:
+        self._check_alive()
+        return sum(
+            len(inode.data)
+            for folder, files in self._medium.folders.items()
+            for name, inode in files.items()
+            if not is_left_out(folder, name)
+        )
 
     def free_bytes(self) -> int:
         self._check_alive()
@@ -236,6 +258,10 @@ class SimulatedStorage(Storage):
     def _check_alive(self) -> None:
         if self._dead:
             raise os_error(errno.EBADF)
+
+    def _check_writable(self) -> None:
+        if self._read_only:
+            raise os_error(errno.EROFS)
 
     def _folder(self, folder: str) -> dict[str, _Inode]:
         self._check_alive()
@@ -301,6 +327,7 @@ class _SimulatedFile(StoredFile):
 
     def write(self, buffers: Sequence[ByteArray], offset: int) -> int:
         self._check(buffers, offset)
+        self._storage._check_writable()
         raw = np.concatenate([buffer.reshape(-1) for buffer in buffers])
         with self._in_use():
             for part in self._storage._parts(offset, len(raw)):
@@ -321,6 +348,7 @@ class _SimulatedFile(StoredFile):
     def resize(self, size: int) -> None:
         self._storage._step()
         self._check()
+        self._storage._check_writable()
         self._medium.resize(self._inode, size)
 
     def close(self) -> None:
@@ -406,13 +434,21 @@ class FaultyStorage(Storage):
     ) -> None:
         self.inner = inner
         self.rates = rates
-        self.read_only = False
+        self._read_only = False
         self.kill_at: int | None = None
         self.operations = 0
         self.injected: Counter[str] = Counter()
         self._random = Random(seed)
         self._calm = threading.Event()
         self._stall = stall or (lambda: bool(self._calm.wait(stall_s)))
+
+    @property
+    def read_only(self) -> bool:
+        return self._read_only or self.inner.read_only
+
+    @read_only.setter
+    def read_only(self, read_only: bool) -> None:
+        self._read_only = read_only
 
     @property
     def active(self) -> bool:
@@ -456,6 +492,10 @@ class FaultyStorage(Storage):
         self._before()
         return self.inner.modified(folder, name)
 
+    def held_bytes(self, is_left_out: Callable[[str, str], bool] = nothing) -> int:
+        self._before()
+        return self.inner.held_bytes(is_left_out)
+
     def free_bytes(self) -> int:
         self._before()
         return self.inner.free_bytes()
@@ -475,7 +515,7 @@ class FaultyStorage(Storage):
         if self._is_killed():
             raise Killed
         self.operations += 1
-        if writes and self.read_only and self.active:
+        if writes and self._read_only and self.active:
             self.injected["read_only"] += 1
             raise os_error(errno.EROFS)
         if self._happens("io_error"):

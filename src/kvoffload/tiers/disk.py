@@ -17,11 +17,11 @@ from typing import NamedTuple
 import numpy as np
 
 from kvoffload.base import ConfigError, IntegrityError, LookupState, OffloadKey, Slots
-from kvoffload.hostpool import ByteArray, SlotBackend, format_bytes
+from kvoffload.hostpool import ByteArray, SlotBackend
 from kvoffload.manager import PolicyOffloadingManager
 from kvoffload.policies import make_policy
 from kvoffload.tiers.base import States, Tier, TierError, TierResult
-from kvoffload.tiers.directory import LOCK_NAME, DirectoryStorage
+from kvoffload.tiers.directory import LOCK_NAMES, DirectoryStorage
 from kvoffload.tiers.executor import Executor
 from kvoffload.tiers.format import (
     EMPTY_RECORD,
@@ -29,6 +29,7 @@ from kvoffload.tiers.format import (
     MAX_HITS,
     MAX_KEY_BYTES,
     MAX_SECONDS,
+    RECENCY_BYTES,
     RECORD_BYTES,
     Header,
     is_block_file,
@@ -36,8 +37,8 @@ from kvoffload.tiers.format import (
     pack_record,
     payload_checksum,
 )
-from kvoffload.tiers.slabs import SLAB_BYTES, SlabFiles
-from kvoffload.tiers.storage import Storage
+from kvoffload.tiers.slabs import NO_SPACE, SLAB_BYTES, SlabFiles, check_capacity
+from kvoffload.tiers.storage import SETTING_ERRORS, Storage
 from kvoffload.tiers.threads import MAX_QUEUED_WRITES, IOThreads
 
 logger = logging.getLogger(__name__)
@@ -50,10 +51,14 @@ MAX_BUFFERS = 1024
 CLOSE_DEADLINE_S = 5.0
 RETRY_S = 60.0
 """After the medium had no room for another slab, or the index could not be written."""
+RECENCY_S = 10.0
+"""From one writing down of what was used to the next. A kill makes the tier forget no more uses than those."""
+RECENCY_PAGE_SLOTS = 4096 // RECENCY_BYTES
+MAX_RECENCY_PAGES = 1024
+"""Written at a time, each by one call."""
 WARNING_INTERVAL_S = 10.0
 SPARE_DESCRIPTORS = 512
 """Files that everybody else in the process may still want to open."""
-_NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 class _Backend(SlotBackend):
@@ -145,7 +150,8 @@ class DiskTier(Tier):
     record. So whatever a kill interrupts is a miss afterwards. Nothing is synced: what a power loss takes fails its
     checksum. ``random(n)`` gives n random bytes.
 
-    Raises ConfigError if a setting is wrong or ``storage`` cannot be used; after that, no method raises for it.
+    A ``storage`` that is full or read-only serves what it holds. Raises ConfigError if a setting is wrong or
+    ``storage`` cannot be used, and OSError if its medium fails; after that, no method raises for it.
     """
 
     name = "disk"
@@ -185,6 +191,11 @@ class DiskTier(Tier):
         self._serials = np.zeros(num_slots, dtype=np.int64)
         """How often each slot was given to a block."""
         self._sequence = 0
+        self._last_use = np.zeros(num_slots, dtype=np.int64)
+        """Sequence of each slot's last touch; a block's own record has that of its writing or reading."""
+        self._unwritten_uses = np.zeros(-(-num_slots // RECENCY_PAGE_SLOTS), dtype=np.bool_)
+        """By page of the recency file, whether it does not tell all of ``_last_use``."""
+        self._has_unwritten_uses = False
         self._num_evicted = 0
         self._blocks_per_job = max(1, JOB_BYTES // self.block_bytes)
         self._reading: set[OffloadKey] = set()
@@ -195,12 +206,17 @@ class DiskTier(Tier):
         """Slots whose records must go, with their serials: a slot that has a new block by then has lost the old
         record anyway."""
         self._chores_under_way = False
-        self._chores_at = self._grow_at = self._warn_at = -float("inf")
+        self._chores_at = self._grow_at = self._warn_at = self._recency_at = -float("inf")
         self._num_unwarned = 0
         self._growing = False
+        self._said_it_cannot_grow = self._files.is_short
         self._grown: deque[int | Exception] = deque()
         self._closed = self._abandoned = False
-        self._restore()
+        try:
+            self._restore()
+        except BaseException:
+            self._files.close()
+            raise
         if not self._files.num_allocated:
             self._growing = True
             self._grow()
@@ -213,18 +229,21 @@ class DiskTier(Tier):
     def _restore(self) -> None:
         keys: list[OffloadKey] = []
         found: list[tuple[Slots, Slots]] = []
+        recency = self._files.load_recency()
         for entries in self._files.load():
             self._checksums[entries.slots] = entries.records["payload_checksum"]
             self._stored_at[entries.slots] = entries.records["stored_at"]
             self._hits[entries.slots] = entries.records["hits"]
             keys += entries.keys
-            found.append((entries.slots, entries.records["sequence"].astype(np.int64)))
+            # A slot's recency may be that of the block before.
+            sequences = np.maximum(entries.records["sequence"].astype(np.int64), recency[entries.slots])
+            found.append((entries.slots, sequences))
         if keys:
             slots, sequences = (np.concatenate(column) for column in zip(*found, strict=True))
+            self._last_use[slots] = sequences
             self._sequence = int(sequences.max()) + 1
-            if len(found) > 1:
-                order = np.argsort(sequences, kind="stable")
-                keys, slots = [keys[i] for i in order.tolist()], slots[order]
+            order = np.argsort(sequences, kind="stable")
+            keys, slots = [keys[i] for i in order.tolist()], slots[order]
             newest = dict(zip(keys, slots.tolist(), strict=True))
             if len(newest) < len(keys):
                 is_newest = np.array([newest[key] == slot for key, slot in zip(keys, slots.tolist(), strict=True)])
@@ -350,6 +369,8 @@ class DiskTier(Tier):
 
     def _room(self, wanted: int) -> int:
         """Blocks that can be written now. While the files can still grow nothing is evicted; they do, ahead of need."""
+        if self._files.read_only:
+            return 0
         free = self._backend.get_num_free_blocks()
         is_whole = self._files.num_allocated == self._files.num_slots and not self._growing
         if is_whole or self._clock() < self._grow_at:
@@ -429,7 +450,7 @@ class DiskTier(Tier):
         for i, item in enumerate(run):
             error = None
             if problem is not None:
-                error = TierError.NO_SPACE if getattr(problem, "errno", None) in _NO_SPACE else TierError.IO
+                error = TierError.NO_SPACE if getattr(problem, "errno", None) in NO_SPACE else TierError.IO
             elif corrupt and corrupt[i]:
                 error = TierError.CORRUPT
             nbytes = 0 if error else self.block_bytes
@@ -460,12 +481,27 @@ class DiskTier(Tier):
             self._growing = False
             if isinstance(grown, Exception):
                 self._grow_at = self._clock() + RETRY_S
-                self._warn(
-                    f"it cannot grow ({grown}) and evicts for new blocks; the next try is in {RETRY_S:.0f} s. Free "
-                    "space where disk_dir lies, or set disk_bytes lower"
-                )
+                self._tell_why_it_cannot_grow(grown)
             else:
+                self._said_it_cannot_grow = False
                 self._backend.supply(np.arange(self._backend.num_supplied, grown))
+
+    def _tell_why_it_cannot_grow(self, problem: Exception) -> None:
+        """Once, until it has grown again."""
+        if self._said_it_cannot_grow:
+            return
+        self._said_it_cannot_grow = True
+        effect = "evicts for new blocks" if self._files.num_allocated else "keeps no blocks"
+        advice = "use a file system that can"
+        if getattr(problem, "errno", None) in NO_SPACE:
+            advice = "free space where disk_dir lies, or set disk_bytes lower"
+        logger.warning(
+            "kvoffload: disk tier: it cannot grow (%s) and %s; %s. It tries again every %.0f s",
+            problem,
+            effect,
+            advice,
+            RETRY_S,
+        )
 
     def _take_results(self) -> list[TierResult]:
         if not self._done:
@@ -511,10 +547,24 @@ class DiskTier(Tier):
     # Removing.
 
     def touch(self, keys: Sequence[OffloadKey]) -> None:
+        # A tuple: what is looked up twice in a row is found once.
+        keys = tuple(keys)
         self._book.touch(keys)
+        self._note_use(keys)
 
     def refresh(self, keys: Sequence[OffloadKey], stored: Collection[OffloadKey]) -> None:
+        keys = tuple(keys)
         self._book.refresh(keys, stored)
+        self._note_use(keys)
+
+    def _note_use(self, keys: Sequence[OffloadKey]) -> None:
+        """Last key first, as in touch. A thread writes it down later, see RECENCY_S."""
+        slots = self._book.find(keys)
+        if len(slots) and not self._files.read_only:
+            last = self._take_sequences(len(slots)) + len(slots) - 1
+            self._last_use[slots] = last - np.arange(len(slots))
+            self._unwritten_uses[slots // RECENCY_PAGE_SLOTS] = True
+            self._has_unwritten_uses = True
 
     def delete(self, keys: Sequence[OffloadKey]) -> None:
         slots = self._book.find(keys)
@@ -533,8 +583,9 @@ class DiskTier(Tier):
         self._void.extend(zip(slots.tolist(), self._serials[slots].tolist(), strict=True))
 
     def _submit_chores(self) -> None:
-        is_due = self._void or self._files.header_is_due
-        if is_due and not self._chores_under_way and self._clock() >= self._chores_at:
+        now = self._clock()
+        is_due = self._void or self._files.header_is_due or (self._has_unwritten_uses and now >= self._recency_at)
+        if is_due and not self._chores_under_way and now >= self._chores_at:
             self._chores_under_way = True
             if not self._executor.submit_read(self._chores):
                 self._chores_under_way = False
@@ -550,10 +601,30 @@ class DiskTier(Tier):
                 except OSError:
                     self._void.appendleft((slot, serial))
                     raise
+            if self._closed or self._clock() >= self._recency_at:
+                self._write_recency()
         except OSError:
             self._chores_at = self._clock() + RETRY_S
         finally:
             self._chores_under_way = False
+
+    def _write_recency(self) -> None:
+        """Writes some of the pages in which something has changed, at the end all."""
+        self._recency_at = self._clock() + RECENCY_S
+        # Before the pages are looked at: who marks one afterwards says so again.
+        self._has_unwritten_uses = False
+        pages = np.flatnonzero(self._unwritten_uses)
+        try:
+            for page in (pages if self._closed else pages[:MAX_RECENCY_PAGES]).tolist():
+                self._unwritten_uses[page] = False
+                first = page * RECENCY_PAGE_SLOTS
+                try:
+                    self._files.write_recency(first, self._last_use[first : first + RECENCY_PAGE_SLOTS])
+                except OSError:
+                    self._unwritten_uses[page] = True
+                    raise
+        finally:
+            self._has_unwritten_uses |= bool(self._unwritten_uses.any())
 
     # The end.
 
@@ -591,33 +662,44 @@ def open_disk_tier(
     """The tier in ``directory``, of which nobody else may be using anything but the other of ``engines`` engines.
 
     Several engines have a folder ``engine-<number>`` and an equal share of ``capacity_bytes`` each. Raises ConfigError
-    if a setting is wrong or the directory is in use.
+    if a setting is wrong or the directory is in use, and OSError if the medium fails: a server can go on without it.
     """
-    root = DirectoryStorage(directory)
+    storage = root = DirectoryStorage(directory)
     try:
         root.lock(shared=engines > 1)
+        if not root.held_bytes():
+            check_capacity(capacity_bytes, root.free_bytes())
+        if engines == 1:
+            _allow_descriptors(capacity_bytes // SLAB_BYTES)
+            if not root.read_only:
+                _remove_other_arrangements(root, engine, engines, capacity_bytes)
+            return DiskTier(storage, pools, fingerprint=fingerprint, capacity_bytes=capacity_bytes, policy=policy)
         with root.alone():
-            possible = root.free_bytes() + root.held_bytes()
-            if capacity_bytes > possible:
-                raise ConfigError(
-                    f"disk_bytes={capacity_bytes} ({format_bytes(capacity_bytes)}): the file system of "
-                    f"disk_dir={str(root.path)!r} can give only {format_bytes(possible)}; set disk_bytes to "
-                    f"{format_bytes(possible * 9 // 10)} or less"
-                )
             share = capacity_bytes // engines
             _allow_descriptors(share // SLAB_BYTES)
-            _remove_other_arrangements(root, engine, engines, share)
-            storage = root if engines == 1 else root.child(f"engine-{engine}")
+            if not root.read_only:
+                _remove_other_arrangements(root, engine, engines, share)
+            share = (capacity_bytes - root.held_bytes(_is_an_engines)) // engines
+            folder = f"engine-{engine}"
+            if root.read_only and folder not in root.folders():
+                raise OSError(errno.EROFS, "the file system is read-only, and holds no blocks of this engine")
+            storage = root.child(folder)
             return DiskTier(storage, pools, fingerprint=fingerprint, capacity_bytes=share, policy=policy)
     except OSError as error:
-        root.close()
+        storage.close()
+        if error.errno not in SETTING_ERRORS:
+            raise
         raise ConfigError(
             f"disk_dir={str(root.path)!r}: cannot be used ({error.strerror or error}); name a directory on a local, "
             "writable file system"
         ) from error
-    except ConfigError:
-        root.close()
+    except BaseException:
+        storage.close()
         raise
+
+
+def _is_an_engines(folder: str, name: str) -> bool:
+    return ENGINE_FOLDER.fullmatch(folder.partition("/")[0]) is not None
 
 
 def _allow_descriptors(num_slabs: int) -> None:
@@ -653,7 +735,9 @@ def _remove_other_arrangements(root: DirectoryStorage, engine: int, engines: int
                         raise
                     continue
                 _remove_blocks(other)
-                other.remove("", LOCK_NAME)
+                for name in LOCK_NAMES:
+                    with suppress(FileNotFoundError):
+                        other.remove("", name)
             finally:
                 other.close()
             with suppress(OSError):

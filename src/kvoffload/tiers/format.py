@@ -1,7 +1,8 @@
 """The disk tier's files: what is in them, and what is believed of it.
 
 A directory holds one folder a fingerprint, named by its 64 hexadecimal digits. In it lie the payloads in *slabs*,
-``slab-00000`` and so on, and a file ``index`` that tells what they are.
+``slab-00000`` and so on, a file ``index`` that tells what they are, and a file ``recency`` that tells when they were
+used.
 
 A slab is ``slots_per_slab`` slots in a row, the last one perhaps fewer. A slot holds one block: rank 0's bytes, then
 rank 1's, padding included, without a gap. Slot ``s`` is the ``s % slots_per_slab``-th of slab ``s // slots_per_slab``.
@@ -12,7 +13,12 @@ little-endian. A record of zeros, or one that fails any check, is a slot without
 Every byte of the header is under its checksum, every byte of a record under its own, and every byte of a slot under
 the payload's, all XXH3-64. The payload's checksum is seeded with the fingerprint's id, the generation and the key, so a
 payload that has come to lie in another slot, file or folder fails it. A header names the *generation* of its records,
-a random number: a new one makes every record before it void at once.
+a random number: a new one makes every record before it void at once. XXH3 finds accidents. It does not authenticate:
+whoever can write to these files can forge a block that passes every check.
+
+The recency file is one number of 64 bits per slot, the sequence of the last use that was written down. Nothing but the
+order of eviction after a restart depends on it, so it has neither header nor checksum; a record's own sequence counts
+if it is higher.
 """
 
 from __future__ import annotations
@@ -31,13 +37,16 @@ from kvoffload.hostpool import SLOT_ALIGNMENT, ByteArray
 
 FORMAT_VERSION = 1
 INDEX_NAME = "index"
+RECENCY_NAME = "recency"
+RECENCY_BYTES = 8
 HEADER_BYTES = 4096
 RECORD_BYTES = 128
 MAX_KEY_BYTES = 64
 MAX_RANKS = 256
 MAX_BLOCK_BYTES = (1 << 31) - SLOT_ALIGNMENT
 """What one read or write of the kernel's can move."""
-MAX_SEQUENCE = (1 << 63) - 1
+MAX_SEQUENCE = 1 << 62
+"""No server can count so far. A record that says more is damaged, and uses beyond it are not told apart."""
 MAX_HITS = MAX_SECONDS = (1 << 32) - 1
 
 _HEADER_MAGIC = b"kvoffidx"
@@ -82,7 +91,7 @@ class FormatError(KVOffloadError):
 
 def is_block_file(name: str) -> bool:
     """Whether a file of this name in a fingerprint's folder is the tier's."""
-    return name == INDEX_NAME or slab_number(name) is not None
+    return name in (INDEX_NAME, RECENCY_NAME) or slab_number(name) is not None
 
 
 def is_fingerprint(name: str) -> bool:
@@ -188,7 +197,7 @@ def pack_record(
         header.block_bytes,
         header.generation,
         key,
-        sequence,
+        min(sequence, MAX_SEQUENCE),
         stored_at,
         hits,
         payload_checksum,

@@ -22,7 +22,7 @@ import numpy.typing as npt
 
 from kvoffload.base import KVOffloadError, OffloadKey
 from kvoffload.hostpool import ByteArray
-from kvoffload.tiers.directory import LOCK_NAME
+from kvoffload.tiers.directory import LOCK_NAME, LOCK_NAMES
 from kvoffload.tiers.format import (
     ENGINE_FOLDER,
     HEADER_BYTES,
@@ -76,6 +76,8 @@ class Folder:
     num_blocks_hit: int = 0
     transient: bool = False
     """Void as soon as the server has ended that wrote them: its weights were changed while it ran."""
+    is_lost: bool = False
+    """The index cannot be used: nothing is known of the blocks, and a server starts anew."""
     num_damaged_records: int = 0
     num_lost_blocks: int = 0
     """Blocks whose slab, or one before it, is missing or too short; no other number counts them."""
@@ -116,6 +118,8 @@ class Verification:
     num_changed: int = 0
     """Blocks that were replaced or removed before they could be read, by a server that is at work."""
     bad: list[BadBlock] = field(default_factory=list)
+    lost: list[str] = field(default_factory=list)
+    """Paths of folders whose index cannot be used, and whose blocks could not be checked therefore."""
     findings: list[str] = field(default_factory=list)
     """What is wrong besides, such as an index that cannot be read."""
 
@@ -158,6 +162,7 @@ def verify(
         begin(sum(folder.report.num_blocks * folder.report.block_bytes for folder in folders))
         for folder in folders:
             folder.verify(result, advance)
+        result.lost = [folder.report.path for folder in folders if folder.report.is_lost]
         result.findings = findings([owned for owned, _ in found])
     return result
 
@@ -234,6 +239,7 @@ class _OpenFolder:
         # After the index: a slab is there before its records are.
         slabs = self._look_at_files()
         if problem:
+            report.is_lost = True
             report.findings.append(problem)
             return
         report.block_bytes = index.header.block_bytes
@@ -246,13 +252,13 @@ class _OpenFolder:
         slabs, foreign = {}, []
         for name in sorted(os.listdir(self._fd)):
             status = _status(name, self._fd)
-            number = slab_number(name)
             if status is None:
                 continue
-            if not stat.S_ISREG(status.st_mode) or (number is None and name != INDEX_NAME):
+            if not stat.S_ISREG(status.st_mode) or not is_block_file(name):
                 foreign.append(name)
                 continue
             self.report.allocated_bytes += status.st_blocks * 512
+            number = slab_number(name)
             if number is not None:
                 slabs[number] = status.st_size
         if foreign:
@@ -263,14 +269,18 @@ class _OpenFolder:
         """Raises FormatError and OSError."""
         with _file(INDEX_NAME, self._fd) as fd:
             header = self._read_header(fd)
-            parts: list[Entries] = []
+            parts = [parse_records(header, np.empty(0, dtype=np.uint8))]
             slot = 0
-            while True:
-                data = _read(fd, RECORDS_A_READ * RECORD_BYTES, record_offset(slot))
-                parts.append(parse_records(header, data, slot))
-                slot += len(data) // RECORD_BYTES
-                if len(data) < RECORDS_A_READ * RECORD_BYTES:
-                    return _Index(header, _merged(parts), slot)
+            # Not what was never written: a file may say that it has any size, and what it takes bounds the work.
+            while (stretch := _next_stretch(fd, record_offset(slot))) is not None:
+                begin, end = stretch
+                slot = (begin - HEADER_BYTES) // RECORD_BYTES
+                while record_offset(slot) < end:
+                    count = min(RECORDS_A_READ, -(-(end - record_offset(slot)) // RECORD_BYTES))
+                    data = _read(fd, count * RECORD_BYTES, record_offset(slot))
+                    parts.append(parse_records(header, data, slot))
+                    slot += count
+            return _Index(header, _merged(parts), (os.fstat(fd).st_size - HEADER_BYTES) // RECORD_BYTES)
 
     def _read_header(self, fd: int) -> Header:
         header = Header.unpack(_read(fd, HEADER_BYTES, 0))
@@ -445,7 +455,7 @@ def _open_folders(owned: Owned, fd: int, stack: ExitStack) -> list[_OpenFolder]:
             report = Folder(f"{owned.path}/{name}".lstrip("/"), name)
             owned.folders.append(report)
             opened.append(_OpenFolder(report, folder, fd))
-        elif name != LOCK_NAME and (owned.path or not ENGINE_FOLDER.fullmatch(name)):
+        elif name not in LOCK_NAMES and (owned.path or not ENGINE_FOLDER.fullmatch(name)):
             foreign.append(name)
     if foreign:
         owned.findings.append(_not_ours(foreign))
@@ -509,6 +519,17 @@ def _read(fd: int, count: int, offset: int) -> ByteArray:
     """Fewer bytes at the file's end."""
     data = np.empty(count, dtype=np.uint8)
     return data[: os.preadv(fd, [data.data], offset)]
+
+
+def _next_stretch(fd: int, offset: int) -> tuple[int, int] | None:
+    """Where the next bytes at or after ``offset`` that were ever written begin and end; None if there are none."""
+    try:
+        begin = os.lseek(fd, offset, os.SEEK_DATA)
+        return begin, os.lseek(fd, begin, os.SEEK_HOLE)
+    except OSError as error:
+        if error.errno != errno.ENXIO:
+            raise
+        return None
 
 
 def _status(name: str, folder: int) -> os.stat_result | None:

@@ -2,10 +2,31 @@
 
 from __future__ import annotations
 
+import errno
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from kvoffload.hostpool import ByteArray
+
+SETTING_ERRORS = (
+    errno.EACCES,
+    errno.EPERM,
+    errno.ENOENT,
+    errno.ENOTDIR,
+    errno.EISDIR,
+    errno.ELOOP,
+    errno.ENAMETOOLONG,
+    errno.EINVAL,
+    errno.ENOLCK,
+    errno.ENOSYS,
+    errno.EOPNOTSUPP,
+)
+"""Errors of a directory that was named by mistake, or belongs to somebody else. Any other is trouble of the medium."""
+
+
+def nothing(folder: str, name: str) -> bool:
+    """Leaves out no file."""
+    return False
 
 
 class StoredFile(ABC):
@@ -42,6 +63,11 @@ class Storage(ABC):
     Every method may raise OSError. Folders are open to their owner only, files too; symbolic links are never followed.
     """
 
+    @property
+    @abstractmethod
+    def read_only(self) -> bool:
+        """Whether nothing can be written: a medium that is mounted so. Files are then open for reading only."""
+
     @abstractmethod
     def lock(self) -> None:
         """Makes this the only owner of the directory until ``close`` or the end of the process, however it ends. Raises
@@ -72,6 +98,11 @@ class Storage(ABC):
     @abstractmethod
     def modified(self, folder: str, name: str) -> float:
         """When the file was last written, in seconds since 1970."""
+
+    @abstractmethod
+    def held_bytes(self, is_left_out: Callable[[str, str], bool] = nothing) -> int:
+        """Bytes of the medium that all files below take, whoever made them, but the lock and those for which
+        ``is_left_out`` is true of the folder's path, "" for the directory itself, and the name."""
 
     @abstractmethod
     def free_bytes(self) -> int:

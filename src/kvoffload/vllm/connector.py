@@ -28,6 +28,7 @@ from kvoffload.vllm.metrics import KVOffloadPromMetrics, KVOffloadStats
 from kvoffload.vllm.pages import make_transfer, page_format, page_groups
 from kvoffload.vllm.setup import RankInfo, Setup, model_fingerprint, namespace
 from kvoffload.vllm.versions import KVConnectorTransferResults
+from kvoffload.vllm.weights import watch_weights
 from kvoffload.worker import OffloadingConnectorWorker, StepMeta, WorkerReport
 
 if TYPE_CHECKING:
@@ -72,8 +73,15 @@ class KVOffloadConnector(KVConnectorBase_V1, SupportsHMA):
 
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
-        # A load that fails is a miss; vLLM's default would fail the request.
-        self._kv_transfer_config.kv_load_failure_policy = "recompute"
+        # A load that fails is a miss; vLLM's default would fail the request. Whether the user has written that default
+        # down cannot be seen here, so this is a line in the log and no warning.
+        policy = self._kv_transfer_config.kv_load_failure_policy
+        if role == KVConnectorRole.SCHEDULER and policy != "recompute":
+            self._kv_transfer_config.kv_load_failure_policy = "recompute"
+            logger.info(
+                "kvoffload: kv_load_failure_policy=%r has no effect: a request whose load fails is computed instead",
+                policy,
+            )
         self._setup = Setup.from_vllm(vllm_config, kv_cache_config)
         self._failed: dict[str, list[int]] = {}
         """Loads that failed on this rank, with their device blocks, and were not told yet."""
@@ -81,7 +89,11 @@ class KVOffloadConnector(KVConnectorBase_V1, SupportsHMA):
         self._formats: dict[str, str] = {}
         """By layer, how its pages are laid out."""
         self._worker: OffloadingConnectorWorker | None = None
+        self._was_watched = False
+        """Whether the worker half was given its watch over the weights, if there can be one."""
         self._scheduler: OffloadingConnectorScheduler | None = None
+        self._ranks: list[RankInfo] = []
+        """Where each worker's pool is, as of the first handshake."""
         self._records: RecordServer | None = None
         self._tiers: TieredOffloadingManager | None = None
         self._expected_root: bytes | None = None
@@ -94,8 +106,16 @@ class KVOffloadConnector(KVConnectorBase_V1, SupportsHMA):
     def set_xfer_handshake_metadata_pp_aware(
         self, metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata]
     ) -> None:
-        """Scheduler side: every worker has its pool. Raises ConfigError if one of them cannot be served."""
+        """Scheduler side: every worker has its pool. Raises ConfigError if one of them cannot be served.
+
+        vLLM from 0.33 on calls this again after each sleep. With the pools of the start nothing changes; with others
+        offloading is switched off, since no block that the scheduler half knows of is in them.
+        """
         infos = [info for _, info in sorted(metadata.items()) if isinstance(info, RankInfo)]
+        if self._scheduler is not None:
+            if infos != self._ranks:
+                self._scheduler.switch_off("the handshake (the workers' host pools are not those of the start)")
+            return
         setup = self._setup
         num_blocks = setup.check_ranks(infos)
         fingerprint = model_fingerprint(self._vllm_config, setup, infos)
@@ -118,6 +138,7 @@ class KVOffloadConnector(KVConnectorBase_V1, SupportsHMA):
         )
         logger.info("kvoffload: host pool of %s", setup.describe(num_blocks))
         logger.info("kvoffload: model fingerprint %s", fingerprint)
+        self._ranks = infos
         scheduler, engine_id = self._scheduler, self._kv_transfer_config.engine_id
         self._records = RecordServer(lambda: scheduler.records, engine_id or "0")
 
@@ -153,12 +174,34 @@ class KVOffloadConnector(KVConnectorBase_V1, SupportsHMA):
         groups = page_groups(self._setup, kv_caches)
         layers = self._vllm_config.compilation_config.static_forward_context
         self._formats = {name: page_format(layers[name], cache) for name, cache in kv_caches.items()}
-        self._pool = HostPool(self._num_blocks, self._setup.slot_bytes)
-        self._worker = OffloadingConnectorWorker(make_transfer(groups, self._pool))
+        if self._pool is None:
+            self._pool = HostPool(self._num_blocks, self._setup.slot_bytes)
+            self._worker = OffloadingConnectorWorker(make_transfer(groups, self._pool))
+            return
+        # New tensors, the same pool: the slots that the scheduler half knows of stay where they are.
+        worker = self.connector_worker
+        worker.suspend()
+        worker.transfer.close()
+        worker.transfer = make_transfer(groups, self._pool)
+        worker.resume()
+
+    def unregister_kv_caches(self) -> None:
+        """vLLM from 0.33 on calls this before the KV caches lose their memory: no copy is under way on return."""
+        if self._worker is not None:
+            self._worker.suspend()
+
+    def restore_kv_caches(self) -> None:
+        """They have memory again, at the same addresses."""
+        if self._worker is not None:
+            self._worker.resume()
 
     def get_handshake_metadata(self) -> RankInfo | None:
         if self._pool is None:
             return None
+        if not self._was_watched:
+            # At the first call the engine is warmed up, and no update of weights can have come yet.
+            self._was_watched = True
+            self.connector_worker.weights = watch_weights(self._vllm_config)
         layers = [
             (name, page_bytes, self._formats[name])
             for group in self._setup.groups

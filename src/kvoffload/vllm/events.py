@@ -11,6 +11,7 @@ from vllm.v1.core.kv_cache_utils import generate_block_hash_extra_keys, maybe_co
 from vllm.v1.kv_cache_interface import get_kv_cache_spec_kind, get_kv_cache_spec_sliding_window
 
 from kvoffload.keys import key_block_hash, key_group_idx
+from kvoffload.vllm import versions
 from kvoffload.vllm.setup import NAMESPACE_BYTES, Setup
 
 if TYPE_CHECKING:
@@ -76,7 +77,7 @@ def _stored(run: list[BlockDescription], medium: str, g: int, setup: Setup) -> K
 def _extra_keys(run: list[BlockDescription]) -> list[tuple[Any, ...] | None] | None:
     """What vLLM mixes into each block's hash besides its tokens, in the form of its own events."""
     keys = [generate_block_hash_extra_keys(block.request, block.start, block.end, 0)[0] for block in run]
-    untag = getattr(kv_cache_utils, "to_event_extra_keys", None)
+    untag = versions.attribute(kv_cache_utils, "to_event_extra_keys")
     told: list[tuple[Any, ...] | None] | None = keys if untag is None else untag(keys)
     return told
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +15,8 @@ from vllm.v1.core import kv_cache_utils
 from vllm.v1.core.kv_cache_utils import resolve_kv_cache_block_sizes
 from vllm.v1.core.sched.scheduler import Scheduler
 
+from kvoffload.base import ConfigError
+
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig
@@ -21,16 +24,59 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 TESTED = ("0.28", "0.29", "0.30", "0.31", "0.32")
+TRIED = {"0.33": "its Python code was run by hand over the compiled libraries of 0.32, on a CPU"}
+"""Versions that no test runs, and what was done with them instead."""
 NAME = f"vLLM {vllm.__version__}"
 
-KVConnectorTransferResults: Any = getattr(base, "KVConnectorTransferResults", None)
+SINCE = {
+    "CacheHitSource": "0.32",
+    "KVConnectorTransferResults": "0.30",
+    "_cache_hit_source": "0.32",
+    "_holds_kv_blocks": "0.31",
+    "aux_output_config": "0.31",
+    "elastic_ep_max_dp_size": "0.30",
+    "get_transfer_results": "0.30",
+    "hash_block_size": "0.32",
+    "isa": "0.29",
+    "kv_cache_layout": "0.29",
+    "prefix_cacheable": "0.29",
+    "resolve_none_hash_seed": "0.29",
+    "restore_kv_caches": "0.33",
+    "to_event_extra_keys": "0.31",
+    "unregister_kv_caches": "0.33",
+}
+"""Of the names that kvoffload uses of vLLM, those that 0.28 does not have, with the first version that does."""
+
+
+def attribute(owner: Any, name: str, before: Any = None) -> Any:
+    """``owner.name``, or ``before`` in versions that do not have it yet by SINCE. Raises ConfigError if it is not
+    where kvoffload knows it: a setting that has moved must not read as one that is not set."""
+    if name in SINCE and not _is_since(SINCE[name]):
+        return before
+    try:
+        return getattr(owner, name)
+    except AttributeError:
+        of = getattr(owner, "__name__", type(owner).__name__)
+        raise ConfigError(
+            f"{NAME} has no {of}.{name}, which kvoffload needs to know; kvoffload is tested with vLLM "
+            f"{', '.join(TESTED)}: use one of these"
+        ) from None
+
+
+def _is_since(version: str) -> bool:
+    """Whether this vLLM is ``version`` (major and minor number) or later. A version that is not a number is."""
+    own = re.match(r"(\d+)\.(\d+)", vllm.__version__)
+    return own is None or (int(own[1]), int(own[2])) >= tuple(map(int, version.split(".")))
+
+
+KVConnectorTransferResults: Any = attribute(base, "KVConnectorTransferResults")
 FAILS_WHOLE_LOADS = KVConnectorTransferResults is not None
 """A failed load can be reported by its request. Without it: by device block, for a single KV cache group only."""
-FIRST_TO_FAIL_WHOLE_LOADS = "0.30"
+FIRST_TO_FAIL_WHOLE_LOADS = SINCE["KVConnectorTransferResults"]
 DRAINS_HOLDERS_FIRST = hasattr(Scheduler, "_holds_kv_blocks")
 """Waiting requests that hold device blocks are scheduled before those that do not. Without it a request that was told
 to ask again may stand in the way of the one whose load it waited for, for ever: then nobody may be told so."""
-FIRST_TO_DRAIN_HOLDERS_FIRST = "0.31"
+FIRST_TO_DRAIN_HOLDERS_FIRST = SINCE["_holds_kv_blocks"]
 
 try:
     from vllm.v1.metrics.cache_hit_source import CacheHitSource
@@ -40,16 +86,39 @@ except ImportError:
     HIT_SOURCE = None
 
 
+_SAMPLE = re.compile("[0-9]+_")
+
+
+def parent_request(request_id: str) -> str:
+    """The id of the request that ``request_id`` is a sample of, or ``request_id`` itself.
+
+    vLLM runs a request with n > 1 as n requests, with "0_", "1_" and so on before its id. It puts random characters
+    behind the id that a client gives, so no client can make two requests look like samples of one (unless
+    VLLM_DISABLE_REQUEST_ID_RANDOMIZATION is set, and then it can do so for its own ids only).
+    """
+    sample = _SAMPLE.match(request_id)
+    return request_id if sample is None else request_id[sample.end() :]
+
+
 def warn_if_untested() -> None:
-    if not vllm.__version__.startswith(tuple(f"{version}." for version in TESTED)):
+    release = ".".join(vllm.__version__.split(".")[:2])
+    if release in TRIED:
+        logger.warning("kvoffload is not tested with vLLM %s: %s", release, TRIED[release])
+    elif release not in TESTED:
         logger.warning(
             "kvoffload is tested with vLLM %s; this is %s, and it tries", ", ".join(TESTED), vllm.__version__
         )
 
 
+def returns_routed_experts(vllm_config: VllmConfig) -> bool:
+    """Whether answers are to name the experts that computed each token."""
+    outputs = attribute(vllm_config, "aux_output_config", vllm_config.model_config)
+    return bool(attribute(outputs, "enable_return_routed_experts"))
+
+
 def hash_block_size(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> int:
     """Tokens that one block hash covers."""
-    known = getattr(kv_cache_config, "hash_block_size", None)
+    known = attribute(kv_cache_config, "hash_block_size")
     return int(known or resolve_kv_cache_block_sizes(kv_cache_config, vllm_config)[1])
 
 
@@ -57,9 +126,9 @@ def expected_hash_root(vllm_config: VllmConfig) -> bytes | None:
     """What the chain of every prompt's block hashes will begin with, if it is the same in each process with these
     settings; None if it is drawn at random."""
     algorithm = get_hash_fn_by_name(vllm_config.cache_config.prefix_caching_hash_algo)
-    # Before 0.31 there is no such function, and without this variable the root is random.
+    # Before 0.29 there is no such function, and without this variable the root is random.
     resolve: Callable[[Any], str | None]
-    resolve = getattr(kv_cache_utils, "resolve_none_hash_seed", lambda _: os.environ.get("PYTHONHASHSEED"))
+    resolve = attribute(kv_cache_utils, "resolve_none_hash_seed", lambda _: os.environ.get("PYTHONHASHSEED"))
     seed = resolve(algorithm)
     return bytes(algorithm(seed)) if seed is not None and seed == resolve(algorithm) else None
 
@@ -72,5 +141,5 @@ def hash_root() -> bytes | None:
 def most_data_parallel_engines(vllm_config: VllmConfig) -> int | None:
     """Of one of several engines of a dense model: how many there are at most on its node. vLLM makes each believe that
     it is alone; from 0.30 on one setting still holds what the user has asked for on all nodes."""
-    most = getattr(vllm_config.parallel_config, "elastic_ep_max_dp_size", None)
+    most = attribute(vllm_config.parallel_config, "elastic_ep_max_dp_size")
     return most if isinstance(most, int) and most > 1 else None

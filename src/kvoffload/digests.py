@@ -1,0 +1,242 @@
+"""Digests of whole files: every byte once, and never again while the file is the same one.
+
+XXH3-128 finds accidents: a file that was trained further, cut off or mixed up. It is no defence against somebody who
+makes files with equal digests on purpose; whoever can write the weights decides anyway what the server answers.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import logging
+import os
+import stat
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import xxhash
+
+PIECE_BYTES = 64 << 20
+"""Pieces of a file have digests of their own, so that threads can share a large file."""
+BUFFER_BYTES = 1 << 20
+"""Read at a time: less than a core's own cache, so that hashing does not fetch the bytes from memory again."""
+MAX_THREADS = 8
+TOLD_AFTER_S = 1.0
+"""Hashing that takes longer is worth a line in the log."""
+
+FILE_NAME = "digests.json"
+MAX_ENTRIES = 4096
+MAX_FILE_BYTES = 1 << 20
+SETTLED_NS = 2_000_000_000
+"""A file that was changed later than this ago may be changed again without another time of change."""
+LOCK_DEADLINE_S = 1.0
+_VERSION = 1
+_OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
+
+logger = logging.getLogger(__name__)
+
+
+class FileChangedError(OSError):
+    """The file changed while it was hashed."""
+
+
+def file_digests(paths: Sequence[Path], cache: DigestCache | None = None) -> list[str]:
+    """32 hex digits over every byte of each of ``paths``, in their order; what ``cache`` knows is not read.
+
+    Raises OSError for a path that is no readable regular file, or that changes meanwhile.
+    """
+    states = [os.stat(path) for path in paths]
+    for path, state in zip(paths, states, strict=True):
+        if not stat.S_ISREG(state.st_mode):
+            raise OSError(f"{path}: not a regular file")
+    known = cache.load() if cache is not None else {}
+    began = cache.clock() if cache is not None else 0
+    names = [_name(state) for state in states]
+    unread = {name: (path, state) for name, path, state in zip(names, paths, states, strict=True) if name not in known}
+    made = _hash_all(unread)
+    if cache is not None:
+        cache.save({name: made[name] for name, (_, state) in unread.items() if _is_settled(state, began)}, used=names)
+    return [made.get(name) or known[name] for name in names]
+
+
+def _name(state: os.stat_result) -> str:
+    """What tells a file, as it is now, from all others of this machine."""
+    return f"{state.st_dev}:{state.st_ino}:{state.st_size}:{state.st_mtime_ns}:{state.st_ctime_ns}"
+
+
+def _is_settled(state: os.stat_result, now: int) -> bool:
+    """Whether every change of the file from ``now`` on will show in its ``_name``."""
+    # Whole seconds: this file system does not keep exact times of change, or makes them up.
+    return state.st_ctime_ns % 1_000_000_000 != 0 and max(state.st_mtime_ns, state.st_ctime_ns) + SETTLED_NS < now
+
+
+def _hash_all(files: dict[str, tuple[Path, os.stat_result]]) -> dict[str, str]:
+    if not files:
+        return {}
+    pieces = [
+        (path, name, begin, min(begin + PIECE_BYTES, state.st_size))
+        for name, (path, state) in files.items()
+        for begin in range(0, state.st_size, PIECE_BYTES)
+    ]
+    threads = max(1, min(MAX_THREADS, len(os.sched_getaffinity(0)), len(pieces)))
+    began = time.monotonic()
+    digests: dict[str, list[bytes]] = {name: [] for name in files}
+    with ThreadPoolExecutor(threads, "kvoffload-digest") as pool:
+        for (_, name, _, _), digest in zip(pieces, pool.map(_hash_piece, pieces), strict=True):
+            digests[name].append(digest)
+    seconds = time.monotonic() - began
+    if seconds > TOLD_AFTER_S:
+        nbytes = sum(state.st_size for _, state in files.values())
+        logger.info(
+            "kvoffload: hashed %.1f GB of weight files in %.1f s (%.1f GB/s, %d threads); only a first start has to",
+            nbytes / 1e9,
+            seconds,
+            nbytes / 1e9 / seconds,
+            threads,
+        )
+    return {name: xxhash.xxh3_128(b"".join(parts)).hexdigest() for name, parts in digests.items()}
+
+
+def _hash_piece(piece: tuple[Path, str, int, int]) -> bytes:
+    path, name, begin, end = piece
+    digest = xxhash.xxh3_128()
+    buffer = memoryview(bytearray(min(BUFFER_BYTES, end - begin)))
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    try:
+        # Not mmap: of a file that is cut off meanwhile, a page that is gone would kill the process.
+        while begin < end and (count := os.preadv(fd, [buffer[: end - begin]], begin)):
+            digest.update(buffer[:count])
+            begin += count
+        if begin < end or _name(os.fstat(fd)) != name:
+            raise FileChangedError(f"{path}: changed while it was hashed")
+    finally:
+        os.close(fd)
+    return digest.digest()
+
+
+class DigestCache:
+    """Digests of files by device, inode, size and times, kept in ``folder`` for later processes.
+
+    Never raises: a cache that cannot be used costs time, and one warning. What others could have written is not
+    believed. Several processes may use a folder at once.
+    """
+
+    def __init__(self, folder: Path | None = None, clock: Callable[[], int] = time.time_ns) -> None:
+        """``folder``: by default the user's. ``clock``: nanoseconds since 1970, as files' times are."""
+        self._folder = folder or _user_folder()
+        self.clock = clock
+        self._warned = False
+
+    def load(self) -> dict[str, str]:
+        """The digests that are kept, the least recently used first."""
+        with contextlib.ExitStack() as stack:
+            try:
+                return self._read(self._open(stack))
+            except OSError as error:
+                self._warn(error)
+        return {}
+
+    def save(self, made: dict[str, str], used: Sequence[str] = ()) -> None:
+        """Keeps ``made``, and what of ``used`` is kept, as the most recently used of at most MAX_ENTRIES."""
+        if not made:
+            return
+        with contextlib.ExitStack() as stack:
+            try:
+                folder = self._open(stack)
+                if _take_lock(folder, stack):
+                    kept = self._read(folder)
+                    recent = {name: kept.pop(name) for name in used if name in kept} | made
+                    entries = [*kept.items(), *recent.items()][-MAX_ENTRIES:]
+                    _replace(folder, json.dumps({"version": _VERSION, "digests": dict(entries)}).encode())
+            except OSError as error:
+                self._warn(error)
+
+    def _open(self, stack: contextlib.ExitStack) -> int:
+        """The folder as a descriptor that ``stack`` closes. Raises OSError if it is not to be used."""
+        if self._folder is None:
+            raise FileNotFoundError("this user has no home directory; set XDG_CACHE_HOME")
+        self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        folder = os.open(self._folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        stack.callback(os.close, folder)
+        _check_owner(os.fstat(folder))
+        return folder
+
+    def _read(self, folder: int) -> dict[str, str]:
+        try:
+            # Not blocking: what lies under the name might be a pipe.
+            fd = os.open(FILE_NAME, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=folder)
+        except FileNotFoundError:
+            return {}
+        with open(fd, "rb") as file:
+            state = os.fstat(fd)
+            _check_owner(state)
+            raw = file.read(MAX_FILE_BYTES + 1) if stat.S_ISREG(state.st_mode) else b""
+        try:
+            return _parse(raw)
+        except (ValueError, RecursionError) as error:
+            self._warn(error)
+            return {}
+
+    def _warn(self, error: Exception) -> None:
+        if not self._warned:
+            self._warned = True
+            logger.warning(
+                "kvoffload: digests of weight files cannot be kept in %s, so that each start reads all weights: %s",
+                self._folder,
+                error,
+            )
+
+
+def _user_folder() -> Path | None:
+    """As the XDG base directory specification has it; None for a user without a home."""
+    base = os.environ.get("XDG_CACHE_HOME", "")
+    with contextlib.suppress(RuntimeError):
+        return (Path(base) if os.path.isabs(base) else Path.home() / ".cache") / "kvoffload"
+    return None
+
+
+def _check_owner(state: os.stat_result) -> None:
+    if state.st_uid != os.geteuid() or state.st_mode & _OTHERS_WRITE:
+        raise PermissionError("not this user's, or others can write to it; make it this user's with mode 0700")
+
+
+def _parse(raw: bytes) -> dict[str, str]:
+    described = json.loads(raw) if len(raw) <= MAX_FILE_BYTES else None
+    if not isinstance(described, dict) or described.get("version") != _VERSION:
+        raise ValueError(f"{FILE_NAME} is not what was written")
+    digests: Any = described.get("digests")
+    if not isinstance(digests, dict):
+        raise ValueError(f"{FILE_NAME} has no digests")
+    for digest in digests.values():
+        if not (isinstance(digest, str) and len(digest) == 32 and set(digest) <= set("0123456789abcdef")):
+            raise ValueError(f"{FILE_NAME} has something else for a digest")
+    return dict(digests)
+
+
+def _take_lock(folder: int, stack: contextlib.ExitStack) -> bool:
+    """Whether this process now holds the folder's lock, until ``stack`` ends; not if another keeps it too long."""
+    fd = os.open("lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o600, dir_fd=folder)
+    stack.callback(os.close, fd)
+    deadline = time.monotonic() + LOCK_DEADLINE_S
+    while True:
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return True
+        except BlockingIOError:
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(0.01)
+
+
+def _replace(folder: int, raw: bytes) -> None:
+    """Whole or not at all; only who holds the lock calls this."""
+    part = f"{FILE_NAME}.part"
+    with contextlib.suppress(FileNotFoundError):
+        os.unlink(part, dir_fd=folder)
+    with open(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600, dir_fd=folder), "wb") as file:
+        file.write(raw)
+    os.rename(part, FILE_NAME, src_dir_fd=folder, dst_dir_fd=folder)

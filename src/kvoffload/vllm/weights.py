@@ -1,0 +1,289 @@
+"""Whether the weights in a running vLLM worker are still those that its offloaded KV was computed with."""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import logging
+import operator
+import secrets
+import sys
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from vllm.v1.worker.worker_base import WorkerBase
+
+from kvoffload.worker import WeightWatch
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+logger = logging.getLogger(__name__)
+
+SAMPLED_WORDS = {"cpu": 1024, "cuda": 16384}
+"""By device type: words of 32 bits that are compared, one per tensor at least. A training step with a small learning
+rate leaves most bfloat16 weights as they are; of 16384 words one that has changed is found although it changes only one
+weight in a thousand (missed once in 10^14 steps). A CPU reads a word in about as long as a GPU reads a thousand."""
+ADAPTER_SAMPLES = 64
+"""Values that are compared per tensor of a LoRA adapter."""
+MAX_ADAPTERS = 4096
+"""Adapters that are remembered; beyond it the one seen longest ago is forgotten."""
+WORD_BYTES = 4
+
+Addresses = npt.NDArray[np.int64]
+
+
+def watch_weights(vllm_config: VllmConfig) -> WeightWatch | None:
+    """A watch over the weights of the worker that is calling, with the weights of now for the right ones. None, with a
+    warning that says what the user must do instead, if they cannot be watched."""
+    try:
+        worker = _calling_worker()
+        if worker is None:
+            raise RuntimeError("no vLLM worker is among the callers")
+        offload = getattr(getattr(vllm_config, "offload_config", None), "prefetch", None)
+        if getattr(offload, "offload_group_size", 0):
+            raise RuntimeError("prefetch offloading moves weights about in every step")
+        # Expert load balancing moves experts from slot to slot, which changes no KV.
+        skipped = ".experts" if vllm_config.parallel_config.enable_eplb else None
+        return ModelWeights(lambda: _models_of(worker), skipped)
+    except Exception as error:
+        logger.warning(
+            "kvoffload: the weights of this worker cannot be watched: %s. After every change of weights in the running "
+            "engine call reset_prefix_cache(reset_connector=True), or old KV is loaded with new weights",
+            error,
+        )
+        return None
+
+
+def _calling_worker() -> WorkerBase | None:
+    """The worker in whose method this is called. vLLM gives a connector no other way to it, nor to the model."""
+    frame = sys._getframe()
+    while True:
+        worker = frame.f_locals.get("self")
+        if isinstance(worker, WorkerBase):
+            return worker
+        if frame.f_back is None:
+            return None
+        frame = frame.f_back
+
+
+def _models_of(worker: Any) -> list[torch.nn.Module]:
+    draft = worker.get_draft_model() if hasattr(worker, "get_draft_model") else None
+    return [worker.get_model(), *([] if draft is None else [draft])]
+
+
+class ModelWeights(WeightWatch):
+    """Compares words at random places of all parameters, and the LoRA adapters that the model has registered.
+
+    ``models`` gives the models of now. Parameters whose name contains ``skipped`` are left out. Places are drawn anew
+    in each process. Also seen: parameters that were replaced or moved. Raises RuntimeError if no parameter can be read.
+    """
+
+    def __init__(self, models: Callable[[], list[torch.nn.Module]], skipped: str | None = None) -> None:
+        self._find_models = models
+        self._skipped = skipped
+        self._random = np.random.default_rng(secrets.randbits(128))
+        self._adapters = Adapters(self._random)
+        self._has_moved, self._has_new_adapter = True, False
+        self.accept()
+
+    def accept(self) -> None:
+        if self._has_moved or self._pointers != self._read_pointers():
+            self._scan()
+        self._has_moved = self._has_new_adapter = False
+        for sample in self._samples:
+            sample.accept()
+        self._adapters.accept(self._models[0])
+
+    def begin(self) -> None:
+        # Memory is read only where a parameter lies now: what was freed since may not be there any more.
+        self._has_moved = self._pointers != self._read_pointers()
+        if not self._has_moved:
+            for sample in self._samples:
+                sample.begin()
+        self.note_new()
+
+    def note_new(self) -> None:
+        self._has_new_adapter |= self._adapters.have_changed(self._models[0])
+
+    def poll(self) -> bool | None:
+        if self._has_moved or self._has_new_adapter:
+            return True
+        answers = [sample.poll() for sample in self._samples]
+        if any(answers):
+            return True
+        return None if None in answers else False
+
+    def _read_pointers(self) -> list[int] | None:
+        """Where the parameters lie; None if one is gone, or the model."""
+        if self._find_models() != self._models:
+            return None
+        try:
+            # Subclasses of vLLM's have a Python function in the way of every call.
+            with torch._C.DisableTorchFunctionSubclass():
+                return list(map(torch.Tensor.data_ptr, map(operator.getitem, self._homes, self._names)))
+        except (KeyError, TypeError, RuntimeError):
+            return None
+
+    def _scan(self) -> None:
+        """Finds all parameters and draws the places to compare."""
+        self._models = self._find_models()
+        self._homes: list[dict[str, Any]] = []
+        self._names: list[str] = []
+        by_device: dict[torch.device, list[torch.Tensor]] = {}
+        for home, name, tensor in self._parameters():
+            self._homes.append(home)
+            self._names.append(name)
+            by_device.setdefault(tensor.device, []).append(tensor)
+        self._pointers = self._read_pointers()
+        if self._pointers is None or not by_device:
+            raise RuntimeError(f"no parameter of {[type(model).__name__ for model in self._models]} can be read")
+        # Not tensors of inference mode, in which vLLM takes its steps: they could be written to in that mode alone.
+        with torch.inference_mode(False), torch.no_grad():
+            self._samples = [Sample(device, tensors, self._random) for device, tensors in by_device.items()]
+
+    def _parameters(self) -> Iterator[tuple[dict[str, Any], str, torch.Tensor]]:
+        """The dictionary that holds each parameter, its key there, and it, each once."""
+        seen: set[int] = set()
+        for model in self._models:
+            for path, module in model.named_modules():
+                for name, tensor in module._parameters.items():
+                    if tensor is None or id(tensor) in seen or (self._skipped and self._skipped in f".{path}.{name}"):
+                        continue
+                    seen.add(id(tensor))
+                    if tensor.device.type in SAMPLED_WORDS and tensor.numel() and _pointer(tensor):
+                        yield module._parameters, name, tensor
+
+
+def _pointer(tensor: torch.Tensor) -> int:
+    """Where its values begin; 0 for a tensor that has no memory of its own."""
+    try:
+        return int(tensor.data_ptr())
+    except RuntimeError:
+        return 0
+
+
+class Sample:
+    """Words of ``tensors``, which lie on one device: read by one kernel, wherever they are."""
+
+    def __init__(self, device: torch.device, tensors: Sequence[torch.Tensor], random: np.random.Generator) -> None:
+        num_words = SAMPLED_WORDS[device.type]
+        total = sum(tensor.numel() for tensor in tensors)
+        shares = (max(1, num_words * tensor.numel() // total) for tensor in tensors)
+        addresses = np.concatenate([_draw(tensor, n, random) for tensor, n in zip(tensors, shares, strict=True)])
+        base = int(addresses.min()) if len(addresses) else 0
+        size = int(addresses.max() - base) // WORD_BYTES + 1 if len(addresses) else 0
+        self._memory = _memory(device, base, size)
+        self._index = torch.from_numpy((addresses - base) // WORD_BYTES).to(device)
+        self._words = torch.empty(len(addresses), dtype=torch.int32, device=device)
+        self._reference = torch.empty_like(self._words)
+        self._is_cuda = device.type == "cuda"
+        self._differs = False
+        if self._is_cuda:
+            self._device = device
+            self._flag = torch.zeros(1, dtype=torch.bool).pin_memory()
+            self._event = torch.cuda.Event()
+
+    def accept(self) -> None:
+        torch.index_select(self._memory, 0, self._index, out=self._reference)
+
+    def begin(self) -> None:
+        torch.index_select(self._memory, 0, self._index, out=self._words)
+        if self._is_cuda:
+            self._flag.copy_((self._words != self._reference).any(), non_blocking=True)
+            self._event.record(torch.cuda.current_stream(self._device))
+        else:
+            self._differs = not torch.equal(self._words, self._reference)
+
+    def poll(self) -> bool | None:
+        if not self._is_cuda:
+            return self._differs
+        return bool(self._flag[0]) if self._event.query() else None
+
+
+def _draw(tensor: torch.Tensor, n: int, random: np.random.Generator) -> Addresses:
+    """Addresses of ``n`` words within ``tensor``; none if it has no whole word of its own."""
+    places = random.integers(0, tensor.numel(), n)
+    if not tensor.is_contiguous():
+        steps = np.array(tensor.stride(), dtype=np.int64)
+        places = np.stack(np.unravel_index(places, tensor.shape), axis=1) @ steps
+    start, item = tensor.data_ptr(), tensor.element_size()
+    span = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    first, end = -(-start // WORD_BYTES) * WORD_BYTES, (start + span * item) // WORD_BYTES * WORD_BYTES
+    if first >= end:
+        return np.empty(0, np.int64)
+    words = (start + places * item) // WORD_BYTES * WORD_BYTES
+    drawn: Addresses = np.clip(words, first, end - WORD_BYTES).astype(np.int64)
+    return drawn
+
+
+class _CudaMemory:
+    """Words of a CUDA device from an address on, for torch to see as a tensor."""
+
+    def __init__(self, address: int, size: int) -> None:
+        self.__cuda_array_interface__ = {"shape": (size,), "typestr": "<i4", "data": (address, False), "version": 3}
+
+
+def _memory(device: torch.device, address: int, size: int) -> torch.Tensor:
+    """All ``size`` words from ``address`` on as one tensor; only those in known tensors may be read."""
+    if not size:
+        return torch.empty(0, dtype=torch.int32, device=device)
+    if device.type == "cuda":
+        return torch.as_tensor(_CudaMemory(address, size), device=device)
+    buffer = (ctypes.c_int32 * size).from_address(address)
+    return torch.frombuffer(buffer, dtype=torch.int32)
+
+
+class Adapters:
+    """What is known of the LoRA adapters that a model has registered, by their ids.
+
+    vLLM moves adapters into slots of the device and out, drops them from host memory and reads them from their files
+    again: all of this leaves them as they are. An id whose values are other ones than before has changed.
+    """
+
+    def __init__(self, random: np.random.Generator) -> None:
+        self._fractions = random.random(ADAPTER_SAMPLES)
+        self._known: OrderedDict[int, tuple[weakref.ref[Any], bytes]] = OrderedDict()
+
+    def accept(self, model: Any) -> None:
+        """Those registered now are right."""
+        self._known.clear()
+        self.have_changed(model)
+
+    def have_changed(self, model: Any) -> bool:
+        """Whether some have changed since this was last called; takes note of new ones."""
+        manager = getattr(model, "lora_manager", None)
+        changed = False
+        for adapter_id, adapter in manager.list_adapters().items() if manager is not None else ():
+            known = self._known.get(adapter_id)
+            if known is not None and known[0]() is adapter:
+                continue
+            digest = self._digest(adapter)
+            changed |= known is not None and known[1] != digest
+            self._known[adapter_id] = (weakref.ref(adapter), digest)
+            self._known.move_to_end(adapter_id)
+            while len(self._known) > MAX_ADAPTERS:
+                self._known.popitem(last=False)
+        return changed
+
+    def _digest(self, adapter: Any) -> bytes:
+        digest = hashlib.blake2b()
+        for name, layer in sorted(adapter.loras.items()):
+            digest.update(name.encode())
+            for values in (layer.lora_a, layer.lora_b):
+                for tensor in values if isinstance(values, (list, tuple)) else [values]:
+                    digest.update(self._values(tensor))
+        return digest.digest()
+
+    def _values(self, tensor: torch.Tensor | None) -> bytes:
+        if tensor is None or not tensor.numel():
+            return b""
+        places = torch.from_numpy((self._fractions * tensor.numel()).astype(np.int64))
+        values = tensor.detach().reshape(-1)[places.to(tensor.device)]
+        raw: bytes = values.cpu().view(torch.uint8).numpy().tobytes()
+        return str(tuple(tensor.shape)).encode() + raw

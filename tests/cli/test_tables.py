@@ -1,0 +1,133 @@
+"""Tables at 80 columns, in a pipe and on a terminal: no head and no number is cut or broken in two."""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+import time
+from collections import Counter
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+from rich.console import Console
+from rich.table import Table
+
+from kvoffload import cli
+from kvoffload.base import MissReason
+from kvoffload.cli import disk, replay, size
+from kvoffload.explain import RequestRecord
+from kvoffload.lab.replay import TierUse
+from kvoffload.lab.sizing import Setting
+from kvoffload.tiers.inspect import Folder, Owned
+
+WIDTH, WIDE = 80, 1000
+TIB = 1 << 40
+ON = pytest.mark.parametrize("terminal", [False, True], ids=["pipe", "terminal"])
+
+
+def words(text: str) -> Counter[str]:
+    """What stands between blanks, but rules and codes of colours."""
+    plain = re.sub(r"\x1b\[[0-9;]*m", "", text)
+    return Counter(word for word in plain.split() if set(word) - set("─━-"))
+
+
+def rendered(table: Table, width: int, terminal: bool) -> str:
+    out = io.StringIO()
+    Console(file=out, width=width, force_terminal=terminal, legacy_windows=False).print(table)
+    return out.getvalue()
+
+
+def run(width: int, terminal: bool, *arguments: object) -> str:
+    # On a dumb terminal rich takes 80 columns, whatever it is told.
+    env = {"COLUMNS": str(width), "FORCE_COLOR": "1" if terminal else None, "TERM": "xterm", "NO_COLOR": None}
+    done = CliRunner(env=env).invoke(cli.group(), list(map(str, arguments)))
+    assert done.exit_code == 0, done.output
+    return done.stdout
+
+
+@pytest.fixture
+def trace(tmp_path: Path) -> Path:
+    path = tmp_path / "trace.jsonl"
+    lines = (
+        {
+            "timestamp": 1000 * i,
+            "input_length": 2048,
+            "output_length": 1,
+            "hash_ids": [i % 7, 100 + i % 3, 200 + i, 300],
+        }
+        for i in range(40)
+    )
+    path.write_text("\n".join(map(json.dumps, lines)))
+    return path
+
+
+@ON
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--policy", "lru,arc", "--capacity", "20%,50%"],
+        ["--policy", "lru", "--capacity", "20%", "--device", "30%", "--disk", "90%"],
+        ["--policy", "lru,auto", "--capacity", "20%", "--bound"],
+    ],
+)
+def test_replay(trace: Path, arguments: list[str], terminal: bool) -> None:
+    narrow, wide = (run(width, terminal, "replay", trace, "--jobs", 1, *arguments) for width in (WIDTH, WIDE))
+    assert words(narrow) == words(wide)
+    assert words(narrow)["policy"] >= 1
+
+
+@ON
+def test_explain(tmp_path: Path, terminal: bool) -> None:
+    log = tmp_path / "log"
+    reasons = [*MissReason, *[MissReason.FASTER_TO_COMPUTE] * 3, *[MissReason.NEVER_STORED] * 3, None]
+    records = (
+        RequestRecord(
+            1.7e9 + 40 * i,
+            f"r{i}",
+            130_000,
+            16_000,
+            6_400,
+            "ab" if reasons[i % len(reasons)] else None,
+            reasons[i % len(reasons)],
+            345_600.0,
+            13_000,
+        )
+        for i in range(20_000)
+    )
+    log.write_text("\n".join(json.dumps(record.to_dict()) for record in records))
+    narrow, wide = (run(width, terminal, "explain", log) for width in (WIDTH, WIDE))
+    assert words(narrow) == words(wide)
+
+
+def tables() -> dict[str, Table]:
+    """Such as are wide where much is kept."""
+    blocks, most = 1 << 24, (1 << 50) - (1 << 40)
+    host = TierUse("device", blocks, 1, 100.0, 100.0, most, most, 12.34, blocks)
+    setting = Setting(most, most, 100.0, 55.5, 12.3, 1.0, 9.999, 99.999, 99_999.0)
+    sizing: Any = SimpleNamespace(settings=[setting], chosen=setting)
+    then = int(time.time()) - 86_400 * 99
+    folder = Folder("", "0123456789ab" * 5, 1 << 39, 1 << 21, 250_000, 250_000, then, then, 999_999, 250_000)
+    return {
+        "tiers": replay._tier_table([host]),
+        "sizes": size._table(sizing),
+        "folders": disk._folder_table([Owned("", folders=[folder])]),
+    }
+
+
+@ON
+@pytest.mark.parametrize("name", ["tiers", "sizes", "folders"])
+def test_large_numbers_have_room(name: str, terminal: bool) -> None:
+    table = tables()[name]
+    narrow, wide = (words(rendered(table, width, terminal)) for width in (WIDTH, WIDE))
+    assert narrow == wide
+
+
+def test_a_word_that_is_broken_would_be_noticed() -> None:
+    table = Table("a policy of mine", "number", box=None)
+    table.add_row("a", "123,456,789")
+    assert words(rendered(table, 30, False)) == words(rendered(table, WIDE, False))
+    assert words(rendered(table, 16, False)) != words(rendered(table, WIDE, False))

@@ -1,0 +1,39 @@
+"""The order of tests among several processes, and fixtures of many directories."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import settings
+
+from kvoffload.tiers import directory
+
+LONGEST = (
+    "test_vllm_serve.py",
+    "test_vllm_disk.py",
+    "test_vllm_ranks.py",
+    "test_engine_model.py",
+    "test_vllm_groups.py",
+    "test_vllm_versions.py",
+    "test_demo_vllm.py",
+)
+"""The files that take longest, which begin first, so that one process does not wait for another at the end."""
+
+settings.register_profile("tests", deadline=None)
+settings.load_profile("tests")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Files with real vLLM come early: those in LONGEST first, of the rest those of the same process together."""
+
+    def place(item: pytest.Item) -> tuple[int, bool]:
+        name = item.path.name
+        return LONGEST.index(name) if name in LONGEST else len(LONGEST), item.get_closest_marker("vllm") is None
+
+    items.sort(key=place)
+
+
+@pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who finds a directory locked does not wait: for tests in which it stays so."""
+    monkeypatch.setattr(directory, "LOCK_DEADLINE_S", 0.0)

@@ -1,0 +1,395 @@
+"""Digests of files: any byte counts, each is read once, and a cache that cannot be trusted only costs time."""
+
+from __future__ import annotations
+
+import json
+import logging
+import multiprocessing
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvoffload import digests
+from kvoffload.digests import MAX_ENTRIES, MAX_FILE_BYTES, DigestCache, FileChangedError, file_digests
+
+PIECE = 4096
+SIZE = 3 * PIECE + 100
+LATER = 3600 * 10**9
+WRONG = "0123456789abcdef" * 2
+
+
+@pytest.fixture(autouse=True)
+def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(digests, "PIECE_BYTES", PIECE)
+    monkeypatch.setattr(digests, "BUFFER_BYTES", PIECE // 4)
+
+
+@pytest.fixture
+def weights(tmp_path: Path) -> Path:
+    path = tmp_path / "weights"
+    path.write_bytes(os.urandom(SIZE))
+    return path
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return tmp_path / "cache"
+
+
+def in_an_hour() -> int:
+    """A clock for which no file has been changed lately."""
+    return time.time_ns() + LATER
+
+
+def cache_of(folder: Path, clock: Callable[[], int] = in_an_hour) -> DigestCache:
+    return DigestCache(folder, clock)
+
+
+def entries(folder: Path) -> dict[str, str]:
+    return dict(json.loads((folder / digests.FILE_NAME).read_text())["digests"])
+
+
+def poison(folder: Path) -> None:
+    """Makes every entry a wrong one, which shows who believes them."""
+    described = {"version": 1, "digests": dict.fromkeys(entries(folder), WRONG)}
+    (folder / digests.FILE_NAME).write_text(json.dumps(described))
+
+
+def test_every_single_byte_counts(weights: Path) -> None:
+    """Among them the first and the last of the file, of a piece and of what is read at a time."""
+    (before,) = file_digests([weights])
+    raw = bytearray(weights.read_bytes())
+    seen = {before}
+    places = {0, SIZE - 1, SIZE // 2, *(at + by for at in range(PIECE // 4, SIZE, PIECE // 4) for by in (-1, 0, 1))}
+    for place in sorted({*places, *range(0, SIZE, 97)}):
+        raw[place] ^= 1
+        weights.write_bytes(raw)
+        seen.update(file_digests([weights]))
+        raw[place] ^= 1
+    assert len(seen) == 1 + len({*places, *range(0, SIZE, 97)})
+    weights.write_bytes(raw)
+    assert file_digests([weights]) == [before]
+
+
+@pytest.mark.parametrize(
+    "change", [lambda raw: raw + b"\0", lambda raw: raw[:-1], lambda raw: raw[PIECE:], lambda _: b""]
+)
+def test_so_does_the_length(weights: Path, change: Callable[[bytes], bytes]) -> None:
+    (before,) = file_digests([weights])
+    weights.write_bytes(change(weights.read_bytes()))
+    assert file_digests([weights]) != [before]
+
+
+def test_pieces_that_change_places_are_another_file(weights: Path) -> None:
+    (before,) = file_digests([weights])
+    raw = weights.read_bytes()
+    weights.write_bytes(raw[PIECE : 2 * PIECE] + raw[:PIECE] + raw[2 * PIECE :])
+    assert file_digests([weights]) != [before]
+
+
+def test_digests_come_in_the_order_of_the_files(tmp_path: Path) -> None:
+    paths = [tmp_path / str(i) for i in range(20)]
+    for i, path in enumerate(paths):
+        path.write_bytes(bytes([i]) * (i * PIECE // 3))
+    made = file_digests(paths)
+    assert len(set(made)) == len(paths)
+    assert made == [file_digests([path])[0] for path in paths]
+    assert file_digests(paths[::-1]) == made[::-1]
+    assert file_digests([paths[3], paths[3]]) == [made[3], made[3]]
+    assert file_digests([]) == []
+
+
+def test_what_cannot_be_read_is_an_error(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "dead").symlink_to(tmp_path / "nowhere")
+    for name in ("pipe", "dead", "nowhere", "."):
+        with pytest.raises(OSError):
+            file_digests([tmp_path / name])
+
+
+@pytest.mark.parametrize("change", ["written to", "replaced", "cut off"])
+def test_a_file_that_changes_while_it_is_hashed_is_an_error(
+    weights: Path, monkeypatch: pytest.MonkeyPatch, change: str
+) -> None:
+    """Nobody can say which bytes of it were loaded."""
+    preadv = os.preadv
+
+    def changing(fd: int, buffers: Any, offset: int) -> int:
+        if offset == PIECE:
+            if change == "replaced":
+                weights.with_name("other").write_bytes(weights.read_bytes())
+                os.replace(weights.with_name("other"), weights)
+            elif change == "cut off":
+                os.truncate(weights, PIECE)
+            else:
+                os.utime(weights)
+        return preadv(fd, buffers, offset)
+
+    monkeypatch.setattr(os, "preadv", changing)
+    with pytest.raises(FileChangedError, match="changed while it was hashed"):
+        file_digests([weights])
+
+
+# The cache.
+
+
+def test_a_digest_that_is_kept_is_not_made_again(weights: Path, folder: Path) -> None:
+    made = file_digests([weights], cache_of(folder))
+    assert list(entries(folder).values()) == made
+    assert file_digests([weights], cache_of(folder)) == made
+    poison(folder)
+    assert file_digests([weights], cache_of(folder)) == [WRONG]
+    assert file_digests([weights]) == made
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda path: os.utime(path),
+        lambda path: path.chmod(0o640),
+        lambda path: path.write_bytes(path.read_bytes()),
+        lambda path: (path.with_name("new").write_bytes(path.read_bytes()), path.with_name("new").replace(path)),
+    ],
+    ids=["touched", "other rights", "written anew", "replaced"],
+)
+def test_a_file_whose_times_changed_is_read_again(
+    weights: Path, folder: Path, change: Callable[[Path], object]
+) -> None:
+    made = file_digests([weights], cache_of(folder))
+    poison(folder)
+    change(weights)
+    assert file_digests([weights], cache_of(folder)) == made
+
+
+def test_a_byte_that_changed_under_the_old_modification_time_is_seen(weights: Path, folder: Path) -> None:
+    """Who sets a modification time back cannot set back the time of that."""
+    before, state = file_digests([weights], cache_of(folder)), weights.stat()
+    raw = bytearray(weights.read_bytes())
+    raw[SIZE // 2] ^= 1
+    weights.write_bytes(raw)
+    os.utime(weights, ns=(state.st_atime_ns, state.st_mtime_ns))
+    assert weights.stat().st_mtime_ns == state.st_mtime_ns
+    assert file_digests([weights], cache_of(folder)) != before
+
+
+@pytest.mark.parametrize("ago", [0, digests.SETTLED_NS // 2, -LATER])
+def test_a_file_that_was_just_changed_is_not_remembered(weights: Path, folder: Path, ago: int) -> None:
+    """It may be changed again within the resolution of its times. A clock that runs behind only costs time."""
+    changed = weights.stat().st_ctime_ns
+    assert file_digests([weights], cache_of(folder, lambda: changed + ago)) == file_digests([weights])
+    assert not (folder / digests.FILE_NAME).exists() or entries(folder) == {}
+
+
+def test_nor_one_whose_times_are_made_up() -> None:
+    """Whole seconds: some file systems know no better, or give every file the same time."""
+    fields = {"st_mtime_ns": 0, "st_ctime_ns": 10**9}
+    state = type("State", (), fields)()
+    assert not digests._is_settled(state, in_an_hour())  # type: ignore[arg-type]
+    state.st_ctime_ns += 1
+    assert digests._is_settled(state, in_an_hour())  # type: ignore[arg-type]
+
+
+def test_only_its_owner_can_read_it(weights: Path, folder: Path) -> None:
+    file_digests([weights], cache_of(folder / "kvoffload"))
+    assert (folder / "kvoffload").stat().st_mode & 0o777 == 0o700
+    assert {path.stat().st_mode & 0o777 for path in (folder / "kvoffload").iterdir()} == {0o600}
+
+
+def spoil_folder_link(folder: Path) -> None:
+    folder.rename(folder.with_name("elsewhere"))
+    folder.symlink_to(folder.with_name("elsewhere"))
+
+
+def spoil_file(raw: bytes) -> Callable[[Path], object]:
+    return lambda folder: (folder / digests.FILE_NAME).write_bytes(raw)
+
+
+def in_file(**changes: object) -> bytes:
+    return json.dumps({"version": 1, "digests": {"1:2:3:4:5": WRONG}, **changes}).encode()
+
+
+def spoil_file_link(folder: Path) -> None:
+    path = folder / digests.FILE_NAME
+    path.rename(folder / "elsewhere")
+    path.symlink_to(folder / "elsewhere")
+
+
+def spoil_file_pipe(folder: Path) -> None:
+    (folder / digests.FILE_NAME).unlink()
+    os.mkfifo(folder / digests.FILE_NAME)
+
+
+UNTRUSTED: dict[str, Callable[[Path], object]] = {
+    "folder that all can write to": lambda folder: folder.chmod(0o777),
+    "folder that the group can write to": lambda folder: folder.chmod(0o720),
+    "file that all can write to": lambda folder: (folder / digests.FILE_NAME).chmod(0o666),
+    "file that the group can write to": lambda folder: (folder / digests.FILE_NAME).chmod(0o620),
+    "a link to a folder": spoil_folder_link,
+    "a link to a file": spoil_file_link,
+    "a pipe": spoil_file_pipe,
+    "empty": spoil_file(b""),
+    "cut off": spoil_file(in_file()[:-5]),
+    "no JSON": spoil_file(b"{nonsense"),
+    "no UTF-8": spoil_file(b'{"\xff": 1}'),
+    "endless nesting": spoil_file(b"[" * 200_000),
+    "a list": spoil_file(b"[]"),
+    "another version": spoil_file(in_file(version=2)),
+    "no digests": spoil_file(in_file(digests=None)),
+    "a digest that is a number": spoil_file(in_file(digests={"1:2:3:4:5": 6})),
+    "a digest that is cut off": spoil_file(in_file(digests={"1:2:3:4:5": WRONG[1:]})),
+    "a digest of no hex digits": spoil_file(in_file(digests={"1:2:3:4:5": "g" * 32})),
+    "far too large": spoil_file(b" " * MAX_FILE_BYTES + in_file()),
+}
+
+
+@pytest.mark.parametrize("spoil", UNTRUSTED.values(), ids=UNTRUSTED)
+def test_a_cache_that_is_not_to_be_believed_is_not(
+    weights: Path, folder: Path, caplog: pytest.LogCaptureFixture, spoil: Callable[[Path], object]
+) -> None:
+    """One warning, right digests, and no error."""
+    made = file_digests([weights], cache_of(folder))
+    poison(folder)
+    spoil(folder)
+    cache = cache_of(folder)
+    assert file_digests([weights], cache) == file_digests([weights], cache) == made
+    (record,) = caplog.records
+    assert str(folder) in record.getMessage()
+
+
+def test_a_broken_one_is_replaced(weights: Path, folder: Path) -> None:
+    made = file_digests([weights], cache_of(folder))
+    for raw in (b"", b"{nonsense", in_file(version=2)):
+        spoil_file(raw)(folder)
+        file_digests([weights], cache_of(folder))
+        assert list(entries(folder).values()) == made
+
+
+def test_another_user_s_is_not_believed(
+    weights: Path, folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    made = file_digests([weights], cache_of(folder))
+    poison(folder)
+    monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
+    assert file_digests([weights], cache_of(folder)) == made
+    assert len(caplog.records) == 1
+
+
+@pytest.mark.parametrize("there", ["a file", "a file above it"])
+def test_a_cache_that_cannot_be_made_is_done_without(
+    weights: Path, folder: Path, caplog: pytest.LogCaptureFixture, there: str
+) -> None:
+    folder.write_text("")
+    cache = cache_of(folder if there == "a file" else folder / "below")
+    assert file_digests([weights], cache) == file_digests([weights])
+    assert len(caplog.records) == 1
+
+
+def test_a_full_disk_keeps_what_was_there(
+    weights: Path, folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    file_digests([weights], cache_of(folder))
+    before = (folder / digests.FILE_NAME).read_bytes()
+    other = weights.with_name("other")
+    other.write_bytes(b"other")
+
+    def full(*args: Any, **settings: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "rename", full)
+        assert file_digests([other], cache_of(folder)) == file_digests([other])
+    assert len(caplog.records) == 1
+    assert (folder / digests.FILE_NAME).read_bytes() == before
+    file_digests([other], cache_of(folder))
+    assert len(entries(folder)) == 2
+
+
+def test_it_is_bounded_and_the_least_recently_used_go_first(weights: Path, folder: Path) -> None:
+    cache = cache_of(folder)
+    cache.save({f"file {i}": WRONG for i in range(MAX_ENTRIES)})
+    assert len(entries(folder)) == MAX_ENTRIES
+    cache.save({"new": WRONG}, used=["file 0", "no such file"])
+    assert len(entries(folder)) == MAX_ENTRIES
+    assert {"file 0", "new"} <= entries(folder).keys()
+    assert "file 1" not in entries(folder)
+    assert (folder / digests.FILE_NAME).stat().st_size < MAX_FILE_BYTES
+
+
+def keep_one(folder: Path, name: str) -> None:
+    DigestCache(folder).save({name: WRONG})
+
+
+def test_several_processes_lose_nothing_of_each_other(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(digests, "LOCK_DEADLINE_S", 300.0)
+    context = multiprocessing.get_context("fork")
+    children = [context.Process(target=keep_one, args=(folder, f"file {i}")) for i in range(12)]
+    for child in children:
+        child.start()
+    for child in children:
+        child.join()
+    assert [child.exitcode for child in children] == [0] * len(children)
+    assert entries(folder).keys() == {f"file {i}" for i in range(12)}
+
+
+def test_a_lock_that_nobody_gives_back_is_not_waited_for(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    import fcntl
+
+    monkeypatch.setattr(digests, "LOCK_DEADLINE_S", 0.05)
+    keep_one(folder, "first")
+    with (folder / "lock").open("r+") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        keep_one(folder, "second")
+    assert entries(folder).keys() == {"first"}
+    keep_one(folder, "second")
+    assert entries(folder).keys() == {"first", "second"}
+
+
+def test_a_part_that_a_killed_process_left_is_in_nobody_s_way(folder: Path) -> None:
+    keep_one(folder, "first")
+    (folder / "digests.json.part").write_text("half of")
+    keep_one(folder, "second")
+    assert entries(folder).keys() == {"first", "second"}
+    assert sorted(path.name for path in folder.iterdir()) == ["digests.json", "lock"]
+
+
+@pytest.mark.parametrize(("given", "base"), [("{tmp}/xdg", "{tmp}/xdg"), ("", "{tmp}/.cache"), ("rel", "{tmp}/.cache")])
+def test_it_lies_where_users_keep_their_caches(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: str, base: str
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("XDG_CACHE_HOME", given.format(tmp=tmp_path))
+    DigestCache().save({"file": WRONG})
+    assert (Path(base.format(tmp=tmp_path)) / "kvoffload" / digests.FILE_NAME).is_file()
+
+
+def test_a_user_without_a_home_does_without(
+    weights: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def homeless() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr(Path, "home", homeless)
+    assert file_digests([weights], DigestCache(clock=in_an_hour)) == file_digests([weights])
+    assert "XDG_CACHE_HOME" in caplog.text
+
+
+def test_hashing_that_takes_long_is_told_of_once(
+    weights: Path, folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.INFO):
+        monkeypatch.setattr(digests, "TOLD_AFTER_S", float("inf"))
+        file_digests([weights])
+        assert not caplog.records
+        monkeypatch.setattr(digests, "TOLD_AFTER_S", 0.0)
+        file_digests([weights], cache_of(folder))
+        assert len(caplog.records) == 1
+        assert "GB/s" in caplog.text
+        file_digests([weights], cache_of(folder))
+        assert len(caplog.records) == 1

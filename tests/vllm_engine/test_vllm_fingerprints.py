@@ -1,0 +1,161 @@
+"""What is in the fingerprint, for settings as vLLM itself makes them of its arguments."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+# Not "vllm": from tests/ on sys.path this directory itself could be imported under that name.
+pytest.importorskip("vllm.version")
+from vllm_harness import POOL, Run, Runner
+
+pytestmark = pytest.mark.vllm
+
+DISK = POOL | {"disk_dir": "/var/cache/kvoffload", "disk_bytes": "1GiB"}
+QUANTIZED = {
+    "quant_method": "compressed-tensors",
+    "format": "int-quantized",
+    "ignore": ["lm_head"],
+    "config_groups": {
+        "group_0": {
+            "targets": ["Linear"],
+            "weights": {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "channel"},
+            "input_activations": {
+                "num_bits": 8,
+                "type": "int",
+                "symmetric": True,
+                "strategy": "token",
+                "dynamic": True,
+            },
+        }
+    },
+}
+
+
+def quantized(**changes: Any) -> dict[str, Any]:
+    return {"engine": {"hf_overrides": {"quantization_config": QUANTIZED | changes}}}
+
+
+def quantized_at_start(**changes: Any) -> dict[str, Any]:
+    return {"engine": {"quantization": "int8_per_channel_weight_only", "dtype": "bfloat16"} | changes}
+
+
+def images(**settings: Any) -> dict[str, Any]:
+    return {"multimodal": settings}
+
+
+def of_options(**options: Any) -> dict[str, Any]:
+    return {"options": DISK | options}
+
+
+OTHERS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "quantized as the model says": quantized(),
+    "another layer left out of quantization": quantized(ignore=["lm_head", "model.layers.0.mlp.down_proj"]),
+    "quantized at start": quantized_at_start(),
+    "another layer left out at start": quantized_at_start(
+        quantization_config={"ignore": ["model.layers.0.mlp.down_proj"]}
+    ),
+    "another base of the positions": {
+        "engine": {"hf_overrides": {"rope_parameters": {"rope_type": "default", "rope_theta": 17}}}
+    },
+    "another number of layers": {"engine": {"hf_overrides": {"num_hidden_layers": 1}}},
+    "other code of the model": {"engine": {"model_impl": "transformers"}},
+    "code that the model brings": {"changes": {"modeling_own.py": "scale = 1"}},
+    "other code that the model brings": {"changes": {"modeling_own.py": "scale = 2"}},
+    "that code is trusted": {"changes": {"modeling_own.py": "scale = 2"}, "engine": {"trust_remote_code": True}},
+    "scales beside the weights": {"changes": {"hf_quant_config.json": "{}"}},
+    "weights in another format": {"changes": {"pytorch_model.bin": "weights"}, "engine": {"load_format": "pt"}},
+    "others in that format": {"changes": {"pytorch_model.bin": "Weights"}, "engine": {"load_format": "pt"}},
+    "weights that are drawn": {"engine": {"load_format": "dummy"}},
+    # vLLM draws no integers: they are what was in memory.
+    "quantized weights that are not drawn": quantized_at_start(load_format="dummy"),
+    "quantized weights that are not drawn, in another process": quantized_at_start(load_format="dummy"),
+    "a format of the cache": {"engine": {"kv_cache_dtype": "fp8_e5m2"}},
+    "a dtype": {"engine": {"dtype": "bfloat16"}},
+    "images": images(),
+    "pruned videos": images(video_pruning_rate=0.5),
+    "more pruned videos": images(video_pruning_rate=0.75),
+    "how media are read": images(media_io_kwargs={"video": {"num_frames": 8}}),
+    "how images are prepared": images(mm_processor_kwargs={"do_normalize": False}),
+    "a kernel of another precision": {"environment": {"VLLM_FLOAT32_MATMUL_PRECISION": "medium"}},
+    "a name": of_options(model_fingerprint="v1"),
+    "another name": of_options(model_fingerprint="v2"),
+    "weights from elsewhere with a name": {
+        "engine": {"load_format": "tensorizer"},
+        **of_options(model_fingerprint="v3"),
+    },
+    # The last, because vLLM never takes it back.
+    "a class for the model": {
+        "engine": {"model_class_overrides": {"LlamaForCausalLM": "vllm.model_executor.models.llama:LlamaForCausalLM"}}
+    },
+}
+"""Settings with which KV is another."""
+SAME: dict[str, tuple[str, dict[str, Any]]] = {
+    "the same again": ("plain", {}),
+    "quantized again": ("quantized as the model says", quantized()),
+    "quantized at start again": ("quantized at start", quantized_at_start()),
+    "drawn again": ("weights that are drawn", OTHERS["weights that are drawn"]),
+    "a length": ("plain", {"engine": {"max_model_len": 64}}),
+    "a size of the device's cache": ("plain", {"engine": {"num_gpu_blocks_override": 77}}),
+    "a share of the device's memory": ("plain", {"engine": {"gpu_memory_utilization": 0.3}}),
+    "steps of another size": ("plain", {"engine": {"max_num_batched_tokens": 4096, "max_num_seqs": 7}}),
+    "without compilation": ("plain", {"engine": {"enforce_eager": True}}),
+    "a name for clients": ("plain", {"engine": {"served_model_name": "other"}}),
+    "how tokens are chosen": ("plain", {"engine": {"override_generation_config": {"temperature": 0.5}, "seed": 7}}),
+    "a chat template": ("plain", {"changes": {"chat_template.jinja": "{{ x }}"}}),
+    "a port": ("plain", {"environment": {"VLLM_PORT": "12345", "VLLM_NIXL_SIDE_CHANNEL_PORT": "6789"}}),
+    "a size of the pool": ("plain", of_options(host_bytes="32MiB")),
+    "how many images": ("images", images(limit_per_prompt={"image": 3}, mm_processor_cache_gb=1)),
+}
+"""Settings with which it is the same as with others."""
+UNKNOWN: dict[str, dict[str, Any]] = {
+    "weights from elsewhere": {"engine": {"load_format": "tensorizer"}},
+}
+
+
+@pytest.fixture(scope="module")
+def fingerprints(run: Runner, tmp_path_factory: pytest.TempPathFactory) -> Run:
+    cases = {**OTHERS, **{name: case for name, (_, case) in SAME.items()}, **UNKNOWN}
+    encoder = tmp_path_factory.mktemp("encoder")
+    (encoder / "config.json").write_text("{}")
+    for name, weights in {"an encoder": "one", "another encoder": "two", "an encoder again": "one"}.items():
+        cases[name] = {
+            "changes": {str(encoder / "model.safetensors"): weights},
+            "engine": {"hf_overrides": {"audio_model_id": str(encoder)}},
+        }
+    cases["without a disk"] = {"options": POOL, "changes": {"broken.safetensors": ""}}
+    cases["without a disk, other weights"] = {"options": POOL, "changes": {"broken.safetensors": "x"}}
+    return run("fingerprints", cases={name: {"options": DISK} | case for name, case in cases.items()})
+
+
+def test_what_shapes_kv_is_in_it(fingerprints: Run) -> None:
+    made = {name: fingerprints[name] for name in OTHERS}
+    assert {name: text for name, text in made.items() if len(text) != 64} == {}
+    groups: dict[str, list[str]] = {}
+    for name, text in made.items():
+        groups.setdefault(text, []).append(name)
+    assert [names for names in groups.values() if len(names) > 1] == []
+
+
+@pytest.mark.parametrize("case", SAME)
+def test_what_does_not_is_not(fingerprints: Run, case: str) -> None:
+    assert fingerprints[case] == fingerprints[SAME[case][0]]
+
+
+def test_weights_of_another_model_that_its_configuration_names_count(fingerprints: Run) -> None:
+    assert fingerprints["an encoder"] == fingerprints["an encoder again"]
+    assert len({fingerprints[name] for name in ("plain", "an encoder", "another encoder")}) == 3
+
+
+def test_weights_that_nothing_names_are_refused(fingerprints: Run) -> None:
+    said = fingerprints["weights from elsewhere"]
+    for part in ("ConfigError", "load_format=tensorizer", 'set model_fingerprint="..."'):
+        assert part in said
+
+
+def test_without_a_disk_no_weights_are_read(fingerprints: Run) -> None:
+    """What is kept ends with the process that loaded them."""
+    assert fingerprints["without a disk"] == fingerprints["without a disk, other weights"]
+    assert len(fingerprints["without a disk"]) == 64

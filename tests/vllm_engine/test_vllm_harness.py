@@ -1,0 +1,97 @@
+"""The processes that these tests start: forked from a warm parent, they must behave as new ones."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+# Not "vllm": from tests/ on sys.path this directory itself could be imported under that name.
+pytest.importorskip("vllm.version")
+from vllm_harness import DEADLINE_S, ENVIRONMENT, Child, Runner, eventually, kill_session
+
+pytestmark = pytest.mark.vllm
+
+TELLING = """
+import json, os, sys
+descriptors = [os.readlink(f"/proc/self/fd/{name}") for name in os.listdir("/proc/self/fd")[:-1]]
+threads = len(os.listdir("/proc/self/task"))
+told = [dict(os.environ), sys.argv, os.getsid(0), os.getpid(), __name__, "vllm" in sys.modules, threads, descriptors]
+print(json.dumps(told))
+sys.exit(int(sys.argv[1]))
+"""
+FOREVER = """
+import subprocess, sys, time
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(3600)"])
+print(child.pid, flush=True)
+time.sleep(3600)
+"""
+Start = Callable[..., tuple[Child, Path]]
+
+
+@pytest.fixture
+def start(run: Runner, tmp_path: Path) -> Start:
+    def start(program: str, *arguments: str, **environment: str) -> tuple[Child, Path]:
+        """A child that runs ``program``, and its log."""
+        path, log = tmp_path / f"{len(list(tmp_path.iterdir()))}.py", tmp_path / "log"
+        path.write_text(program)
+        variables = {**os.environ, **ENVIRONMENT, **environment}
+        return run.parent(variables).start([str(path), *arguments], variables, log), log
+
+    return start
+
+
+def first_line(log: Path) -> str:
+    """What the program printed. Libraries of vLLM print more when a process ends."""
+    return log.read_text().splitlines()[0]
+
+
+@pytest.mark.parametrize("code", [0, 3])
+def test_a_child_is_as_a_new_process_but_warm(start: Start, code: int) -> None:
+    child, log = start(TELLING, str(code), MINE=f"value {code}")
+    assert child.wait(DEADLINE_S) == code
+    environment, argv, session, pid, name, warm, threads, descriptors = json.loads(first_line(log))
+    assert environment == {**os.environ, **ENVIRONMENT, "MINE": f"value {code}"}
+    assert argv[1:] == [str(code)]
+    assert session == pid == child.pid
+    assert (name, warm, threads) == ("__main__", True, 1)
+    assert descriptors == [os.devnull, str(log), str(log)], "nothing of the parent's is open in it"
+
+
+def test_a_child_that_fails_says_why(start: Start, run: Runner) -> None:
+    child, log = start("import nothing_of_this_name")
+    assert child.wait(DEADLINE_S) == 1
+    assert "ModuleNotFoundError: No module named 'nothing_of_this_name'" in log.read_text()
+    with pytest.raises(AssertionError, match=r"ended with 1:(.|\n)*KeyError: 'no such scenario'"):
+        run("no such scenario")
+
+
+def test_a_child_that_is_killed_is_gone_with_its_session(start: Start) -> None:
+    child, log = start(FOREVER)
+    assert eventually(lambda: log.exists() and log.read_text().endswith("\n"), DEADLINE_S)
+    command = Path(f"/proc/{int(log.read_text())}/cmdline")
+    with pytest.raises(subprocess.TimeoutExpired):
+        child.wait(0.01)
+    assert child.poll() is None
+    kill_session(child)
+    assert child.poll() == -signal.SIGKILL
+    with pytest.raises(ProcessLookupError):
+        os.kill(child.pid, 0)
+    # A process that has ended has no command line, also before its parent knows.
+    assert eventually(lambda: not command.exists() or not command.read_bytes())
+
+
+def test_nothing_of_a_child_is_left_to_the_next(start: Start) -> None:
+    program = "import os, vllm.envs\nprint(os.environ.pop('MINE', None), vllm.envs.VLLM_LOGGING_LEVEL)"
+    said: list[Any] = []
+    for environment in ({"MINE": "1", "VLLM_LOGGING_LEVEL": "ERROR"}, {}):
+        child, log = start(program, **environment)
+        assert child.wait(DEADLINE_S) == 0
+        said.append(first_line(log).split())
+    assert said == [["1", "ERROR"], ["None", os.environ.get("VLLM_LOGGING_LEVEL", "INFO")]]

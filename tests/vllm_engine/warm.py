@@ -1,0 +1,141 @@
+"""A process that has imported vLLM once, and forks a child for each program: ``python warm.py``.
+
+It reads JSON objects from its standard input, one per line, and answers each with a line on its standard output. A line
+with ``argv`` forks a child that runs that program as Python runs its own arguments (a path, or ``-m`` and a module), in
+a session of its own and with exactly the given ``environment``; the answer has the child's ``pid``. A line with ``pid``
+asks for that child's exit ``code``, negative for a signal, null while it runs. The process ends with its input.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import importlib
+import json
+import multiprocessing
+import os
+import runpy
+import sys
+from multiprocessing import resource_tracker
+from typing import Any
+
+MODULES = (
+    "transformers.models.gemma3",
+    "transformers.models.llama",
+    "vllm",
+    "vllm.entrypoints.llm",
+    "vllm.entrypoints.openai.api_server",
+    "vllm.model_executor.models.gemma3",
+    "vllm.model_executor.models.llama",
+    "vllm.v1.core.sched.async_scheduler",
+    "vllm.v1.engine.core",
+    "vllm.v1.engine.llm_engine",
+    "vllm.v1.executor.multiproc_executor",
+    "vllm.v1.executor.uniproc_executor",
+    "vllm.v1.worker.cpu_worker",
+    "vllm.v1.attention.backends.cpu_attn",
+    "vllm.v1.spec_decode.draft_model",
+    "kvoffload.vllm",
+    "kvoffload.vllm.faulty",
+)
+"""What children import. A version of vLLM may lack some."""
+
+
+def warm_up() -> None:
+    """Imports MODULES. Raises RuntimeError if that has started a thread, which a forked child would lack."""
+    for name in MODULES:
+        try:
+            importlib.import_module(name)
+        except ModuleNotFoundError as error:
+            if error.name is None or not name.startswith(error.name):
+                raise
+    with contextlib.suppress(ImportError, AttributeError):
+        from vllm.model_executor.models import registry
+
+        # vLLM looks at a model's class in a process of its own, to keep the import out of this one.
+        registry._run_in_subprocess = lambda look: look()
+    reduce_in_the_kernel()
+    # The collections of children need not look at what was imported here.
+    gc.collect()
+    gc.freeze()
+    threads = len(os.listdir("/proc/self/task"))
+    if threads != 1:
+        raise RuntimeError(f"importing vLLM has started {threads - 1} threads: children cannot be forked")
+
+
+def reduce_in_the_kernel() -> None:
+    """Makes tensor-parallel ranks wait for each other's sums in the kernel. In shared memory they spin, which takes the
+    time of the very rank that they wait for where others burn the cores too."""
+    with contextlib.suppress(ImportError, AttributeError):
+        from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator
+
+        share = CpuCommunicator._all_group_ranks_share_shm_group_name
+        # A pipeline's groups have no other way.
+        CpuCommunicator._all_group_ranks_share_shm_group_name = lambda group: (
+            not group.unique_name.startswith("tp") and share(group)
+        )
+
+
+_get_context = multiprocessing.get_context
+
+
+def fork_context(method: str | None = None) -> Any:
+    """Returns a context whose processes are as warm as this one, instead of the one asked for: vLLM forks by default,
+    but its CPU platform asks for new processes, because threads of OpenMP do not survive a fork; none exist here."""
+    # A new process brings the tracker of its parent, which outlives it and removes its shared memory.
+    resource_tracker.ensure_running()
+    return _get_context("fork")
+
+
+def become(request: dict[str, Any], leading: int) -> None:
+    """Makes this process, just forked, the one that was asked for. Closes ``leading`` once it leads a session."""
+    os.setsid()
+    os.close(leading)
+    for target, path, flags in (
+        (0, os.devnull, os.O_RDONLY),
+        (1, request["log"], os.O_WRONLY | os.O_CREAT | os.O_TRUNC),
+    ):
+        descriptor = os.open(path, flags, 0o644)
+        os.dup2(descriptor, target)
+        os.close(descriptor)
+    os.dup2(1, 2)
+    os.environ.clear()
+    os.environ.update(request["environment"])
+    multiprocessing.get_context = fork_context
+    sys.argv = request["argv"]
+    if sys.argv[0] == "-m":
+        sys.argv = sys.argv[1:]
+        runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+    else:
+        runpy.run_path(sys.argv[0], run_name="__main__")
+
+
+def main() -> None:
+    # The channel's descriptors are this process's own. What libraries print goes to the log.
+    requests, answers = os.dup(0), os.dup(1)
+    os.dup2(2, 1)
+    warm_up()
+    with open(requests) as lines, open(answers, "w") as out:
+        while line := lines.readline():
+            request = json.loads(line)
+            if "argv" in request:
+                waiting, leading = os.pipe()
+                pid = os.fork()
+                if pid == 0:
+                    os.close(waiting)
+                    break
+                os.close(leading)
+                os.read(waiting, 1)
+                os.close(waiting)
+                answer: dict[str, Any] = {"pid": pid}
+            else:
+                done, status = os.waitpid(request["pid"], os.WNOHANG)
+                answer = {"code": os.waitstatus_to_exitcode(status) if done else None}
+            print(json.dumps(answer), file=out, flush=True)
+        else:
+            return
+    become(request, leading)
+
+
+if __name__ == "__main__":
+    main()

