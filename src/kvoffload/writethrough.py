@@ -327,13 +327,14 @@ class WriteThrough:
         self._queue(chain, _State.STARTED)
 
     def _take_back(self, chain: _Chain, hole: OffloadKey) -> None:
-        """What it has written behind ``hole`` could not be found."""
-        if not chain.written:
-            return
-        behind = set(chain.keys[chain.keys.index(hole) + 1 :])
-        unreachable = [key for key in chain.written if key in behind and self.writing.get(key, chain) is chain]
+        """Deletes what lies behind ``hole``, which the tier lacks, and so cannot be found. A window may be found behind
+        a hole: of such a group, only what this chain has written goes."""
+        behind = chain.keys[chain.keys.index(hole) + 1 :]
+        if not self._groups[key_group_idx(hole)].is_full:
+            behind = list(set(behind).intersection(chain.written))
+        unreachable = [key for key in behind if self.writing.get(key, chain) is chain]
+        self._num_lost += int(np.count_nonzero(self._tier.contains(unreachable)))
         self._tier.delete(unreachable)
-        self._num_lost += len(unreachable)
 
     # Writing.
 
