@@ -228,7 +228,7 @@ def _text(data: Mapping[str, Any], field: str) -> str:
 def _reason(data: Mapping[str, Any], field: str) -> MissReason:
     value = data[field]
     if not isinstance(value, str) or value not in _REASONS:
-        raise _wrong(data, field, f"one of {', '.join(_REASONS)}")
+        raise _wrong(data, field, "a reason that this version of kvoffload knows")
     return MissReason(value)
 
 
