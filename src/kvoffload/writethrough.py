@@ -217,7 +217,7 @@ class WriteThrough:
             # What is gone was taken back for another chain.
             chain.failures += any(result.error is not TierError.GONE for result in failures)
             if chain.failures > MAX_REWRITES:
-                self._take_back(chain, failures[0].key)
+                self._take_back(chain, min((result.key for result in failures), key=chain.keys.index))
                 self._remove(chain)
             else:
                 self._rewind(chain)
