@@ -355,6 +355,24 @@ def test_what_came_up_stays_for_a_request_that_the_engine_cannot_schedule() -> N
     assert rig.tier.reads == keys, "they were read once"
 
 
+def test_what_came_up_in_time_stays_for_a_request_whose_rest_was_late() -> None:
+    rig = Rig(load_deadline_ms=1000)
+    keys = chain("x", 4)
+    rig.store_below(keys)
+    with rig.executor.hold():
+        assert rig.manager.lookup(keys[:2], A) is None
+        rig.manager.poll()
+    rig.executor.drain()
+    with rig.executor.hold():
+        rig.manager.poll()
+        assert rig.manager.lookup(keys, A) is None, "the rest is on its way, and hangs"
+        rig.manager.poll()
+        rig.clock.now += 1.0
+        rig.manager.poll()
+        rig.fill_host()
+        assert rig.manager.lookup(keys, A) == 2
+
+
 def test_blocks_kept_for_long_give_way_to_whoever_needs_their_room() -> None:
     rig = Rig(host_blocks=8, load_deadline_ms=1000)
     keys, more = chain("x", 4), chain("y", 4)

@@ -534,6 +534,25 @@ def test_a_late_answer_fails_what_waited_for_it(watched: OffloadingConnectorWork
     assert (taken.failed, taken.changed_at) == ({1}, 0)
 
 
+def test_no_comparison_begins_after_copies_have_ended_for_a_sleep(
+    watched: OffloadingConnectorWorker, weights: Weights
+) -> None:
+    """A sleeping engine has no weights: a read of them would be a read of memory that is gone."""
+    weights.answers = False
+    step(watched, StepMeta(loads=LOAD))
+    step(watched, StepMeta(loads={3: job([2], [6], "s")}))
+    watched.suspend()
+    weights.answers = True
+    compared = weights.num_comparisons
+    step(watched, IDLE)
+    assert weights.num_comparisons == compared
+    assert report(watched) == ({1: 1, 3: 1}, {1, 3})
+    watched.resume()
+    step(watched, StepMeta(loads={4: job([3], [4])}))
+    assert weights.num_comparisons == compared + 1
+    assert report(watched) == ({4: 1}, set())
+
+
 def test_new_weights_are_accepted_by_the_first_step_after_a_reset_that_computes(
     watched: OffloadingConnectorWorker, weights: Weights
 ) -> None:
