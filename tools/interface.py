@@ -42,6 +42,11 @@ UNTYPED = {
     "vllm.v1.attention.backend:AttentionBackend": ("get_name",),
     "vllm.config.compilation:CompilationConfig": ("static_forward_context",),
     "vllm.config.multimodal:MultiModalConfig": ("mm_processor_cache_gb",),
+    "vllm.v1.worker.worker_base:WorkerBase": ("get_model",),
+    "vllm.v1.worker.gpu_worker:Worker": ("get_draft_model",),
+    "vllm.lora.model_manager:LoRAModelManager": ("list_adapters",),
+    "vllm.lora.lora_model:LoRAModel": ("loras",),
+    "vllm.lora.lora_weights:LoRALayerWeights": ("lora_a", "lora_b"),
 }
 """What the adapter reads of objects whose class its annotations do not tell."""
 WORDS = {
@@ -50,7 +55,10 @@ WORDS = {
     "vllm.config.kv_transfer": ("recompute",),
 }
 """Values of settings that the adapter compares with or sets."""
-TEXTS = {"isa": ("vllm.v1.attention.backends.cpu_attn", "layer.isa = ")}
+TEXTS = {
+    "isa": ("vllm.v1.attention.backends.cpu_attn", "layer.isa = "),
+    "lora_manager": ("vllm.lora.model_manager", "self.model.lora_manager = self"),
+}
 """What the adapter reads of an object that other code writes it to: its name, and where that is written."""
 FLAGS = ("enable_elastic_ep", "prefill_context_parallel_size", "mm_processor_cache_gb", "speculative_config")
 """Arguments of vLLM that are refused, besides those that ``test_vllm_refusals.py`` sets."""
@@ -354,7 +362,9 @@ class Check:
                 self.add("value", f"{path}: {word!r}", "setup.py", None if there else "no such value", "")
         for name, (path, text) in TEXTS.items():
             found = self.source.module(path)
-            self.add("text", name, "pages.py", None if found and text in found.text else f"not written in {path}")
+            self.add(
+                "text", name, "tools/interface.py", None if found and text in found.text else f"not written in {path}"
+            )
         tests = ast.parse((ROOT / "tests" / "vllm_engine" / "test_vllm_refusals.py").read_text())
         cases = _constant(tests, "FLAGS")
         flags = {flag for case in cases.values() for flag in case}
