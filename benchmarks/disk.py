@@ -299,10 +299,12 @@ def promotion_cost(directory: Path) -> list[Row]:
         return spent
 
     stored: Iterable[list[OffloadKey]] = [keys[i : i + 128] for i in range(0, n, 128)]
+    down += timed(lambda: manager.touch(keys, CONTEXT))
     for part in stored:
         host.prepare_store(part)
         down += timed(partial(manager.complete_store, part))
         down += poll_until_idle()
+    down += timed(lambda: manager.offer_chain(keys, CONTEXT)) + poll_until_idle()
     written = int((tier.contains(keys) == LookupState.HIT).sum())
     host.reset()
     up += timed(lambda: manager.lookup(keys, CONTEXT)) + timed(manager.poll)
