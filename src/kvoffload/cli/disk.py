@@ -37,7 +37,7 @@ def disk() -> None:
     """Look at, check or empty the directory of a disk tier (disk_dir)."""
 
 
-@disk.command()
+@disk.command(short_help="Tell what DIR holds, and what is wrong with it.")
 @DIRECTORY
 @AS_JSON
 def inspect(directory: Path, as_json: bool) -> None:
