@@ -76,7 +76,7 @@ $(VENV_VLLM)/overlays/%: | $(VENV_VLLM)/.stamp
 clean:
 	rm -rf $(VENV) $(VENV_VLLM)
 
-# Ends with one line that names what is missing and the mend.
+# Ends with one line that names what is missing and the fix.
 define preflight
 fail() { echo "make: $$1" >&2; exit 1; }; \
 [ "$$(uname -s)" = Linux ] || \

@@ -112,7 +112,7 @@ class OffloadConfig:
         for name in options:
             if name not in known:
                 near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
-                hint = f"did you mean {near[0]}?" if near else "remove it;"
+                hint = f"did you mean {near[0]}?" if near else "remove it."
                 raise ConfigError(f"{name}={options[name]!r}: unknown option; {hint} Known: {', '.join(known)}")
         if options.get("host_bytes") is None:
             free = available_memory()

@@ -85,7 +85,7 @@ def test_words_without_a_disk(chat: Trace) -> None:
     found = size(chat, MODEL, ram=[256 * GIB])
     more = size(chat, MODEL, ram=[512 * GIB]).settings[0].served_pct - found.settings[0].served_pct
     assert found.answer.startswith(f"256 GiB RAM serves {found.settings[0].served_pct:.1f}% of prompt tokens. ")
-    assert f"The next 256 GiB add {more:.1f} points." in found.answer
+    assert f"The next 256 GiB of RAM would add {more:.1f} points." in found.answer
 
 
 def test_the_chosen_saves_nearly_as_much_time_as_any_for_less(answer: Sizing) -> None:

@@ -37,7 +37,7 @@ def disk() -> None:
     """Look at, check or empty the directory of a disk tier (disk_dir)."""
 
 
-@disk.command()
+@disk.command(short_help="Tell what DIR holds, and what is wrong with it.")
 @DIRECTORY
 @AS_JSON
 def inspect(directory: Path, as_json: bool) -> None:
@@ -138,7 +138,8 @@ def _the_one(digits: str, folders: Sequence[Folder]) -> str:
     if len(matches) != 1:
         there = ", ".join(sorted({folder.fingerprint for folder in folders})) or "none"
         raise InspectError(
-            f"--fingerprint {digits}: {'several' if matches else 'none'} of those there begin so. There are: {there}"
+            f"--fingerprint {digits}: {'several fingerprints begin' if matches else 'no fingerprint begins'} with "
+            f"that. There are: {there}"
         )
     return matches[0]
 
@@ -167,6 +168,9 @@ def _show(console: Console, directory: Path, parts: Sequence[Owned]) -> None:
     if folders:
         console.print()
         console.print(_folder_table(parts))
+    if any(folder.transient for folder in folders):
+        note = "transient: stored after a reset or a change of weights; the next server drops these blocks."
+        console.print(Text(f"\n{note}", style="dim"))
     problems = findings(parts)
     console.print()
     if not problems:

@@ -43,12 +43,12 @@ class Words:
 WORDS = {
     MissReason.NEVER_STORED: Words(
         "the block was never stored",
-        "New text, or evicted very long ago. Text that is to hit must be the same from the prompt's first token on: "
-        "put dates and names at its end.",
+        "New text, or evicted very long ago. Only text that is the same from the prompt's first token on is found: "
+        "put dates and names at the end.",
     ),
     MissReason.NOT_ADMITTED: Words(
         "the block had not been asked for often enough to be stored",
-        "Lower store_threshold, or remove it; without one the policy thought others more worth their place: raise "
+        "Lower store_threshold, or remove it. If it is not set, the policy kept other blocks instead: raise "
         "host_bytes.",
         True,
     ),
@@ -277,7 +277,8 @@ def _show(console: Console, found: Findings, chosen: Sequence[RequestRecord], pe
     console.print(Text("{} on the device  {} in host memory or on disk  {} missing".format(*bars)))
     console.print(_time_table(periods, bars))
     if found.servers:
-        note = f"\nFrom {source}. A server keeps its latest {RECORD_RING_SIZE:,} requests; a log keeps all."
+        one = " --pid shows one of them." if len(found.servers) > 1 else ""
+        note = f"\nFrom {source}.{one} A server keeps its latest {RECORD_RING_SIZE:,} requests; a log keeps all."
         console.print(Text(note, style="dim"))
 
 

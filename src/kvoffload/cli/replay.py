@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 MAX_CONFIGS = 1000
 
 
-@click.command()
+@click.command(short_help="Tell what policies and capacities would find in a trace.")
 @click.argument("trace", metavar="TRACE")
 @click.option("--policy", "policies", default="lru", show_default=True, help="Policies, with commas between them.")
 @click.option(
@@ -58,7 +58,11 @@ MAX_CONFIGS = 1000
 @click.option("--model", metavar="CONFIG", help="The model's config.json.  [default: as Llama-3.1-8B]")
 @speed_options
 @trace_options
-@click.option("--bound", is_flag=True, help="Also what a policy would find that knows the rest of the trace.")
+@click.option(
+    "--bound",
+    is_flag=True,
+    help="Also what a policy would find that knows the rest of the trace; without --device and --disk.",
+)
 @click.option("--jobs", type=int, metavar="N", help="Processes.  [default: one a core]")
 @click.option("--json", "as_json", is_flag=True, help="Print a JSON list with an entry a configuration.")
 @click.option("--html", type=click.Path(path_type=Path), metavar="FILE", help="Write a page with plots.")

@@ -46,7 +46,7 @@ PRICES = Prices()
 @click.option("--kv-dtype", metavar="DTYPE", help="Of the KV cache, such as fp8.  [default: the model's]")
 @click.option("--policy", default="lru", show_default=True, help="Of RAM and disk.")
 @click.option("--ram", metavar="SIZES", help="Such as 64GiB,128GiB.  [default: powers of two where they matter]")
-@click.option("--disk", metavar="SIZES", help="Such as none,1TiB.  [default: with --ram none, else as for RAM]")
+@click.option("--disk", metavar="SIZES", help="Such as none,1TiB.  [default: none if --ram is given, else as for RAM]")
 @speed_options
 @click.option("--ttft-p95", type=float, metavar="MS", help="Find the cheapest setting that is as fast as this.")
 @click.option(

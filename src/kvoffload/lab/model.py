@@ -122,7 +122,7 @@ class _Config:
             least = 0 if default == 0 else 1
             if not isinstance(value, int) or isinstance(value, bool) or value < least:
                 raise ConfigError(
-                    f"{self.where}: {each}={value!r}: must be a whole number, {least} or more; mend the file"
+                    f"{self.where}: {each}={value!r}: must be a whole number, {least} or more; correct the file"
                 )
             return value
         if default is None:
@@ -195,7 +195,7 @@ def _layer_kinds(config: _Config, layers: int) -> list[str]:
     if isinstance(types, list):
         if len(types) != layers:
             raise ConfigError(
-                f"{config.where}: layer_types has {len(types)} entries for {layers} layers; mend the file"
+                f"{config.where}: layer_types has {len(types)} entries for {layers} layers; correct the file"
             )
         return [_kind(str(each)) for each in types]
     pattern = config.fields.get("hybrid_override_pattern")

@@ -281,7 +281,7 @@ def _failed(policy: str, request: int, error: Exception) -> str:
     where = traceback.extract_tb(error.__traceback__)[-1]
     words = " ".join(f"{type(error).__name__}: {error}".split())
     return (
-        f"policy={policy!r}: failed at request {request}, {where.filename}:{where.lineno}: {words}; mend it until "
+        f"policy={policy!r}: failed at request {request}, {where.filename}:{where.lineno}: {words}; correct it until "
         "kvoffload.testing.conformance passes"
     )
 

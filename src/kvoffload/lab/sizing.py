@@ -323,11 +323,11 @@ def _marginal(sizing: Sizing) -> list[str]:
     best, ram, disk = sizing.best, sizing.more_ram, sizing.more_disk
     more = f"The next {format_bytes(best.ram_bytes)}"
     if disk is None:
-        text = f"{more} add {ram.served_pct - best.served_pct:.1f} points."
+        text = f"{more} of RAM would add {ram.served_pct - best.served_pct:.1f} points."
     else:
         text = (
             f"{more} of RAM would serve {ram.ram_pct - best.ram_pct:.1f} points more from RAM, the next "
-            f"{format_bytes(best.disk_bytes)} of disk add {disk.served_pct - best.served_pct:.1f} points."
+            f"{format_bytes(best.disk_bytes)} of disk would add {disk.served_pct - best.served_pct:.1f} points."
         )
     return [text, f"A cache that never evicts would serve {sizing.ceiling.served_pct:.1f}%."]
 

@@ -48,7 +48,7 @@ class KVOffloadStats(KVConnectorStats):
             shown["disk hit tokens"] = int(data["disk_hit_tokens"])
         for name, value in sorted(data.items()):
             if name.startswith("misses:"):
-                shown[name.replace("misses:", "missed, ").replace("_", " ")] = int(value)
+                shown[f"missed ({name.removeprefix('misses:').replace('_', ' ')})"] = int(value)
         return shown
 
     def is_empty(self) -> bool:
