@@ -96,7 +96,7 @@ def test_amounts(value: object, expected: int) -> None:
     ],
     ids=repr,
 )
-def test_what_is_no_amount_is_named_and_mended(value: object) -> None:
+def test_what_is_no_amount_is_named_and_fixed(value: object) -> None:
     with pytest.raises(ConfigError) as caught:
         parse_bytes("host_bytes", value)
     message = str(caught.value)
@@ -262,13 +262,13 @@ def test_two_ways_to_say_the_same() -> None:
     assert "remove one" in message
 
 
-@pytest.mark.parametrize(("block_size", "mend"), [(24, 16), (8, 16), (17, 16), (50, 48)])
-def test_a_block_size_that_the_engines_does_not_divide(block_size: int, mend: int) -> None:
+@pytest.mark.parametrize(("block_size", "fix"), [(24, 16), (8, 16), (17, 16), (50, 48)])
+def test_a_block_size_that_the_engines_does_not_divide(block_size: int, fix: int) -> None:
     with pytest.raises(ConfigError) as caught:
         make(block_size=block_size).factor(16)
     assert str(caught.value).startswith(f"block_size={block_size}: must be a multiple of ")
-    assert f"set it to {mend} or leave it out" in str(caught.value)
-    assert make(block_size=mend).factor(16) == mend // 16
+    assert f"set it to {fix} or leave it out" in str(caught.value)
+    assert make(block_size=fix).factor(16) == fix // 16
 
 
 @pytest.mark.parametrize(
@@ -276,8 +276,8 @@ def test_a_block_size_that_the_engines_does_not_divide(block_size: int, mend: in
 )
 @pytest.mark.parametrize("name", ["load_deadline_ms", "lookup_deadline_ms"])
 def test_a_deadline_is_some_milliseconds(name: str, value: object) -> None:
-    mend = "must be a number of milliseconds, from 0 to 3600000 (an hour), without quotes"
-    assert refused(**{name: value}) == f"{name}={value!r}: {mend}"
+    fix = "must be a number of milliseconds, from 0 to 3600000 (an hour), without quotes"
+    assert refused(**{name: value}) == f"{name}={value!r}: {fix}"
 
 
 @pytest.mark.parametrize("name", ["load_deadline_ms", "lookup_deadline_ms"])

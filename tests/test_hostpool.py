@@ -382,9 +382,9 @@ def test_more_than_there_is_is_refused_before_any_is_taken(monkeypatch: pytest.M
     assert "host_bytes" in message
     assert "44 KiB" in message, "what was asked for"
     assert "40 KiB" in message, "what there is"
-    mend = re.search(r"set host_bytes to (.+) or less", message)
-    assert mend is not None
-    assert 0 < parse_bytes("host_bytes", mend[1]) <= 10 * 4096
+    fix = re.search(r"set host_bytes to (.+) or less", message)
+    assert fix is not None
+    assert 0 < parse_bytes("host_bytes", fix[1]) <= 10 * 4096
     HostPool(10, 4096).close()
 
 

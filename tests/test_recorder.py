@@ -227,7 +227,7 @@ def test_one_server_a_file(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     TraceRecorder(str(path), TOKENS, {}).close()
 
 
-def test_what_cannot_be_written_is_an_error_with_its_mend(tmp_path: Path) -> None:
+def test_what_cannot_be_written_is_an_error_with_its_fix(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"record_trace=.*: cannot be written: No such file.*; name a file in"):
         TraceRecorder(str(tmp_path / "none" / "trace.jsonl"), TOKENS, {})
     os.mkfifo(tmp_path / "pipe")

@@ -28,19 +28,19 @@ _BYTES = re.compile(r"\s*(\d+(?:\.\d+)?)\s*(?:([kmgt])(i?))?(b?)\s*", re.IGNOREC
 def parse_bytes(setting: str, value: object) -> int:
     """Bytes in a number or in a string such as "8GiB", "512 MiB" or "1.5T" (powers of 1024, except that
     "GB" and its like are powers of 1000). Raises ConfigError naming ``setting``."""
-    mend = f'write a number of bytes or a string such as {setting}="8GiB"'
+    fix = f'write a number of bytes or a string such as {setting}="8GiB"'
     if isinstance(value, bool) or not isinstance(value, (int, float, str)):
-        raise ConfigError(f"{setting}={value!r}: not an amount of memory; {mend}")
+        raise ConfigError(f"{setting}={value!r}: not an amount of memory; {fix}")
     amount = value
     if isinstance(amount, str):
         match = _BYTES.fullmatch(amount)
         if match is None:
-            raise ConfigError(f"{setting}={value!r}: not an amount of memory; {mend}")
+            raise ConfigError(f"{setting}={value!r}: not an amount of memory; {fix}")
         number, prefix, binary, suffix = match.groups()
         base = 1000 if suffix and not binary else 1024
         amount = float(number) * (base ** _POWERS[prefix.lower()] if prefix else 1)
     if not 1 <= amount <= _MAX_BYTES:
-        raise ConfigError(f"{setting}={value!r}: must be 1 byte or more, and less than {_MAX_BYTES}; {mend}")
+        raise ConfigError(f"{setting}={value!r}: must be 1 byte or more, and less than {_MAX_BYTES}; {fix}")
     return int(amount)
 
 
@@ -55,12 +55,12 @@ _PATHS = {"disk_dir": "/var/cache/kvoffload", "record_trace": "/var/log/kvoffloa
 
 def _resolved(setting: str, value: object) -> str:
     """The absolute path that ``value`` means. Raises ConfigError naming ``setting``."""
-    mend = f'write an absolute path such as {setting}="{_PATHS[setting]}"'
+    fix = f'write an absolute path such as {setting}="{_PATHS[setting]}"'
     if not isinstance(value, str) or "\0" in value:
-        raise ConfigError(f"{setting}={value!r}: not a path; {mend}")
+        raise ConfigError(f"{setting}={value!r}: not a path; {fix}")
     path = os.path.expanduser(value)
     if not os.path.isabs(path):
-        raise ConfigError(f"{setting}={value!r}: not an absolute path; {mend}. Variables are not looked up")
+        raise ConfigError(f"{setting}={value!r}: not an absolute path; {fix}. Variables are not looked up")
     return os.path.normpath(path)
 
 

@@ -186,7 +186,7 @@ def test_json_has_everything(log: Path) -> None:
     ]
     assert report["reasons"][0]["tokens_missing"] == 12_000
     assert report["reasons"][0]["median_age_s"] == 35.0
-    assert "host_bytes" in report["reasons"][0]["mend"]
+    assert "host_bytes" in report["reasons"][0]["fix"]
     assert sum(period["requests"] for period in report["periods"]) == 60
     assert {period["length_s"] for period in report["periods"]} == {60}
     assert report["records"] == [record.to_dict() for record in some_records()]

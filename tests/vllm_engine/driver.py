@@ -450,12 +450,12 @@ def failed_load(config: dict[str, Any]) -> dict[str, Any]:
     working, worker.transfer = worker.transfer, FailingTransfer(worker.transfer, rate=1.0)
     end_load = offload._end_load
 
-    def end_and_mend(job: Any) -> None:
+    def end_and_report(job: Any) -> None:
         end_load(job)
         worker.transfer = working
         job.state.may_load = config["again"]
 
-    offload._end_load = end_and_mend
+    offload._end_load = end_and_report
     core = engine.llm.llm_engine
     core.add_request("again", {"prompt_token_ids": prompt}, engine.sampling())
     for step in range(500):

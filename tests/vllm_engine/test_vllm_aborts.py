@@ -64,7 +64,7 @@ def test_a_load_that_fails_whole_is_recomputed(run: Runner) -> None:
 
 def test_vllm_never_admits_a_second_load_after_a_failed_one(run: Runner) -> None:
     """Why kvoffload offers none: the failed request's own reservation leaves no room for it. Should this test fail,
-    vLLM has been mended, and a request could be offered a second load."""
+    vLLM has been fixed, and a request could be offered a second load."""
     result = run("failed_load", connector=POOL, again=True)
     assert result["metrics"]["load_failures"] == 1
     assert result["steps"] is None

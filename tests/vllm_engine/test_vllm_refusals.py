@@ -217,7 +217,7 @@ def test_one_that_was_only_tried_is_told_of_too(said: Run) -> None:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_a_wrong_one_is_refused_with_the_mend(said: Run, case: str) -> None:
+def test_a_wrong_one_is_refused_with_the_fix(said: Run, case: str) -> None:
     assert said["said"][case] is not None, "taken without a word"
     kind, message = said["said"][case]
     assert kind == "ConfigError"

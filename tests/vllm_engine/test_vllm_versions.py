@@ -62,7 +62,7 @@ def test_corrupted_bytes_change_outputs(run: Runner, overlaid: dict[str, Any], a
 
 
 def test_the_disk_tier(run: Runner, version: str, overlaid: dict[str, Any], answers: list[Any], tmp_path: Path) -> None:
-    """Served where a request can be told to wait, else refused with the reason and the mend."""
+    """Served where a request can be told to wait, else refused with the reason and the fix."""
     connector = POOL | {"disk_dir": str(tmp_path / "disk"), "disk_bytes": "32MiB", "load_only_if_faster": False}
     connector["load_deadline_ms"] = 1000 * DEADLINE_S
     if version.startswith(NOBODY_WAITS):
@@ -91,7 +91,7 @@ def test_a_storm(run: Runner, overlaid: dict[str, Any], answers: list[Any]) -> N
 
 
 def test_several_groups(run: Runner, version: str, overlaid: dict[str, Any]) -> None:
-    """Served where their load failures can be reported, else refused with the reason and the mend."""
+    """Served where their load failures can be reported, else refused with the reason and the fix."""
     if version.startswith(ONE_GROUP_ONLY):
         child, result = run.start("rounds", **GEMMA3, connector=POOL, **overlaid)
         assert child.wait(DEADLINE_S) != 0

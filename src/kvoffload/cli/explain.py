@@ -35,9 +35,9 @@ class Words:
     """A reason for people: "missed because ``because``", and what they can do."""
 
     because: str
-    mend: str
+    fix: str
     setting: bool = False
-    """Whether it is a setting of kvoffload that mends it."""
+    """Whether it is a setting of kvoffload that fixes it."""
 
 
 WORDS = {
@@ -242,7 +242,7 @@ def _to_json(found: Findings, chosen: Sequence[RequestRecord], periods: Sequence
             {
                 **dataclasses.asdict(each),
                 "share": each.requests / len(chosen),
-                "mend": None if each.reason is None else WORDS[each.reason].mend,
+                "fix": None if each.reason is None else WORDS[each.reason].fix,
             }
             for each in by_reason(chosen)
         ],
@@ -292,7 +292,7 @@ def _sentences(total: Period, reasons: Sequence[ReasonSummary], running: bool) -
         f"{_share(total.host_tokens, total.tokens_asked)} in host memory{on_disk}."
     )
     clauses: list[str] = []
-    mends: list[str] = []
+    fixes: list[str] = []
     for each in reasons:
         if each.reason is None:
             continue
@@ -300,11 +300,11 @@ def _sentences(total: Period, reasons: Sequence[ReasonSummary], running: bool) -
         since = "" if each.median_age_s is None else f" (median {age(each.median_age_s)} ago)"
         clauses.append(f"{each.requests:,} {'' if clauses else 'missed '}because {words.because}{since}")
         if words.setting:
-            mends.append(words.mend)
+            fixes.append(words.fix)
     if clauses:
         text += f" {', '.join(clauses)}."
-    if mends:
-        text += f" What would help most: {mends[0][0].lower()}{mends[0][1:]}"
+    if fixes:
+        text += f" What would help most: {fixes[0][0].lower()}{fixes[0][1:]}"
     return text
 
 
@@ -323,7 +323,7 @@ def _reason_table(reasons: Sequence[ReasonSummary], requests: int) -> Table:
             _share(each.requests, requests),
             _count(each.tokens_missing),
             "" if each.median_age_s is None else age(each.median_age_s),
-            "" if each.reason is None else WORDS[each.reason].mend,
+            "" if each.reason is None else WORDS[each.reason].fix,
         )
     return table
 

@@ -18,7 +18,7 @@ _BLOCKS = re.compile(r"\d{1,30}", re.ASCII)
 def parse_capacity(text: str, trace: Trace, model: ModelShape, setting: str = "capacity") -> int:
     """Blocks in "1%" (of the trace's distinct blocks, rounded down, 1 at least), "5859" (blocks) or "64GiB" (bytes of
     ``model``'s KV, whole blocks). Raises ConfigError naming ``setting``."""
-    mend = (
+    fix = (
         "write a share of the trace's distinct blocks such as 1%, a number of blocks such as 5859, or an amount of "
         "memory such as 64GiB"
     )
@@ -26,22 +26,22 @@ def parse_capacity(text: str, trace: Trace, model: ModelShape, setting: str = "c
     if percent := _PERCENT.fullmatch(text):
         share = float(percent[1])
         if not 0 < share <= 100:
-            raise ConfigError(f"{setting}={text!r}: must be more than 0% and at most 100%; {mend}")
+            raise ConfigError(f"{setting}={text!r}: must be more than 0% and at most 100%; {fix}")
         return max(1, int(share / 100 * trace.num_distinct + 1e-9))
     if _BLOCKS.fullmatch(text):
         blocks = int(text)
         if not 1 <= blocks <= MAX_BLOCKS:
-            raise ConfigError(f"{setting}={text!r}: must be 1 block or more, and at most {MAX_BLOCKS}; {mend}")
+            raise ConfigError(f"{setting}={text!r}: must be 1 block or more, and at most {MAX_BLOCKS}; {fix}")
         return blocks
     try:
         amount = parse_bytes(setting, text)
     except ConfigError as error:
-        raise ConfigError(f"{setting}={text!r}: not a capacity; {mend}") from error
+        raise ConfigError(f"{setting}={text!r}: not a capacity; {fix}") from error
     block_bytes = model.bytes_per_token * trace.block_tokens
     blocks = int(amount // block_bytes) if block_bytes else 0
     if blocks < 1:
         raise ConfigError(
             f"{setting}={text!r}: holds no block; one takes {format_bytes(int(block_bytes))} "
-            f"({trace.block_tokens} tokens of {model.name}); {mend}"
+            f"({trace.block_tokens} tokens of {model.name}); {fix}"
         )
     return min(blocks, MAX_BLOCKS)

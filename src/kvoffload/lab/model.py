@@ -91,15 +91,15 @@ DEFAULT_MODEL = ModelShape("Llama-3.1-8B", 131_072.0, 13_958_643_712.0, 524_288.
 
 
 def _read(path: Path) -> Mapping[str, Any]:
-    mend = "give a model's config.json, or the directory it is in"
+    fix = "give a model's config.json, or the directory it is in"
     try:
         with path.open("rb") as file:
             content = json.loads(file.read(MAX_CONFIG_BYTES))
     except (OSError, ValueError, RecursionError) as error:
         reason = error.strerror if isinstance(error, OSError) else f"not JSON ({error})"
-        raise ConfigError(f"model={str(path)!r}: {reason}; {mend}") from error
+        raise ConfigError(f"model={str(path)!r}: {reason}; {fix}") from error
     if not isinstance(content, Mapping):
-        raise ConfigError(f"model={str(path)!r}: not a JSON object; {mend}")
+        raise ConfigError(f"model={str(path)!r}: not a JSON object; {fix}")
     return content
 
 

@@ -421,15 +421,15 @@ def _chosen(entries: Entries, at: npt.NDArray[np.int64]) -> Entries:
 
 def _open_owned(directory: Path, stack: ExitStack) -> list[tuple[Owned, int]]:
     """``directory`` and the engines' directories in it, each with its descriptor."""
-    mend = "name a server's disk_dir"
+    fix = "name a server's disk_dir"
     try:
         root = stack.enter_context(_folder(directory))
     except OSError as error:
-        raise InspectError(f"{directory}: {error.strerror}; {mend}") from error
+        raise InspectError(f"{directory}: {error.strerror}; {fix}") from error
     names = sorted(os.listdir(root))
     engines = [name for name in names if ENGINE_FOLDER.fullmatch(name)]
     if not (engines or LOCK_NAME in names or any(map(is_fingerprint, names))):
-        raise InspectError(f"{directory}: there is no disk tier in it; {mend}")
+        raise InspectError(f"{directory}: there is no disk tier in it; {fix}")
     found = [(Owned(""), root)]
     for name in engines:
         try:
