@@ -229,7 +229,7 @@ class HostPool:
                 )
             step = min(ALLOCATION_STEP, left)
             os.posix_fallocate(self.fd, offset, step)
-            if time.monotonic() - logged >= LOG_EVERY_S:
+            if left > step and time.monotonic() - logged >= LOG_EVERY_S:
                 logged = time.monotonic()
                 done = format_bytes(offset + step)
                 logger.info("kvoffload: host pool: %s of %s allocated", done, format_bytes(self.nbytes))

@@ -548,3 +548,8 @@ def test_real_traces(name: str, requests: int, accesses: int, distinct: int) -> 
     trace = read_trace(TRACES / f"{name}.jsonl.gz", strict=True)
     assert (trace.num_requests, trace.num_accesses, trace.num_distinct) == (requests, accesses, distinct)
     assert (np.diff(trace.times) >= 0).all()
+
+
+def test_a_synthetic_trace_has_no_format() -> None:
+    with pytest.raises(TraceError, match="format='mooncake': a synthetic trace is not read from a file"):
+        read_trace("synthetic:chat?requests=10", format="mooncake")

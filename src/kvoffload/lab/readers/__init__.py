@@ -34,6 +34,8 @@ def read_trace(
     given the share that was read. Raises TraceError if there is no request to be read.
     """
     if str(source).startswith(synthetic.PREFIX):
+        if format is not None:
+            raise TraceError(f"format={format!r}: a synthetic trace is not read from a file; leave format out")
         return synthetic.generate(str(source), block_tokens)
     if not str(source):
         raise TraceError("trace='': names no file; give the path of one")
