@@ -550,6 +550,21 @@ def test_new_weights_are_accepted_by_the_first_step_after_a_reset_that_computes(
     assert report(watched) == ({3: 1}, {3})
 
 
+@pytest.mark.parametrize("epoch", [0, 1])
+def test_weights_are_not_read_while_device_blocks_have_no_memory(
+    watched: OffloadingConnectorWorker, weights: Weights, epoch: int
+) -> None:
+    """They may have none either. A request that ends in its sleep may leave blocks to be stored."""
+    watched.suspend()
+    weights.now = 1
+    meta = StepMeta(stores=STORE, has_tokens=False, epoch=epoch)
+    step(watched, meta)
+    step(watched, StepMeta(has_tokens=False, epoch=epoch))
+    assert weights.num_comparisons == 0
+    assert weights._accepted == 0
+    assert report(watched) == ({2: 1}, {2})
+
+
 @pytest.mark.parametrize("call", ["accept", "begin", "poll", "note_new"])
 def test_a_check_of_weights_that_raises_switches_offloading_off(
     watched: OffloadingConnectorWorker, weights: Weights, call: str, caplog: pytest.LogCaptureFixture

@@ -237,8 +237,9 @@ class OffloadingConnectorWorker:
             self._epoch, self._is_stale, self._must_accept = meta.epoch, False, True
             self._wanted = self._answered = self._begun
         moves = bool(meta.loads or meta.stores)
-        # Other steps leave the weights alone: a sleeping engine takes such steps, and its weights are nowhere then.
-        if self.weights is None or self._broken or not (meta.has_tokens or moves):
+        # Other steps leave the weights alone: a sleeping engine takes such steps, and its weights are nowhere then. Nor
+        # are they looked at while suspended, when every job fails anyway.
+        if self.weights is None or self._broken or self._suspended or not (meta.has_tokens or moves):
             return
         if self._must_accept:
             self._must_accept = False
