@@ -391,6 +391,19 @@ def test_a_copy_that_does_not_end_closes_the_engine(device: Device, monkeypatch:
     assert report(worker) == ({1: 1}, {1})
 
 
+@pytest.mark.parametrize("fences", [[], [2]])
+def test_a_store_that_comes_while_suspended_copies_nothing_after_it(device: Device, fences: list[int]) -> None:
+    """Its device blocks have lost their bytes, even if they have memory again before the next step."""
+    worker, before = OffloadingConnectorWorker(device.transfer), device.slot(2)
+    worker.suspend()
+    step(worker, StepMeta(stores=STORE, fences=fences, has_tokens=False))
+    device.data[:] = 7
+    worker.resume()
+    step(worker)
+    assert report(worker) == ({2: 1}, {2})
+    assert device.slot(2) == before
+
+
 def test_shutdown_closes_the_engine(device: Device) -> None:
     faulty = Faulty(device.transfer)
     OffloadingConnectorWorker(faulty).shutdown()

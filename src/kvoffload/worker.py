@@ -275,7 +275,11 @@ class OffloadingConnectorWorker:
 
     def _accept_store(self, job_id: int, spec: TransferSpec) -> None:
         self._jobs[job_id] = _Job(spec, True, self._epoch, self._wanted)
-        self._unsubmitted.append(job_id)
+        if self._suspended:
+            # It fails at once: after ``resume`` its device blocks hold other bytes.
+            self._submit(job_id)
+        else:
+            self._unsubmitted.append(job_id)
 
     def _submit(self, job_id: int) -> None:
         job = self._jobs.get(job_id)
