@@ -322,7 +322,7 @@ def what_follows_a_failed_write_stays(server: Server, tier: DiskTier, monkeypatc
     assert server.engine.tiered is not None
     writes = server.engine.tiered._lanes[0].writes
     monkeypatch.setattr(writes, "_rewind", lambda chain: None)
-    monkeypatch.setattr(writes, "_take_back", lambda chain, hole: None)
+    monkeypatch.setattr(writes, "_take_back", lambda chain: None)
 
 
 def a_result_lost(server: Server, tier: DiskTier, monkeypatch: pytest.MonkeyPatch) -> None:
