@@ -355,7 +355,7 @@ BUGS: dict[Bug, tuple[type[Exception], int]] = {
     closed_with_a_file_open: (Leak, 0),
     lock_given_up_while_a_job_hangs: (Unlocked, 93),
     a_block_left_out: (Unreachable, 0),
-    what_follows_a_failed_write_stays: (Unreachable, 0),
+    what_follows_a_failed_write_stays: (Unreachable, 245),
     a_result_lost: (Leak, 8),
 }
 """The law that each breaks, and a seed that found it once: that one is tried first."""
