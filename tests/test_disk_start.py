@@ -372,6 +372,29 @@ def test_what_was_used_is_written_down_now_and_then(tmp_path: Path) -> None:
     assert set(rig.present(2000)) == hot
 
 
+def test_what_was_used_before_a_reset_makes_no_later_block_look_newer(tmp_path: Path) -> None:
+    now, storage = [1000.0], SimulatedStorage(1 << 22)
+    rig = Rig(tmp_path / "none", num_slots=16, clock=lambda: now[0])
+    tier = rig.open(storage)
+    rig.write(*range(8))
+    for _ in range(50):
+        tier.touch([key(name) for name in range(8)])
+    rig.drain()
+    tier.reset()
+    rig.drain()
+    tier.close()
+    rig.tier = None
+    storage = storage.restart()
+    rig.open(storage)
+    # The first ones lie in slots of before; a kill comes before their recency is written down.
+    rig.write(*range(20, 28))
+    rig.write(*range(28, 36))
+    rig.tier = None
+    rig.open(storage.restart())
+    rig.write(*range(50, 58))
+    assert rig.present() == [*range(28, 36), *range(50, 58)]
+
+
 def test_without_the_recency_file_blocks_are_found_in_the_order_of_writing(tmp_path: Path) -> None:
     rig = Rig(tmp_path / "disk")
     rig.open()

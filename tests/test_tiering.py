@@ -1118,6 +1118,88 @@ def test_a_chunk_of_attention_is_written_from_its_beginning() -> None:
     assert (rig.tier.contains(chunked) == LookupState.HIT).tolist() == [True] + [False] * 7 + [True] * 2
 
 
+def in_tier(rig: Rig, keys: list[OffloadKey]) -> list[int]:
+    return np.flatnonzero(rig.tier.contains(keys) == LookupState.HIT).tolist()
+
+
+@pytest.mark.parametrize("dropped", [True, False])
+def test_a_chain_that_ends_without_its_last_window_keeps_what_can_be_reached(
+    dropped: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rig = Rig(host_blocks=256, tier_blocks=300)
+    full, window = two_groups(rig, WINDOW, 10)
+    begin(rig, interleaved(full, window), A)
+    # The first blocks of the window slid out before they could be stored.
+    compute(rig, full + window[4:8])
+    for _ in range(3):
+        rig.settle()
+    if dropped:
+        monkeypatch.setattr(writethrough, "MAX_CHAINS", 1)
+        others = chain("y", 2)
+        rig.manager.touch(interleaved(others, [key[:-1] + bytes([1]) for key in others]), B)
+    else:
+        rig.manager.offer_chain(interleaved(full, window), A)
+    for _ in range(3):
+        rig.settle()
+    assert in_tier(rig, full) == list(range(8))
+    assert in_tier(rig, window) == [4, 5, 6, 7]
+
+
+def test_a_window_that_cannot_be_written_leaves_nothing_behind_the_last_usable_position() -> None:
+    rig = Rig(host_blocks=256, tier_blocks=300)
+    full, window = two_groups(rig, WINDOW, 10)
+    rig.tier.fails_for, rig.tier.num_fails = window[9], 9
+    begin(rig, interleaved(full, window), A)
+    compute(rig, full + window)
+    for _ in range(8):
+        rig.clock.now += 0.05
+        rig.settle()
+    assert in_tier(rig, full) == in_tier(rig, window) == list(range(9))
+
+
+def test_nothing_stays_behind_the_first_of_several_blocks_that_cannot_be_written() -> None:
+    """Whichever of them the tier reports first."""
+    rig = Rig(host_blocks=128)
+    keys = chain("x", 8)
+    bad = {keys[3], keys[5]}
+    poll = rig.tier.poll
+
+    def fail() -> list[TierResult]:
+        results = [TierResult(r.key, r.is_read, TierError.IO if r.key in bad else r.error) for r in poll()]
+        rig.tier.delete([result.key for result in results if result.key in bad])
+        return results[::-1]
+
+    rig.tier.poll = fail  # type: ignore[method-assign]
+    rig.store(keys)
+    for _ in range(8):
+        rig.clock.now += 0.05
+        rig.settle()
+    assert in_tier(rig, keys) == [0, 1, 2]
+
+
+def test_a_dropped_chain_leaves_what_another_is_writing_the_way_to(monkeypatch: pytest.MonkeyPatch) -> None:
+    rig = Rig(host_blocks=512, tier_blocks=600)
+    shared, tail = chain("x", 10), chain("y", 4)
+    write = rig.tier._write
+
+    def stall(key: OffloadKey, slot: int, block: Any) -> None:
+        if key == shared[3]:
+            rig.executor.stall(1.0)
+        write(key, slot, block)
+
+    rig.tier._write = stall  # type: ignore[method-assign]
+    rig.store(shared)
+    rig.settle()
+    assert in_tier(rig, shared) == [0, 1, 2, *range(4, 10)]
+    begin(rig, shared + tail, B)
+    monkeypatch.setattr(writethrough, "MAX_CHAINS", 1)
+    rig.manager.touch(chain("z", 2), A)
+    assert B.req_id not in rig.manager._lanes[0].writes._of_request
+    rig.clock.now += 2.0
+    rig.settle()
+    assert in_tier(rig, shared) == list(range(10))
+
+
 # When things go wrong.
 
 

@@ -391,6 +391,19 @@ def test_a_copy_that_does_not_end_closes_the_engine(device: Device, monkeypatch:
     assert report(worker) == ({1: 1}, {1})
 
 
+@pytest.mark.parametrize("fences", [[], [2]])
+def test_a_store_that_comes_while_suspended_copies_nothing_after_it(device: Device, fences: list[int]) -> None:
+    """Its device blocks have lost their bytes, even if they have memory again before the next step."""
+    worker, before = OffloadingConnectorWorker(device.transfer), device.slot(2)
+    worker.suspend()
+    step(worker, StepMeta(stores=STORE, fences=fences, has_tokens=False))
+    device.data[:] = 7
+    worker.resume()
+    step(worker)
+    assert report(worker) == ({2: 1}, {2})
+    assert device.slot(2) == before
+
+
 def test_shutdown_closes_the_engine(device: Device) -> None:
     faulty = Faulty(device.transfer)
     OffloadingConnectorWorker(faulty).shutdown()
@@ -567,6 +580,21 @@ def test_new_weights_are_accepted_by_the_first_step_after_a_reset_that_computes(
     weights.now = 2
     step(watched, StepMeta(loads={3: job([3], [4])}, epoch=1))
     assert report(watched) == ({3: 1}, {3})
+
+
+@pytest.mark.parametrize("epoch", [0, 1])
+def test_weights_are_not_read_while_device_blocks_have_no_memory(
+    watched: OffloadingConnectorWorker, weights: Weights, epoch: int
+) -> None:
+    """They may have none either. A request that ends in its sleep may leave blocks to be stored."""
+    watched.suspend()
+    weights.now = 1
+    meta = StepMeta(stores=STORE, has_tokens=False, epoch=epoch)
+    step(watched, meta)
+    step(watched, StepMeta(has_tokens=False, epoch=epoch))
+    assert weights.num_comparisons == 0
+    assert weights._accepted == 0
+    assert report(watched) == ({2: 1}, {2})
 
 
 @pytest.mark.parametrize("call", ["accept", "begin", "poll", "note_new"])

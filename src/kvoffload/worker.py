@@ -173,7 +173,7 @@ class OffloadingConnectorWorker:
             if job_id not in meta.fences:
                 self._accept_store(job_id, spec)
         self._finished.released.update(meta.releases)
-        if self.weights is not None and meta.stores and not self._broken:
+        if self.weights is not None and meta.has_tokens and not self._broken:
             try:
                 self.weights.note_new()
             except Exception:
@@ -237,8 +237,9 @@ class OffloadingConnectorWorker:
             self._epoch, self._is_stale, self._must_accept = meta.epoch, False, True
             self._wanted = self._answered = self._begun
         moves = bool(meta.loads or meta.stores)
-        # Other steps leave the weights alone: a sleeping engine takes such steps, and its weights are nowhere then.
-        if self.weights is None or self._broken or not (meta.has_tokens or moves):
+        # Other steps leave the weights alone: a sleeping engine takes such steps, and its weights are nowhere then. Nor
+        # are they looked at while suspended, when every job fails anyway.
+        if self.weights is None or self._broken or self._suspended or not (meta.has_tokens or moves):
             return
         if self._must_accept:
             self._must_accept = False
@@ -274,7 +275,11 @@ class OffloadingConnectorWorker:
 
     def _accept_store(self, job_id: int, spec: TransferSpec) -> None:
         self._jobs[job_id] = _Job(spec, True, self._epoch, self._wanted)
-        self._unsubmitted.append(job_id)
+        if self._suspended:
+            # It fails at once: after ``resume`` its device blocks hold other bytes.
+            self._submit(job_id)
+        else:
+            self._unsubmitted.append(job_id)
 
     def _submit(self, job_id: int) -> None:
         job = self._jobs.get(job_id)

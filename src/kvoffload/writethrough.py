@@ -217,7 +217,7 @@ class WriteThrough:
             # What is gone was taken back for another chain.
             chain.failures += any(result.error is not TierError.GONE for result in failures)
             if chain.failures > MAX_REWRITES:
-                self._take_back(chain, min((result.key for result in failures), key=chain.keys.index))
+                self._take_back(chain)
                 self._remove(chain)
             else:
                 self._rewind(chain)
@@ -295,7 +295,7 @@ class WriteThrough:
             return
         if self._host.explain_miss(hole).reason is MissReason.EVICTED:
             self._count("disk_dropped_writes", self._num_lacking(chain, in_host=False))
-        self._take_back(chain, hole)
+        self._take_back(chain)
         self._finish(chain)
 
     def _finish(self, chain: _Chain) -> None:
@@ -307,9 +307,7 @@ class WriteThrough:
     def _drop(self, chain: _Chain) -> None:
         self._count("disk_dropped_writes", self._num_lacking(chain, in_host=True))
         self._remove(chain)
-        below = self._is_below(chain.keys, chain)
-        if not below.all():
-            self._take_back(chain, chain.keys[int(below.argmin())])
+        self._take_back(chain)
 
     def _num_lacking(self, chain: _Chain, in_host: bool) -> int:
         """Blocks that the tier lacks; with ``in_host`` only those that the host has."""
@@ -326,13 +324,36 @@ class WriteThrough:
             self._num_keys += len(chain.keys)
         self._queue(chain, _State.STARTED)
 
-    def _take_back(self, chain: _Chain, hole: OffloadKey) -> None:
-        """Deletes what lies behind ``hole``, which the tier lacks, and so cannot be found. A window may be found behind
-        a hole: of such a group, only what this chain has written goes."""
-        behind = chain.keys[chain.keys.index(hole) + 1 :]
-        if not self._groups[key_group_idx(hole)].is_full:
-            behind = list(set(behind).intersection(chain.written))
-        unreachable = [key for key in behind if self.writing.get(key, chain) is chain]
+    def _take_back(self, chain: _Chain) -> None:
+        """Deletes what of the chain no lookup can reach: all behind a hole in a group with full attention, and what the
+        chain has written behind the last position at which a request could go on. The rest there may serve other
+        chains. What is being written counts as held by the tier: if it fails, its own chain is put right."""
+        held = [
+            (self._tier.contains(keys) == LookupState.HIT)
+            | np.fromiter(map(self.writing.__contains__, keys), np.bool_, len(keys))
+            for keys in chain.by_group
+        ]
+        sizes = [group.block_tokens for group in self._groups]
+        most = chain.num_units * self._align
+        limit = max(size * len(keys) for size, keys in zip(sizes, chain.by_group, strict=True))
+        for group, size, have in zip(self._groups, sizes, held, strict=True):
+            if group.is_full and not have.all():
+                limit = min(limit, int(have.argmin()) * size)
+        ends = np.arange(self._align, min(most, limit) + 1, self._align, dtype=np.int64)
+        usable = np.ones(len(ends), dtype=np.bool_)
+        for group, size, have in zip(self._groups, sizes, held, strict=True):
+            if not group.is_full:
+                first = np.array([group.skipped_tokens(end) // size for end in ends.tolist()], dtype=np.int64)
+                holes = np.concatenate(([0], np.cumsum(~have)))
+                usable &= holes[ends // size] == holes[first]
+        last = int(ends[usable].max(initial=0))
+        written = set(chain.written)
+        unreachable = [
+            key
+            for size, keys in zip(sizes, chain.by_group, strict=True)
+            for i, key in enumerate(keys[last // size :], last // size + 1)
+            if (i * size > limit or key in written) and self.writing.get(key, chain) is chain
+        ]
         self._num_lost += int(np.count_nonzero(self._tier.contains(unreachable)))
         self._tier.delete(unreachable)
 

@@ -64,6 +64,19 @@ def small_step(made: torch.nn.Module, share: float) -> None:
         tensor.data[torch.rand(tensor.shape) < share] += 1
 
 
+def test_a_parameter_whose_memory_was_freed_is_not_read() -> None:
+    made = model()
+    # A view that begins behind the start of its memory has an address even then.
+    made.freed = torch.nn.Parameter(torch.randn(100)[1:], requires_grad=False)
+    made.freed.untyped_storage().resize_(0)
+    watch = ModelWeights(lambda: [made])
+    assert not changed(watch)
+    made.layer7.weight.untyped_storage().resize_(0)
+    assert changed(watch)
+    watch.accept()
+    assert not changed(watch)
+
+
 @pytest.mark.parametrize("change", CHANGES)
 def test_a_change_is_seen_until_it_is_accepted(change: str) -> None:
     made = model()

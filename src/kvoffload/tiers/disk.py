@@ -230,6 +230,8 @@ class DiskTier(Tier):
         keys: list[OffloadKey] = []
         found: list[tuple[Slots, Slots]] = []
         recency = self._files.load_recency()
+        # Also after what is said of slots that are free now: the blocks to come into them are newer.
+        self._sequence = int(recency.max(initial=-1)) + 1
         for entries in self._files.load():
             self._checksums[entries.slots] = entries.records["payload_checksum"]
             self._stored_at[entries.slots] = entries.records["stored_at"]
@@ -241,7 +243,7 @@ class DiskTier(Tier):
         if keys:
             slots, sequences = (np.concatenate(column) for column in zip(*found, strict=True))
             self._last_use[slots] = sequences
-            self._sequence = int(sequences.max()) + 1
+            self._sequence = max(self._sequence, int(sequences.max()) + 1)
             order = np.argsort(sequences, kind="stable")
             keys, slots = [keys[i] for i in order.tolist()], slots[order]
             newest = dict(zip(keys, slots.tolist(), strict=True))

@@ -161,9 +161,10 @@ class ModelWeights(WeightWatch):
 
 
 def _pointer(tensor: torch.Tensor) -> int:
-    """Where its values begin; 0 for a tensor that has no memory of its own."""
+    """Where its values begin; 0 for a tensor that has no memory of its own, or has none any more."""
     try:
-        return int(tensor.data_ptr())
+        # Of a view of memory that was freed, ``data_ptr`` is the offset.
+        return int(tensor.data_ptr()) if tensor.untyped_storage().nbytes() else 0
     except RuntimeError:
         return 0
 
