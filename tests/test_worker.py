@@ -471,13 +471,14 @@ STORE = {2: job([2], [5])}
 def test_weights_are_compared_in_steps_with_loads_or_stores_only(
     watched: OffloadingConnectorWorker, weights: Weights
 ) -> None:
+    """New adapters are noted in every step that computes: one that stores nothing uses them too."""
     for meta, comparisons, notes in [
-        (NOTHING, 0, 0),
-        (IDLE, 0, 0),
-        (StepMeta(fences=[7], releases=["q"]), 0, 0),
-        (StepMeta(loads=LOAD), 1, 0),
-        (StepMeta(stores=STORE), 2, 1),
-        (NOTHING, 2, 1),
+        (NOTHING, 0, 1),
+        (IDLE, 0, 1),
+        (StepMeta(fences=[7], releases=["q"]), 0, 2),
+        (StepMeta(loads=LOAD), 1, 3),
+        (StepMeta(stores=STORE), 2, 4),
+        (NOTHING, 2, 5),
     ]:
         step(watched, meta)
         assert (weights.num_comparisons, weights.notes) == (comparisons, notes)
