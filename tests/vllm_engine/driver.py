@@ -33,14 +33,14 @@ WINDOW = 70
 """Of sliding layers, in tokens: more than two blocks, and no whole number of them."""
 
 
-def write_model(directory: Path, kind: str = "llama", new_rows: int = 0) -> None:
+def write_model(directory: Path, kind: str = "llama", new_rows: int = 0, seed: int = 0) -> None:
     """A tiny model. Its weights are large enough for what it reads to decide what it says. "gemma3": layers that see a
     window of WINDOW tokens, and layers that see all, by turns. The last ``new_rows`` tokens get other embeddings than
     they have without."""
     import torch
     from transformers import Gemma3ForCausalLM, Gemma3TextConfig, LlamaConfig, LlamaForCausalLM
 
-    torch.manual_seed(0)
+    torch.manual_seed(seed)
     sizes = {
         "vocab_size": 512,
         "hidden_size": 128,
@@ -599,7 +599,7 @@ def sleeps(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _naps(engine: Engine, config: dict[str, Any], handshake: Callable[[], None]) -> dict[str, Any]:
-    """Sleeps without load, each time with a round after it. "right N" is what these weights answer when all is computed.
+    """Sleeps without load, each time with a round after it. "right N" is what weights N answer when all is computed.
     The weights are those of the start again at the end."""
     from types import SimpleNamespace
 

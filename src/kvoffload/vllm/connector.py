@@ -108,9 +108,9 @@ class KVOffloadConnector(KVConnectorBase_V1, SupportsHMA):
     ) -> None:
         """Scheduler side: every worker has its pool. Raises ConfigError if one of them cannot be served.
 
-        vLLM from 0.33 on calls this again after each sleep. With the pools of the start their blocks may be found again,
-        if the weights are the same; with others offloading is switched off, since no block that the scheduler half
-        knows of is in them.
+        vLLM from 0.33 on calls this again after each sleep. With the pools of the start, blocks are found again if the
+        weights are the same; with others offloading is switched off, since no block that the scheduler half knows of
+        is in them.
         """
         infos = [info for _, info in sorted(metadata.items()) if isinstance(info, RankInfo)]
         if self._scheduler is not None:

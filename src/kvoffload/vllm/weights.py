@@ -132,8 +132,8 @@ class ModelWeights(WeightWatch):
             return self._digests.of(_all_tensors(self._find_models()))
         except Exception as error:
             logger.warning(
-                "kvoffload: not all weights of this worker can be read: %s. Offloaded blocks are dropped when the engine "
-                "wakes up from sleep",
+                "kvoffload: not all weights of this worker can be read: %s. When the engine wakes up from sleep, all "
+                "offloaded blocks are dropped",
                 error,
             )
             return None
