@@ -555,7 +555,8 @@ def sleeps(config: dict[str, Any]) -> dict[str, Any]:
     handshake = _handshake_of_a_wake(core.engine_core.engine_core)
     for mode in config["modes"]:
         # What an earlier sleep has kept would leave nothing to store.
-        connector.reset_cache()
+        if not config.get("forgetful"):
+            connector.reset_cache()
         ask(PROMPTS // 2)
         finish()
         # Half of them can be loaded, the others are to be stored.
@@ -570,6 +571,8 @@ def sleeps(config: dict[str, Any]) -> dict[str, Any]:
         under_way.append(len(jobs))
         core.sleep(1, mode)
         if mode == "abort":
+            # An engine in this process does not tell that it has aborted them.
+            core.abort_request(list(live))
             live.clear()
         if config.get("forgetful"):
             connector._scheduler = None
