@@ -1185,6 +1185,26 @@ def test_who_waits_for_a_check_computes_at_the_deadline() -> None:
     assert rig.manager.num_used_blocks == 0
 
 
+def test_time_asleep_is_no_wait_for_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    rig = Rig(options={"may_sleep": True})
+    rig.store(prompt(8))
+    load, _ = only(rig.load(FakeRequest("l", prompt(9))).loads)
+    request = FakeRequest("r", prompt(9))
+    assert rig.look_up(request) == (None, False), "its blocks are on their way for another"
+    rig.half.reset()
+    rig.report(load, failed=True)
+    rig.clock.now += 60
+    let_go: list[str] = []
+    monkeypatch.setattr(rig.manager, "let_go", lambda context: let_go.append(context.req_id))
+    rig.half.wake_up()
+    assert "r" in let_go, "it may wait for lower tiers as if it had just come"
+    assert rig.look_up(request) == (None, False)
+    check = rig.step().check_weights
+    assert check is not None
+    rig.half.update_connector_output(WorkerReport({check: 1}))
+    assert rig.look_up(request) == (8, True)
+
+
 def test_stores_and_loads_under_way_fail_when_the_engine_falls_asleep() -> None:
     rig = Rig(options={"may_sleep": True})
     rig.store(prompt(8))

@@ -777,7 +777,6 @@ class OffloadingConnectorScheduler:
             state.stored.clear()
             state.restart_stores()
             state.may_store = not state.has_kv
-            self.manager.let_go(state.context)
         self._finished.clear()
 
     @_guarded(lambda self: None)
@@ -790,6 +789,7 @@ class OffloadingConnectorScheduler:
         for state in self._states.values():
             # The sleep was no wait for blocks.
             state.waiting_since, state.num_waits = None, 0
+            self.manager.let_go(state.context)
 
     def _end_check(self, report: WorkerReport) -> None:
         assert self._check is not None
