@@ -109,6 +109,63 @@ def test_new_weights_again_and_again_with_groups(seed: int) -> None:
     ModelEngine(many_resets(seed).with_groups(random_groups(rng), rng)).run()
 
 
+def sleeps(seed: int) -> Scenario:
+    """The engine sleeps again and again, now and then with other weights when it has woken up."""
+    return dataclasses.replace(
+        Scenario.random(seed), sleep_chance=0.15, reset_chance=0.02 if seed % 4 == 0 else 0.0, num_requests=24
+    )
+
+
+@pytest.mark.parametrize("chunk", range(2))
+def test_sleeps(chunk: int) -> None:
+    kept = forgotten = 0
+    for seed in range(chunk, SEEDS // 30, 2):
+        for patch in (None, never_wakes_up):
+            engine = ModelEngine(sleeps(seed), patch)
+            engine.run()
+            kept, forgotten = (kept + engine.hits, forgotten) if patch is None else (kept, forgotten + engine.hits)
+    assert kept > forgotten > 0
+
+
+def never_wakes_up(engine: ModelEngine) -> None:
+    engine.scheduler.wake_up = lambda: None  # type: ignore[method-assign]
+
+
+def kept_over_every_reset(engine: ModelEngine) -> None:
+    """A reset is taken for a sleep with the same weights."""
+    scheduler, reset = engine.scheduler, engine.scheduler.reset
+
+    def forgetful() -> None:
+        reset()
+        scheduler._clear_shelf()
+
+    scheduler.reset = forgetful  # type: ignore[method-assign]
+
+
+def weights_accepted_before_they_are_compared(engine: ModelEngine) -> None:
+    for rank in engine.ranks:
+        accept_first(rank.worker.weights)
+
+
+def accept_first(watch) -> None:
+    are_same = watch.are_same
+
+    def accept_and_compare() -> bool:
+        watch.accept()
+        return are_same()
+
+    watch.are_same = accept_and_compare
+
+
+@pytest.mark.parametrize(
+    "bug",
+    [kept_over_every_reset, weights_accepted_before_they_are_compared],
+    ids=lambda bug: bug.__name__,
+)
+def test_planted_bug_of_sleeps_is_caught(bug: Bug) -> None:
+    assert caught(bug, sleeps), f"{bug.__name__} went unnoticed"
+
+
 def silent_updates(seed: int) -> Scenario:
     """New weights now and then of which the connector is not told, between steps and within them; in some the engine's
     own cache is emptied then, in others at some time later; some have resets too."""

@@ -1080,6 +1080,148 @@ def test_events_come_once() -> None:
     assert list(rig.half.take_events()) == []
 
 
+# Sleep.
+
+
+def slept(**options: Any) -> Rig:
+    """An engine that has stored a block and fallen asleep."""
+    rig = Rig(options={"may_sleep": True}, **options)
+    rig.store(prompt(8))
+    rig.half.reset()
+    return rig
+
+
+def asks_for_a_check(rig: Rig) -> tuple[FakeRequest, int]:
+    """A request that waits, and the check that it waits for."""
+    request = FakeRequest("r", prompt(9))
+    assert rig.look_up(request) == (None, False)
+    check = rig.step().check_weights
+    assert check is not None
+    assert rig.step().check_weights is None
+    assert rig.look_up(request) == (None, False)
+    return request, check
+
+
+def test_after_a_sleep_with_the_same_weights_blocks_are_found_again() -> None:
+    rig = slept(num_workers=2)
+    assert rig.step().check_weights is None, "asleep"
+    rig.half.wake_up()
+    assert rig.step().check_weights is None, "perhaps some memory is asleep still"
+    request, check = asks_for_a_check(rig)
+    rig.half.update_connector_output(WorkerReport({check: 1}))
+    assert rig.look_up(request) == (None, False)
+    rig.half.update_connector_output(WorkerReport({check: 1}))
+    assert rig.look_up(request) == (8, True)
+    assert rig.load(request).loads
+    rig.manager.check_integrity()
+
+
+def test_after_a_sleep_one_worker_with_other_weights_is_enough() -> None:
+    rig = slept(num_workers=2)
+    rig.half.wake_up()
+    request, check = asks_for_a_check(rig)
+    rig.half.update_connector_output(WorkerReport({check: 1}, {check}))
+    assert rig.look_up(request) == (0, False)
+    rig.half.update_connector_output(WorkerReport({check: 1}))
+    assert rig.look_up(request) == (0, False)
+    assert rig.manager.num_used_blocks == 0
+
+
+WITHOUT_A_WAKE: dict[str, Callable[[Rig], object]] = {
+    "a lookup": lambda rig: rig.look_up(FakeRequest("n", prompt(9))),
+    "a step that computes": lambda rig: rig.step({FakeRequest("n", prompt(9)): 1}),
+    "another reset": lambda rig: rig.half.reset(),
+    "changed weights": lambda rig: rig.half.update_connector_output(WorkerReport(changed_at=1)),
+    "the end": lambda rig: rig.half.shutdown(),
+}
+
+
+@pytest.mark.parametrize("event", WITHOUT_A_WAKE)
+def test_a_reset_without_a_wake_drops_all_blocks(event: str) -> None:
+    rig = slept()
+    rig.step()
+    assert rig.manager.num_used_blocks == 2, "it may be asleep"
+    WITHOUT_A_WAKE[event](rig)
+    assert rig.manager.num_used_blocks == 0
+    rig.half.wake_up()
+    assert rig.look_up(FakeRequest("r", prompt(9))) == (0, False)
+    assert rig.step().check_weights is None
+    assert not rig.half.off
+
+
+def test_a_reset_is_no_sleep_where_the_engine_cannot_sleep() -> None:
+    rig = Rig()
+    rig.store(prompt(8))
+    rig.half.reset()
+    assert rig.manager.num_used_blocks == 0
+
+
+@pytest.mark.parametrize("when", ["awake", "being checked"])
+def test_a_reset_after_waking_drops_all_blocks(when: str) -> None:
+    rig = slept()
+    rig.half.wake_up()
+    check = asks_for_a_check(rig)[1] if when == "being checked" else None
+    rig.half.reset()
+    if check is not None:
+        rig.half.update_connector_output(WorkerReport({check: 1}))
+    assert rig.look_up(FakeRequest("s", prompt(9))) == (0, False)
+    assert rig.manager.num_used_blocks == 0
+
+
+def test_a_step_that_computes_after_a_sleep_checks_first() -> None:
+    """Its tokens are the first that workers accept new weights for."""
+    rig = slept()
+    rig.half.wake_up()
+    assert rig.step({FakeRequest("n", prompt(9)): 1}).check_weights is not None
+
+
+def test_who_waits_for_a_check_computes_at_the_deadline() -> None:
+    rig = slept()
+    rig.half.wake_up()
+    request, check = asks_for_a_check(rig)
+    rig.clock.now += 1
+    assert rig.look_up(request) == (0, False)
+    rig.half.update_connector_output(WorkerReport({check: 1}))
+    assert rig.manager.num_used_blocks == 0
+
+
+def test_time_asleep_is_no_wait_for_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    rig = Rig(options={"may_sleep": True})
+    rig.store(prompt(8))
+    load, _ = only(rig.load(FakeRequest("l", prompt(9))).loads)
+    request = FakeRequest("r", prompt(9))
+    assert rig.look_up(request) == (None, False), "its blocks are on their way for another"
+    rig.half.reset()
+    rig.report(load, failed=True)
+    rig.clock.now += 60
+    let_go: list[str] = []
+    monkeypatch.setattr(rig.manager, "let_go", lambda context: let_go.append(context.req_id))
+    rig.half.wake_up()
+    assert "r" in let_go, "it may wait for lower tiers as if it had just come"
+    assert rig.look_up(request) == (None, False)
+    check = rig.step().check_weights
+    assert check is not None
+    rig.half.update_connector_output(WorkerReport({check: 1}))
+    assert rig.look_up(request) == (8, True)
+
+
+def test_stores_and_loads_under_way_fail_when_the_engine_falls_asleep() -> None:
+    rig = Rig(options={"may_sleep": True})
+    rig.store(prompt(8))
+    request = FakeRequest("l", prompt(9))
+    load, _ = only(rig.load(request).loads)
+    store, _ = only(rig.start(FakeRequest("s", prompt(8, 50)), [10, 11]).stores)
+    rig.half.reset()
+    rig.report(store)
+    rig.report(load, failed=True)
+    rig.half.wake_up()
+    new, check = asks_for_a_check(rig)
+    rig.half.update_connector_output(WorkerReport({check: 1}))
+    assert rig.look_up(new) == (8, True)
+    assert rig.look_up(FakeRequest("t", prompt(9, 50))) == (0, False)
+    rig.manager.check_integrity()
+
+
 # Nothing raises into the engine.
 
 BREAKABLE: dict[str, Callable[[Rig, FakeRequest], object]] = {

@@ -104,6 +104,30 @@ def warm(seed: int) -> list[Life]:
     return [calm, dataclasses.replace(calm, scenario=dataclasses.replace(scenario, seed=seed + 10**6))]
 
 
+def sleeping(lives: list[Life], sleep_chance: float) -> list[Life]:
+    """The same servers, which sleep now and then, with the same weights and with others."""
+    return [
+        dataclasses.replace(life, scenario=dataclasses.replace(life.scenario, sleep_chance=sleep_chance))
+        for life in lives
+    ]
+
+
+def test_no_law_is_broken_by_sleep(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(simulation, "plan", lambda seed: sleeping(plan(seed), 0.1))
+    assert run_simulations(range(SEEDS // 5)).failures == {}
+
+
+def test_what_is_on_disk_outlives_a_sleep(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(simulation, "plan", lambda seed: sleeping(warm(seed), 0.1))
+
+    def never_wakes_up(server: Server) -> None:
+        server.engine.scheduler.wake_up = lambda: None  # type: ignore[method-assign]
+
+    kept, dropped = run_simulations(range(10)), run_simulations(range(10), patch=never_wakes_up)
+    assert kept.failures == dropped.failures == {}
+    assert kept.counts["promoted_blocks"] > dropped.counts["promoted_blocks"]
+
+
 def test_a_restart_without_faults_reads_from_disk(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(simulation, "plan", warm)
     cold = [seed for seed in range(40) if not simulate(seed)["restarts that read from disk"]]

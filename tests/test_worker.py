@@ -453,6 +453,9 @@ class Weights:
     def note_new(self) -> None:
         self.notes += 1
 
+    def are_same(self) -> bool:
+        return self.now == self._accepted
+
 
 @pytest.fixture
 def weights() -> Weights:
@@ -596,6 +599,47 @@ def test_weights_are_not_read_while_device_blocks_have_no_memory(
     assert weights.num_comparisons == 0
     assert weights._accepted == 0
     assert report(watched) == ({2: 1}, {2})
+
+
+CHECK = StepMeta(has_tokens=False, epoch=1, check_weights=9)
+
+
+def test_after_a_sleep_weights_are_compared_with_those_of_before(
+    watched: OffloadingConnectorWorker, weights: Weights
+) -> None:
+    step(watched, StepMeta(has_tokens=False, epoch=1))
+    step(watched, CHECK)
+    assert report(watched) == ({9: 1}, set())
+    # They are accepted once: what changes from here on is a change.
+    weights.now = 1
+    step(watched, StepMeta(epoch=1))
+    step(watched, StepMeta(loads=LOAD, epoch=1))
+    taken = watched.take_report()
+    assert taken is not None
+    assert (taken.failed, taken.changed_at) == ({1}, 1)
+
+
+def test_other_weights_after_a_sleep_are_told_and_accepted_later(
+    watched: OffloadingConnectorWorker, weights: Weights
+) -> None:
+    weights.now = 1
+    step(watched, CHECK)
+    assert report(watched) == ({9: 1}, {9})
+    weights.now = 2
+    step(watched, StepMeta(epoch=1))
+    step(watched, StepMeta(loads=LOAD, epoch=1))
+    assert report(watched) == ({1: 1}, set())
+
+
+def test_weights_are_not_known_to_be_the_same(device: Device, weights: Weights) -> None:
+    """Without a watch, with a broken one, and once weights of the new epoch were accepted."""
+    accepted = OffloadingConnectorWorker(device.transfer, weights)
+    step(accepted, StepMeta(epoch=1))
+    broken = OffloadingConnectorWorker(device.transfer, Weights())
+    broken.weights.are_same = lambda: 1 / 0
+    for worker in (accepted, broken, OffloadingConnectorWorker(device.transfer)):
+        step(worker, CHECK)
+        assert report(worker) == ({9: 1}, {9})
 
 
 @pytest.mark.parametrize("call", ["accept", "begin", "poll", "note_new"])

@@ -12,6 +12,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from enum import Enum, auto
 from typing import Any, TypeVar, cast
 
 import numpy as np
@@ -94,6 +95,17 @@ class _Job:
     """How often caches had been reset when it began."""
 
 
+class _Shelf(Enum):
+    """What the manager's contents are worth after a reset."""
+
+    EMPTY = auto()
+    """No contents are shelved: those of the manager are valid."""
+    RESET = auto()
+    """They are from before the reset, and are dropped when the engine goes on, unless it has slept."""
+    AWAKE = auto()
+    """The engine has slept since. They are valid again if all workers find that their weights are the same."""
+
+
 def _guarded(fallback: Callable[..., Any]) -> Callable[[Method], Method]:
     """Nothing raises into the engine: an unexpected error switches offloading off, and from then on
     ``fallback`` answers in the method's place."""
@@ -121,7 +133,8 @@ class OffloadingConnectorScheduler:
     hash. ``num_workers`` workers report each job. ``share_loads``: a request whose blocks are being loaded for
     another waits, to find them on the device; for engines that share device blocks between requests, and schedule
     waiting requests that hold some before those that hold none. ``describe_blocks``: stored events carry a
-    BlockDescription. ``recorder`` is told of every request that was given device blocks, when it ends. Call it from
+    BlockDescription. ``recorder`` is told of every request that was given device blocks, when it ends. ``may_sleep``:
+    the engine calls ``wake_up`` after each sleep, and a reset may belong to one. Call it from
     the engine's scheduler thread only. No method raises for anything that goes wrong in service: after an unexpected
     error ``off`` is True, no more is loaded or stored, and every promise made is reported as failed. Raises ConfigError
     if block sizes do not divide.
@@ -139,6 +152,7 @@ class OffloadingConnectorScheduler:
         describe_blocks: bool = False,
         load_deadline_ms: float = 1000.0,
         recorder: TraceRecorder | None = None,
+        may_sleep: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.manager = manager
@@ -156,6 +170,7 @@ class OffloadingConnectorScheduler:
         """Of blocks that became loadable since events were last taken."""
         self._deadline_s = load_deadline_ms / 1000
         self._recorder = recorder
+        self._may_sleep = may_sleep
         self._clock = clock
         self._epoch = 0
         """Grows whenever a remembered lookup may have become wrong."""
@@ -180,6 +195,11 @@ class OffloadingConnectorScheduler:
         all others that the engine finds in its own cache it is not known whether they belong to the weights of now."""
         self._was_reset = False
         """Since the last step: one is needed to tell, by events and metrics."""
+        self._shelf = _Shelf.EMPTY
+        self._check: tuple[int, int] | None = None
+        """The job in which workers compare their weights after a sleep, and how many have not reported yet."""
+        self._must_check = False
+        """The next step must begin that job: a request needs the answer."""
         self._last_warning: dict[str, float] = {}
         self.metrics.set("pool_blocks", manager.num_blocks)
         self.metrics.set("off", 0)
@@ -209,6 +229,10 @@ class OffloadingConnectorScheduler:
 
     def _look_up(self, state: RequestState, computed: int) -> Match:
         state.extend_keys()
+        if self._shelf is _Shelf.AWAKE and (wait := self._wait(state, computed)):
+            self._must_check = True
+            return wait
+        self._drop_shelf()
         if not state.touched:
             state.touched = True
             self.manager.touch(state.keys_in_order(), state.context)
@@ -404,8 +428,14 @@ class OffloadingConnectorScheduler:
     @_guarded(lambda self, step: self._take_meta(step))
     def build_connector_meta(self, step: ScheduledStep) -> StepMeta:
         """The loads, stores and fences of this step, for the workers."""
+        has_tokens = any(step.num_scheduled_tokens.values())
+        if self._shelf is _Shelf.RESET and has_tokens:
+            self._drop_shelf()
+        elif self._shelf is _Shelf.AWAKE and self._check is None and (has_tokens or self._must_check):
+            self._check = next(JOB_IDS), self._num_workers
+            self._meta.check_weights = self._check[0]
         self._poll()
-        if not any(step.num_scheduled_tokens.values()):
+        if not has_tokens:
             self.manager.wait(IDLE_WAIT_S)
             self._poll()
         handed_out = self._handed_out
@@ -616,6 +646,9 @@ class OffloadingConnectorScheduler:
             self.metrics.add("weight_changes")
             self._warn_rarely(WEIGHTS_CHANGED)
             self.reset()
+            self._drop_shelf()
+        if self._check is not None and self._check[0] in report.done:
+            self._end_check(report)
         self._poll()
         for name in ("store_bytes", "load_bytes", "store_seconds", "load_seconds"):
             self.metrics.add(name, getattr(report, name))
@@ -625,7 +658,8 @@ class OffloadingConnectorScheduler:
             if job is None:
                 continue
             job.pending -= count
-            job.failed |= job_id in report.failed
+            # A manager that keeps its contents would take a store of before the reset for a good one.
+            job.failed |= job_id in report.failed or (job.is_store and job.epoch != self._num_resets)
             if job.pending < 0:
                 raise IntegrityError(f"job {job_id} was reported more often than there are workers")
             if job.pending == 0:
@@ -723,8 +757,16 @@ class OffloadingConnectorScheduler:
     def reset(self) -> None:
         """Forgets every block. What requests under way have computed so far, or compute on top of it, is
         not stored: it may belong to weights that are gone. The same holds for what they find in the engine's own cache
-        from before. Loads and stores under way count as failed."""
-        self.manager.reset()
+        from before. Loads and stores under way count as failed.
+
+        An engine that falls asleep resets its caches too. So with ``may_sleep`` the manager keeps its contents, which
+        no request can find, until the engine looks up or computes again; see ``wake_up``.
+        """
+        # Of two resets one was no sleep's: what it was to drop must not come back.
+        keeps = self._may_sleep and self._shelf is _Shelf.EMPTY
+        self._shelf = _Shelf.RESET
+        if not keeps:
+            self._drop_shelf()
         self._num_resets += 1
         self._sound_blocks = set()
         self._was_reset = True
@@ -737,11 +779,48 @@ class OffloadingConnectorScheduler:
             state.may_store = not state.has_kv
         self._finished.clear()
 
+    @_guarded(lambda self: None)
+    def wake_up(self) -> None:
+        """The engine has slept since the last reset, and is awake. Before any request finds something, the workers
+        compare all of their weights with those that the blocks were computed with. If they are the same, the blocks
+        that the reset has hidden can be found again; else they are dropped."""
+        if self._shelf is _Shelf.RESET:
+            self._shelf = _Shelf.AWAKE
+        for state in self._states.values():
+            # The sleep was no wait for blocks.
+            state.waiting_since, state.num_waits = None, 0
+            self.manager.let_go(state.context)
+
+    def _end_check(self, report: WorkerReport) -> None:
+        assert self._check is not None
+        job_id, pending = self._check
+        pending -= report.done[job_id]
+        self._check = job_id, pending
+        if job_id in report.failed:
+            self._drop_shelf()
+            logger.info("kvoffload: the weights are not known to be those of before the sleep: all blocks are dropped")
+        elif pending == 0:
+            self._clear_shelf()
+            logger.info("kvoffload: the weights are those of before the sleep: offloaded blocks can be found again")
+
+    def _drop_shelf(self) -> None:
+        """Resets the manager, if its contents are from before a reset."""
+        if self._shelf is not _Shelf.EMPTY:
+            self.manager.reset()
+            self._was_reset = True
+            self._clear_shelf()
+
+    def _clear_shelf(self) -> None:
+        self._shelf, self._check, self._must_check = _Shelf.EMPTY, None, False
+        self._epoch += 1
+        self._load_epoch += 1
+
     def shutdown(self) -> None:
         """Releases everything; may be called twice. Also when offloading is off: lower tiers have threads and files."""
         if self._recorder is not None:
             self._recorder.close()
         try:
+            self._drop_shelf()
             self.manager.shutdown()
         except Exception:
             logger.exception("kvoffload: shutting down failed")

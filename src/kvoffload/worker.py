@@ -37,6 +37,8 @@ class StepMeta:
     """Whether the engine computes anything in this step."""
     epoch: int = 0
     """How often the scheduler half has been reset. Jobs of an earlier epoch count as failed."""
+    check_weights: int | None = None
+    """A job: to compare all weights with those accepted before this epoch. It fails if they differ."""
 
 
 @dataclass(slots=True)
@@ -95,6 +97,10 @@ class WeightWatch(Protocol):
 
     def note_new(self) -> None:
         """Takes note of weights that the step has loaded itself, such as adapters, before they can change."""
+
+    def are_same(self) -> bool:
+        """Whether every byte of the weights is as it was when they were last accepted; False if that is not known.
+        Takes as long as the device needs to read them. If so, the next comparison expects them where they lie now."""
 
 
 @dataclass(slots=True)
@@ -236,6 +242,10 @@ class OffloadingConnectorWorker:
         if meta.epoch != self._epoch:
             self._epoch, self._is_stale, self._must_accept = meta.epoch, False, True
             self._wanted = self._answered = self._begun
+        if meta.check_weights is not None:
+            self._report.done[meta.check_weights] = 1
+            if not self._are_weights_same():
+                self._report.failed.add(meta.check_weights)
         moves = bool(meta.loads or meta.stores)
         # Other steps leave the weights alone: a sleeping engine takes such steps, and its weights are nowhere then. Nor
         # are they looked at while suspended, when every job fails anyway.
@@ -250,6 +260,16 @@ class OffloadingConnectorWorker:
         elif moves and not self._is_stale:
             self._wanted += 1
             self._compare_weights()
+
+    def _are_weights_same(self) -> bool:
+        """Whether the weights are those of the epoch before. Then this epoch accepts no others."""
+        if self.weights is None or self._broken or not self._must_accept:
+            return False
+        try:
+            self._must_accept = not self.weights.are_same()
+        except Exception:
+            self._give_up()
+        return not (self._must_accept or self._broken)
 
     def _compare_weights(self) -> None:
         """Begins the comparison that jobs wait for, unless one is under way, and takes in its answer."""

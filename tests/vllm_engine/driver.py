@@ -509,13 +509,16 @@ def storm(config: dict[str, Any]) -> dict[str, Any]:
 def sleeps(config: dict[str, Any]) -> dict[str, Any]:
     """Sleeps once per entry of ``modes``, vLLM's pause modes, each time under load and with stores under way, and wakes
     up. Device blocks lose what they hold meanwhile. ``forgetful``: the connector knows nothing of sleep, treats each
-    handshake as its first, and its job numbers begin again. At the end the workers come back with other pools.
+    handshake as its first, and its job numbers begin again. Else it sleeps without load then, with the same weights and
+    with others. At the end the workers come back with other pools.
 
     Answers are [index of the prompt, answer], of all requests that were not aborted."""
 
     from kvoffload import records, scheduler
+    from kvoffload.vllm import versions
     from kvoffload.vllm.setup import RankInfo
 
+    versions.may_sleep = lambda _: not config.get("forgetful")
     engine = Engine(config)
     core, connector = engine.llm.llm_engine, engine.scheduler.connector
     half = connector.connector_scheduler
@@ -551,6 +554,9 @@ def sleeps(config: dict[str, Any]) -> dict[str, Any]:
     under_way = []
     handshake = _handshake_of_a_wake(core.engine_core.engine_core)
     for mode in config["modes"]:
+        # What an earlier sleep has kept would leave nothing to store.
+        if not config.get("forgetful"):
+            connector.reset_cache()
         ask(PROMPTS // 2)
         finish()
         # Half of them can be loaded, the others are to be stored.
@@ -565,6 +571,8 @@ def sleeps(config: dict[str, Any]) -> dict[str, Any]:
         under_way.append(len(jobs))
         core.sleep(1, mode)
         if mode == "abort":
+            # An engine in this process does not tell that it has aborted them.
+            core.abort_request(list(live))
             live.clear()
         if config.get("forgetful"):
             connector._scheduler = None
@@ -583,12 +591,64 @@ def sleeps(config: dict[str, Any]) -> dict[str, Any]:
         "under_way": under_way,
         **engine.state(),
     }
+    if not config.get("forgetful"):
+        result["naps"] = _naps(engine, config, handshake)
     others = RankInfo(replace(connector._ranks[0].pool, inode=0), connector._ranks[0].layers)
     connector.set_xfer_handshake_metadata_pp_aware({(0, 0): others})
     answers = result["without"] = []
     ask(PROMPTS)
     finish()
     return result | {"off_with_other_pools": connector.connector_scheduler.off}
+
+
+def _naps(engine: Engine, config: dict[str, Any], handshake: Callable[[], None]) -> dict[str, Any]:
+    """Sleeps without load, each time with a round after it. "right N" is what weights N answer when all is computed.
+    The weights are those of the start again at the end."""
+    from types import SimpleNamespace
+
+    from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+    core, life = engine.llm.llm_engine, _Life(engine)
+    directories = [Path(config["model"] + f"-weights-{seed}") for seed in range(2)]
+    for seed, directory in enumerate(directories):
+        write_model(directory, seed=seed)
+
+    def update(seed: int) -> None:
+        engine.llm.collective_rpc("reload_weights", kwargs={"weights_path": str(directories[seed])})
+
+    def change_one() -> None:
+        model = core.engine_core.engine_core.model_executor.driver_worker.get_model()
+        weights = next(weights for name, weights in model.named_parameters() if "layers.0" in name and "norm" in name)
+        weights.data[7] += 3
+
+    def nap(name: str, asleep: Callable[[], Any] = int, awake: Callable[[], Any] = int) -> None:
+        engine.drain()
+        engine.settle()
+        core.sleep(1, "abort")
+        asleep()
+        core.wake_up()
+        handshake()
+        awake()
+        life.play(name)
+
+    nap("same")
+    nap("same, host memory lost", asleep=engine.offload.manager.host.reset)
+    nap("others", asleep=lambda: update(1))
+    life.play("right 1", extra_args=NOT_OFFLOADED)
+    nap("others, again")
+    nap("one weight", asleep=change_one)
+    life.play("right, one weight", extra_args=NOT_OFFLOADED)
+    nap("others, right after waking", awake=lambda: update(0))
+    life.play("right 0", extra_args=NOT_OFFLOADED)
+    nap("reset, after waking", awake=engine.scheduler.connector.reset_cache)
+    # The control: nobody compares anything.
+    get_kv_transfer_group().connector_worker.weights = SimpleNamespace(
+        accept=int, begin=int, note_new=int, poll=lambda: False, are_same=lambda: True
+    )
+    nap("not compared", asleep=lambda: update(1))
+    update(0)
+    assert engine.llm.reset_prefix_cache()
+    return {"answers": life.answers, "counts": life.counts}
 
 
 def _let_workers_sleep(hooks: bool) -> None:
@@ -647,7 +707,7 @@ class _Life:
         engine.drain()
         engine.settle()
         after = engine.offload.metrics.snapshot()
-        counted = ("host_hit_tokens", "weight_changes", "load_failures")
+        counted = ("host_hit_tokens", "disk_hit_tokens", "weight_changes", "load_failures")
         self.counts[name] = {key: after.get(key, 0) - before.get(key, 0) for key in counted}
 
     def result(self) -> dict[str, Any]:

@@ -8,6 +8,8 @@ import pytest
 
 # Not "vllm": from tests/ on sys.path this directory itself could be imported under that name.
 pytest.importorskip("vllm.version")
+from driver import SHORT
+from test_vllm_disk import with_disk
 from vllm_harness import POOL, Run, Runner, assert_at_rest, differences
 
 pytestmark = pytest.mark.vllm
@@ -24,8 +26,7 @@ def wrong_answers(result: Run, expected: list[Any], name: str = "answers") -> li
 
 @pytest.fixture(scope="module")
 def slept(run: Runner, tmp_path_factory: pytest.TempPathFactory) -> Run:
-    disk = {"disk_dir": str(tmp_path_factory.mktemp("disk") / "tier"), "disk_bytes": "32MiB"}
-    return run("sleeps", **SLEEPS, connector=POOL | disk)
+    return run("sleeps", **SLEEPS, connector=with_disk(tmp_path_factory.mktemp("disk") / "tier"))
 
 
 def test_answers_are_identical_after_every_wake(slept: Run, expected: list[Any]) -> None:
@@ -40,6 +41,37 @@ def test_one_scheduler_half_serves_all_of_them(slept: Run) -> None:
     assert slept["one_half"]
     assert set(slept["answered"]) <= set(slept["recorded"])
     assert len(slept["recorded"]) == len(set(slept["recorded"]))
+
+
+def test_what_was_offloaded_is_found_after_a_sleep_with_the_same_weights(slept: Run, expected: list[Any]) -> None:
+    answers, counts = slept["naps"]["answers"], slept["naps"]["counts"]
+    for name, source in [("same", "host_hit_tokens"), ("same, host memory lost", "disk_hit_tokens")]:
+        assert differences(answers[name], [[part[:SHORT] for part in answer] for answer in expected]) == []
+        assert counts[name][source] > 0, name
+        assert counts[name]["load_failures"] == counts[name]["weight_changes"] == 0
+    assert differences(answers["others, again"], answers["right 1"]) == []
+    assert counts["others, again"]["host_hit_tokens"] > 0
+
+
+def test_after_a_sleep_with_other_weights_nothing_is_found(slept: Run) -> None:
+    answers, counts = slept["naps"]["answers"], slept["naps"]["counts"]
+    for name, right in [
+        ("others", "right 1"),
+        ("one weight", "right, one weight"),
+        ("others, right after waking", "right 0"),
+        ("reset, after waking", "right 0"),
+    ]:
+        assert differences(answers[name], answers[right]) == [], name
+        assert counts[name]["host_hit_tokens"] == counts[name]["disk_hit_tokens"] == 0, name
+        assert counts[name]["load_failures"] == counts[name]["weight_changes"] == 0
+    assert len(differences(answers["right 1"], answers["right, one weight"])) > 0
+
+
+def test_weights_that_are_not_compared_after_a_sleep_give_wrong_answers(slept: Run) -> None:
+    """The control."""
+    answers, counts = slept["naps"]["answers"], slept["naps"]["counts"]
+    assert counts["not compared"]["host_hit_tokens"] > 0
+    assert len(differences(answers["not compared"], answers["right 1"])) > 0
 
 
 def test_other_pools_end_offloading(slept: Run, expected: list[Any]) -> None:

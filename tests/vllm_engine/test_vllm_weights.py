@@ -172,6 +172,123 @@ def test_adapters_remembered_are_bounded(monkeypatch: pytest.MonkeyPatch) -> Non
     assert len(watch._adapters._known) == 3
 
 
+# All bytes, as after a sleep.
+
+
+def flip(tensor: torch.Tensor, bit: int) -> None:
+    """Flips one bit of a dense ``tensor``, by the order of its bytes in memory."""
+    raw = tensor.data.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
+    raw[bit // 8] ^= 1 << bit % 8
+
+
+def swap_rows(tensor: torch.Tensor) -> None:
+    tensor.data[[0, 1]] = tensor.data[[1, 0]]
+
+
+UNSEEN_BY_SAMPLES: dict[str, Any] = {
+    "two rows change places": lambda m: swap_rows(m.layer2.weight),
+    "a matrix is negated": lambda m: m.layer2.weight.data.neg_(),
+    "two signs change": lambda m: (flip(m.layer2.weight, 31), flip(m.layer2.weight, 63)),
+    "columns are permuted": lambda m: m.layer2.weight.data.copy_(m.layer2.weight.data.flip(1)),
+    "two matrices change places": lambda m: swap_rows(m.stacked),
+    "a transposed one is turned about": lambda m: m.transposed.data.copy_(m.transposed.data.flip(0)),
+    "one element of one with gaps": lambda m: m.every_other.data[5, 2].add_(1),
+    "the last byte of an odd number": lambda m: m.integers.data[-1].bitwise_xor_(1),
+    "a scalar": lambda m: m.scalar.data.add_(1),
+    "a buffer": lambda m: m.scale.add_(1),
+    "a type": lambda m: setattr(m.layer2, "bias", torch.nn.Parameter(m.layer2.bias.data.view(torch.int32), False)),
+    "a shape": lambda m: setattr(m, "stacked", torch.nn.Parameter(m.stacked.data.view(4, 4, 8))),
+    "a name": lambda m: setattr(m, "other", m._parameters.pop("stacked")),
+}
+
+
+def readable(chunk_bytes: int, monkeypatch: pytest.MonkeyPatch) -> tuple[torch.nn.Module, ModelWeights]:
+    monkeypatch.setattr(weights, "DIGEST_CHUNK_BYTES", chunk_bytes)
+    monkeypatch.setattr(weights, "DIGEST_SUMS", 8)
+    made = model()
+    made.stacked = torch.nn.Parameter(torch.randn(2, 8, 8))
+    made.register_buffer("scale", torch.ones(3), persistent=False)
+    return made, ModelWeights(lambda: [made], reads_all=True)
+
+
+@pytest.mark.parametrize("chunk_bytes", [128, weights.DIGEST_CHUNK_BYTES])
+@pytest.mark.parametrize("change", UNSEEN_BY_SAMPLES)
+def test_any_change_is_seen_where_all_is_read(change: str, chunk_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    made, watch = readable(chunk_bytes, monkeypatch)
+    assert watch.are_same()
+    with torch.inference_mode():
+        UNSEEN_BY_SAMPLES[change](made)
+        assert not watch.are_same()
+        watch.accept()
+        assert watch.are_same()
+
+
+def test_every_single_bit_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(weights, "DIGEST_CHUNK_BYTES", 64)
+    digests = weights.Digests(7)
+    tensors = [torch.randn(5, 7), torch.randn(4, 6).t(), torch.arange(23, dtype=torch.uint8)[2:], torch.ones(())]
+    seen = {right := digests.of((str(i), tensor) for i, tensor in enumerate(tensors))}
+    for tensor in tensors:
+        for bit in range(8 * tensor.numel() * tensor.element_size()):
+            flip(tensor, bit)
+            seen.add(digests.of((str(i), tensor) for i, tensor in enumerate(tensors)))
+            flip(tensor, bit)
+    assert len(seen) == 1 + 8 * sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+    assert digests.of((str(i), tensor) for i, tensor in enumerate(tensors)) == right
+
+
+def test_weights_that_moved_are_the_same_and_are_watched_where_they_are() -> None:
+    made = model()
+    watch = ModelWeights(lambda: [made], reads_all=True)
+    made.layer3.weight.data = made.layer3.weight.data.clone()
+    assert watch.are_same()
+    assert changed(watch) is False
+    refill(made.layer3.weight)
+    assert changed(watch) is True
+
+
+def test_what_is_watched_after_a_sleep_is_not_accepted_anew() -> None:
+    made = model()
+    watch = ModelWeights(lambda: [made], reads_all=True)
+    assert watch.are_same()
+    refill(made.layer3.weight)
+    assert changed(watch) is True
+
+
+def test_adapters_are_read_in_full_too() -> None:
+    made = model()
+    registered = {1: Adapter(1)}
+    made.lora_manager = SimpleNamespace(list_adapters=lambda: dict(registered))
+    watch = ModelWeights(lambda: [made], reads_all=True)
+    assert watch.are_same()
+    flip(registered[1].loras["packed"].lora_b[0], 77)
+    assert not watch.are_same()
+
+
+@pytest.mark.parametrize("case", ["not asked for", "experts that are balanced", "no memory"])
+def test_weights_that_are_not_all_read_are_never_the_same(case: str, caplog: pytest.LogCaptureFixture) -> None:
+    made = model()
+    if case == "no memory":
+        made.far = torch.nn.Parameter(torch.empty(9, device="meta"))
+    skipped = ".experts" if case == "experts that are balanced" else None
+    watch = ModelWeights(lambda: [made], skipped, reads_all=case != "not asked for")
+    assert not watch.are_same()
+    assert ("not all weights of this worker can be read" in caplog.text) is (case == "no memory")
+
+
+def test_memory_that_a_digest_takes_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of tensors with gaps too: they are copied piece by piece."""
+    monkeypatch.setattr(weights, "DIGEST_CHUNK_BYTES", 1 << 10)
+    for tensor in (
+        torch.randn(300, 70)[::2, ::3],
+        torch.randn(1, 4000, 3).transpose(1, 2)[..., ::2],
+        torch.randn(5000),
+    ):
+        chunks = list(weights._chunks(tensor))
+        assert max(chunk.numel() for chunk in chunks) * weights.WORD_BYTES <= 1 << 10
+        assert sum(chunk.numel() for chunk in chunks) == tensor.numel()
+
+
 def test_without_a_worker_one_warning_says_what_to_do(caplog: pytest.LogCaptureFixture) -> None:
     assert watch_weights(SimpleNamespace(parallel_config=None)) is None
     (record,) = caplog.records

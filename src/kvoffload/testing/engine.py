@@ -137,6 +137,8 @@ class Scenario:
     max_new_tokens: int = 10
     abort_chance: float = 0.0
     reset_chance: float = 0.0
+    sleep_chance: float = 0.0
+    """Of a sleep, with which weights may change, before it, meanwhile and right after it."""
     update_chance: float = 0.0
     """Of new weights without a reset of the connector."""
     keeps_device_cache: bool = False
@@ -524,6 +526,9 @@ class ModelWatch:
     def note_new(self) -> None:
         pass
 
+    def are_same(self) -> bool:
+        return self._accepted == self._engine.version
+
 
 @dataclass(slots=True)
 class _Results:
@@ -589,6 +594,7 @@ class ModelEngine:
             num_workers=s.num_ranks,
             share_loads=s.prefix_caching,
             load_deadline_ms=s.load_deadline_ms,
+            may_sleep=s.sleep_chance > 0,
             clock=self.clock,
         )
         self.waiting: list[EngineRequest] = []
@@ -618,9 +624,11 @@ class ModelEngine:
         """Held requests that some ranks have released, and which."""
         self._version_of: dict[int, int] = {}
         """Of blocks in the engine's own cache: the weights their KV was computed with."""
-        if s.update_chance:
+        if s.update_chance or s.sleep_chance:
             for rank in self.ranks:
                 rank.worker.weights = ModelWatch(self, rank.number)
+        self._has_woken_up = False
+        """Since the last step."""
         self.is_full = False
         """Whether no request is given device blocks, whatever is free."""
         self._todo = self._make_requests()
@@ -656,6 +664,8 @@ class ModelEngine:
                 self._finish(self.random.choice(self.waiting + self.running))
             if self.steps < MAX_RESET_STEP and self.random.random() < self.scenario.reset_chance:
                 self._reset(preempt=self.random.random() < 0.5)
+            if self.scenario.sleep_chance and self.steps < MAX_RESET_STEP:
+                self._sleep()
             self._update(preempt=True)
             self.step()
         self._settle()
@@ -1039,6 +1049,39 @@ class ModelEngine:
         if preempt:
             self._preempt_all()
         self.scheduler.reset()
+
+    def _sleep(self) -> None:
+        """Perhaps sleeps, or has new weights right after it did."""
+        rng = self.random
+        if self._has_woken_up and rng.random() < 0.2:
+            self._change_weights()
+        self._has_woken_up = False
+        # As engines do, it waits for the steps under way.
+        if self._unreported or rng.random() >= self.scenario.sleep_chance:
+            return
+        if rng.random() < 0.1:
+            self._change_weights()
+        self.pool.forget_all()
+        self._preempt_all()
+        self.scheduler.reset()
+        for rank in self.ranks:
+            rank.worker.suspend()
+        if rng.random() < 0.3:
+            self._change_weights()
+        if rng.random() < 0.1:
+            # It sleeps again before anything was computed.
+            self.scheduler.reset()
+        for rank in self.ranks:
+            rank.worker.resume()
+        for request in self.waiting:
+            # It may wait as if it had just come.
+            request.waiting_since, request.num_waits = None, 0
+        self.scheduler.wake_up()
+        self._has_woken_up = True
+
+    def _change_weights(self) -> None:
+        self.version = next(self._new_versions)
+        self.pool.forget_all()
 
     def _preempt_all(self) -> None:
         for request in reversed(list(self.running)):

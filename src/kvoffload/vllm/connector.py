@@ -108,13 +108,15 @@ class KVOffloadConnector(KVConnectorBase_V1, SupportsHMA):
     ) -> None:
         """Scheduler side: every worker has its pool. Raises ConfigError if one of them cannot be served.
 
-        vLLM from 0.33 on calls this again after each sleep. With the pools of the start nothing changes; with others
-        offloading is switched off, since no block that the scheduler half knows of is in them.
+        vLLM from 0.33 on calls this again after each sleep. With the pools of the start, blocks are found again if the
+        weights are the same; with others offloading is switched off, since no block that the scheduler half knows of
+        is in them.
         """
         infos = [info for _, info in sorted(metadata.items()) if isinstance(info, RankInfo)]
         if self._scheduler is not None:
             if infos != self._ranks:
                 self._scheduler.switch_off("the handshake (the workers' host pools are not those of the start)")
+            self._scheduler.wake_up()
             return
         setup = self._setup
         num_blocks = setup.check_ranks(infos)
@@ -135,6 +137,7 @@ class KVOffloadConnector(KVConnectorBase_V1, SupportsHMA):
             describe_blocks=enable_events,
             load_deadline_ms=setup.config.load_deadline_ms,
             recorder=setup.make_recorder(num_blocks),
+            may_sleep=versions.may_sleep(self._vllm_config),
         )
         logger.info("kvoffload: host pool of %s", setup.describe(num_blocks))
         logger.info("kvoffload: model fingerprint %s", fingerprint)

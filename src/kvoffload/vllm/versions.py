@@ -100,6 +100,12 @@ def parent_request(request_id: str) -> str:
     return request_id if sample is None else request_id[sample.end() :]
 
 
+def may_sleep(vllm_config: VllmConfig) -> bool:
+    """Whether the engine can sleep, and repeats its handshake whenever it wakes up."""
+    sleeps = bool(attribute(vllm_config.model_config, "enable_sleep_mode"))
+    return sleeps and hasattr(base.KVConnectorBase_V1, "restore_kv_caches")
+
+
 def warn_if_untested() -> None:
     release = ".".join(vllm.__version__.split(".")[:2])
     if release in TRIED:

@@ -10,7 +10,7 @@ import secrets
 import sys
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -18,6 +18,7 @@ import numpy.typing as npt
 import torch
 from vllm.v1.worker.worker_base import WorkerBase
 
+from kvoffload.vllm import versions
 from kvoffload.worker import WeightWatch
 
 if TYPE_CHECKING:
@@ -34,6 +35,11 @@ ADAPTER_SAMPLES = 64
 MAX_ADAPTERS = 4096
 """Adapters that are remembered; beyond it the one seen longest ago is forgotten."""
 WORD_BYTES = 4
+DIGEST_CHUNK_BYTES = 8 << 20
+"""Bytes that a digest reads at once. Its keys and products take six times as much memory of the device, and the copy of
+a tensor that has gaps as much again."""
+DIGEST_SUMS = 1024
+"""Sums of a digest that are kept on the device before they are read."""
 
 Addresses = npt.NDArray[np.int64]
 
@@ -50,7 +56,7 @@ def watch_weights(vllm_config: VllmConfig) -> WeightWatch | None:
             raise RuntimeError("prefetch offloading moves weights about in every step")
         # Expert load balancing moves experts from slot to slot, which changes no KV.
         skipped = ".experts" if vllm_config.parallel_config.enable_eplb else None
-        return ModelWeights(lambda: _models_of(worker), skipped)
+        return ModelWeights(lambda: _models_of(worker), skipped, versions.may_sleep(vllm_config))
     except Exception as error:
         logger.warning(
             "kvoffload: the weights of this worker cannot be watched: %s. After every change of weights in the running "
@@ -82,13 +88,20 @@ class ModelWeights(WeightWatch):
 
     ``models`` gives the models of now. Parameters whose name contains ``skipped`` are left out. Places are drawn anew
     in each process. Also seen: parameters that were replaced or moved. Raises RuntimeError if no parameter can be read.
+
+    ``reads_all``: every byte of all parameters, buffers and adapters is read whenever weights are accepted, so that
+    ``are_same`` can tell. With ``skipped`` it cannot.
     """
 
-    def __init__(self, models: Callable[[], list[torch.nn.Module]], skipped: str | None = None) -> None:
+    def __init__(
+        self, models: Callable[[], list[torch.nn.Module]], skipped: str | None = None, reads_all: bool = False
+    ) -> None:
         self._find_models = models
         self._skipped = skipped
         self._random = np.random.default_rng(secrets.randbits(128))
-        self._adapters = Adapters(self._random)
+        self._digests = Digests(secrets.randbits(128)) if reads_all and not skipped else None
+        self._digest: bytes | None = None
+        self._adapters = Adapters(self._random, self._digests)
         self._has_moved, self._has_new_adapter = True, False
         self.accept()
 
@@ -99,6 +112,31 @@ class ModelWeights(WeightWatch):
         for sample in self._samples:
             sample.accept()
         self._adapters.accept(self._models[0])
+        self._digest = self._read_all()
+
+    def are_same(self) -> bool:
+        if self._digest is None or self._read_all() != self._digest:
+            return False
+        if self._pointers != self._read_pointers():
+            self._scan()
+            for sample in self._samples:
+                sample.accept()
+        self._has_moved = False
+        return not self._adapters.have_changed(self._models[0], trusts_objects=False)
+
+    def _read_all(self) -> bytes | None:
+        """The digest of all parameters and buffers; None if some cannot be read, or need not."""
+        if self._digests is None:
+            return None
+        try:
+            return self._digests.of(_all_tensors(self._find_models()))
+        except Exception as error:
+            logger.warning(
+                "kvoffload: not all weights of this worker can be read: %s. When the engine wakes up from sleep, all "
+                "offloaded blocks are dropped",
+                error,
+            )
+            return None
 
     def begin(self) -> None:
         # Memory is read only where a parameter lies now: what was freed since may not be there any more.
@@ -158,6 +196,16 @@ class ModelWeights(WeightWatch):
                     seen.add(id(tensor))
                     if tensor.device.type in SAMPLED_WORDS and tensor.numel() and _pointer(tensor):
                         yield module._parameters, name, tensor
+
+
+def _all_tensors(models: Sequence[torch.nn.Module]) -> Iterator[tuple[str, torch.Tensor]]:
+    """All parameters and buffers, with their names, in the order of the modules."""
+    for number, model in enumerate(models):
+        for path, module in model.named_modules():
+            for tensors in (module._parameters, module._buffers):
+                for name, tensor in tensors.items():
+                    if tensor is not None:
+                        yield f"{number}.{path}.{name}", tensor
 
 
 def _pointer(tensor: torch.Tensor) -> int:
@@ -240,6 +288,89 @@ def _memory(device: torch.device, address: int, size: int) -> torch.Tensor:
     return torch.frombuffer(buffer, dtype=torch.int32)
 
 
+class Digests:
+    """Digests of all bytes of tensors, read on the devices where they lie.
+
+    Words of 32 bits are multiplied by odd random numbers of 64 bits, one per place in a chunk, and summed modulo 2^64.
+    This is done twice, with other numbers. A change within one word is always seen. Any other change is missed with a
+    chance of 2^-64 at most, provided that it does not depend on the numbers, which follow from ``seed``.
+    """
+
+    def __init__(self, seed: int) -> None:
+        self._seed = seed
+
+    def of(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> bytes:
+        """The digest of ``tensors``, their names, types and shapes. Raises RuntimeError if one has no memory."""
+        digest = hashlib.blake2b()
+        sums: dict[torch.device, _Sums] = {}
+        tensors = list(tensors)
+        longest = max((tensor.numel() * tensor.element_size() for _, tensor in tensors), default=0)
+        num_words = -(-min(longest, DIGEST_CHUNK_BYTES) // WORD_BYTES)
+        with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
+            for name, tensor in tensors:
+                digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)} {tensor.device}\n".encode())
+                if not tensor.numel():
+                    continue
+                if not _pointer(tensor):
+                    raise RuntimeError(f"{name} has no memory of its own")
+                if tensor.device not in sums:
+                    sums[tensor.device] = _Sums(self._seed, num_words, tensor.device)
+                for chunk in _chunks(tensor.detach()):
+                    sums[tensor.device].add(chunk)
+            for device_sums in sums.values():
+                digest.update(device_sums.end())
+        return digest.digest()
+
+
+class _Sums:
+    """Sums of the words of chunks on one device, of ``num_words`` each at most."""
+
+    def __init__(self, seed: int, num_words: int, device: torch.device) -> None:
+        self._digest = hashlib.blake2b()
+        draw = np.random.default_rng(seed)
+        keys = draw.integers(0, 1 << 64, (2, num_words), dtype=np.uint64) | np.uint64(1)
+        self._keys = torch.from_numpy(keys.view(np.int64)).to(device)
+        self._products = torch.empty(num_words, dtype=torch.int64, device=device)
+        self._sums = torch.zeros((DIGEST_SUMS, 2), dtype=torch.int64, device=device)
+        self._count = 0
+
+    def add(self, words: torch.Tensor) -> None:
+        n = len(words)
+        for keys, total in zip(self._keys, self._sums[self._count], strict=True):
+            torch.mul(words, keys[:n], out=self._products[:n])
+            torch.sum(self._products[:n], 0, out=total)
+        self._count += 1
+        if self._count == DIGEST_SUMS:
+            self._read()
+
+    def _read(self) -> None:
+        self._digest.update(self._sums[: self._count].cpu().numpy().tobytes())
+        self._count = 0
+
+    def end(self) -> bytes:
+        self._read()
+        return self._digest.digest()
+
+
+def _chunks(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    """The bytes of ``tensor``, which has some, as words of 32 bits, in pieces of DIGEST_CHUNK_BYTES at most."""
+    order = sorted(range(tensor.dim()), key=tensor.stride, reverse=True)
+    dense = tensor.permute(order)
+    if dense.is_contiguous():
+        for raw in dense.reshape(-1).view(torch.uint8).split(DIGEST_CHUNK_BYTES):
+            if len(raw) % WORD_BYTES or raw.data_ptr() % WORD_BYTES or raw.storage_offset() % WORD_BYTES:
+                padded = raw.new_zeros(-(-len(raw) // WORD_BYTES) * WORD_BYTES)
+                padded[: len(raw)] = raw
+                raw = padded
+            yield raw.view(torch.int32)
+    elif tensor.numel() * tensor.element_size() <= DIGEST_CHUNK_BYTES:
+        yield from _chunks(tensor.contiguous())
+    else:
+        first = next(d for d in range(tensor.dim()) if tensor.shape[d] > 1)
+        for half in tensor.chunk(2, first):
+            yield from _chunks(half)
+
+
 class Adapters:
     """What is known of the LoRA adapters that a model has registered, by their ids.
 
@@ -247,8 +378,9 @@ class Adapters:
     again: all of this leaves them as they are. An id whose values are other ones than before has changed.
     """
 
-    def __init__(self, random: np.random.Generator) -> None:
+    def __init__(self, random: np.random.Generator, digests: Digests | None = None) -> None:
         self._fractions = random.random(ADAPTER_SAMPLES)
+        self._digests = digests
         self._known: OrderedDict[int, tuple[weakref.ref[Any], bytes]] = OrderedDict()
 
     def accept(self, model: Any) -> None:
@@ -256,13 +388,14 @@ class Adapters:
         self._known.clear()
         self.have_changed(model)
 
-    def have_changed(self, model: Any) -> bool:
-        """Whether some have changed since this was last called; takes note of new ones."""
+    def have_changed(self, model: Any, trusts_objects: bool = True) -> bool:
+        """Whether some have changed since this was last called; takes note of new ones. ``trusts_objects``: not those
+        that are the same objects still."""
         manager = getattr(model, "lora_manager", None)
         changed = False
         for adapter_id, adapter in manager.list_adapters().items() if manager is not None else ():
             known = self._known.get(adapter_id)
-            if known is not None and known[0]() is adapter:
+            if trusts_objects and known is not None and known[0]() is adapter:
                 continue
             digest = self._digest(adapter)
             changed |= known is not None and known[1] != digest
@@ -273,12 +406,17 @@ class Adapters:
         return changed
 
     def _digest(self, adapter: Any) -> bytes:
+        tensors = [
+            (f"{name}.{which}.{i}", tensor)
+            for name, layer in sorted(adapter.loras.items())
+            for which, values in (("a", layer.lora_a), ("b", layer.lora_b))
+            for i, tensor in enumerate(values if isinstance(values, (list, tuple)) else [values])
+        ]
+        if self._digests is not None:
+            return self._digests.of((name, tensor) for name, tensor in tensors if tensor is not None)
         digest = hashlib.blake2b()
-        for name, layer in sorted(adapter.loras.items()):
-            digest.update(name.encode())
-            for values in (layer.lora_a, layer.lora_b):
-                for tensor in values if isinstance(values, (list, tuple)) else [values]:
-                    digest.update(self._values(tensor))
+        for name, tensor in tensors:
+            digest.update(name.encode() + self._values(tensor))
         return digest.digest()
 
     def _values(self, tensor: torch.Tensor | None) -> bytes:
