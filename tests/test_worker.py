@@ -632,12 +632,14 @@ def test_other_weights_after_a_sleep_are_told_and_accepted_later(
 
 
 def test_weights_are_not_known_to_be_the_same(device: Device, weights: Weights) -> None:
-    """Without a watch, with a broken one, and once weights of the new epoch were accepted."""
+    """Without a watch, with a broken one, while asleep, and once weights of the new epoch were accepted."""
     accepted = OffloadingConnectorWorker(device.transfer, weights)
     step(accepted, StepMeta(epoch=1))
     broken = OffloadingConnectorWorker(device.transfer, Weights())
     broken.weights.are_same = lambda: 1 / 0
-    for worker in (accepted, broken, OffloadingConnectorWorker(device.transfer)):
+    asleep = OffloadingConnectorWorker(device.transfer, Weights())
+    asleep.suspend()
+    for worker in (accepted, asleep, broken, OffloadingConnectorWorker(device.transfer)):
         step(worker, CHECK)
         assert report(worker) == ({9: 1}, {9})
 

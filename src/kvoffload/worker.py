@@ -263,7 +263,7 @@ class OffloadingConnectorWorker:
 
     def _are_weights_same(self) -> bool:
         """Whether the weights are those of the epoch before. Then this epoch accepts no others."""
-        if self.weights is None or self._broken or not self._must_accept:
+        if self.weights is None or self._broken or self._suspended or not self._must_accept:
             return False
         try:
             self._must_accept = not self.weights.are_same()

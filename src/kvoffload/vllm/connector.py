@@ -177,16 +177,8 @@ class KVOffloadConnector(KVConnectorBase_V1, SupportsHMA):
         groups = page_groups(self._setup, kv_caches)
         layers = self._vllm_config.compilation_config.static_forward_context
         self._formats = {name: page_format(layers[name], cache) for name, cache in kv_caches.items()}
-        if self._pool is None:
-            self._pool = HostPool(self._num_blocks, self._setup.slot_bytes)
-            self._worker = OffloadingConnectorWorker(make_transfer(groups, self._pool))
-            return
-        # New tensors, the same pool: the slots that the scheduler half knows of stay where they are.
-        worker = self.connector_worker
-        worker.suspend()
-        worker.transfer.close()
-        worker.transfer = make_transfer(groups, self._pool)
-        worker.resume()
+        self._pool = HostPool(self._num_blocks, self._setup.slot_bytes)
+        self._worker = OffloadingConnectorWorker(make_transfer(groups, self._pool))
 
     def unregister_kv_caches(self) -> None:
         """vLLM from 0.33 on calls this before the KV caches lose their memory: no copy is under way on return."""
