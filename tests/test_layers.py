@@ -16,7 +16,7 @@ import kvoffload
 PACKAGE = Path(kvoffload.__file__).parent
 
 LAYERS = [
-    {"base", "keys", "digests"},
+    {"base", "keys", "digests", "locks"},
     {"explain", "metrics", "fingerprint", "control", "records", "words", "recorder", "figures", "memory"},
     {"policies", "hostpool", "table", "index", "transfer"},
     {"manager", "admission", "config", "tiers"},

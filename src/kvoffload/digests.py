@@ -7,7 +7,6 @@ makes files with equal digests on purpose; whoever can write the weights decides
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import json
 import logging
 import os
@@ -19,6 +18,8 @@ from pathlib import Path
 from typing import Any
 
 import xxhash
+
+from kvoffload.locks import try_to_lock
 
 PIECE_BYTES = 64 << 20
 """Pieces of a file have digests of their own, so that threads can share a large file."""
@@ -221,15 +222,7 @@ def _take_lock(folder: int, stack: contextlib.ExitStack) -> bool:
     """Whether this process now holds the folder's lock, until ``stack`` ends; not if another keeps it too long."""
     fd = os.open("lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o600, dir_fd=folder)
     stack.callback(os.close, fd)
-    deadline = time.monotonic() + LOCK_DEADLINE_S
-    while True:
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return True
-        except BlockingIOError:
-            if time.monotonic() > deadline:
-                return False
-            time.sleep(0.01)
+    return try_to_lock(fd, LOCK_DEADLINE_S)
 
 
 def _replace(folder: int, raw: bytes) -> None:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
 import json
 import logging
 import os
@@ -25,6 +24,7 @@ import xxhash
 
 from kvoffload.base import ConfigError, OffloadKey
 from kvoffload.explain import RequestRecord
+from kvoffload.locks import try_to_lock
 
 MAX_FILE_BYTES = 1 << 30
 """What the file held before included."""
@@ -175,7 +175,7 @@ def _open(path: str) -> int:
             raise ConfigError(f"{setting}: has {status.st_nlink} names; name a new file in a folder of yours")
         if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
             raise ConfigError(f"{setting}: others may write to it; remove it, or name a new file in a folder of yours")
-        if not _try_to_lock(fd):
+        if not try_to_lock(fd, LOCK_DEADLINE_S):
             raise ConfigError(f"{setting}: another server records to it; give each a file of its own")
         os.fchmod(fd, _MODE)
     except BaseException as error:
@@ -184,15 +184,3 @@ def _open(path: str) -> int:
             raise ConfigError(f"{setting}: {error.strerror}; name a file of your own on a local disk") from None
         raise
     return fd
-
-
-def _try_to_lock(fd: int) -> bool:
-    deadline = time.monotonic() + LOCK_DEADLINE_S
-    while True:
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return True
-        except BlockingIOError:
-            if time.monotonic() >= deadline:
-                return False
-            time.sleep(0.05)

@@ -196,17 +196,17 @@ class _Lane:
 class TieredOffloadingManager(OffloadingManager):
     """``host`` in front of ``tiers``, fastest first.
 
-    Chains that requests touch or have stored are written through to every tier by the tier's own threads, see
-    WriteThrough. A lookup that finds blocks below the host answers None, and ``poll`` starts to promote them, all
-    lookups of a step together; each key is on its way at most once. A request that has waited for
-    ``load_deadline_ms`` gets what is there. What has come up is pinned for the requests that waited for it until they
-    are given device blocks or end. If there is no room for what others want, requests that came later than those give
-    way, and those whose pins are older than ``load_deadline_ms``; they may wait again. Who asks without a context is
-    told of the host alone.
+    Chains that requests touch or store are written through to every tier by the tier's own threads, see WriteThrough.
+    A lookup that finds blocks below the host answers None, and ``poll`` starts to promote them, together for all
+    lookups of a step, each key at most once at a time. A request that has waited for ``load_deadline_ms`` gets the
+    blocks that have arrived. Promoted blocks stay pinned for the requests that waited for them until these are given
+    device blocks or end. If another request needs the room, the blocks of requests that came after it are unpinned
+    first, then blocks that were pinned for longer than ``load_deadline_ms``; their requests may wait again. Without a
+    context, only host memory is consulted.
 
-    A tier that does not tell within ``lookup_deadline_ms`` whether it holds a block does not hold it, for MISS_TTL_S.
-    A tier of which no read has ended for ``load_deadline_ms``, though some are under way, is not asked until one does:
-    every deadline one block is read to see whether it works, at most MAX_HANGS of them.
+    If a tier does not say within ``lookup_deadline_ms`` whether it holds a block, the block counts as missing for
+    MISS_TTL_S. If reads are under way and none has ended for ``load_deadline_ms``, the tier is not read until one ends;
+    once per deadline one block is read as a test, at most MAX_HANGS of them.
 
     ``groups``: the KV cache groups that keys name, by default with full attention and blocks of one size.
     ``tokens_per_block``: by KV cache group, the tokens that need not be computed for each block that is loaded. With
@@ -408,7 +408,7 @@ class TieredOffloadingManager(OffloadingManager):
                 waiter.coming.add(key)
 
     def _expire(self, waiter: _Waiter) -> None:
-        """At its deadline the request gets what is there, which stays pinned for it."""
+        """At its deadline the request gets the blocks that have arrived, which stay pinned for it."""
         waiter.is_late = True
         self._counts["late_promotions"] += 1
         self._reasons.record([*waiter.coming, *waiter.wanted], MissReason.NOT_IN_TIME)

@@ -15,6 +15,7 @@ from pathlib import Path
 
 from kvoffload.base import ConfigError
 from kvoffload.hostpool import ByteArray
+from kvoffload.locks import try_to_lock
 from kvoffload.tiers.storage import SETTING_ERRORS, Storage, StoredFile, nothing
 from kvoffload.words import printable
 
@@ -87,7 +88,7 @@ class DirectoryStorage(Storage):
         if fd < 0:
             return
         try:
-            if not _try_to_lock(fd, fcntl.LOCK_SH if shared else fcntl.LOCK_EX, LOCK_DEADLINE_S):
+            if not try_to_lock(fd, LOCK_DEADLINE_S, shared):
                 owner = printable(os.pread(fd, 200, 0).decode("ascii", "replace").strip()) or "another process"
                 raise ConfigError(f"disk_dir={str(self.path)!r}: in use by {owner}; give each server its own directory")
             if not self._read_only:
@@ -106,7 +107,7 @@ class DirectoryStorage(Storage):
         """For a short while, others who call this wait. Raises ConfigError if that takes ALONE_DEADLINE_S."""
         fd = self._start_lock_fd = self._open_lock(START_LOCK_NAME)
         try:
-            if fd >= 0 and not _try_to_lock(fd, fcntl.LOCK_EX, ALONE_DEADLINE_S):
+            if fd >= 0 and not try_to_lock(fd, ALONE_DEADLINE_S):
                 raise ConfigError(
                     f"disk_dir={str(self.path)!r}: another process has been starting or clearing it for "
                     f"{ALONE_DEADLINE_S:.0f} s; end that process, or name another directory"
@@ -336,18 +337,6 @@ def _unlock(fd: int) -> int:
         fcntl.flock(fd, fcntl.LOCK_UN)
         os.close(fd)
     return -1
-
-
-def _try_to_lock(fd: int, kind: int, deadline_s: float) -> bool:
-    deadline = time.monotonic() + deadline_s
-    while True:
-        try:
-            fcntl.flock(fd, kind | fcntl.LOCK_NB)
-            return True
-        except BlockingIOError:
-            if time.monotonic() >= deadline:
-                return False
-            time.sleep(0.01)
 
 
 def _open_root(path: Path) -> int:
