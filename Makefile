@@ -22,7 +22,7 @@ SOAK_TESTS     := tests/test_engine_model.py tests/test_manager_lru.py tests/tes
 	tests/test_disk_kill.py
 SOAK_TIMEOUT_S := 7200
 SIMULATIONS    := 10000
-SOAK_SCALE     := 100
+SOAK_SCALE     := 50
 
 .PHONY: help lint unit test interface demo bench soak install overlays clean
 
