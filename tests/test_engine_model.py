@@ -30,7 +30,7 @@ from kvoffload.testing.scale import scaled
 from kvoffload.transfer.base import TransferResult
 from kvoffload.worker import Finished, StepMeta, WorkerReport
 
-SEEDS = scaled(1_500)
+SEEDS = scaled(3_000)
 CHUNKS = 20
 PLANTED_SEEDS = 2_000
 
