@@ -20,8 +20,8 @@ DEV  := $(VENV)/bin/python -m
 WITH := $(VENV_VLLM)/bin/python -m
 # Files with real vLLM begin first, in the order of tests/conftest.py.
 PYTEST := pytest --numprocesses $(JOBS) --dist loadfile --no-loadscope-reorder
-SOAK_TESTS     := tests/test_engine_model.py tests/test_manager_lru.py tests/test_manager_arc.py tests/test_admission.py \
-	tests/test_disk_kill.py
+SOAK_TESTS     := tests/connector/test_engine_model.py tests/cache/test_manager_lru.py tests/cache/test_manager_arc.py tests/cache/test_admission.py \
+	tests/tiers/disk/test_kill.py
 SOAK_TIMEOUT_S := 7200
 SIMULATIONS    := 10000
 SOAK_SCALE     := 50
@@ -57,7 +57,7 @@ interface: $(VENV)/.stamp
 
 soak: $(VENV)/.stamp
 	$(DEV) kvoffload.testing simulate --seeds $(SIMULATIONS)
-	$(DEV) pytest tests/test_simulation.py -k planted -q -s
+	$(DEV) pytest tests/testing/test_simulation.py -k planted -q -s
 	KVOFFLOAD_TEST_SCALE=$(SOAK_SCALE) $(DEV) $(PYTEST) $(SOAK_TESTS) --timeout $(SOAK_TIMEOUT_S) $(ARGS)
 
 demo: $(VENV_VLLM)/.stamp

@@ -15,9 +15,8 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.report import Row, publish
-from kvoffload.base import DeviceSpec, LoadStoreSpec, TransferSpec
-from kvoffload.hostpool import HostPool, padded_slot_bytes
-from kvoffload.transfer.base import PageGroup
+from kvoffload.abc import DeviceSpec, LoadStoreSpec, PageGroup, TransferSpec
+from kvoffload.host.pool import HostPool, padded_slot_bytes
 from kvoffload.transfer.inline import InlineTransfer
 
 LAYERS = 32

@@ -26,18 +26,19 @@ from typing import Any
 import numpy as np
 
 from benchmarks.report import Row, publish
-from kvoffload.base import KVGroup, LookupState, OffloadingManager, OffloadKey, ReqContext, ScheduledStep
-from kvoffload.hostpool import HostBackend, HostPool
-from kvoffload.keys import make_offload_key
-from kvoffload.manager import LRUOffloadingManager
-from kvoffload.scheduler import OffloadingConnectorScheduler
-from kvoffload.tiering import TieredOffloadingManager
-from kvoffload.tiers.directory import DirectoryStorage
-from kvoffload.tiers.disk import DiskTier, open_disk_tier
-from kvoffload.tiers.format import pack_record
-from kvoffload.tiers.slabs import SLAB_BYTES, SlabFiles
+from kvoffload.abc import KVGroup, LookupState, OffloadingManager, OffloadKey, ReqContext, ScheduledStep
+from kvoffload.cache.keys import make_offload_key
+from kvoffload.cache.manager import LRUOffloadingManager
+from kvoffload.cache.slots import HostBackend
+from kvoffload.connector.messages import WorkerReport
+from kvoffload.connector.scheduler import OffloadingConnectorScheduler
+from kvoffload.host.pool import HostPool
+from kvoffload.tiers.disk.directory import DirectoryStorage
+from kvoffload.tiers.disk.format import pack_record
+from kvoffload.tiers.disk.slabs import SLAB_BYTES, SlabFiles
+from kvoffload.tiers.disk.tier import DiskTier, open_disk_tier
+from kvoffload.tiers.manager import TieredOffloadingManager
 from kvoffload.tiers.threads import NUM_THREADS
-from kvoffload.worker import WorkerReport
 
 BLOCK_BYTES = 2 << 20
 BLOCK_TOKENS = 16

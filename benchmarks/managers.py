@@ -20,11 +20,11 @@ from typing import Any
 import numpy as np
 
 from benchmarks.report import Row, publish
-from kvoffload.base import OffloadingManager
-from kvoffload.hostpool import HostBackend
-from kvoffload.keys import make_offload_key
-from kvoffload.manager import ARCOffloadingManager, LRUOffloadingManager, PolicyOffloadingManager
-from kvoffload.policies import make_policy
+from kvoffload.abc import OffloadingManager
+from kvoffload.cache.keys import make_offload_key
+from kvoffload.cache.manager import ARCOffloadingManager, LRUOffloadingManager, PolicyOffloadingManager
+from kvoffload.cache.policies import make_policy
+from kvoffload.cache.slots import HostBackend
 
 REQUEST_BLOCKS = 8192
 ROUNDS = 24

@@ -15,15 +15,14 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from kvoffload.base import KVGroup, LookupState, OffloadKey, ScheduledStep, Slots
-from kvoffload.hostpool import HostBackend
-from kvoffload.keys import make_offload_key
+from kvoffload.abc import KVGroup, LookupState, OffloadKey, ScheduledStep, Slots, TierResult
+from kvoffload.cache.keys import make_offload_key
+from kvoffload.cache.manager import LRUOffloadingManager
+from kvoffload.cache.slots import HostBackend
+from kvoffload.connector.messages import WorkerReport
+from kvoffload.connector.scheduler import OffloadingConnectorScheduler
 from kvoffload.lab.tier import BookTier
-from kvoffload.manager import LRUOffloadingManager
-from kvoffload.scheduler import OffloadingConnectorScheduler
-from kvoffload.tiering import TieredOffloadingManager
-from kvoffload.tiers.base import TierResult
-from kvoffload.worker import WorkerReport
+from kvoffload.tiers.manager import TieredOffloadingManager
 
 BLOCK_TOKENS = 16
 STEP_S = 0.02

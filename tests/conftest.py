@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from hypothesis import settings
 
-from kvoffload.tiers import directory
+from kvoffload.tiers.disk import directory
 
 LONGEST = (
     "test_vllm_serve.py",

@@ -12,10 +12,11 @@ from typing import Any
 import pytest
 
 from kvoffload import config as config_module
-from kvoffload.base import CachePolicy, ConfigError
-from kvoffload.config import OffloadConfig, parse_bytes
-from kvoffload.policies import BUILTIN, make_policy
-from kvoffload.policies.lru import LRUPolicy
+from kvoffload.abc import CachePolicy, ConfigError
+from kvoffload.cache.policies import BUILTIN, make_policy
+from kvoffload.cache.policies.lru import LRUPolicy
+from kvoffload.config import OffloadConfig
+from kvoffload.units import parse_bytes
 
 KIB, MIB, GIB, TIB = 1 << 10, 1 << 20, 1 << 30, 1 << 40
 NAN, INFINITY = float("nan"), float("inf")
@@ -225,7 +226,7 @@ def test_padding_and_every_rank_are_counted() -> None:
         ("LRU", "no policy has this name"),
         ("", "no policy has this name"),
         ("no.such.module:Policy", "cannot be imported"),
-        ("kvoffload.policies.lru:NoSuchPolicy", "cannot be imported"),
+        ("kvoffload.cache.policies.lru:NoSuchPolicy", "cannot be imported"),
         ("json:JSONDecoder", "is not a complete subclass of"),
         ("json:dumps", "is not a complete subclass of"),
         (f"{__name__}:NoPolicy", "is not a complete subclass of"),
@@ -406,4 +407,4 @@ class PolicyThatFails(LRUPolicy):
 
 def test_a_policy_that_cannot_be_made_is_named() -> None:
     with pytest.raises(ConfigError, match=r"PolicyThatFails\(capacity=8\) failed \(RuntimeError: boom\)"):
-        make_policy("test_config:PolicyThatFails", 8)
+        make_policy(f"{__name__}:PolicyThatFails", 8)

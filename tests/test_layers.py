@@ -16,12 +16,12 @@ import kvoffload
 PACKAGE = Path(kvoffload.__file__).parent
 
 LAYERS = [
-    {"base", "keys", "digests", "locks"},
-    {"explain", "metrics", "fingerprint", "control", "records", "words", "recorder", "figures", "memory"},
-    {"policies", "hostpool", "table", "index", "transfer"},
-    {"manager", "admission", "config", "tiers"},
-    {"tiering", "writethrough"},
-    {"scheduler", "tracking", "worker"},
+    {"abc"},
+    {"units", "locks", "digests"},
+    {"host", "transfer", "observe", "fingerprint"},
+    {"cache"},
+    {"config", "tiers"},
+    {"connector"},
     {"lab"},
     {"cli", "demo", "vllm", "testing"},
 ]
@@ -115,16 +115,16 @@ def test_no_rooms_import_each_other_in_a_circle() -> None:
 @pytest.mark.parametrize(
     ("name", "source"),
     [
-        ("kvoffload.table", "import kvoffload.manager"),
-        ("kvoffload.table", "from kvoffload.manager import LRUOffloadingManager"),
-        ("kvoffload.policies.lru", "from kvoffload import manager"),
-        ("kvoffload.base", "def f():\n    from kvoffload.config import Config"),
-        ("kvoffload.base", "import kvoffload"),
-        ("kvoffload.scheduler", "if True:\n    import vllm.config"),
-        ("kvoffload.worker", "def f():\n    import torch"),
-        ("kvoffload.transfer.base", "from torch import Tensor"),
+        ("kvoffload.cache.table", "import kvoffload.tiers.manager"),
+        ("kvoffload.cache.table", "from kvoffload.tiers.manager import TieredOffloadingManager"),
+        ("kvoffload.cache.policies.lru", "from kvoffload import tiers"),
+        ("kvoffload.abc.types", "def f():\n    from kvoffload.config import Config"),
+        ("kvoffload.abc.types", "import kvoffload"),
+        ("kvoffload.connector.scheduler", "if True:\n    import vllm.config"),
+        ("kvoffload.connector.worker", "def f():\n    import torch"),
+        ("kvoffload.transfer.copies", "from torch import Tensor"),
         ("kvoffload.testing.engine", "import torch"),
-        ("kvoffload.manager", "from kvoffload.testing.reference import ReferenceLRUManager"),
+        ("kvoffload.cache.manager", "from kvoffload.testing.reference import ReferenceLRUManager"),
     ],
 )
 def test_a_wrong_import_is_found(name: str, source: str) -> None:
@@ -135,12 +135,12 @@ def test_a_wrong_import_is_found(name: str, source: str) -> None:
     ("name", "source"),
     [
         ("kvoffload", "from kvoffload.vllm import plugin"),
-        ("kvoffload.keys", "from kvoffload.base import OffloadKey"),
-        ("kvoffload.policies", "from kvoffload.policies.arc import ARCPolicy"),
-        ("kvoffload.manager", "from kvoffload.table import BlockTable\nimport numpy"),
+        ("kvoffload.cache.keys", "from kvoffload.abc import OffloadKey"),
+        ("kvoffload.cache.policies", "from kvoffload.cache.policies.arc import ARCPolicy"),
+        ("kvoffload.cache.manager", "from kvoffload.cache.table import BlockTable\nimport numpy"),
         ("kvoffload.vllm.connector", "import torch\nfrom vllm.config import VllmConfig"),
         ("kvoffload.transfer.cuda", "import torch"),
-        ("kvoffload.testing.engine", "from kvoffload.scheduler import OffloadingConnectorScheduler"),
+        ("kvoffload.testing.engine", "from kvoffload.connector.scheduler import OffloadingConnectorScheduler"),
     ],
 )
 def test_a_right_import_is_not(name: str, source: str) -> None:
@@ -159,7 +159,7 @@ def loaded_by(statement: str) -> set[str]:
     [
         "import kvoffload",
         "import kvoffload.testing",
-        "import kvoffload.manager, kvoffload.admission, kvoffload.scheduler, kvoffload.worker",
+        "import kvoffload.cache.admission, kvoffload.connector.scheduler, kvoffload.connector.worker",
     ],
 )
 def test_the_library_needs_numpy_and_nothing_else(statement: str) -> None:

@@ -29,7 +29,7 @@ MAX_DEPTH = 20
 OWN = {"connector_scheduler", "connector_worker"}
 """Public names of classes that extend vLLM's, which are the adapter's own."""
 PROTOCOLS = {"Request": "vllm.v1.request:Request", "KVBlocks": "vllm.v1.core.kv_cache_manager:KVCacheBlocks"}
-"""Classes of ``kvoffload/base.py`` and those of vLLM that are passed where they are asked for."""
+"""Classes of ``kvoffload/abc/engine.py`` and those of vLLM that are passed where they are asked for."""
 UNTYPED = {
     "vllm.v1.request:Request": ("lora_request", "all_token_ids", "block_hashes"),
     "vllm.lora.request:LoRARequest": ("adapter_id", "name"),
@@ -339,7 +339,7 @@ class Check:
         return isinstance(owner, Module) and owner.resolve(name) is not None
 
     def _tables(self) -> None:
-        base = self.adapter.parent / "base.py"
+        base = self.adapter.parent / "abc" / "engine.py"
         classes = (
             {n.name: n for n in ast.parse(base.read_text()).body if isinstance(n, ast.ClassDef)}
             if base.exists()
@@ -349,7 +349,7 @@ class Check:
             for node in classes[ours].body if ours in classes else ():
                 name = getattr(node, "name", None) or getattr(getattr(node, "target", None), "id", None)
                 if name:
-                    self._expect(theirs, name, "base.py")
+                    self._expect(theirs, name, "abc/engine.py")
         if self.adapter != ADAPTER:
             return
         for theirs, names in UNTYPED.items():

@@ -1,7 +1,6 @@
 """kvoffload keeps the KV cache of an LLM server beyond its device memory."""
 
-from kvoffload.admission import FilterReusedOffloadingManager
-from kvoffload.base import (
+from kvoffload.abc import (
     Backend,
     BlockHash,
     BlockNotPinnedError,
@@ -21,26 +20,33 @@ from kvoffload.base import (
     OffloadingEvent,
     OffloadingManager,
     OffloadKey,
+    PageGroup,
     PrepareStoreOutput,
     ReqContext,
     Request,
     ScheduledStep,
+    Tier,
+    TierError,
+    TierResult,
+    Transfer,
+    TransferResult,
     TransferSpec,
 )
+from kvoffload.cache.admission import FilterReusedOffloadingManager
+from kvoffload.cache.keys import hash_blocks, make_offload_key, root_hash
+from kvoffload.cache.manager import ARCOffloadingManager, LRUOffloadingManager, PolicyOffloadingManager
+from kvoffload.cache.policies import make_policy
+from kvoffload.cache.slots import HostBackend
+from kvoffload.cache.table import BlockTable
 from kvoffload.config import OffloadConfig
-from kvoffload.explain import RequestRecord
-from kvoffload.hostpool import HostBackend, HostPool
-from kvoffload.keys import hash_blocks, make_offload_key, root_hash
-from kvoffload.manager import ARCOffloadingManager, LRUOffloadingManager, PolicyOffloadingManager
-from kvoffload.policies import make_policy
-from kvoffload.scheduler import OffloadingConnectorScheduler
-from kvoffload.table import BlockTable
-from kvoffload.tiering import TieredOffloadingManager
-from kvoffload.tiers.base import Tier, TierError, TierResult
-from kvoffload.tiers.disk import DiskTier, open_disk_tier
-from kvoffload.transfer.base import PageGroup, Transfer, TransferResult
+from kvoffload.connector.messages import StepMeta, WorkerReport
+from kvoffload.connector.scheduler import OffloadingConnectorScheduler
+from kvoffload.connector.worker import OffloadingConnectorWorker
+from kvoffload.host.pool import HostPool
+from kvoffload.observe.records import RequestRecord
+from kvoffload.tiers.disk.tier import DiskTier, open_disk_tier
+from kvoffload.tiers.manager import TieredOffloadingManager
 from kvoffload.transfer.inline import InlineTransfer
-from kvoffload.worker import OffloadingConnectorWorker, StepMeta, WorkerReport
 
 __version__ = "0.1.0"
 

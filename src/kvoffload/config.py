@@ -5,43 +5,23 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import os
-import re
 import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kvoffload.base import ConfigError
-from kvoffload.hostpool import format_bytes, padded_slot_bytes
-from kvoffload.memory import available_memory, total_memory
-from kvoffload.policies import policy_class
+from kvoffload.abc import ConfigError
+from kvoffload.cache.policies import policy_class
+from kvoffload.host.limits import available_memory, total_memory
+from kvoffload.host.pool import padded_slot_bytes
+from kvoffload.units import format_bytes, parse_bytes
 
-_POWERS = {"k": 1, "m": 2, "g": 3, "t": 4}
-_MAX_BYTES = 1 << 62
 MAX_WHOLE_NUMBER = 1 << 30
 """Of settings that count something: far more than makes sense, and no number that arithmetic with it could fail for."""
+
+
 MAX_DEADLINE_MS = 3_600_000.0
-_BYTES = re.compile(r"\s*(\d+(?:\.\d+)?)\s*(?:([kmgt])(i?))?(b?)\s*", re.IGNORECASE)
-
-
-def parse_bytes(setting: str, value: object) -> int:
-    """Bytes in a number or in a string such as "8GiB", "512 MiB" or "1.5T" (powers of 1024, except that
-    "GB" and its like are powers of 1000). Raises ConfigError naming ``setting``."""
-    fix = f'write a number of bytes or a string such as {setting}="8GiB"'
-    if isinstance(value, bool) or not isinstance(value, (int, float, str)):
-        raise ConfigError(f"{setting}={value!r}: not an amount of memory; {fix}")
-    amount = value
-    if isinstance(amount, str):
-        match = _BYTES.fullmatch(amount)
-        if match is None:
-            raise ConfigError(f"{setting}={value!r}: not an amount of memory; {fix}")
-        number, prefix, binary, suffix = match.groups()
-        base = 1000 if suffix and not binary else 1024
-        amount = float(number) * (base ** _POWERS[prefix.lower()] if prefix else 1)
-    if not 1 <= amount <= _MAX_BYTES:
-        raise ConfigError(f"{setting}={value!r}: must be 1 byte or more, and less than {_MAX_BYTES}; {fix}")
-    return int(amount)
 
 
 def _half(free: int) -> str:
@@ -79,7 +59,7 @@ class OffloadConfig:
     host_bytes: int
     """Host RAM for offloaded blocks on this node, padding included."""
     policy: str = "auto"
-    """Which block leaves: "auto", which tunes itself, another name of ``kvoffload.policies.BUILTIN``, or your own
+    """Which block leaves: "auto", which tunes itself, another name of ``kvoffload.cache.policies.BUILTIN``, or your own
     CachePolicy as "package.module:Class"."""
     block_size_factor: int | None = None
     """Device blocks per offloaded block. Default 1."""

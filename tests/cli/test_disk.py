@@ -19,12 +19,11 @@ import numpy as np
 import pytest
 
 from kvoffload import cli
-from kvoffload.hostpool import ByteArray
-from kvoffload.tiers import inspect as tools
-from kvoffload.tiers.base import Tier
-from kvoffload.tiers.directory import DirectoryStorage
-from kvoffload.tiers.disk import DiskTier, open_disk_tier
-from kvoffload.tiers.format import HEADER_BYTES, INDEX_NAME, RECORD_BYTES, record_offset, slab_name
+from kvoffload.abc import ByteArray, Tier
+from kvoffload.cli import inspect as tools
+from kvoffload.tiers.disk.directory import DirectoryStorage
+from kvoffload.tiers.disk.format import HEADER_BYTES, INDEX_NAME, RECORD_BYTES, record_offset, slab_name
+from kvoffload.tiers.disk.tier import DiskTier, open_disk_tier
 
 testing = pytest.importorskip("click.testing")
 pytest.importorskip("rich")

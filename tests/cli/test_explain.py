@@ -15,9 +15,9 @@ from typing import Any
 import pytest
 
 from kvoffload import cli
-from kvoffload.base import MissReason
-from kvoffload.explain import RequestRecord
-from kvoffload.records import LOG_MARKER
+from kvoffload.abc import MissReason
+from kvoffload.observe.records import RequestRecord
+from kvoffload.observe.server import LOG_MARKER
 
 testing = pytest.importorskip("click.testing")
 pytest.importorskip("rich")
@@ -28,8 +28,8 @@ COMMAND = [sys.executable, "-c", "from kvoffload.cli import main; main()", "expl
 
 SERVER = """
 import json, sys
-from kvoffload.explain import RequestRecord
-from kvoffload.records import RecordServer
+from kvoffload.observe.records import RequestRecord
+from kvoffload.observe.server import RecordServer
 records = [RequestRecord.from_dict(data) for data in json.load(open(sys.argv[2]))]
 server = RecordServer(lambda: records, sys.argv[1])
 print("ready", flush=True)

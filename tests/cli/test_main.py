@@ -15,9 +15,9 @@ import pytest
 
 import kvoffload
 from kvoffload import cli
-from kvoffload.base import MissReason
-from kvoffload.explain import RequestRecord
-from kvoffload.tiers.disk import open_disk_tier
+from kvoffload.abc import MissReason
+from kvoffload.observe.records import RequestRecord
+from kvoffload.tiers.disk.tier import open_disk_tier
 
 testing = pytest.importorskip("click.testing")
 

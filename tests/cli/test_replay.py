@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from kvoffload import cli
+from kvoffload.cache.policies.lru import LRUPolicy
 from kvoffload.lab.model import DEFAULT_MODEL
-from kvoffload.policies.lru import LRUPolicy
 
 testing = pytest.importorskip("click.testing")
 pytest.importorskip("rich")

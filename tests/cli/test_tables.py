@@ -17,12 +17,12 @@ from rich.console import Console
 from rich.table import Table
 
 from kvoffload import cli
-from kvoffload.base import MissReason
+from kvoffload.abc import MissReason
 from kvoffload.cli import disk, replay, size
-from kvoffload.explain import RequestRecord
+from kvoffload.cli.inspect import Folder, Owned
 from kvoffload.lab.replay import TierUse
 from kvoffload.lab.sizing import Setting
-from kvoffload.tiers.inspect import Folder, Owned
+from kvoffload.observe.records import RequestRecord
 
 WIDTH, WIDE = 80, 1000
 TIB = 1 << 40

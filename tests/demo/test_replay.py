@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 
+from kvoffload.cache.keys import hash_blocks
 from kvoffload.demo.act import ActResult
 from kvoffload.demo.errors import DemoError
 from kvoffload.demo.protocol import RequestResult
 from kvoffload.demo.replay import replay_act
-from kvoffload.explain import RequestRecord
-from kvoffload.keys import hash_blocks
-from kvoffload.recorder import TraceRecorder
+from kvoffload.observe.records import RequestRecord
+from kvoffload.observe.trace import TraceRecorder
 
 from .conftest import changed
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvoffload.base import ConfigError
+from kvoffload.abc import ConfigError
 from kvoffload.lab.capacity import parse_capacity
 from kvoffload.lab.model import ModelShape
 from kvoffload.lab.trace import make_trace

@@ -9,14 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from kvoffload.base import IntegrityError
-from kvoffload.hostpool import HostBackend
+from kvoffload.abc import IntegrityError
+from kvoffload.cache.manager import PolicyOffloadingManager
+from kvoffload.cache.policies import BUILTIN
+from kvoffload.cache.slots import HostBackend
 from kvoffload.lab.clairvoyant import clairvoyant_policy
 from kvoffload.lab.readers import read_trace
 from kvoffload.lab.replay import ReplayConfig, ReplayResult, replay
 from kvoffload.lab.trace import Trace, make_trace
-from kvoffload.manager import PolicyOffloadingManager
-from kvoffload.policies import BUILTIN
 
 TRACES = Path(os.environ.get("KVOFFLOAD_TRACES") or Path(__file__).parents[2].parent / "shared" / "traces")
 

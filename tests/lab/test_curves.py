@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kvoffload.base import ConfigError
+from kvoffload.abc import ConfigError
 from kvoffload.lab.curves import LRUCurve, hit_curve
 from kvoffload.lab.readers import read_trace
 from kvoffload.lab.replay import ReplayConfig, replay

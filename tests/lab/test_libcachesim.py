@@ -12,13 +12,13 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from kvoffload.base import CachePolicy
-from kvoffload.hostpool import HostBackend
+from kvoffload.abc import CachePolicy
+from kvoffload.cache.manager import PolicyOffloadingManager
+from kvoffload.cache.policies import BUILTIN
+from kvoffload.cache.policies.lirs import LIRSPolicy
+from kvoffload.cache.slots import HostBackend
 from kvoffload.lab.replay import ReplayConfig, replay
 from kvoffload.lab.trace import Trace, make_trace
-from kvoffload.manager import PolicyOffloadingManager
-from kvoffload.policies import BUILTIN
-from kvoffload.policies.lirs import LIRSPolicy
 
 libcachesim = pytest.importorskip("libcachesim")
 

@@ -11,13 +11,13 @@ from random import Random
 import numpy as np
 import pytest
 
-from kvoffload.base import ConfigError, MissReason
+from kvoffload.abc import ConfigError, MissReason
+from kvoffload.cache.policies import BUILTIN
+from kvoffload.cache.policies.lru import LRUPolicy
 from kvoffload.lab.model import ModelShape
 from kvoffload.lab.readers import read_trace
 from kvoffload.lab.replay import CLAIRVOYANT, ReplayConfig, ReplayResult, replay, replay_many
 from kvoffload.lab.trace import Trace, make_trace
-from kvoffload.policies import BUILTIN
-from kvoffload.policies.lru import LRUPolicy
 
 SIZE = 16
 """Tokens of a block."""

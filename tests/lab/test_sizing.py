@@ -7,7 +7,7 @@ import json
 import numpy as np
 import pytest
 
-from kvoffload.base import ConfigError
+from kvoffload.abc import ConfigError
 from kvoffload.lab.latency import Speeds, ttft_seconds
 from kvoffload.lab.model import ModelShape
 from kvoffload.lab.readers import read_trace

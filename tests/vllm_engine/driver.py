@@ -514,7 +514,8 @@ def sleeps(config: dict[str, Any]) -> dict[str, Any]:
 
     Answers are [index of the prompt, answer], of all requests that were not aborted."""
 
-    from kvoffload import records, scheduler
+    from kvoffload.connector import scheduler
+    from kvoffload.observe import server as records
     from kvoffload.vllm import versions
     from kvoffload.vllm.setup import RankInfo
 

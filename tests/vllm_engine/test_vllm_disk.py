@@ -20,7 +20,7 @@ from driver import BLOCK_SIZE, PROMPTS, make_prompts
 from test_vllm_ranks import PARALLEL, TWO_RANKS
 from vllm_harness import DEADLINE_S, POOL, Run, Runner, assert_at_rest, differences, eventually, kill_session
 
-from kvoffload.tiers.format import HEADER_BYTES, RECORD
+from kvoffload.tiers.disk.format import HEADER_BYTES, RECORD
 
 pytestmark = pytest.mark.vllm
 
@@ -191,9 +191,9 @@ def test_hashes_that_begin_otherwise_than_expected_end_the_disk_tier(
 def test_a_disk_that_fails_at_the_start_leaves_the_host(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    from kvoffload.cache.manager import LRUOffloadingManager
+    from kvoffload.cache.slots import HostBackend
     from kvoffload.config import OffloadConfig
-    from kvoffload.hostpool import HostBackend
-    from kvoffload.manager import LRUOffloadingManager
     from kvoffload.vllm import setup
 
     def fail(*_: object, **__: object) -> None:

@@ -35,7 +35,7 @@ from serve_harness import (
 from vllm.distributed.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, KVEventBatch
 from vllm_harness import DEADLINE_S, Runner, differences, eventually
 
-from kvoffload.metrics import METRICS
+from kvoffload.observe.metrics import METRICS
 from kvoffload.testing.scale import SCALE
 
 pytestmark = pytest.mark.vllm

@@ -11,9 +11,10 @@ import pytest
 
 # Not "vllm": from tests/ on sys.path this directory itself could be imported under that name.
 pytest.importorskip("vllm.version")
-from kvoffload.lab.readers import read_trace  # isort: skip
-from kvoffload.metrics import METRICS  # isort: skip
 from vllm_harness import POOL, Run, Runner, assert_at_rest, differences
+
+from kvoffload.lab.readers import read_trace
+from kvoffload.observe.metrics import METRICS
 
 pytestmark = pytest.mark.vllm
 

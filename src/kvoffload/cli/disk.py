@@ -13,12 +13,11 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from kvoffload.hostpool import format_bytes
-from kvoffload.tiers.inspect import Cleared, Folder, InspectError, Owned, Verification, findings
-from kvoffload.tiers.inspect import clear as clear_directory
-from kvoffload.tiers.inspect import inspect as inspect_directory
-from kvoffload.tiers.inspect import verify as verify_directory
-from kvoffload.words import age, counted, printable
+from kvoffload.cli.inspect import Cleared, Folder, InspectError, Owned, Verification, findings
+from kvoffload.cli.inspect import clear as clear_directory
+from kvoffload.cli.inspect import inspect as inspect_directory
+from kvoffload.cli.inspect import verify as verify_directory
+from kvoffload.units import age, counted, format_bytes, printable
 
 if TYPE_CHECKING:
     from rich.console import Console

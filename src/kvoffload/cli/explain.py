@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, BinaryIO
 
 import click
 
-from kvoffload.base import MissReason
-from kvoffload.explain import RECORD_RING_SIZE, Period, ReasonSummary, RequestRecord, by_reason, over_time
-from kvoffload.records import Reading, RecordsError, RunningServer, read_log, read_records, running_servers
-from kvoffload.words import age, counted
+from kvoffload.abc import MissReason
+from kvoffload.observe.records import RECORD_RING_SIZE, Period, ReasonSummary, RequestRecord, by_reason, over_time
+from kvoffload.observe.server import Reading, RecordsError, RunningServer, read_log, read_records, running_servers
+from kvoffload.units import age, counted
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -14,14 +14,13 @@ from typing import TYPE_CHECKING, TypeVar
 
 import click
 
-from kvoffload.base import ConfigError
+from kvoffload.abc import ConfigError
 from kvoffload.cli import EXTRA
-from kvoffload.hostpool import format_bytes
 from kvoffload.lab.latency import Speeds
 from kvoffload.lab.model import ModelShape
 from kvoffload.lab.readers import FORMATS, read_trace
 from kvoffload.lab.trace import Trace, TraceError
-from kvoffload.words import age, counted
+from kvoffload.units import age, counted, format_bytes
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 
 import click
 
-from kvoffload.base import ConfigError
+from kvoffload.abc import ConfigError
+from kvoffload.cache.policies import policy_class
 from kvoffload.cli.lab import (
     check_page,
     console_of,
@@ -24,13 +25,11 @@ from kvoffload.cli.lab import (
     trace_options,
     write_page,
 )
-from kvoffload.hostpool import format_bytes
 from kvoffload.lab.capacity import parse_capacity
 from kvoffload.lab.model import DEFAULT_MODEL, ModelShape
 from kvoffload.lab.replay import CLAIRVOYANT, ReplayConfig, ReplayResult, TierUse, replay_many
 from kvoffload.lab.trace import Trace
-from kvoffload.policies import policy_class
-from kvoffload.words import counted
+from kvoffload.units import counted, format_bytes
 
 if TYPE_CHECKING:
     from rich.table import Table

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 
 import click
 
-from kvoffload.base import ConfigError
+from kvoffload.abc import ConfigError
+from kvoffload.cache.policies import policy_class
 from kvoffload.cli.lab import (
     check_page,
     console_of,
@@ -25,14 +26,12 @@ from kvoffload.cli.lab import (
     trace_options,
     write_page,
 )
-from kvoffload.config import parse_bytes
-from kvoffload.hostpool import format_bytes
 from kvoffload.lab.latency import Speeds
 from kvoffload.lab.model import DEFAULT_MODEL, DTYPE_BYTES, ModelShape
 from kvoffload.lab.sizing import Prices, Setting, Sizing, milliseconds, what_it_rests_on
 from kvoffload.lab.sizing import size as find_size
 from kvoffload.lab.trace import Trace
-from kvoffload.policies import policy_class
+from kvoffload.units import format_bytes, parse_bytes
 
 if TYPE_CHECKING:
     from rich.table import Table

@@ -6,7 +6,7 @@ from importlib import metadata
 
 import jinja2
 
-from kvoffload.demo import words
+from kvoffload import units
 from kvoffload.demo.plots import COLOURS, LABELS, hits_plot, pool_plot, ttft_plot
 from kvoffload.demo.protocol import Source
 from kvoffload.demo.report import LOGPROB_TOLERANCE, Report, gbps, miss_reasons
@@ -22,10 +22,10 @@ def render_page(report: Report) -> str:
         undefined=jinja2.StrictUndefined,
     )
     environment.filters |= {
-        "ms": words.milliseconds,
-        "times": words.times,
-        "faster": words.faster,
-        "gbps": words.gigabytes_per_second,
+        "ms": units.milliseconds,
+        "times": units.times,
+        "faster": units.faster,
+        "gbps": units.gigabytes_per_second,
     }
     requests = report.offload.requests
     return environment.get_template("report.html.j2").render(
@@ -35,7 +35,7 @@ def render_page(report: Report) -> str:
         sources=list(Source),
         colours=COLOURS,
         labels=LABELS,
-        share=words.share,
+        share=units.share,
         store=gbps(report.offload, "store"),
         load=gbps(report.offload, "load"),
         reasons=miss_reasons(requests),

@@ -10,7 +10,7 @@ from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
 from kvoffload.demo.protocol import RequestResult, Source
 from kvoffload.demo.report import Report
-from kvoffload.figures import MUTED, STYLE, make_figure, svg
+from kvoffload.lab.figures import MUTED, STYLE, make_figure, svg
 
 COLOURS = {Source.RECOMPUTE: "#d9622b", Source.DEVICE: "#2f6fb5", Source.HOST: "#1f9e77", Source.DISK: "#7a4fa3"}
 """Told apart by readers of every kind of colour vision; the marks differ too."""

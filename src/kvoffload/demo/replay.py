@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from kvoffload.base import KVOffloadError
+from kvoffload.abc import KVOffloadError
 from kvoffload.demo.errors import DemoError
 from kvoffload.demo.protocol import RequestResult
 from kvoffload.lab.readers import read_trace

@@ -20,7 +20,7 @@ from kvoffload.demo.protocol import ActConfig, EngineInfo, RequestResult
 from kvoffload.demo.replay import replay_act
 from kvoffload.demo.report import Report, make_report
 from kvoffload.demo.text import load_documents
-from kvoffload.hostpool import format_bytes
+from kvoffload.units import format_bytes
 
 DOCUMENTS = 16
 DOCUMENT_BLOCKS = (12, 17)

@@ -11,7 +11,7 @@ from rich.text import Text
 from kvoffload.demo.protocol import EngineInfo, RequestResult, Source
 from kvoffload.demo.report import Report, gbps
 from kvoffload.demo.run import ActPlan
-from kvoffload.demo.words import faster, gigabytes_per_second, milliseconds, share
+from kvoffload.units import faster, gigabytes_per_second, milliseconds, share
 
 STYLES = {Source.RECOMPUTE: "dark_orange3", Source.DEVICE: "dodger_blue2", Source.HOST: "green4", Source.DISK: "purple"}
 PAGE_CACHE = "no: the file system cannot, so the times of disk hits may be those of memory"

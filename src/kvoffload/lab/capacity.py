@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import re
 
-from kvoffload.base import ConfigError
-from kvoffload.config import parse_bytes
-from kvoffload.hostpool import format_bytes
+from kvoffload.abc import ConfigError
 from kvoffload.lab.model import ModelShape
 from kvoffload.lab.trace import Trace
+from kvoffload.units import format_bytes, parse_bytes
 
 MAX_BLOCKS = 1 << 40
 _PERCENT = re.compile(r"(\d{1,9}(?:\.\d{1,9})?)\s*%", re.ASCII)

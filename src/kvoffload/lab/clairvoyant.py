@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from kvoffload.base import CachePolicy, IntegrityError, OffloadKey, Slots
+from kvoffload.abc import CachePolicy, IntegrityError, OffloadKey, Slots
 from kvoffload.lab.trace import Ints, Trace
 
 COMPACT_FROM = 4

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from kvoffload.base import ConfigError
+from kvoffload.abc import ConfigError
 from kvoffload.lab.replay import ReplayConfig, replay_many
 from kvoffload.lab.trace import Floats, Ints, Trace, renumber
 

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 import numpy.typing as npt
 
-from kvoffload.base import ConfigError
+from kvoffload.abc import ConfigError
 
 DTYPE_BYTES = {
     "float32": 4.0,

@@ -8,13 +8,12 @@ from typing import Any
 
 import jinja2
 
-from kvoffload.hostpool import format_bytes
 from kvoffload.lab.latency import Speeds
 from kvoffload.lab.model import ModelShape
 from kvoffload.lab.plots import MAX_BARS, curve_plot, misses_plot, name_of, tiers_plot
 from kvoffload.lab.replay import CLAIRVOYANT, ReplayResult
 from kvoffload.lab.trace import Trace
-from kvoffload.words import age, counted
+from kvoffload.units import age, counted, format_bytes
 
 
 def render(template: str, trace: Trace, model: ModelShape, footprint_bytes: int, **more: Any) -> str:

@@ -7,8 +7,8 @@ from collections.abc import Callable, Mapping, Sequence
 import matplotlib
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
-from kvoffload.base import MissReason
-from kvoffload.figures import GRID, INK, MUTED, STYLE, make_figure, svg
+from kvoffload.abc import MissReason
+from kvoffload.lab.figures import GRID, INK, MUTED, STYLE, make_figure, svg
 from kvoffload.lab.replay import CLAIRVOYANT, ReplayResult
 
 COLOURS = ("#2f6fb5", "#d9622b", "#1f9e77", "#7a4fa3", "#b58a00", "#c2457f", "#4f5d6b", "#6fb3e0", "#8c5a3c", "#9aa51f")

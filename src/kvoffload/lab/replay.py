@@ -24,8 +24,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from kvoffload.admission import FilterReusedOffloadingManager, tracker_size
-from kvoffload.base import (
+from kvoffload.abc import (
     CachePolicy,
     ConfigError,
     IntegrityError,
@@ -35,17 +34,18 @@ from kvoffload.base import (
     OffloadKey,
     ReqContext,
 )
-from kvoffload.explain import MissMemory
-from kvoffload.hostpool import HostBackend
+from kvoffload.cache.admission import FilterReusedOffloadingManager, tracker_size
+from kvoffload.cache.manager import PolicyOffloadingManager
+from kvoffload.cache.misses import MissMemory
+from kvoffload.cache.policies import BUILTIN
+from kvoffload.cache.policies import make_policy as policy_by_name
+from kvoffload.cache.slots import HostBackend
 from kvoffload.lab.device import DeviceCache
 from kvoffload.lab.latency import Speeds, ttft_seconds
 from kvoffload.lab.model import DEFAULT_MODEL, ModelShape
 from kvoffload.lab.tier import BookTier
 from kvoffload.lab.trace import Floats, Ints, Trace
-from kvoffload.manager import PolicyOffloadingManager
-from kvoffload.policies import BUILTIN
-from kvoffload.policies import make_policy as policy_by_name
-from kvoffload.tiering import WRITE_SHARE, TieredOffloadingManager
+from kvoffload.tiers.manager import WRITE_SHARE, TieredOffloadingManager
 
 CLAIRVOYANT = "clairvoyant"
 """The name of the policy that knows the rest of the trace: an upper bound, for replays only."""

@@ -7,13 +7,13 @@ import numpy as np
 import numpy.typing as npt
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
-from kvoffload.figures import INK, MUTED, STYLE, make_figure, svg
-from kvoffload.hostpool import format_bytes
+from kvoffload.lab.figures import INK, MUTED, STYLE, make_figure, svg
 from kvoffload.lab.latency import Speeds
 from kvoffload.lab.model import ModelShape
 from kvoffload.lab.page import render
 from kvoffload.lab.sizing import Prices, Sizing, milliseconds, what_it_rests_on
 from kvoffload.lab.trace import Trace
+from kvoffload.units import format_bytes
 
 CURVE, RAM, DISK = "#2f6fb5", "#1f9e77", "#7a4fa3"
 CURVE_POINTS = 400

@@ -10,13 +10,14 @@ from typing import Any
 
 import numpy as np
 
-from kvoffload.base import ConfigError
-from kvoffload.hostpool import format_bytes, padded_slot_bytes
+from kvoffload.abc import ConfigError
+from kvoffload.host.pool import padded_slot_bytes
 from kvoffload.lab.curves import Curve, LRUCurve, hit_curve
 from kvoffload.lab.latency import Speeds, ttft_seconds
 from kvoffload.lab.model import ModelShape
 from kvoffload.lab.trace import Floats, Trace
-from kvoffload.tiering import PROMOTION_SHARE
+from kvoffload.tiers.manager import PROMOTION_SHARE
+from kvoffload.units import format_bytes
 
 MAX_SETTINGS = 1000
 KNEE_SHARE = 0.9

@@ -6,11 +6,10 @@ from collections.abc import Callable, Collection, Sequence
 
 import numpy as np
 
-from kvoffload.base import LookupState, OffloadKey, Slots
-from kvoffload.hostpool import SlotBackend
-from kvoffload.manager import PolicyOffloadingManager
-from kvoffload.policies import make_policy
-from kvoffload.tiers.base import States, Tier, TierResult
+from kvoffload.abc import LookupState, OffloadKey, Slots, States, Tier, TierResult
+from kvoffload.cache.manager import PolicyOffloadingManager
+from kvoffload.cache.policies import make_policy
+from kvoffload.cache.slots import SlotBackend
 
 
 class BookTier(Tier):

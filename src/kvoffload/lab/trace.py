@@ -10,8 +10,8 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from kvoffload.base import KVOffloadError, OffloadKey
-from kvoffload.keys import make_offload_key
+from kvoffload.abc import KVOffloadError, OffloadKey
+from kvoffload.cache.keys import make_offload_key
 
 Ints = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from kvoffload.base import (
+from kvoffload.abc import (
     Backend,
     BlockNotPinnedError,
     BlockNotReadyError,
@@ -27,7 +27,7 @@ from kvoffload.base import (
     ReqContext,
     Slots,
 )
-from kvoffload.keys import key_block_hash, make_offload_key
+from kvoffload.cache.keys import key_block_hash, make_offload_key
 
 MISS, HIT, PENDING = LookupState.MISS, LookupState.HIT, LookupState.PENDING
 ALPHABET = "abcdefghijklmnopqrstuvwxyz"

@@ -23,20 +23,20 @@ from typing import Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from kvoffload.admission import FilterReusedOffloadingManager
-from kvoffload.base import BlockHash, KVGroup, OffloadingManager, ScheduledStep
-from kvoffload.control import PARAM
-from kvoffload.hostpool import ByteArray, HostBackend, padded_slot_bytes
-from kvoffload.keys import hash_blocks
-from kvoffload.manager import PolicyOffloadingManager
-from kvoffload.policies import make_policy
-from kvoffload.scheduler import MAX_WAITS_PER_REQUEST, OffloadingConnectorScheduler
+from kvoffload.abc import BlockHash, ByteArray, KVGroup, OffloadingManager, PageGroup, ScheduledStep, Tier
+from kvoffload.cache.admission import FilterReusedOffloadingManager
+from kvoffload.cache.keys import hash_blocks
+from kvoffload.cache.manager import PolicyOffloadingManager
+from kvoffload.cache.policies import make_policy
+from kvoffload.cache.slots import HostBackend
+from kvoffload.connector.control import PARAM
+from kvoffload.connector.messages import StepMeta, WorkerReport
+from kvoffload.connector.scheduler import MAX_WAITS_PER_REQUEST, OffloadingConnectorScheduler
+from kvoffload.connector.worker import Finished, OffloadingConnectorWorker
+from kvoffload.host.pool import padded_slot_bytes
 from kvoffload.testing.faults import FailingTransfer, SlowTransfer
-from kvoffload.tiering import TieredOffloadingManager
-from kvoffload.tiers.base import Tier
-from kvoffload.transfer.base import PageGroup
+from kvoffload.tiers.manager import TieredOffloadingManager
 from kvoffload.transfer.inline import InlineTransfer
-from kvoffload.worker import Finished, OffloadingConnectorWorker, StepMeta, WorkerReport
 
 Words: TypeAlias = npt.NDArray[np.uint64]
 Table: TypeAlias = list[int]

@@ -7,9 +7,7 @@ import random
 import threading
 from collections.abc import Iterable
 
-from kvoffload.base import TransferSpec
-from kvoffload.hostpool import ByteArray
-from kvoffload.transfer.base import Transfer, TransferResult
+from kvoffload.abc import ByteArray, Transfer, TransferResult, TransferSpec
 
 
 class WrappedTransfer(Transfer):

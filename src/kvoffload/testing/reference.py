@@ -12,7 +12,7 @@ from collections.abc import Collection, Iterable, Sequence
 
 import numpy as np
 
-from kvoffload.base import (
+from kvoffload.abc import (
     BlockNotPinnedError,
     BlockNotReadyError,
     BlockStatus,

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from kvoffload.base import OffloadKey, PrepareStoreOutput, ReqContext
-from kvoffload.policies import tournament
-from kvoffload.policies.ghosts import key_hashes
-from kvoffload.policies.tournament import RULES, Rule
+from kvoffload.abc import OffloadKey, PrepareStoreOutput, ReqContext
+from kvoffload.cache.policies import tournament
+from kvoffload.cache.policies.ghosts import key_hashes
+from kvoffload.cache.policies.tournament import RULES, Rule
 from kvoffload.testing.reference import BEING_WRITTEN, ReferenceManager, unique
 
 

@@ -30,16 +30,24 @@ from typing import TypeAlias
 
 import numpy as np
 
-from kvoffload.base import ConfigError, IntegrityError, LookupState, OffloadKey, ReqContext, Slots
-from kvoffload.hostpool import ByteArray
-from kvoffload.keys import key_group_idx
+from kvoffload.abc import (
+    ByteArray,
+    ConfigError,
+    IntegrityError,
+    LookupState,
+    OffloadKey,
+    ReqContext,
+    Slots,
+    Tier,
+    TierResult,
+)
+from kvoffload.cache.keys import key_group_idx
 from kvoffload.testing.engine import Clock, Leak, LowerTiers, ModelEngine, Scenario, random_groups
 from kvoffload.testing.storage import FaultRates, FaultyStorage, Killed, SimulatedStorage
 from kvoffload.testing.tiers import SteppedExecutor
-from kvoffload.tiering import TieredOffloadingManager
-from kvoffload.tiers.base import Tier, TierResult
-from kvoffload.tiers.disk import CLOSE_DEADLINE_S, DiskTier
-from kvoffload.tiers.slabs import FIXED_BYTES, SLAB_OVERHEAD_BYTES, slot_cost
+from kvoffload.tiers.disk.slabs import FIXED_BYTES, SLAB_OVERHEAD_BYTES, slot_cost
+from kvoffload.tiers.disk.tier import CLOSE_DEADLINE_S, DiskTier
+from kvoffload.tiers.manager import TieredOffloadingManager
 
 WEIGHTS_APART = 1_000_000
 """Versions of weights that one server can go through."""

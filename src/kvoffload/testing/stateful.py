@@ -21,7 +21,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from kvoffload.base import (
+from kvoffload.abc import (
     BlockNotPinnedError,
     BlockNotReadyError,
     LoadStoreSpec,
@@ -30,7 +30,7 @@ from kvoffload.base import (
     OffloadKey,
     ReqContext,
 )
-from kvoffload.keys import make_offload_key
+from kvoffload.cache.keys import make_offload_key
 from kvoffload.testing.reference import ReferenceFilter, ReferenceManager
 from kvoffload.testing.scale import SCALE, scaled
 

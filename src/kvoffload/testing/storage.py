@@ -16,9 +16,8 @@ from typing import TypeAlias
 
 import numpy as np
 
-from kvoffload.base import ConfigError
-from kvoffload.hostpool import ByteArray
-from kvoffload.tiers.storage import Storage, StoredFile, nothing
+from kvoffload.abc import ByteArray, ConfigError
+from kvoffload.tiers.disk.storage import Storage, StoredFile, nothing
 
 PAGE = 4096
 

@@ -23,11 +23,9 @@ from random import Random
 import numpy as np
 import pytest
 
-from kvoffload.base import LookupState, OffloadKey, Slots
-from kvoffload.hostpool import ByteArray
+from kvoffload.abc import ByteArray, LookupState, OffloadKey, Slots, Tier, TierError, TierResult
 from kvoffload.testing.conformance import ALPHABET, keys, letters
 from kvoffload.testing.tiers import make_pools
-from kvoffload.tiers.base import Tier, TierError, TierResult
 
 HIT, MISS, RETRY = LookupState.HIT, LookupState.MISS, LookupState.RETRY
 SLOT_BYTES = 4096

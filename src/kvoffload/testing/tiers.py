@@ -15,10 +15,8 @@ from typing import TypeAlias
 
 import numpy as np
 
-from kvoffload.base import IntegrityError, LookupState, OffloadKey, Slots
-from kvoffload.hostpool import ByteArray
+from kvoffload.abc import ByteArray, IntegrityError, LookupState, OffloadKey, Slots, States, Tier, TierError, TierResult
 from kvoffload.testing.storage import Killed
-from kvoffload.tiers.base import States, Tier, TierError, TierResult
 from kvoffload.tiers.executor import Executor
 
 Job: TypeAlias = Callable[[], None]

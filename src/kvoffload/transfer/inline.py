@@ -10,9 +10,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kvoffload.base import TransferSpec
-from kvoffload.hostpool import ByteArray
-from kvoffload.transfer.base import CopyList, PageGroup, Transfer, TransferResult, copy_lists
+from kvoffload.abc import ByteArray, PageGroup, Transfer, TransferResult, TransferSpec
+from kvoffload.transfer.copies import CopyList, copy_lists
 
 logger = logging.getLogger(__name__)
 

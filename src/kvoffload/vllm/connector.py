@@ -17,11 +17,13 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 from vllm.logger import init_logger
 
-from kvoffload.base import ConfigError, ScheduledStep
-from kvoffload.hostpool import HostPool
-from kvoffload.records import RecordServer
-from kvoffload.scheduler import OffloadingConnectorScheduler
-from kvoffload.tiering import TieredOffloadingManager
+from kvoffload.abc import ConfigError, ScheduledStep
+from kvoffload.connector.messages import StepMeta, WorkerReport
+from kvoffload.connector.scheduler import OffloadingConnectorScheduler
+from kvoffload.connector.worker import OffloadingConnectorWorker
+from kvoffload.host.pool import HostPool
+from kvoffload.observe.server import RecordServer
+from kvoffload.tiers.manager import TieredOffloadingManager
 from kvoffload.vllm import versions
 from kvoffload.vllm.events import vllm_events
 from kvoffload.vllm.metrics import KVOffloadPromMetrics, KVOffloadStats
@@ -29,7 +31,6 @@ from kvoffload.vllm.pages import make_transfer, page_format, page_groups
 from kvoffload.vllm.setup import RankInfo, Setup, model_fingerprint, namespace
 from kvoffload.vllm.versions import KVConnectorTransferResults
 from kvoffload.vllm.weights import watch_weights
-from kvoffload.worker import OffloadingConnectorWorker, StepMeta, WorkerReport
 
 if TYPE_CHECKING:
     import torch

@@ -20,14 +20,8 @@ from dataclasses import asdict
 from itertools import islice
 from typing import Any
 
-from kvoffload.demo.protocol import (
-    ActConfig,
-    ActSummary,
-    EngineInfo,
-    RequestResult,
-    classify,
-)
-from kvoffload.metrics import METRICS
+from kvoffload.demo.protocol import ActConfig, ActSummary, EngineInfo, RequestResult, classify
+from kvoffload.observe.metrics import METRICS
 
 RECORDS_SEARCHED = 16
 

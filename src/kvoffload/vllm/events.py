@@ -10,14 +10,14 @@ from vllm.v1.core import kv_cache_utils
 from vllm.v1.core.kv_cache_utils import generate_block_hash_extra_keys, maybe_convert_block_hash
 from vllm.v1.kv_cache_interface import get_kv_cache_spec_kind, get_kv_cache_spec_sliding_window
 
-from kvoffload.keys import key_block_hash, key_group_idx
+from kvoffload.cache.keys import key_block_hash, key_group_idx
 from kvoffload.vllm import versions
 from kvoffload.vllm.setup import NAMESPACE_BYTES, Setup
 
 if TYPE_CHECKING:
     from vllm.distributed.kv_events import KVCacheEvent
 
-    from kvoffload.base import BlockDescription, OffloadingEvent, OffloadKey
+    from kvoffload.abc import BlockDescription, OffloadingEvent, OffloadKey
 
 
 def vllm_events(events: Iterable[OffloadingEvent], setup: Setup) -> Iterator[KVCacheEvent]:

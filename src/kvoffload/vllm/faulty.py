@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from kvoffload.testing.faults import CorruptingTransfer, FailingTransfer, SlowTransfer, ThreadedTransfer
-from kvoffload.tiers import disk
+from kvoffload.tiers.disk import tier as disk
 from kvoffload.vllm.connector import KVOffloadConnector
 
 if TYPE_CHECKING:

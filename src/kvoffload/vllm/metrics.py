@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 from prometheus_client import Counter, Gauge
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 
-from kvoffload.base import MissReason
-from kvoffload.metrics import METRICS, merge
+from kvoffload.abc import MissReason
+from kvoffload.observe.metrics import METRICS, merge
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

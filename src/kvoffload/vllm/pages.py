@@ -7,9 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from kvoffload.base import ConfigError
-from kvoffload.hostpool import HostPool
-from kvoffload.transfer.base import PageGroup, Transfer
+from kvoffload.abc import ConfigError, PageGroup, Transfer
+from kvoffload.host.pool import HostPool
 from kvoffload.transfer.inline import InlineTransfer
 
 if TYPE_CHECKING:

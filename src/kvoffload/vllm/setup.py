@@ -26,26 +26,28 @@ from vllm.v1.kv_cache_interface import (
     UniformTypeKVCacheSpecs,
 )
 
-from kvoffload.admission import FilterReusedOffloadingManager, tracker_size
-from kvoffload.base import ConfigError, KVGroup
+from kvoffload.abc import ConfigError, KVGroup
+from kvoffload.cache.admission import FilterReusedOffloadingManager, tracker_size
+from kvoffload.cache.keys import root_hash
+from kvoffload.cache.manager import PolicyOffloadingManager
+from kvoffload.cache.policies import make_policy
+from kvoffload.cache.slots import HostBackend
 from kvoffload.config import OffloadConfig
+from kvoffload.connector.layout import Layout
 from kvoffload.digests import DigestCache
 from kvoffload.fingerprint import files_fingerprint, find_model_dir, fingerprint, has_weights, is_commit
-from kvoffload.hostpool import HostBackend, PoolHandle, format_bytes, padded_slot_bytes
-from kvoffload.keys import root_hash
-from kvoffload.manager import PolicyOffloadingManager
-from kvoffload.policies import make_policy
-from kvoffload.recorder import TraceRecorder
-from kvoffload.tiering import TieredOffloadingManager
-from kvoffload.tiers.disk import open_disk_tier
-from kvoffload.tracking import Layout
+from kvoffload.host.pool import PoolHandle, padded_slot_bytes
+from kvoffload.observe.trace import TraceRecorder
+from kvoffload.tiers.disk.tier import open_disk_tier
+from kvoffload.tiers.manager import TieredOffloadingManager
+from kvoffload.units import format_bytes
 from kvoffload.vllm import versions
 
 if TYPE_CHECKING:
     from vllm.config import LoadConfig, ModelConfig, VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
 
-    from kvoffload.base import OffloadingManager
+    from kvoffload.abc import OffloadingManager
 
 logger = logging.getLogger(__name__)
 

@@ -15,7 +15,7 @@ from vllm.v1.core import kv_cache_utils
 from vllm.v1.core.kv_cache_utils import resolve_kv_cache_block_sizes
 from vllm.v1.core.sched.scheduler import Scheduler
 
-from kvoffload.base import ConfigError
+from kvoffload.abc import ConfigError
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

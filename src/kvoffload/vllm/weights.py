@@ -18,8 +18,8 @@ import numpy.typing as npt
 import torch
 from vllm.v1.worker.worker_base import WorkerBase
 
+from kvoffload.connector.worker import WeightWatch
 from kvoffload.vllm import versions
-from kvoffload.worker import WeightWatch
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

@@ -1,4 +1,4 @@
-"""Traces that a server has recorded (see ``kvoffload.recorder``): a header, then a JSON object a request.
+"""Traces that a server has recorded (see ``kvoffload.observe.trace``): a header, then a JSON object a request.
 
 The header, ``{"kvoffload_trace": 1, "block_tokens": ..., "started": seconds since 1970, ...}``, comes again wherever
 a server has started anew. A request's line has Mooncake's fields, where ``hash_ids`` go on over the blocks of the

@@ -1,0 +1,64 @@
+"""The contracts that the parts of kvoffload are written against: value types, errors and abstract classes.
+
+Nothing here imports another part of kvoffload.
+"""
+
+from kvoffload.abc.backend import Backend
+from kvoffload.abc.engine import KVBlocks, Request, ScheduledStep
+from kvoffload.abc.errors import BlockNotPinnedError, BlockNotReadyError, ConfigError, IntegrityError, KVOffloadError
+from kvoffload.abc.manager import BlockDescription, OffloadingEvent, OffloadingManager, PrepareStoreOutput
+from kvoffload.abc.policy import CachePolicy
+from kvoffload.abc.tier import States, Tier, TierError, TierResult
+from kvoffload.abc.transfer import PageGroup, Transfer, TransferResult
+from kvoffload.abc.types import (
+    BlockHash,
+    BlockStatus,
+    ByteArray,
+    DeviceSpec,
+    KVGroup,
+    LoadStoreSpec,
+    LookupState,
+    Miss,
+    MissReason,
+    OffloadKey,
+    ReqContext,
+    Slots,
+    TransferSpec,
+)
+
+__all__ = [
+    "Backend",
+    "BlockDescription",
+    "BlockHash",
+    "BlockNotPinnedError",
+    "BlockNotReadyError",
+    "BlockStatus",
+    "ByteArray",
+    "CachePolicy",
+    "ConfigError",
+    "DeviceSpec",
+    "IntegrityError",
+    "KVBlocks",
+    "KVGroup",
+    "KVOffloadError",
+    "LoadStoreSpec",
+    "LookupState",
+    "Miss",
+    "MissReason",
+    "OffloadKey",
+    "OffloadingEvent",
+    "OffloadingManager",
+    "PageGroup",
+    "PrepareStoreOutput",
+    "ReqContext",
+    "Request",
+    "ScheduledStep",
+    "Slots",
+    "States",
+    "Tier",
+    "TierError",
+    "TierResult",
+    "Transfer",
+    "TransferResult",
+    "TransferSpec",
+]

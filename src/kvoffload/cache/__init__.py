@@ -1,0 +1,1 @@
+"""Which blocks are kept, in which slots, and which are evicted."""

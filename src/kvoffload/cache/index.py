@@ -1,0 +1,233 @@
+"""KeyIndex: an exact map from keys to slots in numpy arrays, for batches.
+
+A dict would do, at twice the time for a store: at a million keys each of its probes misses the processor's caches
+one after the other, every value is an object, and when deletions and insertions have used it up it is rebuilt at once
+(56 ms measured). Here a batch probes all its keys together, and nothing is ever rebuilt.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from itertools import compress
+from typing import TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from kvoffload.abc import IntegrityError, OffloadKey, Slots
+
+WAYS = 8
+"""Entries of a bucket: 8 tags of 4 bytes are half a cache line."""
+SCALAR_BATCH = 8
+"""Batches up to this size are cheaper one key at a time."""
+
+# Arrays, because numpy takes them three times as fast as its scalars.
+_BYTE_NUMBER = np.array(0x0001020304050607, dtype=np.uint64)
+_TOP_BYTE = np.array(56, dtype=np.uint64)
+_TAG_SHIFT = np.array(32, dtype=np.uint64)
+_ODD = np.array(1, dtype=np.uint32)
+
+UInt64s = npt.NDArray[np.uint64]
+Homes: TypeAlias = tuple[npt.NDArray[np.int64], npt.NDArray[np.uint32]]
+"""Bucket and tag of each key."""
+
+
+class KeyIndex:
+    """At most one slot a key, at most one key a slot, for slots in ``[0, capacity)``.
+
+    A bucket of eight entries is chosen by the key's hash; an entry is a 32-bit tag of the hash (0: empty)
+    and a slot. A tag that matches is confirmed by comparing the keys themselves. There are at least half as
+    many buckets as slots, so about one key in ten thousand finds its bucket full and goes to a dict.
+    """
+
+    def __init__(self, capacity: int) -> None:
+        num_buckets = 1 << max(0, (max(capacity, 2) // 2 - 1).bit_length())
+        self._mask = num_buckets - 1
+        self._tags = np.zeros((num_buckets, WAYS), dtype=np.uint32)
+        self._slots = np.zeros(num_buckets * WAYS, dtype=np.int32)
+        self._place = np.full(capacity, -1, dtype=np.int64)
+        """Where a slot's entry lies in the flat table; -1: the slot is free or its key is in the dict."""
+        self.key_of: npt.NDArray[np.object_] = np.full(capacity, None, dtype=object)
+        self._spill: dict[OffloadKey, int] = {}
+        self._spill_count: Counter[int] = Counter()
+        self._spilled = np.zeros(num_buckets, dtype=np.bool_)
+        """Buckets some of whose keys are in the dict."""
+        self._len = 0
+        self._asked: Sequence[OffloadKey] | None = None
+        """What was asked for last, if it is a tuple, which cannot have changed since: one chain is asked for in several
+        calls. None after a change of the index."""
+        self._answer: tuple[Slots, Homes | None]
+
+    def __len__(self) -> int:
+        return self._len
+
+    def get(self, key: OffloadKey) -> int:
+        """The key's slot, or -1."""
+        bucket, tag = self._home(key)
+        row: list[int] = self._tags[bucket].tolist()
+        if tag in row:
+            for way, other in enumerate(row):
+                if other == tag:
+                    slot = int(self._slots[bucket * WAYS + way])
+                    if self.key_of[slot] == key:
+                        return slot
+        return self._spill.get(key, -1) if self._spill else -1
+
+    def find(self, keys: Sequence[OffloadKey]) -> Slots:
+        """A slot a key, -1 where the key is absent. Duplicates are kept. Read only."""
+        return self._look_up(keys)[0]
+
+    def _look_up(self, keys: Sequence[OffloadKey]) -> tuple[Slots, Homes | None]:
+        """The keys' slots, and their homes if that was how they were found."""
+        if keys is self._asked:
+            return self._answer
+        if len(keys) <= SCALAR_BATCH:
+            slots, homes = np.array([self.get(key) for key in keys], dtype=np.int64), None
+        else:
+            homes = self._homes(keys)
+            slots = self._find(keys, homes)
+        slots.flags.writeable = False
+        if type(keys) is tuple:
+            self._asked, self._answer = keys, (slots, homes)
+        return slots, homes
+
+    def _find(self, keys: Sequence[OffloadKey], homes: Homes) -> Slots:
+        buckets, tags = homes
+        matches = _bytes(self._tags.take(buckets, axis=0) == tags[:, None])
+        num_found = np.count_nonzero(matches)
+        if num_found == 0:
+            slots = np.full(len(keys), -1, dtype=np.int64)
+        else:
+            slots = self._slots.take(buckets * WAYS + _first_way(matches)).astype(np.int64)
+            if num_found < len(keys):
+                slots[matches == 0] = -1
+            self._confirm(keys, slots, matches.nonzero()[0])
+        if self._spill and num_found < len(keys):
+            for i in np.flatnonzero((matches == 0) & self._spilled[buckets]).tolist():
+                slots[i] = self._spill.get(keys[i], -1)
+        return slots
+
+    def split(self, keys: Sequence[OffloadKey]) -> tuple[Slots, list[OffloadKey], Homes | None]:
+        """The slots of those keys that are present; the others, in order and without repetitions; and what
+        ``insert`` can use of this call's work if it gets just those."""
+        slots, homes = self._look_up(keys)
+        present = slots >= 0
+        if not np.count_nonzero(present):
+            if len(set(keys)) == len(keys):
+                return slots[:0], list(keys), homes
+            return slots[:0], list(dict.fromkeys(keys)), None
+        return slots[present], list(dict.fromkeys(compress(keys, (~present).tolist()))), None
+
+    def _confirm(self, keys: Sequence[OffloadKey], slots: Slots, found: npt.NDArray[np.int64]) -> None:
+        """Corrects ``slots`` where only the tag was equal: once in four billion probes."""
+        held = self.key_of[slots[found]].tolist()
+        asked = list(keys) if len(found) == len(keys) else [keys[i] for i in found.tolist()]
+        if held != asked:
+            for i, a, b in zip(found.tolist(), held, asked, strict=True):
+                if a != b:
+                    slots[i] = self.get(b)
+
+    def insert(self, keys: Sequence[OffloadKey], slots: Slots, homes: Homes | None = None) -> None:
+        """Distinct keys that are absent take slots that are free. ``homes``: as ``split`` gave them."""
+        self._len += len(keys)
+        self._asked = None
+        self.key_of[slots] = keys
+        waiting = np.arange(len(keys))
+        if len(keys) > SCALAR_BATCH:
+            buckets, tags = homes or self._homes(keys)
+            while len(waiting) > SCALAR_BATCH:
+                empty = _bytes(self._tags.take(buckets.take(waiting), axis=0) == 0)
+                if np.count_nonzero(empty) < len(empty):
+                    for i in waiting[empty == 0].tolist():
+                        self._put(keys[i], int(slots[i]))
+                    waiting, empty = waiting[empty != 0], empty[empty != 0]
+                # Of several keys that take the same place at once, the last writer has it.
+                places = buckets[waiting] * WAYS + _first_way(empty)
+                self._slots[places] = slots[waiting]
+                won = self._slots.take(places) == slots[waiting]
+                now, places = waiting[won], places[won]
+                self._tags.ravel()[places] = tags[now]
+                self._place[slots[now]] = places
+                waiting = waiting[~won]
+        for i in waiting.tolist():
+            self._put(keys[i], int(slots[i]))
+
+    def _put(self, key: OffloadKey, slot: int) -> None:
+        bucket, tag = self._home(key)
+        row: list[int] = self._tags[bucket].tolist()
+        if 0 in row:
+            way = row.index(0)
+            self._tags[bucket, way] = tag
+            self._slots[bucket * WAYS + way] = slot
+            self._place[slot] = bucket * WAYS + way
+        else:
+            self._spill[key] = slot
+            self._spill_count[bucket] += 1
+            self._spilled[bucket] = True
+
+    def remove(self, slots: Slots) -> list[OffloadKey]:
+        """Distinct slots that have keys lose them. Returns the keys, in order."""
+        self._len -= len(slots)
+        self._asked = None
+        keys: list[OffloadKey] = self.key_of[slots].tolist()
+        places = self._place[slots]
+        self._tags.ravel()[places[places >= 0]] = 0
+        if self._spill:
+            for i in np.flatnonzero(places < 0).tolist():
+                bucket, _ = self._home(keys[i])
+                del self._spill[keys[i]]
+                self._spill_count[bucket] -= 1
+                if self._spill_count[bucket] == 0:
+                    del self._spill_count[bucket]
+                    self._spilled[bucket] = False
+        self._place[slots] = -1
+        self.key_of[slots] = None
+        return keys
+
+    def clear(self) -> None:
+        """Every slot loses its key."""
+        self._len = 0
+        self._asked = None
+        self._tags.fill(0)
+        self._place.fill(-1)
+        self.key_of.fill(None)
+        self._spill.clear()
+        self._spill_count.clear()
+        self._spilled.fill(False)
+
+    def slots(self) -> Slots:
+        """Every slot that has a key, ascending."""
+        held = self._place >= 0
+        held[list(self._spill.values())] = True
+        return np.flatnonzero(held)
+
+    def _home(self, key: OffloadKey) -> tuple[int, int]:
+        h = hash(key)
+        return h & self._mask, (h >> 32) & 0xFFFFFFFF | 1
+
+    def _homes(self, keys: Sequence[OffloadKey]) -> Homes:
+        hashes = np.fromiter(map(hash, keys), dtype=np.int64, count=len(keys))
+        tags = (hashes.view(np.uint64) >> _TAG_SHIFT).astype(np.uint32) | _ODD
+        return hashes & self._mask, tags
+
+    def check_integrity(self) -> None:
+        """Raises IntegrityError unless every key is found in its slot and nothing else is held."""
+        slots = self.slots()
+        if len(slots) != self._len or (self.key_of != None).sum() != self._len:  # noqa: E711
+            raise IntegrityError("the index has lost count of its keys")
+        if any(self.get(key) != slot for key, slot in zip(self.key_of[slots].tolist(), slots.tolist(), strict=True)):
+            raise IntegrityError("a key is not found where it is held")
+        entries = int(np.count_nonzero(self._tags)) + len(self._spill)
+        if entries != self._len or sum(self._spill_count.values()) != len(self._spill):
+            raise IntegrityError("the index holds entries of keys that are gone")
+
+
+def _bytes(flags: npt.NDArray[np.bool_]) -> UInt64s:
+    """Rows of eight flags as one number each, the first flag in the lowest byte."""
+    return flags.view("<u8").ravel()
+
+
+def _first_way(matches: UInt64s) -> npt.NDArray[np.int64]:
+    """Number of the lowest byte that is 1, of u64s whose bytes are 0 or 1; 0 where none is."""
+    return (((matches & -matches) * _BYTE_NUMBER) >> _TOP_BYTE).view(np.int64)

@@ -1,0 +1,72 @@
+"""Tokens to chained block hashes, block hashes to offload keys."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+
+from kvoffload.abc import BlockHash, OffloadKey
+
+GROUP_BYTES = 4
+
+
+def make_offload_key(block_hash: BlockHash, group_idx: int) -> OffloadKey:
+    """The block hash, then the group index as a big-endian u32."""
+    return block_hash + group_idx.to_bytes(GROUP_BYTES, "big")
+
+
+def key_block_hash(key: OffloadKey) -> BlockHash:
+    return key[:-GROUP_BYTES]
+
+
+def key_group_idx(key: OffloadKey) -> int:
+    return int.from_bytes(key[-GROUP_BYTES:], "big")
+
+
+def root_hash(*extras: str | bytes) -> BlockHash:
+    """The parent of a request's first block: a digest of all that changes the KV besides the tokens.
+
+    ``extras`` are things such as the model fingerprint, the LoRA's name, a cache salt. Each is framed by
+    its kind and length, so that no two lists of extras run into the same bytes.
+    """
+    h = hashlib.sha256(b"kvoffload.root.1")
+    for extra in extras:
+        raw = extra.encode() if isinstance(extra, str) else extra
+        h.update(b"s" if isinstance(extra, str) else b"b")
+        h.update(len(raw).to_bytes(8, "big"))
+        h.update(raw)
+    return h.digest()
+
+
+def hash_blocks(
+    token_ids: Sequence[int] | np.ndarray[tuple[int], np.dtype[np.int32]],
+    block_size: int,
+    parent: BlockHash = b"",
+    extras: Iterable[str | bytes] = (),
+) -> list[BlockHash]:
+    """Hashes of the whole blocks of ``token_ids``, each sha256(parent digest + int32 token bytes).
+
+    ``parent`` is the hash of the block before, to go on with a chain; without it the chain starts from
+    ``root_hash(*extras)``. Tokens past the last whole block are left out. Token bytes are little-endian, so
+    hashes agree between machines. Raises ValueError for tokens that are no int32, and for ``extras`` with a
+    ``parent``, whose chain already has its root.
+    """
+    if block_size < 1:
+        raise ValueError(f"block_size={block_size}: must be at least 1 token")
+    extras = tuple(extras)
+    if parent and extras:
+        raise ValueError("extras belong to the root of a chain; leave them out when going on from a parent")
+    tokens = np.asarray(token_ids, dtype=np.int64)
+    if len(tokens) and not -(2**31) <= tokens.min() <= tokens.max() < 2**31:
+        raise ValueError("a token id does not fit into 32 bits")
+    digest = parent or root_hash(*extras)
+    raw = tokens.astype("<i4").tobytes()
+    step = 4 * block_size
+    sha256 = hashlib.sha256
+    hashes = []
+    for start in range(0, len(raw) - step + 1, step):
+        digest = sha256(digest + raw[start : start + step]).digest()
+        hashes.append(digest)
+    return hashes

@@ -1,0 +1,59 @@
+"""Which block leaves: one policy a file, chosen by name or by import path."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+
+from kvoffload.abc import CachePolicy, ConfigError
+from kvoffload.cache.policies.arc import TextbookARCPolicy
+from kvoffload.cache.policies.auto import AutoPolicy
+from kvoffload.cache.policies.fifo import FIFOPolicy
+from kvoffload.cache.policies.lirs import LIRSPolicy
+from kvoffload.cache.policies.lru import LRUPolicy
+from kvoffload.cache.policies.s3fifo import S3FIFOPolicy
+from kvoffload.cache.policies.sieve import SIEVEPolicy
+from kvoffload.cache.policies.twoq import TwoQPolicy
+
+BUILTIN: dict[str, type[CachePolicy]] = {
+    "fifo": FIFOPolicy,
+    "lru": LRUPolicy,
+    "arc": TextbookARCPolicy,
+    "s3fifo": S3FIFOPolicy,
+    "sieve": SIEVEPolicy,
+    "lirs": LIRSPolicy,
+    "2q": TwoQPolicy,
+    "auto": AutoPolicy,
+}
+
+
+def policy_class(name: str) -> type[CachePolicy]:
+    """The class behind ``name``: a built-in's name, or "package.module:Class" of your own.
+
+    Raises ConfigError if it cannot be imported or is no CachePolicy.
+    """
+    if name in BUILTIN:
+        return BUILTIN[name]
+    choice = f'write one of {", ".join(sorted(BUILTIN))}, or your own class as "package.module:Class"'
+    module_name, _, class_name = name.partition(":")
+    if not class_name:
+        raise ConfigError(f"policy={name!r}: no policy has this name; {choice}")
+    try:
+        found = getattr(importlib.import_module(module_name), class_name)
+    except Exception as error:
+        raise ConfigError(f"policy={name!r}: cannot be imported ({error}); {choice}") from error
+    if not (isinstance(found, type) and issubclass(found, CachePolicy)) or inspect.isabstract(found):
+        raise ConfigError(f"policy={name!r}: is not a complete subclass of kvoffload.CachePolicy; {choice}")
+    return found
+
+
+def make_policy(name: str, capacity: int) -> CachePolicy:
+    """A policy for ``capacity`` blocks. Raises ConfigError as ``policy_class`` does, or if it cannot be made."""
+    chosen = policy_class(name)
+    try:
+        return chosen(capacity)
+    except Exception as error:
+        raise ConfigError(
+            f"policy={name!r}: {chosen.__name__}(capacity={capacity}) failed ({type(error).__name__}: {error}); "
+            "its constructor takes the number of blocks"
+        ) from error

@@ -1,0 +1,62 @@
+"""Backends: free slots of a medium, as an array."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from kvoffload.abc import Backend, ConfigError, IntegrityError, OffloadKey, Slots
+
+HOST_MEDIUM = "CPU"
+
+
+class SlotBackend(Backend):
+    """Slots of any medium, lowest first."""
+
+    def __init__(self, block_size: int, medium: str, num_blocks: int) -> None:
+        super().__init__(block_size, medium)
+        if num_blocks < 1:
+            raise ConfigError(f"num_blocks={num_blocks}: a backend needs at least 1")
+        self._free = np.arange(num_blocks - 1, -1, -1, dtype=np.int64)
+        self._num_free = num_blocks
+        self._allocated = np.zeros(num_blocks, dtype=np.bool_)
+
+    @property
+    def num_blocks(self) -> int:
+        return len(self._free)
+
+    def get_num_free_blocks(self) -> int:
+        return self._num_free
+
+    def allocate_blocks(self, keys: Sequence[OffloadKey]) -> Slots:
+        n = len(keys)
+        if n > self._num_free:
+            raise IntegrityError(f"{n} slots asked for, {self._num_free} free")
+        slots = self._free[self._num_free - n : self._num_free][::-1].copy()
+        self._num_free -= n
+        self._allocated[slots] = True
+        return slots
+
+    def free(self, slots: Slots) -> None:
+        n = len(slots)
+        known = not n or (slots.min() >= 0 and slots.max() < len(self._free))
+        if not known or np.count_nonzero(self._allocated[slots]) != n or self._num_free + n > len(self._free):
+            raise IntegrityError("a slot was freed that is not allocated")
+        self._allocated[slots] = False
+        self._free[self._num_free : self._num_free + n] = slots
+        self._num_free += n
+
+    def check_integrity(self) -> None:
+        free = self._free[: self._num_free]
+        if len(np.unique(free)) != len(free) or self._allocated[free].any():
+            raise IntegrityError("a free slot is allocated, or free twice")
+        if int(np.count_nonzero(self._allocated)) + self._num_free != self.num_blocks:
+            raise IntegrityError("slots are neither free nor allocated")
+
+
+class HostBackend(SlotBackend):
+    """Slots of the host pool; needs no pool to be used."""
+
+    def __init__(self, block_size: int, num_blocks: int) -> None:
+        super().__init__(block_size, HOST_MEDIUM, num_blocks)

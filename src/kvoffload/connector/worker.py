@@ -1,0 +1,322 @@
+"""The worker half of the connector: carries out one step's jobs and reports which ended how."""
+
+from __future__ import annotations
+
+import logging
+import time
+from dataclasses import dataclass, field, replace
+from typing import Protocol
+
+from kvoffload.abc import Transfer, TransferResult, TransferSpec
+from kvoffload.connector.messages import StepMeta, WorkerReport
+
+logger = logging.getLogger(__name__)
+
+
+IDLE_WAIT_S = 0.002
+"""How long a step without tokens waits for loads under way, so that an idle engine does not spin."""
+
+
+MAX_TRIES = 2
+
+
+SUSPEND_DEADLINE_S = 5.0
+"""How long copies under way may take when the engine is about to take its device blocks away."""
+
+
+@dataclass(slots=True)
+class Finished:
+    """What the engine is told after a step."""
+
+    loaded: set[str] = field(default_factory=set)
+    """Requests whose load has ended, well or not."""
+    failed: dict[str, list[int]] = field(default_factory=dict)
+    """Those of ``loaded`` whose load failed, with the device blocks that it was to fill: not to be used."""
+    released: set[str] = field(default_factory=set)
+
+
+class WeightWatch(Protocol):
+    """Compares the weights of one rank with those that it accepted last, or that it was made with."""
+
+    def accept(self) -> None:
+        """Takes the weights, as they are after all work issued so far, for the right ones. Ends a comparison under
+        way."""
+
+    def begin(self) -> None:
+        """Begins to compare the weights as they are after all work issued so far. Does not wait for the device."""
+
+    def poll(self) -> bool | None:
+        """Whether the weights differed at the last ``begin``; None while that is not known."""
+
+    def note_new(self) -> None:
+        """Takes note of weights that the step has loaded itself, such as adapters, before they can change."""
+
+    def are_same(self) -> bool:
+        """Whether every byte of the weights is as it was when they were last accepted; False if that is not known.
+        Takes as long as the device needs to read them. If so, the next comparison expects them where they lie now."""
+
+
+@dataclass(slots=True)
+class _Job:
+    spec: TransferSpec
+    is_store: bool
+    epoch: int
+    comparison: int
+    """Number of the comparison of weights without which this job cannot be reported as good."""
+    tries_left: int = MAX_TRIES - 1
+
+
+class OffloadingConnectorWorker:
+    """Carries out jobs of one rank through ``transfer``.
+
+    The engine calls, in every step and in this order: ``begin_step`` before its forward pass,
+    ``start_loads`` before or after it, ``end_step`` after it, ``get_finished`` and ``take_report``. Stores
+    are handed to the transfer at the next ``begin_step``: not before the step that computes them is
+    through, and not between that step and its tokens. A job that fails is tried once more, unless its
+    source may have changed; then it is reported as failed. Nothing raises into the engine's step.
+
+    ``weights`` is asked in every step that brings loads or stores. Weights that have changed fail every job, those
+    under way and those to come, until a StepMeta of a later epoch shows that the scheduler half has forgotten all
+    blocks. A job is not reported as good before the comparison of its step, or a later one, has ended well.
+    """
+
+    def __init__(self, transfer: Transfer, weights: WeightWatch | None = None) -> None:
+        self.transfer = transfer
+        self.weights = weights
+        self.idle_wait_s = IDLE_WAIT_S
+        self._jobs: dict[int, _Job] = {}
+        self._unsubmitted: list[int] = []
+        self._finished = Finished()
+        self._report = WorkerReport()
+        self._broken = False
+        self._suspended = False
+        self._epoch = 0
+        self._is_stale = False
+        """The weights have changed in this epoch."""
+        self._must_accept = False
+        """A new epoch has begun, and no step of it has used the weights yet."""
+        self._wanted = self._begun = self._answered = 0
+        """Numbers of comparisons: of the latest that some job needs, the latest that began, the latest that ended."""
+        self._unconfirmed: list[TransferResult] = []
+        """Jobs that have ended before their comparison."""
+
+    def begin_step(self, meta: StepMeta) -> None:
+        self._check_weights(meta)
+        for job_id in meta.fences:
+            if job_id in meta.stores:
+                self._accept_store(job_id, meta.stores[job_id])
+        for job_id in self._unsubmitted:
+            self._submit(job_id)
+        self._unsubmitted.clear()
+        try:
+            if meta.fences:
+                self.transfer.wait(meta.fences)
+            self.transfer.before_forward()
+        except Exception:
+            self._give_up()
+        for job_id in meta.fences:
+            if job_id in self._jobs:
+                # Its source may be overwritten from here on: a second try would read other bytes.
+                self._jobs[job_id].tries_left = 0
+
+    def start_loads(self, meta: StepMeta) -> None:
+        for job_id, spec in meta.loads.items():
+            self._jobs[job_id] = _Job(spec, False, self._epoch, self._wanted)
+            self._submit(job_id)
+        for req_id, blocks in meta.broken_loads.items():
+            self._finished.loaded.add(req_id)
+            self._finished.failed[req_id] = blocks
+
+    def end_step(self, meta: StepMeta) -> None:
+        for job_id, spec in meta.stores.items():
+            if job_id not in meta.fences:
+                self._accept_store(job_id, spec)
+        self._finished.released.update(meta.releases)
+        if self.weights is not None and meta.has_tokens and not self._broken:
+            try:
+                self.weights.note_new()
+            except Exception:
+                self._give_up()
+
+    def get_finished(self, meta: StepMeta) -> Finished:
+        """What ended since the last call."""
+        self._collect(busy=meta.has_tokens)
+        if not meta.has_tokens and not self._finished.loaded and self._is_loading():
+            try:
+                self.transfer.wait_any(self.idle_wait_s)
+            except Exception:
+                self._give_up()
+            self._collect(busy=False)
+        finished, self._finished = self._finished, Finished()
+        return finished
+
+    def take_report(self) -> WorkerReport | None:
+        """For the scheduler half: jobs that ended since the last call, or None."""
+        if not self._report.done and not self._report.broken and self._report.changed_at < 0:
+            return None
+        report, self._report = self._report, WorkerReport()
+        return report
+
+    def suspend(self) -> None:
+        """Ends every job, because the device blocks are about to lose their memory. May be called twice.
+
+        Copies under way are waited for, at most SUSPEND_DEADLINE_S; after that the transfer is closed for good. Loads
+        count as failed, and so do stores that were not submitted, and every job until ``resume``.
+        """
+        self._suspended = True
+        if self._broken:
+            return
+        deadline = time.monotonic() + SUSPEND_DEADLINE_S
+        try:
+            for job_id in self._unsubmitted:
+                self._submit(job_id)
+            self._unsubmitted.clear()
+            self.transfer.wait(list(self._jobs))
+            self._collect(busy=False)
+            while self._jobs and not self._broken:
+                left = deadline - time.monotonic()
+                if left <= 0:
+                    raise TimeoutError(f"{len(self._jobs)} copies did not end within {SUSPEND_DEADLINE_S} s")
+                self.transfer.wait_any(left)
+                self._collect(busy=False)
+        except Exception:
+            self._give_up()
+        # The weights may lose their memory too: no comparison begins before the next step that needs one.
+        self._wanted = self._begun
+
+    def resume(self) -> None:
+        """Takes jobs again: the device blocks have memory. May be called twice."""
+        self._suspended = False
+
+    def shutdown(self) -> None:
+        self.transfer.close()
+
+    def _check_weights(self, meta: StepMeta) -> None:
+        if meta.epoch != self._epoch:
+            self._epoch, self._is_stale, self._must_accept = meta.epoch, False, True
+            self._wanted = self._answered = self._begun
+        if meta.check_weights is not None:
+            self._report.done[meta.check_weights] = 1
+            if not self._are_weights_same():
+                self._report.failed.add(meta.check_weights)
+        moves = bool(meta.loads or meta.stores)
+        # Other steps leave the weights alone: a sleeping engine takes such steps, and its weights are nowhere then. Nor
+        # are they looked at while suspended, when every job fails anyway.
+        if self.weights is None or self._broken or self._suspended or not (meta.has_tokens or moves):
+            return
+        if self._must_accept:
+            self._must_accept = False
+            try:
+                self.weights.accept()
+            except Exception:
+                self._give_up()
+        elif moves and not self._is_stale:
+            self._wanted += 1
+            self._compare_weights()
+
+    def _are_weights_same(self) -> bool:
+        """Whether the weights are those of the epoch before. Then this epoch accepts no others."""
+        if self.weights is None or self._broken or self._suspended or not self._must_accept:
+            return False
+        try:
+            self._must_accept = not self.weights.are_same()
+        except Exception:
+            self._give_up()
+        return not (self._must_accept or self._broken)
+
+    def _compare_weights(self) -> None:
+        """Begins the comparison that jobs wait for, unless one is under way, and takes in its answer."""
+        if self.weights is None or self._broken:
+            return
+        try:
+            while self._answered < self._wanted and not self._is_stale:
+                if self._begun == self._answered:
+                    self.weights.begin()
+                    self._begun = self._wanted
+                changed = self.weights.poll()
+                if changed is None:
+                    return
+                self._answered = self._begun
+                if changed:
+                    self._is_stale = True
+                    self._report.changed_at = self._epoch
+        except Exception:
+            self._give_up()
+
+    def _is_outdated(self, job: _Job) -> bool:
+        return self._is_stale or job.epoch != self._epoch
+
+    def _accept_store(self, job_id: int, spec: TransferSpec) -> None:
+        self._jobs[job_id] = _Job(spec, True, self._epoch, self._wanted)
+        if self._suspended:
+            # It fails at once: after ``resume`` its device blocks hold other bytes.
+            self._submit(job_id)
+        else:
+            self._unsubmitted.append(job_id)
+
+    def _submit(self, job_id: int) -> None:
+        job = self._jobs.get(job_id)
+        if job is None:
+            return
+        if self._broken or self._suspended or self._is_outdated(job):
+            self._end(TransferResult(job_id, ok=False), self._jobs.pop(job_id))
+            return
+        try:
+            self.transfer.submit(job_id, job.spec, job.is_store)
+        except Exception:
+            self._give_up()
+
+    def _give_up(self) -> None:
+        """After an error nobody expected no copy can be trusted: end the transfer, fail every job."""
+        logger.exception("kvoffload: OFFLOADING IS OFF on this worker: a transfer or a check raised an error")
+        self._broken = self._report.broken = True
+        try:
+            self.transfer.close()
+        except Exception:
+            logger.exception("kvoffload: the transfer engine could not be closed")
+        for job_id in list(self._jobs):
+            self._end(TransferResult(job_id, ok=False), self._jobs.pop(job_id))
+
+    def _is_loading(self) -> bool:
+        return any(not job.is_store for job in self._jobs.values())
+
+    def _collect(self, busy: bool) -> None:
+        if self._broken:
+            return
+        try:
+            results = self.transfer.poll(busy)
+        except Exception:
+            self._give_up()
+            return
+        self._compare_weights()
+        ended, self._unconfirmed = [*self._unconfirmed, *results], []
+        for result in ended:
+            job = self._jobs.get(result.job_id)
+            if job is None:
+                continue
+            if self._suspended and not job.is_store:
+                # What it has filled is about to be lost.
+                self._end(replace(result, ok=False), self._jobs.pop(result.job_id))
+            elif not result.ok and job.tries_left and not self._suspended:
+                job.tries_left -= 1
+                self._submit(result.job_id)
+            elif result.ok and job.comparison > self._answered and not self._is_outdated(job):
+                self._unconfirmed.append(result)
+            else:
+                self._end(result, self._jobs.pop(result.job_id))
+
+    def _end(self, result: TransferResult, job: _Job) -> None:
+        report = self._report
+        ok = result.ok and not self._is_outdated(job)
+        report.done[result.job_id] = 1
+        if not ok:
+            report.failed.add(result.job_id)
+        if job.is_store:
+            report.store_bytes += result.nbytes
+            report.store_seconds += result.seconds
+        else:
+            report.load_bytes += result.nbytes
+            report.load_seconds += result.seconds
+            self._finished.loaded.add(job.spec.req_id)
+            if not ok:
+                self._finished.failed[job.spec.req_id] = job.spec.device.block_ids.tolist()

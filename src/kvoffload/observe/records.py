@@ -1,0 +1,233 @@
+"""Why a request missed: a small record per request, what many of them say together, and a bounded memory
+of why keys are gone."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import numpy as np
+
+from kvoffload.abc import MissReason
+
+RECORD_RING_SIZE = 4096
+
+
+MAX_PERIODS = 1000
+
+
+_REASONS = tuple(MissReason)
+
+
+_DAY_S = 86_400
+
+
+_PERIODS_S = (1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 10_800, 21_600, 43_200, _DAY_S)
+
+
+_WANTED_PERIODS = 12
+
+
+_MAX_TIME = 253_402_300_799.0
+"""The last second of the year 9999."""
+
+
+_MAX_TOKENS = 1 << 48
+
+
+_MAX_TEXT = 1 << 12
+
+
+_MAX_RULES = 32
+
+
+@dataclass(frozen=True, slots=True)
+class RequestRecord:
+    """What one request asked for and found, made when its lookup is settled.
+
+    ``tokens_asked`` is its length, ``device_tokens`` what the engine's own cache held, ``host_tokens`` what was loaded
+    from host memory, ``disk_tokens`` what had come up from disk for it and was loaded then. ``missed_key`` is the first
+    block that was missing, in hex, or None if none was; ``age_s`` tells how long ago it was evicted, refused or reset.
+    ``policy``: of a miss where a self-tuning policy decides, the ``rule`` it went by then and the ``scores`` of all.
+    """
+
+    time: float
+    req_id: str
+    tokens_asked: int
+    device_tokens: int
+    host_tokens: int
+    missed_key: str | None = None
+    reason: MissReason | None = None
+    age_s: float | None = None
+    disk_tokens: int = 0
+    policy: Mapping[str, Any] | None = field(default=None, hash=False)
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> RequestRecord:
+        """The record that ``to_dict`` gave, from a source that is not trusted. Unknown fields are ignored.
+
+        Raises ValueError that names the field if one is missing or cannot be.
+        """
+        record = cls(
+            _number(data, "time", _MAX_TIME),
+            _text(data, "req_id"),
+            _tokens(data, "tokens_asked"),
+            _tokens(data, "device_tokens"),
+            _tokens(data, "host_tokens"),
+            None if data.get("missed_key") is None else _text(data, "missed_key"),
+            None if data.get("reason") is None else _reason(data, "reason"),
+            None if data.get("age_s") is None else _number(data, "age_s", _MAX_TIME),
+            _tokens(data, "disk_tokens") if "disk_tokens" in data else 0,
+            None if data.get("policy") is None else _policy(data, "policy"),
+        )
+        if record.tokens_missing < 0:
+            raise ValueError(f"tokens_asked={record.tokens_asked}: fewer than were found")
+        return record
+
+    @property
+    def tokens_missing(self) -> int:
+        """Tokens that were asked for and found nowhere."""
+        return self.tokens_asked - self.device_tokens - self.host_tokens - self.disk_tokens
+
+    def __str__(self) -> str:
+        text = (
+            f"request {self.req_id}: {self.tokens_asked} tokens asked, {self.device_tokens} on device, "
+            f"{self.host_tokens} in host"
+        )
+        if self.disk_tokens:
+            text += f", {self.disk_tokens} on disk"
+        if self.missed_key is None:
+            return text
+        age = "" if self.age_s is None else f" {self.age_s:.1f} s ago"
+        rule = "" if self.policy is None else f", the policy's rule is {self.policy['rule']}"
+        return f"{text}; first miss {self.missed_key[:16]}: {self.reason}{age}{rule}"
+
+
+@dataclass(frozen=True, slots=True)
+class ReasonSummary:
+    """The requests whose first missing block was gone for one reason, or, None, that missed no block.
+
+    ``tokens_missing`` were found nowhere. ``median_age_s``: seconds between the block's leaving and the
+    request, where that is known.
+    """
+
+    reason: MissReason | None
+    requests: int
+    tokens_missing: int
+    median_age_s: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class Period:
+    """What the requests of one stretch of time asked for and found, in tokens.
+
+    ``start`` is in seconds since 1970. ``misses``: requests by the reason of their first missing block.
+    """
+
+    start: float
+    length_s: float
+    requests: int
+    tokens_asked: int
+    device_tokens: int
+    host_tokens: int
+    misses: Mapping[MissReason, int]
+    disk_tokens: int = 0
+
+    @classmethod
+    def of(cls, records: Sequence[RequestRecord], start: float, length_s: float) -> Period:
+        return cls(
+            start,
+            length_s,
+            len(records),
+            sum(record.tokens_asked for record in records),
+            sum(record.device_tokens for record in records),
+            sum(record.host_tokens for record in records),
+            dict(Counter(record.reason for record in records if record.reason is not None)),
+            sum(record.disk_tokens for record in records),
+        )
+
+
+def by_reason(records: Iterable[RequestRecord]) -> list[ReasonSummary]:
+    """One entry a reason that occurs, the one that cost most tokens first; requests that missed none last."""
+    groups: dict[MissReason | None, list[RequestRecord]] = {}
+    for record in records:
+        groups.setdefault(record.reason, []).append(record)
+    found = []
+    for reason, group in groups.items():
+        ages = [record.age_s for record in group if record.age_s is not None]
+        median = float(np.median(ages)) if ages else None
+        found.append(ReasonSummary(reason, len(group), sum(record.tokens_missing for record in group), median))
+    return sorted(found, key=lambda each: (each.reason is None, -each.tokens_missing, -each.requests))
+
+
+def over_time(records: Sequence[RequestRecord], every_s: int | None = None) -> list[Period]:
+    """Every period of ``every_s`` seconds from the first record's to the last's, those without requests too.
+
+    Periods begin at multiples of their length. Without ``every_s`` there are about a dozen. Raises
+    ValueError if there would be more than MAX_PERIODS.
+    """
+    if not records:
+        return []
+    first, last = min(record.time for record in records), max(record.time for record in records)
+    if every_s is None:
+        wanted = (last - first) / _WANTED_PERIODS
+        days = math.ceil(wanted / _DAY_S) * _DAY_S
+        every_s = next((length for length in _PERIODS_S if length >= wanted), days)
+    begin, end = int(first // every_s), int(last // every_s)
+    if end - begin >= MAX_PERIODS:
+        raise ValueError(f"{end - begin + 1:,} periods of {every_s} s: at most {MAX_PERIODS:,}")
+    groups: list[list[RequestRecord]] = [[] for _ in range(begin, end + 1)]
+    for record in records:
+        groups[int(record.time // every_s) - begin].append(record)
+    return [Period.of(group, (begin + i) * every_s, every_s) for i, group in enumerate(groups)]
+
+
+def _number(data: Mapping[str, Any], field: str, most: float) -> float:
+    value = data.get(field)
+    if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 <= value <= most:
+        raise _wrong(data, field, "a number of seconds")
+    return float(value)
+
+
+def _tokens(data: Mapping[str, Any], field: str) -> int:
+    value = data.get(field)
+    if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value <= _MAX_TOKENS:
+        raise _wrong(data, field, "a number of tokens")
+    return value
+
+
+def _text(data: Mapping[str, Any], field: str) -> str:
+    value = data.get(field)
+    if not isinstance(value, str) or len(value) > _MAX_TEXT:
+        raise _wrong(data, field, f"a string of at most {_MAX_TEXT:,} characters")
+    return value
+
+
+def _reason(data: Mapping[str, Any], field: str) -> MissReason:
+    value = data[field]
+    if not isinstance(value, str) or value not in _REASONS:
+        raise _wrong(data, field, "a reason that this version of kvoffload knows")
+    return MissReason(value)
+
+
+def _policy(data: Mapping[str, Any], field: str) -> dict[str, Any]:
+    policy = data[field] if isinstance(data[field], Mapping) else {}
+    rule, scores = policy.get("rule"), policy.get("scores")
+    if not isinstance(rule, str) or not isinstance(scores, Mapping) or rule not in scores or len(scores) > _MAX_RULES:
+        raise _wrong(data, field, f"a rule and the scores of at most {_MAX_RULES}")
+    try:
+        return {"rule": rule, "scores": {name: _number(scores, name, _MAX_TIME) for name in scores}}
+    except ValueError as error:
+        raise _wrong(data, field, "a rule and the scores of each") from error
+
+
+def _wrong(data: Mapping[str, Any], field: str, wanted: str) -> ValueError:
+    if field not in data:
+        return ValueError(f"{field} is missing")
+    return ValueError(f"{field}={ascii(data[field])[:40]}: not {wanted}")

@@ -1,0 +1,186 @@
+"""A trace of the requests that a server serves: how long they were and which blocks they shared, no word of them.
+
+The file is what ``kvoffload.lab`` replays: a header, ``{"kvoffload_trace": 1, "started": seconds since 1970,
+"block_tokens": ..., ...}``, then a JSON object a request, in the order in which they ended, with the fields of
+Mooncake's traces: ``timestamp``, milliseconds from ``started`` to the request's first lookup; ``input_length`` and
+``output_length``, tokens of prompt and output; ``hash_ids``, 63 bits a whole block, of the prompt and then of the
+output as far as it was computed; and ``device_tokens``, ``host_tokens``, ``disk_tokens``, where the prompt was found.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import logging
+import os
+import stat
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import xxhash
+
+from kvoffload.abc import ConfigError, OffloadKey
+from kvoffload.locks import try_to_lock
+from kvoffload.observe.records import RequestRecord
+
+MAX_FILE_BYTES = 1 << 30
+"""What the file held before included."""
+MAX_PENDING_BYTES = 16 << 20
+FLUSH_EVERY_S = 1.0
+CLOSE_DEADLINE_S = 5.0
+LOCK_DEADLINE_S = 2.0
+"""A server that was killed keeps the lock until the kernel has cleared its memory away."""
+_VERSION = 1
+_MODE = 0o600
+# Not blocking: what lies under the name might be a pipe.
+_FLAGS = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC
+
+logger = logging.getLogger(__name__)
+
+
+class TraceRecorder:
+    """Appends to the file ``path``, which only its owner may read, a header with ``header`` in it and a line a request.
+
+    Lines are written by a thread, about once a second. Nothing raises once it is made: when the file is full, cannot
+    be written, or a bug strikes, one warning says so and nothing more is recorded. Raises ConfigError if the file
+    cannot be opened, or another server records to it.
+    """
+
+    def __init__(
+        self, path: str, block_tokens: int, header: Mapping[str, Any], clock: Callable[[], float] = time.time
+    ) -> None:
+        self.path = path
+        self._block_tokens = block_tokens
+        self._started = clock()
+        self._lock = threading.Lock()
+        self._pending: list[bytes] = []
+        self._pending_bytes = 0
+        self._off = False
+        self._wake, self._closing = threading.Event(), threading.Event()
+        self._fd = _open(path)
+        self._bytes = os.fstat(self._fd).st_size
+        self._whole = self._bytes
+        """So many bytes of the file are whole lines."""
+        self._thread = threading.Thread(target=self._run, name="kvoffload-trace", daemon=True)
+        if self._bytes and os.pread(self._fd, 1, self._bytes - 1) != b"\n":
+            self._append(b"\n")
+        first = {"kvoffload_trace": _VERSION, "started": self._started, "block_tokens": block_tokens, **header}
+        self._append(json.dumps(first).encode() + b"\n")
+        self._thread.start()
+
+    def add(
+        self, arrived: float, record: RequestRecord, keys: Sequence[OffloadKey], num_tokens: int, num_computed: int
+    ) -> None:
+        """A request has ended with ``num_tokens`` tokens, of which ``num_computed`` were computed or loaded. It came at
+        ``arrived``, in seconds since 1970; ``keys`` are those of its whole blocks, and ``record`` says how long its
+        prompt was."""
+        if self._off or self._closing.is_set():
+            return
+        try:
+            self._append(self._line(arrived, record, keys, num_tokens, num_computed))
+        except Exception as error:
+            self._stop(error)
+
+    def _line(
+        self, arrived: float, record: RequestRecord, keys: Sequence[OffloadKey], num_tokens: int, num_computed: int
+    ) -> bytes:
+        prompt = record.tokens_asked
+        whole = max(prompt, min(num_computed, num_tokens)) // self._block_tokens
+        digest = xxhash.xxh3_64_intdigest
+        line = {
+            "timestamp": max(0, round(1e3 * (arrived - self._started))),
+            "input_length": prompt,
+            "output_length": max(0, num_tokens - prompt),
+            "hash_ids": [digest(key) >> 1 for key in keys[:whole]],
+            "device_tokens": record.device_tokens,
+            "host_tokens": record.host_tokens,
+            "disk_tokens": record.disk_tokens,
+        }
+        return json.dumps(line, separators=(",", ":")).encode() + b"\n"
+
+    def _append(self, line: bytes) -> None:
+        with self._lock:
+            if self._bytes + len(line) > MAX_FILE_BYTES:
+                reason = f"the file is full ({MAX_FILE_BYTES:,} bytes); move it away and start the server again"
+            elif self._pending_bytes + len(line) > MAX_PENDING_BYTES:
+                reason = f"the disk is too slow: {self._pending_bytes:,} bytes are waiting to be written"
+            else:
+                self._pending.append(line)
+                self._pending_bytes += len(line)
+                self._bytes += len(line)
+                reason = None
+        if reason is None:
+            self._wake.set()
+        else:
+            self._stop(reason)
+
+    def _run(self) -> None:
+        try:
+            while not self._closing.is_set():
+                self._wake.wait()
+                # What comes in the meantime is written in one go.
+                self._closing.wait(FLUSH_EVERY_S)
+                self._wake.clear()
+                self._write()
+            self._write()
+        except Exception as error:
+            with contextlib.suppress(OSError):
+                os.ftruncate(self._fd, self._whole)
+            self._stop(error)
+        finally:
+            os.close(self._fd)
+
+    def _write(self) -> None:
+        with self._lock:
+            data = b"".join(self._pending)
+            self._pending.clear()
+            self._pending_bytes = 0
+        left = memoryview(data)
+        while left:
+            left = left[os.write(self._fd, left) :]
+        self._whole += len(data)
+
+    def _stop(self, reason: object) -> None:
+        with self._lock:
+            told, self._off = self._off, True
+        if not told:
+            logger.warning("kvoffload: recording of the trace %s has ended: %s", self.path, reason)
+
+    def close(self) -> None:
+        """Writes what is waiting, for CLOSE_DEADLINE_S at most. May be called twice."""
+        self._closing.set()
+        self._wake.set()
+        self._thread.join(CLOSE_DEADLINE_S)
+
+
+def _open(path: str) -> int:
+    """The file, made if it is not there, locked. Raises ConfigError."""
+    setting = f"record_trace={path!r}"
+    try:
+        fd = os.open(path, _FLAGS, _MODE)
+    except OSError as error:
+        if error.errno == errno.ELOOP:
+            raise ConfigError(f"{setting}: a symbolic link; name the file itself") from None
+        raise ConfigError(f"{setting}: cannot be written: {error.strerror}; name a file in a folder of yours") from None
+    try:
+        status = os.fstat(fd)
+        if not stat.S_ISREG(status.st_mode):
+            raise ConfigError(f"{setting}: not a file; name one, or a new one")
+        if status.st_uid != os.geteuid():
+            raise ConfigError(f"{setting}: belongs to user {status.st_uid}; name a new file in a folder of yours")
+        if status.st_nlink != 1:
+            raise ConfigError(f"{setting}: has {status.st_nlink} names; name a new file in a folder of yours")
+        if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+            raise ConfigError(f"{setting}: others may write to it; remove it, or name a new file in a folder of yours")
+        if not try_to_lock(fd, LOCK_DEADLINE_S):
+            raise ConfigError(f"{setting}: another server records to it; give each a file of its own")
+        os.fchmod(fd, _MODE)
+    except BaseException as error:
+        os.close(fd)
+        if isinstance(error, OSError):
+            raise ConfigError(f"{setting}: {error.strerror}; name a file of your own on a local disk") from None
+        raise
+    return fd

@@ -1,0 +1,367 @@
+"""A directory of a local file system as the disk tier's storage."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import logging
+import os
+import stat
+import time
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from kvoffload.abc import ByteArray, ConfigError
+from kvoffload.locks import try_to_lock
+from kvoffload.tiers.disk.storage import SETTING_ERRORS, Storage, StoredFile, nothing
+from kvoffload.units import printable
+
+logger = logging.getLogger(__name__)
+
+LOCK_NAME = "lock"
+START_LOCK_NAME = "lock-start"
+"""Held for a short while by each of several owners in turn, see ``DirectoryStorage.alone``."""
+LOCK_NAMES = (LOCK_NAME, START_LOCK_NAME)
+LOCK_DEADLINE_S = 2.0
+"""A server that was killed keeps the lock until the kernel has cleared its memory away."""
+ALONE_DEADLINE_S = 120.0
+_FOLDER_MODE = 0o700
+_FILE_MODE = 0o600
+_OTHERS = 0o077
+_OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
+_ZEROS_BYTES = 1 << 20
+_NO_FALLOCATE = (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP)
+_FOLDER_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+# Not blocking: what lies under the name might be a pipe.
+_FILE_FLAGS = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+
+_inherited: weakref.WeakSet[DirectoryStorage | _DirectoryFile] = weakref.WeakSet()
+"""What holds descriptors that a forked child gets, too."""
+
+
+def _close_in_child() -> None:
+    """A lock taken by ``flock`` lasts until the last process has closed its descriptor, and so does the space of a
+    removed file: a child that outlives its parent must not keep them."""
+    for holder in list(_inherited):
+        holder.abandon()
+
+
+os.register_at_fork(after_in_child=_close_in_child)
+
+
+class DirectoryStorage(Storage):
+    """``path`` is created if it is not there. Everything below is reached from its descriptor, so that nobody can put
+    another directory in its place.
+
+    Others may be able to list the directory, but what is below is closed to them: files and folders of this user or
+    root that are found open to others are closed, with one warning, and those of another user are refused with
+    PermissionError. Raises ConfigError unless ``path`` is a directory that nobody but its owner, this user or root, can
+    write to.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], parent: DirectoryStorage | None = None) -> None:
+        """``parent``: is closed with this one."""
+        self.path = Path(path)
+        self._fd = _open_root(self.path)
+        self._lock_fd = self._start_lock_fd = -1
+        self._read_only = bool(os.fstatvfs(self._fd).f_flag & os.ST_RDONLY)
+        self._knows_direct = self._knows_repair = False
+        self._parent = parent
+        _inherited.add(self)
+
+    @property
+    def read_only(self) -> bool:
+        return self._read_only
+
+    def child(self, name: str) -> DirectoryStorage:
+        """A directory in this one, as a storage of its own, with which this one will be closed."""
+        return DirectoryStorage(self.path / name, self)
+
+    def lock(self, shared: bool = False) -> None:
+        """``shared``: others who say so too may own it at the same time."""
+        if self._lock_fd >= 0:
+            return
+        fd = self._open_lock(LOCK_NAME)
+        if fd < 0:
+            return
+        try:
+            if not try_to_lock(fd, LOCK_DEADLINE_S, shared):
+                owner = printable(os.pread(fd, 200, 0).decode("ascii", "replace").strip()) or "another process"
+                raise ConfigError(f"disk_dir={str(self.path)!r}: in use by {owner}; give each server its own directory")
+            if not self._read_only:
+                text = f"process {os.getpid()} since {time.strftime('%Y-%m-%d %H:%M:%S')}\n".encode()
+                # On a full medium the old text may stay: the lock counts, not what it says.
+                with suppress(OSError):
+                    os.pwrite(fd, text, 0)
+                    os.ftruncate(fd, len(text))
+        except BaseException:
+            os.close(fd)
+            raise
+        self._lock_fd = fd
+
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """For a short while, others who call this wait. Raises ConfigError if that takes ALONE_DEADLINE_S."""
+        fd = self._start_lock_fd = self._open_lock(START_LOCK_NAME)
+        try:
+            if fd >= 0 and not try_to_lock(fd, ALONE_DEADLINE_S):
+                raise ConfigError(
+                    f"disk_dir={str(self.path)!r}: another process has been starting or clearing it for "
+                    f"{ALONE_DEADLINE_S:.0f} s; end that process, or name another directory"
+                )
+            yield
+        finally:
+            self._start_lock_fd = _unlock(self._start_lock_fd)
+
+    def _open_lock(self, name: str) -> int:
+        """A descriptor of a file that nobody else can open, and therefore nobody else can lock. -1 on a read-only
+        medium without that file: nobody who could write there has ever owned it."""
+        flags = os.O_RDONLY if self._read_only else os.O_RDWR | os.O_CREAT
+        try:
+            fd = os.open(name, _FILE_FLAGS | flags, _FILE_MODE, dir_fd=self._fd)
+        except FileNotFoundError:
+            return -1
+        try:
+            self.close_to_others(fd, name, _FILE_MODE)
+        except BaseException:
+            os.close(fd)
+            raise
+        return fd
+
+    def close_to_others(self, fd: int, name: str, mode: int) -> None:
+        """Gives what is open as ``fd`` the permissions ``mode`` if others have any. Raises PermissionError if it
+        belongs to another user, or if others can write to it and that cannot be changed."""
+        status = os.fstat(fd)
+        if status.st_uid not in (os.geteuid(), 0):
+            raise PermissionError(errno.EPERM, f"{name} belongs to user {status.st_uid}; chown or remove it")
+        found = stat.S_IMODE(status.st_mode)
+        if not found & _OTHERS:
+            return
+        try:
+            os.fchmod(fd, mode)
+        except OSError as error:
+            if found & _OTHERS_WRITE:
+                problem = f"others can write to {name} (mode {found:o}); run chmod {mode:o} on it"
+                raise PermissionError(errno.EPERM, problem) from error
+            return
+        if not self._knows_repair:
+            self._knows_repair = True
+            logger.warning(
+                "kvoffload: disk_dir=%r: %s was open to others (mode %o) and is closed to them now, like all that is "
+                "found so. Checksums do not show forged blocks: if you do not trust those others, stop the server and "
+                "run kvoffload disk clear",
+                str(self.path),
+                name,
+                found,
+            )
+
+    def held_bytes(self, is_left_out: Callable[[str, str], bool] = nothing) -> int:
+        total = 0
+        for path, _, names, fd in os.fwalk(".", dir_fd=self._fd, follow_symlinks=False):
+            folder = path.removeprefix(".").removeprefix("/")
+            for name in names:
+                if (folder or name not in LOCK_NAMES) and not is_left_out(folder, name):
+                    with suppress(FileNotFoundError):
+                        total += os.stat(name, dir_fd=fd, follow_symlinks=False).st_blocks * 512
+        return total
+
+    def folders(self) -> list[str]:
+        with os.scandir(self._fd) as entries:
+            return sorted(entry.name for entry in entries if entry.is_dir(follow_symlinks=False))
+
+    def files(self, folder: str) -> list[str]:
+        with self._folder(folder) as fd, os.scandir(fd) as entries:
+            return sorted(entry.name for entry in entries if not entry.is_dir(follow_symlinks=False))
+
+    def make_folder(self, folder: str) -> None:
+        try:
+            os.mkdir(folder, _FOLDER_MODE, dir_fd=self._fd)
+        except FileExistsError:
+            with self._folder(folder):
+                pass
+
+    def remove_folder(self, folder: str) -> None:
+        os.rmdir(folder, dir_fd=self._fd)
+
+    def open(self, folder: str, name: str, create: bool = False, direct: bool = False) -> StoredFile:
+        flags = _FILE_FLAGS | (os.O_RDONLY if self._read_only else os.O_RDWR) | (os.O_CREAT if create else 0)
+        with self._folder(folder) as folder_fd:
+            if direct:
+                try:
+                    fd = os.open(name, flags | os.O_DIRECT, _FILE_MODE, dir_fd=folder_fd)
+                    return _DirectoryFile(fd, name, self)
+                except OSError as error:
+                    if error.errno != errno.EINVAL:
+                        raise
+                    self.tell_not_direct()
+            return _DirectoryFile(os.open(name, flags, _FILE_MODE, dir_fd=folder_fd), name, self)
+
+    def remove(self, folder: str, name: str) -> None:
+        with self._folder(folder) as fd:
+            os.unlink(name, dir_fd=fd)
+
+    def modified(self, folder: str, name: str) -> float:
+        with self._folder(folder) as fd:
+            return os.stat(name, dir_fd=fd, follow_symlinks=False).st_mtime
+
+    def free_bytes(self) -> int:
+        status = os.fstatvfs(self._fd)
+        return status.f_bavail * status.f_frsize
+
+    def close(self) -> None:
+        self._lock_fd = _unlock(self._lock_fd)
+        self._start_lock_fd = _unlock(self._start_lock_fd)
+        self.abandon()
+        if self._parent is not None:
+            self._parent.close()
+
+    def abandon(self) -> None:
+        """Closes the descriptors, and leaves the locks to the process that this one was forked from."""
+        for fd in (self._fd, self._lock_fd, self._start_lock_fd):
+            if fd >= 0:
+                os.close(fd)
+        self._fd = self._lock_fd = self._start_lock_fd = -1
+
+    def tell_not_direct(self) -> None:
+        """Logs, once, that the page cache is in the way."""
+        if not self._knows_direct:
+            self._knows_direct = True
+            logger.warning(
+                "kvoffload: disk_dir=%r: its file system has no O_DIRECT; using the page cache", str(self.path)
+            )
+
+    @contextmanager
+    def _folder(self, folder: str) -> Iterator[int]:
+        if not folder:
+            yield self._fd
+            return
+        fd = os.open(folder, _FOLDER_FLAGS, dir_fd=self._fd)
+        try:
+            self.close_to_others(fd, folder, _FOLDER_MODE)
+            yield fd
+        finally:
+            os.close(fd)
+
+
+class _DirectoryFile(StoredFile):
+    """Takes over ``fd``, which was opened as ``name``."""
+
+    def __init__(self, fd: int, name: str, storage: DirectoryStorage) -> None:
+        self._fd = fd
+        self._storage = storage
+        try:
+            if not stat.S_ISREG(os.fstat(fd).st_mode):
+                raise OSError(errno.ENXIO, "not a regular file")
+            storage.close_to_others(fd, name, _FILE_MODE)
+            self._is_direct = bool(fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_DIRECT)
+        except BaseException:
+            os.close(fd)
+            raise
+        _inherited.add(self)
+
+    def read(self, buffers: Sequence[ByteArray], offset: int) -> int:
+        try:
+            return os.preadv(self._fd, [buffer.data for buffer in buffers], offset)
+        except OSError as error:
+            self._leave_direct(error)
+            return os.preadv(self._fd, [buffer.data for buffer in buffers], offset)
+
+    def write(self, buffers: Sequence[ByteArray], offset: int) -> int:
+        try:
+            return os.pwritev(self._fd, [buffer.data for buffer in buffers], offset)
+        except OSError as error:
+            self._leave_direct(error)
+            return os.pwritev(self._fd, [buffer.data for buffer in buffers], offset)
+
+    def _leave_direct(self, error: OSError) -> None:
+        """Some file systems take O_DIRECT on opening and refuse it later. Raises ``error`` if that is not it."""
+        if error.errno != errno.EINVAL or not self._is_direct:
+            raise error
+        # Another thread may have done so, since this one's call was refused.
+        flags = fcntl.fcntl(self._fd, fcntl.F_GETFL)
+        if flags & os.O_DIRECT:
+            self._storage.tell_not_direct()
+            fcntl.fcntl(self._fd, fcntl.F_SETFL, flags & ~os.O_DIRECT)
+
+    def size(self) -> int:
+        return os.fstat(self._fd).st_size
+
+    def allocated_bytes(self) -> int:
+        return os.fstat(self._fd).st_blocks * 512
+
+    def resize(self, size: int) -> None:
+        old = self.size()
+        if size <= old:
+            os.ftruncate(self._fd, size)
+            return
+        status = os.fstatvfs(self._fd)
+        if size - old > status.f_bavail * status.f_frsize:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        # Where a file system has no fallocate, the C library writes zeros in pieces that O_DIRECT would not take.
+        fd = os.open(f"/proc/self/fd/{self._fd}", os.O_RDWR | os.O_CLOEXEC)
+        try:
+            _allocate(fd, old, size)
+        except OSError:
+            os.ftruncate(fd, old)
+            raise
+        finally:
+            os.close(fd)
+
+    def close(self) -> None:
+        self.abandon()
+
+    def abandon(self) -> None:
+        if self._fd >= 0:
+            os.close(self._fd)
+        self._fd = -1
+
+
+def _allocate(fd: int, begin: int, end: int) -> None:
+    try:
+        os.posix_fallocate(fd, begin, end - begin)
+    except OSError as error:
+        # Not every C library does it by other means.
+        if error.errno not in _NO_FALLOCATE:
+            raise
+        zeros = bytes(_ZEROS_BYTES)
+        while begin < end:
+            begin += os.pwrite(fd, zeros[: end - begin], begin)
+
+
+def _unlock(fd: int) -> int:
+    """Gives up the lock of ``fd``, at once even if a forked child has it too, and closes it. Returns -1."""
+    if fd >= 0:
+        fcntl.flock(fd, fcntl.LOCK_UN)
+        os.close(fd)
+    return -1
+
+
+def _open_root(path: Path) -> int:
+    setting = f"disk_dir={str(path)!r}"
+    if path.is_symlink():
+        raise ConfigError(f"{setting}: is a symbolic link; write what it points to, {os.path.realpath(path)!r}")
+    if path.exists() and not path.is_dir():
+        raise ConfigError(f"{setting}: is not a directory; name a directory")
+    try:
+        path.mkdir(mode=_FOLDER_MODE, parents=True, exist_ok=True)
+        fd = os.open(path, _FOLDER_FLAGS)
+    except OSError as error:
+        # A path that does not exist on a read-only file system is a mistake; one that does can be read.
+        if error.errno not in (*SETTING_ERRORS, errno.EROFS):
+            raise
+        raise ConfigError(
+            f"{setting}: cannot be used ({error.strerror}); name a directory that this user can write to, or let root "
+            f"make it: install -d -m 700 -o {os.geteuid()} {path}"
+        ) from error
+    status = os.fstat(fd)
+    problem = None
+    if status.st_uid not in (os.geteuid(), 0):
+        problem = f"belongs to user {status.st_uid}; name a directory of your own, or chown it"
+    elif status.st_mode & _OTHERS_WRITE:
+        problem = f"others can write to it (mode {stat.S_IMODE(status.st_mode):o}); run chmod 700 on it"
+    if problem:
+        os.close(fd)
+        raise ConfigError(f"{setting}: {problem}")
+    return fd

@@ -1,0 +1,86 @@
+"""Amounts as people write and read them, and text that a terminal can show."""
+
+from __future__ import annotations
+
+import re
+
+from kvoffload.abc import ConfigError
+
+
+def counted(number: int, noun: str) -> str:
+    """Such as "1 block" or "1,234 blocks"."""
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
+def age(seconds: float) -> str:
+    """Such as "90 s", "15 min", "3 h" or "2 d"."""
+    for size, unit in ((86_400, "d"), (3600, "h"), (60, "min")):
+        if seconds >= 2 * size:
+            return f"{seconds / size:,.0f} {unit}"
+    return f"{max(seconds, 0.0):.0f} s"
+
+
+def printable(text: str) -> str:
+    """``text`` with everything escaped that is no printable character, such as what would move a terminal's cursor."""
+    return text if text.isprintable() else "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
+
+
+def format_bytes(n: int) -> str:
+    """``n`` bytes as people write them: "8 GiB", "1.5 MiB"."""
+    for power, unit in ((40, "TiB"), (30, "GiB"), (20, "MiB"), (10, "KiB")):
+        if n >= 1 << power:
+            return f"{n / (1 << power):.1f}".rstrip("0").rstrip(".") + f" {unit}"
+    return f"{n} bytes"
+
+
+NOTHING = "–"  # noqa: RUF001
+
+
+def milliseconds(value: float | None) -> str:
+    if value is None:
+        return NOTHING
+    return f"{value:,.0f} ms" if value >= 10 else f"{value:.1f} ms"
+
+
+def times(value: float | None) -> str:
+    return NOTHING if value is None else f"{value:.1f}×"  # noqa: RUF001
+
+
+def faster(value: float | None) -> str:
+    return NOTHING if value is None else f"{times(value)} faster"
+
+
+def gigabytes_per_second(value: float | None) -> str:
+    return NOTHING if value is None else f"{value:.1f} GB/s"
+
+
+def share(part: int, whole: int) -> str:
+    return NOTHING if not whole else f"{100 * part / whole:.0f}%"
+
+
+_POWERS = {"k": 1, "m": 2, "g": 3, "t": 4}
+
+
+_MAX_BYTES = 1 << 62
+
+
+_BYTES = re.compile(r"\s*(\d+(?:\.\d+)?)\s*(?:([kmgt])(i?))?(b?)\s*", re.IGNORECASE)
+
+
+def parse_bytes(setting: str, value: object) -> int:
+    """Bytes in a number or in a string such as "8GiB", "512 MiB" or "1.5T" (powers of 1024, except that
+    "GB" and its like are powers of 1000). Raises ConfigError naming ``setting``."""
+    fix = f'write a number of bytes or a string such as {setting}="8GiB"'
+    if isinstance(value, bool) or not isinstance(value, (int, float, str)):
+        raise ConfigError(f"{setting}={value!r}: not an amount of memory; {fix}")
+    amount = value
+    if isinstance(amount, str):
+        match = _BYTES.fullmatch(amount)
+        if match is None:
+            raise ConfigError(f"{setting}={value!r}: not an amount of memory; {fix}")
+        number, prefix, binary, suffix = match.groups()
+        base = 1000 if suffix and not binary else 1024
+        amount = float(number) * (base ** _POWERS[prefix.lower()] if prefix else 1)
+    if not 1 <= amount <= _MAX_BYTES:
+        raise ConfigError(f"{setting}={value!r}: must be 1 byte or more, and less than {_MAX_BYTES}; {fix}")
+    return int(amount)

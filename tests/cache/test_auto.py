@@ -1,0 +1,318 @@
+"""The self-tuning policy: its rules, what it remembers, how it chooses, and all of it beside the plainest Python."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+
+from kvoffload.abc import MissReason, OffloadingManager, OffloadKey
+from kvoffload.cache.keys import make_offload_key
+from kvoffload.cache.manager import PolicyOffloadingManager
+from kvoffload.cache.policies import tournament
+from kvoffload.cache.policies.auto import AutoPolicy
+from kvoffload.cache.policies.base import RecencyList
+from kvoffload.cache.policies.ghosts import GhostTable, key_hashes
+from kvoffload.cache.policies.tournament import RULES, LRUShadow, Rule, Shadow, Tournament
+from kvoffload.cache.slots import HostBackend
+from kvoffload.testing.conformance import ManagerConformance, PolicyConformance
+from kvoffload.testing.reference_auto import ReferenceAutoManager, ReferenceTwoLists
+from kvoffload.testing.stateful import WALK_SEEDS, manager_machine, walk
+
+BY_NAME = {rule.name: rule for rule in RULES}
+
+
+def make_auto(num_blocks: int) -> PolicyOffloadingManager:
+    return PolicyOffloadingManager(HostBackend(16, num_blocks), AutoPolicy(num_blocks), enable_events=True)
+
+
+def compare_rules(manager: PolicyOffloadingManager, reference: ReferenceAutoManager) -> None:
+    state = manager.policy_state()
+    assert state["rule"] == reference.rule.name
+    assert list(state["scores"].values()) == pytest.approx(reference.scores)
+
+
+Machine = manager_machine(make_auto, ReferenceAutoManager, compare_rules)
+TestAgainstTheReference = Machine.TestCase
+
+
+@pytest.mark.parametrize("seed", WALK_SEEDS)
+def test_a_long_walk_beside_the_reference(seed: int) -> None:
+    walk(Machine, seed)
+
+
+class TestPolicyConformance(PolicyConformance):
+    def make_policy(self, capacity: int) -> AutoPolicy:
+        return AutoPolicy(capacity)
+
+
+# Chains, as engines ask for them.
+
+
+def chains(rng: random.Random, num_prompts: int, num_requests: int) -> list[list[int]]:
+    """Requests for prompts that share prefixes, some of them again and again."""
+    prompts: list[list[int]] = []
+    for i in range(num_prompts):
+        shared = rng.choice(prompts) if prompts and rng.random() < 0.5 else []
+        own = [1000 * (i + 1) + n for n in range(rng.randint(1, 9))]
+        prompts.append(shared[: rng.randint(0, len(shared))] + own)
+    return [prompts[min(rng.randrange(num_prompts), rng.randrange(num_prompts))] for _ in range(num_requests)]
+
+
+def key(name: int) -> OffloadKey:
+    return make_offload_key(name.to_bytes(16, "little"), 0)
+
+
+def serve(manager: PolicyOffloadingManager, names: Sequence[int]) -> int:
+    """A request is served at once. Returns how many leading blocks were there."""
+    keys = [key(name) for name in names]
+    manager.touch(keys)
+    found = manager.lookup(keys)
+    assert found is not None
+    output = manager.prepare_store(keys[: manager.num_blocks])
+    stored = [] if output is None else output.keys_to_store
+    manager.refresh(keys, stored)
+    manager.complete_store(stored)
+    return found
+
+
+class Fixed(Tournament):
+    """Goes by one rule whatever the scores say."""
+
+    def __init__(self, capacity: int, rule: Rule) -> None:
+        super().__init__(capacity)
+        self._fixed = rule
+
+    @property
+    def rule(self) -> Rule:
+        return self._fixed
+
+
+def with_rule(num_blocks: int, rule: Rule) -> PolicyOffloadingManager:
+    policy = AutoPolicy(num_blocks)
+    policy._tournament = Fixed(num_blocks, rule)
+    return PolicyOffloadingManager(HostBackend(16, num_blocks), policy, enable_events=True)
+
+
+class TestManagerConformanceWhileItGoesByLRU(ManagerConformance):
+    def make_manager(self, num_blocks: int) -> OffloadingManager:
+        return with_rule(num_blocks, BY_NAME["lru"])
+
+
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.name)
+@pytest.mark.parametrize("seed", range(4))
+def test_a_shadow_is_the_plain_algorithm(rule: Rule, seed: int) -> None:
+    rng = random.Random(seed)
+    capacity = rng.randint(4, 40)
+    shadow = LRUShadow(capacity, rule) if rule.share is None else Shadow(capacity, rule)
+    plain = ReferenceTwoLists(capacity, rule)
+    for chain in chains(rng, 12, 150):
+        assert shadow.access(chain) == plain.access(chain)
+        if rule.share is not None:
+            assert (list(shadow.once), list(shadow.again)) == (plain.once, plain.again)
+
+
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.name)
+@pytest.mark.parametrize("seed", range(4))
+def test_requests_served_at_once_are_the_plain_algorithm(rule: Rule, seed: int) -> None:
+    rng = random.Random(seed)
+    capacity = rng.randint(20, 40)
+    manager, plain = with_rule(capacity, rule), ReferenceTwoLists(capacity, rule)
+    found = expected = 0
+    for chain in chains(rng, 30, 200):
+        found += serve(manager, chain)
+        expected += plain.access(chain)
+    assert expected > 100
+    # The policy remembers a little more, and ``admit`` is not told how much of a full cache is the request's.
+    assert abs(found - expected) <= (0.0 if rule.share is None else 0.08) * expected
+
+
+def run(rule_or_auto: Rule | None, requests: list[list[int]], num_blocks: int) -> tuple[int, PolicyOffloadingManager]:
+    manager = make_auto(num_blocks) if rule_or_auto is None else with_rule(num_blocks, rule_or_auto)
+    return sum(serve(manager, chain) for chain in requests), manager
+
+
+def loops(num_chains: int, times: int) -> list[list[int]]:
+    """The same chains in turn: LRU finds nothing where they do not all fit."""
+    return [[100 * i + n for n in range(4)] for _ in range(times) for i in range(num_chains)]
+
+
+def scans(rng: random.Random, times: int) -> list[list[int]]:
+    """Few chains that are asked for often, between many that come once."""
+    return [
+        [100 * rng.randrange(5) + n for n in range(4)]
+        if rng.random() < 0.3
+        else [10_000 + 100 * i + n for n in range(4)]
+        for i in range(times)
+    ]
+
+
+def drifts(rng: random.Random, times: int) -> list[list[int]]:
+    """What was asked for lately is asked for again, and soon never more."""
+    return [[100 * (i // 4 - rng.randrange(5)) + 10**6 + n for n in range(4)] for i in range(times)]
+
+
+@pytest.mark.parametrize(
+    ("requests", "best", "worst"),
+    [
+        (loops(20, 40), "lirs", "lru"),
+        (scans(random.Random(1), 700), "2q", "lru"),
+        (drifts(random.Random(2), 800), "lru", "lirs"),
+    ],
+    ids=["loop", "scan", "drift"],
+)
+def test_it_finds_about_what_the_best_rule_does(requests: list[list[int]], best: str, worst: str) -> None:
+    found = {name: run(rule, requests, 40)[0] for name, rule in BY_NAME.items()}
+    tuned, _ = run(None, requests, 40)
+    assert found[best] > 1.2 * found[worst], "else the rules are all the same, and the choice does not matter"
+    assert tuned > 0.85 * found[best]
+    assert tuned > 1.1 * found[worst]
+
+
+def test_it_changes_its_rule_as_requests_change_and_tells_so() -> None:
+    manager = make_auto(40)
+    rules = []
+    for requests in (loops(20, 60), drifts(random.Random(3), 1500), loops(20, 60)):
+        for chain in requests:
+            serve(manager, chain)
+        state = manager.policy_state()
+        assert state["scores"][state["rule"]] >= max(state["scores"].values()) / tournament.MARGIN
+        rules.append(state["rule"])
+    assert rules[0] == rules[2] != rules[1]
+
+
+def test_a_refused_block_is_not_written_and_the_record_says_why() -> None:
+    manager = with_rule(10, BY_NAME["2q"])
+    for i in range(6):
+        serve(manager, [100 * i, 100 * i + 1])
+        serve(manager, [100 * i, 100 * i + 1])
+    new = list(range(5000, 5008))
+    serve(manager, new)
+    assert manager.lookup([key(name) for name in new]) < 8
+    assert manager.explain_miss(key(5007)).reason is MissReason.NOT_ADMITTED
+    serve(manager, new)
+    assert manager.lookup([key(name) for name in new]) == 8, "at second sight it is stored"
+
+
+def test_what_goes_on_behind_a_refused_block_is_remembered_like_it() -> None:
+    manager = with_rule(10, BY_NAME["2q"])
+    for i in range(6):
+        serve(manager, [100 * i, 100 * i + 1])
+        serve(manager, [100 * i, 100 * i + 1])
+    new = list(range(5000, 5008))
+    manager.touch([key(name) for name in new])
+    manager.refuse([key(name) for name in new])
+    assert manager.explain_miss(key(5007)).reason is MissReason.NOT_ADMITTED
+    serve(manager, new)
+    assert manager.lookup([key(name) for name in new]) == 8
+
+
+def test_above_a_lower_tier_nothing_is_refused() -> None:
+    manager = with_rule(10, BY_NAME["2q"])
+    manager.policy.may_refuse = False
+    for i in range(6):
+        serve(manager, [100 * i, 100 * i + 1])
+        serve(manager, [100 * i, 100 * i + 1])
+    new = list(range(5000, 5008))
+    serve(manager, new)
+    assert manager.lookup([key(name) for name in new]) == 8
+
+
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.name)
+def test_a_chain_loses_its_tail_before_its_head(rule: Rule) -> None:
+    manager = with_rule(12, rule)
+    chain = list(range(100, 106))
+    for _ in range(2):
+        serve(manager, chain)
+    keys, left = [key(name) for name in chain], []
+    for i in range(40):
+        for _ in range(2):
+            serve(manager, [1000 + i])
+        found = manager.lookup(keys)
+        assert sum(state == 1 for state in manager.lookup_each(keys)) == found, "there is a hole in the chain"
+        left.append(found)
+    assert left == sorted(left, reverse=True)
+
+
+def test_the_oldest_leave_in_a_few_steps_however_the_lists_alternate(monkeypatch: pytest.MonkeyPatch) -> None:
+    manager = with_rule(400, BY_NAME["lru"])
+    names = list(range(400))
+    serve(manager, names)
+    for name in names:
+        # Every other one moves to the list of those used again, the rest to the recent end of theirs.
+        (manager.touch if name % 2 else lambda keys: manager.refresh(keys, ()))([key(name)])
+    steps, pop = [], RecencyList.pop_with_positions
+    monkeypatch.setattr(RecencyList, "pop_with_positions", lambda *args: steps.append(1) or pop(*args))
+    output = manager.prepare_store([key(name) for name in range(1000, 1200)])
+    assert output is not None
+    assert output.evicted_keys == [key(name) for name in range(200)]
+    assert len(steps) < 10
+
+
+def test_what_it_remembers_is_forgotten_with_the_cache() -> None:
+    manager = make_auto(10)
+    for chain in loops(8, 20):
+        serve(manager, chain)
+    assert max(manager.policy_state()["scores"].values()) > 0
+    manager.reset()
+    assert max(manager.policy_state()["scores"].values()) == 0
+    assert manager.policy_state()["rule"] == RULES[tournament.FIRST].name
+
+
+# Samples and scores.
+
+
+def test_the_sample_is_the_same_in_every_process_and_about_as_large_as_it_should_be() -> None:
+    capacity = 100_000
+    sampled = key_hashes([key(name) for name in range(100_000)]) < np.uint64(2**64 // 16)
+    assert 5800 < np.count_nonzero(sampled) < 6700
+    assert np.flatnonzero(sampled)[:3].tolist() == [13, 45, 49]
+    assert Tournament(capacity)._shadows[0].capacity == tournament.SHADOW_BLOCKS
+
+
+def test_keys_of_other_groups_and_of_any_length_have_names_of_their_own() -> None:
+    hashes = key_hashes([make_offload_key(b"block hash of sixteen"[:16], g) for g in range(1000)])
+    assert len(set(hashes.tolist())) == 1000
+    short = key_hashes([b"a", b"bc", b"d" * 40])
+    assert len(set(short.tolist())) == 3
+    assert key_hashes([b"bc"])[0] == short[1]
+    assert len(key_hashes([])) == 0
+
+
+@pytest.mark.parametrize("capacity", [1, 3, 64, 65, 5000])
+def test_the_table_of_ghosts_keeps_those_that_entered_last(capacity: int) -> None:
+    table, rng = GhostTable(capacity), np.random.default_rng(capacity)
+    log: list[int] = []
+    for _ in range(60):
+        batch = rng.integers(0, 4 * capacity, size=rng.integers(1, 2 + capacity // 3))
+        batch = batch[np.sort(np.unique(batch, return_index=True)[1])]
+        hashes = key_hashes([key(int(name)) for name in batch])
+        table.add(hashes, batch)
+        log = [name for name in log if name not in set(batch.tolist())] if capacity <= 64 else log
+        log += batch.tolist()
+        known = table.find(hashes)
+        assert (known >= 0).all()
+        assert (table.stamps(known) == batch).all()
+    window = log[-capacity:] if capacity > 64 else None
+    everything = key_hashes([key(name) for name in range(4 * capacity)])
+    found = set(np.flatnonzero(table.find(everything) >= 0).tolist())
+    assert len(found) == len(table) <= capacity
+    if window is not None:
+        assert found <= set(window)
+        assert len(found) > 0.99 * len(set(window)), "buckets overflow"
+
+
+def test_a_ghost_taken_out_is_not_found_and_marks_end_with_it() -> None:
+    table = GhostTable(100)
+    hashes = key_hashes([key(name) for name in range(3)])
+    table.add(hashes, np.arange(3))
+    entries = table.find(hashes)
+    table.mark(entries, np.array([True, False, True]))
+    assert table.is_marked(table.find(hashes)).tolist() == [True, False, True]
+    table.take_out(hashes[:1], entries[:1])
+    table.take_out(hashes[:1], entries[1:2])
+    assert (table.find(hashes) >= 0).tolist() == [False, True, True]
+    table.add(hashes, np.arange(3))
+    assert not table.is_marked(table.find(hashes)).any()

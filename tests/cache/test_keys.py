@@ -1,0 +1,120 @@
+"""Keys: what a block hash names, and how a key is made of it."""
+
+from __future__ import annotations
+
+import hashlib
+from itertools import combinations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvoffload.cache.keys import hash_blocks, key_block_hash, key_group_idx, make_offload_key, root_hash
+
+tokens = st.lists(st.integers(0, 2**31 - 1), max_size=40)
+
+
+def test_a_key_is_the_hash_then_the_group_as_a_big_endian_u32() -> None:
+    assert make_offload_key(b"hash", 0) == b"hash\0\0\0\0"
+    assert make_offload_key(b"hash", 0x01020304) == b"hash\x01\x02\x03\x04"
+    assert make_offload_key(b"", 2**32 - 1) == b"\xff\xff\xff\xff"
+
+
+@pytest.mark.parametrize("group", [-1, 2**32])
+def test_a_group_that_does_not_fit_is_an_error(group: int) -> None:
+    with pytest.raises(OverflowError):
+        make_offload_key(b"hash", group)
+
+
+@given(st.binary(max_size=40), st.integers(0, 2**32 - 1))
+def test_a_key_can_be_taken_apart(block_hash: bytes, group: int) -> None:
+    key = make_offload_key(block_hash, group)
+    assert (key_block_hash(key), key_group_idx(key)) == (block_hash, group)
+
+
+def test_hashes_are_chained_sha256_of_little_endian_tokens() -> None:
+    root = root_hash("model")
+    first = hashlib.sha256(root + bytes([1, 0, 0, 0, 2, 1, 0, 0])).digest()
+    second = hashlib.sha256(first + bytes([3, 0, 0, 0, 255, 255, 255, 127])).digest()
+    assert hash_blocks([1, 258, 3, 2**31 - 1], 2, extras=["model"]) == [first, second]
+
+
+def test_hashes_stay_the_same_from_release_to_release() -> None:
+    """Other nodes and the disk know blocks by them."""
+    assert root_hash().hex() == "90abf31fc0aea662d424afc48ff6e3152f8af8d6a7989b15db412e39537d2a64"
+    assert (
+        hash_blocks(range(8), 4, extras=["model", b"salt"])[1].hex()
+        == "8ec1ef4255c7f67bb15bcb5678f21e40b7ab7a454caf2e658d7a88afb9add9cb"
+    )
+
+
+def test_only_whole_blocks_have_a_hash() -> None:
+    assert hash_blocks([], 4) == []
+    assert hash_blocks([1, 2, 3], 4) == []
+    assert len(hash_blocks([1, 2, 3, 4], 4)) == 1
+    assert len(hash_blocks(range(11), 4)) == 2
+
+
+@given(tokens, tokens, st.integers(1, 5))
+def test_two_prompts_share_hashes_exactly_as_far_as_they_share_blocks(
+    one: list[int], other: list[int], block_size: int
+) -> None:
+    pairs = zip(hash_blocks(one, block_size), hash_blocks(other, block_size), strict=False)
+    for n, (a, b) in enumerate(pairs, start=1):
+        assert (a == b) == (one[: n * block_size] == other[: n * block_size])
+
+
+@given(tokens, st.integers(1, 5), st.integers(0, 8))
+def test_a_chain_can_be_gone_on_with(token_ids: list[int], block_size: int, done: int) -> None:
+    whole = hash_blocks(token_ids, block_size, extras=["m"])
+    done = min(done, len(whole))
+    parent = whole[done - 1] if done else root_hash("m")
+    assert whole[:done] + hash_blocks(token_ids[done * block_size :], block_size, parent) == whole
+
+
+@pytest.mark.parametrize("dtype", [np.int32, np.int64, np.uint16, ">i4"])
+def test_arrays_hash_like_lists(dtype: object) -> None:
+    token_ids = [5, 6, 7, 8]
+    assert hash_blocks(np.array(token_ids, dtype=dtype), 2) == hash_blocks(token_ids, 2)
+    strided = np.array([5, 0, 6, 0, 7, 0, 8, 0], dtype=np.int32)[::2]
+    assert hash_blocks(strided, 2) == hash_blocks(token_ids, 2)
+    assert hash_blocks(tuple(token_ids), 2) == hash_blocks(token_ids, 2)
+
+
+def test_the_same_tokens_after_different_roots_are_different_blocks() -> None:
+    extras: list[list[str | bytes]] = [
+        [],
+        [""],
+        [b""],
+        ["", ""],
+        ["ab"],
+        [b"ab"],
+        ["a", "b"],
+        ["b", "a"],
+        ["a", b"b"],
+        ["asb"],
+        ["a\0b"],
+    ]
+    hashes = [hash_blocks([1], 1, extras=each) for each in extras]
+    for one, other in combinations(range(len(extras)), 2):
+        assert hashes[one] != hashes[other], f"{extras[one]} and {extras[other]} hash alike"
+    assert hash_blocks([1], 1, extras=["a", "b"]) == hash_blocks([1], 1, extras=iter(["a", "b"]))
+
+
+@pytest.mark.parametrize("block_size", [0, -4])
+def test_a_block_without_tokens_is_an_error_that_says_so(block_size: int) -> None:
+    with pytest.raises(ValueError, match=f"block_size={block_size}: must be at least 1"):
+        hash_blocks([1], block_size)
+
+
+def test_a_token_that_does_not_fit_is_an_error() -> None:
+    with pytest.raises(ValueError, match="does not fit"):
+        hash_blocks([2**31], 1)
+    with pytest.raises(ValueError, match="does not fit"):
+        hash_blocks(np.array([2**32 + 5]), 1)
+
+
+def test_extras_belong_to_the_root() -> None:
+    with pytest.raises(ValueError, match="root"):
+        hash_blocks([1], 1, parent=b"x", extras=["lora"])

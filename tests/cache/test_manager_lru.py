@@ -1,0 +1,426 @@
+"""LRUOffloadingManager, and what every manager made of a policy and a backend does."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import pytest
+
+from kvoffload.abc import (
+    Backend,
+    BlockNotReadyError,
+    BlockStatus,
+    IntegrityError,
+    LookupState,
+    MissReason,
+    OffloadingManager,
+    OffloadKey,
+    Slots,
+)
+from kvoffload.cache.keys import make_offload_key
+from kvoffload.cache.manager import LRUOffloadingManager, PolicyOffloadingManager
+from kvoffload.cache.policies import make_policy
+from kvoffload.cache.policies.lru import LRUPolicy
+from kvoffload.cache.slots import HostBackend
+from kvoffload.testing.conformance import ManagerConformance, keys, letters
+from kvoffload.testing.reference import ReferenceLRUManager
+from kvoffload.testing.stateful import WALK_SEEDS, manager_machine, walk
+
+
+class ShelfBackend(Backend):
+    """A stranger's backend: another medium, slots handed out highest first."""
+
+    def __init__(self, num_blocks: int) -> None:
+        super().__init__(4, "shelf")
+        self.free_slots = list(range(num_blocks))
+        self.size = num_blocks
+
+    @property
+    def num_blocks(self) -> int:
+        return self.size
+
+    def get_num_free_blocks(self) -> int:
+        return len(self.free_slots)
+
+    def allocate_blocks(self, keys: Sequence[OffloadKey]) -> Slots:
+        return np.array([self.free_slots.pop() for _ in keys], dtype=np.int64)
+
+    def free(self, slots: Slots) -> None:
+        self.free_slots += slots.tolist()
+
+
+def make_lru(num_blocks: int) -> LRUOffloadingManager:
+    return LRUOffloadingManager(HostBackend(16, num_blocks), enable_events=True)
+
+
+def make_on_a_shelf(num_blocks: int) -> PolicyOffloadingManager:
+    return PolicyOffloadingManager(ShelfBackend(num_blocks), make_policy("lru", num_blocks), enable_events=True)
+
+
+class TestConformance(ManagerConformance):
+    def make_manager(self, num_blocks: int) -> OffloadingManager:
+        return make_lru(num_blocks)
+
+
+class TestConformanceOnAnotherBackend(ManagerConformance):
+    def make_manager(self, num_blocks: int) -> OffloadingManager:
+        return make_on_a_shelf(num_blocks)
+
+
+class TestConformanceOfTheReference(ManagerConformance):
+    def make_manager(self, num_blocks: int) -> OffloadingManager:
+        return ReferenceLRUManager(num_blocks)
+
+
+Machine = manager_machine(make_lru, ReferenceLRUManager)
+TestAgainstTheReference = Machine.TestCase
+
+
+def stored(manager: OffloadingManager, names: str) -> None:
+    assert manager.prepare_store(keys(names)) is not None
+    manager.complete_store(keys(names))
+
+
+def test_specs_name_the_backends_medium() -> None:
+    manager = make_on_a_shelf(2)
+    output = manager.prepare_store(keys("a"))
+    assert output is not None
+    manager.complete_store(keys("a"))
+    assert output.store_spec.medium() == "shelf"
+    assert manager.prepare_load(keys("a")).medium() == "shelf"
+    assert [event.medium for event in manager.take_events()] == ["shelf"]
+
+
+@pytest.mark.parametrize(
+    "manager",
+    [LRUOffloadingManager(HostBackend(16, 1)), PolicyOffloadingManager(HostBackend(16, 1), LRUPolicy(1))],
+)
+def test_events_are_off_unless_asked_for(manager: OffloadingManager) -> None:
+    stored(manager, "a")
+    stored(manager, "b")
+    manager.reset()
+    assert list(manager.take_events()) == []
+
+
+def test_block_status_is_a_view_of_now() -> None:
+    manager = make_lru(2)
+    assert manager.block_status(keys("a")[0]) is None
+    output = manager.prepare_store(keys("a"))
+    assert output is not None
+    slot = int(output.store_spec.slots[0])
+    assert manager.block_status(keys("a")[0]) == BlockStatus(slot, -1)
+    manager.complete_store(keys("a"))
+    assert manager.block_status(keys("a")[0]) == BlockStatus(slot, 0)
+    manager.prepare_load(keys("a"))
+    manager.prepare_load(keys("a"))
+    status = manager.block_status(keys("a")[0])
+    assert status == BlockStatus(slot, 2)
+    status.ref_cnt = 0
+    assert manager.block_status(keys("a")[0]) == BlockStatus(slot, 2)
+    manager.reset()
+    assert manager.block_status(keys("a")[0]) is None
+
+
+def test_every_slot_is_back_in_the_backend_after_transfers_end() -> None:
+    backend = HostBackend(16, 5)
+    manager = LRUOffloadingManager(backend)
+    stored(manager, "abc")
+    manager.prepare_load(keys("ab"))
+    manager.prepare_store(keys("de"))
+    assert backend.get_num_free_blocks() == 0
+    manager.shutdown()
+    assert backend.get_num_free_blocks() == 1
+    manager.complete_load(keys("ab"))
+    manager.complete_store(keys("de"), success=False)
+    assert backend.get_num_free_blocks() == 5
+    backend.check_integrity()
+
+
+def test_refused_store_leaves_backend_and_order_alone() -> None:
+    manager = make_lru(4)
+    stored(manager, "abcd")
+    manager.prepare_load(keys("c"))
+    before = {name: manager.block_status(keys(name)[0]) for name in "abcd"}
+    assert manager.prepare_store(keys("wxyz")) is None
+    assert {name: manager.block_status(keys(name)[0]) for name in "abcd"} == before
+    output = manager.prepare_store(keys("wxy"))
+    assert output is not None
+    assert letters(output.evicted_keys) == "abd"
+
+
+def test_keys_that_differ_in_trailing_zero_bytes_are_different_blocks() -> None:
+    names = [b"k" + b"\0" * n for n in range(20)] + [b"\0" * n for n in range(20)]
+    manager = make_lru(40)
+    assert manager.prepare_store(names) is not None
+    manager.complete_store(names[:2])
+    assert manager.lookup(names) == 2
+    manager.complete_store(names)
+    output = manager.prepare_store([b"x%d" % n for n in range(40)])
+    assert output is not None
+    assert output.evicted_keys == names
+    assert all(type(key) is bytes for key in output.evicted_keys)
+
+
+def test_a_miss_is_explained() -> None:
+    now = 10.0
+    manager = PolicyOffloadingManager(HostBackend(16, 1), LRUPolicy(1), clock=lambda: now)
+
+    def reason(name: str) -> MissReason:
+        return manager.explain_miss(keys(name)[0]).reason
+
+    assert reason("a") is MissReason.NEVER_STORED
+    manager.prepare_store(keys("a"))
+    assert reason("a") is MissReason.BEING_WRITTEN
+    manager.prepare_store(keys("b"))
+    assert reason("b") is MissReason.NO_ROOM
+    manager.complete_store(keys("a"), success=False)
+    assert reason("a") is MissReason.COPY_FAILED
+    stored(manager, "c")
+    stored(manager, "d")
+    now = 12.5
+    miss = manager.explain_miss(keys("c")[0])
+    assert (miss.reason, miss.age_s) == (MissReason.EVICTED, 2.5)
+    manager.reset()
+    assert reason("d") is MissReason.RESET
+
+
+class Pinless(LRUPolicy):
+    """Takes no heed of pins."""
+
+    def pin(self, slots: Slots) -> None:
+        pass
+
+    def evict(self, n: int, busy: object, key_of: object) -> Slots:
+        return super().evict(n, np.zeros(self.capacity, dtype=np.bool_), key_of)
+
+
+class Short(LRUPolicy):
+    def evict(self, n: int, busy: object, key_of: object) -> Slots:
+        return super().evict(n, busy, key_of)[:-1]
+
+
+class Repeating(LRUPolicy):
+    def evict(self, n: int, busy: object, key_of: object) -> Slots:
+        return super().evict(n, busy, key_of)[[0] * n]
+
+
+@pytest.mark.parametrize("policy", [Pinless, Short, Repeating])
+def test_a_policy_that_breaks_its_promise_is_stopped_before_harm_is_done(policy: type[LRUPolicy]) -> None:
+    manager = PolicyOffloadingManager(HostBackend(16, 3), policy(3))
+    stored(manager, "abc")
+    manager.prepare_load(keys("a"))
+    with pytest.raises(IntegrityError, match=policy.__name__):
+        manager.prepare_store(keys("xy"))
+    assert manager.lookup_each(keys("abc")) == [LookupState.HIT] * 3
+
+
+@pytest.mark.parametrize("seed", WALK_SEEDS)
+def test_walk_beside_the_reference(seed: int) -> None:
+    walk(Machine, seed)
+
+
+@pytest.mark.parametrize("seed", WALK_SEEDS)
+def test_walk_on_another_backend(seed: int) -> None:
+    walk(manager_machine(make_on_a_shelf, ReferenceLRUManager), seed)
+
+
+def test_long_walk_beside_the_reference() -> None:
+    walk(Machine, seed=0, num_blocks=64, num_steps=1500)
+
+
+class Key(bytes):
+    """A key whose hash can be chosen."""
+
+    hash_of: Callable[[int], int]
+    number: int
+
+    def __hash__(self) -> int:
+        return self.hash_of(self.number)
+
+
+HASHES: dict[str, Callable[[int], int]] = {
+    "all the same": lambda n: 7,
+    "all but the high bits the same": lambda n: 7 + (n << 32),
+    "all but the low bits the same": lambda n: 7 + (5 << 40) + n,
+    "a few, negative too": lambda n: (n % 5 - 2) << 33,
+}
+
+
+@pytest.mark.parametrize("num_blocks", [5, 40])
+@pytest.mark.parametrize("hashes", HASHES)
+def test_walk_with_keys_whose_hashes_collide(hashes: str, num_blocks: int) -> None:
+    class CollidingKey(Key):
+        hash_of = staticmethod(HASHES[hashes])
+
+    def make_key(n: int) -> OffloadKey:
+        key = CollidingKey(make_offload_key(b"%d" % n, 0))
+        key.number = n
+        return key
+
+    machine = manager_machine(make_lru, ReferenceLRUManager, make_key=make_key)
+    for seed in range(3):
+        walk(machine, seed, num_blocks)
+
+
+CORRUPTIONS: dict[str, Callable[[LRUOffloadingManager], object]] = {
+    "a slot freed under its block": lambda m: m.backend.free(np.array([0])),
+    "a slot taken without a block": lambda m: m.backend.allocate_blocks(keys("x")),
+    "a block the policy forgot": lambda m: m.policy.remove(np.array([1])),
+    "a block only the policy knows": lambda m: m.policy.insert(np.array([3]), keys("x")),
+    "fewer than no readers": lambda m: put(m._table.ref_cnt, 0, -2),
+    "a reader nobody counted": lambda m: put(m._table.ref_cnt, 0, 1),
+    "a block marked as in use": lambda m: put(m._table.busy, 0, True),
+    "a block in use not marked": lambda m: put(m._table.busy, 2, False),
+    "another key in the slot": lambda m: put(m._table.key_of, 0, keys("x")[0]),
+    "a key in a free slot": lambda m: put(m._table.key_of, 3, keys("x")[0]),
+    "readers of a free slot": lambda m: put(m._table.ref_cnt, 3, 1),
+    "one evictable too many": lambda m: setattr(m._table, "num_evictable", 3),
+}
+
+
+def put(array: np.ndarray, index: int, value: object) -> None:
+    array[index] = value
+
+
+@pytest.mark.parametrize("corruption", CORRUPTIONS)
+def test_the_integrity_check_finds(corruption: str) -> None:
+    manager = make_lru(4)
+    stored(manager, "ab")
+    manager.prepare_store(keys("c"))
+    manager.check_integrity()
+    CORRUPTIONS[corruption](manager)
+    with pytest.raises(IntegrityError):
+        manager.check_integrity()
+
+
+def test_eviction_takes_no_longer_with_half_a_large_cache_in_use() -> None:
+    """A walk past the blocks in use would take some hundred times as long."""
+    size = 100_000
+    names = [make_offload_key(b"%032d" % n, 0) for n in range(size)]
+    new = [make_offload_key(b"n%031d" % n, 0) for n in range(1000)]
+
+    def time_to_evict(prepare: str) -> float:
+        manager = LRUOffloadingManager(HostBackend(16, size))
+        manager.prepare_store(names)
+        manager.complete_store(names[size // 2 :] if prepare == "write" else names)
+        if prepare == "pin":
+            manager.prepare_load(names[: size // 2])
+        times = []
+        for key in new:
+            start = time.thread_time()
+            output = manager.prepare_store([key])
+            times.append(time.thread_time() - start)
+            assert output is not None
+            assert output.evicted_keys == [names[len(times) - 1 + (0 if prepare == "none" else size // 2)]]
+        return sum(times[1:])  # the first passes over them all, once
+
+    at_rest = time_to_evict("none")
+    assert time_to_evict("pin") < 5 * at_rest
+    assert time_to_evict("write") < 5 * at_rest
+
+
+# Writers to lower tiers.
+
+
+@pytest.mark.parametrize("policy", ["lru", "arc"])
+def test_random_holds_never_lose_a_block_or_its_place(policy: str) -> None:
+    """Beside a manager where nobody holds: the same blocks leave, but for those that are held, in the same order."""
+    rng = random.Random(7)
+    for _ in range(150):
+        n = rng.randint(2, 8)
+        manager = PolicyOffloadingManager(HostBackend(1, n), make_policy(policy, n))
+        holds: list[bytes] = []
+        pins: list[bytes] = []
+        for turn in range(60):
+            key = b"%d" % rng.randrange(12)
+            status = manager.block_status(key)
+            action = rng.random()
+            if action < 0.4:
+                if manager.prepare_store([key]) is not None and rng.random() < 0.9:
+                    manager.complete_store([key])
+            elif action < 0.55 and status is not None and status.is_ready:
+                manager.hold([key])
+                holds.append(key)
+            elif action < 0.7 and holds:
+                manager.release([holds.pop(rng.randrange(len(holds)))])
+            elif action < 0.8 and status is not None and status.is_ready:
+                manager.prepare_load([key])
+                pins.append(key)
+            elif action < 0.9 and pins:
+                manager.complete_load([pins.pop(rng.randrange(len(pins)))])
+            elif action < 0.95:
+                manager.touch([key])
+            elif turn == 40:
+                manager.reset()
+            manager.check_integrity()
+            assert all(manager.lookup([key]) for key in holds + pins) or turn >= 40
+        for key in holds:
+            manager.release([key])
+        for key in pins:
+            manager.complete_load([key])
+        manager.complete_store([b"%d" % i for i in range(12)])
+        manager.check_integrity()
+        assert manager.num_available_blocks == n
+        assert manager.prepare_store([b"new%d" % i for i in range(n)]) is not None
+
+
+def test_a_block_held_through_a_reset_comes_back_when_it_is_let_go() -> None:
+    manager = LRUOffloadingManager(HostBackend(1, 2))
+    manager.prepare_store([b"a"])
+    manager.complete_store([b"a"])
+    manager.hold([b"a"])
+    manager.reset()
+    assert manager.lookup([b"a"]) == 0
+    assert manager.num_used_blocks == 1
+    manager.release([b"a"])
+    assert manager.num_used_blocks == 0
+
+
+def test_what_is_not_ready_cannot_be_held() -> None:
+    manager = LRUOffloadingManager(HostBackend(1, 2))
+    manager.prepare_store([b"a"])
+    for key in (b"a", b"b"):
+        with pytest.raises(BlockNotReadyError):
+            manager.hold([key])
+
+
+def test_a_reset_costs_little_beside_the_storing_of_what_it_forgets() -> None:
+    """In this thread's own time, of the best of a few tries. A reset that looks at every key takes almost half."""
+    ratios = []
+    for _ in range(3):
+        manager = LRUOffloadingManager(HostBackend(1, 300_000))
+        names = [number.to_bytes(36, "big") for number in range(300_000)]
+        begun = time.thread_time()
+        for start in range(0, len(names), 8192):
+            manager.prepare_store(names[start : start + 8192])
+            manager.complete_store(names[start : start + 8192])
+        stored = time.thread_time()
+        manager.reset()
+        ratios.append((time.thread_time() - stored) / (stored - begun))
+        assert manager.lookup(names) == manager.num_used_blocks == 0
+    assert min(ratios) < 0.25
+
+
+def test_keys_that_found_their_bucket_full_are_forgotten_in_a_reset() -> None:
+    class Crowded(bytes):
+        """All in one bucket."""
+
+        def __hash__(self) -> int:
+            return 7
+
+    manager = LRUOffloadingManager(HostBackend(1, 20))
+    names = [Crowded([number]) for number in range(20)]
+    manager.prepare_store(names)
+    manager.complete_store(names[:15])
+    manager.reset()
+    manager.check_integrity()
+    assert (manager.lookup(names), manager.num_used_blocks) == (0, 5)
+    manager.complete_store(names[15:])
+    assert manager.num_used_blocks == 0
+    output = manager.prepare_store(names)
+    assert output is not None
+    assert len(output.keys_to_store) == 20
+    manager.check_integrity()

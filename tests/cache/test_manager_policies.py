@@ -1,0 +1,292 @@
+"""Every policy behind a manager, beside the plainest model of it, and what becomes of a chain."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+from hypothesis import settings
+
+from kvoffload.abc import CachePolicy, IntegrityError, OffloadingManager, OffloadKey, Slots
+from kvoffload.cache.keys import make_offload_key
+from kvoffload.cache.manager import PolicyOffloadingManager
+from kvoffload.cache.policies import BUILTIN, make_policy
+from kvoffload.cache.policies.arc import TextbookARCPolicy
+from kvoffload.cache.policies.fifo import FIFOPolicy
+from kvoffload.cache.policies.lirs import LIRSPolicy
+from kvoffload.cache.policies.s3fifo import S3FIFOPolicy
+from kvoffload.cache.policies.sieve import SIEVEPolicy
+from kvoffload.cache.policies.twoq import TwoQPolicy
+from kvoffload.cache.slots import HostBackend
+from kvoffload.testing.conformance import keys, letters
+from kvoffload.testing.reference import (
+    Reference2QManager,
+    ReferenceFIFOManager,
+    ReferenceLIRSManager,
+    ReferenceLRUManager,
+    ReferenceManager,
+    ReferenceS3FIFOManager,
+    ReferenceSIEVEManager,
+    ReferenceTextbookARCManager,
+)
+from kvoffload.testing.stateful import SETTINGS, WALK_SEEDS, ManagerMachine, manager_machine, walk
+
+
+@dataclass(frozen=True)
+class Case:
+    reference: Callable[[int], ReferenceManager]
+    state: Callable[[Any], object] = lambda policy: None
+    """What the policy has learned, to be equal to ``state_of_reference``."""
+    state_of_reference: Callable[[Any], object] = lambda reference: None
+
+
+def arc_state(policy: TextbookARCPolicy) -> object:
+    return policy.len_t1, policy.len_t2, list(policy.b1), list(policy.b2), policy.target_t1_size
+
+
+CASES: dict[str, Case] = {
+    "fifo": Case(ReferenceFIFOManager),
+    "lru": Case(ReferenceLRUManager),
+    "arc": Case(ReferenceTextbookARCManager, arc_state, lambda r: (len(r.t1), len(r.t2), r.b1, r.b2, r.target_t1_size)),
+    "s3fifo": Case(
+        ReferenceS3FIFOManager,
+        lambda p: (len(p._small), len(p._main), list(p._ghost.left), list(p._ghost.asked)),
+        lambda r: (len(r.small), len(r.main), r.ghost, r.asked),
+    ),
+    "sieve": Case(ReferenceSIEVEManager, lambda p: len(p._ahead), lambda r: len(r.ahead)),
+    "lirs": Case(
+        ReferenceLIRSManager,
+        lambda p: (len(p._lir), len(p._queue), list(p._ghosts.left), list(p._ghosts.asked)),
+        lambda r: (len(r.lir), len(r.queue), r.left, r.asked),
+    ),
+    "2q": Case(
+        Reference2QManager,
+        lambda p: (len(p._a1in), len(p._am), list(p._a1out.left), list(p._a1out.asked)),
+        lambda r: (len(r.a1in), len(r.am), r.a1out, r.asked),
+    ),
+}
+policies = pytest.mark.parametrize("name", CASES)
+
+
+def make_manager(name: str, num_blocks: int) -> PolicyOffloadingManager:
+    return on_a_host(make_policy(name, num_blocks))
+
+
+def on_a_host(policy: CachePolicy) -> PolicyOffloadingManager:
+    return PolicyOffloadingManager(HostBackend(16, policy.capacity), policy, enable_events=True)
+
+
+def machine(name: str, policy: type[CachePolicy] | None = None) -> type[ManagerMachine]:
+    case, policy = CASES[name], policy or BUILTIN[name]
+
+    def compare(manager: Any, reference: Any) -> None:
+        assert case.state(manager.policy) == case.state_of_reference(reference)
+
+    made = manager_machine(lambda n: on_a_host(policy(n)), case.reference, compare)
+    made.TestCase.settings = settings(SETTINGS, max_examples=SETTINGS.max_examples // 4)
+    return made
+
+
+TestFIFO = machine("fifo").TestCase
+TestTextbookARC = machine("arc").TestCase
+TestS3FIFO = machine("s3fifo").TestCase
+TestSIEVE = machine("sieve").TestCase
+TestLIRS = machine("lirs").TestCase
+Test2Q = machine("2q").TestCase
+
+
+@policies
+@pytest.mark.parametrize("seed", WALK_SEEDS[::4])
+def test_walk_beside_the_reference(name: str, seed: int) -> None:
+    walk(machine(name), seed)
+
+
+@policies
+def test_long_walk_beside_the_reference(name: str) -> None:
+    walk(machine(name), seed=0, num_blocks=64, num_steps=300)
+
+
+class MovesWhatIsNotNew(FIFOPolicy):
+    def refresh(self, slots: Slots, new: Any, pinned: Any) -> None:
+        super().refresh(slots, new | ~new, pinned)
+
+
+class ForgetsNoGhost(TextbookARCPolicy):
+    def _cut_ghosts(self) -> None:
+        pass
+
+
+class NeverAtItsTarget(TextbookARCPolicy):
+    def touch_absent(self, keys: Sequence[OffloadKey]) -> None:
+        super().touch_absent(keys)
+        self._last_was_in_b2 = False
+
+
+class CountsUsesWhileWritten(S3FIFOPolicy):
+    def touch(self, slots: Slots, ready: Any, pinned: Any) -> None:
+        super().touch(slots, ready | ~ready, pinned)
+
+
+class HandGoesBack(SIEVEPolicy):
+    def evict(self, n: int, busy: Any, key_of: Any) -> Slots:
+        victims = super().evict(n, busy, key_of)
+        self._behind.append(self._ahead.pop_oldest(len(self._ahead), busy))
+        self._ahead, self._behind = self._behind, self._ahead
+        return victims
+
+
+class StackHasNoEnd(LIRSPolicy):
+    def _prune(self) -> None:
+        super()._prune()
+        self._floor = -1
+
+
+class UsesCountWhereTheyShouldNot(TwoQPolicy):
+    def touch(self, slots: Slots, ready: Any, pinned: Any) -> None:
+        super().touch(slots, ready, pinned)
+        self._a1in.append(slots[self._a1in.holds(slots)])
+
+
+class AdmitsAll(LIRSPolicy):
+    def admit(self, keys: Sequence[OffloadKey], shortage: int) -> None:
+        return None
+
+
+@pytest.mark.parametrize(
+    ("name", "bug"),
+    [
+        ("fifo", MovesWhatIsNotNew),
+        ("arc", ForgetsNoGhost),
+        ("arc", NeverAtItsTarget),
+        ("s3fifo", CountsUsesWhileWritten),
+        ("sieve", HandGoesBack),
+        ("lirs", StackHasNoEnd),
+        ("lirs", AdmitsAll),
+        ("2q", UsesCountWhereTheyShouldNot),
+    ],
+)
+def test_the_walk_catches_a_wrong_policy(name: str, bug: type[CachePolicy]) -> None:
+    def walks() -> None:
+        for seed in range(40):
+            walk(machine(name, bug), seed)
+
+    with pytest.raises((AssertionError, IntegrityError)):
+        walks()
+
+
+CHAIN = "abcdefghij"
+
+
+def store(manager: OffloadingManager, names: str) -> None:
+    output = manager.prepare_store(keys(names))
+    assert output is not None
+    manager.complete_store(output.keys_to_store)
+
+
+def used_three_times(manager: OffloadingManager, number: int) -> None:
+    """A block that is worth more, to any policy, than those of a chain that was used once."""
+    key = [make_offload_key(b"other %d" % number, 0)]
+    manager.touch(key)
+    output = manager.prepare_store(key)
+    assert output is not None
+    manager.complete_store(output.keys_to_store)
+    manager.touch(key)
+    manager.touch(key)
+
+
+def leaving_order(manager: OffloadingManager) -> list[str]:
+    """What is left of the chain, each time that it is less, while others push it out."""
+    left = [CHAIN]
+    for number in range(60):
+        used_three_times(manager, number)
+        present = "".join(name for name in CHAIN if manager.lookup(keys(name)))
+        left += [present] if present != left[-1] else []
+    return left
+
+
+@policies
+def test_a_chain_stored_in_parts_loses_its_tail_before_its_head(name: str) -> None:
+    manager = make_manager(name, 12)
+    for part in ("abc", "abcdefg", CHAIN):
+        store(manager, part)
+    manager.refresh(keys(CHAIN), keys(CHAIN))
+    left = leaving_order(manager)
+    assert all(CHAIN.startswith(present) for present in left), left
+    assert len(left) > 5
+
+
+def test_without_a_refresh_the_head_would_go_first() -> None:
+    for name in ("lru", "fifo", "arc", "2q", "sieve"):
+        manager = make_manager(name, 12)
+        for part in ("abc", "abcdefg", CHAIN):
+            store(manager, part)
+        assert "a" not in leaving_order(manager)[1]
+
+
+@pytest.mark.parametrize("name", ["lru", "arc", "lirs"])
+def test_a_chain_that_was_used_again_loses_its_tail_first_too(name: str) -> None:
+    manager = make_manager(name, 12)
+    for turn in ("abcd", "abcdefg", CHAIN):
+        manager.touch(keys(turn))
+        output = manager.prepare_store(keys(turn))
+        assert output is not None
+        manager.refresh(keys(turn), output.keys_to_store)
+        manager.complete_store(output.keys_to_store)
+    left = leaving_order(manager)
+    assert all(CHAIN.startswith(present) for present in left), left
+    assert len(left) > 5
+
+
+@pytest.mark.parametrize("name", ["arc", "s3fifo", "2q", "lirs"])
+def test_of_a_long_new_chain_only_the_head_is_stored_where_its_tail_would_leave_for_it(name: str) -> None:
+    manager = make_manager(name, 20)
+    # All that is there has been used again, and has come back, so that newcomers have little room.
+    for number in [*range(22)] * 3:
+        used_three_times(manager, number)
+    manager.touch(keys(CHAIN))
+    output = manager.prepare_store(keys(CHAIN))
+    assert output is not None
+    stored = letters(output.keys_to_store)
+    assert CHAIN.startswith(stored)
+    assert 0 < len(stored) < len(CHAIN)
+    manager.complete_store(output.keys_to_store)
+    # What was refused is remembered as if it had been stored and had left.
+    manager.touch(keys(CHAIN))
+    again = manager.prepare_store(keys(CHAIN))
+    assert again is not None
+    assert len(again.keys_to_store) > 0
+
+
+@pytest.mark.parametrize("name", ["arc", "s3fifo", "2q", "lirs"])
+@pytest.mark.parametrize("asked", [False, True], ids=["new", "asked for before"])
+def test_what_goes_on_behind_a_refused_block_is_remembered_like_it(name: str, asked: bool) -> None:
+    stored = []
+    for is_told in (True, False):
+        manager = make_manager(name, 20)
+        for number in [*range(22)] * 3:
+            used_three_times(manager, number)
+        if asked:
+            manager.refuse(keys(CHAIN))
+        manager.touch(keys(CHAIN))
+        if is_told:
+            manager.refuse(keys(CHAIN))
+            manager.check_integrity()
+            manager.touch(keys(CHAIN))
+        output = manager.prepare_store(keys(CHAIN))
+        assert output is not None
+        stored.append(letters(output.keys_to_store))
+        manager.check_integrity()
+    assert stored == [CHAIN, CHAIN] if asked else stored[0] == CHAIN != stored[1]
+
+
+@pytest.mark.parametrize("name", BUILTIN)
+def test_where_all_must_enter_all_do(name: str) -> None:
+    manager = make_manager(name, 20)
+    manager.policy.may_refuse = False
+    for number in range(40):
+        used_three_times(manager, number)
+    output = manager.prepare_store(keys(CHAIN))
+    assert output is not None
+    assert letters(output.keys_to_store) == CHAIN

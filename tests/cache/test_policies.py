@@ -1,0 +1,307 @@
+"""Policies: their promises, their order at sizes where the log is cut and compacted, and their names."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvoffload.abc import CachePolicy, ConfigError, IntegrityError
+from kvoffload.cache.keys import make_offload_key
+from kvoffload.cache.policies import make_policy
+from kvoffload.cache.policies.arc import ARCPolicy, TextbookARCPolicy
+from kvoffload.cache.policies.fifo import FIFOPolicy
+from kvoffload.cache.policies.lirs import LIRSPolicy
+from kvoffload.cache.policies.lru import LRUPolicy
+from kvoffload.cache.policies.s3fifo import S3FIFOPolicy
+from kvoffload.cache.policies.sieve import SIEVEPolicy
+from kvoffload.cache.policies.twoq import TwoQPolicy
+from kvoffload.lab.replay import ReplayConfig, replay
+from kvoffload.lab.trace import make_trace
+from kvoffload.testing.conformance import PolicyConformance
+
+POLICIES: list[Callable[[int], CachePolicy]] = [
+    LRUPolicy,
+    ARCPolicy,
+    TextbookARCPolicy,
+    FIFOPolicy,
+    LIRSPolicy,
+    S3FIFOPolicy,
+    SIEVEPolicy,
+    TwoQPolicy,
+]
+
+
+def array(slots: list[int] | range) -> np.ndarray:
+    return np.array(slots, dtype=np.int64)
+
+
+def slot_keys(slots: list[int] | range) -> list[bytes]:
+    return [make_offload_key(b"slot %d" % slot, 0) for slot in slots]
+
+
+def touch(policy: CachePolicy, slots: list[int], ready: bool = True) -> None:
+    n = len(slots)
+    policy.touch(array(slots), np.full(n, ready), np.zeros(n, dtype=np.bool_))
+
+
+class TestLRU(PolicyConformance):
+    def make_policy(self, capacity: int) -> CachePolicy:
+        return LRUPolicy(capacity)
+
+    def test_touched_blocks_become_the_most_recent_the_last_one_most(self) -> None:
+        policy = self.full(4)
+        touch(policy, [2, 0])
+        assert self.evict(policy, 4) == [1, 3, 2, 0]
+
+    def test_touch_moves_a_block_that_is_being_written(self) -> None:
+        policy = self.make_policy(3)
+        self.insert(policy, [0, 1, 2], settle=False)
+        touch(policy, [0], ready=False)
+        policy.settle(array([0, 1, 2]))
+        assert self.evict(policy, 3) == [1, 2, 0]
+
+    def test_touch_moves_a_block_that_was_passed_over(self) -> None:
+        policy = self.make_policy(4)
+        self.insert(policy, [0], settle=False)
+        self.insert(policy, [1, 2, 3])
+        assert self.evict(policy, 1, busy=[0]) == [1]
+        touch(policy, [0], ready=False)
+        policy.settle(array([0]))
+        assert self.evict(policy, 3) == [2, 3, 0]
+
+
+class TestARC(PolicyConformance):
+    def make_policy(self, capacity: int) -> CachePolicy:
+        return ARCPolicy(capacity)
+
+    def test_blocks_touched_again_outlive_newer_ones(self) -> None:
+        policy = self.full(4)
+        touch(policy, [2, 0])
+        assert isinstance(policy, ARCPolicy)
+        assert (policy.len_t1, policy.len_t2) == (2, 2)
+        assert self.evict(policy, 4) == [1, 3, 2, 0]
+        assert list(policy.b1) == slot_keys([1, 3])
+        assert list(policy.b2) == slot_keys([2, 0])
+
+    def test_integrity_check_finds_a_target_out_of_range_and_ghosts_without_bound(self) -> None:
+        policy = ARCPolicy(2)
+        policy.check_integrity(array([]))
+        policy.target_t1_size = 2.5
+        with pytest.raises(IntegrityError):
+            policy.check_integrity(array([]))
+        policy.target_t1_size = 2.0
+        policy.b2.update(dict.fromkeys(slot_keys([0, 1, 2])))
+        with pytest.raises(IntegrityError):
+            policy.check_integrity(array([]))
+
+
+class TestTextbookARC(PolicyConformance):
+    def make_policy(self, capacity: int) -> CachePolicy:
+        return TextbookARCPolicy(capacity)
+
+
+class TestFIFO(PolicyConformance):
+    USES_MOVE_BLOCKS = False
+
+    def make_policy(self, capacity: int) -> CachePolicy:
+        return FIFOPolicy(capacity)
+
+
+class TestSIEVE(PolicyConformance):
+    USES_MOVE_BLOCKS = False
+
+    def make_policy(self, capacity: int) -> CachePolicy:
+        return SIEVEPolicy(capacity)
+
+
+class TestS3FIFO(PolicyConformance):
+    OLDEST_FIRST = False
+    USES_MOVE_BLOCKS = False
+
+    def make_policy(self, capacity: int) -> CachePolicy:
+        return S3FIFOPolicy(capacity)
+
+
+class TestLIRS(PolicyConformance):
+    OLDEST_FIRST = False
+
+    def make_policy(self, capacity: int) -> CachePolicy:
+        return LIRSPolicy(capacity)
+
+
+class Test2Q(PolicyConformance):
+    USES_MOVE_BLOCKS = False
+
+    def make_policy(self, capacity: int) -> CachePolicy:
+        return TwoQPolicy(capacity)
+
+
+@pytest.mark.parametrize("capacity", [40, 500, 20_000])
+def test_lru_order_is_exact_over_a_long_run(capacity: int) -> None:
+    """Against a dict in recency order, at sizes where the log is in segments and gets compacted."""
+    rng = np.random.default_rng(capacity)
+    policy = LRUPolicy(capacity)
+    policy.insert(array(range(capacity)), slot_keys(range(capacity)))
+    order = dict.fromkeys(range(capacity))
+    key_of = np.empty(capacity, dtype=np.object_)
+    busy = np.zeros(capacity, dtype=np.bool_)
+
+    def use(slots: np.ndarray) -> None:
+        for slot in slots.tolist():
+            order.pop(slot, None)
+            order[slot] = None
+
+    for _ in range(400 if capacity < 1000 else 100):
+        slots = rng.permutation(capacity)[: rng.integers(1, max(2, capacity // 10))]
+        policy.touch(slots, np.ones(len(slots), dtype=np.bool_), busy[slots])
+        use(slots)
+        passed_over = array(list(order)[:8])
+        busy[passed_over] = True
+        n = int(rng.integers(0, 12))
+        expected = [slot for slot in order if not busy[slot]][:n]
+        evicted = policy.evict(n, busy, key_of)
+        assert evicted.tolist() == expected
+        busy[passed_over] = False
+        policy.settle(passed_over)
+        pinned = passed_over[rng.random(len(passed_over)) < 0.5]
+        policy.pin(pinned)
+        policy.unpin(pinned)
+        use(pinned)
+        for slot in expected:
+            del order[slot]
+        policy.check_integrity(array(list(order)))
+        policy.insert(evicted, slot_keys(evicted.tolist()))
+        policy.settle(evicted)
+        use(evicted)
+    assert policy.evict(capacity, busy, key_of).tolist() == list(order)
+
+
+@pytest.mark.parametrize("make", POLICIES)
+def test_memory_does_not_grow_with_the_number_of_calls(make: Callable[[int], CachePolicy]) -> None:
+    """Touching for ever must not lengthen any list that a policy keeps."""
+
+    def size_after(rounds: int) -> int:
+        rng = random.Random(0)
+        policy = make(64)
+        policy.insert(array(range(64)), slot_keys(range(64)))
+        policy.settle(array(range(64)))
+        for n in range(rounds):
+            touch(policy, rng.sample(range(64), 8))
+            policy.touch_absent([b"%d" % n])
+            some = array(rng.sample(range(64), 4))
+            policy.pin(some)
+            policy.unpin(some)
+            policy.settle(some)
+        return deep_size(policy)
+
+    assert size_after(5000) < 2 * size_after(200)
+
+
+def deep_size(thing: object) -> int:
+    """Number of elements reachable in lists, dicts and arrays of ``thing``."""
+    if isinstance(thing, np.ndarray):
+        return thing.size
+    if isinstance(thing, dict):
+        return 1 + sum(map(deep_size, thing.values()))
+    if isinstance(thing, str | bytes | int | float | type(None)):
+        return 1
+    if hasattr(thing, "__iter__"):
+        return 1 + sum(map(deep_size, thing))
+    return 1 + deep_size(vars(thing))
+
+
+def seconds_for(policy: CachePolicy, evictions: int, busy: np.ndarray, key_of: np.ndarray) -> float:
+    start = time.thread_time()
+    for _ in range(evictions):
+        policy.evict(1, busy, key_of)
+    return time.thread_time() - start
+
+
+@pytest.mark.parametrize("make", POLICIES)
+def test_eviction_time_does_not_grow_with_blocks_in_use(make: Callable[[int], CachePolicy]) -> None:
+    size = 200_000
+
+    def seconds(pinned: int, writing: int) -> float:
+        policy = make(size)
+        policy.insert(array(range(size)), slot_keys(range(size)))
+        policy.settle(array(range(pinned)))
+        policy.settle(array(range(pinned + writing, size)))
+        policy.pin(array(range(pinned)))
+        busy = np.zeros(size, dtype=np.bool_)
+        busy[: pinned + writing] = True
+        key_of = np.empty(size, dtype=np.object_)
+        policy.evict(1, busy, key_of)  # the first passes over them all, once
+        start = time.thread_time()
+        for _ in range(500):
+            policy.evict(1, busy, key_of)
+        return time.thread_time() - start
+
+    at_rest = seconds(0, 0)
+    assert seconds(size // 2, 0) < 5 * at_rest
+    assert seconds(0, size // 2) < 5 * at_rest
+
+
+def test_policies_are_made_by_name_or_import_path() -> None:
+    assert type(make_policy("lru", 7)) is LRUPolicy
+    assert type(make_policy("arc", 7)) is TextbookARCPolicy
+    own = make_policy(f"{__name__}:OwnPolicy", 7)
+    assert type(own) is OwnPolicy
+    assert own.capacity == 7
+
+
+class OwnPolicy(LRUPolicy):
+    """A stranger's."""
+
+
+class NoPolicy:
+    pass
+
+
+@pytest.mark.parametrize(
+    "name", ["clock", "", "no.such.module:Policy", f"{__name__}:Missing", f"{__name__}:NoPolicy", ":", "lru:"]
+)
+def test_a_wrong_name_is_an_error_that_says_what_to_write(name: str) -> None:
+    with pytest.raises(ConfigError, match=r"policy=.*arc.*lru.*package\.module:Class"):
+        make_policy(name, 4)
+
+
+# The example of the documentation.
+
+DOCUMENTATION = Path(__file__).parents[2] / "docs" / "policies.md"
+
+
+def example() -> str:
+    """The first code block of the documentation."""
+    return DOCUMENTATION.read_text().split("```python\n")[1].split("```")[0]
+
+
+class TestTheExample(PolicyConformance):
+    def make_policy(self, capacity: int) -> CachePolicy:
+        names: dict[str, Any] = {}
+        exec(example(), names)
+        policy: CachePolicy = names["SLRUPolicy"](capacity)
+        return policy
+
+    def test_it_is_as_short_as_it_is_said_to_be(self) -> None:
+        lines = [line for line in example().splitlines() if line.strip()]
+        assert 30 < len(lines) <= 50
+
+    def test_it_keeps_what_was_used_again(self) -> None:
+        policy = self.full(5)
+        touch(policy, [1, 0])
+        assert self.evict(policy, 5) == [2, 3, 4, 1, 0]
+
+    def test_it_can_be_judged_by_its_import_path(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        (tmp_path / "my_module.py").write_text(example())
+        monkeypatch.syspath_prepend(tmp_path)
+        assert "--policy lru,my_module:SLRUPolicy" in DOCUMENTATION.read_text()
+        chains = [[1, 2], [3, 4], [1, 2], [5, 6], [7, 8], [1, 2]]
+        trace = make_trace("t", 1, range(6), [2] * 6, [0] * 6, chains)
+        found = [replay(trace, ReplayConfig(policy, 5)).block_hits for policy in ("lru", "my_module:SLRUPolicy")]
+        assert found == [3, 4]

@@ -1,0 +1,387 @@
+"""Several KV cache groups in the scheduler half: windows, agreement, null blocks, partial blocks, draft layers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+
+from kvoffload.abc import BlockHash, ConfigError, KVGroup, ScheduledStep
+from kvoffload.cache.keys import key_block_hash, key_group_idx
+from kvoffload.cache.manager import LRUOffloadingManager
+from kvoffload.cache.slots import HostBackend
+from kvoffload.connector import request as tracking
+from kvoffload.connector.messages import StepMeta, WorkerReport
+from kvoffload.connector.scheduler import OffloadingConnectorScheduler
+from tests.connector.test_scheduler import FakeRequest
+
+FULL, WINDOW = 0, 1
+
+
+@dataclass
+class Tables:
+    ids: tuple[list[int], ...]
+
+    def get_block_ids(self) -> tuple[list[int], ...]:
+        return tuple(map(list, self.ids))
+
+
+@dataclass
+class Rig:
+    """A scheduler half with ``groups``, and an engine that frees what slides out of a window."""
+
+    groups: Sequence[KVGroup]
+    num_host_blocks: int = 1000
+    options: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.manager = LRUOffloadingManager(HostBackend(1, self.num_host_blocks), enable_events=True)
+        self.half = OffloadingConnectorScheduler(self.manager, groups=self.groups, hash_block_size=1, **self.options)
+        self.next_block = 1
+        self.names = 0
+
+    def request(self, num_tokens: int, first: int = 0, **params: Any) -> FakeRequest:
+        self.names += 1
+        tokens = list(range(first, first + num_tokens))
+        return FakeRequest(f"r{self.names}", tokens, {"kvoffload": params} if params else None, hash_tokens=1)
+
+    def tables(self, end: int, skip_at: int = 0) -> tuple[list[int], ...]:
+        """New blocks for ``end`` tokens; null where the token at ``skip_at`` does not look."""
+        tables = []
+        for group in self.groups:
+            size = group.device_block_size
+            null = group.skipped_tokens(skip_at) // size
+            ids = list(range(self.next_block, self.next_block - (-end // size)))
+            self.next_block += len(ids)
+            tables.append([0] * null + ids[null:])
+        return tuple(tables)
+
+    def step(self, request: FakeRequest, scheduled: int, tables: tuple[list[int], ...], new: bool) -> StepMeta:
+        replaced = frozenset({request.request_id} if new else ())
+        step = ScheduledStep({request.request_id: scheduled}, {request.request_id: tables}, replaced)
+        meta = self.half.build_connector_meta(step)
+        request.num_computed_tokens += scheduled
+        return meta
+
+    def compute(self, request: FakeRequest) -> StepMeta:
+        """All of it in one step; the copies are done."""
+        self.half.get_num_new_matched_tokens(request, 0)
+        tables = self.tables(request.num_tokens)
+        self.half.update_state_after_alloc(request, Tables(tables), 0)
+        meta = self.step(request, request.num_tokens, tables, new=True)
+        self.done(meta)
+        return meta
+
+    def done(self, meta: StepMeta) -> None:
+        self.half.update_connector_output(WorkerReport(done=dict.fromkeys([*meta.loads, *meta.stores], 1)))
+
+    def stored(self) -> dict[int, set[BlockHash]]:
+        held: dict[int, set[BlockHash]] = {g: set() for g in range(len(self.groups))}
+        table = self.manager._table
+        for key in table.key_of[table.slots()].tolist():
+            held[key_group_idx(key)].add(key_block_hash(key))
+        return held
+
+    def drop(self, request: FakeRequest, g: int, *ordinals: int) -> None:
+        """Blocks vanish from the host as if they had been evicted."""
+        for ordinal in ordinals:
+            end = (ordinal + 1) * self.groups[g].block_tokens
+            key = request.block_hashes[end - 1] + g.to_bytes(4, "big")
+            slots = self.manager._table.find([key])
+            self.manager.policy.remove(slots)
+            self.manager._table.remove(slots)
+            self.manager.backend.free(slots)
+
+    def hit(self, request: FakeRequest, computed: int = 0) -> int | None:
+        return self.half.get_num_new_matched_tokens(request, computed)[0]
+
+
+@pytest.mark.parametrize(
+    ("group", "num_computed", "skipped"),
+    [
+        (KVGroup(4), 100, 0),
+        (KVGroup(4, sliding_window=4), 7, 4),
+        (KVGroup(4, sliding_window=4), 3, 0),
+        (KVGroup(4, sliding_window=1), 7, 7),
+        (KVGroup(4, attention_chunk=8), 13, 8),
+        (KVGroup(4, attention_chunk=8), 8, 8),
+        (KVGroup(4, attention_chunk=8), 7, 0),
+    ],
+)
+def test_what_a_token_does_not_look_at(group: KVGroup, num_computed: int, skipped: int) -> None:
+    assert group.skipped_tokens(num_computed) == skipped
+
+
+@pytest.mark.parametrize("sizes", [{"sliding_window": 0}, {"block_size_factor": 0}, {"attention_chunk": -1}])
+def test_a_group_without_sense_is_refused(sizes: dict[str, int]) -> None:
+    with pytest.raises(ConfigError, match="must be at least 1"):
+        KVGroup(4, **sizes)
+    with pytest.raises(ConfigError, match="not both"):
+        KVGroup(4, sliding_window=8, attention_chunk=8)
+
+
+def test_all_groups_are_stored_and_found() -> None:
+    rig = Rig([KVGroup(4), KVGroup(4, sliding_window=9)])
+    rig.compute(rig.request(22))
+    assert {g: len(hashes) for g, hashes in rig.stored().items()} == {FULL: 5, WINDOW: 5}
+    assert rig.hit(rig.request(25)) == 20
+    assert rig.hit(rig.request(20)) == 19, "one token is left to compute"
+    assert rig.hit(rig.request(25), computed=8) == 12
+
+
+@pytest.mark.parametrize(
+    ("window", "needed"),
+    # For a request that goes on at token 20: blocks of tokens 20 - (window - 1) to 20.
+    [(2, {4}), (5, {4}), (6, {3, 4}), (9, {3, 4}), (10, {2, 3, 4}), (21, {0, 1, 2, 3, 4}), (99, {0, 1, 2, 3, 4})],
+)
+def test_a_window_needs_its_last_blocks_and_no_other(window: int, needed: set[int]) -> None:
+    for ordinal in range(5):
+        rig = Rig([KVGroup(4), KVGroup(4, sliding_window=window)])
+        asked = rig.request(22)
+        rig.compute(asked)
+        rig.drop(asked, WINDOW, ordinal)
+        assert (rig.hit(rig.request(22)) == 20) is (ordinal not in needed), ordinal
+
+
+def test_groups_shrink_until_all_agree() -> None:
+    rig = Rig([KVGroup(4), KVGroup(4, sliding_window=5), KVGroup(4, sliding_window=9)])
+    asked = rig.request(42)
+    rig.compute(asked)
+    rig.drop(asked, 1, 9)  # ends the hit at 36
+    rig.drop(asked, 2, 7)  # which needs blocks 7 and 8 of group 2: at 28 it needs 5 and 6
+    rig.drop(asked, 1, 6)  # the last block before 28
+    assert rig.hit(rig.request(42)) == 24
+    rig.drop(asked, FULL, 3)
+    assert rig.hit(rig.request(42)) == 12
+
+
+def test_a_hit_behind_the_devices_needs_only_what_the_device_lacks() -> None:
+    rig = Rig([KVGroup(4), KVGroup(4, sliding_window=17)])
+    asked = rig.request(22)
+    rig.compute(asked)
+    rig.drop(asked, FULL, 0, 1)
+    rig.drop(asked, WINDOW, 0, 1)
+    assert rig.hit(rig.request(22)) == 0
+    assert rig.hit(rig.request(22), computed=8) == 12
+
+
+@pytest.mark.parametrize(("end", "needed"), [(18, set()), (26, {4, 5}), (34, set())])
+def test_a_chunk_needs_what_lies_in_it(end: int, needed: set[int]) -> None:
+    """Chunks of 16 tokens: who goes on at 16, 24 or 32 needs blocks of none, of 16 to 24, of none."""
+    for ordinal in range(end // 4):
+        rig = Rig([KVGroup(4), KVGroup(4, attention_chunk=16)])
+        asked = rig.request(end)
+        rig.compute(asked)
+        rig.drop(asked, WINDOW, ordinal)
+        assert (rig.hit(rig.request(end)) == end // 4 * 4) is (ordinal not in needed), ordinal
+
+
+def test_block_sizes_may_differ() -> None:
+    rig = Rig([KVGroup(2, 2), KVGroup(3, sliding_window=5)])
+    asked = rig.request(26)
+    rig.compute(asked)
+    assert {g: len(hashes) for g, hashes in rig.stored().items()} == {FULL: 6, WINDOW: 8}
+    assert rig.hit(rig.request(26)) == 24, "a multiple of 4 and of 3"
+    assert rig.hit(rig.request(23)) == 12
+
+
+def test_a_load_leaves_out_null_blocks_and_what_the_device_holds() -> None:
+    rig = Rig([KVGroup(4, 2), KVGroup(4, 2, sliding_window=10)])
+    rig.compute(rig.request(40))
+    request = rig.request(42)
+    # The device's hit ends inside the second block.
+    assert rig.hit(request, computed=12) == 28
+    tables = rig.tables(40, skip_at=40)
+    rig.half.update_state_after_alloc(request, Tables(tables), 28)
+    (spec,) = rig.half.build_connector_meta(ScheduledStep({})).loads.values()
+    # The window of the token at 40 begins at 31, in device block 7.
+    assert spec.device.group_sizes == (7, 3)
+    assert spec.device.block_indices == (3, 7)
+    assert spec.device.block_ids.tolist() == tables[FULL][3:] + tables[WINDOW][7:]
+    assert len(spec.host.slots) == 4 + 2
+
+
+def test_what_slid_out_before_it_was_stored_is_left_out() -> None:
+    """The pool is busy while the first half is computed; when it has room, part of the windows is gone."""
+    rig = Rig([KVGroup(4), KVGroup(4, sliding_window=9)], num_host_blocks=20)
+    busy = rig.request(40, first=1000)
+    rig.half.get_num_new_matched_tokens(busy, 0)
+    tables = rig.tables(40)
+    rig.half.update_state_after_alloc(busy, Tables(tables), 0)
+    blocking = rig.step(busy, 40, tables, new=True)
+    request = rig.request(24)
+    rig.half.get_num_new_matched_tokens(request, 0)
+    first = rig.tables(12)
+    rig.half.update_state_after_alloc(request, Tables(first), 0)
+    assert not rig.step(request, 12, first, new=True).stores
+    rig.done(blocking)
+    rig.half.reset()  # room, and the request goes on as one that began after it
+    rig.half._states[request.request_id].may_store = True
+    more = rig.tables(12)
+    meta = rig.step(request, 12, more, new=False)
+    (spec,) = meta.stores.values()
+    # The token at 12 looks back to 4: device block 0 of the window group may be another's by now.
+    assert spec.device.group_sizes == (6, 5)
+    assert spec.device.block_ids.tolist() == [*first[FULL], *more[FULL], *first[WINDOW][1:], *more[WINDOW]]
+    # Without block 0 of the window's group one can go on at 4 no more, but at 8 again.
+    rig.done(meta)
+    assert [rig.hit(rig.request(n + 1)) for n in (4, 8, 12, 24)] == [0, 0, 12, 24]
+
+
+def test_a_block_whose_head_slid_out_serves_those_who_need_its_tail() -> None:
+    """Blocks of 16 tokens, a window of 5: while a block fills, its first device blocks slide out."""
+    rig = Rig([KVGroup(4, 4, sliding_window=5)])
+    request = rig.request(12)
+    rig.half.get_num_new_matched_tokens(request, 0)
+    tables = rig.tables(12)
+    rig.half.update_state_after_alloc(request, Tables(tables), 0)
+    assert not rig.step(request, 12, tables, new=True).stores
+    request.tokens += range(12, 17)
+    last = rig.tables(8)
+    meta = rig.step(request, 5, last, new=False)
+    (spec,) = meta.stores.values()
+    # The token at 12 looks back to 8.
+    assert spec.device.block_ids.tolist() == [tables[0][2], last[0][0]]
+    assert spec.device.block_indices == (2,)
+    rig.done(meta)
+    again = rig.request(17)
+    assert rig.hit(again) == 16
+    there = rig.tables(16, skip_at=16)
+    rig.half.update_state_after_alloc(again, Tables(there), 16)
+    (load,) = rig.half.build_connector_meta(ScheduledStep({})).loads.values()
+    assert load.device.block_indices == (3,)
+    assert load.device.block_ids.tolist() == there[0][3:]
+
+
+def test_a_block_that_slides_out_and_is_handed_out_again_is_read_first() -> None:
+    rig = Rig([KVGroup(4), KVGroup(4, sliding_window=5)])
+    request = rig.request(30)
+    rig.half.get_num_new_matched_tokens(request, 0)
+    tables = rig.tables(16)
+    rig.half.update_state_after_alloc(request, Tables(tables), 0)
+    (job,) = rig.step(request, 16, tables, new=True).stores
+    more = (rig.tables(8)[FULL], [tables[WINDOW][0], rig.next_block])
+    assert rig.step(request, 8, more, new=False).fences == [job]
+
+
+def test_the_last_whole_block_of_a_draft_group_is_left_out() -> None:
+    """Its KV depends on the token after it, which its hash does not name: it is named by the next block's."""
+    rig = Rig([KVGroup(4), KVGroup(4, draft=True)])
+    asked = rig.request(20)
+    rig.compute(asked)
+    assert {g: len(hashes) for g, hashes in rig.stored().items()} == {0: 5, 1: 4}
+    assert rig.stored()[1] == {asked.block_hashes[i] for i in (7, 11, 15, 19)}
+    assert rig.hit(rig.request(22)) == 16
+    other = rig.request(16)
+    other.tokens += [7] * 6
+    assert rig.hit(other) == 12, "the block before the first that differs has another token after it"
+
+
+def test_groups_lose_their_tails_together() -> None:
+    rig = Rig([KVGroup(4), KVGroup(4, sliding_window=9)], num_host_blocks=20)
+    rig.compute(rig.request(40))
+    rig.compute(rig.request(16, first=1000))
+    assert rig.hit(rig.request(41)) == 24
+    assert {g: len(hashes) for g, hashes in rig.stored().items()} == {FULL: 10, WINDOW: 10}
+
+
+def test_of_a_chain_longer_than_the_pool_the_head_is_kept_in_all_groups() -> None:
+    rig = Rig([KVGroup(4), KVGroup(4, sliding_window=9)], num_host_blocks=9)
+    rig.compute(rig.request(40))
+    assert rig.hit(rig.request(41)) == 16
+
+
+def test_a_very_long_hit_on_the_device_is_stored_over_several_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tracking, "MAX_BLOCKS_A_STEP", 4)
+    rig = Rig([KVGroup(4), KVGroup(2)])
+    request = rig.request(41)
+    rig.half.get_num_new_matched_tokens(request, 40)
+    tables = rig.tables(41)
+    rig.half.update_state_after_alloc(request, Tables(tables), 0)
+    request.num_computed_tokens = 40
+    sizes = []
+    for _ in range(7):
+        meta = rig.step(request, 1 if not sizes else 0, tables if not sizes else ([], []), new=not sizes)
+        sizes.append([spec.device.group_sizes for spec in meta.stores.values()])
+        rig.done(meta)
+    assert sizes == [[(4, 4)], [(4, 4)], [(2, 4)], [(0, 4)], [(0, 4)], [], []]
+    assert rig.hit(rig.request(41)) == 40
+
+
+# What a client may ask for.
+
+
+def test_a_request_may_ask_not_to_be_stored() -> None:
+    rig = Rig([KVGroup(4)])
+    assert not rig.compute(rig.request(12, store=False)).stores
+    assert rig.hit(rig.request(13)) == 0
+    assert rig.compute(rig.request(12, store=True)).stores
+
+
+def test_a_request_may_ask_not_to_load() -> None:
+    rig = Rig([KVGroup(4)])
+    rig.compute(rig.request(12))
+    assert rig.hit(rig.request(13, load=False)) == 0
+    assert rig.hit(rig.request(13)) == 12
+
+
+def test_a_request_may_cap_its_tokens() -> None:
+    rig = Rig([KVGroup(4)])
+    rig.compute(rig.request(20, max_tokens=11))
+    assert len(rig.stored()[0]) == 2
+    assert rig.hit(rig.request(21)) == 8
+    assert rig.hit(rig.request(21, max_tokens=7)) == 4
+    assert rig.hit(rig.request(21, max_tokens=0)) == 0
+
+
+@pytest.mark.parametrize(
+    "wish",
+    [
+        {"store": "no"},
+        {"load": 0},
+        {"max_tokens": -1},
+        {"max_tokens": True},
+        {"max_tokens": "8"},
+        {"unknown": 1},
+        {"store": {"deep": [1, 2]}},
+    ],
+)
+def test_a_wish_that_makes_no_sense_is_left_out(wish: dict[str, Any]) -> None:
+    rig = Rig([KVGroup(4)])
+    assert rig.compute(rig.request(12, **wish)).stores
+    assert rig.hit(rig.request(13, **wish)) == 12
+    assert not rig.half.off
+
+
+@pytest.mark.parametrize("params", [7, "kvoffload", ["kvoffload"], {"kvoffload": 7}, {"kvoffload": None}, {1: 2}])
+def test_params_may_be_anything(params: Any) -> None:
+    rig = Rig([KVGroup(4)])
+    request = rig.request(12)
+    request.kv_transfer_params = params
+    assert rig.compute(request).stores
+    assert not rig.half.off
+
+
+# Events.
+
+
+def test_stored_blocks_are_described() -> None:
+    rig = Rig([KVGroup(4), KVGroup(2, sliding_window=5)], options={"describe_blocks": True})
+    request = rig.request(9)
+    rig.compute(request)
+    (event,) = rig.half.take_events()
+    assert event.blocks is not None
+    told = {
+        (key_group_idx(key), block.start, block.end)
+        for key, block in zip(event.keys, event.blocks, strict=True)
+        if block
+    }
+    assert told == {(0, 0, 4), (0, 4, 8), (1, 0, 2), (1, 2, 4), (1, 4, 6), (1, 6, 8)}
+    for key, block in zip(event.keys, event.blocks, strict=True):
+        assert block is not None
+        assert block.request is request
+        assert block.block_hash == key_block_hash(key) == request.block_hashes[block.end - 1]
+        assert block.parent_hash == (request.block_hashes[block.start - 1] if block.start else None)
+    assert list(rig.half.take_events()) == []

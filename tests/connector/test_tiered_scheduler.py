@@ -1,0 +1,311 @@
+"""The scheduler half over a manager with a lower tier: requests that wait for it, and what is told of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import pytest
+
+from kvoffload.abc import KVGroup, LookupState, MissReason, ReqContext, ScheduledStep
+from kvoffload.cache.manager import PolicyOffloadingManager
+from kvoffload.cache.policies import make_policy
+from kvoffload.cache.slots import HostBackend
+from kvoffload.connector.scheduler import MAX_WAITS_PER_REQUEST, OffloadingConnectorScheduler
+from kvoffload.testing.tiers import MemoryTier, SteppedExecutor, make_pools
+from kvoffload.tiers.manager import TieredOffloadingManager
+from tests.connector.test_scheduler import TOKENS, Clock, FakeRequest, Rig, prompt
+
+SLOT_BYTES = 4096
+
+
+class SpyManager(TieredOffloadingManager):
+    """Remembers how it was waited for, and what it was told of the engine's speed."""
+
+    def __init__(
+        self, num_blocks: int, clock: Callable[[], float], groups: Sequence[KVGroup] = (KVGroup(TOKENS),)
+    ) -> None:
+        self.executor = SteppedExecutor(clock=clock)
+        self.tier = MemoryTier(make_pools(num_blocks, SLOT_BYTES), 64, self.executor, clock)
+        host = PolicyOffloadingManager(HostBackend(TOKENS, num_blocks), make_policy("lru", num_blocks), clock=clock)
+        tokens = [TOKENS] * len(groups)
+        super().__init__(host, [self.tier], tokens_per_block=tokens, groups=groups, load_deadline_ms=1000, clock=clock)
+        self.waits: list[float] = []
+        self.prefills: list[tuple[int, float]] = []
+
+    def wait(self, timeout_s: float) -> None:
+        self.waits.append(timeout_s)
+        super().wait(timeout_s)
+
+    def observe_prefill(self, num_tokens: int, seconds: float) -> None:
+        self.prefills.append((num_tokens, seconds))
+        super().observe_prefill(num_tokens, seconds)
+
+
+class TieredRig(Rig):
+    def __init__(self, num_host_blocks: int = 16) -> None:
+        clock = Clock()
+        super().__init__(num_host_blocks, manager=SpyManager(num_host_blocks, clock), clock=clock)
+
+    def put_below(self, tokens: list[int]) -> None:
+        """The blocks of ``tokens`` are in the tier, and not in the host."""
+        for end in range(TOKENS, len(tokens) + 1, TOKENS):
+            self.store(tokens[:end], f"writer{end}")
+            self.manager.executor.drain()
+            self.step()
+        self.manager.host.reset()
+
+    def arrive(self) -> None:
+        """What requests wait for comes up."""
+        self.step()
+        self.manager.executor.drain()
+        self.step()
+
+
+def test_a_request_waits_for_its_blocks_and_loads_them() -> None:
+    rig = TieredRig()
+    rig.put_below(prompt(8))
+    request = FakeRequest("r", prompt(9))
+    assert rig.look_up(request) == (None, False)
+    rig.arrive()
+    assert len(rig.load(request).loads) == 1
+    record = rig.half.records[-1]
+    assert (record.host_tokens, record.disk_tokens, record.missed_key) == (0, 8, None)
+    assert rig.half.metrics.snapshot()["disk_hit_tokens"] == 8
+    assert rig.half.metrics.snapshot()["promoted_blocks"] == 2
+
+
+def test_the_next_one_finds_them_in_the_host() -> None:
+    rig = TieredRig()
+    rig.put_below(prompt(8))
+    first, second = FakeRequest("first", prompt(9)), FakeRequest("second", prompt(9))
+    rig.look_up(first)
+    rig.arrive()
+    rig.report(*rig.load(first).loads)
+    rig.load(second)
+    assert (rig.half.records[-1].host_tokens, rig.half.records[-1].disk_tokens) == (8, 0)
+
+
+def test_a_request_that_waits_is_not_looked_up_while_nothing_changes() -> None:
+    rig = TieredRig()
+    rig.put_below(prompt(8))
+    request = FakeRequest("r", prompt(9))
+    rig.look_up(request)
+    rig.half.build_connector_meta(busy_step())
+    asked: list[object] = []
+    lookup = rig.manager.lookup
+    rig.manager.lookup = lambda keys, context=None: asked.append(keys) or lookup(keys, context)
+    rig.look_up(request)
+    assert len(asked) == 1, "its blocks were begun"
+    for _ in range(5):
+        assert rig.look_up(request) == (None, False)
+        rig.half.build_connector_meta(busy_step())
+    assert len(asked) == 1
+    rig.arrive()
+    assert rig.look_up(request) == (8, True)
+
+
+def busy_step() -> ScheduledStep:
+    return ScheduledStep({"somebody": 1})
+
+
+def test_only_a_step_without_tokens_waits_and_only_for_those_who_wait() -> None:
+    rig = TieredRig()
+    rig.put_below(prompt(8))
+    rig.manager.waits.clear()
+    rig.half.build_connector_meta(busy_step())
+    assert rig.manager.waits == []
+    rig.step()
+    assert rig.manager.waits == [pytest.approx(0.002)]
+
+
+def test_at_its_deadline_a_request_computes_and_says_why() -> None:
+    rig = TieredRig()
+    rig.put_below(prompt(8))
+    request = FakeRequest("r", prompt(9))
+    with rig.manager.executor.hold():
+        rig.look_up(request)
+        rig.step()
+        rig.clock.now += 0.999
+        assert rig.look_up(request) == (None, False)
+        rig.clock.now += 0.002
+        assert rig.look_up(request) == (0, False)
+        rig.start(request)
+    assert rig.half.records[-1].reason is MissReason.NOT_IN_TIME
+
+
+@pytest.mark.parametrize("deadline_s", [0.0, 1.0])
+def test_at_its_deadline_a_request_still_gets_what_the_host_has(deadline_s: float) -> None:
+    rig = TieredRig()
+    rig.put_below(prompt(16))
+    rig.store(prompt(8))
+    rig.step()
+    rig.half._deadline_s = deadline_s
+    request = FakeRequest("r", prompt(17))
+    with rig.manager.executor.hold():
+        for _ in range(3):
+            found = rig.look_up(request)
+            rig.half.build_connector_meta(busy_step())
+            rig.clock.now += 0.9 * deadline_s
+    assert found == (8, True)
+
+
+def test_a_full_engine_does_not_use_up_the_deadline_of_the_disk() -> None:
+    rig = TieredRig(num_host_blocks=96)
+    rig.put_below(prompt(160))
+    request = FakeRequest("r", prompt(161))
+    rig.look_up(request)
+    rig.clock.now += 0.002
+    rig.arrive()
+    for second in range(3):
+        rig.store(prompt(96 * TOKENS // 2, start=10_000 * (second + 1)), f"other{second}")
+        rig.clock.now += 1.0
+        rig.step()
+        assert rig.look_up(request) == (160, True), "and no room on the device"
+    assert len(rig.load(request).loads) == 1
+    assert rig.half.records[-1].disk_tokens == 160
+
+
+def test_a_request_waits_so_often_at_most() -> None:
+    rig = TieredRig()
+    rig.put_below(prompt(8))
+    request = FakeRequest("r", prompt(9))
+    answers = []
+    with rig.manager.executor.hold():
+        for _ in range(20):
+            answers.append(rig.look_up(request)[0])
+            rig.half._epoch += 1
+            rig.clock.now += 0.5
+            rig.step()
+    assert answers.count(None) <= 3 * MAX_WAITS_PER_REQUEST
+    assert answers[-8:] == [0] * 8
+    rig.start(request)
+    assert request.request_id not in rig.manager._waiters
+
+
+def test_an_idle_engine_steps_until_a_long_prompt_is_on_disk() -> None:
+    rig = TieredRig(num_host_blocks=64)
+    rig.store(prompt(40 * TOKENS))
+    steps = 0
+    while rig.half.has_pending_work():
+        rig.step()
+        rig.manager.executor.drain()
+        steps += 1
+        assert steps < 20
+    rig.step()
+    assert (rig.manager.tier.contains(rig.keys(prompt(40 * TOKENS))) == LookupState.HIT).all()
+
+
+def test_what_is_decoded_is_written_when_its_request_ends() -> None:
+    rig = TieredRig(num_host_blocks=64)
+    rig.store(prompt(20))
+    request = FakeRequest("r", prompt(18))
+    ids = rig.new_blocks(7)
+    rig.look_up(request)
+    rig.allocate(request, ids)
+    rig.step({request: 18}, new={"r": ids})
+    for token in range(900, 908):
+        request.tokens.append(token)
+        rig.report(*rig.step({request: 1}).stores)
+    keys = rig.keys(request.tokens[:24])
+    rig.half.request_finished(request)
+    for _ in range(3):
+        rig.report(*rig.step().stores)
+        rig.manager.executor.drain()
+    assert (rig.manager.tier.contains(keys) == LookupState.HIT).all()
+
+
+@pytest.mark.parametrize("ending", ["finished", "declined", "loaded"])
+def test_nothing_is_kept_for_a_request_that_does_not_wait_any_more(ending: str) -> None:
+    rig = TieredRig()
+    rig.put_below(prompt(8))
+    request = FakeRequest("r", prompt(9))
+    rig.look_up(request)
+    rig.arrive()
+    assert rig.manager.num_promoted(ReqContext("r")) == 2
+    if ending == "finished":
+        rig.half.request_finished(request)
+    elif ending == "declined":
+        rig.start(request)
+    else:
+        rig.report(*rig.load(request).loads)
+    assert rig.manager.num_promoted(ReqContext("r")) == 0
+    assert rig.manager.host.num_available_blocks == rig.manager.num_blocks
+
+
+def test_windows_are_promoted_after_the_blocks_before_them() -> None:
+    clock = Clock()
+    groups = [KVGroup(TOKENS), KVGroup(TOKENS, sliding_window=TOKENS + 1)]
+    manager = SpyManager(32, clock, groups)
+    rig = Rig(manager=manager, clock=clock)
+    half = OffloadingConnectorScheduler(manager, groups=groups, clock=clock)
+    keys = [key[:-1] + bytes([g]) for key in rig.keys(prompt(12)) for g in range(2)]
+    manager.prepare_store(keys)
+    manager.complete_store(keys)
+    manager.offer_chain(keys)
+    for _ in range(2):
+        manager.executor.drain()
+        manager.poll()
+    manager.host.reset()
+    request = FakeRequest("r", prompt(13))
+    for _ in range(3):
+        answer = half.get_num_new_matched_tokens(request, 0)
+        half.build_connector_meta(busy_step())
+        manager.executor.drain()
+        half.build_connector_meta(busy_step())
+    assert answer == (12, True)
+    promoted = half.metrics.snapshot()["promoted_blocks"]
+    assert promoted == 4, "three blocks of the one group, and of the other what the next token looks at"
+
+
+def test_the_manager_learns_how_fast_the_engine_computes() -> None:
+    rig = TieredRig(num_host_blocks=64)
+    request = FakeRequest("r", prompt(100))
+    ids = rig.new_blocks(26)
+    rig.look_up(request)
+    rig.allocate(request, ids)
+    rig.step({request: 60}, new={"r": ids})
+    rig.clock.now += 1.0
+    rig.step({request: 40})
+    rig.clock.now += 0.5
+    request.tokens.append(0)
+    rig.step({request: 1})
+    rig.step({request: 1})
+    assert rig.manager.prefills == [(100, pytest.approx(1.5))]
+
+
+def test_what_is_computed_after_a_load_says_nothing_either() -> None:
+    rig = TieredRig(num_host_blocks=64)
+    rig.store(prompt(80))
+    rig.manager.prefills.clear()
+    request = FakeRequest("r", prompt(81))
+    ids = rig.new_blocks(21)
+    rig.report(*rig.load(request, ids=ids).loads)
+    rig.allocate(request, ids)
+    for _ in range(3):
+        rig.step({request: 1}, new={"r": ids})
+        rig.clock.now += 0.02
+        request.tokens.append(0)
+    assert rig.manager.prefills == []
+
+
+def test_what_was_loaded_or_is_short_says_nothing_of_how_fast_it_computes() -> None:
+    rig = TieredRig(num_host_blocks=64)
+    rig.store(prompt(80))
+    rig.manager.prefills.clear()
+    request = FakeRequest("r", prompt(81))
+    rig.report(*rig.load(request).loads)
+    short = FakeRequest("short", prompt(20, start=500))
+    rig.start(short)
+    for _ in range(3):
+        for each in (request, short):
+            each.tokens.append(0)
+        rig.step({request: 1, short: 1})
+    assert rig.manager.prefills == []
+
+
+def test_shutting_down_closes_the_tiers_even_when_offloading_is_off() -> None:
+    rig = TieredRig()
+    rig.half.switch_off("a test")
+    rig.half.shutdown()
+    assert rig.manager.tier.used_bytes == 0
+    rig.half.shutdown()

@@ -1,0 +1,666 @@
+"""The worker half of the connector: real copies, with a device and a pool made of numpy arrays."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+
+import numpy as np
+import pytest
+
+from kvoffload.abc import ByteArray, DeviceSpec, LoadStoreSpec, PageGroup, Transfer, TransferResult, TransferSpec
+from kvoffload.connector.messages import StepMeta, WorkerReport
+from kvoffload.connector.worker import IDLE_WAIT_S, OffloadingConnectorWorker
+from kvoffload.host.pool import HostPool, padded_slot_bytes
+from kvoffload.testing.faults import WrappedTransfer
+from kvoffload.transfer.inline import InlineTransfer
+
+LAYERS, BLOCKS, PAGE = 2, 8, 16
+NOTHING = StepMeta()
+IDLE = StepMeta(has_tokens=False)
+
+
+def job(slots: list[int], device_blocks: list[int], req_id: str = "r") -> TransferSpec:
+    device = DeviceSpec(np.array(device_blocks, dtype=np.int64), (len(device_blocks),), (0,))
+    return TransferSpec(req_id, LoadStoreSpec("CPU", np.array(slots, dtype=np.int64)), device)
+
+
+@dataclass
+class Device:
+    """A device with a pool behind it, and a transfer engine that may be wrapped into a faulty one."""
+
+    data: ByteArray = field(default_factory=lambda: np.zeros((LAYERS, BLOCKS, PAGE), np.uint8))
+    pool: ByteArray = field(default_factory=lambda: np.zeros((4, padded_slot_bytes(LAYERS * PAGE)), np.uint8))
+
+    def __post_init__(self) -> None:
+        self.transfer: Transfer = InlineTransfer([PageGroup(list(self.data))], self.pool)
+        self.data[:] = np.random.default_rng(0).integers(0, 256, self.data.shape)
+
+    def slot(self, slot: int) -> bytes:
+        return self.pool[slot, : LAYERS * PAGE].tobytes()
+
+    def block(self, block: int) -> bytes:
+        return self.data[:, block].tobytes()
+
+
+class Faulty(WrappedTransfer):
+    """Fails the first ``failures`` tries of every job; writes down what it is asked."""
+
+    def __init__(self, inner: Transfer, failures: int = 0) -> None:
+        super().__init__(inner)
+        self.failures = failures
+        self.tries: dict[int, int] = {}
+        self.waited_for: list[list[int]] = []
+        self.idle_waits: list[float] = []
+        self.closed = 0
+        self._failed: list[TransferResult] = []
+
+    def submit(self, job_id: int, spec: TransferSpec, is_store: bool) -> None:
+        self.tries[job_id] = self.tries.get(job_id, 0) + 1
+        if self.tries[job_id] <= self.failures:
+            self._failed.append(TransferResult(job_id, ok=False))
+        else:
+            super().submit(job_id, spec, is_store)
+
+    def poll(self, busy: bool) -> list[TransferResult]:
+        failed, self._failed = self._failed, []
+        return [*failed, *super().poll(busy)]
+
+    def wait(self, job_ids: Iterable[int]) -> None:
+        self.waited_for.append(list(job_ids))
+        super().wait(job_ids)
+
+    def wait_any(self, timeout_s: float) -> None:
+        self.idle_waits.append(timeout_s)
+        super().wait_any(timeout_s)
+
+    def close(self) -> None:
+        self.closed += 1
+        super().close()
+
+
+class Sleeping(Faulty):
+    """Copies nothing but when it is waited for, as a device that needs time."""
+
+    def poll(self, busy: bool) -> list[TransferResult]:
+        return self.inner.poll(busy=False) if self.idle_waits else []
+
+
+def step(worker: OffloadingConnectorWorker, meta: StepMeta = NOTHING) -> tuple[set[str], set[int], set[str]]:
+    """One engine step: what it is told after it."""
+    worker.begin_step(meta)
+    worker.start_loads(meta)
+    worker.end_step(meta)
+    finished = worker.get_finished(meta)
+    failed = {block for blocks in finished.failed.values() for block in blocks}
+    return finished.loaded, failed, finished.released
+
+
+def report(worker: OffloadingConnectorWorker) -> tuple[dict[int, int], set[int]]:
+    taken = worker.take_report() or WorkerReport()
+    return taken.done, taken.failed
+
+
+@pytest.fixture
+def device() -> Device:
+    return Device()
+
+
+@pytest.fixture
+def worker(device: Device) -> OffloadingConnectorWorker:
+    return OffloadingConnectorWorker(device.transfer)
+
+
+# Good days.
+
+
+def test_a_store_starts_at_the_next_step_and_is_reported_once(
+    device: Device, worker: OffloadingConnectorWorker
+) -> None:
+    step(worker, StepMeta(stores={1: job([2], [5])}))
+    assert report(worker) == ({}, set())
+    assert not device.pool.any(), "the step that computes the block may still be under way"
+    device.data[:, 5] = 7
+    step(worker)
+    assert device.slot(2) == device.block(5) == bytes([7]) * LAYERS * PAGE
+    assert report(worker) == ({1: 1}, set())
+    step(worker)
+    assert worker.take_report() is None
+
+
+def test_a_load_is_done_when_it_is_reported(device: Device, worker: OffloadingConnectorWorker) -> None:
+    device.pool[3] = 9
+    assert step(worker, StepMeta(loads={1: job([3], [4])})) == ({"r"}, set(), set())
+    assert device.block(4) == device.slot(3) == bytes([9]) * LAYERS * PAGE
+    assert report(worker) == ({1: 1}, set())
+    assert step(worker) == (set(), set(), set()), "reported once"
+
+
+def test_bytes_come_back_through_a_real_host_pool() -> None:
+    pool = HostPool(4, padded_slot_bytes(LAYERS * PAGE))
+    try:
+        device = Device(pool=pool.data)
+        worker = OffloadingConnectorWorker(device.transfer)
+        before = device.block(1), device.block(2)
+        step(worker, StepMeta(stores={1: job([0, 3], [1, 2])}))
+        step(worker)
+        device.data[:] = 0
+        step(worker, StepMeta(loads={2: job([3, 0], [6, 5])}))
+        assert (device.block(5), device.block(6)) == before
+        taken = worker.take_report()
+        assert taken is not None
+        assert taken.done == {1: 1, 2: 1}
+        assert taken.store_bytes == taken.load_bytes == 2 * LAYERS * PAGE
+    finally:
+        pool.close()
+
+
+def test_a_fenced_store_has_read_its_block_before_the_step_computes(
+    device: Device, worker: OffloadingConnectorWorker
+) -> None:
+    step(worker, StepMeta(stores={1: job([0], [1]), 2: job([1], [2])}))
+    want = device.block(1)
+    worker.begin_step(StepMeta(fences=[1]))
+    device.data[:, 1:3] = 0  # the forward pass
+    assert device.slot(0) == want
+    worker.end_step(NOTHING)
+    worker.get_finished(NOTHING)
+    assert device.slot(1) == bytes(LAYERS * PAGE), "without a fence the old bytes are gone"
+
+
+def test_a_store_may_be_fenced_in_the_step_that_asks_for_it(device: Device, worker: OffloadingConnectorWorker) -> None:
+    meta = StepMeta(stores={1: job([0], [1])}, fences=[1])
+    want = device.block(1)
+    worker.begin_step(meta)
+    device.data[:, 1] = 0
+    worker.end_step(meta)
+    worker.get_finished(meta)
+    step(worker)
+    assert device.slot(0) == want
+    assert report(worker) == ({1: 1}, set()), "carried out once"
+
+
+def test_a_load_into_a_fenced_block_comes_after_the_store(device: Device, worker: OffloadingConnectorWorker) -> None:
+    device.pool[3] = 9
+    want = device.block(1)
+    step(worker, StepMeta(stores={1: job([0], [1])}))
+    step(worker, StepMeta(fences=[1], loads={2: job([3], [1])}))
+    assert device.slot(0) == want
+    assert device.block(1) == device.slot(3)
+
+
+def test_a_fence_for_a_store_that_is_through_does_no_harm(worker: OffloadingConnectorWorker) -> None:
+    step(worker, StepMeta(stores={1: job([0], [1])}))
+    step(worker)
+    assert report(worker) == ({1: 1}, set())
+    step(worker, StepMeta(fences=[1]))
+    assert worker.take_report() is None
+
+
+def test_broken_loads_are_reported_as_failed_once(worker: OffloadingConnectorWorker) -> None:
+    assert step(worker, StepMeta(broken_loads={"b": [3, 4]})) == ({"b"}, {3, 4}, set())
+    assert step(worker) == (set(), set(), set())
+    assert worker.take_report() is None, "there was no job"
+
+
+def test_releases_are_reported_once(worker: OffloadingConnectorWorker) -> None:
+    assert step(worker, StepMeta(releases=["a", "b"])) == (set(), set(), {"a", "b"})
+    assert step(worker) == (set(), set(), set())
+
+
+# Copies that fail.
+
+
+@pytest.mark.parametrize(("failures", "ok"), [(0, True), (1, True), (2, False)])
+def test_a_store_is_tried_twice(device: Device, failures: int, ok: bool) -> None:
+    faulty = Faulty(device.transfer, failures)
+    worker = OffloadingConnectorWorker(faulty)
+    step(worker, StepMeta(stores={1: job([0], [1])}))
+    for _ in range(4):
+        step(worker)
+    assert faulty.tries == {1: min(failures + 1, 2)}
+    assert report(worker) == ({1: 1}, set() if ok else {1})
+    assert (device.slot(0) == device.block(1)) is ok
+
+
+@pytest.mark.parametrize(("failures", "ok"), [(1, True), (2, False)])
+def test_a_load_is_tried_twice_and_then_names_its_blocks(device: Device, failures: int, ok: bool) -> None:
+    worker = OffloadingConnectorWorker(Faulty(device.transfer, failures))
+    told = [step(worker, meta) for meta in (StepMeta(loads={1: job([0, 1], [4, 5])}), *[NOTHING] * 3)]
+    loaded = [entry for entry in told if entry != (set(), set(), set())]
+    assert loaded == [({"r"}, set() if ok else {4, 5}, set())], "reported once, when it is decided"
+    assert report(worker) == ({1: 1}, set() if ok else {1})
+
+
+def test_a_store_that_failed_is_not_tried_again_after_its_fence(device: Device) -> None:
+    faulty = Faulty(device.transfer, failures=1)
+    worker = OffloadingConnectorWorker(faulty)
+    step(worker, StepMeta(stores={1: job([0], [1])}))
+    step(worker, StepMeta(fences=[1]))
+    device.data[:, 1] = 0
+    step(worker)
+    assert faulty.tries == {1: 1}, "its source may have changed"
+    assert report(worker) == ({1: 1}, {1})
+
+
+def test_nor_is_one_that_was_fenced_in_the_step_that_asked_for_it(device: Device) -> None:
+    faulty = Faulty(device.transfer, failures=1)
+    worker = OffloadingConnectorWorker(faulty)
+    step(worker, StepMeta(stores={1: job([0], [1])}, fences=[1]))
+    step(worker)
+    assert faulty.tries == {1: 1}
+    assert report(worker) == ({1: 1}, {1})
+
+
+def test_one_bad_job_does_not_harm_the_others(device: Device, caplog: pytest.LogCaptureFixture) -> None:
+    worker = OffloadingConnectorWorker(device.transfer)
+    told = step(worker, StepMeta(loads={1: job([99], [1], "bad"), 2: job([0], [2], "good")}))
+    told_later = step(worker)
+    assert told[0] | told_later[0] == {"bad", "good"}
+    assert told[1] | told_later[1] == {1}
+    assert report(worker) == ({1: 1, 2: 1}, {1})
+
+
+# Idle steps.
+
+
+@pytest.mark.parametrize(
+    ("meta", "waits"),
+    [
+        (StepMeta(loads={1: job([0], [1])}, has_tokens=False), [IDLE_WAIT_S]),
+        (StepMeta(loads={1: job([0], [1])}, has_tokens=True), []),
+        (StepMeta(has_tokens=False), []),
+        (StepMeta(stores={1: job([0], [1])}, has_tokens=False), []),
+        (StepMeta(loads={1: job([0], [1])}, broken_loads={"b": [3]}, has_tokens=False), []),
+    ],
+    ids=["loads pending", "has tokens", "nothing pending", "only stores pending", "something to tell"],
+)
+def test_only_a_step_without_tokens_waits_for_loads(device: Device, meta: StepMeta, waits: list[float]) -> None:
+    sleeping = Sleeping(device.transfer)
+    worker = OffloadingConnectorWorker(sleeping)
+    step(worker, meta)
+    assert sleeping.idle_waits == waits
+
+
+def test_what_ended_during_the_wait_is_told_in_the_same_step(device: Device) -> None:
+    worker = OffloadingConnectorWorker(Sleeping(device.transfer))
+    told = step(worker, StepMeta(loads={1: job([0], [1])}, has_tokens=False))
+    assert told == ({"r"}, set(), set())
+
+
+def test_an_idle_step_is_short() -> None:
+    assert 0 < IDLE_WAIT_S <= 0.002
+
+
+# A transfer engine that breaks.
+
+
+@pytest.mark.parametrize("method", ["submit", "poll", "wait", "wait_any"])
+def test_a_broken_engine_fails_every_job_and_raises_nothing(
+    device: Device, method: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    transfer = Sleeping(device.transfer)
+    worker = OffloadingConnectorWorker(transfer)
+    step(worker, StepMeta(stores={1: job([0], [1])}))
+    step(worker, StepMeta(loads={2: job([1], [2], "early")}))
+
+    def broken(*args: object) -> None:
+        raise RuntimeError("the device is gone")
+
+    monkeypatch.setattr(transfer, method, broken)
+    told: list[tuple[set[str], set[int], set[str]]] = []
+    told.append(step(worker, StepMeta(loads={3: job([2], [3], "late")}, has_tokens=False)))
+    told.append(step(worker, StepMeta(stores={4: job([3], [4])}, fences=[1])))
+    told.append(step(worker, IDLE))
+    assert set().union(*(loaded for loaded, _, _ in told)) == {"early", "late"}
+    assert sum(len(loaded) for loaded, _, _ in told) == 2, "each is told once"
+    # What breaks only in the second of these steps may have let the loads through before.
+    done, failed = report(worker)
+    assert done == dict.fromkeys((1, 2, 3, 4), 1)
+    assert failed == (done.keys() if method != "wait" else {4})
+    assert transfer.closed == 1
+    assert sum("OFFLOADING IS OFF" in record.message for record in caplog.records) == 1
+
+
+def test_after_it_broke_everything_fails_at_once(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    worker = OffloadingConnectorWorker(device.transfer)
+    monkeypatch.setattr(device.transfer, "poll", None)
+    step(worker)
+    assert step(worker, StepMeta(loads={1: job([0], [1])})) == ({"r"}, {1}, set())
+    step(worker, StepMeta(stores={2: job([0], [1])}))
+    assert step(worker, StepMeta(releases=["x"])) == (set(), set(), {"x"})
+    assert report(worker) == ({1: 1, 2: 1}, {1, 2})
+
+
+def test_an_engine_that_cannot_even_be_closed_raises_nothing(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    worker = OffloadingConnectorWorker(device.transfer)
+    monkeypatch.setattr(device.transfer, "submit", None)
+    monkeypatch.setattr(device.transfer, "close", None)
+    assert step(worker, StepMeta(loads={1: job([0], [1])})) == ({"r"}, {1}, set())
+
+
+# Device blocks that lose their memory.
+
+
+class Late(Faulty):
+    """Ends its jobs only after it was waited for three times."""
+
+    def wait(self, job_ids: Iterable[int]) -> None:
+        self.waited_for.append(list(job_ids))
+
+    def poll(self, busy: bool) -> list[TransferResult]:
+        return super().poll(busy) if len(self.idle_waits) >= 3 else []
+
+
+@pytest.mark.parametrize("kind", [Faulty, Late])
+def test_no_copy_is_under_way_when_blocks_lose_their_memory(device: Device, kind: type[Faulty]) -> None:
+    """Stores under way are finished, loads and what was not submitted have failed."""
+    transfer = kind(device.transfer)
+    worker = OffloadingConnectorWorker(transfer)
+    transfer.idle_waits += [0.0] * 3
+    step(worker, StepMeta(stores={1: job([0], [1])}))
+    step(worker, StepMeta(stores={2: job([1], [2])}))
+    transfer.idle_waits.clear()
+    worker.begin_step(NOTHING)
+    worker.start_loads(StepMeta(loads={3: job([0], [4], "loading")}))
+    worker.end_step(StepMeta(stores={4: job([3], [3])}))
+    stored = device.block(2)
+    worker.suspend()
+    device.data[:] = 0
+    worker.suspend()
+    assert set(transfer.tries) == {1, 2, 3}
+    told = step(worker, StepMeta(loads={5: job([0], [5], "asleep")}))
+    assert told == ({"loading", "asleep"}, {4, 5}, set())
+    assert report(worker) == ({1: 1, 2: 1, 3: 1, 4: 1, 5: 1}, {3, 4, 5})
+    assert device.slot(1) == stored
+    assert not device.data.any(), "nothing is written into them afterwards"
+    worker.resume()
+    worker.resume()
+    assert step(worker, StepMeta(loads={6: job([1], [6], "awake")}))[:2] == ({"awake"}, set())
+    assert device.block(6) == stored
+
+
+def test_a_copy_that_does_not_end_closes_the_engine(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvoffload.connector.worker.SUSPEND_DEADLINE_S", 0.0)
+    transfer = Late(device.transfer)
+    worker = OffloadingConnectorWorker(transfer)
+    worker.start_loads(StepMeta(loads={1: job([0], [1])}))
+    worker.suspend()
+    assert transfer.closed == 1
+    assert report(worker) == ({1: 1}, {1})
+
+
+@pytest.mark.parametrize("fences", [[], [2]])
+def test_a_store_that_comes_while_suspended_copies_nothing_after_it(device: Device, fences: list[int]) -> None:
+    """Its device blocks have lost their bytes, even if they have memory again before the next step."""
+    worker, before = OffloadingConnectorWorker(device.transfer), device.slot(2)
+    worker.suspend()
+    step(worker, StepMeta(stores=STORE, fences=fences, has_tokens=False))
+    device.data[:] = 7
+    worker.resume()
+    step(worker)
+    assert report(worker) == ({2: 1}, {2})
+    assert device.slot(2) == before
+
+
+def test_shutdown_closes_the_engine(device: Device) -> None:
+    faulty = Faulty(device.transfer)
+    OffloadingConnectorWorker(faulty).shutdown()
+    assert faulty.closed == 1
+
+
+# Reports.
+
+
+def test_reports_of_workers_add_up() -> None:
+    total = WorkerReport()
+    one = WorkerReport({1: 1, 2: 1}, {2}, store_bytes=10, load_bytes=1, store_seconds=0.5, load_seconds=2.0)
+    two = WorkerReport({2: 1, 3: 1}, {3}, store_bytes=5, load_bytes=2, store_seconds=0.25, load_seconds=1.0)
+    assert total.add(one).add(two) is total
+    assert total == WorkerReport({1: 1, 2: 2, 3: 1}, {2, 3}, 15, 3, 0.75, 3.0)
+    assert one.done == {1: 1, 2: 1}, "what is added stays as it was"
+
+
+@pytest.fixture(autouse=True)
+def no_logs_on_the_screen(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
+    with caplog.at_level(logging.WARNING):
+        yield
+
+
+# Weights that change.
+
+
+class Weights:
+    """A watch over one number. ``answers`` False: nothing is known of it for now."""
+
+    def __init__(self) -> None:
+        self.now = self._accepted = self._compared = 0
+        self.answers = True
+        self.num_comparisons = 0
+        self.notes = 0
+
+    def accept(self) -> None:
+        self._accepted = self._compared = self.now
+
+    def begin(self) -> None:
+        self._compared = self.now
+        self.num_comparisons += 1
+
+    def poll(self) -> bool | None:
+        return self._compared != self._accepted if self.answers else None
+
+    def note_new(self) -> None:
+        self.notes += 1
+
+    def are_same(self) -> bool:
+        return self.now == self._accepted
+
+
+@pytest.fixture
+def weights() -> Weights:
+    return Weights()
+
+
+@pytest.fixture
+def watched(device: Device, weights: Weights) -> OffloadingConnectorWorker:
+    return OffloadingConnectorWorker(device.transfer, weights)
+
+
+LOAD = {1: job([3], [4])}
+STORE = {2: job([2], [5])}
+
+
+def test_weights_are_compared_in_steps_with_loads_or_stores_only(
+    watched: OffloadingConnectorWorker, weights: Weights
+) -> None:
+    """New adapters are noted in every step that computes: one that stores nothing uses them too."""
+    for meta, comparisons, notes in [
+        (NOTHING, 0, 1),
+        (IDLE, 0, 1),
+        (StepMeta(fences=[7], releases=["q"]), 0, 2),
+        (StepMeta(loads=LOAD), 1, 3),
+        (StepMeta(stores=STORE), 2, 4),
+        (NOTHING, 2, 5),
+    ]:
+        step(watched, meta)
+        assert (weights.num_comparisons, weights.notes) == (comparisons, notes)
+    assert report(watched) == ({1: 1, 2: 1}, set())
+
+
+def test_changed_weights_fail_loads_and_stores_until_the_next_epoch(
+    device: Device, watched: OffloadingConnectorWorker, weights: Weights
+) -> None:
+    before, pool = device.block(4), device.pool.copy()
+    weights.now = 1
+    assert step(watched, StepMeta(loads=LOAD, stores=STORE)) == ({"r"}, {4}, set())
+    assert step(watched) == (set(), set(), set())
+    taken = watched.take_report()
+    assert taken is not None
+    assert (taken.done, taken.failed, taken.changed_at) == ({1: 1, 2: 1}, {1, 2}, 0)
+    step(watched, StepMeta(loads={3: job([3], [4])}))
+    taken = watched.take_report()
+    assert taken is not None
+    assert (taken.failed, taken.changed_at) == ({3}, -1), "told once"
+    assert device.block(4) == before
+    assert np.array_equal(device.pool, pool), "nothing was stored"
+    step(watched, StepMeta(loads={4: job([3], [4])}, epoch=1))
+    assert report(watched) == ({4: 1}, set())
+    assert device.block(4) == device.slot(3)
+
+
+def test_what_is_under_way_when_weights_change_fails(device: Device, weights: Weights) -> None:
+    """Not before the transfer is through with it: until then it writes to the blocks."""
+    worker = OffloadingConnectorWorker(Sleeping(device.transfer), weights)
+    step(worker, StepMeta(loads=LOAD))
+    weights.now = 1
+    assert step(worker, StepMeta(stores=STORE)) == (set(), set(), set())
+    assert report(worker) == ({}, set())
+    assert step(worker, IDLE) == ({"r"}, {4}, set())
+    assert report(worker) == ({1: 1, 2: 1}, {1, 2})
+
+
+def test_what_was_begun_before_a_reset_fails_after_it(device: Device, weights: Weights) -> None:
+    for watch in (weights, None):
+        worker = OffloadingConnectorWorker(Sleeping(device.transfer), watch)
+        step(worker, StepMeta(loads=LOAD, stores=STORE))
+        assert step(worker, StepMeta(epoch=1)) == (set(), set(), set())
+        assert step(worker, StepMeta(has_tokens=False, epoch=1)) == ({"r"}, {4}, set())
+        assert report(worker) == ({1: 1, 2: 1}, {1, 2})
+
+
+def test_a_load_is_not_reported_before_its_weights_are_known(
+    watched: OffloadingConnectorWorker, weights: Weights
+) -> None:
+    weights.answers = False
+    for meta in (StepMeta(loads=LOAD), NOTHING, StepMeta(loads={3: job([2], [6], "s")}), IDLE):
+        assert step(watched, meta) == (set(), set(), set())
+    assert weights.num_comparisons == 1, "one at a time"
+    weights.answers = True
+    assert step(watched) == ({"r", "s"}, set(), set())
+    assert weights.num_comparisons == 2, "the second load came after the first comparison had begun"
+
+
+def test_a_late_answer_fails_what_waited_for_it(watched: OffloadingConnectorWorker, weights: Weights) -> None:
+    weights.answers, weights.now = False, 1
+    step(watched, StepMeta(loads=LOAD))
+    weights.answers = True
+    assert step(watched) == ({"r"}, {4}, set())
+    taken = watched.take_report()
+    assert taken is not None
+    assert (taken.failed, taken.changed_at) == ({1}, 0)
+
+
+def test_no_comparison_begins_after_copies_have_ended_for_a_sleep(
+    watched: OffloadingConnectorWorker, weights: Weights
+) -> None:
+    """A sleeping engine has no weights: a read of them would be a read of memory that is gone."""
+    weights.answers = False
+    step(watched, StepMeta(loads=LOAD))
+    step(watched, StepMeta(loads={3: job([2], [6], "s")}))
+    watched.suspend()
+    weights.answers = True
+    compared = weights.num_comparisons
+    step(watched, IDLE)
+    assert weights.num_comparisons == compared
+    assert report(watched) == ({1: 1, 3: 1}, {1, 3})
+    watched.resume()
+    step(watched, StepMeta(loads={4: job([3], [4])}))
+    assert weights.num_comparisons == compared + 1
+    assert report(watched) == ({4: 1}, set())
+
+
+def test_new_weights_are_accepted_by_the_first_step_after_a_reset_that_computes(
+    watched: OffloadingConnectorWorker, weights: Weights
+) -> None:
+    """A sleeping engine has no weights to look at, and takes steps without tokens."""
+    weights.accept = lambda: pytest.fail("looked at the weights of a sleeping engine")
+    step(watched, StepMeta(has_tokens=False, epoch=1))
+    del weights.accept
+    weights.now = 1
+    step(watched, StepMeta(epoch=1))
+    step(watched, StepMeta(loads=LOAD, epoch=1))
+    assert report(watched) == ({1: 1}, set())
+    weights.now = 2
+    step(watched, StepMeta(loads={3: job([3], [4])}, epoch=1))
+    assert report(watched) == ({3: 1}, {3})
+
+
+@pytest.mark.parametrize("epoch", [0, 1])
+def test_weights_are_not_read_while_device_blocks_have_no_memory(
+    watched: OffloadingConnectorWorker, weights: Weights, epoch: int
+) -> None:
+    """They may have none either. A request that ends in its sleep may leave blocks to be stored."""
+    watched.suspend()
+    weights.now = 1
+    meta = StepMeta(stores=STORE, has_tokens=False, epoch=epoch)
+    step(watched, meta)
+    step(watched, StepMeta(has_tokens=False, epoch=epoch))
+    assert weights.num_comparisons == 0
+    assert weights._accepted == 0
+    assert report(watched) == ({2: 1}, {2})
+
+
+CHECK = StepMeta(has_tokens=False, epoch=1, check_weights=9)
+
+
+def test_after_a_sleep_weights_are_compared_with_those_of_before(
+    watched: OffloadingConnectorWorker, weights: Weights
+) -> None:
+    step(watched, StepMeta(has_tokens=False, epoch=1))
+    step(watched, CHECK)
+    assert report(watched) == ({9: 1}, set())
+    # They are accepted once: what changes from here on is a change.
+    weights.now = 1
+    step(watched, StepMeta(epoch=1))
+    step(watched, StepMeta(loads=LOAD, epoch=1))
+    taken = watched.take_report()
+    assert taken is not None
+    assert (taken.failed, taken.changed_at) == ({1}, 1)
+
+
+def test_other_weights_after_a_sleep_are_told_and_accepted_later(
+    watched: OffloadingConnectorWorker, weights: Weights
+) -> None:
+    weights.now = 1
+    step(watched, CHECK)
+    assert report(watched) == ({9: 1}, {9})
+    weights.now = 2
+    step(watched, StepMeta(epoch=1))
+    step(watched, StepMeta(loads=LOAD, epoch=1))
+    assert report(watched) == ({1: 1}, set())
+
+
+def test_weights_are_not_known_to_be_the_same(device: Device, weights: Weights) -> None:
+    """Without a watch, with a broken one, while asleep, and once weights of the new epoch were accepted."""
+    accepted = OffloadingConnectorWorker(device.transfer, weights)
+    step(accepted, StepMeta(epoch=1))
+    broken = OffloadingConnectorWorker(device.transfer, Weights())
+    broken.weights.are_same = lambda: 1 / 0
+    asleep = OffloadingConnectorWorker(device.transfer, Weights())
+    asleep.suspend()
+    for worker in (accepted, asleep, broken, OffloadingConnectorWorker(device.transfer)):
+        step(worker, CHECK)
+        assert report(worker) == ({9: 1}, {9})
+
+
+@pytest.mark.parametrize("call", ["accept", "begin", "poll", "note_new"])
+def test_a_check_of_weights_that_raises_switches_offloading_off(
+    watched: OffloadingConnectorWorker, weights: Weights, call: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    def broken() -> None:
+        raise RuntimeError("planted")
+
+    setattr(weights, call, broken)
+    step(watched, StepMeta(epoch=1))
+    step(watched, StepMeta(loads=LOAD, stores=STORE, epoch=1))
+    step(watched, StepMeta(epoch=1))
+    taken = watched.take_report()
+    assert taken is not None
+    assert taken.broken
+    assert taken.failed >= {2}
+    assert "OFFLOADING IS OFF" in caplog.text
+
+
+def test_reports_of_ranks_add_up_to_the_latest_change() -> None:
+    assert WorkerReport().add(WorkerReport(changed_at=2)).add(WorkerReport(changed_at=1)).changed_at == 2

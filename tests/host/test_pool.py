@@ -1,0 +1,630 @@
+"""HostPool: memory that is there when it says so, and gone when it is closed or killed."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import logging
+import mmap
+import os
+import pickle
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvoffload.abc import ConfigError
+from kvoffload.host import limits as memory
+from kvoffload.host import pool as hostpool
+from kvoffload.host.limits import Reservation, available_memory, total_memory
+from kvoffload.host.pool import HostPool, PoolHandle, padded_slot_bytes
+from kvoffload.units import format_bytes, parse_bytes
+
+GIB = 1 << 30
+NUM_BLOCKS, SLOT = 64, 8192
+
+
+@pytest.fixture
+def pool() -> Iterator[HostPool]:
+    pool = HostPool(NUM_BLOCKS, SLOT)
+    yield pool
+    pool.close()
+
+
+def open_files() -> set[str]:
+    """What this process has open, pools by inode."""
+    names = set()
+    for fd in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            name = os.readlink(f"/proc/self/fd/{fd}")
+            names.add(f"{name} {os.fstat(int(fd)).st_ino}")
+    return names
+
+
+def run_python(code: str) -> str:
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.mark.parametrize(
+    ("block_bytes", "slot_bytes"), [(1, 4096), (4095, 4096), (4096, 4096), (4097, 8192), (40_000, 40_960)]
+)
+def test_slots_are_padded_to_4_kib(block_bytes: int, slot_bytes: int) -> None:
+    assert padded_slot_bytes(block_bytes) == slot_bytes
+
+
+# The pool.
+
+
+def test_all_memory_is_taken_at_once(pool: HostPool) -> None:
+    status = os.fstat(pool.fd)
+    assert status.st_size == pool.nbytes == NUM_BLOCKS * SLOT
+    assert status.st_blocks * 512 >= pool.nbytes
+
+
+def test_a_file_that_was_only_made_longer_would_be_noticed() -> None:
+    fd = os.memfd_create("sparse")
+    try:
+        os.ftruncate(fd, NUM_BLOCKS * SLOT)
+        assert os.fstat(fd).st_blocks == 0
+    finally:
+        os.close(fd)
+
+
+def test_it_is_an_array_of_slots(pool: HostPool) -> None:
+    assert pool.data.shape == (NUM_BLOCKS, SLOT)
+    assert pool.data.dtype == np.uint8
+    assert pool.data.flags.writeable
+    assert not pool.data.any()
+    pool.data[3] = 7
+    pool.data[-1, -1] = 9
+    assert os.pread(pool.fd, SLOT, 3 * SLOT) == bytes([7]) * SLOT
+    assert os.pread(pool.fd, 1, pool.nbytes - 1) == b"\t"
+
+
+def test_slots_begin_at_pages(pool: HostPool) -> None:
+    assert pool.data.ctypes.data % mmap.PAGESIZE == 0
+
+
+def test_touching_in_the_background_changes_no_byte(pool: HostPool) -> None:
+    pool.data[:] = 5
+    pool._toucher.join()
+    assert (pool.data == 5).all()
+
+
+def test_two_pools_do_not_share_memory(pool: HostPool) -> None:
+    other = HostPool(NUM_BLOCKS, SLOT)
+    other.data[:] = 1
+    assert not pool.data.any()
+    other.close()
+
+
+def test_nothing_is_left_when_it_is_closed() -> None:
+    before = open_files()
+    pool = HostPool(NUM_BLOCKS, SLOT)
+    assert len(open_files() - before) >= 1
+    fd = pool.fd
+    pool.close()
+    assert open_files() == before
+    with pytest.raises(OSError):
+        os.fstat(fd)
+    assert pool.data.size == 0
+
+
+def test_closing_twice_closes_nobody_elses_file() -> None:
+    pool = HostPool(NUM_BLOCKS, SLOT)
+    pool.close()
+    other = os.open("/dev/null", os.O_RDONLY)
+    reused = other if other == pool.fd else os.dup2(other, pool.fd)
+    try:
+        pool.close()
+        os.fstat(reused)
+    finally:
+        for fd in {other, reused}:
+            os.close(fd)
+
+
+def test_arrays_that_are_still_used_outlive_it() -> None:
+    before = open_files()
+    pool = HostPool(NUM_BLOCKS, SLOT)
+    row = pool.data[2]
+    row[:] = 3
+    pool.close()
+    assert (row == 3).all()
+    del row, pool
+    assert open_files() == before
+
+
+def test_it_has_no_name_and_a_kill_leaves_nothing() -> None:
+    code = f"""
+import os, sys
+from kvoffload.host.pool import HostPool
+pool = HostPool({NUM_BLOCKS}, {SLOT})
+pool.data[:] = 1
+print(os.fstat(pool.fd).st_nlink, os.readlink(f"/proc/self/fd/{{pool.fd}}"), flush=True)
+sys.stdin.read()
+"""
+    shared = Path("/dev/shm")
+    before = {path.name for path in shared.iterdir()} if shared.is_dir() else set()
+    child = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    with child:
+        assert child.stdout is not None
+        links, name = child.stdout.readline().strip().split(" ", 1)
+        child.send_signal(signal.SIGKILL)
+        assert child.wait() == -signal.SIGKILL
+    assert links == "0", "no directory holds it: it ends with its last user"
+    assert name.startswith("/memfd:")
+    assert not Path(name).exists()
+    after = {path.name for path in shared.iterdir()} if shared.is_dir() else set()
+    assert not any("kvoffload" in new for new in after - before)
+    assert not Path(f"/proc/{child.pid}").exists()
+
+
+# Handed over to another process.
+
+OTHER = """
+import pickle, sys
+handle = pickle.loads(bytes.fromhex(sys.argv[1]))
+"""
+
+
+def in_another_process(handle: PoolHandle, code: str) -> str:
+    command = [sys.executable, "-c", OTHER + code, pickle.dumps(handle).hex()]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_another_process_reads_and_writes_the_same_bytes(pool: HostPool) -> None:
+    pool.data[3, :4] = [1, 2, 3, 4]
+    said = in_another_process(
+        pool.handle(),
+        "data = handle.open(); print(data.shape, data[3, :4].tolist()); data[5, 7] = 99",
+    )
+    assert said == f"({NUM_BLOCKS}, {SLOT}) [1, 2, 3, 4]\n"
+    assert pool.data[5, 7] == 99
+
+
+def test_a_pool_that_is_gone_is_not_taken_for_another_file() -> None:
+    pool = HostPool(1, SLOT)
+    handle = pool.handle()
+    pool.close()
+    with pytest.raises(ConfigError, match=r"cannot be opened|is gone"):
+        handle.open()
+    with open(os.devnull) as other:
+        stale = dataclasses.replace(handle, fd=other.fileno())
+        with pytest.raises(ConfigError, match="is gone"):
+            stale.open()
+
+
+def test_a_pool_of_another_machine_is_refused(pool: HostPool) -> None:
+    elsewhere = dataclasses.replace(pool.handle(), boot_id="11111111-2222-3333-4444-555555555555")
+    with pytest.raises(ConfigError, match="another node"):
+        elsewhere.check_reachable()
+    with pytest.raises(ConfigError, match="another node"):
+        elsewhere.open()
+
+
+# Several at a time.
+
+RESERVING = """
+import os, sys
+from kvoffload.host import pool as hostpool
+hostpool.available_memory = lambda others=(): 1 << 40
+def blocked(fd, offset, size):
+    print("reserved", flush=True)
+    sys.stdin.read()
+os.posix_fallocate = blocked
+hostpool.HostPool(int(sys.argv[1]), 4096)
+"""
+
+
+@contextlib.contextmanager
+def reserving(num_blocks: int) -> Iterator[subprocess.Popen[str]]:
+    """A process that has found room for its pool and allocates none of it yet."""
+    command = [sys.executable, "-c", RESERVING, str(num_blocks)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None
+            assert process.stdout.readline() == "reserved\n"
+            yield process
+        finally:
+            process.kill()
+
+
+def leave(monkeypatch: pytest.MonkeyPatch, num_blocks: int) -> None:
+    """The machine has ``num_blocks`` pages of memory, of which what pools have allocated is missing. Of other processes
+    only children of this one are seen: others may run these tests at the same time."""
+    here = os.getpid()
+
+    def is_mine(pid: int) -> bool:
+        with contextlib.suppress(OSError):
+            parent = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1]
+            return here in (pid, int(parent))
+        return False
+
+    def field(file: Path, name: str) -> int:
+        assert name == "MemAvailable"
+        return num_blocks * 4096 - sum(allocated_by_pools().values())
+
+    monkeypatch.setattr(memory, "_field", field)
+    monkeypatch.setattr(memory, "_cgroup_limits", list)
+    see = memory.other_reservations
+    monkeypatch.setattr(hostpool, "other_reservations", lambda fd: [one for one in see(fd) if is_mine(one.pid)])
+
+
+def allocated_by_pools() -> dict[int, int]:
+    """Bytes that each pool of this process has allocated, by its inode."""
+    found = {}
+    for fd in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            if "memfd:kvoffload" in os.readlink(f"/proc/self/fd/{fd}"):
+                found[os.fstat(int(fd)).st_ino] = os.fstat(int(fd)).st_blocks * 512
+    return found
+
+
+def test_what_another_process_has_reserved_counts_until_it_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks that start together must not all see the same free memory and then all take it."""
+    leave(monkeypatch, 100)
+    monkeypatch.setattr(hostpool, "RESERVATION_DEADLINE_S", 0.0)
+    with reserving(60) as other:
+        HostPool(40, 4096).close()
+        with pytest.raises(ConfigError, match=r"164 KiB asked for, but only 160 KiB .*beside 240 KiB") as caught:
+            HostPool(41, 4096)
+        assert f"process {other.pid}" in str(caught.value)
+        other.kill()
+        other.wait()
+        HostPool(100, 4096).close()
+
+
+def test_what_has_been_allocated_does_not_count_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    leave(monkeypatch, 100)
+    first = HostPool(60, 4096)
+    HostPool(40, 4096).close()
+    with pytest.raises(ConfigError, match=r"only 160 KiB can be allocated here; set"):
+        HostPool(41, 4096)
+    first.close()
+
+
+def test_of_pools_that_reserve_at_once_only_those_start_that_have_room_together(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    leave(monkeypatch, 100)
+    monkeypatch.setattr(hostpool, "RESERVATION_DEADLINE_S", 600.0)
+    for _ in range(10):
+        together, made, refused = threading.Barrier(4), list[HostPool](), list[ConfigError]()
+
+        def make(together: threading.Barrier = together, made: list[HostPool] = made, no: Any = refused) -> None:
+            together.wait()
+            try:
+                made.append(HostPool(60, 4096))
+            except ConfigError as error:
+                no.append(error)
+
+        makers = [threading.Thread(target=make) for _ in range(4)]
+        for maker in makers:
+            maker.start()
+        for maker in makers:
+            maker.join()
+        assert (len(made), len(refused)) == (1, 3)
+        made[0].close()
+
+
+class Time:
+    """Goes on only while somebody sleeps."""
+
+    now = 0.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+
+
+def test_a_wait_for_others_is_in_the_log_and_ends(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    leave(monkeypatch, 100)
+    time = Time()
+    monkeypatch.setattr(hostpool, "time", time)
+    monkeypatch.setattr(os, "getpid", lambda: 0)
+    with reserving(60) as other, caplog.at_level(logging.INFO), pytest.raises(ConfigError, match="beside 240 KiB"):
+        HostPool(60, 4096)
+    (line,) = (message for message in caplog.messages if "waiting" in message)
+    assert f"beside 240 KiB that other pools have reserved and not allocated yet (process {other.pid})" in line
+    assert 0.0 <= time.now - hostpool.RESERVATION_DEADLINE_S < 0.1
+
+
+def test_the_name_of_the_former_lock_in_other_hands_blocks_no_start() -> None:
+    with socket.socket(socket.AF_UNIX) as held:
+        held.bind("\0kvoffload/allocation")
+        HostPool(1, SLOT).close()
+
+
+def test_memory_that_others_take_meanwhile_is_noticed(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    left = iter([100, 100, 100, 50])
+    monkeypatch.setattr(hostpool, "available_memory", lambda others=(): next(left) * 4096)
+    monkeypatch.setattr(hostpool, "ALLOCATION_STEP", 20 * 4096)
+    monkeypatch.setattr(hostpool, "LOG_EVERY_S", 0.0)
+    before = open_files()
+    with caplog.at_level(logging.INFO), pytest.raises(ConfigError) as caught:
+        HostPool(100, 4096)
+    assert open_files() == before
+    assert "200 KiB can be allocated now, and 240 KiB are still to come; set host_bytes to 288 KiB" in str(caught.value)
+    assert caplog.messages == [f"kvoffload: host pool: {done} KiB of 400 KiB allocated" for done in (80, 160)]
+
+
+def test_a_child_process_does_not_inherit_it(pool: HostPool) -> None:
+    assert not os.get_inheritable(pool.fd)
+
+
+# No room.
+
+
+def test_more_than_there_is_is_refused_before_any_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hostpool, "available_memory", lambda others=(): 10 * 4096)
+    before = open_files()
+    with pytest.raises(ConfigError) as caught:
+        HostPool(11, 4096)
+    assert open_files() == before
+    message = str(caught.value)
+    assert "host_bytes" in message
+    assert "44 KiB" in message, "what was asked for"
+    assert "40 KiB" in message, "what there is"
+    fix = re.search(r"set host_bytes to (.+) or less", message)
+    assert fix is not None
+    assert 0 < parse_bytes("host_bytes", fix[1]) <= 10 * 4096
+    HostPool(10, 4096).close()
+
+
+def test_a_kernel_that_refuses_is_a_config_error_and_nothing_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(fd: int, offset: int, size: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "posix_fallocate", refuse)
+    before = open_files()
+    with pytest.raises(ConfigError, match=r"host_bytes.*512 KiB.*No space left on device.*set host_bytes lower"):
+        HostPool(NUM_BLOCKS, SLOT)
+    assert open_files() == before
+
+
+def test_a_real_limit_is_a_config_error_and_nothing_is_left() -> None:
+    code = """
+import os, resource
+from kvoffload import ConfigError
+from kvoffload.host.pool import HostPool
+resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))
+HostPool(256, 4096).close()
+before = os.listdir("/proc/self/fd")
+try:
+    HostPool(257, 4096)
+except ConfigError as error:
+    print(error, os.listdir("/proc/self/fd") == before)
+"""
+    said = run_python(code)
+    assert said.startswith("host_bytes: the kernel refused 1 MiB (File too large)")
+    assert said.strip().endswith("True")
+
+
+def test_no_address_space_is_a_config_error_and_nothing_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*args: object) -> None:
+        raise OSError(12, "Cannot allocate memory")
+
+    monkeypatch.setattr(mmap, "mmap", refuse)
+    before = open_files()
+    try:
+        with pytest.raises(ConfigError, match="host_bytes"):
+            HostPool(NUM_BLOCKS, SLOT)
+        assert open_files() == before
+    finally:
+        close_leaked(before)
+
+
+def close_leaked(before: set[str]) -> None:
+    for fd in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            name = os.readlink(f"/proc/self/fd/{fd}")
+            if "memfd:kvoffload" in name and f"{name} {os.fstat(int(fd)).st_ino}" not in before:
+                os.close(int(fd))
+
+
+# How much there is.
+
+
+@pytest.fixture
+def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A directory that stands for /, with 8 GiB free and no cgroup."""
+    monkeypatch.setattr(memory, "Path", lambda path: tmp_path / str(path).lstrip("/"))
+    write(tmp_path, "proc/meminfo", f"MemTotal: {16 << 20} kB\nMemFree: 1 kB\nMemAvailable: {8 << 20} kB\n")
+    return tmp_path
+
+
+def write(root: Path, path: str, text: object) -> None:
+    (root / path).parent.mkdir(parents=True, exist_ok=True)
+    (root / path).write_text(f"{text}\n")
+
+
+def cgroup2(root: Path, path: str, limit: object, used: int, inactive: int = 0) -> None:
+    folder = f"sys/fs/cgroup/{path}"
+    write(root, f"{folder}/memory.max", limit)
+    write(root, f"{folder}/memory.current", used)
+    write(root, f"{folder}/memory.stat", f"anon 1\ninactive_file {inactive}\nactive_file 77")
+
+
+def test_without_a_cgroup_it_is_what_the_machine_has(root: Path) -> None:
+    assert available_memory() == 8 * GIB
+
+
+@pytest.mark.parametrize(
+    ("limit", "used", "inactive", "available"),
+    [
+        ("max", GIB, 0, 8 * GIB),
+        (4 * GIB, 3 * GIB, 0, GIB),
+        (4 * GIB, 3 * GIB, 2 * GIB, 3 * GIB),
+        (64 * GIB, GIB, 0, 8 * GIB),
+        (4 * GIB, 5 * GIB, 0, 0),
+    ],
+    ids=["no limit", "limit", "page cache can go", "limit beyond the machine", "over the limit"],
+)
+def test_a_cgroup_may_grant_less(root: Path, limit: object, used: int, inactive: int, available: int) -> None:
+    write(root, "proc/self/cgroup", "0::/pod/box")
+    cgroup2(root, "pod/box", limit, used, inactive)
+    assert available_memory() == available
+
+
+def test_the_tightest_of_nested_cgroups_counts(root: Path) -> None:
+    write(root, "proc/self/cgroup", "0::/pod/box")
+    cgroup2(root, "pod/box", "max", GIB)
+    cgroup2(root, "pod", 3 * GIB, 2 * GIB)
+    assert available_memory() == GIB
+
+
+def test_a_container_sees_its_cgroup_as_the_root(root: Path) -> None:
+    write(root, "proc/self/cgroup", "0::/")
+    cgroup2(root, "", 2 * GIB, GIB)
+    assert available_memory() == GIB
+
+
+def test_the_old_kind_of_cgroup(root: Path) -> None:
+    write(root, "proc/self/cgroup", "5:cpu,cpuacct:/other\n4:memory:/box\n0::/box")
+    write(root, "sys/fs/cgroup/memory/other/memory.limit_in_bytes", 1)
+    write(root, "sys/fs/cgroup/memory/other/memory.usage_in_bytes", 1)
+    write(root, "sys/fs/cgroup/memory/other/memory.stat", "")
+    folder = "sys/fs/cgroup/memory/box"
+    write(root, f"{folder}/memory.limit_in_bytes", 5 * GIB)
+    write(root, f"{folder}/memory.usage_in_bytes", 4 * GIB)
+    write(root, f"{folder}/memory.stat", f"inactive_file 5\ntotal_inactive_file {GIB}")
+    assert available_memory() == 2 * GIB
+
+
+@pytest.mark.parametrize("garbage", ["", "nonsense", "-"])
+def test_a_cgroup_that_cannot_be_read_is_passed_over(root: Path, garbage: str) -> None:
+    write(root, "proc/self/cgroup", "0::/box")
+    cgroup2(root, "box", garbage, GIB)
+    assert available_memory() == 8 * GIB
+
+
+def numa(root: Path, allowed: str, policy: str = "default") -> None:
+    """Two nodes: the first has 10 of the 16 GiB, and 5 of the 8 that are available."""
+    write(root, "proc/self/status", f"Name:\tx\nMems_allowed:\t3\nMems_allowed_list:\t{allowed}\nvoluntary:\t1")
+    write(root, "proc/thread-self/numa_maps", f"55aa {policy} file=/bin/x\n66bb bind:1 heap")
+    for node, (total, free) in enumerate([(10 << 20, 5 << 20), (6 << 20, 3 << 20)]):
+        parts = {"MemTotal": total, "MemFree": free // 2, "Active(file)": free // 4, "Inactive(file)": free // 8}
+        parts |= {"SReclaimable": free // 8, "Active(anon)": 77, "Inactive": 88}
+        lines = "".join(f"Node {node} {name}:  {kib} kB\n" for name, kib in parts.items())
+        write(root, f"sys/devices/system/node/node{node}/meminfo", lines)
+
+
+@pytest.mark.parametrize(
+    ("allowed", "policy", "available", "total"),
+    [
+        ("0-1", "default", 8, 16),
+        ("0", "default", 5, 10),
+        ("1", "default", 3, 6),
+        ("0-1", "bind:1", 3, 16),
+        ("0-1", "bind=static:0", 5, 16),
+        ("0,1", "bind=relative|balancing:0-1", 8, 16),
+        ("0-1", "interleave:1", 8, 16),
+        ("0-1", "prefer:1", 8, 16),
+    ],
+)
+def test_memory_of_other_numa_nodes_does_not_count(
+    root: Path, allowed: str, policy: str, available: int, total: int
+) -> None:
+    numa(root, allowed, policy)
+    assert available_memory() == available * GIB
+    assert total_memory() == total * GIB, "a binding of one rank says nothing of the others"
+
+
+def test_a_real_binding_is_seen() -> None:
+    if not Path("/proc/thread-self/numa_maps").exists():
+        pytest.skip("this kernel has no NUMA")
+    code = """
+import ctypes, os, platform
+from kvoffload.host import limits as memory
+number = {"x86_64": 238, "aarch64": 237}[platform.machine()]
+print(sorted(memory._allowed_nodes()))
+node = max(memory._allowed_nodes())
+mask = ctypes.c_ulong(1 << node)
+assert ctypes.CDLL(None).syscall(number, 2, ctypes.byref(mask), 64) == 0
+memory._cpuset_nodes = lambda: frozenset(range(64))
+print(sorted(memory._allowed_nodes()) == [node])
+fd = memory.reserve(1 << 20)
+print(os.readlink(f"/proc/self/fd/{fd}") == f"/memfd:kvoffload:{node} (deleted)")
+"""
+    said = run_python(code).splitlines()
+    assert said[0] != "[]"
+    assert said[1:] == ["True", "True"]
+
+
+class Outstanding(Reservation):
+    """Another process's reservation of 1 GiB."""
+
+    def outstanding(self) -> int:
+        return GIB
+
+
+def other(pid: int = 7, nodes: Iterable[int] = ()) -> Reservation:
+    return Outstanding(Path("/nowhere"), pid, 1, frozenset(nodes))
+
+
+@pytest.mark.parametrize(("nodes", "counts"), [(set(), True), ({0}, False), ({1}, True), ({0, 1}, True)])
+def test_a_reservation_on_other_numa_nodes_does_not_count(root: Path, nodes: set[int], counts: bool) -> None:
+    numa(root, "0-1", "bind:1")
+    assert available_memory([other(nodes=nodes)]) == (2 if counts else 3) * GIB
+
+
+@pytest.mark.parametrize(
+    ("cgroup", "available"),
+    [("0::/pod/box", 2), ("0::/pod/box/inner", 2), ("0::/pod/boxer", 3), ("0::/pod", 3), ("", 2)],
+    ids=["the same", "within it", "a neighbour", "around it", "not known"],
+)
+def test_a_reservation_in_another_cgroup_does_not_count_in_mine(root: Path, cgroup: str, available: int) -> None:
+    write(root, "proc/self/cgroup", "0::/pod/box")
+    cgroup2(root, "pod/box", 4 * GIB, GIB)
+    cgroup2(root, "pod", "max", GIB)
+    if cgroup:
+        write(root, "proc/7/cgroup", cgroup)
+    assert available_memory([other()]) == available * GIB
+
+
+def test_a_reservation_counts_for_the_whole_machine(root: Path) -> None:
+    assert available_memory([other(), other(8)]) == 6 * GIB
+
+
+def test_here_there_is_some() -> None:
+    assert 0 < available_memory() < 1 << 50
+
+
+# Words.
+
+
+@pytest.mark.parametrize(
+    ("n", "text"),
+    [
+        (0, "0 bytes"),
+        (1023, "1023 bytes"),
+        (1024, "1 KiB"),
+        (1536, "1.5 KiB"),
+        (1 << 20, "1 MiB"),
+        (8 * GIB, "8 GiB"),
+        (10 * GIB, "10 GiB"),
+        (100 * GIB, "100 GiB"),
+        (int(2.5 * (1 << 40)), "2.5 TiB"),
+        (GIB + 1, "1 GiB"),
+    ],
+)
+def test_bytes_are_written_as_people_do(n: int, text: str) -> None:
+    assert format_bytes(n) == text

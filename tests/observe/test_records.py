@@ -1,0 +1,282 @@
+"""Why a request missed: a bounded memory that rather knows nothing than says something wrong, and records
+that add up."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+from collections import Counter
+from typing import Any
+
+import pytest
+
+from kvoffload.abc import Miss, MissReason
+from kvoffload.cache.misses import MissMemory
+from kvoffload.observe.records import MAX_PERIODS, Period, ReasonSummary, RequestRecord, by_reason, over_time
+
+NEVER = Miss(MissReason.NEVER_STORED)
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def key(i: int) -> bytes:
+    return i.to_bytes(32, "big")
+
+
+def table_bytes(memory: MissMemory) -> int:
+    return sum(value.nbytes for value in vars(memory).values() if hasattr(value, "nbytes"))
+
+
+def colliding(entries: int) -> tuple[bytes, bytes]:
+    """Two keys that share a place in a table of so many entries."""
+    first = key(0)
+    return first, next(k for k in map(key, range(1, 10**6)) if not (hash(k) ^ hash(first)) & (entries - 1))
+
+
+@pytest.mark.parametrize("reason", list(MissReason))
+def test_a_reason_is_remembered_with_its_age(reason: MissReason) -> None:
+    clock = Clock()
+    memory = MissMemory(clock=clock)
+    clock.now = 10.0
+    memory.record([key(1), key(2)], reason)
+    clock.now = 12.5
+    assert memory.explain(key(1)) == memory.explain(key(2)) == Miss(reason, 2.5)
+    assert memory.explain(key(3)) == NEVER
+
+
+def test_the_newest_reason_counts() -> None:
+    clock = Clock()
+    memory = MissMemory(clock=clock)
+    memory.record([key(1)], MissReason.EVICTED)
+    clock.now = 4.0
+    memory.record(iter([key(1)]), MissReason.RESET)
+    assert memory.explain(key(1)) == Miss(MissReason.RESET, 0.0)
+
+
+def test_recording_nothing_does_nothing() -> None:
+    memory = MissMemory()
+    memory.record([], MissReason.EVICTED)
+    assert memory.explain(key(1)) == NEVER
+
+
+def test_of_two_keys_in_one_place_the_older_is_forgotten_and_not_mistaken() -> None:
+    memory = MissMemory(entries=64, clock=Clock())
+    older, newer = colliding(64)
+    memory.record([older], MissReason.EVICTED)
+    assert memory.explain(newer) == NEVER, "another key's reason is not its own"
+    memory.record([newer], MissReason.RESET)
+    assert memory.explain(older) == NEVER
+    assert memory.explain(newer) == Miss(MissReason.RESET, 0.0)
+
+
+def test_it_never_grows() -> None:
+    memory = MissMemory(entries=64, clock=Clock())
+    before = table_bytes(memory)
+    assert before > 0
+    for i in range(100):
+        memory.record([key(100 * i + j) for j in range(100)], MissReason.EVICTED)
+    assert table_bytes(memory) == before
+    known = [i for i in range(10_000) if memory.explain(key(i)) != NEVER]
+    assert 0 < len(known) <= 64
+
+
+def test_what_it_says_is_what_happened_last_to_that_key() -> None:
+    rng = random.Random(0)
+    memory = MissMemory(entries=64, clock=Clock())
+    last: dict[bytes, MissReason] = {}
+    reasons = [reason for reason in MissReason if reason is not MissReason.NEVER_STORED]
+    for _ in range(500):
+        keys = [key(rng.randrange(300)) for _ in range(rng.randrange(5))]
+        reason = rng.choice(reasons)
+        memory.record(keys, reason)
+        last.update(dict.fromkeys(keys, reason))
+        for asked in map(key, rng.sample(range(300), 10)):
+            assert memory.explain(asked).reason in (MissReason.NEVER_STORED, last.get(asked))
+
+
+@pytest.mark.parametrize("entries", [3, 100, 65_535])
+def test_its_size_is_a_power_of_two(entries: int) -> None:
+    with pytest.raises(ValueError, match=f"entries={entries}"):
+        MissMemory(entries=entries)
+
+
+def test_a_memory_of_no_entries_is_refused() -> None:
+    with pytest.raises(ValueError, match="entries=0"):
+        MissMemory(entries=0)
+
+
+# Records.
+
+HIT = RequestRecord(1.5, "r1", 100, 16, 64)
+FROM_DISK = RequestRecord(1.5, "r1", 100, 16, 0, disk_tokens=64)
+MISSED = RequestRecord(2.5, "r2", 100, 16, 0, "ab" * 36, MissReason.EVICTED, 12.34)
+REFUSED = RequestRecord(
+    2.5, "r3", 100, 0, 0, "ab", MissReason.NOT_ADMITTED, policy={"rule": "2q", "scores": {"lru": 1.5, "2q": 3.0}}
+)
+
+
+def test_a_record_reads_as_a_sentence() -> None:
+    assert str(HIT) == "request r1: 100 tokens asked, 16 on device, 64 in host"
+    assert str(FROM_DISK) == "request r1: 100 tokens asked, 16 on device, 0 in host, 64 on disk"
+    assert str(MISSED) == (
+        "request r2: 100 tokens asked, 16 on device, 0 in host; first miss abababababababab: evicted 12.3 s ago"
+    )
+    assert str(REFUSED).endswith("first miss ab: not_admitted, the policy's rule is 2q")
+
+
+def test_a_record_without_an_age_does_not_make_one_up() -> None:
+    record = RequestRecord(1.5, "r", 10, 0, 0, "ab", MissReason.NEVER_STORED)
+    assert str(record).endswith("first miss ab: never_stored")
+
+
+def test_a_record_goes_through_json() -> None:
+    assert json.loads(json.dumps(MISSED.to_dict())) == {
+        "time": 2.5,
+        "req_id": "r2",
+        "tokens_asked": 100,
+        "device_tokens": 16,
+        "host_tokens": 0,
+        "missed_key": "ab" * 36,
+        "reason": "evicted",
+        "age_s": 12.34,
+        "disk_tokens": 0,
+        "policy": None,
+    }
+    assert RequestRecord(**HIT.to_dict()) == HIT
+
+
+@pytest.mark.parametrize("record", [HIT, MISSED, FROM_DISK, REFUSED])
+def test_a_record_comes_back_from_what_it_became(record: RequestRecord) -> None:
+    data = json.loads(json.dumps(record.to_dict()))
+    assert RequestRecord.from_dict(data) == record
+    assert RequestRecord.from_dict({**data, "field_of_a_newer_version": [1]}) == record
+
+
+def test_optional_fields_may_be_left_out() -> None:
+    data = {name: value for name, value in HIT.to_dict().items() if value is not None and name != "disk_tokens"}
+    assert RequestRecord.from_dict(data) == HIT
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("policy", "2q"),
+        ("policy", {"rule": "2q"}),
+        ("policy", {"rule": "2q", "scores": {"lru": 1.0}}),
+        ("policy", {"rule": ["2q"], "scores": {"2q": 1.0}}),
+        ("policy", {"rule": "2q", "scores": {"2q": True}}),
+        ("policy", {"rule": "2q", "scores": {str(n): 1.0 for n in range(100)} | {"2q": 1.0}}),
+        ("time", "1.5"),
+        ("time", math.nan),
+        ("time", math.inf),
+        ("time", -1),
+        ("time", 10**400),
+        ("time", True),
+        ("req_id", 7),
+        ("req_id", "x" * 5000),
+        ("tokens_asked", 100.0),
+        ("tokens_asked", -1),
+        ("tokens_asked", 10**400),
+        ("tokens_asked", True),
+        ("tokens_asked", 17),
+        ("device_tokens", None),
+        ("host_tokens", "64"),
+        ("disk_tokens", "64"),
+        ("missed_key", 1),
+        ("reason", "bad luck"),
+        ("reason", ["evicted"]),
+        ("age_s", "old"),
+        ("age_s", -0.5),
+    ],
+)
+def test_a_field_that_cannot_be_is_named(field: str, value: Any) -> None:
+    with pytest.raises(ValueError, match=f"^{field}=") as caught:
+        RequestRecord.from_dict({**HIT.to_dict(), field: value})
+    assert len(str(caught.value)) < 200
+
+
+@pytest.mark.parametrize("field", ["time", "req_id", "tokens_asked", "device_tokens", "host_tokens"])
+def test_a_field_that_is_missing_is_named(field: str) -> None:
+    data = HIT.to_dict()
+    del data[field]
+    with pytest.raises(ValueError, match=f"^{field} is missing"):
+        RequestRecord.from_dict(data)
+
+
+def test_what_is_told_of_a_wrong_value_cannot_steer_a_terminal() -> None:
+    with pytest.raises(ValueError) as caught:
+        RequestRecord.from_dict({**HIT.to_dict(), "reason": "\x1b[2J\u202e"})
+    assert str(caught.value).isascii()
+    assert str(caught.value).isprintable()
+
+
+# What many records say together.
+
+
+def missed(at: float, reason: MissReason | None, asked: int = 100, age: float | None = None) -> RequestRecord:
+    return RequestRecord(at, f"r{at}", asked, 10, 20, None if reason is None else "ab", reason, age)
+
+
+def test_reasons_are_ordered_by_what_they_cost() -> None:
+    records = [
+        missed(1, MissReason.NEVER_STORED, asked=50),
+        missed(2, MissReason.EVICTED, age=10.0),
+        missed(3, None, asked=10_000),
+        missed(4, MissReason.NEVER_STORED, asked=50),
+        missed(5, MissReason.EVICTED, age=30.0),
+        missed(6, MissReason.EVICTED, age=40.0),
+    ]
+    assert by_reason(records) == [
+        ReasonSummary(MissReason.EVICTED, 3, 210, 30.0),
+        ReasonSummary(MissReason.NEVER_STORED, 2, 40, None),
+        ReasonSummary(None, 1, 9970, None),
+    ]
+    assert by_reason([]) == []
+
+
+def test_periods_begin_at_multiples_of_their_length_and_none_is_left_out() -> None:
+    records = [missed(61.0, None), missed(200.0, MissReason.RESET), missed(119.9, MissReason.RESET)]
+    assert over_time(records, 60) == [
+        Period(60, 60, 2, 200, 20, 40, {MissReason.RESET: 1}),
+        Period(120, 60, 0, 0, 0, 0, {}),
+        Period(180, 60, 1, 100, 10, 20, {MissReason.RESET: 1}),
+    ]
+    assert over_time([]) == []
+
+
+@pytest.mark.parametrize("span", [0.0, 0.5, 11.0, 60.0, 3599.0, 86_400.0, 3e6, 1e8])
+def test_there_are_about_a_dozen_periods_unless_told_otherwise(span: float) -> None:
+    start = 1.7e9
+    periods = over_time([missed(start, None), missed(start + span, None)])
+    assert 1 <= len(periods) <= 14
+    assert span < 12 or len(periods) >= 5
+    assert periods[0].start <= start < periods[0].start + periods[0].length_s
+    assert periods[-1].start <= start + span < periods[-1].start + periods[-1].length_s
+
+
+def test_the_number_of_periods_is_bounded() -> None:
+    records = [missed(0.0, None), missed(float(MAX_PERIODS), None)]
+    with pytest.raises(ValueError, match="1,001 periods of 1 s"):
+        over_time(records, 1)
+    assert len(over_time(records[:1] + [missed(MAX_PERIODS - 1.0, None)], 1)) == MAX_PERIODS
+
+
+def test_periods_and_reasons_add_up_to_the_records() -> None:
+    rng = random.Random(0)
+    records = [missed(rng.uniform(1e9, 1e9 + 5000), rng.choice([None, *MissReason])) for _ in range(500)]
+    periods, reasons = over_time(records), by_reason(records)
+    total = Period.of(records, 0.0, 0.0)
+    for name in ("requests", "tokens_asked", "device_tokens", "host_tokens"):
+        assert sum(getattr(period, name) for period in periods) == getattr(total, name)
+    counts: Counter[MissReason] = Counter()
+    for period in periods:
+        counts.update(period.misses)
+    assert counts == total.misses == {each.reason: each.requests for each in reasons if each.reason is not None}
+    assert sum(each.requests for each in reasons) == 500
+    assert sum(each.tokens_missing for each in reasons) == sum(record.tokens_missing for record in records)

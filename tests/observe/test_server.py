@@ -1,0 +1,523 @@
+"""Records that leave their process: real sockets of real children, logs as vLLM writes them, and whatever
+else may come."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import logging
+import os
+import re
+import select
+import socket
+import subprocess
+import sys
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvoffload.abc import MissReason
+from kvoffload.observe import server as records
+from kvoffload.observe.records import RECORD_RING_SIZE, RequestRecord
+from kvoffload.observe.server import (
+    LOG_MARKER,
+    RecordsError,
+    RecordServer,
+    RunningServer,
+    read_log,
+    read_records,
+    running_servers,
+)
+
+TIMEOUT_S = 60.0
+
+SERVER = """
+import os, sys, threading, itertools
+from collections import deque
+from kvoffload.observe import server as records
+from kvoffload.observe.records import RequestRecord
+from kvoffload.observe.server import RecordServer
+
+# Where other processes burn every core, an answer may take long.
+records.CLIENT_DEADLINE_S = 600.0
+name, count, appending = sys.argv[1], int(sys.argv[2]), sys.argv[3] == "appending"
+ring = deque(maxlen=4096)
+
+def append(numbers):
+    for i in numbers:
+        ring.append(RequestRecord(float(i), f"r{i}", 100, 16, 64))
+
+append(range(count))
+server = RecordServer(lambda: ring, name)
+if appending:
+    sys.setswitchinterval(1e-6)
+    threading.Thread(target=append, args=[itertools.count(count)], daemon=True).start()
+print("ready", flush=True)
+sys.stdin.read()
+"""
+
+Start = Callable[..., RunningServer]
+
+
+def record(i: int) -> RequestRecord:
+    return RequestRecord(float(i), f"r{i}", 100, 16, 64)
+
+
+@contextlib.contextmanager
+def child(name: str, count: int, appending: bool) -> Iterator[subprocess.Popen[str]]:
+    command = [sys.executable, "-c", SERVER, name, str(count), "appending" if appending else ""]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None
+            assert process.stdout.readline() == "ready\n"
+            yield process
+        finally:
+            process.kill()
+
+
+@pytest.fixture
+def start() -> Iterator[Start]:
+    with contextlib.ExitStack() as stack:
+
+        def run(name: str = "engine", count: int = 3, appending: bool = False) -> RunningServer:
+            process = stack.enter_context(child(name, count, appending))
+            return RunningServer(process.pid, name)
+
+        yield run
+
+
+@pytest.fixture
+def serve() -> Iterator[Callable[..., RecordServer]]:
+    """A server in this very process."""
+    with contextlib.ExitStack() as stack:
+
+        def run(source: Callable[[], Sequence[RequestRecord]], name: str = "here") -> RecordServer:
+            server = RecordServer(source, name)
+            stack.callback(server.close)
+            return server
+
+        yield run
+
+
+def here(name: str = "here") -> RunningServer:
+    return RunningServer(os.getpid(), name)
+
+
+def connect(server: RunningServer) -> socket.socket:
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    sock.settimeout(TIMEOUT_S)
+    sock.connect(f"\0kvoffload/{server.pid}/{server.name}")
+    return sock
+
+
+def read_all(sock: socket.socket) -> bytes:
+    return b"".join(iter(lambda: sock.recv(1 << 16), b""))
+
+
+# The server.
+
+
+def test_a_childs_records_come_over(start: Start) -> None:
+    server = start(count=200)
+    assert server in running_servers()
+    for _ in range(3):
+        reading = read_records(server, TIMEOUT_S)
+        assert reading.records == [record(i) for i in range(200)]
+        assert (reading.malformed, reading.faults) == (0, [])
+
+
+def test_there_may_be_none(start: Start) -> None:
+    assert read_records(start(count=0), TIMEOUT_S).records == []
+
+
+def test_every_server_is_found(start: Start) -> None:
+    servers = [start("dp0"), start("dp1"), start("a.b:c-d_e")]
+    assert set(servers) <= set(running_servers())
+
+
+def test_a_kill_leaves_nothing() -> None:
+    with child("engine", 3, False) as process:
+        server = RunningServer(process.pid, "engine")
+        connection = connect(server)
+        assert server in running_servers()
+        process.kill()
+        process.wait()
+        assert server not in running_servers()
+        with pytest.raises(RecordsError, match="does not answer"):
+            read_records(server, TIMEOUT_S)
+        connection.close()
+
+
+def test_what_is_read_while_records_come_is_a_run_of_them(start: Start) -> None:
+    server = start(count=RECORD_RING_SIZE, appending=True)
+    last = 0.0
+    for _ in range(10):
+        reading = read_records(server, TIMEOUT_S)
+        assert reading.malformed == 0
+        assert len(reading.records) == RECORD_RING_SIZE
+        first = int(reading.records[0].time)
+        assert reading.records == [record(i) for i in range(first, first + RECORD_RING_SIZE)]
+        assert reading.records[-1].time >= last
+        last = reading.records[-1].time
+
+
+class Mutated(deque[RequestRecord]):
+    """Changes while it is iterated over, so many times."""
+
+    failures = 0
+
+    def __iter__(self) -> Iterator[RequestRecord]:
+        if self.failures:
+            self.failures -= 1
+            raise RuntimeError("deque mutated during iteration")
+        return super().__iter__()
+
+
+def test_a_copy_that_was_disturbed_is_made_again(serve: Callable[..., RecordServer]) -> None:
+    ring = Mutated([record(1), record(2)])
+    ring.failures = 5
+    serve(lambda: ring)
+    assert read_records(here(), TIMEOUT_S).records == [record(1), record(2)]
+    assert ring.failures == 0
+
+
+def test_copying_is_given_up_at_last_and_the_server_goes_on(serve: Callable[..., RecordServer]) -> None:
+    ring = Mutated([record(1)])
+    ring.failures = 10**6
+    serve(lambda: ring)
+    with pytest.raises(RecordsError, match="without an answer"):
+        read_records(here(), TIMEOUT_S)
+    assert ring.failures > 0
+    ring.failures = 0
+    assert read_records(here(), TIMEOUT_S).records == [record(1)]
+
+
+def test_a_client_that_never_reads_is_left_after_the_deadline(
+    serve: Callable[..., RecordServer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(records, "CLIENT_DEADLINE_S", 0.3)
+    many = [record(i) for i in range(20_000)]
+    serve(lambda: many)
+    with connect(here()) as deaf:
+        gone = select.poll()
+        gone.register(deaf, 0)
+        assert gone.poll(TIMEOUT_S * 1000) == [(deaf.fileno(), select.POLLHUP)]
+        monkeypatch.undo()
+        assert read_records(here(), TIMEOUT_S).records[0] == record(0)
+        left = read_all(deaf)
+    assert 0 < left.count(b"\n") < len(many), "it got what the socket holds, and no more"
+
+
+def test_a_client_that_goes_away_does_no_harm(serve: Callable[..., RecordServer]) -> None:
+    many = [record(i) for i in range(20_000)]
+    serve(lambda: many)
+    for _ in range(20):
+        connect(here()).close()
+    assert len(read_records(here(), TIMEOUT_S).records) == len(many)
+
+
+def test_close_ends_the_thread_even_while_a_client_does_not_read(
+    serve: Callable[..., RecordServer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(records, "CLIENT_DEADLINE_S", 300.0)
+    server = serve(lambda: [record(i) for i in range(20_000)])
+    (thread,) = [thread for thread in threading.enumerate() if thread.name == "kvoffload-records"]
+    assert thread.daemon
+    with connect(here()) as deaf:
+        assert deaf.recv(1) == b"{"
+        server.close()
+        assert not thread.is_alive()
+        read_all(deaf)
+    server.close()
+    assert here() not in running_servers()
+
+
+def test_a_closed_name_can_be_taken_again(serve: Callable[..., RecordServer]) -> None:
+    for i in range(3):
+        server = serve(lambda i=i: [record(i)])
+        assert read_records(here(), TIMEOUT_S).records == [record(i)]
+        server.close()
+
+
+def test_a_name_in_use_is_a_warning_and_no_more(
+    serve: Callable[..., RecordServer], caplog: pytest.LogCaptureFixture
+) -> None:
+    serve(lambda: [record(1)])
+    assert not caplog.records
+    second = serve(lambda: [record(2)])
+    (warning,) = caplog.records
+    assert warning.levelno == logging.WARNING
+    assert "kvoffload explain" in warning.getMessage()
+    assert f"@kvoffload/{os.getpid()}/here" in warning.getMessage()
+    second.close()
+    second.close()
+    assert read_records(here(), TIMEOUT_S).records == [record(1)], "the first goes on"
+
+
+def test_a_name_is_made_fit_to_be_found(serve: Callable[..., RecordServer]) -> None:
+    serve(lambda: [record(1)], "engine/0 \n\0" + "x" * 200)
+    assert read_records(here("engine_0___" + "x" * 53), TIMEOUT_S).records == [record(1)]
+    assert here("engine_0___" + "x" * 53) in running_servers()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
+def test_a_stranger_is_refused_and_told_whose_it_is(start: Start) -> None:
+    server = start()
+    end, other = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        try:
+            os.setgroups([])
+            os.setgid(65534)
+            os.setuid(65534)
+            found = server in running_servers()
+            with connect(server) as sock:
+                answer = read_all(sock).decode()
+            try:
+                read_records(server, TIMEOUT_S)
+                told = ""
+            except RecordsError as error:
+                told = str(error)
+            os.write(other, json.dumps([found, answer, told]).encode())
+        finally:
+            os._exit(0)
+    os.close(other)
+    with open(end, "rb") as pipe:
+        found, answer, told = json.loads(pipe.read())
+    os.waitpid(pid, 0)
+    assert found
+    assert answer == ""
+    assert "is of user 0" in told
+    assert "as root" in told
+
+
+class Waits(threading.Event):
+    """Notes how long the server would have paused, and goes on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seconds: list[float | None] = []
+
+    def wait(self, timeout: float | None = None) -> bool:
+        self.seconds.append(timeout)
+        return self.is_set()
+
+
+def test_a_flood_of_strangers_is_refused_in_turns_with_pauses(
+    serve: Callable[..., RecordServer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server, waits = serve(lambda: [record(1)]), Waits()
+    server._closing = waits
+    monkeypatch.setattr(records, "_peer_uid", lambda sock: os.geteuid() + 1)
+    for _ in range(3 * records.REFUSALS_AT_ONCE):
+        with connect(here()) as stranger:
+            assert read_all(stranger) == b""
+    monkeypatch.setattr(records, "_peer_uid", lambda sock: os.geteuid())
+    for _ in range(2 * records.REFUSALS_AT_ONCE):
+        assert read_records(here(), TIMEOUT_S).records == [record(1)], "the server's own user is not slowed down"
+    assert waits.seconds == [records.REFUSAL_PAUSE_S] * 3
+
+
+def test_a_full_queue_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Strangers who connect all the time cannot keep the server's user out."""
+    pauses: list[float] = []
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as busy, contextlib.ExitStack() as strangers:
+        busy.bind(f"\0kvoffload/{os.getpid()}/busy")
+        busy.listen(0)
+        with contextlib.suppress(BlockingIOError):
+            while True:
+                stranger = strangers.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
+                stranger.setblocking(False)
+                stranger.connect(f"\0kvoffload/{os.getpid()}/busy")
+
+        def sleep(seconds: float) -> None:
+            pauses.append(seconds)
+            if len(pauses) == 3:
+                busy.accept()[0].close()
+
+        monkeypatch.setattr(records.time, "sleep", sleep)
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
+            records._connect(sock, f"\0kvoffload/{os.getpid()}/busy", records.time.monotonic() + TIMEOUT_S)
+        assert len(pauses) == 3
+
+
+# The client, and servers that are none of ours.
+
+
+@pytest.fixture
+def answer() -> Iterator[Callable[[bytes], RunningServer]]:
+    """Starts something that answers one client with anything."""
+    with contextlib.ExitStack() as stack:
+
+        def run(content: bytes) -> RunningServer:
+            listener = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
+            listener.bind(f"\0kvoffload/{os.getpid()}/fake")
+            listener.listen()
+
+            def serve_one() -> None:
+                client, _ = listener.accept()
+                with client, contextlib.suppress(OSError):
+                    client.sendall(content)
+
+            thread = threading.Thread(target=serve_one)
+            thread.start()
+            stack.callback(thread.join)
+            return here("fake")
+
+        yield run
+
+
+def lines(*values: Any) -> bytes:
+    return b"".join(json.dumps(value).encode() + b"\n" for value in values)
+
+
+def header(count: Any) -> dict[str, Any]:
+    return {"kvoffload_records": 1, "count": count}
+
+
+Answer = Callable[[bytes], RunningServer]
+
+
+@pytest.mark.parametrize(
+    "content",
+    [b"\n", b"hello\n", b"[1]\n", b"\x80\x04K\x01.\n", b"[" * 100_000, lines({"kvoffload_records": 2, "count": 0})],
+)
+def test_another_format_is_named(answer: Answer, content: bytes) -> None:
+    with pytest.raises(RecordsError, match="another format"):
+        read_records(answer(content), TIMEOUT_S)
+
+
+def test_malformed_records_are_counted_and_told(answer: Answer) -> None:
+    good = record(1).to_dict()
+    bad = [{**good, "tokens_asked": -1}, [], {}, "x" * 100_000, {**good, "reason": "\x1b[2J"}, 1, 2]
+    reading = read_records(answer(lines(header(8), *bad[:3], good, *bad[3:])), TIMEOUT_S)
+    assert reading.records == [record(1)]
+    assert reading.malformed == 7
+    assert len(reading.faults) == records.MAX_FAULTS_TOLD
+    assert "line 2: tokens_asked=-1" in reading.faults[0]
+    assert all(fault.isprintable() and len(fault) < 200 for fault in reading.faults)
+
+
+def test_an_answer_that_breaks_off_is_not_taken_for_all(answer: Answer) -> None:
+    with pytest.raises(RecordsError, match="broke off after 2 of 3 records"):
+        read_records(answer(lines(header(3), record(1).to_dict(), record(2).to_dict())), TIMEOUT_S)
+
+
+def test_an_answer_without_end_is_cut(answer: Answer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(records, "MAX_ANSWER_BYTES", 1 << 20)
+    with pytest.raises(RecordsError, match="more than 1,048,576 bytes"):
+        read_records(answer(b"x" * (8 << 20)), TIMEOUT_S)
+
+
+def test_a_server_that_says_nothing_is_left_after_the_timeout() -> None:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
+        listener.bind(f"\0kvoffload/{os.getpid()}/mute")
+        listener.listen()
+        with pytest.raises(RecordsError, match=r"\(mute\) does not answer: timed out"):
+            read_records(here("mute"), 0.2)
+
+
+def test_a_server_that_is_not_there_is_named() -> None:
+    with pytest.raises(RecordsError, match=r"process 1 \(gone\) does not answer"):
+        read_records(RunningServer(1, "gone"), TIMEOUT_S)
+
+
+def test_names_that_others_made_up_are_not_servers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    pid = os.getpid()
+    names = [
+        f"kvoffload/{pid}/",
+        f"kvoffload/{pid}/a b",
+        f"kvoffload/x{pid}/a",
+        f"kvoffload/{pid}/a/b",
+        f"xkvoffload/{pid}/a",
+    ]
+    hostile = f"kvoffload/{pid}/a\nx x x zzz x x x @kvoffload/{pid}/b\x1b[2J"
+    before = set(running_servers())
+    with contextlib.ExitStack() as stack:
+        for name in [*names, hostile]:
+            sock = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
+            sock.bind("\0" + name)
+            sock.listen()
+        bound = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
+        bound.bind(f"\0kvoffload/{pid}/does-not-listen")
+        # What stands before a line break in a name looks like one of ours; nobody answers there.
+        assert {server for server in running_servers() if server.pid == pid} - before == {here("a")}
+    monkeypatch.setattr(records, "PROC_NET_UNIX", tmp_path / "none")
+    assert running_servers() == []
+
+
+# Logs.
+
+PLAIN = "(EngineCore_DP0 pid=41) DEBUG 11-20 10:00:00 [scheduler.py:585] "
+COLOURED = "\x1b[0;36m(EngineCore_DP0 pid=41)\x1b[0;0m DEBUG \x1b[90m11-20 10:00:00\x1b[0m [scheduler.py:585] "
+
+
+def logged(value: RequestRecord, prefix: str = PLAIN, end: str = "\n") -> str:
+    return prefix + LOG_MARKER + json.dumps(value.to_dict()) + end
+
+
+def read_text(text: str) -> records.Reading:
+    return read_log(io.BytesIO(text.encode()), "server.log")
+
+
+def test_records_are_found_in_a_log() -> None:
+    evicted = RequestRecord(2.5, "r2", 100, 16, 0, "ab" * 36, MissReason.EVICTED, 12.34)
+    text = (
+        "INFO 11-20 10:00:00 kvoffload: host pool of 8 GiB = 65,536 tokens\n\n"
+        + logged(record(1))
+        + "DEBUG kvoffload: request r1: 100 tokens asked, 16 on device, 64 in host\n"
+        + '{"level": "info", "message": "another program\'s"}\n'
+        + logged(evicted, COLOURED, "\x1b[0m\r\n")
+        + logged(record(3), end="")
+    )
+    reading = read_text(text)
+    assert reading.records == [record(1), evicted, record(3)]
+    assert (reading.malformed, reading.faults) == (0, [])
+
+
+def test_records_alone_on_a_line_are_read_too() -> None:
+    values = [record(1), record(2)]
+    assert read_text("".join(json.dumps(value.to_dict()) + "\n" for value in values)).records == values
+    assert read_text(",\n".join(json.dumps(value.to_dict()) for value in values)).records == values
+
+
+def test_a_request_cannot_make_up_records() -> None:
+    """Its id is what the client says."""
+    sly = RequestRecord(1.0, "\n" + logged(record(7)) + json.dumps(record(8).to_dict()), 100, 16, 64)
+    assert read_text(logged(sly)).records == [sly]
+
+
+@pytest.mark.parametrize(
+    ("line", "fault"),
+    [
+        (logged(record(1))[:-20], r"not JSON \("),
+        (logged(record(1)).replace('"host_tokens": 64', '"host_tokens": 640'), "tokens_asked=100"),
+        (LOG_MARKER + '{"a":' * 10_000, "recursion"),
+        (LOG_MARKER + "{" + "x" * 100_000, "longer than 65,536"),
+        (LOG_MARKER + "{\udcff", r"not JSON \("),
+        ('{"req_id": "r1", "tok', r"not JSON \("),
+    ],
+)
+def test_a_malformed_record_is_counted_and_told_with_its_line(line: str, fault: str) -> None:
+    text = f"INFO\n{line.rstrip()}\n{logged(record(2))}"
+    reading = read_log(io.BytesIO(text.encode("utf-8", "surrogateescape")), "server.log")
+    assert reading.records == [record(2)]
+    assert reading.malformed == 1
+    (told,) = reading.faults
+    assert told.startswith("server.log:2: ")
+    assert re.search(fault, told)
+
+
+def test_what_is_told_of_malformed_records_is_bounded() -> None:
+    reading = read_text((LOG_MARKER + "{}\n") * 1000)
+    assert reading.malformed == 1000
+    assert len(reading.faults) == records.MAX_FAULTS_TOLD
+
+
+def test_bytes_that_are_no_text_are_no_records() -> None:
+    assert read_log(io.BytesIO(bytes(range(256)) * 100), "core") == records.Reading()

@@ -1,0 +1,90 @@
+"""A server that is there to be killed: model engines, one after the other, on one disk directory that outlives it.
+
+``python kill_server.py DIRECTORY BYTES SEED``. Prints "serving" once it runs, then a line of JSON after each engine.
+Ends with a traceback and status 1 if an engine attends to a wrong byte, or anything else is not as it should be.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from kvoffload.abc import ByteArray, Tier
+from kvoffload.testing.engine import Clock, LowerTiers, ModelEngine, Scenario
+from kvoffload.tiers.disk.tier import DiskTier, open_disk_tier
+
+FINGERPRINT = hashlib.sha256(b"the weights of the server that is killed").hexdigest()
+DOCUMENTS_SEED = 7
+
+
+class RealClock(Clock):
+    """The time of day goes on by itself."""
+
+    @property  # type: ignore[override]
+    def now(self) -> float:
+        return time.monotonic()
+
+    @now.setter
+    def now(self, value: float) -> None:
+        pass
+
+
+class Disk(LowerTiers):
+    """The disk tier in a directory, with threads of its own."""
+
+    engine: ModelEngine
+    tier: DiskTier
+
+    def __init__(self, directory: str | Path, capacity_bytes: int) -> None:
+        self.directory = directory
+        self.capacity_bytes = capacity_bytes
+
+    def make(self, pools: Sequence[ByteArray]) -> Sequence[Tier]:
+        self.tier = self.open(pools)
+        return [self.tier]
+
+    def open(self, pools: Sequence[ByteArray]) -> DiskTier:
+        return open_disk_tier(self.directory, self.capacity_bytes, pools, FINGERPRINT)
+
+    def settle(self) -> None:
+        while self.tier._reading or self.tier._num_writing:
+            self.tier.wait(0.01)
+            self.engine.scheduler.manager.poll()
+
+
+def serve(lower: Disk, scenario: Scenario) -> dict[str, float]:
+    """Runs an engine to the end of its requests. What it counted."""
+    lower.engine = engine = ModelEngine(scenario, lower=lower, clock=RealClock())
+    print("serving", flush=True)
+    engine.run()
+    assert len(engine.outputs) == scenario.num_requests
+    told = engine.scheduler.metrics.snapshot()
+    engine.scheduler.shutdown()
+    return told
+
+
+def scenario(seed: int) -> Scenario:
+    return Scenario(
+        seed=seed,
+        num_layers=2,
+        num_device_blocks=40,
+        num_host_blocks=32,
+        num_requests=40,
+        num_documents=24,
+        documents_seed=DOCUMENTS_SEED,
+        load_deadline_ms=2000,
+        num_ranks=2,
+        tensor_parallel=True,
+    )
+
+
+if __name__ == "__main__":
+    directory, capacity_bytes, first = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+    for seed in itertools.count(first):
+        told = serve(Disk(directory, capacity_bytes), scenario(seed))
+        print(json.dumps({name: told.get(name, 0) for name in ("disk_bad_blocks", "promoted_blocks")}), flush=True)

@@ -1,0 +1,456 @@
+"""DirectoryStorage: a directory that nobody else writes to, files that nobody else reads, and one owner."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import signal
+import stat
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from kvoffload.abc import ByteArray, ConfigError
+from kvoffload.host.pool import HostPool
+from kvoffload.tiers.disk.directory import DirectoryStorage
+
+PAGE = 4096
+
+
+@pytest.fixture
+def storage(tmp_path: Path) -> Iterator[DirectoryStorage]:
+    storage = DirectoryStorage(tmp_path / "disk")
+    storage.make_folder("a")
+    yield storage
+    storage.close()
+
+
+@pytest.fixture
+def pages() -> Iterator[ByteArray]:
+    """Eight pages, aligned, with other bytes each."""
+    pool = HostPool(8, PAGE)
+    pool.data[:] = np.random.default_rng(0).integers(0, 256, pool.data.shape, dtype=np.uint8)
+    yield pool.data
+    pool.close()
+
+
+def read(storage: DirectoryStorage, name: str, size: int, offset: int = 0) -> bytes:
+    file, data = storage.open("a", name), np.zeros(size, dtype=np.uint8)
+    n = file.read([data], offset)
+    file.close()
+    return data[:n].tobytes()
+
+
+@pytest.mark.parametrize("direct", [False, True])
+def test_buffers_are_written_and_read_one_after_the_other(
+    storage: DirectoryStorage, pages: ByteArray, direct: bool
+) -> None:
+    file = storage.open("a", "f", create=True, direct=direct)
+    assert file.write([pages[0], pages[2:4].reshape(-1)], PAGE) == 3 * PAGE
+    assert file.size() == 4 * PAGE
+    assert file.read([pages[5], pages[4], pages[6]], PAGE) == 3 * PAGE
+    assert np.array_equal(pages[5], pages[0])
+    assert np.array_equal(pages[4], pages[2])
+    assert np.array_equal(pages[6], pages[3])
+    assert file.read([pages[7]], 4 * PAGE) == 0
+    file.close()
+
+
+def test_direct_files_pass_the_page_cache_where_that_works(
+    storage: DirectoryStorage, pages: ByteArray, caplog: pytest.LogCaptureFixture
+) -> None:
+    file = storage.open("a", "f", create=True, direct=True)
+    file.write([pages[0]], 0)
+    flags = open_flags(storage.path / "a" / "f")
+    assert bool(flags & os.O_DIRECT) != ("has no O_DIRECT" in caplog.text)
+    file.close()
+
+
+def test_where_it_does_not_work_the_page_cache_is_used(
+    storage: DirectoryStorage, pages: ByteArray, caplog: pytest.LogCaptureFixture
+) -> None:
+    # An odd address is refused like any transfer by a file system without O_DIRECT.
+    odd = pages.reshape(-1)[1 : PAGE + 1]
+    file, other = (storage.open("a", name, create=True, direct=True) for name in "fg")
+    assert file.write([odd], 0) == PAGE
+    assert not open_flags(storage.path / "a" / "f") & os.O_DIRECT
+    assert file.read([pages[5]], 0) == PAGE
+    assert np.array_equal(pages[5], odd)
+    assert other.write([odd], 0) == PAGE
+    assert caplog.text.count("has no O_DIRECT") == 1
+    file.close()
+    other.close()
+
+
+def open_flags(path: Path) -> int:
+    for name in os.listdir("/proc/self/fd"):
+        if os.path.realpath(f"/proc/self/fd/{name}") == str(path):
+            (line,) = (x for x in Path(f"/proc/self/fdinfo/{name}").read_text().splitlines() if x.startswith("flags"))
+            return int(line.split()[1], 8)
+    raise AssertionError(f"{path} is not open")
+
+
+# Room.
+
+
+def test_resize_takes_room_at_once_and_gives_it_back(storage: DirectoryStorage) -> None:
+    file = storage.open("a", "f", create=True)
+    file.resize(100 * PAGE)
+    assert (file.size(), file.allocated_bytes()) == (100 * PAGE, 100 * PAGE)
+    assert read(storage, "f", 200 * PAGE) == bytes(100 * PAGE)
+    assert storage.held_bytes() >= 100 * PAGE
+    file.resize(10 * PAGE)
+    assert (file.size(), file.allocated_bytes()) == (10 * PAGE, 10 * PAGE)
+    file.resize(0)
+    assert storage.held_bytes() == 0
+    file.close()
+
+
+def test_resize_beyond_the_medium_changes_nothing(storage: DirectoryStorage, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = storage.open("a", "f", create=True)
+    file.resize(PAGE)
+    with pytest.raises(OSError, match="No space") as raised:
+        file.resize(storage.free_bytes() + (1 << 40))
+    assert raised.value.errno == errno.ENOSPC
+    allocate = os.posix_fallocate
+
+    def half(fd: int, offset: int, size: int) -> None:
+        allocate(fd, offset, size // 2)
+        raise OSError(errno.ENOSPC, "No space")
+
+    monkeypatch.setattr(os, "posix_fallocate", half)
+    with pytest.raises(OSError, match="No space"):
+        file.resize(101 * PAGE)
+    assert (file.size(), file.allocated_bytes()) == (PAGE, PAGE)
+    file.close()
+
+
+def test_a_direct_file_is_allocated_where_the_file_system_has_no_fallocate(
+    storage: DirectoryStorage, pages: ByteArray, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on ext2, where the C library writes a byte per block, which O_DIRECT refuses."""
+    allocate = os.posix_fallocate
+
+    def by_bytes(fd: int, offset: int, size: int) -> None:
+        if fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_DIRECT:
+            raise OSError(errno.EINVAL, "Invalid argument")
+        allocate(fd, offset, size)
+
+    monkeypatch.setattr(os, "posix_fallocate", by_bytes)
+    file = storage.open("a", "f", create=True, direct=True)
+    file.resize(100 * PAGE)
+    assert (file.size(), file.allocated_bytes()) == (100 * PAGE, 100 * PAGE)
+    file.write([pages[0]], 50 * PAGE)
+    assert read(storage, "f", PAGE, 50 * PAGE) == pages[0].tobytes()
+    file.close()
+
+
+def test_where_nothing_allocates_zeros_are_written(
+    storage: DirectoryStorage, pages: ByteArray, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(fd: int, offset: int, size: int) -> None:
+        raise OSError(errno.EOPNOTSUPP, "Operation not supported")
+
+    monkeypatch.setattr(os, "posix_fallocate", refuse)
+    file = storage.open("a", "f", create=True, direct=True)
+    file.resize(PAGE)
+    file.write([pages[0]], 0)
+    size = (2 << 20) + PAGE
+    file.resize(size)
+    assert (file.size(), file.allocated_bytes()) == (size, size)
+    assert read(storage, "f", size) == pages[0].tobytes() + bytes(size - PAGE)
+    file.close()
+
+
+def test_held_bytes_are_those_of_all_files_but_the_lock(storage: DirectoryStorage) -> None:
+    storage.lock()
+    (storage.path / "x" / "y").mkdir(parents=True)
+    (storage.path / "x" / "y" / "stray").write_bytes(bytes(10 * PAGE))
+    file = storage.open("a", "f", create=True)
+    file.resize(3 * PAGE)
+    assert storage.held_bytes() == 13 * PAGE
+    assert storage.held_bytes(lambda folder, name: (folder, name) == ("a", "f")) == 10 * PAGE
+    assert storage.held_bytes(lambda folder, name: (folder, name) == ("x/y", "stray")) == 3 * PAGE
+    file.close()
+
+
+# Names.
+
+
+def test_folders_and_files_are_listed_and_removed(storage: DirectoryStorage) -> None:
+    storage.make_folder("b")
+    storage.make_folder("b")
+    for name in ("g", "f"):
+        storage.open("a", name, create=True).close()
+    assert (storage.folders(), storage.files("a"), storage.files("b")) == (["a", "b"], ["f", "g"], [])
+    assert storage.modified("a", "f") == os.stat(storage.path / "a" / "f").st_mtime
+    with pytest.raises(OSError, match="not empty"):
+        storage.remove_folder("a")
+    storage.remove("a", "f")
+    storage.remove("a", "g")
+    storage.remove_folder("a")
+    assert storage.folders() == ["b"]
+    with pytest.raises(FileNotFoundError):
+        storage.open("b", "none")
+
+
+# Who may do what.
+
+
+def test_only_the_owner_may_look(storage: DirectoryStorage) -> None:
+    storage.open("a", "f", create=True).close()
+    storage.lock()
+    modes = {path: stat.S_IMODE(path.lstat().st_mode) for path in storage.path.rglob("*")}
+    assert {mode for path, mode in modes.items() if path.is_file()} == {0o600}
+    assert len(modes) == 3
+    assert stat.S_IMODE(storage.path.stat().st_mode) == stat.S_IMODE((storage.path / "a").stat().st_mode) == 0o700
+
+
+def test_a_root_that_is_a_link_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "real").mkdir()
+    (tmp_path / "link").symlink_to("real")
+    with pytest.raises(ConfigError, match=r"disk_dir=.*link.*symbolic link"):
+        DirectoryStorage(tmp_path / "link")
+    DirectoryStorage(tmp_path / "real").close()
+
+
+def test_a_root_that_is_a_file_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match="name a directory"):
+        DirectoryStorage(tmp_path / "file")
+
+
+@pytest.mark.parametrize("mode", [0o770, 0o702, 0o1777])
+def test_a_root_that_others_can_write_to_is_refused(tmp_path: Path, mode: int) -> None:
+    (tmp_path / "open").mkdir()
+    (tmp_path / "open").chmod(mode)
+    with pytest.raises(ConfigError, match=r"others can write to it.*chmod 700"):
+        DirectoryStorage(tmp_path / "open")
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root gives directories away")
+def test_a_root_of_another_user_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "theirs").mkdir(mode=0o700)
+    os.chown(tmp_path / "theirs", 12345, 12345)
+    with pytest.raises(ConfigError, match="belongs to user 12345"):
+        DirectoryStorage(tmp_path / "theirs")
+
+
+def test_what_is_open_to_others_is_closed_to_them(
+    storage: DirectoryStorage, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvoffload.tiers.disk.directory.LOCK_DEADLINE_S", 0.0)
+    storage.path.chmod(0o755)
+    storage.open("a", "f", create=True).close()
+    storage.lock()
+    paths = [storage.path / "a", storage.path / "a" / "f", storage.path / "lock"]
+    for path, mode in zip(paths, (0o777, 0o666, 0o644), strict=True):
+        path.chmod(mode)
+    other = DirectoryStorage(storage.path)
+    other.open("a", "f").close()
+    assert [stat.S_IMODE(path.stat().st_mode) for path in paths[:2]] == [0o700, 0o600]
+    with pytest.raises(ConfigError, match="in use"):
+        other.lock()
+    assert stat.S_IMODE(paths[2].stat().st_mode) == 0o600
+    assert caplog.text.count("was open to others (mode 777)") == 1
+    assert len(caplog.records) == 1
+    assert stat.S_IMODE(storage.path.stat().st_mode) == 0o755, "others may list the directory"
+    other.close()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root gives files away")
+@pytest.mark.parametrize("name", ["a", "a/f"])
+def test_what_belongs_to_another_user_is_refused(storage: DirectoryStorage, name: str) -> None:
+    storage.open("a", "f", create=True).close()
+    os.chown(storage.path / name, 12345, 12345)
+    with pytest.raises(PermissionError, match="belongs to user 12345"):
+        storage.open("a", "f")
+
+
+def test_links_are_not_followed(storage: DirectoryStorage, tmp_path: Path) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere" / "f").write_bytes(b"theirs")
+    (storage.path / "a" / "f").symlink_to(tmp_path / "elsewhere" / "f")
+    (storage.path / "b").symlink_to(tmp_path / "elsewhere")
+    for create in (False, True):
+        with pytest.raises(OSError, match="symbolic links"):
+            storage.open("a", "f", create=create)
+    assert storage.folders() == ["a"]
+    for attempt in (
+        lambda: storage.open("b", "f"),
+        lambda: storage.files("b"),
+        lambda: storage.make_folder("b"),
+        lambda: storage.remove("b", "f"),
+    ):
+        with pytest.raises(OSError, match=r"Not a directory|symbolic links"):
+            attempt()
+    storage.remove("a", "f")
+    assert (tmp_path / "elsewhere" / "f").read_bytes() == b"theirs"
+
+
+def test_what_is_no_file_is_not_opened(storage: DirectoryStorage) -> None:
+    os.mkfifo(storage.path / "a" / "pipe")
+    before = len(os.listdir("/proc/self/fd"))
+    for direct in (False, True):
+        with pytest.raises(OSError, match="not a regular file"):
+            storage.open("a", "pipe", direct=direct)
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_another_directory_in_its_place_is_not_used(storage: DirectoryStorage) -> None:
+    storage.open("a", "f", create=True).close()
+    os.rename(storage.path, storage.path.with_name("moved"))
+    storage.path.mkdir()
+    assert storage.files("a") == ["f"]
+
+
+# The lock.
+
+HOLD = """
+import sys, time
+from kvoffload.tiers.disk.directory import DirectoryStorage
+storage = DirectoryStorage(sys.argv[1])
+storage.lock()
+print("locked", flush=True)
+time.sleep(60)
+"""
+
+
+def test_two_processes_cannot_own_a_directory_and_a_killed_one_owns_nothing(storage: DirectoryStorage) -> None:
+    with subprocess.Popen([sys.executable, "-c", HOLD, str(storage.path)], stdout=subprocess.PIPE) as other:
+        assert other.stdout is not None
+        assert other.stdout.readline() == b"locked\n"
+        with pytest.raises(ConfigError, match=rf"in use by process {other.pid} since.*its own directory"):
+            storage.lock()
+        other.send_signal(signal.SIGKILL)
+    storage.lock()
+    storage.lock()
+    with pytest.raises(ConfigError, match=f"process {os.getpid()}"):
+        DirectoryStorage(storage.path).lock()
+
+
+FORK = """
+import os, sys, time
+from kvoffload.tiers.disk.directory import DirectoryStorage
+storage = DirectoryStorage(sys.argv[1])
+storage.make_folder("a")
+storage.lock()
+file = storage.open("a", "f", create=True)
+file.resize(1 << 20)
+child = os.fork()
+if child:
+    print(child, flush=True)
+time.sleep(60)
+"""
+
+
+def test_a_forked_child_of_a_killed_owner_owns_nothing(storage: DirectoryStorage) -> None:
+    with subprocess.Popen([sys.executable, "-c", FORK, str(storage.path)], stdout=subprocess.PIPE) as owner:
+        assert owner.stdout is not None
+        child = int(owner.stdout.readline())
+        owner.send_signal(signal.SIGKILL)
+        owner.wait()
+        try:
+            os.kill(child, 0)
+            storage.lock()
+            links = [os.path.realpath(entry) for entry in Path(f"/proc/{child}/fd").iterdir()]
+            assert not [link for link in links if link.startswith(str(storage.path))]
+        finally:
+            os.kill(child, signal.SIGKILL)
+
+
+def test_the_end_of_a_forked_child_leaves_the_lock(storage: DirectoryStorage, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvoffload.tiers.disk.directory.LOCK_DEADLINE_S", 0.0)
+    storage.lock()
+    child = os.fork()
+    if not child:
+        storage.close()
+        os._exit(0)
+    os.waitpid(child, 0)
+    with pytest.raises(ConfigError, match="in use"):
+        DirectoryStorage(storage.path).lock()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root becomes another user")
+def test_others_cannot_lock_a_directory_that_they_can_read(
+    storage: DirectoryStorage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither for the time that a server runs, nor while it starts."""
+    monkeypatch.setattr("kvoffload.tiers.disk.directory.LOCK_DEADLINE_S", 0.0)
+    monkeypatch.setattr("kvoffload.tiers.disk.directory.ALONE_DEADLINE_S", 0.0)
+    storage.path.chmod(0o755)
+    with storage.alone():
+        pass
+    storage.lock()
+    storage.close()
+    root = os.open(storage.path, os.O_RDONLY)
+    taken = []
+    for name in ("lock", "lock-start", "."):
+        child = os.fork()
+        if not child:
+            os.setgroups([])
+            os.setuid(12345)
+            try:
+                fd = os.open(name, os.O_RDONLY, dir_fd=root)
+                fcntl.flock(fd, fcntl.LOCK_EX)
+                time.sleep(60)
+            finally:
+                os._exit(0)
+        taken.append(child)
+    os.close(root)
+    try:
+        while not held_by(taken[2]):
+            time.sleep(0.01)
+        other = DirectoryStorage(storage.path)
+        other.lock()
+        with other.alone():
+            pass
+        other.close()
+    finally:
+        for child in taken:
+            with suppress(ProcessLookupError):
+                os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)
+
+
+def held_by(pid: int) -> bool:
+    """Whether the process has a lock."""
+    return any(line.split()[4] == str(pid) for line in Path("/proc/locks").read_text().splitlines() if "->" not in line)
+
+
+def test_shared_owners_exclude_others_only(storage: DirectoryStorage) -> None:
+    first, second = DirectoryStorage(storage.path), DirectoryStorage(storage.path)
+    first.lock(shared=True)
+    second.lock(shared=True)
+    with pytest.raises(ConfigError, match="in use"):
+        storage.lock()
+    first.close()
+    second.close()
+    storage.lock()
+
+
+def test_the_lock_is_free_after_close(storage: DirectoryStorage) -> None:
+    first = DirectoryStorage(storage.path)
+    first.lock()
+    first.close()
+    first.close()
+    storage.lock()
+
+
+def test_one_at_a_time_is_alone(storage: DirectoryStorage, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvoffload.tiers.disk.directory.ALONE_DEADLINE_S", 0.02)
+    other = DirectoryStorage(storage.path)
+    storage.lock(shared=True)
+    other.lock(shared=True)
+    with storage.alone(), pytest.raises(ConfigError, match="another process"), other.alone():
+        pass
+    with other.alone():
+        pass
+    other.close()

@@ -1,0 +1,87 @@
+"""Devices that fail in service, with real threads and files: requests go on, and no wrong byte reaches them."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from kvoffload.abc import ByteArray
+from kvoffload.testing.engine import ModelEngine
+from kvoffload.testing.storage import FaultRates, FaultyStorage
+from kvoffload.tiers.disk.directory import DirectoryStorage
+from kvoffload.tiers.disk.tier import DiskTier
+from tests.tiers.disk.kill_server import FINGERPRINT, Disk, scenario, serve
+
+BUDGET = 4 << 20
+CLEAN_SEED = 5
+
+
+class FaultyDisk(Disk):
+    """A disk that is sound while it is opened, and fails from then on."""
+
+    storage: FaultyStorage
+
+    def __init__(self, directory: Path, rates: FaultRates, read_only: bool = False) -> None:
+        super().__init__(directory, BUDGET)
+        self.rates = rates
+        self.read_only = read_only
+
+    def open(self, pools: Sequence[ByteArray]) -> DiskTier:
+        self.storage = FaultyStorage(DirectoryStorage(self.directory), stall_s=60.0)
+        tier = DiskTier(self.storage, pools, fingerprint=FINGERPRINT, capacity_bytes=BUDGET)
+        self.storage.rates, self.storage.read_only = self.rates, self.read_only
+        return tier
+
+    def settle(self) -> None:
+        """The requests have ended: the device may come back."""
+        self.storage.active = False
+        super().settle()
+
+
+@pytest.fixture
+def filled(tmp_path: Path) -> Path:
+    """A directory with what a server has left."""
+    directory = tmp_path / "disk"
+    told = serve(Disk(directory, BUDGET), scenario(CLEAN_SEED))
+    assert told["disk_write_blocks"] > 10
+    return directory
+
+
+def test_without_faults_it_is_read(filled: Path) -> None:
+    told = serve(FaultyDisk(filled, FaultRates()), scenario(CLEAN_SEED))
+    assert told["disk_hit_tokens"] > 0
+    assert told.get("disk_bad_blocks", 0) == 0
+
+
+@pytest.mark.parametrize(
+    ("fault", "rates", "read_only", "counters"),
+    [
+        ("read_only", FaultRates(), True, ["disk_write_failures"]),
+        ("io_error", FaultRates(io_error=1.0), False, ["disk_read_failures", "disk_write_failures"]),
+        ("flip_on_read", FaultRates(flip_on_read=1.0), False, ["disk_bad_blocks"]),
+        ("short_read", FaultRates(short_read=1.0), False, ["disk_read_failures"]),
+        ("no_space", FaultRates(no_space=1.0), False, ["disk_write_failures"]),
+    ],
+)
+def test_a_device_that_fails_costs_hits_and_nothing_else(
+    filled: Path, fault: str, rates: FaultRates, read_only: bool, counters: list[str]
+) -> None:
+    lower = FaultyDisk(filled, rates, read_only)
+    told = serve(lower, scenario(CLEAN_SEED + 1))
+    assert lower.storage.injected[fault] > 0
+    assert sum(told.get(counter, 0) for counter in counters) > 0
+    assert told["off"] == 0
+
+
+def test_nobody_waits_for_a_device_that_hangs(filled: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Threads take their time: what must hold is that all requests end while the device still hangs.
+    monkeypatch.setattr(ModelEngine, "_check_wait", lambda self, request: None)
+    lower = FaultyDisk(filled, FaultRates(stall=1.0))
+    told = serve(lower, dataclasses.replace(scenario(CLEAN_SEED + 1), load_deadline_ms=100.0))
+    assert lower.storage.injected["stall"] > 0
+    assert told.get("late_promotions", 0) > 0
+    assert told.get("disk_hit_tokens", 0) == 0
+    assert told["off"] == 0

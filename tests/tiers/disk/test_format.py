@@ -1,0 +1,205 @@
+"""The disk tier's format: what was packed comes back, and nothing else does."""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import xxhash
+
+from kvoffload.abc import ByteArray
+from kvoffload.tiers.disk.format import (
+    HEADER_BYTES,
+    MAX_SEQUENCE,
+    RECORD_BYTES,
+    FormatError,
+    Header,
+    is_fingerprint,
+    pack_record,
+    parse_records,
+    payload_checksum,
+    record_offset,
+    slab_name,
+    slab_number,
+)
+
+HEADER = Header("0123456789abcdef" * 4, (4096, 12288), 7, 0x1122334455667788)
+KEYS = [bytes([i]) * 44 for i in range(1, 6)]
+
+
+def record(key: bytes = KEYS[0], header: Header = HEADER, sequence: int = 1, **fields: int) -> ByteArray:
+    values = {"stored_at": 1_700_000_000, "hits": 3, "payload_checksum": 0xFEDCBA9876543210} | fields
+    return pack_record(header, key, sequence=sequence, **values)
+
+
+def sealed(body: bytes) -> ByteArray:
+    """``body`` with its right checksum behind it."""
+    return np.frombuffer(body + struct.pack("<Q", xxhash.xxh3_64_intdigest(body)), dtype=np.uint8)
+
+
+# The header.
+
+
+@pytest.mark.parametrize("header", [HEADER, replace(HEADER, transient=True), replace(HEADER, slot_bytes=(4096,) * 256)])
+def test_a_header_comes_back(header: Header) -> None:
+    packed = header.pack()
+    assert packed.size == HEADER_BYTES
+    assert Header.unpack(packed) == header
+
+
+def test_a_header_with_any_bit_changed_is_none() -> None:
+    for i in range(HEADER_BYTES):
+        packed = HEADER.pack().copy()
+        packed[i] ^= 1 << i % 8
+        with pytest.raises(FormatError):
+            Header.unpack(packed)
+
+
+@pytest.mark.parametrize("size", [0, 1, 100, HEADER_BYTES - 1])
+def test_a_header_that_was_cut_off_is_none(size: int) -> None:
+    with pytest.raises(FormatError, match=f"{size} bytes"):
+        Header.unpack(HEADER.pack()[:size])
+
+
+@pytest.mark.parametrize(
+    ("offset", "layout", "value", "message"),
+    [
+        (0, "8s", b"kvoffidy", "begin"),
+        (8, "I", 2, "version 2"),
+        (12, "I", 0, "impossible"),
+        (12, "I", 257, "impossible"),
+        (16, "64s", b"g" * 64, "impossible"),
+        (16, "64s", b"\xff" * 64, "impossible"),
+        (80, "Q", 0, "impossible"),
+        (97, "Q", 0, "impossible"),
+        (97, "Q", 4097, "impossible"),
+        (97, "Q", 1 << 40, "impossible"),
+    ],
+)
+def test_a_header_with_a_right_checksum_is_not_believed_everything(
+    offset: int, layout: str, value: int | bytes, message: str
+) -> None:
+    body = bytearray(HEADER.pack().tobytes()[:-8])
+    assert Header.unpack(sealed(bytes(body))) == HEADER
+    struct.pack_into("<" + layout, body, offset, value)
+    with pytest.raises(FormatError, match=message):
+        Header.unpack(sealed(bytes(body)))
+
+
+def test_slots_lie_in_a_row_in_slabs() -> None:
+    assert [HEADER.place(slot) for slot in (0, 1, 6, 7, 15)] == [(0, 0), (0, 16384), (0, 98304), (1, 0), (2, 16384)]
+    assert [record_offset(slot) for slot in (0, 1)] == [HEADER_BYTES, HEADER_BYTES + RECORD_BYTES]
+
+
+# Records.
+
+
+@pytest.mark.parametrize("key", [b"k", bytes(44), b"end\0\0", bytes(range(64)), b"\xff" * 64])
+def test_a_record_comes_back(key: bytes) -> None:
+    entries = parse_records(HEADER, record(key, sequence=9), first_slot=5)
+    assert entries.keys == [key]
+    assert entries.slots.tolist() == [5]
+    (found,) = entries.records
+    assert (found["sequence"], found["stored_at"], found["hits"]) == (9, 1_700_000_000, 3)
+    assert found["payload_checksum"] == 0xFEDCBA9876543210
+    assert (entries.num_stale, entries.num_damaged) == (0, 0)
+
+
+def test_a_record_with_any_bit_changed_is_none() -> None:
+    changed = np.tile(record(), (RECORD_BYTES * 8, 1))
+    for bit in range(RECORD_BYTES * 8):
+        changed[bit, bit // 8] ^= 1 << bit % 8
+    entries = parse_records(HEADER, changed.reshape(-1))
+    assert entries.keys == []
+    assert entries.num_damaged == RECORD_BYTES * 8
+
+
+def test_empty_records_are_neither_blocks_nor_damaged() -> None:
+    data = np.concatenate([np.zeros(RECORD_BYTES, np.uint8), record(), np.zeros(RECORD_BYTES, np.uint8)])
+    entries = parse_records(HEADER, data)
+    assert (entries.slots.tolist(), entries.num_damaged) == ([1], 0)
+
+
+@pytest.mark.parametrize(
+    ("header", "stale", "damaged"),
+    [
+        (replace(HEADER, generation=5), 1, 0),
+        (replace(HEADER, fingerprint="f" * 64), 0, 1),
+        (replace(HEADER, slot_bytes=(4096, 4096)), 0, 1),
+    ],
+)
+def test_a_record_of_something_else_is_none(header: Header, stale: int, damaged: int) -> None:
+    entries = parse_records(HEADER, record(header=header))
+    assert (entries.keys, entries.num_stale, entries.num_damaged) == ([], stale, damaged)
+
+
+@pytest.mark.parametrize(
+    ("offset", "layout", "value"),
+    [(4, "H", 2), (6, "H", 0), (6, "H", 65), (6, "H", 65535), (96, "Q", MAX_SEQUENCE + 1)],
+)
+def test_a_record_with_a_right_checksum_is_not_believed_everything(offset: int, layout: str, value: int) -> None:
+    body = bytearray(record().tobytes()[:-8])
+    assert parse_records(HEADER, sealed(bytes(body))).keys == [KEYS[0]]
+    struct.pack_into("<" + layout, body, offset, value)
+    assert parse_records(HEADER, sealed(bytes(body))).num_damaged == 1
+
+
+def test_blocks_come_oldest_first_and_the_newer_of_two_comes_later() -> None:
+    sequences = [30, 10, 20, 40]
+    names = [KEYS[0], KEYS[1], KEYS[2], KEYS[0]]
+    data = np.concatenate([record(key, sequence=n) for key, n in zip(names, sequences, strict=True)])
+    entries = parse_records(HEADER, data)
+    assert entries.slots.tolist() == [1, 2, 0, 3]
+    assert entries.keys == [KEYS[1], KEYS[2], KEYS[0], KEYS[0]]
+
+
+def test_a_record_that_was_cut_off_is_ignored() -> None:
+    data = np.concatenate([record(KEYS[0]), record(KEYS[1])])
+    assert parse_records(HEADER, data[:-1]).keys == [KEYS[0]]
+    assert parse_records(HEADER, data[:50]).keys == []
+
+
+def test_noise_is_no_block() -> None:
+    noise = np.random.default_rng(0).integers(0, 256, 1000 * RECORD_BYTES, dtype=np.uint8)
+    assert parse_records(HEADER, noise).num_damaged == 1000
+
+
+# Payloads.
+
+
+def test_the_payloads_checksum_knows_every_byte_and_whose_it_is() -> None:
+    block = [np.arange(100, dtype=np.uint8), np.full(60, 7, dtype=np.uint8)]
+    right = payload_checksum(HEADER, KEYS[0], block)
+    assert payload_checksum(HEADER, KEYS[0], [part.copy() for part in block]) == right
+    others = {
+        payload_checksum(HEADER, KEYS[1], block),
+        payload_checksum(HEADER, KEYS[0] + b"\0", block),
+        payload_checksum(replace(HEADER, generation=1), KEYS[0], block),
+        payload_checksum(replace(HEADER, fingerprint="f" * 64), KEYS[0], block),
+        payload_checksum(HEADER, KEYS[0], block[::-1]),
+        payload_checksum(HEADER, KEYS[0], block[:1]),
+    }
+    assert len(others | {right}) == 7
+    for part in block:
+        for i in range(part.size):
+            part[i] ^= 1
+            assert payload_checksum(HEADER, KEYS[0], block) != right
+            part[i] ^= 1
+
+
+# Names.
+
+
+def test_slabs_have_names() -> None:
+    assert [slab_name(n) for n in (0, 17, 123456)] == ["slab-00000", "slab-00017", "slab-123456"]
+    assert [slab_number(name) for name in ("slab-00000", "slab-123456")] == [0, 123456]
+    for name in ("slab-1", "slab-000001", "slab-00000.old", "xslab-00000", "index", "slab-0000\u0661"):
+        assert slab_number(name) is None
+
+
+def test_fingerprints_are_64_hexadecimal_digits() -> None:
+    assert is_fingerprint("0f" * 32)
+    for name in ("0f" * 31, "0F" * 32, "0f" * 32 + "\n", "..", "0g" * 32):
+        assert not is_fingerprint(name)

@@ -1,0 +1,76 @@
+"""kill -9 at random moments under load, again and again on one directory."""
+
+from __future__ import annotations
+
+import json
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+
+from kvoffload.testing.scale import scaled
+from kvoffload.tiers.disk.tier import open_disk_tier
+from tests.tiers.disk import kill_server
+
+KILLS = scaled(10)
+BUDGET = 4 << 20
+DEADLINE_S = 300.0
+SERVER = Path(kill_server.__file__)
+
+
+def taken(directory: Path) -> int:
+    """Bytes of the medium that all files under ``directory`` take."""
+    return sum(path.stat().st_blocks * 512 for path in directory.rglob("*") if path.is_file())
+
+
+def start(directory: Path, seed: int, said: Path) -> subprocess.Popen[bytes]:
+    command = [sys.executable, str(SERVER), str(directory), str(BUDGET), str(seed)]
+    with said.open("wb") as out, said.with_suffix(".errors").open("wb") as errors:
+        return subprocess.Popen(command, stdout=out, stderr=errors)
+
+
+def ended(said: Path) -> list[dict[str, int]]:
+    """What each engine counted that came to its end."""
+    lines = said.read_text().splitlines()
+    return [json.loads(line) for line in lines if line.startswith("{") and line.endswith("}")]
+
+
+def test_killed_at_any_moment_it_starts_again_and_returns_no_wrong_byte(tmp_path: Path) -> None:
+    """The moment is that in which so many engines have ended, however fast they are, and a bit later."""
+    directory = tmp_path / "disk"
+    rng = random.Random(3)
+    engines: list[dict[str, int]] = []
+    for number in range(KILLS):
+        said = tmp_path / f"{number}.said"
+        server = start(directory, 1000 * number, said)
+        try:
+            wanted, later = number % 3, rng.uniform(0, 0.3)
+            deadline, until = time.monotonic() + DEADLINE_S, None
+            while until is None or time.monotonic() < until:
+                errors = said.with_suffix(".errors").read_text()
+                assert server.poll() is None, f"after {number} kills: {errors}"
+                assert taken(directory) <= BUDGET
+                if until is None and "serving" in said.read_text() and len(ended(said)) >= wanted:
+                    until = time.monotonic() + later
+                assert until is not None or time.monotonic() < deadline, f"after {number} kills, it hangs: {errors}"
+                time.sleep(0.02)
+        finally:
+            server.send_signal(signal.SIGKILL)
+            server.wait(DEADLINE_S)
+        errors = said.with_suffix(".errors").read_text()
+        assert "Error" not in errors, errors
+        engines += ended(said)
+        assert taken(directory) <= BUDGET
+        names = {path.name for path in directory.rglob("*") if path.is_file()}
+        assert names <= {"lock", "index", "recency"} | {name for name in names if name.startswith("slab-")}
+    assert engines, "no engine came to its end: the server was killed too soon to show anything"
+    assert sum(engine["promoted_blocks"] for engine in engines) > 0
+    assert sum(engine["disk_bad_blocks"] for engine in engines) == 0, "what a kill tears is void, not bad"
+    pools = [np.zeros((4, 4096), dtype=np.uint8)] * 2
+    tier = open_disk_tier(directory, BUDGET, pools, kill_server.FINGERPRINT)
+    tier.check_integrity()
+    tier.close()

@@ -1,0 +1,591 @@
+"""What a disk tier does at its start on a medium that is full, read-only, failing, shared with others, or old."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+import subprocess
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvoffload.abc import ConfigError, TierError
+from kvoffload.testing.storage import FaultRates, FaultyStorage, SimulatedStorage
+from kvoffload.testing.tiers import make_pools
+from kvoffload.tiers.disk import tier as disk
+from kvoffload.tiers.disk.format import MAX_SEQUENCE, pack_record, payload_checksum, record_offset
+from kvoffload.tiers.disk.storage import StoredFile
+from kvoffload.tiers.disk.tier import open_disk_tier
+from tests.tiers.disk.test_tier import FINGERPRINT, OTHERS, PAGE, Rig, capacity, content, du, key, patch
+
+SLAB = 4 * PAGE
+BUDGET = capacity(16, num_slabs=4)
+
+
+@pytest.fixture
+def simulated(tmp_path: Path) -> Rig:
+    return Rig(tmp_path / "none", capacity_bytes=BUDGET, slab_bytes=SLAB)
+
+
+def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.message for record in caplog.records if record.levelname in ("WARNING", "ERROR")]
+
+
+def left_by_a_server(rig: Rig, storage: SimulatedStorage, names: Sequence[int] = range(8)) -> SimulatedStorage:
+    """The next process's storage, after one has written two slabs of blocks."""
+    rig.open(storage)
+    rig.write(*names)
+    assert len(rig.present()) == len(names)
+    rig.tier.close()
+    rig.tier = None
+    return storage.restart()
+
+
+# A full medium.
+
+
+def test_a_full_disk_serves_what_it_holds_with_one_warning(simulated: Rig, caplog: pytest.LogCaptureFixture) -> None:
+    now = [0.0]
+    storage = left_by_a_server(simulated, SimulatedStorage(1 << 20))
+    storage.capacity_bytes = storage.used_bytes
+    simulated.open(storage, clock=lambda: now[0])
+    simulated.check_reads(*range(8))
+    for name in range(20, 30):
+        simulated.write(name)
+        now[0] += disk.RETRY_S
+    assert len(simulated.present()) == storage.used_bytes // SLAB * 4 >= 8
+    simulated.check_reads(28, 29)
+    (warning,) = warnings(caplog)
+    assert "can give only" in warning
+    storage.capacity_bytes = 1 << 20
+    for name in range(30, 60):
+        simulated.write(name)
+        now[0] += disk.RETRY_S
+    assert len(simulated.present()) == 16
+    assert len(warnings(caplog)) == 1
+
+
+def test_another_layout_starts_on_a_full_disk(simulated: Rig, caplog: pytest.LogCaptureFixture) -> None:
+    storage = left_by_a_server(simulated, SimulatedStorage(1 << 20))
+    storage.capacity_bytes = storage.used_bytes
+    simulated.open(storage, slab_bytes=SLAB // 2)
+    simulated.write(1)
+    simulated.check_reads(1)
+    assert len(warnings(caplog)) == 2
+    assert "another layout" in warnings(caplog)[0]
+
+
+def test_a_full_disk_without_blocks_of_the_tier_is_a_wrong_budget(simulated: Rig) -> None:
+    storage = SimulatedStorage(BUDGET // 2)
+    with pytest.raises(ConfigError, match=r"disk_bytes=.*can give only"):
+        simulated.open(storage)
+    assert (storage.num_open, storage.is_locked) == (0, False)
+
+
+def test_other_models_give_way_on_a_full_disk(simulated: Rig, caplog: pytest.LogCaptureFixture) -> None:
+    storage = left_by_a_server(simulated, SimulatedStorage(1 << 20))
+    storage.capacity_bytes = storage.used_bytes
+    simulated.open(storage, fingerprint=OTHERS[0])
+    simulated.write(1, 2, 3)
+    simulated.check_reads(1, 2, 3)
+    assert storage.used_bytes <= storage.capacity_bytes
+    (warning,) = warnings(caplog)
+    assert "can give only" in warning
+
+
+def test_it_is_said_once_that_it_cannot_grow(simulated: Rig, caplog: pytest.LogCaptureFixture) -> None:
+    now, storage = [0.0], SimulatedStorage(1 << 20)
+    simulated.open(storage, clock=lambda: now[0])
+
+    def fill(medium_bytes: int) -> int:
+        storage.capacity_bytes = medium_bytes
+        for name in range(20):
+            simulated.write(name)
+            now[0] += disk.RETRY_S
+        return caplog.text.count("it cannot grow ([Errno 28] No space left on device) and evicts for new blocks; free")
+
+    assert fill(storage.used_bytes) == 1
+    assert fill(storage.used_bytes + SLAB + PAGE) == 2, "it has grown in between"
+    assert len(warnings(caplog)) == 2
+
+
+def test_a_write_that_comes_short_on_a_full_disk_is_told_as_that(simulated: Rig) -> None:
+    class Filling(FaultyStorage):
+        """Each write is cut off, and then there is no space."""
+
+        def _happens(self, fault: str) -> bool:
+            if fault == "short_write" and self.rates.short_write:
+                self.rates = FaultRates(no_space=1.0)
+                return True
+            return super()._happens(fault)
+
+    storage = Filling(SimulatedStorage(1 << 20))
+    simulated.open(storage)
+    storage.rates = FaultRates(short_write=1.0)
+    (result,) = simulated.write(1)
+    assert result.error is TierError.NO_SPACE
+
+
+def test_a_write_that_comes_short_once_goes_on(tmp_path: Path) -> None:
+    class Interrupted(FaultyStorage):
+        times = 0
+
+        def _happens(self, fault: str) -> bool:
+            if fault == "short_write" and self.times:
+                self.times -= 1
+                return True
+            return super()._happens(fault)
+
+    storage = Interrupted(SimulatedStorage(1 << 20), seed=3)
+    rig = Rig(tmp_path / "none", 4 * PAGE, PAGE)
+    rig.open(storage)
+    for name in range(6):
+        storage.times = 1
+        assert [result.ok for result in rig.write(name)] == [True]
+        assert not storage.times
+    rig.check_reads(*range(6))
+    rig.open(storage.inner.restart())  # type: ignore[attr-defined]
+    rig.check_reads(*range(6))
+
+
+# A medium that cannot be written to.
+
+
+def test_a_read_only_disk_is_read_with_one_warning(simulated: Rig, caplog: pytest.LogCaptureFixture) -> None:
+    storage = left_by_a_server(simulated, SimulatedStorage(1 << 20))
+    faulty = FaultyStorage(storage)
+    faulty.read_only = storage.read_only = True
+    before = faulty.operations
+    tier = simulated.open(faulty, capacity_bytes=capacity(3))
+    assert simulated.write(20) == []
+    assert len(simulated.present()) == 3, "as many as the budget allows are known"
+    tier = simulated.open(FaultyStorage(ro(storage.restart())), capacity_bytes=BUDGET)
+    simulated.check_reads(*range(8))
+    assert simulated.write(20) == []
+    tier.touch([key(1)])
+    tier.delete([key(2)])
+    simulated.drain()
+    assert simulated.present() == [0, 1, 3, 4, 5, 6, 7]
+    tier.reset()
+    simulated.drain()
+    assert simulated.present() == []
+    tier.close()
+    assert faulty.operations > before
+    assert faulty.injected["read_only"] == 0, "nothing was even tried"
+    assert [("read-only" in warning) for warning in warnings(caplog)] == [True, True]
+    simulated.tier = None
+    simulated.open(storage.restart().restart())
+    assert simulated.present() == list(range(8))
+
+
+def ro(storage: SimulatedStorage) -> SimulatedStorage:
+    storage.read_only = True
+    return storage
+
+
+def test_a_read_only_disk_without_blocks_is_no_tier(simulated: Rig) -> None:
+    storage = left_by_a_server(simulated, SimulatedStorage(1 << 20))
+    with pytest.raises(OSError, match="read-only, and holds no blocks of this model") as raised:
+        simulated.open(ro(storage), fingerprint=OTHERS[0])
+    assert raised.value.errno == errno.EROFS
+    assert (storage.num_open, storage.is_locked) == (0, False)
+
+
+def test_blocks_of_changed_weights_are_not_read_from_a_read_only_disk(simulated: Rig) -> None:
+    storage = SimulatedStorage(1 << 20)
+    simulated.open(storage)
+    simulated.write(1)
+    simulated.tier.reset()
+    simulated.write(2)
+    simulated.tier.close()
+    simulated.tier = None
+    with pytest.raises(OSError, match="read-only"):
+        simulated.open(ro(storage.restart()))
+
+
+# A medium that fails.
+
+
+@pytest.mark.parametrize("operation", range(3, 16, 3))
+def test_a_disk_that_fails_at_the_start_is_no_wrong_setting_and_loses_nothing(simulated: Rig, operation: int) -> None:
+    storage = left_by_a_server(simulated, SimulatedStorage(1 << 20))
+
+    class Failing(FaultyStorage):
+        def _happens(self, fault: str) -> bool:
+            return fault == "io_error" and self.operations == operation
+
+    with pytest.raises(OSError, match="Input/output error") as raised:
+        simulated.open(Failing(storage))
+    assert raised.value.errno == errno.EIO
+    assert (storage.num_open, storage.is_locked) == (0, False)
+    simulated.open(storage.restart())
+    assert simulated.present() == list(range(8))
+
+
+class Odd(FaultyStorage):
+    """Its slabs cannot be allocated."""
+
+    def open(self, folder: str, name: str, create: bool = False, direct: bool = False) -> StoredFile:
+        if name.startswith("slab"):
+            raise OSError(errno.EOPNOTSUPP, os.strerror(errno.EOPNOTSUPP))
+        return super().open(folder, name, create, direct)
+
+
+def test_why_no_slab_can_be_made_is_told_at_the_start(simulated: Rig, caplog: pytest.LogCaptureFixture) -> None:
+    simulated.open(Odd(SimulatedStorage(1 << 20)))
+    (warning,) = warnings(caplog)
+    assert "it cannot grow ([Errno 95] Operation not supported) and keeps no blocks" in warning
+    assert "space" not in warning
+
+
+# Files of others.
+
+
+def test_files_of_others_count(tmp_path: Path) -> None:
+    rig = Rig(tmp_path / "disk", slab_bytes=SLAB, capacity_bytes=BUDGET)
+    rig.open()
+    rig.tier.close()
+    (rig.path / "deep" / "er").mkdir(parents=True)
+    for path in (rig.path / "deep" / "er" / "file", rig.path / "file", rig.folder / "file"):
+        path.write_bytes(bytes(2 * PAGE))
+    rig.open()
+    assert rig.tier.used_bytes == capacity(4) + 6 * PAGE
+    for name in range(30):
+        rig.write(name)
+    assert len(rig.present()) == 12, "the last of four slabs has no room"
+    assert (rig.path / "deep" / "er" / "file").read_bytes() == bytes(2 * PAGE)
+    (rig.path / "file").write_bytes(bytes(BUDGET))
+    rig.tier.close()
+    rig.tier = None
+    with pytest.raises(OSError, match="files in disk_dir that are not kvoffload's take"):
+        rig.open()
+
+
+def test_files_of_others_count_once_among_several_engines(tmp_path: Path) -> None:
+    path, budget, stray = tmp_path / "disk", 4 << 20, 1 << 20
+    path.mkdir(mode=0o700)
+    (path / "file").write_bytes(bytes(stray))
+    tiers = [open_disk_tier(path, budget, make_pools(2, PAGE), FINGERPRINT, engine=i, engines=3) for i in range(3)]
+    assert [tier.capacity_bytes for tier in tiers] == [(budget - stray) // 3] * 3
+    for tier in tiers:
+        tier.close()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root gives files away")
+def test_files_of_another_user_are_not_believed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    rig = Rig(tmp_path / "disk", slab_bytes=SLAB, capacity_bytes=BUDGET)
+    rig.open()
+    rig.write(*range(8))
+    rig.tier.close()
+    os.chown(rig.folder / "slab-00001", 12345, 12345)
+    rig.open()
+    assert len(rig.present()) == 4
+    assert "slab-00001 belongs to user 12345" in caplog.text
+    rig.tier.close()
+    os.chown(rig.folder / "index", 12345, 12345)
+    rig.open()
+    assert rig.present() == []
+    rig.write(1)
+    rig.check_reads(1)
+    rig.tier.close()
+    os.chown(rig.folder, 12345, 12345)
+    rig.open(fingerprint=OTHERS[0])
+    assert f"{FINGERPRINT} belongs to user 12345" in caplog.text
+    assert rig.tier.used_bytes >= du(rig.path)
+    rig.tier.close()
+    with pytest.raises(ConfigError, match=f"{FINGERPRINT} belongs to user 12345"):
+        rig.open(fingerprint=FINGERPRINT)
+
+
+# What is refused leaves nothing open.
+
+
+@pytest.mark.parametrize("engines", [1, 2])
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"fingerprint": "short"},
+        {"capacity_bytes": 100},
+        {"capacity_bytes": 1 << 60},
+        {"pools": []},
+        {"policy": "none"},
+    ],
+)
+def test_a_refused_start_closes_every_file(tmp_path: Path, engines: int, wrong: dict[str, Any]) -> None:
+    settings = {"capacity_bytes": 4 << 20, "pools": make_pools(2, PAGE), "fingerprint": FINGERPRINT, "engines": engines}
+    before = os.listdir("/proc/self/fd")
+    with pytest.raises(ConfigError):
+        open_disk_tier(tmp_path / "disk", **(settings | wrong))
+    assert os.listdir("/proc/self/fd") == before
+
+
+# The order of eviction.
+
+
+def test_blocks_that_were_hot_in_host_memory_are_kept_after_a_restart(tmp_path: Path) -> None:
+    rig = Rig(tmp_path / "disk", num_slots=100)
+    tier = rig.open()
+    rig.write(*range(100))
+    # The end of a chain, which is evicted first.
+    hot = range(70, 90)
+    tier.touch([key(name) for name in hot])
+    tier.refresh([key(name) for name in (98, 99)], [])
+    rig.open()
+    for name in range(200, 270):
+        rig.write(name)
+    assert set(rig.present(100)) == {*range(8), *hot, 98, 99}
+
+
+def test_what_was_used_is_written_down_now_and_then(tmp_path: Path) -> None:
+    """By a thread, in few calls, and a kill forgets the last seconds only."""
+    now, storage = [1000.0], SimulatedStorage(64 << 20)
+    faulty = FaultyStorage(storage)
+    rig = Rig(tmp_path / "none", num_slots=2000, clock=lambda: now[0])
+    tier = rig.open(faulty)
+    for start in range(0, 2000, 250):
+        rig.write(*range(start, start + 250))
+    tier.touch([key(0)])
+    rig.drain()
+    now[0] += disk.RECENCY_S / 2
+    tier.touch([key(1)])
+    rig.drain()
+    now[0] += disk.RECENCY_S / 2
+    before = faulty.operations
+    for _ in range(50):
+        for start in range(10, 900, 100):
+            tier.touch([key(name) for name in range(start, start + 50)])
+    assert faulty.operations == before, "nothing is written on the caller's thread"
+    rig.drain()
+    assert 1 <= faulty.operations - before <= 4, "a call per 512 slots, however often they are used"
+    tier.touch([key(1500)])
+    rig.drain()
+    rig.tier = None
+    rig.open(storage.restart())
+    hot = {0, 1, *(name for start in range(10, 900, 100) for name in range(start, start + 50))}
+    for start in range(3000, 3000 + 2000 - len(hot), 250):
+        rig.write(*range(start, min(start + 250, 3000 + 2000 - len(hot))))
+    assert set(rig.present(2000)) == hot
+
+
+def test_what_was_used_before_a_reset_makes_no_later_block_look_newer(tmp_path: Path) -> None:
+    now, storage = [1000.0], SimulatedStorage(1 << 22)
+    rig = Rig(tmp_path / "none", num_slots=16, clock=lambda: now[0])
+    tier = rig.open(storage)
+    rig.write(*range(8))
+    for _ in range(50):
+        tier.touch([key(name) for name in range(8)])
+    rig.drain()
+    tier.reset()
+    rig.drain()
+    tier.close()
+    rig.tier = None
+    storage = storage.restart()
+    rig.open(storage)
+    # The first ones lie in slots of before; a kill comes before their recency is written down.
+    rig.write(*range(20, 28))
+    rig.write(*range(28, 36))
+    rig.tier = None
+    rig.open(storage.restart())
+    rig.write(*range(50, 58))
+    assert rig.present() == [*range(28, 36), *range(50, 58)]
+
+
+def test_without_the_recency_file_blocks_are_found_in_the_order_of_writing(tmp_path: Path) -> None:
+    rig = Rig(tmp_path / "disk")
+    rig.open()
+    rig.write(*range(8))
+    rig.tier.touch([key(7)])
+    rig.tier.close()
+    (rig.folder / "recency").unlink()
+    rig.open()
+    rig.write(20)
+    assert rig.present() == [0, 1, 2, 3, 4, 5, 6, 20]
+
+
+@pytest.mark.parametrize("sequence", [(1 << 63) - 1, (1 << 64) - 1, MAX_SEQUENCE])
+def test_a_forged_sequence_hides_no_later_block(tmp_path: Path, sequence: int) -> None:
+    rig = Rig(tmp_path / "disk")
+    rig.open()
+    rig.write(1, 2)
+    header = rig.tier._files.header
+    rig.tier.close()
+    block = [content(3, 0, PAGE)]
+    record = forged(header, key(3), sequence, payload_checksum(header, key(3), block))
+    patch(rig.folder / "index", record_offset(5), record)
+    patch(rig.folder / "slab-00000", 5 * PAGE, block[0].tobytes())
+    patch(rig.folder / "recency", 8, sequence.to_bytes(8, "little"))
+    rig.open()
+    rig.write(4, 5, 6)
+    rig.read(1)
+    rig.open()
+    assert {1, 2, 4, 5, 6} <= set(rig.present())
+    rig.check_reads(1, 2, 4, 5, 6)
+    rig.write(7)
+    rig.open()
+    rig.check_reads(1, 2, 4, 5, 6, 7)
+
+
+def forged(header: Any, name: bytes, sequence: int, checksum: int) -> bytes:
+    """A record with a checksum of its own, whatever it says."""
+    import struct
+
+    from xxhash import xxh3_64_intdigest
+
+    record = bytearray(
+        pack_record(header, name, sequence=0, stored_at=0, hits=0, payload_checksum=checksum).tobytes()[:-8]
+    )
+    struct.pack_into("<Q", record, 96, sequence)
+    return bytes(record) + struct.pack("<Q", xxh3_64_intdigest(bytes(record)))
+
+
+# Real file systems.
+
+
+class Mounts:
+    """File systems of their own, which only root can make."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._mounted = 0
+
+    def mount(self, *arguments: str) -> Path:
+        self.path.mkdir(exist_ok=True)
+        self._run("mount", *arguments, str(self.path))
+        self._mounted += 1
+        self.path.chmod(0o700)
+        return self.path
+
+    def remount(self, options: str) -> None:
+        self._run("mount", "-o", f"remount,{options}", str(self.path))
+
+    def unmount(self) -> None:
+        while self._mounted:
+            subprocess.run(["umount", "-l", str(self.path)], check=False, capture_output=True)
+            self._mounted -= 1
+
+    @staticmethod
+    def _run(*command: str) -> None:
+        try:
+            subprocess.run(command, check=True, capture_output=True, timeout=60)
+        except (OSError, subprocess.CalledProcessError) as error:
+            pytest.skip(f"{command[0]} is not possible here: {error}")
+
+
+@pytest.fixture
+def mounts(tmp_path: Path) -> Iterator[Mounts]:
+    if os.geteuid() != 0:
+        pytest.skip("only root can mount")
+    mounts = Mounts(tmp_path / "mounted")
+    yield mounts
+    mounts.unmount()
+
+
+def ext2(mounts: Mounts) -> Path:
+    if shutil.which("mkfs.ext2") is None:
+        pytest.skip("mkfs.ext2 is not installed")
+    image = mounts.path.with_name("ext2.img")
+    with image.open("wb") as file:
+        file.truncate(64 << 20)
+    mounts._run("mkfs.ext2", "-q", "-b", "4096", str(image))
+    return mounts.mount("-t", "ext2", "-o", "loop", str(image))
+
+
+def tmpfs(mounts: Mounts) -> Path:
+    return mounts.mount("-t", "tmpfs", "-o", "size=4m", "kvoffload-test")
+
+
+FILE_SYSTEMS = pytest.mark.parametrize("file_system", [tmpfs, ext2])
+MOUNTED_BUDGET = capacity(256, num_slabs=4)
+
+
+def on(path: Path) -> Rig:
+    """A tier that has written 100 blocks, in two of four slabs."""
+    rig = Rig(path / "disk", slab_bytes=64 * PAGE, capacity_bytes=MOUNTED_BUDGET)
+    rig.open()
+    rig.write(*range(60))
+    rig.write(*range(60, 100))
+    rig.check_reads(*range(100))
+    assert len(list(rig.folder.glob("slab-*"))) == 2
+    rig.tier.close()
+    rig.tier = None
+    return rig
+
+
+def fill_up(path: Path) -> None:
+    """Until not one byte is free."""
+    with (path / "log").open("wb", buffering=0) as file:
+        for size in (1 << 20, 1):
+            with suppress(OSError):
+                while file.write(bytes(size)) == size:
+                    pass
+
+
+@FILE_SYSTEMS
+def test_a_mounted_disk_that_is_full(
+    mounts: Mounts, file_system: Callable[[Mounts], Path], caplog: pytest.LogCaptureFixture
+) -> None:
+    path = file_system(mounts)
+    rig = on(path)
+    caplog.clear()
+    fill_up(path)
+    rig.open()
+    rig.check_reads(*range(100))
+    for start in range(200, 300, 20):
+        rig.write(*range(start, start + 20))
+    rig.check_reads(*range(280, 300))
+    (warning,) = [each for each in warnings(caplog) if "O_DIRECT" not in each]
+    assert "can give only" in warning
+    rig.tier.close()
+
+
+@FILE_SYSTEMS
+def test_a_mounted_disk_that_is_read_only(
+    mounts: Mounts, file_system: Callable[[Mounts], Path], caplog: pytest.LogCaptureFixture
+) -> None:
+    rig = on(file_system(mounts))
+    caplog.clear()
+    mounts.remount("ro")
+    rig.open()
+    rig.open()
+    rig.check_reads(*range(100))
+    assert rig.write(200) == []
+    rig.tier.close()
+    rig.tier = None
+    found = [each for each in warnings(caplog) if "O_DIRECT" not in each]
+    assert len(found) == 2, "one for each start"
+    assert all("is read-only" in each for each in found)
+    with pytest.raises(ConfigError, match="Read-only file system"):
+        open_disk_tier(mounts.path / "typo", MOUNTED_BUDGET, rig.pools, FINGERPRINT)
+    before = os.listdir("/proc/self/fd")
+    for engines in (1, 2):
+        with pytest.raises(OSError, match="read-only, and holds no blocks"):
+            open_disk_tier(rig.path, MOUNTED_BUDGET, rig.pools, OTHERS[0], engines=engines)
+    assert os.listdir("/proc/self/fd") == before
+    mounts.remount("rw")
+    rig.open()
+    rig.check_reads(*range(100))
+    rig.tier.close()
+
+
+@FILE_SYSTEMS
+def test_a_mounted_disk_takes_no_more_than_its_bytes(
+    mounts: Mounts, file_system: Callable[[Mounts], Path], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Also where blocks are large, and the file system keeps the address of every 4 KiB."""
+    path = file_system(mounts)
+    size = 64 * PAGE
+    budget = capacity(10, size, num_slabs=2)
+    rig = Rig(path / "disk", size, slab_bytes=5 * size, capacity_bytes=budget)
+    rig.open()
+    for name in range(15):
+        rig.write(name)
+    assert len(rig.present()) == 10
+    assert 10 * size <= du(rig.path) <= rig.tier.used_bytes <= budget
+    rig.open()
+    rig.check_reads(*rig.present())
+    assert [each for each in warnings(caplog) if "O_DIRECT" not in each] == []
+    rig.tier.close()

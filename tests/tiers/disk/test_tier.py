@@ -1,0 +1,974 @@
+"""DiskTier: what it gives back was stored under that key, it stays within its bytes, and a restart finds it again."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvoffload.abc import ByteArray, ConfigError, LookupState, OffloadKey, TierError, TierResult
+from kvoffload.cache.policies import BUILTIN
+from kvoffload.testing.storage import FaultRates, FaultyStorage, Killed, SimulatedStorage
+from kvoffload.testing.tiers import SteppedExecutor, make_pools
+from kvoffload.tiers.disk import slabs
+from kvoffload.tiers.disk import tier as disk
+from kvoffload.tiers.disk.directory import DirectoryStorage
+from kvoffload.tiers.disk.format import HEADER_BYTES, RECORD_BYTES, pack_record, payload_checksum, record_offset
+from kvoffload.tiers.disk.slabs import FIXED_BYTES, SLAB_OVERHEAD_BYTES, slot_cost
+from kvoffload.tiers.disk.storage import Storage, StoredFile
+from kvoffload.tiers.disk.tier import DiskTier, open_disk_tier
+
+PAGE = 4096
+FINGERPRINT = "5a" * 32
+OTHERS = [digit * 64 for digit in "123"]
+NUM_HOST_SLOTS = 512
+READ_SLOT = 256
+"""Host slots from here on are read into."""
+
+
+def key(name: int) -> OffloadKey:
+    return name.to_bytes(4, "big") * 11
+
+
+def content(name: int, rank: int, nbytes: int, version: int = 0) -> ByteArray:
+    return np.random.default_rng([name, rank, version]).integers(0, 256, nbytes, dtype=np.uint8)
+
+
+def capacity(num_slots: int, *slot_bytes: int, num_slabs: int = 1) -> int:
+    return FIXED_BYTES + num_slabs * SLAB_OVERHEAD_BYTES + num_slots * slot_cost(sum(slot_bytes or (PAGE,)))
+
+
+def du(path: Path) -> int:
+    """What files and folders take, as the file system counts."""
+    return sum(each.lstat().st_blocks * 512 for each in [path, *path.rglob("*")])
+
+
+class Rig:
+    """Tiers that use a directory one after the other, with jobs that run when ``drain`` is called."""
+
+    def __init__(self, path: Path, *slot_bytes: int, num_slots: int = 8, **settings: Any) -> None:
+        self.path = path
+        self.slot_bytes = slot_bytes or (PAGE,)
+        self.pools = make_pools(NUM_HOST_SLOTS, *self.slot_bytes)
+        self.settings = {"fingerprint": FINGERPRINT, "capacity_bytes": capacity(num_slots, *self.slot_bytes)} | settings
+        self.tier: DiskTier | None = None
+
+    @property
+    def folder(self) -> Path:
+        return self.path / self.settings["fingerprint"]
+
+    def storage(self) -> Storage:
+        return DirectoryStorage(self.path)
+
+    def open(self, storage: Storage | None = None, **settings: Any) -> DiskTier:
+        if self.tier is not None:
+            self.tier.close()
+        self.settings |= settings
+        self.executor = SteppedExecutor()
+        self.tier = DiskTier(storage or self.storage(), self.pools, executor=self.executor, **self.settings)
+        self.check()
+        return self.tier
+
+    def check(self) -> None:
+        assert self.tier is not None
+        self.tier.check_integrity()
+        if self.path.exists():
+            assert du(self.path) <= self.tier.used_bytes <= self.tier.capacity_bytes
+
+    def drain(self) -> list[TierResult]:
+        assert self.tier is not None
+        self.executor.drain()
+        results = self.tier.poll()
+        self.executor.drain()
+        results += self.tier.poll()
+        self.check()
+        return results
+
+    def write(self, *names: int, version: int = 0) -> list[TierResult]:
+        assert self.tier is not None
+        for i, name in enumerate(names):
+            for rank, pool in enumerate(self.pools):
+                pool[i] = content(name, rank, pool.shape[1], version)
+        results: list[TierResult] = []
+        left = {key(name): slot for slot, name in enumerate(names)}
+        # What finds no room is taken on when the files have grown, a slab at a time.
+        for _ in range(len(names) + 1):
+            for taken in self.tier.write(list(left), np.array(list(left.values()), dtype=np.int64)):
+                del left[taken]
+            results += self.drain()
+            if not left:
+                break
+        return results
+
+    def read(self, *names: int) -> dict[int, TierError | None]:
+        """What became of the reads; asserts that what was read is right."""
+        assert self.tier is not None
+        self.tier.read([key(name) for name in names], READ_SLOT + np.arange(len(names)))
+        results = {result.key: result for result in self.drain()}
+        for i, name in enumerate(names):
+            if key(name) in results and results[key(name)].ok:
+                for rank, pool in enumerate(self.pools):
+                    assert np.array_equal(pool[READ_SLOT + i], content(name, rank, pool.shape[1]))
+        return {name: results[key(name)].error for name in names if key(name) in results}
+
+    def present(self, most: int = 64) -> list[int]:
+        assert self.tier is not None
+        states = self.tier.contains([key(name) for name in range(most)])
+        return np.flatnonzero(states == LookupState.HIT).tolist()
+
+    def check_reads(self, *names: int) -> None:
+        assert self.read(*names) == dict.fromkeys(names)
+
+
+@pytest.fixture
+def rig(tmp_path: Path) -> Rig:
+    return Rig(tmp_path / "disk")
+
+
+def patch(path: Path, offset: int, data: bytes) -> None:
+    with path.open("r+b") as file:
+        file.seek(offset)
+        file.write(data)
+
+
+# It comes back.
+
+
+@pytest.mark.parametrize("slot_bytes", [(4096,), (4096, 16384, 8192)])
+def test_a_restart_finds_everything(tmp_path: Path, slot_bytes: tuple[int, ...]) -> None:
+    rig = Rig(tmp_path / "disk", *slot_bytes)
+    rig.open()
+    assert all(result.ok for result in rig.write(1, 2, 3))
+    rig.check_reads(3, 1)
+    rig.open()
+    assert rig.present() == [1, 2, 3]
+    rig.check_reads(1, 2, 3)
+    rig.write(4)
+    rig.open()
+    rig.check_reads(4, 1, 3, 2)
+
+
+@pytest.mark.parametrize("pieces", [1, 2, 1 << 19])
+def test_recency_outlives_a_restart(rig: Rig, monkeypatch: pytest.MonkeyPatch, pieces: int) -> None:
+    monkeypatch.setattr(slabs, "_RECORDS_AT_ONCE", pieces)
+    tier = rig.open()
+    assert tier.capacity_bytes == capacity(8)
+    rig.write(*range(8))
+    rig.read(7)
+    rig.read(5)
+    rig.open()
+    for name in (10, 11, 12):
+        rig.write(name)
+    assert rig.present() == [0, 1, 2, 5, 7, 10, 11, 12]
+    rig.open()
+    rig.write(13, 14, 15, 16)
+    assert rig.present() == [5, 10, 11, 12, 13, 14, 15, 16]
+
+
+def test_a_chain_that_was_read_loses_its_tail_first_after_a_restart(rig: Rig) -> None:
+    rig.open()
+    rig.write(*range(8))
+    rig.read(*range(8))
+    rig.open()
+    rig.write(20)
+    assert rig.present() == [0, 1, 2, 3, 4, 5, 6, 20]
+
+
+def leaving(rig: Rig) -> list[list[int]]:
+    """What is left of blocks 1 to 6, each time that it is less, while others that are used more are written."""
+    left = [rig.present(7)]
+    assert rig.tier is not None
+    for other in range(20, 50):
+        rig.tier.touch([key(other)])
+        rig.write(other)
+        rig.tier.touch([key(other)])
+        rig.tier.touch([key(other)])
+        if rig.present(7) != left[-1]:
+            left.append(rig.present(7))
+    return left
+
+
+@pytest.mark.parametrize("policy", BUILTIN)
+@pytest.mark.parametrize("restarted", [False, True], ids=["", "restarted"])
+def test_a_chain_loses_its_tail_before_its_head(rig: Rig, policy: str, restarted: bool) -> None:
+    rig.open(policy=policy)
+    rig.write(1, 2, 3, 4, 5, 6)
+    if restarted:
+        rig.open()
+    left = leaving(rig)
+    assert all(present == list(range(1, 1 + len(present))) for present in left), left
+    assert len(left) > 1, left
+
+
+@pytest.mark.parametrize("policy", BUILTIN)
+def test_a_chain_written_in_parts_loses_its_tail_before_its_head_once_its_request_has_ended(
+    rig: Rig, policy: str
+) -> None:
+    tier = rig.open(policy=policy)
+    chain = [key(name) for name in range(1, 7)]
+    tier.touch(chain)
+    for part in ((1, 2), (3, 4), (5, 6)):
+        rig.write(*part)
+    tier.refresh(chain, chain)
+    left = leaving(rig)
+    assert all(present == list(range(1, 1 + len(present))) for present in left), left
+    assert len(left) > 1, left
+
+
+def test_hits_and_ages_are_counted_on_disk(rig: Rig) -> None:
+    rig.open(wall_clock=lambda: 1234.5)
+    rig.write(1, 2)
+    rig.open(wall_clock=lambda: 9999.0)
+    for _ in range(3):
+        rig.read(2)
+    rig.open()
+    entries = [each for piece in rig.tier._files.load() for each in zip(piece.keys, piece.records, strict=True)]
+    assert {name: (int(r["hits"]), int(r["stored_at"])) for name, r in entries} == {
+        key(1): (0, 1234),
+        key(2): (3, 1234),
+    }
+
+
+def test_blocks_next_to_each_other_are_moved_by_one_call(tmp_path: Path) -> None:
+    storage = FaultyStorage(DirectoryStorage(tmp_path / "disk"))
+    rig = Rig(tmp_path / "disk", 4096, 8192, num_slots=64)
+    rig.open(storage)
+    storage.operations = 0
+    rig.write(*range(40))
+    rig.check_reads(*range(40))
+    assert storage.operations < 10
+    rig.open()
+    rig.check_reads(*reversed(range(40)))
+
+
+def test_blocks_across_slabs_and_evicted_ones_in_between(tmp_path: Path) -> None:
+    rig = Rig(tmp_path / "disk", slab_bytes=3 * PAGE, capacity_bytes=capacity(10, num_slabs=4))
+    rig.open()
+    for name in range(40):
+        rig.write(name)
+        rig.tier.delete([key(name - 3)] if name % 4 == 0 and name > 3 else [])
+    there = rig.present()
+    assert len(there) >= 8
+    assert len(list(rig.folder.glob("slab-*"))) == 4
+    rig.check_reads(*there)
+    rig.open()
+    assert rig.present() == there
+    rig.check_reads(*there)
+
+
+def test_of_two_records_of_a_key_the_newer_counts(rig: Rig) -> None:
+    rig.open()
+    rig.write(1, 2)
+    header = rig.tier._files.header
+    rig.tier.close()
+    old = [content(1, 0, PAGE, version=7)]
+    record = pack_record(
+        header, key(1), sequence=0, stored_at=0, hits=0, payload_checksum=payload_checksum(header, key(1), old)
+    )
+    patch(rig.folder / "index", record_offset(5), record.tobytes())
+    patch(rig.folder / "slab-00000", 5 * PAGE, old[0].tobytes())
+    rig.open()
+    assert rig.present() == [1, 2]
+    rig.check_reads(1, 2)
+    rig.open()
+    index = (rig.folder / "index").read_bytes()
+    assert index[record_offset(5) : record_offset(6)] == bytes(RECORD_BYTES)
+
+
+# Only what was written comes back.
+
+
+def test_any_byte_of_a_payload_changed_is_a_miss(tmp_path: Path) -> None:
+    rig = Rig(tmp_path / "disk", num_slots=128)
+    rig.open()
+    for start in range(0, PAGE, 128):
+        names = range(start, start + 128)
+        rig.write(*names)
+        slab = np.memmap(rig.folder / "slab-00000", dtype=np.uint8, mode="r+").reshape(-1, PAGE)
+        slab[np.arange(128), np.arange(start, start + 128)] ^= 1
+        slab.flush()
+        del slab
+        assert rig.read(*names) == dict.fromkeys(names, TierError.CORRUPT)
+        assert rig.tier.contains([key(name) for name in names]).tolist() == [LookupState.MISS] * 128
+    rig.open()
+    assert rig.present(PAGE) == []
+
+
+def test_any_byte_of_a_record_changed_is_a_miss(tmp_path: Path) -> None:
+    rig = Rig(tmp_path / "disk", num_slots=128)
+    rig.open()
+    rig.write(*range(128))
+    rig.open()
+    assert len(rig.present(128)) == 128
+    rig.tier.close()
+    index = np.memmap(rig.folder / "index", dtype=np.uint8, mode="r+")
+    records = index[HEADER_BYTES:].reshape(128, RECORD_BYTES)
+    records[np.arange(128), np.arange(128)] ^= 0x10
+    del index, records
+    rig.open()
+    assert rig.present(128) == []
+    rig.write(*range(128))
+    rig.check_reads(*range(128))
+
+
+def test_any_byte_of_the_header_changed_is_a_fresh_start(rig: Rig) -> None:
+    rig.open()
+    rig.write(1, 2)
+    rig.tier.close()
+    sound = (rig.folder / "index").read_bytes()
+    slab = (rig.folder / "slab-00000").read_bytes()
+    for i in [*range(120), *range(120, HEADER_BYTES, 97), HEADER_BYTES - 1]:
+        rig.folder.joinpath("index").write_bytes(sound[:i] + bytes([sound[i] ^ 4]) + sound[i + 1 :])
+        rig.folder.joinpath("slab-00000").write_bytes(slab)
+        rig.open()
+        assert rig.present() == []
+        assert rig.read(1, 2) == {}
+    rig.tier.close()
+    rig.folder.joinpath("index").write_bytes(sound)
+    rig.folder.joinpath("slab-00000").write_bytes(slab)
+    rig.open()
+    rig.check_reads(1, 2)
+
+
+@pytest.mark.parametrize("name", ["index", "slab-00000"])
+def test_files_that_were_cut_off_are_misses(rig: Rig, name: str) -> None:
+    rig.open()
+    rig.write(*range(8))
+    rig.tier.close()
+    whole = rig.path.with_name("whole")
+    shutil.copytree(rig.path, whole)
+    size = (rig.folder / name).stat().st_size
+    # Less than a whole checksum might be zeros, as it is read back from behind the end.
+    for cut in (0, 1, 100, size // 3, size // 2, size - 129, size - 8, size):
+        shutil.rmtree(rig.path)
+        shutil.copytree(whole, rig.path)
+        os.truncate(rig.folder / name, cut)
+        rig.open()
+        there = rig.present()
+        assert len(there) == 8 if cut == size else len(there) < 8
+        rig.check_reads(*there)
+        rig.write(*range(8))
+        rig.check_reads(*range(8))
+
+
+@pytest.mark.parametrize("name", ["index", "slab-00000"])
+def test_files_that_are_gone_are_misses(rig: Rig, name: str) -> None:
+    rig.open()
+    rig.write(1, 2)
+    rig.tier.close()
+    (rig.folder / name).unlink()
+    rig.open()
+    assert rig.present() == []
+    rig.write(1, 2)
+    rig.check_reads(1, 2)
+
+
+def test_a_slab_that_vanishes_or_shrinks_while_it_is_used_is_misses(rig: Rig) -> None:
+    rig.open()
+    rig.write(*range(8))
+    os.truncate(rig.folder / "slab-00000", 5 * PAGE + 1)
+    assert rig.read(*range(8)) == dict.fromkeys(range(5)) | dict.fromkeys(range(5, 8), TierError.IO)
+    assert rig.present() == [0, 1, 2, 3, 4]
+
+
+def test_slabs_in_each_others_place_are_misses(tmp_path: Path) -> None:
+    rig = Rig(tmp_path / "disk", slab_bytes=4 * PAGE, capacity_bytes=capacity(8, num_slabs=2))
+    rig.open()
+    rig.write(0, 1, 2, 3)
+    rig.write(4, 5, 6, 7)
+    rig.tier.close()
+    a, b = (rig.folder / f"slab-0000{n}" for n in (0, 1))
+    a.rename(rig.folder / "x")
+    b.rename(a)
+    (rig.folder / "x").rename(b)
+    rig.open()
+    there = rig.present()
+    assert len(there) == 8
+    assert rig.read(*there) == dict.fromkeys(there, TierError.CORRUPT)
+
+
+def test_records_in_each_others_place_are_misses(rig: Rig) -> None:
+    rig.open()
+    rig.write(1, 2)
+    rig.tier.close()
+    index = (rig.folder / "index").read_bytes()
+    one, two = (index[record_offset(slot) : record_offset(slot + 1)] for slot in (0, 1))
+    patch(rig.folder / "index", record_offset(0), two + one)
+    rig.open()
+    assert rig.read(1, 2) == dict.fromkeys((1, 2), TierError.CORRUPT)
+
+
+@pytest.mark.parametrize("names", [["index"], ["slab-00000"], ["index", "slab-00000"]])
+def test_files_of_another_fingerprint_are_misses(rig: Rig, names: list[str]) -> None:
+    rig.open(capacity_bytes=capacity(20, num_slabs=5), slab_bytes=4 * PAGE)
+    rig.write(1, 2)
+    rig.open(fingerprint=OTHERS[0])
+    assert rig.present() == []
+    rig.write(1, 2, version=5)
+    rig.tier.close()
+    for name in names:
+        shutil.copyfile(rig.folder / name, rig.path / FINGERPRINT / name)
+    rig.open(fingerprint=FINGERPRINT)
+    assert set(rig.read(1, 2).values()) <= {TierError.CORRUPT}
+    assert rig.present() == []
+
+
+def test_an_older_index_is_misses(rig: Rig) -> None:
+    rig.open(capacity_bytes=capacity(2))
+    rig.write(1, 2)
+    rig.tier.close()
+    older = (rig.folder / "index").read_bytes()
+    rig.open()
+    rig.write(3, 4)
+    rig.tier.close()
+    (rig.folder / "index").write_bytes(older)
+    rig.open()
+    assert rig.read(1, 2) == dict.fromkeys((1, 2), TierError.CORRUPT)
+
+
+@pytest.mark.parametrize("change", [{"slot_bytes": (8192,)}, {"slots_per_slab": 99}])
+def test_another_layout_is_a_fresh_start(rig: Rig, change: dict[str, Any]) -> None:
+    rig.open()
+    rig.write(1)
+    header = rig.tier._files.header
+    rig.tier.close()
+    patch(rig.folder / "index", 0, replace(header, **change).pack().tobytes())
+    rig.open()
+    assert rig.present() == []
+    rig.write(1)
+    rig.check_reads(1)
+
+
+def test_another_version_is_a_fresh_start(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as future:
+        future.setattr("kvoffload.tiers.disk.format.FORMAT_VERSION", 2)
+        rig.open()
+        rig.write(1)
+        rig.open()
+        rig.check_reads(1)
+        rig.tier.close()
+    rig.open()
+    assert rig.present() == []
+
+
+# Within its bytes.
+
+
+def test_it_never_takes_more_than_its_bytes(tmp_path: Path) -> None:
+    storage = SimulatedStorage(1 << 30)
+    rig = Rig(tmp_path / "none", slab_bytes=4 * PAGE)
+    budget = capacity(20, num_slabs=5)
+    for n in range(30):
+        fingerprint = OTHERS[n % 3] if n % 7 else FINGERPRINT
+        budget = budget * 2 // 3 if n % 10 == 9 else budget
+        rig.open(storage, capacity_bytes=budget, fingerprint=fingerprint)
+        assert storage.used_bytes <= budget
+        storage.reset_peak()
+        for start in range(0, 30, 5):
+            rig.write(*range(start, start + 5))
+        assert PAGE <= storage.peak_bytes <= budget
+        storage = storage.restart()
+        rig.tier = None
+
+
+def test_a_directory_takes_no_more_than_its_bytes_either(tmp_path: Path) -> None:
+    rig = Rig(tmp_path / "disk", slab_bytes=64 * PAGE)
+    for num_slots in (200, 100, 150, 20):
+        rig.open(capacity_bytes=capacity(num_slots, num_slabs=-(-num_slots // 64)))
+        rig.check_reads(*rig.present(200))
+        for start in range(0, 200, 50):
+            rig.write(*range(start, start + 50))
+        assert du(rig.path) > (num_slots - 50) * PAGE
+        rig.check_reads(*rig.present(200))
+
+
+def test_a_lowered_budget_keeps_what_fits(tmp_path: Path) -> None:
+    rig = Rig(tmp_path / "disk", slab_bytes=4 * PAGE, capacity_bytes=capacity(12, num_slabs=3))
+    rig.open()
+    for name in range(12):
+        rig.write(name)
+    assert len(rig.present()) == 12
+    rig.open(capacity_bytes=capacity(6, num_slabs=2))
+    assert len(rig.present()) == 6
+    rig.check_reads(*rig.present())
+    rig.open(capacity_bytes=capacity(12, num_slabs=3))
+    assert len(rig.present()) == 6
+    rig.write(*range(20, 26))
+    rig.write(*range(20, 26))
+    assert len(rig.present()) == 12
+    rig.check_reads(*rig.present())
+
+
+def test_other_fingerprints_make_room_oldest_first_and_last_slab_first(tmp_path: Path) -> None:
+    rig = Rig(tmp_path / "disk", slab_bytes=64 * PAGE, capacity_bytes=capacity(512, num_slabs=8))
+    for age, fingerprint in enumerate(OTHERS[:2]):
+        rig.open(fingerprint=fingerprint)
+        rig.write(*range(64))
+        rig.write(*range(64, 128))
+        rig.tier.close()
+        os.utime(rig.folder / "index", (1000 - age, 1000 - age))
+    young, old = (rig.path / fingerprint for fingerprint in OTHERS[:2])
+    rig.open(fingerprint=FINGERPRINT)
+    seen = []
+    for start in range(0, 640, 64):
+        rig.write(*range(start, start + 64))
+        left = [sorted(file.name for file in folder.iterdir()) if folder.exists() else [] for folder in (old, young)]
+        if left not in seen:
+            seen.append(left)
+    whole = seen[0][0]
+    assert whole == seen[0][1]
+    assert whole[:4] == ["index", "recency", "slab-00000", "slab-00001"]
+    assert seen[-1] == [[], []]
+    assert len(seen) > 3
+    for first, second in seen:
+        assert first == whole[: len(first)]
+        assert second == (whole if first else whole[: len(second)])
+
+
+def test_what_is_not_ours_is_left_alone(rig: Rig) -> None:
+    rig.open()
+    rig.write(1)
+    rig.tier.close()
+    (rig.path / "notes").mkdir()
+    (rig.path / "notes" / "slab-00000").write_bytes(b"n")
+    (rig.folder / "README").write_bytes(b"r")
+    (rig.folder / "slab-00077").write_bytes(b"left over")
+    rig.open(capacity_bytes=capacity(4) + 8192)
+    assert not (rig.folder / "slab-00077").exists()
+    assert (rig.folder / "README").exists()
+    assert (rig.path / "notes" / "slab-00000").exists()
+    rig.check_reads(1)
+
+
+def test_a_budget_without_room_for_a_block_is_refused(rig: Rig) -> None:
+    with pytest.raises(ConfigError, match=r"disk_bytes=\d+.*not enough for one block; set it to at least"):
+        rig.open(capacity_bytes=capacity(1) - 1)
+    rig.open(capacity_bytes=capacity(1))
+    rig.write(1)
+    rig.check_reads(1)
+
+
+def test_a_budget_beyond_the_medium_is_refused(tmp_path: Path) -> None:
+    storage = SimulatedStorage(1 << 20)
+    rig = Rig(tmp_path / "none", capacity_bytes=2 << 20)
+    with pytest.raises(ConfigError, match=r"disk_bytes=2097152 \(2 MiB\).*can give only 1\.1 MiB"):
+        rig.open(storage)
+    rig.open(storage, capacity_bytes=1 << 20)
+    for start in range(0, 250, 50):
+        rig.write(*range(start, start + 50))
+    rig.open(storage.restart())
+    assert storage.used_bytes > 850 << 10
+
+
+def test_what_the_directory_holds_counts_as_free(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"disk_bytes=.*can give only"):
+        open_disk_tier(tmp_path / "disk", 1 << 60, make_pools(2, PAGE), FINGERPRINT)
+    open_disk_tier(tmp_path / "disk", 1 << 20, make_pools(2, PAGE), FINGERPRINT).close()
+
+
+# When the medium fails.
+
+
+def test_without_room_to_grow_blocks_replace_blocks(tmp_path: Path) -> None:
+    now = [0.0]
+    storage = SimulatedStorage(1 << 20)
+    budget = capacity(12, num_slabs=3)
+    rig = Rig(tmp_path / "none", slab_bytes=4 * PAGE, capacity_bytes=budget, clock=lambda: now[0])
+    rig.open(storage)
+    storage.capacity_bytes = storage.used_bytes
+    for name in range(12):
+        rig.write(name)
+    assert len(rig.present()) == 4
+    assert rig.tier.num_evicted == 8
+    rig.check_reads(8, 9, 10, 11)
+    storage.capacity_bytes = 1 << 20
+    now[0] += disk.RETRY_S
+    for name in range(20, 28):
+        rig.write(name)
+        rig.write(name)
+    assert len(rig.present()) == 12
+
+
+class FullStorage(FaultyStorage):
+    """Without room for slabs while it is full."""
+
+    full = True
+
+    def open(self, folder: str, name: str, create: bool = False, direct: bool = False) -> StoredFile:
+        if self.full and name.startswith("slab"):
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return super().open(folder, name, create, direct)
+
+
+def test_without_any_room_writes_are_refused_until_there_is_some(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    now = [0.0]
+    storage = FullStorage(SimulatedStorage(1 << 20))
+    rig = Rig(tmp_path / "none", clock=lambda: now[0])
+    rig.open(storage)
+    assert rig.write(1) == []
+    assert caplog.text.count("it cannot grow") == 1
+    storage.full = False
+    assert rig.write(1) == []
+    now[0] += disk.RETRY_S
+    assert [result.ok for result in rig.write(1)] == [True]
+    rig.check_reads(1)
+
+
+@pytest.mark.parametrize("rates", [FaultRates(io_error=1.0), FaultRates(short_read=1.0)])
+def test_a_block_that_cannot_be_read_is_gone(tmp_path: Path, rates: FaultRates) -> None:
+    storage = FaultyStorage(SimulatedStorage(1 << 20))
+    rig = Rig(tmp_path / "none")
+    rig.open(storage)
+    rig.write(1, 2)
+    storage.rates = rates
+    assert rig.read(1) == {1: TierError.IO}
+    storage.rates = FaultRates()
+    assert rig.present() == [2]
+    rig.check_reads(2)
+    rig.write(1)
+    rig.check_reads(1)
+
+
+@pytest.mark.parametrize("fault", ["io_error", "short_write", "no_space"])
+def test_a_block_that_cannot_be_written_is_not_there(tmp_path: Path, fault: str) -> None:
+    storage = FaultyStorage(SimulatedStorage(1 << 20))
+    rig = Rig(tmp_path / "none")
+    rig.open(storage)
+    rig.write(1)
+    storage.rates = FaultRates(**{fault: 1.0})
+    results = rig.write(2, 3)
+    assert {result.error for result in results} == {TierError.NO_SPACE if fault == "no_space" else TierError.IO}
+    assert len(results) == 2
+    storage.rates = FaultRates()
+    assert rig.present() == [1]
+    rig.write(2, 3)
+    rig.check_reads(1, 2, 3)
+
+
+def test_what_a_device_forgets_to_write_is_a_miss(tmp_path: Path) -> None:
+    storage = FaultyStorage(SimulatedStorage(1 << 20), rates=FaultRates(torn_write=0.5))
+    rig = Rig(tmp_path / "none", num_slots=32)
+    storage.active = False
+    rig.open(storage)
+    storage.active = True
+    rig.write(*range(16))
+    for name in range(16, 32):
+        rig.write(name)
+    storage.active = False
+    outcomes = rig.read(*range(32))
+    assert set(outcomes.values()) == {None, TierError.CORRUPT}
+
+
+def test_a_device_that_cannot_be_written_to_any_more_still_gives_blocks(tmp_path: Path) -> None:
+    storage = FaultyStorage(SimulatedStorage(1 << 20))
+    rig = Rig(tmp_path / "none")
+    rig.open(storage)
+    rig.write(1, 2)
+    storage.read_only = True
+    rig.check_reads(1, 2)
+    assert [result.error for result in rig.write(3)] == [TierError.IO]
+    rig.tier.delete([key(1)])
+    rig.tier.reset()
+    assert rig.present() == []
+    rig.drain()
+    rig.tier.close()
+
+
+def test_warnings_are_few_and_name_the_key(rig: Rig, caplog: pytest.LogCaptureFixture) -> None:
+    now = [0.0]
+    rig.open(clock=lambda: now[0])
+    rig.write(*range(8))
+    patch(rig.folder / "slab-00000", 0, bytes(8 * PAGE))
+    rig.read(*range(7))
+    now[0] += disk.WARNING_INTERVAL_S
+    rig.read(7)
+    messages = [record.message for record in caplog.records if "corrupt" in record.message]
+    assert len(messages) == 2
+    assert key(0).hex() in messages[0]
+    assert key(7).hex() in messages[1]
+    assert "6 more" in messages[1]
+
+
+# Gone is gone.
+
+
+def test_deleted_blocks_stay_away_and_their_slots_new_blocks(rig: Rig) -> None:
+    rig.open(capacity_bytes=capacity(4))
+    rig.write(1, 2, 3, 4)
+    rig.tier.delete([key(2), key(3)])
+    # The slots get new blocks before their old records are void.
+    rig.write(5, 6)
+    rig.open()
+    assert rig.present() == [1, 4, 5, 6]
+    rig.check_reads(1, 4, 5, 6)
+
+
+def test_after_a_reset_no_process_finds_what_was_there_or_came_then(rig: Rig) -> None:
+    rig.open()
+    rig.write(1, 2)
+    rig.tier.reset()
+    assert rig.present() == []
+    rig.write(2, 3)
+    rig.check_reads(2, 3)
+    rig.tier.reset()
+    rig.write(4)
+    rig.open()
+    assert rig.present() == []
+    rig.write(1, 5)
+    rig.open()
+    rig.check_reads(1, 5)
+
+
+def test_a_kill_at_any_moment_leaves_right_blocks_only(tmp_path: Path) -> None:
+    """Version 0 is the bytes of the weights that every process loads, version 1 of those it is given later."""
+    num_operations, found = 0, []
+    while True:
+        storage = SimulatedStorage(1 << 20)
+        faulty = FaultyStorage(storage)
+        faulty.kill_at = num_operations
+        rig = Rig(tmp_path / "none", slab_bytes=2 * PAGE, capacity_bytes=capacity(6, num_slabs=3))
+        with_reset = False
+        try:
+            rig.open(faulty)
+            rig.write(1, 2)
+            rig.write(3, 4)
+            rig.write(6, 7)
+            rig.write(8, 9)
+            rig.tier.delete([key(3)])
+            rig.drain()
+            rig.tier.reset()
+            with_reset = True
+            rig.write(2, 3, version=1)
+            rig.write(4, 5, version=1)
+            done = True
+        except Killed:
+            done = False
+        rig.tier = None
+        rig.open(storage.restart())
+        there = rig.present()
+        rig.check_reads(*there)
+        found.append((with_reset, there))
+        assert storage.used_bytes <= rig.tier.capacity_bytes
+        rig.write(1, 2, 3)
+        rig.check_reads(1, 2, 3)
+        if done:
+            break
+        num_operations += 1
+    assert num_operations > 25
+    assert (False, [3, 4, 6, 7]) in found
+    assert (False, [4, 6, 7, 8, 9]) in found
+    assert found[-1] == (True, [])
+
+
+# Owners.
+
+
+@pytest.mark.usefixtures("impatient")
+def test_two_tiers_cannot_share_a_directory(tmp_path: Path) -> None:
+    tier = open_disk_tier(tmp_path / "disk", 1 << 20, make_pools(2, PAGE), FINGERPRINT)
+    for engines in (1, 2):
+        with pytest.raises(ConfigError, match=rf"in use by process {os.getpid()}"):
+            open_disk_tier(tmp_path / "disk", 1 << 20, make_pools(2, PAGE), OTHERS[0], engines=engines)
+    tier.close()
+    open_disk_tier(tmp_path / "disk", 1 << 20, make_pools(2, PAGE), OTHERS[0]).close()
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"policy": "none"}, "policy="),
+        ({"fingerprint": "short"}, "fingerprint="),
+        ({"capacity_bytes": 10}, "disk_bytes"),
+    ],
+)
+def test_a_wrong_setting_leaves_the_directory_free(tmp_path: Path, settings: dict[str, Any], message: str) -> None:
+    right = {"capacity_bytes": 1 << 20, "pools": make_pools(2, PAGE), "fingerprint": FINGERPRINT}
+    with pytest.raises(ConfigError, match=message):
+        open_disk_tier(tmp_path / "disk", **(right | settings))
+    open_disk_tier(tmp_path / "disk", **right).close()
+
+
+def test_pools_that_do_not_fit_a_disk_are_refused(tmp_path: Path) -> None:
+    for pools in ([], make_pools(2, 1000), make_pools(2, PAGE, 100)):
+        with pytest.raises(ConfigError, match=r"pools|multiples of 4096"):
+            open_disk_tier(tmp_path / "disk", 1 << 20, pools, FINGERPRINT)
+
+
+@pytest.mark.usefixtures("impatient")
+def test_engines_have_a_folder_and_a_share_each(tmp_path: Path) -> None:
+    path, budget = tmp_path / "disk", 2 << 20
+    tiers = [
+        open_disk_tier(path, budget, make_pools(2, PAGE), FINGERPRINT, engine=engine, engines=2) for engine in (0, 1)
+    ]
+    assert sorted(child.name for child in path.iterdir()) == ["engine-0", "engine-1", "lock", "lock-start"]
+    assert [tier.capacity_bytes for tier in tiers] == [budget // 2] * 2
+    with pytest.raises(ConfigError, match=r"engine-1.*in use"):
+        open_disk_tier(path, budget, make_pools(2, PAGE), FINGERPRINT, engine=1, engines=2)
+    with pytest.raises(ConfigError, match="in use"):
+        open_disk_tier(path, budget, make_pools(2, PAGE), FINGERPRINT)
+    tiers[0].close()
+    with pytest.raises(ConfigError, match="in use"):
+        open_disk_tier(path, budget, make_pools(2, PAGE), FINGERPRINT, engine=0, engines=1)
+    tiers[1].close()
+
+
+def test_another_number_of_engines_leaves_nothing_of_the_old_ones(tmp_path: Path) -> None:
+    path, budget = tmp_path / "disk", 4 << 20
+
+    def run(engine: int, engines: int) -> None:
+        tier = open_disk_tier(path, budget, make_pools(2, PAGE), FINGERPRINT, engine=engine, engines=engines)
+        assert du(path) <= budget + FIXED_BYTES
+        tier.close()
+
+    for engines in (1, 3, 2, 1, 4):
+        for engine in reversed(range(engines)):
+            run(engine, engines)
+        folders = {child.name for child in path.iterdir() if child.is_dir()}
+        assert folders == ({FINGERPRINT} if engines == 1 else {f"engine-{i}" for i in range(engines)})
+
+
+def test_folders_are_closed_to_others(rig: Rig) -> None:
+    rig.open()
+    rig.write(1)
+    for path in [rig.path, *rig.path.rglob("*")]:
+        assert path.stat().st_mode & 0o077 == 0
+
+
+# The end.
+
+
+def test_close_writes_what_is_queued(rig: Rig) -> None:
+    rig.open()
+    rig.pools[0][0] = content(1, 0, PAGE)
+    rig.tier.write([key(1)], np.array([0]))
+    rig.open()
+    rig.check_reads(1)
+
+
+@pytest.mark.usefixtures("impatient")
+def test_close_does_not_wait_for_a_device_that_hangs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(disk, "CLOSE_DEADLINE_S", 0.05)
+    hanging, go_on = threading.Event(), threading.Event()
+
+    def hang() -> None:
+        hanging.set()
+        go_on.wait(30)
+
+    storage = FaultyStorage(DirectoryStorage(tmp_path / "disk"), stall=hang)
+    pools = make_pools(4, PAGE)
+    tier = DiskTier(storage, pools, fingerprint=FINGERPRINT, capacity_bytes=1 << 20)
+    storage.rates = FaultRates(stall=1.0)
+    tier.write([key(1)], np.array([0]))
+    assert hanging.wait(30)
+    tier.close()
+    with pytest.raises(ConfigError, match="in use by process"):
+        # The thread that hangs may still write.
+        open_disk_tier(tmp_path / "disk", 1 << 20, pools, FINGERPRINT)
+    go_on.set()
+
+
+WRITER = """
+import sys
+import numpy as np
+from kvoffload.testing.tiers import make_pools
+from kvoffload.tiers.disk import open_disk_tier
+from tests_content import content, key
+pools = make_pools(32, 4096, 8192)
+tier = open_disk_tier(sys.argv[1], int(sys.argv[2]), pools, sys.argv[3])
+name, free = 0, list(range(32))
+held = {}
+while True:
+    while free:
+        slot = free.pop()
+        for rank, pool in enumerate(pools):
+            pool[slot] = content(name, rank, pool.shape[1])
+        if tier.write([key(name)], np.array([slot])):
+            held[key(name)] = slot
+        else:
+            free.append(slot)
+        name = (name + 1) % 300
+    tier.wait(0.1)
+    for result in tier.poll():
+        free.append(held.pop(result.key))
+        print(name, flush=True)
+"""
+
+
+@pytest.mark.parametrize("after", [1, 40, 150])
+def test_kill_9_under_load_leaves_right_blocks_only(tmp_path: Path, after: int) -> None:
+    rig = Rig(tmp_path / "disk", 4096, 8192, num_slots=64)
+    helpers = tmp_path / "tests_content.py"
+    helpers.write_text(
+        "import numpy as np\n"
+        "def key(name): return name.to_bytes(4, 'big') * 11\n"
+        "def content(name, rank, nbytes, version=0):\n"
+        "    return np.random.default_rng([name, rank, version]).integers(0, 256, nbytes, dtype=np.uint8)\n"
+    )
+    arguments = [str(rig.path), str(rig.settings["capacity_bytes"]), FINGERPRINT]
+    environment = os.environ | {"PYTHONPATH": str(tmp_path)}
+    with subprocess.Popen(
+        [sys.executable, "-c", WRITER, *arguments], stdout=subprocess.PIPE, env=environment
+    ) as writer:
+        assert writer.stdout is not None
+        for _ in range(after):
+            assert writer.stdout.readline()
+        writer.send_signal(signal.SIGKILL)
+    rig.open()
+    there = rig.present(300)
+    assert len(there) >= min(after, 64 - 32)
+    rig.check_reads(*there[:100])
+    assert {path.name for path in rig.folder.iterdir()} == {"index", "recency", "slab-00000"}
+
+
+# Descriptors.
+
+
+def limits_after_opening(directory: Path, soft: int, hard: int, capacity_bytes: int) -> str:
+    """What a process with such limits of open files says when it has opened a tier: its soft limit, or the error."""
+    code = f"""
+import resource, numpy as np
+from kvoffload.abc import ConfigError
+from kvoffload.tiers.disk import tier as disk
+resource.setrlimit(resource.RLIMIT_NOFILE, ({soft}, {hard}))
+pool = np.zeros((2, 4096), dtype=np.uint8)
+try:
+    tier = disk.open_disk_tier({str(directory)!r}, {capacity_bytes}, [pool], {FINGERPRINT!r})
+    print(resource.getrlimit(resource.RLIMIT_NOFILE)[0])
+    tier.close()
+except ConfigError as error:
+    print(error)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    return done.stdout
+
+
+def test_a_limit_of_open_files_is_raised_where_it_can_be_and_named_where_it_cannot(tmp_path: Path) -> None:
+    assert int(limits_after_opening(tmp_path / "a", 128, 4096, 3 << 20)) > 512
+    assert int(limits_after_opening(tmp_path / "b", 2048, 4096, 3 << 20)) == 2048
+    assert "ulimit -n" in limits_after_opening(tmp_path / "c", 128, 128, 3 << 20)
+
+
+def test_what_cannot_be_opened_at_start_is_not_removed(tmp_path: Path) -> None:
+    pools = make_pools(4, PAGE)
+    tier = open_disk_tier(tmp_path / "disk", 1 << 20, pools, FINGERPRINT)
+    tier.write([key(1)], np.array([0]))
+    tier.close()
+    storage = FaultyStorage(DirectoryStorage(tmp_path / "disk"))
+    storage.rates = FaultRates(io_error=1.0)
+    with pytest.raises(OSError, match="Input/output error"):
+        DiskTier(storage, pools, fingerprint=FINGERPRINT, capacity_bytes=1 << 20)
+    again = open_disk_tier(tmp_path / "disk", 1 << 20, pools, FINGERPRINT)
+    assert again.contains([key(1)]).tolist() == [LookupState.HIT]
+    again.close()

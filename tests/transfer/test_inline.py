@@ -1,0 +1,401 @@
+"""InlineTransfer: bytes that go to the host and come back are the same bytes."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import weakref
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvoffload.abc import ByteArray, DeviceSpec, LoadStoreSpec, PageGroup, TransferSpec
+from kvoffload.host.pool import padded_slot_bytes
+from kvoffload.transfer import inline
+from kvoffload.transfer.copies import copy_lists
+from kvoffload.transfer.inline import InlineTransfer, merge_views
+
+BLOCKS = 12
+
+
+def noise(*shape: int) -> ByteArray:
+    return np.random.default_rng(sum(shape)).integers(0, 256, shape, dtype=np.uint8)
+
+
+def merged_layers() -> list[ByteArray]:
+    """Three layers of one array."""
+    return list(noise(3, BLOCKS, 16))
+
+
+def separate_layers() -> list[ByteArray]:
+    """Layers that were allocated one by one, with pages of different sizes."""
+    return [noise(BLOCKS, page) for page in (16, 8, 24)]
+
+
+def strided_layers() -> list[ByteArray]:
+    """Pages of one layer with other bytes between them: (blocks, layers, page)."""
+    whole = noise(BLOCKS, 3, 20)
+    return [whole[:, layer, :16] for layer in range(3)]
+
+
+def mixed_layers() -> list[ByteArray]:
+    return [*merged_layers(), noise(BLOCKS, 40), *strided_layers()]
+
+
+LAYOUTS = [merged_layers, separate_layers, strided_layers, mixed_layers]
+
+
+def job(slots: Sequence[int], device_blocks: Sequence[int], first: int = 0) -> TransferSpec:
+    device = DeviceSpec(np.array(device_blocks, dtype=np.int64), (len(device_blocks),), (first,))
+    return TransferSpec("r", LoadStoreSpec("CPU", np.array(slots, dtype=np.int64)), device)
+
+
+def make_pool(views: Sequence[ByteArray], factor: int, num_slots: int = 6) -> ByteArray:
+    block_bytes = sum(view.shape[1] for view in views)
+    return np.zeros((num_slots, padded_slot_bytes(block_bytes * factor)), dtype=np.uint8)
+
+
+def block(views: Sequence[ByteArray], i: int) -> bytes:
+    return b"".join(view[i].tobytes() for view in views)
+
+
+def run(transfer: InlineTransfer, spec: TransferSpec, is_store: bool, job_id: int = 1) -> bool:
+    transfer.submit(job_id, spec, is_store)
+    (result,) = transfer.poll(busy=False)
+    assert result.job_id == job_id
+    return result.ok
+
+
+@pytest.mark.parametrize("factor", [1, 2, 3, 4])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_round_trip(layout: Callable[[], list[ByteArray]], factor: int) -> None:
+    views = layout()
+    pool = make_pool(views, factor)
+    transfer = InlineTransfer([PageGroup(views, factor)], pool)
+    blocks = [7, 2, 9, 4, 11, 1, 8, 3][: 2 * factor]
+    before = [block(views, i) for i in range(BLOCKS)]
+    assert run(transfer, job([5, 0], blocks), is_store=True)
+    # A slot holds its device blocks one after another, and padding.
+    size = len(before[0])
+    assert pool[5, : size * factor].tobytes() == b"".join(before[i] for i in blocks[:factor])
+    assert not pool[5, size * factor :].any()
+    assert not pool[1:5].any(), "no other slot was touched"
+    for view in views:
+        view[:] = 0
+    targets = [2 * factor - i for i in range(2 * factor)]
+    assert run(transfer, job([5, 0], targets), is_store=False)
+    for source, target in zip(blocks, targets, strict=True):
+        assert block(views, target) == before[source]
+    untouched = set(range(BLOCKS)) - set(targets)
+    assert all(block(views, i) == bytes(size) for i in untouched)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_bytes_between_the_pages_are_left_alone(layout: Callable[[], list[ByteArray]]) -> None:
+    views = layout()
+    wholes = [view if view.base is None else view.base for view in views]
+    before = [whole.copy() for whole in wholes]
+    pages = [view[3].copy() for view in views]
+    pool = make_pool(views, 1)
+    pool[:] = 0xAA
+    assert run(InlineTransfer([PageGroup(views)], pool), job([0], [3]), is_store=False)
+    assert block(views, 3) == b"\xaa" * len(block(views, 3))
+    for view, page in zip(views, pages, strict=True):
+        view[3] = page
+    assert all(np.array_equal(whole, old) for whole, old in zip(wholes, before, strict=True))
+
+
+def test_a_job_may_begin_inside_a_block() -> None:
+    views = merged_layers()
+    pool = make_pool(views, 4)
+    transfer = InlineTransfer([PageGroup(views, 4)], pool)
+    stored = [8, 1, 7, 2, 6, 3, 5, 4]
+    want = [block(views, i) for i in stored]
+    assert run(transfer, job([2, 0], stored), is_store=True)
+    for view in views:
+        view[:] = 0
+    # The request's device blocks 7 to 11 are the last of its block 1, and its whole block 2.
+    assert run(transfer, job([2, 0], [10, 1, 2, 3, 4], first=7), is_store=False)
+    assert [block(views, i) for i in (10, 1, 2, 3, 4)] == want[3:]
+    assert not any(views[0][11])
+
+
+def test_a_job_may_end_inside_a_block() -> None:
+    views = merged_layers()
+    transfer = InlineTransfer([PageGroup(views, 4)], make_pool(views, 4))
+    want = [block(views, i) for i in (1, 2, 3, 4)]
+    assert run(transfer, job([0], [1, 2, 3, 4]), is_store=True)
+    for view in views:
+        view[:] = 0
+    assert run(transfer, job([0], [9, 8]), is_store=False)
+    assert [block(views, i) for i in (9, 8)] == want[:2]
+    assert block(views, 10) == bytes(len(want[0]))
+
+
+@pytest.mark.parametrize("is_store", [True, False])
+@pytest.mark.parametrize(
+    ("slots", "blocks"),
+    [
+        ([6], [1, 2]),
+        ([-1], [1, 2]),
+        ([0, 6], [1, 2, 3, 4]),
+        ([0], [1, BLOCKS]),
+        ([0], [-1, 1]),
+        ([0], [1, 2, 3]),
+        ([0, 1], [1, 2]),
+        ([], [1]),
+    ],
+    ids=[
+        "slot beyond the pool",
+        "negative slot",
+        "second slot beyond",
+        "device block beyond",
+        "negative device block",
+        "too many device blocks",
+        "too few device blocks",
+        "no slot",
+    ],
+)
+def test_a_job_that_does_not_fit_fails_and_copies_nothing(
+    slots: list[int], blocks: list[int], is_store: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    views = merged_layers()
+    pool = make_pool(views, 2)
+    pool[:] = 0x55
+    device_before, pool_before = np.stack(views), pool.copy()
+    with caplog.at_level(logging.CRITICAL):
+        assert not run(InlineTransfer([PageGroup(views, 2)], pool), job(slots, blocks), is_store)
+    assert (np.stack(views) == device_before).all()
+    assert (pool == pool_before).all()
+
+
+def test_a_job_without_blocks_is_done() -> None:
+    views = merged_layers()
+    assert run(InlineTransfer([PageGroup(views)], make_pool(views, 1)), job([], []), is_store=True)
+
+
+def test_a_job_tells_how_much_was_copied() -> None:
+    views = separate_layers()
+    transfer = InlineTransfer([PageGroup(views)], make_pool(views, 1))
+    transfer.submit(5, job([0, 1], [1, 2]), is_store=True)
+    (result,) = transfer.poll(busy=False)
+    assert (result.job_id, result.ok, result.nbytes) == (5, True, 2 * 48)
+    assert result.seconds >= 0
+    assert transfer.poll(busy=False) == [], "told once"
+
+
+@pytest.mark.parametrize(("busy", "per_poll"), [(True, 3), (False, 8)])
+def test_a_busy_step_pays_for_a_bounded_copy(busy: bool, per_poll: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    views = merged_layers()
+    pool = make_pool(views, 1, num_slots=8)
+    monkeypatch.setattr(inline, "BUSY_BYTES_PER_POLL", 3 * len(block(views, 0)) + 1)
+    transfer = InlineTransfer([PageGroup(views)], pool)
+    transfer.submit(1, job(range(4), range(4)), is_store=True)
+    transfer.submit(2, job(range(4, 8), range(4, 8)), is_store=True)
+    copied, ended = [], []
+    for _ in range(3):
+        ended.append([result.job_id for result in transfer.poll(busy)])
+        copied.append(int(np.count_nonzero(pool.any(axis=1))))
+    assert copied == [min(8, (i + 1) * per_poll) for i in range(3)]
+    assert ended == ([[], [1], [2]] if busy else [[1, 2], [], []])
+    assert [pool[i, :48].tobytes() for i in range(8)] == [block(views, i) for i in range(8)]
+
+
+def test_a_busy_step_copies_at_least_one_block(monkeypatch: pytest.MonkeyPatch) -> None:
+    views = merged_layers()
+    monkeypatch.setattr(inline, "BUSY_BYTES_PER_POLL", len(block(views, 0)) - 1)
+    transfer = InlineTransfer([PageGroup(views)], make_pool(views, 1))
+    transfer.submit(1, job([0, 1], [0, 1]), is_store=False)
+    polls = [[result.job_id for result in transfer.poll(busy=True)] for _ in range(3)]
+    assert polls == [[], [1], []]
+
+
+def test_loads_go_before_stores(monkeypatch: pytest.MonkeyPatch) -> None:
+    views = merged_layers()
+    monkeypatch.setattr(inline, "BUSY_BYTES_PER_POLL", 2 * len(block(views, 0)))
+    transfer = InlineTransfer([PageGroup(views)], make_pool(views, 1))
+    transfer.submit(1, job([0, 1], [0, 1]), is_store=True)
+    transfer.submit(2, job([2, 3], [2, 3]), is_store=False)
+    transfer.submit(3, job([4], [4]), is_store=False)
+    polls = [[result.job_id for result in transfer.poll(busy=True)] for _ in range(3)]
+    assert polls == [[2], [3], [1]]
+
+
+def test_waiting_finishes_those_jobs_and_no_others() -> None:
+    views = merged_layers()
+    pool = make_pool(views, 1)
+    transfer = InlineTransfer([PageGroup(views)], pool)
+    for i in range(3):
+        transfer.submit(i, job([i], [i]), is_store=True)
+    transfer.wait([1, 99])
+    assert pool.any(axis=1).tolist() == [False, True, False, False, False, False]
+    transfer.wait_any(0.0)
+    assert sorted(result.job_id for result in transfer.poll(busy=False)) == [0, 1, 2]
+
+
+def test_waiting_finishes_a_job_that_a_busy_step_began(monkeypatch: pytest.MonkeyPatch) -> None:
+    views = merged_layers()
+    pool = make_pool(views, 1)
+    monkeypatch.setattr(inline, "BUSY_BYTES_PER_POLL", 2 * len(block(views, 0)))
+    transfer = InlineTransfer([PageGroup(views)], pool)
+    transfer.submit(1, job(range(5), range(5)), is_store=True)
+    assert transfer.poll(busy=True) == []
+    transfer.wait([1])
+    assert [pool[i, :48].tobytes() for i in range(5)] == [block(views, i) for i in range(5)]
+    assert [result.nbytes for result in transfer.poll(busy=True)] == [5 * 48]
+
+
+def test_closing_twice_does_no_harm() -> None:
+    views = merged_layers()
+    transfer = InlineTransfer([PageGroup(views)], make_pool(views, 1))
+    transfer.close()
+    transfer.close()
+
+
+def test_the_pools_slots_must_hold_the_blocks() -> None:
+    views = merged_layers()
+    with pytest.raises(ValueError):
+        InlineTransfer([PageGroup(views)], np.zeros((4, 47), dtype=np.uint8))
+
+
+# How jobs are spelled out, and layers are merged.
+
+
+def pages(num_blocks: int, layers: int, page_bytes: int, factor: int = 1) -> PageGroup:
+    return PageGroup([np.zeros((num_blocks, page_bytes), dtype=np.uint8) for _ in range(layers)], factor)
+
+
+def groups_job(slots: list[int], *parts: tuple[list[int], int]) -> TransferSpec:
+    """A job of several groups: device blocks, and the index of the first of them, for each."""
+    ids = np.array([block for blocks, _ in parts for block in blocks], dtype=np.int64)
+    device = DeviceSpec(ids, tuple(len(blocks) for blocks, _ in parts), tuple(first for _, first in parts))
+    return TransferSpec("r", LoadStoreSpec("CPU", np.array(slots, dtype=np.int64)), device)
+
+
+def test_a_spec_is_spelled_out_per_device_block() -> None:
+    (copies,) = copy_lists(job([7, 3], [20, 21, 22, 23], first=6), [pages(30, 1, 8, factor=4)], 10)
+    assert copies.device_blocks.tolist() == [20, 21, 22, 23]
+    assert copies.slots.tolist() == [7, 7, 3, 3]
+    assert copies.parts.tolist() == [2, 3, 0, 1]
+
+
+def test_a_spec_of_several_groups_is_spelled_out_group_by_group() -> None:
+    spec = groups_job([7, 3, 5], ([20, 21, 22], 1), ([], 0), ([9], 4))
+    first, last = copy_lists(spec, [pages(30, 1, 8, 2), pages(30, 1, 8), pages(30, 2, 8)], 10)
+    assert (first.group, first.slots.tolist(), first.parts.tolist()) == (0, [7, 3, 3], [1, 0, 1])
+    assert (last.group, last.device_blocks.tolist(), last.slots.tolist(), last.parts.tolist()) == (2, [9], [5], [0])
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        groups_job([0], ([1], 0)),
+        groups_job([0, 1], ([1], 0), ([2], 0), ([], 0)),
+        groups_job([0], ([1], 0), ([2], 0)),
+        groups_job([0, 1, 2], ([1], 0), ([2], 0)),
+        groups_job([0, 1], ([1], 0), ([30], 0)),
+        groups_job([0, 10], ([1], 0), ([2], 0)),
+    ],
+)
+def test_a_spec_that_does_not_fit_the_groups_is_refused(spec: TransferSpec) -> None:
+    with pytest.raises(ValueError):
+        copy_lists(spec, [pages(30, 1, 8), pages(30, 1, 8)], 10)
+
+
+def test_a_job_of_several_groups_is_copied_there_and_back() -> None:
+    """Groups of other page sizes, layers and factors, in one pool; one of them has no layer on this rank."""
+    rng = np.random.default_rng(0)
+    groups = [
+        PageGroup([rng.integers(0, 256, (8, 24), dtype=np.uint8) for _ in range(3)], 2),
+        PageGroup([]),
+        PageGroup([rng.integers(0, 256, (8, 40), dtype=np.uint8)]),
+    ]
+    pool = np.zeros((6, max(group.block_bytes for group in groups)), dtype=np.uint8)
+    transfer = InlineTransfer(groups, pool)
+    assert run(transfer, groups_job([4, 1, 0, 2], ([1, 2, 3], 1), ([5], 0), ([7], 3)), is_store=True)
+    before = [[view.copy() for view in group.views] for group in groups]
+    for group in groups:
+        for view in group.views:
+            view[:] = 0
+    assert run(transfer, groups_job([4, 1, 0, 2], ([1, 2, 3], 1), ([5], 0), ([7], 3)), is_store=False)
+    for g, blocks in ((0, [1, 2, 3]), (2, [7])):
+        for view, right in zip(groups[g].views, before[g], strict=True):
+            assert np.array_equal(view[blocks], right[blocks])
+            assert not np.delete(view, blocks, axis=0).any()
+
+
+@pytest.mark.parametrize(
+    ("layout", "runs"),
+    [
+        (merged_layers, [3]),
+        (strided_layers, [3]),
+        (separate_layers, [1, 1, 1]),
+        (lambda: merged_layers()[::2], [2]),
+        (lambda: [*merged_layers(), noise(BLOCKS, 17)], [3, 1]),
+    ],
+)
+def test_neighbouring_layers_become_one_array(layout: Callable[[], list[ByteArray]], runs: list[int]) -> None:
+    views = layout()
+    merged = merge_views(views)
+    assert [len(run) for run in merged] == runs
+    for page, view in zip((page for run in merged for page in run), views, strict=True):
+        assert np.array_equal(page, view)
+        assert np.shares_memory(page, view)
+
+
+def test_layers_in_another_order_are_not_confused() -> None:
+    a, b, c = merged_layers()
+    views = [c, a, b]
+    merged = merge_views(views)
+    assert [page.tobytes() for run in merged for page in run] == [view.tobytes() for view in views]
+
+
+def test_layers_live_as_long_as_the_transfer() -> None:
+    views = sorted((noise(BLOCKS, 16) for _ in range(2)), key=lambda view: view.ctypes.data)
+    transfer = InlineTransfer([PageGroup(views)], make_pool(views, 1))
+    alive = [weakref.ref(view) for view in views]
+    del views
+    gc.collect()
+    assert all(ref() is not None for ref in alive), "it would copy from memory that was given back"
+    transfer.close()
+
+
+# Any layout, any job.
+
+
+@st.composite
+def layouts(draw: st.DrawFn) -> list[ByteArray]:
+    views: list[ByteArray] = []
+    for _ in range(draw(st.integers(1, 3))):
+        layers, page = draw(st.integers(1, 3)), draw(st.integers(1, 9))
+        if draw(st.booleans()):
+            views += list(noise(layers, BLOCKS, page))
+        else:
+            gap = draw(st.integers(0, 3))
+            whole = noise(BLOCKS, layers, page + gap)
+            views += [whole[:, layer, :page] for layer in range(layers)]
+    return views
+
+
+@settings(max_examples=60, deadline=None)
+@given(views=layouts(), factor=st.integers(1, 4), data=st.data())
+def test_whatever_goes_to_the_host_comes_back(views: list[ByteArray], factor: int, data: st.DataObject) -> None:
+    num_slots = data.draw(st.integers(1, BLOCKS // factor))
+    slots = data.draw(st.permutations(range(6)).map(lambda order: order[:num_slots]).filter(len))
+    n = len(slots) * factor
+    sources = data.draw(st.permutations(range(BLOCKS)))[:n]
+    targets = data.draw(st.permutations(range(BLOCKS)))[:n]
+    skip = data.draw(st.integers(0, factor - 1))
+    end = data.draw(st.integers((len(slots) - 1) * factor + 1, n).filter(lambda end: end > skip))
+    transfer = InlineTransfer([PageGroup(views, factor)], make_pool(views, factor))
+    want = [block(views, i) for i in sources]
+    assert run(transfer, job(slots, sources), is_store=True)
+    for view in views:
+        view[:] = 0
+    assert run(transfer, job(slots, targets[skip:end], first=skip), is_store=False)
+    assert [block(views, i) for i in targets[skip:end]] == want[skip:end]
+    rest = set(range(BLOCKS)) - set(targets[skip:end])
+    assert all(not any(block(views, i)) for i in rest)
