@@ -12,12 +12,14 @@ import numpy as np
 import numpy.typing as npt
 
 from kvoffload.abc import (
+    Access,
     Backend,
     BlockNotPinnedError,
     BlockNotReadyError,
     BlockStatus,
     CachePolicy,
     ConfigError,
+    Eviction,
     IntegrityError,
     LoadStoreSpec,
     LookupState,
@@ -79,7 +81,7 @@ class PolicyOffloadingManager(OffloadingManager):
         slots = self._table.find(keys)
         for unready in np.flatnonzero((slots < 0) | self._table.is_writing(slots)).tolist():
             raise BlockNotReadyError(f"block {keys[unready].hex()} is not ready; look it up before loading it")
-        self.policy.pin(self._table.pin(self._table.distinct(slots)))
+        self._table.pin(self._table.distinct(slots))
         return self.backend.get_load_store_spec(keys, slots)
 
     def complete_load(self, keys: Sequence[OffloadKey], req_context: ReqContext | None = None) -> None:
@@ -91,7 +93,7 @@ class PolicyOffloadingManager(OffloadingManager):
         for key in late:
             self._let_go_orphan(key)
         # Last key first, as in touch: a chain loses its tail before its head.
-        self.policy.unpin(self._table.unpin(self._table.distinct(slots[::-1])))
+        self.policy.mark_evictable(self._table.unpin(self._table.distinct(slots[::-1])))
 
     def hold(self, keys: Sequence[OffloadKey]) -> Slots:
         """The slots of distinct ``keys``, all ready, for a writer to a lower tier: they stay as they are until
@@ -107,7 +109,7 @@ class PolicyOffloadingManager(OffloadingManager):
         present = [key for key in keys if key not in self._orphans] if self._orphans else keys
         for key in self._orphans.keys() & set(keys) if self._orphans else ():
             self._let_go_orphan(key)
-        self.policy.settle(self._table.release(self._table.find(present)))
+        self.policy.mark_evictable(self._table.release(self._table.find(present)))
 
     @property
     def num_available_blocks(self) -> int:
@@ -115,16 +117,11 @@ class PolicyOffloadingManager(OffloadingManager):
         return self.backend.get_num_free_blocks() + self._table.num_evictable
 
     def touch(self, keys: Sequence[OffloadKey], req_context: ReqContext | None = None) -> None:
-        self.policy.observe(keys)
-        slots = self._table.find(keys)
-        missing = slots < 0
-        if np.count_nonzero(missing):
-            absent = dict.fromkeys(compress(keys, missing.tolist()))
-            self.policy.touch_absent(list(reversed(absent)))
-            slots = slots[~missing]
+        found = self._table.find(keys)
+        present = found >= 0
+        slots = found if np.count_nonzero(present) == len(keys) else found[present]
         slots = self._table.distinct(slots[::-1])
-        ref_cnt = self._table.ref_cnt[slots]
-        self.policy.touch(slots, ref_cnt >= 0, ref_cnt > 0)
+        self.policy.access(Access(keys, found, slots, ~self._table.is_writing(slots)))
 
     def refresh(
         self,
@@ -136,7 +133,7 @@ class PolicyOffloadingManager(OffloadingManager):
         present, stored = slots >= 0, frozenset(stored)
         mine = slots[present & np.fromiter(map(stored.__contains__, keys), np.bool_, len(keys))]
         slots = self._table.distinct(slots[present][::-1])
-        self.policy.refresh(slots, self._table.among(slots, mine), self._table.ref_cnt[slots] > 0)
+        self.policy.reorder(slots, self._table.among(slots, mine))
 
     def prepare_store(
         self, keys: Sequence[OffloadKey], req_context: ReqContext | None = None
@@ -145,47 +142,52 @@ class PolicyOffloadingManager(OffloadingManager):
         if self._orphans:
             new_keys, homes = [key for key in new_keys if key not in self._orphans], None
         refused: list[OffloadKey] = []
+        entering = tuple(reversed(new_keys))
         shortage = len(new_keys) - self.backend.get_num_free_blocks()
-        if shortage > 0:
-            admitted = self.policy.admit(new_keys, shortage)
-            if admitted is not None and self.policy.may_refuse and not admitted.all():
-                refused = list(compress(new_keys, ~admitted))
-                self._gone.record(refused, MissReason.NOT_ADMITTED)
-                new_keys, homes = list(compress(new_keys, admitted)), None
-        evicted = self._make_room(len(new_keys), present)
-        if evicted is None:
+        if shortage > 0 and getattr(self.policy, "may_refuse", True):
+            admitted = self.policy.admit(entering, shortage)
+            if admitted is not None and not admitted.all():
+                refused = list(compress(entering, ~admitted))[::-1]
+                entering = tuple(compress(entering, admitted))
+                new_keys, homes = list(reversed(entering)), None
+        protected = self._protected(len(new_keys), present)
+        if protected is None:
             self._gone.record(new_keys, MissReason.NO_ROOM)
             return None
+        if refused:
+            self._gone.record(refused, MissReason.NOT_ADMITTED)
+            self.policy.refuse(refused[::-1])
+        evicted = self._evict(len(new_keys) - self.backend.get_num_free_blocks(), protected, entering)
         new_slots = self.backend.allocate_blocks(new_keys)
         self._table.insert(new_keys, new_slots, homes)
-        self.policy.insert(new_slots, new_keys)
+        self.policy.insert(new_slots[::-1], entering)
         spec = self.backend.get_load_store_spec(new_keys, new_slots)
         return PrepareStoreOutput(new_keys, spec, evicted, refused)
 
     def refuse(self, keys: Sequence[OffloadKey], req_context: ReqContext | None = None) -> None:
         _, absent, _ = self._table.split(keys)
         self._gone.record(absent, MissReason.NOT_ADMITTED)
-        self.policy.refuse(absent)
+        self.policy.refuse(absent[::-1])
 
-    def _make_room(self, n: int, present: Slots) -> list[OffloadKey] | None:
-        """Evicts until ``n`` slots are free, none of ``present``. None, and no change, if that is impossible."""
+    def _protected(self, n: int, present: Slots) -> Slots | None:
+        """The evictable ones of ``present``, which must stay; None if ``n`` slots cannot be made free."""
         shortage = n - self.backend.get_num_free_blocks()
         if shortage <= 0:
-            return []
+            return present[:0]
         protected = self._table.distinct(present)
         protected = protected[~self._table.busy[protected]]
-        if shortage > self._table.num_evictable - len(protected):
-            return None
-        return self._evict(shortage, protected)
+        return None if shortage > self._table.num_evictable - len(protected) else protected
 
-    def _evict(self, n: int, protected: Slots) -> list[OffloadKey]:
+    def _evict(self, n: int, protected: Slots, entering: Sequence[OffloadKey]) -> list[OffloadKey]:
+        if n <= 0:
+            return []
         busy = self._table.busy
         busy[protected] = True
-        victims = self.policy.evict(n, busy, self._table.key_of)
+        victims = self.policy.evict(Eviction(n, busy, self._table.key_of, entering))
         if len(victims) != n or busy[victims].any() or len(self._table.distinct(victims)) != n:
             raise IntegrityError(f"policy {type(self.policy).__name__} chose blocks that it may not evict")
         busy[protected] = False
-        self.policy.settle(protected)
+        self.policy.mark_evictable(protected)
         keys = self._table.remove(victims)
         self.backend.free(victims)
         self._gone.record(keys, MissReason.EVICTED)
@@ -204,7 +206,7 @@ class PolicyOffloadingManager(OffloadingManager):
         written = self._table.distinct(slots[self._table.is_writing(slots)][::-1])[::-1]
         if success:
             self._table.set_ready(written)
-            self.policy.settle(written)
+            self.policy.mark_evictable(written)
             if self._events is not None:
                 self._emit(self._table.key_of[written].tolist(), removed=False)
         else:

@@ -107,11 +107,9 @@ class _Book(PolicyOffloadingManager):
         """Distinct blocks that were found on disk, oldest first."""
         self.backend.adopt(slots)
         self._table.insert(keys, slots)
-        # As one chain, whose head was used last.
-        self.policy.insert(slots[::-1], keys[::-1])
+        self.policy.insert(slots, keys)
         self._table.set_ready(slots)
-        self.policy.settle(slots)
-        self.policy.refresh(slots, *np.array([[True], [False]]).repeat(len(slots), axis=1))
+        self.policy.mark_evictable(slots)
 
     def find(self, keys: Sequence[OffloadKey]) -> Slots:
         """The slots of those of ``keys`` that are there, each once."""
