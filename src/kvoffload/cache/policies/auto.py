@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import compress
 from typing import Any
 
@@ -11,9 +12,19 @@ import numpy.typing as npt
 
 from kvoffload.abc import Access, Eviction, IntegrityError, OffloadKey, Slots
 from kvoffload.cache.policies.base import ListPolicy
-from kvoffload.cache.policies.ghosts import GhostTable, Hashes, key_hashes
+from kvoffload.cache.policies.ghosts import Entries, GhostTable, Hashes, key_hashes
 from kvoffload.cache.policies.recency import NO_END, Positions
 from kvoffload.cache.policies.tournament import GHOSTS, RULES, Tournament, plan
+
+
+@dataclass(slots=True)
+class _Absent:
+    """Absent keys and their hashes. ``entries`` are their ghosts in one version of the table."""
+
+    keys: tuple[OffloadKey, ...]
+    hashes: Hashes
+    entries: Entries = field(default_factory=lambda: np.empty(0, dtype=np.int64))
+    version: int = -1
 
 
 class AutoPolicy(ListPolicy):
@@ -33,8 +44,8 @@ class AutoPolicy(ListPolicy):
         self._clock = 0
         self._hash_of = np.zeros(capacity, dtype=np.uint64)
         """The hash of the key in each slot."""
-        self._hashed: tuple[tuple[OffloadKey, ...], Hashes] = ((), key_hashes(()))
-        """The absent keys that were hashed last, because the next call is often about the same keys."""
+        self._last = _Absent((), key_hashes(()))
+        """The absent keys of the last call, because the next call is often about the same keys."""
 
     def state(self) -> Mapping[str, Any]:
         scores = zip((rule.name for rule in RULES), self._tournament.scores, strict=True)
@@ -44,8 +55,8 @@ class AutoPolicy(ListPolicy):
         chain = self._hash_of[access.found]
         missing = access.found < 0
         if np.count_nonzero(missing):
-            absent = self._hashes(tuple(compress(access.keys, missing.tolist()))[::-1])
-            chain[missing] = absent[::-1]
+            absent = self._absent(tuple(compress(access.keys, missing.tolist()))[::-1])
+            chain[missing] = absent.hashes[::-1]
             self._tournament.observe(chain)
             self._mark_returning(absent)
         else:
@@ -60,9 +71,9 @@ class AutoPolicy(ListPolicy):
             self._once.discard(slots)
         self._again.append(slots, positions)
 
-    def _mark_returning(self, hashes: Hashes) -> None:
+    def _mark_returning(self, absent: _Absent) -> None:
         """Marks those ghosts among absent keys that will count as used again if they are stored."""
-        entries = self._ghosts.find(hashes)
+        entries = self._entries(absent)
         entries = entries[entries >= 0]
         if len(entries):
             tested = self._tournament.rule.is_tested(self.capacity, len(self._again))
@@ -70,11 +81,11 @@ class AutoPolicy(ListPolicy):
             self._ghosts.mark(entries, self._ghosts.stamps(entries) > floor)
 
     def insert(self, slots: Slots, keys: Sequence[OffloadKey]) -> None:
-        hashes = self._hashes(keys)
-        entries = self._ghosts.find(hashes)
+        absent = self._absent(keys)
+        entries = self._entries(absent)
         returning = self._ghosts.is_marked(entries)
-        self._ghosts.remove(hashes, entries)
-        self._hash_of[slots] = hashes
+        self._ghosts.remove(absent.hashes, entries)
+        self._hash_of[slots] = absent.hashes
         positions = self._tick(len(slots))
         self._again.append(slots[returning], positions[returning])
         self._once.append(slots[~returning], positions[~returning])
@@ -100,8 +111,7 @@ class AutoPolicy(ListPolicy):
         return admitted
 
     def refuse(self, keys: Sequence[OffloadKey]) -> None:
-        hashes = self._hashes(keys)
-        self._ghosts.add(hashes, self._tick(len(hashes)))
+        self._ghosts.add(self._absent(keys).hashes, self._tick(len(keys)))
 
     def evict(self, eviction: Eviction) -> Slots:
         rule, n, busy = self._tournament.rule, eviction.n, eviction.busy
@@ -114,7 +124,7 @@ class AutoPolicy(ListPolicy):
             for members, most in ((self._once, max(0, excess)), (self._again, n), (self._once, n)):
                 more, at = members.pop_with_positions(min(most, n - len(victims)), busy)
                 victims, positions = np.concatenate((victims, more)), np.concatenate((positions, at))
-        self._ghosts.add(self._hash_of[victims], positions)
+        self._ghosts.add(self._hash_of[victims], positions, new=True)
         return victims
 
     def _evict_oldest(self, n: int, busy: npt.NDArray[np.bool_]) -> tuple[Slots, Positions]:
@@ -149,14 +159,18 @@ class AutoPolicy(ListPolicy):
 
     def _is_returning(self, keys: Sequence[OffloadKey]) -> npt.NDArray[np.bool_]:
         """Returns which absent keys will count as used again if they are stored now."""
-        return self._ghosts.is_marked(self._ghosts.find(self._hashes(keys)))
+        return self._ghosts.is_marked(self._entries(self._absent(keys)))
 
-    def _hashes(self, keys: Sequence[OffloadKey]) -> Hashes:
-        """``key_hashes``, remembered for the next call."""
+    def _absent(self, keys: Sequence[OffloadKey]) -> _Absent:
         asked = tuple(keys)
-        if self._hashed[0] != asked:
-            self._hashed = asked, key_hashes(asked)
-        return self._hashed[1]
+        if self._last.keys != asked:
+            self._last = _Absent(asked, key_hashes(asked))
+        return self._last
+
+    def _entries(self, absent: _Absent) -> Entries:
+        if absent.version != self._ghosts.version:
+            absent.entries, absent.version = self._ghosts.find(absent.hashes), self._ghosts.version
+        return absent.entries
 
     def _tick(self, n: int) -> Positions:
         self._clock += n

@@ -28,7 +28,7 @@ _ODD = np.array(1, dtype=np.uint32)
 
 def key_hashes(keys: Sequence[OffloadKey]) -> Hashes:
     """Returns 64 evenly distributed bits per key. They depend on its bytes only, so every process finds the same."""
-    return np.fromiter(map(xxhash.xxh3_64_intdigest, keys), dtype=np.uint64, count=len(keys))
+    return np.frombuffer(b"".join(map(xxhash.xxh3_64_digest, keys)), dtype=">u8").astype(np.uint64)
 
 
 class GhostTable:
@@ -54,6 +54,8 @@ class GhostTable:
         self._next_way = np.zeros(num_buckets, dtype=np.uint8 if self._ways < 256 else np.int64)
         self._winner = np.zeros(num_buckets, dtype=np.int32)
         self._num_added = 0
+        self.version = 0
+        """Changes when ``find`` may return something else."""
 
     def __len__(self) -> int:
         return int(np.count_nonzero(self._added >= max(0, self._num_added - self._capacity)))
@@ -65,8 +67,10 @@ class GhostTable:
         entries = self._locate(*self._homes(hashes))
         found = np.flatnonzero(entries >= 0)
         if len(found):
-            forgotten = self._added[entries[found]] < self._num_added - self._capacity
-            entries[found[forgotten]] = _ABSENT
+            forgotten = found[self._added[entries[found]] < self._num_added - self._capacity]
+            # Freed, so that a hash that is added again is in its bucket once.
+            self._free(entries[forgotten])
+            entries[forgotten] = _ABSENT
         return entries
 
     def _locate(self, buckets: npt.NDArray[np.int64], tags: npt.NDArray[np.uint32]) -> Entries:
@@ -96,20 +100,26 @@ class GhostTable:
         known = entries >= 0
         entries, tags = entries[known], hashes[known].astype(np.uint32) | _ODD
         self._free(entries[self._tags.ravel()[entries] == tags])
+        self.version += 1
 
     def _free(self, entries: Entries) -> None:
         self._added[entries] = _NEVER
         self._tags.ravel()[entries] = 0
 
-    def add(self, hashes: Hashes, stamps: Stamps) -> None:
-        """Adds distinct hashes in this order, without marks. Those that are remembered are added again."""
+    def add(self, hashes: Hashes, stamps: Stamps, new: bool = False) -> None:
+        """Adds distinct hashes in this order, without marks. Hashes that are remembered are added again. ``new`` says
+        that ``find`` did not find any since it was last added: then this is faster."""
         hashes, stamps = hashes[-self._capacity :], stamps[-self._capacity :]
         n = len(hashes)
         if n == 0:
             return
         buckets, tags = self._homes(hashes)
-        entries = self._locate(buckets, tags)
-        self._free(entries[entries >= 0])
+        if new:
+            entries = np.empty(n, dtype=np.int64)
+        else:
+            entries = self._locate(buckets, tags)
+            self._free(entries[entries >= 0])
+        self.version += 1
         left = np.arange(n)
         while len(left):
             # If several hashes take the next entry of one bucket, the first one wins, and the others try again.
@@ -135,6 +145,7 @@ class GhostTable:
 
     def clear(self) -> None:
         """Forgets everything."""
+        self.version += 1
         self._added.fill(_NEVER)
         self._tags.fill(0)
         self._marks.fill(False)
