@@ -6,7 +6,7 @@ Nothing here imports another part of kvoffload.
 from kvoffload.abc.backend import Backend
 from kvoffload.abc.engine import KVBlocks, Request, ScheduledStep
 from kvoffload.abc.errors import BlockNotPinnedError, BlockNotReadyError, ConfigError, IntegrityError, KVOffloadError
-from kvoffload.abc.manager import BlockDescription, OffloadingEvent, OffloadingManager, PrepareStoreOutput
+from kvoffload.abc.manager import Admission, BlockDescription, OffloadingEvent, OffloadingManager, PrepareStoreOutput
 from kvoffload.abc.policy import Access, CachePolicy, Eviction
 from kvoffload.abc.tier import States, Tier, TierError, TierResult
 from kvoffload.abc.transfer import PageGroup, Transfer, TransferResult
@@ -28,6 +28,7 @@ from kvoffload.abc.types import (
 
 __all__ = [
     "Access",
+    "Admission",
     "Backend",
     "BlockDescription",
     "BlockHash",
