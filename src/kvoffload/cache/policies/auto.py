@@ -135,8 +135,8 @@ class AutoPolicy(ListPolicy):
             end = min(end, other_end)
             known = np.sort(np.concatenate((once, again)))
             known = known[known < end]
-            if len(known) > n:
-                end = int(known[n])
+            if len(known) >= n:
+                end = int(known[n - 1]) + 1
             popped = [members.pop_with_positions(n, busy, end) for members in self.lists]
             victims, positions = (np.concatenate(column) for column in zip(*popped, strict=True))
             order = np.argsort(positions)
