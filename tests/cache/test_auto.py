@@ -13,13 +13,13 @@ from kvoffload.cache.keys import make_offload_key
 from kvoffload.cache.manager import PolicyOffloadingManager
 from kvoffload.cache.policies import tournament
 from kvoffload.cache.policies.auto import AutoPolicy
-from kvoffload.cache.policies.recency import RecencyList
 from kvoffload.cache.policies.ghosts import GhostTable, key_hashes
+from kvoffload.cache.policies.recency import RecencyList
 from kvoffload.cache.policies.tournament import RULES, LRUShadow, Rule, Shadow, Tournament
 from kvoffload.cache.slots import HostBackend
 from kvoffload.testing.conformance import ManagerConformance, PolicyConformance
-from tests.cache.reference_auto import ReferenceAutoManager, ReferenceTwoLists
 from kvoffload.testing.stateful import WALK_SEEDS, manager_machine, walk
+from tests.cache.reference_auto import ReferenceAutoManager, ReferenceTwoLists
 
 BY_NAME = {rule.name: rule for rule in RULES}
 

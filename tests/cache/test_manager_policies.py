@@ -74,9 +74,7 @@ def make_manager(name: str, num_blocks: int, must_store: bool = False) -> Policy
 
 
 def on_a_host(policy: CachePolicy, must_store: bool = False) -> PolicyOffloadingManager:
-    return PolicyOffloadingManager(
-        HostBackend(16, policy.capacity), policy, enable_events=True, must_store=must_store
-    )
+    return PolicyOffloadingManager(HostBackend(16, policy.capacity), policy, enable_events=True, must_store=must_store)
 
 
 def machine(name: str, policy: type[CachePolicy] | None = None) -> type[ManagerMachine]:
@@ -238,12 +236,12 @@ def test_a_chain_stored_in_parts_loses_its_tail_before_its_head(name: str) -> No
     assert len(left) > 5
 
 
-def test_without_a_refresh_the_head_would_go_first() -> None:
+def test_without_a_reordering_a_chain_stored_in_parts_would_get_holes() -> None:
     for name in ("lru", "fifo", "arc", "2q", "sieve"):
         manager = make_manager(name, 12)
         for part in ("abc", "abcdefg", CHAIN):
             store(manager, part)
-        assert "a" not in leaving_order(manager)[1]
+        assert not all(CHAIN.startswith(present) for present in leaving_order(manager))
 
 
 @pytest.mark.parametrize("name", ["lru", "arc", "lirs"])

@@ -41,8 +41,8 @@ class ListPolicy(CachePolicy):
             members.clear()
 
     def check_integrity(self, slots: Slots) -> None:
-        held = sum(members.holds(slots).astype(np.int64) for members in self.lists)
-        if (held != 1).any() or sum(map(len, self.lists)) != len(slots):
+        num_lists = np.sum([members.holds(slots) for members in self.lists], axis=0)
+        if (num_lists != 1).any() or sum(map(len, self.lists)) != len(slots):
             raise IntegrityError(f"{type(self).__name__} does not hold the blocks that it should")
         for members in self.lists:
             members.check_integrity()

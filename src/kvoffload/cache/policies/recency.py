@@ -120,9 +120,7 @@ class RecencyList:
         more."""
         return self.pop_with_positions(n, busy)[0]
 
-    def pop_with_positions(
-        self, n: int, busy: npt.NDArray[np.bool_], before: int = NO_END
-    ) -> tuple[Slots, Positions]:
+    def pop_with_positions(self, n: int, busy: npt.NDArray[np.bool_], before: int = NO_END) -> tuple[Slots, Positions]:
         """As ``pop_oldest``, of the members at positions below ``before``. Returns their positions too."""
         parts: list[tuple[Slots, Positions]] = []
         while n > 0 and self._heap and self._heap[0] < before:
