@@ -143,8 +143,8 @@ class ReferenceSIEVEManager(ReferenceManager):
 
 
 class ReferenceS3FIFOManager(ReferenceManager):
-    """S3-FIFO (Yang et al., SOSP 2023). Every list has the oldest first. ``asked``: keys found in ghost, which enter main
-    when they are stored.
+    """S3-FIFO (Yang et al., SOSP 2023). Every list has the oldest first. ``asked``: keys found in ghost, which enter
+    main when they are stored.
 
     Until the first eviction, main takes what small has no room for.
     """
@@ -162,8 +162,8 @@ class ReferenceS3FIFOManager(ReferenceManager):
         self.has_evicted = False
 
     def order_insert_all(self, keys: list[OffloadKey]) -> None:
-        """Returning keys enter main, others small. Before the first eviction, small takes only as much of the tail as it
-        has room for."""
+        """Returning keys enter main, others small. Before the first eviction, small takes only as much of the tail as
+        it has room for."""
         new = [key for key in keys if key not in self.asked]
         room = len(new) if self.has_evicted else max(0, self.max_small - len(self.small))
         into_small = new[len(new) - room :] if room < len(new) else new

@@ -961,7 +961,7 @@ def test_what_the_host_has_lost_ends_its_chain() -> None:
     rig.store(keys)
     held = int(64 * WRITE_SHARE)
     for key in keys[held + 2 : held + 4]:
-        rig.host._evict(1, rig.host._table.find([other for other in keys if other != key]))
+        rig.host._evict(1, rig.host._table.find([other for other in keys if other != key]), ())
     for _ in range(4):
         rig.settle()
     assert on_disk(rig, keys) == held + 2

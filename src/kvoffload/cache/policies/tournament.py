@@ -13,9 +13,9 @@ import numpy as np
 from kvoffload.cache.policies.ghosts import Hashes
 
 GHOSTS = 5
-"""The number of ghosts, as a multiple of the capacity. A ghost that returns is counted until as many more were added."""
+"""The number of ghosts, as a multiple of the capacity. One that has returned still counts."""
 SHADOW_GHOSTS = 4
-"""The same of a shadow, where a ghost that has returned is not counted."""
+"""The same of a shadow, in which a ghost that has returned does not count."""
 SHADOW_BLOCKS = 2048
 """The capacity of a shadow. If the cache is larger, a sample of the blocks is taken: this many of its capacity."""
 HALF_LIFE = 10
