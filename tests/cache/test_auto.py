@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import pytest
@@ -302,15 +302,32 @@ def test_the_table_of_ghosts_keeps_those_that_entered_last(capacity: int) -> Non
         assert len(found) > 0.99 * len(set(window)), "buckets overflow"
 
 
-def test_a_ghost_taken_out_is_not_found_and_marks_end_with_it() -> None:
+def test_a_ghost_that_was_removed_is_not_found_and_its_mark_ends() -> None:
     table = GhostTable(100)
     hashes = key_hashes([key(name) for name in range(3)])
     table.add(hashes, np.arange(3))
     entries = table.find(hashes)
     table.mark(entries, np.array([True, False, True]))
     assert table.is_marked(table.find(hashes)).tolist() == [True, False, True]
-    table.remove(hashes[:1], entries[:1])
-    table.remove(hashes[:1], entries[1:2])
+    table.remove(entries[:1])
     assert (table.find(hashes) >= 0).tolist() == [False, True, True]
+    assert (table.find_again(hashes, entries) >= 0).tolist() == [False, True, True]
+    assert table.is_marked(np.array([-1])).tolist() == [False]
     table.add(hashes, np.arange(3))
     assert not table.is_marked(table.find(hashes)).any()
+    assert table.stamps(table.find(hashes)).tolist() == [0, 1, 2]
+
+
+@pytest.mark.parametrize("find", [GhostTable.find, lambda table, hashes: table.find_again(hashes, table.first_found)])
+def test_a_ghost_that_was_forgotten_can_be_added_as_new(find: Callable[..., np.ndarray]) -> None:
+    table = GhostTable(200)
+    for turn in range(50):
+        hashes = key_hashes([key(1000 * turn + name) for name in range(150)])
+        table.add(hashes, np.arange(150), new=True)
+        table.first_found = table.find(hashes)  # type: ignore[attr-defined]
+        table.add(key_hashes([key(10**6 + 1000 * turn + name) for name in range(200)]), np.arange(200), new=True)
+        assert (find(table, hashes) < 0).all()
+        table.add(hashes, np.arange(150), new=True)
+        found = table.find(hashes)
+        assert np.count_nonzero(found >= 0) > 145
+        assert (table.stamps(found[found >= 0]) == np.flatnonzero(found >= 0)).all()

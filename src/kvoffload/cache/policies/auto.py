@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from itertools import compress
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -17,14 +16,12 @@ from kvoffload.cache.policies.recency import NO_END, Positions
 from kvoffload.cache.policies.tournament import GHOSTS, RULES, Tournament, plan
 
 
-@dataclass(slots=True)
-class _Absent:
-    """Absent keys and their hashes. ``entries`` are their ghosts in one version of the table."""
+class _Absent(NamedTuple):
+    """Absent keys, tail first, their hashes, and where their ghosts were found."""
 
     keys: tuple[OffloadKey, ...]
     hashes: Hashes
-    entries: Entries = field(default_factory=lambda: np.empty(0, dtype=np.int64))
-    version: int = -1
+    entries: Entries
 
 
 class AutoPolicy(ListPolicy):
@@ -44,8 +41,9 @@ class AutoPolicy(ListPolicy):
         self._clock = 0
         self._hash_of = np.zeros(capacity, dtype=np.uint64)
         """The hash of the key in each slot."""
-        self._last = _Absent((), key_hashes(()))
-        """The absent keys of the last call, because the next call is often about the same keys."""
+        self._last: _Absent | None = None
+        """The absent keys of the last call, because the next call is often about the same keys. While keys are absent,
+        their ghosts can be overwritten, but none is added, unless by ``refuse``."""
 
     def state(self) -> Mapping[str, Any]:
         scores = zip((rule.name for rule in RULES), self._tournament.scores, strict=True)
@@ -73,18 +71,16 @@ class AutoPolicy(ListPolicy):
 
     def _mark_returning(self, absent: _Absent) -> None:
         """Marks those ghosts among absent keys that will count as used again if they are stored."""
-        entries = self._entries(absent)
-        entries = entries[entries >= 0]
+        entries = absent.entries[absent.entries >= 0]
         if len(entries):
             tested = self._tournament.rule.is_tested(self.capacity, len(self._again))
             floor = self._again.oldest_position() if tested else -1
             self._ghosts.mark(entries, self._ghosts.stamps(entries) > floor)
 
     def insert(self, slots: Slots, keys: Sequence[OffloadKey]) -> None:
-        absent = self._absent(keys)
-        entries = self._entries(absent)
-        returning = self._ghosts.is_marked(entries)
-        self._ghosts.remove(absent.hashes, entries)
+        absent, self._last = self._absent(keys), None
+        returning = self._ghosts.is_marked(absent.entries)
+        self._ghosts.remove(absent.entries[absent.entries >= 0])
         self._hash_of[slots] = absent.hashes
         positions = self._tick(len(slots))
         self._again.append(slots[returning], positions[returning])
@@ -111,7 +107,8 @@ class AutoPolicy(ListPolicy):
         return admitted
 
     def refuse(self, keys: Sequence[OffloadKey]) -> None:
-        self._ghosts.add(self._absent(keys).hashes, self._tick(len(keys)))
+        self._ghosts.add(key_hashes(keys), self._tick(len(keys)))
+        self._last = None
 
     def evict(self, eviction: Eviction) -> Slots:
         rule, n, busy = self._tournament.rule, eviction.n, eviction.busy
@@ -151,6 +148,7 @@ class AutoPolicy(ListPolicy):
         self._ghosts.clear()
         self._tournament.clear()
         self._clock = 0
+        self._last = None
 
     def check_integrity(self, slots: Slots) -> None:
         super().check_integrity(slots)
@@ -159,18 +157,17 @@ class AutoPolicy(ListPolicy):
 
     def _is_returning(self, keys: Sequence[OffloadKey]) -> npt.NDArray[np.bool_]:
         """Returns which absent keys will count as used again if they are stored now."""
-        return self._ghosts.is_marked(self._entries(self._absent(keys)))
+        return self._ghosts.is_marked(self._absent(keys).entries)
 
     def _absent(self, keys: Sequence[OffloadKey]) -> _Absent:
         asked = tuple(keys)
-        if self._last.keys != asked:
-            self._last = _Absent(asked, key_hashes(asked))
+        if self._last is not None and self._last.keys == asked:
+            asked, hashes, entries = self._last
+            self._last = _Absent(asked, hashes, self._ghosts.find_again(hashes, entries))
+        else:
+            hashes = key_hashes(asked)
+            self._last = _Absent(asked, hashes, self._ghosts.find(hashes))
         return self._last
-
-    def _entries(self, absent: _Absent) -> Entries:
-        if absent.version != self._ghosts.version:
-            absent.entries, absent.version = self._ghosts.find(absent.hashes), self._ghosts.version
-        return absent.entries
 
     def _tick(self, n: int) -> Positions:
         self._clock += n

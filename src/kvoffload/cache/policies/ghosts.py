@@ -50,12 +50,10 @@ class GhostTable:
         self._added = np.full(num_buckets * self._ways, _NEVER, dtype=np.int64)
         """How many hashes had been added before; _NEVER: the entry is free."""
         self._stamps = np.zeros(num_buckets * self._ways, dtype=np.int64)
-        self._marks = np.zeros(num_buckets * self._ways, dtype=np.bool_)
+        """Twice the stamp, plus one if the entry is marked."""
         self._next_way = np.zeros(num_buckets, dtype=np.uint8 if self._ways < 256 else np.int64)
         self._winner = np.zeros(num_buckets, dtype=np.int32)
         self._num_added = 0
-        self.version = 0
-        """Changes when ``find`` may return something else."""
 
     def __len__(self) -> int:
         return int(np.count_nonzero(self._added >= max(0, self._num_added - self._capacity)))
@@ -64,12 +62,20 @@ class GhostTable:
         """Returns the entry of each hash, -1 if it is not remembered."""
         if self._num_added == 0:
             return np.full(len(hashes), _ABSENT, dtype=np.int64)
-        entries = self._locate(*self._homes(hashes))
+        return self._without_forgotten(self._locate(*self._homes(hashes)))
+
+    def find_again(self, hashes: Hashes, entries: Entries) -> Entries:
+        """Returns which of ``entries``, found earlier, still are the entries of ``hashes``; -1 for the others."""
+        tags = hashes.astype(np.uint32) | _ODD
+        return self._without_forgotten(np.where(self._tags.ravel()[entries] == tags, entries, _ABSENT))
+
+    def _without_forgotten(self, entries: Entries) -> Entries:
+        """Replaces the entries of hashes that were added too long ago by -1."""
         found = np.flatnonzero(entries >= 0)
         if len(found):
             forgotten = found[self._added[entries[found]] < self._num_added - self._capacity]
             # Freed, so that a hash that is added again is in its bucket once.
-            self._free(entries[forgotten])
+            self.remove(entries[forgotten])
             entries[forgotten] = _ABSENT
         return entries
 
@@ -84,31 +90,30 @@ class GhostTable:
 
     def stamps(self, entries: Entries) -> Stamps:
         """Returns the stamps of ``entries``, none of which is -1."""
-        stamps: Stamps = self._stamps[entries]
+        stamps: Stamps = self._stamps[entries] >> 1
         return stamps
 
     def is_marked(self, entries: Entries) -> npt.NDArray[np.bool_]:
         """Returns which of ``entries`` are marked. -1 is not."""
-        return (entries >= 0) & self._marks[entries]
+        marked = entries >= 0
+        if np.count_nonzero(marked):
+            marked &= (self._stamps[entries] & 1).astype(np.bool_)
+        return marked
 
     def mark(self, entries: Entries, marks: npt.NDArray[np.bool_]) -> None:
         """Sets the marks of ``entries``, none of which is -1."""
-        self._marks[entries] = marks
+        self._stamps[entries] = self._stamps[entries] & ~1 | marks
 
-    def remove(self, hashes: Hashes, entries: Entries) -> None:
-        """Forgets hashes that are still in the ``entries`` in which ``find`` has found them; -1: nowhere."""
-        known = entries >= 0
-        entries, tags = entries[known], hashes[known].astype(np.uint32) | _ODD
-        self._free(entries[self._tags.ravel()[entries] == tags])
-        self.version += 1
-
-    def _free(self, entries: Entries) -> None:
+    def remove(self, entries: Entries) -> None:
+        """Forgets the hashes in ``entries``, none of which is -1."""
         self._added[entries] = _NEVER
         self._tags.ravel()[entries] = 0
 
     def add(self, hashes: Hashes, stamps: Stamps, new: bool = False) -> None:
-        """Adds distinct hashes in this order, without marks. Hashes that are remembered are added again. ``new`` says
-        that ``find`` did not find any since it was last added: then this is faster."""
+        """Adds distinct hashes in this order, without marks. Those that are remembered are added again.
+
+        ``new`` says that all were removed, or not found, since they were last added: then this is faster.
+        """
         hashes, stamps = hashes[-self._capacity :], stamps[-self._capacity :]
         n = len(hashes)
         if n == 0:
@@ -118,8 +123,7 @@ class GhostTable:
             entries = np.empty(n, dtype=np.int64)
         else:
             entries = self._locate(buckets, tags)
-            self._free(entries[entries >= 0])
-        self.version += 1
+            self.remove(entries[entries >= 0])
         left = np.arange(n)
         while len(left):
             # If several hashes take the next entry of one bucket, the first one wins, and the others try again.
@@ -135,8 +139,7 @@ class GhostTable:
             left = left[~won]
         self._tags.ravel()[entries] = tags
         self._added[entries] = np.arange(self._num_added, self._num_added + n)
-        self._stamps[entries] = stamps
-        self._marks[entries] = False
+        self._stamps[entries] = 2 * stamps
         self._num_added += n
 
     def _homes(self, hashes: Hashes) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.uint32]]:
@@ -145,9 +148,7 @@ class GhostTable:
 
     def clear(self) -> None:
         """Forgets everything."""
-        self.version += 1
         self._added.fill(_NEVER)
         self._tags.fill(0)
-        self._marks.fill(False)
         self._next_way.fill(0)
         self._num_added = 0

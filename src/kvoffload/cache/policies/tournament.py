@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import count
 from operator import itemgetter
 from typing import NamedTuple
 
@@ -111,11 +112,18 @@ class Shadow:
             if name not in again and name not in once:
                 break
             found += 1
+        stamped = list(zip(reversed(names), count(self._clock + 1)))
+        self._clock += len(names)
+        if not found and all(members.keys().isdisjoint(names) for members in (once, again, ghosts)):
+            self._make_room(stamped, [], num_present=0)
+            for name, stamp in stamped:
+                once[name] = stamp
+            return 0
         tested = again and self.rule.is_tested(self.capacity, len(again))
         floor = next(iter(again.values())) if tested else -1
         new_once: list[tuple[int, int]] = []
         new_again: list[tuple[int, int]] = []
-        for stamp, name in enumerate(reversed(names), self._clock + 1):
+        for name, stamp in stamped:
             if name in again:
                 again[name] = stamp
                 again.move_to_end(name)
@@ -125,37 +133,38 @@ class Shadow:
                 new_again.append((name, stamp))
             else:
                 new_once.append((name, stamp))
-        self._clock += len(names)
-        if new_once or new_again:
-            self._enter(new_once, new_again, num_present=len(names) - len(new_once) - len(new_again))
-            if new_again:
-                for name in reversed(names):
-                    if name in again:
-                        again.move_to_end(name)
-        return found
-
-    def _enter(self, new_once: list[tuple[int, int]], new_again: list[tuple[int, int]], num_present: int) -> None:
-        """Makes room for new names with their stamps, given tail first, and adds those that the rule does not refuse.
-        ``num_present`` other names of the request are at the recent end of ``again``, and stay."""
-        once, again, ghosts = self.once, self.again, self.ghosts
-        num_once, num_again = len(new_once), len(new_again)
-        need = len(once) + len(again) + num_once + num_again - self.capacity
-        if need > 0:
-            idle = len(again) - num_present
-            made = plan(self.rule, self.capacity, len(once), len(again), num_once, num_again, need, idle)
-            refused = new_once[: made.drop_once] + new_again[: made.drop_again]
-            del new_once[: made.drop_once], new_again[: made.drop_again]
-            for name, stamp in sorted(refused, key=_stamp_of):
-                ghosts[name] = stamp
-                ghosts.move_to_end(name)
-            ghosts.update([once.popitem(last=False) for _ in range(made.evict_once)])
-            ghosts.update([again.popitem(last=False) for _ in range(made.evict_again)])
-            for _ in range(len(ghosts) - SHADOW_GHOSTS * self.capacity):
-                ghosts.popitem(last=False)
+        self._make_room(new_once, new_again, num_present=len(names) - len(new_once) - len(new_again))
         for members, new in ((once, new_once), (again, new_again)):
             for name, stamp in new:
                 ghosts.pop(name, None)
                 members[name] = stamp
+        if new_again:
+            for name in reversed(names):
+                if name in again:
+                    again.move_to_end(name)
+        return found
+
+    def _make_room(self, new_once: list[tuple[int, int]], new_again: list[tuple[int, int]], num_present: int) -> None:
+        """Makes room for new names with their stamps, given tail first, and takes those out that the rule refuses.
+        ``num_present`` other names of the request are at the recent end of ``again``, and stay."""
+        once, again, ghosts = self.once, self.again, self.ghosts
+        num_once, num_again = len(new_once), len(new_again)
+        need = len(once) + len(again) + num_once + num_again - self.capacity
+        if need <= 0:
+            return
+        idle = len(again) - num_present
+        made = plan(self.rule, self.capacity, len(once), len(again), num_once, num_again, need, idle)
+        refused = new_once[: made.drop_once] + new_again[: made.drop_again]
+        del new_once[: made.drop_once], new_again[: made.drop_again]
+        for name, stamp in sorted(refused, key=_stamp_of):
+            ghosts[name] = stamp
+            ghosts.move_to_end(name)
+        for members, n in ((once, made.evict_once), (again, made.evict_again)):
+            for _ in range(n):
+                name, stamp = members.popitem(last=False)
+                ghosts[name] = stamp
+        for _ in range(len(ghosts) - SHADOW_GHOSTS * self.capacity):
+            ghosts.popitem(last=False)
 
 
 _stamp_of = itemgetter(1)
