@@ -50,15 +50,17 @@ class AutoPolicy(ListPolicy):
         return {"rule": self._tournament.rule.name, "scores": dict(scores)}
 
     def access(self, access: Access) -> None:
-        chain = self._hash_of[access.found]
         missing = access.found < 0
-        if np.count_nonzero(missing):
-            absent = self._absent(tuple(compress(access.keys, missing.tolist()))[::-1])
+        num_missing = np.count_nonzero(missing)
+        if num_missing == 0:
+            self._tournament.observe(self._hash_of[access.found])
+        else:
+            keys = access.keys if num_missing == len(missing) else tuple(compress(access.keys, missing.tolist()))
+            absent = self._absent(keys[::-1])
+            chain = self._hash_of[access.found]
             chain[missing] = absent.hashes[::-1]
             self._tournament.observe(chain)
             self._mark_returning(absent)
-        else:
-            self._tournament.observe(chain)
         slots, ready = access.slots, access.ready
         positions = self._tick(len(slots))
         in_once = self._once.holds(slots)

@@ -65,7 +65,9 @@ class GhostTable:
         return self._without_forgotten(self._locate(*self._homes(hashes)))
 
     def find_again(self, hashes: Hashes, entries: Entries) -> Entries:
-        """Returns which of ``entries``, found earlier, still are the entries of ``hashes``; -1 for the others."""
+        """Returns those of ``entries``, found earlier, that still are the entries of ``hashes``, and -1 for the others."""
+        if not np.count_nonzero(entries >= 0):
+            return entries
         tags = hashes.astype(np.uint32) | _ODD
         return self._without_forgotten(np.where(self._tags.ravel()[entries] == tags, entries, _ABSENT))
 
