@@ -1,7 +1,7 @@
 """kvoffload keeps the KV cache of an LLM server beyond its device memory.
 
-These are the names that an engine needs to embed it. The contracts are in ``kvoffload.abc``; everything else is imported
-from its own package.
+These are the names that an engine needs to embed it. The contracts are in ``kvoffload.abc``; everything else is
+imported from its own package.
 """
 
 from kvoffload.abc import (

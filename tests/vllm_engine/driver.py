@@ -75,6 +75,12 @@ def make_prompts() -> list[list[int]]:
     return prompts
 
 
+def connector_module(name: str) -> str:
+    """Returns the module that has the connector ``name``."""
+    own = {"KVOffloadConnector": "kvoffload.vllm", "CorruptedKVOffloadConnector": "kvoffload.demo.corrupted"}
+    return own.get(name, "faulty_connectors")
+
+
 class Engine:
     """A vLLM engine, and what can be seen of it from inside its process."""
 
@@ -106,7 +112,7 @@ class Engine:
             name = config.get("connector_class", "KVOffloadConnector")
             arguments["kv_transfer_config"] = KVTransferConfig(
                 kv_connector=name,
-                kv_connector_module_path="kvoffload.vllm" if name == "KVOffloadConnector" else "kvoffload.vllm.faulty",
+                kv_connector_module_path=connector_module(name),
                 kv_role="kv_both",
                 kv_connector_extra_config=config["connector"],
             )
@@ -145,8 +151,8 @@ class Engine:
         from vllm.distributed.kv_transfer import get_kv_transfer_group
 
         connector = get_kv_transfer_group()
-        (group,) = connector._setup.groups
-        pool, transfer = connector._pool.data, connector.connector_worker.transfer
+        (group,) = connector.layout.groups
+        pool, transfer = connector.pool.data, connector.connector_worker.transfer
         submit = transfer.submit
 
         def blanking(job_id: int, spec: Any, is_store: bool) -> None:
@@ -234,8 +240,8 @@ class Engine:
         offload.manager.check_integrity()
         return state | {
             "off": offload.off,
-            "jobs": len(offload._jobs),
-            "states": len(offload._states),
+            "jobs": len(offload.snapshot().jobs),
+            "requests": len(offload.snapshot().requests),
             "used_blocks": manager.num_used_blocks,
             "idle_blocks": manager._table.num_evictable,
             "metrics": offload.metrics.snapshot(),
@@ -514,12 +520,15 @@ def sleeps(config: dict[str, Any]) -> dict[str, Any]:
 
     Answers are [index of the prompt, answer], of all requests that were not aborted."""
 
+    from vllm.distributed.kv_transfer import get_kv_transfer_group
+
     from kvoffload.connector import scheduler
     from kvoffload.observe import server as records
     from kvoffload.vllm import versions
-    from kvoffload.vllm.setup import RankInfo
 
     versions.may_sleep = lambda _: not config.get("forgetful")
+    if config.get("forgetful"):
+        config["connector_class"] = "ForgetfulKVOffloadConnector"
     engine = Engine(config)
     core, connector = engine.llm.llm_engine, engine.scheduler.connector
     half = connector.connector_scheduler
@@ -564,7 +573,7 @@ def sleeps(config: dict[str, Any]) -> dict[str, Any]:
         ask(PROMPTS)
         for _ in range(MAX_STEPS):
             step()
-            jobs = connector.connector_scheduler._jobs
+            jobs = connector.connector_scheduler.snapshot().jobs
             # A request that waits for its load would keep its blocks.
             if (jobs and all(job.is_store for job in jobs.values())) or not live:
                 break
@@ -576,7 +585,6 @@ def sleeps(config: dict[str, Any]) -> dict[str, Any]:
             core.abort_request(list(live))
             live.clear()
         if config.get("forgetful"):
-            connector._scheduler = None
             scheduler.JOB_IDS = itertools.count(min(jobs))
         core.wake_up()
         handshake()
@@ -594,8 +602,8 @@ def sleeps(config: dict[str, Any]) -> dict[str, Any]:
     }
     if not config.get("forgetful"):
         result["naps"] = _naps(engine, config, handshake)
-    others = RankInfo(replace(connector._ranks[0].pool, inode=0), connector._ranks[0].layers)
-    connector.set_xfer_handshake_metadata_pp_aware({(0, 0): others})
+    own = get_kv_transfer_group().get_handshake_metadata()
+    connector.set_xfer_handshake_metadata_pp_aware({(0, 0): replace(own, pool=replace(own.pool, inode=0))})
     answers = result["without"] = []
     ask(PROMPTS)
     finish()
@@ -850,7 +858,8 @@ def refusals(config: dict[str, Any]) -> dict[str, Any]:
     from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, MambaSpec, RSWASpec
 
     from kvoffload.vllm import KVOffloadConnector
-    from kvoffload.vllm.setup import MULTI_CONNECTOR, model_fingerprint
+    from kvoffload.vllm.fingerprint import model_fingerprint
+    from kvoffload.vllm.refusals import MULTI_CONNECTOR
 
     def make_config(flags: dict[str, Any]) -> Any:
         made = {"pooler_config": lambda v: PoolerConfig(**v)}
@@ -915,10 +924,10 @@ def refusals(config: dict[str, Any]) -> dict[str, Any]:
             for role in (KVConnectorRole.WORKER, KVConnectorRole.SCHEDULER):
                 connector = KVOffloadConnector(vllm_config, role, caches)
             said[name] = None
-            setup = connector._setup
-            blocks[name] = setup.count_blocks()
-            engines[name] = [setup.engine, setup.engines]
-            fingerprints[name] = model_fingerprint(vllm_config, setup, [])
+            layout = connector.layout
+            blocks[name] = layout.count_blocks()
+            engines[name] = [layout.engine, layout.engines]
+            fingerprints[name] = model_fingerprint(vllm_config, layout, [])
         except Exception as error:
             said[name] = [type(error).__name__, str(error)]
         for part, key, value in before:
@@ -939,7 +948,8 @@ def fingerprints(config: dict[str, Any]) -> dict[str, Any]:
     from vllm.engine.arg_utils import EngineArgs
     from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
 
-    from kvoffload.vllm.setup import Setup, model_fingerprint
+    from kvoffload.vllm.fingerprint import model_fingerprint
+    from kvoffload.vllm.layout import EngineLayout
 
     spec = FullAttentionSpec(block_size=BLOCK_SIZE, num_kv_heads=2, head_size=32, dtype=torch.float32)
     caches = KVCacheConfig(DEVICE_BLOCKS, [], [KVCacheGroupSpec(["layer0", "layer1"], spec)])
@@ -968,7 +978,7 @@ def fingerprints(config: dict[str, Any]) -> dict[str, Any]:
             ).create_engine_config()
             if "multimodal" in case:
                 vllm_config.model_config.multimodal_config = MultiModalConfig(**case["multimodal"])
-            results[name] = model_fingerprint(vllm_config, Setup.from_vllm(vllm_config, caches), [])
+            results[name] = model_fingerprint(vllm_config, EngineLayout.from_vllm(vllm_config, caches), [])
         except Exception as error:
             results[name] = f"{type(error).__name__}: {error}"
         for variable in environment:

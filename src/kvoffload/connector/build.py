@@ -40,7 +40,7 @@ def build_scheduler(
     share_loads: bool = True,
     enable_events: bool = False,
     may_sleep: bool = False,
-    parent_request: Callable[[str], str] | None = None,
+    parent_request: Callable[[str], str] = str,
 ) -> OffloadingConnectorScheduler:
     """Returns the scheduler half for an engine with these KV cache ``groups``, ready to serve.
 
@@ -195,8 +195,8 @@ def _add_disk(
         )
     except OSError as error:
         logger.warning(
-            "kvoffload: disk_dir=%r: THERE IS NO DISK TIER: %s; requests are served from host memory or computed. Start "
-            "again when that is fixed",
+            "kvoffload: disk_dir=%r: THERE IS NO DISK TIER: %s; requests are served from host memory or computed. Fix "
+            "that and start again",
             config.disk_dir,
             error.strerror or error,
         )

@@ -29,8 +29,8 @@ class Finished:
     loaded: set[str] = field(default_factory=set)
     """Requests whose load has ended, successfully or not."""
     failed: dict[str, list[int]] = field(default_factory=dict)
-    """Those of ``loaded`` whose load failed, with the device blocks that it should have filled. Their content must not be
-    used."""
+    """Those of ``loaded`` whose load failed, with the device blocks that it should have filled. The engine must not use
+    the content of these blocks."""
     released: set[str] = field(default_factory=set)
     """Finished requests whose device blocks were kept for the connector, and can be freed now."""
 
@@ -233,8 +233,8 @@ class OffloadingConnectorWorker:
             if not self._are_weights_same():
                 self._report.failed.add(meta.check_weights)
         moves = bool(meta.loads or meta.stores)
-        # Steps without tokens and jobs must not read the weights: a sleeping engine runs such steps, and its weights have
-        # no memory then. While suspended all jobs fail anyway.
+        # Steps without tokens and jobs must not read the weights: a sleeping engine runs such steps while its weights
+        # have no memory. While suspended all jobs fail anyway.
         if self.weights is None or self._broken or self._suspended or not (meta.has_tokens or moves):
             return
         if self._must_accept:

@@ -70,8 +70,8 @@ def refuse_unserved(vllm_config: VllmConfig) -> None:
         )
     if MULTI_CONNECTOR in sys.modules:
         raise ConfigError(
-            "kv_connector=MultiConnector: it does not tell kvoffload where the workers' pools are, nor vLLM that failed "
-            "loads are to be recomputed; name KVOffloadConnector as kv_connector"
+            "kv_connector=MultiConnector: it does not pass the location of the workers' pools to kvoffload, nor to vLLM "
+            "that failed loads are to be recomputed; name KVOffloadConnector as kv_connector"
         )
     if model.runner_type == "pooling" and not model.is_prefix_caching_supported:
         raise ConfigError(
@@ -96,7 +96,7 @@ def refuse_unserved_with_disk(vllm_config: VllmConfig, config: OffloadConfig) ->
     if versions.expected_hash_root(vllm_config) is None:
         algorithm = vllm_config.cache_config.prefix_caching_hash_algo
         raise ConfigError(
-            f"prefix_caching_hash_algo={algorithm}: its hashes begin with another random number in every process, so no "
+            f"prefix_caching_hash_algo={algorithm}: its hashes begin with a random number in every process, so no "
             "process would find what another has left on disk; set the environment variable PYTHONHASHSEED=0 (any "
             "number, the same at every start), or use --prefix-caching-hash-algo sha256"
         )

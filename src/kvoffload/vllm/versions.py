@@ -78,8 +78,8 @@ FAILS_WHOLE_LOADS = KVConnectorTransferResults is not None
 KV cache group only."""
 FIRST_TO_FAIL_WHOLE_LOADS = SINCE["KVConnectorTransferResults"]
 DRAINS_HOLDERS_FIRST = hasattr(Scheduler, "_holds_kv_blocks")
-"""Whether waiting requests that hold device blocks are scheduled before those that do not. Otherwise a request that must
-wait for the load of another may block that one for ever, so no request may be made to wait."""
+"""Whether waiting requests that hold device blocks are scheduled before those that do not. Otherwise a request that
+waits for the load of another may block that one for ever, so no request may be made to wait."""
 FIRST_TO_DRAIN_HOLDERS_FIRST = SINCE["_holds_kv_blocks"]
 
 try:
