@@ -6,8 +6,8 @@ import logging
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from kvoffload.abc import ByteArray, ConfigError, KVGroup, OffloadingManager
-from kvoffload.cache.admission import FilterReusedOffloadingManager, tracker_size
+from kvoffload.abc import ByteArray, ConfigError, KVGroup, OffloadingManager, Tier
+from kvoffload.cache.admission import ReuseFilter, tracker_size
 from kvoffload.cache.keys import root_hash
 from kvoffload.cache.manager import PolicyOffloadingManager
 from kvoffload.cache.policies import make_policy
@@ -61,20 +61,35 @@ def build_scheduler(
     host_pools = _HostPools(groups, hash_block_size, pools, engines)
     host_pools.check(config)
     num_blocks = host_pools.num_blocks
-    host = PolicyOffloadingManager(
-        HostBackend(groups[0].block_tokens, num_blocks), make_policy(config.policy, num_blocks), enable_events
-    )
     recorder = _make_recorder(config, host_pools, engine, device_blocks)
     try:
-        manager: OffloadingManager = _add_disk(config, host, host_pools, fingerprint, engine)
+        tier = _open_disk(config, host_pools, fingerprint, engine)
     except ConfigError:
         if recorder is not None:
             recorder.close()
         raise
+    admission = None
     if config.store_threshold is not None:
         disk_blocks = (config.disk_bytes or 0) // (host_pools.block_bytes * engines)
-        size = tracker_size(num_blocks + disk_blocks)
-        manager = FilterReusedOffloadingManager(manager, config.store_threshold, size, parent_request)
+        admission = ReuseFilter(config.store_threshold, tracker_size(num_blocks + disk_blocks), parent_request)
+    manager: OffloadingManager
+    manager = host = PolicyOffloadingManager(
+        HostBackend(groups[0].block_tokens, num_blocks),
+        make_policy(config.policy, num_blocks),
+        enable_events,
+        must_store=tier is not None,
+        admission=admission,
+    )
+    if tier is not None:
+        manager = TieredOffloadingManager(
+            host,
+            [tier],
+            tokens_per_block=tokens_per_block(groups),
+            groups=groups,
+            lookup_deadline_ms=config.lookup_deadline_ms,
+            load_deadline_ms=config.load_deadline_ms,
+            load_only_if_faster=config.load_only_if_faster,
+        )
     scheduler = OffloadingConnectorScheduler(
         manager,
         groups=groups,
@@ -176,12 +191,13 @@ class _HostPools:
         return text
 
 
-def _add_disk(
-    config: OffloadConfig, host: PolicyOffloadingManager, pools: _HostPools, fingerprint: str, engine: int
-) -> OffloadingManager:
-    """Returns ``host`` with the disk tier below it, or ``host`` alone, with a warning, if the disk fails."""
+def _open_disk(config: OffloadConfig, pools: _HostPools, fingerprint: str, engine: int) -> Tier | None:
+    """Returns the disk tier that ``config`` asks for. Returns None, with a warning, if the disk fails.
+
+    Raises ConfigError if a pool cannot be opened or the directory cannot be used.
+    """
     if config.disk_dir is None or config.disk_bytes is None:
-        return host
+        return None
     arrays = pools.open()
     try:
         tier = open_disk_tier(
@@ -200,7 +216,7 @@ def _add_disk(
             config.disk_dir,
             error.strerror or error,
         )
-        return host
+        return None
     logger.info(
         "kvoffload: disk tier in %s of %s = %s tokens; found %s blocks of this model there",
         config.disk_dir,
@@ -208,16 +224,7 @@ def _add_disk(
         f"{pools.tokens(tier.capacity_bytes // tier.block_bytes):,}",
         f"{tier.num_blocks:,}",
     )
-    groups = pools.layout.groups
-    return TieredOffloadingManager(
-        host,
-        [tier],
-        tokens_per_block=tokens_per_block(groups),
-        groups=groups,
-        lookup_deadline_ms=config.lookup_deadline_ms,
-        load_deadline_ms=config.load_deadline_ms,
-        load_only_if_faster=config.load_only_if_faster,
-    )
+    return tier
 
 
 def _make_recorder(

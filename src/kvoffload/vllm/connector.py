@@ -76,8 +76,8 @@ class KVOffloadConnector(KVConnectorBase_V1, SupportsHMA):
 
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
-        # A failed load is a miss, but "fail", vLLM's default, would fail the request. Whether the user has set it cannot
-        # be seen here, so this is an info line and not a warning.
+        # A failed load is a miss, but "fail", vLLM's default, would fail the request. Whether the user has set it
+        # cannot be seen here, so this is an info line and not a warning.
         policy = self._kv_transfer_config.kv_load_failure_policy
         if role == KVConnectorRole.SCHEDULER and policy != "recompute":
             self._kv_transfer_config.kv_load_failure_policy = "recompute"
@@ -149,8 +149,8 @@ class KVOffloadConnector(KVConnectorBase_V1, SupportsHMA):
         """The scheduler half, after the first handshake. Exists in the scheduler's process only."""
         if self._scheduler is None:
             raise ConfigError(
-                "vLLM has not passed on the location of the workers' host pools; set distributed_executor_backend to mp "
-                "or uni"
+                "vLLM has not passed on the location of the workers' host pools; set distributed_executor_backend to "
+                "mp or uni"
             )
         return self._scheduler
 

@@ -134,7 +134,7 @@ def model_fingerprint(vllm_config: VllmConfig, layout: EngineLayout, infos: Sequ
 
 
 def _model(model: ModelConfig) -> list[Any]:
-    """What decides, besides weights and tokens, what ``model`` computes: its configuration and the code that it names."""
+    """What decides, besides weights and tokens, what ``model`` computes: its configuration and code named in it."""
     overrides = getattr(model, "model_class_overrides", None) or {}
     config = copy.copy(model)
     for name in SHAPES_NOTHING:

@@ -70,8 +70,8 @@ def refuse_unserved(vllm_config: VllmConfig) -> None:
         )
     if MULTI_CONNECTOR in sys.modules:
         raise ConfigError(
-            "kv_connector=MultiConnector: it does not pass the location of the workers' pools to kvoffload, nor to vLLM "
-            "that failed loads are to be recomputed; name KVOffloadConnector as kv_connector"
+            "kv_connector=MultiConnector: it neither passes the location of the workers' pools to kvoffload nor tells "
+            "vLLM that failed loads are to be recomputed; name KVOffloadConnector as kv_connector"
         )
     if model.runner_type == "pooling" and not model.is_prefix_caching_supported:
         raise ConfigError(
