@@ -45,8 +45,8 @@ def build_scheduler(
     """Returns the scheduler half for an engine with these KV cache ``groups``, ready to serve.
 
     ``pools`` has one host pool per rank: its bytes, shape (num_blocks, slot_bytes), or the PoolHandle of a pool in
-    another process. Blocks are found again only under the same ``fingerprint``, which must cover everything that shapes
-    their bytes (see ``kvoffload.fingerprint``). Without a disk tier any text will do.
+    another process. ``fingerprint`` is the result of ``kvoffload.fingerprint`` for everything that shapes the bytes of
+    a block: blocks are found again only under the same one.
 
     ``hash_block_size``: tokens per block hash, by default the greatest common divisor of the device block sizes.
     ``device_blocks``: blocks of the device's KV cache, for the log and for recorded traces. ``engine``: the index of
@@ -61,6 +61,7 @@ def build_scheduler(
     host_pools = _HostPools(groups, hash_block_size, pools, engines)
     host_pools.check(config)
     num_blocks = host_pools.num_blocks
+    policy = make_policy(config.policy, num_blocks)
     recorder = _make_recorder(config, host_pools, engine, device_blocks)
     try:
         tier = _open_disk(config, host_pools, fingerprint, engine)
@@ -75,7 +76,7 @@ def build_scheduler(
     manager: OffloadingManager
     manager = host = PolicyOffloadingManager(
         HostBackend(groups[0].block_tokens, num_blocks),
-        make_policy(config.policy, num_blocks),
+        policy,
         enable_events,
         must_store=tier is not None,
         admission=admission,
