@@ -188,9 +188,9 @@ def test_nor_one_whose_times_are_made_up() -> None:
     """Whole seconds: some file systems know no better, or give every file the same time."""
     fields = {"st_mtime_ns": 0, "st_ctime_ns": 10**9}
     state = type("State", (), fields)()
-    assert not digests._is_settled(state, in_an_hour())  # type: ignore[arg-type]
+    assert not digests.is_settled(state, in_an_hour())  # type: ignore[arg-type]
     state.st_ctime_ns += 1
-    assert digests._is_settled(state, in_an_hour())  # type: ignore[arg-type]
+    assert digests.is_settled(state, in_an_hour())  # type: ignore[arg-type]
 
 
 def test_only_its_owner_can_read_it(weights: Path, folder: Path) -> None:
@@ -384,10 +384,10 @@ def test_hashing_that_takes_long_is_told_of_once(
     weights: Path, folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.INFO):
-        monkeypatch.setattr(digests, "TOLD_AFTER_S", float("inf"))
+        monkeypatch.setattr(digests, "LOG_AFTER_S", float("inf"))
         file_digests([weights])
         assert not caplog.records
-        monkeypatch.setattr(digests, "TOLD_AFTER_S", 0.0)
+        monkeypatch.setattr(digests, "LOG_AFTER_S", 0.0)
         file_digests([weights], cache_of(folder))
         assert len(caplog.records) == 1
         assert "GB/s" in caplog.text

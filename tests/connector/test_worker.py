@@ -209,6 +209,65 @@ def test_releases_are_reported_once(worker: OffloadingConnectorWorker) -> None:
     assert step(worker) == (set(), set(), set())
 
 
+# One call per step.
+
+
+def test_one_call_runs_a_step_and_delivers_its_report(device: Device, worker: OffloadingConnectorWorker) -> None:
+    reports: list[WorkerReport] = []
+    with worker.step(StepMeta(stores={1: job([2], [5])}), reports.append) as finished:
+        device.data[:, 5] = 7  # the forward pass
+    assert (finished.loaded, finished.failed, finished.released) == (set(), {}, set())
+    assert reports == [], "the store is not through"
+    device.pool[3] = 9
+    with worker.step(StepMeta(loads={2: job([3], [4])}, releases=["a"]), reports.append) as finished:
+        assert finished.loaded == set(), "it is filled when the step has ended"
+    assert (finished.loaded, finished.failed, finished.released) == ({"r"}, {}, {"a"})
+    assert device.slot(2) == device.block(5) == bytes([7]) * LAYERS * PAGE
+    assert device.block(4) == device.slot(3)
+    assert [each.done for each in reports] == [{1: 1, 2: 1}]
+    with worker.step(NOTHING, reports.append):
+        pass
+    assert len(reports) == 1, "nothing to report"
+    assert worker.take_report() is None
+
+
+def test_one_call_makes_fenced_stores_read_before_the_forward_pass(
+    device: Device, worker: OffloadingConnectorWorker
+) -> None:
+    reports: list[WorkerReport] = []
+    want = device.block(1)
+    with worker.step(StepMeta(stores={1: job([0], [1])}), reports.append):
+        pass
+    with worker.step(StepMeta(fences=[1]), reports.append):
+        device.data[:, 1] = 0
+    assert device.slot(0) == want
+
+
+def test_what_a_failed_forward_pass_was_to_compute_is_not_stored(
+    device: Device, worker: OffloadingConnectorWorker
+) -> None:
+    """Stores of the step count as failed, unless they were read before it. The engine sees its own exception."""
+    reports: list[WorkerReport] = []
+    want = device.block(1)
+    meta = StepMeta(stores={1: job([0], [1]), 2: job([1], [2])}, fences=[1], loads={3: job([3], [4])})
+
+    def run_step() -> None:
+        with worker.step(meta, reports.append):
+            device.data[:] = 0
+            raise RuntimeError("planted")
+
+    with pytest.raises(RuntimeError, match="planted"):
+        run_step()
+    with worker.step(NOTHING, reports.append):
+        pass
+    total = WorkerReport()
+    for each in reports:
+        total.add(each)
+    assert (total.done, total.failed) == ({1: 1, 2: 1, 3: 1}, {2})
+    assert device.slot(0) == want
+    assert device.slot(1) == bytes(LAYERS * PAGE)
+
+
 # Copies that fail.
 
 
@@ -435,26 +494,26 @@ class Weights:
     """A watch over one number. ``answers`` False: nothing is known of it for now."""
 
     def __init__(self) -> None:
-        self.now = self._accepted = self._compared = 0
+        self.now = self.accepted = self._compared = 0
         self.answers = True
         self.num_comparisons = 0
         self.notes = 0
 
     def accept(self) -> None:
-        self._accepted = self._compared = self.now
+        self.accepted = self._compared = self.now
 
     def begin(self) -> None:
         self._compared = self.now
         self.num_comparisons += 1
 
     def poll(self) -> bool | None:
-        return self._compared != self._accepted if self.answers else None
+        return self._compared != self.accepted if self.answers else None
 
     def note_new(self) -> None:
         self.notes += 1
 
     def are_same(self) -> bool:
-        return self.now == self._accepted
+        return self.now == self.accepted
 
 
 @pytest.fixture
@@ -597,7 +656,7 @@ def test_weights_are_not_read_while_device_blocks_have_no_memory(
     step(watched, meta)
     step(watched, StepMeta(has_tokens=False, epoch=epoch))
     assert weights.num_comparisons == 0
-    assert weights._accepted == 0
+    assert weights.accepted == 0
     assert report(watched) == ({2: 1}, {2})
 
 
