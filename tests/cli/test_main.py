@@ -131,7 +131,7 @@ def test_what_is_imported_is_declared_where_it_belongs() -> None:
         "vllm": ("vllm/", "demo/"),
         "torch": ("vllm/", "transfer/cuda.py"),
         "transformers": ("demo/engine.py",),
-        "huggingface_hub": ("fingerprint.py",),
+        "huggingface_hub": ("fingerprints.py",),
     }
     for name in found.keys() - core:
         assert all(path.startswith(rooms.get(name, "vllm/")) for path in found[name]), f"{name} in {found[name]}"

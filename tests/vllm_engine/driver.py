@@ -145,7 +145,7 @@ class Engine:
             name = config.get("connector_class", "KVOffloadConnector")
             arguments["kv_transfer_config"] = KVTransferConfig(
                 kv_connector=name,
-                kv_connector_module_path=connector_module(name),
+                kv_connector_module_path=None if config.get("plugin") else connector_module(name),
                 kv_role="kv_both",
                 kv_connector_extra_config=config["connector"],
             )

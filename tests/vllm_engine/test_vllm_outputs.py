@@ -24,7 +24,7 @@ CONFIGURATIONS: dict[str, dict[str, Any]] = {
         "slow": 2,
         "engine": {"enable_prefix_caching": False},
     },
-    "asynchronous scheduling": {"connector": POOL, "force_async": True},
+    "asynchronous scheduling, found as a plugin": {"connector": POOL, "force_async": True, "plugin": True},
 }
 """Each preempts. Slow copies are the hard case for fences: a block's bytes may be read, or arrive, many steps
 after the step that asked for it."""

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from kvoffload import fingerprint as module
+from kvoffload import fingerprints as module
 from kvoffload.digests import DigestCache
-from kvoffload.fingerprint import files_fingerprint, find_model_dir, fingerprint, has_weights, is_commit
+from kvoffload.fingerprints import files_fingerprint, find_model_dir, fingerprint, has_weights, is_commit
 
 EMBEDDING_BYTES = 1_000_003
 """No multiple of anything that is read at a time."""
@@ -262,7 +262,7 @@ def test_a_part_that_is_missing_matters(name: str) -> None:
 
 def test_our_own_format_is_a_part(monkeypatch: pytest.MonkeyPatch) -> None:
     before = fingerprint(PARTS)
-    monkeypatch.setattr("kvoffload.fingerprint.FORMAT_VERSION", 3)
+    monkeypatch.setattr("kvoffload.fingerprints.FORMAT_VERSION", 3)
     assert fingerprint(PARTS) != before
 
 
