@@ -161,8 +161,8 @@ class Engine:
         if arguments.get("pipeline_parallel_size", 1) > 1:
             self.llm.collective_rpc(_make_room_for_hidden_states)
         self.prompts = make_prompts()
-        if config.get("spoil_drafts"):
-            self._spoil_drafts()
+        if config.get("corrupt_drafts"):
+            self._corrupt_drafts()
         if "slow" in config:
             self._slow_down(config["slow"], config.get("failing", 0.0))
         self.loaded_blocks: Counter[int] = Counter()
@@ -181,7 +181,7 @@ class Engine:
 
         self.offload.build_connector_meta = counting
 
-    def _spoil_drafts(self) -> None:
+    def _corrupt_drafts(self) -> None:
         """Overwrites with zeros what is loaded for the second half of the layers, which belong to the draft model."""
         from vllm.distributed.kv_transfer import get_kv_transfer_group
 
@@ -630,11 +630,11 @@ def sleeps(config: dict[str, Any]) -> dict[str, Any]:
     ask(PROMPTS)
     finish()
     (server,) = [server for server in records.running_servers() if server.pid == os.getpid()]
-    told = records.read_records(server, 10.0).records
+    served = records.read_records(server, 10.0).records
     result = {
         "answers": answers,
         "answered": list(answered),
-        "recorded": [record.req_id.split("-")[0] for record in told],
+        "recorded": [record.req_id.split("-")[0] for record in served],
         "one_half": connector.connector_scheduler is half,
         "under_way": under_way,
         **engine.state(),
@@ -726,8 +726,8 @@ def _handshake_of_a_wake(core: Any) -> Callable[[], None]:
         return lambda: None
 
     def handshake() -> None:
-        told = core.model_executor.get_kv_connector_handshake_metadata()
-        merged = {rank: info for worker in told for rank, info in worker.items()}
+        infos = core.model_executor.get_kv_connector_handshake_metadata()
+        merged = {rank: info for worker in infos for rank, info in worker.items()}
         core.scheduler.get_kv_connector().set_xfer_handshake_metadata_pp_aware(merged)
 
     return handshake
