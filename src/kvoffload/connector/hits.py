@@ -26,7 +26,7 @@ class _Gap(NamedTuple):
 
     start: int
     group: int
-    index: int
+    ordinal: int
     state: LookupState
 
 
@@ -67,7 +67,7 @@ class HitSearch:
             gap = self._first_gap(state, computed, end, context)
             if gap is None:
                 break
-            missed = blocks.keys[gap.group][gap.index]
+            missed = blocks.keys[gap.group][gap.ordinal]
             if gap.state is LookupState.RETRY:
                 return Hit(computed, missed, False)
             end = gap.start // layout.align * layout.align
@@ -81,8 +81,8 @@ class HitSearch:
         for g in self._layout.windows:
             needed = self._layout.needed_blocks(g, computed, last_loadable(state, end))
             states = self._manager.lookup_each(state.blocks.keys[g][needed.start : needed.stop], context)
-            for index, found in zip(needed, states, strict=True):
-                gap = _Gap(index * self._layout.groups[g].block_tokens, g, index, found)
+            for ordinal, found in zip(needed, states, strict=True):
+                gap = _Gap(ordinal * self._layout.groups[g].block_tokens, g, ordinal, found)
                 if found is LookupState.RETRY:
                     unknown = unknown or gap
                 elif found is not LookupState.HIT:

@@ -43,7 +43,9 @@ class RequestOptions:
             ):
                 known[name] = value
             else:
-                logger.debug("kvoffload: a request has the option %r=%r, which is not valid; it is left out", name, value)
+                logger.debug(
+                    "kvoffload: a request has the option %r=%r, which is not valid; it is left out", name, value
+                )
         return cls(**known)
 
 

@@ -234,7 +234,7 @@ class OffloadingConnectorScheduler:
         if match is not None:
             state.blocks.clear_loaded()
         if num_external_tokens == 0:
-            self.manager.let_go(state.context)
+            self.manager.release_request(state.context)
         elif match is None or not self._was_offered(match, num_external_tokens):
             self._break_load(request, blocks, num_external_tokens)
         else:
@@ -256,7 +256,7 @@ class OffloadingConnectorScheduler:
             return
         job_id = self.jobs.add(Job(False, [state], lease, keys, epoch=self.shelf.num_resets))
         self._next.meta.loads[job_id] = TransferSpec(state.context.req_id, lease, device)
-        self.manager.let_go(state.context)
+        self.manager.release_request(state.context)
         device_blocks = device.block_ids.tolist()
         self._next.handed_out.update(device_blocks)
         self.sound.add(device_blocks)
@@ -286,7 +286,7 @@ class OffloadingConnectorScheduler:
         if num_external_tokens:
             state = self._state(request)
             state.may_load = False
-            self.manager.let_go(state.context)
+            self.manager.release_request(state.context)
             broken = self._next.meta.broken_loads
             broken[request.request_id] = []
             self.metrics.add("load_failures")
@@ -371,11 +371,11 @@ class OffloadingConnectorScheduler:
         for state, _ in finished:
             if state.touched:
                 keys = state.blocks.keys_in_order()
-                self.manager.refresh(keys, state.blocks.stored, state.context)
+                self.manager.reorder_chain(keys, state.blocks.stored, state.context)
                 self.manager.offer_chain(keys, state.context)
 
     def _take_meta(self, step: ScheduledStep) -> StepMeta:
-        meta, self._next = self._next.meta, _NextStep(finished=self._next.finished)
+        meta, self._next = self._next.meta, _NextStep()
         meta.has_tokens = any(step.num_scheduled_tokens.values())
         meta.epoch = self.shelf.num_resets
         self.shelf.was_reset = False
@@ -399,7 +399,7 @@ class OffloadingConnectorScheduler:
             self.switch_off("a worker's transfer engine")
 
     def _end_store(self, job: Job) -> None:
-        self.manager.complete_store(job.keys, None, not job.failed)
+        self.manager.complete_store(job.lease, success=not job.failed)
         if not job.failed:
             self.changes.contents += 1
             self.observer.stored(job)
@@ -409,7 +409,7 @@ class OffloadingConnectorScheduler:
 
     def _end_load(self, job: Job) -> None:
         self.changes.loads += 1
-        self.manager.complete_load(job.keys)
+        self.manager.complete_load(job.lease)
         (state,) = job.states
         state.phase = Phase.RUNNING
         if job.failed:
@@ -433,7 +433,7 @@ class OffloadingConnectorScheduler:
         state = self.requests.pop(request.request_id, None)
         if state is None:
             return False, None
-        self.manager.let_go(state.context)
+        self.manager.release_request(state.context)
         self.stores.forget(request.request_id)
         self.observer.end(state)
         if any(state.blocks.tables):
@@ -484,7 +484,7 @@ class OffloadingConnectorScheduler:
         for state in self.requests.values():
             # The sleep was no wait for blocks.
             state.end_wait()
-            self.manager.let_go(state.context)
+            self.manager.release_request(state.context)
 
     def shutdown(self) -> None:
         """Releases everything; may be called twice. Also when offloading is off: lower tiers have threads and files."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kvoffload.abc import DeviceSpec, LoadStoreSpec, OffloadingManager, OffloadKey, PrepareStoreOutput, TransferSpec
+from kvoffload.abc import DeviceSpec, LoadStoreSpec, OffloadingManager, PrepareStoreOutput, TransferSpec
 from kvoffload.connector.due import DueList
 from kvoffload.connector.jobs import Job, JobTable
 from kvoffload.connector.layout import Block, Layout
@@ -136,9 +136,7 @@ class StorePlanner:
         block = due.blocks[0]
         return len(block.device_blocks) == self._layout.groups[block.group].block_size_factor
 
-    def _start(
-        self, dues: list[Due], output: PrepareStoreOutput, epoch: int, specs: dict[int, TransferSpec]
-    ) -> None:
+    def _start(self, dues: list[Due], output: PrepareStoreOutput, epoch: int, specs: dict[int, TransferSpec]) -> None:
         """Makes one job of what ``output`` has room for."""
         if output.evicted_keys:
             self._changes.contents += 1
@@ -159,7 +157,7 @@ class StorePlanner:
                     state.storing = Storing.REFUSED
         if len(dues) == 1 and len(new) > 1:
             keys = [block.key for _, block in new]
-            self._manager.refresh(keys, keys, dues[0].state.context)
+            self._manager.reorder_chain(keys, keys, dues[0].state.context)
         if new:
             job_id, spec = self._new_job(new, output.store_spec, epoch)
             specs[job_id] = spec

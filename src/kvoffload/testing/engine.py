@@ -29,8 +29,8 @@ from kvoffload.cache.keys import hash_blocks
 from kvoffload.cache.manager import PolicyOffloadingManager
 from kvoffload.cache.policies import make_policy
 from kvoffload.cache.slots import HostBackend
-from kvoffload.connector.control import PARAM
 from kvoffload.connector.messages import StepMeta, WorkerReport
+from kvoffload.connector.options import PARAM
 from kvoffload.connector.scheduler import MAX_WAITS_PER_REQUEST, OffloadingConnectorScheduler
 from kvoffload.connector.worker import Finished, OffloadingConnectorWorker
 from kvoffload.host.pool import padded_slot_bytes
@@ -1134,7 +1134,7 @@ class ModelEngine:
         """Readers per key held in the host, writers to lower tiers included; -1 while it is being written."""
         table = self.policy_manager._table
         slots = table.slots()
-        return dict(zip(table.key_of[slots].tolist(), table.num_users(slots).tolist(), strict=True))
+        return dict(zip(table.key_of[slots].tolist(), table.ref_cnt[slots].tolist(), strict=True))
 
 
 def _held_blocks(request: EngineRequest) -> list[int]:
