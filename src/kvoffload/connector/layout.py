@@ -32,6 +32,8 @@ class Layout:
                     "tokens that one block hash covers; set the engine's hash block size to a divisor of its block size"
                 )
         self.namespace = namespace
+        self.block_tokens = tuple(group.block_tokens for group in groups)
+        self.factors = tuple(group.block_size_factor for group in groups)
         self.align = math.lcm(*(group.block_tokens for group in groups))
         """Tokens: whole blocks of all groups end at multiples of it."""
         self.device_align = math.lcm(*(group.device_block_size for group in groups))

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
-from kvoffload.abc import OffloadKey, ReqContext, Request
+from kvoffload.abc import BlockHash, OffloadKey, ReqContext, Request
 from kvoffload.connector.layout import NULL_BLOCK, Block, Layout
 from kvoffload.connector.options import RequestOptions
 
@@ -86,10 +86,11 @@ class RequestState:
     """Jobs under way."""
 
     @classmethod
-    def new(cls, request: Request, layout: Layout) -> RequestState:
+    def new(cls, request: Request, layout: Layout, max_stored_tokens: int) -> RequestState:
         params = request.kv_transfer_params
         options = RequestOptions.from_params(params)
-        blocks = RequestBlocks(request, layout, NEVER if options.max_tokens is None else options.max_tokens)
+        most = NEVER if options.max_tokens is None else options.max_tokens
+        blocks = RequestBlocks(request, layout, most, min(most, max_stored_tokens))
         context = ReqContext(request.request_id, params)
         return cls(request, context, options, blocks, may_load=options.load)
 
@@ -124,14 +125,14 @@ class RequestState:
 
 @dataclass(slots=True, eq=False)
 class RequestBlocks:
-    """The blocks of one request, per group: their keys, the device blocks that hold them, and which were stored.
-
-    No more than the first ``max_tokens`` tokens are stored and loaded.
-    """
+    """The blocks of one request, per group: their keys, the device blocks that hold them, and which were stored."""
 
     request: Request
     layout: Layout
     max_tokens: int
+    """No more than this number of its first tokens are loaded."""
+    max_stored_tokens: int
+    """No more than this number of its first tokens are stored."""
     keys: list[list[OffloadKey]] = field(init=False)
     """The keys of its whole blocks so far."""
     tables: list[list[int]] = field(init=False)
@@ -144,6 +145,9 @@ class RequestBlocks:
     """What the request has stored itself."""
     store_at: int = 0
     """No block becomes due before this many tokens are computed."""
+    _num_hashes: int = 0
+    _last_hash: BlockHash = b""
+    """The block hashes of which keys were made: their number and the last one."""
 
     def __post_init__(self) -> None:
         self.keys = [[] for _ in self.layout.groups]
@@ -163,36 +167,44 @@ class RequestBlocks:
 
     @property
     def most_tokens(self) -> int:
-        """Tokens that may be stored and loaded."""
+        """Tokens that may be loaded."""
         return min(self.max_tokens, self.request.num_tokens)
 
     def extend_keys(self) -> bool:
         """Makes the keys of blocks that became whole. If the engine has taken tokens back and given others, all keys
         are made anew and False is returned: what was stored or refused belongs to other tokens."""
-        hashes, layout = self.request.block_hashes, self.layout
-        known = len(hashes) * layout.hash_block_size
-        is_same = True
-        for g, keys in enumerate(self.keys):
-            # Hashes are chained, so the last key shows whether any has changed.
-            last = len(keys) - 1
-            if keys and (layout.known_tokens(g, last) > known or keys[last] != layout.key(g, last, hashes)):
+        hashes, layout, is_same = self.request.block_hashes, self.layout, True
+        num_hashes, before = len(hashes), self._num_hashes
+        # Hashes are chained, so the last one shows whether any has changed.
+        if before and (num_hashes < before or hashes[before - 1] != self._last_hash):
+            is_same = self._are_keys_of(hashes)
+            if not is_same:
                 self.keys = [[] for _ in layout.groups]
                 self.restart_stores()
-                is_same = False
-                break
+        elif num_hashes == before:
+            return True
+        self._num_hashes, self._last_hash = num_hashes, hashes[-1] if num_hashes else b""
+        known = num_hashes * layout.hash_block_size
         for g, keys in enumerate(self.keys):
             while layout.known_tokens(g, len(keys)) <= known:
                 keys.append(layout.key(g, len(keys), hashes))
         return is_same
 
+    def _are_keys_of(self, hashes: Sequence[BlockHash]) -> bool:
+        """Whether all keys made so far are those of a request with ``hashes``."""
+        layout, known = self.layout, len(hashes) * self.layout.hash_block_size
+        for g, keys in enumerate(self.keys):
+            last = len(keys) - 1
+            if keys and (layout.known_tokens(g, last) > known or keys[last] != layout.key(g, last, hashes)):
+                return False
+        return True
+
     def keys_in_order(self) -> list[OffloadKey]:
         """All keys so far, by the position at which their blocks end, so that groups lose their tails together."""
-        groups = self.layout.groups
-        if len(groups) == 1:
+        if len(self.keys) == 1:
             return self.keys[0]
-        ends = sorted(
-            ((i + 1) * groups[g].block_tokens, g, i) for g, keys in enumerate(self.keys) for i in range(len(keys))
-        )
+        sizes = self.layout.block_tokens
+        ends = sorted(((i + 1) * sizes[g], g, i) for g, keys in enumerate(self.keys) for i in range(len(keys)))
         return [self.keys[g][i] for _, g, i in ends]
 
     def add_to_tables(self, tables: Sequence[Sequence[int]]) -> None:
@@ -202,34 +214,35 @@ class RequestBlocks:
     def replace_tables(self, tables: Sequence[Sequence[int]]) -> None:
         self.tables = [list(table) for table in tables]
 
-    def due(self, num_computed: int, num_before: int, max_tokens: int) -> list[Block]:
-        """Whole blocks of computed, known tokens that were not stored yet and whose KV is still there, by their end.
-        ``extend_keys`` was called.
+    def due(self, num_computed: int, num_before: int) -> tuple[list[Block], list[int]]:
+        """Returns the whole blocks of computed, known tokens that were not stored yet and whose KV is still there, by
+        their end; and per group the ``next_store`` for when they are stored. ``extend_keys`` was called.
 
         ``num_computed`` tokens are computed at the end of this step, ``num_before`` were at its beginning: what the
-        token after those does not attend to may be gone. Blocks past ``max_tokens`` are left out.
+        token after those does not attend to may be gone.
         """
+        layout = self.layout
         due: list[Block] = []
-        for g, group in enumerate(self.layout.groups):
-            ordinals = range(self.next_store[g], self.store_end(g, num_computed, max_tokens))
-            if not ordinals:
+        ends: list[int] = []
+        tokens = min(num_computed, self.request.num_tokens, self.max_stored_tokens)
+        for g, first in enumerate(self.next_store):
+            keys, table, factor = self.keys[g], self.tables[g], layout.factors[g]
+            end = min(tokens // layout.block_tokens[g], len(table) // factor, len(keys), first + MAX_BLOCKS_PER_STEP)
+            if end <= first:
+                ends.append(first)
                 continue
-            if not group.is_full:
-                due += self._due_in_window(g, ordinals, num_before)
+            ends.append(end)
+            if not layout.groups[g].is_full:
+                due += self._due_in_window(g, range(first, end), num_before)
                 continue
-            keys, table, loaded, factor = self.keys[g], self.tables[g], self.loaded[g], group.block_size_factor
-            blocks = [
-                Block(g, i, keys[i], i * factor, table[i * factor : (i + 1) * factor])
-                for i in ordinals
-                if i not in loaded
-            ]
-            if NULL_BLOCK in table[ordinals.start * factor : ordinals.stop * factor]:
-                blocks = [block for block in blocks if NULL_BLOCK not in block.device_blocks]
-            due += blocks
-        if len(self.layout.groups) > 1:
-            groups = self.layout.groups
-            due.sort(key=lambda block: (block.ordinal + 1) * groups[block.group].block_tokens)
-        return due
+            loaded = self.loaded[g]
+            for i in range(first, end):
+                device_blocks = table[i * factor : (i + 1) * factor]
+                if i not in loaded and NULL_BLOCK not in device_blocks:
+                    due.append(Block(g, i, keys[i], i * factor, device_blocks))
+        if len(ends) > 1:
+            due.sort(key=lambda block: (block.ordinal + 1) * layout.block_tokens[block.group])
+        return due, ends
 
     def _due_in_window(self, g: int, ordinals: range, num_before: int) -> Iterator[Block]:
         group, table = self.layout.groups[g], self.tables[g]
@@ -247,23 +260,17 @@ class RequestBlocks:
             if first <= needed and NULL_BLOCK not in table[first:last]:
                 yield Block(g, ordinal, self.keys[g][ordinal], first, table[first:last])
 
-    def store_end(self, g: int, num_computed: int, max_tokens: int) -> int:
-        """The index past the last block of group ``g`` that this step stores, where ``num_computed`` tokens are."""
-        group, first = self.layout.groups[g], self.next_store[g]
-        tokens = min(num_computed, self.most_tokens, max_tokens)
-        held = len(self.tables[g]) // group.block_size_factor
-        return max(first, min(tokens // group.block_tokens, held, len(self.keys[g]), first + MAX_BLOCKS_PER_STEP))
+    def stored_up_to(self, next_store: list[int]) -> None:
+        """The blocks before ``next_store`` were given to ``prepare_store``."""
+        self.next_store = next_store
+        self.store_at = self._due_at(0) if len(next_store) == 1 else min(map(self._due_at, range(len(next_store))))
 
-    def stored_up_to(self, num_computed: int, max_tokens: int) -> None:
-        """The blocks that ``due`` returned for the same figures were given to ``prepare_store``."""
-        groups = range(len(self.layout.groups))
-        self.next_store = [self.store_end(g, num_computed, max_tokens) for g in groups]
-        self.store_at = min(self._due_at(g, max_tokens) for g in groups)
-
-    def _due_at(self, g: int, max_tokens: int) -> int:
+    def _due_at(self, g: int) -> int:
         """The number of computed tokens at which the next block of group ``g`` becomes due."""
-        end = (self.next_store[g] + 1) * self.layout.groups[g].block_tokens
-        if end > max_tokens or end > self.max_tokens:
+        next_block = self.next_store[g]
+        end = (next_block + 1) * self.layout.block_tokens[g]
+        if end > self.max_stored_tokens:
             return NEVER
-        named = self.layout.known_tokens(g, self.next_store[g])
+        # The keys of a draft group need tokens after the block too.
+        named = self.layout.known_tokens(g, next_block) if self.layout.groups[g].draft else end
         return end if named <= self.request.num_tokens else named

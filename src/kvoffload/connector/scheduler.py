@@ -313,7 +313,13 @@ class OffloadingConnectorScheduler:
             self._lose_blocks(req_id)
         handed_out = upcoming.handed_out
         for req_id, tables in step.block_ids.items():
-            self._take_tables(req_id, tables, req_id in step.replaced, handed_out)
+            state = self.requests.get(req_id)
+            if self.sound.is_tracking or (state is not None and req_id in step.replaced):
+                self._take_tables(state, tables, req_id in step.replaced, handed_out)
+            else:
+                if state is not None:
+                    state.blocks.add_to_tables(tables)
+                handed_out.update(*tables)
         handed_out.discard(NULL_BLOCK)
         if upcoming.finished:
             # Their device blocks may have been handed out again in this very step: then they are read first.
@@ -343,13 +349,14 @@ class OffloadingConnectorScheduler:
         if not has_new_ones:
             self.observer.lost_blocks(req_id)
 
-    def _take_tables(self, req_id: str, tables: Sequence[Sequence[int]], is_whole: bool, handed_out: set[int]) -> None:
+    def _take_tables(
+        self, state: RequestState | None, tables: Sequence[Sequence[int]], is_whole: bool, handed_out: set[int]
+    ) -> None:
         """The engine has given device blocks to a request. ``is_whole``: they are its whole table."""
-        state = self.requests.get(req_id)
         new, found = tables, None
         if state is not None and is_whole:
             state.blocks.replace_tables(tables)
-            self.stores.watch(req_id)
+            self.stores.watch(state.context.req_id)
             # What is computed already was shared with it, or loaded: loads have entered their blocks.
             computed = state.request.num_computed_tokens
             ends = [computed // group.device_block_size for group in self.layout.groups]
@@ -502,7 +509,9 @@ class OffloadingConnectorScheduler:
     def _state(self, request: Request) -> RequestState:
         state = self.requests.get(request.request_id)
         if state is None:
-            state = self.requests[request.request_id] = RequestState.new(request, self.layout)
+            # The tail of a chain longer than the pool would push its head out.
+            longest = self.manager.num_blocks // self.layout.blocks_per_align * self.layout.align
+            state = self.requests[request.request_id] = RequestState.new(request, self.layout, longest)
             self.observer.begin(state)
         return state
 

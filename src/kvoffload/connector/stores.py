@@ -19,11 +19,13 @@ NO_ROOM = "kvoffload: no room in the host pool, every block is in use; stores wa
 
 @dataclass(slots=True, eq=False)
 class Due:
-    """Blocks of one request that are to be stored when ``num_computed`` of its tokens are computed."""
+    """Blocks of one request that are to be stored when ``num_computed`` of its tokens are computed, and its
+    ``next_store`` after that."""
 
     state: RequestState
     num_computed: int
     blocks: list[Block]
+    next_store: list[int]
 
 
 class StorePlanner:
@@ -42,8 +44,6 @@ class StorePlanner:
         self._observer = observer
         self._changes = changes
         self._due = DueList()
-        self._max_tokens = manager.num_blocks // layout.blocks_per_align * layout.align
-        """The longest chain that the pool can hold: the tail of a longer one would push its head out."""
 
     def watch(self, req_id: str) -> None:
         """The request was given a new block table: look at it in its next step."""
@@ -99,7 +99,8 @@ class StorePlanner:
         if state.storing is Storing.STALE or not state.options.store:
             return None
         state.extend_keys()
-        return Due(state, num_computed, blocks.due(num_computed, num_before, self._max_tokens))
+        found, next_store = blocks.due(num_computed, num_before)
+        return Due(state, num_computed, found, next_store)
 
     def _store(self, dues: list[Due], epoch: int) -> dict[int, TransferSpec]:
         """Starts what can be stored. Single blocks, as decoding makes them, are one job if there is room for all; each
@@ -112,7 +113,7 @@ class StorePlanner:
                 continue
             if due.blocks:
                 self._manager.refuse([block.key for block in due.blocks], due.state.context)
-            due.state.blocks.stored_up_to(due.num_computed, self._max_tokens)
+            due.state.blocks.stored_up_to(due.next_store)
         specs: dict[int, TransferSpec] = {}
         if len(single) > 1:
             output = self._manager.prepare_store([due.blocks[0].key for due in single])
@@ -147,7 +148,7 @@ class StorePlanner:
         wanted = dict.fromkeys(output.keys_to_store)
         for due in dues:
             state = due.state
-            state.blocks.stored_up_to(due.num_computed, self._max_tokens)
+            state.blocks.stored_up_to(due.next_store)
             for block in due.blocks:
                 if block.key in wanted:
                     del wanted[block.key]
