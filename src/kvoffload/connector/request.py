@@ -110,7 +110,7 @@ class RequestState:
             self.storing = Storing.ALLOWED
             self.blocks.restart_stores()
         if not has_new_ones:
-            self.blocks.clear_loaded()
+            self.blocks.loaded = None
             self.match = None
             if self.phase is Phase.RUNNING:
                 self.phase = Phase.WAITING
@@ -133,14 +133,14 @@ class RequestBlocks:
     """No more than this number of its first tokens are loaded."""
     max_stored_tokens: int
     """No more than this number of its first tokens are stored."""
-    keys: list[list[OffloadKey]] = field(init=False)
+    keys: tuple[list[OffloadKey], ...] = field(init=False)
     """The keys of its whole blocks so far."""
-    tables: list[list[int]] = field(init=False)
+    tables: tuple[list[int], ...] = field(init=False)
     """Its device blocks, from its first token on."""
-    next_store: list[int] = field(init=False)
+    next_store: tuple[int, ...] = field(init=False)
     """The index of the first block not yet given to ``prepare_store``."""
-    loaded: list[range] = field(init=False)
-    """Blocks that came from the host, which are not stored again."""
+    loaded: tuple[range, ...] | None = None
+    """Blocks that came from the host, which are not stored again; None if there are none."""
     stored: list[OffloadKey] = field(default_factory=list)
     """What the request has stored itself."""
     store_at: int = 0
@@ -150,19 +150,15 @@ class RequestBlocks:
     """The block hashes of which keys were made: their number and the last one."""
 
     def __post_init__(self) -> None:
-        self.keys = [[] for _ in self.layout.groups]
+        self.keys = tuple([] for _ in self.layout.groups)
         self.clear_tables()
         self.restart_stores()
-        self.clear_loaded()
 
     def clear_tables(self) -> None:
-        self.tables = [[] for _ in self.layout.groups]
-
-    def clear_loaded(self) -> None:
-        self.loaded = [range(0)] * len(self.layout.groups)
+        self.tables = tuple([] for _ in self.layout.groups)
 
     def restart_stores(self) -> None:
-        self.next_store = [0] * len(self.layout.groups)
+        self.next_store = (0,) * len(self.layout.groups)
         self.store_at = 0
 
     @property
@@ -175,11 +171,13 @@ class RequestBlocks:
         are made anew and False is returned: what was stored or refused belongs to other tokens."""
         hashes, layout, is_same = self.request.block_hashes, self.layout, True
         num_hashes, before = len(hashes), self._num_hashes
-        # Hashes are chained, so the last one shows whether any has changed.
-        if before and (num_hashes < before or hashes[before - 1] != self._last_hash):
+        # Hashes are chained, so the last one shows whether any has changed. It is mostly the same object.
+        if before and (
+            num_hashes < before or (hashes[before - 1] is not self._last_hash and hashes[before - 1] != self._last_hash)
+        ):
             is_same = self._are_keys_of(hashes)
             if not is_same:
-                self.keys = [[] for _ in layout.groups]
+                self.keys = tuple([] for _ in layout.groups)
                 self.restart_stores()
         elif num_hashes == before:
             return True
@@ -212,9 +210,9 @@ class RequestBlocks:
             mine.extend(new)
 
     def replace_tables(self, tables: Sequence[Sequence[int]]) -> None:
-        self.tables = [list(table) for table in tables]
+        self.tables = tuple(list(table) for table in tables)
 
-    def due(self, num_computed: int, num_before: int) -> tuple[list[Block], list[int]]:
+    def due(self, num_computed: int, num_before: int) -> tuple[list[Block], tuple[int, ...]]:
         """Returns the whole blocks of computed, known tokens that were not stored yet and whose KV is still there, by
         their end; and per group the ``next_store`` for when they are stored. ``extend_keys`` was called.
 
@@ -235,21 +233,22 @@ class RequestBlocks:
             if not layout.groups[g].is_full:
                 due += self._due_in_window(g, range(first, end), num_before)
                 continue
-            loaded = self.loaded[g]
+            loaded = self.loaded[g] if self.loaded is not None else ()
             for i in range(first, end):
                 device_blocks = table[i * factor : (i + 1) * factor]
                 if i not in loaded and NULL_BLOCK not in device_blocks:
                     due.append(Block(g, i, keys[i], i * factor, device_blocks))
         if len(ends) > 1:
             due.sort(key=lambda block: (block.ordinal + 1) * layout.block_tokens[block.group])
-        return due, ends
+        return due, tuple(ends)
 
     def _due_in_window(self, g: int, ordinals: range, num_before: int) -> Iterator[Block]:
         group, table = self.layout.groups[g], self.tables[g]
         size, factor = group.device_block_size, group.block_size_factor
         gone = group.skipped_tokens(num_before) // size
+        loaded = self.loaded[g] if self.loaded is not None else ()
         for ordinal in ordinals:
-            if ordinal in self.loaded[g]:
+            if ordinal in loaded:
                 continue
             first, last = ordinal * factor, (ordinal + 1) * factor
             # A request that finds the block needs only what the token at its end, or before it, attends to.
@@ -260,7 +259,7 @@ class RequestBlocks:
             if first <= needed and NULL_BLOCK not in table[first:last]:
                 yield Block(g, ordinal, self.keys[g][ordinal], first, table[first:last])
 
-    def stored_up_to(self, next_store: list[int]) -> None:
+    def stored_up_to(self, next_store: tuple[int, ...]) -> None:
         """The blocks before ``next_store`` were given to ``prepare_store``."""
         self.next_store = next_store
         self.store_at = self._due_at(0) if len(next_store) == 1 else min(map(self._due_at, range(len(next_store))))

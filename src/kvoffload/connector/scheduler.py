@@ -232,7 +232,7 @@ class OffloadingConnectorScheduler:
         self._next.allocated.add(request.request_id)
         self.observer.allocated(state, match, num_external_tokens)
         if match is not None:
-            state.blocks.clear_loaded()
+            state.blocks.loaded = None
         if num_external_tokens == 0:
             self.manager.release_request(state.context)
         elif match is None or not self._was_offered(match, num_external_tokens):
@@ -262,7 +262,7 @@ class OffloadingConnectorScheduler:
         self.sound.add(device_blocks)
         state.phase = Phase.LOADING
         if not state.options.remote_decode:
-            state.blocks.loaded = spans
+            state.blocks.loaded = tuple(spans)
         self.changes.loads += 1
 
     def _load_device_spec(self, blocks: KVBlocks, computed: int, end: int) -> tuple[list[range], DeviceSpec]:
@@ -421,7 +421,7 @@ class OffloadingConnectorScheduler:
         state.phase = Phase.RUNNING
         if job.failed:
             state.may_load = False
-            state.blocks.clear_loaded()
+            state.blocks.loaded = None
             self.metrics.add("load_failures")
             if job.epoch == self.shelf.num_resets:
                 self.observer.warn(LOAD_FAILED)

@@ -72,7 +72,7 @@ def take_snapshot(
                 state.phase,
                 state.storing,
                 state.may_load,
-                tuple(state.blocks.next_store),
+                state.blocks.next_store,
                 tuple(map(tuple, state.blocks.tables)),
                 state.num_jobs,
             )

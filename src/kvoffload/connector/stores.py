@@ -25,7 +25,7 @@ class Due:
     state: RequestState
     num_computed: int
     blocks: list[Block]
-    next_store: list[int]
+    next_store: tuple[int, ...]
 
 
 class StorePlanner:
@@ -76,19 +76,19 @@ class StorePlanner:
             before = state.request.num_computed_tokens
             due = self.due_of(state, before + tokens, before)
             if due is None:
-                self._look_again(state, before + tokens)
+                self._look_again(req_id, state, before + tokens)
             else:
                 dues.append(due)
         specs = self._store(dues, epoch) if dues else {}
         for due in dues:
-            self._look_again(due.state, due.num_computed)
+            self._look_again(due.state.context.req_id, due.state, due.num_computed)
         return specs
 
-    def _look_again(self, state: RequestState, num_computed: int) -> None:
+    def _look_again(self, req_id: str, state: RequestState, num_computed: int) -> None:
         """Enters the request for the step in which its next block may be due."""
         store_at = state.blocks.store_at
         if store_at != NEVER and state.options.store and state.storing is not Storing.STALE:
-            self._due.add(state.context.req_id, max(1, store_at - num_computed))
+            self._due.add(req_id, max(1, store_at - num_computed))
 
     def due_of(self, state: RequestState, num_computed: int, num_before: int) -> Due | None:
         """The request's whole blocks of computed, known tokens that were not stored yet; None if it is too early, or
