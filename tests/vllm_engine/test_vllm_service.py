@@ -95,6 +95,7 @@ def test_events_name_blocks_as_the_engine_does(service: Run) -> None:
 
 def test_reset_empties_the_pool(service: Run) -> None:
     assert service["cleared"] is True
+    assert service.log.count("kvoffload: the cache was reset: ") == 1
     assert service["used_after_reset"] == 0
     before, after = service["warm"]["metrics"], service["after"]["metrics"]
     assert after["misses:reset"] > 0
