@@ -29,9 +29,10 @@ from kvoffload.cache.keys import hash_blocks
 from kvoffload.cache.manager import PolicyOffloadingManager
 from kvoffload.cache.policies import make_policy
 from kvoffload.cache.slots import HostBackend
+from kvoffload.connector.lookups import MAX_WAITS_PER_REQUEST
 from kvoffload.connector.messages import StepMeta, WorkerReport
 from kvoffload.connector.options import PARAM
-from kvoffload.connector.scheduler import MAX_WAITS_PER_REQUEST, OffloadingConnectorScheduler
+from kvoffload.connector.scheduler import OffloadingConnectorScheduler
 from kvoffload.connector.worker import Finished, OffloadingConnectorWorker
 from kvoffload.host.pool import padded_slot_bytes
 from kvoffload.testing.faults import FailingTransfer, SlowTransfer
