@@ -14,7 +14,7 @@ from kvoffload.connector.lookups import MAX_WAITS_PER_REQUEST
 from kvoffload.connector.scheduler import OffloadingConnectorScheduler
 from kvoffload.testing.tiers import MemoryTier, SteppedExecutor, make_pools
 from kvoffload.tiers.manager import TieredOffloadingManager
-from tests.connector.test_scheduler import TOKENS, Clock, FakeRequest, Rig, prompt
+from tests.connector.rig import TOKENS, Clock, FakeRequest, Rig, prompt
 
 SLOT_BYTES = 4096
 
