@@ -15,7 +15,7 @@ from kvoffload.cache.slots import HostBackend
 from kvoffload.connector import request as request_module
 from kvoffload.connector.messages import StepMeta, WorkerReport
 from kvoffload.connector.scheduler import OffloadingConnectorScheduler
-from tests.connector.test_scheduler import FakeRequest
+from tests.connector.rig import FakeRequest
 
 FULL, WINDOW = 0, 1
 
@@ -305,60 +305,6 @@ def test_a_very_long_hit_on_the_device_is_stored_over_several_steps(monkeypatch:
         rig.done(meta)
     assert sizes == [[(4, 4)], [(4, 4)], [(2, 4)], [(0, 4)], [(0, 4)], [], []]
     assert rig.hit(rig.request(41)) == 40
-
-
-# What a client may ask for.
-
-
-def test_a_request_may_ask_not_to_be_stored() -> None:
-    rig = Rig([KVGroup(4)])
-    assert not rig.compute(rig.request(12, store=False)).stores
-    assert rig.hit(rig.request(13)) == 0
-    assert rig.compute(rig.request(12, store=True)).stores
-
-
-def test_a_request_may_ask_not_to_load() -> None:
-    rig = Rig([KVGroup(4)])
-    rig.compute(rig.request(12))
-    assert rig.hit(rig.request(13, load=False)) == 0
-    assert rig.hit(rig.request(13)) == 12
-
-
-def test_a_request_may_cap_its_tokens() -> None:
-    rig = Rig([KVGroup(4)])
-    rig.compute(rig.request(20, max_tokens=11))
-    assert len(rig.stored()[0]) == 2
-    assert rig.hit(rig.request(21)) == 8
-    assert rig.hit(rig.request(21, max_tokens=7)) == 4
-    assert rig.hit(rig.request(21, max_tokens=0)) == 0
-
-
-@pytest.mark.parametrize(
-    "wish",
-    [
-        {"store": "no"},
-        {"load": 0},
-        {"max_tokens": -1},
-        {"max_tokens": True},
-        {"max_tokens": "8"},
-        {"unknown": 1},
-        {"store": {"deep": [1, 2]}},
-    ],
-)
-def test_a_wish_that_makes_no_sense_is_left_out(wish: dict[str, Any]) -> None:
-    rig = Rig([KVGroup(4)])
-    assert rig.compute(rig.request(12, **wish)).stores
-    assert rig.hit(rig.request(13, **wish)) == 12
-    assert not rig.half.off
-
-
-@pytest.mark.parametrize("params", [7, "kvoffload", ["kvoffload"], {"kvoffload": 7}, {"kvoffload": None}, {1: 2}])
-def test_params_may_be_anything(params: Any) -> None:
-    rig = Rig([KVGroup(4)])
-    request = rig.request(12)
-    request.kv_transfer_params = params
-    assert rig.compute(request).stores
-    assert not rig.half.off
 
 
 # Events.

@@ -26,6 +26,9 @@ class DueList:
     def __len__(self) -> int:
         return len(self._count_of)
 
+    def __contains__(self, req_id: str) -> bool:
+        return req_id in self._count_of
+
     def add(self, req_id: str, tokens: int) -> None:
         """The request cannot be due before it has computed ``tokens`` more, which are at least one."""
         if req_id in self._count_of:

@@ -1,8 +1,9 @@
 """The scheduler half of the connector: which blocks to load, to store and to fence, engine-neutral.
 
-Everything here runs on the engine's scheduler thread. One class per job: ``hits`` searches for what can be loaded,
-``jobs`` has the loads and stores under way, ``request`` the state of each request, ``stores`` finds what is due to be
-stored, ``shelf`` keeps contents over a sleep, ``observer`` watches. The scheduler half ties them together.
+Everything here runs on the engine's scheduler thread, and each module has one job: ``request`` is the state of one
+request, ``lookups`` and ``hits`` find what can be loaded, ``loads`` and ``stores`` plan the copies, ``due`` says which
+requests may complete a block, ``jobs`` has the copies under way, ``shelf`` keeps contents over a sleep, ``observer``
+makes records and metrics. The scheduler half takes the engine's calls and passes them on.
 """
 
 from __future__ import annotations
@@ -17,26 +18,24 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar, cast
 
-import numpy as np
-
 from kvoffload.abc import (
     BlockNotReadyError,
-    DeviceSpec,
     KVBlocks,
     KVGroup,
     OffloadingEvent,
     OffloadingManager,
     Request,
     ScheduledStep,
-    TransferSpec,
 )
-from kvoffload.connector.hits import HitSearch, last_loadable
+from kvoffload.connector.hits import HitSearch
 from kvoffload.connector.jobs import HeldRequests, Job, JobTable
 from kvoffload.connector.layout import NULL_BLOCK, Layout
+from kvoffload.connector.loads import LoadPlanner
+from kvoffload.connector.lookups import Lookups
 from kvoffload.connector.messages import StepMeta, WorkerReport
 from kvoffload.connector.observer import RequestObserver
-from kvoffload.connector.request import Changes, Match, Phase, RequestState, Storing
-from kvoffload.connector.shelf import Contents, Shelf, SoundBlocks
+from kvoffload.connector.request import Changes, Phase, RequestState
+from kvoffload.connector.shelf import Shelf, SoundBlocks
 from kvoffload.connector.snapshot import SchedulerSnapshot, take_snapshot
 from kvoffload.connector.stores import StorePlanner
 from kvoffload.observe.metrics import Metrics
@@ -55,9 +54,6 @@ WEIGHTS_CHANGED = (
 )
 STORE_FAILED = "kvoffload: a store failed, or came too late for its blocks, and was dropped"
 LOAD_FAILED = "kvoffload: a load failed twice; its request computes instead"
-MAX_WAITS_PER_REQUEST = 3
-"""A request that has waited, had its answer and could not be scheduled may find less when it is looked up again, and
-wait again. It waits at most this often until it is given device blocks, each time up to the load deadline."""
 
 Method = TypeVar("Method", bound=Callable[..., Any])
 
@@ -92,6 +88,17 @@ class _NextStep:
     """Device blocks given to loads."""
     finished: list[tuple[RequestState, int]] = field(default_factory=list)
     """Requests that finished, with their computed tokens."""
+
+    def break_off(self, jobs: JobTable, held: HeldRequests) -> None:
+        """No more is loaded or stored: what was promised is reported as failed."""
+        meta = self.meta
+        for spec in meta.loads.values():
+            meta.broken_loads[spec.req_id] = spec.device.block_ids.tolist()
+        meta.loads = {}
+        meta.stores = {}
+        meta.fences = [job_id for job_id in meta.fences if job_id in jobs.jobs]
+        meta.releases.extend(held.take_all())
+        self.finished.clear()
 
 
 class OffloadingConnectorScheduler:
@@ -129,7 +136,6 @@ class OffloadingConnectorScheduler:
         self.manager = manager
         self.off = False
         self.layout = Layout(groups, hash_block_size, namespace)
-        self.load_deadline_s = load_deadline_ms / 1000
         self.requests: dict[str, RequestState] = {}
         """By id, every request that was looked up and has not ended."""
         self.changes = Changes()
@@ -138,10 +144,13 @@ class OffloadingConnectorScheduler:
         self.observer = RequestObserver(
             manager, self.layout, Metrics(self._read_metrics), recorder, describe_blocks, clock
         )
-        self.hits = HitSearch(manager, self.layout, self.jobs.keys_loading if share_loads else {})
+        self.loads = LoadPlanner(manager, self.layout, self.jobs)
         self.stores = StorePlanner(manager, self.layout, self.jobs, self.observer, self.changes)
         self.shelf = Shelf(manager, self.changes, num_workers, may_sleep)
         self.sound = SoundBlocks()
+        hits = HitSearch(manager, self.layout, self.jobs.keys_loading if share_loads else {})
+        deadline_s = load_deadline_ms / 1000
+        self.lookups = Lookups(manager, self.layout, hits, self.shelf, self.changes, deadline_s, clock)
         self._clock = clock
         self._next = _NextStep()
         self.metrics.set("pool_blocks", manager.num_blocks)
@@ -166,55 +175,8 @@ class OffloadingConnectorScheduler:
         at the next step. At least one token is left to compute. A request whose load failed is never offered
         another: it may stand before requests that hold what another load would need.
         """
-        state = self._state(request)
-        match = state.match
-        if match is None or not self._still_holds(match, num_computed_tokens):
-            match = state.match = self._look_up(state, num_computed_tokens)
-            if match.tokens is not None and state.waiting_since is not None:
-                state.waiting_since = None
-                state.num_waits += 1
+        match = self.lookups.match(self._state(request), num_computed_tokens)
         return match.tokens, bool(match.tokens)
-
-    def _still_holds(self, match: Match, num_computed_tokens: int) -> bool:
-        change = self.changes.loads if match.tokens is None else self.changes.contents
-        return (match.change, match.computed) == (change, num_computed_tokens) and self._clock() < match.expires
-
-    def _look_up(self, state: RequestState, computed: int) -> Match:
-        state.extend_keys()
-        if self.shelf.contents is Contents.AWAKE and (wait := self._wait(state, computed)):
-            self.shelf.ask_for_check()
-            return wait
-        self.shelf.drop()
-        if not state.touched:
-            state.touched = True
-            self.manager.touch(state.blocks.keys_in_order(), state.context)
-        if not state.may_load or computed % self.layout.device_align:
-            return Match(self.changes.contents, computed, 0, None)
-        if self.hits.is_next_loading(state, computed) and (wait := self._wait(state, computed)):
-            return wait
-        may_wait = state.num_waits < MAX_WAITS_PER_REQUEST
-        hit = self.hits.longest(state, computed, state.context if may_wait else None)
-        if not hit.is_known or (hit.end > computed and self.hits.is_any_loading(state, computed, hit.end)):
-            wait = self._wait(state, computed)
-            if wait is not None:
-                return wait
-        if not hit.is_known:
-            # It may not wait any longer.
-            hit = self.hits.longest(state, computed, None)
-        if hit.end - computed < self.layout.align:
-            return Match(self.changes.contents, computed, 0, hit.missed)
-        return Match(self.changes.contents, computed, last_loadable(state, hit.end) - computed, hit.missed)
-
-    def _wait(self, state: RequestState, computed: int) -> Match | None:
-        """The request asks again when a load has started or ended, when the manager may find more, or at the deadline.
-        None if the deadline is over, or if it has waited MAX_WAITS_PER_REQUEST times."""
-        if state.num_waits >= MAX_WAITS_PER_REQUEST:
-            return None
-        now = self._clock()
-        if state.waiting_since is None:
-            state.waiting_since = now
-        deadline = state.waiting_since + self.load_deadline_s
-        return Match(self.changes.loads, computed, None, None, deadline) if now < deadline else None
 
     # Loads.
 
@@ -235,51 +197,24 @@ class OffloadingConnectorScheduler:
             state.blocks.loaded = None
         if num_external_tokens == 0:
             self.manager.release_request(state.context)
-        elif match is None or not self._was_offered(match, num_external_tokens):
-            self._break_load(request, blocks, num_external_tokens)
+        elif self.loads.was_offered(match, num_external_tokens):
+            self._start_load(state, blocks, num_external_tokens)
         else:
-            self._start_load(state, blocks, match.computed, num_external_tokens)
+            self._break_load(request, blocks, num_external_tokens)
 
-    def _was_offered(self, match: Match, num_external_tokens: int) -> bool:
-        """Fewer tokens will do too, unless a group has a window: what it needs to end sooner was not looked up."""
-        offered = match.tokens or 0
-        return num_external_tokens == offered or (num_external_tokens < offered and not self.layout.windows)
-
-    def _start_load(self, state: RequestState, blocks: KVBlocks, computed: int, num_tokens: int) -> None:
-        spans, device = self._load_device_spec(blocks, computed, computed + num_tokens)
-        keys = [key for g, span in enumerate(spans) for key in state.blocks.keys[g][span.start : span.stop]]
+    def _start_load(self, state: RequestState, blocks: KVBlocks, num_tokens: int) -> None:
         try:
-            lease = self.manager.prepare_load(keys, state.context)
+            job_id, spec = self.loads.start(state, blocks, num_tokens, self.shelf.num_resets)
         except BlockNotReadyError:
             logger.exception("kvoffload: a promised block is gone; the request computes instead")
             self._break_load(state.request, blocks, num_tokens)
             return
-        job_id = self.jobs.add(Job(False, [state], lease, keys, epoch=self.shelf.num_resets))
-        self._next.meta.loads[job_id] = TransferSpec(state.context.req_id, lease, device)
+        self._next.meta.loads[job_id] = spec
         self.manager.release_request(state.context)
-        device_blocks = device.block_ids.tolist()
+        device_blocks = spec.device.block_ids.tolist()
         self._next.handed_out.update(device_blocks)
         self.sound.add(device_blocks)
-        state.phase = Phase.LOADING
-        if not state.options.remote_decode:
-            state.blocks.loaded = tuple(spans)
         self.changes.loads += 1
-
-    def _load_device_spec(self, blocks: KVBlocks, computed: int, end: int) -> tuple[list[range], DeviceSpec]:
-        """Where tokens ``computed`` to ``end`` go, and per group which offloaded blocks hold them. The engine has given
-        null blocks to what the next token does not attend to."""
-        spans, ids, sizes, firsts = [], [], [], []
-        for group, table in zip(self.layout.groups, blocks.get_block_ids(), strict=True):
-            first = computed // group.device_block_size
-            last = min(-(-end // group.device_block_size), len(table))
-            while first < last and table[first] == NULL_BLOCK:
-                first += 1
-            factor = group.block_size_factor
-            spans.append(range(first // factor, -(-last // factor) if first < last else first // factor))
-            ids += table[first:last]
-            sizes.append(len(table[first:last]))
-            firsts.append(first)
-        return spans, DeviceSpec(np.array(ids, dtype=np.int64), tuple(sizes), tuple(firsts))
 
     def _break_load(self, request: Request, blocks: KVBlocks, num_external_tokens: int) -> None:
         """A load that was promised cannot be done: the workers report it as failed."""
@@ -293,7 +228,7 @@ class OffloadingConnectorScheduler:
             end = state.computed_at_load + num_external_tokens
             # What is wrong here raised an error before, and may do so again: not into the engine.
             with contextlib.suppress(Exception):
-                _, device = self._load_device_spec(blocks, state.computed_at_load, end)
+                _, device = self.loads.device_spec(blocks, state.computed_at_load, end)
                 broken[request.request_id] = device.block_ids.tolist()
 
     # Steps.
@@ -319,13 +254,12 @@ class OffloadingConnectorScheduler:
             else:
                 if state is not None:
                     state.blocks.add_to_tables(tables)
+                    self.stores.watch(req_id, has_new_table=False)
                 handed_out.update(*tables)
         handed_out.discard(NULL_BLOCK)
         if upcoming.finished:
             # Their device blocks may have been handed out again in this very step: then they are read first.
             meta.stores |= self.stores.store_finished(upcoming.finished, epoch)
-            self._end_chains(upcoming.finished)
-            upcoming.finished = []
         meta.fences += self.jobs.fence(handed_out, step.overwritten)
         self.observer.measure_prefills(step.num_scheduled_tokens)
         meta.stores |= self.stores.store_running(step.num_scheduled_tokens, self.requests, epoch)
@@ -353,10 +287,10 @@ class OffloadingConnectorScheduler:
         self, state: RequestState | None, tables: Sequence[Sequence[int]], is_whole: bool, handed_out: set[int]
     ) -> None:
         """The engine has given device blocks to a request. ``is_whole``: they are its whole table."""
-        new, found = tables, None
+        new, found = tables, list[Sequence[int]]()
         if state is not None and is_whole:
             state.blocks.replace_tables(tables)
-            self.stores.watch(state.context.req_id)
+            self.stores.watch(state.context.req_id, has_new_table=True)
             # What is computed already was shared with it, or loaded: loads have entered their blocks.
             computed = state.request.num_computed_tokens
             ends = [computed // group.device_block_size for group in self.layout.groups]
@@ -364,22 +298,10 @@ class OffloadingConnectorScheduler:
             found = [table[:end] for table, end in zip(tables, ends, strict=True)]
         elif state is not None:
             state.blocks.add_to_tables(tables)
+            self.stores.watch(state.context.req_id, has_new_table=False)
         handed_out.update(*new)
         if self.sound.is_tracking:
-            self._trace_soundness(state, set().union(*new), set().union(*found or ()))
-
-    def _trace_soundness(self, state: RequestState | None, new: set[int], found: set[int]) -> None:
-        if state is not None and not self.sound.are_sound(found):
-            state.storing = Storing.STALE
-        self.sound.fill(new, state is not None and state.storing is not Storing.STALE)
-
-    def _end_chains(self, finished: Iterable[tuple[RequestState, int]]) -> None:
-        """Puts the whole chains of requests that have ended in order, and offers them to lower tiers."""
-        for state, _ in finished:
-            if state.touched:
-                keys = state.blocks.keys_in_order()
-                self.manager.reorder_chain(keys, state.blocks.stored, state.context)
-                self.manager.offer_chain(keys, state.context)
+            self.sound.trace(state, set().union(*new), set().union(*found))
 
     def _take_meta(self, step: ScheduledStep) -> StepMeta:
         meta, self._next = self._next.meta, _NextStep()
@@ -446,7 +368,7 @@ class OffloadingConnectorScheduler:
         if any(state.blocks.tables):
             self._next.finished.append((state, request.num_computed_tokens))
             if state.options.remote_decode:
-                self.held.hold(state, self._clock() + self.load_deadline_s)
+                self.held.hold(state, self._clock() + self.lookups.deadline_s)
                 return True, None
         return False, None
 
@@ -528,13 +450,6 @@ class OffloadingConnectorScheduler:
         )
         self.off = True
         self.metrics.set("off", 1)
-        meta = self._next.meta
-        for spec in meta.loads.values():
-            meta.broken_loads[spec.req_id] = spec.device.block_ids.tolist()
-        meta.loads = {}
-        meta.stores = {}
-        meta.fences = [job_id for job_id in meta.fences if job_id in self.jobs.jobs]
-        meta.releases.extend(self.held.take_all())
+        self._next.break_off(self.jobs, self.held)
         self.jobs.clear()
         self.stores.clear()
-        self._next.finished.clear()

@@ -9,7 +9,7 @@ from kvoffload.abc import OffloadingManager
 from kvoffload.connector.jobs import JOB_IDS
 from kvoffload.connector.layout import NULL_BLOCK
 from kvoffload.connector.messages import WorkerReport
-from kvoffload.connector.request import Changes
+from kvoffload.connector.request import Changes, RequestState, Storing
 
 logger = logging.getLogger(__name__)
 
@@ -127,13 +127,13 @@ class SoundBlocks:
         if self._blocks is not None:
             self._blocks.update(blocks)
 
-    def are_sound(self, found: set[int]) -> bool:
-        """Whether a request that finds ``found`` in the engine's own cache may store what it computes."""
-        return self._blocks is None or found - {NULL_BLOCK} <= self._blocks
-
-    def fill(self, new: set[int], is_sound: bool) -> None:
-        """A request computes in ``new`` blocks, on sound ones or on others."""
-        if self._blocks is not None and is_sound:
+    def trace(self, state: RequestState | None, new: set[int], found: set[int]) -> None:
+        """A request goes on from the blocks that it has ``found`` in the engine's own cache, and fills ``new`` ones."""
+        if self._blocks is None:
+            return
+        if state is not None and not found - {NULL_BLOCK} <= self._blocks:
+            state.storing = Storing.STALE
+        if state is not None and state.storing is not Storing.STALE:
             self._blocks |= new
-        elif self._blocks is not None:
+        else:
             self._blocks -= new

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -45,9 +45,10 @@ class StorePlanner:
         self._changes = changes
         self._due = DueList()
 
-    def watch(self, req_id: str) -> None:
-        """The request was given a new block table: look at it in its next step."""
-        self._due.add(req_id, 1)
+    def watch(self, req_id: str, has_new_table: bool) -> None:
+        """The request was given device blocks. With a whole new table it is looked at in its next step."""
+        if has_new_table or req_id not in self._due:
+            self._due.add(req_id, 1)
 
     def forget(self, req_id: str) -> None:
         """The request has no device blocks any more."""
@@ -56,15 +57,22 @@ class StorePlanner:
     def clear(self) -> None:
         self._due.clear()
 
-    def store_finished(self, finished: Iterable[tuple[RequestState, int]], epoch: int) -> dict[int, TransferSpec]:
-        """The jobs for blocks of requests that have ended with so many computed tokens."""
+    def store_finished(self, finished: Sequence[tuple[RequestState, int]], epoch: int) -> dict[int, TransferSpec]:
+        """Returns the jobs for the last blocks of requests that have ended, each with its number of computed tokens.
+        Then puts their whole chains in order, and offers them to lower tiers."""
         dues = [self.due_of(state, computed, computed) for state, computed in finished]
-        return self._store([due for due in dues if due is not None], epoch)
+        specs = self._store([due for due in dues if due is not None], epoch)
+        for state, _ in finished:
+            if state.touched:
+                keys = state.blocks.keys_in_order()
+                self._manager.reorder_chain(keys, state.blocks.stored, state.context)
+                self._manager.offer_chain(keys, state.context)
+        return specs
 
     def store_running(
         self, scheduled: Mapping[str, int], requests: Mapping[str, RequestState], epoch: int
     ) -> dict[int, TransferSpec]:
-        """The jobs for blocks that a step with these numbers of tokens completes."""
+        """Returns the jobs for blocks that a step completes, which computes these numbers of tokens."""
         dues = []
         for req_id in self._due.take(scheduled):
             state, tokens = requests.get(req_id), scheduled.get(req_id)
