@@ -204,7 +204,7 @@ class Engine:
         manager = getattr(self.offload.manager, "backing", self.offload.manager)
         for lane in getattr(manager, "_lanes", []):
             for _ in range(MAX_STEPS):
-                if not lane.writing and not lane.tier._reading:
+                if not lane.writing and not lane.tier.is_busy:
                     break
                 lane.tier.wait(0.1)
                 manager.poll()
