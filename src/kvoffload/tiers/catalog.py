@@ -54,11 +54,6 @@ class Catalog:
         states[states != LookupState.HIT] = LookupState.MISS
         return states
 
-    def find(self, keys: Sequence[OffloadKey]) -> Slots:
-        """Returns the slots of those of ``keys`` that are present, in order."""
-        slots = self._manager.find(keys)
-        return slots[slots >= 0]
-
     # The medium.
 
     def restore(self, keys: Sequence[OffloadKey], slots: Slots) -> None:
@@ -104,6 +99,7 @@ class Catalog:
         if output is None:
             return [], host_slots[:0], host_slots[:0]
         self.num_evicted += len(output.evicted_keys)
+        self._manager.reorder_chain(output.keys_to_store, output.keys_to_store, slots=output.store_spec.slots)
         if len(output.keys_to_store) < len(keys):
             index = {key: i for i, key in enumerate(keys)}
             host_slots = host_slots[[index[key] for key in output.keys_to_store]]
@@ -144,17 +140,23 @@ class Catalog:
 
     # Order and removal.
 
-    def touch(self, keys: Sequence[OffloadKey]) -> None:
-        """Marks as recently used, last key first."""
-        self._manager.touch(keys)
+    def touch(self, keys: Sequence[OffloadKey]) -> Slots:
+        """Marks as recently used, last key first. Returns the slots of the blocks that are present, in order."""
+        slots = self._manager.find(keys)
+        self._manager.touch(keys, slots=slots)
+        return slots[slots >= 0]
 
-    def reorder_chain(self, keys: Sequence[OffloadKey], stored: Collection[OffloadKey]) -> None:
-        """Brings a chain into the order of one touch; see ``Tier.reorder_chain``."""
-        self._manager.reorder_chain(keys, stored)
+    def reorder_chain(self, keys: Sequence[OffloadKey], stored: Collection[OffloadKey]) -> Slots:
+        """Brings a chain into the order of one touch; see ``Tier.reorder_chain``. Returns what ``touch`` returns."""
+        slots = self._manager.find(keys)
+        self._manager.reorder_chain(keys, stored, slots=slots)
+        return slots[slots >= 0]
 
-    def drop(self, keys: Sequence[OffloadKey]) -> None:
-        """Blocks vanish at once."""
+    def drop(self, keys: Sequence[OffloadKey]) -> Slots:
+        """Blocks vanish at once. Returns the slots that they were in."""
+        slots = self._manager.find(keys)
         self._manager.drop(keys)
+        return slots[slots >= 0]
 
     def reset(self) -> None:
         """All blocks vanish at once."""

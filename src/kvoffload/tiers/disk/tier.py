@@ -240,22 +240,17 @@ class DiskTier(Tier):
     # Order and removal.
 
     def touch(self, keys: Sequence[OffloadKey]) -> None:
-        self.catalog.touch(keys)
-        self._note_use(keys)
+        self._note_use(self.catalog.touch(keys))
 
     def reorder_chain(self, keys: Sequence[OffloadKey], stored: Collection[OffloadKey]) -> None:
-        self.catalog.reorder_chain(keys, stored)
-        self._note_use(keys)
+        self._note_use(self.catalog.reorder_chain(keys, stored))
 
-    def _note_use(self, keys: Sequence[OffloadKey]) -> None:
-        slots = self.catalog.find(keys)
+    def _note_use(self, slots: Slots) -> None:
         if len(slots) and not self.files.read_only:
             self._recency.note_use(slots)
 
     def delete(self, keys: Sequence[OffloadKey]) -> None:
-        slots = self.catalog.find(keys)
-        self.catalog.drop(keys)
-        self._maintenance.empty_records(slots)
+        self._maintenance.empty_records(self.catalog.drop(keys))
         self._maintenance.submit()
 
     def reset(self) -> None:
