@@ -123,7 +123,7 @@ class SlabFiles:
             if self._slots_within(capacity_bytes) < 1:
                 raise ConfigError(
                     f"disk_bytes={capacity_bytes} ({format_bytes(capacity_bytes)}): not enough for one block; set "
-                    f"it to at least {format_bytes(self._bytes_of(1))}, better a few hundred times that"
+                    f"it to at least {format_bytes(self.bytes_of(1))}, better a few hundred times that"
                 )
             storage.lock()
             self._open()
@@ -140,19 +140,19 @@ class SlabFiles:
             raise
 
     def _slots_within(self, capacity_bytes: int) -> int:
-        """The most slots whose ``_bytes_of`` are not more."""
-        whole, rest = divmod(capacity_bytes - FIXED_BYTES, self._bytes_of(self.header.slots_per_slab) - FIXED_BYTES)
+        """The most slots whose ``bytes_of`` are not more."""
+        whole, rest = divmod(capacity_bytes - FIXED_BYTES, self.bytes_of(self.header.slots_per_slab) - FIXED_BYTES)
         rest_slots = max(0, rest - SLAB_OVERHEAD_BYTES) // slot_cost(self.header.block_bytes)
         return max(0, whole * self.header.slots_per_slab + rest_slots)
 
-    def _bytes_of(self, num_slots: int) -> int:
+    def bytes_of(self, num_slots: int) -> int:
         """An upper bound of what the medium has to give for so many slots."""
         slabs = -(-num_slots // self.header.slots_per_slab)
         return FIXED_BYTES + slabs * SLAB_OVERHEAD_BYTES + num_slots * slot_cost(self.header.block_bytes)
 
     @property
     def used_bytes(self) -> int:
-        return self._bytes_of(self.num_allocated) + self._foreign_bytes + self._stray_bytes
+        return self.bytes_of(self.num_allocated) + self._foreign_bytes + self._stray_bytes
 
     # The start.
 
@@ -164,7 +164,7 @@ class SlabFiles:
             self._open_read_only()
             return
         self._check_capacity()
-        self._make_room(0)
+        self.make_room(0)
         self._with_room(self._open_index)
         self._written: Header | None = None
         try:
@@ -403,7 +403,7 @@ class SlabFiles:
         old, per_slab = self.num_allocated, self.header.slots_per_slab
         number = old // per_slab
         new = min((number + 1) * per_slab, self.num_slots)
-        self._make_room(self._bytes_of(new) - self._bytes_of(old))
+        self.make_room(self.bytes_of(new) - self.bytes_of(old))
         if number == len(self._slabs):
             name = slab_name(number)
             self._slabs.append(self._keep(self._storage.open(self._folder, name, create=True, direct=True)))
@@ -422,7 +422,7 @@ class SlabFiles:
             raise
         return new
 
-    def _make_room(self, nbytes: int) -> None:
+    def make_room(self, nbytes: int) -> None:
         """Removes other fingerprints' files until ``nbytes`` more may be taken."""
         while self.used_bytes + nbytes > self.capacity_bytes and self._foreign:
             self._remove_oldest()
