@@ -10,12 +10,12 @@ from __future__ import annotations
 import json
 import random
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from kvoffload.abc import KVGroup, LookupState, OffloadKey, ScheduledStep, Slots, TierResult
+from kvoffload.abc import KVGroup, LookupState, OffloadKey, ScheduledStep
 from kvoffload.cache.keys import make_offload_key
 from kvoffload.cache.manager import LRUOffloadingManager
 from kvoffload.cache.slots import HostBackend

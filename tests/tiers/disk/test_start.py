@@ -18,8 +18,8 @@ from kvoffload.testing.storage import FaultRates, FaultyStorage, SimulatedStorag
 from kvoffload.testing.tiers import make_pools
 from kvoffload.tiers.disk.format import MAX_SEQUENCE, pack_record, payload_checksum, record_offset
 from kvoffload.tiers.disk.maintenance import RECENCY_S, RETRY_S
-from kvoffload.tiers.disk.storage import StoredFile
 from kvoffload.tiers.disk.start import open_disk_tier
+from kvoffload.tiers.disk.storage import StoredFile
 from tests.tiers.disk.test_tier import FINGERPRINT, OTHERS, PAGE, Rig, capacity, content, du, header_of, key, patch
 
 SLAB = 4 * PAGE

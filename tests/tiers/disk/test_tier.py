@@ -34,8 +34,8 @@ from kvoffload.tiers.disk.format import (
 )
 from kvoffload.tiers.disk.maintenance import RETRY_S
 from kvoffload.tiers.disk.slabs import FIXED_BYTES, SLAB_OVERHEAD_BYTES, slot_cost
-from kvoffload.tiers.disk.storage import Storage, StoredFile
 from kvoffload.tiers.disk.start import open_disk_tier
+from kvoffload.tiers.disk.storage import Storage, StoredFile
 from kvoffload.tiers.disk.tier import DiskTier
 
 PAGE = 4096

@@ -60,9 +60,7 @@ class Batch:
 
     def part(self, start: int, stop: int) -> Batch:
         """Returns entries ``start`` to ``stop``; ``facts`` is a view."""
-        return Batch(
-            self.keys[start:stop], self.host_slots[start:stop], self.slots[start:stop], self.facts[start:stop]
-        )
+        return Batch(self.keys[start:stop], self.host_slots[start:stop], self.slots[start:stop], self.facts[start:stop])
 
     def sorted(self) -> Batch:
         """Returns a copy in ascending order of ``slots``."""
@@ -239,9 +237,7 @@ class BlockIO:
                 continue
             sequence, stored_at, hits, checksum = facts
             records.append(
-                pack_record(
-                    header, key, sequence=sequence, stored_at=stored_at, hits=hits, payload_checksum=checksum
-                )
+                pack_record(header, key, sequence=sequence, stored_at=stored_at, hits=hits, payload_checksum=checksum)
             )
         return np.concatenate(records)
 
