@@ -97,10 +97,8 @@ class CatalogTier(Tier):
             return []
         keys, slots = [key for key, _ in ended], np.array([slot for _, slot in ended], dtype=np.int64)
         all_good = np.ones(len(keys), dtype=np.bool_)
-        if is_read:
-            gone = self._catalog.end_reads(keys, slots, all_good)
-        else:
-            gone = self._catalog.end_writes(slots, all_good)
+        catalog = self._catalog
+        gone = catalog.end_reads(keys, slots, all_good) if is_read else catalog.end_writes(slots, all_good)
         now, dropped = self._clock(), set(gone.tolist())
         return [
             TierResult(key, is_read, TierError.GONE if slot in dropped else None, self._block_bytes, 0.0, now, now)

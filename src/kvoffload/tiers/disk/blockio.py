@@ -1,15 +1,17 @@
 """Moves blocks between host slots and slots on disk, and verifies them.
 
-What runs where. The scheduler's thread owns every object of the tier and calls every public method. On the executor's
-threads run the jobs of BlockIO, any number at a time, and one job of Maintenance at a time. They touch only this:
+**Threads.** The scheduler's thread owns every object of the tier and calls every public method. The executor's threads
+run jobs of BlockIO, any number at a time, and one job of Maintenance at a time. A job may touch the following.
 
-- A transfer's job owns its ``Batch``, the host slots and the slots on disk that the batch names, with their payloads and
-  their records, until the scheduler's thread has taken the job's results. Nothing else is read into, written from or
-  given away before. The job reads BlockIO's settings and changes nothing else but the queue of results.
-- The job of Maintenance grows the files, and writes the header, the recency file and the records of slots without a
-  block. It takes its work from a queue and from arrays that the scheduler's thread goes on changing: each of them says
-  in its place why a stale value does no harm. Its results go into a queue as well.
-- SlabFiles' transfers may overlap; ``grow`` and ``write_header`` are called by one thread at a time.
+- A job of BlockIO owns the arrays of its ``Batch``, and the host slots and slots on disk that these name, with payloads
+  and records, until the scheduler's thread has taken its results: nothing else reads or writes them until then. Apart
+  from that it appends to the queue of results.
+- A job of Maintenance grows the files and writes the header, the recency file, and the records of blocks that are gone.
+  It shares with the scheduler's thread: ``SlabFiles.header`` and ``num_allocated``, which one thread assigns and the
+  other reads; the queues of stale records and of outcomes; the array of how often each slot was given away; the arrays
+  of Recency. A value that changes just after it was read costs a record or a page that is written once more, or a block
+  that a restart does not find, never wrong bytes.
+- The files of SlabFiles are read and written by all of these at the same time, at different offsets.
 """
 
 from __future__ import annotations
@@ -34,7 +36,8 @@ from kvoffload.tiers.disk.format import (
     pack_record,
     payload_checksum,
 )
-from kvoffload.tiers.disk.slabs import NO_SPACE, SlabFiles
+from kvoffload.tiers.disk.slabs import SlabFiles
+from kvoffload.tiers.disk.storage import is_full
 from kvoffload.tiers.executor import Executor
 from kvoffload.tiers.threads import MAX_QUEUED_WRITES
 
@@ -261,7 +264,7 @@ class BlockIO:
         for i, key in enumerate(run.keys):
             error = None
             if problem is not None:
-                error = TierError.NO_SPACE if getattr(problem, "errno", None) in NO_SPACE else TierError.IO
+                error = TierError.NO_SPACE if is_full(problem) else TierError.IO
             elif corrupt and corrupt[i]:
                 error = TierError.CORRUPT
             nbytes = 0 if error else self._files.header.block_bytes

@@ -1,4 +1,4 @@
-"""What the disk tier's files need besides transfers of blocks: growth, and a header, records and recency that are current.
+"""Work on the disk tier's files besides transfers of blocks: growth, header, stale records, recency.
 
 One job at a time does whatever is due, on a thread of the executor. What it may touch is stated in ``blockio``.
 """
@@ -17,7 +17,8 @@ import numpy as np
 from kvoffload.abc import Slots
 from kvoffload.tiers.disk.format import EMPTY_RECORD
 from kvoffload.tiers.disk.recency import Recency
-from kvoffload.tiers.disk.slabs import NO_SPACE, SlabFiles
+from kvoffload.tiers.disk.slabs import SlabFiles
+from kvoffload.tiers.disk.storage import is_full
 from kvoffload.tiers.executor import Executor
 
 logger = logging.getLogger(__name__)
@@ -138,7 +139,7 @@ class Maintenance:
     def _log_failed_growth(self, error: Exception) -> None:
         effect = "evicts for new blocks" if self._files.num_allocated else "keeps no blocks"
         advice = "use a file system that can"
-        if getattr(error, "errno", None) in NO_SPACE:
+        if is_full(error):
             advice = "free space where disk_dir lies, or set disk_bytes lower"
         logger.warning(
             "kvoffload: disk tier: it cannot grow (%s) and %s; %s. It tries again every %.0f s",

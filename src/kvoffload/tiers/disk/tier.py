@@ -45,8 +45,8 @@ class DiskTier(Tier):
     Nothing is synced: what a power loss takes fails its checksum. ``random(n)`` returns n random bytes. ``job_bytes``:
     blocks that are smaller share a job of this size.
 
-    If ``storage`` is full or read-only, the blocks that it holds are served. Raises ConfigError if a setting is wrong or
-    ``storage`` cannot be used, and OSError if its medium fails; later, no method raises because of the medium.
+    If ``storage`` is full or read-only, the blocks that it holds are served. Raises ConfigError if a setting is wrong
+    or ``storage`` cannot be used, and OSError if its medium fails; later, no method raises because of the medium.
     """
 
     name = "disk"
