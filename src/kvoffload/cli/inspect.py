@@ -304,7 +304,9 @@ class _OpenFolder:
             number += 1
         report.capacity_blocks = num_slots
         if index.num_records < num_slots:
-            report.findings.append(f"the index ends early: it has records of {index.num_records:,} of {num_slots:,} slots")
+            report.findings.append(
+                f"the index ends early: it has records of {index.num_records:,} of {num_slots:,} slots"
+            )
         found = _chosen(entries, np.flatnonzero(entries.slots < num_slots))
         report.num_lost_blocks = len(entries.keys) - len(found.keys)
         if report.num_lost_blocks:

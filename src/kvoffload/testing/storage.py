@@ -105,19 +105,19 @@ class SimulatedStorage(Storage):
         clock: Callable[[], float] = lambda: 0.0,
         pause: Callable[[], None] | None = None,
     ) -> None:
-        self._medium = _Medium(capacity_bytes, seed, clock)
+        self.medium = _Medium(capacity_bytes, seed, clock)
         self._pause = pause
         self._dead = False
         self._read_only = False
-        self._handles: set[_SimulatedFile] = set()
+        self.handles: set[_SimulatedFile] = set()
 
     @property
     def capacity_bytes(self) -> int:
-        return self._medium.capacity_bytes
+        return self.medium.capacity_bytes
 
     @capacity_bytes.setter
     def capacity_bytes(self, capacity_bytes: int) -> None:
-        self._medium.capacity_bytes = capacity_bytes
+        self.medium.capacity_bytes = capacity_bytes
 
     @property
     def read_only(self) -> bool:
@@ -129,25 +129,25 @@ class SimulatedStorage(Storage):
 
     @property
     def is_locked(self) -> bool:
-        return self._medium.owner is not None
+        return self.medium.owner is not None
 
     @property
     def num_open(self) -> int:
         """Files that this process has open."""
-        return len(self._handles)
+        return len(self.handles)
 
     @property
     def used_bytes(self) -> int:
         """Of all files, those included that are removed but open."""
-        return self._medium.used_bytes
+        return self.medium.used_bytes
 
     @property
     def peak_bytes(self) -> int:
         """The most that was ever in use, or since ``reset_peak``."""
-        return self._medium.peak_bytes
+        return self.medium.peak_bytes
 
     def reset_peak(self) -> None:
-        self._medium.peak_bytes = self._medium.used_bytes
+        self.medium.peak_bytes = self.medium.used_bytes
 
     def sync(self) -> None:
         """What was written so far is safe from power losses."""
@@ -157,14 +157,14 @@ class SimulatedStorage(Storage):
     def kill(self) -> None:
         self.close()
         self._dead = True
-        for handle in list(self._handles):
+        for handle in list(self.handles):
             handle.close()
 
     def power_loss(self) -> None:
         self.kill()
         for inode in self._inodes():
             for page, old in inode.unsynced.items():
-                if self._medium.random.random() < 0.5:
+                if self.medium.random.random() < 0.5:
                     inode.data[page * PAGE : (page + 1) * PAGE] = old
             inode.unsynced.clear()
 
@@ -172,63 +172,63 @@ class SimulatedStorage(Storage):
         """Kills the process. Returns the next one's storage."""
         self.kill()
         successor = SimulatedStorage(0, pause=pause)
-        successor._medium = self._medium
+        successor.medium = self.medium
         return successor
 
     def clone(self) -> SimulatedStorage:
         """Another medium with the same files, and the storage of a process there."""
-        other = SimulatedStorage(self.capacity_bytes, clock=self._medium.clock)
-        other._medium.folders = copy.deepcopy(self._medium.folders)
+        other = SimulatedStorage(self.capacity_bytes, clock=self.medium.clock)
+        other.medium.folders = copy.deepcopy(self.medium.folders)
         for inode in other._inodes():
             inode.handles = 0
-            other._medium.take(len(inode.data))
+            other.medium.take(len(inode.data))
         return other
 
     def lock(self) -> None:
         self._check_alive()
-        if self._medium.owner not in (None, self):
+        if self.medium.owner not in (None, self):
             raise ConfigError("disk_dir: another simulated process owns the storage; give each a directory of its own")
-        self._medium.owner = self
+        self.medium.owner = self
 
     def folders(self) -> list[str]:
         self._check_alive()
-        return sorted(name for name in self._medium.folders if name)
+        return sorted(name for name in self.medium.folders if name)
 
     def files(self, folder: str) -> list[str]:
         return sorted(self._folder(folder))
 
     def make_folder(self, folder: str) -> None:
         self._check_alive()
-        self._check_writable()
+        self.check_writable()
         _check_name(folder)
-        self._medium.folders.setdefault(folder, {})
+        self.medium.folders.setdefault(folder, {})
 
     def remove_folder(self, folder: str) -> None:
-        self._check_writable()
+        self.check_writable()
         _check_name(folder)
         if self._folder(folder):
             raise os_error(errno.ENOTEMPTY)
-        del self._medium.folders[folder]
+        del self.medium.folders[folder]
 
     def open(self, folder: str, name: str, create: bool = False, direct: bool = False) -> StoredFile:
-        self._step()
+        self.step()
         files = self._folder(folder)
         _check_name(name)
         if create and name not in files:
-            self._check_writable()
+            self.check_writable()
             files[name] = _Inode()
-            files[name].modified = self._medium.clock()
+            files[name].modified = self.medium.clock()
         handle = _SimulatedFile(self, self._inode(folder, name), direct)
-        self._handles.add(handle)
+        self.handles.add(handle)
         return handle
 
     def remove(self, folder: str, name: str) -> None:
-        self._step()
-        self._check_writable()
+        self.step()
+        self.check_writable()
         inode = self._inode(folder, name)
-        del self._medium.folders[folder][name]
+        del self.medium.folders[folder][name]
         inode.named = False
-        self._medium.free_if_gone(inode)
+        self.medium.free_if_gone(inode)
 
     def modified(self, folder: str, name: str) -> float:
         return self._inode(folder, name).modified
@@ -237,20 +237,20 @@ class SimulatedStorage(Storage):
         self._check_alive()
         return sum(
             len(inode.data)
-            for folder, files in self._medium.folders.items()
+            for folder, files in self.medium.folders.items()
             for name, inode in files.items()
             if not is_left_out(folder, name)
         )
 
     def free_bytes(self) -> int:
         self._check_alive()
-        return max(0, self._medium.capacity_bytes - self._medium.used_bytes)
+        return max(0, self.medium.capacity_bytes - self.medium.used_bytes)
 
     def close(self) -> None:
-        if self._medium.owner is self:
-            self._medium.owner = None
+        if self.medium.owner is self:
+            self.medium.owner = None
 
-    def _step(self) -> None:
+    def step(self) -> None:
         if self._pause is not None:
             self._pause()
 
@@ -258,15 +258,15 @@ class SimulatedStorage(Storage):
         if self._dead:
             raise os_error(errno.EBADF)
 
-    def _check_writable(self) -> None:
+    def check_writable(self) -> None:
         if self._read_only:
             raise os_error(errno.EROFS)
 
     def _folder(self, folder: str) -> dict[str, _Inode]:
         self._check_alive()
-        if folder not in self._medium.folders:
+        if folder not in self.medium.folders:
             raise os_error(errno.ENOENT)
-        return self._medium.folders[folder]
+        return self.medium.folders[folder]
 
     def _inode(self, folder: str, name: str) -> _Inode:
         files = self._folder(folder)
@@ -275,19 +275,19 @@ class SimulatedStorage(Storage):
         return files[name]
 
     def _inodes(self) -> list[_Inode]:
-        return [inode for files in self._medium.folders.values() for inode in files.values()]
+        return [inode for files in self.medium.folders.values() for inode in files.values()]
 
-    def _parts(self, offset: int, nbytes: int) -> Iterator[Part]:
+    def parts(self, offset: int, nbytes: int) -> Iterator[Part]:
         """A transfer in the one or two parts in which it reaches the medium, each after a pause."""
         if self._pause is None:
             yield [(0, nbytes)]
             return
         for part in self._split(offset, nbytes):
-            self._step()
+            self.step()
             yield part
 
     def _split(self, offset: int, nbytes: int) -> list[Part]:
-        rng = self._medium.random
+        rng = self.medium.random
         if nbytes < 2 or rng.random() < 0.5:
             return [[(0, nbytes)]]
         if rng.random() < 0.5:
@@ -303,7 +303,7 @@ class SimulatedStorage(Storage):
 class _SimulatedFile(StoredFile):
     def __init__(self, storage: SimulatedStorage, inode: _Inode, direct: bool) -> None:
         self._storage = storage
-        self._medium = storage._medium
+        self.medium = storage.medium
         self._inode = inode
         self._direct = direct
         self._open = True
@@ -314,7 +314,7 @@ class _SimulatedFile(StoredFile):
         inode = self._inode
         raw = np.zeros(max(0, min(num_bytes(buffers), inode.size - offset)), np.uint8)
         with self._in_use():
-            for part in self._storage._parts(offset, len(raw)):
+            for part in self._storage.parts(offset, len(raw)):
                 for start, end in part:
                     there = inode.data[offset + start : offset + end]
                     raw[start : start + len(there)] = there
@@ -326,14 +326,14 @@ class _SimulatedFile(StoredFile):
 
     def write(self, buffers: Sequence[ByteArray], offset: int) -> int:
         self._check(buffers, offset)
-        self._storage._check_writable()
+        self._storage.check_writable()
         raw = np.concatenate([buffer.reshape(-1) for buffer in buffers])
         with self._in_use():
-            for part in self._storage._parts(offset, len(raw)):
+            for part in self._storage.parts(offset, len(raw)):
                 if offset + len(raw) > self._inode.size:
-                    self._medium.resize(self._inode, offset + len(raw))
+                    self.medium.resize(self._inode, offset + len(raw))
                 for start, end in part:
-                    self._medium.put(self._inode, offset + start, raw[start:end])
+                    self.medium.put(self._inode, offset + start, raw[start:end])
         return len(raw)
 
     def size(self) -> int:
@@ -345,17 +345,17 @@ class _SimulatedFile(StoredFile):
         return len(self._inode.data)
 
     def resize(self, size: int) -> None:
-        self._storage._step()
+        self._storage.step()
         self._check()
-        self._storage._check_writable()
-        self._medium.resize(self._inode, size)
+        self._storage.check_writable()
+        self.medium.resize(self._inode, size)
 
     def close(self) -> None:
         if self._open:
             self._open = False
-            self._storage._handles.discard(self)
+            self._storage.handles.discard(self)
             self._inode.handles -= 1
-            self._medium.free_if_gone(self._inode)
+            self.medium.free_if_gone(self._inode)
 
     @contextmanager
     def _in_use(self) -> Iterator[None]:
@@ -365,7 +365,7 @@ class _SimulatedFile(StoredFile):
             yield
         finally:
             self._inode.handles -= 1
-            self._medium.free_if_gone(self._inode)
+            self.medium.free_if_gone(self._inode)
 
     def _check(self, buffers: Sequence[ByteArray] = (), offset: int = 0) -> None:
         if not self._open:
@@ -437,9 +437,9 @@ class FaultyStorage(Storage):
         self.kill_at: int | None = None
         self.operations = 0
         self.injected: Counter[str] = Counter()
-        self._random = Random(seed)
+        self.random = Random(seed)
         self._calm = threading.Event()
-        self._stall = stall or (lambda: bool(self._calm.wait(stall_s)))
+        self.stall = stall or (lambda: bool(self._calm.wait(stall_s)))
 
     @property
     def read_only(self) -> bool:
@@ -464,70 +464,70 @@ class FaultyStorage(Storage):
         self.inner.lock()
 
     def folders(self) -> list[str]:
-        self._before()
+        self.before_operation()
         return self.inner.folders()
 
     def files(self, folder: str) -> list[str]:
-        self._before()
+        self.before_operation()
         return self.inner.files(folder)
 
     def make_folder(self, folder: str) -> None:
-        self._before(writes=True)
+        self.before_operation(writes=True)
         self.inner.make_folder(folder)
 
     def remove_folder(self, folder: str) -> None:
-        self._before(writes=True)
+        self.before_operation(writes=True)
         self.inner.remove_folder(folder)
 
     def open(self, folder: str, name: str, create: bool = False, direct: bool = False) -> StoredFile:
-        self._before(writes=create)
+        self.before_operation(writes=create)
         return _FaultyFile(self, self.inner.open(folder, name, create, direct), direct)
 
     def remove(self, folder: str, name: str) -> None:
-        self._before(writes=True)
+        self.before_operation(writes=True)
         self.inner.remove(folder, name)
 
     def modified(self, folder: str, name: str) -> float:
-        self._before()
+        self.before_operation()
         return self.inner.modified(folder, name)
 
     def held_bytes(self, is_left_out: Callable[[str, str], bool] = nothing) -> int:
-        self._before()
+        self.before_operation()
         return self.inner.held_bytes(is_left_out)
 
     def free_bytes(self) -> int:
-        self._before()
+        self.before_operation()
         return self.inner.free_bytes()
 
     def close(self) -> None:
         self.inner.close()
 
-    def _happens(self, fault: str) -> bool:
+    def injects(self, fault: str) -> bool:
         rate: float = getattr(self.rates, fault)
-        if rate == 0 or not self.active or self._random.random() >= rate:
+        if rate == 0 or not self.active or self.random.random() >= rate:
             return False
         self.injected[fault] += 1
         return True
 
-    def _before(self, writes: bool = False) -> None:
+    def before_operation(self, writes: bool = False) -> None:
         """What may go wrong before an operation."""
-        if self._is_killed():
+        if self.is_killed():
             raise Killed
         self.operations += 1
         if writes and self._read_only and self.active:
             self.injected["read_only"] += 1
             raise os_error(errno.EROFS)
-        if self._happens("io_error"):
+        if self.injects("io_error"):
             raise os_error(errno.EIO)
 
-    def _is_killed(self) -> bool:
+    def is_killed(self) -> bool:
         """Whether the next operation is the one, or comes after it."""
         return self.kill_at is not None and self.operations >= self.kill_at
 
-    def _cut(self, nbytes: int, direct: bool, least: int = 1) -> int:
+    def cut(self, nbytes: int, direct: bool, least: int = 1) -> int:
         """A number of bytes from ``least`` to ``nbytes - 1``; of whole pages if ``direct``."""
         unit = PAGE if direct else 1
-        return self._random.randrange(min(least * unit, nbytes), max(nbytes, 1), unit) if nbytes > least * unit else 0
+        return self.random.randrange(min(least * unit, nbytes), max(nbytes, 1), unit) if nbytes > least * unit else 0
 
 
 class _FaultyFile(StoredFile):
@@ -538,47 +538,47 @@ class _FaultyFile(StoredFile):
 
     def read(self, buffers: Sequence[ByteArray], offset: int) -> int:
         storage = self._storage
-        if storage._happens("stall"):
-            storage._stall()
-        storage._before()
-        if storage._happens("short_read"):
-            buffers = head(buffers, storage._cut(num_bytes(buffers), self._direct))
+        if storage.injects("stall"):
+            storage.stall()
+        storage.before_operation()
+        if storage.injects("short_read"):
+            buffers = head(buffers, storage.cut(num_bytes(buffers), self._direct))
         n = self._inner.read(buffers, offset) if buffers else 0
-        if n and storage._happens("flip_on_read"):
+        if n and storage.injects("flip_on_read"):
             self._flip(head(buffers, n))
         return n
 
     def write(self, buffers: Sequence[ByteArray], offset: int) -> int:
         storage, total = self._storage, num_bytes(buffers)
-        if storage._happens("stall"):
-            storage._stall()
-        if storage._is_killed() and storage.operations == storage.kill_at:
-            self._write_some(buffers, storage._cut(total, self._direct, least=0), offset)
+        if storage.injects("stall"):
+            storage.stall()
+        if storage.is_killed() and storage.operations == storage.kill_at:
+            self._write_some(buffers, storage.cut(total, self._direct, least=0), offset)
             storage.operations += 1
-        storage._before(writes=True)
-        if storage._happens("no_space"):
+        storage.before_operation(writes=True)
+        if storage.injects("no_space"):
             raise os_error(errno.ENOSPC)
-        if storage._happens("flip_on_write"):
+        if storage.injects("flip_on_write"):
             buffers = [_copy(buffer) for buffer in buffers]
             self._flip(buffers)
-        if storage._happens("torn_write"):
-            self._write_some(buffers, storage._cut(total, self._direct, least=0), offset)
+        if storage.injects("torn_write"):
+            self._write_some(buffers, storage.cut(total, self._direct, least=0), offset)
             return total
-        if total > (PAGE if self._direct else 1) and storage._happens("short_write"):
-            return self._write_some(buffers, storage._cut(total, self._direct), offset)
+        if total > (PAGE if self._direct else 1) and storage.injects("short_write"):
+            return self._write_some(buffers, storage.cut(total, self._direct), offset)
         return self._inner.write(buffers, offset)
 
     def size(self) -> int:
-        self._storage._before()
+        self._storage.before_operation()
         return self._inner.size()
 
     def allocated_bytes(self) -> int:
-        self._storage._before()
+        self._storage.before_operation()
         return self._inner.allocated_bytes()
 
     def resize(self, size: int) -> None:
-        self._storage._before(writes=True)
-        if self._storage._happens("no_space"):
+        self._storage.before_operation(writes=True)
+        if self._storage.injects("no_space"):
             raise os_error(errno.ENOSPC)
         self._inner.resize(size)
 
@@ -589,7 +589,7 @@ class _FaultyFile(StoredFile):
         return self._inner.write(head(buffers, nbytes), offset) if nbytes else 0
 
     def _flip(self, buffers: Sequence[ByteArray]) -> None:
-        rng = self._storage._random
+        rng = self._storage.random
         buffer = rng.choice([buffer for buffer in buffers if buffer.size]).reshape(-1)
         buffer[rng.randrange(buffer.size)] ^= 1 << rng.randrange(8)
 
