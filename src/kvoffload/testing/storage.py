@@ -1,4 +1,4 @@
-"""Storages that misbehave on purpose: a simulated one that can be killed, and faults for any."""
+"""Storages for tests: a simulated one whose process can be killed, and one that adds faults to any other."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from kvoffload.tiers.disk.storage import Storage, StoredFile, nothing
 PAGE = 4096
 
 Part: TypeAlias = list[tuple[int, int]]
-"""Stretches of a transfer, in bytes, that reach the medium together."""
+"""Ranges of a transfer, in bytes, that reach the medium together."""
 
 
 class Killed(BaseException):
-    """The process was killed in the middle of what it did. No Exception: a dead process handles nothing."""
+    """The simulated process was killed. Not an Exception, since a dead process handles none."""
 
 
 def os_error(number: int) -> OSError:
@@ -43,11 +43,11 @@ class _Inode:
         self.named = True
         self.handles = 0
         self.unsynced: dict[int, ByteArray] = {}
-        """Pages written since the medium last kept all: what it kept of them."""
+        """Pages written since the last sync, with their contents at that time."""
 
 
 class _Medium:
-    """What outlives a process."""
+    """The part of a storage that outlives a process."""
 
     def __init__(self, capacity_bytes: int, seed: int, clock: Callable[[], float]) -> None:
         self.capacity_bytes = capacity_bytes
@@ -89,13 +89,13 @@ class _Medium:
 
 
 class SimulatedStorage(Storage):
-    """A storage in memory, for one simulated process, with room for ``capacity_bytes``.
+    """A storage in memory for one simulated process, with room for ``capacity_bytes``.
 
-    ``kill`` ends the process: what was written stays, as in a page cache, its handles and its lock are gone.
-    ``power_loss`` also takes back each page written since the last ``sync``, or not, as chance will have it.
-    ``restart`` makes the next process's storage on the same medium. ``pause`` is called before whatever touches the
-    medium and in the middle of reads and writes: who does not return from it is killed there, and leaves a part of the
-    bytes or of the pages. ``read_only``: the medium is mounted so for this process. Chance is ``seed``'s.
+    ``kill`` ends the process: bytes that were written stay, as in a page cache, but its handles and its lock are gone.
+    ``power_loss`` also undoes some of the pages written since the last ``sync``, which ``seed`` chooses. ``restart``
+    makes the storage of the next process on the same medium. ``pause`` is called before each access to the medium and
+    in the middle of reads and writes: if it does not return, the process was killed there, and a part of the bytes or
+    pages has been written. ``read_only``: the medium is mounted read-only for this process.
     """
 
     def __init__(
@@ -133,24 +133,24 @@ class SimulatedStorage(Storage):
 
     @property
     def num_open(self) -> int:
-        """Files that this process has open."""
+        """Number of files that this process has open."""
         return len(self.handles)
 
     @property
     def used_bytes(self) -> int:
-        """Of all files, those included that are removed but open."""
+        """Bytes that all files take, including those that were removed but are still open."""
         return self.medium.used_bytes
 
     @property
     def peak_bytes(self) -> int:
-        """The most that was ever in use, or since ``reset_peak``."""
+        """The highest ``used_bytes`` so far, or since ``reset_peak``."""
         return self.medium.peak_bytes
 
     def reset_peak(self) -> None:
         self.medium.peak_bytes = self.medium.used_bytes
 
     def sync(self) -> None:
-        """What was written so far is safe from power losses."""
+        """Makes everything written so far safe from power losses."""
         for inode in self._inodes():
             inode.unsynced.clear()
 
@@ -169,14 +169,14 @@ class SimulatedStorage(Storage):
             inode.unsynced.clear()
 
     def restart(self, pause: Callable[[], None] | None = None) -> SimulatedStorage:
-        """Kills the process. Returns the next one's storage."""
+        """Kills the process. Returns the storage of the next one."""
         self.kill()
         successor = SimulatedStorage(0, pause=pause)
         successor.medium = self.medium
         return successor
 
     def clone(self) -> SimulatedStorage:
-        """Another medium with the same files, and the storage of a process there."""
+        """Returns a storage on another medium that has the same files."""
         other = SimulatedStorage(self.capacity_bytes, clock=self.medium.clock)
         other.medium.folders = copy.deepcopy(self.medium.folders)
         for inode in other._inodes():
@@ -187,7 +187,7 @@ class SimulatedStorage(Storage):
     def lock(self) -> None:
         self._check_alive()
         if self.medium.owner not in (None, self):
-            raise ConfigError("disk_dir: another simulated process owns the storage; give each a directory of its own")
+            raise ConfigError("disk_dir: another simulated process owns the storage; give each its own directory")
         self.medium.owner = self
 
     def folders(self) -> list[str]:
@@ -278,7 +278,7 @@ class SimulatedStorage(Storage):
         return [inode for files in self.medium.folders.values() for inode in files.values()]
 
     def parts(self, offset: int, nbytes: int) -> Iterator[Part]:
-        """A transfer in the one or two parts in which it reaches the medium, each after a pause."""
+        """Yields the one or two parts in which a transfer reaches the medium, each after a pause."""
         if self._pause is None:
             yield [(0, nbytes)]
             return
@@ -359,7 +359,7 @@ class _SimulatedFile(StoredFile):
 
     @contextmanager
     def _in_use(self) -> Iterator[None]:
-        """A transfer that is under way keeps the file, even if the handle is closed meanwhile."""
+        """Keeps the file during a transfer, even if the handle is closed meanwhile."""
         self._inode.handles += 1
         try:
             yield
@@ -379,7 +379,7 @@ def num_bytes(buffers: Sequence[ByteArray]) -> int:
 
 
 def head(buffers: Sequence[ByteArray], nbytes: int) -> list[ByteArray]:
-    """The first ``nbytes`` of ``buffers``, flat."""
+    """Returns the first ``nbytes`` of ``buffers``, flattened."""
     taken: list[ByteArray] = []
     for buffer in buffers:
         if nbytes <= 0:
@@ -396,31 +396,31 @@ def _check_name(name: str) -> None:
 
 @dataclass(frozen=True)
 class FaultRates:
-    """Chances per operation that may go wrong in that way."""
+    """The probability of each fault, per operation that can have it."""
 
     flip_on_read: float = 0.0
-    """A bit of what was read is wrong; the medium has it right."""
+    """One bit of what was read is wrong, but right on the medium."""
     flip_on_write: float = 0.0
-    """A bit of what is written is wrong from then on."""
+    """One bit is written wrong."""
     torn_write: float = 0.0
-    """Only a part is written, perhaps nothing, and the device says that all was."""
+    """Only a part is written, possibly nothing, but the device reports that all was."""
     short_read: float = 0.0
     short_write: float = 0.0
     no_space: float = 0.0
-    """ENOSPC where bytes are written or room is taken."""
+    """ENOSPC of an operation that writes bytes or takes room."""
     io_error: float = 0.0
-    """EIO, of any operation."""
+    """EIO of any operation."""
     stall: float = 0.0
-    """A read or write that hangs first."""
+    """A read or write hangs before it begins."""
 
 
 class FaultyStorage(Storage):
-    """Passes everything on to ``inner``, and now and then something goes wrong, chosen by ``seed``.
+    """Forwards every call to ``inner``, and injects faults that ``seed`` chooses while ``active`` is True.
 
-    Only while ``active``. ``read_only``: from now on nothing can be written (EROFS). ``kill_at``: the operation of
-    this number, from 0 on, ends half done with Killed, and every one after it does too. ``stall`` is called to hang; by
-    default it sleeps ``stall_s``, or until ``active`` is set to False. ``injected`` counts the faults by name,
-    ``operations`` all operations.
+    ``read_only``: from now on nothing can be written (EROFS). ``kill_at``: the operation of this number, counted from
+    0, ends half done with Killed, as does every later one. ``stall`` is called to hang; by default it sleeps
+    ``stall_s``, or until ``active`` is set to False. ``injected`` counts the faults by name, ``operations`` all
+    operations.
     """
 
     def __init__(
@@ -503,6 +503,7 @@ class FaultyStorage(Storage):
         self.inner.close()
 
     def injects(self, fault: str) -> bool:
+        """Decides whether the fault of that name happens now, and counts it."""
         rate: float = getattr(self.rates, fault)
         if rate == 0 or not self.active or self.random.random() >= rate:
             return False
@@ -510,7 +511,7 @@ class FaultyStorage(Storage):
         return True
 
     def before_operation(self, writes: bool = False) -> None:
-        """What may go wrong before an operation."""
+        """Raises the faults that an operation may have before it begins."""
         if self.is_killed():
             raise Killed
         self.operations += 1
@@ -521,11 +522,11 @@ class FaultyStorage(Storage):
             raise os_error(errno.EIO)
 
     def is_killed(self) -> bool:
-        """Whether the next operation is the one, or comes after it."""
+        """Whether the next operation is number ``kill_at`` or a later one."""
         return self.kill_at is not None and self.operations >= self.kill_at
 
     def cut(self, nbytes: int, direct: bool, least: int = 1) -> int:
-        """A number of bytes from ``least`` to ``nbytes - 1``; of whole pages if ``direct``."""
+        """Returns a random number of bytes from ``least`` to ``nbytes - 1``, of whole pages if ``direct``."""
         unit = PAGE if direct else 1
         return self.random.randrange(min(least * unit, nbytes), max(nbytes, 1), unit) if nbytes > least * unit else 0
 
@@ -595,7 +596,7 @@ class _FaultyFile(StoredFile):
 
 
 def _copy(buffer: ByteArray) -> ByteArray:
-    """A copy at an address that direct writes may start from."""
+    """Returns a copy at an address from which direct writes are possible."""
     room = np.empty(buffer.size + PAGE, np.uint8)
     copy = room[-room.ctypes.data % PAGE :][: buffer.size]
     copy[:] = buffer.reshape(-1)
