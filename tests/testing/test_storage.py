@@ -450,7 +450,7 @@ def order_of(seed: int) -> list[str]:
     return log
 
 
-def test_jobs_begin_in_order_reads_first_and_are_interleaved_as_the_seed_says() -> None:
+def test_jobs_begin_in_order_reads_first_and_the_seed_interleaves_them() -> None:
     orders = [order_of(seed) for seed in range(20)]
     assert orders == [order_of(seed) for seed in range(20)]
     assert len({tuple(order) for order in orders}) > 15
