@@ -254,8 +254,8 @@ class DiskTier(Tier):
         self._maintenance.submit()
 
     def reset(self) -> None:
-        """Drops every block. What is stored until the process ends is void after that: it belongs to other weights than
-        those that the next process loads."""
+        """Drops every block. Blocks that are stored later are invalid for the next process: they belong to other weights
+        than those that it will load."""
         self.catalog.reset()
         self.files.header = replace(self.files.header, generation=self._new_generation(), transient=True)
         self._maintenance.submit()
