@@ -7,10 +7,10 @@ import logging
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
-from typing import Protocol
 
 from kvoffload.abc import Transfer, TransferResult, TransferSpec
 from kvoffload.connector.messages import StepMeta, WorkerReport
+from kvoffload.connector.weights import WeightComparisons, WeightWatch
 
 logger = logging.getLogger(__name__)
 
@@ -35,34 +35,13 @@ class Finished:
     """Finished requests whose device blocks were kept for the connector, and can be freed now."""
 
 
-class WeightWatch(Protocol):
-    """Compares the weights of one rank with the weights that it accepted last, at first with those of its creation."""
-
-    def accept(self) -> None:
-        """Accepts the weights as they are after all work issued so far. Cancels a comparison in progress."""
-
-    def begin(self) -> None:
-        """Begins to compare the weights as they are after all work issued so far. Does not wait for the device."""
-
-    def poll(self) -> bool | None:
-        """Returns whether the weights differed at the last ``begin``, or None while that is not known."""
-
-    def note_new(self) -> None:
-        """Records weights that the step has loaded itself, such as adapters, before they can change."""
-
-    def are_same(self) -> bool:
-        """Returns whether every byte of the weights is as it was when they were last accepted; False if that is not
-        known. Takes as long as the device needs to read them. After True, the next comparison expects the weights at
-        their present addresses."""
-
-
 @dataclass(slots=True)
 class _Job:
     spec: TransferSpec
     is_store: bool
     epoch: int
     comparison: int
-    """Number of the comparison of weights that must end well before this job is reported as successful."""
+    """Number of the comparison of weights that must have ended before this job is reported as successful."""
     tries_left: int = MAX_TRIES - 1
 
 
@@ -84,7 +63,7 @@ class OffloadingConnectorWorker:
 
     def __init__(self, transfer: Transfer, weights: WeightWatch | None = None) -> None:
         self.transfer = transfer
-        self.weights = weights
+        self._weights = WeightComparisons(weights)
         self.idle_wait_s = IDLE_WAIT_S
         self._jobs: dict[int, _Job] = {}
         self._unsubmitted: list[int] = []
@@ -93,14 +72,17 @@ class OffloadingConnectorWorker:
         self._broken = False
         self._suspended = False
         self._epoch = 0
-        self._is_stale = False
-        """Whether the weights have changed in this epoch."""
-        self._must_accept = False
-        """Whether a new epoch has begun and no step of it has used the weights yet."""
-        self._wanted = self._begun = self._answered = 0
-        """Numbers of comparisons: the latest that some job needs, the latest that began, the latest that ended."""
         self._unconfirmed: list[TransferResult] = []
         """Results of jobs that have ended before their comparison."""
+
+    @property
+    def weights(self) -> WeightWatch | None:
+        """The watch over the weights of this rank, if there is one."""
+        return self._weights.watch
+
+    @weights.setter
+    def weights(self, watch: WeightWatch | None) -> None:
+        self._weights.watch = watch
 
     @contextlib.contextmanager
     def step(self, meta: StepMeta, send_report: Callable[[WorkerReport], None]) -> Iterator[Finished]:
@@ -152,7 +134,7 @@ class OffloadingConnectorWorker:
     def start_loads(self, meta: StepMeta) -> None:
         """Starts the loads of the step. Nothing uses their device blocks before they are reported."""
         for job_id, spec in meta.loads.items():
-            self._jobs[job_id] = _Job(spec, False, self._epoch, self._wanted)
+            self._jobs[job_id] = _Job(spec, False, self._epoch, self._weights.latest)
             self._submit(job_id)
         for req_id, blocks in meta.broken_loads.items():
             self._finished.loaded.add(req_id)
@@ -213,8 +195,7 @@ class OffloadingConnectorWorker:
                 self._collect(busy=False)
         except Exception:
             self._give_up()
-        # The weights may lose their memory too: no comparison begins before the next step that needs one.
-        self._wanted = self._begun
+        self._weights.cancel_pending()
 
     def resume(self) -> None:
         """Accepts jobs again: the device blocks have memory. May be called twice."""
@@ -226,8 +207,8 @@ class OffloadingConnectorWorker:
 
     def _check_weights(self, meta: StepMeta) -> None:
         if meta.epoch != self._epoch:
-            self._epoch, self._is_stale, self._must_accept = meta.epoch, False, True
-            self._wanted = self._answered = self._begun
+            self._epoch = meta.epoch
+            self._weights.begin_epoch()
         if meta.check_weights is not None:
             self._report.done[meta.check_weights] = 1
             if not self._are_weights_same():
@@ -235,52 +216,30 @@ class OffloadingConnectorWorker:
         moves = bool(meta.loads or meta.stores)
         # Steps without tokens and jobs must not read the weights: a sleeping engine runs such steps while its weights
         # have no memory. While suspended all jobs fail anyway.
-        if self.weights is None or self._broken or self._suspended or not (meta.has_tokens or moves):
-            return
-        if self._must_accept:
-            self._must_accept = False
+        if not self._broken and not self._suspended and (meta.has_tokens or moves):
             try:
-                self.weights.accept()
+                self._note_change(self._weights.use(has_jobs=moves))
             except Exception:
                 self._give_up()
-        elif moves and not self._is_stale:
-            self._wanted += 1
-            self._compare_weights()
 
     def _are_weights_same(self) -> bool:
-        """Whether the weights are those of the epoch before. If so, this epoch needs not accept them anew."""
-        if self.weights is None or self._broken or self._suspended or not self._must_accept:
+        if self._broken or self._suspended:
             return False
         try:
-            self._must_accept = not self.weights.are_same()
+            return self._weights.are_same()
         except Exception:
             self._give_up()
-        return not (self._must_accept or self._broken)
+            return False
 
-    def _compare_weights(self) -> None:
-        """Begins the comparison that jobs need, unless one is in progress, and processes its result."""
-        if self.weights is None or self._broken:
-            return
-        try:
-            while self._answered < self._wanted and not self._is_stale:
-                if self._begun == self._answered:
-                    self.weights.begin()
-                    self._begun = self._wanted
-                changed = self.weights.poll()
-                if changed is None:
-                    return
-                self._answered = self._begun
-                if changed:
-                    self._is_stale = True
-                    self._report.changed_at = self._epoch
-        except Exception:
-            self._give_up()
+    def _note_change(self, has_changed: bool) -> None:
+        if has_changed:
+            self._report.changed_at = self._epoch
 
     def _is_outdated(self, job: _Job) -> bool:
-        return self._is_stale or job.epoch != self._epoch
+        return self._weights.is_stale or job.epoch != self._epoch
 
     def _accept_store(self, job_id: int, spec: TransferSpec) -> None:
-        self._jobs[job_id] = _Job(spec, True, self._epoch, self._wanted)
+        self._jobs[job_id] = _Job(spec, True, self._epoch, self._weights.latest)
         if self._suspended:
             # It must fail now: after ``resume`` its device blocks hold other bytes.
             self._submit(job_id)
@@ -318,10 +277,10 @@ class OffloadingConnectorWorker:
             return
         try:
             results = self.transfer.poll(busy)
+            self._note_change(self._weights.advance())
         except Exception:
             self._give_up()
             return
-        self._compare_weights()
         ended, self._unconfirmed = [*self._unconfirmed, *results], []
         for result in ended:
             job = self._jobs.get(result.job_id)
@@ -333,7 +292,7 @@ class OffloadingConnectorWorker:
             elif not result.ok and job.tries_left and not self._suspended:
                 job.tries_left -= 1
                 self._submit(result.job_id)
-            elif result.ok and job.comparison > self._answered and not self._is_outdated(job):
+            elif result.ok and not self._weights.has_answered(job.comparison) and not self._is_outdated(job):
                 self._unconfirmed.append(result)
             else:
                 self._end(result, self._jobs.pop(result.job_id))

@@ -18,7 +18,7 @@ import numpy.typing as npt
 import torch
 from vllm.v1.worker.worker_base import WorkerBase
 
-from kvoffload.connector.worker import WeightWatch
+from kvoffload.connector.weights import WeightWatch
 from kvoffload.vllm import versions
 
 if TYPE_CHECKING:
