@@ -44,7 +44,7 @@ def test_a_chain_stored_in_parts_loses_its_tail_before_its_head() -> None:
     rig.half.request_finished(request)
     rig.step()
     chain = rig.keys(prompt(16))
-    assert rig.manager.refreshes[-1] == (chain, chain[1:])
+    assert rig.manager.reorders[-1] == (chain, chain[1:])
     for n, left in enumerate((4, 3, 2, 1)):
         rig.manager.prepare_store([b"other %d" % n])
         assert rig.manager.lookup(chain) == left
