@@ -42,7 +42,7 @@ class Task(enum.Enum):
     """Write down which blocks were used."""
 
 
-_TASKS = tuple(Task)
+_NO_SLOTS = np.empty(0, dtype=np.int64)
 _FINAL_TASKS = (Task.HEADER, Task.STALE_RECORDS, Task.RECENCY)
 
 
@@ -163,16 +163,18 @@ class Maintenance:
 
     def submit(self) -> None:
         """Has the tasks done that are due, unless a job is under way."""
-        if self._state is not _State.IDLE or self._files.read_only:
+        if self._state is not _State.IDLE:
             return
-        now = self._clock()
-        tasks = [task for task in _TASKS if self._has_work(task) and now >= self._not_before[task]]
-        if tasks and self._executor.submit_maintenance(partial(self._run, tasks)):
-            self._state = _State.BUSY
+        pending = self._pending()
+        if pending and not self._files.read_only:
+            now = self._clock()
+            due = [task for task in pending if now >= self._not_before[task]]
+            if due and self._executor.submit_maintenance(partial(self._run, due)):
+                self._state = _State.BUSY
 
     def poll(self) -> Slots:
         """Takes notice of tasks that have ended. Returns new slots."""
-        slots = np.empty(0, dtype=np.int64)
+        slots = _NO_SLOTS
         while self._outcomes:
             outcome = self._outcomes.popleft()
             if outcome.task is None:
@@ -197,14 +199,18 @@ class Maintenance:
         if not self._files.read_only:
             self._run(_FINAL_TASKS, is_final=True)
 
-    def _has_work(self, task: Task) -> bool:
-        if task is Task.HEADER:
-            return self._files.header_is_due
-        if task is Task.GROWTH:
-            return self._growth in (Growth.REQUESTED, Growth.RETRIED)
-        if task is Task.STALE_RECORDS:
-            return bool(self._stale)
-        return self._recency.has_changes
+    def _pending(self) -> list[Task]:
+        """Returns the tasks that have something to do, in the order of Task."""
+        tasks = []
+        if self._files.header_is_due:
+            tasks.append(Task.HEADER)
+        if self._growth is Growth.REQUESTED or self._growth is Growth.RETRIED:
+            tasks.append(Task.GROWTH)
+        if self._stale:
+            tasks.append(Task.STALE_RECORDS)
+        if self._recency.has_changes:
+            tasks.append(Task.RECENCY)
+        return tasks
 
     # On a thread of the executor.
 
