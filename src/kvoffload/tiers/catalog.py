@@ -99,7 +99,7 @@ class Catalog:
         if output is None:
             return [], host_slots[:0], host_slots[:0]
         self.num_evicted += len(output.evicted_keys)
-        self._manager.reorder_chain(output.keys_to_store, output.keys_to_store, slots=output.store_spec.slots)
+        self._manager.reorder_chain(output.keys_to_store, output.keys_to_store, found=output.store_spec.slots)
         if len(output.keys_to_store) < len(keys):
             index = {key: i for i, key in enumerate(keys)}
             host_slots = host_slots[[index[key] for key in output.keys_to_store]]
@@ -143,13 +143,13 @@ class Catalog:
     def touch(self, keys: Sequence[OffloadKey]) -> Slots:
         """Marks as recently used, last key first. Returns the slots of the blocks that are present, in order."""
         slots = self._manager.find(keys)
-        self._manager.touch(keys, slots=slots)
+        self._manager.touch(keys, found=slots)
         return slots[slots >= 0]
 
     def reorder_chain(self, keys: Sequence[OffloadKey], stored: Collection[OffloadKey]) -> Slots:
         """Brings a chain into the order of one touch; see ``Tier.reorder_chain``. Returns what ``touch`` returns."""
         slots = self._manager.find(keys)
-        self._manager.reorder_chain(keys, stored, slots=slots)
+        self._manager.reorder_chain(keys, stored, found=slots)
         return slots[slots >= 0]
 
     def drop(self, keys: Sequence[OffloadKey]) -> Slots:
