@@ -13,26 +13,38 @@ from kvoffload.cache.manager import PolicyOffloadingManager
 from kvoffload.cache.policies import make_policy
 from kvoffload.cache.slots import SlotBackend
 
+DISK_MEDIUM = "DISK"
+
 Claim = tuple[list[OffloadKey], Slots, Slots]
 """Blocks that are in transfer from now on: keys, host slots, and slots in the tier, all in the same order."""
 
 
 class Catalog:
-    """The blocks of a tier whose slots ``backend`` hands out, with the cache policy of that name.
+    """The blocks of a tier with ``num_slots`` slots of ``block_bytes``. ``policy``: the name of its cache policy.
 
     Keys are looked up when a transfer begins; from then on it is known by its slots in the tier, which do not change
     before it has ended. A block that is dropped meanwhile is not found any more, and its slot is free when its transfer
-    has ended. Every new block is accepted: one that was refused would be a hole in its chain.
+    has ended. Every new block is accepted: one that was refused would be a hole in its chain. With ``grows``, slots
+    exist when they have been added. Raises ConfigError if there is no such policy.
     """
 
-    def __init__(self, backend: SlotBackend, policy: str, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        num_slots: int,
+        block_bytes: int,
+        policy: str,
+        clock: Callable[[], float] = time.monotonic,
+        *,
+        grows: bool = False,
+    ) -> None:
         self.num_evicted = 0
         """Blocks evicted since the start."""
-        self._backend = backend
+        self._backend = SlotBackend(block_bytes, DISK_MEDIUM, num_slots, grows)
         self._manager = PolicyOffloadingManager(
-            backend, make_policy(policy, backend.num_blocks), must_store=True, clock=clock
+            self._backend, make_policy(policy, num_slots), must_store=True, clock=clock
         )
-        self._is_read = np.zeros(backend.num_blocks, dtype=np.bool_)
+        self._is_read = np.zeros(num_slots, dtype=np.bool_)
+        """Which slots are being read."""
 
     @property
     def num_blocks(self) -> int:

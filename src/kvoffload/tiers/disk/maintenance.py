@@ -152,17 +152,18 @@ class Maintenance:
     # Stale records.
 
     def give(self, slots: Slots) -> None:
-        """Notes that new blocks will be written to ``slots``."""
+        """Notes that ``slots`` get new blocks, whose writing replaces the old records."""
         self._num_given[slots] += 1
 
     def empty_records(self, slots: Slots) -> None:
-        """Has the records of the blocks that were given ``slots`` last emptied, so that no later process finds them."""
+        """Queues the records of the blocks that were last given ``slots`` to be emptied: no later process may find
+        them."""
         self._stale.extend(zip(slots.tolist(), self._num_given[slots].tolist(), strict=True))
 
     # Jobs.
 
     def submit(self) -> None:
-        """Has the tasks done that are due, unless a job is under way."""
+        """Submits a job for the tasks that are due, unless one is under way."""
         if self._state is not _State.IDLE:
             return
         pending = self._pending()
@@ -173,7 +174,7 @@ class Maintenance:
                 self._state = _State.BUSY
 
     def poll(self) -> Slots:
-        """Takes notice of tasks that have ended. Returns new slots."""
+        """Takes the outcomes of tasks that have ended. Returns new slots."""
         slots = _NO_SLOTS
         while self._outcomes:
             outcome = self._outcomes.popleft()
@@ -189,13 +190,13 @@ class Maintenance:
         return slots
 
     def close(self) -> None:
-        """Ends growth, and has the executor do the rest, however long ago it was done last. ``finish`` must follow."""
+        """Submits a last job for everything but growth, whether it is due or not. ``finish`` must follow."""
         if self._state is _State.IDLE and not self._files.read_only:
             self._executor.submit_maintenance(partial(self._run, _FINAL_TASKS, is_final=True))
         self._state = _State.CLOSED
 
     def finish(self) -> None:
-        """Does what is left to do, on the caller's thread. No job may be running."""
+        """Does the rest on the caller's thread. No job may be running."""
         if not self._files.read_only:
             self._run(_FINAL_TASKS, is_final=True)
 
@@ -224,7 +225,7 @@ class Maintenance:
         finally:
             self._outcomes.append(_Outcome(None))
 
-    def _try(self, task: Task, is_final: bool) -> OSError | None:
+    def _try(self, task: Task, is_final: bool) -> Exception | None:
         try:
             if task is Task.HEADER:
                 self._files.write_header()
@@ -233,6 +234,9 @@ class Maintenance:
             else:
                 self._recency.write(self._files, everything=is_final)
         except OSError as error:
+            return error
+        except Exception as error:
+            logger.exception("kvoffload: disk tier: maintenance failed (%s)", task.name)
             return error
         return None
 

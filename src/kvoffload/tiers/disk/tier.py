@@ -20,7 +20,6 @@ from kvoffload.abc import (
     TierError,
     TierResult,
 )
-from kvoffload.cache.slots import SlotBackend
 from kvoffload.tiers.catalog import Catalog, Claim
 from kvoffload.tiers.disk.blockio import FACTS, JOB_BYTES, Batch, BlockIO, Done
 from kvoffload.tiers.disk.format import MAX_KEY_BYTES
@@ -33,7 +32,6 @@ from kvoffload.tiers.threads import IOThreads
 
 logger = logging.getLogger(__name__)
 
-DISK_MEDIUM = "DISK"
 CLOSE_DEADLINE_S = 5.0
 WARNING_INTERVAL_S = 10.0
 
@@ -72,7 +70,7 @@ class DiskTier(Tier):
         self.files = SlabFiles(storage, fingerprint, slot_bytes, capacity_bytes, slab_bytes, self._new_generation)
         num_slots = self.files.num_slots
         try:
-            self.catalog = Catalog(SlotBackend(self.block_bytes, DISK_MEDIUM, num_slots, grows=True), policy, clock)
+            self.catalog = Catalog(num_slots, self.block_bytes, policy, clock, grows=True)
             self._facts = np.zeros(num_slots, dtype=FACTS)
             """What the record of each slot says."""
             self._recency = Recency(num_slots)
