@@ -266,13 +266,12 @@ class PolicyOffloadingManager(OffloadingManager):
     # The eviction order.
 
     def touch(
-        self, keys: Sequence[OffloadKey], req_context: ReqContext | None = None, slots: Slots | None = None
+        self, keys: Sequence[OffloadKey], req_context: ReqContext | None = None, found: Slots | None = None
     ) -> None:
-        """``slots``: what ``find`` has returned for ``keys``, if the caller knows."""
+        """``found``: what ``find`` has returned for ``keys``, if the caller has called it."""
         self.count_request(keys, req_context)
         self.policy.observe(keys)
-        if slots is None:
-            slots = self._table.find(keys)
+        slots = self._table.find(keys) if found is None else found
         missing = slots < 0
         if np.count_nonzero(missing):
             absent = dict.fromkeys(compress(keys, missing.tolist()))
@@ -286,11 +285,10 @@ class PolicyOffloadingManager(OffloadingManager):
         keys: Sequence[OffloadKey],
         stored: Collection[OffloadKey],
         req_context: ReqContext | None = None,
-        slots: Slots | None = None,
+        found: Slots | None = None,
     ) -> None:
-        """``slots``: what ``find`` has returned for ``keys``, if the caller knows."""
-        if slots is None:
-            slots = self._table.find(keys)
+        """``found``: what ``find`` has returned for ``keys``, if the caller has called it."""
+        slots = self._table.find(keys) if found is None else found
         present, stored = slots >= 0, frozenset(stored)
         mine = slots[present & np.fromiter(map(stored.__contains__, keys), np.bool_, len(keys))]
         slots = self._table.distinct(slots[present][::-1])
