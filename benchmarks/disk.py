@@ -247,7 +247,7 @@ def lookup_cost(manager: OffloadingManager) -> dict[str, float]:
 
 def tier_busy(manager: OffloadingManager) -> bool:
     assert isinstance(manager, TieredOffloadingManager)
-    return any(lane.writing or lane.flights for lane in manager._lanes)
+    return manager.has_transfers
 
 
 def timed(call: Callable[[], Any]) -> float:

@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 
 import pytest
 
-from kvoffload.abc import ByteArray, OffloadKey, Slots, Tier, TierResult
+from kvoffload.abc import ByteArray, LoadStoreSpec, OffloadKey, Slots, Tier, TierResult
 from kvoffload.testing import simulation
 from kvoffload.testing.__main__ import main
 from kvoffload.testing.engine import Clock, Late, Leak, LowerTiers, ModelEngine, Scenario, WrongBytes
@@ -31,8 +31,12 @@ from kvoffload.testing.simulation import (
 )
 from kvoffload.testing.storage import FaultRates
 from kvoffload.testing.tiers import AskingTier, MemoryTier, SteppedExecutor
+from kvoffload.tiers import writethrough
 from kvoffload.tiers.disk import tier as disk
 from kvoffload.tiers.disk.tier import DiskTier
+from kvoffload.tiers.plan import Plan, plan_writes
+from kvoffload.tiers.promotion import Promotion, PromotionState
+from kvoffload.tiers.writethrough import WriteThrough
 
 SEEDS = scaled(150)
 PLANTED_SEEDS = 600
@@ -135,8 +139,8 @@ def test_a_restart_without_faults_reads_from_disk(monkeypatch: pytest.MonkeyPatc
 class InMemory(LowerTiers):
     """A fast small tier and a slow large one that has to be asked, or one of them."""
 
-    def __init__(self, seed: int, clock: Clock) -> None:
-        self.random, self.clock = Random(seed), clock
+    def __init__(self, seed: int, clock: Clock, write_share: float) -> None:
+        self.random, self.clock, self.write_share = Random(seed), clock, write_share
         self.executors: list[SteppedExecutor] = []
         self.lookup_deadline_ms = self.random.choice((0.0, 3.0, 100.0))
         self.load_only_if_faster = self.random.random() < 0.3
@@ -175,11 +179,11 @@ def short_of_host(seed: int) -> Scenario:
 
 
 def run_in_memory(seed: int) -> ModelEngine:
-    clock = Clock(100.0)
-    engine = ModelEngine(short_of_host(seed), lower=InMemory(seed, clock), clock=clock)
-    assert engine.tiered is not None
+    clock, scenario = Clock(100.0), short_of_host(seed)
     # The usual share of so small a host is one block: hardly anything would be written.
-    engine.tiered._max_held = Random(seed).choice((1, 4, engine.scenario.num_host_blocks))
+    num_writing = Random(seed).choice((1, 4, scenario.num_host_blocks))
+    lower = InMemory(seed, clock, (num_writing + 0.5) / scenario.num_host_blocks)
+    engine = ModelEngine(scenario, lower=lower, clock=clock)
     engine.run()
     return engine
 
@@ -189,7 +193,7 @@ def test_any_engine_on_tiers_that_never_fail() -> None:
     for seed in range(SEEDS):
         engine = run_in_memory(seed)
         assert engine.tiered is not None
-        what = " and ".join(lane.tier.name for lane in engine.tiered._lanes)
+        what = " and ".join(tier.tier.name for tier in engine.tiered.tiers)
         promoted[what] += int(engine.scheduler.metrics.snapshot().get("promoted_blocks", 0))
     assert len(promoted) == 3
     assert all(promoted.values()), f"nothing was promoted: {promoted}"
@@ -273,23 +277,27 @@ def reset_forgets_what_is_being_written(server: Server, tier: DiskTier, monkeypa
 def host_slot_freed_while_a_read_into_it_is_under_way(
     server: Server, tier: DiskTier, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    tiered = server.engine.tiered
-    assert tiered is not None
-    expire = tiered._expire
+    host, stop_waiting = server.engine.policy_manager, Promotion.stop_waiting
 
-    def free_at_once(waiter: Any) -> None:
-        tiered.host.complete_store(list(waiter.coming), success=False)
-        expire(waiter)
+    def free_at_once(promotion: Promotion, state: PromotionState) -> None:
+        if state is PromotionState.EXPIRED:
+            host.complete_store(list(promotion.reading), success=False)
+        stop_waiting(promotion, state)
 
-    monkeypatch.setattr(tiered, "_expire", free_at_once)
+    monkeypatch.setattr(Promotion, "stop_waiting", free_at_once)
 
 
 def host_slot_not_held_while_it_is_written_from(
     server: Server, tier: DiskTier, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    host = server.engine.policy_manager
-    monkeypatch.setattr(host, "hold", host._table.find)
-    monkeypatch.setattr(host, "release", lambda keys: None)
+    host, write = server.engine.policy_manager, tier.write
+
+    def write_and_unpin(keys: Sequence[OffloadKey], slots: Slots) -> list[OffloadKey]:
+        host.complete_load(LoadStoreSpec("CPU", slots))
+        return write(keys, slots)
+
+    monkeypatch.setattr(tier, "write", write_and_unpin)
+    monkeypatch.setattr(WriteThrough, "_unpin", lambda self, keys: None)
 
 
 def another_fingerprints_blocks(server: Server, tier: DiskTier, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -308,8 +316,7 @@ def reset_writes_on_the_schedulers_thread(server: Server, tier: DiskTier, monkey
 
 
 def no_deadline(server: Server, tier: DiskTier, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert server.engine.tiered is not None
-    monkeypatch.setattr(server.engine.tiered, "_load_deadline_s", 1e9)
+    monkeypatch.setattr(Promotion, "is_late", lambda promotion, now, deadline_s: False)
     monkeypatch.setattr(server.engine.scheduler, "_deadline_s", 1e9)
 
 
@@ -329,22 +336,17 @@ def lock_given_up_while_a_job_hangs(server: Server, tier: DiskTier, monkeypatch:
 
 def a_block_left_out(server: Server, tier: DiskTier, monkeypatch: pytest.MonkeyPatch) -> None:
     """What follows is written behind a hole."""
-    assert server.engine.tiered is not None
-    writes = server.engine.tiered._lanes[0].writes
-    plan = writes._plan
 
-    def without_the_first(chain: Any, room: int) -> Any:
-        made = plan(chain, room)
+    def without_the_first(*args: Any, **options: Any) -> Plan:
+        made = plan_writes(*args, **options)
         return dataclasses.replace(made, keys=made.keys[1:]) if len(made.keys) > 2 else made
 
-    monkeypatch.setattr(writes, "_plan", without_the_first)
+    monkeypatch.setattr(writethrough, "plan_writes", without_the_first)
 
 
 def what_follows_a_failed_write_stays(server: Server, tier: DiskTier, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert server.engine.tiered is not None
-    writes = server.engine.tiered._lanes[0].writes
-    monkeypatch.setattr(writes, "_rewind", lambda chain: None)
-    monkeypatch.setattr(writes, "_take_back", lambda chain: None)
+    monkeypatch.setattr(writethrough, "MAX_REWRITES", -1)
+    monkeypatch.setattr(writethrough, "unreachable", lambda *args: [])
 
 
 def a_result_lost(server: Server, tier: DiskTier, monkeypatch: pytest.MonkeyPatch) -> None:

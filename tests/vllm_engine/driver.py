@@ -202,13 +202,13 @@ class Engine:
     def settle(self) -> None:
         """Waits until lower tiers have read and written what they were given."""
         manager = getattr(self.offload.manager, "backing", self.offload.manager)
-        for lane in getattr(manager, "_lanes", []):
+        for tier in getattr(manager, "tiers", []):
             for _ in range(MAX_STEPS):
-                if not lane.writing and not lane.tier._reading:
+                if not tier.has_transfers:
                     break
-                lane.tier.wait(0.1)
+                tier.tier.wait(0.1)
                 manager.poll()
-            assert not lane.writing, "the tier does not end its writes"
+            assert not tier.writes.num_writing, "the tier does not end its writes"
 
     def close(self) -> None:
         """Ends the engine as a server ends."""

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvoffload.abc.engine import Request
+from kvoffload.abc.errors import ConfigError
 from kvoffload.abc.types import (
     BlockHash,
     LoadStoreSpec,
@@ -53,6 +54,29 @@ class OffloadingEvent:
     """Of blocks that became ready, in the order of ``keys``, where somebody asked for it and takes events in time."""
 
 
+class Admission(ABC):
+    """Decides which new blocks a manager stores, by how requests have asked for them."""
+
+    @abstractmethod
+    def count(self, keys: Sequence[OffloadKey], req_context: ReqContext | None) -> None:
+        """A request asks for ``keys``, in a lookup or a touch."""
+
+    @abstractmethod
+    def accepts(self, keys: Sequence[OffloadKey]) -> list[bool]:
+        """Returns which of ``keys``, all absent, may be stored. Changes nothing."""
+
+    @abstractmethod
+    def refuse(self, keys: Collection[OffloadKey]) -> None:
+        """``keys`` were not accepted, and are not stored."""
+
+    @abstractmethod
+    def explain(self, key: OffloadKey) -> Miss:
+        """Returns why ``key`` was refused, or NEVER_STORED if that is not known."""
+
+    def check_integrity(self) -> None:
+        """Raises IntegrityError if a bound is exceeded."""
+
+
 class OffloadingManager(ABC):
     """Which blocks are offloaded, where, and which may go.
 
@@ -71,19 +95,22 @@ class OffloadingManager(ABC):
 
     @abstractmethod
     def prepare_load(self, keys: Sequence[OffloadKey], req_context: ReqContext | None = None) -> LoadStoreSpec:
-        """Pins every key; a pinned block is never evicted. Raises BlockNotReadyError, and changes nothing,
-        if one is not ready."""
+        """Pins every block and returns the lease: its slots stay unchanged until ``complete_load``. A pinned block is
+        never evicted. Raises BlockNotReadyError, and changes nothing, if a block is not ready."""
 
     @abstractmethod
-    def complete_load(self, keys: Sequence[OffloadKey], req_context: ReqContext | None = None) -> None:
-        """Undoes one pin each. Raises BlockNotPinnedError, and changes nothing, if a key holds none."""
+    def complete_load(
+        self, blocks: LoadStoreSpec | Sequence[OffloadKey], req_context: ReqContext | None = None
+    ) -> None:
+        """Removes one pin per block. ``blocks``: a lease of ``prepare_load``, one with a part of its slots, or keys.
+        Raises BlockNotPinnedError, and changes nothing, if a block has no pin."""
 
     @abstractmethod
     def touch(self, keys: Sequence[OffloadKey], req_context: ReqContext | None = None) -> None:
         """A request uses a chain, called once a request: marks as recently used, last key first, so that a chain loses
         its tail before its head."""
 
-    def refresh(
+    def reorder_chain(
         self,
         keys: Sequence[OffloadKey],
         stored: Collection[OffloadKey],
@@ -95,7 +122,7 @@ class OffloadingManager(ABC):
 
     def offer_chain(self, keys: Sequence[OffloadKey], req_context: ReqContext | None = None) -> None:
         """``keys`` are a request's whole chain, head first, of which no more will be stored: what lower tiers lack of
-        it may be written to them. Called after ``refresh``."""
+        it may be written to them. Called after ``reorder_chain``."""
 
     @abstractmethod
     def prepare_store(
@@ -109,18 +136,32 @@ class OffloadingManager(ABC):
 
     @abstractmethod
     def complete_store(
-        self, keys: Sequence[OffloadKey], req_context: ReqContext | None = None, success: bool = True
+        self,
+        blocks: LoadStoreSpec | Sequence[OffloadKey],
+        req_context: ReqContext | None = None,
+        success: bool = True,
     ) -> None:
-        """Blocks that were being written become ready, or vanish if the write failed. Ready blocks stay
-        as they are, unknown keys are ignored."""
+        """Blocks that were being written become ready, or vanish if the write failed. ``blocks``: a lease of
+        ``prepare_store``, one with a part of its slots, or keys. Ready blocks do not change, unknown keys are
+        ignored."""
+
+    def set_admission(self, admission: Admission) -> None:
+        """From now on only blocks that ``admission`` accepts are stored. Raises ConfigError if this kind of manager
+        takes none."""
+        raise ConfigError(f"{type(self).__name__} takes no admission; put a PolicyOffloadingManager in its place")
 
     @abstractmethod
     def take_events(self) -> Iterable[OffloadingEvent]:
         """What became ready or left since the last call, once each."""
 
     @abstractmethod
+    def drop(self, keys: Sequence[OffloadKey]) -> None:
+        """``keys`` vanish at once. The slot of a block in transfer is free again when its lease is completed; until
+        then its key cannot be stored. Unknown keys are ignored."""
+
+    @abstractmethod
     def reset(self) -> None:
-        """Every key vanishes at once. A slot in transfer comes back when its transfer ends."""
+        """Drops every key."""
 
     @abstractmethod
     def shutdown(self) -> None:
@@ -137,7 +178,7 @@ class OffloadingManager(ABC):
         between a request's lookup and its allocation. Returns whether a lookup may now find more, or less."""
         return True
 
-    def let_go(self, req_context: ReqContext) -> None:
+    def release_request(self, req_context: ReqContext) -> None:
         """The request was given device blocks, with or without a load, or has ended: nothing is kept ready for it any
         more."""
 

@@ -80,10 +80,14 @@ class KVGroup:
 
 @dataclass(frozen=True, slots=True)
 class ReqContext:
-    """Which request a manager call is made for. ``kv_transfer_params`` is what the client sent along."""
+    """The request that a manager call is made for. ``kv_transfer_params`` is what the client sent along.
+
+    With ``may_wait`` False a lookup is answered at once, with the blocks that can be loaded now.
+    """
 
     req_id: str
     kv_transfer_params: Mapping[str, Any] | None = None
+    may_wait: bool = True
 
 
 class LookupState(enum.IntEnum):

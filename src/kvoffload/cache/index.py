@@ -34,7 +34,7 @@ Homes: TypeAlias = tuple[npt.NDArray[np.int64], npt.NDArray[np.uint32]]
 
 
 class KeyIndex:
-    """At most one slot a key, at most one key a slot, for slots in ``[0, capacity)``.
+    """At most one slot per key and one key per slot, for slots in ``[0, capacity)``.
 
     A bucket of eight entries is chosen by the key's hash; an entry is a 32-bit tag of the hash (0: empty)
     and a slot. A tag that matches is confirmed by comparing the keys themselves. There are at least half as
@@ -54,10 +54,6 @@ class KeyIndex:
         self._spilled = np.zeros(num_buckets, dtype=np.bool_)
         """Buckets some of whose keys are in the dict."""
         self._len = 0
-        self._asked: Sequence[OffloadKey] | None = None
-        """What was asked for last, if it is a tuple, which cannot have changed since: one chain is asked for in several
-        calls. None after a change of the index."""
-        self._answer: tuple[Slots, Homes | None]
 
     def __len__(self) -> int:
         return self._len
@@ -75,22 +71,15 @@ class KeyIndex:
         return self._spill.get(key, -1) if self._spill else -1
 
     def find(self, keys: Sequence[OffloadKey]) -> Slots:
-        """A slot a key, -1 where the key is absent. Duplicates are kept. Read only."""
+        """Returns one slot per key, -1 where the key is absent. Duplicates are kept."""
         return self._look_up(keys)[0]
 
     def _look_up(self, keys: Sequence[OffloadKey]) -> tuple[Slots, Homes | None]:
-        """The keys' slots, and their homes if that was how they were found."""
-        if keys is self._asked:
-            return self._answer
+        """Returns the keys' slots, and their homes if the keys were hashed for that."""
         if len(keys) <= SCALAR_BATCH:
-            slots, homes = np.array([self.get(key) for key in keys], dtype=np.int64), None
-        else:
-            homes = self._homes(keys)
-            slots = self._find(keys, homes)
-        slots.flags.writeable = False
-        if type(keys) is tuple:
-            self._asked, self._answer = keys, (slots, homes)
-        return slots, homes
+            return np.array([self.get(key) for key in keys], dtype=np.int64), None
+        homes = self._homes(keys)
+        return self._find(keys, homes), homes
 
     def _find(self, keys: Sequence[OffloadKey], homes: Homes) -> Slots:
         buckets, tags = homes
@@ -109,8 +98,8 @@ class KeyIndex:
         return slots
 
     def split(self, keys: Sequence[OffloadKey]) -> tuple[Slots, list[OffloadKey], Homes | None]:
-        """The slots of those keys that are present; the others, in order and without repetitions; and what
-        ``insert`` can use of this call's work if it gets just those."""
+        """Returns the slots of the keys that are present; the absent keys, in order and without repetitions; and
+        hashing work that ``insert`` can use if it gets exactly those."""
         slots, homes = self._look_up(keys)
         present = slots >= 0
         if not np.count_nonzero(present):
@@ -131,7 +120,6 @@ class KeyIndex:
     def insert(self, keys: Sequence[OffloadKey], slots: Slots, homes: Homes | None = None) -> None:
         """Distinct keys that are absent take slots that are free. ``homes``: as ``split`` gave them."""
         self._len += len(keys)
-        self._asked = None
         self.key_of[slots] = keys
         waiting = np.arange(len(keys))
         if len(keys) > SCALAR_BATCH:
@@ -142,7 +130,7 @@ class KeyIndex:
                     for i in waiting[empty == 0].tolist():
                         self._put(keys[i], int(slots[i]))
                     waiting, empty = waiting[empty != 0], empty[empty != 0]
-                # Of several keys that take the same place at once, the last writer has it.
+                # If several keys take the same place at once, the last one wins.
                 places = buckets[waiting] * WAYS + _first_way(empty)
                 self._slots[places] = slots[waiting]
                 won = self._slots.take(places) == slots[waiting]
@@ -169,7 +157,6 @@ class KeyIndex:
     def remove(self, slots: Slots) -> list[OffloadKey]:
         """Distinct slots that have keys lose them. Returns the keys, in order."""
         self._len -= len(slots)
-        self._asked = None
         keys: list[OffloadKey] = self.key_of[slots].tolist()
         places = self._place[slots]
         self._tags.ravel()[places[places >= 0]] = 0
@@ -188,7 +175,6 @@ class KeyIndex:
     def clear(self) -> None:
         """Every slot loses its key."""
         self._len = 0
-        self._asked = None
         self._tags.fill(0)
         self._place.fill(-1)
         self.key_of.fill(None)

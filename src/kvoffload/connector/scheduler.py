@@ -91,6 +91,8 @@ class _Job:
     device_blocks: frozenset[int]
     blocks: list[Block] = field(default_factory=list)
     """What is stored, if events are to describe it."""
+    lease: LoadStoreSpec | None = None
+    """For a load, the host slots that it has pinned."""
     failed: bool = False
     epoch: int = 0
     """How often caches had been reset when it began."""
@@ -242,14 +244,14 @@ class OffloadingConnectorScheduler:
         if self._next_is_on_its_way(state, computed) and (wait := self._wait(state, computed)):
             return wait
         may_wait = state.num_waits < MAX_WAITS_PER_REQUEST
-        end, missed, known = self._longest_hit(state, computed, state.context if may_wait else None)
+        end, missed, known = self._longest_hit(state, computed, may_wait)
         if not known or (end > computed and self._on_their_way(state, computed, end)):
             wait = self._wait(state, computed)
             if wait is not None:
                 return wait
         if not known:
-            # It may not wait any longer: without a context the manager tells what is there now.
-            end, missed, _ = self._longest_hit(state, computed, None)
+            # It may not wait any longer.
+            end, missed, _ = self._longest_hit(state, computed, may_wait=False)
         if end - computed < self._layout.align:
             return Match(self._epoch, computed, 0, missed)
         return Match(self._epoch, computed, self._last_loadable(state, end) - computed, missed)
@@ -270,9 +272,7 @@ class OffloadingConnectorScheduler:
         """One token at least is left to compute."""
         return min(end, state.request.num_tokens - 1)
 
-    def _longest_hit(
-        self, state: RequestState, computed: int, context: ReqContext | None
-    ) -> tuple[int, OffloadKey | None, bool]:
+    def _longest_hit(self, state: RequestState, computed: int, may_wait: bool) -> tuple[int, OffloadKey | None, bool]:
         """Up to which token all groups have what a request needs that goes on there; the first key that was missing
         for more; and whether all of it is known yet.
 
@@ -280,6 +280,7 @@ class OffloadingConnectorScheduler:
         attends to. Each group's answer shortens the next one's question until all agree.
         """
         layout, known, missed = self._layout, True, None
+        context = state.context if may_wait else replace(state.context, may_wait=False)
         end = state.most_tokens
         for g, group in enumerate(layout.groups):
             end = min(end, len(state.keys[g]) * group.block_tokens)
@@ -306,7 +307,7 @@ class OffloadingConnectorScheduler:
         return max(end, computed), missed, known
 
     def _first_gap(
-        self, state: RequestState, computed: int, end: int, context: ReqContext | None
+        self, state: RequestState, computed: int, end: int, context: ReqContext
     ) -> tuple[int, int, LookupState] | None:
         """The first block missing of those that windows need in order to go on at ``end``, in the group where a hit
         ends soonest for it. Any hit that reaches past that block needs it too. A block of which it is not known yet
@@ -357,7 +358,7 @@ class OffloadingConnectorScheduler:
             self._record(state, match, num_external_tokens)
             state.forget_loaded()
         if num_external_tokens == 0:
-            self.manager.let_go(state.context)
+            self.manager.release_request(state.context)
             # Without a match it was told of its blocks before: it goes on with what was loaded.
             state.prefill_since = None if match is None else self._clock()
             state.prefill_until = 0
@@ -374,9 +375,9 @@ class OffloadingConnectorScheduler:
             logger.exception("kvoffload: a promised block is gone; the request computes instead")
             self._break_load(request, blocks, num_external_tokens)
             return
-        job_id = self._new_job(_Job(state, keys, False, self._num_workers, frozenset()))
+        job_id = self._new_job(_Job(state, keys, False, self._num_workers, frozenset(), lease=host))
         self._meta.loads[job_id] = TransferSpec(request.request_id, host, device)
-        self.manager.let_go(state.context)
+        self.manager.release_request(state.context)
         self._handed_out.update(device.block_ids.tolist())
         if self._sound_blocks is not None:
             self._sound_blocks.update(device.block_ids.tolist())
@@ -415,7 +416,7 @@ class OffloadingConnectorScheduler:
         if num_external_tokens:
             state = self._state(request)
             state.may_load = False
-            self.manager.let_go(state.context)
+            self.manager.release_request(state.context)
             self._meta.broken_loads[request.request_id] = []
             self.metrics.add("load_failures")
             end = state.computed_at_load + num_external_tokens
@@ -466,7 +467,7 @@ class OffloadingConnectorScheduler:
         for state, _ in self._finished:
             if state.touched:
                 keys = state.keys_in_order()
-                self.manager.refresh(keys, state.stored, state.context)
+                self.manager.reorder_chain(keys, state.stored, state.context)
                 self.manager.offer_chain(keys, state.context)
         self._finished.clear()
         self._fence(handed_out, step.overwritten)
@@ -610,7 +611,7 @@ class OffloadingConnectorScheduler:
             keys = [block.key for block, _ in new]
             state.stored += keys
             if len(keys) > 1:
-                self.manager.refresh(keys, keys, state.context)
+                self.manager.reorder_chain(keys, keys, state.context)
             self._start_store(state, new, output.store_spec.medium())
 
     def _start_store(self, state: RequestState, new: list[tuple[Block, int]], medium: str) -> None:
@@ -685,7 +686,7 @@ class OffloadingConnectorScheduler:
 
     def _end_load(self, job: _Job) -> None:
         self._load_epoch += 1
-        self.manager.complete_load(job.keys, job.state.context)
+        self.manager.complete_load(job.keys if job.lease is None else job.lease, job.state.context)
         for key in job.keys:
             left = self._keys_loading[key] - 1
             if left:
@@ -714,7 +715,7 @@ class OffloadingConnectorScheduler:
         state = self._states.pop(request.request_id, None)
         if state is None:
             return False, None
-        self.manager.let_go(state.context)
+        self.manager.release_request(state.context)
         if self._recorder is not None and state.record is not None:
             state.extend_keys()
             keys = state.keys[self._layout.traced]
@@ -790,7 +791,7 @@ class OffloadingConnectorScheduler:
         for state in self._states.values():
             # The sleep was no wait for blocks.
             state.waiting_since, state.num_waits = None, 0
-            self.manager.let_go(state.context)
+            self.manager.release_request(state.context)
 
     def _end_check(self, report: WorkerReport) -> None:
         assert self._check is not None

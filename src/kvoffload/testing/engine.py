@@ -35,7 +35,7 @@ from kvoffload.connector.scheduler import MAX_WAITS_PER_REQUEST, OffloadingConne
 from kvoffload.connector.worker import Finished, OffloadingConnectorWorker
 from kvoffload.host.pool import padded_slot_bytes
 from kvoffload.testing.faults import FailingTransfer, SlowTransfer
-from kvoffload.tiers.manager import TieredOffloadingManager
+from kvoffload.tiers.manager import WRITE_SHARE, TieredOffloadingManager
 from kvoffload.transfer.inline import InlineTransfer
 
 Words: TypeAlias = npt.NDArray[np.uint64]
@@ -99,6 +99,7 @@ class LowerTiers:
 
     lookup_deadline_ms = 100.0
     load_only_if_faster = False
+    write_share = WRITE_SHARE
 
     def make(self, pools: Sequence[ByteArray]) -> Sequence[Tier]:
         """The tiers. Called once, with each rank's pool."""
@@ -645,6 +646,7 @@ class ModelEngine:
             lookup_deadline_ms=lower.lookup_deadline_ms,
             load_deadline_ms=self.scenario.load_deadline_ms,
             load_only_if_faster=lower.load_only_if_faster,
+            write_share=lower.write_share,
             clock=self.clock,
         )
 
@@ -678,7 +680,7 @@ class ModelEngine:
             for _ in range(MAX_STEPS):
                 self.lower.settle()
                 self.tiered.poll()
-                if not any(lane.writing or lane.flights for lane in self.tiered._lanes):
+                if not self.tiered.has_transfers:
                     break
 
     def step(self) -> None:
@@ -1124,7 +1126,7 @@ class ModelEngine:
         self.scheduler.manager.check_integrity()
         if len(self.policy_manager._table.slots()) + self.backend.get_num_free_blocks() != self.backend.num_blocks:
             raise Leak("slots of the host are neither free nor in use")
-        if self.tiered is not None and self.tiered._waiters:
+        if self.tiered is not None and self.tiered.num_promotions:
             raise Leak("blocks are still kept ready for requests that have ended")
         busy = [key for key, n in self.reference_counts().items() if n != 0]
         if busy:
@@ -1134,7 +1136,7 @@ class ModelEngine:
         """Readers per key held in the host, writers to lower tiers included; -1 while it is being written."""
         table = self.policy_manager._table
         slots = table.slots()
-        return dict(zip(table.key_of[slots].tolist(), table.num_users(slots).tolist(), strict=True))
+        return dict(zip(table.key_of[slots].tolist(), table.ref_cnt[slots].tolist(), strict=True))
 
 
 def _held_blocks(request: EngineRequest) -> list[int]:

@@ -244,6 +244,7 @@ class Server(LowerTiers):
         self.clock = clock
         self.lookup_deadline_ms = life.lookup_deadline_ms
         self.load_only_if_faster = life.load_only_if_faster
+        self.write_share = life.write_share
         seed = life.scenario.seed
         chance = Random(seed).choice((0.1, 0.3, 0.6, 0.9))
         self.executor = SteppedExecutor(seed, life.num_threads, life.max_queued, chance, clock=clock)
@@ -274,7 +275,6 @@ class Server(LowerTiers):
             life.scenario, lower=self, clock=self.clock, version=version, new_versions=self._new_versions
         )
         assert self.engine.tiered is not None
-        self.engine.tiered._max_held = max(1, int(life.write_share * life.scenario.num_host_blocks))
         self._learn_chains(self.engine.tiered)
         if patch is not None:
             patch(self)
@@ -383,7 +383,7 @@ class Server(LowerTiers):
         """When nothing is under way: nothing may be left behind a block whose writing has failed."""
         tiered = self.engine.tiered
         assert tiered is not None
-        if self.tier is not None and not tiered._lanes[0].off and not tiered._lanes[0].writes.has_backlog:
+        if self.tier is not None and not tiered.tiers[0].breaker.is_off and not tiered.tiers[0].writes.has_backlog:
             keys = list(self._chains_of)
             there = np.flatnonzero(self.tier.contains(keys) == LookupState.HIT)
             # What a kill has left behind a hole is of another life.

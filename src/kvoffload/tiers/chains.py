@@ -168,9 +168,11 @@ class Backlog:
 
     def check_integrity(self) -> None:
         """Raises IntegrityError if a chain is in the wrong queue, or the keys are miscounted."""
-        states = {chain: chain.state for chain in self._chains if chain.state is ChainState.POSTPONED}
+        postponed = (chain for chain in self._chains if chain.state is ChainState.POSTPONED)
+        states: dict[Chain, ChainState] = dict.fromkeys(postponed, ChainState.POSTPONED)
         states |= {chain: state for state, queue in self._queues.items() for chain in queue}
-        states |= {chain: ChainState.WAITING for waiting in self._waiting.values() for chain in waiting}
+        for waiting in self._waiting.values():
+            states |= dict.fromkeys(waiting, ChainState.WAITING)
         if states != {chain: chain.state for chain in self._chains}:
             raise IntegrityError("a chain of the backlog is in no queue, or in the wrong one")
         if self._num_keys != sum(len(chain.keys) for chain in self._chains):

@@ -26,7 +26,6 @@ from kvoffload.abc import (
     OffloadKey,
     PrepareStoreOutput,
     ReqContext,
-    States,
     Tier,
     TierError,
     TierResult,
@@ -48,8 +47,6 @@ WRITE_SHARE = 0.125
 """At most this share of the host's blocks is pinned for writes to lower tiers. Above it, blocks are written later."""
 MAX_WAITS = 64
 """How often an idle step looks for results."""
-FIRST_CHUNK = 32
-"""Keys that are looked up at once at first; doubled while all are found."""
 
 
 class TieredOffloadingManager(OffloadingManager):
@@ -89,12 +86,17 @@ class TieredOffloadingManager(OffloadingManager):
             TierState(tier, WriteThrough(host, tier, groups, self._count, clock), deadline_s) for tier in tiers
         )
         """For reading: what is known of each tier."""
-        self._num_groups = len(tokens_per_block)
         self._counts: defaultdict[str, float] = defaultdict(float)
         self._reasons = MissMemory(clock=clock)
-        self._lookup = TierLookup(self.tiers, lookup_deadline_ms / 1000, self._reasons, clock)
+        self._lookup = TierLookup(host, self.tiers, lookup_deadline_ms / 1000, self._reasons, clock)
         self._promoter = Promoter(
-            host, self.tiers, deadline_s=deadline_s, count=self._count, reasons=self._reasons, clock=clock
+            host,
+            self.tiers,
+            num_groups=len(tokens_per_block),
+            deadline_s=deadline_s,
+            count=self._count,
+            reasons=self._reasons,
+            clock=clock,
         )
         self._load_or_compute = LoadOrCompute(tokens_per_block, always_load=not load_only_if_faster)
         self._max_writing = max(1, int(host.num_blocks * write_share))
@@ -115,12 +117,12 @@ class TieredOffloadingManager(OffloadingManager):
         if not self._may_wait(promotion):
             return self.host.lookup(keys, req_context)
         self.host.count_request(keys, req_context)
-        ready, below, is_unanswered = self._find_run(keys, promotion)
-        if below and promotion is None and not self._is_faster_to_load(below):
-            return ready
-        if below:
-            self._promote(below, req_context)
-        return None if below or is_unanswered else ready
+        run = self._lookup.find_run(keys, promotion, self._promoter.room_for)
+        if run.below and promotion is None and not self._is_faster_to_load(run.below):
+            return run.num_ready
+        if run.below:
+            self._promote(run.below, req_context)
+        return None if run.below or run.is_unanswered else run.num_ready
 
     def lookup_each(self, keys: Sequence[OffloadKey], req_context: ReqContext | None = None) -> list[LookupState]:
         """Returns the state of every key: RETRY for one that must be promoted first, or for which a tier must be asked.
@@ -130,14 +132,14 @@ class TieredOffloadingManager(OffloadingManager):
         promotion = self._promoter.get(req_context) if req_context is not None and may_wait else None
         if promotion is not None and promotion.is_waiting:
             return [LookupState.RETRY] * len(keys)
-        states = self._host_states(keys, promotion)
+        states = self._lookup.host_states(keys, promotion)
         below = np.flatnonzero(states != LookupState.HIT)
         if len(below) and req_context is not None and may_wait and self._may_wait(promotion):
-            found = self._lookup.states([keys[i] for i in below.tolist()], states[below])
+            found = self._lookup.states_below([keys[i] for i in below.tolist()], states[below])
             is_found = found == LookupState.HIT
             if is_found.any() and (is_found | (found == LookupState.RETRY)).all():
                 coming = [keys[i] for i in below[is_found].tolist()]
-                if self._promoter.room_for(promotion, group=0, num_groups=1) < len(coming):
+                if len(coming) > self._promoter.room_for(promotion):
                     self._reasons.record(coming, MissReason.TOO_LARGE)
                     found[is_found] = LookupState.MISS
                 else:
@@ -153,42 +155,6 @@ class TieredOffloadingManager(OffloadingManager):
         self._promoter.promote(keys, context)
         for tier in self.tiers:
             tier.writes.postpone(context.req_id)
-
-    def _host_states(self, keys: Sequence[OffloadKey], promotion: Promotion | None) -> States:
-        """Returns the states of ``keys`` in the host. Those that are pinned for the request are not looked up again."""
-        if promotion is None or not promotion.pinned:
-            return self.host.states(keys)
-        is_pinned = np.fromiter(map(promotion.pinned.__contains__, keys), np.bool_, len(keys))
-        states = np.full(len(keys), LookupState.HIT, dtype=np.uint8)
-        others = np.flatnonzero(~is_pinned)
-        if len(others):
-            states[others] = self.host.states([keys[i] for i in others.tolist()])
-        return states
-
-    def _find_run(
-        self, keys: Sequence[OffloadKey], promotion: Promotion | None
-    ) -> tuple[int, list[OffloadKey], bool]:
-        """Returns how many leading keys the host can load; those of the run that continues from there which must be
-        promoted first, as many as the request may have; and whether a tier must be asked again where the run ends."""
-        ready, room = len(keys), len(keys)
-        found: list[OffloadKey] = []
-        start, size = 0, FIRST_CHUNK
-        while start < len(keys) and len(found) < room:
-            chunk = keys[start : start + size]
-            states = self._host_states(chunk, promotion)
-            below = np.flatnonzero(states != LookupState.HIT)
-            if len(below):
-                if ready == len(keys):
-                    ready = start + int(below[0])
-                    room = self._promoter.room_for(promotion, key_group_idx(keys[ready]), self._num_groups)
-                states[below] = self._lookup.states([chunk[i] for i in below.tolist()], states[below])
-                missing = np.flatnonzero(states != LookupState.HIT)
-                end = int(missing[0]) if len(missing) else len(chunk)
-                found += [chunk[i] for i in below.tolist() if i < end]
-                if len(missing):
-                    return ready, found[: max(0, room)], bool(states[end] == LookupState.RETRY)
-            start, size = start + size, size * 2
-        return ready, found[: max(0, room)], False
 
     def _is_faster_to_load(self, keys: list[OffloadKey]) -> bool:
         num_ahead = sum(tier.num_reading for tier in self.tiers) + self._promoter.num_queued_blocks
@@ -219,7 +185,7 @@ class TieredOffloadingManager(OffloadingManager):
             results = tier.tier.poll()
             if results:
                 reads = [result for result in results if result.is_read]
-                self._end_writes(tier, [result for result in results if not result.is_read])
+                tier.writes.ended([result for result in results if not result.is_read])
                 if reads:
                     self._promoter.end_reads(tier, reads)
                     changed = True
@@ -244,17 +210,6 @@ class TieredOffloadingManager(OffloadingManager):
             if not promotions and tier.writes.is_busy:
                 tier.tier.wait(timeout_s)
                 return
-
-    def _end_writes(self, tier: TierState, results: list[TierResult]) -> None:
-        if not results:
-            return
-        tier.writes.ended(results)
-        written = [result for result in results if result.ok]
-        self._counts["disk_write_seconds"] += sum(result.seconds for result in results)
-        self._counts["disk_write_blocks"] += len(written)
-        self._counts["disk_write_bytes"] += sum(result.nbytes for result in written)
-        num_gone = sum(result.error is TierError.GONE for result in results)
-        self._counts["disk_write_failures"] += len(results) - len(written) - num_gone
 
     def _count_failures(self, tier: TierState, results: list[TierResult]) -> None:
         failures = Counter(str(r.error) for r in results if r.error in (TierError.CORRUPT, TierError.IO))
@@ -415,7 +370,7 @@ class TieredOffloadingManager(OffloadingManager):
     def shutdown(self) -> None:
         for tier in self.tiers:
             tier.tier.close()
-            self._end_writes(tier, [result for result in tier.tier.poll() if not result.is_read])
+            tier.writes.ended([result for result in tier.tier.poll() if not result.is_read])
             tier.writes.close()
         self.host.shutdown()
 

@@ -27,7 +27,8 @@ from kvoffload.tiers.promotion import PinCounter, Promotion, PromotionState
 from kvoffload.tiers.state import TierState
 
 PROMOTION_SHARE = 0.5
-"""At most this share of the host's blocks is being read from lower tiers or pinned for requests that waited for them."""
+"""At most this share of the host's blocks is being read from lower tiers, or pinned for requests that waited for them.
+"""
 MAX_PROMOTIONS = 4096
 """Requests with a promotion. Above this limit, requests use only host memory."""
 MAX_READS = 1024
@@ -39,7 +40,7 @@ class Promoter:
 
     Reads start in ``poll``, for the oldest promotion first. If one needs room that others hold, the latest promotion
     that is younger gives up its pins, else one whose blocks have been pinned for a whole deadline; its request may wait
-    again. ``count`` takes the counters of ``kvoffload.observe.metrics.METRICS``, ``reasons`` why blocks were missed.
+    again. ``count`` takes the counters of METRICS, by name; ``reasons`` why blocks were missed.
     """
 
     def __init__(
@@ -47,6 +48,7 @@ class Promoter:
         host: PolicyOffloadingManager,
         tiers: Sequence[TierState],
         *,
+        num_groups: int,
         deadline_s: float,
         count: Callable[[str, float], None],
         reasons: MissMemory,
@@ -56,6 +58,7 @@ class Promoter:
         """Blocks that may be under way or pinned."""
         self._host = host
         self._tiers = tiers
+        self._num_groups = num_groups
         self._deadline_s = deadline_s
         self._count = count
         self._reasons = reasons
@@ -79,7 +82,7 @@ class Promoter:
     def get(self, context: ReqContext) -> Promotion | None:
         """Returns the request's promotion. If its deadline has passed, its wait is over."""
         promotion = self._promotions.get(context.req_id)
-        if promotion is not None and promotion.is_waiting and self._is_late(promotion, self._clock()):
+        if promotion is not None and promotion.is_late(self._clock(), self._deadline_s):
             self._expire(promotion)
         return promotion
 
@@ -92,14 +95,12 @@ class Promoter:
             self._answered.append(promotion)
         return promotion.state is not PromotionState.ANSWERED
 
-    def room_for(self, promotion: Promotion | None, group: int, num_groups: int) -> int:
-        """Returns how many more blocks of KV cache group ``group`` the request may have promoted."""
-        pinned = 0
-        if promotion is not None:
-            pinned = len(promotion.pinned)
-            if num_groups > 1:
-                pinned = sum(key_group_idx(key) == group for key in promotion.pinned)
-        return self.max_blocks // num_groups - pinned
+    def room_for(self, promotion: Promotion | None, group: int | None = None) -> int:
+        """Returns how many more blocks the request may have promoted, in all or of one KV cache group."""
+        pinned = () if promotion is None else promotion.pinned
+        if group is None or self._num_groups == 1:
+            return self.max_blocks - len(pinned)
+        return self.max_blocks // self._num_groups - sum(key_group_idx(key) == group for key in pinned)
 
     def promote(self, keys: Sequence[OffloadKey], context: ReqContext) -> None:
         """The request waits for ``keys``, each of which is in a tier or being read already."""
@@ -167,9 +168,6 @@ class Promoter:
 
     # Deadlines.
 
-    def _is_late(self, promotion: Promotion, now: float) -> bool:
-        return now - promotion.since >= self._deadline_s
-
     def _expire(self, promotion: Promotion) -> None:
         """The request gets the blocks that have arrived, which stay pinned for it."""
         self._count("late_promotions", 1)
@@ -183,11 +181,11 @@ class Promoter:
     def _end_late_waits(self, now: float) -> None:
         while self._deadlines:
             since, promotion = self._deadlines[0]
-            is_over = not promotion.is_waiting or promotion.since != since
-            if not is_over and not self._is_late(promotion, now):
+            is_waiting = promotion.is_waiting and promotion.since == since
+            if is_waiting and not promotion.is_late(now, self._deadline_s):
                 return
             self._deadlines.popleft()
-            if not is_over:
+            if is_waiting:
                 self._expire(promotion)
 
     # Reads.
@@ -238,8 +236,8 @@ class Promoter:
         return self.max_blocks - self._pins.num_pinned - sum(len(tier.reads) for tier in self._tiers)
 
     def _take_back_for(self, promotion: Promotion, now: float) -> None:
-        """Another promotion gives up its pins to make room for ``promotion``: the latest of those that are younger, else
-        the latest of those whose blocks have been pinned for a whole deadline."""
+        """Makes room for ``promotion``: another one gives up its pins, the latest of those that are younger, else the
+        latest of those whose blocks have been pinned for a whole deadline."""
         holders = [other for other in reversed(self._promotions.values()) if other.pinned and other is not promotion]
         latest = now - self._deadline_s
         younger = (other for other in holders if other.number > promotion.number)

@@ -61,6 +61,10 @@ class Promotion:
     def is_waiting(self) -> bool:
         return self.state in WAITING
 
+    def is_late(self, now: float, deadline_s: float) -> bool:
+        """Returns whether the request waits, and has waited for its whole deadline."""
+        return self.is_waiting and now - self.since >= deadline_s
+
     def end_wait_if_done(self) -> None:
         """Ends the wait if there is nothing left to wait for."""
         if not self.wanted and self.is_waiting:

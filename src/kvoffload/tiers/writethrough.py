@@ -53,7 +53,7 @@ class WriteThrough:
     block of a group with full attention, and of a group with a window the blocks that a request needs which resumes at
     some later position. Blocks that cannot be written now stay in the backlog while the host holds them.
 
-    ``groups``: the KV cache groups that keys name. ``count`` takes the counters of ``kvoffload.observe.metrics.METRICS``.
+    ``groups``: the KV cache groups that keys name. ``count`` takes the counters of METRICS, by name.
     """
 
     def __init__(
@@ -219,7 +219,10 @@ class WriteThrough:
 
     def ended(self, results: Sequence[TierResult]) -> None:
         """Writes have ended."""
+        if not results:
+            return
         self._progress_at, self._refused_at = self._clock(), None
+        self._count_results(results)
         failed: dict[Chain, list[TierResult]] = {}
         slots = []
         for result in results:
@@ -240,11 +243,17 @@ class WriteThrough:
             else:
                 self._rewrite(chain)
 
+    def _count_results(self, results: Sequence[TierResult]) -> None:
+        written = [result for result in results if result.ok]
+        num_gone = sum(result.error is TierError.GONE for result in results)
+        self._count("disk_write_seconds", sum(result.seconds for result in results))
+        self._count("disk_write_blocks", len(written))
+        self._count("disk_write_bytes", sum(result.nbytes for result in written))
+        self._count("disk_write_failures", len(results) - len(written) - num_gone)
+
     def _unpin(self, slots: Collection[int]) -> None:
         if slots:
-            self._host.complete_load(
-                LoadStoreSpec(self._host.backend.medium, np.fromiter(slots, np.int64, len(slots)))
-            )
+            self._host.complete_load(LoadStoreSpec(self._host.backend.medium, np.fromiter(slots, np.int64, len(slots))))
 
     def _batches(self) -> set[WriteBatch]:
         return set(self._writing.values())
