@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 
 import pytest
 
-from kvoffload.abc import ByteArray, LoadStoreSpec, OffloadKey, Slots, Tier, TierResult
+from kvoffload.abc import ByteArray, LoadStoreSpec, OffloadKey, ReqContext, Slots, Tier, TierResult
 from kvoffload.testing import simulation
 from kvoffload.testing.__main__ import main
 from kvoffload.testing.engine import Clock, Late, Leak, LowerTiers, ModelEngine, Scenario, WrongBytes
@@ -251,7 +251,14 @@ def promotion_ready_before_it_is_read(server: Server, tier: DiskTier, monkeypatc
 
 def pin_leaked(server: Server, tier: DiskTier, monkeypatch: pytest.MonkeyPatch) -> None:
     host, complete_load = server.engine.policy_manager, server.engine.policy_manager.complete_load
-    monkeypatch.setattr(host, "complete_load", lambda keys, context=None: complete_load(list(keys)[1:], context))
+
+    def leak_one(blocks: LoadStoreSpec | Sequence[OffloadKey], context: ReqContext | None = None) -> None:
+        if isinstance(blocks, LoadStoreSpec):
+            complete_load(LoadStoreSpec(blocks.medium(), blocks.slots[1:]), context)
+        else:
+            complete_load(blocks[1:], context)
+
+    monkeypatch.setattr(host, "complete_load", leak_one)
 
 
 def budget_off_by_one_slab(server: Server, tier: DiskTier, monkeypatch: pytest.MonkeyPatch) -> None:

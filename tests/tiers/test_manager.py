@@ -26,18 +26,13 @@ from kvoffload.cache.policies import make_policy
 from kvoffload.cache.slots import HostBackend
 from kvoffload.testing.conformance import ManagerConformance
 from kvoffload.testing.tiers import MemoryTier, SteppedExecutor, make_pools
-from kvoffload.tiers import writethrough
-from kvoffload.tiers.manager import (
-    FAILURE_PERIOD_S,
-    MAX_FAILURES,
-    MAX_HANGS,
-    MISS_TTL_S,
-    PROMOTION_SHARE,
-    RATE_TTL_S,
-    WRITE_SHARE,
-    TieredOffloadingManager,
-)
-from kvoffload.tiers.writethrough import MAX_WRITES_PER_BLOCK, PATIENCE_S, WriteThrough
+from kvoffload.tiers import chains as chains_module
+from kvoffload.tiers.breaker import FAILURE_PERIOD_S, MAX_FAILURES, MAX_HANGS
+from kvoffload.tiers.lookup import MISS_TTL_S
+from kvoffload.tiers.manager import WRITE_SHARE, TieredOffloadingManager
+from kvoffload.tiers.promoter import PROMOTION_SHARE
+from kvoffload.tiers.rates import RATE_TTL_S, ReadEstimator
+from kvoffload.tiers.writethrough import MAX_WRITES_PER_BLOCK, PATIENCE_S
 
 SLOT_BYTES = 4096
 A, B = ReqContext("a"), ReqContext("b")
@@ -72,8 +67,8 @@ class SpyTier(MemoryTier):
         self.num_fails = 0
         """The first writes of ``fails_for`` fail."""
         self.claimed_blocks: int | None = None
-        self.hanging: set[OffloadKey] = set()
-        """Blocks whose reads do not end."""
+        self.hanging: dict[OffloadKey, float] = {}
+        """How many seconds the reading or writing of a block takes."""
 
     @property
     def capacity_bytes(self) -> int:
@@ -84,10 +79,17 @@ class SpyTier(MemoryTier):
         return super().write(keys[:n], slots[:n])
 
     def _read(self, key: OffloadKey, slot: int, block: Any) -> None:
+        self._hang(key)
+        super()._read(key, slot, block)
+
+    def _write(self, key: OffloadKey, slot: int, block: Any) -> None:
+        self._hang(key)
+        super()._write(key, slot, block)
+
+    def _hang(self, key: OffloadKey) -> None:
         if key in self.hanging:
             assert isinstance(self._executor, SteppedExecutor)
-            self._executor.stall(1e9)
-        super()._read(key, slot, block)
+            self._executor.stall(self.hanging[key])
 
     def contains(self, keys: Sequence[OffloadKey]) -> States:
         self.asked += keys
@@ -112,11 +114,21 @@ class SpyTier(MemoryTier):
         return results
 
 
+def slot_of(rig: Rig, key: OffloadKey) -> int | None:
+    status = rig.host.block_status(key)
+    return None if status is None else status.slot
+
+
 class Rig:
     """A host of ``host_blocks`` in front of a tier, and its clock."""
 
     def __init__(
-        self, host_blocks: int = 16, tier_blocks: int = 64, policy: str = "lru", groups: int = 1, **options: float
+        self,
+        host_blocks: int = 16,
+        tier_blocks: int = 64,
+        policy: str = "lru",
+        groups: Sequence[KVGroup] = (KVGroup(16),),
+        **options: float,
     ) -> None:
         self.clock = Clock()
         self.pools = make_pools(host_blocks, SLOT_BYTES)
@@ -125,7 +137,7 @@ class Rig:
         backend = HostBackend(16, host_blocks)
         self.host = PolicyOffloadingManager(backend, make_policy(policy, host_blocks), clock=self.clock)
         self.manager = TieredOffloadingManager(
-            self.host, [self.tier], tokens_per_block=[16.0] * groups, clock=self.clock, **options
+            self.host, [self.tier], tokens_per_block=[16.0] * len(groups), groups=groups, clock=self.clock, **options
         )
 
     def store(self, keys: list[OffloadKey]) -> None:
@@ -502,7 +514,7 @@ def test_who_came_later_takes_nothing_from_who_came_first() -> None:
 
 
 def test_groups_share_the_room_of_a_request() -> None:
-    rig = Rig(host_blocks=16, groups=2)
+    rig = Rig(host_blocks=16, groups=[KVGroup(16)] * 2)
     keys = [key[:-1] + bytes([g]) for g in range(2) for key in chain("x", 8)]
     for i in range(8):
         rig.store([keys[i], keys[8 + i]])
@@ -599,7 +611,7 @@ def hang(rig: Rig, name: str = "x") -> list[OffloadKey]:
     """Of two blocks that a request waits for, the reading of the first hangs."""
     keys = chain(name, 2)
     rig.store_below(keys)
-    rig.tier.hanging.add(keys[0])
+    rig.tier.hanging[keys[0]] = 1e9
     rig.manager.lookup(keys, ReqContext(name))
     rig.settle()
     return keys
@@ -633,25 +645,27 @@ def test_the_slot_of_a_read_that_hangs_belongs_to_nobody_else() -> None:
     rig = Rig(host_blocks=8, load_deadline_ms=1000)
     keys = hang(rig)
     rig.manager.release_request(ReqContext("x"))
-    slot = int(rig.host._table.find(keys[:1])[0])
+    slot = slot_of(rig, keys[0])
+    assert slot is not None
     wait_for_probe(rig, chain("y", 1))
     for _ in range(3):
         rig.fill_host()
-        assert int(rig.host._table.find(keys[:1])[0]) == slot
+        assert slot_of(rig, keys[0]) == slot
     rig.manager.reset()
     rig.fill_host("other")
-    assert slot not in rig.host._table.slots().tolist(), "nor after a reset"
+    assert slot not in [slot_of(rig, key) for key in chain("other", 8)], "nor after a reset"
     rig.clock.now += 1e9
     rig.settle()
     assert rig.host.num_available_blocks == rig.host.num_blocks
-    assert rig.manager._lanes[0].overdue == set()
+    assert rig.manager.tiers[0].num_overdue == 0
 
 
 def test_the_reads_that_may_hang_are_bounded_and_one_that_ends_makes_room() -> None:
     rig = Rig(host_blocks=64, load_deadline_ms=1000)
     victims = [chain(f"v{i}", 2) for i in range(10)]
     rig.store_below([key for keys in victims for key in keys])
-    rig.tier.hanging = {key for keys in victims for key in keys}
+    rig.tier.hanging = dict.fromkeys((key for keys in victims for key in keys), 1e9)
+    rig.tier.hanging[victims[0][0]] = 1000.0
     rig.manager.lookup(victims[0], A)
     rig.settle()
     for keys in victims[1:]:
@@ -659,7 +673,7 @@ def test_the_reads_that_may_hang_are_bounded_and_one_that_ends_makes_room() -> N
         rig.clock.now += 10.0
     assert len(rig.tier.reads) == 2 + MAX_HANGS - 1
     rig.tier.hanging.clear()
-    rig.executor._under_way[0].until = 0.0
+    rig.clock.now += 1000.0
     rig.settle()
     assert rig.manager.lookup(victims[9], B) is None
     rig.settle()
@@ -672,10 +686,10 @@ def test_a_read_that_hung_says_nothing_of_how_fast_the_tier_is() -> None:
     rig.store_below(other)
     hang(rig)
     wait_for_probe(rig, other)
-    before = rig.manager._lanes[0].read_rate.seconds_for(1)
+    before = rig.manager.tiers[0].estimator.seconds_to_read(1)
     rig.clock.now += 1e9
     rig.settle()
-    assert rig.manager._lanes[0].read_rate.seconds_for(1) == before
+    assert rig.manager.tiers[0].estimator.seconds_to_read(1) == before
 
 
 def test_a_tier_that_does_not_answer_does_not_have_it() -> None:
@@ -702,15 +716,15 @@ def test_a_tier_that_is_slow_but_reads_on_is_not_taken_for_one_that_hangs() -> N
     rig = Rig(load_deadline_ms=1000)
     keys, other = chain("x", 2), chain("y", 2)
     rig.store_below(keys + other)
+    rig.tier.hanging[keys[1]] = 10.0
     rig.manager.lookup(keys[:1], A)
     rig.manager.poll()
     rig.clock.now += 0.9
     rig.manager.lookup(keys[1:], B)
     rig.manager.poll()
-    rig.executor._turn()
-    while len(rig.manager._lanes[0].flights) == 2:
-        rig.executor._turn()
-        rig.manager.poll()
+    rig.executor.drain()
+    rig.manager.poll()
+    assert rig.manager.tiers[0].num_reading == 1
     rig.clock.now += 0.9
     assert rig.manager.lookup(other, ReqContext("c")) is None
 
@@ -740,19 +754,18 @@ def test_a_block_that_the_tier_has_was_not_delivered_in_time() -> None:
 # Load or compute.
 
 
-def test_reads_at_the_same_time_count_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    rig = Rig()
-    lane = rig.manager._lanes[0]
+def test_reads_at_the_same_time_count_once() -> None:
+    estimator = ReadEstimator(4096)
     keys = chain("x", 8)
 
     def read(i: int, begun: float, ended: float) -> TierResult:
         return TierResult(keys[i], True, None, 4096, 0.001, begun, ended)
 
-    lane.measure([read(i, 1.0, 2.0) for i in range(4)], 2.0)
-    assert lane.read_rate.seconds_for(4 * 4096) == pytest.approx(1.0), "blocks of one call"
+    estimator.add([read(i, 1.0, 2.0) for i in range(4)], 2.0)
+    assert estimator.seconds_to_read(4) == pytest.approx(1.0), "blocks of one call"
     for i in range(4, 8):
-        lane.measure([read(i, 2.0, 3.0)], 3.0)
-    assert lane.read_rate.seconds_for(8 * 4096) == pytest.approx(2.0, rel=0.2), "told of one by one"
+        estimator.add([read(i, 2.0, 3.0)], 3.0)
+    assert estimator.seconds_to_read(8) == pytest.approx(2.0, rel=0.2), "reported one by one"
 
 
 def test_what_others_want_is_read_first() -> None:
@@ -955,13 +968,23 @@ def test_the_missing_head_of_a_chain_is_written_again() -> None:
     assert on_disk(rig, keys) == 6
 
 
+def evict(rig: Rig, victims: list[OffloadKey], stored: list[OffloadKey]) -> None:
+    """Of the blocks ``stored``, all that the host has, exactly ``victims`` are evicted."""
+    fillers = chain("filler", rig.host.num_blocks - len(stored))
+    assert rig.host.prepare_store(fillers) is not None
+    rig.host.complete_store(fillers)
+    rig.host.touch([key for key in stored if key not in victims] + fillers)
+    output = rig.host.prepare_store(chain("new", len(victims)))
+    assert output is not None
+    assert sorted(output.evicted_keys) == sorted(victims)
+
+
 def test_what_the_host_has_lost_ends_its_chain() -> None:
     rig = Rig(host_blocks=64)
     keys = chain("x", 20)
     rig.store(keys)
     held = int(64 * WRITE_SHARE)
-    for key in keys[held + 2 : held + 4]:
-        rig.host._evict(1, rig.host._table.find([other for other in keys if other != key]))
+    evict(rig, keys[held + 2 : held + 4], keys)
     for _ in range(4):
         rig.settle()
     assert on_disk(rig, keys) == held + 2
@@ -1017,7 +1040,7 @@ def test_the_last_written_of_a_chain_is_evicted_first() -> None:
 
 
 def test_the_backlog_is_bounded_and_the_oldest_chain_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(writethrough, "MAX_CHAINS", 3)
+    monkeypatch.setattr(chains_module, "MAX_CHAINS", 3)
     rig = Rig(host_blocks=64)
     chains = [chain(name, 4) for name in "abcde"]
     rig.tier.most_writes = 0
@@ -1052,7 +1075,7 @@ def test_a_tier_that_takes_nothing_on_keeps_no_engine_stepping() -> None:
         rig.clock.now += 0.01
         rig.manager.poll()
     assert not rig.manager.has_pending_writes
-    assert not rig.manager._lanes[0].writes.has_backlog
+    assert not rig.manager.tiers[0].writes.has_backlog
 
 
 def test_the_check_finds_a_chain_that_is_written_behind_a_hole() -> None:
@@ -1061,16 +1084,16 @@ def test_the_check_finds_a_chain_that_is_written_behind_a_hole() -> None:
     begin(rig, keys, A)
     compute(rig, keys[:4])
     rig.settle()
-    writes = rig.manager._lanes[0].writes
-    next(iter(writes._chains)).done = 5
+    writes = rig.manager.tiers[0].writes
+    started = writes.chain_of(A.req_id)
+    assert started is not None
+    started.done = 5
     with pytest.raises(IntegrityError, match="behind a hole"):
         writes.check_integrity()
 
 
-def two_groups(rig: Rig, other: KVGroup, n: int) -> tuple[list[OffloadKey], list[OffloadKey]]:
-    """The blocks of a chain in a group with full attention, and in ``other``."""
-    writes = WriteThrough(rig.host, rig.tier, [KVGroup(16), other], rig.manager._count, rig.clock)
-    rig.manager._lanes[0].writes = writes
+def two_groups(n: int) -> tuple[list[OffloadKey], list[OffloadKey]]:
+    """The blocks of a chain in two groups."""
     full = chain("x", n)
     return full, [key[:-1] + bytes([1]) for key in full]
 
@@ -1084,8 +1107,8 @@ WINDOW = KVGroup(16, sliding_window=33)
 
 
 def test_of_a_window_what_slid_out_is_not_needed() -> None:
-    rig = Rig(host_blocks=128)
-    full, window = two_groups(rig, WINDOW, 8)
+    rig = Rig(host_blocks=128, groups=[KVGroup(16), WINDOW])
+    full, window = two_groups(8)
     begin(rig, interleaved(full, window), A)
     compute(rig, full + window[5:])
     for _ in range(3):
@@ -1095,8 +1118,8 @@ def test_of_a_window_what_slid_out_is_not_needed() -> None:
 
 
 def test_without_its_window_no_block_is_written() -> None:
-    rig = Rig(host_blocks=128)
-    full, window = two_groups(rig, WINDOW, 8)
+    rig = Rig(host_blocks=128, groups=[KVGroup(16), WINDOW])
+    full, window = two_groups(8)
     begin(rig, interleaved(full, window), A)
     compute(rig, full + window[:3] + window[6:7])
     for _ in range(3):
@@ -1106,8 +1129,8 @@ def test_without_its_window_no_block_is_written() -> None:
 
 
 def test_a_hole_in_one_group_with_full_attention_is_a_hole_in_all() -> None:
-    rig = Rig(host_blocks=128)
-    full, draft = two_groups(rig, KVGroup(16, draft=True), 8)
+    rig = Rig(host_blocks=128, groups=[KVGroup(16), KVGroup(16, draft=True)])
+    full, draft = two_groups(8)
     begin(rig, interleaved(full, draft), A)
     compute(rig, full + draft[:3] + draft[4:])
     for _ in range(3):
@@ -1117,8 +1140,8 @@ def test_a_hole_in_one_group_with_full_attention_is_a_hole_in_all() -> None:
 
 
 def test_a_chunk_of_attention_is_written_from_its_beginning() -> None:
-    rig = Rig(host_blocks=128)
-    full, chunked = two_groups(rig, KVGroup(16, attention_chunk=64), 10)
+    rig = Rig(host_blocks=128, groups=[KVGroup(16), KVGroup(16, attention_chunk=64)])
+    full, chunked = two_groups(10)
     begin(rig, interleaved(full, chunked), A)
     compute(rig, full + chunked[:1] + chunked[5:7] + chunked[8:])
     for _ in range(3):
@@ -1136,15 +1159,15 @@ def in_tier(rig: Rig, keys: list[OffloadKey]) -> list[int]:
 def test_a_chain_that_ends_without_its_last_window_keeps_what_can_be_reached(
     dropped: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    rig = Rig(host_blocks=256, tier_blocks=300)
-    full, window = two_groups(rig, WINDOW, 10)
+    rig = Rig(host_blocks=256, tier_blocks=300, groups=[KVGroup(16), WINDOW])
+    full, window = two_groups(10)
     begin(rig, interleaved(full, window), A)
     # The first blocks of the window slid out before they could be stored.
     compute(rig, full + window[4:8])
     for _ in range(3):
         rig.settle()
     if dropped:
-        monkeypatch.setattr(writethrough, "MAX_CHAINS", 1)
+        monkeypatch.setattr(chains_module, "MAX_CHAINS", 1)
         others = chain("y", 2)
         rig.manager.touch(interleaved(others, [key[:-1] + bytes([1]) for key in others]), B)
     else:
@@ -1156,8 +1179,8 @@ def test_a_chain_that_ends_without_its_last_window_keeps_what_can_be_reached(
 
 
 def test_a_window_that_cannot_be_written_leaves_nothing_behind_the_last_usable_position() -> None:
-    rig = Rig(host_blocks=256, tier_blocks=300)
-    full, window = two_groups(rig, WINDOW, 10)
+    rig = Rig(host_blocks=256, tier_blocks=300, groups=[KVGroup(16), WINDOW])
+    full, window = two_groups(10)
     rig.tier.fails_for, rig.tier.num_fails = window[9], 9
     begin(rig, interleaved(full, window), A)
     compute(rig, full + window)
@@ -1190,21 +1213,14 @@ def test_nothing_stays_behind_the_first_of_several_blocks_that_cannot_be_written
 def test_a_dropped_chain_leaves_what_another_is_writing_the_way_to(monkeypatch: pytest.MonkeyPatch) -> None:
     rig = Rig(host_blocks=512, tier_blocks=600)
     shared, tail = chain("x", 10), chain("y", 4)
-    write = rig.tier._write
-
-    def stall(key: OffloadKey, slot: int, block: Any) -> None:
-        if key == shared[3]:
-            rig.executor.stall(1.0)
-        write(key, slot, block)
-
-    rig.tier._write = stall  # type: ignore[method-assign]
+    rig.tier.hanging[shared[3]] = 1.0
     rig.store(shared)
     rig.settle()
     assert in_tier(rig, shared) == [0, 1, 2, *range(4, 10)]
     begin(rig, shared + tail, B)
-    monkeypatch.setattr(writethrough, "MAX_CHAINS", 1)
+    monkeypatch.setattr(chains_module, "MAX_CHAINS", 1)
     rig.manager.touch(chain("z", 2), A)
-    assert B.req_id not in rig.manager._lanes[0].writes._of_request
+    assert rig.manager.tiers[0].writes.chain_of(B.req_id) is None
     rig.clock.now += 2.0
     rig.settle()
     assert in_tier(rig, shared) == list(range(10))
@@ -1337,6 +1353,6 @@ def test_the_books_are_checked() -> None:
     rig.store_below(keys)
     rig.manager.lookup(keys, A)
     rig.settle()
-    rig.manager._reserved.clear()
+    rig.host.complete_load(keys)
     with pytest.raises(IntegrityError):
         rig.manager.check_integrity()
