@@ -21,20 +21,19 @@ from kvoffload.abc import (
 from kvoffload.cache.misses import MissMemory
 
 MAX_SEEN_KEYS = 1 << 18
-"""Keys remembered as counted for their request, over all requests. A request that is forgotten counts again when
-it comes back."""
+"""Keys remembered as counted, over all requests. A request that is forgotten is counted again when it comes back."""
 MAX_SEEN_REQUESTS = 1 << 14
 MIN_TRACKER_SIZE = 64_000
 MAX_TRACKER_SIZE = 1 << 20
-"""Each key takes about 300 bytes."""
+"""A key takes about 300 bytes."""
 TRACKED_PER_BLOCK = 4
-"""Keys in the tracker for each block that there is room for: docs/policies.md has the measurement."""
+"""Tracked keys per block of capacity; measured in docs/policies.md."""
 _MAX_FORGOTTEN = 255
 
 
 def tracker_size(num_blocks: int) -> int:
-    """How many keys a filter tracks in front of tiers that hold ``num_blocks`` blocks together: enough to meet a key
-    again that would still be held if it had been stored."""
+    """Returns how many keys a filter tracks for tiers that hold ``num_blocks`` blocks together: enough to recognize a
+    key that would still be held if it had been stored."""
     return min(max(MIN_TRACKER_SIZE, TRACKED_PER_BLOCK * num_blocks), MAX_TRACKER_SIZE)
 
 
