@@ -36,7 +36,8 @@ from kvoffload.host.pool import HostPool
 from kvoffload.tiers.disk.directory import DirectoryStorage
 from kvoffload.tiers.disk.format import pack_record
 from kvoffload.tiers.disk.slabs import SLAB_BYTES, SlabFiles
-from kvoffload.tiers.disk.tier import DiskTier, open_disk_tier
+from kvoffload.tiers.disk.start import open_disk_tier
+from kvoffload.tiers.disk.tier import DiskTier
 from kvoffload.tiers.manager import TieredOffloadingManager
 from kvoffload.tiers.threads import NUM_THREADS
 

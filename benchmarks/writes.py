@@ -10,18 +10,18 @@ from __future__ import annotations
 import json
 import random
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from kvoffload.abc import KVGroup, LookupState, OffloadKey, ScheduledStep, Slots, TierResult
+from kvoffload.abc import KVGroup, LookupState, OffloadKey, ScheduledStep
 from kvoffload.cache.keys import make_offload_key
 from kvoffload.cache.manager import LRUOffloadingManager
 from kvoffload.cache.slots import HostBackend
 from kvoffload.connector.messages import WorkerReport
 from kvoffload.connector.scheduler import OffloadingConnectorScheduler
-from kvoffload.lab.tier import BookTier
+from kvoffload.lab.tier import CatalogTier
 from kvoffload.tiers.manager import TieredOffloadingManager
 
 BLOCK_TOKENS = 16
@@ -35,31 +35,6 @@ LONG_PROMPT_BLOCKS = HOST_BLOCKS // 2
 MAX_IDLE_STEPS = 10_000
 BANDWIDTHS = (25, 50, 75, 100, 150)
 """Percent of what writing all blocks takes."""
-
-
-class SlowTier(BookTier):
-    """Writes one block after the other, each in ``1 / blocks_per_s``."""
-
-    def __init__(self, capacity: int, blocks_per_s: float, clock: Any) -> None:
-        super().__init__(capacity, 1, "lru", clock)
-        self._seconds = 1 / blocks_per_s
-        self._ends: deque[tuple[float, OffloadKey]] = deque()
-
-    def write(self, keys: Sequence[OffloadKey], slots: Slots) -> list[OffloadKey]:
-        taken = super().write(keys, slots)
-        for key in taken:
-            begun = max(self._clock(), self._ends[-1][0] if self._ends else 0.0)
-            self._ends.append((begun + self._seconds, key))
-        return taken
-
-    def poll(self) -> list[TierResult]:
-        done = []
-        while self._ends and self._ends[0][0] <= self._clock():
-            done.append(self._ends.popleft()[1])
-        waiting, self._under_way = self._under_way, dict.fromkeys(done, False)
-        results = super().poll()
-        self._under_way = {key: is_read for key, is_read in waiting.items() if key not in set(done)}
-        return results
 
 
 @dataclass(eq=False)
@@ -92,7 +67,7 @@ class Engine:
         self.now = 0.0
         self.prompts = prompts
         num_blocks = sum(len(prompt.block_hashes) for prompt in prompts)
-        self.tier = SlowTier(num_blocks, blocks_per_s, self.clock)
+        self.tier = CatalogTier(num_blocks, 1, "lru", self.clock, blocks_per_s)
         self.host = LRUOffloadingManager(HostBackend(BLOCK_TOKENS, HOST_BLOCKS))
         self.manager = TieredOffloadingManager(
             self.host, [self.tier], tokens_per_block=[BLOCK_TOKENS], clock=self.clock

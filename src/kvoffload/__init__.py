@@ -44,7 +44,8 @@ from kvoffload.connector.scheduler import OffloadingConnectorScheduler
 from kvoffload.connector.worker import OffloadingConnectorWorker
 from kvoffload.host.pool import HostPool
 from kvoffload.observe.records import RequestRecord
-from kvoffload.tiers.disk.tier import DiskTier, open_disk_tier
+from kvoffload.tiers.disk.start import open_disk_tier
+from kvoffload.tiers.disk.tier import DiskTier
 from kvoffload.tiers.manager import TieredOffloadingManager
 from kvoffload.transfer.inline import InlineTransfer
 

@@ -23,7 +23,8 @@ from kvoffload.abc import ByteArray, Tier
 from kvoffload.cli import inspect as tools
 from kvoffload.tiers.disk.directory import DirectoryStorage
 from kvoffload.tiers.disk.format import HEADER_BYTES, INDEX_NAME, RECORD_BYTES, record_offset, slab_name
-from kvoffload.tiers.disk.tier import DiskTier, open_disk_tier
+from kvoffload.tiers.disk.start import open_disk_tier
+from kvoffload.tiers.disk.tier import DiskTier
 
 testing = pytest.importorskip("click.testing")
 pytest.importorskip("rich")

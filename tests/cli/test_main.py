@@ -17,7 +17,7 @@ import kvoffload
 from kvoffload import cli
 from kvoffload.abc import MissReason
 from kvoffload.observe.records import RequestRecord
-from kvoffload.tiers.disk.tier import open_disk_tier
+from kvoffload.tiers.disk.start import open_disk_tier
 
 testing = pytest.importorskip("click.testing")
 

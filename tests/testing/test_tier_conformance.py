@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -64,7 +65,7 @@ def disk_bytes(pools: Sequence[ByteArray], num_blocks: int) -> int:
 
 
 def make_disk_tier(
-    storage: Storage, pools: Sequence[ByteArray], num_blocks: int, executor: Executor | None = None
+    storage: Storage, pools: Sequence[ByteArray], num_blocks: int, executor: Executor | None = None, **settings: Any
 ) -> DiskTier:
     block_bytes = sum(pool.shape[1] for pool in pools)
     capacity = disk_bytes(pools, num_blocks)
@@ -75,6 +76,7 @@ def make_disk_tier(
         capacity_bytes=capacity,
         executor=executor,
         slab_bytes=3 * block_bytes,
+        **settings,
     )
 
 
@@ -102,10 +104,8 @@ class TestDiskTierInASimulation(TierConformance):
         self, storage: SimulatedStorage, executor: SteppedExecutor, pools: Sequence[ByteArray], num_blocks: int
     ) -> Tier:
         self.executor, self.storage = executor, storage
-        tier = make_disk_tier(storage, pools, num_blocks, executor)
-        # A job takes on several small blocks: here each has its own, so that there is more to interleave.
-        tier._blocks_per_job = 1
-        return tier
+        # Small blocks usually share a job. Here each has its own, so that there is more to interleave.
+        return make_disk_tier(storage, pools, num_blocks, executor, job_bytes=1)
 
     def reopen(self, tier: Tier, pools: Sequence[ByteArray], num_blocks: int) -> Tier:
         executor = SteppedExecutor()

@@ -47,12 +47,16 @@ class SteppedExecutor(Executor):
         self._chance = chance
         self._pause_chance = pause_chance
         self._clock = clock
+        self._maintenance: deque[Job] = deque()
         self._reads: deque[Job] = deque()
         self._writes: deque[Job] = deque()
         self._idle: list[_Fiber] = []
         self._under_way: list[_Fiber] = []
         self._running: _Fiber | None = None
         self._closed = False
+
+    def submit_maintenance(self, job: Job) -> bool:
+        return self._submit(self._maintenance, job)
 
     def submit_read(self, job: Job) -> bool:
         return self._submit(self._reads, job)
@@ -79,7 +83,7 @@ class SteppedExecutor(Executor):
     @property
     def idle(self) -> bool:
         """Nothing is queued or under way."""
-        return not (self._reads or self._writes or self._under_way)
+        return not (self._maintenance or self._reads or self._writes or self._under_way)
 
     @contextmanager
     def hold(self) -> Iterator[None]:
@@ -108,19 +112,21 @@ class SteppedExecutor(Executor):
         until = self._clock() + timeout_s
         while not self._held and self._turn(until):
             pass
-        self._reads.clear()
-        self._writes.clear()
+        self._clear_queues()
         return self.idle
 
     def kill(self) -> None:
         """The process is gone: what is queued never runs, what is under way stops where it is."""
         self._closed = True
-        self._reads.clear()
-        self._writes.clear()
+        self._clear_queues()
         for fiber in self._under_way + self._idle:
             fiber.kill()
         self._under_way.clear()
         self._idle.clear()
+
+    def _clear_queues(self) -> None:
+        for queue in (self._maintenance, self._reads, self._writes):
+            queue.clear()
 
     def pause(self) -> None:
         """Called in a job: it may stop here for a while. Elsewhere nothing happens."""
@@ -139,7 +145,7 @@ class SteppedExecutor(Executor):
             return False
         now = self._clock() if now is None else now
         ready = [fiber for fiber in self._under_way if fiber.until <= now]
-        queue = self._reads or self._writes
+        queue = self._maintenance or self._reads or self._writes
         may_begin = bool(queue) and len(self._under_way) < self._num_threads
         if not ready and not may_begin:
             return False

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from kvoffload.testing.faults import CorruptingTransfer, FailingTransfer, SlowTransfer, ThreadedTransfer
-from kvoffload.tiers.disk import tier as disk
+from kvoffload.tiers.disk import blockio
 from kvoffload.vllm.connector import KVOffloadConnector
 
 if TYPE_CHECKING:
@@ -65,7 +65,7 @@ class UnverifiedKVOffloadConnector(KVOffloadConnector):
     def set_xfer_handshake_metadata_pp_aware(
         self, metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata]
     ) -> None:
-        vars(disk)["payload_checksum"] = lambda header, key, buffers: _EqualToAny()
+        vars(blockio)["payload_checksum"] = lambda header, key, buffers: _EqualToAny()
         super().set_xfer_handshake_metadata_pp_aware(metadata)
 
 

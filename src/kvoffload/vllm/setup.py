@@ -38,7 +38,7 @@ from kvoffload.digests import DigestCache
 from kvoffload.fingerprint import files_fingerprint, find_model_dir, fingerprint, has_weights, is_commit
 from kvoffload.host.pool import PoolHandle, padded_slot_bytes
 from kvoffload.observe.trace import TraceRecorder
-from kvoffload.tiers.disk.tier import open_disk_tier
+from kvoffload.tiers.disk.start import open_disk_tier
 from kvoffload.tiers.manager import TieredOffloadingManager
 from kvoffload.units import format_bytes
 from kvoffload.vllm import versions

@@ -16,7 +16,8 @@ from pathlib import Path
 
 from kvoffload.abc import ByteArray, Tier
 from kvoffload.testing.engine import Clock, LowerTiers, ModelEngine, Scenario
-from kvoffload.tiers.disk.tier import DiskTier, open_disk_tier
+from kvoffload.tiers.disk.start import open_disk_tier
+from kvoffload.tiers.disk.tier import DiskTier
 
 FINGERPRINT = hashlib.sha256(b"the weights of the server that is killed").hexdigest()
 DOCUMENTS_SEED = 7
@@ -52,7 +53,7 @@ class Disk(LowerTiers):
         return open_disk_tier(self.directory, self.capacity_bytes, pools, FINGERPRINT)
 
     def settle(self) -> None:
-        while self.tier._reading or self.tier._num_writing:
+        while self.tier.is_busy:
             self.tier.wait(0.01)
             self.engine.scheduler.manager.poll()
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 
 from kvoffload.testing.scale import scaled
-from kvoffload.tiers.disk.tier import open_disk_tier
+from kvoffload.tiers.disk.start import open_disk_tier
 from tests.tiers.disk import kill_server
 
 KILLS = scaled(10)

@@ -16,11 +16,11 @@ import pytest
 from kvoffload.abc import ConfigError, TierError
 from kvoffload.testing.storage import FaultRates, FaultyStorage, SimulatedStorage
 from kvoffload.testing.tiers import make_pools
-from kvoffload.tiers.disk import tier as disk
 from kvoffload.tiers.disk.format import MAX_SEQUENCE, pack_record, payload_checksum, record_offset
+from kvoffload.tiers.disk.maintenance import RECENCY_S, RETRY_S
+from kvoffload.tiers.disk.start import open_disk_tier
 from kvoffload.tiers.disk.storage import StoredFile
-from kvoffload.tiers.disk.tier import open_disk_tier
-from tests.tiers.disk.test_tier import FINGERPRINT, OTHERS, PAGE, Rig, capacity, content, du, key, patch
+from tests.tiers.disk.test_tier import FINGERPRINT, OTHERS, PAGE, Rig, capacity, content, du, header_of, key, patch
 
 SLAB = 4 * PAGE
 BUDGET = capacity(16, num_slabs=4)
@@ -56,7 +56,7 @@ def test_a_full_disk_serves_what_it_holds_with_one_warning(simulated: Rig, caplo
     simulated.check_reads(*range(8))
     for name in range(20, 30):
         simulated.write(name)
-        now[0] += disk.RETRY_S
+        now[0] += RETRY_S
     assert len(simulated.present()) == storage.used_bytes // SLAB * 4 >= 8
     simulated.check_reads(28, 29)
     (warning,) = warnings(caplog)
@@ -64,7 +64,7 @@ def test_a_full_disk_serves_what_it_holds_with_one_warning(simulated: Rig, caplo
     storage.capacity_bytes = 1 << 20
     for name in range(30, 60):
         simulated.write(name)
-        now[0] += disk.RETRY_S
+        now[0] += RETRY_S
     assert len(simulated.present()) == 16
     assert len(warnings(caplog)) == 1
 
@@ -105,7 +105,7 @@ def test_it_is_said_once_that_it_cannot_grow(simulated: Rig, caplog: pytest.LogC
         storage.capacity_bytes = medium_bytes
         for name in range(20):
             simulated.write(name)
-            now[0] += disk.RETRY_S
+            now[0] += RETRY_S
         return caplog.text.count("it cannot grow ([Errno 28] No space left on device) and evicts for new blocks; free")
 
     assert fill(storage.used_bytes) == 1
@@ -350,10 +350,10 @@ def test_what_was_used_is_written_down_now_and_then(tmp_path: Path) -> None:
         rig.write(*range(start, start + 250))
     tier.touch([key(0)])
     rig.drain()
-    now[0] += disk.RECENCY_S / 2
+    now[0] += RECENCY_S / 2
     tier.touch([key(1)])
     rig.drain()
-    now[0] += disk.RECENCY_S / 2
+    now[0] += RECENCY_S / 2
     before = faulty.operations
     for _ in range(50):
         for start in range(10, 900, 100):
@@ -411,7 +411,7 @@ def test_a_forged_sequence_hides_no_later_block(tmp_path: Path, sequence: int) -
     rig = Rig(tmp_path / "disk")
     rig.open()
     rig.write(1, 2)
-    header = rig.tier._files.header
+    header = header_of(rig)
     rig.tier.close()
     block = [content(3, 0, PAGE)]
     record = forged(header, key(3), sequence, payload_checksum(header, key(3), block))

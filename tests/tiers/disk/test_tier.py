@@ -23,10 +23,20 @@ from kvoffload.testing.tiers import SteppedExecutor, make_pools
 from kvoffload.tiers.disk import slabs
 from kvoffload.tiers.disk import tier as disk
 from kvoffload.tiers.disk.directory import DirectoryStorage
-from kvoffload.tiers.disk.format import HEADER_BYTES, RECORD_BYTES, pack_record, payload_checksum, record_offset
+from kvoffload.tiers.disk.format import (
+    HEADER_BYTES,
+    RECORD_BYTES,
+    Header,
+    pack_record,
+    parse_records,
+    payload_checksum,
+    record_offset,
+)
+from kvoffload.tiers.disk.maintenance import RETRY_S
 from kvoffload.tiers.disk.slabs import FIXED_BYTES, SLAB_OVERHEAD_BYTES, slot_cost
+from kvoffload.tiers.disk.start import open_disk_tier
 from kvoffload.tiers.disk.storage import Storage, StoredFile
-from kvoffload.tiers.disk.tier import DiskTier, open_disk_tier
+from kvoffload.tiers.disk.tier import DiskTier
 
 PAGE = 4096
 FINGERPRINT = "5a" * 32
@@ -135,6 +145,11 @@ def rig(tmp_path: Path) -> Rig:
     return Rig(tmp_path / "disk")
 
 
+def header_of(rig: Rig) -> Header:
+    """The header of the index on disk."""
+    return Header.unpack(np.fromfile(rig.folder / "index", dtype=np.uint8, count=HEADER_BYTES))
+
+
 def patch(path: Path, offset: int, data: bytes) -> None:
     with path.open("r+b") as file:
         file.seek(offset)
@@ -232,8 +247,9 @@ def test_hits_and_ages_are_counted_on_disk(rig: Rig) -> None:
     for _ in range(3):
         rig.read(2)
     rig.open()
-    entries = [each for piece in rig.tier._files.load() for each in zip(piece.keys, piece.records, strict=True)]
-    assert {name: (int(r["hits"]), int(r["stored_at"])) for name, r in entries} == {
+    entries = parse_records(header_of(rig), np.fromfile(rig.folder / "index", dtype=np.uint8)[HEADER_BYTES:])
+    found = zip(entries.keys, entries.records, strict=True)
+    assert {name: (int(r["hits"]), int(r["stored_at"])) for name, r in found} == {
         key(1): (0, 1234),
         key(2): (3, 1234),
     }
@@ -269,7 +285,7 @@ def test_blocks_across_slabs_and_evicted_ones_in_between(tmp_path: Path) -> None
 def test_of_two_records_of_a_key_the_newer_counts(rig: Rig) -> None:
     rig.open()
     rig.write(1, 2)
-    header = rig.tier._files.header
+    header = header_of(rig)
     rig.tier.close()
     old = [content(1, 0, PAGE, version=7)]
     record = pack_record(
@@ -440,7 +456,7 @@ def test_an_older_index_is_misses(rig: Rig) -> None:
 def test_another_layout_is_a_fresh_start(rig: Rig, change: dict[str, Any]) -> None:
     rig.open()
     rig.write(1)
-    header = rig.tier._files.header
+    header = header_of(rig)
     rig.tier.close()
     patch(rig.folder / "index", 0, replace(header, **change).pack().tobytes())
     rig.open()
@@ -592,7 +608,7 @@ def test_without_room_to_grow_blocks_replace_blocks(tmp_path: Path) -> None:
     assert rig.tier.num_evicted == 8
     rig.check_reads(8, 9, 10, 11)
     storage.capacity_bytes = 1 << 20
-    now[0] += disk.RETRY_S
+    now[0] += RETRY_S
     for name in range(20, 28):
         rig.write(name)
         rig.write(name)
@@ -621,7 +637,7 @@ def test_without_any_room_writes_are_refused_until_there_is_some(
     assert caplog.text.count("it cannot grow") == 1
     storage.full = False
     assert rig.write(1) == []
-    now[0] += disk.RETRY_S
+    now[0] += RETRY_S
     assert [result.ok for result in rig.write(1)] == [True]
     rig.check_reads(1)
 
@@ -883,7 +899,7 @@ WRITER = """
 import sys
 import numpy as np
 from kvoffload.testing.tiers import make_pools
-from kvoffload.tiers.disk import open_disk_tier
+from kvoffload.tiers.disk.start import open_disk_tier
 from tests_content import content, key
 pools = make_pools(32, 4096, 8192)
 tier = open_disk_tier(sys.argv[1], int(sys.argv[2]), pools, sys.argv[3])
@@ -917,7 +933,7 @@ def test_kill_9_under_load_leaves_right_blocks_only(tmp_path: Path, after: int) 
         "    return np.random.default_rng([name, rank, version]).integers(0, 256, nbytes, dtype=np.uint8)\n"
     )
     arguments = [str(rig.path), str(rig.settings["capacity_bytes"]), FINGERPRINT]
-    environment = os.environ | {"PYTHONPATH": str(tmp_path)}
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])}
     with subprocess.Popen(
         [sys.executable, "-c", WRITER, *arguments], stdout=subprocess.PIPE, env=environment
     ) as writer:
@@ -940,11 +956,11 @@ def limits_after_opening(directory: Path, soft: int, hard: int, capacity_bytes: 
     code = f"""
 import resource, numpy as np
 from kvoffload.abc import ConfigError
-from kvoffload.tiers.disk import tier as disk
+from kvoffload.tiers.disk.start import open_disk_tier
 resource.setrlimit(resource.RLIMIT_NOFILE, ({soft}, {hard}))
 pool = np.zeros((2, 4096), dtype=np.uint8)
 try:
-    tier = disk.open_disk_tier({str(directory)!r}, {capacity_bytes}, [pool], {FINGERPRINT!r})
+    tier = open_disk_tier({str(directory)!r}, {capacity_bytes}, [pool], {FINGERPRINT!r})
     print(resource.getrlimit(resource.RLIMIT_NOFILE)[0])
     tier.close()
 except ConfigError as error:

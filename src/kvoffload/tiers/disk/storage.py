@@ -21,7 +21,15 @@ SETTING_ERRORS = (
     errno.ENOSYS,
     errno.EOPNOTSUPP,
 )
-"""Errors of a directory that was named by mistake, or belongs to somebody else. Any other is trouble of the medium."""
+"""Errors of a directory that was named by mistake or belongs to another user. Any other error is the medium's."""
+NO_FILE_ERRORS = (errno.ENOENT, errno.ELOOP, errno.EISDIR, errno.EINVAL, errno.ENXIO, errno.EPERM)
+"""Errors of opening a symbolic link, a directory, a pipe, another user's file, or a name without a file."""
+NO_SPACE_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
+def is_full(error: BaseException) -> bool:
+    """Returns whether ``error`` says that the medium has no room left."""
+    return isinstance(error, OSError) and error.errno in NO_SPACE_ERRORS
 
 
 def nothing(folder: str, name: str) -> bool:
