@@ -114,7 +114,7 @@ class Tier(ABC):
 
     @abstractmethod
     def write(self, keys: Sequence[OffloadKey], slots: Slots) -> list[OffloadKey]:
-        """Begins to write ``keys[i]`` from host slot ``slots[i]``, and evicts other blocks for it. Returns the keys that
+        """Begins to write ``keys[i]`` from host slot ``slots[i]``, evicting others for it. Returns the keys that
         were taken on; ``poll`` reports each of them once. The others are held already, or there is no room, or too many
         writes are under way."""
 
@@ -124,8 +124,8 @@ class Tier(ABC):
         Ignores unknown keys."""
 
     def reorder_chain(self, keys: Sequence[OffloadKey], stored: Collection[OffloadKey]) -> None:
-        """Brings a chain that a request has touched, and of which it has stored ``stored``, into the order of one touch.
-        It is not another use. By default this is ``touch``, which is right unless the tier counts uses."""
+        """Brings a chain, which a request has touched and of which it has stored ``stored``, into the order of one
+        touch. It is not another use. By default this is ``touch``, which is right unless the tier counts uses."""
         self.touch(keys)
 
     @abstractmethod
