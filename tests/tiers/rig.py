@@ -46,7 +46,7 @@ def content(key: OffloadKey) -> np.ndarray:
 
 
 class SpyTier(MemoryTier):
-    """A MemoryTier that remembers what it was asked, and goes wrong as it is told."""
+    """A MemoryTier that records calls, and fails or hangs as its attributes say."""
 
     def __init__(self, *args: object, **kwargs: object) -> None:
         super().__init__(*args, **kwargs)  # type: ignore[arg-type]
@@ -55,15 +55,15 @@ class SpyTier(MemoryTier):
         self.refuses = False
         self.fails: TierError | None = None
         self.unsure = False
-        self.seconds_a_block: float | None = None
+        self.seconds_per_block: float | None = None
         self.most_writes = 1 << 30
-        """Blocks that it writes at a time."""
+        """Blocks that it writes at the same time."""
         self.fails_for: OffloadKey | None = None
         self.num_fails = 0
-        """The first writes of ``fails_for`` fail."""
+        """This many writes of ``fails_for`` fail, then they succeed."""
         self.claimed_blocks: int | None = None
         self.hanging: dict[OffloadKey, float] = {}
-        """How many seconds the reading or writing of a block takes."""
+        """How many seconds the read or write of a block takes."""
 
     @property
     def capacity_bytes(self) -> int:
@@ -103,14 +103,14 @@ class SpyTier(MemoryTier):
             if result.key == self.fails_for and not result.is_read and self.num_fails:
                 error, self.num_fails = TierError.IO, self.num_fails - 1
                 self.delete([result.key])
-            seconds = result.seconds if self.seconds_a_block is None else self.seconds_a_block
+            seconds = result.seconds if self.seconds_per_block is None else self.seconds_per_block
             begun = result.ended - seconds
             results.append(TierResult(result.key, result.is_read, error, result.nbytes, seconds, begun, result.ended))
         return results
 
 
 class Rig:
-    """A host of ``host_blocks`` in front of a tier, and its clock."""
+    """A host of ``host_blocks`` in front of a tier, with a clock of their own."""
 
     def __init__(
         self,
@@ -131,7 +131,7 @@ class Rig:
         )
 
     def store(self, keys: list[OffloadKey]) -> None:
-        """A request whose chain is ``keys`` stores blocks whose bytes are made of their keys, and ends."""
+        """A request with the chain ``keys`` stores its blocks, with bytes made from their keys, and ends."""
         output = self.manager.prepare_store(keys)
         assert output is not None
         for key, slot in zip(output.keys_to_store, output.store_spec.slots.tolist(), strict=True):
@@ -140,14 +140,14 @@ class Rig:
         self.manager.offer_chain(keys)
 
     def settle(self) -> None:
-        """What was asked for begins, and all that is under way in the tier ends."""
+        """Starts what lookups have asked for, and ends all transfers of the tier."""
         self.manager.poll()
         self.executor.drain()
         self.manager.poll()
         self.manager.check_integrity()
 
     def store_below(self, keys: list[OffloadKey]) -> None:
-        """``keys`` are in the tier, and not in the host."""
+        """Puts ``keys`` into the tier but not into the host."""
         for key in keys:
             self.store([key])
             self.settle()
@@ -159,7 +159,7 @@ class Rig:
         return [bytes(self.pools[0][slot]) for slot in spec.slots.tolist()]
 
     def fill_host(self, name: str = "filler") -> None:
-        """Other blocks are the most recent ones, in the whole host."""
+        """Fills the host with other blocks, which evict all that can be evicted."""
         for key in chain(name, self.host.num_blocks):
             output = self.host.prepare_store([key])
             if output is not None:
@@ -179,7 +179,7 @@ def in_tier(rig: Rig, keys: list[OffloadKey]) -> list[int]:
 
 
 def on_disk(rig: Rig, keys: list[OffloadKey]) -> int:
-    """Leading blocks that the tier has. None may be behind them."""
+    """Returns how many leading blocks the tier has, and checks that it has none behind them."""
     found = rig.tier.contains(keys) == LookupState.HIT
     leading = len(keys) if found.all() else int(found.argmin())
     assert np.count_nonzero(found) == leading, "a block is written behind a hole"
@@ -187,7 +187,7 @@ def on_disk(rig: Rig, keys: list[OffloadKey]) -> int:
 
 
 def begin(rig: Rig, keys: list[OffloadKey], context: ReqContext) -> None:
-    """A request asks for ``keys``, which it will compute."""
+    """A request looks up ``keys``, which it will compute."""
     rig.manager.touch(keys, context)
     rig.manager.lookup(keys, context)
 

@@ -9,7 +9,7 @@ from kvoffload.abc import (
     ReqContext,
     TierError,
 )
-from kvoffload.tiers.breaker import FAILURE_PERIOD_S, MAX_FAILURES, MAX_HANGS
+from kvoffload.tiers.breaker import FAILURE_PERIOD_S, MAX_FAILURES, MAX_HANGS, BreakerState, CircuitBreaker
 from tests.tiers.rig import (
     A,
     B,
@@ -21,7 +21,7 @@ from tests.tiers.rig import (
 
 
 def hang(rig: Rig, name: str = "x") -> list[OffloadKey]:
-    """Of two blocks that a request waits for, the reading of the first hangs."""
+    """A request waits for two blocks. The read of the first one hangs."""
     keys = chain(name, 2)
     rig.store_below(keys)
     rig.tier.hanging[keys[0]] = 1e9
@@ -31,7 +31,7 @@ def hang(rig: Rig, name: str = "x") -> list[OffloadKey]:
 
 
 def wait_for_probe(rig: Rig, keys: list[OffloadKey]) -> None:
-    """Somebody asks for ``keys`` after the deadline, and what that gives rise to ends."""
+    """A request looks up ``keys`` after the deadline, which may start a test read, and that ends."""
     rig.clock.now += 1.0
     assert rig.manager.lookup(keys, ReqContext("prober")) == 0, "it does not wait"
     rig.settle()
@@ -59,7 +59,7 @@ def test_no_other_request_waits_for_a_hanging_tier() -> None:
     assert rig.manager.lookup(other, B) == 0
     assert rig.manager.lookup(keys, B) == 0
     rig.settle()
-    assert rig.manager.lookup(other, B) is None, "it has come back"
+    assert rig.manager.lookup(other, B) is None, "the tier works again"
 
 
 def test_a_tier_is_read_again_after_a_successful_test_read(caplog: pytest.LogCaptureFixture) -> None:
@@ -73,7 +73,7 @@ def test_a_tier_is_read_again_after_a_successful_test_read(caplog: pytest.LogCap
         assert rig.manager.lookup(other[:n], ReqContext(name)) is None
         rig.settle()
         assert rig.manager.lookup(other[:n], ReqContext(name)) == n
-    assert rig.manager.lookup(keys, B) == 0, "but for the block that hangs"
+    assert rig.manager.lookup(keys, B) == 0, "the block that hangs is still missing"
     assert rig.bytes_of(other) == [bytes(content(key)) for key in other]
     assert len([record for record in caplog.records if "has ended no read" in record.message]) == 1
 
@@ -90,7 +90,7 @@ def test_the_host_slot_of_a_hanging_read_is_not_given_to_another_block() -> None
         assert slot_of(rig, keys[0]) == slot
     rig.manager.reset()
     rig.fill_host("other")
-    assert slot not in [slot_of(rig, key) for key in chain("other", 8)], "nor after a reset"
+    assert slot not in [slot_of(rig, key) for key in chain("other", 8)], "not even after a reset"
     rig.clock.now += 1e9
     rig.settle()
     assert rig.host.num_available_blocks == rig.host.num_blocks
@@ -168,3 +168,53 @@ def test_failures_far_apart_switch_nothing_off() -> None:
         fail(rig, 1)
         rig.clock.now += FAILURE_PERIOD_S / (MAX_FAILURES - 2)
     assert rig.counts()["disk_off"] == 0
+
+
+# The circuit breaker by itself.
+
+
+def test_a_breaker_suspends_reads_that_hang_and_works_again_when_one_ends() -> None:
+    breaker = CircuitBreaker(deadline_s=1.0)
+    breaker.reads_begun(10.0, num_reading_before=0)
+    assert not breaker.detect_hang(10.9, num_reading=2)
+    assert breaker.can_read
+    assert breaker.detect_hang(11.0, num_reading=2)
+    assert breaker.state is BreakerState.SUSPENDED
+    assert breaker.may_probe
+    breaker.reads_begun(11.5, num_reading_before=0)
+    assert breaker.state is BreakerState.PROBING
+    assert not breaker.may_probe, "one test read at a time"
+    breaker.reads_ended(11.6, num_late=0, num_hanging=2)
+    assert breaker.state is BreakerState.WORKING
+    assert breaker.num_hangs == 1, "the others still hang"
+    breaker.reads_ended(11.7, num_late=2, num_hanging=0)
+    assert breaker.num_hangs == 0
+
+
+def test_a_breaker_allows_a_bounded_number_of_test_reads() -> None:
+    breaker, now = CircuitBreaker(deadline_s=1.0), 0.0
+    for _ in range(MAX_HANGS):
+        breaker.reads_begun(now, num_reading_before=0)
+        now += 1.0
+        assert breaker.detect_hang(now, num_reading=1)
+    assert breaker.state is BreakerState.SUSPENDED
+    assert not breaker.may_probe
+    breaker.reads_ended(now, num_late=1, num_hanging=MAX_HANGS - 1)
+    assert breaker.can_read
+
+
+def test_a_breaker_that_is_off_stays_off() -> None:
+    breaker = CircuitBreaker(deadline_s=1.0)
+    breaker.reads_begun(0.0, num_reading_before=0)
+    breaker.switch_off()
+    assert breaker.detect_hang(5.0, num_reading=1), "its reads are overdue all the same"
+    breaker.reads_ended(6.0, num_late=1, num_hanging=0)
+    assert breaker.state is BreakerState.OFF
+    assert not breaker.add_failures(MAX_FAILURES, 7.0), "it is not reported again"
+
+
+def test_failures_in_two_periods_are_too_few() -> None:
+    breaker = CircuitBreaker(deadline_s=1.0)
+    assert not breaker.add_failures(MAX_FAILURES - 1, 0.0)
+    assert not breaker.add_failures(1, FAILURE_PERIOD_S + 1)
+    assert breaker.add_failures(MAX_FAILURES - 1, FAILURE_PERIOD_S + 2)

@@ -17,7 +17,7 @@ def test_a_tier_that_does_not_answer_in_time_does_not_hold_the_block() -> None:
     rig.store_below(keys)
     rig.tier.unsure = True
     assert rig.manager.lookup(keys, A) is None
-    assert rig.manager.poll(), "it must be asked again"
+    assert rig.manager.poll(), "the tier must be asked again"
     rig.clock.now += 0.099
     assert rig.manager.lookup(keys, A) is None
     rig.clock.now += 0.001

@@ -28,7 +28,7 @@ from tests.tiers.rig import (
 
 
 class TestConformance(ManagerConformance):
-    """A tier that has room for nothing changes nothing of what a manager is."""
+    """With a tier that has no room, the manager behaves as any other."""
 
     def make_manager(self, num_blocks: int) -> TieredOffloadingManager:
         tier = MemoryTier(make_pools(num_blocks, SLOT_BYTES), 0)
@@ -42,7 +42,7 @@ def test_a_block_is_written_through_and_promoted_with_its_bytes() -> None:
     keys = chain("x", 4)
     rig.store_below(keys)
     assert rig.manager.lookup(keys, A) is None
-    assert rig.tier.reads == [], "a lookup starts nothing: lookups of a step are taken together"
+    assert rig.tier.reads == [], "poll starts the reads for all lookups of a step together"
     rig.manager.poll()
     assert rig.tier.reads == keys
     rig.settle()
@@ -164,7 +164,7 @@ def test_a_window_too_large_to_be_promoted_is_a_miss_at_once(n: int, promoted: b
         rig.host.prepare_store(keys[:1])
         rig.host.complete_store(keys[:1])
         hit, retry = LookupState.HIT, LookupState.RETRY
-        assert rig.manager.lookup_each(keys, A) == [hit, *[retry] * 8], "what the host has need not come"
+        assert rig.manager.lookup_each(keys, A) == [hit, *[retry] * 8], "blocks of the host need no promotion"
 
 
 def test_promoted_blocks_count_as_promoted_after_the_deadline_too() -> None:
@@ -234,7 +234,7 @@ def test_tiers_can_be_switched_off_from_outside() -> None:
     rig.store_below(keys)
     rig.manager.lookup(keys, A)
     rig.manager.switch_off_tiers("keys do not outlive the process")
-    assert rig.manager.poll(), "those who wait must ask again"
+    assert rig.manager.poll(), "waiting requests must ask again"
     assert rig.manager.lookup(keys, A) == 0
     rig.settle()
     assert rig.tier.reads == []

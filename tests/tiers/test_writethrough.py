@@ -12,7 +12,6 @@ from kvoffload.abc import (
     TierError,
     TierResult,
 )
-from kvoffload.tiers import chains as chains_module
 from kvoffload.tiers.manager import WRITE_SHARE
 from kvoffload.tiers.writethrough import MAX_WRITES_PER_BLOCK, PATIENCE_S
 from tests.tiers.rig import (
@@ -29,7 +28,7 @@ from tests.tiers.rig import (
 
 
 def evict(rig: Rig, victims: list[OffloadKey], stored: list[OffloadKey]) -> None:
-    """Of the blocks ``stored``, all that the host has, exactly ``victims`` are evicted."""
+    """Evicts ``victims`` from the host, which has exactly the blocks ``stored``."""
     fillers = chain("filler", rig.host.num_blocks - len(stored))
     assert rig.host.prepare_store(fillers) is not None
     rig.host.complete_store(fillers)
@@ -50,7 +49,7 @@ def interleaved(full: list[OffloadKey], window: list[OffloadKey]) -> list[Offloa
 
 
 WINDOW = KVGroup(16, sliding_window=33)
-"""A request that goes on at the end of a block needs the last two."""
+"""A request that resumes at the end of a block needs the last two."""
 
 
 def test_every_store_is_written_through_once() -> None:
@@ -246,7 +245,7 @@ def test_the_tail_of_a_written_chain_is_evicted_first() -> None:
 
 
 def test_the_backlog_is_bounded_and_the_oldest_chain_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(chains_module, "MAX_CHAINS", 3)
+    monkeypatch.setattr("kvoffload.tiers.chains.MAX_CHAINS", 3)
     rig = Rig(host_blocks=64)
     chains = [chain(name, 4) for name in "abcde"]
     rig.tier.most_writes = 0
@@ -267,7 +266,7 @@ def test_an_idle_engine_keeps_stepping_while_the_tier_writes() -> None:
         rig.store(chain("x", 20))
         assert rig.manager.has_pending_writes
         rig.clock.now += PATIENCE_S
-        assert not rig.manager.has_pending_writes, "it hangs"
+        assert not rig.manager.has_pending_writes, "the tier hangs"
     for _ in range(3):
         rig.settle()
     assert not rig.manager.has_pending_writes
@@ -316,7 +315,7 @@ def test_without_its_window_no_block_is_written() -> None:
     compute(rig, full + window[:3] + window[6:7])
     for _ in range(3):
         rig.settle()
-    assert on_disk(rig, full) == 3, "requests can go on after the third block, and nowhere behind it"
+    assert on_disk(rig, full) == 3, "requests can resume after the third block, and nowhere behind it"
     assert on_disk(rig, window) == 3
 
 
@@ -339,7 +338,8 @@ def test_a_chunk_of_attention_is_written_from_its_beginning() -> None:
     for _ in range(3):
         rig.settle()
     assert on_disk(rig, full) == 10
-    # From 64 and from 128 on a chunk begins: there nothing is needed, and behind 128 the blocks since.
+    # Chunks begin at 64 and at 128. A request that resumes there needs none of these blocks; one that resumes later
+    # needs those since 128.
     assert (rig.tier.contains(chunked) == LookupState.HIT).tolist() == [True] + [False] * 7 + [True] * 2
 
 
@@ -355,7 +355,7 @@ def test_a_chain_that_ends_without_its_last_window_keeps_its_reachable_blocks(
     for _ in range(3):
         rig.settle()
     if dropped:
-        monkeypatch.setattr(chains_module, "MAX_CHAINS", 1)
+        monkeypatch.setattr("kvoffload.tiers.chains.MAX_CHAINS", 1)
         others = chain("y", 2)
         rig.manager.touch(interleaved(others, [key[:-1] + bytes([1]) for key in others]), B)
     else:
@@ -379,7 +379,7 @@ def test_a_window_that_cannot_be_written_leaves_nothing_behind_the_last_usable_p
 
 
 def test_nothing_stays_behind_the_first_of_several_blocks_that_cannot_be_written() -> None:
-    """Whichever of them the tier reports first."""
+    """No matter which of them the tier reports first."""
     rig = Rig(host_blocks=128)
     keys = chain("x", 8)
     bad = {keys[3], keys[5]}
@@ -406,9 +406,26 @@ def test_a_dropped_chain_keeps_blocks_behind_one_that_another_chain_writes(monke
     rig.settle()
     assert in_tier(rig, shared) == [0, 1, 2, *range(4, 10)]
     begin(rig, shared + tail, B)
-    monkeypatch.setattr(chains_module, "MAX_CHAINS", 1)
+    monkeypatch.setattr("kvoffload.tiers.chains.MAX_CHAINS", 1)
     rig.manager.touch(chain("z", 2), A)
     assert rig.manager.tiers[0].writes.chain_of(B.req_id) is None
     rig.clock.now += 2.0
     rig.settle()
     assert in_tier(rig, shared) == list(range(10))
+
+
+def test_the_chain_of_a_request_that_waits_for_a_promotion_is_looked_at_afterwards() -> None:
+    rig = Rig(host_blocks=64)
+    keys = chain("x", 6)
+    rig.store_below(keys)
+    rig.tier.delete(keys[:2])
+    compute(rig, keys[:2])
+    rig.manager.touch(keys, A)
+    assert rig.manager.lookup(keys, A) is None
+    rig.settle()
+    assert in_tier(rig, keys) == [2, 3, 4, 5], "its chain is not planned while it waits"
+    assert rig.manager.lookup(keys, A) == 6
+    rig.manager.release_request(A)
+    for _ in range(2):
+        rig.settle()
+    assert in_tier(rig, keys) == [0, 1, 2, 3, 4, 5]
