@@ -1,8 +1,8 @@
-"""Which blocks reach a disk that is too slow for all: prompts that are whole there, and blocks that no lookup finds.
+"""Which blocks reach a disk that is too slow for all of them: complete prompts, and blocks that no lookup finds.
 
-Everything is simulated but the scheduler half and the managers: the clock, the engine, and a disk that writes so many
-blocks per second. So a run gives the same figures on any machine. The engine computes one prompt after the other, or
-several at a time; the disk has a percentage of the bandwidth that it takes to write all blocks as they are computed.
+The clock, the engine and the disk, which writes a fixed number of blocks per second, are simulated; the scheduler half
+and the managers are real. So a run gives the same figures on any machine. The engine computes one prompt after the
+other, or several at a time; the bandwidth of the disk is a percentage of what writing every block would take.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ BLOCK_TOKENS = 16
 STEP_S = 0.02
 BLOCKS_PER_STEP = 64
 RUNNING = (1, 16)
-"""Prompts that are computed at a time."""
+"""Prompts computed at a time."""
 PROMPT_BLOCKS = 256
 HOST_BLOCKS = 16 * PROMPT_BLOCKS
 LONG_PROMPT_BLOCKS = HOST_BLOCKS // 2
 MAX_IDLE_STEPS = 10_000
 BANDWIDTHS = (25, 50, 75, 100, 150)
-"""Percent of what writing all blocks takes."""
+"""Percent of the bandwidth that writing every block takes."""
 
 
 @dataclass(eq=False)
 class Prompt:
-    """A request that computes its prompt and ends."""
+    """A request that ends when its prompt is computed."""
 
     request_id: str
     block_hashes: list[bytes]
@@ -60,7 +60,7 @@ class Prompt:
 
 
 class Engine:
-    """Computes ``prompts``, some at a time, and writes what it can."""
+    """Computes ``prompts``, at most ``max_running`` at a time, and writes what the disk takes."""
 
     def __init__(self, prompts: list[Prompt], max_running: int, blocks_per_s: float) -> None:
         self.max_running = max_running
@@ -79,7 +79,7 @@ class Engine:
         return self.now
 
     def run(self, blocks_per_step: int, drain: bool) -> None:
-        """``drain``: goes on while the scheduler half has something to do."""
+        """Runs all prompts. With ``drain``, idle steps follow while the scheduler half has work."""
         waiting, running = deque(self.prompts), list[Prompt]()
         while waiting or running:
             while waiting and len(running) < self.max_running:
@@ -118,16 +118,16 @@ class Engine:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What the disk held in the end."""
+    """The contents of the disk at the end."""
 
     what: str
     prompts: int
     whole: int
     written: int
     unreachable: int
-    """Blocks on disk behind one that is not there."""
+    """Blocks on disk behind a missing one."""
     dropped: int
-    """Blocks that are neither on disk nor in the host."""
+    """Blocks that are neither on disk nor in host memory."""
 
 
 def run(
@@ -164,7 +164,7 @@ def main(out: Path, quick: bool) -> None:
         for running in RUNNING
         for percent in BANDWIDTHS
     ]
-    # Computed in two steps, so that it outruns what may be pinned for writes; then the engine has nothing to do.
+    # Two steps compute more than may be pinned for writes. Then the engine is idle.
     outcomes.append(run("idle disk, one long prompt", 1, LONG_PROMPT_BLOCKS, 1, 100, LONG_PROMPT_BLOCKS // 2, True))
     print(f"\nWrites to a slow disk: {num_prompts} prompts of {PROMPT_BLOCKS} blocks, a host of {HOST_BLOCKS:,} blocks")
     print(f"  {'disk':36} {'whole on disk':>14} {'written':>10} {'unreachable':>12} {'dropped':>10}")

@@ -171,7 +171,7 @@ def test_inspect_for_people(directory: Path) -> None:
     assert f"{directory.name}: 20 blocks of 1 fingerprint in" in output
     assert "No server uses it." in output
     assert "abababababab 20 " in output
-    assert "Nothing is wrong with it." in output
+    assert "Nothing is wrong." in output
 
 
 def test_looking_changes_nothing(directory: Path) -> None:
@@ -266,7 +266,7 @@ def test_an_index_without_a_header(directory: Path, size: int) -> None:
     assert (result["num_blocks"], result["bad"], result["lost"]) == (0, [], [FINGERPRINT])
     assert finding in result["findings"][0]
     output = " ".join(invoke("verify", directory).stdout.split())
-    assert "The blocks of 1 fingerprint are lost and were not checked." in output
+    assert "The blocks of 1 fingerprint are lost and could not be checked." in output
     assert "No block is bad" not in output
 
 
@@ -274,7 +274,7 @@ def test_an_index_that_ends_early(directory: Path) -> None:
     os.truncate(directory / FINGERPRINT / INDEX_NAME, record_offset(11) + 50)
     folder = only_folder(directory)
     assert folder.num_blocks == 11
-    assert folder.findings == [f"the index ends early: it tells of 11 of {folder.capacity_blocks} slots"]
+    assert folder.findings == [f"the index ends early: it has records of 11 of {folder.capacity_blocks} slots"]
     assert invoke("verify", directory).exit_code == 0
 
 
@@ -290,7 +290,7 @@ def test_an_index_that_is_no_file(directory: Path, make: Callable[[Path], None])
 
 def test_an_index_of_another_fingerprint(directory: Path) -> None:
     (directory / FINGERPRINT).rename(directory / OTHER)
-    assert only_folder(directory).findings == ["its blocks are lost: the index is of another fingerprint"]
+    assert only_folder(directory).findings == ["its blocks are lost: the index belongs to another fingerprint"]
 
 
 def resealed(header: bytes, **fields: int) -> bytes:

@@ -127,7 +127,7 @@ def test_one_owner_at_a_time() -> None:
 def _sharing(storage: SimulatedStorage) -> SimulatedStorage:
     """Another process on the same medium, while the first one lives."""
     other = SimulatedStorage(0)
-    other._medium = storage._medium
+    other.medium = storage.medium
     return other
 
 
@@ -224,7 +224,7 @@ def torn_by_a_kill(seed: int) -> ByteArray:
     storage = SimulatedStorage(100 * PAGE, seed, pause=executor.pause)
     file = new_file(storage, 4 * PAGE)
     executor.submit_write(partial(file.write, [pattern(4 * PAGE)], 0))
-    executor._turn()
+    executor.turn()
     executor.kill()
     return read(storage.restart().open("f", "x"), 4 * PAGE)
 
@@ -250,7 +250,7 @@ def test_a_reader_may_see_half_of_a_write() -> None:
         file = new_file(storage, 4 * PAGE)
         results: list[ByteArray] = []
         executor.submit_write(partial(file.write, [pattern(4 * PAGE)], 0))
-        executor._turn()
+        executor.turn()
         executor.submit_read(lambda file=file, results=results: results.append(read(file, 4 * PAGE)))
         executor.drain()
         seen.add((results[0] == pattern(4 * PAGE)).mean().item())
@@ -450,7 +450,7 @@ def order_of(seed: int) -> list[str]:
     return log
 
 
-def test_jobs_begin_in_order_reads_first_and_are_interleaved_as_the_seed_says() -> None:
+def test_jobs_begin_in_order_reads_first_and_the_seed_interleaves_them() -> None:
     orders = [order_of(seed) for seed in range(20)]
     assert orders == [order_of(seed) for seed in range(20)]
     assert len({tuple(order) for order in orders}) > 15
@@ -512,7 +512,7 @@ def test_of_a_killed_process_nothing_goes_on() -> None:
             log.append("handled")
 
     executor.submit_read(job)
-    executor._turn()
+    executor.turn()
     executor.submit_read(job)
     executor.kill()
     executor.drain()

@@ -15,7 +15,7 @@ import pytest
 from kvoffload.abc import ByteArray, LookupState, OffloadKey, Slots, States, Tier, TierError, TierResult
 from kvoffload.testing.storage import SimulatedStorage
 from kvoffload.testing.tier_conformance import TierConformance
-from kvoffload.testing.tiers import AskingTier, MemoryTier, SteppedExecutor, _checksum
+from kvoffload.testing.tiers import AskingTier, MemoryTier, SteppedExecutor, checksum_of
 from kvoffload.tiers.disk.directory import DirectoryStorage
 from kvoffload.tiers.disk.slabs import FIXED_BYTES, SLAB_OVERHEAD_BYTES, slot_cost
 from kvoffload.tiers.disk.storage import Storage
@@ -36,12 +36,12 @@ class MemoryTierConformance(TierConformance):
 
     def hold(self, tier: Tier) -> AbstractContextManager[None]:
         assert isinstance(tier, MemoryTier)
-        assert isinstance(tier._executor, SteppedExecutor)
-        return tier._executor.hold()
+        assert isinstance(tier.executor, SteppedExecutor)
+        return tier.executor.hold()
 
     def spoil(self, tier: Tier) -> bool:
         assert isinstance(tier, MemoryTier)
-        for block in tier._blocks.values():
+        for block in tier.blocks.values():
             block.raw[0][7] ^= 1
         return True
 
@@ -151,15 +151,15 @@ class SwapsSlots(MemoryTier):
 
 
 class ForgetsARank(MemoryTier):
-    def _read(self, key, slot, block) -> None:
-        super()._read(key, slot, block)
-        self._pools[-1][slot, 100] ^= 1
+    def read_block(self, key, slot, block) -> None:
+        super().read_block(key, slot, block)
+        self.pools[-1][slot, 100] ^= 1
 
 
 class KeepsAView(MemoryTier):
-    def _write(self, key, slot, block) -> None:
-        super()._write(key, slot, block)
-        block.raw = [pool[slot] for pool in self._pools]
+    def write_block(self, key, slot, block) -> None:
+        super().write_block(key, slot, block)
+        block.raw = [pool[slot] for pool in self.pools]
 
 
 class ReadsTheSlotsLater(MemoryTier):
@@ -169,9 +169,9 @@ class ReadsTheSlotsLater(MemoryTier):
         self._at = getattr(self, "_at", {}) | {key: (slots, i) for i, key in enumerate(keys)}
         return super().read(keys, slots)
 
-    def _read(self, key, slot, block) -> None:
+    def read_block(self, key, slot, block) -> None:
         slots, i = self._at[key]
-        super()._read(key, int(slots[i]), block)
+        super().read_block(key, int(slots[i]), block)
 
 
 class TellsTwice(MemoryTier):
@@ -204,27 +204,27 @@ class SaysNothingOfRefusals(MemoryTier):
 
 class ReadyTooEarly(MemoryTier):
     def contains(self, keys: Keys) -> States:
-        return np.array([LookupState.HIT if key in self._blocks else LookupState.MISS for key in keys], np.uint8)
+        return np.array([LookupState.HIT if key in self.blocks else LookupState.MISS for key in keys], np.uint8)
 
 
 class OneBlockTooMany(MemoryTier):
-    def _make_room(self) -> bool:
-        return len(self._blocks) <= self._num_blocks or super()._make_room()
+    def make_room(self) -> bool:
+        return len(self.blocks) <= self.max_blocks or super().make_room()
 
     def check_integrity(self) -> None:
         pass
 
 
 class NeverEvicts(MemoryTier):
-    def _make_room(self) -> bool:
-        return len(self._blocks) < self._num_blocks
+    def make_room(self) -> bool:
+        return len(self.blocks) < self.max_blocks
 
 
 class EvictsTheNewest(MemoryTier):
-    def _make_room(self) -> bool:
-        if len(self._blocks) == self._num_blocks:
-            self._blocks.move_to_end(next(reversed(self._blocks)), last=False)
-        return super()._make_room()
+    def make_room(self) -> bool:
+        if len(self.blocks) == self.max_blocks:
+            self.blocks.move_to_end(next(reversed(self.blocks)), last=False)
+        return super().make_room()
 
 
 class TouchesForwards(MemoryTier):
@@ -240,7 +240,7 @@ class TouchDoesNothing(MemoryTier):
 class TouchOfUnknownRaises(MemoryTier):
     def touch(self, keys: Keys) -> None:
         for key in reversed(keys):
-            self._blocks.move_to_end(key)
+            self.blocks.move_to_end(key)
 
 
 class LookingTouches(MemoryTier):
@@ -251,7 +251,7 @@ class LookingTouches(MemoryTier):
 
 class WritesAgain(MemoryTier):
     def write(self, keys: Keys, slots: Slots) -> list[OffloadKey]:
-        self.delete([key for key in keys if key not in self._under_way])
+        self.delete([key for key in keys if key not in self.under_way])
         return super().write(keys, slots)
 
 
@@ -259,12 +259,12 @@ class DeleteWaitsForTheWrite(MemoryTier):
     """A write that ends late brings the key back."""
 
     def delete(self, keys: Keys) -> None:
-        super().delete([key for key in keys if key not in self._blocks or self._blocks[key].ready])
+        super().delete([key for key in keys if key not in self.blocks or self.blocks[key].ready])
 
 
 class ResetKeepsWhatIsUnderWay(MemoryTier):
     def reset(self) -> None:
-        self.delete([key for key, block in self._blocks.items() if block.ready])
+        self.delete([key for key, block in self.blocks.items() if block.ready])
 
 
 class DeleteDoesNothing(MemoryTier):
@@ -275,14 +275,14 @@ class DeleteDoesNothing(MemoryTier):
 class DeleteOfUnknownRaises(MemoryTier):
     def delete(self, keys: Keys) -> None:
         for key in keys:
-            del self._blocks[key]
+            del self.blocks[key]
 
 
 class LateWriteResurrects(MemoryTier):
     def poll(self) -> list[TierResult]:
-        for result, block in self._ended:
-            if not result.is_read and result.key not in self._blocks and not self._closed:
-                self._blocks[result.key] = block
+        for result, block in self.ended:
+            if not result.is_read and result.key not in self.blocks and not self.is_closed:
+                self.blocks[result.key] = block
         return super().poll()
 
 
@@ -290,15 +290,12 @@ class DeleteLeaksRoom(MemoryTier):
     leaked = 0
 
     def delete(self, keys: Keys) -> None:
-        held = len(self._blocks)
+        held = len(self.blocks)
         super().delete(keys)
-        self.leaked += held - len(self._blocks)
+        self.leaked += held - len(self.blocks)
 
-    def _make_room(self) -> bool:
-        if len(self._blocks) + self.leaked < self._num_blocks:
-            return True
-        self._num_evicted += bool(self._blocks)
-        return bool(self._blocks) and bool(self._blocks.popitem(last=False))
+    def make_room(self) -> bool:
+        return len(self.blocks) + self.leaked < self.max_blocks or self.evict()
 
 
 class ReadsIntoAFreedSlot(MemoryTier):
@@ -308,27 +305,27 @@ class ReadsIntoAFreedSlot(MemoryTier):
         told = super().poll()
         for result in told:
             if result.is_read and result.ok:
-                self._executor.submit_read(partial(self._again, result.key))
+                self.executor.submit_read(partial(self._again, result.key))
         return told
 
     def _again(self, key: OffloadKey) -> None:
-        block = self._blocks.get(key)
+        block = self.blocks.get(key)
         if block is not None and block.raw:
-            for pool in self._pools:
+            for pool in self.pools:
                 pool[40] = 0
 
 
 class DoesNotVerify(MemoryTier):
-    def _read(self, key, slot, block) -> None:
-        block.checksum = _checksum(block.raw)
-        super()._read(key, slot, block)
+    def read_block(self, key, slot, block) -> None:
+        block.checksum = checksum_of(block.raw)
+        super().read_block(key, slot, block)
 
 
 class KeepsBadBlocks(MemoryTier):
     def poll(self) -> list[TierResult]:
-        bad = {result.key: block for result, block in self._ended if result.error is TierError.CORRUPT}
+        bad = {result.key: block for result, block in self.ended if result.error is TierError.CORRUPT}
         told = super().poll()
-        self._blocks.update(bad)
+        self.blocks.update(bad)
         return told
 
 
@@ -355,28 +352,28 @@ class TruncatesKeys(MemoryTier):
 
 class RaisesWhenClosed(MemoryTier):
     def read(self, keys: Keys, slots: Slots) -> list[OffloadKey]:
-        if self._closed:
+        if self.is_closed:
             raise RuntimeError("closed")
         return super().read(keys, slots)
 
 
 class CloseTwiceRaises(MemoryTier):
     def close(self) -> None:
-        if self._closed:
+        if self.is_closed:
             raise RuntimeError("closed")
         super().close()
 
 
 class StillThereWhenClosed(MemoryTier):
     def close(self) -> None:
-        self._executor.close(1.0)
-        self._closed = True
+        self.executor.close(1.0)
+        self.is_closed = True
 
 
 class GoesOnWhenClosed(MemoryTier):
     def close(self) -> None:
-        self._closed = True
-        self._blocks.clear()
+        self.is_closed = True
+        self.blocks.clear()
 
 
 class TakesOnEverything(MemoryTier):
@@ -387,7 +384,7 @@ class TakesOnEverything(MemoryTier):
 class UsedBytesLag(MemoryTier):
     @property
     def capacity_bytes(self) -> int:
-        return (self._num_blocks - 1) * self.block_bytes
+        return (self.max_blocks - 1) * self.block_bytes
 
 
 BUGS = [

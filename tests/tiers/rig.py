@@ -70,21 +70,21 @@ class SpyTier(MemoryTier):
         return super().capacity_bytes if self.claimed_blocks is None else self.claimed_blocks * self.block_bytes
 
     def write(self, keys: Sequence[OffloadKey], slots: Slots) -> list[OffloadKey]:
-        n = max(0, self.most_writes - len(self._under_way))
+        n = max(0, self.most_writes - len(self.under_way))
         return super().write(keys[:n], slots[:n])
 
-    def _read(self, key: OffloadKey, slot: int, block: Any) -> None:
+    def read_block(self, key: OffloadKey, slot: int, block: Any) -> None:
         self._hang(key)
-        super()._read(key, slot, block)
+        super().read_block(key, slot, block)
 
-    def _write(self, key: OffloadKey, slot: int, block: Any) -> None:
+    def write_block(self, key: OffloadKey, slot: int, block: Any) -> None:
         self._hang(key)
-        super()._write(key, slot, block)
+        super().write_block(key, slot, block)
 
     def _hang(self, key: OffloadKey) -> None:
         if key in self.hanging:
-            assert isinstance(self._executor, SteppedExecutor)
-            self._executor.stall(self.hanging[key])
+            assert isinstance(self.executor, SteppedExecutor)
+            self.executor.stall(self.hanging[key])
 
     def contains(self, keys: Sequence[OffloadKey]) -> States:
         self.asked += keys

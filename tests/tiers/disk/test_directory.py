@@ -259,7 +259,7 @@ def test_what_is_open_to_others_is_closed_to_them(
     with pytest.raises(ConfigError, match="in use"):
         other.lock()
     assert stat.S_IMODE(paths[2].stat().st_mode) == 0o600
-    assert caplog.text.count("was open to others (mode 777)") == 1
+    assert caplog.text.count("was open to other users (mode 777)") == 1
     assert len(caplog.records) == 1
     assert stat.S_IMODE(storage.path.stat().st_mode) == 0o755, "others may list the directory"
     other.close()

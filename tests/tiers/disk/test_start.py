@@ -117,11 +117,11 @@ def test_a_write_that_comes_short_on_a_full_disk_is_told_as_that(simulated: Rig)
     class Filling(FaultyStorage):
         """Each write is cut off, and then there is no space."""
 
-        def _happens(self, fault: str) -> bool:
+        def injects(self, fault: str) -> bool:
             if fault == "short_write" and self.rates.short_write:
                 self.rates = FaultRates(no_space=1.0)
                 return True
-            return super()._happens(fault)
+            return super().injects(fault)
 
     storage = Filling(SimulatedStorage(1 << 20))
     simulated.open(storage)
@@ -134,11 +134,11 @@ def test_a_write_that_comes_short_once_goes_on(tmp_path: Path) -> None:
     class Interrupted(FaultyStorage):
         times = 0
 
-        def _happens(self, fault: str) -> bool:
+        def injects(self, fault: str) -> bool:
             if fault == "short_write" and self.times:
                 self.times -= 1
                 return True
-            return super()._happens(fault)
+            return super().injects(fault)
 
     storage = Interrupted(SimulatedStorage(1 << 20), seed=3)
     rig = Rig(tmp_path / "none", 4 * PAGE, PAGE)
@@ -215,7 +215,7 @@ def test_a_disk_that_fails_at_the_start_is_no_wrong_setting_and_loses_nothing(si
     storage = left_by_a_server(simulated, SimulatedStorage(1 << 20))
 
     class Failing(FaultyStorage):
-        def _happens(self, fault: str) -> bool:
+        def injects(self, fault: str) -> bool:
             return fault == "io_error" and self.operations == operation
 
     with pytest.raises(OSError, match="Input/output error") as raised:
@@ -454,13 +454,13 @@ class Mounts:
 
     def mount(self, *arguments: str) -> Path:
         self.path.mkdir(exist_ok=True)
-        self._run("mount", *arguments, str(self.path))
+        self.run("mount", *arguments, str(self.path))
         self._mounted += 1
         self.path.chmod(0o700)
         return self.path
 
     def remount(self, options: str) -> None:
-        self._run("mount", "-o", f"remount,{options}", str(self.path))
+        self.run("mount", "-o", f"remount,{options}", str(self.path))
 
     def unmount(self) -> None:
         while self._mounted:
@@ -468,7 +468,7 @@ class Mounts:
             self._mounted -= 1
 
     @staticmethod
-    def _run(*command: str) -> None:
+    def run(*command: str) -> None:
         try:
             subprocess.run(command, check=True, capture_output=True, timeout=60)
         except (OSError, subprocess.CalledProcessError) as error:
@@ -490,7 +490,7 @@ def ext2(mounts: Mounts) -> Path:
     image = mounts.path.with_name("ext2.img")
     with image.open("wb") as file:
         file.truncate(64 << 20)
-    mounts._run("mkfs.ext2", "-q", "-b", "4096", str(image))
+    mounts.run("mkfs.ext2", "-q", "-b", "4096", str(image))
     return mounts.mount("-t", "ext2", "-o", "loop", str(image))
 
 

@@ -28,10 +28,11 @@ def open_disk_tier(
     engine: int = 0,
     engines: int = 1,
 ) -> DiskTier:
-    """The tier in ``directory``, of which nobody else may be using anything but the other of ``engines`` engines.
+    """Opens ``directory`` as a disk tier. Only the other ones of ``engines`` engines may be using it too.
 
-    Several engines have a folder ``engine-<number>`` and an equal share of ``capacity_bytes`` each. Raises ConfigError
-    if a setting is wrong or the directory is in use, and OSError if the medium fails: a server can go on without it.
+    If there are several engines, each has a folder ``engine-<number>`` and an equal share of ``capacity_bytes``. Raises
+    ConfigError if a setting is wrong or the directory is in use, and OSError if the medium fails: a server can go on
+    without the tier then.
     """
     storage = root = DirectoryStorage(directory)
     try:
@@ -41,14 +42,14 @@ def open_disk_tier(
         if engines == 1:
             _allow_descriptors(capacity_bytes // SLAB_BYTES)
             if not root.read_only:
-                _remove_other_arrangements(root, engine, engines, capacity_bytes)
+                _remove_other_layouts(root, engine, engines, capacity_bytes)
             return DiskTier(storage, pools, fingerprint=fingerprint, capacity_bytes=capacity_bytes, policy=policy)
         with root.alone():
             share = capacity_bytes // engines
             _allow_descriptors(share // SLAB_BYTES)
             if not root.read_only:
-                _remove_other_arrangements(root, engine, engines, share)
-            share = (capacity_bytes - root.held_bytes(_is_an_engines)) // engines
+                _remove_other_layouts(root, engine, engines, share)
+            share = (capacity_bytes - root.held_bytes(_is_in_engine_folder)) // engines
             folder = f"engine-{engine}"
             if root.read_only and folder not in root.folders():
                 raise OSError(errno.EROFS, "the file system is read-only, and holds no blocks of this engine")
@@ -67,31 +68,30 @@ def open_disk_tier(
         raise
 
 
-def _is_an_engines(folder: str, name: str) -> bool:
+def _is_in_engine_folder(folder: str, name: str) -> bool:
     return ENGINE_FOLDER.fullmatch(folder.partition("/")[0]) is not None
 
 
 def _allow_descriptors(num_slabs: int) -> None:
-    """Raises this process's soft limit of open files, if it must, so that every slab can be open.
-
-    Raises ConfigError if the hard limit is lower.
-    """
+    """Raises the soft limit of open files of this process, if necessary, so that every slab can be open. Raises
+    ConfigError if the hard limit is too low."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     needed = len(os.listdir("/proc/self/fd")) + num_slabs + SPARE_DESCRIPTORS
     if soft != resource.RLIM_INFINITY and soft < needed:
         if hard != resource.RLIM_INFINITY and hard < needed:
             raise ConfigError(
-                f"disk_bytes: this process may have {hard} files open, and needs {needed}, one for each GiB on disk "
-                f"and {SPARE_DESCRIPTORS} to spare; raise the limit (ulimit -n {needed}), or set disk_bytes lower"
+                f"disk_bytes: this process may have {hard} files open and needs {needed}, one per GiB on disk and "
+                f"{SPARE_DESCRIPTORS} to spare; raise the limit (ulimit -n {needed}), or set disk_bytes lower"
             )
         resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
 
 
-def _remove_other_arrangements(root: DirectoryStorage, engine: int, engines: int, share: int) -> None:
-    """Removes what a server with another number of engines has left, so that it does not count twice."""
+def _remove_other_layouts(root: DirectoryStorage, engine: int, engines: int, share: int) -> None:
+    """Removes the blocks that a server with another number of engines has left, so that they do not count twice."""
     for folder in root.folders():
         match = ENGINE_FOLDER.fullmatch(folder)
         if match and (engines == 1 or int(match[1]) != engine):
+            # Otherwise it is the folder of an engine that runs beside this one, or will.
             is_other = engines == 1 or int(match[1]) >= engines
             other = DirectoryStorage(root.path / folder)
             try:
@@ -125,6 +125,6 @@ def _remove_folder(storage: DirectoryStorage, folder: str) -> None:
     for name in storage.files(folder):
         if is_block_file(name):
             storage.remove(folder, name)
-    # Not if somebody else keeps files there.
+    # Fails, as it should, if there are files of others in it.
     with suppress(OSError):
         storage.remove_folder(folder)
