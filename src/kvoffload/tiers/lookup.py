@@ -113,7 +113,7 @@ class TierLookup:
         is_reading = np.zeros(len(keys), dtype=np.bool_)
         for tier in self._tiers:
             tier.suspend_if_hanging(now)
-            if tier.reads:
+            if tier.reads and (tier.breaker.may_probe or not tier.reads.keys().isdisjoint(keys)):
                 self._find_reads(tier, keys, states, is_reading)
         for tier in self._tiers:
             asked = np.flatnonzero((states == LookupState.MISS) & ~is_reading)

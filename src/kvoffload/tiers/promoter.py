@@ -379,7 +379,8 @@ class Promoter:
                 raise IntegrityError(f"a promotion is {promotion.state.name} and does not match its blocks")
             for key, slot in promotion.pinned.items():
                 status = self._host.block_status(key)
-                if status is not None and (status.slot != slot or status.ref_cnt < 1):
+                is_pinned = status is not None and status.slot == slot and status.ref_cnt > 0
+                if not is_pinned and not self._host.is_dropped(self._lease([slot]))[0]:
                     raise IntegrityError("a block that is pinned for a promotion can be evicted")
         if pins != self._pins:
             raise IntegrityError("the pins of promoted blocks do not match the promotions")
