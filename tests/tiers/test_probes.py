@@ -17,7 +17,7 @@ from kvoffload.testing.storage import SimulatedStorage
 from kvoffload.testing.tiers import SteppedExecutor, make_pools
 from kvoffload.tiers.disk.tier import DiskTier
 from kvoffload.tiers.manager import TieredOffloadingManager
-from tests.connector.test_scheduler import TOKENS, Clock, FakeRequest, Rig, prompt
+from tests.connector.rig import TOKENS, Clock, FakeRequest, Rig, prompt
 
 NUM_BLOCKS = 64
 """Blocks of the request."""
