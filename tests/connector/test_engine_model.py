@@ -319,19 +319,35 @@ def loaded_too_early(engine: ModelEngine) -> None:
 
 
 def report_loads_at_once(worker) -> None:
-    start = worker.start_loads
+    """Loads are reported in the step that starts them, and not when they have ended."""
+    start_loads, get_finished, take_report = worker.start_loads, worker.get_finished, worker.take_report
+    new: dict[int, str] = {}
+    early: Counter[str] = Counter()
+    reported: set[int] = set()
 
-    def report_at_once(meta: StepMeta) -> None:
-        start(meta)
-        for job_id in meta.loads:
-            worker.transfer.wait_any(0)
-            job = worker._jobs.get(job_id)
-            if job is not None:
-                worker._finished.loaded.add(job.spec.req_id)
-                worker._jobs.pop(job_id)
-                worker._report.done[job_id] = 1
+    def start(meta: StepMeta) -> None:
+        start_loads(meta)
+        worker.transfer.wait_any(0)
+        new.update({job_id: spec.req_id for job_id, spec in meta.loads.items()})
 
-    worker.start_loads = report_at_once
+    def finish(meta: StepMeta) -> Finished:
+        finished = get_finished(meta)
+        for req_id in [req_id for req_id in finished.loaded if early[req_id]]:
+            early[req_id] -= 1
+            finished.loaded.discard(req_id)
+            finished.failed.pop(req_id, None)
+        finished.loaded.update(new.values())
+        early.update(new.values())
+        return finished
+
+    def report() -> WorkerReport | None:
+        real = take_report() or WorkerReport()
+        done = {job_id: n for job_id, n in real.done.items() if job_id not in reported} | dict.fromkeys(new, 1)
+        reported.update(new)
+        new.clear()
+        return dataclasses.replace(real, done=done, failed=real.failed & done.keys())
+
+    worker.start_loads, worker.get_finished, worker.take_report = start, finish, report
 
 
 def unpinned_while_loading(engine: ModelEngine) -> None:
@@ -394,15 +410,29 @@ def store_retried_after_its_fence(engine: ModelEngine) -> None:
 
 
 def retry_after_fences(worker) -> None:
-    begin = worker.begin_step
+    """A store that has failed is tried again although its device blocks belong to others now."""
+    begin_step, transfer = worker.begin_step, worker.transfer
+    submit, poll = transfer.submit, transfer.poll
+    specs: dict[int, TransferSpec] = {}
+    fenced: set[int] = set()
 
-    def begin_and_forget(meta: StepMeta) -> None:
-        begin(meta)
-        for job_id in meta.fences:
-            if job_id in worker._jobs:
-                worker._jobs[job_id].tries_left = 1
+    def begin(meta: StepMeta) -> None:
+        fenced.update(meta.fences)
+        begin_step(meta)
 
-    worker.begin_step = begin_and_forget
+    def note(job_id: int, spec: TransferSpec, is_store: bool) -> None:
+        specs[job_id] = spec
+        submit(job_id, spec, is_store)
+
+    def poll_and_retry(busy: bool) -> list[TransferResult]:
+        results = poll(busy)
+        again = [result for result in results if not result.ok and result.job_id in fenced]
+        for result in again:
+            fenced.discard(result.job_id)
+            submit(result.job_id, specs[result.job_id], True)
+        return [result for result in results if result not in again]
+
+    worker.begin_step, transfer.submit, transfer.poll = begin, note, poll_and_retry
 
 
 def failed_load_called_good(engine: ModelEngine) -> None:
@@ -428,18 +458,13 @@ def weights_unwatched(engine: ModelEngine) -> None:
 
 def reports_before_weights_are_compared(engine: ModelEngine) -> None:
     for rank in engine.ranks:
-        forget_comparisons(rank.worker)
+        answer_at_once(rank.worker.weights)
 
 
-def forget_comparisons(worker) -> None:
-    collect = worker._collect
-
-    def collect_at_once(busy: bool) -> None:
-        for job in worker._jobs.values():
-            job.comparison = 0
-        collect(busy)
-
-    worker._collect = collect_at_once
+def answer_at_once(watch) -> None:
+    """A comparison that has not ended counts as one that has found no change."""
+    poll = watch.poll
+    watch.poll = lambda: bool(poll())
 
 
 def new_weights_accepted_at_the_next_load(engine: ModelEngine) -> None:

@@ -2,10 +2,11 @@
 
 It has what makes offloading hard: a prefix cache, chunked prefill, preemption, aborts, asynchronous loads,
 scheduling one step ahead of the results, several KV cache groups whose blocks slide out of windows and are handed
-out again, and several ranks that copy at their own speed. Its "KV" is no mathematics: the bytes of a position are a
-function of all tokens up to it (in draft layers also of the one after it), of rank, group and layer, and of the
-version of the weights, so a wrong, stale or torn block is noticed at the first token that attends to it. It drives
-the real scheduler half, manager and worker halves; neither torch nor a model is needed. One seed replays a whole run.
+out again, and several ranks that copy at their own speed. Its "KV" is not computed by a model: the bytes of a position
+are a function of all tokens up to it (in draft layers also of the one after it), of rank, group and layer, and of the
+version of the weights. So a wrong, stale or torn block is noticed at the first token that attends to it. The engine
+drives the real scheduler half, manager and worker halves; it needs neither torch nor a model. One seed replays a whole
+run.
 """
 
 from __future__ import annotations
@@ -66,45 +67,45 @@ class Leak(AssertionError):
 
 
 class SwitchedOff(Leak):
-    """The connector has switched itself off; but for that, nothing is wrong with the engine."""
+    """The connector has switched itself off. Apart from that, nothing is wrong with the engine."""
 
 
 class LowerTiers:
-    """What lies below the host of a ModelEngine; without more, nothing."""
+    """The tiers below the host of a ModelEngine. This class has none."""
 
     lookup_deadline_ms = 100.0
     load_only_if_faster = False
     write_share = WRITE_SHARE
 
     def make(self, pools: Sequence[ByteArray]) -> Sequence[Tier]:
-        """The tiers. Called once, with each rank's pool."""
+        """Returns the tiers. Called once, with each rank's pool."""
         return []
 
     def tick(self) -> None:
-        """Some time passes for the tiers' threads. Called several times a step."""
+        """Lets some time pass for the tiers' threads. Called several times per step."""
 
     def settle(self) -> None:
-        """Called when all requests have ended: what the tiers have begun comes to its end."""
+        """Ends what the tiers have begun. Called when all requests have ended."""
 
 
 @dataclass(slots=True)
 class _Results:
-    """What one step has brought. The engine takes it in after the step, in async scheduling after the next one."""
+    """The results of one step. The engine takes them in after the step, in async scheduling after the next one."""
 
     batch: Batch
     finished: list[Finished] = field(default_factory=list)
-    """One a rank."""
+    """One per rank."""
     report: WorkerReport | None = None
 
 
 class ModelEngine:
-    """Runs a scenario. ``patch`` may change the connector's halves first: to plant a bug, say. ``lower`` has the tiers
-    below the host, ``clock`` goes on from where it stands, ``version`` is that of the weights; ``new_versions`` has
-    those that resets bring, by default the numbers after it.
+    """Runs a scenario. ``patch`` may change the engine and the connector's halves before the run, for instance to plant
+    a bug. ``lower`` has the tiers below the host. ``clock`` goes on from its present time. ``version`` is the version
+    of the weights at the start, and ``new_versions`` has the later ones, by default the numbers after it.
 
-    After ``run``: ``outputs`` holds each finished request's tokens, ``hits`` the tokens loaded from the
-    host, ``steps`` the steps it took; ``loaded_blocks`` and ``partial_loads`` have, a group, the device blocks of all
-    loads and the loads that began inside an offloaded block; ``slid_out`` counts the blocks that left a window.
+    After ``run``: ``outputs`` has each finished request's tokens, ``hits`` is the number of tokens loaded from the
+    host, and ``steps`` the number of steps. ``loaded_blocks`` and ``partial_loads`` count, per group, the device blocks
+    of all loads and the loads that began inside an offloaded block. ``slid_out`` counts the blocks that left a window.
     """
 
     def __init__(
@@ -158,14 +159,14 @@ class ModelEngine:
         self.loaded_blocks = [0] * len(self.groups)
         self.partial_loads = [0] * len(self.groups)
         self._unreported: list[_Results] = []
-        """What steps have brought that is not reported back yet, oldest first."""
+        """Results of steps that are not reported back yet, oldest first."""
         self._aborted_loading: list[EngineRequest] = []
         self._rank_reports = RankReports(s.num_ranks)
         if s.update_chance or s.sleep_chance:
             for rank in self.ranks:
                 rank.worker.weights = ModelWatch(lambda: self.version, rank.number, s.seed)
         self._has_woken_up = False
-        """Since the last step."""
+        """Whether it has, since the last step."""
         self._todo = make_requests(s, self.random, hash_block_size)
         if patch is not None:
             patch(self)
@@ -197,11 +198,11 @@ class ModelEngine:
     def slid_out(self) -> int:
         return self.batcher.slid_out
 
-    # What a run is made of.
+    # Runs and steps.
 
     def run(self, num_steps: int | None = None) -> None:
-        """Raises WrongBytes, BrokenPromise, Late, Hang or Leak, or returns with every request finished or aborted; or,
-        if that comes first, after ``num_steps`` in the middle of everything."""
+        """Runs until every request is finished or aborted, or for ``num_steps`` if that is shorter. Raises WrongBytes,
+        BrokenPromise, Late, Hang or Leak."""
         batcher = self.batcher
         while self._todo or batcher.requests or self._unreported or self.scheduler.has_pending_work():
             if self.steps == num_steps:
@@ -222,7 +223,7 @@ class ModelEngine:
         self._check_nothing_held()
 
     def _settle(self) -> None:
-        """Past every deadline, with nothing under way below the host."""
+        """Goes past every deadline, until nothing is under way below the host."""
         if self.tiered is not None:
             self.clock.now += self.scenario.load_deadline_ms / 1000
             for _ in range(MAX_STEPS):
@@ -232,7 +233,7 @@ class ModelEngine:
                     break
 
     def step(self) -> None:
-        """One step of the engine: schedule, compute, and take in the results, perhaps one step late."""
+        """Runs one step of the engine: schedules, computes, and takes in the results, perhaps one step late."""
         self.steps += 1
         self.clock.now += STEP_S
         self.lower.tick()
@@ -279,7 +280,8 @@ class ModelEngine:
                 self.partial_loads[g] += bool(size and first % self.groups[g].block_size_factor)
 
     def _report_transfers(self, results: _Results) -> None:
-        """What the workers of one step tell: added up for the connector, and counted until every rank has told it."""
+        """Passes on what the workers report: the sum goes to the connector; the engine acts when every rank has
+        reported."""
         if results.report is not None:
             self.scheduler.update_connector_output(results.report)
         for rank, finished in zip(self.ranks, results.finished, strict=True):
@@ -338,19 +340,19 @@ class ModelEngine:
     # New weights, resets and sleeps.
 
     def _reset(self, preempt: bool) -> None:
-        """New weights: caches are emptied; running requests start again, or go on with what they have."""
+        """Brings new weights and empties the caches. Running requests start again, or go on with what they have."""
         self._change_weights()
         if preempt:
             self.batcher.preempt_all()
         self.scheduler.reset()
 
     def _sleep(self) -> None:
-        """Perhaps sleeps, or has new weights right after it did."""
+        """Perhaps sleeps, or brings new weights right after a sleep."""
         rng = self.random
         if self._has_woken_up and rng.random() < 0.2:
             self._change_weights()
         self._has_woken_up = False
-        # As engines do, it waits for the steps under way.
+        # Engines wait for the steps under way before they sleep.
         if self._unreported or rng.random() >= self.scenario.sleep_chance:
             return
         if rng.random() < 0.1:
@@ -363,12 +365,12 @@ class ModelEngine:
         if rng.random() < 0.3:
             self._change_weights()
         if rng.random() < 0.1:
-            # It sleeps again before anything was computed.
+            # It sleeps again before it has computed anything.
             self.scheduler.reset()
         for rank in self.ranks:
             rank.worker.resume()
         for request in self.batcher.waiting:
-            # It may wait as if it had just come.
+            # The request may wait as long as a new one.
             request.waiting_since, request.num_waits = None, 0
         self.scheduler.wake_up()
         self._has_woken_up = True
@@ -378,7 +380,7 @@ class ModelEngine:
         self.cache.pool.forget_all()
 
     def _update(self, preempt: bool) -> None:
-        """Perhaps new weights. ``preempt``: running requests may have to start again."""
+        """Perhaps brings new weights. ``preempt``: running requests may have to start again."""
         s, rng = self.scenario, self.random
         if not s.update_chance or self.steps >= MAX_RESET_STEP:
             return
@@ -392,8 +394,8 @@ class ModelEngine:
                 self.batcher.preempt_all()
 
     def _start_with_new_weights(self, requests: list[EngineRequest]) -> None:
-        """Requests that compute for the first time, with weights that came after they were scheduled, on top of what
-        they have."""
+        """Lets requests that compute for the first time go on with weights that came after they were scheduled, on top
+        of the blocks that they have."""
         for request in requests:
             computed = request.num_computed_tokens
             if request.version == self.version or computed % self.cache.hit_tokens:
@@ -412,23 +414,15 @@ class ModelEngine:
         if self.scheduler.off:
             raise SwitchedOff("a check failed, or a transfer engine broke")
         self.scheduler.manager.check_integrity()
-        if len(self.policy_manager._table.slots()) + self.backend.get_num_free_blocks() != self.backend.num_blocks:
-            raise Leak("slots of the host are neither free nor in use")
         if self.tiered is not None and self.tiered.num_promotions:
-            raise Leak("blocks are still kept ready for requests that have ended")
-        busy = [key for key, n in self.reference_counts().items() if n != 0]
-        if busy:
-            raise Leak(f"{len(busy)} blocks are still pinned or being written")
-
-    def reference_counts(self) -> dict[bytes, int]:
-        """Readers per key held in the host, writers to lower tiers included; -1 while it is being written."""
-        table = self.policy_manager._table
-        slots = table.slots()
-        return dict(zip(table.key_of[slots].tolist(), table.ref_cnt[slots].tolist(), strict=True))
+            raise Leak("blocks are still pinned for requests that have ended")
+        num_busy = self.policy_manager.num_blocks - self.policy_manager.num_available_blocks
+        if num_busy:
+            raise Leak(f"{num_busy} slots of the host are still pinned or being written")
 
 
 def run_seed(seed: int, patch: Callable[[ModelEngine], None] | None = None) -> ModelEngine:
-    """Runs the scenario of ``seed``. The error it may raise can be had again with the same seed."""
+    """Runs the scenario of ``seed``. If it raises an error, the same seed raises it again."""
     engine = ModelEngine(Scenario.random(seed), patch)
     engine.run()
     return engine

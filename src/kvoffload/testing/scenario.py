@@ -19,16 +19,16 @@ REQUEST_OPTIONS: tuple[Mapping[str, Any], ...] = (
     {"max_tokens": 0},
     {"max_tokens": 13},
 )
-"""What clients may ask for."""
+"""Options that clients send."""
 
 
 @dataclass(frozen=True)
 class Scenario:
-    """One engine and its workload. Sizes in blocks are device blocks; chances are per step."""
+    """One engine and its workload. Sizes in blocks are device blocks; chances are per step, rates per request."""
 
     seed: int = 0
     num_layers: int = 2
-    """Of each group."""
+    """Layers per group."""
     block_size: int = 4
     num_device_blocks: int = 20
     """Shared by all groups, the null block included."""
@@ -49,30 +49,30 @@ class Scenario:
     abort_chance: float = 0.0
     reset_chance: float = 0.0
     sleep_chance: float = 0.0
-    """Of a sleep, with which weights may change, before it, meanwhile and right after it."""
+    """The chance of a sleep. Weights may change before it, during it and right after it."""
     update_chance: float = 0.0
-    """Of new weights without a reset of the connector."""
+    """The chance of new weights without a reset of the connector."""
     keeps_device_cache: bool = False
-    """With new weights the engine's own cache stays as it is, and is emptied some time later."""
+    """Whether new weights leave the engine's own cache alone, which is emptied some time later."""
     copy_chance: float = 0.4
-    """Of the first rank; the others have speeds of their own."""
+    """The chance that the first rank carries out a copy at a tick; the other ranks have speeds of their own."""
     copy_failure_rate: float = 0.0
     remote_decode_rate: float = 0.0
     options_rate: float = 0.0
-    """Requests whose client limits what is stored and loaded."""
+    """How many requests have options that limit what is stored and loaded."""
     groups: tuple[KVGroup, ...] = ()
-    """None: one group of full attention with ``block_size`` and ``block_size_factor``."""
+    """Empty: one group of full attention with ``block_size`` and ``block_size_factor``."""
     hash_block_size: int | None = None
-    """None: the most tokens that divide every group's blocks."""
+    """None: the largest number of tokens that divides every group's blocks."""
     num_ranks: int = 1
     tensor_parallel: bool = False
-    """Every rank holds its share of every layer. Otherwise the ranks share out the layers."""
+    """Whether every rank holds its share of every layer. Otherwise each rank holds some of the layers."""
     documents_seed: int | None = None
-    """Engines with the same one are asked about the same documents. None: ``seed``."""
+    """Engines with the same seed here are asked about the same documents. None: ``seed``."""
 
     @classmethod
     def random(cls, seed: int) -> Scenario:
-        """A scenario chosen by ``seed``, small enough that blocks are short everywhere."""
+        """Returns a scenario chosen by ``seed``, small enough that blocks are scarce everywhere."""
         rng = Random(seed)
         factor = rng.choice((1, 1, 2, 3, 4))
         block_size = rng.choice((1, 2, 4))
@@ -105,7 +105,7 @@ class Scenario:
         return one_group.with_groups(random_groups(rng), rng) if rng.random() < 0.65 else one_group.with_ranks(rng)
 
     def with_groups(self, groups: tuple[KVGroup, ...], rng: Random) -> Scenario:
-        """The same workload on ``groups``, with ranks drawn and with device blocks for one request at least."""
+        """Returns the same workload on ``groups``, on random ranks and with device blocks for at least one request."""
         longest = self.document_tokens + self.max_question_tokens + self.max_new_tokens
         need = sum(_most_blocks(group, longest, self.max_tokens_per_step) for group in groups)
         return dataclasses.replace(
@@ -118,6 +118,7 @@ class Scenario:
         ).with_ranks(rng)
 
     def with_ranks(self, rng: Random) -> Scenario:
+        """Returns the same workload on random ranks."""
         num_ranks, tensor_parallel = rng.choice((1, 1, 1, 2, 3)), rng.random() < 0.5
         if not tensor_parallel:
             num_ranks = min(num_ranks, self.num_layers * max(1, len(self.groups)))
@@ -125,7 +126,8 @@ class Scenario:
 
 
 def random_groups(rng: Random) -> tuple[KVGroup, ...]:
-    """One to four groups whose blocks line up every dozen tokens at the latest, at most one of them a draft's."""
+    """Returns one to four groups whose blocks line up at least every twelve tokens, at most one of them a draft
+    group."""
     while True:
         groups = tuple(_random_group(rng) for _ in range(rng.choice((1, 2, 2, 3, 4))))
         aligned = math.lcm(*(group.block_tokens for group in groups)) <= 12
@@ -152,7 +154,7 @@ def _most_blocks(group: KVGroup, longest: int, max_tokens_per_step: int) -> int:
 
 
 def make_requests(s: Scenario, rng: Random, hash_block_size: int) -> list[EngineRequest]:
-    """The requests of a scenario, in the order in which they come."""
+    """Returns the requests of a scenario, in the order in which they come."""
     source = rng if s.documents_seed is None else Random(s.documents_seed)
     documents = [[source.randrange(1000) for _ in range(s.document_tokens)] for _ in range(s.num_documents)]
     requests = []
@@ -161,7 +163,7 @@ def make_requests(s: Scenario, rng: Random, hash_block_size: int) -> list[Engine
         prompt = document[: rng.randint(1, len(document))] if rng.random() < 0.3 else list(document)
         prompt += [rng.randrange(1000) for _ in range(rng.randint(0, s.max_question_tokens))]
         params: dict[str, Any] | None = {"do_remote_decode": True} if rng.random() < s.remote_decode_rate else None
-        if s.options_rate and rng.random() < s.wishes_rate:
+        if s.options_rate and rng.random() < s.options_rate:
             params = {PARAM: rng.choice(REQUEST_OPTIONS), **(params or {})}
         new = rng.randint(1, s.max_new_tokens)
         requests.append(EngineRequest(f"r{i}", prompt, new, hash_block_size, 0, params))
