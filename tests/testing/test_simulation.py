@@ -324,7 +324,7 @@ def reset_writes_on_the_schedulers_thread(server: Server, tier: DiskTier, monkey
 
 def no_deadline(server: Server, tier: DiskTier, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Promotion, "is_late", lambda promotion, now, deadline_s: False)
-    monkeypatch.setattr(server.engine.scheduler, "_deadline_s", 1e9)
+    monkeypatch.setattr(server.engine.scheduler.lookups, "deadline_s", 1e9)
 
 
 def closed_with_a_file_open(server: Server, tier: DiskTier, monkeypatch: pytest.MonkeyPatch) -> None:
