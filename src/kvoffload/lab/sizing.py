@@ -16,7 +16,7 @@ from kvoffload.lab.curves import Curve, LRUCurve, hit_curve
 from kvoffload.lab.latency import Speeds, ttft_seconds
 from kvoffload.lab.model import ModelShape
 from kvoffload.lab.trace import Floats, Trace
-from kvoffload.tiers.manager import PROMOTION_SHARE
+from kvoffload.tiers.promoter import PROMOTION_SHARE
 from kvoffload.units import format_bytes
 
 MAX_SETTINGS = 1000
