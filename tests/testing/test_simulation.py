@@ -316,7 +316,7 @@ def reset_writes_on_the_schedulers_thread(server: Server, tier: DiskTier, monkey
 def no_deadline(server: Server, tier: DiskTier, monkeypatch: pytest.MonkeyPatch) -> None:
     assert server.engine.tiered is not None
     monkeypatch.setattr(server.engine.tiered, "_load_deadline_s", 1e9)
-    monkeypatch.setattr(server.engine.scheduler.lookups, "deadline_s", 1e9)
+    monkeypatch.setattr(server.engine.scheduler, "_deadline_s", 1e9)
 
 
 def closed_with_a_file_open(server: Server, tier: DiskTier, monkeypatch: pytest.MonkeyPatch) -> None:
