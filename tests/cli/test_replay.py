@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from kvoffload import cli
+from kvoffload.abc import Eviction
 from kvoffload.cache.policies.lru import LRUPolicy
 from kvoffload.lab.model import DEFAULT_MODEL
 
@@ -185,17 +186,17 @@ class APolicyWithANameThatIsSoMuchLongerThanMostThatNoTerminalHasRoomForAllOfItI
 
 
 class Failing(LRUPolicy):
-    def evict(self, n: int, busy: Any, key_of: Any) -> Any:
+    def evict(self, eviction: Eviction) -> Any:
         raise RuntimeError("a line\nand another")
 
 
 class Greedy(LRUPolicy):
-    def evict(self, n: int, busy: Any, key_of: Any) -> Any:
-        return super().evict(n, busy, key_of)[:-1]
+    def evict(self, eviction: Eviction) -> Any:
+        return super().evict(eviction)[:-1]
 
 
 class Dying(LRUPolicy):
-    def evict(self, n: int, busy: Any, key_of: Any) -> Any:
+    def evict(self, eviction: Eviction) -> Any:
         os._exit(1)
 
 

@@ -76,8 +76,8 @@ def test_the_plain_one_would_notice_a_wrong_order() -> None:
     """Control: blocks that lose their head before their tail are found less often."""
 
     class HeadFirst(LRUPolicy):
-        def refresh(self, slots: np.ndarray, new: np.ndarray, pinned: np.ndarray) -> None:
-            super().refresh(slots[::-1], new[::-1], pinned[::-1])
+        def reorder(self, slots: np.ndarray, new: np.ndarray) -> None:
+            super().reorder(slots[::-1], new[::-1])
 
     trace = random_trace(1)
     result = replay(trace, ReplayConfig("lru", 17), make_policy=HeadFirst)

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from kvoffload.abc import CachePolicy, IntegrityError, OffloadKey, Slots
+from kvoffload.abc import Access, CachePolicy, Eviction, IntegrityError, OffloadKey, Slots
 from kvoffload.lab.trace import Ints, Trace
 
 COMPACT_FROM = 4
@@ -62,9 +62,10 @@ class _Future:
 
 
 class ClairvoyantPolicy(CachePolicy):
-    """Evicts what is asked for again last, and stores nothing for which something that is asked for sooner would leave.
+    """Evicts the block that is asked for again last, and stores no block for which one that is asked for sooner would
+    have to leave.
 
-    Raises IntegrityError if ``observe`` is shown another request than the trace's next.
+    ``access`` raises IntegrityError if it is given another request than the next one of the trace.
     """
 
     def __init__(self, capacity: int, future: _Future) -> None:
@@ -80,27 +81,29 @@ class ClairvoyantPolicy(CachePolicy):
         self._heap: list[int] = []
         """Ranks and slots in one number each, the last rank first. Live while it tells the slot's rank."""
 
-    def observe(self, keys: Sequence[OffloadKey]) -> None:
+    def access(self, access: Access) -> None:
         self._request += 1
-        future = self._future
+        future, keys = self._future, access.keys
         start, end = future.offsets[self._request : self._request + 2]
         if len(keys) > end - start or (len(keys) and keys[-1] != future.keys[future.blocks[start + len(keys) - 1]]):
-            raise IntegrityError(f"the clairvoyant policy was not shown request {self._request} of its trace")
+            raise IntegrityError(f"the clairvoyant policy was not given request {self._request} of its trace")
         chain = future.blocks[start:end]
         self._rank_of_block[chain] = future.ranks[start:end]
         self._asked_by[chain] = self._request
+        self._rank(access.slots)
 
-    def touch(self, slots: Slots, ready: npt.NDArray[np.bool_], pinned: npt.NDArray[np.bool_]) -> None:
+    def insert(self, slots: Slots, keys: Sequence[OffloadKey]) -> None:
+        self._block_of[slots] = self._numbers(keys)
+        self._rank(slots)
+
+    def _rank(self, slots: Slots) -> None:
+        """Gives blocks the ranks that they have from now on."""
         ranks = self._rank_of[slots] = self._rank_of_block[self._block_of[slots]]
         for entry in ((self._future.never - ranks) * self.capacity + slots).tolist():
             heapq.heappush(self._heap, entry)
         if len(self._heap) > COMPACT_FROM * self.capacity:
             held = np.flatnonzero(self._rank_of != _EMPTY)
             self._heap = np.sort((self._future.never - self._rank_of[held]) * self.capacity + held).tolist()
-
-    def insert(self, slots: Slots, keys: Sequence[OffloadKey]) -> None:
-        self._block_of[slots] = self._numbers(keys)
-        self.touch(slots, *np.zeros((2, len(slots)), dtype=np.bool_))
 
     def admit(self, keys: Sequence[OffloadKey], shortage: int) -> npt.NDArray[np.bool_]:
         ranks = self._rank_of_block[self._numbers(keys)]
@@ -127,11 +130,11 @@ class ClairvoyantPolicy(CachePolicy):
                 return self._future.never - entry // self.capacity
         return -1
 
-    def evict(self, n: int, busy: npt.NDArray[np.bool_], key_of: npt.NDArray[np.object_]) -> Slots:
+    def evict(self, eviction: Eviction) -> Slots:
         popped: list[int] = []
         victims: list[int] = []
-        while len(victims) < n and (entry := self._pop(popped)) is not None:
-            if not busy[entry % self.capacity]:
+        while len(victims) < eviction.n and (entry := self._pop(popped)) is not None:
+            if not eviction.busy[entry % self.capacity]:
                 victims.append(popped.pop() % self.capacity)
         self._push(popped)
         evicted = np.array(victims, dtype=np.int64)
@@ -153,15 +156,6 @@ class ClairvoyantPolicy(CachePolicy):
 
     def _numbers(self, keys: Sequence[OffloadKey]) -> list[int]:
         return list(map(self._future.number_of.__getitem__, keys))
-
-    def settle(self, slots: Slots) -> None:
-        pass
-
-    def pin(self, slots: Slots) -> None:
-        pass
-
-    def unpin(self, slots: Slots) -> None:
-        pass
 
     def remove(self, slots: Slots) -> None:
         self._rank_of[slots] = _EMPTY
