@@ -183,7 +183,7 @@ class ManagerMachine(RuleBasedStateMachine):
                 assert (block.slot, block.ref_cnt) == (self.slot_of[key], expected.ref_cnt)
 
     def teardown(self) -> None:
-        """Evicts everything, which compares the whole order, then checks that every slot can be allocated once more."""
+        """Evicts everything, which compares the whole order, then checks that every slot can be allocated again."""
         if not hasattr(self, "manager"):
             return
         written = self.evict_all_that_may_go("first")
@@ -209,7 +209,7 @@ class ManagerMachine(RuleBasedStateMachine):
         return [self.universe[n % len(self.universe)] for n in batch]
 
     def begin_store(self, keys: list[OffloadKey], context: ReqContext | None) -> list[OffloadKey]:
-        """Prepares a store in both. Returns the keys to be written, which must be the same; none if there is no room."""
+        """Prepares a store in both. Returns the keys to be written, which must be equal; none if there is no room."""
         output = self.manager.prepare_store(keys, context)
         expected = self.reference.prepare_store(keys, context)
         if output is None or expected is None:

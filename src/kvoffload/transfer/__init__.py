@@ -1,1 +1,1 @@
-"""Copies between device blocks and host slots: ``inline`` on the CPU, ``cuda`` on a GPU; ``copies`` makes copy lists."""
+"""Copies between device blocks and host slots: ``inline`` on the CPU, ``cuda`` on a GPU, ``copies`` for both."""
