@@ -313,7 +313,7 @@ def _work(index: int, config: ReplayConfig) -> ReplayResult:
     return replay(trace, config, model=model, speeds=speeds, on_progress=on_progress)
 
 
-class _Departed(MissMemory):
+class _ExactMisses(MissMemory):
     """Never forgets a key: the keys of a trace are bounded."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
@@ -330,12 +330,6 @@ class _Departed(MissMemory):
         return Miss(reason, self._clock() - when)
 
 
-class _Host(PolicyOffloadingManager):
-    def __init__(self, backend: HostBackend, policy: CachePolicy, clock: Callable[[], float]) -> None:
-        super().__init__(backend, policy, clock=clock)
-        self._gone = _Departed(clock)
-
-
 class _Run:
     def __init__(self, trace: Trace, config: ReplayConfig, make_policy: MakePolicy | None) -> None:
         self.trace = trace
@@ -348,7 +342,8 @@ class _Run:
         # More blocks than the trace can fill would only make the arrays larger.
         self.capacity = min(config.capacity_blocks, max(1, trace.num_distinct))
         policy = (make_policy or (lambda n: policy_by_name(config.policy, n)))(self.capacity)
-        self.host = _Host(HostBackend(trace.block_tokens, self.capacity), policy, self.clock)
+        backend = HostBackend(trace.block_tokens, self.capacity)
+        self.host = PolicyOffloadingManager(backend, policy, misses=_ExactMisses(self.clock), clock=self.clock)
         self.manager: OffloadingManager = self.host
         self.tier: BookTier | None = None
         self.store_step = max(1, trace.num_accesses)
@@ -404,7 +399,7 @@ class _Run:
         elif output:
             # As in an engine, after the prompt's blocks.
             stored = [*stored, *self.store(output, context)[0]]
-        manager.refresh(chain, stored, context)
+        manager.reorder_chain(chain, stored, context)
         manager.offer_chain(chain, context)
         # As if the engine made steps until the disk has written everything.
         while self.tier is not None and self.tier.is_busy:
@@ -447,7 +442,7 @@ class _Run:
             found = self.promote(prompt, context)
             from_disk = min(found, self.manager.num_promoted(context))
             ready = self.host.states(prompt) == LookupState.HIT
-            self.manager.let_go(context)
+            self.manager.release_request(context)
         self.block_hits += int(np.count_nonzero(ready))
         if found < len(prompt):
             self.misses[self.manager.explain_miss(prompt[found]).reason] += 1
