@@ -112,8 +112,8 @@ def tables() -> dict[str, Table]:
     then = int(time.time()) - 86_400 * 99
     folder = Folder("", "0123456789ab" * 5, 1 << 39, 1 << 21, 250_000, 250_000, then, then, 999_999, 250_000)
     return {
-        "tiers": replay._tier_table([host]),
-        "sizes": size._table(sizing),
+        "tiers": replay.tier_table([host]),
+        "sizes": size.settings_table(sizing),
         "folders": disk._folder_table([Owned("", folders=[folder])]),
     }
 

@@ -193,7 +193,7 @@ def _show(trace: Trace, model: ModelShape, results: Sequence[ReplayResult], size
                 console.print(_grid(results, dict(zip(shown, heads, strict=True)), value, digits, best))
     if len(results) == 1:
         console.print()
-        console.print(_tier_table(results[0].tiers))
+        console.print(tier_table(results[0].tiers))
         console.print(Text(f"\n{_misses(results[0])}"))
     else:
         mark = "* marks the best of a column. " if len(_rows(results)) > 1 else ""
@@ -284,7 +284,7 @@ def _policy_table(results: Sequence[ReplayResult]) -> Table:
     return table
 
 
-def _tier_table(tiers: Sequence[TierUse]) -> Table:
+def tier_table(tiers: Sequence[TierUse]) -> Table:
     table = _table()
     table.add_column("tier", no_wrap=True)
     for title in (

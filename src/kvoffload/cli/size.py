@@ -179,11 +179,11 @@ def _show(trace: Trace, model: ModelShape, speeds: Speeds, sizing: Sizing) -> No
     console.print(Text(f"\n{sizing.answer}\n", style="bold"))
     for warning in sizing.warnings:
         console.print(Text(f"{warning}\n", style="yellow"))
-    console.print(_table(sizing))
+    console.print(settings_table(sizing))
     console.print(Text(f"\n{footnote(speeds, sizing)} {' '.join(model.notes)}".rstrip(), style="dim"))
 
 
-def _table(sizing: Sizing) -> Table:
+def settings_table(sizing: Sizing) -> Table:
     from rich import box
     from rich.table import Table
 
