@@ -371,7 +371,6 @@ class _Run:
     def serve_all(self) -> Iterator[int]:
         """Serves one request per iteration, and yields how many are done."""
         trace = self.trace
-        # Tuples, because the index recognizes a tuple that it was asked for before.
         keys: tuple[OffloadKey, ...] = tuple(np.array(trace.keys, dtype=object)[trace.blocks])
         offsets, times, prompt_blocks = trace.offsets.tolist(), trace.times.tolist(), trace.prompt_blocks.tolist()
         for request, now in enumerate(times):
