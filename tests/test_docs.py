@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import ast
+import contextlib
 import dataclasses
+import importlib.util
 import os
 import re
 import shlex
@@ -112,9 +115,37 @@ def unknown_commands(text: str) -> list[str]:
     return unknown
 
 
+def unknown_names(text: str) -> list[str]:
+    """Dotted names that begin with "kvoffload" and name nothing that can be imported: in code spans, and in Python."""
+    names = [span.split("(")[0] for span in SPAN.findall(prose(text)) if re.match(r"kvoffload(\.\w+)+(\(|$)", span)]
+    for source in blocks(text, "python"):
+        tree = ast.parse(source)
+        short = {}
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Import):
+                short |= {alias.asname or alias.name: alias.name for alias in node.names}
+            elif isinstance(node, ast.ImportFrom):
+                names += [f"{node.module}.{alias.name}" for alias in node.names]
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in short:
+                names.append(f"{short[node.value.id]}.{node.attr}")
+    return [name for name in names if name.startswith("kvoffload.") and not is_importable(name)]
+
+
+def is_importable(name: str) -> bool:
+    """Whether ``name`` is a module, even if something that it imports is not installed, or an attribute of a module."""
+    parent, _, attribute = name.rpartition(".")
+    with contextlib.suppress(ModuleNotFoundError):
+        if importlib.util.find_spec(name) is not None:
+            return True
+    with contextlib.suppress(ModuleNotFoundError):
+        return hasattr(importlib.import_module(parent), attribute)
+    return False
+
+
 def table(text: str, heading: str) -> list[list[str]]:
     """The cells of the first table under ``heading``, without its head."""
-    section = text.split(f"\n{heading}\n", 1)[1]
+    section = f"\n{text}".split(f"\n{heading}\n", 1)[1]
     rows = re.search(r"(?:^\|.*\n)+", section, re.MULTILINE)
     assert rows is not None, f"{heading}: no table"
     return [[cell.strip() for cell in row.strip("| ").split("|")] for row in rows[0].splitlines()[2:]]
@@ -141,6 +172,11 @@ def test_metrics_exist(document: Path) -> None:
 @every_document
 def test_commands_and_their_options_exist(document: Path) -> None:
     assert unknown_commands(document.read_text()) == []
+
+
+@every_document
+def test_names_can_be_imported(document: Path) -> None:
+    assert unknown_names(document.read_text()) == []
 
 
 @every_document
@@ -223,6 +259,28 @@ def test_a_broken_link_is_found(link: str) -> None:
     assert broken_links(document, f"# A heading\n[text]({link}) [text](#a-heading) [text](docs/serving.md#memory)") == [
         link
     ]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "`kvoffload.Nothing`",
+        "`kvoffload.nothing.Tier`",
+        "```python\nfrom kvoffload import Nothing\n```\n",
+        "```python\nimport kvoffload as kv\n\nkv.Nothing()\n```\n",
+    ],
+)
+def test_an_unknown_name_is_found(text: str) -> None:
+    assert len(unknown_names(text)) == 1
+    known = "`kvoffload.abc.Tier` ```python\nfrom kvoffload import Tier\nimport numpy\nnumpy.nothing()\n```\n"
+    assert unknown_names(known) == []
+
+
+def test_every_benchmark_is_documented() -> None:
+    names = re.findall(r'"(\w+)": \w+\.main', (ROOT / "benchmarks" / "__main__.py").read_text())
+    rows = table((ROOT / "docs" / "benchmarks.md").read_text(), "# Benchmarks")
+    assert names
+    assert sorted(row[0] for row in rows) == sorted(f"`{name}`" for name in names)
 
 
 def test_an_unknown_metric_is_found() -> None:
