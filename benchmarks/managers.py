@@ -30,7 +30,7 @@ REQUEST_BLOCKS = 8192
 ROUNDS = 24
 LOAD_PATH = ("lookup", "touch", "prepare_load", "complete_load")
 STORE_PATH = ("prepare_store", "complete_store")
-MISS_PATH = ("touch", "lookup", *STORE_PATH, "refresh")
+MISS_PATH = ("touch", "lookup", *STORE_PATH, "reorder_chain")
 """All that a request costs of which nothing is held."""
 
 
@@ -54,7 +54,7 @@ class Ours:
             "complete_load": lambda: manager.complete_load(keys),
             "prepare_store": lambda: manager.prepare_store(keys),
             "complete_store": lambda: manager.complete_store(keys),
-            "refresh": lambda: manager.refresh(keys, keys),
+            "reorder_chain": lambda: manager.reorder_chain(keys, keys),
         }
 
 

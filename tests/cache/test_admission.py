@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from kvoffload.abc import LookupState, MissReason, OffloadingManager, ReqContext
+from kvoffload.abc import ConfigError, LookupState, MissReason, OffloadingManager, ReqContext
 from kvoffload.cache import admission
-from kvoffload.cache.admission import FilterReusedOffloadingManager, tracker_size
+from kvoffload.cache.admission import FilterReusedOffloadingManager, ReuseFilter, tracker_size
 from kvoffload.cache.manager import ARCOffloadingManager, LRUOffloadingManager
 from kvoffload.cache.slots import HostBackend
 from kvoffload.testing.conformance import ManagerConformance, keys, letters
@@ -16,7 +16,7 @@ from kvoffload.testing.stateful import WALK_SEEDS, manager_machine, walk
 R1, R2, R3 = (ReqContext(name) for name in ("r1", "r2", "r3"))
 
 
-def make_filter(num_blocks: int = 8, threshold: int = 2, tracker: int = 64_000) -> FilterReusedOffloadingManager:
+def make_filter(num_blocks: int = 8, threshold: int = 2, tracker: int = 64_000) -> OffloadingManager:
     backing = LRUOffloadingManager(HostBackend(16, num_blocks), enable_events=True)
     return FilterReusedOffloadingManager(backing, threshold, tracker)
 
@@ -195,22 +195,21 @@ def test_tables_stay_bounded_over_many_requests() -> None:
 
 
 def test_requests_without_a_block_leave_nothing_behind() -> None:
-    manager = make_filter()
+    reuse = ReuseFilter()
     for n in range(1000):
-        manager.touch([], ReqContext(str(n)))
-        manager.lookup([], ReqContext(str(n)))
-    assert not manager._seen
+        reuse.count([], ReqContext(str(n)))
+    assert reuse.num_requests == 0
 
 
 def test_requests_remembered_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(admission, "MAX_SEEN_REQUESTS", 10)
-    manager = make_filter(threshold=3)
+    reuse = ReuseFilter(store_threshold=3)
     for n in range(100):
-        manager.lookup(keys("a"), ReqContext(str(n)))
-        manager.lookup(keys("b"), R1)
-        assert len(manager._seen) <= 10
-    manager.check_integrity()
-    assert admitted(manager, "ab") == "a", "the request that asks again and again is the last to be forgotten"
+        reuse.count(keys("a"), ReqContext(str(n)))
+        reuse.count(keys("b"), R1)
+        assert reuse.num_requests <= 10
+    reuse.check_integrity()
+    assert reuse.accepts(keys("ab")) == [True, False], "a request that asks again is the last to be forgotten"
 
 
 @pytest.mark.parametrize(
@@ -282,8 +281,20 @@ def test_the_least_settings_are_right() -> None:
 
 
 def test_defaults() -> None:
-    manager = FilterReusedOffloadingManager(ReferenceLRUManager(1))
-    assert (manager.store_threshold, manager.max_tracker_size) == (2, 64_000)
+    reuse = ReuseFilter()
+    assert (reuse.store_threshold, reuse.max_tracker_size) == (2, 64_000)
+
+
+def test_a_manager_that_takes_no_admission_says_so() -> None:
+    with pytest.raises(ConfigError, match="ReferenceLRUManager takes no admission"):
+        FilterReusedOffloadingManager(ReferenceLRUManager(1))
+
+
+def test_the_thin_constructor_gives_back_its_manager() -> None:
+    backing = LRUOffloadingManager(HostBackend(16, 2))
+    manager = FilterReusedOffloadingManager(backing)
+    assert manager is backing
+    assert admitted(manager, "a") == ""
 
 
 def test_a_store_of_nothing_admitted_is_empty_even_when_nothing_could_be_evicted() -> None:

@@ -73,7 +73,7 @@ def serve(manager: PolicyOffloadingManager, names: Sequence[int]) -> int:
     assert found is not None
     output = manager.prepare_store(keys[: manager.num_blocks])
     stored = [] if output is None else output.keys_to_store
-    manager.refresh(keys, stored)
+    manager.reorder_chain(keys, stored)
     manager.complete_store(stored)
     return found
 
@@ -242,7 +242,7 @@ def test_the_oldest_leave_in_a_few_steps_however_the_lists_alternate(monkeypatch
     serve(manager, names)
     for name in names:
         # Every other one moves to the list of those used again, the rest to the recent end of theirs.
-        (manager.touch if name % 2 else lambda keys: manager.refresh(keys, ()))([key(name)])
+        (manager.touch if name % 2 else lambda keys: manager.reorder_chain(keys, ()))([key(name)])
     steps, pop = [], RecencyList.pop_with_positions
     monkeypatch.setattr(RecencyList, "pop_with_positions", lambda *args: steps.append(1) or pop(*args))
     output = manager.prepare_store([key(name) for name in range(1000, 1200)])

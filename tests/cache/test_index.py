@@ -80,11 +80,11 @@ def test_check_integrity_notices_a_lost_count_and_a_stale_entry() -> None:
     index = KeyIndex(100)
     index.insert([b"a"], np.array([3]))
     index._len = 2
-    with pytest.raises(IntegrityError, match="lost count"):
+    with pytest.raises(IntegrityError, match="counts its keys wrongly"):
         index.check_integrity()
     index._len = 1
     index._tags.ravel()[np.flatnonzero(index._tags.ravel() == 0)[0]] = 5
-    with pytest.raises(IntegrityError, match="entries of keys that are gone"):
+    with pytest.raises(IntegrityError, match="entries of removed keys"):
         index.check_integrity()
 
 
@@ -100,9 +100,3 @@ def test_the_same_tuple_is_looked_up_again_after_every_change(n: int) -> None:
     index.remove(np.array([2]))
     assert index.find(keys)[2] == -1
     assert index.split(keys)[1] == [keys[2]]
-
-
-def test_an_answer_cannot_be_changed_by_who_gets_it() -> None:
-    index = KeyIndex(8)
-    with pytest.raises(ValueError, match="read-only"):
-        index.find((b"a", b"b"))[0] = 1

@@ -5,15 +5,17 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
 from kvoffload.abc import (
     Backend,
-    BlockNotReadyError,
+    BlockNotPinnedError,
     BlockStatus,
     IntegrityError,
+    LoadStoreSpec,
     LookupState,
     MissReason,
     OffloadingManager,
@@ -332,7 +334,7 @@ def test_random_holds_never_lose_a_block_or_its_place(policy: str) -> None:
     for _ in range(150):
         n = rng.randint(2, 8)
         manager = PolicyOffloadingManager(HostBackend(1, n), make_policy(policy, n))
-        holds: list[bytes] = []
+        leases: list[tuple[bytes, LoadStoreSpec]] = []
         pins: list[bytes] = []
         for turn in range(60):
             key = b"%d" % rng.randrange(12)
@@ -342,10 +344,9 @@ def test_random_holds_never_lose_a_block_or_its_place(policy: str) -> None:
                 if manager.prepare_store([key]) is not None and rng.random() < 0.9:
                     manager.complete_store([key])
             elif action < 0.55 and status is not None and status.is_ready:
-                manager.hold([key])
-                holds.append(key)
-            elif action < 0.7 and holds:
-                manager.release([holds.pop(rng.randrange(len(holds)))])
+                leases.append((key, manager.prepare_load([key])))
+            elif action < 0.7 and leases:
+                manager.complete_load(leases.pop(rng.randrange(len(leases)))[1])
             elif action < 0.8 and status is not None and status.is_ready:
                 manager.prepare_load([key])
                 pins.append(key)
@@ -356,9 +357,9 @@ def test_random_holds_never_lose_a_block_or_its_place(policy: str) -> None:
             elif turn == 40:
                 manager.reset()
             manager.check_integrity()
-            assert all(manager.lookup([key]) for key in holds + pins) or turn >= 40
-        for key in holds:
-            manager.release([key])
+            assert all(manager.lookup([key]) for key in [*(key for key, _ in leases), *pins]) or turn >= 40
+        for _, lease in leases:
+            manager.complete_load(lease)
         for key in pins:
             manager.complete_load([key])
         manager.complete_store([b"%d" % i for i in range(12)])
@@ -367,24 +368,70 @@ def test_random_holds_never_lose_a_block_or_its_place(policy: str) -> None:
         assert manager.prepare_store([b"new%d" % i for i in range(n)]) is not None
 
 
-def test_a_block_held_through_a_reset_comes_back_when_it_is_let_go() -> None:
-    manager = LRUOffloadingManager(HostBackend(1, 2))
-    manager.prepare_store([b"a"])
-    manager.complete_store([b"a"])
-    manager.hold([b"a"])
-    manager.reset()
-    assert manager.lookup([b"a"]) == 0
-    assert manager.num_used_blocks == 1
-    manager.release([b"a"])
-    assert manager.num_used_blocks == 0
+@pytest.mark.parametrize("by_lease", [True, False])
+@pytest.mark.parametrize("call", ["reset", "drop"])
+def test_slots_in_transfer_come_back_when_their_transfers_end(call: str, by_lease: bool) -> None:
+    manager = LRUOffloadingManager(HostBackend(1, 4), enable_events=True)
+    manager.prepare_store([b"a", b"b"])
+    manager.complete_store([b"a", b"b"])
+    load, output = manager.prepare_load([b"a", b"b"]), manager.prepare_store([b"c"])
+    assert output is not None
+    list(manager.take_events())
+    manager.reset() if call == "reset" else manager.drop([b"a", b"b", b"c", b"unknown"])
+    manager.check_integrity()
+    assert [(event.keys, event.removed) for event in manager.take_events()] == [([b"a", b"b"], True)]
+    assert (manager.lookup([b"a"]), manager.num_used_blocks) == (0, 3)
+    assert manager.is_dropped(load).all()
+    again = manager.prepare_store([b"a", b"c", b"d"])
+    assert again is not None
+    assert again.keys_to_store == [b"d"], "in transfer, so that no completion can be taken for another's"
+    manager.complete_load(load if by_lease else [b"a", b"b"])
+    manager.complete_store(output.store_spec if by_lease else [b"c"])
+    manager.check_integrity()
+    assert (manager.num_used_blocks, manager.lookup_each([b"c"])) == (1, [LookupState.MISS])
+    manager.complete_store(again.store_spec)
+    assert [event.keys for event in manager.take_events()] == [[b"d"]]
 
 
-def test_what_is_not_ready_cannot_be_held() -> None:
-    manager = LRUOffloadingManager(HostBackend(1, 2))
-    manager.prepare_store([b"a"])
-    for key in (b"a", b"b"):
-        with pytest.raises(BlockNotReadyError):
-            manager.hold([key])
+def test_a_lease_can_be_completed_in_parts() -> None:
+    manager = LRUOffloadingManager(HostBackend(1, 4))
+    output = manager.prepare_store([b"a", b"b", b"c"])
+    assert output is not None
+    spec = output.store_spec
+    manager.complete_store(replace(spec, slots=spec.slots[1:2]))
+    manager.complete_store(replace(spec, slots=spec.slots[2:]), success=False)
+    states = [LookupState.PENDING, LookupState.HIT, LookupState.MISS]
+    assert manager.lookup_each([b"a", b"b", b"c"]) == states
+    manager.complete_store(spec)
+    assert manager.pin(spec).tolist() == [True, True, False]
+    manager.check_integrity()
+    with pytest.raises(BlockNotPinnedError):
+        manager.complete_load(spec)
+    manager.complete_load(replace(spec, slots=spec.slots[:2]))
+    assert manager.num_available_blocks == 4
+
+
+def test_a_drop_spares_the_rest_and_leaves_idle_slots_free() -> None:
+    manager = LRUOffloadingManager(HostBackend(1, 3))
+    manager.prepare_store([b"a", b"b", b"c"])
+    manager.complete_store([b"a", b"b", b"c"])
+    manager.drop([b"b", b"b"])
+    manager.check_integrity()
+    assert (manager.lookup([b"a", b"c"]), manager.num_used_blocks) == (2, 2)
+    assert manager.explain_miss(b"b").reason is MissReason.RESET
+    output = manager.prepare_store([b"b"])
+    assert output is not None
+    assert output.evicted_keys == []
+
+
+def test_blocks_in_the_medium_are_restored_least_recently_used_first() -> None:
+    backend = HostBackend(1, 3)
+    manager = LRUOffloadingManager(backend)
+    manager.restore([b"old", b"new"], backend.allocate_blocks([b"old", b"new"]))
+    manager.check_integrity()
+    output = manager.prepare_store([b"x", b"y"])
+    assert output is not None
+    assert output.evicted_keys == [b"old"]
 
 
 def test_a_reset_costs_little_beside_the_storing_of_what_it_forgets() -> None:
@@ -418,6 +465,7 @@ def test_keys_that_found_their_bucket_full_are_forgotten_in_a_reset() -> None:
     manager.reset()
     manager.check_integrity()
     assert (manager.lookup(names), manager.num_used_blocks) == (0, 5)
+    manager.check_integrity()
     manager.complete_store(names[15:])
     assert manager.num_used_blocks == 0
     output = manager.prepare_store(names)

@@ -211,7 +211,7 @@ def test_a_chain_stored_in_parts_loses_its_tail_before_its_head(name: str) -> No
     manager = make_manager(name, 12)
     for part in ("abc", "abcdefg", CHAIN):
         store(manager, part)
-    manager.refresh(keys(CHAIN), keys(CHAIN))
+    manager.reorder_chain(keys(CHAIN), keys(CHAIN))
     left = leaving_order(manager)
     assert all(CHAIN.startswith(present) for present in left), left
     assert len(left) > 5
@@ -232,7 +232,7 @@ def test_a_chain_that_was_used_again_loses_its_tail_first_too(name: str) -> None
         manager.touch(keys(turn))
         output = manager.prepare_store(keys(turn))
         assert output is not None
-        manager.refresh(keys(turn), output.keys_to_store)
+        manager.reorder_chain(keys(turn), output.keys_to_store)
         manager.complete_store(output.keys_to_store)
     left = leaving_order(manager)
     assert all(CHAIN.startswith(present) for present in left), left

@@ -28,38 +28,6 @@ def table() -> BlockTable:
     return table
 
 
-def test_a_held_block_is_not_evictable_and_its_last_holder_gives_it_back(table: BlockTable) -> None:
-    table.hold(slots(2, 0))
-    table.hold(slots(2))
-    assert (table.num_evictable, table.busy[[2, 0]].tolist()) == (0, [True, True])
-    assert table.release(slots(2, 0)).tolist() == [0]
-    assert table.release(slots(2)).tolist() == [2]
-    assert table.num_evictable == 2
-    table.check_integrity()
-
-
-@pytest.mark.parametrize("release_first", [True, False])
-def test_a_block_that_is_held_and_read_is_evictable_when_both_are_done(table: BlockTable, release_first: bool) -> None:
-    assert table.pin(slots(2)).tolist() == [2]
-    table.hold(slots(2))
-    ends = [lambda: table.release(slots(2)), lambda: table.unpin(slots(2))]
-    first, second = ends if release_first else ends[::-1]
-    first()
-    assert table.busy[2]
-    table.check_integrity()
-    second()
-    assert not table.busy[2]
-    table.check_integrity()
-
-
-def test_holders_count_as_users(table: BlockTable) -> None:
-    table.pin(slots(2))
-    table.hold(slots(2))
-    status = table.status(b"a")
-    assert status is not None
-    assert status.ref_cnt == 2
-
-
 def test_find_keeps_order_and_duplicates(table: BlockTable) -> None:
     assert table.find(keys("c", "x", "a", "c")).tolist() == [1, -1, 2, 1]
     assert table.find([]).tolist() == []
@@ -80,15 +48,42 @@ def test_leading_ready_beyond_one_chunk() -> None:
     assert table.leading_ready(names[:3777]) == 3777
 
 
-def test_pins_nest_and_count_once_a_call(table: BlockTable) -> None:
+def test_pins_nest_and_count_once_per_call(table: BlockTable) -> None:
     assert table.num_evictable == 2
-    assert table.pin(slots(2)).tolist() == [2]
-    assert table.pin(slots(2, 0)).tolist() == [0]
-    assert table.num_evictable == 0
-    assert table.unpin(slots(2, 0)).tolist() == [0]
-    assert table.unpin(slots(2)).tolist() == [2]
+    table.pin(slots(2))
+    table.pin(slots(2, 0))
+    assert (table.num_evictable, table.busy[[2, 0]].tolist()) == (0, [True, True])
+    status = table.status(b"a")
+    assert status is not None
+    assert status.ref_cnt == 2
+    assert [part.tolist() for part in table.unpin(slots(2, 0))] == [[0], []]
+    assert [part.tolist() for part in table.unpin(slots(2))] == [[2], []]
     assert table.num_evictable == 2
     table.check_integrity()
+
+
+@pytest.mark.parametrize("everything", [False, True])
+def test_a_dropped_block_keeps_its_slot_until_its_transfer_ends(table: BlockTable, everything: bool) -> None:
+    table.pin(slots(2))
+    freed = table.drop_all() if everything else table.drop(slots(0, 1, 2))
+    assert freed.tolist() == [0]
+    table.check_integrity()
+    assert table.find(keys("a", "b", "c")).tolist() == [-1, -1, -1]
+    assert table.find_in_transfer(keys("a", "b", "c")).tolist() == [2, -1, 1]
+    assert (len(table), table.num_held, table.slots().tolist()) == (0, 2, [])
+    assert (b"a" in table, table.status(b"a"), table.split(keys("a", "b"))[1]) == (False, None, keys("b"))
+    assert table.is_dropped(slots(2, 1)).tolist() == [True, True]
+    assert [part.tolist() for part in table.unpin(slots(2))] == [[], [2]]
+    assert [part.tolist() for part in table.set_ready(slots(1))] == [[], [1]]
+    assert (table.num_held, table.num_evictable, table.is_dropped(slots(2, 1)).any()) == (0, 0, False)
+    table.check_integrity()
+
+
+def test_only_ready_blocks_that_were_not_dropped_are_loadable(table: BlockTable) -> None:
+    assert table.is_loadable(slots(2, 0, 1, 3)).tolist() == [True, True, False, False]
+    table.pin(slots(0))
+    table.drop(slots(0))
+    assert table.is_loadable(slots(2, 0)).tolist() == [True, False]
 
 
 def test_distinct_keeps_the_last(table: BlockTable) -> None:
@@ -110,6 +105,7 @@ def test_removal_from_any_state(table: BlockTable) -> None:
         lambda table: table.busy.__setitem__(2, True),
         lambda table: setattr(table, "num_evictable", 1),
         lambda table: table.key_of.__setitem__(2, b"other"),
+        lambda table: table.drop_all() is None or table.ref_cnt.__setitem__(1, 0),
     ],
 )
 def test_check_integrity_notices(table: BlockTable, harm) -> None:

@@ -69,14 +69,14 @@ class SpyManager(LRUOffloadingManager):
         self.touches.append(list(keys))
         super().touch(keys, req_context)
 
-    def refresh(
+    def reorder_chain(
         self,
         keys: Sequence[OffloadKey],
         stored: Collection[OffloadKey],
         req_context: ReqContext | None = None,
     ) -> None:
         self.refreshes.append((list(keys), list(stored)))
-        super().refresh(keys, stored, req_context)
+        super().reorder_chain(keys, stored, req_context)
 
     def prepare_store(
         self, keys: Sequence[OffloadKey], req_context: ReqContext | None = None
@@ -1195,7 +1195,7 @@ def test_time_asleep_is_no_wait_for_blocks(monkeypatch: pytest.MonkeyPatch) -> N
     rig.report(load, failed=True)
     rig.clock.now += 60
     let_go: list[str] = []
-    monkeypatch.setattr(rig.manager, "let_go", lambda context: let_go.append(context.req_id))
+    monkeypatch.setattr(rig.manager, "release_request", lambda context: let_go.append(context.req_id))
     rig.half.wake_up()
     assert "r" in let_go, "it may wait for lower tiers as if it had just come"
     assert rig.look_up(request) == (None, False)

@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 
 import pytest
 
-from kvoffload.abc import ByteArray, OffloadKey, Slots, Tier, TierResult
+from kvoffload.abc import ByteArray, LoadStoreSpec, OffloadKey, Slots, Tier, TierResult
 from kvoffload.testing import simulation
 from kvoffload.testing.__main__ import main
 from kvoffload.testing.engine import Clock, Late, Leak, LowerTiers, ModelEngine, Scenario, WrongBytes
@@ -33,6 +33,7 @@ from kvoffload.testing.storage import FaultRates
 from kvoffload.testing.tiers import AskingTier, MemoryTier, SteppedExecutor
 from kvoffload.tiers.disk import tier as disk
 from kvoffload.tiers.disk.tier import DiskTier
+from kvoffload.tiers.writethrough import WriteThrough
 
 SEEDS = scaled(150)
 PLANTED_SEEDS = 600
@@ -287,9 +288,14 @@ def host_slot_freed_while_a_read_into_it_is_under_way(
 def host_slot_not_held_while_it_is_written_from(
     server: Server, tier: DiskTier, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    host = server.engine.policy_manager
-    monkeypatch.setattr(host, "hold", host._table.find)
-    monkeypatch.setattr(host, "release", lambda keys: None)
+    host, write = server.engine.policy_manager, tier.write
+
+    def write_and_unpin(keys: Sequence[OffloadKey], slots: Slots) -> list[OffloadKey]:
+        host.complete_load(LoadStoreSpec("CPU", slots))
+        return write(keys, slots)
+
+    monkeypatch.setattr(tier, "write", write_and_unpin)
+    monkeypatch.setattr(WriteThrough, "_unpin", lambda self, keys: None)
 
 
 def another_fingerprints_blocks(server: Server, tier: DiskTier, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -329,7 +329,7 @@ def test_what_came_up_stays_until_the_request_loads_it() -> None:
     rig.fill_host()
     assert rig.manager.lookup(keys, A) == 4
     rig.manager.prepare_load(keys, A)
-    rig.manager.let_go(A)
+    rig.manager.release_request(A)
     rig.manager.complete_load(keys, A)
     rig.manager.check_integrity()
     rig.fill_host("other")
@@ -345,7 +345,7 @@ def test_a_request_that_ends_leaves_nothing_behind(arrived: bool) -> None:
     rig.manager.poll()
     if arrived:
         rig.settle()
-    rig.manager.let_go(A)
+    rig.manager.release_request(A)
     rig.settle()
     rig.fill_host()
     assert rig.host.lookup(keys) == 0
@@ -448,7 +448,7 @@ def test_promotions_take_their_share_of_the_host_at_most() -> None:
     assert rig.manager.lookup(more, B) is None
     rig.fill_host()
     assert rig.manager.prepare_store(chain("new", 16 - share)) is not None, "stores have the rest"
-    rig.manager.let_go(A)
+    rig.manager.release_request(A)
     rig.settle()
     assert rig.tier.reads == keys[:share] + more
     rig.settle()
@@ -480,7 +480,7 @@ def test_requests_that_hold_some_and_want_more_do_not_wait_for_each_other(second
     for _ in range(3):
         rig.settle()
     assert rig.manager.lookup(first, A) == 4, "who came first goes on"
-    rig.manager.let_go(A)
+    rig.manager.release_request(A)
     for _ in range(3):
         rig.settle()
         found = rig.manager.lookup(second, B)
@@ -564,7 +564,7 @@ def test_at_the_deadline_a_request_gets_what_has_arrived() -> None:
     rig.store_below(keys[:2])
     rig.manager.lookup(keys[:2], A)
     rig.settle()
-    rig.manager.let_go(A)
+    rig.manager.release_request(A)
     rig.host.reset()
     rig.store_below(keys[2:])
     rig.store(keys[:2])
@@ -610,7 +610,7 @@ def wait_for_probe(rig: Rig, keys: list[OffloadKey]) -> None:
     rig.clock.now += 1.0
     assert rig.manager.lookup(keys, ReqContext("prober")) == 0, "it does not wait"
     rig.settle()
-    rig.manager.let_go(ReqContext("prober"))
+    rig.manager.release_request(ReqContext("prober"))
 
 
 def test_the_reads_of_a_tier_go_on_without_one_that_hangs(caplog: pytest.LogCaptureFixture) -> None:
@@ -632,7 +632,7 @@ def test_the_reads_of_a_tier_go_on_without_one_that_hangs(caplog: pytest.LogCapt
 def test_the_slot_of_a_read_that_hangs_belongs_to_nobody_else() -> None:
     rig = Rig(host_blocks=8, load_deadline_ms=1000)
     keys = hang(rig)
-    rig.manager.let_go(ReqContext("x"))
+    rig.manager.release_request(ReqContext("x"))
     slot = int(rig.host._table.find(keys[:1])[0])
     wait_for_probe(rig, chain("y", 1))
     for _ in range(3):
@@ -762,7 +762,7 @@ def test_what_others_want_is_read_first() -> None:
     rig.tier.seconds_a_block = 0.75
     rig.manager.lookup(keys, A)
     rig.settle()
-    rig.manager.let_go(A)
+    rig.manager.release_request(A)
     rig.manager.observe_prefill(160, 10.0)  # A block a second: four take 4 s, and 3 s to read.
     assert rig.manager.lookup(other, A) is None
     assert rig.manager.lookup(late, B) == 0, "behind the others it would take 6 s"

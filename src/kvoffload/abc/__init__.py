@@ -6,7 +6,7 @@ Nothing here imports another part of kvoffload.
 from kvoffload.abc.backend import Backend
 from kvoffload.abc.engine import KVBlocks, Request, ScheduledStep
 from kvoffload.abc.errors import BlockNotPinnedError, BlockNotReadyError, ConfigError, IntegrityError, KVOffloadError
-from kvoffload.abc.manager import BlockDescription, OffloadingEvent, OffloadingManager, PrepareStoreOutput
+from kvoffload.abc.manager import Admission, BlockDescription, OffloadingEvent, OffloadingManager, PrepareStoreOutput
 from kvoffload.abc.policy import CachePolicy
 from kvoffload.abc.tier import States, Tier, TierError, TierResult
 from kvoffload.abc.transfer import PageGroup, Transfer, TransferResult
@@ -27,6 +27,7 @@ from kvoffload.abc.types import (
 )
 
 __all__ = [
+    "Admission",
     "Backend",
     "BlockDescription",
     "BlockHash",

@@ -13,9 +13,9 @@ from kvoffload.abc.types import (
 
 
 class Backend(ABC):
-    """Hands out slots of one medium. Knows nothing of keys or order.
+    """Hands out the slots of one medium, independent of keys and eviction order.
 
-    Slots are integers in ``[0, num_blocks)``, so that other parts can keep arrays by slot.
+    Slots are integers in ``[0, num_blocks)``, so that other parts can keep arrays indexed by slot.
     """
 
     def __init__(self, block_size: int, medium: str) -> None:
@@ -25,22 +25,23 @@ class Backend(ABC):
     @property
     @abstractmethod
     def num_blocks(self) -> int:
-        """Slots in all, free or not."""
+        """Number of slots, free or not."""
 
     @abstractmethod
-    def get_num_free_blocks(self) -> int: ...
+    def get_num_free_blocks(self) -> int:
+        """Returns the number of free slots."""
 
     @abstractmethod
     def allocate_blocks(self, keys: Sequence[OffloadKey]) -> Slots:
-        """One free slot a key. The caller has checked the room."""
+        """Returns one free slot per key. The caller has checked that there are enough."""
 
     @abstractmethod
     def free(self, slots: Slots) -> None:
-        """Takes slots back, each once per allocation."""
+        """Takes back slots, each once per allocation."""
 
     def get_load_store_spec(self, keys: Sequence[OffloadKey], slots: Slots) -> LoadStoreSpec:
-        """The spec that tells a worker where ``keys`` lie; ``slots`` has their places, in order."""
+        """Returns the spec for a worker that finds ``keys[i]`` in ``slots[i]``."""
         return LoadStoreSpec(self.medium, slots)
 
     def check_integrity(self) -> None:
-        """Raises IntegrityError if the books do not balance."""
+        """Raises IntegrityError if free and allocated slots do not add up."""

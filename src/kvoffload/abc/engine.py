@@ -12,23 +12,23 @@ from kvoffload.abc.types import (
 
 
 class Request(Protocol):
-    """What the scheduler half of the connector reads of an engine's request."""
+    """The part of an engine's request that the scheduler half reads."""
 
     @property
     def request_id(self) -> str: ...
     @property
     def num_tokens(self) -> int:
-        """Known tokens: the prompt and what was sampled so far."""
+        """Known tokens: the prompt and the tokens sampled so far."""
         ...
 
     @property
     def num_computed_tokens(self) -> int:
-        """Tokens whose KV is computed, or will be when the steps under way are done."""
+        """Tokens whose KV is computed, or will be when the steps in flight have ended."""
         ...
 
     @property
     def block_hashes(self) -> Sequence[BlockHash]:
-        """One per whole hash-block of known tokens."""
+        """One hash per whole hash-block of known tokens."""
         ...
 
     @property
@@ -36,26 +36,26 @@ class Request(Protocol):
 
 
 class KVBlocks(Protocol):
-    """The device blocks a request holds."""
+    """The device blocks of a request."""
 
     def get_block_ids(self) -> tuple[list[int], ...]:
-        """Block ids per KV cache group, from the request's first block on. 0 is the null block; any other
+        """Returns block ids per KV cache group, from the request's first block on. Id 0 is the null block; any other
         id belongs to one group at a time."""
         ...
 
 
 @dataclass(slots=True)
 class ScheduledStep:
-    """What an engine decided for one step, in engine-neutral form."""
+    """The engine's decisions for one step."""
 
     num_scheduled_tokens: Mapping[str, int]
-    """Per request, tokens to compute in this step."""
+    """Tokens to compute in this step, per request."""
     block_ids: Mapping[str, tuple[Sequence[int], ...]] = field(default_factory=dict)
-    """Per request and group, device block ids given to it since its last step."""
+    """New device block ids since the request's last step, per request and group."""
     replaced: frozenset[str] = frozenset()
     """Requests whose ``block_ids`` are their whole block table: new and resumed ones."""
     preempted: Iterable[str] = ()
     """Requests that lost all their blocks in this step."""
     overwritten: Collection[int] = ()
-    """Device blocks that the engine may write to before its workers are told of this step, so that no fence can
-    protect them: what still reads them is lost."""
+    """Device blocks that the engine may write to before its workers receive this step. No fence can protect them, so
+    stores that still read them fail."""

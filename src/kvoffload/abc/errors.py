@@ -1,23 +1,23 @@
-"""The errors that kvoffload raises on purpose."""
+"""Errors that kvoffload raises on purpose."""
 
 from __future__ import annotations
 
 
 class KVOffloadError(Exception):
-    """Base of every error this package raises on purpose."""
+    """Base class of all errors that kvoffload raises on purpose."""
 
 
 class ConfigError(KVOffloadError, ValueError):
-    """A setting is wrong. The message names the setting, its value and what to write instead."""
+    """A setting is wrong. The message names the setting, its value and the fix."""
 
 
 class BlockNotReadyError(KVOffloadError):
-    """``prepare_load`` was asked for a block that is not ready."""
+    """``prepare_load`` was called for a block that is not ready."""
 
 
 class BlockNotPinnedError(KVOffloadError):
-    """``complete_load`` was asked to unpin a block that nobody holds."""
+    """``complete_load`` was called for a block that has no pin."""
 
 
 class IntegrityError(KVOffloadError):
-    """An always-on check found the state inconsistent; offloading must be switched off."""
+    """A check that is always on found inconsistent state; offloading must be switched off."""

@@ -107,7 +107,7 @@ class Tier(ABC):
     def touch(self, keys: Sequence[OffloadKey]) -> None:
         """Marks as recently used, last key first. Unknown keys are ignored."""
 
-    def refresh(self, keys: Sequence[OffloadKey], stored: Collection[OffloadKey]) -> None:
+    def reorder_chain(self, keys: Sequence[OffloadKey], stored: Collection[OffloadKey]) -> None:
         """Puts a chain that a request has touched, and of which it has stored ``stored``, into the order of one touch.
         It counts as no further use."""
         self.touch(keys)

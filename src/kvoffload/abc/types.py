@@ -18,11 +18,11 @@ import numpy.typing as npt
 from kvoffload.abc.errors import ConfigError
 
 BlockHash: TypeAlias = bytes
-"""Chained hash of a token block: names the whole prefix that ends there."""
+"""Chained hash of a token block, which identifies the whole prefix that ends with the block."""
 
 
 OffloadKey: TypeAlias = bytes
-"""A block's name: the block hash of its last hash-block, then the group index as a big-endian u32."""
+"""Identifies a block: the block hash of its last hash-block, then the group index as a big-endian u32."""
 
 
 Slots: TypeAlias = npt.NDArray[np.int64]
@@ -30,17 +30,18 @@ Slots: TypeAlias = npt.NDArray[np.int64]
 
 
 ByteArray: TypeAlias = npt.NDArray[np.uint8]
+"""Bytes of any shape; a pool has the shape (num_blocks, slot_bytes)."""
 
 
 @dataclass(frozen=True, slots=True)
 class KVGroup:
     """One KV cache group: layers that share a block table, and how far back their tokens look.
 
-    ``device_block_size`` tokens make a device block, ``block_size_factor`` of these an offloaded block. At most one of
-    ``sliding_window`` (a token attends to itself and the ``sliding_window - 1`` before it) and
+    A device block has ``device_block_size`` tokens, an offloaded block has ``block_size_factor`` device blocks. At most
+    one of ``sliding_window`` (a token attends to itself and the ``sliding_window - 1`` tokens before it) and
     ``attention_chunk`` (the token at position p attends to ``p // attention_chunk * attention_chunk`` to p) is set;
-    neither means full attention. ``draft``: KV of a position depends on the token after it too, as in layers of
-    EAGLE and MTP draft models.
+    with neither, attention is full. With ``draft``, the KV of a position depends on the next token too, as in the
+    layers of EAGLE and MTP draft models. Raises ConfigError if a size is below 1 or both limits are set.
     """
 
     device_block_size: int
@@ -59,7 +60,7 @@ class KVGroup:
 
     @property
     def block_tokens(self) -> int:
-        """Tokens of an offloaded block."""
+        """Tokens per offloaded block."""
         return self.device_block_size * self.block_size_factor
 
     @property
@@ -67,9 +68,9 @@ class KVGroup:
         return self.sliding_window is None and self.attention_chunk is None
 
     def skipped_tokens(self, num_computed: int) -> int:
-        """Leading tokens that the token at position ``num_computed`` does not attend to.
+        """Returns how many leading tokens the token at position ``num_computed`` does not attend to.
 
-        The engine may free device blocks that lie in them as a whole, and puts the null block in their place.
+        The engine may free device blocks that hold only such tokens, and puts the null block in their place.
         """
         if self.sliding_window is not None:
             return max(0, num_computed - self.sliding_window + 1)
@@ -80,7 +81,7 @@ class KVGroup:
 
 @dataclass(frozen=True, slots=True)
 class ReqContext:
-    """Which request a manager call is made for. ``kv_transfer_params`` is what the client sent along."""
+    """The request that a manager call is made for, with the ``kv_transfer_params`` of its client."""
 
     req_id: str
     kv_transfer_params: Mapping[str, Any] | None = None
@@ -92,25 +93,25 @@ class LookupState(enum.IntEnum):
     MISS = 0
     HIT = 1
     PENDING = 2
-    """Known, not readable yet."""
+    """Being written: known, but not readable yet."""
     RETRY = 3
     """Not known yet: a lower tier is being asked."""
 
 
 class MissReason(enum.StrEnum):
-    """Why a block was not there when a request asked for it."""
+    """Why a block was missing when a request asked for it."""
 
     NEVER_STORED = "never_stored"
     NOT_ADMITTED = "not_admitted"
     FORGOTTEN = "forgotten"
-    """Asked for often enough to be stored, but the reuse filter had forgotten that."""
+    """Enough requests had asked for it, but the reuse filter had forgotten that."""
     EVICTED = "evicted"
     BEING_WRITTEN = "being_written"
     NO_ROOM = "no_room"
     RESET = "reset"
     COPY_FAILED = "copy_failed"
     CORRUPT = "corrupt"
-    """A lower tier gave back other bytes than were written to it."""
+    """A lower tier returned other bytes than were written to it."""
     READ_FAILED = "read_failed"
     """A lower tier could not read it."""
     NOT_IN_TIME = "not_in_time"
@@ -118,12 +119,12 @@ class MissReason(enum.StrEnum):
     FASTER_TO_COMPUTE = "faster_to_compute"
     """A lower tier has it, but loading would have taken longer than computing."""
     TOO_LARGE = "too_large"
-    """A lower tier has it, but all that a request needs of it at once is more than may be promoted."""
+    """A lower tier has it, but the request needs more blocks at once than may be promoted."""
 
 
 @dataclass(frozen=True, slots=True)
 class Miss:
-    """A reason, and for evictions, resets and refusals how many seconds ago that was."""
+    """Why a block is missing. ``age_s``: seconds since it was evicted, reset or refused, if that is known."""
 
     reason: MissReason
     age_s: float | None = None
@@ -131,7 +132,11 @@ class Miss:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LoadStoreSpec:
-    """Where blocks are in a medium, in the order of the keys they were asked for."""
+    """Slots of blocks in a medium, in the order of the keys that were asked for.
+
+    A spec that ``prepare_load`` or ``prepare_store`` returned is also the lease on these slots: they hold the same
+    blocks until the lease is completed, as a whole or by specs that have some of its slots each.
+    """
 
     medium_name: str
     slots: Slots
@@ -145,9 +150,9 @@ class DeviceSpec:
     """Device blocks of one transfer, group after group.
 
     ``block_ids`` is int64, all groups concatenated; ``group_sizes[g]`` of them belong to group ``g``.
-    ``block_indices[g]`` is the index, within its request, of the group's first device block: modulo
-    ``block_size_factor`` it tells where inside its offloaded block that device block lies. The host's slots
-    are concatenated in the same way.
+    ``block_indices[g]`` is the index, within its request, of the group's first device block; modulo
+    ``block_size_factor`` it is the place of that device block inside its offloaded block. The host slots of the
+    transfer are concatenated in the same way.
     """
 
     block_ids: npt.NDArray[np.int64]
@@ -160,7 +165,7 @@ class DeviceSpec:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TransferSpec:
-    """One job for a worker. A load copies ``host`` slots to ``device`` blocks, a store the other way."""
+    """One copy job of a worker: a load copies ``host`` slots to ``device`` blocks, a store the other way."""
 
     req_id: str
     host: LoadStoreSpec
@@ -169,7 +174,7 @@ class TransferSpec:
 
 @dataclass(slots=True)
 class BlockStatus:
-    """A view of one block, made when somebody asks. ``ref_cnt`` -1: being written; n > 0: n readers."""
+    """State of one block. ``ref_cnt`` is -1 while it is being written, else its number of pins."""
 
     slot: int
     ref_cnt: int

@@ -1,8 +1,8 @@
 """KeyIndex: an exact map from keys to slots in numpy arrays, for batches.
 
-A dict would do, at twice the time for a store: at a million keys each of its probes misses the processor's caches
-one after the other, every value is an object, and when deletions and insertions have used it up it is rebuilt at once
-(56 ms measured). Here a batch probes all its keys together, and nothing is ever rebuilt.
+A dict takes twice the time for a store: with a million keys, each of its probes misses the processor's caches one
+after the other, and every value is an object. It is also rebuilt at once from time to time (56 ms measured). KeyIndex
+probes a batch of keys together, and is never rebuilt.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ import numpy.typing as npt
 from kvoffload.abc import IntegrityError, OffloadKey, Slots
 
 WAYS = 8
-"""Entries of a bucket: 8 tags of 4 bytes are half a cache line."""
+"""Entries per bucket: 8 tags of 4 bytes are half a cache line."""
 SCALAR_BATCH = 8
-"""Batches up to this size are cheaper one key at a time."""
+"""Up to this batch size, one key at a time is cheaper."""
 
-# Arrays, because numpy takes them three times as fast as its scalars.
+# Arrays, because numpy takes these three times as fast as scalars.
 _BYTE_NUMBER = np.array(0x0001020304050607, dtype=np.uint64)
 _TOP_BYTE = np.array(56, dtype=np.uint64)
 _TAG_SHIFT = np.array(32, dtype=np.uint64)
@@ -34,11 +34,11 @@ Homes: TypeAlias = tuple[npt.NDArray[np.int64], npt.NDArray[np.uint32]]
 
 
 class KeyIndex:
-    """At most one slot a key, at most one key a slot, for slots in ``[0, capacity)``.
+    """At most one slot per key and one key per slot, for slots in ``[0, capacity)``.
 
-    A bucket of eight entries is chosen by the key's hash; an entry is a 32-bit tag of the hash (0: empty)
-    and a slot. A tag that matches is confirmed by comparing the keys themselves. There are at least half as
-    many buckets as slots, so about one key in ten thousand finds its bucket full and goes to a dict.
+    The key's hash selects a bucket of eight entries; an entry is a 32-bit tag of the hash (0: empty) and a slot. A
+    matching tag is confirmed by comparing the keys. The number of buckets is at least half the number of slots, so
+    about one key in ten thousand finds its bucket full and goes to a dict.
     """
 
     def __init__(self, capacity: int) -> None:
@@ -47,23 +47,19 @@ class KeyIndex:
         self._tags = np.zeros((num_buckets, WAYS), dtype=np.uint32)
         self._slots = np.zeros(num_buckets * WAYS, dtype=np.int32)
         self._place = np.full(capacity, -1, dtype=np.int64)
-        """Where a slot's entry lies in the flat table; -1: the slot is free or its key is in the dict."""
+        """Position of a slot's entry in the flat table; -1 if the slot is free or its key is in the dict."""
         self.key_of: npt.NDArray[np.object_] = np.full(capacity, None, dtype=object)
         self._spill: dict[OffloadKey, int] = {}
         self._spill_count: Counter[int] = Counter()
         self._spilled = np.zeros(num_buckets, dtype=np.bool_)
-        """Buckets some of whose keys are in the dict."""
+        """Buckets that have keys in the dict."""
         self._len = 0
-        self._asked: Sequence[OffloadKey] | None = None
-        """What was asked for last, if it is a tuple, which cannot have changed since: one chain is asked for in several
-        calls. None after a change of the index."""
-        self._answer: tuple[Slots, Homes | None]
 
     def __len__(self) -> int:
         return self._len
 
     def get(self, key: OffloadKey) -> int:
-        """The key's slot, or -1."""
+        """Returns the key's slot, or -1."""
         bucket, tag = self._home(key)
         row: list[int] = self._tags[bucket].tolist()
         if tag in row:
@@ -75,22 +71,15 @@ class KeyIndex:
         return self._spill.get(key, -1) if self._spill else -1
 
     def find(self, keys: Sequence[OffloadKey]) -> Slots:
-        """A slot a key, -1 where the key is absent. Duplicates are kept. Read only."""
+        """Returns one slot per key, -1 where the key is absent. Duplicates are kept."""
         return self._look_up(keys)[0]
 
     def _look_up(self, keys: Sequence[OffloadKey]) -> tuple[Slots, Homes | None]:
-        """The keys' slots, and their homes if that was how they were found."""
-        if keys is self._asked:
-            return self._answer
+        """Returns the keys' slots, and their homes if the keys were hashed for that."""
         if len(keys) <= SCALAR_BATCH:
-            slots, homes = np.array([self.get(key) for key in keys], dtype=np.int64), None
-        else:
-            homes = self._homes(keys)
-            slots = self._find(keys, homes)
-        slots.flags.writeable = False
-        if type(keys) is tuple:
-            self._asked, self._answer = keys, (slots, homes)
-        return slots, homes
+            return np.array([self.get(key) for key in keys], dtype=np.int64), None
+        homes = self._homes(keys)
+        return self._find(keys, homes), homes
 
     def _find(self, keys: Sequence[OffloadKey], homes: Homes) -> Slots:
         buckets, tags = homes
@@ -109,8 +98,8 @@ class KeyIndex:
         return slots
 
     def split(self, keys: Sequence[OffloadKey]) -> tuple[Slots, list[OffloadKey], Homes | None]:
-        """The slots of those keys that are present; the others, in order and without repetitions; and what
-        ``insert`` can use of this call's work if it gets just those."""
+        """Returns the slots of the keys that are present; the absent keys, in order and without repetitions; and
+        hashing work that ``insert`` can use if it gets exactly those."""
         slots, homes = self._look_up(keys)
         present = slots >= 0
         if not np.count_nonzero(present):
@@ -120,7 +109,7 @@ class KeyIndex:
         return slots[present], list(dict.fromkeys(compress(keys, (~present).tolist()))), None
 
     def _confirm(self, keys: Sequence[OffloadKey], slots: Slots, found: npt.NDArray[np.int64]) -> None:
-        """Corrects ``slots`` where only the tag was equal: once in four billion probes."""
+        """Corrects ``slots`` where only the tags were equal, which happens once in four billion probes."""
         held = self.key_of[slots[found]].tolist()
         asked = list(keys) if len(found) == len(keys) else [keys[i] for i in found.tolist()]
         if held != asked:
@@ -129,9 +118,8 @@ class KeyIndex:
                     slots[i] = self.get(b)
 
     def insert(self, keys: Sequence[OffloadKey], slots: Slots, homes: Homes | None = None) -> None:
-        """Distinct keys that are absent take slots that are free. ``homes``: as ``split`` gave them."""
+        """Puts distinct absent keys into free slots. ``homes``: as returned by ``split``."""
         self._len += len(keys)
-        self._asked = None
         self.key_of[slots] = keys
         waiting = np.arange(len(keys))
         if len(keys) > SCALAR_BATCH:
@@ -142,7 +130,7 @@ class KeyIndex:
                     for i in waiting[empty == 0].tolist():
                         self._put(keys[i], int(slots[i]))
                     waiting, empty = waiting[empty != 0], empty[empty != 0]
-                # Of several keys that take the same place at once, the last writer has it.
+                # If several keys take the same place at once, the last one wins.
                 places = buckets[waiting] * WAYS + _first_way(empty)
                 self._slots[places] = slots[waiting]
                 won = self._slots.take(places) == slots[waiting]
@@ -167,9 +155,8 @@ class KeyIndex:
             self._spilled[bucket] = True
 
     def remove(self, slots: Slots) -> list[OffloadKey]:
-        """Distinct slots that have keys lose them. Returns the keys, in order."""
+        """Removes the keys of distinct slots that have one, and returns them in order."""
         self._len -= len(slots)
-        self._asked = None
         keys: list[OffloadKey] = self.key_of[slots].tolist()
         places = self._place[slots]
         self._tags.ravel()[places[places >= 0]] = 0
@@ -186,9 +173,8 @@ class KeyIndex:
         return keys
 
     def clear(self) -> None:
-        """Every slot loses its key."""
+        """Removes all keys."""
         self._len = 0
-        self._asked = None
         self._tags.fill(0)
         self._place.fill(-1)
         self.key_of.fill(None)
@@ -197,7 +183,7 @@ class KeyIndex:
         self._spilled.fill(False)
 
     def slots(self) -> Slots:
-        """Every slot that has a key, ascending."""
+        """Returns the slots that have a key, ascending."""
         held = self._place >= 0
         held[list(self._spill.values())] = True
         return np.flatnonzero(held)
@@ -215,19 +201,19 @@ class KeyIndex:
         """Raises IntegrityError unless every key is found in its slot and nothing else is held."""
         slots = self.slots()
         if len(slots) != self._len or (self.key_of != None).sum() != self._len:  # noqa: E711
-            raise IntegrityError("the index has lost count of its keys")
+            raise IntegrityError("the index counts its keys wrongly")
         if any(self.get(key) != slot for key, slot in zip(self.key_of[slots].tolist(), slots.tolist(), strict=True)):
-            raise IntegrityError("a key is not found where it is held")
+            raise IntegrityError("a key is not found in its slot")
         entries = int(np.count_nonzero(self._tags)) + len(self._spill)
         if entries != self._len or sum(self._spill_count.values()) != len(self._spill):
-            raise IntegrityError("the index holds entries of keys that are gone")
+            raise IntegrityError("the index has entries of removed keys")
 
 
 def _bytes(flags: npt.NDArray[np.bool_]) -> UInt64s:
-    """Rows of eight flags as one number each, the first flag in the lowest byte."""
+    """Returns each row of eight flags as one number, the first flag in the lowest byte."""
     return flags.view("<u8").ravel()
 
 
 def _first_way(matches: UInt64s) -> npt.NDArray[np.int64]:
-    """Number of the lowest byte that is 1, of u64s whose bytes are 0 or 1; 0 where none is."""
+    """Returns the position of the lowest byte that is 1, for u64s whose bytes are 0 or 1; 0 if no byte is."""
     return (((matches & -matches) * _BYTE_NUMBER) >> _TOP_BYTE).view(np.int64)

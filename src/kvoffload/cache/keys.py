@@ -1,4 +1,4 @@
-"""Tokens to chained block hashes, block hashes to offload keys."""
+"""Chained block hashes of tokens, and the offload keys made of them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ GROUP_BYTES = 4
 
 
 def make_offload_key(block_hash: BlockHash, group_idx: int) -> OffloadKey:
-    """The block hash, then the group index as a big-endian u32."""
+    """Returns the block hash followed by the group index as a big-endian u32."""
     return block_hash + group_idx.to_bytes(GROUP_BYTES, "big")
 
 
@@ -26,10 +26,10 @@ def key_group_idx(key: OffloadKey) -> int:
 
 
 def root_hash(*extras: str | bytes) -> BlockHash:
-    """The parent of a request's first block: a digest of all that changes the KV besides the tokens.
+    """Returns the parent hash of a request's first block: a digest of everything but the tokens that shapes the KV.
 
-    ``extras`` are things such as the model fingerprint, the LoRA's name, a cache salt. Each is framed by
-    its kind and length, so that no two lists of extras run into the same bytes.
+    ``extras`` are, for example, the model fingerprint, the name of a LoRA adapter or a cache salt. Each is framed by
+    its type and length, so that two different lists never give the same bytes.
     """
     h = hashlib.sha256(b"kvoffload.root.1")
     for extra in extras:
@@ -46,18 +46,17 @@ def hash_blocks(
     parent: BlockHash = b"",
     extras: Iterable[str | bytes] = (),
 ) -> list[BlockHash]:
-    """Hashes of the whole blocks of ``token_ids``, each sha256(parent digest + int32 token bytes).
+    """Returns the hashes of the whole blocks of ``token_ids``, each sha256(parent digest + int32 token bytes).
 
-    ``parent`` is the hash of the block before, to go on with a chain; without it the chain starts from
-    ``root_hash(*extras)``. Tokens past the last whole block are left out. Token bytes are little-endian, so
-    hashes agree between machines. Raises ValueError for tokens that are no int32, and for ``extras`` with a
-    ``parent``, whose chain already has its root.
+    ``parent`` is the hash of the previous block of the chain; without it the chain starts from ``root_hash(*extras)``.
+    Tokens past the last whole block are ignored. Token bytes are little-endian, so hashes agree between machines.
+    Raises ValueError if a token does not fit into int32, and if both ``parent`` and ``extras`` are given.
     """
     if block_size < 1:
         raise ValueError(f"block_size={block_size}: must be at least 1 token")
     extras = tuple(extras)
     if parent and extras:
-        raise ValueError("extras belong to the root of a chain; leave them out when going on from a parent")
+        raise ValueError("extras belong to the root of a chain; leave them out where a parent is given")
     tokens = np.asarray(token_ids, dtype=np.int64)
     if len(tokens) and not -(2**31) <= tokens.min() <= tokens.max() < 2**31:
         raise ValueError("a token id does not fit into 32 bits")

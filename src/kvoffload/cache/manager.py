@@ -1,4 +1,4 @@
-"""OffloadingManager over one backend: a table, a policy and the events in between."""
+"""PolicyOffloadingManager: a table of blocks, a policy that orders them, and a backend that has their slots."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvoffload.abc import (
+    Admission,
     Backend,
     BlockNotPinnedError,
     BlockNotReadyError,
@@ -30,6 +31,7 @@ from kvoffload.abc import (
     ReqContext,
     Slots,
 )
+from kvoffload.cache.index import Homes
 from kvoffload.cache.misses import MISS_MEMORY_ENTRIES, MissMemory
 from kvoffload.cache.policies.arc import ARCPolicy
 from kvoffload.cache.policies.lru import LRUPolicy
@@ -40,13 +42,20 @@ MAX_PENDING_EVENTS = 1 << 16
 
 
 class PolicyOffloadingManager(OffloadingManager):
-    """Any policy on any backend. ``policy`` must be made for ``backend.num_blocks`` blocks."""
+    """A manager with any policy on any backend. ``policy`` must be made for ``backend.num_blocks`` blocks.
+
+    With ``must_store`` the policy may not refuse new blocks. ``admission``, if given, decides which of them are stored
+    at all.
+    """
 
     def __init__(
         self,
         backend: Backend,
         policy: CachePolicy,
         enable_events: bool = False,
+        *,
+        must_store: bool = False,
+        admission: Admission | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         if policy.capacity != backend.num_blocks:
@@ -56,102 +65,110 @@ class PolicyOffloadingManager(OffloadingManager):
             )
         self.backend = backend
         self.policy = policy
+        if must_store:
+            policy.may_refuse = False
+        self._must_store = must_store
+        self._admission = admission
         self._table = BlockTable(backend.num_blocks)
         self._events: deque[OffloadingEvent] | None = deque(maxlen=MAX_PENDING_EVENTS) if enable_events else None
-        self._orphans: dict[OffloadKey, list[int]] = {}
-        """Keys that vanished in a reset while in transfer: [slot, users]. Until the transfer ends they
-        count as in flight, so that its completion cannot be taken for another's."""
         self._gone = MissMemory(clock=clock)
 
+    def set_admission(self, admission: Admission) -> None:
+        self._admission = admission
+
+    # Lookup.
+
     def lookup(self, keys: Sequence[OffloadKey], req_context: ReqContext | None = None) -> int | None:
+        self.count_request(keys, req_context)
         return self._table.leading_ready(keys)
 
     def lookup_each(self, keys: Sequence[OffloadKey], req_context: ReqContext | None = None) -> list[LookupState]:
+        self.count_request(keys, req_context)
         return list(map(LookupState, self.states(keys).tolist()))
 
+    def count_request(self, keys: Sequence[OffloadKey], req_context: ReqContext | None) -> None:
+        """Tells the admission that a request asks for ``keys``, as ``lookup`` and ``touch`` do."""
+        if self._admission is not None:
+            self._admission.count(keys, req_context)
+
     def states(self, keys: Sequence[OffloadKey]) -> npt.NDArray[np.uint8]:
-        """What ``lookup_each`` tells, as an array."""
+        """Returns one LookupState per key: ``lookup_each`` as an array, without counting a request."""
         slots = self._table.find(keys)
         states = np.where(self._table.is_writing(slots), LookupState.PENDING, LookupState.HIT)
         return np.where(slots < 0, LookupState.MISS, states).astype(np.uint8)
+
+    def block_status(self, key: OffloadKey) -> BlockStatus | None:
+        """Returns slot and reference count of ``key`` now, or None if it is absent."""
+        return self._table.status(key)
+
+    def explain_miss(self, key: OffloadKey) -> Miss:
+        if key in self._table:
+            return Miss(MissReason.BEING_WRITTEN)
+        miss = self._gone.explain(key)
+        if miss.reason is MissReason.NEVER_STORED and self._admission is not None:
+            return self._admission.explain(key)
+        return miss
+
+    # Loads.
 
     def prepare_load(self, keys: Sequence[OffloadKey], req_context: ReqContext | None = None) -> LoadStoreSpec:
         slots = self._table.find(keys)
         for unready in np.flatnonzero((slots < 0) | self._table.is_writing(slots)).tolist():
             raise BlockNotReadyError(f"block {keys[unready].hex()} is not ready; look it up before loading it")
-        self.policy.pin(self._table.pin(self._table.distinct(slots)))
+        self._table.pin(self._table.distinct(slots))
         return self.backend.get_load_store_spec(keys, slots)
 
-    def complete_load(self, keys: Sequence[OffloadKey], req_context: ReqContext | None = None) -> None:
-        late = {key for key in keys if self._orphans.get(key, (0, 0))[1] > 0} if self._orphans else set()
-        present = [key for key in keys if key not in late] if late else keys
-        slots = self._table.find(present)
-        for unpinned in np.flatnonzero((slots < 0) | (self._table.ref_cnt[slots] < 1)).tolist():
-            raise BlockNotPinnedError(f"block {present[unpinned].hex()} has no reader to let go")
-        for key in late:
-            self._let_go_orphan(key)
-        # Last key first, as in touch: a chain loses its tail before its head.
-        self.policy.unpin(self._table.unpin(self._table.distinct(slots[::-1])))
+    def pin(self, lease: LoadStoreSpec) -> npt.NDArray[np.bool_]:
+        """Adds a pin to each block of ``lease`` that is ready and was not dropped, and returns which these are.
 
-    def hold(self, keys: Sequence[OffloadKey]) -> Slots:
-        """The slots of distinct ``keys``, all ready, for a writer to a lower tier: they stay as they are until
-        ``release``. Unlike a load's, its pins change no block's place in the order."""
-        slots = self._table.find(keys)
-        if (slots < 0).any() or self._table.is_writing(slots).any():
-            raise BlockNotReadyError("a block that is not ready cannot be written to a lower tier")
-        self._table.hold(slots)
-        return slots
+        For a caller whose lease has just been completed: nothing may have been stored or evicted since.
+        """
+        loadable = self._table.is_loadable(lease.slots)
+        self._table.pin(lease.slots[loadable])
+        return loadable
 
-    def release(self, keys: Sequence[OffloadKey]) -> None:
-        """Undoes one ``hold`` each."""
-        present = [key for key in keys if key not in self._orphans] if self._orphans else keys
-        for key in self._orphans.keys() & set(keys) if self._orphans else ():
-            self._let_go_orphan(key)
-        self.policy.settle(self._table.release(self._table.find(present)))
-
-    @property
-    def num_available_blocks(self) -> int:
-        """Blocks that ``prepare_store`` could make room for now."""
-        return self.backend.get_num_free_blocks() + self._table.num_evictable
-
-    def touch(self, keys: Sequence[OffloadKey], req_context: ReqContext | None = None) -> None:
-        self.policy.observe(keys)
-        slots = self._table.find(keys)
-        missing = slots < 0
-        if np.count_nonzero(missing):
-            absent = dict.fromkeys(compress(keys, missing.tolist()))
-            self.policy.touch_absent(list(reversed(absent)))
-            slots = slots[~missing]
-        slots = self._table.distinct(slots[::-1])
-        ref_cnt = self._table.ref_cnt[slots]
-        self.policy.touch(slots, ref_cnt >= 0, ref_cnt > 0)
-
-    def refresh(
-        self,
-        keys: Sequence[OffloadKey],
-        stored: Collection[OffloadKey],
-        req_context: ReqContext | None = None,
+    def complete_load(
+        self, blocks: LoadStoreSpec | Sequence[OffloadKey], req_context: ReqContext | None = None
     ) -> None:
-        slots = self._table.find(keys)
-        present, stored = slots >= 0, frozenset(stored)
-        mine = slots[present & np.fromiter(map(stored.__contains__, keys), np.bool_, len(keys))]
-        slots = self._table.distinct(slots[present][::-1])
-        self.policy.refresh(slots, self._table.among(slots, mine), self._table.ref_cnt[slots] > 0)
+        slots = blocks.slots if isinstance(blocks, LoadStoreSpec) else self._table.find_in_transfer(blocks)
+        if ((slots < 0) | (self._table.ref_cnt[slots] < 1)).any():
+            raise BlockNotPinnedError("a block that was to be unpinned has no pin; complete each lease once")
+        idle, freed = self._table.unpin(self._table.distinct(slots))
+        self.policy.settle(idle)
+        self.backend.free(freed)
+
+    # Stores.
 
     def prepare_store(
         self, keys: Sequence[OffloadKey], req_context: ReqContext | None = None
     ) -> PrepareStoreOutput | None:
         present, new_keys, homes = self._table.split(keys)
-        if self._orphans:
-            new_keys, homes = [key for key in new_keys if key not in self._orphans], None
         refused: list[OffloadKey] = []
+        if self._admission is not None:
+            accepted = self._admission.accepts(new_keys)
+            if not all(accepted):
+                refused = list(compress(new_keys, (not each for each in accepted)))
+                self._admission.refuse(refused)
+                new_keys, homes = list(compress(new_keys, accepted)), None
         shortage = len(new_keys) - self.backend.get_num_free_blocks()
         if shortage > 0:
             admitted = self.policy.admit(new_keys, shortage)
-            if admitted is not None and self.policy.may_refuse and not admitted.all():
-                refused = list(compress(new_keys, ~admitted))
-                self._gone.record(refused, MissReason.NOT_ADMITTED)
+            if admitted is not None and not self._must_store and not admitted.all():
+                worthless = list(compress(new_keys, ~admitted))
+                self._gone.record(worthless, MissReason.NOT_ADMITTED)
+                refused = [*worthless, *refused]
                 new_keys, homes = list(compress(new_keys, admitted)), None
+        return self._store(new_keys, homes, present, refused)
+
+    def allocate(self, keys: Sequence[OffloadKey]) -> PrepareStoreOutput | None:
+        """Does the same as ``prepare_store`` for blocks that neither admission nor policy may refuse, such as those
+        that come from a lower tier."""
+        present, new_keys, homes = self._table.split(keys)
+        return self._store(new_keys, homes, present, [])
+
+    def _store(
+        self, new_keys: list[OffloadKey], homes: Homes | None, present: Slots, refused: list[OffloadKey]
+    ) -> PrepareStoreOutput | None:
         evicted = self._make_room(len(new_keys), present)
         if evicted is None:
             self._gone.record(new_keys, MissReason.NO_ROOM)
@@ -164,11 +181,16 @@ class PolicyOffloadingManager(OffloadingManager):
 
     def refuse(self, keys: Sequence[OffloadKey], req_context: ReqContext | None = None) -> None:
         _, absent, _ = self._table.split(keys)
+        if self._admission is not None:
+            accepted = self._admission.accepts(absent)
+            self._admission.refuse(list(compress(absent, (not each for each in accepted))))
+            absent = list(compress(absent, accepted))
         self._gone.record(absent, MissReason.NOT_ADMITTED)
         self.policy.refuse(absent)
 
     def _make_room(self, n: int, present: Slots) -> list[OffloadKey] | None:
-        """Evicts until ``n`` slots are free, none of ``present``. None, and no change, if that is impossible."""
+        """Evicts until ``n`` slots are free, none of ``present``. Returns None, and changes nothing, if that is
+        impossible."""
         shortage = n - self.backend.get_num_free_blocks()
         if shortage <= 0:
             return []
@@ -193,24 +215,108 @@ class PolicyOffloadingManager(OffloadingManager):
         return keys
 
     def complete_store(
-        self, keys: Sequence[OffloadKey], req_context: ReqContext | None = None, success: bool = True
+        self,
+        blocks: LoadStoreSpec | Sequence[OffloadKey],
+        req_context: ReqContext | None = None,
+        success: bool = True,
     ) -> None:
-        if self._orphans:
-            for key in set(keys) & self._orphans.keys():
-                if self._orphans[key][1] < 0:
-                    self._free_orphan(key)
-        slots = self._table.find(keys)
-        slots = slots[slots >= 0]
+        if isinstance(blocks, LoadStoreSpec):
+            slots = blocks.slots
+        else:
+            slots = self._table.find_in_transfer(blocks)
+            slots = slots[slots >= 0]
         written = self._table.distinct(slots[self._table.is_writing(slots)][::-1])[::-1]
         if success:
-            self._table.set_ready(written)
-            self.policy.settle(written)
+            ready, freed = self._table.set_ready(written)
+            self.policy.settle(ready)
             if self._events is not None:
-                self._emit(self._table.key_of[written].tolist(), removed=False)
+                self._emit(self._table.key_of[ready].tolist(), removed=False)
         else:
-            self.policy.remove(written)
-            self._gone.record(self._table.remove(written), MissReason.COPY_FAILED)
-            self.backend.free(written)
+            freed = written
+            known = written[~self._table.is_dropped(written)]
+            self.policy.remove(known)
+            self._gone.record(self._table.key_of[known].tolist(), MissReason.COPY_FAILED)
+            self._table.remove(written)
+        self.backend.free(freed)
+
+    def restore(self, keys: Sequence[OffloadKey], slots: Slots) -> None:
+        """Takes in distinct blocks that are in the medium already, in ``slots`` that the backend counts as allocated,
+        the least recently used first."""
+        self._table.insert(keys, slots)
+        self.policy.insert(slots[::-1], keys[::-1])
+        self._table.set_ready(slots)
+        self.policy.settle(slots)
+        self.policy.refresh(slots, *np.array([[True], [False]]).repeat(len(slots), axis=1))
+
+    def keys_of(self, lease: LoadStoreSpec) -> list[OffloadKey]:
+        """Returns the keys of the blocks of ``lease`` that were not dropped."""
+        slots = lease.slots
+        keys: list[OffloadKey] = self._table.key_of[slots[self._table.is_loadable(slots)]].tolist()
+        return keys
+
+    @property
+    def num_available_blocks(self) -> int:
+        """Blocks that ``prepare_store`` could make room for now."""
+        return self.backend.get_num_free_blocks() + self._table.num_evictable
+
+    # The eviction order.
+
+    def touch(self, keys: Sequence[OffloadKey], req_context: ReqContext | None = None) -> None:
+        self.count_request(keys, req_context)
+        self.policy.observe(keys)
+        slots = self._table.find(keys)
+        missing = slots < 0
+        if np.count_nonzero(missing):
+            absent = dict.fromkeys(compress(keys, missing.tolist()))
+            self.policy.touch_absent(list(reversed(absent)))
+            slots = slots[~missing]
+        slots = self._table.distinct(slots[::-1])
+        self.policy.touch(slots, self._table.ref_cnt[slots] >= 0, np.zeros(len(slots), dtype=np.bool_))
+
+    def reorder_chain(
+        self,
+        keys: Sequence[OffloadKey],
+        stored: Collection[OffloadKey],
+        req_context: ReqContext | None = None,
+    ) -> None:
+        slots = self._table.find(keys)
+        present, stored = slots >= 0, frozenset(stored)
+        mine = slots[present & np.fromiter(map(stored.__contains__, keys), np.bool_, len(keys))]
+        slots = self._table.distinct(slots[present][::-1])
+        self.policy.refresh(slots, self._table.among(slots, mine), np.zeros(len(slots), dtype=np.bool_))
+
+    def policy_state(self) -> Mapping[str, Any]:
+        return self.policy.state()
+
+    # Removal.
+
+    def drop(self, keys: Sequence[OffloadKey]) -> None:
+        slots = self._table.find(keys)
+        slots = self._table.distinct(slots[slots >= 0])
+        dropped = self._table.key_of[slots].tolist()
+        self._gone.record(dropped, MissReason.RESET)
+        if self._events is not None:
+            self._emit(self._table.key_of[slots[~self._table.is_writing(slots)]].tolist(), removed=True)
+        self.policy.remove(slots)
+        self.backend.free(self._table.drop(slots))
+
+    def is_dropped(self, lease: LoadStoreSpec) -> npt.NDArray[np.bool_]:
+        """Returns which blocks of ``lease``, which is not completed yet, were dropped."""
+        return self._table.is_dropped(lease.slots)
+
+    def reset(self) -> None:
+        slots = self._table.slots()
+        if self._events is not None:
+            self._emit(self._table.key_of[slots[~self._table.is_writing(slots)]].tolist(), removed=True)
+        # No more than the memory can hold: this may be of millions of blocks, on the engine's thread.
+        self._gone.record(self._table.key_of[slots[-MISS_MEMORY_ENTRIES:]].tolist(), MissReason.RESET)
+        self.policy.clear()
+        self.backend.free(self._table.drop_all())
+
+    def shutdown(self) -> None:
+        self.reset()
+
+    # Events and counts.
 
     def take_events(self) -> Iterable[OffloadingEvent]:
         if self._events is not None:
@@ -220,41 +326,6 @@ class PolicyOffloadingManager(OffloadingManager):
     def _emit(self, keys: list[OffloadKey], removed: bool) -> None:
         if self._events is not None and keys:
             self._events.append(OffloadingEvent(keys, self.backend.medium, removed))
-
-    def reset(self) -> None:
-        slots, key_of = self._table.slots(), self._table.key_of
-        in_transfer = self._table.busy[slots]
-        busy = slots[in_transfer]
-        users = self._table.num_users(busy)
-        for key, slot, n in zip(key_of[busy].tolist(), busy.tolist(), users.tolist(), strict=True):
-            self._orphans[key] = [slot, n]
-        if self._events is not None:
-            self._emit(key_of[slots[~self._table.is_writing(slots)]].tolist(), removed=True)
-        # No more than the memory can hold: this may be of millions of blocks, on the engine's thread.
-        self._gone.record(key_of[slots[-MISS_MEMORY_ENTRIES:]].tolist(), MissReason.RESET)
-        self.policy.clear()
-        self._table.clear()
-        self.backend.free(slots[~in_transfer])
-
-    def _let_go_orphan(self, key: OffloadKey) -> None:
-        self._orphans[key][1] -= 1
-        if self._orphans[key][1] == 0:
-            self._free_orphan(key)
-
-    def _free_orphan(self, key: OffloadKey) -> None:
-        slot, _ = self._orphans.pop(key)
-        self.backend.free(np.array([slot], dtype=np.int64))
-
-    def shutdown(self) -> None:
-        self.reset()
-
-    def policy_state(self) -> Mapping[str, Any]:
-        return self.policy.state()
-
-    def explain_miss(self, key: OffloadKey) -> Miss:
-        if key in self._table:
-            return Miss(MissReason.BEING_WRITTEN)
-        return self._gone.explain(key)
 
     def poll(self) -> bool:
         return False
@@ -267,19 +338,14 @@ class PolicyOffloadingManager(OffloadingManager):
     def num_used_blocks(self) -> int:
         return self.backend.num_blocks - self.backend.get_num_free_blocks()
 
-    def block_status(self, key: OffloadKey) -> BlockStatus | None:
-        """Slot and reference count of ``key`` now, or None if it is absent."""
-        return self._table.status(key)
-
     def check_integrity(self) -> None:
         self._table.check_integrity()
         self.policy.check_integrity(self._table.slots())
         self.backend.check_integrity()
-        held = [*self._table.slots().tolist(), *(slot for slot, _ in self._orphans.values())]
-        if len(set(held)) != len(held) or len(held) != self.num_used_blocks:
+        if self._admission is not None:
+            self._admission.check_integrity()
+        if self._table.num_held != self.num_used_blocks:
             raise IntegrityError("slots handed out and blocks held do not match")
-        if any(key in self._table for key in self._orphans):
-            raise IntegrityError("a key is both held and waiting for an old transfer")
 
 
 class LRUOffloadingManager(PolicyOffloadingManager):

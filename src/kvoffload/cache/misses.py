@@ -1,4 +1,4 @@
-"""MissMemory: a bounded memory of why blocks left."""
+"""MissMemory: a bounded memory of why blocks are missing."""
 
 from __future__ import annotations
 
@@ -10,16 +10,14 @@ import numpy as np
 from kvoffload.abc import Miss, MissReason, OffloadKey
 
 _REASONS = tuple(MissReason)
-
-
 MISS_MEMORY_ENTRIES = 1 << 16
 
 
 class MissMemory:
-    """Remembers why and when keys left, in a table of fixed size.
+    """Remembers why and since when keys are missing, in a table of ``entries`` places, a power of two.
 
-    Direct-mapped by the key's hash: a newer key may take an older one's place, and then the older is
-    reported as never stored. No object is kept per key.
+    The table is direct-mapped by the key's hash: a newer key may replace an older one, which is then reported as never
+    stored. No object is kept per key.
     """
 
     def __init__(self, entries: int = MISS_MEMORY_ENTRIES, clock: Callable[[], float] = time.monotonic) -> None:

@@ -1,4 +1,4 @@
-"""Backends: free slots of a medium, as an array."""
+"""Backends: the free slots of a medium, in an array."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ HOST_MEDIUM = "CPU"
 
 
 class SlotBackend(Backend):
-    """Slots of any medium, lowest first."""
+    """Slots of any medium, handed out lowest first."""
 
     def __init__(self, block_size: int, medium: str, num_blocks: int) -> None:
         super().__init__(block_size, medium)
@@ -32,7 +32,7 @@ class SlotBackend(Backend):
     def allocate_blocks(self, keys: Sequence[OffloadKey]) -> Slots:
         n = len(keys)
         if n > self._num_free:
-            raise IntegrityError(f"{n} slots asked for, {self._num_free} free")
+            raise IntegrityError(f"{n} slots were asked for, {self._num_free} are free")
         slots = self._free[self._num_free - n : self._num_free][::-1].copy()
         self._num_free -= n
         self._allocated[slots] = True
@@ -56,7 +56,7 @@ class SlotBackend(Backend):
 
 
 class HostBackend(SlotBackend):
-    """Slots of the host pool; needs no pool to be used."""
+    """Slots of host memory. Works without a pool too, as in tests."""
 
     def __init__(self, block_size: int, num_blocks: int) -> None:
         super().__init__(block_size, HOST_MEDIUM, num_blocks)

@@ -1,4 +1,4 @@
-"""BlockTable: which key lies in which slot, and who is using it. Arrays by slot, no object per block."""
+"""BlockTable: which key lies in which slot, and how many transfers use it. Arrays by slot, no object per block."""
 
 from __future__ import annotations
 
@@ -15,12 +15,13 @@ _LOOKUP_CHUNK = 256
 
 
 class BlockTable:
-    """``num_blocks`` slots: which key lies in which, and a reference count a slot.
+    """Which key lies in which of ``num_blocks`` slots, and a reference count per slot.
 
-    ``ref_cnt`` is -1 while a block is being written, else its number of readers. An evictable block is
-    ready, has no reader and is not held; ``num_evictable`` is their number at all times. ``busy[slot]`` is True for a
-    slot that has a key and is not evictable. Slot arrays given to the methods hold each slot once, unless said
-    otherwise.
+    ``ref_cnt`` is -1 while a block is being written, else its number of pins. A block is *in transfer* while it is
+    written or pinned, and *idle* otherwise; only idle blocks are evictable, and ``num_evictable`` is their number at
+    all times. ``busy[slot]`` is True for a slot in transfer. A block that is dropped while it is in transfer is not
+    found any more, but keeps its slot, and its key cannot be inserted again, until the transfer has ended.
+    Slot arrays given to the methods hold each slot once, unless said otherwise.
     """
 
     def __init__(self, num_blocks: int) -> None:
@@ -30,23 +31,32 @@ class BlockTable:
         self.key_of = self._index.key_of
         """The key in each slot, or None. Read only."""
         self.ref_cnt = np.zeros(num_blocks, dtype=np.int32)
-        self._holds = np.zeros(num_blocks, dtype=np.int32)
-        """Writers to lower tiers that read a slot. Counted apart: they move nothing in the policy's order."""
         self.busy = np.zeros(num_blocks, dtype=np.bool_)
+        self._dropped = np.zeros(num_blocks, dtype=np.bool_)
+        self._num_dropped = 0
         self._scratch = np.zeros(num_blocks, dtype=np.int64)
 
     def __len__(self) -> int:
-        return len(self._index)
+        """Blocks that can be found."""
+        return len(self._index) - self._num_dropped
 
     def __contains__(self, key: OffloadKey) -> bool:
-        return self._index.get(key) >= 0
+        slot = self._index.get(key)
+        return slot >= 0 and not self._dropped[slot]
 
     def find(self, keys: Sequence[OffloadKey]) -> Slots:
-        """A slot a key, -1 where the key is absent. Duplicates are kept."""
+        """Returns one slot per key, -1 where the key is absent. Duplicates are kept."""
+        slots = self._index.find(keys)
+        if self._num_dropped:
+            slots = np.where((slots >= 0) & self._dropped[slots], -1, slots)
+        return slots
+
+    def find_in_transfer(self, keys: Sequence[OffloadKey]) -> Slots:
+        """Returns one slot per key as ``find``, but finds dropped blocks too."""
         return self._index.find(keys)
 
     def distinct(self, slots: Slots) -> Slots:
-        """``slots`` (none negative) without repetitions: of equal ones the last is kept, in order."""
+        """Returns ``slots`` (none negative) without repetitions; the last of equal ones is kept, in order."""
         if len(slots) < 2:
             return slots
         order = np.arange(len(slots))
@@ -55,14 +65,14 @@ class BlockTable:
         return slots if np.count_nonzero(keep) == len(slots) else slots[keep]
 
     def among(self, slots: Slots, chosen: Slots) -> npt.NDArray[np.bool_]:
-        """Which of ``slots`` are in ``chosen``, none of either negative."""
+        """Returns which of ``slots`` are in ``chosen``; neither has negative entries."""
         self._scratch[slots] = 0
         self._scratch[chosen] = 1
         found: npt.NDArray[np.bool_] = self._scratch[slots] == 1
         return found
 
     def leading_ready(self, keys: Sequence[OffloadKey]) -> int:
-        """Length of the longest run of leading keys that are all ready."""
+        """Returns the length of the longest run of leading keys that are all ready."""
         n = len(keys)
         start, size = 0, _LOOKUP_CHUNK
         while start < n:
@@ -76,77 +86,87 @@ class BlockTable:
         return n
 
     def split(self, keys: Sequence[OffloadKey]) -> tuple[Slots, list[OffloadKey], Homes | None]:
-        """The slots of those keys that are present; the others, in order and without repetitions; and what
-        ``insert`` can use of this call's work if it gets just those."""
-        return self._index.split(keys)
+        """Returns the slots of the keys that are present; the absent keys, in order and without repetitions; and
+        hashing work that ``insert`` can use if it gets exactly those. The key of a dropped block is in neither."""
+        slots, absent, homes = self._index.split(keys)
+        if self._num_dropped:
+            slots = slots[~self._dropped[slots]]
+        return slots, absent, homes
 
     def insert(self, keys: Sequence[OffloadKey], slots: Slots, homes: Homes | None = None) -> None:
-        """Absent keys take free slots; they are being written."""
+        """Puts absent keys into free slots, in state being written."""
         self._index.insert(keys, slots, homes)
         self.ref_cnt[slots] = _WRITING
         self.busy[slots] = True
 
     def remove(self, slots: Slots) -> list[OffloadKey]:
-        """Held slots, in whatever state, lose their keys, which are returned in order."""
+        """Slots lose their keys, which are returned in order, whatever their state."""
         self.num_evictable -= len(slots) - int(np.count_nonzero(self.busy[slots]))
+        if self._num_dropped:
+            self._num_dropped -= int(np.count_nonzero(self._dropped[slots]))
+            self._dropped[slots] = False
         self.ref_cnt[slots] = 0
-        self._holds[slots] = 0
         self.busy[slots] = False
         return self._index.remove(slots)
 
-    def clear(self) -> None:
-        """Every slot loses its key, in whatever state it is."""
-        self.num_evictable = 0
-        self.ref_cnt.fill(0)
-        self._holds.fill(0)
-        self.busy.fill(False)
+    def drop(self, slots: Slots) -> Slots:
+        """Blocks vanish. Returns the slots that are free now; those in transfer keep their slots for the time being."""
+        in_transfer = self.busy[slots]
+        self._dropped[slots[in_transfer]] = True
+        self._num_dropped += int(np.count_nonzero(in_transfer))
+        idle = slots[~in_transfer]
+        self.remove(idle)
+        return idle
+
+    def drop_all(self) -> Slots:
+        """``drop`` for every slot that has a key, at the cost of those in transfer."""
+        held = self._index.slots()
+        in_transfer = held[self.busy[held]]
+        keys = self.key_of[in_transfer].tolist()
         self._index.clear()
+        self._index.insert(keys, in_transfer)
+        self._dropped[in_transfer] = True
+        self._num_dropped = len(in_transfer)
+        self.num_evictable = 0
+        return held[~self.busy[held]]
 
-    def set_ready(self, slots: Slots) -> None:
-        """Blocks being written become ready, with no reader."""
-        self.ref_cnt[slots] = 0
-        self.busy[slots] = False
-        self.num_evictable += len(slots)
+    def is_dropped(self, slots: Slots) -> npt.NDArray[np.bool_]:
+        """Returns which blocks were dropped while in transfer and still keep their slots."""
+        return self._dropped[slots]
 
-    def pin(self, slots: Slots) -> Slots:
-        """One more reader each. Returns those that had none. All must be ready."""
-        fresh: Slots = slots[self.ref_cnt[slots] == 0]
+    def is_loadable(self, slots: Slots) -> npt.NDArray[np.bool_]:
+        """Returns which slots hold a block that is ready and was not dropped."""
+        has_key = np.fromiter((key is not None for key in self.key_of[slots].tolist()), np.bool_, len(slots))
+        loadable: npt.NDArray[np.bool_] = has_key & (self.ref_cnt[slots] >= 0) & ~self._dropped[slots]
+        return loadable
+
+    def set_ready(self, slots: Slots) -> tuple[Slots, Slots]:
+        """Blocks that were being written become ready. Returns those, and the slots of dropped ones, which are free."""
+        return self._end_transfer(slots, 0)
+
+    def pin(self, slots: Slots) -> None:
+        """Adds one pin per slot. All blocks must be ready."""
         self.ref_cnt[slots] += 1
-        self._set_busy(fresh)
-        return fresh
-
-    def unpin(self, slots: Slots) -> Slots:
-        """One reader less each. Returns those that have none now. All must be pinned."""
-        self.ref_cnt[slots] -= 1
-        freed: Slots = slots[self.ref_cnt[slots] == 0]
-        self._set_idle(freed)
-        return freed
-
-    def hold(self, slots: Slots) -> None:
-        """One more writer to a lower tier reads each. All must be ready."""
-        self._holds[slots] += 1
-        self._set_busy(slots)
-
-    def release(self, slots: Slots) -> Slots:
-        """One such writer less each. Returns those that are evictable now. All must be held."""
-        self._holds[slots] -= 1
-        return self._set_idle(slots[self.ref_cnt[slots] == 0])
-
-    def _set_busy(self, slots: Slots) -> None:
         self.num_evictable -= int(np.count_nonzero(~self.busy[slots]))
         self.busy[slots] = True
 
-    def _set_idle(self, slots: Slots) -> Slots:
-        """Those of ``slots``, which have no reader, that are not held either become evictable."""
-        idle: Slots = slots[self._holds[slots] == 0]
+    def unpin(self, slots: Slots) -> tuple[Slots, Slots]:
+        """Removes one pin per slot. Returns the blocks that are idle now, and the slots of dropped ones that are free
+        now. All must be pinned."""
+        counts = self.ref_cnt[slots] - 1
+        return self._end_transfer(slots, counts)
+
+    def _end_transfer(self, slots: Slots, counts: npt.NDArray[np.int32] | int) -> tuple[Slots, Slots]:
+        self.ref_cnt[slots] = counts
+        idle: Slots = slots[self.ref_cnt[slots] == 0]
+        freed = idle[:0]
+        if self._num_dropped:
+            dropped = self._dropped[idle]
+            idle, freed = idle[~dropped], idle[dropped]
+            self.remove(freed)
         self.busy[idle] = False
         self.num_evictable += len(idle)
-        return idle
-
-    def num_users(self, slots: Slots) -> npt.NDArray[np.int32]:
-        """Readers and writers to lower tiers of each, -1 while it is being written."""
-        users: npt.NDArray[np.int32] = self.ref_cnt[slots] + self._holds[slots]
-        return users
+        return idle, freed
 
     def is_writing(self, slots: Slots) -> npt.NDArray[np.bool_]:
         writing: npt.NDArray[np.bool_] = self.ref_cnt[slots] == _WRITING
@@ -154,24 +174,32 @@ class BlockTable:
 
     def status(self, key: OffloadKey) -> BlockStatus | None:
         slot = self._index.get(key)
-        return None if slot < 0 else BlockStatus(slot, int(self.ref_cnt[slot] + self._holds[slot]))
+        return None if slot < 0 or self._dropped[slot] else BlockStatus(slot, int(self.ref_cnt[slot]))
 
     def slots(self) -> Slots:
-        """Every held slot, ascending."""
-        return self._index.slots()
+        """Returns the slots of all blocks that can be found, ascending."""
+        held = self._index.slots()
+        return held[~self._dropped[held]] if self._num_dropped else held
+
+    @property
+    def num_held(self) -> int:
+        """Slots that are taken, those of dropped blocks included."""
+        return len(self._index)
 
     def check_integrity(self) -> None:
         """Raises IntegrityError unless index, arrays and counters agree."""
         self._index.check_integrity()
-        slots = self.slots()
+        held = self._index.slots()
         free = np.ones(self.num_blocks, dtype=np.bool_)
-        free[slots] = False
-        if self.ref_cnt[free].any() or self._holds[free].any() or self.busy[free].any():
-            raise IntegrityError("a slot without a key has readers or a writer")
-        if (self.ref_cnt < _WRITING).any() or (self._holds < 0).any() or self._holds[self.ref_cnt < 0].any():
-            raise IntegrityError("a slot has fewer than no readers, or readers before it is written")
-        used = self.num_users(slots) != 0
-        if not np.array_equal(self.busy[slots], used):
+        free[held] = False
+        if self.ref_cnt[free].any() or self.busy[free].any() or self._dropped[free].any():
+            raise IntegrityError("a slot without a key has pins or a writer")
+        if (self.ref_cnt < _WRITING).any():
+            raise IntegrityError("a slot has fewer than no pins")
+        in_transfer = self.ref_cnt[held] != 0
+        if not np.array_equal(self.busy[held], in_transfer):
             raise IntegrityError("a busy mark and a reference count disagree")
-        if self.num_evictable != int(np.count_nonzero(~used)):
+        if self._num_dropped != int(np.count_nonzero(self._dropped)) or self._dropped[held][~in_transfer].any():
+            raise IntegrityError("a dropped block keeps its slot although its transfer has ended")
+        if self.num_evictable != int(np.count_nonzero(~in_transfer)):
             raise IntegrityError("the number of evictable blocks is wrong")

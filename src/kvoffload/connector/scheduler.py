@@ -357,7 +357,7 @@ class OffloadingConnectorScheduler:
             self._record(state, match, num_external_tokens)
             state.forget_loaded()
         if num_external_tokens == 0:
-            self.manager.let_go(state.context)
+            self.manager.release_request(state.context)
             # Without a match it was told of its blocks before: it goes on with what was loaded.
             state.prefill_since = None if match is None else self._clock()
             state.prefill_until = 0
@@ -376,7 +376,7 @@ class OffloadingConnectorScheduler:
             return
         job_id = self._new_job(_Job(state, keys, False, self._num_workers, frozenset()))
         self._meta.loads[job_id] = TransferSpec(request.request_id, host, device)
-        self.manager.let_go(state.context)
+        self.manager.release_request(state.context)
         self._handed_out.update(device.block_ids.tolist())
         if self._sound_blocks is not None:
             self._sound_blocks.update(device.block_ids.tolist())
@@ -415,7 +415,7 @@ class OffloadingConnectorScheduler:
         if num_external_tokens:
             state = self._state(request)
             state.may_load = False
-            self.manager.let_go(state.context)
+            self.manager.release_request(state.context)
             self._meta.broken_loads[request.request_id] = []
             self.metrics.add("load_failures")
             end = state.computed_at_load + num_external_tokens
@@ -466,7 +466,7 @@ class OffloadingConnectorScheduler:
         for state, _ in self._finished:
             if state.touched:
                 keys = state.keys_in_order()
-                self.manager.refresh(keys, state.stored, state.context)
+                self.manager.reorder_chain(keys, state.stored, state.context)
                 self.manager.offer_chain(keys, state.context)
         self._finished.clear()
         self._fence(handed_out, step.overwritten)
@@ -610,7 +610,7 @@ class OffloadingConnectorScheduler:
             keys = [block.key for block, _ in new]
             state.stored += keys
             if len(keys) > 1:
-                self.manager.refresh(keys, keys, state.context)
+                self.manager.reorder_chain(keys, keys, state.context)
             self._start_store(state, new, output.store_spec.medium())
 
     def _start_store(self, state: RequestState, new: list[tuple[Block, int]], medium: str) -> None:
@@ -714,7 +714,7 @@ class OffloadingConnectorScheduler:
         state = self._states.pop(request.request_id, None)
         if state is None:
             return False, None
-        self.manager.let_go(state.context)
+        self.manager.release_request(state.context)
         if self._recorder is not None and state.record is not None:
             state.extend_keys()
             keys = state.keys[self._layout.traced]
@@ -790,7 +790,7 @@ class OffloadingConnectorScheduler:
         for state in self._states.values():
             # The sleep was no wait for blocks.
             state.waiting_since, state.num_waits = None, 0
-            self.manager.let_go(state.context)
+            self.manager.release_request(state.context)
 
     def _end_check(self, report: WorkerReport) -> None:
         assert self._check is not None

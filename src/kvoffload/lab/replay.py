@@ -405,7 +405,7 @@ class _Run:
         elif output:
             # As in an engine, when the prompt's have their places.
             stored = [*stored, *self.store(output, context)[0]]
-        manager.refresh(chain, stored, context)
+        manager.reorder_chain(chain, stored, context)
         manager.offer_chain(chain, context)
         # As an engine steps on until its disk, which keeps up, has all.
         while self.tier is not None and self.tier.is_busy:
@@ -448,7 +448,7 @@ class _Run:
             found = self.promote(prompt, context)
             from_disk = min(found, self.manager.num_promoted(context))
             ready = self.host.ready(prompt)
-            self.manager.let_go(context)
+            self.manager.release_request(context)
         self.block_hits += int(np.count_nonzero(ready))
         if found < len(prompt):
             self.misses[self.manager.explain_miss(prompt[found]).reason] += 1

@@ -20,8 +20,7 @@ class BookTier(Tier):
 
     def __init__(self, capacity: int, block_bytes: int, policy: str, clock: Callable[[], float]) -> None:
         backend = SlotBackend(block_bytes, "DISK", capacity)
-        self._book = PolicyOffloadingManager(backend, make_policy(policy, capacity), clock=clock)
-        self._book.policy.may_refuse = False
+        self._book = PolicyOffloadingManager(backend, make_policy(policy, capacity), must_store=True, clock=clock)
         self._block_bytes = block_bytes
         self._clock = clock
         self._under_way: dict[OffloadKey, bool] = {}
@@ -73,7 +72,7 @@ class BookTier(Tier):
         output = self._book.prepare_store([keys[i] for i in absent[: self._book.num_available_blocks]])
         if output is None:
             return []
-        self._book.refresh(output.keys_to_store, output.keys_to_store)
+        self._book.reorder_chain(output.keys_to_store, output.keys_to_store)
         self._under_way.update(dict.fromkeys(output.keys_to_store, False))
         self.num_written += len(output.keys_to_store)
         self._num_evicted += len(output.evicted_keys)
@@ -82,17 +81,12 @@ class BookTier(Tier):
     def touch(self, keys: Sequence[OffloadKey]) -> None:
         self._book.touch(keys)
 
-    def refresh(self, keys: Sequence[OffloadKey], stored: Collection[OffloadKey]) -> None:
-        self._book.refresh(keys, stored)
+    def reorder_chain(self, keys: Sequence[OffloadKey], stored: Collection[OffloadKey]) -> None:
+        self._book.reorder_chain(keys, stored)
 
     def delete(self, keys: Sequence[OffloadKey]) -> None:
         """What is under way stays, to be found or evicted later."""
-        table = self._book._table
-        slots = table.find([key for key in keys if key not in self._under_way])
-        slots = table.distinct(slots[slots >= 0])
-        self._book.policy.remove(slots)
-        self._book.backend.free(slots)
-        table.remove(slots)
+        self._book.drop([key for key in keys if key not in self._under_way])
 
     def reset(self) -> None:
         self._book.reset()

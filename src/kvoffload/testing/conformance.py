@@ -9,6 +9,7 @@ from __future__ import annotations
 import random
 from collections import Counter
 from collections.abc import Iterable
+from dataclasses import replace
 
 import numpy as np
 import numpy.typing as npt
@@ -217,7 +218,7 @@ class ManagerConformance:
         assert self.store(manager, "b") == "a"
 
     @pytest.mark.parametrize("unpinned", ["b", "x", "w"])
-    def test_unpinning_what_nobody_holds_is_an_error_and_unpins_nothing(self, unpinned: str) -> None:
+    def test_unpinning_a_block_without_a_pin_is_an_error_and_unpins_nothing(self, unpinned: str) -> None:
         manager = self.make_manager(3)
         self.store(manager, "ab")
         self.begun(manager, "w")
@@ -228,26 +229,69 @@ class ManagerConformance:
         assert self.store(manager, "c") == "b"
         assert self.begin(manager, "de") is None
         manager.complete_load(keys("a"))
-        assert self.store(manager, "de") == "ca"
+        assert self.store(manager, "de") == "ac"
 
-    def test_unpinning_the_last_reader_moves_a_block_to_the_recent_end(self) -> None:
+    def test_pinning_and_unpinning_move_nothing(self) -> None:
         manager = self.full("abc")
-        manager.prepare_load(keys("a"))
-        manager.complete_load(keys("a"))
-        assert self.store(manager, "d") == "b"
+        manager.prepare_load(keys("ab"))
+        manager.complete_load(keys("ab"))
+        assert self.store(manager, "xyz") == "abc"
 
-    def test_blocks_unpinned_together_leave_tail_first(self) -> None:
-        manager = self.full("abcd")
-        manager.prepare_load(keys("abc"))
-        manager.complete_load(keys("abc"))
-        assert self.store(manager, "wxyz") == "dcba"
-
-    def test_a_load_may_be_completed_in_parts_and_in_any_order(self) -> None:
+    def test_a_pinned_block_that_was_passed_over_is_evicted_from_its_old_place(self) -> None:
         manager = self.full("abc")
-        manager.prepare_load(keys("abc"))
+        lease = manager.prepare_load(keys("a"))
+        assert self.store(manager, "x") == "b"
+        manager.complete_load(lease)
+        assert self.store(manager, "yz") == "ac"
+
+    def test_a_load_may_be_completed_in_parts_by_lease_or_by_key_and_in_any_order(self) -> None:
+        manager = self.full("abc")
+        lease = manager.prepare_load(keys("abc"))
         manager.complete_load(keys("c"))
-        manager.complete_load(keys("ba"))
-        assert self.store(manager, "xyz") == "cab"
+        assert self.begin(manager, "xy") is None
+        manager.complete_load(replace(lease, slots=lease.slots[:2]))
+        assert self.store(manager, "xyz") == "abc"
+
+    def test_a_lease_completed_twice_is_an_error(self) -> None:
+        manager = self.full("a")
+        lease = manager.prepare_load(keys("a"))
+        manager.complete_load(lease)
+        with pytest.raises(BlockNotPinnedError):
+            manager.complete_load(lease)
+        manager.check_integrity()
+
+    def test_a_store_may_be_completed_in_parts_by_lease(self) -> None:
+        manager = self.make_manager(3)
+        output = self.begun(manager, "abc")
+        lease = output.store_spec
+        manager.complete_store(replace(lease, slots=lease.slots[1:]))
+        assert manager.lookup_each(keys("abc")) == [PENDING, HIT, HIT]
+        manager.complete_store(replace(lease, slots=lease.slots[:1]), success=False)
+        manager.check_integrity()
+        assert manager.lookup_each(keys("abc")) == [MISS, HIT, HIT]
+        assert manager.num_used_blocks == 2
+
+    # drop
+
+    def test_dropped_blocks_vanish_and_their_slots_are_free(self) -> None:
+        manager = self.full("abc")
+        manager.drop(keys("bxb"))
+        manager.check_integrity()
+        assert self.present(manager) == "ac"
+        assert self.store(manager, "d") == ""
+
+    def test_a_block_dropped_in_transfer_keeps_its_slot_until_its_lease_is_completed(self) -> None:
+        manager = self.make_manager(2)
+        self.store(manager, "a")
+        load, store = manager.prepare_load(keys("a")), self.begun(manager, "b").store_spec
+        manager.drop(keys("ab"))
+        manager.check_integrity()
+        assert (self.present(manager), manager.num_used_blocks) == ("", 2)
+        assert self.begin(manager, "c") is None
+        manager.complete_load(load)
+        manager.complete_store(store)
+        manager.check_integrity()
+        assert (self.present(manager), manager.num_used_blocks) == ("", 0)
 
     # touch
 

@@ -1134,7 +1134,7 @@ class ModelEngine:
         """Readers per key held in the host, writers to lower tiers included; -1 while it is being written."""
         table = self.policy_manager._table
         slots = table.slots()
-        return dict(zip(table.key_of[slots].tolist(), table.num_users(slots).tolist(), strict=True))
+        return dict(zip(table.key_of[slots].tolist(), table.ref_cnt[slots].tolist(), strict=True))
 
 
 def _held_blocks(request: EngineRequest) -> list[int]:

@@ -125,12 +125,12 @@ class ReferenceManager(OffloadingManager):
                 raise BlockNotReadyError(key.hex())
         for key in keys:
             self.blocks[key].ref_cnt += 1
-            if self.blocks[key].ref_cnt == 1:
-                self.order_pin(key)
         return self.spec([self.blocks[key].slot for key in keys])
 
-    def complete_load(self, keys: Sequence[OffloadKey], req_context: ReqContext | None = None) -> None:
-        keys = unique(keys)
+    def complete_load(
+        self, blocks: LoadStoreSpec | Sequence[OffloadKey], req_context: ReqContext | None = None
+    ) -> None:
+        keys = unique(self.named(blocks))
         for key in keys:
             block = self.held(key)
             if block is None or block.ref_cnt < 1:
@@ -139,18 +139,14 @@ class ReferenceManager(OffloadingManager):
             block = self.held(key)
             assert block is not None
             block.ref_cnt -= 1
-            if block.ref_cnt > 0:
-                continue
-            if key in self.blocks:
-                self.order_unpin(key)
-            else:
+            if block.ref_cnt == 0 and key in self.leaving:
                 self.free_slots.append(self.leaving.pop(key).slot)
 
     def touch(self, keys: Sequence[OffloadKey], req_context: ReqContext | None = None) -> None:
         for key in reversed(unique(keys)):
             self.order_touch(key)
 
-    def refresh(
+    def reorder_chain(
         self, keys: Sequence[OffloadKey], stored: Collection[OffloadKey], req_context: ReqContext | None = None
     ) -> None:
         for key in reversed(unique(keys)):
@@ -180,10 +176,13 @@ class ReferenceManager(OffloadingManager):
         return PrepareStoreOutput(to_store, self.spec([self.blocks[key].slot for key in to_store]), evicted)
 
     def complete_store(
-        self, keys: Sequence[OffloadKey], req_context: ReqContext | None = None, success: bool = True
+        self,
+        blocks: LoadStoreSpec | Sequence[OffloadKey],
+        req_context: ReqContext | None = None,
+        success: bool = True,
     ) -> None:
         became_ready = []
-        for key in unique(keys):
+        for key in unique(self.named(blocks)):
             block = self.held(key)
             if block is None or block.ref_cnt != BEING_WRITTEN:
                 continue
@@ -200,6 +199,16 @@ class ReferenceManager(OffloadingManager):
     def take_events(self) -> Iterable[OffloadingEvent]:
         events, self.events = self.events, []
         return events
+
+    def drop(self, keys: Sequence[OffloadKey]) -> None:
+        gone = {key: self.blocks.pop(key) for key in unique(keys) if key in self.blocks}
+        self.announce([key for key, block in gone.items() if block.is_ready], removed=True)
+        for key, block in gone.items():
+            self.order_remove(key)
+            if block.ref_cnt == 0:
+                self.free_slots.append(block.slot)
+            else:
+                self.leaving[key] = block
 
     def reset(self) -> None:
         self.announce([key for key, block in self.blocks.items() if block.is_ready], removed=True)
@@ -236,6 +245,13 @@ class ReferenceManager(OffloadingManager):
         return None if block is None else BlockStatus(block.slot, block.ref_cnt)
 
     # Helpers.
+
+    def named(self, blocks: LoadStoreSpec | Sequence[OffloadKey]) -> Sequence[OffloadKey]:
+        """The keys of a lease."""
+        if not isinstance(blocks, LoadStoreSpec):
+            return blocks
+        key_of = {block.slot: key for key, block in [*self.blocks.items(), *self.leaving.items()]}
+        return [key_of[slot] for slot in blocks.slots.tolist() if slot in key_of]
 
     def held(self, key: OffloadKey) -> BlockStatus | None:
         """The block whose slot is taken for ``key``, be it there or leaving."""
@@ -543,7 +559,7 @@ class ReferenceS3FIFOManager(ReferenceManager):
         self.ghost.append(key)
         del self.ghost[: -self.max_ghost]
 
-    def refresh(
+    def reorder_chain(
         self, keys: Sequence[OffloadKey], stored: Collection[OffloadKey], req_context: ReqContext | None = None
     ) -> None:
         """Before the first eviction, what of the chain is in small is its tail."""
@@ -848,10 +864,10 @@ class ReferenceFilter(OffloadingManager):
         self.count(keys, req_context)
         self.backing.touch(keys, req_context)
 
-    def refresh(
+    def reorder_chain(
         self, keys: Sequence[OffloadKey], stored: Collection[OffloadKey], req_context: ReqContext | None = None
     ) -> None:
-        self.backing.refresh(keys, stored, req_context)
+        self.backing.reorder_chain(keys, stored, req_context)
 
     def prepare_store(
         self, keys: Sequence[OffloadKey], req_context: ReqContext | None = None
@@ -866,13 +882,21 @@ class ReferenceFilter(OffloadingManager):
     def prepare_load(self, keys: Sequence[OffloadKey], req_context: ReqContext | None = None) -> LoadStoreSpec:
         return self.backing.prepare_load(keys, req_context)
 
-    def complete_load(self, keys: Sequence[OffloadKey], req_context: ReqContext | None = None) -> None:
-        self.backing.complete_load(keys, req_context)
+    def complete_load(
+        self, blocks: LoadStoreSpec | Sequence[OffloadKey], req_context: ReqContext | None = None
+    ) -> None:
+        self.backing.complete_load(blocks, req_context)
 
     def complete_store(
-        self, keys: Sequence[OffloadKey], req_context: ReqContext | None = None, success: bool = True
+        self,
+        blocks: LoadStoreSpec | Sequence[OffloadKey],
+        req_context: ReqContext | None = None,
+        success: bool = True,
     ) -> None:
-        self.backing.complete_store(keys, req_context, success)
+        self.backing.complete_store(blocks, req_context, success)
+
+    def drop(self, keys: Sequence[OffloadKey]) -> None:
+        self.backing.drop(keys)
 
     def take_events(self) -> Iterable[OffloadingEvent]:
         return self.backing.take_events()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from kvoffload.abc import OffloadKey, PrepareStoreOutput, ReqContext
+from kvoffload.abc import LoadStoreSpec, OffloadKey, PrepareStoreOutput, ReqContext
 from kvoffload.cache.policies import tournament
 from kvoffload.cache.policies.ghosts import key_hashes
 from kvoffload.cache.policies.tournament import RULES, Rule
@@ -248,16 +248,19 @@ class ReferenceAutoManager(ReferenceManager):
         self.passed |= {key for key in writing if self.stamp[key] < before}
 
     def complete_store(
-        self, keys: Sequence[OffloadKey], req_context: ReqContext | None = None, success: bool = True
+        self,
+        blocks: LoadStoreSpec | Sequence[OffloadKey],
+        req_context: ReqContext | None = None,
+        success: bool = True,
     ) -> None:
-        super().complete_store(keys, req_context, success)
+        super().complete_store(blocks, req_context, success)
         self.passed = {key for key in self.passed if key in self.blocks and not self.blocks[key].is_ready}
 
     def order_remove(self, key: OffloadKey) -> None:
         self.once.discard(key)
         self.again.discard(key)
 
-    def refresh(self, keys: Sequence[OffloadKey], stored: object, req_context: ReqContext | None = None) -> None:
+    def reorder_chain(self, keys: Sequence[OffloadKey], stored: object, req_context: ReqContext | None = None) -> None:
         for key in reversed(unique(keys)):
             if key in self.blocks and not self.is_pinned(key):
                 self.tick(key)

@@ -105,8 +105,8 @@ class ManagerMachine(RuleBasedStateMachine):
 
     @rule(batch=batches, stored=batches, context=contexts)
     def refresh(self, batch: list[int], stored: list[int], context: ReqContext | None) -> None:
-        self.manager.refresh(self.keys(batch), self.keys(stored), context)
-        self.reference.refresh(self.keys(batch), self.keys(stored), context)
+        self.manager.reorder_chain(self.keys(batch), self.keys(stored), context)
+        self.reference.reorder_chain(self.keys(batch), self.keys(stored), context)
 
     @rule(batch=batches, context=contexts)
     def store(self, batch: list[int], context: ReqContext | None) -> None:

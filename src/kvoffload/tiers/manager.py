@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvoffload.abc import (
+    Admission,
     IntegrityError,
     KVGroup,
     LoadStoreSpec,
@@ -229,7 +230,6 @@ class TieredOffloadingManager(OffloadingManager):
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.host = host
-        host.policy.may_refuse = False
         self._counts: defaultdict[str, float] = defaultdict(float)
         groups = groups or [KVGroup(1)] * len(tokens_per_block)
         self._lanes = [_Lane(tier, WriteThrough(host, tier, groups, self._count, clock)) for tier in tiers]
@@ -266,7 +266,7 @@ class TieredOffloadingManager(OffloadingManager):
         waiter = self._waiter_of(req_context)
         if waiter is not None and waiter.is_waiting:
             return None
-        ready = self.host.lookup(keys)
+        ready = self.host.lookup(keys, req_context)
         assert ready is not None
         if ready == len(keys) or req_context is None or not self._may_wait(waiter):
             return ready
@@ -280,6 +280,7 @@ class TieredOffloadingManager(OffloadingManager):
     def lookup_each(self, keys: Sequence[OffloadKey], req_context: ReqContext | None = None) -> list[LookupState]:
         """A block that must be promoted first, or asked for, is RETRY. If some key cannot be had at all, or all
         together are more than may be promoted, nothing is promoted."""
+        self.host.count_request(keys, req_context)
         waiter = self._waiter_of(req_context)
         if waiter is not None and waiter.is_waiting:
             return [LookupState.RETRY] * len(keys)
@@ -473,7 +474,7 @@ class TieredOffloadingManager(OffloadingManager):
             return
         if len(self._reserved) + self._num_flights >= self._max_promoted:
             return
-        if lane.tier.contains([key])[0] == LookupState.HIT and (output := self.host.prepare_store([key])) is not None:
+        if lane.tier.contains([key])[0] == LookupState.HIT and (output := self.host.allocate([key])) is not None:
             self._counts["evicted_blocks"] += len(output.evicted_keys)
             taken = lane.tier.read(output.keys_to_store, output.store_spec.slots) if output.keys_to_store else []
             self.host.complete_store([key for key in output.keys_to_store if key not in taken], success=False)
@@ -621,7 +622,7 @@ class TieredOffloadingManager(OffloadingManager):
         self._wait_for([key for key in keys if any(key in lane.flights for lane in self._lanes)], waiter.context)
         readable = [lane.tier.contains(keys) == LookupState.HIT for lane in self._lanes if lane.can_read]
         keys = [keys[i] for i in np.flatnonzero(np.any(readable, axis=0)).tolist()] if readable else []
-        output = self.host.prepare_store(keys)
+        output = self.host.allocate(keys)
         if output is None:
             self._want_again(waiter, keys)
             return False
@@ -666,7 +667,7 @@ class TieredOffloadingManager(OffloadingManager):
                 lane.tier.wait(timeout_s)
                 return
 
-    def let_go(self, req_context: ReqContext) -> None:
+    def release_request(self, req_context: ReqContext) -> None:
         waiter = self._waiters.pop(req_context.req_id, None)
         if waiter is not None:
             self._want_nothing(waiter)
@@ -684,8 +685,21 @@ class TieredOffloadingManager(OffloadingManager):
     def prepare_load(self, keys: Sequence[OffloadKey], req_context: ReqContext | None = None) -> LoadStoreSpec:
         return self.host.prepare_load(keys, req_context)
 
-    def complete_load(self, keys: Sequence[OffloadKey], req_context: ReqContext | None = None) -> None:
-        self.host.complete_load(keys, req_context)
+    def complete_load(
+        self, blocks: LoadStoreSpec | Sequence[OffloadKey], req_context: ReqContext | None = None
+    ) -> None:
+        self.host.complete_load(blocks, req_context)
+
+    def set_admission(self, admission: Admission) -> None:
+        self.host.set_admission(admission)
+
+    def refuse(self, keys: Sequence[OffloadKey], req_context: ReqContext | None = None) -> None:
+        self.host.refuse(keys, req_context)
+
+    def drop(self, keys: Sequence[OffloadKey]) -> None:
+        self.host.drop(keys)
+        for lane in self._lanes:
+            lane.tier.delete(keys)
 
     def touch(self, keys: Sequence[OffloadKey], req_context: ReqContext | None = None) -> None:
         self.host.touch(keys, req_context)
@@ -694,16 +708,16 @@ class TieredOffloadingManager(OffloadingManager):
                 lane.tier.touch(keys)
                 lane.writes.offer(keys, _name(req_context), is_whole=False)
 
-    def refresh(
+    def reorder_chain(
         self,
         keys: Sequence[OffloadKey],
         stored: Collection[OffloadKey],
         req_context: ReqContext | None = None,
     ) -> None:
-        self.host.refresh(keys, stored, req_context)
+        self.host.reorder_chain(keys, stored, req_context)
         for lane in self._lanes:
             if not lane.off:
-                lane.tier.refresh(keys, stored)
+                lane.tier.reorder_chain(keys, stored)
 
     def offer_chain(self, keys: Sequence[OffloadKey], req_context: ReqContext | None = None) -> None:
         for lane in self._lanes:
@@ -717,10 +731,14 @@ class TieredOffloadingManager(OffloadingManager):
         return self.host.prepare_store(keys, req_context)
 
     def complete_store(
-        self, keys: Sequence[OffloadKey], req_context: ReqContext | None = None, success: bool = True
+        self,
+        blocks: LoadStoreSpec | Sequence[OffloadKey],
+        req_context: ReqContext | None = None,
+        success: bool = True,
     ) -> None:
-        self.host.complete_store(keys, req_context, success)
+        self.host.complete_store(blocks, req_context, success)
         if success:
+            keys = self.host.keys_of(blocks) if isinstance(blocks, LoadStoreSpec) else blocks
             for lane in self._lanes:
                 lane.writes.stored(keys)
             self._write()
@@ -767,7 +785,7 @@ class TieredOffloadingManager(OffloadingManager):
 
     def reset(self) -> None:
         for waiter in list(self._waiters.values()):
-            self.let_go(waiter.context)
+            self.release_request(waiter.context)
         self.host.reset()
         for lane in self._lanes:
             lane.writes.clear()
@@ -777,7 +795,7 @@ class TieredOffloadingManager(OffloadingManager):
         for lane in self._lanes:
             lane.tier.close()
             self._end_writes(lane, [result for result in lane.tier.poll() if not result.is_read])
-            self.host.release(list(lane.writing))
+            lane.writes.unpin_all()
             lane.writes.clear()
             lane.writes.writing.clear()
         self.host.shutdown()

@@ -10,7 +10,17 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from kvoffload.abc import IntegrityError, KVGroup, LookupState, MissReason, OffloadKey, Tier, TierError, TierResult
+from kvoffload.abc import (
+    IntegrityError,
+    KVGroup,
+    LoadStoreSpec,
+    LookupState,
+    MissReason,
+    OffloadKey,
+    Tier,
+    TierError,
+    TierResult,
+)
 from kvoffload.cache.keys import key_group_idx
 from kvoffload.cache.manager import PolicyOffloadingManager
 
@@ -115,6 +125,8 @@ class WriteThrough:
         self._clock = clock
         self.writing: dict[OffloadKey, _Chain | None] = {}
         """Blocks that the tier has not reported yet, and for which chain they are written; None after a reset."""
+        self._slots: dict[OffloadKey, int] = {}
+        """Host slots of the blocks in ``writing``, which are pinned."""
         self._chains: dict[_Chain, None] = {}
         """All but those that are gone, the oldest first."""
         self._queues: dict[_State, dict[_Chain, None]] = {_State.FRESH: {}, _State.STARTED: {}}
@@ -210,7 +222,7 @@ class WriteThrough:
             if not result.ok and chain is not None:
                 failed.setdefault(chain, []).append(result)
         keys = [result.key for result in results]
-        self._host.release(keys)
+        self._unpin(keys)
         self._wake(keys)
         for chain, failures in failed.items():
             # What is gone was taken back for another chain.
@@ -301,7 +313,7 @@ class WriteThrough:
         self._remove(chain)
         if chain.is_whole and len(chain.written) > chain.num_written_before:
             # What was written after its request had ended is newer than what comes before it in the chain.
-            self._tier.refresh(chain.keys, chain.written)
+            self._tier.reorder_chain(chain.keys, chain.written)
 
     def _drop(self, chain: _Chain) -> None:
         self._count("disk_dropped_writes", self._num_lacking(chain, in_host=True))
@@ -459,10 +471,11 @@ class WriteThrough:
         """How many of ``keys``, from the first one on, the tier has taken on."""
         if not keys:
             return 0
-        slots = self._host.hold(keys)
-        taken = frozenset(self._tier.write(keys, slots))
+        lease = self._host.prepare_load(keys)
+        taken = frozenset(self._tier.write(keys, lease.slots))
         self.writing.update((key, chain) for key in keys if key in taken)
-        self._host.release([key for key in keys if key not in taken])
+        self._slots.update(zip(keys, lease.slots.tolist(), strict=True))
+        self._unpin([key for key in keys if key not in taken])
         if not taken:
             return 0
         chain.written += [key for key in keys if key in taken]
@@ -470,6 +483,14 @@ class WriteThrough:
         if chain.state is _State.FRESH:
             self._queue(chain, _State.STARTED)
         return next((i for i, key in enumerate(keys) if key not in taken), len(keys))
+
+    def _unpin(self, keys: Sequence[OffloadKey]) -> None:
+        slots = np.array([self._slots.pop(key) for key in keys], dtype=np.int64)
+        self._host.complete_load(LoadStoreSpec(self._host.backend.medium, slots))
+
+    def unpin_all(self) -> None:
+        """Unpins all blocks that are being written, whatever becomes of the writes."""
+        self._unpin(list(self.writing))
 
     def _refuse(self, chain: _Chain) -> None:
         """The tier did not take on all that it was given."""

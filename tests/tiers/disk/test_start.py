@@ -333,7 +333,7 @@ def test_blocks_that_were_hot_in_host_memory_are_kept_after_a_restart(tmp_path: 
     # The end of a chain, which is evicted first.
     hot = range(70, 90)
     tier.touch([key(name) for name in hot])
-    tier.refresh([key(name) for name in (98, 99)], [])
+    tier.reorder_chain([key(name) for name in (98, 99)], [])
     rig.open()
     for name in range(200, 270):
         rig.write(name)

@@ -219,7 +219,7 @@ def test_a_chain_written_in_parts_loses_its_tail_before_its_head_once_its_reques
     tier.touch(chain)
     for part in ((1, 2), (3, 4), (5, 6)):
         rig.write(*part)
-    tier.refresh(chain, chain)
+    tier.reorder_chain(chain, chain)
     left = leaving(rig)
     assert all(present == list(range(1, 1 + len(present))) for present in left), left
     assert len(left) > 1, left

@@ -103,33 +103,19 @@ class _Book(PolicyOffloadingManager):
 
     backend: _Backend
 
-    def restore(self, keys: list[OffloadKey], slots: Slots) -> None:
+    def restore(self, keys: Sequence[OffloadKey], slots: Slots) -> None:
         """Distinct blocks that were found on disk, oldest first."""
         self.backend.adopt(slots)
-        self._table.insert(keys, slots)
-        # As one chain, whose head was used last.
-        self.policy.insert(slots[::-1], keys[::-1])
-        self._table.set_ready(slots)
-        self.policy.settle(slots)
-        self.policy.refresh(slots, *np.array([[True], [False]]).repeat(len(slots), axis=1))
+        super().restore(keys, slots)
 
     def find(self, keys: Sequence[OffloadKey]) -> Slots:
         """The slots of those of ``keys`` that are there, each once."""
         slots = self._table.find(keys)
         return self._table.distinct(slots[slots >= 0])
 
-    def drop(self, slots: Slots) -> None:
-        """Blocks vanish. As in a reset, a slot in transfer comes back when its transfer ends."""
-        users = self._table.num_users(slots).tolist()
-        self.policy.remove(slots)
-        for key, slot, n in zip(self._table.remove(slots), slots.tolist(), users, strict=True):
-            if n:
-                self._orphans[key] = [slot, n]
-        self.backend.free(slots[np.array(users, dtype=np.int64) == 0])
-
     def has_vanished(self, key: OffloadKey) -> bool:
         """Whether ``key``, which is in transfer, was dropped meanwhile."""
-        return key in self._orphans
+        return bool(self._table.is_dropped(self._table.find_in_transfer([key]))[0])
 
     @property
     def num_used_blocks(self) -> int:
@@ -189,12 +175,11 @@ class DiskTier(Tier):
         num_slots = self._files.num_slots
         self._backend = _Backend(self.block_bytes, num_slots)
         try:
-            self._book = _Book(self._backend, make_policy(policy, num_slots), clock=clock)
+            # A block that is refused would be a hole in its chain.
+            self._book = _Book(self._backend, make_policy(policy, num_slots), must_store=True, clock=clock)
         except ConfigError:
             self._files.close()
             raise
-        # A block that is refused would be a hole in its chain.
-        self._book.policy.may_refuse = False
         self._checksums = np.zeros(num_slots, dtype=np.uint64)
         self._stored_at = np.zeros(num_slots, dtype=np.uint32)
         self._hits = np.zeros(num_slots, dtype=np.uint32)
@@ -368,7 +353,7 @@ class DiskTier(Tier):
         self._num_evicted += len(output.evicted_keys)
         self._serials[places] += 1
         # Last key first, as in touch.
-        self._book.refresh(names, names)
+        self._book.reorder_chain(names, names)
         last = self._take_sequences(len(names)) + len(names) - 1
         items = [
             _Item(key, wanted[key], place, last - i)
@@ -540,7 +525,7 @@ class DiskTier(Tier):
         failed = [result for result in results if not result.ok]
         if failed:
             self._book.complete_store([result.key for result in failed if not result.is_read], success=False)
-            self._book.drop(self._book.find([result.key for result in failed if result.is_read]))
+            self._book.drop([result.key for result in failed if result.is_read])
         return results
 
     def _warn(self, message: str) -> None:
@@ -559,14 +544,11 @@ class DiskTier(Tier):
     # Removing.
 
     def touch(self, keys: Sequence[OffloadKey]) -> None:
-        # A tuple: what is looked up twice in a row is found once.
-        keys = tuple(keys)
         self._book.touch(keys)
         self._note_use(keys)
 
-    def refresh(self, keys: Sequence[OffloadKey], stored: Collection[OffloadKey]) -> None:
-        keys = tuple(keys)
-        self._book.refresh(keys, stored)
+    def reorder_chain(self, keys: Sequence[OffloadKey], stored: Collection[OffloadKey]) -> None:
+        self._book.reorder_chain(keys, stored)
         self._note_use(keys)
 
     def _note_use(self, keys: Sequence[OffloadKey]) -> None:
@@ -580,7 +562,7 @@ class DiskTier(Tier):
 
     def delete(self, keys: Sequence[OffloadKey]) -> None:
         slots = self._book.find(keys)
-        self._book.drop(slots)
+        self._book.drop(keys)
         self._make_void(slots)
         self._submit_chores()
 
