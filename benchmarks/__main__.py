@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from benchmarks import convoys, copies, disk, fingerprint, managers, policies, replay, ttft, writes
+from benchmarks import convoys, copies, disk, fingerprint, managers, policies, replay, steps, ttft, writes
 
 BENCHMARKS = {
     "managers": managers.main,
@@ -15,6 +15,7 @@ BENCHMARKS = {
     "convoys": convoys.main,
     "policies": policies.main,
     "replay": replay.main,
+    "steps": steps.main,
     "ttft": ttft.main,
     "writes": writes.main,
 }

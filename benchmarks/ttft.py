@@ -89,7 +89,7 @@ def _measure(config: dict[str, Any]) -> dict[str, float]:
         max_num_batched_tokens=PROMPT_TOKENS + BLOCK_SIZE,
         kv_transfer_config=KVTransferConfig(
             kv_connector=config["connector"],
-            kv_connector_module_path="kvoffload.vllm" if usual else "kvoffload.vllm.faulty",
+            kv_connector_module_path="kvoffload.vllm" if usual else "benchmarks.connectors",
             kv_role="kv_both",
             kv_connector_extra_config={"host_bytes": "2GiB"},
         ),

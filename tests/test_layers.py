@@ -29,7 +29,7 @@ LAYERS = [
 import anything, and only the top layer may import it."""
 
 ENGINE_PACKAGES = {"torch", "vllm"}
-ENGINE_ROOMS = ("kvoffload.vllm", "kvoffload.transfer.cuda")
+ENGINE_ROOMS = ("kvoffload.vllm", "kvoffload.transfer.cuda", "kvoffload.demo.engine")
 
 
 def modules() -> dict[str, str]:

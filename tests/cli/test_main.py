@@ -130,6 +130,7 @@ def test_what_is_imported_is_declared_where_it_belongs() -> None:
         **dict.fromkeys(extras["testing"], ("testing/",)),
         "vllm": ("vllm/", "demo/"),
         "torch": ("vllm/", "transfer/cuda.py"),
+        "transformers": ("demo/engine.py",),
         "huggingface_hub": ("fingerprint.py",),
     }
     for name in found.keys() - core:

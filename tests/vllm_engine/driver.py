@@ -75,6 +75,44 @@ def make_prompts() -> list[list[int]]:
     return prompts
 
 
+class DiskJobs:
+    """Counts what the disk tier of this process has accepted and not reported yet."""
+
+    def __init__(self) -> None:
+        from kvoffload.connector import build
+
+        self.pending: Counter[tuple[bytes, bool]] = Counter()
+        """Key, and whether it is a read."""
+        self._open = build.open_disk_tier
+        build.open_disk_tier = self._open_counting
+
+    def _open_counting(self, *args: Any, **kwargs: Any) -> Any:
+        tier = self._open(*args, **kwargs)
+        read, write, poll = tier.read, tier.write, tier.poll
+
+        def counting(accept: Callable[..., Any], is_read: bool) -> Callable[..., Any]:
+            def call(keys: Any, slots: Any) -> Any:
+                accepted = accept(keys, slots)
+                self.pending.update((key, is_read) for key in accepted)
+                return accepted
+
+            return call
+
+        def counted_poll() -> Any:
+            results = poll()
+            self.pending -= Counter((result.key, result.is_read) for result in results)
+            return results
+
+        tier.read, tier.write, tier.poll = counting(read, True), counting(write, False), counted_poll
+        return tier
+
+
+def connector_module(name: str) -> str:
+    """Returns the module that has the connector ``name``."""
+    own = {"KVOffloadConnector": "kvoffload.vllm", "CorruptedKVOffloadConnector": "kvoffload.demo.corrupted"}
+    return own.get(name, "faulty_connectors")
+
+
 class Engine:
     """A vLLM engine, and what can be seen of it from inside its process."""
 
@@ -85,6 +123,7 @@ class Engine:
             write_model(model, kind, config.get("new_rows", 0))
         if config.get("unexpected_root"):
             _expect_another_root()
+        self._disk = DiskJobs()
         from vllm.config import KVEventsConfig, KVTransferConfig
         from vllm.entrypoints.llm import LLM
 
@@ -106,7 +145,7 @@ class Engine:
             name = config.get("connector_class", "KVOffloadConnector")
             arguments["kv_transfer_config"] = KVTransferConfig(
                 kv_connector=name,
-                kv_connector_module_path="kvoffload.vllm" if name == "KVOffloadConnector" else "kvoffload.vllm.faulty",
+                kv_connector_module_path=connector_module(name),
                 kv_role="kv_both",
                 kv_connector_extra_config=config["connector"],
             )
@@ -145,8 +184,8 @@ class Engine:
         from vllm.distributed.kv_transfer import get_kv_transfer_group
 
         connector = get_kv_transfer_group()
-        (group,) = connector._setup.groups
-        pool, transfer = connector._pool.data, connector.connector_worker.transfer
+        (group,) = connector.layout.groups
+        pool, transfer = connector.pool.data, connector.connector_worker.transfer
         submit = transfer.submit
 
         def blanking(job_id: int, spec: Any, is_store: bool) -> None:
@@ -200,15 +239,13 @@ class Engine:
         raise AssertionError("the engine never comes to rest")
 
     def settle(self) -> None:
-        """Waits until lower tiers have read and written what they were given."""
-        manager = getattr(self.offload.manager, "backing", self.offload.manager)
-        for lane in getattr(manager, "_lanes", []):
-            for _ in range(MAX_STEPS):
-                if not lane.writing and not lane.tier._reading:
-                    break
-                lane.tier.wait(0.1)
-                manager.poll()
-            assert not lane.writing, "the tier does not end its writes"
+        """Waits until the disk tier, if there is one, has read and written all that it was given."""
+        for _ in range(MAX_STEPS):
+            if not self._disk.pending:
+                return
+            self.offload.manager.wait(0.1)
+            self.offload.manager.poll()
+        raise AssertionError("the tier does not end its reads and writes")
 
     def close(self) -> None:
         """Ends the engine as a server ends."""
@@ -229,15 +266,14 @@ class Engine:
             return state
         offload = self.offload
         self.settle()
-        manager = getattr(offload.manager, "backing", offload.manager)
-        manager = getattr(manager, "host", manager)
+        host = getattr(offload.manager, "host", offload.manager)
         offload.manager.check_integrity()
         return state | {
             "off": offload.off,
-            "jobs": len(offload._jobs),
-            "states": len(offload._states),
-            "used_blocks": manager.num_used_blocks,
-            "idle_blocks": manager._table.num_evictable,
+            "jobs": len(offload.snapshot().jobs),
+            "requests": len(offload.snapshot().requests),
+            "used_blocks": host.num_used_blocks,
+            "busy_blocks": host.num_blocks - host.num_available_blocks,
             "metrics": offload.metrics.snapshot(),
             "prometheus": {k: v for k, v in prometheus().items() if k.startswith("kvoffload:")},
             "records": [record.to_dict() for record in offload.records],
@@ -448,14 +484,17 @@ def failed_load(config: dict[str, Any]) -> dict[str, Any]:
     engine.llm.reset_prefix_cache()
     worker, offload = get_kv_transfer_group().connector_worker, engine.offload
     working, worker.transfer = worker.transfer, FailingTransfer(worker.transfer, rate=1.0)
-    end_load = offload._end_load
+    update = offload.update_connector_output
 
-    def end_and_report(job: Any) -> None:
-        end_load(job)
-        worker.transfer = working
-        job.state.may_load = config["again"]
+    def update_once_failed(report: Any) -> None:
+        update(report)
+        if report.failed:
+            worker.transfer = working
+            if config["again"]:
+                # The scheduler half forgets that a load of this request has failed.
+                offload.request_finished(*engine.scheduler.requests.values())
 
-    offload._end_load = end_and_report
+    offload.update_connector_output = update_once_failed
     core = engine.llm.llm_engine
     core.add_request("again", {"prompt_token_ids": prompt}, engine.sampling())
     for step in range(500):
@@ -514,12 +553,15 @@ def sleeps(config: dict[str, Any]) -> dict[str, Any]:
 
     Answers are [index of the prompt, answer], of all requests that were not aborted."""
 
+    from vllm.distributed.kv_transfer import get_kv_transfer_group
+
     from kvoffload.connector import scheduler
     from kvoffload.observe import server as records
     from kvoffload.vllm import versions
-    from kvoffload.vllm.setup import RankInfo
 
     versions.may_sleep = lambda _: not config.get("forgetful")
+    if config.get("forgetful"):
+        config["connector_class"] = "ForgetfulKVOffloadConnector"
     engine = Engine(config)
     core, connector = engine.llm.llm_engine, engine.scheduler.connector
     half = connector.connector_scheduler
@@ -564,7 +606,7 @@ def sleeps(config: dict[str, Any]) -> dict[str, Any]:
         ask(PROMPTS)
         for _ in range(MAX_STEPS):
             step()
-            jobs = connector.connector_scheduler._jobs
+            jobs = connector.connector_scheduler.snapshot().jobs
             # A request that waits for its load would keep its blocks.
             if (jobs and all(job.is_store for job in jobs.values())) or not live:
                 break
@@ -576,7 +618,6 @@ def sleeps(config: dict[str, Any]) -> dict[str, Any]:
             core.abort_request(list(live))
             live.clear()
         if config.get("forgetful"):
-            connector._scheduler = None
             scheduler.JOB_IDS = itertools.count(min(jobs))
         core.wake_up()
         handshake()
@@ -594,8 +635,8 @@ def sleeps(config: dict[str, Any]) -> dict[str, Any]:
     }
     if not config.get("forgetful"):
         result["naps"] = _naps(engine, config, handshake)
-    others = RankInfo(replace(connector._ranks[0].pool, inode=0), connector._ranks[0].layers)
-    connector.set_xfer_handshake_metadata_pp_aware({(0, 0): others})
+    own = get_kv_transfer_group().get_handshake_metadata()
+    connector.set_xfer_handshake_metadata_pp_aware({(0, 0): replace(own, pool=replace(own.pool, inode=0))})
     answers = result["without"] = []
     ask(PROMPTS)
     finish()
@@ -850,7 +891,8 @@ def refusals(config: dict[str, Any]) -> dict[str, Any]:
     from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, MambaSpec, RSWASpec
 
     from kvoffload.vllm import KVOffloadConnector
-    from kvoffload.vllm.setup import MULTI_CONNECTOR, model_fingerprint
+    from kvoffload.vllm.fingerprint import model_fingerprint
+    from kvoffload.vllm.refusals import MULTI_CONNECTOR
 
     def make_config(flags: dict[str, Any]) -> Any:
         made = {"pooler_config": lambda v: PoolerConfig(**v)}
@@ -915,10 +957,10 @@ def refusals(config: dict[str, Any]) -> dict[str, Any]:
             for role in (KVConnectorRole.WORKER, KVConnectorRole.SCHEDULER):
                 connector = KVOffloadConnector(vllm_config, role, caches)
             said[name] = None
-            setup = connector._setup
-            blocks[name] = setup.count_blocks()
-            engines[name] = [setup.engine, setup.engines]
-            fingerprints[name] = model_fingerprint(vllm_config, setup, [])
+            layout = connector.layout
+            blocks[name] = layout.count_blocks()
+            engines[name] = [layout.engine, layout.engines]
+            fingerprints[name] = model_fingerprint(vllm_config, layout, [])
         except Exception as error:
             said[name] = [type(error).__name__, str(error)]
         for part, key, value in before:
@@ -939,7 +981,8 @@ def fingerprints(config: dict[str, Any]) -> dict[str, Any]:
     from vllm.engine.arg_utils import EngineArgs
     from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
 
-    from kvoffload.vllm.setup import Setup, model_fingerprint
+    from kvoffload.vllm.fingerprint import model_fingerprint
+    from kvoffload.vllm.layout import EngineLayout
 
     spec = FullAttentionSpec(block_size=BLOCK_SIZE, num_kv_heads=2, head_size=32, dtype=torch.float32)
     caches = KVCacheConfig(DEVICE_BLOCKS, [], [KVCacheGroupSpec(["layer0", "layer1"], spec)])
@@ -968,7 +1011,7 @@ def fingerprints(config: dict[str, Any]) -> dict[str, Any]:
             ).create_engine_config()
             if "multimodal" in case:
                 vllm_config.model_config.multimodal_config = MultiModalConfig(**case["multimodal"])
-            results[name] = model_fingerprint(vllm_config, Setup.from_vllm(vllm_config, caches), [])
+            results[name] = model_fingerprint(vllm_config, EngineLayout.from_vllm(vllm_config, caches), [])
         except Exception as error:
             results[name] = f"{type(error).__name__}: {error}"
         for variable in environment:

@@ -19,7 +19,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from driver import BLOCK_SIZE, DEVICE_BLOCKS, MAX_TOKENS
+from driver import BLOCK_SIZE, DEVICE_BLOCKS, MAX_TOKENS, connector_module
 from openai import AsyncOpenAI, OpenAI
 from prometheus_client.parser import text_string_to_metric_families
 from vllm_harness import DEADLINE_S, ENVIRONMENT, Child, Runner, eventually, kill_session
@@ -41,8 +41,7 @@ def flag(connector: str = "KVOffloadConnector", **options: Any) -> str:
     config = json.loads(readme_flag())
     config["kv_connector"] = connector
     config["kv_connector_extra_config"] = options
-    if connector != "KVOffloadConnector":
-        config["kv_connector_module_path"] = "kvoffload.vllm.faulty"
+    config["kv_connector_module_path"] = connector_module(connector)
     return json.dumps(config)
 
 

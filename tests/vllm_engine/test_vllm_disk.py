@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import os
 import re
 import shutil
@@ -186,28 +185,6 @@ def test_hashes_that_begin_otherwise_than_expected_end_the_disk_tier(
     assert result["metrics"]["disk_off"] == 1
     assert result.log.count("TIER IS OFF") == 1
     assert "set PYTHONHASHSEED=0" in result.log
-
-
-def test_a_disk_that_fails_at_the_start_leaves_the_host(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    from kvoffload.cache.manager import LRUOffloadingManager
-    from kvoffload.cache.slots import HostBackend
-    from kvoffload.config import OffloadConfig
-    from kvoffload.vllm import setup
-
-    def fail(*_: object, **__: object) -> None:
-        raise OSError(errno.EIO, os.strerror(errno.EIO))
-
-    monkeypatch.setattr(setup, "open_disk_tier", fail)
-    # vLLM's logger, the parent of ours, passes nothing on.
-    setup.logger.addHandler(caplog.handler)
-    config = OffloadConfig.from_mapping(with_disk(tmp_path))
-    made = setup.Setup(config, (), num_device_blocks=2, hash_block_size=16, ranks=1, engine=0, engines=1)
-    assert made.make_tiers(LRUOffloadingManager(HostBackend(16, 2)), [], "ab" * 32) is None
-    setup.logger.removeHandler(caplog.handler)
-    (message,) = {record.getMessage() for record in caplog.records if record.name == setup.logger.name}
-    assert "THERE IS NO DISK TIER: Input/output error" in message
 
 
 def num_records(directory: Path) -> int:

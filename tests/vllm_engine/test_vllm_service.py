@@ -106,7 +106,7 @@ def test_failed_loads_are_recomputed_whatever_the_user_left_unset(service: Run) 
     """vLLM's default is to fail the request."""
     assert service["policy"] == "recompute"
     assert service["recomputes_failed_loads"] is True
-    assert service.log.count("kv_load_failure_policy='fail' has no effect") == 1
+    assert service.log.count("kv_load_failure_policy='fail', vLLM's default, has no effect") == 1
 
 
 def test_a_remote_decoder_finds_the_whole_prefill(service: Run) -> None:
@@ -159,7 +159,7 @@ def test_a_check_that_fails_switches_offloading_off(reuse: Run, expected: list[A
     assert differences(reuse["broken"], expected) == []
     after = reuse["after"]
     assert after["off"] is True
-    assert (after["jobs"], after["states"]) == (0, 0)
+    assert (after["jobs"], after["requests"]) == (0, 0)
     assert after["free_device_blocks"] == after["usable_device_blocks"]
     assert after["prometheus"]["kvoffload:off"] == 1
     assert reuse.log.count("OFFLOADING IS OFF") == 1

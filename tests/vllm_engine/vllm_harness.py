@@ -235,6 +235,6 @@ def differences(got: list[Any], expected: list[Any]) -> list[int]:
 def assert_at_rest(state: dict[str, Any]) -> None:
     """Nothing under way, nothing pinned, every device block free, and no check has failed."""
     assert not state["off"]
-    assert (state["jobs"], state["states"]) == (0, 0)
-    assert state["idle_blocks"] == state["used_blocks"]
+    assert (state["jobs"], state["requests"]) == (0, 0)
+    assert state["busy_blocks"] == 0
     assert state["free_device_blocks"] == state["usable_device_blocks"]

@@ -36,7 +36,8 @@ MODULES = (
     "vllm.v1.attention.backends.cpu_attn",
     "vllm.v1.spec_decode.draft_model",
     "kvoffload.vllm",
-    "kvoffload.vllm.faulty",
+    "kvoffload.demo.corrupted",
+    "faulty_connectors",
 )
 """What children import. A version of vLLM may lack some."""
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from enum import Enum, auto
 
 from kvoffload.abc import OffloadKey, ReqContext, Request
 from kvoffload.connector.control import RequestControl
@@ -18,6 +19,27 @@ NEVER = 1 << 62
 MAX_BLOCKS_A_STEP = 8192
 """Of one request and group: more than a step computes, so only a very long hit on the device takes several steps to be
 stored, and none of them takes long."""
+
+
+class Phase(Enum):
+    """Which device blocks a request holds."""
+
+    WAITING = auto()
+    """None."""
+    LOADING = auto()
+    """A load is filling them."""
+    RUNNING = auto()
+    """It computes on them, or could."""
+
+
+class Storing(Enum):
+    """Whether the blocks that a request completes are stored."""
+
+    ALLOWED = auto()
+    REFUSED = auto()
+    """The manager has refused one of them: those after it could not be found without it."""
+    STALE = auto()
+    """Its KV may belong to weights that are gone."""
 
 
 @dataclass(slots=True, eq=False)
@@ -95,6 +117,18 @@ class RequestState:
         self.next_store = [0] * len(self.layout.groups)
         self.store_at = 0
         self.refused = False
+
+    @property
+    def phase(self) -> Phase:
+        if self.loading:
+            return Phase.LOADING
+        return Phase.RUNNING if self.has_kv else Phase.WAITING
+
+    @property
+    def storing(self) -> Storing:
+        if not self.may_store:
+            return Storing.STALE
+        return Storing.REFUSED if self.refused else Storing.ALLOWED
 
     @property
     def most_tokens(self) -> int:

@@ -40,6 +40,7 @@ from kvoffload.connector.control import RequestControl
 from kvoffload.connector.layout import NULL_BLOCK, Block, Layout
 from kvoffload.connector.messages import StepMeta, WorkerReport
 from kvoffload.connector.request import Match, RequestState
+from kvoffload.connector.snapshot import JobSnapshot, RequestSnapshot, SchedulerSnapshot
 from kvoffload.observe.metrics import Metrics
 from kvoffload.observe.records import RECORD_RING_SIZE, RequestRecord
 from kvoffload.observe.trace import TraceRecorder
@@ -827,6 +828,36 @@ class OffloadingConnectorScheduler:
             logger.exception("kvoffload: shutting down failed")
 
     # Odds and ends.
+
+    def snapshot(self) -> SchedulerSnapshot:
+        """What is known of requests and jobs now. O(requests + jobs): for tests and tools, not for every step."""
+        requests = {
+            req_id: RequestSnapshot(
+                req_id,
+                state.phase,
+                state.storing,
+                state.may_load,
+                tuple(state.next_store),
+                tuple(map(tuple, state.block_ids)),
+                state.jobs,
+            )
+            for req_id, state in self._states.items()
+        }
+        jobs = {
+            job_id: JobSnapshot(
+                job_id,
+                job.is_store,
+                (job.state.context.req_id,),
+                len(job.keys),
+                job.device_blocks,
+                job.pending,
+                job.failed,
+            )
+            for job_id, job in self._jobs.items()
+        }
+        return SchedulerSnapshot(
+            requests, jobs, dict(self._keys_loading), tuple(self._held), self._num_resets, self.off
+        )
 
     def _state(self, request: Request) -> RequestState:
         state = self._states.get(request.request_id)

@@ -39,7 +39,7 @@ def run_act(
     log: Path,
     on_ready: Callable[[EngineInfo], None],
     on_request: Callable[[RequestResult], None],
-    command: tuple[str, ...] = (sys.executable, "-m", "kvoffload.vllm.demo_engine"),
+    command: tuple[str, ...] = (sys.executable, "-m", "kvoffload.demo.engine"),
 ) -> ActResult:
     """Runs an act to its end, calling back as it goes. The engine's own output goes to ``log``.
 

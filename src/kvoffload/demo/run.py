@@ -125,7 +125,7 @@ def act_plans(pool_bytes: int, disk: Path, trace: Path) -> tuple[ActPlan, ...]:
         ActPlan(1, "without kvoffload", None),
         ActPlan(2, "with kvoffload", _connector(tiers | {"record_trace": str(trace)})),
         ActPlan(3, "restarted", _connector(tiers), is_restart=True),
-        ActPlan(4, "with corrupted bytes", _connector(host, "CorruptedKVOffloadConnector", "kvoffload.vllm.faulty")),
+        ActPlan(4, "with corrupted bytes", _connector(host, "CorruptedKVOffloadConnector", "kvoffload.demo.corrupted")),
     )
 
 

@@ -1,6 +1,6 @@
 """One act of the demo: real vLLM in this process, one request at a time.
 
-Run as ``python -m kvoffload.vllm.demo_engine FD`` with an ``ActConfig`` as JSON on standard input. Writes
+Run as ``python -m kvoffload.demo.engine FD`` with an ``ActConfig`` as JSON on standard input. Writes
 JSON lines ``{"kind": ..., ...}`` to the open file descriptor FD: ``info`` when the engine is warm,
 ``request`` after each request, ``summary`` at the end. Standard output and error are for vLLM's log. The
 caller watches the time and ends the process when it is out.
