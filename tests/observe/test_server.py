@@ -245,9 +245,7 @@ def test_the_name_of_a_closed_server_can_be_reused(serve: Callable[..., RecordSe
         server.close()
 
 
-def test_a_name_in_use_is_only_a_warning(
-    serve: Callable[..., RecordServer], caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_name_in_use_is_only_a_warning(serve: Callable[..., RecordServer], caplog: pytest.LogCaptureFixture) -> None:
     serve(lambda: [record(1)])
     assert not caplog.records
     second = serve(lambda: [record(2)])

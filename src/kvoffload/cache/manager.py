@@ -45,7 +45,7 @@ class PolicyOffloadingManager(OffloadingManager):
     """A manager with any policy on any backend. ``policy`` must be made for ``backend.num_blocks`` blocks.
 
     With ``must_store`` the policy may not refuse new blocks. ``admission``, if given, decides which of them are stored
-    at all.
+    at all. ``misses`` remembers why blocks left, by default in a table of fixed size.
     """
 
     def __init__(
@@ -56,6 +56,7 @@ class PolicyOffloadingManager(OffloadingManager):
         *,
         must_store: bool = False,
         admission: Admission | None = None,
+        misses: MissMemory | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         if policy.capacity != backend.num_blocks:
@@ -71,7 +72,7 @@ class PolicyOffloadingManager(OffloadingManager):
         self._admission = admission
         self._table = BlockTable(backend.num_blocks)
         self._events: deque[OffloadingEvent] | None = deque(maxlen=MAX_PENDING_EVENTS) if enable_events else None
-        self._gone = MissMemory(clock=clock)
+        self._gone = misses or MissMemory(clock=clock)
 
     def set_admission(self, admission: Admission) -> None:
         self._admission = admission

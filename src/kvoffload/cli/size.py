@@ -28,7 +28,7 @@ from kvoffload.cli.lab import (
 )
 from kvoffload.lab.latency import Speeds
 from kvoffload.lab.model import DEFAULT_MODEL, DTYPE_BYTES, ModelShape
-from kvoffload.lab.sizing import Prices, Setting, Sizing, milliseconds, what_it_rests_on
+from kvoffload.lab.sizing import Prices, Setting, Sizing, footnote, milliseconds
 from kvoffload.lab.sizing import size as find_size
 from kvoffload.lab.trace import Trace
 from kvoffload.units import format_bytes, parse_bytes
@@ -171,7 +171,7 @@ def _show(trace: Trace, model: ModelShape, speeds: Speeds, sizing: Sizing) -> No
     for warning in sizing.warnings:
         console.print(Text(f"{warning}\n", style="yellow"))
     console.print(_table(sizing))
-    console.print(Text(f"\n{what_it_rests_on(speeds, sizing)} {' '.join(model.notes)}".rstrip(), style="dim"))
+    console.print(Text(f"\n{footnote(speeds, sizing)} {' '.join(model.notes)}".rstrip(), style="dim"))
 
 
 def _table(sizing: Sizing) -> Table:
