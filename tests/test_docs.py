@@ -205,7 +205,7 @@ def test_every_metric_is_documented() -> None:
     rows = [line for line in text.splitlines() if re.search(r"\| (counter|gauge) \|", line)]
     labels = {name: f"{{{spec.label}}}" if spec.label else "" for name, spec in METRICS.items()}
     expected = [f"| `{name}{labels[name]}` | {spec.kind} | {spec.help} |" for name, spec in METRICS.items()]
-    assert sorted(rows) == sorted(expected)
+    assert sorted(rows) == sorted(expected), "docs/metrics.md: write these rows instead:\n" + "\n".join(expected)
 
 
 def test_every_miss_reason_is_documented() -> None:
@@ -232,7 +232,7 @@ def test_quoted_output_is_what_the_command_prints(document: str, block: str) -> 
         env={**os.environ, "COLUMNS": str(CONSOLE_COLUMNS), "PYTHONIOENCODING": "utf-8", "NO_COLOR": "1"},
     )
     printed = [line.rstrip() for line in done.stdout.splitlines()]
-    assert printed == quoted.splitlines(), document
+    assert printed == quoted.splitlines(), f"{document}: quote this instead:\n" + "\n".join(printed)
 
 
 # Negative controls.
