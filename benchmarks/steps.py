@@ -1,8 +1,9 @@
 """CPU time that a step of the engine costs in the two halves of the connector, in microseconds per step.
 
 256 requests decode one token each per step. All figures are CPU time of the calling thread, so that threads of lower
-tiers and other processes do not count. A figure is the median over several periods; a period is as many steps as a block
-has tokens, so that every request completes one block in it, and its time is divided by its steps.
+tiers and other processes do not count. A figure is the median over several periods. A period is as many steps as a
+block has tokens, so that every request completes one block in it, and its time is divided by its steps. A full
+pool evicts a block for every block that is stored.
 
 Set ``KVOFFLOAD_BENCH_BASE`` to the source directory of another version of kvoffload to compare with it: the same
 measurements run in a second process that imports that version.
@@ -30,7 +31,7 @@ import numpy as np
 from benchmarks.report import Row, publish
 
 DECODING = 256
-HOST_BLOCKS = 20_000
+LARGE_POOL, SMALL_POOL = 32_768, 2048
 PAGE_BYTES = 64
 FINGERPRINT = "f" * 64
 HOMES = {
@@ -133,7 +134,7 @@ class Engine:
 
 def make_worker() -> Any:
     views = [np.zeros((1 << 16, PAGE_BYTES), np.uint8)]
-    pool = np.zeros((HOST_BLOCKS, 4096), np.uint8)
+    pool = np.zeros((LARGE_POOL, PAGE_BYTES), np.uint8)
     return named("OffloadingConnectorWorker")(named("InlineTransfer")([named("PageGroup")(views)], pool))
 
 
@@ -146,7 +147,7 @@ def run_worker(worker: Any, meta: Any) -> Any:
 
 
 def median_of_periods(engine: Engine, periods: int) -> tuple[float, float]:
-    engine.run(2 * engine.block_tokens)
+    engine.run((SMALL_POOL // DECODING + 1) * engine.block_tokens)
     # The engine would freeze what lives long too; a collection in the middle of a period is no cost of a step.
     gc.collect()
     gc.freeze()
@@ -167,30 +168,28 @@ def idle_steps(manager: Any, num_steps: int) -> tuple[float, float]:
 def measure(directory: Path, quick: bool) -> dict[str, float]:
     """Microseconds per step, by what is measured."""
 
-    def host() -> Any:
-        return named("LRUOffloadingManager")(named("HostBackend")(16, HOST_BLOCKS))
+    def host(num_blocks: int = LARGE_POOL) -> Any:
+        return named("LRUOffloadingManager")(named("HostBackend")(16, num_blocks))
 
-    periods = {16: 16 if quick else 64, 128: 4 if quick else 10}
     found: dict[str, float] = {}
     found["nothing to store, scheduler half"], found["nothing to store, worker half"] = idle_steps(host(), 200)
-    for block_tokens in (16, 128):
-        for spread in (True, False):
-            when = "in any step" if spread else "all in one step"
-            name = f"blocks of {block_tokens} tokens, completed {when}"
-            found[f"{name}, scheduler half"], _ = median_of_periods(
-                Engine(host(), block_tokens, spread), periods[block_tokens]
-            )
-        name = f"blocks of {block_tokens} tokens, completed in any step"
-        _, found[f"{name}, worker half"] = median_of_periods(
-            Engine(host(), block_tokens, True, has_worker=True), periods[block_tokens]
-        )
-        pool = named("HostPool")(HOST_BLOCKS, 4096)
+    for block_tokens, periods in ((16, 16 if quick else 64), (128, 4 if quick else 10)):
+        what = f"blocks of {block_tokens} tokens"
+
+        def run(
+            manager: Any, spread: bool = True, size: int = block_tokens, n: int = periods, worker: bool = False
+        ) -> tuple[float, float]:
+            return median_of_periods(Engine(manager, size, spread, worker), n)
+
+        found[f"{what}, scheduler half"], _ = run(host())
+        found[f"{what}, scheduler half, all completed in the same step"], _ = run(host(), spread=False)
+        found[f"{what}, scheduler half, full pool"], _ = run(host(SMALL_POOL))
+        _, found[f"{what}, worker half"] = run(host(), worker=True)
+        pool = named("HostPool")(LARGE_POOL, 4096)
         root = str(directory / f"disk{block_tokens}")
         tier = named("open_disk_tier")(root, 512 << 20, [pool.data], FINGERPRINT)
         manager = named("TieredOffloadingManager")(host(), [tier], tokens_per_block=[block_tokens])
-        found[f"{name}, scheduler half with a disk tier"], _ = median_of_periods(
-            Engine(manager, block_tokens, True), periods[block_tokens]
-        )
+        found[f"{what}, scheduler half, with a disk tier"], _ = run(manager)
         manager.shutdown()
         pool.close()
     return found

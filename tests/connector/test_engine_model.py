@@ -14,8 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvoffload.abc import KVGroup, PrepareStoreOutput, ScheduledStep, TransferResult, TransferSpec
-from kvoffload.connector import request as tracking
+from kvoffload.connector import request
 from kvoffload.connector.messages import StepMeta, WorkerReport
+from kvoffload.connector.request import Phase, Storing
 from kvoffload.connector.worker import Finished
 from kvoffload.testing.engine import (
     BrokenPromise,
@@ -137,7 +138,7 @@ def kept_over_every_reset(engine: ModelEngine) -> None:
 
     def forgetful() -> None:
         reset()
-        scheduler._clear_shelf()
+        scheduler.shelf.accept()
 
     scheduler.reset = forgetful  # type: ignore[method-assign]
 
@@ -347,13 +348,13 @@ def unpinned_while_loading(engine: ModelEngine) -> None:
 
 
 def stores_what_is_not_computed(engine: ModelEngine) -> None:
-    due = engine.scheduler._due
+    due = engine.scheduler.stores.due_of
     ahead = max(group.device_block_size for group in engine.groups)
 
     def too_much(state, num_computed, num_before):
         return due(state, num_computed + ahead, num_before)
 
-    engine.scheduler._due = too_much  # type: ignore[method-assign]
+    engine.scheduler.stores.due_of = too_much  # type: ignore[method-assign]
 
 
 def one_block_off(engine: ModelEngine) -> None:
@@ -368,8 +369,8 @@ def reset_keeps_stores_going(engine: ModelEngine) -> None:
 
     def forgetful() -> None:
         reset()
-        for state in scheduler._states.values():
-            state.may_store = True
+        for state in scheduler.requests.values():
+            state.storing = Storing.ALLOWED
 
     scheduler.reset = forgetful  # type: ignore[method-assign]
 
@@ -380,8 +381,8 @@ def preemption_forgets_new_blocks(engine: ModelEngine) -> None:
     def forgetful(step: ScheduledStep) -> StepMeta:
         meta = build(step)
         for req_id in step.preempted:
-            if req_id in scheduler._states:
-                scheduler._states[req_id].has_kv = False
+            if req_id in scheduler.requests:
+                scheduler.requests[req_id].phase = Phase.WAITING
         return meta
 
     scheduler.build_connector_meta = forgetful  # type: ignore[method-assign]
@@ -461,7 +462,7 @@ def accept_late(watch) -> None:
 
 
 def engines_old_blocks_taken_for_new(engine: ModelEngine) -> None:
-    engine.scheduler._trace_soundness = lambda *args: None  # type: ignore[method-assign]
+    engine.scheduler.sound.trace = lambda state, new, found: None  # type: ignore[method-assign]
 
 
 def change_loads(engine: ModelEngine, change: Callable[[TransferSpec], TransferSpec]) -> None:
@@ -563,7 +564,7 @@ def skip_fences(worker) -> None:
 
 def with_layout_groups(engine: ModelEngine, make: Callable[..., KVGroup]) -> None:
     """The connector, and not the engine, takes the groups for what ``make`` makes of their fields."""
-    layout = engine.scheduler._layout
+    layout = engine.scheduler.layout
     layout.groups = tuple(
         make(*(getattr(group, field.name) for field in dataclasses.fields(group))) for group in layout.groups
     )
@@ -600,12 +601,12 @@ def part_of_the_first_block_ignored(engine: ModelEngine) -> None:
 
 def drafts_named_without_the_next_token(engine: ModelEngine) -> None:
     """So the last whole block of a draft group is stored too."""
-    layout = engine.scheduler._layout
+    layout = engine.scheduler.layout
     layout.known_tokens = lambda g, index: (index + 1) * layout.groups[g].block_tokens  # type: ignore[method-assign]
 
 
 def group_not_in_the_key(engine: ModelEngine) -> None:
-    layout = engine.scheduler._layout
+    layout = engine.scheduler.layout
     key = layout.key
     layout.key = lambda g, index, hashes: key(g, index, hashes)[:-4] + bytes(4)  # type: ignore[method-assign]
 
@@ -616,10 +617,10 @@ def fence_of_windows_left_out(engine: ModelEngine) -> None:
     def build_and_forget(step: ScheduledStep) -> StepMeta:
         meta = build(step)
         for job_id, spec in meta.stores.items():
-            if job_id in scheduler._jobs:
+            if job_id in scheduler.jobs.jobs:
                 groups = np.repeat(np.arange(len(engine.groups)), spec.device.group_sizes)
                 kept = [engine.groups[g].is_full for g in groups]
-                scheduler._jobs[job_id].device_blocks = frozenset(spec.device.block_ids[kept].tolist())
+                scheduler.jobs.jobs[job_id].device_blocks = frozenset(spec.device.block_ids[kept].tolist())
         return meta
 
     scheduler.build_connector_meta = build_and_forget  # type: ignore[method-assign]
@@ -633,7 +634,7 @@ def stores_what_slid_out(engine: ModelEngine) -> None:
 def stores_nulls(engine: ModelEngine) -> None:
     """As if the null block held what slid out."""
     stores_what_slid_out(engine)
-    tracking.NULL_BLOCK = -1
+    request.NULL_BLOCK = -1
 
 
 class TornBlocks(KVGroup):
@@ -649,18 +650,18 @@ def stores_torn_blocks(engine: ModelEngine) -> None:
 
 def change_due(engine: ModelEngine, change: Callable[[KVGroup], KVGroup]) -> None:
     """What is due to be stored is found as if the groups were what ``change`` makes of them."""
-    scheduler, due = engine.scheduler, engine.scheduler._due
-    groups = scheduler._layout.groups
+    scheduler, due = engine.scheduler, engine.scheduler.stores.due_of
+    groups = scheduler.layout.groups
     changed = tuple(map(change, groups))
 
     def due_of_changed(state, num_computed, num_before):
-        scheduler._layout.groups = changed
+        scheduler.layout.groups = changed
         try:
             return due(state, num_computed, num_before)
         finally:
-            scheduler._layout.groups = groups
+            scheduler.layout.groups = groups
 
-    scheduler._due = due_of_changed  # type: ignore[method-assign]
+    scheduler.stores.due_of = due_of_changed  # type: ignore[method-assign]
 
 
 Bug = Callable[[ModelEngine], None]
@@ -710,7 +711,7 @@ def caught(
     ids=lambda bug: bug.__name__,
 )
 def test_planted_bug_is_caught(bug: Bug, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tracking, "NULL_BLOCK", tracking.NULL_BLOCK)
+    monkeypatch.setattr(request, "NULL_BLOCK", request.NULL_BLOCK)
     assert caught(bug, Scenario.random), f"{bug.__name__} went unnoticed in {PLANTED_SEEDS} schedules"
 
 

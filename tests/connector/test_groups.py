@@ -12,10 +12,10 @@ from kvoffload.abc import BlockHash, ConfigError, KVGroup, ScheduledStep
 from kvoffload.cache.keys import key_block_hash, key_group_idx
 from kvoffload.cache.manager import LRUOffloadingManager
 from kvoffload.cache.slots import HostBackend
-from kvoffload.connector import request as tracking
+from kvoffload.connector import request as request_module
 from kvoffload.connector.messages import StepMeta, WorkerReport
 from kvoffload.connector.scheduler import OffloadingConnectorScheduler
-from tests.connector.test_scheduler import FakeRequest
+from tests.connector.rig import FakeRequest
 
 FULL, WINDOW = 0, 1
 
@@ -41,6 +41,7 @@ class Rig:
         self.half = OffloadingConnectorScheduler(self.manager, groups=self.groups, hash_block_size=1, **self.options)
         self.next_block = 1
         self.names = 0
+        self.held: dict[int, set[BlockHash]] = {g: set() for g in range(len(self.groups))}
 
     def request(self, num_tokens: int, first: int = 0, **params: Any) -> FakeRequest:
         self.names += 1
@@ -78,21 +79,19 @@ class Rig:
         self.half.update_connector_output(WorkerReport(done=dict.fromkeys([*meta.loads, *meta.stores], 1)))
 
     def stored(self) -> dict[int, set[BlockHash]]:
-        held: dict[int, set[BlockHash]] = {g: set() for g in range(len(self.groups))}
-        table = self.manager._table
-        for key in table.key_of[table.slots()].tolist():
-            held[key_group_idx(key)].add(key_block_hash(key))
-        return held
+        """Per group, the hashes of the blocks that became loadable and have not left."""
+        for event in self.manager.take_events():
+            for key in event.keys:
+                hashes = self.held.setdefault(key_group_idx(key), set())
+                (hashes.discard if event.removed else hashes.add)(key_block_hash(key))
+        return self.held
 
     def drop(self, request: FakeRequest, g: int, *ordinals: int) -> None:
         """Blocks vanish from the host as if they had been evicted."""
         for ordinal in ordinals:
             end = (ordinal + 1) * self.groups[g].block_tokens
             key = request.block_hashes[end - 1] + g.to_bytes(4, "big")
-            slots = self.manager._table.find([key])
-            self.manager.policy.remove(slots)
-            self.manager._table.remove(slots)
-            self.manager.backend.free(slots)
+            self.manager.drop([key])
 
     def hit(self, request: FakeRequest, computed: int = 0) -> int | None:
         return self.half.get_num_new_matched_tokens(request, computed)[0]
@@ -217,8 +216,6 @@ def test_what_slid_out_before_it_was_stored_is_left_out() -> None:
     rig.half.update_state_after_alloc(request, Tables(first), 0)
     assert not rig.step(request, 12, first, new=True).stores
     rig.done(blocking)
-    rig.half.reset()  # room, and the request goes on as one that began after it
-    rig.half._states[request.request_id].may_store = True
     more = rig.tables(12)
     meta = rig.step(request, 12, more, new=False)
     (spec,) = meta.stores.values()
@@ -294,7 +291,7 @@ def test_of_a_chain_longer_than_the_pool_the_head_is_kept_in_all_groups() -> Non
 
 
 def test_a_very_long_hit_on_the_device_is_stored_over_several_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tracking, "MAX_BLOCKS_A_STEP", 4)
+    monkeypatch.setattr(request_module, "MAX_BLOCKS_PER_STEP", 4)
     rig = Rig([KVGroup(4), KVGroup(2)])
     request = rig.request(41)
     rig.half.get_num_new_matched_tokens(request, 40)
@@ -308,60 +305,6 @@ def test_a_very_long_hit_on_the_device_is_stored_over_several_steps(monkeypatch:
         rig.done(meta)
     assert sizes == [[(4, 4)], [(4, 4)], [(2, 4)], [(0, 4)], [(0, 4)], [], []]
     assert rig.hit(rig.request(41)) == 40
-
-
-# What a client may ask for.
-
-
-def test_a_request_may_ask_not_to_be_stored() -> None:
-    rig = Rig([KVGroup(4)])
-    assert not rig.compute(rig.request(12, store=False)).stores
-    assert rig.hit(rig.request(13)) == 0
-    assert rig.compute(rig.request(12, store=True)).stores
-
-
-def test_a_request_may_ask_not_to_load() -> None:
-    rig = Rig([KVGroup(4)])
-    rig.compute(rig.request(12))
-    assert rig.hit(rig.request(13, load=False)) == 0
-    assert rig.hit(rig.request(13)) == 12
-
-
-def test_a_request_may_cap_its_tokens() -> None:
-    rig = Rig([KVGroup(4)])
-    rig.compute(rig.request(20, max_tokens=11))
-    assert len(rig.stored()[0]) == 2
-    assert rig.hit(rig.request(21)) == 8
-    assert rig.hit(rig.request(21, max_tokens=7)) == 4
-    assert rig.hit(rig.request(21, max_tokens=0)) == 0
-
-
-@pytest.mark.parametrize(
-    "wish",
-    [
-        {"store": "no"},
-        {"load": 0},
-        {"max_tokens": -1},
-        {"max_tokens": True},
-        {"max_tokens": "8"},
-        {"unknown": 1},
-        {"store": {"deep": [1, 2]}},
-    ],
-)
-def test_a_wish_that_makes_no_sense_is_left_out(wish: dict[str, Any]) -> None:
-    rig = Rig([KVGroup(4)])
-    assert rig.compute(rig.request(12, **wish)).stores
-    assert rig.hit(rig.request(13, **wish)) == 12
-    assert not rig.half.off
-
-
-@pytest.mark.parametrize("params", [7, "kvoffload", ["kvoffload"], {"kvoffload": 7}, {"kvoffload": None}, {1: 2}])
-def test_params_may_be_anything(params: Any) -> None:
-    rig = Rig([KVGroup(4)])
-    request = rig.request(12)
-    request.kv_transfer_params = params
-    assert rig.compute(request).stores
-    assert not rig.half.off
 
 
 # Events.

@@ -10,10 +10,11 @@ from kvoffload.abc import KVGroup, LookupState, MissReason, ReqContext, Schedule
 from kvoffload.cache.manager import PolicyOffloadingManager
 from kvoffload.cache.policies import make_policy
 from kvoffload.cache.slots import HostBackend
-from kvoffload.connector.scheduler import MAX_WAITS_PER_REQUEST, OffloadingConnectorScheduler
+from kvoffload.connector.lookups import MAX_WAITS_PER_REQUEST
+from kvoffload.connector.scheduler import OffloadingConnectorScheduler
 from kvoffload.testing.tiers import MemoryTier, SteppedExecutor, make_pools
 from kvoffload.tiers.manager import TieredOffloadingManager
-from tests.connector.test_scheduler import TOKENS, Clock, FakeRequest, Rig, prompt
+from tests.connector.rig import TOKENS, Clock, FakeRequest, Rig, prompt
 
 SLOT_BYTES = 4096
 
@@ -139,7 +140,7 @@ def test_at_its_deadline_a_request_still_gets_what_the_host_has(deadline_s: floa
     rig.put_below(prompt(16))
     rig.store(prompt(8))
     rig.step()
-    rig.half._deadline_s = deadline_s
+    rig.half.lookups.deadline_s = deadline_s
     request = FakeRequest("r", prompt(17))
     with rig.manager.executor.hold():
         for _ in range(3):
@@ -173,13 +174,15 @@ def test_a_request_waits_so_often_at_most() -> None:
     with rig.manager.executor.hold():
         for _ in range(20):
             answers.append(rig.look_up(request)[0])
-            rig.half._epoch += 1
+            rig.half.changes.contents += 1
             rig.clock.now += 0.5
             rig.step()
     assert answers.count(None) <= 3 * MAX_WAITS_PER_REQUEST
     assert answers[-8:] == [0] * 8
     rig.start(request)
-    assert request.request_id not in rig.manager._waiters
+    rig.manager.executor.drain()
+    rig.step()
+    assert rig.manager.num_promoted(ReqContext("r")) == 0
 
 
 def test_an_idle_engine_steps_until_a_long_prompt_is_on_disk() -> None:

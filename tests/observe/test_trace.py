@@ -20,7 +20,7 @@ from kvoffload.lab.trace import Trace
 from kvoffload.observe import trace as recorder_module
 from kvoffload.observe.records import RequestRecord
 from kvoffload.observe.trace import TraceRecorder
-from tests.connector.test_scheduler import TOKENS, FakeRequest, Rig, prompt
+from tests.connector.rig import TOKENS, FakeRequest, Rig, prompt
 
 
 class Recording:

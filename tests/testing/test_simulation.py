@@ -80,7 +80,7 @@ def warm(seed: int) -> list[Life]:
         update_chance=0.0,
         abort_chance=0.0,
         copy_failure_rate=0.0,
-        wishes_rate=0.0,
+        options_rate=0.0,
         store_threshold=None,
         num_host_blocks=200,
         num_requests=8,

@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from kvoffload.abc import OffloadKey
-from kvoffload.connector.request import Phase, Storing
+from kvoffload.connector.jobs import HeldRequests, JobTable
+from kvoffload.connector.request import Phase, RequestState, Storing
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,3 +59,39 @@ class SchedulerSnapshot:
     """Finished requests whose device blocks the engine keeps until they are stored (remote decode)."""
     num_resets: int
     off: bool
+
+
+def take_snapshot(
+    requests: Mapping[str, RequestState], jobs: JobTable, held: HeldRequests, num_resets: int, off: bool
+) -> SchedulerSnapshot:
+    """Copies what the scheduler half knows."""
+    return SchedulerSnapshot(
+        {
+            req_id: RequestSnapshot(
+                req_id,
+                state.phase,
+                state.storing,
+                state.may_load,
+                state.blocks.next_store,
+                tuple(map(tuple, state.blocks.tables)),
+                state.num_jobs,
+            )
+            for req_id, state in requests.items()
+        },
+        {
+            job_id: JobSnapshot(
+                job_id,
+                job.is_store,
+                tuple(state.context.req_id for state in job.states),
+                len(job.lease.slots),
+                job.device_blocks,
+                job.num_pending,
+                job.failed,
+            )
+            for job_id, job in jobs.jobs.items()
+        },
+        dict(jobs.keys_loading),
+        tuple(held.deadlines),
+        num_resets,
+        off,
+    )

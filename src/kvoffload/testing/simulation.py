@@ -436,7 +436,7 @@ class Server(LowerTiers):
         storage.read_only = life.read_only_at is not None and steps >= life.read_only_at
         if steps == life.full_at:
             self.medium.capacity_bytes = self.medium.used_bytes
-        self.engine.is_full = steps in life.full_steps
+        self.engine.batcher.is_full = steps in life.full_steps
         self.executor.tick()
         self.check_budget()
         self.check_slots()
