@@ -132,7 +132,7 @@ def throughput(directory: Path, quick: bool) -> list[Row]:
     num_blocks = 128 if quick else 1024
     nbytes = num_blocks * BLOCK_BYTES
     pool = HostPool(256, BLOCK_BYTES)
-    pool.wait_until_touched()
+    pool._toucher.join()
     pool.data[:] = np.random.default_rng(0).integers(0, 256, pool.data.shape[1], dtype=np.uint8)
     speeds: dict[str, list[float]] = {"write": [], "read": [], "peer write": [], "peer read": []}
     shuffled = np.random.default_rng(1).permutation(num_blocks)

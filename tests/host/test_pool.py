@@ -26,7 +26,7 @@ from kvoffload.host import limits as memory
 from kvoffload.host import pool as hostpool
 from kvoffload.host.limits import Reservation, available_memory, total_memory
 from kvoffload.host.pool import HostPool, PoolHandle, padded_slot_bytes
-from kvoffload.units import format_bytes, parse_bytes
+from kvoffload.units import parse_bytes
 
 GIB = 1 << 30
 NUM_BLOCKS, SLOT = 64, 8192
@@ -256,8 +256,8 @@ def leave(monkeypatch: pytest.MonkeyPatch, num_blocks: int) -> None:
         assert name == "MemAvailable"
         return num_blocks * 4096 - sum(allocated_by_pools().values())
 
-    monkeypatch.setattr(memory, "_field", field)
-    monkeypatch.setattr(memory, "_cgroup_limits", list)
+    monkeypatch.setattr(memory, "meminfo_field", field)
+    monkeypatch.setattr(memory, "cgroup_limits", list)
     see = memory.other_reservations
     monkeypatch.setattr(hostpool, "other_reservations", lambda fd: [one for one in see(fd) if is_mine(one.pid)])
 
@@ -557,12 +557,12 @@ def test_a_real_memory_policy_is_respected() -> None:
 import ctypes, os, platform
 from kvoffload.host import limits as memory
 number = {"x86_64": 238, "aarch64": 237}[platform.machine()]
-print(sorted(memory._allowed_nodes()))
-node = max(memory._allowed_nodes())
+print(sorted(memory.allowed_nodes()))
+node = max(memory.allowed_nodes())
 mask = ctypes.c_ulong(1 << node)
 assert ctypes.CDLL(None).syscall(number, 2, ctypes.byref(mask), 64) == 0
-memory._cpuset_nodes = lambda: frozenset(range(64))
-print(sorted(memory._allowed_nodes()) == [node])
+memory.cpuset_nodes = lambda: frozenset(range(64))
+print(sorted(memory.allowed_nodes()) == [node])
 fd = memory.reserve(1 << 20)
 print(os.readlink(f"/proc/self/fd/{fd}") == f"/memfd:kvoffload:{node} (deleted)")
 """
@@ -608,25 +608,3 @@ def test_a_reservation_counts_for_the_whole_machine(root: Path) -> None:
 
 def test_this_machine_has_available_memory() -> None:
     assert 0 < available_memory() < 1 << 50
-
-
-# Formatting.
-
-
-@pytest.mark.parametrize(
-    ("n", "text"),
-    [
-        (0, "0 bytes"),
-        (1023, "1023 bytes"),
-        (1024, "1 KiB"),
-        (1536, "1.5 KiB"),
-        (1 << 20, "1 MiB"),
-        (8 * GIB, "8 GiB"),
-        (10 * GIB, "10 GiB"),
-        (100 * GIB, "100 GiB"),
-        (int(2.5 * (1 << 40)), "2.5 TiB"),
-        (GIB + 1, "1 GiB"),
-    ],
-)
-def test_bytes_are_formatted_with_binary_units(n: int, text: str) -> None:
-    assert format_bytes(n) == text

@@ -299,12 +299,12 @@ def test_a_flood_of_other_users_connections_is_slowed_down_by_pauses(
     serve: Callable[..., RecordServer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     server = serve(lambda: [record(1)])
-    monkeypatch.setattr(records, "_peer_uid", lambda sock: os.geteuid() + 1)
+    monkeypatch.setattr(records, "peer_uid", lambda sock: os.geteuid() + 1)
     began = time.monotonic()
     for _ in range(3 * records.REFUSALS_AT_ONCE):
         with connect(here()) as stranger:
             assert read_all(stranger) == b""
-    monkeypatch.setattr(records, "_peer_uid", lambda sock: os.geteuid())
+    monkeypatch.setattr(records, "peer_uid", lambda sock: os.geteuid())
     for _ in range(2 * records.REFUSALS_AT_ONCE):
         assert read_records(here(), TIMEOUT_S).records == [record(1)]
     assert server.num_pauses == 3, "the server's own user must not be slowed down"
@@ -330,7 +330,7 @@ def test_connecting_to_a_full_queue_is_retried(monkeypatch: pytest.MonkeyPatch) 
 
         monkeypatch.setattr(records.time, "sleep", sleep)
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
-            records._connect(sock, f"\0kvoffload/{os.getpid()}/busy", records.time.monotonic() + TIMEOUT_S)
+            records.connect(sock, f"\0kvoffload/{os.getpid()}/busy", records.time.monotonic() + TIMEOUT_S)
         assert len(pauses) == 3
 
 

@@ -28,10 +28,10 @@ def available_memory(others: Iterable[Reservation] = ()) -> int:
     available memory of the NUMA nodes that it may use, or less if a cgroup limit is lower."""
     # Read this first: memory that is allocated between the two reads then counts twice, and never not at all.
     outstanding = [(other, other.outstanding()) for other in others]
-    nodes = _allowed_nodes()
+    nodes = allowed_nodes()
     available = _on_nodes("MemAvailable", nodes, _RECLAIMABLE)
     available -= sum(nbytes for other, nbytes in outstanding if not nodes or nodes & other.nodes or not other.nodes)
-    for limit in _cgroup_limits():
+    for limit in cgroup_limits():
         within = sum(nbytes for other, nbytes in outstanding if limit.holds(other.pid))
         available = min(available, limit.most - limit.used - within)
     return max(0, available)
@@ -40,8 +40,8 @@ def available_memory(others: Iterable[Reservation] = ()) -> int:
 def total_memory() -> int:
     """Returns the bytes that a server could allocate at most: the memory of the NUMA nodes in its cpuset, or less if a
     cgroup limit is lower. The memory policy of this process is ignored: other ranks may have another."""
-    total = _on_nodes("MemTotal", _cpuset_nodes(), ("MemTotal",))
-    return min([total, *(limit.most for limit in _cgroup_limits())])
+    total = _on_nodes("MemTotal", cpuset_nodes(), ("MemTotal",))
+    return min([total, *(limit.most for limit in cgroup_limits())])
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +65,7 @@ class Reservation:
 def reserve(nbytes: int) -> int:
     """Returns the descriptor of a new memory file of ``nbytes``, none of them allocated. Other processes count it from
     now on. Raises OSError."""
-    nodes = ",".join(map(str, sorted(_allowed_nodes())))
+    nodes = ",".join(map(str, sorted(allowed_nodes())))
     fd = os.memfd_create(f"{RESERVATION}:{nodes}", os.MFD_CLOEXEC)
     try:
         os.ftruncate(fd, nbytes)
@@ -99,23 +99,23 @@ def other_reservations(fd: int) -> list[Reservation]:
 
 def _on_nodes(field: str, nodes: frozenset[int], parts: Sequence[str]) -> int:
     """Returns ``field`` of the machine's meminfo minus the ``parts`` of every node not in ``nodes``, in bytes."""
-    total = _field(Path("/proc/meminfo"), field)
+    total = meminfo_field(Path("/proc/meminfo"), field)
     if nodes:
         for folder in Path("/sys/devices/system/node").glob("node[0-9]*"):
             if int(folder.name.removeprefix("node")) not in nodes:
-                total -= sum(_field(folder / "meminfo", part) for part in parts)
+                total -= sum(meminfo_field(folder / "meminfo", part) for part in parts)
     return max(0, total)
 
 
-def _field(file: Path, name: str) -> int:
+def meminfo_field(file: Path, name: str) -> int:
     """Returns the field ``name`` of a file such as /proc/meminfo, in bytes."""
     found = re.search(rf"\b{re.escape(name)}:\s+(\d+) kB", file.read_text())
     return int(found[1]) * 1024 if found else 0
 
 
-def _allowed_nodes() -> frozenset[int]:
+def allowed_nodes() -> frozenset[int]:
     """Returns the NUMA nodes that this thread may allocate on; an empty set if that is not known."""
-    nodes = _cpuset_nodes()
+    nodes = cpuset_nodes()
     with contextlib.suppress(OSError), Path("/proc/thread-self/numa_maps").open() as maps:
         # The first mapping, the program, has no policy of its own: the kernel shows the thread's.
         bound = _BIND_POLICY.search(maps.readline())
@@ -124,7 +124,8 @@ def _allowed_nodes() -> frozenset[int]:
     return nodes
 
 
-def _cpuset_nodes() -> frozenset[int]:
+def cpuset_nodes() -> frozenset[int]:
+    """Returns the NUMA nodes in this process's cpuset; an empty set if they are not known."""
     with contextlib.suppress(OSError):
         found = re.search(r"^Mems_allowed_list:\s*([0-9,-]+)$", Path("/proc/self/status").read_text(), re.MULTILINE)
         if found is not None:
@@ -145,7 +146,9 @@ def _node_list(text: str) -> frozenset[int]:
 
 
 @dataclass(frozen=True, slots=True)
-class _CgroupLimit:
+class CgroupLimit:
+    """The memory limit of one cgroup, in bytes."""
+
     controllers: str
     """The controllers of its hierarchy, as in /proc/PID/cgroup; empty for cgroup version 2."""
     group: str
@@ -171,7 +174,7 @@ def _cgroups(pid: int | str) -> list[tuple[str, str]]:
     return found
 
 
-def _cgroup_limits() -> list[_CgroupLimit]:
+def cgroup_limits() -> list[CgroupLimit]:
     """Returns the limits of all memory cgroups that contain this process."""
     limits = []
     for controllers, path in _cgroups("self"):
@@ -186,7 +189,7 @@ def _cgroup_limits() -> list[_CgroupLimit]:
             with contextlib.suppress(OSError, ValueError):
                 most, used = (int((group / name).read_text()) for name in names[:2])
                 within = "/" + group.relative_to(root).as_posix().removeprefix(".")
-                limits.append(_CgroupLimit(controllers, within, most, used - _cgroup_stat(group, names[2])))
+                limits.append(CgroupLimit(controllers, within, most, used - _cgroup_stat(group, names[2])))
             if group == root:
                 break
     return limits

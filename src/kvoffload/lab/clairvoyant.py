@@ -62,9 +62,9 @@ class _Future:
 
 
 class ClairvoyantPolicy(CachePolicy):
-    """Evicts the block whose next use is furthest away, and refuses a new block if every victim is needed sooner.
+    """Evicts what is asked for again last, and stores nothing for which something that is asked for sooner would leave.
 
-    Raises IntegrityError if ``observe`` gets another request than the trace's next one.
+    Raises IntegrityError if ``observe`` is shown another request than the trace's next.
     """
 
     def __init__(self, capacity: int, future: _Future) -> None:
@@ -85,7 +85,7 @@ class ClairvoyantPolicy(CachePolicy):
         future = self._future
         start, end = future.offsets[self._request : self._request + 2]
         if len(keys) > end - start or (len(keys) and keys[-1] != future.keys[future.blocks[start + len(keys) - 1]]):
-            raise IntegrityError(f"the clairvoyant policy expected request {self._request} of its trace")
+            raise IntegrityError(f"the clairvoyant policy was not shown request {self._request} of its trace")
         chain = future.blocks[start:end]
         self._rank_of_block[chain] = future.ranks[start:end]
         self._asked_by[chain] = self._request

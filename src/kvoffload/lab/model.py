@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
+from enum import Enum, auto
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -42,9 +43,18 @@ ALIASES = {
 PARTS = ("text_config", "llm_config", "language_config", "thinker_config")
 """Sections in which multi-modal models keep the fields of their language model."""
 
-FULL, SLIDING, STATE = "full", "sliding", "state"
 UNGATED = frozenset({"gpt2", "gpt_bigcode", "gpt_neox", "gptj", "opt", "bloom", "falcon", "mpt", "phi", "starcoder2"})
 """Model types whose MLP has two matrices instead of three."""
+
+
+class LayerKind(Enum):
+    """How far back the tokens of a layer attend."""
+
+    FULL = auto()
+    SLIDING = auto()
+    STATE = auto()
+    """Not at all: the layer keeps a state of fixed size."""
+
 
 Amount = TypeVar("Amount", float, npt.NDArray[Any])
 
@@ -148,10 +158,12 @@ def _shape(content: Mapping[str, Any], where: str, default_name: str, dtype_byte
     if dtype_bytes is None:
         dtype_bytes = _dtype_bytes(fields, where, notes)
     kinds = _layer_kinds(config, layers)
-    attention = layers - kinds.count(STATE)
+    attention = layers - kinds.count(LayerKind.STATE)
     numbers, per_pair, attention_parameters = _attention(config)
-    if kinds.count(STATE):
-        notes.append(f"{kinds.count(STATE)} of {layers} layers keep a state of fixed size, which is not counted.")
+    if attention < layers:
+        notes.append(
+            f"{kinds.count(LayerKind.STATE)} of {layers} layers keep a state of fixed size, which is not counted."
+        )
     # Layers that share KV reuse that of an earlier layer.
     kept = attention - min(config.number("num_kv_shared_layers", 0), attention)
     extra = 0.0
@@ -159,15 +171,16 @@ def _shape(content: Mapping[str, Any], where: str, default_name: str, dtype_byte
         # The keys by which sparse attention selects tokens: one byte per number, and one scale.
         extra = kept * (config.number("index_head_dim") + 4.0)
         notes.append("Sparse attention is counted as if every token attended to the whole prompt.")
-    pairs = per_pair * kinds.count(FULL)
+    sliding = kinds.count(LayerKind.SLIDING)
     windows = 0.0
-    if kinds.count(SLIDING):
+    if sliding:
         window = config.number("attention_chunk_size" if not config.has("sliding_window") else "sliding_window")
-        windows = float(per_pair * kinds.count(SLIDING) * window)
+        windows = float(per_pair * sliding * window)
         notes.append(
-            f"{kinds.count(SLIDING)} of {layers} layers attend to at most {window:,} tokens; their KV is counted for "
-            "every token, an upper bound."
+            f"{sliding} of {layers} layers attend to at most {window:,} tokens; their KV is counted for every token, "
+            "an upper bound."
         )
+    pairs = per_pair * kinds.count(LayerKind.FULL)
     parameters = layers * attention_parameters + _mlp_parameters(config, layers)
     return ModelShape(
         str(name), kept * numbers * dtype_bytes + extra, 2.0 * parameters + windows, float(pairs), tuple(notes)
@@ -191,8 +204,7 @@ def _dtype_bytes(fields: Mapping[str, Any], where: str, notes: list[str]) -> flo
     return DTYPE_BYTES[name]
 
 
-def _layer_kinds(config: _Config, layers: int) -> list[str]:
-    """Returns, per layer, how far back its tokens attend."""
+def _layer_kinds(config: _Config, layers: int) -> list[LayerKind]:
     types = config.fields.get("layer_types") or config.fields.get("layers_block_type")
     if isinstance(types, list):
         if len(types) != layers:
@@ -202,23 +214,23 @@ def _layer_kinds(config: _Config, layers: int) -> list[str]:
         return [_kind(str(each)) for each in types]
     pattern = config.fields.get("hybrid_override_pattern")
     if isinstance(pattern, str):
-        return [FULL if each == "*" else STATE for each in pattern]
+        return [LayerKind.FULL if each == "*" else LayerKind.STATE for each in pattern]
     period = config.number("attn_layer_period", 0) or config.number("full_attention_interval", 0)
     if period:
         offset = config.number("attn_layer_offset", 0) if config.has("attn_layer_offset") else period - 1
-        return [FULL if i % period == offset else STATE for i in range(layers)]
+        return [LayerKind.FULL if i % period == offset else LayerKind.STATE for i in range(layers)]
     if not config.has("sliding_window") or config.fields.get("use_sliding_window") is False:
-        return [FULL] * layers
+        return [LayerKind.FULL] * layers
     period = config.number("sliding_window_pattern", 0)
-    return [FULL if period and (i + 1) % period == 0 else SLIDING for i in range(layers)]
+    return [LayerKind.FULL if period and (i + 1) % period == 0 else LayerKind.SLIDING for i in range(layers)]
 
 
-def _kind(layer_type: str) -> str:
+def _kind(layer_type: str) -> LayerKind:
     if "sliding" in layer_type or "chunked" in layer_type:
-        return SLIDING
+        return LayerKind.SLIDING
     if layer_type == "attention" or "full" in layer_type or "global" in layer_type:
-        return FULL
-    return STATE
+        return LayerKind.FULL
+    return LayerKind.STATE
 
 
 def _attention(config: _Config) -> tuple[int, int, int]:

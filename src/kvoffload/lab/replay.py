@@ -17,7 +17,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, MutableSequence, Sequence
 from concurrent.futures import ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -371,7 +371,6 @@ class _Run:
     def serve_all(self) -> Iterator[int]:
         """Serves one request per iteration, and yields how many are done."""
         trace = self.trace
-        # Tuples, because the index recognizes a tuple that it was asked for before.
         keys: tuple[OffloadKey, ...] = tuple(np.array(trace.keys, dtype=object)[trace.blocks])
         offsets, times, prompt_blocks = trace.offsets.tolist(), trace.times.tolist(), trace.prompt_blocks.tolist()
         for request, now in enumerate(times):
@@ -414,8 +413,9 @@ class _Run:
         stored = output.keys_to_store
         self.evicted += len(output.evicted_keys)
         self.stored += len(stored)
+        lease = output.store_spec
         for start in range(0, len(stored), self.store_step):
-            manager.complete_store(stored[start : start + self.store_step], context)
+            manager.complete_store(replace(lease, slots=lease.slots[start : start + self.store_step]), context)
             manager.poll()
         return stored, bool(output.refused_keys)
 

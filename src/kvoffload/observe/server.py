@@ -150,11 +150,12 @@ def _left(deadline: float) -> float:
 
 def _is_trusted(client: socket.socket) -> bool:
     with contextlib.suppress(OSError):
-        return _peer_uid(client) in (0, os.geteuid())
+        return peer_uid(client) in (0, os.geteuid())
     return False
 
 
-def _peer_uid(sock: socket.socket) -> int:
+def peer_uid(sock: socket.socket) -> int:
+    """Returns the user id of the process at the other end."""
     size = struct.calcsize("iII")
     _, uid, _ = struct.unpack("iII", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size))
     return int(uid)
@@ -217,8 +218,8 @@ def read_records(server: RunningServer, timeout_s: float) -> Reading:
     deadline = time.monotonic() + timeout_s
     try:
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
-            _connect(sock, f"\0kvoffload/{server.pid}/{server.name}", deadline)
-            uid = _peer_uid(sock)
+            connect(sock, f"\0kvoffload/{server.pid}/{server.name}", deadline)
+            uid = peer_uid(sock)
             # Any user may listen under such a name.
             if os.geteuid() not in (0, uid):
                 raise RecordsError(f"{server} belongs to user {uid}: run this command as that user or as root")
@@ -243,7 +244,7 @@ def read_records(server: RunningServer, timeout_s: float) -> Reading:
     return reading
 
 
-def _connect(sock: socket.socket, address: str, deadline: float) -> None:
+def connect(sock: socket.socket, address: str, deadline: float) -> None:
     """Connects; retries while other clients fill the server's queue."""
     while True:
         sock.settimeout(_left(deadline))
