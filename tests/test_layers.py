@@ -18,7 +18,7 @@ PACKAGE = Path(kvoffload.__file__).parent
 LAYERS = [
     {"abc"},
     {"units", "locks", "digests"},
-    {"host", "transfer", "observe", "fingerprint"},
+    {"host", "transfer", "observe", "fingerprints"},
     {"cache"},
     {"config", "tiers"},
     {"connector"},

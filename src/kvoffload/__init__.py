@@ -24,7 +24,7 @@ from kvoffload.config import OffloadConfig
 from kvoffload.connector.build import build_scheduler
 from kvoffload.connector.scheduler import OffloadingConnectorScheduler
 from kvoffload.connector.worker import OffloadingConnectorWorker
-from kvoffload.fingerprint import fingerprint
+from kvoffload.fingerprints import fingerprint
 from kvoffload.host.pool import HostPool
 from kvoffload.transfer.inline import InlineTransfer
 

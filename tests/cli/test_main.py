@@ -17,7 +17,7 @@ import kvoffload
 from kvoffload import cli
 from kvoffload.abc import MissReason
 from kvoffload.observe.records import RequestRecord
-from kvoffload.tiers.disk.tier import open_disk_tier
+from kvoffload.tiers.disk.start import open_disk_tier
 
 testing = pytest.importorskip("click.testing")
 
@@ -131,7 +131,7 @@ def test_imports_match_the_declared_dependencies() -> None:
         "vllm": ("vllm/", "demo/"),
         "torch": ("vllm/", "transfer/cuda.py"),
         "transformers": ("demo/engine.py",),
-        "huggingface_hub": ("fingerprint.py",),
+        "huggingface_hub": ("fingerprints.py",),
     }
     for name in found.keys() - core:
         assert all(path.startswith(rooms.get(name, "vllm/")) for path in found[name]), f"{name} in {found[name]}"

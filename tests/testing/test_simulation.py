@@ -31,7 +31,7 @@ from kvoffload.testing.simulation import (
 )
 from kvoffload.testing.storage import FaultRates
 from kvoffload.testing.tiers import AskingTier, MemoryTier, SteppedExecutor
-from kvoffload.tiers.disk import tier as disk
+from kvoffload.tiers.disk import blockio
 from kvoffload.tiers.disk.tier import DiskTier
 from kvoffload.tiers.writethrough import WriteThrough
 
@@ -200,11 +200,11 @@ def test_any_engine_on_tiers_that_never_fail() -> None:
 
 
 def checksum_not_verified(server: Server, tier: DiskTier, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(disk, "payload_checksum", lambda header, key, buffers: 0)
+    monkeypatch.setattr(blockio, "payload_checksum", lambda header, key, buffers: 0)
 
 
 def record_written_before_the_payload(server: Server, tier: DiskTier, monkeypatch: pytest.MonkeyPatch) -> None:
-    files, write, write_records = tier._files, tier._files.write, tier._files.write_records
+    files, write, write_records = tier.files, tier.files.write, tier.files.write_records
     late: dict[int, Any] = {}
     monkeypatch.setattr(files, "write", late.__setitem__)
 
@@ -219,13 +219,13 @@ def record_written_before_the_payload(server: Server, tier: DiskTier, monkeypatc
 def old_record_stays_while_the_payload_is_overwritten(
     server: Server, tier: DiskTier, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    write_records = tier._files.write_records
+    write_records = tier.files.write_records
 
     def only_new_ones(first_slot: int, records: ByteArray) -> None:
         if records.any():
             write_records(first_slot, records)
 
-    monkeypatch.setattr(tier._files, "write_records", only_new_ones)
+    monkeypatch.setattr(tier.files, "write_records", only_new_ones)
 
 
 def promotion_ready_before_it_is_read(server: Server, tier: DiskTier, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -252,13 +252,13 @@ def pin_leaked(server: Server, tier: DiskTier, monkeypatch: pytest.MonkeyPatch) 
 
 
 def budget_off_by_one_slab(server: Server, tier: DiskTier, monkeypatch: pytest.MonkeyPatch) -> None:
-    files, make_room = tier._files, tier._files._make_room
-    slab = files._bytes_of(files.header.slots_per_slab) - files._bytes_of(0)
-    monkeypatch.setattr(files, "_make_room", lambda nbytes: make_room(nbytes - slab))
+    files, make_room = tier.files, tier.files.make_room
+    slab = files.bytes_of(files.header.slots_per_slab) - files.bytes_of(0)
+    monkeypatch.setattr(files, "make_room", lambda nbytes: make_room(nbytes - slab))
 
 
 def reset_without_a_new_generation(server: Server, tier: DiskTier, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tier, "reset", tier._book.reset)
+    monkeypatch.setattr(tier, "reset", tier.catalog.reset)
 
 
 def reset_forgets_what_is_being_written(server: Server, tier: DiskTier, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -268,7 +268,7 @@ def reset_forgets_what_is_being_written(server: Server, tier: DiskTier, monkeypa
         written = list(server.written)
         tier.delete([key for key, state in zip(written, tier.contains(written), strict=True) if state])
 
-    monkeypatch.setattr(tier._book, "reset", forget_the_rest)
+    monkeypatch.setattr(tier.catalog, "reset", forget_the_rest)
 
 
 def host_slot_freed_while_a_read_into_it_is_under_way(
@@ -308,7 +308,7 @@ def reset_writes_on_the_schedulers_thread(server: Server, tier: DiskTier, monkey
 
     def reset_at_once() -> None:
         reset()
-        tier._files.write_header()
+        tier.files.write_header()
 
     monkeypatch.setattr(tier, "reset", reset_at_once)
 
@@ -320,7 +320,7 @@ def no_deadline(server: Server, tier: DiskTier, monkeypatch: pytest.MonkeyPatch)
 
 
 def closed_with_a_file_open(server: Server, tier: DiskTier, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tier._files, "close", tier._files._index.close)
+    monkeypatch.setattr(tier.files, "close", server.storage.close)
 
 
 def lock_given_up_while_a_job_hangs(server: Server, tier: DiskTier, monkeypatch: pytest.MonkeyPatch) -> None:

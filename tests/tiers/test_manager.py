@@ -80,14 +80,14 @@ class SpyTier(MemoryTier):
         return super().capacity_bytes if self.claimed_blocks is None else self.claimed_blocks * self.block_bytes
 
     def write(self, keys: Sequence[OffloadKey], slots: Slots) -> list[OffloadKey]:
-        n = max(0, self.most_writes - len(self._under_way))
+        n = max(0, self.most_writes - len(self.under_way))
         return super().write(keys[:n], slots[:n])
 
-    def _read(self, key: OffloadKey, slot: int, block: Any) -> None:
+    def read_block(self, key: OffloadKey, slot: int, block: Any) -> None:
         if key in self.hanging:
-            assert isinstance(self._executor, SteppedExecutor)
-            self._executor.stall(1e9)
-        super()._read(key, slot, block)
+            assert isinstance(self.executor, SteppedExecutor)
+            self.executor.stall(1e9)
+        super().read_block(key, slot, block)
 
     def contains(self, keys: Sequence[OffloadKey]) -> States:
         self.asked += keys
@@ -707,9 +707,9 @@ def test_a_tier_that_is_slow_but_reads_on_is_not_taken_for_one_that_hangs() -> N
     rig.clock.now += 0.9
     rig.manager.lookup(keys[1:], B)
     rig.manager.poll()
-    rig.executor._turn()
+    rig.executor.turn()
     while len(rig.manager._lanes[0].flights) == 2:
-        rig.executor._turn()
+        rig.executor.turn()
         rig.manager.poll()
     rig.clock.now += 0.9
     assert rig.manager.lookup(other, ReqContext("c")) is None
@@ -1190,14 +1190,14 @@ def test_nothing_stays_behind_the_first_of_several_blocks_that_cannot_be_written
 def test_a_dropped_chain_leaves_what_another_is_writing_the_way_to(monkeypatch: pytest.MonkeyPatch) -> None:
     rig = Rig(host_blocks=512, tier_blocks=600)
     shared, tail = chain("x", 10), chain("y", 4)
-    write = rig.tier._write
+    write = rig.tier.write_block
 
     def stall(key: OffloadKey, slot: int, block: Any) -> None:
         if key == shared[3]:
             rig.executor.stall(1.0)
         write(key, slot, block)
 
-    rig.tier._write = stall  # type: ignore[method-assign]
+    rig.tier.write_block = stall  # type: ignore[method-assign]
     rig.store(shared)
     rig.settle()
     assert in_tier(rig, shared) == [0, 1, 2, *range(4, 10)]

@@ -98,6 +98,10 @@ class PolicyOffloadingManager(OffloadingManager):
         states = np.where(self._table.is_writing(slots), LookupState.PENDING, LookupState.HIT)
         return np.where(slots < 0, LookupState.MISS, states).astype(np.uint8)
 
+    def find(self, keys: Sequence[OffloadKey]) -> Slots:
+        """Returns one slot per key, -1 where the key is absent."""
+        return self._table.find(keys)
+
     def block_status(self, key: OffloadKey) -> BlockStatus | None:
         """Returns slot and reference count of ``key`` now, or None if it is absent."""
         return self._table.status(key)
@@ -262,10 +266,14 @@ class PolicyOffloadingManager(OffloadingManager):
 
     # The eviction order.
 
-    def touch(self, keys: Sequence[OffloadKey], req_context: ReqContext | None = None) -> None:
+    def touch(
+        self, keys: Sequence[OffloadKey], req_context: ReqContext | None = None, slots: Slots | None = None
+    ) -> None:
+        """``slots``: what ``find`` has returned for ``keys``, if the caller knows."""
         self.count_request(keys, req_context)
         self.policy.observe(keys)
-        slots = self._table.find(keys)
+        if slots is None:
+            slots = self._table.find(keys)
         missing = slots < 0
         if np.count_nonzero(missing):
             absent = dict.fromkeys(compress(keys, missing.tolist()))
@@ -279,8 +287,11 @@ class PolicyOffloadingManager(OffloadingManager):
         keys: Sequence[OffloadKey],
         stored: Collection[OffloadKey],
         req_context: ReqContext | None = None,
+        slots: Slots | None = None,
     ) -> None:
-        slots = self._table.find(keys)
+        """``slots``: what ``find`` has returned for ``keys``, if the caller knows."""
+        if slots is None:
+            slots = self._table.find(keys)
         present, stored = slots >= 0, frozenset(stored)
         mine = slots[present & np.fromiter(map(stored.__contains__, keys), np.bool_, len(keys))]
         slots = self._table.distinct(slots[present][::-1])
@@ -337,7 +348,7 @@ class PolicyOffloadingManager(OffloadingManager):
 
     @property
     def num_used_blocks(self) -> int:
-        return self.backend.num_blocks - self.backend.get_num_free_blocks()
+        return self.backend.num_existing_blocks - self.backend.get_num_free_blocks()
 
     def check_integrity(self) -> None:
         self._table.check_integrity()

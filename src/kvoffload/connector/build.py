@@ -17,7 +17,7 @@ from kvoffload.connector.layout import Layout
 from kvoffload.connector.scheduler import OffloadingConnectorScheduler
 from kvoffload.host.pool import PoolHandle
 from kvoffload.observe.trace import TraceRecorder
-from kvoffload.tiers.disk.tier import open_disk_tier
+from kvoffload.tiers.disk.start import open_disk_tier
 from kvoffload.tiers.manager import TieredOffloadingManager
 from kvoffload.units import format_bytes
 
@@ -45,7 +45,7 @@ def build_scheduler(
     """Returns the scheduler half for an engine with these KV cache ``groups``, ready to serve.
 
     ``pools`` has one host pool per rank: its bytes, shape (num_blocks, slot_bytes), or the PoolHandle of a pool in
-    another process. ``fingerprint`` is the result of ``kvoffload.fingerprint`` for everything that shapes the bytes of
+    another process. ``fingerprint`` is the result of ``kvoffload.fingerprint`` over everything that shapes the bytes of
     a block: blocks are found again only under the same one.
 
     ``hash_block_size``: tokens per block hash, by default the greatest common divisor of the device block sizes.

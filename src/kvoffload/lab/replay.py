@@ -43,7 +43,7 @@ from kvoffload.cache.slots import HostBackend
 from kvoffload.lab.device import DeviceCache
 from kvoffload.lab.latency import Speeds, ttft_seconds
 from kvoffload.lab.model import DEFAULT_MODEL, ModelShape
-from kvoffload.lab.tier import BookTier
+from kvoffload.lab.tier import CatalogTier
 from kvoffload.lab.trace import Floats, Ints, Trace
 from kvoffload.tiers.manager import WRITE_SHARE, TieredOffloadingManager
 
@@ -345,10 +345,10 @@ class _Run:
         backend = HostBackend(trace.block_tokens, self.capacity)
         self.host = PolicyOffloadingManager(backend, policy, misses=_ExactMisses(self.clock), clock=self.clock)
         self.manager: OffloadingManager = self.host
-        self.tier: BookTier | None = None
+        self.tier: CatalogTier | None = None
         self.store_step = max(1, trace.num_accesses)
         if config.disk_blocks:
-            self.tier = BookTier(min(config.disk_blocks, max(1, trace.num_distinct)), 1, config.policy, self.clock)
+            self.tier = CatalogTier(min(config.disk_blocks, max(1, trace.num_distinct)), 1, config.policy, self.clock)
             self.manager = TieredOffloadingManager(
                 self.host, [self.tier], tokens_per_block=[trace.block_tokens], clock=self.clock
             )

@@ -300,12 +300,12 @@ class Server(LowerTiers):
                 wall_clock=self.clock,
                 random=Random(seed).randbytes,
                 slab_bytes=life.slab_blocks * block_bytes,
+                job_bytes=life.blocks_per_job * block_bytes,
             )
         except (ConfigError, OSError):
             if not self.storage.injected:
                 raise
             return []
-        self.tier._blocks_per_job = life.blocks_per_job
         if self.medium.peak_bytes > max(before, capacity):
             raise OverBudget(f"{self.medium.peak_bytes} bytes at the start, {capacity} allowed, {before} were there")
         self.medium.reset_peak()

@@ -19,7 +19,7 @@ from vllm.config.utils import normalize_value
 
 from kvoffload.abc import ConfigError
 from kvoffload.digests import DigestCache
-from kvoffload.fingerprint import files_fingerprint, find_model_dir, fingerprint, has_weights, is_commit
+from kvoffload.fingerprints import files_fingerprint, find_model_dir, fingerprint, has_weights, is_commit
 from kvoffload.vllm import versions
 
 if TYPE_CHECKING:
