@@ -48,7 +48,7 @@ class PolicyOffloadingManager(OffloadingManager):
     """A manager with any policy on any backend. ``policy`` must be made for ``backend.num_blocks`` blocks.
 
     With ``must_store`` the policy may not refuse new blocks. ``admission``, if given, decides which of them are stored
-    at all.
+    at all. ``misses`` remembers why blocks left, by default in a table of fixed size.
     """
 
     def __init__(
@@ -59,6 +59,7 @@ class PolicyOffloadingManager(OffloadingManager):
         *,
         must_store: bool = False,
         admission: Admission | None = None,
+        misses: MissMemory | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         if policy.capacity != backend.num_blocks:
@@ -72,7 +73,7 @@ class PolicyOffloadingManager(OffloadingManager):
         self._admission = admission
         self._table = BlockTable(backend.num_blocks)
         self._events: deque[OffloadingEvent] | None = deque(maxlen=MAX_PENDING_EVENTS) if enable_events else None
-        self._gone = MissMemory(clock=clock)
+        self._gone = misses or MissMemory(clock=clock)
 
     def set_admission(self, admission: Admission) -> None:
         self._admission = admission
@@ -97,6 +98,10 @@ class PolicyOffloadingManager(OffloadingManager):
         slots = self._table.find(keys)
         states = np.where(self._table.is_writing(slots), LookupState.PENDING, LookupState.HIT)
         return np.where(slots < 0, LookupState.MISS, states).astype(np.uint8)
+
+    def find(self, keys: Sequence[OffloadKey]) -> Slots:
+        """Returns one slot per key, -1 where the key is absent."""
+        return self._table.find(keys)
 
     def block_status(self, key: OffloadKey) -> BlockStatus | None:
         """Returns slot and reference count of ``key`` now, or None if it is absent."""
@@ -269,9 +274,12 @@ class PolicyOffloadingManager(OffloadingManager):
 
     # The eviction order.
 
-    def touch(self, keys: Sequence[OffloadKey], req_context: ReqContext | None = None) -> None:
+    def touch(
+        self, keys: Sequence[OffloadKey], req_context: ReqContext | None = None, found: Slots | None = None
+    ) -> None:
+        """``found``: what ``find`` has returned for ``keys``, if the caller has called it."""
         self.count_request(keys, req_context)
-        found = self._table.find(keys)
+        found = self._table.find(keys) if found is None else found
         present = found >= 0
         slots = self._table.distinct((found if present.all() else found[present])[::-1])
         self.policy.access(Access(keys, found, slots, ~self._table.is_writing(slots)))
@@ -281,8 +289,10 @@ class PolicyOffloadingManager(OffloadingManager):
         keys: Sequence[OffloadKey],
         stored: Collection[OffloadKey],
         req_context: ReqContext | None = None,
+        found: Slots | None = None,
     ) -> None:
-        slots = self._table.find(keys)
+        """``found``: what ``find`` has returned for ``keys``, if the caller has called it."""
+        slots = self._table.find(keys) if found is None else found
         present, stored = slots >= 0, frozenset(stored)
         mine = slots[present & np.fromiter(map(stored.__contains__, keys), np.bool_, len(keys))]
         slots = self._table.distinct(slots[present][::-1])
@@ -339,7 +349,7 @@ class PolicyOffloadingManager(OffloadingManager):
 
     @property
     def num_used_blocks(self) -> int:
-        return self.backend.num_blocks - self.backend.get_num_free_blocks()
+        return self.backend.num_existing_blocks - self.backend.get_num_free_blocks()
 
     def check_integrity(self) -> None:
         self._table.check_integrity()
