@@ -14,8 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvoffload.abc import KVGroup, PrepareStoreOutput, ScheduledStep, TransferResult, TransferSpec
-from kvoffload.connector import request as tracking
+from kvoffload.connector import request
 from kvoffload.connector.messages import StepMeta, WorkerReport
+from kvoffload.connector.request import Phase, Storing
 from kvoffload.connector.worker import Finished
 from kvoffload.testing.engine import (
     BrokenPromise,
@@ -65,7 +66,7 @@ ALL_LOADS = (
 
 
 def loads_of(engine: ModelEngine) -> Counter[str]:
-    """How often what is to be tested has happened in a run."""
+    """Counts, for one run, how often each thing happened that is to be tested."""
     seen = Counter({"blocks that slid out": engine.slid_out})
     for group, blocks, partial in zip(engine.groups, engine.loaded_blocks, engine.partial_loads, strict=True):
         where = f"a {kind_of(group)} group among others" if len(engine.groups) > 1 else "the only group"
@@ -137,7 +138,7 @@ def kept_over_every_reset(engine: ModelEngine) -> None:
 
     def forgetful() -> None:
         reset()
-        scheduler._clear_shelf()
+        scheduler.shelf.accept()
 
     scheduler.reset = forgetful  # type: ignore[method-assign]
 
@@ -167,8 +168,8 @@ def test_planted_bug_of_sleeps_is_caught(bug: Bug) -> None:
 
 
 def silent_updates(seed: int) -> Scenario:
-    """New weights now and then of which the connector is not told, between steps and within them; in some the engine's
-    own cache is emptied then, in others at some time later; some have resets too."""
+    """New weights now and then without a reset of the connector, between steps and within them. In some scenarios the
+    engine's own cache is emptied at once, in others some time later. Some have resets too."""
     return dataclasses.replace(
         Scenario.random(seed),
         update_chance=0.06,
@@ -178,7 +179,7 @@ def silent_updates(seed: int) -> Scenario:
 
 
 @pytest.mark.parametrize("chunk", range(4))
-def test_new_weights_without_a_word(chunk: int) -> None:
+def test_new_weights_without_a_reset(chunk: int) -> None:
     seen: Counter[str] = Counter()
     for seed in range(chunk, SEEDS // 20, 4):
         engine = ModelEngine(silent_updates(seed))
@@ -190,8 +191,8 @@ def test_new_weights_without_a_word(chunk: int) -> None:
 
 
 def exact_ends(seed: int) -> Scenario:
-    """Prompts that end where blocks do, of several device blocks each, and stores that come late: what is stored then
-    has lost all that the window allows, and is asked for by who needs all that it allows."""
+    """Prompts that end where blocks do, with several device blocks per block, and late stores: these have lost all
+    device blocks that the window allows them to lose, and requests need all the others."""
     rng = Random(seed)
     window = KVGroup(rng.choice((1, 2, 4)), rng.choice((2, 3, 4)), sliding_window=rng.randint(2, 8))
     scenario = Scenario(
@@ -217,7 +218,7 @@ def test_blocks_asked_for_to_their_last_token(seed: int) -> None:
 
 @pytest.mark.parametrize("seed", range(300))
 def test_a_rank_whose_transfer_breaks(seed: int) -> None:
-    """Nothing is loaded any more, and no request notices."""
+    """Nothing is loaded any more, and no request gets wrong bytes."""
 
     def break_down(engine: ModelEngine) -> None:
         rank, calls = Random(seed).choice(engine.ranks), iter(range(seed % 12))
@@ -318,42 +319,58 @@ def loaded_too_early(engine: ModelEngine) -> None:
 
 
 def report_loads_at_once(worker) -> None:
-    start = worker.start_loads
+    """Loads are reported in the step that starts them, and not when they have ended."""
+    start_loads, get_finished, take_report = worker.start_loads, worker.get_finished, worker.take_report
+    new: dict[int, str] = {}
+    early: Counter[str] = Counter()
+    reported: set[int] = set()
 
-    def report_at_once(meta: StepMeta) -> None:
-        start(meta)
-        for job_id in meta.loads:
-            worker.transfer.wait_any(0)
-            job = worker._jobs.get(job_id)
-            if job is not None:
-                worker._finished.loaded.add(job.spec.req_id)
-                worker._jobs.pop(job_id)
-                worker._report.done[job_id] = 1
+    def start(meta: StepMeta) -> None:
+        start_loads(meta)
+        worker.transfer.wait_any(0)
+        new.update({job_id: spec.req_id for job_id, spec in meta.loads.items()})
 
-    worker.start_loads = report_at_once
+    def finish(meta: StepMeta) -> Finished:
+        finished = get_finished(meta)
+        for req_id in [req_id for req_id in finished.loaded if early[req_id]]:
+            early[req_id] -= 1
+            finished.loaded.discard(req_id)
+            finished.failed.pop(req_id, None)
+        finished.loaded.update(new.values())
+        early.update(new.values())
+        return finished
+
+    def report() -> WorkerReport | None:
+        real = take_report() or WorkerReport()
+        done = {job_id: n for job_id, n in real.done.items() if job_id not in reported} | dict.fromkeys(new, 1)
+        reported.update(new)
+        new.clear()
+        return dataclasses.replace(real, done=done, failed=real.failed & done.keys())
+
+    worker.start_loads, worker.get_finished, worker.take_report = start, finish, report
 
 
 def unpinned_while_loading(engine: ModelEngine) -> None:
     manager = engine.scheduler.manager
     prepare, complete = manager.prepare_load, manager.complete_load
 
-    def let_go(keys, req_context=None):
+    def unpin(keys, req_context=None):
         spec = prepare(keys, req_context)
         complete(keys, req_context)
         return spec
 
-    manager.prepare_load = let_go  # type: ignore[method-assign]
+    manager.prepare_load = unpin  # type: ignore[method-assign]
     manager.complete_load = lambda keys, req_context=None: None  # type: ignore[method-assign]
 
 
 def stores_what_is_not_computed(engine: ModelEngine) -> None:
-    due = engine.scheduler._due
+    due = engine.scheduler.stores.due_of
     ahead = max(group.device_block_size for group in engine.groups)
 
     def too_much(state, num_computed, num_before):
         return due(state, num_computed + ahead, num_before)
 
-    engine.scheduler._due = too_much  # type: ignore[method-assign]
+    engine.scheduler.stores.due_of = too_much  # type: ignore[method-assign]
 
 
 def one_block_off(engine: ModelEngine) -> None:
@@ -368,8 +385,8 @@ def reset_keeps_stores_going(engine: ModelEngine) -> None:
 
     def forgetful() -> None:
         reset()
-        for state in scheduler._states.values():
-            state.may_store = True
+        for state in scheduler.requests.values():
+            state.storing = Storing.ALLOWED
 
     scheduler.reset = forgetful  # type: ignore[method-assign]
 
@@ -380,8 +397,8 @@ def preemption_forgets_new_blocks(engine: ModelEngine) -> None:
     def forgetful(step: ScheduledStep) -> StepMeta:
         meta = build(step)
         for req_id in step.preempted:
-            if req_id in scheduler._states:
-                scheduler._states[req_id].has_kv = False
+            if req_id in scheduler.requests:
+                scheduler.requests[req_id].phase = Phase.WAITING
         return meta
 
     scheduler.build_connector_meta = forgetful  # type: ignore[method-assign]
@@ -393,15 +410,29 @@ def store_retried_after_its_fence(engine: ModelEngine) -> None:
 
 
 def retry_after_fences(worker) -> None:
-    begin = worker.begin_step
+    """A store that has failed is tried again although its device blocks belong to others now."""
+    begin_step, transfer = worker.begin_step, worker.transfer
+    submit, poll = transfer.submit, transfer.poll
+    specs: dict[int, TransferSpec] = {}
+    fenced: set[int] = set()
 
-    def begin_and_forget(meta: StepMeta) -> None:
-        begin(meta)
-        for job_id in meta.fences:
-            if job_id in worker._jobs:
-                worker._jobs[job_id].tries_left = 1
+    def begin(meta: StepMeta) -> None:
+        fenced.update(meta.fences)
+        begin_step(meta)
 
-    worker.begin_step = begin_and_forget
+    def note(job_id: int, spec: TransferSpec, is_store: bool) -> None:
+        specs[job_id] = spec
+        submit(job_id, spec, is_store)
+
+    def poll_and_retry(busy: bool) -> list[TransferResult]:
+        results = poll(busy)
+        again = [result for result in results if not result.ok and result.job_id in fenced]
+        for result in again:
+            fenced.discard(result.job_id)
+            submit(result.job_id, specs[result.job_id], True)
+        return [result for result in results if result not in again]
+
+    worker.begin_step, transfer.submit, transfer.poll = begin, note, poll_and_retry
 
 
 def failed_load_called_good(engine: ModelEngine) -> None:
@@ -427,22 +458,17 @@ def weights_unwatched(engine: ModelEngine) -> None:
 
 def reports_before_weights_are_compared(engine: ModelEngine) -> None:
     for rank in engine.ranks:
-        forget_comparisons(rank.worker)
+        answer_at_once(rank.worker.weights)
 
 
-def forget_comparisons(worker) -> None:
-    collect = worker._collect
-
-    def collect_at_once(busy: bool) -> None:
-        for job in worker._jobs.values():
-            job.comparison = 0
-        collect(busy)
-
-    worker._collect = collect_at_once
+def answer_at_once(watch) -> None:
+    """A comparison that has not ended counts as one that has found no change."""
+    poll = watch.poll
+    watch.poll = lambda: bool(poll())
 
 
 def new_weights_accepted_at_the_next_load(engine: ModelEngine) -> None:
-    """And not at the first step after a reset: what was computed between is taken for theirs."""
+    """Instead of at the first step after a reset: what was computed in between counts as theirs."""
     for rank in engine.ranks:
         accept_late(rank.worker.weights)
 
@@ -461,7 +487,7 @@ def accept_late(watch) -> None:
 
 
 def engines_old_blocks_taken_for_new(engine: ModelEngine) -> None:
-    engine.scheduler._trace_soundness = lambda *args: None  # type: ignore[method-assign]
+    engine.scheduler.sound.trace = lambda state, new, found: None  # type: ignore[method-assign]
 
 
 def change_loads(engine: ModelEngine, change: Callable[[TransferSpec], TransferSpec]) -> None:
@@ -562,8 +588,8 @@ def skip_fences(worker) -> None:
 
 
 def with_layout_groups(engine: ModelEngine, make: Callable[..., KVGroup]) -> None:
-    """The connector, and not the engine, takes the groups for what ``make`` makes of their fields."""
-    layout = engine.scheduler._layout
+    """The connector, and not the engine, uses the groups that ``make`` returns for their fields."""
+    layout = engine.scheduler.layout
     layout.groups = tuple(
         make(*(getattr(group, field.name) for field in dataclasses.fields(group))) for group in layout.groups
     )
@@ -600,12 +626,12 @@ def part_of_the_first_block_ignored(engine: ModelEngine) -> None:
 
 def drafts_named_without_the_next_token(engine: ModelEngine) -> None:
     """So the last whole block of a draft group is stored too."""
-    layout = engine.scheduler._layout
+    layout = engine.scheduler.layout
     layout.known_tokens = lambda g, index: (index + 1) * layout.groups[g].block_tokens  # type: ignore[method-assign]
 
 
 def group_not_in_the_key(engine: ModelEngine) -> None:
-    layout = engine.scheduler._layout
+    layout = engine.scheduler.layout
     key = layout.key
     layout.key = lambda g, index, hashes: key(g, index, hashes)[:-4] + bytes(4)  # type: ignore[method-assign]
 
@@ -616,10 +642,10 @@ def fence_of_windows_left_out(engine: ModelEngine) -> None:
     def build_and_forget(step: ScheduledStep) -> StepMeta:
         meta = build(step)
         for job_id, spec in meta.stores.items():
-            if job_id in scheduler._jobs:
+            if job_id in scheduler.jobs.jobs:
                 groups = np.repeat(np.arange(len(engine.groups)), spec.device.group_sizes)
                 kept = [engine.groups[g].is_full for g in groups]
-                scheduler._jobs[job_id].device_blocks = frozenset(spec.device.block_ids[kept].tolist())
+                scheduler.jobs.jobs[job_id].device_blocks = frozenset(spec.device.block_ids[kept].tolist())
         return meta
 
     scheduler.build_connector_meta = build_and_forget  # type: ignore[method-assign]
@@ -633,7 +659,7 @@ def stores_what_slid_out(engine: ModelEngine) -> None:
 def stores_nulls(engine: ModelEngine) -> None:
     """As if the null block held what slid out."""
     stores_what_slid_out(engine)
-    tracking.NULL_BLOCK = -1
+    request.NULL_BLOCK = -1
 
 
 class TornBlocks(KVGroup):
@@ -643,24 +669,24 @@ class TornBlocks(KVGroup):
 
 
 def stores_torn_blocks(engine: ModelEngine) -> None:
-    """Blocks of which leading device blocks slid out, although who finds the block attends to these."""
+    """Blocks whose leading device blocks slid out, although a request that finds the block attends to these."""
     change_due(engine, lambda group: TornBlocks(*(getattr(group, f.name) for f in dataclasses.fields(group))))
 
 
 def change_due(engine: ModelEngine, change: Callable[[KVGroup], KVGroup]) -> None:
-    """What is due to be stored is found as if the groups were what ``change`` makes of them."""
-    scheduler, due = engine.scheduler, engine.scheduler._due
-    groups = scheduler._layout.groups
+    """Finds blocks that are due as if the groups were what ``change`` makes of them."""
+    scheduler, due = engine.scheduler, engine.scheduler.stores.due_of
+    groups = scheduler.layout.groups
     changed = tuple(map(change, groups))
 
     def due_of_changed(state, num_computed, num_before):
-        scheduler._layout.groups = changed
+        scheduler.layout.groups = changed
         try:
             return due(state, num_computed, num_before)
         finally:
-            scheduler._layout.groups = groups
+            scheduler.layout.groups = groups
 
-    scheduler._due = due_of_changed  # type: ignore[method-assign]
+    scheduler.stores.due_of = due_of_changed  # type: ignore[method-assign]
 
 
 Bug = Callable[[ModelEngine], None]
@@ -710,13 +736,13 @@ def caught(
     ids=lambda bug: bug.__name__,
 )
 def test_planted_bug_is_caught(bug: Bug, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tracking, "NULL_BLOCK", tracking.NULL_BLOCK)
+    monkeypatch.setattr(request, "NULL_BLOCK", request.NULL_BLOCK)
     assert caught(bug, Scenario.random), f"{bug.__name__} went unnoticed in {PLANTED_SEEDS} schedules"
 
 
 def test_window_one_token_short_is_caught() -> None:
-    """A load names all blocks that the engine allocated: one that was not looked for is missed before it is read. So
-    only blocks that were stored with too little in them give wrong bytes."""
+    """A load names all blocks that the engine allocated, so a block that was not looked up is missing before it is
+    read. Only blocks that were stored with too little in them give wrong bytes."""
     assert caught(window_one_token_short, Scenario.random, by=BrokenPromise)
     assert caught(window_one_token_short, exact_ends)
 

@@ -15,9 +15,9 @@ NULL_BLOCK = 0
 class Layout:
     """The KV cache groups, and how block hashes become keys. Raises ConfigError if block sizes do not divide.
 
-    A block's key is made of the hash of its last hash-block. The KV of a draft group depends on the token after
-    its block too: there the key is made of the *next* block's hash, which covers that token. So such a block
-    can be named, stored and found only when the block after it is whole.
+    A block's key is made of the hash of its last hash-block. The KV of a draft group also depends on the token after
+    the block: there the key is made of the *next* block's hash, which covers that token. So such a block can be named,
+    stored and found only when the block after it is whole.
     """
 
     def __init__(self, groups: Sequence[KVGroup], hash_block_size: int | None, namespace: bytes) -> None:
@@ -32,24 +32,28 @@ class Layout:
                     "tokens that one block hash covers; set the engine's hash block size to a divisor of its block size"
                 )
         self.namespace = namespace
+        self.block_tokens = tuple(group.block_tokens for group in groups)
+        self.factors = tuple(group.block_size_factor for group in groups)
         self.align = math.lcm(*(group.block_tokens for group in groups))
-        """Whole blocks of all groups end at multiples of it."""
+        """Tokens: whole blocks of all groups end at multiples of it."""
         self.device_align = math.lcm(*(group.device_block_size for group in groups))
         self.blocks_per_align = sum(self.align // group.block_tokens for group in groups)
         self.full = tuple(g for g, group in enumerate(groups) if group.is_full)
         self.windows = tuple(g for g, group in enumerate(groups) if not group.is_full)
         self.traced = self.full[0] if self.full else 0
-        """The group whose blocks stand in a trace."""
+        """The group whose blocks are recorded in a trace."""
 
     def known_tokens(self, g: int, index: int) -> int:
-        """So many tokens must be known before block ``index`` of group ``g`` has a key."""
+        """The number of tokens that must be known before block ``index`` of group ``g`` has a key."""
         group = self.groups[g]
         return (index + 1 + group.draft) * group.block_tokens
 
     def key(self, g: int, index: int, hashes: Sequence[BlockHash]) -> OffloadKey:
+        """The key of block ``index`` of group ``g`` in a request with these block hashes."""
         return make_offload_key(self.namespace + hashes[self.known_tokens(g, index) // self.hash_block_size - 1], g)
 
     def describe(self, request: Request, block: Block) -> BlockDescription:
+        """What ``block`` of ``request`` holds, for events."""
         size = self.groups[block.group].block_tokens
         start, end = block.ordinal * size, (block.ordinal + 1) * size
         hashes = request.block_hashes
@@ -58,14 +62,14 @@ class Layout:
 
     def needed_blocks(self, g: int, computed: int, end: int) -> range:
         """Blocks of group ``g`` that must be loaded for a request that goes on at token ``end``, where the device
-        holds the first ``computed`` tokens. The first may be there in part."""
+        holds the first ``computed`` tokens. The device may hold a part of the first one."""
         group = self.groups[g]
         first = max(group.skipped_tokens(end), computed) // group.block_tokens
         return range(first, max(first, -(-end // group.block_tokens)))
 
 
 class Block(NamedTuple):
-    """A block of one request: of group ``group``, the ``ordinal``-th from 0, with the device blocks that hold it.
+    """A block of one request: the ``ordinal``-th of group ``group``, from 0, with the device blocks that hold it.
 
     ``first_device_block`` is the index, within the request, of the first of ``device_blocks``: leading ones may
     have slid out of the window.

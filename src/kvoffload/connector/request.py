@@ -1,176 +1,257 @@
-"""What is known of one request: its keys, its block tables, what of it was loaded and is to be stored."""
+"""The state of one request: which device blocks it holds, which of its blocks are stored, whether it waits."""
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from enum import Enum, auto
 
-from kvoffload.abc import OffloadKey, ReqContext, Request
-from kvoffload.connector.control import RequestControl
+from kvoffload.abc import BlockHash, OffloadKey, ReqContext, Request
 from kvoffload.connector.layout import NULL_BLOCK, Block, Layout
-from kvoffload.observe.records import RequestRecord
+from kvoffload.connector.options import RequestOptions
 
 NEVER = 1 << 62
 """More tokens than any request has."""
+MAX_BLOCKS_PER_STEP = 8192
+"""Blocks per request and group that one step stores. A step computes fewer, so only a very long hit in the engine's own
+cache takes several steps to be stored, and none of them takes long."""
 
 
-MAX_BLOCKS_A_STEP = 8192
-"""Of one request and group: more than a step computes, so only a very long hit on the device takes several steps to be
-stored, and none of them takes long."""
+class Phase(Enum):
+    """Which device blocks a request holds."""
+
+    WAITING = auto()
+    """None."""
+    LOADING = auto()
+    """A load is filling them."""
+    RUNNING = auto()
+    """It computes on them, or could."""
+
+
+class Storing(Enum):
+    """Whether the blocks that a request completes are stored."""
+
+    ALLOWED = auto()
+    REFUSED = auto()
+    """The manager has refused one of them: those after it could not be found without it."""
+    STALE = auto()
+    """Its KV may belong to weights that are gone."""
+
+
+@dataclass(slots=True)
+class Changes:
+    """Counters that grow when a remembered lookup may have become wrong."""
+
+    contents: int = 0
+    """Blocks came or went."""
+    loads: int = 0
+    """Something happened that a waiting request waits for: a load started or ended, or the manager may find more."""
 
 
 @dataclass(slots=True, eq=False)
 class Match:
-    """A remembered lookup: for ``computed`` tokens on the device, at ``epoch``, until ``expires``.
+    """A remembered lookup. It holds for ``computed`` tokens on the device, until ``change`` or ``expires``."""
 
-    ``tokens`` None: the request waits, for another's load or for an answer; its ``epoch`` is that of loads.
-    """
-
-    epoch: int
+    change: int
+    """The value of ``Changes.contents`` at the lookup; if the request waits, that of ``Changes.loads``."""
     computed: int
     tokens: int | None
+    """How many tokens can be loaded. None: the request waits, for the load of another or for an answer."""
     missed: OffloadKey | None
+    """The first block that was missing for more."""
     expires: float = float("inf")
 
 
 @dataclass(slots=True, eq=False)
 class RequestState:
+    """What the scheduler half knows of one request."""
+
     request: Request
     context: ReqContext
-    control: RequestControl
-    layout: Layout
-    keys: list[list[OffloadKey]] = field(init=False)
-    """Per group, of its whole blocks so far."""
-    block_ids: list[list[int]] = field(init=False)
-    """Per group, its device blocks, from its first token on."""
-    next_store: list[int] = field(init=False)
-    """Per group, index of the first block not yet given to ``prepare_store``."""
-    loaded: list[range] = field(init=False)
-    """Per group, blocks that came from the host: not stored again."""
-    stored: list[OffloadKey] = field(default_factory=list)
-    """What it has stored itself."""
-    store_at: int = 0
-    """No block becomes due before so many tokens are computed."""
+    options: RequestOptions
+    blocks: RequestBlocks
+    phase: Phase = Phase.WAITING
+    storing: Storing = Storing.ALLOWED
+    may_load: bool = True
     match: Match | None = None
     waiting_since: float | None = None
-    """When the wait under way began: it has been told to ask again ever since."""
+    """When the wait in progress began. Since then the engine was answered to ask again."""
     num_waits: int = 0
     """Waits that have ended since it was last given device blocks."""
     touched: bool = False
-    arrived: float = field(default_factory=time.time)
-    """When it was first looked up, in seconds since 1970."""
-    record: RequestRecord | None = None
-    """Made when it is first given device blocks."""
-    loading: bool = False
+    """Whether its use was counted, which happens once."""
     computed_at_load: int = 0
-    """Tokens the device held when blocks were last allocated to it."""
-    prefill_since: float | None = None
-    """When it was given device blocks, if it computes its whole rest itself and that is still to be measured."""
-    prefill_until: int = 0
-    """How many tokens it had when it first ran; 0 before."""
-    has_kv: bool = False
-    """Whether device blocks were allocated to it and not lost since."""
-    may_load: bool = True
-    may_store: bool = True
-    refused: bool = False
-    """Whether a block of it was not let in: those after it would be of no use without it."""
-    jobs: int = 0
-    """Jobs under way."""
+    """Tokens that the device held when blocks were last allocated to it."""
+    num_jobs: int = 0
+    """Jobs in progress."""
+
+    @classmethod
+    def new(cls, request: Request, layout: Layout, max_stored_tokens: int) -> RequestState:
+        params = request.kv_transfer_params
+        options = RequestOptions.from_params(params)
+        most = NEVER if options.max_tokens is None else options.max_tokens
+        blocks = RequestBlocks(request, layout, most, min(most, max_stored_tokens))
+        context = ReqContext(request.request_id, params)
+        return cls(request, context, options, blocks, may_load=options.load)
+
+    def extend_keys(self) -> None:
+        """Makes the keys of blocks that became whole."""
+        if not self.blocks.extend_keys() and self.storing is Storing.REFUSED:
+            self.storing = Storing.ALLOWED
+
+    def end_wait(self) -> None:
+        """Ends the wait in progress; waits count from zero again."""
+        self.waiting_since, self.num_waits = None, 0
+
+    def lose_blocks(self, has_new_ones: bool) -> None:
+        """The request was preempted. ``has_new_ones``: device blocks were allocated to it again in the meantime."""
+        self.blocks.clear_tables()
+        if self.storing is Storing.STALE:
+            self.storing = Storing.ALLOWED
+            self.blocks.restart_stores()
+        if not has_new_ones:
+            self.blocks.loaded = None
+            self.match = None
+            if self.phase is Phase.RUNNING:
+                self.phase = Phase.WAITING
+
+    def forget_stores(self) -> None:
+        """Every cache was reset: no block of it is stored any more, and what it has computed must not be."""
+        self.match = None
+        self.blocks.stored.clear()
+        self.blocks.restart_stores()
+        self.storing = Storing.ALLOWED if self.phase is Phase.WAITING else Storing.STALE
+
+
+@dataclass(slots=True, eq=False)
+class RequestBlocks:
+    """The blocks of one request, per group: their keys, the device blocks that hold them, and which were stored."""
+
+    request: Request
+    layout: Layout
+    max_tokens: int
+    """No more than this number of its first tokens are loaded."""
+    max_stored_tokens: int
+    """No more than this number of its first tokens are stored."""
+    keys: tuple[list[OffloadKey], ...] = field(init=False)
+    """The keys of its whole blocks so far."""
+    tables: tuple[list[int], ...] = field(init=False)
+    """Its device blocks, from its first token on."""
+    next_store: tuple[int, ...] = field(init=False)
+    """The index of the first block not yet given to ``prepare_store``."""
+    loaded: tuple[range, ...] | None = None
+    """Blocks that came from the host, which are not stored again; None if there are none."""
+    stored: list[OffloadKey] = field(default_factory=list)
+    """What the request has stored itself."""
+    store_at: int = 0
+    """No block becomes due before this many tokens are computed."""
+    _num_hashes: int = 0
+    _last_hash: BlockHash = b""
+    """The block hashes of which keys were made: their number and the last one."""
 
     def __post_init__(self) -> None:
-        self.keys = [[] for _ in self.layout.groups]
-        self.may_load = self.control.load
-        self.forget_blocks()
+        self.keys = tuple([] for _ in self.layout.groups)
+        self.clear_tables()
         self.restart_stores()
-        self.forget_loaded()
 
-    def forget_blocks(self) -> None:
-        self.block_ids = [[] for _ in self.layout.groups]
-
-    def forget_loaded(self) -> None:
-        self.loaded = [range(0)] * len(self.layout.groups)
+    def clear_tables(self) -> None:
+        self.tables = tuple([] for _ in self.layout.groups)
 
     def restart_stores(self) -> None:
-        self.next_store = [0] * len(self.layout.groups)
+        self.next_store = (0,) * len(self.layout.groups)
         self.store_at = 0
-        self.refused = False
 
     @property
     def most_tokens(self) -> int:
-        """Tokens that may be stored and loaded: those known, or fewer if the client says so."""
-        cap = self.control.max_tokens
-        return self.request.num_tokens if cap is None else min(cap, self.request.num_tokens)
+        """Tokens that may be loaded."""
+        return min(self.max_tokens, self.request.num_tokens)
 
-    def extend_keys(self) -> None:
+    def extend_keys(self) -> bool:
         """Makes the keys of blocks that became whole. If the engine has taken tokens back and given others, all keys
-        are made anew, and what follows is stored anew."""
-        hashes, layout = self.request.block_hashes, self.layout
-        known = len(hashes) * layout.hash_block_size
-        for g, keys in enumerate(self.keys):
-            # Hashes are chained: the last one tells.
-            last = len(keys) - 1
-            if keys and (layout.known_tokens(g, last) > known or keys[last] != layout.key(g, last, hashes)):
-                self.keys = [[] for _ in layout.groups]
+        are made anew and False is returned: what was stored or refused belongs to other tokens."""
+        hashes, layout, is_same = self.request.block_hashes, self.layout, True
+        num_hashes, before = len(hashes), self._num_hashes
+        # Hashes are chained, so the last one shows whether any has changed. It is mostly the same object.
+        if before and (
+            num_hashes < before or (hashes[before - 1] is not self._last_hash and hashes[before - 1] != self._last_hash)
+        ):
+            is_same = self._are_keys_of(hashes)
+            if not is_same:
+                self.keys = tuple([] for _ in layout.groups)
                 self.restart_stores()
-                break
+        elif num_hashes == before:
+            return True
+        self._num_hashes, self._last_hash = num_hashes, hashes[-1] if num_hashes else b""
+        known = num_hashes * layout.hash_block_size
         for g, keys in enumerate(self.keys):
             while layout.known_tokens(g, len(keys)) <= known:
                 keys.append(layout.key(g, len(keys), hashes))
+        return is_same
+
+    def _are_keys_of(self, hashes: Sequence[BlockHash]) -> bool:
+        """Whether all keys made so far are those of a request with ``hashes``."""
+        layout, known = self.layout, len(hashes) * self.layout.hash_block_size
+        for g, keys in enumerate(self.keys):
+            last = len(keys) - 1
+            if keys and (layout.known_tokens(g, last) > known or keys[last] != layout.key(g, last, hashes)):
+                return False
+        return True
 
     def keys_in_order(self) -> list[OffloadKey]:
         """All keys so far, by the position at which their blocks end, so that groups lose their tails together."""
-        groups = self.layout.groups
-        if len(groups) == 1:
+        if len(self.keys) == 1:
             return self.keys[0]
-        ends = sorted(
-            ((i + 1) * groups[g].block_tokens, g, i) for g, keys in enumerate(self.keys) for i in range(len(keys))
-        )
+        sizes = self.layout.block_tokens
+        ends = sorted(((i + 1) * sizes[g], g, i) for g, keys in enumerate(self.keys) for i in range(len(keys)))
         return [self.keys[g][i] for _, g, i in ends]
 
-    def add_blocks(self, tables: Sequence[Sequence[int]]) -> None:
-        for mine, new in zip(self.block_ids, tables, strict=True):
+    def add_to_tables(self, tables: Sequence[Sequence[int]]) -> None:
+        for mine, new in zip(self.tables, tables, strict=True):
             mine.extend(new)
 
-    def set_blocks(self, tables: Sequence[Sequence[int]]) -> None:
-        self.block_ids = [list(table) for table in tables]
+    def replace_tables(self, tables: Sequence[Sequence[int]]) -> None:
+        self.tables = tuple(list(table) for table in tables)
 
-    def due_blocks(self, num_computed: int, num_before: int, max_tokens: int) -> list[Block]:
-        """Whole blocks of computed, known tokens that were not stored yet and whose KV is still there, by their end.
+    def due(self, num_computed: int, num_before: int) -> tuple[list[Block], tuple[int, ...]]:
+        """Returns the whole blocks of computed, known tokens that were not stored yet and whose KV is still there, by
+        their end; and per group the ``next_store`` for when they are stored. ``extend_keys`` was called.
 
-        ``num_computed`` tokens are computed when the step is through, ``num_before`` were before it: what the
-        token after those does not attend to may be gone. Blocks past ``max_tokens`` are left out.
+        ``num_computed`` tokens are computed at the end of this step, ``num_before`` were at its beginning: what the
+        token after those does not attend to may be gone.
         """
-        self.extend_keys()
+        layout = self.layout
         due: list[Block] = []
-        for g, group in enumerate(self.layout.groups):
-            ordinals = range(self.next_store[g], self.store_end(g, num_computed, max_tokens))
-            if not group.is_full:
-                due += self._due_in_window(g, ordinals, num_before)
+        ends: list[int] = []
+        tokens = min(num_computed, self.request.num_tokens, self.max_stored_tokens)
+        for g, first in enumerate(self.next_store):
+            keys, table, factor = self.keys[g], self.tables[g], layout.factors[g]
+            end = min(tokens // layout.block_tokens[g], len(table) // factor, len(keys), first + MAX_BLOCKS_PER_STEP)
+            if end <= first:
+                ends.append(first)
                 continue
-            keys, table, loaded, factor = self.keys[g], self.block_ids[g], self.loaded[g], group.block_size_factor
-            blocks = (
-                Block(g, i, keys[i], i * factor, table[i * factor : (i + 1) * factor])
-                for i in ordinals
-                if i not in loaded
-            )
-            if NULL_BLOCK in table[ordinals.start * factor : ordinals.stop * factor]:
-                blocks = (block for block in blocks if NULL_BLOCK not in block.device_blocks)
-            due += blocks
-        if len(self.layout.groups) > 1:
-            groups = self.layout.groups
-            due.sort(key=lambda block: (block.ordinal + 1) * groups[block.group].block_tokens)
-        return due
+            ends.append(end)
+            if not layout.groups[g].is_full:
+                due += self._due_in_window(g, range(first, end), num_before)
+                continue
+            loaded = self.loaded[g] if self.loaded is not None else ()
+            for i in range(first, end):
+                device_blocks = table[i * factor : (i + 1) * factor]
+                if i not in loaded and NULL_BLOCK not in device_blocks:
+                    due.append(Block(g, i, keys[i], i * factor, device_blocks))
+        if len(ends) > 1:
+            due.sort(key=lambda block: (block.ordinal + 1) * layout.block_tokens[block.group])
+        return due, tuple(ends)
 
     def _due_in_window(self, g: int, ordinals: range, num_before: int) -> Iterator[Block]:
-        group, table = self.layout.groups[g], self.block_ids[g]
+        group, table = self.layout.groups[g], self.tables[g]
         size, factor = group.device_block_size, group.block_size_factor
         gone = group.skipped_tokens(num_before) // size
+        loaded = self.loaded[g] if self.loaded is not None else ()
         for ordinal in ordinals:
-            if ordinal in self.loaded[g]:
+            if ordinal in loaded:
                 continue
             first, last = ordinal * factor, (ordinal + 1) * factor
-            # Whoever finds the block needs no more of it than the token at its end, or before it, attends to.
+            # A request that finds the block needs only what the token at its end, or before it, attends to.
             needed = max(first, group.skipped_tokens(last * size - 1) // size)
             first = max(first, min(gone, last))
             while first < last and table[first] == NULL_BLOCK:
@@ -178,24 +259,17 @@ class RequestState:
             if first <= needed and NULL_BLOCK not in table[first:last]:
                 yield Block(g, ordinal, self.keys[g][ordinal], first, table[first:last])
 
-    def store_end(self, g: int, num_computed: int, max_tokens: int) -> int:
-        """Blocks of group ``g`` that are whole when ``num_computed`` tokens are, and are stored in this step."""
-        group = self.layout.groups[g]
-        tokens = min(num_computed, self.most_tokens, max_tokens)
-        blocks = len(self.block_ids[g]) // group.block_size_factor
-        most = self.next_store[g] + MAX_BLOCKS_A_STEP
-        return max(self.next_store[g], min(tokens // group.block_tokens, blocks, len(self.keys[g]), most))
+    def stored_up_to(self, next_store: tuple[int, ...]) -> None:
+        """The blocks before ``next_store`` were given to ``prepare_store``."""
+        self.next_store = next_store
+        self.store_at = self._due_at(0) if len(next_store) == 1 else min(map(self._due_at, range(len(next_store))))
 
-    def stored_up_to(self, num_computed: int, max_tokens: int) -> None:
-        """``due_blocks`` of the same figures were given to ``prepare_store``."""
-        self.next_store = [self.store_end(g, num_computed, max_tokens) for g in range(len(self.layout.groups))]
-        self.store_at = min(self._due_at(g, max_tokens) for g in range(len(self.layout.groups)))
-
-    def _due_at(self, g: int, max_tokens: int) -> int:
-        """Tokens to be computed before the next block of group ``g`` is due."""
-        end = (self.next_store[g] + 1) * self.layout.groups[g].block_tokens
-        cap = self.control.max_tokens
-        if end > max_tokens or (cap is not None and end > cap):
+    def _due_at(self, g: int) -> int:
+        """The number of computed tokens at which the next block of group ``g`` becomes due."""
+        next_block = self.next_store[g]
+        end = (next_block + 1) * self.layout.block_tokens[g]
+        if end > self.max_stored_tokens:
             return NEVER
-        named = self.layout.known_tokens(g, self.next_store[g])
+        # The keys of a draft group need tokens after the block too.
+        named = self.layout.known_tokens(g, next_block) if self.layout.groups[g].draft else end
         return end if named <= self.request.num_tokens else named

@@ -1,4 +1,4 @@
-"""Transfer engines that misbehave on purpose."""
+"""Transfers that misbehave on purpose."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from kvoffload.abc import ByteArray, Transfer, TransferResult, TransferSpec
 
 
 class WrappedTransfer(Transfer):
-    """Passes everything on to ``inner``: what the faulty ones are built on."""
+    """Passes every call on to ``inner``: the base class of the faulty transfers."""
 
     def __init__(self, inner: Transfer) -> None:
         self.inner = inner
@@ -36,7 +36,7 @@ class WrappedTransfer(Transfer):
 
 
 class CorruptingTransfer(WrappedTransfer):
-    """Spoils every block in the pool before it is loaded: the control that shows that tests would notice."""
+    """Corrupts every block in the pool before it is loaded: the negative control, which tests must notice."""
 
     def __init__(self, inner: Transfer, pool_data: ByteArray) -> None:
         super().__init__(inner)
@@ -52,7 +52,7 @@ class CorruptingTransfer(WrappedTransfer):
 class FailingTransfer(WrappedTransfer):
     """Fails a share ``rate`` of the tries, chosen by ``seed``, without copying anything.
 
-    ``failures`` counts the tries that failed, by direction ("load", "store").
+    ``failures`` is the number of failed tries by direction ("load", "store").
     """
 
     def __init__(self, inner: Transfer, rate: float, seed: int = 0) -> None:
@@ -75,8 +75,9 @@ class FailingTransfer(WrappedTransfer):
 
 
 class SlowTransfer(WrappedTransfer):
-    """Copies later, at moments chosen by ``seed``, as a device's copy engine would: each ``tick`` may carry
-    out the oldest job of one direction. Whoever reuses a block without waiting for its copy is found out."""
+    """Copies later, at moments chosen by ``seed``, as a device's copy engine would. Each ``tick`` carries out the
+    oldest job of each direction with probability ``chance``. An engine that reuses a block before its copy has ended
+    gets wrong bytes."""
 
     def __init__(self, inner: Transfer, seed: int, chance: float = 0.3) -> None:
         super().__init__(inner)
@@ -89,7 +90,7 @@ class SlowTransfer(WrappedTransfer):
         self._queued[job_id] = (spec, is_store)
 
     def tick(self) -> None:
-        """Time passes on the device."""
+        """Lets time pass on the device."""
         for direction in (False, True):
             if self._random.random() < self._chance:
                 job = next((j for j, (_, is_store) in self._queued.items() if is_store is direction), None)
@@ -120,7 +121,7 @@ class SlowTransfer(WrappedTransfer):
 
 
 class ThreadedTransfer(WrappedTransfer):
-    """Copies on a thread of its own, as fast as the engine leaves it to: what waits in an idle step is for."""
+    """Copies on a thread of its own, as fast as the engine's thread allows. An idle step must wait for it."""
 
     def __init__(self, inner: Transfer) -> None:
         super().__init__(inner)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from kvoffload.abc import ByteArray
-from kvoffload.testing.engine import ModelEngine
+from kvoffload.testing.batching import Batcher
 from kvoffload.testing.storage import FaultRates, FaultyStorage
 from kvoffload.tiers.disk.directory import DirectoryStorage
 from kvoffload.tiers.disk.tier import DiskTier
@@ -78,7 +78,7 @@ def test_a_device_that_fails_costs_hits_and_nothing_else(
 
 def test_requests_do_not_wait_for_a_device_that_hangs(filled: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # Real threads keep no simulated deadline. All requests must end while the device still hangs.
-    monkeypatch.setattr(ModelEngine, "_check_wait", lambda self, request: None)
+    monkeypatch.setattr(Batcher, "check_wait", lambda self, request: None)
     lower = FaultyDisk(filled, FaultRates(stall=1.0))
     counters = serve(lower, dataclasses.replace(scenario(CLEAN_SEED + 1), load_deadline_ms=100.0))
     assert lower.storage.injected["stall"] > 0

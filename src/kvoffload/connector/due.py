@@ -1,0 +1,77 @@
+"""Finds the requests that may complete a block in a step without a look at all that run."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Mapping
+
+FEW_TOKENS = 16
+"""A request that computes more tokens in a step is looked at in it; the others advance by at most that many."""
+
+
+class DueList:
+    """Requests, by the earliest step in which they may complete a block.
+
+    The list counts tokens. In each step the count grows by the most tokens that any request computes, requests with
+    more than FEW_TOKENS left out. So a request that lacks n tokens cannot be due before the count has grown by n.
+    Tokens that the engine takes back only make it later. Each request is in the list at most once.
+    """
+
+    def __init__(self) -> None:
+        self._count = 0
+        self._by_count: dict[int, dict[str, None]] = {}
+        """By the count at which to look at them, the ids of requests, in the order in which they came."""
+        self._count_of: dict[str, int] = {}
+
+    def __len__(self) -> int:
+        return len(self._count_of)
+
+    def __contains__(self, req_id: str) -> bool:
+        return req_id in self._count_of
+
+    def add(self, req_id: str, tokens: int) -> None:
+        """Adds a request that cannot be due before it has computed ``tokens`` more, at least one."""
+        if req_id in self._count_of:
+            self.remove(req_id)
+        at = self._count + tokens
+        self._count_of[req_id] = at
+        requests = self._by_count.get(at)
+        if requests is None:
+            self._by_count[at] = {req_id: None}
+        else:
+            requests[req_id] = None
+
+    def remove(self, req_id: str) -> None:
+        at = self._count_of.pop(req_id, None)
+        if at is not None:
+            requests = self._by_count[at]
+            del requests[req_id]
+            if not requests:
+                del self._by_count[at]
+
+    def take(self, scheduled: Mapping[str, int]) -> list[str]:
+        """Removes and returns the requests that may be due in a step that computes these numbers of tokens. Requests
+        that are not scheduled may be among them."""
+        most = max(scheduled.values(), default=0)
+        due: list[str] = []
+        if most > FEW_TOKENS:
+            due = [req_id for req_id, tokens in scheduled.items() if tokens > FEW_TOKENS]
+            tokens = sorted(scheduled.values())
+            few = bisect_right(tokens, FEW_TOKENS)
+            most = tokens[few - 1] if few else 0
+        for req_id in due:
+            self.remove(req_id)
+        before = self._count
+        # A request that is to be looked at again in the next step is taken out even if nothing is computed.
+        self._count = before + max(most, 1)
+        for at in range(before + 1, self._count + 1):
+            requests = self._by_count.pop(at, None)
+            if requests is not None:
+                for req_id in requests:
+                    del self._count_of[req_id]
+                due += requests
+        return due
+
+    def clear(self) -> None:
+        self._by_count.clear()
+        self._count_of.clear()

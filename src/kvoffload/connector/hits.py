@@ -1,0 +1,119 @@
+"""The hit search: how much of a request can be loaded from the host."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import NamedTuple
+
+from kvoffload.abc import LookupState, OffloadingManager, OffloadKey, ReqContext
+from kvoffload.connector.layout import Layout
+from kvoffload.connector.request import RequestState
+
+
+class Hit(NamedTuple):
+    """The longest hit of a request."""
+
+    end: int
+    """Up to this token, every group has what the request needs to go on there."""
+    missed: OffloadKey | None
+    """The first key that was missing for more."""
+    is_known: bool
+    """False: a lower tier has not answered yet, and the hit may become longer."""
+
+
+class _Gap(NamedTuple):
+    """A block that a request would need and that cannot be loaded. Gaps sort by the token at which they begin."""
+
+    start: int
+    group: int
+    ordinal: int
+    state: LookupState
+
+
+class HitSearch:
+    """Asks ``manager`` for the longest hit that all groups of ``layout`` agree on. It keeps no state of its own.
+
+    ``keys_loading`` has the keys of blocks that are being loaded for some request.
+    """
+
+    def __init__(self, manager: OffloadingManager, layout: Layout, keys_loading: Mapping[OffloadKey, int]) -> None:
+        self._manager = manager
+        self._layout = layout
+        self._keys_loading = keys_loading
+
+    def longest(self, state: RequestState, computed: int, may_wait: bool) -> Hit:
+        """The longest hit of a request of which the device holds ``computed`` tokens.
+
+        Full-attention groups need every block from ``computed`` on, the others only those that the next token attends
+        to. Each group's answer shortens the next one's question until all agree. If the request may not wait, only
+        blocks that can be loaded now count, and lower tiers are not asked.
+        """
+        layout, blocks, known, missed = self._layout, state.blocks, True, None
+        context = state.context if may_wait else replace(state.context, may_wait=False)
+        end = blocks.most_tokens
+        for g, group in enumerate(layout.groups):
+            end = min(end, len(blocks.keys[g]) * group.block_tokens)
+        end = end // layout.align * layout.align
+        for g in layout.full:
+            size = layout.groups[g].block_tokens
+            first = computed // size
+            if first * size >= end:
+                continue
+            hits = self._manager.lookup(blocks.keys[g][first : end // size], context)
+            known &= hits is not None
+            found = (first + (hits or 0)) * size
+            if found < end:
+                end, missed = found // layout.align * layout.align, blocks.keys[g][found // size]
+        while end > computed:
+            gap = self._first_gap(state, computed, end, context)
+            if gap is None:
+                break
+            missed = blocks.keys[gap.group][gap.ordinal]
+            if gap.state is LookupState.RETRY:
+                return Hit(computed, missed, False)
+            end = gap.start // layout.align * layout.align
+        return Hit(max(end, computed), missed, known)
+
+    def _first_gap(self, state: RequestState, computed: int, end: int, context: ReqContext) -> _Gap | None:
+        """The first missing block that a window needs in order to go on at ``end``, in the group whose hit ends
+        soonest for it; every hit that reaches past that block needs it too. A block whose state is not known yet counts
+        only if no other is certainly missing."""
+        gaps, unknown = [], None
+        for g in self._layout.windows:
+            needed = self._layout.needed_blocks(g, computed, last_loadable(state, end))
+            states = self._manager.lookup_each(state.blocks.keys[g][needed.start : needed.stop], context)
+            for ordinal, found in zip(needed, states, strict=True):
+                gap = _Gap(ordinal * self._layout.groups[g].block_tokens, g, ordinal, found)
+                if found is LookupState.RETRY:
+                    unknown = unknown or gap
+                elif found is not LookupState.HIT:
+                    gaps.append(gap)
+                    break
+        return min(gaps) if gaps else unknown
+
+    def is_next_loading(self, state: RequestState, computed: int) -> bool:
+        """Whether the first block that the request lacks is being loaded for another. Where many requests wait for the
+        same load, this spares the search for more."""
+        if not self._keys_loading or not self._layout.full:
+            return False
+        g = self._layout.full[0]
+        first, keys = computed // self._layout.groups[g].block_tokens, state.blocks.keys[g]
+        whole = state.blocks.most_tokens // self._layout.align * self._layout.align
+        return computed < whole and first < len(keys) and keys[first] in self._keys_loading
+
+    def is_any_loading(self, state: RequestState, computed: int, end: int) -> bool:
+        """Whether a block of the hit that ends at ``end`` is being loaded for another."""
+        if not self._keys_loading:
+            return False
+        loading, last = self._keys_loading.keys(), last_loadable(state, end)
+        for g, keys in enumerate(state.blocks.keys):
+            needed = self._layout.needed_blocks(g, computed, last)
+            if not loading.isdisjoint(keys[needed.start : needed.stop]):
+                return True
+        return False
+
+
+def last_loadable(state: RequestState, end: int) -> int:
+    """The end of what is loaded of a hit that ends at ``end``: at least one token is left to compute."""
+    return min(end, state.request.num_tokens - 1)

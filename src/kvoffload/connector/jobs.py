@@ -1,0 +1,136 @@
+"""The job table: loads and stores in progress, the keys being loaded, and requests held until their stores end."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
+
+from kvoffload.abc import IntegrityError, LoadStoreSpec, OffloadKey
+from kvoffload.connector.layout import Block
+from kvoffload.connector.messages import WorkerReport
+from kvoffload.connector.request import RequestState
+
+JOB_IDS = itertools.count()
+"""Numbers of jobs, shared by all scheduler halves of this process: none takes another's report for that of its own
+job."""
+
+
+@dataclass(slots=True, eq=False)
+class Job:
+    """A load or a store that some worker has not reported yet."""
+
+    is_store: bool
+    states: Sequence[RequestState]
+    """The requests whose device blocks it reads or fills; a load has one."""
+    lease: LoadStoreSpec
+    """The host slots that it reads or fills, as the manager handed them out."""
+    keys: Sequence[OffloadKey] = ()
+    """What a load copies."""
+    blocks: Sequence[tuple[RequestState, Block]] = ()
+    """What a store copies, if events are to describe it."""
+    device_blocks: frozenset[int] = frozenset()
+    """What a store reads."""
+    epoch: int = 0
+    """The number of resets before it began."""
+    num_pending: int = 0
+    """Workers that have not reported it yet."""
+    failed: bool = False
+
+
+@dataclass(slots=True)
+class JobTable:
+    """All jobs in progress. Each of ``num_workers`` workers reports a job once."""
+
+    num_workers: int
+    jobs: dict[int, Job] = field(default_factory=dict)
+    """By job id."""
+    keys_loading: dict[OffloadKey, int] = field(default_factory=dict)
+    """Keys that are being loaded, and the number of loads that copy each."""
+
+    def add(self, job: Job) -> int:
+        """Adds a new job and returns its id."""
+        job_id = next(JOB_IDS)
+        job.num_pending = self.num_workers
+        self.jobs[job_id] = job
+        for state in job.states:
+            state.num_jobs += 1
+        for key in job.keys:
+            self.keys_loading[key] = self.keys_loading.get(key, 0) + 1
+        return job_id
+
+    def take_reports(self, report: WorkerReport, epoch: int) -> list[Job]:
+        """Returns the jobs that every worker has reported now. Unknown jobs are ignored. A store of another epoch
+        counts as failed: a manager that keeps its contents over a reset would take it for a good one.
+
+        Raises IntegrityError if a job was reported more often than there are workers.
+        """
+        ended = []
+        for job_id, count in report.done.items():
+            job = self.jobs.get(job_id)
+            if job is None:
+                continue
+            job.num_pending -= count
+            job.failed |= job_id in report.failed or (job.is_store and job.epoch != epoch)
+            if job.num_pending < 0:
+                raise IntegrityError(f"job {job_id} was reported more often than there are workers")
+            if job.num_pending == 0:
+                self._remove(job_id)
+                ended.append(job)
+        return ended
+
+    def _remove(self, job_id: int) -> None:
+        job = self.jobs.pop(job_id)
+        for state in job.states:
+            state.num_jobs -= 1
+        for key in job.keys:
+            left = self.keys_loading[key] - 1
+            if left:
+                self.keys_loading[key] = left
+            else:
+                del self.keys_loading[key]
+
+    def fence(self, handed_out: Collection[int], overwritten: Collection[int]) -> list[int]:
+        """Returns the stores that must have read their device blocks before the step's forward pass, because some of
+        these now belong to other requests (``handed_out``). Stores that read blocks which may be ``overwritten`` before
+        that count as failed, whatever the workers report."""
+        if not handed_out and not overwritten:
+            return []
+        fences = []
+        for job_id, job in self.jobs.items():
+            if job.is_store and not job.device_blocks.isdisjoint(handed_out):
+                fences.append(job_id)
+            if job.is_store and not job.device_blocks.isdisjoint(overwritten):
+                job.failed = True
+        return fences
+
+    def clear(self) -> None:
+        """Forgets all jobs: their reports will be ignored."""
+        self.jobs.clear()
+        self.keys_loading.clear()
+
+
+@dataclass(slots=True)
+class HeldRequests:
+    """Finished requests whose device blocks the engine keeps until all their blocks are stored, or a deadline."""
+
+    deadlines: dict[str, tuple[RequestState, float]] = field(default_factory=dict)
+
+    def hold(self, state: RequestState, deadline: float) -> None:
+        self.deadlines[state.context.req_id] = state, deadline
+
+    def take_due(self, now: float) -> list[str]:
+        """Removes the requests that need not be held any more, and returns their ids."""
+        due = [req_id for req_id, (state, end) in self.deadlines.items() if state.num_jobs == 0 or now >= end]
+        for req_id in due:
+            del self.deadlines[req_id]
+        return due
+
+    def take_all(self) -> list[str]:
+        """Removes all requests and returns their ids."""
+        req_ids = list(self.deadlines)
+        self.deadlines.clear()
+        return req_ids
+
+    def __len__(self) -> int:
+        return len(self.deadlines)

@@ -1,0 +1,92 @@
+"""Lookups: what a request is offered, whether it waits, and how long the answer is remembered."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from kvoffload.abc import OffloadingManager
+from kvoffload.connector.hits import HitSearch, last_loadable
+from kvoffload.connector.layout import Layout
+from kvoffload.connector.request import Changes, Match, RequestState
+from kvoffload.connector.shelf import Contents, Shelf
+
+MAX_WAITS_PER_REQUEST = 3
+"""A request that has waited, had its answer and could not be scheduled may find less when it is looked up again, and
+wait again. It waits at most this often until it is given device blocks, each time up to the load deadline."""
+
+
+class Lookups:
+    """Answers how much of a request can be loaded, by ``hits``, and remembers it in the request.
+
+    A request waits for blocks that are being loaded for another, for a lower tier, and after a sleep for the comparison
+    of the weights; each time at most ``deadline_s``.
+    """
+
+    def __init__(
+        self,
+        manager: OffloadingManager,
+        layout: Layout,
+        hits: HitSearch,
+        shelf: Shelf,
+        changes: Changes,
+        deadline_s: float,
+        clock: Callable[[], float],
+    ) -> None:
+        self._manager = manager
+        self._layout = layout
+        self._hits = hits
+        self._shelf = shelf
+        self._changes = changes
+        self.deadline_s = deadline_s
+        self._clock = clock
+
+    def match(self, state: RequestState, computed: int) -> Match:
+        """What can be loaded for a request of which the device holds ``computed`` tokens."""
+        match = state.match
+        if match is None or not self._still_holds(match, computed):
+            match = state.match = self._look_up(state, computed)
+            if match.tokens is not None and state.waiting_since is not None:
+                state.waiting_since = None
+                state.num_waits += 1
+        return match
+
+    def _still_holds(self, match: Match, computed: int) -> bool:
+        change = self._changes.loads if match.tokens is None else self._changes.contents
+        return (match.change, match.computed) == (change, computed) and self._clock() < match.expires
+
+    def _look_up(self, state: RequestState, computed: int) -> Match:
+        state.extend_keys()
+        if self._shelf.contents is Contents.AWAKE and (wait := self._wait(state, computed)):
+            self._shelf.ask_for_check()
+            return wait
+        self._shelf.drop()
+        if not state.touched:
+            state.touched = True
+            self._manager.touch(state.blocks.keys_in_order(), state.context)
+        if not state.may_load or computed % self._layout.device_align:
+            return Match(self._changes.contents, computed, 0, None)
+        if self._hits.is_next_loading(state, computed) and (wait := self._wait(state, computed)):
+            return wait
+        may_wait = state.num_waits < MAX_WAITS_PER_REQUEST
+        hit = self._hits.longest(state, computed, may_wait)
+        if not hit.is_known or (hit.end > computed and self._hits.is_any_loading(state, computed, hit.end)):
+            wait = self._wait(state, computed)
+            if wait is not None:
+                return wait
+        if not hit.is_known:
+            # It may not wait any longer.
+            hit = self._hits.longest(state, computed, may_wait=False)
+        if hit.end - computed < self._layout.align:
+            return Match(self._changes.contents, computed, 0, hit.missed)
+        return Match(self._changes.contents, computed, last_loadable(state, hit.end) - computed, hit.missed)
+
+    def _wait(self, state: RequestState, computed: int) -> Match | None:
+        """The request asks again when a load has started or ended, when the manager may find more, or at the deadline.
+        None if the deadline is over, or if it has waited MAX_WAITS_PER_REQUEST times."""
+        if state.num_waits >= MAX_WAITS_PER_REQUEST:
+            return None
+        now = self._clock()
+        if state.waiting_since is None:
+            state.waiting_since = now
+        deadline = state.waiting_since + self.deadline_s
+        return Match(self._changes.loads, computed, None, None, deadline) if now < deadline else None

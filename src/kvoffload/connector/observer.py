@@ -1,0 +1,210 @@
+"""The observer of requests: records, reasons of misses, speed of prefills, metrics, descriptions for events, traces."""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
+
+from kvoffload.abc import BlockDescription, OffloadingEvent, OffloadingManager, OffloadKey
+from kvoffload.cache.manager import MAX_PENDING_EVENTS
+from kvoffload.connector.jobs import Job
+from kvoffload.connector.layout import Layout
+from kvoffload.connector.messages import WorkerReport
+from kvoffload.connector.request import Match, RequestState
+from kvoffload.observe.metrics import Metrics
+from kvoffload.observe.records import RECORD_RING_SIZE, RequestRecord
+from kvoffload.observe.trace import TraceRecorder
+
+logger = logging.getLogger(__name__)
+
+WARN_EVERY_S = 60.0
+READ_POLICY_EVERY_S = 1.0
+"""The most seconds by which gauges of a self-tuning policy may be old. Engines take metrics in every step."""
+MIN_PREFILL_SAMPLE = 64
+"""Tokens. A shorter prompt says little about how fast the engine computes."""
+
+
+@dataclass(slots=True, eq=False)
+class _Prefill:
+    """A request that computes its whole prompt itself, while that is measured."""
+
+    state: RequestState
+    since: float
+    """When it was given device blocks."""
+    tokens: int = 0
+    """How many tokens it had when it first ran; 0 before."""
+
+
+@dataclass(slots=True, eq=False)
+class _Observed:
+    """What is remembered of a request that has not ended."""
+
+    arrived: float = field(default_factory=time.time)
+    """When it was first looked up, in seconds since 1970."""
+    record: RequestRecord | None = None
+    """Made when it is first given device blocks."""
+
+
+class RequestObserver:
+    """Observes requests and jobs; no decision depends on it.
+
+    ``records`` has the latest requests. ``recorder`` gets every request that was given device blocks, when it ends.
+    ``describes_blocks``: events of stored blocks carry a BlockDescription.
+    """
+
+    def __init__(
+        self,
+        manager: OffloadingManager,
+        layout: Layout,
+        metrics: Metrics,
+        recorder: TraceRecorder | None,
+        describes_blocks: bool,
+        clock: Callable[[], float],
+    ) -> None:
+        self.metrics = metrics
+        self.records: deque[RequestRecord] = deque(maxlen=RECORD_RING_SIZE)
+        self.describes_blocks = describes_blocks
+        self._manager = manager
+        self._layout = layout
+        self._recorder = recorder
+        self._clock = clock
+        self._read_policy_at = float("-inf")
+        self._requests: dict[str, _Observed] = {}
+        self._prefills: dict[str, _Prefill] = {}
+        self._descriptions: dict[OffloadKey, BlockDescription] = {}
+        """Blocks that became loadable since events were last taken."""
+        self._last_warning: dict[str, float] = {}
+
+    # Requests.
+
+    def begin(self, state: RequestState) -> None:
+        """Begins to observe a request, which is looked up for the first time."""
+        self._requests[state.context.req_id] = _Observed()
+
+    def allocated(self, state: RequestState, match: Match | None, num_external_tokens: int) -> None:
+        """Records a request that was given device blocks. Without a match it had blocks before and goes on with
+        them."""
+        req_id = state.context.req_id
+        if match is not None:
+            self._record(state, match, num_external_tokens)
+        if match is not None and num_external_tokens == 0:
+            self._prefills[req_id] = _Prefill(state, self._clock())
+        else:
+            self._prefills.pop(req_id, None)
+
+    def lost_blocks(self, req_id: str) -> None:
+        """Ends the measurement of a prefill, because the request was preempted."""
+        self._prefills.pop(req_id, None)
+
+    def end(self, state: RequestState) -> None:
+        """Ends the observation of a request, and writes it to the trace."""
+        req_id, request = state.context.req_id, state.request
+        observed = self._requests.pop(req_id, None)
+        self._prefills.pop(req_id, None)
+        if self._recorder is not None and observed is not None and observed.record is not None:
+            state.extend_keys()
+            keys = state.blocks.keys[self._layout.traced]
+            self._recorder.add(observed.arrived, observed.record, keys, request.num_tokens, request.num_computed_tokens)
+
+    def measure_prefills(self, scheduled: Mapping[str, int]) -> None:
+        """Measures how long requests take to compute their prompts, in the company of the others, and tells the manager
+        when they have their first new token. Called in every step."""
+        for req_id in list(self._prefills):
+            if req_id not in scheduled:
+                continue
+            prefill = self._prefills[req_id]
+            num_tokens = prefill.state.request.num_tokens
+            if prefill.tokens == 0:
+                prefill.tokens = num_tokens
+            elif num_tokens > prefill.tokens:
+                del self._prefills[req_id]
+                tokens = prefill.tokens - prefill.state.computed_at_load
+                if tokens >= MIN_PREFILL_SAMPLE:
+                    self._manager.observe_prefill(tokens, self._clock() - prefill.since)
+
+    def _record(self, state: RequestState, match: Match, num_external_tokens: int) -> None:
+        observed = self._requests.get(state.context.req_id)
+        if observed is None or observed.record is not None:
+            return
+        promoted = self._manager.num_promoted(state.context)
+        from_disk = min(num_external_tokens, promoted * self._layout.align // self._layout.blocks_per_align)
+        missed, reason, age_s, policy = match.missed, None, None, None
+        if missed is not None:
+            policy = self._manager.policy_state() or None
+            miss = self._manager.explain_miss(missed)
+            reason, age_s = miss.reason, miss.age_s
+            self.metrics.add("misses", label=reason)
+        self.metrics.add("asked_tokens", state.request.num_tokens)
+        self.metrics.add("device_hit_tokens", match.computed)
+        self.metrics.add("host_hit_tokens", num_external_tokens - from_disk)
+        self.metrics.add("disk_hit_tokens", from_disk)
+        record = observed.record = RequestRecord(
+            time.time(),
+            state.context.req_id,
+            state.request.num_tokens,
+            match.computed,
+            num_external_tokens - from_disk,
+            missed[len(self._layout.namespace) :].hex() if missed else None,
+            reason,
+            age_s,
+            from_disk,
+            policy,
+        )
+        self.records.append(record)
+        if logger.isEnabledFor(logging.DEBUG):
+            logger.debug("kvoffload: record %s", json.dumps(record.to_dict()))
+
+    # Jobs and events.
+
+    def reported(self, report: WorkerReport) -> None:
+        """Counts what workers have copied."""
+        for name in ("store_bytes", "load_bytes", "store_seconds", "load_seconds"):
+            amount = getattr(report, name)
+            if amount:
+                self.metrics.add(name, amount)
+
+    def stored(self, job: Job) -> None:
+        """Counts the blocks of a store, which can be loaded now, and describes them for events."""
+        self.metrics.add("store_blocks", len(job.lease.slots))
+        for state, block in job.blocks:
+            self._descriptions[block.key] = self._layout.describe(state.request, block)
+        while len(self._descriptions) > MAX_PENDING_EVENTS:
+            del self._descriptions[next(iter(self._descriptions))]
+
+    def take_events(self) -> Iterable[OffloadingEvent]:
+        """Returns what became loadable or was removed since the last call."""
+        events = list(self._manager.take_events())
+        if not self.describes_blocks:
+            return events
+        known, self._descriptions = self._descriptions, {}
+        return [event if event.removed else replace(event, blocks=list(map(known.get, event.keys))) for event in events]
+
+    # Metrics and warnings.
+
+    def read_metrics(self) -> None:
+        """Sets gauges and adds the manager's counts."""
+        self.metrics.set("pool_used_blocks", self._manager.num_used_blocks)
+        self.metrics.take_in(self._manager.take_counts())
+        now = self._clock()
+        if now < self._read_policy_at:
+            return
+        self._read_policy_at = now + READ_POLICY_EVERY_S
+        state = self._manager.policy_state()
+        for rule, score in state.get("scores", {}).items():
+            self.metrics.set("policy_rule", float(rule == state["rule"]), label=rule)
+            self.metrics.set("policy_score", score, label=rule)
+
+    def warn(self, message: str) -> None:
+        """Logs ``message``, at most once in WARN_EVERY_S."""
+        now = self._clock()
+        if now - self._last_warning.get(message, float("-inf")) >= WARN_EVERY_S:
+            self._last_warning[message] = now
+            logger.warning(message)
+
+    def close(self) -> None:
+        if self._recorder is not None:
+            self._recorder.close()

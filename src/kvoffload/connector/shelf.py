@@ -1,0 +1,141 @@
+"""What remains after a reset: contents that may become valid again after a sleep, and device blocks with old KV."""
+
+from __future__ import annotations
+
+import logging
+from enum import Enum, auto
+
+from kvoffload.abc import OffloadingManager
+from kvoffload.connector.jobs import JOB_IDS
+from kvoffload.connector.layout import NULL_BLOCK
+from kvoffload.connector.messages import WorkerReport
+from kvoffload.connector.request import Changes, RequestState, Storing
+
+logger = logging.getLogger(__name__)
+
+
+class Contents(Enum):
+    """Whether the manager's contents are valid."""
+
+    VALID = auto()
+    RESET = auto()
+    """They are from before a reset, and are dropped when the engine goes on, unless it has slept."""
+    AWAKE = auto()
+    """The engine has slept since. They are valid again if all workers find that their weights are the same."""
+
+
+class Shelf:
+    """Keeps the manager's contents over a reset that may belong to a sleep, where no request finds them.
+
+    An engine that falls asleep resets its caches. With ``may_sleep`` it calls ``wake_up`` after each sleep; then the
+    workers compare their weights, and the contents are valid again or dropped.
+    """
+
+    def __init__(self, manager: OffloadingManager, changes: Changes, num_workers: int, may_sleep: bool) -> None:
+        self._manager = manager
+        self._changes = changes
+        self._num_workers = num_workers
+        self._may_sleep = may_sleep
+        self.contents = Contents.VALID
+        self.num_resets = 0
+        self.was_reset = False
+        """Since the last step, which the engine must take so that events and metrics show the reset."""
+        self._check: tuple[int, int] | None = None
+        """The job in which workers compare their weights, and the number of those that have not reported yet."""
+        self._must_check = False
+        """A request waits for that job: the next step must begin it."""
+
+    def reset(self) -> None:
+        """Hides the contents, or drops them at once if there was no sleep."""
+        # If there were two resets, one belonged to no sleep: what it was to drop must not come back.
+        keeps = self._may_sleep and self.contents is Contents.VALID
+        self.contents = Contents.RESET
+        if not keeps:
+            self.drop()
+        self.num_resets += 1
+        self.was_reset = True
+        self._has_changed()
+
+    def wake_up(self) -> None:
+        """Notes that the engine has slept since the reset, and is awake."""
+        if self.contents is Contents.RESET:
+            self.contents = Contents.AWAKE
+
+    def ask_for_check(self) -> None:
+        """Notes that a request waits for the workers' comparison."""
+        self._must_check = True
+
+    def begin_step(self, has_tokens: bool) -> int | None:
+        """Begins a step. Returns the job in which the workers compare their weights, if that begins now."""
+        if self.contents is Contents.RESET and has_tokens:
+            self.drop()
+        elif self.contents is Contents.AWAKE and self._check is None and (has_tokens or self._must_check):
+            self._check = next(JOB_IDS), self._num_workers
+            return self._check[0]
+        return None
+
+    def take_report(self, report: WorkerReport) -> None:
+        """Takes in the workers' comparison, if ``report`` has it."""
+        if self._check is None or self._check[0] not in report.done:
+            return
+        job_id, pending = self._check
+        pending -= report.done[job_id]
+        self._check = job_id, pending
+        if job_id in report.failed:
+            self.drop()
+            logger.info("kvoffload: the weights are not known to be those of before the sleep: all blocks are dropped")
+        elif pending == 0:
+            self.accept()
+            logger.info("kvoffload: the weights are those of before the sleep: offloaded blocks can be found again")
+
+    def drop(self) -> None:
+        """Resets the manager, if its contents are from before a reset."""
+        if self.contents is not Contents.VALID:
+            self._manager.reset()
+            self.was_reset = True
+            self.accept()
+
+    def accept(self) -> None:
+        """Declares the contents valid."""
+        self.contents, self._check, self._must_check = Contents.VALID, None, False
+        self._has_changed()
+
+    def _has_changed(self) -> None:
+        self._changes.contents += 1
+        self._changes.loads += 1
+
+
+class SoundBlocks:
+    """Device blocks that were filled since the last reset with nothing from before it.
+
+    The engine's own cache may still hold KV of weights that are gone. A request that goes on from such blocks must
+    store nothing, and the blocks that it fills are no sounder than those.
+    """
+
+    def __init__(self) -> None:
+        self._blocks: set[int] | None = None
+        """None: there was no reset, and every block is sound."""
+
+    @property
+    def is_tracking(self) -> bool:
+        return self._blocks is not None
+
+    def reset(self) -> None:
+        self._blocks = set()
+
+    def add(self, blocks: list[int]) -> None:
+        """Adds blocks that a load fills."""
+        if self._blocks is not None:
+            self._blocks.update(blocks)
+
+    def trace(self, state: RequestState | None, new: set[int], found: set[int]) -> None:
+        """Follows a request that goes on from the blocks ``found`` in the engine's own cache, and fills ``new``
+        ones."""
+        if self._blocks is None:
+            return
+        if state is not None and not found - {NULL_BLOCK} <= self._blocks:
+            state.storing = Storing.STALE
+        if state is not None and state.storing is not Storing.STALE:
+            self._blocks |= new
+        else:
+            self._blocks -= new

@@ -1,0 +1,192 @@
+"""Stores: which blocks of which requests are stored in a step, and the jobs that copy them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from kvoffload.abc import DeviceSpec, LoadStoreSpec, OffloadingManager, PrepareStoreOutput, TransferSpec
+from kvoffload.connector.due import DueList
+from kvoffload.connector.jobs import Job, JobTable
+from kvoffload.connector.layout import Block, Layout
+from kvoffload.connector.observer import RequestObserver
+from kvoffload.connector.request import NEVER, Changes, Phase, RequestState, Storing
+
+NO_ROOM = "kvoffload: no room in the host pool, every block is in use; stores wait"
+
+
+@dataclass(slots=True, eq=False)
+class Due:
+    """Blocks of one request that are to be stored when ``num_computed`` of its tokens are computed, and its
+    ``next_store`` after that."""
+
+    state: RequestState
+    num_computed: int
+    blocks: list[Block]
+    next_store: tuple[int, ...]
+
+
+class StorePlanner:
+    """Finds the blocks that are due in a step, asks ``manager`` for room, and makes the jobs.
+
+    Blocks are due when their tokens are known and computed. If the manager has no room for them, they are offered again
+    in the next step. If it has refused a block of a request, those after it are not stored either.
+    """
+
+    def __init__(
+        self, manager: OffloadingManager, layout: Layout, jobs: JobTable, observer: RequestObserver, changes: Changes
+    ) -> None:
+        self._manager = manager
+        self._layout = layout
+        self._jobs = jobs
+        self._observer = observer
+        self._changes = changes
+        self._due = DueList()
+
+    def watch(self, req_id: str, has_new_table: bool) -> None:
+        """Looks at a request that was given device blocks: if these are a whole new table, in its next step."""
+        if has_new_table or req_id not in self._due:
+            self._due.add(req_id, 1)
+
+    def forget(self, req_id: str) -> None:
+        """Stops looking at a request that has no device blocks any more."""
+        self._due.remove(req_id)
+
+    def clear(self) -> None:
+        self._due.clear()
+
+    def store_finished(self, finished: Sequence[tuple[RequestState, int]], epoch: int) -> dict[int, TransferSpec]:
+        """Returns the jobs for the last blocks of requests that have ended, each with its number of computed tokens.
+        Then puts their whole chains in order, and offers them to lower tiers."""
+        dues = [self.due_of(state, computed, computed) for state, computed in finished]
+        specs = self._store([due for due in dues if due is not None], epoch)
+        for state, _ in finished:
+            if state.touched:
+                keys = state.blocks.keys_in_order()
+                self._manager.reorder_chain(keys, state.blocks.stored, state.context)
+                self._manager.offer_chain(keys, state.context)
+        return specs
+
+    def store_running(
+        self, scheduled: Mapping[str, int], requests: Mapping[str, RequestState], epoch: int
+    ) -> dict[int, TransferSpec]:
+        """Returns the jobs for blocks that a step completes, which computes these numbers of tokens."""
+        dues = []
+        for req_id in self._due.take(scheduled):
+            state, tokens = requests.get(req_id), scheduled.get(req_id)
+            if state is None:
+                continue
+            if tokens is None or state.phase is Phase.LOADING:
+                self._due.add(req_id, 1)
+                continue
+            before = state.request.num_computed_tokens
+            due = self.due_of(state, before + tokens, before)
+            if due is None:
+                self._look_again(req_id, state, before + tokens)
+            else:
+                dues.append(due)
+        specs = self._store(dues, epoch) if dues else {}
+        for due in dues:
+            self._look_again(due.state.context.req_id, due.state, due.num_computed)
+        return specs
+
+    def _look_again(self, req_id: str, state: RequestState, num_computed: int) -> None:
+        """Adds the request for the step in which its next block may be due."""
+        store_at = state.blocks.store_at
+        if store_at != NEVER and state.options.store and state.storing is not Storing.STALE:
+            self._due.add(req_id, max(1, store_at - num_computed))
+
+    def due_of(self, state: RequestState, num_computed: int, num_before: int) -> Due | None:
+        """Returns the request's whole blocks of computed, known tokens that were not stored yet; None if it is too
+        early for one, or if nothing of the request may be stored."""
+        blocks = state.blocks
+        if min(num_computed, state.request.num_tokens) < blocks.store_at or state.phase is Phase.LOADING:
+            return None
+        if state.storing is Storing.STALE or not state.options.store:
+            return None
+        state.extend_keys()
+        found, next_store = blocks.due(num_computed, num_before)
+        return Due(state, num_computed, found, next_store)
+
+    def _store(self, dues: list[Due], epoch: int) -> dict[int, TransferSpec]:
+        """Makes the jobs for all blocks that there is room for. Single blocks, as decoding completes them, share one
+        job if there is room for all. Each prompt's blocks are a job of their own, because policies judge a chain by its
+        depth."""
+        single: list[Due] = []
+        chains: list[Due] = []
+        for due in dues:
+            if due.blocks and due.state.storing is not Storing.REFUSED:
+                (single if self._is_single(due) else chains).append(due)
+                continue
+            if due.blocks:
+                self._manager.refuse([block.key for block in due.blocks], due.state.context)
+            due.state.blocks.stored_up_to(due.next_store)
+        specs: dict[int, TransferSpec] = {}
+        if len(single) > 1:
+            output = self._manager.prepare_store([due.blocks[0].key for due in single])
+            if output is not None:
+                self._start(single, output, epoch, specs)
+                single = []
+        for due in [*chains, *single]:
+            output = self._manager.prepare_store([block.key for block in due.blocks], due.state.context)
+            if output is None:
+                self._observer.metrics.add("refused_stores")
+                self._observer.warn(NO_ROOM)
+            else:
+                self._start([due], output, epoch, specs)
+        return specs
+
+    def _is_single(self, due: Due) -> bool:
+        """Whether it is one block, with all of its device blocks: only such blocks of several requests can share a
+        job."""
+        if len(due.blocks) != 1:
+            return False
+        block = due.blocks[0]
+        return len(block.device_blocks) == self._layout.groups[block.group].block_size_factor
+
+    def _start(self, dues: list[Due], output: PrepareStoreOutput, epoch: int, specs: dict[int, TransferSpec]) -> None:
+        """Makes one job of the blocks for which ``output`` has room."""
+        if output.evicted_keys:
+            self._changes.contents += 1
+            self._observer.metrics.add("evicted_blocks", len(output.evicted_keys))
+        refused = frozenset(output.refused_keys)
+        new: list[tuple[RequestState, Block]] = []
+        # If two requests have the same block, the first one stores it.
+        wanted = dict.fromkeys(output.keys_to_store)
+        for due in dues:
+            state = due.state
+            state.blocks.stored_up_to(due.next_store)
+            for block in due.blocks:
+                if block.key in wanted:
+                    del wanted[block.key]
+                    new.append((state, block))
+                    state.blocks.stored.append(block.key)
+                elif block.key in refused:
+                    state.storing = Storing.REFUSED
+        if len(dues) == 1 and len(new) > 1:
+            keys = [block.key for _, block in new]
+            self._manager.reorder_chain(keys, keys, dues[0].state.context)
+        if new:
+            job_id, spec = self._new_job(new, output.store_spec, epoch)
+            specs[job_id] = spec
+
+    def _new_job(
+        self, new: list[tuple[RequestState, Block]], lease: LoadStoreSpec, epoch: int
+    ) -> tuple[int, TransferSpec]:
+        num_groups, host = len(self._layout.groups), lease
+        if num_groups > 1:
+            order = sorted(range(len(new)), key=lambda i: new[i][1].group)
+            new = [new[i] for i in order]
+            host = LoadStoreSpec(lease.medium(), lease.slots[order])
+        sizes, firsts = [0] * num_groups, [0] * num_groups
+        for _, block in reversed(new):
+            sizes[block.group] += len(block.device_blocks)
+            firsts[block.group] = block.first_device_block
+        ids = [device_block for _, block in new for device_block in block.device_blocks]
+        states = list({id(state): state for state, _ in new}.values())
+        described = new if self._observer.describes_blocks else ()
+        job = Job(True, states, lease, blocks=described, device_blocks=frozenset(ids), epoch=epoch)
+        device = DeviceSpec(np.array(ids, dtype=np.int64), tuple(sizes), tuple(firsts))
+        return self._jobs.add(job), TransferSpec(states[0].context.req_id, host, device)

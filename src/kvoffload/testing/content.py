@@ -1,0 +1,154 @@
+"""The KV that requests of the model engine must have, and the requests themselves."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from kvoffload.abc import BlockHash, KVGroup
+from kvoffload.cache.keys import hash_blocks
+
+Words: TypeAlias = npt.NDArray[np.uint64]
+Table: TypeAlias = list[int]
+"""Device blocks of one request in one group, from its first token on."""
+
+TOKEN_BYTES = 8
+"""KV bytes per token and layer: one word."""
+SPREAD = 0x9E3779B97F4A7C15
+"""An odd number that spreads small ones over a word."""
+NULL_BLOCK = 0
+"""In a table: a block that no token of the request attends to any more."""
+
+
+def first_attended(group: KVGroup, position: int) -> int:
+    """The first token that the token at ``position`` attends to: the engine's own reading of ``group``."""
+    if group.sliding_window is not None:
+        return max(0, position - (group.sliding_window - 1))
+    if group.attention_chunk is not None:
+        return position - position % group.attention_chunk
+    return 0
+
+
+@dataclass(eq=False)
+class EngineRequest:
+    """A request, as the engine and the connector see it."""
+
+    request_id: str
+    tokens: list[int]
+    """The known tokens: the prompt and the sampled tokens that have been reported back."""
+    max_new_tokens: int
+    hash_block_size: int
+    version: int
+    """The version of the weights with which its KV is computed."""
+    kv_transfer_params: Mapping[str, Any] | None = None
+    num_computed_tokens: int = 0
+    block_hashes: list[BlockHash] = field(default_factory=list)
+    real_tokens: list[int] = field(default_factory=list)
+    """``tokens`` and those that were sampled but not yet reported back."""
+    blocks: list[Table] = field(default_factory=list)
+    """One table per group; empty while it holds no blocks."""
+    num_cached: list[int] = field(default_factory=list)
+    """Per group, how many of its blocks were given to the prefix cache."""
+    num_prompt_tokens: int = 0
+    loading: bool = False
+    waiting_since: float | None = None
+    """When the connector first answered "ask again", since it was last given blocks."""
+    num_waits: int = 0
+    """Waits that have ended since then."""
+    in_flight: int = 0
+    """Steps in progress that compute for it."""
+    tokens_in_flight: int = 0
+    """Tokens that these compute."""
+    finished: bool = False
+    old_blocks: dict[tuple[int, int], int] = field(default_factory=dict)
+    """Blocks that it found in the engine's own cache with the KV of other weights: the version by group and index."""
+    _contents: dict[int, Content] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.num_prompt_tokens = len(self.tokens)
+        self.real_tokens = list(self.tokens)
+        self.append([])
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.tokens)
+
+    def append(self, tokens: Sequence[int]) -> None:
+        self.tokens.extend(tokens)
+        done = len(self.block_hashes) * self.hash_block_size
+        parent = self.block_hashes[-1] if self.block_hashes else b""
+        self.block_hashes += hash_blocks(self.tokens[done:], self.hash_block_size, parent)
+
+    @property
+    def held_blocks(self) -> list[int]:
+        return [block for table in self.blocks for block in table if block != NULL_BLOCK]
+
+    @property
+    def wanted_tokens(self) -> int:
+        return self.num_prompt_tokens + self.max_new_tokens
+
+    @property
+    def processed_tokens(self) -> int:
+        """Computed tokens that no step in progress may attend from any more."""
+        return self.num_computed_tokens - self.tokens_in_flight
+
+    def words(self, g: int, group: KVGroup, end: int) -> Words:
+        """Returns the KV that its first ``end`` positions must have in group ``g``, without salts."""
+        words = self._words(self.version, group)[:end]
+        if any(old_group == g for old_group, _ in self.old_blocks):
+            words, size = words.copy(), group.device_block_size
+            for (old_group, index), version in self.old_blocks.items():
+                if old_group == g:
+                    block = slice(index * size, (index + 1) * size)
+                    words[block] = self._words(version, group)[:end][block]
+        return words
+
+    def _words(self, version: int, group: KVGroup) -> Words:
+        content = self._contents.setdefault(version, Content(version))
+        content.extend(self.real_tokens)
+        return content.draft_words if group.draft else content.words
+
+
+Batch: TypeAlias = list[tuple[EngineRequest, int]]
+"""The requests that compute in a step, with their numbers of tokens."""
+
+
+class Content:
+    """The KV of a sequence, one word per position: ``words`` are a function of the version and of all tokens up to the
+    position, ``draft_words`` also of the token after it. Layers and ranks add salts of their own."""
+
+    def __init__(self, version: int) -> None:
+        self.version = version
+        self.words = self.draft_words = to_words([])
+        self._state = digest(f"version {version}".encode())
+
+    def extend(self, tokens: Sequence[int]) -> None:
+        done, end = len(self.words), len(tokens) - 1
+        if end <= done:
+            return
+        new = []
+        for token in tokens[done:end]:
+            self._state = digest(self._state + token.to_bytes(4, "little"))
+            new.append(int.from_bytes(self._state, "little"))
+        after = [(token + 1) * SPREAD % 2**64 for token in tokens[done + 1 : end + 1]]
+        self.words = np.concatenate((self.words, to_words(new)))
+        self.draft_words = np.concatenate((self.draft_words, to_words(new) ^ to_words(after)))
+
+
+def to_words(words: Sequence[int]) -> Words:
+    return np.array(words, np.uint64)
+
+
+def digest(raw: bytes) -> bytes:
+    return hashlib.blake2b(raw, digest_size=TOKEN_BYTES).digest()
+
+
+def sample(tokens: Sequence[int]) -> int:
+    """The next token: a function of all before it."""
+    raw = ",".join(map(str, tokens)).encode()
+    return int.from_bytes(hashlib.blake2b(raw, digest_size=2).digest(), "little") % 1000

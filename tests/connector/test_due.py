@@ -1,0 +1,177 @@
+"""The list of requests that may complete a block: it never misses one, and looks at few."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from random import Random
+
+import pytest
+
+from kvoffload.connector.due import FEW_TOKENS, DueList
+from kvoffload.testing.engine import ModelEngine, Scenario
+from kvoffload.testing.scale import scaled
+from tests.connector.test_engine_model import exact_ends, silent_updates
+
+
+@dataclass
+class Decoding:
+    """A request that is due whenever it has computed ``left`` more tokens."""
+
+    block_tokens: int
+    left: int
+    looks: int = 0
+    blocks: int = 0
+
+
+def run_steps(due_list: DueList, rng: Random, num_steps: int, most: int, takes_back: bool) -> dict[str, Decoding]:
+    """Requests come and go, compute up to ``most`` tokens in some steps, and may lose some of these afterwards. Raises
+    AssertionError if one is due and was not taken out."""
+    requests: dict[str, Decoding] = {}
+    for step in range(num_steps):
+        if rng.random() < 0.2 or not requests:
+            size = rng.choice((1, 4, 16, 128))
+            requests[f"r{step}"] = Decoding(size, size)
+            due_list.add(f"r{step}", 1)
+        if rng.random() < 0.1:
+            gone = rng.choice(list(requests))
+            del requests[gone]
+            due_list.remove(gone)
+        scheduled = {req_id: rng.randint(0, most) for req_id in requests if rng.random() < 0.8}
+        taken = due_list.take(scheduled)
+        assert len(set(taken)) == len(taken)
+        for req_id, request in requests.items():
+            computed = scheduled.get(req_id, 0)
+            assert req_id in taken or computed < request.left, f"{req_id} is due at step {step}"
+            request.left -= computed
+            if req_id in taken:
+                request.looks += 1
+                while request.left <= 0:
+                    request.left += request.block_tokens
+                    request.blocks += 1
+                due_list.add(req_id, request.left)
+            if takes_back and computed:
+                request.left += rng.randint(0, min(computed, request.block_tokens - request.left))
+        assert len(due_list) == len(requests)
+    return requests
+
+
+@pytest.mark.parametrize("most", [1, 5, FEW_TOKENS, FEW_TOKENS + 1, 300])
+@pytest.mark.parametrize("takes_back", [False, True])
+def test_no_request_is_missed(most: int, takes_back: bool) -> None:
+    for seed in range(20):
+        requests = run_steps(DueList(), Random(seed), 300, most, takes_back)
+        assert sum(request.blocks for request in requests.values()) > 0
+
+
+class OneTokenLate(DueList):
+    def add(self, req_id: str, tokens: int) -> None:
+        super().add(req_id, tokens + 1)
+
+
+class LargeForgotten(DueList):
+    def take(self, scheduled: Mapping[str, int]) -> list[str]:
+        return super().take({req_id: min(tokens, FEW_TOKENS) for req_id, tokens in scheduled.items()})
+
+
+@pytest.mark.parametrize("wrong", [OneTokenLate, LargeForgotten])
+def test_a_wrong_list_is_noticed(wrong: type[DueList]) -> None:
+    with pytest.raises(AssertionError, match="is due at step"):
+        run_steps(wrong(), Random(0), 1000, 300, False)
+
+
+def test_a_decoding_request_is_looked_at_once_per_block() -> None:
+    due_list = DueList()
+    for i in range(16):
+        due_list.add(f"r{i}", i + 1)
+    scheduled = dict.fromkeys((f"r{i}" for i in range(16)), 1)
+    for _ in range(64):
+        (req_id,) = due_list.take(scheduled)
+        due_list.add(req_id, 16)
+
+
+def test_others_are_not_looked_at_because_one_computes_its_prompt() -> None:
+    due_list = DueList()
+    for i in range(16):
+        due_list.add(f"r{i}", 100)
+    scheduled = {**dict.fromkeys((f"r{i}" for i in range(16)), 1), "prompt": 4096}
+    for _ in range(99):
+        assert due_list.take(scheduled) == ["prompt"]
+    assert len(due_list.take(scheduled)) == 17
+
+
+def test_what_is_to_be_looked_at_in_the_next_step_is_so_in_an_idle_one() -> None:
+    due_list = DueList()
+    due_list.add("r", 1)
+    assert due_list.take({}) == ["r"]
+    assert due_list.take({}) == []
+
+
+def test_a_removed_request_is_not_taken_and_each_is_in_it_once() -> None:
+    due_list = DueList()
+    due_list.add("a", 2)
+    due_list.add("b", 2)
+    due_list.add("a", 5)
+    due_list.remove("b")
+    due_list.remove("b")
+    assert len(due_list) == 1
+    assert due_list.take({"a": 4}) == []
+    assert due_list.take({"a": 1}) == ["a"]
+    due_list.add("c", 9)
+    due_list.clear()
+    assert due_list.take({"c": 16}) == []
+
+
+# In the model engine: a look at every request finds nothing that the list has missed.
+
+
+@pytest.fixture
+def quiet() -> object:
+    logging.disable(logging.WARNING)
+    yield
+    logging.disable(logging.NOTSET)
+
+
+def look_at_all(engine: ModelEngine) -> None:
+    """After each step, every request that was not looked at is asked for blocks that are due."""
+    scheduler, stores = engine.scheduler, engine.scheduler.stores
+    store_running, due_of, looked_at = stores.store_running, stores.due_of, set()
+
+    def note(state, num_computed, num_before):
+        looked_at.add(state.context.req_id)
+        return due_of(state, num_computed, num_before)
+
+    def compare(scheduled, requests, epoch):
+        looked_at.clear()
+        specs = store_running(scheduled, requests, epoch)
+        for req_id, tokens in scheduled.items():
+            state = requests.get(req_id)
+            if state is not None and req_id not in looked_at:
+                before = state.request.num_computed_tokens
+                assert due_of(state, before + tokens, before) is None, f"{req_id} was missed"
+        assert not scheduler.off
+        return specs
+
+    stores.due_of, stores.store_running = note, compare
+
+
+def missed(engine: ModelEngine) -> bool:
+    """Whether the comparison has failed: its error switches offloading off, as any does."""
+    try:
+        engine.run()
+    except AssertionError:
+        return True
+    return engine.scheduler.off
+
+
+@pytest.mark.usefixtures("quiet")
+@pytest.mark.parametrize("scenario", [Scenario.random, silent_updates, exact_ends])
+def test_the_scheduler_half_misses_no_request(scenario: Callable[[int], Scenario]) -> None:
+    assert not any(missed(ModelEngine(scenario(seed), look_at_all)) for seed in range(scaled(60)))
+
+
+@pytest.mark.usefixtures("quiet")
+def test_a_missed_request_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvoffload.connector.stores.DueList", OneTokenLate)
+    assert any(missed(ModelEngine(Scenario.random(seed), look_at_all)) for seed in range(20))

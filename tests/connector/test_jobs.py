@@ -1,0 +1,261 @@
+"""Jobs in progress: fences, reports of several workers, and requests that are held until their stores have ended."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvoffload.abc import (
+    ScheduledStep,
+)
+from tests.connector.rig import (
+    REMOTE_DECODE,
+    FakeRequest,
+    Rig,
+    device_ids,
+    held,
+    in_flight,
+    only,
+    prompt,
+)
+
+
+def test_a_report_of_another_schedulers_job_is_ignored() -> None:
+    """Two of one process, as when an engine makes a second one: a report of the first one's job says nothing of the
+    second one's blocks."""
+    first, second = Rig(), Rig()
+    (job_id,) = first.start(FakeRequest("a", prompt(4))).stores
+    assert job_id not in second.start(FakeRequest("b", prompt(4))).stores
+    second.report(job_id)
+    assert second.status(prompt(4)) == [-1]
+    assert not second.half.off
+
+
+def test_a_load_is_pinned_until_every_worker_has_reported() -> None:
+    rig = Rig(num_host_blocks=2, num_workers=2)
+    rig.store(prompt(8))
+    job, _ = only(rig.load(FakeRequest("r", prompt(9))).loads)
+    assert rig.status(prompt(8)) == [1, 1]
+    rig.report(job)
+    assert rig.status(prompt(8)) == [1, 1]
+    assert rig.half.has_pending_work()
+    assert not rig.start(FakeRequest("w", prompt(8, start=50))).stores, "no room while both are pinned"
+    rig.report(job)
+    assert rig.status(prompt(8)) == [0, 0]
+    assert rig.half.metrics.snapshot()["load_blocks"] == 2
+
+
+def test_a_load_fails_if_one_of_two_workers_fails() -> None:
+    rig = Rig(num_workers=2)
+    rig.store(prompt(8))
+    job, _ = only(rig.load(FakeRequest("r", prompt(9))).loads)
+    rig.report(job, failed=True)
+    rig.report(job)
+    assert rig.half.metrics.snapshot()["load_failures"] == 1
+
+
+def test_a_store_is_ready_only_when_every_worker_has_reported() -> None:
+    rig = Rig(num_workers=2)
+    job, _ = only(rig.start(FakeRequest("w", prompt(8))).stores)
+    rig.report(job)
+    assert rig.status(prompt(8)) == [-1, -1]
+    assert rig.look_up(FakeRequest("r", prompt(9))) == (0, False)
+    rig.report(job)
+    assert rig.status(prompt(8)) == [0, 0]
+    assert rig.look_up(FakeRequest("r2", prompt(9))) == (8, True)
+    assert rig.half.metrics.snapshot()["store_blocks"] == 2
+
+
+@pytest.mark.parametrize("failing_worker", [0, 1])
+def test_a_failed_store_is_a_miss_and_counted(failing_worker: int) -> None:
+    rig = Rig(num_workers=2)
+    job, _ = only(rig.start(FakeRequest("w", prompt(8))).stores)
+    for worker in range(2):
+        rig.report(job, failed=worker == failing_worker)
+    assert rig.status(prompt(8)) == [None, None]
+    assert rig.half.metrics.snapshot()["store_failures"] == 1
+    assert "store_blocks" not in rig.half.metrics.snapshot()
+    assert rig.look_up(FakeRequest("r", prompt(9))) == (0, False)
+    rig.manager.check_integrity()
+    assert rig.manager.num_used_blocks == 0
+
+
+def test_a_block_handed_to_a_new_request_fences_the_store_that_reads_it() -> None:
+    rig, job, _ = in_flight()
+    new = FakeRequest("n", prompt(4, start=90))
+    rig.look_up(new)
+    rig.allocate(new, [2])
+    assert rig.step({new: 4}, new={"n": [2]}).fences == [job]
+
+
+def test_a_block_handed_to_a_load_fences_the_store_that_reads_it() -> None:
+    rig, job, _ = in_flight()
+    meta = rig.load(FakeRequest("l", prompt(9, start=50)), ids=[1, 20])
+    assert meta.fences == [job]
+    assert meta.loads
+
+
+def test_a_block_that_grows_another_request_fences_the_store_that_reads_it() -> None:
+    rig, job, _ = in_flight()
+    other = FakeRequest("o", prompt(8, start=90))
+    rig.look_up(other)
+    rig.allocate(other, [20])
+    assert rig.step({other: 3}, new={"o": [20]}).fences == []
+    assert rig.step({other: 3}, more={"o": [1]}).fences == [job]
+
+
+def test_a_block_of_a_preempted_request_is_fenced_and_its_store_still_counts() -> None:
+    rig, job, request = in_flight()
+    other = FakeRequest("o", prompt(4, start=90))
+    rig.look_up(other)
+    rig.allocate(other, [1])
+    assert rig.step({other: 4}, new={"o": [1]}, preempted=["w"]).fences == [job]
+    assert rig.status(prompt(8)) == [-1, -1], "not ready before it is reported"
+    rig.report(job)
+    assert rig.status(prompt(8)) == [0, 0]
+    request.num_computed_tokens = 0
+    assert rig.look_up(request) == (7, True)
+
+
+def test_a_block_handed_out_in_the_step_after_its_request_finished_is_read_first() -> None:
+    rig = Rig()
+    request = FakeRequest("w", prompt(3))
+    rig.start(request, [1])
+    rig.step({request: 1})
+    request.tokens.append(99)
+    rig.half.request_finished(request, [1])
+    other = FakeRequest("o", prompt(4, start=90))
+    rig.look_up(other)
+    rig.allocate(other, [1])
+    meta = rig.step({other: 3}, new={"o": [1]})
+    job, spec = only(meta.stores)
+    assert device_ids(spec) == [1]
+    assert meta.fences == [job]
+
+
+def test_a_preempted_request_stores_nothing_from_blocks_that_it_lost() -> None:
+    rig = Rig()
+    request = FakeRequest("w", prompt(3))
+    rig.start(request, [1])
+    rig.step({request: 1})
+    request.tokens.append(99)
+    assert not rig.step(preempted=["w"]).stores
+    rig.half.request_finished(request, [])
+    assert not rig.step().stores
+
+
+def test_a_store_is_fenced_only_if_its_blocks_are_handed_out_again() -> None:
+    rig, job, request = in_flight()
+    other = FakeRequest("o", prompt(8, start=90))
+    rig.look_up(other)
+    rig.allocate(other, [20])
+    request.tokens += [1, 2]
+    assert rig.step({request: 2, other: 4}, new={"o": [20]}, more={"w": [3]}).fences == []
+    rig.half.request_finished(request, [1, 2, 3])
+    assert rig.step({other: 1}, more={"o": [21]}).fences == [], "freed, but not handed out again"
+    rig.report(job)
+    assert rig.step({other: 3}, more={"o": [1, 2]}).fences == [], "the store has ended"
+
+
+def test_a_block_shared_through_the_device_prefix_cache_was_not_handed_out_again() -> None:
+    rig, _, _ = in_flight()
+    sharer = FakeRequest("s", prompt(12), num_computed_tokens=8)
+    rig.look_up(sharer, computed=8)
+    rig.allocate(sharer, [1, 2, 20])
+    assert rig.step({sharer: 4}, new={"s": [1, 2, 20]}).fences == []
+
+
+def test_a_finished_request_may_be_freed_at_once() -> None:
+    rig, job, request = in_flight()
+    assert rig.half.request_finished(request, [1, 2]) == (False, None)
+    assert rig.half.request_finished(request, [1, 2]) == (False, None), "nor does it matter twice"
+    assert rig.half.has_pending_work(), "its store is in progress"
+    rig.report(job)
+    assert rig.step().releases == []
+    assert not rig.half.has_pending_work()
+
+
+def test_an_unknown_request_may_be_freed_at_once() -> None:
+    request = FakeRequest("stranger", prompt(4), REMOTE_DECODE)
+    assert Rig().half.request_finished(request, [1]) == (False, None)
+
+
+def test_remote_decode_keeps_the_blocks_until_they_are_stored_and_releases_once() -> None:
+    rig, job = held()
+    assert rig.step().releases == []
+    rig.report(job)
+    assert rig.step().releases == []
+    assert rig.half.has_pending_work()
+    rig.report(job)
+    assert rig.half.has_pending_work(), "the release must still be reported"
+    assert rig.step().releases == ["p"]
+    assert rig.step().releases == []
+    assert not rig.half.has_pending_work()
+
+
+def test_remote_decode_releases_once_when_its_deadline_is_over() -> None:
+    rig, job = held()
+    rig.clock.now += 0.999
+    assert rig.step().releases == []
+    assert rig.half.has_pending_work()
+    rig.clock.now += 0.002
+    assert rig.step().releases == ["p"]
+    rig.report(job, times=2)
+    rig.clock.now += 10
+    assert rig.step().releases == []
+    assert not rig.half.has_pending_work()
+
+
+def test_remote_decode_with_nothing_left_to_store_is_released_in_the_next_step() -> None:
+    rig = Rig()
+    request = FakeRequest("p", prompt(8), REMOTE_DECODE)
+    job, _ = only(rig.start(request, [1, 2]).stores)
+    rig.report(job)
+    assert rig.half.request_finished(request, [1, 2]) == (True, None)
+    assert rig.half.has_pending_work()
+    assert rig.step().releases == ["p"]
+
+
+def test_remote_decode_stores_the_last_block_before_it_releases() -> None:
+    rig = Rig()
+    request = FakeRequest("p", prompt(3), REMOTE_DECODE)
+    rig.start(request, [1])
+    rig.step({request: 1})
+    request.tokens.append(99)
+    assert rig.half.request_finished(request, [1])[0] is True
+    meta = rig.step()
+    assert meta.releases == []
+    rig.report(only(meta.stores)[0])
+    assert rig.step().releases == ["p"]
+
+
+def test_a_worker_that_reports_too_often_switches_offloading_off() -> None:
+    rig = Rig(num_workers=2)
+    job, _ = only(rig.start(FakeRequest("w", prompt(4))).stores)
+    rig.report(job, times=3)
+    assert rig.half.off
+    assert rig.half.metrics.snapshot()["off"] == 1
+
+
+def test_reports_of_unknown_jobs_are_ignored() -> None:
+    rig = Rig()
+    rig.report(12345, failed=True, times=3)
+    assert not rig.half.off
+
+
+def test_a_block_that_is_overwritten_before_a_fence_can_hold_is_not_stored() -> None:
+    """The engine zeroes a block for its next owner before it tells the workers of the step: their copies may hold
+    zeros, and they cannot know."""
+    rig = Rig()
+    running, finished = FakeRequest("r", prompt(8)), FakeRequest("f", prompt(8, start=100))
+    for request, blocks in ((running, [1, 2]), (finished, [3, 4])):
+        rig.look_up(request)
+        rig.allocate(request, blocks)
+    meta = rig.step({running: 8, finished: 4}, new={"r": [1, 2], "f": [3, 4]})
+    rig.half.request_finished(finished)
+    step = ScheduledStep({}, {"other": ([4],)}, frozenset({"other"}), overwritten={2, 4})
+    last = rig.half.build_connector_meta(step)
+    for job in [*meta.stores, *last.stores]:
+        rig.report(job)
+    assert rig.look_up(FakeRequest("again", prompt(9)))[0] == 0, "the job that read block 2"
+    assert rig.look_up(FakeRequest("f again", prompt(9, start=100)))[0] == 4
+    assert not rig.half.off

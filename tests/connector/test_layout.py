@@ -1,0 +1,55 @@
+"""How block hashes become keys."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from kvoffload.abc import (
+    ConfigError,
+    KVGroup,
+    OffloadingManager,
+)
+from kvoffload.cache.keys import hash_blocks, make_offload_key
+from kvoffload.connector.scheduler import OffloadingConnectorScheduler
+from tests.connector.rig import (
+    TOKENS,
+    FakeRequest,
+    SpyManager,
+    prompt,
+)
+
+
+def scheduler(manager: OffloadingManager, **options: Any) -> OffloadingConnectorScheduler:
+    return OffloadingConnectorScheduler(manager, groups=[KVGroup(TOKENS)], **options)
+
+
+def test_the_namespace_is_part_of_the_key() -> None:
+    manager = SpyManager(4)
+    found = {}
+    for namespace in (b"one", b"two", b""):
+        scheduler(manager, namespace=namespace).get_num_new_matched_tokens(FakeRequest("r", prompt(4)), 0)
+        found[namespace] = manager.lookups[-1]
+    (h,) = hash_blocks(prompt(4), TOKENS)
+    assert found == {name: [make_offload_key(name + h, 0)] for name in found}
+
+
+def test_a_blocks_key_has_the_hash_of_its_last_hash_block() -> None:
+    manager = SpyManager(4)
+    request = FakeRequest("r", prompt(20), hash_tokens=2)
+    half = OffloadingConnectorScheduler(manager, groups=[KVGroup(TOKENS, 2)], hash_block_size=2)
+    half.get_num_new_matched_tokens(request, 0)
+    hashes = request.block_hashes
+    assert manager.lookups == [[make_offload_key(hashes[3], 0), make_offload_key(hashes[7], 0)]]
+
+
+@pytest.mark.parametrize("hash_block_size", [3, 8])
+def test_block_sizes_that_do_not_divide_are_refused(hash_block_size: int) -> None:
+    with pytest.raises(ConfigError, match=f"device block size 4: must be a multiple of the {hash_block_size}"):
+        scheduler(SpyManager(4), hash_block_size=hash_block_size)
+
+
+@pytest.mark.parametrize("hash_block_size", [1, 2, 4, None])
+def test_block_sizes_that_divide_are_taken(hash_block_size: int | None) -> None:
+    scheduler(SpyManager(4), hash_block_size=hash_block_size)

@@ -1,0 +1,222 @@
+"""What a request is offered, whether it waits, and how long the answer is remembered."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvoffload.abc import (
+    KVGroup,
+)
+from kvoffload.cache.keys import make_offload_key
+from kvoffload.cache.manager import LRUOffloadingManager
+from kvoffload.cache.slots import HostBackend
+from kvoffload.connector.scheduler import OffloadingConnectorScheduler
+from tests.connector.rig import (
+    FakeRequest,
+    Rig,
+    device_ids,
+    only,
+    prompt,
+)
+
+
+@pytest.mark.parametrize(
+    ("asked", "offered"),
+    [
+        (3, 0),
+        (4, 3),
+        (5, 4),
+        (8, 7),
+        (9, 8),
+        (11, 8),
+        (12, 8),
+        (30, 8),
+    ],
+)
+def test_whole_blocks_are_offered_and_one_token_is_left_to_compute(asked: int, offered: int) -> None:
+    rig = Rig()
+    rig.store(prompt(10))  # two whole blocks
+    assert rig.look_up(FakeRequest("r", prompt(asked))) == (offered, offered > 0)
+
+
+def test_another_prompt_has_no_hit() -> None:
+    rig = Rig()
+    rig.store(prompt(10))
+    assert rig.look_up(FakeRequest("r", prompt(10, start=1))) == (0, False)
+
+
+def test_a_prompt_of_one_token_is_computed_although_its_block_is_stored() -> None:
+    manager = LRUOffloadingManager(HostBackend(1, 4))
+    half = OffloadingConnectorScheduler(manager, groups=[KVGroup(1)])
+    request = FakeRequest("r", [7], hash_tokens=1)
+    half.get_num_new_matched_tokens(request, 0)
+    manager.prepare_store([make_offload_key(request.block_hashes[0], 0)])
+    manager.complete_store([make_offload_key(request.block_hashes[0], 0)])
+    assert half.get_num_new_matched_tokens(FakeRequest("s", [7], hash_tokens=1), 0) == (0, False)
+    assert half.get_num_new_matched_tokens(FakeRequest("t", [7, 8], hash_tokens=1), 0) == (1, True)
+
+
+@pytest.mark.parametrize(("computed", "offered"), [(0, 12), (4, 8), (8, 4), (12, 0), (16, 0)])
+def test_tokens_that_the_device_holds_are_not_offered(computed: int, offered: int) -> None:
+    rig = Rig()
+    rig.store(prompt(12))
+    assert rig.look_up(FakeRequest("r", prompt(20)), computed) == (offered, offered > 0)
+
+
+@pytest.mark.parametrize(
+    ("computed", "offered"),
+    [(0, 32), (4, 28), (12, 20), (16, 16), (20, 0), (28, 0), (32, 0)],
+)
+def test_a_device_hit_may_end_inside_a_block_but_less_than_a_block_is_not_offered(computed: int, offered: int) -> None:
+    rig = Rig(factor=4)
+    rig.store(prompt(32))
+    assert rig.look_up(FakeRequest("r", prompt(50)), computed) == (offered, offered > 0)
+    assert rig.manager.lookups[-1] == rig.keys(prompt(50))[computed // 16 :], "looked up whole"
+
+
+def test_an_unknown_answer_waits_at_most_for_the_deadline() -> None:
+    rig = Rig()
+    rig.store(prompt(8))
+    rig.manager.unknown = True
+    request = FakeRequest("r", prompt(9))
+    for now in (100.0, 100.5, 100.999):
+        rig.clock.now = now
+        assert rig.look_up(request) == (None, False)
+    rig.clock.now = 101.0
+    assert rig.look_up(request) == (0, False)
+    rig.clock.now = 105.0
+    assert rig.look_up(request) == (0, False), "it does not wait twice"
+
+
+def test_an_unknown_answer_is_asked_for_again_until_it_is_known() -> None:
+    rig = Rig()
+    rig.store(prompt(8))
+    rig.manager.unknown = True
+    request = FakeRequest("r", prompt(9))
+    assert rig.look_up(request) == (None, False)
+    rig.step()
+    lookups = len(rig.manager.lookups)
+    assert rig.look_up(request) == (None, False)
+    assert len(rig.manager.lookups) == lookups, "nothing has changed: it is not asked for again"
+    rig.manager.unknown, rig.manager.has_news = False, True
+    rig.step()
+    assert rig.look_up(request) == (8, True)
+
+
+def test_a_request_waits_for_blocks_that_another_loads_and_shares_them() -> None:
+    rig = Rig()
+    rig.store(prompt(8))
+    first, second = FakeRequest("first", prompt(9)), FakeRequest("second", prompt(12))
+    job, _ = only(rig.load(first).loads)
+    assert rig.look_up(second) == (None, False)
+    rig.report(job)
+    assert rig.look_up(second, computed=8) == (0, False), "it finds them on the device"
+
+
+def test_a_request_for_other_blocks_does_not_wait() -> None:
+    rig = Rig()
+    rig.store(prompt(8), "a")
+    rig.store(prompt(8, start=50), "b")
+    rig.load(FakeRequest("first", prompt(9)))
+    assert rig.look_up(FakeRequest("second", prompt(9, start=50))) == (8, True)
+
+
+def test_after_the_deadline_a_request_loads_its_own_copy() -> None:
+    rig = Rig()
+    rig.store(prompt(8))
+    job, _ = only(rig.load(FakeRequest("first", prompt(9))).loads)
+    second = FakeRequest("second", prompt(9))
+    assert rig.look_up(second) == (None, False)
+    rig.clock.now += 0.999
+    assert rig.look_up(second) == (None, False)
+    rig.clock.now += 0.002
+    other_job, spec = only(rig.load(second, ids=[70, 71]).loads)
+    assert device_ids(spec) == [70, 71]
+    assert rig.status(prompt(8)) == [2, 2]
+    rig.report(job)
+    third = FakeRequest("third", prompt(9))
+    assert rig.look_up(third) == (None, False), "the second copy is still being loaded"
+    rig.report(other_job)
+    assert rig.look_up(third) == (8, True)
+
+
+def test_without_shared_loads_no_request_waits_for_the_load_of_another() -> None:
+    rig = Rig(options={"share_loads": False})
+    rig.store(prompt(8))
+    rig.load(FakeRequest("first", prompt(9)))
+    assert rig.look_up(FakeRequest("second", prompt(9))) == (8, True)
+
+
+def test_a_request_is_one_use_of_its_blocks_however_often_it_is_looked_up() -> None:
+    rig = Rig()
+    request = FakeRequest("r", prompt(12))
+    for computed in (0, 4, 0):
+        rig.look_up(request, computed)
+    assert len(rig.manager.lookups) == 3
+    rig.allocate(request, [1, 2, 3])
+    rig.step({request: 8}, new={"r": [1, 2, 3]})
+    rig.step(preempted=["r"])
+    request.num_computed_tokens = 0
+    rig.look_up(request)
+    rig.allocate(request, [4, 5, 6])
+    rig.step({request: 12}, new={"r": [4, 5, 6]})
+    rig.step({request: 0})
+    rig.half.request_finished(request)
+    rig.step()
+    assert rig.manager.touches == [rig.keys(prompt(12))]
+
+
+def test_a_touched_prompt_outlives_one_that_is_not_asked_for() -> None:
+    rig = Rig(num_host_blocks=2)
+    rig.store(prompt(4), "old")
+    rig.store(prompt(4, start=50), "young")
+    rig.look_up(FakeRequest("again", prompt(4)))
+    rig.store(prompt(4, start=90), "third")
+    assert rig.status(prompt(4)) == [0]
+    assert rig.status(prompt(4, start=50)) == [None]
+
+
+def test_a_lookup_is_remembered_until_something_changes() -> None:
+    rig = Rig()
+    rig.store(prompt(8))
+    request = FakeRequest("r", prompt(13))
+    rig.manager.lookups.clear()
+    assert [rig.look_up(request) for _ in range(5)] == [(8, True)] * 5
+    assert len(rig.manager.lookups) == 1
+    assert rig.look_up(request, computed=4) == (4, True), "the device holds more now"
+    assert len(rig.manager.lookups) == 2
+    rig.store(prompt(13), "writer of one more block")
+    assert rig.look_up(request, computed=4) == (8, True)
+
+
+def test_a_request_that_waits_for_the_load_of_another_does_not_ask_the_manager() -> None:
+    rig = Rig()
+    rig.store(prompt(8))
+    rig.load(FakeRequest("first", prompt(9)))
+    rig.manager.lookups.clear()
+    second = FakeRequest("second", prompt(9))
+    assert [rig.look_up(second) for _ in range(5)] == [(None, False)] * 5
+    assert rig.manager.lookups == []
+
+
+def test_a_remembered_hit_is_forgotten_when_a_store_evicts_it() -> None:
+    rig = Rig(num_host_blocks=2)
+    rig.store(prompt(8))
+    request = FakeRequest("r", prompt(9))
+    assert rig.look_up(request) == (8, True)
+    rig.store(prompt(8, start=50), "other")
+    assert rig.look_up(request) == (0, False)
+
+
+def test_a_request_that_waits_is_looked_up_again_only_when_a_load_ends() -> None:
+    rig = Rig()
+    rig.store(prompt(8))
+    job, _ = only(rig.load(FakeRequest("first", prompt(12))).loads)
+    waiter = FakeRequest("waiter", prompt(12))
+    assert rig.look_up(waiter) == (None, False)
+    rig.report(*rig.start(FakeRequest("other", prompt(8, start=90))).stores)
+    lookups = len(rig.manager.lookups)
+    assert rig.look_up(waiter) == (None, False)
+    assert len(rig.manager.lookups) == lookups
+    rig.report(job)
+    assert rig.look_up(waiter) == (8, True)

@@ -1,0 +1,234 @@
+"""What is observed: records, reasons of misses, metrics and events."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+
+from kvoffload.abc import (
+    MissReason,
+)
+from kvoffload.cache.admission import FilterReusedOffloadingManager
+from kvoffload.cache.keys import make_offload_key
+from kvoffload.cache.manager import LRUOffloadingManager, PolicyOffloadingManager
+from kvoffload.cache.policies import make_policy
+from kvoffload.cache.policies.lru import LRUPolicy
+from kvoffload.cache.slots import HostBackend
+from kvoffload.connector.messages import WorkerReport
+from tests.connector.rig import (
+    TOKENS,
+    Clock,
+    FakeRequest,
+    Rig,
+    only,
+    prompt,
+)
+
+
+def test_events_come_once() -> None:
+    rig = Rig()
+    rig.store(prompt(4))
+    rig.half.reset()
+    events = [(event.keys, event.removed) for event in rig.half.take_events()]
+    assert events == [(rig.keys(prompt(4)), False), (rig.keys(prompt(4)), True)]
+    assert list(rig.half.take_events()) == []
+
+
+def test_reported_bytes_and_seconds_are_counted() -> None:
+    rig = Rig()
+    for _ in range(2):
+        rig.half.update_connector_output(
+            WorkerReport(store_bytes=5, load_bytes=7, store_seconds=0.5, load_seconds=0.25)
+        )
+    totals = rig.half.metrics.snapshot()
+    assert [totals[name] for name in ("store_bytes", "load_bytes", "store_seconds", "load_seconds")] == [
+        10,
+        14,
+        1.0,
+        0.5,
+    ]
+
+
+class CountingPolicy(LRUPolicy):
+    """Adapts, and counts how often it is asked how."""
+
+    asked = 0
+
+    def state(self) -> Mapping[str, Any]:
+        self.asked += 1
+        return {"rule": "a", "scores": {"a": self.asked, "b": 0}}
+
+
+class CountingManager(PolicyOffloadingManager):
+    """Counts how often it is asked for what it has counted."""
+
+    asked = 0
+
+    def take_counts(self) -> Mapping[str, float]:
+        self.asked += 1
+        return {"disk_write_blocks": 1, "disk_blocks": self.asked}
+
+
+def counting_rig() -> tuple[Rig, CountingManager, CountingPolicy]:
+    policy = CountingPolicy(16)
+    manager = CountingManager(HostBackend(TOKENS, 16), policy)
+    return Rig(manager=manager), manager, policy
+
+
+def test_a_step_reads_no_gauges() -> None:
+    rig, manager, policy = counting_rig()
+    request = FakeRequest("r", prompt(6))
+    rig.start(request)
+    for _ in range(50):
+        rig.step({request: 1})
+        rig.step()
+    assert (manager.asked, policy.asked) == (0, 1), "the record of the request's miss asks once"
+
+
+def test_metrics_are_read_when_they_are_taken_and_those_of_the_policy_rarely() -> None:
+    rig, manager, policy = counting_rig()
+    metrics = rig.half.metrics
+    first = metrics.take()
+    assert (first["disk_blocks"], first["policy_rule:a"], first["policy_score:a"]) == (1, 1, 1)
+    rig.store(prompt(8))
+    asked = policy.asked
+    taken = metrics.take()
+    assert (taken["pool_used_blocks"], taken["disk_blocks"], taken["disk_write_blocks"]) == (2, 2, 1)
+    assert policy.asked == asked
+    rig.clock.now += 1.0
+    assert metrics.take()["policy_score:a"] == asked + 1
+    assert metrics.snapshot()["disk_write_blocks"] == manager.asked == 4
+    assert policy.asked == asked + 1
+
+
+def test_an_error_when_metrics_are_read_switches_offloading_off_and_raises_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    rig = Rig()
+    monkeypatch.setattr(rig.manager, "take_counts", lambda: 1 / 0)
+    assert rig.half.metrics.take()["off"] == 1
+    assert rig.half.off
+
+
+def test_each_request_leaves_one_record() -> None:
+    rig = Rig()
+    rig.store(prompt(8))
+    rig.half.records.clear()
+    request = FakeRequest("r", prompt(16))
+    for _ in range(3):
+        rig.look_up(request, computed=4)
+    assert not rig.half.records, "not settled yet"
+    rig.load(request, computed=4, ids=[50, 51])
+    rig.step(preempted=["r"])
+    rig.look_up(request)
+    rig.allocate(request, [60, 61], 0)
+    (record,) = rig.half.records
+    assert (record.req_id, record.tokens_asked, record.device_tokens, record.host_tokens) == ("r", 16, 4, 4)
+    assert record.missed_key == rig.keys(prompt(16))[2].hex()
+    assert record.reason is MissReason.NEVER_STORED
+    totals = rig.half.metrics.snapshot()
+    assert totals["host_hit_tokens"] == 4
+    assert totals["device_hit_tokens"] == 4
+    assert totals["asked_tokens"] == 8 + 16
+
+
+def test_a_full_hit_leaves_a_record_without_a_reason() -> None:
+    rig = Rig()
+    rig.store(prompt(8))
+    rig.load(FakeRequest("r", prompt(10)))
+    record = rig.half.records[-1]
+    assert (record.host_tokens, record.missed_key, record.reason, record.age_s) == (8, None, None, None)
+
+
+def settle(rig: Rig, tokens: list[int]) -> tuple[MissReason | None, float | None]:
+    """Why a request with ``tokens`` misses its first block."""
+    request = FakeRequest("asker", tokens)
+    assert rig.look_up(request) == (0, False)
+    rig.allocate(request, [90, 91], 0)
+    record = rig.half.records[-1]
+    assert record.req_id == "asker"
+    assert record.missed_key == rig.keys(tokens)[0].hex()
+    assert rig.half.metrics.snapshot()[f"misses:{record.reason}"] >= 1
+    return record.reason, record.age_s
+
+
+def test_never_stored() -> None:
+    assert settle(Rig(), prompt(8)) == (MissReason.NEVER_STORED, None)
+
+
+def test_evicted_with_its_age() -> None:
+    clock = Clock()
+    manager = PolicyOffloadingManager(HostBackend(TOKENS, 2), make_policy("lru", 2), clock=clock)
+    rig = Rig(manager=manager, clock=clock)
+    rig.store(prompt(8), "a")
+    rig.store(prompt(8, start=50), "b")
+    clock.now += 12.5
+    assert settle(rig, prompt(8)) == (MissReason.EVICTED, 12.5)
+
+
+def test_being_written() -> None:
+    rig = Rig()
+    rig.start(FakeRequest("w", prompt(8)))
+    assert settle(rig, prompt(8)) == (MissReason.BEING_WRITTEN, None)
+
+
+def test_no_room() -> None:
+    rig = Rig(num_host_blocks=1)
+    rig.store(prompt(4))
+    rig.load(FakeRequest("pins", prompt(5)))
+    rig.start(FakeRequest("w", prompt(8, start=50)))
+    reason, age_s = settle(rig, prompt(8, start=50))
+    assert reason is MissReason.NO_ROOM
+    assert age_s is not None
+
+
+def test_not_admitted() -> None:
+    backing = LRUOffloadingManager(HostBackend(TOKENS, 4))
+    rig = Rig(manager=FilterReusedOffloadingManager(backing, 2))
+    rig.store(prompt(8))
+    assert settle(rig, prompt(8))[0] is MissReason.NOT_ADMITTED
+    assert backing.num_used_blocks == 0
+
+
+def test_a_prompt_that_is_asked_for_the_first_time_was_not_refused() -> None:
+    rig = Rig(manager=FilterReusedOffloadingManager(LRUOffloadingManager(HostBackend(TOKENS, 4)), 2))
+    assert settle(rig, prompt(8)) == (MissReason.NEVER_STORED, None)
+
+
+def test_reset() -> None:
+    rig = Rig()
+    rig.store(prompt(8))
+    rig.half.reset()
+    assert settle(rig, prompt(8))[0] is MissReason.RESET
+
+
+def test_copy_failed() -> None:
+    rig = Rig()
+    job, _ = only(rig.start(FakeRequest("w", prompt(8))).stores)
+    rig.report(job, failed=True)
+    assert settle(rig, prompt(8))[0] is MissReason.COPY_FAILED
+
+
+def test_records_can_be_written_as_json() -> None:
+    rig = Rig()
+    settle(rig, prompt(8))
+    assert json.loads(json.dumps(rig.half.records[-1].to_dict()))["reason"] == "never_stored"
+
+
+def test_the_pools_size_is_a_metric() -> None:
+    rig = Rig(num_host_blocks=5)
+    rig.store(prompt(8))
+    rig.step()
+    totals = rig.half.metrics.snapshot()
+    assert (totals["pool_blocks"], totals["pool_used_blocks"]) == (5, 2)
+
+
+def test_a_record_names_the_block_and_not_its_namespace() -> None:
+    rig = Rig(options={"namespace": b"8 bytes."})
+    request = FakeRequest("r", prompt(8))
+    rig.look_up(request)
+    rig.allocate(request, [1, 2])
+    assert rig.half.records[-1].missed_key == make_offload_key(request.block_hashes[0], 0).hex()

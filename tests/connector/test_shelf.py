@@ -1,0 +1,272 @@
+"""Resets, new weights and sleeps: which blocks are forgotten, and which can be found again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from kvoffload.connector.messages import StepMeta, WorkerReport
+from tests.connector.rig import (
+    TOKENS,
+    FakeRequest,
+    Rig,
+    device_ids,
+    in_flight,
+    only,
+    prompt,
+)
+
+
+def test_after_a_reset_nothing_is_found_and_late_completions_are_ignored() -> None:
+    rig, store, _ = in_flight()
+    load, _ = only(rig.load(FakeRequest("l", prompt(9, start=50)), ids=[20, 21, 22]).loads)
+    rig.half.reset()
+    rig.report(store, load)
+    assert not rig.half.off
+    assert rig.status(prompt(8)) == [None, None]
+    assert rig.status(prompt(8, start=50)) == [None, None]
+    assert rig.look_up(FakeRequest("r", prompt(9))) == (0, False)
+    rig.manager.check_integrity()
+    assert rig.manager.num_used_blocks == 0
+
+
+@pytest.mark.parametrize("reset", [True, False])
+def test_what_running_requests_compute_after_a_reset_is_not_stored(reset: bool) -> None:
+    rig = Rig()
+    request = FakeRequest("r", prompt(8))
+    rig.look_up(request)
+    rig.allocate(request, [1, 2])
+    rig.step({request: 3}, new={"r": [1, 2]})
+    if reset:
+        rig.half.reset()
+    assert bool(rig.step({request: 5}).stores) is not reset
+    rig.half.request_finished(request, [1, 2])
+    assert not rig.step().stores
+
+
+def test_a_request_that_waits_at_a_reset_or_starts_again_after_it_is_stored() -> None:
+    rig = Rig()
+    waiting, running = FakeRequest("waiting", prompt(4)), FakeRequest("running", prompt(4, start=50))
+    rig.look_up(waiting)
+    rig.look_up(running)
+    rig.allocate(running, [1])
+    rig.step({running: 3}, new={"running": [1]})
+    rig.half.reset()
+    rig.allocate(waiting, [2])
+    assert device_ids(only(rig.step({waiting: 4}, new={"waiting": [2]}).stores)[1]) == [2]
+    rig.step(preempted=["running"])
+    running.num_computed_tokens = 0
+    rig.look_up(running)
+    rig.allocate(running, [3])
+    assert device_ids(only(rig.step({running: 4}, new={"running": [3]}).stores)[1]) == [3]
+
+
+def test_an_offer_made_before_a_reset_is_not_kept_after_it() -> None:
+    rig = Rig()
+    rig.store(prompt(8))
+    request = FakeRequest("r", prompt(9))
+    assert rig.look_up(request) == (8, True)
+    rig.half.reset()
+    rig.allocate(request, [50, 51], 8)
+    assert rig.step().broken_loads == {"r": [50, 51]}
+    assert not rig.half.off
+
+
+def test_a_worker_that_finds_changed_weights_has_all_blocks_forgotten_once(caplog: pytest.LogCaptureFixture) -> None:
+    rig = Rig(num_workers=2)
+    rig.store(prompt(4))
+    store, _ = only(rig.start(FakeRequest("s", prompt(4, 50))).stores)
+    assert rig.step().epoch == 0
+    # The worker that noticed has carried this store out before; the other one has failed it.
+    rig.half.update_connector_output(WorkerReport({store: 2}, {store}, changed_at=0))
+    assert rig.status(prompt(4)) == rig.status(prompt(4, 50)) == [None]
+    assert rig.half.metrics.snapshot()["weight_changes"] == 1
+    assert "THE WEIGHTS HAVE CHANGED" in caplog.text
+    assert "reset_prefix_cache(reset_connector=True)" in caplog.text
+    assert "a store failed" not in caplog.text
+    assert rig.step().epoch == 1
+    rig.store(prompt(4))
+    rig.half.update_connector_output(WorkerReport(changed_at=0))
+    assert rig.status(prompt(4)) == [0], "the other worker noticed later what is known already"
+    rig.half.update_connector_output(WorkerReport(changed_at=1))
+    assert rig.status(prompt(4)) == [None]
+    assert rig.step().epoch == 2
+    rig.manager.check_integrity()
+
+
+def go_on(rig: Rig, name: str, tokens: list[int], found: list[int], new: list[int]) -> StepMeta:
+    """A request that finds blocks in the engine's own cache and computes the rest."""
+    request = FakeRequest(name, tokens)
+    rig.look_up(request, len(found) * TOKENS)
+    rig.allocate(request, [*found, *new])
+    request.num_computed_tokens = len(found) * TOKENS
+    return rig.step({request: len(tokens) - request.num_computed_tokens}, new={name: [*found, *new]})
+
+
+def test_after_a_reset_nothing_is_stored_that_follows_old_blocks_of_the_engines_cache() -> None:
+    """The engine's own cache may still hold KV of weights that are gone."""
+    rig = Rig()
+    rig.start(FakeRequest("before", prompt(4)), [1])
+    rig.half.reset()
+    assert not go_on(rig, "old", prompt(12), [1], [2, 3]).stores
+    assert not go_on(rig, "older", prompt(16), [1, 2, 3], [4]).stores, "on blocks that follow old ones"
+    new = FakeRequest("new", prompt(12, 50))
+    assert device_ids(only(rig.start(new, [5, 6, 7]).stores)[1]) == [5, 6, 7]
+    assert device_ids(only(go_on(rig, "newer", prompt(16, 50), [5, 6, 7], [8]).stores)[1]) == [8]
+    # Blocks are handed out again.
+    assert device_ids(only(rig.start(FakeRequest("reused", prompt(4, 70)), [2]).stores)[1]) == [2]
+    assert device_ids(only(go_on(rig, "sound", prompt(8, 70), [2], [9]).stores)[1]) == [9]
+    assert not go_on(rig, "spoiled", prompt(8), [1], [9]).stores
+    assert not go_on(rig, "on spoiled", prompt(12), [9], [10, 11]).stores
+
+
+def test_after_a_reset_blocks_that_follow_a_load_are_stored() -> None:
+    rig = Rig()
+    rig.half.reset()
+    rig.store(prompt(8))
+    request = FakeRequest("r", prompt(16))
+    load, _ = only(rig.load(request, ids=[20, 21]).loads)
+    rig.report(load)
+    rig.allocate(request, [20, 21, 22, 23])
+    assert device_ids(only(rig.step({request: 8}, new={"r": [20, 21, 22, 23]}).stores)[1]) == [22, 23]
+
+
+def slept(**options: Any) -> Rig:
+    """An engine that has stored a block and fallen asleep."""
+    rig = Rig(options={"may_sleep": True}, **options)
+    rig.store(prompt(8))
+    rig.half.reset()
+    return rig
+
+
+def asks_for_a_check(rig: Rig) -> tuple[FakeRequest, int]:
+    """A request that waits, and the check that it waits for."""
+    request = FakeRequest("r", prompt(9))
+    assert rig.look_up(request) == (None, False)
+    check = rig.step().check_weights
+    assert check is not None
+    assert rig.step().check_weights is None
+    assert rig.look_up(request) == (None, False)
+    return request, check
+
+
+def test_after_a_sleep_with_the_same_weights_blocks_are_found_again() -> None:
+    rig = slept(num_workers=2)
+    assert rig.step().check_weights is None, "asleep"
+    rig.half.wake_up()
+    assert rig.step().check_weights is None, "perhaps some memory is asleep still"
+    request, check = asks_for_a_check(rig)
+    rig.half.update_connector_output(WorkerReport({check: 1}))
+    assert rig.look_up(request) == (None, False)
+    rig.half.update_connector_output(WorkerReport({check: 1}))
+    assert rig.look_up(request) == (8, True)
+    assert rig.load(request).loads
+    rig.manager.check_integrity()
+
+
+def test_after_a_sleep_one_worker_with_other_weights_drops_all_blocks() -> None:
+    rig = slept(num_workers=2)
+    rig.half.wake_up()
+    request, check = asks_for_a_check(rig)
+    rig.half.update_connector_output(WorkerReport({check: 1}, {check}))
+    assert rig.look_up(request) == (0, False)
+    rig.half.update_connector_output(WorkerReport({check: 1}))
+    assert rig.look_up(request) == (0, False)
+    assert rig.manager.num_used_blocks == 0
+
+
+WITHOUT_A_WAKE: dict[str, Callable[[Rig], object]] = {
+    "a lookup": lambda rig: rig.look_up(FakeRequest("n", prompt(9))),
+    "a step that computes": lambda rig: rig.step({FakeRequest("n", prompt(9)): 1}),
+    "another reset": lambda rig: rig.half.reset(),
+    "changed weights": lambda rig: rig.half.update_connector_output(WorkerReport(changed_at=1)),
+    "the end": lambda rig: rig.half.shutdown(),
+}
+
+
+@pytest.mark.parametrize("event", WITHOUT_A_WAKE)
+def test_a_reset_without_a_wake_drops_all_blocks(event: str) -> None:
+    rig = slept()
+    rig.step()
+    assert rig.manager.num_used_blocks == 2, "it may be asleep"
+    WITHOUT_A_WAKE[event](rig)
+    assert rig.manager.num_used_blocks == 0
+    rig.half.wake_up()
+    assert rig.look_up(FakeRequest("r", prompt(9))) == (0, False)
+    assert rig.step().check_weights is None
+    assert not rig.half.off
+
+
+def test_a_reset_is_no_sleep_where_the_engine_cannot_sleep() -> None:
+    rig = Rig()
+    rig.store(prompt(8))
+    rig.half.reset()
+    assert rig.manager.num_used_blocks == 0
+
+
+@pytest.mark.parametrize("when", ["awake", "being checked"])
+def test_a_reset_after_waking_drops_all_blocks(when: str) -> None:
+    rig = slept()
+    rig.half.wake_up()
+    check = asks_for_a_check(rig)[1] if when == "being checked" else None
+    rig.half.reset()
+    if check is not None:
+        rig.half.update_connector_output(WorkerReport({check: 1}))
+    assert rig.look_up(FakeRequest("s", prompt(9))) == (0, False)
+    assert rig.manager.num_used_blocks == 0
+
+
+def test_a_step_that_computes_after_a_sleep_checks_first() -> None:
+    """Its tokens are the first that workers accept new weights for."""
+    rig = slept()
+    rig.half.wake_up()
+    assert rig.step({FakeRequest("n", prompt(9)): 1}).check_weights is not None
+
+
+def test_a_request_that_waits_for_a_check_computes_at_the_deadline() -> None:
+    rig = slept()
+    rig.half.wake_up()
+    request, check = asks_for_a_check(rig)
+    rig.clock.now += 1
+    assert rig.look_up(request) == (0, False)
+    rig.half.update_connector_output(WorkerReport({check: 1}))
+    assert rig.manager.num_used_blocks == 0
+
+
+def test_time_asleep_is_no_wait_for_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    rig = Rig(options={"may_sleep": True})
+    rig.store(prompt(8))
+    load, _ = only(rig.load(FakeRequest("l", prompt(9))).loads)
+    request = FakeRequest("r", prompt(9))
+    assert rig.look_up(request) == (None, False), "its blocks are being loaded for another"
+    rig.half.reset()
+    rig.report(load, failed=True)
+    rig.clock.now += 60
+    released: list[str] = []
+    monkeypatch.setattr(rig.manager, "release_request", lambda context: released.append(context.req_id))
+    rig.half.wake_up()
+    assert "r" in released, "it may wait for lower tiers as long as a new request"
+    assert rig.look_up(request) == (None, False)
+    check = rig.step().check_weights
+    assert check is not None
+    rig.half.update_connector_output(WorkerReport({check: 1}))
+    assert rig.look_up(request) == (8, True)
+
+
+def test_stores_and_loads_under_way_fail_when_the_engine_falls_asleep() -> None:
+    rig = Rig(options={"may_sleep": True})
+    rig.store(prompt(8))
+    request = FakeRequest("l", prompt(9))
+    load, _ = only(rig.load(request).loads)
+    store, _ = only(rig.start(FakeRequest("s", prompt(8, 50)), [10, 11]).stores)
+    rig.half.reset()
+    rig.report(store)
+    rig.report(load, failed=True)
+    rig.half.wake_up()
+    new, check = asks_for_a_check(rig)
+    rig.half.update_connector_output(WorkerReport({check: 1}))
+    assert rig.look_up(new) == (8, True)
+    assert rig.look_up(FakeRequest("t", prompt(9, 50))) == (0, False)
+    rig.manager.check_integrity()
