@@ -1,9 +1,9 @@
-"""The disk tier: GB/s beside fio on the same file system, block size and number of threads; what tiering costs the
-scheduler's thread; how long a full index takes to read at start.
+"""Benchmarks of the disk tier: GB/s beside fio with the same file system, block size and number of threads; the cost of
+tiering on the scheduler's thread; the time to start with a full index.
 
-The files lie under $KVOFFLOAD_BENCH_DIR, by default the current directory. Both sides pass the page cache by
-(O_DIRECT); fio reads and writes the tier's own slabs, in random order, with the buffers it takes by itself. Where there
-is no fio, a plain loop of preadv and pwritev in as many threads does the same.
+The files are in $KVOFFLOAD_BENCH_DIR, by default the current directory. Both sides bypass the page cache (O_DIRECT);
+fio reads and writes the tier's own slabs in random order, from its own buffers. If fio is not installed, a simple loop
+of preadv and pwritev takes its place, in as many threads.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import shutil
 import statistics
 import subprocess
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -36,7 +37,8 @@ from kvoffload.host.pool import HostPool
 from kvoffload.tiers.disk.directory import DirectoryStorage
 from kvoffload.tiers.disk.format import pack_record
 from kvoffload.tiers.disk.slabs import SLAB_BYTES, SlabFiles
-from kvoffload.tiers.disk.tier import DiskTier, open_disk_tier
+from kvoffload.tiers.disk.start import open_disk_tier
+from kvoffload.tiers.disk.tier import DiskTier
 from kvoffload.tiers.manager import TieredOffloadingManager
 from kvoffload.tiers.threads import NUM_THREADS
 
@@ -45,9 +47,9 @@ BLOCK_TOKENS = 16
 FINGERPRINT = "b" * 64
 ROUNDS = 5
 DECODING = 256
-"""Requests that decode in every step."""
+"""Requests that decode in each step."""
 STEPS = 400
-PEER = "fio" if shutil.which("fio") else "a plain loop"
+PEER = "fio" if shutil.which("fio") else "a simple loop"
 LONG_PROMPT = 8192
 """Blocks."""
 CONTEXT = ReqContext("bench")
@@ -58,11 +60,11 @@ def new_keys(n: int) -> list[OffloadKey]:
     return [make_offload_key(raw[32 * i : 32 * i + 32], 0) for i in range(n)]
 
 
-# Bytes.
+# Throughput.
 
 
 def run_tier(tier: DiskTier, keys: list[OffloadKey], slots: np.ndarray[Any, Any], is_read: bool) -> float:
-    """GB/s from the first submission to the last result, as much under way as the tier takes on."""
+    """Returns GB/s from the first submission to the last result, with as many blocks in transfer as the tier allows."""
     left = dict(zip(keys, slots.tolist(), strict=True))
     under_way = 0
     start = time.perf_counter()
@@ -80,7 +82,7 @@ def run_tier(tier: DiskTier, keys: list[OffloadKey], slots: np.ndarray[Any, Any]
 
 
 def run_peer(slabs: list[Path], nbytes: int, is_read: bool) -> float:
-    """GB/s of PEER on the tier's own slabs, with as many threads, each with one block under way."""
+    """Returns GB/s of PEER on the tier's own slabs, with one block in transfer per thread."""
     return (run_fio if PEER == "fio" else run_loop)(slabs, nbytes, is_read)
 
 
@@ -132,7 +134,10 @@ def throughput(directory: Path, quick: bool) -> list[Row]:
     num_blocks = 128 if quick else 1024
     nbytes = num_blocks * BLOCK_BYTES
     pool = HostPool(256, BLOCK_BYTES)
-    pool._toucher.join()
+    # The pool touches its pages on a thread of its own, which is not to run during the measurements.
+    for thread in threading.enumerate():
+        if thread.name == "kvoffload-touch":
+            thread.join()
     pool.data[:] = np.random.default_rng(0).integers(0, 256, pool.data.shape[1], dtype=np.uint8)
     speeds: dict[str, list[float]] = {"write": [], "read": [], "peer write": [], "peer read": []}
     shuffled = np.random.default_rng(1).permutation(num_blocks)
@@ -141,7 +146,7 @@ def throughput(directory: Path, quick: bool) -> list[Row]:
         tier = open_disk_tier(str(root), nbytes * 5 // 4 + (64 << 20), [pool.handle().open()], FINGERPRINT)
         keys = new_keys(num_blocks)
         slots = np.arange(num_blocks) % pool.num_blocks
-        # The first time the file system still has to mark what it gave as written; fio comes after that, too.
+        # The first writes to allocated room cost the file system more. fio does not have them, so they are not timed.
         run_tier(tier, keys, slots, is_read=False)
         tier.delete(keys)
         keys = new_keys(num_blocks)
@@ -163,7 +168,7 @@ def throughput(directory: Path, quick: bool) -> list[Row]:
     return rows
 
 
-# The scheduler's thread.
+# Cost on the scheduler's thread.
 
 
 @dataclass(eq=False)
@@ -190,7 +195,7 @@ def connector(manager: OffloadingManager) -> OffloadingConnectorScheduler:
 
 
 def decode_steps(manager: OffloadingManager, steps: int) -> float:
-    """Milliseconds of thread time a step, median, where DECODING requests get a token each in every step."""
+    """Returns the thread time per step in ms, median, if DECODING requests get one token each in every step."""
     scheduler = connector(manager)
     rng = np.random.default_rng(0)
     requests = []
@@ -227,7 +232,7 @@ def decode_steps(manager: OffloadingManager, steps: int) -> float:
 
 
 def lookup_cost(manager: OffloadingManager) -> dict[str, float]:
-    """Milliseconds of thread time a call, median, for a long prompt."""
+    """Returns the thread time per call in ms, median, for a long prompt."""
     keys = new_keys(LONG_PROMPT)
 
     def cost(call: Callable[[], Any]) -> float:
@@ -245,13 +250,8 @@ def lookup_cost(manager: OffloadingManager) -> dict[str, float]:
     return {**found, "hit": cost(look_up), "touch": cost(touch)}
 
 
-def tier_busy(manager: OffloadingManager) -> bool:
-    assert isinstance(manager, TieredOffloadingManager)
-    return any(lane.writing or lane.flights for lane in manager._lanes)
-
-
 def timed(call: Callable[[], Any]) -> float:
-    """Milliseconds of thread time."""
+    """Returns the thread time of ``call`` in ms."""
     start = time.thread_time_ns()
     call()
     return (time.thread_time_ns() - start) / 1e6
@@ -273,7 +273,7 @@ def scheduler_cost(directory: Path, quick: bool) -> list[Row]:
     rows = []
     for call, what in (
         ("decode", f"step of {DECODING} decoding requests"),
-        ("miss", f"lookup of {LONG_PROMPT:,} blocks that are nowhere"),
+        ("miss", f"lookup of {LONG_PROMPT:,} absent blocks"),
         ("hit", f"lookup of {LONG_PROMPT:,} blocks in the host"),
         ("touch", f"touch of {LONG_PROMPT:,} blocks"),
     ):
@@ -283,7 +283,8 @@ def scheduler_cost(directory: Path, quick: bool) -> list[Row]:
 
 
 def promotion_cost(directory: Path) -> list[Row]:
-    """Thread time to bring up and to write down, a block: all calls of the scheduler's thread together."""
+    """Measures the thread time per block of a write to disk and of a promotion, over all calls on the scheduler's
+    thread."""
     n = 4096
     pool = HostPool(3 * n, 4096)
     host = LRUOffloadingManager(HostBackend(BLOCK_TOKENS, 3 * n))
@@ -294,7 +295,7 @@ def promotion_cost(directory: Path) -> list[Row]:
 
     def poll_until_idle() -> float:
         spent = 0.0
-        while tier_busy(manager):
+        while tier.is_busy:
             tier.wait(0.05)
             spent += timed(manager.poll)
         return spent
@@ -314,13 +315,13 @@ def promotion_cost(directory: Path) -> list[Row]:
     manager.shutdown()
     assert found == written > 0, (found, written)
     return [
-        Row("scheduler thread, a block written down", 1e3 * down / written, "us"),
-        Row("scheduler thread, a block brought up", 1e3 * up / found, "us"),
+        Row("scheduler's thread, per block written to disk", 1e3 * down / written, "us"),
+        Row("scheduler's thread, per block promoted", 1e3 * up / found, "us"),
     ]
 
 
 def restart_time(directory: Path, quick: bool) -> list[Row]:
-    """A full index: the files are real, but for the payloads, which nobody reads at start."""
+    """Measures the start with a full index. The payloads are not written, since a start does not read them."""
     num_slots = 100_000 if quick else 1_000_000
     root = directory / "restart"
     capacity = num_slots * (4096 + 256) + (64 << 20)
@@ -354,5 +355,5 @@ def main(out: Path, quick: bool) -> None:
         rows += promotion_cost(directory)
         rows += restart_time(directory, quick)
     if PEER != "fio":
-        print("fio is not installed here: the peer is a plain loop of preadv and pwritev (apt-get install fio)")
-    publish("disk", "Disk tier (ratio: times as fast as the other side)", rows, out)
+        print("fio is not installed: it is replaced by a simple loop of preadv and pwritev (apt-get install fio)")
+    publish("disk", "Disk tier (ratio: speed relative to the other side)", rows, out)

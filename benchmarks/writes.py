@@ -1,8 +1,8 @@
-"""Which blocks reach a disk that is too slow for all: prompts that are whole there, and blocks that no lookup finds.
+"""Which blocks reach a disk that is too slow for all of them: complete prompts, and blocks that no lookup finds.
 
-Everything is simulated but the scheduler half and the managers: the clock, the engine, and a disk that writes so many
-blocks per second. So a run gives the same figures on any machine. The engine computes one prompt after the other, or
-several at a time; the disk has a percentage of the bandwidth that it takes to write all blocks as they are computed.
+The clock, the engine and the disk, which writes a fixed number of blocks per second, are simulated; the scheduler half
+and the managers are real. So a run gives the same figures on any machine. The engine computes one prompt after the
+other, or several at a time; the bandwidth of the disk is a percentage of what writing every block would take.
 """
 
 from __future__ import annotations
@@ -10,61 +10,36 @@ from __future__ import annotations
 import json
 import random
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from kvoffload.abc import KVGroup, LookupState, OffloadKey, ScheduledStep, Slots, TierResult
+from kvoffload.abc import KVGroup, LookupState, OffloadKey, ScheduledStep
 from kvoffload.cache.keys import make_offload_key
 from kvoffload.cache.manager import LRUOffloadingManager
 from kvoffload.cache.slots import HostBackend
 from kvoffload.connector.messages import WorkerReport
 from kvoffload.connector.scheduler import OffloadingConnectorScheduler
-from kvoffload.lab.tier import BookTier
+from kvoffload.lab.tier import CatalogTier
 from kvoffload.tiers.manager import TieredOffloadingManager
 
 BLOCK_TOKENS = 16
 STEP_S = 0.02
 BLOCKS_PER_STEP = 64
 RUNNING = (1, 16)
-"""Prompts that are computed at a time."""
+"""Prompts computed at a time."""
 PROMPT_BLOCKS = 256
 HOST_BLOCKS = 16 * PROMPT_BLOCKS
 LONG_PROMPT_BLOCKS = HOST_BLOCKS // 2
 MAX_IDLE_STEPS = 10_000
 BANDWIDTHS = (25, 50, 75, 100, 150)
-"""Percent of what writing all blocks takes."""
-
-
-class SlowTier(BookTier):
-    """Writes one block after the other, each in ``1 / blocks_per_s``."""
-
-    def __init__(self, capacity: int, blocks_per_s: float, clock: Any) -> None:
-        super().__init__(capacity, 1, "lru", clock)
-        self._seconds = 1 / blocks_per_s
-        self._ends: deque[tuple[float, OffloadKey]] = deque()
-
-    def write(self, keys: Sequence[OffloadKey], slots: Slots) -> list[OffloadKey]:
-        taken = super().write(keys, slots)
-        for key in taken:
-            begun = max(self._clock(), self._ends[-1][0] if self._ends else 0.0)
-            self._ends.append((begun + self._seconds, key))
-        return taken
-
-    def poll(self) -> list[TierResult]:
-        done = []
-        while self._ends and self._ends[0][0] <= self._clock():
-            done.append(self._ends.popleft()[1])
-        waiting, self._under_way = self._under_way, dict.fromkeys(done, False)
-        results = super().poll()
-        self._under_way = {key: is_read for key, is_read in waiting.items() if key not in set(done)}
-        return results
+"""Percent of the bandwidth that writing every block takes."""
 
 
 @dataclass(eq=False)
 class Prompt:
-    """A request that computes its prompt and ends."""
+    """A request that ends when its prompt is computed."""
 
     request_id: str
     block_hashes: list[bytes]
@@ -85,14 +60,14 @@ class Prompt:
 
 
 class Engine:
-    """Computes ``prompts``, some at a time, and writes what it can."""
+    """Computes ``prompts``, at most ``max_running`` at a time, and writes what the disk takes."""
 
     def __init__(self, prompts: list[Prompt], max_running: int, blocks_per_s: float) -> None:
         self.max_running = max_running
         self.now = 0.0
         self.prompts = prompts
         num_blocks = sum(len(prompt.block_hashes) for prompt in prompts)
-        self.tier = SlowTier(num_blocks, blocks_per_s, self.clock)
+        self.tier = CatalogTier(num_blocks, 1, "lru", self.clock, blocks_per_s)
         self.host = LRUOffloadingManager(HostBackend(BLOCK_TOKENS, HOST_BLOCKS))
         self.manager = TieredOffloadingManager(
             self.host, [self.tier], tokens_per_block=[BLOCK_TOKENS], clock=self.clock
@@ -104,7 +79,7 @@ class Engine:
         return self.now
 
     def run(self, blocks_per_step: int, drain: bool) -> None:
-        """``drain``: goes on while the scheduler half has something to do."""
+        """Runs all prompts. With ``drain``, idle steps follow while the scheduler half has work."""
         waiting, running = deque(self.prompts), list[Prompt]()
         while waiting or running:
             while waiting and len(running) < self.max_running:
@@ -143,16 +118,16 @@ class Engine:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What the disk held in the end."""
+    """The contents of the disk at the end."""
 
     what: str
     prompts: int
     whole: int
     written: int
     unreachable: int
-    """Blocks on disk behind one that is not there."""
+    """Blocks on disk behind a missing one."""
     dropped: int
-    """Blocks that are neither on disk nor in the host."""
+    """Blocks that are neither on disk nor in host memory."""
 
 
 def run(
@@ -189,7 +164,7 @@ def main(out: Path, quick: bool) -> None:
         for running in RUNNING
         for percent in BANDWIDTHS
     ]
-    # Computed in two steps, so that it outruns what may be pinned for writes; then the engine has nothing to do.
+    # Two steps compute more than may be pinned for writes. Then the engine is idle.
     outcomes.append(run("idle disk, one long prompt", 1, LONG_PROMPT_BLOCKS, 1, 100, LONG_PROMPT_BLOCKS // 2, True))
     print(f"\nWrites to a slow disk: {num_prompts} prompts of {PROMPT_BLOCKS} blocks, a host of {HOST_BLOCKS:,} blocks")
     print(f"  {'disk':36} {'whole on disk':>14} {'written':>10} {'unreachable':>12} {'dropped':>10}")

@@ -1,9 +1,9 @@
-"""The self-tuning policy: its rules, what it remembers, how it chooses, and all of it beside the plainest Python."""
+"""The self-tuning policy: its rules, what it remembers, how it chooses, and all of it beside its reference model."""
 
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import pytest
@@ -13,13 +13,13 @@ from kvoffload.cache.keys import make_offload_key
 from kvoffload.cache.manager import PolicyOffloadingManager
 from kvoffload.cache.policies import tournament
 from kvoffload.cache.policies.auto import AutoPolicy
-from kvoffload.cache.policies.base import RecencyList
 from kvoffload.cache.policies.ghosts import GhostTable, key_hashes
+from kvoffload.cache.policies.recency import RecencyList
 from kvoffload.cache.policies.tournament import RULES, LRUShadow, Rule, Shadow, Tournament
 from kvoffload.cache.slots import HostBackend
 from kvoffload.testing.conformance import ManagerConformance, PolicyConformance
-from kvoffload.testing.reference_auto import ReferenceAutoManager, ReferenceTwoLists
 from kvoffload.testing.stateful import WALK_SEEDS, manager_machine, walk
+from tests.cache.reference_auto import ReferenceAutoManager, ReferenceTwoLists
 
 BY_NAME = {rule.name: rule for rule in RULES}
 
@@ -90,10 +90,9 @@ class Fixed(Tournament):
         return self._fixed
 
 
-def with_rule(num_blocks: int, rule: Rule) -> PolicyOffloadingManager:
-    policy = AutoPolicy(num_blocks)
-    policy._tournament = Fixed(num_blocks, rule)
-    return PolicyOffloadingManager(HostBackend(16, num_blocks), policy, enable_events=True)
+def with_rule(num_blocks: int, rule: Rule, must_store: bool = False) -> PolicyOffloadingManager:
+    policy = AutoPolicy(num_blocks, Fixed(num_blocks, rule))
+    return PolicyOffloadingManager(HostBackend(16, num_blocks), policy, enable_events=True, must_store=must_store)
 
 
 class TestManagerConformanceWhileItGoesByLRU(ManagerConformance):
@@ -196,7 +195,7 @@ def test_a_refused_block_is_not_written_and_the_record_says_why() -> None:
     assert manager.lookup([key(name) for name in new]) == 8, "at second sight it is stored"
 
 
-def test_what_goes_on_behind_a_refused_block_is_remembered_like_it() -> None:
+def test_blocks_behind_a_refused_block_are_remembered_like_it() -> None:
     manager = with_rule(10, BY_NAME["2q"])
     for i in range(6):
         serve(manager, [100 * i, 100 * i + 1])
@@ -210,8 +209,7 @@ def test_what_goes_on_behind_a_refused_block_is_remembered_like_it() -> None:
 
 
 def test_above_a_lower_tier_nothing_is_refused() -> None:
-    manager = with_rule(10, BY_NAME["2q"])
-    manager.policy.may_refuse = False
+    manager = with_rule(10, BY_NAME["2q"], must_store=True)
     for i in range(6):
         serve(manager, [100 * i, 100 * i + 1])
         serve(manager, [100 * i, 100 * i + 1])
@@ -304,15 +302,32 @@ def test_the_table_of_ghosts_keeps_those_that_entered_last(capacity: int) -> Non
         assert len(found) > 0.99 * len(set(window)), "buckets overflow"
 
 
-def test_a_ghost_taken_out_is_not_found_and_marks_end_with_it() -> None:
+def test_a_ghost_that_was_removed_is_not_found_and_its_mark_ends() -> None:
     table = GhostTable(100)
     hashes = key_hashes([key(name) for name in range(3)])
     table.add(hashes, np.arange(3))
     entries = table.find(hashes)
     table.mark(entries, np.array([True, False, True]))
     assert table.is_marked(table.find(hashes)).tolist() == [True, False, True]
-    table.take_out(hashes[:1], entries[:1])
-    table.take_out(hashes[:1], entries[1:2])
+    table.remove(entries[:1])
     assert (table.find(hashes) >= 0).tolist() == [False, True, True]
+    assert (table.find_again(hashes, entries) >= 0).tolist() == [False, True, True]
+    assert table.is_marked(np.array([-1])).tolist() == [False]
     table.add(hashes, np.arange(3))
     assert not table.is_marked(table.find(hashes)).any()
+    assert table.stamps(table.find(hashes)).tolist() == [0, 1, 2]
+
+
+@pytest.mark.parametrize("find", [GhostTable.find, lambda table, hashes: table.find_again(hashes, table.first_found)])
+def test_a_ghost_that_was_forgotten_can_be_added_as_new(find: Callable[..., np.ndarray]) -> None:
+    table = GhostTable(200)
+    for turn in range(50):
+        hashes = key_hashes([key(1000 * turn + name) for name in range(150)])
+        table.add(hashes, np.arange(150), new=True)
+        table.first_found = table.find(hashes)  # type: ignore[attr-defined]
+        table.add(key_hashes([key(10**6 + 1000 * turn + name) for name in range(200)]), np.arange(200), new=True)
+        assert (find(table, hashes) < 0).all()
+        table.add(hashes, np.arange(150), new=True)
+        found = table.find(hashes)
+        assert np.count_nonzero(found >= 0) > 145
+        assert (table.stamps(found[found >= 0]) == np.flatnonzero(found >= 0)).all()

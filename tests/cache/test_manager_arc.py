@@ -52,14 +52,14 @@ def test_events_are_off_unless_asked_for() -> None:
 
 
 class Driver:
-    """Calls by letters; what the lists look like."""
+    """Calls by letters, and what the lists look like. The letters of a store are oldest first, so tail first."""
 
     def __init__(self, num_blocks: int) -> None:
         self.manager = make_arc(num_blocks)
         self.policy = policy_of(self.manager)
 
     def begin(self, names: str) -> str | None:
-        output = self.manager.prepare_store(keys(names))
+        output = self.manager.prepare_store(keys(names)[::-1])
         self.manager.check_integrity()
         return None if output is None else letters(output.evicted_keys)
 
@@ -123,7 +123,7 @@ def test_touch_of_a_block_of_t2_moves_it_to_the_recent_end() -> None:
     assert arc.ghosts == ("", "acb")
 
 
-def test_a_load_is_no_second_use_and_returns_to_its_own_list() -> None:
+def test_a_load_is_no_use_and_moves_nothing() -> None:
     arc = Driver(4)
     arc.store("abcd")
     arc.touch("dc")
@@ -131,7 +131,7 @@ def test_a_load_is_no_second_use_and_returns_to_its_own_list() -> None:
     arc.manager.prepare_load(keys("ac"))
     arc.manager.complete_load(keys("ac"))
     assert arc.sizes == (2, 2)
-    assert arc.store("wxyz") == "badc"
+    assert arc.store("wxyz") == "abcd"
 
 
 def test_touch_of_a_pinned_block_of_t1_moves_it_to_t2() -> None:
@@ -141,8 +141,8 @@ def test_touch_of_a_pinned_block_of_t1_moves_it_to_t2() -> None:
     arc.touch("a")
     assert arc.sizes == (2, 1)
     arc.manager.complete_load(keys("ab"))
-    assert arc.store("xyz") == "cba"
-    assert arc.ghosts == ("cb", "a")
+    assert arc.store("xyz") == "bca"
+    assert arc.ghosts == ("bc", "a")
 
 
 def test_touch_of_unknown_keys_teaches_nothing() -> None:

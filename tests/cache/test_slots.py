@@ -1,11 +1,12 @@
-"""HostBackend against the backend contract."""
+"""Backends keep the contract, and a medium that grows hands out the slots that exist."""
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
-from kvoffload.abc import Backend, ConfigError
-from kvoffload.cache.slots import HostBackend
+from kvoffload.abc import Backend, ConfigError, IntegrityError
+from kvoffload.cache.slots import HostBackend, SlotBackend
 from kvoffload.testing.conformance import BackendConformance, keys
 
 
@@ -24,3 +25,17 @@ def test_it_says_what_it_is() -> None:
 def test_no_room_at_all_is_an_error_that_names_the_setting(num_blocks: int) -> None:
     with pytest.raises(ConfigError, match=f"num_blocks={num_blocks}"):
         HostBackend(16, num_blocks)
+
+
+def test_slots_of_a_growing_medium_exist_when_they_were_added() -> None:
+    backend = SlotBackend(16, "DISK", 8, grows=True)
+    assert (backend.num_blocks, backend.num_existing_blocks, backend.get_num_free_blocks()) == (8, 0, 0)
+    with pytest.raises(IntegrityError):
+        backend.allocate_blocks([b"a"])
+    backend.add_allocated(np.array([1, 4]))
+    backend.add_free(np.array([0, 2]))
+    assert (backend.num_existing_blocks, backend.get_num_free_blocks()) == (4, 2)
+    assert backend.allocate_blocks([b"a", b"b"]).tolist() == [0, 2]
+    backend.free(np.array([4]))
+    assert backend.get_num_free_blocks() == 1
+    backend.check_integrity()

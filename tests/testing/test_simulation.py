@@ -1,4 +1,4 @@
-"""Simulated servers on a failing disk break no law, and each bug planted in them does."""
+"""Simulated servers on a failing disk break no law, and each bug planted in them breaks one."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 
 import pytest
 
-from kvoffload.abc import ByteArray, LoadStoreSpec, OffloadKey, Slots, Tier, TierResult
+from kvoffload.abc import ByteArray, LoadStoreSpec, OffloadKey, ReqContext, Slots, Tier, TierResult
 from kvoffload.testing import simulation
 from kvoffload.testing.__main__ import main
 from kvoffload.testing.engine import Clock, Late, Leak, LowerTiers, ModelEngine, Scenario, WrongBytes
@@ -31,8 +31,11 @@ from kvoffload.testing.simulation import (
 )
 from kvoffload.testing.storage import FaultRates
 from kvoffload.testing.tiers import AskingTier, MemoryTier, SteppedExecutor
-from kvoffload.tiers.disk import tier as disk
+from kvoffload.tiers import writethrough
+from kvoffload.tiers.disk import blockio
 from kvoffload.tiers.disk.tier import DiskTier
+from kvoffload.tiers.plan import Plan, plan_writes
+from kvoffload.tiers.promotion import Promotion, PromotionState
 from kvoffload.tiers.writethrough import WriteThrough
 
 SEEDS = scaled(150)
@@ -48,7 +51,7 @@ def test_no_law_is_broken(report: Report) -> None:
     assert report.failures == {}
 
 
-def test_what_is_to_be_tested_happens(report: Report) -> None:
+def test_every_kind_of_fault_and_end_happens(report: Report) -> None:
     for fault in (field.name for field in dataclasses.fields(FaultRates)):
         assert report.counts[f"faults: {fault}"] > 0, f"never injected: {fault}"
     for end in ("close", "kill", "power_loss"):
@@ -72,7 +75,7 @@ def test_a_seed_replays_its_simulation() -> None:
 
 
 def warm(seed: int) -> list[Life]:
-    """Two lives without faults, without resets, with room for all, the first one as long as it takes."""
+    """Two lives without faults and resets and with room for all blocks. The first one ends when its requests have."""
     first = plan(seed)[0]
     scenario = dataclasses.replace(
         first.scenario,
@@ -104,7 +107,7 @@ def warm(seed: int) -> list[Life]:
 
 
 def sleeping(lives: list[Life], sleep_chance: float) -> list[Life]:
-    """The same servers, which sleep now and then, with the same weights and with others."""
+    """Returns the same lives, with sleeps from which servers wake up with the same or other weights."""
     return [
         dataclasses.replace(life, scenario=dataclasses.replace(life.scenario, sleep_chance=sleep_chance))
         for life in lives
@@ -116,7 +119,7 @@ def test_no_law_is_broken_by_sleep(monkeypatch: pytest.MonkeyPatch) -> None:
     assert run_simulations(range(SEEDS // 5)).failures == {}
 
 
-def test_what_is_on_disk_outlives_a_sleep(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_blocks_on_disk_outlive_a_sleep(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(simulation, "plan", lambda seed: sleeping(warm(seed), 0.1))
 
     def never_wakes_up(server: Server) -> None:
@@ -134,10 +137,10 @@ def test_a_restart_without_faults_reads_from_disk(monkeypatch: pytest.MonkeyPatc
 
 
 class InMemory(LowerTiers):
-    """A fast small tier and a slow large one that has to be asked, or one of them."""
+    """A fast small tier, or a slow large one that must be asked first, or both."""
 
-    def __init__(self, seed: int, clock: Clock) -> None:
-        self.random, self.clock = Random(seed), clock
+    def __init__(self, seed: int, clock: Clock, write_share: float) -> None:
+        self.random, self.clock, self.write_share = Random(seed), clock, write_share
         self.executors: list[SteppedExecutor] = []
         self.lookup_deadline_ms = self.random.choice((0.0, 3.0, 100.0))
         self.load_only_if_faster = self.random.random() < 0.3
@@ -164,7 +167,7 @@ MEMORY, ASKING = (MemoryTier, 6), (AskingTier, 60)
 
 
 def short_of_host(seed: int) -> Scenario:
-    """So that much of what is asked for has left the host, and was not kept on the device."""
+    """Returns a scenario in which many requested blocks have left the host and the device."""
     rng, scenario = Random(seed), Scenario.random(seed)
     return dataclasses.replace(
         scenario,
@@ -176,11 +179,11 @@ def short_of_host(seed: int) -> Scenario:
 
 
 def run_in_memory(seed: int) -> ModelEngine:
-    clock = Clock(100.0)
-    engine = ModelEngine(short_of_host(seed), lower=InMemory(seed, clock), clock=clock)
-    assert engine.tiered is not None
-    # The usual share of so small a host is one block: hardly anything would be written.
-    engine.tiered._max_held = Random(seed).choice((1, 4, engine.scenario.num_host_blocks))
+    clock, scenario = Clock(100.0), short_of_host(seed)
+    # The usual share of such a small host is one block, so hardly anything would be written.
+    num_writing = Random(seed).choice((1, 4, scenario.num_host_blocks))
+    lower = InMemory(seed, clock, (num_writing + 0.5) / scenario.num_host_blocks)
+    engine = ModelEngine(scenario, lower=lower, clock=clock)
     engine.run()
     return engine
 
@@ -190,21 +193,21 @@ def test_any_engine_on_tiers_that_never_fail() -> None:
     for seed in range(SEEDS):
         engine = run_in_memory(seed)
         assert engine.tiered is not None
-        what = " and ".join(lane.tier.name for lane in engine.tiered._lanes)
+        what = " and ".join(tier.tier.name for tier in engine.tiered.tiers)
         promoted[what] += int(engine.scheduler.metrics.snapshot().get("promoted_blocks", 0))
     assert len(promoted) == 3
     assert all(promoted.values()), f"nothing was promoted: {promoted}"
 
 
-# Bugs. Each is planted in a server before it runs.
+# Bugs. Each is planted in a server before that runs.
 
 
 def checksum_not_verified(server: Server, tier: DiskTier, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(disk, "payload_checksum", lambda header, key, buffers: 0)
+    monkeypatch.setattr(blockio, "payload_checksum", lambda header, key, buffers: 0)
 
 
 def record_written_before_the_payload(server: Server, tier: DiskTier, monkeypatch: pytest.MonkeyPatch) -> None:
-    files, write, write_records = tier._files, tier._files.write, tier._files.write_records
+    files, write, write_records = tier.files, tier.files.write, tier.files.write_records
     late: dict[int, Any] = {}
     monkeypatch.setattr(files, "write", late.__setitem__)
 
@@ -219,13 +222,13 @@ def record_written_before_the_payload(server: Server, tier: DiskTier, monkeypatc
 def old_record_stays_while_the_payload_is_overwritten(
     server: Server, tier: DiskTier, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    write_records = tier._files.write_records
+    write_records = tier.files.write_records
 
     def only_new_ones(first_slot: int, records: ByteArray) -> None:
         if records.any():
             write_records(first_slot, records)
 
-    monkeypatch.setattr(tier._files, "write_records", only_new_ones)
+    monkeypatch.setattr(tier.files, "write_records", only_new_ones)
 
 
 def promotion_ready_before_it_is_read(server: Server, tier: DiskTier, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -248,41 +251,47 @@ def promotion_ready_before_it_is_read(server: Server, tier: DiskTier, monkeypatc
 
 def pin_leaked(server: Server, tier: DiskTier, monkeypatch: pytest.MonkeyPatch) -> None:
     host, complete_load = server.engine.policy_manager, server.engine.policy_manager.complete_load
-    monkeypatch.setattr(host, "complete_load", lambda keys, context=None: complete_load(list(keys)[1:], context))
+
+    def leak_one(blocks: LoadStoreSpec | Sequence[OffloadKey], context: ReqContext | None = None) -> None:
+        if isinstance(blocks, LoadStoreSpec):
+            complete_load(LoadStoreSpec(blocks.medium(), blocks.slots[1:]), context)
+        else:
+            complete_load(blocks[1:], context)
+
+    monkeypatch.setattr(host, "complete_load", leak_one)
 
 
 def budget_off_by_one_slab(server: Server, tier: DiskTier, monkeypatch: pytest.MonkeyPatch) -> None:
-    files, make_room = tier._files, tier._files._make_room
-    slab = files._bytes_of(files.header.slots_per_slab) - files._bytes_of(0)
-    monkeypatch.setattr(files, "_make_room", lambda nbytes: make_room(nbytes - slab))
+    files, make_room = tier.files, tier.files.make_room
+    slab = files.bytes_of(files.header.slots_per_slab) - files.bytes_of(0)
+    monkeypatch.setattr(files, "make_room", lambda nbytes: make_room(nbytes - slab))
 
 
 def reset_without_a_new_generation(server: Server, tier: DiskTier, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tier, "reset", tier._book.reset)
+    monkeypatch.setattr(tier, "reset", tier.catalog.reset)
 
 
 def reset_forgets_what_is_being_written(server: Server, tier: DiskTier, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whose late completion brings its key back."""
+    """The late completion of a write brings its key back."""
 
     def forget_the_rest() -> None:
         written = list(server.written)
         tier.delete([key for key, state in zip(written, tier.contains(written), strict=True) if state])
 
-    monkeypatch.setattr(tier._book, "reset", forget_the_rest)
+    monkeypatch.setattr(tier.catalog, "reset", forget_the_rest)
 
 
 def host_slot_freed_while_a_read_into_it_is_under_way(
     server: Server, tier: DiskTier, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    tiered = server.engine.tiered
-    assert tiered is not None
-    expire = tiered._expire
+    host, stop_waiting = server.engine.policy_manager, Promotion.stop_waiting
 
-    def free_at_once(waiter: Any) -> None:
-        tiered.host.complete_store(list(waiter.coming), success=False)
-        expire(waiter)
+    def free_at_once(promotion: Promotion, state: PromotionState) -> None:
+        if state is PromotionState.EXPIRED:
+            host.complete_store(list(promotion.reading), success=False)
+        stop_waiting(promotion, state)
 
-    monkeypatch.setattr(tiered, "_expire", free_at_once)
+    monkeypatch.setattr(Promotion, "stop_waiting", free_at_once)
 
 
 def host_slot_not_held_while_it_is_written_from(
@@ -299,7 +308,7 @@ def host_slot_not_held_while_it_is_written_from(
 
 
 def another_fingerprints_blocks(server: Server, tier: DiskTier, monkeypatch: pytest.MonkeyPatch) -> None:
-    """From the second life on, whatever the weights."""
+    """Every life uses the same fingerprint, whatever its weights."""
     monkeypatch.setattr(simulation, "fingerprint", lambda weights: "00" * 32)
 
 
@@ -308,19 +317,18 @@ def reset_writes_on_the_schedulers_thread(server: Server, tier: DiskTier, monkey
 
     def reset_at_once() -> None:
         reset()
-        tier._files.write_header()
+        tier.files.write_header()
 
     monkeypatch.setattr(tier, "reset", reset_at_once)
 
 
 def no_deadline(server: Server, tier: DiskTier, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert server.engine.tiered is not None
-    monkeypatch.setattr(server.engine.tiered, "_load_deadline_s", 1e9)
-    monkeypatch.setattr(server.engine.scheduler, "_deadline_s", 1e9)
+    monkeypatch.setattr(Promotion, "is_late", lambda promotion, now, deadline_s: False)
+    monkeypatch.setattr(server.engine.scheduler.lookups, "deadline_s", 1e9)
 
 
 def closed_with_a_file_open(server: Server, tier: DiskTier, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tier._files, "close", tier._files._index.close)
+    monkeypatch.setattr(tier.files, "close", server.storage.close)
 
 
 def lock_given_up_while_a_job_hangs(server: Server, tier: DiskTier, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -334,23 +342,18 @@ def lock_given_up_while_a_job_hangs(server: Server, tier: DiskTier, monkeypatch:
 
 
 def a_block_left_out(server: Server, tier: DiskTier, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What follows is written behind a hole."""
-    assert server.engine.tiered is not None
-    writes = server.engine.tiered._lanes[0].writes
-    plan = writes._plan
+    """The blocks behind it are written behind a hole."""
 
-    def without_the_first(chain: Any, room: int) -> Any:
-        made = plan(chain, room)
+    def without_the_first(*args: Any, **options: Any) -> Plan:
+        made = plan_writes(*args, **options)
         return dataclasses.replace(made, keys=made.keys[1:]) if len(made.keys) > 2 else made
 
-    monkeypatch.setattr(writes, "_plan", without_the_first)
+    monkeypatch.setattr(writethrough, "plan_writes", without_the_first)
 
 
 def what_follows_a_failed_write_stays(server: Server, tier: DiskTier, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert server.engine.tiered is not None
-    writes = server.engine.tiered._lanes[0].writes
-    monkeypatch.setattr(writes, "_rewind", lambda chain: None)
-    monkeypatch.setattr(writes, "_take_back", lambda chain: None)
+    monkeypatch.setattr(writethrough, "MAX_REWRITES", -1)
+    monkeypatch.setattr(writethrough, "unreachable", lambda *args: [])
 
 
 def a_result_lost(server: Server, tier: DiskTier, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -370,7 +373,7 @@ BUGS: dict[Bug, tuple[type[Exception], int]] = {
     checksum_not_verified: (WrongBytes, 308),
     record_written_before_the_payload: (FalseAlarm, 21),
     old_record_stays_while_the_payload_is_overwritten: (FalseAlarm, 79),
-    promotion_ready_before_it_is_read: (WrongBytes, 0),
+    promotion_ready_before_it_is_read: (WrongBytes, 89),
     pin_leaked: (Leak, 0),
     budget_off_by_one_slab: (OverBudget, 2),
     reset_without_a_new_generation: (WrongBytes, 2),
@@ -386,11 +389,11 @@ BUGS: dict[Bug, tuple[type[Exception], int]] = {
     what_follows_a_failed_write_stays: (Unreachable, 245),
     a_result_lost: (Leak, 1),
 }
-"""The law that each breaks, and a seed that found it once: that one is tried first."""
+"""The error of the law that each breaks, and a seed that has found it, which is tried first."""
 
 
 def failure(seed: int, bug: Bug) -> str | None:
-    """What the simulation of ``seed`` finds with ``bug`` planted in it."""
+    """Returns what the simulation of ``seed`` finds with ``bug`` planted in it."""
     with pytest.MonkeyPatch.context() as monkeypatch:
 
         def patch(server: Server) -> None:
@@ -410,21 +413,21 @@ def test_a_planted_bug_is_found(bug: Bug) -> None:
     seed = next((seed for seed in [hint, *range(PLANTED_SEEDS)] if finds(seed)), None)
     assert seed is not None, f"not found in {PLANTED_SEEDS} seeds"
     print(f"{bug.__name__}: found by seed {seed}: {failure(seed, bug)}")
-    assert finds(seed), "a seed does not replay its failure"
+    assert finds(seed), "the seed does not replay its failure"
     assert not run_simulations([seed]).failures
 
 
 # The program.
 
 
-def test_the_program_says_what_has_happened(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_program_prints_what_happened(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["simulate", "--seeds", "3", "--first", "5"]) == 0
-    told = capsys.readouterr().out
-    assert "3  simulations" in told
-    assert "0 with a broken law" in told
+    printed = capsys.readouterr().out
+    assert "3  simulations" in printed
+    assert "0 with a broken law" in printed
 
 
-def test_the_program_says_how_to_replay_a_failure(
+def test_the_program_prints_how_to_replay_a_failure(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(seed: int, patch: object = None) -> Counter[str]:
@@ -432,6 +435,6 @@ def test_the_program_says_how_to_replay_a_failure(
 
     monkeypatch.setattr(simulation, "simulate", fail)
     assert main(["simulate", "--seeds", "2", "--first", "7"]) == 1
-    told = capsys.readouterr().out
-    assert "FAILED: seed 8: WrongBytes: a block of another" in told
-    assert "python -m kvoffload.testing simulate --first 8 --seeds 1" in told
+    printed = capsys.readouterr().out
+    assert "FAILED: seed 8: WrongBytes: a block of another" in printed
+    assert "python -m kvoffload.testing simulate --first 8 --seeds 1" in printed

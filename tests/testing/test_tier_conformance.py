@@ -1,4 +1,4 @@
-"""Every tier keeps the contract, and the suite finds each tier that does not."""
+"""Every tier passes the conformance suite, and the suite finds the bug of each tier that has one."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,7 +15,7 @@ import pytest
 from kvoffload.abc import ByteArray, LookupState, OffloadKey, Slots, States, Tier, TierError, TierResult
 from kvoffload.testing.storage import SimulatedStorage
 from kvoffload.testing.tier_conformance import TierConformance
-from kvoffload.testing.tiers import AskingTier, MemoryTier, SteppedExecutor, _checksum
+from kvoffload.testing.tiers import AskingTier, MemoryTier, SteppedExecutor, checksum_of
 from kvoffload.tiers.disk.directory import DirectoryStorage
 from kvoffload.tiers.disk.slabs import FIXED_BYTES, SLAB_OVERHEAD_BYTES, slot_cost
 from kvoffload.tiers.disk.storage import Storage
@@ -25,7 +26,7 @@ Keys = Sequence[OffloadKey]
 
 
 class MemoryTierConformance(TierConformance):
-    """For MemoryTier and what is wrong with its subclasses."""
+    """The suite for MemoryTier and its subclasses with a bug."""
 
     tier_class: type[MemoryTier] = MemoryTier
     max_under_way = 10
@@ -35,12 +36,12 @@ class MemoryTierConformance(TierConformance):
 
     def hold(self, tier: Tier) -> AbstractContextManager[None]:
         assert isinstance(tier, MemoryTier)
-        assert isinstance(tier._executor, SteppedExecutor)
-        return tier._executor.hold()
+        assert isinstance(tier.executor, SteppedExecutor)
+        return tier.executor.hold()
 
     def spoil(self, tier: Tier) -> bool:
         assert isinstance(tier, MemoryTier)
-        for block in tier._blocks.values():
+        for block in tier.blocks.values():
             block.raw[0][7] ^= 1
         return True
 
@@ -57,14 +58,14 @@ FINGERPRINT = "0f" * 32
 
 
 def disk_bytes(pools: Sequence[ByteArray], num_blocks: int) -> int:
-    """Room for so many blocks in slabs of three, and for not one more."""
+    """Returns a capacity with room for exactly ``num_blocks`` blocks, in slabs of three."""
     block_bytes = sum(pool.shape[1] for pool in pools)
     slabs = -(-num_blocks // 3)
     return FIXED_BYTES + slabs * SLAB_OVERHEAD_BYTES + num_blocks * slot_cost(block_bytes)
 
 
 def make_disk_tier(
-    storage: Storage, pools: Sequence[ByteArray], num_blocks: int, executor: Executor | None = None
+    storage: Storage, pools: Sequence[ByteArray], num_blocks: int, executor: Executor | None = None, **settings: Any
 ) -> DiskTier:
     block_bytes = sum(pool.shape[1] for pool in pools)
     capacity = disk_bytes(pools, num_blocks)
@@ -75,11 +76,12 @@ def make_disk_tier(
         capacity_bytes=capacity,
         executor=executor,
         slab_bytes=3 * block_bytes,
+        **settings,
     )
 
 
 def spoil_slabs(storage: Storage) -> bool:
-    """One bit of every page of every slab."""
+    """Changes one bit of every page of every slab."""
     for name in storage.files(FINGERPRINT):
         file = storage.open(FINGERPRINT, name)
         data = np.zeros(file.size() if name.startswith("slab") else 0, np.uint8)
@@ -102,10 +104,8 @@ class TestDiskTierInASimulation(TierConformance):
         self, storage: SimulatedStorage, executor: SteppedExecutor, pools: Sequence[ByteArray], num_blocks: int
     ) -> Tier:
         self.executor, self.storage = executor, storage
-        tier = make_disk_tier(storage, pools, num_blocks, executor)
-        # A job takes on several small blocks: here each has its own, so that there is more to interleave.
-        tier._blocks_per_job = 1
-        return tier
+        # Small blocks usually share a job. Here each has its own, so that there is more to interleave.
+        return make_disk_tier(storage, pools, num_blocks, executor, job_bytes=1)
 
     def reopen(self, tier: Tier, pools: Sequence[ByteArray], num_blocks: int) -> Tier:
         executor = SteppedExecutor()
@@ -142,7 +142,7 @@ class TestDiskTierInADirectory(TierConformance):
         return spoil_slabs(DirectoryStorage(self.folder))
 
 
-# Tiers with one thing wrong.
+# Tiers with one bug each.
 
 
 class SwapsSlots(MemoryTier):
@@ -151,30 +151,30 @@ class SwapsSlots(MemoryTier):
 
 
 class ForgetsARank(MemoryTier):
-    def _read(self, key, slot, block) -> None:
-        super()._read(key, slot, block)
-        self._pools[-1][slot, 100] ^= 1
+    def read_block(self, key, slot, block) -> None:
+        super().read_block(key, slot, block)
+        self.pools[-1][slot, 100] ^= 1
 
 
 class KeepsAView(MemoryTier):
-    def _write(self, key, slot, block) -> None:
-        super()._write(key, slot, block)
-        block.raw = [pool[slot] for pool in self._pools]
+    def write_block(self, key, slot, block) -> None:
+        super().write_block(key, slot, block)
+        block.raw = [pool[slot] for pool in self.pools]
 
 
 class ReadsTheSlotsLater(MemoryTier):
-    """It keeps the caller's array."""
+    """Uses the caller's array after the call."""
 
     def read(self, keys: Keys, slots: Slots) -> list[OffloadKey]:
         self._at = getattr(self, "_at", {}) | {key: (slots, i) for i, key in enumerate(keys)}
         return super().read(keys, slots)
 
-    def _read(self, key, slot, block) -> None:
+    def read_block(self, key, slot, block) -> None:
         slots, i = self._at[key]
-        super()._read(key, int(slots[i]), block)
+        super().read_block(key, int(slots[i]), block)
 
 
-class TellsTwice(MemoryTier):
+class ReportsTwice(MemoryTier):
     def poll(self) -> list[TierResult]:
         results = super().poll()
         return results + results[:1]
@@ -185,7 +185,7 @@ class LosesAResult(MemoryTier):
         return [result for result in super().poll() if result.key[0] != ord("c")]
 
 
-class TellsOfWhatItRefused(MemoryTier):
+class ReportsRefusedKeys(MemoryTier):
     def read(self, keys: Keys, slots: Slots) -> list[OffloadKey]:
         taken = super().read(keys, slots)
         self._refused = [key for key in keys if key not in taken]
@@ -196,7 +196,7 @@ class TellsOfWhatItRefused(MemoryTier):
         return super().poll() + [TierResult(key, True, TierError.GONE) for key in refused]
 
 
-class SaysNothingOfRefusals(MemoryTier):
+class HidesRefusals(MemoryTier):
     def write(self, keys: Keys, slots: Slots) -> list[OffloadKey]:
         super().write(keys, slots)
         return list(keys)
@@ -204,27 +204,27 @@ class SaysNothingOfRefusals(MemoryTier):
 
 class ReadyTooEarly(MemoryTier):
     def contains(self, keys: Keys) -> States:
-        return np.array([LookupState.HIT if key in self._blocks else LookupState.MISS for key in keys], np.uint8)
+        return np.array([LookupState.HIT if key in self.blocks else LookupState.MISS for key in keys], np.uint8)
 
 
 class OneBlockTooMany(MemoryTier):
-    def _make_room(self) -> bool:
-        return len(self._blocks) <= self._num_blocks or super()._make_room()
+    def make_room(self) -> bool:
+        return len(self.blocks) <= self.max_blocks or super().make_room()
 
     def check_integrity(self) -> None:
         pass
 
 
 class NeverEvicts(MemoryTier):
-    def _make_room(self) -> bool:
-        return len(self._blocks) < self._num_blocks
+    def make_room(self) -> bool:
+        return len(self.blocks) < self.max_blocks
 
 
 class EvictsTheNewest(MemoryTier):
-    def _make_room(self) -> bool:
-        if len(self._blocks) == self._num_blocks:
-            self._blocks.move_to_end(next(reversed(self._blocks)), last=False)
-        return super()._make_room()
+    def make_room(self) -> bool:
+        if len(self.blocks) == self.max_blocks:
+            self.blocks.move_to_end(next(reversed(self.blocks)), last=False)
+        return super().make_room()
 
 
 class TouchesForwards(MemoryTier):
@@ -240,10 +240,10 @@ class TouchDoesNothing(MemoryTier):
 class TouchOfUnknownRaises(MemoryTier):
     def touch(self, keys: Keys) -> None:
         for key in reversed(keys):
-            self._blocks.move_to_end(key)
+            self.blocks.move_to_end(key)
 
 
-class LookingTouches(MemoryTier):
+class ContainsTouches(MemoryTier):
     def contains(self, keys: Keys) -> States:
         self.touch(keys)
         return super().contains(keys)
@@ -251,20 +251,20 @@ class LookingTouches(MemoryTier):
 
 class WritesAgain(MemoryTier):
     def write(self, keys: Keys, slots: Slots) -> list[OffloadKey]:
-        self.delete([key for key in keys if key not in self._under_way])
+        self.delete([key for key in keys if key not in self.under_way])
         return super().write(keys, slots)
 
 
 class DeleteWaitsForTheWrite(MemoryTier):
-    """A write that ends late brings the key back."""
+    """A delete leaves blocks that are being written."""
 
     def delete(self, keys: Keys) -> None:
-        super().delete([key for key in keys if key not in self._blocks or self._blocks[key].ready])
+        super().delete([key for key in keys if key not in self.blocks or self.blocks[key].ready])
 
 
 class ResetKeepsWhatIsUnderWay(MemoryTier):
     def reset(self) -> None:
-        self.delete([key for key, block in self._blocks.items() if block.ready])
+        self.delete([key for key, block in self.blocks.items() if block.ready])
 
 
 class DeleteDoesNothing(MemoryTier):
@@ -275,14 +275,14 @@ class DeleteDoesNothing(MemoryTier):
 class DeleteOfUnknownRaises(MemoryTier):
     def delete(self, keys: Keys) -> None:
         for key in keys:
-            del self._blocks[key]
+            del self.blocks[key]
 
 
 class LateWriteResurrects(MemoryTier):
     def poll(self) -> list[TierResult]:
-        for result, block in self._ended:
-            if not result.is_read and result.key not in self._blocks and not self._closed:
-                self._blocks[result.key] = block
+        for result, block in self.ended:
+            if not result.is_read and result.key not in self.blocks and not self.is_closed:
+                self.blocks[result.key] = block
         return super().poll()
 
 
@@ -290,50 +290,47 @@ class DeleteLeaksRoom(MemoryTier):
     leaked = 0
 
     def delete(self, keys: Keys) -> None:
-        held = len(self._blocks)
+        held = len(self.blocks)
         super().delete(keys)
-        self.leaked += held - len(self._blocks)
+        self.leaked += held - len(self.blocks)
 
-    def _make_room(self) -> bool:
-        if len(self._blocks) + self.leaked < self._num_blocks:
-            return True
-        self._num_evicted += bool(self._blocks)
-        return bool(self._blocks) and bool(self._blocks.popitem(last=False))
+    def make_room(self) -> bool:
+        return len(self.blocks) + self.leaked < self.max_blocks or self.evict()
 
 
 class ReadsIntoAFreedSlot(MemoryTier):
-    """It tells that the read has ended, and writes into the slot once more."""
+    """Writes into the slot once more after the read was reported."""
 
     def poll(self) -> list[TierResult]:
-        told = super().poll()
-        for result in told:
+        results = super().poll()
+        for result in results:
             if result.is_read and result.ok:
-                self._executor.submit_read(partial(self._again, result.key))
-        return told
+                self.executor.submit_read(partial(self._again, result.key))
+        return results
 
     def _again(self, key: OffloadKey) -> None:
-        block = self._blocks.get(key)
+        block = self.blocks.get(key)
         if block is not None and block.raw:
-            for pool in self._pools:
+            for pool in self.pools:
                 pool[40] = 0
 
 
 class DoesNotVerify(MemoryTier):
-    def _read(self, key, slot, block) -> None:
-        block.checksum = _checksum(block.raw)
-        super()._read(key, slot, block)
+    def read_block(self, key, slot, block) -> None:
+        block.checksum = checksum_of(block.raw)
+        super().read_block(key, slot, block)
 
 
 class KeepsBadBlocks(MemoryTier):
     def poll(self) -> list[TierResult]:
-        bad = {result.key: block for result, block in self._ended if result.error is TierError.CORRUPT}
-        told = super().poll()
-        self._blocks.update(bad)
-        return told
+        bad = {result.key: block for result, block in self.ended if result.error is TierError.CORRUPT}
+        results = super().poll()
+        self.blocks.update(bad)
+        return results
 
 
 class TruncatesKeys(MemoryTier):
-    """Keys are padded to a fixed length, and nothing says how long they were."""
+    """Pads keys to a fixed length, and does not keep their own."""
 
     def contains(self, keys: Keys) -> States:
         return super().contains([key.rstrip(b"\0") for key in keys])
@@ -355,28 +352,28 @@ class TruncatesKeys(MemoryTier):
 
 class RaisesWhenClosed(MemoryTier):
     def read(self, keys: Keys, slots: Slots) -> list[OffloadKey]:
-        if self._closed:
+        if self.is_closed:
             raise RuntimeError("closed")
         return super().read(keys, slots)
 
 
 class CloseTwiceRaises(MemoryTier):
     def close(self) -> None:
-        if self._closed:
+        if self.is_closed:
             raise RuntimeError("closed")
         super().close()
 
 
 class StillThereWhenClosed(MemoryTier):
     def close(self) -> None:
-        self._executor.close(1.0)
-        self._closed = True
+        self.executor.close(1.0)
+        self.is_closed = True
 
 
 class GoesOnWhenClosed(MemoryTier):
     def close(self) -> None:
-        self._closed = True
-        self._blocks.clear()
+        self.is_closed = True
+        self.blocks.clear()
 
 
 class TakesOnEverything(MemoryTier):
@@ -387,7 +384,7 @@ class TakesOnEverything(MemoryTier):
 class UsedBytesLag(MemoryTier):
     @property
     def capacity_bytes(self) -> int:
-        return (self._num_blocks - 1) * self.block_bytes
+        return (self.max_blocks - 1) * self.block_bytes
 
 
 BUGS = [
@@ -398,7 +395,7 @@ BUGS = [
 
 
 def cases(suite: object) -> Iterator[tuple[str, Callable[[], None]]]:
-    """The tests of a suite, parametrized ones once a value."""
+    """Yields the tests of a suite, parametrized ones once per value."""
     for name, method in inspect.getmembers(suite, inspect.ismethod):
         if not name.startswith("test_"):
             continue
@@ -412,7 +409,7 @@ def cases(suite: object) -> Iterator[tuple[str, Callable[[], None]]]:
 
 
 def failures(bug: type[MemoryTier]) -> list[str]:
-    """Which tests fail for ``bug``, up to the first."""
+    """Returns the first test that fails for ``bug``, or nothing."""
     suite = type("Suite", (MemoryTierConformance,), {"tier_class": bug})()
     for name, case in cases(suite):
         try:
@@ -432,5 +429,5 @@ def test_the_suite_catches_a_wrong_tier(bug: type[MemoryTier], monkeypatch: pyte
     print(bug.__name__, *found)
 
 
-def test_the_suite_finds_nothing_where_nothing_is_wrong() -> None:
+def test_the_suite_accepts_a_right_tier() -> None:
     assert failures(MemoryTier) == []

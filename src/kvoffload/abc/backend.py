@@ -27,6 +27,11 @@ class Backend(ABC):
     def num_blocks(self) -> int:
         """Number of slots, free or not."""
 
+    @property
+    def num_existing_blocks(self) -> int:
+        """Slots that exist now, free or not: all, unless the medium grows."""
+        return self.num_blocks
+
     @abstractmethod
     def get_num_free_blocks(self) -> int:
         """Returns the number of free slots."""

@@ -1,8 +1,12 @@
-"""The contract of a tier: a medium below host memory that keeps blocks and gives them back."""
+"""The contract of a tier: a medium below host memory that keeps blocks and gives them back.
+
+docs/tiers.md shows how to write one.
+"""
 
 from __future__ import annotations
 
 import enum
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
@@ -13,26 +17,30 @@ import numpy.typing as npt
 from kvoffload.abc.types import OffloadKey, Slots
 
 States = npt.NDArray[np.uint8]
-"""A LookupState a key."""
+"""One LookupState per key."""
+POLL_INTERVAL_S = 0.001
+"""How long ``Tier.wait`` sleeps by default."""
 
 
 class TierError(enum.StrEnum):
     """Why one block could not be read or written."""
 
     CORRUPT = "corrupt"
-    """What was read is not what was written: the block is quarantined."""
+    """The bytes read are not the bytes written. The tier no longer holds the block."""
     IO = "io"
+    """The medium has failed."""
     NO_SPACE = "no_space"
+    """The medium has no room, although the tier's own budget has."""
     GONE = "gone"
-    """It left the tier meanwhile: evicted, deleted, reset."""
+    """The block has left the tier since the transfer began: it was evicted, deleted or reset."""
 
 
 @dataclass(frozen=True, slots=True)
 class TierResult:
     """How the reading or writing of one block has ended.
 
-    It was under way while the monotonic clock went from ``begun`` to ``ended``, perhaps together with others.
-    ``seconds`` is its share of the time that a thread has spent.
+    ``nbytes`` were moved. ``begun`` and ``ended`` are times of the monotonic clock between which the block was under
+    way, perhaps together with others; ``seconds`` is its share of the time that a thread has spent.
     """
 
     key: OffloadKey
@@ -49,88 +57,98 @@ class TierResult:
 
 
 class Tier(ABC):
-    """Blocks by key, in a medium that is slower than host memory and may fail.
+    """Keeps blocks by key in a medium that is slower than host memory and may fail.
 
-    Called from the scheduler's thread only. No method waits for the medium (``wait`` and ``close`` say for how long at
-    most), and none raises for what goes wrong in it: each block's reading or writing ends well or badly on its own, and
-    ``poll`` tells. Bytes go straight from and to the host pools, whose slots the caller keeps as they are until then:
-    a slot that is written from does not change, one that is read into belongs to nobody else. A key is read or
-    written at most once at a time. ``name`` is for logs and metrics.
+    **Threads.** All methods are called on the scheduler's thread. None waits for the medium, but for ``wait`` and
+    ``close``, which wait for a bounded time. The tier does its work on threads of its own.
 
-    A block that ``read`` has delivered without an error holds exactly the bytes that were written under its key: the
-    tier has verified that. ``used_bytes`` never exceeds ``capacity_bytes``.
+    **Errors.** No method raises for a failure of the medium. The transfer of each block succeeds or fails on its own,
+    and ``poll`` reports which.
+
+    **Bytes.** Blocks move directly between the medium and the slots of the host pools. Until ``poll`` reports a block,
+    the caller does not change a slot that is written from, and gives a slot that is read into to nothing else. A key is
+    read or written at most once at a time. A block that was read without an error has exactly the bytes that were
+    written under its key: the tier has verified that.
+
+    **Budget.** ``used_bytes`` never exceeds ``capacity_bytes``.
     """
 
     name: str
+    """For logs and metrics."""
 
     @property
     @abstractmethod
-    def capacity_bytes(self) -> int: ...
-
-    @property
-    @abstractmethod
-    def used_bytes(self) -> int:
-        """Bytes of the medium taken now, everything the tier keeps there included."""
+    def capacity_bytes(self) -> int:
+        """The tier's budget in the medium."""
 
     @property
     @abstractmethod
     def block_bytes(self) -> int:
-        """Bytes that one block takes in the medium."""
+        """Bytes that one block takes in the medium; does not change."""
 
     @property
     @abstractmethod
     def num_blocks(self) -> int:
-        """Blocks held now, those being written included."""
+        """Blocks held now, including those being written."""
 
     @property
-    @abstractmethod
+    def used_bytes(self) -> int:
+        """Bytes taken in the medium now, including everything that the tier keeps there beside the blocks that it
+        holds. By default there is nothing else."""
+        return self.num_blocks * self.block_bytes
+
+    @property
     def num_evicted(self) -> int:
-        """Blocks evicted since the start."""
+        """Blocks evicted since the start. By default 0, for a tier that evicts none."""
+        return 0
 
     @abstractmethod
     def contains(self, keys: Sequence[OffloadKey]) -> States:
-        """HIT: can be read now. MISS: cannot. RETRY: the medium is being asked, and a later call knows; ``poll`` may
-        then return nothing although something has changed. Changes no recency."""
+        """Returns one state per key. HIT: it can be read now. MISS: it cannot. RETRY: the medium is being asked, and a
+        later call knows; ``poll`` need not report that. Does not count as a use."""
 
     @abstractmethod
     def read(self, keys: Sequence[OffloadKey], slots: Slots) -> list[OffloadKey]:
-        """Begins to read ``keys[i]`` into host slot ``slots[i]``. Returns the keys that were taken on, each of which
-        ``poll`` will tell of once; the others are not there, or there is too much to do already. Reads go ahead of
-        writes."""
+        """Begins to read ``keys[i]`` into host slot ``slots[i]``. Returns the keys that were taken on; ``poll`` reports
+        each of them once. The others are not held, or too many reads are under way. Reads go ahead of writes."""
 
     @abstractmethod
     def write(self, keys: Sequence[OffloadKey], slots: Slots) -> list[OffloadKey]:
-        """Begins to write ``keys[i]`` from host slot ``slots[i]``. Returns the keys that were taken on, each of which
-        ``poll`` will tell of once; the others are there already, or there is no room or too much to do already."""
+        """Begins to write ``keys[i]`` from host slot ``slots[i]``, evicting others for it. Returns the keys that
+        were taken on; ``poll`` reports each of them once. The others are held already, or there is no room, or too many
+        writes are under way."""
 
     @abstractmethod
     def touch(self, keys: Sequence[OffloadKey]) -> None:
-        """Marks as recently used, last key first. Unknown keys are ignored."""
+        """Marks ``keys``, a chain, as recently used, last key first, so that the chain loses its tail before its head.
+        Ignores unknown keys."""
 
     def reorder_chain(self, keys: Sequence[OffloadKey], stored: Collection[OffloadKey]) -> None:
-        """Puts a chain that a request has touched, and of which it has stored ``stored``, into the order of one touch.
-        It counts as no further use."""
+        """Brings a chain, which a request has touched and of which it has stored ``stored``, into the order of one
+        touch. It is not another use. By default this is ``touch``, which is right unless the tier counts uses."""
         self.touch(keys)
 
     @abstractmethod
     def delete(self, keys: Sequence[OffloadKey]) -> None:
-        """Keys are gone at once, whatever is under way for them. Unknown ones are ignored."""
+        """``keys`` are no longer held from now on, even those being read or written. Ignores unknown keys."""
 
     @abstractmethod
     def reset(self) -> None:
-        """Every key is gone at once and for good: no later process finds it either."""
+        """No key is held from now on, and no later process finds any that was held until now."""
 
     @abstractmethod
     def poll(self) -> list[TierResult]:
-        """What has ended since the last call, each key that was taken on exactly once."""
+        """Returns the results of transfers that have ended since the last call, one per key that was taken on."""
 
-    @abstractmethod
     def wait(self, timeout_s: float) -> None:
-        """Gives the processor away until there is something to poll, at most ``timeout_s``."""
+        """Returns once there may be something to poll, after ``timeout_s`` at the latest. By default it sleeps for
+        POLL_INTERVAL_S."""
+        time.sleep(min(timeout_s, POLL_INTERVAL_S))
 
     @abstractmethod
     def close(self) -> None:
-        """Ends what is under way, within a deadline, and lets go of everything. May be called twice."""
+        """Ends all transfers within a deadline and releases everything; afterwards nothing is held. May be called
+        twice."""
 
     def check_integrity(self) -> None:
-        """Raises IntegrityError if the tier's books do not balance. O(blocks)."""
+        """Raises IntegrityError if the tier's own accounts do not balance. O(blocks)."""

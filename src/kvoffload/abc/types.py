@@ -81,10 +81,14 @@ class KVGroup:
 
 @dataclass(frozen=True, slots=True)
 class ReqContext:
-    """The request that a manager call is made for, with the ``kv_transfer_params`` of its client."""
+    """The request that a manager call is made for, with the ``kv_transfer_params`` of its client.
+
+    With ``may_wait`` False a lookup is answered at once, with the blocks that can be loaded now.
+    """
 
     req_id: str
     kv_transfer_params: Mapping[str, Any] | None = None
+    may_wait: bool = True
 
 
 class LookupState(enum.IntEnum):

@@ -12,15 +12,33 @@ HOST_MEDIUM = "CPU"
 
 
 class SlotBackend(Backend):
-    """Slots of any medium, handed out lowest first."""
+    """Slots of any medium, handed out lowest first.
 
-    def __init__(self, block_size: int, medium: str, num_blocks: int) -> None:
+    With ``grows`` no slot exists before ``add_free`` or ``add_allocated`` adds it.
+    """
+
+    def __init__(self, block_size: int, medium: str, num_blocks: int, grows: bool = False) -> None:
         super().__init__(block_size, medium)
         if num_blocks < 1:
             raise ConfigError(f"num_blocks={num_blocks}: a backend needs at least 1")
         self._free = np.arange(num_blocks - 1, -1, -1, dtype=np.int64)
-        self._num_free = num_blocks
+        self._num_free = self._num_existing = 0 if grows else num_blocks
         self._allocated = np.zeros(num_blocks, dtype=np.bool_)
+
+    def add_free(self, slots: Slots) -> None:
+        """Adds slots that did not exist before."""
+        self._free[self._num_free : self._num_free + len(slots)] = slots[::-1]
+        self._num_free += len(slots)
+        self._num_existing += len(slots)
+
+    def add_allocated(self, slots: Slots) -> None:
+        """Adds slots that did not exist before, and are in use already."""
+        self._allocated[slots] = True
+        self._num_existing += len(slots)
+
+    @property
+    def num_existing_blocks(self) -> int:
+        return self._num_existing
 
     @property
     def num_blocks(self) -> int:
@@ -51,7 +69,7 @@ class SlotBackend(Backend):
         free = self._free[: self._num_free]
         if len(np.unique(free)) != len(free) or self._allocated[free].any():
             raise IntegrityError("a free slot is allocated, or free twice")
-        if int(np.count_nonzero(self._allocated)) + self._num_free != self.num_blocks:
+        if int(np.count_nonzero(self._allocated)) + self._num_free != self._num_existing:
             raise IntegrityError("slots are neither free nor allocated")
 
 

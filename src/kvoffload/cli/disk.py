@@ -1,4 +1,4 @@
-"""``kvoffload disk``."""
+"""The commands ``kvoffload disk``."""
 
 from __future__ import annotations
 
@@ -24,25 +24,25 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 SHOWN_DIGITS = 12
-"""Of a fingerprint, in the table."""
+"""Digits of a fingerprint in the table."""
 MAX_BAD_SHOWN = 20
 
 DIRECTORY = click.argument("directory", metavar="DIR", type=click.Path(path_type=Path))
-AS_JSON = click.option("--json", "as_json", is_flag=True, help="Print one JSON object with everything.")
+AS_JSON = click.option("--json", "as_json", is_flag=True, help="Print everything as one JSON object.")
 
 
 @click.group()
 def disk() -> None:
-    """Look at, check or empty the directory of a disk tier (disk_dir)."""
+    """Inspect, verify or clear the directory of a disk tier (disk_dir)."""
 
 
-@disk.command(short_help="Tell what DIR holds, and what is wrong with it.")
+@disk.command(short_help="Show what is in DIR, and what is wrong with it.")
 @DIRECTORY
 @AS_JSON
 def inspect(directory: Path, as_json: bool) -> None:
-    """Tell what DIR holds: fingerprints, blocks, bytes, age, hits, and what is wrong.
+    """Show what is in DIR: fingerprints, blocks, bytes, age, hits, and what is wrong.
 
-    Works beside a running server and changes nothing. Exit status 2: DIR is not a disk tier's.
+    Works beside a running server and changes nothing. Exit status 2: DIR is not the directory of a disk tier.
     """
     with _errors("inspect"):
         parts = inspect_directory(directory)
@@ -59,8 +59,8 @@ def verify(directory: Path, as_json: bool) -> None:
     """Read every block in DIR and check its checksum.
 
     Works beside a running server and changes nothing; a block that the server replaces meanwhile is not bad. Exit
-    status 0: no block is bad; 1: some are, or an index is, and a server would compute them again; 2: DIR is not a disk
-    tier's.
+    status 0: no block is bad; 1: a block or an index is bad, and a server would compute the blocks again; 2: DIR is not
+    the directory of a disk tier.
     """
     with _errors("verify"):
         result = _verify(directory)
@@ -73,13 +73,14 @@ def verify(directory: Path, as_json: bool) -> None:
 
 @disk.command()
 @DIRECTORY
-@click.option("--fingerprint", metavar="FP", help="Only the blocks of this fingerprint; its first digits will do.")
+@click.option("--fingerprint", metavar="FP", help="Only the blocks of this fingerprint; its first digits are enough.")
 @click.option("--yes", is_flag=True, help="Do not ask.")
 @AS_JSON
 def clear(directory: Path, fingerprint: str | None, yes: bool, as_json: bool) -> None:
-    """Remove the blocks in DIR, and nothing that is not kvoffload's.
+    """Remove the blocks in DIR. Files that are not kvoffload's are left.
 
-    Refuses while a server uses DIR. Exit status 1: not removed; 2: DIR is not a disk tier's, or in use.
+    Refuses while a server uses DIR. Exit status 1: nothing was removed; 2: DIR is not the directory of a disk tier, or
+    it is in use.
     """
     with _errors("clear"):
         parts = inspect_directory(directory)
@@ -88,7 +89,7 @@ def clear(directory: Path, fingerprint: str | None, yes: bool, as_json: bool) ->
                 raise InspectError(f"{directory / part.path} is in use by process {part.pid}; stop that server first")
         folders = [folder for part in parts for folder in part.folders]
         if fingerprint is not None:
-            fingerprint = _the_one(fingerprint, folders)
+            fingerprint = _complete_fingerprint(fingerprint, folders)
         chosen = [folder for folder in folders if fingerprint in (None, folder.fingerprint)]
         if not yes and chosen:
             size = format_bytes(sum(folder.allocated_bytes for folder in chosen))
@@ -101,12 +102,12 @@ def clear(directory: Path, fingerprint: str | None, yes: bool, as_json: bool) ->
         _show_cleared(_console(), directory, result)
 
 
-# Doing.
+# Commands.
 
 
 @contextmanager
 def _errors(command: str) -> Iterator[None]:
-    """Exit status 2 and one line."""
+    """Ends the program with one line and exit status 2 if there is an InspectError."""
     try:
         yield
     except InspectError as error:
@@ -132,13 +133,13 @@ def _verify(directory: Path) -> Verification:
         )
 
 
-def _the_one(digits: str, folders: Sequence[Folder]) -> str:
+def _complete_fingerprint(digits: str, folders: Sequence[Folder]) -> str:
     matches = sorted({folder.fingerprint for folder in folders if folder.fingerprint.startswith(digits.lower())})
     if len(matches) != 1:
-        there = ", ".join(sorted({folder.fingerprint for folder in folders})) or "none"
+        present = ", ".join(sorted({folder.fingerprint for folder in folders})) or "none"
         raise InspectError(
             f"--fingerprint {digits}: {'several fingerprints begin' if matches else 'no fingerprint begins'} with "
-            f"that. There are: {there}"
+            f"these digits. Fingerprints in the directory: {present}"
         )
     return matches[0]
 
@@ -147,7 +148,7 @@ def _print_json(report: dict[str, Any]) -> None:
     click.echo(json.dumps(report, indent=2))
 
 
-# For people.
+# Output.
 
 
 def _console() -> Console:
@@ -168,12 +169,12 @@ def _show(console: Console, directory: Path, parts: Sequence[Owned]) -> None:
         console.print()
         console.print(_folder_table(parts))
     if any(folder.transient for folder in folders):
-        note = "transient: stored after a reset or a change of weights; the next server drops these blocks."
+        note = "transient: stored after a reset or a change of weights; the next server removes these blocks."
         console.print(Text(f"\n{note}", style="dim"))
     problems = findings(parts)
     console.print()
     if not problems:
-        console.print(Text("Nothing is wrong with it.", style="green4"))
+        console.print(Text("Nothing is wrong.", style="green4"))
     for problem in problems:
         console.print(Text(printable(f"! {problem}"), style="yellow"))
 
@@ -222,7 +223,7 @@ def _show_verification(console: Console, result: Verification) -> None:
     changed = f"; {counted(result.num_changed, 'block')} changed meanwhile" if result.num_changed else ""
     checked = f"{counted(result.num_blocks, 'block')} read, {format_bytes(result.nbytes)}{changed}"
     if result.lost:
-        lost = f"The blocks of {counted(len(result.lost), 'fingerprint')} are lost and were not checked."
+        lost = f"The blocks of {counted(len(result.lost), 'fingerprint')} are lost and could not be checked."
         console.print(Text(lost, style="bold red"))
     if not result.bad:
         style = "none" if result.lost else "bold green"
@@ -233,7 +234,7 @@ def _show_verification(console: Console, result: Verification) -> None:
         line = f"{bad.path}, slot {bad.slot}: {bad.problem}; key {bad.key}"
         console.print(Text(line), soft_wrap=True)
     if len(result.bad) > MAX_BAD_SHOWN:
-        console.print(Text(f"and {len(result.bad) - MAX_BAD_SHOWN:,} more: --json lists all", style="dim"))
+        console.print(Text(f"and {len(result.bad) - MAX_BAD_SHOWN:,} more; --json lists all", style="dim"))
 
 
 def _show_cleared(console: Console, directory: Path, result: Cleared) -> None:

@@ -1,16 +1,14 @@
-"""A look at a disk tier's directory from outside the server that owns it: what is there, is it sound, remove it.
+"""Offline tools for a disk tier's directory: inspect it, verify its blocks, clear it.
 
-Looking changes nothing and works beside a running server: what seems wrong is read again, as it may have been replaced
-in between. Nothing that is read is trusted, and no symbolic link is followed.
+Inspecting and verifying change nothing and work beside a running server: a block that seems wrong is read again, since
+the server may have replaced it in between. Nothing that is read is trusted, and no symbolic link is followed.
 """
 
 from __future__ import annotations
 
 import errno
-import fcntl
 import mmap
 import os
-import re
 import stat
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
@@ -21,7 +19,8 @@ import numpy as np
 import numpy.typing as npt
 
 from kvoffload.abc import ByteArray, KVOffloadError, OffloadKey
-from kvoffload.tiers.disk.directory import LOCK_NAME, LOCK_NAMES
+from kvoffload.locks import try_to_lock
+from kvoffload.tiers.disk.directory import LOCK_NAME, LOCK_NAMES, owner_of
 from kvoffload.tiers.disk.format import (
     ENGINE_FOLDER,
     HEADER_BYTES,
@@ -38,69 +37,69 @@ from kvoffload.tiers.disk.format import (
     slab_name,
     slab_number,
 )
+from kvoffload.units import counted
 
-RECORDS_A_READ = 1 << 16
+RECORDS_PER_READ = 1 << 16
 TRIES = 3
-"""How often a block that changes while it is read is read."""
+"""Attempts to read a block that changes meanwhile."""
 MAX_NAMES = 5
-"""File names told in one finding."""
+"""File names in one finding."""
 
-_OWNER = re.compile(rb"process ([0-9]{1,10}) since ")
 _FOLDER_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
-# Not blocking: what lies under the name might be a pipe.
+# Not blocking: there might be a pipe under the name.
 _FILE_FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 
 
 class InspectError(KVOffloadError):
-    """A directory cannot be looked at or cleared. The message says why, and what to do."""
+    """A directory cannot be inspected or cleared, for the reason that the message gives."""
 
 
 @dataclass(slots=True)
 class Folder:
-    """One fingerprint's blocks, as their index tells of them. ``findings``: what is not as it should be, in words."""
+    """The blocks of one fingerprint according to their index. ``findings``: what is wrong, in words."""
 
     path: str
-    """Relative to the directory that was looked at."""
+    """Relative to the inspected directory."""
     fingerprint: str
     allocated_bytes: int = 0
-    """Bytes of the medium that slabs and index take."""
+    """Bytes of the medium that the tier's files take."""
     block_bytes: int = 0
     num_blocks: int = 0
     capacity_blocks: int = 0
-    """Blocks that the slabs have room for."""
+    """Blocks for which the slabs have room."""
     oldest: int | None = None
     """When the oldest block was stored, in seconds since 1970."""
     newest: int | None = None
     hits: int = 0
     num_blocks_hit: int = 0
     transient: bool = False
-    """Void as soon as the server has ended that wrote them: its weights were changed while it ran."""
+    """Whether the blocks are invalid once their server has ended: its weights were changed while it ran."""
     is_lost: bool = False
-    """The index cannot be used: nothing is known of the blocks, and a server starts anew."""
+    """Whether the index cannot be used: a server would not find a block, and would start anew."""
     num_damaged_records: int = 0
     num_lost_blocks: int = 0
-    """Blocks whose slab, or one before it, is missing or too short; no other number counts them."""
+    """Blocks whose slab, or one before it, is missing or too short. They are not in ``num_blocks``."""
     findings: list[str] = field(default_factory=list)
 
 
 @dataclass(slots=True)
 class Owned:
-    """A directory that one server owns at a time: the one that was looked at (``path`` "") or an engine's below it."""
+    """A directory that one server owns at a time: the inspected one (``path`` "") or the folder of an engine in it."""
 
     path: str
     in_use: bool = False
     pid: int | None = None
-    """The process that says it uses it."""
+    """The process that uses it, as the lock file says."""
     folders: list[Folder] = field(default_factory=list)
     findings: list[str] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
 class BadBlock:
-    """A block that no server would load."""
+    """A block that fails its check. A server would not load it."""
 
     path: str
-    """Of its folder, relative to the directory."""
+    """The path of its folder, relative to the directory."""
     fingerprint: str
     slot: int
     key: str
@@ -110,22 +109,22 @@ class BadBlock:
 
 @dataclass(slots=True)
 class Verification:
-    """What reading every block has shown."""
+    """The result of reading every block."""
 
     num_blocks: int = 0
     nbytes: int = 0
     num_changed: int = 0
-    """Blocks that were replaced or removed before they could be read, by a server that is at work."""
+    """Blocks that a running server has replaced or removed before they could be read."""
     bad: list[BadBlock] = field(default_factory=list)
     lost: list[str] = field(default_factory=list)
-    """Paths of folders whose index cannot be used, and whose blocks could not be checked therefore."""
+    """Paths of folders whose index cannot be used, so that their blocks could not be checked."""
     findings: list[str] = field(default_factory=list)
-    """What is wrong besides, such as an index that cannot be read."""
+    """What else is wrong, such as an index that cannot be read."""
 
 
 @dataclass(slots=True)
 class Cleared:
-    """What was removed. ``left``: what is none of kvoffload's and was in the way."""
+    """What was removed. ``left``: files in the tier's folders that are not kvoffload's, and were not removed."""
 
     nbytes: int = 0
     """Bytes of the medium."""
@@ -135,29 +134,31 @@ class Cleared:
 
 
 def inspect(directory: Path) -> list[Owned]:
-    """What ``directory`` and the engines' directories in it hold. Raises InspectError if it is none of a disk tier."""
-    with _told(directory), ExitStack() as stack:
+    """Describes the blocks in ``directory`` and in the engines' folders below it. Raises InspectError if it is not the
+    directory of a disk tier."""
+    with _errors_in(directory), ExitStack() as stack:
         found = _open_owned(directory, stack)
         for owned, fd in found:
             owned.in_use, owned.pid = _owner(fd)
             for folder in _open_folders(owned, fd, stack):
-                folder.look()
+                folder.inspect()
         return [owned for owned, _ in found]
 
 
 def verify(
     directory: Path, begin: Callable[[int], None] = lambda _: None, advance: Callable[[int], None] = lambda _: None
 ) -> Verification:
-    """Reads every block and compares it with its checksum. Raises InspectError if ``directory`` is none of a disk tier.
+    """Reads every block and compares it with its checksum. Raises InspectError if ``directory`` is not the directory of
+    a disk tier.
 
-    Calls ``begin`` with the bytes to read, then ``advance`` with those of each block as it is done.
+    Calls ``begin`` with the number of bytes to read, then ``advance`` with the bytes of each block when it is done.
     """
     result = Verification()
-    with _told(directory), ExitStack() as stack:
+    with _errors_in(directory), ExitStack() as stack:
         found = _open_owned(directory, stack)
         folders = [folder for owned, fd in found for folder in _open_folders(owned, fd, stack)]
         for folder in folders:
-            folder.look()
+            folder.inspect()
         begin(sum(folder.report.num_blocks * folder.report.block_bytes for folder in folders))
         for folder in folders:
             folder.verify(result, advance)
@@ -167,22 +168,23 @@ def verify(
 
 
 def findings(parts: Iterable[Owned]) -> list[str]:
-    """All that is not as it should be, each with its path."""
+    """Returns all findings, each with its path."""
     return [
         f"{path or '.'}: {finding}"
         for owned in parts
-        for path, told in ((owned.path, owned.findings), *((folder.path, folder.findings) for folder in owned.folders))
-        for finding in told
+        for path, found in ((owned.path, owned.findings), *((folder.path, folder.findings) for folder in owned.folders))
+        for finding in found
     ]
 
 
 def clear(directory: Path, fingerprint: str | None = None) -> Cleared:
-    """Removes the blocks of ``fingerprint``, or all: the files that kvoffload has written, and nothing else.
+    """Removes the blocks of ``fingerprint``, or all blocks: the files that kvoffload has written, and no others.
 
-    Raises InspectError if ``directory`` is none of a disk tier, if a server uses it, and if a file cannot be removed.
+    Raises InspectError if ``directory`` is not the directory of a disk tier, if a server uses it, or if a file cannot
+    be removed.
     """
     result = Cleared()
-    with _told(directory), ExitStack() as stack:
+    with _errors_in(directory), ExitStack() as stack:
         found = _open_owned(directory, stack)
         for owned, fd in found:
             _lock(directory / owned.path, fd, stack)
@@ -195,7 +197,7 @@ def clear(directory: Path, fingerprint: str | None = None) -> Cleared:
 
 @dataclass(frozen=True, slots=True)
 class _Block:
-    """What a record says of its slot."""
+    """A slot's block according to its record."""
 
     slot: int
     key: OffloadKey
@@ -207,12 +209,12 @@ class _Block:
 class _Index:
     header: Header
     entries: Entries
-    """In the order of the slots, each key once."""
+    """In the order of the slots; each key appears once."""
     num_records: int
 
 
 class _OpenFolder:
-    """A fingerprint's folder, open as ``fd``, in a directory that is open as ``owner_fd``."""
+    """The folder of a fingerprint, given its descriptor and that of the directory in which it is."""
 
     def __init__(self, report: Folder, fd: int, owner_fd: int) -> None:
         self.report = report
@@ -222,20 +224,20 @@ class _OpenFolder:
         self._entries: Entries | None = None
         self._direct = os.O_DIRECT
 
-    def look(self) -> None:
+    def inspect(self) -> None:
         """Completes the report."""
         report = self.report
         problem = ""
         try:
             index = self._read_index()
             if index.entries.num_damaged:
-                # A server may have been writing just there.
+                # A server may have been writing those records.
                 index = self._read_index()
         except FormatError as error:
             problem = f"its blocks are lost: {error}"
         except OSError as error:
             problem = f"its blocks are lost: the index cannot be read ({error.strerror})"
-        # After the index: a slab is there before its records are.
+        # After the index: a slab exists before its records do.
         slabs = self._look_at_files()
         if problem:
             report.is_lost = True
@@ -247,7 +249,7 @@ class _OpenFolder:
         self._entries = self._count_blocks(index, slabs)
 
     def _look_at_files(self) -> dict[int, int]:
-        """Size of each slab. Completes the report by what they take, and what is none of ours."""
+        """Returns the size of each slab. Adds to the report what the files take, and files that are not the tier's."""
         slabs, foreign = {}, []
         for name in sorted(os.listdir(self._fd)):
             status = _status(name, self._fd)
@@ -265,17 +267,17 @@ class _OpenFolder:
         return slabs
 
     def _read_index(self) -> _Index:
-        """Raises FormatError and OSError."""
+        """Raises FormatError or OSError."""
         with _file(INDEX_NAME, self._fd) as fd:
             header = self._read_header(fd)
             parts = [parse_records(header, np.empty(0, dtype=np.uint8))]
             slot = 0
-            # Not what was never written: a file may say that it has any size, and what it takes bounds the work.
+            # Holes are skipped: a file can claim any size, and only the bytes that it takes bound the work.
             while (stretch := _next_stretch(fd, record_offset(slot))) is not None:
                 begin, end = stretch
                 slot = (begin - HEADER_BYTES) // RECORD_BYTES
                 while record_offset(slot) < end:
-                    count = min(RECORDS_A_READ, -(-(end - record_offset(slot)) // RECORD_BYTES))
+                    count = min(RECORDS_PER_READ, -(-(end - record_offset(slot)) // RECORD_BYTES))
                     data = _read(fd, count * RECORD_BYTES, record_offset(slot))
                     parts.append(parse_records(header, data, slot))
                     slot += count
@@ -284,31 +286,33 @@ class _OpenFolder:
     def _read_header(self, fd: int) -> Header:
         header = Header.unpack(_read(fd, HEADER_BYTES, 0))
         if header.fingerprint != self.report.fingerprint:
-            raise FormatError("the index is of another fingerprint")
+            raise FormatError("the index belongs to another fingerprint")
         return header
 
     def _count_blocks(self, index: _Index, slabs: Mapping[int, int]) -> Entries:
-        """Returns the blocks that a server would find."""
+        """Adds numbers of blocks to the report. Returns the blocks that a server would find."""
         report, header, entries = self.report, index.header, index.entries
         report.num_damaged_records = entries.num_damaged
         if entries.num_damaged:
-            report.findings.append(f"{_counted(entries.num_damaged, 'damaged record')} in the index")
-        number, there = 0, 0
+            report.findings.append(f"{counted(entries.num_damaged, 'damaged record')} in the index")
+        number, num_slots = 0, 0
         while number in slabs:
             in_slab = min(slabs[number] // header.block_bytes, header.slots_per_slab)
-            there += in_slab
+            num_slots += in_slab
             if in_slab < header.slots_per_slab:
                 break
             number += 1
-        report.capacity_blocks = there
-        if index.num_records < there:
-            report.findings.append(f"the index ends early: it tells of {index.num_records:,} of {there:,} slots")
-        found = _chosen(entries, np.flatnonzero(entries.slots < there))
+        report.capacity_blocks = num_slots
+        if index.num_records < num_slots:
+            report.findings.append(
+                f"the index ends early: it has records of {index.num_records:,} of {num_slots:,} slots"
+            )
+        found = _chosen(entries, np.flatnonzero(entries.slots < num_slots))
         report.num_lost_blocks = len(entries.keys) - len(found.keys)
         if report.num_lost_blocks:
             what = "too short" if number in slabs else "missing"
             report.findings.append(
-                f"{slab_name(number)} is {what}: {_counted(report.num_lost_blocks, 'block')} lost, in it or after it"
+                f"{slab_name(number)} is {what}: {counted(report.num_lost_blocks, 'block')} lost, in it or after it"
             )
         records = found.records
         report.num_blocks = len(records)
@@ -319,7 +323,7 @@ class _OpenFolder:
         return found
 
     def verify(self, result: Verification, advance: Callable[[int], None]) -> None:
-        """Reads every block."""
+        """Reads every block and adds to ``result``."""
         if self._header is None or self._entries is None:
             return
         buffer = np.frombuffer(mmap.mmap(-1, self._header.block_bytes), dtype=np.uint8)
@@ -329,14 +333,14 @@ class _OpenFolder:
             advance(len(buffer))
 
     def _verify_block(self, block: _Block, header: Header, ranks: Sequence[ByteArray], result: Verification) -> None:
-        """Reads the block into ``ranks``, a buffer each."""
+        """Reads the block into ``ranks``, one buffer per rank."""
         report = self.report
         for _ in range(TRIES):
             try:
                 is_sound = self._is_sound(block, header, ranks)
                 problem = "" if is_sound else "its checksum is wrong"
             except FileNotFoundError:
-                # A server has cut off what it needed the room of.
+                # A server has removed the slab to make room.
                 break
             except OSError as error:
                 problem = f"it cannot be read ({error.strerror})"
@@ -353,14 +357,14 @@ class _OpenFolder:
         result.num_changed += 1
 
     def _is_sound(self, block: _Block, header: Header, ranks: Sequence[ByteArray]) -> bool:
-        """Raises OSError if it cannot be read, FileNotFoundError if its place is gone."""
+        """Raises OSError if the block cannot be read, FileNotFoundError if its slot does not exist any more."""
         number, offset = header.place(block.slot)
         if self._read_direct(slab_name(number), ranks, offset) < header.block_bytes:
             raise FileNotFoundError
         return payload_checksum(header, block.key, ranks) == block.checksum
 
     def _read_direct(self, name: str, buffers: Sequence[ByteArray], offset: int) -> int:
-        """Past the page cache where that can be done: what is on the medium counts, and a server needs the memory."""
+        """Reads past the page cache if possible: the bytes on the medium count, and the server needs the memory."""
         try:
             with _file(name, self._fd, self._direct) as fd:
                 return os.preadv(fd, [buffer.data for buffer in buffers], offset)
@@ -371,7 +375,7 @@ class _OpenFolder:
             return self._read_direct(name, buffers, offset)
 
     def _look_again(self, slot: int) -> _Block | None:
-        """What is in ``slot`` now."""
+        """Returns the block that is in ``slot`` now."""
         with suppress(FormatError, OSError), _file(INDEX_NAME, self._fd) as fd:
             header = self._read_header(fd)
             entries = parse_records(header, _read(fd, RECORD_BYTES, record_offset(slot)), slot)
@@ -380,7 +384,7 @@ class _OpenFolder:
         return None
 
     def remove(self, result: Cleared) -> None:
-        """Index first: what it does not name is reclaimed by whoever comes next."""
+        """Removes the files, the index first: the next server reclaims slabs without one."""
         names = sorted(os.listdir(self._fd), key=lambda name: (name != INDEX_NAME, name))
         for name in names:
             status = _status(name, self._fd)
@@ -391,7 +395,7 @@ class _OpenFolder:
             result.nbytes += status.st_blocks * 512
             result.num_files += 1
         with suppress(OSError):
-            # Not empty: what is left is told.
+            # The folder is not empty: ``result.left`` says why.
             os.rmdir(self.report.fingerprint, dir_fd=self._owner_fd)
         result.fingerprints.append(self.report.fingerprint)
 
@@ -402,7 +406,7 @@ def _block(entries: Entries, at: int) -> _Block:
 
 
 def _merged(parts: Sequence[Entries]) -> Entries:
-    """In the order of the slots; of a key that comes twice, the newer one, as a server would choose."""
+    """Returns all entries in the order of the slots; of a key that appears twice the newer one, like a server."""
     keys = [key for part in parts for key in part.keys]
     slots = np.concatenate([part.slots for part in parts])
     records = np.concatenate([part.records for part in parts])
@@ -419,7 +423,7 @@ def _chosen(entries: Entries, at: npt.NDArray[np.int64]) -> Entries:
 
 
 def _open_owned(directory: Path, stack: ExitStack) -> list[tuple[Owned, int]]:
-    """``directory`` and the engines' directories in it, each with its descriptor."""
+    """Opens ``directory`` and the engines' folders in it. Returns each with its descriptor."""
     fix = "name a server's disk_dir"
     try:
         root = stack.enter_context(_folder(directory))
@@ -428,7 +432,7 @@ def _open_owned(directory: Path, stack: ExitStack) -> list[tuple[Owned, int]]:
     names = sorted(os.listdir(root))
     engines = [name for name in names if ENGINE_FOLDER.fullmatch(name)]
     if not (engines or LOCK_NAME in names or any(map(is_fingerprint, names))):
-        raise InspectError(f"{directory}: there is no disk tier in it; {fix}")
+        raise InspectError(f"{directory}: is not the directory of a disk tier; {fix}")
     found = [(Owned(""), root)]
     for name in engines:
         try:
@@ -439,7 +443,7 @@ def _open_owned(directory: Path, stack: ExitStack) -> list[tuple[Owned, int]]:
 
 
 def _open_folders(owned: Owned, fd: int, stack: ExitStack) -> list[_OpenFolder]:
-    """The fingerprints' folders of ``owned``, which gets their reports."""
+    """Opens the folders of the fingerprints in ``owned``, which gets their reports."""
     opened: list[_OpenFolder] = []
     foreign = []
     for name in sorted(os.listdir(fd)):
@@ -462,31 +466,26 @@ def _open_folders(owned: Owned, fd: int, stack: ExitStack) -> list[_OpenFolder]:
 
 
 def _owner(fd: int) -> tuple[bool, int | None]:
-    """Whether a server uses the directory ``fd``, and its process id. Takes the lock, shared, for a moment to see."""
+    """Returns whether a server uses the directory ``fd``, and its process id. Takes a shared lock for a moment."""
     with suppress(FileNotFoundError), _file(LOCK_NAME, fd) as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except BlockingIOError:
-            told = _OWNER.match(os.pread(lock, 100, 0))
-            return True, int(told[1]) if told else None
+        if not try_to_lock(lock, 0.0, shared=True):
+            return True, owner_of(lock)
     return False, None
 
 
 def _lock(path: Path, fd: int, stack: ExitStack) -> None:
-    """Keeps servers out of the directory ``fd`` until ``stack`` ends. Where none has ever been, there is no lock."""
+    """Locks the directory ``fd`` until ``stack`` ends. If no server has ever used it, it has no lock file."""
     with suppress(FileNotFoundError):
         lock = stack.enter_context(_file(LOCK_NAME, fd))
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            told = _OWNER.match(os.pread(lock, 100, 0))
-            by = f"process {int(told[1])}" if told else "another process"
-            raise InspectError(f"{path} is in use by {by}; stop that server first") from None
+        if not try_to_lock(lock, 0.0):
+            pid = owner_of(lock)
+            owner = "another process" if pid is None else f"process {pid}"
+            raise InspectError(f"{path} is in use by {owner}; stop that server first")
 
 
 @contextmanager
-def _told(directory: Path) -> Iterator[None]:
-    """Raises InspectError for what else goes wrong in ``directory``."""
+def _errors_in(directory: Path) -> Iterator[None]:
+    """Turns an OSError into an InspectError."""
     try:
         yield
     except OSError as error:
@@ -515,13 +514,13 @@ def _file(name: str, folder: int, flags: int = 0) -> Iterator[int]:
 
 
 def _read(fd: int, count: int, offset: int) -> ByteArray:
-    """Fewer bytes at the file's end."""
+    """Returns ``count`` bytes, fewer at the end of the file."""
     data = np.empty(count, dtype=np.uint8)
     return data[: os.preadv(fd, [data.data], offset)]
 
 
 def _next_stretch(fd: int, offset: int) -> tuple[int, int] | None:
-    """Where the next bytes at or after ``offset`` that were ever written begin and end; None if there are none."""
+    """Returns begin and end of the next bytes at or after ``offset`` that were ever written, None if there are none."""
     try:
         begin = os.lseek(fd, offset, os.SEEK_DATA)
         return begin, os.lseek(fd, begin, os.SEEK_HOLE)
@@ -532,7 +531,7 @@ def _next_stretch(fd: int, offset: int) -> tuple[int, int] | None:
 
 
 def _status(name: str, folder: int) -> os.stat_result | None:
-    """None if it is gone."""
+    """Returns None if the file does not exist any more."""
     try:
         return os.stat(name, dir_fd=folder, follow_symlinks=False)
     except FileNotFoundError:
@@ -542,7 +541,3 @@ def _status(name: str, folder: int) -> os.stat_result | None:
 def _not_ours(names: Sequence[str]) -> str:
     more = f" and {len(names) - MAX_NAMES} more" if len(names) > MAX_NAMES else ""
     return f"not kvoffload's: {', '.join(map(repr, names[:MAX_NAMES]))}{more}"
-
-
-def _counted(number: int, noun: str) -> str:
-    return f"{number:,} {noun}{'' if number == 1 else 's'}"

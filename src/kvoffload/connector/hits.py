@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import NamedTuple
 
 from kvoffload.abc import LookupState, OffloadingManager, OffloadKey, ReqContext
@@ -41,14 +42,15 @@ class HitSearch:
         self._layout = layout
         self._keys_loading = keys_loading
 
-    def longest(self, state: RequestState, computed: int, context: ReqContext | None) -> Hit:
+    def longest(self, state: RequestState, computed: int, may_wait: bool) -> Hit:
         """The longest hit of a request of which the device holds ``computed`` tokens.
 
         Full-attention groups need every block from ``computed`` on, the others only those that the next token attends
-        to. Each group's answer shortens the next one's question until all agree. Without a context only what can be
-        loaded now counts, and lower tiers are not asked.
+        to. Each group's answer shortens the next one's question until all agree. If the request may not wait, only
+        blocks that can be loaded now count, and lower tiers are not asked.
         """
         layout, blocks, known, missed = self._layout, state.blocks, True, None
+        context = state.context if may_wait else replace(state.context, may_wait=False)
         end = blocks.most_tokens
         for g, group in enumerate(layout.groups):
             end = min(end, len(blocks.keys[g]) * group.block_tokens)
@@ -73,7 +75,7 @@ class HitSearch:
             end = gap.start // layout.align * layout.align
         return Hit(max(end, computed), missed, known)
 
-    def _first_gap(self, state: RequestState, computed: int, end: int, context: ReqContext | None) -> _Gap | None:
+    def _first_gap(self, state: RequestState, computed: int, end: int, context: ReqContext) -> _Gap | None:
         """The first missing block that a window needs in order to go on at ``end``, in the group whose hit ends
         soonest for it; every hit that reaches past that block needs it too. A block whose state is not known yet counts
         only if no other is certainly missing."""

@@ -68,14 +68,14 @@ class Lookups:
         if self._hits.is_next_loading(state, computed) and (wait := self._wait(state, computed)):
             return wait
         may_wait = state.num_waits < MAX_WAITS_PER_REQUEST
-        hit = self._hits.longest(state, computed, state.context if may_wait else None)
+        hit = self._hits.longest(state, computed, may_wait)
         if not hit.is_known or (hit.end > computed and self._hits.is_any_loading(state, computed, hit.end)):
             wait = self._wait(state, computed)
             if wait is not None:
                 return wait
         if not hit.is_known:
             # It may not wait any longer.
-            hit = self._hits.longest(state, computed, None)
+            hit = self._hits.longest(state, computed, may_wait=False)
         if hit.end - computed < self._layout.align:
             return Match(self._changes.contents, computed, 0, hit.missed)
         return Match(self._changes.contents, computed, last_loadable(state, hit.end) - computed, hit.missed)

@@ -1,41 +1,52 @@
-"""A tier without bytes: for replays, where only what is kept counts."""
+"""A tier without bytes, for replays, in which it only counts which blocks are kept."""
 
 from __future__ import annotations
 
+import math
+from collections import deque
 from collections.abc import Callable, Collection, Sequence
 
 import numpy as np
 
-from kvoffload.abc import LookupState, OffloadKey, Slots, States, Tier, TierResult
-from kvoffload.cache.manager import PolicyOffloadingManager
-from kvoffload.cache.policies import make_policy
-from kvoffload.cache.slots import SlotBackend
+from kvoffload.abc import OffloadKey, Slots, States, Tier, TierError, TierResult
+from kvoffload.tiers.catalog import Catalog
 
 
-class BookTier(Tier):
-    """``capacity`` blocks, kept as the disk tier keeps its book: by a manager with a policy. What begins has ended at
-    the next ``poll``: a medium that always keeps up."""
+class CatalogTier(Tier):
+    """A tier with the catalog of the disk tier and room for ``capacity`` blocks, whose transfers take no time.
+
+    They end in the next ``poll``. If ``blocks_per_s`` is given, one block is written after the other at that rate.
+    """
 
     name = "disk"
 
-    def __init__(self, capacity: int, block_bytes: int, policy: str, clock: Callable[[], float]) -> None:
-        backend = SlotBackend(block_bytes, "DISK", capacity)
-        self._book = PolicyOffloadingManager(backend, make_policy(policy, capacity), must_store=True, clock=clock)
-        self._block_bytes = block_bytes
-        self._clock = clock
-        self._under_way: dict[OffloadKey, bool] = {}
-        """Whether it is a read."""
+    def __init__(
+        self,
+        capacity: int,
+        block_bytes: int,
+        policy: str,
+        clock: Callable[[], float],
+        blocks_per_s: float = math.inf,
+    ) -> None:
         self.num_written = self.num_read = 0
         """Blocks."""
-        self._num_evicted = 0
+        self._catalog = Catalog(capacity, block_bytes, policy, clock)
+        self._capacity = capacity
+        self._block_bytes = block_bytes
+        self._clock = clock
+        self._write_seconds = 1 / blocks_per_s
+        self._reads: list[tuple[OffloadKey, int]] = []
+        """Blocks that are being read, with their slots."""
+        self._writes: deque[tuple[float, OffloadKey, int]] = deque()
+        """Blocks that are being written, each after the time at which that ends."""
 
     @property
     def capacity_bytes(self) -> int:
-        return self._book.num_blocks * self._block_bytes
+        return self._capacity * self._block_bytes
 
     @property
     def used_bytes(self) -> int:
-        return self._book.num_used_blocks * self._block_bytes
+        return self._catalog.num_blocks * self._block_bytes
 
     @property
     def block_bytes(self) -> int:
@@ -43,68 +54,73 @@ class BookTier(Tier):
 
     @property
     def num_blocks(self) -> int:
-        return self._book.num_used_blocks
+        return self._catalog.num_blocks
 
     @property
     def num_evicted(self) -> int:
-        return self._num_evicted
+        return self._catalog.num_evicted
 
     @property
     def is_busy(self) -> bool:
-        """Whether something has begun that ``poll`` will end."""
-        return bool(self._under_way)
+        """Whether transfers are under way."""
+        return bool(self._reads or self._writes)
 
     def contains(self, keys: Sequence[OffloadKey]) -> States:
-        states = self._book.states(keys)
-        states[states != LookupState.HIT] = LookupState.MISS
-        return states
+        return self._catalog.contains(keys)
 
     def read(self, keys: Sequence[OffloadKey], slots: Slots) -> list[OffloadKey]:
-        there = np.flatnonzero(self.contains(keys) == LookupState.HIT).tolist()
-        taken = [keys[i] for i in there if keys[i] not in self._under_way]
-        self._book.prepare_load(taken)
-        self._under_way.update(dict.fromkeys(taken, True))
+        taken, _, own_slots = self._catalog.begin_reads(keys, slots)
+        self._reads += zip(taken, own_slots.tolist(), strict=True)
         self.num_read += len(taken)
         return taken
 
     def write(self, keys: Sequence[OffloadKey], slots: Slots) -> list[OffloadKey]:
-        absent = np.flatnonzero(self._book.states(keys) == LookupState.MISS).tolist()
-        output = self._book.prepare_store([keys[i] for i in absent[: self._book.num_available_blocks]])
-        if output is None:
-            return []
-        self._book.reorder_chain(output.keys_to_store, output.keys_to_store)
-        self._under_way.update(dict.fromkeys(output.keys_to_store, False))
-        self.num_written += len(output.keys_to_store)
-        self._num_evicted += len(output.evicted_keys)
-        return output.keys_to_store
-
-    def touch(self, keys: Sequence[OffloadKey]) -> None:
-        self._book.touch(keys)
-
-    def reorder_chain(self, keys: Sequence[OffloadKey], stored: Collection[OffloadKey]) -> None:
-        self._book.reorder_chain(keys, stored)
-
-    def delete(self, keys: Sequence[OffloadKey]) -> None:
-        """What is under way stays, to be found or evicted later."""
-        self._book.drop([key for key in keys if key not in self._under_way])
-
-    def reset(self) -> None:
-        self._book.reset()
+        taken, _, own_slots = self._catalog.begin_writes(keys, slots, self._catalog.num_available)
+        ends = max(self._clock(), self._writes[-1][0] if self._writes else 0.0)
+        for key, slot in zip(taken, own_slots.tolist(), strict=True):
+            ends += self._write_seconds
+            self._writes.append((ends, key, slot))
+        self.num_written += len(taken)
+        return taken
 
     def poll(self) -> list[TierResult]:
-        if not self._under_way:
-            return []
         now = self._clock()
-        under_way, self._under_way = self._under_way, {}
-        self._book.complete_load([key for key, is_read in under_way.items() if is_read])
-        self._book.complete_store([key for key, is_read in under_way.items() if not is_read])
-        return [TierResult(key, is_read, None, self._block_bytes, 0.0, now, now) for key, is_read in under_way.items()]
+        reads, self._reads = self._reads, []
+        writes = []
+        while self._writes and self._writes[0][0] <= now:
+            writes.append(self._writes.popleft()[1:])
+        return self._end(reads, True) + self._end(writes, False)
+
+    def _end(self, ended: list[tuple[OffloadKey, int]], is_read: bool) -> list[TierResult]:
+        if not ended:
+            return []
+        keys, slots = [key for key, _ in ended], np.array([slot for _, slot in ended], dtype=np.int64)
+        all_good = np.ones(len(keys), dtype=np.bool_)
+        catalog = self._catalog
+        gone = catalog.end_reads(keys, slots, all_good) if is_read else catalog.end_writes(slots, all_good)
+        now, dropped = self._clock(), set(gone.tolist())
+        return [
+            TierResult(key, is_read, TierError.GONE if slot in dropped else None, self._block_bytes, 0.0, now, now)
+            for key, slot in ended
+        ]
+
+    def touch(self, keys: Sequence[OffloadKey]) -> None:
+        self._catalog.touch(keys)
+
+    def reorder_chain(self, keys: Sequence[OffloadKey], stored: Collection[OffloadKey]) -> None:
+        self._catalog.reorder_chain(keys, stored)
+
+    def delete(self, keys: Sequence[OffloadKey]) -> None:
+        self._catalog.drop(keys)
+
+    def reset(self) -> None:
+        self._catalog.reset()
 
     def wait(self, timeout_s: float) -> None:
         pass
 
     def close(self) -> None:
-        self._book.shutdown()
+        self._catalog.reset()
 
     def check_integrity(self) -> None:
-        self._book.check_integrity()
+        self._catalog.check_integrity()

@@ -209,7 +209,7 @@ class Batcher:
         computed = self._cache.hit(request)
         external, is_async = self._half.get_num_new_matched_tokens(request, computed)
         if external is None:
-            self._check_wait(request)
+            self.check_wait(request)
             return False
         if request.waiting_since is not None:
             request.waiting_since = None
@@ -241,7 +241,8 @@ class Batcher:
         most = _most_loadable(request)
         assert not external or total <= most, f"{total} tokens, where the client allows {most}"
 
-    def _check_wait(self, request: EngineRequest) -> None:
+    def check_wait(self, request: EngineRequest) -> None:
+        """Raises Late if the request has waited past its deadline, or too often."""
         where = f"seed {self._scenario.seed}, step {self.num_executed + 1}: {request.request_id}"
         if request.waiting_since is None:
             request.waiting_since = self._clock.now

@@ -30,7 +30,7 @@ from kvoffload.testing.content import Batch, EngineRequest, first_attended, samp
 from kvoffload.testing.device import BlockPool, DeviceCache
 from kvoffload.testing.ranks import ModelWatch, Rank, RankReports, WrongBytes
 from kvoffload.testing.scenario import Scenario, make_requests, random_groups
-from kvoffload.tiers.manager import TieredOffloadingManager
+from kvoffload.tiers.manager import WRITE_SHARE, TieredOffloadingManager
 
 MAX_STEPS = 10_000
 """A run that takes longer has hung."""
@@ -75,6 +75,7 @@ class LowerTiers:
 
     lookup_deadline_ms = 100.0
     load_only_if_faster = False
+    write_share = WRITE_SHARE
 
     def make(self, pools: Sequence[ByteArray]) -> Sequence[Tier]:
         """Returns the tiers. Called once, with each rank's pool."""
@@ -180,6 +181,7 @@ class ModelEngine:
             lookup_deadline_ms=lower.lookup_deadline_ms,
             load_deadline_ms=self.scenario.load_deadline_ms,
             load_only_if_faster=lower.load_only_if_faster,
+            write_share=lower.write_share,
             clock=self.clock,
         )
 
@@ -227,7 +229,7 @@ class ModelEngine:
             for _ in range(MAX_STEPS):
                 self.lower.settle()
                 self.tiered.poll()
-                if not any(lane.writing or lane.flights for lane in self.tiered._lanes):
+                if not self.tiered.has_transfers:
                     break
 
     def step(self) -> None:
@@ -412,8 +414,8 @@ class ModelEngine:
         if self.scheduler.off:
             raise SwitchedOff("a check failed, or a transfer engine broke")
         self.scheduler.manager.check_integrity()
-        if self.tiered is not None and self.tiered._waiters:
-            raise Leak("blocks are still kept ready for requests that have ended")
+        if self.tiered is not None and self.tiered.num_promotions:
+            raise Leak("blocks are still pinned for requests that have ended")
         num_busy = self.policy_manager.num_blocks - self.policy_manager.num_available_blocks
         if num_busy:
             raise Leak(f"{num_busy} slots of the host are still pinned or being written")

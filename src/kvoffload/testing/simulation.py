@@ -1,18 +1,18 @@
-"""Deterministic simulation: servers that live, die and start again on one disk that fails, all chosen by a seed.
+"""Deterministic simulation: servers that run, end and start again on one disk that fails, all chosen by a seed.
 
 A simulation is a few *lives* of a server, one after the other, on the same simulated disk: the model engine, the real
-connector, TieredOffloadingManager and DiskTier, with simulated time, threads and medium, all in turn in one thread of
-control. So a seed replays a whole run. The disk flips bits, tears writes, comes up short, is full, stalls, turns
-read-only; servers are killed at any operation, lose their power, shut down in order, come back with other weights,
-another budget. What must hold then:
+connector, TieredOffloadingManager and DiskTier, with simulated time, threads and medium, which take turns on one
+thread. So a seed replays a whole run. The disk flips bits, tears writes, reads and writes too little, is full, stalls,
+turns read-only; servers are killed at any operation, lose their power, shut down in order, come back with other weights
+or another budget. These laws must hold:
 
-- every byte that a request attends to is its own (the model engine looks at each);
-- a host slot that the tier reads into or writes from is nobody else's until it has told;
-- the disk never holds more than the tier says it does, and that is never more than the tier was given;
-- nothing is written behind a block that was never there, nor stays behind one whose writing has failed;
+- every byte that a request attends to is its own (the model engine checks each);
+- a host slot that the tier reads into or writes from belongs to that block until the tier has reported it;
+- the disk never holds more than the tier says, and that is never more than the tier was given;
+- nothing is written behind a block that was never on disk, nor stays behind one whose write has failed;
 - no request waits past its deadline, all of them end, and no method of the tier does I/O on the scheduler's thread;
-- a load that was promised begins, nothing stays held, nothing is left open, and the connector is never switched off;
-- without faults, what was written is found again after a restart (``Report`` has the counts for it).
+- a promised load begins, no pin is left, no file is left open, and the connector is never switched off;
+- without faults, blocks that were written are found again after a restart (``Report`` has the counts for it).
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ from kvoffload.abc import (
     ByteArray,
     ConfigError,
     IntegrityError,
+    LoadStoreSpec,
     LookupState,
     OffloadKey,
     ReqContext,
@@ -42,6 +43,7 @@ from kvoffload.abc import (
     TierResult,
 )
 from kvoffload.cache.keys import key_group_idx
+from kvoffload.cache.slots import HOST_MEDIUM
 from kvoffload.testing.engine import Clock, Leak, LowerTiers, ModelEngine, Scenario, random_groups
 from kvoffload.testing.storage import FaultRates, FaultyStorage, Killed, SimulatedStorage
 from kvoffload.testing.tiers import SteppedExecutor
@@ -50,35 +52,35 @@ from kvoffload.tiers.disk.tier import CLOSE_DEADLINE_S, DiskTier
 from kvoffload.tiers.manager import TieredOffloadingManager
 
 WEIGHTS_APART = 1_000_000
-"""Versions of weights that one server can go through."""
+"""Versions of the weights that one server can have."""
 MAX_STEPS_TO_A_JOB = 10
-"""Steps that a kill waits for a job to be in the middle of its work."""
+"""How many steps a kill waits for a job to be half done."""
 STEPS_PER_CHECK = 8
-"""Steps from one look at all books to the next."""
+"""Steps between two integrity checks."""
 MAX_SETTLING_S = 120.0
-"""What is under way when all requests have ended has ended by then, whatever stalls."""
+"""Transfers under way when all requests have ended end within this time, even stalled ones."""
 MAX_FAILURES = 10
-"""``run_simulations`` stops after so many."""
+"""``run_simulations`` stops after this many failures."""
 
 
 class OverBudget(AssertionError):
-    """The disk held more than it was given, or more than the tier said."""
+    """The disk held more than its budget, or more than the tier said."""
 
 
 class SlotTaken(AssertionError):
-    """A host slot was given back, or to another block, while the tier still read into it or wrote from it."""
+    """A host slot was freed, or given to another block, while the tier still read into it or wrote from it."""
 
 
 class Unlocked(AssertionError):
-    """A server gave up the disk while it still used it."""
+    """A server released the lock of the disk while it still used it."""
 
 
 class FalseAlarm(AssertionError):
-    """A block was found bad, or a tier switched off, although no device had failed."""
+    """A block was found bad, or a tier was switched off, although no device had failed."""
 
 
 class Unreachable(AssertionError):
-    """A block was written, or kept, behind one that the disk has never had."""
+    """A block was written or kept behind one that the disk has never had."""
 
 
 class Blocked(AssertionError):
@@ -87,48 +89,48 @@ class Blocked(AssertionError):
 
 @dataclass(frozen=True)
 class Life:
-    """One server, from its start to its end."""
+    """One server from its start to its end."""
 
     scenario: Scenario
     weights: int
     num_blocks: int
-    """The budget: room for so many blocks on disk."""
+    """The budget: room for this many blocks on disk."""
     slab_blocks: int
     rates: FaultRates
     faulty_start: bool
     """Faults begin before the disk is opened."""
     calm_at: int
-    """The step after which nothing goes wrong any more."""
+    """The step after which no more faults are injected."""
     read_only_at: int | None
     full_at: int | None
-    """The step after which somebody else fills the disk."""
+    """The step after which another process fills the disk."""
     stall_s: float
     end: str
     """close, kill, or power_loss."""
     end_at: int | None
-    """The step of the end; None: when all requests have ended."""
+    """The step at which it ends, or None if it ends when all requests have."""
     kill_at: int | None
-    """The operation on the disk in which the server is killed, if it comes to that."""
+    """The operation on the disk during which the server is killed, if it gets that far."""
     lookup_deadline_ms: float
     load_only_if_faster: bool
     num_threads: int
     max_queued: int
     blocks_per_job: int
     write_share: float
-    """Of the host's blocks, those that may be pinned for writes: in so small a host more than in a real one."""
+    """Share of the host's blocks that may be pinned for writes; more than in a real host, which is larger."""
     full_steps: range
     """Steps in which the engine gives device blocks to no request."""
 
     @property
     def is_calm(self) -> bool:
-        """Whether its disk never fails, whatever happens to the server. It may be slow."""
+        """Whether its disk never fails, although it may be slow and the server may be killed."""
         is_full = self.read_only_at is not None or self.full_at is not None
         only_stalls = dataclasses.replace(self.rates, stall=0.0) == FaultRates()
         return only_stalls and not is_full and self.end != "power_loss"
 
 
 def plan(seed: int) -> list[Life]:
-    """The lives of the simulation of ``seed``."""
+    """Returns the lives of the simulation of ``seed``."""
     rng = Random(seed)
     base = _scenario(rng)
     calm = rng.random() < 0.3
@@ -213,7 +215,7 @@ def _life(
         full_steps=_full_steps(seed),
     )
     if end == "close" and life.stall_s > CLOSE_DEADLINE_S:
-        # Seldom by chance: a job that still hangs when the server has been closed.
+        # By chance it seldom happens that a job still hangs when the server has been closed.
         life = dataclasses.replace(life, rates=dataclasses.replace(life.rates, stall=0.3), calm_at=1 << 30)
     return life
 
@@ -225,7 +227,7 @@ def _full_steps(seed: int) -> range:
 
 
 def _rates(rng: Random, calm: bool) -> FaultRates:
-    """None, or some of the faults, seldom or often."""
+    """Returns no faults, or some kinds of them, rare or frequent."""
     names = [each.name for each in dataclasses.fields(FaultRates)]
     chosen = ["stall"] if calm else rng.sample(names, rng.choice((1, 1, 2, 3)))
     rates = FaultRates(**{name: rng.choice((0.01, 0.05, 0.3)) for name in chosen})
@@ -237,13 +239,14 @@ def fingerprint(weights: int) -> str:
 
 
 class Server(LowerTiers):
-    """One life under way. ``patch`` may change it when all is made and nothing has run: to plant a bug, say."""
+    """One life under way."""
 
     def __init__(self, life: Life, storage: SimulatedStorage, clock: Clock, new_versions: Iterator[int]) -> None:
         self.life = life
         self.clock = clock
         self.lookup_deadline_ms = life.lookup_deadline_ms
         self.load_only_if_faster = life.load_only_if_faster
+        self.write_share = life.write_share
         seed = life.scenario.seed
         chance = Random(seed).choice((0.1, 0.3, 0.6, 0.9))
         self.executor = SteppedExecutor(seed, life.num_threads, life.max_queued, chance, clock=clock)
@@ -257,24 +260,24 @@ class Server(LowerTiers):
         self.hangs = False
         """Whether a job was still under way when the tier was closed."""
         self._in_use: dict[OffloadKey, int] = {}
-        """Blocks that the tier has not told of yet, and their host slots."""
+        """Blocks that the tier has not reported yet, and their host slots."""
         self.written: dict[OffloadKey, None] = {}
         """Keys that the tier has taken on to write."""
         self._chains_of: defaultdict[OffloadKey, list[tuple[Sequence[OffloadKey], int]]] = defaultdict(list)
-        """The chains that each key is in, and its place there."""
+        """The chains that each key is in, and its position there."""
         self._unreachable: Unreachable | None = None
         self._had: set[OffloadKey] = set()
-        """Keys that the tier was seen to hold: if it does not any more, that is its own affair."""
+        """Keys that the tier was seen to hold. It may lose them later."""
 
     def start(self, patch: Patch | None = None) -> None:
-        """Opens the disk, and makes an engine on it. Raises Killed if it is killed there."""
+        """Opens the disk and makes an engine on it, then calls ``patch``, which may plant a bug. Raises Killed if the
+        server is killed while it opens the disk."""
         life = self.life
         version = life.weights * WEIGHTS_APART
         self.engine = ModelEngine(
             life.scenario, lower=self, clock=self.clock, version=version, new_versions=self._new_versions
         )
         assert self.engine.tiered is not None
-        self.engine.tiered._max_held = max(1, int(life.write_share * life.scenario.num_host_blocks))
         self._learn_chains(self.engine.tiered)
         if patch is not None:
             patch(self)
@@ -300,21 +303,21 @@ class Server(LowerTiers):
                 wall_clock=self.clock,
                 random=Random(seed).randbytes,
                 slab_bytes=life.slab_blocks * block_bytes,
+                job_bytes=life.blocks_per_job * block_bytes,
             )
         except (ConfigError, OSError):
             if not self.storage.injected:
                 raise
             return []
-        self.tier._blocks_per_job = life.blocks_per_job
         if self.medium.peak_bytes > max(before, capacity):
-            raise OverBudget(f"{self.medium.peak_bytes} bytes at the start, {capacity} allowed, {before} were there")
+            raise OverBudget(f"{self.medium.peak_bytes} bytes at the start, {capacity} allowed, {before} before")
         self.medium.reset_peak()
         self.storage.rates = life.rates
         self._watch(self.tier)
         return [self.tier]
 
     def _watch(self, tier: Tier) -> None:
-        """Remembers which host slots the tier uses, and what it was given to write."""
+        """Records which host slots the tier uses, and which keys it was given to write."""
         read, write, poll = tier.read, tier.write, tier.poll
 
         def watched_read(keys: Sequence[OffloadKey], slots: Slots) -> list[OffloadKey]:
@@ -329,7 +332,7 @@ class Server(LowerTiers):
             try:
                 self.check_reachable(taken)
             except Unreachable as error:
-                # Not to be raised here: the connector would handle it.
+                # The connector would handle an error raised here.
                 self._unreachable = error
             return taken
 
@@ -364,8 +367,9 @@ class Server(LowerTiers):
         tiered.touch, tiered.offer_chain = watched_touch, watched_offer  # type: ignore[method-assign]
 
     def check_reachable(self, keys: Iterable[OffloadKey]) -> None:
-        """Of each of ``keys`` that the tier has, all blocks before it in groups with full attention must be there or
-        come, or have been there; in one of its chains, since draft groups name a block by what follows it."""
+        """Raises Unreachable if the tier has never had, and is not writing, some block before one of ``keys`` in a
+        group with full attention. It is enough that one chain of the key is complete: in draft groups, chains that
+        differ in the next token share keys."""
         assert self.tier is not None
         for key in keys:
             chains = self._chains_of[key]
@@ -380,17 +384,17 @@ class Server(LowerTiers):
         return all(needed[i] in self._in_use for i in missing)
 
     def check_all_reachable(self) -> None:
-        """When nothing is under way: nothing may be left behind a block whose writing has failed."""
+        """Raises Unreachable if a block is left behind one whose write has failed. For when nothing is under way."""
         tiered = self.engine.tiered
         assert tiered is not None
-        if self.tier is not None and not tiered._lanes[0].off and not tiered._lanes[0].writes.has_backlog:
+        if self.tier is not None and not tiered.tiers[0].breaker.is_off and not tiered.tiers[0].writes.has_backlog:
             keys = list(self._chains_of)
             there = np.flatnonzero(self.tier.contains(keys) == LookupState.HIT)
-            # What a kill has left behind a hole is of another life.
+            # A kill may leave blocks behind a hole, but those belong to another life.
             self.check_reachable([keys[i] for i in there.tolist() if keys[i] in self.written])
 
     def run(self) -> None:
-        """Raises Killed if it is killed."""
+        """Runs the life to its end. Raises Killed if it is killed, and AssertionError if a law is broken."""
         self._serving = True
         try:
             self.engine.run(self.life.end_at)
@@ -407,7 +411,7 @@ class Server(LowerTiers):
         self.check_budget()
 
     def _run_into_a_job(self) -> None:
-        """To where a kill leaves something half done, if there is such a moment soon."""
+        """Runs on until a job is half done, if that happens soon."""
         for _ in range(MAX_STEPS_TO_A_JOB):
             if self.executor.in_the_middle or not self._serving:
                 break
@@ -416,13 +420,13 @@ class Server(LowerTiers):
     def close(self) -> None:
         self.engine.scheduler.shutdown()
         if self.executor.idle and (self.medium.num_open or self.medium.is_locked):
-            raise Leak(f"{self.medium.num_open} files are open after the end, locked: {self.medium.is_locked}")
+            raise Leak(f"{self.medium.num_open} files are open after the shutdown, locked: {self.medium.is_locked}")
         self.hangs = not self.executor.idle
         if self.hangs and not self.medium.is_locked:
             raise Unlocked("the next server could start while a job of this one still writes")
 
     def die(self) -> None:
-        """What is under way stops where it is."""
+        """The process is gone: jobs stop where they are."""
         self.executor.kill()
         if self.life.end == "power_loss":
             self.medium.power_loss()
@@ -458,18 +462,20 @@ class Server(LowerTiers):
         if self.tier is not None:
             used, told, allowed = self.medium.peak_bytes, self.tier.used_bytes, self.tier.capacity_bytes
             if self.medium.used_bytes > told or max(used, told) > allowed:
-                raise OverBudget(f"{used} bytes in use at most, {told} said to be, {allowed} allowed")
+                raise OverBudget(f"{used} bytes in use at most, {told} according to the tier, {allowed} allowed")
 
     def check_slots(self) -> None:
         host = self.engine.policy_manager
         for key, slot in self._in_use.items():
-            # What a reset forgot has no key, but keeps its slot until its transfer has ended.
-            if host._table.key_of[slot] not in (key, None) or not self.engine.backend._allocated[slot]:
+            status = host.block_status(key)
+            is_in_transfer = status is not None and status.slot == slot and status.ref_cnt != 0
+            # A block that was dropped keeps its slot until its transfer has ended.
+            if not is_in_transfer and not host.is_dropped(LoadStoreSpec(HOST_MEDIUM, np.array([slot])))[0]:
                 raise SlotTaken(f"slot {slot} of block {key.hex()}")
 
     def _pause(self) -> None:
         if self._serving and not self.executor.in_job:
-            # Not to be raised here: the connector would handle it.
+            # The connector would handle an error raised here.
             self._blocked = True
         self.executor.pause()
 
@@ -478,7 +484,8 @@ Patch: TypeAlias = Callable[[Server], None]
 
 
 def simulate(seed: int, patch: Patch | None = None) -> Counter[str]:
-    """Runs the simulation of ``seed`` and counts what has happened in it. Raises what says which law was broken."""
+    """Runs the simulation of ``seed`` and returns counts of what happened in it. Raises the error of a law that is
+    broken."""
     lives = plan(seed)
     counts = Counter({"simulations": 1})
     storage = SimulatedStorage(0, seed)
@@ -508,7 +515,7 @@ def simulate(seed: int, patch: Patch | None = None) -> Counter[str]:
 
 
 def _audit(seed: int, number: int, life: Life, storage: SimulatedStorage, keys: list[OffloadKey]) -> None:
-    """Where no device ever failed, each block that the disk says it holds can be read."""
+    """Raises FalseAlarm if the disk, which never failed, holds a block that cannot be read."""
     scenario = dataclasses.replace(life.scenario, num_host_blocks=max(1, len(keys)), num_requests=0)
     life = dataclasses.replace(life, scenario=scenario, kill_at=None, max_queued=len(keys) + 1)
     server = Server(life, storage, Clock(5000.0), itertools.count(1))
@@ -524,9 +531,10 @@ def _audit(seed: int, number: int, life: Life, storage: SimulatedStorage, keys: 
 
 
 def _check_calm(server: Server, calm: bool) -> None:
-    """Where no device ever failed, no block is bad: not even of what a kill has torn."""
-    told = server.engine.scheduler.metrics.snapshot()
-    bad = {name: told[name] for name in ("disk_bad_blocks", "disk_off") if told.get(name)}
+    """Raises FalseAlarm if a block was found bad on a disk that never failed. Even blocks that a kill has torn must not
+    be found."""
+    found = server.engine.scheduler.metrics.snapshot()
+    bad = {name: found[name] for name in ("disk_bad_blocks", "disk_off") if found.get(name)}
     if calm and bad:
         raise FalseAlarm(f"on a disk that never failed: {bad}")
 
@@ -541,22 +549,21 @@ def _count(counts: Counter[str], server: Server, number: int, calm: bool) -> Non
         counts["lives without a disk"] += 1
         return
     counts["lives closed while a job hangs"] += server.hangs
-    told = server.engine.scheduler.metrics.snapshot()
+    found = server.engine.scheduler.metrics.snapshot()
     for name in ("promoted_blocks", "disk_write_blocks", "disk_bad_blocks", "disk_evicted_blocks", "disk_off"):
-        counts[name] += int(told.get(name, 0))
+        counts[name] += int(found.get(name, 0))
     counts["steps"] += server.engine.steps
     if number:
         counts["restarts"] += 1
-        counts["restarts that read from disk"] += told.get("promoted_blocks", 0) > 0
+        counts["restarts that read from disk"] += found.get("promoted_blocks", 0) > 0
         if calm:
             counts["calm restarts"] += 1
-            counts["calm restarts that read from disk"] += told.get("promoted_blocks", 0) > 0
+            counts["calm restarts that read from disk"] += found.get("promoted_blocks", 0) > 0
 
 
 @dataclass
 class Report:
-    """What has happened in simulations: ``counts`` of simulations, lives, steps, blocks and faults, and of each seed
-    that broke a law, which one."""
+    """Counts of simulations, lives, steps, blocks and faults; and by seed, the laws that were broken."""
 
     counts: Counter[str] = field(default_factory=Counter)
     failures: dict[int, str] = field(default_factory=dict)
@@ -581,7 +588,7 @@ def run_simulations(
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Without the warnings and errors that failing disks give rise to."""
+    """Hides the warnings and errors that failing disks cause."""
     before = logging.root.manager.disable
     logging.disable(logging.ERROR)
     try:

@@ -1,4 +1,4 @@
-"""Storages that misbehave on purpose: a simulated one that can be killed, and faults for any."""
+"""Storages for tests: a simulated one whose process can be killed, and one that adds faults to any other."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from kvoffload.tiers.disk.storage import Storage, StoredFile, nothing
 PAGE = 4096
 
 Part: TypeAlias = list[tuple[int, int]]
-"""Stretches of a transfer, in bytes, that reach the medium together."""
+"""Ranges of a transfer, in bytes, that reach the medium together."""
 
 
 class Killed(BaseException):
-    """The process was killed in the middle of what it did. No Exception: a dead process handles nothing."""
+    """The simulated process was killed. Not an Exception, since a dead process handles none."""
 
 
 def os_error(number: int) -> OSError:
@@ -43,11 +43,11 @@ class _Inode:
         self.named = True
         self.handles = 0
         self.unsynced: dict[int, ByteArray] = {}
-        """Pages written since the medium last kept all: what it kept of them."""
+        """Pages written since the last sync, with their contents at that time."""
 
 
 class _Medium:
-    """What outlives a process."""
+    """The part of a storage that outlives a process."""
 
     def __init__(self, capacity_bytes: int, seed: int, clock: Callable[[], float]) -> None:
         self.capacity_bytes = capacity_bytes
@@ -89,13 +89,13 @@ class _Medium:
 
 
 class SimulatedStorage(Storage):
-    """A storage in memory, for one simulated process, with room for ``capacity_bytes``.
+    """A storage in memory for one simulated process, with room for ``capacity_bytes``.
 
-    ``kill`` ends the process: what was written stays, as in a page cache, its handles and its lock are gone.
-    ``power_loss`` also takes back each page written since the last ``sync``, or not, as chance will have it.
-    ``restart`` makes the next process's storage on the same medium. ``pause`` is called before whatever touches the
-    medium and in the middle of reads and writes: who does not return from it is killed there, and leaves a part of the
-    bytes or of the pages. ``read_only``: the medium is mounted so for this process. Chance is ``seed``'s.
+    ``kill`` ends the process: bytes that were written stay, as in a page cache, but its handles and its lock are gone.
+    ``power_loss`` also undoes some of the pages written since the last ``sync``, which ``seed`` chooses. ``restart``
+    makes the storage of the next process on the same medium. ``pause`` is called before each access to the medium and
+    in the middle of reads and writes: if it does not return, the process was killed there, and a part of the bytes or
+    pages has been written. ``read_only``: the medium is mounted read-only for this process.
     """
 
     def __init__(
@@ -105,19 +105,19 @@ class SimulatedStorage(Storage):
         clock: Callable[[], float] = lambda: 0.0,
         pause: Callable[[], None] | None = None,
     ) -> None:
-        self._medium = _Medium(capacity_bytes, seed, clock)
+        self.medium = _Medium(capacity_bytes, seed, clock)
         self._pause = pause
         self._dead = False
         self._read_only = False
-        self._handles: set[_SimulatedFile] = set()
+        self.handles: set[_SimulatedFile] = set()
 
     @property
     def capacity_bytes(self) -> int:
-        return self._medium.capacity_bytes
+        return self.medium.capacity_bytes
 
     @capacity_bytes.setter
     def capacity_bytes(self, capacity_bytes: int) -> None:
-        self._medium.capacity_bytes = capacity_bytes
+        self.medium.capacity_bytes = capacity_bytes
 
     @property
     def read_only(self) -> bool:
@@ -129,106 +129,106 @@ class SimulatedStorage(Storage):
 
     @property
     def is_locked(self) -> bool:
-        return self._medium.owner is not None
+        return self.medium.owner is not None
 
     @property
     def num_open(self) -> int:
-        """Files that this process has open."""
-        return len(self._handles)
+        """Number of files that this process has open."""
+        return len(self.handles)
 
     @property
     def used_bytes(self) -> int:
-        """Of all files, those included that are removed but open."""
-        return self._medium.used_bytes
+        """Bytes that all files take, including those that were removed but are still open."""
+        return self.medium.used_bytes
 
     @property
     def peak_bytes(self) -> int:
-        """The most that was ever in use, or since ``reset_peak``."""
-        return self._medium.peak_bytes
+        """The highest ``used_bytes`` so far, or since ``reset_peak``."""
+        return self.medium.peak_bytes
 
     def reset_peak(self) -> None:
-        self._medium.peak_bytes = self._medium.used_bytes
+        self.medium.peak_bytes = self.medium.used_bytes
 
     def sync(self) -> None:
-        """What was written so far is safe from power losses."""
+        """Makes everything written so far safe from power losses."""
         for inode in self._inodes():
             inode.unsynced.clear()
 
     def kill(self) -> None:
         self.close()
         self._dead = True
-        for handle in list(self._handles):
+        for handle in list(self.handles):
             handle.close()
 
     def power_loss(self) -> None:
         self.kill()
         for inode in self._inodes():
             for page, old in inode.unsynced.items():
-                if self._medium.random.random() < 0.5:
+                if self.medium.random.random() < 0.5:
                     inode.data[page * PAGE : (page + 1) * PAGE] = old
             inode.unsynced.clear()
 
     def restart(self, pause: Callable[[], None] | None = None) -> SimulatedStorage:
-        """Kills the process. Returns the next one's storage."""
+        """Kills the process. Returns the storage of the next one."""
         self.kill()
         successor = SimulatedStorage(0, pause=pause)
-        successor._medium = self._medium
+        successor.medium = self.medium
         return successor
 
     def clone(self) -> SimulatedStorage:
-        """Another medium with the same files, and the storage of a process there."""
-        other = SimulatedStorage(self.capacity_bytes, clock=self._medium.clock)
-        other._medium.folders = copy.deepcopy(self._medium.folders)
+        """Returns a storage on another medium that has the same files."""
+        other = SimulatedStorage(self.capacity_bytes, clock=self.medium.clock)
+        other.medium.folders = copy.deepcopy(self.medium.folders)
         for inode in other._inodes():
             inode.handles = 0
-            other._medium.take(len(inode.data))
+            other.medium.take(len(inode.data))
         return other
 
     def lock(self) -> None:
         self._check_alive()
-        if self._medium.owner not in (None, self):
-            raise ConfigError("disk_dir: another simulated process owns the storage; give each a directory of its own")
-        self._medium.owner = self
+        if self.medium.owner not in (None, self):
+            raise ConfigError("disk_dir: another simulated process owns the storage; give each its own directory")
+        self.medium.owner = self
 
     def folders(self) -> list[str]:
         self._check_alive()
-        return sorted(name for name in self._medium.folders if name)
+        return sorted(name for name in self.medium.folders if name)
 
     def files(self, folder: str) -> list[str]:
         return sorted(self._folder(folder))
 
     def make_folder(self, folder: str) -> None:
         self._check_alive()
-        self._check_writable()
+        self.check_writable()
         _check_name(folder)
-        self._medium.folders.setdefault(folder, {})
+        self.medium.folders.setdefault(folder, {})
 
     def remove_folder(self, folder: str) -> None:
-        self._check_writable()
+        self.check_writable()
         _check_name(folder)
         if self._folder(folder):
             raise os_error(errno.ENOTEMPTY)
-        del self._medium.folders[folder]
+        del self.medium.folders[folder]
 
     def open(self, folder: str, name: str, create: bool = False, direct: bool = False) -> StoredFile:
-        self._step()
+        self.step()
         files = self._folder(folder)
         _check_name(name)
         if create and name not in files:
-            self._check_writable()
+            self.check_writable()
             files[name] = _Inode()
-            files[name].modified = self._medium.clock()
+            files[name].modified = self.medium.clock()
         handle = _SimulatedFile(self, self._inode(folder, name), direct)
-        self._handles.add(handle)
+        self.handles.add(handle)
         return handle
 
     def remove(self, folder: str, name: str) -> None:
-        self._step()
-        self._check_writable()
+        self.step()
+        self.check_writable()
         inode = self._inode(folder, name)
-        del self._medium.folders[folder][name]
+        del self.medium.folders[folder][name]
         inode.named = False
-        self._medium.free_if_gone(inode)
+        self.medium.free_if_gone(inode)
 
     def modified(self, folder: str, name: str) -> float:
         return self._inode(folder, name).modified
@@ -237,20 +237,20 @@ class SimulatedStorage(Storage):
         self._check_alive()
         return sum(
             len(inode.data)
-            for folder, files in self._medium.folders.items()
+            for folder, files in self.medium.folders.items()
             for name, inode in files.items()
             if not is_left_out(folder, name)
         )
 
     def free_bytes(self) -> int:
         self._check_alive()
-        return max(0, self._medium.capacity_bytes - self._medium.used_bytes)
+        return max(0, self.medium.capacity_bytes - self.medium.used_bytes)
 
     def close(self) -> None:
-        if self._medium.owner is self:
-            self._medium.owner = None
+        if self.medium.owner is self:
+            self.medium.owner = None
 
-    def _step(self) -> None:
+    def step(self) -> None:
         if self._pause is not None:
             self._pause()
 
@@ -258,15 +258,15 @@ class SimulatedStorage(Storage):
         if self._dead:
             raise os_error(errno.EBADF)
 
-    def _check_writable(self) -> None:
+    def check_writable(self) -> None:
         if self._read_only:
             raise os_error(errno.EROFS)
 
     def _folder(self, folder: str) -> dict[str, _Inode]:
         self._check_alive()
-        if folder not in self._medium.folders:
+        if folder not in self.medium.folders:
             raise os_error(errno.ENOENT)
-        return self._medium.folders[folder]
+        return self.medium.folders[folder]
 
     def _inode(self, folder: str, name: str) -> _Inode:
         files = self._folder(folder)
@@ -275,19 +275,19 @@ class SimulatedStorage(Storage):
         return files[name]
 
     def _inodes(self) -> list[_Inode]:
-        return [inode for files in self._medium.folders.values() for inode in files.values()]
+        return [inode for files in self.medium.folders.values() for inode in files.values()]
 
-    def _parts(self, offset: int, nbytes: int) -> Iterator[Part]:
-        """A transfer in the one or two parts in which it reaches the medium, each after a pause."""
+    def parts(self, offset: int, nbytes: int) -> Iterator[Part]:
+        """Yields the one or two parts in which a transfer reaches the medium, each after a pause."""
         if self._pause is None:
             yield [(0, nbytes)]
             return
         for part in self._split(offset, nbytes):
-            self._step()
+            self.step()
             yield part
 
     def _split(self, offset: int, nbytes: int) -> list[Part]:
-        rng = self._medium.random
+        rng = self.medium.random
         if nbytes < 2 or rng.random() < 0.5:
             return [[(0, nbytes)]]
         if rng.random() < 0.5:
@@ -303,7 +303,7 @@ class SimulatedStorage(Storage):
 class _SimulatedFile(StoredFile):
     def __init__(self, storage: SimulatedStorage, inode: _Inode, direct: bool) -> None:
         self._storage = storage
-        self._medium = storage._medium
+        self.medium = storage.medium
         self._inode = inode
         self._direct = direct
         self._open = True
@@ -314,7 +314,7 @@ class _SimulatedFile(StoredFile):
         inode = self._inode
         raw = np.zeros(max(0, min(num_bytes(buffers), inode.size - offset)), np.uint8)
         with self._in_use():
-            for part in self._storage._parts(offset, len(raw)):
+            for part in self._storage.parts(offset, len(raw)):
                 for start, end in part:
                     there = inode.data[offset + start : offset + end]
                     raw[start : start + len(there)] = there
@@ -326,14 +326,14 @@ class _SimulatedFile(StoredFile):
 
     def write(self, buffers: Sequence[ByteArray], offset: int) -> int:
         self._check(buffers, offset)
-        self._storage._check_writable()
+        self._storage.check_writable()
         raw = np.concatenate([buffer.reshape(-1) for buffer in buffers])
         with self._in_use():
-            for part in self._storage._parts(offset, len(raw)):
+            for part in self._storage.parts(offset, len(raw)):
                 if offset + len(raw) > self._inode.size:
-                    self._medium.resize(self._inode, offset + len(raw))
+                    self.medium.resize(self._inode, offset + len(raw))
                 for start, end in part:
-                    self._medium.put(self._inode, offset + start, raw[start:end])
+                    self.medium.put(self._inode, offset + start, raw[start:end])
         return len(raw)
 
     def size(self) -> int:
@@ -345,27 +345,27 @@ class _SimulatedFile(StoredFile):
         return len(self._inode.data)
 
     def resize(self, size: int) -> None:
-        self._storage._step()
+        self._storage.step()
         self._check()
-        self._storage._check_writable()
-        self._medium.resize(self._inode, size)
+        self._storage.check_writable()
+        self.medium.resize(self._inode, size)
 
     def close(self) -> None:
         if self._open:
             self._open = False
-            self._storage._handles.discard(self)
+            self._storage.handles.discard(self)
             self._inode.handles -= 1
-            self._medium.free_if_gone(self._inode)
+            self.medium.free_if_gone(self._inode)
 
     @contextmanager
     def _in_use(self) -> Iterator[None]:
-        """A transfer that is under way keeps the file, even if the handle is closed meanwhile."""
+        """Keeps the file during a transfer, even if the handle is closed meanwhile."""
         self._inode.handles += 1
         try:
             yield
         finally:
             self._inode.handles -= 1
-            self._medium.free_if_gone(self._inode)
+            self.medium.free_if_gone(self._inode)
 
     def _check(self, buffers: Sequence[ByteArray] = (), offset: int = 0) -> None:
         if not self._open:
@@ -379,7 +379,7 @@ def num_bytes(buffers: Sequence[ByteArray]) -> int:
 
 
 def head(buffers: Sequence[ByteArray], nbytes: int) -> list[ByteArray]:
-    """The first ``nbytes`` of ``buffers``, flat."""
+    """Returns the first ``nbytes`` of ``buffers``, flattened."""
     taken: list[ByteArray] = []
     for buffer in buffers:
         if nbytes <= 0:
@@ -396,31 +396,31 @@ def _check_name(name: str) -> None:
 
 @dataclass(frozen=True)
 class FaultRates:
-    """Chances per operation that may go wrong in that way."""
+    """The probability of each fault, per operation that can have it."""
 
     flip_on_read: float = 0.0
-    """A bit of what was read is wrong; the medium has it right."""
+    """One bit of what was read is wrong, but right on the medium."""
     flip_on_write: float = 0.0
-    """A bit of what is written is wrong from then on."""
+    """One bit is written wrong."""
     torn_write: float = 0.0
-    """Only a part is written, perhaps nothing, and the device says that all was."""
+    """Only a part is written, possibly nothing, but the device reports that all was."""
     short_read: float = 0.0
     short_write: float = 0.0
     no_space: float = 0.0
-    """ENOSPC where bytes are written or room is taken."""
+    """ENOSPC of an operation that writes bytes or takes room."""
     io_error: float = 0.0
-    """EIO, of any operation."""
+    """EIO of any operation."""
     stall: float = 0.0
-    """A read or write that hangs first."""
+    """A read or write hangs before it begins."""
 
 
 class FaultyStorage(Storage):
-    """Passes everything on to ``inner``, and now and then something goes wrong, chosen by ``seed``.
+    """Forwards every call to ``inner``, and injects faults that ``seed`` chooses while ``active`` is True.
 
-    Only while ``active``. ``read_only``: from now on nothing can be written (EROFS). ``kill_at``: the operation of
-    this number, from 0 on, ends half done with Killed, and every one after it does too. ``stall`` is called to hang; by
-    default it sleeps ``stall_s``, or until ``active`` is set to False. ``injected`` counts the faults by name,
-    ``operations`` all operations.
+    ``read_only``: from now on nothing can be written (EROFS). ``kill_at``: the operation of this number, counted from
+    0, ends half done with Killed, as does every later one. ``stall`` is called to hang; by default it sleeps
+    ``stall_s``, or until ``active`` is set to False. ``injected`` counts the faults by name, ``operations`` all
+    operations.
     """
 
     def __init__(
@@ -437,9 +437,9 @@ class FaultyStorage(Storage):
         self.kill_at: int | None = None
         self.operations = 0
         self.injected: Counter[str] = Counter()
-        self._random = Random(seed)
+        self.random = Random(seed)
         self._calm = threading.Event()
-        self._stall = stall or (lambda: bool(self._calm.wait(stall_s)))
+        self.stall = stall or (lambda: bool(self._calm.wait(stall_s)))
 
     @property
     def read_only(self) -> bool:
@@ -464,70 +464,71 @@ class FaultyStorage(Storage):
         self.inner.lock()
 
     def folders(self) -> list[str]:
-        self._before()
+        self.before_operation()
         return self.inner.folders()
 
     def files(self, folder: str) -> list[str]:
-        self._before()
+        self.before_operation()
         return self.inner.files(folder)
 
     def make_folder(self, folder: str) -> None:
-        self._before(writes=True)
+        self.before_operation(writes=True)
         self.inner.make_folder(folder)
 
     def remove_folder(self, folder: str) -> None:
-        self._before(writes=True)
+        self.before_operation(writes=True)
         self.inner.remove_folder(folder)
 
     def open(self, folder: str, name: str, create: bool = False, direct: bool = False) -> StoredFile:
-        self._before(writes=create)
+        self.before_operation(writes=create)
         return _FaultyFile(self, self.inner.open(folder, name, create, direct), direct)
 
     def remove(self, folder: str, name: str) -> None:
-        self._before(writes=True)
+        self.before_operation(writes=True)
         self.inner.remove(folder, name)
 
     def modified(self, folder: str, name: str) -> float:
-        self._before()
+        self.before_operation()
         return self.inner.modified(folder, name)
 
     def held_bytes(self, is_left_out: Callable[[str, str], bool] = nothing) -> int:
-        self._before()
+        self.before_operation()
         return self.inner.held_bytes(is_left_out)
 
     def free_bytes(self) -> int:
-        self._before()
+        self.before_operation()
         return self.inner.free_bytes()
 
     def close(self) -> None:
         self.inner.close()
 
-    def _happens(self, fault: str) -> bool:
+    def injects(self, fault: str) -> bool:
+        """Decides whether the fault of that name happens now, and counts it."""
         rate: float = getattr(self.rates, fault)
-        if rate == 0 or not self.active or self._random.random() >= rate:
+        if rate == 0 or not self.active or self.random.random() >= rate:
             return False
         self.injected[fault] += 1
         return True
 
-    def _before(self, writes: bool = False) -> None:
-        """What may go wrong before an operation."""
-        if self._is_killed():
+    def before_operation(self, writes: bool = False) -> None:
+        """Raises the faults that an operation may have before it begins."""
+        if self.is_killed():
             raise Killed
         self.operations += 1
         if writes and self._read_only and self.active:
             self.injected["read_only"] += 1
             raise os_error(errno.EROFS)
-        if self._happens("io_error"):
+        if self.injects("io_error"):
             raise os_error(errno.EIO)
 
-    def _is_killed(self) -> bool:
-        """Whether the next operation is the one, or comes after it."""
+    def is_killed(self) -> bool:
+        """Whether the next operation is number ``kill_at`` or a later one."""
         return self.kill_at is not None and self.operations >= self.kill_at
 
-    def _cut(self, nbytes: int, direct: bool, least: int = 1) -> int:
-        """A number of bytes from ``least`` to ``nbytes - 1``; of whole pages if ``direct``."""
+    def cut(self, nbytes: int, direct: bool, least: int = 1) -> int:
+        """Returns a random number of bytes from ``least`` to ``nbytes - 1``, of whole pages if ``direct``."""
         unit = PAGE if direct else 1
-        return self._random.randrange(min(least * unit, nbytes), max(nbytes, 1), unit) if nbytes > least * unit else 0
+        return self.random.randrange(min(least * unit, nbytes), max(nbytes, 1), unit) if nbytes > least * unit else 0
 
 
 class _FaultyFile(StoredFile):
@@ -538,47 +539,47 @@ class _FaultyFile(StoredFile):
 
     def read(self, buffers: Sequence[ByteArray], offset: int) -> int:
         storage = self._storage
-        if storage._happens("stall"):
-            storage._stall()
-        storage._before()
-        if storage._happens("short_read"):
-            buffers = head(buffers, storage._cut(num_bytes(buffers), self._direct))
+        if storage.injects("stall"):
+            storage.stall()
+        storage.before_operation()
+        if storage.injects("short_read"):
+            buffers = head(buffers, storage.cut(num_bytes(buffers), self._direct))
         n = self._inner.read(buffers, offset) if buffers else 0
-        if n and storage._happens("flip_on_read"):
+        if n and storage.injects("flip_on_read"):
             self._flip(head(buffers, n))
         return n
 
     def write(self, buffers: Sequence[ByteArray], offset: int) -> int:
         storage, total = self._storage, num_bytes(buffers)
-        if storage._happens("stall"):
-            storage._stall()
-        if storage._is_killed() and storage.operations == storage.kill_at:
-            self._write_some(buffers, storage._cut(total, self._direct, least=0), offset)
+        if storage.injects("stall"):
+            storage.stall()
+        if storage.is_killed() and storage.operations == storage.kill_at:
+            self._write_some(buffers, storage.cut(total, self._direct, least=0), offset)
             storage.operations += 1
-        storage._before(writes=True)
-        if storage._happens("no_space"):
+        storage.before_operation(writes=True)
+        if storage.injects("no_space"):
             raise os_error(errno.ENOSPC)
-        if storage._happens("flip_on_write"):
+        if storage.injects("flip_on_write"):
             buffers = [_copy(buffer) for buffer in buffers]
             self._flip(buffers)
-        if storage._happens("torn_write"):
-            self._write_some(buffers, storage._cut(total, self._direct, least=0), offset)
+        if storage.injects("torn_write"):
+            self._write_some(buffers, storage.cut(total, self._direct, least=0), offset)
             return total
-        if total > (PAGE if self._direct else 1) and storage._happens("short_write"):
-            return self._write_some(buffers, storage._cut(total, self._direct), offset)
+        if total > (PAGE if self._direct else 1) and storage.injects("short_write"):
+            return self._write_some(buffers, storage.cut(total, self._direct), offset)
         return self._inner.write(buffers, offset)
 
     def size(self) -> int:
-        self._storage._before()
+        self._storage.before_operation()
         return self._inner.size()
 
     def allocated_bytes(self) -> int:
-        self._storage._before()
+        self._storage.before_operation()
         return self._inner.allocated_bytes()
 
     def resize(self, size: int) -> None:
-        self._storage._before(writes=True)
-        if self._storage._happens("no_space"):
+        self._storage.before_operation(writes=True)
+        if self._storage.injects("no_space"):
             raise os_error(errno.ENOSPC)
         self._inner.resize(size)
 
@@ -589,13 +590,13 @@ class _FaultyFile(StoredFile):
         return self._inner.write(head(buffers, nbytes), offset) if nbytes else 0
 
     def _flip(self, buffers: Sequence[ByteArray]) -> None:
-        rng = self._storage._random
+        rng = self._storage.random
         buffer = rng.choice([buffer for buffer in buffers if buffer.size]).reshape(-1)
         buffer[rng.randrange(buffer.size)] ^= 1 << rng.randrange(8)
 
 
 def _copy(buffer: ByteArray) -> ByteArray:
-    """A copy at an address that direct writes may start from."""
+    """Returns a copy at an address from which direct writes are possible."""
     room = np.empty(buffer.size + PAGE, np.uint8)
     copy = room[-room.ctypes.data % PAGE :][: buffer.size]
     copy[:] = buffer.reshape(-1)

@@ -1,6 +1,6 @@
-"""The conformance suite of tiers: what each must do, as a plain pytest class.
+"""The conformance suite of tiers, as a pytest class.
 
-Subclass it and say how to make one::
+Subclass it and say how to make a tier::
 
     from kvoffload.testing.tier_conformance import TierConformance
 
@@ -8,8 +8,8 @@ Subclass it and say how to make one::
         def make_tier(self, pools, num_blocks):
             return MyTier(pools, num_blocks)
 
-The suite drives the tier through its contract only, and gives it time with ``wait``. Keys are written as letters, as
-in ``conformance``.
+The suite uses only the contract of ``Tier``, and gives the tier time with ``wait``. Letters stand for keys, as in
+``conformance``.
 """
 
 from __future__ import annotations
@@ -31,37 +31,39 @@ HIT, MISS, RETRY = LookupState.HIT, LookupState.MISS, LookupState.RETRY
 SLOT_BYTES = 4096
 NUM_SLOTS = 64
 READ_SLOTS = 32
-"""Slots from here on are read into, those before are written from."""
+"""The first slot that is read into. Lower slots are written from."""
 DEADLINE_S = 30.0
-"""What a tier has not told by then it has lost."""
+"""A result that the tier has not reported by then counts as lost."""
 
 
 class TierConformance:
-    """The contract of ``Tier``.
+    """Tests of the contract of ``Tier``.
 
-    The tier must evict the oldest first while no block was used twice, as LRU and ARC do.
+    As long as no block was used twice, the tier must evict the oldest one first, as LRU and ARC do.
     """
 
     max_under_way: int | None = None
-    """If there is such a bound, and ``hold`` works: blocks that the tier takes on at most before any is done."""
+    """Blocks that the tier takes on before the first is done, if that is bounded and ``hold`` works."""
 
     def make_tier(self, pools: Sequence[ByteArray], num_blocks: int) -> Tier:
-        """A new, empty tier for the blocks of ``pools``, with room for ``num_blocks`` and for few more."""
+        """Returns a new, empty tier for the blocks of ``pools``, with room for ``num_blocks`` or a few more."""
         raise NotImplementedError
 
     def reopen(self, tier: Tier, pools: Sequence[ByteArray], num_blocks: int) -> Tier | None:
-        """The tier of a later process on the medium of ``tier``, which was closed. None: no block outlives it."""
+        """Returns the tier of a later process on the medium of ``tier``, which was closed; None if no block outlives
+        it."""
         return None
 
     def hold(self, tier: Tier) -> AbstractContextManager[None] | None:
-        """Within it, nothing goes on in the tier. None: that cannot be had, and some tests are weaker."""
+        """Returns a context in which the tier's work stands still. None: that is not possible, and some tests are
+        weaker."""
         return None
 
     def spoil(self, tier: Tier) -> bool:
-        """Changes a bit of every block in the medium. False: that cannot be done."""
+        """Changes a bit of every block in the medium. Returns False if that is not possible."""
         return False
 
-    # How the tests drive it.
+    # Helpers.
 
     def make(self, num_blocks: int = 8, *slot_bytes: int) -> tuple[Tier, list[ByteArray]]:
         pools = make_pools(NUM_SLOTS, *(slot_bytes or (SLOT_BYTES,)))
@@ -70,13 +72,13 @@ class TierConformance:
         return tier, pools
 
     def check(self, tier: Tier) -> None:
-        """What holds at any time."""
+        """Asserts what must hold at any time."""
         tier.check_integrity()
         assert 0 <= tier.used_bytes <= tier.capacity_bytes, f"{tier.used_bytes} of {tier.capacity_bytes} bytes in use"
         assert tier.block_bytes > 0
 
     def begin_write(self, tier: Tier, pools: list[ByteArray], names: str, version: int = 0) -> str:
-        """Writes of ``names``, left under way; those that were taken on."""
+        """Begins writes of ``names``. Returns those that were taken on."""
         asked = keys(names)
         for key, slot in zip(asked, write_slots(names).tolist(), strict=True):
             put(pools, slot, key, version)
@@ -86,7 +88,7 @@ class TierConformance:
         return letters(taken)
 
     def begin_read(self, tier: Tier, names: str) -> str:
-        """Reads of ``names``, left under way; those that were taken on."""
+        """Begins reads of ``names``. Returns those that were taken on."""
         asked = keys(names)
         taken = tier.read(asked, read_slots(names))
         assert set(taken) <= set(asked)
@@ -94,7 +96,7 @@ class TierConformance:
         return letters(taken)
 
     def finish(self, tier: Tier, names: str) -> list[TierResult]:
-        """Waits until the tier has told of ``names``, each once, and of nothing else."""
+        """Waits until the tier has reported ``names``, each once, and nothing else."""
         results: list[TierResult] = []
         deadline = time.monotonic() + DEADLINE_S
         while len(results) < len(names) and time.monotonic() < deadline:
@@ -102,14 +104,14 @@ class TierConformance:
             results += tier.poll()
             self.check(tier)
         results += tier.poll()
-        assert Counter(result.key for result in results) == Counter(keys(names)), "not each was told of once"
+        assert Counter(result.key for result in results) == Counter(keys(names)), "not each key was reported once"
         for result in results:
             assert result.nbytes >= 0
             assert result.seconds >= 0
         return results
 
     def write(self, tier: Tier, pools: list[ByteArray], names: str, version: int = 0) -> None:
-        """Writes that must all go well; what is not taken on is tried again."""
+        """Writes ``names``, all of which must succeed. Keys that are not taken on are tried again."""
         deadline = time.monotonic() + DEADLINE_S
         while names and time.monotonic() < deadline:
             taken = self.begin_write(tier, pools, names, version)
@@ -123,13 +125,13 @@ class TierConformance:
         assert not names, f"{names!r} was never taken on"
 
     def check_reads(self, tier: Tier, pools: list[ByteArray], names: str, version: int = 0) -> None:
-        """All of ``names`` can be read, and are what was written."""
+        """Asserts that all of ``names`` can be read, and hold what was written."""
         self.read(tier, names)
         for key, slot in zip(keys(names), read_slots(names).tolist(), strict=True):
             assert holds(pools, slot, key, version), f"block {letters([key])} has other bytes"
 
     def read(self, tier: Tier, names: str) -> None:
-        """Reads that must all go well; what is not taken on is tried again."""
+        """Reads ``names``, all of which must succeed. Keys that are not taken on are tried again."""
         deadline = time.monotonic() + DEADLINE_S
         while names and time.monotonic() < deadline:
             taken = self.begin_read(tier, names)
@@ -143,7 +145,7 @@ class TierConformance:
         assert not names, f"{names!r} was never taken on"
 
     def present(self, tier: Tier, names: str = ALPHABET) -> str:
-        """Those of ``names`` that can be read, once the tier knows."""
+        """Returns those of ``names`` that can be read, as soon as the tier knows."""
         deadline = time.monotonic() + DEADLINE_S
         while (states := tier.contains(keys(names)).tolist()).count(RETRY) and time.monotonic() < deadline:
             tier.wait(0.01)
@@ -152,11 +154,11 @@ class TierConformance:
         return "".join(name for name, state in zip(names, states, strict=True) if state == HIT)
 
     def can_be_read(self, tier: Tier, names: str) -> bool:
-        """Whether one of ``names`` can, as far as the tier knows now."""
+        """Returns whether one of ``names`` can be read, as far as the tier knows now."""
         return HIT in tier.contains(keys(names)).tolist()
 
     def fill(self, tier: Tier, pools: list[ByteArray]) -> str:
-        """Writes one block after the other until one is evicted. All that were written."""
+        """Writes one block after the other until one is evicted. Returns all that were written."""
         for i, name in enumerate(ALPHABET):
             self.write(tier, pools, name)
             if tier.num_evicted:
@@ -165,12 +167,12 @@ class TierConformance:
 
     @contextmanager
     def under_way(self, tier: Tier) -> Iterator[bool]:
-        """Keeps what is under way there, if that can be had; whether it can."""
+        """Makes transfers stand still, if that is possible, and yields whether it is."""
         held = self.hold(tier)
         with held or nullcontext():
             yield held is not None
 
-    # write, read
+    # write, read.
 
     def test_a_new_tier_is_empty(self) -> None:
         tier, _ = self.make()
@@ -184,7 +186,7 @@ class TierConformance:
         assert tier.write([], write_slots("")) == []
 
     @pytest.mark.parametrize("slot_bytes", [(4096,), (12288,), (4096, 4096, 4096), (4096, 8192)])
-    def test_what_was_written_is_read(self, slot_bytes: tuple[int, ...]) -> None:
+    def test_reading_gives_what_was_written(self, slot_bytes: tuple[int, ...]) -> None:
         tier, pools = self.make(8, *slot_bytes)
         assert tier.block_bytes >= sum(slot_bytes)
         self.write(tier, pools, "abc")
@@ -193,7 +195,7 @@ class TierConformance:
         self.check_reads(tier, pools, "db")
         self.check_reads(tier, pools, "abcd")
 
-    def test_the_bytes_are_those_of_the_time_of_writing(self) -> None:
+    def test_later_changes_of_the_host_slots_do_not_reach_written_blocks(self) -> None:
         tier, pools = self.make()
         self.write(tier, pools, "ab")
         for pool in pools:
@@ -209,7 +211,7 @@ class TierConformance:
             changed = np.flatnonzero((pool != old).any(axis=1)).tolist()
             assert set(changed) <= set(read_slots("bd").tolist())
 
-    def test_a_callers_lists_may_be_reused_after_the_call(self) -> None:
+    def test_the_caller_may_reuse_its_lists_after_the_call(self) -> None:
         tier, pools = self.make()
         asked, slots = keys("ab"), write_slots("ab")
         for key, slot in zip(asked, slots.tolist(), strict=True):
@@ -226,7 +228,7 @@ class TierConformance:
         for key, slot in zip(asked, read_slots(written).tolist(), strict=True):
             assert holds(pools, slot, key)
 
-    def test_what_is_not_there_is_not_read(self) -> None:
+    def test_absent_blocks_are_not_read(self) -> None:
         tier, pools = self.make()
         self.write(tier, pools, "b")
         taken = self.begin_read(tier, "abc")
@@ -234,7 +236,7 @@ class TierConformance:
         assert {letters([r.key]): r.ok for r in self.finish(tier, taken)} == {name: name == "b" for name in taken}
         assert tier.poll() == []
 
-    def test_what_is_there_is_not_written_again(self) -> None:
+    def test_present_blocks_are_not_written_again(self) -> None:
         tier, pools = self.make()
         self.write(tier, pools, "ab")
         assert self.begin_write(tier, pools, "ba", version=1) == ""
@@ -242,7 +244,7 @@ class TierConformance:
         self.check_reads(tier, pools, "ab")
         self.check_reads(tier, pools, "c", version=1)
 
-    def test_a_block_can_be_read_when_its_write_is_told_of_and_not_before(self) -> None:
+    def test_a_block_can_be_read_once_its_write_was_reported_and_not_before(self) -> None:
         tier, pools = self.make()
         with self.under_way(tier) as held:
             taken = self.begin_write(tier, pools, "ab")
@@ -251,10 +253,10 @@ class TierConformance:
         assert self.present(tier) == "ab"
 
     @pytest.mark.parametrize("length", [1, 7, 8, 31, 32, 33, 44, 63, 64])
-    def test_keys_of_any_length_are_told_apart(self, length: int) -> None:
+    def test_keys_of_any_length_are_distinguished(self, length: int) -> None:
         tier, pools = self.make(8)
         key = bytes(range(1, length + 1))
-        # Others with its beginning, its end, a zero more, or zeros only.
+        # Keys with the same beginning or end, with one more zero, or with zeros only.
         family = [key, key[:-1] + b"\0", bytes(length), key[1:] + b"\0", (key + b"\0")[:64], key[:-1]]
         family = [other for other in dict.fromkeys(family) if other]
         slots = np.arange(len(family), dtype=np.int64)
@@ -279,7 +281,7 @@ class TierConformance:
         assert Counter(result.key for result in results) == Counter(wanted)
         return results
 
-    # Room and order
+    # Room and order.
 
     def test_used_bytes_stay_within_the_capacity(self) -> None:
         tier, pools = self.make(4)
@@ -290,7 +292,7 @@ class TierConformance:
         assert 1 <= len(there) * tier.block_bytes <= tier.capacity_bytes
         self.check_reads(tier, pools, there)
 
-    def test_more_than_fits_is_written_in_part(self) -> None:
+    def test_of_more_blocks_than_fit_a_part_is_written(self) -> None:
         tier, pools = self.make(4)
         taken = self.begin_write(tier, pools, ALPHABET)
         results = self.finish(tier, taken)
@@ -299,12 +301,12 @@ class TierConformance:
         assert set(self.present(tier)) <= set(written)
         self.check_reads(tier, pools, self.present(tier))
 
-    def test_the_oldest_leaves_first(self) -> None:
+    def test_the_oldest_block_is_evicted_first(self) -> None:
         tier, pools = self.make(4)
         names = self.fill(tier, pools)
         assert self.present(tier) == names[tier.num_evicted :]
 
-    def test_a_touched_block_stays_and_a_chain_loses_its_tail(self) -> None:
+    def test_a_touched_block_is_kept_and_a_chain_loses_its_tail_first(self) -> None:
         tier, pools = self.make(4)
         names = self.fill(tier, pools)
         there = self.present(tier)
@@ -318,7 +320,7 @@ class TierConformance:
                 break
         assert gone == there[2:] + there[1] + there[0]
 
-    def test_looking_changes_no_order(self) -> None:
+    def test_contains_does_not_change_the_order(self) -> None:
         tier, pools = self.make(4)
         names = self.fill(tier, pools)
         there = self.present(tier)
@@ -328,7 +330,7 @@ class TierConformance:
         self.write(tier, pools, ALPHABET[len(names)])
         assert there[: tier.num_evicted - before] not in self.present(tier)
 
-    # delete, reset
+    # delete, reset.
 
     def test_deleted_blocks_are_gone_at_once(self) -> None:
         tier, pools = self.make()
@@ -341,7 +343,7 @@ class TierConformance:
         self.check_reads(tier, pools, "ac")
 
     @pytest.mark.parametrize("how", ["delete", "reset"])
-    def test_what_is_gone_may_be_written_anew(self, how: str) -> None:
+    def test_removed_blocks_can_be_written_again(self, how: str) -> None:
         tier, pools = self.make()
         self.write(tier, pools, "ab")
         self.remove(tier, how, "ab")
@@ -349,7 +351,7 @@ class TierConformance:
         self.check_reads(tier, pools, "ab", version=1)
 
     @pytest.mark.parametrize("how", ["delete", "reset"])
-    def test_room_comes_back(self, how: str) -> None:
+    def test_removed_blocks_free_their_room(self, how: str) -> None:
         tier, pools = self.make(8)
         for version in range(5):
             self.write(tier, pools, ALPHABET[:8], version)
@@ -359,7 +361,7 @@ class TierConformance:
         assert tier.num_evicted == 0
 
     @pytest.mark.parametrize("how", ["delete", "reset"])
-    def test_a_write_under_way_brings_no_removed_key_back(self, how: str) -> None:
+    def test_a_write_under_way_does_not_bring_a_removed_key_back(self, how: str) -> None:
         tier, pools = self.make()
         self.write(tier, pools, "a")
         with self.under_way(tier):
@@ -372,7 +374,7 @@ class TierConformance:
         self.check_reads(tier, pools, "abd", version=1)
 
     @pytest.mark.parametrize("how", ["delete", "reset"])
-    def test_removing_what_is_being_read_gives_its_bytes_or_says_that_it_is_gone(self, how: str) -> None:
+    def test_a_removed_block_that_is_being_read_gives_its_bytes_or_an_error(self, how: str) -> None:
         tier, pools = self.make()
         self.write(tier, pools, "abc")
         with self.under_way(tier):
@@ -384,7 +386,7 @@ class TierConformance:
             assert holds(pools, READ_SLOTS + ALPHABET.index(letters([key])), key)
         assert self.present(tier, "ab") == ""
 
-    def test_a_removed_block_that_is_asked_for_again_is_not_mixed_with_the_old(self) -> None:
+    def test_a_block_written_again_after_a_reset_has_the_new_bytes(self) -> None:
         tier, pools = self.make()
         for version in range(12):
             with self.under_way(tier):
@@ -402,9 +404,9 @@ class TierConformance:
             tier.reset()
         self.check(tier)
 
-    # Bounds, bad bytes
+    # Bounds and bad bytes.
 
-    def test_no_more_is_taken_on_than_the_bound_says(self) -> None:
+    def test_transfers_taken_on_stay_within_the_bound(self) -> None:
         tier, pools = self.make(26)
         held = self.hold(tier)
         if held is None or self.max_under_way is None:
@@ -430,9 +432,9 @@ class TierConformance:
         assert self.present(tier) == ""
         self.check(tier)
 
-    # The end
+    # The end.
 
-    def test_after_close_nothing_is_there_and_nothing_raises(self) -> None:
+    def test_a_closed_tier_is_empty_and_does_not_raise(self) -> None:
         tier, pools = self.make()
         self.write(tier, pools, "ab")
         tier.close()
@@ -449,7 +451,7 @@ class TierConformance:
         assert tier.num_evicted == 0
         tier.close()
 
-    def test_close_ends_what_is_under_way(self) -> None:
+    def test_close_ends_all_transfers(self) -> None:
         tier, pools = self.make()
         self.write(tier, pools, "abc")
         writes, reads = self.begin_write(tier, pools, "de"), self.begin_read(tier, "ab")
@@ -478,7 +480,7 @@ class TierConformance:
         later.close()
 
     @pytest.mark.parametrize("how", ["delete", "reset"])
-    def test_no_later_process_finds_what_was_removed(self, how: str) -> None:
+    def test_no_later_process_finds_removed_blocks(self, how: str) -> None:
         tier, pools = self.make()
         self.write(tier, pools, "ab")
         with self.under_way(tier):
@@ -492,14 +494,14 @@ class TierConformance:
         self.check(later)
         later.close()
 
-    # Everything at once
+    # Everything at once.
 
     @pytest.mark.parametrize("seed", range(12))
     def test_any_calls_in_any_order(self, seed: int) -> None:
         rng = Random(seed)
         tier, pools = self.make(rng.randint(3, 9), *rng.choice([(4096,), (4096, 8192)]))
         version: dict[OffloadKey, int] = {}
-        """Of each key, what was last written under it."""
+        """The version that was written last, per key."""
         writes: dict[OffloadKey, int] = {}
         reads: dict[OffloadKey, int] = {}
         free = list(range(NUM_SLOTS))
@@ -508,7 +510,7 @@ class TierConformance:
         def poll() -> None:
             for result in tier.poll():
                 under_way = reads if result.is_read else writes
-                assert result.key in under_way, f"told of {letters([result.key])}, which is not under way"
+                assert result.key in under_way, f"reported {letters([result.key])}, which is not in transfer"
                 slot = under_way.pop(result.key)
                 free.append(slot)
                 if result.ok and result.is_read:
@@ -576,7 +578,7 @@ def write_slots(names: str) -> Slots:
 
 
 def read_slots(names: str) -> Slots:
-    """In an order of their own."""
+    """Returns host slots to read into, one per letter."""
     return np.array([READ_SLOTS + ALPHABET.index(name) for name in names], dtype=np.int64)
 
 
@@ -585,19 +587,19 @@ def content(key: OffloadKey, rank: int, version: int, nbytes: int) -> ByteArray:
 
 
 def put(pools: Sequence[ByteArray], slot: int, key: OffloadKey, version: int = 0) -> None:
-    """The bytes of ``key`` into the slot of every rank."""
+    """Puts the bytes of ``key`` into the slot of every rank."""
     for rank, pool in enumerate(pools):
         pool[slot] = content(key, rank, version, pool.shape[1])
 
 
 def holds(pools: Sequence[ByteArray], slot: int, key: OffloadKey, version: int = 0) -> bool:
-    """Whether the slot of every rank has the bytes of ``key``."""
+    """Returns whether the slot of every rank has the bytes of ``key``."""
     return all(
         np.array_equal(pool[slot], content(key, rank, version, pool.shape[1])) for rank, pool in enumerate(pools)
     )
 
 
 def scribble(pools: Sequence[ByteArray], slot: int) -> None:
-    """Whoever still reads the slot, or has read it too early, has other bytes now."""
+    """Changes every byte of the slot, so that a transfer that still uses it is noticed."""
     for pool in pools:
         pool[slot] ^= 0xA5

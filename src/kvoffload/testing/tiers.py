@@ -1,4 +1,4 @@
-"""Tiers and executors for tests: a plain tier in memory, and an executor whose every turn is chosen by a seed."""
+"""Tiers and executors for tests: a simple tier in memory, and an executor whose interleaving a seed chooses."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ Job: TypeAlias = Callable[[], None]
 
 
 class SteppedExecutor(Executor):
-    """Jobs begin, pause, go on and end at moments chosen by ``seed``, all within ``tick`` and ``wait``.
+    """Runs jobs within ``tick`` and ``wait`` only. They begin, pause, go on and end at moments that ``seed`` chooses.
 
-    At most ``num_threads`` jobs are under way at once. Each runs on a thread of its own, but only while the caller
-    waits for it, so nothing ever runs at the same time and a run can be had again. A job is interrupted where it calls
-    ``pause`` or ``stall``: give these to the storage it works on. What a job raises, ``tick`` raises. ``chance``: of
-    each further turn within a tick.
+    At most ``num_threads`` jobs have begun and not ended at a time. Each runs on a thread of its own, but only while
+    the caller waits for it: nothing runs in parallel, and a run can be repeated. A job is interrupted where it calls
+    ``pause`` or ``stall``: give these to the storage that it uses. An exception of a job is raised by ``tick``.
+    ``chance``: the probability of each further turn within a tick.
     """
 
     def __init__(
@@ -47,12 +47,16 @@ class SteppedExecutor(Executor):
         self._chance = chance
         self._pause_chance = pause_chance
         self._clock = clock
+        self._maintenance: deque[Job] = deque()
         self._reads: deque[Job] = deque()
         self._writes: deque[Job] = deque()
         self._idle: list[_Fiber] = []
         self._under_way: list[_Fiber] = []
         self._running: _Fiber | None = None
         self._closed = False
+
+    def submit_maintenance(self, job: Job) -> bool:
+        return self._submit(self._maintenance, job)
 
     def submit_read(self, job: Job) -> bool:
         return self._submit(self._reads, job)
@@ -68,22 +72,22 @@ class SteppedExecutor(Executor):
 
     @property
     def in_job(self) -> bool:
-        """Whether a job is what runs now."""
+        """Whether the caller is a job."""
         return self._running is not None
 
     @property
     def in_the_middle(self) -> bool:
-        """Whether a job has paused where it is."""
+        """Whether a job has begun and paused."""
         return bool(self._under_way)
 
     @property
     def idle(self) -> bool:
-        """Nothing is queued or under way."""
-        return not (self._reads or self._writes or self._under_way)
+        """Whether no job is queued or has begun."""
+        return not (self._maintenance or self._reads or self._writes or self._under_way)
 
     @contextmanager
     def hold(self) -> Iterator[None]:
-        """Within it nothing begins and nothing goes on."""
+        """Returns a context in which no job begins or goes on."""
         self._held = True
         try:
             yield
@@ -91,55 +95,59 @@ class SteppedExecutor(Executor):
             self._held = False
 
     def tick(self) -> None:
-        """Some time passes."""
-        while self._random.random() < self._chance and self._turn():
+        """Takes a random number of turns."""
+        while self._random.random() < self._chance and self.turn():
             pass
 
     def wait(self, timeout_s: float) -> None:
         self.tick()
 
     def drain(self) -> None:
-        """Runs until nothing is left that could go on."""
-        while self._turn():
+        """Takes turns until no job can begin or go on."""
+        while self.turn():
             pass
 
     def close(self, timeout_s: float) -> bool:
         self._closed = True
         until = self._clock() + timeout_s
-        while not self._held and self._turn(until):
+        while not self._held and self.turn(until):
             pass
-        self._reads.clear()
-        self._writes.clear()
+        self._clear_queues()
         return self.idle
 
     def kill(self) -> None:
-        """The process is gone: what is queued never runs, what is under way stops where it is."""
+        """Simulates the end of the process: queued jobs never run, and those that have begun stop where they are."""
         self._closed = True
-        self._reads.clear()
-        self._writes.clear()
+        self._clear_queues()
         for fiber in self._under_way + self._idle:
             fiber.kill()
         self._under_way.clear()
         self._idle.clear()
 
+    def _clear_queues(self) -> None:
+        for queue in (self._maintenance, self._reads, self._writes):
+            queue.clear()
+
     def pause(self) -> None:
-        """Called in a job: it may stop here for a while. Elsewhere nothing happens."""
+        """May interrupt the job that calls it. Does nothing outside a job."""
         if self._running is not None and self._random.random() < self._pause_chance:
             self._running.park()
 
     def stall(self, seconds: float) -> None:
-        """Called in a job: it hangs for so long, by the executor's clock. Elsewhere nothing happens."""
+        """Interrupts the job that calls it for at least ``seconds`` of the executor's clock. Does nothing outside a
+        job."""
         if self._running is not None:
             self._running.until = self._clock() + seconds
             self._running.park()
 
-    def _turn(self, now: float | None = None) -> bool:
-        """Begins a job, or lets one go on that has paused. False if there is none."""
+    def turn(self, now: float | None = None) -> bool:
+        """Begins a job, or continues one that has paused. Returns False if there is none. ``now``: the time to go by
+        instead of the clock's."""
         if self._held:
             return False
         now = self._clock() if now is None else now
         ready = [fiber for fiber in self._under_way if fiber.until <= now]
-        queue = self._reads or self._writes
+        queue = self._maintenance or self._reads or self._writes
         may_begin = bool(queue) and len(self._under_way) < self._num_threads
         if not ready and not may_begin:
             return False
@@ -165,12 +173,12 @@ class SteppedExecutor(Executor):
 
 
 class _Fiber:
-    """A thread that runs only while another waits for it in ``resume``."""
+    """A thread that runs only while another one waits for it in ``resume``."""
 
     def __init__(self) -> None:
         self.job: Job | None = None
         self.until = float("-inf")
-        """It goes on at this time, not before."""
+        """The time before which it must not go on."""
         self._error: BaseException | None = None
         self._killed = False
         self._go = threading.Lock()
@@ -181,7 +189,7 @@ class _Fiber:
         self._thread.start()
 
     def resume(self) -> None:
-        """Returns when the job has ended or parked. Raises what it raised."""
+        """Runs the job until it has ended or parked. Raises what it raises."""
         self._go.release()
         self._back.acquire()
         error, self._error = self._error, None
@@ -189,7 +197,7 @@ class _Fiber:
             raise error
 
     def park(self) -> None:
-        """Called by the job."""
+        """Gives control back to the caller of ``resume``. Called by the job."""
         self._back.release()
         self._go.acquire()
         self.until = float("-inf")
@@ -218,8 +226,8 @@ class _Fiber:
 
 
 @dataclass(eq=False, slots=True)
-class _Stored:
-    """A block of MemoryTier."""
+class StoredBlock:
+    """A block of MemoryTier. ``raw``: its bytes, one buffer per rank."""
 
     raw: list[ByteArray] = field(default_factory=list)
     checksum: int = 0
@@ -227,9 +235,10 @@ class _Stored:
 
 
 class MemoryTier(Tier):
-    """The plainest tier: ``num_blocks`` blocks in a dict, the oldest evicted first.
+    """A simple tier: at most ``num_blocks`` blocks in a dict, of which the oldest is evicted first.
 
-    ``pools``: of each rank, (num_slots, slot_bytes).
+    ``pools``: one per rank, shape (num_slots, slot_bytes). Subclasses with a bug override its methods; ``read_block``
+    and ``write_block`` run on the executor's threads.
     """
 
     name = "memory"
@@ -241,136 +250,139 @@ class MemoryTier(Tier):
         executor: Executor | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._pools = pools
-        self._num_blocks = num_blocks
-        self._executor = executor or SteppedExecutor(clock=clock)
-        self._clock = clock
-        self._blocks: OrderedDict[OffloadKey, _Stored] = OrderedDict()
-        """Oldest first, those being written included."""
-        self._under_way: set[OffloadKey] = set()
-        """Keys that ``poll`` must still tell of. Their blocks are not evicted."""
-        self._ended: deque[tuple[TierResult, _Stored]] = deque()
+        self.pools = pools
+        self.max_blocks = num_blocks
+        self.executor = executor or SteppedExecutor(clock=clock)
+        self.clock = clock
+        self.blocks: OrderedDict[OffloadKey, StoredBlock] = OrderedDict()
+        """Oldest first, including blocks that are being written."""
+        self.under_way: set[OffloadKey] = set()
+        """Keys that ``poll`` has not reported yet. Their blocks are not evicted."""
+        self.ended: deque[tuple[TierResult, StoredBlock]] = deque()
         self._num_evicted = 0
-        self._closed = False
+        self.is_closed = False
 
     @property
     def capacity_bytes(self) -> int:
-        return self._num_blocks * self.block_bytes
+        return self.max_blocks * self.block_bytes
 
     @property
     def used_bytes(self) -> int:
-        return len(self._blocks) * self.block_bytes
+        return len(self.blocks) * self.block_bytes
 
     @property
     def block_bytes(self) -> int:
-        return sum(pool.shape[1] for pool in self._pools)
+        return sum(pool.shape[1] for pool in self.pools)
 
     @property
     def num_blocks(self) -> int:
-        return len(self._blocks)
+        return len(self.blocks)
 
     @property
     def num_evicted(self) -> int:
         return self._num_evicted
 
     def contains(self, keys: Sequence[OffloadKey]) -> States:
-        hits = [key in self._blocks and self._blocks[key].ready for key in keys]
+        hits = [key in self.blocks and self.blocks[key].ready for key in keys]
         return np.where(hits, LookupState.HIT, LookupState.MISS).astype(np.uint8)
 
     def read(self, keys: Sequence[OffloadKey], slots: Slots) -> list[OffloadKey]:
         taken = []
         for key, slot in zip(keys, slots.tolist(), strict=True):
-            block = self._blocks.get(key)
-            if block is None or not block.ready or key in self._under_way or self._closed:
+            block = self.blocks.get(key)
+            if block is None or not block.ready or key in self.under_way or self.is_closed:
                 continue
-            if self._executor.submit_read(partial(self._read, key, slot, block)):
-                self._under_way.add(key)
+            if self.executor.submit_read(partial(self.read_block, key, slot, block)):
+                self.under_way.add(key)
                 taken.append(key)
         return taken
 
     def write(self, keys: Sequence[OffloadKey], slots: Slots) -> list[OffloadKey]:
         taken = []
         for key, slot in zip(keys, slots.tolist(), strict=True):
-            if key in self._blocks or key in self._under_way or self._closed or not self._make_room():
+            if key in self.blocks or key in self.under_way or self.is_closed or not self.make_room():
                 continue
-            block = _Stored()
-            if self._executor.submit_write(partial(self._write, key, slot, block)):
-                self._blocks[key] = block
-                self._under_way.add(key)
+            block = StoredBlock()
+            if self.executor.submit_write(partial(self.write_block, key, slot, block)):
+                self.blocks[key] = block
+                self.under_way.add(key)
                 taken.append(key)
         return taken
 
     def touch(self, keys: Sequence[OffloadKey]) -> None:
         for key in reversed(keys):
-            if key in self._blocks:
-                self._blocks.move_to_end(key)
+            if key in self.blocks:
+                self.blocks.move_to_end(key)
 
     def delete(self, keys: Sequence[OffloadKey]) -> None:
         for key in keys:
-            self._blocks.pop(key, None)
+            self.blocks.pop(key, None)
 
     def reset(self) -> None:
-        self._blocks.clear()
+        self.blocks.clear()
 
     def poll(self) -> list[TierResult]:
-        told = []
-        while self._ended:
-            result, block = self._ended.popleft()
-            self._under_way.discard(result.key)
-            if self._blocks.get(result.key) is not block:
+        results = []
+        while self.ended:
+            result, block = self.ended.popleft()
+            self.under_way.discard(result.key)
+            if self.blocks.get(result.key) is not block:
                 result = TierResult(result.key, result.is_read, TierError.GONE)
             elif not result.ok:
-                del self._blocks[result.key]
+                del self.blocks[result.key]
             block.ready = True
-            told.append(result)
-        return told
+            results.append(result)
+        return results
 
     def wait(self, timeout_s: float) -> None:
-        if not self._ended:
-            self._executor.wait(timeout_s)
+        if not self.ended:
+            self.executor.wait(timeout_s)
 
     def close(self) -> None:
-        self._closed = True
-        self._executor.close(timeout_s=1.0)
+        self.is_closed = True
+        self.executor.close(timeout_s=1.0)
         self.reset()
 
     def check_integrity(self) -> None:
-        if len(self._blocks) > self._num_blocks:
-            raise IntegrityError(f"{len(self._blocks)} blocks, and room for {self._num_blocks}")
-        if any(not block.ready and key not in self._under_way for key, block in self._blocks.items()):
-            raise IntegrityError("a block is being written by nobody")
+        if len(self.blocks) > self.max_blocks:
+            raise IntegrityError(f"{len(self.blocks)} blocks, but room for {self.max_blocks}")
+        if any(not block.ready and key not in self.under_way for key, block in self.blocks.items()):
+            raise IntegrityError("a block is not ready, but no write of it is under way")
 
-    def _make_room(self) -> bool:
-        if len(self._blocks) < self._num_blocks:
-            return True
-        victim = next((key for key in self._blocks if key not in self._under_way), None)
+    def make_room(self) -> bool:
+        """Returns whether there is room for one more block, after an eviction if necessary."""
+        return len(self.blocks) < self.max_blocks or self.evict()
+
+    def evict(self) -> bool:
+        """Evicts the oldest block that is not in transfer. Returns whether there was one."""
+        victim = next((key for key in self.blocks if key not in self.under_way), None)
         if victim is not None:
-            del self._blocks[victim]
+            del self.blocks[victim]
             self._num_evicted += 1
         return victim is not None
 
     # On the executor's threads.
 
-    def _read(self, key: OffloadKey, slot: int, block: _Stored) -> None:
-        start = self._clock()
-        for pool, raw in zip(self._pools, block.raw, strict=True):
+    def read_block(self, key: OffloadKey, slot: int, block: StoredBlock) -> None:
+        start = self.clock()
+        for pool, raw in zip(self.pools, block.raw, strict=True):
             pool[slot] = raw
-        good = _checksum([pool[slot] for pool in self._pools]) == block.checksum
+        good = checksum_of([pool[slot] for pool in self.pools]) == block.checksum
         self._end(key, True, None if good else TierError.CORRUPT, start, block)
 
-    def _write(self, key: OffloadKey, slot: int, block: _Stored) -> None:
-        start = self._clock()
-        block.raw = [pool[slot].copy() for pool in self._pools]
-        block.checksum = _checksum(block.raw)
+    def write_block(self, key: OffloadKey, slot: int, block: StoredBlock) -> None:
+        start = self.clock()
+        block.raw = [pool[slot].copy() for pool in self.pools]
+        block.checksum = checksum_of(block.raw)
         self._end(key, False, None, start, block)
 
-    def _end(self, key: OffloadKey, is_read: bool, error: TierError | None, start: float, block: _Stored) -> None:
-        now = self._clock()
-        self._ended.append((TierResult(key, is_read, error, self.block_bytes, now - start, start, now), block))
+    def _end(self, key: OffloadKey, is_read: bool, error: TierError | None, start: float, block: StoredBlock) -> None:
+        now = self.clock()
+        self.ended.append((TierResult(key, is_read, error, self.block_bytes, now - start, start, now), block))
 
 
 class AskingTier(MemoryTier):
-    """A MemoryTier that has to be asked first whether it holds a key, as one beyond a network has."""
+    """A MemoryTier whose first answer about a key is RETRY, like that of a tier beyond a network."""
 
     name = "asking"
 
@@ -382,22 +394,22 @@ class AskingTier(MemoryTier):
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         super().__init__(pools, num_blocks, executor, clock)
-        self._answered: set[OffloadKey] = set()
+        self.answered: set[OffloadKey] = set()
 
     def contains(self, keys: Sequence[OffloadKey]) -> States:
         states = super().contains(keys)
         for i, key in enumerate(keys):
-            if key not in self._answered and not self._closed:
-                self._executor.submit_read(partial(self._answered.add, key))
+            if key not in self.answered and not self.is_closed:
+                self.executor.submit_read(partial(self.answered.add, key))
                 states[i] = LookupState.RETRY
         return states
 
 
-def _checksum(buffers: Sequence[ByteArray]) -> int:
+def checksum_of(buffers: Sequence[ByteArray]) -> int:
     return zlib.crc32(b"".join(buffer.tobytes() for buffer in buffers))
 
 
 def make_pools(num_slots: int, *slot_bytes: int, seed: int = 0) -> list[ByteArray]:
-    """A rank's pool for each of ``slot_bytes``, filled at random."""
+    """Returns one pool per rank, of ``num_slots`` slots of ``slot_bytes`` each, filled at random."""
     rng = np.random.default_rng(seed)
     return [rng.integers(0, 256, (num_slots, nbytes), dtype=np.uint8) for nbytes in slot_bytes]

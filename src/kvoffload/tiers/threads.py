@@ -1,7 +1,8 @@
-"""The threads that do a tier's work."""
+"""An executor on daemon threads."""
 
 from __future__ import annotations
 
+import enum
 import logging
 import threading
 import time
@@ -15,17 +16,27 @@ logger = logging.getLogger(__name__)
 NUM_THREADS = 8
 MAX_QUEUED_READS = 4096
 MAX_QUEUED_WRITES = 4096
+MAX_QUEUED_MAINTENANCE = 1
 GRACE_S = 1.0
-"""Beyond the deadline of ``close``, for what has begun."""
+"""Time beyond the deadline of ``close`` for jobs that have begun."""
+
+
+class _Kind(enum.Enum):
+    """Kinds of jobs, in the order of their priority."""
+
+    MAINTENANCE = enum.auto()
+    READ = enum.auto()
+    WRITE = enum.auto()
 
 
 class IOThreads(Executor):
-    """Daemon threads with a queue of reads and one of writes. Half of the threads never write, so that reads do not
-    wait until writes that were begun before them have ended."""
+    """Runs jobs on ``num_threads`` daemon threads with one queue per kind of job.
+
+    Half of the threads never run writes, so that reads do not wait for writes that began before them.
+    """
 
     def __init__(self, num_threads: int = NUM_THREADS, name: str = "kvoffload-io") -> None:
-        self._reads: deque[Callable[[], None]] = deque()
-        self._writes: deque[Callable[[], None]] = deque()
+        self._queues: dict[_Kind, deque[Callable[[], None]]] = {kind: deque() for kind in _Kind}
         self._changed = threading.Condition()
         self._num_running = 0
         self._num_writing = 0
@@ -35,17 +46,20 @@ class IOThreads(Executor):
         for number in range(num_threads):
             threading.Thread(target=self._work, name=f"{name}-{number}", daemon=True).start()
 
+    def submit_maintenance(self, job: Callable[[], None]) -> bool:
+        return self._submit(job, _Kind.MAINTENANCE, MAX_QUEUED_MAINTENANCE)
+
     def submit_read(self, job: Callable[[], None]) -> bool:
-        return self._submit(job, self._reads, MAX_QUEUED_READS)
+        return self._submit(job, _Kind.READ, MAX_QUEUED_READS)
 
     def submit_write(self, job: Callable[[], None]) -> bool:
-        return self._submit(job, self._writes, MAX_QUEUED_WRITES)
+        return self._submit(job, _Kind.WRITE, MAX_QUEUED_WRITES)
 
-    def _submit(self, job: Callable[[], None], queue: deque[Callable[[], None]], most: int) -> bool:
+    def _submit(self, job: Callable[[], None], kind: _Kind, max_queued: int) -> bool:
         with self._changed:
-            if self._closing or len(queue) >= most:
+            if self._closing or len(self._queues[kind]) >= max_queued:
                 return False
-            queue.append(job)
+            self._queues[kind].append(job)
             self._changed.notify()
             return True
 
@@ -58,15 +72,15 @@ class IOThreads(Executor):
         with self._changed:
             self._closing = True
             self._changed.notify_all()
-            while self._reads or self._writes or self._num_running:
+            while any(self._queues.values()) or self._num_running:
                 left = deadline - time.monotonic()
                 if left <= 0:
                     break
                 self._changed.wait(left)
-            self._reads.clear()
-            self._writes.clear()
+            for queue in self._queues.values():
+                queue.clear()
             self._changed.notify_all()
-            # What merely runs ends soon; what hangs does not.
+            # A job that is merely running ends soon; one that hangs in a call does not.
             self._changed.wait_for(lambda: not self._num_running, GRACE_S)
             return not self._num_running
 
@@ -74,27 +88,30 @@ class IOThreads(Executor):
         while True:
             with self._changed:
                 self._changed.wait_for(self._has_work)
-                if self._reads:
-                    job, writes = self._reads.popleft(), 0
-                elif self._writes:
-                    job, writes = self._writes.popleft(), 1
-                else:
+                kind = next((kind for kind, queue in self._queues.items() if queue), None)
+                if kind is None:
                     return
+                job = self._queues[kind].popleft()
+                is_write = kind is _Kind.WRITE
                 self._num_running += 1
-                self._num_writing += writes
+                self._num_writing += is_write
             try:
                 job()
             except Exception:
                 logger.exception("kvoffload: a job of a tier failed")
+            # Frees what the job refers to before the thread waits for the next one.
             del job
             with self._changed:
                 self._num_running -= 1
-                self._num_writing -= writes
-                if self._closing or (writes and self._writes):
+                self._num_writing -= is_write
+                if self._closing or (is_write and self._queues[_Kind.WRITE]):
                     self._changed.notify_all()
             self._ended.set()
 
     def _has_work(self) -> bool:
-        if self._reads or (self._writes and self._num_writing < self._max_writing):
+        writes = self._queues[_Kind.WRITE]
+        if self._queues[_Kind.MAINTENANCE] or self._queues[_Kind.READ]:
             return True
-        return self._closing and not self._writes
+        if writes and self._num_writing < self._max_writing:
+            return True
+        return self._closing and not writes

@@ -1,14 +1,11 @@
-"""What is written to a lower tier and in which order: whole chains, head first, never behind a hole."""
+"""WriteThrough: writes chains of blocks to a lower tier, whole, head first, and never behind a hole."""
 
 from __future__ import annotations
 
-import enum
-import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
 from kvoffload.abc import (
     IntegrityError,
@@ -21,91 +18,42 @@ from kvoffload.abc import (
     TierError,
     TierResult,
 )
-from kvoffload.cache.keys import key_group_idx
 from kvoffload.cache.manager import PolicyOffloadingManager
+from kvoffload.tiers.chains import BACKLOG_SHARE, Backlog, Chain, ChainState
+from kvoffload.tiers.plan import Bools, ChainLayout, GroupSpan, Plan, plan_writes, unreachable
 
-MAX_CHAINS = 4096
-"""Chains of which something may still have to be written to one tier."""
-BACKLOG_SHARE = 2.0
-"""Keys of these chains, as a multiple of the host's blocks. Beyond it the oldest chain is dropped."""
 MAX_REWRITES = 1
 """How often a chain is written again from where a write has failed."""
 MAX_WRITES_PER_BLOCK = 2
-"""Of one chain, on average: a tier that goes on evicting what it was given is given no more of that chain."""
+"""Writes per block of one chain, on average: a tier that keeps evicting the chain is given no more of it."""
 REFUSAL_S = 0.01
-"""A tier that takes nothing on, though it has nothing to do, is asked again after this time."""
+"""A tier that takes on nothing although it has nothing to do is asked again after this time."""
 PATIENCE_S = 0.25
 """How long an idle engine is kept stepping for a backlog on which the tier makes no progress."""
 GIVE_UP_S = 1.0
-"""A chain of which the tier takes nothing on for so long, though it has nothing to do, is dropped."""
+"""A chain of which the tier takes on nothing for this long, although it has nothing to do, is dropped."""
 FIRST_UNITS = 256
-"""Resume points that are looked at at first; doubled while there is nothing to write."""
-
-Bools = npt.NDArray[np.bool_]
-Ints = npt.NDArray[np.int64]
-
-
-class _State(enum.Enum):
-    FRESH = enum.auto()
-    """Nothing of it was written since it was offered."""
-    STARTED = enum.auto()
-    """A part of it was written, the rest is to be."""
-    WAITING = enum.auto()
-    """Its next block is not in the host yet, or is being written for another chain."""
-    GONE = enum.auto()
+"""Units that are looked at first; doubled while there is nothing to write."""
 
 
 @dataclass(slots=True, eq=False)
-class _Chain:
-    """The blocks of one request, ``keys`` in order, ``by_group[g]`` those of group g.
+class WriteBatch:
+    """Blocks that the tier was given to write in one call."""
 
-    A *unit* is the tokens between two positions at which the blocks of all groups end: a request can go on there.
-    """
-
-    keys: list[OffloadKey]
-    by_group: list[list[OffloadKey]]
-    num_units: int
-    is_whole: bool
-    """Its request has ended: what the host lacks now does not come any more."""
-    request: str | None
-    state: _State = _State.FRESH
-    waits_for: OffloadKey | None = None
-    done: int = 0
-    """Units whose blocks the tier holds, or is writing, as far as is known."""
-    verify_at: int = 0
-    """When so many are done, all of them are looked up again, if the tier has lost blocks since."""
-    losses: int = 0
-    """Blocks that the tier had lost when the units that are done were last looked up."""
-    written: list[OffloadKey] = field(default_factory=list)
-    """What the tier has taken on for its request so far."""
-    num_written_before: int = 0
-    """How many of them before it was offered."""
-    failures: int = 0
-    refused_at: float | None = None
-    """Since when the tier takes nothing of it on, though it has nothing else to do."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Plan:
-    """What to do with a chain next."""
-
-    keys: list[OffloadKey]
-    """To be written, in order."""
-    done: int
-    """``_Chain.done`` when they are."""
-    hole: OffloadKey | None
-    """The block that the tier lacks and cannot be given now, if there is no more to write before it."""
+    chain: Chain | None
+    """The chain that they are written for, or None after a reset."""
+    slots: dict[OffloadKey, int]
+    """Host slots, pinned, of the blocks that the tier has not reported yet."""
 
 
 class WriteThrough:
-    """The chains that ``tier`` lacks in part, and what of them is being written.
+    """Writes to ``tier`` what it lacks of the chains that requests touch or store, from the slots of ``host``.
 
-    A block is written only if all that a lookup needs before it in its chain is in the tier or is being written: of a
-    group with full attention every block, of one with a window the blocks that a request needs which goes on at some
-    later position. A chain of which something was written comes first, then the chain that was offered last. What
-    cannot be written now stays in the backlog while the host holds it.
+    A block is written only if all that a lookup needs before it in its chain is in the tier or is being written: every
+    block of a group with full attention, and of a group with a window the blocks that a request needs which resumes at
+    some later position. Blocks that cannot be written now stay in the backlog while the host holds them.
 
-    ``groups``: the KV cache groups that keys name. ``counts`` takes the counters of METRICS.
+    ``groups``: the KV cache groups that keys name. ``count`` takes the counters of METRICS, by name.
     """
 
     def __init__(
@@ -113,87 +61,114 @@ class WriteThrough:
         host: PolicyOffloadingManager,
         tier: Tier,
         groups: Sequence[KVGroup],
-        counts: Callable[[str, float], None],
+        count: Callable[[str, float], None],
         clock: Callable[[], float],
     ) -> None:
         self._host = host
         self._tier = tier
-        self._groups = tuple(groups)
-        self._align = math.lcm(*(group.block_tokens for group in groups))
-        self._blocks_per_unit = [self._align // group.block_tokens for group in groups]
-        self._count = counts
+        self._layout = ChainLayout(groups)
+        self._count = count
         self._clock = clock
-        self.writing: dict[OffloadKey, _Chain | None] = {}
-        """Blocks that the tier has not reported yet, and for which chain they are written; None after a reset."""
-        self._slots: dict[OffloadKey, int] = {}
-        """Host slots of the blocks in ``writing``, which are pinned."""
-        self._chains: dict[_Chain, None] = {}
-        """All but those that are gone, the oldest first."""
-        self._queues: dict[_State, dict[_Chain, None]] = {_State.FRESH: {}, _State.STARTED: {}}
-        self._waiting: dict[OffloadKey, dict[_Chain, None]] = {}
-        self._of_request: dict[str, _Chain] = {}
-        self._num_keys = 0
-        self._max_keys = max(1, int(host.num_blocks * BACKLOG_SHARE))
+        self._backlog = Backlog(max(1, int(host.num_blocks * BACKLOG_SHARE)))
+        self._writing: dict[OffloadKey, WriteBatch] = {}
+        """Blocks that the tier has not reported yet."""
         self._num_lost = 0
-        """Blocks that were given to the tier and have left it, but for those that it has evicted."""
-        self._progress = float("-inf")
-        """When a write began or ended, or a chain was offered."""
+        """Blocks that the tier was given and has lost, without those that it has evicted."""
+        self._progress_at = float("-inf")
+        """When a write last began or ended, or a chain was offered."""
         self._refused_at: float | None = None
-        """When the tier took nothing on; None if it has done something since."""
+        """When the tier took on nothing, or None if it has done something since."""
+
+    # State.
+
+    @property
+    def num_writing(self) -> int:
+        """Blocks that the tier has not reported yet, each with a pin in the host."""
+        return len(self._writing)
 
     @property
     def has_backlog(self) -> bool:
-        """Whether there are chains to be written on."""
-        return any(self._queues.values())
+        """Whether there are chains to be written now."""
+        return self._backlog.is_ready
 
     @property
     def is_busy(self) -> bool:
         """Whether there is a backlog and the tier makes progress."""
-        waits = self.has_backlog or not self._waiting.keys().isdisjoint(self.writing)
-        return waits and self._clock() - self._progress < PATIENCE_S
+        has_work = self.has_backlog or self._backlog.waits_for_any(self._writing)
+        return has_work and self._clock() - self._progress_at < PATIENCE_S
+
+    def chain_of(self, request: str) -> Chain | None:
+        """Returns the chain of a request that is in the backlog."""
+        return self._backlog.of_request(request)
+
+    # What happens elsewhere.
 
     def offer(self, keys: Sequence[OffloadKey], request: str | None, is_whole: bool) -> None:
-        """``keys`` are the chain of ``request``, head first, all groups by the position at which their blocks end.
+        """``keys`` are the chain of ``request``, head first, the groups merged by the position at which blocks end.
 
-        Takes the place of what was offered for the same request before.
+        It takes the place of the chain that was offered for the same request before.
         """
-        before = None if request is None else self._of_request.get(request)
-        was_started = before is not None and before.state is _State.STARTED
+        before = self._backlog.of_request(request)
+        state = ChainState.FRESH
         if before is not None:
-            self._remove(before)
+            state = ChainState.STARTED if before.state is ChainState.STARTED else state
+            self._backlog.remove(before)
         keys = list(keys)
-        by_group = self._split(keys)
-        num_units = min(len(part) // n for part, n in zip(by_group, self._blocks_per_unit, strict=True))
-        # The tail of a chain longer than the tier would push out its head.
+        by_group = self._layout.split(keys)
+        # The tail of a chain longer than the tier would evict its head.
         most_blocks = self._tier.capacity_bytes // max(1, self._tier.block_bytes)
-        num_units = min(num_units, most_blocks // sum(self._blocks_per_unit))
+        num_units = min(self._layout.num_units(by_group), most_blocks // sum(self._layout.blocks_per_unit))
         if num_units == 0:
             return
-        chain = _Chain(keys, by_group, num_units, is_whole, request)
+        chain = Chain(keys, by_group, num_units, is_whole, request)
         if before is not None:
             chain.written, chain.failures = before.written, before.failures
             chain.num_written_before = len(chain.written)
-            self.writing.update({key: chain for key, other in self.writing.items() if other is before})
-        self._chains[chain] = None
-        self._num_keys += len(keys)
-        if request is not None:
-            self._of_request[request] = chain
-        self._queue(chain, _State.STARTED if was_started else _State.FRESH)
-        self._progress = self._clock()
-        while len(self._chains) > 1 and (len(self._chains) > MAX_CHAINS or self._num_keys > self._max_keys):
-            idle = (each for each in self._chains if each.state is not _State.STARTED)
-            self._drop(next(idle, next(iter(self._chains))))
+            for batch in self._batches():
+                batch.chain = chain if batch.chain is before else batch.chain
+        self._backlog.add(chain, state)
+        self._progress_at = self._clock()
+        while (excess := self._backlog.excess()) is not None:
+            self._drop(excess)
+
+    def postpone(self, request: str) -> None:
+        """The request waits for a promotion: its chain is not planned before that is over."""
+        self._backlog.postpone(request)
+
+    def resume(self, request: str) -> None:
+        """The request no longer waits for a promotion."""
+        if self._backlog.resume(request):
+            self._progress_at = self._clock()
 
     def stored(self, keys: Sequence[OffloadKey]) -> None:
         """``keys`` have become ready in the host."""
-        self._wake(keys)
+        if self._backlog.wake(keys):
+            self._progress_at = self._clock()
+
+    def lose(self, num_blocks: int) -> None:
+        """The tier has lost blocks that could not be read."""
+        self._num_lost += num_blocks
+
+    def clear(self) -> None:
+        """Empties the backlog. Writes under way go on, for no chain."""
+        self._backlog.clear()
+        for batch in self._batches():
+            batch.chain = None
+
+    def close(self) -> None:
+        """The tier is closed: it reports no more writes."""
+        self.clear()
+        self._unpin([slot for batch in self._batches() for slot in batch.slots.values()])
+        self._writing.clear()
+
+    # Writing.
 
     def pump(self, room: int) -> None:
         """Begins to write as much of the backlog as the tier takes on, at most ``room`` blocks."""
         if self._refused_at is not None and self._clock() - self._refused_at < REFUSAL_S:
             return
         while room > 0:
-            chain = self._next()
+            chain = self._backlog.next()
             if chain is None:
                 return
             plan = self._plan(chain, room)
@@ -212,189 +187,169 @@ class WriteThrough:
             elif chain.done == chain.num_units:
                 self._finish(chain)
 
+    def _write(self, chain: Chain, keys: list[OffloadKey]) -> int:
+        """Returns how many of ``keys``, from the first one on, the tier has taken on."""
+        if not keys:
+            return 0
+        lease = self._host.prepare_load(keys)
+        slots = dict(zip(keys, lease.slots.tolist(), strict=True))
+        taken = self._tier.write(keys, lease.slots)
+        if len(taken) < len(keys):
+            given = frozenset(taken)
+            self._unpin([slot for key, slot in slots.items() if key not in given])
+            slots = {key: slot for key, slot in slots.items() if key in given}
+        if not slots:
+            return 0
+        self._writing.update(dict.fromkeys(slots, WriteBatch(chain, slots)))
+        chain.written += slots
+        self._progress_at, self._refused_at = self._clock(), None
+        if chain.state is ChainState.FRESH:
+            self._backlog.enqueue(chain, ChainState.STARTED)
+        return next((i for i, key in enumerate(keys) if key not in slots), len(keys))
+
+    def _refuse(self, chain: Chain) -> None:
+        """The tier has not taken on all that it was given."""
+        self._refused_at = now = self._clock()
+        if self._writing:
+            chain.refused_at = None
+        elif chain.refused_at is None:
+            chain.refused_at = now
+        elif now - chain.refused_at > GIVE_UP_S:
+            self._drop(chain)
+
     def ended(self, results: Sequence[TierResult]) -> None:
         """Writes have ended."""
-        self._progress, self._refused_at = self._clock(), None
-        failed: dict[_Chain, list[TierResult]] = {}
+        if not results:
+            return
+        self._progress_at, self._refused_at = self._clock(), None
+        self._count_results(results)
+        failed: dict[Chain, list[TierResult]] = {}
+        slots = []
         for result in results:
-            chain = self.writing.pop(result.key)
-            self._num_lost += not result.ok
-            if not result.ok and chain is not None:
-                failed.setdefault(chain, []).append(result)
-        keys = [result.key for result in results]
-        self._unpin(keys)
-        self._wake(keys)
+            batch = self._writing.pop(result.key)
+            slots.append(batch.slots.pop(result.key))
+            if not result.ok:
+                self._num_lost += 1
+                if batch.chain is not None:
+                    failed.setdefault(batch.chain, []).append(result)
+        self._unpin(slots)
+        self._backlog.wake([result.key for result in results])
         for chain, failures in failed.items():
-            # What is gone was taken back for another chain.
+            # A block that is GONE was deleted for another chain.
             chain.failures += any(result.error is not TierError.GONE for result in failures)
             if chain.failures > MAX_REWRITES:
-                self._take_back(chain)
-                self._remove(chain)
+                self._delete_unreachable(chain)
+                self._backlog.remove(chain)
             else:
-                self._rewind(chain)
+                self._rewrite(chain)
 
-    def _wake(self, keys: Sequence[OffloadKey]) -> None:
-        """Chains that waited for one of ``keys`` may go on."""
-        if self._waiting:
-            for key in keys:
-                for chain in self._waiting.pop(key, ()):
-                    chain.waits_for = None
-                    self._queue(chain, _State.STARTED if chain.written else _State.FRESH)
-                    self._progress = self._clock()
+    def _count_results(self, results: Sequence[TierResult]) -> None:
+        written = [result for result in results if result.ok]
+        num_gone = sum(result.error is TierError.GONE for result in results)
+        self._count("disk_write_seconds", sum(result.seconds for result in results))
+        self._count("disk_write_blocks", len(written))
+        self._count("disk_write_bytes", sum(result.nbytes for result in written))
+        self._count("disk_write_failures", len(results) - len(written) - num_gone)
 
-    def lost(self, num_blocks: int) -> None:
-        """The tier has lost blocks that could not be read."""
-        self._num_lost += num_blocks
+    def _unpin(self, slots: Collection[int]) -> None:
+        if slots:
+            self._host.complete_load(LoadStoreSpec(self._host.backend.medium, np.fromiter(slots, np.int64, len(slots))))
 
-    def clear(self) -> None:
-        """The backlog is forgotten, and what is being written is not waited for."""
-        for queue in self._queues.values():
-            queue.clear()
-        for chain in self._chains:
-            chain.state = _State.GONE
-        self._chains.clear()
-        self._waiting.clear()
-        self._of_request.clear()
-        self._num_keys = 0
-        self.writing = dict.fromkeys(self.writing)
+    def _batches(self) -> set[WriteBatch]:
+        return set(self._writing.values())
 
-    # Chains.
+    # The end of a chain.
 
-    def _split(self, keys: list[OffloadKey]) -> list[list[OffloadKey]]:
-        if len(self._groups) == 1:
-            return [keys]
-        by_group: list[list[OffloadKey]] = [[] for _ in self._groups]
-        for key in keys:
-            by_group[key_group_idx(key)].append(key)
-        return by_group
-
-    def _next(self) -> _Chain | None:
-        started, fresh = self._queues[_State.STARTED], self._queues[_State.FRESH]
-        return next(iter(started), None) or next(reversed(fresh), None)
-
-    def _queue(self, chain: _Chain, state: _State) -> None:
-        self._leave(chain)
-        chain.state = state
-        self._queues[state][chain] = None
-
-    def _leave(self, chain: _Chain) -> None:
-        """The chain is in no queue any more."""
-        if chain.waits_for is not None:
-            waiting = self._waiting[chain.waits_for]
-            del waiting[chain]
-            if not waiting:
-                del self._waiting[chain.waits_for]
-            chain.waits_for = None
-        if chain.state in self._queues:
-            self._queues[chain.state].pop(chain, None)
-
-    def _remove(self, chain: _Chain) -> None:
-        if chain.state is not _State.GONE:
-            self._leave(chain)
-            chain.state = _State.GONE
-            del self._chains[chain]
-            self._num_keys -= len(chain.keys)
-            if chain.request is not None and self._of_request.get(chain.request) is chain:
-                del self._of_request[chain.request]
-
-    def _stop(self, chain: _Chain, hole: OffloadKey) -> None:
-        """Nothing can be written behind ``hole``, which the tier does not have and cannot be given now."""
-        if not chain.is_whole or hole in self.writing:
-            self._leave(chain)
-            chain.state, chain.waits_for = _State.WAITING, hole
-            self._waiting.setdefault(hole, {})[chain] = None
+    def _stop(self, chain: Chain, hole: OffloadKey) -> None:
+        """Nothing can be written behind ``hole``, which the tier lacks and cannot be given now."""
+        if not chain.is_whole or hole in self._writing:
+            self._backlog.wait_for(chain, hole)
             return
         if self._host.explain_miss(hole).reason is MissReason.EVICTED:
             self._count("disk_dropped_writes", self._num_lacking(chain, in_host=False))
-        self._take_back(chain)
+        self._delete_unreachable(chain)
         self._finish(chain)
 
-    def _finish(self, chain: _Chain) -> None:
-        self._remove(chain)
+    def _finish(self, chain: Chain) -> None:
+        self._backlog.remove(chain)
         if chain.is_whole and len(chain.written) > chain.num_written_before:
-            # What was written after its request had ended is newer than what comes before it in the chain.
+            # Blocks written after the request had ended are newer than those before them in the chain.
             self._tier.reorder_chain(chain.keys, chain.written)
 
-    def _drop(self, chain: _Chain) -> None:
+    def _drop(self, chain: Chain) -> None:
         self._count("disk_dropped_writes", self._num_lacking(chain, in_host=True))
-        self._remove(chain)
-        self._take_back(chain)
+        self._backlog.remove(chain)
+        self._delete_unreachable(chain)
 
-    def _num_lacking(self, chain: _Chain, in_host: bool) -> int:
-        """Blocks that the tier lacks; with ``in_host`` only those that the host has."""
-        lacking = ~self._is_below(chain.keys, chain)
+    def _num_lacking(self, chain: Chain, in_host: bool) -> int:
+        """Returns how many blocks the tier lacks; with ``in_host`` only those that the host has."""
+        lacking = ~self._in_tier(chain.keys, chain)
         if in_host:
             lacking &= self._host.states(chain.keys) == LookupState.HIT
         return int(np.count_nonzero(lacking))
 
-    def _rewind(self, chain: _Chain) -> None:
-        """The chain is looked at anew from its head, and goes on where the tier lacks a block."""
+    def _rewrite(self, chain: Chain) -> None:
+        """The chain is looked up again from its head, and continues where the tier lacks a block."""
         chain.done = 0
-        if chain.state is _State.GONE:
-            self._chains[chain] = None
-            self._num_keys += len(chain.keys)
-        self._queue(chain, _State.STARTED)
+        if chain.state is ChainState.GONE:
+            self._backlog.add(chain, ChainState.STARTED)
+        else:
+            self._backlog.enqueue(chain, ChainState.STARTED)
 
-    def _take_back(self, chain: _Chain) -> None:
-        """Deletes what of the chain no lookup can reach: all behind a hole in a group with full attention, and what the
-        chain has written behind the last position at which a request could go on. The rest there may serve other
-        chains. What is being written counts as held by the tier: if it fails, its own chain is put right."""
+    def _delete_unreachable(self, chain: Chain) -> None:
+        """Deletes the blocks of the chain that no lookup can use. Blocks that are being written count as held: if a
+        write fails, its own chain is corrected then."""
+        in_tier = [self._tier.contains(keys) for keys in chain.by_group]
         held = [
-            (self._tier.contains(keys) == LookupState.HIT)
-            | np.fromiter(map(self.writing.__contains__, keys), np.bool_, len(keys))
-            for keys in chain.by_group
+            (states == LookupState.HIT) | self._is_writing(keys)
+            for keys, states in zip(chain.by_group, in_tier, strict=True)
         ]
-        sizes = [group.block_tokens for group in self._groups]
-        most = chain.num_units * self._align
-        limit = max(size * len(keys) for size, keys in zip(sizes, chain.by_group, strict=True))
-        for group, size, have in zip(self._groups, sizes, held, strict=True):
-            if group.is_full and not have.all():
-                limit = min(limit, int(have.argmin()) * size)
-        ends = np.arange(self._align, min(most, limit) + 1, self._align, dtype=np.int64)
-        usable = np.ones(len(ends), dtype=np.bool_)
-        for group, size, have in zip(self._groups, sizes, held, strict=True):
-            if not group.is_full:
-                first = np.array([group.skipped_tokens(end) // size for end in ends.tolist()], dtype=np.int64)
-                holes = np.concatenate(([0], np.cumsum(~have)))
-                usable &= holes[ends // size] == holes[first]
-        last = int(ends[usable].max(initial=0))
-        written = set(chain.written)
-        unreachable = [
-            key
-            for size, keys in zip(sizes, chain.by_group, strict=True)
-            for i, key in enumerate(keys[last // size :], last // size + 1)
-            if (i * size > limit or key in written) and self.writing.get(key, chain) is chain
-        ]
-        self._num_lost += int(np.count_nonzero(self._tier.contains(unreachable)))
-        self._tier.delete(unreachable)
+        places = unreachable(self._layout, chain.by_group, held, chain.num_units, frozenset(chain.written))
+        keys, num_lost = [], 0
+        for g, i in places:
+            key = chain.by_group[g][i]
+            batch = self._writing.get(key)
+            if batch is None or batch.chain is chain:
+                keys.append(key)
+                num_lost += bool(in_tier[g][i] != LookupState.MISS)
+        self._num_lost += num_lost
+        self._tier.delete(keys)
 
-    # Writing.
+    # Planning.
 
-    def _is_below(self, keys: Sequence[OffloadKey], chain: _Chain) -> Bools:
-        """Which of ``keys`` the tier has or is being given for this chain: if that fails, the chain is put right."""
-        below: Bools = self._tier.contains(keys) == LookupState.HIT
-        if self.writing and not self.writing.keys().isdisjoint(keys):
-            for i in np.flatnonzero(~below).tolist():
-                below[i] = self.writing.get(keys[i]) is chain
-        return below
+    def _is_writing(self, keys: Sequence[OffloadKey]) -> Bools:
+        return np.fromiter(map(self._writing.__contains__, keys), np.bool_, len(keys))
 
-    def _can_be_written(self, keys: Sequence[OffloadKey]) -> Bools:
-        """Which of ``keys``, none of them being written for this chain, the host has and nobody else writes."""
-        found: Bools = self._host.states(keys) == LookupState.HIT
-        if self.writing and not self.writing.keys().isdisjoint(keys):
-            for i in np.flatnonzero(found).tolist():
-                found[i] = keys[i] not in self.writing
-        return found
+    def _in_tier(self, keys: Sequence[OffloadKey], chain: Chain) -> Bools:
+        """Returns which of ``keys`` the tier holds, or is being given for this chain: if that fails, the chain is
+        corrected."""
+        held: Bools = self._tier.contains(keys) == LookupState.HIT
+        if self._writing and not self._writing.keys().isdisjoint(keys):
+            for i in np.flatnonzero(~held).tolist():
+                batch = self._writing.get(keys[i])
+                held[i] = batch is not None and batch.chain is chain
+        return held
+
+    def _available(self, keys: Sequence[OffloadKey], in_tier: Bools) -> Bools:
+        """Returns which of ``keys`` are ``in_tier``, or are in the host and are not being written for another chain."""
+        available = in_tier.copy()
+        absent = np.flatnonzero(~in_tier)
+        names = [keys[i] for i in absent.tolist()]
+        if names:
+            available[absent] = self._host.states(names) == LookupState.HIT
+            if self._writing and not self._writing.keys().isdisjoint(names):
+                available[absent] &= ~self._is_writing(names)
+        return available
 
     @property
     def _losses(self) -> int:
         return self._tier.num_evicted + self._num_lost
 
-    def _plan(self, chain: _Chain, room: int) -> _Plan:
-        """What of the chain is to be written next, at most ``room`` blocks."""
+    def _plan(self, chain: Chain, room: int) -> Plan:
+        """Returns which blocks of the chain are to be written next, at most ``room``."""
         before = chain.done
         if self._losses != chain.losses and before >= chain.verify_at:
-            # The less often the longer the chain is, so that each block is looked up a few times at most.
+            # The longer the chain, the less often, so that each block is looked up a few times at most.
             chain.verify_at, chain.losses, chain.done = before + before // 4, self._losses, 0
         # The last unit that is done is looked up again in any case.
         start, num_units = max(0, chain.done - 1), FIRST_UNITS
@@ -405,113 +360,27 @@ class WriteThrough:
                 return plan
             start, num_units = max(start, plan.done), 2 * num_units
 
-    def _plan_units(self, chain: _Chain, start: int, stop: int, room: int) -> _Plan:
-        """What is to be written so that requests can go on at the ends of units ``start`` to ``stop``."""
-        ends = np.arange(start + 1, stop + 1, dtype=np.int64) * self._align
-        usable = np.ones(len(ends), dtype=np.bool_)
-        num_full = len(ends)
-        parts = []
-        missing: list[tuple[int, OffloadKey, bool]] = []
-        """The first of each group: where it ends, and whether the group has full attention."""
-        for group, per_unit, keys in zip(self._groups, self._blocks_per_unit, chain.by_group, strict=True):
-            size = group.block_tokens
-            if group.is_full:
-                first = np.full(len(ends), start * per_unit)
-            else:
-                first = np.array([group.skipped_tokens(end) // size for end in ends.tolist()], dtype=np.int64)
-            low = int(first[0])
-            names = keys[low : stop * per_unit]
-            below = self._is_below(names, chain)
-            parts.append((size, low, first, names, below))
-            if below.all():
-                continue
-            here = below.copy()
-            absent = np.flatnonzero(~below)
-            here[absent] = self._can_be_written([names[i] for i in absent.tolist()])
-            holes = np.concatenate(([0], np.cumsum(~here)))
-            good = holes[ends // size - low] == holes[first - low]
-            usable &= good
-            if not here.all():
-                i = int(here.argmin())
-                missing.append(((low + i + 1) * size, names[i], group.is_full))
-                if group.is_full:
-                    num_full = min(num_full, int(good.argmin()))
-        if not missing and all(below.all() for *_, below in parts):
-            return _Plan([], stop, None)
-        points = np.flatnonzero(usable)
-        wanted: list[tuple[int, OffloadKey]] = []
-        for size, low, first, names, below in parts:
-            needed = self._is_needed(points, ends // size - low, first - low, len(names))
-            wanted += [((low + i + 1) * size, names[i]) for i in np.flatnonzero(needed & ~below).tolist()]
-        if len(parts) > 1:
-            wanted.sort(key=lambda item: item[0])
-        done = start + int(points[-1]) + 1 if len(points) else start
-        if len(wanted) > room:
-            # Done are units of which nothing is left.
-            complete = points[ends[points] < wanted[room][0]]
-            done = start + int(complete[-1]) + 1 if len(complete) else start
-            return _Plan([key for _, key in wanted[:room]], done, None)
-        hole = None
-        if num_full < len(ends):
-            hole = min((end, name) for end, name, is_full in missing if is_full)[1]
-        elif stop == chain.num_units and done < stop:
-            hole = min(missing)[1]
-        return _Plan([key for _, key in wanted], done, hole)
-
-    @staticmethod
-    def _is_needed(points: Ints, stops: Ints, firsts: Ints, num_blocks: int) -> Bools:
-        """Which blocks a request needs that goes on at one of ``points``: from ``firsts`` to ``stops`` each."""
-        edges = np.zeros(num_blocks + 1, dtype=np.int64)
-        np.add.at(edges, firsts[points], 1)
-        np.add.at(edges, stops[points], -1)
-        needed: Bools = np.cumsum(edges[:-1]) > 0
-        return needed
-
-    def _write(self, chain: _Chain, keys: list[OffloadKey]) -> int:
-        """How many of ``keys``, from the first one on, the tier has taken on."""
-        if not keys:
-            return 0
-        lease = self._host.prepare_load(keys)
-        taken = frozenset(self._tier.write(keys, lease.slots))
-        self.writing.update((key, chain) for key in keys if key in taken)
-        self._slots.update(zip(keys, lease.slots.tolist(), strict=True))
-        self._unpin([key for key in keys if key not in taken])
-        if not taken:
-            return 0
-        chain.written += [key for key in keys if key in taken]
-        self._progress, self._refused_at = self._clock(), None
-        if chain.state is _State.FRESH:
-            self._queue(chain, _State.STARTED)
-        return next((i for i, key in enumerate(keys) if key not in taken), len(keys))
-
-    def _unpin(self, keys: Sequence[OffloadKey]) -> None:
-        slots = np.array([self._slots.pop(key) for key in keys], dtype=np.int64)
-        self._host.complete_load(LoadStoreSpec(self._host.backend.medium, slots))
-
-    def unpin_all(self) -> None:
-        """Unpins all blocks that are being written, whatever becomes of the writes."""
-        self._unpin(list(self.writing))
-
-    def _refuse(self, chain: _Chain) -> None:
-        """The tier did not take on all that it was given."""
-        self._refused_at = now = self._clock()
-        if self.writing:
-            chain.refused_at = None
-        elif chain.refused_at is None:
-            chain.refused_at = now
-        elif now - chain.refused_at > GIVE_UP_S:
-            self._drop(chain)
+    def _plan_units(self, chain: Chain, start: int, stop: int, room: int) -> Plan:
+        """Returns what is to be written so that requests can resume at the ends of units ``start`` to ``stop``."""
+        layout, ends = self._layout, self._layout.unit_ends(start, stop)
+        spans = [
+            GroupSpan.of(group, keys, ends, start * per_unit)
+            for group, keys, per_unit in zip(layout.groups, chain.by_group, layout.blocks_per_unit, strict=True)
+        ]
+        in_tier = [self._in_tier(span.keys, chain) for span in spans]
+        available = [self._available(span.keys, mask) for span, mask in zip(spans, in_tier, strict=True)]
+        is_last = stop == chain.num_units
+        return plan_writes(spans, in_tier, available, ends, start=start, is_last=is_last, room=room)
 
     def check_integrity(self) -> None:
-        """Raises IntegrityError if the backlog's books do not balance, or if the tier lacks a block before the place up
-        to which a chain counts as written, although it has lost none since that was looked up."""
-        queued = sum(map(len, self._queues.values())) + sum(map(len, self._waiting.values()))
-        if queued != len(self._chains) or self._num_keys != sum(len(chain.keys) for chain in self._chains):
-            raise IntegrityError("the backlog has lost count of its chains")
-        for chain in self._chains:
+        """Raises IntegrityError if the backlog is inconsistent, or if the tier lacks a block before the position up to
+        which a chain counts as written, although it has lost none since that was looked up."""
+        self._backlog.check_integrity()
+        for chain in self._backlog:
             if chain.losses == self._losses:
-                for group, per_unit, keys in zip(self._groups, self._blocks_per_unit, chain.by_group, strict=True):
+                layout = self._layout
+                for group, per_unit, keys in zip(layout.groups, layout.blocks_per_unit, chain.by_group, strict=True):
                     before = keys[: chain.done * per_unit] if group.is_full else []
-                    gone = self._tier.contains(before) == LookupState.MISS
-                    if any(self.writing.get(before[i]) is not chain for i in np.flatnonzero(gone).tolist()):
+                    lacking = (self._tier.contains(before) == LookupState.MISS) & ~self._in_tier(before, chain)
+                    if lacking.any():
                         raise IntegrityError("a chain is written behind a hole")

@@ -1,4 +1,4 @@
-"""A server that is there to be killed: model engines, one after the other, on one disk directory that outlives it.
+"""A server that a test kills. It runs one model engine after the other on a disk directory.
 
 ``python kill_server.py DIRECTORY BYTES SEED``. Prints "serving" once it runs, then a line of JSON after each engine.
 Ends with a traceback and status 1 if an engine attends to a wrong byte, or anything else is not as it should be.
@@ -16,14 +16,15 @@ from pathlib import Path
 
 from kvoffload.abc import ByteArray, Tier
 from kvoffload.testing.engine import Clock, LowerTiers, ModelEngine, Scenario
-from kvoffload.tiers.disk.tier import DiskTier, open_disk_tier
+from kvoffload.tiers.disk.start import open_disk_tier
+from kvoffload.tiers.disk.tier import DiskTier
 
 FINGERPRINT = hashlib.sha256(b"the weights of the server that is killed").hexdigest()
 DOCUMENTS_SEED = 7
 
 
 class RealClock(Clock):
-    """The time of day goes on by itself."""
+    """A clock that shows real time."""
 
     @property  # type: ignore[override]
     def now(self) -> float:
@@ -35,7 +36,7 @@ class RealClock(Clock):
 
 
 class Disk(LowerTiers):
-    """The disk tier in a directory, with threads of its own."""
+    """The disk tier in a directory, on real threads."""
 
     engine: ModelEngine
     tier: DiskTier
@@ -52,20 +53,20 @@ class Disk(LowerTiers):
         return open_disk_tier(self.directory, self.capacity_bytes, pools, FINGERPRINT)
 
     def settle(self) -> None:
-        while self.tier._reading or self.tier._num_writing:
+        while self.tier.is_busy:
             self.tier.wait(0.01)
             self.engine.scheduler.manager.poll()
 
 
 def serve(lower: Disk, scenario: Scenario) -> dict[str, float]:
-    """Runs an engine to the end of its requests. What it counted."""
+    """Runs an engine until all requests have ended. Returns its counters."""
     lower.engine = engine = ModelEngine(scenario, lower=lower, clock=RealClock())
     print("serving", flush=True)
     engine.run()
     assert len(engine.outputs) == scenario.num_requests
-    told = engine.scheduler.metrics.snapshot()
+    counters = engine.scheduler.metrics.snapshot()
     engine.scheduler.shutdown()
-    return told
+    return counters
 
 
 def scenario(seed: int) -> Scenario:
@@ -86,5 +87,5 @@ def scenario(seed: int) -> Scenario:
 if __name__ == "__main__":
     directory, capacity_bytes, first = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
     for seed in itertools.count(first):
-        told = serve(Disk(directory, capacity_bytes), scenario(seed))
-        print(json.dumps({name: told.get(name, 0) for name in ("disk_bad_blocks", "promoted_blocks")}), flush=True)
+        counters = serve(Disk(directory, capacity_bytes), scenario(seed))
+        print(json.dumps({name: counters.get(name, 0) for name in ("disk_bad_blocks", "promoted_blocks")}), flush=True)

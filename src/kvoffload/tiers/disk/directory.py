@@ -1,4 +1,4 @@
-"""A directory of a local file system as the disk tier's storage."""
+"""A directory of a local file system as storage of the disk tier."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import errno
 import fcntl
 import logging
 import os
+import re
 import stat
 import time
 import weakref
@@ -22,10 +23,10 @@ logger = logging.getLogger(__name__)
 
 LOCK_NAME = "lock"
 START_LOCK_NAME = "lock-start"
-"""Held for a short while by each of several owners in turn, see ``DirectoryStorage.alone``."""
+"""Held for a short while by each of several owners in turn; see ``DirectoryStorage.alone``."""
 LOCK_NAMES = (LOCK_NAME, START_LOCK_NAME)
 LOCK_DEADLINE_S = 2.0
-"""A server that was killed keeps the lock until the kernel has cleared its memory away."""
+"""A server that was killed keeps the lock until the kernel has freed its memory."""
 ALONE_DEADLINE_S = 120.0
 _FOLDER_MODE = 0o700
 _FILE_MODE = 0o600
@@ -34,35 +35,43 @@ _OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 _ZEROS_BYTES = 1 << 20
 _NO_FALLOCATE = (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP)
 _FOLDER_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
-# Not blocking: what lies under the name might be a pipe.
+# Not blocking: there might be a pipe under the name.
 _FILE_FLAGS = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 
 _inherited: weakref.WeakSet[DirectoryStorage | _DirectoryFile] = weakref.WeakSet()
-"""What holds descriptors that a forked child gets, too."""
+"""Objects whose descriptors a forked child inherits."""
 
 
 def _close_in_child() -> None:
-    """A lock taken by ``flock`` lasts until the last process has closed its descriptor, and so does the space of a
-    removed file: a child that outlives its parent must not keep them."""
+    """Closes inherited descriptors. A lock taken by ``flock``, and the space of a removed file, last until the last
+    process has closed its descriptor: a child that outlives its parent must not keep them."""
     for holder in list(_inherited):
         holder.abandon()
 
 
 os.register_at_fork(after_in_child=_close_in_child)
 
+_OWNER = re.compile(rb"process ([0-9]{1,10}) since ")
+
+
+def owner_of(lock_fd: int) -> int | None:
+    """Returns the process id that the owner of a lock file has written into it, None if there is none to read."""
+    match = _OWNER.match(os.pread(lock_fd, 100, 0))
+    return int(match[1]) if match else None
+
 
 class DirectoryStorage(Storage):
-    """``path`` is created if it is not there. Everything below is reached from its descriptor, so that nobody can put
-    another directory in its place.
+    """The files in ``path``, which is created if it does not exist.
 
-    Others may be able to list the directory, but what is below is closed to them: files and folders of this user or
-    root that are found open to others are closed, with one warning, and those of another user are refused with
-    PermissionError. Raises ConfigError unless ``path`` is a directory that nobody but its owner, this user or root, can
-    write to.
+    Everything below is reached from the directory's descriptor, so that no other directory can be put in its place.
+    Other users may be able to list the directory, but not to open what is below: files and folders of this user or root
+    that are open to others are closed to them, with one warning, and those of another user are refused with
+    PermissionError. Raises ConfigError unless ``path`` is a directory that belongs to this user or root, and that no
+    other user can write to.
     """
 
     def __init__(self, path: str | os.PathLike[str], parent: DirectoryStorage | None = None) -> None:
-        """``parent``: is closed with this one."""
+        """``parent`` is closed together with this storage."""
         self.path = Path(path)
         self._fd = _open_root(self.path)
         self._lock_fd = self._start_lock_fd = -1
@@ -76,11 +85,11 @@ class DirectoryStorage(Storage):
         return self._read_only
 
     def child(self, name: str) -> DirectoryStorage:
-        """A directory in this one, as a storage of its own, with which this one will be closed."""
+        """Returns a directory in this one as a storage of its own. Closing that closes this one too."""
         return DirectoryStorage(self.path / name, self)
 
     def lock(self, shared: bool = False) -> None:
-        """``shared``: others who say so too may own it at the same time."""
+        """With ``shared``, other processes that lock it as shared may own it at the same time."""
         if self._lock_fd >= 0:
             return
         fd = self._open_lock(LOCK_NAME)
@@ -92,7 +101,7 @@ class DirectoryStorage(Storage):
                 raise ConfigError(f"disk_dir={str(self.path)!r}: in use by {owner}; give each server its own directory")
             if not self._read_only:
                 text = f"process {os.getpid()} since {time.strftime('%Y-%m-%d %H:%M:%S')}\n".encode()
-                # On a full medium the old text may stay: the lock counts, not what it says.
+                # On a full medium the old text may stay. The lock counts, not the text.
                 with suppress(OSError):
                     os.pwrite(fd, text, 0)
                     os.ftruncate(fd, len(text))
@@ -103,7 +112,7 @@ class DirectoryStorage(Storage):
 
     @contextmanager
     def alone(self) -> Iterator[None]:
-        """For a short while, others who call this wait. Raises ConfigError if that takes ALONE_DEADLINE_S."""
+        """Excludes other processes that call this too. Raises ConfigError if one of them takes ALONE_DEADLINE_S."""
         fd = self._start_lock_fd = self._open_lock(START_LOCK_NAME)
         try:
             if fd >= 0 and not try_to_lock(fd, ALONE_DEADLINE_S):
@@ -116,8 +125,8 @@ class DirectoryStorage(Storage):
             self._start_lock_fd = _unlock(self._start_lock_fd)
 
     def _open_lock(self, name: str) -> int:
-        """A descriptor of a file that nobody else can open, and therefore nobody else can lock. -1 on a read-only
-        medium without that file: nobody who could write there has ever owned it."""
+        """Returns a descriptor of a file that no other user can open, and therefore none can lock; -1 if the medium is
+        read-only and has no such file: no process that could write there has ever owned it."""
         flags = os.O_RDONLY if self._read_only else os.O_RDWR | os.O_CREAT
         try:
             fd = os.open(name, _FILE_FLAGS | flags, _FILE_MODE, dir_fd=self._fd)
@@ -131,8 +140,8 @@ class DirectoryStorage(Storage):
         return fd
 
     def close_to_others(self, fd: int, name: str, mode: int) -> None:
-        """Gives what is open as ``fd`` the permissions ``mode`` if others have any. Raises PermissionError if it
-        belongs to another user, or if others can write to it and that cannot be changed."""
+        """Sets the permissions of an open file or folder to ``mode`` if other users have any. Raises PermissionError if
+        it belongs to another user, or if others can write to it and that cannot be changed."""
         status = os.fstat(fd)
         if status.st_uid not in (os.geteuid(), 0):
             raise PermissionError(errno.EPERM, f"{name} belongs to user {status.st_uid}; chown or remove it")
@@ -149,9 +158,9 @@ class DirectoryStorage(Storage):
         if not self._knows_repair:
             self._knows_repair = True
             logger.warning(
-                "kvoffload: disk_dir=%r: %s was open to others (mode %o) and is closed to them now, like all that is "
-                "found so. Checksums do not show forged blocks: if you do not trust those others, stop the server and "
-                "run kvoffload disk clear",
+                "kvoffload: disk_dir=%r: %s was open to other users (mode %o) and is closed to them now, as is every "
+                "other file found open. Checksums do not show forged blocks: if you do not trust those users, stop the "
+                "server and run kvoffload disk clear",
                 str(self.path),
                 name,
                 found,
@@ -195,7 +204,7 @@ class DirectoryStorage(Storage):
                 except OSError as error:
                     if error.errno != errno.EINVAL:
                         raise
-                    self.tell_not_direct()
+                    self.log_not_direct()
             return _DirectoryFile(os.open(name, flags, _FILE_MODE, dir_fd=folder_fd), name, self)
 
     def remove(self, folder: str, name: str) -> None:
@@ -218,14 +227,14 @@ class DirectoryStorage(Storage):
             self._parent.close()
 
     def abandon(self) -> None:
-        """Closes the descriptors, and leaves the locks to the process that this one was forked from."""
+        """Closes the descriptors but leaves the locks to the process that this one was forked from."""
         for fd in (self._fd, self._lock_fd, self._start_lock_fd):
             if fd >= 0:
                 os.close(fd)
         self._fd = self._lock_fd = self._start_lock_fd = -1
 
-    def tell_not_direct(self) -> None:
-        """Logs, once, that the page cache is in the way."""
+    def log_not_direct(self) -> None:
+        """Logs, once, that the page cache is used."""
         if not self._knows_direct:
             self._knows_direct = True
             logger.warning(
@@ -246,7 +255,7 @@ class DirectoryStorage(Storage):
 
 
 class _DirectoryFile(StoredFile):
-    """Takes over ``fd``, which was opened as ``name``."""
+    """The file that was opened as ``name``, with descriptor ``fd``, which it closes."""
 
     def __init__(self, fd: int, name: str, storage: DirectoryStorage) -> None:
         self._fd = fd
@@ -276,13 +285,14 @@ class _DirectoryFile(StoredFile):
             return os.pwritev(self._fd, [buffer.data for buffer in buffers], offset)
 
     def _leave_direct(self, error: OSError) -> None:
-        """Some file systems take O_DIRECT on opening and refuse it later. Raises ``error`` if that is not it."""
+        """Turns O_DIRECT off: some file systems accept it on opening and refuse it later. Raises ``error`` if it has
+        another reason."""
         if error.errno != errno.EINVAL or not self._is_direct:
             raise error
-        # Another thread may have done so, since this one's call was refused.
+        # Another thread may have done it since this one's call was refused.
         flags = fcntl.fcntl(self._fd, fcntl.F_GETFL)
         if flags & os.O_DIRECT:
-            self._storage.tell_not_direct()
+            self._storage.log_not_direct()
             fcntl.fcntl(self._fd, fcntl.F_SETFL, flags & ~os.O_DIRECT)
 
     def size(self) -> int:
@@ -299,7 +309,7 @@ class _DirectoryFile(StoredFile):
         status = os.fstatvfs(self._fd)
         if size - old > status.f_bavail * status.f_frsize:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        # Where a file system has no fallocate, the C library writes zeros in pieces that O_DIRECT would not take.
+        # If a file system has no fallocate, the C library writes zeros, in pieces that O_DIRECT does not allow.
         fd = os.open(f"/proc/self/fd/{self._fd}", os.O_RDWR | os.O_CLOEXEC)
         try:
             _allocate(fd, old, size)
@@ -322,7 +332,7 @@ def _allocate(fd: int, begin: int, end: int) -> None:
     try:
         os.posix_fallocate(fd, begin, end - begin)
     except OSError as error:
-        # Not every C library does it by other means.
+        # Not every C library has a substitute.
         if error.errno not in _NO_FALLOCATE:
             raise
         zeros = bytes(_ZEROS_BYTES)
@@ -331,7 +341,7 @@ def _allocate(fd: int, begin: int, end: int) -> None:
 
 
 def _unlock(fd: int) -> int:
-    """Gives up the lock of ``fd``, at once even if a forked child has it too, and closes it. Returns -1."""
+    """Gives up the lock of ``fd``, even if a forked child has inherited it, and closes ``fd``. Returns -1."""
     if fd >= 0:
         fcntl.flock(fd, fcntl.LOCK_UN)
         os.close(fd)
@@ -341,7 +351,7 @@ def _unlock(fd: int) -> int:
 def _open_root(path: Path) -> int:
     setting = f"disk_dir={str(path)!r}"
     if path.is_symlink():
-        raise ConfigError(f"{setting}: is a symbolic link; write what it points to, {os.path.realpath(path)!r}")
+        raise ConfigError(f"{setting}: is a symbolic link; name its target, {os.path.realpath(path)!r}")
     if path.exists() and not path.is_dir():
         raise ConfigError(f"{setting}: is not a directory; name a directory")
     try:

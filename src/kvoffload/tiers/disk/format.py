@@ -1,24 +1,25 @@
-"""The disk tier's files: what is in them, and what is believed of it.
+"""The format of the disk tier's files, and the checks that they must pass.
 
-A directory holds one folder a fingerprint, named by its 64 hexadecimal digits. In it lie the payloads in *slabs*,
-``slab-00000`` and so on, a file ``index`` that tells what they are, and a file ``recency`` that tells when they were
-used.
+A directory has one folder per fingerprint, named by its 64 hexadecimal digits. The folder has the payloads in *slabs*,
+``slab-00000`` and so on, a file ``index`` that says which blocks they are, and a file ``recency`` that says when they
+were used.
 
-A slab is ``slots_per_slab`` slots in a row, the last one perhaps fewer. A slot holds one block: rank 0's bytes, then
-rank 1's, padding included, without a gap. Slot ``s`` is the ``s % slots_per_slab``-th of slab ``s // slots_per_slab``.
+A slab is ``slots_per_slab`` slots in a row; the last slab may have fewer. A slot has one block: the bytes of rank 0,
+then those of rank 1 and so on, padding included, without gaps. Slot ``s`` is number ``s % slots_per_slab`` in slab
+``s // slots_per_slab``.
 
-The index is a header of 4096 bytes, then a record of 128 bytes a slot, in the order of the slots. Numbers are
-little-endian. A record of zeros, or one that fails any check, is a slot without a block.
+The index is a header of 4096 bytes, then one record of 128 bytes per slot, in the order of the slots. Numbers are
+little-endian. If a record is all zeros or fails a check, its slot has no block.
 
-Every byte of the header is under its checksum, every byte of a record under its own, and every byte of a slot under
-the payload's, all XXH3-64. The payload's checksum is seeded with the fingerprint's id, the generation and the key, so a
-payload that has come to lie in another slot, file or folder fails it. A header names the *generation* of its records,
-a random number: a new one makes every record before it void at once. XXH3 finds accidents. It does not authenticate:
-whoever can write to these files can forge a block that passes every check.
+The header's checksum covers every byte of the header, a record's checksum every byte of the record, and a payload's
+checksum every byte of the slot; all are XXH3-64. A payload's checksum is seeded with the id of the fingerprint, the
+generation and the key, so a payload in a wrong slot, file or folder fails it. The header names the *generation* of its
+records, a random number: a new generation invalidates all earlier records at once. XXH3 finds accidents. It does not
+authenticate: a user who can write to these files can forge a block that passes every check.
 
-The recency file is one number of 64 bits per slot, the sequence of the last use that was written down. Nothing but the
-order of eviction after a restart depends on it, so it has neither header nor checksum; a record's own sequence counts
-if it is higher.
+The recency file has one 64-bit number per slot, the sequence number of the last use that was written down. Only the
+order of eviction after a restart depends on it, so it has neither header nor checksum. If a record's own sequence
+number is higher, that one counts.
 """
 
 from __future__ import annotations
@@ -44,19 +45,19 @@ RECORD_BYTES = 128
 MAX_KEY_BYTES = 64
 MAX_RANKS = 256
 MAX_BLOCK_BYTES = (1 << 31) - SLOT_ALIGNMENT
-"""What one read or write of the kernel's can move."""
+"""The most that one read or write call of the kernel can move."""
 MAX_SEQUENCE = 1 << 62
-"""No server can count so far. A record that says more is damaged, and uses beyond it are not told apart."""
+"""No server counts that far. A record with a higher number is damaged; uses beyond it are not ordered."""
 MAX_HITS = MAX_SECONDS = (1 << 32) - 1
 
 _HEADER_MAGIC = b"kvoffidx"
 _HEADER = struct.Struct("<8sII64sQQB")
-"""Magic, version, ranks, fingerprint, slots a slab, generation, transient; then the slot bytes of each rank."""
+"""Magic, version, ranks, fingerprint, slots per slab, generation, transient; then the slot bytes of each rank."""
 _RECORD_MAGIC = int.from_bytes(b"kvob", "little")
 _ID_BYTES = 12
 _FINGERPRINT = re.compile(r"[0-9a-f]{64}")
 ENGINE_FOLDER = re.compile(r"engine-([0-9]{1,6})")
-"""Where several engines share a directory, the folder of each."""
+"""The folder of one of several engines that share a directory."""
 _SLAB = re.compile(r"slab-([0-9]{5,9})")
 
 RECORD = np.dtype(
@@ -75,7 +76,8 @@ RECORD = np.dtype(
         ("checksum", "<u8"),
     ]
 )
-"""One slot's record. ``sequence`` grows with every write and every hit; ``stored_at`` is in seconds since 1970."""
+"""The record of one slot. ``sequence`` grows with every write and every read; ``stored_at`` is in seconds since
+1970."""
 assert RECORD.itemsize == RECORD_BYTES
 _RECORD = struct.Struct(f"<IHH{_ID_BYTES}sIQ{MAX_KEY_BYTES}sQIIQ")
 _ID_PLACE = slice(8, 8 + _ID_BYTES)
@@ -86,16 +88,16 @@ Records = npt.NDArray[np.void]
 
 
 class FormatError(KVOffloadError):
-    """An index cannot be used. The message says why."""
+    """An index cannot be used, for the reason that the message gives."""
 
 
 def is_block_file(name: str) -> bool:
-    """Whether a file of this name in a fingerprint's folder is the tier's."""
+    """Returns whether a file of this name in a fingerprint's folder belongs to the tier."""
     return name in (INDEX_NAME, RECENCY_NAME) or slab_number(name) is not None
 
 
 def is_fingerprint(name: str) -> bool:
-    """Whether a folder of this name is ours."""
+    """Returns whether ``name`` is that of a fingerprint's folder."""
     return _FINGERPRINT.fullmatch(name) is not None
 
 
@@ -104,20 +106,20 @@ def slab_name(number: int) -> str:
 
 
 def slab_number(name: str) -> int | None:
-    """The inverse of ``slab_name``; None for other files."""
+    """Returns the number of the slab with this file name, None for other files."""
     match = _SLAB.fullmatch(name)
     return int(match[1]) if match and slab_name(int(match[1])) == name else None
 
 
 def record_offset(slot: int) -> int:
-    """Where in the index the record of ``slot`` lies."""
+    """Returns the offset of a slot's record in the index."""
     return HEADER_BYTES + slot * RECORD_BYTES
 
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """What an index says of itself. ``slot_bytes``: of each rank, padded. ``transient``: the blocks were made with
-    weights that were changed while the server ran, and are void once it has ended."""
+    """The header of an index. ``slot_bytes``: bytes per slot of each rank, padded. ``transient``: the blocks were
+    computed with weights that were changed while the server ran, and are invalid once it has ended."""
 
     fingerprint: str
     slot_bytes: tuple[int, ...]
@@ -127,21 +129,21 @@ class Header:
 
     @property
     def block_bytes(self) -> int:
-        """Bytes of a slot on disk."""
+        """Bytes per slot on disk."""
         return sum(self.slot_bytes)
 
     @property
     def fingerprint_id(self) -> bytes:
-        """The beginning of the fingerprint, which every record repeats."""
+        """The first bytes of the fingerprint, which every record repeats."""
         return bytes.fromhex(self.fingerprint)[:_ID_BYTES]
 
     def place(self, slot: int) -> tuple[int, int]:
-        """Slab number, and offset in the slab, of ``slot``."""
+        """Returns slab number, and offset in the slab, of ``slot``."""
         slab, index = divmod(slot, self.slots_per_slab)
         return slab, index * self.block_bytes
 
     def pack(self) -> ByteArray:
-        """HEADER_BYTES bytes."""
+        """Returns the header as HEADER_BYTES bytes."""
         fields = _HEADER.pack(
             _HEADER_MAGIC,
             FORMAT_VERSION,
@@ -157,14 +159,14 @@ class Header:
 
     @classmethod
     def unpack(cls, data: ByteArray) -> Header:
-        """The header in the first HEADER_BYTES bytes of an index. Raises FormatError if there is none to use."""
+        """Reads a header from the first HEADER_BYTES bytes of an index. Raises FormatError if it cannot be used."""
         raw = data.tobytes()
         if len(raw) < HEADER_BYTES:
-            raise FormatError(f"the index has {len(raw)} bytes, not even a header")
+            raise FormatError(f"the index has only {len(raw)} bytes, fewer than its header")
         body, checksum = raw[: HEADER_BYTES - 8], raw[HEADER_BYTES - 8 : HEADER_BYTES]
         magic, version, ranks, fingerprint, slots_per_slab, generation, transient = _HEADER.unpack_from(body)
         if magic != _HEADER_MAGIC:
-            raise FormatError("the index does not begin like one")
+            raise FormatError("the file does not begin like an index")
         if version != FORMAT_VERSION:
             raise FormatError(f"the index has format version {version}; this release reads {FORMAT_VERSION}")
         if struct.pack("<Q", xxh3_64_intdigest(body)) != checksum:
@@ -173,12 +175,12 @@ class Header:
         name = fingerprint.decode("ascii", "replace")
         aligned = all(size > 0 and size % SLOT_ALIGNMENT == 0 for size in sizes)
         if not (sizes and aligned and sum(sizes) <= MAX_BLOCK_BYTES and slots_per_slab > 0 and is_fingerprint(name)):
-            raise FormatError("the index's header holds impossible values")
+            raise FormatError("the index's header has impossible values")
         return cls(name, sizes, slots_per_slab, generation, bool(transient))
 
 
 def payload_checksum(header: Header, key: OffloadKey, buffers: Sequence[ByteArray]) -> int:
-    """Of a block's bytes, one buffer a rank. Runs without the GIL on buffers of some size."""
+    """Returns the checksum of a block, given one buffer per rank. Large buffers are hashed without the GIL."""
     checksum = xxh3_64_intdigest(header.fingerprint_id + struct.pack("<Q", header.generation) + key)
     for buffer in buffers:
         checksum = xxh3_64_intdigest(buffer.data, checksum)
@@ -188,7 +190,7 @@ def payload_checksum(header: Header, key: OffloadKey, buffers: Sequence[ByteArra
 def pack_record(
     header: Header, key: OffloadKey, *, sequence: int, stored_at: int, hits: int, payload_checksum: int
 ) -> ByteArray:
-    """RECORD_BYTES bytes that make a slot's block findable."""
+    """Returns the record of a slot with a block, RECORD_BYTES bytes."""
     body = _RECORD.pack(
         _RECORD_MAGIC,
         FORMAT_VERSION,
@@ -207,20 +209,20 @@ def pack_record(
 
 @dataclass(frozen=True, slots=True)
 class Entries:
-    """The blocks that an index knows: ``keys[i]`` lies in ``slots[i]``, ``records[i]`` is its record. Oldest first."""
+    """Blocks of an index: ``keys[i]`` is in ``slots[i]`` and has ``records[i]``. Oldest first."""
 
     keys: list[OffloadKey]
     slots: Slots
     records: Records
     num_stale: int = 0
-    """Sound records of another generation."""
+    """Valid records of another generation."""
     num_damaged: int = 0
-    """Records that are neither empty nor sound."""
+    """Records that are neither empty nor valid."""
 
 
 def parse_records(header: Header, data: ByteArray, first_slot: int = 0) -> Entries:
-    """The blocks of slots ``first_slot`` on, from their records' bytes; an incomplete record at the end is ignored.
-    The payloads have still to be verified, and a key may come twice, the newer one later."""
+    """Returns the blocks of ``first_slot`` and the slots after it, given the bytes of their records. An incomplete
+    record at the end is ignored. The payloads are not verified. A key may appear twice; the newer block comes later."""
     rows = data[: len(data) // RECORD_BYTES * RECORD_BYTES].reshape(-1, RECORD_BYTES)
     slots = np.flatnonzero(_as_records(rows)["magic"])
     rows = rows.take(slots, axis=0)

@@ -1,4 +1,4 @@
-"""Files of one directory, as the disk tier uses them: the seam at which tests put a device that fails."""
+"""The contract of the files that the disk tier uses. Tests replace them with a device that fails."""
 
 from __future__ import annotations
 
@@ -21,7 +21,15 @@ SETTING_ERRORS = (
     errno.ENOSYS,
     errno.EOPNOTSUPP,
 )
-"""Errors of a directory that was named by mistake, or belongs to somebody else. Any other is trouble of the medium."""
+"""Errors of a directory that was named by mistake or belongs to another user. Any other error is the medium's."""
+NO_FILE_ERRORS = (errno.ENOENT, errno.ELOOP, errno.EISDIR, errno.EINVAL, errno.ENXIO, errno.EPERM)
+"""Errors of opening a symbolic link, a directory, a pipe, another user's file, or a name without a file."""
+NO_SPACE_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
+def is_full(error: BaseException) -> bool:
+    """Returns whether ``error`` says that the medium has no room left."""
+    return isinstance(error, OSError) and error.errno in NO_SPACE_ERRORS
 
 
 def nothing(folder: str, name: str) -> bool:
@@ -30,48 +38,48 @@ def nothing(folder: str, name: str) -> bool:
 
 
 class StoredFile(ABC):
-    """An open file. Every method may raise OSError; reads and writes are used from several threads at once."""
+    """An open file. Every method may raise OSError. Several threads read and write at the same time."""
 
     @abstractmethod
     def read(self, buffers: Sequence[ByteArray], offset: int) -> int:
-        """Fills ``buffers``, one after the other, from ``offset`` on. Returns the bytes read: fewer at the file's
-        end, and for other reasons."""
+        """Fills ``buffers``, one after the other, from ``offset`` on. Returns the bytes read: fewer at the end of the
+        file, and possibly elsewhere."""
 
     @abstractmethod
     def write(self, buffers: Sequence[ByteArray], offset: int) -> int:
-        """Writes ``buffers``, one after the other, from ``offset`` on. Returns the bytes written, perhaps fewer."""
+        """Writes ``buffers``, one after the other, from ``offset`` on. Returns the bytes written, possibly fewer."""
 
     @abstractmethod
     def size(self) -> int: ...
 
     @abstractmethod
     def allocated_bytes(self) -> int:
-        """Bytes of the medium that the file takes."""
+        """Returns the bytes of the medium that the file takes."""
 
     @abstractmethod
     def resize(self, size: int) -> None:
-        """Cuts the file off, or extends it with zeros in room that is taken from the medium at once. If the medium has
-        not so much (OSError ENOSPC), nothing has changed."""
+        """Truncates the file, or extends it with zeros, for which the medium sets room aside at once. If the medium has
+        too little (OSError ENOSPC), nothing has changed."""
 
     @abstractmethod
     def close(self) -> None: ...
 
 
 class Storage(ABC):
-    """A directory of directories of files. Names are single components; ``folder`` "" is the directory itself.
+    """A directory with folders of files. Names are single components; ``folder`` "" is the directory itself.
 
-    Every method may raise OSError. Folders are open to their owner only, files too; symbolic links are never followed.
+    Every method may raise OSError. Only the owner can open folders and files; symbolic links are never followed.
     """
 
     @property
     @abstractmethod
     def read_only(self) -> bool:
-        """Whether nothing can be written: a medium that is mounted so. Files are then open for reading only."""
+        """Whether the medium is mounted read-only. Files are then open for reading only."""
 
     @abstractmethod
     def lock(self) -> None:
-        """Makes this the only owner of the directory until ``close`` or the end of the process, however it ends. Raises
-        ConfigError that says who owns it otherwise."""
+        """Makes this process the only owner of the directory until ``close`` or the end of the process, however it
+        ends. Raises ConfigError, which names the owner, if another process has it."""
 
     @abstractmethod
     def folders(self) -> list[str]: ...
@@ -81,32 +89,33 @@ class Storage(ABC):
 
     @abstractmethod
     def make_folder(self, folder: str) -> None:
-        """Does nothing if it is there."""
+        """Makes the folder unless it exists."""
 
     @abstractmethod
     def remove_folder(self, folder: str) -> None:
-        """It must be empty."""
+        """Removes a folder, which must be empty."""
 
     @abstractmethod
     def open(self, folder: str, name: str, create: bool = False, direct: bool = False) -> StoredFile:
-        """``direct``: reads and writes, of multiples of 4 KiB at multiples of 4 KiB, go past the page cache where the
-        file system can do that."""
+        """Opens a file. With ``direct``, reads and writes must be of multiples of 4 KiB at multiples of 4 KiB, and
+        bypass the page cache if the file system can do that."""
 
     @abstractmethod
     def remove(self, folder: str, name: str) -> None: ...
 
     @abstractmethod
     def modified(self, folder: str, name: str) -> float:
-        """When the file was last written, in seconds since 1970."""
+        """Returns when the file was last written, in seconds since 1970."""
 
     @abstractmethod
     def held_bytes(self, is_left_out: Callable[[str, str], bool] = nothing) -> int:
-        """Bytes of the medium that all files below take, whoever made them, but the lock and those for which
-        ``is_left_out`` is true of the folder's path, "" for the directory itself, and the name."""
+        """Returns the bytes of the medium that all files below take, whatever made them, except the locks and the files
+        for which ``is_left_out`` returns True, given the path of the folder, "" for the directory itself, and the
+        name."""
 
     @abstractmethod
     def free_bytes(self) -> int:
-        """What the medium could still give to this user."""
+        """Returns the bytes that the medium could still give to this user."""
 
     @abstractmethod
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""IOThreads: reads first, a bound, and an end within a deadline."""
+"""IOThreads runs jobs by priority, bounds its queues, and closes within a deadline."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ LONG_S = 30.0
 
 
 class Gate:
-    """A job that tells that it has begun, and ends when it may."""
+    """A job that signals when it has begun, and ends when it is allowed to."""
 
     def __init__(self) -> None:
         self.begun = threading.Event()
@@ -38,7 +38,7 @@ def gates() -> Iterator[Callable[[], Gate]]:
         gate.may_end.set()
 
 
-def test_jobs_are_done() -> None:
+def test_every_job_is_run() -> None:
     executor, done = IOThreads(4), []
     for i in range(100):
         assert (executor.submit_read if i % 2 else executor.submit_write)(lambda i=i: done.append(i))
@@ -46,16 +46,17 @@ def test_jobs_are_done() -> None:
     assert sorted(done) == list(range(100))
 
 
-def test_reads_go_ahead_of_writes_and_each_kind_in_order(gates: Callable[[], Gate]) -> None:
+def test_maintenance_runs_before_reads_and_reads_before_writes_each_kind_in_order(gates: Callable[[], Gate]) -> None:
     executor, gate, done = IOThreads(1), gates(), []
     executor.submit_read(gate)
     assert gate.begun.wait(LONG_S)
     for i in range(3):
         executor.submit_write(lambda i=i: done.append(f"write {i}"))
         executor.submit_read(lambda i=i: done.append(f"read {i}"))
+    executor.submit_maintenance(lambda: done.append("maintenance"))
     gate.may_end.set()
     assert executor.close(LONG_S)
-    assert done == ["read 0", "read 1", "read 2", "write 0", "write 1", "write 2"]
+    assert done == ["maintenance", "read 0", "read 1", "read 2", "write 0", "write 1", "write 2"]
 
 
 def test_writes_that_hang_leave_threads_for_reads(gates: Callable[[], Gate]) -> None:
@@ -81,9 +82,10 @@ def test_queues_are_bounded(gates: Callable[[], Gate], monkeypatch: pytest.Monke
     assert gate.begun.wait(LONG_S)
     assert [executor.submit_read(gate) for _ in range(4)] == [True, True, False, False]
     assert [executor.submit_write(gate) for _ in range(4)] == [True, True, True, False]
+    assert [executor.submit_maintenance(gate) for _ in range(2)] == [True, False]
 
 
-def test_close_ends_in_time_though_a_job_hangs(gates: Callable[[], Gate]) -> None:
+def test_close_ends_in_time_if_a_job_hangs(gates: Callable[[], Gate]) -> None:
     executor, gate, done = IOThreads(1), gates(), []
     executor.submit_read(gate)
     executor.submit_read(lambda: done.append("late"))
@@ -94,7 +96,7 @@ def test_close_ends_in_time_though_a_job_hangs(gates: Callable[[], Gate]) -> Non
     assert done == []
 
 
-def test_after_close_nothing_is_taken_on_and_no_thread_is_left() -> None:
+def test_a_closed_executor_takes_no_jobs_and_leaves_no_thread() -> None:
     before = threading.active_count()
     executor = IOThreads(3, name="closing")
     workers = [thread for thread in threading.enumerate() if thread.name.startswith("closing")]
@@ -102,12 +104,13 @@ def test_after_close_nothing_is_taken_on_and_no_thread_is_left() -> None:
     assert executor.close(LONG_S)
     assert not executor.submit_read(lambda: None)
     assert not executor.submit_write(lambda: None)
+    assert not executor.submit_maintenance(lambda: None)
     for worker in workers:
         worker.join(LONG_S)
     assert threading.active_count() <= before
 
 
-def test_a_job_that_raises_harms_no_other() -> None:
+def test_a_job_that_raises_does_not_affect_others() -> None:
     executor, done = IOThreads(1), []
     executor.submit_read(lambda: 1 // 0)
     executor.submit_read(lambda: done.append(1))

@@ -1,0 +1,179 @@
+"""Catalog: which block is in which slot of a tier, and which blocks are in transfer."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection, Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from kvoffload.abc import BlockNotReadyError, LoadStoreSpec, LookupState, OffloadKey, Slots, States
+from kvoffload.cache.manager import PolicyOffloadingManager
+from kvoffload.cache.policies import make_policy
+from kvoffload.cache.slots import SlotBackend
+
+DISK_MEDIUM = "DISK"
+
+Claim = tuple[list[OffloadKey], Slots, Slots]
+"""Blocks that are in transfer from now on: keys, host slots, and slots in the tier, all in the same order."""
+
+
+class Catalog:
+    """The blocks of a tier with ``num_slots`` slots of ``block_bytes``. ``policy``: the name of its cache policy.
+
+    Keys are looked up when a transfer begins; from then on it is known by its slots in the tier, which do not change
+    before it has ended. A block that is dropped meanwhile is not found any more, and its slot is free when its transfer
+    has ended. Every new block is accepted: one that was refused would be a hole in its chain. With ``grows``, slots
+    exist when they have been added. Raises ConfigError if there is no such policy.
+    """
+
+    def __init__(
+        self,
+        num_slots: int,
+        block_bytes: int,
+        policy: str,
+        clock: Callable[[], float] = time.monotonic,
+        *,
+        grows: bool = False,
+    ) -> None:
+        self.num_evicted = 0
+        """Blocks evicted since the start."""
+        self._backend = SlotBackend(block_bytes, DISK_MEDIUM, num_slots, grows)
+        self._manager = PolicyOffloadingManager(
+            self._backend, make_policy(policy, num_slots), must_store=True, clock=clock
+        )
+        self._is_read = np.zeros(num_slots, dtype=np.bool_)
+        """Which slots are being read."""
+
+    @property
+    def num_blocks(self) -> int:
+        """Slots that are in use: by blocks, or by transfers of blocks that were dropped."""
+        return self._manager.num_used_blocks
+
+    @property
+    def num_free(self) -> int:
+        return self._backend.get_num_free_blocks()
+
+    @property
+    def num_available(self) -> int:
+        """Blocks that could be written now, in free slots and in place of others."""
+        return self._manager.num_available_blocks
+
+    def contains(self, keys: Sequence[OffloadKey]) -> States:
+        """Returns one LookupState per key: HIT if the block can be read, else MISS."""
+        states = self._manager.states(keys)
+        states[states != LookupState.HIT] = LookupState.MISS
+        return states
+
+    # The medium.
+
+    def restore(self, keys: Sequence[OffloadKey], slots: Slots) -> None:
+        """Adds distinct blocks that the medium holds already, the least recently used first."""
+        self._backend.add_allocated(slots)
+        self._manager.restore(keys, slots)
+
+    def add_free(self, slots: Slots) -> None:
+        """Adds new slots to those of the medium."""
+        self._backend.add_free(slots)
+
+    # Transfers.
+
+    def begin_reads(self, keys: Sequence[OffloadKey], host_slots: Slots) -> Claim:
+        """Pins those of ``keys`` that can be read and are not being read already."""
+        if len(set(keys)) < len(keys):
+            last = {key: i for i, key in enumerate(keys)}
+            keys, host_slots = list(last), host_slots[list(last.values())]
+        try:
+            slots = self._manager.prepare_load(keys).slots
+        except BlockNotReadyError:
+            # The caller has looked at another moment, or has not looked.
+            ready = np.flatnonzero(self._manager.states(keys) == LookupState.HIT)
+            keys, host_slots = [keys[i] for i in ready.tolist()], host_slots[ready]
+            slots = self._manager.prepare_load(keys).slots
+        being_read = self._is_read[slots]
+        if being_read.any():
+            self._unpin(slots[being_read])
+            fresh = np.flatnonzero(~being_read)
+            keys, host_slots, slots = [keys[i] for i in fresh.tolist()], host_slots[fresh], slots[fresh]
+        self._is_read[slots] = True
+        return list(keys), host_slots.copy(), slots
+
+    def begin_writes(self, keys: Sequence[OffloadKey], host_slots: Slots, room: int) -> Claim:
+        """Gives slots to those of ``keys`` that are absent, at most ``room`` of them, which must not be more than
+        ``num_available``. Evicts other blocks as necessary."""
+        output = self._manager.prepare_store(keys) if len(keys) <= room else None
+        if output is None:
+            # Too many, or some of them are present, and would have to be evicted for the others.
+            absent = np.flatnonzero(self._manager.states(keys) == LookupState.MISS)[:room]
+            keys, host_slots = [keys[i] for i in absent.tolist()], host_slots[absent]
+            output = self._manager.prepare_store(keys)
+        if output is None:
+            return [], host_slots[:0], host_slots[:0]
+        self.num_evicted += len(output.evicted_keys)
+        self._manager.reorder_chain(output.keys_to_store, output.keys_to_store, found=output.store_spec.slots)
+        if len(output.keys_to_store) < len(keys):
+            index = {key: i for i, key in enumerate(keys)}
+            host_slots = host_slots[[index[key] for key in output.keys_to_store]]
+        return output.keys_to_store, host_slots.copy(), output.store_spec.slots
+
+    def end_reads(self, keys: Sequence[OffloadKey], slots: Slots, succeeded: npt.NDArray[np.bool_]) -> Slots:
+        """Reads of ``keys`` in ``slots`` have ended. Blocks that could not be read are dropped. Returns the slots of
+        those that had been dropped before, which are free now."""
+        dropped = self._manager.is_dropped(self._lease(slots))
+        self.cancel_reads(slots)
+        if not succeeded.all():
+            self._manager.drop([keys[i] for i in np.flatnonzero(~succeeded & ~dropped).tolist()])
+        return slots[dropped]
+
+    def end_writes(self, slots: Slots, succeeded: npt.NDArray[np.bool_]) -> Slots:
+        """Writes to ``slots`` have ended: the blocks can be read, or vanish if they could not be written. Returns the
+        slots of those that had been dropped before, which are free now."""
+        dropped = self._manager.is_dropped(self._lease(slots))
+        self._manager.complete_store(self._lease(slots[succeeded]))
+        if not succeeded.all():
+            self.cancel_writes(slots[~succeeded])
+        return slots[dropped]
+
+    def cancel_reads(self, slots: Slots) -> None:
+        """Undoes ``begin_reads``."""
+        self._is_read[slots] = False
+        self._unpin(slots)
+
+    def cancel_writes(self, slots: Slots) -> None:
+        """Undoes ``begin_writes``, but for the evictions."""
+        self._manager.complete_store(self._lease(slots), success=False)
+
+    def _unpin(self, slots: Slots) -> None:
+        self._manager.complete_load(self._lease(slots))
+
+    def _lease(self, slots: Slots) -> LoadStoreSpec:
+        return LoadStoreSpec(self._backend.medium, slots)
+
+    # Order and removal.
+
+    def touch(self, keys: Sequence[OffloadKey]) -> Slots:
+        """Marks as recently used, last key first. Returns the slots of the blocks that are present, in order."""
+        slots = self._manager.find(keys)
+        self._manager.touch(keys, found=slots)
+        return slots[slots >= 0]
+
+    def reorder_chain(self, keys: Sequence[OffloadKey], stored: Collection[OffloadKey]) -> Slots:
+        """Brings a chain into the order of one touch; see ``Tier.reorder_chain``. Returns what ``touch`` returns."""
+        slots = self._manager.find(keys)
+        self._manager.reorder_chain(keys, stored, found=slots)
+        return slots[slots >= 0]
+
+    def drop(self, keys: Sequence[OffloadKey]) -> Slots:
+        """Blocks vanish at once. Returns the slots that they were in."""
+        slots = self._manager.find(keys)
+        self._manager.drop(keys)
+        return slots[slots >= 0]
+
+    def reset(self) -> None:
+        """All blocks vanish at once."""
+        self._manager.reset()
+
+    def check_integrity(self) -> None:
+        """Raises IntegrityError if slots, blocks and policy do not agree. O(blocks)."""
+        self._manager.check_integrity()

@@ -1,0 +1,85 @@
+"""Folders of other fingerprints in the tier's directory, whose files are removed when their room is needed."""
+
+from __future__ import annotations
+
+import logging
+from contextlib import suppress
+from dataclasses import dataclass
+
+from kvoffload.tiers.disk.format import INDEX_NAME, is_block_file, is_fingerprint, slab_number
+from kvoffload.tiers.disk.storage import Storage
+
+logger = logging.getLogger(__name__)
+
+FOLDER_BYTES = 4096
+
+
+@dataclass(slots=True)
+class _Folder:
+    """One fingerprint's folder. ``files``: name and allocated bytes of each file, in reverse order of removal."""
+
+    name: str
+    modified: float
+    files: list[tuple[str, int]]
+
+
+class ForeignFolders:
+    """What other models have left in ``storage``. ``nbytes``: bytes of the medium that it takes.
+
+    The last slab of the model that has not been used for the longest time is removed first, an index last. Raises
+    OSError.
+    """
+
+    def __init__(self, storage: Storage, own_folder: str) -> None:
+        self._storage = storage
+        found = [self._look_at(name) for name in storage.folders() if is_fingerprint(name) and name != own_folder]
+        self._folders = sorted((each for each in found if each is not None), key=lambda folder: folder.modified)
+        self._files = {(folder.name, file) for folder in self._folders for file, _ in folder.files}
+        self.nbytes = sum(nbytes for folder in self._folders for _, nbytes in folder.files)
+
+    def __bool__(self) -> bool:
+        """Whether a file is left."""
+        return bool(self._folders)
+
+    def __contains__(self, file: tuple[str, str]) -> bool:
+        """Whether the file, given by folder and name, was among them at the start."""
+        return file in self._files
+
+    def remove_oldest(self) -> None:
+        """Removes one file."""
+        folder = self._folders[0]
+        name, nbytes = folder.files[-1]
+        with suppress(FileNotFoundError):
+            self._storage.remove(folder.name, name)
+        folder.files.pop()
+        self.nbytes -= nbytes
+        if not folder.files:
+            self._folders.pop(0)
+            # Fails, as it should, if there are files of others in it.
+            with suppress(OSError):
+                self._storage.remove_folder(folder.name)
+
+    def _look_at(self, name: str) -> _Folder | None:
+        try:
+            files = [file for file in self._storage.files(name) if is_block_file(file)]
+        except PermissionError as error:
+            logger.warning("kvoffload: disk_dir: %s; it is left alone", error.strerror)
+            return None
+        # A file that cannot be opened counts as one that is not the tier's.
+        sizes = {file: nbytes for file in files if (nbytes := self._allocated_bytes(name, file)) is not None}
+        modified = self._storage.modified(name, INDEX_NAME) if INDEX_NAME in sizes else 0.0
+        index = (INDEX_NAME, sizes.pop(INDEX_NAME, 0) + FOLDER_BYTES)
+        # The recency file comes before the slabs, which have numbers.
+        rest = sorted(sizes.items(), key=lambda file: slab_number(file[0]) or -1)
+        return _Folder(name, modified, [index, *rest])
+
+    def _allocated_bytes(self, folder: str, name: str) -> int | None:
+        """Returns the bytes of the medium that the file takes, None if it cannot be opened."""
+        try:
+            file = self._storage.open(folder, name)
+        except OSError:
+            return None
+        try:
+            return file.allocated_bytes()
+        finally:
+            file.close()

@@ -1,0 +1,257 @@
+"""Work on the disk tier's files besides transfers of blocks: growth, header, stale records, recency.
+
+One job at a time does whatever is due, on a thread of the executor. What it may touch is stated in ``blockio``.
+"""
+
+from __future__ import annotations
+
+import enum
+import logging
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+
+from kvoffload.abc import Slots
+from kvoffload.tiers.disk.format import EMPTY_RECORD
+from kvoffload.tiers.disk.recency import Recency
+from kvoffload.tiers.disk.slabs import SlabFiles
+from kvoffload.tiers.disk.storage import is_full
+from kvoffload.tiers.executor import Executor
+
+logger = logging.getLogger(__name__)
+
+RETRY_S = 60.0
+"""Time from a task's failure, on a full medium for example, to its next attempt."""
+RECENCY_S = 10.0
+"""Time between two writes of the recency file. A kill makes the tier forget no more uses than those."""
+
+
+class Task(enum.Enum):
+    """Kinds of maintenance, in the order in which a job does them."""
+
+    HEADER = enum.auto()
+    """Write the header of the index, after a reset."""
+    GROWTH = enum.auto()
+    """Allocate the next slab."""
+    STALE_RECORDS = enum.auto()
+    """Empty the records of blocks that are gone."""
+    RECENCY = enum.auto()
+    """Write down which blocks were used."""
+
+
+_NO_SLOTS = np.empty(0, dtype=np.int64)
+_FINAL_TASKS = (Task.HEADER, Task.STALE_RECORDS, Task.RECENCY)
+
+
+class Growth(enum.Enum):
+    """Whether the files can get more slots."""
+
+    POSSIBLE = enum.auto()
+    REQUESTED = enum.auto()
+    """To be done by the next job, or being done."""
+    FAILED = enum.auto()
+    """The last attempt has failed, and that was logged. The next one may follow after RETRY_S."""
+    RETRIED = enum.auto()
+    """Requested again after a failure."""
+    COMPLETE = enum.auto()
+    """All slots that the budget allows exist."""
+
+
+class _State(enum.Enum):
+    IDLE = enum.auto()
+    BUSY = enum.auto()
+    """A job is queued or running."""
+    CLOSED = enum.auto()
+
+
+@dataclass(frozen=True, slots=True)
+class _Outcome:
+    """How a task has ended. ``task`` None: the job has ended. ``num_slots``: those that exist after growth."""
+
+    task: Task | None
+    error: Exception | None = None
+    num_slots: int = 0
+
+
+class Maintenance:
+    """Keeps ``files`` in order. The methods are called on the scheduler's thread, and only ``grow_now`` and ``finish``
+    wait for the medium."""
+
+    def __init__(self, files: SlabFiles, recency: Recency, executor: Executor, clock: Callable[[], float]) -> None:
+        self._files = files
+        self._recency = recency
+        self._executor = executor
+        self._clock = clock
+        self._state = _State.IDLE
+        self._growth = self._growth_or_complete(Growth.FAILED if files.is_short else Growth.POSSIBLE)
+        self._not_before = dict.fromkeys(Task, -float("inf"))
+        """When each task may be done next."""
+        self._num_slots = files.num_allocated
+        """Slots that the tier knows of."""
+        self._num_given = np.zeros(files.num_slots, dtype=np.int64)
+        """How often each slot was given to a block."""
+        self._stale: deque[tuple[int, int]] = deque(maxlen=files.num_slots)
+        """Slots whose records must be emptied, each with its ``_num_given``: if that has changed since, another block
+        was given the slot, and the old record went when that block was written."""
+        self._outcomes: deque[_Outcome] = deque()
+
+    # Growth.
+
+    @property
+    def files_are_final(self) -> bool:
+        """Whether new blocks must replace others, because the files cannot grow at the moment or any more."""
+        if self._growth is Growth.FAILED:
+            return self._clock() < self._not_before[Task.GROWTH]
+        return self._growth is Growth.COMPLETE
+
+    def grow(self) -> None:
+        """Requests the next slab. ``poll`` returns its slots."""
+        if self._growth is Growth.POSSIBLE:
+            self._growth = Growth.REQUESTED
+        elif self._growth is Growth.FAILED:
+            self._growth = Growth.RETRIED
+        self.submit()
+
+    def grow_now(self) -> Slots:
+        """Allocates the next slab before it returns. Returns the new slots, none if that has failed."""
+        self._growth = Growth.RETRIED if self._growth is Growth.FAILED else Growth.REQUESTED
+        self._grow()
+        return self.poll()
+
+    def _growth_or_complete(self, growth: Growth) -> Growth:
+        return Growth.COMPLETE if self._files.num_allocated == self._files.num_slots else growth
+
+    def _end_growth(self, outcome: _Outcome) -> Slots:
+        """Returns the new slots."""
+        before, is_first_failure = self._num_slots, self._growth is Growth.REQUESTED
+        if outcome.error is None:
+            self._growth = self._growth_or_complete(Growth.POSSIBLE)
+            self._num_slots = outcome.num_slots
+        else:
+            self._growth = self._growth_or_complete(Growth.FAILED)
+            if is_first_failure:
+                self._log_failed_growth(outcome.error)
+        return np.arange(before, self._num_slots, dtype=np.int64)
+
+    def _log_failed_growth(self, error: Exception) -> None:
+        effect = "evicts for new blocks" if self._files.num_allocated else "keeps no blocks"
+        advice = "use a file system that can"
+        if is_full(error):
+            advice = "free space where disk_dir lies, or set disk_bytes lower"
+        logger.warning(
+            "kvoffload: disk tier: it cannot grow (%s) and %s; %s. It tries again every %.0f s",
+            error,
+            effect,
+            advice,
+            RETRY_S,
+        )
+
+    # Stale records.
+
+    def give(self, slots: Slots) -> None:
+        """Notes that ``slots`` get new blocks, whose writing replaces the old records."""
+        self._num_given[slots] += 1
+
+    def empty_records(self, slots: Slots) -> None:
+        """Queues the records of the blocks that were last given ``slots`` to be emptied: no later process may find
+        them."""
+        self._stale.extend(zip(slots.tolist(), self._num_given[slots].tolist(), strict=True))
+
+    # Jobs.
+
+    def submit(self) -> None:
+        """Submits a job for the tasks that are due, unless one is under way."""
+        if self._state is not _State.IDLE:
+            return
+        pending = self._pending()
+        if pending and not self._files.read_only:
+            now = self._clock()
+            due = [task for task in pending if now >= self._not_before[task]]
+            if due and self._executor.submit_maintenance(partial(self._run, due)):
+                self._state = _State.BUSY
+
+    def poll(self) -> Slots:
+        """Takes the outcomes of tasks that have ended. Returns new slots."""
+        slots = _NO_SLOTS
+        while self._outcomes:
+            outcome = self._outcomes.popleft()
+            if outcome.task is None:
+                self._state = _State.IDLE if self._state is _State.BUSY else self._state
+                continue
+            if outcome.task is Task.GROWTH:
+                slots = self._end_growth(outcome)
+            if outcome.error is not None:
+                self._not_before[outcome.task] = self._clock() + RETRY_S
+            elif outcome.task is Task.RECENCY:
+                self._not_before[outcome.task] = self._clock() + RECENCY_S
+        return slots
+
+    def close(self) -> None:
+        """Submits a last job for everything but growth, whether it is due or not. ``finish`` must follow."""
+        if self._state is _State.IDLE and not self._files.read_only:
+            self._executor.submit_maintenance(partial(self._run, _FINAL_TASKS, is_final=True))
+        self._state = _State.CLOSED
+
+    def finish(self) -> None:
+        """Does the rest on the caller's thread. No job may be running."""
+        if not self._files.read_only:
+            self._run(_FINAL_TASKS, is_final=True)
+
+    def _pending(self) -> list[Task]:
+        """Returns the tasks that have something to do, in the order of Task."""
+        tasks = []
+        if self._files.header_is_due:
+            tasks.append(Task.HEADER)
+        if self._growth is Growth.REQUESTED or self._growth is Growth.RETRIED:
+            tasks.append(Task.GROWTH)
+        if self._stale:
+            tasks.append(Task.STALE_RECORDS)
+        if self._recency.has_changes:
+            tasks.append(Task.RECENCY)
+        return tasks
+
+    # On a thread of the executor.
+
+    def _run(self, tasks: Sequence[Task], is_final: bool = False) -> None:
+        try:
+            for task in tasks:
+                if task is Task.GROWTH:
+                    self._grow()
+                else:
+                    self._outcomes.append(_Outcome(task, self._try(task, is_final)))
+        finally:
+            self._outcomes.append(_Outcome(None))
+
+    def _try(self, task: Task, is_final: bool) -> Exception | None:
+        try:
+            if task is Task.HEADER:
+                self._files.write_header()
+            elif task is Task.STALE_RECORDS:
+                self._empty_stale_records()
+            else:
+                self._recency.write(self._files, everything=is_final)
+        except OSError as error:
+            return error
+        except Exception as error:
+            logger.exception("kvoffload: disk tier: maintenance failed (%s)", task.name)
+            return error
+        return None
+
+    def _grow(self) -> None:
+        try:
+            self._outcomes.append(_Outcome(Task.GROWTH, None, self._files.grow()))
+        except Exception as error:
+            self._outcomes.append(_Outcome(Task.GROWTH, error))
+
+    def _empty_stale_records(self) -> None:
+        while self._stale:
+            slot, num_given = self._stale.popleft()
+            try:
+                if self._num_given[slot] == num_given:
+                    self._files.write_records(slot, EMPTY_RECORD)
+            except OSError:
+                self._stale.appendleft((slot, num_given))
+                raise

@@ -1,0 +1,130 @@
+"""Opens a directory as a disk tier, shared with other engines of the same server if there are any."""
+
+from __future__ import annotations
+
+import errno
+import os
+import resource
+from collections.abc import Sequence
+from contextlib import suppress
+
+from kvoffload.abc import ByteArray, ConfigError
+from kvoffload.tiers.disk.directory import LOCK_NAMES, DirectoryStorage
+from kvoffload.tiers.disk.format import ENGINE_FOLDER, is_block_file, is_fingerprint
+from kvoffload.tiers.disk.slabs import SLAB_BYTES, check_capacity
+from kvoffload.tiers.disk.storage import SETTING_ERRORS
+from kvoffload.tiers.disk.tier import DiskTier
+
+SPARE_DESCRIPTORS = 512
+"""Files that the rest of the process may still want to open."""
+
+
+def open_disk_tier(
+    directory: str | os.PathLike[str],
+    capacity_bytes: int,
+    pools: Sequence[ByteArray],
+    fingerprint: str,
+    policy: str = "lru",
+    engine: int = 0,
+    engines: int = 1,
+) -> DiskTier:
+    """Opens ``directory`` as a disk tier. Only the other ones of ``engines`` engines may be using it too.
+
+    If there are several engines, each has a folder ``engine-<number>`` and an equal share of ``capacity_bytes``. Raises
+    ConfigError if a setting is wrong or the directory is in use, and OSError if the medium fails: a server can go on
+    without the tier then.
+    """
+    storage = root = DirectoryStorage(directory)
+    try:
+        root.lock(shared=engines > 1)
+        if not root.held_bytes():
+            check_capacity(capacity_bytes, root.free_bytes())
+        if engines == 1:
+            _allow_descriptors(capacity_bytes // SLAB_BYTES)
+            if not root.read_only:
+                _remove_other_layouts(root, engine, engines, capacity_bytes)
+            return DiskTier(storage, pools, fingerprint=fingerprint, capacity_bytes=capacity_bytes, policy=policy)
+        with root.alone():
+            share = capacity_bytes // engines
+            _allow_descriptors(share // SLAB_BYTES)
+            if not root.read_only:
+                _remove_other_layouts(root, engine, engines, share)
+            share = (capacity_bytes - root.held_bytes(_is_in_engine_folder)) // engines
+            folder = f"engine-{engine}"
+            if root.read_only and folder not in root.folders():
+                raise OSError(errno.EROFS, "the file system is read-only, and holds no blocks of this engine")
+            storage = root.child(folder)
+            return DiskTier(storage, pools, fingerprint=fingerprint, capacity_bytes=share, policy=policy)
+    except OSError as error:
+        storage.close()
+        if error.errno not in SETTING_ERRORS:
+            raise
+        raise ConfigError(
+            f"disk_dir={str(root.path)!r}: cannot be used ({error.strerror or error}); name a directory on a local, "
+            "writable file system"
+        ) from error
+    except BaseException:
+        storage.close()
+        raise
+
+
+def _is_in_engine_folder(folder: str, name: str) -> bool:
+    return ENGINE_FOLDER.fullmatch(folder.partition("/")[0]) is not None
+
+
+def _allow_descriptors(num_slabs: int) -> None:
+    """Raises the soft limit of open files of this process, if necessary, so that every slab can be open. Raises
+    ConfigError if the hard limit is too low."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    needed = len(os.listdir("/proc/self/fd")) + num_slabs + SPARE_DESCRIPTORS
+    if soft != resource.RLIM_INFINITY and soft < needed:
+        if hard != resource.RLIM_INFINITY and hard < needed:
+            raise ConfigError(
+                f"disk_bytes: this process may have {hard} files open and needs {needed}, one per GiB on disk and "
+                f"{SPARE_DESCRIPTORS} to spare; raise the limit (ulimit -n {needed}), or set disk_bytes lower"
+            )
+        resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
+
+
+def _remove_other_layouts(root: DirectoryStorage, engine: int, engines: int, share: int) -> None:
+    """Removes the blocks that a server with another number of engines has left, so that they do not count twice."""
+    for folder in root.folders():
+        match = ENGINE_FOLDER.fullmatch(folder)
+        if match and (engines == 1 or int(match[1]) != engine):
+            # Otherwise it is the folder of an engine that runs beside this one, or will.
+            is_other = engines == 1 or int(match[1]) >= engines
+            other = DirectoryStorage(root.path / folder)
+            try:
+                if not is_other and other.held_bytes() <= share:
+                    continue
+                try:
+                    other.lock()
+                except ConfigError:
+                    if is_other:
+                        raise
+                    continue
+                _remove_blocks(other)
+                for name in LOCK_NAMES:
+                    with suppress(FileNotFoundError):
+                        other.remove("", name)
+            finally:
+                other.close()
+            with suppress(OSError):
+                root.remove_folder(folder)
+        elif is_fingerprint(folder) and engines > 1:
+            _remove_folder(root, folder)
+
+
+def _remove_blocks(storage: DirectoryStorage) -> None:
+    for folder in storage.folders():
+        if is_fingerprint(folder):
+            _remove_folder(storage, folder)
+
+
+def _remove_folder(storage: DirectoryStorage, folder: str) -> None:
+    for name in storage.files(folder):
+        if is_block_file(name):
+            storage.remove(folder, name)
+    # Fails, as it should, if there are files of others in it.
+    with suppress(OSError):
+        storage.remove_folder(folder)

@@ -1,0 +1,188 @@
+"""Which blocks of a chain are written to a tier next, and which that it holds are of no use: functions over masks.
+
+A *unit* is the span of tokens between two positions at which the blocks of all KV cache groups end, so that a request
+can resume at the end of any unit, if the blocks that it needs there are present: of a group with full attention all
+blocks before that position, of another group those within its window or chunk.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from kvoffload.abc import KVGroup, OffloadKey
+from kvoffload.cache.keys import key_group_idx
+
+Bools = npt.NDArray[np.bool_]
+Ints = npt.NDArray[np.int64]
+
+
+class ChainLayout:
+    """How the blocks of chains lie in the KV cache groups ``groups``."""
+
+    def __init__(self, groups: Sequence[KVGroup]) -> None:
+        self.groups = tuple(groups)
+        self.unit_tokens = math.lcm(*(group.block_tokens for group in groups))
+        self.blocks_per_unit = [self.unit_tokens // group.block_tokens for group in groups]
+
+    def split(self, keys: list[OffloadKey]) -> list[list[OffloadKey]]:
+        """Returns the blocks of a chain by group, each in order."""
+        if len(self.groups) == 1:
+            return [keys]
+        by_group: list[list[OffloadKey]] = [[] for _ in self.groups]
+        for key in keys:
+            by_group[key_group_idx(key)].append(key)
+        return by_group
+
+    def num_units(self, by_group: Sequence[Sequence[OffloadKey]]) -> int:
+        """Returns how many units the blocks of a chain make."""
+        return min(len(keys) // n for keys, n in zip(by_group, self.blocks_per_unit, strict=True))
+
+    def unit_ends(self, start: int, stop: int) -> Ints:
+        """Returns the token positions at which units ``start`` to ``stop`` (exclusive) end."""
+        return np.arange(start + 1, stop + 1, dtype=np.int64) * self.unit_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class GroupSpan:
+    """The blocks of one group that matter for a request which resumes at one of some token positions.
+
+    A request that resumes at position ``i`` needs blocks ``firsts[i]`` to ``stops[i]`` (exclusive). All are indices
+    into ``keys``, which begin with block ``offset`` of the group.
+    """
+
+    group: KVGroup
+    offset: int
+    keys: Sequence[OffloadKey]
+    firsts: Ints
+    stops: Ints
+
+    @classmethod
+    def of(cls, group: KVGroup, keys: Sequence[OffloadKey], ends: Ints, num_done: int) -> GroupSpan:
+        """The span for positions ``ends``, at least one. The first ``num_done`` blocks need not be looked at if the
+        group has full attention."""
+        size = group.block_tokens
+        if group.is_full:
+            firsts = np.full(len(ends), num_done, dtype=np.int64)
+        else:
+            firsts = np.array([group.skipped_tokens(end) // size for end in ends.tolist()], dtype=np.int64)
+        stops = ends // size
+        offset = int(firsts[0])
+        return cls(group, offset, keys[offset : int(stops[-1])], firsts - offset, stops - offset)
+
+    def end_of(self, index: int) -> int:
+        """Returns the token position at which block ``index`` ends."""
+        return (self.offset + index + 1) * self.group.block_tokens
+
+    def is_complete(self, present: Bools) -> Bools:
+        """Returns, by position, whether all blocks that a request needs there are ``present``."""
+        holes = np.concatenate(([0], np.cumsum(~present)))
+        complete: Bools = holes[self.stops] == holes[self.firsts]
+        return complete
+
+    def needed(self, points: Ints) -> Bools:
+        """Returns which blocks a request needs that resumes at one of the positions with indices ``points``."""
+        edges = np.zeros(len(self.keys) + 1, dtype=np.int64)
+        np.add.at(edges, self.firsts[points], 1)
+        np.add.at(edges, self.stops[points], -1)
+        needed: Bools = np.cumsum(edges[:-1]) > 0
+        return needed
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What to do with a chain next."""
+
+    keys: list[OffloadKey]
+    """Blocks to be written, in order."""
+    done: int
+    """Units of which the tier lacks nothing once they are written."""
+    hole: OffloadKey | None
+    """The block that the tier lacks and cannot be given now, if nothing else is left to be written before it."""
+
+
+def plan_writes(
+    spans: Sequence[GroupSpan],
+    in_tier: Sequence[Bools],
+    available: Sequence[Bools],
+    ends: Ints,
+    *,
+    start: int,
+    is_last: bool,
+    room: int,
+) -> Plan:
+    """Returns what is to be written so that requests can resume at the positions ``ends``, at most ``room`` blocks.
+
+    ``start`` is the unit that ends at ``ends[0]``; with ``is_last`` the chain ends at ``ends[-1]``. By group and block,
+    ``in_tier`` says what the tier holds or is being given, ``available`` that or what it can be given.
+    """
+    if all(mask.all() for mask in in_tier):
+        return Plan([], start + len(ends), None)
+    usable = np.ones(len(ends), dtype=np.bool_)
+    num_full = len(ends)
+    holes: list[tuple[int, OffloadKey, bool]] = []
+    """The first unavailable block of each group: where it ends, and whether its group has full attention."""
+    for span, present in zip(spans, available, strict=True):
+        if present.all():
+            continue
+        complete = span.is_complete(present)
+        usable &= complete
+        i = int(present.argmin())
+        holes.append((span.end_of(i), span.keys[i], span.group.is_full))
+        if span.group.is_full:
+            num_full = min(num_full, int(complete.argmin()))
+    points = np.flatnonzero(usable)
+    wanted: list[tuple[int, OffloadKey]] = []
+    for span, mask in zip(spans, in_tier, strict=True):
+        lacking = np.flatnonzero(span.needed(points) & ~mask)
+        wanted += [(span.end_of(i), span.keys[i]) for i in lacking.tolist()]
+    if len(spans) > 1:
+        wanted.sort(key=lambda item: item[0])
+    keys = [key for _, key in wanted[:room]]
+    if len(wanted) > room:
+        points = points[ends[points] < wanted[room][0]]
+    done = start + int(points[-1]) + 1 if len(points) else start
+    hole = None
+    if len(wanted) <= room:
+        if num_full < len(ends):
+            hole = min((end, key) for end, key, is_full in holes if is_full)[1]
+        elif is_last and done < start + len(ends):
+            hole = min(holes)[1]
+    return Plan(keys, done, hole)
+
+
+def unreachable(
+    layout: ChainLayout,
+    by_group: Sequence[Sequence[OffloadKey]],
+    held: Sequence[Bools],
+    num_units: int,
+    written: Collection[OffloadKey],
+) -> list[tuple[int, int]]:
+    """Returns group and index of the blocks of a chain that no lookup can use; ``held`` says what the tier holds.
+
+    These are all blocks behind a hole in a group with full attention, and those of ``written`` behind the last position
+    at which a request can resume. Others behind that position may serve other chains.
+    """
+    sizes = [group.block_tokens for group in layout.groups]
+    limit = max(size * len(keys) for size, keys in zip(sizes, by_group, strict=True))
+    for group, size, present in zip(layout.groups, sizes, held, strict=True):
+        if group.is_full and not present.all():
+            limit = min(limit, int(present.argmin()) * size)
+    last = 0
+    ends = layout.unit_ends(0, min(num_units, limit // layout.unit_tokens))
+    if len(ends):
+        usable = np.ones(len(ends), dtype=np.bool_)
+        for group, keys, present in zip(layout.groups, by_group, held, strict=True):
+            span = GroupSpan.of(group, keys, ends, 0)
+            usable &= span.is_complete(present[span.offset : span.offset + len(span.keys)])
+        last = int(ends[usable].max(initial=0))
+    return [
+        (g, i)
+        for g, (size, keys) in enumerate(zip(sizes, by_group, strict=True))
+        for i in range(last // size, len(keys))
+        if (i + 1) * size > limit or keys[i] in written
+    ]

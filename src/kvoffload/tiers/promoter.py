@@ -1,0 +1,388 @@
+"""Promoter: brings blocks from lower tiers into host memory for the requests that wait for them."""
+
+from __future__ import annotations
+
+import itertools
+from collections import deque
+from collections.abc import Callable, Collection, Sequence
+from itertools import compress
+
+import numpy as np
+
+from kvoffload.abc import (
+    IntegrityError,
+    LoadStoreSpec,
+    LookupState,
+    MissReason,
+    OffloadKey,
+    ReqContext,
+    Slots,
+    TierError,
+    TierResult,
+)
+from kvoffload.cache.keys import key_group_idx
+from kvoffload.cache.manager import PolicyOffloadingManager
+from kvoffload.cache.misses import MissMemory
+from kvoffload.tiers.promotion import PinCounter, Promotion, PromotionState
+from kvoffload.tiers.state import TierState
+
+PROMOTION_SHARE = 0.5
+"""At most this share of the host's blocks is being read from lower tiers, or pinned for requests that waited for them.
+"""
+MAX_PROMOTIONS = 4096
+"""Requests with a promotion. Above this limit, requests use only host memory."""
+MAX_READS = 1024
+"""Blocks of one tier under way at once."""
+
+
+class Promoter:
+    """Owns all promotions: their order, their room in the host, their deadlines, and the pins of what has arrived.
+
+    Reads start in ``poll``, for the oldest promotion first. If one needs room that others hold, the latest promotion
+    that is younger gives up its pins, else one whose blocks have been pinned for a whole deadline; its request may wait
+    again. ``count`` takes the counters of METRICS, by name; ``reasons`` why blocks were missed.
+    """
+
+    def __init__(
+        self,
+        host: PolicyOffloadingManager,
+        tiers: Sequence[TierState],
+        *,
+        num_groups: int,
+        deadline_s: float,
+        count: Callable[[str, float], None],
+        reasons: MissMemory,
+        clock: Callable[[], float],
+    ) -> None:
+        self.max_blocks = max(1, int(host.num_blocks * PROMOTION_SHARE))
+        """Blocks that may be under way or pinned."""
+        self._host = host
+        self._tiers = tiers
+        self._num_groups = num_groups
+        self._deadline_s = deadline_s
+        self._count = count
+        self._reasons = reasons
+        self._clock = clock
+        self._promotions: dict[str, Promotion] = {}
+        """By request, the oldest first."""
+        self._numbers = itertools.count()
+        self._deadlines: deque[tuple[float, Promotion]] = deque()
+        """When each wait began, the earliest first. Some of them have ended since."""
+        self._answered: list[Promotion] = []
+        """Promotions in the state ANSWERED."""
+        self._queue: dict[Promotion, None] = {}
+        """Promotions with blocks that are to be read."""
+        self._pins = PinCounter(host.num_blocks)
+
+    def __len__(self) -> int:
+        return len(self._promotions)
+
+    # The requests' side.
+
+    def get(self, context: ReqContext) -> Promotion | None:
+        """Returns the request's promotion. If its deadline has passed, its wait is over."""
+        promotion = self._promotions.get(context.req_id)
+        if promotion is not None and promotion.is_late(self._clock(), self._deadline_s):
+            self._expire(promotion)
+        return promotion
+
+    def may_wait(self, promotion: Promotion | None) -> bool:
+        """Returns whether a request may begin to wait. If not, it is answered from host memory now."""
+        if promotion is None:
+            return len(self._promotions) < MAX_PROMOTIONS
+        if promotion.state is PromotionState.EXPIRED:
+            promotion.state = PromotionState.ANSWERED
+            self._answered.append(promotion)
+        return promotion.state is not PromotionState.ANSWERED
+
+    def room_for(self, promotion: Promotion | None, group: int | None = None) -> int:
+        """Returns how many more blocks the request may have promoted, in all or of one KV cache group."""
+        pinned = () if promotion is None else promotion.pinned
+        if group is None or self._num_groups == 1:
+            return self.max_blocks - len(pinned)
+        return self.max_blocks // self._num_groups - sum(key_group_idx(key) == group for key in pinned)
+
+    def promote(self, keys: Sequence[OffloadKey], context: ReqContext) -> None:
+        """The request waits for ``keys``, each of which is in a tier or being read already."""
+        promotion = self._promotions.get(context.req_id)
+        if promotion is None:
+            promotion = self._promotions[context.req_id] = Promotion(context, next(self._numbers))
+        promotion.since = self._clock()
+        self._deadlines.append((promotion.since, promotion))
+        promotion.wanted = self._join_reads(promotion, keys)
+        promotion.state = PromotionState.WANTED
+        if promotion.wanted:
+            self._queue[promotion] = None
+        promotion.end_wait_if_done()
+
+    def take_pins(self, keys: Sequence[OffloadKey], context: ReqContext) -> LoadStoreSpec:
+        """Returns a lease of ``keys``, as ``prepare_load`` does. The pins of those that were promoted for the request
+        pass to it, without looking them up."""
+        promotion = self._promotions.get(context.req_id)
+        if promotion is None or not promotion.pinned:
+            return self._host.prepare_load(keys, context)
+        pinned = promotion.pinned
+        slots = np.fromiter((pinned.get(key, -1) for key in keys), np.int64, len(keys))
+        others = np.flatnonzero(slots < 0)
+        if len(others):
+            slots[others] = self._host.prepare_load([keys[i] for i in others.tolist()], context).slots
+        self._pins.remove(promotion.forget_pins(keys))
+        return self._lease(slots)
+
+    def release(self, context: ReqContext) -> None:
+        """Nothing is kept for the request any more."""
+        promotion = self._promotions.pop(context.req_id, None)
+        if promotion is not None:
+            self._stop_waiting(promotion, PromotionState.RELEASED)
+            self._unpin(promotion, list(promotion.pinned))
+
+    def release_all(self) -> None:
+        for promotion in list(self._promotions.values()):
+            self.release(promotion.context)
+
+    def drop(self, keys: Collection[OffloadKey]) -> None:
+        """``keys`` are no longer pinned for any request."""
+        for promotion in self._promotions.values():
+            self._unpin(promotion, keys)
+
+    def empty_queue(self) -> None:
+        """No request waits for blocks that are still to be read, nor for the rest of its blocks."""
+        for promotion in list(self._queue):
+            self._stop_waiting(promotion, PromotionState.READY)
+
+    @property
+    def num_queued_blocks(self) -> int:
+        return sum(len(promotion.wanted) for promotion in self._queue)
+
+    def _join_reads(self, promotion: Promotion, keys: Sequence[OffloadKey]) -> list[OffloadKey]:
+        """The promotion waits for those of ``keys`` that are being read already. Returns the others."""
+        for tier in self._tiers:
+            if tier.reads and not tier.reads.keys().isdisjoint(keys):
+                for key in keys:
+                    batch = tier.reads.get(key)
+                    if batch is not None and not batch.is_overdue:
+                        batch.promotions[promotion] = None
+                        promotion.reading.add(key)
+                keys = [key for key in keys if key not in tier.reads]
+        return list(dict.fromkeys(keys))
+
+    # Deadlines.
+
+    def _expire(self, promotion: Promotion) -> None:
+        """The request gets the blocks that have arrived, which stay pinned for it."""
+        self._count("late_promotions", 1)
+        self._reasons.record([*promotion.reading, *promotion.wanted], MissReason.NOT_IN_TIME)
+        self._stop_waiting(promotion, PromotionState.EXPIRED)
+
+    def _stop_waiting(self, promotion: Promotion, state: PromotionState) -> None:
+        self._queue.pop(promotion, None)
+        promotion.stop_waiting(state)
+
+    def _end_late_waits(self, now: float) -> None:
+        while self._deadlines:
+            since, promotion = self._deadlines[0]
+            is_waiting = promotion.is_waiting and promotion.since == since
+            if is_waiting and not promotion.is_late(now, self._deadline_s):
+                return
+            self._deadlines.popleft()
+            if is_waiting:
+                self._expire(promotion)
+
+    # Reads.
+
+    def poll(self, may_take_back: bool) -> bool:
+        """Ends waits whose deadline has passed and starts reads. Returns whether any were started.
+
+        Promotions that each have some blocks pinned and want more could wait for each other. So if nothing else will
+        make room (``may_take_back``), one gives up its pins.
+        """
+        now = self._clock()
+        for promotion in self._answered:
+            if promotion.state is PromotionState.ANSWERED:
+                promotion.state = PromotionState.READY
+        self._answered.clear()
+        self._end_late_waits(now)
+        has_probed = False
+        for tier in self._tiers:
+            tier.suspend_if_hanging(now)
+            has_probed |= tier.probe is not None and self._probe(tier, now)
+        return self._start(may_take_back, now) or has_probed
+
+    def _start(self, may_take_back: bool, now: float) -> bool:
+        may_take_back = may_take_back and not any(tier.num_reading for tier in self._tiers)
+        has_started = False
+        if self._queue and (may_take_back or self._room() > 0):
+            for promotion in sorted(self._queue, key=lambda promotion: promotion.number):
+                if may_take_back and self._room() <= 0:
+                    self._take_back_for(promotion, now)
+                room = self._room()
+                if room <= 0:
+                    break
+                has_started |= self._read(promotion, room, now)
+                may_take_back = False
+        for promotion in self._queue:
+            promotion.state = PromotionState.QUEUED
+        return has_started
+
+    def _room(self) -> int:
+        """Blocks that may be promoted now."""
+        num_in_time = min(tier.estimator.num_blocks_within(self._deadline_s, MAX_READS) for tier in self._tiers)
+        num_reading = sum(tier.num_reading for tier in self._tiers)
+        return min(self._num_free, num_in_time - num_reading, self._host.num_available_blocks)
+
+    @property
+    def _num_free(self) -> int:
+        """How many more blocks may be under way or pinned."""
+        return self.max_blocks - self._pins.num_pinned - sum(len(tier.reads) for tier in self._tiers)
+
+    def _take_back_for(self, promotion: Promotion, now: float) -> None:
+        """Makes room for ``promotion``: another one gives up its pins, the latest of those that are younger, else the
+        latest of those whose blocks have been pinned for a whole deadline."""
+        holders = [other for other in reversed(self._promotions.values()) if other.pinned and other is not promotion]
+        latest = now - self._deadline_s
+        younger = (other for other in holders if other.number > promotion.number)
+        idle = (other for other in holders if not other.is_waiting and other.pinned_at <= latest)
+        other = next(younger, None) or next(idle, None)
+        if other is not None:
+            self._unpin(other, list(other.pinned))
+
+    def _read(self, promotion: Promotion, room: int, now: float) -> bool:
+        """Starts to read the next blocks of ``promotion``, at most ``room``. Returns False if the host has no room."""
+        keys, promotion.wanted = promotion.wanted[:room], promotion.wanted[room:]
+        keys = self._join_reads(promotion, keys)
+        if promotion.state is PromotionState.QUEUED:
+            # Meanwhile a tier may have found that it cannot read them: then no block is evicted for them.
+            keys = self._readable(keys)
+        output = self._host.allocate(keys)
+        if output is None:
+            promotion.wanted[:0] = keys
+            return False
+        self._count("evicted_blocks", len(output.evicted_keys))
+        left = dict(zip(output.keys_to_store, output.store_spec.slots.tolist(), strict=True))
+        for tier in self._tiers:
+            if left and tier.breaker.can_read:
+                left = self._give(tier, left, promotion, now)
+        if left:
+            # No tier has taken these on. Those that a tier still has are tried again.
+            self._host.complete_store(self._lease(left.values()), success=False)
+            promotion.wanted[:0] = self._readable(list(left))
+        if not promotion.wanted:
+            del self._queue[promotion]
+            promotion.end_wait_if_done()
+        return True
+
+    def _give(
+        self, tier: TierState, slots: dict[OffloadKey, int], promotion: Promotion, now: float
+    ) -> dict[OffloadKey, int]:
+        """Gives blocks to the tier to read into ``slots``. Returns those that it has not taken on."""
+        taken = tier.tier.read(list(slots), np.fromiter(slots.values(), np.int64, len(slots)))
+        promotion.reading.update(taken)
+        if len(taken) == len(slots):
+            tier.begin_reads(slots, (promotion,), now)
+            return {}
+        tier.begin_reads({key: slots[key] for key in taken}, (promotion,), now)
+        refused = slots.keys() - taken
+        return {key: slot for key, slot in slots.items() if key in refused}
+
+    def _readable(self, keys: list[OffloadKey]) -> list[OffloadKey]:
+        """Returns those of ``keys`` that some tier can read now."""
+        found = np.zeros(len(keys), dtype=np.bool_)
+        for tier in self._tiers:
+            if tier.breaker.can_read and keys:
+                found |= tier.tier.contains(keys) == LookupState.HIT
+        return [keys[i] for i in np.flatnonzero(found).tolist()]
+
+    def _probe(self, tier: TierState, now: float) -> bool:
+        """Reads a block for no request from a suspended tier, to see whether it reads again."""
+        key, tier.probe = tier.probe, None
+        if key is None or not tier.breaker.may_probe or self._num_free <= 0:
+            return False
+        if tier.tier.contains([key])[0] != LookupState.HIT:
+            return False
+        output = self._host.allocate([key])
+        if output is None or not output.keys_to_store:
+            return False
+        self._count("evicted_blocks", len(output.evicted_keys))
+        slots = output.store_spec.slots
+        if not tier.tier.read([key], slots):
+            self._host.complete_store(output.store_spec, success=False)
+            return False
+        tier.begin_reads({key: int(slots[0])}, (), now)
+        return True
+
+    def end_reads(self, tier: TierState, results: Sequence[TierResult]) -> None:
+        """Reads have ended: blocks become ready and are pinned for the promotions that wait for them, or are misses."""
+        self._count("disk_read_seconds", sum(result.seconds for result in results))
+        self._count("disk_read_bytes", sum(result.nbytes for result in results if result.ok))
+        for batch, ended in tier.end_reads(results, self._clock()).items():
+            good, bad = dict[OffloadKey, int](), list[int]()
+            for result in ended:
+                slot = batch.slots.pop(result.key)
+                if result.ok:
+                    good[result.key] = slot
+                else:
+                    bad.append(slot)
+            if bad:
+                self._host.complete_store(self._lease(bad), success=False)
+                tier.writes.lose(len(bad))
+                self._explain_failures([result for result in ended if not result.ok])
+            if good:
+                self._host.complete_store(self._lease(good.values()))
+                self._count("promoted_blocks", len(good))
+            for promotion in batch.promotions:
+                arrived = {key: slot for key, slot in good.items() if key in promotion.reading}
+                promotion.reading.difference_update(result.key for result in ended)
+                self._pin(promotion, arrived)
+                promotion.end_wait_if_done()
+
+    def _explain_failures(self, failed: Sequence[TierResult]) -> None:
+        corrupt = [result.key for result in failed if result.error is TierError.CORRUPT]
+        unread = [result.key for result in failed if result.error in (TierError.IO, TierError.NO_SPACE)]
+        for keys, counter, reason in (
+            (corrupt, "disk_bad_blocks", MissReason.CORRUPT),
+            (unread, "disk_read_failures", MissReason.READ_FAILED),
+        ):
+            self._count(counter, len(keys))
+            self._reasons.record(keys, reason)
+
+    # Pins.
+
+    def _lease(self, slots: Collection[int] | Slots) -> LoadStoreSpec:
+        return LoadStoreSpec(self._host.backend.medium, np.fromiter(slots, np.int64, len(slots)))
+
+    def _pin(self, promotion: Promotion, slots: dict[OffloadKey, int]) -> None:
+        """Pins blocks that have just become ready, but not those that were dropped while they were read."""
+        if not slots:
+            return
+        lease = self._lease(slots.values())
+        is_pinned = self._host.pin(lease)
+        self._pins.add(lease.slots[is_pinned])
+        promotion.pinned.update(compress(slots.items(), is_pinned.tolist()))
+        promotion.pinned_at = self._clock()
+        promotion.num_promoted += int(np.count_nonzero(is_pinned))
+
+    def _unpin(self, promotion: Promotion, keys: Collection[OffloadKey]) -> None:
+        """Those of ``keys`` that are pinned for the promotion no longer are."""
+        slots = promotion.forget_pins(keys)
+        if len(slots):
+            self._pins.remove(slots)
+            self._host.complete_load(self._lease(slots))
+
+    def check_integrity(self) -> None:
+        """Raises IntegrityError if pins and promotions do not match, or a promised block is not in the host."""
+        pins = PinCounter(self._host.num_blocks)
+        for promotion in self._promotions.values():
+            pins.add(np.array(list(promotion.pinned.values()), dtype=np.int64))
+            if promotion.state is PromotionState.RELEASED or (promotion in self._queue) != bool(promotion.wanted):
+                raise IntegrityError("the queue of promotions has lost one, or has one that waits for nothing")
+            if promotion.is_waiting != bool(promotion.wanted or promotion.reading):
+                raise IntegrityError(f"a promotion is {promotion.state.name} and does not match its blocks")
+            for key, slot in promotion.pinned.items():
+                status = self._host.block_status(key)
+                is_pinned = status is not None and status.slot == slot and status.ref_cnt > 0
+                if not is_pinned and not self._host.is_dropped(self._lease([slot]))[0]:
+                    raise IntegrityError("a block that is pinned for a promotion can be evicted")
+        if pins != self._pins:
+            raise IntegrityError("the pins of promoted blocks do not match the promotions")
+        if self._num_free < 0:
+            raise IntegrityError("more blocks were promoted than PROMOTION_SHARE allows")

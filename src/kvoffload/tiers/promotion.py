@@ -1,0 +1,128 @@
+"""Promotion: what one request waits for from lower tiers, and what is pinned for it."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Collection
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from kvoffload.abc import OffloadKey, ReqContext, Slots
+
+
+class PromotionState(enum.Enum):
+    """What the request of a promotion waits for."""
+
+    WANTED = enum.auto()
+    """Some of its blocks are to be read, and were found in a tier since the last step."""
+    QUEUED = enum.auto()
+    """Some of its blocks are to be read when there is room; a tier may have lost them since they were found."""
+    READING = enum.auto()
+    """All blocks that it waits for are being read."""
+    READY = enum.auto()
+    """It waits for nothing: its blocks that have arrived are pinned."""
+    EXPIRED = enum.auto()
+    """Its deadline has passed: its next lookup is answered from host memory."""
+    ANSWERED = enum.auto()
+    """Its deadline has passed, and a lookup in this step was answered from host memory. It may wait again from the
+    next step on."""
+    RELEASED = enum.auto()
+    """Its request was given device blocks or has ended: nothing is pinned for it."""
+
+
+WAITING = frozenset({PromotionState.WANTED, PromotionState.QUEUED, PromotionState.READING})
+
+
+@dataclass(slots=True, eq=False)
+class Promotion:
+    """The blocks of one request that come from lower tiers.
+
+    ``wanted``, in the order of their chain, are still to be read; ``reading`` are under way; ``pinned`` have arrived
+    and cannot be evicted. A request waits for ``wanted`` and ``reading``.
+    """
+
+    context: ReqContext
+    number: int
+    """Grows from promotion to promotion: a higher number means that the request came later."""
+    state: PromotionState = PromotionState.READY
+    since: float = 0.0
+    """When its wait began. Its deadline counts from here."""
+    wanted: list[OffloadKey] = field(default_factory=list)
+    reading: set[OffloadKey] = field(default_factory=set)
+    pinned: dict[OffloadKey, int] = field(default_factory=dict)
+    """Host slots of promoted blocks, with one pin each."""
+    pinned_at: float = 0.0
+    """When a block was last pinned for it."""
+    num_promoted: int = 0
+    """Blocks that have arrived for it, whether or not they are still pinned."""
+
+    @property
+    def is_waiting(self) -> bool:
+        return self.state in WAITING
+
+    def is_late(self, now: float, deadline_s: float) -> bool:
+        """Returns whether the request waits, and has waited for its whole deadline."""
+        return self.is_waiting and now - self.since >= deadline_s
+
+    def end_wait_if_done(self) -> None:
+        """Ends the wait if there is nothing left to wait for."""
+        if not self.wanted and self.is_waiting:
+            self.state = PromotionState.READING if self.reading else PromotionState.READY
+
+    def forget_pins(self, keys: Collection[OffloadKey]) -> Slots:
+        """Removes those of ``keys`` that are pinned. Returns their slots."""
+        slots = [self.pinned.pop(key) for key in keys if key in self.pinned]
+        return np.array(slots, dtype=np.int64)
+
+    def stop_waiting(self, state: PromotionState) -> None:
+        self.wanted.clear()
+        self.reading.clear()
+        self.state = state
+
+
+class PinCounter:
+    """Counts, for each of ``num_slots`` host slots, the promotions that it is pinned for."""
+
+    def __init__(self, num_slots: int) -> None:
+        self.num_pinned = 0
+        """Slots that are pinned for some promotion."""
+        self._pins = np.zeros(num_slots, dtype=np.int32)
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, PinCounter):
+            return NotImplemented
+        return self.num_pinned == other.num_pinned and np.array_equal(self._pins, other._pins)
+
+    def add(self, slots: Slots) -> None:
+        """Distinct ``slots`` are pinned for one promotion more."""
+        self.num_pinned += int(np.count_nonzero(self._pins[slots] == 0))
+        self._pins[slots] += 1
+
+    def remove(self, slots: Slots) -> None:
+        """Distinct ``slots`` are pinned for one promotion less."""
+        self._pins[slots] -= 1
+        self.num_pinned -= int(np.count_nonzero(self._pins[slots] == 0))
+
+
+@dataclass(slots=True, eq=False)
+class ReadBatch:
+    """Blocks that a tier was given to read in one call."""
+
+    slots: dict[OffloadKey, int]
+    """Host slots of the blocks that are still under way."""
+    promotions: dict[Promotion, None]
+    """The promotions that wait for some of them, and others that have stopped waiting."""
+    is_overdue: bool = False
+    """The read was under way when the tier's reads hung. No request waits for it, and its host slots are not free
+    until the tier reports it."""
+
+
+def waiting_for(batches: Collection[ReadBatch]) -> set[Promotion]:
+    """Returns the promotions that wait for a block of ``batches``."""
+    return {
+        promotion
+        for batch in batches
+        for promotion in batch.promotions
+        if not promotion.reading.isdisjoint(batch.slots)
+    }

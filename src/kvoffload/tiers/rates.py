@@ -1,0 +1,91 @@
+"""How fast tiers read and the engine computes, and which of the two is faster for a run of blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from kvoffload.abc import TierResult
+
+RATE_TTL_S = 30.0
+"""A measured read rate is trusted for this long. After that, one run of blocks is loaded to measure it again."""
+
+
+class MovingRate:
+    """An amount per second, as a moving average in which larger samples have more weight."""
+
+    KEEP = 0.9
+    """Factor by which each new sample reduces the weight of older ones."""
+
+    def __init__(self) -> None:
+        self._amount = self._seconds = 0.0
+
+    def add(self, amount: float, seconds: float) -> None:
+        self._amount = self._amount * self.KEEP + amount
+        self._seconds = self._seconds * self.KEEP + seconds
+
+    def seconds_for(self, amount: float) -> float | None:
+        """Returns how long ``amount`` takes, or None while that is unknown."""
+        return amount * self._seconds / self._amount if self._amount > 0 and self._seconds > 0 else None
+
+
+class ReadEstimator:
+    """Estimates how long a tier takes to read blocks of ``block_bytes``, from the reads that have ended."""
+
+    def __init__(self, block_bytes: int) -> None:
+        self.measured_at = float("-inf")
+        """When the rate was last measured."""
+        self._block_bytes = block_bytes
+        self._rate = MovingRate()
+        self._busy_until = float("-inf")
+        """Time up to this moment has been counted."""
+
+    def add(self, reads: Iterable[TierResult], now: float) -> None:
+        """Takes in reads that have ended: their bytes over the time in which at least one of them was under way."""
+        good = sorted((result for result in reads if result.ok), key=lambda result: result.begun)
+        busy = 0.0
+        for result in good:
+            busy += max(0.0, result.ended - max(result.begun, self._busy_until))
+            self._busy_until = max(self._busy_until, result.ended)
+        if good:
+            self._rate.add(sum(result.nbytes for result in good), busy)
+            self.measured_at = now
+
+    def seconds_to_read(self, num_blocks: int) -> float | None:
+        """Returns how long reading this many blocks takes, or None while that is unknown."""
+        return self._rate.seconds_for(num_blocks * self._block_bytes)
+
+    def num_blocks_within(self, seconds: float, limit: int) -> int:
+        """Returns how many blocks can be read in ``seconds``: at least 1 and at most ``limit``, which is also the
+        answer while the rate is unknown."""
+        seconds_per_block = self.seconds_to_read(1)
+        return limit if not seconds_per_block else max(1, min(limit, int(seconds / seconds_per_block)))
+
+
+class LoadOrCompute:
+    """Decides whether loading a run of blocks is faster than computing its tokens.
+
+    ``tokens_per_block``: per KV cache group, the tokens that one loaded block saves. With ``always_load`` the answer is
+    always to load.
+    """
+
+    def __init__(self, tokens_per_block: Sequence[float], always_load: bool) -> None:
+        self._tokens_per_block = tokens_per_block
+        self._always_load = always_load
+        self._prefill = MovingRate()
+
+    def observe_prefill(self, num_tokens: int, seconds: float) -> None:
+        """The engine took ``seconds`` to compute ``num_tokens`` of a prompt."""
+        self._prefill.add(num_tokens, seconds)
+
+    def is_faster_to_load(
+        self, group: int, num_blocks: int, num_ahead: int, estimators: Iterable[ReadEstimator], now: float
+    ) -> bool:
+        """Returns whether reading ``num_blocks`` of ``group`` takes no longer than computing their tokens, as far as
+        both are known. ``num_ahead`` blocks are read before them."""
+        computing = self._prefill.seconds_for(num_blocks * self._tokens_per_block[group])
+        if self._always_load or computing is None:
+            return True
+        estimators = list(estimators)
+        if num_ahead == 0 and now - min(each.measured_at for each in estimators) > RATE_TTL_S:
+            return True
+        return max(each.seconds_to_read(num_ahead + num_blocks) or 0.0 for each in estimators) <= computing

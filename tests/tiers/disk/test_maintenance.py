@@ -1,0 +1,200 @@
+"""Maintenance runs one job at a time on a thread, and repeats each kind of work on its own after a failure."""
+
+from __future__ import annotations
+
+import errno
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from kvoffload.testing.storage import SimulatedStorage
+from kvoffload.testing.tiers import SteppedExecutor
+from kvoffload.tiers.disk.format import HEADER_BYTES, RECORD_BYTES, Header, pack_record, parse_records
+from kvoffload.tiers.disk.maintenance import RECENCY_S, RETRY_S, Maintenance
+from kvoffload.tiers.disk.recency import Recency
+from kvoffload.tiers.disk.slabs import FIXED_BYTES, SLAB_OVERHEAD_BYTES, SlabFiles, slot_cost
+
+PAGE = 4096
+FINGERPRINT = "5a" * 32
+NUM_SLOTS = 12
+
+
+class Rig:
+    """Slabs of four slots, three of them within the budget."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+        self.storage = SimulatedStorage(1 << 20)
+        capacity = FIXED_BYTES + 3 * SLAB_OVERHEAD_BYTES + NUM_SLOTS * slot_cost(PAGE)
+        self.files = SlabFiles(self.storage, FINGERPRINT, [PAGE], capacity, 4 * PAGE, lambda: 7)
+        self.recency = Recency(NUM_SLOTS)
+        # Number 0 stands for no use.
+        self.recency.take(1)
+        self.executor = SteppedExecutor(clock=lambda: self.now)
+        self.maintenance = Maintenance(self.files, self.recency, self.executor, lambda: self.now)
+
+    def run(self) -> list[int]:
+        """Lets jobs run until none is due. Returns new slots."""
+        new: list[int] = []
+        for _ in range(4):
+            self.maintenance.submit()
+            self.executor.drain()
+            new += self.maintenance.poll().tolist()
+        return new
+
+    def on_disk(self, name: str) -> np.ndarray:
+        file = self.storage.open(FINGERPRINT, name)
+        data = np.zeros(file.size(), dtype=np.uint8)
+        file.read([data], 0)
+        file.close()
+        return data
+
+    def store(self, slot: int, key: bytes) -> None:
+        record = pack_record(self.files.header, key, sequence=1, stored_at=0, hits=0, payload_checksum=0)
+        self.files.write_records(slot, record)
+
+    def keys(self) -> list[bytes]:
+        return parse_records(self.files.header, self.on_disk("index")[HEADER_BYTES:]).keys
+
+
+@pytest.fixture
+def rig() -> Rig:
+    return Rig()
+
+
+def test_files_grow_slab_by_slab_until_they_are_complete(rig: Rig) -> None:
+    assert rig.maintenance.grow_now().tolist() == [0, 1, 2, 3]
+    for first in (4, 8):
+        assert not rig.maintenance.files_are_final
+        rig.maintenance.grow()
+        assert rig.run() == list(range(first, first + 4))
+    assert rig.maintenance.files_are_final
+    rig.maintenance.grow()
+    assert rig.run() == []
+
+
+def test_a_failed_growth_is_logged_once_and_repeated_later(rig: Rig, caplog: pytest.LogCaptureFixture) -> None:
+    rig.maintenance.grow_now()
+    rig.storage.capacity_bytes = rig.storage.used_bytes
+    for _ in range(3):
+        rig.maintenance.grow()
+        assert rig.run() == []
+        assert rig.maintenance.files_are_final
+        rig.now += RETRY_S
+        assert not rig.maintenance.files_are_final
+    assert caplog.text.count("it cannot grow") == 1
+    rig.storage.capacity_bytes = 1 << 20
+    rig.maintenance.grow()
+    assert rig.run() == [4, 5, 6, 7]
+    rig.storage.capacity_bytes = rig.storage.used_bytes
+    rig.maintenance.grow()
+    assert rig.run() == []
+    assert caplog.text.count("it cannot grow") == 2, "it has grown in between"
+
+
+def test_a_full_medium_holds_up_growth_only(rig: Rig) -> None:
+    rig.maintenance.grow_now()
+    rig.store(2, b"gone")
+    rig.storage.capacity_bytes = rig.storage.used_bytes
+    rig.maintenance.grow()
+    assert rig.run() == []
+    rig.files.header = Header(FINGERPRINT, (PAGE,), 4, 7, transient=True)
+    rig.maintenance.empty_records(np.array([2]))
+    rig.recency.note_use(np.array([1]))
+    rig.run()
+    assert Header.unpack(rig.on_disk("index")).transient
+    assert rig.keys() == []
+    assert rig.on_disk("recency").any()
+
+
+def test_what_has_failed_is_repeated_later(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    rig.maintenance.grow_now()
+    rig.store(2, b"gone")
+    calls = []
+
+    def fail(first_slot: int, records: object) -> None:
+        calls.append(first_slot)
+        raise OSError(errno.EIO, "Input/output error")
+
+    with monkeypatch.context() as broken:
+        broken.setattr(rig.files, "write_records", fail)
+        rig.maintenance.empty_records(np.array([2]))
+        rig.run()
+        assert calls == [2], "not before RETRY_S"
+        rig.now += RETRY_S
+        rig.run()
+        assert calls == [2, 2]
+    rig.run()
+    assert rig.keys() == [b"gone"]
+    rig.now += RETRY_S
+    rig.run()
+    assert rig.keys() == []
+
+
+def test_a_slot_with_a_new_block_keeps_its_record(rig: Rig) -> None:
+    rig.maintenance.grow_now()
+    rig.store(2, b"old")
+    rig.store(3, b"gone")
+    rig.maintenance.empty_records(np.array([2, 3]))
+    rig.maintenance.give(np.array([2]))
+    rig.store(2, b"new")
+    rig.run()
+    assert rig.keys() == [b"new"]
+
+
+def test_recency_is_written_now_and_then(rig: Rig) -> None:
+    rig.maintenance.grow_now()
+    rig.recency.note_use(np.array([1]))
+    rig.run()
+    first = rig.on_disk("recency")
+    assert first.any()
+    rig.recency.note_use(np.array([2]))
+    rig.run()
+    assert np.array_equal(rig.on_disk("recency"), first)
+    rig.now += RECENCY_S
+    rig.run()
+    assert not np.array_equal(rig.on_disk("recency"), first)
+
+
+def test_one_job_at_a_time(rig: Rig) -> None:
+    rig.maintenance.grow_now()
+    with rig.executor.hold():
+        for slot in range(4):
+            rig.maintenance.empty_records(np.array([slot]))
+            rig.maintenance.submit()
+            rig.maintenance.grow()
+    assert rig.executor.turn()
+    assert not rig.executor.turn(), "the next job is submitted when the first one was polled"
+
+
+def test_close_does_everything_but_growth(rig: Rig) -> None:
+    rig.maintenance.grow_now()
+    rig.store(2, b"gone")
+    rig.recency.note_use(np.array([1]))
+    rig.run()
+    rig.recency.note_use(np.array([3]))
+    rig.maintenance.empty_records(np.array([2]))
+    rig.maintenance.grow()
+    rig.maintenance.close()
+    assert rig.executor.close(1.0)
+    rig.maintenance.finish()
+    assert rig.keys() == []
+    assert rig.on_disk("recency").view("<u8").tolist()[:4] == [0, 1, 0, 2]
+    assert rig.on_disk("index").size in (HEADER_BYTES + 4 * RECORD_BYTES, HEADER_BYTES + 8 * RECORD_BYTES)
+
+
+def test_a_read_only_medium_is_left_alone(tmp_path: Path, rig: Rig) -> None:
+    rig.maintenance.grow_now()
+    rig.files.close()
+    storage = rig.storage.restart()
+    storage.read_only = True
+    files = SlabFiles(storage, FINGERPRINT, [PAGE], 1 << 20, 4 * PAGE, lambda: 8)
+    executor = SteppedExecutor()
+    maintenance = Maintenance(files, rig.recency, executor, lambda: rig.now)
+    files.header = Header(FINGERPRINT, (PAGE,), 4, 9, transient=True)
+    maintenance.empty_records(np.array([1]))
+    maintenance.submit()
+    assert executor.idle
+    maintenance.close()
+    assert executor.idle

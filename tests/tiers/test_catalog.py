@@ -1,0 +1,195 @@
+"""Catalog: keys are looked up once when a transfer begins, and slots name its blocks until it has ended."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+
+from kvoffload.abc import IntegrityError, LookupState, OffloadKey, Slots
+from kvoffload.cache.index import KeyIndex
+from kvoffload.tiers.catalog import Catalog
+
+
+def key(name: int) -> OffloadKey:
+    return name.to_bytes(4, "big") * 9
+
+
+def keys(*names: int) -> list[OffloadKey]:
+    return [key(name) for name in names]
+
+
+def host_slots(n: int) -> Slots:
+    return 100 + np.arange(n)
+
+
+def make(num_blocks: int = 32) -> Catalog:
+    return Catalog(num_blocks, 4096, "lru")
+
+
+def write(catalog: Catalog, *names: int) -> list[OffloadKey]:
+    """Writes that succeed. Returns the keys that were taken on."""
+    taken, _, slots = catalog.begin_writes(keys(*names), host_slots(len(names)), catalog.num_available)
+    catalog.end_writes(slots, np.ones(len(slots), dtype=np.bool_))
+    catalog.check_integrity()
+    return taken
+
+
+def present(catalog: Catalog, most: int = 40) -> list[int]:
+    return np.flatnonzero(catalog.contains(keys(*range(most))) == LookupState.HIT).tolist()
+
+
+@pytest.fixture
+def probes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The number of keys in each lookup of the index."""
+    counts: list[int] = []
+
+    def counted(name: str) -> None:
+        method = getattr(KeyIndex, name)
+
+        def look_up(index: KeyIndex, sought: Sequence[OffloadKey]) -> object:
+            counts.append(len(sought))
+            return method(index, sought)
+
+        monkeypatch.setattr(KeyIndex, name, look_up)
+
+    counted("find")
+    counted("split")
+    return counts
+
+
+def test_a_transfer_looks_each_key_up_once(probes: list[int]) -> None:
+    catalog = make()
+    probes.clear()
+    _, _, slots = catalog.begin_writes(keys(*range(20)), host_slots(20), catalog.num_available)
+    catalog.end_writes(slots, np.ones(20, dtype=np.bool_))
+    assert probes == [20]
+    probes.clear()
+    names, _, slots = catalog.begin_reads(keys(*range(20)), host_slots(20))
+    catalog.end_reads(names, slots, np.ones(20, dtype=np.bool_))
+    assert probes == [20]
+    probes.clear()
+    catalog.touch(keys(*range(20)))
+    assert probes == [20]
+
+
+def test_absent_blocks_are_left_out_of_reads() -> None:
+    catalog = make()
+    write(catalog, 1, 3)
+    names, hosts, slots = catalog.begin_reads(keys(1, 2, 3), host_slots(3))
+    assert names == keys(1, 3)
+    assert hosts.tolist() == [100, 102]
+    assert len(slots) == 2
+
+
+def test_a_block_that_is_being_read_is_not_read_twice() -> None:
+    catalog = make()
+    write(catalog, 1, 2)
+    first, _, slots = catalog.begin_reads(keys(1), host_slots(1))
+    second, hosts, others = catalog.begin_reads(keys(1, 2, 2), host_slots(3))
+    assert (first, second, hosts.tolist()) == (keys(1), keys(2), [102])
+    catalog.end_reads(first, slots, np.array([True]))
+    catalog.end_reads(second, others, np.array([True]))
+    assert catalog.begin_reads(keys(1), host_slots(1))[0] == keys(1)
+    catalog.check_integrity()
+
+
+def test_present_blocks_are_left_out_of_writes() -> None:
+    catalog = make()
+    write(catalog, 1)
+    names, hosts, slots = catalog.begin_writes(keys(0, 1, 2), host_slots(3), catalog.num_available)
+    assert (names, hosts.tolist(), len(slots)) == (keys(0, 2), [100, 102], 2)
+
+
+@pytest.mark.parametrize("room", [1, 2])
+def test_no_more_is_written_than_there_is_room_for(room: int) -> None:
+    catalog = make()
+    assert catalog.begin_writes(keys(1, 2, 3), host_slots(3), room)[0] == keys(1, 2, 3)[:room]
+
+
+def test_present_blocks_are_evicted_for_others_only_if_nothing_else_is_left() -> None:
+    catalog = make(4)
+    write(catalog, 0, 1, 2, 3)
+    names, _, slots = catalog.begin_writes(keys(0, 1, 2, 3, 4, 5), host_slots(6), 2)
+    assert names == keys(4, 5)
+    catalog.end_writes(slots, np.array([True, True]))
+    assert present(catalog) == [0, 1, 4, 5]
+    assert catalog.num_evicted == 2
+
+
+def test_a_chain_loses_its_tail_first() -> None:
+    catalog = make(4)
+    write(catalog, 0, 1, 2, 3)
+    write(catalog, 10)
+    assert present(catalog) == [0, 1, 2, 10]
+
+
+@pytest.mark.parametrize("how", ["drop", "reset"])
+def test_a_block_dropped_in_transfer_keeps_its_slot_until_the_transfer_ends(how: str) -> None:
+    catalog = make(4)
+    write(catalog, 0, 1)
+    read, _, read_slots = catalog.begin_reads(keys(0), host_slots(1))
+    _, _, write_slots = catalog.begin_writes(keys(2), host_slots(1), 1)
+    if how == "drop":
+        assert sorted(catalog.drop(keys(0, 1, 2, 9)).tolist()) == [0, 1, 2]
+    else:
+        catalog.reset()
+    assert present(catalog) == []
+    assert (catalog.num_blocks, catalog.num_free) == (2, 2)
+    assert write(catalog, 0, 2) == [], "keys are free when their transfers have ended"
+    assert catalog.end_reads(read, read_slots, np.array([True])).tolist() == read_slots.tolist()
+    assert catalog.end_writes(write_slots, np.array([True])).tolist() == write_slots.tolist()
+    assert (catalog.num_blocks, catalog.num_free) == (0, 4)
+    assert write(catalog, 0, 2) == keys(0, 2)
+    assert present(catalog) == [0, 2]
+
+
+def test_failed_transfers_leave_no_block() -> None:
+    catalog = make()
+    write(catalog, 0, 1)
+    names, _, slots = catalog.begin_reads(keys(0, 1), host_slots(2))
+    assert catalog.end_reads(names, slots, np.array([True, False])).tolist() == []
+    _, _, slots = catalog.begin_writes(keys(2, 3), host_slots(2), 2)
+    assert catalog.end_writes(slots, np.array([False, True])).tolist() == []
+    assert present(catalog) == [0, 3]
+    catalog.check_integrity()
+
+
+def test_cancelled_transfers_change_nothing() -> None:
+    catalog = make()
+    write(catalog, 0)
+    catalog.cancel_reads(catalog.begin_reads(keys(0), host_slots(1))[2])
+    catalog.cancel_writes(catalog.begin_writes(keys(1), host_slots(1), 1)[2])
+    assert present(catalog) == [0]
+    assert catalog.num_blocks == 1
+    assert catalog.begin_reads(keys(0), host_slots(1))[0] == keys(0)
+
+
+def test_slots_exist_when_they_were_added() -> None:
+    catalog = Catalog(8, 4096, "lru", grows=True)
+    assert (catalog.num_available, catalog.num_blocks) == (0, 0)
+    catalog.restore(keys(7, 8), np.array([3, 1]))
+    catalog.add_free(np.array([0, 2]))
+    assert (catalog.num_available, catalog.num_blocks) == (4, 2)
+    assert present(catalog) == [7, 8]
+    assert write(catalog, 0, 1, 2) == keys(0, 1, 2)
+    assert present(catalog) == [0, 1, 2, 8], "7 was the oldest"
+    catalog.check_integrity()
+
+
+def test_the_caller_may_reuse_its_arrays() -> None:
+    catalog, asked, slots = make(), keys(1, 2), host_slots(2)
+    names, hosts, _ = catalog.begin_writes(asked, slots, 2)
+    asked.clear()
+    slots[:] = 0
+    assert (names, hosts.tolist()) == (keys(1, 2), [100, 101])
+
+
+def test_a_slot_that_is_added_twice_is_found() -> None:
+    catalog = Catalog(8, 4096, "lru", grows=True)
+    catalog.add_free(np.array([0, 1]))
+    write(catalog, 1)
+    catalog.add_free(np.array([0]))
+    with pytest.raises(IntegrityError):
+        catalog.check_integrity()
