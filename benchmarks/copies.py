@@ -1,7 +1,7 @@
-"""Gather and scatter of KV pages beside memcpy, GB/s.
+"""Gather and scatter of KV pages compared with memcpy, in GB/s.
 
-The device side is one array (layers, blocks, page bytes) as vLLM's CPU backend lays it out, blocks taken in
-random order; memcpy copies the same number of bytes in one piece in the same run.
+The device side is one array (layers, blocks, page bytes), the layout of vLLM's CPU backend; blocks are copied in random
+order. memcpy copies the same number of bytes at once in the same run.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
-"""Hashing the weights of a model for its fingerprint: what a first start pays, and what a later one.
+"""The cost of hashing a model's weights for its fingerprint, at the first start and at later ones.
 
-The file lies in the page cache, where a loader leaves it. ``read`` reads it once into a buffer, the least that anything
-which looks at every byte can cost; SHA-256 is what a digest against attackers would cost. CPU seconds are of all
-threads together.
+The file is in the page cache, where a loader leaves it. ``read`` reads it once into a buffer, a lower bound for any
+digest of every byte. SHA-256 is the cost of a cryptographic digest. CPU seconds are the sum over all threads.
 """
 
 from __future__ import annotations
@@ -24,12 +23,12 @@ SHA_BYTES = 256 << 20
 SCALE = 10e9
 """Figures are per 10 GB."""
 FILES = 200
-"""As many as a large model has."""
+"""Number of files of a large model."""
 ROUNDS = 3
 
 
 def costs(run: Callable[[], object], nbytes: int) -> tuple[float, float]:
-    """Wall and CPU seconds per 10 GB: the median of some runs."""
+    """Returns wall and CPU seconds per 10 GB, medians of ROUNDS runs."""
     walls, cpus = [], []
     for _ in range(ROUNDS):
         wall, cpu = time.perf_counter(), time.process_time()
@@ -85,4 +84,4 @@ def main(out: Path, quick: bool) -> None:
         wall, cpu = costs(lambda: file_digests(files, cache), int(SCALE))
         rows.append(Row(f"a later start, {FILES} files, wall", 1e3 * wall, "ms"))
         rows.append(Row(f"a later start, {FILES} files, CPU", 1e3 * cpu, "ms"))
-    publish("fingerprint", "Hashing the weights, once", rows, out)
+    publish("fingerprint", "Hashing the weights of a model", rows, out)

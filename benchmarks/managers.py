@@ -1,7 +1,7 @@
-"""Cost on the scheduler's thread, ns a block: kvoffload's managers beside vLLM's own CPU manager.
+"""Cost on the scheduler's thread, in ns per block: kvoffload's managers beside vLLM's own CPU manager.
 
-Both hold the same blocks and are asked for the same requests of 8,192 blocks in turn, so that the machine's
-moods hit both. A figure is the median over the requests.
+Both hold the same blocks and serve the same requests of 8,192 blocks in turn, so that a busy machine slows both. A
+figure is the median over the requests, in CPU time of the thread.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import statistics
 import time
 import tracemalloc
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.report import Row, publish
-from kvoffload.abc import OffloadingManager
+from kvoffload.abc import LoadStoreSpec, OffloadingManager
 from kvoffload.cache.keys import make_offload_key
 from kvoffload.cache.manager import ARCOffloadingManager, LRUOffloadingManager, PolicyOffloadingManager
 from kvoffload.cache.policies import make_policy
@@ -31,7 +31,7 @@ ROUNDS = 24
 LOAD_PATH = ("lookup", "touch", "prepare_load", "complete_load")
 STORE_PATH = ("prepare_store", "complete_store")
 MISS_PATH = ("touch", "lookup", *STORE_PATH, "reorder_chain")
-"""All that a request costs of which nothing is held."""
+"""All calls of a request of which no block is cached."""
 
 
 def new_keys(n: int) -> list[bytes]:
@@ -47,13 +47,23 @@ class Ours:
 
     def calls(self, keys: list[bytes]) -> dict[str, Callable[[], Any]]:
         manager = self.manager
+        leases: list[LoadStoreSpec] = []
+
+        def prepare_load() -> None:
+            leases.append(manager.prepare_load(keys))
+
+        def prepare_store() -> None:
+            output = manager.prepare_store(keys)
+            assert output is not None
+            leases.append(output.store_spec)
+
         return {
             "lookup": lambda: manager.lookup(keys),
             "touch": lambda: manager.touch(keys),
-            "prepare_load": lambda: manager.prepare_load(keys),
-            "complete_load": lambda: manager.complete_load(keys),
-            "prepare_store": lambda: manager.prepare_store(keys),
-            "complete_store": lambda: manager.complete_store(keys),
+            "prepare_load": prepare_load,
+            "complete_load": lambda: manager.complete_load(leases.pop()),
+            "prepare_store": prepare_store,
+            "complete_store": lambda: manager.complete_store(leases.pop()),
             "reorder_chain": lambda: manager.reorder_chain(keys, keys),
         }
 
@@ -92,8 +102,8 @@ class Theirs:
 
 def measure(
     systems: dict[str, Ours | Theirs], num_blocks: int, store_path: tuple[str, ...] = STORE_PATH
-) -> dict[str, dict[str, float]]:
-    """Per system and call, the median of ns a block. Every system is full when the clock starts."""
+) -> dict[str, dict[tuple[str, ...], dict[str, float]]]:
+    """Returns, per system and path, the median of each call in ns per block. All systems are full from the start."""
     held = new_keys(num_blocks)
     size = min(REQUEST_BLOCKS, num_blocks // 4)
     for system in systems.values():
@@ -101,11 +111,12 @@ def measure(
             calls = system.calls(held[start : start + size])
             calls["prepare_store"]()
             calls["complete_store"]()
-    times: dict[str, dict[str, list[float]]] = {name: defaultdict(list) for name in systems}
     rng = np.random.default_rng(0)
-    # Loads first, all of blocks that are held; then stores that evict.
+    # First loads of cached blocks, then stores that evict.
     batches = [held[start : start + size] for start in rng.integers(0, num_blocks - 2 * size, ROUNDS) // size * size]
+    medians: dict[str, dict[tuple[str, ...], dict[str, float]]] = {name: {} for name in systems}
     for path, requests in ((LOAD_PATH, batches), (store_path, [new_keys(size) for _ in range(ROUNDS)])):
+        times: dict[str, dict[str, list[float]]] = {name: defaultdict(list) for name in systems}
         for keys in requests:
             for name, system in systems.items():
                 calls = system.calls(keys)
@@ -113,11 +124,13 @@ def measure(
                     start = time.thread_time_ns()
                     calls[call]()
                     times[name][call].append((time.thread_time_ns() - start) / size)
-    return {name: {call: statistics.median(t) for call, t in calls.items()} for name, calls in times.items()}
+        for name in systems:
+            medians[name][path] = {call: statistics.median(t) for call, t in times[name].items()}
+    return medians
 
 
 def bytes_per_block(make: Callable[[], Ours | Theirs], num_blocks: int) -> float:
-    """Memory that a full manager takes, the keys themselves left out."""
+    """Returns the memory of a full manager per block, without the keys themselves."""
     keys = new_keys(num_blocks)
     tracemalloc.start()
     calls = make().calls(keys)
@@ -130,7 +143,7 @@ def bytes_per_block(make: Callable[[], Ours | Theirs], num_blocks: int) -> float
 
 
 def tracked_objects_per_block(num_blocks: int) -> float:
-    """Objects the garbage collector must visit per block that an LRU manager holds."""
+    """Returns how many objects the garbage collector must visit per block of an LRU manager."""
     keys = new_keys(num_blocks)
     gc.collect()
     before = len(gc.get_objects())
@@ -139,6 +152,18 @@ def tracked_objects_per_block(num_blocks: int) -> float:
     system.manager.complete_store(keys)
     gc.collect()
     return max(0, len(gc.get_objects()) - before) / num_blocks
+
+
+def rows_of(ns: dict[str, dict[tuple[str, ...], dict[str, float]]], suffix: str, versus: str) -> Iterator[Row]:
+    """Yields a row for each call and for each path."""
+    for name, path, calls in (
+        *((call, LOAD_PATH, (call,)) for call in LOAD_PATH),
+        *((call, STORE_PATH, (call,)) for call in STORE_PATH),
+        ("load path", LOAD_PATH, LOAD_PATH),
+        ("store path", STORE_PATH, STORE_PATH),
+    ):
+        ours, *peer = (sum(medians[path][call] for call in calls) for medians in ns.values())
+        yield Row(f"{name}, {suffix}", ours, "ns/block", versus if peer else "", peer[0] / ours if peer else None)
 
 
 def main(out: Path, quick: bool) -> None:
@@ -157,23 +182,14 @@ def main(out: Path, quick: bool) -> None:
             if have_peer:
                 systems["peer"] = Theirs(policy.lower(), num_blocks)
             ns = measure(systems, num_blocks)
-            suffix = "" if policy == "LRU" else f", {policy}"
-            for name, path in (
-                *((call, (call,)) for call in (*LOAD_PATH, *STORE_PATH)),
-                ("load path", LOAD_PATH),
-                ("store path", STORE_PATH),
-            ):
-                ours = sum(ns["ours"][call] for call in path)
-                ratio = sum(ns["peer"][call] for call in path) / ours if have_peer else None
-                versus = f"vLLM {policy}" if have_peer else ""
-                rows.append(Row(f"{name}, {label} blocks{suffix}", ours, "ns/block", versus, ratio))
+            rows += rows_of(ns, f"{label} blocks" + ("" if policy == "LRU" else f", {policy}"), f"vLLM {policy}")
             del systems
             gc.collect()
         ns = measure(
             {"auto": Ours(make_auto, num_blocks), "lru": Ours(LRUOffloadingManager, num_blocks)}, num_blocks, MISS_PATH
         )
         for name, path in (("load path", LOAD_PATH), ("miss path", MISS_PATH)):
-            ours, lru = (sum(ns[policy][call] for call in path) for policy in ("auto", "lru"))
+            ours, lru = (sum(ns[policy][path].values()) for policy in ("auto", "lru"))
             rows.append(Row(f"{name}, {label} blocks, auto", ours, "ns/block", "our LRU", lru / ours))
         gc.collect()
     ours = bytes_per_block(partial(Ours, LRUOffloadingManager, 100_000), 100_000)
@@ -183,4 +199,4 @@ def main(out: Path, quick: bool) -> None:
     auto = bytes_per_block(partial(Ours, make_auto, 100_000), 100_000)
     rows.append(Row("memory besides the key, 100k blocks, auto", auto, "B/block", "our LRU", ours / auto))
     rows.append(Row("objects tracked by the garbage collector", tracked_objects_per_block(100_000), "/block"))
-    publish("managers", "Scheduler thread, ns a block (ratio: times faster than the peer)", rows, out)
+    publish("managers", "Scheduler thread, ns per block (ratio: times faster than the peer)", rows, out)

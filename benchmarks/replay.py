@@ -1,7 +1,7 @@
-"""Processor time to replay a million block accesses, beside libcachesim's on the same accesses in the same run.
+"""CPU time to replay a million block accesses, compared with libcachesim on the same accesses in the same run.
 
 libcachesim simulates one policy in C, block by block. The replay runs the managers that serve an engine, request by
-request: look-up, store, eviction, and why each request missed.
+request: lookup, store, eviction, and the reason of each miss.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from kvoffload.lab.trace import Trace
 ACCESSES = 1_000_000
 CAPACITY_SHARE = 0.1
 POLICIES = {"lru": "LRU", "arc": "ARC", "auto": "ARC"}
-"""And what of libcachesim's each is measured beside; it has nothing that tunes itself but ARC."""
+"""Our policies, and the policy of libcachesim that each is compared with; its only self-tuning one is ARC."""
 PEER_RECORD = np.dtype([("time", "<u4"), ("id", "<u8"), ("size", "<u4"), ("next", "<i8")])
-"""Of libcachesim's oracleGeneral format."""
+"""A record of libcachesim's oracleGeneral format."""
 
 
 def workloads() -> Iterator[Trace]:
-    """Long chains, short ones, and a public trace where it is there."""
+    """Yields a trace with long chains, one with short chains, and a public trace if it is available."""
     yield read_trace("synthetic:agent?requests=4000")
     yield read_trace("synthetic:chat?requests=20000")
     folder = Path(os.environ.get("KVOFFLOAD_TRACES") or Path(__file__).parents[2] / "shared" / "traces")
@@ -40,7 +40,7 @@ def workloads() -> Iterator[Trace]:
 
 
 def with_accesses(trace: Trace, accesses: int) -> Trace:
-    """The trace again and again, until it has so many."""
+    """Returns the trace repeated until it has ``accesses`` block accesses."""
     times = -(-accesses // trace.num_accesses)
     span = float(trace.times[-1] - trace.times[0]) + 1.0
     offsets = [trace.offsets[1:] + i * trace.num_accesses for i in range(times)]
@@ -89,7 +89,7 @@ class Peer:
 def main(out: Path, quick: bool) -> None:
     have_peer = importlib.util.find_spec("libcachesim") is not None
     if not have_peer:
-        print("libcachesim is not installed here: no peer to compare with")
+        print("libcachesim is not installed: there is no comparison")
     accesses = ACCESSES // 10 if quick else ACCESSES
     rows = []
     for workload in workloads():
@@ -106,14 +106,14 @@ def main(out: Path, quick: bool) -> None:
             rows.append(Row(what, seconds, "s", versus, ratio))
             rows.append(
                 Row(
-                    f"  a request of {trace.num_accesses / trace.num_requests:.0f} blocks",
+                    f"  per request of {trace.num_accesses / trace.num_requests:.0f} blocks",
                     seconds / trace.num_requests * 1e6,
                     "us",
                 )
             )
     publish(
         "replay",
-        f"Replay, processor time, at {CAPACITY_SHARE:.0%} of distinct blocks (ratio: times faster than the peer)",
+        f"Replay, CPU time, with {CAPACITY_SHARE:.0%} of the distinct blocks (ratio: speedup over the peer)",
         rows,
         out,
     )

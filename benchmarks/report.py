@@ -1,4 +1,4 @@
-"""What every benchmark prints and writes: one table, one JSON file."""
+"""Prints the table of a benchmark and writes its JSON file."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Time to the first token in real vLLM: computed, found on the device, found in host memory; in one process or several.
+"""Time to first token in real vLLM if the prompt is computed, on the device, or in host memory; in one process or more.
 
-Copies on a CPU are made on the engine's own thread. To see what waiting in idle steps is worth, they are also
-made on a thread beside it, with and without the wait. Each engine runs in a child process.
+On a CPU, the engine's own thread makes the copies. To measure the benefit of waiting in idle steps, a second thread
+makes them too, with and without the wait. Each engine runs in a child process.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def main(out: Path, quick: bool) -> None:
                     rows.append(Row(f"{mode}: device hit", device * 1e3, "ms"))
                 ratio = seconds["host"] / device
                 rows.append(Row(f"{mode}: host hit{name}", seconds["host"] * 1e3, "ms", "over a device hit", ratio))
-    publish("ttft", f"Time to the first token of {PROMPT_TOKENS} tokens, p50", rows, out)
+    publish("ttft", f"Time to first token of a prompt of {PROMPT_TOKENS} tokens, p50", rows, out)
 
 
 def _in_child(config: dict[str, Any], environment: dict[str, str]) -> dict[str, float]:
@@ -65,7 +65,7 @@ def _in_child(config: dict[str, Any], environment: dict[str, str]) -> dict[str, 
             child.wait(timeout=900)
             measured: dict[str, float] = json.load(result)
         finally:
-            # The engine's own processes do not end with it.
+            # The engine's child processes do not end with it.
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(child.pid, signal.SIGKILL)
             child.wait()
@@ -89,7 +89,7 @@ def _measure(config: dict[str, Any]) -> dict[str, float]:
         max_num_batched_tokens=PROMPT_TOKENS + BLOCK_SIZE,
         kv_transfer_config=KVTransferConfig(
             kv_connector=config["connector"],
-            kv_connector_module_path="kvoffload.vllm" if usual else "kvoffload.vllm.faulty",
+            kv_connector_module_path="kvoffload.vllm" if usual else "benchmarks.connectors",
             kv_role="kv_both",
             kv_connector_extra_config={"host_bytes": "2GiB"},
         ),

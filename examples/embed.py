@@ -1,105 +1,45 @@
-"""kvoffload in an engine of your own: the calls of one request's life, with numpy arrays as the device.
+"""kvoffload in an engine of your own: a request is computed, the server restarts, and the same request loads its KV."""
 
-Run it: ``python examples/embed.py``. An engine that calls these methods in this order gets everything the vLLM
-adapter gets; ``kvoffload.testing.engine`` is a complete small engine to compare with.
-"""
-
-from __future__ import annotations
-
-from dataclasses import dataclass, field
+import tempfile
+from types import SimpleNamespace
 
 import numpy as np
 
-from kvoffload import (
-    HostBackend,
-    HostPool,
-    InlineTransfer,
-    KVGroup,
-    LRUOffloadingManager,
-    OffloadingConnectorScheduler,
-    OffloadingConnectorWorker,
-    PageGroup,
-    ScheduledStep,
-    hash_blocks,
-)
+import kvoffload as kv
 
-BLOCK_TOKENS, LAYERS, PAGE_BYTES, DEVICE_BLOCKS, HOST_BLOCKS = 16, 4, 4096, 32, 256
+TOKENS, LAYERS, PAGE_BYTES = 16, 4, 4096  # tokens per block, layers of the model, bytes per block and layer
 
 
-@dataclass
-class Request:
-    """What kvoffload reads of a request."""
+def serve(config: kv.OffloadConfig, ids: list[int]) -> int:
+    """Starts a server that answers one request in the device blocks ``ids``. Returns how many tokens it loaded."""
+    device = np.zeros((LAYERS, 32, PAGE_BYTES), dtype=np.uint8)  # the engine's KV cache, here without a GPU
+    pool = kv.HostPool(config.num_blocks(LAYERS * PAGE_BYTES), LAYERS * PAGE_BYTES)
+    worker = kv.OffloadingConnectorWorker(kv.InlineTransfer([kv.PageGroup(list(device))], pool.data))
+    fingerprint = kv.fingerprint({"weights": "version 1"})  # in earnest: everything that shapes the bytes
+    scheduler = kv.build_scheduler(config, [kv.KVGroup(TOKENS)], [pool.data], fingerprint)
+    request = SimpleNamespace(request_id="r", num_tokens=65, num_computed_tokens=0, kv_transfer_params=None)
+    request.block_hashes = kv.hash_blocks(range(65), TOKENS)
 
-    request_id: str
-    tokens: list[int]
-    num_computed_tokens: int = 0
-    kv_transfer_params: None = None
-    block_hashes: list[bytes] = field(default_factory=list)
+    def step(scheduled: kv.ScheduledStep, computed: list[int]) -> set[str]:
+        with worker.step(scheduler.build_connector_meta(scheduled), scheduler.update_connector_output) as finished:
+            device[:, computed] = 1 + np.arange(len(computed))[:, None]  # the forward pass
+        return finished.loaded
 
-    def __post_init__(self) -> None:
-        self.block_hashes = hash_blocks(self.tokens, BLOCK_TOKENS)
-
-    @property
-    def num_tokens(self) -> int:
-        return len(self.tokens)
-
-
-@dataclass
-class Blocks:
-    """The device blocks given to a request."""
-
-    ids: list[int]
-
-    def get_block_ids(self) -> tuple[list[int], ...]:
-        return (self.ids,)
-
-
-# The device's KV cache: one page a layer and block. The pool: one slot a block.
-device = np.zeros((LAYERS, DEVICE_BLOCKS, PAGE_BYTES), dtype=np.uint8)
-pool = HostPool(HOST_BLOCKS, LAYERS * PAGE_BYTES)
-worker = OffloadingConnectorWorker(InlineTransfer([PageGroup(list(device))], pool.data))
-scheduler = OffloadingConnectorScheduler(
-    LRUOffloadingManager(HostBackend(BLOCK_TOKENS, HOST_BLOCKS)), groups=[KVGroup(BLOCK_TOKENS)]
-)
+    while (offer := scheduler.get_num_new_matched_tokens(request, 0)[0]) is None:
+        step(kv.ScheduledStep({}), [])  # the disk is read meanwhile
+    scheduler.update_state_after_alloc(request, SimpleNamespace(get_block_ids=lambda: (ids,)), offer)
+    while offer and "r" not in step(kv.ScheduledStep({}), []):
+        pass
+    request.num_computed_tokens = offer
+    step(kv.ScheduledStep({"r": 65 - offer}, {"r": (ids,)}, frozenset({"r"})), ids[offer // TOKENS : 4])
+    while scheduler.has_pending_work():
+        step(kv.ScheduledStep({}), [])  # blocks are stored and written to disk meanwhile
+    scheduler.request_finished(request)
+    scheduler.shutdown()
+    assert (device[:, ids[:4]] == 1 + np.arange(4)[:, None]).all()
+    return offer
 
 
-def engine_step(step: ScheduledStep) -> set[str]:
-    """One step of the engine; returns the requests whose load has ended."""
-    meta = scheduler.build_connector_meta(step)
-    worker.begin_step(meta)
-    # ... the forward pass runs here ...
-    worker.start_loads(meta)
-    worker.end_step(meta)
-    finished = worker.get_finished(meta)
-    report = worker.take_report()
-    if report is not None:
-        scheduler.update_connector_output(report)
-    return finished.loaded
-
-
-prompt = list(range(4 * BLOCK_TOKENS))
-
-# The first request misses, computes its four blocks, and they are stored behind its back.
-first, blocks = Request("first", prompt), Blocks([1, 2, 3, 4])
-assert scheduler.get_num_new_matched_tokens(first, 0) == (0, False)
-scheduler.update_state_after_alloc(first, blocks, 0)
-device[:, blocks.ids] = np.arange(1, 5, dtype=np.uint8)[None, :, None]
-engine_step(ScheduledStep({"first": len(prompt)}, {"first": (blocks.ids,)}, frozenset({"first"})))
-scheduler.request_finished(first)
-while scheduler.has_pending_work():
-    engine_step(ScheduledStep({}))
-
-# Its device blocks are lost; the second request loads them into others.
-device[:] = 0
-second, blocks = Request("second", [*prompt, 7]), Blocks([9, 8, 7, 6, 5])
-tokens, is_async = scheduler.get_num_new_matched_tokens(second, 0)
-assert (tokens, is_async) == (len(prompt), True)
-scheduler.update_state_after_alloc(second, blocks, tokens)
-loaded: set[str] = set()
-while "second" not in loaded:
-    loaded |= engine_step(ScheduledStep({}))
-assert (device[:, blocks.ids[:4]] == np.arange(1, 5, dtype=np.uint8)[None, :, None]).all()
-
-for record in scheduler.records:
-    print(record)
-pool.close()
+with tempfile.TemporaryDirectory() as directory:
+    config = kv.OffloadConfig(host_bytes=4 << 20, disk_dir=directory, disk_bytes=64 << 20, load_deadline_ms=60_000)
+    assert [serve(config, ids) for ids in ([1, 2, 3, 4, 5], [9, 8, 7, 6, 5])] == [0, 64]

@@ -1,4 +1,4 @@
-"""OffloadConfig: what is wrong is said at once, with the setting, its value and what to write instead."""
+"""OffloadConfig: wrong values are refused at once, by an error that names the setting, its value and the fix."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ NAN, INFINITY = float("nan"), float("inf")
 
 
 class OwnPolicy(LRUPolicy):
-    """A user's own, named by import path."""
+    """A user's own policy, given by its import path."""
 
 
 class NoPolicy:
@@ -97,7 +97,7 @@ def test_amounts(value: object, expected: int) -> None:
     ],
     ids=repr,
 )
-def test_what_is_no_amount_is_named_and_fixed(value: object) -> None:
+def test_a_wrong_amount_is_refused_with_an_example(value: object) -> None:
     with pytest.raises(ConfigError) as caught:
         parse_bytes("host_bytes", value)
     message = str(caught.value)
@@ -142,7 +142,7 @@ def test_everything_may_be_given() -> None:
     assert config.factor(16) == 4
 
 
-def test_it_cannot_be_changed() -> None:
+def test_a_configuration_is_immutable() -> None:
     with pytest.raises(dataclasses.FrozenInstanceError):
         make().host_bytes = 5  # type: ignore[misc]
 
@@ -152,13 +152,24 @@ def test_the_block_size_may_be_given_in_tokens(block_size: int, factor: int) -> 
     assert make(block_size=block_size).factor(16) == factor
 
 
-def test_a_policy_of_ones_own() -> None:
+def test_a_policy_of_the_user() -> None:
     name = f"{__name__}:OwnPolicy"
     assert make(policy=name).policy == name
     assert issubclass(OwnPolicy, CachePolicy)
 
 
-# Bad ones.
+def test_the_constructor_checks_and_converts_values_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/me")
+    amounts: dict[str, Any] = {"host_bytes": "1GiB", "disk_bytes": "2GiB"}
+    made = OffloadConfig(**amounts, disk_dir="~/kv")
+    assert made == make(disk_dir="/home/me/kv", disk_bytes=2 * GIB)
+    assert dataclasses.replace(made, policy="lru") == make(disk_dir="/home/me/kv", disk_bytes=2 * GIB, policy="lru")
+    for options in ({"host_bytes": 0}, {"store_threshold": 1}, {"policy": "none"}, {"disk_dir": "kv"}):
+        with pytest.raises(ConfigError, match=next(iter(options))):
+            OffloadConfig(**{"host_bytes": GIB, **options})  # type: ignore[arg-type]
+
+
+# Wrong configurations.
 
 
 @pytest.mark.parametrize(
@@ -175,13 +186,13 @@ def test_a_policy_of_ones_own() -> None:
         ("store_treshold", "store_threshold"),
     ],
 )
-def test_a_misspelt_option_is_told_what_it_should_be(name: str, meant: str) -> None:
+def test_an_error_proposes_the_option_that_was_meant(name: str, meant: str) -> None:
     message = refused(**{name: 17})
     assert message.startswith(f"{name}=17: unknown option")
     assert f"did you mean {meant}?" in message
 
 
-def test_an_option_like_no_other_is_told_which_there_are() -> None:
+def test_an_error_for_an_unknown_option_lists_all_options() -> None:
     message = refused(zzz="x")
     assert message.startswith("zzz='x': unknown option; remove it")
     for field in dataclasses.fields(OffloadConfig):
@@ -190,7 +201,7 @@ def test_an_option_like_no_other_is_told_which_there_are() -> None:
 
 @pytest.mark.parametrize("options", [{}, {"host_bytes": None}, {"policy": "arc"}])
 @pytest.mark.parametrize("free", [3 * MIB, 700 * MIB, GIB, 7 * GIB, 62 * GIB + 12345, 2 * TIB])
-def test_without_memory_it_proposes_an_amount_that_is_right(
+def test_without_host_bytes_the_error_proposes_a_valid_amount(
     options: dict[str, Any], free: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(config_module, "available_memory", lambda: free)
@@ -232,7 +243,7 @@ def test_padding_and_every_rank_are_counted() -> None:
         (f"{__name__}:NoPolicy", "is not a complete subclass of"),
     ],
 )
-def test_a_policy_that_is_none(policy: str, said: str) -> None:
+def test_a_policy_that_does_not_exist(policy: str, said: str) -> None:
     message = refused(policy=policy)
     assert message.startswith(f"policy={policy!r}: {said}")
     assert f'write one of {", ".join(sorted(BUILTIN))}, or your own class as "package.module:Class"' in message
@@ -240,7 +251,7 @@ def test_a_policy_that_is_none(policy: str, said: str) -> None:
 
 
 @pytest.mark.parametrize("policy", [":Policy", ".policy:Policy"])
-def test_a_policy_path_that_cannot_be_a_path(policy: str) -> None:
+def test_an_import_path_that_is_malformed(policy: str) -> None:
     refused(policy=policy)
 
 
@@ -257,14 +268,14 @@ def test_a_threshold_of_one_is_no_filter() -> None:
     assert message.startswith("store_threshold=1: must be a whole number, 2 or more; or leave it out")
 
 
-def test_two_ways_to_say_the_same() -> None:
+def test_only_one_of_two_block_sizes() -> None:
     message = refused(block_size=32, block_size_factor=2)
     assert "block_size=32 and block_size_factor=2" in message
     assert "remove one" in message
 
 
 @pytest.mark.parametrize(("block_size", "fix"), [(24, 16), (8, 16), (17, 16), (50, 48)])
-def test_a_block_size_that_the_engines_does_not_divide(block_size: int, fix: int) -> None:
+def test_a_block_size_that_is_no_multiple_of_the_engines(block_size: int, fix: int) -> None:
     with pytest.raises(ConfigError) as caught:
         make(block_size=block_size).factor(16)
     assert str(caught.value).startswith(f"block_size={block_size}: must be a multiple of ")
@@ -276,7 +287,7 @@ def test_a_block_size_that_the_engines_does_not_divide(block_size: int, fix: int
     "value", [-1, -0.001, NAN, INFINITY, 1e300, pytest.param(10**400, id="10^400"), 3_600_001, "yes", "1000", [1], True]
 )
 @pytest.mark.parametrize("name", ["load_deadline_ms", "lookup_deadline_ms"])
-def test_a_deadline_is_some_milliseconds(name: str, value: object) -> None:
+def test_a_deadline_is_a_number_of_milliseconds(name: str, value: object) -> None:
     fix = "must be a number of milliseconds, from 0 to 3600000 (an hour), without quotes"
     assert refused(**{name: value}) == f"{name}={value!r}: {fix}"
 
@@ -297,25 +308,25 @@ def test_numbers_beyond_arithmetic_are_refused(name: str) -> None:
 
 
 @pytest.mark.parametrize("value", [0, 1, "false", "no", 1.0, []])
-def test_yes_or_no(value: object) -> None:
+def test_a_boolean(value: object) -> None:
     assert refused(load_only_if_faster=value) == f"load_only_if_faster={value!r}: must be true or false, without quotes"
 
 
 # The disk tier.
 
 
-def test_an_amount_of_disk_may_be_written_as_one_of_memory() -> None:
+def test_an_amount_of_disk_has_the_same_forms_as_one_of_memory() -> None:
     assert make(disk_dir="/cache", disk_bytes="1.5T").disk_bytes == 3 * TIB // 2
 
 
-def test_a_home_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_home_directory_is_expanded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", "/home/me")
     assert make(disk_dir="~/kv", disk_bytes=GIB).disk_dir == "/home/me/kv"
     assert make(disk_dir="~", disk_bytes=GIB).disk_dir == "/home/me"
 
 
 @pytest.mark.parametrize("written", ["/cache/kv", "/cache/kv/", "/cache//kv", "/cache/./kv", "/cache/other/../kv"])
-def test_a_directory_has_one_name(written: str) -> None:
+def test_a_directory_is_normalized(written: str) -> None:
     assert make(disk_dir=written, disk_bytes=GIB).disk_dir == "/cache/kv"
 
 
@@ -327,12 +338,12 @@ def test_a_relative_directory(value: str) -> None:
 
 
 @pytest.mark.parametrize("value", [5, True, b"/kv", ["/kv"], "/k\0v"])
-def test_a_directory_that_is_no_path(value: object) -> None:
+def test_a_directory_that_is_not_a_path(value: object) -> None:
     assert refused(disk_dir=value, disk_bytes=GIB).startswith(f"disk_dir={value!r}: not a path; ")
 
 
 @pytest.mark.parametrize("value", ["much", 0, -1, True])
-def test_an_amount_of_disk_that_is_none(value: object) -> None:
+def test_a_wrong_amount_of_disk(value: object) -> None:
     assert refused(disk_dir="/cache", disk_bytes=value).startswith(f"disk_bytes={value!r}: ")
 
 
@@ -358,13 +369,13 @@ def test_a_directory_without_an_amount_of_disk(tmp_path: Path) -> None:
 # The recorded trace.
 
 
-def test_the_example_of_a_trace_is_no_folder_that_everybody_may_write_to() -> None:
+def test_the_example_of_a_trace_is_in_a_private_directory() -> None:
     example = re.search(r'record_trace="([^"]+)"', refused(record_trace="t.jsonl"))
     assert example is not None
     assert example[1] == "/var/log/kvoffload/trace.jsonl"
 
 
-def test_a_trace_goes_to_a_file_that_may_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_trace_needs_a_writable_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     assert make(record_trace="~/t.jsonl").record_trace == str(tmp_path / "t.jsonl")
     assert refused(record_trace="t.jsonl").startswith("record_trace='t.jsonl': not an absolute path; write an absolute")
@@ -377,14 +388,14 @@ def test_a_trace_goes_to_a_file_that_may_be_written(tmp_path: Path, monkeypatch:
     assert f"there is no directory {tmp_path / 'none'}" in refused(record_trace=str(tmp_path / "none" / "t.jsonl"))
 
 
-def test_a_folder_that_others_own_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    # Root may write everywhere.
+def test_a_directory_without_write_permission_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # The tests may run as root, who may write everywhere.
     monkeypatch.setattr(config_module.os, "access", lambda *_: False)
     assert f"this user may not write to {tmp_path}; name a file elsewhere" in refused(record_trace=str(tmp_path / "t"))
 
 
 @pytest.mark.parametrize("value", ["", 5, True, b"v7", ["v7"]])
-def test_a_fingerprint_is_some_text(value: object) -> None:
+def test_a_fingerprint_is_text(value: object) -> None:
     message = refused(model_fingerprint=value)
     assert message.startswith(f"model_fingerprint={value!r}: must be a string")
     assert "changes with the weights" in message

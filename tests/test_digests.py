@@ -1,4 +1,4 @@
-"""Digests of files: any byte counts, each is read once, and a cache that cannot be trusted only costs time."""
+"""Digests of files: every byte counts and is read once, and a cache that cannot be trusted only costs time."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def in_an_hour() -> int:
-    """A clock for which no file has been changed lately."""
+    """A clock by which all files were changed long ago."""
     return time.time_ns() + LATER
 
 
@@ -54,13 +54,13 @@ def entries(folder: Path) -> dict[str, str]:
 
 
 def poison(folder: Path) -> None:
-    """Makes every entry a wrong one, which shows who believes them."""
+    """Replaces every digest in the cache with a wrong one. A result with it shows that the cache was used."""
     described = {"version": 1, "digests": dict.fromkeys(entries(folder), WRONG)}
     (folder / digests.FILE_NAME).write_text(json.dumps(described))
 
 
 def test_every_single_byte_counts(weights: Path) -> None:
-    """Among them the first and the last of the file, of a piece and of what is read at a time."""
+    """Including the first and last byte of the file, of a piece and of a read."""
     (before,) = file_digests([weights])
     raw = bytearray(weights.read_bytes())
     seen = {before}
@@ -78,13 +78,13 @@ def test_every_single_byte_counts(weights: Path) -> None:
 @pytest.mark.parametrize(
     "change", [lambda raw: raw + b"\0", lambda raw: raw[:-1], lambda raw: raw[PIECE:], lambda _: b""]
 )
-def test_so_does_the_length(weights: Path, change: Callable[[bytes], bytes]) -> None:
+def test_the_length_counts(weights: Path, change: Callable[[bytes], bytes]) -> None:
     (before,) = file_digests([weights])
     weights.write_bytes(change(weights.read_bytes()))
     assert file_digests([weights]) != [before]
 
 
-def test_pieces_that_change_places_are_another_file(weights: Path) -> None:
+def test_the_order_of_pieces_counts(weights: Path) -> None:
     (before,) = file_digests([weights])
     raw = weights.read_bytes()
     weights.write_bytes(raw[PIECE : 2 * PIECE] + raw[:PIECE] + raw[2 * PIECE :])
@@ -103,7 +103,7 @@ def test_digests_come_in_the_order_of_the_files(tmp_path: Path) -> None:
     assert file_digests([]) == []
 
 
-def test_what_cannot_be_read_is_an_error(tmp_path: Path) -> None:
+def test_a_file_that_cannot_be_read_is_an_error(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "dead").symlink_to(tmp_path / "nowhere")
     for name in ("pipe", "dead", "nowhere", "."):
@@ -115,7 +115,7 @@ def test_what_cannot_be_read_is_an_error(tmp_path: Path) -> None:
 def test_a_file_that_changes_while_it_is_hashed_is_an_error(
     weights: Path, monkeypatch: pytest.MonkeyPatch, change: str
 ) -> None:
-    """Nobody can say which bytes of it were loaded."""
+    """It is not known which bytes of it were loaded."""
     preadv = os.preadv
 
     def changing(fd: int, buffers: Any, offset: int) -> int:
@@ -137,7 +137,7 @@ def test_a_file_that_changes_while_it_is_hashed_is_an_error(
 # The cache.
 
 
-def test_a_digest_that_is_kept_is_not_made_again(weights: Path, folder: Path) -> None:
+def test_a_digest_in_the_cache_is_not_computed_again(weights: Path, folder: Path) -> None:
     made = file_digests([weights], cache_of(folder))
     assert list(entries(folder).values()) == made
     assert file_digests([weights], cache_of(folder)) == made
@@ -166,7 +166,7 @@ def test_a_file_whose_times_changed_is_read_again(
 
 
 def test_a_byte_that_changed_under_the_old_modification_time_is_seen(weights: Path, folder: Path) -> None:
-    """Who sets a modification time back cannot set back the time of that."""
+    """The modification time can be set back, but the time of change cannot."""
     before, state = file_digests([weights], cache_of(folder)), weights.stat()
     raw = bytearray(weights.read_bytes())
     raw[SIZE // 2] ^= 1
@@ -178,19 +178,19 @@ def test_a_byte_that_changed_under_the_old_modification_time_is_seen(weights: Pa
 
 @pytest.mark.parametrize("ago", [0, digests.SETTLED_NS // 2, -LATER])
 def test_a_file_that_was_just_changed_is_not_remembered(weights: Path, folder: Path, ago: int) -> None:
-    """It may be changed again within the resolution of its times. A clock that runs behind only costs time."""
+    """It may change again within the resolution of its timestamps. A clock that runs behind only costs time."""
     changed = weights.stat().st_ctime_ns
     assert file_digests([weights], cache_of(folder, lambda: changed + ago)) == file_digests([weights])
     assert not (folder / digests.FILE_NAME).exists() or entries(folder) == {}
 
 
-def test_nor_one_whose_times_are_made_up() -> None:
-    """Whole seconds: some file systems know no better, or give every file the same time."""
+def test_a_file_with_coarse_timestamps_is_not_remembered() -> None:
+    """Whole seconds: some file systems have no finer times, or give every file the same time."""
     fields = {"st_mtime_ns": 0, "st_ctime_ns": 10**9}
     state = type("State", (), fields)()
-    assert not digests._is_settled(state, in_an_hour())  # type: ignore[arg-type]
+    assert not digests.is_settled(state, in_an_hour())  # type: ignore[arg-type]
     state.st_ctime_ns += 1
-    assert digests._is_settled(state, in_an_hour())  # type: ignore[arg-type]
+    assert digests.is_settled(state, in_an_hour())  # type: ignore[arg-type]
 
 
 def test_only_its_owner_can_read_it(weights: Path, folder: Path) -> None:
@@ -247,10 +247,10 @@ UNTRUSTED: dict[str, Callable[[Path], object]] = {
 
 
 @pytest.mark.parametrize("spoil", UNTRUSTED.values(), ids=UNTRUSTED)
-def test_a_cache_that_is_not_to_be_believed_is_not(
+def test_a_cache_that_cannot_be_trusted_is_not_used(
     weights: Path, folder: Path, caplog: pytest.LogCaptureFixture, spoil: Callable[[Path], object]
 ) -> None:
-    """One warning, right digests, and no error."""
+    """There is one warning, the digests are right, and there is no error."""
     made = file_digests([weights], cache_of(folder))
     poison(folder)
     spoil(folder)
@@ -260,7 +260,7 @@ def test_a_cache_that_is_not_to_be_believed_is_not(
     assert str(folder) in record.getMessage()
 
 
-def test_a_broken_one_is_replaced(weights: Path, folder: Path) -> None:
+def test_a_damaged_cache_is_replaced(weights: Path, folder: Path) -> None:
     made = file_digests([weights], cache_of(folder))
     for raw in (b"", b"{nonsense", in_file(version=2)):
         spoil_file(raw)(folder)
@@ -268,7 +268,7 @@ def test_a_broken_one_is_replaced(weights: Path, folder: Path) -> None:
         assert list(entries(folder).values()) == made
 
 
-def test_another_user_s_is_not_believed(
+def test_the_cache_of_another_user_is_not_used(
     weights: Path, folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     made = file_digests([weights], cache_of(folder))
@@ -279,16 +279,14 @@ def test_another_user_s_is_not_believed(
 
 
 @pytest.mark.parametrize("there", ["a file", "a file above it"])
-def test_a_cache_that_cannot_be_made_is_done_without(
-    weights: Path, folder: Path, caplog: pytest.LogCaptureFixture, there: str
-) -> None:
+def test_digests_need_no_cache(weights: Path, folder: Path, caplog: pytest.LogCaptureFixture, there: str) -> None:
     folder.write_text("")
     cache = cache_of(folder if there == "a file" else folder / "below")
     assert file_digests([weights], cache) == file_digests([weights])
     assert len(caplog.records) == 1
 
 
-def test_a_full_disk_keeps_what_was_there(
+def test_a_full_disk_leaves_the_cache_as_it_was(
     weights: Path, folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     file_digests([weights], cache_of(folder))
@@ -323,7 +321,7 @@ def keep_one(folder: Path, name: str) -> None:
     DigestCache(folder).save({name: WRONG})
 
 
-def test_several_processes_lose_nothing_of_each_other(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_several_processes_keep_the_entries_of_each_other(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(digests, "LOCK_DEADLINE_S", 300.0)
     context = multiprocessing.get_context("fork")
     children = [context.Process(target=keep_one, args=(folder, f"file {i}")) for i in range(12)]
@@ -335,7 +333,7 @@ def test_several_processes_lose_nothing_of_each_other(folder: Path, monkeypatch:
     assert entries(folder).keys() == {f"file {i}" for i in range(12)}
 
 
-def test_a_lock_that_nobody_gives_back_is_not_waited_for(
+def test_a_lock_that_is_never_released_is_not_waited_for(
     folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     import fcntl
@@ -350,7 +348,7 @@ def test_a_lock_that_nobody_gives_back_is_not_waited_for(
     assert entries(folder).keys() == {"first", "second"}
 
 
-def test_a_part_that_a_killed_process_left_is_in_nobody_s_way(folder: Path) -> None:
+def test_a_partial_file_of_a_killed_process_does_no_harm(folder: Path) -> None:
     keep_one(folder, "first")
     (folder / "digests.json.part").write_text("half of")
     keep_one(folder, "second")
@@ -359,7 +357,7 @@ def test_a_part_that_a_killed_process_left_is_in_nobody_s_way(folder: Path) -> N
 
 
 @pytest.mark.parametrize(("given", "base"), [("{tmp}/xdg", "{tmp}/xdg"), ("", "{tmp}/.cache"), ("rel", "{tmp}/.cache")])
-def test_it_lies_where_users_keep_their_caches(
+def test_the_cache_is_in_the_users_cache_directory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: str, base: str
 ) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
@@ -368,7 +366,7 @@ def test_it_lies_where_users_keep_their_caches(
     assert (Path(base.format(tmp=tmp_path)) / "kvoffload" / digests.FILE_NAME).is_file()
 
 
-def test_a_user_without_a_home_does_without(
+def test_a_user_without_a_home_has_no_cache(
     weights: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def homeless() -> Path:
@@ -380,14 +378,14 @@ def test_a_user_without_a_home_does_without(
     assert "XDG_CACHE_HOME" in caplog.text
 
 
-def test_hashing_that_takes_long_is_told_of_once(
+def test_hashing_that_takes_long_is_logged_once(
     weights: Path, folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.INFO):
-        monkeypatch.setattr(digests, "TOLD_AFTER_S", float("inf"))
+        monkeypatch.setattr(digests, "LOG_AFTER_S", float("inf"))
         file_digests([weights])
         assert not caplog.records
-        monkeypatch.setattr(digests, "TOLD_AFTER_S", 0.0)
+        monkeypatch.setattr(digests, "LOG_AFTER_S", 0.0)
         file_digests([weights], cache_of(folder))
         assert len(caplog.records) == 1
         assert "GB/s" in caplog.text

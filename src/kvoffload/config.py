@@ -1,4 +1,4 @@
-"""One typed configuration. Its errors name the setting, its value and what to write instead."""
+"""The configuration, typed and checked. Errors name the setting, its value and what to write instead."""
 
 from __future__ import annotations
 
@@ -18,34 +18,32 @@ from kvoffload.host.pool import padded_slot_bytes
 from kvoffload.units import format_bytes, parse_bytes
 
 MAX_WHOLE_NUMBER = 1 << 30
-"""Of settings that count something: far more than makes sense, and no number that arithmetic with it could fail for."""
-
-
+"""The largest value of a setting that counts something: far above useful values, and safe in arithmetic."""
 MAX_DEADLINE_MS = 3_600_000.0
+_PATHS = {"disk_dir": "/var/cache/kvoffload", "record_trace": "/var/log/kvoffload/trace.jsonl"}
+"""Options that are paths, with an example of each."""
 
 
 def _half(free: int) -> str:
+    """Returns half of ``free`` bytes, at least 1 MiB, as a value for an option."""
     half = max(free // 2, 1 << 20)
     return f"{half >> 30}GiB" if half >> 30 else f"{half >> 20}MiB"
 
 
-_PATHS = {"disk_dir": "/var/cache/kvoffload", "record_trace": "/var/log/kvoffload/trace.jsonl"}
-"""Options that are paths, and an example of each."""
-
-
 def _resolved(setting: str, value: object) -> str:
-    """The absolute path that ``value`` means. Raises ConfigError naming ``setting``."""
+    """Returns ``value``, a path that may begin with "~", as an absolute path. Raises ConfigError that names
+    ``setting``."""
     fix = f'write an absolute path such as {setting}="{_PATHS[setting]}"'
     if not isinstance(value, str) or "\0" in value:
         raise ConfigError(f"{setting}={value!r}: not a path; {fix}")
     path = os.path.expanduser(value)
     if not os.path.isabs(path):
-        raise ConfigError(f"{setting}={value!r}: not an absolute path; {fix}. Variables are not looked up")
+        raise ConfigError(f"{setting}={value!r}: not an absolute path; {fix}. Variables are not expanded")
     return os.path.normpath(path)
 
 
 def _free_disk(directory: str) -> int:
-    """Free bytes of the disk that ``directory`` is on, or would be."""
+    """Returns the free bytes of the disk on which ``directory`` is, or would be."""
     path = Path(directory)
     while not path.exists():
         path = path.parent
@@ -54,40 +52,47 @@ def _free_disk(directory: str) -> int:
 
 @dataclass(frozen=True, slots=True)
 class OffloadConfig:
-    """What a user can set. In vLLM: the keys of ``kv_connector_extra_config``."""
+    """What a user can set. In vLLM these are the keys of ``kv_connector_extra_config``.
+
+    Every value is checked before any memory is allocated: the constructor raises ConfigError. Amounts of bytes may be
+    strings such as "8GiB".
+    """
 
     host_bytes: int
-    """Host RAM for offloaded blocks on this node, padding included."""
+    """Host RAM for offloaded blocks on this node, including padding."""
     policy: str = "auto"
-    """Which block leaves: "auto", which tunes itself, another name of ``kvoffload.cache.policies.BUILTIN``, or your own
-    CachePolicy as "package.module:Class"."""
+    """The eviction policy: "auto", which tunes itself, another name in ``kvoffload.cache.policies.BUILTIN``, or your
+    own CachePolicy as "package.module:Class"."""
     block_size_factor: int | None = None
     """Device blocks per offloaded block. Default 1."""
     block_size: int | None = None
-    """The same in tokens per offloaded block; give one of the two."""
+    """The same in tokens per offloaded block. Set at most one of the two."""
     store_threshold: int | None = None
-    """Store a block once this many requests have asked for it (2 or more). Default: store all."""
+    """How many requests must ask for a block before it is stored, 2 or more. By default all blocks are stored."""
     disk_dir: str | None = None
-    """Directory of the disk tier: an absolute path, or one that begins with "~", which is resolved here."""
+    """Directory of the disk tier: an absolute path, or a path that begins with "~"."""
     disk_bytes: int | None = None
-    """Disk space for offloaded blocks on this node, everything that the tier keeps there included."""
+    """Disk space for offloaded blocks on this node, including everything else that the tier keeps there."""
     load_deadline_ms: float = 1000.0
-    """How long a request waits for blocks on their way: for those that another request is loading, before it loads its
-    own copy; for those that come from a tier below, before it computes what has not arrived."""
+    """How long a request waits for blocks: for blocks that another request is loading, before it loads its own copy;
+    for blocks that a lower tier is reading, before it computes those that have not arrived."""
     lookup_deadline_ms: float = 100.0
-    """How long a tier may take to tell whether it holds a block, before that is a miss."""
+    """How long a tier may take to answer whether it holds a block. After that the block is a miss."""
     load_only_if_faster: bool = True
-    """Compute a prefix whose load from a tier below host memory would take longer than computing it."""
+    """Whether a prefix is computed if loading it from a tier below host memory would take longer."""
     engines_per_node: int | None = None
-    """Data-parallel engines that share these budgets on this node, where the engine does not know."""
+    """Number of data-parallel engines that share these budgets on this node. Needed only if vLLM does not say."""
     record_trace: str | None = None
-    """File to which a line a request is appended, to be replayed; an absolute path, as ``disk_dir`` is."""
+    """File to which one line per request is appended, for ``kvoffload replay``. A path as for ``disk_dir``."""
     model_fingerprint: str | None = None
-    """Names the weights, where they cannot be read; normally derived from the model's files."""
+    """Identifies the weights if they cannot be read. Normally this is derived from the model's files."""
 
     @classmethod
     def from_mapping(cls, options: Mapping[str, Any]) -> OffloadConfig:
-        """Checks every option before any memory is taken. Raises ConfigError."""
+        """Returns the configuration with these options. An option that is None counts as not set.
+
+        Raises ConfigError for an unknown option, a wrong value, or if ``host_bytes`` is missing.
+        """
         known = [field.name for field in dataclasses.fields(cls)]
         for name in options:
             if name not in known:
@@ -100,18 +105,15 @@ class OffloadConfig:
                 f'host_bytes is not set: say how much host RAM to use, such as host_bytes="{_half(free)}" '
                 f"(half of the {format_bytes(free)} free here)"
             )
-        given = {name: value for name, value in options.items() if value is not None}
-        for name in ("host_bytes", "disk_bytes"):
-            if name in given:
-                given[name] = parse_bytes(name, given[name])
-        for name in _PATHS:
-            if name in given:
-                given[name] = _resolved(name, given[name])
-        config = cls(**given)
-        config._check()
-        return config
+        return cls(**{name: value for name, value in options.items() if value is not None})
 
-    def _check(self) -> None:
+    def __post_init__(self) -> None:
+        for name in ("host_bytes", "disk_bytes"):
+            if getattr(self, name) is not None:
+                object.__setattr__(self, name, parse_bytes(name, getattr(self, name)))
+        for name in _PATHS:
+            if getattr(self, name) is not None:
+                object.__setattr__(self, name, _resolved(name, getattr(self, name)))
         if not isinstance(self.policy, str):
             raise ConfigError(f'policy={self.policy!r}: write a name such as policy="lru"')
         policy_class(self.policy)
@@ -137,7 +139,7 @@ class OffloadConfig:
         if self.block_size_factor is not None and self.block_size is not None:
             raise ConfigError(
                 f"block_size={self.block_size} and block_size_factor={self.block_size_factor}: "
-                "two ways to say the same; remove one"
+                "both set the same; remove one"
             )
         self._check_disk()
         self._check_trace()
@@ -194,7 +196,10 @@ class OffloadConfig:
             )
 
     def factor(self, device_block_size: int) -> int:
-        """Device blocks per offloaded block, for an engine with ``device_block_size`` tokens a block."""
+        """Returns the device blocks per offloaded block for an engine with ``device_block_size`` tokens per block.
+
+        Raises ConfigError if ``block_size`` is not a multiple of that.
+        """
         if self.block_size is None:
             return self.block_size_factor or 1
         factor, rest = divmod(self.block_size, device_block_size)
@@ -206,7 +211,10 @@ class OffloadConfig:
         return factor
 
     def num_blocks(self, block_bytes: int, ranks: int = 1) -> int:
-        """Blocks that fit into ``host_bytes``, where one block takes ``block_bytes`` on each of ``ranks``."""
+        """Returns how many blocks fit into ``host_bytes`` if one takes ``block_bytes`` on each of ``ranks``.
+
+        Raises ConfigError if none does.
+        """
         slot_bytes = padded_slot_bytes(block_bytes) * ranks
         blocks = self.host_bytes // slot_bytes
         if blocks < 1:

@@ -1,7 +1,8 @@
-"""Digests of whole files: every byte once, and never again while the file is the same one.
+"""Digests of whole files. Every byte is read once, and not again while the file stays unchanged.
 
-XXH3-128 finds accidents: a file that was trained further, cut off or mixed up. It is no defence against somebody who
-makes files with equal digests on purpose; whoever can write the weights decides anyway what the server answers.
+XXH3-128 detects accidents: a file that was trained further, truncated or mixed up with another. It does not protect
+against an attacker who constructs files with equal digests, but anyone who can write the weights controls the server's
+answers anyway.
 """
 
 from __future__ import annotations
@@ -22,18 +23,18 @@ import xxhash
 from kvoffload.locks import try_to_lock
 
 PIECE_BYTES = 64 << 20
-"""Pieces of a file have digests of their own, so that threads can share a large file."""
+"""Each piece of a file has a digest of its own, so that threads can share a large file."""
 BUFFER_BYTES = 1 << 20
-"""Read at a time: less than a core's own cache, so that hashing does not fetch the bytes from memory again."""
+"""Bytes per read: less than the cache of a core, so that hashing does not read the bytes from memory again."""
 MAX_THREADS = 8
-TOLD_AFTER_S = 1.0
-"""Hashing that takes longer is worth a line in the log."""
+LOG_AFTER_S = 1.0
+"""If hashing takes longer, a line in the log says so."""
 
 FILE_NAME = "digests.json"
 MAX_ENTRIES = 4096
 MAX_FILE_BYTES = 1 << 20
 SETTLED_NS = 2_000_000_000
-"""A file that was changed later than this ago may be changed again without another time of change."""
+"""A file that was changed less than this ago may be changed again without a change of its timestamps."""
 LOCK_DEADLINE_S = 1.0
 _VERSION = 1
 _OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
@@ -46,9 +47,9 @@ class FileChangedError(OSError):
 
 
 def file_digests(paths: Sequence[Path], cache: DigestCache | None = None) -> list[str]:
-    """32 hex digits over every byte of each of ``paths``, in their order; what ``cache`` knows is not read.
+    """Returns 32 hex digits over every byte of each of ``paths``, in order. Does not read files that ``cache`` knows.
 
-    Raises OSError for a path that is no readable regular file, or that changes meanwhile.
+    Raises OSError for a path that is not a readable regular file, or that changes meanwhile.
     """
     states = [os.stat(path) for path in paths]
     for path, state in zip(paths, states, strict=True):
@@ -60,18 +61,18 @@ def file_digests(paths: Sequence[Path], cache: DigestCache | None = None) -> lis
     unread = {name: (path, state) for name, path, state in zip(names, paths, states, strict=True) if name not in known}
     made = _hash_all(unread)
     if cache is not None:
-        cache.save({name: made[name] for name, (_, state) in unread.items() if _is_settled(state, began)}, used=names)
+        cache.save({name: made[name] for name, (_, state) in unread.items() if is_settled(state, began)}, used=names)
     return [made.get(name) or known[name] for name in names]
 
 
 def _name(state: os.stat_result) -> str:
-    """What tells a file, as it is now, from all others of this machine."""
+    """Returns text that identifies a file and its present content on this machine."""
     return f"{state.st_dev}:{state.st_ino}:{state.st_size}:{state.st_mtime_ns}:{state.st_ctime_ns}"
 
 
-def _is_settled(state: os.stat_result, now: int) -> bool:
-    """Whether every change of the file from ``now`` on will show in its ``_name``."""
-    # Whole seconds: this file system does not keep exact times of change, or makes them up.
+def is_settled(state: os.stat_result, now: int) -> bool:
+    """Whether every change of the file after ``now``, in nanoseconds since 1970, will change its timestamps."""
+    # Whole seconds: this file system does not keep exact times of change, or invents them.
     return state.st_ctime_ns % 1_000_000_000 != 0 and max(state.st_mtime_ns, state.st_ctime_ns) + SETTLED_NS < now
 
 
@@ -90,10 +91,10 @@ def _hash_all(files: dict[str, tuple[Path, os.stat_result]]) -> dict[str, str]:
         for (_, name, _, _), digest in zip(pieces, pool.map(_hash_piece, pieces), strict=True):
             digests[name].append(digest)
     seconds = time.monotonic() - began
-    if seconds > TOLD_AFTER_S:
+    if seconds > LOG_AFTER_S:
         nbytes = sum(state.st_size for _, state in files.values())
         logger.info(
-            "kvoffload: hashed %.1f GB of weight files in %.1f s (%.1f GB/s, %d threads); only a first start has to",
+            "kvoffload: hashed %.1f GB of weight files in %.1f s (%.1f GB/s, %d threads); later starts skip this",
             nbytes / 1e9,
             seconds,
             nbytes / 1e9 / seconds,
@@ -108,7 +109,7 @@ def _hash_piece(piece: tuple[Path, str, int, int]) -> bytes:
     buffer = memoryview(bytearray(min(BUFFER_BYTES, end - begin)))
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     try:
-        # Not mmap: of a file that is cut off meanwhile, a page that is gone would kill the process.
+        # Not mmap: if the file is truncated meanwhile, access to a missing page would kill the process.
         while begin < end and (count := os.preadv(fd, [buffer[: end - begin]], begin)):
             digest.update(buffer[:count])
             begin += count
@@ -120,20 +121,20 @@ def _hash_piece(piece: tuple[Path, str, int, int]) -> bytes:
 
 
 class DigestCache:
-    """Digests of files by device, inode, size and times, kept in ``folder`` for later processes.
+    """Digests of files by device, inode, size and timestamps, kept in ``folder`` for later processes.
 
-    Never raises: a cache that cannot be used costs time, and one warning. What others could have written is not
-    believed. Several processes may use a folder at once.
+    Never raises: a cache that cannot be used costs time and leads to one warning. Entries that other users could have
+    written are ignored. Several processes may use a folder at the same time.
     """
 
     def __init__(self, folder: Path | None = None, clock: Callable[[], int] = time.time_ns) -> None:
-        """``folder``: by default the user's. ``clock``: nanoseconds since 1970, as files' times are."""
+        """``folder``: by default the user's cache folder. ``clock``: nanoseconds since 1970."""
         self._folder = folder or _user_folder()
         self.clock = clock
         self._warned = False
 
     def load(self) -> dict[str, str]:
-        """The digests that are kept, the least recently used first."""
+        """Returns the digests that are kept, the least recently used first."""
         with contextlib.ExitStack() as stack:
             try:
                 return self._read(self._open(stack))
@@ -142,7 +143,8 @@ class DigestCache:
         return {}
 
     def save(self, made: dict[str, str], used: Sequence[str] = ()) -> None:
-        """Keeps ``made``, and what of ``used`` is kept, as the most recently used of at most MAX_ENTRIES."""
+        """Adds ``made``, and marks these and the kept entries of ``used`` as most recently used. Keeps at most
+        MAX_ENTRIES."""
         if not made:
             return
         with contextlib.ExitStack() as stack:
@@ -157,7 +159,7 @@ class DigestCache:
                 self._warn(error)
 
     def _open(self, stack: contextlib.ExitStack) -> int:
-        """The folder as a descriptor that ``stack`` closes. Raises OSError if it is not to be used."""
+        """Returns a descriptor of the folder, which ``stack`` closes. Raises OSError if the folder must not be used."""
         if self._folder is None:
             raise FileNotFoundError("this user has no home directory; set XDG_CACHE_HOME")
         self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -168,7 +170,7 @@ class DigestCache:
 
     def _read(self, folder: int) -> dict[str, str]:
         try:
-            # Not blocking: what lies under the name might be a pipe.
+            # Not blocking: the path could be a pipe.
             fd = os.open(FILE_NAME, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=folder)
         except FileNotFoundError:
             return {}
@@ -186,14 +188,14 @@ class DigestCache:
         if not self._warned:
             self._warned = True
             logger.warning(
-                "kvoffload: digests of weight files cannot be kept in %s, so that each start reads all weights: %s",
+                "kvoffload: digests of weight files cannot be kept in %s, so each start reads all weights: %s",
                 self._folder,
                 error,
             )
 
 
 def _user_folder() -> Path | None:
-    """As the XDG base directory specification has it; None for a user without a home."""
+    """Returns the folder that the XDG base directory specification defines, or None for a user without a home."""
     base = os.environ.get("XDG_CACHE_HOME", "")
     with contextlib.suppress(RuntimeError):
         return (Path(base) if os.path.isabs(base) else Path.home() / ".cache") / "kvoffload"
@@ -202,31 +204,31 @@ def _user_folder() -> Path | None:
 
 def _check_owner(state: os.stat_result) -> None:
     if state.st_uid != os.geteuid() or state.st_mode & _OTHERS_WRITE:
-        raise PermissionError("not this user's, or others can write to it; make it this user's with mode 0700")
+        raise PermissionError("another user owns it or can write to it; make it this user's with mode 0700")
 
 
 def _parse(raw: bytes) -> dict[str, str]:
     described = json.loads(raw) if len(raw) <= MAX_FILE_BYTES else None
     if not isinstance(described, dict) or described.get("version") != _VERSION:
-        raise ValueError(f"{FILE_NAME} is not what was written")
+        raise ValueError(f"{FILE_NAME} is damaged or has another version")
     digests: Any = described.get("digests")
     if not isinstance(digests, dict):
         raise ValueError(f"{FILE_NAME} has no digests")
     for digest in digests.values():
         if not (isinstance(digest, str) and len(digest) == 32 and set(digest) <= set("0123456789abcdef")):
-            raise ValueError(f"{FILE_NAME} has something else for a digest")
+            raise ValueError(f"{FILE_NAME} has an entry that is not a digest")
     return dict(digests)
 
 
 def _take_lock(folder: int, stack: contextlib.ExitStack) -> bool:
-    """Whether this process now holds the folder's lock, until ``stack`` ends; not if another keeps it too long."""
+    """Locks the folder until ``stack`` is closed. Returns whether that succeeded within LOCK_DEADLINE_S."""
     fd = os.open("lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o600, dir_fd=folder)
     stack.callback(os.close, fd)
     return try_to_lock(fd, LOCK_DEADLINE_S)
 
 
 def _replace(folder: int, raw: bytes) -> None:
-    """Whole or not at all; only who holds the lock calls this."""
+    """Replaces the file atomically. The caller must hold the lock."""
     part = f"{FILE_NAME}.part"
     with contextlib.suppress(FileNotFoundError):
         os.unlink(part, dir_fd=folder)

@@ -9,8 +9,8 @@ RETRY_S = 0.01
 
 
 def try_to_lock(fd: int, deadline_s: float, shared: bool = False) -> bool:
-    """Whether this process now holds the lock of the open file ``fd`` (``flock``); False if others have kept it for
-    ``deadline_s`` seconds. Raises OSError where the file system has no locks."""
+    """Takes the lock (``flock``) of the open file ``fd``. Returns False if others still hold it after ``deadline_s``
+    seconds. Raises OSError if the file system has no locks."""
     deadline = time.monotonic() + deadline_s
     while True:
         try:

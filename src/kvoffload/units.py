@@ -1,4 +1,4 @@
-"""Amounts as people write and read them, and text that a terminal can show."""
+"""Formats amounts for people, and parses amounts that people write."""
 
 from __future__ import annotations
 
@@ -6,70 +6,75 @@ import re
 
 from kvoffload.abc import ConfigError
 
+NO_VALUE = "–"  # noqa: RUF001
+"""Shown where there is nothing to show."""
 
-def counted(number: int, noun: str) -> str:
-    """Such as "1 block" or "1,234 blocks"."""
-    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+_MAX_BYTES = 1 << 62
+_POWERS = {"k": 1, "m": 2, "g": 3, "t": 4}
+_BYTES = re.compile(r"\s*(\d+(?:\.\d+)?)\s*(?:([kmgt])(i?))?(b?)\s*", re.IGNORECASE)
 
-
-def age(seconds: float) -> str:
-    """Such as "90 s", "15 min", "3 h" or "2 d"."""
-    for size, unit in ((86_400, "d"), (3600, "h"), (60, "min")):
-        if seconds >= 2 * size:
-            return f"{seconds / size:,.0f} {unit}"
-    return f"{max(seconds, 0.0):.0f} s"
-
-
-def printable(text: str) -> str:
-    """``text`` with everything escaped that is no printable character, such as what would move a terminal's cursor."""
-    return text if text.isprintable() else "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
+# Formatting.
 
 
 def format_bytes(n: int) -> str:
-    """``n`` bytes as people write them: "8 GiB", "1.5 MiB"."""
+    """Returns text such as "8 GiB", "1.5 MiB" or "12 bytes"."""
     for power, unit in ((40, "TiB"), (30, "GiB"), (20, "MiB"), (10, "KiB")):
         if n >= 1 << power:
             return f"{n / (1 << power):.1f}".rstrip("0").rstrip(".") + f" {unit}"
     return f"{n} bytes"
 
 
-NOTHING = "–"  # noqa: RUF001
+def counted(number: int, noun: str) -> str:
+    """Returns text such as "1 block" or "1,234 blocks"."""
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
+def age(seconds: float) -> str:
+    """Returns text such as "90 s", "15 min", "3 h" or "2 d"."""
+    for size, unit in ((86_400, "d"), (3600, "h"), (60, "min")):
+        if seconds >= 2 * size:
+            return f"{seconds / size:,.0f} {unit}"
+    return f"{max(seconds, 0.0):.0f} s"
 
 
 def milliseconds(value: float | None) -> str:
+    """Returns text such as "1,234 ms" or "1.5 ms"."""
     if value is None:
-        return NOTHING
+        return NO_VALUE
     return f"{value:,.0f} ms" if value >= 10 else f"{value:.1f} ms"
 
 
-def times(value: float | None) -> str:
-    return NOTHING if value is None else f"{value:.1f}×"  # noqa: RUF001
-
-
-def faster(value: float | None) -> str:
-    return NOTHING if value is None else f"{times(value)} faster"
-
-
 def gigabytes_per_second(value: float | None) -> str:
-    return NOTHING if value is None else f"{value:.1f} GB/s"
+    """Returns text such as "4.8 GB/s"."""
+    return NO_VALUE if value is None else f"{value:.1f} GB/s"
 
 
-def share(part: int, whole: int) -> str:
-    return NOTHING if not whole else f"{100 * part / whole:.0f}%"
+def multiple(value: float | None) -> str:
+    """Returns text such as "11.6×"."""  # noqa: RUF002
+    return NO_VALUE if value is None else f"{value:.1f}×"  # noqa: RUF001
 
 
-_POWERS = {"k": 1, "m": 2, "g": 3, "t": 4}
+def speedup(value: float | None) -> str:
+    """Returns text such as "11.6× faster"."""  # noqa: RUF002
+    return NO_VALUE if value is None else f"{multiple(value)} faster"
 
 
-_MAX_BYTES = 1 << 62
+def percentage(part: int, whole: int) -> str:
+    """Returns ``part`` as a percentage of ``whole``, such as "48%"."""
+    return NO_VALUE if not whole else f"{100 * part / whole:.0f}%"
 
 
-_BYTES = re.compile(r"\s*(\d+(?:\.\d+)?)\s*(?:([kmgt])(i?))?(b?)\s*", re.IGNORECASE)
+def printable(text: str) -> str:
+    """Returns ``text`` with all characters escaped that are not printable, such as those that control a terminal."""
+    return text if text.isprintable() else "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
+
+
+# Parsing.
 
 
 def parse_bytes(setting: str, value: object) -> int:
-    """Bytes in a number or in a string such as "8GiB", "512 MiB" or "1.5T" (powers of 1024, except that
-    "GB" and its like are powers of 1000). Raises ConfigError naming ``setting``."""
+    """Returns the bytes in a number or in a string such as "8GiB", "512 MiB" or "1.5T". Units are powers of 1024,
+    except that "GB" and the like are powers of 1000. Raises ConfigError that names ``setting``."""
     fix = f'write a number of bytes or a string such as {setting}="8GiB"'
     if isinstance(value, bool) or not isinstance(value, (int, float, str)):
         raise ConfigError(f"{setting}={value!r}: not an amount of memory; {fix}")

@@ -14,6 +14,7 @@ from kvoffload.abc import (
     Backend,
     BlockNotPinnedError,
     BlockStatus,
+    Eviction,
     IntegrityError,
     LoadStoreSpec,
     LookupState,
@@ -150,7 +151,7 @@ def test_refused_store_leaves_backend_and_order_alone() -> None:
     assert {name: manager.block_status(keys(name)[0]) for name in "abcd"} == before
     output = manager.prepare_store(keys("wxy"))
     assert output is not None
-    assert letters(output.evicted_keys) == "abd"
+    assert letters(output.evicted_keys) == "dba"
 
 
 def test_keys_that_differ_in_trailing_zero_bytes_are_different_blocks() -> None:
@@ -162,7 +163,7 @@ def test_keys_that_differ_in_trailing_zero_bytes_are_different_blocks() -> None:
     manager.complete_store(names)
     output = manager.prepare_store([b"x%d" % n for n in range(40)])
     assert output is not None
-    assert output.evicted_keys == names
+    assert output.evicted_keys == names[::-1]
     assert all(type(key) is bytes for key in output.evicted_keys)
 
 
@@ -190,29 +191,26 @@ def test_a_miss_is_explained() -> None:
 
 
 class Pinless(LRUPolicy):
-    """Takes no heed of pins."""
+    """Ignores which blocks are busy."""
 
-    def pin(self, slots: Slots) -> None:
-        pass
-
-    def evict(self, n: int, busy: object, key_of: object) -> Slots:
-        return super().evict(n, np.zeros(self.capacity, dtype=np.bool_), key_of)
+    def evict(self, eviction: Eviction) -> Slots:
+        return super().evict(replace(eviction, busy=np.zeros_like(eviction.busy)))
 
 
 class Short(LRUPolicy):
-    def evict(self, n: int, busy: object, key_of: object) -> Slots:
-        return super().evict(n, busy, key_of)[:-1]
+    def evict(self, eviction: Eviction) -> Slots:
+        return super().evict(eviction)[:-1]
 
 
 class Repeating(LRUPolicy):
-    def evict(self, n: int, busy: object, key_of: object) -> Slots:
-        return super().evict(n, busy, key_of)[[0] * n]
+    def evict(self, eviction: Eviction) -> Slots:
+        return super().evict(eviction)[[0] * eviction.n]
 
 
 @pytest.mark.parametrize("policy", [Pinless, Short, Repeating])
 def test_a_policy_that_breaks_its_promise_is_stopped_before_harm_is_done(policy: type[LRUPolicy]) -> None:
     manager = PolicyOffloadingManager(HostBackend(16, 3), policy(3))
-    stored(manager, "abc")
+    stored(manager, "cba")  # the first to leave is pinned
     manager.prepare_load(keys("a"))
     with pytest.raises(IntegrityError, match=policy.__name__):
         manager.prepare_store(keys("xy"))
@@ -306,7 +304,7 @@ def test_eviction_takes_no_longer_with_half_a_large_cache_in_use() -> None:
 
     def time_to_evict(prepare: str) -> float:
         manager = LRUOffloadingManager(HostBackend(16, size))
-        manager.prepare_store(names)
+        manager.prepare_store(names[::-1])  # the first name is the oldest
         manager.complete_store(names[size // 2 :] if prepare == "write" else names)
         if prepare == "pin":
             manager.prepare_load(names[: size // 2])

@@ -1,15 +1,15 @@
-"""Every policy behind a manager, beside the plainest model of it, and what becomes of a chain."""
+"""Every policy behind a manager: beside its reference model, and what happens to a chain."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
 from hypothesis import settings
 
-from kvoffload.abc import CachePolicy, IntegrityError, OffloadingManager, OffloadKey, Slots
+from kvoffload.abc import Access, CachePolicy, Eviction, IntegrityError, OffloadingManager, OffloadKey, Slots
 from kvoffload.cache.keys import make_offload_key
 from kvoffload.cache.manager import PolicyOffloadingManager
 from kvoffload.cache.policies import BUILTIN, make_policy
@@ -21,29 +21,28 @@ from kvoffload.cache.policies.sieve import SIEVEPolicy
 from kvoffload.cache.policies.twoq import TwoQPolicy
 from kvoffload.cache.slots import HostBackend
 from kvoffload.testing.conformance import keys, letters
-from kvoffload.testing.reference import (
+from kvoffload.testing.reference import ReferenceLRUManager, ReferenceManager
+from kvoffload.testing.stateful import SETTINGS, WALK_SEEDS, ManagerMachine, manager_machine, walk
+from tests.cache.reference_policies import (
     Reference2QManager,
     ReferenceFIFOManager,
     ReferenceLIRSManager,
-    ReferenceLRUManager,
-    ReferenceManager,
     ReferenceS3FIFOManager,
     ReferenceSIEVEManager,
     ReferenceTextbookARCManager,
 )
-from kvoffload.testing.stateful import SETTINGS, WALK_SEEDS, ManagerMachine, manager_machine, walk
 
 
 @dataclass(frozen=True)
 class Case:
     reference: Callable[[int], ReferenceManager]
     state: Callable[[Any], object] = lambda policy: None
-    """What the policy has learned, to be equal to ``state_of_reference``."""
+    """What the policy has learned, which must be equal to ``state_of_reference``."""
     state_of_reference: Callable[[Any], object] = lambda reference: None
 
 
 def arc_state(policy: TextbookARCPolicy) -> object:
-    return policy.len_t1, policy.len_t2, list(policy.b1), list(policy.b2), policy.target_t1_size
+    return len(policy.t1), len(policy.t2), list(policy.b1), list(policy.b2), policy.target_t1_size
 
 
 CASES: dict[str, Case] = {
@@ -52,30 +51,30 @@ CASES: dict[str, Case] = {
     "arc": Case(ReferenceTextbookARCManager, arc_state, lambda r: (len(r.t1), len(r.t2), r.b1, r.b2, r.target_t1_size)),
     "s3fifo": Case(
         ReferenceS3FIFOManager,
-        lambda p: (len(p._small), len(p._main), list(p._ghost.left), list(p._ghost.asked)),
+        lambda p: (len(p.small), len(p.main), list(p.ghost.left), list(p.ghost.asked)),
         lambda r: (len(r.small), len(r.main), r.ghost, r.asked),
     ),
-    "sieve": Case(ReferenceSIEVEManager, lambda p: len(p._ahead), lambda r: len(r.ahead)),
+    "sieve": Case(ReferenceSIEVEManager, lambda p: len(p.ahead), lambda r: len(r.ahead)),
     "lirs": Case(
         ReferenceLIRSManager,
-        lambda p: (len(p._lir), len(p._queue), list(p._ghosts.left), list(p._ghosts.asked)),
+        lambda p: (len(p.lir), len(p.queue), list(p.ghosts.left), list(p.ghosts.asked)),
         lambda r: (len(r.lir), len(r.queue), r.left, r.asked),
     ),
     "2q": Case(
         Reference2QManager,
-        lambda p: (len(p._a1in), len(p._am), list(p._a1out.left), list(p._a1out.asked)),
+        lambda p: (len(p.a1in), len(p.am), list(p.a1out.left), list(p.a1out.asked)),
         lambda r: (len(r.a1in), len(r.am), r.a1out, r.asked),
     ),
 }
 policies = pytest.mark.parametrize("name", CASES)
 
 
-def make_manager(name: str, num_blocks: int) -> PolicyOffloadingManager:
-    return on_a_host(make_policy(name, num_blocks))
+def make_manager(name: str, num_blocks: int, must_store: bool = False) -> PolicyOffloadingManager:
+    return on_a_host(make_policy(name, num_blocks), must_store)
 
 
-def on_a_host(policy: CachePolicy) -> PolicyOffloadingManager:
-    return PolicyOffloadingManager(HostBackend(16, policy.capacity), policy, enable_events=True)
+def on_a_host(policy: CachePolicy, must_store: bool = False) -> PolicyOffloadingManager:
+    return PolicyOffloadingManager(HostBackend(16, policy.capacity), policy, enable_events=True, must_store=must_store)
 
 
 def machine(name: str, policy: type[CachePolicy] | None = None) -> type[ManagerMachine]:
@@ -108,45 +107,59 @@ def test_long_walk_beside_the_reference(name: str) -> None:
     walk(machine(name), seed=0, num_blocks=64, num_steps=300)
 
 
-class MovesWhatIsNotNew(FIFOPolicy):
-    def refresh(self, slots: Slots, new: Any, pinned: Any) -> None:
-        super().refresh(slots, new | ~new, pinned)
+class MovesBlocksThatAreNotNew(FIFOPolicy):
+    def reorder(self, slots: Slots, new: Any) -> None:
+        super().reorder(slots, new | ~new)
+
+
+class InsertsTheHeadFirst(FIFOPolicy):
+    def insert(self, slots: Slots, keys: Sequence[OffloadKey]) -> None:
+        super().insert(slots[::-1], keys[::-1])
 
 
 class ForgetsNoGhost(TextbookARCPolicy):
-    def _cut_ghosts(self) -> None:
-        pass
+    def insert(self, slots: Slots, keys: Sequence[OffloadKey]) -> None:
+        before = dict.fromkeys([*self.b1, *self.b2])
+        super().insert(slots, keys)
+        for key in before.keys() - self.b1.keys() - self.b2.keys() - set(keys):
+            self.b2[key] = None
 
 
 class NeverAtItsTarget(TextbookARCPolicy):
-    def touch_absent(self, keys: Sequence[OffloadKey]) -> None:
-        super().touch_absent(keys)
-        self._last_was_in_b2 = False
+    def access(self, access: Access) -> None:
+        super().access(access)
+        self.last_was_in_b2 = False
 
 
 class CountsUsesWhileWritten(S3FIFOPolicy):
-    def touch(self, slots: Slots, ready: Any, pinned: Any) -> None:
-        super().touch(slots, ready | ~ready, pinned)
+    def access(self, access: Access) -> None:
+        super().access(replace(access, ready=access.ready | ~access.ready))
 
 
 class HandGoesBack(SIEVEPolicy):
-    def evict(self, n: int, busy: Any, key_of: Any) -> Slots:
-        victims = super().evict(n, busy, key_of)
-        self._behind.append(self._ahead.pop_oldest(len(self._ahead), busy))
-        self._ahead, self._behind = self._behind, self._ahead
+    def evict(self, eviction: Eviction) -> Slots:
+        victims = super().evict(eviction)
+        self.behind.append(self.ahead.pop_oldest(len(self.ahead), eviction.busy))
+        self.ahead, self.behind = self.behind, self.ahead
         return victims
 
 
 class StackHasNoEnd(LIRSPolicy):
-    def _prune(self) -> None:
-        super()._prune()
-        self._floor = -1
+    def access(self, access: Access) -> None:
+        self.floor = -1
+        super().access(access)
+
+
+class HasOneLIRBlockTooFew(LIRSPolicy):
+    def __init__(self, capacity: int) -> None:
+        super().__init__(capacity)
+        self.lir_limit -= 1
 
 
 class UsesCountWhereTheyShouldNot(TwoQPolicy):
-    def touch(self, slots: Slots, ready: Any, pinned: Any) -> None:
-        super().touch(slots, ready, pinned)
-        self._a1in.append(slots[self._a1in.holds(slots)])
+    def access(self, access: Access) -> None:
+        super().access(access)
+        self.a1in.move_to_end(access.slots)
 
 
 class AdmitsAll(LIRSPolicy):
@@ -154,16 +167,24 @@ class AdmitsAll(LIRSPolicy):
         return None
 
 
+class ForgetsWhatWasRefused(LIRSPolicy):
+    def refuse(self, keys: Sequence[OffloadKey]) -> None:
+        pass
+
+
 @pytest.mark.parametrize(
     ("name", "bug"),
     [
-        ("fifo", MovesWhatIsNotNew),
+        ("fifo", MovesBlocksThatAreNotNew),
+        ("fifo", InsertsTheHeadFirst),
         ("arc", ForgetsNoGhost),
         ("arc", NeverAtItsTarget),
         ("s3fifo", CountsUsesWhileWritten),
         ("sieve", HandGoesBack),
         ("lirs", StackHasNoEnd),
+        ("lirs", HasOneLIRBlockTooFew),
         ("lirs", AdmitsAll),
+        ("lirs", ForgetsWhatWasRefused),
         ("2q", UsesCountWhereTheyShouldNot),
     ],
 )
@@ -186,7 +207,7 @@ def store(manager: OffloadingManager, names: str) -> None:
 
 
 def used_three_times(manager: OffloadingManager, number: int) -> None:
-    """A block that is worth more, to any policy, than those of a chain that was used once."""
+    """Stores a block that is worth more, to any policy, than the blocks of a chain that was used once."""
     key = [make_offload_key(b"other %d" % number, 0)]
     manager.touch(key)
     output = manager.prepare_store(key)
@@ -197,7 +218,7 @@ def used_three_times(manager: OffloadingManager, number: int) -> None:
 
 
 def leaving_order(manager: OffloadingManager) -> list[str]:
-    """What is left of the chain, each time that it is less, while others push it out."""
+    """Pushes the chain out. Returns what is left of it, each time that this is less."""
     left = [CHAIN]
     for number in range(60):
         used_three_times(manager, number)
@@ -217,12 +238,12 @@ def test_a_chain_stored_in_parts_loses_its_tail_before_its_head(name: str) -> No
     assert len(left) > 5
 
 
-def test_without_a_refresh_the_head_would_go_first() -> None:
+def test_without_a_reordering_a_chain_stored_in_parts_would_get_holes() -> None:
     for name in ("lru", "fifo", "arc", "2q", "sieve"):
         manager = make_manager(name, 12)
         for part in ("abc", "abcdefg", CHAIN):
             store(manager, part)
-        assert "a" not in leaving_order(manager)[1]
+        assert not all(CHAIN.startswith(present) for present in leaving_order(manager))
 
 
 @pytest.mark.parametrize("name", ["lru", "arc", "lirs"])
@@ -240,9 +261,9 @@ def test_a_chain_that_was_used_again_loses_its_tail_first_too(name: str) -> None
 
 
 @pytest.mark.parametrize("name", ["arc", "s3fifo", "2q", "lirs"])
-def test_of_a_long_new_chain_only_the_head_is_stored_where_its_tail_would_leave_for_it(name: str) -> None:
+def test_only_the_head_of_a_long_new_chain_is_stored_if_its_tail_would_be_evicted_for_it(name: str) -> None:
     manager = make_manager(name, 20)
-    # All that is there has been used again, and has come back, so that newcomers have little room.
+    # All blocks have been used again and have returned, so that new ones have little room.
     for number in [*range(22)] * 3:
         used_three_times(manager, number)
     manager.touch(keys(CHAIN))
@@ -252,7 +273,7 @@ def test_of_a_long_new_chain_only_the_head_is_stored_where_its_tail_would_leave_
     assert CHAIN.startswith(stored)
     assert 0 < len(stored) < len(CHAIN)
     manager.complete_store(output.keys_to_store)
-    # What was refused is remembered as if it had been stored and had left.
+    # Refused blocks are remembered as if they had been stored and evicted.
     manager.touch(keys(CHAIN))
     again = manager.prepare_store(keys(CHAIN))
     assert again is not None
@@ -261,16 +282,16 @@ def test_of_a_long_new_chain_only_the_head_is_stored_where_its_tail_would_leave_
 
 @pytest.mark.parametrize("name", ["arc", "s3fifo", "2q", "lirs"])
 @pytest.mark.parametrize("asked", [False, True], ids=["new", "asked for before"])
-def test_what_goes_on_behind_a_refused_block_is_remembered_like_it(name: str, asked: bool) -> None:
+def test_blocks_behind_a_refused_block_are_remembered_like_it(name: str, asked: bool) -> None:
     stored = []
-    for is_told in (True, False):
+    for is_recorded in (True, False):
         manager = make_manager(name, 20)
         for number in [*range(22)] * 3:
             used_three_times(manager, number)
         if asked:
             manager.refuse(keys(CHAIN))
         manager.touch(keys(CHAIN))
-        if is_told:
+        if is_recorded:
             manager.refuse(keys(CHAIN))
             manager.check_integrity()
             manager.touch(keys(CHAIN))
@@ -282,9 +303,8 @@ def test_what_goes_on_behind_a_refused_block_is_remembered_like_it(name: str, as
 
 
 @pytest.mark.parametrize("name", BUILTIN)
-def test_where_all_must_enter_all_do(name: str) -> None:
-    manager = make_manager(name, 20)
-    manager.policy.may_refuse = False
+def test_a_manager_that_must_store_refuses_nothing(name: str) -> None:
+    manager = make_manager(name, 20, must_store=True)
     for number in range(40):
         used_three_times(manager, number)
     output = manager.prepare_store(keys(CHAIN))

@@ -1,4 +1,4 @@
-"""``kvoffload disk``: on directories that a disk tier has written, sound, damaged and in use."""
+"""``kvoffload disk`` on directories that a disk tier has written: intact, damaged and in use."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ DEADLINE_S = 60.0
 
 
 def make_pool(seed: int) -> ByteArray:
-    """Aligned, as direct reads and writes need it."""
+    """Returns a pool that is aligned as direct reads and writes need it."""
     pool = np.frombuffer(mmap.mmap(-1, NUM_BLOCKS * SLOT_BYTES), dtype=np.uint8).reshape(NUM_BLOCKS, SLOT_BYTES)
     pool[:] = np.random.default_rng(seed).integers(0, 256, pool.shape, dtype=np.uint8)
     return pool
@@ -61,7 +61,7 @@ def wait_for(tier: Tier, count: int) -> None:
 
 
 def write(tier: Tier, keys: list[bytes]) -> None:
-    """In as many goes as the tier wants: it allocates slabs as it needs them."""
+    """Writes all of ``keys``, in several parts if the tier has to grow."""
     until = time.monotonic() + DEADLINE_S
     while keys:
         assert time.monotonic() < until
@@ -74,7 +74,7 @@ def write(tier: Tier, keys: list[bytes]) -> None:
 
 
 def fill(path: Path, fingerprint: str = FINGERPRINT, keys: list[bytes] | None = None) -> DiskTier:
-    """A tier in ``path`` that has written its blocks."""
+    """Returns a tier in ``path`` that has written ``keys``."""
     tier = DiskTier(
         DirectoryStorage(path),
         [make_pool(0), make_pool(1)],
@@ -99,7 +99,7 @@ def left_by_a_server(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def directory(left_by_a_server: Path, tmp_path: Path) -> Path:
-    """One that a server has left: three of its blocks were read, one of them twice."""
+    """The directory of a server that has ended. Three of its blocks were read, one of them twice."""
     return shutil.copytree(left_by_a_server, tmp_path / "cache")
 
 
@@ -127,13 +127,13 @@ def flip(path: Path, offset: int) -> None:
 
 
 def slot_of(path: Path, key: bytes) -> int:
-    """Where a block lies, by its record."""
+    """Returns the slot of a block according to its record."""
     index = (path / FINGERPRINT / INDEX_NAME).read_bytes()
     return (index.index(key, HEADER_BYTES) - HEADER_BYTES) // RECORD_BYTES
 
 
 def spoil(path: Path, key: bytes) -> int:
-    """Flips a bit of a block's second rank. Returns its slot."""
+    """Flips a bit of a block's second rank. Returns the slot."""
     slot = slot_of(path, key)
     slab, at = divmod(slot, SLOTS_PER_SLAB)
     flip(path / FINGERPRINT / slab_name(slab), at * BLOCK_BYTES + SLOT_BYTES + 17)
@@ -141,7 +141,7 @@ def spoil(path: Path, key: bytes) -> int:
 
 
 def contents(path: Path) -> dict[str, object]:
-    """All below ``path``, with what a change would change."""
+    """Returns modification time and bytes of everything below ``path``."""
     return {
         str(file.relative_to(path)): (file.lstat().st_mtime_ns, file.read_bytes() if file.is_file() else None)
         for file in path.rglob("*")
@@ -151,7 +151,7 @@ def contents(path: Path) -> dict[str, object]:
 # inspect
 
 
-def test_inspect_tells_what_a_server_has_left(directory: Path) -> None:
+def test_inspect_shows_the_blocks_of_a_server(directory: Path) -> None:
     (part,) = as_json("inspect", directory)["parts"]
     assert (part["path"], part["in_use"], part["pid"], part["findings"]) == ("", False, None, [])
     (folder,) = part["folders"]
@@ -166,7 +166,7 @@ def test_inspect_tells_what_a_server_has_left(directory: Path) -> None:
     assert (folder["transient"], folder["findings"]) == (False, [])
 
 
-def test_inspect_for_people(directory: Path) -> None:
+def test_inspect_prints_a_table(directory: Path) -> None:
     output = " ".join(invoke("inspect", directory).stdout.split())
     assert f"{directory.name}: 20 blocks of 1 fingerprint in" in output
     assert "No server uses it." in output
@@ -174,7 +174,7 @@ def test_inspect_for_people(directory: Path) -> None:
     assert "Nothing is wrong." in output
 
 
-def test_looking_changes_nothing(directory: Path) -> None:
+def test_inspect_and_verify_change_nothing(directory: Path) -> None:
     spoil(directory, make_keys()[5])
     before = contents(directory)
     invoke("inspect", directory)
@@ -182,7 +182,7 @@ def test_looking_changes_nothing(directory: Path) -> None:
     assert contents(directory) == before
 
 
-def test_a_key_that_comes_twice_counts_once(directory: Path) -> None:
+def test_a_key_that_appears_twice_counts_once(directory: Path) -> None:
     index = directory / FINGERPRINT / INDEX_NAME
     free = only_folder(directory).num_blocks
     data = bytearray(index.read_bytes())
@@ -191,7 +191,7 @@ def test_a_key_that_comes_twice_counts_once(directory: Path) -> None:
     assert only_folder(directory).num_blocks == NUM_BLOCKS
 
 
-def test_a_directory_in_use_is_told_and_can_be_looked_at(tmp_path: Path) -> None:
+def test_a_directory_in_use_is_reported_and_can_be_inspected(tmp_path: Path) -> None:
     tier = fill(tmp_path / "cache")
     (part,) = as_json("inspect", tmp_path / "cache")["parts"]
     assert (part["in_use"], part["pid"]) == (True, os.getpid())
@@ -202,14 +202,14 @@ def test_a_directory_in_use_is_told_and_can_be_looked_at(tmp_path: Path) -> None
     assert not as_json("inspect", tmp_path / "cache")["parts"][0]["in_use"]
 
 
-def test_blocks_of_changed_weights_are_told(tmp_path: Path) -> None:
+def test_blocks_of_changed_weights_are_marked_transient(tmp_path: Path) -> None:
     tier = fill(tmp_path / "cache")
     tier.reset()
     write(tier, make_keys(2))
     tier.close()
     folder = only_folder(tmp_path / "cache")
     assert folder.transient
-    assert folder.num_blocks == 2, "those from before the reset are void"
+    assert folder.num_blocks == 2, "blocks from before the reset are invalid"
     assert "transient" in invoke("inspect", tmp_path / "cache").stdout
 
 
@@ -237,7 +237,7 @@ def test_engines_of_one_server(tmp_path: Path) -> None:
 # Damage
 
 
-def test_files_that_are_none_of_ours_are_told(directory: Path) -> None:
+def test_files_that_are_not_the_tiers_are_reported(directory: Path) -> None:
     (directory / "notes.txt").touch()
     (directory / FINGERPRINT / "slab-1").touch()
     (directory / "engine-x").mkdir()
@@ -279,7 +279,7 @@ def test_an_index_that_ends_early(directory: Path) -> None:
 
 
 @pytest.mark.parametrize("make", [Path.mkdir, os.mkfifo, lambda path: path.symlink_to("slab-00000")])
-def test_an_index_that_is_no_file(directory: Path, make: Callable[[Path], None]) -> None:
+def test_an_index_that_is_not_a_regular_file(directory: Path, make: Callable[[Path], None]) -> None:
     index = directory / FINGERPRINT / INDEX_NAME
     index.unlink()
     make(index)
@@ -294,7 +294,7 @@ def test_an_index_of_another_fingerprint(directory: Path) -> None:
 
 
 def resealed(header: bytes, **fields: int) -> bytes:
-    """A header whose checksum is right, whatever it says."""
+    """Returns a changed header with a valid checksum."""
     offsets = {"version": (8, "I"), "ranks": (12, "I"), "slots_per_slab": (80, "Q"), "slot_bytes": (97, "Q")}
     data = bytearray(header[:-8])
     for name, value in fields.items():
@@ -326,7 +326,7 @@ def test_impossible_headers(directory: Path, field: str, value: int, lost: bool)
     assert invoke("verify", directory).exit_code == int(folder.is_lost)
 
 
-def test_a_resealed_header_that_says_the_same_is_sound(directory: Path) -> None:
+def test_a_header_resealed_without_changes_is_valid(directory: Path) -> None:
     """The control of the test above."""
     index = directory / FINGERPRINT / INDEX_NAME
     data = index.read_bytes()
@@ -334,7 +334,7 @@ def test_a_resealed_header_that_says_the_same_is_sound(directory: Path) -> None:
 
 
 @pytest.mark.parametrize("seed", range(50))
-def test_a_fuzzed_directory_is_never_a_traceback(directory: Path, seed: int) -> None:
+def test_a_fuzzed_directory_never_gives_a_traceback(directory: Path, seed: int) -> None:
     rng = random.Random(seed)
     for _ in range(rng.randint(1, 20)):
         path = directory / FINGERPRINT / rng.choice([INDEX_NAME, INDEX_NAME, slab_name(0), slab_name(1)])
@@ -369,8 +369,8 @@ def test_blocks_past_the_end_of_the_slabs_are_lost_and_not_bad(directory: Path, 
 
 
 @pytest.mark.parametrize("slot", [None, 1 << 30])
-def test_a_sparse_index_is_read_as_far_as_it_was_written(directory: Path, slot: int | None) -> None:
-    """It says that it is 1 TiB long, and perhaps there is a record far behind the others."""
+def test_holes_of_a_sparse_index_are_skipped(directory: Path, slot: int | None) -> None:
+    """The index claims to be 1 TiB long; in one case there is a record far behind the others."""
     index = directory / FINGERPRINT / INDEX_NAME
     with index.open("r+b") as file:
         record = file.read()[record_offset(0) : record_offset(1)]
@@ -409,21 +409,21 @@ def test_verify_names_the_bad_blocks(directory: Path) -> None:
     assert f"slot {slots[0]}: its checksum is wrong; key {keys[0].hex()}" in done.stdout
 
 
-def test_a_block_in_another_blocks_place_is_bad(directory: Path) -> None:
+def test_a_block_in_the_slot_of_another_is_bad(directory: Path) -> None:
     slab = directory / FINGERPRINT / slab_name(0)
     data = slab.read_bytes()
     slab.write_bytes(data[BLOCK_BYTES : 2 * BLOCK_BYTES] + data[:BLOCK_BYTES] + data[2 * BLOCK_BYTES :])
     assert [block["slot"] for block in as_json("verify", directory, status=1)["bad"]] == [0, 1]
 
 
-def test_progress_is_told_in_bytes(directory: Path) -> None:
-    told: list[int] = []
-    tools.verify(directory, told.append, told.append)
-    assert told == [NUM_BLOCKS * BLOCK_BYTES] + NUM_BLOCKS * [BLOCK_BYTES]
+def test_progress_is_reported_in_bytes(directory: Path) -> None:
+    reported: list[int] = []
+    tools.verify(directory, reported.append, reported.append)
+    assert reported == [NUM_BLOCKS * BLOCK_BYTES] + NUM_BLOCKS * [BLOCK_BYTES]
 
 
 def test_a_block_that_a_server_replaces_meanwhile_is_not_bad(tmp_path: Path) -> None:
-    """All of them are, after the index was read and before the first payload is."""
+    """The server replaces all blocks after the index was read and before the first payload is."""
     path = tmp_path / "cache"
     tier = fill(path)
     room = tier.capacity_bytes // BLOCK_BYTES
@@ -451,7 +451,7 @@ def test_a_block_that_a_server_removes_meanwhile_is_not_bad(tmp_path: Path) -> N
             spoil(path, key)
 
     result = tools.verify(path, begin=change)
-    assert (result.num_blocks, result.num_changed) == (NUM_BLOCKS, 0), "payloads of removed blocks are still sound"
+    assert (result.num_blocks, result.num_changed) == (NUM_BLOCKS, 0), "payloads of removed blocks are still intact"
     assert {block.key for block in result.bad} == {key.hex() for key in make_keys(2, start=5)}
 
 
@@ -467,10 +467,12 @@ def test_a_spoiled_block_that_a_server_removes_meanwhile_is_not_bad(tmp_path: Pa
 
     result = tools.verify(path, begin=change)
     assert (result.num_blocks, result.num_changed) == (NUM_BLOCKS - 4, 4)
-    assert [block.key for block in result.bad] == [make_keys()[4].hex()], "the one whose record has not changed"
+    assert [block.key for block in result.bad] == [make_keys()[4].hex()], (
+        "only the record of this block has not changed"
+    )
 
 
-def test_a_slab_that_a_server_drops_meanwhile_is_not_bad(directory: Path) -> None:
+def test_blocks_of_a_slab_that_a_server_removes_meanwhile_are_not_bad(directory: Path) -> None:
     slab = directory / FINGERPRINT / slab_name(2)
     result = tools.verify(directory, begin=lambda _: slab.unlink())
     assert result.bad == []
@@ -480,7 +482,7 @@ def test_a_slab_that_a_server_drops_meanwhile_is_not_bad(directory: Path) -> Non
 # clear
 
 
-def test_clear_removes_what_was_written_and_a_server_starts_anew(directory: Path) -> None:
+def test_clear_removes_all_blocks_and_a_server_starts_anew(directory: Path) -> None:
     allocated = only_folder(directory).allocated_bytes
     result = as_json("clear", directory, "--yes")
     assert result["nbytes"] == allocated > 0
@@ -496,7 +498,7 @@ def test_clear_asks_first(directory: Path) -> None:
     refused = invoke("clear", directory, answer="n\n")
     assert refused.exit_code == 1
     assert "Remove 20 blocks (" in refused.output
-    assert invoke("clear", directory).exit_code == 1, "nobody is there to answer"
+    assert invoke("clear", directory).exit_code == 1, "the question gets no answer"
     assert contents(directory) == before
     assert invoke("clear", directory, answer="y\n").exit_code == 0
     assert not (directory / FINGERPRINT).exists()
@@ -511,7 +513,7 @@ def test_clear_of_one_fingerprint(directory: Path) -> None:
 
 
 @pytest.mark.parametrize("digits", ["ef", "", "abc"])
-def test_clear_of_a_fingerprint_that_is_not_the_one(directory: Path, digits: str) -> None:
+def test_clear_needs_the_beginning_of_exactly_one_fingerprint(directory: Path, digits: str) -> None:
     fill(directory, OTHER).close()
     before = contents(directory)
     result = invoke("clear", directory, "--fingerprint", digits, "--yes")
@@ -531,7 +533,7 @@ def test_clear_refuses_while_a_server_runs(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("impatient")
-def test_clear_keeps_a_server_from_starting_until_it_is_done(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_server_can_start_before_clear_has_ended(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     refusals = []
     remove = os.unlink
 
@@ -548,7 +550,7 @@ def test_clear_keeps_a_server_from_starting_until_it_is_done(directory: Path, mo
     fill(directory).close()
 
 
-def test_clear_tells_what_it_cannot_remove(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_clear_names_a_file_that_cannot_be_removed(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(name: str, **_: object) -> None:
         raise OSError(errno.EROFS, os.strerror(errno.EROFS), name)
 
@@ -570,7 +572,7 @@ def test_names_of_files_reach_the_terminal_escaped(directory: Path, name: str) -
     assert (directory / FINGERPRINT / name).exists()
 
 
-def test_clear_leaves_what_is_none_of_ours(directory: Path, tmp_path: Path) -> None:
+def test_clear_leaves_files_that_are_not_the_tiers(directory: Path, tmp_path: Path) -> None:
     folder = directory / FINGERPRINT
     precious = tmp_path / "precious"
     precious.mkdir()
@@ -587,12 +589,14 @@ def test_clear_leaves_what_is_none_of_ours(directory: Path, tmp_path: Path) -> N
     assert sorted(os.listdir(directory)) == sorted([FINGERPRINT, OTHER, "lock", "notes.txt"])
 
 
-# What is no disk tier's
+# Directories of something else
 
 
 @pytest.mark.parametrize("command", ["inspect", "verify", "clear"])
 @pytest.mark.parametrize("kind", ["missing", "empty", "strange", "file", "link"])
-def test_a_directory_that_is_no_disk_tiers(directory: Path, tmp_path: Path, command: str, kind: str) -> None:
+def test_a_directory_that_is_not_a_disk_tiers_is_refused(
+    directory: Path, tmp_path: Path, command: str, kind: str
+) -> None:
     path = tmp_path / kind
     if kind in ("empty", "strange"):
         path.mkdir()

@@ -1,4 +1,4 @@
-"""``kvoffload explain``: from running servers, from logs, and from what it printed itself."""
+"""``kvoffload explain`` on running servers, on logs, and on its own output."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ import pytest
 
 from kvoffload import cli
 from kvoffload.abc import MissReason
+from kvoffload.cli.explain import ADVICE
 from kvoffload.observe.records import RequestRecord
 from kvoffload.observe.server import LOG_MARKER
 
@@ -38,7 +39,7 @@ sys.stdin.read()
 
 
 def some_records(engine: str = "a") -> list[RequestRecord]:
-    """Ten minutes: a request each ten seconds, in turn a hit, one never stored and two evicted."""
+    """Returns ten minutes of records, one every ten seconds: in turn a hit, one never stored, and two evicted."""
     records = []
     for i in range(60):
         reason = (None, MissReason.NEVER_STORED, MissReason.EVICTED, MissReason.EVICTED)[i % 4]
@@ -109,22 +110,24 @@ def words(text: str) -> str:
 # Logs.
 
 
-def test_a_log_is_told_in_words_first(log: Path) -> None:
+def test_a_log_is_first_summarized_in_sentences(log: Path) -> None:
     done = run(log)
     assert (done.returncode, done.stderr) == (0, "")
     first = words(done.stdout.split("\n\n")[0])
     assert first.startswith(
-        "Of 60 requests within 10 min, 60% of 60k prompt tokens were found: 40% on the device, 20% in host memory. "
+        "60 requests within 10 min found 60% of 60k prompt tokens: 40% on the device, 20% in host memory. "
         "30 missed because the block had been evicted (median 35 s ago), 15 because the block was never stored."
     )
     assert "raise host_bytes" in first
 
 
-def test_the_tables_tell_reasons_and_time(log: Path) -> None:
+def test_the_tables_show_reasons_and_time(log: Path) -> None:
     lines = run(log, "--every", "5m").stdout.splitlines()
     (evicted,) = [line for line in lines if line.startswith("evicted ")]
     assert evicted.split()[:6] == ["evicted", "30", "50%", "12k", "35", "s"]
     assert "Raise host_bytes" in evicted
+    (hits,) = [line for line in lines if line.startswith("no miss ")]
+    assert hits.split()[2:] == ["15", "25%", "6.0k"]
     (first,) = [line for line in lines if line.startswith("22:10")]
     assert first.split() == ["22:10", "10", "████▒▒····", "40%", "20%", "4", "3"]
     assert [line[:5] for line in lines if line.startswith("22:")] == ["22:10", "22:15", "22:20"]
@@ -145,20 +148,20 @@ def test_no_line_is_too_long(tmp_path: Path, columns: str) -> None:
     done = run(path, COLUMNS=columns)
     assert done.returncode == 0
     assert max(map(len, done.stdout.splitlines())) <= int(columns)
-    assert "…" not in done.stdout, "nothing is cut"
+    assert "…" not in done.stdout, "nothing may be truncated"
     assert "\x1b" not in done.stdout
     for reason in reasons:
         assert f"\n{reason.replace('_', ' ')} " in done.stdout
 
 
-def test_a_terminal_that_knows_ascii_only_gets_ascii(log: Path) -> None:
+def test_an_ascii_terminal_gets_ascii(log: Path) -> None:
     done = run(log, PYTHONIOENCODING="ascii")
     assert done.returncode == 0
     assert done.stdout.isascii()
     assert "####++...." in done.stdout
 
 
-def test_stdin_and_several_logs_are_merged_and_nothing_counts_twice(log: Path, tmp_path: Path) -> None:
+def test_stdin_and_several_logs_are_merged_without_duplicates(log: Path, tmp_path: Path) -> None:
     other = tmp_path / "other.log"
     other.write_text(as_log(some_records("b")))
     result = run("--records", log, other, log, "-", stdin=as_log(some_records("c")))
@@ -175,7 +178,7 @@ def test_last_counts_back_from_the_logs_end(log: Path) -> None:
     assert [record["time"] for record in report["records"]] == [START + 500 + 10 * i for i in range(10)]
 
 
-def test_json_has_everything(log: Path) -> None:
+def test_json_is_complete(log: Path) -> None:
     report = json.loads(invoke(log, "--json", "--every", "1m").stdout)
     assert report["total"]["tokens_asked"] == 60_000
     assert report["total"]["misses"] == {"evicted": 30, "never_stored": 15}
@@ -194,30 +197,30 @@ def test_json_has_everything(log: Path) -> None:
 
 
 @pytest.mark.parametrize("option", ["--json", "--records"])
-def test_it_reads_what_it_printed(log: Path, tmp_path: Path, option: str) -> None:
+def test_it_can_read_its_own_output(log: Path, tmp_path: Path, option: str) -> None:
     saved = tmp_path / "saved"
     saved.write_text(invoke(log, option).stdout)
     assert invoke(saved).stdout == invoke(log).stdout
     assert invoke(saved, "--json").stdout == invoke(log, "--json").stdout
 
 
-def test_malformed_records_are_told_and_the_rest_is_explained(log: Path) -> None:
+def test_malformed_records_are_reported_and_the_rest_is_explained(log: Path) -> None:
     lines = log.read_text().splitlines()
     lines[5] = lines[5][:-10]
     log.write_text("\n".join(lines))
     done = run(log)
     assert done.returncode == 0
-    assert "malformed and left out: 1 record" in done.stderr
+    assert "skipped 1 malformed record" in done.stderr
     assert f"{log}:6: not JSON" in done.stderr
-    assert "Of 59 requests" in done.stdout
+    assert "59 requests within" in done.stdout
     assert json.loads(invoke(log, "--json").stdout)["malformed"] == 1
 
 
-def test_of_many_malformed_records_some_are_told(tmp_path: Path) -> None:
+def test_only_some_of_many_malformed_records_are_listed(tmp_path: Path) -> None:
     log = tmp_path / "server.log"
     log.write_text((LOG_MARKER + "{}\n") * 1000 + as_log(some_records()))
     done = run(log)
-    assert "1,000 records" in done.stderr
+    assert "1,000 malformed records" in done.stderr
     assert "and 995 more" in done.stderr
     assert len(done.stderr.splitlines()) < 10
 
@@ -227,14 +230,14 @@ def test_a_log_without_records_says_how_to_get_them(log: Path, tmp_path: Path) -
     empty.write_text("INFO 11-20 10:00:00 kvoffload: host pool of 8 GiB\n")
     done = run(empty)
     assert (done.returncode, done.stdout) == (2, "")
-    assert f"{empty}: no record in it" in done.stderr
+    assert f"{empty}: contains no records" in done.stderr
     assert "VLLM_LOGGING_LEVEL=DEBUG" in done.stderr
     done = run(empty, log)
-    assert done.returncode == 0, "the other log has some"
-    assert f"{empty}: no record in it" in done.stderr
+    assert done.returncode == 0, "the other log has records"
+    assert f"{empty}: contains no records" in done.stderr
 
 
-def test_a_log_that_is_not_there_is_an_error(tmp_path: Path) -> None:
+def test_a_missing_log_is_an_error(tmp_path: Path) -> None:
     result = invoke(tmp_path / "none.log")
     assert result.exit_code == 2
     assert "none.log" in result.output
@@ -242,7 +245,7 @@ def test_a_log_that_is_not_there_is_an_error(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("value", ["5", "0s", "-1m", "1.5h", "m", "1 m", "1234567s", "\u0663m"])
 @pytest.mark.parametrize("option", ["--every", "--last"])
-def test_a_wrong_duration_says_what_to_write(log: Path, option: str, value: str) -> None:
+def test_an_invalid_duration_is_an_error_with_an_example(log: Path, option: str, value: str) -> None:
     result = invoke(log, option, value)
     assert result.exit_code == 2
     assert option in result.output
@@ -261,15 +264,16 @@ def test_too_short_periods_are_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("options", [["--json", "--records"], ["--pid", "1"]])
-def test_options_that_exclude_each_other(log: Path, options: list[str]) -> None:
+def test_options_that_cannot_be_combined(log: Path, options: list[str]) -> None:
     assert invoke(log, *options).exit_code == 2
 
 
 def test_a_request_of_one_token_that_found_nothing() -> None:
     done = run("-", stdin=as_log([RequestRecord(START, "r", 1, 0, 0)]))
     assert done.returncode == 0
-    assert "Of 1 request within 0 s, 0% of 1 prompt tokens were found" in words(done.stdout)
-    assert "missed because" not in words(done.stdout)
+    assert "1 request within 0 s found 0% of 1 prompt tokens" in words(done.stdout)
+    assert "No request missed a block." in words(done.stdout)
+    assert "Why requests missed" not in done.stdout, "an empty table would be confusing"
 
 
 # Running servers.
@@ -279,7 +283,7 @@ def test_a_running_server_is_explained(start: Callable[..., int]) -> None:
     pid = start("dp0", some_records())
     done = run("--pid", pid)
     assert (done.returncode, done.stderr) == (0, "")
-    assert "Of 60 requests in the last" in done.stdout
+    assert "60 requests in the last" in done.stdout
     assert "30 missed because the block had been evicted" in words(done.stdout)
     assert f"From 1 server: process {pid} (dp0)." in words(done.stdout)
 
@@ -290,12 +294,12 @@ def test_several_servers_are_merged(start: Callable[..., int]) -> None:
     assert {(server["pid"], server["name"]) for server in report["servers"]} >= {(pids[0], "dp0"), (pids[1], "dp1")}
     ids = {record["req_id"] for record in report["records"]}
     assert ids >= {record.req_id for i in range(2) for record in some_records(f"dp{i}-")}
-    said = words(run().stdout)
+    text = words(run().stdout)
     for i in range(2):
-        assert f"process {pids[i]} (dp{i})" in said
+        assert f"process {pids[i]} (dp{i})" in text
 
 
-def test_a_server_without_requests_is_no_error(start: Callable[..., int]) -> None:
+def test_a_server_without_requests_is_not_an_error(start: Callable[..., int]) -> None:
     pid = start("idle", [])
     done = run("--pid", pid)
     assert (done.returncode, done.stderr) == (0, "")
@@ -312,7 +316,7 @@ def test_last_counts_back_from_now_for_a_server(start: Callable[..., int]) -> No
     assert "the latest was" in done.stdout
 
 
-def test_a_server_that_cannot_be_read_is_told_and_the_others_are_read(start: Callable[..., int]) -> None:
+def test_a_server_that_cannot_be_read_is_reported_and_the_others_are_read(start: Callable[..., int]) -> None:
     good = start("good", some_records())
     fake = (
         "import os, socket, sys; s = socket.socket(socket.AF_UNIX); s.bind(f'\\0kvoffload/{os.getpid()}/fake');"
@@ -327,13 +331,13 @@ def test_a_server_that_cannot_be_read_is_told_and_the_others_are_read(start: Cal
         finally:
             process.kill()
     assert done.returncode == 0
-    assert f"process {process.pid} (fake) answers in another format" in done.stderr
+    assert f"process {process.pid} (fake) answered in another format" in done.stderr
     assert good in [server["pid"] for server in json.loads(done.stdout)["servers"]]
     assert (alone.returncode, alone.stdout) == (2, "")
     assert "another format" in alone.stderr
 
 
-def test_a_wrong_pid_is_told_which_there_are(start: Callable[..., int]) -> None:
+def test_an_unknown_pid_lists_the_running_servers(start: Callable[..., int]) -> None:
     pid = start("dp0", [])
     done = run("--pid", 2**30)
     assert (done.returncode, done.stdout) == (2, "")
@@ -341,8 +345,8 @@ def test_a_wrong_pid_is_told_which_there_are(start: Callable[..., int]) -> None:
     assert f"process {pid} (dp0)" in done.stderr
 
 
-def test_without_any_server_it_says_what_to_do() -> None:
-    """In a network namespace of its own, where there is none."""
+def test_without_a_server_the_error_says_what_to_do() -> None:
+    """Runs in a new network namespace, which has no server."""
     inside = ["unshare", "--user", "--map-root-user", "--net"]
     try:
         subprocess.run([*inside, "true"], check=True, capture_output=True)
@@ -350,12 +354,10 @@ def test_without_any_server_it_says_what_to_do() -> None:
         pytest.skip("needs the privilege to make a network namespace")
     done = subprocess.run([*inside, *COMMAND], capture_output=True, text=True, timeout=TIMEOUT_S)
     assert (done.returncode, done.stdout) == (2, "")
-    assert "no server with kvoffload runs here" in done.stderr
+    assert "no server with kvoffload was found" in done.stderr
     assert "docker exec" in done.stderr
     assert "kvoffload explain server.log" in done.stderr
 
 
-def test_every_reason_has_words() -> None:
-    from kvoffload.cli.explain import WORDS
-
-    assert set(WORDS) == set(MissReason)
+def test_every_reason_has_advice() -> None:
+    assert set(ADVICE) == set(MissReason)

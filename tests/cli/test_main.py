@@ -1,4 +1,4 @@
-"""The command line without any engine."""
+"""The command line, and what an installation without extras can do."""
 
 from __future__ import annotations
 
@@ -58,17 +58,17 @@ for arguments in json.loads(sys.argv[1]):
             status = stop.code
     print(json.dumps([status or 0, out.getvalue(), err.getvalue()]))
 """
-"""Commands, one after the other, where nothing is installed but what ``pip install .`` brings."""
+"""Runs commands as if only the core dependencies were installed."""
 
 
 def plain(commands: list[list[str]]) -> list[tuple[int, str, str]]:
-    """Status, stdout and stderr of each."""
+    """Returns status, stdout and stderr of each command."""
     command = [sys.executable, "-c", PLAIN, json.dumps(commands)]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=300, check=True)
     return [(status, out, err) for status, out, err in map(json.loads, done.stdout.splitlines())]
 
 
-def test_the_plain_install_serves_every_command(tmp_path: Path) -> None:
+def test_every_command_works_without_extras(tmp_path: Path) -> None:
     log, disk, trace = (str(tmp_path / name) for name in ("log", "disk", "trace"))
     record = RequestRecord(1.0, "r", 100, 16, 64, "ab", MissReason.EVICTED, 2.0)
     Path(log).write_text(json.dumps(record.to_dict()))
@@ -89,21 +89,21 @@ def test_the_plain_install_serves_every_command(tmp_path: Path) -> None:
         (f"replay {trace} --policy lru,auto --capacity 3,5 --jobs 1", 0, "lru"),
         (f"size {trace} --ram 1GiB --disk none --jobs 1", 0, "RAM"),
     ]
-    for (command, status, said), done in zip(wanted, plain([each[0].split() for each in wanted]), strict=True):
+    for (command, status, text), done in zip(wanted, plain([each[0].split() for each in wanted]), strict=True):
         assert done[0] == status, (command, done)
-        assert said in done[1] + done[2], (command, done)
+        assert text in done[1] + done[2], (command, done)
 
 
-def test_what_needs_the_extra_says_so_before_any_work(tmp_path: Path) -> None:
+def test_a_missing_extra_is_reported_before_any_work(tmp_path: Path) -> None:
     trace, page = str(tmp_path / "none"), str(tmp_path / "page.html")
     for status, out, err in plain([["demo"], ["replay", trace, "--html", page], ["size", trace, "--html", page]]):
         assert (status, out) == (2, "")
         assert err.count("\n") == 1
-        assert "need jinja2, which the extra kvoffload[plots] brings: pip install jinja2 matplotlib" in err
+        assert "need jinja2, part of the extra kvoffload[plots]: pip install jinja2 matplotlib" in err
 
 
 def third_party_imports() -> dict[str, set[str]]:
-    """Modules of the package by what they import, anywhere in them, from neither the package nor Python itself."""
+    """Returns the modules that import each third-party package, anywhere in their code."""
     found: dict[str, set[str]] = {}
     for path in PROJECT.rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
@@ -114,7 +114,7 @@ def third_party_imports() -> dict[str, set[str]]:
     return found
 
 
-def test_what_is_imported_is_declared_where_it_belongs() -> None:
+def test_imports_match_the_declared_dependencies() -> None:
     declared = tomllib.loads((PROJECT.parent.parent / "pyproject.toml").read_text())["project"]
 
     def names(requirements: list[str]) -> set[str]:
@@ -126,17 +126,18 @@ def test_what_is_imported_is_declared_where_it_belongs() -> None:
     assert set(cli.EXTRA) == extras["plots"]
     assert {name for name in found if any(path.startswith("cli/") for path in found[name])} <= core
     rooms = {
-        **dict.fromkeys(extras["plots"], ("lab/", "demo/", "figures.py")),
+        **dict.fromkeys(extras["plots"], ("lab/", "demo/")),
         **dict.fromkeys(extras["testing"], ("testing/",)),
         "vllm": ("vllm/", "demo/"),
         "torch": ("vllm/", "transfer/cuda.py"),
-        "huggingface_hub": ("fingerprint.py",),
+        "transformers": ("demo/engine.py",),
+        "huggingface_hub": ("fingerprints.py",),
     }
     for name in found.keys() - core:
         assert all(path.startswith(rooms.get(name, "vllm/")) for path in found[name]), f"{name} in {found[name]}"
 
 
-def test_demo_without_vllm_says_what_to_install(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_the_demo_without_vllm_says_what_to_install(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     pytest.importorskip("rich")
     pytest.importorskip("matplotlib")
     monkeypatch.setattr("importlib.util.find_spec", lambda _: None)

@@ -1,7 +1,8 @@
-"""``kvoffload replay``: on small traces, sound and broken."""
+"""``kvoffload replay`` on small traces, valid and invalid."""
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import re
@@ -13,7 +14,10 @@ from typing import Any
 import pytest
 
 from kvoffload import cli
+from kvoffload.abc import Eviction
 from kvoffload.cache.policies.lru import LRUPolicy
+from kvoffload.cli.lab import DEFAULT_POLICY
+from kvoffload.config import OffloadConfig
 from kvoffload.lab.model import DEFAULT_MODEL
 
 testing = pytest.importorskip("click.testing")
@@ -44,7 +48,13 @@ def run(*args: object, width: int = 100) -> Any:
     )
 
 
-def test_an_entry_for_every_policy_and_capacity(trace: Path) -> None:
+def test_the_default_policy_is_that_of_a_server(trace: Path) -> None:
+    (field,) = [field for field in dataclasses.fields(OffloadConfig) if field.name == "policy"]
+    (entry,) = json.loads(run(trace, "--capacity", 4, "--json").stdout)
+    assert entry["policy"] == DEFAULT_POLICY == field.default
+
+
+def test_one_entry_per_policy_and_capacity(trace: Path) -> None:
     done = run(trace, "--policy", "lru,arc", "--capacity", "20%,6,1GiB", "--json")
     assert (done.exit_code, done.stderr) == (0, "")
     entries = json.loads(done.stdout)
@@ -65,12 +75,12 @@ def test_tiers_filter_and_bound(trace: Path) -> None:
     assert [tier["capacity_blocks"] for tier in entry["tiers"]] == [6, 4, 10]
     assert min(entry["device_hit_tokens"], entry["disk_hit_tokens"]) > 0
     assert entry["misses"]["not_admitted"] > 0
-    lru, bound = json.loads(run(trace, "--capacity", 4, "--bound", "--json").stdout)
+    lru, bound = json.loads(run(trace, "--policy", "lru", "--capacity", 4, "--bound", "--json").stdout)
     assert (lru["policy"], bound["policy"]) == ("lru", "clairvoyant")
     assert bound["prefix_hit_tokens"] > lru["prefix_hit_tokens"]
 
 
-def test_speeds_and_model_change_what_a_hit_is_worth(trace: Path, tmp_path: Path) -> None:
+def test_speeds_and_model_change_what_a_hit_saves(trace: Path, tmp_path: Path) -> None:
     config = {"num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "dtype": "float16"}
     (tmp_path / "config.json").write_text(json.dumps(config))
     arguments = (trace, "--capacity", 6, "--json")
@@ -98,6 +108,13 @@ def test_tables_fit_and_mark_the_best(trace: Path, width: int) -> None:
     assert sum(row.count("*") for row in rows) >= 3 * 11
 
 
+def test_percentages_are_shown_as_typed(trace: Path) -> None:
+    """19% of 10 distinct blocks are rounded down to one."""
+    done = run(trace, "--capacity", "19%,5", "--device", "99 %")
+    assert re.search(r"19% +50%", done.stdout)
+    assert "Device cache: 9 blocks, 99% of the distinct blocks" in done.stdout
+
+
 @pytest.mark.parametrize("capacities", ["4", "2,4"])
 def test_a_long_name_leaves_the_numbers_whole(trace: Path, capacities: str) -> None:
     done = run(
@@ -117,7 +134,7 @@ def test_a_long_name_leaves_the_numbers_whole(trace: Path, capacities: str) -> N
     assert "bound (knows the rest)" in done.stdout
 
 
-def test_one_configuration_is_told_in_full(trace: Path) -> None:
+def test_one_configuration_is_shown_in_detail(trace: Path) -> None:
     done = run(trace, "--capacity", 4, "--device", 8, "--disk", 20)
     assert done.exit_code == 0
     for words in ("device", "host", "disk", "never stored", "amplifi-", "TTFT p95"):
@@ -130,22 +147,26 @@ def test_a_page_with_all_plots(trace: Path, tmp_path: Path) -> None:
     page = tmp_path / "page.html"
     done = run(trace, "--policy", "lru,arc", "--capacity", "2,4,8", "--bound", "--html", page)
     assert done.exit_code == 0
+    assert done.stdout.endswith(f"Page: {page}\n")
     text = page.read_text()
     assert text.count("<svg") == 4
     assert not re.search(r'(?:src|href)="http', text)
-    for words in ("small.jsonl", "The bound is", "never stored"):
+    for words in ("small.jsonl", "bound is a policy", "never stored"):
         assert words in text
+    done = run(trace, "--capacity", 4, "--html", page, "--json")
+    assert json.loads(done.stdout)
+    assert done.stderr.endswith(f"Page: {page}\n")
     run(trace, "--capacity", ",".join(map(str, range(1, 60))), "--html", page)
     assert page.read_text().count("<svg") == 2
 
 
-def test_wrong_lines_are_told_and_left_out(trace: Path) -> None:
+def test_invalid_lines_are_reported_and_skipped(trace: Path) -> None:
     good = trace.read_text()
     trace.write_text(good + "no json\n" + line(99_000, [1], input_length=-1) + "\n")
     done = run(trace, "--capacity", 4, "--json")
     assert done.exit_code == 0
     assert json.loads(done.stdout)[0]["requests"] == len(CHAINS)
-    assert "left out 2 lines" in done.stderr
+    assert "skipped 2 lines" in done.stderr
     assert f"{trace}:{len(CHAINS) + 1}: " in done.stderr
     done = run(trace, "--capacity", 4, "--json", "--strict")
     assert (done.exit_code, done.stdout) == (2, "")
@@ -155,28 +176,30 @@ def test_wrong_lines_are_told_and_left_out(trace: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--policy", "lri"], "policy='lri': no policy has this name"),
-        (["--policy", "lru,"], "policy='lru,': an entry is empty"),
-        (["--capacity", "much"], "capacity='much': not a capacity; write"),
-        (["--capacity", "1kB"], "capacity='1kB': holds no block"),
-        (["--capacity", "1000%"], "capacity='1000%': must be more than 0% and at most 100%"),
-        (["--policy", f"{__name__}:Failing"], f"policy='{__name__}:Failing': failed at request"),
-        (["--policy", f"{__name__}:Greedy"], f"policy='{__name__}:Greedy': failed at request"),
-        (["--device", "2"], "device_blocks=2: the longest request needs 5"),
-        (["--disk", "0"], "disk='0': must be 1 block or more"),
-        (["--store-threshold", "1"], "store_threshold=1: must be 2 or more"),
-        (["--model", "/no/such"], "model='/no/such'"),
-        (["--format", "csv"], "format='csv': unknown; write one of"),
-        (["--prefill-speed", "0"], "prefill-speed=0: must be more than 0"),
-        (["--bound", "--disk", "5"], "leave device and disk out"),
-        (["--html", "/no/such/page.html"], "html='/no/such/page.html': cannot be written"),
-        (["--capacity", ",".join(map(str, range(1, 1003)))], "configurations; at most 1,000"),
+        (["--policy", "lri"], "--policy='lri': no policy has this name"),
+        (["--policy", "lru,"], "--policy='lru,': an entry is empty"),
+        (["--capacity", "much"], "--capacity='much': not a capacity; write"),
+        (["--capacity", "1kB"], "--capacity='1kB': too small for one block"),
+        (["--capacity", "1000%"], "--capacity='1000%': must be more than 0% and at most 100%"),
+        (["--policy", f"{__name__}:Failing"], f"--policy='{__name__}:Failing': failed at request"),
+        (["--policy", f"{__name__}:Greedy"], f"--policy='{__name__}:Greedy': failed at request"),
+        (["--device", "2"], "--device=2: the longest request needs 5"),
+        (["--disk", "0"], "--disk='0': must be 1 to"),
+        (["--store-threshold", "1"], "--store-threshold=1: must be 2 or more"),
+        (["--model", "/no/such"], "--model='/no/such'"),
+        (["--format", "csv"], "--format='csv': unknown; use one of"),
+        (["--block-tokens", "0"], "--block-tokens=0: must be a whole number"),
+        (["--prefill-speed", "0"], "--prefill-speed=0: must be more than 0"),
+        (["--bound", "--disk", "5"], "--bound is for host memory alone; leave out --device and --disk"),
+        (["--policy", "clairvoyant", "--disk", "5"], "--policy='clairvoyant' with --device=0, --disk=5: this policy"),
+        (["--html", "/no/such/page.html"], "--html='/no/such/page.html': cannot be written"),
+        (["--capacity", ",".join(map(str, range(1, 1003)))], "--policy and --capacity: 1,002 combinations"),
     ],
 )
-def test_a_wrong_setting_is_one_line_and_status_2(trace: Path, arguments: list[str], words: str) -> None:
+def test_an_invalid_option_is_named_as_typed_in_one_line(trace: Path, arguments: list[str], words: str) -> None:
     done = run(trace, *arguments)
     assert (done.exit_code, done.stdout) == (2, "")
-    assert words in done.stderr
+    assert done.stderr.startswith(f"kvoffload replay: {words}")
     assert done.stderr.count("\n") == 1
 
 
@@ -185,29 +208,29 @@ class APolicyWithANameThatIsSoMuchLongerThanMostThatNoTerminalHasRoomForAllOfItI
 
 
 class Failing(LRUPolicy):
-    def evict(self, n: int, busy: Any, key_of: Any) -> Any:
+    def evict(self, eviction: Eviction) -> Any:
         raise RuntimeError("a line\nand another")
 
 
 class Greedy(LRUPolicy):
-    def evict(self, n: int, busy: Any, key_of: Any) -> Any:
-        return super().evict(n, busy, key_of)[:-1]
+    def evict(self, eviction: Eviction) -> Any:
+        return super().evict(eviction)[:-1]
 
 
 class Dying(LRUPolicy):
-    def evict(self, n: int, busy: Any, key_of: Any) -> Any:
+    def evict(self, eviction: Eviction) -> Any:
         os._exit(1)
 
 
-def test_a_process_that_dies_is_one_line_too(trace: Path) -> None:
+def test_the_death_of_a_process_is_reported_in_one_line(trace: Path) -> None:
     arguments = ["replay", str(trace), "--policy", f"{__name__}:Dying", "--capacity", "5,6", "--jobs", "2"]
     done = testing.CliRunner().invoke(cli.group(), arguments)
     assert (done.exit_code, done.stdout) == (2, "")
-    assert "jobs=2: a process died" in done.stderr
+    assert "--jobs=2: a process died" in done.stderr
     assert done.stderr.count("\n") == 1
 
 
-def test_the_bound_alone_and_names_as_they_are(trace: Path) -> None:
+def test_the_bound_alone_and_names_that_look_like_markup(trace: Path) -> None:
     done = run(trace, "--policy", "clairvoyant", "--capacity", "2,4")
     assert done.exit_code == 0
     assert done.stdout.count("bound (knows the rest)") == 3
@@ -221,7 +244,7 @@ def test_a_trace_without_any_block(tmp_path: Path) -> None:
     for command in ("replay", "size"):
         done = testing.CliRunner().invoke(cli.group(), [command, str(path)])
         assert (done.exit_code, done.stdout) == (2, "")
-        assert "no request in it has a block of 512 tokens" in done.stderr
+        assert "no request has a block of 512 tokens" in done.stderr
 
 
 def test_output_that_cannot_be_written(trace: Path) -> None:
@@ -235,10 +258,10 @@ def test_output_that_cannot_be_written(trace: Path) -> None:
         )
     assert done.returncode == 2
     assert "Traceback" not in done.stderr
-    assert done.stderr.startswith("kvoffload replay: output: No space left on device")
+    assert done.stderr.startswith("kvoffload replay: cannot write the output: No space left on device")
 
 
-def test_wrong_jobs_and_an_empty_or_missing_trace(trace: Path, tmp_path: Path) -> None:
+def test_invalid_jobs_and_an_empty_or_missing_trace(trace: Path, tmp_path: Path) -> None:
     empty = tmp_path / "empty.jsonl"
     empty.touch()
     for arguments in ((empty,), (tmp_path / "missing",), (trace, "--jobs", "0")):

@@ -1,4 +1,4 @@
-"""``kvoffload size``: what it prints, and what it refuses."""
+"""``kvoffload size``: its output, and the options that it refuses."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def config(tmp_path: Path) -> str:
     return str(path)
 
 
-def test_it_answers_in_words_and_a_table(config: str) -> None:
+def test_the_answer_is_sentences_and_a_table(config: str) -> None:
     result = run(CHAT, "--model", config, "--ram", "4GiB,8GiB", "--disk", "none,32GiB")
     assert result.exit_code == 0, result.output
     assert "of prompt tokens" in result.stdout
@@ -48,10 +48,11 @@ def test_it_answers_in_words_and_a_table(config: str) -> None:
     assert result.stderr == ""
 
 
-def test_defaults_need_no_size() -> None:
+def test_no_option_is_required() -> None:
     result = run(CHAT)
     assert result.exit_code == 0, result.output
-    assert "as Llama-3.1-8B, which takes 128 KiB a token" in " ".join(result.stdout.split())
+    assert "of KV for Llama-3.1-8B (128 KiB per token)" in " ".join(result.stdout.split())
+    assert "with the policy auto in RAM" in " ".join(result.stdout.split())
 
 
 def test_json(config: str) -> None:
@@ -87,6 +88,7 @@ def test_the_page(tmp_path: Path) -> None:
     page = tmp_path / "size.html"
     result = run(CHAT, "--html", str(page))
     assert result.exit_code == 0, result.output
+    assert result.stdout.endswith(f"Page: {page}\n")
     html = page.read_text()
     assert html.count("<svg") == 1
     assert '<tr class="chosen">' in html
@@ -99,22 +101,22 @@ def test_the_page(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--ram", "much"], "ram='much': not an amount of memory; write"),
-        (["--ram", "8GiB,"], "ram='8GiB,': an entry is empty"),
-        (["--ram", "1KiB"], "ram=1 KiB: holds no block; one takes 32 MiB"),
-        (["--ram", "none"], "ram='none': not an amount of memory"),
-        (["--policy", "mru"], "policy='mru': no policy has this name"),
-        (["--prefill-speed", "0"], "prefill-speed=0: must be more than 0"),
-        (["--disk-speed", "nan"], "disk-speed=nan: must be more than 0"),
-        (["--ttft-p95", "-1"], "ttft-p95=-1: must be more than 0"),
-        (["--ram-price", "-1"], "ram-price=-1: must be"),
-        (["--jobs", "0"], "jobs=0: must be 1 or more"),
-        (["--kv-dtype", "fp8"], "kv-dtype='fp8' without model: give"),
-        (["--model", "nowhere.json"], "model='nowhere.json': No such file"),
-        (["--html", "/nowhere/page.html"], "html='/nowhere/page.html': cannot be written there"),
+        (["--ram", "much"], "--ram='much': not an amount of memory; write"),
+        (["--ram", "8GiB,"], "--ram='8GiB,': an entry is empty"),
+        (["--ram", "1KiB"], "--ram=1 KiB: too small for one block of 32 MiB"),
+        (["--ram", "none"], "--ram='none': not an amount of memory"),
+        (["--policy", "mru"], "--policy='mru': no policy has this name"),
+        (["--prefill-speed", "0"], "--prefill-speed=0: must be more than 0"),
+        (["--disk-speed", "nan"], "--disk-speed=nan: must be more than 0"),
+        (["--ttft-p95", "-1"], "--ttft-p95=-1: must be more than 0"),
+        (["--ram-price", "-1"], "--ram-price=-1: must be"),
+        (["--jobs", "0"], "--jobs=0: must be 1 or more"),
+        (["--kv-dtype", "fp8"], "--kv-dtype='fp8' without --model: give"),
+        (["--model", "nowhere.json"], "--model='nowhere.json': No such file"),
+        (["--html", "/nowhere/page.html"], "--html='/nowhere/page.html': cannot be written"),
     ],
 )
-def test_bad_settings_are_one_line_and_status_2(arguments: list[str], message: str) -> None:
+def test_an_invalid_option_is_named_as_typed_in_one_line(arguments: list[str], message: str) -> None:
     result = run(CHAT, *arguments)
     assert result.exit_code == 2
     assert result.stdout == ""
@@ -125,19 +127,19 @@ def test_bad_settings_are_one_line_and_status_2(arguments: list[str], message: s
 def test_an_unknown_dtype(config: str) -> None:
     result = run(CHAT, "--model", config, "--kv-dtype", "fp7")
     assert result.exit_code == 2
-    assert "kv-dtype='fp7': unknown; write one of float32" in result.stderr
+    assert "--kv-dtype='fp7': unknown; use one of float32" in result.stderr
 
 
-def test_lines_that_are_wrong(tmp_path: Path) -> None:
+def test_invalid_lines(tmp_path: Path) -> None:
     good = '{"timestamp": 0, "input_length": 1024, "output_length": 1, "hash_ids": [1, 2]}\n'
     trace = tmp_path / "trace.jsonl"
     trace.write_text(good + "nonsense\n" + good)
     result = run(str(trace))
     assert result.exit_code == 0, result.output
-    assert "left out 1 line" in result.stderr
+    assert "skipped 1 line" in result.stderr
     page = tmp_path / "size.html"
     run(str(trace), "--html", str(page))
-    assert f"1 line of the trace was wrong and left out; the first: {trace}:2: " in " ".join(page.read_text().split())
+    assert f"1 line of the trace was invalid and skipped; the first: {trace}:2: " in " ".join(page.read_text().split())
     assert f"{trace}:2" in result.stderr.replace("\n", "")
     strict = run(str(trace), "--strict")
     assert strict.exit_code == 2

@@ -1,4 +1,4 @@
-"""Tables at 80 columns, in a pipe and on a terminal: no head and no number is cut or broken in two."""
+"""Tables at 80 columns, in a pipe and on a terminal: no head and no number is truncated or wrapped."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ ON = pytest.mark.parametrize("terminal", [False, True], ids=["pipe", "terminal"]
 
 
 def words(text: str) -> Counter[str]:
-    """What stands between blanks, but rules and codes of colours."""
+    """Returns the words of a text, without rules and colour codes."""
     plain = re.sub(r"\x1b\[[0-9;]*m", "", text)
     return Counter(word for word in plain.split() if set(word) - set("─━-"))
 
@@ -42,7 +42,7 @@ def rendered(table: Table, width: int, terminal: bool) -> str:
 
 
 def run(width: int, terminal: bool, *arguments: object) -> str:
-    # On a dumb terminal rich takes 80 columns, whatever it is told.
+    # On a dumb terminal rich always uses 80 columns.
     env = {"COLUMNS": str(width), "FORCE_COLOR": "1" if terminal else None, "TERM": "xterm", "NO_COLOR": None}
     done = CliRunner(env=env).invoke(cli.group(), list(map(str, arguments)))
     assert done.exit_code == 0, done.output
@@ -104,7 +104,7 @@ def test_explain(tmp_path: Path, terminal: bool) -> None:
 
 
 def tables() -> dict[str, Table]:
-    """Such as are wide where much is kept."""
+    """Returns tables with large numbers."""
     blocks, most = 1 << 24, (1 << 50) - (1 << 40)
     host = TierUse("device", blocks, 1, 100.0, 100.0, most, most, 12.34, blocks)
     setting = Setting(most, most, 100.0, 55.5, 12.3, 1.0, 9.999, 99.999, 99_999.0)
@@ -112,21 +112,21 @@ def tables() -> dict[str, Table]:
     then = int(time.time()) - 86_400 * 99
     folder = Folder("", "0123456789ab" * 5, 1 << 39, 1 << 21, 250_000, 250_000, then, then, 999_999, 250_000)
     return {
-        "tiers": replay._tier_table([host]),
-        "sizes": size._table(sizing),
+        "tiers": replay.tier_table([host]),
+        "sizes": size.settings_table(sizing),
         "folders": disk._folder_table([Owned("", folders=[folder])]),
     }
 
 
 @ON
 @pytest.mark.parametrize("name", ["tiers", "sizes", "folders"])
-def test_large_numbers_have_room(name: str, terminal: bool) -> None:
+def test_large_numbers_fit(name: str, terminal: bool) -> None:
     table = tables()[name]
     narrow, wide = (words(rendered(table, width, terminal)) for width in (WIDTH, WIDE))
     assert narrow == wide
 
 
-def test_a_word_that_is_broken_would_be_noticed() -> None:
+def test_a_wrapped_word_would_be_noticed() -> None:
     table = Table("a policy of mine", "number", box=None)
     table.add_row("a", "123,456,789")
     assert words(rendered(table, 30, False)) == words(rendered(table, WIDE, False))

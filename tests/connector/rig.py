@@ -22,7 +22,7 @@ from kvoffload.connector.messages import StepMeta, WorkerReport
 from kvoffload.connector.scheduler import OffloadingConnectorScheduler
 
 TOKENS = 4
-"""Per device block."""
+"""Tokens per device block."""
 
 
 REMOTE_DECODE = {"do_remote_decode": True}
@@ -37,16 +37,16 @@ class Clock:
 
 
 class SpyManager(LRUOffloadingManager):
-    """The real thing, which remembers what it was asked. ``unknown``: a lower tier has not answered yet."""
+    """A real manager that remembers its calls. ``unknown``: a lower tier has not answered yet."""
 
     def __init__(self, num_blocks: int) -> None:
         super().__init__(HostBackend(TOKENS, num_blocks), enable_events=True)
         self.lookups: list[list[OffloadKey]] = []
         self.touches: list[list[OffloadKey]] = []
-        self.refreshes: list[tuple[list[OffloadKey], list[OffloadKey]]] = []
+        self.reorders: list[tuple[list[OffloadKey], list[OffloadKey]]] = []
         self.asked_stores: list[list[OffloadKey]] = []
         self.unknown = False
-        self.told = False
+        self.has_news = False
         """Whether lookups may find more now."""
 
     def lookup(self, keys: Sequence[OffloadKey], req_context: ReqContext | None = None) -> int | None:
@@ -54,7 +54,7 @@ class SpyManager(LRUOffloadingManager):
         return None if self.unknown else super().lookup(keys, req_context)
 
     def poll(self) -> bool:
-        return self.told
+        return self.has_news
 
     def touch(self, keys: Sequence[OffloadKey], req_context: ReqContext | None = None) -> None:
         self.touches.append(list(keys))
@@ -66,7 +66,7 @@ class SpyManager(LRUOffloadingManager):
         stored: Collection[OffloadKey],
         req_context: ReqContext | None = None,
     ) -> None:
-        self.refreshes.append((list(keys), list(stored)))
+        self.reorders.append((list(keys), list(stored)))
         super().reorder_chain(keys, stored, req_context)
 
     def prepare_store(
@@ -229,7 +229,7 @@ def in_flight() -> tuple[Rig, int, FakeRequest]:
 
 
 def held(tokens: int = 8) -> tuple[Rig, int]:
-    """A request for remote decode has finished; its store is under way."""
+    """A request for remote decode has finished; its store is in progress."""
     rig = Rig(num_workers=2)
     request = FakeRequest("p", prompt(tokens), REMOTE_DECODE)
     job, _ = only(rig.start(request, [1, 2]).stores)

@@ -66,7 +66,7 @@ ALL_LOADS = (
 
 
 def loads_of(engine: ModelEngine) -> Counter[str]:
-    """How often what is to be tested has happened in a run."""
+    """Counts, for one run, how often each thing happened that is to be tested."""
     seen = Counter({"blocks that slid out": engine.slid_out})
     for group, blocks, partial in zip(engine.groups, engine.loaded_blocks, engine.partial_loads, strict=True):
         where = f"a {kind_of(group)} group among others" if len(engine.groups) > 1 else "the only group"
@@ -168,8 +168,8 @@ def test_planted_bug_of_sleeps_is_caught(bug: Bug) -> None:
 
 
 def silent_updates(seed: int) -> Scenario:
-    """New weights now and then of which the connector is not told, between steps and within them; in some the engine's
-    own cache is emptied then, in others at some time later; some have resets too."""
+    """New weights now and then without a reset of the connector, between steps and within them. In some scenarios the
+    engine's own cache is emptied at once, in others some time later. Some have resets too."""
     return dataclasses.replace(
         Scenario.random(seed),
         update_chance=0.06,
@@ -179,7 +179,7 @@ def silent_updates(seed: int) -> Scenario:
 
 
 @pytest.mark.parametrize("chunk", range(4))
-def test_new_weights_without_a_word(chunk: int) -> None:
+def test_new_weights_without_a_reset(chunk: int) -> None:
     seen: Counter[str] = Counter()
     for seed in range(chunk, SEEDS // 20, 4):
         engine = ModelEngine(silent_updates(seed))
@@ -191,8 +191,8 @@ def test_new_weights_without_a_word(chunk: int) -> None:
 
 
 def exact_ends(seed: int) -> Scenario:
-    """Prompts that end where blocks do, of several device blocks each, and stores that come late: what is stored then
-    has lost all that the window allows, and is asked for by who needs all that it allows."""
+    """Prompts that end where blocks do, with several device blocks per block, and late stores: these have lost all
+    device blocks that the window allows them to lose, and requests need all the others."""
     rng = Random(seed)
     window = KVGroup(rng.choice((1, 2, 4)), rng.choice((2, 3, 4)), sliding_window=rng.randint(2, 8))
     scenario = Scenario(
@@ -218,7 +218,7 @@ def test_blocks_asked_for_to_their_last_token(seed: int) -> None:
 
 @pytest.mark.parametrize("seed", range(300))
 def test_a_rank_whose_transfer_breaks(seed: int) -> None:
-    """Nothing is loaded any more, and no request notices."""
+    """Nothing is loaded any more, and no request gets wrong bytes."""
 
     def break_down(engine: ModelEngine) -> None:
         rank, calls = Random(seed).choice(engine.ranks), iter(range(seed % 12))
@@ -354,12 +354,12 @@ def unpinned_while_loading(engine: ModelEngine) -> None:
     manager = engine.scheduler.manager
     prepare, complete = manager.prepare_load, manager.complete_load
 
-    def let_go(keys, req_context=None):
+    def unpin(keys, req_context=None):
         spec = prepare(keys, req_context)
         complete(keys, req_context)
         return spec
 
-    manager.prepare_load = let_go  # type: ignore[method-assign]
+    manager.prepare_load = unpin  # type: ignore[method-assign]
     manager.complete_load = lambda keys, req_context=None: None  # type: ignore[method-assign]
 
 
@@ -468,7 +468,7 @@ def answer_at_once(watch) -> None:
 
 
 def new_weights_accepted_at_the_next_load(engine: ModelEngine) -> None:
-    """And not at the first step after a reset: what was computed between is taken for theirs."""
+    """Instead of at the first step after a reset: what was computed in between counts as theirs."""
     for rank in engine.ranks:
         accept_late(rank.worker.weights)
 
@@ -588,7 +588,7 @@ def skip_fences(worker) -> None:
 
 
 def with_layout_groups(engine: ModelEngine, make: Callable[..., KVGroup]) -> None:
-    """The connector, and not the engine, takes the groups for what ``make`` makes of their fields."""
+    """The connector, and not the engine, uses the groups that ``make`` returns for their fields."""
     layout = engine.scheduler.layout
     layout.groups = tuple(
         make(*(getattr(group, field.name) for field in dataclasses.fields(group))) for group in layout.groups
@@ -669,12 +669,12 @@ class TornBlocks(KVGroup):
 
 
 def stores_torn_blocks(engine: ModelEngine) -> None:
-    """Blocks of which leading device blocks slid out, although who finds the block attends to these."""
+    """Blocks whose leading device blocks slid out, although a request that finds the block attends to these."""
     change_due(engine, lambda group: TornBlocks(*(getattr(group, f.name) for f in dataclasses.fields(group))))
 
 
 def change_due(engine: ModelEngine, change: Callable[[KVGroup], KVGroup]) -> None:
-    """What is due to be stored is found as if the groups were what ``change`` makes of them."""
+    """Finds blocks that are due as if the groups were what ``change`` makes of them."""
     scheduler, due = engine.scheduler, engine.scheduler.stores.due_of
     groups = scheduler.layout.groups
     changed = tuple(map(change, groups))
@@ -741,8 +741,8 @@ def test_planted_bug_is_caught(bug: Bug, monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_window_one_token_short_is_caught() -> None:
-    """A load names all blocks that the engine allocated: one that was not looked for is missed before it is read. So
-    only blocks that were stored with too little in them give wrong bytes."""
+    """A load names all blocks that the engine allocated, so a block that was not looked up is missing before it is
+    read. Only blocks that were stored with too little in them give wrong bytes."""
     assert caught(window_one_token_short, Scenario.random, by=BrokenPromise)
     assert caught(window_one_token_short, exact_ends)
 

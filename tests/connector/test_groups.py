@@ -109,12 +109,12 @@ class Rig:
         (KVGroup(4, attention_chunk=8), 7, 0),
     ],
 )
-def test_what_a_token_does_not_look_at(group: KVGroup, num_computed: int, skipped: int) -> None:
+def test_tokens_that_a_token_does_not_attend_to(group: KVGroup, num_computed: int, skipped: int) -> None:
     assert group.skipped_tokens(num_computed) == skipped
 
 
 @pytest.mark.parametrize("sizes", [{"sliding_window": 0}, {"block_size_factor": 0}, {"attention_chunk": -1}])
-def test_a_group_without_sense_is_refused(sizes: dict[str, int]) -> None:
+def test_an_invalid_group_is_refused(sizes: dict[str, int]) -> None:
     with pytest.raises(ConfigError, match="must be at least 1"):
         KVGroup(4, **sizes)
     with pytest.raises(ConfigError, match="not both"):
@@ -135,7 +135,7 @@ def test_all_groups_are_stored_and_found() -> None:
     # For a request that goes on at token 20: blocks of tokens 20 - (window - 1) to 20.
     [(2, {4}), (5, {4}), (6, {3, 4}), (9, {3, 4}), (10, {2, 3, 4}), (21, {0, 1, 2, 3, 4}), (99, {0, 1, 2, 3, 4})],
 )
-def test_a_window_needs_its_last_blocks_and_no_other(window: int, needed: set[int]) -> None:
+def test_a_window_needs_its_last_blocks_and_no_others(window: int, needed: set[int]) -> None:
     for ordinal in range(5):
         rig = Rig([KVGroup(4), KVGroup(4, sliding_window=window)])
         asked = rig.request(22)
@@ -156,7 +156,7 @@ def test_groups_shrink_until_all_agree() -> None:
     assert rig.hit(rig.request(42)) == 12
 
 
-def test_a_hit_behind_the_devices_needs_only_what_the_device_lacks() -> None:
+def test_a_hit_after_the_devices_needs_only_what_the_device_lacks() -> None:
     rig = Rig([KVGroup(4), KVGroup(4, sliding_window=17)])
     asked = rig.request(22)
     rig.compute(asked)
@@ -167,8 +167,9 @@ def test_a_hit_behind_the_devices_needs_only_what_the_device_lacks() -> None:
 
 
 @pytest.mark.parametrize(("end", "needed"), [(18, set()), (26, {4, 5}), (34, set())])
-def test_a_chunk_needs_what_lies_in_it(end: int, needed: set[int]) -> None:
-    """Chunks of 16 tokens: who goes on at 16, 24 or 32 needs blocks of none, of 16 to 24, of none."""
+def test_a_chunk_needs_the_blocks_in_it(end: int, needed: set[int]) -> None:
+    """Chunks of 16 tokens: a request that goes on at 24 needs the blocks of tokens 16 to 24; one that goes on at 16 or
+    32 needs none."""
     for ordinal in range(end // 4):
         rig = Rig([KVGroup(4), KVGroup(4, attention_chunk=16)])
         asked = rig.request(end)
@@ -186,7 +187,7 @@ def test_block_sizes_may_differ() -> None:
     assert rig.hit(rig.request(23)) == 12
 
 
-def test_a_load_leaves_out_null_blocks_and_what_the_device_holds() -> None:
+def test_a_load_leaves_out_null_blocks_and_blocks_that_the_device_holds() -> None:
     rig = Rig([KVGroup(4, 2), KVGroup(4, 2, sliding_window=10)])
     rig.compute(rig.request(40))
     request = rig.request(42)
@@ -202,7 +203,7 @@ def test_a_load_leaves_out_null_blocks_and_what_the_device_holds() -> None:
     assert len(spec.host.slots) == 4 + 2
 
 
-def test_what_slid_out_before_it_was_stored_is_left_out() -> None:
+def test_blocks_that_slid_out_before_they_were_stored_are_left_out() -> None:
     """The pool is busy while the first half is computed; when it has room, part of the windows is gone."""
     rig = Rig([KVGroup(4), KVGroup(4, sliding_window=9)], num_host_blocks=20)
     busy = rig.request(40, first=1000)
@@ -227,7 +228,7 @@ def test_what_slid_out_before_it_was_stored_is_left_out() -> None:
     assert [rig.hit(rig.request(n + 1)) for n in (4, 8, 12, 24)] == [0, 0, 12, 24]
 
 
-def test_a_block_whose_head_slid_out_serves_those_who_need_its_tail() -> None:
+def test_a_block_whose_head_slid_out_serves_requests_that_need_its_tail() -> None:
     """Blocks of 16 tokens, a window of 5: while a block fills, its first device blocks slide out."""
     rig = Rig([KVGroup(4, 4, sliding_window=5)])
     request = rig.request(12)
@@ -264,7 +265,7 @@ def test_a_block_that_slides_out_and_is_handed_out_again_is_read_first() -> None
 
 
 def test_the_last_whole_block_of_a_draft_group_is_left_out() -> None:
-    """Its KV depends on the token after it, which its hash does not name: it is named by the next block's."""
+    """Its KV depends on the token after it, which its own hash does not cover: its key has the next block's hash."""
     rig = Rig([KVGroup(4), KVGroup(4, draft=True)])
     asked = rig.request(20)
     rig.compute(asked)
@@ -284,7 +285,7 @@ def test_groups_lose_their_tails_together() -> None:
     assert {g: len(hashes) for g, hashes in rig.stored().items()} == {FULL: 10, WINDOW: 10}
 
 
-def test_of_a_chain_longer_than_the_pool_the_head_is_kept_in_all_groups() -> None:
+def test_the_head_of_a_chain_longer_than_the_pool_is_kept_in_all_groups() -> None:
     rig = Rig([KVGroup(4), KVGroup(4, sliding_window=9)], num_host_blocks=9)
     rig.compute(rig.request(40))
     assert rig.hit(rig.request(41)) == 16
@@ -316,12 +317,12 @@ def test_stored_blocks_are_described() -> None:
     rig.compute(request)
     (event,) = rig.half.take_events()
     assert event.blocks is not None
-    told = {
+    described = {
         (key_group_idx(key), block.start, block.end)
         for key, block in zip(event.keys, event.blocks, strict=True)
         if block
     }
-    assert told == {(0, 0, 4), (0, 4, 8), (1, 0, 2), (1, 2, 4), (1, 4, 6), (1, 6, 8)}
+    assert described == {(0, 0, 4), (0, 4, 8), (1, 0, 2), (1, 2, 4), (1, 4, 6), (1, 6, 8)}
     for key, block in zip(event.keys, event.blocks, strict=True):
         assert block is not None
         assert block.request is request

@@ -1,4 +1,4 @@
-"""Jobs under way: fences, reports of several workers, and requests that are held until their stores have ended."""
+"""Jobs in progress: fences, reports of several workers, and requests that are held until their stores have ended."""
 
 from __future__ import annotations
 
@@ -168,7 +168,7 @@ def test_a_finished_request_may_be_freed_at_once() -> None:
     rig, job, request = in_flight()
     assert rig.half.request_finished(request, [1, 2]) == (False, None)
     assert rig.half.request_finished(request, [1, 2]) == (False, None), "nor does it matter twice"
-    assert rig.half.has_pending_work(), "its store is under way"
+    assert rig.half.has_pending_work(), "its store is in progress"
     rig.report(job)
     assert rig.step().releases == []
     assert not rig.half.has_pending_work()
@@ -186,7 +186,7 @@ def test_remote_decode_keeps_the_blocks_until_they_are_stored_and_releases_once(
     assert rig.step().releases == []
     assert rig.half.has_pending_work()
     rig.report(job)
-    assert rig.half.has_pending_work(), "somebody must still report the release"
+    assert rig.half.has_pending_work(), "the release must still be reported"
     assert rig.step().releases == ["p"]
     assert rig.step().releases == []
     assert not rig.half.has_pending_work()

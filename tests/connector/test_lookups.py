@@ -98,7 +98,7 @@ def test_an_unknown_answer_is_asked_for_again_until_it_is_known() -> None:
     lookups = len(rig.manager.lookups)
     assert rig.look_up(request) == (None, False)
     assert len(rig.manager.lookups) == lookups, "nothing has changed: it is not asked for again"
-    rig.manager.unknown, rig.manager.told = False, True
+    rig.manager.unknown, rig.manager.has_news = False, True
     rig.step()
     assert rig.look_up(request) == (8, True)
 
@@ -135,7 +135,7 @@ def test_after_the_deadline_a_request_loads_its_own_copy() -> None:
     assert rig.status(prompt(8)) == [2, 2]
     rig.report(job)
     third = FakeRequest("third", prompt(9))
-    assert rig.look_up(third) == (None, False), "the second copy is still on its way"
+    assert rig.look_up(third) == (None, False), "the second copy is still being loaded"
     rig.report(other_job)
     assert rig.look_up(third) == (8, True)
 

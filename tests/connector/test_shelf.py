@@ -240,14 +240,14 @@ def test_time_asleep_is_no_wait_for_blocks(monkeypatch: pytest.MonkeyPatch) -> N
     rig.store(prompt(8))
     load, _ = only(rig.load(FakeRequest("l", prompt(9))).loads)
     request = FakeRequest("r", prompt(9))
-    assert rig.look_up(request) == (None, False), "its blocks are on their way for another"
+    assert rig.look_up(request) == (None, False), "its blocks are being loaded for another"
     rig.half.reset()
     rig.report(load, failed=True)
     rig.clock.now += 60
-    let_go: list[str] = []
-    monkeypatch.setattr(rig.manager, "release_request", lambda context: let_go.append(context.req_id))
+    released: list[str] = []
+    monkeypatch.setattr(rig.manager, "release_request", lambda context: released.append(context.req_id))
     rig.half.wake_up()
-    assert "r" in let_go, "it may wait for lower tiers as if it had just come"
+    assert "r" in released, "it may wait for lower tiers as long as a new request"
     assert rig.look_up(request) == (None, False)
     check = rig.step().check_weights
     assert check is not None

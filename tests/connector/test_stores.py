@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,8 @@ from kvoffload.abc import (
     KVGroup,
     MissReason,
     OffloadKey,
+    PrepareStoreOutput,
+    ReqContext,
 )
 from kvoffload.cache.manager import PolicyOffloadingManager
 from kvoffload.cache.policies.lru import LRUPolicy
@@ -44,7 +47,7 @@ def test_a_chain_stored_in_parts_loses_its_tail_before_its_head() -> None:
     rig.half.request_finished(request)
     rig.step()
     chain = rig.keys(prompt(16))
-    assert rig.manager.refreshes[-1] == (chain, chain[1:])
+    assert rig.manager.reorders[-1] == (chain, chain[1:])
     for n, left in enumerate((4, 3, 2, 1)):
         rig.manager.prepare_store([b"other %d" % n])
         assert rig.manager.lookup(chain) == left
@@ -194,14 +197,14 @@ def test_the_head_of_a_prompt_longer_than_the_pool_is_stored() -> None:
 
 
 class FirstOnly(LRUPolicy):
-    """Of what there is no room for, one block a call may enter."""
+    """Admits only the first block of each store for which there is no room."""
 
     def __init__(self, capacity: int) -> None:
         super().__init__(capacity)
         self.left_out: list[OffloadKey] = []
 
     def admit(self, keys: Sequence[OffloadKey], shortage: int) -> np.ndarray:
-        return np.arange(len(keys)) < 1
+        return np.arange(len(keys)) == len(keys) - 1
 
     def refuse(self, keys: Sequence[OffloadKey]) -> None:
         self.left_out += keys
@@ -225,12 +228,13 @@ def test_nothing_is_stored_behind_a_refused_block_and_the_policy_learns_of_it(pr
         rig.step({request: 12}, new={"r": ids})
     assert not rig.step({request: 12}).stores
     assert rig.status(prompt(24)) == [0, None, None, None, None, None]
-    assert policy.left_out == rig.keys(prompt(24))[3:]
+    behind = [rig.keys(prompt(24))[i] for i in (2, 1, 5, 4, 3)]  # of either part, its tail first
+    assert policy.left_out == behind
     assert rig.manager.explain_miss(rig.keys(prompt(24))[5]).reason is MissReason.NOT_ADMITTED
     # Its end counts once, and another request for the same is judged anew.
     rig.half.request_finished(request)
     rig.step()
-    assert policy.left_out == rig.keys(prompt(24))[3:]
+    assert policy.left_out == behind
     rig.report(*rig.start(FakeRequest("s", prompt(24))).stores)
     assert rig.status(prompt(24)) == [0, 0, None, None, None, None]
 
@@ -325,3 +329,24 @@ def test_a_request_whose_first_blocks_come_as_additions_is_stored_too() -> None:
     rig.look_up(request)
     rig.allocate(request, [1, 2])
     assert device_ids(only(rig.step({request: 8}, more={"r": [1, 2]}).stores)[1]) == [1, 2]
+
+
+@pytest.mark.parametrize("change", ["reversed", "rotated", "a stranger"])
+def test_a_manager_that_answers_with_other_blocks_switches_offloading_off(
+    change: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rig = Rig()
+    prepare_store = rig.manager.prepare_store
+
+    def wrong(keys: Sequence[OffloadKey], req_context: ReqContext | None = None) -> PrepareStoreOutput | None:
+        output = prepare_store(keys, req_context)
+        answers = {
+            "reversed": output.keys_to_store[::-1],
+            "rotated": output.keys_to_store[1:] + output.keys_to_store[:1],
+            "a stranger": [*output.keys_to_store[1:], b"another"],
+        }
+        return replace(output, keys_to_store=answers[change])
+
+    monkeypatch.setattr(rig.manager, "prepare_store", wrong)
+    assert not rig.start(FakeRequest("r", prompt(12))).stores
+    assert rig.half.off

@@ -1,4 +1,4 @@
-"""The scheduler half over a manager with a lower tier: requests that wait for it, and what is told of them."""
+"""The scheduler half over a manager with a lower tier: requests that wait for it, and their records."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SLOT_BYTES = 4096
 
 
 class SpyManager(TieredOffloadingManager):
-    """Remembers how it was waited for, and what it was told of the engine's speed."""
+    """Remembers its waits, and the measurements of the engine's speed."""
 
     def __init__(
         self, num_blocks: int, clock: Callable[[], float], groups: Sequence[KVGroup] = (KVGroup(TOKENS),)
@@ -75,7 +75,7 @@ def test_a_request_waits_for_its_blocks_and_loads_them() -> None:
     assert rig.half.metrics.snapshot()["promoted_blocks"] == 2
 
 
-def test_the_next_one_finds_them_in_the_host() -> None:
+def test_the_next_request_finds_them_in_the_host() -> None:
     rig = TieredRig()
     rig.put_below(prompt(8))
     first, second = FakeRequest("first", prompt(9)), FakeRequest("second", prompt(9))
@@ -106,10 +106,10 @@ def test_a_request_that_waits_is_not_looked_up_while_nothing_changes() -> None:
 
 
 def busy_step() -> ScheduledStep:
-    return ScheduledStep({"somebody": 1})
+    return ScheduledStep({"another": 1})
 
 
-def test_only_a_step_without_tokens_waits_and_only_for_those_who_wait() -> None:
+def test_only_a_step_without_tokens_waits_and_only_for_waiting_requests() -> None:
     rig = TieredRig()
     rig.put_below(prompt(8))
     rig.manager.waits.clear()
@@ -119,7 +119,7 @@ def test_only_a_step_without_tokens_waits_and_only_for_those_who_wait() -> None:
     assert rig.manager.waits == [pytest.approx(0.002)]
 
 
-def test_at_its_deadline_a_request_computes_and_says_why() -> None:
+def test_at_its_deadline_a_request_computes_and_its_record_says_why() -> None:
     rig = TieredRig()
     rig.put_below(prompt(8))
     request = FakeRequest("r", prompt(9))
@@ -166,7 +166,7 @@ def test_a_full_engine_does_not_use_up_the_deadline_of_the_disk() -> None:
     assert rig.half.records[-1].disk_tokens == 160
 
 
-def test_a_request_waits_so_often_at_most() -> None:
+def test_a_request_waits_a_limited_number_of_times() -> None:
     rig = TieredRig()
     rig.put_below(prompt(8))
     request = FakeRequest("r", prompt(9))
@@ -196,7 +196,7 @@ def test_an_idle_engine_steps_until_a_long_prompt_is_on_disk() -> None:
     assert (rig.manager.tier.contains(rig.keys(prompt(40 * TOKENS))) == LookupState.HIT).all()
 
 
-def test_what_is_decoded_is_written_when_its_request_ends() -> None:
+def test_decoded_blocks_are_written_when_their_request_ends() -> None:
     rig = TieredRig(num_host_blocks=64)
     rig.store(prompt(20))
     request = FakeRequest("r", prompt(18))
@@ -274,7 +274,7 @@ def test_the_manager_learns_how_fast_the_engine_computes() -> None:
     assert rig.manager.prefills == [(100, pytest.approx(1.5))]
 
 
-def test_what_is_computed_after_a_load_says_nothing_either() -> None:
+def test_tokens_computed_after_a_load_are_not_measured() -> None:
     rig = TieredRig(num_host_blocks=64)
     rig.store(prompt(80))
     rig.manager.prefills.clear()
@@ -289,7 +289,7 @@ def test_what_is_computed_after_a_load_says_nothing_either() -> None:
     assert rig.manager.prefills == []
 
 
-def test_what_was_loaded_or_is_short_says_nothing_of_how_fast_it_computes() -> None:
+def test_loaded_and_short_prompts_are_not_measured() -> None:
     rig = TieredRig(num_host_blocks=64)
     rig.store(prompt(80))
     rig.manager.prefills.clear()

@@ -1,4 +1,4 @@
-"""The worker half of the connector: real copies, with a device and a pool made of numpy arrays."""
+"""The worker half of the connector with real copies: the device and the pool are numpy arrays."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def job(slots: list[int], device_blocks: list[int], req_id: str = "r") -> Transf
 
 @dataclass
 class Device:
-    """A device with a pool behind it, and a transfer engine that may be wrapped into a faulty one."""
+    """A device, a host pool, and a transfer between them that tests may wrap."""
 
     data: ByteArray = field(default_factory=lambda: np.zeros((LAYERS, BLOCKS, PAGE), np.uint8))
     pool: ByteArray = field(default_factory=lambda: np.zeros((4, padded_slot_bytes(LAYERS * PAGE)), np.uint8))
@@ -45,7 +45,7 @@ class Device:
 
 
 class Faulty(WrappedTransfer):
-    """Fails the first ``failures`` tries of every job; writes down what it is asked."""
+    """Fails the first ``failures`` tries of every job. Records the calls."""
 
     def __init__(self, inner: Transfer, failures: int = 0) -> None:
         super().__init__(inner)
@@ -81,14 +81,14 @@ class Faulty(WrappedTransfer):
 
 
 class Sleeping(Faulty):
-    """Copies nothing but when it is waited for, as a device that needs time."""
+    """Copies only while it is waited for, like a device that needs time."""
 
     def poll(self, busy: bool) -> list[TransferResult]:
         return self.inner.poll(busy=False) if self.idle_waits else []
 
 
 def step(worker: OffloadingConnectorWorker, meta: StepMeta = NOTHING) -> tuple[set[str], set[int], set[str]]:
-    """One engine step: what it is told after it."""
+    """Runs one engine step. Returns the loaded requests, the failed blocks and the released requests."""
     worker.begin_step(meta)
     worker.start_loads(meta)
     worker.end_step(meta)
@@ -112,7 +112,7 @@ def worker(device: Device) -> OffloadingConnectorWorker:
     return OffloadingConnectorWorker(device.transfer)
 
 
-# Good days.
+# Without failures.
 
 
 def test_a_store_starts_at_the_next_step_and_is_reported_once(
@@ -190,7 +190,7 @@ def test_a_load_into_a_fenced_block_comes_after_the_store(device: Device, worker
     assert device.block(1) == device.slot(3)
 
 
-def test_a_fence_for_a_store_that_is_through_does_no_harm(worker: OffloadingConnectorWorker) -> None:
+def test_a_fence_for_a_store_that_has_ended_does_no_harm(worker: OffloadingConnectorWorker) -> None:
     step(worker, StepMeta(stores={1: job([0], [1])}))
     step(worker)
     assert report(worker) == ({1: 1}, set())
@@ -207,6 +207,65 @@ def test_broken_loads_are_reported_as_failed_once(worker: OffloadingConnectorWor
 def test_releases_are_reported_once(worker: OffloadingConnectorWorker) -> None:
     assert step(worker, StepMeta(releases=["a", "b"])) == (set(), set(), {"a", "b"})
     assert step(worker) == (set(), set(), set())
+
+
+# One call per step.
+
+
+def test_one_call_runs_a_step_and_delivers_its_report(device: Device, worker: OffloadingConnectorWorker) -> None:
+    reports: list[WorkerReport] = []
+    with worker.step(StepMeta(stores={1: job([2], [5])}), reports.append) as finished:
+        device.data[:, 5] = 7  # the forward pass
+    assert (finished.loaded, finished.failed, finished.released) == (set(), {}, set())
+    assert reports == [], "the store is not through"
+    device.pool[3] = 9
+    with worker.step(StepMeta(loads={2: job([3], [4])}, releases=["a"]), reports.append) as finished:
+        assert finished.loaded == set(), "it is filled when the step has ended"
+    assert (finished.loaded, finished.failed, finished.released) == ({"r"}, {}, {"a"})
+    assert device.slot(2) == device.block(5) == bytes([7]) * LAYERS * PAGE
+    assert device.block(4) == device.slot(3)
+    assert [each.done for each in reports] == [{1: 1, 2: 1}]
+    with worker.step(NOTHING, reports.append):
+        pass
+    assert len(reports) == 1, "there was nothing to report"
+    assert worker.take_report() is None
+
+
+def test_one_call_makes_fenced_stores_read_before_the_forward_pass(
+    device: Device, worker: OffloadingConnectorWorker
+) -> None:
+    reports: list[WorkerReport] = []
+    want = device.block(1)
+    with worker.step(StepMeta(stores={1: job([0], [1])}), reports.append):
+        pass
+    with worker.step(StepMeta(fences=[1]), reports.append):
+        device.data[:, 1] = 0
+    assert device.slot(0) == want
+
+
+def test_what_a_failed_forward_pass_was_to_compute_is_not_stored(
+    device: Device, worker: OffloadingConnectorWorker
+) -> None:
+    """Stores of the step count as failed, unless they were read before it. The engine sees its own exception."""
+    reports: list[WorkerReport] = []
+    want = device.block(1)
+    meta = StepMeta(stores={1: job([0], [1]), 2: job([1], [2])}, fences=[1], loads={3: job([3], [4])})
+
+    def run_step() -> None:
+        with worker.step(meta, reports.append):
+            device.data[:] = 0
+            raise RuntimeError("planted")
+
+    with pytest.raises(RuntimeError, match="planted"):
+        run_step()
+    with worker.step(NOTHING, reports.append):
+        pass
+    total = WorkerReport()
+    for each in reports:
+        total.add(each)
+    assert (total.done, total.failed) == ({1: 1, 2: 1, 3: 1}, {2})
+    assert device.slot(0) == want
+    assert device.slot(1) == bytes(LAYERS * PAGE)
 
 
 # Copies that fail.
@@ -244,7 +303,7 @@ def test_a_store_that_failed_is_not_tried_again_after_its_fence(device: Device) 
     assert report(worker) == ({1: 1}, {1})
 
 
-def test_nor_is_one_that_was_fenced_in_the_step_that_asked_for_it(device: Device) -> None:
+def test_a_store_fenced_in_its_own_step_is_not_tried_again(device: Device) -> None:
     faulty = Faulty(device.transfer, failures=1)
     worker = OffloadingConnectorWorker(faulty)
     step(worker, StepMeta(stores={1: job([0], [1])}, fences=[1]))
@@ -283,7 +342,7 @@ def test_only_a_step_without_tokens_waits_for_loads(device: Device, meta: StepMe
     assert sleeping.idle_waits == waits
 
 
-def test_what_ended_during_the_wait_is_told_in_the_same_step(device: Device) -> None:
+def test_what_ended_during_the_wait_is_reported_in_the_same_step(device: Device) -> None:
     worker = OffloadingConnectorWorker(Sleeping(device.transfer))
     told = step(worker, StepMeta(loads={1: job([0], [1])}, has_tokens=False))
     assert told == ({"r"}, set(), set())
@@ -293,11 +352,11 @@ def test_an_idle_step_is_short() -> None:
     assert 0 < IDLE_WAIT_S <= 0.002
 
 
-# A transfer engine that breaks.
+# A transfer that raises.
 
 
 @pytest.mark.parametrize("method", ["submit", "poll", "wait", "wait_any"])
-def test_a_broken_engine_fails_every_job_and_raises_nothing(
+def test_a_broken_transfer_fails_every_job_and_raises_nothing(
     device: Device, method: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     transfer = Sleeping(device.transfer)
@@ -315,7 +374,7 @@ def test_a_broken_engine_fails_every_job_and_raises_nothing(
     told.append(step(worker, IDLE))
     assert set().union(*(loaded for loaded, _, _ in told)) == {"early", "late"}
     assert sum(len(loaded) for loaded, _, _ in told) == 2, "each is told once"
-    # What breaks only in the second of these steps may have let the loads through before.
+    # A transfer that breaks only in the second of these steps may have completed the loads before.
     done, failed = report(worker)
     assert done == dict.fromkeys((1, 2, 3, 4), 1)
     assert failed == (done.keys() if method != "wait" else {4})
@@ -323,7 +382,7 @@ def test_a_broken_engine_fails_every_job_and_raises_nothing(
     assert sum("OFFLOADING IS OFF" in record.message for record in caplog.records) == 1
 
 
-def test_after_it_broke_everything_fails_at_once(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_after_a_transfer_broke_all_jobs_fail_at_once(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
     worker = OffloadingConnectorWorker(device.transfer)
     monkeypatch.setattr(device.transfer, "poll", None)
     step(worker)
@@ -333,7 +392,7 @@ def test_after_it_broke_everything_fails_at_once(device: Device, monkeypatch: py
     assert report(worker) == ({1: 1, 2: 1}, {1, 2})
 
 
-def test_an_engine_that_cannot_even_be_closed_raises_nothing(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_transfer_that_cannot_be_closed_raises_nothing(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
     worker = OffloadingConnectorWorker(device.transfer)
     monkeypatch.setattr(device.transfer, "submit", None)
     monkeypatch.setattr(device.transfer, "close", None)
@@ -344,7 +403,7 @@ def test_an_engine_that_cannot_even_be_closed_raises_nothing(device: Device, mon
 
 
 class Late(Faulty):
-    """Ends its jobs only after it was waited for three times."""
+    """Ends its jobs only after three waits."""
 
     def wait(self, job_ids: Iterable[int]) -> None:
         self.waited_for.append(list(job_ids))
@@ -354,8 +413,8 @@ class Late(Faulty):
 
 
 @pytest.mark.parametrize("kind", [Faulty, Late])
-def test_no_copy_is_under_way_when_blocks_lose_their_memory(device: Device, kind: type[Faulty]) -> None:
-    """Stores under way are finished, loads and what was not submitted have failed."""
+def test_no_copy_is_in_progress_when_blocks_lose_their_memory(device: Device, kind: type[Faulty]) -> None:
+    """Stores in progress are completed. Loads fail, as do stores that were not submitted."""
     transfer = kind(device.transfer)
     worker = OffloadingConnectorWorker(transfer)
     transfer.idle_waits += [0.0] * 3
@@ -381,7 +440,7 @@ def test_no_copy_is_under_way_when_blocks_lose_their_memory(device: Device, kind
     assert device.block(6) == stored
 
 
-def test_a_copy_that_does_not_end_closes_the_engine(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_copy_that_does_not_end_closes_the_transfer(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvoffload.connector.worker.SUSPEND_DEADLINE_S", 0.0)
     transfer = Late(device.transfer)
     worker = OffloadingConnectorWorker(transfer)
@@ -393,7 +452,7 @@ def test_a_copy_that_does_not_end_closes_the_engine(device: Device, monkeypatch:
 
 @pytest.mark.parametrize("fences", [[], [2]])
 def test_a_store_that_comes_while_suspended_copies_nothing_after_it(device: Device, fences: list[int]) -> None:
-    """Its device blocks have lost their bytes, even if they have memory again before the next step."""
+    """Its device blocks have lost their content, even if they have memory again before the next step."""
     worker, before = OffloadingConnectorWorker(device.transfer), device.slot(2)
     worker.suspend()
     step(worker, StepMeta(stores=STORE, fences=fences, has_tokens=False))
@@ -404,7 +463,7 @@ def test_a_store_that_comes_while_suspended_copies_nothing_after_it(device: Devi
     assert device.slot(2) == before
 
 
-def test_shutdown_closes_the_engine(device: Device) -> None:
+def test_shutdown_closes_the_transfer(device: Device) -> None:
     faulty = Faulty(device.transfer)
     OffloadingConnectorWorker(faulty).shutdown()
     assert faulty.closed == 1
@@ -432,29 +491,29 @@ def no_logs_on_the_screen(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
 
 
 class Weights:
-    """A watch over one number. ``answers`` False: nothing is known of it for now."""
+    """A watch over one number. With ``answers`` False, comparisons do not end."""
 
     def __init__(self) -> None:
-        self.now = self._accepted = self._compared = 0
+        self.now = self.accepted = self._compared = 0
         self.answers = True
         self.num_comparisons = 0
         self.notes = 0
 
     def accept(self) -> None:
-        self._accepted = self._compared = self.now
+        self.accepted = self._compared = self.now
 
     def begin(self) -> None:
         self._compared = self.now
         self.num_comparisons += 1
 
     def poll(self) -> bool | None:
-        return self._compared != self._accepted if self.answers else None
+        return self._compared != self.accepted if self.answers else None
 
     def note_new(self) -> None:
         self.notes += 1
 
     def are_same(self) -> bool:
-        return self.now == self._accepted
+        return self.now == self.accepted
 
 
 @pytest.fixture
@@ -474,7 +533,7 @@ STORE = {2: job([2], [5])}
 def test_weights_are_compared_in_steps_with_loads_or_stores_only(
     watched: OffloadingConnectorWorker, weights: Weights
 ) -> None:
-    """New adapters are noted in every step that computes: one that stores nothing uses them too."""
+    """New adapters are recorded in every step that computes, because a step without stores uses them too."""
     for meta, comparisons, notes in [
         (NOTHING, 0, 1),
         (IDLE, 0, 1),
@@ -509,8 +568,8 @@ def test_changed_weights_fail_loads_and_stores_until_the_next_epoch(
     assert device.block(4) == device.slot(3)
 
 
-def test_what_is_under_way_when_weights_change_fails(device: Device, weights: Weights) -> None:
-    """Not before the transfer is through with it: until then it writes to the blocks."""
+def test_jobs_in_progress_when_weights_change_fail(device: Device, weights: Weights) -> None:
+    """They fail when the transfer has completed them: until then it writes to the blocks."""
     worker = OffloadingConnectorWorker(Sleeping(device.transfer), weights)
     step(worker, StepMeta(loads=LOAD))
     weights.now = 1
@@ -520,7 +579,7 @@ def test_what_is_under_way_when_weights_change_fails(device: Device, weights: We
     assert report(worker) == ({1: 1, 2: 1}, {1, 2})
 
 
-def test_what_was_begun_before_a_reset_fails_after_it(device: Device, weights: Weights) -> None:
+def test_jobs_that_began_before_a_reset_fail_after_it(device: Device, weights: Weights) -> None:
     for watch in (weights, None):
         worker = OffloadingConnectorWorker(Sleeping(device.transfer), watch)
         step(worker, StepMeta(loads=LOAD, stores=STORE))
@@ -541,7 +600,7 @@ def test_a_load_is_not_reported_before_its_weights_are_known(
     assert weights.num_comparisons == 2, "the second load came after the first comparison had begun"
 
 
-def test_a_late_answer_fails_what_waited_for_it(watched: OffloadingConnectorWorker, weights: Weights) -> None:
+def test_a_late_answer_fails_the_jobs_that_waited_for_it(watched: OffloadingConnectorWorker, weights: Weights) -> None:
     weights.answers, weights.now = False, 1
     step(watched, StepMeta(loads=LOAD))
     weights.answers = True
@@ -554,7 +613,7 @@ def test_a_late_answer_fails_what_waited_for_it(watched: OffloadingConnectorWork
 def test_no_comparison_begins_after_copies_have_ended_for_a_sleep(
     watched: OffloadingConnectorWorker, weights: Weights
 ) -> None:
-    """A sleeping engine has no weights: a read of them would be a read of memory that is gone."""
+    """The weights of a sleeping engine have no memory: reading them would be an invalid access."""
     weights.answers = False
     step(watched, StepMeta(loads=LOAD))
     step(watched, StepMeta(loads={3: job([2], [6], "s")}))
@@ -573,7 +632,7 @@ def test_no_comparison_begins_after_copies_have_ended_for_a_sleep(
 def test_new_weights_are_accepted_by_the_first_step_after_a_reset_that_computes(
     watched: OffloadingConnectorWorker, weights: Weights
 ) -> None:
-    """A sleeping engine has no weights to look at, and takes steps without tokens."""
+    """The weights of a sleeping engine have no memory, and it runs steps without tokens."""
     weights.accept = lambda: pytest.fail("looked at the weights of a sleeping engine")
     step(watched, StepMeta(has_tokens=False, epoch=1))
     del weights.accept
@@ -590,14 +649,14 @@ def test_new_weights_are_accepted_by_the_first_step_after_a_reset_that_computes(
 def test_weights_are_not_read_while_device_blocks_have_no_memory(
     watched: OffloadingConnectorWorker, weights: Weights, epoch: int
 ) -> None:
-    """They may have none either. A request that ends in its sleep may leave blocks to be stored."""
+    """The weights may have none either. A request that ends while the engine sleeps may leave blocks to be stored."""
     watched.suspend()
     weights.now = 1
     meta = StepMeta(stores=STORE, has_tokens=False, epoch=epoch)
     step(watched, meta)
     step(watched, StepMeta(has_tokens=False, epoch=epoch))
     assert weights.num_comparisons == 0
-    assert weights._accepted == 0
+    assert weights.accepted == 0
     assert report(watched) == ({2: 1}, {2})
 
 
@@ -610,7 +669,7 @@ def test_after_a_sleep_weights_are_compared_with_those_of_before(
     step(watched, StepMeta(has_tokens=False, epoch=1))
     step(watched, CHECK)
     assert report(watched) == ({9: 1}, set())
-    # They are accepted once: what changes from here on is a change.
+    # They are accepted once. Later differences are changes.
     weights.now = 1
     step(watched, StepMeta(epoch=1))
     step(watched, StepMeta(loads=LOAD, epoch=1))
@@ -619,7 +678,7 @@ def test_after_a_sleep_weights_are_compared_with_those_of_before(
     assert (taken.failed, taken.changed_at) == ({1}, 1)
 
 
-def test_other_weights_after_a_sleep_are_told_and_accepted_later(
+def test_other_weights_after_a_sleep_are_reported_and_accepted_later(
     watched: OffloadingConnectorWorker, weights: Weights
 ) -> None:
     weights.now = 1
@@ -631,8 +690,8 @@ def test_other_weights_after_a_sleep_are_told_and_accepted_later(
     assert report(watched) == ({1: 1}, set())
 
 
-def test_weights_are_not_known_to_be_the_same(device: Device, weights: Weights) -> None:
-    """Without a watch, with a broken one, while asleep, and once weights of the new epoch were accepted."""
+def test_weights_may_not_be_known_to_be_the_same(device: Device, weights: Weights) -> None:
+    """Without a watch, with a broken watch, while asleep, and after weights of the new epoch were accepted."""
     accepted = OffloadingConnectorWorker(device.transfer, weights)
     step(accepted, StepMeta(epoch=1))
     broken = OffloadingConnectorWorker(device.transfer, Weights())
@@ -662,5 +721,5 @@ def test_a_check_of_weights_that_raises_switches_offloading_off(
     assert "OFFLOADING IS OFF" in caplog.text
 
 
-def test_reports_of_ranks_add_up_to_the_latest_change() -> None:
+def test_the_sum_of_reports_has_the_latest_change() -> None:
     assert WorkerReport().add(WorkerReport(changed_at=2)).add(WorkerReport(changed_at=1)).changed_at == 2

@@ -1,4 +1,4 @@
-"""Acts as the engine would report them, made up."""
+"""Invented acts, as the engine would report them."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def make_act(offload: bool) -> ActResult:
 
 
 def make_restart(baseline: ActResult, disk: int = 1920) -> ActResult:
-    """Each document's last request again, with so many of its tokens on disk."""
+    """Returns an act that repeats each document's last request, with ``disk`` of its tokens found on disk."""
     requests = [
         replace(
             baseline.requests[index],
@@ -68,7 +68,7 @@ def make_restart(baseline: ActResult, disk: int = 1920) -> ActResult:
 
 
 def changed(act: ActResult, index: int, **fields: object) -> ActResult:
-    """The act with one request different."""
+    """Returns the act with one request changed."""
     requests = list(act.requests)
     requests[index] = replace(requests[index], **fields)
     return ActResult(act.info, requests, act.summary)

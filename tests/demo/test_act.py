@@ -1,4 +1,4 @@
-"""The parent's side of an act, against small programs that stand in for the engine."""
+"""The parent's side of an act, tested with small programs instead of an engine."""
 
 from __future__ import annotations
 
@@ -45,19 +45,19 @@ def test_a_whole_act(tmp_path: Path) -> None:
 
 
 def test_a_crash_shows_the_log(tmp_path: Path) -> None:
-    with pytest.raises(DemoError, match=r"ended early(.|\n)*act\.log(.|\n)*ValueError: no such thing"):
+    with pytest.raises(DemoError, match=r"ended too early(.|\n)*act\.log(.|\n)*ValueError: no such thing"):
         run(tmp_path, "info(); request(0); raise ValueError('no such thing')")
 
 
-def test_an_engine_that_never_reads(tmp_path: Path) -> None:
-    with pytest.raises(DemoError, match="ended early"):
+def test_an_engine_that_never_reads_its_configuration(tmp_path: Path) -> None:
+    with pytest.raises(DemoError, match="ended too early"):
         run_act(CONFIG, tmp_path / "act.log", print, print, (sys.executable, "-c", "pass"))
 
 
-def test_silence_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_silent_engine_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(act, "REQUEST_DEADLINE_S", 0.3)
     start = time.monotonic()
-    with pytest.raises(DemoError, match="said nothing"):
+    with pytest.raises(DemoError, match="was silent for"):
         run(tmp_path, "print(os.getpid(), flush=True); info(); time.sleep(60)")
     assert time.monotonic() - start < 30
     pid = int((tmp_path / "act.log").read_text())

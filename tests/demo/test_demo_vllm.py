@@ -1,4 +1,4 @@
-"""The demo itself, shortened, on real vLLM."""
+"""A short version of the demo on real vLLM."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Seen:
 
 
 def test_short_demo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    # vLLM compiles a part of its sampler even without being asked to: seconds per act.
+    # vLLM compiles part of its sampler by default, which takes seconds per act.
     monkeypatch.setenv("TORCH_COMPILE_DISABLE", "1")
     monkeypatch.setattr(run, "DOCUMENTS", 4)
     monkeypatch.setattr(run, "TURNS", 2)

@@ -1,4 +1,4 @@
-"""The model's files are what Hugging Face's formats say."""
+"""The model's files follow Hugging Face's formats."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def test_safetensors_file(tmp_path: Path) -> None:
     assert abs(float(tensor.std()) - model.INITIALIZER_RANGE) < 0.001
 
 
-def test_same_seed_same_bytes(tmp_path: Path) -> None:
+def test_the_same_seed_gives_the_same_bytes(tmp_path: Path) -> None:
     files = []
     for name, seed in (("a", 1), ("b", 1), ("c", 2)):
         model.write_model(tmp_path / name, seed)
@@ -32,7 +32,7 @@ def test_same_seed_same_bytes(tmp_path: Path) -> None:
     assert files[0] == files[1] != files[2]
 
 
-def test_what_config_says(tmp_path: Path) -> None:
+def test_fields_of_the_config(tmp_path: Path) -> None:
     model.write_model(tmp_path, seed=0)
     assert model.max_positions(tmp_path) == model.MAX_POSITIONS
     assert model.kv_bytes_per_token(tmp_path) == 2 * 8 * 4 * 64 * 4

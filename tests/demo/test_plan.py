@@ -1,4 +1,4 @@
-"""The order of the visits makes every return a miss on the device."""
+"""The plan of the acts: returning documents miss on the device, prompts fit, the disk outlives its act."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from kvoffload.demo.errors import DemoError
 from kvoffload.demo.model import write_model
 
 
-def test_sixty_or_more_requests() -> None:
+def test_there_are_at_least_sixty_requests() -> None:
     assert len(run.plan_visits()) >= 60
 
 
@@ -27,7 +27,7 @@ def test_a_document_is_evicted_before_it_returns() -> None:
         last[document] = at
 
 
-def test_a_follow_up_comes_at_once() -> None:
+def test_a_follow_up_is_asked_at_once() -> None:
     visits = run.plan_visits()
     follow_ups = [i for i, (_, question) in enumerate(visits) if question == run.TURNS]
     assert len(follow_ups) >= 10
@@ -50,14 +50,14 @@ def test_the_disk_outlives_the_act_and_the_control_has_none(tmp_path: Path) -> N
     options = [(plan.connector or {}).get("kv_connector_extra_config", {}) for plan in plans]
     assert [plan.is_restart for plan in plans] == [False, False, True, False]
     assert options[2] == {"host_bytes": "2GiB", "disk_dir": str(tmp_path), "disk_bytes": "2GiB"}
-    assert options[1] == options[2] | {"record_trace": str(trace)}, "one act is recorded"
+    assert options[1] == options[2] | {"record_trace": str(trace)}, "only the second act is recorded"
     assert "disk_dir" not in options[3]
 
 
-def test_a_full_disk_is_told_before_anything_runs(tmp_path: Path) -> None:
-    with pytest.raises(DemoError, match="choose a directory on another disk"), run._disk_directory(tmp_path, 1 << 60):
+def test_a_full_disk_is_reported_before_anything_runs(tmp_path: Path) -> None:
+    with pytest.raises(DemoError, match="choose a directory on another disk"), run.disk_directory(tmp_path, 1 << 60):
         pass
-    with run._disk_directory(tmp_path, 1) as directory:
+    with run.disk_directory(tmp_path, 1) as directory:
         (directory / "slab").write_bytes(b"x")
         assert directory.parent == tmp_path
     assert not directory.exists()
@@ -79,7 +79,7 @@ def test_a_model_of_short_sequences_keeps_the_proportions(tmp_path: Path) -> Non
     write_model(tmp_path, seed=0)
     config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 1024}))
-    act = run._config(tmp_path, builtin=True, text=None, seed=0)
+    act = run.make_config(tmp_path, builtin=True, text=None, seed=0)
     assert act.max_model_len == 1024
     lengths = [tokens + run.QUESTION_TOKENS for _, tokens in act.documents]
     room = act.device_blocks * act.block_size

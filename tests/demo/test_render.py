@@ -1,4 +1,4 @@
-"""The page and the terminal tables hold the numbers and stand alone."""
+"""The page and the terminal's tables have the numbers, and the page needs no other file."""
 
 from __future__ import annotations
 
@@ -25,21 +25,21 @@ def test_page_is_self_contained(report: Report) -> None:
     page = render_page(report)
     assert page.count("<svg") == 3
     assert re.findall(r"""(?:src|href)=["'](?!#)[^"']*""", page) == []
-    assert "Outputs are identical, and the control was caught." in page
+    assert "Outputs are identical, and the corruption was detected." in page
     assert "the first missing block" not in page or "never stored (16)" in page
 
 
 @pytest.mark.parametrize("replayed", [20_000, 10_000])
-def test_the_replay_is_told(report: Report, replayed: int) -> None:
+def test_the_replay_is_shown(report: Report, replayed: int) -> None:
     agreement = Agreement(64, {"device": 30_000, "host": 20_000}, {"device": 30_000, "host": replayed}, 7)
-    told = replace(report, replay=agreement)
-    assert f"{replayed:,} in host memory; no request differs by more than" in " ".join(render_page(told).split())
-    text = terminal_text(told)
-    assert f"replay of its trace agrees {'yes' if replayed == 20_000 else 'NO'}, 30,000 hit tokens" in text
-    assert ("finds other hits" in text) is (replayed != 20_000)
+    compared = replace(report, replay=agreement)
+    assert f"{replayed:,} in host memory; no request differs by more than" in " ".join(render_page(compared).split())
+    text = terminal_text(compared)
+    assert f"replay of the trace agrees {'yes' if replayed == 20_000 else 'NO'}, device 30,000 hit tokens" in text
+    assert ("has other hits" in text) is (replayed != 20_000)
 
 
-def test_page_escapes_what_it_is_given(
+def test_page_escapes_its_input(
     baseline: ActResult, offload: ActResult, restart: ActResult, control: ActResult
 ) -> None:
     page = render_page(make_report([baseline, offload, restart, control], "<script>alert(1)</script>", 0))
@@ -50,11 +50,11 @@ def test_page_of_a_failed_run(baseline: ActResult) -> None:
     restart = make_restart(baseline, disk=0)
     page = render_page(make_report([baseline, make_act(offload=False), restart, baseline], "made up", 0))
     assert "Nothing was loaded from host memory" in page
-    assert "Nothing came from disk" in page
+    assert "Nothing was read from disk" in page
 
 
 @pytest.mark.parametrize("direct_io", [True, False])
-def test_no_claim_about_the_page_cache_that_was_not_seen(
+def test_bypassing_the_page_cache_is_claimed_only_if_it_happened(
     baseline: ActResult, offload: ActResult, restart: ActResult, control: ActResult, direct_io: bool
 ) -> None:
     restart.summary = replace(restart.summary, direct_io=direct_io)
@@ -75,7 +75,8 @@ def test_terminal(report: Report) -> None:
     text = terminal_text(report)
     assert "61,440 (48%)" in text
     assert "disk hit 16 90 ms 90 ms 8" in text
-    assert "30,720 (96% of those asked again after the restart)" in text
+    assert "requests per act 64" in text
+    assert "30,720 (96% of the prompts after the restart)" in text
     assert "identical after the restart yes, 16 of 16" in text
     assert "9.0 GB/s" in text
     assert "Outputs are identical" in text

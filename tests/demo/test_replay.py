@@ -1,4 +1,4 @@
-"""The second act in the lab: what its trace says is compared with what its requests found."""
+"""The replay of the second act: its hits are compared with those of the server."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ BLOCK = 16
 
 
 def record(path: Path, documents: list[int], groups: int = 1) -> None:
-    """Prompts of 100 tokens, a document each, over a device cache that holds one of them and one block more."""
+    """Records one prompt of 100 tokens per document, on a server whose device cache holds one prompt and one block."""
     header = {"device_blocks": 8, "pool_blocks": 64, "policy": "lru", "store_threshold": None, "groups": groups}
     recorder = TraceRecorder(str(path), BLOCK, header)
     for document in documents:
@@ -31,7 +31,7 @@ def record(path: Path, documents: list[int], groups: int = 1) -> None:
 
 
 def found(act: ActResult, tokens: list[tuple[int, int]]) -> list[RequestResult]:
-    """Requests that found so many tokens on the device and in the host."""
+    """Returns requests that found the given tokens on the device and in the host."""
     for i, (device, host) in enumerate(tokens):
         act = changed(act, i, device_tokens=device, host_tokens=host)
     return act.requests[: len(tokens)]
@@ -55,12 +55,12 @@ def test_disagreement(tmp_path: Path, offload: ActResult) -> None:
     assert agreement.largest_difference == 16
 
 
-def test_of_several_groups_the_lab_knows_one(tmp_path: Path, offload: ActResult) -> None:
+def test_a_model_with_several_groups_is_not_replayed(tmp_path: Path, offload: ActResult) -> None:
     record(tmp_path / "t", [1], groups=2)
     assert replay_act(tmp_path / "t", found(offload, [(0, 0)])) is None
 
 
-def test_a_trace_that_is_not_whole(tmp_path: Path, offload: ActResult) -> None:
+def test_an_incomplete_or_missing_trace(tmp_path: Path, offload: ActResult) -> None:
     record(tmp_path / "t", [1])
     with pytest.raises(DemoError, match="1 of 2 requests were recorded"):
         replay_act(tmp_path / "t", found(offload, [(0, 0), (0, 0)]))

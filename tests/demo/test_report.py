@@ -1,4 +1,4 @@
-"""The verdict and the numbers."""
+"""The report's checks and numbers."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from kvoffload.demo.report import Report, compare, make_report
 from .conftest import changed, make_act, make_restart
 
 
-def test_good_run_has_no_failures(report: Report) -> None:
+def test_a_good_run_has_no_failures(report: Report) -> None:
     assert report.identical
     assert report.corruption_detected
     assert report.failures == report.warnings == []
@@ -41,7 +41,9 @@ def test_stable_keys_and_values(report: Report) -> None:
     assert data["acts"][1]["miss_reasons"] == {"never_stored": 16}
 
 
-def test_other_token_fails(baseline: ActResult, restart: ActResult, offload: ActResult, control: ActResult) -> None:
+def test_a_different_token_fails(
+    baseline: ActResult, restart: ActResult, offload: ActResult, control: ActResult
+) -> None:
     broken = changed(offload, 30, output_tokens=[30, 99, 7])
     report = make_report([baseline, broken, restart, control], "made up", 0)
     assert not report.identical
@@ -60,13 +62,13 @@ def test_logprob_tolerance(
     assert json.loads(content)["identical"] is same
 
 
-def test_logprobs_past_the_first_other_token_do_not_count(baseline: ActResult, offload: ActResult) -> None:
+def test_logprobs_after_the_first_different_token_do_not_count(baseline: ActResult, offload: ActResult) -> None:
     index = baseline.requests[5].index
     other = changed(offload, 5, output_tokens=[index, 99, 7], logprobs=[-1.0, -2.5, -900.0])
     assert compare(baseline.requests, other.requests).max_logprob_diff == 0.5
 
 
-def test_a_replay_that_finds_other_hits_fails(report: Report) -> None:
+def test_a_replay_with_other_hits_fails(report: Report) -> None:
     measured = {"device": 10_000, "host": 20_000}
     near = Agreement(64, measured, {"device": 9_900, "host": 20_200}, 200)
     far = Agreement(64, measured, {"device": 9_899, "host": 20_000}, 101)
@@ -84,10 +86,10 @@ def test_a_replay_that_finds_other_hits_fails(report: Report) -> None:
     assert report.to_dict()["replay"] is None
 
 
-def test_unseen_corruption_fails(baseline: ActResult, restart: ActResult, offload: ActResult) -> None:
+def test_undetected_corruption_fails(baseline: ActResult, restart: ActResult, offload: ActResult) -> None:
     report = make_report([baseline, offload, restart, offload], "made up", 0)
     (sentence,) = report.failures
-    assert "control was not detected" in sentence
+    assert "Corruption was not detected" in sentence
 
 
 def test_the_restart_is_in_the_numbers(report: Report) -> None:
@@ -104,7 +106,7 @@ def test_the_restart_is_in_the_numbers(report: Report) -> None:
     assert len(data["acts"][2]["requests"]) == 16
 
 
-def test_other_output_after_the_restart_fails(
+def test_a_different_output_after_the_restart_fails(
     baseline: ActResult, offload: ActResult, restart: ActResult, control: ActResult
 ) -> None:
     report = make_report([baseline, offload, changed(restart, 3, output_tokens=[1, 2, 3]), control], "made up", 0)
@@ -121,7 +123,7 @@ def test_a_restart_that_reads_nothing_from_disk_fails(
 ) -> None:
     report = make_report([baseline, offload, make_restart(baseline, disk=0), control], "made up", 0)
     (sentence,) = report.failures
-    assert "Nothing came from disk" in sentence
+    assert "Nothing was read from disk" in sentence
     assert report.to_dict()["ttft_ms"]["disk"] == {"p50": None, "p95": None, "count": 0}
 
 
@@ -134,7 +136,7 @@ def test_a_busy_machine_is_a_warning(
     assert "load 1000.0" in sentence
 
 
-def test_a_run_without_host_hits_proves_nothing(baseline: ActResult, restart: ActResult, control: ActResult) -> None:
+def test_a_run_without_host_hits_fails(baseline: ActResult, restart: ActResult, control: ActResult) -> None:
     report = make_report([baseline, make_act(offload=False), restart, control], "made up", 0)
     (sentence,) = report.failures
     assert "Nothing was loaded from host memory" in sentence
@@ -155,5 +157,5 @@ def test_a_run_without_host_hits_proves_nothing(baseline: ActResult, restart: Ac
         (0, 1300, 600, Source.HOST),
     ],
 )
-def test_the_largest_part_names_the_source(device: int, host: int, disk: int, source: Source) -> None:
+def test_the_source_is_the_tier_with_most_tokens(device: int, host: int, disk: int, source: Source) -> None:
     assert classify(2000, device, host, disk) is source

@@ -1,4 +1,4 @@
-"""Documents come from real files, the same for the same seed."""
+"""Documents: from real files, and the same for the same seed."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from kvoffload.demo.errors import DemoError
 from kvoffload.demo.text import load_documents
 
 
-def test_standard_library_is_enough() -> None:
+def test_the_standard_library_has_enough_text() -> None:
     documents = load_documents(None, count=16, chars=2300, seed=0)
     assert [len(d.text) for d in documents] == [2300] * 16
     assert len({d.text for d in documents}) == 16
@@ -32,7 +32,7 @@ def test_one_long_file_or_many_short_ones(tmp_path: Path) -> None:
         assert len({d.text for d in documents}) == 4
 
 
-def test_files_that_are_not_text_are_passed_over(tmp_path: Path) -> None:
+def test_files_that_are_not_text_are_skipped(tmp_path: Path) -> None:
     (tmp_path / "picture.bin").write_bytes(b"\xff\xfe\x00" * 5000)
     (tmp_path / "zeros.bin").write_bytes(bytes(5000))
     (tmp_path / "good.txt").write_text("word " * 100)
@@ -42,5 +42,5 @@ def test_files_that_are_not_text_are_passed_over(tmp_path: Path) -> None:
 
 def test_too_little_text_says_so(tmp_path: Path) -> None:
     (tmp_path / "short.txt").write_text("hello")
-    with pytest.raises(DemoError, match=r"holds 5 characters .* needs 2,000"):
+    with pytest.raises(DemoError, match=r"has 5 characters .* needs 2,000"):
         load_documents(tmp_path, count=2, chars=1000, seed=0)

@@ -1,4 +1,4 @@
-"""HostPool: memory that is there when it says so, and gone when it is closed or killed."""
+"""HostPool: its memory is allocated when the constructor returns, and freed when it is closed or its process killed."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from kvoffload.host import limits as memory
 from kvoffload.host import pool as hostpool
 from kvoffload.host.limits import Reservation, available_memory, total_memory
 from kvoffload.host.pool import HostPool, PoolHandle, padded_slot_bytes
-from kvoffload.units import format_bytes, parse_bytes
+from kvoffload.units import parse_bytes
 
 GIB = 1 << 30
 NUM_BLOCKS, SLOT = 64, 8192
@@ -40,7 +40,7 @@ def pool() -> Iterator[HostPool]:
 
 
 def open_files() -> set[str]:
-    """What this process has open, pools by inode."""
+    """Returns the files that this process has open, with their inodes."""
     names = set()
     for fd in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError):
@@ -65,13 +65,13 @@ def test_slots_are_padded_to_4_kib(block_bytes: int, slot_bytes: int) -> None:
 # The pool.
 
 
-def test_all_memory_is_taken_at_once(pool: HostPool) -> None:
+def test_all_memory_is_allocated_at_once(pool: HostPool) -> None:
     status = os.fstat(pool.fd)
     assert status.st_size == pool.nbytes == NUM_BLOCKS * SLOT
     assert status.st_blocks * 512 >= pool.nbytes
 
 
-def test_a_file_that_was_only_made_longer_would_be_noticed() -> None:
+def test_a_sparse_file_would_be_noticed() -> None:
     fd = os.memfd_create("sparse")
     try:
         os.ftruncate(fd, NUM_BLOCKS * SLOT)
@@ -80,7 +80,7 @@ def test_a_file_that_was_only_made_longer_would_be_noticed() -> None:
         os.close(fd)
 
 
-def test_it_is_an_array_of_slots(pool: HostPool) -> None:
+def test_the_pool_is_an_array_of_slots(pool: HostPool) -> None:
     assert pool.data.shape == (NUM_BLOCKS, SLOT)
     assert pool.data.dtype == np.uint8
     assert pool.data.flags.writeable
@@ -91,13 +91,13 @@ def test_it_is_an_array_of_slots(pool: HostPool) -> None:
     assert os.pread(pool.fd, 1, pool.nbytes - 1) == b"\t"
 
 
-def test_slots_begin_at_pages(pool: HostPool) -> None:
+def test_slots_are_page_aligned(pool: HostPool) -> None:
     assert pool.data.ctypes.data % mmap.PAGESIZE == 0
 
 
 def test_touching_in_the_background_changes_no_byte(pool: HostPool) -> None:
     pool.data[:] = 5
-    pool._toucher.join()
+    pool.wait_until_touched()
     assert (pool.data == 5).all()
 
 
@@ -108,7 +108,7 @@ def test_two_pools_do_not_share_memory(pool: HostPool) -> None:
     other.close()
 
 
-def test_nothing_is_left_when_it_is_closed() -> None:
+def test_a_closed_pool_leaves_no_open_file() -> None:
     before = open_files()
     pool = HostPool(NUM_BLOCKS, SLOT)
     assert len(open_files() - before) >= 1
@@ -120,7 +120,7 @@ def test_nothing_is_left_when_it_is_closed() -> None:
     assert pool.data.size == 0
 
 
-def test_closing_twice_closes_nobody_elses_file() -> None:
+def test_closing_twice_closes_no_other_file() -> None:
     pool = HostPool(NUM_BLOCKS, SLOT)
     pool.close()
     other = os.open("/dev/null", os.O_RDONLY)
@@ -133,7 +133,7 @@ def test_closing_twice_closes_nobody_elses_file() -> None:
             os.close(fd)
 
 
-def test_arrays_that_are_still_used_outlive_it() -> None:
+def test_arrays_in_use_outlive_the_pool() -> None:
     before = open_files()
     pool = HostPool(NUM_BLOCKS, SLOT)
     row = pool.data[2]
@@ -144,7 +144,7 @@ def test_arrays_that_are_still_used_outlive_it() -> None:
     assert open_files() == before
 
 
-def test_it_has_no_name_and_a_kill_leaves_nothing() -> None:
+def test_the_pool_has_no_name_and_a_kill_leaves_nothing_behind() -> None:
     code = f"""
 import os, sys
 from kvoffload.host.pool import HostPool
@@ -161,7 +161,7 @@ sys.stdin.read()
         links, name = child.stdout.readline().strip().split(" ", 1)
         child.send_signal(signal.SIGKILL)
         assert child.wait() == -signal.SIGKILL
-    assert links == "0", "no directory holds it: it ends with its last user"
+    assert links == "0", "no directory contains the file: it ends with its last user"
     assert name.startswith("/memfd:")
     assert not Path(name).exists()
     after = {path.name for path in shared.iterdir()} if shared.is_dir() else set()
@@ -169,7 +169,7 @@ sys.stdin.read()
     assert not Path(f"/proc/{child.pid}").exists()
 
 
-# Handed over to another process.
+# Opened by another process.
 
 OTHER = """
 import pickle, sys
@@ -186,15 +186,15 @@ def in_another_process(handle: PoolHandle, code: str) -> str:
 
 def test_another_process_reads_and_writes_the_same_bytes(pool: HostPool) -> None:
     pool.data[3, :4] = [1, 2, 3, 4]
-    said = in_another_process(
+    printed = in_another_process(
         pool.handle(),
         "data = handle.open(); print(data.shape, data[3, :4].tolist()); data[5, 7] = 99",
     )
-    assert said == f"({NUM_BLOCKS}, {SLOT}) [1, 2, 3, 4]\n"
+    assert printed == f"({NUM_BLOCKS}, {SLOT}) [1, 2, 3, 4]\n"
     assert pool.data[5, 7] == 99
 
 
-def test_a_pool_that_is_gone_is_not_taken_for_another_file() -> None:
+def test_a_handle_of_a_closed_pool_does_not_open_another_file() -> None:
     pool = HostPool(1, SLOT)
     handle = pool.handle()
     pool.close()
@@ -214,7 +214,7 @@ def test_a_pool_of_another_machine_is_refused(pool: HostPool) -> None:
         elsewhere.open()
 
 
-# Several at a time.
+# Several pools at once.
 
 RESERVING = """
 import os, sys
@@ -230,7 +230,7 @@ hostpool.HostPool(int(sys.argv[1]), 4096)
 
 @contextlib.contextmanager
 def reserving(num_blocks: int) -> Iterator[subprocess.Popen[str]]:
-    """A process that has found room for its pool and allocates none of it yet."""
+    """Starts a process that has reserved its pool but not allocated it yet."""
     command = [sys.executable, "-c", RESERVING, str(num_blocks)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         try:
@@ -242,8 +242,8 @@ def reserving(num_blocks: int) -> Iterator[subprocess.Popen[str]]:
 
 
 def leave(monkeypatch: pytest.MonkeyPatch, num_blocks: int) -> None:
-    """The machine has ``num_blocks`` pages of memory, of which what pools have allocated is missing. Of other processes
-    only children of this one are seen: others may run these tests at the same time."""
+    """Pretends that the machine has ``num_blocks`` pages of memory, minus those that pools have allocated. Ignores the
+    reservations of processes other than this one and its children, which may run the same tests."""
     here = os.getpid()
 
     def is_mine(pid: int) -> bool:
@@ -256,14 +256,14 @@ def leave(monkeypatch: pytest.MonkeyPatch, num_blocks: int) -> None:
         assert name == "MemAvailable"
         return num_blocks * 4096 - sum(allocated_by_pools().values())
 
-    monkeypatch.setattr(memory, "_field", field)
-    monkeypatch.setattr(memory, "_cgroup_limits", list)
+    monkeypatch.setattr(memory, "meminfo_field", field)
+    monkeypatch.setattr(memory, "cgroup_limits", list)
     see = memory.other_reservations
     monkeypatch.setattr(hostpool, "other_reservations", lambda fd: [one for one in see(fd) if is_mine(one.pid)])
 
 
 def allocated_by_pools() -> dict[int, int]:
-    """Bytes that each pool of this process has allocated, by its inode."""
+    """Returns the bytes allocated by each pool of this process, by inode."""
     found = {}
     for fd in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError):
@@ -272,13 +272,13 @@ def allocated_by_pools() -> dict[int, int]:
     return found
 
 
-def test_what_another_process_has_reserved_counts_until_it_ends(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ranks that start together must not all see the same free memory and then all take it."""
+def test_a_reservation_of_another_process_counts_until_it_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks that start together must not all see the same free memory and then all allocate it."""
     leave(monkeypatch, 100)
     monkeypatch.setattr(hostpool, "RESERVATION_DEADLINE_S", 0.0)
     with reserving(60) as other:
         HostPool(40, 4096).close()
-        with pytest.raises(ConfigError, match=r"164 KiB asked for, but only 160 KiB .*beside 240 KiB") as caught:
+        with pytest.raises(ConfigError, match=r"164 KiB requested, but only 160 KiB .*beside 240 KiB") as caught:
             HostPool(41, 4096)
         assert f"process {other.pid}" in str(caught.value)
         other.kill()
@@ -286,7 +286,7 @@ def test_what_another_process_has_reserved_counts_until_it_ends(monkeypatch: pyt
         HostPool(100, 4096).close()
 
 
-def test_what_has_been_allocated_does_not_count_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_allocated_memory_does_not_count_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     leave(monkeypatch, 100)
     first = HostPool(60, 4096)
     HostPool(40, 4096).close()
@@ -295,7 +295,7 @@ def test_what_has_been_allocated_does_not_count_twice(monkeypatch: pytest.Monkey
     first.close()
 
 
-def test_of_pools_that_reserve_at_once_only_those_start_that_have_room_together(
+def test_if_pools_reserve_at_the_same_time_only_those_that_fit_together_start(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     leave(monkeypatch, 100)
@@ -320,7 +320,7 @@ def test_of_pools_that_reserve_at_once_only_those_start_that_have_room_together(
 
 
 class Time:
-    """Goes on only while somebody sleeps."""
+    """A clock that advances only in ``sleep``."""
 
     now = 0.0
 
@@ -331,7 +331,7 @@ class Time:
         self.now += seconds
 
 
-def test_a_wait_for_others_is_in_the_log_and_ends(
+def test_a_wait_for_others_is_logged_and_ends(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     leave(monkeypatch, 100)
@@ -341,17 +341,17 @@ def test_a_wait_for_others_is_in_the_log_and_ends(
     with reserving(60) as other, caplog.at_level(logging.INFO), pytest.raises(ConfigError, match="beside 240 KiB"):
         HostPool(60, 4096)
     (line,) = (message for message in caplog.messages if "waiting" in message)
-    assert f"beside 240 KiB that other pools have reserved and not allocated yet (process {other.pid})" in line
+    assert f"beside 240 KiB that other pools have reserved but not allocated yet (process {other.pid})" in line
     assert 0.0 <= time.now - hostpool.RESERVATION_DEADLINE_S < 0.1
 
 
-def test_the_name_of_the_former_lock_in_other_hands_blocks_no_start() -> None:
+def test_a_process_that_binds_the_name_of_the_former_lock_blocks_no_start() -> None:
     with socket.socket(socket.AF_UNIX) as held:
         held.bind("\0kvoffload/allocation")
         HostPool(1, SLOT).close()
 
 
-def test_memory_that_others_take_meanwhile_is_noticed(
+def test_memory_allocated_by_others_meanwhile_is_noticed(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     left = iter([100, 100, 100, 50])
@@ -362,18 +362,20 @@ def test_memory_that_others_take_meanwhile_is_noticed(
     with caplog.at_level(logging.INFO), pytest.raises(ConfigError) as caught:
         HostPool(100, 4096)
     assert open_files() == before
-    assert "200 KiB can be allocated now, and 240 KiB are still to come; set host_bytes to 288 KiB" in str(caught.value)
+    assert "240 KiB are still to be allocated, but only 200 KiB are available; set host_bytes to 288 KiB" in str(
+        caught.value
+    )
     assert caplog.messages == [f"kvoffload: host pool: {done} KiB of 400 KiB allocated" for done in (80, 160)]
 
 
-def test_a_child_process_does_not_inherit_it(pool: HostPool) -> None:
+def test_child_processes_do_not_inherit_the_pool(pool: HostPool) -> None:
     assert not os.get_inheritable(pool.fd)
 
 
 # No room.
 
 
-def test_more_than_there_is_is_refused_before_any_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_pool_that_does_not_fit_is_refused_before_any_allocation(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hostpool, "available_memory", lambda others=(): 10 * 4096)
     before = open_files()
     with pytest.raises(ConfigError) as caught:
@@ -381,15 +383,15 @@ def test_more_than_there_is_is_refused_before_any_is_taken(monkeypatch: pytest.M
     assert open_files() == before
     message = str(caught.value)
     assert "host_bytes" in message
-    assert "44 KiB" in message, "what was asked for"
-    assert "40 KiB" in message, "what there is"
+    assert "44 KiB" in message, "the request"
+    assert "40 KiB" in message, "the available memory"
     fix = re.search(r"set host_bytes to (.+) or less", message)
     assert fix is not None
     assert 0 < parse_bytes("host_bytes", fix[1]) <= 10 * 4096
     HostPool(10, 4096).close()
 
 
-def test_a_kernel_that_refuses_is_a_config_error_and_nothing_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_refusal_of_the_kernel_is_a_config_error_and_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(fd: int, offset: int, size: int) -> None:
         raise OSError(28, "No space left on device")
 
@@ -400,7 +402,7 @@ def test_a_kernel_that_refuses_is_a_config_error_and_nothing_is_left(monkeypatch
     assert open_files() == before
 
 
-def test_a_real_limit_is_a_config_error_and_nothing_is_left() -> None:
+def test_a_real_resource_limit_is_a_config_error_and_leaves_nothing() -> None:
     code = """
 import os, resource
 from kvoffload import ConfigError
@@ -413,12 +415,12 @@ try:
 except ConfigError as error:
     print(error, os.listdir("/proc/self/fd") == before)
 """
-    said = run_python(code)
-    assert said.startswith("host_bytes: the kernel refused 1 MiB (File too large)")
-    assert said.strip().endswith("True")
+    printed = run_python(code)
+    assert printed.startswith("host_bytes: the kernel refused 1 MiB (File too large)")
+    assert printed.strip().endswith("True")
 
 
-def test_no_address_space_is_a_config_error_and_nothing_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_lack_of_address_space_is_a_config_error_and_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*args: object) -> None:
         raise OSError(12, "Cannot allocate memory")
 
@@ -440,12 +442,12 @@ def close_leaked(before: set[str]) -> None:
                 os.close(int(fd))
 
 
-# How much there is.
+# Available memory.
 
 
 @pytest.fixture
 def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A directory that stands for /, with 8 GiB free and no cgroup."""
+    """A directory that replaces /: 8 GiB of memory are available, and there is no cgroup."""
     monkeypatch.setattr(memory, "Path", lambda path: tmp_path / str(path).lstrip("/"))
     write(tmp_path, "proc/meminfo", f"MemTotal: {16 << 20} kB\nMemFree: 1 kB\nMemAvailable: {8 << 20} kB\n")
     return tmp_path
@@ -463,7 +465,7 @@ def cgroup2(root: Path, path: str, limit: object, used: int, inactive: int = 0) 
     write(root, f"{folder}/memory.stat", f"anon 1\ninactive_file {inactive}\nactive_file 77")
 
 
-def test_without_a_cgroup_it_is_what_the_machine_has(root: Path) -> None:
+def test_without_a_cgroup_the_machines_memory_counts(root: Path) -> None:
     assert available_memory() == 8 * GIB
 
 
@@ -476,28 +478,28 @@ def test_without_a_cgroup_it_is_what_the_machine_has(root: Path) -> None:
         (64 * GIB, GIB, 0, 8 * GIB),
         (4 * GIB, 5 * GIB, 0, 0),
     ],
-    ids=["no limit", "limit", "page cache can go", "limit beyond the machine", "over the limit"],
+    ids=["no limit", "limit", "reclaimable page cache", "limit beyond the machine", "over the limit"],
 )
-def test_a_cgroup_may_grant_less(root: Path, limit: object, used: int, inactive: int, available: int) -> None:
+def test_a_cgroup_limit_may_be_lower(root: Path, limit: object, used: int, inactive: int, available: int) -> None:
     write(root, "proc/self/cgroup", "0::/pod/box")
     cgroup2(root, "pod/box", limit, used, inactive)
     assert available_memory() == available
 
 
-def test_the_tightest_of_nested_cgroups_counts(root: Path) -> None:
+def test_the_lowest_limit_of_nested_cgroups_counts(root: Path) -> None:
     write(root, "proc/self/cgroup", "0::/pod/box")
     cgroup2(root, "pod/box", "max", GIB)
     cgroup2(root, "pod", 3 * GIB, 2 * GIB)
     assert available_memory() == GIB
 
 
-def test_a_container_sees_its_cgroup_as_the_root(root: Path) -> None:
+def test_in_a_container_the_root_cgroup_counts(root: Path) -> None:
     write(root, "proc/self/cgroup", "0::/")
     cgroup2(root, "", 2 * GIB, GIB)
     assert available_memory() == GIB
 
 
-def test_the_old_kind_of_cgroup(root: Path) -> None:
+def test_a_cgroup_of_version_1(root: Path) -> None:
     write(root, "proc/self/cgroup", "5:cpu,cpuacct:/other\n4:memory:/box\n0::/box")
     write(root, "sys/fs/cgroup/memory/other/memory.limit_in_bytes", 1)
     write(root, "sys/fs/cgroup/memory/other/memory.usage_in_bytes", 1)
@@ -510,14 +512,14 @@ def test_the_old_kind_of_cgroup(root: Path) -> None:
 
 
 @pytest.mark.parametrize("garbage", ["", "nonsense", "-"])
-def test_a_cgroup_that_cannot_be_read_is_passed_over(root: Path, garbage: str) -> None:
+def test_an_unreadable_cgroup_is_skipped(root: Path, garbage: str) -> None:
     write(root, "proc/self/cgroup", "0::/box")
     cgroup2(root, "box", garbage, GIB)
     assert available_memory() == 8 * GIB
 
 
 def numa(root: Path, allowed: str, policy: str = "default") -> None:
-    """Two nodes: the first has 10 of the 16 GiB, and 5 of the 8 that are available."""
+    """Describes two nodes: the first has 10 of the 16 GiB, and 5 of the 8 GiB available."""
     write(root, "proc/self/status", f"Name:\tx\nMems_allowed:\t3\nMems_allowed_list:\t{allowed}\nvoluntary:\t1")
     write(root, "proc/thread-self/numa_maps", f"55aa {policy} file=/bin/x\n66bb bind:1 heap")
     for node, (total, free) in enumerate([(10 << 20, 5 << 20), (6 << 20, 3 << 20)]):
@@ -545,28 +547,28 @@ def test_memory_of_other_numa_nodes_does_not_count(
 ) -> None:
     numa(root, allowed, policy)
     assert available_memory() == available * GIB
-    assert total_memory() == total * GIB, "a binding of one rank says nothing of the others"
+    assert total_memory() == total * GIB, "one rank's memory policy does not apply to the others"
 
 
-def test_a_real_binding_is_seen() -> None:
+def test_a_real_memory_policy_is_respected() -> None:
     if not Path("/proc/thread-self/numa_maps").exists():
         pytest.skip("this kernel has no NUMA")
     code = """
 import ctypes, os, platform
 from kvoffload.host import limits as memory
 number = {"x86_64": 238, "aarch64": 237}[platform.machine()]
-print(sorted(memory._allowed_nodes()))
-node = max(memory._allowed_nodes())
+print(sorted(memory.allowed_nodes()))
+node = max(memory.allowed_nodes())
 mask = ctypes.c_ulong(1 << node)
 assert ctypes.CDLL(None).syscall(number, 2, ctypes.byref(mask), 64) == 0
-memory._cpuset_nodes = lambda: frozenset(range(64))
-print(sorted(memory._allowed_nodes()) == [node])
+memory.cpuset_nodes = lambda: frozenset(range(64))
+print(sorted(memory.allowed_nodes()) == [node])
 fd = memory.reserve(1 << 20)
 print(os.readlink(f"/proc/self/fd/{fd}") == f"/memfd:kvoffload:{node} (deleted)")
 """
-    said = run_python(code).splitlines()
-    assert said[0] != "[]"
-    assert said[1:] == ["True", "True"]
+    printed = run_python(code).splitlines()
+    assert printed[0] != "[]"
+    assert printed[1:] == ["True", "True"]
 
 
 class Outstanding(Reservation):
@@ -589,9 +591,9 @@ def test_a_reservation_on_other_numa_nodes_does_not_count(root: Path, nodes: set
 @pytest.mark.parametrize(
     ("cgroup", "available"),
     [("0::/pod/box", 2), ("0::/pod/box/inner", 2), ("0::/pod/boxer", 3), ("0::/pod", 3), ("", 2)],
-    ids=["the same", "within it", "a neighbour", "around it", "not known"],
+    ids=["the same", "nested", "a sibling", "the parent", "not known"],
 )
-def test_a_reservation_in_another_cgroup_does_not_count_in_mine(root: Path, cgroup: str, available: int) -> None:
+def test_a_reservation_in_another_cgroup_does_not_count(root: Path, cgroup: str, available: int) -> None:
     write(root, "proc/self/cgroup", "0::/pod/box")
     cgroup2(root, "pod/box", 4 * GIB, GIB)
     cgroup2(root, "pod", "max", GIB)
@@ -604,27 +606,5 @@ def test_a_reservation_counts_for_the_whole_machine(root: Path) -> None:
     assert available_memory([other(), other(8)]) == 6 * GIB
 
 
-def test_here_there_is_some() -> None:
+def test_this_machine_has_available_memory() -> None:
     assert 0 < available_memory() < 1 << 50
-
-
-# Words.
-
-
-@pytest.mark.parametrize(
-    ("n", "text"),
-    [
-        (0, "0 bytes"),
-        (1023, "1023 bytes"),
-        (1024, "1 KiB"),
-        (1536, "1.5 KiB"),
-        (1 << 20, "1 MiB"),
-        (8 * GIB, "8 GiB"),
-        (10 * GIB, "10 GiB"),
-        (100 * GIB, "100 GiB"),
-        (int(2.5 * (1 << 40)), "2.5 TiB"),
-        (GIB + 1, "1 GiB"),
-    ],
-)
-def test_bytes_are_written_as_people_do(n: int, text: str) -> None:
-    assert format_bytes(n) == text

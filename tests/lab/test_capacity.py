@@ -1,4 +1,4 @@
-"""Capacities as people write them."""
+"""Parsing of capacities."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ TRACE = make_trace("made", 16, [0.0], [16 * 1999], [0], [range(1999)])
         ("1MB", 976),
     ],
 )
-def test_what_can_be_written(text: str, blocks: int) -> None:
+def test_valid_capacities(text: str, blocks: int) -> None:
     assert parse_capacity(text, TRACE, MODEL) == blocks
 
 
@@ -37,15 +37,15 @@ def test_what_can_be_written(text: str, blocks: int) -> None:
     [
         ("0%", "more than 0%"),
         ("101%", "at most 100%"),
-        ("0", "must be 1 block or more"),
-        ("9" * 14, "must be 1 block or more, and at most"),
-        ("1000B", "holds no block; one takes 1 KiB"),
+        ("0", "must be 1 to 1099511627776 blocks"),
+        ("9" * 14, "must be 1 to 1099511627776 blocks"),
+        ("1000B", "too small for one block of 1 KiB"),
         ("-1", "not a capacity"),
-        ("1.5", "holds no block"),
+        ("1.5", "too small for one block"),
         ("", "not a capacity"),
         ("much", "not a capacity"),
     ],
 )
-def test_what_cannot(text: str, match: str) -> None:
-    with pytest.raises(ConfigError, match=f"^device='{text}': .*{match}.*; write a share of the trace"):
+def test_invalid_capacities(text: str, match: str) -> None:
+    with pytest.raises(ConfigError, match=f"^device='{text}': .*{match}.*; write a percentage of the trace"):
         parse_capacity(text, TRACE, MODEL, "device")

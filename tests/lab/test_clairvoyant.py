@@ -1,4 +1,5 @@
-"""The bound: as good as trying everything, never worse than a policy, and the figures known of real traces."""
+"""The clairvoyant policy: as good as exhaustive search, never worse than another policy, and with the known figures of
+real traces."""
 
 from __future__ import annotations
 
@@ -28,7 +29,7 @@ def trace_of(chains: list[list[int]], prompt_blocks: list[int] | None = None) ->
 
 
 def random_chains(rng: random.Random, num_requests: int, num_roots: int, longest: int) -> list[list[int]]:
-    """Prefixes of a few sequences."""
+    """Returns random prefixes of a few sequences."""
     return [
         [root * 100 + depth for depth in range(rng.randint(1, longest))]
         for root in (rng.randrange(num_roots) for _ in range(num_requests))
@@ -40,7 +41,7 @@ def clairvoyant(trace: Trace, capacity: int) -> ReplayResult:
 
 
 def best_block_hits(chains: list[list[int]], capacity: int) -> int:
-    """Over everything that a cache could hold after each request."""
+    """Returns the most block hits possible, by a search over everything that a cache could hold after each request."""
     best = {frozenset[int](): 0}
     for chain in chains:
         following: dict[frozenset[int], int] = {}
@@ -54,7 +55,7 @@ def best_block_hits(chains: list[list[int]], capacity: int) -> int:
 
 
 @pytest.mark.parametrize("seed", range(30))
-def test_no_choice_finds_more_single_blocks(seed: int) -> None:
+def test_no_choice_has_more_hits_of_single_blocks(seed: int) -> None:
     rng = random.Random(seed)
     chains = [[rng.randrange(6)] for _ in range(25)]
     capacity = rng.randint(1, 4)
@@ -62,7 +63,7 @@ def test_no_choice_finds_more_single_blocks(seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", range(30))
-def test_no_choice_finds_more_blocks_of_chains(seed: int) -> None:
+def test_no_choice_has_more_hits_of_blocks_in_chains(seed: int) -> None:
     rng = random.Random(seed)
     chains = random_chains(rng, 12, 3, 3)
     capacity = rng.randint(3, 5)
@@ -70,7 +71,7 @@ def test_no_choice_finds_more_blocks_of_chains(seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_no_policy_finds_more_and_the_bound_writes_less(seed: int) -> None:
+def test_no_policy_finds_more_and_the_clairvoyant_one_writes_less(seed: int) -> None:
     trace = trace_of(random_chains(random.Random(seed), 200, 30, 12))
     bound = clairvoyant(trace, 60)
     for policy in BUILTIN:
@@ -82,22 +83,22 @@ def test_no_policy_finds_more_and_the_bound_writes_less(seed: int) -> None:
     assert lru.stored_blocks > bound.stored_blocks
 
 
-def test_what_is_never_asked_for_again_is_not_stored_in_place_of_anything() -> None:
+def test_a_block_that_is_never_used_again_evicts_nothing() -> None:
     trace = trace_of([[1], [2], [3], [2]])
     result = clairvoyant(trace, 1)
     assert (result.block_hits, result.stored_blocks, result.evicted_blocks) == (1, 2, 1)
 
 
-def test_an_output_is_kept_for_the_prompt_that_asks_for_it_and_asks_for_nothing_itself() -> None:
-    # Request 1 generates block 2; only request 3 has it in its prompt.
+def test_an_output_is_kept_for_later_prompts_and_is_no_use_itself() -> None:
+    # Request 0 generates block 2, and request 2 has it in its prompt.
     kept = trace_of([[1, 2], [3], [1, 2]], prompt_blocks=[1, 1, 2])
     assert clairvoyant(kept, 2).block_hits == 2
-    # Here 2 is only ever generated again: 3 is worth more.
+    # Here block 2 is only generated again, so block 3 is worth more.
     generated = trace_of([[1, 2], [3], [1, 2], [3]], prompt_blocks=[1, 1, 1, 1])
     assert clairvoyant(generated, 2).block_hits == 2
 
 
-def test_its_books_balance_while_the_heap_is_made_anew() -> None:
+def test_its_state_is_consistent_while_the_heap_is_rebuilt() -> None:
     trace = trace_of(random_chains(random.Random(1), 300, 5, 8))
     policy = clairvoyant_policy(trace)(12)
     manager = PolicyOffloadingManager(HostBackend(1, 12), policy)
@@ -112,13 +113,13 @@ def test_its_books_balance_while_the_heap_is_made_anew() -> None:
     manager.check_integrity()
 
 
-def test_another_trace_than_its_own_is_an_error() -> None:
+def test_another_trace_is_an_error() -> None:
     make = clairvoyant_policy(trace_of([[1, 2], [3]]))
     with pytest.raises(IntegrityError, match="request 0"):
         replay(trace_of([[1, 4], [3]]), ReplayConfig("lru", 2), make_policy=make)
 
 
-@pytest.mark.skipif(not TRACES.is_dir(), reason="no real traces here")
+@pytest.mark.skipif(not TRACES.is_dir(), reason="the public traces are missing")
 @pytest.mark.parametrize(
     ("name", "share", "percent"), [("mooncake_synthetic", 0.1, 51.6), ("mooncake_conversation", 0.01, 25.1)]
 )

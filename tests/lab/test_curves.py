@@ -1,4 +1,4 @@
-"""Curves: LRU's equals replay exactly, request by request; those of other policies lie within their bound."""
+"""Curves: LRU's equals a replay exactly, request by request; those of other policies are within their bound."""
 
 from __future__ import annotations
 
@@ -21,15 +21,14 @@ REAL = [
     pytest.param(name, marks=pytest.mark.skipif(not (TRACES / name).exists(), reason=f"no {name} in {TRACES}"))
     for name in ("mooncake_conversation.jsonl.gz", "mooncake_synthetic.jsonl.gz", "agentic_coding.jsonl.gz")
 ]
-MADE_UP = ["synthetic:chat?requests=500", "synthetic:agent?requests=200", "synthetic:documents?requests=250"]
-ALL = pytest.mark.parametrize("source", [*MADE_UP, *REAL])
-
+SYNTHETIC = ["synthetic:chat?requests=500", "synthetic:agent?requests=200", "synthetic:documents?requests=250"]
+ALL = pytest.mark.parametrize("source", [*SYNTHETIC, *REAL])
 
 read_once = functools.cache(read_trace)
 
 
 def load(source: str, requests: int) -> Trace:
-    """The trace's first ``requests``."""
+    """Returns the first ``requests`` of a trace."""
     if source.startswith("synthetic:"):
         return read_once(source)
     trace = read_once(TRACES / source)
@@ -38,7 +37,7 @@ def load(source: str, requests: int) -> Trace:
 
 
 def random_trace(seed: int, requests: int = 60) -> Trace:
-    """Chains of a random tree, which share beginnings, and chains of no tree at all; some longer than most caches."""
+    """Returns chains of a random tree, which share prefixes, and unrelated chains, some longer than most caches."""
     rng = random.Random(seed)
     chains = []
     for _ in range(requests):
@@ -63,7 +62,7 @@ def replayed(trace: Trace, policy: str, capacity: int) -> list[int]:
 # LRU.
 
 
-def test_by_hand() -> None:
+def test_a_curve_computed_by_hand() -> None:
     trace = make_trace("by hand", 10, range(4), [30, 20, 25, 30], [0] * 4, [[1, 2, 3], [1, 4], [1, 2, 3], [1, 4, 5]])
     curve = LRUCurve(trace)
     never = curve.NEVER
@@ -75,7 +74,7 @@ def test_by_hand() -> None:
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_lru_equals_replay_on_random_traces(seed: int) -> None:
+def test_lru_equals_a_replay_of_random_traces(seed: int) -> None:
     trace = random_trace(seed)
     curve = LRUCurve(trace)
     totals = curve.total_hit_tokens()
@@ -86,7 +85,7 @@ def test_lru_equals_replay_on_random_traces(seed: int) -> None:
 
 
 @ALL
-def test_lru_equals_replay_on_real_traces(source: str) -> None:
+def test_lru_equals_a_replay_of_real_traces(source: str) -> None:
     trace = load(source, 500)
     curve = LRUCurve(trace)
     for share in (0.002, 0.03, 0.3):
@@ -95,12 +94,13 @@ def test_lru_equals_replay_on_real_traces(source: str) -> None:
 
 
 def test_the_comparison_can_fail() -> None:
+    """Control: another policy or capacity gives other hits."""
     trace = random_trace(0)
     assert LRUCurve(trace).hit_tokens(16).tolist() != replayed(trace, "fifo", 16)
     assert LRUCurve(trace).hit_tokens(16).tolist() != replayed(trace, "lru", 24)
 
 
-def test_a_block_twice_in_a_chain() -> None:
+def test_a_chain_that_repeats_a_block() -> None:
     chains = [[1, 2, 1, 3], [7, 8, 9], [1, 2, 1, 3], [3, 1], [5, 6, 7, 5], [2, 8, 6]]
     trace = make_trace("twice", 1, range(6), [4, 3, 4, 2, 4, 3], [0] * 6, chains)
     for capacity in (4, 5, 6):
@@ -111,7 +111,7 @@ def test_long_and_empty_traces() -> None:
     none = make_trace("none", 16, [], [], [], [])
     assert LRUCurve(none).total_hit_tokens().tolist() == [0]
     assert LRUCurve(none).hit_tokens(5).tolist() == []
-    # 200,000 requests of a block each: what needs more than a little work a request does not end.
+    # 200,000 requests of one block each: an algorithm that is not near linear would not end.
     rng = np.random.default_rng(0)
     ids = rng.zipf(1.3, 200_000) % 50_000
     trace = make_trace("long", 1, np.arange(len(ids)).tolist(), [1] * len(ids), [0] * len(ids), ids[:, None].tolist())
@@ -123,8 +123,8 @@ def test_long_and_empty_traces() -> None:
 # Other policies.
 
 
-def test_affordable_traces_are_replayed_in_full() -> None:
-    trace = load(MADE_UP[0], 500)
+def test_short_traces_are_replayed_in_full() -> None:
+    trace = load(SYNTHETIC[0], 500)
     seen: list[float] = []
     curve = hit_curve(trace, "s3fifo", [300, 100, 100], processes=1, on_progress=seen.append)
     assert curve.capacities == (100, 300)
@@ -136,21 +136,21 @@ def test_affordable_traces_are_replayed_in_full() -> None:
 
 
 def test_the_curve_of_lru_is_exact() -> None:
-    trace = load(MADE_UP[0], 500)
+    trace = load(SYNTHETIC[0], 500)
     curve = hit_curve(trace, "lru", [50, 500], sample_bits=3)
     assert curve.bound_pct.tolist() == [0.0, 0.0]
     assert [tokens.tolist() for tokens in curve.hit_tokens] == [replayed(trace, "lru", c) for c in (50, 500)]
 
 
 @ALL
-def test_sampled_curves_lie_within_their_bound(source: str) -> None:
+def test_sampled_curves_are_within_their_bound(source: str) -> None:
     trace = load(source, 200)
     capacities = [int(share * trace.num_distinct) for share in (0.1, 0.3)]
     exact = [replay(trace, ReplayConfig("arc", capacity)).prefix_hit_tokens_pct for capacity in capacities]
     sampled = hit_curve(trace, "arc", capacities, sample_bits=3, processes=1)
     off = np.abs(sampled.hit_pct - exact)
     assert (off <= sampled.bound_pct + 1e-9).all(), (off, sampled.bound_pct)
-    # A bound that says something.
+    # The bound must be small enough to be useful.
     assert (sampled.bound_pct < 8.0).all()
     for tokens, share in zip(sampled.hit_tokens, sampled.hit_pct, strict=True):
         assert (tokens >= 0).all()
@@ -158,17 +158,17 @@ def test_sampled_curves_lie_within_their_bound(source: str) -> None:
         assert 100 * tokens.sum() / trace.input_tokens.sum() == pytest.approx(share, abs=3.0)
 
 
-def test_samples_are_no_exact_answer() -> None:
-    """Without their bound sampled curves would be wrong, so the test above can fail."""
-    trace = load(MADE_UP[2], 500)
+def test_sampled_curves_are_not_exact() -> None:
+    """Control: without their bound, sampled curves would fail the test above."""
+    trace = load(SYNTHETIC[2], 500)
     capacity = trace.num_distinct // 10
     sampled = hit_curve(trace, "fifo", [capacity], sample_bits=3, processes=1)
     exact = replay(trace, ReplayConfig("fifo", capacity)).prefix_hit_tokens_pct
     assert 0.0 < abs(sampled.hit_pct[0] - exact) <= sampled.bound_pct[0]
 
 
-def test_long_traces_are_sampled_of_themselves(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Many requests of few blocks, where samples need a fraction of the work; small caches are replayed in full."""
+def test_long_traces_are_sampled_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With many short requests, samples need a fraction of the work; small caches are still replayed in full."""
     monkeypatch.setattr("kvoffload.lab.curves.FULL_ACCESSES", 1000)
     monkeypatch.setattr("kvoffload.lab.curves.MIN_SAMPLE_BLOCKS", 16)
     rng = np.random.default_rng(1)
@@ -181,7 +181,7 @@ def test_long_traces_are_sampled_of_themselves(monkeypatch: pytest.MonkeyPatch) 
     assert (np.abs(curve.hit_pct - exact) <= curve.bound_pct + 1e-9).all()
 
 
-def test_settings_that_cannot_be() -> None:
+def test_invalid_settings() -> None:
     with pytest.raises(ConfigError, match="policy='mru'"):
         hit_curve(random_trace(0), "mru", [4])
     with pytest.raises(ConfigError, match="sample_bits=2: must be 3 to 20"):

@@ -1,4 +1,4 @@
-"""The device cache beside the plainest model of a block pool."""
+"""The device cache, compared with a simple model of a block pool."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ class PlainBlock:
 
 
 class PlainPool:
-    """A list of free blocks, the next to be handed out first; every look-up walks it."""
+    """A list of free blocks in the order of their allocation; every lookup searches it."""
 
     def __init__(self, num_blocks: int) -> None:
         self.free = [PlainBlock() for _ in range(num_blocks)]
 
     def lookup(self, chain: list[int]) -> int:
-        there = {block.content for block in self.free}
+        cached = {block.content for block in self.free}
         hits = 0
-        while hits < len(chain) and chain[hits] in there:
+        while hits < len(chain) and chain[hits] in cached:
             hits += 1
         return hits
 
@@ -43,7 +43,7 @@ class PlainPool:
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_agrees_with_a_plain_pool(seed: int) -> None:
+def test_the_cache_agrees_with_a_simple_pool(seed: int) -> None:
     rng = Random(seed)
     num_blocks = rng.randint(8, 24)
     cache, plain = DeviceCache(num_blocks, 400), PlainPool(num_blocks)
@@ -61,7 +61,7 @@ def test_agrees_with_a_plain_pool(seed: int) -> None:
     assert 0 < found < 300 * 8
 
 
-def test_a_prefix_goes_from_its_tail() -> None:
+def test_a_prefix_is_evicted_from_its_tail() -> None:
     cache = DeviceCache(4, 10)
     cache.serve([0, 1, 2], 0, 3)
     cache.serve([5, 6], 0, 2)
@@ -69,8 +69,8 @@ def test_a_prefix_goes_from_its_tail() -> None:
     assert cache.num_evicted == 1
 
 
-def test_blocks_that_hold_no_whole_block_take_room_too() -> None:
-    """An unfinished block and an answer are in nobody's prompt, and still push others out."""
+def test_blocks_without_cached_content_take_room_too() -> None:
+    """Incomplete blocks and outputs are in no later prompt, but still evict others."""
     for held, left in ((2, 2), (4, 0)):
         cache = DeviceCache(4, 10)
         cache.serve([0, 1], 0, 2)
@@ -78,7 +78,7 @@ def test_blocks_that_hold_no_whole_block_take_room_too() -> None:
         assert cache.lookup([0, 1]) == left
 
 
-def test_a_hit_makes_a_prefix_young() -> None:
+def test_a_hit_makes_a_prefix_recent() -> None:
     for again, left in ((True, 2), (False, 0)):
         cache = DeviceCache(4, 10)
         cache.serve([0, 1], 0, 2)

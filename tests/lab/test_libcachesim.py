@@ -1,6 +1,6 @@
-"""Beside libCacheSim, which has most of the same algorithms in C: block for block, and a chain at a time.
+"""Policies compared with libCacheSim, which has most of the same algorithms in C: block by block, and chain by chain.
 
-It is given each request's blocks last first, as a chain is used here, in objects of size 1.
+libCacheSim gets each request's blocks as objects of size 1, last block first, the order in which a chain is used here.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ libcachesim = pytest.importorskip("libcachesim")
 Hits = npt.NDArray[np.bool_]
 
 
-class LIRSWithAsManyKeys(LIRSPolicy):
-    """libCacheSim's stack holds twice the cache in all: about one key a block beside the blocks."""
+class LIRSWithFewerKeys(LIRSPolicy):
+    """Like libCacheSim, whose stack has twice the cache's size: about one key per block besides the blocks."""
 
     keys_per_block = 1
 
@@ -37,14 +37,14 @@ ALGORITHMS: dict[str, tuple[type[CachePolicy], Callable[..., object]]] = {
     "arc": (BUILTIN["arc"], libcachesim.ARC),
     "s3fifo": (BUILTIN["s3fifo"], libcachesim.S3FIFO),
     "sieve": (BUILTIN["sieve"], libcachesim.Sieve),
-    "lirs": (LIRSWithAsManyKeys, libcachesim.LIRS),
+    "lirs": (LIRSWithFewerKeys, libcachesim.LIRS),
     "2q": (BUILTIN["2q"], libcachesim.TwoQ),
 }
 CAPACITIES = (30, 300)
 
 
 def conversations(seed: int, num_requests: int) -> Trace:
-    """Conversations that grow by a few blocks a turn, behind one of four common prefixes."""
+    """Returns conversations that grow by a few blocks per turn, each after one of four common prefixes."""
     rng = random.Random(seed)
     live: list[list[int]] = []
     chains: list[list[int]] = []
@@ -81,7 +81,7 @@ def hits_there(cache: Callable[..., object], accesses: list[int], capacity: int)
 
 
 def hits_here(policy: type[CachePolicy], trace: Trace, accesses: list[int], capacity: int) -> Hits:
-    """One block at a time."""
+    """Returns which accesses are hits, one block at a time."""
     manager = PolicyOffloadingManager(HostBackend(1, capacity), policy(capacity))
     hits = np.zeros(len(accesses), dtype=np.bool_)
     for i, block in enumerate(accesses):
@@ -96,8 +96,8 @@ def hits_here(policy: type[CachePolicy], trace: Trace, accesses: list[int], capa
 
 @pytest.mark.parametrize("capacity", CAPACITIES)
 @pytest.mark.parametrize("name", ALGORITHMS)
-def test_block_for_block(name: str, capacity: int, trace: Trace) -> None:
-    """LIRS bounds its keys a little differently, so its hits agree in number; the others agree in every access."""
+def test_policies_agree_block_by_block(name: str, capacity: int, trace: Trace) -> None:
+    """All agree in every access, except that LIRS bounds its keys a little differently and agrees in hits."""
     ours, theirs = ALGORITHMS[name]
     accesses = last_first(trace)
     here, there = hits_here(ours, trace, accesses, capacity), hits_there(theirs, accesses, capacity)
@@ -108,17 +108,17 @@ def test_block_for_block(name: str, capacity: int, trace: Trace) -> None:
         assert np.array_equal(here, there)
 
 
-def test_the_algorithms_differ_here(trace: Trace) -> None:
-    """Or agreement would say nothing."""
+def test_the_algorithms_differ_on_this_trace(trace: Trace) -> None:
+    """Control: otherwise their agreement would prove nothing."""
     accesses = last_first(trace)
     hits = [hits_there(theirs, accesses, 60).sum() for _, theirs in ALGORITHMS.values()]
     assert len(set(hits)) == len(hits)
 
 
 @pytest.mark.parametrize("name", ["fifo", "lru", "arc", "s3fifo", "2q"])
-def test_a_chain_at_a_time(name: str, trace: Trace) -> None:
-    """A request is looked up whole, and room is made for all of it at once, so it may find a few blocks more. With
-    SIEVE it may find many: block for block, a round that spares all others evicts what came just before."""
+def test_policies_agree_chain_by_chain(name: str, trace: Trace) -> None:
+    """A request looks up all its blocks at once and makes room for all of them at once, so it may find a few more. With
+    SIEVE it may find many more: block by block, a round that spares all others evicts the request's previous block."""
     _, theirs = ALGORITHMS[name]
     there = 100 * hits_there(theirs, last_first(trace), 500).mean()
     result = replay(trace, ReplayConfig(name, 500))

@@ -1,4 +1,4 @@
-"""What a token costs: against the shapes that models publish; and TTFT, against sums done by hand."""
+"""The cost of a token, compared with published figures of models; and TTFT, compared with sums computed by hand."""
 
 from __future__ import annotations
 
@@ -72,11 +72,11 @@ def test_grouped_query_attention() -> None:
     assert shape.notes == ()
 
 
-def test_heads_without_groups_each_keep_their_own() -> None:
+def test_without_groups_every_head_has_its_own_kv() -> None:
     assert ModelShape.from_config(without(LLAMA, "num_key_value_heads")).bytes_per_token == 4 * 131_072
 
 
-def test_a_head_size_of_its_own() -> None:
+def test_an_explicit_head_size() -> None:
     assert ModelShape.from_config({**LLAMA, "head_dim": 64}).bytes_per_token == 131_072 / 2
     assert ModelShape.from_config(QWEN3_30B_A3B).bytes_per_token == 48 * 2 * 4 * 128 * 2
 
@@ -89,14 +89,14 @@ def test_latent_attention_keeps_one_vector_for_all_heads() -> None:
     assert shape.attention_flops_per_pair == 61 * 2 * 128 * (128 + 64 + 128)
 
 
-def test_a_mixture_counts_the_experts_that_a_token_is_sent_to() -> None:
+def test_a_mixture_counts_only_the_experts_of_a_token() -> None:
     shape = ModelShape.from_config(QWEN3_30B_A3B)
     assert shape.linear_flops_per_token == pytest.approx(2 * (3.3e9 - 2 * 151_936 * 2048), rel=0.05)
     every = ModelShape.from_config({**QWEN3_30B_A3B, "num_experts_per_tok": 128})
     assert every.linear_flops_per_token > 8 * shape.linear_flops_per_token
 
 
-def test_the_language_model_of_several_modalities() -> None:
+def test_the_language_model_in_a_multi_modal_config() -> None:
     nested = {"model_type": "llava", "torch_dtype": "float32", "text_config": without(LLAMA, "torch_dtype")}
     assert ModelShape.from_config(nested).bytes_per_token == 2 * 131_072
     inner = {**nested, "text_config": LLAMA}
@@ -109,14 +109,14 @@ def test_the_language_model_of_several_modalities() -> None:
 def test_dtypes(dtype: str, factor: float | None) -> None:
     config = {**without(LLAMA, "torch_dtype"), "dtype": dtype}
     if factor is None:
-        with pytest.raises(ConfigError, match="dtype='float8_e4m3': unknown; say what the KV cache holds"):
+        with pytest.raises(ConfigError, match="dtype='float8_e4m3': unknown; give the dtype of the KV cache"):
             ModelShape.from_config(config)
     else:
         assert ModelShape.from_config(config).bytes_per_token == factor * 131_072
     assert ModelShape.from_config(config, dtype_bytes=1.0).bytes_per_token == 131_072 / 2
 
 
-def test_a_missing_dtype_is_assumed_and_said() -> None:
+def test_a_missing_dtype_is_assumed_and_noted() -> None:
     shape = ModelShape.from_config(without(LLAMA, "torch_dtype"))
     assert shape.bytes_per_token == 131_072
     assert "2 bytes" in shape.notes[0]
@@ -144,13 +144,13 @@ def test_sliding_windows_are_an_upper_bound_of_bytes_but_not_of_attention() -> N
         {"full_attention_interval": 32},
     ],
 )
-def test_layers_with_a_state_keep_nothing_a_token(more: dict[str, Any]) -> None:
+def test_layers_with_a_state_add_nothing_per_token(more: dict[str, Any]) -> None:
     shape = ModelShape.from_config({**LLAMA, **more})
     assert shape.bytes_per_token == 131_072 / 32
     assert "31 of 32 layers keep a state" in shape.notes[0]
 
 
-def test_other_names_of_the_fields() -> None:
+def test_alternative_field_names() -> None:
     gpt2 = {"model_type": "gpt2", "n_layer": 12, "n_head": 12, "n_embd": 768, "dtype": "float16"}
     shape = ModelShape.from_config(gpt2)
     assert shape.bytes_per_token == 12 * 2 * 768 * 2
@@ -159,25 +159,25 @@ def test_other_names_of_the_fields() -> None:
 
 
 @pytest.mark.parametrize("name", ["num_hidden_layers", "num_attention_heads", "hidden_size"])
-def test_what_is_missing_is_named(name: str) -> None:
+def test_a_missing_field_is_named(name: str) -> None:
     with pytest.raises(ConfigError, match=f"{name} is missing.*; add it"):
         ModelShape.from_config(without(LLAMA, name))
 
 
 @pytest.mark.parametrize("value", [0, -1, "32", 1.5, True])
-def test_what_is_no_number_is_named(value: object) -> None:
+def test_an_invalid_number_is_named(value: object) -> None:
     with pytest.raises(ConfigError, match=f"num_hidden_layers={value!r}: must be a whole number"):
         ModelShape.from_config({**LLAMA, "num_hidden_layers": value})
 
 
-def test_lengths_that_do_not_fit() -> None:
+def test_inconsistent_sizes() -> None:
     with pytest.raises(ConfigError, match="layer_types has 3 entries for 32 layers"):
         ModelShape.from_config({**LLAMA, "layer_types": ["full_attention"] * 3})
-    with pytest.raises(ConfigError, match=r"hidden_size=4100 is no multiple.*add head_dim"):
+    with pytest.raises(ConfigError, match=r"hidden_size=4100 is not a multiple.*add head_dim"):
         ModelShape.from_config({**LLAMA, "hidden_size": 4100})
 
 
-def test_files(tmp_path: Path) -> None:
+def test_config_files(tmp_path: Path) -> None:
     directory = tmp_path / "My-Model"
     directory.mkdir()
     (directory / "config.json").write_text(json.dumps(without(LLAMA, "_name_or_path")))
@@ -191,7 +191,7 @@ def test_files(tmp_path: Path) -> None:
             ModelShape.from_config(directory)
 
 
-def test_prefill_in_parts_is_prefill_at_once() -> None:
+def test_prefill_in_parts_costs_as_much_as_at_once() -> None:
     start, middle, end = np.array([0.0, 10.0]), np.array([500.0, 10.0]), np.array([2000.0, 900.0])
     whole = DEFAULT_MODEL.prefill_flops(start, end)
     assert DEFAULT_MODEL.prefill_flops(start, middle) + DEFAULT_MODEL.prefill_flops(middle, end) == pytest.approx(whole)
@@ -203,7 +203,7 @@ def test_prefill_in_parts_is_prefill_at_once() -> None:
 
 MODEL = ModelShape("plain", bytes_per_token=1000.0, linear_flops_per_token=10.0, attention_flops_per_pair=0.0)
 SPEEDS = Speeds(prefill_tokens_per_s=100.0, host_bytes_per_s=1e6, disk_bytes_per_s=5e5)
-"""A token takes 10 ms to compute, 1 ms to load from the host, 3 ms from disk."""
+"""A token takes 10 ms to compute, 1 ms to load from the host, and 3 ms to load from disk."""
 
 
 def ttft(prompt: int, device: int = 0, host: int = 0, disk: int = 0, speeds: Speeds = SPEEDS) -> float:
@@ -211,25 +211,25 @@ def ttft(prompt: int, device: int = 0, host: int = 0, disk: int = 0, speeds: Spe
     return float(ttft_seconds(MODEL, speeds, *arrays)[0])
 
 
-def test_what_is_found_is_loaded_and_the_rest_computed() -> None:
+def test_found_tokens_are_loaded_and_the_rest_computed() -> None:
     assert ttft(100) == pytest.approx(1.0)
     assert ttft(100, device=40) == pytest.approx(0.6)
     assert ttft(100, host=40) == pytest.approx(0.04 + 0.6)
     assert ttft(100, device=10, host=40, disk=30) == pytest.approx(0.04 + 0.09 + 0.2)
 
 
-def test_a_token_is_always_computed() -> None:
+def test_at_least_one_token_is_computed() -> None:
     assert ttft(100, device=100) == pytest.approx(0.01)
     assert ttft(0) == 0.0
 
 
-def test_what_computes_faster_is_not_loaded_from_disk() -> None:
+def test_tokens_that_are_faster_to_compute_are_not_loaded_from_disk() -> None:
     slow = Speeds(100.0, 1e6, 1e4)
     assert ttft(100, disk=50, speeds=slow) == pytest.approx(1.0)
     assert ttft(100, host=20, disk=50, speeds=slow) == pytest.approx(0.02 + 0.8)
 
 
-def test_attention_makes_the_end_of_a_prompt_dearer() -> None:
+def test_attention_makes_the_end_of_a_prompt_more_expensive() -> None:
     model = ModelShape("long", 0.0, 10.0, 1.0)
     tokens = np.array([1000, 1000])
     nothing = np.zeros(2, dtype=np.int64)

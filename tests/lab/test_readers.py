@@ -1,4 +1,4 @@
-"""Readers: what a trace says is what its file says, and what is wrong in it is named, counted and left out."""
+"""Readers: a trace has the content of its file; invalid lines are named, counted and skipped."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Line = dict[str, Any]
 
 
 def request(at: float = 0, tokens: int = 1024, ids: list[Any] | None = None, **more: Any) -> Line:
-    """A line of a Mooncake trace."""
+    """Returns a line of a Mooncake trace."""
     chain = list(range(-(-tokens // 512))) if ids is None else ids
     return {"timestamp": at, "input_length": tokens, "output_length": 3, "hash_ids": chain, **more}
 
@@ -37,7 +37,7 @@ def write(path: Path, *lines: Line | str | bytes) -> Path:
 
 
 def chains(trace: Trace) -> list[list[int]]:
-    """Block ids as the file has them."""
+    """Returns the block ids in the file, per request."""
     return [trace.ids[trace.chain(r)].tolist() for r in range(trace.num_requests)]
 
 
@@ -59,23 +59,23 @@ def test_mooncake(tmp_path: Path) -> None:
 def test_blocks_of_another_size(tmp_path: Path) -> None:
     path = write(tmp_path / "t.jsonl", request(0, 64, [1, 2, 3, 4]))
     assert read_trace(path, block_tokens=16).block_tokens == 16
-    with pytest.raises(TraceError, match=r"there are 1 blocks of 512 tokens; if .* say so with block_tokens"):
+    with pytest.raises(TraceError, match=r"which has 1 blocks of 512 tokens; if .* set block_tokens"):
         read_trace(path)
 
 
-def test_a_last_block_that_is_not_whole_may_go_without_a_name(tmp_path: Path) -> None:
+def test_an_incomplete_last_block_needs_no_id(tmp_path: Path) -> None:
     trace = read_trace(write(tmp_path / "t.jsonl", request(0, 1030, [7, 8])))
     assert trace.prompt_blocks.tolist() == [2]
 
 
-def test_compressed_is_the_same_whatever_its_name(tmp_path: Path) -> None:
+def test_compressed_files_are_recognized_under_any_name(tmp_path: Path) -> None:
     plain = write(tmp_path / "t.jsonl", *(request(i, 1024, [i, i + 1]) for i in range(300)))
     (tmp_path / "packed").write_bytes(gzip.compress(plain.read_bytes()))
     packed = read_trace(tmp_path / "packed")
     assert chains(packed) == chains(read_trace(plain))
 
 
-def test_requests_are_put_in_order_of_time_and_that_is_told(tmp_path: Path) -> None:
+def test_requests_are_sorted_by_time_and_this_is_reported(tmp_path: Path) -> None:
     path = write(tmp_path / "t.jsonl", request(9, 512, [9]), request(5, 512, [5]), request(7, 512, [7]))
     trace = read_trace(path)
     assert chains(trace) == [[5], [7], [9]]
@@ -106,19 +106,19 @@ BAD = [
     (request(output_length=-1), "output_length=-1: not a whole number, 0 or more"),
     (request(output_length=False), "output_length=False: not a whole number"),
     (request(hash_ids="12"), "hash_ids='12': not a list"),
-    (request(ids=[1, "2"]), "hash_ids holds '2'"),
-    (request(ids=[1, True]), "hash_ids holds True"),
-    (request(ids=[1, 2.0]), "hash_ids holds 2.0"),
-    (request(ids=[-1, 2]), "hash_ids holds -1"),
-    (request(ids=[1, 2**64]), "hash_ids holds 18446744073709551616"),
-    (request(ids=[1, 1]), "hash_ids holds 1 twice"),
-    (request(ids=[1]), "1 hash_ids for input_length=1024: there are 2 blocks"),
-    (request(ids=[1, 2, 3]), "3 hash_ids for input_length=1024: there are 2 blocks"),
+    (request(ids=[1, "2"]), "hash_ids contains '2'"),
+    (request(ids=[1, True]), "hash_ids contains True"),
+    (request(ids=[1, 2.0]), "hash_ids contains 2.0"),
+    (request(ids=[-1, 2]), "hash_ids contains -1"),
+    (request(ids=[1, 2**64]), "hash_ids contains 18446744073709551616"),
+    (request(ids=[1, 1]), "hash_ids contains 1 twice"),
+    (request(ids=[1]), "1 hash_ids for input_length=1024, which has 2 blocks"),
+    (request(ids=[1, 2, 3]), "3 hash_ids for input_length=1024, which has 2 blocks"),
 ]
 
 
 @pytest.mark.parametrize(("bad", "reason"), BAD, ids=[reason for _, reason in BAD])
-def test_a_wrong_line_is_named_counted_and_left_out(tmp_path: Path, bad: Line | str | bytes, reason: str) -> None:
+def test_an_invalid_line_is_named_counted_and_skipped(tmp_path: Path, bad: Line | str | bytes, reason: str) -> None:
     good = request(1, 1024, [4, 5])
     path = write(tmp_path / "t.jsonl", good, "", bad, good)
     trace = read_trace(path)
@@ -133,11 +133,11 @@ def test_a_wrong_line_is_named_counted_and_left_out(tmp_path: Path, bad: Line | 
     assert str(caught.value).startswith(f"{path}:3: {problem.reason}")
 
 
-def test_a_right_line_is_no_problem_to_strict(tmp_path: Path) -> None:
+def test_strict_accepts_valid_lines(tmp_path: Path) -> None:
     assert read_trace(write(tmp_path / "t.jsonl", request()), strict=True).num_requests == 1
 
 
-def test_of_many_problems_the_first_are_kept_and_all_counted(tmp_path: Path) -> None:
+def test_all_problems_are_counted_and_the_first_kept(tmp_path: Path) -> None:
     trace = read_trace(write(tmp_path / "t.jsonl", *["x"] * 300, request()))
     assert trace.num_problems == 300
     assert [problem.line for problem in trace.problems] == list(range(1, MAX_PROBLEMS_KEPT + 1))
@@ -148,36 +148,36 @@ def test_of_many_problems_the_first_are_kept_and_all_counted(tmp_path: Path) -> 
 def test_an_empty_trace_is_an_error(tmp_path: Path, name: str, content: bytes) -> None:
     path = tmp_path / name
     path.write_bytes(gzip.compress(content) if name.endswith("gz") else content)
-    with pytest.raises(TraceError, match="an empty trace: there is no request in it"):
+    with pytest.raises(TraceError, match="the trace is empty: it has no request"):
         read_trace(path)
 
 
-def test_a_pipe_is_refused_and_not_waited_for(tmp_path: Path) -> None:
+def test_a_pipe_is_refused_without_waiting(tmp_path: Path) -> None:
     pipe = tmp_path / "t.jsonl"
     os.mkfifo(pipe)
     for source in (pipe, "/dev/zero"):
-        with pytest.raises(TraceError, match="not a file; write the trace to one"):
+        with pytest.raises(TraceError, match="not a regular file; write the trace to one"):
             read_trace(source)
-    with pytest.raises(TraceError, match="trace='': names no file"):
+    with pytest.raises(TraceError, match="trace='': give the path"):
         read_trace("")
 
 
-def test_a_header_with_half_of_what_it_must_name(tmp_path: Path) -> None:
+def test_a_header_without_a_required_column(tmp_path: Path) -> None:
     for header, missing in (("time,size", "obj_id"), ("obj_id,size", "time")):
         path = tmp_path / "t.csv"
         path.write_text(f"{header}\n1,2\n3,4\n")
-        with pytest.raises(TraceError, match=rf"t\.csv:1: a header without .*; call that column {missing}"):
+        with pytest.raises(TraceError, match=rf"t\.csv:1: the header has no column for .*; name that column {missing}"):
             read_trace(path)
 
 
-def test_a_trace_without_one_right_line_says_what_is_wrong(tmp_path: Path) -> None:
+def test_a_trace_without_a_valid_line_is_an_error(tmp_path: Path) -> None:
     path = write(tmp_path / "t.jsonl", "x", "y")
     with pytest.raises(TraceError) as caught:
         read_trace(path)
-    assert str(caught.value).startswith(f"{path}: no request in it can be read: 2 wrong, first {path}:1: not JSON")
+    assert str(caught.value).startswith(f"{path}: no request can be read: 2 invalid, the first: {path}:1: not JSON")
 
 
-def test_a_compressed_file_that_breaks_off(tmp_path: Path) -> None:
+def test_a_truncated_compressed_file(tmp_path: Path) -> None:
     rng = random.Random(0)
     lines = [request(i, 512, [rng.getrandbits(63)]) for i in range(2000)]
     packed = gzip.compress(b"".join(json.dumps(line).encode() + b"\n" for line in lines))
@@ -188,50 +188,50 @@ def test_a_compressed_file_that_breaks_off(tmp_path: Path) -> None:
     assert chains(trace) == [line["hash_ids"] for line in lines[: trace.num_requests]]
     assert trace.num_problems == 1
     assert trace.problems[0].line == trace.num_requests + 1
-    assert "cannot be read from here on" in trace.problems[0].reason
+    assert "cannot be read beyond this line" in trace.problems[0].reason
     path.write_bytes(packed[:40])
-    with pytest.raises(TraceError, match="no request in it can be read"):
+    with pytest.raises(TraceError, match="no request can be read"):
         read_trace(path)
     path.write_bytes(packed[:500] + bytes(500) + packed[1000:])
-    with pytest.raises(TraceError, match="cannot be read from here on"):
+    with pytest.raises(TraceError, match="cannot be read beyond this line"):
         read_trace(path, strict=True)
 
 
 @pytest.mark.parametrize("name", ["t.jsonl", "t.csv", "t", "t.gz"])
-def test_garbage(tmp_path: Path, name: str) -> None:
+def test_random_bytes_are_an_error(tmp_path: Path, name: str) -> None:
     (tmp_path / name).write_bytes(random.Random(1).randbytes(100_000))
-    with pytest.raises(TraceError, match=r"no request in it can be read|of no format that is known here"):
+    with pytest.raises(TraceError, match=r"no request can be read|the format is not recognized"):
         read_trace(tmp_path / name)
 
 
-def test_an_unknown_format_lists_those_that_are_known(tmp_path: Path) -> None:
+def test_an_unknown_format_lists_the_known_ones(tmp_path: Path) -> None:
     path = write(tmp_path / "t.txt", "Lorem ipsum")
-    for words in (*FORMATS, "say so with format"):
+    for words in (*FORMATS, "set format"):
         with pytest.raises(TraceError, match=words):
             read_trace(path)
-    with pytest.raises(TraceError, match="format='parquet': unknown; write one of mooncake"):
+    with pytest.raises(TraceError, match="format='parquet': unknown; use one of mooncake"):
         read_trace(path, format="parquet")
 
 
-def test_a_file_that_is_not_there_or_may_not_be_read(tmp_path: Path) -> None:
+def test_a_file_that_does_not_exist_or_is_a_directory(tmp_path: Path) -> None:
     with pytest.raises(TraceError, match="cannot be read: No such file"):
         read_trace(tmp_path / "none.jsonl")
-    with pytest.raises(TraceError, match=r"not a file; write the trace to one"):
+    with pytest.raises(TraceError, match=r"not a regular file; write the trace to one"):
         read_trace(tmp_path, format="mooncake")
 
 
 @pytest.mark.parametrize("value", [0, -1, 1.5, True, "512"])
-def test_block_tokens_is_a_number_of_tokens(tmp_path: Path, value: Any) -> None:
+def test_block_tokens_must_be_a_positive_whole_number(tmp_path: Path, value: Any) -> None:
     with pytest.raises(TraceError, match=r"block_tokens=.*: must be a whole number, 1 or more"):
         read_trace(write(tmp_path / "t.jsonl", request()), block_tokens=value)
 
 
 def test_progress_grows_to_one(tmp_path: Path) -> None:
-    told: list[float] = []
-    read_trace(write(tmp_path / "t.jsonl", *(request(i) for i in range(3000))), on_progress=told.append)
-    assert len(told) > 3
-    assert told == sorted(told)
-    assert told[-1] == 1.0
+    shares: list[float] = []
+    read_trace(write(tmp_path / "t.jsonl", *(request(i) for i in range(3000))), on_progress=shares.append)
+    assert len(shares) > 3
+    assert shares == sorted(shares)
+    assert shares[-1] == 1.0
 
 
 # libCacheSim.
@@ -264,7 +264,7 @@ def test_csv_with_a_header_other_delimiters_and_names(tmp_path: Path, lines: tup
     assert trace.num_problems == 0
 
 
-def test_csv_is_known_by_its_content(tmp_path: Path) -> None:
+def test_csv_is_recognized_by_its_content(tmp_path: Path) -> None:
     assert read_trace(write(tmp_path / "t", "10,5,1")).info["format"] == "libcachesim"
 
 
@@ -281,14 +281,14 @@ def test_csv_is_known_by_its_content(tmp_path: Path) -> None:
         ("12," + "5" * 100_000, "longer than"),
     ],
 )
-def test_wrong_lines_of_csv(tmp_path: Path, line: str, reason: str) -> None:
+def test_invalid_lines_of_csv(tmp_path: Path, line: str, reason: str) -> None:
     trace = read_trace(write(tmp_path / "t.csv", "10,5", line, "12,5"))
     assert trace.blocks.tolist() == [0, 0]
     assert [problem.line for problem in trace.problems] == [2]
     assert reason in trace.problems[0].reason
 
 
-def test_csv_has_no_blocks_of_tokens(tmp_path: Path) -> None:
+def test_csv_takes_no_block_tokens(tmp_path: Path) -> None:
     with pytest.raises(TraceError, match=r"block_tokens=16: t\.csv has objects, not tokens"):
         read_trace(write(tmp_path / "t.csv", "10,5"), block_tokens=16)
 
@@ -313,7 +313,7 @@ def sessions(folder: Path, *data: Line) -> Path:
 
 
 def shared_blocks(a: np.ndarray[Any, Any], b: np.ndarray[Any, Any]) -> int:
-    """Length of the longest common prefix."""
+    """Returns the length of the longest common prefix."""
     same = a[: len(b)] == b[: len(a)]
     return int(np.argmin(same)) if not same.all() else len(same)
 
@@ -329,7 +329,7 @@ def test_a_session(tmp_path: Path) -> None:
     assert [trace.chain(0).tolist(), trace.chain(1).tolist()] == [[0, 1, 2], [0, 1, 3, 4]]
 
 
-def test_an_id_alone_names_no_prefix(tmp_path: Path) -> None:
+def test_an_id_alone_does_not_name_a_prefix(tmp_path: Path) -> None:
     trace = read_trace(
         sessions(tmp_path / "d", session("s", turn(0, [1, 2, 3]), turn(1, [9, 2, 3]), turn(2, [1, 3, 2])))
     )
@@ -347,11 +347,11 @@ def test_larger_blocks_are_named_by_all_ids_up_to_their_end(tmp_path: Path) -> N
     assert trace.block_tokens == 512
     assert [len(trace.chain(r)) for r in range(3)] == [2, 2, 0]
     assert shared_blocks(trace.chain(0), trace.chain(1)) == 1
-    with pytest.raises(TraceError, match=r"block_tokens=100: blocks of trace_0000\.json are of 64 tokens"):
+    with pytest.raises(TraceError, match=r"block_tokens=100: blocks of trace_0000\.json have 64 tokens"):
         read_trace(path, block_tokens=100)
 
 
-def test_sessions_share_tools_and_system_prompts_of_equal_length_and_nothing_else(tmp_path: Path) -> None:
+def test_sessions_share_only_tools_and_system_prompts_of_equal_length(tmp_path: Path) -> None:
     ids = list(range(1, 21))
     trace = read_trace(
         sessions(
@@ -368,7 +368,7 @@ def test_sessions_share_tools_and_system_prompts_of_equal_length_and_nothing_els
     assert len(by_session) == 6
     firsts = sorted(by_session.values(), key=lambda chain: int(chain[0]))
     shared = sorted(shared_blocks(x, y) for i, x in enumerate(firsts) for y in firsts[:i])
-    # Of a and b 520 tokens, which are 8 whole blocks; of both with c the 5 of the tools.
+    # Sessions a and b share 520 tokens, which are 8 whole blocks; c shares the 5 blocks of tools with both.
     assert shared == [0] * 12 + [5, 5, 8]
     odd = next(trace.chain(r) for r in range(trace.num_requests) if len(trace.chain(r)) == 21)
     assert not any(set(odd.tolist()) & set(chain.tolist()) for chain in firsts)
@@ -380,7 +380,7 @@ def test_ids_of_global_scope_are_the_same_in_all_sessions(tmp_path: Path) -> Non
     assert trace.chain(0).tolist() == trace.chain(1).tolist()
 
 
-def test_sessions_begin_at_moments_that_their_names_decide(tmp_path: Path) -> None:
+def test_sessions_start_at_times_derived_from_their_names(tmp_path: Path) -> None:
     data = [session(f"s{i}", turn(0, [i]), turn(100, [i])) for i in range(50)]
     trace = read_trace(sessions(tmp_path / "d", *data))
     again = read_trace(sessions(tmp_path / "e", *reversed(data)))
@@ -401,7 +401,7 @@ def test_subagents(tmp_path: Path, inner: tuple[float, float]) -> None:
     assert shared_blocks(trace.chain(0), trace.chain(3)) == 1
 
 
-def test_sessions_in_lines_indented_and_compressed(tmp_path: Path) -> None:
+def test_sessions_per_line_indented_and_compressed(tmp_path: Path) -> None:
     data = [session("a", turn(0, [1, 2])), session("b", turn(3, [1, 2, 3]))]
     folder = read_trace(sessions(tmp_path / "d", *data))
     lines = read_trace(write(tmp_path / "all.jsonl", *data))
@@ -422,11 +422,11 @@ def test_sessions_in_lines_indented_and_compressed(tmp_path: Path) -> None:
         ({"t": -1, "in": 64, "out": 0, "hash_ids": []}, "request 1: t=-1: not a time"),
         ({"t": 1, "in": 64, "out": 0, "hash_ids": [1, 2, 3]}, "request 1: 3 hash_ids for in=64"),
         (5, "request 1: not a JSON object"),
-        ({"t": 1, "type": "subagent"}, "request 1: requests is no list"),
+        ({"t": 1, "type": "subagent"}, "request 1: requests is not a list"),
         ({"t": 1, "type": "subagent", "requests": [{}]}, "request 1, request 0: t is missing"),
     ],
 )
-def test_wrong_requests_of_a_session(tmp_path: Path, bad: Any, reason: str) -> None:
+def test_invalid_requests_of_a_session(tmp_path: Path, bad: Any, reason: str) -> None:
     path = sessions(tmp_path / "d", session("s", turn(0, [1]), bad, turn(2, [1, 2])))
     trace = read_trace(path)
     assert trace.num_requests == 2
@@ -436,24 +436,24 @@ def test_wrong_requests_of_a_session(tmp_path: Path, bad: Any, reason: str) -> N
         read_trace(path, strict=True)
 
 
-def test_wrong_sessions(tmp_path: Path) -> None:
+def test_invalid_sessions(tmp_path: Path) -> None:
     path = sessions(tmp_path / "d", session("s", turn(0, [1])), session("t", block_size=0), {"id": "u"})
     (path / "v.json").write_text("{")
     (path / "w.json").mkdir()
     trace = read_trace(path)
     assert trace.num_requests == 1
-    told = {Path(problem.file).name: problem.reason for problem in trace.problems}
-    assert told.keys() == {"trace_0001.json", "trace_0002.json", "v.json", "w.json"}
-    assert "block_size=0" in told["trace_0001.json"]
-    assert "not a file" in told["w.json"]
+    reasons = {Path(problem.file).name: problem.reason for problem in trace.problems}
+    assert reasons.keys() == {"trace_0001.json", "trace_0002.json", "v.json", "w.json"}
+    assert "block_size=0" in reasons["trace_0001.json"]
+    assert "not a regular file" in reasons["w.json"]
 
 
 def test_a_directory_without_sessions(tmp_path: Path) -> None:
-    with pytest.raises(TraceError, match="a directory without sessions, which are files named"):
+    with pytest.raises(TraceError, match="the directory has no sessions"):
         read_trace(tmp_path)
 
 
-def test_subagents_do_not_nest_for_ever(tmp_path: Path) -> None:
+def test_the_nesting_of_subagents_is_bounded(tmp_path: Path) -> None:
     entry: Line = turn(0, [1])
     for _ in range(50):
         entry = {"t": 0, "type": "subagent", "requests": [entry]}
@@ -462,7 +462,7 @@ def test_subagents_do_not_nest_for_ever(tmp_path: Path) -> None:
     assert "deep" in trace.problems[0].reason
 
 
-# What a server has recorded; how it records is tested with the recorder.
+# Recorded traces. Recording is tested in tests/observe/test_trace.py.
 
 HEADER = {"kvoffload_trace": 1, "started": 1000.0, "block_tokens": 16, "device_blocks": 7, "pool_blocks": 9}
 
@@ -495,7 +495,7 @@ def test_recorded(tmp_path: Path) -> None:
     json.dumps(trace.info)
 
 
-def test_a_server_that_started_anew_goes_on_in_the_same_file(tmp_path: Path) -> None:
+def test_a_restarted_server_continues_in_the_same_file(tmp_path: Path) -> None:
     line = recorded(100, 16, 0, [1])
     trace = read_trace(write(tmp_path / "t.jsonl", HEADER, line, HEADER | {"started": 1060.0}, line))
     assert trace.times.tolist() == pytest.approx([0.1, 60.1])
@@ -507,13 +507,13 @@ def test_a_server_that_started_anew_goes_on_in_the_same_file(tmp_path: Path) -> 
     [
         (recorded(0, 16, 0, [1, 2]), "2 hash_ids for input_length=16"),
         (recorded(0, 40, 0, [1]), "1 hash_ids for input_length=40"),
-        (recorded(0, 40, 0, [1, 2], device_tokens=41), "more was found than"),
+        (recorded(0, 40, 0, [1, 2], device_tokens=41), "the sum is more than input_length=40"),
         (recorded(0, 40, 0, [1, 2], host_tokens=-1), "host_tokens=-1"),
         (HEADER | {"block_tokens": 0}, "block_tokens=0"),
         ('{"timestamp": 0, "inp', "not JSON"),
     ],
 )
-def test_wrong_lines_of_a_recorded_trace(tmp_path: Path, line: Line | str, reason: str) -> None:
+def test_invalid_lines_of_a_recorded_trace(tmp_path: Path, line: Line | str, reason: str) -> None:
     trace = read_trace(write(tmp_path / "t.jsonl", HEADER, line, recorded(1, 16, 0, [1])))
     assert trace.num_requests == 1
     assert [problem.line for problem in trace.problems] == [2]
@@ -524,18 +524,18 @@ def test_recorded_traces_that_cannot_be_read(tmp_path: Path) -> None:
     line = recorded(1, 16, 0, [1])
     with pytest.raises(TraceError, match=r"a\.jsonl:1: kvoffload_trace=2: "):
         read_trace(write(tmp_path / "a.jsonl", HEADER | {"kvoffload_trace": 2}, line))
-    with pytest.raises(TraceError, match=":3: blocks of 32 tokens from here on"):
+    with pytest.raises(TraceError, match=":3: blocks have 32 tokens from here on"):
         read_trace(write(tmp_path / "b.jsonl", HEADER, line, HEADER | {"block_tokens": 32}))
     with pytest.raises(TraceError, match=r"block_tokens=512: c\.jsonl was recorded with 16"):
         read_trace(write(tmp_path / "c.jsonl", HEADER, line), block_tokens=512)
-    with pytest.raises(TraceError, match="an empty trace"):
+    with pytest.raises(TraceError, match="the trace is empty"):
         read_trace(write(tmp_path / "d.jsonl", HEADER))
 
 
-# Real traces, where they are.
+# Real traces.
 
 
-@pytest.mark.skipif(not TRACES.is_dir(), reason="no real traces here")
+@pytest.mark.skipif(not TRACES.is_dir(), reason="the public traces are missing")
 @pytest.mark.parametrize(
     ("name", "requests", "accesses", "distinct"),
     [

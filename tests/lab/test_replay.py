@@ -1,4 +1,4 @@
-"""Replays beside plain models of a cache, and by hand for each tier."""
+"""Replays compared with simple models of a cache, and with results computed by hand for each tier."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ from kvoffload.lab.replay import CLAIRVOYANT, ReplayConfig, ReplayResult, replay
 from kvoffload.lab.trace import Trace, make_trace
 
 SIZE = 16
-"""Tokens of a block."""
+"""Tokens per block."""
 TRACES = Path(os.environ.get("KVOFFLOAD_TRACES") or Path(__file__).parents[2].parent / "shared" / "traces")
-needs_traces = pytest.mark.skipif(not TRACES.is_dir(), reason="the public traces are not here")
+needs_traces = pytest.mark.skipif(not TRACES.is_dir(), reason="the public traces are missing")
 
 
 def make(chains: Sequence[Sequence[int]], inputs: Sequence[int] | None = None, **more: object) -> Trace:
-    """A request a second; by default every block is whole."""
+    """Returns a trace with one request per second; by default every block is whole."""
     n = len(chains)
     tokens = [len(chain) * SIZE for chain in chains] if inputs is None else inputs
     return make_trace("made", SIZE, list(map(float, range(n))), tokens, [0] * n, chains, **more)  # type: ignore[arg-type]
 
 
 def random_trace(seed: int, requests: int = 300) -> Trace:
-    """Chains of a forest: equal ids mean an equal prefix."""
+    """Returns chains of random trees: equal ids mean an equal prefix."""
     rng = Random(seed)
     chains = []
     for _ in range(requests):
@@ -46,7 +46,7 @@ def random_trace(seed: int, requests: int = 300) -> Trace:
 
 
 def plain_lru(trace: Trace, capacity: int) -> list[int]:
-    """Prefix-hit tokens of each request."""
+    """Returns the prefix-hit tokens of each request."""
     cache: OrderedDict[int, None] = OrderedDict()
     found = []
     for request in range(trace.num_requests):
@@ -64,7 +64,7 @@ def plain_lru(trace: Trace, capacity: int) -> list[int]:
 
 
 @pytest.mark.parametrize("capacity", [1, 5, 17, 60, 1 << 20])
-def test_lru_agrees_with_a_plain_one(capacity: int) -> None:
+def test_lru_agrees_with_a_simple_model(capacity: int) -> None:
     trace = random_trace(capacity)
     result = replay(trace, ReplayConfig("lru", capacity))
     assert result.host_tokens.tolist() == plain_lru(trace, capacity)
@@ -72,12 +72,12 @@ def test_lru_agrees_with_a_plain_one(capacity: int) -> None:
     assert (result.requests, result.accesses) == (trace.num_requests, trace.num_accesses)
 
 
-def test_the_plain_one_would_notice_a_wrong_order() -> None:
-    """Control: blocks that lose their head before their tail are found less often."""
+def test_the_simple_model_would_notice_a_wrong_order() -> None:
+    """Control: chains that are evicted from their head have fewer hits."""
 
     class HeadFirst(LRUPolicy):
-        def refresh(self, slots: np.ndarray, new: np.ndarray, pinned: np.ndarray) -> None:
-            super().refresh(slots[::-1], new[::-1], pinned[::-1])
+        def reorder(self, slots: np.ndarray, new: np.ndarray) -> None:
+            super().reorder(slots[::-1], new[::-1])
 
     trace = random_trace(1)
     result = replay(trace, ReplayConfig("lru", 17), make_policy=HeadFirst)
@@ -91,7 +91,7 @@ def test_known_figures_of_a_public_trace() -> None:
     assert result.prefix_hit_tokens_pct == pytest.approx(26.7, abs=0.05)
 
 
-# What is counted.
+# Counts.
 
 
 def test_hit_tokens_end_with_the_prompt() -> None:
@@ -100,7 +100,7 @@ def test_hit_tokens_end_with_the_prompt() -> None:
     assert result.prefix_hit_tokens_pct == 50.0
 
 
-def test_only_an_unbroken_run_is_a_prefix_hit() -> None:
+def test_only_leading_blocks_without_a_gap_are_a_prefix_hit() -> None:
     result = replay(make([[1], [9], [1, 9]]), ReplayConfig("lru", 8))
     assert result.host_tokens.tolist() == [0, 0, 2 * SIZE]
     result = replay(make([[9], [1, 9]]), ReplayConfig("lru", 8))
@@ -108,14 +108,14 @@ def test_only_an_unbroken_run_is_a_prefix_hit() -> None:
     assert result.block_hits == 1
 
 
-def test_saved_flops_weigh_the_end_of_a_prompt_more() -> None:
+def test_tokens_at_the_end_of_a_prompt_save_more_flops() -> None:
     trace = make([[1, 2], [1, 2, 3, 4]])
     flat, square = ModelShape("flat", 1.0, 1.0, 0.0), ModelShape("square", 1.0, 1e-9, 1.0)
     assert replay(trace, ReplayConfig("lru", 8), model=flat).saved_flops_pct == pytest.approx(100 * 2 / 6)
     assert replay(trace, ReplayConfig("lru", 8), model=square).saved_flops_pct == pytest.approx(100 * 4 / (4 + 16))
 
 
-def test_outputs_are_stored_and_not_looked_up() -> None:
+def test_outputs_are_stored_but_not_looked_up() -> None:
     trace = make([[1, 2, 3], [1, 2, 3], [1, 2, 3, 4]], [SIZE, SIZE, 4 * SIZE], prompt_blocks=[1, 1, 4])
     result = replay(trace, ReplayConfig("lru", 8))
     assert result.host_tokens.tolist() == [0, SIZE, 3 * SIZE]
@@ -123,13 +123,13 @@ def test_outputs_are_stored_and_not_looked_up() -> None:
     assert result.writes_per_access == 4 / 10
 
 
-def test_of_a_chain_longer_than_the_pool_the_head_is_kept() -> None:
+def test_only_the_head_of_a_chain_longer_than_the_pool_is_kept() -> None:
     result = replay(make([[1, 2, 3, 4, 5]] * 2), ReplayConfig("lru", 3))
     assert result.host_tokens.tolist() == [0, 3 * SIZE]
     assert (result.stored_blocks, result.evicted_blocks) == (3, 0)
 
 
-def test_why_requests_missed() -> None:
+def test_reasons_of_misses() -> None:
     trace = make([[1, 2], [1, 3], [4, 5], [1, 2], [4, 5]])
     result = replay(trace, ReplayConfig("lru", 2))
     assert result.misses == {MissReason.NEVER_STORED: 3, MissReason.EVICTED: 2}
@@ -152,8 +152,8 @@ def test_bytes_and_write_amplification() -> None:
 # Tiers.
 
 
-def test_a_device_cache_takes_the_first_part_of_a_hit() -> None:
-    # Of [1, 2, 3] the device keeps what [7, 8] leaves of it: the head.
+def test_a_device_cache_serves_the_first_part_of_a_hit() -> None:
+    # [7, 8] evicts the tail of [1, 2, 3] from the device.
     trace = make([[1, 2, 3], [7, 8], [1, 2, 3, 4]])
     result = replay(trace, ReplayConfig("lru", 8, device_blocks=4))
     assert result.device_tokens.tolist() == [0, 0, 2 * SIZE]
@@ -161,22 +161,22 @@ def test_a_device_cache_takes_the_first_part_of_a_hit() -> None:
     assert replay(trace, ReplayConfig("lru", 8)).host_tokens.tolist() == [0, 0, 3 * SIZE]
 
 
-def test_the_device_leaves_a_token_to_compute_and_ignores_unfinished_blocks() -> None:
+def test_the_device_leaves_a_token_to_compute_and_ignores_incomplete_blocks() -> None:
     result = replay(make([[1, 2]] * 2), ReplayConfig("lru", 8, device_blocks=8))
     assert (result.device_tokens[1], result.host_tokens[1]) == (SIZE, SIZE)
     result = replay(make([[1, 2]] * 2, [2 * SIZE - 4] * 2), ReplayConfig("lru", 8, device_blocks=8))
     assert (result.device_tokens[1], result.host_tokens[1]) == (SIZE, SIZE - 4)
 
 
-def test_what_the_device_holds_and_the_host_lost_is_stored_again() -> None:
-    # A pool of two blocks loses [1] to [2, 3]; the device still has it.
+def test_blocks_on_the_device_that_the_host_has_evicted_are_stored_again() -> None:
+    # [2, 3] evicts [1] from a pool of two blocks; the device still has it.
     trace = make([[1], [2, 3], [1, 4]])
     result = replay(trace, ReplayConfig("lru", 2, device_blocks=8))
     assert result.device_tokens.tolist() == [0, 0, SIZE]
     assert result.stored_blocks == 5
 
 
-def test_a_disk_brings_back_what_the_host_has_lost() -> None:
+def test_blocks_evicted_from_the_host_are_found_on_disk() -> None:
     trace = make([[1, 2], [3, 4, 5, 6, 7, 8], [1, 2], [1, 2]])
     alone = replay(trace, ReplayConfig("lru", 6))
     assert alone.host_tokens.tolist() == [0, 0, 0, 2 * SIZE]
@@ -191,7 +191,7 @@ def test_a_disk_brings_back_what_the_host_has_lost() -> None:
     assert sum(tier.hit_tokens for tier in result.tiers) == result.prefix_hit_tokens
 
 
-def test_a_disk_has_an_end_too() -> None:
+def test_a_full_disk_evicts_too() -> None:
     trace = make([[1, 2], [3, 4, 5, 6, 7, 8], [1, 2]])
     result = replay(trace, ReplayConfig("lru", 6, disk_blocks=6))
     assert result.disk_tokens.tolist() == [0, 0, 0]
@@ -210,7 +210,7 @@ def test_tiers_only_add_hits_for_every_policy(policy: str) -> None:
 
 
 @pytest.mark.parametrize("capacity", [5, 20, 60])
-def test_no_policy_beats_the_bound(capacity: int) -> None:
+def test_no_policy_beats_the_clairvoyant_one(capacity: int) -> None:
     trace = random_trace(4, requests=150)
     bound = replay(trace, ReplayConfig(CLAIRVOYANT, capacity)).prefix_hit_tokens
     found = [replay(trace, ReplayConfig(policy, capacity)).prefix_hit_tokens for policy in BUILTIN]
@@ -238,13 +238,13 @@ def test_many_replays_in_order(processes: int) -> None:
     assert shares[-1] == pytest.approx(1.0)
 
 
-def test_an_error_of_another_process_arrives() -> None:
+def test_an_error_in_another_process_is_raised() -> None:
     configs = [ReplayConfig("lru", 8), ReplayConfig("no-such-policy", 8)]
     with pytest.raises(ConfigError, match="no-such-policy"):
         replay_many(random_trace(6, requests=10), configs, processes=2)
 
 
-def test_an_empty_trace_is_replayed_too() -> None:
+def test_an_empty_trace_can_be_replayed() -> None:
     result = replay(make([]), ReplayConfig("lru", 8))
     assert result.prefix_hit_tokens_pct == result.saved_flops_pct == result.writes_per_access == 0.0
 
@@ -259,7 +259,7 @@ def test_an_empty_trace_is_replayed_too() -> None:
         ({"policy": CLAIRVOYANT, "disk_blocks": 5}, "leave device and disk out"),
     ],
 )
-def test_a_setting_that_cannot_be_is_an_error(settings: dict[str, object], match: str) -> None:
+def test_an_invalid_setting_is_an_error(settings: dict[str, object], match: str) -> None:
     with pytest.raises(ConfigError, match=match):
         ReplayConfig(**{"policy": "lru", "capacity_blocks": 8, **settings})  # type: ignore[arg-type]
 
@@ -268,5 +268,5 @@ def test_a_device_too_small_for_a_request_is_an_error() -> None:
     with pytest.raises(ConfigError, match="device_blocks=2: the longest request needs 3"):
         replay(make([[1, 2, 3]]), ReplayConfig("lru", 8, device_blocks=2))
     endless = make_trace("endless", SIZE, [0], [SIZE], [1 << 40], [[1]])
-    with pytest.raises(ConfigError, match=r"device_blocks=1099511627776: more than are replayed"):
+    with pytest.raises(ConfigError, match=r"device_blocks=1099511627776: a replay supports at most"):
         replay(endless, ReplayConfig("lru", 8, device_blocks=1 << 40))

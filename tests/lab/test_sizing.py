@@ -1,4 +1,4 @@
-"""Sizing: against replays of the same settings, and in its words."""
+"""Sizing: compared with replays of the same settings, and its sentences."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from kvoffload.lab.trace import Trace, make_trace
 
 GIB = 1 << 30
 MODEL = ModelShape("model", bytes_per_token=GIB / 256, linear_flops_per_token=1e10, attention_flops_per_pair=0.0)
-"""A block of 256 tokens is a GiB."""
+"""A block of 256 tokens takes 1 GiB."""
 SPEEDS = Speeds(prefill_tokens_per_s=1000.0, host_bytes_per_s=100e9, disk_bytes_per_s=20e9)
 
 
@@ -31,7 +31,7 @@ def answer(chat: Trace) -> Sizing:
     return size(chat, MODEL, speeds=SPEEDS)
 
 
-def test_without_a_disk_it_is_the_replay(chat: Trace) -> None:
+def test_without_a_disk_the_result_equals_a_replay(chat: Trace) -> None:
     (setting,) = size(chat, MODEL, ram=[200 * GIB], speeds=SPEEDS).settings
     result = replay(chat, ReplayConfig("lru", 200), model=MODEL, speeds=SPEEDS)
     assert setting.served_pct == setting.ram_pct == pytest.approx(result.prefix_hit_tokens_pct)
@@ -45,16 +45,16 @@ def test_without_a_disk_it_is_the_replay(chat: Trace) -> None:
 
 @pytest.mark.parametrize(("ram", "disk"), [(100, 400), (200, 800), (40, 600)])
 @pytest.mark.parametrize("policy", ["lru", "arc"])
-def test_with_a_disk_it_is_near_the_tiered_replay(chat: Trace, policy: str, ram: int, disk: int) -> None:
+def test_with_a_disk_the_result_is_close_to_a_replay(chat: Trace, policy: str, ram: int, disk: int) -> None:
     found = size(chat, MODEL, policy=policy, ram=[ram * GIB], disk=[disk * GIB], processes=1)
     (setting,) = found.settings
     result = replay(chat, ReplayConfig(policy, ram, disk_blocks=disk))
     assert setting.served_pct == pytest.approx(result.prefix_hit_tokens_pct, abs=1.5)
-    # What a disk adds is more than that.
+    # The disk adds more than this tolerance.
     assert setting.served_pct > setting.ram_pct + 3.0
 
 
-def test_a_request_gets_no_more_from_disk_than_ram_has_room_for(chat: Trace) -> None:
+def test_ram_limits_how_much_a_request_gets_from_disk(chat: Trace) -> None:
     small = size(chat, MODEL, ram=[4 * GIB], disk=[2048 * GIB]).settings[0]
     result = replay(chat, ReplayConfig("lru", 4, disk_blocks=2048))
     large = size(chat, MODEL, ram=[400 * GIB], disk=[2048 * GIB]).settings[0]
@@ -62,7 +62,7 @@ def test_a_request_gets_no_more_from_disk_than_ram_has_room_for(chat: Trace) -> 
     assert small.served_pct < large.served_pct - 20.0
 
 
-def test_defaults_reach_from_little_to_nearly_all(answer: Sizing) -> None:
+def test_default_sizes_cover_small_to_nearly_complete_caches(answer: Sizing) -> None:
     assert len(answer.settings) >= 6
     served = [setting.served_pct for setting in answer.settings]
     assert min(served) < 0.6 * answer.ceiling.served_pct
@@ -72,7 +72,7 @@ def test_defaults_reach_from_little_to_nearly_all(answer: Sizing) -> None:
     assert answer.warnings == ()
 
 
-def test_the_words(answer: Sizing) -> None:
+def test_the_answer_in_sentences(answer: Sizing) -> None:
     best = answer.best
     assert answer.chosen is best
     text = answer.answer
@@ -81,14 +81,14 @@ def test_the_words(answer: Sizing) -> None:
     assert f"A cache that never evicts would serve {answer.ceiling.served_pct:.1f}%." in text
 
 
-def test_words_without_a_disk(chat: Trace) -> None:
+def test_the_answer_without_a_disk(chat: Trace) -> None:
     found = size(chat, MODEL, ram=[256 * GIB])
     more = size(chat, MODEL, ram=[512 * GIB]).settings[0].served_pct - found.settings[0].served_pct
     assert found.answer.startswith(f"256 GiB RAM serves {found.settings[0].served_pct:.1f}% of prompt tokens. ")
     assert f"The next 256 GiB of RAM would add {more:.1f} points." in found.answer
 
 
-def test_the_chosen_saves_nearly_as_much_time_as_any_for_less(answer: Sizing) -> None:
+def test_the_chosen_setting_is_the_cheapest_that_saves_nearly_as_much_time_as_the_best(answer: Sizing) -> None:
     assert answer.chosen is not None
 
     def saved(mean: float) -> float:
@@ -101,7 +101,7 @@ def test_the_chosen_saves_nearly_as_much_time_as_any_for_less(answer: Sizing) ->
             assert saved(setting.ttft_mean_s) < 0.9 * most
 
 
-def test_a_target_is_met_by_the_cheapest(chat: Trace, answer: Sizing) -> None:
+def test_the_cheapest_setting_that_meets_a_target_is_chosen(chat: Trace, answer: Sizing) -> None:
     times = sorted(setting.ttft_p95_s for setting in answer.settings)
     target = times[len(times) // 2]
     found = size(chat, MODEL, speeds=SPEEDS, target_p95_s=target)
@@ -113,7 +113,7 @@ def test_a_target_is_met_by_the_cheapest(chat: Trace, answer: Sizing) -> None:
     assert f"{found.chosen} is the cheapest setting tried that meets a TTFT p95 of" in found.answer
 
 
-def test_prices_decide(chat: Trace, answer: Sizing) -> None:
+def test_prices_decide_the_choice(chat: Trace, answer: Sizing) -> None:
     target = min(setting.ttft_p95_s for setting in answer.settings if not setting.disk_bytes)
     free_disk = size(chat, MODEL, speeds=SPEEDS, target_p95_s=target, prices=Prices(5.0, 0.0)).chosen
     dear_disk = size(chat, MODEL, speeds=SPEEDS, target_p95_s=target, prices=Prices(5.0, 1000.0)).chosen
@@ -123,29 +123,29 @@ def test_prices_decide(chat: Trace, answer: Sizing) -> None:
     assert dear_disk.disk_bytes == 0
 
 
-def test_a_target_that_nothing_meets(chat: Trace) -> None:
+def test_a_target_that_no_setting_meets(chat: Trace) -> None:
     found = size(chat, MODEL, speeds=SPEEDS, target_p95_s=1e-6)
     assert found.chosen is None
     best = min(found.settings, key=lambda setting: setting.ttft_p95_s)
     assert found.best.ttft_p95_s == best.ttft_p95_s
-    assert found.answer.startswith(f"No setting tried meets a TTFT p95 of 0 ms. {found.best} comes nearest")
+    assert found.answer.startswith(f"No setting tried meets a TTFT p95 of 0 ms. {found.best} comes closest")
     assert "A cache that never evicts would reach" in found.answer
 
 
-def test_more_than_the_trace_can_fill_is_warned_of(chat: Trace) -> None:
+def test_more_than_the_trace_can_fill_gives_a_warning(chat: Trace) -> None:
     (warning,) = size(chat, MODEL, ram=[2 * chat.num_distinct * GIB]).warnings
-    assert "too short to tell" in warning
+    assert "too short to predict" in warning
     assert size(chat, MODEL, ram=[chat.num_distinct * GIB // 2]).warnings == ()
 
 
-def test_a_trace_in_which_nothing_comes_twice() -> None:
+def test_a_trace_without_repetitions() -> None:
     trace = make_trace("once", 256, range(20), [512] * 20, [0] * 20, [[2 * r, 2 * r + 1] for r in range(20)])
     found = size(trace, MODEL)
     assert found.ceiling.served_pct == 0.0
     assert "0.0% of prompt tokens" in found.answer
 
 
-def test_json_has_everything(answer: Sizing) -> None:
+def test_json_is_complete(answer: Sizing) -> None:
     content = json.loads(json.dumps(answer.to_dict()))
     assert content["answer"] == answer.answer
     assert len(content["settings"]) == len(answer.settings)
@@ -155,10 +155,10 @@ def test_json_has_everything(answer: Sizing) -> None:
     assert shares == sorted(shares)
 
 
-def test_settings_that_cannot_be(chat: Trace) -> None:
-    with pytest.raises(ConfigError, match=r"ram=1 MiB: holds no block; one takes 1 GiB .* give many times that"):
+def test_invalid_settings(chat: Trace) -> None:
+    with pytest.raises(ConfigError, match=r"ram=1 MiB: too small for one block of 1 GiB .* give many times that"):
         size(chat, MODEL, ram=[1 << 20])
-    with pytest.raises(ConfigError, match="disk=1 MiB: holds no block"):
+    with pytest.raises(ConfigError, match="disk=1 MiB: too small for one block"):
         size(chat, MODEL, disk=[1 << 20])
-    with pytest.raises(ConfigError, match="settings; at most 1,000"):
+    with pytest.raises(ConfigError, match="combinations, but at most 1,000"):
         size(chat, MODEL, ram=[n * GIB for n in range(1, 41)], disk=[n * GIB for n in range(1, 41)])

@@ -1,4 +1,4 @@
-"""Made-up workloads: the same for the same seed, in order, and of the shape that they claim."""
+"""Synthetic workloads: deterministic for a seed, ordered by time, and with the documented properties."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ ALL = pytest.mark.parametrize("kind", KINDS)
 
 
 def found_before(trace: Trace) -> float:
-    """Share of the prompts' blocks that an earlier request has had."""
+    """Returns the share of the prompts' blocks that an earlier request had."""
     seen: set[int] = set()
     found = asked = 0
     for r in range(trace.num_requests):
@@ -51,7 +51,7 @@ def test_a_longer_trace_begins_like_a_shorter_one(kind: str) -> None:
 
 
 @ALL
-def test_it_is_a_trace(kind: str) -> None:
+def test_the_trace_is_valid(kind: str) -> None:
     trace = read_trace(f"synthetic:{kind}?requests=500", block_tokens=64)
     assert trace.block_tokens == 64
     assert (np.diff(trace.times) >= 0).all()
@@ -59,7 +59,7 @@ def test_it_is_a_trace(kind: str) -> None:
     assert np.array_equal(trace.prompt_blocks, trace.input_tokens // 64)
     assert np.array_equal(np.diff(trace.offsets), (trace.input_tokens + trace.output_tokens - 1) // 64)
     assert trace.info["kind"] == kind
-    # A block's name fixes its place and what stands before it.
+    # A block's id determines its predecessor.
     before: dict[int, int] = {}
     for r in range(trace.num_requests):
         chain = trace.chain(r).tolist()
@@ -67,7 +67,7 @@ def test_it_is_a_trace(kind: str) -> None:
             assert before.setdefault(block, previous) == previous
 
 
-def test_shapes() -> None:
+def test_properties_of_the_workloads() -> None:
     chat, agent, documents = (read_trace(f"synthetic:{kind}?requests=2000") for kind in ("chat", "agent", "documents"))
     assert agent.input_tokens.mean() > 5 * chat.input_tokens.mean()
     assert documents.input_tokens.mean() > chat.input_tokens.mean()
@@ -82,9 +82,9 @@ def test_shapes() -> None:
 @pytest.mark.parametrize(
     ("source", "words"),
     [
-        ("synthetic:", "unknown; write one of synthetic:chat"),
-        ("synthetic:talk", "unknown; write one of synthetic:chat"),
-        ("synthetic:chat?turns=3", "unknown option turns; known are requests, seed"),
+        ("synthetic:", "unknown; use one of synthetic:chat"),
+        ("synthetic:talk", "unknown; use one of synthetic:chat"),
+        ("synthetic:chat?turns=3", "unknown option turns; the options are requests, seed"),
         ("synthetic:chat?requests=0", "requests=0: must be a whole number from 1 to 1,000,000"),
         ("synthetic:chat?requests=1e9", "requests=1e9: must be"),
         ("synthetic:chat?requests=", "requests=: must be"),
@@ -92,7 +92,7 @@ def test_shapes() -> None:
         ("synthetic:chat?seed=-1", "seed=-1: must be"),
     ],
 )
-def test_wrong_options(source: str, words: str) -> None:
+def test_invalid_options(source: str, words: str) -> None:
     with pytest.raises(TraceError, match=words):
         read_trace(source)
 

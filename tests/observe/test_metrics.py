@@ -1,4 +1,4 @@
-"""Metrics: totals, what changed since the last look, and adding up what others took."""
+"""Metrics: totals, changes since the last report, and merging the changes of several processes."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ def test_counters_add_up_and_gauges_are_replaced() -> None:
     assert metrics.snapshot() == {"store_blocks": 5, "pool_used_blocks": 3}
 
 
-def test_a_label_is_counted_apart() -> None:
+def test_each_label_has_its_own_count() -> None:
     metrics = Metrics()
     metrics.add("misses", label="evicted")
     metrics.add("misses", 2, label="reset")
     assert metrics.snapshot() == {"misses:evicted": 1, "misses:reset": 2}
 
 
-def test_nothing_was_counted_at_the_start() -> None:
+def test_there_are_no_totals_at_the_start() -> None:
     assert Metrics().snapshot() == {}
     assert Metrics().take() == {}
 
 
-def test_taking_gives_what_counters_grew_by_and_what_gauges_became() -> None:
+def test_take_returns_increases_of_counters_and_new_values_of_gauges() -> None:
     metrics = Metrics()
     metrics.add("store_blocks", 5)
     metrics.add("misses", label="evicted")
@@ -41,10 +41,10 @@ def test_taking_gives_what_counters_grew_by_and_what_gauges_became() -> None:
     assert metrics.take() == {"off": 1}
     metrics.set("off", 1)
     assert metrics.take() == {}, "nothing changed"
-    assert metrics.snapshot()["store_blocks"] == 7, "taking forgets no total"
+    assert metrics.snapshot()["store_blocks"] == 7, "take keeps the totals"
 
 
-def test_what_is_counted_elsewhere_is_read_when_somebody_looks() -> None:
+def test_counts_kept_elsewhere_are_read_on_demand() -> None:
     def read() -> None:
         metrics.add("store_blocks")
 
@@ -54,7 +54,7 @@ def test_what_is_counted_elsewhere_is_read_when_somebody_looks() -> None:
     assert metrics.snapshot() == {"store_blocks": 3}
 
 
-def test_a_snapshot_stays_as_it_was() -> None:
+def test_a_snapshot_does_not_change_later() -> None:
     metrics = Metrics()
     metrics.add("store_blocks")
     before = metrics.snapshot()
@@ -62,7 +62,7 @@ def test_a_snapshot_stays_as_it_was() -> None:
     assert before == {"store_blocks": 1}
 
 
-def test_merging_what_was_taken_gives_the_totals() -> None:
+def test_merged_changes_equal_the_totals() -> None:
     metrics = Metrics()
     seen: dict[str, float] = {}
     for n in range(1, 4):
@@ -73,14 +73,14 @@ def test_merging_what_was_taken_gives_the_totals() -> None:
     assert seen == metrics.snapshot() == {"load_bytes": 6, "misses:reset": 3, "pool_used_blocks": 30}
 
 
-def test_merging_nothing_changes_nothing() -> None:
+def test_merging_no_changes_has_no_effect() -> None:
     seen = {"load_bytes": 3.0, "off": 1.0}
     merge(seen, {})
     assert seen == {"load_bytes": 3, "off": 1}
 
 
 @pytest.mark.parametrize("name", ["", "nonsense", "misses:evicted", "Off"])
-def test_a_metric_that_is_not_listed_is_an_error(name: str) -> None:
+def test_an_unknown_metric_is_an_error(name: str) -> None:
     metrics = Metrics()
     with pytest.raises(KeyError):
         metrics.add(name)
@@ -91,7 +91,7 @@ def test_a_metric_that_is_not_listed_is_an_error(name: str) -> None:
             merge({}, {name: 1})
 
 
-def test_labels_are_given_where_they_belong() -> None:
+def test_a_missing_or_superfluous_label_is_an_error() -> None:
     metrics = Metrics()
     with pytest.raises(ValueError, match="misses takes a reason"):
         metrics.add("misses")
@@ -106,7 +106,7 @@ def test_only_gauges_can_be_set() -> None:
 
 
 @pytest.mark.parametrize("name", METRICS)
-def test_every_metric_says_what_it_is(name: str) -> None:
+def test_every_metric_is_described(name: str) -> None:
     spec = METRICS[name]
     assert spec.kind in ("counter", "gauge")
     assert spec.help

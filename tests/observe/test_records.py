@@ -1,5 +1,4 @@
-"""Why a request missed: a bounded memory that rather knows nothing than says something wrong, and records
-that add up."""
+"""Records of requests: read and written without loss, checked when read, and summarized so that all adds up."""
 
 from __future__ import annotations
 
@@ -11,105 +10,8 @@ from typing import Any
 
 import pytest
 
-from kvoffload.abc import Miss, MissReason
-from kvoffload.cache.misses import MissMemory
+from kvoffload.abc import MissReason
 from kvoffload.observe.records import MAX_PERIODS, Period, ReasonSummary, RequestRecord, by_reason, over_time
-
-NEVER = Miss(MissReason.NEVER_STORED)
-
-
-class Clock:
-    now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
-def key(i: int) -> bytes:
-    return i.to_bytes(32, "big")
-
-
-def table_bytes(memory: MissMemory) -> int:
-    return sum(value.nbytes for value in vars(memory).values() if hasattr(value, "nbytes"))
-
-
-def colliding(entries: int) -> tuple[bytes, bytes]:
-    """Two keys that share a place in a table of so many entries."""
-    first = key(0)
-    return first, next(k for k in map(key, range(1, 10**6)) if not (hash(k) ^ hash(first)) & (entries - 1))
-
-
-@pytest.mark.parametrize("reason", list(MissReason))
-def test_a_reason_is_remembered_with_its_age(reason: MissReason) -> None:
-    clock = Clock()
-    memory = MissMemory(clock=clock)
-    clock.now = 10.0
-    memory.record([key(1), key(2)], reason)
-    clock.now = 12.5
-    assert memory.explain(key(1)) == memory.explain(key(2)) == Miss(reason, 2.5)
-    assert memory.explain(key(3)) == NEVER
-
-
-def test_the_newest_reason_counts() -> None:
-    clock = Clock()
-    memory = MissMemory(clock=clock)
-    memory.record([key(1)], MissReason.EVICTED)
-    clock.now = 4.0
-    memory.record(iter([key(1)]), MissReason.RESET)
-    assert memory.explain(key(1)) == Miss(MissReason.RESET, 0.0)
-
-
-def test_recording_nothing_does_nothing() -> None:
-    memory = MissMemory()
-    memory.record([], MissReason.EVICTED)
-    assert memory.explain(key(1)) == NEVER
-
-
-def test_of_two_keys_in_one_place_the_older_is_forgotten_and_not_mistaken() -> None:
-    memory = MissMemory(entries=64, clock=Clock())
-    older, newer = colliding(64)
-    memory.record([older], MissReason.EVICTED)
-    assert memory.explain(newer) == NEVER, "another key's reason is not its own"
-    memory.record([newer], MissReason.RESET)
-    assert memory.explain(older) == NEVER
-    assert memory.explain(newer) == Miss(MissReason.RESET, 0.0)
-
-
-def test_it_never_grows() -> None:
-    memory = MissMemory(entries=64, clock=Clock())
-    before = table_bytes(memory)
-    assert before > 0
-    for i in range(100):
-        memory.record([key(100 * i + j) for j in range(100)], MissReason.EVICTED)
-    assert table_bytes(memory) == before
-    known = [i for i in range(10_000) if memory.explain(key(i)) != NEVER]
-    assert 0 < len(known) <= 64
-
-
-def test_what_it_says_is_what_happened_last_to_that_key() -> None:
-    rng = random.Random(0)
-    memory = MissMemory(entries=64, clock=Clock())
-    last: dict[bytes, MissReason] = {}
-    reasons = [reason for reason in MissReason if reason is not MissReason.NEVER_STORED]
-    for _ in range(500):
-        keys = [key(rng.randrange(300)) for _ in range(rng.randrange(5))]
-        reason = rng.choice(reasons)
-        memory.record(keys, reason)
-        last.update(dict.fromkeys(keys, reason))
-        for asked in map(key, rng.sample(range(300), 10)):
-            assert memory.explain(asked).reason in (MissReason.NEVER_STORED, last.get(asked))
-
-
-@pytest.mark.parametrize("entries", [3, 100, 65_535])
-def test_its_size_is_a_power_of_two(entries: int) -> None:
-    with pytest.raises(ValueError, match=f"entries={entries}"):
-        MissMemory(entries=entries)
-
-
-def test_a_memory_of_no_entries_is_refused() -> None:
-    with pytest.raises(ValueError, match="entries=0"):
-        MissMemory(entries=0)
-
 
 # Records.
 
@@ -130,12 +32,12 @@ def test_a_record_reads_as_a_sentence() -> None:
     assert str(REFUSED).endswith("first miss ab: not_admitted, the policy's rule is 2q")
 
 
-def test_a_record_without_an_age_does_not_make_one_up() -> None:
+def test_a_record_without_an_age_shows_none() -> None:
     record = RequestRecord(1.5, "r", 10, 0, 0, "ab", MissReason.NEVER_STORED)
     assert str(record).endswith("first miss ab: never_stored")
 
 
-def test_a_record_goes_through_json() -> None:
+def test_a_record_can_be_written_as_json() -> None:
     assert json.loads(json.dumps(MISSED.to_dict())) == {
         "time": 2.5,
         "req_id": "r2",
@@ -152,7 +54,7 @@ def test_a_record_goes_through_json() -> None:
 
 
 @pytest.mark.parametrize("record", [HIT, MISSED, FROM_DISK, REFUSED])
-def test_a_record_comes_back_from_what_it_became(record: RequestRecord) -> None:
+def test_a_record_can_be_read_from_json(record: RequestRecord) -> None:
     data = json.loads(json.dumps(record.to_dict()))
     assert RequestRecord.from_dict(data) == record
     assert RequestRecord.from_dict({**data, "field_of_a_newer_version": [1]}) == record
@@ -195,35 +97,35 @@ def test_optional_fields_may_be_left_out() -> None:
         ("age_s", -0.5),
     ],
 )
-def test_a_field_that_cannot_be_is_named(field: str, value: Any) -> None:
+def test_an_impossible_field_is_named(field: str, value: Any) -> None:
     with pytest.raises(ValueError, match=f"^{field}=") as caught:
         RequestRecord.from_dict({**HIT.to_dict(), field: value})
     assert len(str(caught.value)) < 200
 
 
 @pytest.mark.parametrize("field", ["time", "req_id", "tokens_asked", "device_tokens", "host_tokens"])
-def test_a_field_that_is_missing_is_named(field: str) -> None:
+def test_a_missing_field_is_named(field: str) -> None:
     data = HIT.to_dict()
     del data[field]
     with pytest.raises(ValueError, match=f"^{field} is missing"):
         RequestRecord.from_dict(data)
 
 
-def test_what_is_told_of_a_wrong_value_cannot_steer_a_terminal() -> None:
+def test_an_error_never_contains_control_characters() -> None:
     with pytest.raises(ValueError) as caught:
         RequestRecord.from_dict({**HIT.to_dict(), "reason": "\x1b[2J\u202e"})
     assert str(caught.value).isascii()
     assert str(caught.value).isprintable()
 
 
-# What many records say together.
+# Summaries.
 
 
 def missed(at: float, reason: MissReason | None, asked: int = 100, age: float | None = None) -> RequestRecord:
     return RequestRecord(at, f"r{at}", asked, 10, 20, None if reason is None else "ab", reason, age)
 
 
-def test_reasons_are_ordered_by_what_they_cost() -> None:
+def test_reasons_are_ordered_by_missing_tokens() -> None:
     records = [
         missed(1, MissReason.NEVER_STORED, asked=50),
         missed(2, MissReason.EVICTED, age=10.0),
@@ -240,7 +142,7 @@ def test_reasons_are_ordered_by_what_they_cost() -> None:
     assert by_reason([]) == []
 
 
-def test_periods_begin_at_multiples_of_their_length_and_none_is_left_out() -> None:
+def test_periods_begin_at_multiples_of_their_length_and_empty_ones_are_kept() -> None:
     records = [missed(61.0, None), missed(200.0, MissReason.RESET), missed(119.9, MissReason.RESET)]
     assert over_time(records, 60) == [
         Period(60, 60, 2, 200, 20, 40, {MissReason.RESET: 1}),
@@ -251,7 +153,7 @@ def test_periods_begin_at_multiples_of_their_length_and_none_is_left_out() -> No
 
 
 @pytest.mark.parametrize("span", [0.0, 0.5, 11.0, 60.0, 3599.0, 86_400.0, 3e6, 1e8])
-def test_there_are_about_a_dozen_periods_unless_told_otherwise(span: float) -> None:
+def test_there_are_about_twelve_periods_by_default(span: float) -> None:
     start = 1.7e9
     periods = over_time([missed(start, None), missed(start + span, None)])
     assert 1 <= len(periods) <= 14

@@ -1,5 +1,5 @@
-"""Records that leave their process: real sockets of real children, logs as vLLM writes them, and whatever
-else may come."""
+"""Records that leave their process: over sockets of real child processes, through logs as vLLM writes them, and from
+faulty or hostile sources."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -43,7 +44,7 @@ from kvoffload.observe import server as records
 from kvoffload.observe.records import RequestRecord
 from kvoffload.observe.server import RecordServer
 
-# Where other processes burn every core, an answer may take long.
+# On a busy machine an answer may take long.
 records.CLIENT_DEADLINE_S = 600.0
 name, count, appending = sys.argv[1], int(sys.argv[2]), sys.argv[3] == "appending"
 ring = deque(maxlen=4096)
@@ -93,7 +94,7 @@ def start() -> Iterator[Start]:
 
 @pytest.fixture
 def serve() -> Iterator[Callable[..., RecordServer]]:
-    """A server in this very process."""
+    """Starts a server in this process."""
     with contextlib.ExitStack() as stack:
 
         def run(source: Callable[[], Sequence[RequestRecord]], name: str = "here") -> RecordServer:
@@ -122,7 +123,7 @@ def read_all(sock: socket.socket) -> bytes:
 # The server.
 
 
-def test_a_childs_records_come_over(start: Start) -> None:
+def test_records_of_a_child_process_are_read(start: Start) -> None:
     server = start(count=200)
     assert server in running_servers()
     for _ in range(3):
@@ -131,7 +132,7 @@ def test_a_childs_records_come_over(start: Start) -> None:
         assert (reading.malformed, reading.faults) == (0, [])
 
 
-def test_there_may_be_none(start: Start) -> None:
+def test_a_server_may_have_no_records(start: Start) -> None:
     assert read_records(start(count=0), TIMEOUT_S).records == []
 
 
@@ -140,7 +141,7 @@ def test_every_server_is_found(start: Start) -> None:
     assert set(servers) <= set(running_servers())
 
 
-def test_a_kill_leaves_nothing() -> None:
+def test_a_killed_server_leaves_nothing_behind() -> None:
     with child("engine", 3, False) as process:
         server = RunningServer(process.pid, "engine")
         connection = connect(server)
@@ -153,7 +154,7 @@ def test_a_kill_leaves_nothing() -> None:
         connection.close()
 
 
-def test_what_is_read_while_records_come_is_a_run_of_them(start: Start) -> None:
+def test_records_read_during_appends_are_consecutive(start: Start) -> None:
     server = start(count=RECORD_RING_SIZE, appending=True)
     last = 0.0
     for _ in range(10):
@@ -167,7 +168,7 @@ def test_what_is_read_while_records_come_is_a_run_of_them(start: Start) -> None:
 
 
 class Mutated(deque[RequestRecord]):
-    """Changes while it is iterated over, so many times."""
+    """A deque that seems to change during its next ``failures`` iterations."""
 
     failures = 0
 
@@ -178,7 +179,7 @@ class Mutated(deque[RequestRecord]):
         return super().__iter__()
 
 
-def test_a_copy_that_was_disturbed_is_made_again(serve: Callable[..., RecordServer]) -> None:
+def test_a_disturbed_copy_is_retried(serve: Callable[..., RecordServer]) -> None:
     ring = Mutated([record(1), record(2)])
     ring.failures = 5
     serve(lambda: ring)
@@ -186,7 +187,7 @@ def test_a_copy_that_was_disturbed_is_made_again(serve: Callable[..., RecordServ
     assert ring.failures == 0
 
 
-def test_copying_is_given_up_at_last_and_the_server_goes_on(serve: Callable[..., RecordServer]) -> None:
+def test_copying_is_given_up_eventually_and_the_server_goes_on(serve: Callable[..., RecordServer]) -> None:
     ring = Mutated([record(1)])
     ring.failures = 10**6
     serve(lambda: ring)
@@ -197,7 +198,7 @@ def test_copying_is_given_up_at_last_and_the_server_goes_on(serve: Callable[...,
     assert read_records(here(), TIMEOUT_S).records == [record(1)]
 
 
-def test_a_client_that_never_reads_is_left_after_the_deadline(
+def test_a_client_that_never_reads_is_disconnected_after_the_deadline(
     serve: Callable[..., RecordServer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(records, "CLIENT_DEADLINE_S", 0.3)
@@ -210,10 +211,10 @@ def test_a_client_that_never_reads_is_left_after_the_deadline(
         monkeypatch.undo()
         assert read_records(here(), TIMEOUT_S).records[0] == record(0)
         left = read_all(deaf)
-    assert 0 < left.count(b"\n") < len(many), "it got what the socket holds, and no more"
+    assert 0 < left.count(b"\n") < len(many), "it got what the socket buffers, and no more"
 
 
-def test_a_client_that_goes_away_does_no_harm(serve: Callable[..., RecordServer]) -> None:
+def test_a_client_that_disconnects_does_no_harm(serve: Callable[..., RecordServer]) -> None:
     many = [record(i) for i in range(20_000)]
     serve(lambda: many)
     for _ in range(20):
@@ -237,16 +238,14 @@ def test_close_ends_the_thread_even_while_a_client_does_not_read(
     assert here() not in running_servers()
 
 
-def test_a_closed_name_can_be_taken_again(serve: Callable[..., RecordServer]) -> None:
+def test_the_name_of_a_closed_server_can_be_reused(serve: Callable[..., RecordServer]) -> None:
     for i in range(3):
         server = serve(lambda i=i: [record(i)])
         assert read_records(here(), TIMEOUT_S).records == [record(i)]
         server.close()
 
 
-def test_a_name_in_use_is_a_warning_and_no_more(
-    serve: Callable[..., RecordServer], caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_name_in_use_is_only_a_warning(serve: Callable[..., RecordServer], caplog: pytest.LogCaptureFixture) -> None:
     serve(lambda: [record(1)])
     assert not caplog.records
     second = serve(lambda: [record(2)])
@@ -259,14 +258,14 @@ def test_a_name_in_use_is_a_warning_and_no_more(
     assert read_records(here(), TIMEOUT_S).records == [record(1)], "the first goes on"
 
 
-def test_a_name_is_made_fit_to_be_found(serve: Callable[..., RecordServer]) -> None:
+def test_a_name_is_sanitised_so_that_it_can_be_found(serve: Callable[..., RecordServer]) -> None:
     serve(lambda: [record(1)], "engine/0 \n\0" + "x" * 200)
     assert read_records(here("engine_0___" + "x" * 53), TIMEOUT_S).records == [record(1)]
     assert here("engine_0___" + "x" * 53) in running_servers()
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
-def test_a_stranger_is_refused_and_told_whose_it_is(start: Start) -> None:
+def test_another_user_is_refused_and_the_error_names_the_owner(start: Start) -> None:
     server = start()
     end, other = os.pipe()
     pid = os.fork()
@@ -280,51 +279,40 @@ def test_a_stranger_is_refused_and_told_whose_it_is(start: Start) -> None:
                 answer = read_all(sock).decode()
             try:
                 read_records(server, TIMEOUT_S)
-                told = ""
+                message = ""
             except RecordsError as error:
-                told = str(error)
-            os.write(other, json.dumps([found, answer, told]).encode())
+                message = str(error)
+            os.write(other, json.dumps([found, answer, message]).encode())
         finally:
             os._exit(0)
     os.close(other)
     with open(end, "rb") as pipe:
-        found, answer, told = json.loads(pipe.read())
+        found, answer, message = json.loads(pipe.read())
     os.waitpid(pid, 0)
     assert found
     assert answer == ""
-    assert "is of user 0" in told
-    assert "as root" in told
+    assert "belongs to user 0" in message
+    assert "as root" in message
 
 
-class Waits(threading.Event):
-    """Notes how long the server would have paused, and goes on."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.seconds: list[float | None] = []
-
-    def wait(self, timeout: float | None = None) -> bool:
-        self.seconds.append(timeout)
-        return self.is_set()
-
-
-def test_a_flood_of_strangers_is_refused_in_turns_with_pauses(
+def test_a_flood_of_other_users_connections_is_slowed_down_by_pauses(
     serve: Callable[..., RecordServer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    server, waits = serve(lambda: [record(1)]), Waits()
-    server._closing = waits
-    monkeypatch.setattr(records, "_peer_uid", lambda sock: os.geteuid() + 1)
+    server = serve(lambda: [record(1)])
+    monkeypatch.setattr(records, "peer_uid", lambda sock: os.geteuid() + 1)
+    began = time.monotonic()
     for _ in range(3 * records.REFUSALS_AT_ONCE):
         with connect(here()) as stranger:
             assert read_all(stranger) == b""
-    monkeypatch.setattr(records, "_peer_uid", lambda sock: os.geteuid())
+    monkeypatch.setattr(records, "peer_uid", lambda sock: os.geteuid())
     for _ in range(2 * records.REFUSALS_AT_ONCE):
-        assert read_records(here(), TIMEOUT_S).records == [record(1)], "the server's own user is not slowed down"
-    assert waits.seconds == [records.REFUSAL_PAUSE_S] * 3
+        assert read_records(here(), TIMEOUT_S).records == [record(1)]
+    assert server.num_pauses == 3, "the server's own user must not be slowed down"
+    assert time.monotonic() - began >= 3 * records.REFUSAL_PAUSE_S
 
 
-def test_a_full_queue_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Strangers who connect all the time cannot keep the server's user out."""
+def test_connecting_to_a_full_queue_is_retried(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other users who connect all the time cannot keep the server's own user out."""
     pauses: list[float] = []
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as busy, contextlib.ExitStack() as strangers:
         busy.bind(f"\0kvoffload/{os.getpid()}/busy")
@@ -342,16 +330,16 @@ def test_a_full_queue_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
 
         monkeypatch.setattr(records.time, "sleep", sleep)
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
-            records._connect(sock, f"\0kvoffload/{os.getpid()}/busy", records.time.monotonic() + TIMEOUT_S)
+            records.connect(sock, f"\0kvoffload/{os.getpid()}/busy", records.time.monotonic() + TIMEOUT_S)
         assert len(pauses) == 3
 
 
-# The client, and servers that are none of ours.
+# The client, and servers that are not ours.
 
 
 @pytest.fixture
 def answer() -> Iterator[Callable[[bytes], RunningServer]]:
-    """Starts something that answers one client with anything."""
+    """Starts a listener that answers one client with the given bytes."""
     with contextlib.ExitStack() as stack:
 
         def run(content: bytes) -> RunningServer:
@@ -392,29 +380,29 @@ def test_another_format_is_named(answer: Answer, content: bytes) -> None:
         read_records(answer(content), TIMEOUT_S)
 
 
-def test_malformed_records_are_counted_and_told(answer: Answer) -> None:
+def test_malformed_records_are_counted_and_described(answer: Answer) -> None:
     good = record(1).to_dict()
     bad = [{**good, "tokens_asked": -1}, [], {}, "x" * 100_000, {**good, "reason": "\x1b[2J"}, 1, 2]
     reading = read_records(answer(lines(header(8), *bad[:3], good, *bad[3:])), TIMEOUT_S)
     assert reading.records == [record(1)]
     assert reading.malformed == 7
-    assert len(reading.faults) == records.MAX_FAULTS_TOLD
+    assert len(reading.faults) == records.MAX_FAULTS_LISTED
     assert "line 2: tokens_asked=-1" in reading.faults[0]
     assert all(fault.isprintable() and len(fault) < 200 for fault in reading.faults)
 
 
-def test_an_answer_that_breaks_off_is_not_taken_for_all(answer: Answer) -> None:
-    with pytest.raises(RecordsError, match="broke off after 2 of 3 records"):
+def test_an_incomplete_answer_is_an_error(answer: Answer) -> None:
+    with pytest.raises(RecordsError, match="stopped after 2 of 3 records"):
         read_records(answer(lines(header(3), record(1).to_dict(), record(2).to_dict())), TIMEOUT_S)
 
 
-def test_an_answer_without_end_is_cut(answer: Answer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_endless_answer_is_cut_off(answer: Answer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(records, "MAX_ANSWER_BYTES", 1 << 20)
     with pytest.raises(RecordsError, match="more than 1,048,576 bytes"):
         read_records(answer(b"x" * (8 << 20)), TIMEOUT_S)
 
 
-def test_a_server_that_says_nothing_is_left_after_the_timeout() -> None:
+def test_a_silent_server_is_given_up_after_the_timeout() -> None:
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
         listener.bind(f"\0kvoffload/{os.getpid()}/mute")
         listener.listen()
@@ -422,12 +410,12 @@ def test_a_server_that_says_nothing_is_left_after_the_timeout() -> None:
             read_records(here("mute"), 0.2)
 
 
-def test_a_server_that_is_not_there_is_named() -> None:
+def test_a_server_that_does_not_exist_is_named() -> None:
     with pytest.raises(RecordsError, match=r"process 1 \(gone\) does not answer"):
         read_records(RunningServer(1, "gone"), TIMEOUT_S)
 
 
-def test_names_that_others_made_up_are_not_servers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_malformed_socket_names_are_not_servers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     pid = os.getpid()
     names = [
         f"kvoffload/{pid}/",
@@ -445,7 +433,7 @@ def test_names_that_others_made_up_are_not_servers(monkeypatch: pytest.MonkeyPat
             sock.listen()
         bound = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
         bound.bind(f"\0kvoffload/{pid}/does-not-listen")
-        # What stands before a line break in a name looks like one of ours; nobody answers there.
+        # The part of a name before a line break looks like one of ours, but nothing answers there.
         assert {server for server in running_servers() if server.pid == pid} - before == {here("a")}
     monkeypatch.setattr(records, "PROC_NET_UNIX", tmp_path / "none")
     assert running_servers() == []
@@ -486,8 +474,8 @@ def test_records_alone_on_a_line_are_read_too() -> None:
     assert read_text(",\n".join(json.dumps(value.to_dict()) for value in values)).records == values
 
 
-def test_a_request_cannot_make_up_records() -> None:
-    """Its id is what the client says."""
+def test_a_request_cannot_forge_records() -> None:
+    """Clients choose the ids of their requests."""
     sly = RequestRecord(1.0, "\n" + logged(record(7)) + json.dumps(record(8).to_dict()), 100, 16, 64)
     assert read_text(logged(sly)).records == [sly]
 
@@ -503,21 +491,21 @@ def test_a_request_cannot_make_up_records() -> None:
         ('{"req_id": "r1", "tok', r"not JSON \("),
     ],
 )
-def test_a_malformed_record_is_counted_and_told_with_its_line(line: str, fault: str) -> None:
+def test_a_malformed_record_is_counted_and_its_line_named(line: str, fault: str) -> None:
     text = f"INFO\n{line.rstrip()}\n{logged(record(2))}"
     reading = read_log(io.BytesIO(text.encode("utf-8", "surrogateescape")), "server.log")
     assert reading.records == [record(2)]
     assert reading.malformed == 1
-    (told,) = reading.faults
-    assert told.startswith("server.log:2: ")
-    assert re.search(fault, told)
+    (described,) = reading.faults
+    assert described.startswith("server.log:2: ")
+    assert re.search(fault, described)
 
 
-def test_what_is_told_of_malformed_records_is_bounded() -> None:
+def test_descriptions_of_malformed_records_are_bounded() -> None:
     reading = read_text((LOG_MARKER + "{}\n") * 1000)
     assert reading.malformed == 1000
-    assert len(reading.faults) == records.MAX_FAULTS_TOLD
+    assert len(reading.faults) == records.MAX_FAULTS_LISTED
 
 
-def test_bytes_that_are_no_text_are_no_records() -> None:
+def test_binary_data_contains_no_records() -> None:
     assert read_log(io.BytesIO(bytes(range(256)) * 100), "core") == records.Reading()

@@ -1,4 +1,4 @@
-"""Traces that a scheduler half records: true, without a word of the requests, bounded, and never in the way."""
+"""Traces that a scheduler half records: correct, without the text of requests, bounded, and harmless to serving."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Recording:
         self.names = 0
 
     def serve(self, tokens: list[int], output: int = 0, load: bool = False) -> FakeRequest:
-        """A request from its first lookup to its end."""
+        """Runs a request from its first lookup to its end."""
         self.names += 1
         request = FakeRequest(f"secret-{self.names}", list(tokens))
         if load:
@@ -69,13 +69,13 @@ def lines(path: Path) -> list[dict[str, Any]]:
 
 
 def add(recorder: TraceRecorder, blocks: int = 4) -> None:
-    """A request of which nothing was known."""
+    """Records a request that found nothing."""
     tokens = prompt(blocks * TOKENS)
     record = RequestRecord(time.time(), "r", len(tokens), 0, 0)
     recorder.add(time.time(), record, hash_blocks(tokens, TOKENS), len(tokens), len(tokens))
 
 
-def test_what_was_served_is_read_back(path: Path) -> None:
+def test_a_recorded_trace_can_be_read_back(path: Path) -> None:
     recording = Recording(path, device_blocks=9, pool_blocks=64)
     began = time.time()
     recording.serve(prompt(10), output=3)
@@ -86,7 +86,7 @@ def test_what_was_served_is_read_back(path: Path) -> None:
     assert trace.block_tokens == TOKENS
     assert trace.input_tokens.tolist() == [10, 14, 12]
     assert trace.output_tokens.tolist() == [3, 0, 0]
-    # Of the first, 12 tokens are computed: two blocks of the prompt, and one with an answer's tokens in it.
+    # The first request computed 12 tokens: two blocks of the prompt, and one that has tokens of the output.
     assert [trace.chain(r).tolist() for r in range(3)] == [[0, 1, 2], [0, 1, 3], [4, 5, 6]]
     assert trace.prompt_blocks.tolist() == [2, 3, 3]
     assert (trace.info["device_tokens"], trace.info["host_tokens"], trace.info["disk_tokens"]) == (0, 8, 0)
@@ -104,7 +104,7 @@ def test_blocks_of_several_device_blocks(path: Path) -> None:
     assert [trace.chain(r).tolist() for r in range(2)] == [[0, 1], [0, 1]]
 
 
-def test_no_word_of_a_request_is_in_the_file(path: Path) -> None:
+def test_the_file_contains_no_text_of_a_request(path: Path) -> None:
     recording = Recording(path)
     request = recording.serve(prompt(40, start=123_456_000), output=2)
     recording.read()
@@ -153,11 +153,11 @@ def test_a_link_is_not_followed(path: Path, tmp_path: Path) -> None:
     assert not (tmp_path / "new").exists()
     path.unlink()
     path.hardlink_to(target)
-    refused(path, "has 2 names; name a new file")
+    refused(path, "has 2 hard links; name a new file")
     assert (target.read_text(), stat.S_IMODE(target.stat().st_mode)) == ("keep", 0o644)
 
 
-def test_a_file_that_is_not_the_servers_own_is_refused(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_of_another_user_is_refused(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path.write_text("")
     for mode in (0o620, 0o602):
         path.chmod(mode)
@@ -165,10 +165,10 @@ def test_a_file_that_is_not_the_servers_own_is_refused(path: Path, monkeypatch: 
     path.chmod(0o600)
     owner = path.stat().st_uid
     monkeypatch.setattr(recorder_module.os, "geteuid", lambda: owner + 1)
-    refused(path, f"belongs to user {owner}; name a new file in a folder of yours")
+    refused(path, f"belongs to user {owner}; name a new file in a folder you own")
 
 
-def test_a_request_that_was_given_no_blocks_is_left_out(path: Path) -> None:
+def test_a_request_that_got_no_blocks_is_left_out(path: Path) -> None:
     recording = Recording(path)
     waiting = FakeRequest("waits", prompt(12))
     recording.rig.look_up(waiting)
@@ -178,7 +178,7 @@ def test_a_request_that_was_given_no_blocks_is_left_out(path: Path) -> None:
     assert recording.read().num_requests == 1
 
 
-def test_a_request_aborted_in_its_prompt_has_asked_for_all_of_it(path: Path) -> None:
+def test_a_request_aborted_during_its_prompt_counts_the_whole_prompt(path: Path) -> None:
     recording = Recording(path)
     rig, request = recording.rig, FakeRequest("aborted", prompt(40))
     rig.look_up(request)
@@ -190,7 +190,7 @@ def test_a_request_aborted_in_its_prompt_has_asked_for_all_of_it(path: Path) -> 
     assert len(trace.chain(0)) == 10
 
 
-def test_a_preempted_request_is_one_request(path: Path) -> None:
+def test_a_preempted_request_is_recorded_once(path: Path) -> None:
     recording = Recording(path)
     rig, request = recording.rig, FakeRequest("preempted", prompt(10))
     rig.start(request)
@@ -203,7 +203,7 @@ def test_a_preempted_request_is_one_request(path: Path) -> None:
     assert (trace.input_tokens.tolist(), trace.output_tokens.tolist()) == ([10], [1])
 
 
-def test_a_server_goes_on_after_what_another_has_left_even_torn(path: Path) -> None:
+def test_a_server_appends_to_an_older_file_even_after_a_torn_line(path: Path) -> None:
     first = TraceRecorder(str(path), TOKENS, {})
     add(first)
     first.close()
@@ -218,20 +218,20 @@ def test_a_server_goes_on_after_what_another_has_left_even_torn(path: Path) -> N
     assert trace.info["starts"] == 2
 
 
-def test_one_server_a_file(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_servers_cannot_share_a_file(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(recorder_module, "LOCK_DEADLINE_S", 0.0)
     first = TraceRecorder(str(path), TOKENS, {})
-    with pytest.raises(ConfigError, match=r"record_trace=.*: another server records to it; give each a file of its"):
+    with pytest.raises(ConfigError, match=r"record_trace=.*: another server records to it; give each server its"):
         TraceRecorder(str(path), TOKENS, {})
     first.close()
     TraceRecorder(str(path), TOKENS, {}).close()
 
 
-def test_what_cannot_be_written_is_an_error_with_its_fix(tmp_path: Path) -> None:
+def test_an_unusable_path_is_an_error_that_names_the_fix(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"record_trace=.*: cannot be written: No such file.*; name a file in"):
         TraceRecorder(str(tmp_path / "none" / "trace.jsonl"), TOKENS, {})
     os.mkfifo(tmp_path / "pipe")
-    with pytest.raises(ConfigError, match=r"record_trace=.*: not a file"):
+    with pytest.raises(ConfigError, match=r"record_trace=.*: not a regular file"):
         TraceRecorder(str(tmp_path / "pipe"), TOKENS, {})
 
 
@@ -239,7 +239,9 @@ def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
 
 
-def test_the_file_has_a_bound(path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_the_file_size_is_bounded(
+    path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     monkeypatch.setattr(recorder_module, "MAX_FILE_BYTES", 2000)
     recording = Recording(path)
     for _ in range(40):
@@ -250,7 +252,7 @@ def test_the_file_has_a_bound(path: Path, monkeypatch: pytest.MonkeyPatch, caplo
     (warning,) = warnings(caplog)
     assert "the file is full (2,000 bytes)" in warning
     assert recording.rig.half.off is False
-    # What it holds from before counts.
+    # Its earlier content counts.
     again = TraceRecorder(str(path), TOKENS, {})
     for _ in range(40):
         add(again)
@@ -258,7 +260,7 @@ def test_the_file_has_a_bound(path: Path, monkeypatch: pytest.MonkeyPatch, caplo
     assert path.stat().st_size <= 2000
 
 
-def test_what_waits_to_be_written_has_a_bound(
+def test_pending_lines_are_bounded(
     path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(recorder_module, "MAX_PENDING_BYTES", 4000)

@@ -7,6 +7,7 @@ of the bugs were found in real offloading code.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -16,9 +17,11 @@ from hypothesis import HealthCheck, Phase, settings
 from hypothesis.stateful import run_state_machine_as_test
 
 from kvoffload.abc import (
+    Access,
     Backend,
     BlockStatus,
     CachePolicy,
+    Eviction,
     IntegrityError,
     LoadStoreSpec,
     LookupState,
@@ -42,6 +45,7 @@ from kvoffload.testing.stateful import manager_machine, walk
 
 Keys = Sequence[OffloadKey]
 Context = ReqContext | None
+Blocks = LoadStoreSpec | Sequence[OffloadKey]
 
 # Managers
 
@@ -120,7 +124,8 @@ class ReadyTooEarly(ReferenceLRUManager):
 
 
 class NeverReady(ReferenceLRUManager):
-    def complete_store(self, keys: Keys, req_context: Context = None, success: bool = True) -> None:
+    def complete_store(self, blocks: Blocks, req_context: Context = None, success: bool = True) -> None:
+        keys = self.named(blocks)
         if not success:
             super().complete_store(keys, success=False)
 
@@ -136,7 +141,8 @@ class ReportsWritingAsMiss(ReferenceLRUManager):
 
 
 class FailureLeaksTheSlot(ReferenceLRUManager):
-    def complete_store(self, keys: Keys, req_context: Context = None, success: bool = True) -> None:
+    def complete_store(self, blocks: Blocks, req_context: Context = None, success: bool = True) -> None:
+        keys = self.named(blocks)
         free_before = list(self.free_slots)
         super().complete_store(keys, success=success)
         if not success:
@@ -147,7 +153,8 @@ class FailureLeaksTheSlot(ReferenceLRUManager):
 
 
 class FailureFreesTwice(ReferenceLRUManager):
-    def complete_store(self, keys: Keys, req_context: Context = None, success: bool = True) -> None:
+    def complete_store(self, blocks: Blocks, req_context: Context = None, success: bool = True) -> None:
+        keys = self.named(blocks)
         free_before = list(self.free_slots)
         super().complete_store(keys, success=success)
         if not success:
@@ -158,7 +165,8 @@ class FailureFreesTwice(ReferenceLRUManager):
 
 
 class FailureDropsReadyBlocks(ReferenceLRUManager):
-    def complete_store(self, keys: Keys, req_context: Context = None, success: bool = True) -> None:
+    def complete_store(self, blocks: Blocks, req_context: Context = None, success: bool = True) -> None:
+        keys = self.named(blocks)
         super().complete_store(keys, success=success)
         for key in unique(keys):
             if not success and key in self.blocks and self.blocks[key].ref_cnt == 0:
@@ -167,12 +175,14 @@ class FailureDropsReadyBlocks(ReferenceLRUManager):
 
 
 class FailureIsSuccess(ReferenceLRUManager):
-    def complete_store(self, keys: Keys, req_context: Context = None, success: bool = True) -> None:
+    def complete_store(self, blocks: Blocks, req_context: Context = None, success: bool = True) -> None:
+        keys = self.named(blocks)
         super().complete_store(keys)
 
 
 class CompletionUnpins(ReferenceLRUManager):
-    def complete_store(self, keys: Keys, req_context: Context = None, success: bool = True) -> None:
+    def complete_store(self, blocks: Blocks, req_context: Context = None, success: bool = True) -> None:
+        keys = self.named(blocks)
         super().complete_store(keys, success=success)
         for key in keys:
             if success and key in self.blocks:
@@ -180,7 +190,8 @@ class CompletionUnpins(ReferenceLRUManager):
 
 
 class UnknownCompletionRaises(ReferenceLRUManager):
-    def complete_store(self, keys: Keys, req_context: Context = None, success: bool = True) -> None:
+    def complete_store(self, blocks: Blocks, req_context: Context = None, success: bool = True) -> None:
+        keys = self.named(blocks)
         for key in keys:
             if self.held(key) is None:
                 raise KeyError(key)
@@ -188,7 +199,8 @@ class UnknownCompletionRaises(ReferenceLRUManager):
 
 
 class BecomingReadyMoves(ReferenceLRUManager):
-    def complete_store(self, keys: Keys, req_context: Context = None, success: bool = True) -> None:
+    def complete_store(self, blocks: Blocks, req_context: Context = None, success: bool = True) -> None:
+        keys = self.named(blocks)
         written = [key for key in unique(keys) if self.state(key) is LookupState.PENDING]
         super().complete_store(keys, success=success)
         for key in written:
@@ -281,24 +293,35 @@ class PinsOnce(ReferenceLRUManager):
 
 
 class UnpinForgives(ReferenceLRUManager):
-    def complete_load(self, keys: Keys, req_context: Context = None) -> None:
+    def complete_load(self, blocks: Blocks, req_context: Context = None) -> None:
+        keys = self.named(blocks)
         super().complete_load([key for key in keys if (block := self.held(key)) and block.ref_cnt > 0])
 
 
 class UnpinsBeforeItChecks(ReferenceLRUManager):
-    def complete_load(self, keys: Keys, req_context: Context = None) -> None:
+    def complete_load(self, blocks: Blocks, req_context: Context = None) -> None:
+        keys = self.named(blocks)
         for key in unique(keys):
             super().complete_load([key])
 
 
-class UnpinsFirstKeyFirst(ReferenceLRUManager):
-    def complete_load(self, keys: Keys, req_context: Context = None) -> None:
-        super().complete_load(unique(keys)[::-1])
+class UnpinMoves(ReferenceLRUManager):
+    def complete_load(self, blocks: Blocks, req_context: Context = None) -> None:
+        super().complete_load(blocks)
+        for key in reversed(unique(self.named(blocks))):
+            self.order_touch(key)
 
 
-class UnpinDoesNotMove(ReferenceLRUManager):
-    def order_unpin(self, key: OffloadKey) -> None:
-        pass
+class PinMoves(ReferenceLRUManager):
+    def prepare_load(self, keys: Keys, req_context: Context = None) -> LoadStoreSpec:
+        spec = super().prepare_load(keys)
+        self.touch(keys)
+        return spec
+
+
+class StoresTheHeadFirst(ReferenceLRUManager):
+    def order_insert_all(self, keys: list[OffloadKey]) -> None:
+        super().order_insert_all(keys[::-1])
 
 
 class TouchesFirstKeyFirst(ReferenceLRUManager):
@@ -347,7 +370,8 @@ class SaysReadyTooEarly(ReferenceLRUManager):
             self.announce(output.keys_to_store, removed=False)
         return output
 
-    def complete_store(self, keys: Keys, req_context: Context = None, success: bool = True) -> None:
+    def complete_store(self, blocks: Blocks, req_context: Context = None, success: bool = True) -> None:
+        keys = self.named(blocks)
         waiting = list(self.events)
         super().complete_store(keys, success=success)
         self.events = waiting
@@ -392,7 +416,8 @@ class ResetFreesSlotsInTransfer(ReferenceLRUManager):
 
 
 class ResetLeaksSlotsInTransfer(ReferenceLRUManager):
-    def complete_store(self, keys: Keys, req_context: Context = None, success: bool = True) -> None:
+    def complete_store(self, blocks: Blocks, req_context: Context = None, success: bool = True) -> None:
+        keys = self.named(blocks)
         super().complete_store([key for key in keys if key not in self.leaving], success=success)
 
 
@@ -406,7 +431,8 @@ class ResetSparesPinnedBlocks(ReferenceLRUManager):
 
 
 class LateCompletionRevives(ReferenceLRUManager):
-    def complete_store(self, keys: Keys, req_context: Context = None, success: bool = True) -> None:
+    def complete_store(self, blocks: Blocks, req_context: Context = None, success: bool = True) -> None:
+        keys = self.named(blocks)
         for key in unique(keys):
             if success and key in self.leaving and self.leaving[key].ref_cnt < 0:
                 self.blocks[key] = self.leaving.pop(key)
@@ -429,7 +455,8 @@ class ForgetsOldTransfersOfAKey(ReferenceLRUManager):
 
 
 class OldCompletionEndsALoad(ReferenceLRUManager):
-    def complete_store(self, keys: Keys, req_context: Context = None, success: bool = True) -> None:
+    def complete_store(self, blocks: Blocks, req_context: Context = None, success: bool = True) -> None:
+        keys = self.named(blocks)
         for key in unique(keys):
             if key in self.leaving and self.leaving[key].ref_cnt > 0:
                 self.leaving[key] = BlockStatus(self.leaving[key].slot, -1)
@@ -437,7 +464,8 @@ class OldCompletionEndsALoad(ReferenceLRUManager):
 
 
 class FirstOldReaderFreesTheSlot(ReferenceLRUManager):
-    def complete_load(self, keys: Keys, req_context: Context = None) -> None:
+    def complete_load(self, blocks: Blocks, req_context: Context = None) -> None:
+        keys = self.named(blocks)
         for key in keys:
             if key in self.leaving and self.leaving[key].ref_cnt > 1:
                 self.leaving[key].ref_cnt = 1
@@ -459,7 +487,8 @@ class ShutdownKeepsBlocks(ReferenceLRUManager):
 
 
 class GivesOutTheSameSlotTwice(ReferenceLRUManager):
-    def complete_load(self, keys: Keys, req_context: Context = None) -> None:
+    def complete_load(self, blocks: Blocks, req_context: Context = None) -> None:
+        keys = self.named(blocks)
         super().complete_load(keys)
         for key in unique(keys):
             if self.state(key) is LookupState.HIT and self.blocks[key].ref_cnt == 0:
@@ -563,8 +592,8 @@ class ARCResetKeepsTheTarget(ReferenceARCManager):
         self.target_t1_size = target
 
 
-class ARCUnpinPromotes(ReferenceARCManager):
-    def order_unpin(self, key: OffloadKey) -> None:
+class ARCReorderPromotes(ReferenceARCManager):
+    def order_move(self, key: OffloadKey, new: bool) -> None:
         (self.t1 if key in self.t1 else self.t2).remove(key)
         self.t2.append(key)
 
@@ -618,7 +647,7 @@ FILTER_BUGS = [bug for bug in ReferenceFilter.__subclasses__() if bug.__module__
 
 
 class PlainPolicy(CachePolicy):
-    """The least a policy can be: one list, oldest first. A stranger's policy in a few lines."""
+    """The least that a policy can be: one list, oldest first. A stranger's policy in a few lines."""
 
     def __init__(self, capacity: int) -> None:
         super().__init__(capacity)
@@ -627,25 +656,19 @@ class PlainPolicy(CachePolicy):
     def insert(self, slots: Slots, keys: Keys) -> None:
         self.order += slots.tolist()
 
-    def touch(self, slots: Slots, ready: Any, pinned: Any) -> None:
+    def move(self, slots: Slots) -> None:
         for slot in slots.tolist():
             self.order.remove(slot)
             self.order.append(slot)
 
-    def refresh(self, slots: Slots, new: Any, pinned: Any) -> None:
-        self.touch(slots, None, pinned)
+    def access(self, access: Access) -> None:
+        self.move(access.slots)
 
-    def settle(self, slots: Slots) -> None:
-        pass
+    def reorder(self, slots: Slots, new: Any) -> None:
+        self.move(slots)
 
-    def pin(self, slots: Slots) -> None:
-        pass
-
-    def unpin(self, slots: Slots) -> None:
-        self.touch(slots, None, None)
-
-    def evict(self, n: int, busy: Any, key_of: Any) -> Slots:
-        victims = [slot for slot in self.order if not busy[slot]][:n]
+    def evict(self, eviction: Eviction) -> Slots:
+        victims = [slot for slot in self.order if not eviction.busy[slot]][: eviction.n]
         self.order = [slot for slot in self.order if slot not in victims]
         return np.array(victims, dtype=np.int64)
 
@@ -662,82 +685,103 @@ class PlainPolicy(CachePolicy):
 
 
 class EvictsBusy(PlainPolicy):
-    def evict(self, n: int, busy: Any, key_of: Any) -> Slots:
-        return super().evict(n, np.zeros_like(busy), key_of)
+    def evict(self, eviction: Eviction) -> Slots:
+        return super().evict(replace(eviction, busy=np.zeros_like(eviction.busy)))
 
 
 class EvictsTooFew(PlainPolicy):
-    def evict(self, n: int, busy: Any, key_of: Any) -> Slots:
-        return super().evict(max(1, n - 1), busy, key_of)
+    def evict(self, eviction: Eviction) -> Slots:
+        return super().evict(replace(eviction, n=max(1, eviction.n - 1)))
 
 
 class EvictsOneTwice(PlainPolicy):
-    def evict(self, n: int, busy: Any, key_of: Any) -> Slots:
-        victims = super().evict(n, busy, key_of)
+    def evict(self, eviction: Eviction) -> Slots:
+        victims = super().evict(eviction)
         victims[1:2] = victims[0:1]
         return victims
 
 
 class EvictsAndRemembers(PlainPolicy):
-    def evict(self, n: int, busy: Any, key_of: Any) -> Slots:
+    def evict(self, eviction: Eviction) -> Slots:
         before = list(self.order)
-        victims = super().evict(n, busy, key_of)
+        victims = super().evict(eviction)
         self.order = before
         return victims
 
 
 class ReturnsAList(PlainPolicy):
-    def evict(self, n: int, busy: Any, key_of: Any) -> Slots:
-        return super().evict(n, busy, key_of).tolist()  # type: ignore[no-any-return]
+    def evict(self, eviction: Eviction) -> Slots:
+        return super().evict(eviction).tolist()  # type: ignore[no-any-return]
 
 
 class LosesWhatItPassesOver(PlainPolicy):
-    def evict(self, n: int, busy: Any, key_of: Any) -> Slots:
-        victims = super().evict(n, busy, key_of)
-        while n and self.order and busy[self.order[0]]:
+    def evict(self, eviction: Eviction) -> Slots:
+        victims = super().evict(eviction)
+        while eviction.n and self.order and eviction.busy[self.order[0]]:
             del self.order[0]
         return victims
 
 
-class SettleMoves(PlainPolicy):
-    def settle(self, slots: Slots) -> None:
-        self.touch(slots, None, None)
+class MarkingMoves(PlainPolicy):
+    def mark_evictable(self, slots: Slots) -> None:
+        self.move(slots)
 
 
-class UnpinKeepsThePlace(PlainPolicy):
-    def unpin(self, slots: Slots) -> None:
+class PassesOverForGood(PlainPolicy):
+    """Skips a block for ever when it has been passed over."""
+
+    def __init__(self, capacity: int) -> None:
+        super().__init__(capacity)
+        self.passed = np.zeros(capacity, dtype=np.bool_)
+
+    def evict(self, eviction: Eviction) -> Slots:
+        self.passed |= eviction.busy
+        return super().evict(replace(eviction, busy=self.passed))
+
+
+class PassesOverForGoodTheSecondTime(PlainPolicy):
+    """Skips a block for ever when it has been passed over twice."""
+
+    def __init__(self, capacity: int) -> None:
+        super().__init__(capacity)
+        self.times_passed = np.zeros(capacity, dtype=np.int64)
+
+    def evict(self, eviction: Eviction) -> Slots:
+        self.times_passed += eviction.busy
+        return super().evict(replace(eviction, busy=eviction.busy | (self.times_passed > 1)))
+
+
+class UseMakesEvictable(PlainPolicy):
+    """Loses track of a busy block that is used."""
+
+    def access(self, access: Access) -> None:
+        for slot in access.slots[~access.ready].tolist():
+            self.order.remove(slot)
+
+
+class ReorderDoesNothing(PlainPolicy):
+    def reorder(self, slots: Slots, new: Any) -> None:
         pass
 
 
-class PinForgets(PlainPolicy):
-    def pin(self, slots: Slots) -> None:
-        self.remove(slots)
-
-    def unpin(self, slots: Slots) -> None:
-        self.order += slots.tolist()
-
-    def touch(self, slots: Slots, ready: Any, pinned: Any) -> None:
-        super().touch(slots[~np.asarray(pinned)] if pinned is not None else slots, None, None)
+class ReorderKeepsWhatIsNotNew(PlainPolicy):
+    def reorder(self, slots: Slots, new: Any) -> None:
+        self.move(slots[new])
 
 
-class RefreshDoesNothing(PlainPolicy):
-    def refresh(self, slots: Slots, new: Any, pinned: Any) -> None:
-        pass
-
-
-class RefreshKeepsWhatIsNotNew(PlainPolicy):
-    def refresh(self, slots: Slots, new: Any, pinned: Any) -> None:
-        super().refresh(slots[new], None, None)
-
-
-class RefreshTurnsTheChain(PlainPolicy):
-    def refresh(self, slots: Slots, new: Any, pinned: Any) -> None:
-        super().refresh(slots[::-1], None, None)
+class ReorderReversesTheChain(PlainPolicy):
+    def reorder(self, slots: Slots, new: Any) -> None:
+        self.move(slots[::-1])
 
 
 class AdmitsSlots(PlainPolicy):
     def admit(self, keys: Keys, shortage: int) -> Any:
         return np.arange(len(keys) - shortage)
+
+
+class AdmitMoves(PlainPolicy):
+    def admit(self, keys: Keys, shortage: int) -> Any:
+        self.order = self.order[1:] + self.order[:1]
 
 
 class RemoveDoesNothing(PlainPolicy):
@@ -761,9 +805,37 @@ class ChecksNothing(PlainPolicy):
 
 
 class AbsentKeysRaise(PlainPolicy):
-    def touch_absent(self, keys: Keys) -> None:
-        if keys:
-            raise KeyError(keys[0])
+    def access(self, access: Access) -> None:
+        if access.absent:
+            raise KeyError(access.absent[0])
+        super().access(access)
+
+
+class RefusedKeysRaise(PlainPolicy):
+    def refuse(self, keys: Keys) -> None:
+        raise KeyError(keys[0])
+
+
+class ClearKeepsGhosts(PlainPolicy):
+    """A key that was refused once puts the block that is stored for it at the old end."""
+
+    def __init__(self, capacity: int) -> None:
+        super().__init__(capacity)
+        self.refused: set[OffloadKey] = set()
+
+    def refuse(self, keys: Keys) -> None:
+        self.refused |= set(keys)
+
+    def access(self, access: Access) -> None:
+        super().access(access)
+        self.refused |= set(access.absent)
+
+    def insert(self, slots: Slots, keys: Keys) -> None:
+        super().insert(slots, keys)
+        for slot, key in zip(slots.tolist(), keys, strict=True):
+            if key in self.refused:
+                self.order.remove(slot)
+                self.order.insert(0, slot)
 
 
 POLICY_BUGS = [bug for bug in PlainPolicy.__subclasses__() if bug.__module__ == __name__]
@@ -997,7 +1069,7 @@ def through_a_manager(policy: type[PlainPolicy]) -> Callable[[int], PolicyOffloa
 
 
 @pytest.mark.parametrize(
-    "bug", [EvictsBusy, EvictsTooFew, EvictsOneTwice, LosesWhatItPassesOver, SettleMoves, UnpinKeepsThePlace]
+    "bug", [EvictsBusy, EvictsTooFew, EvictsOneTwice, LosesWhatItPassesOver, MarkingMoves, PassesOverForGood]
 )
 def test_the_machine_catches_a_wrong_policy_through_its_manager(bug: type[PlainPolicy]) -> None:
     assert walk_finds(through_a_manager(bug), ReferenceLRUManager)

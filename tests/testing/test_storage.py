@@ -1,4 +1,4 @@
-"""The simulated storage loses what it says it loses and nothing else, and every fault is injected and counted."""
+"""The simulated storage loses only what a kill or power loss may take, and every fault is injected and counted."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def new_file(storage: Storage, size: int = 0, direct: bool = False) -> StoredFil
 
 
 def error_of(call: object, *arguments: object) -> int | None:
-    """The number of the OSError that the call raises."""
+    """Returns the number of the OSError that the call raises."""
     with pytest.raises(OSError) as raised:
         call(*arguments)  # type: ignore[operator]
     return raised.value.errno
@@ -43,7 +43,7 @@ def error_of(call: object, *arguments: object) -> int | None:
 # SimulatedStorage
 
 
-def test_what_is_written_is_read_through_several_buffers() -> None:
+def test_several_buffers_are_written_and_read_in_order() -> None:
     file = new_file(SimulatedStorage(1 << 20), 3 * PAGE)
     data = pattern(2 * PAGE + 50)
     assert file.write([data[:100], data[100:5000], data[5000:]], 7) == len(data)
@@ -52,7 +52,7 @@ def test_what_is_written_is_read_through_several_buffers() -> None:
     assert np.array_equal(np.concatenate((first, second)), data)
 
 
-def test_a_read_ends_where_the_file_does() -> None:
+def test_a_read_ends_at_the_end_of_the_file() -> None:
     file = new_file(SimulatedStorage(1 << 20), 100)
     assert len(read(file, 500)) == 100
     assert len(read(file, 500, offset=80)) == 20
@@ -125,13 +125,13 @@ def test_one_owner_at_a_time() -> None:
 
 
 def _sharing(storage: SimulatedStorage) -> SimulatedStorage:
-    """Another process on the same medium, while the first one lives."""
+    """Returns the storage of another process on the same medium, while the first one lives."""
     other = SimulatedStorage(0)
     other.medium = storage.medium
     return other
 
 
-def test_held_bytes_leave_out_what_they_are_told_to() -> None:
+def test_held_bytes_leave_out_chosen_files() -> None:
     storage = SimulatedStorage(10 * PAGE)
     new_file(storage, 3 * PAGE)
     storage.open("", "y", create=True).resize(2 * PAGE)
@@ -160,7 +160,7 @@ def test_a_medium_that_is_mounted_read_only() -> None:
     assert not successor.restart().read_only
 
 
-def test_what_was_written_survives_a_kill() -> None:
+def test_written_bytes_survive_a_kill() -> None:
     storage = SimulatedStorage(10 * PAGE)
     storage.lock()
     file = new_file(storage, PAGE)
@@ -173,14 +173,14 @@ def test_what_was_written_survives_a_kill() -> None:
     assert np.array_equal(read(later.open("f", "x"), PAGE), pattern(PAGE))
 
 
-def test_a_kill_gives_back_what_only_the_dead_process_had_open() -> None:
+def test_a_kill_frees_removed_files_that_the_process_had_open() -> None:
     storage = SimulatedStorage(10 * PAGE)
     new_file(storage, 2 * PAGE)
     storage.remove("f", "x")
     assert storage.restart().used_bytes == 0
 
 
-def test_a_clone_goes_its_own_way() -> None:
+def test_a_clone_is_independent() -> None:
     storage = SimulatedStorage(10 * PAGE)
     storage.lock()
     file = new_file(storage, PAGE)
@@ -199,7 +199,7 @@ def test_a_clone_goes_its_own_way() -> None:
     assert clone.used_bytes == PAGE
 
 
-def test_power_loss_takes_back_some_of_the_unsynced_pages() -> None:
+def test_power_loss_undoes_some_unsynced_pages() -> None:
     kept, lost = set(), set()
     for seed in range(20):
         storage = SimulatedStorage(100 * PAGE, seed)
@@ -219,7 +219,7 @@ def test_power_loss_takes_back_some_of_the_unsynced_pages() -> None:
 
 
 def torn_by_a_kill(seed: int) -> ByteArray:
-    """The file after a kill in the middle of a write of four pages over zeros."""
+    """Returns the file after a kill in the middle of a write of four pages over zeros."""
     executor = SteppedExecutor(seed, chance=1.0, pause_chance=0.5)
     storage = SimulatedStorage(100 * PAGE, seed, pause=executor.pause)
     file = new_file(storage, 4 * PAGE)
@@ -229,7 +229,7 @@ def torn_by_a_kill(seed: int) -> ByteArray:
     return read(storage.restart().open("f", "x"), 4 * PAGE)
 
 
-def test_a_write_under_way_is_torn_by_a_kill() -> None:
+def test_a_kill_tears_a_write_under_way() -> None:
     whole = pattern(4 * PAGE)
     shapes = set()
     for seed in range(80):
@@ -274,7 +274,7 @@ def differing_bits(a: ByteArray, b: ByteArray) -> int:
     return int(np.unpackbits(a ^ b).sum())
 
 
-def test_without_rates_nothing_goes_wrong() -> None:
+def test_without_rates_there_are_no_faults() -> None:
     storage, file = faulty()
     for seed in range(100):
         assert file.write([pattern(2 * PAGE, seed)], 0) == 2 * PAGE
@@ -302,7 +302,7 @@ def test_a_flip_on_write_is_in_the_medium_and_not_in_the_callers_buffer() -> Non
     assert storage.injected["flip_on_write"] == 1
 
 
-def test_a_torn_write_claims_to_be_whole() -> None:
+def test_a_torn_write_reports_all_bytes_as_written() -> None:
     cuts = set()
     for seed in range(30):
         storage, file = faulty(seed, direct=True, torn_write=1.0)
@@ -317,7 +317,7 @@ def test_a_torn_write_claims_to_be_whole() -> None:
 
 
 @pytest.mark.parametrize("direct", [False, True])
-def test_short_transfers_say_so(direct: bool) -> None:
+def test_short_transfers_report_the_bytes_moved(direct: bool) -> None:
     for seed in range(20):
         storage, file = faulty(seed, direct=direct, short_write=1.0)
         n = file.write([pattern(PAGE), pattern(PAGE, 1)], 0)
@@ -328,7 +328,7 @@ def test_short_transfers_say_so(direct: bool) -> None:
         assert storage.injected["short_read"] == 1
 
 
-def test_errors_have_the_numbers_of_the_system() -> None:
+def test_injected_errors_have_system_error_numbers() -> None:
     storage, file = faulty(no_space=1.0)
     assert error_of(file.write, [pattern(10)], 0) == errno.ENOSPC
     assert error_of(file.resize, 10) == errno.ENOSPC
@@ -346,7 +346,7 @@ def test_errors_have_the_numbers_of_the_system() -> None:
     assert storage.injected == {"no_space": 2, "io_error": 6}
 
 
-def test_read_only_from_a_moment_on() -> None:
+def test_a_storage_can_become_read_only() -> None:
     storage, file = faulty()
     file.write([pattern(10)], 0)
     storage.read_only = True
@@ -370,7 +370,7 @@ def test_a_stall_ends_when_faults_are_switched_off() -> None:
     assert done.is_set()
 
 
-def test_killed_at_the_kth_operation_the_write_is_half_done_and_all_is_over() -> None:
+def test_a_kill_at_an_operation_leaves_it_half_done_and_ends_all_later_ones() -> None:
     cuts = set()
     for seed in range(20):
         storage, file = faulty(seed)
@@ -434,7 +434,7 @@ def test_faults_of_a_real_directory(tmp_path: object) -> None:
 
 
 def order_of(seed: int) -> list[str]:
-    """When twelve jobs of three turns each begin, go on and end."""
+    """Runs twelve jobs of three turns each. Returns the order of all turns."""
     executor, log = SteppedExecutor(seed, num_threads=3), []
 
     def job(name: str) -> None:
@@ -461,7 +461,7 @@ def test_jobs_begin_in_order_reads_first_and_the_seed_interleaves_them() -> None
     assert len(ends) > 10, "jobs end in the order in which they began"
 
 
-def test_a_stalled_job_goes_on_when_its_time_has_come() -> None:
+def test_a_stalled_job_goes_on_after_its_time() -> None:
     now, log = [0.0], []
     executor = SteppedExecutor(clock=lambda: now[0])
 
@@ -481,7 +481,7 @@ def test_a_stalled_job_goes_on_when_its_time_has_come() -> None:
     assert executor.idle
 
 
-def test_close_runs_what_there_is_and_takes_no_more() -> None:
+def test_close_runs_queued_jobs_and_takes_no_more() -> None:
     executor, log = SteppedExecutor(), []
     executor.submit_write(lambda: log.append("write"))
     executor.submit_read(lambda: log.append("read"))
@@ -492,7 +492,7 @@ def test_close_runs_what_there_is_and_takes_no_more() -> None:
     assert log == ["read", "write"]
 
 
-def test_a_full_queue_takes_no_more() -> None:
+def test_a_full_queue_takes_no_more_jobs() -> None:
     executor = SteppedExecutor(max_queued=2)
     assert [executor.submit_read(lambda: None) for _ in range(3)] == [True, True, False]
     assert executor.submit_write(lambda: None)
@@ -500,7 +500,7 @@ def test_a_full_queue_takes_no_more() -> None:
     assert executor.submit_read(lambda: None)
 
 
-def test_of_a_killed_process_nothing_goes_on() -> None:
+def test_jobs_of_a_killed_process_do_not_go_on() -> None:
     executor, log = SteppedExecutor(pause_chance=1.0), []
 
     def job() -> None:
@@ -520,7 +520,7 @@ def test_of_a_killed_process_nothing_goes_on() -> None:
     assert executor.idle
 
 
-def test_held_nothing_happens() -> None:
+def test_no_job_runs_while_the_executor_is_held() -> None:
     executor, log = SteppedExecutor(), []
     with executor.hold():
         executor.submit_read(lambda: log.append("read"))
@@ -530,7 +530,7 @@ def test_held_nothing_happens() -> None:
     assert log == ["read"]
 
 
-def test_what_a_job_raises_is_not_lost() -> None:
+def test_the_exception_of_a_job_is_raised_by_drain() -> None:
     executor = SteppedExecutor()
     executor.submit_read(lambda: int("x"))
     with pytest.raises(ValueError, match="invalid literal"):

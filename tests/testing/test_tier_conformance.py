@@ -1,4 +1,4 @@
-"""Every tier keeps the contract, and the suite finds each tier that does not."""
+"""Every tier passes the conformance suite, and the suite finds the bug of each tier that has one."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Keys = Sequence[OffloadKey]
 
 
 class MemoryTierConformance(TierConformance):
-    """For MemoryTier and what is wrong with its subclasses."""
+    """The suite for MemoryTier and its subclasses with a bug."""
 
     tier_class: type[MemoryTier] = MemoryTier
     max_under_way = 10
@@ -58,7 +58,7 @@ FINGERPRINT = "0f" * 32
 
 
 def disk_bytes(pools: Sequence[ByteArray], num_blocks: int) -> int:
-    """Room for so many blocks in slabs of three, and for not one more."""
+    """Returns a capacity with room for exactly ``num_blocks`` blocks, in slabs of three."""
     block_bytes = sum(pool.shape[1] for pool in pools)
     slabs = -(-num_blocks // 3)
     return FIXED_BYTES + slabs * SLAB_OVERHEAD_BYTES + num_blocks * slot_cost(block_bytes)
@@ -81,7 +81,7 @@ def make_disk_tier(
 
 
 def spoil_slabs(storage: Storage) -> bool:
-    """One bit of every page of every slab."""
+    """Changes one bit of every page of every slab."""
     for name in storage.files(FINGERPRINT):
         file = storage.open(FINGERPRINT, name)
         data = np.zeros(file.size() if name.startswith("slab") else 0, np.uint8)
@@ -142,7 +142,7 @@ class TestDiskTierInADirectory(TierConformance):
         return spoil_slabs(DirectoryStorage(self.folder))
 
 
-# Tiers with one thing wrong.
+# Tiers with one bug each.
 
 
 class SwapsSlots(MemoryTier):
@@ -163,7 +163,7 @@ class KeepsAView(MemoryTier):
 
 
 class ReadsTheSlotsLater(MemoryTier):
-    """It keeps the caller's array."""
+    """Uses the caller's array after the call."""
 
     def read(self, keys: Keys, slots: Slots) -> list[OffloadKey]:
         self._at = getattr(self, "_at", {}) | {key: (slots, i) for i, key in enumerate(keys)}
@@ -174,7 +174,7 @@ class ReadsTheSlotsLater(MemoryTier):
         super().read_block(key, int(slots[i]), block)
 
 
-class TellsTwice(MemoryTier):
+class ReportsTwice(MemoryTier):
     def poll(self) -> list[TierResult]:
         results = super().poll()
         return results + results[:1]
@@ -185,7 +185,7 @@ class LosesAResult(MemoryTier):
         return [result for result in super().poll() if result.key[0] != ord("c")]
 
 
-class TellsOfWhatItRefused(MemoryTier):
+class ReportsRefusedKeys(MemoryTier):
     def read(self, keys: Keys, slots: Slots) -> list[OffloadKey]:
         taken = super().read(keys, slots)
         self._refused = [key for key in keys if key not in taken]
@@ -196,7 +196,7 @@ class TellsOfWhatItRefused(MemoryTier):
         return super().poll() + [TierResult(key, True, TierError.GONE) for key in refused]
 
 
-class SaysNothingOfRefusals(MemoryTier):
+class HidesRefusals(MemoryTier):
     def write(self, keys: Keys, slots: Slots) -> list[OffloadKey]:
         super().write(keys, slots)
         return list(keys)
@@ -243,7 +243,7 @@ class TouchOfUnknownRaises(MemoryTier):
             self.blocks.move_to_end(key)
 
 
-class LookingTouches(MemoryTier):
+class ContainsTouches(MemoryTier):
     def contains(self, keys: Keys) -> States:
         self.touch(keys)
         return super().contains(keys)
@@ -256,7 +256,7 @@ class WritesAgain(MemoryTier):
 
 
 class DeleteWaitsForTheWrite(MemoryTier):
-    """A write that ends late brings the key back."""
+    """A delete leaves blocks that are being written."""
 
     def delete(self, keys: Keys) -> None:
         super().delete([key for key in keys if key not in self.blocks or self.blocks[key].ready])
@@ -299,14 +299,14 @@ class DeleteLeaksRoom(MemoryTier):
 
 
 class ReadsIntoAFreedSlot(MemoryTier):
-    """It tells that the read has ended, and writes into the slot once more."""
+    """Writes into the slot once more after the read was reported."""
 
     def poll(self) -> list[TierResult]:
-        told = super().poll()
-        for result in told:
+        results = super().poll()
+        for result in results:
             if result.is_read and result.ok:
                 self.executor.submit_read(partial(self._again, result.key))
-        return told
+        return results
 
     def _again(self, key: OffloadKey) -> None:
         block = self.blocks.get(key)
@@ -324,13 +324,13 @@ class DoesNotVerify(MemoryTier):
 class KeepsBadBlocks(MemoryTier):
     def poll(self) -> list[TierResult]:
         bad = {result.key: block for result, block in self.ended if result.error is TierError.CORRUPT}
-        told = super().poll()
+        results = super().poll()
         self.blocks.update(bad)
-        return told
+        return results
 
 
 class TruncatesKeys(MemoryTier):
-    """Keys are padded to a fixed length, and nothing says how long they were."""
+    """Pads keys to a fixed length, and does not keep their own."""
 
     def contains(self, keys: Keys) -> States:
         return super().contains([key.rstrip(b"\0") for key in keys])
@@ -395,7 +395,7 @@ BUGS = [
 
 
 def cases(suite: object) -> Iterator[tuple[str, Callable[[], None]]]:
-    """The tests of a suite, parametrized ones once a value."""
+    """Yields the tests of a suite, parametrized ones once per value."""
     for name, method in inspect.getmembers(suite, inspect.ismethod):
         if not name.startswith("test_"):
             continue
@@ -409,7 +409,7 @@ def cases(suite: object) -> Iterator[tuple[str, Callable[[], None]]]:
 
 
 def failures(bug: type[MemoryTier]) -> list[str]:
-    """Which tests fail for ``bug``, up to the first."""
+    """Returns the first test that fails for ``bug``, or nothing."""
     suite = type("Suite", (MemoryTierConformance,), {"tier_class": bug})()
     for name, case in cases(suite):
         try:
@@ -429,5 +429,5 @@ def test_the_suite_catches_a_wrong_tier(bug: type[MemoryTier], monkeypatch: pyte
     print(bug.__name__, *found)
 
 
-def test_the_suite_finds_nothing_where_nothing_is_wrong() -> None:
+def test_the_suite_accepts_a_right_tier() -> None:
     assert failures(MemoryTier) == []

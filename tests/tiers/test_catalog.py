@@ -9,7 +9,6 @@ import pytest
 
 from kvoffload.abc import IntegrityError, LookupState, OffloadKey, Slots
 from kvoffload.cache.index import KeyIndex
-from kvoffload.cache.slots import SlotBackend
 from kvoffload.tiers.catalog import Catalog
 
 
@@ -26,7 +25,7 @@ def host_slots(n: int) -> Slots:
 
 
 def make(num_blocks: int = 32) -> Catalog:
-    return Catalog(SlotBackend(4096, "DISK", num_blocks), "lru")
+    return Catalog(num_blocks, 4096, "lru")
 
 
 def write(catalog: Catalog, *names: int) -> list[OffloadKey]:
@@ -168,7 +167,7 @@ def test_cancelled_transfers_change_nothing() -> None:
 
 
 def test_slots_exist_when_they_were_added() -> None:
-    catalog = Catalog(SlotBackend(4096, "DISK", 8, grows=True), "lru")
+    catalog = Catalog(8, 4096, "lru", grows=True)
     assert (catalog.num_available, catalog.num_blocks) == (0, 0)
     catalog.restore(keys(7, 8), np.array([3, 1]))
     catalog.add_free(np.array([0, 2]))
@@ -187,10 +186,10 @@ def test_the_caller_may_reuse_its_arrays() -> None:
     assert (names, hosts.tolist()) == (keys(1, 2), [100, 101])
 
 
-def test_a_lost_slot_is_found() -> None:
-    backend = SlotBackend(4096, "DISK", 8)
-    catalog = Catalog(backend, "lru")
+def test_a_slot_that_is_added_twice_is_found() -> None:
+    catalog = Catalog(8, 4096, "lru", grows=True)
+    catalog.add_free(np.array([0, 1]))
     write(catalog, 1)
-    backend.allocate_blocks(keys(2))
+    catalog.add_free(np.array([0]))
     with pytest.raises(IntegrityError):
         catalog.check_integrity()

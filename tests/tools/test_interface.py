@@ -1,4 +1,4 @@
-"""The check of vLLM's interface: what a version lacks is reported, from source alone."""
+"""The check of vLLM's interface: it reports from source alone what a version lacks."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def tool() -> Any:
 
 @pytest.fixture
 def missing(tool: Any, tmp_path: Path) -> Any:
-    """What is missing after ``changes`` to files of that vLLM: [(name, note)]."""
+    """A function that applies changes to the files of VLLM and returns what is missing then: [(name, note)]."""
 
     def check(*changes: tuple[str, str, str], version: str = "2.0") -> list[tuple[str, str]]:
         files = dict(VLLM)
@@ -122,7 +122,7 @@ def test_nothing_is_missing_from_what_it_was_written_for(missing: Any) -> None:
         (("base.py", "(self, caches: dict)", "(self, caches: dict, *, copy)"), "Base.register", "does not take copy"),
         (("base.py", "def woken(self)", "@abstractmethod\n    def slept(self)"), "Base.slept", "not implemented"),
         (("base.py", "self.config = config", "self.config = config; self._pool = 1"), "Base._pool", "of this name"),
-        (("base.py", "role: Role)", "role: Role, rank: int)"), "Base.__init__", "wants rank too"),
+        (("base.py", "role: Role)", "role: Role, rank: int)"), "Base.__init__", "requires rank too"),
         (("config.py", "elastic: bool", "elastic_ep: bool"), "Parallel.elastic", "no such attribute"),
         (("config.py", "world_size: int", "size: int"), "Parallel.world_size", "no such attribute"),
         (("config.py", "self.spec = spec", "self.kind = spec"), "Group.spec", "no such attribute"),

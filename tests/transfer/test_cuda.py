@@ -1,4 +1,4 @@
-"""The CUDA transfer engine. What needs no device is tested on CPU tensors; the rest runs where one is."""
+"""The CUDA transfer engine. Gathering and scattering are tested on CPU tensors; the other tests need a CUDA device."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a C
 
 
 def together(device: str = "cpu") -> list[torch.Tensor]:
-    """Views of one allocation, as vLLM makes them."""
+    """Returns views of one allocation, as vLLM makes them."""
     return list(torch.randint(0, 256, (LAYERS, BLOCKS, PAGE), dtype=torch.uint8, device=device))
 
 
 def apart(device: str = "cpu") -> list[torch.Tensor]:
-    """Separate allocations, with pages of different sizes."""
+    """Returns separate allocations, with pages of different sizes."""
     return [torch.randint(0, 256, (BLOCKS, size), dtype=torch.uint8, device=device) for size in (64, 24, 40)]
 
 
 def interleaved(device: str = "cpu") -> list[torch.Tensor]:
-    """Views of one allocation with blocks outermost."""
+    """Returns views of one allocation whose outermost dimension is blocks."""
     whole = torch.randint(0, 256, (BLOCKS, LAYERS, PAGE), dtype=torch.uint8, device=device)
     return [whole[:, layer] for layer in range(LAYERS)]
 
@@ -39,7 +39,7 @@ LAYOUTS = pytest.mark.parametrize("make", [together, apart, interleaved])
 
 
 @LAYOUTS
-def test_gather_takes_every_layers_page_of_each_block(make) -> None:
+def test_gather_copies_every_layers_page_of_each_block(make) -> None:
     views = make()
     index = torch.tensor([5, 0, 11])
     stage = torch.empty((3, sum(view.shape[1] for view in views)), dtype=torch.uint8)
@@ -67,7 +67,7 @@ def test_equally_spaced_views_become_one_array_of_words() -> None:
     assert len(as_words(apart())) == 3
 
 
-def test_words_are_narrow_where_pages_are_odd() -> None:
+def test_the_size_of_pages_limits_the_width_of_words() -> None:
     views = [torch.zeros((BLOCKS, 6), dtype=torch.uint8) for _ in range(2)]
     assert as_words(views)[0].dtype == torch.int16
 
@@ -115,7 +115,7 @@ def test_round_trip_on_a_device(make, factor: int, pool: HostPool) -> None:
     assert result.nbytes == len(blocks) * sum(view.shape[1] for view in views)
     for view, old in zip(views, before, strict=True):
         assert torch.equal(view[blocks], old[blocks])
-        assert not view[0].any(), "a block that was not asked for was written"
+        assert not view[0].any(), "a block outside the job was written"
     transfer.close()
 
 
@@ -140,7 +140,7 @@ def test_more_blocks_than_the_staging_buffer(monkeypatch: pytest.MonkeyPatch, po
 
 @needs_cuda
 @pytest.mark.cuda
-def test_a_fence_orders_later_device_work_behind_the_store(pool: HostPool) -> None:
+def test_a_fence_makes_later_device_work_wait_for_the_store(pool: HostPool) -> None:
     from kvoffload.transfer.cuda import CudaTransfer
 
     views = together("cuda")
@@ -158,7 +158,7 @@ def test_a_fence_orders_later_device_work_behind_the_store(pool: HostPool) -> No
 
 @needs_cuda
 @pytest.mark.cuda
-def test_a_bad_block_number_fails_its_job_alone(pool: HostPool) -> None:
+def test_a_bad_block_number_fails_only_its_job(pool: HostPool) -> None:
     from kvoffload.transfer.cuda import CudaTransfer
 
     transfer = CudaTransfer([PageGroup(together("cuda"))], pool.data)

@@ -1,4 +1,4 @@
-"""InlineTransfer: bytes that go to the host and come back are the same bytes."""
+"""InlineTransfer: bytes that are stored and loaded again are unchanged."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ def noise(*shape: int) -> ByteArray:
 
 
 def merged_layers() -> list[ByteArray]:
-    """Three layers of one array."""
+    """Returns three layers of one array."""
     return list(noise(3, BLOCKS, 16))
 
 
 def separate_layers() -> list[ByteArray]:
-    """Layers that were allocated one by one, with pages of different sizes."""
+    """Returns layers that were allocated one by one, with pages of different sizes."""
     return [noise(BLOCKS, page) for page in (16, 8, 24)]
 
 
 def strided_layers() -> list[ByteArray]:
-    """Pages of one layer with other bytes between them: (blocks, layers, page)."""
+    """Returns layers of one array (blocks, layers, bytes), with gaps between the pages."""
     whole = noise(BLOCKS, 3, 20)
     return [whole[:, layer, :16] for layer in range(3)]
 
@@ -78,7 +78,7 @@ def test_round_trip(layout: Callable[[], list[ByteArray]], factor: int) -> None:
     blocks = [7, 2, 9, 4, 11, 1, 8, 3][: 2 * factor]
     before = [block(views, i) for i in range(BLOCKS)]
     assert run(transfer, job([5, 0], blocks), is_store=True)
-    # A slot holds its device blocks one after another, and padding.
+    # A slot holds its device blocks one after another, then padding.
     size = len(before[0])
     assert pool[5, : size * factor].tobytes() == b"".join(before[i] for i in blocks[:factor])
     assert not pool[5, size * factor :].any()
@@ -94,7 +94,7 @@ def test_round_trip(layout: Callable[[], list[ByteArray]], factor: int) -> None:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_bytes_between_the_pages_are_left_alone(layout: Callable[[], list[ByteArray]]) -> None:
+def test_bytes_between_the_pages_do_not_change(layout: Callable[[], list[ByteArray]]) -> None:
     views = layout()
     wholes = [view if view.base is None else view.base for view in views]
     before = [whole.copy() for whole in wholes]
@@ -117,7 +117,7 @@ def test_a_job_may_begin_inside_a_block() -> None:
     assert run(transfer, job([2, 0], stored), is_store=True)
     for view in views:
         view[:] = 0
-    # The request's device blocks 7 to 11 are the last of its block 1, and its whole block 2.
+    # The request's device blocks 7 to 11 are the last of its block 1 and all of its block 2.
     assert run(transfer, job([2, 0], [10, 1, 2, 3, 4], first=7), is_store=False)
     assert [block(views, i) for i in (10, 1, 2, 3, 4)] == want[3:]
     assert not any(views[0][11])
@@ -159,7 +159,7 @@ def test_a_job_may_end_inside_a_block() -> None:
         "no slot",
     ],
 )
-def test_a_job_that_does_not_fit_fails_and_copies_nothing(
+def test_an_inconsistent_job_fails_and_copies_nothing(
     slots: list[int], blocks: list[int], is_store: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     views = merged_layers()
@@ -172,23 +172,23 @@ def test_a_job_that_does_not_fit_fails_and_copies_nothing(
     assert (pool == pool_before).all()
 
 
-def test_a_job_without_blocks_is_done() -> None:
+def test_a_job_without_blocks_succeeds() -> None:
     views = merged_layers()
     assert run(InlineTransfer([PageGroup(views)], make_pool(views, 1)), job([], []), is_store=True)
 
 
-def test_a_job_tells_how_much_was_copied() -> None:
+def test_a_result_has_the_number_of_bytes_copied() -> None:
     views = separate_layers()
     transfer = InlineTransfer([PageGroup(views)], make_pool(views, 1))
     transfer.submit(5, job([0, 1], [1, 2]), is_store=True)
     (result,) = transfer.poll(busy=False)
     assert (result.job_id, result.ok, result.nbytes) == (5, True, 2 * 48)
     assert result.seconds >= 0
-    assert transfer.poll(busy=False) == [], "told once"
+    assert transfer.poll(busy=False) == [], "a result is reported once"
 
 
 @pytest.mark.parametrize(("busy", "per_poll"), [(True, 3), (False, 8)])
-def test_a_busy_step_pays_for_a_bounded_copy(busy: bool, per_poll: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_busy_step_copies_a_bounded_amount(busy: bool, per_poll: int, monkeypatch: pytest.MonkeyPatch) -> None:
     views = merged_layers()
     pool = make_pool(views, 1, num_slots=8)
     monkeypatch.setattr(inline, "BUSY_BYTES_PER_POLL", 3 * len(block(views, 0)) + 1)
@@ -224,7 +224,7 @@ def test_loads_go_before_stores(monkeypatch: pytest.MonkeyPatch) -> None:
     assert polls == [[2], [3], [1]]
 
 
-def test_waiting_finishes_those_jobs_and_no_others() -> None:
+def test_waiting_finishes_only_the_given_jobs() -> None:
     views = merged_layers()
     pool = make_pool(views, 1)
     transfer = InlineTransfer([PageGroup(views)], pool)
@@ -255,13 +255,13 @@ def test_closing_twice_does_no_harm() -> None:
     transfer.close()
 
 
-def test_the_pools_slots_must_hold_the_blocks() -> None:
+def test_slots_that_are_too_small_for_a_block_are_refused() -> None:
     views = merged_layers()
     with pytest.raises(ValueError):
         InlineTransfer([PageGroup(views)], np.zeros((4, 47), dtype=np.uint8))
 
 
-# How jobs are spelled out, and layers are merged.
+# Copy lists, and merged layers.
 
 
 def pages(num_blocks: int, layers: int, page_bytes: int, factor: int = 1) -> PageGroup:
@@ -269,20 +269,20 @@ def pages(num_blocks: int, layers: int, page_bytes: int, factor: int = 1) -> Pag
 
 
 def groups_job(slots: list[int], *parts: tuple[list[int], int]) -> TransferSpec:
-    """A job of several groups: device blocks, and the index of the first of them, for each."""
+    """Returns a job for several groups; a part is a group's device blocks and the index of the first of them."""
     ids = np.array([block for blocks, _ in parts for block in blocks], dtype=np.int64)
     device = DeviceSpec(ids, tuple(len(blocks) for blocks, _ in parts), tuple(first for _, first in parts))
     return TransferSpec("r", LoadStoreSpec("CPU", np.array(slots, dtype=np.int64)), device)
 
 
-def test_a_spec_is_spelled_out_per_device_block() -> None:
+def test_a_copy_list_has_one_entry_per_device_block() -> None:
     (copies,) = copy_lists(job([7, 3], [20, 21, 22, 23], first=6), [pages(30, 1, 8, factor=4)], 10)
     assert copies.device_blocks.tolist() == [20, 21, 22, 23]
     assert copies.slots.tolist() == [7, 7, 3, 3]
     assert copies.parts.tolist() == [2, 3, 0, 1]
 
 
-def test_a_spec_of_several_groups_is_spelled_out_group_by_group() -> None:
+def test_each_group_has_its_own_copy_list() -> None:
     spec = groups_job([7, 3, 5], ([20, 21, 22], 1), ([], 0), ([9], 4))
     first, last = copy_lists(spec, [pages(30, 1, 8, 2), pages(30, 1, 8), pages(30, 2, 8)], 10)
     assert (first.group, first.slots.tolist(), first.parts.tolist()) == (0, [7, 3, 3], [1, 0, 1])
@@ -305,8 +305,8 @@ def test_a_spec_that_does_not_fit_the_groups_is_refused(spec: TransferSpec) -> N
         copy_lists(spec, [pages(30, 1, 8), pages(30, 1, 8)], 10)
 
 
-def test_a_job_of_several_groups_is_copied_there_and_back() -> None:
-    """Groups of other page sizes, layers and factors, in one pool; one of them has no layer on this rank."""
+def test_round_trip_of_a_job_with_several_groups() -> None:
+    """The groups differ in page size, layers and factor and share a pool; one of them has no layer on this rank."""
     rng = np.random.default_rng(0)
     groups = [
         PageGroup([rng.integers(0, 256, (8, 24), dtype=np.uint8) for _ in range(3)], 2),
@@ -359,11 +359,11 @@ def test_layers_live_as_long_as_the_transfer() -> None:
     alive = [weakref.ref(view) for view in views]
     del views
     gc.collect()
-    assert all(ref() is not None for ref in alive), "it would copy from memory that was given back"
+    assert all(ref() is not None for ref in alive), "the transfer would copy from freed memory"
     transfer.close()
 
 
-# Any layout, any job.
+# Random layouts and jobs.
 
 
 @st.composite
@@ -382,7 +382,7 @@ def layouts(draw: st.DrawFn) -> list[ByteArray]:
 
 @settings(max_examples=60, deadline=None)
 @given(views=layouts(), factor=st.integers(1, 4), data=st.data())
-def test_whatever_goes_to_the_host_comes_back(views: list[ByteArray], factor: int, data: st.DataObject) -> None:
+def test_round_trip_of_any_layout_and_job(views: list[ByteArray], factor: int, data: st.DataObject) -> None:
     num_slots = data.draw(st.integers(1, BLOCKS // factor))
     slots = data.draw(st.permutations(range(6)).map(lambda order: order[:num_slots]).filter(len))
     n = len(slots) * factor

@@ -1,4 +1,4 @@
-"""Real vLLM, one engine a child process; what is slow is shared."""
+"""Fixtures for real vLLM: one engine per child process. Slow results are shared."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runner]:
 
 @pytest.fixture(scope="session")
 def baseline(run: Runner) -> Run:
-    """vLLM by itself, preempting."""
+    """A round of vLLM without kvoffload, with preemptions."""
     result = run.once("baseline", "rounds", rounds=1)
     assert result["preemptions"] > 0
     return result
@@ -29,14 +29,14 @@ def baseline(run: Runner) -> Run:
 
 @pytest.fixture(scope="session")
 def expected(baseline: Run) -> list[Any]:
-    """What the prompts are answered without offloading."""
+    """The answers without offloading."""
     (answers,) = baseline["outputs"]
     return list(answers)
 
 
 @pytest.fixture(scope="session")
 def gemma3_expected(run: Runner) -> list[Any]:
-    """What they are answered by the model with two KV cache groups."""
+    """The answers of the model with two KV cache groups, without offloading."""
     result = run.once("gemma3", "rounds", rounds=1, **GEMMA3)
     assert result["preemptions"] > 0
     return list(result["outputs"][0])

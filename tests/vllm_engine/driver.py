@@ -1,10 +1,10 @@
-"""One vLLM engine in a process of its own: ``python driver.py CONFIG RESULT``, both JSON files.
+"""Runs one vLLM engine in a process of its own: ``python driver.py CONFIG RESULT``. Both are JSON files.
 
-CONFIG: ``scenario`` (a name in SCENARIOS), ``model`` (directory, written if it is not there), ``new_rows`` (so many of
-the last rows of its embedding are drawn anew, in place of those that are there), ``engine``
-(arguments of ``vllm.LLM`` that differ from the usual), ``model_kind``, ``multiprocessing`` (whether the engine
-has processes of its own), ``connector`` (its options, null for none),
-``connector_class``, and what the scenario reads. The environment that vLLM reads is set by the caller.
+CONFIG has ``scenario`` (a name in SCENARIOS), ``model`` (a directory, written if it does not exist), ``new_rows`` (how
+many of the last rows of its embedding are drawn again), ``engine`` (arguments of ``vllm.LLM`` that differ from the
+usual), ``model_kind``, ``multiprocessing`` (whether the engine has processes of its own), ``connector`` (its options,
+or null), ``connector_class``, ``plugin`` (whether vLLM finds the connector by its entry point alone), and what the
+scenario reads. The caller sets the environment variables that vLLM reads.
 """
 
 from __future__ import annotations
@@ -30,13 +30,15 @@ MAX_TOKENS = 48
 PROMPTS = 10
 MAX_STEPS = 20_000
 WINDOW = 70
-"""Of sliding layers, in tokens: more than two blocks, and no whole number of them."""
+"""Window of sliding layers in tokens: more than two blocks, and not a multiple of a block."""
 
 
 def write_model(directory: Path, kind: str = "llama", new_rows: int = 0, seed: int = 0) -> None:
-    """A tiny model. Its weights are large enough for what it reads to decide what it says. "gemma3": layers that see a
-    window of WINDOW tokens, and layers that see all, by turns. The last ``new_rows`` tokens get other embeddings than
-    they have without."""
+    """Writes a tiny model, with weights large enough that the prompt decides the output.
+
+    "gemma3" alternates between layers with a window of WINDOW tokens and layers with full attention. The last
+    ``new_rows`` tokens get other embeddings than by default.
+    """
     import torch
     from transformers import Gemma3ForCausalLM, Gemma3TextConfig, LlamaConfig, LlamaForCausalLM
 
@@ -65,7 +67,7 @@ def write_model(directory: Path, kind: str = "llama", new_rows: int = 0, seed: i
 
 
 def make_prompts() -> list[list[int]]:
-    """Three to twelve blocks each; every other one begins with the same three blocks."""
+    """Returns prompts of three to twelve blocks. Every other one begins with the same three blocks."""
     rng = np.random.default_rng(1)
     shared = rng.integers(5, 500, size=3 * BLOCK_SIZE).tolist()
     prompts = []
@@ -75,8 +77,46 @@ def make_prompts() -> list[list[int]]:
     return prompts
 
 
+class DiskJobs:
+    """Counts what the disk tier of this process has accepted and not reported yet."""
+
+    def __init__(self) -> None:
+        from kvoffload.connector import build
+
+        self.pending: Counter[tuple[bytes, bool]] = Counter()
+        """Number of jobs per key and direction; True is a read."""
+        self._open = build.open_disk_tier
+        build.open_disk_tier = self._open_counting
+
+    def _open_counting(self, *args: Any, **kwargs: Any) -> Any:
+        tier = self._open(*args, **kwargs)
+        read, write, poll = tier.read, tier.write, tier.poll
+
+        def counting(accept: Callable[..., Any], is_read: bool) -> Callable[..., Any]:
+            def call(keys: Any, slots: Any) -> Any:
+                accepted = accept(keys, slots)
+                self.pending.update((key, is_read) for key in accepted)
+                return accepted
+
+            return call
+
+        def counted_poll() -> Any:
+            results = poll()
+            self.pending -= Counter((result.key, result.is_read) for result in results)
+            return results
+
+        tier.read, tier.write, tier.poll = counting(read, True), counting(write, False), counted_poll
+        return tier
+
+
+def connector_module(name: str) -> str:
+    """Returns the module that defines the connector ``name``."""
+    own = {"KVOffloadConnector": "kvoffload.vllm", "CorruptedKVOffloadConnector": "kvoffload.demo.corrupted"}
+    return own.get(name, "faulty_connectors")
+
+
 class Engine:
-    """A vLLM engine, and what can be seen of it from inside its process."""
+    """A vLLM engine, observed from inside its process."""
 
     def __init__(self, config: dict[str, Any]) -> None:
         kind = config.get("model_kind", "llama")
@@ -85,6 +125,7 @@ class Engine:
             write_model(model, kind, config.get("new_rows", 0))
         if config.get("unexpected_root"):
             _expect_another_root()
+        self._disk = DiskJobs()
         from vllm.config import KVEventsConfig, KVTransferConfig
         from vllm.entrypoints.llm import LLM
 
@@ -106,12 +147,12 @@ class Engine:
             name = config.get("connector_class", "KVOffloadConnector")
             arguments["kv_transfer_config"] = KVTransferConfig(
                 kv_connector=name,
-                kv_connector_module_path="kvoffload.vllm" if name == "KVOffloadConnector" else "kvoffload.vllm.faulty",
+                kv_connector_module_path=None if config.get("plugin") else connector_module(name),
                 kv_role="kv_both",
                 kv_connector_extra_config=config["connector"],
             )
         if config.get("draft"):
-            # The model drafts for itself: right KV gives right drafts.
+            # The model is its own draft model, so correct KV gives correct drafts.
             draft = {"method": "draft_model", "model": str(model), "num_speculative_tokens": 3}
             arguments["speculative_config"] = draft
         if config.get("events"):
@@ -120,12 +161,12 @@ class Engine:
         if arguments.get("pipeline_parallel_size", 1) > 1:
             self.llm.collective_rpc(_make_room_for_hidden_states)
         self.prompts = make_prompts()
-        if config.get("spoil_drafts"):
-            self._spoil_drafts()
+        if config.get("corrupt_drafts"):
+            self._corrupt_drafts()
         if "slow" in config:
             self._slow_down(config["slow"], config.get("failing", 0.0))
         self.loaded_blocks: Counter[int] = Counter()
-        """Device blocks that loads were to fill, by group."""
+        """Number of device blocks in loads, by group."""
         if config.get("connector") is not None and not config.get("multiprocessing"):
             self._count_loads()
 
@@ -140,13 +181,13 @@ class Engine:
 
         self.offload.build_connector_meta = counting
 
-    def _spoil_drafts(self) -> None:
-        """Blanks what is loaded for the second half of the layers: those of the draft model."""
+    def _corrupt_drafts(self) -> None:
+        """Overwrites with zeros what is loaded for the second half of the layers, which belong to the draft model."""
         from vllm.distributed.kv_transfer import get_kv_transfer_group
 
         connector = get_kv_transfer_group()
-        (group,) = connector._setup.groups
-        pool, transfer = connector._pool.data, connector.connector_worker.transfer
+        (group,) = connector.layout.groups
+        pool, transfer = connector.pool.data, connector.connector_worker.transfer
         submit = transfer.submit
 
         def blanking(job_id: int, spec: Any, is_store: bool) -> None:
@@ -157,7 +198,7 @@ class Engine:
         transfer.submit = blanking
 
     def _slow_down(self, seed: int, failing: float) -> None:
-        """Copies take many steps, and a share of them fail."""
+        """Makes copies take many steps, and a share of them fail."""
         from vllm.distributed.kv_transfer import get_kv_transfer_group
 
         from kvoffload.testing.faults import FailingTransfer, SlowTransfer
@@ -182,7 +223,7 @@ class Engine:
         return SamplingParams(temperature=0, **{**settings, **changes})
 
     def round(self, prompts: list[list[int]] | None = None, lora_request: Any = None, **sampling: Any) -> list[Any]:
-        """Every prompt once; what was answered."""
+        """Runs every prompt once and returns the answers."""
         outputs = self.llm.generate(
             [{"prompt_token_ids": p} for p in prompts or self.prompts],
             self.sampling(**sampling),
@@ -192,7 +233,7 @@ class Engine:
         return [answer(output) for output in outputs]
 
     def drain(self) -> None:
-        """Steps on until nothing is pending, as a server does between requests."""
+        """Runs steps until nothing is pending, as a server does between requests."""
         for _ in range(MAX_STEPS):
             if not self.scheduler.has_requests():
                 return
@@ -200,22 +241,20 @@ class Engine:
         raise AssertionError("the engine never comes to rest")
 
     def settle(self) -> None:
-        """Waits until lower tiers have read and written what they were given."""
-        manager = getattr(self.offload.manager, "backing", self.offload.manager)
-        for tier in getattr(manager, "tiers", []):
-            for _ in range(MAX_STEPS):
-                if not tier.has_transfers:
-                    break
-                tier.tier.wait(0.1)
-                manager.poll()
-            assert not tier.writes.num_writing, "the tier does not end its writes"
+        """Waits until the disk tier, if there is one, has read and written all that it was given."""
+        for _ in range(MAX_STEPS):
+            if not self._disk.pending:
+                return
+            self.offload.manager.wait(0.1)
+            self.offload.manager.poll()
+        raise AssertionError("the tier does not end its reads and writes")
 
     def close(self) -> None:
-        """Ends the engine as a server ends."""
+        """Shuts the engine down as a server does."""
         self.llm.llm_engine.engine_core.shutdown()
 
     def state(self) -> dict[str, Any]:
-        """What is left and what was counted once the engine is at rest."""
+        """Returns what is left, and all counters, after the engine has come to rest."""
         self.drain()
         pool = self.scheduler.kv_cache_manager.block_pool
         state: dict[str, Any] = {
@@ -229,15 +268,14 @@ class Engine:
             return state
         offload = self.offload
         self.settle()
-        manager = getattr(offload.manager, "backing", offload.manager)
-        manager = getattr(manager, "host", manager)
+        host = getattr(offload.manager, "host", offload.manager)
         offload.manager.check_integrity()
         return state | {
             "off": offload.off,
-            "jobs": len(offload._jobs),
-            "states": len(offload._states),
-            "used_blocks": manager.num_used_blocks,
-            "idle_blocks": manager._table.num_evictable,
+            "jobs": len(offload.snapshot().jobs),
+            "requests": len(offload.snapshot().requests),
+            "used_blocks": host.num_used_blocks,
+            "busy_blocks": host.num_blocks - host.num_available_blocks,
             "metrics": offload.metrics.snapshot(),
             "prometheus": {k: v for k, v in prometheus().items() if k.startswith("kvoffload:")},
             "records": [record.to_dict() for record in offload.records],
@@ -246,7 +284,7 @@ class Engine:
 
 
 def _make_room_for_hidden_states(worker: Any) -> None:
-    """What vLLM's warm-up does for all but the first rank of a pipeline, and leaves out on CPU without compilation."""
+    """Does what vLLM's warm-up does for all but the first rank of a pipeline, but not on a CPU without compilation."""
     runner = worker.model_runner
     if runner.intermediate_tensors is None:
         runner.intermediate_tensors = runner.model.make_empty_intermediate_tensors(
@@ -255,7 +293,7 @@ def _make_room_for_hidden_states(worker: Any) -> None:
 
 
 def _allow_async_scheduling() -> None:
-    """vLLM switches asynchronous scheduling off on CPU, where it gains nothing: switch it on again."""
+    """Switches on asynchronous scheduling, which vLLM switches off on CPU because it gains nothing there."""
     from vllm.platforms.cpu import CpuPlatform
 
     original = CpuPlatform.check_and_update_config.__func__
@@ -268,20 +306,20 @@ def _allow_async_scheduling() -> None:
 
 
 def _expect_another_root() -> None:
-    """As if a vLLM drew the root of its hashes in a way that nobody knows of."""
+    """Simulates a vLLM that chooses the root of its hashes in an unknown way."""
     from kvoffload.vllm import versions
 
     versions.expected_hash_root = lambda vllm_config: b"another root"
 
 
 def answer(output: Any) -> list[Any]:
-    """Tokens and their logprobs."""
+    """Returns the tokens of ``output`` and their logprobs."""
     best = output.outputs[0]
     return [list(best.token_ids), [next(iter(entry.values())).logprob for entry in best.logprobs]]
 
 
 def prometheus() -> dict[str, float]:
-    """Every sample in this process, by name, and by reason or rule where it has one."""
+    """Returns every sample in this process by its name, followed by its reason or rule if it has one."""
     from prometheus_client import REGISTRY
 
     samples = {}
@@ -293,7 +331,7 @@ def prometheus() -> dict[str, float]:
 
 
 def rounds(config: dict[str, Any]) -> dict[str, Any]:
-    """The same prompts, ``rounds`` times, perhaps after a ``reset``. ``close`` ends the engine."""
+    """Runs the same prompts ``rounds`` times, after a reset if ``reset`` is set. ``close`` shuts the engine down."""
     engine = Engine(config)
     if config.get("reset"):
         assert engine.llm.reset_prefix_cache(reset_connector=True)
@@ -314,7 +352,7 @@ def rounds(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def service(config: dict[str, Any]) -> dict[str, Any]:
-    """A day in a server's life: two rounds, a reset, another round, then a prefill for a remote decoder."""
+    """Runs two rounds, a reset, another round, and a prefill for a remote decoder."""
     engine = Engine(config)
     scheduler = engine.scheduler
     events: list[list[str]] = []
@@ -343,13 +381,13 @@ def service(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _event(event: Any) -> list[str]:
-    """Kind, medium and hashes of a stored or removed event, in that order; nothing of other events."""
+    """Returns kind, medium and hashes of a stored or removed event, or an empty list for other events."""
     hashes = getattr(event, "block_hashes", None)
     return [] if hashes is None else [type(event).__name__, event.medium, *map(repr, hashes)]
 
 
 def _remote_decode(engine: Engine) -> dict[str, Any]:
-    """Prefills for a decoder elsewhere, then asks for the whole of it again."""
+    """Runs a prefill for a remote decoder, and then a request with all of its tokens."""
     prompt = engine.prompts[0][: 4 * BLOCK_SIZE + 5]
     extra = {"kv_transfer_params": {"do_remote_decode": True}}
     ((tokens, _),) = engine.round([prompt], extra_args=extra)
@@ -362,7 +400,7 @@ def _remote_decode(engine: Engine) -> dict[str, Any]:
 
 
 def reuse(config: dict[str, Any]) -> dict[str, Any]:
-    """Rounds with a reuse filter, then one in which the manager breaks."""
+    """Runs rounds with a reuse filter, and then one in which the manager raises an error."""
     engine = Engine(config)
     outputs, states = [], []
     for _ in range(3):
@@ -380,7 +418,7 @@ def reuse(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _stored_by_samples(engine: Engine) -> list[float]:
-    """Blocks that have been stored: before a request with three samples, after it, and after the same prompt again."""
+    """Returns the number of stored blocks before a request with three samples, after it, and after its prompt again."""
     from vllm.sampling_params import SamplingParams
 
     prompt = [token ^ 1 for token in engine.prompts[0][: 4 * BLOCK_SIZE + 2]]
@@ -395,7 +433,7 @@ def _stored_by_samples(engine: Engine) -> list[float]:
 
 
 def aborts(config: dict[str, Any]) -> dict[str, Any]:
-    """With the pool half warm, aborts one request in each stage of its life; the others go on."""
+    """Aborts one request in each stage of its life while others continue, with half of the blocks in the pool."""
     from vllm.v1.request import RequestStatus
 
     engine = Engine(config)
@@ -434,8 +472,11 @@ def aborts(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def failed_load(config: dict[str, Any]) -> dict[str, Any]:
-    """The whole load of a prompt that takes more than half of the device's blocks fails. With ``again`` the request is
-    offered another load, which kvoffload never does. ``steps`` it took, None if it was not through by then."""
+    """Fails the whole load of a prompt that takes more than half of the device's blocks.
+
+    With ``again`` the request is offered another load, which kvoffload never does. Returns the ``steps`` until the
+    request finished, or None if it did not.
+    """
     from vllm.distributed.kv_transfer import get_kv_transfer_group
 
     from kvoffload.testing.faults import FailingTransfer
@@ -448,14 +489,17 @@ def failed_load(config: dict[str, Any]) -> dict[str, Any]:
     engine.llm.reset_prefix_cache()
     worker, offload = get_kv_transfer_group().connector_worker, engine.offload
     working, worker.transfer = worker.transfer, FailingTransfer(worker.transfer, rate=1.0)
-    end_load = offload._end_load
+    update = offload.update_connector_output
 
-    def end_and_report(job: Any) -> None:
-        end_load(job)
-        worker.transfer = working
-        job.state.may_load = config["again"]
+    def update_once_failed(report: Any) -> None:
+        update(report)
+        if report.failed:
+            worker.transfer = working
+            if config["again"]:
+                # The scheduler half forgets that a load of this request has failed.
+                offload.request_finished(*engine.scheduler.requests.values())
 
-    offload._end_load = end_and_report
+    offload.update_connector_output = update_once_failed
     core = engine.llm.llm_engine
     core.add_request("again", {"prompt_token_ids": prompt}, engine.sampling())
     for step in range(500):
@@ -466,8 +510,8 @@ def failed_load(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def storm(config: dict[str, Any]) -> dict[str, Any]:
-    """``requests`` requests, by ``seed``: they come at any time, some hang up, some ask for remote decode,
-    and now and then a cache is reset under them. Answers are [index of the prompt, answer]."""
+    """Runs ``requests`` random requests by ``seed``. Some are aborted, some ask for remote decode, and caches are reset
+    while they run. Answers are [index of the prompt, answer]."""
     engine = Engine(config)
     random = Random(config["seed"])
     core = engine.llm.llm_engine
@@ -495,7 +539,7 @@ def storm(config: dict[str, Any]) -> dict[str, Any]:
         if random.random() < 0.01:
             random.choice(resets)()
         if "disk_dir" in config["connector"] and random.random() < 0.3:
-            # A job of the disk takes so many steps at most, not as many as this machine makes meanwhile.
+            # This bounds the steps that a job of the disk takes, however fast this machine runs steps.
             engine.settle()
         finished = [output for output in core.step() if output.finished and output.request_id in live]
         answers += [[live.pop(output.request_id), answer(output)] for output in finished]
@@ -507,19 +551,23 @@ def storm(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def sleeps(config: dict[str, Any]) -> dict[str, Any]:
-    """Sleeps once per entry of ``modes``, vLLM's pause modes, each time under load and with stores under way, and wakes
-    up. Device blocks lose what they hold meanwhile. ``forgetful``: the connector knows nothing of sleep, treats each
-    handshake as its first, and its job numbers begin again. Else it sleeps without load then, with the same weights and
-    with others. At the end the workers come back with other pools.
+    """Sleeps and wakes up once per entry of ``modes``, the pause modes of vLLM, each time under load and with stores in
+    progress. Device blocks lose their content meanwhile.
 
-    Answers are [index of the prompt, answer], of all requests that were not aborted."""
+    With ``forgetful`` the connector treats each handshake as its first, and its job numbers begin again. Otherwise the
+    engine then sleeps without load, with the same weights and with others. At the end the workers have other pools.
+    Answers are [index of the prompt, answer] for all requests that were not aborted.
+    """
+
+    from vllm.distributed.kv_transfer import get_kv_transfer_group
 
     from kvoffload.connector import scheduler
     from kvoffload.observe import server as records
     from kvoffload.vllm import versions
-    from kvoffload.vllm.setup import RankInfo
 
     versions.may_sleep = lambda _: not config.get("forgetful")
+    if config.get("forgetful"):
+        config["connector_class"] = "ForgetfulKVOffloadConnector"
     engine = Engine(config)
     core, connector = engine.llm.llm_engine, engine.scheduler.connector
     half = connector.connector_scheduler
@@ -555,47 +603,46 @@ def sleeps(config: dict[str, Any]) -> dict[str, Any]:
     under_way = []
     handshake = _handshake_of_a_wake(core.engine_core.engine_core)
     for mode in config["modes"]:
-        # What an earlier sleep has kept would leave nothing to store.
+        # Blocks kept from before an earlier sleep would leave nothing to store.
         if not config.get("forgetful"):
             connector.reset_cache()
         ask(PROMPTS // 2)
         finish()
-        # Half of them can be loaded, the others are to be stored.
+        # Half of them can be loaded, the others will be stored.
         ask(PROMPTS)
         for _ in range(MAX_STEPS):
             step()
-            jobs = connector.connector_scheduler._jobs
-            # A request that waits for its load would keep its blocks.
+            jobs = connector.connector_scheduler.snapshot().jobs
+            # vLLM does not take the blocks of a request that waits for its load.
             if (jobs and all(job.is_store for job in jobs.values())) or not live:
                 break
         assert jobs, "nothing is under way"
         under_way.append(len(jobs))
         core.sleep(1, mode)
         if mode == "abort":
-            # An engine in this process does not tell that it has aborted them.
+            # An engine in this process does not report the requests that it has aborted.
             core.abort_request(list(live))
             live.clear()
         if config.get("forgetful"):
-            connector._scheduler = None
             scheduler.JOB_IDS = itertools.count(min(jobs))
         core.wake_up()
         handshake()
     ask(PROMPTS)
     finish()
     (server,) = [server for server in records.running_servers() if server.pid == os.getpid()]
-    told = records.read_records(server, 10.0).records
+    served = records.read_records(server, 10.0).records
     result = {
         "answers": answers,
         "answered": list(answered),
-        "recorded": [record.req_id.split("-")[0] for record in told],
+        "recorded": [record.req_id.split("-")[0] for record in served],
         "one_half": connector.connector_scheduler is half,
         "under_way": under_way,
         **engine.state(),
     }
     if not config.get("forgetful"):
         result["naps"] = _naps(engine, config, handshake)
-    others = RankInfo(replace(connector._ranks[0].pool, inode=0), connector._ranks[0].layers)
-    connector.set_xfer_handshake_metadata_pp_aware({(0, 0): others})
+    own = get_kv_transfer_group().get_handshake_metadata()
+    connector.set_xfer_handshake_metadata_pp_aware({(0, 0): replace(own, pool=replace(own.pool, inode=0))})
     answers = result["without"] = []
     ask(PROMPTS)
     finish()
@@ -603,8 +650,10 @@ def sleeps(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _naps(engine: Engine, config: dict[str, Any], handshake: Callable[[], None]) -> dict[str, Any]:
-    """Sleeps without load, each time with a round after it. "right N" is what weights N answer when all is computed.
-    The weights are those of the start again at the end."""
+    """Sleeps without load several times, and runs a round after each sleep.
+
+    "right N" is the answer of weights N if everything is computed. At the end the weights are those of the start again.
+    """
     from types import SimpleNamespace
 
     from vllm.distributed.kv_transfer import get_kv_transfer_group
@@ -642,7 +691,7 @@ def _naps(engine: Engine, config: dict[str, Any], handshake: Callable[[], None])
     nap("others, right after waking", awake=lambda: update(0))
     life.play("right 0", extra_args=NOT_OFFLOADED)
     nap("reset, after waking", awake=engine.scheduler.connector.reset_cache)
-    # The control: nobody compares anything.
+    # The control: no weights are compared.
     get_kv_transfer_group().connector_worker.weights = SimpleNamespace(
         accept=int, begin=int, note_new=int, poll=lambda: False, are_same=lambda: True
     )
@@ -653,8 +702,8 @@ def _naps(engine: Engine, config: dict[str, Any], handshake: Callable[[], None])
 
 
 def _let_workers_sleep(hooks: bool) -> None:
-    """Makes the CPU worker sleep as vLLM 0.33's GPU worker does: its device blocks lose what they hold. ``hooks``:
-    its connector is called before and after that."""
+    """Makes the CPU worker sleep as vLLM 0.33's GPU worker does: its device blocks lose their content. With ``hooks``
+    its connector is called before and after."""
     from vllm.distributed.kv_transfer import get_kv_transfer_group
     from vllm.v1.worker.cpu_worker import CPUWorker
 
@@ -672,26 +721,26 @@ def _let_workers_sleep(hooks: bool) -> None:
 
 
 def _handshake_of_a_wake(core: Any) -> Callable[[], None]:
-    """What vLLM 0.33 does when it has woken up, for one that does not do it by itself."""
+    """Returns a function that repeats the handshake, or does nothing if this vLLM repeats it itself after a sleep."""
     if hasattr(core, "_set_kv_connector_handshake_metadata"):
         return lambda: None
 
     def handshake() -> None:
-        told = core.model_executor.get_kv_connector_handshake_metadata()
-        merged = {rank: info for worker in told for rank, info in worker.items()}
+        infos = core.model_executor.get_kv_connector_handshake_metadata()
+        merged = {rank: info for worker in infos for rank, info in worker.items()}
         core.scheduler.get_kv_connector().set_xfer_handshake_metadata_pp_aware(merged)
 
     return handshake
 
 
 SHORT = 12
-"""Tokens of each answer in a long life."""
+"""Tokens of each answer in a _Life."""
 NOT_OFFLOADED = {"kv_transfer_params": {"kvoffload": {"load": False, "store": False}}}
-"""What makes a request compute all that the engine's own cache does not hold, and leave nothing behind."""
+"""Arguments of a request that neither loads nor stores blocks."""
 
 
 class _Life:
-    """The rounds of an engine, by name: what was answered, and what was counted meanwhile."""
+    """Runs named rounds of an engine, and keeps the answers and how the counters grew."""
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
@@ -699,7 +748,7 @@ class _Life:
         self.counts: dict[str, dict[str, float]] = {}
 
     def play(self, name: str, *, reset: bool = True, **arguments: Any) -> None:
-        """A round, with nothing in the engine's own cache unless ``reset`` is False. The connector is never reset."""
+        """Runs a round, after emptying the engine's own cache unless ``reset`` is False. Never resets the connector."""
         engine = self.engine
         if reset:
             assert engine.llm.reset_prefix_cache()
@@ -716,7 +765,7 @@ class _Life:
 
 
 def updates(config: dict[str, Any]) -> dict[str, Any]:
-    """A trainer changes all weights of the running engine. "right N" is what weights N answer when all is computed."""
+    """Changes all weights of the running engine. "right N" is the answer of weights N if everything is computed."""
     from vllm.distributed.kv_transfer import get_kv_transfer_group
 
     engine = Engine(config)
@@ -734,7 +783,7 @@ def updates(config: dict[str, Any]) -> dict[str, Any]:
     life.play("updated")
     life.play("updated, again")
     update(2)
-    # Until it is reset, the engine's own cache answers with old KV.
+    # Until it is reset, the engine's own cache holds old KV.
     life.play("not reset", reset=False)
     life.play("late reset")
     life.play("late reset, again")
@@ -754,7 +803,7 @@ def updates(config: dict[str, Any]) -> dict[str, Any]:
     for seed in (1, 2, 0):
         update(seed)
         life.play(f"right {seed}", extra_args=NOT_OFFLOADED)
-    # The control: nobody watches the weights.
+    # The control: the weights are not watched.
     get_kv_transfer_group().connector_worker.weights = None
     update(1)
     life.play("unwatched", extra_args={"kv_transfer_params": {"kvoffload": {"store": False}}})
@@ -763,7 +812,7 @@ def updates(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def write_adapter(directory: Path, seed: int) -> None:
-    """A LoRA adapter of the tiny model that changes what it says."""
+    """Writes a LoRA adapter that changes the answers of the tiny model."""
     from safetensors.numpy import save_file
 
     rng = np.random.default_rng(seed)
@@ -781,8 +830,8 @@ def write_adapter(directory: Path, seed: int) -> None:
 
 
 def adapters(config: dict[str, Any]) -> dict[str, Any]:
-    """Three LoRA adapters take turns in one slot of the device and two places in host memory; then one is loaded again
-    with other weights."""
+    """Uses three LoRA adapters in turn, with one slot on the device and two places in host memory, and then loads one
+    again with other weights."""
     from vllm.distributed.kv_transfer import get_kv_transfer_group
     from vllm.lora.request import LoRARequest
 
@@ -818,7 +867,7 @@ def adapters(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def endless(config: dict[str, Any]) -> dict[str, Any]:
-    """Answers twice, writes its result, and serves on until somebody kills it."""
+    """Runs two rounds, writes the result, and continues to run rounds until the process is killed."""
     engine = Engine(config)
     write_result({"outputs": [engine.round(), engine.round()]})
     while True:
@@ -826,7 +875,7 @@ def endless(config: dict[str, Any]) -> dict[str, Any]:
 
 
 class _Speculative:
-    """Enough of a speculative config to be refused for."""
+    """The part of a speculative config that the adapter reads before it refuses it."""
 
     def __init__(self, method: str) -> None:
         self.method = method
@@ -836,8 +885,11 @@ class _Speculative:
 
 
 def refusals(config: dict[str, Any]) -> dict[str, Any]:
-    """What the connector says to each of ``cases``: options, ``flags`` for vLLM's own EngineArgs, and changes to what
-    vLLM makes of them, by dotted name, for what no flag sets or no CPU can have. What vLLM does not know fails."""
+    """Makes a connector for each of ``cases`` and returns its error, number of blocks, engines and fingerprint.
+
+    A case has ``options`` of the connector, ``flags`` for vLLM's EngineArgs, and ``changes`` to the resulting
+    configuration by dotted name, for what no flag sets or a CPU cannot have. Names that vLLM does not know raise.
+    """
     model = Path(config["model"] + "-llama")
     if not model.exists():
         write_model(model)
@@ -850,7 +902,8 @@ def refusals(config: dict[str, Any]) -> dict[str, Any]:
     from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, MambaSpec, RSWASpec
 
     from kvoffload.vllm import KVOffloadConnector
-    from kvoffload.vllm.setup import MULTI_CONNECTOR, model_fingerprint
+    from kvoffload.vllm.fingerprint import model_fingerprint
+    from kvoffload.vllm.refusals import MULTI_CONNECTOR
 
     def make_config(flags: dict[str, Any]) -> Any:
         made = {"pooler_config": lambda v: PoolerConfig(**v)}
@@ -866,7 +919,7 @@ def refusals(config: dict[str, Any]) -> dict[str, Any]:
         )
         return EngineArgs(model=str(model), kv_transfer_config=connector, **arguments).create_engine_config()
 
-    # Newer versions take this flag with a GPU only.
+    # Newer versions accept this flag only with a GPU.
     if hasattr(VllmConfig, "_verify_aux_output_compatibility"):
         VllmConfig._verify_aux_output_compatibility = lambda self: None
     usual = make_config({})
@@ -911,14 +964,14 @@ def refusals(config: dict[str, Any]) -> dict[str, Any]:
             }.get(key)
             setattr(part, key, made(value) if made else value)
         try:
-            # In vLLM's order.
+            # vLLM makes them in this order.
             for role in (KVConnectorRole.WORKER, KVConnectorRole.SCHEDULER):
                 connector = KVOffloadConnector(vllm_config, role, caches)
             said[name] = None
-            setup = connector._setup
-            blocks[name] = setup.count_blocks()
-            engines[name] = [setup.engine, setup.engines]
-            fingerprints[name] = model_fingerprint(vllm_config, setup, [])
+            layout = connector.layout
+            blocks[name] = layout.count_blocks()
+            engines[name] = [layout.engine, layout.engines]
+            fingerprints[name] = model_fingerprint(vllm_config, layout, [])
         except Exception as error:
             said[name] = [type(error).__name__, str(error)]
         for part, key, value in before:
@@ -929,8 +982,11 @@ def refusals(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def fingerprints(config: dict[str, Any]) -> dict[str, Any]:
-    """The fingerprint with each of ``cases``, or the error. A case: ``engine``, arguments of vLLM; ``options`` of the
-    connector; ``environment``; ``multimodal``, for the model is none by itself; ``changes`` to its files, as text."""
+    """Returns the fingerprint, or the error, of each of ``cases``.
+
+    A case has ``engine`` (arguments of vLLM), ``options`` of the connector, ``environment``, ``multimodal`` (settings,
+    as if the model were multimodal) and ``changes`` (text of files of the model).
+    """
     model = Path(config["model"] + "-fingerprints")
     write_model(model)
     import torch
@@ -939,7 +995,8 @@ def fingerprints(config: dict[str, Any]) -> dict[str, Any]:
     from vllm.engine.arg_utils import EngineArgs
     from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
 
-    from kvoffload.vllm.setup import Setup, model_fingerprint
+    from kvoffload.vllm.fingerprint import model_fingerprint
+    from kvoffload.vllm.layout import EngineLayout
 
     spec = FullAttentionSpec(block_size=BLOCK_SIZE, num_kv_heads=2, head_size=32, dtype=torch.float32)
     caches = KVCacheConfig(DEVICE_BLOCKS, [], [KVCacheGroupSpec(["layer0", "layer1"], spec)])
@@ -968,7 +1025,7 @@ def fingerprints(config: dict[str, Any]) -> dict[str, Any]:
             ).create_engine_config()
             if "multimodal" in case:
                 vllm_config.model_config.multimodal_config = MultiModalConfig(**case["multimodal"])
-            results[name] = model_fingerprint(vllm_config, Setup.from_vllm(vllm_config, caches), [])
+            results[name] = model_fingerprint(vllm_config, EngineLayout.from_vllm(vllm_config, caches), [])
         except Exception as error:
             results[name] = f"{type(error).__name__}: {error}"
         for variable in environment:
@@ -1000,7 +1057,7 @@ SCENARIOS = {
 
 
 def write_result(result: dict[str, Any]) -> None:
-    """Whole or not at all."""
+    """Writes the result atomically."""
     path = Path(sys.argv[2])
     part = path.with_suffix(".part")
     part.write_text(json.dumps(result))
@@ -1015,7 +1072,7 @@ def main() -> None:
     write_result(result)
     sys.stdout.flush()
     sys.stderr.flush()
-    # The result is out: what vLLM does on its way down is not under test here.
+    # The result is written. How vLLM shuts down is not tested here.
     os._exit(0)
 
 

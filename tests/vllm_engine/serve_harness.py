@@ -1,4 +1,4 @@
-"""vLLM's OpenAI server in a session of its own: what a client, a scraper and a process manager see of it."""
+"""vLLM's OpenAI server in a session of its own, seen by clients, metric scrapers and process managers."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from driver import BLOCK_SIZE, DEVICE_BLOCKS, MAX_TOKENS
+from driver import BLOCK_SIZE, DEVICE_BLOCKS, MAX_TOKENS, connector_module
 from openai import AsyncOpenAI, OpenAI
 from prometheus_client.parser import text_string_to_metric_families
 from vllm_harness import DEADLINE_S, ENVIRONMENT, Child, Runner, eventually, kill_session
@@ -27,22 +27,21 @@ from vllm_harness import DEADLINE_S, ENVIRONMENT, Child, Runner, eventually, kil
 HOST = "127.0.0.1"
 README = Path(__file__).parents[2] / "README.md"
 _TINY = [7, 8, 9]
-"""A prompt that fills no block."""
+"""A prompt shorter than a block."""
 
 
 def readme_flag() -> str:
-    """The value of ``--kv-transfer-config`` that README.md tells people to use, as it stands there."""
+    """Returns the value of ``--kv-transfer-config`` in README.md."""
     (flag,) = re.findall(r"--kv-transfer-config '(\{.*?\})'", README.read_text(), re.DOTALL)
     return str(flag)
 
 
 def flag(connector: str = "KVOffloadConnector", **options: Any) -> str:
-    """The same with ``options``, and perhaps a connector that misbehaves."""
+    """Returns the value of ``--kv-transfer-config`` for ``connector`` with ``options``."""
     config = json.loads(readme_flag())
     config["kv_connector"] = connector
     config["kv_connector_extra_config"] = options
-    if connector != "KVOffloadConnector":
-        config["kv_connector_module_path"] = "kvoffload.vllm.faulty"
+    config["kv_connector_module_path"] = connector_module(connector)
     return json.dumps(config)
 
 
@@ -53,10 +52,10 @@ def free_port() -> int:
 
 
 class Server:
-    """A server that is starting, or a started one: a context manager that waits until it answers, and ends it.
+    """A server. As a context manager it waits until the server answers, and ends it.
 
-    ``kv_transfer_config`` is the flag's value, None for vLLM by itself. With ``run`` its processes are forked from a
-    warm parent; without, they are new ones, as those of people are.
+    ``kv_transfer_config`` is the flag's value, or None for vLLM without kvoffload. With ``run`` its processes are
+    forked from a warm parent, otherwise they are new processes, as in production.
     """
 
     def __init__(
@@ -91,7 +90,7 @@ class Server:
                     start_new_session=True,
                 )
         self.access: dict[str, Any] = {"base_url": f"{self.url}/v1", "api_key": "none", "max_retries": 0}
-        """What a client of it is made with."""
+        """Arguments for clients of this server."""
         self.client = OpenAI(timeout=DEADLINE_S, **self.access)
 
     def __enter__(self) -> Self:
@@ -106,12 +105,12 @@ class Server:
         self.close()
 
     def close(self) -> None:
-        """SIGKILL to what is left of it."""
+        """Sends SIGKILL to all processes that are left."""
         self.client.close()
         kill_session(self.process)
 
     def wait(self) -> bool:
-        """Until it answers, or has ended: then False."""
+        """Waits until the server answers or has ended. Returns whether it answers."""
         settled = eventually(lambda: self.process.poll() is not None or self._healthy(), DEADLINE_S)
         return settled and self.process.poll() is None
 
@@ -123,14 +122,14 @@ class Server:
             return self.get("/health") is not None
         return False
 
-    # What a client does.
+    # What clients do.
 
     def complete(self, prompt: list[int], rank: int | None = None, **changes: Any) -> list[Any]:
-        """Tokens and their logprobs, by the data-parallel engine ``rank`` if it is given."""
+        """Returns tokens and logprobs, computed by the data-parallel engine ``rank`` if it is given."""
         return _answer(self.client.completions.create(**self.request(prompt, rank, changes)))
 
     def request(self, prompt: list[int], rank: int | None, changes: dict[str, Any]) -> dict[str, Any]:
-        """The arguments of ``completions.create`` that ask for it."""
+        """Returns the arguments of ``completions.create`` for ``prompt``."""
         body = {"return_tokens_as_token_ids": True, "ignore_eos": True, **changes}
         return {
             "model": self.model,
@@ -143,12 +142,12 @@ class Server:
         }
 
     def round(self, prompts: Sequence[list[int]], **changes: Any) -> list[Any]:
-        """Every prompt once, all at the same time; what was answered."""
+        """Runs every prompt once, all at the same time, and returns the answers."""
         with ThreadPoolExecutor(len(prompts)) as threads:
             return list(threads.map(lambda prompt: self.complete(prompt, **changes), prompts))
 
     def post(self, path: str) -> dict[str, Any]:
-        """The JSON that an empty POST is answered with."""
+        """Sends an empty POST and returns the JSON of the answer."""
         return dict(json.loads(self._open(urllib.request.Request(self.url + path, method="POST"))))
 
     def get(self, path: str) -> str:
@@ -162,19 +161,19 @@ class Server:
             raise AssertionError(f"{request.full_url}: {error.code} {error.read().decode()}") from error
 
     def forget_device_blocks(self) -> None:
-        """Empties the device's cache and leaves the host's."""
+        """Empties the cache of the device but not that of the host."""
         assert eventually(lambda: self.post("/reset_prefix_cache")["success"])
 
-    # What a scraper sees.
+    # What scrapers see.
 
     def metrics(self, rank: int | None = None) -> dict[str, float]:
-        """What ``scrape`` finds when the server has told of all it has done: a tiny request makes it step."""
+        """Returns ``scrape()`` after a tiny request, whose steps publish everything that was counted before."""
         self.complete(_TINY, rank, max_tokens=4)
         return self.scrape(rank)
 
     def scrape(self, rank: int | None = None) -> dict[str, float]:
-        """kvoffload's metrics by their names in METRICS, those with a reason as ``misses:REASON``, of one data-parallel
-        engine where there are several."""
+        """Returns kvoffload's metrics by their names in METRICS, those with a reason as ``misses:REASON``. ``rank``
+        selects one of several data-parallel engines."""
         samples = {}
         for family in text_string_to_metric_families(self.get("/metrics")):
             for sample in family.samples:
@@ -186,23 +185,23 @@ class Server:
         return samples
 
     def kinds(self) -> dict[str, str]:
-        """Every metric of kvoffload in the exposition, and whether it is a counter or a gauge."""
+        """Returns the kind, counter or gauge, of every metric of kvoffload that the server exposes."""
         families = text_string_to_metric_families(self.get("/metrics"))
         kinds = {f.name.removeprefix("kvoffload:"): f.type for f in families if f.name.startswith("kvoffload:")}
         return {name: kind for name, kind in kinds.items() if not name.endswith("_created")}
 
     def growth(self, action: Callable[[], Any], rank: int | None = None) -> tuple[Any, dict[str, float]]:
-        """What ``action`` returned, and by how much each metric grew meanwhile."""
+        """Runs ``action``. Returns its result, and by how much each metric grew."""
         before = self.metrics(rank)
         result = action()
         after = self.metrics(rank)
         after["asked_tokens"] -= len(_TINY)
         return result, {name: value - before.get(name, 0) for name, value in after.items()}
 
-    # What the machine sees.
+    # What the operating system sees.
 
     def processes(self) -> Iterator[Path]:
-        """/proc/PID of every live process in its session."""
+        """Yields /proc/PID of every live process in the server's session."""
         for process in Path("/proc").glob("[0-9]*"):
             with contextlib.suppress(OSError):
                 state, _, _, session = (process / "stat").read_text().rpartition(")")[2].split()[:4]
@@ -210,19 +209,19 @@ class Server:
                     yield process
 
     def pools(self) -> dict[int, int]:
-        """Bytes of each host pool that its processes hold, by inode."""
+        """Returns the bytes of each host pool that the server holds, by inode."""
         return {number: size for process in self.processes() for number, size in memory_files(process).items()}
 
 
 class Clients:
-    """Clients in a thread of their own, each of which asks ``server`` for its prompts, one after the other."""
+    """Clients in a thread of their own. Each sends its prompts to ``server``, one after the other."""
 
     def __init__(self, server: Server, prompts: Iterable[Iterable[list[int]]]) -> None:
         self._server = server
         self._client = AsyncOpenAI(**server.access)
         self._ended = False
         self.answers: list[tuple[list[int], list[Any]]] = []
-        """Prompts and what was answered."""
+        """Prompts and their answers."""
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
         self._thread.start()
@@ -236,7 +235,7 @@ class Clients:
             self.answers.append((prompt, _answer(response)))
 
     def end(self) -> None:
-        """Ends when every request under way is answered. Raises what a client's request has raised."""
+        """Stops the clients, after the requests in progress are answered. Raises the errors of requests."""
         self._ended = True
         try:
             for asking in self._asking:
@@ -245,7 +244,7 @@ class Clients:
             self.hang_up()
 
     def hang_up(self) -> None:
-        """Closes every connection, with requests under way."""
+        """Closes all connections without waiting for answers."""
         for asking in self._asking:
             asking.cancel()
         if self._thread.is_alive():
@@ -261,7 +260,7 @@ def _answer(response: Any) -> list[Any]:
 
 
 def memory_files(process: Path) -> dict[int, int]:
-    """Inode and bytes of each of kvoffload's memory files that a process, /proc/PID, has open."""
+    """Returns inode and bytes of kvoffload's memory files that ``process``, a /proc/PID, has open."""
     found = {}
     with contextlib.suppress(OSError):
         for descriptor in (process / "fd").iterdir():
@@ -273,7 +272,7 @@ def memory_files(process: Path) -> dict[int, int]:
 
 
 def named_segments(process: Path) -> set[Path]:
-    """What a process has mapped that has a name in /dev/shm."""
+    """Returns the files in /dev/shm that ``process``, a /proc/PID, has mapped."""
     with contextlib.suppress(OSError):
         lines = (process / "maps").read_text().splitlines()
         paths = {Path(line.split(maxsplit=5)[5]) for line in lines if " /dev/shm/" in line}
@@ -282,7 +281,7 @@ def named_segments(process: Path) -> set[Path]:
 
 
 def abstract_sockets() -> dict[int, list[str]]:
-    """kvoffload's listening sockets by process id."""
+    """Returns the names of kvoffload's listening sockets by process id."""
     found: dict[int, list[str]] = {}
     for line in Path("/proc/net/unix").read_text(errors="replace").splitlines():
         match = re.search(r"@kvoffload/(\d+)/(\S+)", line)

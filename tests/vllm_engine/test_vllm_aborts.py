@@ -1,4 +1,4 @@
-"""Clients hang up at every stage of their request; nothing remains of them, and nobody else notices."""
+"""Clients abort requests at every stage: nothing leaks, and other requests are not affected."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-# Not "vllm": from tests/ on sys.path this directory itself could be imported under that name.
+# Not "vllm": a directory of that name on sys.path could be imported instead.
 pytest.importorskip("vllm.version")
 from vllm_harness import POOL, Runner, assert_at_rest, differences
 
@@ -27,7 +27,7 @@ def test_survivors_are_identical_and_nothing_leaks(run: Runner, expected: list[A
 
 
 def test_a_storm_of_requests_aborts_failures_and_resets(run: Runner, expected: list[Any]) -> None:
-    """All at once, in a pool too small for it, with copies that take many steps and sometimes fail."""
+    """All at once, in a small pool, with copies that take many steps and sometimes fail."""
     result = run(
         "storm",
         seed=1,
@@ -53,7 +53,7 @@ def test_a_storm_of_requests_aborts_failures_and_resets(run: Runner, expected: l
 
 
 def test_a_load_that_fails_whole_is_recomputed(run: Runner) -> None:
-    """Although its request needs more than half of the device, and vLLM keeps blocks reserved for it."""
+    """The request needs more than half of the device, and vLLM keeps blocks reserved for it."""
     result = run("failed_load", connector=POOL, again=False)
     assert result["steps"] is not None
     assert differences(result["outputs"][0], result["expected"]) == []
@@ -63,8 +63,8 @@ def test_a_load_that_fails_whole_is_recomputed(run: Runner) -> None:
 
 
 def test_vllm_never_admits_a_second_load_after_a_failed_one(run: Runner) -> None:
-    """Why kvoffload offers none: the failed request's own reservation leaves no room for it. Should this test fail,
-    vLLM has been fixed, and a request could be offered a second load."""
+    """This is why kvoffload offers none: the reservation of the failed request leaves no room for it. If this test
+    fails, vLLM has been fixed, and a request could be offered a second load."""
     result = run("failed_load", connector=POOL, again=True)
     assert result["metrics"]["load_failures"] == 1
     assert result["steps"] is None

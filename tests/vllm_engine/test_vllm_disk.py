@@ -1,8 +1,7 @@
-"""The disk tier: a server that starts again answers from disk, and nothing that lies there can make it answer wrong."""
+"""The disk tier: a restarted server answers from disk, and no content of the disk can cause wrong answers."""
 
 from __future__ import annotations
 
-import errno
 import os
 import re
 import shutil
@@ -14,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-# Not "vllm": from tests/ on sys.path this directory itself could be imported under that name.
+# Not "vllm": a directory of that name on sys.path could be imported instead.
 pytest.importorskip("vllm.version")
 from driver import BLOCK_SIZE, PROMPTS, make_prompts
 from test_vllm_ranks import PARALLEL, TWO_RANKS
@@ -29,7 +28,7 @@ FOUND = re.compile(r"found ([\d,]+) blocks of this model there")
 
 
 def with_disk(directory: Path) -> dict[str, Any]:
-    """Options with which what is on disk is waited for, and loaded, however slow this machine is."""
+    """Returns options with which requests wait for blocks from disk, however slow this machine is."""
     return POOL | {
         "disk_dir": str(directory),
         "disk_bytes": DISK_BYTES,
@@ -39,9 +38,9 @@ def with_disk(directory: Path) -> dict[str, Any]:
 
 
 def found(run: Run) -> int:
-    """Blocks that a server found on disk when it started."""
+    """Returns the number of blocks that a server found on disk at start."""
     match = FOUND.search(run.log)
-    assert match is not None, "the log does not tell of the disk tier"
+    assert match is not None, "the log does not mention the disk tier"
     return int(match[1].replace(",", ""))
 
 
@@ -57,7 +56,7 @@ def check_answers(run: Run, expected: list[Any]) -> None:
 
 @pytest.fixture(scope="module")
 def left(run: Runner, expected: list[Any], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What a server has left on disk: the whole prompts, and their answers."""
+    """A directory in which a server has left the blocks of all prompts and answers."""
     directory = tmp_path_factory.mktemp("disk") / "of a server"
     result = run("rounds", rounds=1, close=True, connector=with_disk(directory))
     check_answers(result, expected)
@@ -68,7 +67,7 @@ def left(run: Runner, expected: list[Any], tmp_path_factory: pytest.TempPathFact
 
 @pytest.fixture
 def copied(left: Path, tmp_path: Path) -> Path:
-    """A copy of it."""
+    """A copy of that directory."""
     return Path(shutil.copytree(left, tmp_path / "copied"))
 
 
@@ -83,15 +82,15 @@ def test_only_the_owner_can_read_it_and_the_budget_is_held(left: Path) -> None:
 def test_a_restarted_server_answers_from_disk_until_its_weights_are_replaced(
     run: Runner, expected: list[Any], copied: Path, tmp_path: Path
 ) -> None:
-    """The same weights under another path are the same; weights that differ in the last rows of the embedding alone,
-    under the same path, are others."""
+    """Equal weights under another path count as the same. Weights under the same path that differ only in the last rows
+    of the embedding count as others."""
     model = str(tmp_path / "model")
     result = run("rounds", model=model, close=True, connector=with_disk(copied))
     check_answers(result, expected)
     assert found(result) > 0
     first = result["records"][:PROMPTS]
     assert first[0]["host_tokens"] == 0
-    # They go on in the order in which their blocks arrive.
+    # Requests continue in the order in which their blocks arrive.
     first.sort(key=lambda record: record["tokens_asked"])
     for record, prompt in zip(first, sorted(make_prompts(), key=len), strict=True):
         assert record["tokens_asked"] == len(prompt)
@@ -102,7 +101,7 @@ def test_a_restarted_server_answers_from_disk_until_its_weights_are_replaced(
     assert samples["kvoffload:disk_hit_tokens_total"] == disk_tokens(result)
     assert samples["kvoffload:disk_read_bytes_total"] == result["metrics"]["disk_read_bytes"] > 0
 
-    # Without kvoffload: what the other weights answer. Every prompt has some of these tokens.
+    # The answers of the other weights without kvoffload. Every prompt has some of the changed tokens.
     alone = run("rounds", rounds=1, model=model, new_rows=128)
     (others,) = alone["outputs"]
     assert len(differences(others, expected)) == len(expected)
@@ -111,16 +110,16 @@ def test_a_restarted_server_answers_from_disk_until_its_weights_are_replaced(
     assert (found(result), disk_tokens(result)) == (0, 0)
 
 
-def spoil(directory: Path) -> None:
-    """Turns the sign of one number in sixteen, in all that is there."""
+def corrupt(directory: Path) -> None:
+    """Flips the sign of one number in sixteen, in all slabs."""
     slabs = list(directory.rglob("slab-*"))
     assert slabs
     for slab in slabs:
         np.memmap(slab, np.uint8, "r+")[3::64] ^= 0x80
 
 
-def test_spoiled_bytes_are_misses(run: Runner, expected: list[Any], copied: Path) -> None:
-    spoil(copied)
+def test_corrupted_bytes_are_misses(run: Runner, expected: list[Any], copied: Path) -> None:
+    corrupt(copied)
     result = run("rounds", connector=with_disk(copied))
     check_answers(result, expected)
     assert found(result) > 0
@@ -129,16 +128,16 @@ def test_spoiled_bytes_are_misses(run: Runner, expected: list[Any], copied: Path
     assert "corrupt" in {record["reason"] for record in result["records"]}
 
 
-def test_spoiled_bytes_that_nobody_verifies_change_outputs(run: Runner, expected: list[Any], copied: Path) -> None:
-    """The control without which no comparison here proves anything."""
-    spoil(copied)
+def test_corrupted_bytes_that_are_not_verified_change_outputs(run: Runner, expected: list[Any], copied: Path) -> None:
+    """The control: without it the comparisons here would prove nothing."""
+    corrupt(copied)
     result = run("rounds", rounds=1, connector=with_disk(copied), connector_class="UnverifiedKVOffloadConnector")
     assert disk_tokens(result) > 0
     assert len(differences(result["outputs"][0], expected)) == len(expected)
 
 
 def test_after_a_reset_nothing_is_found_again(run: Runner, expected: list[Any], copied: Path) -> None:
-    """Not in that process, and in no later one: the weights in memory may have been others than the files'."""
+    """Neither in that process nor in a later one: the weights in memory may have differed from the files."""
     result = run("rounds", rounds=1, reset=True, close=True, connector=with_disk(copied))
     check_answers(result, expected)
     assert found(result) > 0
@@ -149,7 +148,7 @@ def test_after_a_reset_nothing_is_found_again(run: Runner, expected: list[Any], 
 
 
 def test_a_storm(run: Runner, expected: list[Any], tmp_path: Path) -> None:
-    """Preemptions, aborts, resets, failing copies, and blocks from disk, all at once in a pool too small for it."""
+    """Preemptions, aborts, resets, failing copies and blocks from disk, all at once in a small pool."""
     connector = with_disk(tmp_path / "disk") | {"host_bytes": "1MiB"}
     result = run("storm", seed=2, requests=150, slow=1, failing=0.4, connector=connector)
     assert result["left"] == 0
@@ -175,10 +174,10 @@ def test_two_ranks_and_a_fast_hash_with_a_seed(run: Runner, expected: list[Any],
     assert all(record["disk_tokens"] > 0 for record in result["records"])
 
 
-def test_hashes_that_begin_otherwise_than_expected_end_the_disk_tier(
+def test_hashes_with_an_unexpected_root_switch_the_disk_tier_off(
     run: Runner, expected: list[Any], copied: Path
 ) -> None:
-    """Offloading goes on, and the log says what to set."""
+    """Offloading continues, and the log says what to set."""
     result = run("rounds", connector=with_disk(copied), unexpected_root=True)
     check_answers(result, expected)
     assert disk_tokens(result) == 0
@@ -188,42 +187,20 @@ def test_hashes_that_begin_otherwise_than_expected_end_the_disk_tier(
     assert "set PYTHONHASHSEED=0" in result.log
 
 
-def test_a_disk_that_fails_at_the_start_leaves_the_host(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    from kvoffload.cache.manager import LRUOffloadingManager
-    from kvoffload.cache.slots import HostBackend
-    from kvoffload.config import OffloadConfig
-    from kvoffload.vllm import setup
-
-    def fail(*_: object, **__: object) -> None:
-        raise OSError(errno.EIO, os.strerror(errno.EIO))
-
-    monkeypatch.setattr(setup, "open_disk_tier", fail)
-    # vLLM's logger, the parent of ours, passes nothing on.
-    setup.logger.addHandler(caplog.handler)
-    config = OffloadConfig.from_mapping(with_disk(tmp_path))
-    made = setup.Setup(config, (), num_device_blocks=2, hash_block_size=16, ranks=1, engine=0, engines=1)
-    assert made.make_tiers(LRUOffloadingManager(HostBackend(16, 2)), [], "ab" * 32) is None
-    setup.logger.removeHandler(caplog.handler)
-    (message,) = {record.getMessage() for record in caplog.records if record.name == setup.logger.name}
-    assert "THERE IS NO DISK TIER: Input/output error" in message
-
-
 def num_records(directory: Path) -> int:
-    """Blocks that the index in ``directory`` tells of, if there is one."""
+    """Returns the number of blocks in the index in ``directory``, 0 if there is none."""
     records = [np.fromfile(path, RECORD, offset=HEADER_BYTES) for path in directory.rglob("index")]
     return sum(np.count_nonzero(each["magic"]) for each in records)
 
 
-def test_one_server_a_directory_even_if_it_is_killed(run: Runner, expected: list[Any], tmp_path: Path) -> None:
-    """A second server is told who is there. When the first is killed while it writes, the next one starts and is
-    right."""
+def test_a_directory_serves_one_server_at_a_time(run: Runner, expected: list[Any], tmp_path: Path) -> None:
+    """A second server is refused. After the first is killed while it writes, the next one starts and answers
+    correctly."""
     directory = tmp_path / "disk"
     first, result = run.start("endless", multiprocessing=True, connector=with_disk(directory))
     try:
         assert eventually(lambda: num_records(directory) > 10 or first.poll() is not None, DEADLINE_S)
-        # In nobody's way until it is killed.
+        # It uses no CPU time until it is killed.
         os.killpg(first.pid, signal.SIGSTOP)
         assert first.poll() is None, result.with_suffix(".log").read_text()[-6000:]
         second, result = run.start("rounds", connector=with_disk(directory))

@@ -1,4 +1,4 @@
-"""What is in the fingerprint, for settings as vLLM itself makes them of its arguments."""
+"""What the fingerprint covers, for settings that vLLM itself makes of its arguments."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-# Not "vllm": from tests/ on sys.path this directory itself could be imported under that name.
+# Not "vllm": a directory of that name on sys.path could be imported instead.
 pytest.importorskip("vllm.version")
 from vllm_harness import POOL, Run, Runner
 
@@ -69,7 +69,7 @@ OTHERS: dict[str, dict[str, Any]] = {
     "weights in another format": {"changes": {"pytorch_model.bin": "weights"}, "engine": {"load_format": "pt"}},
     "others in that format": {"changes": {"pytorch_model.bin": "Weights"}, "engine": {"load_format": "pt"}},
     "weights that are drawn": {"engine": {"load_format": "dummy"}},
-    # vLLM draws no integers: they are what was in memory.
+    # vLLM does not draw integers: they keep what the memory held.
     "quantized weights that are not drawn": quantized_at_start(load_format="dummy"),
     "quantized weights that are not drawn, in another process": quantized_at_start(load_format="dummy"),
     "a format of the cache": {"engine": {"kv_cache_dtype": "fp8_e5m2"}},
@@ -86,12 +86,12 @@ OTHERS: dict[str, dict[str, Any]] = {
         "engine": {"load_format": "tensorizer"},
         **of_options(model_fingerprint="v3"),
     },
-    # The last, because vLLM never takes it back.
+    # This must be last, because vLLM never undoes it.
     "a class for the model": {
         "engine": {"model_class_overrides": {"LlamaForCausalLM": "vllm.model_executor.models.llama:LlamaForCausalLM"}}
     },
 }
-"""Settings with which KV is another."""
+"""Settings that change KV. All fingerprints must differ."""
 SAME: dict[str, tuple[str, dict[str, Any]]] = {
     "the same again": ("plain", {}),
     "quantized again": ("quantized as the model says", quantized()),
@@ -109,7 +109,7 @@ SAME: dict[str, tuple[str, dict[str, Any]]] = {
     "a size of the pool": ("plain", of_options(host_bytes="32MiB")),
     "how many images": ("images", images(limit_per_prompt={"image": 3}, mm_processor_cache_gb=1)),
 }
-"""Settings with which it is the same as with others."""
+"""Settings that do not change KV, each with the case that has the same fingerprint."""
 UNKNOWN: dict[str, dict[str, Any]] = {
     "weights from elsewhere": {"engine": {"load_format": "tensorizer"}},
 }
@@ -130,7 +130,7 @@ def fingerprints(run: Runner, tmp_path_factory: pytest.TempPathFactory) -> Run:
     return run("fingerprints", cases={name: {"options": DISK} | case for name, case in cases.items()})
 
 
-def test_what_shapes_kv_is_in_it(fingerprints: Run) -> None:
+def test_settings_that_shape_kv_change_the_fingerprint(fingerprints: Run) -> None:
     made = {name: fingerprints[name] for name in OTHERS}
     assert {name: text for name, text in made.items() if len(text) != 64} == {}
     groups: dict[str, list[str]] = {}
@@ -140,7 +140,7 @@ def test_what_shapes_kv_is_in_it(fingerprints: Run) -> None:
 
 
 @pytest.mark.parametrize("case", SAME)
-def test_what_does_not_is_not(fingerprints: Run, case: str) -> None:
+def test_other_settings_do_not(fingerprints: Run, case: str) -> None:
     assert fingerprints[case] == fingerprints[SAME[case][0]]
 
 
@@ -149,13 +149,13 @@ def test_weights_of_another_model_that_its_configuration_names_count(fingerprint
     assert len({fingerprints[name] for name in ("plain", "an encoder", "another encoder")}) == 3
 
 
-def test_weights_that_nothing_names_are_refused(fingerprints: Run) -> None:
+def test_weights_that_nothing_identifies_are_refused(fingerprints: Run) -> None:
     said = fingerprints["weights from elsewhere"]
     for part in ("ConfigError", "load_format=tensorizer", 'set model_fingerprint="..."'):
         assert part in said
 
 
 def test_without_a_disk_no_weights_are_read(fingerprints: Run) -> None:
-    """What is kept ends with the process that loaded them."""
+    """Blocks do not outlive the process that has loaded the weights."""
     assert fingerprints["without a disk"] == fingerprints["without a disk, other weights"]
     assert len(fingerprints["without a disk"]) == 64

@@ -1,4 +1,4 @@
-"""A model whose layers see a window or everything, by turns: two KV cache groups, prompts longer than the window."""
+"""A model that alternates between sliding-window and full-attention layers: it has two KV cache groups."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-# Not "vllm": from tests/ on sys.path this directory itself could be imported under that name.
+# Not "vllm": a directory of that name on sys.path could be imported instead.
 pytest.importorskip("vllm.version")
 from vllm_harness import GEMMA3, POOL, Run, Runner, assert_at_rest, differences, with_gemma3
 
@@ -46,7 +46,7 @@ def check(result: Run, expected: list[Any]) -> None:
 def test_outputs_are_identical(run: Runner, gemma3_expected: list[Any], config: dict[str, Any]) -> None:
     result = run("rounds", rounds=3, **with_gemma3(**config))
     check(result, gemma3_expected)
-    # Two steps under way need so many blocks that nothing is preempted.
+    # Two steps in progress need so many blocks that nothing is preempted.
     assert result["preemptions"] > 0 or config.get("force_async")
     full, windowed = sorted(result["loaded_blocks"], reverse=True)
     assert windowed > 0, "hits in both groups"
@@ -60,7 +60,7 @@ def test_corrupted_bytes_change_outputs(run: Runner, gemma3_expected: list[Any])
 
 
 def test_failing_copies_are_misses(run: Runner, gemma3_expected: list[Any]) -> None:
-    """Whole loads fail while others hold blocks: vLLM must get past a request that lost all of its own."""
+    """Whole loads fail while other requests hold blocks. vLLM must get past a request that lost all of its blocks."""
     result = run("rounds", rounds=4, **GEMMA3, connector=POOL, connector_class="FailingKVOffloadConnector")
     check(result, gemma3_expected)
     assert result["metrics"]["load_failures"] > 0
@@ -68,8 +68,8 @@ def test_failing_copies_are_misses(run: Runner, gemma3_expected: list[Any]) -> N
 
 
 def test_a_draft_models_kv_is_right_too(run: Runner, expected: list[Any]) -> None:
-    """Drafts are checked by the model, so wrong ones change no output: they would be accepted less often. Here the
-    model drafts for itself, and nearly all are accepted."""
+    """The model checks drafts, so wrong ones do not change outputs but are accepted less often. Here the model is its
+    own draft model, so nearly all are accepted."""
     result = run("rounds", rounds=3, connector=POOL, draft=True, engine=DRAFT_ENGINE)
     for got in result["outputs"]:
         assert differences(got, expected) == []
@@ -78,9 +78,9 @@ def test_a_draft_models_kv_is_right_too(run: Runner, expected: list[Any]) -> Non
     assert_at_rest(result.result)
 
 
-def test_spoiled_drafts_are_accepted_less_often(run: Runner, expected: list[Any]) -> None:
-    """The control, and no worse than that: the outputs stay the same."""
-    result = run("rounds", rounds=3, connector=POOL, draft=True, spoil_drafts=True, engine=DRAFT_ENGINE)
+def test_drafts_from_corrupted_kv_are_accepted_less_often(run: Runner, expected: list[Any]) -> None:
+    """The control. The outputs stay the same."""
+    result = run("rounds", rounds=3, connector=POOL, draft=True, corrupt_drafts=True, engine=DRAFT_ENGINE)
     for got in result["outputs"]:
         assert differences(got, expected) == []
     assert result["accepted"] < 0.95 * result["drafted"]

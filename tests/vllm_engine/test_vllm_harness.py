@@ -1,4 +1,4 @@
-"""The processes that these tests start: forked from a warm parent, they must behave as new ones."""
+"""The processes of these tests: children forked from a warm parent must behave as new processes do."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from typing import Any
 
 import pytest
 
-# Not "vllm": from tests/ on sys.path this directory itself could be imported under that name.
+# Not "vllm": a directory of that name on sys.path could be imported instead.
 pytest.importorskip("vllm.version")
 from vllm_harness import DEADLINE_S, ENVIRONMENT, Child, Runner, eventually, kill_session
 
 pytestmark = pytest.mark.vllm
 
-TELLING = """
+REPORTING = """
 import json, os, sys
 descriptors = [os.readlink(f"/proc/self/fd/{name}") for name in os.listdir("/proc/self/fd")[:-1]]
 threads = len(os.listdir("/proc/self/task"))
-told = [dict(os.environ), sys.argv, os.getsid(0), os.getpid(), __name__, "vllm" in sys.modules, threads, descriptors]
-print(json.dumps(told))
+report = [dict(os.environ), sys.argv, os.getsid(0), os.getpid(), __name__, "vllm" in sys.modules, threads, descriptors]
+print(json.dumps(report))
 sys.exit(int(sys.argv[1]))
 """
 FOREVER = """
@@ -38,7 +38,7 @@ Start = Callable[..., tuple[Child, Path]]
 @pytest.fixture
 def start(run: Runner, tmp_path: Path) -> Start:
     def start(program: str, *arguments: str, **environment: str) -> tuple[Child, Path]:
-        """A child that runs ``program``, and its log."""
+        """Starts a child that runs ``program``. Returns it and its log."""
         path, log = tmp_path / f"{len(list(tmp_path.iterdir()))}.py", tmp_path / "log"
         path.write_text(program)
         variables = {**os.environ, **ENVIRONMENT, **environment}
@@ -48,13 +48,13 @@ def start(run: Runner, tmp_path: Path) -> Start:
 
 
 def first_line(log: Path) -> str:
-    """What the program printed. Libraries of vLLM print more when a process ends."""
+    """Returns what the program printed. Libraries of vLLM may print more when a process ends."""
     return log.read_text().splitlines()[0]
 
 
 @pytest.mark.parametrize("code", [0, 3])
 def test_a_child_is_as_a_new_process_but_warm(start: Start, code: int) -> None:
-    child, log = start(TELLING, str(code), MINE=f"value {code}")
+    child, log = start(REPORTING, str(code), MINE=f"value {code}")
     assert child.wait(DEADLINE_S) == code
     environment, argv, session, pid, name, warm, threads, descriptors = json.loads(first_line(log))
     assert environment == {**os.environ, **ENVIRONMENT, "MINE": f"value {code}"}
@@ -83,7 +83,7 @@ def test_a_child_that_is_killed_is_gone_with_its_session(start: Start) -> None:
     assert child.poll() == -signal.SIGKILL
     with pytest.raises(ProcessLookupError):
         os.kill(child.pid, 0)
-    # A process that has ended has no command line, also before its parent knows.
+    # A process that has ended has no command line, even before its parent has waited for it.
     assert eventually(lambda: not command.exists() or not command.read_bytes())
 
 

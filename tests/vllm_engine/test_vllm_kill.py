@@ -1,4 +1,4 @@
-"""SIGKILL to a serving engine: all that kvoffload held goes with it."""
+"""SIGKILL to a running engine frees everything that kvoffload held."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-# Not "vllm": from tests/ on sys.path this directory itself could be imported under that name.
+# Not "vllm": a directory of that name on sys.path could be imported instead.
 pytest.importorskip("vllm.version")
 from vllm_harness import DEADLINE_S, Child, Runner, differences, eventually, kill_session
 
@@ -23,7 +23,7 @@ SHM = Path("/dev/shm")
 
 
 def session_of(child: Child) -> Iterator[Path]:
-    """/proc/PID of every live process in a child's session."""
+    """Yields /proc/PID of every live process in the session of ``child``."""
     for process in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
             state, _, _, session = (process / "stat").read_text().rpartition(")")[2].split()[:4]
@@ -32,7 +32,7 @@ def session_of(child: Child) -> Iterator[Path]:
 
 
 def pools(process: Path) -> list[Path]:
-    """Its descriptors of host pools."""
+    """Returns the descriptors of host pools that ``process`` has open."""
     found = []
     for descriptor in (process / "fd").iterdir():
         with contextlib.suppress(OSError):
@@ -42,20 +42,20 @@ def pools(process: Path) -> list[Path]:
 
 
 def named_segments(process: Path) -> set[Path]:
-    """What it has mapped that has a name in /dev/shm."""
+    """Returns the files in /dev/shm that ``process`` has mapped."""
     lines = (process / "maps").read_text().splitlines()
     paths = {Path(line.split(maxsplit=5)[5]) for line in lines if f" {SHM}/" in line}
     return {path for path in paths if path.exists()}
 
 
 def shared_bytes() -> int:
-    """The machine's shared memory: every memfd counts."""
+    """Returns the bytes of shared memory of the machine, which include all memory files."""
     fields = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
     return int(fields["Shmem"].split()[0]) * 1024
 
 
 def test_a_killed_server_leaves_nothing(run: Runner, expected: list[Any]) -> None:
-    """With the engine and its worker in processes of their own, as ``vllm serve`` has them."""
+    """The engine and its worker run in processes of their own, as with ``vllm serve``."""
     before = shared_bytes()
     child, result = run.start("endless", multiprocessing=True, connector={"host_bytes": POOL_BYTES})
     try:
@@ -70,7 +70,7 @@ def test_a_killed_server_leaves_nothing(run: Runner, expected: list[Any]) -> Non
         assert shared_bytes() > before + POOL_BYTES // 2
         named = set().union(*map(named_segments, processes))
         for process in processes:
-            # Python's resource tracker lives on: it removes vLLM's own segments, which do have names.
+            # Python's resource tracker stays alive: it removes the segments of vLLM, which have names.
             if "resource_tracker" not in (process / "cmdline").read_text():
                 os.kill(int(process.name), signal.SIGKILL)
         assert eventually(lambda: not list(session_of(child)))

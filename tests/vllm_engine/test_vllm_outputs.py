@@ -1,4 +1,4 @@
-"""Offloading changes when KV is computed, never what is answered."""
+"""Offloading changes when KV is computed, but never the outputs."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-# Not "vllm": from tests/ on sys.path this directory itself could be imported under that name.
+# Not "vllm": a directory of that name on sys.path could be imported instead.
 pytest.importorskip("vllm.version")
 from vllm_harness import POOL, Run, Runner, assert_at_rest, differences
 
@@ -24,9 +24,9 @@ CONFIGURATIONS: dict[str, dict[str, Any]] = {
         "slow": 2,
         "engine": {"enable_prefix_caching": False},
     },
-    "asynchronous scheduling": {"connector": POOL, "force_async": True},
+    "asynchronous scheduling, found as a plugin": {"connector": POOL, "force_async": True, "plugin": True},
 }
-"""Each preempts. Slow copies are the hard case for fences: a block's bytes may be read, or arrive, many steps
+"""All of them preempt requests. Slow copies are the hard case for fences: a block may be read or filled many steps
 after the step that asked for it."""
 
 
@@ -47,8 +47,8 @@ def test_outputs_are_identical(run: Runner, expected: list[Any], config: dict[st
 
 
 def test_corrupted_bytes_change_outputs(run: Runner, expected: list[Any]) -> None:
-    """The control without which no comparison here proves anything: all that the second round loads is
-    spoiled."""
+    """The control: without it the comparisons here would prove nothing. Everything that the second round loads is
+    corrupted."""
     result = run("rounds", connector=POOL, connector_class="CorruptedKVOffloadConnector")
     assert len(differences(result["outputs"][1], expected)) == len(expected)
 
@@ -61,8 +61,8 @@ def test_failing_copies_are_misses(run: Runner, expected: list[Any]) -> None:
     assert result["metrics"]["load_blocks"] > 0
 
 
-def test_a_pool_of_a_few_blocks_evicts_and_says_so(run: Runner, expected: list[Any]) -> None:
-    """Records tell an evicted prefix, and when it left, from one never seen."""
+def test_records_distinguish_evicted_from_new_prefixes(run: Runner, expected: list[Any]) -> None:
+    """With a pool of a few blocks, records say whether a missing prefix was evicted, and when."""
     result = run("rounds", connector={"host_bytes": "1MiB"})
     check_identical(result, expected)
     assert result["used_blocks"] == result["metrics"]["pool_blocks"] < 75

@@ -1,4 +1,4 @@
-"""Several ranks and several processes: a pool for each rank, and a copy counts when every rank has made it."""
+"""Several ranks and processes: each rank has a pool, and a copy counts when every rank has made it."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-# Not "vllm": from tests/ on sys.path this directory itself could be imported under that name.
+# Not "vllm": a directory of that name on sys.path could be imported instead.
 pytest.importorskip("vllm.version")
 from vllm_harness import POOL, Runner, assert_at_rest, differences, with_gemma3
 
@@ -28,11 +28,11 @@ if SCALE > 1:
 
 @pytest.mark.parametrize(("kind", "parallel"), CASES)
 def test_two_ranks(run: Runner, kind: str, parallel: str, expected: list[Any], gemma3_expected: list[Any]) -> None:
-    """Each rank copies when it likes, and fails when it likes."""
+    """The copies of each rank end, or fail, at other times."""
     config = {"connector": POOL, "connector_class": "SlowKVOffloadConnector", "environment": TWO_RANKS}
     engine = PARALLEL[parallel]
     if kind == "gemma3":
-        # Two steps may be under way in a pipeline: it needs more blocks.
+        # In a pipeline two steps may be in progress, which need more blocks.
         blocks = {"num_gpu_blocks_override": 28} if parallel == "pipeline" else {}
         result = run("rounds", rounds=4, **with_gemma3(**config, engine=engine | blocks))
     else:

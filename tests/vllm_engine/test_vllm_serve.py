@@ -1,5 +1,5 @@
-"""vLLM's OpenAI server as people run it: the README's flag, resets and sleep, what a client may ask for its own
-request, KV events over ZMQ, SIGTERM, and data-parallel engines."""
+"""vLLM's OpenAI server as in production: the README's flag, resets and sleep, request options, KV events over ZMQ,
+SIGTERM, and data-parallel engines."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-# Not "vllm": from tests/ on sys.path this directory itself could be imported under that name.
+# Not "vllm": a directory of that name on sys.path could be imported instead.
 pytest.importorskip("vllm.version")
 import msgspec
 import zmq
@@ -48,14 +48,14 @@ Start = Callable[..., Server]
 
 
 def fresh_prompts(seed: int, count: int, blocks: int = 4) -> list[list[int]]:
-    """Prompts of so many whole blocks and a bit, that share nothing with each other or with PROMPTS."""
+    """Returns prompts of ``blocks`` blocks and a few tokens. They share nothing with each other or with PROMPTS."""
     rng = np.random.default_rng(1000 + seed)
     return [rng.integers(5, 500, size=blocks * BLOCK_SIZE + 9).tolist() for _ in range(count)]
 
 
 @pytest.fixture(scope="module")
 def start(run: Runner, tmp_path_factory: pytest.TempPathFactory) -> Start:
-    """Starts a server with the tests' model. Use it as a context manager: one server at a time."""
+    """Starts a server with the model of the tests. Use it as a context manager, one server at a time."""
     directory = tmp_path_factory.mktemp("serve")
     model = directory / "model"
     run.write_model(model)
@@ -75,40 +75,40 @@ def nested(depth: int) -> Any:
 
 
 NONSENSE: dict[str, Any] = {
-    "a word for a truth value": {"kvoffload": {"store": "yes", "load": "no"}},
-    "numbers for truth values": {"kvoffload": {"store": 0, "load": 0}},
+    "a word instead of a boolean": {"kvoffload": {"store": "yes", "load": "no"}},
+    "numbers instead of booleans": {"kvoffload": {"store": 0, "load": 0}},
     "no amount": {"kvoffload": {"max_tokens": "64"}},
     "less than nothing": {"kvoffload": {"max_tokens": -1}},
     "a fraction": {"kvoffload": {"max_tokens": 63.5}},
     "true as an amount": {"kvoffload": {"max_tokens": True}},
-    "a number for wishes": {"kvoffload": 7},
-    "a list for wishes": {"kvoffload": [{"store": False}]},
-    "unknown wishes": {"kvoffload": {"stores": False, "": None}, "others": {"store": False}},
-    "wishes one level too high": {"store": False, "load": False, "max_tokens": 0},
+    "a number instead of options": {"kvoffload": 7},
+    "a list instead of options": {"kvoffload": [{"store": False}]},
+    "unknown options": {"kvoffload": {"stores": False, "": None}, "others": {"store": False}},
+    "options one level too high": {"store": False, "load": False, "max_tokens": 0},
     "more than there is": {"kvoffload": {"max_tokens": (1 << 64) - 1}},
     "what another connector understands": {"do_remote_prefill": True, "remote_block_ids": [1, 2], "remote_port": "x"},
     "deep": nested(50),
-    "deep within a wish": {"kvoffload": {"store": nested(50)}},
-    "wide": {"kvoffload": {f"wish {i}": i for i in range(5000)}},
+    "deep within an option": {"kvoffload": {"store": nested(50)}},
+    "wide": {"kvoffload": {f"option {i}": i for i in range(5000)}},
 }
-WISHES = 3
-CONTROL = fresh_prompts(0, WISHES + len(NONSENSE))
-"""A prompt for each test of what a client asks for."""
+NUM_OPTIONS = 3
+CONTROL = fresh_prompts(0, NUM_OPTIONS + len(NONSENSE))
+"""One prompt per test of request options."""
 STORED = (len(CONTROL[0]) + MAX_TOKENS - 1) // BLOCK_SIZE
-"""Blocks that each makes with its answer, whose last token has no KV."""
+"""Blocks of each prompt with its answer. The last token has no KV."""
 HIT = len(CONTROL[0]) // BLOCK_SIZE * BLOCK_SIZE
-"""Tokens of each that another request can find."""
+"""Tokens of each prompt that another request can find."""
 
 
 @pytest.fixture(scope="module")
 def alone(start: Start) -> dict[str, list[Any]]:
-    """What a server without kvoffload answers."""
+    """The answers of a server without kvoffload."""
     with start(None) as server:
         return {"prompts": server.round(PROMPTS), "control": server.round(CONTROL)}
 
 
 def check_two_rounds(server: Server, expected: list[Any], rank: int | None = None) -> dict[str, float]:
-    """Both are answered right, the second from host memory too; how the metrics grew."""
+    """Checks that two rounds are answered correctly, the second with host memory. Returns how the metrics grew."""
     rounds, grown = server.growth(lambda: [server.round(PROMPTS, rank=rank) for _ in range(2)], rank)
     for answers in rounds:
         assert differences(answers, expected) == []
@@ -124,14 +124,14 @@ def check_two_rounds(server: Server, expected: list[Any], rank: int | None = Non
 
 @pytest.fixture(scope="class")
 def server(start: Start, alone: dict[str, list[Any]]) -> Iterator[Server]:
-    """With the flag as the README has it, but a smaller pool, in processes that are started as people start them."""
+    """A server with the README's flag but a smaller pool, in new processes."""
     assert '"8GiB"' in readme_flag()
     with start(readme_flag().replace('"8GiB"', '"64MiB"'), cold=True) as server:
         yield server
 
 
 class TestReadmeFlag:
-    """One server; no test relies on another."""
+    """All tests use one server. They do not depend on each other."""
 
     def test_answers_are_those_of_vllm_alone(self, server: Server, alone: dict[str, list[Any]]) -> None:
         assert BLOCKS_ASKED > 2 * DEVICE_BLOCKS
@@ -142,13 +142,13 @@ class TestReadmeFlag:
         assert server.kinds() == {name: spec.kind for name, spec in METRICS.items()}
 
     def test_a_reset_with_the_connector_empties_the_pool(self, server: Server, alone: dict[str, list[Any]]) -> None:
-        """And one without it leaves the pool as it is."""
+        """A reset without the connector does not."""
         server.round(PROMPTS)
         server.forget_device_blocks()
         used = server.metrics()["pool_used_blocks"]
         assert used > 0
         assert eventually(lambda: server.post("/reset_prefix_cache?reset_external=true")["success"])
-        # Without a request that makes it step.
+        # No request makes the server run a step.
         assert eventually(lambda: server.scrape()["pool_used_blocks"] == 0)
         answers, grown = server.growth(lambda: server.round(PROMPTS))
         assert differences(answers, alone["prompts"]) == []
@@ -157,7 +157,7 @@ class TestReadmeFlag:
 
     @pytest.mark.parametrize("level", [1, 2])
     def test_sleep_empties_the_pool(self, server: Server, alone: dict[str, list[Any]], level: int) -> None:
-        """A worker on CPU keeps its memory; all else of vLLM's sleep runs: the scheduler is paused, and
+        """On CPU a worker keeps its memory. The rest of vLLM's sleep runs: the scheduler is paused, and
         ``EngineCore._reset_caches`` resets the prefix cache and the connector."""
         server.round(PROMPTS)
         assert server.metrics()["pool_used_blocks"] > 0
@@ -169,7 +169,7 @@ class TestReadmeFlag:
         check_two_rounds(server, alone["prompts"])
 
     def test_a_sleep_of_level_0_keeps_the_pool(self, server: Server, alone: dict[str, list[Any]]) -> None:
-        """It only pauses the scheduler."""
+        """Level 0 only pauses the scheduler."""
         server.round(PROMPTS)
         used = server.metrics()["pool_used_blocks"]
         server.post("/sleep?level=0")
@@ -177,11 +177,11 @@ class TestReadmeFlag:
         assert server.metrics()["pool_used_blocks"] == used > 0
         check_two_rounds(server, alone["prompts"])
 
-    # What a client may ask for its own request.
+    # Request options.
 
     @staticmethod
     def _ask(server: Server, alone: dict[str, list[Any]], i: int, params: Any = None) -> dict[str, float]:
-        """CONTROL[i] with an empty device cache: its answer is right; how the metrics grew."""
+        """Checks the answer to CONTROL[i] with an empty device cache. Returns how the metrics grew."""
         server.forget_device_blocks()
         changes = {} if params is None else {"kv_transfer_params": params}
         answer, grown = server.growth(lambda: server.complete(CONTROL[i], **changes))
@@ -195,7 +195,7 @@ class TestReadmeFlag:
         grown = self._ask(server, alone, 0)
         assert grown["host_hit_tokens"] == 0
         assert grown["store_blocks"] == STORED
-        # It may read what others have stored.
+        # It may load what others have stored.
         assert self._ask(server, alone, 0, {"kvoffload": {"store": False}})["host_hit_tokens"] == HIT
 
     def test_a_request_that_is_not_to_be_loaded_is_not(self, server: Server, alone: dict[str, list[Any]]) -> None:
@@ -215,16 +215,16 @@ class TestReadmeFlag:
 
     @pytest.mark.parametrize("case", NONSENSE)
     def test_nonsense_changes_nothing(self, server: Server, alone: dict[str, list[Any]], case: str) -> None:
-        """The request is stored and loaded as one that asks for nothing."""
-        i = WISHES + list(NONSENSE).index(case)
+        """The request is stored and loaded as a request without options."""
+        i = NUM_OPTIONS + list(NONSENSE).index(case)
         grown = self._ask(server, alone, i, NONSENSE[case])
         assert (grown["store_blocks"], grown["host_hit_tokens"]) == (STORED, 0)
         grown = self._ask(server, alone, i, NONSENSE[case])
         assert (grown["store_blocks"], grown["host_hit_tokens"]) == (0, HIT)
 
 
-def test_spoiled_bytes_change_answers(start: Start, alone: dict[str, list[Any]]) -> None:
-    """The control of every comparison here."""
+def test_corrupted_bytes_change_answers(start: Start, alone: dict[str, list[Any]]) -> None:
+    """The control of all comparisons here."""
     with start(flag("CorruptedKVOffloadConnector", host_bytes=POOL_BYTES)) as server:
         server.round(PROMPTS)
         server.forget_device_blocks()
@@ -236,7 +236,7 @@ def test_spoiled_bytes_change_answers(start: Start, alone: dict[str, list[Any]])
 
 @dataclass(frozen=True)
 class Announced:
-    """What a stored event says of one block."""
+    """The content of a stored event for one block."""
 
     parent: Any
     tokens: tuple[int, ...]
@@ -249,16 +249,16 @@ class Announced:
 
 @dataclass
 class Index:
-    """What a router learns from the events alone, by medium and block hash."""
+    """The blocks that a router knows from events alone, by medium and block hash."""
 
     held: dict[str, dict[Any, Announced]] = field(default_factory=lambda: {"GPU": {}, "CPU": {}})
-    told: dict[str, dict[Any, Announced]] = field(default_factory=lambda: {"GPU": {}, "CPU": {}})
-    """Everything that was ever announced."""
+    announced: dict[str, dict[Any, Announced]] = field(default_factory=lambda: {"GPU": {}, "CPU": {}})
+    """All blocks that were ever announced."""
     stored: Counter[str] = field(default_factory=Counter)
     removed: Counter[str] = field(default_factory=Counter)
 
     def take(self, event: BlockStored | BlockRemoved | AllBlocksCleared) -> None:
-        """Fails if the host's blocks are announced twice, or removed without having been announced."""
+        """Applies an event. Fails if a block of the host is announced twice, or removed but not announced."""
         if isinstance(event, AllBlocksCleared):
             self.held["GPU"].clear()
         elif isinstance(event, BlockRemoved):
@@ -286,12 +286,12 @@ class Index:
                 event.kv_cache_spec_kind,
             )
             assert event.medium != "CPU" or name not in self.held["CPU"]
-            self.held[event.medium][name] = self.told[event.medium][name] = block
+            self.held[event.medium][name] = self.announced[event.medium][name] = block
             self.stored[event.medium] += 1
             parent = name
 
     def chain(self, medium: str, tokens: list[int], salt: str | None = None) -> list[Any]:
-        """The hashes of the longest prefix of ``tokens`` that lies in ``medium``, found as a router would."""
+        """Returns the hashes of the longest prefix of ``tokens`` in ``medium``, as a router would find it."""
         held, found, parent = self.held[medium], [], None
         for start in range(0, len(tokens) - BLOCK_SIZE + 1, BLOCK_SIZE):
             wanted = tuple(tokens[start : start + BLOCK_SIZE])
@@ -308,8 +308,8 @@ class Index:
         return found
 
 
-def _same(told: Any, extra: tuple[str, ...] | None) -> bool:
-    return tuple(told or ()) == (extra or ())
+def _same(keys: Any, extra: tuple[str, ...] | None) -> bool:
+    return tuple(keys or ()) == (extra or ())
 
 
 class Router:
@@ -319,7 +319,7 @@ class Router:
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.SUB)
         self._socket.subscribe(b"")
-        # vLLM binds a wildcard address and connects to any other.
+        # vLLM binds to a wildcard address, and connects to any other address.
         self.endpoint = f"tcp://{HOST}:{self._socket.bind_to_random_port(f'tcp://{HOST}')}"
         self._decode = msgspec.msgpack.Decoder(KVEventBatch).decode
         self._next: int | None = None
@@ -331,24 +331,26 @@ class Router:
         self._context.term()
 
     def join(self, server: Server) -> None:
-        """ZeroMQ subscribes in the background: asks for blocks that are not stored on the host until one is told of."""
+        """Waits until ZeroMQ has subscribed, which it does in the background: until a new block is announced."""
         assert eventually(lambda: self._mark(server) and self.receive() and self._next is not None)
 
     def catch_up(self, server: Server) -> None:
-        """Takes every event of what ``server`` has done so far, of which the last is known."""
+        """Receives all events of ``server`` so far: up to that of a new block."""
         server.metrics()
         block = self._mark(server)
-        assert eventually(lambda: self.receive() and block in {told.tokens for told in self.index.told["GPU"].values()})
+        assert eventually(
+            lambda: self.receive() and block in {each.tokens for each in self.index.announced["GPU"].values()}
+        )
 
     def _mark(self, server: Server) -> tuple[int, ...]:
-        """Makes a new block on the device alone."""
+        """Makes a new block, on the device only."""
         self._markers += 1
         (prompt,) = fresh_prompts(500 + self._markers, 1, blocks=1)
         server.complete(prompt, max_tokens=1, kv_transfer_params={"kvoffload": {"store": False}})
         return tuple(prompt[:BLOCK_SIZE])
 
     def receive(self) -> bool:
-        """Takes what has come."""
+        """Receives the events that have arrived."""
         while self._socket.poll(0):
             _, number, payload = self._socket.recv_multipart()
             sequence = int.from_bytes(number, "big")
@@ -366,8 +368,8 @@ def router() -> Iterator[Router]:
 
 
 @pytest.fixture(scope="class")
-def telling(start: Start, router: Router) -> Iterator[Server]:
-    """A server whose events ``router`` takes. Its pool has 32 blocks, so that prompts evict each other."""
+def server_with_events(start: Start, router: Router) -> Iterator[Server]:
+    """A server whose events ``router`` receives. Its pool has 32 blocks, so that prompts evict each other."""
     config = {"enable_kv_cache_events": True, "publisher": "zmq", "endpoint": router.endpoint, "topic": ""}
     with start(flag(host_bytes="1MiB"), "--kv-events-config", json.dumps(config)) as server:
         router.join(server)
@@ -375,15 +377,15 @@ def telling(start: Start, router: Router) -> Iterator[Server]:
 
 
 class TestEvents:
-    """No test relies on another."""
+    """The tests do not depend on each other."""
 
-    def test_a_prompt_is_found_in_host_memory_by_events_alone(self, telling: Server, router: Router) -> None:
-        """Block by block from the first; and only as far as it is the same prompt."""
+    def test_a_prompt_is_found_in_host_memory_by_events_alone(self, server_with_events: Server, router: Router) -> None:
+        """Block by block from the first, and only as far as the prompts are equal."""
         first, second = fresh_prompts(1, 2)
         second[: 2 * BLOCK_SIZE] = first[: 2 * BLOCK_SIZE]
         for prompt in (first, second):
-            telling.complete(prompt)
-        router.catch_up(telling)
+            server_with_events.complete(prompt)
+        router.catch_up(server_with_events)
         chains = [router.index.chain("CPU", prompt) for prompt in (first, second)]
         assert [len(chain) for chain in chains] == [4, 4]
         assert chains[0][:2] == chains[1][:2]
@@ -393,10 +395,10 @@ class TestEvents:
         assert router.index.chain("CPU", other) == chains[0][:1]
         assert router.index.chain("CPU", first[1:]) == []
 
-    def test_both_media_tell_the_same_of_a_block(self, telling: Server, router: Router) -> None:
-        telling.round(PROMPTS)
-        router.catch_up(telling)
-        on_host, on_device = router.index.told["CPU"], router.index.told["GPU"]
+    def test_events_of_both_media_agree_on_a_block(self, server_with_events: Server, router: Router) -> None:
+        server_with_events.round(PROMPTS)
+        router.catch_up(server_with_events)
+        on_host, on_device = router.index.announced["CPU"], router.index.announced["GPU"]
         assert len(on_host) >= BLOCKS_ASKED // 2
         for name, block in on_host.items():
             assert block == on_device[name]
@@ -404,27 +406,27 @@ class TestEvents:
             assert block.group == 0
         assert {block.parent for block in on_host.values()} - {None} <= set(on_device)
 
-    def test_what_is_announced_is_what_the_pool_holds(self, telling: Server, router: Router) -> None:
-        """Over evictions, hits and a reset."""
+    def test_what_is_announced_is_what_the_pool_holds(self, server_with_events: Server, router: Router) -> None:
+        """This holds after evictions, hits and a reset."""
         for _ in range(2):
-            telling.round(PROMPTS)
-            router.catch_up(telling)
-            metrics = telling.metrics()
+            server_with_events.round(PROMPTS)
+            router.catch_up(server_with_events)
+            metrics = server_with_events.metrics()
             assert metrics["evicted_blocks"] > 0
             assert len(router.index.held["CPU"]) == metrics["pool_used_blocks"] > 0
             assert router.index.stored["CPU"] == metrics["store_blocks"]
             assert router.index.removed["CPU"] >= metrics["evicted_blocks"]
-        assert eventually(lambda: telling.post("/reset_prefix_cache?reset_external=true")["success"])
-        # Without a request that makes it step.
+        assert eventually(lambda: server_with_events.post("/reset_prefix_cache?reset_external=true")["success"])
+        # No request makes the server run a step.
         assert eventually(lambda: router.receive() and not router.index.held["CPU"])
-        assert telling.metrics()["pool_used_blocks"] == 0
+        assert server_with_events.metrics()["pool_used_blocks"] == 0
 
-    def test_a_salt_is_told(self, telling: Server, router: Router) -> None:
-        """Of the first block, as vLLM tells of its own: the same tokens are another block to each tenant."""
+    def test_events_contain_the_salt(self, server_with_events: Server, router: Router) -> None:
+        """Events of the first block contain it, as in vLLM: the same tokens are another block for each tenant."""
         (prompt,) = fresh_prompts(2, 1)
         for salt in (None, "tenant a", "tenant b"):
-            telling.complete(prompt, **({} if salt is None else {"cache_salt": salt}))
-        router.catch_up(telling)
+            server_with_events.complete(prompt, **({} if salt is None else {"cache_salt": salt}))
+        router.catch_up(server_with_events)
         for medium in ("CPU", "GPU"):
             chains = [router.index.chain(medium, prompt, salt) for salt in (None, "tenant a", "tenant b")]
             assert [len(chain) for chain in chains] == [4, 4, 4]
@@ -432,20 +434,20 @@ class TestEvents:
             assert router.index.chain(medium, prompt, "tenant c") == []
 
 
-# Sleep and the end, while requests run and copies are under way.
+# Sleep and SIGTERM while requests run and copies are in progress.
 
 
 @pytest.fixture(scope="class")
 def slow(start: Start, alone: dict[str, list[Any]]) -> Iterator[Server]:
-    """Copies take many steps, and some fail."""
+    """A server whose copies take many steps, and some fail."""
     with start(flag("SlowKVOffloadConnector", host_bytes=POOL_BYTES)) as server:
         yield server
 
 
 @contextlib.contextmanager
 def load(server: Server) -> Iterator[Clients]:
-    """Clients that ask for PROMPTS and for new ones without end. Begins when stores are under way: when the pool, empty
-    before, holds blocks that no store has ended for."""
+    """Runs clients that send PROMPTS and new prompts without end. Begins when stores are in progress: when the pool,
+    which was empty, holds blocks whose store has not ended."""
     assert eventually(lambda: server.post("/reset_prefix_cache?reset_external=true")["success"])
     assert eventually(lambda: server.metrics()["pool_used_blocks"] == 0)
     stored = server.metrics()["store_blocks"]
@@ -468,12 +470,12 @@ def load(server: Server) -> Iterator[Clients]:
 
 
 class TestUnderWay:
-    """The last test ends the server."""
+    """The last test terminates the server."""
 
     @pytest.mark.parametrize("mode", ["abort", pytest.param("wait", marks=SOAK)])
     def test_sleep(self, slow: Server, alone: dict[str, list[Any]], mode: str) -> None:
-        """vLLM aborts requests or lets them end, and waits for the copies. ("keep" cannot clear what a load is filling:
-        vLLM says so and does not sleep.)"""
+        """vLLM aborts requests or lets them end, and waits for the copies. (With "keep" it cannot clear blocks that a
+        load is filling: it says so and does not sleep.)"""
         with load(slow) as clients:
             for level in (1, 2):
                 assert slow.post(f"/sleep?level={level}&mode={mode}")["status"] == "sleeping"
@@ -492,8 +494,8 @@ class TestUnderWay:
         assert slow.metrics()["off"] == 0
 
     def test_sigterm_leaves_nothing(self, slow: Server) -> None:
-        """Whoever held anything of kvoffload is gone in 30 s, and the rest when its clients have hung up: vLLM's API
-        server may wait for them, with kvoffload or without."""
+        """All processes that held something of kvoffload end within 30 s, the others when the clients disconnect.
+        vLLM's API server may wait for clients, with and without kvoffload."""
         processes = list(slow.processes())
         sockets = {process for process in processes if int(process.name) in abstract_sockets()}
         pools = slow.pools().keys()
@@ -524,7 +526,7 @@ def two_engines(start: Start, alone: dict[str, list[Any]]) -> Iterator[Server]:
 
 
 class TestDataParallel:
-    """A dense model's engines are independent of each other: one server, two pools."""
+    """The engines of a dense model are independent: one server has two pools."""
 
     def test_answers_are_those_of_vllm_alone(self, two_engines: Server, alone: dict[str, list[Any]]) -> None:
         for rank in range(2):
@@ -540,8 +542,8 @@ class TestDataParallel:
         assert eventually(lambda: two_engines.post("/reset_prefix_cache?reset_external=true")["success"])
         assert [two_engines.metrics(rank)["pool_used_blocks"] for rank in range(2)] == [0, 0]
 
-    def test_explain_tells_what_metrics_tell(self, two_engines: Server) -> None:
-        """Of each engine by its process."""
+    def test_explain_agrees_with_the_metrics(self, two_engines: Server) -> None:
+        """For each engine, which is selected by its process."""
         for rank in range(2):
             two_engines.round(PROMPTS, rank=rank)
         metrics = [two_engines.metrics(rank) for rank in range(2)]
@@ -549,26 +551,26 @@ class TestDataParallel:
         engines = [engine for engine in _explain()["servers"] if engine["pid"] in mine]
         assert sorted(engine["name"][-4:] for engine in engines) == ["_dp0", "_dp1"]
         for engine in engines:
-            report, told = _explain("--pid", str(engine["pid"])), metrics[int(engine["name"][-1])]
+            report, counts = _explain("--pid", str(engine["pid"])), metrics[int(engine["name"][-1])]
             assert report["servers"] == [engine]
             assert (report["malformed"], report["warnings"]) == (0, [])
             total = report["total"]
-            assert total["tokens_asked"] == told["asked_tokens"]
-            assert total["device_tokens"] == told["device_hit_tokens"]
-            assert total["host_tokens"] == told["host_hit_tokens"]
-            reasons = {name.partition(":")[2]: n for name, n in told.items() if name.startswith("misses:") and n}
+            assert total["tokens_asked"] == counts["asked_tokens"]
+            assert total["device_tokens"] == counts["device_hit_tokens"]
+            assert total["host_tokens"] == counts["host_hit_tokens"]
+            reasons = {name.partition(":")[2]: n for name, n in counts.items() if name.startswith("misses:") and n}
             assert total["misses"] == reasons
 
 
 def _explain(*arguments: str) -> Any:
-    """What ``kvoffload explain --json`` prints."""
+    """Returns the output of ``kvoffload explain --json``."""
     command = [str(Path(sys.executable).with_name("kvoffload")), "explain", "--json", *arguments]
     return json.loads(subprocess.run(command, check=True, capture_output=True, timeout=DEADLINE_S).stdout)
 
 
 @SOAK
-def test_engines_that_were_not_counted_share_host_bytes(start: Start) -> None:
-    """Where vLLM does not tell how many they are, the server does not start, and says what to set."""
+def test_engines_share_host_bytes_without_engines_per_node(start: Start) -> None:
+    """If vLLM does not say how many there are, the server does not start, and says what to set."""
     server = start(flag(host_bytes=POOL_BYTES), *TWO_ENGINES)
     with contextlib.closing(server):
         if server.wait():

@@ -1,4 +1,4 @@
-"""What a server's operator sees: metrics, records, events, resets, and offloading that ends without harm."""
+"""What an operator of a server sees: metrics, records, events, resets, and offloading that switches itself off."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-# Not "vllm": from tests/ on sys.path this directory itself could be imported under that name.
+# Not "vllm": a directory of that name on sys.path could be imported instead.
 pytest.importorskip("vllm.version")
 from vllm_harness import POOL, Run, Runner, assert_at_rest, differences
 
@@ -28,7 +28,7 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def service(run: Runner, recorded: Path) -> Run:
-    """Two rounds, a reset, a third, and a prefill for a remote decoder; see the driver."""
+    """Two rounds, a reset, a third round, and a prefill for a remote decoder. See the driver."""
     return run("service", connector=POOL | {"record_trace": str(recorded)}, events=True)
 
 
@@ -84,7 +84,7 @@ def test_events_name_what_became_loadable_and_what_left(service: Run) -> None:
 
 
 def test_events_name_blocks_as_the_engine_does(service: Run) -> None:
-    """Whoever routes by events can tell that a block in host memory is the one that was on the device."""
+    """A router can match a block in host memory with the same block on the device."""
     hashes: dict[bool, set[str]] = {True: set(), False: set()}
     for kind, medium, *names in service["events"]:
         if kind == "BlockStored":
@@ -95,6 +95,7 @@ def test_events_name_blocks_as_the_engine_does(service: Run) -> None:
 
 def test_reset_empties_the_pool(service: Run) -> None:
     assert service["cleared"] is True
+    assert service.log.count("kvoffload: the cache was reset: ") == 1
     assert service["used_after_reset"] == 0
     before, after = service["warm"]["metrics"], service["after"]["metrics"]
     assert after["misses:reset"] > 0
@@ -102,11 +103,11 @@ def test_reset_empties_the_pool(service: Run) -> None:
     assert service["after"]["used_blocks"] > 0
 
 
-def test_failed_loads_are_recomputed_whatever_the_user_left_unset(service: Run) -> None:
-    """vLLM's default is to fail the request."""
+def test_failed_loads_are_recomputed_with_the_default_of_vllm(service: Run) -> None:
+    """By default vLLM fails the request."""
     assert service["policy"] == "recompute"
     assert service["recomputes_failed_loads"] is True
-    assert service.log.count("kv_load_failure_policy='fail' has no effect") == 1
+    assert service.log.count("kv_load_failure_policy='fail', vLLM's default, has no effect") == 1
 
 
 def test_a_remote_decoder_finds_the_whole_prefill(service: Run) -> None:
@@ -116,7 +117,7 @@ def test_a_remote_decoder_finds_the_whole_prefill(service: Run) -> None:
     assert_at_rest(remote["state"])
 
 
-def test_the_recorded_trace_has_a_line_a_request(service: Run, recorded: Path) -> None:
+def test_the_recorded_trace_has_one_line_per_request(service: Run, recorded: Path) -> None:
     trace = read_trace(recorded, strict=True)
     records = service["remote"]["records"]
     assert trace.num_requests == len(records) > 30
@@ -131,7 +132,7 @@ def test_the_recorded_trace_has_a_line_a_request(service: Run, recorded: Path) -
 
 @pytest.fixture(scope="module")
 def reuse(run: Runner) -> Run:
-    """Three rounds with ``store_threshold`` 2, and one in which the manager's lookup raises."""
+    """Three rounds with ``store_threshold`` 2, and one in which the lookup of the manager raises."""
     return run("reuse", connector=POOL | {"store_threshold": 2})
 
 
@@ -139,7 +140,7 @@ def test_reuse_filter_stores_what_comes_again(reuse: Run, expected: list[Any]) -
     first, second, third = (state["metrics"] for state in reuse["states"])
     for answers in reuse["outputs"]:
         assert differences(answers, expected) == []
-    # The prefix that half of the prompts share is all that came twice in the first round.
+    # Only the prefix that half of the prompts share was asked for twice in the first round.
     assert first["store_blocks"] == 3
     assert second["store_blocks"] > 3
     records = reuse["states"][1]["records"]
@@ -159,7 +160,7 @@ def test_a_check_that_fails_switches_offloading_off(reuse: Run, expected: list[A
     assert differences(reuse["broken"], expected) == []
     after = reuse["after"]
     assert after["off"] is True
-    assert (after["jobs"], after["states"]) == (0, 0)
+    assert (after["jobs"], after["requests"]) == (0, 0)
     assert after["free_device_blocks"] == after["usable_device_blocks"]
     assert after["prometheus"]["kvoffload:off"] == 1
     assert reuse.log.count("OFFLOADING IS OFF") == 1

@@ -1,4 +1,4 @@
-"""An engine that sleeps and wakes up under load, as vLLM 0.33 calls its connectors then."""
+"""An engine that sleeps and wakes up under load, with the calls that vLLM 0.33 makes to its connectors."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-# Not "vllm": from tests/ on sys.path this directory itself could be imported under that name.
+# Not "vllm": a directory of that name on sys.path could be imported instead.
 pytest.importorskip("vllm.version")
 from driver import SHORT
 from test_vllm_disk import with_disk
@@ -18,7 +18,7 @@ SLEEPS: dict[str, Any] = {"modes": ["abort", "keep"], "slow": 1}
 
 
 def wrong_answers(result: Run, expected: list[Any], name: str = "answers") -> list[int]:
-    """Indices of prompts that were answered otherwise than ``expected``, which is by index."""
+    """Returns the indices of prompts whose answers differ from ``expected``."""
     answers = result[name]
     right = [expected[index] for index, _ in answers]
     return [answers[i][0] for i in differences([got for _, got in answers], right)]
@@ -82,7 +82,7 @@ def test_other_pools_end_offloading(slept: Run, expected: list[Any]) -> None:
 
 
 def test_a_second_scheduler_half_would_be_noticed(run: Runner, expected: list[Any]) -> None:
-    """The control: a half per handshake, with job numbers that begin again, takes reports of jobs that are not its."""
+    """The control: if each handshake makes a new half whose job numbers begin again, it accepts reports of old jobs."""
     result = run("sleeps", **SLEEPS, connector=POOL, forgetful=True)
     assert wrong_answers(result, expected) != []
     assert not set(result["answered"]) <= set(result["recorded"])

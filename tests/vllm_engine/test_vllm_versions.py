@@ -1,14 +1,15 @@
-"""Older versions of vLLM, laid over the installed one: ``make overlays`` puts them where this file looks."""
+"""Older versions of vLLM, in place of the installed one. ``make overlays`` installs them."""
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-# Not "vllm": from tests/ on sys.path this directory itself could be imported under that name.
+# Not "vllm": a directory of that name on sys.path could be imported instead.
 pytest.importorskip("vllm.version")
 from vllm_harness import DEADLINE_S, GEMMA3, POOL, Runner, assert_at_rest, differences
 
@@ -16,9 +17,9 @@ pytestmark = pytest.mark.vllm
 
 OVERLAYS = {path.name: path for path in sorted((Path(sys.prefix) / "overlays").glob("*"))}
 ONE_GROUP_ONLY = ("0.28", "0.29")
-"""Versions in which a failed load of several groups would end the engine."""
-NOBODY_WAITS = ("0.28", "0.29", "0.30")
-"""Versions in which a request that is told to wait may wait for ever."""
+"""Versions that a failed load of several groups would terminate."""
+CANNOT_WAIT = ("0.28", "0.29", "0.30")
+"""Versions in which a request that must wait may wait for ever."""
 FIRST_WITH_DISK = "vLLM 0.31"
 
 
@@ -32,13 +33,14 @@ def version(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture(scope="module")
 def overlaid(version: str) -> dict[str, Any]:
-    """What makes a child use that version."""
-    return {"environment": {"PYTHONPATH": str(OVERLAYS[version])}}
+    """Returns the options with which a child uses that version."""
+    paths = [str(OVERLAYS[version]), *filter(None, [os.environ.get("PYTHONPATH")])]
+    return {"environment": {"PYTHONPATH": os.pathsep.join(paths)}}
 
 
 @pytest.fixture(scope="module")
 def answers(run: Runner, version: str, overlaid: dict[str, Any]) -> list[Any]:
-    """What that version answers by itself."""
+    """The answers of that version without kvoffload."""
     result = run("rounds", rounds=1, **overlaid)
     assert result["vllm"].startswith(version)
     assert result["preemptions"] > 0
@@ -62,14 +64,14 @@ def test_corrupted_bytes_change_outputs(run: Runner, overlaid: dict[str, Any], a
 
 
 def test_the_disk_tier(run: Runner, version: str, overlaid: dict[str, Any], answers: list[Any], tmp_path: Path) -> None:
-    """Served where a request can be told to wait, else refused with the reason and the fix."""
+    """Served if requests can wait, otherwise refused with the reason and the fix."""
     connector = POOL | {"disk_dir": str(tmp_path / "disk"), "disk_bytes": "32MiB", "load_only_if_faster": False}
     connector["load_deadline_ms"] = 1000 * DEADLINE_S
-    if version.startswith(NOBODY_WAITS):
+    if version.startswith(CANNOT_WAIT):
         child, result = run.start("rounds", connector=connector, **overlaid)
         assert child.wait(DEADLINE_S) != 0
         said = result.with_suffix(".log").read_text()
-        assert f"no request can be told to wait for blocks from disk; use {FIRST_WITH_DISK} or later" in said
+        assert f"cannot let a request wait for blocks from disk; use {FIRST_WITH_DISK} or later" in said
         return
     for _ in range(2):
         result = run("rounds", rounds=1, close=True, connector=connector, **overlaid)
@@ -79,7 +81,7 @@ def test_the_disk_tier(run: Runner, version: str, overlaid: dict[str, Any], answ
 
 
 def test_a_storm(run: Runner, overlaid: dict[str, Any], answers: list[Any]) -> None:
-    """Preemptions, aborts, resets and failing copies, all at once in a pool too small for it."""
+    """Preemptions, aborts, resets and failing copies, all at once in a small pool."""
     result = run("storm", seed=1, requests=100, connector={"host_bytes": "1MiB"}, slow=1, failing=0.3, **overlaid)
     assert result["left"] == 0
     for index, (tokens, logprobs) in result["answers"]:
@@ -91,7 +93,7 @@ def test_a_storm(run: Runner, overlaid: dict[str, Any], answers: list[Any]) -> N
 
 
 def test_several_groups(run: Runner, version: str, overlaid: dict[str, Any]) -> None:
-    """Served where their load failures can be reported, else refused with the reason and the fix."""
+    """Served if failed loads of several groups can be reported, otherwise refused with the reason and the fix."""
     if version.startswith(ONE_GROUP_ONLY):
         child, result = run.start("rounds", **GEMMA3, connector=POOL, **overlaid)
         assert child.wait(DEADLINE_S) != 0

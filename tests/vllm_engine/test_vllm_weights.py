@@ -1,4 +1,4 @@
-"""Weights that change in the running engine: the check itself on small models, then real engines."""
+"""Weights that change in a running engine: first the check itself with small models, then real engines."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-# Not "vllm": from tests/ on sys.path this directory itself could be imported under that name.
+# Not "vllm": a directory of that name on sys.path could be imported instead.
 pytest.importorskip("vllm.version")
 import torch
 from driver import SHORT
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.vllm
 
 
 def model() -> torch.nn.Module:
-    """Tensors of several types, sizes and layouts; one is there twice, one is too small for a word."""
+    """Returns tensors of several types, sizes and layouts. One occurs twice, one is smaller than a word."""
     made = torch.nn.Module()
     for i in range(40):
         child = torch.nn.Linear(64, 32 + i, dtype=torch.bfloat16 if i % 2 else torch.float32)
@@ -66,7 +66,7 @@ def small_step(made: torch.nn.Module, share: float) -> None:
 
 def test_a_parameter_whose_memory_was_freed_is_not_read() -> None:
     made = model()
-    # A view that begins behind the start of its memory has an address even then.
+    # A view that begins after the start of its memory has an address even after that is freed.
     made.freed = torch.nn.Parameter(torch.randn(100)[1:], requires_grad=False)
     made.freed.untyped_storage().resize_(0)
     watch = ModelWeights(lambda: [made])
@@ -123,7 +123,7 @@ def test_experts_that_are_balanced_are_left_out() -> None:
 
 
 class Adapter:
-    """As vLLM keeps one: layers with a matrix or several, of which some may be missing."""
+    """An adapter as in vLLM: its layers have one or more matrices, some of which may be missing."""
 
     def __init__(self, seed: int) -> None:
         make = torch.Generator().manual_seed(seed)
@@ -153,7 +153,7 @@ def test_an_adapter_has_changed_when_other_values_have_its_id() -> None:
     assert changed(watch) is True, "until it is accepted"
     watch.accept()
     assert changed(watch) is False
-    # What a step has loaded itself is noted at its end.
+    # Adapters that a step has loaded are recorded at its end.
     registered[3] = Adapter(4)
     watch.note_new()
     registered[3] = Adapter(5)
@@ -169,14 +169,14 @@ def test_adapters_remembered_are_bounded(monkeypatch: pytest.MonkeyPatch) -> Non
     for number in range(9):
         registered = {number: Adapter(number)}
         assert changed(watch) is False
-    assert len(watch._adapters._known) == 3
+    assert len(watch.adapters) == 3
 
 
 # All bytes, as after a sleep.
 
 
 def flip(tensor: torch.Tensor, bit: int) -> None:
-    """Flips one bit of a dense ``tensor``, by the order of its bytes in memory."""
+    """Flips one bit of a dense ``tensor``, counted in memory order."""
     raw = tensor.data.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
     raw[bit // 8] ^= 1 << bit % 8
 
@@ -213,7 +213,9 @@ def readable(chunk_bytes: int, monkeypatch: pytest.MonkeyPatch) -> tuple[torch.n
 
 @pytest.mark.parametrize("chunk_bytes", [128, weights.DIGEST_CHUNK_BYTES])
 @pytest.mark.parametrize("change", UNSEEN_BY_SAMPLES)
-def test_any_change_is_seen_where_all_is_read(change: str, chunk_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_any_change_is_seen_if_all_bytes_are_read(
+    change: str, chunk_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     made, watch = readable(chunk_bytes, monkeypatch)
     assert watch.are_same()
     with torch.inference_mode():
@@ -273,18 +275,18 @@ def test_weights_that_are_not_all_read_are_never_the_same(case: str, caplog: pyt
     skipped = ".experts" if case == "experts that are balanced" else None
     watch = ModelWeights(lambda: [made], skipped, reads_all=case != "not asked for")
     assert not watch.are_same()
-    assert ("not all weights of this worker can be read" in caplog.text) is (case == "no memory")
+    assert ("some weights of this worker cannot be read" in caplog.text) is (case == "no memory")
 
 
 def test_memory_that_a_digest_takes_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of tensors with gaps too: they are copied piece by piece."""
+    """This includes tensors with gaps, which are copied piece by piece."""
     monkeypatch.setattr(weights, "DIGEST_CHUNK_BYTES", 1 << 10)
     for tensor in (
         torch.randn(300, 70)[::2, ::3],
         torch.randn(1, 4000, 3).transpose(1, 2)[..., ::2],
         torch.randn(5000),
     ):
-        chunks = list(weights._chunks(tensor))
+        chunks = list(weights.chunks(tensor))
         assert max(chunk.numel() for chunk in chunks) * weights.WORD_BYTES <= 1 << 10
         assert sum(chunk.numel() for chunk in chunks) == tensor.numel()
 
@@ -297,7 +299,7 @@ def test_without_a_worker_one_warning_says_what_to_do(caplog: pytest.LogCaptureF
 
 
 def test_cuda_tensors_would_be_read_by_their_addresses() -> None:
-    """No GPU is needed to see what torch is given."""
+    """The test needs no GPU: it checks what is passed to torch."""
     given = weights._CudaMemory(0x1000, 7).__cuda_array_interface__
     assert given == {"shape": (7,), "typestr": "<i4", "data": (0x1000, False), "version": 3}
 
@@ -312,7 +314,7 @@ def disk(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def updates(run: Runner, disk: Path) -> Run:
-    """Weights 0, 1, 2 and 0 again, in one engine whose connector nobody resets."""
+    """Weights 0, 1, 2 and 0 again, in one engine whose connector is never reset."""
     return run("updates", connector=with_disk(disk), force_async=True, steps=5)
 
 
@@ -356,7 +358,7 @@ def test_unwatched_weights_give_old_answers(updates: Run) -> None:
 def test_a_restart_finds_nothing_of_an_engine_whose_weights_were_changed(
     updates: Run, run: Runner, disk: Path, expected: list[Any]
 ) -> None:
-    """Nor what was stored with the weights of its files, before the change and after."""
+    """Not even blocks of the weights in its files, whether stored before or after the change."""
     assert updates["metrics"]["disk_write_blocks"] > 0
     result = run("rounds", rounds=1, connector=with_disk(disk))
     assert found(result) == 0
@@ -385,6 +387,6 @@ def test_an_adapter_loaded_again_under_its_name_answers_anew(adapters: Run) -> N
     assert differences(answers["loaded again, again"], answers["right"]) == []
     assert counts["loaded again"]["weight_changes"] == 1
     assert_at_rest(adapters.result)
-    # The control: nobody watches.
+    # The control: the weights are not watched.
     assert counts["unwatched"]["host_hit_tokens"] > 0
     assert len(differences(answers["unwatched"], answers["right, unwatched"])) == 2

@@ -1,4 +1,4 @@
-"""Runs ``driver.py`` in child processes and compares what they answered."""
+"""Runs ``driver.py`` in child processes and compares their answers."""
 
 from __future__ import annotations
 
@@ -22,32 +22,32 @@ DEADLINE_S = 400
 TOLERANCE = 1e-4
 ENVIRONMENT = {
     "VLLM_CPU_KVCACHE_SPACE": "1",
-    # One thread, free to run anywhere: threads that wait for each other crawl on a busy machine.
+    # One thread that may run on any core: threads that wait for each other are very slow on a busy machine.
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "OMP_NUM_THREADS": "1",
-    # vLLM compiles a part of its sampler even without being asked to: seconds per process.
+    # By default vLLM compiles a part of its sampler, which takes seconds per process.
     "TORCH_COMPILE_DISABLE": "1",
     "VLLM_NO_USAGE_STATS": "1",
     "HF_HUB_OFFLINE": "1",
 }
-"""For every process that runs vLLM."""
+"""Environment variables of every process that runs vLLM."""
 POOL = {"host_bytes": "64MiB"}
-"""Room for everything the prompts of the driver need."""
+"""Options with room for all blocks of the driver's prompts."""
 GEMMA3: dict[str, Any] = {
     "model_kind": "gemma3",
     "engine": {"num_gpu_blocks_override": 24, "max_model_len": 448, "max_num_batched_tokens": 128},
 }
-"""A model with two KV cache groups, and sizes with which its prompts preempt each other."""
+"""A model with two KV cache groups, and sizes at which its prompts preempt each other."""
 
 
 def with_gemma3(**config: Any) -> dict[str, Any]:
-    """``config`` for that model."""
+    """Returns ``config`` for the model of GEMMA3."""
     return {**GEMMA3, **config, "engine": {**GEMMA3["engine"], **config.get("engine", {})}}
 
 
 @dataclass(frozen=True)
 class Run:
-    """What one child reported, and all that it printed."""
+    """The result of one child, and its output."""
 
     result: dict[str, Any]
     log: str
@@ -69,13 +69,13 @@ class Child:
         os.close(self._descriptor)
 
     def poll(self) -> int | None:
-        """The exit status, negative for a signal; None while it runs."""
+        """Returns the exit status, negative for a signal, or None while it runs."""
         if self.returncode is None:
             self.returncode = self._parent.ask(pid=self.pid)["code"]
         return self.returncode
 
     def wait(self, timeout: float | None = None) -> int:
-        """The same, once it has ended. Raises ``subprocess.TimeoutExpired`` after ``timeout`` seconds."""
+        """Waits for the end and returns the exit status. Raises ``subprocess.TimeoutExpired`` after ``timeout``."""
         if self.returncode is None and not select.select([self._descriptor], [], [], timeout)[0]:
             raise subprocess.TimeoutExpired(str(self.pid), timeout or 0)
         code = self.poll()
@@ -88,7 +88,7 @@ class Child:
 
 
 class WarmParent:
-    """A process that has imported vLLM and forks children: ``warm.py``, with ``environment``."""
+    """A process that runs ``warm.py`` with ``environment``: it has imported vLLM and forks children."""
 
     def __init__(self, environment: Mapping[str, str], log: Path) -> None:
         self._log = log
@@ -113,7 +113,7 @@ class WarmParent:
         return dict(json.loads(line))
 
     def start(self, argv: Sequence[str], environment: Mapping[str, str], log: Path) -> Child:
-        """A child in a session of its own that runs ``argv`` as Python would; what it prints goes to ``log``."""
+        """Starts a child in a session of its own that runs ``argv`` as Python would. Its output goes to ``log``."""
         pid = self.ask(argv=list(argv), environment=dict(environment), log=str(log))["pid"]
         return Child(self, pid)
 
@@ -128,7 +128,7 @@ class Runner:
     def __init__(self, directory: Path, shared: Path) -> None:
         self._directory = directory
         self._shared = shared
-        """A directory of all processes of this test run."""
+        """A directory that all processes of this test run share."""
         self._runs = 0
         self._parents: dict[str | None, WarmParent] = {}
 
@@ -137,7 +137,7 @@ class Runner:
             parent.close()
 
     def parent(self, environment: Mapping[str, str]) -> WarmParent:
-        """The warm parent of children with ``environment``: what Python imports is the same in both."""
+        """Returns the warm parent for children with ``environment``, which has the same PYTHONPATH."""
         path = environment.get("PYTHONPATH")
         if path not in self._parents:
             log = self._directory / f"warm-{len(self._parents)}.log"
@@ -152,7 +152,7 @@ class Runner:
         environment: Mapping[str, str] | None = None,
         **config: Any,
     ) -> tuple[Child, Path]:
-        """A child in a session of its own, and where its result will be; its log is beside it."""
+        """Starts a child in a session of its own. Returns it and the path of its result; the log is beside that."""
         config["multiprocessing"] = multiprocessing
         self._runs += 1
         base = self._directory / f"{self._runs:02d}-{scenario}"
@@ -183,7 +183,7 @@ class Runner:
         finish(self.parent(environment).start([str(program)], environment, log), log)
 
     def once(self, name: str, scenario: str, **config: Any) -> Run:
-        """The same, run only once by all processes of this test run that ask for ``name``."""
+        """Runs a scenario once for all processes of this test run that ask for ``name``."""
         kept = self._shared / f"{name}.json"
         with kept.with_suffix(".lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
@@ -195,7 +195,7 @@ class Runner:
 
 
 def finish(child: Child, log: Path) -> str:
-    """What a child that ends well has printed."""
+    """Waits for a child and returns its output. Fails if its exit status is not 0."""
     try:
         code = child.wait(DEADLINE_S)
     finally:
@@ -215,15 +215,15 @@ def eventually(condition: Callable[[], Any], deadline_s: float = 60) -> bool:
 
 
 def kill_session(child: Child | subprocess.Popen[bytes]) -> None:
-    """SIGKILL to every process of a child that ``Runner.start`` made."""
+    """Sends SIGKILL to every process in the session of a child."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(child.pid, signal.SIGKILL)
     child.wait()
 
 
 def differences(got: list[Any], expected: list[Any]) -> list[int]:
-    """Which answers of a round are not the expected ones: other tokens, or logprobs further off than float32
-    sums in another order are."""
+    """Returns the indices of answers that are not as expected: other tokens, or logprobs that differ by more than
+    float32 sums in another order do."""
     assert len(got) == len(expected)
     return [
         i
@@ -233,8 +233,8 @@ def differences(got: list[Any], expected: list[Any]) -> list[int]:
 
 
 def assert_at_rest(state: dict[str, Any]) -> None:
-    """Nothing under way, nothing pinned, every device block free, and no check has failed."""
+    """Checks that nothing is in progress or pinned, that all device blocks are free, and that no check has failed."""
     assert not state["off"]
-    assert (state["jobs"], state["states"]) == (0, 0)
-    assert state["idle_blocks"] == state["used_blocks"]
+    assert (state["jobs"], state["requests"]) == (0, 0)
+    assert state["busy_blocks"] == 0
     assert state["free_device_blocks"] == state["usable_device_blocks"]

@@ -36,13 +36,14 @@ MODULES = (
     "vllm.v1.attention.backends.cpu_attn",
     "vllm.v1.spec_decode.draft_model",
     "kvoffload.vllm",
-    "kvoffload.vllm.faulty",
+    "kvoffload.demo.corrupted",
+    "faulty_connectors",
 )
-"""What children import. A version of vLLM may lack some."""
+"""Modules that children use. Some versions of vLLM lack some of them."""
 
 
 def warm_up() -> None:
-    """Imports MODULES. Raises RuntimeError if that has started a thread, which a forked child would lack."""
+    """Imports MODULES. Raises RuntimeError if this starts a thread, because forked children would lack it."""
     for name in MODULES:
         try:
             importlib.import_module(name)
@@ -52,10 +53,10 @@ def warm_up() -> None:
     with contextlib.suppress(ImportError, AttributeError):
         from vllm.model_executor.models import registry
 
-        # vLLM looks at a model's class in a process of its own, to keep the import out of this one.
+        # vLLM inspects the class of a model in a process of its own, to avoid an import in this process.
         registry._run_in_subprocess = lambda look: look()
     reduce_in_the_kernel()
-    # The collections of children need not look at what was imported here.
+    # Garbage collection in children need not visit what was imported here.
     gc.collect()
     gc.freeze()
     threads = len(os.listdir("/proc/self/task"))
@@ -64,13 +65,13 @@ def warm_up() -> None:
 
 
 def reduce_in_the_kernel() -> None:
-    """Makes tensor-parallel ranks wait for each other's sums in the kernel. In shared memory they spin, which takes the
-    time of the very rank that they wait for where others burn the cores too."""
+    """Makes tensor-parallel ranks wait for each other in the kernel. In shared memory they would spin, and on a busy
+    machine take the CPU time of the rank that they wait for."""
     with contextlib.suppress(ImportError, AttributeError):
         from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator
 
         share = CpuCommunicator._all_group_ranks_share_shm_group_name
-        # A pipeline's groups have no other way.
+        # The groups of a pipeline have no alternative.
         CpuCommunicator._all_group_ranks_share_shm_group_name = lambda group: (
             not group.unique_name.startswith("tp") and share(group)
         )
@@ -80,15 +81,15 @@ _get_context = multiprocessing.get_context
 
 
 def fork_context(method: str | None = None) -> Any:
-    """Returns a context whose processes are as warm as this one, instead of the one asked for: vLLM forks by default,
-    but its CPU platform asks for new processes, because threads of OpenMP do not survive a fork; none exist here."""
-    # A new process brings the tracker of its parent, which outlives it and removes its shared memory.
+    """Returns a context that forks, so that children are as warm as this process. vLLM's CPU platform asks for new
+    processes because threads of OpenMP do not survive a fork, but no such threads exist here."""
+    # A child uses its parent's resource tracker, which outlives the child and removes its shared memory.
     resource_tracker.ensure_running()
     return _get_context("fork")
 
 
 def become(request: dict[str, Any], leading: int) -> None:
-    """Makes this process, just forked, the one that was asked for. Closes ``leading`` once it leads a session."""
+    """Turns this forked process into the requested one. Closes ``leading`` as soon as it leads a session."""
     os.setsid()
     os.close(leading)
     for target, path, flags in (
@@ -111,7 +112,7 @@ def become(request: dict[str, Any], leading: int) -> None:
 
 
 def main() -> None:
-    # The channel's descriptors are this process's own. What libraries print goes to the log.
+    # Only this process has the descriptors of the channel. Output of libraries goes to the log.
     requests, answers = os.dup(0), os.dup(1)
     os.dup2(2, 1)
     warm_up()

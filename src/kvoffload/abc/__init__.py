@@ -7,7 +7,7 @@ from kvoffload.abc.backend import Backend
 from kvoffload.abc.engine import KVBlocks, Request, ScheduledStep
 from kvoffload.abc.errors import BlockNotPinnedError, BlockNotReadyError, ConfigError, IntegrityError, KVOffloadError
 from kvoffload.abc.manager import Admission, BlockDescription, OffloadingEvent, OffloadingManager, PrepareStoreOutput
-from kvoffload.abc.policy import CachePolicy
+from kvoffload.abc.policy import Access, CachePolicy, Eviction
 from kvoffload.abc.tier import States, Tier, TierError, TierResult
 from kvoffload.abc.transfer import PageGroup, Transfer, TransferResult
 from kvoffload.abc.types import (
@@ -27,6 +27,7 @@ from kvoffload.abc.types import (
 )
 
 __all__ = [
+    "Access",
     "Admission",
     "Backend",
     "BlockDescription",
@@ -38,6 +39,7 @@ __all__ = [
     "CachePolicy",
     "ConfigError",
     "DeviceSpec",
+    "Eviction",
     "IntegrityError",
     "KVBlocks",
     "KVGroup",

@@ -1,9 +1,12 @@
-"""The contract of a cache policy, which decides which block is evicted."""
+"""The contract of a cache policy, which decides which blocks are evicted."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import compress
 from typing import Any
 
 import numpy as np
@@ -15,91 +18,113 @@ from kvoffload.abc.types import (
 )
 
 
+@dataclass(frozen=True, eq=False)
+class Access:
+    """One request's use of its chain of blocks. The arrays are read only."""
+
+    keys: Sequence[OffloadKey]
+    """The whole chain, head first, cached or not. A key may occur twice."""
+    found: Slots
+    """The slot of each of ``keys``; -1 if the key is absent."""
+    slots: Slots
+    """The cached blocks of the chain, each once, tail first."""
+    ready: npt.NDArray[np.bool_]
+    """For each of ``slots``: whether it has been written. A block that is still being written is used for the first
+    time, by the requests that wait for it."""
+
+    @cached_property
+    def absent(self) -> Sequence[OffloadKey]:
+        """The keys that are not cached, each once, tail first."""
+        return list(reversed(dict.fromkeys(compress(self.keys, (self.found < 0).tolist()))))
+
+
+@dataclass(frozen=True, eq=False)
+class Eviction:
+    """The room that a store needs. The arrays are read only."""
+
+    n: int
+    """The number of blocks that must leave."""
+    busy: npt.NDArray[np.bool_]
+    """For each slot: whether its block must stay. It is being written or read, or belongs to the chain that is
+    stored."""
+    key_of: npt.NDArray[np.object_]
+    """For each slot: the key of its block."""
+    entering: Sequence[OffloadKey]
+    """The keys for which room is made. They are inserted next."""
+
+
 class CachePolicy(ABC):
-    """Decides which block leaves. Owns order only: no bytes, no pins, no events.
+    """Decides which blocks are evicted. It keeps an order, and knows nothing of bytes, pins and events.
 
-    Blocks are known by slot; a policy may keep numpy arrays of ``capacity`` entries. The caller (the
-    manager) promises: a slot is inserted once until it is evicted or removed; ``pin``, ``unpin``,
-    ``settle``, ``touch`` and ``remove`` are called for inserted slots only, each slot at most once in a
-    call; ``evict`` is asked for at most as many blocks as are evictable.
+    A policy knows a block by its slot, a number below ``capacity``. All calls are about batches. Batches are tail
+    first, in the order in which blocks become more recent: the last one, the head of a chain, becomes the most
+    recent, so that a chain loses its tail before its head. Only ``Access.keys`` is head first.
 
-    The policy must: return from ``evict`` exactly ``n`` distinct slots, none of them ``busy``; forget
-    them; keep every list in the order the calls came. Lists are given oldest first: the last slot
-    becomes the most recent.
+    The caller, a manager, promises:
 
-    One request is one use of its blocks, however often the engine tries it. Of each request the policy is told, in
-    this order: ``observe`` (the whole chain), ``touch_absent`` (what of it is not here), ``touch`` (what is); then, as
-    it computes, ``admit``, ``evict`` and ``insert`` for what it stores, in one or several parts; at its end
-    ``refresh``.
+    - ``insert`` gets slots that the policy does not hold; all other calls get slots that it holds, each once per call.
+    - ``evict`` asks for no more blocks than are evictable.
+    - For each request it calls ``access`` once, with the whole chain; then ``admit``, ``evict`` and ``insert`` as
+      blocks are stored, in one or several parts; and in the end ``reorder``. Requests may overlap.
+
+    The four abstract methods are enough for a policy that works. Override others where the policy cares.
     """
-
-    may_refuse = True
-    """Whether ``admit`` is heeded. Not in a host pool through which lower tiers are fed: there all must enter."""
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
 
-    def observe(self, keys: Sequence[OffloadKey]) -> None:
-        """A request asks for a chain: ``keys``, head first, cached or not."""
-
     @abstractmethod
     def insert(self, slots: Slots, keys: Sequence[OffloadKey]) -> None:
-        """New blocks, at the recent end. They are being written: not evictable until ``settle``."""
+        """Adds new blocks: ``keys[i]`` is in ``slots[i]``. They are busy until they have been written."""
 
     @abstractmethod
-    def touch(self, slots: Slots, ready: npt.NDArray[np.bool_], pinned: npt.NDArray[np.bool_]) -> None:
-        """Blocks were used. ``ready[i]`` False: still being written. ``pinned[i]``: a reader holds it, see ``pin``."""
+    def evict(self, eviction: Eviction) -> Slots:
+        """Removes ``eviction.n`` blocks and returns their slots, each once, in the order in which they leave.
 
-    def touch_absent(self, keys: Sequence[OffloadKey]) -> None:
-        """Keys that are not cached were used, the last of the chain first. Policies with ghost lists learn from it."""
-
-    def refresh(self, slots: Slots, new: npt.NDArray[np.bool_], pinned: npt.NDArray[np.bool_]) -> None:
-        """A request that used or stored ``slots``, one by one or in parts, has all of its chain now, which takes the
-        places that it would have if all had come at this moment. No further use. ``new[i]``: stored by this request;
-        policies in which a use moves nothing move only those."""
-
-    def admit(self, keys: Sequence[OffloadKey], shortage: int) -> npt.NDArray[np.bool_] | None:
-        """``keys``, absent and in the order of their chain, are to be stored, and ``shortage`` of them have no free
-        slot. Which may enter; None: all. Blocks are evicted for those only. Called before ``evict`` and ``insert``,
-        heeded if ``may_refuse``."""
-        return None
-
-    def refuse(self, keys: Sequence[OffloadKey]) -> None:
-        """``keys``, absent, go on a chain of which ``admit`` has refused a block. They are not stored, and to be
-        remembered as if ``admit`` had refused them too."""
-
-    def state(self) -> Mapping[str, Any]:
-        """What a policy that adapts goes by now, for metrics and records of misses: ``rule``, a name, and ``scores``, a
-        number a rule. Empty: it does not adapt."""
-        return {}
-
-    @abstractmethod
-    def settle(self, slots: Slots) -> None:
-        """Blocks that were passed over may be evicted now, from the place they had."""
-
-    @abstractmethod
-    def pin(self, slots: Slots) -> None:
-        """Blocks get their first reader: they must not be evicted until ``unpin``."""
-
-    @abstractmethod
-    def unpin(self, slots: Slots) -> None:
-        """The last reader has let go: blocks may be evicted again, from the recent end of the list they belong to if
-        uses move blocks in it."""
-
-    @abstractmethod
-    def evict(self, n: int, busy: npt.NDArray[np.bool_], key_of: npt.NDArray[np.object_]) -> Slots:
-        """Chooses and forgets ``n`` blocks. ``busy[slot]``: being written, pinned or protected; such a
-        block keeps its place. A busy block that is not pinned is announced by ``settle`` when it no longer
-        is. ``key_of[slot]`` is its key."""
+        Busy blocks must stay. They are passed over, and keep their places.
+        """
 
     @abstractmethod
     def remove(self, slots: Slots) -> None:
-        """Blocks vanished for another reason than ``evict``."""
+        """Removes blocks that vanished for another reason than eviction. They may be busy."""
 
     @abstractmethod
     def clear(self) -> None:
-        """Everything vanished; what was learned about absent keys too."""
+        """Removes all blocks, and forgets what was learned from absent keys."""
+
+    def access(self, access: Access) -> None:
+        """Records that a request uses a chain. By default, uses change nothing."""
+
+    def reorder(self, slots: Slots, new: npt.NDArray[np.bool_]) -> None:
+        """Puts a request's whole chain into one order when it has stored all that it will. This is no further use.
+
+        The request has used ``slots``; it has stored those that are ``new``, perhaps in parts. A policy in which uses
+        move blocks should move all of ``slots``, another policy the new ones. By default, the order stays: then a
+        chain that was stored in parts loses its head first.
+        """
+
+    def admit(self, keys: Sequence[OffloadKey], shortage: int) -> npt.NDArray[np.bool_] | None:
+        """Decides which of ``keys`` are worth storing; ``shortage`` of them have no free slot. Returns None for all.
+
+        The keys are absent, and ordered as in their chain. Must change nothing: the store may still fail. Called only
+        if there is a shortage and the manager may refuse blocks.
+        """
+        return None
+
+    def refuse(self, keys: Sequence[OffloadKey]) -> None:
+        """Records that absent ``keys`` were not stored, because ``admit`` refused them or a block before them in their
+        chain. By default, that is forgotten."""
+
+    def mark_evictable(self, slots: Slots) -> None:
+        """Tells that these blocks are not busy any more: ``evict`` may have passed over them. Their places stay.
+
+        A policy that looks at all its blocks in every ``evict`` need not care.
+        """
+
+    def state(self) -> Mapping[str, Any]:
+        """Returns what a policy that tunes itself has chosen, for metrics and records of misses: ``rule``, a name, and
+        ``scores``, a number for each rule. By default empty."""
+        return {}
 
     def check_integrity(self, slots: Slots) -> None:
-        """Raises IntegrityError unless the policy knows exactly ``slots``. A policy that does not check serves as
-        well; the conformance suite asks for it."""
+        """Raises IntegrityError unless the policy holds exactly ``slots``. By default, nothing is checked."""

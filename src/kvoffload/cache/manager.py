@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
 from itertools import compress
 from typing import Any
 
@@ -12,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvoffload.abc import (
+    Access,
     Admission,
     Backend,
     BlockNotPinnedError,
@@ -19,6 +21,7 @@ from kvoffload.abc import (
     BlockStatus,
     CachePolicy,
     ConfigError,
+    Eviction,
     IntegrityError,
     LoadStoreSpec,
     LookupState,
@@ -45,7 +48,7 @@ class PolicyOffloadingManager(OffloadingManager):
     """A manager with any policy on any backend. ``policy`` must be made for ``backend.num_blocks`` blocks.
 
     With ``must_store`` the policy may not refuse new blocks. ``admission``, if given, decides which of them are stored
-    at all.
+    at all. ``misses`` remembers why blocks left, by default in a table of fixed size.
     """
 
     def __init__(
@@ -56,6 +59,7 @@ class PolicyOffloadingManager(OffloadingManager):
         *,
         must_store: bool = False,
         admission: Admission | None = None,
+        misses: MissMemory | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         if policy.capacity != backend.num_blocks:
@@ -65,13 +69,11 @@ class PolicyOffloadingManager(OffloadingManager):
             )
         self.backend = backend
         self.policy = policy
-        if must_store:
-            policy.may_refuse = False
         self._must_store = must_store
         self._admission = admission
         self._table = BlockTable(backend.num_blocks)
         self._events: deque[OffloadingEvent] | None = deque(maxlen=MAX_PENDING_EVENTS) if enable_events else None
-        self._gone = MissMemory(clock=clock)
+        self._gone = misses or MissMemory(clock=clock)
 
     def set_admission(self, admission: Admission) -> None:
         self._admission = admission
@@ -141,7 +143,7 @@ class PolicyOffloadingManager(OffloadingManager):
         if ((slots < 0) | (self._table.ref_cnt[slots] < 1)).any():
             raise BlockNotPinnedError("a block that was to be unpinned has no pin; complete each lease once")
         idle, freed = self._table.unpin(self._table.distinct(slots))
-        self.policy.settle(idle)
+        self.policy.mark_evictable(idle)
         self.backend.free(freed)
 
     # Stores.
@@ -157,15 +159,17 @@ class PolicyOffloadingManager(OffloadingManager):
                 refused = list(compress(new_keys, (not each for each in accepted)))
                 self._admission.refuse(refused)
                 new_keys, homes = list(compress(new_keys, accepted)), None
+        tail_first, worthless = new_keys[::-1], []
         shortage = len(new_keys) - self.backend.get_num_free_blocks()
-        if shortage > 0:
-            admitted = self.policy.admit(new_keys, shortage)
-            if admitted is not None and not self._must_store and not admitted.all():
-                worthless = list(compress(new_keys, ~admitted))
-                self._gone.record(worthless, MissReason.NOT_ADMITTED)
-                refused = [*worthless, *refused]
-                new_keys, homes = list(compress(new_keys, admitted)), None
-        return self._store(new_keys, homes, present, refused)
+        if shortage > 0 and not self._must_store:
+            admitted = self.policy.admit(tail_first, shortage)
+            if admitted is not None and not admitted.all():
+                worthless = list(compress(tail_first, ~admitted))
+                new_keys, homes = list(compress(tail_first, admitted))[::-1], None
+        output = self._store(new_keys, homes, present, worthless)
+        if output is not None and refused:
+            output = replace(output, refused_keys=[*output.refused_keys, *refused])
+        return output
 
     def allocate(self, keys: Sequence[OffloadKey]) -> PrepareStoreOutput | None:
         """Does the same as ``prepare_store`` for blocks that neither admission nor policy may refuse, such as those
@@ -174,17 +178,23 @@ class PolicyOffloadingManager(OffloadingManager):
         return self._store(new_keys, homes, present, [])
 
     def _store(
-        self, new_keys: list[OffloadKey], homes: Homes | None, present: Slots, refused: list[OffloadKey]
+        self, new_keys: list[OffloadKey], homes: Homes | None, present: Slots, worthless: list[OffloadKey]
     ) -> PrepareStoreOutput | None:
-        evicted = self._make_room(len(new_keys), present)
-        if evicted is None:
+        """Stores ``new_keys``. ``worthless``, tail first, are keys that the policy does not admit."""
+        self._gone.record(worthless, MissReason.NOT_ADMITTED)
+        protected = self._protect(len(new_keys), present)
+        if protected is None:
             self._gone.record(new_keys, MissReason.NO_ROOM)
             return None
+        if worthless:
+            self.policy.refuse(worthless)
+        tail_first = tuple(reversed(new_keys))
+        evicted = self._evict(len(new_keys) - self.backend.get_num_free_blocks(), protected, tail_first)
         new_slots = self.backend.allocate_blocks(new_keys)
         self._table.insert(new_keys, new_slots, homes)
-        self.policy.insert(new_slots, new_keys)
+        self.policy.insert(new_slots[::-1], tail_first)
         spec = self.backend.get_load_store_spec(new_keys, new_slots)
-        return PrepareStoreOutput(new_keys, spec, evicted, refused)
+        return PrepareStoreOutput(new_keys, spec, evicted, worthless[::-1])
 
     def refuse(self, keys: Sequence[OffloadKey], req_context: ReqContext | None = None) -> None:
         _, absent, _ = self._table.split(keys)
@@ -193,28 +203,28 @@ class PolicyOffloadingManager(OffloadingManager):
             self._admission.refuse(list(compress(absent, (not each for each in accepted))))
             absent = list(compress(absent, accepted))
         self._gone.record(absent, MissReason.NOT_ADMITTED)
-        self.policy.refuse(absent)
+        self.policy.refuse(absent[::-1])
 
-    def _make_room(self, n: int, present: Slots) -> list[OffloadKey] | None:
-        """Evicts until ``n`` slots are free, none of ``present``. Returns None, and changes nothing, if that is
-        impossible."""
+    def _protect(self, n: int, present: Slots) -> Slots | None:
+        """Returns those of ``present`` that must be kept from eviction while ``n`` slots are made free; None if so many
+        cannot be made free."""
         shortage = n - self.backend.get_num_free_blocks()
         if shortage <= 0:
-            return []
+            return present[:0]
         protected = self._table.distinct(present)
         protected = protected[~self._table.busy[protected]]
-        if shortage > self._table.num_evictable - len(protected):
-            return None
-        return self._evict(shortage, protected)
+        return None if shortage > self._table.num_evictable - len(protected) else protected
 
-    def _evict(self, n: int, protected: Slots) -> list[OffloadKey]:
+    def _evict(self, n: int, protected: Slots, entering: Sequence[OffloadKey]) -> list[OffloadKey]:
+        if n <= 0:
+            return []
         busy = self._table.busy
         busy[protected] = True
-        victims = self.policy.evict(n, busy, self._table.key_of)
+        victims = self.policy.evict(Eviction(n, busy, self._table.key_of, entering))
         if len(victims) != n or busy[victims].any() or len(self._table.distinct(victims)) != n:
             raise IntegrityError(f"policy {type(self.policy).__name__} chose blocks that it may not evict")
         busy[protected] = False
-        self.policy.settle(protected)
+        self.policy.mark_evictable(protected)
         keys = self._table.remove(victims)
         self.backend.free(victims)
         self._gone.record(keys, MissReason.EVICTED)
@@ -235,7 +245,7 @@ class PolicyOffloadingManager(OffloadingManager):
         written = self._table.distinct(slots[self._table.is_writing(slots)][::-1])[::-1]
         if success:
             ready, freed = self._table.set_ready(written)
-            self.policy.settle(ready)
+            self.policy.mark_evictable(ready)
             if self._events is not None:
                 self._emit(self._table.key_of[ready].tolist(), removed=False)
         else:
@@ -250,10 +260,9 @@ class PolicyOffloadingManager(OffloadingManager):
         """Takes in distinct blocks that are in the medium already, in ``slots`` that the backend counts as allocated,
         the least recently used first."""
         self._table.insert(keys, slots)
-        self.policy.insert(slots[::-1], keys[::-1])
+        self.policy.insert(slots, keys)
         self._table.set_ready(slots)
-        self.policy.settle(slots)
-        self.policy.refresh(slots, *np.array([[True], [False]]).repeat(len(slots), axis=1))
+        self.policy.mark_evictable(slots)
 
     def keys_of(self, lease: LoadStoreSpec) -> list[OffloadKey]:
         """Returns the keys of the blocks of ``lease`` that were not dropped."""
@@ -269,35 +278,28 @@ class PolicyOffloadingManager(OffloadingManager):
     # The eviction order.
 
     def touch(
-        self, keys: Sequence[OffloadKey], req_context: ReqContext | None = None, slots: Slots | None = None
+        self, keys: Sequence[OffloadKey], req_context: ReqContext | None = None, found: Slots | None = None
     ) -> None:
-        """``slots``: what ``find`` has returned for ``keys``, if the caller knows."""
+        """``found``: what ``find`` has returned for ``keys``, if the caller has called it."""
         self.count_request(keys, req_context)
-        self.policy.observe(keys)
-        if slots is None:
-            slots = self._table.find(keys)
-        missing = slots < 0
-        if np.count_nonzero(missing):
-            absent = dict.fromkeys(compress(keys, missing.tolist()))
-            self.policy.touch_absent(list(reversed(absent)))
-            slots = slots[~missing]
-        slots = self._table.distinct(slots[::-1])
-        self.policy.touch(slots, self._table.ref_cnt[slots] >= 0, np.zeros(len(slots), dtype=np.bool_))
+        found = self._table.find(keys) if found is None else found
+        present = found >= 0
+        slots = self._table.distinct((found if present.all() else found[present])[::-1])
+        self.policy.access(Access(keys, found, slots, ~self._table.is_writing(slots)))
 
     def reorder_chain(
         self,
         keys: Sequence[OffloadKey],
         stored: Collection[OffloadKey],
         req_context: ReqContext | None = None,
-        slots: Slots | None = None,
+        found: Slots | None = None,
     ) -> None:
-        """``slots``: what ``find`` has returned for ``keys``, if the caller knows."""
-        if slots is None:
-            slots = self._table.find(keys)
+        """``found``: what ``find`` has returned for ``keys``, if the caller has called it."""
+        slots = self._table.find(keys) if found is None else found
         present, stored = slots >= 0, frozenset(stored)
         mine = slots[present & np.fromiter(map(stored.__contains__, keys), np.bool_, len(keys))]
         slots = self._table.distinct(slots[present][::-1])
-        self.policy.refresh(slots, self._table.among(slots, mine), np.zeros(len(slots), dtype=np.bool_))
+        self.policy.reorder(slots, self._table.among(slots, mine))
 
     def policy_state(self) -> Mapping[str, Any]:
         return self.policy.state()

@@ -1,4 +1,4 @@
-"""The ``kvoffload`` command. Each command is one module here. Pages with plots, and the demo, need the extra
+"""The ``kvoffload`` command, with one module per subcommand. HTML pages and the demo need the extra
 ``kvoffload[plots]``."""
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ EXTRA = ("jinja2", "matplotlib")
 
 
 def main() -> None:
-    """The console entry point. Exits with status 2 and one line if the extra is needed and not installed."""
+    """The console entry point. Exits with status 2 and one line if a command needs the extra and it is missing."""
     try:
         group()(prog_name="kvoffload")
     except ModuleNotFoundError as error:
         if (error.name or "").split(".")[0] not in EXTRA:
             raise
         print(
-            f"kvoffload: plots and the demo need {error.name}, which the extra kvoffload[plots] brings: pip install "
+            f"kvoffload: plots and the demo need {error.name}, part of the extra kvoffload[plots]: pip install "
             + " ".join(EXTRA),
             file=sys.stderr,
         )
@@ -29,7 +29,7 @@ def main() -> None:
 
 
 def group() -> click.Group:
-    """The command with its subcommands."""
+    """Returns the command with its subcommands."""
     import click
 
     from kvoffload.cli.demo import demo

@@ -1,4 +1,4 @@
-"""``kvoffload demo``."""
+"""``kvoffload demo``: runs the demo on real vLLM."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ DIRECTORY = click.Path(exists=True, file_okay=False, path_type=Path)
     type=click.Path(file_okay=False, path_type=Path),
     default=Path("demo-report"),
     show_default=True,
-    help="Where report.html, report.json and the engines' logs go.",
+    help="Directory for report.html, report.json and the engines' logs.",
 )
-@click.option("--text", type=DIRECTORY, help="Your own text files, instead of Python's standard library.")
-@click.option("--model", type=DIRECTORY, help="Your own model, instead of a small one with random weights.")
-@click.option("--json", "as_json", is_flag=True, help="Print report.json, and nothing else, to stdout.")
-@click.option("--seed", type=int, default=0, show_default=True, help="For weights, texts and lengths.")
+@click.option("--text", type=DIRECTORY, help="Directory of text files to use instead of Python's standard library.")
+@click.option("--model", type=DIRECTORY, help="Model directory to use instead of a small random model.")
+@click.option("--json", "as_json", is_flag=True, help="Print only the content of report.json to stdout.")
+@click.option("--seed", type=int, default=0, show_default=True, help="Seed for weights, texts and lengths.")
 def demo(out: Path, text: Path | None, model: Path | None, as_json: bool, seed: int) -> None:
-    """Show what kvoffload saves, and that it changes no output.
+    """Show what kvoffload saves and that outputs do not change.
 
-    Runs the same conversations through real vLLM: without kvoffload, with it, in a server that was stopped and
-    started again and answers from disk, and with bytes corrupted on purpose, as a control. Exit status 0: outputs
-    are the same with kvoffload, the restarted server read from disk, and the control was caught; 1: one of these is
-    not so; 2: the demo could not run.
+    Runs the same conversations on real vLLM four times: without kvoffload, with it, in a restarted server that reads
+    from disk, and, as a control, with bytes corrupted on purpose. Exit status 0: outputs are identical with kvoffload,
+    the restarted server read from disk, and the corruption was detected; 1: one of these checks failed; 2: the demo
+    could not run.
     """
     from rich.console import Console
 

@@ -1,4 +1,4 @@
-"""``kvoffload explain``."""
+"""``kvoffload explain``: says why requests missed, from running servers or logs."""
 
 from __future__ import annotations
 
@@ -31,62 +31,61 @@ UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86_400}
 
 
 @dataclass(frozen=True, slots=True)
-class Words:
-    """A reason for people: "missed because ``because``", and what they can do."""
+class Advice:
+    """A reason in words, which follow "missed because", and what a user can do about it."""
 
     because: str
     fix: str
     setting: bool = False
-    """Whether it is a setting of kvoffload that fixes it."""
+    """Whether a setting of kvoffload fixes it."""
 
 
-WORDS = {
-    MissReason.NEVER_STORED: Words(
+ADVICE = {
+    MissReason.NEVER_STORED: Advice(
         "the block was never stored",
-        "New text, or evicted very long ago. Only text that is the same from the prompt's first token on is found: "
-        "put dates and names at the end.",
+        "The text is new, or was evicted long ago. Only identical beginnings of prompts are found: put dates and names "
+        "at the end.",
     ),
-    MissReason.NOT_ADMITTED: Words(
-        "the block had not been asked for often enough to be stored",
+    MissReason.NOT_ADMITTED: Advice(
+        "the block had not been requested often enough to be stored",
         "Lower store_threshold, or remove it. If it is not set, the policy kept other blocks instead: raise "
         "host_bytes.",
         True,
     ),
-    MissReason.FORGOTTEN: Words(
-        "the reuse filter had forgotten that the block was asked for before",
-        "Remove store_threshold, or raise host_bytes: the filter remembers more blocks for a larger pool.",
+    MissReason.FORGOTTEN: Advice(
+        "the reuse filter had forgotten earlier requests for the block",
+        "Remove store_threshold, or raise host_bytes: the filter remembers more blocks with a larger pool.",
         True,
     ),
-    MissReason.EVICTED: Words("the block had been evicted", "Raise host_bytes, or try another policy.", True),
-    MissReason.BEING_WRITTEN: Words(
-        "the block was still being written", "Nothing: the same text came again within moments."
+    MissReason.EVICTED: Advice("the block had been evicted", "Raise host_bytes, or try another policy.", True),
+    MissReason.BEING_WRITTEN: Advice(
+        "the block was still being written", "Nothing to do: the same text was requested again within moments."
     ),
-    MissReason.NO_ROOM: Words(
-        "every block of the pool was in use when it was to be stored",
+    MissReason.NO_ROOM: Advice(
+        "every block of the pool was in use when the block should have been stored",
         "Raise host_bytes, or run fewer requests at a time.",
         True,
     ),
-    MissReason.RESET: Words(
-        "the cache had been reset", "Reset less often: new weights, sleep and /reset_prefix_cache do it."
+    MissReason.RESET: Advice(
+        "the cache had been reset", "Reset less often: new weights, sleep mode and /reset_prefix_cache reset the cache."
     ),
-    MissReason.COPY_FAILED: Words("the block's copy had failed", "A fault: see the warnings in the server's log."),
-    MissReason.CORRUPT: Words(
-        "the block on disk was not what had been written",
-        "A failing device, or somebody else writes to disk_dir: see kvoffload disk verify.",
+    MissReason.COPY_FAILED: Advice("the copy of the block had failed", "See the warnings in the server's log."),
+    MissReason.CORRUPT: Advice(
+        "the block on disk failed verification",
+        "The disk is failing, or another program writes to disk_dir: run kvoffload disk verify.",
     ),
-    MissReason.READ_FAILED: Words(
-        "the disk could not read the block", "A fault: see the warnings in the server's log."
-    ),
-    MissReason.NOT_IN_TIME: Words(
-        "the disk did not deliver the block in time",
-        "Raise load_deadline_ms, or host_bytes; look at what else keeps the disk busy.",
+    MissReason.READ_FAILED: Advice("the block could not be read from disk", "See the warnings in the server's log."),
+    MissReason.NOT_IN_TIME: Advice(
+        "the block was not read from disk in time",
+        "Raise load_deadline_ms or host_bytes, or find out what else uses the disk.",
         True,
     ),
-    MissReason.FASTER_TO_COMPUTE: Words(
-        "computing it was faster than loading it from disk", "Nothing, or a faster disk: load_only_if_faster decides."
+    MissReason.FASTER_TO_COMPUTE: Advice(
+        "computing it was faster than loading it from disk",
+        "Nothing to do, unless a faster disk is an option; load_only_if_faster=false loads it anyway.",
     ),
-    MissReason.TOO_LARGE: Words(
-        "an attention window needs more blocks at once than half of the host pool, which is what may come from disk",
+    MissReason.TOO_LARGE: Advice(
+        "an attention window needs more blocks than may come from disk at once, half of the host pool",
         "Raise host_bytes.",
         True,
     ),
@@ -98,20 +97,20 @@ def _seconds(ctx: click.Context, param: click.Parameter, value: str | None) -> i
         return None
     match = re.fullmatch("([0-9]{1,6})([smhd])", value)
     if match is None or not int(match[1]):
-        raise click.BadParameter(f"{value!r}: write a whole number and s, m, h or d, such as 90s or 15m")
+        raise click.BadParameter(f"{value!r}: give a whole number with the unit s, m, h or d, such as 90s or 15m")
     return int(match[1]) * UNITS[match[2]]
 
 
 @dataclass(slots=True)
 class Findings:
-    """What was read: records by time, none twice; and what went wrong on the way, in words."""
+    """Records ordered by time and without duplicates, where they are from, and warnings about what was not read."""
 
     records: list[RequestRecord]
     servers: list[RunningServer]
     malformed: int
     warnings: list[str]
     now: float
-    """What ``--last`` counts back from: for a log, its last record."""
+    """The time from which ``--last`` counts back: for a log, that of its last record."""
 
 
 @click.command()
@@ -122,13 +121,17 @@ class Findings:
     "every_s",
     metavar="DURATION",
     callback=_seconds,
-    help="Length of the periods over time, such as 1m.  [default: makes about twelve]",
+    help="Length of a period, such as 1m.  [default: chosen for about twelve periods]",
 )
 @click.option(
-    "--last", "last_s", metavar="DURATION", callback=_seconds, help="Only the latest requests, such as those of 15m."
+    "--last",
+    "last_s",
+    metavar="DURATION",
+    callback=_seconds,
+    help="Only the latest requests, such as those of the last 15m.",
 )
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object with everything.")
-@click.option("--records", "as_records", is_flag=True, help="Print the records, a line of JSON each, to save them.")
+@click.option("--json", "as_json", is_flag=True, help="Print everything as one JSON object.")
+@click.option("--records", "as_records", is_flag=True, help="Print one record per line as JSON, to save them.")
 def explain(
     logs: tuple[BinaryIO, ...],
     pid: int | None,
@@ -137,18 +140,18 @@ def explain(
     as_json: bool,
     as_records: bool,
 ) -> None:
-    """Tell why requests missed, by reason and over time.
+    """Show why requests missed, by reason and over time.
 
-    Asks the servers that run on this machine. With LOGs ("-" for stdin) it reads the records in them instead:
-    the log of a server with VLLM_LOGGING_LEVEL=DEBUG, or what --records or --json printed. Exit status 2: there
-    is no server, or no record in the logs.
+    Reads records from the servers that run on this machine, or from LOGs ("-" for stdin): logs of a server with
+    VLLM_LOGGING_LEVEL=DEBUG, or the output of --records or --json. Exit status 2: there is no server, or no record in
+    the logs.
     """
     from rich.console import Console
 
     if as_json and as_records:
-        raise click.UsageError("--json and --records exclude each other.")
+        raise click.UsageError("--json and --records cannot be combined.")
     if logs and pid is not None:
-        raise click.UsageError("--pid is for running servers: leave it out, or the logs.")
+        raise click.UsageError("--pid is for running servers: leave out --pid or the logs.")
     errors = Console(stderr=True)
     try:
         found = _from_logs(logs) if logs else _from_servers(pid)
@@ -158,7 +161,7 @@ def explain(
         errors.print(f"kvoffload explain: {error}", style="bold red", markup=False, highlight=False, soft_wrap=True)
         sys.exit(2)
     except ValueError as error:
-        raise click.UsageError(f"--every is too short: {error}; --last takes less time in view.") from error
+        raise click.UsageError(f"--every is too short: {error}; raise it, or give --last.") from error
     for warning in found.warnings:
         errors.print(f"kvoffload explain: {warning}", style="yellow", markup=False, highlight=False, soft_wrap=True)
     if as_records:
@@ -177,13 +180,12 @@ def _from_servers(pid: int | None) -> Findings:
     servers = running_servers()
     if not servers:
         raise RecordsError(
-            "no server with kvoffload runs here. One is seen on its own machine and in its own network namespace: "
-            "for one in a container, `docker exec CONTAINER kvoffload explain`. To read a log: "
-            "`kvoffload explain server.log`."
+            "no server with kvoffload was found on this machine, in this network namespace. For a server in a "
+            "container: `docker exec CONTAINER kvoffload explain`. For a log: `kvoffload explain server.log`."
         )
     chosen = [server for server in servers if pid in (None, server.pid)]
     if not chosen:
-        raise RecordsError(f"no server with kvoffload has the process id {pid}. There are {_listed(servers)}.")
+        raise RecordsError(f"no server with kvoffload has the process id {pid}. Found {_listed(servers)}.")
     answered, readings, warnings = [], [], []
     for server in chosen:
         try:
@@ -199,11 +201,11 @@ def _from_servers(pid: int | None) -> Findings:
 def _from_logs(logs: Sequence[BinaryIO]) -> Findings:
     readings = [read_log(log, log.name) for log in logs]
     without = ", ".join(log.name for log, reading in zip(logs, readings, strict=True) if not reading.records)
-    found = _findings(readings, [], [f"{without}: no record in it"] if without else [], None)
+    found = _findings(readings, [], [f"{without}: contains no records"] if without else [], None)
     if not found.records:
         raise RecordsError(
-            "\n".join(found.warnings) + ". vLLM writes them into its log when it is started with "
-            "VLLM_LOGGING_LEVEL=DEBUG. A running server needs no log: `kvoffload explain`."
+            "\n".join(found.warnings) + ". vLLM logs records if it is started with VLLM_LOGGING_LEVEL=DEBUG. A running "
+            "server needs no log: `kvoffload explain`."
         )
     return found
 
@@ -215,9 +217,9 @@ def _findings(
     if malformed:
         faults = [fault for reading in readings for fault in reading.faults]
         more = f"\n  and {malformed - len(faults):,} more" if malformed > len(faults) else ""
-        told = "\n  ".join(faults) + more
-        warnings = [f"malformed and left out: {counted(malformed, 'record')}\n  {told}", *warnings]
-    # What was saved twice is one record.
+        listed = "\n  ".join(faults) + more
+        warnings = [f"skipped {counted(malformed, 'malformed record')}\n  {listed}", *warnings]
+    # A record may be in several logs.
     records = list(dict.fromkeys(record for reading in readings for record in reading.records))
     records.sort(key=lambda record: record.time)
     if now is None:
@@ -242,13 +244,13 @@ def _to_json(found: Findings, chosen: Sequence[RequestRecord], periods: Sequence
             {
                 **dataclasses.asdict(each),
                 "share": each.requests / len(chosen),
-                "fix": None if each.reason is None else WORDS[each.reason].fix,
+                "fix": None if each.reason is None else ADVICE[each.reason].fix,
             }
             for each in by_reason(chosen)
         ],
         "periods": [dataclasses.asdict(period) for period in periods],
     }
-    # A record a line, as this command reads them.
+    # One record per line, so that this command can read its own output.
     lines = ",\n".join(map(_line, chosen))
     return json.dumps(report, indent=2).removesuffix("\n}") + f',\n  "records": [\n{lines}\n]\n}}'
 
@@ -257,7 +259,7 @@ def _total(found: Findings, records: Sequence[RequestRecord]) -> Period:
     return Period.of(records, records[0].time, max(found.now - records[0].time, 0.0))
 
 
-# For people.
+# As text.
 
 
 def _show(console: Console, found: Findings, chosen: Sequence[RequestRecord], periods: Sequence[Period]) -> None:
@@ -270,14 +272,15 @@ def _show(console: Console, found: Findings, chosen: Sequence[RequestRecord], pe
         return
     reasons = by_reason(chosen)
     console.print(Text(_sentences(_total(found, chosen), reasons, bool(found.servers)), style="bold"))
-    console.print(Text("\nWhy requests missed", style="bold"))
-    console.print(_reason_table(reasons, len(chosen)))
+    if any(each.reason is not None for each in reasons):
+        console.print(Text("\nWhy requests missed", style="bold"))
+        console.print(_reason_table(reasons, len(chosen)))
     bars = ("█", "▒", "·") if console.encoding.startswith("utf") else ("#", "+", ".")
     console.print(Text("\nPrompt tokens over time", style="bold"))
     console.print(Text("{} on the device  {} in host memory or on disk  {} missing".format(*bars)))
     console.print(_time_table(periods, bars))
     if found.servers:
-        one = " --pid shows one of them." if len(found.servers) > 1 else ""
+        one = " Select one with --pid." if len(found.servers) > 1 else ""
         note = f"\nFrom {source}.{one} A server keeps its latest {RECORD_RING_SIZE:,} requests; a log keeps all."
         console.print(Text(note, style="dim"))
 
@@ -286,8 +289,8 @@ def _sentences(total: Period, reasons: Sequence[ReasonSummary], running: bool) -
     hits = total.device_tokens + total.host_tokens + total.disk_tokens
     on_disk = f", {_share(total.disk_tokens, total.tokens_asked)} on disk" if total.disk_tokens else ""
     text = (
-        f"Of {counted(total.requests, 'request')} {'in the last' if running else 'within'} {age(total.length_s)}, "
-        f"{_share(hits, total.tokens_asked)} of {_count(total.tokens_asked)} prompt tokens were found: "
+        f"{counted(total.requests, 'request')} {'in the last' if running else 'within'} {age(total.length_s)} found "
+        f"{_share(hits, total.tokens_asked)} of {_count(total.tokens_asked)} prompt tokens: "
         f"{_share(total.device_tokens, total.tokens_asked)} on the device, "
         f"{_share(total.host_tokens, total.tokens_asked)} in host memory{on_disk}."
     )
@@ -296,13 +299,12 @@ def _sentences(total: Period, reasons: Sequence[ReasonSummary], running: bool) -
     for each in reasons:
         if each.reason is None:
             continue
-        words = WORDS[each.reason]
+        advice = ADVICE[each.reason]
         since = "" if each.median_age_s is None else f" (median {age(each.median_age_s)} ago)"
-        clauses.append(f"{each.requests:,} {'' if clauses else 'missed '}because {words.because}{since}")
-        if words.setting:
-            fixes.append(words.fix)
-    if clauses:
-        text += f" {', '.join(clauses)}."
+        clauses.append(f"{each.requests:,} {'' if clauses else 'missed '}because {advice.because}{since}")
+        if advice.setting:
+            fixes.append(advice.fix)
+    text += f" {', '.join(clauses)}." if clauses else " No request missed a block."
     if fixes:
         text += f" What would help most: {fixes[0][0].lower()}{fixes[0][1:]}"
     return text
@@ -310,20 +312,20 @@ def _sentences(total: Period, reasons: Sequence[ReasonSummary], running: bool) -
 
 def _reason_table(reasons: Sequence[ReasonSummary], requests: int) -> Table:
     table = _table(1)
-    table.add_column("first missing block", no_wrap=True)
+    table.add_column("reason", no_wrap=True)
     table.add_column("requests", justify="right")
-    table.add_column("", justify="right")
+    table.add_column("share", justify="right")
     table.add_column("tokens\nmissing", justify="right")
     table.add_column("median\nage", justify="right", no_wrap=True)
     table.add_column("what to do", ratio=1)
     for each in reasons:
         table.add_row(
-            "none" if each.reason is None else each.reason.replace("_", " "),
+            "no miss" if each.reason is None else each.reason.replace("_", " "),
             f"{each.requests:,}",
             _share(each.requests, requests),
             _count(each.tokens_missing),
             "" if each.median_age_s is None else age(each.median_age_s),
-            "" if each.reason is None else WORDS[each.reason].fix,
+            "" if each.reason is None else ADVICE[each.reason].fix,
         )
     return table
 
@@ -333,7 +335,7 @@ def _time_table(periods: Sequence[Period], bars: tuple[str, str, str]) -> Table:
 
     device, host, rest = bars
     table = _table(0)
-    table.add_column("from", no_wrap=True)
+    table.add_column("start", no_wrap=True)
     table.add_column("requests", justify="right")
     table.add_column("", no_wrap=True)
     table.add_column("device", justify="right")

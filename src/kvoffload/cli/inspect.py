@@ -73,7 +73,7 @@ class Folder:
     hits: int = 0
     num_blocks_hit: int = 0
     transient: bool = False
-    """Whether the blocks are void once the server that wrote them has ended: its weights were changed while it ran."""
+    """Whether the blocks are invalid once their server has ended: its weights were changed while it ran."""
     is_lost: bool = False
     """Whether the index cannot be used: a server would not find a block, and would start anew."""
     num_damaged_records: int = 0

@@ -1,4 +1,4 @@
-"""What the commands of the lab share: the trace they read, bars, errors."""
+"""Shared parts of ``replay`` and ``size``: options, reading of traces, progress bars, errors, pages."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import errno
 import importlib
 import math
 import os
+import re
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -27,82 +28,103 @@ if TYPE_CHECKING:
 
 MAX_PROBLEMS_SHOWN = 5
 SPEEDS = Speeds()
+DEFAULT_POLICY = "auto"
+"""As in a server."""
+OPTIONS = {
+    "block_tokens": "--block-tokens",
+    "capacity_blocks": "--capacity",
+    "device_blocks": "--device",
+    "disk": "--disk",
+    "disk_blocks": "--disk",
+    "format": "--format",
+    "jobs": "--jobs",
+    "model": "--model",
+    "policy": "--policy",
+    "ram": "--ram",
+    "store_threshold": "--store-threshold",
+    "trace": "TRACE",
+}
+"""The option that a user typed, by the Python setting that an error of the library names."""
+_SETTING = re.compile(rf"\b({'|'.join(OPTIONS)})(?==)")
 
 Command = TypeVar("Command", bound=Callable[..., None])
 
 
 def trace_options(command: Command) -> Command:
-    """How the trace is read."""
+    """Adds the options for reading a trace."""
     for option in (
-        click.option("--strict", is_flag=True, help="Stop at the first line that is wrong."),
+        click.option("--strict", is_flag=True, help="Stop at the first invalid line."),
         click.option(
-            "--block-tokens", type=int, metavar="N", help="Tokens of a block, where the format leaves it open."
+            "--block-tokens", type=int, metavar="N", help="Tokens per block, if the format does not define it."
         ),
-        click.option("--format", "trace_format", help=f"Of the trace: {', '.join(FORMATS)}.  [default: as it looks]"),
+        click.option(
+            "--format", "trace_format", help=f"Format of the trace: {', '.join(FORMATS)}.  [default: detected]"
+        ),
     ):
         command = option(command)
     return command
 
 
 def speed_options(command: Command) -> Command:
-    """What estimates of TTFT rest on: tokens a second and GB a second, as ``speeds_of`` takes them."""
+    """Adds the options for estimates of TTFT, which ``speeds_of`` takes."""
     for name, value, metavar, text in (
-        ("--disk-speed", SPEEDS.disk_bytes_per_s / 1e9, "GB/S", "From disk to RAM."),
-        ("--host-speed", SPEEDS.host_bytes_per_s / 1e9, "GB/S", "From RAM to the device."),
-        ("--prefill-speed", SPEEDS.prefill_tokens_per_s, "TOK/S", "Of the engine, at short prompts."),
+        ("--disk-speed", SPEEDS.disk_bytes_per_s / 1e9, "GB/S", "Speed of loads from disk to RAM."),
+        ("--host-speed", SPEEDS.host_bytes_per_s / 1e9, "GB/S", "Speed of loads from RAM to the device."),
+        ("--prefill-speed", SPEEDS.prefill_tokens_per_s, "TOK/S", "Prefill speed for short prompts."),
     ):
         command = click.option(name, type=float, default=value, show_default=True, metavar=metavar, help=text)(command)
     return command
 
 
 def speeds_of(prefill_speed: float, host_speed: float, disk_speed: float) -> Speeds:
-    """Raises ConfigError for what is no speed."""
+    """Returns the speeds in bytes per second. Raises ConfigError if one is not positive."""
     return Speeds(
-        positive("prefill-speed", prefill_speed, "tokens a second"),
-        positive("host-speed", host_speed, "GB/s") * 1e9,
-        positive("disk-speed", disk_speed, "GB/s") * 1e9,
+        positive("--prefill-speed", prefill_speed, "tokens per second"),
+        positive("--host-speed", host_speed, "GB/s") * 1e9,
+        positive("--disk-speed", disk_speed, "GB/s") * 1e9,
     )
 
 
-def positive(setting: str, value: float, what: str) -> float:
-    """``value``, if it is a positive number. Raises ConfigError."""
+def positive(option: str, value: float, unit: str) -> float:
+    """Returns ``value``. Raises ConfigError unless it is a positive number."""
     if not 0 < value < math.inf:
-        raise ConfigError(f"{setting}={value:g}: must be more than 0; write {what}, or leave it out")
+        raise ConfigError(f"{option}={value:g}: must be more than 0; give {unit}, or leave it out")
     return value
 
 
 def number_of_jobs(jobs: int | None) -> int | None:
-    """``jobs``, if it can be. Raises ConfigError."""
+    """Returns ``jobs``. Raises ConfigError if it is less than 1."""
     if jobs is not None and jobs < 1:
-        raise ConfigError(f"jobs={jobs}: must be 1 or more; leave it out for one a core")
+        raise ConfigError(f"jobs={jobs}: must be 1 or more; leave it out for one process per core")
     return jobs
 
 
-def listed(setting: str, text: str) -> list[str]:
-    """What commas part, each once. Raises ConfigError for an empty entry."""
+def listed(option: str, text: str) -> list[str]:
+    """Returns the entries between commas, without duplicates. Raises ConfigError if one is empty."""
     parts = list(dict.fromkeys(part.strip() for part in text.split(",")))
     if "" in parts:
-        raise ConfigError(f"{setting}={text!r}: an entry is empty; write entries with a comma between them")
+        raise ConfigError(f"{option}={text!r}: an entry is empty; separate entries with single commas")
     return parts
 
 
 @contextmanager
 def errors(command: str) -> Iterator[None]:
-    """Exit status 2 and one line."""
+    """Turns errors into one line, which names options as they are typed, and exit status 2."""
     try:
         yield
     except (ConfigError, TraceError) as error:
-        say(command, str(error), "bold red")
+        text = str(error)
+        say(command, _SETTING.sub(lambda found: OPTIONS[found[1]], text) if _SETTING.match(text) else text, "bold red")
         sys.exit(2)
     except OSError as error:
         if error.errno != errno.ENOSPC:
             raise
-        say(command, f"output: {error.strerror}; make room, or write it elsewhere", "bold red")
+        say(command, f"cannot write the output: {error.strerror}; free some space, or write it elsewhere", "bold red")
         sys.exit(2)
 
 
 def console_of(stderr: bool = False) -> Console:
-    """Prints words as they are: no colours that nobody asked for, no pictures for ":x:"."""
+    """Returns a console that prints text unchanged, without markup, emoji or highlighting."""
     from rich.console import Console
 
     return Console(stderr=stderr, highlight=False, markup=False, emoji=False)
@@ -113,44 +135,45 @@ def say(command: str, text: str, style: str) -> None:
 
 
 def requests_in(command: str, source: str, trace_format: str | None, block_tokens: int | None, strict: bool) -> Trace:
-    """The trace, read with a bar; tells what of it was left out. Raises TraceError, also if it has no block."""
+    """Reads the trace with a progress bar, and warns about skipped lines. Raises TraceError, also if it has no
+    block."""
     with progress("reading") as on_progress:
         trace = read_trace(
             source, format=trace_format, strict=strict, block_tokens=block_tokens, on_progress=on_progress
         )
-    _tell_problems(command, trace)
+    _warn_of_problems(command, trace)
     if not trace.num_distinct:
         raise TraceError(
-            f"{source}: no request in it has a block of {trace.block_tokens:,} tokens, so there is nothing to keep; "
-            "give a trace of longer prompts, or smaller blocks"
+            f"{source}: no request has a block of {trace.block_tokens:,} tokens, so there is nothing to keep; "
+            "use a trace with longer prompts, or smaller blocks"
         )
     return trace
 
 
 def described(trace: Trace, model: ModelShape, footprint_bytes: int) -> str:
-    """How much the trace asks for."""
+    """Returns a sentence about the size of the trace."""
     return (
         f"{trace.name}: {counted(trace.num_requests, 'request')} in {age(float(trace.times[-1] - trace.times[0]))}, "
         f"{int(trace.input_tokens.sum()):,} prompt tokens, {trace.num_accesses:,} block accesses; "
         f"{counted(trace.num_distinct, 'distinct block')} of {counted(trace.block_tokens, 'token')}, "
-        f"{format_bytes(footprint_bytes)} as {model.name}, which takes {format_bytes(round(model.bytes_per_token))} a "
-        "token."
+        f"{format_bytes(footprint_bytes)} of KV for {model.name} ({format_bytes(round(model.bytes_per_token))} per "
+        "token)."
     )
 
 
-def _tell_problems(command: str, trace: Trace) -> None:
-    """The lines of the trace that were left out: how many, and the first of them."""
+def _warn_of_problems(command: str, trace: Trace) -> None:
+    """Prints how many lines of the trace were skipped, and the first of them."""
     if not trace.num_problems:
         return
     shown = [str(problem) for problem in trace.problems[:MAX_PROBLEMS_SHOWN]]
     if trace.num_problems > len(shown):
         shown.append(f"and {trace.num_problems - len(shown):,} more")
-    say(command, f"left out {counted(trace.num_problems, 'line')}\n  " + "\n  ".join(shown), "yellow")
+    say(command, f"skipped {counted(trace.num_problems, 'line')}\n  " + "\n  ".join(shown), "yellow")
 
 
 @contextmanager
 def progress(what: str) -> Iterator[Callable[[float], None]]:
-    """A bar on stderr, on a terminal only. Yields what takes the share that is done."""
+    """Shows a bar on stderr if it is a terminal. Yields a callback that takes the share that is done."""
     from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
     console = console_of(stderr=True)
@@ -161,18 +184,20 @@ def progress(what: str) -> Iterator[Callable[[float], None]]:
 
 
 def check_page(file: Path | None) -> None:
-    """Before the work is done: whether the page can be made and written. Raises ConfigError, and ModuleNotFoundError
-    where the extra is not installed."""
+    """Checks, before any work, that the page can be written. Raises ConfigError, or ModuleNotFoundError if the extra is
+    not installed."""
     if file is None:
         return
     if file.is_dir() or not os.access(file.parent, os.W_OK):
-        raise ConfigError(f"html={str(file)!r}: cannot be written there; give a file in a directory of yours")
+        raise ConfigError(f"--html={str(file)!r}: cannot be written; give a file in a directory that you may write to")
     for name in EXTRA:
         importlib.import_module(name)
 
 
-def write_page(file: Path, page: str) -> None:
+def write_page(file: Path, page: str, stderr: bool) -> None:
+    """Writes the page and prints where it is. Raises ConfigError."""
     try:
         file.write_text(page, encoding="utf-8")
     except OSError as error:
-        raise ConfigError(f"html={str(file)!r}: {error.strerror}; give a file that can be written") from error
+        raise ConfigError(f"--html={str(file)!r}: {error.strerror}; give a file that can be written") from error
+    console_of(stderr).print(f"\nPage: {file}", soft_wrap=True)

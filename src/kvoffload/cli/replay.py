@@ -1,9 +1,9 @@
-"""``kvoffload replay``."""
+"""``kvoffload replay``: compares policies and capacities on a trace."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -12,6 +12,7 @@ import click
 from kvoffload.abc import ConfigError
 from kvoffload.cache.policies import policy_class
 from kvoffload.cli.lab import (
+    DEFAULT_POLICY,
     check_page,
     console_of,
     described,
@@ -38,32 +39,32 @@ if TYPE_CHECKING:
 MAX_CONFIGS = 1000
 
 
-@click.command(short_help="Tell what policies and capacities would find in a trace.")
+@click.command(short_help="Compare policies and capacities on a trace.")
 @click.argument("trace", metavar="TRACE")
-@click.option("--policy", "policies", default="lru", show_default=True, help="Policies, with commas between them.")
+@click.option("--policy", "policies", default=DEFAULT_POLICY, show_default=True, help="Comma-separated policies.")
 @click.option(
     "--capacity",
     "capacities",
     default="1%,5%,20%",
     show_default=True,
-    help="Of host memory, with commas between them: a share of the trace's distinct blocks (1%), blocks (5859), or "
-    "bytes (64GiB).",
+    help="Comma-separated capacities of host memory: percentages of the trace's distinct blocks (1%), blocks (5859), "
+    "or bytes (64GiB).",
 )
-@click.option("--device", metavar="CAPACITY", help="A device prefix cache in front of the host.")
-@click.option("--disk", metavar="CAPACITY", help="A disk behind the host.")
+@click.option("--device", metavar="CAPACITY", help="Capacity of the device's own prefix cache.  [default: none]")
+@click.option("--disk", metavar="CAPACITY", help="Capacity of a disk tier.  [default: none]")
 @click.option(
     "--store-threshold", type=int, metavar="N", help="Store a block once N requests have asked for it, 2 or more."
 )
-@click.option("--model", metavar="CONFIG", help="The model's config.json.  [default: as Llama-3.1-8B]")
+@click.option("--model", metavar="CONFIG", help="The model's config.json.  [default: Llama-3.1-8B]")
 @speed_options
 @trace_options
 @click.option(
     "--bound",
     is_flag=True,
-    help="Also what a policy would find that knows the rest of the trace; without --device and --disk.",
+    help="Add an upper bound: a policy that knows the rest of the trace. Not with --device or --disk.",
 )
-@click.option("--jobs", type=int, metavar="N", help="Processes.  [default: one a core]")
-@click.option("--json", "as_json", is_flag=True, help="Print a JSON list with an entry a configuration.")
+@click.option("--jobs", type=int, metavar="N", help="Number of processes.  [default: one per core]")
+@click.option("--json", "as_json", is_flag=True, help="Print a JSON list with one entry per configuration.")
 @click.option("--html", type=click.Path(path_type=Path), metavar="FILE", help="Write a page with plots.")
 def replay(
     trace: str,
@@ -84,81 +85,96 @@ def replay(
     as_json: bool,
     html: Path | None,
 ) -> None:
-    """Replay a trace of requests through the managers that serve an engine, and tell what they would have found.
+    """Replay a trace of requests through the managers that serve an engine, and print what they would have found.
 
-    TRACE is a file, a directory of sessions, or a workload that is made up: synthetic:chat, synthetic:agent or
-    synthetic:documents. Every policy is tried with every capacity. No bytes move; a disk always keeps up. Exit status
-    2: the trace cannot be read, or a setting is wrong.
+    TRACE is a file, a directory of sessions, or a synthetic workload: synthetic:chat, synthetic:agent or
+    synthetic:documents. Every policy is combined with every capacity. No bytes are copied, and a disk is always fast
+    enough. Exit status 2: the trace cannot be read, or an option is invalid.
     """
     with errors("replay"):
         check_page(html)
         processes = number_of_jobs(jobs)
+        if bound and (device is not None or disk is not None):
+            raise ConfigError("--bound is for host memory alone; leave out --device and --disk, or --bound")
         names = _policies(policies, bound)
         shape = DEFAULT_MODEL if model is None else ModelShape.from_config(model)
         speeds = speeds_of(prefill_speed, host_speed, disk_speed)
         requests = requests_in("replay", trace, trace_format, block_tokens, strict)
-        configs = _configs(requests, shape, names, capacities, device, disk, store_threshold)
+        sizes = _Sizes(requests, shape, capacities, device, disk)
+        configs = sizes.configs(names, store_threshold)
         with progress("replaying") as on_progress:
             results = replay_many(
                 requests, configs, model=shape, speeds=speeds, processes=processes, on_progress=on_progress
             )
-        if html is not None:
-            from kvoffload.lab.page import render_page
-
-            write_page(html, render_page(requests, shape, speeds, results))
         if as_json:
             click.echo(json.dumps([result.to_dict() for result in results], indent=2))
         else:
-            _show(requests, shape, results)
+            _show(requests, shape, results, sizes)
+        if html is not None:
+            from kvoffload.lab.page import render_page
+
+            write_page(html, render_page(requests, shape, speeds, results), stderr=as_json)
 
 
-# Doing.
+# Options.
 
 
 def _policies(text: str, bound: bool) -> list[str]:
-    names = listed("policy", text)
+    names = listed("--policy", text)
     for name in names:
         if name != CLAIRVOYANT:
             policy_class(name)
     return [*names, *([CLAIRVOYANT] if bound and CLAIRVOYANT not in names else [])]
 
 
-def _configs(
-    trace: Trace,
-    model: ModelShape,
-    policies: Sequence[str],
-    capacities: str,
-    device: str | None,
-    disk: str | None,
-    store_threshold: int | None,
-) -> list[ReplayConfig]:
-    blocks = [parse_capacity(text, trace, model, "capacity") for text in listed("capacity", capacities)]
-    device_blocks = 0 if device is None else parse_capacity(device, trace, model, "device")
-    disk_blocks = 0 if disk is None else parse_capacity(disk, trace, model, "disk")
-    if len(policies) * len(blocks) > MAX_CONFIGS:
-        raise ConfigError(
-            f"capacity={capacities!r}: {len(policies) * len(blocks):,} configurations; at most {MAX_CONFIGS:,} at a "
-            "time, so try fewer"
-        )
-    return [
-        ReplayConfig(policy, capacity, device_blocks, disk_blocks, store_threshold)
-        for policy in policies
-        for capacity in dict.fromkeys(blocks)
-    ]
+class _Sizes:
+    """The capacities of one call in blocks, and how they are shown."""
+
+    def __init__(self, trace: Trace, model: ModelShape, capacities: str, device: str | None, disk: str | None) -> None:
+        self._num_distinct = trace.num_distinct
+        self._percentages: dict[int, str] = {}
+        """The percentage that the user typed, by blocks, which are rounded down."""
+
+        def blocks(option: str, text: str) -> int:
+            found = parse_capacity(text, trace, model, option)
+            if "%" in text:
+                self._percentages.setdefault(found, text.replace(" ", ""))
+            return found
+
+        self.host = list(dict.fromkeys(blocks("--capacity", text) for text in listed("--capacity", capacities)))
+        self.device = 0 if device is None else blocks("--device", device)
+        self.disk = 0 if disk is None else blocks("--disk", disk)
+
+    def configs(self, policies: Sequence[str], store_threshold: int | None) -> list[ReplayConfig]:
+        """Returns every policy with every capacity. Raises ConfigError if there are too many."""
+        if len(policies) * len(self.host) > MAX_CONFIGS:
+            raise ConfigError(
+                f"--policy and --capacity: {len(policies) * len(self.host):,} combinations, but at most "
+                f"{MAX_CONFIGS:,} are allowed; give fewer"
+            )
+        return [
+            ReplayConfig(policy, capacity, self.device, self.disk, store_threshold)
+            for policy in policies
+            for capacity in self.host
+        ]
+
+    def percentage(self, blocks: int) -> str:
+        """Returns the percentage of the trace's distinct blocks: as it was typed, or with two digits."""
+        return self._percentages.get(blocks) or f"{float(f'{100 * blocks / self._num_distinct:.2g}'):g}%"
 
 
-# For people.
+# Output.
 
 
-def _show(trace: Trace, model: ModelShape, results: Sequence[ReplayResult]) -> None:
+def _show(trace: Trace, model: ModelShape, results: Sequence[ReplayResult], sizes: _Sizes) -> None:
     from rich.text import Text
 
     console = console_of()
     footprint = int(trace.num_distinct * trace.block_tokens * model.bytes_per_token)
     console.print(Text(described(trace, model, footprint), style="dim"))
-    for name, blocks in (("Device cache", results[0].device_blocks), ("Disk", results[0].disk_blocks)):
+    for name, blocks in (("Device cache", sizes.device), ("Disk", sizes.disk)):
         if blocks:
-            console.print(f"{name}: {counted(blocks, 'block')}, {_share(blocks, trace)} of the distinct ones")
+            console.print(f"{name}: {counted(blocks, 'block')}, {sizes.percentage(blocks)} of the distinct blocks")
     capacities = sorted({result.capacity_blocks for result in results})
     if len(capacities) == 1:
         console.print()
@@ -169,19 +185,24 @@ def _show(trace: Trace, model: ModelShape, results: Sequence[ReplayResult]) -> N
             console.print(Text(f"\n{title}", style="bold"))
             for start in range(0, len(capacities), columns):
                 shown = capacities[start : start + columns]
-                console.print(_grid(trace, model, results, shown, value, digits, best))
+                heads = [
+                    f"{sizes.percentage(blocks)}\n{blocks:,}\n"
+                    f"{format_bytes(int(blocks * trace.block_tokens * model.bytes_per_token))}"
+                    for blocks in shown
+                ]
+                console.print(_grid(results, dict(zip(shown, heads, strict=True)), value, digits, best))
     if len(results) == 1:
         console.print()
-        console.print(_tier_table(results[0].tiers))
+        console.print(tier_table(results[0].tiers))
         console.print(Text(f"\n{_misses(results[0])}"))
     else:
-        mark = "* best of its column. " if len(_rows(results)) > 1 else ""
-        console.print(Text(f"\n{mark}--json has the rest; --html FILE plots it.", style="dim"))
+        mark = "* marks the best of a column. " if len(_rows(results)) > 1 else ""
+        console.print(Text(f"\n{mark}--json prints all results; --html FILE plots them.", style="dim"))
 
 
 COLUMN_WIDTH = 13
 LONGEST_NAME = 32
-"""A longer one takes several lines, so that the numbers have room."""
+"""A longer name is wrapped, so that the numbers have room."""
 MEASURES: tuple[tuple[str, Callable[[ReplayResult], float], int, Callable[..., float]], ...] = (
     ("Prefix-hit tokens, % of all prompt tokens", lambda result: result.prefix_hit_tokens_pct, 2, max),
     ("Saved prefill FLOPs, %", lambda result: result.saved_flops_pct, 2, max),
@@ -189,53 +210,44 @@ MEASURES: tuple[tuple[str, Callable[[ReplayResult], float], int, Callable[..., f
 )
 
 
-def _share(blocks: int, trace: Trace) -> str:
-    """Of the trace's distinct blocks, with two digits."""
-    return f"{float(f'{100 * blocks / trace.num_distinct:.2g}'):g}%"
-
-
 def _name(policy: str) -> str:
     return "bound (knows the rest)" if policy == CLAIRVOYANT else policy
 
 
 def _name_width(results: Sequence[ReplayResult]) -> int:
-    """Of the column, whose head is a name like any other."""
+    """Returns the width of the column of policies, including its head."""
     return min(LONGEST_NAME, max(len(name) for name in ["policy", *(_name(result.policy) for result in results)]))
 
 
 def _rows(results: Sequence[ReplayResult]) -> list[str]:
-    """Policies, the bound last."""
+    """Returns the policies, the bound last."""
     return sorted(dict.fromkeys(result.policy for result in results), key=lambda policy: policy == CLAIRVOYANT)
 
 
 def _grid(
-    trace: Trace,
-    model: ModelShape,
     results: Sequence[ReplayResult],
-    capacities: Sequence[int],
+    heads: Mapping[int, str],
     value: Callable[[ReplayResult], float],
     digits: int,
     best: Callable[..., float],
 ) -> Table:
-    """Policies by capacities; the best of each column is marked, and the bound is no competitor."""
+    """Returns a table of policies by capacities (in blocks, with the head of each column). The best of each column is
+    marked, leaving out the bound."""
     values = {(result.policy, result.capacity_blocks): round(value(result), digits) for result in results}
     tops = {
         capacity: best(
             (number for (policy, at), number in values.items() if at == capacity and policy != CLAIRVOYANT), default=0.0
         )
-        for capacity in capacities
+        for capacity in heads
     }
     table = _table()
     width = _name_width(results)
     table.add_column("policy", overflow="fold", min_width=width, max_width=width)
-    for capacity in capacities:
-        size = format_bytes(int(capacity * trace.block_tokens * model.bytes_per_token))
-        table.add_column(f"{_share(capacity, trace)}\n{capacity:,}\n{size}", justify="right", no_wrap=True)
+    for head in heads.values():
+        table.add_column(head, justify="right", no_wrap=True)
     policies = _rows(results)
     for policy in policies:
-        cells = [
-            _cell(values[policy, capacity], digits, tops[capacity], policy, len(policies)) for capacity in capacities
-        ]
+        cells = [_cell(values[policy, capacity], digits, tops[capacity], policy, len(policies)) for capacity in heads]
         table.add_row(_name(policy), *cells, style="dim" if policy == CLAIRVOYANT else None)
     return table
 
@@ -248,7 +260,7 @@ def _cell(number: float, digits: int, top: float, policy: str, rivals: int) -> T
 
 
 def _policy_table(results: Sequence[ReplayResult]) -> Table:
-    """Of one capacity: policies by measures."""
+    """Returns a table of policies by measures, for one capacity."""
     rivals = [result for result in results if result.policy != CLAIRVOYANT] or results
     measures: tuple[tuple[str, Callable[[ReplayResult], float], int, Callable[..., float]], ...] = (
         ("hit\ntokens, %", lambda result: result.prefix_hit_tokens_pct, 2, max),
@@ -272,7 +284,7 @@ def _policy_table(results: Sequence[ReplayResult]) -> Table:
     return table
 
 
-def _tier_table(tiers: Sequence[TierUse]) -> Table:
+def tier_table(tiers: Sequence[TierUse]) -> Table:
     table = _table()
     table.add_column("tier", no_wrap=True)
     for title in (
@@ -303,10 +315,10 @@ def _tier_table(tiers: Sequence[TierUse]) -> Table:
 
 
 def _misses(result: ReplayResult) -> str:
-    """Such as "Of 100 requests 90 missed a block: 80 never stored, 10 evicted."."""
+    """Returns a sentence such as "90 of 100 requests missed a block: 80 never stored, 10 evicted."."""
     reasons = ", ".join(f"{count:,} {reason.replace('_', ' ')}" for reason, count in result.misses.items())
     missed = sum(result.misses.values())
-    return f"Of {counted(result.requests, 'request')} {missed:,} missed a block{': ' if reasons else ''}{reasons}."
+    return f"{missed:,} of {counted(result.requests, 'request')} missed a block{': ' if reasons else ''}{reasons}."
 
 
 def _table() -> Table:

@@ -1,4 +1,4 @@
-"""``kvoffload size``."""
+"""``kvoffload size``: recommends RAM and disk for a trace."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import click
 from kvoffload.abc import ConfigError
 from kvoffload.cache.policies import policy_class
 from kvoffload.cli.lab import (
+    DEFAULT_POLICY,
     check_page,
     console_of,
     described,
@@ -28,7 +29,7 @@ from kvoffload.cli.lab import (
 )
 from kvoffload.lab.latency import Speeds
 from kvoffload.lab.model import DEFAULT_MODEL, DTYPE_BYTES, ModelShape
-from kvoffload.lab.sizing import Prices, Setting, Sizing, milliseconds, what_it_rests_on
+from kvoffload.lab.sizing import Prices, Setting, Sizing, footnote, milliseconds
 from kvoffload.lab.sizing import size as find_size
 from kvoffload.lab.trace import Trace
 from kvoffload.units import format_bytes, parse_bytes
@@ -41,20 +42,28 @@ PRICES = Prices()
 
 @click.command()
 @click.argument("trace", metavar="TRACE")
-@click.option("--model", metavar="CONFIG", help="The model's config.json.  [default: as Llama-3.1-8B]")
-@click.option("--kv-dtype", metavar="DTYPE", help="Of the KV cache, such as fp8.  [default: the model's]")
-@click.option("--policy", default="lru", show_default=True, help="Of RAM and disk.")
-@click.option("--ram", metavar="SIZES", help="Such as 64GiB,128GiB.  [default: powers of two where they matter]")
-@click.option("--disk", metavar="SIZES", help="Such as none,1TiB.  [default: none if --ram is given, else as for RAM]")
+@click.option("--model", metavar="CONFIG", help="The model's config.json.  [default: Llama-3.1-8B]")
+@click.option("--kv-dtype", metavar="DTYPE", help="Dtype of the KV cache, such as fp8.  [default: the model's]")
+@click.option("--policy", default=DEFAULT_POLICY, show_default=True, help="Policy of RAM and disk.")
+@click.option("--ram", metavar="SIZES", help="RAM to try, such as 64GiB,128GiB.  [default: powers of two]")
+@click.option(
+    "--disk",
+    metavar="SIZES",
+    help="Disk to try, such as none,1TiB.  [default: none if --ram is given, else none and powers of two]",
+)
 @speed_options
 @click.option("--ttft-p95", type=float, metavar="MS", help="Find the cheapest setting that is as fast as this.")
 @click.option(
-    "--ram-price", type=float, default=PRICES.ram_per_gib, show_default=True, help="Of a GiB, in any currency."
+    "--ram-price",
+    type=float,
+    default=PRICES.ram_per_gib,
+    show_default=True,
+    help="Price per GiB of RAM, in any currency.",
 )
-@click.option("--disk-price", type=float, default=PRICES.disk_per_gib, show_default=True, help="Of a GiB.")
+@click.option("--disk-price", type=float, default=PRICES.disk_per_gib, show_default=True, help="Price per GiB of disk.")
 @trace_options
-@click.option("--jobs", type=int, metavar="N", help="Processes.  [default: one a core]")
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object with everything.")
+@click.option("--jobs", type=int, metavar="N", help="Number of processes.  [default: one per core]")
+@click.option("--json", "as_json", is_flag=True, help="Print everything as one JSON object.")
 @click.option("--html", type=click.Path(path_type=Path), metavar="FILE", help="Write a page with a plot.")
 def size(
     trace: str,
@@ -76,21 +85,21 @@ def size(
     as_json: bool,
     html: Path | None,
 ) -> None:
-    """Tell how much RAM and disk a trace of requests asks for.
+    """Find out how much RAM and disk a trace of requests needs.
 
-    TRACE is a file, a directory of sessions, or a workload that is made up: synthetic:chat, synthetic:agent or
-    synthetic:documents. Tells what share of prompt tokens each setting would serve, and the time to first token,
-    without queueing. Exit status 2: the trace cannot be read, or a setting is wrong.
+    TRACE is a file, a directory of sessions, or a synthetic workload: synthetic:chat, synthetic:agent or
+    synthetic:documents. Prints the share of prompt tokens that each setting would serve, and the time to first token
+    without queueing. Exit status 2: the trace cannot be read, or an option is invalid.
     """
     with errors("size"):
         check_page(html)
         processes = number_of_jobs(jobs)
         policy_class(policy)
         shape = _model(model, kv_dtype)
-        ram_sizes, disk_sizes = _sizes("ram", ram), _sizes("disk", disk)
+        ram_sizes, disk_sizes = _sizes("--ram", ram), _sizes("--disk", disk)
         speeds = speeds_of(prefill_speed, host_speed, disk_speed)
-        prices = Prices(_price("ram-price", ram_price), _price("disk-price", disk_price))
-        target_s = None if ttft_p95 is None else positive("ttft-p95", ttft_p95, "milliseconds") / 1000
+        prices = Prices(_price("--ram-price", ram_price), _price("--disk-price", disk_price))
+        target_s = None if ttft_p95 is None else positive("--ttft-p95", ttft_p95, "milliseconds") / 1000
         requests = requests_in("size", trace, trace_format, block_tokens, strict)
         with progress("sizing") as on_progress:
             sizing = find_size(
@@ -105,46 +114,46 @@ def size(
                 processes=processes,
                 on_progress=on_progress,
             )
-        if html is not None:
-            from kvoffload.lab.size_page import render_page
-
-            write_page(html, render_page(requests, shape, speeds, prices, sizing))
         if as_json:
             click.echo(json.dumps(_to_dict(requests, shape, sizing), indent=2))
         else:
             _show(requests, shape, speeds, sizing)
+        if html is not None:
+            from kvoffload.lab.size_page import render_page
+
+            write_page(html, render_page(requests, shape, speeds, prices, sizing), stderr=as_json)
 
 
-# Doing.
+# Options.
 
 
 def _model(config: str | None, kv_dtype: str | None) -> ModelShape:
     if kv_dtype is not None and kv_dtype not in DTYPE_BYTES:
-        raise ConfigError(f"kv-dtype={kv_dtype!r}: unknown; write one of {', '.join(DTYPE_BYTES)}, or leave it out")
+        raise ConfigError(f"--kv-dtype={kv_dtype!r}: unknown; use one of {', '.join(DTYPE_BYTES)}, or leave it out")
     if config is None and kv_dtype is not None:
-        raise ConfigError(f"kv-dtype={kv_dtype!r} without model: give the model's config.json too, or leave it out")
+        raise ConfigError(f"--kv-dtype={kv_dtype!r} without --model: give the model's config.json too")
     if config is None:
         return DEFAULT_MODEL
     return ModelShape.from_config(config, None if kv_dtype is None else DTYPE_BYTES[kv_dtype])
 
 
-def _sizes(setting: str, text: str | None) -> list[int]:
-    """Bytes in "64GiB,128GiB"; "none" is 0, for a disk."""
+def _sizes(option: str, text: str | None) -> list[int]:
+    """Returns the bytes in a list such as "64GiB,128GiB"; for a disk, "none" is 0."""
     if text is None:
         return []
     return [
-        0 if setting == "disk" and part in ("none", "0") else parse_bytes(setting, part)
-        for part in listed(setting, text)
+        0 if option == "--disk" and part in ("none", "0") else parse_bytes(option, part)
+        for part in listed(option, text)
     ]
 
 
-def _price(setting: str, value: float) -> float:
+def _price(option: str, value: float) -> float:
     if not 0 <= value < math.inf:
-        raise ConfigError(f"{setting}={value:g}: must be 0 or more; write the price of a GiB, or leave it out")
+        raise ConfigError(f"{option}={value:g}: must be 0 or more; give the price per GiB, or leave it out")
     return value
 
 
-# For people.
+# Output.
 
 
 def _to_dict(trace: Trace, model: ModelShape, sizing: Sizing) -> dict[str, object]:
@@ -170,11 +179,11 @@ def _show(trace: Trace, model: ModelShape, speeds: Speeds, sizing: Sizing) -> No
     console.print(Text(f"\n{sizing.answer}\n", style="bold"))
     for warning in sizing.warnings:
         console.print(Text(f"{warning}\n", style="yellow"))
-    console.print(_table(sizing))
-    console.print(Text(f"\n{what_it_rests_on(speeds, sizing)} {' '.join(model.notes)}".rstrip(), style="dim"))
+    console.print(settings_table(sizing))
+    console.print(Text(f"\n{footnote(speeds, sizing)} {' '.join(model.notes)}".rstrip(), style="dim"))
 
 
-def _table(sizing: Sizing) -> Table:
+def settings_table(sizing: Sizing) -> Table:
     from rich import box
     from rich.table import Table
 
@@ -183,7 +192,7 @@ def _table(sizing: Sizing) -> Table:
     for title in ("RAM", "disk", "served", "from\nRAM", "from\ndisk", "TTFT\np50", "TTFT\np95", "price"):
         table.add_column(title, justify="right", no_wrap=True)
     if any(setting.bound_pct for setting in sizing.settings):
-        table.add_column("off by\nat most", justify="right", no_wrap=True)
+        table.add_column("error\nat most", justify="right", no_wrap=True)
     for setting in sizing.settings:
         table.add_row(*_row(setting, sizing), style="bold green" if setting is sizing.chosen else None)
     return table

@@ -1,4 +1,4 @@
-"""Which requests may complete a block in a step, found without a look at all that run."""
+"""Finds the requests that may complete a block in a step without a look at all that run."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ FEW_TOKENS = 16
 class DueList:
     """Requests, by the earliest step in which they may complete a block.
 
-    It counts tokens: in each step by as many as any request computes that computes few. So a request that lacks n
-    tokens cannot be due before the count has grown by n. Tokens that the engine takes back only make it later. Each
-    request is in the list at most once.
+    The list counts tokens. In each step the count grows by the most tokens that any request computes, requests with
+    more than FEW_TOKENS left out. So a request that lacks n tokens cannot be due before the count has grown by n.
+    Tokens that the engine takes back only make it later. Each request is in the list at most once.
     """
 
     def __init__(self) -> None:
@@ -30,7 +30,7 @@ class DueList:
         return req_id in self._count_of
 
     def add(self, req_id: str, tokens: int) -> None:
-        """The request cannot be due before it has computed ``tokens`` more, which are at least one."""
+        """Adds a request that cannot be due before it has computed ``tokens`` more, at least one."""
         if req_id in self._count_of:
             self.remove(req_id)
         at = self._count + tokens
@@ -50,8 +50,8 @@ class DueList:
                 del self._by_count[at]
 
     def take(self, scheduled: Mapping[str, int]) -> list[str]:
-        """Takes out the requests that may be due in a step that computes these numbers of tokens. Requests that are not
-        scheduled may be among them."""
+        """Removes and returns the requests that may be due in a step that computes these numbers of tokens. Requests
+        that are not scheduled may be among them."""
         most = max(scheduled.values(), default=0)
         due: list[str] = []
         if most > FEW_TOKENS:

@@ -1,4 +1,4 @@
-"""The job table: loads and stores under way, the keys they load, and the requests whose blocks they hold up."""
+"""The job table: loads and stores in progress, the keys being loaded, and requests held until their stores end."""
 
 from __future__ import annotations
 
@@ -40,16 +40,16 @@ class Job:
 
 @dataclass(slots=True)
 class JobTable:
-    """All jobs under way. Each is reported once by each of ``num_workers`` workers."""
+    """All jobs in progress. Each of ``num_workers`` workers reports a job once."""
 
     num_workers: int
     jobs: dict[int, Job] = field(default_factory=dict)
     """By job id."""
     keys_loading: dict[OffloadKey, int] = field(default_factory=dict)
-    """Keys on their way to the device, and the number of loads that copy each."""
+    """Keys that are being loaded, and the number of loads that copy each."""
 
     def add(self, job: Job) -> int:
-        """Enters a new job and returns its id."""
+        """Adds a new job and returns its id."""
         job_id = next(JOB_IDS)
         job.num_pending = self.num_workers
         self.jobs[job_id] = job
@@ -60,8 +60,8 @@ class JobTable:
         return job_id
 
     def take_reports(self, report: WorkerReport, epoch: int) -> list[Job]:
-        """The jobs that every worker has reported now. Unknown jobs are ignored; a store of another epoch has failed:
-        a manager that keeps its contents over a reset would take it for a good one.
+        """Returns the jobs that every worker has reported now. Unknown jobs are ignored. A store of another epoch
+        counts as failed: a manager that keeps its contents over a reset would take it for a good one.
 
         Raises IntegrityError if a job was reported more often than there are workers.
         """
@@ -91,9 +91,9 @@ class JobTable:
                 del self.keys_loading[key]
 
     def fence(self, handed_out: Collection[int], overwritten: Collection[int]) -> list[int]:
-        """The stores that must have read their device blocks before the step's forward pass, since some of these now
-        belong to other requests (``handed_out``). Stores that read blocks which may be ``overwritten`` before that
-        count as failed, whatever the workers report."""
+        """Returns the stores that must have read their device blocks before the step's forward pass, because some of
+        these now belong to other requests (``handed_out``). Stores that read blocks which may be ``overwritten`` before
+        that count as failed, whatever the workers report."""
         if not handed_out and not overwritten:
             return []
         fences = []
@@ -120,13 +120,14 @@ class HeldRequests:
         self.deadlines[state.context.req_id] = state, deadline
 
     def take_due(self, now: float) -> list[str]:
-        """Ids of requests that need not be held any more."""
+        """Removes the requests that need not be held any more, and returns their ids."""
         due = [req_id for req_id, (state, end) in self.deadlines.items() if state.num_jobs == 0 or now >= end]
         for req_id in due:
             del self.deadlines[req_id]
         return due
 
     def take_all(self) -> list[str]:
+        """Removes all requests and returns their ids."""
         req_ids = list(self.deadlines)
         self.deadlines.clear()
         return req_ids

@@ -1,4 +1,4 @@
-"""What is observed of requests: records, why they missed, how fast prompts are computed, metrics, events, traces."""
+"""The observer of requests: records, reasons of misses, speed of prefills, metrics, descriptions for events, traces."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class _Prefill:
 
 @dataclass(slots=True, eq=False)
 class _Observed:
-    """What is kept of a request that has not ended."""
+    """What is remembered of a request that has not ended."""
 
     arrived: float = field(default_factory=time.time)
     """When it was first looked up, in seconds since 1970."""
@@ -50,7 +50,7 @@ class _Observed:
 
 
 class RequestObserver:
-    """Observes requests and jobs, and decides nothing.
+    """Observes requests and jobs; no decision depends on it.
 
     ``records`` has the latest requests. ``recorder`` gets every request that was given device blocks, when it ends.
     ``describes_blocks``: events of stored blocks carry a BlockDescription.
@@ -82,11 +82,12 @@ class RequestObserver:
     # Requests.
 
     def begin(self, state: RequestState) -> None:
-        """The request is looked up for the first time."""
+        """Begins to observe a request, which is looked up for the first time."""
         self._requests[state.context.req_id] = _Observed()
 
     def allocated(self, state: RequestState, match: Match | None, num_external_tokens: int) -> None:
-        """The request was given device blocks. Without a match that had happened before, and it goes on with them."""
+        """Records a request that was given device blocks. Without a match it had blocks before and goes on with
+        them."""
         req_id = state.context.req_id
         if match is not None:
             self._record(state, match, num_external_tokens)
@@ -96,11 +97,11 @@ class RequestObserver:
             self._prefills.pop(req_id, None)
 
     def lost_blocks(self, req_id: str) -> None:
-        """The request was preempted."""
+        """Ends the measurement of a prefill, because the request was preempted."""
         self._prefills.pop(req_id, None)
 
     def end(self, state: RequestState) -> None:
-        """The request has ended."""
+        """Ends the observation of a request, and writes it to the trace."""
         req_id, request = state.context.req_id, state.request
         observed = self._requests.pop(req_id, None)
         self._prefills.pop(req_id, None)
@@ -110,8 +111,8 @@ class RequestObserver:
             self._recorder.add(observed.arrived, observed.record, keys, request.num_tokens, request.num_computed_tokens)
 
     def measure_prefills(self, scheduled: Mapping[str, int]) -> None:
-        """Called in every step: once a request that computes its prompt has its first new token, the manager learns how
-        long that took, in the company of the other requests."""
+        """Measures how long requests take to compute their prompts, in the company of the others, and tells the manager
+        when they have their first new token. Called in every step."""
         for req_id in list(self._prefills):
             if req_id not in scheduled:
                 continue
@@ -167,7 +168,7 @@ class RequestObserver:
                 self.metrics.add(name, amount)
 
     def stored(self, job: Job) -> None:
-        """The blocks of a store can be loaded now."""
+        """Counts the blocks of a store, which can be loaded now, and describes them for events."""
         self.metrics.add("store_blocks", len(job.lease.slots))
         for state, block in job.blocks:
             self._descriptions[block.key] = self._layout.describe(state.request, block)
@@ -175,7 +176,7 @@ class RequestObserver:
             del self._descriptions[next(iter(self._descriptions))]
 
     def take_events(self) -> Iterable[OffloadingEvent]:
-        """What became loadable or was removed since the last call."""
+        """Returns what became loadable or was removed since the last call."""
         events = list(self._manager.take_events())
         if not self.describes_blocks:
             return events
@@ -185,7 +186,7 @@ class RequestObserver:
     # Metrics and warnings.
 
     def read_metrics(self) -> None:
-        """Sets gauges, and counts what the manager has counted."""
+        """Sets gauges and adds the manager's counts."""
         self.metrics.set("pool_used_blocks", self._manager.num_used_blocks)
         self.metrics.take_in(self._manager.take_counts())
         now = self._clock()

@@ -75,7 +75,7 @@ class RequestState:
     may_load: bool = True
     match: Match | None = None
     waiting_since: float | None = None
-    """When the wait under way began. The engine has been told to ask again ever since."""
+    """When the wait in progress began. Since then the engine was answered to ask again."""
     num_waits: int = 0
     """Waits that have ended since it was last given device blocks."""
     touched: bool = False
@@ -83,7 +83,7 @@ class RequestState:
     computed_at_load: int = 0
     """Tokens that the device held when blocks were last allocated to it."""
     num_jobs: int = 0
-    """Jobs under way."""
+    """Jobs in progress."""
 
     @classmethod
     def new(cls, request: Request, layout: Layout, max_stored_tokens: int) -> RequestState:
@@ -100,7 +100,7 @@ class RequestState:
             self.storing = Storing.ALLOWED
 
     def end_wait(self) -> None:
-        """The wait under way is over; the next one counts from the start."""
+        """Ends the wait in progress; waits count from zero again."""
         self.waiting_since, self.num_waits = None, 0
 
     def lose_blocks(self, has_new_ones: bool) -> None:

@@ -2,7 +2,7 @@
 
 Everything here runs on the engine's scheduler thread, and each module has one job: ``request`` is the state of one
 request, ``lookups`` and ``hits`` find what can be loaded, ``loads`` and ``stores`` plan the copies, ``due`` says which
-requests may complete a block, ``jobs`` has the copies under way, ``shelf`` keeps contents over a sleep, ``observer``
+requests may complete a block, ``jobs`` has the copies in progress, ``shelf`` keeps contents over a sleep, ``observer``
 makes records and metrics. The scheduler half takes the engine's calls and passes them on.
 """
 
@@ -45,8 +45,8 @@ from kvoffload.observe.trace import TraceRecorder
 logger = logging.getLogger(__name__)
 
 IDLE_WAIT_S = 0.002
-"""How long a step without tokens waits for blocks on their way from a lower tier, so that an idle engine does not spin
-against the threads that read them."""
+"""How long a step without tokens waits for blocks that a lower tier is reading, so that an idle engine does not compete
+for the CPU with the threads that read them."""
 WEIGHTS_CHANGED = (
     "kvoffload: THE WEIGHTS HAVE CHANGED in the running engine: all offloaded blocks are forgotten, and what is stored "
     "from now on serves no later process. After an update call reset_prefix_cache(reset_connector=True), which also "
@@ -79,7 +79,7 @@ def _guarded(fallback: Callable[..., Any]) -> Callable[[Method], Method]:
 
 @dataclass(slots=True)
 class _NextStep:
-    """What has come together for the next step."""
+    """What has been collected for the next step."""
 
     meta: StepMeta = field(default_factory=StepMeta)
     allocated: set[str] = field(default_factory=set)
@@ -162,7 +162,7 @@ class OffloadingConnectorScheduler:
 
     @property
     def records(self) -> deque[RequestRecord]:
-        """The latest requests: what each asked for and found."""
+        """Records of the latest requests: what each asked for and found."""
         return self.observer.records
 
     # Lookup.
@@ -182,10 +182,9 @@ class OffloadingConnectorScheduler:
 
     @_guarded(lambda self, request, blocks, num_external_tokens: self._break_load(request, blocks, num_external_tokens))
     def update_state_after_alloc(self, request: Request, blocks: KVBlocks, num_external_tokens: int) -> None:
-        """The engine has allocated ``blocks`` and takes ``num_external_tokens`` of what was offered.
-
-        Records the load and pins what it reads. Zero means that it declined, or had no offer.
-        """
+        """Starts the load of ``num_external_tokens`` tokens of the offer into ``blocks``, which the engine has
+        allocated, and pins the slots that it reads. Zero tokens: the engine has declined the offer, or there was
+        none."""
         state = self._state(request)
         match, state.match = state.match, None
         state.end_wait()
@@ -217,7 +216,7 @@ class OffloadingConnectorScheduler:
         self.changes.loads += 1
 
     def _break_load(self, request: Request, blocks: KVBlocks, num_external_tokens: int) -> None:
-        """A load that was promised cannot be done: the workers report it as failed."""
+        """Lets the workers report a load that was promised as failed: it cannot be done."""
         if num_external_tokens:
             state = self._state(request)
             state.may_load = False
@@ -235,7 +234,7 @@ class OffloadingConnectorScheduler:
 
     @_guarded(lambda self, step: self._take_meta(step))
     def build_connector_meta(self, step: ScheduledStep) -> StepMeta:
-        """The loads, stores and fences of this step, for the workers."""
+        """Returns the loads, stores and fences of this step, for the workers."""
         has_tokens = any(step.num_scheduled_tokens.values())
         upcoming, epoch = self._next, self.shelf.num_resets
         meta = upcoming.meta
@@ -286,7 +285,7 @@ class OffloadingConnectorScheduler:
     def _take_tables(
         self, state: RequestState | None, tables: Sequence[Sequence[int]], is_whole: bool, handed_out: set[int]
     ) -> None:
-        """The engine has given device blocks to a request. ``is_whole``: they are its whole table."""
+        """Takes in the device blocks that the engine has given to a request. ``is_whole``: they are its whole table."""
         new, found = tables, list[Sequence[int]]()
         if state is not None and is_whole:
             state.blocks.replace_tables(tables)
@@ -312,7 +311,7 @@ class OffloadingConnectorScheduler:
 
     @_guarded(lambda self, report: None)
     def update_connector_output(self, report: WorkerReport) -> None:
-        """Takes in what the workers have done. Reports of jobs that are not known are ignored."""
+        """Takes in what the workers have done. Reports of unknown jobs are ignored."""
         if report.changed_at == self.shelf.num_resets:
             # Before anything that the same workers report as stored: it may belong to either weights.
             self.metrics.add("weight_changes")
@@ -386,14 +385,14 @@ class OffloadingConnectorScheduler:
 
     @_guarded(lambda self: [])
     def take_events(self) -> Iterable[OffloadingEvent]:
-        """What became loadable or was removed since the last call."""
+        """Returns what became loadable or was removed since the last call."""
         return self.observer.take_events()
 
     @_guarded(lambda self: None)
     def reset(self) -> None:
-        """Forgets every block. What requests under way have computed so far, or compute on top of it, is
+        """Forgets every block. What requests in progress have computed so far, or compute on top of it, is
         not stored: it may belong to weights that are gone. The same holds for what they find in the engine's own cache
-        from before. Loads and stores under way count as failed.
+        from before. Loads and stores in progress count as failed.
 
         An engine that falls asleep resets its caches too. So with ``may_sleep`` the manager keeps its contents, which
         no request can find, until the engine looks up or computes again; see ``wake_up``.
@@ -425,7 +424,8 @@ class OffloadingConnectorScheduler:
             logger.exception("kvoffload: shutting down failed")
 
     def snapshot(self) -> SchedulerSnapshot:
-        """What is known of requests and jobs now. O(requests + jobs): for tests and tools, not for every step."""
+        """Returns a copy of the state of requests and jobs. O(requests + jobs): for tests and tools, not for every
+        step."""
         return take_snapshot(self.requests, self.jobs, self.held, self.shelf.num_resets, self.off)
 
     def _state(self, request: Request) -> RequestState:
@@ -442,7 +442,7 @@ class OffloadingConnectorScheduler:
         self.observer.read_metrics()
 
     def switch_off(self, where: str) -> None:
-        """Ends offloading for good: what was promised is reported as failed. Logs the exception under way."""
+        """Ends offloading for good: what was promised is reported as failed. Logs the exception in progress."""
         logger.error(
             "kvoffload: OFFLOADING IS OFF: %s failed; requests are computed from here on",
             where,

@@ -1,4 +1,4 @@
-"""What remains after a reset: contents that a sleeping engine may get back, and device blocks with KV from before."""
+"""What remains after a reset: contents that may become valid again after a sleep, and device blocks with old KV."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ logger = logging.getLogger(__name__)
 
 
 class Contents(Enum):
-    """What the manager's contents are worth."""
+    """Whether the manager's contents are valid."""
 
     VALID = auto()
     RESET = auto()
@@ -57,15 +57,16 @@ class Shelf:
         self._has_changed()
 
     def wake_up(self) -> None:
+        """Notes that the engine has slept since the reset, and is awake."""
         if self.contents is Contents.RESET:
             self.contents = Contents.AWAKE
 
     def ask_for_check(self) -> None:
-        """A request waits for the workers' comparison."""
+        """Notes that a request waits for the workers' comparison."""
         self._must_check = True
 
     def begin_step(self, has_tokens: bool) -> int | None:
-        """The engine takes a step: the job in which the workers compare their weights, if that begins now."""
+        """Begins a step. Returns the job in which the workers compare their weights, if that begins now."""
         if self.contents is Contents.RESET and has_tokens:
             self.drop()
         elif self.contents is Contents.AWAKE and self._check is None and (has_tokens or self._must_check):
@@ -95,7 +96,7 @@ class Shelf:
             self.accept()
 
     def accept(self) -> None:
-        """From here on the contents are valid."""
+        """Declares the contents valid."""
         self.contents, self._check, self._must_check = Contents.VALID, None, False
         self._has_changed()
 
@@ -123,12 +124,13 @@ class SoundBlocks:
         self._blocks = set()
 
     def add(self, blocks: list[int]) -> None:
-        """A load fills ``blocks``."""
+        """Adds blocks that a load fills."""
         if self._blocks is not None:
             self._blocks.update(blocks)
 
     def trace(self, state: RequestState | None, new: set[int], found: set[int]) -> None:
-        """A request goes on from the blocks that it has ``found`` in the engine's own cache, and fills ``new`` ones."""
+        """Follows a request that goes on from the blocks ``found`` in the engine's own cache, and fills ``new``
+        ones."""
         if self._blocks is None:
             return
         if state is not None and not found - {NULL_BLOCK} <= self._blocks:

@@ -1,4 +1,4 @@
-"""What the scheduler half knows at one moment, for tests, tools and dashboards: copies that nothing changes later."""
+"""The state of the scheduler half at one moment, for tests and tools: copies that nothing changes later."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class RequestSnapshot:
     block_ids: tuple[tuple[int, ...], ...]
     """Per group, its device blocks from its first token on, as far as the scheduler half knows them."""
     num_jobs: int
-    """Loads and stores under way that read or fill its device blocks."""
+    """Loads and stores in progress that read or fill its device blocks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +54,7 @@ class SchedulerSnapshot:
     jobs: Mapping[int, JobSnapshot]
     """By job id."""
     keys_loading: Mapping[OffloadKey, int]
-    """Blocks on their way to the device, and the number of loads that copy each."""
+    """Keys of blocks that are being loaded, and the number of loads that copy each."""
     held: tuple[str, ...]
     """Finished requests whose device blocks the engine keeps until they are stored (remote decode)."""
     num_resets: int
@@ -64,7 +64,7 @@ class SchedulerSnapshot:
 def take_snapshot(
     requests: Mapping[str, RequestState], jobs: JobTable, held: HeldRequests, num_resets: int, off: bool
 ) -> SchedulerSnapshot:
-    """Copies what the scheduler half knows."""
+    """Returns a copy of the state of the scheduler half."""
     return SchedulerSnapshot(
         {
             req_id: RequestSnapshot(

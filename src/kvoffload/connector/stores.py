@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kvoffload.abc import DeviceSpec, LoadStoreSpec, OffloadingManager, PrepareStoreOutput, TransferSpec
+from kvoffload.abc import DeviceSpec, IntegrityError, LoadStoreSpec, OffloadingManager, PrepareStoreOutput, TransferSpec
 from kvoffload.connector.due import DueList
 from kvoffload.connector.jobs import Job, JobTable
 from kvoffload.connector.layout import Block, Layout
@@ -46,12 +46,12 @@ class StorePlanner:
         self._due = DueList()
 
     def watch(self, req_id: str, has_new_table: bool) -> None:
-        """The request was given device blocks. With a whole new table it is looked at in its next step."""
+        """Looks at a request that was given device blocks: if these are a whole new table, in its next step."""
         if has_new_table or req_id not in self._due:
             self._due.add(req_id, 1)
 
     def forget(self, req_id: str) -> None:
-        """The request has no device blocks any more."""
+        """Stops looking at a request that has no device blocks any more."""
         self._due.remove(req_id)
 
     def clear(self) -> None:
@@ -93,14 +93,14 @@ class StorePlanner:
         return specs
 
     def _look_again(self, req_id: str, state: RequestState, num_computed: int) -> None:
-        """Enters the request for the step in which its next block may be due."""
+        """Adds the request for the step in which its next block may be due."""
         store_at = state.blocks.store_at
         if store_at != NEVER and state.options.store and state.storing is not Storing.STALE:
             self._due.add(req_id, max(1, store_at - num_computed))
 
     def due_of(self, state: RequestState, num_computed: int, num_before: int) -> Due | None:
-        """The request's whole blocks of computed, known tokens that were not stored yet; None if it is too early, or
-        nothing of it may be stored."""
+        """Returns the request's whole blocks of computed, known tokens that were not stored yet; None if it is too
+        early for one, or if nothing of the request may be stored."""
         blocks = state.blocks
         if min(num_computed, state.request.num_tokens) < blocks.store_at or state.phase is Phase.LOADING:
             return None
@@ -111,8 +111,9 @@ class StorePlanner:
         return Due(state, num_computed, found, next_store)
 
     def _store(self, dues: list[Due], epoch: int) -> dict[int, TransferSpec]:
-        """Starts what can be stored. Single blocks, as decoding makes them, are one job if there is room for all; each
-        prompt's blocks are a job of their own, since policies judge a chain by its depth."""
+        """Makes the jobs for all blocks that there is room for. Single blocks, as decoding completes them, share one
+        job if there is room for all. Each prompt's blocks are a job of their own, because policies judge a chain by its
+        depth."""
         single: list[Due] = []
         chains: list[Due] = []
         for due in dues:
@@ -138,15 +139,15 @@ class StorePlanner:
         return specs
 
     def _is_single(self, due: Due) -> bool:
-        """Whether it is one block of which all device blocks are stored: only such blocks of several requests can stand
-        side by side in one job."""
+        """Whether it is one block, with all of its device blocks: only such blocks of several requests can share a
+        job."""
         if len(due.blocks) != 1:
             return False
         block = due.blocks[0]
         return len(block.device_blocks) == self._layout.groups[block.group].block_size_factor
 
     def _start(self, dues: list[Due], output: PrepareStoreOutput, epoch: int, specs: dict[int, TransferSpec]) -> None:
-        """Makes one job of what ``output`` has room for."""
+        """Makes one job of the blocks for which ``output`` has room."""
         if output.evicted_keys:
             self._changes.contents += 1
             self._observer.metrics.add("evicted_blocks", len(output.evicted_keys))
@@ -164,9 +165,9 @@ class StorePlanner:
                     state.blocks.stored.append(block.key)
                 elif block.key in refused:
                     state.storing = Storing.REFUSED
-        if len(dues) == 1 and len(new) > 1:
-            keys = [block.key for _, block in new]
-            self._manager.reorder_chain(keys, keys, dues[0].state.context)
+        # The slots of the lease stand in this order: with any other, blocks would be stored under wrong keys.
+        if [block.key for _, block in new] != output.keys_to_store:
+            raise IntegrityError("the manager has room for other blocks than it was offered, or in another order")
         if new:
             job_id, spec = self._new_job(new, output.store_spec, epoch)
             specs[job_id] = spec

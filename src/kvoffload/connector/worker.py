@@ -2,58 +2,37 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
-from typing import Protocol
 
 from kvoffload.abc import Transfer, TransferResult, TransferSpec
 from kvoffload.connector.messages import StepMeta, WorkerReport
+from kvoffload.connector.weights import WeightComparisons, WeightWatch
 
 logger = logging.getLogger(__name__)
 
-
 IDLE_WAIT_S = 0.002
-"""How long a step without tokens waits for loads under way, so that an idle engine does not spin."""
-
-
+"""How long a step without tokens waits for loads in progress, so that an idle engine does not spin."""
 MAX_TRIES = 2
-
-
+"""How often a job is tried."""
 SUSPEND_DEADLINE_S = 5.0
-"""How long copies under way may take when the engine is about to take its device blocks away."""
+"""How long ``suspend`` waits for copies in progress."""
 
 
 @dataclass(slots=True)
 class Finished:
-    """What the engine is told after a step."""
+    """The requests for which something has ended since the step before."""
 
     loaded: set[str] = field(default_factory=set)
-    """Requests whose load has ended, well or not."""
+    """Requests whose load has ended, successfully or not."""
     failed: dict[str, list[int]] = field(default_factory=dict)
-    """Those of ``loaded`` whose load failed, with the device blocks that it was to fill: not to be used."""
+    """Those of ``loaded`` whose load failed, with the device blocks that it should have filled. The engine must not use
+    the content of these blocks."""
     released: set[str] = field(default_factory=set)
-
-
-class WeightWatch(Protocol):
-    """Compares the weights of one rank with those that it accepted last, or that it was made with."""
-
-    def accept(self) -> None:
-        """Takes the weights, as they are after all work issued so far, for the right ones. Ends a comparison under
-        way."""
-
-    def begin(self) -> None:
-        """Begins to compare the weights as they are after all work issued so far. Does not wait for the device."""
-
-    def poll(self) -> bool | None:
-        """Whether the weights differed at the last ``begin``; None while that is not known."""
-
-    def note_new(self) -> None:
-        """Takes note of weights that the step has loaded itself, such as adapters, before they can change."""
-
-    def are_same(self) -> bool:
-        """Whether every byte of the weights is as it was when they were last accepted; False if that is not known.
-        Takes as long as the device needs to read them. If so, the next comparison expects them where they lie now."""
+    """Finished requests whose device blocks were kept for the connector, and can be freed now."""
 
 
 @dataclass(slots=True)
@@ -62,27 +41,29 @@ class _Job:
     is_store: bool
     epoch: int
     comparison: int
-    """Number of the comparison of weights without which this job cannot be reported as good."""
+    """Number of the comparison of weights that must have ended before this job is reported as successful."""
     tries_left: int = MAX_TRIES - 1
 
 
 class OffloadingConnectorWorker:
-    """Carries out jobs of one rank through ``transfer``.
+    """Carries out the jobs of one rank through ``transfer``.
 
-    The engine calls, in every step and in this order: ``begin_step`` before its forward pass,
-    ``start_loads`` before or after it, ``end_step`` after it, ``get_finished`` and ``take_report``. Stores
-    are handed to the transfer at the next ``begin_step``: not before the step that computes them is
-    through, and not between that step and its tokens. A job that fails is tried once more, unless its
-    source may have changed; then it is reported as failed. Nothing raises into the engine's step.
+    An engine runs its forward pass inside ``step``. An engine with hooks of its own calls, in every step and in this
+    order: ``begin_step`` before its forward pass, ``start_loads`` before or after it, ``end_step`` after it,
+    ``get_finished`` and ``take_report``.
 
-    ``weights`` is asked in every step that brings loads or stores. Weights that have changed fail every job, those
-    under way and those to come, until a StepMeta of a later epoch shows that the scheduler half has forgotten all
-    blocks. A job is not reported as good before the comparison of its step, or a later one, has ended well.
+    Stores are submitted to the transfer at the next ``begin_step``: the step that computes them is complete then, and
+    its tokens are not delayed. A job that fails is tried once more, unless its source may have changed; after that it
+    is reported as failed. Nothing raises into the engine's step.
+
+    ``weights`` is asked in every step that brings loads or stores. If the weights have changed, all jobs fail, in
+    progress or new, until the epoch of a StepMeta shows that the scheduler half has forgotten all blocks. A job is not
+    reported as successful before the comparison of its step, or a later one, has ended well.
     """
 
     def __init__(self, transfer: Transfer, weights: WeightWatch | None = None) -> None:
         self.transfer = transfer
-        self.weights = weights
+        self._weights = WeightComparisons(weights)
         self.idle_wait_s = IDLE_WAIT_S
         self._jobs: dict[int, _Job] = {}
         self._unsubmitted: list[int] = []
@@ -91,16 +72,47 @@ class OffloadingConnectorWorker:
         self._broken = False
         self._suspended = False
         self._epoch = 0
-        self._is_stale = False
-        """The weights have changed in this epoch."""
-        self._must_accept = False
-        """A new epoch has begun, and no step of it has used the weights yet."""
-        self._wanted = self._begun = self._answered = 0
-        """Numbers of comparisons: of the latest that some job needs, the latest that began, the latest that ended."""
         self._unconfirmed: list[TransferResult] = []
-        """Jobs that have ended before their comparison."""
+        """Results of jobs that have ended before their comparison."""
+
+    @property
+    def weights(self) -> WeightWatch | None:
+        """The watch over the weights of this rank, if there is one."""
+        return self._weights.watch
+
+    @weights.setter
+    def weights(self, watch: WeightWatch | None) -> None:
+        self._weights.watch = watch
+
+    @contextlib.contextmanager
+    def step(self, meta: StepMeta, send_report: Callable[[WorkerReport], None]) -> Iterator[Finished]:
+        """Runs one step. The forward pass goes into the body of the ``with`` statement.
+
+        The Finished that this yields is filled when the body has ended. ``send_report`` then passes the report, if
+        there is one, to the scheduler half: in one process ``scheduler.update_connector_output``. If the body raises,
+        what it was to compute is reported as not stored, and the exception goes on to the caller.
+        """
+        finished = Finished()
+        self.begin_step(meta)
+        self.start_loads(meta)
+        try:
+            yield finished
+        except BaseException:
+            not_computed = meta.stores.keys() - meta.fences
+            self._report.done.update(dict.fromkeys(not_computed, 1))
+            self._report.failed |= not_computed
+            meta = replace(meta, stores={})
+            raise
+        finally:
+            self.end_step(meta)
+            ended = self.get_finished(meta)
+            finished.loaded, finished.failed, finished.released = ended.loaded, ended.failed, ended.released
+            report = self.take_report()
+            if report is not None:
+                send_report(report)
 
     def begin_step(self, meta: StepMeta) -> None:
+        """Begins a step: completes the fenced stores, submits the others of the step before."""
         self._check_weights(meta)
         for job_id in meta.fences:
             if job_id in meta.stores:
@@ -116,18 +128,20 @@ class OffloadingConnectorWorker:
             self._give_up()
         for job_id in meta.fences:
             if job_id in self._jobs:
-                # Its source may be overwritten from here on: a second try would read other bytes.
+                # From here on its source may be overwritten, so a second try could read other bytes.
                 self._jobs[job_id].tries_left = 0
 
     def start_loads(self, meta: StepMeta) -> None:
+        """Starts the loads of the step. Nothing uses their device blocks before they are reported."""
         for job_id, spec in meta.loads.items():
-            self._jobs[job_id] = _Job(spec, False, self._epoch, self._wanted)
+            self._jobs[job_id] = _Job(spec, False, self._epoch, self._weights.latest)
             self._submit(job_id)
         for req_id, blocks in meta.broken_loads.items():
             self._finished.loaded.add(req_id)
             self._finished.failed[req_id] = blocks
 
     def end_step(self, meta: StepMeta) -> None:
+        """Accepts the stores of the step: the forward pass has computed their blocks."""
         for job_id, spec in meta.stores.items():
             if job_id not in meta.fences:
                 self._accept_store(job_id, spec)
@@ -139,7 +153,7 @@ class OffloadingConnectorWorker:
                 self._give_up()
 
     def get_finished(self, meta: StepMeta) -> Finished:
-        """What ended since the last call."""
+        """Returns what has ended since the last call. A step without tokens waits shortly for loads in progress."""
         self._collect(busy=meta.has_tokens)
         if not meta.has_tokens and not self._finished.loaded and self._is_loading():
             try:
@@ -151,17 +165,17 @@ class OffloadingConnectorWorker:
         return finished
 
     def take_report(self) -> WorkerReport | None:
-        """For the scheduler half: jobs that ended since the last call, or None."""
+        """Returns what the scheduler half must know of since the last call, or None if there is nothing."""
         if not self._report.done and not self._report.broken and self._report.changed_at < 0:
             return None
         report, self._report = self._report, WorkerReport()
         return report
 
     def suspend(self) -> None:
-        """Ends every job, because the device blocks are about to lose their memory. May be called twice.
+        """Ends all jobs, because the device blocks are about to lose their memory. May be called twice.
 
-        Copies under way are waited for, at most SUSPEND_DEADLINE_S; after that the transfer is closed for good. Loads
-        count as failed, and so do stores that were not submitted, and every job until ``resume``.
+        Waits at most SUSPEND_DEADLINE_S for copies in progress, and then closes the transfer for good. Loads count as
+        failed, as do stores that were not submitted and all jobs until ``resume``.
         """
         self._suspended = True
         if self._broken:
@@ -181,75 +195,53 @@ class OffloadingConnectorWorker:
                 self._collect(busy=False)
         except Exception:
             self._give_up()
-        # The weights may lose their memory too: no comparison begins before the next step that needs one.
-        self._wanted = self._begun
+        self._weights.cancel_pending()
 
     def resume(self) -> None:
-        """Takes jobs again: the device blocks have memory. May be called twice."""
+        """Accepts jobs again: the device blocks have memory. May be called twice."""
         self._suspended = False
 
     def shutdown(self) -> None:
+        """Closes the transfer. May be called twice."""
         self.transfer.close()
 
     def _check_weights(self, meta: StepMeta) -> None:
         if meta.epoch != self._epoch:
-            self._epoch, self._is_stale, self._must_accept = meta.epoch, False, True
-            self._wanted = self._answered = self._begun
+            self._epoch = meta.epoch
+            self._weights.begin_epoch()
         if meta.check_weights is not None:
             self._report.done[meta.check_weights] = 1
             if not self._are_weights_same():
                 self._report.failed.add(meta.check_weights)
         moves = bool(meta.loads or meta.stores)
-        # Other steps leave the weights alone: a sleeping engine takes such steps, and its weights are nowhere then. Nor
-        # are they looked at while suspended, when every job fails anyway.
-        if self.weights is None or self._broken or self._suspended or not (meta.has_tokens or moves):
-            return
-        if self._must_accept:
-            self._must_accept = False
+        # Steps without tokens and jobs must not read the weights: a sleeping engine runs such steps while its weights
+        # have no memory. While suspended all jobs fail anyway.
+        if not self._broken and not self._suspended and (meta.has_tokens or moves):
             try:
-                self.weights.accept()
+                self._note_change(self._weights.use(has_jobs=moves))
             except Exception:
                 self._give_up()
-        elif moves and not self._is_stale:
-            self._wanted += 1
-            self._compare_weights()
 
     def _are_weights_same(self) -> bool:
-        """Whether the weights are those of the epoch before. Then this epoch accepts no others."""
-        if self.weights is None or self._broken or self._suspended or not self._must_accept:
+        if self._broken or self._suspended:
             return False
         try:
-            self._must_accept = not self.weights.are_same()
+            return self._weights.are_same()
         except Exception:
             self._give_up()
-        return not (self._must_accept or self._broken)
+            return False
 
-    def _compare_weights(self) -> None:
-        """Begins the comparison that jobs wait for, unless one is under way, and takes in its answer."""
-        if self.weights is None or self._broken:
-            return
-        try:
-            while self._answered < self._wanted and not self._is_stale:
-                if self._begun == self._answered:
-                    self.weights.begin()
-                    self._begun = self._wanted
-                changed = self.weights.poll()
-                if changed is None:
-                    return
-                self._answered = self._begun
-                if changed:
-                    self._is_stale = True
-                    self._report.changed_at = self._epoch
-        except Exception:
-            self._give_up()
+    def _note_change(self, has_changed: bool) -> None:
+        if has_changed:
+            self._report.changed_at = self._epoch
 
     def _is_outdated(self, job: _Job) -> bool:
-        return self._is_stale or job.epoch != self._epoch
+        return self._weights.is_stale or job.epoch != self._epoch
 
     def _accept_store(self, job_id: int, spec: TransferSpec) -> None:
-        self._jobs[job_id] = _Job(spec, True, self._epoch, self._wanted)
+        self._jobs[job_id] = _Job(spec, True, self._epoch, self._weights.latest)
         if self._suspended:
-            # It fails at once: after ``resume`` its device blocks hold other bytes.
+            # It must fail now: after ``resume`` its device blocks hold other bytes.
             self._submit(job_id)
         else:
             self._unsubmitted.append(job_id)
@@ -267,7 +259,7 @@ class OffloadingConnectorWorker:
             self._give_up()
 
     def _give_up(self) -> None:
-        """After an error nobody expected no copy can be trusted: end the transfer, fail every job."""
+        """Closes the transfer and fails all jobs: after an unexpected error no copy can be trusted."""
         logger.exception("kvoffload: OFFLOADING IS OFF on this worker: a transfer or a check raised an error")
         self._broken = self._report.broken = True
         try:
@@ -285,22 +277,22 @@ class OffloadingConnectorWorker:
             return
         try:
             results = self.transfer.poll(busy)
+            self._note_change(self._weights.advance())
         except Exception:
             self._give_up()
             return
-        self._compare_weights()
         ended, self._unconfirmed = [*self._unconfirmed, *results], []
         for result in ended:
             job = self._jobs.get(result.job_id)
             if job is None:
                 continue
             if self._suspended and not job.is_store:
-                # What it has filled is about to be lost.
+                # The device blocks that it has filled are about to lose their memory.
                 self._end(replace(result, ok=False), self._jobs.pop(result.job_id))
             elif not result.ok and job.tries_left and not self._suspended:
                 job.tries_left -= 1
                 self._submit(result.job_id)
-            elif result.ok and job.comparison > self._answered and not self._is_outdated(job):
+            elif result.ok and not self._weights.has_answered(job.comparison) and not self._is_outdated(job):
                 self._unconfirmed.append(result)
             else:
                 self._end(result, self._jobs.pop(result.job_id))

@@ -1,4 +1,4 @@
-"""Runs one act in a child process and hands over what it reports, under deadlines."""
+"""Runs one act in a child process, under deadlines, and collects what it reports."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from kvoffload.demo.errors import DemoError
 from kvoffload.demo.protocol import ActConfig, ActSummary, EngineInfo, RequestResult
 
 START_DEADLINE_S = 600.0
-"""For vLLM to import, load the model and warm up; large models take minutes."""
+"""Time for vLLM to start, load the model and warm up. Large models take minutes."""
 REQUEST_DEADLINE_S = 120.0
 EXIT_DEADLINE_S = 30.0
 LOG_LINES_SHOWN = 15
@@ -27,7 +27,7 @@ LOG_LINES_SHOWN = 15
 
 @dataclass(slots=True)
 class ActResult:
-    """All that one act reported."""
+    """Everything that one act reported."""
 
     info: EngineInfo
     requests: list[RequestResult] = field(default_factory=list)
@@ -39,12 +39,12 @@ def run_act(
     log: Path,
     on_ready: Callable[[EngineInfo], None],
     on_request: Callable[[RequestResult], None],
-    command: tuple[str, ...] = (sys.executable, "-m", "kvoffload.vllm.demo_engine"),
+    command: tuple[str, ...] = (sys.executable, "-m", "kvoffload.demo.engine"),
 ) -> ActResult:
-    """Runs an act to its end, calling back as it goes. The engine's own output goes to ``log``.
+    """Runs an act and calls back as it progresses. The engine's output goes to ``log``.
 
-    Raises DemoError, with the end of the log, when the engine fails or is silent past a deadline. However
-    this returns, no process of the act is left behind.
+    Raises DemoError, with the end of the log, if the engine fails or is silent past a deadline. In any case no process
+    of the act is left behind.
     """
     result: ActResult | None = None
     done = False
@@ -60,12 +60,12 @@ def run_act(
             result.summary = ActSummary(**message)
             done = True
     if result is None or not done:
-        raise DemoError(_failure(log, "the engine ended early"))
+        raise DemoError(_failure(log, "the engine ended too early"))
     return result
 
 
 def _messages(config: ActConfig, log: Path, command: tuple[str, ...]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Starts the engine, sends it its configuration, yields what it sends until it ends."""
+    """Starts the engine, sends it the configuration, and yields its messages until it ends."""
     read_fd, write_fd = os.pipe()
     with log.open("wb") as log_file, os.fdopen(read_fd, "rb", buffering=0):
         try:
@@ -96,7 +96,7 @@ def _messages(config: ActConfig, log: Path, command: tuple[str, ...]) -> Iterato
 
 
 def _lines(fd: int, log: Path) -> Iterator[bytes]:
-    """Lines from a pipe until its end, each waited for at most its deadline."""
+    """Yields the lines of a pipe until its end. Raises DemoError if a line takes longer than its deadline."""
     buffer = b""
     deadline_s = START_DEADLINE_S
     with selectors.DefaultSelector() as selector:
@@ -104,7 +104,7 @@ def _lines(fd: int, log: Path) -> Iterator[bytes]:
         until = time.monotonic() + deadline_s
         while True:
             if not selector.select(max(0.0, until - time.monotonic())):
-                raise DemoError(_failure(log, f"the engine said nothing for {deadline_s:.0f} s"))
+                raise DemoError(_failure(log, f"the engine was silent for {deadline_s:.0f} s"))
             chunk = os.read(fd, 1 << 16)
             if not chunk:
                 return
@@ -116,7 +116,7 @@ def _lines(fd: int, log: Path) -> Iterator[bytes]:
 
 
 def _environment(config: ActConfig) -> dict[str, str]:
-    """The caller's environment, with the engine in one process and nothing fetched from the network."""
+    """Returns the environment of the engine, which runs in one process and fetches nothing from the network."""
     return os.environ | {
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "VLLM_NO_USAGE_STATS": "1",

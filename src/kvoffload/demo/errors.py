@@ -1,7 +1,7 @@
-"""What can go wrong before there is anything to compare."""
+"""The demo's error."""
 
 from __future__ import annotations
 
 
 class DemoError(Exception):
-    """The demo could not run. The message is for the user: what is wrong and what to do."""
+    """The demo could not run. The message tells the user why, and what to do."""

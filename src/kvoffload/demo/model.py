@@ -1,4 +1,4 @@
-"""A small Llama with random weights, written in the Hugging Face format without torch."""
+"""Writes a small Llama with random weights in Hugging Face's format, without torch."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ KV_HEADS = 4
 HEAD_DIM = HIDDEN // HEADS
 VOCAB = 512
 SPECIALS = 3
-"""Tokens before the bytes: 0 padding, 1 begin, 2 end. Byte ``b`` is token ``SPECIALS + b``."""
+"""Number of special tokens: 0 padding, 1 begin, 2 end. Byte ``b`` is token ``SPECIALS + b``."""
 MAX_POSITIONS = 8192
 INITIALIZER_RANGE = 0.08
-"""Four times the usual: with smaller weights a random model repeats one token whatever it reads."""
+"""Four times the usual value: with smaller weights a random model repeats one token regardless of its input."""
 
 CONFIG: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -47,7 +47,7 @@ CONFIG: dict[str, Any] = {
 
 
 def write_model(directory: Path, seed: int) -> int:
-    """Writes ``config.json`` and ``model.safetensors`` into ``directory``; returns the number of weights.
+    """Writes ``config.json`` and ``model.safetensors`` into ``directory``. Returns the number of weights.
 
     The same seed gives the same bytes on every machine.
     """
@@ -65,7 +65,7 @@ def write_model(directory: Path, seed: int) -> int:
 
 
 def kv_bytes_per_token(directory: Path) -> int | None:
-    """Bytes of float32 keys and values one token needs, from ``config.json``; None if it does not say."""
+    """Returns the bytes of float32 KV per token, from ``config.json``; None if fields are missing."""
     config = _config(directory)
     try:
         heads = config["num_attention_heads"]
@@ -76,7 +76,7 @@ def kv_bytes_per_token(directory: Path) -> int | None:
 
 
 def max_positions(directory: Path) -> int | None:
-    """The longest sequence the model takes, from ``config.json``; None if it does not say."""
+    """Returns the longest sequence of the model, from ``config.json``; None if the field is missing."""
     length = _config(directory).get("max_position_embeddings")
     return length if isinstance(length, int) else None
 
@@ -106,7 +106,7 @@ def _shapes() -> dict[str, tuple[int, ...]]:
 
 
 def _write_safetensors(path: Path, tensors: dict[str, np.ndarray[Any, np.dtype[np.float32]]]) -> None:
-    """The safetensors format: u64 length of the header, the header in JSON, the bytes of the tensors."""
+    """Writes the safetensors format: length of the header as u64, the header as JSON, the bytes of the tensors."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
     for name, tensor in tensors.items():

@@ -1,4 +1,4 @@
-"""``report.html``: one file that needs no other."""
+"""Renders ``report.html``, which needs no other file."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from kvoffload.demo.report import LOGPROB_TOLERANCE, Report, gbps, miss_reasons
 
 
 def render_page(report: Report) -> str:
-    """The report as one HTML page with its plots inside."""
+    """Returns the report as one HTML page that includes its plots."""
     environment = jinja2.Environment(
         loader=jinja2.PackageLoader("kvoffload.demo", "templates"),
         autoescape=True,
@@ -23,8 +23,8 @@ def render_page(report: Report) -> str:
     )
     environment.filters |= {
         "ms": units.milliseconds,
-        "times": units.times,
-        "faster": units.faster,
+        "multiple": units.multiple,
+        "speedup": units.speedup,
         "gbps": units.gigabytes_per_second,
     }
     requests = report.offload.requests
@@ -35,7 +35,7 @@ def render_page(report: Report) -> str:
         sources=list(Source),
         colours=COLOURS,
         labels=LABELS,
-        share=units.share,
+        percentage=units.percentage,
         store=gbps(report.offload, "store"),
         load=gbps(report.offload, "load"),
         reasons=miss_reasons(requests),

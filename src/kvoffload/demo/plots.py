@@ -1,4 +1,4 @@
-"""The report's plots, as SVG text to put into a page."""
+"""The plots of the demo's report, as SVG text."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from kvoffload.demo.report import Report
 from kvoffload.lab.figures import MUTED, STYLE, make_figure, svg
 
 COLOURS = {Source.RECOMPUTE: "#d9622b", Source.DEVICE: "#2f6fb5", Source.HOST: "#1f9e77", Source.DISK: "#7a4fa3"}
-"""Told apart by readers of every kind of colour vision; the marks differ too."""
+"""Distinguishable with every kind of colour vision; the marks differ too."""
 MARKS = {Source.RECOMPUTE: "o", Source.DEVICE: "s", Source.HOST: "D", Source.DISK: "^"}
 LABELS = {
     Source.RECOMPUTE: "recomputed",
@@ -24,11 +24,11 @@ LABELS = {
 
 
 def ttft_plot(report: Report) -> str:
-    """TTFT of every request, coloured by source: the first three acts, on the same logarithmic scale."""
+    """Plots the TTFT of every request of the first three acts, coloured by source, on a common logarithmic scale."""
     shown = (
         ("without kvoffload", report.baseline),
         ("with kvoffload", report.offload),
-        ("restarted: each document's last question again", report.restart),
+        ("after a restart: each document's last question again", report.restart),
     )
     with matplotlib.rc_context(STYLE):
         figure, axes = make_figure(height=6.9, rows=len(shown))
@@ -59,7 +59,7 @@ def ttft_plot(report: Report) -> str:
 
 
 def hits_plot(report: Report) -> str:
-    """Prompt tokens so far, stacked by where they came from: disk, host, device, computed."""
+    """Plots the cumulative prompt tokens, stacked by source: disk, host, device, computed."""
     with matplotlib.rc_context(STYLE):
         figure, (ax,) = make_figure(height=3.1, rows=1)
         requests = report.offload.requests + report.restart.requests
@@ -81,11 +81,11 @@ def hits_plot(report: Report) -> str:
         ax.set_ylim(0, asked[-1] * 1.05)
         labels = ("disk hit", "host hit", "device hit", "computed")
         ax.legend(layers[::-1], labels[::-1], ncols=len(labels), loc="lower right", bbox_to_anchor=(1.0, 1.0))
-        return svg(figure, "Prompt tokens so far by source, with kvoffload and after its restart")
+        return svg(figure, "Cumulative prompt tokens by source, with kvoffload and after a restart")
 
 
 def pool_plot(report: Report) -> str:
-    """Blocks of the host pool in use after each request; a restart empties it."""
+    """Plots the blocks of the host pool in use after each request; a restart empties the pool."""
     with matplotlib.rc_context(STYLE):
         figure, (ax,) = make_figure(height=2.7, rows=1)
         start = 0

@@ -1,4 +1,4 @@
-"""What the parent tells an act's engine process, and what comes back: one JSON object, then JSON lines."""
+"""The messages between the demo and an act's engine process: a configuration as JSON, then results as JSON lines."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 
 class Source(StrEnum):
-    """Where the larger part of a request's prompt came from."""
+    """The source of most of a request's prompt tokens."""
 
     RECOMPUTE = "recompute"
     DEVICE = "device"
@@ -18,38 +18,38 @@ class Source(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class ActConfig:
-    """Everything one engine process needs; sent as a JSON object on its standard input.
+    """The configuration of one engine process, sent as a JSON object on its standard input.
 
-    A document is (text, tokens to keep of it). A visit is (document, question): the prompt is
-    the document, the questions asked of it so far with their answers, and the new question.
+    A document is (text, number of its tokens to use). A visit is (document, question). Its prompt consists of the
+    document, earlier questions about it with their answers, and the new question.
     """
 
     model: str
     tokenizer: bool
-    """Encode with the model's own tokenizer; else a token is a byte."""
+    """Whether to use the model's own tokenizer; otherwise each byte is a token."""
     token_offset: int
-    """Added to a byte's value to make its token."""
+    """Added to the value of a byte to get its token."""
     documents: list[tuple[str, int]]
     questions: list[str]
     visits: list[tuple[int, int]]
     question_tokens: int
-    """A question's text is cut to so many."""
+    """Every question is cut to this many tokens."""
     answer_tokens: int
     max_model_len: int
     block_size: int
     device_blocks: int
     device_cache_gib: int
-    """What a CPU engine is told to set aside for its cache."""
+    """Size of the KV cache of a CPU engine."""
     seed: int
     connector: dict[str, Any] | None
-    """Arguments of vLLM's KVTransferConfig, or None for vLLM alone."""
+    """Arguments of vLLM's KVTransferConfig, or None to run without kvoffload."""
     answers: list[list[int] | None]
-    """For each visit None, and it is asked; or the answer an earlier act gave, which is taken as given."""
+    """Per visit the answer of an earlier act, which is used without asking; or None to ask."""
 
 
 @dataclass(frozen=True, slots=True)
 class EngineInfo:
-    """Sent once, when the engine is up and warm."""
+    """Sent once, when the engine has started and warmed up."""
 
     vllm_version: str
     device: str
@@ -60,21 +60,20 @@ class EngineInfo:
 class RequestResult:
     """Sent when a request has finished.
 
-    ``logprobs[i]`` is the one of ``output_tokens[i]``; None where it is not finite, as corrupted bytes can
-    make it.
+    ``logprobs[i]`` belongs to ``output_tokens[i]``; None if it is not finite, which corrupted bytes can cause.
     """
 
     index: int
     document: int
     follow_up: bool
-    """Asked right after another question about the same document."""
+    """Whether it was asked right after another question about the same document."""
     prompt_tokens: int
     device_tokens: int
     host_tokens: int
     disk_tokens: int
     source: Source
     reason: str | None
-    """Why the first missing block missed, in kvoffload's words; None without kvoffload."""
+    """The reason of the first missing block, as in kvoffload's records; None without kvoffload."""
     ttft_ms: float
     total_ms: float
     output_tokens: list[int]
@@ -90,16 +89,16 @@ class RequestResult:
 
 @dataclass(frozen=True, slots=True)
 class ActSummary:
-    """Sent last. ``metrics`` are kvoffload's own counters over the act, warm-up left out."""
+    """Sent last. ``metrics`` are kvoffload's counters over the act, without the warm-up."""
 
     wall_s: float
     metrics: dict[str, float] = field(default_factory=dict)
     direct_io: bool = False
-    """Whether the disk was read and written past the page cache."""
+    """Whether disk reads and writes bypassed the page cache."""
 
 
 def classify(prompt_tokens: int, device_tokens: int, host_tokens: int, disk_tokens: int) -> Source:
-    """The source of a prompt of which so many tokens were found; a minority found counts as none."""
+    """Returns the tier that had most of a prompt's tokens, or RECOMPUTE if less than half of them were found."""
     found = {Source.DEVICE: device_tokens, Source.HOST: host_tokens, Source.DISK: disk_tokens}
     if 2 * sum(found.values()) < prompt_tokens:
         return Source.RECOMPUTE

@@ -1,4 +1,4 @@
-"""The second act once more, in the lab: its recorded trace replayed, beside what the server itself found."""
+"""Replays the recorded trace of the second act and compares the hits with those that the server measured."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ TIERS = ("device", "host")
 
 @dataclass(frozen=True, slots=True)
 class Agreement:
-    """Prompt tokens that the requests of the act found in each tier, as the server measured and as the replay says."""
+    """Hit tokens of the act's requests per tier, as measured by the server and as replayed."""
 
     requests: int
     measured: dict[str, int]
     replayed: dict[str, int]
     largest_difference: int
-    """Tokens, of one request in one tier."""
+    """The largest difference of any request in any tier, in tokens."""
 
     @property
     def agrees(self) -> bool:
-        """Within TOLERANCE in each tier."""
+        """Whether both agree within TOLERANCE in each tier."""
         return all(abs(self.replayed[tier] - found) <= TOLERANCE * found for tier, found in self.measured.items())
 
     def to_dict(self) -> dict[str, Any]:
@@ -45,23 +45,23 @@ class Agreement:
 
 
 def replay_act(trace: Path, requests: Sequence[RequestResult]) -> Agreement | None:
-    """Replays all of ``trace``, of which ``requests`` are the last, and compares those.
+    """Replays ``trace``, whose last requests are ``requests``, and compares these.
 
-    None for a model with several KV cache groups, of which the lab knows one. Raises DemoError if the trace cannot be
-    replayed or has fewer requests.
+    Returns None for a model with several KV cache groups, because the lab supports only one. Raises DemoError if the
+    trace cannot be replayed or has fewer requests.
     """
     try:
         recorded = read_trace(trace, strict=True)
         if recorded.info["groups"] != 1:
             return None
-        # The pool holds all that is asked for, so nothing comes from the disk behind it.
+        # The pool holds everything, so nothing is read from disk.
         policy, pool, device = (recorded.info[name] for name in ("policy", "pool_blocks", "device_blocks"))
         result = replay(recorded, ReplayConfig(str(policy), int(str(pool)), int(str(device))))
     except KVOffloadError as error:
         raise DemoError(f"the trace of the second act cannot be replayed: {error}") from error
     warm_up = recorded.num_requests - len(requests)
     if warm_up < 0:
-        raise DemoError(f"{trace}: {recorded.num_requests} of {len(requests)} requests were recorded")
+        raise DemoError(f"{trace}: only {recorded.num_requests} of {len(requests)} requests were recorded")
     measured = {
         "device": np.array([request.device_tokens for request in requests]),
         "host": np.array([request.host_tokens + request.disk_tokens for request in requests]),

@@ -1,4 +1,4 @@
-"""What four acts show: numbers and a verdict."""
+"""The result of the demo's four acts: comparisons, numbers, and the list of failed checks."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from kvoffload.demo.protocol import RequestResult, Source
 from kvoffload.demo.replay import Agreement
 
 LOGPROB_TOLERANCE = 1e-4
-"""Adding float32 numbers in another order moves a logprob by about 1e-6, a wrong block by far more."""
+"""Another order of float32 additions changes a logprob by about 1e-6, a wrong block by far more."""
 
 BUSY = 0.5
-"""Load average a core above which another program takes part in the timings."""
+"""Load average per core above which other programs affect the timings."""
 
 DISTURBED = 1.3
-"""How many times as long the same work may take in another act before the timings are doubted."""
+"""Timings are doubtful if the same work takes longer in another act by more than this factor."""
 
 
 @dataclass(frozen=True, slots=True)
 class Quantiles:
-    """Of times in milliseconds; without any, ``count`` is 0 and the others None."""
+    """Quantiles of ``count`` times in milliseconds; None if ``count`` is 0."""
 
     p50: float | None
     p95: float | None
@@ -37,27 +37,27 @@ class Quantiles:
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """Two acts' outputs, request by request. Logprobs are compared up to the first differing token."""
+    """A comparison of two acts' outputs by request. Logprobs are compared up to the first different token."""
 
     different: list[int]
     """Requests whose tokens differ or whose logprobs differ by more than the tolerance."""
     first_token_mismatch: int | None
     max_logprob_diff: float
-    """Infinite where one of them is not finite."""
+    """Infinite if a logprob is not finite."""
 
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """The outcome of a demo. ``baseline``, ``offload``, ``restart`` and ``control`` are its acts.
+    """The result of a demo, with its acts ``baseline``, ``offload``, ``restart`` and ``control``.
 
-    ``restart`` holds some of the requests of the others, with their indexes.
+    ``restart`` has some of the requests of the others, with the same indexes.
     """
 
     model: str
     seed: int
     made_at: str
     load_average: float
-    """Of the machine, the minute before the first act."""
+    """Load average of the machine in the minute before the first act."""
     baseline: ActResult
     offload: ActResult
     restart: ActResult
@@ -66,7 +66,7 @@ class Report:
     versus_restart: Comparison
     versus_control: Comparison
     replay: Agreement | None = None
-    """None where it was not replayed."""
+    """None if the trace was not replayed."""
 
     @property
     def identical(self) -> bool:
@@ -82,15 +82,15 @@ class Report:
 
     @property
     def warnings(self) -> list[str]:
-        """What makes the timings doubtful; outputs are judged all the same."""
+        """Reasons to doubt the timings. They do not affect the comparison of outputs."""
         warnings = []
         cores = len(os.sched_getaffinity(0))
         if self.load_average > BUSY * cores:
             warnings.append(
                 f"The machine was busy before the demo began (load {self.load_average:.1f} on {cores} cores): "
-                "take the times with care."
+                "the times may be unreliable."
             )
-        # What kvoffload computes from nothing, vLLM alone computes too: that should take as long in both acts.
+        # Prompts that are recomputed in both acts should take the same time.
         computed = {r.index for r in self.offload.requests if r.source is Source.RECOMPUTE}
         without, with_it = (
             float(np.median([r.ttft_ms for r in act.requests if r.index in computed] or [0.0]))
@@ -99,13 +99,13 @@ class Report:
         if max(without, with_it) > DISTURBED * min(without, with_it):
             warnings.append(
                 f"Computing the same prompts took {without:.0f} ms without kvoffload and {with_it:.0f} ms with it: "
-                "the machine was disturbed during the demo, and the ratios are off by as much."
+                "other programs disturbed the demo, so the ratios are off by a similar factor."
             )
         return warnings
 
     @property
     def ttft_ms(self) -> dict[Source, Quantiles]:
-        """Recomputing as measured without kvoffload, hits as measured with it, those of the disk after the restart."""
+        """TTFT by source: recomputing without kvoffload, device and host hits with it, disk hits after the restart."""
         acts = {
             Source.RECOMPUTE: self.baseline,
             Source.DEVICE: self.offload,
@@ -132,7 +132,7 @@ class Report:
 
     @property
     def ratios(self) -> dict[str, float | None]:
-        """How many times sooner the first token comes, by medians."""
+        """Ratios of the median TTFT."""
         p50 = {source: q.p50 for source, q in self.ttft_ms.items()}
 
         def ratio(slow: Source, fast: Source) -> float | None:
@@ -148,7 +148,7 @@ class Report:
 
     @property
     def failures(self) -> list[str]:
-        """One sentence for each thing that is not as it must be; empty if all is well."""
+        """One sentence per failed check; empty if all passed."""
         sentences = []
         for when, act, versus in (
             ("with kvoffload", self.offload, self.versus_offload),
@@ -168,13 +168,13 @@ class Report:
             sentences.append("Nothing was loaded from host memory, so the acts prove nothing about kvoffload.")
         elif not self.corruption_detected:
             sentences.append(
-                "The control was not detected: corrupted bytes changed no output, so identical outputs prove nothing."
+                "Corruption was not detected: corrupted bytes changed no output, so identical outputs prove nothing."
             )
         if not self.hit_tokens["disk"]:
-            sentences.append("Nothing came from disk after the restart, so it proves nothing about the disk tier.")
+            sentences.append("Nothing was read from disk after the restart, so it proves nothing about the disk tier.")
         if self.replay is not None and not self.replay.agrees:
             sentences.append(
-                "Replaying the recorded trace finds other hits than the server did: "
+                "A replay of the recorded trace has other hits than the server: "
                 + ", ".join(
                     f"{self.replay.replayed[tier]:,} instead of {found:,} tokens on the {tier}"
                     for tier, found in self.replay.measured.items()
@@ -184,7 +184,7 @@ class Report:
         return sentences
 
     def to_dict(self) -> dict[str, Any]:
-        """``report.json``. Keys stay what they are; new ones may come."""
+        """Returns the content of ``report.json``. Its keys are stable; new ones may be added."""
         info = self.offload.info
         return {
             "ok": not self.failures,
@@ -237,9 +237,9 @@ class Report:
 def make_report(
     acts: Sequence[ActResult], model: str, seed: int, load_average: float = 0.0, replay: Agreement | None = None
 ) -> Report:
-    """Compares the acts: without kvoffload, with it, after the restart, and the control."""
+    """Compares the acts and returns the report. The acts: without kvoffload, with it, after the restart, control."""
     baseline, offload, restart, control = acts
-    asked_again = [baseline.requests[request.index] for request in restart.requests]
+    repeated = [baseline.requests[request.index] for request in restart.requests]
     return Report(
         model=model,
         seed=seed,
@@ -250,14 +250,14 @@ def make_report(
         restart=restart,
         control=control,
         versus_offload=compare(baseline.requests, offload.requests),
-        versus_restart=compare(asked_again, restart.requests),
+        versus_restart=compare(repeated, restart.requests),
         versus_control=compare(baseline.requests, control.requests),
         replay=replay,
     )
 
 
 def compare(expected: Sequence[RequestResult], actual: Sequence[RequestResult]) -> Comparison:
-    """Both hold the same requests in the same order; an answer may change the prompts after it."""
+    """Compares the outputs of the same requests, in the same order. (A different answer changes later prompts too.)"""
     different, mismatch, worst = [], None, 0.0
     for a, b in zip(expected, actual, strict=True):
         agree = 0
@@ -266,7 +266,7 @@ def compare(expected: Sequence[RequestResult], actual: Sequence[RequestResult]) 
         same = agree == len(a.output_tokens)
         if not same and mismatch is None:
             mismatch = a.index
-        # The first differing token is compared too: both are the likeliest after the same tokens.
+        # Include the first different token: both acts chose it as the most likely one after the same tokens.
         diff = max(map(_difference, a.logprobs[: agree + 1], b.logprobs[: agree + 1]), default=0.0)
         worst = max(worst, diff)
         if not same or diff > LOGPROB_TOLERANCE:
@@ -291,11 +291,11 @@ def ttft_quantiles(requests: Iterable[RequestResult], source: Source) -> Quantil
 
 
 def gbps(act: ActResult, direction: str) -> float | None:
-    """GB/s while copying ("store" or "load"); None where nothing was copied."""
+    """Returns the speed of copies in GB/s ("store" or "load"); None if nothing was copied."""
     seconds = act.summary.metrics.get(f"{direction}_seconds", 0.0)
     return act.summary.metrics.get(f"{direction}_bytes", 0.0) / seconds / 1e9 if seconds else None
 
 
 def miss_reasons(requests: Iterable[RequestResult]) -> dict[str, int]:
-    """How many requests had a first miss for each reason."""
+    """Returns the number of requests by the reason of their first missing block."""
     return dict(Counter(r.reason for r in requests if r.reason is not None))

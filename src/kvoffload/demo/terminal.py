@@ -1,4 +1,4 @@
-"""The demo in the terminal: progress while it runs, a table when it is done."""
+"""The demo's output in the terminal: progress while it runs, tables at its end."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from rich.text import Text
 from kvoffload.demo.protocol import EngineInfo, RequestResult, Source
 from kvoffload.demo.report import Report, gbps
 from kvoffload.demo.run import ActPlan
-from kvoffload.units import faster, gigabytes_per_second, milliseconds, share
+from kvoffload.units import gigabytes_per_second, milliseconds, percentage, speedup
 
 STYLES = {Source.RECOMPUTE: "dark_orange3", Source.DEVICE: "dodger_blue2", Source.HOST: "green4", Source.DISK: "purple"}
-PAGE_CACHE = "no: the file system cannot, so the times of disk hits may be those of memory"
+PAGE_CACHE = "no: the file system does not support it, so the times of disk hits may be those of memory"
 NAMES = {Source.RECOMPUTE: "recomputed", Source.DEVICE: "device hit", Source.HOST: "host hit", Source.DISK: "disk hit"}
 
 
 class TerminalProgress:
-    """One bar an act; a context manager."""
+    """A context manager that shows one progress bar per act."""
 
     def __init__(self, console: Console) -> None:
         self._bars = Progress(
@@ -51,24 +51,25 @@ class TerminalProgress:
 
 
 def summary(report: Report) -> RenderableType:
-    """The closing tables."""
+    """Returns the tables at the end."""
     return Group(Text(), _ttft_table(report), Text(), _facts_table(report))
 
 
 def verdict(report: Report) -> Text:
-    """One sentence a failure, or one that says all is well; before it, what makes the timings doubtful."""
-    words = Text("".join(f"{sentence}\n" for sentence in report.warnings), style="yellow")
+    """Returns the warnings about timings, then one sentence per failure, or one that all checks passed."""
+    text = Text("".join(f"{sentence}\n" for sentence in report.warnings), style="yellow")
     if report.failures:
-        return words.append("\n".join(report.failures), style="bold red")
-    return words.append(
-        "Outputs are identical with kvoffload and after a restart, and the control was caught.", style="bold green"
+        return text.append("\n".join(report.failures), style="bold red")
+    return text.append(
+        "Outputs are identical with kvoffload and after a restart, and the corruption was detected.",
+        style="bold green",
     )
 
 
 def _ttft_table(report: Report) -> Table:
     table = Table(box=box.SIMPLE_HEAD, title="Time to first token", title_justify="left", title_style="bold")
     table.add_column("prompt")
-    for name in ("requests", "p50", "p95", "against recompute"):
+    for name in ("requests", "p50", "p95", "vs. recompute"):
         table.add_column(name, justify="right")
     for source, q in report.ttft_ms.items():
         table.add_row(
@@ -76,7 +77,7 @@ def _ttft_table(report: Report) -> Table:
             str(q.count),
             milliseconds(q.p50),
             milliseconds(q.p95),
-            "" if source is Source.RECOMPUTE else faster(report.ratios[f"recompute_to_{source}"]),
+            "" if source is Source.RECOMPUTE else speedup(report.ratios[f"recompute_to_{source}"]),
         )
     return table
 
@@ -87,17 +88,17 @@ def _facts_table(report: Report) -> Table:
     table.add_column("value")
     hits, asked = report.hit_tokens, report.tokens_asked
     corrupted = len(report.versus_control.different)
-    table.add_row("requests an act", str(len(report.offload.requests)))
-    table.add_row("tokens asked", f"{asked:,}")
-    table.add_row("hit tokens, device", f"{hits['device']:,} ({share(hits['device'], asked)})")
-    table.add_row("hit tokens, host", f"{hits['host']:,} ({share(hits['host'], asked)})")
+    table.add_row("requests per act", str(len(report.offload.requests)))
+    table.add_row("prompt tokens", f"{asked:,}")
+    table.add_row("hit tokens, device", f"{hits['device']:,} ({percentage(hits['device'], asked)})")
+    table.add_row("hit tokens, host", f"{hits['host']:,} ({percentage(hits['host'], asked)})")
     disk, again = hits["disk"], report.restart_tokens_asked
-    table.add_row("hit tokens, disk", f"{disk:,} ({share(disk, again)} of those asked again after the restart)")
+    table.add_row("hit tokens, disk", f"{disk:,} ({percentage(disk, again)} of the prompts after the restart)")
     table.add_row("store, device to host", gigabytes_per_second(gbps(report.offload, "store")))
     table.add_row("load, host to device", gigabytes_per_second(gbps(report.offload, "load")))
     table.add_row(
-        "time of the act",
-        f"{report.offload.summary.wall_s:.1f} s, without kvoffload {report.baseline.summary.wall_s:.1f} s",
+        "duration of the act",
+        f"{report.offload.summary.wall_s:.1f} s; without kvoffload {report.baseline.summary.wall_s:.1f} s",
     )
     table.add_row(
         "outputs identical",
@@ -108,7 +109,7 @@ def _facts_table(report: Report) -> Table:
         "identical after the restart",
         _yes_no(report.restart_identical, f"{same} of {len(report.restart.requests)}"),
     )
-    table.add_row("disk read past the page cache", "yes" if report.restart.summary.direct_io else PAGE_CACHE)
+    table.add_row("disk reads bypass the page cache", "yes" if report.restart.summary.direct_io else PAGE_CACHE)
     table.add_row(
         "corruption detected",
         _yes_no(report.corruption_detected, f"{corrupted} of {len(report.control.requests)} outputs changed"),
@@ -116,10 +117,10 @@ def _facts_table(report: Report) -> Table:
     if report.replay is not None:
         replayed = report.replay.replayed
         detail = ", ".join(
-            f"{replayed[tier]:,} hit tokens for {measured:,} on the {tier}"
+            f"{tier} {replayed[tier]:,} hit tokens (measured {measured:,})"
             for tier, measured in report.replay.measured.items()
         )
-        table.add_row("replay of its trace agrees", _yes_no(report.replay.agrees, detail))
+        table.add_row("replay of the trace agrees", _yes_no(report.replay.agrees, detail))
     return table
 
 

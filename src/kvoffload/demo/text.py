@@ -1,4 +1,4 @@
-"""Real text to talk about: Python's own standard library, or a directory of the user's."""
+"""Loads real text for the conversations: Python's standard library, or a directory of the user."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ MAX_FILE_BYTES = 1_000_000
 
 @dataclass(frozen=True, slots=True)
 class Document:
-    """A piece of text and the file it begins in."""
+    """A piece of text and the file in which it begins."""
 
     name: str
     text: str
 
 
 def load_documents(directory: Path | None, count: int, chars: int, seed: int) -> list[Document]:
-    """``count`` documents of ``chars`` characters, no two from the same place.
+    """Returns ``count`` documents of ``chars`` characters that do not overlap.
 
-    The files of ``directory``, or of the standard library without one, are joined in an order that
-    ``seed`` shuffles and cut at even distances, so that one long file does as well as many short ones.
-    Files that are not UTF-8 text are passed over. Raises DemoError if there is too little text.
+    The files of ``directory``, by default of the standard library, are joined in an order shuffled by ``seed``.
+    Documents start at equal distances in the result, so one long file works as well as many short ones. Files that are
+    not UTF-8 text are skipped. Raises DemoError if there is too little text.
     """
     if directory is None:
         root, files = _standard_library()
@@ -45,7 +45,7 @@ def load_documents(directory: Path | None, count: int, chars: int, seed: int) ->
             break
     if total < count * chars:
         raise DemoError(
-            f"{root} holds {total:,} characters of UTF-8 text; the demo needs {count * chars:,}: "
+            f"{root} has {total:,} characters of UTF-8 text, but the demo needs {count * chars:,}: "
             "add text files, or leave --text out to use Python's standard library"
         )
     joined = "".join(texts)

@@ -1,1 +1,1 @@
-"""Host memory for offloaded blocks."""
+"""Host memory: ``pool`` holds the bytes of offloaded blocks, ``limits`` says how much memory there may be."""

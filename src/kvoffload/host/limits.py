@@ -1,8 +1,8 @@
-"""How much memory this process may take, and what other processes have reserved and not allocated yet.
+"""How much memory this process may allocate, and how much other processes have reserved but not allocated yet.
 
-A reservation is a memory file whose length says how much its process will take. The part that is allocated already
-shows in the free memory of the machine; the rest is outstanding. The file has no name in any file system. It is gone
-when its process is, whatever ends that, and the reservation with it.
+A reservation is a memory file whose length is the amount that its process will allocate. The part that is allocated
+already is missing from the machine's free memory; the rest is outstanding. The file has no name in any file system, so
+the reservation ends with its process, however that ends.
 """
 
 from __future__ import annotations
@@ -15,38 +15,38 @@ from dataclasses import dataclass
 from pathlib import Path
 
 RESERVATION = "kvoffload"
-"""Before the colon in a reservation's name; behind it are the NUMA nodes that its process may allocate on."""
+"""The name of a reservation's file is this, a colon, and the NUMA nodes on which its process may allocate."""
 
 _LINK = re.compile(rf"/memfd:{RESERVATION}:([0-9,-]*) \(deleted\)")
 _BIND_POLICY = re.compile(r" bind(?:=[a-z+|]+)?:([0-9,-]+)")
 _RECLAIMABLE = ("MemFree", "Active(file)", "Inactive(file)", "SReclaimable")
-"""Of a NUMA node: at most so much of the machine's available memory is on it."""
+"""Fields of a NUMA node's meminfo. The node has at most their sum of the machine's available memory."""
 
 
 def available_memory(others: Iterable[Reservation] = ()) -> int:
-    """Bytes this process may still allocate when ``others`` have allocated all of theirs: available memory of the
-    machine on the NUMA nodes that it may allocate on, less if a cgroup grants less."""
-    # Before anything else is read: what is allocated in between counts twice, rather than not at all.
+    """Returns how many bytes this process may still allocate once ``others`` have allocated all that they reserved: the
+    available memory of the NUMA nodes that it may use, or less if a cgroup limit is lower."""
+    # Read this first: memory that is allocated between the two reads then counts twice, and never not at all.
     outstanding = [(other, other.outstanding()) for other in others]
-    nodes = _allowed_nodes()
+    nodes = allowed_nodes()
     available = _on_nodes("MemAvailable", nodes, _RECLAIMABLE)
     available -= sum(nbytes for other, nbytes in outstanding if not nodes or nodes & other.nodes or not other.nodes)
-    for limit in _cgroup_limits():
+    for limit in cgroup_limits():
         within = sum(nbytes for other, nbytes in outstanding if limit.holds(other.pid))
         available = min(available, limit.most - limit.used - within)
     return max(0, available)
 
 
 def total_memory() -> int:
-    """Bytes this process could have at best: the memory of the machine's NUMA nodes that its cpuset allows, less if a
-    cgroup grants less. A binding of this process alone does not count: others of the server may have another."""
-    total = _on_nodes("MemTotal", _cpuset_nodes(), ("MemTotal",))
-    return min([total, *(limit.most for limit in _cgroup_limits())])
+    """Returns the bytes that a server could allocate at most: the memory of the NUMA nodes in its cpuset, or less if a
+    cgroup limit is lower. The memory policy of this process is ignored: other ranks may have another."""
+    total = _on_nodes("MemTotal", cpuset_nodes(), ("MemTotal",))
+    return min([total, *(limit.most for limit in cgroup_limits())])
 
 
 @dataclass(frozen=True, slots=True)
 class Reservation:
-    """A memory file of process ``pid``, which may allocate on NUMA ``nodes`` (none: not known)."""
+    """A memory file of process ``pid``, which may allocate on NUMA ``nodes`` (empty: not known)."""
 
     path: Path
     pid: int
@@ -54,7 +54,7 @@ class Reservation:
     nodes: frozenset[int]
 
     def outstanding(self) -> int:
-        """Bytes that are reserved and not allocated; none once the process has ended or closed the file."""
+        """Returns the bytes that are reserved but not allocated; 0 once the process has ended or closed the file."""
         try:
             status = os.stat(self.path)
         except OSError:
@@ -63,8 +63,9 @@ class Reservation:
 
 
 def reserve(nbytes: int) -> int:
-    """A new memory file of ``nbytes``, of which nothing is allocated. From here on others count it. Raises OSError."""
-    nodes = ",".join(map(str, sorted(_allowed_nodes())))
+    """Returns the descriptor of a new memory file of ``nbytes``, none of them allocated. Other processes count it from
+    now on. Raises OSError."""
+    nodes = ",".join(map(str, sorted(allowed_nodes())))
     fd = os.memfd_create(f"{RESERVATION}:{nodes}", os.MFD_CLOEXEC)
     try:
         os.ftruncate(fd, nbytes)
@@ -75,8 +76,8 @@ def reserve(nbytes: int) -> int:
 
 
 def other_reservations(fd: int) -> list[Reservation]:
-    """Those that are outstanding besides ``fd``'s, of processes that this one may look into: those of the same user;
-    for root, all that it sees. The order is the same in every process."""
+    """Returns the outstanding reservations, except that of ``fd``, of the processes that this one may inspect: those of
+    the same user, or for root all that it can see. The order is the same in every process."""
     mine = os.fstat(fd).st_ino
     found: dict[int, Reservation] = {}
     for pid in sorted(int(name) for name in os.listdir("/proc") if name.isdecimal()):
@@ -97,33 +98,34 @@ def other_reservations(fd: int) -> list[Reservation]:
 
 
 def _on_nodes(field: str, nodes: frozenset[int], parts: Sequence[str]) -> int:
-    """``field`` of the machine's memory, less the sum of ``parts`` on every node that is not in ``nodes``."""
-    total = _field(Path("/proc/meminfo"), field)
+    """Returns ``field`` of the machine's meminfo minus the ``parts`` of every node not in ``nodes``, in bytes."""
+    total = meminfo_field(Path("/proc/meminfo"), field)
     if nodes:
         for folder in Path("/sys/devices/system/node").glob("node[0-9]*"):
             if int(folder.name.removeprefix("node")) not in nodes:
-                total -= sum(_field(folder / "meminfo", part) for part in parts)
+                total -= sum(meminfo_field(folder / "meminfo", part) for part in parts)
     return max(0, total)
 
 
-def _field(file: Path, name: str) -> int:
-    """Bytes under ``name`` in a file such as /proc/meminfo."""
+def meminfo_field(file: Path, name: str) -> int:
+    """Returns the field ``name`` of a file such as /proc/meminfo, in bytes."""
     found = re.search(rf"\b{re.escape(name)}:\s+(\d+) kB", file.read_text())
     return int(found[1]) * 1024 if found else 0
 
 
-def _allowed_nodes() -> frozenset[int]:
-    """NUMA nodes that this thread may allocate on; none if that is not known, and then all."""
-    nodes = _cpuset_nodes()
+def allowed_nodes() -> frozenset[int]:
+    """Returns the NUMA nodes that this thread may allocate on; an empty set if that is not known."""
+    nodes = cpuset_nodes()
     with contextlib.suppress(OSError), Path("/proc/thread-self/numa_maps").open() as maps:
-        # The first mapping is the program, which has no policy of its own.
+        # The first mapping, the program, has no policy of its own: the kernel shows the thread's.
         bound = _BIND_POLICY.search(maps.readline())
         if bound is not None:
             nodes = (nodes & _node_list(bound[1])) or nodes
     return nodes
 
 
-def _cpuset_nodes() -> frozenset[int]:
+def cpuset_nodes() -> frozenset[int]:
+    """Returns the NUMA nodes in this process's cpuset; an empty set if they are not known."""
     with contextlib.suppress(OSError):
         found = re.search(r"^Mems_allowed_list:\s*([0-9,-]+)$", Path("/proc/self/status").read_text(), re.MULTILINE)
         if found is not None:
@@ -132,7 +134,7 @@ def _cpuset_nodes() -> frozenset[int]:
 
 
 def _node_list(text: str) -> frozenset[int]:
-    """The numbers in a list as the kernel writes it, such as "0,2-3"."""
+    """Returns the numbers in a list in the kernel's format, such as "0,2-3"."""
     nodes: set[int] = set()
     for part in filter(None, text.split(",")):
         first, _, last = part.partition("-")
@@ -144,23 +146,25 @@ def _node_list(text: str) -> frozenset[int]:
 
 
 @dataclass(frozen=True, slots=True)
-class _CgroupLimit:
+class CgroupLimit:
+    """The memory limit of one cgroup, in bytes."""
+
     controllers: str
-    """Of its hierarchy, as /proc/PID/cgroup has them; none: of version 2."""
+    """The controllers of its hierarchy, as in /proc/PID/cgroup; empty for cgroup version 2."""
     group: str
     most: int
     used: int
-    """Without page cache that can go."""
+    """Without page cache that can be reclaimed."""
 
     def holds(self, pid: int) -> bool:
-        """Whether process ``pid`` allocates under this limit too; yes if that is not known."""
+        """Whether process ``pid`` allocates under this limit too; True if that is not known."""
         paths = dict(_cgroups(pid))
         path = paths.get(self.controllers)
         return path is None or f"{path}/".startswith(f"{self.group.rstrip('/')}/")
 
 
 def _cgroups(pid: int | str) -> list[tuple[str, str]]:
-    """The memory cgroups of a process: controllers of the hierarchy and path in it."""
+    """Returns the memory cgroups of a process as (controllers of the hierarchy, path in it)."""
     found = []
     with contextlib.suppress(OSError, ValueError):
         for line in Path(f"/proc/{pid}/cgroup").read_text().splitlines():
@@ -170,8 +174,8 @@ def _cgroups(pid: int | str) -> list[tuple[str, str]]:
     return found
 
 
-def _cgroup_limits() -> list[_CgroupLimit]:
-    """Every memory cgroup around this process that has a limit."""
+def cgroup_limits() -> list[CgroupLimit]:
+    """Returns the limits of all memory cgroups that contain this process."""
     limits = []
     for controllers, path in _cgroups("self"):
         root = Path("/sys/fs/cgroup") / ("memory" if controllers else "")
@@ -185,7 +189,7 @@ def _cgroup_limits() -> list[_CgroupLimit]:
             with contextlib.suppress(OSError, ValueError):
                 most, used = (int((group / name).read_text()) for name in names[:2])
                 within = "/" + group.relative_to(root).as_posix().removeprefix(".")
-                limits.append(_CgroupLimit(controllers, within, most, used - _cgroup_stat(group, names[2])))
+                limits.append(CgroupLimit(controllers, within, most, used - _cgroup_stat(group, names[2])))
             if group == root:
                 break
     return limits

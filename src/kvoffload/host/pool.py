@@ -1,4 +1,4 @@
-"""Host memory for offloaded blocks: the pool itself, and the backend that hands out its slots."""
+"""The host pool: one rank's memory for offloaded blocks, and the handle by which other processes open it."""
 
 from __future__ import annotations
 
@@ -24,43 +24,29 @@ logger = logging.getLogger(__name__)
 
 
 SLOT_ALIGNMENT = 4096
-
-
 HUGE_PAGE = 2 << 20
-
-
 RESERVATION_DEADLINE_S = 1.0
-"""How long a process that would have room, but for others that reserve memory at the same time, waits for them to give
-up."""
-
-
+"""If several processes reserve memory at the same time and not all fit, one of them waits this long for the others to
+give up."""
 ALLOCATION_STEP = 1 << 30
-"""Bytes that are allocated between two looks at what memory is left."""
-
-
+"""Bytes allocated between two checks of the memory left."""
 LOG_EVERY_S = 10.0
-
-
 _TOUCH_STEP = 16 * HUGE_PAGE
-
-
 _MADV_POPULATE_WRITE = 23
-
-
 _MADV_COLLAPSE = 25
 
 
 def padded_slot_bytes(block_bytes: int) -> int:
-    """Bytes of a slot for blocks of ``block_bytes``: padded to 4 KiB, so that disks can read into it."""
+    """Returns the bytes per slot for blocks of ``block_bytes``: padded to 4 KiB, so that direct I/O can use slots."""
     return -(-block_bytes // SLOT_ALIGNMENT) * SLOT_ALIGNMENT
 
 
 @dataclass(frozen=True, slots=True)
 class PoolHandle:
-    """Where a process's pool is: good for other processes of the same machine while that process lives."""
+    """Lets other processes on the same machine open a process's pool while that process lives."""
 
     boot_id: str
-    """Names the running machine."""
+    """Identifies the running machine."""
     pid: int
     fd: int
     inode: int
@@ -68,17 +54,17 @@ class PoolHandle:
     slot_bytes: int
 
     def check_reachable(self) -> None:
-        """Raises ConfigError unless this process is on the machine of the pool."""
+        """Raises ConfigError unless this process runs on the pool's machine."""
         if self.boot_id != _boot_id():
             raise ConfigError(
-                "a worker runs on another node than the scheduler: kvoffload serves engines whose workers are all on "
-                "one node; run an engine on each node"
+                "a worker runs on another node than the scheduler: kvoffload needs all workers of an engine on one "
+                "node; run one engine per node"
             )
 
     def open(self) -> npt.NDArray[np.uint8]:
-        """The pool's bytes, shape (num_blocks, slot_bytes), shared with its owner. They stay valid when that ends.
+        """Returns the pool's bytes, shape (num_blocks, slot_bytes), shared with its owner. They outlive the owner.
 
-        Raises ConfigError if it cannot be reached, or has gone.
+        Raises ConfigError if the pool cannot be opened or no longer exists.
         """
         self.check_reachable()
         try:
@@ -86,7 +72,7 @@ class PoolHandle:
         except OSError as error:
             raise ConfigError(
                 f"the host pool of worker process {self.pid} cannot be opened ({error.strerror}): run scheduler and "
-                "workers as one user in one container"
+                "workers as the same user in the same container"
             ) from error
         try:
             if os.fstat(fd).st_ino != self.inode:
@@ -106,15 +92,15 @@ def _beside(others: Sequence[Reservation]) -> str:
         return ""
     nbytes = format_bytes(sum(other.outstanding() for other in others))
     pids = ", ".join(str(pid) for pid in dict.fromkeys(other.pid for other in others))
-    return f" beside {nbytes} that other pools have reserved and not allocated yet (process {pids})"
+    return f" beside {nbytes} that other pools have reserved but not allocated yet (process {pids})"
 
 
 class HostPool:
     """One rank's host memory: ``num_blocks`` slots of ``slot_bytes`` in an unnamed memory file.
 
-    Fully allocated when the constructor returns: if the machine cannot give that much, it raises
-    ConfigError and nothing is left. The file has no name, so nothing remains of it when the process ends,
-    whatever ends it. Pages are touched and collapsed to huge pages by a background thread.
+    The constructor allocates all of it, or raises ConfigError and leaves nothing behind if there is too little memory.
+    The file has no name, so it ends with the process, however that ends. A background thread touches the pages and
+    collapses them to huge pages.
 
     ``data`` is the pool as bytes, shape (num_blocks, slot_bytes).
     """
@@ -130,10 +116,10 @@ class HostPool:
         self._toucher.start()
 
     def _allocate(self) -> None:
-        """Reserves the memory and makes sure that there is room for it beside what others have reserved, then takes it.
+        """Reserves the memory, checks that it fits beside what others have reserved, then allocates it.
 
-        No lock is held: every process reserves before it looks, so of two that reserve at the same time one sees the
-        other at least.
+        This needs no lock: every process reserves before it checks, so if two reserve at the same time, at least one
+        sees the other.
         """
         try:
             self.fd = reserve(self.nbytes)
@@ -151,8 +137,8 @@ class HostPool:
             ) from error
 
     def _find_room(self) -> None:
-        """Raises ConfigError if there is no room. If several processes reserve at the same time and do not all have
-        room, the first by number waits for the others to give up."""
+        """Raises ConfigError if there is no room. If several processes reserve at the same time and not all fit, the
+        first by process id waits for the others to give up."""
         deadline = time.monotonic() + RESERVATION_DEADLINE_S
         waits = False
         while True:
@@ -164,13 +150,13 @@ class HostPool:
             is_first = all(mine < (other.pid, other.inode) for other in others)
             if not others or not is_first or time.monotonic() >= deadline:
                 raise ConfigError(
-                    f"host_bytes: {format_bytes(self.nbytes)} asked for, but only {format_bytes(available)} can be "
+                    f"host_bytes: {format_bytes(self.nbytes)} requested, but only {format_bytes(available)} can be "
                     f"allocated here{_beside(others)}; set host_bytes to {format_bytes(available * 8 // 10)} or less"
                 )
             if not waits:
                 waits = True
                 logger.info(
-                    "kvoffload: host pool of %s%s: waiting for at most %g s",
+                    "kvoffload: host pool of %s%s: waiting up to %g s",
                     format_bytes(self.nbytes),
                     _beside(others),
                     RESERVATION_DEADLINE_S,
@@ -178,16 +164,16 @@ class HostPool:
             time.sleep(0.01)
 
     def _take(self) -> None:
-        """Allocates step by step. Raises ConfigError when others, who reserve nothing or cannot be seen, leave too
-        little."""
+        """Allocates step by step. Raises ConfigError if processes whose reservations are not visible leave too little
+        memory meanwhile."""
         logged = time.monotonic()
         for offset in range(0, self.nbytes, ALLOCATION_STEP):
             left, available = self.nbytes - offset, available_memory()
             if left > available:
                 raise ConfigError(
-                    f"host_bytes: {format_bytes(self.nbytes)} asked for, but other processes took memory at the same "
-                    f"time: {format_bytes(available)} can be allocated now, and {format_bytes(left)} are still to "
-                    f"come; set host_bytes to {format_bytes((offset + available) * 8 // 10)} or less"
+                    f"host_bytes: {format_bytes(self.nbytes)} requested, but other processes took memory at the same "
+                    f"time: {format_bytes(left)} are still to be allocated, but only {format_bytes(available)} are "
+                    f"available; set host_bytes to {format_bytes((offset + available) * 8 // 10)} or less"
                 )
             step = min(ALLOCATION_STEP, left)
             os.posix_fallocate(self.fd, offset, step)
@@ -197,13 +183,13 @@ class HostPool:
                 logger.info("kvoffload: host pool: %s of %s allocated", done, format_bytes(self.nbytes))
 
     def handle(self) -> PoolHandle:
-        """What another process of this machine needs in order to open the pool."""
+        """Returns what another process on this machine needs to open the pool."""
         return PoolHandle(_boot_id(), os.getpid(), self.fd, os.fstat(self.fd).st_ino, self.num_blocks, self.slot_bytes)
 
     def _touch_all(self) -> None:
-        """Faults every page in and asks for huge pages, a piece at a time, off the engine's thread.
+        """Faults in every page and requests huge pages, piece by piece, off the engine's thread.
 
-        Both are wishes: a kernel that knows neither leaves ordinary pages that are touched on first use.
+        Both are optional: on a kernel that supports neither, ordinary pages are faulted in on first use.
         """
         madvise = ctypes.CDLL(None, use_errno=True).madvise
         madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
@@ -214,8 +200,12 @@ class HostPool:
                 return
             madvise(start + offset, size, _MADV_COLLAPSE)
 
+    def wait_until_touched(self) -> None:
+        """Waits for the background thread, so that a benchmark does not measure page faults."""
+        self._toucher.join()
+
     def close(self) -> None:
-        """Gives the memory back. Arrays made from ``data`` keep it alive until they are gone."""
+        """Frees the memory; arrays made from ``data`` keep it alive until they are deleted. May be called twice."""
         if self._closing.is_set():
             return
         self._closing.set()

@@ -1,1 +1,1 @@
-"""The lab: request traces replayed through the very managers and policies that serve an engine."""
+"""The lab replays request traces through the same managers and policies that serve an engine."""

@@ -1,4 +1,4 @@
-"""Capacities as people write them: a share of a trace's distinct blocks, blocks, or bytes."""
+"""Parses capacities: a percentage of a trace's distinct blocks, a number of blocks, or an amount of memory."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ _BLOCKS = re.compile(r"\d{1,30}", re.ASCII)
 
 
 def parse_capacity(text: str, trace: Trace, model: ModelShape, setting: str = "capacity") -> int:
-    """Blocks in "1%" (of the trace's distinct blocks, rounded down, 1 at least), "5859" (blocks) or "64GiB" (bytes of
-    ``model``'s KV, whole blocks). Raises ConfigError naming ``setting``."""
+    """Returns the blocks in "1%" (of the trace's distinct blocks, rounded down, at least 1), "5859" (blocks) or "64GiB"
+    (memory for KV of ``model``, whole blocks). Raises ConfigError that names ``setting``."""
     fix = (
-        "write a share of the trace's distinct blocks such as 1%, a number of blocks such as 5859, or an amount of "
-        "memory such as 64GiB"
+        "write a percentage of the trace's distinct blocks such as 1%, a number of blocks such as 5859, or an amount "
+        "of memory such as 64GiB"
     )
     text = text.strip()
     if percent := _PERCENT.fullmatch(text):
@@ -30,7 +30,7 @@ def parse_capacity(text: str, trace: Trace, model: ModelShape, setting: str = "c
     if _BLOCKS.fullmatch(text):
         blocks = int(text)
         if not 1 <= blocks <= MAX_BLOCKS:
-            raise ConfigError(f"{setting}={text!r}: must be 1 block or more, and at most {MAX_BLOCKS}; {fix}")
+            raise ConfigError(f"{setting}={text!r}: must be 1 to {MAX_BLOCKS} blocks; {fix}")
         return blocks
     try:
         amount = parse_bytes(setting, text)
@@ -40,7 +40,7 @@ def parse_capacity(text: str, trace: Trace, model: ModelShape, setting: str = "c
     blocks = int(amount // block_bytes) if block_bytes else 0
     if blocks < 1:
         raise ConfigError(
-            f"{setting}={text!r}: holds no block; one takes {format_bytes(int(block_bytes))} "
+            f"{setting}={text!r}: too small for one block of {format_bytes(int(block_bytes))} "
             f"({trace.block_tokens} tokens of {model.name}); {fix}"
         )
     return min(blocks, MAX_BLOCKS)

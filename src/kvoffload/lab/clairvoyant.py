@@ -1,5 +1,5 @@
-"""The bound: the policy that knows the future. Belady, "A Study of Replacement Algorithms for a Virtual-Storage
-Computer", IBM Systems Journal 1966, over chains of blocks."""
+"""The clairvoyant policy, an upper bound for all others: Belady, "A Study of Replacement Algorithms for a
+Virtual-Storage Computer", IBM Systems Journal 1966, applied to chains of blocks."""
 
 from __future__ import annotations
 
@@ -9,30 +9,30 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from kvoffload.abc import CachePolicy, IntegrityError, OffloadKey, Slots
+from kvoffload.abc import Access, CachePolicy, Eviction, IntegrityError, OffloadKey, Slots
 from kvoffload.lab.trace import Ints, Trace
 
 COMPACT_FROM = 4
-"""The heap is made anew when it has so many times more entries than the cache has blocks."""
+"""The heap is rebuilt when it has more than this many entries per block of the cache."""
 
 _EMPTY = -1
 
 
 def clairvoyant_policy(trace: Trace) -> Callable[[int], CachePolicy]:
-    """What makes, for a number of blocks, the policy that knows when each block of ``trace`` is asked for next.
+    """Returns a factory, from a capacity in blocks, of the policy that knows when each block of ``trace`` is used next.
 
-    For replays of that very trace, from its first request on. It is a bound for block hits of one cache that gets all
-    requests; chains being what they are, no policy is known that finds longer prefixes.
+    The policy works only for a replay of that trace from its first request. It maximizes the block hits of one cache
+    that gets all requests; we know of no policy that finds longer prefixes.
     """
     future = _Future(trace)
     return lambda capacity: ClairvoyantPolicy(capacity, future)
 
 
 class _Future:
-    """When each block is asked for after each of its accesses, as a rank: low is soon.
+    """For each access of a block, when the block is requested next, as a rank: lower is sooner.
 
-    By the request that asks, and of one request's blocks by their depth: a chain's tail comes after its head. What
-    is never asked for again has the rank ``never``. Only prompts ask; outputs are stored.
+    Ranks order by request, then by depth in its chain, so a chain's tail comes after its head. A block that is never
+    requested again has the rank ``never``. Only prompts request blocks; outputs are just stored.
     """
 
     def __init__(self, trace: Trace) -> None:
@@ -49,7 +49,7 @@ class _Future:
         self.ranks = self._next_ranks(requests * deepest + depths, asks, trace.num_distinct)
 
     def _next_ranks(self, ranks: Ints, asks: npt.NDArray[np.bool_], num_distinct: int) -> Ints:
-        """For each access the rank of the next that asks for its block."""
+        """Returns, per access, the rank of the next request for its block."""
         following = [self.never] * num_distinct
         found = []
         for block, rank, asked in zip(
@@ -62,9 +62,10 @@ class _Future:
 
 
 class ClairvoyantPolicy(CachePolicy):
-    """Evicts what is asked for again last, and stores nothing for which something that is asked for sooner would leave.
+    """Evicts the block that is asked for again last, and stores no block for which one that is asked for sooner would
+    have to leave.
 
-    Raises IntegrityError if ``observe`` is shown another request than the trace's next.
+    ``access`` raises IntegrityError if it is given another request than the next one of the trace.
     """
 
     def __init__(self, capacity: int, future: _Future) -> None:
@@ -73,34 +74,36 @@ class ClairvoyantPolicy(CachePolicy):
         self._request = -1
         self._rank_of_block = np.full(len(future.keys), future.never, dtype=np.int64)
         self._asked_by = np.full(len(future.keys), _EMPTY, dtype=np.int64)
-        """The last request, by block."""
+        """The last request that used each block."""
         self._block_of = np.full(capacity, _EMPTY, dtype=np.int64)
         self._rank_of = np.full(capacity, _EMPTY, dtype=np.int64)
-        """By slot, as the one before."""
+        """By slot, as ``_block_of``."""
         self._heap: list[int] = []
-        """Ranks and slots in one number each, the last rank first. Live while it tells the slot's rank."""
+        """A rank and a slot combined in each number, the highest rank first. Stale if the slot's rank has changed."""
 
-    def observe(self, keys: Sequence[OffloadKey]) -> None:
+    def access(self, access: Access) -> None:
         self._request += 1
-        future = self._future
+        future, keys = self._future, access.keys
         start, end = future.offsets[self._request : self._request + 2]
         if len(keys) > end - start or (len(keys) and keys[-1] != future.keys[future.blocks[start + len(keys) - 1]]):
-            raise IntegrityError(f"the clairvoyant policy was not shown request {self._request} of its trace")
+            raise IntegrityError(f"the clairvoyant policy was not given request {self._request} of its trace")
         chain = future.blocks[start:end]
         self._rank_of_block[chain] = future.ranks[start:end]
         self._asked_by[chain] = self._request
+        self._rank(access.slots)
 
-    def touch(self, slots: Slots, ready: npt.NDArray[np.bool_], pinned: npt.NDArray[np.bool_]) -> None:
+    def insert(self, slots: Slots, keys: Sequence[OffloadKey]) -> None:
+        self._block_of[slots] = self._numbers(keys)
+        self._rank(slots)
+
+    def _rank(self, slots: Slots) -> None:
+        """Gives blocks the ranks that they have from now on."""
         ranks = self._rank_of[slots] = self._rank_of_block[self._block_of[slots]]
         for entry in ((self._future.never - ranks) * self.capacity + slots).tolist():
             heapq.heappush(self._heap, entry)
         if len(self._heap) > COMPACT_FROM * self.capacity:
             held = np.flatnonzero(self._rank_of != _EMPTY)
             self._heap = np.sort((self._future.never - self._rank_of[held]) * self.capacity + held).tolist()
-
-    def insert(self, slots: Slots, keys: Sequence[OffloadKey]) -> None:
-        self._block_of[slots] = self._numbers(keys)
-        self.touch(slots, *np.zeros((2, len(slots)), dtype=np.bool_))
 
     def admit(self, keys: Sequence[OffloadKey], shortage: int) -> npt.NDArray[np.bool_]:
         ranks = self._rank_of_block[self._numbers(keys)]
@@ -120,18 +123,18 @@ class ClairvoyantPolicy(CachePolicy):
         return admitted
 
     def _pop_other(self, popped: list[int]) -> int:
-        """The rank of the next entry that is not of the request now served, since that must stay; -1 if there is none.
-        What is looked at leaves the heap for ``popped``."""
+        """Returns the rank of the next entry that is not part of the current request, which must stay; -1 if there is
+        none. Moves the entries that it visits from the heap to ``popped``."""
         while (entry := self._pop(popped)) is not None:
             if self._asked_by[self._block_of[entry % self.capacity]] != self._request:
                 return self._future.never - entry // self.capacity
         return -1
 
-    def evict(self, n: int, busy: npt.NDArray[np.bool_], key_of: npt.NDArray[np.object_]) -> Slots:
+    def evict(self, eviction: Eviction) -> Slots:
         popped: list[int] = []
         victims: list[int] = []
-        while len(victims) < n and (entry := self._pop(popped)) is not None:
-            if not busy[entry % self.capacity]:
+        while len(victims) < eviction.n and (entry := self._pop(popped)) is not None:
+            if not eviction.busy[entry % self.capacity]:
                 victims.append(popped.pop() % self.capacity)
         self._push(popped)
         evicted = np.array(victims, dtype=np.int64)
@@ -139,7 +142,8 @@ class ClairvoyantPolicy(CachePolicy):
         return evicted
 
     def _pop(self, popped: list[int]) -> int | None:
-        """The live entry that is last asked for leaves the heap for ``popped``. None: there is none."""
+        """Moves the current entry with the highest rank from the heap to ``popped`` and returns it; None if none is
+        left."""
         while self._heap:
             entry = heapq.heappop(self._heap)
             if self._rank_of[entry % self.capacity] == self._future.never - entry // self.capacity:
@@ -154,15 +158,6 @@ class ClairvoyantPolicy(CachePolicy):
     def _numbers(self, keys: Sequence[OffloadKey]) -> list[int]:
         return list(map(self._future.number_of.__getitem__, keys))
 
-    def settle(self, slots: Slots) -> None:
-        pass
-
-    def pin(self, slots: Slots) -> None:
-        pass
-
-    def unpin(self, slots: Slots) -> None:
-        pass
-
     def remove(self, slots: Slots) -> None:
         self._rank_of[slots] = _EMPTY
 
@@ -173,7 +168,7 @@ class ClairvoyantPolicy(CachePolicy):
     def check_integrity(self, slots: Slots) -> None:
         held = np.flatnonzero(self._rank_of != _EMPTY)
         if held.tolist() != sorted(slots.tolist()):
-            raise IntegrityError("the clairvoyant policy does not know the blocks it should")
+            raise IntegrityError("the clairvoyant policy tracks other blocks than the manager")
         entries = set(self._heap)
         if any(e not in entries for e in ((self._future.never - self._rank_of[held]) * self.capacity + held).tolist()):
-            raise IntegrityError("the clairvoyant policy has lost an entry")
+            raise IntegrityError("the clairvoyant policy lost a heap entry")

@@ -1,8 +1,9 @@
-"""Prefix-hit curves: how much of its prompts a trace finds in a cache of any capacity.
+"""Prefix-hit curves: which share of a trace's prompt tokens is found in a cache, by capacity.
 
-For LRU the curve is exact and takes one pass, by stack distance (Mattson et al., "Evaluation techniques for storage
-hierarchies", IBM Systems Journal 9(2), 1970). Other policies are replayed at each capacity; long traces in small, with
-blocks sampled by hash (Waldspurger et al., "Cache modeling and optimization using miniature simulations", ATC 2017).
+The curve of LRU is exact and takes one pass, by stack distance (Mattson et al., "Evaluation techniques for storage
+hierarchies", IBM Systems Journal 9(2), 1970). Other policies are replayed at each capacity; long traces in miniature,
+with blocks sampled by hash (Waldspurger et al., "Cache modeling and optimization using miniature simulations", ATC
+2017).
 """
 
 from __future__ import annotations
@@ -18,42 +19,42 @@ from kvoffload.lab.replay import ReplayConfig, replay_many
 from kvoffload.lab.trace import Floats, Ints, Trace, renumber
 
 NUM_SAMPLES = 8
-"""Disjoint samples, from whose differences the error is estimated."""
+"""The number of disjoint samples; the error is estimated from their differences."""
 
 MAX_SAMPLE_BITS = 20
 MIN_SAMPLE_BLOCKS = 512
-"""Capacity of a sample's cache, at the least. Smaller ones behave unlike what they stand for."""
+"""The smallest capacity of a sample's cache. Smaller caches behave unlike the large ones that they represent."""
 
 FULL_ACCESSES = 1 << 20
-"""Traces of no more block accesses are replayed in full."""
+"""Traces with at most this many block accesses are replayed in full."""
 
 MIN_GAIN = 2.0
-"""Sampling must save this many times the work. It does so by replaying fewer requests: a short one costs nearly as much
-as a long one, so samples pay where most requests have no block in them."""
+"""Sampling is used only if it cuts the work by this factor. A short request costs nearly as much as a long one, so
+sampling pays only if most requests have no block in a sample."""
 
 T_99 = 3.50
 """Student's t for two-sided 99% and NUM_SAMPLES - 1 degrees of freedom."""
 
 GAP_BIAS = 1 / 3
-"""Small caches adapt less: the share of a policy's distance from LRU by which all samples may be wrong alike."""
+"""Small caches adapt less, so all samples may share an error: at most this share of the policy's distance from LRU."""
 
 Progress = Callable[[float], None]
 
 
 @dataclass(frozen=True, eq=False)
 class Curve:
-    """What a policy finds in a trace at some capacities."""
+    """The prefix hits of a policy in a trace, at several capacities."""
 
     policy: str
     capacities: tuple[int, ...]
     """In blocks, ascending."""
     hit_pct: Floats
-    """Prefix-hit tokens in percent of all prompt tokens, one number a capacity."""
+    """Prefix-hit tokens in percent of all prompt tokens, one number per capacity."""
     bound_pct: Floats
-    """The most that ``hit_pct`` may be off, in points; 0: it is exact."""
+    """The error bound of ``hit_pct`` in percentage points; 0: exact."""
     hit_tokens: tuple[Floats, ...]
-    """Prefix-hit tokens of each request, one array a capacity. Of sampled capacities, estimates that hold for many
-    requests together."""
+    """Prefix-hit tokens per request, one array per capacity. Sampled capacities have estimates that are only valid for
+    sums over many requests."""
 
 
 def hit_curve(
@@ -65,13 +66,14 @@ def hit_curve(
     processes: int | None = None,
     on_progress: Progress | None = None,
 ) -> Curve:
-    """The curve of ``policy`` at ``capacities``, in blocks.
+    """Returns the curve of ``policy`` at ``capacities``, in blocks.
 
-    A sample holds one in ``2**sample_bits`` blocks and is replayed with a cache as much smaller. Only the policy's
-    distance from LRU is taken from samples: a few popular blocks make most of the error of any estimate, and both
-    policies hit or miss these alike, while LRU's truth is known. The bound is a 99% interval by the spread of the
-    samples, and ``GAP_BIAS``. ``sample_bits``: by default what is least work, and nothing is sampled where that is
-    bearable; otherwise 3 or more, for all capacities. Raises ConfigError for a policy that does not exist.
+    A sample has one in ``2**sample_bits`` blocks and is replayed with a cache that is smaller by the same factor. Only
+    the policy's distance from LRU is estimated from samples: a few popular blocks cause most of the error of any
+    estimate, but both policies hit or miss these alike, and LRU's hits are known exactly. The bound is a 99% interval
+    from the spread of the samples plus ``GAP_BIAS``. By default the value of ``sample_bits`` with the least work is
+    used, and short traces are not sampled; if given, 3 or more, it applies to all capacities. Raises ConfigError for
+    an unknown policy.
     """
     least = NUM_SAMPLES.bit_length() - 1
     if sample_bits is not None and not least <= sample_bits <= MAX_SAMPLE_BITS:
@@ -113,19 +115,19 @@ def _curve(policy: str, tokens: dict[int, Floats], pct: dict[int, float], bounds
 
 
 def _part(on_progress: Progress | None, start: float, end: float) -> Progress | None:
-    """Reports of a part of the work, as reports of the whole."""
+    """Returns a callback that maps the progress of a part of the work to progress of the whole."""
     if on_progress is None:
         return None
     return lambda share: on_progress(start + (end - start) * share)
 
 
 def _requests_in_sample(trace: Trace, bits: int) -> float:
-    """The share of requests that have a block in a sample, on average."""
+    """Returns the average share of requests that have a block in a sample."""
     return float(np.mean(1.0 - (1.0 - 0.5**bits) ** np.diff(trace.offsets))) if trace.num_requests else 0.0
 
 
 def _best_sample_bits(trace: Trace, capacities: Sequence[int]) -> int:
-    """What makes for the least work; 0: sample nothing."""
+    """Returns the sample bits with the least work; 0: do not sample."""
     if trace.num_accesses <= FULL_ACCESSES:
         return 0
     work = {0: len(capacities) / MIN_GAIN}
@@ -143,8 +145,8 @@ def _sampled_gains(
     processes: int | None,
     on_progress: Progress | None,
 ) -> tuple[Floats, Floats]:
-    """Tokens that ``policy`` finds and LRU does not: estimates by capacity and request, and totals by sample and
-    capacity."""
+    """Returns the tokens that ``policy`` finds beyond LRU's: estimates by capacity and request, and totals by sample
+    and capacity."""
     gains = np.zeros((len(capacities), trace.num_requests))
     totals = np.zeros((NUM_SAMPLES, len(capacities)))
     weights = _block_tokens(trace)
@@ -165,8 +167,8 @@ def _sampled_gains(
 
 
 def _sample(trace: Trace, bits: int, j: int) -> tuple[Trace, Ints, Ints]:
-    """The trace of blocks whose hash begins with ``bits`` bits that are ``j``, a token each, without requests that have
-    none of them; the requests and the accesses that it has, by their numbers in ``trace``."""
+    """Returns a trace of the blocks whose hash begins with the ``bits`` bits of ``j``, of one token each and without
+    requests that have no such block; and the numbers in ``trace`` of its requests and accesses."""
     chosen = _mixed(trace.ids) >> np.uint64(64 - bits) == np.uint64(j)
     accesses = np.flatnonzero(chosen[trace.blocks])
     request = _request_of(trace)[accesses]
@@ -190,7 +192,7 @@ def _sample(trace: Trace, bits: int, j: int) -> tuple[Trace, Ints, Ints]:
 
 
 def _mixed(ids: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
-    """A hash of each id: the finalizer of SplitMix64."""
+    """Returns a hash of each id: the finalizer of SplitMix64."""
     mixed = ids + np.uint64(0x9E3779B97F4A7C15)
     for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
         mixed = (mixed ^ (mixed >> np.uint64(shift))) * np.uint64(factor)
@@ -198,12 +200,12 @@ def _mixed(ids: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
 
 
 class LRUCurve:
-    """Of one trace, what LRU finds at every capacity: as replay through the managers, token for token.
+    """The prefix hits of LRU in a trace at every capacity, equal token for token to a replay through the managers.
 
-    A request is one use of its whole chain and leaves it on top of the stack, head first. A cache of C blocks holds the
-    top C of the stack, so a block is a prefix hit if it and all before it in its prompt lie that high when the request
-    comes. ``needed``: of every block access, the least capacity, in blocks, at which it is a prefix hit; ``NEVER`` for
-    first uses, what follows them, and outputs. It ascends within a request.
+    A request is one use of its whole chain and moves it to the top of the stack, head first. A cache of C blocks holds
+    the top C of the stack, so a block is a prefix hit if it and all blocks before it in its prompt are among those when
+    the request arrives. ``needed`` has, per block access, the smallest capacity in blocks at which it is a prefix hit;
+    ``NEVER`` for first uses, accesses after them, and outputs. It ascends within a request.
     """
 
     NEVER = np.iinfo(np.int32).max
@@ -215,7 +217,7 @@ class LRUCurve:
         self._ranked = self.needed + _request_of(trace) * (self.NEVER + 1)
 
     def hit_tokens(self, capacity: int) -> Ints:
-        """Prefix-hit tokens of each request with a cache of ``capacity`` blocks."""
+        """Returns the prefix-hit tokens of each request with a cache of ``capacity`` blocks."""
         trace = self.trace
         bounds = np.arange(trace.num_requests, dtype=np.int64) * (self.NEVER + 1) + min(capacity, self.NEVER - 1)
         hits = np.searchsorted(self._ranked, bounds, side="right") - trace.offsets[:-1]
@@ -223,7 +225,7 @@ class LRUCurve:
         return tokens
 
     def total_hit_tokens(self) -> Ints:
-        """Of the whole trace, by capacity: entry C for a cache of C blocks, the last for any that is larger."""
+        """Returns the prefix-hit tokens of the whole trace: entry C for C blocks, the last for any larger cache."""
         reached = self.needed < self.NEVER
         sums = np.zeros(self.trace.num_distinct + 1, dtype=np.int64)
         np.add.at(sums, self.needed[reached], _block_tokens(self.trace)[reached])
@@ -235,7 +237,7 @@ def _request_of(trace: Trace) -> Ints:
 
 
 def _block_tokens(trace: Trace) -> Ints:
-    """Of every access, tokens of the prompt in its block."""
+    """Returns, per access, the prompt tokens in its block."""
     request = _request_of(trace)
     before = (np.arange(trace.num_accesses) - trace.offsets[request]) * trace.block_tokens
     tokens: Ints = np.clip(trace.input_tokens[request] - before, 0, trace.block_tokens)
@@ -253,17 +255,17 @@ def _needed(trace: Trace) -> Ints:
 
 
 def _stack_depths(trace: Trace, request: Ints) -> Ints:
-    """Of every access, how many blocks were used more recently than its block when its request comes; ``NEVER`` - 1
-    where it had not been used at all.
+    """Returns, per access, how many blocks were used more recently than its block when its request arrives;
+    ``NEVER`` - 1 for a first use.
 
-    The accesses are laid on a line in the order of their recency: requests by time, each chain tail first. A block's
+    The accesses are placed on a line in the order of their recency: requests by time, each chain tail first. A block's
     depth is the number of distinct blocks on the line between its last use, at p, and its request's start, at s: the
-    number of q < s whose block was last used at p or before, less the p + 1 that lie there themselves.
+    number of q < s whose block was last used at p or before, minus the p + 1 accesses up to p.
     """
     by_block = np.argsort(trace.blocks, kind="stable")
     again = np.diff(trace.blocks[by_block]) == 0
     first = np.ones(trace.num_accesses, dtype=np.bool_)
-    # Of a block that a chain repeats, the first place decides: what it finds, the others find too.
+    # If a chain repeats a block, only its first place counts: the others find the same.
     first[by_block[1:]] = ~(again & (np.diff(request[by_block]) == 0))
     counts = np.bincount(request[first], minlength=trace.num_requests)
     ends = np.cumsum(counts)
@@ -283,10 +285,10 @@ def _stack_depths(trace: Trace, request: Ints) -> Ints:
 
 
 def _count_smaller(values: Ints, ends: Ints, bounds: Ints) -> Ints:
-    """Of each query i, the number of ``values[:ends[i]]`` below ``bounds[i]``; none may be negative.
+    """Returns, per query i, how many of ``values[:ends[i]]`` are below ``bounds[i]``. No number may be negative.
 
-    All queries go down a wavelet matrix together (Claude, Navarro and Ordonez, "The wavelet matrix", Information
-    Systems 47, 2015), of which one level exists at a time: O((values + queries) log largest).
+    All queries descend a wavelet matrix together (Claude, Navarro and Ordonez, "The wavelet matrix", Information
+    Systems 47, 2015), which is built one level at a time: O((values + queries) log largest).
     """
     counts = np.zeros(len(ends), dtype=np.int64)
     low, high = np.zeros_like(ends), ends

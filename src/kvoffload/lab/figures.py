@@ -1,4 +1,4 @@
-"""How the plots of the project look, and how they get into a page. Needs matplotlib."""
+"""The common style of all plots, and their conversion to SVG for a page. Needs matplotlib."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ WIDTH = 8.6
 
 
 def make_figure(height: float, rows: int) -> tuple[Figure, Sequence[Any]]:
-    """A figure of ``height`` inches, and its axes from the top, which share their scales."""
+    """Returns a figure of ``height`` inches and its axes, one per row, which share their scales."""
     figure = Figure(figsize=(WIDTH, height), layout="constrained")
     axes = figure.subplots(rows, 1, sharex=True, sharey=True, squeeze=False)[:, 0]
     for ax in axes:
@@ -53,7 +53,7 @@ def make_figure(height: float, rows: int) -> tuple[Figure, Sequence[Any]]:
 
 
 def svg(figure: Figure, description: str) -> str:
-    """The figure's ``<svg>`` element, as wide as its place; ids are its own, so that pages hold several."""
+    """Returns the figure's ``<svg>`` element, which scales to the page's width."""
     buffer = io.StringIO()
     figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
     text = buffer.getvalue()

@@ -1,4 +1,4 @@
-"""Time to first token, estimated from the speeds of the device and the tiers."""
+"""Estimates time to first token from the speeds of the device and the tiers."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from kvoffload.lab.trace import Floats, Ints
 
 @dataclass(frozen=True, slots=True)
 class Speeds:
-    """Of one engine. The defaults are those of a model of 8 billion parameters on one data-centre GPU, host memory
-    behind 16 lanes of PCIe 4 and one NVMe disk; measure yours."""
+    """The speeds of one engine. The defaults are typical of a model with 8 billion parameters on one data-centre GPU,
+    host memory over 16 lanes of PCIe 4 and one NVMe disk; measure your own."""
 
     prefill_tokens_per_s: float = 10_000.0
-    """At short prompts. Attention to a long prompt's earlier tokens costs more at the same FLOPs a second."""
+    """For short prompts. In a long prompt, attention to its earlier tokens adds FLOPs per token."""
     host_bytes_per_s: float = 20e9
     """From host memory to the device."""
     disk_bytes_per_s: float = 3e9
@@ -31,10 +31,11 @@ def ttft_seconds(
     host_tokens: Ints | Floats,
     disk_tokens: Ints | Floats,
 ) -> Floats:
-    """Of each request, alone on the machine: no queueing, no batching with others, so a busy server's is longer.
+    """Returns the time to first token of each request alone on the machine: without queueing and batching, so shorter
+    than on a busy server.
 
-    What was found is loaded, then the rest is computed, at least one token. Blocks on disk go through host memory; they
-    are loaded only where that is faster than computing them. All arrays have one entry a request.
+    Blocks that were found are loaded, then the rest is computed, at least one token. Blocks on disk go through host
+    memory; they are loaded only if that is faster than computing them. All arrays have one entry per request.
     """
     in_memory = device_tokens + host_tokens
     flops_per_s = speeds.prefill_tokens_per_s * model.linear_flops_per_token

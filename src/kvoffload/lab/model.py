@@ -1,10 +1,11 @@
-"""What a token costs in a model: bytes of KV cache and FLOPs of prefill, from the shape in its config.json."""
+"""The cost of a token in a model, from its config.json: bytes of KV cache and FLOPs of prefill."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
+from enum import Enum, auto
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -22,7 +23,7 @@ DTYPE_BYTES = {
     "int8": 1.0,
     "int4": 0.5,
 }
-"""Bytes of a number, by the names that models and engines use."""
+"""Bytes per number, by the names that models and engines use."""
 
 MAX_CONFIG_BYTES = 16 << 20
 
@@ -37,47 +38,57 @@ ALIASES = {
     "decoder_sparse_step": ("interleave_moe_layer_step",),
     "num_experts": ("num_local_experts", "n_routed_experts"),
 }
-"""Other names of a field, by the one that most models use."""
+"""Other names of a field, by its most common name."""
 
 PARTS = ("text_config", "llm_config", "language_config", "thinker_config")
-"""Where models of several modalities keep their language model's fields."""
+"""Sections in which multi-modal models keep the fields of their language model."""
 
-FULL, SLIDING, STATE = "full", "sliding", "state"
 UNGATED = frozenset({"gpt2", "gpt_bigcode", "gpt_neox", "gptj", "opt", "bloom", "falcon", "mpt", "phi", "starcoder2"})
-"""Model types whose MLP has two matrices, not three."""
+"""Model types whose MLP has two matrices instead of three."""
+
+
+class LayerKind(Enum):
+    """How far back the tokens of a layer attend."""
+
+    FULL = auto()
+    SLIDING = auto()
+    STATE = auto()
+    """Not at all: the layer keeps a state of fixed size."""
+
 
 Amount = TypeVar("Amount", float, npt.NDArray[Any])
 
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:
-    """What decides the cost of a token."""
+    """The cost of a token in a model."""
 
     name: str
     bytes_per_token: float
-    """Of KV cache, all layers and ranks together."""
+    """KV cache of all layers and ranks together."""
     linear_flops_per_token: float
-    """Of the layers' matrices: two a parameter that a token passes through. Embedding and output head are left out:
-    prefill looks the one up and applies the other to the last token alone."""
+    """FLOPs of the layers' matrices: two per parameter that a token passes through. Embedding and output head are left
+    out: prefill only looks up the first, and applies the second only to the last token."""
     attention_flops_per_pair: float
-    """Of one query and one key, in all layers whose tokens attend to the whole prompt."""
+    """FLOPs per pair of query and key, in all layers whose tokens attend to the whole prompt."""
     notes: tuple[str, ...] = ()
-    """What was assumed, in whole sentences."""
+    """The assumptions that were made, one sentence each."""
 
     def prefill_flops(self, start: Amount, end: Amount) -> Amount:
-        """FLOPs of computing tokens [start, end) of a prompt whose first ``start`` have their KV. Numbers or arrays."""
+        """Returns the FLOPs to compute tokens [start, end) of a prompt whose first ``start`` tokens have their KV.
+        Takes numbers or arrays."""
         pairs = (end * end - start * start) / 2
         flops: Amount = self.linear_flops_per_token * (end - start) + self.attention_flops_per_pair * pairs
         return flops
 
     @classmethod
     def from_config(cls, source: str | Path | Mapping[str, Any], dtype_bytes: float | None = None) -> ModelShape:
-        """Of a Hugging Face config.json: the file, the directory it is in, or what it holds. ``dtype_bytes``: of a
-        number in the KV cache, if not the model's own.
+        """Returns the shape for a Hugging Face config.json: its path, its directory, or its content. ``dtype_bytes``:
+        bytes per number in the KV cache, if it does not use the model's dtype.
 
-        Every token is counted with its KV in all attention layers: sliding windows let an engine free what lies behind
-        them, so theirs is an upper bound. Layers with a state of fixed size (Mamba, linear attention) add nothing.
-        Raises ConfigError.
+        Every token counts with its KV in all attention layers. For sliding windows that is an upper bound, because an
+        engine may free tokens outside the window. Layers with a state of fixed size (Mamba, linear attention) add
+        nothing. Raises ConfigError.
         """
         if isinstance(source, Mapping):
             return _shape(source, "config", "model", dtype_bytes)
@@ -105,7 +116,7 @@ def _read(path: Path) -> Mapping[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class _Config:
-    """Fields of a config, checked as they are read."""
+    """A config whose fields are checked when they are read."""
 
     fields: Mapping[str, Any]
     where: str
@@ -114,7 +125,8 @@ class _Config:
         return any(self.fields.get(each) is not None for each in (name, *ALIASES.get(name, ())))
 
     def number(self, name: str, default: int | None = None) -> int:
-        """A whole number, 1 or more (0 where that is the default). Raises ConfigError if it is missing or is none."""
+        """Returns a whole number, 1 or more (0 or more if ``default`` is 0). Raises ConfigError if it is missing or
+        invalid."""
         for each in (name, *ALIASES.get(name, ())):
             value = self.fields.get(each)
             if value is None:
@@ -127,7 +139,7 @@ class _Config:
             return value
         if default is None:
             raise ConfigError(
-                f"{self.where}: {name} is missing, so the size of a token's KV is not known; add it, or give the "
+                f"{self.where}: {name} is missing, so the KV bytes per token are unknown; add it, or give the "
                 "config.json of the language model itself"
             )
         return default
@@ -146,26 +158,29 @@ def _shape(content: Mapping[str, Any], where: str, default_name: str, dtype_byte
     if dtype_bytes is None:
         dtype_bytes = _dtype_bytes(fields, where, notes)
     kinds = _layer_kinds(config, layers)
-    attention = layers - kinds.count(STATE)
+    attention = layers - kinds.count(LayerKind.STATE)
     numbers, per_pair, attention_parameters = _attention(config)
-    if kinds.count(STATE):
-        notes.append(f"{kinds.count(STATE)} of {layers} layers keep a state of fixed size, which is not counted.")
-    # The first token's KV of such layers is used by later layers too.
+    if attention < layers:
+        notes.append(
+            f"{kinds.count(LayerKind.STATE)} of {layers} layers keep a state of fixed size, which is not counted."
+        )
+    # Layers that share KV reuse that of an earlier layer.
     kept = attention - min(config.number("num_kv_shared_layers", 0), attention)
     extra = 0.0
     if config.has("index_head_dim"):
-        # The keys by which sparse attention selects: a byte a number, and a scale for all.
+        # The keys by which sparse attention selects tokens: one byte per number, and one scale.
         extra = kept * (config.number("index_head_dim") + 4.0)
         notes.append("Sparse attention is counted as if every token attended to the whole prompt.")
-    pairs = per_pair * kinds.count(FULL)
+    sliding = kinds.count(LayerKind.SLIDING)
     windows = 0.0
-    if kinds.count(SLIDING):
+    if sliding:
         window = config.number("attention_chunk_size" if not config.has("sliding_window") else "sliding_window")
-        windows = float(per_pair * kinds.count(SLIDING) * window)
+        windows = float(per_pair * sliding * window)
         notes.append(
-            f"{kinds.count(SLIDING)} of {layers} layers attend to {window:,} tokens at most: their KV is counted for "
-            "every token, an upper bound."
+            f"{sliding} of {layers} layers attend to at most {window:,} tokens; their KV is counted for every token, "
+            "an upper bound."
         )
+    pairs = per_pair * kinds.count(LayerKind.FULL)
     parameters = layers * attention_parameters + _mlp_parameters(config, layers)
     return ModelShape(
         str(name), kept * numbers * dtype_bytes + extra, 2.0 * parameters + windows, float(pairs), tuple(notes)
@@ -179,18 +194,17 @@ def _dtype(fields: Mapping[str, Any]) -> Any:
 def _dtype_bytes(fields: Mapping[str, Any], where: str, notes: list[str]) -> float:
     dtype = _dtype(fields)
     if dtype is None:
-        notes.append("The config names no dtype: 2 bytes a number are assumed.")
+        notes.append("The config has no dtype: 2 bytes per number are assumed.")
         return 2.0
     name = str(dtype).removeprefix("torch.")
     if name not in DTYPE_BYTES:
         raise ConfigError(
-            f"{where}: dtype={dtype!r}: unknown; say what the KV cache holds: one of {', '.join(DTYPE_BYTES)}"
+            f"{where}: dtype={dtype!r}: unknown; give the dtype of the KV cache: one of {', '.join(DTYPE_BYTES)}"
         )
     return DTYPE_BYTES[name]
 
 
-def _layer_kinds(config: _Config, layers: int) -> list[str]:
-    """Of each layer, how far back its tokens attend."""
+def _layer_kinds(config: _Config, layers: int) -> list[LayerKind]:
     types = config.fields.get("layer_types") or config.fields.get("layers_block_type")
     if isinstance(types, list):
         if len(types) != layers:
@@ -200,27 +214,27 @@ def _layer_kinds(config: _Config, layers: int) -> list[str]:
         return [_kind(str(each)) for each in types]
     pattern = config.fields.get("hybrid_override_pattern")
     if isinstance(pattern, str):
-        return [FULL if each == "*" else STATE for each in pattern]
+        return [LayerKind.FULL if each == "*" else LayerKind.STATE for each in pattern]
     period = config.number("attn_layer_period", 0) or config.number("full_attention_interval", 0)
     if period:
         offset = config.number("attn_layer_offset", 0) if config.has("attn_layer_offset") else period - 1
-        return [FULL if i % period == offset else STATE for i in range(layers)]
+        return [LayerKind.FULL if i % period == offset else LayerKind.STATE for i in range(layers)]
     if not config.has("sliding_window") or config.fields.get("use_sliding_window") is False:
-        return [FULL] * layers
+        return [LayerKind.FULL] * layers
     period = config.number("sliding_window_pattern", 0)
-    return [FULL if period and (i + 1) % period == 0 else SLIDING for i in range(layers)]
+    return [LayerKind.FULL if period and (i + 1) % period == 0 else LayerKind.SLIDING for i in range(layers)]
 
 
-def _kind(layer_type: str) -> str:
+def _kind(layer_type: str) -> LayerKind:
     if "sliding" in layer_type or "chunked" in layer_type:
-        return SLIDING
+        return LayerKind.SLIDING
     if layer_type == "attention" or "full" in layer_type or "global" in layer_type:
-        return FULL
-    return STATE
+        return LayerKind.FULL
+    return LayerKind.STATE
 
 
 def _attention(config: _Config) -> tuple[int, int, int]:
-    """Of one layer: numbers of KV a token, FLOPs of a query-key pair, parameters."""
+    """Returns, for one layer: KV numbers per token, FLOPs per query-key pair, parameters."""
     heads = config.number("num_attention_heads")
     hidden = config.number("hidden_size")
     if config.has("kv_lora_rank"):
@@ -238,7 +252,7 @@ def _attention(config: _Config) -> tuple[int, int, int]:
         size, rest = divmod(hidden, heads)
         if rest:
             raise ConfigError(
-                f"{config.where}: hidden_size={hidden} is no multiple of num_attention_heads={heads}; add head_dim"
+                f"{config.where}: hidden_size={hidden} is not a multiple of num_attention_heads={heads}; add head_dim"
             )
     one_head = config.fields.get("multi_query") is True and not config.fields.get("new_decoder_architecture")
     kv_heads = (
@@ -248,7 +262,8 @@ def _attention(config: _Config) -> tuple[int, int, int]:
 
 
 def _mlp_parameters(config: _Config, layers: int) -> int:
-    """Of all layers, those that a token passes through: of a mixture, the experts it is sent to and the shared."""
+    """Returns the MLP parameters of all layers that a token passes through: with a mixture of experts, those of the
+    selected and the shared experts."""
     hidden = config.number("hidden_size")
     matrices = 2 if config.fields.get("model_type") in UNGATED else 3
     dense = config.number("intermediate_size", 4 * hidden)

@@ -1,4 +1,4 @@
-"""What a replay found, as one HTML page that needs no other file."""
+"""Renders the report of a replay: one HTML page that needs no other file."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ from kvoffload.units import age, counted, format_bytes
 
 
 def render(template: str, trace: Trace, model: ModelShape, footprint_bytes: int, **more: Any) -> str:
-    """A page about ``trace``, which has requests. ``more`` is what the template asks for besides."""
+    """Returns the page that ``template`` makes about ``trace``, which must have requests. ``more``: other variables of
+    the template."""
     environment = jinja2.Environment(
         loader=jinja2.PackageLoader("kvoffload.lab", "templates"),
         autoescape=True,
@@ -40,14 +41,14 @@ def render(template: str, trace: Trace, model: ModelShape, footprint_bytes: int,
 
 
 def render_page(trace: Trace, model: ModelShape, speeds: Speeds, results: Sequence[ReplayResult]) -> str:
-    """``results``: of ``trace``, at least one."""
+    """Returns the page about ``results``, at least one, of replays of ``trace``."""
     ordered = sorted(results, key=lambda result: (result.capacity_blocks, result.policy == CLAIRVOYANT))
     block_bytes = trace.block_tokens * model.bytes_per_token
 
     def size_of(blocks: int) -> str:
         return format_bytes(int(blocks * block_bytes))
 
-    rivals = [result for result in ordered if result.policy != CLAIRVOYANT]
+    real = [result for result in ordered if result.policy != CLAIRVOYANT]
     return render(
         "replay.html.j2",
         trace,
@@ -55,14 +56,14 @@ def render_page(trace: Trace, model: ModelShape, speeds: Speeds, results: Sequen
         int(trace.num_distinct * block_bytes),
         speeds=speeds,
         results=ordered,
-        best=max(rivals or ordered, key=lambda result: result.prefix_hit_tokens),
+        best=max(real or ordered, key=lambda result: result.prefix_hit_tokens),
         size_of=size_of,
         name_of=name_of,
         hits_svg=curve_plot(
-            ordered, lambda result: result.prefix_hit_tokens_pct, "%", size_of, "Prefix-hit tokens over capacity"
+            ordered, lambda result: result.prefix_hit_tokens_pct, "%", size_of, "Prefix-hit tokens by capacity"
         ),
         writes_svg=curve_plot(
-            rivals or ordered, lambda result: result.writes_per_access, "", size_of, "Blocks written per access"
+            real or ordered, lambda result: result.writes_per_access, "", size_of, "Blocks written per access"
         ),
         tiers_svg=tiers_plot(ordered) if len(ordered) <= MAX_BARS else None,
         misses_svg=misses_plot(ordered) if len(ordered) <= MAX_BARS else None,

@@ -1,4 +1,4 @@
-"""The plots of a replay, as SVG text to put into a page."""
+"""The plots of a replay's report, as SVG text."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from kvoffload.lab.replay import CLAIRVOYANT, ReplayResult
 
 COLOURS = ("#2f6fb5", "#d9622b", "#1f9e77", "#7a4fa3", "#b58a00", "#c2457f", "#4f5d6b", "#6fb3e0", "#8c5a3c", "#9aa51f")
 MARKS = "osD^vPX*<>"
-"""Told apart by readers of every kind of colour vision."""
+"""Marks make the lines distinguishable without colour."""
 TIERS = {"device": "#2f6fb5", "host": "#1f9e77", "disk": "#7a4fa3", "computed": GRID}
 REASONS = {
     MissReason.NEVER_STORED: "#b9c2cb",
@@ -24,9 +24,9 @@ REASONS = {
 OTHER_REASON, NO_MISS = "#4f5d6b", "#1f9e77"
 MAX_TICKS = 10
 MAX_BARS = 48
-"""Beyond it bars are unreadable, and left out."""
+"""Bar charts with more bars would be unreadable and are left out."""
 LEAST_LABELLED = 4.0
-"""Percent: a shorter piece of a bar has no room for its number."""
+"""In percent: shorter pieces of a bar have no room for a number."""
 
 
 def name_of(policy: str) -> str:
@@ -40,8 +40,8 @@ def curve_plot(
     size_of: Callable[[int], str],
     description: str,
 ) -> str:
-    """``value`` over capacity on a logarithmic scale, a line a policy; the bound is dashed. ``size_of`` tells the bytes
-    of so many blocks."""
+    """Plots ``value`` over capacity on a logarithmic scale, one line per policy; the upper bound is dashed. ``size_of``
+    formats the memory of a number of blocks."""
     policies = list(dict.fromkeys(result.policy for result in results))
     ours = [policy for policy in policies if policy != CLAIRVOYANT]
     capacities = sorted({result.capacity_blocks for result in results})
@@ -64,7 +64,7 @@ def curve_plot(
 
 
 def _spaced(capacities: Sequence[int]) -> list[int]:
-    """Those of ascending ``capacities`` whose labels leave each other room."""
+    """Returns those of the ascending ``capacities`` whose labels do not overlap."""
     least = (capacities[-1] / capacities[0]) ** (1 / MAX_TICKS)
     chosen = [capacities[0]]
     for capacity in capacities[1:]:
@@ -74,32 +74,32 @@ def _spaced(capacities: Sequence[int]) -> list[int]:
 
 
 def _look(index: int) -> dict[str, str]:
-    """Of the policy with this number; beyond ten, marks and colours make other pairs."""
+    """Returns the colour and mark of the policy with this number; after ten, the pairs differ."""
     count = len(COLOURS)
     return {"color": COLOURS[index % count], "marker": MARKS[(index + index // count) % count]}
 
 
 def tiers_plot(results: Sequence[ReplayResult]) -> str:
-    """Where the prompt tokens of each configuration came from."""
+    """Plots which tier served the prompt tokens, per configuration."""
     shares = [{tier.name: tier.hit_tokens_pct for tier in result.tiers} for result in results]
     present = [name for name in TIERS if any(name in share for share in shares)]
     rows = [{**share, "computed": 100 - sum(share.values())} for share in shares]
     colours = {name: TIERS[name] for name in [*present, "computed"]}
-    return _bars(results, rows, colours, "% of prompt tokens", "Prompt tokens by the tier they were found in")
+    return _bars(results, rows, colours, "% of prompt tokens", "Prompt tokens by the tier that had them")
 
 
 def misses_plot(results: Sequence[ReplayResult]) -> str:
-    """Requests of each configuration by why their first missing block was missing."""
+    """Plots the requests by the reason of their first missing block, per configuration."""
     present = dict.fromkeys(reason for result in results for reason in result.misses)
     rows = []
     for result in results:
         row = {_words(reason): 100 * count / result.requests for reason, count in result.misses.items()}
-        rows.append({**row, "missed none": 100 - sum(row.values())})
+        rows.append({**row, "no miss": 100 - sum(row.values())})
     colours = {_words(reason): REASONS.get(reason, OTHER_REASON) for reason in present}
     return _bars(
         results,
         rows,
-        {**colours, "missed none": NO_MISS},
+        {**colours, "no miss": NO_MISS},
         "% of requests",
         "Requests by the reason of their first miss",
     )
@@ -116,7 +116,7 @@ def _bars(
     label: str,
     description: str,
 ) -> str:
-    """A bar a configuration, in pieces: ``rows[i][name]`` percent in ``colours[name]``."""
+    """Plots one stacked bar per configuration, with pieces of ``rows[i][name]`` percent in ``colours[name]``."""
     with matplotlib.rc_context(STYLE):
         figure, (ax,) = make_figure(height=0.9 + 0.27 * len(rows), rows=1)
         ax.grid(visible=False)

@@ -1,11 +1,10 @@
-"""Replays a trace through the managers and policies that serve an engine. No bytes move; time is the trace's.
+"""Replays a trace through the managers and policies that serve an engine, without copying bytes, on the trace's clock.
 
-The requests come one after the other, each whole before the next. Of each, as in the serving path: the device's own
-prefix cache holds some leading blocks, the host goes on from there, blocks on disk are promoted through the host; the
-rest is computed, and what did not come from the host is stored there, and written through to the disk. Answers, where
-the trace has their blocks, are stored after the prompt.
+Requests run one after the other. As when serving: the device's own prefix cache has some leading blocks, the host has
+the blocks that follow, and blocks on disk are promoted to the host. The rest is computed, stored in the host unless it
+came from there, and written through to the disk. Outputs are stored after their prompt if the trace has their blocks.
 
-The disk always keeps up, and a request waits for all that it can promote: an upper bound.
+The disk is always fast enough, and a request waits for all blocks that it can promote, so disk hits are an upper bound.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, MutableSequence, Sequence
 from concurrent.futures import ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -28,6 +27,7 @@ from kvoffload.abc import (
     CachePolicy,
     ConfigError,
     IntegrityError,
+    LookupState,
     Miss,
     MissReason,
     OffloadingManager,
@@ -48,18 +48,18 @@ from kvoffload.lab.trace import Floats, Ints, Trace
 from kvoffload.tiers.manager import WRITE_SHARE, TieredOffloadingManager
 
 CLAIRVOYANT = "clairvoyant"
-"""The name of the policy that knows the rest of the trace: an upper bound, for replays only."""
+"""The policy that knows the rest of the trace: an upper bound, only for replays."""
 DEFAULT_SPEEDS = Speeds()
 REPORT_EVERY = 256
 """Requests between two calls of ``on_progress``."""
-LOOK_EVERY_S = 0.1
-"""How often ``replay_many`` looks how far its processes are."""
+PROGRESS_EVERY_S = 0.1
+"""How often ``replay_many`` reports the progress of its processes."""
 LITTLE_WORK = 200_000
-"""Block accesses that are replayed before processes of one's own have started."""
+"""Up to this many block accesses, starting processes would take longer than the replays."""
 MAX_DEVICE_BLOCKS = 1 << 24
-"""Memory for more is not worth it: 16 tokens a block, 268 million tokens."""
+"""A bound for the memory of a replay; with 16 tokens per block, 268 million tokens."""
 MAX_POLLS = 1 << 16
-"""Of one request, until all that it waits for has come."""
+"""Polls per request until all its promotions must have ended."""
 
 Progress = Callable[[float], None]
 MakePolicy = Callable[[int], CachePolicy]
@@ -67,16 +67,16 @@ MakePolicy = Callable[[int], CachePolicy]
 
 @dataclass(frozen=True, slots=True)
 class ReplayConfig:
-    """What a trace is replayed with. Raises ConfigError for a setting that cannot be."""
+    """The settings of a replay. Raises ConfigError if one is invalid."""
 
     policy: str
-    """Of the host and the disk: a name, "package.module:Class", or "clairvoyant", the bound, for the host alone."""
+    """The policy of host and disk: a name, "package.module:Class", or, without device and disk, "clairvoyant"."""
     capacity_blocks: int
-    """Of host memory."""
+    """Capacity of host memory."""
     device_blocks: int = 0
-    """Of the engine's own prefix cache; 0: it keeps nothing."""
+    """Capacity of the engine's own prefix cache; 0: none."""
     disk_blocks: int = 0
-    """0: there is no disk."""
+    """Capacity of the disk; 0: none."""
     store_threshold: int | None = None
     """Store a block once this many requests have asked for it."""
 
@@ -88,38 +88,37 @@ class ReplayConfig:
             raise ConfigError(f"store_threshold={self.store_threshold}: must be 2 or more; leave it out to store all")
         if self.policy == CLAIRVOYANT and (self.disk_blocks or self.device_blocks):
             raise ConfigError(
-                f"policy={self.policy!r} with device_blocks={self.device_blocks}, disk_blocks={self.disk_blocks}: it "
-                "knows what will be asked of the host alone; leave device and disk out"
+                f"policy={self.policy!r} with device_blocks={self.device_blocks}, disk_blocks={self.disk_blocks}: this "
+                "policy bounds a host alone; leave device and disk out"
             )
 
 
 @dataclass(frozen=True, slots=True)
 class TierUse:
-    """What one tier has held for the requests of a trace, and what that has cost."""
+    """What one tier contributed to the requests of a trace, and at what cost."""
 
     name: str
-    """Of device, host and disk."""
+    """device, host or disk."""
     capacity_blocks: int
     hit_tokens: int
-    """Prompt tokens that were found here, and in no tier above."""
+    """Prompt tokens found in this tier and in none above."""
     hit_tokens_pct: float
     saved_flops_pct: float
-    """Of the prefill of all prompts."""
+    """Percent of the prefill FLOPs of all prompts."""
     written_bytes: int
-    """The device computes what it holds, or gets it from the host."""
+    """0 for the device."""
     read_bytes: int
-    """By the tier above: the device reads in place, so none."""
+    """Read by the tier above; 0 for the device."""
     write_amplification: float
-    """Bytes written, by the bytes of the trace's distinct blocks: 1 if each were written once."""
+    """Bytes written divided by the bytes of the trace's distinct blocks."""
     evicted_blocks: int
 
 
 @dataclass(frozen=True, eq=False)
 class ReplayResult:
-    """What the requests of a trace have found, and what it has cost to keep it.
+    """What the requests of a trace found, and what it cost to keep it.
 
-    A hit token is one of a prompt that needs not be computed: of the run of blocks from the prompt's first on that
-    were found, at most the prompt's length.
+    A hit token is a prompt token that need not be computed: one in the longest run of leading blocks that were found.
     """
 
     policy: str
@@ -132,25 +131,27 @@ class ReplayResult:
     prompt_tokens: int
     saved_flops_pct: float
     block_hits: int
-    """Accesses of prompts whose block was in the host, or before it on the device, at whatever place of the chain."""
+    """Prompt blocks that were on the device or in the host, at any place in their chain."""
     stored_blocks: int
-    """Blocks stored in the host from the device."""
+    """Blocks stored from the device to the host."""
     evicted_blocks: int
-    """From the host."""
+    """Blocks evicted from the host."""
     dropped_writes: int
-    """Blocks that were not written to disk because too many were under way."""
+    """Blocks that were not written to disk because too many writes were in progress."""
     misses: dict[MissReason, int]
-    """Requests by the reason for which their first missing block was missing."""
+    """Requests by the reason of their first missing block."""
     tiers: tuple[TierUse, ...]
-    """From the device down; those that there are."""
+    """The configured tiers, from the device down."""
     ttft_p50_s: float
     ttft_p95_s: float
     seconds: float
-    """That the replay took."""
+    """Duration of the replay."""
     device_tokens: Ints
-    """Of each request; so are the next two."""
+    """Hit tokens on the device, per request."""
     host_tokens: Ints
+    """Hit tokens in the host, per request."""
     disk_tokens: Ints
+    """Hit tokens on disk, per request."""
 
     @property
     def device_hit_tokens(self) -> int:
@@ -177,7 +178,7 @@ class ReplayResult:
         return self.stored_blocks / self.accesses if self.accesses else 0.0
 
     def to_dict(self) -> dict[str, Any]:
-        """All but the arrays, for JSON."""
+        """Returns all but the arrays, for JSON."""
         return {
             "policy": self.policy,
             "capacity_blocks": self.capacity_blocks,
@@ -217,9 +218,9 @@ def replay(
 ) -> ReplayResult:
     """Serves the requests of ``trace`` in the order of their time.
 
-    ``model`` and ``speeds`` say what a hit is worth. ``make_policy`` makes the host's policy for so many blocks, in
-    place of the one that ``config.policy`` names. ``on_progress`` is given the share of requests done. Raises
-    ConfigError if the policy cannot be made or, one of your own, fails, or if the device cannot be so small or large.
+    ``model`` and ``speeds`` determine what a hit saves. ``make_policy`` makes the host's policy for a number of blocks,
+    instead of ``config.policy``. ``on_progress`` gets the share of requests that are done. Raises ConfigError if the
+    policy cannot be made, if a custom policy fails, or if the device is too small or too large.
     """
     started = time.perf_counter()
     run = _Run(trace, config, make_policy)
@@ -246,14 +247,17 @@ def replay_many(
     processes: int | None = None,
     on_progress: Progress | None = None,
 ) -> list[ReplayResult]:
-    """A result a configuration, in order, on all cores, or so many ``processes``. As with every pool of processes that
-    import their caller's module, a script calls this below ``if __name__ == "__main__"``. Raises as ``replay`` does."""
+    """Returns one result per configuration, in order. Uses ``processes`` processes, by default one per core.
+
+    As the processes import the caller's module, a script must call this below ``if __name__ == "__main__"``. Raises as
+    ``replay`` does.
+    """
     if processes is None:
         processes = len(os.sched_getaffinity(0)) if trace.num_accesses * len(configs) > LITTLE_WORK else 1
     processes = min(processes, len(configs))
     if processes <= 1:
         return [
-            replay(trace, config, model=model, speeds=speeds, on_progress=_share(on_progress, i, len(configs)))
+            replay(trace, config, model=model, speeds=speeds, on_progress=_part(on_progress, i, len(configs)))
             for i, config in enumerate(configs)
         ]
     context = multiprocessing.get_context("spawn")
@@ -263,7 +267,7 @@ def replay_many(
         try:
             left = set(futures)
             while left:
-                finished, left = wait(left, LOOK_EVERY_S)
+                finished, left = wait(left, PROGRESS_EVERY_S)
                 for future in finished:
                     future.result()
                 if on_progress is not None:
@@ -271,7 +275,7 @@ def replay_many(
             return [future.result() for future in futures]
         except BrokenProcessPool as error:
             raise ConfigError(
-                f"jobs={processes}: a process died, perhaps for want of memory; give fewer jobs, or 1 to see more"
+                f"jobs={processes}: a process died, perhaps because memory ran out; use fewer jobs, or 1 to see why"
             ) from error
         finally:
             pool.shutdown(wait=False, cancel_futures=True)
@@ -281,17 +285,18 @@ def _failed(policy: str, request: int, error: Exception) -> str:
     where = traceback.extract_tb(error.__traceback__)[-1]
     words = " ".join(f"{type(error).__name__}: {error}".split())
     return (
-        f"policy={policy!r}: failed at request {request}, {where.filename}:{where.lineno}: {words}; correct it until "
-        "kvoffload.testing.conformance passes"
+        f"policy={policy!r}: failed at request {request}, {where.filename}:{where.lineno}: {words}; test it with "
+        "kvoffload.testing.conformance"
     )
 
 
-def _share(on_progress: Progress | None, index: int, of: int) -> Progress | None:
+def _part(on_progress: Progress | None, index: int, of: int) -> Progress | None:
+    """Returns a callback that maps the progress of one of several equal parts to progress of the whole."""
     return None if on_progress is None else lambda done: on_progress((index + done) / of)
 
 
 _worker: tuple[Trace, ModelShape, Speeds, MutableSequence[float]]
-"""In a process of ``replay_many``: what all of its replays share."""
+"""Set in each process of ``replay_many``."""
 
 
 def _start_worker(trace: Trace, model: ModelShape, speeds: Speeds, done: MutableSequence[float]) -> None:
@@ -308,8 +313,8 @@ def _work(index: int, config: ReplayConfig) -> ReplayResult:
     return replay(trace, config, model=model, speeds=speeds, on_progress=on_progress)
 
 
-class _Departed(MissMemory):
-    """Forgets nothing, as a trace has an end."""
+class _ExactMisses(MissMemory):
+    """Never forgets a key: the keys of a trace are bounded."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
@@ -325,18 +330,6 @@ class _Departed(MissMemory):
         return Miss(reason, self._clock() - when)
 
 
-class _Host(PolicyOffloadingManager):
-    def __init__(self, backend: HostBackend, policy: CachePolicy, clock: Callable[[], float]) -> None:
-        super().__init__(backend, policy, clock=clock)
-        self._gone = _Departed(clock)
-
-    def ready(self, keys: Sequence[OffloadKey]) -> npt.NDArray[np.bool_]:
-        """Which of ``keys`` can be loaded."""
-        slots = self._table.find(keys)
-        ready: npt.NDArray[np.bool_] = (slots >= 0) & (self._table.ref_cnt[slots] >= 0)
-        return ready
-
-
 class _Run:
     def __init__(self, trace: Trace, config: ReplayConfig, make_policy: MakePolicy | None) -> None:
         self.trace = trace
@@ -346,10 +339,11 @@ class _Run:
             from kvoffload.lab.clairvoyant import clairvoyant_policy
 
             make_policy = clairvoyant_policy(trace)
-        # Blocks beyond what the trace can fill change nothing but the size of the arrays.
+        # More blocks than the trace can fill would only make the arrays larger.
         self.capacity = min(config.capacity_blocks, max(1, trace.num_distinct))
         policy = (make_policy or (lambda n: policy_by_name(config.policy, n)))(self.capacity)
-        self.host = _Host(HostBackend(trace.block_tokens, self.capacity), policy, self.clock)
+        backend = HostBackend(trace.block_tokens, self.capacity)
+        self.host = PolicyOffloadingManager(backend, policy, misses=_ExactMisses(self.clock), clock=self.clock)
         self.manager: OffloadingManager = self.host
         self.tier: CatalogTier | None = None
         self.store_step = max(1, trace.num_accesses)
@@ -358,7 +352,7 @@ class _Run:
             self.manager = TieredOffloadingManager(
                 self.host, [self.tier], tokens_per_block=[trace.block_tokens], clock=self.clock
             )
-            # As an engine stores step by step: what is written at once is bounded.
+            # As an engine stores step by step, writes in progress are bounded.
             self.store_step = max(1, int(self.capacity * WRITE_SHARE))
         if config.store_threshold is not None:
             tracked = tracker_size(config.capacity_blocks + config.disk_blocks)
@@ -367,7 +361,7 @@ class _Run:
         if config.device_blocks:
             self.device = _device(trace, config.device_blocks)
         self.hits: list[tuple[int, int, int]] = []
-        """Blocks that were found on the device, in the host, on disk, of each request."""
+        """Blocks found on the device, in the host and on disk, per request."""
         self.block_hits = self.stored = self.evicted = 0
         self.misses: Counter[MissReason] = Counter()
 
@@ -375,9 +369,8 @@ class _Run:
         return self.now
 
     def serve_all(self) -> Iterator[int]:
-        """Serves one request a turn, and tells how many are done."""
+        """Serves one request per iteration, and yields how many are done."""
         trace = self.trace
-        # Tuples, which the index knows again when they are asked for once more.
         keys: tuple[OffloadKey, ...] = tuple(np.array(trace.keys, dtype=object)[trace.blocks])
         offsets, times, prompt_blocks = trace.offsets.tolist(), trace.times.tolist(), trace.prompt_blocks.tolist()
         for request, now in enumerate(times):
@@ -394,8 +387,8 @@ class _Run:
         loaded_to = on_device + found
         self.hits.append((on_device, found - from_disk, from_disk))
         self.block_hits += on_device
-        # What was loaded is not stored again. Of a chain longer than the pool only the head can be kept: its tail would
-        # push it out.
+        # Loaded blocks are not stored again. Only the head of a chain that is longer than the pool is stored, because
+        # its tail would evict its head.
         head = prompt[: self.capacity]
         due = [*head[:on_device], *head[loaded_to:]] if self.device is not None else head
         stored, refused = self.store(due, context)
@@ -403,16 +396,16 @@ class _Run:
         if output and refused:
             manager.refuse(output, context)
         elif output:
-            # As in an engine, when the prompt's have their places.
+            # As in an engine, after the prompt's blocks.
             stored = [*stored, *self.store(output, context)[0]]
         manager.reorder_chain(chain, stored, context)
         manager.offer_chain(chain, context)
-        # As an engine steps on until its disk, which keeps up, has all.
+        # As if the engine made steps until the disk has written everything.
         while self.tier is not None and self.tier.is_busy:
             manager.poll()
 
     def store(self, keys: Sequence[OffloadKey], context: ReqContext) -> tuple[Sequence[OffloadKey], bool]:
-        """Which of ``keys`` the host has taken, and whether it has refused others."""
+        """Returns which of ``keys`` the host has stored, and whether it refused any."""
         manager = self.manager
         output = manager.prepare_store(keys, context)
         if output is None:
@@ -420,13 +413,14 @@ class _Run:
         stored = output.keys_to_store
         self.evicted += len(output.evicted_keys)
         self.stored += len(stored)
+        lease = output.store_spec
         for start in range(0, len(stored), self.store_step):
-            manager.complete_store(stored[start : start + self.store_step], context)
+            manager.complete_store(replace(lease, slots=lease.slots[start : start + self.store_step]), context)
             manager.poll()
         return stored, bool(output.refused_keys)
 
     def serve_device(self, request: int) -> int:
-        """Blocks that were found on the device, which then holds what there is room for of the request."""
+        """Runs a request on the device cache. Returns how many of its blocks were there."""
         trace, device = self.trace, self.device
         assert device is not None
         chain: list[int] = trace.chain(request).tolist()
@@ -434,20 +428,20 @@ class _Run:
         total = asked + int(trace.output_tokens[request])
         has_output = trace.prompt_blocks[request] < len(chain)
         whole = chain[: (total if has_output else asked) // size]
-        # At least one token is left to compute.
+        # An engine computes at least one token.
         hits = device.lookup(whole[: max(0, asked - 1) // size])
         device.serve(whole, hits, -(-total // size))
         return hits
 
     def look_up(self, prompt: Sequence[OffloadKey], context: ReqContext) -> tuple[int, int]:
-        """How many leading blocks of ``prompt`` the host can give, and how many of them had to come up from disk."""
+        """Returns how many leading blocks of ``prompt`` can be loaded, and how many of them were promoted from disk."""
         if self.tier is None:
-            ready = self.host.ready(prompt)
+            ready = self.host.states(prompt) == LookupState.HIT
             found, from_disk = _leading(ready), 0
         else:
             found = self.promote(prompt, context)
             from_disk = min(found, self.manager.num_promoted(context))
-            ready = self.host.ready(prompt)
+            ready = self.host.states(prompt) == LookupState.HIT
             self.manager.release_request(context)
         self.block_hits += int(np.count_nonzero(ready))
         if found < len(prompt):
@@ -460,13 +454,13 @@ class _Run:
             if found is not None:
                 return found
             self.manager.poll()
-        raise IntegrityError("a request waits for blocks on disk for ever")
+        raise IntegrityError("a request waited forever for blocks on disk")
 
     def result(self, model: ModelShape, speeds: Speeds, seconds: float) -> ReplayResult:
         trace, config = self.trace, self.config
         asked = trace.input_tokens
         hits = np.array(self.hits, dtype=np.int64).reshape(-1, 3).T
-        # Tokens of each prompt up to which the device, then the host, then the disk has it.
+        # Row t: the tokens of each prompt that tier t and the tiers above it have.
         reach: Ints = np.minimum(np.cumsum(hits, axis=0) * trace.block_tokens, asked)
         device, host, disk = np.diff(reach, axis=0, prepend=0)
         all_flops = _flops(model, np.zeros_like(asked), asked)
@@ -499,7 +493,8 @@ class _Run:
         )
 
     def tier_uses(self, model: ModelShape, reach: Ints, found: list[int], all_flops: float) -> tuple[TierUse, ...]:
-        """``reach[t]``: tokens of each prompt up to which tier t and those above have it; ``found[t]``: blocks."""
+        """Returns the use of each tier. ``reach[t]``: the tokens of each prompt that tier t and those above it have;
+        ``found[t]``: the blocks found in tier t."""
         trace, config = self.trace, self.config
         block_bytes = model.bytes_per_token * trace.block_tokens
         prompt_tokens = int(trace.input_tokens.sum())
@@ -535,19 +530,17 @@ def _device(trace: Trace, num_blocks: int) -> DeviceCache:
     longest = int(held.max(initial=0))
     if longest > num_blocks:
         raise ConfigError(
-            f"device_blocks={num_blocks}: the longest request needs {longest} at once, so no engine would serve it; "
-            "give the device as many or more, or leave it out"
+            f"device_blocks={num_blocks}: the longest request needs {longest} at once, so no engine could serve it; "
+            f"use {longest} or more, or leave the device out"
         )
     used = min(num_blocks, max(1, int(held.sum())))
     if used > MAX_DEVICE_BLOCKS:
-        raise ConfigError(
-            f"device_blocks={num_blocks}: more than are replayed, which are {MAX_DEVICE_BLOCKS:,}; give fewer"
-        )
+        raise ConfigError(f"device_blocks={num_blocks}: a replay supports at most {MAX_DEVICE_BLOCKS:,}; use fewer")
     return DeviceCache(used, trace.num_distinct)
 
 
 def _leading(ready: npt.NDArray[np.bool_]) -> int:
-    """Length of the run of True at the beginning."""
+    """Returns the number of leading True values."""
     if not len(ready):
         return 0
     first = int(ready.argmin())

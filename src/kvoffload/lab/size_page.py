@@ -1,4 +1,4 @@
-"""What sizing found, as one HTML page that needs no other file."""
+"""Renders the report of sizing: one HTML page that needs no other file."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from kvoffload.lab.figures import INK, MUTED, STYLE, make_figure, svg
 from kvoffload.lab.latency import Speeds
 from kvoffload.lab.model import ModelShape
 from kvoffload.lab.page import render
-from kvoffload.lab.sizing import Prices, Sizing, milliseconds, what_it_rests_on
+from kvoffload.lab.sizing import Prices, Sizing, footnote, milliseconds
 from kvoffload.lab.trace import Trace
 from kvoffload.units import format_bytes
 
@@ -28,7 +28,7 @@ def render_page(trace: Trace, model: ModelShape, speeds: Speeds, prices: Prices,
         sizing.footprint_bytes,
         prices=prices,
         sizing=sizing,
-        footnote=what_it_rests_on(speeds, sizing),
+        footnote=footnote(speeds, sizing),
         sampled=any(setting.bound_pct for setting in sizing.settings),
         milliseconds=milliseconds,
         curve_svg=curve_plot(sizing),
@@ -36,7 +36,7 @@ def render_page(trace: Trace, model: ModelShape, speeds: Speeds, prices: Prices,
 
 
 def curve_plot(sizing: Sizing) -> str:
-    """Served prompt tokens over capacity in bytes, with the sizes that were tried and the best setting's marked."""
+    """Plots the served prompt tokens by capacity in bytes, and marks the sizes that were tried and the best setting."""
     size_of = sizing.block_bytes
     with matplotlib.rc_context(STYLE):
         figure, (ax,) = make_figure(height=4.0, rows=1)
@@ -58,7 +58,7 @@ def curve_plot(sizing: Sizing) -> str:
         ceiling = sizing.ceiling.served_pct
         ax.axhline(ceiling, color=MUTED, linewidth=1.2, linestyle=(0, (1, 2)))
         ax.annotate(
-            f"never evicts: {ceiling:.1f}%",
+            f"no evictions: {ceiling:.1f}%",
             (0.0, ceiling),
             xycoords=("axes fraction", "data"),
             xytext=(4, 4),
@@ -92,25 +92,25 @@ def curve_plot(sizing: Sizing) -> str:
         ax.yaxis.set_major_formatter(FuncFormatter(lambda share, _: f"{share:g}%"))
         ax.tick_params(axis="x", pad=8)
         ax.set_ylim(0, max(1.15 * ceiling, 1.0))
-        ax.set_xlabel("RAM, or disk, in bytes")
+        ax.set_xlabel("capacity of RAM or disk")
         if not lru:
             ax.legend(loc="lower right")
-        return svg(figure, "Prompt tokens served, over the capacity of the cache")
+        return svg(figure, "Prompt tokens served by the capacity of the cache")
 
 
 def _share_by_size(sizing: Sizing) -> dict[int, float]:
-    """Percent served by every size tried, alone."""
+    """Returns the percentage that each size that was tried serves alone."""
     by_blocks = dict(zip(sizing.curve.capacities, sizing.curve.hit_pct.tolist(), strict=True))
     sizes = sorted({amount for each in sizing.settings for amount in (each.ram_bytes, each.disk_bytes) if amount})
     return {amount: by_blocks[min(amount // sizing.block_bytes, sizing.curve.capacities[-1])] for amount in sizes}
 
 
 def _spread(most: int) -> npt.NDArray[np.int64]:
-    """Whole numbers from 1 to ``most``, evenly on a logarithmic scale."""
+    """Returns whole numbers from 1 to ``most``, evenly spaced on a logarithmic scale."""
     return np.unique(np.geomspace(1, max(1, most), CURVE_POINTS).round().astype(np.int64)).clip(max=max(most, 0))
 
 
 def _powers(low: float, high: float) -> list[int]:
-    """Powers of two between, at most MAX_TICKS."""
+    """Returns powers of two between ``low`` and ``high``, at most MAX_TICKS."""
     powers = [1 << bit for bit in range(63) if low <= 1 << bit <= high]
     return powers[:: -(-len(powers) // MAX_TICKS) or 1]

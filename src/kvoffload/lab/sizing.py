@@ -1,4 +1,4 @@
-"""How much RAM and disk a trace asks for: what each setting would serve, how fast, at what price."""
+"""Sizing: how many prompt tokens each choice of RAM and disk would serve, how fast and at what price."""
 
 from __future__ import annotations
 
@@ -21,20 +21,19 @@ from kvoffload.units import format_bytes
 
 MAX_SETTINGS = 1000
 KNEE_SHARE = 0.9
-"""Of what can be found at all: where the default sizes of RAM end."""
+"""The largest default RAM finds this share of what an unlimited cache finds."""
 ALL_SHARE = 0.98
-"""Of what can be found at all: the largest default disk."""
+"""The largest default disk finds this share of what an unlimited cache finds."""
 RAM_STEPS = 6
 GOOD_SHARE = 0.9
-"""Without a target, the cheapest setting is chosen that saves this share of the time that the fastest saves."""
+"""Without a target, the cheapest setting is chosen that saves this share of the time that the fastest one saves."""
 
 Progress = Callable[[float], None]
 
 
 @dataclass(frozen=True, slots=True)
 class Prices:
-    """Of a GiB, in any currency. The defaults are about what servers' parts cost in dollars; what counts is their
-    ratio."""
+    """Prices in any currency; only their ratio matters. The defaults are typical prices of server parts in dollars."""
 
     ram_per_gib: float = 5.0
     disk_per_gib: float = 0.1
@@ -42,16 +41,16 @@ class Prices:
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """What one choice of RAM and disk serves. Shares are percents of all prompt tokens."""
+    """What one choice of RAM and disk serves, in percent of all prompt tokens."""
 
     ram_bytes: int
     disk_bytes: int
     """0: no disk."""
     served_pct: float
-    """Found in RAM or on disk: not computed."""
+    """Found in RAM or on disk, so not computed."""
     ram_pct: float
     bound_pct: float
-    """The most that the shares may be off, in points; 0: they are exact."""
+    """The error bound of the percentages, in points; 0: exact."""
     ttft_mean_s: float
     ttft_p50_s: float
     ttft_p95_s: float
@@ -68,24 +67,24 @@ class Setting:
 
 @dataclass(frozen=True, eq=False)
 class Sizing:
-    """The answer. ``chosen`` is one of ``settings``; None: none meets the target."""
+    """The result of sizing. ``chosen`` is one of ``settings``, or None if none meets the target."""
 
     policy: str
     block_bytes: int
-    """RAM or disk that a block takes."""
+    """RAM or disk per block."""
     footprint_bytes: int
-    """Of all distinct blocks."""
+    """RAM for all distinct blocks."""
     ceiling: Setting
     """RAM for every block of the trace, so that nothing is ever evicted."""
     nothing: Setting
-    """No RAM, no disk: everything is computed."""
+    """No RAM and no disk: everything is computed."""
     settings: tuple[Setting, ...]
     target_p95_s: float | None
     chosen: Setting | None
     more_ram: Setting
-    """Twice the RAM of the chosen, or of the best where none is chosen."""
+    """``best`` with twice the RAM."""
     more_disk: Setting | None
-    """Twice its disk, if it has one."""
+    """``best`` with twice the disk, if it has one."""
     warnings: tuple[str, ...]
     curve: Curve
     lru_pct: Floats
@@ -93,16 +92,16 @@ class Sizing:
 
     @property
     def best(self) -> Setting:
-        """The chosen, or that with the lowest TTFT p95."""
+        """The chosen setting, or else the one with the lowest TTFT p95."""
         return self.chosen or _fastest(self.settings)
 
     @property
     def answer(self) -> str:
-        """In words."""
+        """The result in sentences."""
         return " ".join((*_verdict(self), *_marginal(self)))
 
     def to_dict(self) -> dict[str, Any]:
-        """All but the curve of LRU, for JSON."""
+        """Returns all but the curve of LRU, for JSON."""
 
         def plain(setting: Setting | None) -> dict[str, Any] | None:
             return None if setting is None else {**dataclasses.asdict(setting), "disk_pct": setting.disk_pct}
@@ -147,13 +146,12 @@ def size(
     processes: int | None = None,
     on_progress: Progress | None = None,
 ) -> Sizing:
-    """Every setting of ``ram`` and ``disk``, in bytes; a disk of 0 is none. Neither: powers of two up to what finds
-    nearly all. ``ram`` alone: no disk.
+    """Evaluates every combination of ``ram`` and ``disk``, in bytes; a disk of 0 means none. By default powers of two
+    are tried, up to a cache that finds nearly everything; with only ``ram``, no disk.
 
-    The disk gets a copy of all that is written to RAM, and both are told of every use, so each holds what it would hold
-    alone: of its prefix a request finds what the one finds or the other, whichever is more. What comes from disk has to
-    find room in RAM: a request gets at most ``PROMOTION_SHARE`` of it from there. Requests are served one after the
-    other. Raises ConfigError.
+    The disk gets a copy of all that is written to RAM, and both see every use, so each holds what it would hold alone:
+    a request finds the longer of the two prefixes. Blocks from disk need room in RAM: a request gets at most
+    ``PROMOTION_SHARE`` of RAM from disk. Requests are served one after the other. Raises ConfigError.
     """
     speeds, prices = speeds or Speeds(), prices or Prices()
     block_bytes = padded_slot_bytes(math.ceil(trace.block_tokens * model.bytes_per_token))
@@ -161,18 +159,18 @@ def size(
         for amount in sizes:
             if amount < block_bytes and not (name == "disk" and amount == 0):
                 raise ConfigError(
-                    f"{name}={format_bytes(amount)}: holds no block; one takes {format_bytes(block_bytes)} "
+                    f"{name}={format_bytes(amount)}: too small for one block of {format_bytes(block_bytes)} "
                     f"({trace.block_tokens} tokens of {model.name}); give many times that"
                 )
     asked = max(1, int(trace.input_tokens.sum()))
     lru_pct = 100.0 * LRUCurve(trace).total_hit_tokens() / asked
     pairs = _pairs(ram, disk, *_default_sizes(lru_pct, block_bytes))
-    amounts = {amount * times for pair in pairs for amount in pair if amount for times in (1, 2)}
+    amounts = {amount * factor for pair in pairs for amount in pair if amount for factor in (1, 2)}
     capacities = {min(amount // block_bytes, trace.num_distinct) for amount in amounts} | {trace.num_distinct}
     curve = hit_curve(trace, policy, sorted(capacities), processes=processes, on_progress=on_progress)
-    judge = _Judge(trace, model, speeds, prices, block_bytes, curve)
-    settings = [judge(ram_bytes, disk_bytes) for ram_bytes, disk_bytes in pairs]
-    nothing = judge(0, 0)
+    evaluate = _Evaluator(trace, model, speeds, prices, block_bytes, curve)
+    settings = [evaluate(ram_bytes, disk_bytes) for ram_bytes, disk_bytes in pairs]
+    nothing = evaluate(0, 0)
     chosen = _choose(settings, nothing, target_p95_s)
     best = chosen or _fastest(settings)
     footprint = trace.num_distinct * block_bytes
@@ -180,13 +178,13 @@ def size(
         policy=policy,
         block_bytes=block_bytes,
         footprint_bytes=footprint,
-        ceiling=judge(footprint, 0),
+        ceiling=evaluate(footprint, 0),
         nothing=nothing,
         settings=tuple(settings),
         target_p95_s=target_p95_s,
         chosen=chosen,
-        more_ram=judge(2 * best.ram_bytes, best.disk_bytes),
-        more_disk=judge(best.ram_bytes, 2 * best.disk_bytes) if best.disk_bytes else None,
+        more_ram=evaluate(2 * best.ram_bytes, best.disk_bytes),
+        more_disk=evaluate(best.ram_bytes, 2 * best.disk_bytes) if best.disk_bytes else None,
         warnings=tuple(_warnings(footprint, max((*ram, *disk), default=0))),
         curve=curve,
         lru_pct=lru_pct,
@@ -194,7 +192,8 @@ def size(
 
 
 def _default_sizes(lru_pct: Floats, block_bytes: int) -> tuple[list[int], list[int]]:
-    """RAM: powers of two up to where most of what can be found is found. Disk: none, as much, and for nearly all."""
+    """Returns default sizes of RAM and disk. RAM: powers of two up to the size for KNEE_SHARE. Disk: none, that size,
+    and the size for ALL_SHARE."""
 
     def enough(share: float) -> int:
         blocks = max(1, int(np.searchsorted(lru_pct, share * lru_pct[-1])))
@@ -208,20 +207,21 @@ def _default_sizes(lru_pct: Floats, block_bytes: int) -> tuple[list[int], list[i
 def _pairs(
     ram: Sequence[int], disk: Sequence[int], default_ram: Sequence[int], default_disk: Sequence[int]
 ) -> list[tuple[int, int]]:
-    """RAM and disk of every setting, by size."""
+    """Returns RAM and disk of every setting, ordered by size."""
     disks = sorted(set(disk or ((0,) if ram else default_disk)))
     rams = sorted(set(ram or default_ram))
     if len(rams) * len(disks) > MAX_SETTINGS:
         raise ConfigError(
-            f"ram and disk: {len(rams) * len(disks):,} settings; at most {MAX_SETTINGS:,} at a time, so try fewer"
+            f"ram and disk: {len(rams) * len(disks):,} combinations, but at most {MAX_SETTINGS:,} are allowed; give "
+            "fewer sizes"
         )
     pairs = [(ram_bytes, disk_bytes) for ram_bytes in rams for disk_bytes in disks]
     useful = [pair for pair in pairs if pair[1] == 0 or pair[1] > pair[0]]
     return pairs if ram or not useful else useful
 
 
-class _Judge:
-    """Makes Settings."""
+class _Evaluator:
+    """Makes the Setting of a choice of RAM and disk."""
 
     def __init__(
         self, trace: Trace, model: ModelShape, speeds: Speeds, prices: Prices, block_bytes: int, curve: Curve
@@ -239,7 +239,7 @@ class _Judge:
         if disk_bytes:
             on_disk, disk_pct, disk_bound = self._at(disk_bytes)
             either = np.maximum(in_ram, on_disk)
-            served = np.minimum(either, np.maximum(in_ram, self._most(in_ram, ram_bytes)))
+            served = np.minimum(either, np.maximum(in_ram, self._limit(in_ram, ram_bytes)))
             bound = max(ram_bound, disk_bound)
             served_pct = self._percent(either) if bound == 0 else max(ram_pct, disk_pct)
             served_pct -= self._percent(either - served)
@@ -259,15 +259,16 @@ class _Judge:
         )
 
     def _at(self, amount: int) -> tuple[Floats, float, float]:
-        """Tokens found of each request, percent of all, and the most it may be off."""
+        """Returns, for a cache of ``amount`` bytes, the tokens found per request, the percentage of all tokens, and its
+        error bound."""
         if amount == 0:
             return np.zeros(self.trace.num_requests), 0.0, 0.0
         i = self.curve.capacities.index(min(amount // self.block_bytes, self.trace.num_distinct))
         return self.curve.hit_tokens[i], float(self.curve.hit_pct[i]), float(self.curve.bound_pct[i])
 
-    def _most(self, in_ram: Floats, ram_bytes: int) -> Floats:
-        """Tokens that each request can be given, if the disk holds all: of a chain longer than RAM the head was stored,
-        and what comes from disk takes a share of RAM."""
+    def _limit(self, in_ram: Floats, ram_bytes: int) -> Floats:
+        """Returns how many tokens each request can get if the disk holds everything: only as much of a chain as fits in
+        RAM was stored, and blocks from disk may use only a share of RAM."""
         blocks = ram_bytes // self.block_bytes
         promoted = max(1, int(blocks * PROMOTION_SHARE))
         return np.minimum(in_ram + promoted * self.trace.block_tokens, blocks * self.trace.block_tokens)
@@ -277,7 +278,8 @@ class _Judge:
 
 
 def _choose(settings: Sequence[Setting], nothing: Setting, target_p95_s: float | None) -> Setting | None:
-    """The cheapest that meets the target, or else that saves nearly as much time as any."""
+    """Returns the cheapest setting that meets the target or, without a target, that saves nearly as much time as the
+    best."""
     if target_p95_s is not None:
         good = [setting for setting in settings if setting.ttft_p95_s <= target_p95_s]
     else:
@@ -294,12 +296,12 @@ def _warnings(footprint: int, largest: int) -> list[str]:
     if largest <= footprint:
         return []
     return [
-        f"All blocks of this trace take {format_bytes(footprint)}, so {format_bytes(largest)} is never full: the trace "
-        "is too short to tell what so much would serve. Record a longer one."
+        f"All blocks of this trace take {format_bytes(footprint)}, so {format_bytes(largest)} never fills up: the "
+        "trace is too short to predict what that much would serve. Record a longer one."
     ]
 
 
-# Words.
+# Sentences.
 
 
 def _verdict(sizing: Sizing) -> list[str]:
@@ -309,13 +311,13 @@ def _verdict(sizing: Sizing) -> list[str]:
         served += f" ({best.ram_pct:.1f}% from RAM, {best.disk_pct:.1f}% from disk)"
     if target is None:
         return [f"{best} {'serve' if best.disk_bytes else 'serves'} {served}."]
-    asked = f"a TTFT p95 of {milliseconds(target)}"
+    goal = f"a TTFT p95 of {milliseconds(target)}"
     reached = milliseconds(best.ttft_p95_s)
     if sizing.chosen is not None:
-        return [f"{best} is the cheapest setting tried that meets {asked}: it reaches {reached} and serves {served}."]
+        return [f"{best} is the cheapest setting tried that meets {goal}: it reaches {reached} and serves {served}."]
     return [
-        f"No setting tried meets {asked}.",
-        f"{best} comes nearest: it reaches {reached} and serves {served}.",
+        f"No setting tried meets {goal}.",
+        f"{best} comes closest: it reaches {reached} and serves {served}.",
         f"A cache that never evicts would reach {milliseconds(sizing.ceiling.ttft_p95_s)}.",
     ]
 
@@ -327,30 +329,32 @@ def _marginal(sizing: Sizing) -> list[str]:
         text = f"{more} of RAM would add {ram.served_pct - best.served_pct:.1f} points."
     else:
         text = (
-            f"{more} of RAM would serve {ram.ram_pct - best.ram_pct:.1f} points more from RAM, the next "
+            f"{more} of RAM would serve {ram.ram_pct - best.ram_pct:.1f} points more from RAM; the next "
             f"{format_bytes(best.disk_bytes)} of disk would add {disk.served_pct - best.served_pct:.1f} points."
         )
     return [text, f"A cache that never evicts would serve {sizing.ceiling.served_pct:.1f}%."]
 
 
 def _percent(share: float, bound: float) -> str:
-    return f"{share:.1f}%{f' (to within {bound:.1f} points)' if bound else ''}"
+    return f"{share:.1f}%{f' (±{bound:.1f} points)' if bound else ''}"
 
 
 def milliseconds(seconds: float) -> str:
     return f"{1000 * seconds:,.0f} ms" if seconds < 10 else f"{seconds:,.1f} s"
 
 
-def what_it_rests_on(speeds: Speeds, sizing: Sizing) -> str:
-    """A footnote."""
+def footnote(speeds: Speeds, sizing: Sizing) -> str:
+    """Returns the assumptions behind the numbers, in sentences."""
     nothing, rule = sizing.nothing, ""
     if sizing.target_p95_s is None and len(sizing.settings) > 1:
         rule = (
-            f" * is the cheapest that saves {100 * GOOD_SHARE:.0f}% of the time to first token that the fastest saves."
+            f" * marks the cheapest setting that saves {100 * GOOD_SHARE:.0f}% of the time to first token that the "
+            "fastest one saves."
         )
     return (
-        f"Percents are of prompt tokens, with {sizing.policy} in RAM and on disk; the disk holds a copy of all that is "
-        f"in RAM.{rule} TTFT is an estimate without queueing: prefill at {speeds.prefill_tokens_per_s:,.0f} tokens/s, "
-        f"loads at {speeds.host_bytes_per_s / 1e9:g} GB/s from RAM and {speeds.disk_bytes_per_s / 1e9:g} GB/s from "
-        f"disk. Without a cache p50 is {milliseconds(nothing.ttft_p50_s)} and p95 {milliseconds(nothing.ttft_p95_s)}."
+        f"Percentages are of prompt tokens, with the policy {sizing.policy} in RAM and on disk; the disk also has a "
+        f"copy of everything in RAM.{rule} TTFT is an estimate without queueing: prefill at "
+        f"{speeds.prefill_tokens_per_s:,.0f} tokens/s, loads at {speeds.host_bytes_per_s / 1e9:g} GB/s from RAM and "
+        f"{speeds.disk_bytes_per_s / 1e9:g} GB/s from disk. Without a cache, p50 is {milliseconds(nothing.ttft_p50_s)} "
+        f"and p95 {milliseconds(nothing.ttft_p95_s)}."
     )

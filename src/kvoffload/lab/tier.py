@@ -9,7 +9,6 @@ from collections.abc import Callable, Collection, Sequence
 import numpy as np
 
 from kvoffload.abc import OffloadKey, Slots, States, Tier, TierError, TierResult
-from kvoffload.cache.slots import SlotBackend
 from kvoffload.tiers.catalog import Catalog
 
 
@@ -31,7 +30,7 @@ class CatalogTier(Tier):
     ) -> None:
         self.num_written = self.num_read = 0
         """Blocks."""
-        self._catalog = Catalog(SlotBackend(block_bytes, "DISK", capacity), policy, clock)
+        self._catalog = Catalog(capacity, block_bytes, policy, clock)
         self._capacity = capacity
         self._block_bytes = block_bytes
         self._clock = clock

@@ -1,4 +1,4 @@
-"""A request trace in arrays: when requests came, how long they were, and the chains of blocks they asked for."""
+"""A request trace as arrays: arrival times, lengths, and the chain of blocks of each request."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ Floats = npt.NDArray[np.float64]
 
 
 class TraceError(KVOffloadError, ValueError):
-    """A trace cannot be used. The message names the file, and the line where it is a line's fault."""
+    """A trace cannot be used. The message names the file, and the line if a line is the cause."""
 
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """A line that was left out, and why."""
+    """A line that was skipped, and why."""
 
     file: str
     line: int
@@ -35,33 +35,33 @@ class Problem:
 
 @dataclass(frozen=True, eq=False)
 class Trace:
-    """``num_requests`` requests by time, and the chain of blocks of each.
+    """``num_requests`` requests, ordered by time, and the chain of blocks of each.
 
     Blocks are numbered from 0 in the order in which they first occur. Equal numbers mean an equal prefix up to and
-    including that block. ``ids[b]`` is what the file calls block b: equal in all traces of the same source, and what
-    samples are drawn by.
+    including that block. ``ids[b]`` is the id of block b in the file: the same in all traces of one source.
     """
 
     name: str
     block_tokens: int
-    """Tokens of a block. 1 where the trace does not speak of tokens."""
+    """Tokens per block; 1 if the trace has no tokens."""
     times: Floats
-    """Of arrival, in seconds, ascending."""
+    """Arrival times in seconds, ascending."""
     input_tokens: Ints
-    """Length of the prompt. Its last block may be cut short by it."""
+    """Lengths of the prompts. The last block of a prompt may be incomplete."""
     output_tokens: Ints
     offsets: Ints
     """Shape (num_requests + 1,): request r has ``blocks[offsets[r]:offsets[r + 1]]``."""
     blocks: Ints
-    """Of all requests, each chain head first: the prompt's, then the output's where the trace has them."""
+    """The chains of all requests, each head first: the prompt's blocks, then the output's if the trace has them."""
     prompt_blocks: Ints
-    """How many of each request's blocks belong to its prompt, the last perhaps not whole."""
+    """How many of each request's blocks belong to its prompt, including an incomplete last one."""
     ids: npt.NDArray[np.uint64]
     problems: tuple[Problem, ...] = ()
-    """The first of the lines that were left out."""
+    """The first of the lines that were skipped."""
     num_problems: int = 0
+    """How many lines were skipped."""
     info: dict[str, object] = field(default_factory=dict)
-    """What else the file tells, such as the sizes of the caches of a recorded server."""
+    """Further properties from the file, such as the cache sizes of a recorded server."""
 
     @property
     def num_requests(self) -> int:
@@ -77,7 +77,7 @@ class Trace:
 
     @cached_property
     def keys(self) -> list[OffloadKey]:
-        """An OffloadKey a distinct block, made of its id: the same in every run."""
+        """One OffloadKey per distinct block, made from its id: the same in every run."""
         xxh = xxhash.xxh3_128_digest
         return [make_offload_key(xxh(block_id.to_bytes(8, "little")), 0) for block_id in self.ids.tolist()]
 
@@ -86,7 +86,7 @@ class Trace:
         return chain
 
     def between(self, start: float, end: float) -> Trace:
-        """The requests between two fractions of the time from the first to the last, as a trace of their own."""
+        """Returns a trace of the requests between two fractions of the time from the first request to the last."""
         first, last = (self.times[0], self.times[-1]) if self.num_requests else (0.0, 0.0)
         low = int(np.searchsorted(self.times, first + start * (last - first))) if start > 0 else 0
         high = int(np.searchsorted(self.times, first + end * (last - first))) if end < 1 else self.num_requests
@@ -105,7 +105,7 @@ class Trace:
 
 
 def renumber(ids: npt.NDArray[np.uint64]) -> tuple[Ints, npt.NDArray[np.uint64]]:
-    """Block numbers in the order of first occurrence, and the id of each number."""
+    """Returns block numbers in the order of first occurrence, and the id of each number."""
     distinct, first, inverse = np.unique(ids, return_index=True, return_inverse=True)
     order = np.argsort(first)
     rank = np.empty(len(order), dtype=np.int64)
@@ -123,9 +123,9 @@ def make_trace(
     prompt_blocks: Sequence[int] | None = None,
     **more: object,
 ) -> Trace:
-    """A trace of lists, in any order: requests are sorted by time, those of equal time stay in order.
+    """Returns a trace made from lists. Requests are sorted by time; requests of the same time stay in order.
 
-    ``chains`` holds each request's block ids, in [0, 2**64). ``prompt_blocks``: by default all of a chain.
+    ``chains`` has the block ids of each request, in [0, 2**64). ``prompt_blocks``: by default the length of the chain.
     """
     order = np.argsort(np.asarray(times, dtype=np.float64), kind="stable")
     lengths = np.array([len(chains[i]) for i in order], dtype=np.int64)

@@ -1,4 +1,4 @@
-"""Counters of what happened, as plain numbers that any metrics system can take."""
+"""Counters and gauges: their names, their totals, and what changed since they were last reported."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class MetricSpec:
-    """A metric's kind ("counter" or "gauge"), what it counts, and the name of its label if it has one."""
+    """Describes a metric: its kind ("counter" or "gauge"), what it counts, and the name of its label if it has one."""
 
     kind: str
     help: str
@@ -17,28 +17,28 @@ class MetricSpec:
 
 
 METRICS: dict[str, MetricSpec] = {
-    "store_blocks": MetricSpec("counter", "Blocks whose store to host memory ended well"),
-    "load_blocks": MetricSpec("counter", "Blocks whose load to the device ended well"),
+    "store_blocks": MetricSpec("counter", "Blocks stored in host memory"),
+    "load_blocks": MetricSpec("counter", "Blocks loaded to the device"),
     "store_bytes": MetricSpec("counter", "Bytes copied from device to host"),
     "load_bytes": MetricSpec("counter", "Bytes copied from host to device"),
     "store_seconds": MetricSpec("counter", "Time spent copying from device to host"),
     "load_seconds": MetricSpec("counter", "Time spent copying from host to device"),
     "store_failures": MetricSpec("counter", "Stores that failed twice and were dropped"),
-    "load_failures": MetricSpec("counter", "Loads that failed and were recomputed"),
-    "weight_changes": MetricSpec("counter", "Times that weights were found changed, and all blocks were forgotten"),
+    "load_failures": MetricSpec("counter", "Loads that failed; their tokens were recomputed"),
+    "weight_changes": MetricSpec("counter", "Changes of the weights, each of which drops all blocks"),
     "evicted_blocks": MetricSpec("counter", "Blocks evicted from host memory"),
-    "refused_stores": MetricSpec("counter", "Times that no room could be made for a store"),
+    "refused_stores": MetricSpec("counter", "Stores that were refused because no room could be made"),
     "asked_tokens": MetricSpec("counter", "Tokens of admitted requests"),
     "device_hit_tokens": MetricSpec("counter", "Tokens found in the engine's own cache"),
     "host_hit_tokens": MetricSpec("counter", "Tokens found in host memory"),
-    "disk_hit_tokens": MetricSpec("counter", "Tokens that came up from disk for their request"),
-    "misses": MetricSpec("counter", "Requests by the reason of their first missing block", "reason"),
+    "disk_hit_tokens": MetricSpec("counter", "Tokens that were read from disk for their request"),
+    "misses": MetricSpec("counter", "Requests that missed, by the reason of their first missing block", "reason"),
     "promoted_blocks": MetricSpec("counter", "Blocks read from disk into host memory and verified"),
-    "late_promotions": MetricSpec("counter", "Requests that did not get all they waited for within the load deadline"),
+    "late_promotions": MetricSpec("counter", "Requests whose reads from disk did not all end within the load deadline"),
     "disk_read_bytes": MetricSpec("counter", "Bytes read from disk and verified"),
     "disk_read_seconds": MetricSpec("counter", "Time spent reading from disk, added up over threads"),
     "disk_read_failures": MetricSpec("counter", "Blocks that could not be read from disk"),
-    "disk_bad_blocks": MetricSpec("counter", "Blocks on disk that were not what was written, and are quarantined"),
+    "disk_bad_blocks": MetricSpec("counter", "Blocks on disk that failed verification and were quarantined"),
     "disk_write_blocks": MetricSpec("counter", "Blocks written to disk"),
     "disk_write_bytes": MetricSpec("counter", "Bytes written to disk"),
     "disk_write_seconds": MetricSpec("counter", "Time spent writing to disk, added up over threads"),
@@ -46,25 +46,24 @@ METRICS: dict[str, MetricSpec] = {
     "disk_dropped_writes": MetricSpec("counter", "Blocks that left host memory before they were written to disk"),
     "disk_evicted_blocks": MetricSpec("counter", "Blocks evicted from disk"),
     "disk_blocks": MetricSpec("gauge", "Blocks on disk"),
-    "disk_used_bytes": MetricSpec("gauge", "Bytes taken on disk, in whole slabs"),
-    "disk_bytes": MetricSpec("gauge", "Bytes granted on disk"),
+    "disk_used_bytes": MetricSpec("gauge", "Bytes allocated on disk, in whole slabs"),
+    "disk_bytes": MetricSpec("gauge", "Disk budget in bytes"),
     "disk_off": MetricSpec("gauge", "1 if failures have switched the disk tier off"),
     "pool_used_blocks": MetricSpec("gauge", "Blocks of the host pool in use"),
-    "pool_blocks": MetricSpec("gauge", "Blocks of the host pool in all"),
+    "pool_blocks": MetricSpec("gauge", "Capacity of the host pool in blocks"),
     "policy_rule": MetricSpec(
-        "gauge", "1 for the rule that a self-tuning policy goes by now, 0 for the others", "rule"
+        "gauge", "1 for the rule that a self-tuning policy follows now, 0 for the others", "rule"
     ),
-    "policy_score": MetricSpec("gauge", "What each rule would have found of late, in sampled blocks", "rule"),
+    "policy_score": MetricSpec("gauge", "Recent hits that each rule would have had, in sampled blocks", "rule"),
     "off": MetricSpec("gauge", "1 if a failed check has switched offloading off"),
 }
-"""Every metric. A labelled one is stored under "name:value of its label"."""
+"""Every metric by name. A labelled metric's values are stored under "name:label value"."""
 
 
 class Metrics:
-    """Running totals by name, and what changed since somebody last took it.
+    """Running totals by name, and the changes since the last ``take``.
 
-    ``read``, called whenever metrics are looked at, counts what was not yet counted and sets gauges, so that no step
-    has to.
+    ``snapshot`` and ``take`` first call ``read``, which may count and set gauges lazily, so that no step has to.
     """
 
     def __init__(self, read: Callable[[], None] | None = None) -> None:
@@ -75,7 +74,7 @@ class Metrics:
         """Names that were counted or set since the last ``take``."""
 
     def add(self, name: str, amount: float = 1.0, label: str | None = None) -> None:
-        """Counts ``amount`` more under a name of METRICS."""
+        """Adds ``amount`` to the counter ``name`` of METRICS."""
         labelled = self._labelled(name, label)
         self._totals[labelled] += amount
         self._touched.add(labelled)
@@ -96,7 +95,7 @@ class Metrics:
         return name if label is None else f"{name}:{label}"
 
     def take_in(self, counts: Mapping[str, float]) -> None:
-        """Adds counters and sets gauges, by their names."""
+        """Adds every counter and sets every gauge in ``counts``."""
         for name, value in counts.items():
             if METRICS[name].kind == "gauge":
                 self.set(name, value)
@@ -104,12 +103,12 @@ class Metrics:
                 self.add(name, value)
 
     def snapshot(self) -> dict[str, float]:
-        """Totals since the start."""
+        """Returns the totals since the start, and the gauges."""
         self._read()
         return dict(self._totals)
 
     def take(self) -> dict[str, float]:
-        """What counters grew by, and what gauges became, since the last call."""
+        """Returns what changed since the last call: the increase of each counter, the new value of each gauge."""
         self._read()
         changes = {}
         for name in self._touched:
@@ -123,7 +122,7 @@ class Metrics:
 
 
 def merge(into: dict[str, float], changes: dict[str, float]) -> None:
-    """Adds ``changes`` (as ``Metrics.take`` gives them) to ``into``: counters add up, gauges take the newer."""
+    """Adds ``changes`` (from ``Metrics.take``) to ``into``: counters add up, gauges take the newer value."""
     for name, value in changes.items():
         if METRICS[name.partition(":")[0]].kind == "gauge":
             into[name] = value

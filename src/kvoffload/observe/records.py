@@ -1,5 +1,5 @@
-"""Why a request missed: a small record per request, what many of them say together, and a bounded memory
-of why keys are gone."""
+"""One record per request: what it asked for, what it found where, why it missed; and summaries of many records, by
+reason and over time."""
 
 from __future__ import annotations
 
@@ -14,44 +14,30 @@ import numpy as np
 from kvoffload.abc import MissReason
 
 RECORD_RING_SIZE = 4096
-
-
+"""How many records a server keeps, the newest."""
 MAX_PERIODS = 1000
-
-
-_REASONS = tuple(MissReason)
-
-
 _DAY_S = 86_400
-
-
 _PERIODS_S = (1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 10_800, 21_600, 43_200, _DAY_S)
-
-
 _WANTED_PERIODS = 12
 
-
+# Bounds of fields that are read from outside.
+_REASONS = tuple(MissReason)
 _MAX_TIME = 253_402_300_799.0
 """The last second of the year 9999."""
-
-
 _MAX_TOKENS = 1 << 48
-
-
 _MAX_TEXT = 1 << 12
-
-
 _MAX_RULES = 32
 
 
 @dataclass(frozen=True, slots=True)
 class RequestRecord:
-    """What one request asked for and found, made when its lookup is settled.
+    """What one request asked for and found. It is made once the request's lookup has ended.
 
-    ``tokens_asked`` is its length, ``device_tokens`` what the engine's own cache held, ``host_tokens`` what was loaded
-    from host memory, ``disk_tokens`` what had come up from disk for it and was loaded then. ``missed_key`` is the first
-    block that was missing, in hex, or None if none was; ``age_s`` tells how long ago it was evicted, refused or reset.
-    ``policy``: of a miss where a self-tuning policy decides, the ``rule`` it went by then and the ``scores`` of all.
+    ``tokens_asked`` is the length of its prompt, ``device_tokens`` what the engine's own cache held, ``host_tokens``
+    what was loaded from host memory, and ``disk_tokens`` what was read from disk for it and then loaded.
+    ``missed_key`` is the first missing block in hex, or None if all were found; ``age_s`` is how long ago that block
+    was evicted, refused or reset. ``policy`` is set for a miss under a self-tuning policy: the ``rule`` that it
+    followed then, and the ``scores`` of all its rules.
     """
 
     time: float
@@ -70,9 +56,9 @@ class RequestRecord:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> RequestRecord:
-        """The record that ``to_dict`` gave, from a source that is not trusted. Unknown fields are ignored.
+        """Returns the record that ``to_dict`` made. The source need not be trusted; unknown fields are ignored.
 
-        Raises ValueError that names the field if one is missing or cannot be.
+        Raises ValueError, which names the field, if one is missing or impossible.
         """
         record = cls(
             _number(data, "time", _MAX_TIME),
@@ -87,12 +73,12 @@ class RequestRecord:
             None if data.get("policy") is None else _policy(data, "policy"),
         )
         if record.tokens_missing < 0:
-            raise ValueError(f"tokens_asked={record.tokens_asked}: fewer than were found")
+            raise ValueError(f"tokens_asked={record.tokens_asked}: fewer than the tokens found")
         return record
 
     @property
     def tokens_missing(self) -> int:
-        """Tokens that were asked for and found nowhere."""
+        """Tokens that no tier had."""
         return self.tokens_asked - self.device_tokens - self.host_tokens - self.disk_tokens
 
     def __str__(self) -> str:
@@ -111,10 +97,10 @@ class RequestRecord:
 
 @dataclass(frozen=True, slots=True)
 class ReasonSummary:
-    """The requests whose first missing block was gone for one reason, or, None, that missed no block.
+    """The requests that missed for one reason; ``reason`` None: the requests that missed no block.
 
-    ``tokens_missing`` were found nowhere. ``median_age_s``: seconds between the block's leaving and the
-    request, where that is known.
+    ``tokens_missing`` counts their tokens that no tier had. ``median_age_s`` is the median time between the loss of
+    the block and the request, in seconds, or None if no record has it.
     """
 
     reason: MissReason | None
@@ -125,9 +111,9 @@ class ReasonSummary:
 
 @dataclass(frozen=True, slots=True)
 class Period:
-    """What the requests of one stretch of time asked for and found, in tokens.
+    """What the requests of one period of time asked for and found, in tokens.
 
-    ``start`` is in seconds since 1970. ``misses``: requests by the reason of their first missing block.
+    ``start`` is in seconds since 1970. ``misses`` counts requests by the reason of their first missing block.
     """
 
     start: float
@@ -154,7 +140,8 @@ class Period:
 
 
 def by_reason(records: Iterable[RequestRecord]) -> list[ReasonSummary]:
-    """One entry a reason that occurs, the one that cost most tokens first; requests that missed none last."""
+    """Returns one entry per reason that occurs, the one with the most missing tokens first; requests without a miss
+    come last."""
     groups: dict[MissReason | None, list[RequestRecord]] = {}
     for record in records:
         groups.setdefault(record.reason, []).append(record)
@@ -167,10 +154,10 @@ def by_reason(records: Iterable[RequestRecord]) -> list[ReasonSummary]:
 
 
 def over_time(records: Sequence[RequestRecord], every_s: int | None = None) -> list[Period]:
-    """Every period of ``every_s`` seconds from the first record's to the last's, those without requests too.
+    """Returns every period of ``every_s`` seconds from the first record to the last, also those without requests.
 
-    Periods begin at multiples of their length. Without ``every_s`` there are about a dozen. Raises
-    ValueError if there would be more than MAX_PERIODS.
+    Periods begin at multiples of their length. Without ``every_s``, a length is chosen that gives about twelve.
+    Raises ValueError if there would be more than MAX_PERIODS.
     """
     if not records:
         return []
@@ -181,7 +168,7 @@ def over_time(records: Sequence[RequestRecord], every_s: int | None = None) -> l
         every_s = next((length for length in _PERIODS_S if length >= wanted), days)
     begin, end = int(first // every_s), int(last // every_s)
     if end - begin >= MAX_PERIODS:
-        raise ValueError(f"{end - begin + 1:,} periods of {every_s} s: at most {MAX_PERIODS:,}")
+        raise ValueError(f"{end - begin + 1:,} periods of {every_s} s: there may be at most {MAX_PERIODS:,}")
     groups: list[list[RequestRecord]] = [[] for _ in range(begin, end + 1)]
     for record in records:
         groups[int(record.time // every_s) - begin].append(record)
@@ -220,11 +207,11 @@ def _policy(data: Mapping[str, Any], field: str) -> dict[str, Any]:
     policy = data[field] if isinstance(data[field], Mapping) else {}
     rule, scores = policy.get("rule"), policy.get("scores")
     if not isinstance(rule, str) or not isinstance(scores, Mapping) or rule not in scores or len(scores) > _MAX_RULES:
-        raise _wrong(data, field, f"a rule and the scores of at most {_MAX_RULES}")
+        raise _wrong(data, field, f"a rule and the scores of at most {_MAX_RULES} rules")
     try:
         return {"rule": rule, "scores": {name: _number(scores, name, _MAX_TIME) for name in scores}}
     except ValueError as error:
-        raise _wrong(data, field, "a rule and the scores of each") from error
+        raise _wrong(data, field, "a rule and the score of each rule") from error
 
 
 def _wrong(data: Mapping[str, Any], field: str, wanted: str) -> ValueError:

@@ -1,4 +1,4 @@
-"""How a server's records reach another process: over a local socket, or through its log."""
+"""Moves request records from a serving process to another: over a local socket, or through the log."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from kvoffload.abc import KVOffloadError
 from kvoffload.observe.records import RequestRecord
 
 LOG_MARKER = "kvoffload: record "
-"""What stands before a record, in JSON, in a log."""
+"""Precedes a record, in JSON, on a line of a log."""
 CLIENT_DEADLINE_S = 5.0
 MAX_ANSWER_BYTES = 64 << 20
 MAX_LINE_BYTES = 1 << 16
-MAX_FAULTS_TOLD = 5
+MAX_FAULTS_LISTED = 5
 PROC_NET_UNIX = Path("/proc/net/unix")
 
 # Num RefCount Protocol Flags Type St Inode Path: only a listener has these flags.
@@ -32,30 +32,34 @@ _LISTENER = re.compile(rb"\S+ \S+ \S+ 00010000 \S+ \S+ +\S+ @kvoffload/([0-9]{1,
 _FORMAT = 1
 _BACKLOG = 64
 _COPY_TRIES = 100
-_RECORDS_A_SEND = 64
+_RECORDS_PER_SEND = 64
 _RETRY_S = 1.0
 REFUSALS_AT_ONCE = 64
 REFUSAL_PAUSE_S = 0.05
-"""After so many connections of other users none is accepted for so long: a flood of them costs little."""
-_CONNECT_AGAIN_S = 0.001
+"""After each REFUSALS_AT_ONCE connections of other users, the server accepts none for this long: a flood of them costs
+little."""
+_CONNECT_RETRY_S = 0.001
 
 logger = logging.getLogger(__name__)
 
 
 class RecordsError(KVOffloadError):
-    """Records could not be read. The message is for the user: from where, and why."""
+    """Records could not be read. The message tells the user from where, and why."""
 
 
 class RecordServer:
-    """Gives the records that ``source`` returns to any process of the same user, or of root, on this machine.
+    """Sends the records that ``source`` returns to any process of the same user, or of root, on this machine.
 
-    Listens on the abstract socket ``kvoffload/<pid>/<name>``, which lies in no file system and is gone when
-    the process is. One daemon thread answers one client at a time, for CLIENT_DEADLINE_S at most, in pieces.
-    ``source`` is called there; what it returns may be appended to by other threads meanwhile. Nothing raises:
-    if there can be no socket or no thread, one warning says so and nothing is served.
+    It listens on the abstract socket ``kvoffload/<pid>/<name>``, which is in no file system and ends with the
+    process. One daemon thread answers one client at a time, in pieces, for at most CLIENT_DEADLINE_S. That thread
+    calls ``source``; other threads may append to the sequence that it returns. Nothing raises: if no socket or thread
+    can be made, one warning says so and nothing is served.
+
+    ``num_pauses`` counts how often it paused because other users kept connecting.
     """
 
     def __init__(self, source: Callable[[], Sequence[RequestRecord]], name: str) -> None:
+        self.num_pauses = 0
         self._source = source
         self._lock = threading.Lock()
         self._closing = threading.Event()
@@ -74,13 +78,13 @@ class RecordServer:
                 self._listener.close()
 
     def close(self) -> None:
-        """Ends the thread, also while it waits for a client. May be called twice."""
+        """Ends the thread, even while it waits for a client. May be called twice."""
         with self._lock:
             self._closing.set()
             for sock in (self._listener, self._client):
                 if sock is not None:
                     with contextlib.suppress(OSError):
-                        # Closing would not wake the thread.
+                        # Unlike shutdown, close would not wake the thread.
                         sock.shutdown(socket.SHUT_RDWR)
         if self._thread.is_alive():
             self._thread.join(CLIENT_DEADLINE_S)
@@ -92,13 +96,14 @@ class RecordServer:
             try:
                 client, _ = self._listener.accept()
             except OSError:
-                # Out of file descriptors, perhaps: not again at once.
+                # The process may be out of file descriptors: do not spin.
                 self._closing.wait(_RETRY_S)
                 continue
             if not _is_trusted(client):
                 client.close()
                 refusals += 1
                 if refusals % REFUSALS_AT_ONCE == 0:
+                    self.num_pauses += 1
                     self._closing.wait(REFUSAL_PAUSE_S)
                 continue
             with self._lock:
@@ -120,15 +125,15 @@ class RecordServer:
         records = self._copy()
         header = {"kvoffload_records": _FORMAT, "count": len(records)}
         _send(client, [header], deadline)
-        # Between the pieces the engine gets the interpreter.
-        for i in range(0, len(records), _RECORDS_A_SEND):
-            _send(client, [record.to_dict() for record in records[i : i + _RECORDS_A_SEND]], deadline)
+        # In pieces, so that the engine's thread can take the interpreter lock in between.
+        for i in range(0, len(records), _RECORDS_PER_SEND):
+            _send(client, [record.to_dict() for record in records[i : i + _RECORDS_PER_SEND]], deadline)
 
     def _copy(self) -> list[RequestRecord]:
         for _ in range(_COPY_TRIES):
-            with contextlib.suppress(RuntimeError):  # the deque was appended to meanwhile
+            with contextlib.suppress(RuntimeError):  # the deque changed while it was copied
                 return list(self._source())
-        raise RuntimeError("records come too fast to be copied")
+        raise RuntimeError("records arrive too fast to be copied")
 
 
 def _send(client: socket.socket, values: Iterable[dict[str, Any]], deadline: float) -> None:
@@ -145,11 +150,12 @@ def _left(deadline: float) -> float:
 
 def _is_trusted(client: socket.socket) -> bool:
     with contextlib.suppress(OSError):
-        return _peer_uid(client) in (0, os.geteuid())
+        return peer_uid(client) in (0, os.geteuid())
     return False
 
 
-def _peer_uid(sock: socket.socket) -> int:
+def peer_uid(sock: socket.socket) -> int:
+    """Returns the user id of the process at the other end."""
     size = struct.calcsize("iII")
     _, uid, _ = struct.unpack("iII", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size))
     return int(uid)
@@ -157,7 +163,7 @@ def _peer_uid(sock: socket.socket) -> int:
 
 @dataclass(slots=True)
 class Reading:
-    """Records from one source, and what was there that is none: how many, and the first few in words."""
+    """Records from one source, the number of malformed entries, and descriptions of the first few of those."""
 
     records: list[RequestRecord] = field(default_factory=list)
     malformed: int = 0
@@ -174,14 +180,14 @@ class Reading:
             self.records.append(RequestRecord.from_dict(data))
         except (ValueError, RecursionError) as error:
             self.malformed += 1
-            if len(self.faults) < MAX_FAULTS_TOLD:
+            if len(self.faults) < MAX_FAULTS_LISTED:
                 fault = f"not JSON ({error.msg})" if isinstance(error, json.JSONDecodeError) else error
                 self.faults.append(f"{where}: {fault}")
 
 
 @dataclass(frozen=True, slots=True)
 class RunningServer:
-    """A process whose records can be asked for. ``pid`` is as the server knows it, in its own container."""
+    """A process that serves records. ``pid`` is its own, as seen in its container."""
 
     pid: int
     name: str
@@ -191,7 +197,7 @@ class RunningServer:
 
 
 def running_servers() -> list[RunningServer]:
-    """Every RecordServer in this network namespace, of whatever user, by process."""
+    """Returns every RecordServer in this network namespace, of any user, ordered by process."""
     try:
         lines = PROC_NET_UNIX.read_bytes().split(b"\n")
     except OSError:
@@ -204,49 +210,49 @@ def running_servers() -> list[RunningServer]:
 
 
 def read_records(server: RunningServer, timeout_s: float) -> Reading:
-    """The records that ``server`` keeps, after ``timeout_s`` seconds at most.
+    """Returns the records that ``server`` keeps, within ``timeout_s`` seconds.
 
-    Raises RecordsError if it does not answer, belongs to a user that this one does not trust, or speaks
-    otherwise.
+    Raises RecordsError if it does not answer in time, belongs to a user that this process does not trust, or answers
+    in another format.
     """
     deadline = time.monotonic() + timeout_s
     try:
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
-            _connect(sock, f"\0kvoffload/{server.pid}/{server.name}", deadline)
-            uid = _peer_uid(sock)
-            # Anybody may listen under such a name.
+            connect(sock, f"\0kvoffload/{server.pid}/{server.name}", deadline)
+            uid = peer_uid(sock)
+            # Any user may listen under such a name.
             if os.geteuid() not in (0, uid):
-                raise RecordsError(f"{server} is of user {uid}: run this as that user or as root")
+                raise RecordsError(f"{server} belongs to user {uid}: run this command as that user or as root")
             answer = b"".join(_pieces(sock, deadline))
     except OSError as error:
         raise RecordsError(f"{server} does not answer: {error}") from error
     if not answer:
-        raise RecordsError(f"{server} closes the connection without an answer: try again")
+        raise RecordsError(f"{server} closed the connection without an answer: try again")
     header, *lines = answer.splitlines()
     try:
-        told = json.loads(header)
-        count = told["count"] if told["kvoffload_records"] == _FORMAT else None
+        announced = json.loads(header)
+        count = announced["count"] if announced["kvoffload_records"] == _FORMAT else None
     except (ValueError, RecursionError, TypeError, KeyError):
         count = None
     if not isinstance(count, int):
-        raise RecordsError(f"{server} answers in another format: use the kvoffload that it runs with")
+        raise RecordsError(f"{server} answered in another format: use the version of kvoffload that it runs")
     reading = Reading()
     for number, line in enumerate(lines, 2):
         reading.take(line.decode("utf-8", "replace"), f"{server}, line {number}")
     if count != len(lines):
-        raise RecordsError(f"{server} broke off after {len(lines)} of {count} records: try again")
+        raise RecordsError(f"{server} stopped after {len(lines)} of {count} records: try again")
     return reading
 
 
-def _connect(sock: socket.socket, address: str, deadline: float) -> None:
-    """Tries again while others fill the server's queue."""
+def connect(sock: socket.socket, address: str, deadline: float) -> None:
+    """Connects; retries while other clients fill the server's queue."""
     while True:
         sock.settimeout(_left(deadline))
         try:
             sock.connect(address)
             return
         except BlockingIOError:
-            time.sleep(_CONNECT_AGAIN_S)
+            time.sleep(_CONNECT_RETRY_S)
 
 
 def _pieces(sock: socket.socket, deadline: float) -> Iterator[bytes]:
@@ -258,12 +264,12 @@ def _pieces(sock: socket.socket, deadline: float) -> Iterator[bytes]:
             return
         size += len(piece)
         if size > MAX_ANSWER_BYTES:
-            raise OSError(f"it sends more than {MAX_ANSWER_BYTES:,} bytes")
+            raise OSError(f"it sent more than {MAX_ANSWER_BYTES:,} bytes")
         yield piece
 
 
 def read_log(lines: Iterable[bytes], name: str) -> Reading:
-    """The records in a log called ``name``: behind LOG_MARKER anywhere in a line, or alone on a line as JSON."""
+    """Returns the records in a log called ``name``: JSON after LOG_MARKER anywhere in a line, or alone on a line."""
     reading = Reading()
     for number, line in enumerate(lines, 1):
         text = line.decode("utf-8", "replace")

@@ -1,10 +1,10 @@
-"""A trace of the requests that a server serves: how long they were and which blocks they shared, no word of them.
+"""Records served requests to a trace file: their lengths and which blocks they share, but nothing of their text.
 
-The file is what ``kvoffload.lab`` replays: a header, ``{"kvoffload_trace": 1, "started": seconds since 1970,
-"block_tokens": ..., ...}``, then a JSON object a request, in the order in which they ended, with the fields of
+``kvoffload.lab`` replays the file. It has a header, ``{"kvoffload_trace": 1, "started": seconds since 1970,
+"block_tokens": ..., ...}``, then one JSON object per request, in the order in which they ended. Its fields are those of
 Mooncake's traces: ``timestamp``, milliseconds from ``started`` to the request's first lookup; ``input_length`` and
-``output_length``, tokens of prompt and output; ``hash_ids``, 63 bits a whole block, of the prompt and then of the
-output as far as it was computed; and ``device_tokens``, ``host_tokens``, ``disk_tokens``, where the prompt was found.
+``output_length``, the tokens of prompt and output; ``hash_ids``, 63 bits per whole block of the prompt and then of the
+output as far as it was computed; and ``device_tokens``, ``host_tokens``, ``disk_tokens``: where the prompt was found.
 """
 
 from __future__ import annotations
@@ -27,26 +27,27 @@ from kvoffload.locks import try_to_lock
 from kvoffload.observe.records import RequestRecord
 
 MAX_FILE_BYTES = 1 << 30
-"""What the file held before included."""
+"""Includes what the file held before."""
 MAX_PENDING_BYTES = 16 << 20
 FLUSH_EVERY_S = 1.0
 CLOSE_DEADLINE_S = 5.0
 LOCK_DEADLINE_S = 2.0
-"""A server that was killed keeps the lock until the kernel has cleared its memory away."""
+"""A killed server keeps the lock until the kernel has freed its memory."""
 _VERSION = 1
 _MODE = 0o600
-# Not blocking: what lies under the name might be a pipe.
+# O_NONBLOCK because the path might be a pipe.
 _FLAGS = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC
 
 logger = logging.getLogger(__name__)
 
 
 class TraceRecorder:
-    """Appends to the file ``path``, which only its owner may read, a header with ``header`` in it and a line a request.
+    """Appends a header, which includes ``header``, and one line per request to the file ``path``, which only its owner
+    may read.
 
-    Lines are written by a thread, about once a second. Nothing raises once it is made: when the file is full, cannot
-    be written, or a bug strikes, one warning says so and nothing more is recorded. Raises ConfigError if the file
-    cannot be opened, or another server records to it.
+    A thread writes the lines about once per second. Only the constructor raises: ConfigError if the file cannot be
+    opened or another server records to it. Later, if the file is full or cannot be written, or after a bug, one warning
+    says so and recording ends.
     """
 
     def __init__(
@@ -63,7 +64,7 @@ class TraceRecorder:
         self._fd = _open(path)
         self._bytes = os.fstat(self._fd).st_size
         self._whole = self._bytes
-        """So many bytes of the file are whole lines."""
+        """Length of the part of the file that is whole lines."""
         self._thread = threading.Thread(target=self._run, name="kvoffload-trace", daemon=True)
         if self._bytes and os.pread(self._fd, 1, self._bytes - 1) != b"\n":
             self._append(b"\n")
@@ -74,9 +75,11 @@ class TraceRecorder:
     def add(
         self, arrived: float, record: RequestRecord, keys: Sequence[OffloadKey], num_tokens: int, num_computed: int
     ) -> None:
-        """A request has ended with ``num_tokens`` tokens, of which ``num_computed`` were computed or loaded. It came at
-        ``arrived``, in seconds since 1970; ``keys`` are those of its whole blocks, and ``record`` says how long its
-        prompt was."""
+        """Records a request that ended with ``num_tokens`` tokens, of which ``num_computed`` were computed or loaded.
+
+        It arrived at ``arrived``, in seconds since 1970. ``keys`` are the keys of its whole blocks; ``record`` has the
+        length of its prompt.
+        """
         if self._off or self._closing.is_set():
             return
         try:
@@ -121,7 +124,7 @@ class TraceRecorder:
         try:
             while not self._closing.is_set():
                 self._wake.wait()
-                # What comes in the meantime is written in one go.
+                # Lines that arrive meanwhile are written together.
                 self._closing.wait(FLUSH_EVERY_S)
                 self._wake.clear()
                 self._write()
@@ -145,42 +148,42 @@ class TraceRecorder:
 
     def _stop(self, reason: object) -> None:
         with self._lock:
-            told, self._off = self._off, True
-        if not told:
+            was_off, self._off = self._off, True
+        if not was_off:
             logger.warning("kvoffload: recording of the trace %s has ended: %s", self.path, reason)
 
     def close(self) -> None:
-        """Writes what is waiting, for CLOSE_DEADLINE_S at most. May be called twice."""
+        """Writes the pending lines, for at most CLOSE_DEADLINE_S. May be called twice."""
         self._closing.set()
         self._wake.set()
         self._thread.join(CLOSE_DEADLINE_S)
 
 
 def _open(path: str) -> int:
-    """The file, made if it is not there, locked. Raises ConfigError."""
+    """Opens and locks the file, and creates it if needed. Raises ConfigError."""
     setting = f"record_trace={path!r}"
     try:
         fd = os.open(path, _FLAGS, _MODE)
     except OSError as error:
         if error.errno == errno.ELOOP:
             raise ConfigError(f"{setting}: a symbolic link; name the file itself") from None
-        raise ConfigError(f"{setting}: cannot be written: {error.strerror}; name a file in a folder of yours") from None
+        raise ConfigError(f"{setting}: cannot be written: {error.strerror}; name a file in a folder you own") from None
     try:
         status = os.fstat(fd)
         if not stat.S_ISREG(status.st_mode):
-            raise ConfigError(f"{setting}: not a file; name one, or a new one")
+            raise ConfigError(f"{setting}: not a regular file; name another path")
         if status.st_uid != os.geteuid():
-            raise ConfigError(f"{setting}: belongs to user {status.st_uid}; name a new file in a folder of yours")
+            raise ConfigError(f"{setting}: belongs to user {status.st_uid}; name a new file in a folder you own")
         if status.st_nlink != 1:
-            raise ConfigError(f"{setting}: has {status.st_nlink} names; name a new file in a folder of yours")
+            raise ConfigError(f"{setting}: has {status.st_nlink} hard links; name a new file in a folder you own")
         if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-            raise ConfigError(f"{setting}: others may write to it; remove it, or name a new file in a folder of yours")
+            raise ConfigError(f"{setting}: others may write to it; remove it, or name a new file in a folder you own")
         if not try_to_lock(fd, LOCK_DEADLINE_S):
-            raise ConfigError(f"{setting}: another server records to it; give each a file of its own")
+            raise ConfigError(f"{setting}: another server records to it; give each server its own file")
         os.fchmod(fd, _MODE)
     except BaseException as error:
         os.close(fd)
         if isinstance(error, OSError):
-            raise ConfigError(f"{setting}: {error.strerror}; name a file of your own on a local disk") from None
+            raise ConfigError(f"{setting}: {error.strerror}; name a file on a local disk in a folder you own") from None
         raise
     return fd

@@ -1,4 +1,4 @@
-"""``python -m kvoffload.testing simulate --seeds N``: simulations, with a progress bar."""
+"""``python -m kvoffload.testing simulate --seeds N``: runs simulations and shows a progress bar."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from kvoffload.testing.simulation import Report, run_simulations, simulate
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m kvoffload.testing", description=__doc__)
     commands = parser.add_subparsers(required=True)
-    command = commands.add_parser("simulate", help="servers that live, die and start again on a disk that fails")
-    command.add_argument("--seeds", type=int, default=1000, help="how many (default 1000)")
-    command.add_argument("--first", type=int, default=0, help="the first (default 0)")
+    command = commands.add_parser("simulate", help="run servers that crash and restart on a failing disk")
+    command.add_argument("--seeds", type=int, default=1000, help="number of seeds (default 1000)")
+    command.add_argument("--first", type=int, default=0, help="first seed (default 0)")
     command.set_defaults(run=_simulate)
     options = parser.parse_args(arguments)
     code: int = options.run(options)
@@ -25,7 +25,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 def _simulate(options: argparse.Namespace) -> int:
     if options.seeds == 1:
-        # One seed is replayed to be looked at: with its traceback.
+        # A single seed is replayed for debugging: let its exception through.
         print(_counts(Report(simulate(options.first))))
         return 0
     begin = time.monotonic()
@@ -47,7 +47,7 @@ def _counts(report: Report) -> str:
 
 @contextmanager
 def _progress(total: int) -> Iterator[Callable[[Report], None]]:
-    """What shows how far the simulations have come: a bar where rich is installed, else a line now and then."""
+    """Yields a callback that shows progress on a terminal: a bar if rich is installed, otherwise a line."""
     if not sys.stderr.isatty():
         yield lambda report: None
         return

@@ -179,7 +179,7 @@ class Batcher:
         return self._extend(request, n)
 
     def slide(self, request: EngineRequest) -> None:
-        """Frees the blocks that no token will attend to any more, neither those to come nor those under way."""
+        """Frees the blocks that no token will attend to any more, neither those to come nor those in progress."""
         for group, table in zip(self._cache.groups, request.blocks, strict=True):
             end = first_attended(group, request.processed_tokens) // group.device_block_size
             gone = [block for block in table[:end] if block != NULL_BLOCK]
@@ -252,7 +252,7 @@ class Batcher:
             raise Late(f"{where} waits again and again")
 
     def release(self, request: EngineRequest) -> None:
-        """Frees the request's blocks, but not before the end of the steps under way that may write to them."""
+        """Frees the request's blocks, but not before the end of the steps in progress that may write to them."""
         blocks = request.held_blocks
         if request.in_flight:
             self._deferred.append((self.num_executed, blocks))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -16,10 +16,12 @@ import numpy.typing as npt
 import pytest
 
 from kvoffload.abc import (
+    Access,
     Backend,
     BlockNotPinnedError,
     BlockNotReadyError,
     CachePolicy,
+    Eviction,
     IntegrityError,
     LookupState,
     OffloadingManager,
@@ -96,9 +98,10 @@ class ManagerConformance:
         manager.check_integrity()
 
     def full(self, names: str) -> OffloadingManager:
-        """A manager that holds exactly ``names``, ready, oldest first, with no event waiting."""
+        """Returns a manager that holds exactly ``names``, ready, oldest first, with no event waiting."""
         manager = self.make_manager(len(names))
-        assert self.store(manager, names) == ""
+        for name in names:
+            assert self.store(manager, name) == ""
         list(manager.take_events())
         return manager
 
@@ -177,7 +180,7 @@ class ManagerConformance:
     @pytest.mark.parametrize("missing", ["x", "w"])
     def test_load_of_a_block_that_is_not_ready_is_an_error_and_pins_nothing(self, missing: str) -> None:
         manager = self.make_manager(3)
-        self.store(manager, "ab")
+        self.store(manager, "ba")
         self.begun(manager, "w")
         with pytest.raises(BlockNotReadyError):
             manager.prepare_load(keys("a" + missing + "b"))
@@ -304,6 +307,12 @@ class ManagerConformance:
         manager = self.full("abc")
         assert self.store(manager, "xyz") == "abc"
 
+    def test_blocks_stored_in_one_call_leave_last_key_first(self) -> None:
+        manager = self.make_manager(4)
+        self.store(manager, "x")
+        assert self.store(manager, "abc") == ""
+        assert self.store(manager, "wyz") == "xcb"
+
     def test_touch_of_unknown_keys_is_nothing(self) -> None:
         manager = self.full("ab")
         manager.touch(keys("xay"))
@@ -319,7 +328,7 @@ class ManagerConformance:
 
     def test_touch_moves_a_block_being_written(self) -> None:
         manager = self.make_manager(3)
-        self.begun(manager, "abc")
+        self.begun(manager, "cba")
         manager.touch(keys("a"))
         manager.check_integrity()
         self.finish(manager, "abc")
@@ -359,8 +368,8 @@ class ManagerConformance:
 
     def test_store_takes_free_slots_first_and_evicts_no_more_than_it_needs(self) -> None:
         manager = self.make_manager(4)
-        assert self.store(manager, "ab") == ""
-        assert self.store(manager, "cde") == "a"
+        assert self.store(manager, "ba") == ""
+        assert self.store(manager, "edc") == "a"
         assert self.present(manager) == "bcde"
         assert self.store(manager, "fg") == "bc"
 
@@ -379,7 +388,7 @@ class ManagerConformance:
         assert len(check_slots(output.store_spec.slots, 3)) == 2
         self.finish(manager, "abaab")
         assert self.store(manager, "c") == ""
-        assert self.store(manager, "def") == "abc"
+        assert self.store(manager, "def") == "bac"
 
     def test_a_failed_store_with_duplicates_leaks_no_slot(self) -> None:
         manager = self.make_manager(2)
@@ -411,7 +420,7 @@ class ManagerConformance:
 
     def test_store_without_room_is_refused_and_nothing_changed(self) -> None:
         manager = self.make_manager(5)
-        self.store(manager, "abc")
+        self.store(manager, "cba")
         self.begun(manager, "w")
         manager.prepare_load(keys("b"))
         list(manager.take_events())
@@ -458,7 +467,7 @@ class ManagerConformance:
 
     def test_becoming_ready_does_not_move_a_block(self) -> None:
         manager = self.make_manager(3)
-        self.begun(manager, "abc")
+        self.begun(manager, "cba")
         for name in "cab":
             self.finish(manager, name)
         assert self.store(manager, "xyz") == "abc"
@@ -466,7 +475,7 @@ class ManagerConformance:
     def test_a_block_passed_over_while_written_keeps_its_place(self) -> None:
         manager = self.make_manager(3)
         self.begun(manager, "a")
-        self.store(manager, "bc")
+        self.store(manager, "cb")
         assert self.store(manager, "d") == "b"
         self.finish(manager, "a")
         assert self.store(manager, "ef") == "ac"
@@ -534,7 +543,7 @@ class ManagerConformance:
         assert (letters(event.keys), event.removed) == ("ab", False)
         assert event.medium == output.store_spec.medium()
         self.begun(manager, "c")
-        assert self.events(manager) == ["-a"]
+        assert self.events(manager) == ["-b"]
         self.finish(manager, "c")
         assert self.events(manager) == ["+c"]
         assert self.events(manager) == []
@@ -725,60 +734,71 @@ class ManagerConformance:
 
 
 class PolicyConformance:
-    """The promises of ``CachePolicy``. Where the order matters, that of an undisturbed policy is the measure."""
+    """The contract of ``CachePolicy``. Where the order matters, it is compared with that of an undisturbed policy."""
 
     OLDEST_FIRST = True
-    """Whether blocks that were used once leave in the order of their insertion. Not so in policies that give the first
+    """Whether blocks that were used once leave in the order of their insertion. Not so in a policy that gives the first
     blocks a better place than those that come when the cache is full."""
     USES_MOVE_BLOCKS = True
-    """Whether a use, and so ``unpin``, moves a block used once to the recent end of its list."""
+    """Whether a use moves a block that was used once to the recent end of its list. Then ``reorder`` moves the whole
+    chain, else only its new blocks."""
 
     def make_policy(self, capacity: int) -> CachePolicy:
-        """A new policy for slots ``0 .. capacity - 1``."""
+        """Returns a new policy for slots ``0 .. capacity - 1``."""
         raise NotImplementedError
 
-    # How the tests drive it.
+    # How the tests drive it. Lists of slots are tail first, as in the contract.
 
-    def insert(self, policy: CachePolicy, slots: list[int], settle: bool = True) -> None:
-        """New blocks; each slot's key is the letter of its number. Settled: written, evictable."""
+    def insert(self, policy: CachePolicy, slots: list[int], written: bool = True) -> None:
+        """Inserts new blocks. The key of a block is made of its slot. Unless they are ``written``, they stay busy."""
         policy.insert(_array(slots), _slot_keys(slots))
-        if settle:
-            policy.settle(_array(slots))
+        if written:
+            policy.mark_evictable(_array(slots))
+
+    def access(
+        self, policy: CachePolicy, slots: list[int], ready: bool = True, absent: Sequence[OffloadKey] = ()
+    ) -> None:
+        """A request uses a chain: the cached blocks ``slots``, and behind them ``absent`` keys."""
+        chain = [*reversed(_slot_keys(slots)), *reversed(absent)]
+        found = _array([*reversed(slots), *(-1 for _ in absent)])
+        policy.access(Access(chain, found, _array(slots), np.full(len(slots), ready)))
+
+    def evict(
+        self, policy: CachePolicy, n: int, busy: Iterable[int] = (), entering: Sequence[OffloadKey] = ()
+    ) -> list[int]:
+        """Evicts ``n`` blocks while ``busy`` ones must stay, and checks that the policy does."""
+        mask = np.zeros(policy.capacity, dtype=np.bool_)
+        mask[list(busy)] = True
+        key_of = np.empty(policy.capacity, dtype=np.object_)
+        key_of[:] = _slot_keys(range(policy.capacity))
+        evicted = check_slots(policy.evict(Eviction(n, mask, key_of, entering)), policy.capacity)
+        assert len(evicted) == n
+        assert not mask[evicted].any(), f"evicted a busy block: {evicted}"
+        return evicted
+
+    def reorder(self, policy: CachePolicy, slots: list[int], new: bool) -> None:
+        policy.reorder(_array(slots), np.full(len(slots), new))
 
     def full(self, capacity: int) -> CachePolicy:
-        """A policy with every slot inserted in order and evictable."""
+        """Returns a policy with every slot inserted in order and evictable."""
         policy = self.make_policy(capacity)
         self.insert(policy, list(range(capacity)))
         return policy
 
     def order(self, capacity: int) -> list[int]:
-        """In which the blocks of ``full(capacity)`` leave, if nothing else happens."""
+        """Returns the order in which the blocks of ``full(capacity)`` leave if nothing else happens."""
         return self.evict(self.full(capacity), capacity)
 
     def written_but(self, capacity: int, slots: list[int]) -> CachePolicy:
-        """``full(capacity)``, but ``slots`` are still being written."""
+        """As ``full(capacity)``, but ``slots`` are still being written."""
         policy = self.make_policy(capacity)
-        self.insert(policy, list(range(capacity)), settle=False)
-        policy.settle(_array(sorted(set(range(capacity)) - set(slots))))
+        self.insert(policy, list(range(capacity)), written=False)
+        policy.mark_evictable(_array(sorted(set(range(capacity)) - set(slots))))
         return policy
 
     def same(self, evicted: list[int], oldest_first: list[int]) -> bool:
-        """Whether blocks used once left as they should."""
+        """Returns whether blocks used once left as they should."""
         return evicted == oldest_first if self.OLDEST_FIRST else sorted(evicted) == sorted(oldest_first)
-
-    def evict(self, policy: CachePolicy, n: int, busy: Iterable[int] = ()) -> list[int]:
-        """Evicts ``n`` while ``busy`` must stay, and checks the promise."""
-        mask = np.zeros(policy.capacity, dtype=np.bool_)
-        mask[list(busy)] = True
-        key_of = np.empty(policy.capacity, dtype=np.object_)
-        key_of[:] = _slot_keys(range(policy.capacity))
-        evicted = check_slots(policy.evict(n, mask, key_of), policy.capacity)
-        assert len(evicted) == n
-        assert not mask[evicted].any(), f"evicted a busy block: {evicted}"
-        return evicted
-
-    def refresh(self, policy: CachePolicy, slots: list[int], new: bool, pinned: bool = False) -> None:
-        policy.refresh(_array(slots), np.full(len(slots), new), np.full(len(slots), pinned))
 
     def test_blocks_used_once_leave_in_order_of_insertion(self) -> None:
         policy = self.make_policy(8)
@@ -808,101 +828,92 @@ class PolicyConformance:
         policy = self.full(2)
         assert self.evict(policy, 0) == []
         assert self.evict(policy, 0, busy=[0, 1]) == []
-        policy.settle(_array([0, 1]))
+        policy.mark_evictable(_array([0, 1]))
         assert self.evict(policy, 2) == self.order(2)
 
     def test_a_block_being_written_is_passed_over_and_keeps_its_place(self) -> None:
         first, second, third, _ = self.order(4)
         policy = self.written_but(4, [first])
         assert self.evict(policy, 1, busy=[first]) == [second]
-        policy.settle(_array([first]))
+        policy.mark_evictable(_array([first]))
         assert self.evict(policy, 2) == [first, third]
 
-    def test_settling_in_another_order_does_not_change_the_order(self) -> None:
+    def test_the_order_in_which_blocks_become_evictable_does_not_matter(self) -> None:
         first, second, third, last = self.order(4)
         policy = self.written_but(4, [first, second, third])
         assert self.evict(policy, 1, busy=[first, second, third]) == [last]
-        policy.settle(_array([third, first]))
-        policy.settle(_array([second]))
+        policy.mark_evictable(_array([third, first]))
+        policy.mark_evictable(_array([second]))
         assert self.evict(policy, 3) == [first, second, third]
 
-    def test_a_protected_block_is_passed_over_and_keeps_its_place(self) -> None:
+    def test_a_block_that_is_busy_later_is_passed_over_and_keeps_its_place(self) -> None:
         first, second, third, last = self.order(4)
         policy = self.full(4)
         assert self.evict(policy, 1, busy=[first, third]) == [second]
-        policy.settle(_array([first, third]))
+        policy.check_integrity(_array([first, third, last]))
+        policy.mark_evictable(_array([first, third]))
         assert self.evict(policy, 3) == [first, third, last]
 
-    def test_settling_a_block_that_was_never_passed_over_is_harmless(self) -> None:
-        policy = self.full(3)
-        policy.settle(_array([2, 1]))
-        policy.settle(_array([1]))
-        assert self.evict(policy, 3) == self.order(3)
-
-    def test_a_pinned_block_stays_until_unpinned(self) -> None:
+    def test_a_block_can_be_passed_over_twice(self) -> None:
         first, second, third, last = self.order(4)
         policy = self.full(4)
-        policy.pin(_array([second, third]))
-        policy.check_integrity(_array([0, 1, 2, 3]))
-        assert self.evict(policy, 1, busy=[second, third]) == [first]
-        policy.unpin(_array([third, second]))
-        kept_in_place, moved = [second, third, last], [last, third, second]
-        assert self.evict(policy, 3) == (moved if self.USES_MOVE_BLOCKS else kept_in_place)
+        assert self.evict(policy, 1, busy=[first]) == [second]
+        policy.mark_evictable(_array([first]))
+        assert self.evict(policy, 1, busy=[first]) == [third]
+        policy.mark_evictable(_array([first]))
+        assert self.evict(policy, 2) == [first, last]
 
-    def test_pin_and_unpin_without_an_eviction_between(self) -> None:
-        first, second, third = self.order(3)
+    def test_marking_a_block_evictable_that_was_never_passed_over_is_harmless(self) -> None:
         policy = self.full(3)
-        policy.pin(_array([second]))
-        policy.unpin(_array([second]))
-        kept_in_place, moved = [first, second, third], [first, third, second]
-        assert self.evict(policy, 3) == (moved if self.USES_MOVE_BLOCKS else kept_in_place)
+        policy.mark_evictable(_array([2, 1]))
+        policy.mark_evictable(_array([1]))
+        assert self.evict(policy, 3) == self.order(3)
 
-    def test_touching_a_pinned_block_does_not_make_it_evictable(self) -> None:
+    def test_a_use_of_a_busy_block_does_not_make_it_evictable(self) -> None:
         first, second, third = self.order(3)
-        policy = self.full(3)
-        policy.pin(_array([first]))
-        policy.touch(_array([first]), np.array([True]), np.array([True]))
-        policy.check_integrity(_array([0, 1, 2]))
-        assert self.evict(policy, 2, busy=[first]) == [second, third]
-        policy.unpin(_array([first]))
-        assert self.evict(policy, 1) == [first]
+        for is_passed_over in (False, True):
+            policy = self.full(3)
+            evicted = self.evict(policy, 1, busy=[first]) if is_passed_over else []
+            self.access(policy, [first])
+            policy.check_integrity(_array([slot for slot in range(3) if slot not in evicted]))
+            assert evicted + self.evict(policy, 2 - len(evicted), busy=[first]) == [second, third]
+            policy.mark_evictable(_array([first]))
+            assert self.evict(policy, 1) == [first]
 
-    def test_touching_a_block_being_written_does_not_make_it_evictable(self) -> None:
+    def test_a_use_of_a_block_being_written_does_not_make_it_evictable(self) -> None:
         policy = self.make_policy(2)
-        self.insert(policy, [0], settle=False)
+        self.insert(policy, [0], written=False)
         self.insert(policy, [1])
-        policy.touch(_array([0]), np.array([False]), np.array([False]))
+        self.access(policy, [0], ready=False)
         assert self.evict(policy, 1, busy=[0]) == [1]
-        policy.settle(_array([0]))
+        policy.mark_evictable(_array([0]))
         assert self.evict(policy, 1) == [0]
 
     def test_a_chain_stored_in_parts_loses_its_tail_before_its_head(self) -> None:
         policy = self.make_policy(6)
-        self.insert(policy, [0, 1])
-        self.insert(policy, [2, 3, 4], settle=False)
-        self.insert(policy, [5], settle=False)
-        self.refresh(policy, [5, 4, 3, 2, 1, 0], new=True)
-        policy.settle(_array([2, 3, 4, 5]))
+        self.insert(policy, [1, 0])
+        self.insert(policy, [4, 3, 2], written=False)
+        self.insert(policy, [5], written=False)
+        self.reorder(policy, [5, 4, 3, 2, 1, 0], new=True)
+        policy.mark_evictable(_array([2, 3, 4, 5]))
         assert self.evict(policy, 6) == [5, 4, 3, 2, 1, 0]
 
-    def test_a_refresh_moves_what_the_request_stored_and_the_rest_if_uses_do(self) -> None:
+    def test_reorder_moves_new_blocks_and_the_others_if_uses_move_blocks(self) -> None:
         first, second, third = self.order(3)
         kept_in_place, moved = [first, second, third], [first, third, second]
         for new in (True, False):
             policy = self.full(3)
-            self.refresh(policy, [second], new)
+            self.reorder(policy, [second], new)
             assert self.evict(policy, 3) == (moved if new or self.USES_MOVE_BLOCKS else kept_in_place)
 
-    def test_a_refresh_makes_nothing_evictable(self) -> None:
+    def test_reorder_makes_nothing_evictable(self) -> None:
         first, second, third, last = self.order(4)
         policy = self.written_but(4, [first])
-        policy.pin(_array([second]))
-        self.refresh(policy, [first], new=True)
-        self.refresh(policy, [second], new=True, pinned=True)
+        self.reorder(policy, [first], new=True)
+        self.reorder(policy, [second], new=False)
         policy.check_integrity(_array([0, 1, 2, 3]))
         assert sorted(self.evict(policy, 2, busy=[first, second])) == sorted([third, last])
-        policy.settle(_array([first]))
-        policy.unpin(_array([second]))
+        policy.mark_evictable(_array([first, second]))
         assert sorted(self.evict(policy, 2)) == sorted([first, second])
 
     def test_a_removed_block_is_forgotten(self) -> None:
@@ -914,9 +925,9 @@ class PolicyConformance:
         self.insert(policy, [last])
         assert self.same(self.evict(policy, 2), [third, last])
 
-    def test_a_block_removed_while_written_is_forgotten(self) -> None:
+    def test_a_block_removed_while_busy_is_forgotten(self) -> None:
         policy = self.make_policy(2)
-        self.insert(policy, [0], settle=False)
+        self.insert(policy, [0], written=False)
         self.insert(policy, [1])
         assert self.evict(policy, 1, busy=[0]) == [1]
         policy.remove(_array([0]))
@@ -928,22 +939,24 @@ class PolicyConformance:
         fresh = self.make_policy(4)
         self.insert(fresh, [3, 1, 0, 2])
         policy = self.make_policy(4)
-        self.insert(policy, [0], settle=False)
+        self.insert(policy, [0], written=False)
         self.insert(policy, [1, 2, 3])
-        policy.pin(_array([1]))
-        self.evict(policy, 1, busy=[0, 1])
-        policy.touch_absent(_slot_keys([2]))
+        [victim] = self.evict(policy, 1, busy=[0, 1])
+        self.access(policy, [0], ready=False, absent=_slot_keys([victim]))
+        policy.refuse(keys("xyz"))
         policy.clear()
         policy.check_integrity(_array([]))
         self.insert(policy, [3, 1, 0, 2])
         assert self.evict(policy, 4) == self.evict(fresh, 4)
 
-    def test_touch_absent_knows_any_key(self) -> None:
+    def test_absent_keys_may_be_any(self) -> None:
         policy = self.full(3)
-        policy.touch_absent([])
-        policy.touch_absent(_slot_keys([0, 1]) + keys("xyz"))
-        [first] = self.evict(policy, 1)
-        policy.touch_absent(_slot_keys([first, first]))
+        self.access(policy, [])
+        self.access(policy, [], absent=keys("xyz"))
+        policy.refuse(keys("zya"))
+        [first] = self.evict(policy, 1, entering=keys("z"))
+        self.access(policy, [], absent=_slot_keys([first, first]))
+        policy.refuse(_slot_keys([first]))
         policy.check_integrity(_array([slot for slot in range(3) if slot != first]))
 
     @pytest.mark.parametrize("seed", range(20))
@@ -951,32 +964,32 @@ class PolicyConformance:
         rng = random.Random(seed)
         _PolicyDriver(self, rng, capacity=rng.randint(1, 12)).run(steps=300)
 
+    @pytest.mark.parametrize("seed", range(5))
+    def test_admit_changes_nothing(self, seed: int) -> None:
+        once, twice = (_PolicyDriver(self, random.Random(seed), capacity=8, num_admits=n) for n in (1, 2))
+        once.run(steps=300)
+        twice.run(steps=300)
+        assert once.evicted == twice.evicted
+
 
 class _PolicyDriver:
-    """A caller that keeps the caller's promises of ``CachePolicy`` and checks the policy's."""
+    """A caller that keeps the promises of a manager, and checks those of the policy."""
 
-    def __init__(self, suite: PolicyConformance, rng: random.Random, capacity: int) -> None:
+    def __init__(self, suite: PolicyConformance, rng: random.Random, capacity: int, num_admits: int = 1) -> None:
         self.suite = suite
         self.rng = rng
         self.policy = suite.make_policy(capacity)
+        self.num_admits = num_admits
+        self.names = [make_offload_key(b"block %d" % number, 0) for number in range(2 * capacity + 3)]
+        self.key_of = np.full(capacity, None, dtype=np.object_)
         self.free = set(range(capacity))
         self.writing: set[int] = set()
         self.pinned: set[int] = set()
         self.idle: set[int] = set()
+        self.evicted: list[int] = []
 
     def run(self, steps: int) -> None:
-        calls = [
-            self.insert,
-            self.insert,
-            self.settle,
-            self.touch,
-            self.pin,
-            self.unpin,
-            self.evict,
-            self.evict,
-            self.refresh,
-            self.admit,
-        ]
+        calls = [self.store, self.store, self.written, self.access, self.pin, self.unpin, self.evict, self.reorder]
         for _ in range(steps):
             self.rng.choice([*calls, self.remove] if self.rng.random() < 0.5 else calls)()
             if self.rng.random() < 0.01:
@@ -990,66 +1003,92 @@ class _PolicyDriver:
         source.difference_update(slots)
         target.update(slots)
 
-    def insert(self) -> None:
-        slots = self.some(self.free)
-        self.policy.insert(_array(slots), _slot_keys(slots))
+    def held(self) -> set[int]:
+        return self.writing | self.pinned | self.idle
+
+    def absent(self) -> list[OffloadKey]:
+        """Returns some keys of a chain, tail first."""
+        cached = set(self.key_of.tolist())
+        absent = [name for name in self.names if name not in cached]
+        return self.rng.sample(absent, self.rng.randint(0, len(absent)))
+
+    def store(self) -> None:
+        names = self.absent()
+        room = len(self.free) + len(self.idle)
+        names = names[: self.rng.randint(0, room)]
+        shortage = len(names) - len(self.free)
+        if shortage > 0:
+            admitted = None
+            for _ in range(self.num_admits):
+                admitted = self.policy.admit(names, shortage)
+            if admitted is not None:
+                assert admitted.dtype == np.bool_
+                assert admitted.shape == (len(names),)
+                self.policy.refuse([name for name, enters in zip(names, admitted, strict=True) if not enters])
+                names = [name for name, enters in zip(names, admitted, strict=True) if enters]
+        self.make_room(max(0, len(names) - len(self.free)), names)
+        slots = self.rng.sample(sorted(self.free), len(names))
+        self.key_of[slots] = names
+        self.policy.insert(_array(slots), names)
         self.move(slots, self.free, self.writing)
 
-    def settle(self) -> None:
+    def evict(self) -> None:
+        self.make_room(self.rng.randint(0, len(self.idle)), [])
+
+    def make_room(self, n: int, entering: Sequence[OffloadKey]) -> None:
+        idle = sorted(self.idle)
+        protected = set(self.rng.sample(idle, self.rng.randint(0, len(idle) - n)))
+        busy = np.zeros(self.policy.capacity, dtype=np.bool_)
+        busy[list(self.writing | self.pinned | protected)] = True
+        evicted = check_slots(self.policy.evict(Eviction(n, busy, self.key_of, entering)), self.policy.capacity)
+        assert len(evicted) == n
+        assert set(evicted) <= self.idle - protected, f"evicted busy or unknown blocks: {evicted}"
+        self.evicted += evicted
+        self.forget(evicted)
+        self.policy.mark_evictable(_array(sorted(protected)))
+
+    def forget(self, slots: list[int]) -> None:
+        self.key_of[slots] = None
+        for states in (self.writing, self.pinned, self.idle):
+            states.difference_update(slots)
+        self.free.update(slots)
+
+    def written(self) -> None:
         slots = self.some(self.writing)
-        self.policy.settle(_array(slots))
+        self.policy.mark_evictable(_array(slots))
         self.move(slots, self.writing, self.idle)
 
-    def touch(self) -> None:
-        slots = self.some(self.writing | self.pinned | self.idle)
-        ready = np.array([slot not in self.writing for slot in slots], dtype=np.bool_)
-        pinned = np.array([slot in self.pinned for slot in slots], dtype=np.bool_)
-        self.policy.touch(_array(slots), ready, pinned)
-        self.policy.touch_absent(_slot_keys(self.some(self.free)))
+    def access(self) -> None:
+        slots = self.some(self.held())
+        slot_of = {key: slot for slot, key in enumerate(self.key_of.tolist()) if key is not None}
+        chain = [*self.key_of[slots].tolist(), *self.absent()]
+        self.rng.shuffle(chain)
+        found = [slot_of.get(key, -1) for key in chain]
+        cached = [slot for slot in reversed(found) if slot >= 0]
+        ready = np.array([slot not in self.writing for slot in cached], dtype=np.bool_)
+        self.policy.access(Access(chain, _array(found), _array(cached), ready))
 
-    def refresh(self) -> None:
-        slots = self.some(self.writing | self.pinned | self.idle)
+    def reorder(self) -> None:
+        slots = self.some(self.held())
         new = np.array([self.rng.random() < 0.5 for _ in slots], dtype=np.bool_)
-        pinned = np.array([slot in self.pinned for slot in slots], dtype=np.bool_)
-        self.policy.refresh(_array(slots), new, pinned)
-
-    def admit(self) -> None:
-        """Of keys that are absent, whether they are stored then or not."""
-        names = _slot_keys(self.some(self.free)) + keys("xyz")
-        self.policy.observe(names)
-        admitted = self.policy.admit(names, self.rng.randint(1, len(names)))
-        if admitted is not None:
-            assert admitted.dtype == np.bool_
-            assert admitted.shape == (len(names),)
+        self.policy.reorder(_array(slots), new)
 
     def pin(self) -> None:
-        slots = self.some(self.idle)
-        self.policy.pin(_array(slots))
-        self.move(slots, self.idle, self.pinned)
+        self.move(self.some(self.idle), self.idle, self.pinned)
 
     def unpin(self) -> None:
         slots = self.some(self.pinned)
-        self.policy.unpin(_array(slots))
+        self.policy.mark_evictable(_array(slots))
         self.move(slots, self.pinned, self.idle)
 
-    def evict(self) -> None:
-        protected = set(self.some(self.idle)) if self.rng.random() < 0.5 else set()
-        n = self.rng.randint(0, len(self.idle - protected))
-        evicted = self.suite.evict(self.policy, n, self.writing | self.pinned | protected)
-        assert set(evicted) <= self.idle, f"evicted unknown blocks: {evicted}"
-        self.move(evicted, self.idle, self.free)
-        self.policy.settle(_array(sorted(protected)))
-
     def remove(self) -> None:
-        slots = self.some(self.writing | self.idle)
+        slots = self.some(self.held())
         self.policy.remove(_array(slots))
-        self.writing.difference_update(slots)
-        self.move(slots, self.idle, self.free)
+        self.forget(slots)
 
     def clear(self) -> None:
         self.policy.clear()
-        for slots in (self.writing, self.pinned, self.idle):
-            self.move(set(slots), slots, self.free)
+        self.forget(sorted(self.held()))
 
 
 class BackendConformance:
@@ -1172,5 +1211,5 @@ def _array(slots: Iterable[int]) -> npt.NDArray[np.int64]:
 
 
 def _slot_keys(slots: Iterable[int]) -> list[OffloadKey]:
-    """The key each slot holds in the policy tests."""
+    """Returns the key that each slot holds in the policy tests."""
     return [make_offload_key(b"slot %d" % slot, 0) for slot in slots]

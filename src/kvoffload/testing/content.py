@@ -61,7 +61,7 @@ class EngineRequest:
     num_waits: int = 0
     """Waits that have ended since then."""
     in_flight: int = 0
-    """Steps under way that compute for it."""
+    """Steps in progress that compute for it."""
     tokens_in_flight: int = 0
     """Tokens that these compute."""
     finished: bool = False
@@ -94,7 +94,7 @@ class EngineRequest:
 
     @property
     def processed_tokens(self) -> int:
-        """Computed tokens that no step under way may attend from any more."""
+        """Computed tokens that no step in progress may attend from any more."""
         return self.num_computed_tokens - self.tokens_in_flight
 
     def words(self, g: int, group: KVGroup, end: int) -> Words:

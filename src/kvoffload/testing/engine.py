@@ -223,7 +223,7 @@ class ModelEngine:
         self._check_nothing_held()
 
     def _settle(self) -> None:
-        """Goes past every deadline, until nothing is under way below the host."""
+        """Goes past every deadline, until nothing is in progress below the host."""
         if self.tiered is not None:
             self.clock.now += self.scenario.load_deadline_ms / 1000
             for _ in range(MAX_STEPS):
@@ -352,7 +352,7 @@ class ModelEngine:
         if self._has_woken_up and rng.random() < 0.2:
             self._change_weights()
         self._has_woken_up = False
-        # Engines wait for the steps under way before they sleep.
+        # Engines wait for the steps in progress before they sleep.
         if self._unreported or rng.random() >= self.scenario.sleep_chance:
             return
         if rng.random() < 0.1:

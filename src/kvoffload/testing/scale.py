@@ -1,11 +1,11 @@
-"""How much random testing a run does."""
+"""The amount of random testing per run, set by the environment variable KVOFFLOAD_TEST_SCALE."""
 
 from __future__ import annotations
 
 import os
 
 SCALE = float(os.environ.get("KVOFFLOAD_TEST_SCALE", "1"))
-"""Multiplies the numbers of random examples and repetitions. Above 1, tests that are left out otherwise run too."""
+"""Multiplies the numbers of random examples and repetitions. Above 1, tests run too that are skipped otherwise."""
 
 
 def scaled(number: int) -> int:

@@ -2,12 +2,11 @@
 
     TestMyManager = manager_machine(MyManager, ReferenceLRUManager).TestCase
 
-makes a test case of it. Batches come from a small universe of keys, duplicates included; capacities are tiny;
-stores and loads end late, in part, twice, with failure, after a reset. Whatever one says, the other must
-say, and slots are followed from hand to hand.
+makes a test case. Batches come from a small universe of keys and include duplicates; capacities are tiny;
+stores and loads end late, in part, twice, with failure, after a reset. Every answer of the manager must equal the
+reference's, and the owner of every slot is tracked.
 
-Runs are the same every time where ``CI`` is set. ``KVOFFLOAD_TEST_SCALE`` multiplies their number; above 1 they are
-longer too.
+Runs are deterministic if ``CI`` is set. ``KVOFFLOAD_TEST_SCALE`` multiplies their number; above 1 they are longer too.
 """
 
 from __future__ import annotations
@@ -36,9 +35,9 @@ from kvoffload.testing.scale import SCALE, scaled
 
 MAX_BLOCKS = 12
 MAX_UNDER_WAY = 3
-"""Stores, and loads, that the machine leaves under way at most."""
+"""How many stores, and how many loads, may be in progress at once."""
 OBSERVER = ReqContext("observer")
-"""The request in whose name the machine looks at every key after every rule."""
+"""The request that looks up every key after every rule."""
 
 SETTINGS = settings(
     max_examples=scaled(100),
@@ -51,10 +50,10 @@ SETTINGS = settings(
 CONTEXTS = [None, *(ReqContext(f"r{n}") for n in range(6))]
 
 WALK_SEEDS = range(scaled(20))
-"""For ``walk``, one test a seed."""
+"""Seeds for ``walk``, one per test."""
 
 numbers = st.integers(0, MAX_BLOCKS + 3)
-"""Of keys: ``ManagerMachine.keys`` makes keys of numbers."""
+"""``ManagerMachine.keys`` turns these into keys."""
 batches = st.lists(numbers, min_size=1, max_size=MAX_BLOCKS)
 others = st.lists(numbers, max_size=2)
 contexts = st.sampled_from(CONTEXTS)
@@ -73,12 +72,12 @@ class ManagerMachine(RuleBasedStateMachine):
         raise NotImplementedError
 
     def compare_more(self, manager: Any, reference: Any) -> None:
-        """What only this kind of manager can be asked; called after every rule."""
+        """Asserts what only this kind of manager can answer. Called after every rule."""
 
     @initialize(num_blocks=st.one_of(st.integers(1, 5), st.integers(1, MAX_BLOCKS)), batch=batches)
     def start(self, num_blocks: int, batch: list[int]) -> None:
         self.capacity = num_blocks
-        # Few more than fit, so that most batches find something.
+        # Only a few more than fit, so that most batches find something.
         self.universe = [self.make_key(n) for n in range(num_blocks + 4)]
         self.manager = self.make_manager(num_blocks)
         self.reference = self.make_reference(num_blocks)
@@ -90,7 +89,7 @@ class ManagerMachine(RuleBasedStateMachine):
         self.loads: list[list[OffloadKey]] = []
         self.end_store(self.begin_store(self.keys(batch), None), success=True)
 
-    # Rules. Each does the same to both.
+    # Rules. Each makes the same call to both.
 
     @rule(batch=batches, context=contexts)
     def look_up(self, batch: list[int], context: ReqContext | None) -> None:
@@ -179,12 +178,12 @@ class ManagerMachine(RuleBasedStateMachine):
         for key in self.slot_of:
             block, expected = block_status(key), self.holder.block_status(key)
             if block is None or expected is None:
-                assert block is expected, f"one has the block, the other has not: {block} {expected}"
+                assert block is expected, f"only one has the block: {block} {expected}"
             else:
                 assert (block.slot, block.ref_cnt) == (self.slot_of[key], expected.ref_cnt)
 
     def teardown(self) -> None:
-        """Brings the whole order to light, and shows that every slot can be had again, each once."""
+        """Evicts everything, which compares the whole order, then checks that every slot can be allocated again."""
         if not hasattr(self, "manager"):
             return
         written = self.evict_all_that_may_go("first")
@@ -210,23 +209,23 @@ class ManagerMachine(RuleBasedStateMachine):
         return [self.universe[n % len(self.universe)] for n in batch]
 
     def begin_store(self, keys: list[OffloadKey], context: ReqContext | None) -> list[OffloadKey]:
-        """The keys that are being written now, the same for both; none if there is no room."""
+        """Prepares a store in both. Returns the keys to be written, which must be equal; none if there is no room."""
         output = self.manager.prepare_store(keys, context)
         expected = self.reference.prepare_store(keys, context)
         if output is None or expected is None:
-            assert output is expected, f"one has room, the other has not: {output} {expected}"
+            assert output is expected, f"only one has room: {output} {expected}"
             return []
         assert output.keys_to_store == expected.keys_to_store
         assert output.evicted_keys == expected.evicted_keys
         for key in output.evicted_keys:
             del self.slot_of[key]
         for key, slot in zip(output.keys_to_store, self.slots(output.store_spec), strict=True):
-            assert slot not in self.slot_of.values(), f"slot {slot} is in use and was handed out again"
+            assert slot not in self.slot_of.values(), f"slot {slot} was allocated while in use"
             self.slot_of[key] = slot
         return output.keys_to_store
 
     def evict_all_that_may_go(self, name: str) -> list[OffloadKey]:
-        """Writes new keys one by one until there is no room."""
+        """Stores new keys one by one until there is no room. Returns them."""
         written: list[OffloadKey] = []
         while len(written) <= self.capacity:
             key = make_offload_key(b"%s %d" % (name.encode(), len(written)), 0)
@@ -252,7 +251,7 @@ class ManagerMachine(RuleBasedStateMachine):
         return error
 
     def reset_now(self) -> None:
-        """Resets both. In which order the keys leave is not said by the contract."""
+        """Resets both. The contract does not define the order of the removal events."""
         self.take_events()
         self.manager.reset()
         self.reference.reset()
@@ -274,12 +273,11 @@ def manager_machine(
     compare_more: Callable[[Any, Any], None] = lambda manager, reference: None,
     make_key: Callable[[int], OffloadKey] = lambda n: make_offload_key(b"%d" % n, 0),
 ) -> type[ManagerMachine]:
-    """A machine that compares what the two make for a number of blocks.
+    """Returns a machine that compares the two; both factories get a number of blocks.
 
-    ``compare_more(manager, reference)`` asserts what only this kind of manager can be asked. ``make_key``
-    makes the keys, for managers that must bear with special ones. The machine
-    looks up every key once in the name of a request of its own, which a reference that counts requests
-    counts as well.
+    ``compare_more(manager, reference)`` asserts what only this kind of manager can answer. ``make_key`` makes the
+    keys, for managers that must handle special ones. The machine looks up every key once as a request of its own, which
+    a reference that counts requests must count too.
     """
     members = {
         "make_manager": staticmethod(make_manager),
@@ -293,13 +291,13 @@ def manager_machine(
 
 
 def walk(machine_class: type[ManagerMachine], seed: int, num_blocks: int | None = None, num_steps: int = 200) -> None:
-    """Takes the machine's rules at random, evenly, for as long as one likes. Hypothesis finds the strange and
-    makes it short; this finds what takes a cache in full swing."""
+    """Applies ``num_steps`` rules of the machine, chosen uniformly by ``seed``. Hypothesis finds and shrinks unusual
+    cases; long walks find bugs that need a full, busy cache."""
     rng = random.Random(seed)
     machine = machine_class()
 
     def batch(least: int = 1) -> list[int]:
-        """A chain or any keys."""
+        """Returns the numbers of a chain or of arbitrary keys."""
         n = rng.randint(least, 2 + machine.capacity // rng.choice([1, 4, 8]))
         start = rng.randrange(len(machine.universe))
         return list(range(start, start + n)) if rng.random() < 0.5 else rng.choices(range(1000), k=n)
@@ -334,7 +332,7 @@ def walk(machine_class: type[ManagerMachine], seed: int, num_blocks: int | None 
 
 
 def flat_events(manager: OffloadingManager) -> list[tuple[OffloadKey, bool]]:
-    """Events since the last call as (key, removed): how keys are grouped into events is not said."""
+    """Returns the events since the last call as (key, removed): the contract does not define how events group keys."""
     return [(key, event.removed) for event in manager.take_events() for key in event.keys]
 
 
@@ -343,7 +341,7 @@ def attempt(
     keys: list[OffloadKey],
     context: ReqContext | None,
 ) -> tuple[Any, type[Exception] | None]:
-    """What a load call returned, and which of its contract's errors it raised."""
+    """Returns what a load call returned, and the type of the contract's error that it raised."""
     try:
         return call(keys, context), None
     except (BlockNotReadyError, BlockNotPinnedError) as error:

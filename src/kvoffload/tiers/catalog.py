@@ -13,26 +13,38 @@ from kvoffload.cache.manager import PolicyOffloadingManager
 from kvoffload.cache.policies import make_policy
 from kvoffload.cache.slots import SlotBackend
 
+DISK_MEDIUM = "DISK"
+
 Claim = tuple[list[OffloadKey], Slots, Slots]
 """Blocks that are in transfer from now on: keys, host slots, and slots in the tier, all in the same order."""
 
 
 class Catalog:
-    """The blocks of a tier whose slots ``backend`` hands out, with the cache policy of that name.
+    """The blocks of a tier with ``num_slots`` slots of ``block_bytes``. ``policy``: the name of its cache policy.
 
     Keys are looked up when a transfer begins; from then on it is known by its slots in the tier, which do not change
     before it has ended. A block that is dropped meanwhile is not found any more, and its slot is free when its transfer
-    has ended. Every new block is accepted: one that was refused would be a hole in its chain.
+    has ended. Every new block is accepted: one that was refused would be a hole in its chain. With ``grows``, slots
+    exist when they have been added. Raises ConfigError if there is no such policy.
     """
 
-    def __init__(self, backend: SlotBackend, policy: str, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        num_slots: int,
+        block_bytes: int,
+        policy: str,
+        clock: Callable[[], float] = time.monotonic,
+        *,
+        grows: bool = False,
+    ) -> None:
         self.num_evicted = 0
         """Blocks evicted since the start."""
-        self._backend = backend
+        self._backend = SlotBackend(block_bytes, DISK_MEDIUM, num_slots, grows)
         self._manager = PolicyOffloadingManager(
-            backend, make_policy(policy, backend.num_blocks), must_store=True, clock=clock
+            self._backend, make_policy(policy, num_slots), must_store=True, clock=clock
         )
-        self._is_read = np.zeros(backend.num_blocks, dtype=np.bool_)
+        self._is_read = np.zeros(num_slots, dtype=np.bool_)
+        """Which slots are being read."""
 
     @property
     def num_blocks(self) -> int:
@@ -99,7 +111,7 @@ class Catalog:
         if output is None:
             return [], host_slots[:0], host_slots[:0]
         self.num_evicted += len(output.evicted_keys)
-        self._manager.reorder_chain(output.keys_to_store, output.keys_to_store, slots=output.store_spec.slots)
+        self._manager.reorder_chain(output.keys_to_store, output.keys_to_store, found=output.store_spec.slots)
         if len(output.keys_to_store) < len(keys):
             index = {key: i for i, key in enumerate(keys)}
             host_slots = host_slots[[index[key] for key in output.keys_to_store]]
@@ -143,13 +155,13 @@ class Catalog:
     def touch(self, keys: Sequence[OffloadKey]) -> Slots:
         """Marks as recently used, last key first. Returns the slots of the blocks that are present, in order."""
         slots = self._manager.find(keys)
-        self._manager.touch(keys, slots=slots)
+        self._manager.touch(keys, found=slots)
         return slots[slots >= 0]
 
     def reorder_chain(self, keys: Sequence[OffloadKey], stored: Collection[OffloadKey]) -> Slots:
         """Brings a chain into the order of one touch; see ``Tier.reorder_chain``. Returns what ``touch`` returns."""
         slots = self._manager.find(keys)
-        self._manager.reorder_chain(keys, stored, slots=slots)
+        self._manager.reorder_chain(keys, stored, found=slots)
         return slots[slots >= 0]
 
     def drop(self, keys: Sequence[OffloadKey]) -> Slots:

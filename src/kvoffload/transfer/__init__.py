@@ -1,1 +1,1 @@
-"""How bytes move between device blocks and host slots."""
+"""Copies between device blocks and host slots: ``inline`` on the CPU, ``cuda`` on a GPU, ``copies`` for both."""

@@ -1,4 +1,4 @@
-"""The contract of a transfer engine: it runs copy jobs and tells which ended how."""
+"""Turns a transfer's spec into the list of device blocks and slots to copy, which every transfer engine needs."""
 
 from __future__ import annotations
 
@@ -13,8 +13,10 @@ from kvoffload.abc import PageGroup, Slots, TransferSpec
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CopyList:
-    """What a job copies in one group: device block i to or from part ``parts[i]`` of slot ``slots[i]``,
-    in units of device blocks. All of equal length."""
+    """What a job copies in one group: ``device_blocks[i]`` to or from part ``parts[i]`` of slot ``slots[i]``.
+
+    A part is one device block. The arrays have the same length.
+    """
 
     group: int
     device_blocks: npt.NDArray[np.int64]
@@ -23,16 +25,16 @@ class CopyList:
 
 
 def copy_lists(spec: TransferSpec, groups: Sequence[PageGroup], num_slots: int) -> list[CopyList]:
-    """The copies of a job, group by group; groups that copy nothing are left out.
+    """Returns the copies of a job, group by group; groups that copy nothing are left out.
 
     A slot holds ``factor`` device blocks; the first device block of a group may lie inside its first slot.
     Raises ValueError if the two sides of the spec do not match, or if a block or slot does not exist.
     """
     device, slots = spec.device, spec.host.slots
     if not len(device.group_sizes) == len(device.block_indices) == len(groups):
-        raise ValueError(f"a job for {len(device.group_sizes)} groups, where there are {len(groups)}")
+        raise ValueError(f"the job is for {len(device.group_sizes)} groups, but there are {len(groups)}")
     if sum(device.group_sizes) != len(device.block_ids):
-        raise ValueError(f"groups of {device.group_sizes} device blocks, where there are {len(device.block_ids)}")
+        raise ValueError(f"the groups have {device.group_sizes} device blocks, but {len(device.block_ids)} are given")
     lists = []
     at = slot_at = 0
     for g, (size, first, group) in enumerate(zip(device.group_sizes, device.block_indices, groups, strict=True)):
@@ -42,7 +44,7 @@ def copy_lists(spec: TransferSpec, groups: Sequence[PageGroup], num_slots: int) 
         num_group_slots = int(place[-1]) // group.factor + 1
         here = slots[slot_at : slot_at + num_group_slots]
         if len(here) != num_group_slots:
-            raise ValueError(f"{size} device blocks from index {first} do not fill {len(here)} slots")
+            raise ValueError(f"{size} device blocks from index {first} need more than {len(here)} slots")
         blocks = device.block_ids[at : at + size]
         at += size
         slot_at += num_group_slots
@@ -53,5 +55,5 @@ def copy_lists(spec: TransferSpec, groups: Sequence[PageGroup], num_slots: int) 
                 raise ValueError(f"a {name} of group {g} is not in [0, {end})")
         lists.append(CopyList(g, blocks, here[place // group.factor], place % group.factor))
     if slot_at != len(slots):
-        raise ValueError(f"{len(slots)} slots, of which the device blocks fill {slot_at}")
+        raise ValueError(f"{len(slots)} slots are given, but the device blocks fill {slot_at}")
     return lists

@@ -1,4 +1,4 @@
-"""Copies between CUDA device blocks and the host pool: a stream a direction, events, batched copies."""
+"""Copies between CUDA device blocks and the host pool: one stream per direction, events, batched copies."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from kvoffload.transfer.copies import CopyList, copy_lists
 logger = logging.getLogger(__name__)
 
 STAGING_BYTES = 64 << 20
-"""Device memory a direction uses to gather or scatter blocks."""
+"""Device memory per direction in which blocks are gathered or scattered."""
 POLL_EVERY_S = 50e-6
 CLOSE_DEADLINE_S = 5.0
-"""How long copies under way may take when the engine ends."""
+"""How long ``close`` waits for copies in progress."""
 
 
 @dataclass(slots=True)
@@ -32,15 +32,15 @@ class _Job:
     start: torch.cuda.Event
     end: torch.cuda.Event
     keep: list[torch.Tensor] = field(default_factory=list)
-    """Index tensors that the stream still reads."""
+    """Tensors that the stream still reads."""
 
 
 class CudaTransfer(Transfer):
-    """One kernel gathers (or scatters) up to STAGING_BYTES of pages, one copy a block crosses the bus.
+    """Gathers or scatters up to STAGING_BYTES of pages with one kernel, and copies over the bus block by block.
 
     The views of ``groups`` are torch tensors of bytes on one CUDA device, with contiguous pages. ``pool_data`` is
-    registered with CUDA, so that copies neither block nor bounce; where that fails, copies work and are
-    slower. Stores wait for the work issued before they were submitted, loads for the work issued before
+    registered with CUDA, so that copies are asynchronous and need no bounce buffer; if that fails, copies still work,
+    but slower. Stores wait for the device work issued before they were submitted, loads for the work issued before
     the current forward pass.
     """
 
@@ -71,7 +71,7 @@ class CudaTransfer(Transfer):
                 "Raise the locked-memory limit (ulimit -l unlimited)",
                 error,
             )
-            # The runtime remembers the error until somebody asks; better here than in the engine's next kernel.
+            # The runtime reports the error again at the next call: consume it here, not in the engine's next kernel.
             with contextlib.suppress(RuntimeError):
                 torch.zeros(1, device=self._device)
             return None
@@ -96,7 +96,7 @@ class CudaTransfer(Transfer):
         try:
             self._start(job_id, is_store, lists)
         except torch.OutOfMemoryError:
-            # The engine has taken all memory for a moment. Nothing of this job may go on behind its report.
+            # The copies of this job that were issued must end before the job is reported.
             logger.warning("kvoffload: no device memory for the blocks of job %d", job_id)
             self._streams[is_store].synchronize()
             self._results.append(TransferResult(job_id, ok=False))
@@ -117,7 +117,7 @@ class CudaTransfer(Transfer):
         self._jobs[job_id] = _Job(nbytes, is_store, start, end, keep)
 
     def _copy(self, copies: CopyList, is_store: bool) -> list[torch.Tensor]:
-        """Issues the copies of one group on the current stream; returns what must live until they are done."""
+        """Issues the copies of one group on the current stream. Returns tensors that must live until they are done."""
         block_bytes = self._groups[copies.group].device_block_bytes
         host, layers = self._host[copies.group], self._layers[copies.group]
         at_once = self._staging[is_store].numel() // block_bytes
@@ -149,7 +149,7 @@ class CudaTransfer(Transfer):
         return results
 
     def wait(self, job_ids: Iterable[int]) -> None:
-        """Makes the device wait, not this thread: later work on the engine's stream, and later loads."""
+        """Makes later work on the engine's stream, and later loads, wait on the device; this thread does not wait."""
         current = torch.cuda.current_stream(self._device)
         for job_id in job_ids:
             job = self._jobs.get(job_id)
@@ -176,8 +176,9 @@ class CudaTransfer(Transfer):
 
 
 def as_words(views: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """The pages as the widest integers that divide all their sizes, strides and addresses, so that a kernel
-    moves words and not bytes; views equally far apart in one storage become one (num_blocks, layers, words)."""
+    """Returns the pages as tensors (num_blocks, layers, words) of the widest integers that divide all their sizes,
+    strides and addresses, so that kernels move words instead of bytes. Views at equal distances in one storage become
+    one tensor."""
     width = 8
     for view in views:
         width = math.gcd(width, view.shape[1], view.stride(0), view.data_ptr())
@@ -197,7 +198,7 @@ def as_words(views: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def gather(layers: Sequence[torch.Tensor], index: torch.Tensor, stage: torch.Tensor) -> None:
-    """Copies blocks ``index`` of all layers into the rows of ``stage``, bytes of shape (blocks, block_bytes)."""
+    """Copies blocks ``index`` of all layers into the rows of ``stage``, bytes of shape (len(index), block_bytes)."""
     for piece, pages in _pieces(layers, stage):
         if piece.is_contiguous():
             torch.index_select(pages, 0, index, out=piece)
@@ -212,7 +213,7 @@ def scatter(layers: Sequence[torch.Tensor], index: torch.Tensor, stage: torch.Te
 
 
 def _pieces(layers: Sequence[torch.Tensor], stage: torch.Tensor) -> Iterable[tuple[torch.Tensor, torch.Tensor]]:
-    """Each of ``layers`` with its columns of ``stage``, in its type and shape."""
+    """Yields each tensor of ``layers`` after its columns of ``stage``, viewed in its type and shape."""
     at = 0
     for pages in layers:
         width = pages.shape[1] * pages.shape[2] * pages.element_size()

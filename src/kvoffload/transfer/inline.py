@@ -1,4 +1,4 @@
-"""Copies for engines whose KV cache lies in host memory: numpy on the engine's own thread."""
+"""Copies for engines whose KV cache is in host memory: numpy, on the engine's own thread."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from kvoffload.transfer.copies import CopyList, copy_lists
 logger = logging.getLogger(__name__)
 
 BUSY_BYTES_PER_POLL = 128 << 20
-"""What a step that computes tokens pays for at most, about 10 ms at memcpy speed; the rest waits."""
+"""How much a step that computes tokens copies at most: about 10 ms at the speed of memcpy. The rest follows later."""
 
 
 @dataclass(slots=True)
@@ -31,7 +31,7 @@ class _Job:
 
 
 class InlineTransfer(Transfer):
-    """Copies when polled or waited for, loads before stores.
+    """Copies in ``poll`` and ``wait``, loads before stores.
 
     The views of ``groups`` are numpy arrays. A slot of ``pool_data`` holds one block of one group: ``factor``
     device blocks one after another, each with its pages in the order of the group's views.
@@ -41,10 +41,11 @@ class InlineTransfer(Transfer):
         for group in groups:
             if len({len(view) for view in group.views}) > 1:
                 raise ValueError(
-                    f"device views have {[len(view) for view in group.views]} blocks; they must be as many"
+                    f"the device views of a group have {[len(view) for view in group.views]} blocks; "
+                    "they must all have the same number"
                 )
         self._groups = list(groups)
-        """Keeps alive what the merged arrays point to."""
+        """Also keeps the memory alive that the merged arrays point to."""
         self._num_slots = len(pool_data)
         self._device = [merge_views(group.views) for group in groups]
         self._host = [
@@ -65,7 +66,7 @@ class InlineTransfer(Transfer):
         (self._stores if is_store else self._loads).append(_Job(job_id, is_store, lists))
 
     def poll(self, busy: bool) -> list[TransferResult]:
-        # One block at least, however large it is.
+        # Any budget allows one block, so that every poll makes progress.
         budget = max([BUSY_BYTES_PER_POLL, *(group.device_block_bytes for group in self._groups)]) if busy else None
         for queue in (self._loads, self._stores):
             while queue:
@@ -85,15 +86,15 @@ class InlineTransfer(Transfer):
                 queue.remove(job)
 
     def wait_any(self, timeout_s: float) -> None:
-        """Nothing runs beside this thread: there is nothing to wait for."""
+        """Returns at once: copies run only on this thread."""
 
     def close(self) -> None:
         self._loads.clear()
         self._stores.clear()
 
     def _run(self, job: _Job, limit: int | None) -> int:
-        """Copies what ``limit`` bytes allow, all without a limit, and returns how many it were. A job without lists
-        left has ended."""
+        """Copies up to ``limit`` bytes of the job (None: all) and returns how many. The job is done when its ``lists``
+        are empty."""
         start = time.perf_counter()
         copied = 0
         while job.lists:
@@ -135,8 +136,8 @@ class InlineTransfer(Transfer):
 
 
 def merge_views(views: Sequence[ByteArray]) -> list[ByteArray]:
-    """The same pages in fewer arrays of shape (layers, num_blocks, page_bytes): neighbouring views of equal
-    shape and strides whose addresses are equally far apart become one, so that one call copies them all."""
+    """Returns the same pages in fewer arrays of shape (layers, num_blocks, page_bytes). Consecutive views of the same
+    shape and strides at equal distances in memory become one array, so that one call copies a block of all of them."""
     runs: list[list[ByteArray]] = []
     for view in views:
         run = runs[-1] if runs else None

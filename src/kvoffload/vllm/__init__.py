@@ -1,4 +1,4 @@
-"""kvoffload in vLLM: name this package as ``kv_connector_module_path``, ``KVOffloadConnector`` as connector."""
+"""The vLLM adapter. vLLM finds it as ``"kv_connector": "KVOffloadConnector"``."""
 
 from kvoffload.vllm.connector import KVOffloadConnector
 

@@ -18,6 +18,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm.logger import init_logger
 
 from kvoffload.abc import ConfigError, ScheduledStep
+from kvoffload.connector.build import build_scheduler
 from kvoffload.connector.messages import StepMeta, WorkerReport
 from kvoffload.connector.scheduler import OffloadingConnectorScheduler
 from kvoffload.connector.worker import OffloadingConnectorWorker
@@ -26,9 +27,10 @@ from kvoffload.observe.server import RecordServer
 from kvoffload.tiers.manager import TieredOffloadingManager
 from kvoffload.vllm import versions
 from kvoffload.vllm.events import vllm_events
+from kvoffload.vllm.fingerprint import model_fingerprint
+from kvoffload.vllm.layout import EngineLayout, RankInfo
 from kvoffload.vllm.metrics import KVOffloadPromMetrics, KVOffloadStats
 from kvoffload.vllm.pages import make_transfer, page_format, page_groups
-from kvoffload.vllm.setup import RankInfo, Setup, model_fingerprint, namespace
 from kvoffload.vllm.versions import KVConnectorTransferResults
 from kvoffload.vllm.weights import watch_weights
 
@@ -43,13 +45,13 @@ if TYPE_CHECKING:
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
 
-# vLLM configures the logger "vllm" only; ours speaks through it, with the same handlers and level.
+# vLLM configures only the logger "vllm". As its child, the logger of kvoffload has the same handlers and level.
 logging.getLogger("kvoffload").parent = init_logger("vllm")
 logger = logging.getLogger(__name__)
 
 
 class KVOffloadMetadata(KVConnectorMetadata):
-    """One step's work, from the scheduler half to the workers."""
+    """Carries one step's work from the scheduler half to the workers."""
 
     def __init__(self, step: StepMeta) -> None:
         self.step = step
@@ -57,7 +59,7 @@ class KVOffloadMetadata(KVConnectorMetadata):
 
 @dataclass
 class KVOffloadWorkerMetadata(KVConnectorWorkerMetadata):
-    """What workers have done, on its way back."""
+    """Carries what the workers have done back to the scheduler half."""
 
     report: WorkerReport
 
@@ -68,50 +70,51 @@ class KVOffloadWorkerMetadata(KVConnectorWorkerMetadata):
 
 
 class KVOffloadConnector(KVConnectorBase_V1, SupportsHMA):
-    """Keeps vLLM's KV cache in host RAM. Options: see ``kvoffload.config.OffloadConfig``."""
+    """Keeps vLLM's KV cache in host RAM and on disk. Its options are those of ``kvoffload.OffloadConfig``."""
 
     _cache_hit_source = versions.HIT_SOURCE
 
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
-        # A load that fails is a miss; vLLM's default would fail the request. Whether the user has written that default
-        # down cannot be seen here, so this is a line in the log and no warning.
+        # A failed load is a miss, but "fail", vLLM's default, would fail the request. Whether the user has set it
+        # cannot be seen here, so this is an info line and not a warning.
         policy = self._kv_transfer_config.kv_load_failure_policy
         if role == KVConnectorRole.SCHEDULER and policy != "recompute":
             self._kv_transfer_config.kv_load_failure_policy = "recompute"
             logger.info(
-                "kvoffload: kv_load_failure_policy=%r has no effect: a request whose load fails is computed instead",
+                "kvoffload: kv_load_failure_policy=%r, vLLM's default, has no effect: a request whose load fails is "
+                "computed instead",
                 policy,
             )
-        self._setup = Setup.from_vllm(vllm_config, kv_cache_config)
+        self.layout = EngineLayout.from_vllm(vllm_config, kv_cache_config)
         self._failed: dict[str, list[int]] = {}
-        """Loads that failed on this rank, with their device blocks, and were not told yet."""
+        """Loads that failed on this rank and are not reported yet, with their device blocks."""
         self._pool: HostPool | None = None
         self._formats: dict[str, str] = {}
-        """By layer, how its pages are laid out."""
+        """The page format of each layer."""
         self._worker: OffloadingConnectorWorker | None = None
         self._was_watched = False
-        """Whether the worker half was given its watch over the weights, if there can be one."""
+        """Whether the worker half has got its WeightWatch, if there is one."""
         self._scheduler: OffloadingConnectorScheduler | None = None
         self._ranks: list[RankInfo] = []
-        """Where each worker's pool is, as of the first handshake."""
+        """What each worker sent at the first handshake."""
         self._records: RecordServer | None = None
-        self._tiers: TieredOffloadingManager | None = None
         self._expected_root: bytes | None = None
-        """What block hashes must begin with, until that has been seen."""
+        """The root of the block hashes as predicted at start; None once it has been compared with vLLM's."""
         if role == KVConnectorRole.SCHEDULER:
             versions.warn_if_untested()
         else:
-            self._num_blocks = self._setup.count_blocks()
+            # This refuses a host_bytes that is too small, before any memory is allocated.
+            self.layout.count_blocks()
 
     def set_xfer_handshake_metadata_pp_aware(
         self, metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata]
     ) -> None:
-        """Scheduler side: every worker has its pool. Raises ConfigError if one of them cannot be served.
+        """Builds the scheduler half once every worker has its pool. Raises ConfigError if a pool cannot be used.
 
-        vLLM from 0.33 on calls this again after each sleep. With the pools of the start, blocks are found again if the
-        weights are the same; with others offloading is switched off, since no block that the scheduler half knows of
-        is in them.
+        vLLM from 0.33 on calls this again after each sleep. If the workers still have the pools of the start, blocks
+        are found again as long as the weights are the same. With other pools offloading is switched off, because the
+        blocks that the scheduler half knows are not in them.
         """
         infos = [info for _, info in sorted(metadata.items()) if isinstance(info, RankInfo)]
         if self._scheduler is not None:
@@ -119,75 +122,78 @@ class KVOffloadConnector(KVConnectorBase_V1, SupportsHMA):
                 self._scheduler.switch_off("the handshake (the workers' host pools are not those of the start)")
             self._scheduler.wake_up()
             return
-        setup = self._setup
-        num_blocks = setup.check_ranks(infos)
-        fingerprint = model_fingerprint(self._vllm_config, setup, infos)
-        events = self._vllm_config.kv_events_config
-        enable_events = events is not None and events.enable_kv_cache_events
-        host = setup.make_host_manager(num_blocks, enable_events)
-        if setup.config.disk_dir is not None:
-            self._tiers = setup.make_tiers(host, infos, fingerprint)
+        layout, events = self.layout, self._vllm_config.kv_events_config
+        layout.check_ranks(infos)
+        if layout.config.disk_dir is not None:
             self._expected_root = versions.expected_hash_root(self._vllm_config)
-        self._scheduler = OffloadingConnectorScheduler(
-            setup.with_admission(self._tiers or host),
-            groups=setup.kv_groups,
-            hash_block_size=setup.hash_block_size,
-            namespace=namespace(fingerprint),
-            num_workers=setup.ranks,
+        self._scheduler = build_scheduler(
+            layout.config,
+            layout.kv_groups,
+            [info.pool for info in infos],
+            model_fingerprint(self._vllm_config, layout, infos),
+            hash_block_size=layout.hash_block_size,
+            device_blocks=layout.num_device_blocks,
+            engine=layout.engine,
+            engines=layout.engines,
             share_loads=bool(self._vllm_config.cache_config.enable_prefix_caching) and versions.DRAINS_HOLDERS_FIRST,
-            describe_blocks=enable_events,
-            load_deadline_ms=setup.config.load_deadline_ms,
-            recorder=setup.make_recorder(num_blocks),
+            enable_events=events is not None and events.enable_kv_cache_events,
             may_sleep=versions.may_sleep(self._vllm_config),
+            parent_request=versions.parent_request,
         )
-        logger.info("kvoffload: host pool of %s", setup.describe(num_blocks))
-        logger.info("kvoffload: model fingerprint %s", fingerprint)
         self._ranks = infos
         scheduler, engine_id = self._scheduler, self._kv_transfer_config.engine_id
         self._records = RecordServer(lambda: scheduler.records, engine_id or "0")
 
     @property
     def connector_scheduler(self) -> OffloadingConnectorScheduler:
-        """The scheduler half, once the workers have told of their pools. Only in the scheduler's process."""
+        """The scheduler half, after the first handshake. Exists in the scheduler's process only."""
         if self._scheduler is None:
             raise ConfigError(
-                "vLLM has not handed over the workers' host pools; use distributed_executor_backend mp or uni"
+                "vLLM has not passed on the location of the workers' host pools; set distributed_executor_backend to "
+                "mp or uni"
             )
         return self._scheduler
 
     @property
     def connector_worker(self) -> OffloadingConnectorWorker:
-        """The worker half, once the KV caches are registered. Only in a worker's process."""
+        """The worker half, after the KV caches were registered. Exists in a worker's process only."""
         assert self._worker is not None
         return self._worker
 
     @property
+    def pool(self) -> HostPool:
+        """The host pool of this rank, after the KV caches were registered. Exists in a worker's process only."""
+        assert self._pool is not None
+        return self._pool
+
+    @property
     def requires_kv_delivery(self) -> bool:
-        """A store that is lost is a later miss, no broken promise."""
+        """False: a store that is lost is a miss later, and nothing waits for it."""
         return False
 
     @classmethod
     def get_required_kvcache_layout(cls, vllm_config: VllmConfig) -> str | None:
-        """Layers outermost, then blocks: a block's page in a layer is one run of bytes. All versions know this name."""
+        """Layers outermost, then blocks: the page of a block in a layer is one run of bytes. All versions of vLLM know
+        this name."""
         return "HND"
 
-    # Worker side, in the order of a step.
+    # Worker side.
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
-        # A layout that is not served is refused before any memory is taken.
-        groups = page_groups(self._setup, kv_caches)
+        # This refuses a layout that is not served, before any memory is allocated.
+        groups = page_groups(self.layout, kv_caches)
         layers = self._vllm_config.compilation_config.static_forward_context
         self._formats = {name: page_format(layers[name], cache) for name, cache in kv_caches.items()}
-        self._pool = HostPool(self._num_blocks, self._setup.slot_bytes)
+        self._pool = HostPool(self.layout.count_blocks(), self.layout.slot_bytes)
         self._worker = OffloadingConnectorWorker(make_transfer(groups, self._pool))
 
     def unregister_kv_caches(self) -> None:
-        """vLLM from 0.33 on calls this before the KV caches lose their memory: no copy is under way on return."""
+        """Ends all copies. vLLM from 0.33 on calls this before the KV caches lose their memory."""
         if self._worker is not None:
             self._worker.suspend()
 
     def restore_kv_caches(self) -> None:
-        """They have memory again, at the same addresses."""
+        """Takes jobs again. The KV caches have memory again, at the same addresses."""
         if self._worker is not None:
             self._worker.resume()
 
@@ -195,12 +201,12 @@ class KVOffloadConnector(KVConnectorBase_V1, SupportsHMA):
         if self._pool is None:
             return None
         if not self._was_watched:
-            # At the first call the engine is warmed up, and no update of weights can have come yet.
+            # At the first call the engine is warmed up and the weights cannot have been updated yet.
             self._was_watched = True
             self.connector_worker.weights = watch_weights(self._vllm_config)
         layers = [
             (name, page_bytes, self._formats[name])
-            for group in self._setup.groups
+            for group in self.layout.groups
             for name, page_bytes in zip(group.layer_names, group.page_bytes, strict=True)
         ]
         return RankInfo(self._pool.handle(), tuple(layers))
@@ -213,14 +219,14 @@ class KVOffloadConnector(KVConnectorBase_V1, SupportsHMA):
         self.connector_worker.start_loads(self._step_meta())
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """Nothing to wait for: a request runs after its load has been reported."""
+        """Does nothing: a request runs after its load has been reported."""
 
     def save_kv_layer(self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any) -> None:
-        """Nothing to do: blocks are stored after the step."""
+        """Does nothing: blocks are stored after the step."""
 
     def wait_for_save(self) -> None:
-        """Nothing to do: ``get_finished`` takes the stores in, in every step. vLLM before 0.31 does not call this in a
-        step without tokens."""
+        """Does nothing: ``get_finished`` accepts the stores, because vLLM calls it in every step. Before 0.31 it does
+        not call this method in a step without tokens."""
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
         step = self._step_meta()
@@ -230,13 +236,13 @@ class KVOffloadConnector(KVConnectorBase_V1, SupportsHMA):
         return finished.released or None, finished.loaded or None
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
-        """What a vLLM calls that takes failures by request."""
+        """Reports failed loads by request. Older versions of vLLM call ``get_finished`` instead."""
         released, loaded = self.get_finished(finished_req_ids)
         failed, self._failed = self._failed, {}
         return KVConnectorTransferResults(released or set(), loaded or set(), set(failed))
 
     def get_block_ids_with_load_errors(self) -> set[int]:
-        """Failures by block, for a vLLM that has not taken them by request."""
+        """Reports failed loads by device block, for versions of vLLM that do not call ``get_transfer_results``."""
         failed, self._failed = self._failed, {}
         return {block for blocks in failed.values() for block in blocks}
 
@@ -259,12 +265,14 @@ class KVOffloadConnector(KVConnectorBase_V1, SupportsHMA):
         return self.connector_scheduler.get_num_new_matched_tokens(request, num_computed_tokens)
 
     def _check_hash_root(self) -> None:
-        """vLLM draws or derives the root of its hashes after connectors were made: now it is known."""
+        """Switches the disk tier off if block hashes do not have the root that was predicted. vLLM sets the root after
+        it has made its connectors."""
         expected, self._expected_root = self._expected_root, None
-        if self._tiers is not None and versions.hash_root() != expected:
-            self._tiers.switch_off_tiers(
-                f"block hashes of {versions.NAME} do not begin as was expected, so that no other process would find "
-                "these blocks; set PYTHONHASHSEED=0 (any number, the same at every start)"
+        manager = self.connector_scheduler.manager
+        if isinstance(manager, TieredOffloadingManager) and versions.hash_root() != expected:
+            manager.switch_off_tiers(
+                f"the block hashes of {versions.NAME} do not have the root that was predicted, so no other process "
+                "would find these blocks; set PYTHONHASHSEED=0 (any number, the same at every start)"
             )
 
     def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
@@ -297,13 +305,14 @@ class KVOffloadConnector(KVConnectorBase_V1, SupportsHMA):
     def take_events(self) -> Iterable[KVCacheEvent]:
         scheduler = self.connector_scheduler
         try:
-            return list(vllm_events(scheduler.take_events(), self._setup))
+            return list(vllm_events(scheduler.take_events(), self.layout))
         except Exception:
-            scheduler.switch_off("telling vLLM of events")
+            scheduler.switch_off("passing events to vLLM")
             return []
 
     def reset_cache(self) -> bool | None:
         self.connector_scheduler.reset()
+        logger.info("kvoffload: the cache was reset: no request finds the blocks that were offloaded before")
         return True
 
     def shutdown(self) -> None:
@@ -340,14 +349,14 @@ class KVOffloadConnector(KVConnectorBase_V1, SupportsHMA):
 
 
 def _scheduled_step(output: SchedulerOutput) -> ScheduledStep:
-    """vLLM's SchedulerOutput in engine-neutral form."""
+    """Returns vLLM's SchedulerOutput in engine-neutral form."""
     block_ids: dict[str, tuple[list[int], ...]] = {new.req_id: new.block_ids for new in output.scheduled_new_reqs}
     replaced = set(block_ids)
     cached = output.scheduled_cached_reqs
     replaced.update(cached.resumed_req_ids)
     pairs = zip(cached.req_ids, cached.new_block_ids, strict=True)
     block_ids.update({req_id: ids for req_id, ids in pairs if ids is not None})
-    # The newer of vLLM's model runners zeroes and copies blocks before it tells connectors of the step.
+    # The newer of vLLM's model runners zeroes and copies blocks before it calls connectors in the step.
     overwritten = set(output.new_block_ids_to_zero or ())
     overwritten.update(copy.dst_block_id for copy in output.kv_cache_block_copies or ())
     return ScheduledStep(

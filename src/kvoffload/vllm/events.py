@@ -1,4 +1,4 @@
-"""kvoffload's events in vLLM's form: a router can index what lies in host memory beside what lies on devices."""
+"""kvoffload's events in vLLM's form, so that a router can index host memory as it indexes devices."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ from vllm.v1.core.kv_cache_utils import generate_block_hash_extra_keys, maybe_co
 from vllm.v1.kv_cache_interface import get_kv_cache_spec_kind, get_kv_cache_spec_sliding_window
 
 from kvoffload.cache.keys import key_block_hash, key_group_idx
+from kvoffload.connector.build import NAMESPACE_BYTES
 from kvoffload.vllm import versions
-from kvoffload.vllm.setup import NAMESPACE_BYTES, Setup
+from kvoffload.vllm.layout import EngineLayout
 
 if TYPE_CHECKING:
     from vllm.distributed.kv_events import KVCacheEvent
@@ -20,10 +21,10 @@ if TYPE_CHECKING:
     from kvoffload.abc import BlockDescription, OffloadingEvent, OffloadKey
 
 
-def vllm_events(events: Iterable[OffloadingEvent], setup: Setup) -> Iterator[KVCacheEvent]:
-    """Stored blocks with their tokens and parents, runs of a chain as one event; removed blocks by their hashes.
+def vllm_events(events: Iterable[OffloadingEvent], layout: EngineLayout) -> Iterator[KVCacheEvent]:
+    """Yields stored blocks with their tokens and parents, one event per run of a chain, and removed blocks by hash.
 
-    Blocks of draft groups are left out: their keys are not those of their own tokens.
+    Leaves out the blocks of draft groups, because their keys are not those of their own tokens.
     """
     for event in events:
         described = event.blocks or [None] * len(event.keys)
@@ -31,18 +32,18 @@ def vllm_events(events: Iterable[OffloadingEvent], setup: Setup) -> Iterator[KVC
         for key, block in zip(event.keys, described, strict=True):
             by_group.setdefault(key_group_idx(key), []).append((key, block))
         for g, blocks in by_group.items():
-            if setup.groups[g].group.draft:
+            if layout.groups[g].group.draft:
                 continue
             if event.removed:
                 hashes = [_name(key_block_hash(key)[NAMESPACE_BYTES:]) for key, _ in blocks]
                 yield _make(BlockRemoved, block_hashes=hashes, medium=event.medium, group_idx=g)
             else:
                 for run in _runs([block for _, block in blocks if block is not None]):
-                    yield _stored(run, event.medium, g, setup)
+                    yield _stored(run, event.medium, g, layout)
 
 
 def _runs(blocks: list[BlockDescription]) -> Iterator[list[BlockDescription]]:
-    """Neighbouring blocks of one request, together."""
+    """Yields the longest runs of adjacent blocks of one request."""
     run: list[BlockDescription] = []
     for block in blocks:
         if run and not (block.request is run[-1].request and block.start == run[-1].end):
@@ -53,11 +54,11 @@ def _runs(blocks: list[BlockDescription]) -> Iterator[list[BlockDescription]]:
         yield run
 
 
-def _stored(run: list[BlockDescription], medium: str, g: int, setup: Setup) -> KVCacheEvent:
+def _stored(run: list[BlockDescription], medium: str, g: int, layout: EngineLayout) -> KVCacheEvent:
     request: Any = run[0].request
     lora = request.lora_request
     parent = run[0].parent_hash
-    group, spec = setup.groups[g].group, setup.groups[g].spec
+    group, spec = layout.groups[g].group, layout.groups[g].spec
     return _make(
         BlockStored,
         block_hashes=[_name(block.block_hash) for block in run],
@@ -75,11 +76,11 @@ def _stored(run: list[BlockDescription], medium: str, g: int, setup: Setup) -> K
 
 
 def _extra_keys(run: list[BlockDescription]) -> list[tuple[Any, ...] | None] | None:
-    """What vLLM mixes into each block's hash besides its tokens, in the form of its own events."""
+    """Returns what vLLM hashes into each block besides its tokens, in the form of its own events."""
     keys = [generate_block_hash_extra_keys(block.request, block.start, block.end, 0)[0] for block in run]
     untag = versions.attribute(kv_cache_utils, "to_event_extra_keys")
-    told: list[tuple[Any, ...] | None] | None = keys if untag is None else untag(keys)
-    return told
+    untagged: list[tuple[Any, ...] | None] | None = keys if untag is None else untag(keys)
+    return untagged
 
 
 def _name(block_hash: bytes) -> Any:
@@ -87,6 +88,6 @@ def _name(block_hash: bytes) -> Any:
 
 
 def _make(kind: Any, **fields: Any) -> KVCacheEvent:
-    """An event with those of ``fields`` that this version of vLLM knows."""
+    """Returns an event with those of ``fields`` that this version of vLLM knows."""
     known = kind.__struct_fields__
     return kind(**{name: value for name, value in fields.items() if name in known})

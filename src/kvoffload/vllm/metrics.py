@@ -1,4 +1,4 @@
-"""kvoffload's counters through vLLM's own stats and Prometheus endpoint."""
+"""kvoffload's metrics in vLLM's own stats log and on its Prometheus endpoint."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ PREFIX = "kvoffload:"
 
 @dataclass
 class KVOffloadStats(KVConnectorStats):
-    """What ``Metrics.take`` gave, on its way to vLLM's loggers."""
+    """Carries the result of ``Metrics.take`` to vLLM's loggers."""
 
     data: dict[str, Any] = field(default_factory=dict)
 
@@ -31,7 +31,7 @@ class KVOffloadStats(KVConnectorStats):
         return self
 
     def reduce(self) -> dict[str, int | float]:
-        """What vLLM's periodic log line shows."""
+        """Returns the figures for vLLM's periodic log line."""
         data = self.data
         shown: dict[str, int | float] = {}
         for direction in ("store", "load"):
@@ -74,7 +74,7 @@ class KVOffloadPromMetrics(KVConnectorPromMetrics):
             # Only gauges take multiprocess_mode; vLLM's own gauges use the same.
             extra = {"multiprocess_mode": "mostrecent"} if spec.kind == "gauge" else {}
             self._metrics[name] = kind(name=PREFIX + name, documentation=spec.help, labelnames=labels, **extra)
-            # What is known to come is there from the start, at zero.
+            # Every series whose labels are known exists from the start, with the value 0.
             for engine in per_engine_labelvalues:
                 if spec.label is None:
                     self._child(engine, name)
@@ -95,7 +95,7 @@ class KVOffloadPromMetrics(KVConnectorPromMetrics):
                 self._child(engine_idx, name).inc(max(0.0, value))
 
     def _child(self, engine: int, name: str) -> Any:
-        """The time series of ``name``, "NAME" or "NAME:LABEL"."""
+        """Returns the time series of ``name``, which is "NAME" or "NAME:LABEL"."""
         children = self._children[engine]
         if name not in children:
             metric, _, label = name.partition(":")

@@ -12,14 +12,14 @@ from kvoffload.host.pool import HostPool
 from kvoffload.transfer.inline import InlineTransfer
 
 if TYPE_CHECKING:
-    from kvoffload.vllm.setup import Setup
+    from kvoffload.vllm.layout import EngineLayout
 
 
 def page_view(name: str, cache: torch.Tensor, num_blocks: int, page_bytes: int) -> torch.Tensor:
-    """The bytes of one layer's cache, uint8 of shape (num_blocks, page_bytes), derived from its strides.
+    """Returns the bytes of one layer's cache as uint8 of shape (num_blocks, page_bytes), without copying.
 
-    ``cache`` has blocks, or equal parts of them, in its first dimension. Raises ConfigError unless every
-    block is one run of exactly ``page_bytes`` bytes.
+    The first dimension of ``cache`` counts blocks, or equal parts of blocks. Raises ConfigError unless the strides make
+    every block one run of exactly ``page_bytes`` bytes.
     """
     parts, rest = divmod(cache.shape[0], num_blocks)
     part_items = cache[0].numel() if cache.shape[0] else 0
@@ -39,22 +39,24 @@ def page_view(name: str, cache: torch.Tensor, num_blocks: int, page_bytes: int) 
 
 
 def page_format(layer: Any, cache: torch.Tensor) -> str:
-    """How the bytes of a page of ``cache`` are laid out: in which shape and order, by which attention backend, and on
-    a CPU for which instructions its kernels pack them."""
+    """Describes how a page of ``cache`` is laid out: its shape and order, the attention backend, and on a CPU the
+    instruction set for which the backend packs it."""
     backend = layer.get_attn_backend().get_name()
     return f"{backend} {getattr(layer, 'isa', '')} {cache.dtype} {tuple(cache.shape[1:])} {cache.stride()[1:]}"
 
 
-def page_groups(setup: Setup, kv_caches: Mapping[str, torch.Tensor]) -> list[PageGroup]:
-    """The pages of every group's layers, torch tensors in the order of their names in ``setup``. Raises ConfigError for
-    what is not served."""
+def page_groups(layout: EngineLayout, kv_caches: Mapping[str, torch.Tensor]) -> list[PageGroup]:
+    """Returns the pages of every group's layers, torch tensors in the order of ``layout``.
+
+    Raises ConfigError for a layout or a device that is not served.
+    """
     groups = []
-    for group in setup.groups:
+    for group in layout.groups:
         missing = [name for name in group.layer_names if name not in kv_caches]
         if missing:
             raise ConfigError(f"vLLM registered no KV cache for layers {missing}; kvoffload cannot serve this model")
         views = [
-            page_view(name, kv_caches[name], setup.num_device_blocks, page_bytes)
+            page_view(name, kv_caches[name], layout.num_device_blocks, page_bytes)
             for name, page_bytes in zip(group.layer_names, group.page_bytes, strict=True)
         ]
         for kind in {view.device.type for view in views} - {"cpu", "cuda"}:
@@ -64,7 +66,7 @@ def page_groups(setup: Setup, kv_caches: Mapping[str, torch.Tensor]) -> list[Pag
 
 
 def make_transfer(groups: list[PageGroup], pool: HostPool) -> Transfer:
-    """The transfer engine between ``page_groups`` and ``pool``."""
+    """Returns the transfer between the pages of ``groups`` and the slots of ``pool``, for the device of the pages."""
     if any(view.device.type == "cuda" for group in groups for view in group.views):
         from kvoffload.transfer.cuda import CudaTransfer
 

@@ -1,4 +1,4 @@
-"""Where vLLM's versions differ in what kvoffload uses of them."""
+"""The differences between versions of vLLM in what kvoffload uses."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 
 TESTED = ("0.28", "0.29", "0.30", "0.31", "0.32")
 TRIED = {"0.33": "its Python code was run by hand over the compiled libraries of 0.32, on a CPU"}
-"""Versions that no test runs, and what was done with them instead."""
+"""Versions that no test runs, and how they were tried instead."""
 NAME = f"vLLM {vllm.__version__}"
 
 SINCE = {
@@ -45,12 +45,15 @@ SINCE = {
     "to_event_extra_keys": "0.31",
     "unregister_kv_caches": "0.33",
 }
-"""Of the names that kvoffload uses of vLLM, those that 0.28 does not have, with the first version that does."""
+"""Names in vLLM that kvoffload uses and 0.28 does not have, with the first version that has them."""
 
 
 def attribute(owner: Any, name: str, before: Any = None) -> Any:
-    """``owner.name``, or ``before`` in versions that do not have it yet by SINCE. Raises ConfigError if it is not
-    where kvoffload knows it: a setting that has moved must not read as one that is not set."""
+    """Returns ``owner.name``, or ``before`` in versions that, according to SINCE, do not have it yet.
+
+    Raises ConfigError if a version should have the name and does not: a setting that has moved must not read as one
+    that is not set.
+    """
     if name in SINCE and not _is_since(SINCE[name]):
         return before
     try:
@@ -64,18 +67,19 @@ def attribute(owner: Any, name: str, before: Any = None) -> Any:
 
 
 def _is_since(version: str) -> bool:
-    """Whether this vLLM is ``version`` (major and minor number) or later. A version that is not a number is."""
+    """Whether this vLLM is ``version`` (major and minor number) or later. True for a version that is not a number."""
     own = re.match(r"(\d+)\.(\d+)", vllm.__version__)
     return own is None or (int(own[1]), int(own[2])) >= tuple(map(int, version.split(".")))
 
 
 KVConnectorTransferResults: Any = attribute(base, "KVConnectorTransferResults")
 FAILS_WHOLE_LOADS = KVConnectorTransferResults is not None
-"""A failed load can be reported by its request. Without it: by device block, for a single KV cache group only."""
+"""Whether a failed load can be reported by request. Otherwise it is reported by device block, which works for a single
+KV cache group only."""
 FIRST_TO_FAIL_WHOLE_LOADS = SINCE["KVConnectorTransferResults"]
 DRAINS_HOLDERS_FIRST = hasattr(Scheduler, "_holds_kv_blocks")
-"""Waiting requests that hold device blocks are scheduled before those that do not. Without it a request that was told
-to ask again may stand in the way of the one whose load it waited for, for ever: then nobody may be told so."""
+"""Whether waiting requests that hold device blocks are scheduled before those that do not. Otherwise a request that
+waits for the load of another may block that one for ever, so no request may be made to wait."""
 FIRST_TO_DRAIN_HOLDERS_FIRST = SINCE["_holds_kv_blocks"]
 
 try:
@@ -90,10 +94,10 @@ _SAMPLE = re.compile("[0-9]+_")
 
 
 def parent_request(request_id: str) -> str:
-    """The id of the request that ``request_id`` is a sample of, or ``request_id`` itself.
+    """Returns the id of the request of which ``request_id`` is a sample, or ``request_id`` itself.
 
-    vLLM runs a request with n > 1 as n requests, with "0_", "1_" and so on before its id. It puts random characters
-    behind the id that a client gives, so no client can make two requests look like samples of one (unless
+    vLLM runs a request with n > 1 as n requests, and prefixes its id with "0_", "1_" and so on. It appends random
+    characters to the id that a client gives, so no client can make two requests look like samples of one (unless
     VLLM_DISABLE_REQUEST_ID_RANDOMIZATION is set, and then it can do so for its own ids only).
     """
     sample = _SAMPLE.match(request_id)
@@ -101,7 +105,7 @@ def parent_request(request_id: str) -> str:
 
 
 def may_sleep(vllm_config: VllmConfig) -> bool:
-    """Whether the engine can sleep, and repeats its handshake whenever it wakes up."""
+    """Whether the engine can sleep and repeats its handshake when it wakes up."""
     sleeps = bool(attribute(vllm_config.model_config, "enable_sleep_mode"))
     return sleeps and hasattr(base.KVConnectorBase_V1, "restore_kv_caches")
 
@@ -112,27 +116,27 @@ def warn_if_untested() -> None:
         logger.warning("kvoffload is not tested with vLLM %s: %s", release, TRIED[release])
     elif release not in TESTED:
         logger.warning(
-            "kvoffload is tested with vLLM %s; this is %s, and it tries", ", ".join(TESTED), vllm.__version__
+            "kvoffload is tested with vLLM %s, not with %s, but tries to serve it", ", ".join(TESTED), vllm.__version__
         )
 
 
 def returns_routed_experts(vllm_config: VllmConfig) -> bool:
-    """Whether answers are to name the experts that computed each token."""
+    """Whether answers name the experts that computed each token."""
     outputs = attribute(vllm_config, "aux_output_config", vllm_config.model_config)
     return bool(attribute(outputs, "enable_return_routed_experts"))
 
 
 def hash_block_size(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> int:
-    """Tokens that one block hash covers."""
+    """Returns the number of tokens that one block hash covers."""
     known = attribute(kv_cache_config, "hash_block_size")
     return int(known or resolve_kv_cache_block_sizes(kv_cache_config, vllm_config)[1])
 
 
 def expected_hash_root(vllm_config: VllmConfig) -> bytes | None:
-    """What the chain of every prompt's block hashes will begin with, if it is the same in each process with these
-    settings; None if it is drawn at random."""
+    """Returns the value with which the chain of block hashes of every prompt will begin, or None if each process draws
+    one at random."""
     algorithm = get_hash_fn_by_name(vllm_config.cache_config.prefix_caching_hash_algo)
-    # Before 0.29 there is no such function, and without this variable the root is random.
+    # Before 0.29 vLLM has no such function, and the root is random unless this variable is set.
     resolve: Callable[[Any], str | None]
     resolve = attribute(kv_cache_utils, "resolve_none_hash_seed", lambda _: os.environ.get("PYTHONHASHSEED"))
     seed = resolve(algorithm)
@@ -140,12 +144,14 @@ def expected_hash_root(vllm_config: VllmConfig) -> bytes | None:
 
 
 def hash_root() -> bytes | None:
-    """What it does begin with, once the engine has come up."""
+    """Returns the value with which chains do begin, after the engine has started."""
     return getattr(kv_cache_utils, "NONE_HASH", None)
 
 
 def most_data_parallel_engines(vllm_config: VllmConfig) -> int | None:
-    """Of one of several engines of a dense model: how many there are at most on its node. vLLM makes each believe that
-    it is alone; from 0.30 on one setting still holds what the user has asked for on all nodes."""
+    """Returns an upper bound for the number of engines per node, for one of several engines of a dense model.
+
+    vLLM configures each of them as if it were alone. From 0.30 on one setting still holds the number on all nodes.
+    """
     most = attribute(vllm_config.parallel_config, "elastic_ep_max_dp_size")
     return most if isinstance(most, int) and most > 1 else None

@@ -1,4 +1,4 @@
-"""Whether the weights in a running vLLM worker are still those that its offloaded KV was computed with."""
+"""Detects that the weights of a running vLLM worker are no longer those that its offloaded KV was computed with."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ import numpy.typing as npt
 import torch
 from vllm.v1.worker.worker_base import WorkerBase
 
-from kvoffload.connector.worker import WeightWatch
+from kvoffload.connector.weights import WeightWatch
 from kvoffload.vllm import versions
 
 if TYPE_CHECKING:
@@ -27,47 +27,50 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 SAMPLED_WORDS = {"cpu": 1024, "cuda": 16384}
-"""By device type: words of 32 bits that are compared, one per tensor at least. A training step with a small learning
-rate leaves most bfloat16 weights as they are; of 16384 words one that has changed is found although it changes only one
-weight in a thousand (missed once in 10^14 steps). A CPU reads a word in about as long as a GPU reads a thousand."""
+"""Words of 32 bits that are compared per device type, at least one per tensor. A training step with a small learning
+rate changes few bfloat16 weights. With 16384 words, a step that changes one weight in a thousand is missed once in
+10^14 steps. A CPU needs about as long to read one word as a GPU needs for a thousand."""
 ADAPTER_SAMPLES = 64
-"""Values that are compared per tensor of a LoRA adapter."""
+"""Values that are compared per tensor of an adapter."""
 MAX_ADAPTERS = 4096
-"""Adapters that are remembered; beyond it the one seen longest ago is forgotten."""
+"""Adapters that are remembered. When there are more, the one seen longest ago is forgotten."""
 WORD_BYTES = 4
 DIGEST_CHUNK_BYTES = 8 << 20
-"""Bytes that a digest reads at once. Its keys and products take six times as much memory of the device, and the copy of
-a tensor that has gaps as much again."""
+"""Bytes that a digest reads at once. Its keys and products take six times as much device memory, and the copy of a
+tensor with gaps takes as much again."""
 DIGEST_SUMS = 1024
-"""Sums of a digest that are kept on the device before they are read."""
+"""Number of sums that a digest keeps on the device before it reads them."""
 
 Addresses = npt.NDArray[np.int64]
 
 
 def watch_weights(vllm_config: VllmConfig) -> WeightWatch | None:
-    """A watch over the weights of the worker that is calling, with the weights of now for the right ones. None, with a
-    warning that says what the user must do instead, if they cannot be watched."""
+    """Returns a WeightWatch for the worker that calls this. It accepts the weights as they are now.
+
+    Returns None, with a warning that says what the user must do, if the weights cannot be watched.
+    """
     try:
         worker = _calling_worker()
         if worker is None:
             raise RuntimeError("no vLLM worker is among the callers")
         offload = getattr(getattr(vllm_config, "offload_config", None), "prefetch", None)
         if getattr(offload, "offload_group_size", 0):
-            raise RuntimeError("prefetch offloading moves weights about in every step")
-        # Expert load balancing moves experts from slot to slot, which changes no KV.
+            raise RuntimeError("prefetch offloading moves weights in every step")
+        # Expert load balancing moves experts between slots. This does not change KV.
         skipped = ".experts" if vllm_config.parallel_config.enable_eplb else None
         return ModelWeights(lambda: _models_of(worker), skipped, versions.may_sleep(vllm_config))
     except Exception as error:
         logger.warning(
             "kvoffload: the weights of this worker cannot be watched: %s. After every change of weights in the running "
-            "engine call reset_prefix_cache(reset_connector=True), or old KV is loaded with new weights",
+            "engine call reset_prefix_cache(reset_connector=True); otherwise old KV is loaded with new weights",
             error,
         )
         return None
 
 
 def _calling_worker() -> WorkerBase | None:
-    """The worker in whose method this is called. vLLM gives a connector no other way to it, nor to the model."""
+    """Returns the vLLM worker among the callers of this function, or None. vLLM gives a connector no other access to
+    the model."""
     frame = sys._getframe()
     while True:
         worker = frame.f_locals.get("self")
@@ -86,11 +89,12 @@ def _models_of(worker: Any) -> list[torch.nn.Module]:
 class ModelWeights(WeightWatch):
     """Compares words at random places of all parameters, and the LoRA adapters that the model has registered.
 
-    ``models`` gives the models of now. Parameters whose name contains ``skipped`` are left out. Places are drawn anew
-    in each process. Also seen: parameters that were replaced or moved. Raises RuntimeError if no parameter can be read.
+    ``models`` returns the present models. Parameters whose name contains ``skipped`` are left out. Each process draws
+    other places. Parameters that were replaced or moved count as changed. Raises RuntimeError if no parameter can be
+    read.
 
-    ``reads_all``: every byte of all parameters, buffers and adapters is read whenever weights are accepted, so that
-    ``are_same`` can tell. With ``skipped`` it cannot.
+    With ``reads_all`` every byte of all parameters, buffers and adapters is read whenever weights are accepted, as
+    ``are_same`` needs. With ``skipped`` or without ``reads_all``, ``are_same`` returns False.
     """
 
     def __init__(
@@ -101,7 +105,7 @@ class ModelWeights(WeightWatch):
         self._random = np.random.default_rng(secrets.randbits(128))
         self._digests = Digests(secrets.randbits(128)) if reads_all and not skipped else None
         self._digest: bytes | None = None
-        self._adapters = Adapters(self._random, self._digests)
+        self.adapters = Adapters(self._random, self._digests)
         self._has_moved, self._has_new_adapter = True, False
         self.accept()
 
@@ -111,7 +115,7 @@ class ModelWeights(WeightWatch):
         self._has_moved = self._has_new_adapter = False
         for sample in self._samples:
             sample.accept()
-        self._adapters.accept(self._models[0])
+        self.adapters.accept(self._models[0])
         self._digest = self._read_all()
 
     def are_same(self) -> bool:
@@ -122,24 +126,24 @@ class ModelWeights(WeightWatch):
             for sample in self._samples:
                 sample.accept()
         self._has_moved = False
-        return not self._adapters.have_changed(self._models[0], trusts_objects=False)
+        return not self.adapters.have_changed(self._models[0], trusts_objects=False)
 
     def _read_all(self) -> bytes | None:
-        """The digest of all parameters and buffers; None if some cannot be read, or need not."""
+        """Returns the digest of all parameters and buffers, or None if there is none or some cannot be read."""
         if self._digests is None:
             return None
         try:
             return self._digests.of(_all_tensors(self._find_models()))
         except Exception as error:
             logger.warning(
-                "kvoffload: not all weights of this worker can be read: %s. When the engine wakes up from sleep, all "
-                "offloaded blocks are dropped",
+                "kvoffload: some weights of this worker cannot be read: %s. All offloaded blocks will be dropped when "
+                "the engine wakes up from sleep",
                 error,
             )
             return None
 
     def begin(self) -> None:
-        # Memory is read only where a parameter lies now: what was freed since may not be there any more.
+        # Read only the memory of present parameters: memory that was freed may be unmapped.
         self._has_moved = self._pointers != self._read_pointers()
         if not self._has_moved:
             for sample in self._samples:
@@ -147,7 +151,7 @@ class ModelWeights(WeightWatch):
         self.note_new()
 
     def note_new(self) -> None:
-        self._has_new_adapter |= self._adapters.have_changed(self._models[0])
+        self._has_new_adapter |= self.adapters.have_changed(self._models[0])
 
     def poll(self) -> bool | None:
         if self._has_moved or self._has_new_adapter:
@@ -158,18 +162,18 @@ class ModelWeights(WeightWatch):
         return None if None in answers else False
 
     def _read_pointers(self) -> list[int] | None:
-        """Where the parameters lie; None if one is gone, or the model."""
+        """Returns the addresses of the parameters, or None if a parameter or model is gone."""
         if self._find_models() != self._models:
             return None
         try:
-            # Subclasses of vLLM's have a Python function in the way of every call.
+            # The subclasses of vLLM run a Python function at every call.
             with torch._C.DisableTorchFunctionSubclass():
                 return list(map(torch.Tensor.data_ptr, map(operator.getitem, self._homes, self._names)))
         except (KeyError, TypeError, RuntimeError):
             return None
 
     def _scan(self) -> None:
-        """Finds all parameters and draws the places to compare."""
+        """Finds all parameters and draws the places that are compared."""
         self._models = self._find_models()
         self._homes: list[dict[str, Any]] = []
         self._names: list[str] = []
@@ -181,12 +185,12 @@ class ModelWeights(WeightWatch):
         self._pointers = self._read_pointers()
         if self._pointers is None or not by_device:
             raise RuntimeError(f"no parameter of {[type(model).__name__ for model in self._models]} can be read")
-        # Not tensors of inference mode, in which vLLM takes its steps: they could be written to in that mode alone.
+        # vLLM runs its steps in inference mode. Tensors made in that mode could only be written to in that mode.
         with torch.inference_mode(False), torch.no_grad():
             self._samples = [Sample(device, tensors, self._random) for device, tensors in by_device.items()]
 
     def _parameters(self) -> Iterator[tuple[dict[str, Any], str, torch.Tensor]]:
-        """The dictionary that holds each parameter, its key there, and it, each once."""
+        """Yields each parameter once: the dictionary that holds it, its key in it, and the tensor."""
         seen: set[int] = set()
         for model in self._models:
             for path, module in model.named_modules():
@@ -199,7 +203,7 @@ class ModelWeights(WeightWatch):
 
 
 def _all_tensors(models: Sequence[torch.nn.Module]) -> Iterator[tuple[str, torch.Tensor]]:
-    """All parameters and buffers, with their names, in the order of the modules."""
+    """Yields all parameters and buffers with their names, in the order of the modules."""
     for number, model in enumerate(models):
         for path, module in model.named_modules():
             for tensors in (module._parameters, module._buffers):
@@ -209,16 +213,16 @@ def _all_tensors(models: Sequence[torch.nn.Module]) -> Iterator[tuple[str, torch
 
 
 def _pointer(tensor: torch.Tensor) -> int:
-    """Where its values begin; 0 for a tensor that has no memory of its own, or has none any more."""
+    """Returns the address of the first value, or 0 for a tensor without memory."""
     try:
-        # Of a view of memory that was freed, ``data_ptr`` is the offset.
+        # For a view of freed memory ``data_ptr`` returns the offset.
         return int(tensor.data_ptr()) if tensor.untyped_storage().nbytes() else 0
     except RuntimeError:
         return 0
 
 
 class Sample:
-    """Words of ``tensors``, which lie on one device: read by one kernel, wherever they are."""
+    """Words at random places of ``tensors``, which are on one device. One kernel reads all of them."""
 
     def __init__(self, device: torch.device, tensors: Sequence[torch.Tensor], random: np.random.Generator) -> None:
         num_words = SAMPLED_WORDS[device.type]
@@ -256,7 +260,7 @@ class Sample:
 
 
 def _draw(tensor: torch.Tensor, n: int, random: np.random.Generator) -> Addresses:
-    """Addresses of ``n`` words within ``tensor``; none if it has no whole word of its own."""
+    """Returns the addresses of ``n`` random words within ``tensor``; no address if it contains no whole word."""
     places = random.integers(0, tensor.numel(), n)
     if not tensor.is_contiguous():
         steps = np.array(tensor.stride(), dtype=np.int64)
@@ -272,14 +276,14 @@ def _draw(tensor: torch.Tensor, n: int, random: np.random.Generator) -> Addresse
 
 
 class _CudaMemory:
-    """Words of a CUDA device from an address on, for torch to see as a tensor."""
+    """Words of CUDA memory, in the form that torch takes for a tensor."""
 
     def __init__(self, address: int, size: int) -> None:
         self.__cuda_array_interface__ = {"shape": (size,), "typestr": "<i4", "data": (address, False), "version": 3}
 
 
 def _memory(device: torch.device, address: int, size: int) -> torch.Tensor:
-    """All ``size`` words from ``address`` on as one tensor; only those in known tensors may be read."""
+    """Returns the ``size`` words from ``address`` on as one tensor. Only words of known tensors may be read."""
     if not size:
         return torch.empty(0, dtype=torch.int32, device=device)
     if device.type == "cuda":
@@ -289,18 +293,19 @@ def _memory(device: torch.device, address: int, size: int) -> torch.Tensor:
 
 
 class Digests:
-    """Digests of all bytes of tensors, read on the devices where they lie.
+    """Digests of all bytes of tensors, computed on the devices that hold them.
 
     Words of 32 bits are multiplied by odd random numbers of 64 bits, one per place in a chunk, and summed modulo 2^64.
-    This is done twice, with other numbers. A change within one word is always seen. Any other change is missed with a
-    chance of 2^-64 at most, provided that it does not depend on the numbers, which follow from ``seed``.
+    This is done twice, with different numbers. A change within one word is always detected. Any other change is missed
+    with a probability of at most 2^-64, if it does not depend on the numbers. These follow from ``seed``.
     """
 
     def __init__(self, seed: int) -> None:
         self._seed = seed
 
     def of(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> bytes:
-        """The digest of ``tensors``, their names, types and shapes. Raises RuntimeError if one has no memory."""
+        """Returns the digest of ``tensors`` with their names, types, shapes and devices. Raises RuntimeError if one has
+        no memory."""
         digest = hashlib.blake2b()
         sums: dict[torch.device, _Sums] = {}
         tensors = list(tensors)
@@ -315,7 +320,7 @@ class Digests:
                     raise RuntimeError(f"{name} has no memory of its own")
                 if tensor.device not in sums:
                     sums[tensor.device] = _Sums(self._seed, num_words, tensor.device)
-                for chunk in _chunks(tensor.detach()):
+                for chunk in chunks(tensor.detach()):
                     sums[tensor.device].add(chunk)
             for device_sums in sums.values():
                 digest.update(device_sums.end())
@@ -323,7 +328,7 @@ class Digests:
 
 
 class _Sums:
-    """Sums of the words of chunks on one device, of ``num_words`` each at most."""
+    """Sums of the words of chunks on one device. A chunk has at most ``num_words`` words."""
 
     def __init__(self, seed: int, num_words: int, device: torch.device) -> None:
         self._digest = hashlib.blake2b()
@@ -352,8 +357,8 @@ class _Sums:
         return self._digest.digest()
 
 
-def _chunks(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-    """The bytes of ``tensor``, which has some, as words of 32 bits, in pieces of DIGEST_CHUNK_BYTES at most."""
+def chunks(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    """Yields the bytes of ``tensor``, which must not be empty, as int32, at most DIGEST_CHUNK_BYTES at once."""
     order = sorted(range(tensor.dim()), key=tensor.stride, reverse=True)
     dense = tensor.permute(order)
     if dense.is_contiguous():
@@ -364,18 +369,18 @@ def _chunks(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
                 raw = padded
             yield raw.view(torch.int32)
     elif tensor.numel() * tensor.element_size() <= DIGEST_CHUNK_BYTES:
-        yield from _chunks(tensor.contiguous())
+        yield from chunks(tensor.contiguous())
     else:
         first = next(d for d in range(tensor.dim()) if tensor.shape[d] > 1)
         for half in tensor.chunk(2, first):
-            yield from _chunks(half)
+            yield from chunks(half)
 
 
 class Adapters:
-    """What is known of the LoRA adapters that a model has registered, by their ids.
+    """The values of the LoRA adapters that a model has registered, by id.
 
-    vLLM moves adapters into slots of the device and out, drops them from host memory and reads them from their files
-    again: all of this leaves them as they are. An id whose values are other ones than before has changed.
+    vLLM moves adapters into and out of device slots, drops them from host memory and reads their files again.
+    None of this is a change. An adapter has changed if the same id has other values than before.
     """
 
     def __init__(self, random: np.random.Generator, digests: Digests | None = None) -> None:
@@ -384,13 +389,13 @@ class Adapters:
         self._known: OrderedDict[int, tuple[weakref.ref[Any], bytes]] = OrderedDict()
 
     def accept(self, model: Any) -> None:
-        """Those registered now are right."""
+        """Accepts the adapters that are registered now."""
         self._known.clear()
         self.have_changed(model)
 
     def have_changed(self, model: Any, trusts_objects: bool = True) -> bool:
-        """Whether some have changed since this was last called; takes note of new ones. ``trusts_objects``: not those
-        that are the same objects still."""
+        """Whether an adapter has changed since the last call. Remembers new adapters. With ``trusts_objects`` an
+        adapter that is still the same object counts as unchanged."""
         manager = getattr(model, "lora_manager", None)
         changed = False
         for adapter_id, adapter in manager.list_adapters().items() if manager is not None else ():
@@ -404,6 +409,10 @@ class Adapters:
             while len(self._known) > MAX_ADAPTERS:
                 self._known.popitem(last=False)
         return changed
+
+    def __len__(self) -> int:
+        """Returns the number of adapters that are remembered."""
+        return len(self._known)
 
     def _digest(self, adapter: Any) -> bytes:
         tensors = [

@@ -1,4 +1,4 @@
-"""A server that is there to be killed: model engines, one after the other, on one disk directory that outlives it.
+"""A server that a test kills. It runs one model engine after the other on a disk directory.
 
 ``python kill_server.py DIRECTORY BYTES SEED``. Prints "serving" once it runs, then a line of JSON after each engine.
 Ends with a traceback and status 1 if an engine attends to a wrong byte, or anything else is not as it should be.
@@ -24,7 +24,7 @@ DOCUMENTS_SEED = 7
 
 
 class RealClock(Clock):
-    """The time of day goes on by itself."""
+    """A clock that shows real time."""
 
     @property  # type: ignore[override]
     def now(self) -> float:
@@ -36,7 +36,7 @@ class RealClock(Clock):
 
 
 class Disk(LowerTiers):
-    """The disk tier in a directory, with threads of its own."""
+    """The disk tier in a directory, on real threads."""
 
     engine: ModelEngine
     tier: DiskTier
@@ -59,14 +59,14 @@ class Disk(LowerTiers):
 
 
 def serve(lower: Disk, scenario: Scenario) -> dict[str, float]:
-    """Runs an engine to the end of its requests. What it counted."""
+    """Runs an engine until all requests have ended. Returns its counters."""
     lower.engine = engine = ModelEngine(scenario, lower=lower, clock=RealClock())
     print("serving", flush=True)
     engine.run()
     assert len(engine.outputs) == scenario.num_requests
-    told = engine.scheduler.metrics.snapshot()
+    counters = engine.scheduler.metrics.snapshot()
     engine.scheduler.shutdown()
-    return told
+    return counters
 
 
 def scenario(seed: int) -> Scenario:
@@ -87,5 +87,5 @@ def scenario(seed: int) -> Scenario:
 if __name__ == "__main__":
     directory, capacity_bytes, first = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
     for seed in itertools.count(first):
-        told = serve(Disk(directory, capacity_bytes), scenario(seed))
-        print(json.dumps({name: told.get(name, 0) for name in ("disk_bad_blocks", "promoted_blocks")}), flush=True)
+        counters = serve(Disk(directory, capacity_bytes), scenario(seed))
+        print(json.dumps({name: counters.get(name, 0) for name in ("disk_bad_blocks", "promoted_blocks")}), flush=True)

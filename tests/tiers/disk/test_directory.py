@@ -1,4 +1,4 @@
-"""DirectoryStorage: a directory that nobody else writes to, files that nobody else reads, and one owner."""
+"""DirectoryStorage: other users can neither write to the directory nor read its files, and it has one owner."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def storage(tmp_path: Path) -> Iterator[DirectoryStorage]:
 
 @pytest.fixture
 def pages() -> Iterator[ByteArray]:
-    """Eight pages, aligned, with other bytes each."""
+    """Returns eight aligned pages with different bytes."""
     pool = HostPool(8, PAGE)
     pool.data[:] = np.random.default_rng(0).integers(0, 256, pool.data.shape, dtype=np.uint8)
     yield pool.data
@@ -63,7 +63,7 @@ def test_buffers_are_written_and_read_one_after_the_other(
     file.close()
 
 
-def test_direct_files_pass_the_page_cache_where_that_works(
+def test_direct_files_bypass_the_page_cache_if_possible(
     storage: DirectoryStorage, pages: ByteArray, caplog: pytest.LogCaptureFixture
 ) -> None:
     file = storage.open("a", "f", create=True, direct=True)
@@ -73,10 +73,10 @@ def test_direct_files_pass_the_page_cache_where_that_works(
     file.close()
 
 
-def test_where_it_does_not_work_the_page_cache_is_used(
+def test_the_page_cache_is_used_if_direct_access_fails(
     storage: DirectoryStorage, pages: ByteArray, caplog: pytest.LogCaptureFixture
 ) -> None:
-    # An odd address is refused like any transfer by a file system without O_DIRECT.
+    # An unaligned address is refused, as a file system without O_DIRECT refuses any transfer.
     odd = pages.reshape(-1)[1 : PAGE + 1]
     file, other = (storage.open("a", name, create=True, direct=True) for name in "fg")
     assert file.write([odd], 0) == PAGE
@@ -132,10 +132,10 @@ def test_resize_beyond_the_medium_changes_nothing(storage: DirectoryStorage, mon
     file.close()
 
 
-def test_a_direct_file_is_allocated_where_the_file_system_has_no_fallocate(
+def test_a_direct_file_is_allocated_if_the_file_system_has_no_fallocate(
     storage: DirectoryStorage, pages: ByteArray, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As on ext2, where the C library writes a byte per block, which O_DIRECT refuses."""
+    """On ext2, for example, the C library writes one byte per block, which O_DIRECT does not allow."""
     allocate = os.posix_fallocate
 
     def by_bytes(fd: int, offset: int, size: int) -> None:
@@ -152,7 +152,7 @@ def test_a_direct_file_is_allocated_where_the_file_system_has_no_fallocate(
     file.close()
 
 
-def test_where_nothing_allocates_zeros_are_written(
+def test_zeros_are_written_if_nothing_can_allocate(
     storage: DirectoryStorage, pages: ByteArray, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(fd: int, offset: int, size: int) -> None:
@@ -169,7 +169,7 @@ def test_where_nothing_allocates_zeros_are_written(
     file.close()
 
 
-def test_held_bytes_are_those_of_all_files_but_the_lock(storage: DirectoryStorage) -> None:
+def test_held_bytes_count_all_files_except_the_locks(storage: DirectoryStorage) -> None:
     storage.lock()
     (storage.path / "x" / "y").mkdir(parents=True)
     (storage.path / "x" / "y" / "stray").write_bytes(bytes(10 * PAGE))
@@ -201,10 +201,10 @@ def test_folders_and_files_are_listed_and_removed(storage: DirectoryStorage) -> 
         storage.open("b", "none")
 
 
-# Who may do what.
+# Permissions.
 
 
-def test_only_the_owner_may_look(storage: DirectoryStorage) -> None:
+def test_only_the_owner_can_open_files_and_folders(storage: DirectoryStorage) -> None:
     storage.open("a", "f", create=True).close()
     storage.lock()
     modes = {path: stat.S_IMODE(path.lstat().st_mode) for path in storage.path.rglob("*")}
@@ -243,7 +243,7 @@ def test_a_root_of_another_user_is_refused(tmp_path: Path) -> None:
         DirectoryStorage(tmp_path / "theirs")
 
 
-def test_what_is_open_to_others_is_closed_to_them(
+def test_files_open_to_others_are_closed_to_them(
     storage: DirectoryStorage, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("kvoffload.tiers.disk.directory.LOCK_DEADLINE_S", 0.0)
@@ -267,7 +267,7 @@ def test_what_is_open_to_others_is_closed_to_them(
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root gives files away")
 @pytest.mark.parametrize("name", ["a", "a/f"])
-def test_what_belongs_to_another_user_is_refused(storage: DirectoryStorage, name: str) -> None:
+def test_files_of_another_user_are_refused(storage: DirectoryStorage, name: str) -> None:
     storage.open("a", "f", create=True).close()
     os.chown(storage.path / name, 12345, 12345)
     with pytest.raises(PermissionError, match="belongs to user 12345"):
@@ -295,7 +295,7 @@ def test_links_are_not_followed(storage: DirectoryStorage, tmp_path: Path) -> No
     assert (tmp_path / "elsewhere" / "f").read_bytes() == b"theirs"
 
 
-def test_what_is_no_file_is_not_opened(storage: DirectoryStorage) -> None:
+def test_only_regular_files_are_opened(storage: DirectoryStorage) -> None:
     os.mkfifo(storage.path / "a" / "pipe")
     before = len(os.listdir("/proc/self/fd"))
     for direct in (False, True):
@@ -304,7 +304,7 @@ def test_what_is_no_file_is_not_opened(storage: DirectoryStorage) -> None:
     assert len(os.listdir("/proc/self/fd")) == before
 
 
-def test_another_directory_in_its_place_is_not_used(storage: DirectoryStorage) -> None:
+def test_a_directory_put_in_its_place_is_not_used(storage: DirectoryStorage) -> None:
     storage.open("a", "f", create=True).close()
     os.rename(storage.path, storage.path.with_name("moved"))
     storage.path.mkdir()
@@ -382,7 +382,7 @@ def test_the_end_of_a_forked_child_leaves_the_lock(storage: DirectoryStorage, mo
 def test_others_cannot_lock_a_directory_that_they_can_read(
     storage: DirectoryStorage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Neither for the time that a server runs, nor while it starts."""
+    """Neither while a server runs nor while it starts."""
     monkeypatch.setattr("kvoffload.tiers.disk.directory.LOCK_DEADLINE_S", 0.0)
     monkeypatch.setattr("kvoffload.tiers.disk.directory.ALONE_DEADLINE_S", 0.0)
     storage.path.chmod(0o755)
@@ -421,7 +421,7 @@ def test_others_cannot_lock_a_directory_that_they_can_read(
 
 
 def held_by(pid: int) -> bool:
-    """Whether the process has a lock."""
+    """Returns whether the process has a lock."""
     return any(line.split()[4] == str(pid) for line in Path("/proc/locks").read_text().splitlines() if "->" not in line)
 
 
@@ -444,7 +444,7 @@ def test_the_lock_is_free_after_close(storage: DirectoryStorage) -> None:
     storage.lock()
 
 
-def test_one_at_a_time_is_alone(storage: DirectoryStorage, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_alone_excludes_other_processes(storage: DirectoryStorage, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvoffload.tiers.disk.directory.ALONE_DEADLINE_S", 0.02)
     other = DirectoryStorage(storage.path)
     storage.lock(shared=True)

@@ -1,4 +1,4 @@
-"""Devices that fail in service, with real threads and files: requests go on, and no wrong byte reaches them."""
+"""With real threads and files on a device that fails, requests go on and get no wrong byte."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ CLEAN_SEED = 5
 
 
 class FaultyDisk(Disk):
-    """A disk that is sound while it is opened, and fails from then on."""
+    """A disk that fails as soon as it has been opened."""
 
     storage: FaultyStorage
 
@@ -36,28 +36,28 @@ class FaultyDisk(Disk):
         return tier
 
     def settle(self) -> None:
-        """The requests have ended: the device may come back."""
+        """Called when the requests have ended: the device recovers."""
         self.storage.active = False
         super().settle()
 
 
 @pytest.fixture
 def filled(tmp_path: Path) -> Path:
-    """A directory with what a server has left."""
+    """A directory with the blocks of an earlier server."""
     directory = tmp_path / "disk"
-    told = serve(Disk(directory, BUDGET), scenario(CLEAN_SEED))
-    assert told["disk_write_blocks"] > 10
+    counters = serve(Disk(directory, BUDGET), scenario(CLEAN_SEED))
+    assert counters["disk_write_blocks"] > 10
     return directory
 
 
-def test_without_faults_it_is_read(filled: Path) -> None:
-    told = serve(FaultyDisk(filled, FaultRates()), scenario(CLEAN_SEED))
-    assert told["disk_hit_tokens"] > 0
-    assert told.get("disk_bad_blocks", 0) == 0
+def test_without_faults_blocks_are_read_from_disk(filled: Path) -> None:
+    counters = serve(FaultyDisk(filled, FaultRates()), scenario(CLEAN_SEED))
+    assert counters["disk_hit_tokens"] > 0
+    assert counters.get("disk_bad_blocks", 0) == 0
 
 
 @pytest.mark.parametrize(
-    ("fault", "rates", "read_only", "counters"),
+    ("fault", "rates", "read_only", "expected"),
     [
         ("read_only", FaultRates(), True, ["disk_write_failures"]),
         ("io_error", FaultRates(io_error=1.0), False, ["disk_read_failures", "disk_write_failures"]),
@@ -67,21 +67,21 @@ def test_without_faults_it_is_read(filled: Path) -> None:
     ],
 )
 def test_a_device_that_fails_costs_hits_and_nothing_else(
-    filled: Path, fault: str, rates: FaultRates, read_only: bool, counters: list[str]
+    filled: Path, fault: str, rates: FaultRates, read_only: bool, expected: list[str]
 ) -> None:
     lower = FaultyDisk(filled, rates, read_only)
-    told = serve(lower, scenario(CLEAN_SEED + 1))
+    counters = serve(lower, scenario(CLEAN_SEED + 1))
     assert lower.storage.injected[fault] > 0
-    assert sum(told.get(counter, 0) for counter in counters) > 0
-    assert told["off"] == 0
+    assert sum(counters.get(name, 0) for name in expected) > 0
+    assert counters["off"] == 0
 
 
-def test_nobody_waits_for_a_device_that_hangs(filled: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    # Threads take their time: what must hold is that all requests end while the device still hangs.
+def test_requests_do_not_wait_for_a_device_that_hangs(filled: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Real threads keep no simulated deadline. All requests must end while the device still hangs.
     monkeypatch.setattr(Batcher, "check_wait", lambda self, request: None)
     lower = FaultyDisk(filled, FaultRates(stall=1.0))
-    told = serve(lower, dataclasses.replace(scenario(CLEAN_SEED + 1), load_deadline_ms=100.0))
+    counters = serve(lower, dataclasses.replace(scenario(CLEAN_SEED + 1), load_deadline_ms=100.0))
     assert lower.storage.injected["stall"] > 0
-    assert told.get("late_promotions", 0) > 0
-    assert told.get("disk_hit_tokens", 0) == 0
-    assert told["off"] == 0
+    assert counters.get("late_promotions", 0) > 0
+    assert counters.get("disk_hit_tokens", 0) == 0
+    assert counters["off"] == 0

@@ -1,4 +1,4 @@
-"""The disk tier's format: what was packed comes back, and nothing else does."""
+"""The disk tier's format: headers and records are read as they were written, and damaged ones are rejected."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def record(key: bytes = KEYS[0], header: Header = HEADER, sequence: int = 1, **f
 
 
 def sealed(body: bytes) -> ByteArray:
-    """``body`` with its right checksum behind it."""
+    """Returns ``body`` followed by its checksum."""
     return np.frombuffer(body + struct.pack("<Q", xxhash.xxh3_64_intdigest(body)), dtype=np.uint8)
 
 
@@ -43,13 +43,13 @@ def sealed(body: bytes) -> ByteArray:
 
 
 @pytest.mark.parametrize("header", [HEADER, replace(HEADER, transient=True), replace(HEADER, slot_bytes=(4096,) * 256)])
-def test_a_header_comes_back(header: Header) -> None:
+def test_a_header_is_read_as_it_was_written(header: Header) -> None:
     packed = header.pack()
     assert packed.size == HEADER_BYTES
     assert Header.unpack(packed) == header
 
 
-def test_a_header_with_any_bit_changed_is_none() -> None:
+def test_a_header_with_any_bit_changed_is_rejected() -> None:
     for i in range(HEADER_BYTES):
         packed = HEADER.pack().copy()
         packed[i] ^= 1 << i % 8
@@ -58,7 +58,7 @@ def test_a_header_with_any_bit_changed_is_none() -> None:
 
 
 @pytest.mark.parametrize("size", [0, 1, 100, HEADER_BYTES - 1])
-def test_a_header_that_was_cut_off_is_none(size: int) -> None:
+def test_a_truncated_header_is_rejected(size: int) -> None:
     with pytest.raises(FormatError, match=f"{size} bytes"):
         Header.unpack(HEADER.pack()[:size])
 
@@ -78,7 +78,7 @@ def test_a_header_that_was_cut_off_is_none(size: int) -> None:
         (97, "Q", 1 << 40, "impossible"),
     ],
 )
-def test_a_header_with_a_right_checksum_is_not_believed_everything(
+def test_a_header_with_impossible_values_and_a_valid_checksum_is_rejected(
     offset: int, layout: str, value: int | bytes, message: str
 ) -> None:
     body = bytearray(HEADER.pack().tobytes()[:-8])
@@ -88,7 +88,7 @@ def test_a_header_with_a_right_checksum_is_not_believed_everything(
         Header.unpack(sealed(bytes(body)))
 
 
-def test_slots_lie_in_a_row_in_slabs() -> None:
+def test_slots_follow_each_other_in_slabs() -> None:
     assert [HEADER.place(slot) for slot in (0, 1, 6, 7, 15)] == [(0, 0), (0, 16384), (0, 98304), (1, 0), (2, 16384)]
     assert [record_offset(slot) for slot in (0, 1)] == [HEADER_BYTES, HEADER_BYTES + RECORD_BYTES]
 
@@ -97,7 +97,7 @@ def test_slots_lie_in_a_row_in_slabs() -> None:
 
 
 @pytest.mark.parametrize("key", [b"k", bytes(44), b"end\0\0", bytes(range(64)), b"\xff" * 64])
-def test_a_record_comes_back(key: bytes) -> None:
+def test_a_record_is_read_as_it_was_written(key: bytes) -> None:
     entries = parse_records(HEADER, record(key, sequence=9), first_slot=5)
     assert entries.keys == [key]
     assert entries.slots.tolist() == [5]
@@ -107,7 +107,7 @@ def test_a_record_comes_back(key: bytes) -> None:
     assert (entries.num_stale, entries.num_damaged) == (0, 0)
 
 
-def test_a_record_with_any_bit_changed_is_none() -> None:
+def test_a_record_with_any_bit_changed_is_rejected() -> None:
     changed = np.tile(record(), (RECORD_BYTES * 8, 1))
     for bit in range(RECORD_BYTES * 8):
         changed[bit, bit // 8] ^= 1 << bit % 8
@@ -130,7 +130,7 @@ def test_empty_records_are_neither_blocks_nor_damaged() -> None:
         (replace(HEADER, slot_bytes=(4096, 4096)), 0, 1),
     ],
 )
-def test_a_record_of_something_else_is_none(header: Header, stale: int, damaged: int) -> None:
+def test_a_record_of_another_layout_or_generation_is_no_block(header: Header, stale: int, damaged: int) -> None:
     entries = parse_records(HEADER, record(header=header))
     assert (entries.keys, entries.num_stale, entries.num_damaged) == ([], stale, damaged)
 
@@ -139,14 +139,14 @@ def test_a_record_of_something_else_is_none(header: Header, stale: int, damaged:
     ("offset", "layout", "value"),
     [(4, "H", 2), (6, "H", 0), (6, "H", 65), (6, "H", 65535), (96, "Q", MAX_SEQUENCE + 1)],
 )
-def test_a_record_with_a_right_checksum_is_not_believed_everything(offset: int, layout: str, value: int) -> None:
+def test_a_record_with_impossible_values_and_a_valid_checksum_is_rejected(offset: int, layout: str, value: int) -> None:
     body = bytearray(record().tobytes()[:-8])
     assert parse_records(HEADER, sealed(bytes(body))).keys == [KEYS[0]]
     struct.pack_into("<" + layout, body, offset, value)
     assert parse_records(HEADER, sealed(bytes(body))).num_damaged == 1
 
 
-def test_blocks_come_oldest_first_and_the_newer_of_two_comes_later() -> None:
+def test_blocks_come_oldest_first_even_if_a_key_appears_twice() -> None:
     sequences = [30, 10, 20, 40]
     names = [KEYS[0], KEYS[1], KEYS[2], KEYS[0]]
     data = np.concatenate([record(key, sequence=n) for key, n in zip(names, sequences, strict=True)])
@@ -155,13 +155,13 @@ def test_blocks_come_oldest_first_and_the_newer_of_two_comes_later() -> None:
     assert entries.keys == [KEYS[1], KEYS[2], KEYS[0], KEYS[0]]
 
 
-def test_a_record_that_was_cut_off_is_ignored() -> None:
+def test_a_truncated_record_is_ignored() -> None:
     data = np.concatenate([record(KEYS[0]), record(KEYS[1])])
     assert parse_records(HEADER, data[:-1]).keys == [KEYS[0]]
     assert parse_records(HEADER, data[:50]).keys == []
 
 
-def test_noise_is_no_block() -> None:
+def test_random_bytes_are_no_block() -> None:
     noise = np.random.default_rng(0).integers(0, 256, 1000 * RECORD_BYTES, dtype=np.uint8)
     assert parse_records(HEADER, noise).num_damaged == 1000
 
@@ -169,7 +169,7 @@ def test_noise_is_no_block() -> None:
 # Payloads.
 
 
-def test_the_payloads_checksum_knows_every_byte_and_whose_it_is() -> None:
+def test_a_payload_checksum_depends_on_every_byte_and_on_the_key() -> None:
     block = [np.arange(100, dtype=np.uint8), np.full(60, 7, dtype=np.uint8)]
     right = payload_checksum(HEADER, KEYS[0], block)
     assert payload_checksum(HEADER, KEYS[0], [part.copy() for part in block]) == right
@@ -192,7 +192,7 @@ def test_the_payloads_checksum_knows_every_byte_and_whose_it_is() -> None:
 # Names.
 
 
-def test_slabs_have_names() -> None:
+def test_slab_names_and_numbers_correspond() -> None:
     assert [slab_name(n) for n in (0, 17, 123456)] == ["slab-00000", "slab-00017", "slab-123456"]
     assert [slab_number(name) for name in ("slab-00000", "slab-123456")] == [0, 123456]
     for name in ("slab-1", "slab-000001", "slab-00000.old", "xslab-00000", "index", "slab-0000\u0661"):

@@ -1,4 +1,4 @@
-"""kill -9 at random moments under load, again and again on one directory."""
+"""kill -9 at random moments under load, repeated on one directory."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SERVER = Path(kill_server.__file__)
 
 
 def taken(directory: Path) -> int:
-    """Bytes of the medium that all files under ``directory`` take."""
+    """Returns the bytes of the medium that all files under ``directory`` take."""
     return sum(path.stat().st_blocks * 512 for path in directory.rglob("*") if path.is_file())
 
 
@@ -34,13 +34,13 @@ def start(directory: Path, seed: int, said: Path) -> subprocess.Popen[bytes]:
 
 
 def ended(said: Path) -> list[dict[str, int]]:
-    """What each engine counted that came to its end."""
+    """Returns the counters of each engine that has ended."""
     lines = said.read_text().splitlines()
     return [json.loads(line) for line in lines if line.startswith("{") and line.endswith("}")]
 
 
-def test_killed_at_any_moment_it_starts_again_and_returns_no_wrong_byte(tmp_path: Path) -> None:
-    """The moment is that in which so many engines have ended, however fast they are, and a bit later."""
+def test_a_server_killed_at_any_moment_starts_again_without_wrong_bytes(tmp_path: Path) -> None:
+    """A kill comes shortly after a number of engines have ended, so the test does not depend on the machine's speed."""
     directory = tmp_path / "disk"
     rng = random.Random(3)
     engines: list[dict[str, int]] = []
@@ -67,9 +67,9 @@ def test_killed_at_any_moment_it_starts_again_and_returns_no_wrong_byte(tmp_path
         assert taken(directory) <= BUDGET
         names = {path.name for path in directory.rglob("*") if path.is_file()}
         assert names <= {"lock", "index", "recency"} | {name for name in names if name.startswith("slab-")}
-    assert engines, "no engine came to its end: the server was killed too soon to show anything"
+    assert engines, "no engine has ended: the server was killed too early for the test to mean anything"
     assert sum(engine["promoted_blocks"] for engine in engines) > 0
-    assert sum(engine["disk_bad_blocks"] for engine in engines) == 0, "what a kill tears is void, not bad"
+    assert sum(engine["disk_bad_blocks"] for engine in engines) == 0, "torn blocks must be absent, not bad"
     pools = [np.zeros((4, 4096), dtype=np.uint8)] * 2
     tier = open_disk_tier(directory, BUDGET, pools, kill_server.FINGERPRINT)
     tier.check_integrity()

@@ -1,4 +1,4 @@
-"""What a disk tier does at its start on a medium that is full, read-only, failing, shared with others, or old."""
+"""The start of a disk tier on a medium that is full, read-only, failing or shared, and the eviction order after it."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
 
 
 def left_by_a_server(rig: Rig, storage: SimulatedStorage, names: Sequence[int] = range(8)) -> SimulatedStorage:
-    """The next process's storage, after one has written two slabs of blocks."""
+    """Writes two slabs of blocks and closes the tier. Returns the storage of the next process."""
     rig.open(storage)
     rig.write(*names)
     assert len(rig.present()) == len(names)
@@ -48,7 +48,7 @@ def left_by_a_server(rig: Rig, storage: SimulatedStorage, names: Sequence[int] =
 # A full medium.
 
 
-def test_a_full_disk_serves_what_it_holds_with_one_warning(simulated: Rig, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_full_disk_serves_its_blocks_with_one_warning(simulated: Rig, caplog: pytest.LogCaptureFixture) -> None:
     now = [0.0]
     storage = left_by_a_server(simulated, SimulatedStorage(1 << 20))
     storage.capacity_bytes = storage.used_bytes
@@ -86,7 +86,7 @@ def test_a_full_disk_without_blocks_of_the_tier_is_a_wrong_budget(simulated: Rig
     assert (storage.num_open, storage.is_locked) == (0, False)
 
 
-def test_other_models_give_way_on_a_full_disk(simulated: Rig, caplog: pytest.LogCaptureFixture) -> None:
+def test_blocks_of_other_models_are_removed_from_a_full_disk(simulated: Rig, caplog: pytest.LogCaptureFixture) -> None:
     storage = left_by_a_server(simulated, SimulatedStorage(1 << 20))
     storage.capacity_bytes = storage.used_bytes
     simulated.open(storage, fingerprint=OTHERS[0])
@@ -97,7 +97,7 @@ def test_other_models_give_way_on_a_full_disk(simulated: Rig, caplog: pytest.Log
     assert "can give only" in warning
 
 
-def test_it_is_said_once_that_it_cannot_grow(simulated: Rig, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_failure_to_grow_is_logged_once(simulated: Rig, caplog: pytest.LogCaptureFixture) -> None:
     now, storage = [0.0], SimulatedStorage(1 << 20)
     simulated.open(storage, clock=lambda: now[0])
 
@@ -113,9 +113,9 @@ def test_it_is_said_once_that_it_cannot_grow(simulated: Rig, caplog: pytest.LogC
     assert len(warnings(caplog)) == 2
 
 
-def test_a_write_that_comes_short_on_a_full_disk_is_told_as_that(simulated: Rig) -> None:
+def test_a_short_write_on_a_full_disk_is_reported_as_no_space(simulated: Rig) -> None:
     class Filling(FaultyStorage):
-        """Each write is cut off, and then there is no space."""
+        """The first write comes short, and the next one finds no space."""
 
         def injects(self, fault: str) -> bool:
             if fault == "short_write" and self.rates.short_write:
@@ -130,7 +130,7 @@ def test_a_write_that_comes_short_on_a_full_disk_is_told_as_that(simulated: Rig)
     assert result.error is TierError.NO_SPACE
 
 
-def test_a_write_that_comes_short_once_goes_on(tmp_path: Path) -> None:
+def test_a_short_write_is_continued(tmp_path: Path) -> None:
     class Interrupted(FaultyStorage):
         times = 0
 
@@ -155,14 +155,14 @@ def test_a_write_that_comes_short_once_goes_on(tmp_path: Path) -> None:
 # A medium that cannot be written to.
 
 
-def test_a_read_only_disk_is_read_with_one_warning(simulated: Rig, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_read_only_disk_serves_its_blocks_with_one_warning(simulated: Rig, caplog: pytest.LogCaptureFixture) -> None:
     storage = left_by_a_server(simulated, SimulatedStorage(1 << 20))
     faulty = FaultyStorage(storage)
     faulty.read_only = storage.read_only = True
     before = faulty.operations
     tier = simulated.open(faulty, capacity_bytes=capacity(3))
     assert simulated.write(20) == []
-    assert len(simulated.present()) == 3, "as many as the budget allows are known"
+    assert len(simulated.present()) == 3, "no more than the budget allows"
     tier = simulated.open(FaultyStorage(ro(storage.restart())), capacity_bytes=BUDGET)
     simulated.check_reads(*range(8))
     assert simulated.write(20) == []
@@ -175,7 +175,7 @@ def test_a_read_only_disk_is_read_with_one_warning(simulated: Rig, caplog: pytes
     assert simulated.present() == []
     tier.close()
     assert faulty.operations > before
-    assert faulty.injected["read_only"] == 0, "nothing was even tried"
+    assert faulty.injected["read_only"] == 0, "no write may be tried"
     assert [("read-only" in warning) for warning in warnings(caplog)] == [True, True]
     simulated.tier = None
     simulated.open(storage.restart().restart())
@@ -187,7 +187,7 @@ def ro(storage: SimulatedStorage) -> SimulatedStorage:
     return storage
 
 
-def test_a_read_only_disk_without_blocks_is_no_tier(simulated: Rig) -> None:
+def test_a_read_only_disk_without_blocks_is_refused(simulated: Rig) -> None:
     storage = left_by_a_server(simulated, SimulatedStorage(1 << 20))
     with pytest.raises(OSError, match="read-only, and holds no blocks of this model") as raised:
         simulated.open(ro(storage), fingerprint=OTHERS[0])
@@ -211,7 +211,9 @@ def test_blocks_of_changed_weights_are_not_read_from_a_read_only_disk(simulated:
 
 
 @pytest.mark.parametrize("operation", range(3, 16, 3))
-def test_a_disk_that_fails_at_the_start_is_no_wrong_setting_and_loses_nothing(simulated: Rig, operation: int) -> None:
+def test_a_disk_that_fails_at_the_start_is_not_a_wrong_setting_and_loses_nothing(
+    simulated: Rig, operation: int
+) -> None:
     storage = left_by_a_server(simulated, SimulatedStorage(1 << 20))
 
     class Failing(FaultyStorage):
@@ -227,7 +229,7 @@ def test_a_disk_that_fails_at_the_start_is_no_wrong_setting_and_loses_nothing(si
 
 
 class Odd(FaultyStorage):
-    """Its slabs cannot be allocated."""
+    """A storage on which slabs cannot be allocated."""
 
     def open(self, folder: str, name: str, create: bool = False, direct: bool = False) -> StoredFile:
         if name.startswith("slab"):
@@ -235,7 +237,9 @@ class Odd(FaultyStorage):
         return super().open(folder, name, create, direct)
 
 
-def test_why_no_slab_can_be_made_is_told_at_the_start(simulated: Rig, caplog: pytest.LogCaptureFixture) -> None:
+def test_the_reason_why_no_slab_can_be_made_is_logged_at_the_start(
+    simulated: Rig, caplog: pytest.LogCaptureFixture
+) -> None:
     simulated.open(Odd(SimulatedStorage(1 << 20)))
     (warning,) = warnings(caplog)
     assert "it cannot grow ([Errno 95] Operation not supported) and keeps no blocks" in warning
@@ -245,7 +249,7 @@ def test_why_no_slab_can_be_made_is_told_at_the_start(simulated: Rig, caplog: py
 # Files of others.
 
 
-def test_files_of_others_count(tmp_path: Path) -> None:
+def test_files_of_others_count_against_the_budget(tmp_path: Path) -> None:
     rig = Rig(tmp_path / "disk", slab_bytes=SLAB, capacity_bytes=BUDGET)
     rig.open()
     rig.tier.close()
@@ -265,7 +269,7 @@ def test_files_of_others_count(tmp_path: Path) -> None:
         rig.open()
 
 
-def test_files_of_others_count_once_among_several_engines(tmp_path: Path) -> None:
+def test_files_of_others_count_once_if_there_are_several_engines(tmp_path: Path) -> None:
     path, budget, stray = tmp_path / "disk", 4 << 20, 1 << 20
     path.mkdir(mode=0o700)
     (path / "file").write_bytes(bytes(stray))
@@ -276,7 +280,7 @@ def test_files_of_others_count_once_among_several_engines(tmp_path: Path) -> Non
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root gives files away")
-def test_files_of_another_user_are_not_believed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_files_of_another_user_are_not_trusted(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     rig = Rig(tmp_path / "disk", slab_bytes=SLAB, capacity_bytes=BUDGET)
     rig.open()
     rig.write(*range(8))
@@ -301,7 +305,7 @@ def test_files_of_another_user_are_not_believed(tmp_path: Path, caplog: pytest.L
         rig.open(fingerprint=FINGERPRINT)
 
 
-# What is refused leaves nothing open.
+# A refused start leaves nothing open.
 
 
 @pytest.mark.parametrize("engines", [1, 2])
@@ -330,7 +334,7 @@ def test_blocks_that_were_hot_in_host_memory_are_kept_after_a_restart(tmp_path: 
     rig = Rig(tmp_path / "disk", num_slots=100)
     tier = rig.open()
     rig.write(*range(100))
-    # The end of a chain, which is evicted first.
+    # The end of a chain, which would be evicted first.
     hot = range(70, 90)
     tier.touch([key(name) for name in hot])
     tier.reorder_chain([key(name) for name in (98, 99)], [])
@@ -340,8 +344,8 @@ def test_blocks_that_were_hot_in_host_memory_are_kept_after_a_restart(tmp_path: 
     assert set(rig.present(100)) == {*range(8), *hot, 98, 99}
 
 
-def test_what_was_used_is_written_down_now_and_then(tmp_path: Path) -> None:
-    """By a thread, in few calls, and a kill forgets the last seconds only."""
+def test_uses_are_written_down_every_few_seconds(tmp_path: Path) -> None:
+    """A thread writes them in few calls. A kill loses only the uses of the last seconds."""
     now, storage = [1000.0], SimulatedStorage(64 << 20)
     faulty = FaultyStorage(storage)
     rig = Rig(tmp_path / "none", num_slots=2000, clock=lambda: now[0])
@@ -360,7 +364,7 @@ def test_what_was_used_is_written_down_now_and_then(tmp_path: Path) -> None:
             tier.touch([key(name) for name in range(start, start + 50)])
     assert faulty.operations == before, "nothing is written on the caller's thread"
     rig.drain()
-    assert 1 <= faulty.operations - before <= 4, "a call per 512 slots, however often they are used"
+    assert 1 <= faulty.operations - before <= 4, "one call per 512 slots, however often they are used"
     tier.touch([key(1500)])
     rig.drain()
     rig.tier = None
@@ -371,7 +375,7 @@ def test_what_was_used_is_written_down_now_and_then(tmp_path: Path) -> None:
     assert set(rig.present(2000)) == hot
 
 
-def test_what_was_used_before_a_reset_makes_no_later_block_look_newer(tmp_path: Path) -> None:
+def test_uses_before_a_reset_do_not_make_later_blocks_look_newer(tmp_path: Path) -> None:
     now, storage = [1000.0], SimulatedStorage(1 << 22)
     rig = Rig(tmp_path / "none", num_slots=16, clock=lambda: now[0])
     tier = rig.open(storage)
@@ -385,7 +389,7 @@ def test_what_was_used_before_a_reset_makes_no_later_block_look_newer(tmp_path: 
     rig.tier = None
     storage = storage.restart()
     rig.open(storage)
-    # The first ones lie in slots of before; a kill comes before their recency is written down.
+    # The first of these reuse slots. The process is killed before their recency is written.
     rig.write(*range(20, 28))
     rig.write(*range(28, 36))
     rig.tier = None
@@ -430,7 +434,7 @@ def test_a_forged_sequence_hides_no_later_block(tmp_path: Path, sequence: int) -
 
 
 def forged(header: Any, name: bytes, sequence: int, checksum: int) -> bytes:
-    """A record with a checksum of its own, whatever it says."""
+    """Returns a record with that sequence and a valid checksum."""
     import struct
 
     from xxhash import xxh3_64_intdigest
@@ -446,7 +450,7 @@ def forged(header: Any, name: bytes, sequence: int, checksum: int) -> bytes:
 
 
 class Mounts:
-    """File systems of their own, which only root can make."""
+    """Mounts file systems, which only root can do."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -503,7 +507,7 @@ MOUNTED_BUDGET = capacity(256, num_slabs=4)
 
 
 def on(path: Path) -> Rig:
-    """A tier that has written 100 blocks, in two of four slabs."""
+    """Returns a rig whose tier has written 100 blocks to two of four slabs, and was closed."""
     rig = Rig(path / "disk", slab_bytes=64 * PAGE, capacity_bytes=MOUNTED_BUDGET)
     rig.open()
     rig.write(*range(60))
@@ -516,7 +520,7 @@ def on(path: Path) -> Rig:
 
 
 def fill_up(path: Path) -> None:
-    """Until not one byte is free."""
+    """Fills the file system to the last byte."""
     with (path / "log").open("wb", buffering=0) as file:
         for size in (1 << 20, 1):
             with suppress(OSError):
@@ -556,7 +560,7 @@ def test_a_mounted_disk_that_is_read_only(
     rig.tier.close()
     rig.tier = None
     found = [each for each in warnings(caplog) if "O_DIRECT" not in each]
-    assert len(found) == 2, "one for each start"
+    assert len(found) == 2, "one per start"
     assert all("is read-only" in each for each in found)
     with pytest.raises(ConfigError, match="Read-only file system"):
         open_disk_tier(mounts.path / "typo", MOUNTED_BUDGET, rig.pools, FINGERPRINT)
@@ -572,10 +576,10 @@ def test_a_mounted_disk_that_is_read_only(
 
 
 @FILE_SYSTEMS
-def test_a_mounted_disk_takes_no_more_than_its_bytes(
+def test_a_mounted_disk_stays_within_its_budget(
     mounts: Mounts, file_system: Callable[[Mounts], Path], caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Also where blocks are large, and the file system keeps the address of every 4 KiB."""
+    """Also with large blocks on a file system that keeps the address of every 4 KiB."""
     path = file_system(mounts)
     size = 64 * PAGE
     budget = capacity(10, size, num_slabs=2)

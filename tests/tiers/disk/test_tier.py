@@ -1,4 +1,4 @@
-"""DiskTier: what it gives back was stored under that key, it stays within its bytes, and a restart finds it again."""
+"""DiskTier: a read gives the bytes stored under the key or an error, the budget holds, and blocks outlive a restart."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ FINGERPRINT = "5a" * 32
 OTHERS = [digit * 64 for digit in "123"]
 NUM_HOST_SLOTS = 512
 READ_SLOT = 256
-"""Host slots from here on are read into."""
+"""The first host slot that is read into."""
 
 
 def key(name: int) -> OffloadKey:
@@ -59,12 +59,12 @@ def capacity(num_slots: int, *slot_bytes: int, num_slabs: int = 1) -> int:
 
 
 def du(path: Path) -> int:
-    """What files and folders take, as the file system counts."""
+    """Returns the bytes that files and folders take, as the file system counts them."""
     return sum(each.lstat().st_blocks * 512 for each in [path, *path.rglob("*")])
 
 
 class Rig:
-    """Tiers that use a directory one after the other, with jobs that run when ``drain`` is called."""
+    """Opens one tier after the other on a directory. Jobs run when ``drain`` is called."""
 
     def __init__(self, path: Path, *slot_bytes: int, num_slots: int = 8, **settings: Any) -> None:
         self.path = path
@@ -111,7 +111,7 @@ class Rig:
                 pool[i] = content(name, rank, pool.shape[1], version)
         results: list[TierResult] = []
         left = {key(name): slot for slot, name in enumerate(names)}
-        # What finds no room is taken on when the files have grown, a slab at a time.
+        # Blocks without room are taken on when the files have grown, one slab at a time.
         for _ in range(len(names) + 1):
             for taken in self.tier.write(list(left), np.array(list(left.values()), dtype=np.int64)):
                 del left[taken]
@@ -121,7 +121,7 @@ class Rig:
         return results
 
     def read(self, *names: int) -> dict[int, TierError | None]:
-        """What became of the reads; asserts that what was read is right."""
+        """Reads blocks and asserts that their bytes are right. Returns the error of each that was taken on."""
         assert self.tier is not None
         self.tier.read([key(name) for name in names], READ_SLOT + np.arange(len(names)))
         results = {result.key: result for result in self.drain()}
@@ -146,7 +146,7 @@ def rig(tmp_path: Path) -> Rig:
 
 
 def header_of(rig: Rig) -> Header:
-    """The header of the index on disk."""
+    """Returns the header of the index on disk."""
     return Header.unpack(np.fromfile(rig.folder / "index", dtype=np.uint8, count=HEADER_BYTES))
 
 
@@ -156,7 +156,7 @@ def patch(path: Path, offset: int, data: bytes) -> None:
         file.write(data)
 
 
-# It comes back.
+# Blocks outlive a restart.
 
 
 @pytest.mark.parametrize("slot_bytes", [(4096,), (4096, 16384, 8192)])
@@ -200,7 +200,7 @@ def test_a_chain_that_was_read_loses_its_tail_first_after_a_restart(rig: Rig) ->
 
 
 def leaving(rig: Rig) -> list[list[int]]:
-    """What is left of blocks 1 to 6, each time that it is less, while others that are used more are written."""
+    """Writes other blocks, which are used more. Returns what is left of blocks 1 to 6, each time that it changes."""
     left = [rig.present(7)]
     assert rig.tier is not None
     for other in range(20, 50):
@@ -255,7 +255,7 @@ def test_hits_and_ages_are_counted_on_disk(rig: Rig) -> None:
     }
 
 
-def test_blocks_next_to_each_other_are_moved_by_one_call(tmp_path: Path) -> None:
+def test_neighbouring_blocks_are_moved_by_one_call(tmp_path: Path) -> None:
     storage = FaultyStorage(DirectoryStorage(tmp_path / "disk"))
     rig = Rig(tmp_path / "disk", 4096, 8192, num_slots=64)
     rig.open(storage)
@@ -282,7 +282,7 @@ def test_blocks_across_slabs_and_evicted_ones_in_between(tmp_path: Path) -> None
     rig.check_reads(*there)
 
 
-def test_of_two_records_of_a_key_the_newer_counts(rig: Rig) -> None:
+def test_the_newer_of_two_records_of_a_key_counts(rig: Rig) -> None:
     rig.open()
     rig.write(1, 2)
     header = header_of(rig)
@@ -301,7 +301,7 @@ def test_of_two_records_of_a_key_the_newer_counts(rig: Rig) -> None:
     assert index[record_offset(5) : record_offset(6)] == bytes(RECORD_BYTES)
 
 
-# Only what was written comes back.
+# Only bytes that were written come back.
 
 
 def test_any_byte_of_a_payload_changed_is_a_miss(tmp_path: Path) -> None:
@@ -337,7 +337,7 @@ def test_any_byte_of_a_record_changed_is_a_miss(tmp_path: Path) -> None:
     rig.check_reads(*range(128))
 
 
-def test_any_byte_of_the_header_changed_is_a_fresh_start(rig: Rig) -> None:
+def test_any_byte_of_the_header_changed_makes_the_tier_start_anew(rig: Rig) -> None:
     rig.open()
     rig.write(1, 2)
     rig.tier.close()
@@ -357,14 +357,14 @@ def test_any_byte_of_the_header_changed_is_a_fresh_start(rig: Rig) -> None:
 
 
 @pytest.mark.parametrize("name", ["index", "slab-00000"])
-def test_files_that_were_cut_off_are_misses(rig: Rig, name: str) -> None:
+def test_truncated_files_give_misses(rig: Rig, name: str) -> None:
     rig.open()
     rig.write(*range(8))
     rig.tier.close()
     whole = rig.path.with_name("whole")
     shutil.copytree(rig.path, whole)
     size = (rig.folder / name).stat().st_size
-    # Less than a whole checksum might be zeros, as it is read back from behind the end.
+    # Bytes of a checksum that were cut off read as zeros, which they may have been: all eight are cut off.
     for cut in (0, 1, 100, size // 3, size // 2, size - 129, size - 8, size):
         shutil.rmtree(rig.path)
         shutil.copytree(whole, rig.path)
@@ -378,7 +378,7 @@ def test_files_that_were_cut_off_are_misses(rig: Rig, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["index", "slab-00000"])
-def test_files_that_are_gone_are_misses(rig: Rig, name: str) -> None:
+def test_missing_files_give_misses(rig: Rig, name: str) -> None:
     rig.open()
     rig.write(1, 2)
     rig.tier.close()
@@ -389,7 +389,7 @@ def test_files_that_are_gone_are_misses(rig: Rig, name: str) -> None:
     rig.check_reads(1, 2)
 
 
-def test_a_slab_that_vanishes_or_shrinks_while_it_is_used_is_misses(rig: Rig) -> None:
+def test_a_slab_that_shrinks_in_service_gives_misses(rig: Rig) -> None:
     rig.open()
     rig.write(*range(8))
     os.truncate(rig.folder / "slab-00000", 5 * PAGE + 1)
@@ -397,7 +397,7 @@ def test_a_slab_that_vanishes_or_shrinks_while_it_is_used_is_misses(rig: Rig) ->
     assert rig.present() == [0, 1, 2, 3, 4]
 
 
-def test_slabs_in_each_others_place_are_misses(tmp_path: Path) -> None:
+def test_exchanged_slabs_give_misses(tmp_path: Path) -> None:
     rig = Rig(tmp_path / "disk", slab_bytes=4 * PAGE, capacity_bytes=capacity(8, num_slabs=2))
     rig.open()
     rig.write(0, 1, 2, 3)
@@ -413,7 +413,7 @@ def test_slabs_in_each_others_place_are_misses(tmp_path: Path) -> None:
     assert rig.read(*there) == dict.fromkeys(there, TierError.CORRUPT)
 
 
-def test_records_in_each_others_place_are_misses(rig: Rig) -> None:
+def test_exchanged_records_give_misses(rig: Rig) -> None:
     rig.open()
     rig.write(1, 2)
     rig.tier.close()
@@ -425,7 +425,7 @@ def test_records_in_each_others_place_are_misses(rig: Rig) -> None:
 
 
 @pytest.mark.parametrize("names", [["index"], ["slab-00000"], ["index", "slab-00000"]])
-def test_files_of_another_fingerprint_are_misses(rig: Rig, names: list[str]) -> None:
+def test_files_of_another_fingerprint_give_misses(rig: Rig, names: list[str]) -> None:
     rig.open(capacity_bytes=capacity(20, num_slabs=5), slab_bytes=4 * PAGE)
     rig.write(1, 2)
     rig.open(fingerprint=OTHERS[0])
@@ -439,7 +439,7 @@ def test_files_of_another_fingerprint_are_misses(rig: Rig, names: list[str]) -> 
     assert rig.present() == []
 
 
-def test_an_older_index_is_misses(rig: Rig) -> None:
+def test_an_older_index_gives_misses(rig: Rig) -> None:
     rig.open(capacity_bytes=capacity(2))
     rig.write(1, 2)
     rig.tier.close()
@@ -453,7 +453,7 @@ def test_an_older_index_is_misses(rig: Rig) -> None:
 
 
 @pytest.mark.parametrize("change", [{"slot_bytes": (8192,)}, {"slots_per_slab": 99}])
-def test_another_layout_is_a_fresh_start(rig: Rig, change: dict[str, Any]) -> None:
+def test_another_layout_makes_the_tier_start_anew(rig: Rig, change: dict[str, Any]) -> None:
     rig.open()
     rig.write(1)
     header = header_of(rig)
@@ -465,7 +465,7 @@ def test_another_layout_is_a_fresh_start(rig: Rig, change: dict[str, Any]) -> No
     rig.check_reads(1)
 
 
-def test_another_version_is_a_fresh_start(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_version_makes_the_tier_start_anew(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as future:
         future.setattr("kvoffload.tiers.disk.format.FORMAT_VERSION", 2)
         rig.open()
@@ -477,10 +477,10 @@ def test_another_version_is_a_fresh_start(rig: Rig, monkeypatch: pytest.MonkeyPa
     assert rig.present() == []
 
 
-# Within its bytes.
+# The budget.
 
 
-def test_it_never_takes_more_than_its_bytes(tmp_path: Path) -> None:
+def test_the_tier_stays_within_its_budget(tmp_path: Path) -> None:
     storage = SimulatedStorage(1 << 30)
     rig = Rig(tmp_path / "none", slab_bytes=4 * PAGE)
     budget = capacity(20, num_slabs=5)
@@ -497,7 +497,7 @@ def test_it_never_takes_more_than_its_bytes(tmp_path: Path) -> None:
         rig.tier = None
 
 
-def test_a_directory_takes_no_more_than_its_bytes_either(tmp_path: Path) -> None:
+def test_a_directory_stays_within_its_budget(tmp_path: Path) -> None:
     rig = Rig(tmp_path / "disk", slab_bytes=64 * PAGE)
     for num_slots in (200, 100, 150, 20):
         rig.open(capacity_bytes=capacity(num_slots, num_slabs=-(-num_slots // 64)))
@@ -551,7 +551,7 @@ def test_other_fingerprints_make_room_oldest_first_and_last_slab_first(tmp_path:
         assert second == (whole if first else whole[: len(second)])
 
 
-def test_what_is_not_ours_is_left_alone(rig: Rig) -> None:
+def test_files_that_are_not_the_tiers_are_left_alone(rig: Rig) -> None:
     rig.open()
     rig.write(1)
     rig.tier.close()
@@ -616,7 +616,7 @@ def test_without_room_to_grow_blocks_replace_blocks(tmp_path: Path) -> None:
 
 
 class FullStorage(FaultyStorage):
-    """Without room for slabs while it is full."""
+    """A storage without room for slabs while ``full`` is True."""
 
     full = True
 
@@ -673,7 +673,7 @@ def test_a_block_that_cannot_be_written_is_not_there(tmp_path: Path, fault: str)
     rig.check_reads(1, 2, 3)
 
 
-def test_what_a_device_forgets_to_write_is_a_miss(tmp_path: Path) -> None:
+def test_torn_writes_give_misses(tmp_path: Path) -> None:
     storage = FaultyStorage(SimulatedStorage(1 << 20), rates=FaultRates(torn_write=0.5))
     rig = Rig(tmp_path / "none", num_slots=32)
     storage.active = False
@@ -687,7 +687,7 @@ def test_what_a_device_forgets_to_write_is_a_miss(tmp_path: Path) -> None:
     assert set(outcomes.values()) == {None, TierError.CORRUPT}
 
 
-def test_a_device_that_cannot_be_written_to_any_more_still_gives_blocks(tmp_path: Path) -> None:
+def test_a_device_that_becomes_read_only_still_gives_blocks(tmp_path: Path) -> None:
     storage = FaultyStorage(SimulatedStorage(1 << 20))
     rig = Rig(tmp_path / "none")
     rig.open(storage)
@@ -717,21 +717,21 @@ def test_warnings_are_few_and_name_the_key(rig: Rig, caplog: pytest.LogCaptureFi
     assert "6 more" in messages[1]
 
 
-# Gone is gone.
+# Removed blocks stay away.
 
 
-def test_deleted_blocks_stay_away_and_their_slots_new_blocks(rig: Rig) -> None:
+def test_deleted_blocks_do_not_come_back_when_their_slots_have_new_blocks(rig: Rig) -> None:
     rig.open(capacity_bytes=capacity(4))
     rig.write(1, 2, 3, 4)
     rig.tier.delete([key(2), key(3)])
-    # The slots get new blocks before their old records are void.
+    # The slots get new blocks before their old records are emptied.
     rig.write(5, 6)
     rig.open()
     assert rig.present() == [1, 4, 5, 6]
     rig.check_reads(1, 4, 5, 6)
 
 
-def test_after_a_reset_no_process_finds_what_was_there_or_came_then(rig: Rig) -> None:
+def test_no_later_process_finds_blocks_from_before_or_after_a_reset(rig: Rig) -> None:
     rig.open()
     rig.write(1, 2)
     rig.tier.reset()
@@ -747,8 +747,8 @@ def test_after_a_reset_no_process_finds_what_was_there_or_came_then(rig: Rig) ->
     rig.check_reads(1, 5)
 
 
-def test_a_kill_at_any_moment_leaves_right_blocks_only(tmp_path: Path) -> None:
-    """Version 0 is the bytes of the weights that every process loads, version 1 of those it is given later."""
+def test_after_a_kill_at_any_moment_only_right_blocks_are_found(tmp_path: Path) -> None:
+    """Version 0 stands for the weights that every process loads, version 1 for those that it is given later."""
     num_operations, found = 0, []
     while True:
         storage = SimulatedStorage(1 << 20)
@@ -823,7 +823,7 @@ def test_pools_that_do_not_fit_a_disk_are_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("impatient")
-def test_engines_have_a_folder_and_a_share_each(tmp_path: Path) -> None:
+def test_each_engine_has_a_folder_and_a_share(tmp_path: Path) -> None:
     path, budget = tmp_path / "disk", 2 << 20
     tiers = [
         open_disk_tier(path, budget, make_pools(2, PAGE), FINGERPRINT, engine=engine, engines=2) for engine in (0, 1)
@@ -840,7 +840,7 @@ def test_engines_have_a_folder_and_a_share_each(tmp_path: Path) -> None:
     tiers[1].close()
 
 
-def test_another_number_of_engines_leaves_nothing_of_the_old_ones(tmp_path: Path) -> None:
+def test_blocks_of_another_number_of_engines_are_removed(tmp_path: Path) -> None:
     path, budget = tmp_path / "disk", 4 << 20
 
     def run(engine: int, engines: int) -> None:
@@ -865,7 +865,7 @@ def test_folders_are_closed_to_others(rig: Rig) -> None:
 # The end.
 
 
-def test_close_writes_what_is_queued(rig: Rig) -> None:
+def test_close_completes_queued_writes(rig: Rig) -> None:
     rig.open()
     rig.pools[0][0] = content(1, 0, PAGE)
     rig.tier.write([key(1)], np.array([0]))
@@ -890,7 +890,7 @@ def test_close_does_not_wait_for_a_device_that_hangs(tmp_path: Path, monkeypatch
     assert hanging.wait(30)
     tier.close()
     with pytest.raises(ConfigError, match="in use by process"):
-        # The thread that hangs may still write.
+        # The thread that hangs could still write.
         open_disk_tier(tmp_path / "disk", 1 << 20, pools, FINGERPRINT)
     go_on.set()
 
@@ -923,7 +923,7 @@ while True:
 
 
 @pytest.mark.parametrize("after", [1, 40, 150])
-def test_kill_9_under_load_leaves_right_blocks_only(tmp_path: Path, after: int) -> None:
+def test_after_kill_9_under_load_only_right_blocks_are_found(tmp_path: Path, after: int) -> None:
     rig = Rig(tmp_path / "disk", 4096, 8192, num_slots=64)
     helpers = tmp_path / "tests_content.py"
     helpers.write_text(
@@ -952,7 +952,7 @@ def test_kill_9_under_load_leaves_right_blocks_only(tmp_path: Path, after: int) 
 
 
 def limits_after_opening(directory: Path, soft: int, hard: int, capacity_bytes: int) -> str:
-    """What a process with such limits of open files says when it has opened a tier: its soft limit, or the error."""
+    """Opens a tier in a process with these limits of open files. Returns its soft limit afterwards, or the error."""
     code = f"""
 import resource, numpy as np
 from kvoffload.abc import ConfigError
@@ -970,13 +970,13 @@ except ConfigError as error:
     return done.stdout
 
 
-def test_a_limit_of_open_files_is_raised_where_it_can_be_and_named_where_it_cannot(tmp_path: Path) -> None:
+def test_the_limit_of_open_files_is_raised_if_possible_and_named_otherwise(tmp_path: Path) -> None:
     assert int(limits_after_opening(tmp_path / "a", 128, 4096, 3 << 20)) > 512
     assert int(limits_after_opening(tmp_path / "b", 2048, 4096, 3 << 20)) == 2048
     assert "ulimit -n" in limits_after_opening(tmp_path / "c", 128, 128, 3 << 20)
 
 
-def test_what_cannot_be_opened_at_start_is_not_removed(tmp_path: Path) -> None:
+def test_files_that_cannot_be_opened_at_the_start_are_not_removed(tmp_path: Path) -> None:
     pools = make_pools(4, PAGE)
     tier = open_disk_tier(tmp_path / "disk", 1 << 20, pools, FINGERPRINT)
     tier.write([key(1)], np.array([0]))

@@ -1,19 +1,32 @@
-"""Which block leaves: one policy a file, chosen by name or by import path."""
+"""Cache policies, one per file, chosen by name or by import path, and the parts to build your own from."""
 
 from __future__ import annotations
 
 import importlib
 import inspect
 
-from kvoffload.abc import CachePolicy, ConfigError
+from kvoffload.abc import Access, CachePolicy, ConfigError, Eviction
 from kvoffload.cache.policies.arc import TextbookARCPolicy
 from kvoffload.cache.policies.auto import AutoPolicy
+from kvoffload.cache.policies.base import ListPolicy
 from kvoffload.cache.policies.fifo import FIFOPolicy
 from kvoffload.cache.policies.lirs import LIRSPolicy
 from kvoffload.cache.policies.lru import LRUPolicy
+from kvoffload.cache.policies.recency import RecencyList
 from kvoffload.cache.policies.s3fifo import S3FIFOPolicy
 from kvoffload.cache.policies.sieve import SIEVEPolicy
 from kvoffload.cache.policies.twoq import TwoQPolicy
+
+__all__ = [
+    "BUILTIN",
+    "Access",
+    "CachePolicy",
+    "Eviction",
+    "ListPolicy",
+    "RecencyList",
+    "make_policy",
+    "policy_class",
+]
 
 BUILTIN: dict[str, type[CachePolicy]] = {
     "fifo": FIFOPolicy,
@@ -28,9 +41,9 @@ BUILTIN: dict[str, type[CachePolicy]] = {
 
 
 def policy_class(name: str) -> type[CachePolicy]:
-    """The class behind ``name``: a built-in's name, or "package.module:Class" of your own.
+    """Returns the class called ``name``: that of a built-in policy, or your own as "package.module:Class".
 
-    Raises ConfigError if it cannot be imported or is no CachePolicy.
+    Raises ConfigError if it cannot be imported or is not a CachePolicy.
     """
     if name in BUILTIN:
         return BUILTIN[name]
@@ -48,7 +61,7 @@ def policy_class(name: str) -> type[CachePolicy]:
 
 
 def make_policy(name: str, capacity: int) -> CachePolicy:
-    """A policy for ``capacity`` blocks. Raises ConfigError as ``policy_class`` does, or if it cannot be made."""
+    """Makes a policy for ``capacity`` blocks. Raises ConfigError as ``policy_class`` does, or if the class fails."""
     chosen = policy_class(name)
     try:
         return chosen(capacity)

@@ -1,69 +1,62 @@
 """Adaptive Replacement Cache: Megiddo and Modha, "ARC: A Self-Tuning, Low Overhead Replacement Cache",
 FAST 2003, adapted to batches and to blocks that cannot be evicted for a while.
 
-``TextbookARCPolicy`` is the paper's, and what the name "arc" means. ``ARCPolicy`` is what engines make of it, and what
-``ARCOffloadingManager`` keeps to: a block that comes back after its key was in a ghost list is new all the same.
+``TextbookARCPolicy`` is the algorithm of the paper, and what the name "arc" means. ``ARCPolicy`` is what engines make
+of it, and what ``ARCOffloadingManager`` uses: a block whose key is in a ghost list is a new block all the same.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Sequence
-from itertools import compress
 
 import numpy as np
 import numpy.typing as npt
 
-from kvoffload.abc import CachePolicy, IntegrityError, OffloadKey, Slots
-from kvoffload.cache.policies.base import RecencyList
+from kvoffload.abc import Access, Eviction, IntegrityError, OffloadKey, Slots
+from kvoffload.cache.policies.base import ListPolicy
 from kvoffload.cache.policies.queues import Ghosts, admit_head, cut
 
 
-class ARCPolicy(CachePolicy):
-    """t1: seen once, t2: seen again; b1 and b2: keys lately evicted from each, oldest first.
+class ARCPolicy(ListPolicy):
+    """Lists t1, of blocks used once, and t2, of blocks used again. Ghost lists b1 and b2: keys of blocks that recently
+    left t1 and t2, oldest first.
 
-    ``target_t1_size`` is how long t1 should be: it grows when a key of b1 is asked for, shrinks for b2. New blocks
-    always enter t1, and each ghost list is as long as the cache at most.
+    ``target_t1_size`` is the desired length of t1. It grows when a key of b1 is asked for, and shrinks when a key of b2
+    is. New blocks always enter t1. Each ghost list is at most as long as the cache.
     """
 
     def __init__(self, capacity: int) -> None:
-        super().__init__(capacity)
-        self._t1 = RecencyList(capacity)
-        self._t2 = RecencyList(capacity)
+        super().__init__(capacity, num_lists=2)
+        self.t1, self.t2 = self.lists
         self.b1: OrderedDict[OffloadKey, None] = OrderedDict()
         self.b2: OrderedDict[OffloadKey, None] = OrderedDict()
         self.target_t1_size = 0.0
-
-    @property
-    def len_t1(self) -> int:
-        return len(self._t1)
-
-    @property
-    def len_t2(self) -> int:
-        return len(self._t2)
 
     def insert(self, slots: Slots, keys: Sequence[OffloadKey]) -> None:
         for ghosts in (self.b1, self.b2):
             if ghosts and not ghosts.keys().isdisjoint(keys):
                 for key in keys:
                     ghosts.pop(key, None)
-        self._t1.append(slots)
+        self.t1.append(slots)
 
-    def touch(self, slots: Slots, ready: npt.NDArray[np.bool_], pinned: npt.NDArray[np.bool_]) -> None:
-        in_t1 = self._t1.holds(slots)
-        again = in_t1 & ready
-        self._t1.append(slots[in_t1 & ~ready])
-        self._t1.discard(slots[again])
-        self._t2.join_parked(slots[again & pinned])
-        self._t2.append(slots[(again | ~in_t1) & ~pinned])
+    def access(self, access: Access) -> None:
+        self._ask(access.absent)
+        slots = access.slots
+        in_t1 = self.t1.holds(slots)
+        again = in_t1 & access.ready
+        self.t1.append(slots[in_t1 & ~access.ready])
+        self.t1.discard(slots[again])
+        self.t2.append(slots[again | ~in_t1])
 
-    def touch_absent(self, keys: Sequence[OffloadKey]) -> None:
+    def _ask(self, keys: Sequence[OffloadKey]) -> None:
+        """Records a use of absent keys."""
         for key in keys:
             if (ghosts := self._adapt(key)) is not None:
                 ghosts.move_to_end(key)
 
     def _adapt(self, key: OffloadKey) -> OrderedDict[OffloadKey, None] | None:
-        """Moves the target towards the ghost list that holds ``key``, if one does, which is returned."""
+        """Moves the target towards the ghost list that holds ``key``, and returns that list, if there is one."""
         if key in self.b1:
             step = max(1.0, len(self.b2) / len(self.b1))
             self.target_t1_size = min(self.target_t1_size + step, float(self.capacity))
@@ -74,30 +67,13 @@ class ARCPolicy(CachePolicy):
             return self.b2
         return None
 
-    def refresh(self, slots: Slots, new: npt.NDArray[np.bool_], pinned: npt.NDArray[np.bool_]) -> None:
-        self.unpin(slots[~pinned])
-
-    def settle(self, slots: Slots) -> None:
-        in_t1 = self._t1.holds(slots)
-        self._t1.settle(slots[in_t1])
-        self._t2.settle(slots[~in_t1])
-
-    def pin(self, slots: Slots) -> None:
-        in_t1 = self._t1.holds(slots)
-        self._t1.park(slots[in_t1])
-        self._t2.park(slots[~in_t1])
-
-    def unpin(self, slots: Slots) -> None:
-        in_t1 = self._t1.holds(slots)
-        self._t1.append(slots[in_t1])
-        self._t2.append(slots[~in_t1])
-
-    def evict(self, n: int, busy: npt.NDArray[np.bool_], key_of: npt.NDArray[np.object_]) -> Slots:
+    def evict(self, eviction: Eviction) -> Slots:
         # Between two evictions of a batch only len(t1) changes, so the rule "from t1 while it is too long, else
-        # from t2, else from t1 after all" is three runs.
-        first = self._t1.pop_oldest(min(n, max(0, self._t1_surplus())), busy)
-        second = self._t2.pop_oldest(n - len(first), busy)
-        third = self._t1.pop_oldest(n - len(first) - len(second), busy)
+        # from t2, else from t1 after all" makes three runs.
+        n, busy, key_of = eviction.n, eviction.busy, eviction.key_of
+        first = self.t1.pop_oldest(min(n, max(0, self._t1_surplus())), busy)
+        second = self.t2.pop_oldest(n - len(first), busy)
+        third = self.t1.pop_oldest(n - len(first) - len(second), busy)
         from_t1 = np.concatenate((first, third))
         self.b1.update(dict.fromkeys(key_of[from_t1].tolist()))
         self.b2.update(dict.fromkeys(key_of[second].tolist()))
@@ -106,25 +82,17 @@ class ARCPolicy(CachePolicy):
         return np.concatenate((first, second, third))
 
     def _t1_surplus(self) -> int:
-        """How many blocks leave t1 before one leaves t2: until t1 is below its target."""
-        return len(self._t1) - int(self.target_t1_size) + 1
-
-    def remove(self, slots: Slots) -> None:
-        in_t1 = self._t1.holds(slots)
-        self._t1.discard(slots[in_t1])
-        self._t2.discard(slots[~in_t1])
+        """Returns how many blocks leave t1 before one leaves t2: until t1 is shorter than its target."""
+        return len(self.t1) - int(self.target_t1_size) + 1
 
     def clear(self) -> None:
-        self._t1.clear()
-        self._t2.clear()
+        super().clear()
         self.b1.clear()
         self.b2.clear()
         self.target_t1_size = 0.0
 
     def check_integrity(self, slots: Slots) -> None:
-        in_t1 = self._t1.holds(slots)
-        self._t1.check_integrity(slots[in_t1].tolist())
-        self._t2.check_integrity(slots[~in_t1].tolist())
+        super().check_integrity(slots)
         if max(len(self.b1), len(self.b2)) > self.capacity:
             raise IntegrityError("a ghost list is longer than the capacity")
         if not 0 <= self.target_t1_size <= self.capacity:
@@ -132,43 +100,39 @@ class ARCPolicy(CachePolicy):
 
 
 class TextbookARCPolicy(ARCPolicy):
-    """As in the paper: a block whose key was in b1 or b2 when it was asked for enters t2; t1 gives a block away while
-    it is above its target, or at it for a key that was in b2; and t1 with b1 is at most as long as the cache, all four
-    lists twice as long.
+    """ARC as in the paper. A block whose key was in b1 or b2 when it was asked for enters t2. A block leaves t1 while
+    t1 is longer than its target, or as long if the key asked for was in b2. t1 and b1 together are at most as long as
+    the cache, all four lists twice as long.
     """
 
     def __init__(self, capacity: int) -> None:
         super().__init__(capacity)
         self._ghosts = Ghosts(capacity)
-        """Only what was asked for: the keys that left are in b1 and b2."""
-        self._last_was_in_b2 = False
+        """Only the keys asked for. Those that left are in b1 and b2."""
+        self.last_was_in_b2 = False
 
     def insert(self, slots: Slots, keys: Sequence[OffloadKey]) -> None:
         returning = self._ghosts.take(keys)
         super().insert(slots[~returning], keys)
-        self._t2.append(slots[returning])
+        self.t2.append(slots[returning])
         self._cut_ghosts()
 
-    def touch_absent(self, keys: Sequence[OffloadKey]) -> None:
+    def _ask(self, keys: Sequence[OffloadKey]) -> None:
         for key in keys:
             ghosts = self._adapt(key)
-            self._last_was_in_b2 = ghosts is self.b2
+            self.last_was_in_b2 = ghosts is self.b2
             if ghosts is not None:
                 del ghosts[key]
                 self._ghosts.asked[key] = 0
         cut(self._ghosts.asked, self.capacity)
 
     def admit(self, keys: Sequence[OffloadKey], shortage: int) -> npt.NDArray[np.bool_] | None:
-        if not self.may_refuse:
-            return None
         returning = self._ghosts.returning(keys)
-        of_t2 = min(self.len_t2 + int(np.count_nonzero(returning)), self.capacity - int(self.target_t1_size) - 1)
-        admitted = admit_head(returning, self.capacity - of_t2)
-        self.refuse(list(compress(keys, ~admitted)))
-        return admitted
+        t2_size = min(len(self.t2) + int(np.count_nonzero(returning)), self.capacity - int(self.target_t1_size) - 1)
+        return admit_head(returning, self.capacity - t2_size)
 
     def refuse(self, keys: Sequence[OffloadKey]) -> None:
-        for key in reversed(keys):
+        for key in keys:
             self.b2.pop(key, None)
             self.b1[key] = None
             self.b1.move_to_end(key)
@@ -177,18 +141,18 @@ class TextbookARCPolicy(ARCPolicy):
     def clear(self) -> None:
         super().clear()
         self._ghosts.clear()
-        self._last_was_in_b2 = False
+        self.last_was_in_b2 = False
 
     def _t1_surplus(self) -> int:
-        at_target_too = self._last_was_in_b2 and self.target_t1_size.is_integer()
-        return len(self._t1) - int(self.target_t1_size) + at_target_too
+        at_target_too = self.last_was_in_b2 and self.target_t1_size.is_integer()
+        return len(self.t1) - int(self.target_t1_size) + at_target_too
 
     def _cut_ghosts(self) -> None:
-        cut(self.b1, self.capacity - self.len_t1)
-        cut(self.b2, 2 * self.capacity - self.len_t1 - self.len_t2 - len(self.b1))
+        cut(self.b1, self.capacity - len(self.t1))
+        cut(self.b2, 2 * self.capacity - len(self.t1) - len(self.t2) - len(self.b1))
 
     def check_integrity(self, slots: Slots) -> None:
         super().check_integrity(slots)
         self._ghosts.check_integrity()
-        if len(self.b1) + self.len_t1 > self.capacity:
+        if len(self.b1) + len(self.t1) > self.capacity:
             raise IntegrityError("t1 and b1 together are longer than the capacity")

@@ -1,136 +1,142 @@
-"""The self-tuning policy: two lists, one of four rules, chosen by what each would have found of late."""
+"""The self-tuning policy: two lists and one of four rules, the one that would have found most recently."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from itertools import compress
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from kvoffload.abc import CachePolicy, IntegrityError, OffloadKey, Slots
-from kvoffload.cache.policies.base import NO_END, RecencyList
-from kvoffload.cache.policies.ghosts import GhostTable, Hashes, key_hashes
-from kvoffload.cache.policies.tournament import GHOSTS, RULES, Plan, Tournament, plan
+from kvoffload.abc import Access, Eviction, IntegrityError, OffloadKey, Slots
+from kvoffload.cache.policies.base import ListPolicy
+from kvoffload.cache.policies.ghosts import Entries, GhostTable, Hashes, key_hashes
+from kvoffload.cache.policies.recency import NO_END, Positions
+from kvoffload.cache.policies.tournament import GHOSTS, RULES, Tournament, plan
 
-Positions = npt.NDArray[np.int64]
+
+class _Absent(NamedTuple):
+    """Absent keys, tail first, their hashes, and where their ghosts were found."""
+
+    keys: tuple[OffloadKey, ...]
+    hashes: Hashes
+    entries: Entries
 
 
-class AutoPolicy(CachePolicy):
-    """Blocks used by one request (``once``) and by more (``again``), each list oldest first, on one clock; and ghosts:
-    blocks that left, or were not let in, and when they were last used.
+class AutoPolicy(ListPolicy):
+    """Blocks used by one request (``once``) and by several (``again``), each list oldest first, on one clock; and
+    ghosts: blocks that left or were refused, with the time of their last use.
 
-    A rule (see ``tournament.RULES``) tells from which list a block leaves, whether new blocks enter at all,
-    and which of those that return count as used again. A ``Tournament`` chooses the rule; the lists are the same
-    for all of them, so that a change costs nothing.
+    A rule (see ``tournament.RULES``) says from which list a block leaves, whether new blocks enter at all, and which
+    of the blocks that return count as used again. A ``Tournament`` chooses the rule. The lists are the same for all
+    rules, so that a change of rule costs nothing.
     """
 
-    def __init__(self, capacity: int) -> None:
-        super().__init__(capacity)
-        self._once = RecencyList(capacity)
-        self._again = RecencyList(capacity)
+    def __init__(self, capacity: int, tournament: Tournament | None = None) -> None:
+        super().__init__(capacity, num_lists=2)
+        self._once, self._again = self.lists
         self._ghosts = GhostTable(GHOSTS * capacity)
-        self._tournament = Tournament(capacity)
+        self._tournament = tournament or Tournament(capacity)
         self._clock = 0
         self._hash_of = np.zeros(capacity, dtype=np.uint64)
-        """Of the key in each slot."""
-        self._entering = 0
-        """Blocks that were admitted, are not inserted yet, and will be in ``once``."""
-        self._hashed: tuple[tuple[OffloadKey, ...], Hashes] = ((), key_hashes(()))
-        """The keys that were observed or admitted last: what follows is often about the same."""
+        """The hash of the key in each slot."""
+        self._last: _Absent | None = None
+        """The absent keys of the last call, because the next call is often about the same keys. While keys are absent,
+        their ghosts can be overwritten, but none is added, unless by ``refuse``."""
 
     def state(self) -> Mapping[str, Any]:
         scores = zip((rule.name for rule in RULES), self._tournament.scores, strict=True)
         return {"rule": self._tournament.rule.name, "scores": dict(scores)}
 
-    def observe(self, keys: Sequence[OffloadKey]) -> None:
-        self._tournament.observe(self._hashes(keys))
+    def access(self, access: Access) -> None:
+        missing = access.found < 0
+        num_missing = np.count_nonzero(missing)
+        if num_missing == 0:
+            self._tournament.observe(self._hash_of[access.found])
+        else:
+            keys = access.keys if num_missing == len(missing) else tuple(compress(access.keys, missing.tolist()))
+            absent = self._absent(keys[::-1])
+            chain = self._hash_of[access.found]
+            chain[missing] = absent.hashes[::-1]
+            self._tournament.observe(chain)
+            self._mark_returning(absent)
+        slots, ready = access.slots, access.ready
+        positions = self._tick(len(slots))
+        in_once = self._once.holds(slots)
+        if np.count_nonzero(in_once):
+            again = ~in_once | ready
+            self._once.append(slots[~again], positions[~again])
+            slots, positions = slots[again], positions[again]
+            self._once.discard(slots)
+        self._again.append(slots, positions)
 
-    def touch_absent(self, keys: Sequence[OffloadKey]) -> None:
-        hashes = self._hashes(keys[::-1])[::-1]
-        entries = self._ghosts.find(hashes)
-        entries = entries[entries >= 0]
+    def _mark_returning(self, absent: _Absent) -> None:
+        """Marks those ghosts among absent keys that will count as used again if they are stored."""
+        entries = absent.entries[absent.entries >= 0]
         if len(entries):
             tested = self._tournament.rule.is_tested(self.capacity, len(self._again))
             floor = self._again.oldest_position() if tested else -1
             self._ghosts.mark(entries, self._ghosts.stamps(entries) > floor)
 
-    def touch(self, slots: Slots, ready: npt.NDArray[np.bool_], pinned: npt.NDArray[np.bool_]) -> None:
+    def insert(self, slots: Slots, keys: Sequence[OffloadKey]) -> None:
+        absent, self._last = self._absent(keys), None
+        returning = self._ghosts.is_marked(absent.entries)
+        self._ghosts.remove(absent.entries[absent.entries >= 0])
+        self._hash_of[slots] = absent.hashes
         positions = self._tick(len(slots))
-        in_once = self._once.holds(slots)
-        still = in_once & ~ready
-        self._once.append(slots[still], positions[still])
-        promoted = slots[in_once & ready]
-        self._once.discard(promoted)
-        self._again.join_parked(promoted)
-        moved = ~still & ~pinned
-        self._again.append(slots[moved], positions[moved])
+        self._again.append(slots[returning], positions[returning])
+        self._once.append(slots[~returning], positions[~returning])
 
-    def refresh(self, slots: Slots, new: npt.NDArray[np.bool_], pinned: npt.NDArray[np.bool_]) -> None:
+    def reorder(self, slots: Slots, new: npt.NDArray[np.bool_]) -> None:
         positions = self._tick(len(slots))
-        in_once = self._once.holds(slots)
-        for blocks, chosen in ((self._once, in_once & ~pinned), (self._again, ~in_once & ~pinned)):
-            blocks.append(slots[chosen], positions[chosen])
+        for members in self.lists:
+            members.move_to_end(slots, positions)
 
     def admit(self, keys: Sequence[OffloadKey], shortage: int) -> npt.NDArray[np.bool_] | None:
-        hashes = self._hashes(keys)
-        entries = self._ghosts.find(hashes)
-        returning = self._ghosts.is_marked(entries)
-        num_again = int(np.count_nonzero(returning))
-        num_once = len(keys) - num_again
-        self._entering = num_once
-        made = self._plan(num_once, num_again, shortage)
-        if not self.may_refuse or not (made.drop_once or made.drop_again):
+        rule = self._tournament.rule
+        if rule.share is None:
             return None
-        self._entering -= made.drop_once
+        returning = self._is_returning(keys)
+        num_again = int(np.count_nonzero(returning))
+        once, again = len(self._once), len(self._again)
+        made = plan(rule, self.capacity, once, again, len(keys) - num_again, num_again, shortage, again)
+        if not (made.drop_once or made.drop_again):
+            return None
         admitted = np.ones(len(keys), dtype=np.bool_)
-        admitted[np.flatnonzero(~returning)[num_once - made.drop_once :]] = False
-        admitted[np.flatnonzero(returning)[num_again - made.drop_again :]] = False
-        self._leave_out(hashes[~admitted])
-        self._hashed = tuple(compress(keys, admitted)), hashes[admitted]
+        admitted[np.flatnonzero(~returning)[: made.drop_once]] = False
+        admitted[np.flatnonzero(returning)[: made.drop_again]] = False
         return admitted
 
-    def _hashes(self, keys: Sequence[OffloadKey]) -> Hashes:
-        if self._hashed[0] != (asked := tuple(keys)):
-            self._hashed = asked, key_hashes(asked)
-        return self._hashed[1]
-
     def refuse(self, keys: Sequence[OffloadKey]) -> None:
-        self._leave_out(key_hashes(keys))
+        self._ghosts.add(key_hashes(keys), self._tick(len(keys)))
+        self._last = None
 
-    def _leave_out(self, hashes: Hashes) -> None:
-        self._ghosts.add(hashes[::-1], self._tick(len(hashes)))
-
-    def _plan(self, num_once: int, num_again: int, need: int) -> Plan:
-        rule, again = self._tournament.rule, len(self._again)
-        if rule.share is None:
-            return Plan()
-        return plan(rule, self.capacity, len(self._once), again, num_once, num_again, need, again)
-
-    def evict(self, n: int, busy: npt.NDArray[np.bool_], key_of: npt.NDArray[np.object_]) -> Slots:
-        rule = self._tournament.rule
+    def evict(self, eviction: Eviction) -> Slots:
+        rule, n, busy = self._tournament.rule, eviction.n, eviction.busy
         if rule.share is None:
             victims, positions = self._evict_oldest(n, busy)
         else:
-            excess = len(self._once) + self._entering - rule.quota(self.capacity)
+            num_once = int(np.count_nonzero(~self._is_returning(eviction.entering)))
+            excess = len(self._once) + num_once - rule.quota(self.capacity)
             victims, positions = _none()
-            for blocks, most in ((self._once, max(0, excess)), (self._again, n), (self._once, n)):
-                more, at = blocks.pop_with_positions(min(most, n - len(victims)), busy)
+            for members, most in ((self._once, max(0, excess)), (self._again, n), (self._once, n)):
+                more, at = members.pop_with_positions(min(most, n - len(victims)), busy)
                 victims, positions = np.concatenate((victims, more)), np.concatenate((positions, at))
-        self._ghosts.add(self._hash_of[victims], positions)
+        self._ghosts.add(self._hash_of[victims], positions, new=True)
         return victims
 
     def _evict_oldest(self, n: int, busy: npt.NDArray[np.bool_]) -> tuple[Slots, Positions]:
+        """Removes the ``n`` oldest blocks of both lists."""
         parts = [_none()]
         while n > 0:
             (once, end), (again, other_end) = self._once.peek(busy), self._again.peek(busy)
             end = min(end, other_end)
             known = np.sort(np.concatenate((once, again)))
             known = known[known < end]
-            if len(known) > n:
-                end = int(known[n])
-            popped = [blocks.pop_with_positions(n, busy, end) for blocks in (self._once, self._again)]
+            if len(known) >= n:
+                end = int(known[n - 1]) + 1
+            popped = [members.pop_with_positions(n, busy, end) for members in self.lists]
             victims, positions = (np.concatenate(column) for column in zip(*popped, strict=True))
             order = np.argsort(positions)
             parts.append((victims[order], positions[order]))
@@ -139,53 +145,35 @@ class AutoPolicy(CachePolicy):
                 break
         return np.concatenate([part[0] for part in parts]), np.concatenate([part[1] for part in parts])
 
-    def insert(self, slots: Slots, keys: Sequence[OffloadKey]) -> None:
-        hashes = self._hashes(keys)
-        self._entering = 0
-        # Not as ``admit`` found them: what was evicted since may have taken their entries.
-        entries = self._ghosts.find(hashes)
-        positions = self._tick(len(slots))
-        returning = self._ghosts.is_marked(entries)
-        self._ghosts.take_out(hashes, entries)
-        self._hash_of[slots] = hashes
-        self._again.append(slots[returning], positions[returning])
-        self._once.append(slots[~returning], positions[~returning])
+    def clear(self) -> None:
+        super().clear()
+        self._ghosts.clear()
+        self._tournament.clear()
+        self._clock = 0
+        self._last = None
+
+    def check_integrity(self, slots: Slots) -> None:
+        super().check_integrity(slots)
+        if min(self._tournament.scores) < 0:
+            raise IntegrityError("the score of a rule is negative")
+
+    def _is_returning(self, keys: Sequence[OffloadKey]) -> npt.NDArray[np.bool_]:
+        """Returns which absent keys will count as used again if they are stored now."""
+        return self._ghosts.is_marked(self._absent(keys).entries)
+
+    def _absent(self, keys: Sequence[OffloadKey]) -> _Absent:
+        asked = tuple(keys)
+        if self._last is not None and self._last.keys == asked:
+            asked, hashes, entries = self._last
+            self._last = _Absent(asked, hashes, self._ghosts.find_again(hashes, entries))
+        else:
+            hashes = key_hashes(asked)
+            self._last = _Absent(asked, hashes, self._ghosts.find(hashes))
+        return self._last
 
     def _tick(self, n: int) -> Positions:
         self._clock += n
         return np.arange(self._clock - n, self._clock)
-
-    def settle(self, slots: Slots) -> None:
-        in_once = self._once.holds(slots)
-        self._once.settle(slots[in_once])
-        self._again.settle(slots[~in_once])
-
-    def pin(self, slots: Slots) -> None:
-        in_once = self._once.holds(slots)
-        self._once.park(slots[in_once])
-        self._again.park(slots[~in_once])
-
-    def unpin(self, slots: Slots) -> None:
-        self.refresh(slots, *np.zeros((2, len(slots)), dtype=np.bool_))
-
-    def remove(self, slots: Slots) -> None:
-        in_once = self._once.holds(slots)
-        self._once.discard(slots[in_once])
-        self._again.discard(slots[~in_once])
-
-    def clear(self) -> None:
-        self._once.clear()
-        self._again.clear()
-        self._ghosts.clear()
-        self._tournament.clear()
-        self._clock = self._entering = 0
-
-    def check_integrity(self, slots: Slots) -> None:
-        in_once = self._once.holds(slots)
-        self._once.check_integrity(slots[in_once].tolist())
-        self._again.check_integrity(slots[~in_once].tolist())
-        if min(self._tournament.scores) < 0:
-            raise IntegrityError("a rule's score is negative")
 
 
 def _none() -> tuple[Slots, Positions]:

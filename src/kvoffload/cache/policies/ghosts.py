@@ -1,4 +1,4 @@
-"""What a policy remembers of blocks that are gone: a hash and a stamp, in arrays of fixed size."""
+"""GhostTable: what a policy remembers of blocks that are gone, a hash and a stamp each, in arrays of fixed size."""
 
 from __future__ import annotations
 
@@ -11,113 +11,146 @@ import xxhash
 from kvoffload.abc import OffloadKey
 
 WAYS = 16
-"""Entries of a bucket. A table for up to twice as many is one bucket."""
+"""Entries per bucket. A table for up to twice as many hashes is one bucket."""
 SLACK = 2
-"""Entries there are for each in use."""
+"""Entries per remembered hash."""
 
 Hashes = npt.NDArray[np.uint64]
 Stamps = npt.NDArray[np.int64]
+Entries = npt.NDArray[np.int64]
 
-_HALF = np.uint64(32)
 _NEVER = -1
-_ODD = np.uint32(1)
+_ABSENT = -1
+# Arrays, because numpy handles them faster than its scalars.
+_HALF = np.array(32, dtype=np.uint64)
+_ODD = np.array(1, dtype=np.uint32)
 
 
 def key_hashes(keys: Sequence[OffloadKey]) -> Hashes:
-    """64 evenly spread bits a key, made of its own bytes: the same in every process."""
-    return np.fromiter(map(xxhash.xxh3_64_intdigest, keys), dtype=np.uint64, count=len(keys))
+    """Returns 64 evenly distributed bits per key. They depend on its bytes only, so every process finds the same."""
+    return np.frombuffer(b"".join(map(xxhash.xxh3_64_digest, keys)), dtype=">u8").astype(np.uint64)
 
 
 class GhostTable:
-    """The ``capacity`` hashes that entered last, each with a stamp and a mark.
+    """The ``capacity`` hashes that were added last, each with a stamp and a mark.
 
-    A hash that entered before those is not found any more, exactly: so a chain that is half forgotten has lost one end
-    and has no holes. There are twice as many entries as are in use, in buckets; where a bucket is full
-    nevertheless, its earliest entry makes room. Two keys are taken for one if bucket and 32 bits agree.
+    A hash that was added before those is not found, exactly: so a chain that is half forgotten has lost one end, and
+    has no holes. There are twice as many entries as remembered hashes, in buckets, each of which is a ring: a new entry
+    overwrites the oldest one. A bucket to which too many hashes belong forgets some early. Two keys are confused if
+    their buckets and 32 bits of their hashes agree.
     """
 
     def __init__(self, capacity: int) -> None:
         self._capacity = capacity
-        ways = WAYS if capacity > 2 * WAYS else capacity
-        num_buckets = round(SLACK * capacity / ways) if capacity > 2 * WAYS else 1
-        self._num_buckets = np.uint64(num_buckets)
-        self._tags = np.zeros((num_buckets, ways), dtype=np.uint32)
-        """In a bucket each at most once, but 0."""
-        self._entered = np.full((num_buckets, ways), _NEVER, dtype=np.int64)
-        """How many had entered before; _NEVER: free."""
-        self._stamps = np.zeros((num_buckets, ways), dtype=np.int64)
-        self._marks = np.zeros((num_buckets, ways), dtype=np.bool_)
-        self._winner = np.zeros(num_buckets, dtype=np.int64)
-        self._next = 0
+        self._ways = WAYS if capacity > 2 * WAYS else capacity
+        num_buckets = round(SLACK * capacity / self._ways) if capacity > 2 * WAYS else 1
+        self._num_buckets = np.array(num_buckets, dtype=np.uint64)
+        self._tags = np.zeros((num_buckets, self._ways), dtype=np.uint32)
+        """A bucket has each tag at most once; 0: the entry is free."""
+        self._added = np.full(num_buckets * self._ways, _NEVER, dtype=np.int64)
+        """How many hashes had been added before; _NEVER: the entry is free."""
+        self._stamps = np.zeros(num_buckets * self._ways, dtype=np.int64)
+        """Twice the stamp, plus one if the entry is marked."""
+        self._next_way = np.zeros(num_buckets, dtype=np.uint8 if self._ways < 256 else np.int64)
+        self._winner = np.zeros(num_buckets, dtype=np.int32)
+        self._num_added = 0
 
     def __len__(self) -> int:
-        return int(np.count_nonzero(self._entered >= max(0, self._next - self._capacity)))
+        return int(np.count_nonzero(self._added >= max(0, self._num_added - self._capacity)))
 
-    def find(self, hashes: Hashes) -> npt.NDArray[np.int64]:
-        """The entry of each hash, -1 where it is not known."""
-        if self._next == 0:
-            return np.full(len(hashes), -1, dtype=np.int64)
-        entries = self._locate(*self._homes(hashes))
-        known = self._entered.ravel()[entries] >= max(0, self._next - self._capacity)
-        return np.where(known & (entries >= 0), entries, -1)
+    def find(self, hashes: Hashes) -> Entries:
+        """Returns the entry of each hash, -1 if it is not remembered."""
+        if self._num_added == 0:
+            return np.full(len(hashes), _ABSENT, dtype=np.int64)
+        return self._without_forgotten(self._locate(*self._homes(hashes)))
 
-    def _locate(self, buckets: npt.NDArray[np.int64], tags: npt.NDArray[np.uint32]) -> npt.NDArray[np.int64]:
-        """The only entry that may hold each tag, or -1."""
-        same = self._tags[buckets] == tags[:, None]
-        ways = same.argmax(axis=1)
-        return np.where(same[np.arange(len(buckets)), ways], buckets * self._tags.shape[1] + ways, -1)
+    def find_again(self, hashes: Hashes, entries: Entries) -> Entries:
+        """Returns ``entries``, found earlier, with -1 where they are no longer those of ``hashes``."""
+        if not np.count_nonzero(entries >= 0):
+            return entries
+        tags = hashes.astype(np.uint32) | _ODD
+        return self._without_forgotten(np.where(self._tags.ravel()[entries] == tags, entries, _ABSENT))
 
-    def stamps(self, entries: npt.NDArray[np.int64]) -> Stamps:
-        """Of ``entries``, none -1."""
-        stamps: Stamps = self._stamps.ravel()[entries]
+    def _without_forgotten(self, entries: Entries) -> Entries:
+        """Replaces the entries of hashes that were added too long ago by -1."""
+        found = np.flatnonzero(entries >= 0)
+        if len(found):
+            forgotten = found[self._added[entries[found]] < self._num_added - self._capacity]
+            # Freed, so that a hash that is added again is in its bucket once.
+            self.remove(entries[forgotten])
+            entries[forgotten] = _ABSENT
+        return entries
+
+    def _locate(self, buckets: npt.NDArray[np.int64], tags: npt.NDArray[np.uint32]) -> Entries:
+        """Returns the only entry that can hold each tag, or -1."""
+        same = self._tags.take(buckets, axis=0) == tags[:, None]
+        entries = np.full(len(buckets), _ABSENT, dtype=np.int64)
+        found = np.flatnonzero(same)
+        rows = found // self._ways
+        entries[rows] = buckets[rows] * self._ways + (found - rows * self._ways)
+        return entries
+
+    def stamps(self, entries: Entries) -> Stamps:
+        """Returns the stamps of ``entries``, none of which is -1."""
+        stamps: Stamps = self._stamps[entries] >> 1
         return stamps
 
-    def is_marked(self, entries: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
-        """Of ``entries``; not of -1."""
-        return (entries >= 0) & self._marks.ravel()[entries]
+    def is_marked(self, entries: Entries) -> npt.NDArray[np.bool_]:
+        """Returns which of ``entries`` are marked. -1 is not."""
+        marked = entries >= 0
+        if np.count_nonzero(marked):
+            marked &= (self._stamps[entries] & 1).astype(np.bool_)
+        return marked
 
-    def mark(self, entries: npt.NDArray[np.int64], marks: npt.NDArray[np.bool_]) -> None:
-        """Of ``entries``, none -1."""
-        self._marks.ravel()[entries] = marks
+    def mark(self, entries: Entries, marks: npt.NDArray[np.bool_]) -> None:
+        """Sets the marks of ``entries``, none of which is -1."""
+        self._stamps[entries] = self._stamps[entries] & ~1 | marks
 
-    def take_out(self, hashes: Hashes, entries: npt.NDArray[np.int64]) -> None:
-        """Hashes are forgotten, if they are still where ``find`` saw them: in ``entries``, -1 where nowhere."""
-        tags = hashes.astype(np.uint32) | _ODD
-        entries = entries[(entries >= 0) & (self._tags.ravel()[entries] == tags)]
-        self._entered.ravel()[entries] = _NEVER
+    def remove(self, entries: Entries) -> None:
+        """Forgets the hashes in ``entries``, none of which is -1."""
+        self._added[entries] = _NEVER
         self._tags.ravel()[entries] = 0
 
-    def add(self, hashes: Hashes, stamps: Stamps) -> None:
-        """Distinct hashes enter in this order, without a mark. Those that are known enter anew."""
+    def add(self, hashes: Hashes, stamps: Stamps, new: bool = False) -> None:
+        """Adds distinct hashes in this order, without marks. Those that are remembered are added again.
+
+        ``new`` says that all were removed, or not found, since they were last added: then this is faster.
+        """
         hashes, stamps = hashes[-self._capacity :], stamps[-self._capacity :]
-        if not len(hashes):
+        n = len(hashes)
+        if n == 0:
             return
-        order = np.arange(self._next, self._next + len(hashes))
-        self._next += len(hashes)
         buckets, tags = self._homes(hashes)
-        entries = self._locate(buckets, tags)
-        known = entries >= 0
-        self._entered.ravel()[entries[known]] = order[known]
-        left = np.flatnonzero(~known)
+        if new:
+            entries = np.empty(n, dtype=np.int64)
+        else:
+            entries = self._locate(buckets, tags)
+            self.remove(entries[entries >= 0])
+        left = np.arange(n)
         while len(left):
-            # Of several that would take the earliest entry of one bucket, one does so at a time.
+            # If several hashes take the next entry of one bucket, the first one wins, and the others try again.
             here = buckets[left]
-            self._winner[here] = left
+            self._winner[here[::-1]] = left[::-1]
             won = self._winner[here] == left
             chosen, at = left[won], here[won]
-            ways = self._entered[at].argmin(axis=1)
-            entries[chosen] = at * self._tags.shape[1] + ways
-            self._tags[at, ways] = tags[chosen]
-            self._entered[at, ways] = order[chosen]
+            ways = self._next_way[at]
+            entries[chosen] = at * self._ways + ways
+            ways += 1
+            ways[ways == self._ways] = 0
+            self._next_way[at] = ways
             left = left[~won]
-        self._stamps.ravel()[entries] = stamps
-        self._marks.ravel()[entries] = False
+        self._tags.ravel()[entries] = tags
+        self._added[entries] = np.arange(self._num_added, self._num_added + n)
+        self._stamps[entries] = 2 * stamps
+        self._num_added += n
 
     def _homes(self, hashes: Hashes) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.uint32]]:
         buckets = ((hashes >> _HALF) * self._num_buckets) >> _HALF
         return buckets.astype(np.int64), hashes.astype(np.uint32) | _ODD
 
     def clear(self) -> None:
-        self._entered.fill(_NEVER)
+        """Forgets everything."""
+        self._added.fill(_NEVER)
         self._tags.fill(0)
-        self._next = 0
+        self._next_way.fill(0)
+        self._num_added = 0

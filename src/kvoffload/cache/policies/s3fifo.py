@@ -3,141 +3,114 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import compress
 
 import numpy as np
 import numpy.typing as npt
 
-from kvoffload.abc import CachePolicy, OffloadKey, Slots
-from kvoffload.cache.policies.queues import Ghosts, SweptQueue, admit_head
+from kvoffload.abc import Access, Eviction, OffloadKey, Slots
+from kvoffload.cache.policies.base import ListPolicy
+from kvoffload.cache.policies.queues import Ghosts, admit_head, sweep
 
 SMALL_SHARE = 0.1
 GHOST_SHARE = 0.9
 PROMOTED_FROM = 2
-"""Uses since it was stored by which a block moves from the small queue to the main one."""
-MOST_USES = 3
-"""What two bits can count."""
+"""The number of uses since it was stored from which a block moves from the small queue to the main queue."""
+MAX_USES = 3
+"""The largest number that two bits can hold."""
 
 
-class S3FIFOPolicy(CachePolicy):
-    """Three queues: ``small`` for new blocks, a tenth of the cache; ``main`` for those used twice while they were
-    there, or asked for while their key was still in ``ghost``, which holds keys lately gone from small.
+class S3FIFOPolicy(ListPolicy):
+    """Queues ``small``, for new blocks, a tenth of the cache, and ``main``, for blocks that were used twice while they
+    were in small, or asked for while their key was in ``ghost``. Ghost holds keys that recently left small.
 
-    In main, a use spares a block one turn. While nothing has been evicted, what small has no room for goes to main.
+    In main, each use spares a block one turn. Until the first eviction, main takes what small has no room for.
     """
 
     def __init__(self, capacity: int) -> None:
-        super().__init__(capacity)
-        self._small = SweptQueue(capacity)
-        self._main = SweptQueue(capacity)
+        super().__init__(capacity, num_lists=2)
+        self.small, self.main = self.lists
         self._small_limit = max(1, int(capacity * SMALL_SHARE))
-        self._ghost = Ghosts(max(1, int(capacity * GHOST_SHARE)))
+        self.ghost = Ghosts(max(1, int(capacity * GHOST_SHARE)))
         self._uses = np.zeros(capacity, dtype=np.uint8)
         self._has_evicted = False
 
     @property
     def _main_room(self) -> int:
-        return self.capacity - self._small_limit - len(self._main)
+        return self.capacity - self._small_limit - len(self.main)
 
     def insert(self, slots: Slots, keys: Sequence[OffloadKey]) -> None:
         self._uses[slots] = 0
-        to_main = self._ghost.take(keys)
+        to_main = self.ghost.take(keys)
         if not self._has_evicted:
-            # The tail fills small, so that of a chain that lies in both it goes first.
-            to_main |= np.cumsum(~to_main[::-1])[::-1] > self._small_limit - len(self._small)
-        self._main.append(slots[to_main])
-        self._small.append(slots[~to_main])
+            # The tail fills small, so that the tail of a chain that is in both queues leaves first.
+            to_main |= np.cumsum(~to_main) > self._small_limit - len(self.small)
+        self.main.append(slots[to_main])
+        self.small.append(slots[~to_main])
 
-    def touch(self, slots: Slots, ready: npt.NDArray[np.bool_], pinned: npt.NDArray[np.bool_]) -> None:
-        used = slots[ready]
-        self._uses[used] = np.minimum(self._uses[used] + 1, MOST_USES)
+    def access(self, access: Access) -> None:
+        self.ghost.ask(access.absent)
+        used = access.slots[access.ready]
+        self._uses[used] = np.minimum(self._uses[used] + 1, MAX_USES)
 
-    def touch_absent(self, keys: Sequence[OffloadKey]) -> None:
-        self._ghost.ask(keys)
-
-    def refresh(self, slots: Slots, new: npt.NDArray[np.bool_], pinned: npt.NDArray[np.bool_]) -> None:
-        mine = slots[new]
-        to_main = self._main.holds(mine)
+    def reorder(self, slots: Slots, new: npt.NDArray[np.bool_]) -> None:
+        moved = slots[new]
+        to_main = self.main.holds(moved)
         if not self._has_evicted:
-            self.remove(mine)
-            to_main.sort()  # False is less: as many as are in small now, from the tail on
-        self._main.append(mine[to_main])
-        self._small.append(mine[~to_main])
+            self.remove(moved)
+            to_main.sort()  # False comes first: small gets as many blocks as it had, beginning with the tail
+        self.main.append(moved[to_main])
+        self.small.append(moved[~to_main])
 
     def admit(self, keys: Sequence[OffloadKey], shortage: int) -> npt.NDArray[np.bool_] | None:
-        if not self.may_refuse:
-            return None
-        returning = self._ghost.returning(keys)
+        returning = self.ghost.returning(keys)
         spare = max(0, self._main_room - int(np.count_nonzero(returning)))
-        admitted = admit_head(returning, self._small_limit + spare)
-        self.refuse(list(compress(keys, ~admitted)))
-        return admitted
+        return admit_head(returning, self._small_limit + spare)
 
     def refuse(self, keys: Sequence[OffloadKey]) -> None:
-        self._ghost.add(reversed(keys))
+        self.ghost.add(keys)
 
-    def settle(self, slots: Slots) -> None:
-        in_main = self._main.holds(slots)
-        self._main.settle(slots[in_main])
-        self._small.settle(slots[~in_main])
-
-    def pin(self, slots: Slots) -> None:
-        pass
-
-    def unpin(self, slots: Slots) -> None:
-        self.settle(slots)
-
-    def evict(self, n: int, busy: npt.NDArray[np.bool_], key_of: npt.NDArray[np.object_]) -> Slots:
+    def evict(self, eviction: Eviction) -> Slots:
+        n = eviction.n
         self._has_evicted |= n > 0
-        parts = []
+        parts = [np.empty(0, dtype=np.int64)]
         while n > 0:
             room = self._main_room
             if room >= 0:
-                victims = self._evict_small(n, room, busy, key_of)
-                parts += [victims] if len(victims) else [self._evict_main(n, busy)]
+                victims = self._evict_small(n, room, eviction)
+                parts.append(victims if len(victims) else self._evict_main(n, eviction))
             else:
-                victims = self._evict_main(min(n, -room), busy)
-                parts += [victims] if len(victims) else [self._evict_small(n, 0, busy, key_of)]
+                victims = self._evict_main(min(n, -room), eviction)
+                parts.append(victims if len(victims) else self._evict_small(n, 0, eviction))
             if not len(parts[-1]):
                 break
             n -= len(parts[-1])
-        return np.concatenate(parts) if parts else np.empty(0, dtype=np.int64)
+        return np.concatenate(parts)
 
-    def _evict_small(
-        self, n: int, most_promoted: int, busy: npt.NDArray[np.bool_], key_of: npt.NDArray[np.object_]
-    ) -> Slots:
-        """``n`` at most, until more than ``most_promoted`` have moved to main."""
-        victims, promoted = self._small.sweep(n, busy, self._uses, PROMOTED_FROM, most_promoted)
-        self._ghost.add(key_of[victims].tolist())
+    def _evict_small(self, n: int, max_promoted: int, eviction: Eviction) -> Slots:
+        """Evicts at most ``n`` blocks from small, until more than ``max_promoted`` others have moved to main."""
+        victims, promoted = sweep(self.small, n, eviction.busy, self._uses, PROMOTED_FROM, max_promoted)
+        self.ghost.add(eviction.key_of[victims].tolist())
         self._uses[promoted] = 0
-        self._main.append(promoted)
+        self.main.append(promoted)
         return victims
 
-    def _evict_main(self, n: int, busy: npt.NDArray[np.bool_]) -> Slots:
+    def _evict_main(self, n: int, eviction: Eviction) -> Slots:
         parts = []
-        for _ in range(MOST_USES + 1):
-            victims, spared = self._main.sweep(n, busy, self._uses, spared_from=1)
+        for _ in range(MAX_USES + 1):
+            victims, spared = sweep(self.main, n, eviction.busy, self._uses)
             self._uses[spared] -= 1
-            self._main.append(spared)
+            self.main.append(spared)
             parts.append(victims)
             n -= len(victims)
             if n == 0:
                 break
         return np.concatenate(parts)
 
-    def remove(self, slots: Slots) -> None:
-        in_main = self._main.holds(slots)
-        self._main.discard(slots[in_main])
-        self._small.discard(slots[~in_main])
-
     def clear(self) -> None:
-        self._small.clear()
-        self._main.clear()
-        self._ghost.clear()
+        super().clear()
+        self.ghost.clear()
         self._has_evicted = False
 
     def check_integrity(self, slots: Slots) -> None:
-        in_main = self._main.holds(slots)
-        self._main.check_integrity(slots[in_main].tolist())
-        self._small.check_integrity(slots[~in_main].tolist())
-        self._ghost.check_integrity()
+        super().check_integrity(slots)
+        self.ghost.check_integrity()

@@ -8,73 +8,45 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from kvoffload.abc import CachePolicy, OffloadKey, Slots
-from kvoffload.cache.policies.queues import SweptQueue
+from kvoffload.abc import Access, Eviction, OffloadKey, Slots
+from kvoffload.cache.policies.base import ListPolicy
+from kvoffload.cache.policies.queues import sweep
 
 
-class SIEVEPolicy(CachePolicy):
-    """A hand goes over the blocks from the oldest to the newest and starts anew; a block that was used since it passed
-    loses its mark and stays, another leaves.
+class SIEVEPolicy(ListPolicy):
+    """A hand moves over the blocks from the oldest to the newest, and starts again. A block that was used since the
+    hand last passed it loses its mark and stays; another block leaves.
 
-    The queue lies in two pieces: ``_ahead`` of the hand, where new blocks join, and ``_behind`` it. A busy block
-    that the hand has passed over is judged as soon as it has settled.
+    The queue consists of two lists: ``ahead`` of the hand, where new blocks join, and ``behind`` it. A busy block
+    that the hand has passed over is judged as soon as it is evictable.
     """
 
     def __init__(self, capacity: int) -> None:
-        super().__init__(capacity)
-        self._ahead = SweptQueue(capacity)
-        self._behind = SweptQueue(capacity)
-        self._used = np.zeros(capacity, dtype=np.uint8)
+        super().__init__(capacity, num_lists=2)
+        self.ahead, self.behind = self.lists
+        self._used = np.zeros(capacity, dtype=np.bool_)
 
     def insert(self, slots: Slots, keys: Sequence[OffloadKey]) -> None:
-        self._used[slots] = 0
-        self._ahead.append(slots)
+        self._used[slots] = False
+        self.ahead.append(slots)
 
-    def touch(self, slots: Slots, ready: npt.NDArray[np.bool_], pinned: npt.NDArray[np.bool_]) -> None:
-        self._used[slots[ready]] = 1
+    def access(self, access: Access) -> None:
+        self._used[access.slots[access.ready]] = True
 
-    def refresh(self, slots: Slots, new: npt.NDArray[np.bool_], pinned: npt.NDArray[np.bool_]) -> None:
-        mine = slots[new]
-        ahead = self._ahead.holds(mine)
-        self._ahead.append(mine[ahead])
-        self._behind.append(mine[~ahead])
+    def reorder(self, slots: Slots, new: npt.NDArray[np.bool_]) -> None:
+        self.move_to_end(slots[new])
 
-    def settle(self, slots: Slots) -> None:
-        ahead = self._ahead.holds(slots)
-        self._ahead.settle(slots[ahead])
-        self._behind.settle(slots[~ahead])
-
-    def pin(self, slots: Slots) -> None:
-        pass
-
-    def unpin(self, slots: Slots) -> None:
-        self.settle(slots)
-
-    def evict(self, n: int, busy: npt.NDArray[np.bool_], key_of: npt.NDArray[np.object_]) -> Slots:
-        parts = []
-        # What is left of this round; the next, which may find marks; and one more, which finds none.
+    def evict(self, eviction: Eviction) -> Slots:
+        n, parts = eviction.n, []
+        # The rest of this round; the next round, which may find marks; and one more, which finds none.
         for _ in range(3):
-            victims, spared = self._ahead.sweep(n, busy, self._used, spared_from=1)
-            self._used[spared] = 0
-            self._behind.append(spared)
+            victims, spared = sweep(self.ahead, n, eviction.busy, self._used)
+            self._used[spared] = False
+            self.behind.append(spared)
             parts.append(victims)
             n -= len(victims)
-            if n > 0 or not len(self._ahead):
-                self._ahead, self._behind = self._behind, self._ahead
+            if n > 0 or not len(self.ahead):
+                self.ahead, self.behind = self.behind, self.ahead
             if n == 0:
                 break
         return np.concatenate(parts)
-
-    def remove(self, slots: Slots) -> None:
-        ahead = self._ahead.holds(slots)
-        self._ahead.discard(slots[ahead])
-        self._behind.discard(slots[~ahead])
-
-    def clear(self) -> None:
-        self._ahead.clear()
-        self._behind.clear()
-
-    def check_integrity(self, slots: Slots) -> None:
-        ahead = self._ahead.holds(slots)
-        self._ahead.check_integrity(slots[ahead].tolist())
-        self._behind.check_integrity(slots[~ahead].tolist())

@@ -1,10 +1,12 @@
-"""Which of several rules would have found most: small shadow caches, fed a sample of the blocks, keep score."""
+"""Which of several rules would have found most. Small shadow caches, which see a sample of the blocks, keep score."""
 
 from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import count
+from operator import itemgetter
 from typing import NamedTuple
 
 import numpy as np
@@ -12,50 +14,51 @@ import numpy as np
 from kvoffload.cache.policies.ghosts import Hashes
 
 GHOSTS = 5
-"""How many keys that entered last, as their blocks left or were not let in, are remembered, in capacities."""
+"""The number of ghosts, as a multiple of the capacity. One that has returned still counts."""
 SHADOW_GHOSTS = 4
-"""The same of a shadow, where those that have returned are not counted."""
+"""The same of a shadow, in which a ghost that has returned does not count."""
 SHADOW_BLOCKS = 2048
-"""Capacity of a shadow: what is sampled are so many of as many blocks as the cache has."""
+"""The capacity of a shadow. If the cache is larger, a sample of the blocks is taken: this many of its capacity."""
 HALF_LIFE = 10
-"""Of a score, in capacities of accesses."""
+"""Half-life of a score, in accesses, as a multiple of the capacity."""
 MARGIN = 1.003
-"""How many times the current rule's score another must have to take its place."""
+"""Another rule takes over when its score is this many times the score of the current rule."""
 FIRST = 1
-"""The rule to begin with."""
+"""Index of the rule to begin with."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """How two lists, blocks used once and blocks used again, share a cache.
-
-    ``share``: of the capacity, which blocks used once may hold; None: the oldest block leaves, of whichever list.
-    ``tests_distance``: a block that returns counts as used again only if it was last used after the oldest of those
-    was. ``holds``: while blocks used once have their share, new ones are not stored.
-    """
+    """How two lists, of blocks used once and of blocks used again, share a cache."""
 
     name: str
     share: float | None = None
+    """The share of the capacity that blocks used once may hold. None: the oldest block leaves, whichever list it is
+    in."""
     tests_distance: bool = False
+    """Whether a block that returns counts as used again only if it was last used after the oldest block used again."""
     holds: bool = False
+    """Whether new blocks are refused while blocks used once hold more than their share."""
 
     def quota(self, capacity: int) -> int:
+        """Returns how many blocks used once may hold their places."""
         assert self.share is not None
         return max(1, int(self.share * capacity))
 
     def is_tested(self, capacity: int, num_again: int) -> bool:
-        """Whether the distance is tested: blocks used again have all that they may."""
+        """Returns whether the distance is tested now: only if blocks used again hold all that they may."""
         if self.share is None or not self.tests_distance:
             return False
         return num_again >= capacity - max(1.0, min(self.share, 0.5) * capacity)
 
 
 RULES = (Rule("lru"), Rule("slru", 0.5, True), Rule("lirs", 0.01, True, True), Rule("2q", 0.01))
-"""After what each behaves like: LRU; SLRU, and S3-FIFO, with half for newcomers; LIRS; 2Q."""
+"""Each is named after the policy that it resembles: LRU; SLRU and S3-FIFO, with half for new blocks; LIRS; 2Q."""
 
 
 class Plan(NamedTuple):
-    """How room is made: so many of the oldest blocks leave each list, so many of the deepest new ones stay out."""
+    """How room is made: how many of the oldest blocks of each list leave, and how many of the deepest new blocks are
+    refused."""
 
     evict_once: int = 0
     evict_again: int = 0
@@ -66,9 +69,10 @@ class Plan(NamedTuple):
 def plan(
     rule: Rule, capacity: int, once: int, again: int, new_once: int, new_again: int, need: int, idle_again: int
 ) -> Plan:
-    """How a rule with a share makes ``need`` places, where the lists hold ``once`` and ``again`` blocks.
+    """Returns how a rule with a share makes ``need`` places.
 
-    Of those in ``again``, ``idle_again`` may be evicted. ``new_once`` and ``new_again`` are to enter.
+    The lists hold ``once`` and ``again`` blocks; ``idle_again`` of the latter may be evicted. ``new_once`` and
+    ``new_again`` blocks are to enter.
     """
     quota, drop, evict = rule.quota(capacity), 0, 0
     if rule.holds and once > quota:
@@ -86,9 +90,10 @@ def plan(
 
 
 class Shadow:
-    """A cache of ``capacity`` names without blocks that goes by one rule.
+    """A cache of ``capacity`` names without blocks that follows one rule.
 
-    ``once`` and ``again``: stamp by name, oldest first. ``ghosts``: the same of what is gone or was not let in.
+    ``once`` and ``again``: the stamp of each name, oldest first. ``ghosts``: the same, of names that left or were
+    refused.
     """
 
     def __init__(self, capacity: int, rule: Rule) -> None:
@@ -100,86 +105,97 @@ class Shadow:
         self._clock = 0
 
     def access(self, names: Sequence[int]) -> int:
-        """A request uses a chain of distinct names, head first. Returns how many leading ones were there."""
-        once, again = self.once, self.again
+        """Serves a request for a chain of distinct names, head first. Returns how many leading names were present."""
+        once, again, ghosts = self.once, self.again, self.ghosts
         found = 0
         for name in names:
             if name not in again and name not in once:
                 break
             found += 1
+        stamped = list(zip(reversed(names), count(self._clock + 1)))
         self._clock += len(names)
+        if not found and all(members.keys().isdisjoint(names) for members in (once, again, ghosts)):
+            self._make_room(stamped, [], num_present=0)
+            for name, stamp in stamped:
+                once[name] = stamp
+            return 0
         tested = again and self.rule.is_tested(self.capacity, len(again))
         floor = next(iter(again.values())) if tested else -1
-        new_once: list[int] = []
-        new_again: list[int] = []
-        num_here = 0
-        for i in range(len(names) - 1, -1, -1):
-            name = names[i]
-            if name in again or once.pop(name, None) is not None:
-                again[name] = self._clock - i
+        new_once: list[tuple[int, int]] = []
+        new_again: list[tuple[int, int]] = []
+        for name, stamp in stamped:
+            if name in again:
+                again[name] = stamp
                 again.move_to_end(name)
-                num_here += 1
-            elif self.ghosts.get(name, -1) > floor:
-                new_again.append(i)
+            elif once.pop(name, None) is not None:
+                again[name] = stamp
+            elif ghosts.get(name, -1) > floor:
+                new_again.append((name, stamp))
             else:
-                new_once.append(i)
-        self._make_room(names, new_once, new_again, num_here)
-        for i in new_once:
-            self.ghosts.pop(names[i], None)
-            once[names[i]] = self._clock - i
+                new_once.append((name, stamp))
+        self._make_room(new_once, new_again, num_present=len(names) - len(new_once) - len(new_again))
+        for members, new in ((once, new_once), (again, new_again)):
+            for name, stamp in new:
+                ghosts.pop(name, None)
+                members[name] = stamp
         if new_again:
-            for i in new_again:
-                self.ghosts.pop(names[i], None)
-                again[names[i]] = self._clock - i
             for name in reversed(names):
                 if name in again:
                     again.move_to_end(name)
         return found
 
-    def _make_room(self, names: Sequence[int], new_once: list[int], new_again: list[int], num_here: int) -> None:
-        """Evicts, and takes the deepest out of ``new_once`` and ``new_again``: indexes into ``names``, deepest first.
-        ``num_here`` of the names are at the recent end of ``again``, and stay."""
-        once, again = self.once, self.again
-        need = len(once) + len(again) + len(new_once) + len(new_again) - self.capacity
+    def _make_room(self, new_once: list[tuple[int, int]], new_again: list[tuple[int, int]], num_present: int) -> None:
+        """Makes room for new names with their stamps, given tail first, and takes those out that the rule refuses.
+        ``num_present`` other names of the request are at the recent end of ``again``, and stay."""
+        once, again, ghosts = self.once, self.again, self.ghosts
+        num_once, num_again = len(new_once), len(new_again)
+        need = len(once) + len(again) + num_once + num_again - self.capacity
         if need <= 0:
             return
-        idle = len(again) - num_here
-        made = plan(self.rule, self.capacity, len(once), len(again), len(new_once), len(new_again), need, idle)
-        dropped = sorted(new_once[: made.drop_once] + new_again[: made.drop_again], reverse=True)
+        idle = len(again) - num_present
+        made = plan(self.rule, self.capacity, len(once), len(again), num_once, num_again, need, idle)
+        refused = new_once[: made.drop_once] + new_again[: made.drop_again]
         del new_once[: made.drop_once], new_again[: made.drop_again]
-        for i in dropped:
-            self._remember(names[i], self._clock - i)
-        gone = [once.popitem(last=False) for _ in range(made.evict_once)]
-        gone += [again.popitem(last=False) for _ in range(made.evict_again)]
-        for name, stamp in gone:
-            self._remember(name, stamp)
-        while len(self.ghosts) > SHADOW_GHOSTS * self.capacity:
-            self.ghosts.popitem(last=False)
+        for name, stamp in sorted(refused, key=_stamp_of):
+            ghosts[name] = stamp
+            ghosts.move_to_end(name)
+        for members, n in ((once, made.evict_once), (again, made.evict_again)):
+            for _ in range(n):
+                name, stamp = members.popitem(last=False)
+                ghosts[name] = stamp
+        for _ in range(len(ghosts) - SHADOW_GHOSTS * self.capacity):
+            ghosts.popitem(last=False)
 
-    def _remember(self, name: int, stamp: int) -> None:
-        self.ghosts[name] = stamp
-        self.ghosts.move_to_end(name)
+
+_stamp_of = itemgetter(1)
 
 
 class LRUShadow(Shadow):
-    """By the rule without a share, in which lists and ghosts make no difference: ``again`` holds all, and no stamps."""
+    """Follows the rule without a share, for which lists and ghosts make no difference. ``again`` holds all names, and
+    no stamps."""
 
     def access(self, names: Sequence[int]) -> int:
         blocks = self.again
-        found = next((n for n, name in enumerate(names) if name not in blocks), len(names))
+        found = 0
+        for name in names:
+            if name not in blocks:
+                break
+            found += 1
         for name in reversed(names):
-            blocks[name] = 0
-            blocks.move_to_end(name)
-        while len(blocks) > self.capacity:
+            if name in blocks:
+                blocks.move_to_end(name)
+            else:
+                blocks[name] = 0
+        for _ in range(len(blocks) - self.capacity):
             blocks.popitem(last=False)
         return found
 
 
 class Tournament:
-    """``rule`` is the one whose shadow has found most of late.
+    """Keeps the scores of the rules. ``rule`` is the one whose shadow has found most recently.
 
-    Which blocks are sampled is told by the key's own bytes; sampling works because what is cached of a chain
-    is nearly always its head.
+    The bytes of a key decide whether it is in the sample. A sample is enough because the cached part of a chain is
+    nearly always its head.
     """
 
     def __init__(self, capacity: int) -> None:
@@ -191,14 +207,14 @@ class Tournament:
     def clear(self) -> None:
         self.scores = [0.0] * len(RULES)
         self._current = FIRST
-        self._shadows = [(LRUShadow if rule.share is None else Shadow)(self._capacity, rule) for rule in RULES]
+        self.shadows = [(LRUShadow if rule.share is None else Shadow)(self._capacity, rule) for rule in RULES]
 
     @property
     def rule(self) -> Rule:
         return RULES[self._current]
 
     def observe(self, hashes: Hashes) -> None:
-        """A request uses a chain: the ``key_hashes`` of its keys, head first."""
+        """Records a request for a chain, given as the ``key_hashes`` of its keys, head first."""
         if self._rate < 1:
             hashes = hashes[hashes < self._limit]
         names = list(dict.fromkeys(hashes.tolist()))
@@ -206,7 +222,7 @@ class Tournament:
             return
         decay = 0.5 ** (len(names) / (HALF_LIFE * self._capacity))
         self.scores = [
-            score * decay + shadow.access(names) for score, shadow in zip(self.scores, self._shadows, strict=True)
+            score * decay + shadow.access(names) for score, shadow in zip(self.scores, self.shadows, strict=True)
         ]
         best = max(range(len(RULES)), key=self.scores.__getitem__)
         if self.scores[best] > MARGIN * self.scores[self._current]:

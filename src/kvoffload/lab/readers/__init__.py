@@ -1,4 +1,4 @@
-"""Reads traces: of what format one is shows in its first line."""
+"""Reads traces in several formats, which are recognized by their content."""
 
 from __future__ import annotations
 
@@ -26,24 +26,24 @@ def read_trace(
     block_tokens: int | None = None,
     on_progress: Progress | None = None,
 ) -> Trace:
-    """The trace in a file, plain or compressed with gzip, in a directory of kv-cache-tester's sessions, or made up, as
-    by "synthetic:chat", "synthetic:agent" or "synthetic:documents?requests=5000&seed=1".
+    """Returns the trace in a file, plain or compressed with gzip, or in a directory of kv-cache-tester sessions, or a
+    synthetic one such as "synthetic:chat", "synthetic:agent" or "synthetic:documents?requests=5000&seed=1".
 
-    ``format`` is one of FORMATS, by default what the content looks like. Lines that are wrong are left out and counted;
-    with ``strict`` the first of them raises. ``block_tokens``: where the format leaves it open. ``on_progress`` is
-    given the share that was read. Raises TraceError if there is no request to be read.
+    ``format`` is one of FORMATS; by default it is guessed from the content. Invalid lines are skipped and counted; with
+    ``strict`` the first one raises. ``block_tokens`` is for formats that do not define it. ``on_progress`` gets the
+    share that was read. Raises TraceError if no request can be read.
     """
     if str(source).startswith(synthetic.PREFIX):
         if format is not None:
             raise TraceError(f"format={format!r}: a synthetic trace is not read from a file; leave format out")
         return synthetic.generate(str(source), block_tokens)
     if not str(source):
-        raise TraceError("trace='': names no file; give the path of one")
+        raise TraceError("trace='': give the path of a file")
     file = Source(Path(source).expanduser(), Problems(strict), on_progress)
     if format is None:
         format = _guess(file)
     if format not in FORMATS:
-        raise TraceError(f"format={format!r}: unknown; write one of {', '.join(FORMATS)}")
+        raise TraceError(f"format={format!r}: unknown; use one of {', '.join(FORMATS)}")
     return FORMATS[format](file, block_tokens)
 
 
@@ -66,10 +66,7 @@ def _guess(source: Source) -> str:
         for _ in source.lines():
             pass
         source.empty()
-    raise TraceError(
-        f"{source.path}: of no format that is known here, which are {', '.join(FORMATS)}; if it is one of them, say so "
-        "with format"
-    )
+    raise TraceError(f"{source.path}: the format is not recognized; if it is one of {', '.join(FORMATS)}, set format")
 
 
 def _looks_like_csv(line: bytes) -> bool:

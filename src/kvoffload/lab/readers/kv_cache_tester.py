@@ -1,15 +1,16 @@
-"""Sessions of kv-cache-tester (https://github.com/callanjfox/kv-cache-tester, docs/trace_replay_tester.md).
+"""Reads sessions of kv-cache-tester (https://github.com/callanjfox/kv-cache-tester, docs/trace_replay_tester.md).
 
-One JSON object a session: ``{"id", "block_size": 64, "hash_id_scope": "local" or "global", "tool_tokens",
-"system_tokens", "requests": [...]}``, one a file of a directory, alone in a file, or one a line. A request is
-``{"t": seconds since the session's start, "in": tokens, "out": tokens, "hash_ids": [...]}``; one of
-``"type": "subagent"`` has ``"requests"`` of its own instead, whose times count from its start or from the session's.
+A session is a JSON object: ``{"id", "block_size": 64, "hash_id_scope": "local" or "global", "tool_tokens",
+"system_tokens", "requests": [...]}``. A source is a directory with one session per file, a file with one session, or a
+file with one session per line. A request is ``{"t": seconds since the session's start, "in": tokens, "out": tokens,
+"hash_ids": [...]}``. One with ``"type": "subagent"`` has its own ``"requests"`` instead; their times count from its
+start or from the session's.
 
-Whether an id names a block or a whole prefix is left open, so ids are chained here: a block of this trace is named by
-all ids up to its end. Only whole blocks are. Sessions of local scope number their ids anew. What stands in front of a
-session's first request, the tools and then the system prompt, is taken as equal to another session's of equal length;
-all else is the session's own. Nor do sessions tell when they began: each begins at a moment that its name decides,
-equally likely anywhere in the length of the longest session.
+The format does not define whether an id names a block or a whole prefix, so this reader chains ids: a block is named by
+all ids up to its end. Incomplete blocks are left out. Sessions of local scope have their own ids. The tools and the
+system prompt at the head of a session are assumed to equal those of other sessions with the same lengths; everything
+else belongs to one session. Sessions do not say when they began, so each starts at a time derived from its name,
+uniformly distributed over the length of the longest session.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ MAX_NESTING = 8
 
 @dataclass(slots=True)
 class _Requests:
-    """All requests so far, by columns."""
+    """All requests so far, as columns."""
 
     times: list[float] = field(default_factory=list)
     inputs: list[int] = field(default_factory=list)
@@ -50,7 +51,8 @@ class _Requests:
 
 
 def read(source: Source, block_tokens: int | None = None) -> Trace:
-    """Blocks of ``block_tokens``, a multiple of the sessions' own size, which is the default. Raises TraceError."""
+    """Reads the sessions. ``block_tokens`` must be a multiple of their own block size, the default. Raises
+    TraceError."""
     requests = _Requests()
     starts: list[tuple[float, int]] = []
     size: int | None = None
@@ -61,14 +63,14 @@ def read(source: Source, block_tokens: int | None = None) -> Trace:
             if scope not in ("local", "global"):
                 raise ValueError(f"hash_id_scope={str(scope)[:40]!r}: not local or global")
             if not isinstance(data.get("requests"), list):
-                raise ValueError("requests is no list")
+                raise ValueError("requests is not a list")
         except ValueError as error:
             file.problem(number, error)
             continue
         size = size or positive_or(block_tokens, unit)
         if size % unit:
             raise TraceError(
-                f"block_tokens={size}: blocks of {file.path.name} are of {unit} tokens; write a multiple of that"
+                f"block_tokens={size}: blocks of {file.path.name} have {unit} tokens; use a multiple of that"
             )
         before = len(requests.times)
         session = _Session(file, number, data, unit, size, requests)
@@ -104,7 +106,7 @@ class _Session:
         self._requests = requests
         name = str(data.get("id", f"{file.path.name}:{number}"))[:1024].encode("utf-8", "replace")
         self.start = xxhash.xxh3_64_intdigest(name, seed=1) / 2**64
-        """When it begins, as a share of the longest session's length."""
+        """When it starts, as a share of the longest session's length."""
         is_local = data.get("hash_id_scope") != "global"
         self._own = xxhash.xxh3_64_digest(name) if is_local else b""
         self._tools, self._system = (
@@ -112,10 +114,10 @@ class _Session:
             for key in ("tool_tokens", "system_tokens")
         )
         self._shared: dict[int, bytes] = {}
-        """By id of a block of tools or system prompt, what it is called in all sessions that have the same."""
+        """The name of each block of tools or system prompt, by its id: the same in all sessions that share it."""
 
     def read(self, entries: list[Any], base: float = 0.0, where: str = "", depth: int = 0) -> None:
-        """``base`` is added to the times, ``where`` says which list of requests this is."""
+        """Reads a list of requests. ``base`` is added to their times; ``where`` names the list in errors."""
         ids: list[int] = []
         names: list[int] = []
         for index, entry in enumerate(entries):
@@ -146,11 +148,11 @@ class _Session:
     def _subagent(self, entry: Mapping[str, Any], at: float, base: float, place: str, depth: int) -> None:
         inner = entry.get("requests")
         if not isinstance(inner, list):
-            raise ValueError("requests is no list")
+            raise ValueError("requests is not a list")
         if depth == MAX_NESTING:
-            raise ValueError(f"subagents of subagents, more than {MAX_NESTING} deep")
+            raise ValueError(f"subagents are nested more than {MAX_NESTING} deep")
         times = [each["t"] for each in inner if isinstance(each, dict) and type(each.get("t")) in (int, float)]
-        # The published sessions count from the subagent's start; others from the session's.
+        # Times in published sessions count from the subagent's start, in others from the session's.
         relative = bool(times) and min(times) < at
         self.read(inner, base + at if relative else base, f"{place}, ", depth + 1)
 
@@ -162,19 +164,19 @@ class _Session:
         return names
 
     def _chain(self, new: list[int], ids: list[int], names: list[int]) -> list[int]:
-        """A name for each prefix of ``new``, where ``names`` are those of the prefixes of ``ids``."""
+        """Returns the name of each prefix of ``new``. ``names`` are those of the prefixes of ``ids``."""
         found = names[: _common(new, ids)]
         last = found[-1] if found else 0
         shared, own, digest = self._shared, self._own, xxhash.xxh3_64_intdigest
         for each in new[len(found) :]:
-            called = shared.get(each) or own + each.to_bytes(8, "little")
-            last = digest(last.to_bytes(8, "little") + called)
+            name = shared.get(each) or own + each.to_bytes(8, "little")
+            last = digest(last.to_bytes(8, "little") + name)
             found.append(last)
         return found
 
 
 def _common(a: list[int], b: list[int]) -> int:
-    """Length of the longest common prefix."""
+    """Returns the length of the longest common prefix."""
     low, high = 0, min(len(a), len(b))
     while low < high:
         middle = (low + high + 1) // 2
@@ -188,7 +190,7 @@ def _common(a: list[int], b: list[int]) -> int:
 def _sessions(source: Source) -> Iterator[tuple[Source, int, dict[str, Any]]]:
     for file in _files(source):
         try:
-            yield from _of_file(file)
+            yield from _sessions_in(file)
         except TraceError as error:
             if file is source or source.problems.strict:
                 raise
@@ -201,14 +203,14 @@ def _files(source: Source) -> Iterator[Source]:
         return
     paths = sorted(path for path in source.path.iterdir() if path.name.endswith(SUFFIXES))[:MAX_FILES]
     if not paths:
-        raise TraceError(f"{source.path}: a directory without sessions, which are files named *.json or *.json.gz")
+        raise TraceError(f"{source.path}: the directory has no sessions (files named *.json or *.json.gz)")
     for number, path in enumerate(paths, 1):
         yield Source(path, source.problems)
         source.progress(number / len(paths))
 
 
-def _of_file(file: Source) -> Iterator[tuple[Source, int, dict[str, Any]]]:
-    """A session a line, or one in all lines together."""
+def _sessions_in(file: Source) -> Iterator[tuple[Source, int, dict[str, Any]]]:
+    """Yields one session per line, or one that spans all lines."""
     lines = file.lines()
     first = list(islice(lines, 1))
     if first and _parsed(first[0][1]) is None:

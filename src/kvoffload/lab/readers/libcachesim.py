@@ -1,7 +1,7 @@
-"""CSV traces as libCacheSim reads them (https://github.com/1a1a11a/libCacheSim): a request of one object a line.
+"""Reads CSV traces in libCacheSim's format (https://github.com/1a1a11a/libCacheSim): one request per line.
 
-Columns are found by a header's names; without one they are time in seconds, object id, and whatever follows. An object
-is a block of one token: sizes are left aside, for a pool's blocks are of one size.
+A header names the columns; without a header they are time in seconds, object id, and others. An object becomes a block
+of one token; sizes are ignored, because all blocks of a pool have the same size.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ MAX_CELL = 1 << 16
 
 
 def read(source: Source, block_tokens: int | None = None) -> Trace:
-    """Raises TraceError."""
+    """Reads the trace. Raises TraceError, also for a ``block_tokens`` other than 1."""
     if block_tokens not in (None, 1):
         raise TraceError(f"block_tokens={block_tokens}: {source.path.name} has objects, not tokens; leave it out")
     times: list[float] = []
@@ -58,7 +58,7 @@ def read(source: Source, block_tokens: int | None = None) -> Trace:
 
 
 def delimiter(line: str) -> str:
-    """The likeliest one of a line's: the first of DELIMITERS that is in it."""
+    """Returns the most likely delimiter of a line: the first of DELIMITERS that it contains."""
     return next((each for each in DELIMITERS if each in line.strip()), ",")
 
 
@@ -85,14 +85,15 @@ def _rows(source: Source) -> Iterator[tuple[int, list[str]]]:
 
 
 def _columns(header: Sequence[str]) -> tuple[int, int] | None:
-    """Where time and object are, or None if this is no header. An object by the most telling of its names."""
+    """Returns the columns of time and object, or None if this is not a header. If several columns have a name of
+    OBJECTS, the name that comes first there wins."""
     names = [name.strip().lower().replace("-", "_") for name in header]
     time = next((names.index(name) for name in TIMES if name in names), None)
     at = next((names.index(name) for name in OBJECTS if name in names), None)
     if (time is None) != (at is None):
         raise TraceError(
-            f"a header without {'time' if time is None else 'object'}: {', '.join(names)[:200]}; call that column "
-            f"{TIMES[0] if time is None else OBJECTS[0]}"
+            f"the header has no column for {'the time' if time is None else 'the object'}: {', '.join(names)[:200]}; "
+            f"name that column {TIMES[0] if time is None else OBJECTS[0]}"
         )
     return None if time is None or at is None else (time, at)
 
@@ -110,7 +111,7 @@ def _time(cells: Sequence[str], column: int) -> float:
 
 
 def _object(cells: Sequence[str], column: int) -> int:
-    """The id as it is if it is a number of 64 bits, else its hash."""
+    """Returns the object's id if it is a number of 64 bits, else the hash of the id."""
     name = cells[column].strip() if column < len(cells) else ""
     if not name:
         raise ValueError("the object id is missing")

@@ -1,4 +1,4 @@
-"""What the readers share: lines of a file that may be compressed or broken, and the checks of their fields."""
+"""Shared parts of the readers: lines of a file that may be compressed or damaged, and checks of their fields."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from typing import Any, NoReturn
 from kvoffload.lab.trace import Problem, TraceError
 
 MAX_LINE_BYTES = 256 << 20
-"""The longest sessions of kv-cache-tester, each one line, have tens of MB."""
+"""A session of kv-cache-tester is one line and can have tens of MB."""
 MAX_PROBLEMS_KEPT = 100
 MAX_TOKENS = 1 << 40
-"""More than a request has, and few enough for sums in 64 bits."""
+"""More than any request has, but small enough for sums in 64 bits."""
 MAX_SECONDS = 1e12
 MAX_ID = (1 << 64) - 1
 PROGRESS_EVERY = 512
-"""Lines."""
+"""Lines between two reports of progress."""
 _GZIP_MAGIC = b"\x1f\x8b"
 _SHOWN = 40
 
@@ -32,7 +32,7 @@ Progress = Callable[[float], None]
 
 
 class Problems:
-    """Lines that were left out: the first of them, and how many. ``strict``: the first raises TraceError."""
+    """The skipped lines: the first of them, and their number. With ``strict`` the first one raises TraceError."""
 
     def __init__(self, strict: bool = False) -> None:
         self.kept: list[Problem] = []
@@ -41,14 +41,14 @@ class Problems:
 
     def add(self, problem: Problem) -> None:
         if self.strict:
-            raise TraceError(f"{problem}. Without strict such lines are left out and counted")
+            raise TraceError(f"{problem}. Without strict such lines are skipped and counted")
         self.count += 1
         if len(self.kept) < MAX_PROBLEMS_KEPT:
             self.kept.append(problem)
 
 
 class Source:
-    """One file of a trace. ``on_progress`` is given the share of it that was read."""
+    """One file of a trace. ``on_progress`` gets the share of it that was read."""
 
     def __init__(self, path: Path, problems: Problems, on_progress: Progress | None = None) -> None:
         self.path = path
@@ -56,7 +56,7 @@ class Source:
         self._on_progress = on_progress
 
     def problem(self, line: int, reason: object) -> None:
-        """Counts a line that is left out. Raises TraceError if that must not be."""
+        """Counts a skipped line. Raises TraceError if reading is strict."""
         self.problems.add(Problem(str(self.path), line, str(reason)))
 
     def progress(self, share: float) -> None:
@@ -64,7 +64,7 @@ class Source:
             self._on_progress(min(1.0, share))
 
     def head(self, size: int) -> bytes:
-        """The first ``size`` bytes, decompressed; fewer if no more can be read. Raises TraceError."""
+        """Returns the first ``size`` decompressed bytes, or fewer if no more can be read. Raises TraceError."""
         found = b""
         with _Opened(self.path) as (_, stream), contextlib.suppress(OSError, EOFError, zlib.error):
             while len(found) < size and (piece := stream.read1(size - len(found))):
@@ -72,7 +72,7 @@ class Source:
         return found
 
     def lines(self) -> Iterator[tuple[int, bytes]]:
-        """Numbers, from 1, and lines that are not blank. Raises TraceError if the file cannot be opened."""
+        """Yields line numbers, from 1, and lines that are not blank. Raises TraceError if the file cannot be opened."""
         number = 0
         with _Opened(self.path) as (raw, stream):
             size = max(1, self.path.stat().st_size)
@@ -85,7 +85,7 @@ class Source:
                     while too_long and rest and not rest.endswith(b"\n"):
                         rest = stream.readline(MAX_LINE_BYTES)
                 except (OSError, EOFError, zlib.error) as error:
-                    self.problem(number, f"the file cannot be read from here on: {error}")
+                    self.problem(number, f"the file cannot be read beyond this line: {error}")
                     break
                 if not line:
                     break
@@ -103,22 +103,23 @@ class Source:
             self.empty()
 
     def empty(self) -> NoReturn:
+        """Raises TraceError that says why there is no request."""
         problems = self.problems
         if not problems.count:
-            raise TraceError(f"{self.path}: an empty trace: there is no request in it")
+            raise TraceError(f"{self.path}: the trace is empty: it has no request")
         raise TraceError(
-            f"{self.path}: no request in it can be read: {problems.count:,} wrong, first {problems.kept[0]}"
+            f"{self.path}: no request can be read: {problems.count:,} invalid, the first: {problems.kept[0]}"
         )
 
 
 class _Opened:
-    """A file as bytes as they are and as bytes decompressed. A context manager."""
+    """A context manager that opens a file and yields its raw stream, for progress, and its decompressed stream."""
 
     def __init__(self, path: Path) -> None:
         try:
-            # Read twice, its head and all of it; and opening a pipe may take for ever.
+            # The file is opened twice, and opening a pipe may block forever.
             if not stat.S_ISREG(path.stat().st_mode):
-                raise TraceError(f"{path}: not a file; write the trace to one")
+                raise TraceError(f"{path}: not a regular file; write the trace to one")
             self._raw = path.open("rb")
         except OSError as error:
             raise TraceError(f"{path}: cannot be read: {error.strerror}") from error
@@ -147,7 +148,7 @@ _DECODER = json.JSONDecoder(parse_constant=_refuse_constant)
 
 
 def parse_object(text: bytes) -> dict[str, Any]:
-    """The JSON object that ``text`` is. Raises ValueError."""
+    """Parses a JSON object. Raises ValueError."""
     try:
         found = _DECODER.decode(text.decode())
     except json.JSONDecodeError as error:
@@ -157,7 +158,7 @@ def parse_object(text: bytes) -> dict[str, Any]:
     except RecursionError:
         raise ValueError("not JSON: nested too deeply") from None
     except ValueError as error:
-        # Of what the decoder refuses itself; else Python refuses to make a number of so many digits.
+        # Either from _refuse_constant, or Python refuses to parse a number with so many digits.
         raise error if str(error).startswith("not JSON") else ValueError("a number of thousands of digits") from None
     if not isinstance(found, dict):
         raise ValueError("not a JSON object")
@@ -165,7 +166,7 @@ def parse_object(text: bytes) -> dict[str, Any]:
 
 
 def seconds(data: Mapping[str, Any], field: str, unit: float = 1.0) -> float:
-    """A point in time, in units of ``unit`` seconds. Raises ValueError."""
+    """Returns a time in seconds from a field in units of ``unit`` seconds. Raises ValueError."""
     value = data.get(field)
     if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 <= value <= MAX_SECONDS / unit:
         raise wrong(data, field, "a time, 0 or more")
@@ -173,7 +174,7 @@ def seconds(data: Mapping[str, Any], field: str, unit: float = 1.0) -> float:
 
 
 def whole(data: Mapping[str, Any], field: str, least: int = 0, most: int = MAX_TOKENS) -> int:
-    """A whole number of at least ``least``. Raises ValueError."""
+    """Returns a whole number of at least ``least``. Raises ValueError."""
     value = data.get(field)
     if type(value) is not int or not least <= value <= most:
         raise wrong(data, field, f"a whole number, {least} or more")
@@ -181,22 +182,22 @@ def whole(data: Mapping[str, Any], field: str, least: int = 0, most: int = MAX_T
 
 
 def block_ids(data: Mapping[str, Any], field: str = "hash_ids") -> list[int]:
-    """A list of numbers in [0, 2**64). Raises ValueError."""
+    """Returns a list of numbers in [0, 2**64). Raises ValueError."""
     value = data.get(field)
     if not isinstance(value, list):
         raise wrong(data, field, "a list of block ids")
     if value and (set(map(type, value)) != {int} or min(value) < 0 or max(value) > MAX_ID):
         bad = next(each for each in value if type(each) is not int or not 0 <= each <= MAX_ID)
-        raise ValueError(f"{field} holds {_shown(bad)}: not a whole number in [0, 2**64)")
+        raise ValueError(f"{field} contains {_shown(bad)}: not a whole number in [0, 2**64)")
     return value
 
 
 def prefix_ids(data: Mapping[str, Any], field: str = "hash_ids") -> list[int]:
-    """``block_ids`` of which each names a prefix, so that none comes twice. Raises ValueError."""
+    """Returns ``block_ids`` that each name a prefix, so none may repeat. Raises ValueError."""
     value = block_ids(data, field)
     if len(set(value)) != len(value):
         twice = next(each for i, each in enumerate(value) if each in value[:i])
-        raise ValueError(f"{field} holds {twice} twice: each id names another prefix of the prompt")
+        raise ValueError(f"{field} contains {twice} twice: each id must name another prefix of the prompt")
     return value
 
 
@@ -215,12 +216,12 @@ def _shown(value: object) -> str:
 
 
 def out_of_order(times: list[float]) -> int:
-    """How many requests come before the one that stands before them."""
+    """Returns how many requests have an earlier time than their predecessor in the file."""
     return sum(a > b for a, b in pairwise(times))
 
 
 def positive_or(block_tokens: int | None, default: int) -> int:
-    """``block_tokens`` if it is given. Raises TraceError if it is no whole number of 1 or more."""
+    """Returns ``block_tokens``, or the default if it is None. Raises TraceError unless it is a positive number."""
     if block_tokens is None:
         return default
     if type(block_tokens) is not int or not 1 <= block_tokens <= MAX_TOKENS:
@@ -229,7 +230,7 @@ def positive_or(block_tokens: int | None, default: int) -> int:
 
 
 def finite(text: str) -> float:
-    """The number that ``text`` is. Raises ValueError."""
+    """Parses a finite number. Raises ValueError."""
     value = float(text)
     if not math.isfinite(value):
         raise ValueError(text)

@@ -1,7 +1,7 @@
-"""Traces of Mooncake (https://github.com/kvcache-ai/Mooncake, FAST25-release/traces): one JSON object a request.
+"""Reads Mooncake's traces (https://github.com/kvcache-ai/Mooncake, FAST25-release/traces): one JSON object per request.
 
 ``{"timestamp": ms, "input_length": tokens, "output_length": tokens, "hash_ids": [...]}``, where ``hash_ids[i]`` names
-the prompt's whole prefix up to and including block i; the last block may be cut short by the end of the prompt.
+the prompt's whole prefix up to and including block i; the last block may be incomplete.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ MILLISECOND = 1e-3
 
 
 def read(source: Source, block_tokens: int | None = None) -> Trace:
-    """``block_tokens``: where blocks are not of 512 tokens. Raises TraceError."""
+    """Reads the trace. ``block_tokens``: by default 512. Raises TraceError."""
     size = positive_or(block_tokens, BLOCK_TOKENS)
     times: list[float] = []
     inputs: list[int] = []
@@ -48,10 +48,10 @@ def read(source: Source, block_tokens: int | None = None) -> Trace:
 
 
 def check_length(ids: int, tokens: int, block_tokens: int) -> None:
-    """Every whole block has an id, and the last may have one if it is not whole. Raises ValueError."""
+    """Raises ValueError unless every whole block has an id; an incomplete last block may have one."""
     if tokens // block_tokens <= ids <= -(-tokens // block_tokens):
         return
     raise ValueError(
-        f"{ids} hash_ids for input_length={tokens}: there are {-(-tokens // block_tokens)} blocks of {block_tokens} "
-        "tokens; if blocks are of another size, say so with block_tokens"
+        f"{ids} hash_ids for input_length={tokens}, which has {-(-tokens // block_tokens)} blocks of {block_tokens} "
+        "tokens; if blocks have another size, set block_tokens"
     )

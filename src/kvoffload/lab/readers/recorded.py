@@ -1,8 +1,8 @@
-"""Traces that a server has recorded (see ``kvoffload.observe.trace``): a header, then a JSON object a request.
+"""Reads traces that a server recorded (see ``kvoffload.observe.trace``): a header, then one JSON object per request.
 
-The header, ``{"kvoffload_trace": 1, "block_tokens": ..., "started": seconds since 1970, ...}``, comes again wherever
-a server has started anew. A request's line has Mooncake's fields, where ``hash_ids`` go on over the blocks of the
-output, and ``device_tokens``, ``host_tokens`` and ``disk_tokens``: what that server found.
+Every start of the server adds a header, ``{"kvoffload_trace": 1, "block_tokens": ..., "started": seconds since 1970,
+...}``. A request has the fields of Mooncake's traces, but its ``hash_ids`` continue with the blocks of the output, and
+``device_tokens``, ``host_tokens`` and ``disk_tokens``: what that server found.
 """
 
 from __future__ import annotations
@@ -20,9 +20,10 @@ FOUND = ("device_tokens", "host_tokens", "disk_tokens")
 
 
 def read(source: Source, block_tokens: int | None = None) -> Trace:
-    """``info`` has the last header's fields and, as ``device_tokens`` and so on, what all requests found in each tier.
+    """Reads the trace. Its ``info`` has the fields of the last header, and the total tokens found in each tier as
+    ``device_tokens`` and so on.
 
-    Raises TraceError, also for a ``block_tokens`` that is not the trace's own.
+    Raises TraceError, also if ``block_tokens`` differs from the trace's own.
     """
     header: dict[str, Any] | None = None
     starts: list[float] = []
@@ -37,8 +38,8 @@ def read(source: Source, block_tokens: int | None = None) -> Trace:
                 tokens = _check_header(data, f"{source.path}:{number}")
                 if header is not None and tokens != size:
                     raise TraceError(
-                        f"{source.path}:{number}: blocks of {tokens} tokens from here on, of {size} before: make two "
-                        "files of it, each with its header"
+                        f"{source.path}:{number}: blocks have {tokens} tokens from here on, but {size} before: split "
+                        "the file before this header"
                     )
                 header, size = data, tokens
                 starts.append(data["started"])
@@ -83,7 +84,8 @@ def read(source: Source, block_tokens: int | None = None) -> Trace:
 def _check_header(data: Mapping[str, Any], where: str) -> int:
     if data[HEADER] != VERSION:
         raise TraceError(
-            f"{where}: {HEADER}={data[HEADER]!r}: this kvoffload reads format {VERSION}; use the one it came from"
+            f"{where}: {HEADER}={data[HEADER]!r}: this version of kvoffload reads format {VERSION}; use the version "
+            "that recorded it"
         )
     seconds(data, "started")
     return whole(data, "block_tokens", 1)
@@ -97,5 +99,5 @@ def _request(data: Mapping[str, Any], block_tokens: int) -> tuple[tuple[int, ...
         )
     found = [whole(data, name, 0, MAX_TOKENS) if name in data else 0 for name in FOUND]
     if sum(found) > inputs:
-        raise ValueError(f"{', '.join(FOUND)}: more was found than the input_length={inputs} that was asked for")
+        raise ValueError(f"{', '.join(FOUND)}: the sum is more than input_length={inputs}")
     return (inputs, outputs, *found), chain

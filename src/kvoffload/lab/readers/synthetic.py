@@ -1,11 +1,11 @@
-"""Made-up workloads: conversations, agents, and questions about documents.
+"""Generates synthetic workloads: conversations, agents, and questions about documents.
 
-``synthetic:chat``: sessions of a few growing turns behind one of 20 system prompts. ``synthetic:agent``: long sessions
-of many short turns, one on another's heels, with breaks, behind one of four sets of tools. ``synthetic:documents``:
-single questions about one of 500 documents each. Which prompt, set or document is drawn by Zipf's law. Sessions, and
-questions about documents, begin as a Poisson process; within a session turns follow each other after gaps of
-exponential length. A session's next prompt is its last one, the answer, and what comes new. Lengths are log-normal or
-exponential. The same options give the same trace, whatever the machine.
+``synthetic:chat``: sessions of a few turns after one of 20 system prompts. ``synthetic:agent``: long sessions of many
+short turns in quick succession, with breaks, after one of four sets of tools. ``synthetic:documents``: single
+questions, each about one of 500 documents. The prompt, set or document is drawn from a Zipf distribution. Sessions, and
+questions about documents, start as a Poisson process; the gaps between turns are exponential. Each prompt of a session
+consists of the one before, its answer, and new tokens. Lengths are log-normal. The same options give the same trace on
+every machine.
 """
 
 from __future__ import annotations
@@ -26,27 +26,27 @@ REQUESTS = 5000
 MAX_REQUESTS = 1_000_000
 MAX_SEED = (1 << 63) - 1
 MAX_PROMPT = 128 * 1024
-"""Tokens. A session that would grow longer ends."""
+"""A session ends before it exceeds this many tokens."""
 
 Turn = tuple[float, int, int]
-"""Seconds since the turn before, tokens of the prompt, tokens of the answer."""
+"""Seconds since the previous turn, tokens of the prompt, tokens of the answer."""
 Session = tuple[int, int, Iterator[Turn]]
-"""Number of the shared text that all its prompts begin with, that text's tokens, and its turns."""
+"""Number and tokens of the shared text at the start of all its prompts, and its turns."""
 
 
 def generate(source: str, block_tokens: int | None = None) -> Trace:
-    """The trace that ``source``, such as "synthetic:chat?requests=5000&seed=1", describes. Raises TraceError."""
+    """Returns the trace described by ``source``, such as "synthetic:chat?requests=5000&seed=1". Raises TraceError."""
     size = positive_or(block_tokens, BLOCK_TOKENS)
     kind, _, query = source.removeprefix(PREFIX).partition("?")
     if kind not in KINDS:
-        raise TraceError(f"{source}: unknown; write one of {', '.join(PREFIX + each for each in KINDS)}")
+        raise TraceError(f"{source}: unknown; use one of {', '.join(PREFIX + each for each in KINDS)}")
     requests, seed = _options(source, query)
     times, inputs, outputs, chains = [], [], [], []
     for at, number, (shared, shared_tokens), (_, prompt, answer) in _in_time(kind, requests, seed):
         times.append(at)
         inputs.append(prompt)
         outputs.append(answer)
-        # The last token of an answer is sampled and not computed.
+        # The last token of an answer is sampled, but its KV is not computed.
         chains.append(_chain(number, shared, shared_tokens // size, (prompt + answer - 1) // size))
     return make_trace(
         source,
@@ -61,7 +61,7 @@ def generate(source: str, block_tokens: int | None = None) -> Trace:
 
 
 def _in_time(kind: str, requests: int, seed: int) -> Iterator[tuple[float, int, tuple[int, int], Turn]]:
-    """When, of which session, what that shares with others, and the turn."""
+    """Yields the time of each request, its session, the number and tokens of its shared text, and the turn."""
     rng = random.Random(f"{kind} {seed}")
     begin, every_s = KINDS[kind]
     waiting: list[tuple[float, int, int, int, Turn, Iterator[Turn]]] = []
@@ -82,7 +82,7 @@ def _in_time(kind: str, requests: int, seed: int) -> Iterator[tuple[float, int, 
 
 
 def _chain(session: int, shared: int, shared_blocks: int, blocks: int) -> list[int]:
-    """Ids of a chain whose first blocks are of a shared text and the others the session's own."""
+    """Returns the ids of a chain that begins with the blocks of a shared text and goes on with the session's own."""
     common = min(shared_blocks, blocks)
     first_shared, first_own = (1 << 62) + (shared << 32), session << 32
     return [*range(first_shared, first_shared + common), *range(first_own + common, first_own + blocks)]
@@ -134,7 +134,8 @@ def _exponential(rng: random.Random, mean: float) -> float:
 
 
 def _lengths(rng: random.Random, median: int, sigma: float) -> int:
-    """Log-normal, 1 or more and at most 64 times the median; by Box and Muller, as their order of draws is fixed."""
+    """Draws a log-normal length, at least 1 and at most 64 times the median. Uses the Box-Muller transform, because its
+    sequence of draws is fixed."""
     normal = math.sqrt(-2 * math.log(1.0 - rng.random())) * math.cos(2 * math.pi * rng.random())
     return max(1, min(64 * median, round(median * math.exp(sigma * normal))))
 
@@ -160,16 +161,16 @@ KINDS: dict[str, tuple[Callable[[random.Random], Session], float]] = {
     "agent": (_agent, 60.0),
     "documents": (_documents, 1.0),
 }
-"""How a session is begun, and the mean number of seconds between the starts of two."""
+"""For each kind: the function that starts a session, and the mean seconds between two starts."""
 
 
 def _options(source: str, query: str) -> tuple[int, int]:
-    """``requests`` and ``seed``."""
+    """Returns ``requests`` and ``seed``. Raises TraceError."""
     found = {"requests": REQUESTS, "seed": 0}
     limits = {"requests": (1, MAX_REQUESTS), "seed": (0, MAX_SEED)}
     for name, text in parse_qsl(query, keep_blank_values=True):
         if name not in found:
-            raise TraceError(f"{source}: unknown option {name}; known are {', '.join(found)}")
+            raise TraceError(f"{source}: unknown option {name}; the options are {', '.join(found)}")
         least, most = limits[name]
         if not (text.isascii() and text.isdigit() and len(text) < 20 and least <= int(text) <= most):
             raise TraceError(f"{source}: {name}={text}: must be a whole number from {least} to {most:,}")

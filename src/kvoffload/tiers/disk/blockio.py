@@ -4,13 +4,13 @@
 run jobs of BlockIO, any number at a time, and one job of Maintenance at a time. A job may touch the following.
 
 - A job of BlockIO owns the arrays of its ``Batch``, and the host slots and slots on disk that these name, with payloads
-  and records, until the scheduler's thread has taken its results: nothing else reads or writes them until then. Apart
-  from that it appends to the queue of results.
+  and records, until the scheduler's thread has taken its results: nothing else reads or writes them until then. It
+  appends to the queue of results, and only reads what else it needs of BlockIO.
 - A job of Maintenance grows the files and writes the header, the recency file, and the records of blocks that are gone.
   It shares with the scheduler's thread: ``SlabFiles.header`` and ``num_allocated``, which one thread assigns and the
   other reads; the queues of stale records and of outcomes; the array of how often each slot was given away; the arrays
-  of Recency. A value that changes just after it was read costs a record or a page that is written once more, or a block
-  that a restart does not find, never wrong bytes.
+  of Recency. If a value changes just after it was read, a record or a page is written once more, or a restart does not
+  find a block; bytes are never wrong.
 - The files of SlabFiles are read and written by all of these at the same time, at different offsets.
 """
 
@@ -157,8 +157,7 @@ class BlockIO:
         return done
 
     def abandon(self) -> None:
-        """From now on no record is written: a job that hangs in a call may find the host slots used for something else
-        when it goes on."""
+        """Stops jobs that hang from writing records when they go on: the host slots may have other contents then."""
         self._abandoned = True
 
     def _submit(

@@ -119,7 +119,7 @@ def record_offset(slot: int) -> int:
 @dataclass(frozen=True, slots=True)
 class Header:
     """The header of an index. ``slot_bytes``: bytes per slot of each rank, padded. ``transient``: the blocks were
-    computed with weights that were changed while the server ran, and are void once it has ended."""
+    computed with weights that were changed while the server ran, and are invalid once it has ended."""
 
     fingerprint: str
     slot_bytes: tuple[int, ...]

@@ -42,7 +42,7 @@ class Task(enum.Enum):
     """Write down which blocks were used."""
 
 
-_TASKS = tuple(Task)
+_NO_SLOTS = np.empty(0, dtype=np.int64)
 _FINAL_TASKS = (Task.HEADER, Task.STALE_RECORDS, Task.RECENCY)
 
 
@@ -152,27 +152,30 @@ class Maintenance:
     # Stale records.
 
     def give(self, slots: Slots) -> None:
-        """Notes that new blocks will be written to ``slots``."""
+        """Notes that ``slots`` get new blocks, whose writing replaces the old records."""
         self._num_given[slots] += 1
 
     def empty_records(self, slots: Slots) -> None:
-        """Has the records of the blocks that were given ``slots`` last emptied, so that no later process finds them."""
+        """Queues the records of the blocks that were last given ``slots`` to be emptied: no later process may find
+        them."""
         self._stale.extend(zip(slots.tolist(), self._num_given[slots].tolist(), strict=True))
 
     # Jobs.
 
     def submit(self) -> None:
-        """Has the tasks done that are due, unless a job is under way."""
-        if self._state is not _State.IDLE or self._files.read_only:
+        """Submits a job for the tasks that are due, unless one is under way."""
+        if self._state is not _State.IDLE:
             return
-        now = self._clock()
-        tasks = [task for task in _TASKS if self._has_work(task) and now >= self._not_before[task]]
-        if tasks and self._executor.submit_maintenance(partial(self._run, tasks)):
-            self._state = _State.BUSY
+        pending = self._pending()
+        if pending and not self._files.read_only:
+            now = self._clock()
+            due = [task for task in pending if now >= self._not_before[task]]
+            if due and self._executor.submit_maintenance(partial(self._run, due)):
+                self._state = _State.BUSY
 
     def poll(self) -> Slots:
-        """Takes notice of tasks that have ended. Returns new slots."""
-        slots = np.empty(0, dtype=np.int64)
+        """Takes the outcomes of tasks that have ended. Returns new slots."""
+        slots = _NO_SLOTS
         while self._outcomes:
             outcome = self._outcomes.popleft()
             if outcome.task is None:
@@ -187,24 +190,28 @@ class Maintenance:
         return slots
 
     def close(self) -> None:
-        """Ends growth, and has the executor do the rest, however long ago it was done last. ``finish`` must follow."""
+        """Submits a last job for everything but growth, whether it is due or not. ``finish`` must follow."""
         if self._state is _State.IDLE and not self._files.read_only:
             self._executor.submit_maintenance(partial(self._run, _FINAL_TASKS, is_final=True))
         self._state = _State.CLOSED
 
     def finish(self) -> None:
-        """Does what is left to do, on the caller's thread. No job may be running."""
+        """Does the rest on the caller's thread. No job may be running."""
         if not self._files.read_only:
             self._run(_FINAL_TASKS, is_final=True)
 
-    def _has_work(self, task: Task) -> bool:
-        if task is Task.HEADER:
-            return self._files.header_is_due
-        if task is Task.GROWTH:
-            return self._growth in (Growth.REQUESTED, Growth.RETRIED)
-        if task is Task.STALE_RECORDS:
-            return bool(self._stale)
-        return self._recency.has_changes
+    def _pending(self) -> list[Task]:
+        """Returns the tasks that have something to do, in the order of Task."""
+        tasks = []
+        if self._files.header_is_due:
+            tasks.append(Task.HEADER)
+        if self._growth is Growth.REQUESTED or self._growth is Growth.RETRIED:
+            tasks.append(Task.GROWTH)
+        if self._stale:
+            tasks.append(Task.STALE_RECORDS)
+        if self._recency.has_changes:
+            tasks.append(Task.RECENCY)
+        return tasks
 
     # On a thread of the executor.
 
@@ -218,7 +225,7 @@ class Maintenance:
         finally:
             self._outcomes.append(_Outcome(None))
 
-    def _try(self, task: Task, is_final: bool) -> OSError | None:
+    def _try(self, task: Task, is_final: bool) -> Exception | None:
         try:
             if task is Task.HEADER:
                 self._files.write_header()
@@ -227,6 +234,9 @@ class Maintenance:
             else:
                 self._recency.write(self._files, everything=is_final)
         except OSError as error:
+            return error
+        except Exception as error:
+            logger.exception("kvoffload: disk tier: maintenance failed (%s)", task.name)
             return error
         return None
 

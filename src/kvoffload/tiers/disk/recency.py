@@ -30,12 +30,8 @@ class Recency:
         self._last_use = np.zeros(num_slots, dtype=np.int64)
         self._changed = np.zeros(-(-num_slots // PAGE_SLOTS), dtype=np.bool_)
         """Per page: whether the file lacks some of ``_last_use``."""
-        self._has_changes = False
-
-    @property
-    def has_changes(self) -> bool:
+        self.has_changes = False
         """Whether there is something to write."""
-        return self._has_changes
 
     def load(self, files: SlabFiles) -> Sequences:
         """Reads the recency file. Returns the last use of every slot that exists, 0 if none was written."""
@@ -58,19 +54,19 @@ class Recency:
         """Notes a use of the blocks of a chain, head first. The file gets it in the next ``write``."""
         self._last_use[slots] = self.take(len(slots))
         self._changed[slots // PAGE_SLOTS] = True
-        self._has_changes = True
+        self.has_changes = True
 
     def write(self, files: SlabFiles, everything: bool) -> None:
         """Writes pages that have changed, at most MAX_PAGES of them unless ``everything`` is True. Raises OSError."""
         # Before the pages are looked at: a use that is noted from here on sets it again.
-        self._has_changes = False
+        self.has_changes = False
         pages = np.flatnonzero(self._changed)
         try:
             for page in (pages if everything else pages[:MAX_PAGES]).tolist():
                 self._write_page(files, page)
         finally:
             if self._changed.any():
-                self._has_changes = True
+                self.has_changes = True
 
     def _write_page(self, files: SlabFiles, page: int) -> None:
         first = page * PAGE_SLOTS

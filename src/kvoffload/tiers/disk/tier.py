@@ -20,7 +20,6 @@ from kvoffload.abc import (
     TierError,
     TierResult,
 )
-from kvoffload.cache.slots import SlotBackend
 from kvoffload.tiers.catalog import Catalog, Claim
 from kvoffload.tiers.disk.blockio import FACTS, JOB_BYTES, Batch, BlockIO, Done
 from kvoffload.tiers.disk.format import MAX_KEY_BYTES
@@ -33,7 +32,6 @@ from kvoffload.tiers.threads import IOThreads
 
 logger = logging.getLogger(__name__)
 
-DISK_MEDIUM = "DISK"
 CLOSE_DEADLINE_S = 5.0
 WARNING_INTERVAL_S = 10.0
 
@@ -41,6 +39,7 @@ WARNING_INTERVAL_S = 10.0
 class DiskTier(Tier):
     """Blocks of ``pools`` (one per rank, shape (num_slots, slot_bytes)) on ``storage``, at most ``capacity_bytes``.
 
+    ``files`` and ``catalog``, its two public parts, are for tests and benchmarks.
     The catalog is kept on the scheduler's thread; jobs on ``executor`` move bytes and verify them, see ``blockio``.
     Nothing is synced: what a power loss takes fails its checksum. ``random(n)`` returns n random bytes. ``job_bytes``:
     blocks that are smaller share a job of this size.
@@ -71,7 +70,7 @@ class DiskTier(Tier):
         self.files = SlabFiles(storage, fingerprint, slot_bytes, capacity_bytes, slab_bytes, self._new_generation)
         num_slots = self.files.num_slots
         try:
-            self.catalog = Catalog(SlotBackend(self.block_bytes, DISK_MEDIUM, num_slots, grows=True), policy, clock)
+            self.catalog = Catalog(num_slots, self.block_bytes, policy, clock, grows=True)
             self._facts = np.zeros(num_slots, dtype=FACTS)
             """What the record of each slot says."""
             self._recency = Recency(num_slots)
@@ -153,7 +152,8 @@ class DiskTier(Tier):
             return []
         batch = self._batch(self.catalog.begin_reads(keys, slots))
         taken = self._io.submit_reads(batch)
-        self.catalog.cancel_reads(batch.slots[taken:])
+        if taken < len(batch.keys):
+            self.catalog.cancel_reads(batch.slots[taken:])
         return batch.keys[:taken]
 
     def write(self, keys: Sequence[OffloadKey], slots: Slots) -> list[OffloadKey]:
@@ -168,7 +168,8 @@ class DiskTier(Tier):
         batch = self._batch(self.catalog.begin_writes(keys, slots, room))
         self._maintenance.give(batch.slots)
         taken = self._io.submit_writes(batch)
-        self.catalog.cancel_writes(batch.slots[taken:])
+        if taken < len(batch.keys):
+            self.catalog.cancel_writes(batch.slots[taken:])
         return batch.keys[:taken]
 
     def _batch(self, claim: Claim) -> Batch:
@@ -189,15 +190,17 @@ class DiskTier(Tier):
         return free
 
     def poll(self) -> list[TierResult]:
-        self.catalog.add_free(self._maintenance.poll())
+        new_slots = self._maintenance.poll()
+        if len(new_slots):
+            self.catalog.add_free(new_slots)
         results, self._unreported = self._unreported + self._take_results(), []
         self._maintenance.submit()
         return results
 
     def _take_results(self) -> list[TierResult]:
-        done = self._io.take_done()
-        if not done:
+        if not self._io.has_done:
             return []
+        done = self._io.take_done()
         return self._end([run for run in done if run.is_read]) + self._end([run for run in done if not run.is_read])
 
     def _end(self, done: Sequence[Done]) -> list[TierResult]:
@@ -216,10 +219,10 @@ class DiskTier(Tier):
             # Their records may have been written after the keys were dropped.
             self._maintenance.empty_records(gone)
         if len(gone) or not succeeded.all():
-            self._mark_gone(done, results, set(gone.tolist()))
+            self._report_failures(done, results, set(gone.tolist()))
         return results
 
-    def _mark_gone(self, done: Sequence[Done], results: list[TierResult], gone: set[int]) -> None:
+    def _report_failures(self, done: Sequence[Done], results: list[TierResult], gone: set[int]) -> None:
         """Replaces good results of blocks that were dropped meanwhile, and logs the bad ones of others."""
         i = 0
         for run in done:
@@ -254,8 +257,8 @@ class DiskTier(Tier):
         self._maintenance.submit()
 
     def reset(self) -> None:
-        """Drops every block. What is stored until the process ends is void after that: it belongs to other weights than
-        those that the next process loads."""
+        """Drops every block. Blocks that are stored later are invalid for the next process, since they belong to other
+        weights than those that it will load."""
         self.catalog.reset()
         self.files.header = replace(self.files.header, generation=self._new_generation(), transient=True)
         self._maintenance.submit()

@@ -1,6 +1,6 @@
 """One act of the demo: real vLLM in this process, one request at a time.
 
-Run as ``python -m kvoffload.vllm.demo_engine FD`` with an ``ActConfig`` as JSON on standard input. Writes
+Run as ``python -m kvoffload.demo.engine FD`` with an ``ActConfig`` as JSON on standard input. Writes
 JSON lines ``{"kind": ..., ...}`` to the open file descriptor FD: ``info`` when the engine is warm,
 ``request`` after each request, ``summary`` at the end. Standard output and error are for vLLM's log. The
 caller watches the time and ends the process when it is out.
@@ -27,7 +27,7 @@ RECORDS_SEARCHED = 16
 
 
 class Probe:
-    """Reads what kvoffload says of itself; answers with nothing where there is no kvoffload."""
+    """Reads records and counters of kvoffload. Returns empty results if the engine runs without it."""
 
     def __init__(self, llm: Any) -> None:
         self._scheduler: Any = None
@@ -38,21 +38,21 @@ class Probe:
             print(f"demo: cannot see kvoffload's counters: {error}", file=sys.stderr)
 
     def record(self, request_id: str) -> Any:
-        """The RequestRecord of a request; vLLM appends a suffix to the id it is given."""
+        """Returns the RequestRecord of a request. vLLM appends a suffix to the id that it is given."""
         if self._scheduler is None:
             return None
         recent = islice(reversed(self._scheduler.records), RECORDS_SEARCHED)
         return next((r for r in recent if r.req_id.split("-")[0] == request_id), None)
 
     def pool(self) -> tuple[int, int]:
-        """Blocks of the host pool used, and in all."""
+        """Returns the number of used blocks and of all blocks of the host pool."""
         if self._scheduler is None:
             return 0, 0
         manager = self._scheduler.manager
         return manager.num_used_blocks, manager.num_blocks
 
     def counters(self) -> dict[str, float]:
-        """kvoffload's running totals by name."""
+        """Returns the values of kvoffload's counters by name."""
         if self._scheduler is None:
             return {}
         totals = self._scheduler.metrics.snapshot()
@@ -60,7 +60,7 @@ class Probe:
 
 
 class Act:
-    """An engine and the conversations held with it."""
+    """An engine and the conversations with it."""
 
     def __init__(self, config: ActConfig) -> None:
         import vllm
@@ -102,7 +102,7 @@ class Act:
         return lambda text: [offset + byte for byte in text.encode()]
 
     def generate(self, request_id: str, prompt: list[int]) -> tuple[Any, float, float]:
-        """Runs one request; returns vLLM's output, milliseconds to the first token and to the last."""
+        """Runs one request. Returns vLLM's output, and the milliseconds to the first token and to the last."""
         engine = self.llm.llm_engine
         start = time.perf_counter()
         engine.add_request(request_id, {"prompt_token_ids": prompt}, self.params)
@@ -113,19 +113,19 @@ class Act:
                     first = time.perf_counter() - start
                 if output.finished:
                     total = time.perf_counter() - start
-                    # As a server does before it waits for the next request: its connector is told of the end.
+                    # As in a server, one more step tells the connector of the end.
                     engine.step()
                     return output, 1e3 * first, 1e3 * total
 
     def warm_up(self) -> None:
-        """A prompt that nobody asked before, in an earlier act neither, computed and then found on the device."""
+        """Runs a new prompt twice, so that it is computed and then found on the device. No act has used it before."""
         prompt = self.prompts[0].copy()
         random.SystemRandom().shuffle(prompt)
         for i in range(2):
             self.generate(f"warmup{i}", prompt)
 
     def visit(self, index: int) -> RequestResult | None:
-        """Asks a document a question and remembers the answer; None where an earlier act has asked it."""
+        """Asks a question about a document and keeps the answer. Returns None if an earlier act has asked it."""
         document, question = self.config.visits[index]
         self.prompts[document] += self.answers[document] + self.questions[question]
         prompt = self.prompts[document]
@@ -165,7 +165,7 @@ class Act:
         )
 
     def direct_io(self) -> bool:
-        """Whether the kernel has files of the disk tier open past the page cache."""
+        """Whether files of the disk tier are open with direct I/O."""
         options = (self.config.connector or {}).get("kv_connector_extra_config", {})
         if "disk_dir" not in options:
             return False
@@ -177,7 +177,7 @@ class Act:
         return False
 
     def close(self) -> None:
-        """Ends the engine in order, so that what waits to be written to disk is written."""
+        """Shuts the engine down, so that pending blocks are written to disk."""
         self.llm.llm_engine.engine_core.shutdown()
 
     def device_name(self) -> str:

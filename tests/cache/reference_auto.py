@@ -1,10 +1,10 @@
-"""The self-tuning policy in the plainest Python there is: lists, one block at a time."""
+"""Reference model of the self-tuning policy, in the plainest Python there is: lists, one block at a time."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from kvoffload.abc import LoadStoreSpec, OffloadKey, PrepareStoreOutput, ReqContext
+from kvoffload.abc import LoadStoreSpec, OffloadKey, ReqContext
 from kvoffload.cache.policies import tournament
 from kvoffload.cache.policies.ghosts import key_hashes
 from kvoffload.cache.policies.tournament import RULES, Rule
@@ -12,7 +12,7 @@ from kvoffload.testing.reference import BEING_WRITTEN, ReferenceManager, unique
 
 
 class Ghosts:
-    """The last ``limit`` that entered, and were not taken out since."""
+    """The last ``limit`` names that entered, without those that were taken out since."""
 
     def __init__(self, limit: int) -> None:
         self.limit = limit
@@ -20,7 +20,7 @@ class Ghosts:
         """Name and stamp; None: taken out."""
 
     def stamp(self, name: object) -> int:
-        """When it was last used; -1 if it is not here."""
+        """Returns when ``name`` was last used; -1 if it is not here."""
         return next((entry[1] for entry in self.latest() if entry is not None and entry[0] == name), -1)
 
     def latest(self) -> list[tuple[object, int] | None]:
@@ -35,7 +35,7 @@ class Ghosts:
 
 
 class ReferenceTwoLists:
-    """Names in two lists, by one rule: what ``policies.tournament.Shadow`` is, and what ``AutoPolicy`` is when every
+    """Names in two lists that follow one rule, as ``policies.tournament.Shadow`` does, and ``AutoPolicy`` if every
     request is served at once."""
 
     def __init__(self, capacity: int, rule: Rule) -> None:
@@ -92,7 +92,7 @@ class ReferenceTwoLists:
         return found
 
     def make_room(self, here: list[int], new_once: list[int], new_again: list[int]) -> bool:
-        """One name leaves, or stays out. False: there is none."""
+        """Lets one name leave or stay out. Returns False if there is none."""
         idle_again = [name for name in self.again if name not in here]
         if self.rule.share is None:
             oldest = min(self.once + self.again + new_once + new_again, key=lambda name: self.stamp[name])
@@ -124,7 +124,7 @@ class ReferenceTwoLists:
 
 
 class ReferenceAutoManager(ReferenceManager):
-    """Evicts by the self-tuning policy. Pinned blocks are in no order, but count in their list."""
+    """Evicts by the self-tuning policy."""
 
     def __init__(self, num_blocks: int) -> None:
         super().__init__(num_blocks)
@@ -140,17 +140,14 @@ class ReferenceAutoManager(ReferenceManager):
         self.stamp: dict[OffloadKey, int] = {}
         self.ghosts = Ghosts(tournament.GHOSTS * self.capacity)
         self.marked: dict[OffloadKey, bool] = {}
-        self.passed: set[OffloadKey] = set()
-        """Being written, and passed over in an eviction: in no order until then."""
+        self.skipped: set[OffloadKey] = set()
+        """Busy blocks that an eviction has passed over: they are in no order until they are evictable."""
         self.clock = 0
 
     def tick(self, key: OffloadKey) -> None:
-        self.passed.discard(key)
+        self.skipped.discard(key)
         self.stamp[key] = self.clock
         self.clock += 1
-
-    def is_pinned(self, key: OffloadKey) -> bool:
-        return self.blocks[key].ref_cnt > 0
 
     def touch(self, keys: Sequence[OffloadKey], req_context: ReqContext | None = None) -> None:
         names = [int(h) for h in key_hashes(unique(keys))]
@@ -162,7 +159,7 @@ class ReferenceAutoManager(ReferenceManager):
         best = self.scores.index(max(self.scores))
         if self.scores[best] > tournament.MARGIN * self.scores[RULES.index(self.rule)]:
             self.rule = RULES[best]
-        ordered = [self.stamp[key] for key in self.again if not self.is_pinned(key) and key not in self.passed]
+        ordered = [self.stamp[key] for key in self.again if key not in self.skipped]
         floor = min(ordered, default=-1) if self.rule.is_tested(self.capacity, len(self.again)) else -1
         for key in unique(keys):
             if key not in self.blocks:
@@ -174,32 +171,19 @@ class ReferenceAutoManager(ReferenceManager):
                     self.again.add(key)
                 self.tick(key)
 
-    def prepare_store(
-        self, keys: Sequence[OffloadKey], req_context: ReqContext | None = None
-    ) -> PrepareStoreOutput | None:
-        new = [key for key in unique(keys) if self.held(key) is None]
-        self.need = max(0, len(new) - len(self.free_slots))
-        self.entering = [key for key in new if not self.is_returning(key)]
-        refused = self.refused(new, self.need) if self.need and self.rule.share is not None else []
-        self.entering = [key for key in self.entering if key not in refused]
-        for key in reversed([key for key in new if key in refused]):
-            self.ghosts.enter(key, self.clock)
-            self.marked.pop(key, None)
-            self.clock += 1
-        return super().prepare_store([key for key in keys if key not in refused], req_context)
-
     def is_returning(self, key: OffloadKey) -> bool:
         return self.ghosts.stamp(key) >= 0 and self.marked.get(key, False)
 
-    def refused(self, new: list[OffloadKey], need: int) -> list[OffloadKey]:
-        """Those of ``new`` that stay out: room is made one by one, and nothing is in use."""
+    def order_admit(self, keys: list[OffloadKey]) -> list[OffloadKey]:
+        """Returns those of ``keys`` that do not stay out. Room is made one by one, as if no block were busy."""
+        if self.rule.share is None:
+            return keys
         once, again = len(self.once), len(self.again)
-        new_once = [key for key in new if not self.is_returning(key)]
-        new_again = [key for key in new if self.is_returning(key)]
-        assert self.rule.share is not None
+        new_once = [key for key in keys if not self.is_returning(key)]
+        new_again = [key for key in keys if self.is_returning(key)]
         quota = max(1, int(self.rule.share * self.capacity))
         out: list[OffloadKey] = []
-        for _ in range(need):
+        for _ in range(len(keys) - len(self.free_slots)):
             crowded = once + len(new_once) > quota
             if new_once and ((crowded and ((self.rule.holds and once > quota) or not once)) or not (crowded or again)):
                 out.append(new_once.pop())
@@ -211,32 +195,39 @@ class ReferenceAutoManager(ReferenceManager):
                 once -= 1
             elif new_again:
                 out.append(new_again.pop())
-        return out
+        return [key for key in keys if key not in out]
+
+    def order_refuse(self, key: OffloadKey) -> None:
+        self.ghosts.enter(key, self.clock)
+        self.marked.pop(key, None)
+        self.clock += 1
 
     def order_insert(self, key: OffloadKey) -> None:
         (self.again if self.is_returning(key) else self.once).add(key)
         self.ghosts.take_out(key)
-        self.entering = []
         self.tick(key)
 
     def order_touch(self, key: OffloadKey) -> None:
         raise NotImplementedError("a whole chain is touched")
 
-    def order_unpin(self, key: OffloadKey) -> None:
+    def order_move(self, key: OffloadKey, new: bool) -> None:
         self.tick(key)
+
+    def order_evict_all(self, n: int, evictable: set[OffloadKey], entering: list[OffloadKey]) -> list[OffloadKey]:
+        self.num_entering_once = sum(not self.is_returning(key) for key in entering)
+        return super().order_evict_all(n, evictable, entering)
 
     def order_evict(self, evictable: set[OffloadKey]) -> OffloadKey:
         once = sorted((key for key in self.once if key in evictable), key=lambda key: self.stamp[key])
         again = sorted((key for key in self.again if key in evictable), key=lambda key: self.stamp[key])
         if self.rule.share is None:
             victim = min(once + again, key=lambda key: self.stamp[key])
+            self.pass_over(self.stamp[victim])
         else:
-            crowded = len(self.once) + len(self.entering) > max(1, int(self.rule.share * self.capacity))
+            crowded = len(self.once) + self.num_entering_once > max(1, int(self.rule.share * self.capacity))
             victim = once[0] if once and (crowded or not again) else again[0]
             if victim in self.again or not crowded:
                 self.pass_over(self.stamp[again[0]] if again else self.clock)
-        if self.rule.share is None:
-            self.pass_over(self.stamp[victim])
         self.once.discard(victim)
         self.again.discard(victim)
         self.ghosts.enter(victim, self.stamp[victim])
@@ -244,8 +235,8 @@ class ReferenceAutoManager(ReferenceManager):
         return victim
 
     def pass_over(self, before: int) -> None:
-        writing = {key for key in self.again if self.blocks[key].ref_cnt == BEING_WRITTEN}
-        self.passed |= {key for key in writing if self.stamp[key] < before}
+        busy = {key for key in self.again if self.blocks[key].ref_cnt != 0}
+        self.skipped |= {key for key in busy if self.stamp[key] < before}
 
     def complete_store(
         self,
@@ -254,13 +245,17 @@ class ReferenceAutoManager(ReferenceManager):
         success: bool = True,
     ) -> None:
         super().complete_store(blocks, req_context, success)
-        self.passed = {key for key in self.passed if key in self.blocks and not self.blocks[key].is_ready}
+        self.mark_evictable()
+
+    def complete_load(
+        self, blocks: LoadStoreSpec | Sequence[OffloadKey], req_context: ReqContext | None = None
+    ) -> None:
+        super().complete_load(blocks, req_context)
+        self.mark_evictable()
+
+    def mark_evictable(self) -> None:
+        self.skipped = {key for key in self.skipped if key in self.blocks and self.blocks[key].ref_cnt != 0}
 
     def order_remove(self, key: OffloadKey) -> None:
         self.once.discard(key)
         self.again.discard(key)
-
-    def reorder_chain(self, keys: Sequence[OffloadKey], stored: object, req_context: ReqContext | None = None) -> None:
-        for key in reversed(unique(keys)):
-            if key in self.blocks and not self.is_pinned(key):
-                self.tick(key)

@@ -1,4 +1,4 @@
-"""Which weights are these: any change of any file that may shape KV is noticed, and nothing else is."""
+"""Fingerprints of models: they change with every file that may shape KV, and with nothing else."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from typing import Any
 
 import pytest
 
-from kvoffload import fingerprint as module
+from kvoffload import fingerprints as module
 from kvoffload.digests import DigestCache
-from kvoffload.fingerprint import files_fingerprint, find_model_dir, fingerprint, has_weights, is_commit
+from kvoffload.fingerprints import files_fingerprint, find_model_dir, fingerprint, has_weights, is_commit
 
 EMBEDDING_BYTES = 1_000_003
-"""No multiple of anything that is read at a time."""
+"""Not a multiple of the size of a read."""
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
 
 @pytest.fixture
 def model(tmp_path: Path) -> Path:
-    """A directory as models come: weights in several formats, configurations, code, a folder with an encoder."""
+    """A typical directory of a model: weights in several formats, configurations, code, an encoder."""
     directory = tmp_path / "model"
     (directory / "encoder").mkdir(parents=True)
     for name, content in {
@@ -43,7 +43,7 @@ def model(tmp_path: Path) -> Path:
 
 
 def flip(path: Path, at: int) -> None:
-    """Changes one byte of the file, ``at`` from its beginning or, if negative, from its end."""
+    """Changes one byte of the file at offset ``at``, which counts from the end if it is negative."""
     raw = bytearray(path.read_bytes())
     raw[at] ^= 1
     path.write_bytes(raw)
@@ -108,22 +108,22 @@ HARMLESS: dict[str, Callable[[Path], object]] = {
 
 
 @pytest.mark.parametrize("change", HARMLESS)
-def test_nothing_else_does(model: Path, change: str) -> None:
+def test_other_changes_do_not(model: Path, change: str) -> None:
     before = files_fingerprint(model)
     assert len(before) == 64
     HARMLESS[change](model)
     assert files_fingerprint(model) == before
 
 
-def test_where_it_lies_does_not_matter(model: Path, tmp_path: Path) -> None:
+def test_the_path_of_the_directory_does_not_matter(model: Path, tmp_path: Path) -> None:
     before = files_fingerprint(model)
     moved = tmp_path / "moved"
     model.rename(moved)
     assert files_fingerprint(moved) == before
 
 
-def test_nor_does_it_where_links_lead(model: Path, tmp_path: Path) -> None:
-    """As in Hugging Face's cache, where files are links into another folder, under the names of their hashes."""
+def test_targets_of_links_do_not_matter(model: Path, tmp_path: Path) -> None:
+    """In Hugging Face's cache files are links into another folder, where their names are hashes."""
     before = files_fingerprint(model)
     (model / "one.safetensors").rename(tmp_path / "blob")
     (model / "one.safetensors").symlink_to(tmp_path / "blob")
@@ -153,7 +153,7 @@ def test_these_are_weights(tmp_path: Path, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["optimizer.pt", "training_args.bin", "checkpoint-1/model.safetensors"])
-def test_and_these_are_not(tmp_path: Path, name: str) -> None:
+def test_these_are_not_weights(tmp_path: Path, name: str) -> None:
     (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
     (tmp_path / name).write_bytes(b"")
     assert not has_weights(tmp_path)
@@ -172,9 +172,7 @@ def test_weights_that_cannot_be_read_are_an_error(model: Path, spoil: str) -> No
 
 
 @pytest.mark.parametrize("spoil", ["a link that leads nowhere", "a pipe", "a circle of folders", "another user's"])
-def test_other_files_that_cannot_be_read_are_in_nobody_s_way(
-    model: Path, monkeypatch: pytest.MonkeyPatch, spoil: str
-) -> None:
+def test_other_files_that_cannot_be_read_do_no_harm(model: Path, monkeypatch: pytest.MonkeyPatch, spoil: str) -> None:
     before = files_fingerprint(model)
     if spoil == "a link that leads nowhere":
         (model / "x.json").symlink_to(model / "nowhere")
@@ -188,18 +186,18 @@ def test_other_files_that_cannot_be_read_are_in_nobody_s_way(
     assert files_fingerprint(model) == files_fingerprint(model) != before
 
 
-def test_so_are_more_files_than_a_model_has(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_more_files_than_a_model_has_are_an_error(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "MAX_FILES", 10)
     with pytest.raises(ValueError, match="more than 10 files"):
         files_fingerprint(model)
 
 
-def test_a_directory_is_where_its_model_lies(model: Path) -> None:
+def test_a_model_may_be_a_directory(model: Path) -> None:
     assert find_model_dir(str(model), None) == model
     assert find_model_dir(str(model / "nowhere"), None) is None
 
 
-def test_it_lies_in_hugging_face_s_cache_as_well(tmp_path: Path) -> None:
+def test_a_model_may_be_in_the_cache_of_hugging_face(tmp_path: Path) -> None:
     pytest.importorskip("huggingface_hub")
     stored = tmp_path / "models--some--model"
     snapshot = stored / "snapshots" / COMMIT
@@ -222,7 +220,7 @@ def test_only_a_commit_always_means_the_same() -> None:
         assert not is_commit(revision)
 
 
-# All that shapes the bytes.
+# The fingerprint of everything that shapes the bytes.
 
 PARTS = {"weights": "w", "dtype": "bfloat16", "block_size": 16, "groups": [1, 2], "layout": {"x": 1, "y": 2}}
 
@@ -260,12 +258,12 @@ def test_a_part_that_is_missing_matters(name: str) -> None:
     assert fingerprint({key: value for key, value in PARTS.items() if key != name}) != fingerprint(PARTS)
 
 
-def test_our_own_format_is_a_part(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_our_own_format_version_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     before = fingerprint(PARTS)
-    monkeypatch.setattr("kvoffload.fingerprint.FORMAT_VERSION", 3)
+    monkeypatch.setattr("kvoffload.fingerprints.FORMAT_VERSION", 3)
     assert fingerprint(PARTS) != before
 
 
-def test_what_json_cannot_say_is_refused() -> None:
+def test_values_that_are_not_json_are_refused() -> None:
     with pytest.raises(TypeError):
         fingerprint({"dtype": object()})

@@ -1,4 +1,4 @@
-"""What makes cached bytes belong together: same fingerprint, or a different cache."""
+"""Fingerprints: blocks with the same fingerprint belong to the same cache, all others do not."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from kvoffload.digests import DigestCache, file_digests
 FORMAT_VERSION = 2
 
 MAX_FILES = 20_000
-"""Of one model."""
+"""Files in the directory of a model."""
 WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf")
-"""Files of which a directory must have one, or it does not tell what a model computes."""
+"""Files with weights. A directory without any does not determine what a model computes."""
 SKIPPED_FOLDERS = (".*", "__pycache__", "checkpoint-*", "global_step*", "original")
-"""Of a model's directory: what training or downloading left there. No loader reads a model's weights from these."""
+"""Subdirectories left by training or downloading. No loader reads a model's weights from them."""
 SKIPPED_FILES = (
     ".*",
     "*.md",
@@ -30,7 +30,7 @@ SKIPPED_FILES = (
     "LICENSE*",
     "*.png",
     "*.jpg",
-    # They make tokens and choose among them; KV is named by tokens.
+    # They produce tokens and choose between them. Keys of blocks already depend on the tokens.
     "tokenizer.json",
     "tokenizer.model",
     "tokenizer_config.json",
@@ -38,7 +38,7 @@ SKIPPED_FILES = (
     "added_tokens.json",
     "chat_template.json",
     "generation_config.json",
-    # They are of no use but to go on training.
+    # They are only used to resume training.
     "*optimizer.pt",
     "*optimizer.bin",
     "*scheduler.pt",
@@ -48,30 +48,34 @@ SKIPPED_FILES = (
     "trainer_state.json",
     "events.out.tfevents*",
 )
-"""Files that shape no KV. Any other counts: one too many is a miss, one too few would be a wrong answer."""
+"""Files that do not shape KV. All others count: one too many costs misses, one too few would cause wrong answers."""
 
 
 def fingerprint(parts: Mapping[str, Any]) -> str:
-    """64 hex digits over ``parts``, which hold everything that shapes the cached bytes. Values must be JSON."""
+    """Returns 64 hex digits over ``parts``, which must hold everything that shapes the bytes of a block.
+
+    That is at least: weights (see ``files_fingerprint``), dtype, KV layout, parallelism, the versions of the engine and
+    its kernels, and the algorithm and seed of the block hashes. Values must be JSON.
+    """
     canonical = json.dumps({"format": FORMAT_VERSION, **parts}, sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(canonical.encode()).hexdigest()
 
 
 def has_weights(model_dir: Path) -> bool:
-    """Whether there are weights among the files of ``model_dir``. Raises what ``files_fingerprint`` does."""
+    """Whether the files of ``model_dir`` include weights. Raises the errors of ``files_fingerprint``."""
     return any(_is_any(path.name, WEIGHTS) for path in _model_files(model_dir).values())
 
 
 def files_fingerprint(model_dir: Path, cache: DigestCache | None = None) -> str:
-    """64 hex digits over every byte of the files in ``model_dir`` that may shape KV, by their names in it: weights of
-    any format, configurations, code.
+    """Returns 64 hex digits over every byte, and the relative paths, of all files in ``model_dir`` that may shape KV:
+    weights of any format, configurations, code.
 
-    A loader reads some of these files, depending on its settings and on the model; that all of them count is safe.
-    Digests are XXH3-128, as ``kvoffload.digests`` says, and come from ``cache`` where it knows a file.
+    A loader reads only some of these files, depending on its settings and on the model, but counting all of them is
+    safe. Digests are XXH3-128 (see ``kvoffload.digests``), and are taken from ``cache`` if it knows the file.
     Raises OSError if weights cannot be read or a file changes meanwhile, ValueError for more than MAX_FILES.
     """
     files = _model_files(model_dir)
-    # What this user cannot read, no loader has read. Not so weights: they may have been removed since they were loaded.
+    # A file that this user cannot read was not read by the loader, except weights: these may have been removed since.
     names = [name for name, path in sorted(files.items()) if _is_any(path.name, WEIGHTS) or _is_readable(path)]
     digests = file_digests([files[name] for name in names], cache)
     return fingerprint({"files": dict.fromkeys(files) | dict(zip(names, digests, strict=True))})
@@ -84,7 +88,7 @@ def _model_files(model_dir: Path) -> dict[str, Path]:
         paths = [Path(folder, name) for name in names if not _is_any(name, SKIPPED_FILES)]
         files.update((str(path.relative_to(model_dir)), path) for path in paths)
         if len(files) > MAX_FILES:
-            raise ValueError(f"{model_dir}: more than {MAX_FILES:,} files, which is no model's directory")
+            raise ValueError(f"{model_dir}: more than {MAX_FILES:,} files, so this is not a model's directory")
     return files
 
 
@@ -101,7 +105,8 @@ def _is_any(name: str, patterns: tuple[str, ...]) -> bool:
 
 
 def find_model_dir(model: str, revision: str | None, cache_dir: str | None = None) -> Path | None:
-    """Where the files of ``model`` lie: it is a directory, or in the Hugging Face cache, by default this user's."""
+    """Returns the directory with the files of ``model``: ``model`` itself if it is one, or its directory in the Hugging
+    Face cache, by default this user's cache. Returns None if there is no such directory."""
     if Path(model).is_dir():
         return Path(model)
     try:
@@ -113,5 +118,5 @@ def find_model_dir(model: str, revision: str | None, cache_dir: str | None = Non
 
 
 def is_commit(revision: str | None) -> bool:
-    """Whether ``revision`` means the same files for ever: a full commit hash, not a branch or a tag."""
+    """Whether ``revision`` always means the same files: a full commit hash, not a branch or a tag."""
     return revision is not None and re.fullmatch(r"[0-9a-f]{40}", revision) is not None

@@ -1,0 +1,255 @@
+"""Builds the scheduler half of the connector, with everything below it, from a configuration."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from kvoffload.abc import ByteArray, ConfigError, KVGroup, OffloadingManager, Tier
+from kvoffload.cache.admission import ReuseFilter, tracker_size
+from kvoffload.cache.keys import root_hash
+from kvoffload.cache.manager import PolicyOffloadingManager
+from kvoffload.cache.policies import make_policy
+from kvoffload.cache.slots import HostBackend
+from kvoffload.config import OffloadConfig
+from kvoffload.connector.layout import Layout
+from kvoffload.connector.scheduler import OffloadingConnectorScheduler
+from kvoffload.host.pool import PoolHandle
+from kvoffload.observe.trace import TraceRecorder
+from kvoffload.tiers.disk.start import open_disk_tier
+from kvoffload.tiers.manager import TieredOffloadingManager
+from kvoffload.units import format_bytes
+
+logger = logging.getLogger(__name__)
+
+NAMESPACE_BYTES = 8
+"""Bytes of the fingerprint in front of every block hash."""
+
+
+def build_scheduler(
+    config: OffloadConfig,
+    groups: Sequence[KVGroup],
+    pools: Sequence[ByteArray | PoolHandle],
+    fingerprint: str,
+    *,
+    hash_block_size: int | None = None,
+    device_blocks: int | None = None,
+    engine: int = 0,
+    engines: int = 1,
+    share_loads: bool = True,
+    enable_events: bool = False,
+    may_sleep: bool = False,
+    parent_request: Callable[[str], str] = str,
+) -> OffloadingConnectorScheduler:
+    """Returns the scheduler half for an engine with these KV cache ``groups``, ready to serve.
+
+    ``pools`` has one host pool per rank: its bytes, shape (num_blocks, slot_bytes), or the PoolHandle of a pool in
+    another process. ``fingerprint`` is the result of ``kvoffload.fingerprint`` over everything that shapes the bytes of
+    a block: blocks are found again only under the same one.
+
+    ``hash_block_size``: tokens per block hash, by default the greatest common divisor of the device block sizes.
+    ``device_blocks``: blocks of the device's KV cache, for the log and for recorded traces. ``engine``: the index of
+    this engine among the ``engines`` that share the budgets of this node. ``parent_request``: maps the id of a request
+    to the id under which the reuse filter counts it. ``share_loads`` and ``may_sleep``: see
+    OffloadingConnectorScheduler. ``enable_events``: ``take_events`` returns events, and stored events describe their
+    blocks.
+
+    Raises ConfigError if a setting is wrong, a pool cannot be reached or the disk's directory cannot be used. If the
+    disk itself fails, a warning says so and requests are served from host memory alone.
+    """
+    host_pools = _HostPools(groups, hash_block_size, pools, engines)
+    host_pools.check(config)
+    num_blocks = host_pools.num_blocks
+    policy = make_policy(config.policy, num_blocks)
+    recorder = _make_recorder(config, host_pools, engine, device_blocks)
+    try:
+        tier = _open_disk(config, host_pools, fingerprint, engine)
+    except ConfigError:
+        if recorder is not None:
+            recorder.close()
+        raise
+    admission = None
+    if config.store_threshold is not None:
+        disk_blocks = (config.disk_bytes or 0) // (host_pools.block_bytes * engines)
+        admission = ReuseFilter(config.store_threshold, tracker_size(num_blocks + disk_blocks), parent_request)
+    manager: OffloadingManager
+    manager = host = PolicyOffloadingManager(
+        HostBackend(groups[0].block_tokens, num_blocks),
+        policy,
+        enable_events,
+        must_store=tier is not None,
+        admission=admission,
+    )
+    if tier is not None:
+        manager = TieredOffloadingManager(
+            host,
+            [tier],
+            tokens_per_block=tokens_per_block(groups),
+            groups=groups,
+            lookup_deadline_ms=config.lookup_deadline_ms,
+            load_deadline_ms=config.load_deadline_ms,
+            load_only_if_faster=config.load_only_if_faster,
+        )
+    scheduler = OffloadingConnectorScheduler(
+        manager,
+        groups=groups,
+        hash_block_size=hash_block_size,
+        namespace=namespace(fingerprint),
+        num_workers=len(pools),
+        share_loads=share_loads,
+        describe_blocks=enable_events,
+        load_deadline_ms=config.load_deadline_ms,
+        recorder=recorder,
+        may_sleep=may_sleep,
+    )
+    logger.info("kvoffload: host pool of %s", host_pools.describe(device_blocks))
+    logger.info("kvoffload: model fingerprint %s", fingerprint)
+    return scheduler
+
+
+def namespace(fingerprint: str) -> bytes:
+    """Returns the bytes of ``fingerprint`` that are put in front of every block hash."""
+    return root_hash(fingerprint)[:NAMESPACE_BYTES]
+
+
+def tokens_per_block(groups: Sequence[KVGroup]) -> list[float]:
+    """Returns, per group, how many tokens need not be computed for each block that is loaded.
+
+    A token is saved only if the blocks of all groups are loaded. Groups with a window or chunks need few blocks, so
+    the full-attention groups share the tokens.
+    """
+    num_full = sum(group.is_full for group in groups)
+    return [group.block_tokens / max(1, num_full) for group in groups]
+
+
+class _HostPools:
+    """The host pools of one engine, one per rank, in blocks, bytes and tokens."""
+
+    def __init__(
+        self,
+        groups: Sequence[KVGroup],
+        hash_block_size: int | None,
+        pools: Sequence[ByteArray | PoolHandle],
+        engines: int,
+    ) -> None:
+        if not pools:
+            raise ConfigError("pools is empty: pass one host pool per rank")
+        self.layout = Layout(groups, hash_block_size, b"")
+        self.engines = engines
+        self._pools = pools
+        shapes = [(p.num_blocks, p.slot_bytes) if isinstance(p, PoolHandle) else p.shape for p in pools]
+        self.num_blocks = min(num_blocks for num_blocks, _ in shapes)
+        self.block_bytes: int = sum(slot_bytes for _, slot_bytes in shapes)
+        """Bytes of one block on all ranks."""
+        self._nbytes: int = sum(num_blocks * slot_bytes for num_blocks, slot_bytes in shapes)
+
+    def check(self, config: OffloadConfig) -> None:
+        """Raises ConfigError if the pools or groups do not fit ``config``, or a pool cannot be reached."""
+        for pool in self._pools:
+            if isinstance(pool, PoolHandle):
+                pool.check_reachable()
+        if self._nbytes * self.engines > config.host_bytes:
+            raise ConfigError(
+                f"host_bytes={config.host_bytes} ({format_bytes(config.host_bytes)}): the host pools of this node take "
+                f"{format_bytes(self._nbytes * self.engines)}; make each pool with config.num_blocks(block_bytes, "
+                f"{len(self._pools) * self.engines}) slots"
+            )
+        for group in self.layout.groups:
+            factor = config.factor(group.device_block_size)
+            if group.block_size_factor != factor:
+                raise ConfigError(
+                    f"KVGroup(block_size_factor={group.block_size_factor}): the configuration says {factor}; make the "
+                    f"group with block_size_factor=config.factor({group.device_block_size})"
+                )
+
+    def open(self) -> list[ByteArray]:
+        """Returns the bytes of the slots that every rank has. Raises ConfigError if a pool cannot be opened."""
+        arrays = [pool.open() if isinstance(pool, PoolHandle) else pool for pool in self._pools]
+        return [array[: self.num_blocks] for array in arrays]
+
+    def tokens(self, num_blocks: int) -> int:
+        """Returns how many tokens have all their KV in ``num_blocks`` blocks."""
+        return num_blocks * self.layout.align // self.layout.blocks_per_align
+
+    def device_tokens(self, device_blocks: int) -> int:
+        """Returns how many tokens have all their KV in ``device_blocks`` blocks of the device."""
+        align = self.layout.device_align
+        return device_blocks * align // sum(align // group.device_block_size for group in self.layout.groups)
+
+    def describe(self, device_blocks: int | None) -> str:
+        """Describes the pools for the log: "8 GiB = 65,536 tokens, 4.1x the device cache"."""
+        tokens = self.tokens(self.num_blocks)
+        text = format_bytes(self.num_blocks * self.block_bytes)
+        if len(self._pools) > 1:
+            text += f" on {len(self._pools)} ranks"
+        if self.engines > 1:
+            text += f", one of {self.engines} engines' shares,"
+        text += f" = {tokens:,} tokens"
+        if device_blocks:
+            per_token = sum(1 / group.device_block_size for group in self.layout.groups)
+            text += f", {tokens * per_token / device_blocks:.1f}x the device cache"
+        return text
+
+
+def _open_disk(config: OffloadConfig, pools: _HostPools, fingerprint: str, engine: int) -> Tier | None:
+    """Returns the disk tier that ``config`` asks for. Returns None, with a warning, if the disk fails.
+
+    Raises ConfigError if a pool cannot be opened or the directory cannot be used.
+    """
+    if config.disk_dir is None or config.disk_bytes is None:
+        return None
+    arrays = pools.open()
+    try:
+        tier = open_disk_tier(
+            config.disk_dir,
+            config.disk_bytes,
+            arrays,
+            fingerprint,
+            policy=config.policy,
+            engine=engine,
+            engines=pools.engines,
+        )
+    except OSError as error:
+        logger.warning(
+            "kvoffload: disk_dir=%r: THERE IS NO DISK TIER: %s; requests are served from host memory or computed. Fix "
+            "that and start again",
+            config.disk_dir,
+            error.strerror or error,
+        )
+        return None
+    logger.info(
+        "kvoffload: disk tier in %s of %s = %s tokens; found %s blocks of this model there",
+        config.disk_dir,
+        format_bytes(tier.capacity_bytes),
+        f"{pools.tokens(tier.capacity_bytes // tier.block_bytes):,}",
+        f"{tier.num_blocks:,}",
+    )
+    return tier
+
+
+def _make_recorder(
+    config: OffloadConfig, pools: _HostPools, engine: int, device_blocks: int | None
+) -> TraceRecorder | None:
+    """Returns the recorder of the trace that ``config`` asks for. Each of several engines has a file of its own.
+
+    Raises ConfigError if the file cannot be written.
+    """
+    if config.record_trace is None:
+        return None
+    path = Path(config.record_trace)
+    if pools.engines > 1:
+        path = path.with_name(f"{path.stem}-engine{engine}{path.suffix}")
+    groups = pools.layout.groups
+    block_tokens = groups[pools.layout.traced].block_tokens
+    # One device block, the null block, is never used.
+    device_tokens = pools.device_tokens(device_blocks - 1) if device_blocks else 0
+    header = {
+        "device_blocks": device_tokens // block_tokens,
+        "pool_blocks": pools.tokens(pools.num_blocks) // block_tokens,
+        "policy": config.policy,
+        "store_threshold": config.store_threshold,
+        "groups": len(groups),
+    }
+    logger.info("kvoffload: all requests are recorded in the trace %s", path)
+    return TraceRecorder(str(path), block_tokens, header)

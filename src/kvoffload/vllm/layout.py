@@ -1,0 +1,177 @@
+"""What both halves of the connector derive from vLLM's configuration: KV cache groups, ranks and engines."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorHandshakeMetadata
+from vllm.v1.kv_cache_interface import ChunkedLocalAttentionSpec, SlidingWindowSpec, UniformTypeKVCacheSpecs
+
+from kvoffload.abc import ConfigError, KVGroup
+from kvoffload.config import OffloadConfig
+from kvoffload.host.pool import PoolHandle, padded_slot_bytes
+from kvoffload.vllm import versions
+from kvoffload.vllm.refusals import (
+    refuse_unserved,
+    refuse_unserved_groups,
+    refuse_unserved_specs,
+    refuse_unserved_with_disk,
+)
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
+
+
+@dataclass(frozen=True, slots=True)
+class GroupLayout:
+    """One KV cache group as this rank sees it: its layers, and the bytes of one device block in each of them."""
+
+    group: KVGroup
+    layer_names: tuple[str, ...]
+    page_bytes: tuple[int, ...]
+    spec: KVCacheSpec
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of one offloaded block on this rank."""
+        return sum(self.page_bytes) * self.group.block_size_factor
+
+
+@dataclass(frozen=True, slots=True)
+class RankInfo(KVConnectorHandshakeMetadata):
+    """What a worker sends to the scheduler half at start."""
+
+    pool: PoolHandle
+    layers: tuple[tuple[str, int, str], ...]
+    """Name, page bytes and page format of each layer, group after group. See ``pages.page_format``."""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineLayout:
+    """What both halves of the connector derive from vLLM's configuration. In the scheduler's process the groups are
+    those of the first rank."""
+
+    config: OffloadConfig
+    groups: tuple[GroupLayout, ...]
+    num_device_blocks: int
+    hash_block_size: int
+    ranks: int
+    engine: int
+    """Index of this engine among the engines of its node."""
+    engines: int
+    """Engines that share the budgets of this node."""
+
+    @property
+    def slot_bytes(self) -> int:
+        """Bytes of one slot of this rank's pool. A block of any group fits into it."""
+        return padded_slot_bytes(max(1, *(group.block_bytes for group in self.groups)))
+
+    @property
+    def kv_groups(self) -> list[KVGroup]:
+        return [group.group for group in self.groups]
+
+    def count_blocks(self) -> int:
+        """Returns the number of slots of this rank's pool. Raises ConfigError if the rank's share of ``host_bytes``
+        holds none."""
+        return self.config.num_blocks(self.slot_bytes, self.ranks * self.engines)
+
+    def check_ranks(self, infos: Sequence[RankInfo]) -> None:
+        """Raises ConfigError unless every rank has sent its RankInfo."""
+        if len(infos) != self.ranks:
+            raise ConfigError(
+                f"{len(infos)} of {self.ranks} workers have sent the location of their host pool, and kvoffload needs "
+                "all of them: set distributed_executor_backend to mp or uni"
+            )
+
+    @classmethod
+    def from_vllm(cls, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> EngineLayout:
+        """Raises ConfigError for a wrong option, and for a model or a layout that kvoffload does not serve."""
+        options: Mapping[str, Any] = vllm_config.kv_transfer_config.kv_connector_extra_config
+        config = OffloadConfig.from_mapping(options)
+        refuse_unserved(vllm_config)
+        if config.disk_dir is not None:
+            refuse_unserved_with_disk(vllm_config, config)
+        draft_groups = _draft_groups(vllm_config, kv_cache_config)
+        groups = tuple(
+            _group_layout(config, group.kv_cache_spec, tuple(group.layer_names), g in draft_groups)
+            for g, group in enumerate(kv_cache_config.kv_cache_groups)
+        )
+        refuse_unserved_groups(len(groups))
+        engine, engines = _engines(vllm_config, config)
+        return cls(
+            config=config,
+            groups=groups,
+            num_device_blocks=kv_cache_config.num_blocks,
+            hash_block_size=versions.hash_block_size(vllm_config, kv_cache_config),
+            ranks=vllm_config.parallel_config.world_size,
+            engine=engine,
+            engines=engines,
+        )
+
+
+def _group_layout(config: OffloadConfig, spec: KVCacheSpec, names: tuple[str, ...], draft: bool) -> GroupLayout:
+    mixed = isinstance(spec, UniformTypeKVCacheSpecs)
+    specs = spec.kv_cache_specs if mixed else dict.fromkeys(names, spec)
+    refuse_unserved_specs(specs.values() if mixed else [spec])
+    first = next(iter(specs.values()), spec)
+    # A FullAttentionSpec may have a window too: its layers attend to no more than that, but all blocks are kept.
+    window = first.sliding_window + first.extra_retained_tokens if isinstance(first, SlidingWindowSpec) else None
+    chunk = first.attention_chunk_size if isinstance(first, ChunkedLocalAttentionSpec) else None
+    group = KVGroup(
+        device_block_size=spec.block_size,
+        block_size_factor=config.factor(spec.block_size),
+        sliding_window=window,
+        attention_chunk=chunk,
+        draft=draft,
+    )
+    return GroupLayout(group, names, tuple(specs[name].page_size_bytes for name in names), spec)
+
+
+def _draft_groups(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> set[int]:
+    """Returns the indices of groups with layers of a draft model: all groups, if vLLM does not mark any."""
+    speculative = vllm_config.speculative_config
+    if speculative is None or not (speculative.use_eagle() or speculative.method == "draft_model"):
+        return set()
+    groups = kv_cache_config.kv_cache_groups
+    flagged = {g for g, group in enumerate(groups) if group.is_eagle_group}
+    return flagged or set(range(len(groups)))
+
+
+def _engines(vllm_config: VllmConfig, config: OffloadConfig) -> tuple[int, int]:
+    """Returns the index of this engine on its node, and how many engines share the node's budgets."""
+    parallel, given = vllm_config.parallel_config, config.engines_per_node
+    rank, index = parallel.data_parallel_rank_local or 0, parallel.data_parallel_index
+    # With an external load balancer each engine has local rank 0.
+    engine = rank or (index % given if given else 0)
+    if parallel.data_parallel_size > 1:
+        local = int(parallel.data_parallel_size_local)
+        if local > 1 and given not in (None, local):
+            raise ConfigError(f"engines_per_node={given}: vLLM runs {local} engines on this node; leave it out")
+        return (rank, local) if local > 1 else (engine, _given_engines(given, rank, None))
+    if index == 0 and not re.search(r"_dp\d+$", vllm_config.kv_transfer_config.engine_id or ""):
+        return engine, given or 1
+    return engine, _given_engines(given, rank, versions.most_data_parallel_engines(vllm_config))
+
+
+def _given_engines(given: int | None, rank: int, otherwise: int | None) -> int:
+    """Returns ``engines_per_node``, or ``otherwise`` if it is not set. ``rank`` is this engine's local rank.
+
+    Raises ConfigError if both are None or the number is too small for ``rank``.
+    """
+    most = given or otherwise
+    if most is None:
+        raise ConfigError(
+            "engines_per_node is not set: this is one of several data-parallel engines that share one budget, and "
+            f"{versions.NAME} does not say how many they are; set engines_per_node to the number that run on this node "
+            "(--data-parallel-size-local)"
+        )
+    if rank >= most:
+        raise ConfigError(
+            f"engines_per_node={given}: this is data-parallel engine {rank} of this node, counted from 0; set "
+            f"engines_per_node to the number that run here, {rank + 1} or more"
+        )
+    return most

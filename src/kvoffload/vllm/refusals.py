@@ -1,0 +1,146 @@
+"""Configurations of vLLM that kvoffload refuses at start: for each, why and what to change."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+from vllm.v1.kv_cache_interface import FullAttentionSpec
+
+from kvoffload.abc import ConfigError
+from kvoffload.vllm import versions
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.kv_cache_interface import KVCacheSpec
+
+    from kvoffload.config import OffloadConfig
+
+MULTI_CONNECTOR = "vllm.distributed.kv_transfer.kv_connector.v1.multi_connector"
+"""vLLM imports this module only if it is used."""
+
+SERVED = {
+    "FullAttentionSpec",
+    "MLAAttentionSpec",
+    "SlidingWindowSpec",
+    "SlidingWindowMLASpec",
+    "ChunkedLocalAttentionSpec",
+}
+"""Kinds of KV cache that kvoffload serves."""
+REFUSED = {
+    "MambaSpec": "the state of a recurrent layer cannot be put together from blocks",
+    "CrossAttentionSpec": "it belongs to the encoder's input, which the hashes of the blocks do not cover",
+    "EncoderOnlyAttentionSpec": "it is not kept between requests",
+}
+"""Known kinds of KV cache that kvoffload does not serve, and why."""
+
+
+def refuse_unserved(vllm_config: VllmConfig) -> None:
+    """Raises ConfigError for a setting or a model with which kvoffload cannot be used at all."""
+    parallel = vllm_config.parallel_config
+    for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
+        value = versions.attribute(parallel, name)
+        if value > 1:
+            raise ConfigError(
+                f"{name}={value}: context parallelism spreads the tokens of a block over several ranks, so no rank "
+                "holds a whole block that could be stored; set it to 1"
+            )
+    if versions.attribute(parallel, "enable_elastic_ep"):
+        raise ConfigError(
+            "enable_elastic_ep: engines that start later would take shares of host_bytes that are already in use; "
+            "set it to False, or run without kvoffload"
+        )
+    model = vllm_config.model_config
+    if versions.attribute(model, "is_diffusion"):
+        raise ConfigError(
+            f"model {model.model}: a diffusion model knows tokens before it computes their KV, and never computes the "
+            "KV of some; run it without kvoffload"
+        )
+    if versions.returns_routed_experts(vllm_config):
+        raise ConfigError(
+            "enable_return_routed_experts: no experts are recorded for tokens that are loaded from host memory; set "
+            "it to False, or run without kvoffload"
+        )
+    on_cpu = vllm_config.device_config.device_type == "cpu"
+    if model.use_mla and on_cpu and not vllm_config.cache_config.enable_prefix_caching:
+        raise ConfigError(
+            f"model {model.model}: on this CPU vLLM cannot continue from an MLA cache that holds part of a prompt; "
+            "run it without kvoffload"
+        )
+    if MULTI_CONNECTOR in sys.modules:
+        raise ConfigError(
+            "kv_connector=MultiConnector: it neither passes the location of the workers' pools to kvoffload nor tells "
+            "vLLM that failed loads are to be recomputed; name KVOffloadConnector as kv_connector"
+        )
+    if model.runner_type == "pooling" and not model.is_prefix_caching_supported:
+        raise ConfigError(
+            f"model {model.model}: its pooler needs the hidden states of the whole prompt, so no part of a prompt can "
+            "come from a cache; run it without kvoffload"
+        )
+    speculative = vllm_config.speculative_config
+    if speculative is not None and speculative.method == "extract_hidden_states":
+        raise ConfigError(
+            "speculative method 'extract_hidden_states': what it caches is not KV from which a request could continue; "
+            "remove the speculative config, or run without kvoffload"
+        )
+
+
+def refuse_unserved_with_disk(vllm_config: VllmConfig, config: OffloadConfig) -> None:
+    """Raises ConfigError for what host memory can serve, but not blocks that an earlier process has left on disk."""
+    if not versions.DRAINS_HOLDERS_FIRST:
+        raise ConfigError(
+            f"disk_dir={config.disk_dir!r}: {versions.NAME} cannot let a request wait for blocks from disk; use vLLM "
+            f"{versions.FIRST_TO_DRAIN_HOLDERS_FIRST} or later, or remove disk_dir and disk_bytes"
+        )
+    if versions.expected_hash_root(vllm_config) is None:
+        algorithm = vllm_config.cache_config.prefix_caching_hash_algo
+        raise ConfigError(
+            f"prefix_caching_hash_algo={algorithm}: its hashes begin with a random number in every process, so no "
+            "process would find what another has left on disk; set the environment variable PYTHONHASHSEED=0 (any "
+            "number, the same at every start), or use --prefix-caching-hash-algo sha256"
+        )
+    multimodal, cache = vllm_config.model_config.multimodal_config, vllm_config.cache_config
+    if multimodal and versions.attribute(multimodal, "mm_processor_cache_gb") == 0 and not cache.enable_prefix_caching:
+        raise ConfigError(
+            f"disk_dir={config.disk_dir!r} with mm_processor_cache_gb=0 and no prefix caching: vLLM then identifies "
+            "images and other inputs by a counter that starts again in every process, not by their content; turn one "
+            "of the two on"
+        )
+    if vllm_config.lora_config is not None and config.model_fingerprint is None:
+        raise ConfigError(
+            f"disk_dir={config.disk_dir!r} with LoRA: a block identifies its adapter by name and path alone, and the "
+            'adapter may have changed after a restart; set model_fingerprint="..." and change it with the weights of '
+            "the model or of any adapter"
+        )
+
+
+def refuse_unserved_groups(num_groups: int) -> None:
+    """Raises ConfigError for a number of KV cache groups that kvoffload cannot serve with this version of vLLM."""
+    if num_groups == 0:
+        raise ConfigError("this model keeps no KV cache; run it without kvoffload")
+    if num_groups > 1 and not versions.FAILS_WHOLE_LOADS:
+        raise ConfigError(
+            f"this model has {num_groups} KV cache groups, and {versions.NAME} cannot recover from a failed load of "
+            f"several groups; use vLLM {versions.FIRST_TO_FAIL_WHOLE_LOADS} or later, or "
+            "--disable-hybrid-kv-cache-manager"
+        )
+
+
+def refuse_unserved_specs(specs: Iterable[KVCacheSpec]) -> None:
+    """Raises ConfigError for a kind of KV cache that kvoffload does not serve. ``specs`` are those of one group."""
+    for spec in sorted(specs, key=lambda spec: type(spec).__name__):
+        kind = type(spec).__name__
+        if kind not in SERVED:
+            reason = REFUSED.get(kind, "kvoffload has not been tested with how its blocks are filled and freed")
+            raise ConfigError(f"this model has a KV cache of kind {kind}: {reason}; run this model without kvoffload")
+        if isinstance(spec, FullAttentionSpec) and spec.non_causal:
+            raise ConfigError(
+                "this model attends to tokens that come later, so its KV depends on more than the prefix that "
+                "identifies it; run it without kvoffload"
+            )
+        if not versions.attribute(spec, "prefix_cacheable", True):
+            raise ConfigError(
+                f"this model has a KV cache ({kind}) that vLLM itself does not reuse between requests; run it without "
+                "kvoffload"
+            )

@@ -1,0 +1,105 @@
+"""MissMemory: bounded; it may forget a key, but it never says something wrong about one."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from kvoffload.abc import Miss, MissReason
+from kvoffload.cache.misses import MissMemory
+
+NEVER = Miss(MissReason.NEVER_STORED)
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def key(i: int) -> bytes:
+    return i.to_bytes(32, "big")
+
+
+def table_bytes(memory: MissMemory) -> int:
+    return sum(value.nbytes for value in vars(memory).values() if hasattr(value, "nbytes"))
+
+
+def colliding(entries: int) -> tuple[bytes, bytes]:
+    """Returns two keys that share a place in a table of ``entries``."""
+    first = key(0)
+    return first, next(k for k in map(key, range(1, 10**6)) if not (hash(k) ^ hash(first)) & (entries - 1))
+
+
+@pytest.mark.parametrize("reason", list(MissReason))
+def test_a_reason_is_remembered_with_its_age(reason: MissReason) -> None:
+    clock = Clock()
+    memory = MissMemory(clock=clock)
+    clock.now = 10.0
+    memory.record([key(1), key(2)], reason)
+    clock.now = 12.5
+    assert memory.explain(key(1)) == memory.explain(key(2)) == Miss(reason, 2.5)
+    assert memory.explain(key(3)) == NEVER
+
+
+def test_the_newest_reason_replaces_older_ones() -> None:
+    clock = Clock()
+    memory = MissMemory(clock=clock)
+    memory.record([key(1)], MissReason.EVICTED)
+    clock.now = 4.0
+    memory.record(iter([key(1)]), MissReason.RESET)
+    assert memory.explain(key(1)) == Miss(MissReason.RESET, 0.0)
+
+
+def test_recording_no_keys_has_no_effect() -> None:
+    memory = MissMemory()
+    memory.record([], MissReason.EVICTED)
+    assert memory.explain(key(1)) == NEVER
+
+
+def test_if_two_keys_share_a_place_the_older_is_forgotten_and_not_confused() -> None:
+    memory = MissMemory(entries=64, clock=Clock())
+    older, newer = colliding(64)
+    memory.record([older], MissReason.EVICTED)
+    assert memory.explain(newer) == NEVER, "it must not get another key's reason"
+    memory.record([newer], MissReason.RESET)
+    assert memory.explain(older) == NEVER
+    assert memory.explain(newer) == Miss(MissReason.RESET, 0.0)
+
+
+def test_the_memory_never_grows() -> None:
+    memory = MissMemory(entries=64, clock=Clock())
+    before = table_bytes(memory)
+    assert before > 0
+    for i in range(100):
+        memory.record([key(100 * i + j) for j in range(100)], MissReason.EVICTED)
+    assert table_bytes(memory) == before
+    known = [i for i in range(10_000) if memory.explain(key(i)) != NEVER]
+    assert 0 < len(known) <= 64
+
+
+def test_an_explanation_is_the_last_event_of_that_key_or_none() -> None:
+    rng = random.Random(0)
+    memory = MissMemory(entries=64, clock=Clock())
+    last: dict[bytes, MissReason] = {}
+    reasons = [reason for reason in MissReason if reason is not MissReason.NEVER_STORED]
+    for _ in range(500):
+        keys = [key(rng.randrange(300)) for _ in range(rng.randrange(5))]
+        reason = rng.choice(reasons)
+        memory.record(keys, reason)
+        last.update(dict.fromkeys(keys, reason))
+        for asked in map(key, rng.sample(range(300), 10)):
+            assert memory.explain(asked).reason in (MissReason.NEVER_STORED, last.get(asked))
+
+
+@pytest.mark.parametrize("entries", [3, 100, 65_535])
+def test_a_size_that_is_no_power_of_two_is_refused(entries: int) -> None:
+    with pytest.raises(ValueError, match=f"entries={entries}"):
+        MissMemory(entries=entries)
+
+
+def test_a_memory_without_entries_is_refused() -> None:
+    with pytest.raises(ValueError, match="entries=0"):
+        MissMemory(entries=0)

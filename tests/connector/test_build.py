@@ -1,0 +1,278 @@
+"""build_scheduler: what it wires together, what it writes to the log, and what it refuses."""
+
+from __future__ import annotations
+
+import dataclasses
+import errno
+import json
+import logging
+import os
+import threading
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvoffload import OffloadConfig, OffloadingConnectorScheduler, build_scheduler
+from kvoffload.abc import ConfigError, KVGroup, LookupState, MissReason, OffloadKey, ReqContext
+from kvoffload.cache.manager import PolicyOffloadingManager
+from kvoffload.cache.policies.lru import LRUPolicy
+from kvoffload.connector import build
+from kvoffload.connector.build import NAMESPACE_BYTES, namespace, tokens_per_block
+from kvoffload.host.pool import HostPool
+from kvoffload.tiers.manager import TieredOffloadingManager
+
+TOKENS, SLOT, BLOCKS = 16, 4096, 8
+MIB = 1 << 20
+GROUPS = [KVGroup(TOKENS)]
+
+
+def pool(num_blocks: int = BLOCKS) -> np.ndarray[Any, np.dtype[np.uint8]]:
+    return np.zeros((num_blocks, SLOT), dtype=np.uint8)
+
+
+def config(**options: Any) -> OffloadConfig:
+    return OffloadConfig.from_mapping({"host_bytes": MIB, **options})
+
+
+def with_disk(directory: Path, **options: Any) -> OffloadConfig:
+    return config(disk_dir=str(directory), disk_bytes=64 * MIB, **options)
+
+
+class Builder:
+    """Builds scheduler halves, and shuts them down when the test ends."""
+
+    def __init__(self) -> None:
+        self.built: list[OffloadingConnectorScheduler] = []
+
+    def __call__(self, made: OffloadConfig, **changes: Any) -> OffloadingConnectorScheduler:
+        arguments: dict[str, Any] = {"groups": GROUPS, "pools": [pool()], "fingerprint": "ab" * 32, **changes}
+        self.built.append(build_scheduler(made, **arguments))
+        return self.built[-1]
+
+    def close(self) -> None:
+        for half in self.built:
+            half.shutdown()
+
+
+@pytest.fixture
+def make() -> Iterator[Builder]:
+    builder = Builder()
+    yield builder
+    builder.close()
+
+
+def host_of(half: OffloadingConnectorScheduler) -> PolicyOffloadingManager:
+    host = half.manager.host if isinstance(half.manager, TieredOffloadingManager) else half.manager
+    assert isinstance(host, PolicyOffloadingManager)
+    return host
+
+
+# What is built.
+
+
+def test_the_host_has_a_slot_per_block_that_every_rank_has(make: Builder) -> None:
+    half = make(config(), pools=[pool(8), pool(6)])
+    assert half.manager.num_blocks == 6
+    assert isinstance(half.manager, PolicyOffloadingManager)
+
+
+def test_the_policy_is_that_of_the_configuration(make: Builder) -> None:
+    assert isinstance(host_of(make(config(policy="lru"))).policy, LRUPolicy)
+    assert not isinstance(host_of(make(config(policy="arc"))).policy, LRUPolicy)
+
+
+def test_a_threshold_filters_what_is_stored(make: Builder) -> None:
+    """Samples count as their request, if the engine says which these are."""
+    keys = [b"k" * 36]
+    for options, samples, is_stored in [({}, ["r"], True), ({"store_threshold": 2}, ["0_r", "1_r"], False)]:
+        manager = make(config(**options), parent_request=lambda req_id: req_id.split("_")[-1]).manager
+        for req_id in samples:
+            manager.lookup(keys, ReqContext(req_id))
+        output = manager.prepare_store(keys)
+        assert output is not None
+        assert bool(output.keys_to_store) == is_stored
+    assert manager.explain_miss(keys[0]).reason is MissReason.NOT_ADMITTED
+
+
+def test_events_are_off_unless_asked_for(make: Builder) -> None:
+    keys = [b"k" * 36]
+    for enable, num_events in ((False, 0), (True, 1)):
+        half = make(config(), enable_events=enable)
+        output = half.manager.prepare_store(keys)
+        assert output is not None
+        half.manager.complete_store(output.store_spec)
+        assert len(list(half.take_events())) == num_events
+
+
+def test_blocks_of_other_models_have_other_names() -> None:
+    assert len(namespace("a")) == len(namespace("b")) == NAMESPACE_BYTES
+    assert namespace("a") == namespace("a") != namespace("b")
+
+
+@pytest.mark.parametrize(
+    ("groups", "tokens"),
+    [
+        ([KVGroup(16)], [16]),
+        ([KVGroup(16, block_size_factor=4)], [64]),
+        ([KVGroup(16), KVGroup(32)], [8, 16]),
+        ([KVGroup(16), KVGroup(16, sliding_window=64)], [16, 16]),
+        ([KVGroup(16, sliding_window=64)], [16]),
+    ],
+)
+def test_tokens_per_block_come_from_the_groups(groups: Sequence[KVGroup], tokens: list[float]) -> None:
+    assert tokens_per_block(groups) == tokens
+
+
+# The pools.
+
+
+def test_the_log_says_what_the_pools_hold(make: Builder, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    make(config(), device_blocks=4)
+    assert f"kvoffload: host pool of 32 KiB = {BLOCKS * TOKENS} tokens, 2.0x the device cache" in caplog.messages
+    assert f"kvoffload: model fingerprint {'ab' * 32}" in caplog.messages
+    make(config(), pools=[pool(), pool()], engine=1, engines=2)
+    wanted = f"kvoffload: host pool of 64 KiB on 2 ranks, one of 2 engines' shares, = {BLOCKS * TOKENS} tokens"
+    assert wanted in caplog.messages
+
+
+def test_a_pool_may_be_a_handle(make: Builder, tmp_path: Path) -> None:
+    real = HostPool(BLOCKS, SLOT)
+    try:
+        half = make(with_disk(tmp_path / "disk"), pools=[real.handle()])
+        assert half.manager.num_blocks == BLOCKS
+        half.shutdown()
+    finally:
+        real.close()
+
+
+def test_a_pool_on_another_machine_is_refused(make: Builder) -> None:
+    real = HostPool(BLOCKS, SLOT)
+    try:
+        with pytest.raises(ConfigError, match="on another node"):
+            make(config(), pools=[dataclasses.replace(real.handle(), boot_id="another")])
+    finally:
+        real.close()
+
+
+def test_there_must_be_a_pool_and_a_group(make: Builder) -> None:
+    with pytest.raises(ConfigError, match="pools is empty: pass one host pool per rank"):
+        make(config(), pools=[])
+    with pytest.raises(ConfigError, match="groups"):
+        make(config(), groups=[])
+
+
+@pytest.mark.parametrize(("ranks", "engines"), [(1, 1), (2, 1), (1, 2)])
+def test_pools_never_exceed_host_bytes(make: Builder, ranks: int, engines: int) -> None:
+    fitting = config(host_bytes=BLOCKS * SLOT * ranks * engines)
+    make(fitting, pools=[pool()] * ranks, engines=engines)
+    with pytest.raises(ConfigError) as caught:
+        make(dataclasses.replace(fitting, host_bytes=fitting.host_bytes - 1), pools=[pool()] * ranks, engines=engines)
+    assert str(caught.value).startswith(f"host_bytes={fitting.host_bytes - 1} ")
+    assert f"config.num_blocks(block_bytes, {ranks * engines})" in str(caught.value)
+
+
+def test_groups_have_the_block_size_of_the_configuration(make: Builder) -> None:
+    make(config(block_size_factor=4), groups=[KVGroup(TOKENS, 4)])
+    make(config(block_size=64), groups=[KVGroup(TOKENS, 4)])
+    for options, factor in [({"block_size_factor": 4}, 1), ({"block_size": 32}, 4), ({}, 2)]:
+        with pytest.raises(ConfigError, match=rf"KVGroup\(block_size_factor={factor}\): .*config.factor\({TOKENS}\)"):
+            make(config(**options), groups=[KVGroup(TOKENS, factor)])
+
+
+# The disk tier.
+
+
+def test_the_disk_is_below_the_host(make: Builder, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    half = make(with_disk(tmp_path / "disk", store_threshold=2))
+    assert isinstance(half.manager, TieredOffloadingManager)
+    (line,) = [message for message in caplog.messages if "disk tier in" in message]
+    assert f"disk tier in {tmp_path / 'disk'} of 64 MiB = " in line
+    assert "found 0 blocks of this model there" in line
+
+
+class RefusingPolicy(LRUPolicy):
+    """Refuses all blocks for which it would have to evict others."""
+
+    def admit(self, keys: Sequence[OffloadKey], shortage: int) -> Any:
+        return np.zeros(len(keys), dtype=np.bool_)
+
+
+def test_the_policy_may_refuse_blocks_unless_a_disk_is_below(
+    make: Builder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A host in front of a disk must store what it is given. A host whose disk has failed need not."""
+
+    def stores_beyond_its_size(made: OffloadConfig) -> bool:
+        manager = make(made).manager
+        keys = [bytes([i]) * 36 for i in range(BLOCKS + 1)]
+        for key in keys:
+            output = manager.prepare_store([key])
+            assert output is not None
+            manager.complete_store(output.store_spec)
+        return len(output.keys_to_store) == 1
+
+    policy = f"{__name__}:{RefusingPolicy.__name__}"
+    assert stores_beyond_its_size(with_disk(tmp_path / "disk", policy=policy))
+    assert not stores_beyond_its_size(config(policy=policy))
+    monkeypatch.setattr(build, "open_disk_tier", fail_to_open)
+    assert not stores_beyond_its_size(with_disk(tmp_path / "other", policy=policy))
+
+
+def fail_to_open(*_: object, **__: object) -> None:
+    raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+
+def test_a_disk_that_fails_at_the_start_leaves_the_host(
+    make: Builder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(build, "open_disk_tier", fail_to_open)
+    half = make(with_disk(tmp_path))
+    assert isinstance(half.manager, PolicyOffloadingManager)
+    (message,) = caplog.messages
+    assert f"disk_dir={str(tmp_path)!r}: THERE IS NO DISK TIER: Input/output error; " in message
+    keys = [b"k" * 36]
+    output = half.manager.prepare_store(keys)
+    assert output is not None
+    half.manager.complete_store(output.store_spec)
+    assert half.manager.lookup_each(keys) == [LookupState.HIT]
+
+
+def test_a_directory_that_another_server_uses_is_refused(make: Builder, tmp_path: Path) -> None:
+    """And nothing is left of the attempt: the first server's end frees the directory, no thread is left."""
+    trace = {"record_trace": str(tmp_path / "trace.jsonl")}
+    first = make(with_disk(tmp_path / "disk"))
+    threads = threading.active_count()
+    with pytest.raises(ConfigError, match="in use by process"):
+        make(with_disk(tmp_path / "disk", **trace))
+    assert threading.active_count() == threads
+    first.shutdown()
+    assert isinstance(make(with_disk(tmp_path / "disk", **trace)).manager, TieredOffloadingManager)
+
+
+def test_several_engines_share_a_directory(make: Builder, tmp_path: Path) -> None:
+    halves = [make(with_disk(tmp_path / "disk"), engine=engine, engines=2) for engine in range(2)]
+    assert all(isinstance(half.manager, TieredOffloadingManager) for half in halves)
+    assert {path.name for path in (tmp_path / "disk").glob("engine-*")} == {"engine-0", "engine-1"}
+
+
+# The trace.
+
+
+def test_a_trace_has_the_sizes_of_the_server(make: Builder, tmp_path: Path) -> None:
+    path = tmp_path / "trace.jsonl"
+    half = make(config(record_trace=str(path), policy="arc", store_threshold=3), device_blocks=5)
+    half.shutdown()
+    header = json.loads(path.read_text().splitlines()[0])
+    wanted = {"device_blocks": 4, "pool_blocks": BLOCKS, "policy": "arc", "store_threshold": 3, "groups": 1}
+    assert {name: header[name] for name in wanted} == wanted
+    assert header["block_tokens"] == TOKENS
+
+
+def test_each_of_several_engines_has_a_trace_of_its_own(make: Builder, tmp_path: Path) -> None:
+    make(config(record_trace=str(tmp_path / "trace.jsonl")), engine=1, engines=2).shutdown()
+    assert [path.name for path in tmp_path.iterdir()] == ["trace-engine1.jsonl"]

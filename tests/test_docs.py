@@ -1,0 +1,295 @@
+"""Documents name only what exists, and quote what the programs print."""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import dataclasses
+import importlib.util
+import os
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import click
+import pytest
+
+from kvoffload.abc import MissReason
+from kvoffload.cli import group
+from kvoffload.config import OffloadConfig
+from kvoffload.observe.metrics import METRICS
+
+ROOT = Path(__file__).resolve().parents[1]
+SOURCE = ROOT / "src" / "kvoffload"
+DOCUMENTS = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md"))]
+README_LINES = 130
+CONSOLE_COLUMNS = 100
+
+FENCED = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+SPAN = re.compile(r"`([^`\n]+)`")
+LINK = re.compile(r"\]\(([^)\s]+)\)")
+FILE = re.compile(r"[\w.-]+(/[\w.-]+)*\.(py|md|toml|j2|css)")
+"""A file name; directories are recognized by their first part."""
+
+every_document = pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+
+
+def prose(text: str) -> str:
+    """``text`` without its fenced blocks."""
+    return FENCED.sub("", text)
+
+
+def blocks(text: str, *languages: str) -> Iterator[str]:
+    """The fenced blocks of ``text`` in any of ``languages``."""
+    return (body for language, body in FENCED.findall(text) if language in languages)
+
+
+# Checks. Each returns the faults that it finds.
+
+
+def missing_files(text: str) -> list[str]:
+    """Code spans that look like a path in the repository, and are none."""
+    names = {path.name for folder in (ROOT / "tests", SOURCE) for path in folder.rglob("*.py")}
+    folders = {path.name for base in (ROOT, SOURCE) for path in base.iterdir() if path.is_dir()} | {"kvoffload"}
+    missing = []
+    for span in SPAN.findall(prose(text)):
+        path = span.split(":")[0]  # a file may be followed by a name in it
+        is_path = path.split("/")[0] in folders and re.fullmatch(r"[\w.-]+(/[\w.-]*)+", path)
+        if not is_path and not FILE.fullmatch(path):
+            continue
+        found = any((base / path).exists() for base in (ROOT, ROOT / "docs", SOURCE.parent, SOURCE))
+        if not found and not ("/" not in path and path in names):
+            missing.append(span)
+    return missing
+
+
+def anchors(text: str) -> set[str]:
+    """The anchors of a document: those of its headings, as GitHub makes them, and explicit ones."""
+    headings = re.findall(r"^#+ (.*)$", prose(text), re.MULTILINE)
+    slugs = {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+    return slugs | set(re.findall(r'<a name="([^"]+)">', text))
+
+
+def broken_links(document: Path, text: str) -> list[str]:
+    """Relative links whose file or anchor does not exist."""
+    broken = []
+    for link in LINK.findall(prose(text)):
+        if re.match(r"\w+:", link):
+            continue
+        path, _, anchor = link.partition("#")
+        target = (document.parent / path).resolve() if path else document
+        known = anchors(text if target == document else target.read_text()) if target.is_file() else set()
+        if not target.exists() or (anchor and anchor not in known):
+            broken.append(link)
+    return broken
+
+
+def unknown_metrics(text: str) -> list[str]:
+    """Names after "kvoffload:" that are no metrics."""
+    names = re.findall(r"`kvoffload:(\w+)", text)
+    return [name for name in names if name not in METRICS and name.removesuffix("_total") not in METRICS]
+
+
+def unknown_commands(text: str) -> list[str]:
+    """Lines of code blocks that call ``kvoffload`` or ``make`` with a command, option or target that does not exist."""
+    targets = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    unknown = []
+    for line in "\n".join(blocks(text, "", "console")).splitlines():
+        words = (
+            shlex.split(line.removeprefix("$ "), comments=True) if re.match(r"(\$ )?(kvoffload|make) ", line) else []
+        )
+        if words[:1] == ["make"]:
+            unknown += [line for word in words[1:] if "=" not in word and word not in targets]
+        elif words:
+            command: click.Command | None = group()
+            for word in words[1:]:
+                if isinstance(command, click.Group):
+                    command = command.commands.get(word)
+                elif word.startswith("--") and command is not None:
+                    known = {option for each in command.params for option in each.opts}
+                    unknown += [line] if word.split("=")[0] not in known else []
+            unknown += [line] if command is None else []
+    return unknown
+
+
+def unknown_names(text: str) -> list[str]:
+    """Dotted names that begin with "kvoffload" and name nothing that can be imported: in code spans, and in Python."""
+    names = [span.split("(")[0] for span in SPAN.findall(prose(text)) if re.match(r"kvoffload(\.\w+)+(\(|$)", span)]
+    for source in blocks(text, "python"):
+        tree = ast.parse(source)
+        short = {}
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Import):
+                short |= {alias.asname or alias.name: alias.name for alias in node.names}
+            elif isinstance(node, ast.ImportFrom):
+                names += [f"{node.module}.{alias.name}" for alias in node.names]
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in short:
+                names.append(f"{short[node.value.id]}.{node.attr}")
+    return [name for name in names if name.startswith("kvoffload.") and not is_importable(name)]
+
+
+def is_importable(name: str) -> bool:
+    """Whether ``name`` is a module, even if something that it imports is not installed, or an attribute of a module."""
+    parent, _, attribute = name.rpartition(".")
+    with contextlib.suppress(ModuleNotFoundError):
+        if importlib.util.find_spec(name) is not None:
+            return True
+    with contextlib.suppress(ModuleNotFoundError):
+        return hasattr(importlib.import_module(parent), attribute)
+    return False
+
+
+def table(text: str, heading: str) -> list[list[str]]:
+    """The cells of the first table under ``heading``, without its head."""
+    section = f"\n{text}".split(f"\n{heading}\n", 1)[1]
+    rows = re.search(r"(?:^\|.*\n)+", section, re.MULTILINE)
+    assert rows is not None, f"{heading}: no table"
+    return [[cell.strip() for cell in row.strip("| ").split("|")] for row in rows[0].splitlines()[2:]]
+
+
+# What must hold.
+
+
+@every_document
+def test_paths_exist(document: Path) -> None:
+    assert missing_files(document.read_text()) == []
+
+
+@every_document
+def test_links_resolve(document: Path) -> None:
+    assert broken_links(document, document.read_text()) == []
+
+
+@every_document
+def test_metrics_exist(document: Path) -> None:
+    assert unknown_metrics(document.read_text()) == []
+
+
+@every_document
+def test_commands_and_their_options_exist(document: Path) -> None:
+    assert unknown_commands(document.read_text()) == []
+
+
+@every_document
+def test_names_can_be_imported(document: Path) -> None:
+    assert unknown_names(document.read_text()) == []
+
+
+@every_document
+def test_python_compiles(document: Path) -> None:
+    for source in blocks(document.read_text(), "python"):
+        compile(source, str(document), "exec")
+
+
+def test_the_readme_is_short() -> None:
+    assert len((ROOT / "README.md").read_text().splitlines()) <= README_LINES
+
+
+def test_every_option_is_documented_with_its_default() -> None:
+    rows = table((ROOT / "docs" / "serving.md").read_text(), "## Options")
+    fields = dataclasses.fields(OffloadConfig)
+    assert sorted(row[0] for row in rows) == sorted(f"`{field.name}`" for field in fields)
+    documented = {row[0].strip("`"): row[2].strip("`") for row in rows}
+    for field in fields:
+        if field.default not in (None, dataclasses.MISSING):
+            default = f"{field.default:g}" if isinstance(field.default, float) else str(field.default).lower()
+            assert documented[field.name] == default, field.name
+
+
+def test_every_metric_is_documented() -> None:
+    text = (ROOT / "docs" / "metrics.md").read_text()
+    rows = [line for line in text.splitlines() if re.search(r"\| (counter|gauge) \|", line)]
+    labels = {name: f"{{{spec.label}}}" if spec.label else "" for name, spec in METRICS.items()}
+    expected = [f"| `{name}{labels[name]}` | {spec.kind} | {spec.help} |" for name, spec in METRICS.items()]
+    assert sorted(rows) == sorted(expected), "docs/metrics.md: write these rows instead:\n" + "\n".join(expected)
+
+
+def test_every_miss_reason_is_documented() -> None:
+    rows = table((ROOT / "docs" / "metrics.md").read_text(), "## Why requests miss")
+    assert [row[0] for row in rows] == [f"`{reason}`" for reason in MissReason]
+
+
+@pytest.mark.parametrize(
+    ("document", "block"),
+    [
+        pytest.param(document.name, block, id=f"{document.name}: {block.splitlines()[0]}")
+        for document in DOCUMENTS
+        for block in blocks(document.read_text(), "console")
+        if block.startswith("$ kvoffload ")
+    ],
+)
+def test_quoted_output_is_what_the_command_prints(document: str, block: str) -> None:
+    command, _, quoted = block.partition("\n")
+    done = subprocess.run(
+        [sys.executable, "-c", "from kvoffload.cli import main; main()", *shlex.split(command)[2:]],
+        capture_output=True,
+        text=True,
+        check=True,
+        env={**os.environ, "COLUMNS": str(CONSOLE_COLUMNS), "PYTHONIOENCODING": "utf-8", "NO_COLOR": "1"},
+    )
+    printed = [line.rstrip() for line in done.stdout.splitlines()]
+    assert printed == quoted.splitlines(), f"{document}: quote this instead:\n" + "\n".join(printed)
+
+
+# Negative controls.
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["`tests/test_nothing.py`", "`src/kvoffload/nothing.py`", "`cache/nothing.py:name`", "`nothing.py`", "`tests/no/`"],
+)
+def test_a_path_that_does_not_exist_is_found(text: str) -> None:
+    assert missing_files(text) == [text.strip("`")]
+
+
+def test_a_path_that_exists_is_not() -> None:
+    assert (
+        missing_files("`tests/test_docs.py` `src/kvoffload/abc/` `cache/manager.py:Name` `config.py` `a/b` `tests`")
+        == []
+    )
+
+
+@pytest.mark.parametrize("link", ["nothing.md", "README.md#nothing", "#nothing"])
+def test_a_broken_link_is_found(link: str) -> None:
+    document = ROOT / "README.md"
+    assert broken_links(document, f"# A heading\n[text]({link}) [text](#a-heading) [text](docs/serving.md#memory)") == [
+        link
+    ]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "`kvoffload.Nothing`",
+        "`kvoffload.nothing.Tier`",
+        "```python\nfrom kvoffload import Nothing\n```\n",
+        "```python\nimport kvoffload as kv\n\nkv.Nothing()\n```\n",
+    ],
+)
+def test_an_unknown_name_is_found(text: str) -> None:
+    assert len(unknown_names(text)) == 1
+    known = "`kvoffload.abc.Tier` ```python\nfrom kvoffload import Tier\nimport numpy\nnumpy.nothing()\n```\n"
+    assert unknown_names(known) == []
+
+
+def test_every_benchmark_is_documented() -> None:
+    names = re.findall(r'"(\w+)": \w+\.main', (ROOT / "benchmarks" / "__main__.py").read_text())
+    rows = table((ROOT / "docs" / "benchmarks.md").read_text(), "# Benchmarks")
+    assert names
+    assert sorted(row[0] for row in rows) == sorted(f"`{name}`" for name in names)
+
+
+def test_an_unknown_metric_is_found() -> None:
+    assert unknown_metrics("`kvoffload:off` `kvoffload:store_blocks_total` `kvoffload:nothing`") == ["nothing"]
+
+
+@pytest.mark.parametrize(
+    "line", ["make nothing", "kvoffload nothing", "kvoffload size trace --nothing", "kvoffload disk no d"]
+)
+def test_an_unknown_command_is_found(line: str) -> None:
+    text = f"```\nkvoffload size TRACE --ram 1GiB    # a comment\nmake test JOBS=4\n{line}\n```\n"
+    assert unknown_commands(text) == [line]

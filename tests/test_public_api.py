@@ -1,0 +1,71 @@
+"""The names that ``import kvoffload`` gives, and the example that embeds the library with them."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import kvoffload
+
+EXAMPLE = Path(__file__).resolve().parents[1] / "examples" / "embed.py"
+
+NAMES = {
+    # Building.
+    "OffloadConfig",
+    "build_scheduler",
+    "fingerprint",
+    "HostPool",
+    "InlineTransfer",
+    # The two halves of the connector, and what an engine passes to them.
+    "OffloadingConnectorScheduler",
+    "OffloadingConnectorWorker",
+    "KVGroup",
+    "PageGroup",
+    "ScheduledStep",
+    "hash_blocks",
+    "make_offload_key",
+    # Managers and storage.
+    "OffloadingManager",
+    "LRUOffloadingManager",
+    "ARCOffloadingManager",
+    "FilterReusedOffloadingManager",
+    "ReqContext",
+    "Backend",
+    "HostBackend",
+    # Contracts for extensions.
+    "CachePolicy",
+    "Tier",
+    # Errors.
+    "ConfigError",
+    "KVOffloadError",
+}
+
+
+def test_the_public_names_are_these() -> None:
+    assert set(kvoffload.__all__) == NAMES
+    assert len(kvoffload.__all__) == len(NAMES)
+    for name in NAMES:
+        assert getattr(kvoffload, name) is not None
+
+
+def test_public_names_are_documented() -> None:
+    assert [name for name in NAMES if not getattr(kvoffload, name).__doc__] == []
+
+
+def test_the_example_loads_what_it_has_stored() -> None:
+    """It compares every byte itself, after a restart that leaves the disk alone."""
+    assert len(EXAMPLE.read_text().splitlines()) <= 45
+    done = subprocess.run([sys.executable, EXAMPLE], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_example_notices_what_is_not_loaded(tmp_path: Path) -> None:
+    """The control: with another fingerprint after the restart nothing may be found."""
+    text = EXAMPLE.read_text()
+    spoiled = text.replace('{"weights": "version 1"}', '{"weights": str(ids)}')
+    assert spoiled != text
+    (tmp_path / "embed.py").write_text(spoiled)
+    done = subprocess.run([sys.executable, tmp_path / "embed.py"], capture_output=True, text=True, timeout=300)
+    assert done.returncode != 0
+    assert "AssertionError" in done.stderr

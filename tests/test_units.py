@@ -1,0 +1,57 @@
+"""Formatting of amounts. Parsing is tested with the settings, in ``test_config``."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvoffload import units
+
+GIB = 1 << 30
+
+
+@pytest.mark.parametrize(
+    ("n", "text"),
+    [
+        (0, "0 bytes"),
+        (1023, "1023 bytes"),
+        (1024, "1 KiB"),
+        (1536, "1.5 KiB"),
+        (1 << 20, "1 MiB"),
+        (8 * GIB, "8 GiB"),
+        (10 * GIB, "10 GiB"),
+        (100 * GIB, "100 GiB"),
+        (int(2.5 * (1 << 40)), "2.5 TiB"),
+        (GIB + 1, "1 GiB"),
+    ],
+)
+def test_bytes_are_formatted_with_binary_units(n: int, text: str) -> None:
+    assert units.format_bytes(n) == text
+
+
+def test_counts_have_a_plural_and_separators() -> None:
+    assert [units.counted(n, "block") for n in (0, 1, 1234)] == ["0 blocks", "1 block", "1,234 blocks"]
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(-1.0, "0 s"), (90.0, "90 s"), (900.0, "15 min"), (10_800.0, "3 h"), (172_800.0, "2 d")],
+)
+def test_ages_are_in_the_largest_unit_of_which_there_are_two(seconds: float, text: str) -> None:
+    assert units.age(seconds) == text
+
+
+def test_a_missing_value_is_a_dash() -> None:
+    assert units.milliseconds(None) == units.speedup(None) == units.percentage(1, 0) == units.NO_VALUE
+    assert units.gigabytes_per_second(None) == units.multiple(None) == units.NO_VALUE
+
+
+def test_values_have_their_units() -> None:
+    assert [units.milliseconds(value) for value in (1.54, 1234.5)] == ["1.5 ms", "1,234 ms"]
+    assert units.gigabytes_per_second(4.84) == "4.8 GB/s"
+    assert units.speedup(11.62) == f"{units.multiple(11.62)} faster"
+    assert units.percentage(12, 25) == "48%"
+
+
+def test_control_characters_are_escaped() -> None:
+    assert units.printable("a\x1b[2Jb\u202e") == "a\\x1b[2Jb\\u202e"
+    assert units.printable("naïve 5×") == "naïve 5×"  # noqa: RUF001

@@ -1,0 +1,58 @@
+"""Connectors that misbehave on purpose: slow or failing copies, unverified disk blocks, a forgetful scheduler half."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+from kvoffload.testing.faults import FailingTransfer, SlowTransfer
+from kvoffload.vllm.connector import KVOffloadConnector
+
+
+class SlowKVOffloadConnector(KVOffloadConnector):
+    """Copies take many steps, different ones on every rank, and a third of the tries fail. Outputs must not change."""
+
+    def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
+        super().register_kv_caches(kv_caches)
+        seed = self._vllm_config.parallel_config.rank
+        worker = self.connector_worker
+        worker.transfer = FailingTransfer(SlowTransfer(worker.transfer, seed), rate=0.33, seed=seed)
+
+
+class FailingKVOffloadConnector(KVOffloadConnector):
+    """Seven tries of ten fail, so about half of all loads and stores do. Outputs must not change."""
+
+    def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
+        super().register_kv_caches(kv_caches)
+        worker = self.connector_worker
+        worker.transfer = FailingTransfer(worker.transfer, rate=0.7)
+
+
+class UnverifiedKVOffloadConnector(KVOffloadConnector):
+    """Accepts blocks from disk without comparing their checksum. With corrupted files outputs must change."""
+
+    def set_xfer_handshake_metadata_pp_aware(self, metadata: dict[tuple[int, int], Any]) -> None:
+        for name, module in list(sys.modules.items()):
+            if name.startswith("kvoffload.tiers.disk.") and hasattr(module, "payload_checksum"):
+                module.payload_checksum = lambda header, key, buffers: _EqualToAny()
+        super().set_xfer_handshake_metadata_pp_aware(metadata)
+
+
+class _EqualToAny(int):
+    """A checksum that is always right."""
+
+    def __eq__(self, other: object) -> bool:
+        return True
+
+    def __ne__(self, other: object) -> bool:
+        return False
+
+    __hash__ = int.__hash__
+
+
+class ForgetfulKVOffloadConnector(KVOffloadConnector):
+    """Knows nothing of sleep: every handshake makes a new scheduler half."""
+
+    def set_xfer_handshake_metadata_pp_aware(self, metadata: dict[tuple[int, int], Any]) -> None:
+        self._scheduler = None
+        super().set_xfer_handshake_metadata_pp_aware(metadata)
