@@ -111,7 +111,6 @@ class Catalog:
         if output is None:
             return [], host_slots[:0], host_slots[:0]
         self.num_evicted += len(output.evicted_keys)
-        self._manager.reorder_chain(output.keys_to_store, output.keys_to_store, found=output.store_spec.slots)
         if len(output.keys_to_store) < len(keys):
             index = {key: i for i, key in enumerate(keys)}
             host_slots = host_slots[[index[key] for key in output.keys_to_store]]
