@@ -930,6 +930,29 @@ def test_close_does_not_wait_for_a_device_that_hangs(tmp_path: Path, monkeypatch
     go_on.set()
 
 
+def test_a_write_that_goes_on_after_the_tier_was_closed_leaves_no_block(tmp_path: Path) -> None:
+    """Its host slot may have other contents by then."""
+    storage = SimulatedStorage(1 << 20)
+    rig = Rig(tmp_path / "none")
+    rig.open(storage)
+    rig.write(1)
+    write = rig.tier.files.write
+
+    def hang(slot: int, buffers: Any) -> None:
+        rig.executor.stall(60.0)
+        write(slot, buffers)
+
+    rig.tier.files.write = hang  # type: ignore[method-assign]
+    assert rig.tier.write([key(2)], np.array([0])) == [key(2)]
+    rig.executor.drain()
+    rig.tier.close()
+    assert rig.executor.turn(now=120.0)
+    assert rig.executor.idle
+    rig.tier = None
+    rig.open(storage.restart())
+    assert rig.present() == [1]
+
+
 WRITER = """
 import sys
 import numpy as np
