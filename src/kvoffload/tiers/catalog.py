@@ -129,8 +129,10 @@ class Catalog:
         """Writes to ``slots`` have ended: the blocks can be read, or vanish if they could not be written. Returns the
         slots of those that had been dropped before, which are free now."""
         dropped = self._manager.is_dropped(self._lease(slots))
-        self._manager.complete_store(self._lease(slots[succeeded]))
-        if not succeeded.all():
+        if succeeded.all():
+            self._manager.complete_store(self._lease(slots))
+        else:
+            self._manager.complete_store(self._lease(slots[succeeded]))
             self.cancel_writes(slots[~succeeded])
         return slots[dropped]
 
