@@ -147,6 +147,36 @@ def test_blocks_that_become_ready_before_their_predecessors_wait_for_them() -> N
     assert on_disk(rig, keys) == 6
 
 
+def test_blocks_whose_store_ends_after_their_request_are_written() -> None:
+    """Every request ends like this: its last stores end in the step after it."""
+    rig = Rig(host_blocks=64)
+    keys = chain("x", 4)
+    begin(rig, keys, A)
+    output = rig.manager.prepare_store(keys, A)
+    assert output is not None
+    rig.manager.offer_chain(keys, A)
+    rig.settle()
+    assert on_disk(rig, keys) == 0
+    rig.manager.complete_store(output.store_spec, A)
+    rig.settle()
+    assert on_disk(rig, keys) == 4
+
+
+@pytest.mark.parametrize("by_key", [False, True])
+def test_a_store_that_fails_after_its_request_leaves_the_blocks_before_it(by_key: bool) -> None:
+    rig = Rig()
+    keys = chain("x", 4)
+    begin(rig, keys, A)
+    outputs = [rig.manager.prepare_store(part, A) for part in (keys[:2], keys[2:3], keys[3:])]
+    rig.manager.offer_chain(keys, A)
+    for output, success in zip(outputs, (True, False, True), strict=True):
+        assert output is not None
+        rig.manager.complete_store(output.keys_to_store if by_key else output.store_spec, A, success=success)
+        rig.settle()
+    assert on_disk(rig, keys) == 2
+    assert not rig.manager.has_pending_writes
+
+
 def test_a_started_chain_is_finished_first_and_then_the_latest_follows() -> None:
     rig = Rig(host_blocks=64)
     chains = [chain(name, 20) for name in "abc"]

@@ -80,6 +80,11 @@ class Backlog:
         """Whether there is a chain to be written now."""
         return any(self._queues.values())
 
+    @property
+    def awaited(self) -> list[OffloadKey]:
+        """The blocks that chains wait for."""
+        return list(self._waiting)
+
     def waits_for_any(self, keys: Iterable[OffloadKey]) -> bool:
         """Returns whether some chain waits for one of ``keys``."""
         return not self._waiting.keys().isdisjoint(keys)

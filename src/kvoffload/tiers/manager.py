@@ -305,11 +305,13 @@ class TieredOffloadingManager(OffloadingManager):
         success: bool = True,
     ) -> None:
         self.host.complete_store(blocks, req_context, success)
-        if success:
-            keys = self.host.keys_of(blocks) if isinstance(blocks, LoadStoreSpec) else blocks
-            for tier in self.tiers:
+        keys = self.host.keys_of(blocks) if isinstance(blocks, LoadStoreSpec) else blocks
+        for tier in self.tiers:
+            if success:
                 tier.writes.stored(keys)
-            self._write()
+            else:
+                tier.writes.store_failed()
+        self._write()
 
     def refuse(self, keys: Sequence[OffloadKey], req_context: ReqContext | None = None) -> None:
         self.host.refuse(keys, req_context)

@@ -145,6 +145,11 @@ class WriteThrough:
         if self._backlog.wake(keys):
             self._progress_at = self._clock()
 
+    def store_failed(self) -> None:
+        """Plans all chains again that wait for a block: blocks that were to become ready in the host have vanished."""
+        if self._backlog.wake(self._backlog.awaited):
+            self._progress_at = self._clock()
+
     def lose(self, num_blocks: int) -> None:
         """The tier has lost blocks that could not be read."""
         self._num_lost += num_blocks
@@ -262,7 +267,9 @@ class WriteThrough:
 
     def _stop(self, chain: Chain, hole: OffloadKey) -> None:
         """Nothing can be written behind ``hole``, which the tier lacks and cannot be given now."""
-        if not chain.is_whole or hole in self._writing:
+        # The last blocks of a request are still on their way to the host when it ends.
+        is_coming = hole in self._writing or self._host.states([hole])[0] == LookupState.PENDING
+        if not chain.is_whole or is_coming:
             self._backlog.wait_for(chain, hole)
             return
         if self._host.explain_miss(hole).reason is MissReason.EVICTED:
