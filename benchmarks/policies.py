@@ -1,8 +1,8 @@
-"""Which policy finds most: prefix-hit tokens of each, on real traces, at each capacity, beside vLLM's and the bound.
+"""Prefix-hit tokens of each policy on real traces, at each capacity, beside vLLM's policies and the bound.
 
-The traces are the ``*.jsonl.gz`` in the folder that KVOFFLOAD_TRACES names; without one, synthetic workloads. Requests
-of the first half of a trace's time were used to tune the constants of ``auto``: the figures are of those of the second,
-which find the cache as the first half has left it.
+The traces are the ``*.jsonl.gz`` in the folder that KVOFFLOAD_TRACES names; without one, synthetic workloads. The
+requests of the first half of a trace's time were used to tune the constants of ``auto``. The figures are those of the
+second half, which begins with the cache that the first half has left.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ SYNTHETIC = ("synthetic:chat", "synthetic:agent", "synthetic:documents")
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """What one policy has found with one capacity: of prompts' tokens, in percent, and blocks written an access."""
+    """The result of one policy at one capacity: tokens found, in % of the prompts' tokens, and blocks written per
+    access."""
 
     trace: str
     capacity: str
@@ -94,7 +95,7 @@ def show(cells: list[Cell]) -> None:
 
 
 def summary(cells: list[Cell]) -> Iterator[Row]:
-    """How far ``auto`` is from the best single policy, from LRU and from vLLM's, over all cells."""
+    """Yields how far ``auto`` is from the best single policy, from LRU and from vLLM's policies, over all cells."""
     places = sorted({(cell.trace, cell.capacity) for cell in cells})
     by_place = {(cell.trace, cell.capacity, cell.policy): cell for cell in cells}
     for part in ("second_half", "whole"):
@@ -110,17 +111,17 @@ def summary(cells: list[Cell]) -> Iterator[Row]:
             yield Row("the worst", min(over), "points")
     for other in ("lru", "vllm-arc"):
         ratios = [by_place[*at, "auto"].writes / by_place[*at, other].writes for at in places]
-        yield Row(f"blocks written by auto, of those by {other}", 100 * float(np.mean(ratios)), "%")
+        yield Row(f"blocks written by auto, in % of {other}", 100 * float(np.mean(ratios)), "%")
 
 
-# vLLM's policies, as they behave in 0.32.
+# The policies of vLLM 0.32.
 
 
 def as_vllm(trace: Trace, capacity: int, arc: bool) -> tuple[Ints, int]:
-    """Hit tokens of each request, and blocks written, with vLLM's manager in the place of ours.
+    """Returns the hit tokens of each request and the number of blocks written, with vLLM's manager instead of ours.
 
-    A request touches its whole chain, tail first, when it is looked up, and again when it has stored: then blocks
-    that it has stored move, and it counts as no second use of them.
+    A request touches its whole chain, tail first, when it is looked up, and again when it has stored: then the blocks
+    that it has stored move, which does not count as a second use.
     """
     cache = _ARC(capacity) if arc else _LRU(capacity)
     hits = np.zeros(trace.num_requests, dtype=np.int64)

@@ -48,11 +48,11 @@ class TestPolicyConformance(PolicyConformance):
         return AutoPolicy(capacity)
 
 
-# Chains, as engines ask for them.
+# Chains, as engines request them.
 
 
 def chains(rng: random.Random, num_prompts: int, num_requests: int) -> list[list[int]]:
-    """Requests for prompts that share prefixes, some of them again and again."""
+    """Returns requests for prompts that share prefixes, some of which recur."""
     prompts: list[list[int]] = []
     for i in range(num_prompts):
         shared = rng.choice(prompts) if prompts and rng.random() < 0.5 else []
@@ -66,7 +66,7 @@ def key(name: int) -> OffloadKey:
 
 
 def serve(manager: PolicyOffloadingManager, names: Sequence[int]) -> int:
-    """A request is served at once. Returns how many leading blocks were there."""
+    """Serves a request at once. Returns how many leading blocks were cached."""
     keys = [key(name) for name in names]
     manager.touch(keys)
     found = manager.lookup(keys)
@@ -79,7 +79,7 @@ def serve(manager: PolicyOffloadingManager, names: Sequence[int]) -> int:
 
 
 class Fixed(Tournament):
-    """Goes by one rule whatever the scores say."""
+    """Follows one rule, whatever the scores are."""
 
     def __init__(self, capacity: int, rule: Rule) -> None:
         super().__init__(capacity)
@@ -95,7 +95,7 @@ def with_rule(num_blocks: int, rule: Rule, must_store: bool = False) -> PolicyOf
     return PolicyOffloadingManager(HostBackend(16, num_blocks), policy, enable_events=True, must_store=must_store)
 
 
-class TestManagerConformanceWhileItGoesByLRU(ManagerConformance):
+class TestManagerConformanceWithTheLRURule(ManagerConformance):
     def make_manager(self, num_blocks: int) -> OffloadingManager:
         return with_rule(num_blocks, BY_NAME["lru"])
 
@@ -124,7 +124,7 @@ def test_requests_served_at_once_are_the_plain_algorithm(rule: Rule, seed: int) 
         found += serve(manager, chain)
         expected += plain.access(chain)
     assert expected > 100
-    # The policy remembers a little more, and ``admit`` is not told how much of a full cache is the request's.
+    # The policy remembers a little more, and ``admit`` does not know how much of a full cache belongs to the request.
     assert abs(found - expected) <= (0.0 if rule.share is None else 0.08) * expected
 
 
@@ -134,12 +134,12 @@ def run(rule_or_auto: Rule | None, requests: list[list[int]], num_blocks: int) -
 
 
 def loops(num_chains: int, times: int) -> list[list[int]]:
-    """The same chains in turn: LRU finds nothing where they do not all fit."""
+    """Returns the same chains in turn. LRU finds nothing if they do not all fit."""
     return [[100 * i + n for n in range(4)] for _ in range(times) for i in range(num_chains)]
 
 
 def scans(rng: random.Random, times: int) -> list[list[int]]:
-    """Few chains that are asked for often, between many that come once."""
+    """Returns few chains that recur often, between many that come once."""
     return [
         [100 * rng.randrange(5) + n for n in range(4)]
         if rng.random() < 0.3
@@ -149,7 +149,7 @@ def scans(rng: random.Random, times: int) -> list[list[int]]:
 
 
 def drifts(rng: random.Random, times: int) -> list[list[int]]:
-    """What was asked for lately is asked for again, and soon never more."""
+    """Returns chains that recur for a short time."""
     return [[100 * (i // 4 - rng.randrange(5)) + 10**6 + n for n in range(4)] for i in range(times)]
 
 
@@ -162,15 +162,15 @@ def drifts(rng: random.Random, times: int) -> list[list[int]]:
     ],
     ids=["loop", "scan", "drift"],
 )
-def test_it_finds_about_what_the_best_rule_does(requests: list[list[int]], best: str, worst: str) -> None:
+def test_it_finds_about_as_much_as_the_best_rule(requests: list[list[int]], best: str, worst: str) -> None:
     found = {name: run(rule, requests, 40)[0] for name, rule in BY_NAME.items()}
     tuned, _ = run(None, requests, 40)
-    assert found[best] > 1.2 * found[worst], "else the rules are all the same, and the choice does not matter"
+    assert found[best] > 1.2 * found[worst], "otherwise the choice of the rule does not matter"
     assert tuned > 0.85 * found[best]
     assert tuned > 1.1 * found[worst]
 
 
-def test_it_changes_its_rule_as_requests_change_and_tells_so() -> None:
+def test_it_changes_its_rule_as_requests_change_and_reports_it() -> None:
     manager = make_auto(40)
     rules = []
     for requests in (loops(20, 60), drifts(random.Random(3), 1500), loops(20, 60)):
@@ -239,7 +239,7 @@ def test_the_oldest_leave_in_a_few_steps_however_the_lists_alternate(monkeypatch
     names = list(range(400))
     serve(manager, names)
     for name in names:
-        # Every other one moves to the list of those used again, the rest to the recent end of theirs.
+        # Every second block moves to the list of blocks used again, the others to the recent end of their list.
         (manager.touch if name % 2 else lambda keys: manager.reorder_chain(keys, ()))([key(name)])
     steps, pop = [], RecencyList.pop_with_positions
     monkeypatch.setattr(RecencyList, "pop_with_positions", lambda *args: steps.append(1) or pop(*args))
@@ -249,7 +249,7 @@ def test_the_oldest_leave_in_a_few_steps_however_the_lists_alternate(monkeypatch
     assert len(steps) < 10
 
 
-def test_what_it_remembers_is_forgotten_with_the_cache() -> None:
+def test_a_reset_forgets_ghosts_and_scores() -> None:
     manager = make_auto(10)
     for chain in loops(8, 20):
         serve(manager, chain)
@@ -267,7 +267,7 @@ def test_the_sample_is_the_same_in_every_process_and_about_as_large_as_it_should
     sampled = key_hashes([key(name) for name in range(100_000)]) < np.uint64(2**64 // 16)
     assert 5800 < np.count_nonzero(sampled) < 6700
     assert np.flatnonzero(sampled)[:3].tolist() == [13, 45, 49]
-    assert Tournament(capacity)._shadows[0].capacity == tournament.SHADOW_BLOCKS
+    assert Tournament(capacity).shadows[0].capacity == tournament.SHADOW_BLOCKS
 
 
 def test_keys_of_other_groups_and_of_any_length_have_names_of_their_own() -> None:

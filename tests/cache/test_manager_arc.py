@@ -24,7 +24,7 @@ def policy_of(manager: ARCOffloadingManager) -> ARCPolicy:
 
 def compare_lists(manager: ARCOffloadingManager, reference: ReferenceARCManager) -> None:
     policy = policy_of(manager)
-    assert (policy.len_t1, policy.len_t2) == (len(reference.t1), len(reference.t2))
+    assert (len(policy.t1), len(policy.t2)) == (len(reference.t1), len(reference.t2))
     assert list(policy.b1) == reference.b1
     assert list(policy.b2) == reference.b2
     assert policy.target_t1_size == reference.target_t1_size
@@ -78,7 +78,7 @@ class Driver:
 
     @property
     def sizes(self) -> tuple[int, int]:
-        return self.policy.len_t1, self.policy.len_t2
+        return len(self.policy.t1), len(self.policy.t2)
 
     @property
     def ghosts(self) -> tuple[str, str]:

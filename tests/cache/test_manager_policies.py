@@ -42,7 +42,7 @@ class Case:
 
 
 def arc_state(policy: TextbookARCPolicy) -> object:
-    return policy.len_t1, policy.len_t2, list(policy.b1), list(policy.b2), policy.target_t1_size
+    return len(policy.t1), len(policy.t2), list(policy.b1), list(policy.b2), policy.target_t1_size
 
 
 CASES: dict[str, Case] = {
@@ -51,18 +51,18 @@ CASES: dict[str, Case] = {
     "arc": Case(ReferenceTextbookARCManager, arc_state, lambda r: (len(r.t1), len(r.t2), r.b1, r.b2, r.target_t1_size)),
     "s3fifo": Case(
         ReferenceS3FIFOManager,
-        lambda p: (p.len_small, p.len_main, list(p.ghost.left), list(p.ghost.asked)),
+        lambda p: (len(p.small), len(p.main), list(p.ghost.left), list(p.ghost.asked)),
         lambda r: (len(r.small), len(r.main), r.ghost, r.asked),
     ),
-    "sieve": Case(ReferenceSIEVEManager, lambda p: p.len_ahead, lambda r: len(r.ahead)),
+    "sieve": Case(ReferenceSIEVEManager, lambda p: len(p.ahead), lambda r: len(r.ahead)),
     "lirs": Case(
         ReferenceLIRSManager,
-        lambda p: (p.len_lir, p.len_queue, list(p.ghosts.left), list(p.ghosts.asked)),
+        lambda p: (len(p.lir), len(p.queue), list(p.ghosts.left), list(p.ghosts.asked)),
         lambda r: (len(r.lir), len(r.queue), r.left, r.asked),
     ),
     "2q": Case(
         Reference2QManager,
-        lambda p: (p.len_a1in, p.len_am, list(p.a1out.left), list(p.a1out.asked)),
+        lambda p: (len(p.a1in), len(p.am), list(p.a1out.left), list(p.a1out.asked)),
         lambda r: (len(r.a1in), len(r.am), r.a1out, r.asked),
     ),
 }
@@ -118,14 +118,17 @@ class InsertsTheHeadFirst(FIFOPolicy):
 
 
 class ForgetsNoGhost(TextbookARCPolicy):
-    def _cut_ghosts(self) -> None:
-        pass
+    def insert(self, slots: Slots, keys: Sequence[OffloadKey]) -> None:
+        before = dict.fromkeys([*self.b1, *self.b2])
+        super().insert(slots, keys)
+        for key in before.keys() - self.b1.keys() - self.b2.keys() - set(keys):
+            self.b2[key] = None
 
 
 class NeverAtItsTarget(TextbookARCPolicy):
     def access(self, access: Access) -> None:
         super().access(access)
-        self._last_was_in_b2 = False
+        self.last_was_in_b2 = False
 
 
 class CountsUsesWhileWritten(S3FIFOPolicy):
@@ -136,28 +139,27 @@ class CountsUsesWhileWritten(S3FIFOPolicy):
 class HandGoesBack(SIEVEPolicy):
     def evict(self, eviction: Eviction) -> Slots:
         victims = super().evict(eviction)
-        self._behind.append(self._ahead.pop_oldest(len(self._ahead), eviction.busy))
-        self._ahead, self._behind = self._behind, self._ahead
+        self.behind.append(self.ahead.pop_oldest(len(self.ahead), eviction.busy))
+        self.ahead, self.behind = self.behind, self.ahead
         return victims
 
 
 class StackHasNoEnd(LIRSPolicy):
-    def _prune(self) -> None:
-        super()._prune()
-        self._floor = -1
+    def access(self, access: Access) -> None:
+        self.floor = -1
+        super().access(access)
 
 
-class DemotesOneTooMany(LIRSPolicy):
-    def _demote(self, slots: Slots) -> None:
-        super()._demote(slots)
-        if len(slots):
-            super()._demote(self._lir.pop_oldest(1, self._none_busy))
+class HasOneLIRBlockTooFew(LIRSPolicy):
+    def __init__(self, capacity: int) -> None:
+        super().__init__(capacity)
+        self.lir_limit -= 1
 
 
 class UsesCountWhereTheyShouldNot(TwoQPolicy):
     def access(self, access: Access) -> None:
         super().access(access)
-        self._a1in.move_to_end(access.slots)
+        self.a1in.move_to_end(access.slots)
 
 
 class AdmitsAll(LIRSPolicy):
@@ -180,7 +182,7 @@ class ForgetsWhatWasRefused(LIRSPolicy):
         ("s3fifo", CountsUsesWhileWritten),
         ("sieve", HandGoesBack),
         ("lirs", StackHasNoEnd),
-        ("lirs", DemotesOneTooMany),
+        ("lirs", HasOneLIRBlockTooFew),
         ("lirs", AdmitsAll),
         ("lirs", ForgetsWhatWasRefused),
         ("2q", UsesCountWhereTheyShouldNot),

@@ -1,4 +1,4 @@
-"""Policies: their promises, their order at sizes where the log is cut and compacted, and their names."""
+"""Policies: their contract, their order at sizes at which the log is split and compacted, and their names."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ class TestARC(PolicyConformance):
         policy = self.full(4)
         touch(policy, [2, 0])
         assert isinstance(policy, ARCPolicy)
-        assert (policy.len_t1, policy.len_t2) == (2, 2)
+        assert (len(policy.t1), len(policy.t2)) == (2, 2)
         assert self.evict(policy, 4) == [1, 3, 2, 0]
         assert list(policy.b1) == slot_keys([1, 3])
         assert list(policy.b2) == slot_keys([2, 0])
@@ -153,7 +153,7 @@ class Test2Q(PolicyConformance):
 
 @pytest.mark.parametrize("capacity", [40, 500, 20_000])
 def test_lru_order_is_exact_over_a_long_run(capacity: int) -> None:
-    """Against a dict in recency order, at sizes where the log is in segments and gets compacted."""
+    """Beside a dict in recency order, at sizes at which the log has several segments and is compacted."""
     rng = np.random.default_rng(capacity)
     policy = LRUPolicy(capacity)
     policy.insert(array(range(capacity)), slot_keys(range(capacity)))
@@ -209,7 +209,7 @@ def test_memory_does_not_grow_with_the_number_of_calls(make: Callable[[int], Cac
 
 
 def deep_size(thing: object) -> int:
-    """Number of elements reachable in lists, dicts and arrays of ``thing``."""
+    """Returns the number of elements that can be reached in lists, dicts and arrays of ``thing``."""
     if isinstance(thing, np.ndarray):
         return thing.size
     if isinstance(thing, dict):
@@ -253,7 +253,7 @@ def test_policies_are_made_by_name_or_import_path() -> None:
 
 
 class OwnPolicy(LRUPolicy):
-    """A stranger's."""
+    """A policy of a stranger."""
 
 
 class NoPolicy:
@@ -274,7 +274,7 @@ DOCUMENTATION = Path(__file__).parents[2] / "docs" / "policies.md"
 
 
 def example() -> str:
-    """The first code block of the documentation."""
+    """Returns the first code block of the documentation."""
     return DOCUMENTATION.read_text().split("```python\n")[1].split("```")[0]
 
 

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from kvoffload import OffloadConfig, OffloadingConnectorScheduler, build_scheduler
-from kvoffload.abc import ConfigError, KVGroup, LookupState, MissReason, ReqContext
+from kvoffload.abc import ConfigError, KVGroup, LookupState, MissReason, OffloadKey, ReqContext
 from kvoffload.cache.manager import PolicyOffloadingManager
 from kvoffload.cache.policies.lru import LRUPolicy
 from kvoffload.connector import build
@@ -195,16 +195,32 @@ def test_the_disk_is_below_the_host(make: Builder, tmp_path: Path, caplog: pytes
     assert "found 0 blocks of this model there" in line
 
 
-def test_what_is_kept_below_may_not_be_refused_above(
+class RefusingPolicy(LRUPolicy):
+    """Refuses all blocks for which it would have to evict others."""
+
+    def admit(self, keys: Sequence[OffloadKey], shortage: int) -> Any:
+        return np.zeros(len(keys), dtype=np.bool_)
+
+
+def test_the_policy_may_refuse_blocks_unless_a_disk_is_below(
     make: Builder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A host in front of a disk must store what it is given. Alone, its policy may refuse blocks; also if the disk
-    has failed."""
-    configs = with_disk(tmp_path / "disk", policy="auto"), config(policy="auto")
-    may_refuse = [host_of(make(each)).policy.may_refuse for each in configs]
+    """A host in front of a disk must store what it is given. A host whose disk has failed need not."""
+
+    def stores_beyond_its_size(made: OffloadConfig) -> bool:
+        manager = make(made).manager
+        keys = [bytes([i]) * 36 for i in range(BLOCKS + 1)]
+        for key in keys:
+            output = manager.prepare_store([key])
+            assert output is not None
+            manager.complete_store(output.store_spec)
+        return len(output.keys_to_store) == 1
+
+    policy = f"{__name__}:{RefusingPolicy.__name__}"
+    assert stores_beyond_its_size(with_disk(tmp_path / "disk", policy=policy))
+    assert not stores_beyond_its_size(config(policy=policy))
     monkeypatch.setattr(build, "open_disk_tier", fail_to_open)
-    may_refuse.append(host_of(make(with_disk(tmp_path / "other", policy="auto"))).policy.may_refuse)
-    assert may_refuse == [False, True, True]
+    assert not stores_beyond_its_size(with_disk(tmp_path / "other", policy=policy))
 
 
 def fail_to_open(*_: object, **__: object) -> None:

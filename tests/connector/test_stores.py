@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,8 @@ from kvoffload.abc import (
     KVGroup,
     MissReason,
     OffloadKey,
+    PrepareStoreOutput,
+    ReqContext,
 )
 from kvoffload.cache.manager import PolicyOffloadingManager
 from kvoffload.cache.policies.lru import LRUPolicy
@@ -326,3 +329,24 @@ def test_a_request_whose_first_blocks_come_as_additions_is_stored_too() -> None:
     rig.look_up(request)
     rig.allocate(request, [1, 2])
     assert device_ids(only(rig.step({request: 8}, more={"r": [1, 2]}).stores)[1]) == [1, 2]
+
+
+@pytest.mark.parametrize("change", ["reversed", "rotated", "a stranger"])
+def test_a_manager_that_answers_with_other_blocks_switches_offloading_off(
+    change: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rig = Rig()
+    prepare_store = rig.manager.prepare_store
+
+    def wrong(keys: Sequence[OffloadKey], req_context: ReqContext | None = None) -> PrepareStoreOutput | None:
+        output = prepare_store(keys, req_context)
+        answers = {
+            "reversed": output.keys_to_store[::-1],
+            "rotated": output.keys_to_store[1:] + output.keys_to_store[:1],
+            "a stranger": [*output.keys_to_store[1:], b"another"],
+        }
+        return replace(output, keys_to_store=answers[change])
+
+    monkeypatch.setattr(rig.manager, "prepare_store", wrong)
+    assert not rig.start(FakeRequest("r", prompt(12))).stores
+    assert rig.half.off

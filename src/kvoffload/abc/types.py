@@ -172,6 +172,7 @@ class TransferSpec:
     """One copy job of a worker: a load copies ``host`` slots to ``device`` blocks, a store the other way."""
 
     req_id: str
+    """The request that is loaded. A store may copy blocks of several requests: the first of them."""
     host: LoadStoreSpec
     device: DeviceSpec
 

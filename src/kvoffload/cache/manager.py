@@ -96,8 +96,11 @@ class PolicyOffloadingManager(OffloadingManager):
     def states(self, keys: Sequence[OffloadKey]) -> npt.NDArray[np.uint8]:
         """Returns one LookupState per key: ``lookup_each`` as an array, without counting a request."""
         slots = self._table.find(keys)
-        states = np.where(self._table.is_writing(slots), LookupState.PENDING, LookupState.HIT)
-        return np.where(slots < 0, LookupState.MISS, states).astype(np.uint8)
+        # Plain numbers, which numpy takes faster than members of an enum.
+        states = np.full(len(keys), int(LookupState.HIT), dtype=np.uint8)
+        states[self._table.is_writing(slots)] = int(LookupState.PENDING)
+        states[slots < 0] = int(LookupState.MISS)
+        return states
 
     def find(self, keys: Sequence[OffloadKey]) -> Slots:
         """Returns one slot per key, -1 where the key is absent."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kvoffload.abc import DeviceSpec, LoadStoreSpec, OffloadingManager, PrepareStoreOutput, TransferSpec
+from kvoffload.abc import DeviceSpec, IntegrityError, LoadStoreSpec, OffloadingManager, PrepareStoreOutput, TransferSpec
 from kvoffload.connector.due import DueList
 from kvoffload.connector.jobs import Job, JobTable
 from kvoffload.connector.layout import Block, Layout
@@ -165,9 +165,9 @@ class StorePlanner:
                     state.blocks.stored.append(block.key)
                 elif block.key in refused:
                     state.storing = Storing.REFUSED
-        if len(dues) == 1 and len(new) > 1:
-            keys = [block.key for _, block in new]
-            self._manager.reorder_chain(keys, keys, dues[0].state.context)
+        # The slots of the lease stand in this order: with any other, blocks would be stored under wrong keys.
+        if [block.key for _, block in new] != output.keys_to_store:
+            raise IntegrityError("the manager has room for other blocks than it was offered, or in another order")
         if new:
             job_id, spec = self._new_job(new, output.store_spec, epoch)
             specs[job_id] = spec

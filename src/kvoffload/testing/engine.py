@@ -132,7 +132,7 @@ class ModelEngine:
         ]
         self.backend = HostBackend(max(group.block_tokens for group in self.groups), s.num_host_blocks)
         self.policy_manager = PolicyOffloadingManager(
-            self.backend, make_policy(s.policy, s.num_host_blocks), clock=self.clock
+            self.backend, make_policy(s.policy, s.num_host_blocks), must_store=lower is not None, clock=self.clock
         )
         manager: OffloadingManager = self.policy_manager
         self.lower = lower or LowerTiers()

@@ -19,8 +19,11 @@ MAX_UNANSWERED = 1 << 16
 """Keys remembered because a tier has not answered for them."""
 MISS_TTL_S = 1.0
 """For this long a key counts as missing once a tier has not answered for it within the deadline."""
-FIRST_CHUNK = 32
+FIRST_CHUNK = 256
 """Keys that are looked up at once at first; doubled while all are found."""
+
+# Plain numbers, which numpy compares faster than members of an enum.
+MISS, HIT, PENDING, RETRY = map(int, LookupState)
 
 
 class Run(NamedTuple):
@@ -76,17 +79,17 @@ class TierLookup:
         while start < len(keys) and len(found) < room:
             chunk = keys[start : start + size]
             states = self.host_states(chunk, promotion)
-            below = np.flatnonzero(states != LookupState.HIT)
+            below = np.flatnonzero(states != HIT)
             if len(below):
                 if num_ready == len(keys):
                     num_ready = start + int(below[0])
                     room = max(0, room_for(promotion, key_group_idx(keys[num_ready])))
                 states[below] = self.states_below([chunk[i] for i in below.tolist()], states[below])
-                missing = np.flatnonzero(states != LookupState.HIT)
+                missing = np.flatnonzero(states != HIT)
                 end = int(missing[0]) if len(missing) else len(chunk)
                 found += [chunk[i] for i in below.tolist() if i < end]
                 if len(missing):
-                    is_unanswered = bool(states[end] == LookupState.RETRY)
+                    is_unanswered = bool(states[end] == RETRY)
                     break
             start, size = start + size, size * 2
         return Run(num_ready, found[:room], is_unanswered)
@@ -96,7 +99,7 @@ class TierLookup:
         if promotion is None or not promotion.pinned:
             return self._host.states(keys)
         is_pinned = np.fromiter(map(promotion.pinned.__contains__, keys), np.bool_, len(keys))
-        states = np.full(len(keys), LookupState.HIT, dtype=np.uint8)
+        states = np.full(len(keys), HIT, dtype=np.uint8)
         others = np.flatnonzero(~is_pinned)
         if len(others):
             states[others] = self._host.states([keys[i] for i in others.tolist()])
@@ -109,14 +112,14 @@ class TierLookup:
         being stored from the device. MISS: none of these.
         """
         now = self._clock()
-        states = np.where(host_states == LookupState.PENDING, host_states, LookupState.MISS).astype(np.uint8)
+        states = np.where(host_states == PENDING, host_states, MISS).astype(np.uint8)
         is_reading = np.zeros(len(keys), dtype=np.bool_)
         for tier in self._tiers:
             tier.suspend_if_hanging(now)
             if tier.reads and (tier.breaker.may_probe or not tier.reads.keys().isdisjoint(keys)):
                 self._find_reads(tier, keys, states, is_reading)
         for tier in self._tiers:
-            asked = np.flatnonzero((states == LookupState.MISS) & ~is_reading)
+            asked = np.flatnonzero((states == MISS) & ~is_reading)
             if len(asked) and tier.breaker.can_read:
                 names = [keys[i] for i in asked.tolist()] if len(asked) < len(keys) else keys
                 states[asked] = self._without_late_answers(names, tier.tier.contains(names), now)
@@ -131,13 +134,13 @@ class TierLookup:
             if batch is not None:
                 is_reading[i] = True
                 is_coming = tier.breaker.can_read and not batch.is_overdue
-                states[i] = LookupState.HIT if is_coming else LookupState.MISS
+                states[i] = HIT if is_coming else MISS
             elif tier.probe is None and tier.breaker.may_probe:
                 tier.probe = keys[i]
 
     def _without_late_answers(self, keys: Sequence[OffloadKey], states: States, now: float) -> States:
         """Returns ``states`` with MISS for keys that a tier has not answered for within the deadline."""
-        unanswered: Slots = np.flatnonzero(states == LookupState.RETRY)
+        unanswered: Slots = np.flatnonzero(states == RETRY)
         for i in unanswered.tolist():
             key = keys[i]
             since = self._asked_at.get(key)
@@ -148,6 +151,6 @@ class TierLookup:
                     del self._asked_at[next(iter(self._asked_at))]
             self._is_unanswered = True
             if now - since >= self._deadline_s:
-                states[i] = LookupState.MISS
+                states[i] = MISS
                 self._reasons.record([key], MissReason.NOT_IN_TIME)
         return states

@@ -61,9 +61,10 @@ class TieredOffloadingManager(OffloadingManager):
     If a tier does not say within ``lookup_deadline_ms`` whether it holds a block, the block counts as missing. If its
     reads hang for ``load_deadline_ms``, the tier is suspended, see CircuitBreaker.
 
-    ``groups``: the KV cache groups that keys name, by default with full attention and blocks of one size.
-    ``tokens_per_block``: per KV cache group, the tokens that one loaded block saves. With ``load_only_if_faster`` a run
-    of blocks that would take longer to read than to compute is not loaded. ``write_share``: see WRITE_SHARE.
+    Make ``host`` with ``must_store``: nothing behind a block that its policy refuses is written to a tier. ``groups``:
+    the KV cache groups that keys name, by default with full attention and blocks of one size. ``tokens_per_block``: per
+    KV cache group, the tokens that one loaded block saves. With ``load_only_if_faster`` a run of blocks that would take
+    longer to read than to compute is not loaded. ``write_share``: see WRITE_SHARE.
     """
 
     def __init__(

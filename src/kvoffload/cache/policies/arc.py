@@ -28,34 +28,26 @@ class ARCPolicy(ListPolicy):
 
     def __init__(self, capacity: int) -> None:
         super().__init__(capacity, num_lists=2)
-        self._t1, self._t2 = self.lists
+        self.t1, self.t2 = self.lists
         self.b1: OrderedDict[OffloadKey, None] = OrderedDict()
         self.b2: OrderedDict[OffloadKey, None] = OrderedDict()
         self.target_t1_size = 0.0
-
-    @property
-    def len_t1(self) -> int:
-        return len(self._t1)
-
-    @property
-    def len_t2(self) -> int:
-        return len(self._t2)
 
     def insert(self, slots: Slots, keys: Sequence[OffloadKey]) -> None:
         for ghosts in (self.b1, self.b2):
             if ghosts and not ghosts.keys().isdisjoint(keys):
                 for key in keys:
                     ghosts.pop(key, None)
-        self._t1.append(slots)
+        self.t1.append(slots)
 
     def access(self, access: Access) -> None:
         self._ask(access.absent)
         slots = access.slots
-        in_t1 = self._t1.holds(slots)
+        in_t1 = self.t1.holds(slots)
         again = in_t1 & access.ready
-        self._t1.append(slots[in_t1 & ~access.ready])
-        self._t1.discard(slots[again])
-        self._t2.append(slots[again | ~in_t1])
+        self.t1.append(slots[in_t1 & ~access.ready])
+        self.t1.discard(slots[again])
+        self.t2.append(slots[again | ~in_t1])
 
     def _ask(self, keys: Sequence[OffloadKey]) -> None:
         """Records a use of absent keys."""
@@ -79,9 +71,9 @@ class ARCPolicy(ListPolicy):
         # Between two evictions of a batch only len(t1) changes, so the rule "from t1 while it is too long, else
         # from t2, else from t1 after all" makes three runs.
         n, busy, key_of = eviction.n, eviction.busy, eviction.key_of
-        first = self._t1.pop_oldest(min(n, max(0, self._t1_surplus())), busy)
-        second = self._t2.pop_oldest(n - len(first), busy)
-        third = self._t1.pop_oldest(n - len(first) - len(second), busy)
+        first = self.t1.pop_oldest(min(n, max(0, self._t1_surplus())), busy)
+        second = self.t2.pop_oldest(n - len(first), busy)
+        third = self.t1.pop_oldest(n - len(first) - len(second), busy)
         from_t1 = np.concatenate((first, third))
         self.b1.update(dict.fromkeys(key_of[from_t1].tolist()))
         self.b2.update(dict.fromkeys(key_of[second].tolist()))
@@ -91,7 +83,7 @@ class ARCPolicy(ListPolicy):
 
     def _t1_surplus(self) -> int:
         """Returns how many blocks leave t1 before one leaves t2: until t1 is shorter than its target."""
-        return len(self._t1) - int(self.target_t1_size) + 1
+        return len(self.t1) - int(self.target_t1_size) + 1
 
     def clear(self) -> None:
         super().clear()
@@ -117,18 +109,18 @@ class TextbookARCPolicy(ARCPolicy):
         super().__init__(capacity)
         self._ghosts = Ghosts(capacity)
         """Only the keys asked for. Those that left are in b1 and b2."""
-        self._last_was_in_b2 = False
+        self.last_was_in_b2 = False
 
     def insert(self, slots: Slots, keys: Sequence[OffloadKey]) -> None:
         returning = self._ghosts.take(keys)
         super().insert(slots[~returning], keys)
-        self._t2.append(slots[returning])
+        self.t2.append(slots[returning])
         self._cut_ghosts()
 
     def _ask(self, keys: Sequence[OffloadKey]) -> None:
         for key in keys:
             ghosts = self._adapt(key)
-            self._last_was_in_b2 = ghosts is self.b2
+            self.last_was_in_b2 = ghosts is self.b2
             if ghosts is not None:
                 del ghosts[key]
                 self._ghosts.asked[key] = 0
@@ -136,7 +128,7 @@ class TextbookARCPolicy(ARCPolicy):
 
     def admit(self, keys: Sequence[OffloadKey], shortage: int) -> npt.NDArray[np.bool_] | None:
         returning = self._ghosts.returning(keys)
-        t2_size = min(self.len_t2 + int(np.count_nonzero(returning)), self.capacity - int(self.target_t1_size) - 1)
+        t2_size = min(len(self.t2) + int(np.count_nonzero(returning)), self.capacity - int(self.target_t1_size) - 1)
         return admit_head(returning, self.capacity - t2_size)
 
     def refuse(self, keys: Sequence[OffloadKey]) -> None:
@@ -149,18 +141,18 @@ class TextbookARCPolicy(ARCPolicy):
     def clear(self) -> None:
         super().clear()
         self._ghosts.clear()
-        self._last_was_in_b2 = False
+        self.last_was_in_b2 = False
 
     def _t1_surplus(self) -> int:
-        at_target_too = self._last_was_in_b2 and self.target_t1_size.is_integer()
-        return len(self._t1) - int(self.target_t1_size) + at_target_too
+        at_target_too = self.last_was_in_b2 and self.target_t1_size.is_integer()
+        return len(self.t1) - int(self.target_t1_size) + at_target_too
 
     def _cut_ghosts(self) -> None:
-        cut(self.b1, self.capacity - self.len_t1)
-        cut(self.b2, 2 * self.capacity - self.len_t1 - self.len_t2 - len(self.b1))
+        cut(self.b1, self.capacity - len(self.t1))
+        cut(self.b2, 2 * self.capacity - len(self.t1) - len(self.t2) - len(self.b1))
 
     def check_integrity(self, slots: Slots) -> None:
         super().check_integrity(slots)
         self._ghosts.check_integrity()
-        if len(self.b1) + self.len_t1 > self.capacity:
+        if len(self.b1) + len(self.t1) > self.capacity:
             raise IntegrityError("t1 and b1 together are longer than the capacity")

@@ -65,7 +65,7 @@ class GhostTable:
         return self._without_forgotten(self._locate(*self._homes(hashes)))
 
     def find_again(self, hashes: Hashes, entries: Entries) -> Entries:
-        """Returns those of ``entries``, found earlier, that still are the entries of ``hashes``, and -1 for the others."""
+        """Returns ``entries``, found earlier, with -1 where they are no longer those of ``hashes``."""
         if not np.count_nonzero(entries >= 0):
             return entries
         tags = hashes.astype(np.uint32) | _ODD

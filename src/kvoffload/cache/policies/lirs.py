@@ -23,7 +23,7 @@ class LIRSPolicy(ListPolicy):
 
     The stack S of the paper is not kept as a list. S ends at the oldest LIR block. So S contains those LIR blocks, HIR
     blocks and keys of evicted HIR blocks whose last use is later than that of this block: a clock, the last use of
-    each block and the ``_floor`` say as much. A HIR block that is used while it is in S becomes LIR, and the oldest LIR
+    each block and the ``floor`` say as much. A HIR block that is used while it is in S becomes LIR, and the oldest LIR
     block moves to the end of Q.
     """
 
@@ -32,48 +32,40 @@ class LIRSPolicy(ListPolicy):
 
     def __init__(self, capacity: int) -> None:
         super().__init__(capacity, num_lists=2)
-        self._lir, self._queue = self.lists
-        self._lir_limit = capacity - max(1, int(capacity * HIR_SHARE))
+        self.lir, self.queue = self.lists
+        self.lir_limit = capacity - max(1, int(capacity * HIR_SHARE))
         self.ghosts = Ghosts(self.keys_per_block * capacity)
         self._clock = 0
         self._last_use = np.full(capacity, _NOT_IN_STACK, dtype=np.int64)
-        self._floor = _NOT_IN_STACK
+        self.floor = _NOT_IN_STACK
         self._none_busy = np.zeros(capacity, dtype=np.bool_)
-
-    @property
-    def len_lir(self) -> int:
-        return len(self._lir)
-
-    @property
-    def len_queue(self) -> int:
-        return len(self._queue)
 
     def insert(self, slots: Slots, keys: Sequence[OffloadKey]) -> None:
         returning = self.ghosts.take(keys)
-        room = self._lir_limit - len(self._lir) - int(np.count_nonzero(returning))
+        room = self.lir_limit - len(self.lir) - int(np.count_nonzero(returning))
         self._use(slots, to_lir=admit_head(returning, room))
 
     def access(self, access: Access) -> None:
-        self.ghosts.ask(access.absent, above=self._floor)
+        self.ghosts.ask(access.absent, above=self.floor)
         slots = access.slots
-        in_lir = self._lir.holds(slots)
-        rises = ~in_lir & access.ready & (self._last_use[slots] > self._floor)
-        self._queue.discard(slots[rises])
+        in_lir = self.lir.holds(slots)
+        rises = ~in_lir & access.ready & (self._last_use[slots] > self.floor)
+        self.queue.discard(slots[rises])
         self._use(slots, to_lir=in_lir | rises)
 
     def reorder(self, slots: Slots, new: npt.NDArray[np.bool_]) -> None:
-        self._use(slots, to_lir=self._lir.holds(slots))
+        self._use(slots, to_lir=self.lir.holds(slots))
 
     def _use(self, slots: Slots, to_lir: npt.NDArray[np.bool_]) -> None:
         """Makes blocks the most recent of LIR or of Q."""
         now = self._last_use[slots] = self._now(len(slots))
-        self._lir.append(slots[to_lir], now[to_lir])
-        self._queue.append(slots[~to_lir])
+        self.lir.append(slots[to_lir], now[to_lir])
+        self.queue.append(slots[~to_lir])
         self._prune()
 
     def admit(self, keys: Sequence[OffloadKey], shortage: int) -> npt.NDArray[np.bool_] | None:
         returning = self.ghosts.returning(keys)
-        lir_size = min(len(self._lir) + int(np.count_nonzero(returning)), self._lir_limit)
+        lir_size = min(len(self.lir) + int(np.count_nonzero(returning)), self.lir_limit)
         return admit_head(returning, self.capacity - lir_size)
 
     def refuse(self, keys: Sequence[OffloadKey]) -> None:
@@ -82,13 +74,13 @@ class LIRSPolicy(ListPolicy):
     def evict(self, eviction: Eviction) -> Slots:
         self._prune()
         n, busy = eviction.n, eviction.busy
-        parts = [self._queue.pop_oldest(n, busy)]
+        parts = [self.queue.pop_oldest(n, busy)]
         if (missing := n - len(parts[0])) > 0:
             # The oldest LIR blocks become HIR, until so many of them are not busy.
-            self._demote(np.concatenate(sweep(self._lir, missing, self._none_busy, busy)))
-            parts.append(self._queue.pop_oldest(missing, busy))
+            self._demote(np.concatenate(sweep(self.lir, missing, self._none_busy, busy)))
+            parts.append(self.queue.pop_oldest(missing, busy))
         victims = np.concatenate(parts)
-        in_stack = victims[self._last_use[victims] > self._floor]
+        in_stack = victims[self._last_use[victims] > self.floor]
         self.ghosts.add(eviction.key_of[in_stack].tolist(), self._last_use[in_stack].tolist())
         self._prune()
         return victims
@@ -96,7 +88,7 @@ class LIRSPolicy(ListPolicy):
     def clear(self) -> None:
         super().clear()
         self.ghosts.clear()
-        self._floor = _NOT_IN_STACK
+        self.floor = _NOT_IN_STACK
 
     def _now(self, n: int) -> npt.NDArray[np.int64]:
         self._clock += n
@@ -104,15 +96,15 @@ class LIRSPolicy(ListPolicy):
 
     def _demote(self, slots: Slots) -> None:
         """Appends blocks that were LIR to Q, the one used longest ago first."""
-        self._queue.append(slots[np.argsort(self._last_use[slots])])
+        self.queue.append(slots[np.argsort(self._last_use[slots])])
         self._last_use[slots] = _NOT_IN_STACK
 
     def _prune(self) -> None:
         """Demotes the oldest LIR blocks while there are too many, and ends the stack at the oldest one that stays."""
-        surplus = len(self._lir) - self._lir_limit
+        surplus = len(self.lir) - self.lir_limit
         if surplus > 0:
-            self._demote(self._lir.pop_oldest(surplus, self._none_busy))
-        self._floor = max(self._floor, self._lir.oldest_position())
+            self._demote(self.lir.pop_oldest(surplus, self._none_busy))
+        self.floor = max(self.floor, self.lir.oldest_position())
 
     def check_integrity(self, slots: Slots) -> None:
         super().check_integrity(slots)

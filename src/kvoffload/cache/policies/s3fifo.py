@@ -28,32 +28,24 @@ class S3FIFOPolicy(ListPolicy):
 
     def __init__(self, capacity: int) -> None:
         super().__init__(capacity, num_lists=2)
-        self._small, self._main = self.lists
+        self.small, self.main = self.lists
         self._small_limit = max(1, int(capacity * SMALL_SHARE))
         self.ghost = Ghosts(max(1, int(capacity * GHOST_SHARE)))
         self._uses = np.zeros(capacity, dtype=np.uint8)
         self._has_evicted = False
 
     @property
-    def len_small(self) -> int:
-        return len(self._small)
-
-    @property
-    def len_main(self) -> int:
-        return len(self._main)
-
-    @property
     def _main_room(self) -> int:
-        return self.capacity - self._small_limit - len(self._main)
+        return self.capacity - self._small_limit - len(self.main)
 
     def insert(self, slots: Slots, keys: Sequence[OffloadKey]) -> None:
         self._uses[slots] = 0
         to_main = self.ghost.take(keys)
         if not self._has_evicted:
             # The tail fills small, so that the tail of a chain that is in both queues leaves first.
-            to_main |= np.cumsum(~to_main) > self._small_limit - len(self._small)
-        self._main.append(slots[to_main])
-        self._small.append(slots[~to_main])
+            to_main |= np.cumsum(~to_main) > self._small_limit - len(self.small)
+        self.main.append(slots[to_main])
+        self.small.append(slots[~to_main])
 
     def access(self, access: Access) -> None:
         self.ghost.ask(access.absent)
@@ -62,12 +54,12 @@ class S3FIFOPolicy(ListPolicy):
 
     def reorder(self, slots: Slots, new: npt.NDArray[np.bool_]) -> None:
         moved = slots[new]
-        to_main = self._main.holds(moved)
+        to_main = self.main.holds(moved)
         if not self._has_evicted:
             self.remove(moved)
             to_main.sort()  # False comes first: small gets as many blocks as it had, beginning with the tail
-        self._main.append(moved[to_main])
-        self._small.append(moved[~to_main])
+        self.main.append(moved[to_main])
+        self.small.append(moved[~to_main])
 
     def admit(self, keys: Sequence[OffloadKey], shortage: int) -> npt.NDArray[np.bool_] | None:
         returning = self.ghost.returning(keys)
@@ -96,18 +88,18 @@ class S3FIFOPolicy(ListPolicy):
 
     def _evict_small(self, n: int, max_promoted: int, eviction: Eviction) -> Slots:
         """Evicts at most ``n`` blocks from small, until more than ``max_promoted`` others have moved to main."""
-        victims, promoted = sweep(self._small, n, eviction.busy, self._uses, PROMOTED_FROM, max_promoted)
+        victims, promoted = sweep(self.small, n, eviction.busy, self._uses, PROMOTED_FROM, max_promoted)
         self.ghost.add(eviction.key_of[victims].tolist())
         self._uses[promoted] = 0
-        self._main.append(promoted)
+        self.main.append(promoted)
         return victims
 
     def _evict_main(self, n: int, eviction: Eviction) -> Slots:
         parts = []
         for _ in range(MAX_USES + 1):
-            victims, spared = sweep(self._main, n, eviction.busy, self._uses)
+            victims, spared = sweep(self.main, n, eviction.busy, self._uses)
             self._uses[spared] -= 1
-            self._main.append(spared)
+            self.main.append(spared)
             parts.append(victims)
             n -= len(victims)
             if n == 0:

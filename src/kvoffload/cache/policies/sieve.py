@@ -17,22 +17,18 @@ class SIEVEPolicy(ListPolicy):
     """A hand moves over the blocks from the oldest to the newest, and starts again. A block that was used since the
     hand last passed it loses its mark and stays; another block leaves.
 
-    The queue consists of two lists: ``_ahead`` of the hand, where new blocks join, and ``_behind`` it. A busy block
+    The queue consists of two lists: ``ahead`` of the hand, where new blocks join, and ``behind`` it. A busy block
     that the hand has passed over is judged as soon as it is evictable.
     """
 
     def __init__(self, capacity: int) -> None:
         super().__init__(capacity, num_lists=2)
-        self._ahead, self._behind = self.lists
+        self.ahead, self.behind = self.lists
         self._used = np.zeros(capacity, dtype=np.bool_)
-
-    @property
-    def len_ahead(self) -> int:
-        return len(self._ahead)
 
     def insert(self, slots: Slots, keys: Sequence[OffloadKey]) -> None:
         self._used[slots] = False
-        self._ahead.append(slots)
+        self.ahead.append(slots)
 
     def access(self, access: Access) -> None:
         self._used[access.slots[access.ready]] = True
@@ -44,13 +40,13 @@ class SIEVEPolicy(ListPolicy):
         n, parts = eviction.n, []
         # The rest of this round; the next round, which may find marks; and one more, which finds none.
         for _ in range(3):
-            victims, spared = sweep(self._ahead, n, eviction.busy, self._used)
+            victims, spared = sweep(self.ahead, n, eviction.busy, self._used)
             self._used[spared] = False
-            self._behind.append(spared)
+            self.behind.append(spared)
             parts.append(victims)
             n -= len(victims)
-            if n > 0 or not len(self._ahead):
-                self._ahead, self._behind = self._behind, self._ahead
+            if n > 0 or not len(self.ahead):
+                self.ahead, self.behind = self.behind, self.ahead
             if n == 0:
                 break
         return np.concatenate(parts)

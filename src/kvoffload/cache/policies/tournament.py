@@ -207,7 +207,7 @@ class Tournament:
     def clear(self) -> None:
         self.scores = [0.0] * len(RULES)
         self._current = FIRST
-        self._shadows = [(LRUShadow if rule.share is None else Shadow)(self._capacity, rule) for rule in RULES]
+        self.shadows = [(LRUShadow if rule.share is None else Shadow)(self._capacity, rule) for rule in RULES]
 
     @property
     def rule(self) -> Rule:
@@ -222,7 +222,7 @@ class Tournament:
             return
         decay = 0.5 ** (len(names) / (HALF_LIFE * self._capacity))
         self.scores = [
-            score * decay + shadow.access(names) for score, shadow in zip(self.scores, self._shadows, strict=True)
+            score * decay + shadow.access(names) for score, shadow in zip(self.scores, self.shadows, strict=True)
         ]
         best = max(range(len(RULES)), key=self.scores.__getitem__)
         if self.scores[best] > MARGIN * self.scores[self._current]:

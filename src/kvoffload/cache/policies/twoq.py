@@ -22,34 +22,26 @@ class TwoQPolicy(ListPolicy):
 
     def __init__(self, capacity: int) -> None:
         super().__init__(capacity, num_lists=2)
-        self._a1in, self._am = self.lists
+        self.a1in, self.am = self.lists
         self._a1in_limit = max(1, capacity // 4)
         self.a1out = Ghosts(max(1, capacity // 2))
 
-    @property
-    def len_a1in(self) -> int:
-        return len(self._a1in)
-
-    @property
-    def len_am(self) -> int:
-        return len(self._am)
-
     def insert(self, slots: Slots, keys: Sequence[OffloadKey]) -> None:
         returning = self.a1out.take(keys)
-        self._am.append(slots[returning])
-        self._a1in.append(slots[~returning])
+        self.am.append(slots[returning])
+        self.a1in.append(slots[~returning])
 
     def access(self, access: Access) -> None:
         self.a1out.ask(access.absent)
-        self._am.move_to_end(access.slots)
+        self.am.move_to_end(access.slots)
 
     def reorder(self, slots: Slots, new: npt.NDArray[np.bool_]) -> None:
-        self._am.move_to_end(slots)
-        self._a1in.move_to_end(slots[new])
+        self.am.move_to_end(slots)
+        self.a1in.move_to_end(slots[new])
 
     def admit(self, keys: Sequence[OffloadKey], shortage: int) -> npt.NDArray[np.bool_] | None:
         returning = self.a1out.returning(keys)
-        am_size = min(len(self._am) + int(np.count_nonzero(returning)), self.capacity - self._a1in_limit)
+        am_size = min(len(self.am) + int(np.count_nonzero(returning)), self.capacity - self._a1in_limit)
         return admit_head(returning, self.capacity - am_size)
 
     def refuse(self, keys: Sequence[OffloadKey]) -> None:
@@ -57,10 +49,10 @@ class TwoQPolicy(ListPolicy):
 
     def evict(self, eviction: Eviction) -> Slots:
         n, busy = eviction.n, eviction.busy
-        surplus = max(0, len(self._a1in) - self._a1in_limit)
-        first = self._a1in.pop_oldest(min(n, surplus), busy)
-        second = self._am.pop_oldest(n - len(first), busy)
-        third = self._a1in.pop_oldest(n - len(first) - len(second), busy)
+        surplus = max(0, len(self.a1in) - self._a1in_limit)
+        first = self.a1in.pop_oldest(min(n, surplus), busy)
+        second = self.am.pop_oldest(n - len(first), busy)
+        third = self.a1in.pop_oldest(n - len(first) - len(second), busy)
         self.a1out.add(eviction.key_of[np.concatenate((first, third))].tolist())
         return np.concatenate((first, second, third))
 

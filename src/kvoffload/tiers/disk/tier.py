@@ -152,7 +152,8 @@ class DiskTier(Tier):
             return []
         batch = self._batch(self.catalog.begin_reads(keys, slots))
         taken = self._io.submit_reads(batch)
-        self.catalog.cancel_reads(batch.slots[taken:])
+        if taken < len(batch.keys):
+            self.catalog.cancel_reads(batch.slots[taken:])
         return batch.keys[:taken]
 
     def write(self, keys: Sequence[OffloadKey], slots: Slots) -> list[OffloadKey]:
@@ -167,7 +168,8 @@ class DiskTier(Tier):
         batch = self._batch(self.catalog.begin_writes(keys, slots, room))
         self._maintenance.give(batch.slots)
         taken = self._io.submit_writes(batch)
-        self.catalog.cancel_writes(batch.slots[taken:])
+        if taken < len(batch.keys):
+            self.catalog.cancel_writes(batch.slots[taken:])
         return batch.keys[:taken]
 
     def _batch(self, claim: Claim) -> Batch:
@@ -217,10 +219,10 @@ class DiskTier(Tier):
             # Their records may have been written after the keys were dropped.
             self._maintenance.empty_records(gone)
         if len(gone) or not succeeded.all():
-            self._mark_gone(done, results, set(gone.tolist()))
+            self._report_failures(done, results, set(gone.tolist()))
         return results
 
-    def _mark_gone(self, done: Sequence[Done], results: list[TierResult], gone: set[int]) -> None:
+    def _report_failures(self, done: Sequence[Done], results: list[TierResult], gone: set[int]) -> None:
         """Replaces good results of blocks that were dropped meanwhile, and logs the bad ones of others."""
         i = 0
         for run in done:

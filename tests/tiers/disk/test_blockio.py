@@ -1,0 +1,207 @@
+"""BlockIO moves blocks in few calls, in an order that a kill cannot harm, and says what has become of each."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+
+from kvoffload.abc import ByteArray, TierError
+from kvoffload.testing.storage import FaultRates, FaultyStorage, SimulatedStorage
+from kvoffload.testing.tiers import SteppedExecutor, make_pools
+from kvoffload.tiers.disk.blockio import FACTS, Batch, BlockIO, Done
+from kvoffload.tiers.disk.format import HEADER_BYTES, MAX_HITS, parse_records
+from kvoffload.tiers.disk.slabs import FIXED_BYTES, SLAB_OVERHEAD_BYTES, SlabFiles, slot_cost
+
+PAGE = 4096
+FINGERPRINT = "5a" * 32
+NUM_SLOTS = 12
+READ_SLOT = 32
+"""The first host slot that is read into."""
+
+
+class Rig:
+    """Three slabs of four slots."""
+
+    def __init__(self, job_bytes: int = 1 << 20) -> None:
+        self.now = 1000.0
+        self.storage = FaultyStorage(SimulatedStorage(1 << 20))
+        capacity = FIXED_BYTES + 3 * SLAB_OVERHEAD_BYTES + NUM_SLOTS * slot_cost(PAGE)
+        self.files = SlabFiles(self.storage, FINGERPRINT, [PAGE], capacity, 4 * PAGE, lambda: 7)
+        while self.files.num_allocated < NUM_SLOTS:
+            self.files.grow()
+        self.pools = make_pools(64, PAGE)
+        self.executor = SteppedExecutor(clock=lambda: self.now)
+        self.io = BlockIO(self.files, self.pools, self.executor, lambda: self.now, lambda: 5.5, job_bytes)
+        self.facts = np.zeros(NUM_SLOTS, dtype=FACTS)
+        self.storage.operations = 0
+
+    def batch(self, slots: Sequence[int], first_host_slot: int = 0) -> Batch:
+        """The block in slot s has the key s."""
+        facts = self.facts[list(slots)]
+        facts["sequence"] = [100 + slot for slot in slots]
+        hosts = first_host_slot + np.arange(len(slots))
+        return Batch([key(slot) for slot in slots], hosts, np.array(slots, dtype=np.int64), facts)
+
+    def take(self) -> list[Done]:
+        self.executor.drain()
+        done = self.io.take_done()
+        for run in done:
+            self.facts[run.slots] = run.facts
+        return done
+
+    def write(self, *slots: int) -> dict[int, TierError | None]:
+        assert self.io.submit_writes(self.batch(slots)) == len(slots)
+        return outcome(self.take())
+
+    def read(self, *slots: int) -> dict[int, TierError | None]:
+        assert self.io.submit_reads(self.batch(slots, READ_SLOT)) == len(slots)
+        return outcome(self.take())
+
+    def data(self, name: str) -> ByteArray:
+        file = self.storage.open(FINGERPRINT, name)
+        data = np.zeros(file.size(), dtype=np.uint8)
+        file.read([data], 0)
+        file.close()
+        return data
+
+    def recorded(self) -> list[int]:
+        """The slots that have valid records."""
+        entries = parse_records(self.files.header, self.data("index")[HEADER_BYTES:])
+        assert entries.keys == [key(slot) for slot in entries.slots.tolist()]
+        return sorted(entries.slots.tolist())
+
+
+def key(slot: int) -> bytes:
+    return bytes([slot + 1]) * 36
+
+
+def outcome(done: Sequence[Done]) -> dict[int, TierError | None]:
+    return {slot: result.error for run in done for slot, result in zip(run.slots.tolist(), run.results, strict=True)}
+
+
+@pytest.fixture
+def rig() -> Rig:
+    return Rig()
+
+
+def test_blocks_are_read_as_they_were_written(rig: Rig) -> None:
+    assert rig.write(5, 2, 9) == dict.fromkeys((2, 5, 9))
+    assert rig.recorded() == [2, 5, 9]
+    assert rig.read(9, 5, 2) == dict.fromkeys((2, 5, 9))
+    assert np.array_equal(rig.pools[0][READ_SLOT : READ_SLOT + 3], rig.pools[0][[2, 0, 1]])
+
+
+def test_neighbours_within_a_slab_are_moved_together(rig: Rig) -> None:
+    rig.write(6, 2, 3, 4, 5)
+    # Slots 2 and 3, then 4 to 6 in the next slab: two records and a payload each.
+    assert rig.storage.operations == 2 * 3
+    rig.storage.operations = 0
+    rig.read(2, 3, 4, 5, 6)
+    assert rig.storage.operations == 2 * 2
+
+
+def test_a_block_is_recorded_when_its_payload_is_written_and_not_before(rig: Rig) -> None:
+    seen: list[list[int]] = []
+    write = rig.files.write
+    rig.write(1)
+    rig.files.write = lambda slot, buffers: (seen.append(rig.recorded()), write(slot, buffers))[1]  # type: ignore[method-assign]
+    rig.write(1, 2)
+    assert seen == [[]], "the old record of slot 1 must be empty"
+    assert rig.recorded() == [1, 2]
+
+
+def test_facts_come_back_with_the_results(rig: Rig) -> None:
+    rig.write(1, 2)
+    assert rig.facts["stored_at"][[1, 2]].tolist() == [5, 5]
+    assert rig.facts["payload_checksum"][[1, 2]].all()
+    rig.facts["hits"][2] = MAX_HITS
+    rig.read(1, 2)
+    assert rig.facts["hits"][[1, 2]].tolist() == [1, MAX_HITS]
+    assert rig.facts["sequence"][[1, 2]].tolist() == [101, 102]
+
+
+def test_a_damaged_block_is_corrupt_and_its_record_emptied(rig: Rig) -> None:
+    rig.write(0, 1, 2)
+    slab = rig.storage.open(FINGERPRINT, "slab-00000")
+    slab.write([np.full(PAGE, 7, dtype=np.uint8)], PAGE)
+    slab.close()
+    assert rig.read(0, 1, 2) == {0: None, 1: TierError.CORRUPT, 2: None}
+    assert rig.recorded() == [0, 2]
+
+
+def test_if_a_call_for_several_blocks_fails_each_is_moved_by_itself(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    rig.write(0, 1, 2)
+    read = rig.files.read
+
+    def only_single_blocks_but_one(slot: int, buffers: Sequence[ByteArray]) -> None:
+        if len(buffers) > 1 or slot == 1:
+            raise OSError("this place cannot be read")
+        read(slot, buffers)
+
+    monkeypatch.setattr(rig.files, "read", only_single_blocks_but_one)
+    rig.io.submit_reads(rig.batch((0, 1, 2), READ_SLOT))
+    done = rig.take()
+    assert outcome(done) == {0: None, 1: TierError.IO, 2: None}
+    assert [run.problem for run in done] == ["", "this place cannot be read", ""]
+    assert rig.recorded() == [0, 2]
+
+
+@pytest.mark.parametrize(("fault", "error"), [("no_space", TierError.NO_SPACE), ("io_error", TierError.IO)])
+def test_a_failed_write_leaves_no_record(rig: Rig, fault: str, error: TierError) -> None:
+    rig.storage.rates = FaultRates(**{fault: 1.0})
+    assert rig.write(0, 1) == {0: error, 1: error}
+    rig.storage.rates = FaultRates()
+    assert rig.recorded() == []
+
+
+def test_a_read_does_not_need_its_record_written(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    rig.write(0)
+
+    def fail(first_slot: int, records: ByteArray) -> None:
+        raise OSError("the index cannot be written")
+
+    monkeypatch.setattr(rig.files, "write_records", fail)
+    assert rig.read(0) == {0: None}
+
+
+def test_a_job_that_goes_on_when_it_was_abandoned_records_nothing(rig: Rig) -> None:
+    """The host slots that it reads from may have other contents by then."""
+    rig.write(3)
+    write = rig.files.write
+
+    def hang(slot: int, buffers: Sequence[ByteArray]) -> None:
+        rig.executor.stall(60.0)
+        write(slot, buffers)
+
+    rig.files.write = hang  # type: ignore[method-assign]
+    rig.io.submit_writes(rig.batch((1, 2)))
+    assert not rig.executor.close(1.0)
+    rig.io.abandon()
+    rig.now += 120.0
+    rig.executor.drain()
+    assert rig.executor.idle
+    assert rig.recorded() == [3]
+
+
+def test_large_batches_are_split_into_jobs() -> None:
+    rig = Rig(job_bytes=2 * PAGE)
+    assert rig.io.submit_writes(rig.batch(range(7))) == 7
+    turns = 0
+    while rig.executor.turn():
+        turns += 1
+    assert turns == 4
+    assert sum(len(run.results) for run in rig.take()) == 7
+
+
+def test_what_the_executor_does_not_take_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    rig = Rig(job_bytes=2 * PAGE)
+    accepted = iter([True, True, False])
+    submit = rig.executor.submit_read
+    monkeypatch.setattr(rig.executor, "submit_read", lambda job: next(accepted) and submit(job))
+    rig.write(*range(6))
+    assert rig.io.submit_reads(rig.batch(range(6), READ_SLOT)) == 4
+    assert rig.io.num_reading == 4
+    assert len(outcome(rig.take())) == 4
+    assert (rig.io.num_reading, rig.io.num_writing) == (0, 0)
