@@ -56,8 +56,8 @@ class Transfer(ABC):
 
     @abstractmethod
     def poll(self, busy: bool) -> list[TransferResult]:
-        """Returns the jobs that have ended since the last call. ``busy``: the engine computes tokens in this step, so an
-        implementation that copies on this thread limits how much it copies now."""
+        """Returns the jobs that have ended since the last call. ``busy``: the engine computes tokens in this step, so
+        an implementation that copies on this thread limits how much it copies now."""
 
     @abstractmethod
     def wait(self, job_ids: Iterable[int]) -> None:
