@@ -15,7 +15,6 @@ import shutil
 import statistics
 import subprocess
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -134,10 +133,7 @@ def throughput(directory: Path, quick: bool) -> list[Row]:
     num_blocks = 128 if quick else 1024
     nbytes = num_blocks * BLOCK_BYTES
     pool = HostPool(256, BLOCK_BYTES)
-    # The pool touches its pages on a thread of its own, which is not to run during the measurements.
-    for thread in threading.enumerate():
-        if thread.name == "kvoffload-touch":
-            thread.join()
+    pool.wait_until_touched()
     pool.data[:] = np.random.default_rng(0).integers(0, 256, pool.data.shape[1], dtype=np.uint8)
     speeds: dict[str, list[float]] = {"write": [], "read": [], "peer write": [], "peer read": []}
     shuffled = np.random.default_rng(1).permutation(num_blocks)

@@ -46,7 +46,7 @@ HOMES = {
     "ScheduledStep": "kvoffload.abc",
     "TieredOffloadingManager": "kvoffload.tiers.manager",
     "WorkerReport": "kvoffload.connector.messages",
-    "open_disk_tier": "kvoffload.tiers.disk.tier",
+    "open_disk_tier": "kvoffload.tiers.disk.start",
 }
 
 

@@ -185,6 +185,12 @@ def test_python_compiles(document: Path) -> None:
         compile(source, str(document), "exec")
 
 
+def test_tests_that_the_makefile_names_exist() -> None:
+    named = re.findall(r"tests/[\w/]+\.py", (ROOT / "Makefile").read_text())
+    assert named
+    assert [path for path in named if not (ROOT / path).exists()] == []
+
+
 def test_the_readme_is_short() -> None:
     assert len((ROOT / "README.md").read_text().splitlines()) <= README_LINES
 

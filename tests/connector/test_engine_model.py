@@ -628,6 +628,7 @@ def drafts_named_without_the_next_token(engine: ModelEngine) -> None:
     """So the last whole block of a draft group is stored too."""
     layout = engine.scheduler.layout
     layout.known_tokens = lambda g, index: (index + 1) * layout.groups[g].block_tokens  # type: ignore[method-assign]
+    layout.num_named = lambda g, known: known // layout.groups[g].block_tokens  # type: ignore[method-assign]
 
 
 def group_not_in_the_key(engine: ModelEngine) -> None:

@@ -233,16 +233,16 @@ def old_record_stays_while_the_payload_is_overwritten(
 
 def promotion_ready_before_it_is_read(server: Server, tier: DiskTier, monkeypatch: pytest.MonkeyPatch) -> None:
     read, poll = tier.read, tier.poll
-    told: list[TierResult] = []
+    reported: list[TierResult] = []
 
     def read_and_tell(keys: Sequence[OffloadKey], slots: Slots) -> list[OffloadKey]:
         taken = read(keys, slots)
-        told.extend(TierResult(key, True, nbytes=tier.block_bytes) for key in taken)
+        reported.extend(TierResult(key, True, nbytes=tier.block_bytes) for key in taken)
         return taken
 
     def poll_early() -> list[TierResult]:
-        early = told.copy()
-        told.clear()
+        early = reported.copy()
+        reported.clear()
         return early + [result for result in poll() if not result.is_read]
 
     monkeypatch.setattr(tier, "read", read_and_tell)

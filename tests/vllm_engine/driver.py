@@ -561,7 +561,7 @@ def sleeps(config: dict[str, Any]) -> dict[str, Any]:
 
     from vllm.distributed.kv_transfer import get_kv_transfer_group
 
-    from kvoffload.connector import scheduler
+    from kvoffload.connector import jobs as job_table
     from kvoffload.observe import server as records
     from kvoffload.vllm import versions
 
@@ -624,7 +624,7 @@ def sleeps(config: dict[str, Any]) -> dict[str, Any]:
             core.abort_request(list(live))
             live.clear()
         if config.get("forgetful"):
-            scheduler.JOB_IDS = itertools.count(min(jobs))
+            job_table.JOB_IDS = itertools.count(min(jobs))
         core.wake_up()
         handshake()
     ask(PROMPTS)

@@ -16,9 +16,9 @@ from kvoffload.abc.types import (
 class PageGroup:
     """The pages of one KV cache group on this rank.
 
-    ``views`` has one entry a layer, bytes of shape (num_device_blocks, page_bytes): numpy arrays, or torch tensors for
-    a transfer that reads those. Rows may be strided, bytes within a row are contiguous. A rank
-    that holds no layer of the group has no views. ``factor`` device blocks make an offloaded block.
+    ``views`` has one entry per layer: bytes of shape (num_device_blocks, page_bytes), as a numpy array or, for a
+    transfer that reads those, as a torch tensor. Rows may be strided; bytes within a row are contiguous. A rank without
+    a layer of the group has no views. ``factor`` device blocks make an offloaded block.
     """
 
     views: Sequence[Any]
@@ -35,7 +35,7 @@ class PageGroup:
 
 @dataclass(frozen=True, slots=True)
 class TransferResult:
-    """One ended job. ``nbytes`` were copied in ``seconds``; a job that is not ``ok`` copied nothing of use."""
+    """The end of a job. ``nbytes`` were copied in ``seconds``; the bytes of a job that is not ``ok`` are of no use."""
 
     job_id: int
     ok: bool
@@ -46,30 +46,29 @@ class TransferResult:
 class Transfer(ABC):
     """Copies between the device blocks and the host slots of one rank.
 
-    Called from the engine's worker thread only. No method raises for a copy that failed: the job is
-    reported with ``ok=False``. Jobs of one direction start in the order they were submitted.
+    All methods are called on the engine's worker thread. None raises for a copy that fails: its job is reported with
+    ``ok=False``. Jobs of one direction start in the order of ``submit``.
     """
 
     @abstractmethod
     def submit(self, job_id: int, spec: TransferSpec, is_store: bool) -> None:
-        """Queues a job. A store reads what the device blocks hold after the work issued so far."""
+        """Queues a job. A store reads the contents of the device blocks after all device work issued so far."""
 
     @abstractmethod
     def poll(self, busy: bool) -> list[TransferResult]:
-        """Jobs that ended since the last call. ``busy``: the engine computes tokens in this step, so an
-        implementation that copies on this thread bounds what it does now."""
+        """Returns the jobs that have ended since the last call. ``busy``: the engine computes tokens in this step, so an
+        implementation that copies on this thread limits how much it copies now."""
 
     @abstractmethod
     def wait(self, job_ids: Iterable[int]) -> None:
-        """On return, device work issued from now on sees these jobs done. Unknown or ended ones are
-        ignored."""
+        """Makes device work that is issued after this call wait for these jobs. Ignores unknown and ended jobs."""
 
     @abstractmethod
     def wait_any(self, timeout_s: float) -> None:
-        """Gives the processor away until a job has ended, at most ``timeout_s``."""
+        """Sleeps until a job has ended, at most ``timeout_s``."""
 
     def before_forward(self) -> None:
-        """The engine is about to issue a forward pass; loads submitted after it need not wait for that."""
+        """Called before the engine issues a forward pass: loads that are submitted later need not wait for it."""
 
     def close(self) -> None:
-        """Ends what is under way and lets go of memory. May be called twice."""
+        """Ends copies in progress and releases memory. May be called twice."""

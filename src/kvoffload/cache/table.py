@@ -1,4 +1,4 @@
-"""BlockTable: which key lies in which slot, and how many transfers use it. Arrays by slot, no object per block."""
+"""BlockTable: which key is in which slot, and how many transfers use it. Arrays by slot, no object per block."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _LOOKUP_CHUNK = 256
 
 
 class BlockTable:
-    """Which key lies in which of ``num_blocks`` slots, and a reference count per slot.
+    """Which key is in which of ``num_blocks`` slots, and a reference count per slot.
 
     ``ref_cnt`` is -1 while a block is being written, else its number of pins. A block is *in transfer* while it is
     written or pinned, and *idle* otherwise; only idle blocks are evictable, and ``num_evictable`` is their number at

@@ -34,6 +34,7 @@ class Layout:
         self.namespace = namespace
         self.block_tokens = tuple(group.block_tokens for group in groups)
         self.factors = tuple(group.block_size_factor for group in groups)
+        self._suffixes = tuple(make_offload_key(b"", g) for g in range(len(groups)))
         self.align = math.lcm(*(group.block_tokens for group in groups))
         """Tokens: whole blocks of all groups end at multiples of it."""
         self.device_align = math.lcm(*(group.device_block_size for group in groups))
@@ -45,12 +46,15 @@ class Layout:
 
     def known_tokens(self, g: int, index: int) -> int:
         """The number of tokens that must be known before block ``index`` of group ``g`` has a key."""
-        group = self.groups[g]
-        return (index + 1 + group.draft) * group.block_tokens
+        return (index + 1 + self.groups[g].draft) * self.block_tokens[g]
+
+    def num_named(self, g: int, known: int) -> int:
+        """The number of blocks of group ``g`` that have a key when ``known`` tokens are known."""
+        return max(0, known // self.block_tokens[g] - self.groups[g].draft)
 
     def key(self, g: int, index: int, hashes: Sequence[BlockHash]) -> OffloadKey:
         """The key of block ``index`` of group ``g`` in a request with these block hashes."""
-        return make_offload_key(self.namespace + hashes[self.known_tokens(g, index) // self.hash_block_size - 1], g)
+        return self.namespace + hashes[self.known_tokens(g, index) // self.hash_block_size - 1] + self._suffixes[g]
 
     def describe(self, request: Request, block: Block) -> BlockDescription:
         """What ``block`` of ``request`` holds, for events."""

@@ -184,8 +184,8 @@ class RequestBlocks:
         self._num_hashes, self._last_hash = num_hashes, hashes[-1] if num_hashes else b""
         known = num_hashes * layout.hash_block_size
         for g, keys in enumerate(self.keys):
-            while layout.known_tokens(g, len(keys)) <= known:
-                keys.append(layout.key(g, len(keys), hashes))
+            for index in range(len(keys), layout.num_named(g, known)):
+                keys.append(layout.key(g, index, hashes))
         return is_same
 
     def _are_keys_of(self, hashes: Sequence[BlockHash]) -> bool:
@@ -236,7 +236,7 @@ class RequestBlocks:
             loaded = self.loaded[g] if self.loaded is not None else ()
             for i in range(first, end):
                 device_blocks = table[i * factor : (i + 1) * factor]
-                if i not in loaded and NULL_BLOCK not in device_blocks:
+                if NULL_BLOCK not in device_blocks and i not in loaded:
                     due.append(Block(g, i, keys[i], i * factor, device_blocks))
         if len(ends) > 1:
             due.sort(key=lambda block: (block.ordinal + 1) * layout.block_tokens[block.group])

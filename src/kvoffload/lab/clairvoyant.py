@@ -62,10 +62,9 @@ class _Future:
 
 
 class ClairvoyantPolicy(CachePolicy):
-    """Evicts the block that is asked for again last, and stores no block for which one that is asked for sooner would
-    have to leave.
+    """Evicts the block whose next use is furthest away, and refuses a new block if every victim is needed sooner.
 
-    ``access`` raises IntegrityError if it is given another request than the next one of the trace.
+    ``access`` raises IntegrityError if it gets another request than the trace's next one.
     """
 
     def __init__(self, capacity: int, future: _Future) -> None:
@@ -97,7 +96,7 @@ class ClairvoyantPolicy(CachePolicy):
         self._rank(slots)
 
     def _rank(self, slots: Slots) -> None:
-        """Gives blocks the ranks that they have from now on."""
+        """Updates the ranks of blocks."""
         ranks = self._rank_of[slots] = self._rank_of_block[self._block_of[slots]]
         for entry in ((self._future.never - ranks) * self.capacity + slots).tolist():
             heapq.heappush(self._heap, entry)

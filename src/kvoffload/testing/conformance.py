@@ -1,7 +1,7 @@
 """Conformance suites: what every implementation of a contract must do, as plain pytest classes.
 
-Subclass the suite of your contract and say how to make one; pytest does the rest. A suite drives the
-implementation through the public contract only. Keys are written as letters: ``"abc"`` is three blocks.
+Subclass the suite of your contract and define how to make an implementation; pytest does the rest. A suite uses only
+the public contract. Keys are written as letters: ``"abc"`` is a chain of three blocks.
 """
 
 from __future__ import annotations
@@ -37,17 +37,17 @@ ALPHABET = "abcdefghijklmnopqrstuvwxyz"
 
 
 def keys(letters: str) -> list[OffloadKey]:
-    """One key a letter."""
+    """Returns one key per letter."""
     return [make_offload_key(letter.encode() * 32, 0) for letter in letters]
 
 
 def letters(keys: Iterable[OffloadKey]) -> str:
-    """The letters of keys made by ``keys``."""
+    """Returns the letters of keys made by ``keys``."""
     return "".join(chr(key_block_hash(key)[0]) for key in keys)
 
 
 def check_slots(slots: Slots, num_blocks: int) -> list[int]:
-    """The slots as a list, each an integer in range and none twice."""
+    """Returns the slots as a list, and checks that each is an integer in range and none occurs twice."""
     assert isinstance(slots, np.ndarray)
     assert slots.ndim == 1
     assert slots.dtype == np.int64
@@ -60,35 +60,35 @@ def check_slots(slots: Slots, num_blocks: int) -> list[int]:
 class ManagerConformance:
     """The contract of ``OffloadingManager``.
 
-    The manager must have events on, if that is a choice, and evict the oldest first while no block was
-    used twice (as LRU and ARC do).
+    The manager must have events enabled, if that is an option. While no block was used twice, it must evict the oldest
+    block first, as LRU and ARC do.
     """
 
     def make_manager(self, num_blocks: int) -> OffloadingManager:
-        """A new, empty manager with room for ``num_blocks``."""
+        """Returns a new, empty manager with room for ``num_blocks``."""
         raise NotImplementedError
 
     def admit(self, manager: OffloadingManager, names: str) -> None:
-        """What must happen before ``manager`` accepts ``names`` for a store, without moving any block.
-        Only managers with an admission rule need it."""
+        """Does what is needed before ``manager`` accepts ``names`` for a store, without moving any block. Only needed
+        by managers with an admission rule."""
 
     # How the tests drive it.
 
     def begin(self, manager: OffloadingManager, names: str) -> PrepareStoreOutput | None:
-        """A store that is left under way."""
+        """Begins a store."""
         self.admit(manager, names)
         output = manager.prepare_store(keys(names))
         manager.check_integrity()
         return output
 
     def begun(self, manager: OffloadingManager, names: str) -> PrepareStoreOutput:
-        """A store that is left under way, and must find room."""
+        """Begins a store for which there must be room."""
         output = self.begin(manager, names)
         assert output is not None, f"no room for {names!r}"
         return output
 
     def store(self, manager: OffloadingManager, names: str) -> str:
-        """A store from begin to end; what it evicted."""
+        """Begins and completes a store. Returns what it evicted."""
         output = self.begun(manager, names)
         self.finish(manager, names)
         return letters(output.evicted_keys)
@@ -106,12 +106,12 @@ class ManagerConformance:
         return manager
 
     def present(self, manager: OffloadingManager, names: str = ALPHABET) -> str:
-        """Those of ``names`` that can be loaded."""
+        """Returns those of ``names`` that can be loaded."""
         states = manager.lookup_each(keys(names))
         return "".join(name for name, state in zip(names, states, strict=True) if state is HIT)
 
     def events(self, manager: OffloadingManager) -> list[str]:
-        """Events since the last call: ``"+ab"`` became ready, ``"-c"`` left."""
+        """Returns the events since the last call: ``"+ab"`` became ready, ``"-c"`` left."""
         return [("-" if event.removed else "+") + letters(event.keys) for event in manager.take_events()]
 
     # lookup, lookup_each
@@ -146,7 +146,7 @@ class ManagerConformance:
         assert manager.lookup(chain) == 600
         manager.check_integrity()
 
-    def test_lookup_each_tells_the_state_of_every_key(self) -> None:
+    def test_lookup_each_returns_the_state_of_every_key(self) -> None:
         manager = self.make_manager(8)
         self.store(manager, "ac")
         self.begun(manager, "d")
@@ -534,7 +534,7 @@ class ManagerConformance:
 
     # take_events
 
-    def test_events_tell_when_blocks_become_ready_and_when_they_are_evicted(self) -> None:
+    def test_there_are_events_when_blocks_become_ready_and_when_they_are_evicted(self) -> None:
         manager = self.make_manager(2)
         output = self.begun(manager, "ab")
         assert self.events(manager) == []
@@ -564,7 +564,7 @@ class ManagerConformance:
         manager.complete_load(keys("ab"))
         assert self.events(manager) == []
 
-    def test_whoever_replays_the_events_knows_what_is_ready(self) -> None:
+    def test_the_events_say_which_blocks_are_ready(self) -> None:
         rng = random.Random(0)
         manager = self.make_manager(5)
         known: Counter[str] = Counter()
@@ -816,7 +816,7 @@ class PolicyConformance:
         policy.check_integrity(_array([0, 1, 2]))
         assert self.same(self.evict(policy, 3), [*others, first])
 
-    def test_integrity_check_tells_known_slots_from_others(self) -> None:
+    def test_integrity_check_distinguishes_known_slots_from_others(self) -> None:
         policy = self.full(3)
         policy.check_integrity(_array([2, 0, 1]))
         [first] = self.evict(policy, 1)
@@ -1095,7 +1095,7 @@ class BackendConformance:
     """The contract of ``Backend``."""
 
     def make_backend(self, num_blocks: int) -> Backend:
-        """A new backend with ``num_blocks`` free slots."""
+        """Returns a new backend with ``num_blocks`` free slots."""
         raise NotImplementedError
 
     def test_a_new_backend_is_all_free(self) -> None:

@@ -460,9 +460,9 @@ class Server(LowerTiers):
 
     def check_budget(self) -> None:
         if self.tier is not None:
-            used, told, allowed = self.medium.peak_bytes, self.tier.used_bytes, self.tier.capacity_bytes
-            if self.medium.used_bytes > told or max(used, told) > allowed:
-                raise OverBudget(f"{used} bytes in use at most, {told} according to the tier, {allowed} allowed")
+            used, claimed, allowed = self.medium.peak_bytes, self.tier.used_bytes, self.tier.capacity_bytes
+            if self.medium.used_bytes > claimed or max(used, claimed) > allowed:
+                raise OverBudget(f"{used} bytes in use at most, {claimed} according to the tier, {allowed} allowed")
 
     def check_slots(self) -> None:
         host = self.engine.policy_manager

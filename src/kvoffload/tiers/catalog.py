@@ -111,7 +111,6 @@ class Catalog:
         if output is None:
             return [], host_slots[:0], host_slots[:0]
         self.num_evicted += len(output.evicted_keys)
-        self._manager.reorder_chain(output.keys_to_store, output.keys_to_store, found=output.store_spec.slots)
         if len(output.keys_to_store) < len(keys):
             index = {key: i for i, key in enumerate(keys)}
             host_slots = host_slots[[index[key] for key in output.keys_to_store]]
@@ -130,8 +129,10 @@ class Catalog:
         """Writes to ``slots`` have ended: the blocks can be read, or vanish if they could not be written. Returns the
         slots of those that had been dropped before, which are free now."""
         dropped = self._manager.is_dropped(self._lease(slots))
-        self._manager.complete_store(self._lease(slots[succeeded]))
-        if not succeeded.all():
+        if succeeded.all():
+            self._manager.complete_store(self._lease(slots))
+        else:
+            self._manager.complete_store(self._lease(slots[succeeded]))
             self.cancel_writes(slots[~succeeded])
         return slots[dropped]
 

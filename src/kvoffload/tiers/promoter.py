@@ -295,9 +295,8 @@ class Promoter:
     def _probe(self, tier: TierState, now: float) -> bool:
         """Reads a block for no request from a suspended tier, to see whether it reads again."""
         key, tier.probe = tier.probe, None
-        if key is None or not tier.breaker.may_probe or self._num_free <= 0:
-            return False
-        if tier.tier.contains([key])[0] != LookupState.HIT:
+        may_probe = tier.breaker.may_probe and self._num_free > 0
+        if key is None or not may_probe or tier.tier.contains([key])[0] != LookupState.HIT:
             return False
         output = self._host.allocate([key])
         if output is None or not output.keys_to_store:

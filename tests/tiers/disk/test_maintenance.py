@@ -157,6 +157,21 @@ def test_recency_is_written_now_and_then(rig: Rig) -> None:
     assert not np.array_equal(rig.on_disk("recency"), first)
 
 
+def test_recency_that_could_not_be_written_is_written_later(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    rig.maintenance.grow_now()
+    rig.recency.note_use(np.array([1]))
+
+    def fail(first_slot: int, last_use: object) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    with monkeypatch.context() as broken:
+        broken.setattr(rig.files, "write_recency", fail)
+        rig.run()
+    rig.now += RETRY_S
+    rig.run()
+    assert rig.on_disk("recency").any()
+
+
 def test_one_job_at_a_time(rig: Rig) -> None:
     rig.maintenance.grow_now()
     with rig.executor.hold():

@@ -731,6 +731,41 @@ def test_deleted_blocks_do_not_come_back_when_their_slots_have_new_blocks(rig: R
     rig.check_reads(1, 4, 5, 6)
 
 
+def test_a_slot_that_has_a_new_block_is_not_emptied_for_the_old_one(rig: Rig) -> None:
+    rig.open(capacity_bytes=capacity(4))
+    rig.write(1, 2, 3, 4)
+    write_recency = rig.tier.files.write_recency
+
+    def hang(first_slot: int, last_use: Any) -> None:
+        rig.executor.stall(1.0)
+        write_recency(first_slot, last_use)
+
+    rig.tier.files.write_recency = hang  # type: ignore[method-assign]
+    rig.tier.touch([key(1)])
+    rig.drain()
+    # Maintenance hangs until the tier is closed, and empties the records of 2 and 3 after that.
+    rig.tier.delete([key(2), key(3)])
+    assert len(rig.write(5, 6)) == 2
+    rig.open()
+    assert rig.present() == [1, 4, 5, 6]
+    rig.check_reads(1, 4, 5, 6)
+
+
+def test_a_block_deleted_while_it_is_written_does_not_come_back_after_a_kill(tmp_path: Path) -> None:
+    storage = SimulatedStorage(1 << 20)
+    rig = Rig(tmp_path / "none")
+    rig.open(storage)
+    rig.write(1)
+    rig.pools[0][0] = content(2, 0, PAGE)
+    assert rig.tier.write([key(2)], np.array([0])) == [key(2)]
+    # The record is emptied first, and written by the write that is under way after that.
+    rig.tier.delete([key(2)])
+    assert [result.error for result in rig.drain()] == [TierError.GONE]
+    rig.tier = None
+    rig.open(storage.restart())
+    assert rig.present() == [1]
+
+
 def test_no_later_process_finds_blocks_from_before_or_after_a_reset(rig: Rig) -> None:
     rig.open()
     rig.write(1, 2)
@@ -893,6 +928,29 @@ def test_close_does_not_wait_for_a_device_that_hangs(tmp_path: Path, monkeypatch
         # The thread that hangs could still write.
         open_disk_tier(tmp_path / "disk", 1 << 20, pools, FINGERPRINT)
     go_on.set()
+
+
+def test_a_write_that_goes_on_after_the_tier_was_closed_leaves_no_block(tmp_path: Path) -> None:
+    """Its host slot may have other contents by then."""
+    storage = SimulatedStorage(1 << 20)
+    rig = Rig(tmp_path / "none")
+    rig.open(storage)
+    rig.write(1)
+    write = rig.tier.files.write
+
+    def hang(slot: int, buffers: Any) -> None:
+        rig.executor.stall(60.0)
+        write(slot, buffers)
+
+    rig.tier.files.write = hang  # type: ignore[method-assign]
+    assert rig.tier.write([key(2)], np.array([0])) == [key(2)]
+    rig.executor.drain()
+    rig.tier.close()
+    assert rig.executor.turn(now=120.0)
+    assert rig.executor.idle
+    rig.tier = None
+    rig.open(storage.restart())
+    assert rig.present() == [1]
 
 
 WRITER = """

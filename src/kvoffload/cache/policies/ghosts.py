@@ -35,9 +35,9 @@ class GhostTable:
     """The ``capacity`` hashes that were added last, each with a stamp and a mark.
 
     A hash that was added before those is not found, exactly: so a chain that is half forgotten has lost one end, and
-    has no holes. There are twice as many entries as remembered hashes, in buckets, each of which is a ring: a new entry
-    overwrites the oldest one. A bucket to which too many hashes belong forgets some early. Two keys are confused if
-    their buckets and 32 bits of their hashes agree.
+    has no holes. There are twice as many entries as remembered hashes, in buckets. A new entry overwrites a free or the
+    earliest one of its bucket, so that a bucket to which too many hashes belong forgets some too soon. Two keys are
+    confused if their buckets and 32 bits of their hashes agree.
     """
 
     def __init__(self, capacity: int) -> None:
@@ -52,6 +52,9 @@ class GhostTable:
         self._stamps = np.zeros(num_buckets * self._ways, dtype=np.int64)
         """Twice the stamp, plus one if the entry is marked."""
         self._next_way = np.zeros(num_buckets, dtype=np.uint8 if self._ways < 256 else np.int64)
+        """The earliest entry of each bucket; the others follow in the order of a ring."""
+        self._is_disordered = np.zeros(num_buckets, dtype=np.bool_)
+        """Buckets from which an entry was removed since they were put in order."""
         self._winner = np.zeros(num_buckets, dtype=np.int32)
         self._num_added = 0
 
@@ -65,19 +68,21 @@ class GhostTable:
         return self._without_forgotten(self._locate(*self._homes(hashes)))
 
     def find_again(self, hashes: Hashes, entries: Entries) -> Entries:
-        """Returns ``entries``, found earlier, with -1 where they are no longer those of ``hashes``."""
+        """As ``find``, if ``entries`` are what it has returned earlier, and none of ``hashes`` was added since."""
         if not np.count_nonzero(entries >= 0):
             return entries
-        tags = hashes.astype(np.uint32) | _ODD
-        return self._without_forgotten(np.where(self._tags.ravel()[entries] == tags, entries, _ABSENT))
+        found = np.flatnonzero(entries >= 0)
+        entries = entries.copy()
+        entries[found] = self.find(hashes[found])
+        return entries
 
     def _without_forgotten(self, entries: Entries) -> Entries:
         """Replaces the entries of hashes that were added too long ago by -1."""
         found = np.flatnonzero(entries >= 0)
         if len(found):
             forgotten = found[self._added[entries[found]] < self._num_added - self._capacity]
-            # Freed, so that a hash that is added again is in its bucket once.
-            self.remove(entries[forgotten])
+            # Freed, so that a hash that is added again is in its bucket once. They are the earliest of their buckets.
+            self._free(entries[forgotten])
             entries[forgotten] = _ABSENT
         return entries
 
@@ -108,6 +113,10 @@ class GhostTable:
 
     def remove(self, entries: Entries) -> None:
         """Forgets the hashes in ``entries``, none of which is -1."""
+        self._free(entries)
+        self._is_disordered[entries // self._ways] = True
+
+    def _free(self, entries: Entries) -> None:
         self._added[entries] = _NEVER
         self._tags.ravel()[entries] = 0
 
@@ -121,14 +130,16 @@ class GhostTable:
         if n == 0:
             return
         buckets, tags = self._homes(hashes)
-        if new:
-            entries = np.empty(n, dtype=np.int64)
-        else:
-            entries = self._locate(buckets, tags)
-            self.remove(entries[entries >= 0])
+        entries = np.full(n, _ABSENT, dtype=np.int64)
+        if not new:
+            known = self._locate(buckets, tags)
+            self.remove(known[known >= 0])
+        disordered = buckets[self._is_disordered[buckets]]
+        if len(disordered):
+            self._put_in_order(np.unique(disordered))
         left = np.arange(n)
         while len(left):
-            # If several hashes take the next entry of one bucket, the first one wins, and the others try again.
+            # If several hashes take the earliest entry of one bucket, the first one wins, and the others try again.
             here = buckets[left]
             self._winner[here[::-1]] = left[::-1]
             won = self._winner[here] == left
@@ -144,6 +155,15 @@ class GhostTable:
         self._stamps[entries] = 2 * stamps
         self._num_added += n
 
+    def _put_in_order(self, buckets: npt.NDArray[np.int64]) -> None:
+        """Moves the entries of buckets so that the free ones come first, then the others, the earliest first."""
+        order = self._added.reshape(-1, self._ways)[buckets].argsort(axis=1)
+        for column in (self._tags, self._added, self._stamps):
+            rows = column.reshape(-1, self._ways)
+            rows[buckets] = np.take_along_axis(rows[buckets], order, axis=1)
+        self._next_way[buckets] = 0
+        self._is_disordered[buckets] = False
+
     def _homes(self, hashes: Hashes) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.uint32]]:
         buckets = ((hashes >> _HALF) * self._num_buckets) >> _HALF
         return buckets.astype(np.int64), hashes.astype(np.uint32) | _ODD
@@ -153,4 +173,5 @@ class GhostTable:
         self._added.fill(_NEVER)
         self._tags.fill(0)
         self._next_way.fill(0)
+        self._is_disordered.fill(False)
         self._num_added = 0

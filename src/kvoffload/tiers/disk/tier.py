@@ -208,8 +208,11 @@ class DiskTier(Tier):
         if not done:
             return []
         results = [result for run in done for result in run.results]
-        slots = np.concatenate([run.slots for run in done])
-        self._facts[slots] = np.concatenate([run.facts for run in done])
+        if len(done) == 1:
+            slots, facts = done[0].slots, done[0].facts
+        else:
+            slots, facts = np.concatenate([run.slots for run in done]), np.concatenate([run.facts for run in done])
+        self._facts[slots] = facts
         succeeded = np.array([result.ok for result in results])
         if done[0].is_read:
             gone = self.catalog.end_reads([result.key for result in results], slots, succeeded)
