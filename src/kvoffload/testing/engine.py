@@ -22,6 +22,7 @@ from kvoffload.cache.admission import FilterReusedOffloadingManager
 from kvoffload.cache.manager import PolicyOffloadingManager
 from kvoffload.cache.policies import make_policy
 from kvoffload.cache.slots import HostBackend
+from kvoffload.connector.build import tokens_per_block
 from kvoffload.connector.messages import StepMeta, WorkerReport
 from kvoffload.connector.scheduler import OffloadingConnectorScheduler
 from kvoffload.connector.worker import Finished
@@ -172,11 +173,10 @@ class ModelEngine:
             patch(self)
 
     def _on_top_of(self, lower: LowerTiers) -> TieredOffloadingManager:
-        full = sum(group.is_full for group in self.groups)
         return TieredOffloadingManager(
             self.policy_manager,
             lower.make([rank.host for rank in self.ranks]),
-            tokens_per_block=[group.block_tokens / max(1, full) for group in self.groups],
+            tokens_per_block=tokens_per_block(self.groups),
             groups=self.groups,
             lookup_deadline_ms=lower.lookup_deadline_ms,
             load_deadline_ms=self.scenario.load_deadline_ms,
