@@ -343,7 +343,14 @@ class _Run:
         self.capacity = min(config.capacity_blocks, max(1, trace.num_distinct))
         policy = (make_policy or (lambda n: policy_by_name(config.policy, n)))(self.capacity)
         backend = HostBackend(trace.block_tokens, self.capacity)
-        self.host = PolicyOffloadingManager(backend, policy, misses=_ExactMisses(self.clock), clock=self.clock)
+        self.host = PolicyOffloadingManager(
+            backend,
+            policy,
+            # As in service: with a disk below, a refused block would end the chain there too.
+            must_store=bool(config.disk_blocks),
+            misses=_ExactMisses(self.clock),
+            clock=self.clock,
+        )
         self.manager: OffloadingManager = self.host
         self.tier: CatalogTier | None = None
         self.store_step = max(1, trace.num_accesses)
