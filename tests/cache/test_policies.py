@@ -253,7 +253,7 @@ def test_policies_are_made_by_name_or_import_path() -> None:
 
 
 class OwnPolicy(LRUPolicy):
-    """A policy of a stranger."""
+    """A third-party policy."""
 
 
 class NoPolicy:

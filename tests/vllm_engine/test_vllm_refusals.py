@@ -221,7 +221,7 @@ def test_an_untested_version_is_served_with_a_warning(said: Run) -> None:
 
 def test_a_version_that_was_only_tried_gets_a_warning_of_its_own(said: Run) -> None:
     assert said["said"]["tried"] is None
-    assert said.log.count("kvoffload is not tested with vLLM 0.33: its Python code was run by hand") == 1
+    assert said.log.count("kvoffload is not tested with vLLM 0.33: its Python code was run manually") == 1
 
 
 @pytest.mark.parametrize("case", CASES)

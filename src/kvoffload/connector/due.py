@@ -1,4 +1,4 @@
-"""Finds the requests that may complete a block in a step without a look at all that run."""
+"""Finds the requests that may complete a block in a step, without looking at all running requests."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class DueList:
     def __init__(self) -> None:
         self._count = 0
         self._by_count: dict[int, dict[str, None]] = {}
-        """By the count at which to look at them, the ids of requests, in the order in which they came."""
+        """Ids of requests, in order of arrival, by the count at which to look at them."""
         self._count_of: dict[str, int] = {}
 
     def __len__(self) -> int:

@@ -90,7 +90,7 @@ class OffloadingConnectorWorker:
 
         The Finished that this yields is filled when the body has ended. ``send_report`` then passes the report, if
         there is one, to the scheduler half: in one process ``scheduler.update_connector_output``. If the body raises,
-        what it was to compute is reported as not stored, and the exception goes on to the caller.
+        its blocks are reported as not stored, and the exception propagates.
         """
         finished = Finished()
         self.begin_step(meta)

@@ -142,7 +142,7 @@ class Catalog:
         self._unpin(slots)
 
     def cancel_writes(self, slots: Slots) -> None:
-        """Undoes ``begin_writes``, but for the evictions."""
+        """Undoes ``begin_writes``, except the evictions."""
         self._manager.complete_store(self._lease(slots), success=False)
 
     def _unpin(self, slots: Slots) -> None:

@@ -22,7 +22,7 @@ class ChainState(enum.Enum):
     WAITING = enum.auto()
     """Its next block is not in the host yet, or is being written for another chain."""
     POSTPONED = enum.auto()
-    """Its request waits for a promotion: what the host lacks of it comes from the tier."""
+    """Its request waits for a promotion: its blocks that the host lacks come from the tier."""
     GONE = enum.auto()
     """It is not in the backlog."""
 

@@ -12,7 +12,7 @@ from kvoffload.abc import OffloadKey, ReqContext, Slots
 
 
 class PromotionState(enum.Enum):
-    """What the request of a promotion waits for."""
+    """State of the request of a promotion."""
 
     WANTED = enum.auto()
     """Some of its blocks are to be read, and were found in a tier since the last step."""

@@ -1,4 +1,4 @@
-"""GhostTable: what a policy remembers of blocks that are gone, a hash and a stamp each, in arrays of fixed size."""
+"""GhostTable: a hash and a stamp per evicted or refused block, in arrays of fixed size."""
 
 from __future__ import annotations
 

@@ -76,7 +76,7 @@ class LIRSPolicy(ListPolicy):
         n, busy = eviction.n, eviction.busy
         parts = [self.queue.pop_oldest(n, busy)]
         if (missing := n - len(parts[0])) > 0:
-            # The oldest LIR blocks become HIR, until so many of them are not busy.
+            # The oldest LIR blocks become HIR, until ``missing`` of them are not busy.
             self._demote(np.concatenate(sweep(self.lir, missing, self._none_busy, busy)))
             parts.append(self.queue.pop_oldest(missing, busy))
         victims = np.concatenate(parts)

@@ -279,7 +279,7 @@ class DiskTier(Tier):
             self.files.close()
         else:
             # A thread hangs in a call. Its descriptors stay open, lest they come to name other files, and so does the
-            # lock: the thread may still write when it goes on.
+            # lock: the thread may still write when it continues.
             self._io.abandon()
 
     def check_integrity(self) -> None:
