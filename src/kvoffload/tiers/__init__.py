@@ -1,1 +1,1 @@
-"""Media below host memory. ``base`` has their contract."""
+"""Media below host memory. ``kvoffload.abc.tier`` has their contract."""
