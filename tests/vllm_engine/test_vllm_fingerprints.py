@@ -57,14 +57,15 @@ OTHERS: dict[str, dict[str, Any]] = {
     "quantized at start without another layer": quantized_at_start(
         quantization_config={"ignore": ["model.layers.0.mlp.down_proj"]}
     ),
-    "another RoPE base": {
-        "engine": {"hf_overrides": {"rope_parameters": {"rope_type": "default", "rope_theta": 17}}}
-    },
+    "another RoPE base": {"engine": {"hf_overrides": {"rope_parameters": {"rope_type": "default", "rope_theta": 17}}}},
     "another number of layers": {"engine": {"hf_overrides": {"num_hidden_layers": 1}}},
     "other code of the model": {"engine": {"model_impl": "transformers"}},
     "code in the model's folder": {"changes": {"modeling_own.py": "scale = 1"}},
     "other code in the model's folder": {"changes": {"modeling_own.py": "scale = 2"}},
-    "trusted code in the model's folder": {"changes": {"modeling_own.py": "scale = 2"}, "engine": {"trust_remote_code": True}},
+    "trusted code in the model's folder": {
+        "changes": {"modeling_own.py": "scale = 2"},
+        "engine": {"trust_remote_code": True},
+    },
     "scales beside the weights": {"changes": {"hf_quant_config.json": "{}"}},
     "weights in another format": {"changes": {"pytorch_model.bin": "weights"}, "engine": {"load_format": "pt"}},
     "other weights in that format": {"changes": {"pytorch_model.bin": "Weights"}, "engine": {"load_format": "pt"}},

@@ -59,8 +59,8 @@ def verify(directory: Path, as_json: bool) -> None:
     """Read every block in DIR and check its checksum.
 
     Can be used while a server is running, and changes nothing; a block that the server replaces in the meantime is not
-    bad. Exit status 0: no block is bad; 1: a block or an index is bad, and a server would compute the blocks again; 2: DIR is not
-    the directory of a disk tier.
+    bad. Exit status 0: no block is bad; 1: a block or an index is bad, and a server would compute the blocks again; 2:
+    DIR is not the directory of a disk tier.
     """
     with _errors("verify"):
         result = _verify(directory)

@@ -112,10 +112,10 @@ class OffloadingConnectorScheduler:
     ``recorder`` gets every request that was given device blocks, when it ends. ``may_sleep``: the engine calls
     ``wake_up`` after each sleep, and a reset may belong to one.
 
-    Call it from the engine's scheduler thread only. No method raises for anything that goes wrong while serving: after an
-    unexpected error ``off`` is True, no more is loaded or stored, and every promise made is reported as failed. Its
-    parts (``requests``, ``jobs``, ``stores``, ...) are public for tests and tools. Raises ConfigError if block sizes do
-    not divide.
+    Call it from the engine's scheduler thread only. No method raises for anything that goes wrong while serving: after
+    an unexpected error ``off`` is True, nothing more is loaded or stored, and every promised load or store is reported
+    as failed. The parts (``requests``, ``jobs``, ``stores``, ...) are public for tests and tools. Raises ConfigError if
+    block sizes do not divide.
     """
 
     def __init__(

@@ -394,8 +394,8 @@ class ModelEngine:
                 self.batcher.preempt_all()
 
     def _start_with_new_weights(self, requests: list[EngineRequest]) -> None:
-        """Lets requests that compute for the first time continue with weights that came after they were scheduled, on top
-        of the blocks that they have."""
+        """Lets requests that compute for the first time continue with weights that came after they were scheduled, on
+        top of the blocks that they have."""
         for request in requests:
             computed = request.num_computed_tokens
             if request.version == self.version or computed % self.cache.hit_tokens:

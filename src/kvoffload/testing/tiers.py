@@ -23,7 +23,7 @@ Job: TypeAlias = Callable[[], None]
 
 
 class SteppedExecutor(Executor):
-    """Runs jobs within ``tick`` and ``wait`` only. They begin, pause, continue and end at moments that ``seed`` chooses.
+    """Runs jobs within ``tick`` and ``wait`` only. ``seed`` chooses when they begin, pause, continue and end.
 
     At most ``num_threads`` jobs have begun and not ended at a time. Each runs on a thread of its own, but only while
     the caller waits for it: nothing runs in parallel, and a run can be repeated. A job is interrupted where it calls

@@ -134,8 +134,8 @@ def model_fingerprint(vllm_config: VllmConfig, layout: EngineLayout, infos: Sequ
 
 
 def _model(model: ModelConfig) -> list[Any]:
-    """Returns everything besides weights and tokens that determines what ``model`` computes: its configuration, and code
-    named in it."""
+    """Returns everything besides weights and tokens that determines what ``model`` computes: its configuration, and
+    code named in it."""
     overrides = getattr(model, "model_class_overrides", None) or {}
     config = copy.copy(model)
     for name in SHAPES_NOTHING:

@@ -47,7 +47,8 @@ EXTENT_BYTES = 24
 """Set aside per slot: if slots are written one at a time, each can become an extent of its own, which takes 12 bytes in
 file system blocks that are half full."""
 MAPPED_BYTES = 1020
-"""A file system without extents needs one byte of map per this many bytes: 4 bytes per block of 4 KiB, and the same for those."""
+"""A file system without extents needs one byte of map per this many bytes: 4 bytes per block of 4 KiB, and the same again
+for the blocks of the map."""
 WRITE_TRIES = 2
 _RECORDS_AT_ONCE = 1 << 19
 
