@@ -158,8 +158,39 @@ def test_a_pool_on_another_machine_is_refused(make: Builder) -> None:
         real.close()
 
 
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ({"fingerprint": None}, "fingerprint=None: must be 64 hex digits"),
+        ({"fingerprint": "me/model"}, "fingerprint='me/model': must be 64 hex digits"),
+        ({"engines": 0}, "engines=0: must be a whole number, at least 1"),
+        ({"engines": -1}, "engines=-1: must be"),
+        ({"engines": 2, "engine": 2}, "engine=2: must be a whole number from 0 to 1"),
+        ({"engine": -1}, "engine=-1: must be"),
+        ({"engine": "x"}, "engine='x': must be"),
+        ({"hash_block_size": -4}, "hash_block_size=-4: must be"),
+        ({"hash_block_size": 16.0}, "hash_block_size=16.0: must be"),
+        ({"device_blocks": "7"}, "device_blocks='7': must be"),
+        ({"groups": [16]}, "groups=.*KVGroup"),
+        ({"pools": [pool(8).tolist()]}, "pools has a list: pass HostPool.data"),
+        ({"pools": [pool(8).ravel()]}, "pools has a ndarray: pass"),
+        ({"pools": [pool(8)[:0]]}, "pools has a ndarray: pass"),
+        ({"pools": pool(8)}, "pools must be a list"),
+    ],
+)
+def test_a_wrong_argument_is_named_before_anything_is_opened(
+    make: Builder, tmp_path: Path, arguments: dict[str, Any], said: str
+) -> None:
+    threads = threading.active_count()
+    disk = {"disk_dir": str(tmp_path / "disk"), "disk_bytes": 32 << 20}
+    with pytest.raises(ConfigError, match=said):
+        make(config(**disk), **arguments)
+    assert not (tmp_path / "disk").exists()
+    assert threading.active_count() == threads
+
+
 def test_there_must_be_a_pool_and_a_group(make: Builder) -> None:
-    with pytest.raises(ConfigError, match="pools is empty: pass one host pool per rank"):
+    with pytest.raises(ConfigError, match="one pool per rank"):
         make(config(), pools=[])
     with pytest.raises(ConfigError, match="groups"):
         make(config(), groups=[])

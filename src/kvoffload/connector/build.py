@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Callable, Sequence
 from pathlib import Path
+
+import numpy as np
 
 from kvoffload.abc import ByteArray, ConfigError, KVGroup, OffloadingManager, Tier
 from kvoffload.cache.admission import ReuseFilter, tracker_size
@@ -17,6 +20,7 @@ from kvoffload.connector.layout import Layout
 from kvoffload.connector.scheduler import OffloadingConnectorScheduler
 from kvoffload.host.pool import PoolHandle
 from kvoffload.observe.trace import TraceRecorder
+from kvoffload.tiers.disk.format import is_fingerprint
 from kvoffload.tiers.disk.start import open_disk_tier
 from kvoffload.tiers.manager import TieredOffloadingManager
 from kvoffload.units import format_bytes
@@ -58,54 +62,87 @@ def build_scheduler(
     Raises ConfigError if a setting is wrong, a pool cannot be reached or the disk's directory cannot be used. If the
     disk itself fails, a warning says so and requests are served from host memory alone.
     """
+    _check_arguments(groups, fingerprint, hash_block_size, device_blocks, engine, engines)
     host_pools = _HostPools(groups, hash_block_size, pools, engines)
     host_pools.check(config)
-    num_blocks = host_pools.num_blocks
-    policy = make_policy(config.policy, num_blocks)
-    recorder = _make_recorder(config, host_pools, engine, device_blocks)
-    try:
-        tier = _open_disk(config, host_pools, fingerprint, engine)
-    except ConfigError:
+    # What is open already is closed again if the rest fails.
+    with contextlib.ExitStack() as opened:
+        recorder = _make_recorder(config, host_pools, engine, device_blocks)
         if recorder is not None:
-            recorder.close()
-        raise
-    admission = None
+            opened.callback(recorder.close)
+        tier = _open_disk(config, host_pools, fingerprint, engine)
+        if tier is not None:
+            opened.callback(tier.close)
+        scheduler = OffloadingConnectorScheduler(
+            _make_manager(config, host_pools, tier, enable_events, parent_request),
+            groups=groups,
+            hash_block_size=hash_block_size,
+            namespace=namespace(fingerprint),
+            num_workers=len(pools),
+            share_loads=share_loads,
+            describe_blocks=enable_events,
+            load_deadline_ms=config.load_deadline_ms,
+            recorder=recorder,
+            may_sleep=may_sleep,
+        )
+        opened.pop_all()
+    logger.info("kvoffload: host pool of %s", host_pools.describe(device_blocks))
+    logger.info("kvoffload: model fingerprint %s", fingerprint)
+    return scheduler
+
+
+def _check_arguments(
+    groups: Sequence[KVGroup],
+    fingerprint: str,
+    hash_block_size: int | None,
+    device_blocks: int | None,
+    engine: int,
+    engines: int,
+) -> None:
+    """Raises ConfigError for arguments that are no configuration of the user's, before anything is opened."""
+    if not all(isinstance(group, KVGroup) for group in groups):
+        raise ConfigError(f"groups={groups!r}: pass one KVGroup per KV cache group of the engine")
+    if not isinstance(fingerprint, str) or not is_fingerprint(fingerprint):
+        raise ConfigError(f"fingerprint={fingerprint!r}: must be 64 hex digits; make it with kvoffload.fingerprint")
+    counts = {"hash_block_size": hash_block_size, "device_blocks": device_blocks, "engines": engines}
+    for name, value in counts.items():
+        if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
+            raise ConfigError(f"{name}={value!r}: must be a whole number, at least 1")
+    if not isinstance(engine, int) or not 0 <= engine < engines:
+        raise ConfigError(f"engine={engine!r}: must be a whole number from 0 to {engines - 1}, of {engines} engines")
+
+
+def _make_manager(
+    config: OffloadConfig,
+    pools: _HostPools,
+    tier: Tier | None,
+    enable_events: bool,
+    parent_request: Callable[[str], str],
+) -> OffloadingManager:
+    """Returns the manager of the host pools, in front of ``tier`` if there is one."""
+    groups, admission = pools.layout.groups, None
     if config.store_threshold is not None:
-        disk_blocks = (config.disk_bytes or 0) // (host_pools.block_bytes * engines)
-        admission = ReuseFilter(config.store_threshold, tracker_size(num_blocks + disk_blocks), parent_request)
-    manager: OffloadingManager
-    manager = host = PolicyOffloadingManager(
-        HostBackend(groups[0].block_tokens, num_blocks),
-        policy,
+        disk_blocks = (config.disk_bytes or 0) // (pools.block_bytes * pools.engines)
+        tracked = tracker_size(pools.num_blocks + disk_blocks)
+        admission = ReuseFilter(config.store_threshold, tracked, parent_request)
+    host = PolicyOffloadingManager(
+        HostBackend(groups[0].block_tokens, pools.num_blocks),
+        make_policy(config.policy, pools.num_blocks),
         enable_events,
         must_store=tier is not None,
         admission=admission,
     )
-    if tier is not None:
-        manager = TieredOffloadingManager(
-            host,
-            [tier],
-            tokens_per_block=tokens_per_block(groups),
-            groups=groups,
-            lookup_deadline_ms=config.lookup_deadline_ms,
-            load_deadline_ms=config.load_deadline_ms,
-            load_only_if_faster=config.load_only_if_faster,
-        )
-    scheduler = OffloadingConnectorScheduler(
-        manager,
+    if tier is None:
+        return host
+    return TieredOffloadingManager(
+        host,
+        [tier],
+        tokens_per_block=tokens_per_block(groups),
         groups=groups,
-        hash_block_size=hash_block_size,
-        namespace=namespace(fingerprint),
-        num_workers=len(pools),
-        share_loads=share_loads,
-        describe_blocks=enable_events,
+        lookup_deadline_ms=config.lookup_deadline_ms,
         load_deadline_ms=config.load_deadline_ms,
-        recorder=recorder,
-        may_sleep=may_sleep,
+        load_only_if_faster=config.load_only_if_faster,
     )
-    logger.info("kvoffload: host pool of %s", host_pools.describe(device_blocks))
-    logger.info("kvoffload: model fingerprint %s", fingerprint)
-    return scheduler
 
 
 def namespace(fingerprint: str) -> bytes:
@@ -123,6 +160,12 @@ def tokens_per_block(groups: Sequence[KVGroup]) -> list[float]:
     return [group.block_tokens / max(1, num_full) for group in groups]
 
 
+def _is_pool_array(pool: object) -> bool:
+    if not isinstance(pool, np.ndarray) or pool.dtype != np.uint8 or pool.ndim != 2:
+        return False
+    return pool.size > 0 and pool.flags.writeable and pool.flags.c_contiguous
+
+
 class _HostPools:
     """The host pools of one engine, one per rank, in blocks, bytes and tokens."""
 
@@ -133,8 +176,16 @@ class _HostPools:
         pools: Sequence[ByteArray | PoolHandle],
         engines: int,
     ) -> None:
-        if not pools:
-            raise ConfigError("pools is empty: pass one host pool per rank")
+        if not isinstance(pools, Sequence) or not pools:
+            raise ConfigError(
+                "pools must be a list that is not empty: pass the bytes or the handle of one pool per rank"
+            )
+        for pool in pools:
+            if not isinstance(pool, PoolHandle) and not _is_pool_array(pool):
+                raise ConfigError(
+                    f"pools has a {type(pool).__name__}: pass HostPool.data, writable bytes of shape (num_blocks, "
+                    "slot_bytes) with a block at least, or HostPool.handle() of a pool in another process"
+                )
         self.layout = Layout(groups, hash_block_size, b"")
         self.engines = engines
         self._pools = pools
