@@ -30,7 +30,7 @@ MIN_PREFILL_SAMPLE = 64
 
 @dataclass(slots=True, eq=False)
 class _Prefill:
-    """A request that computes its whole prompt itself, while that is measured."""
+    """A request that computes its whole prompt itself, while the time is measured."""
 
     state: RequestState
     since: float
@@ -41,7 +41,7 @@ class _Prefill:
 
 @dataclass(slots=True, eq=False)
 class _Observed:
-    """What is remembered of a request that has not ended."""
+    """The observations of one request that has not ended."""
 
     arrived: float = field(default_factory=time.time)
     """When it was first looked up, in seconds since 1970."""

@@ -64,7 +64,7 @@ class Match:
 
 @dataclass(slots=True, eq=False)
 class RequestState:
-    """What the scheduler half knows of one request."""
+    """What the scheduler half knows about one request."""
 
     request: Request
     context: ReqContext

@@ -79,7 +79,7 @@ def _guarded(fallback: Callable[..., Any]) -> Callable[[Method], Method]:
 
 @dataclass(slots=True)
 class _NextStep:
-    """What has been collected for the next step."""
+    """The work collected for the next step."""
 
     meta: StepMeta = field(default_factory=StepMeta)
     allocated: set[str] = field(default_factory=set)
@@ -391,8 +391,8 @@ class OffloadingConnectorScheduler:
     @_guarded(lambda self: None)
     def reset(self) -> None:
         """Drops every block. KV that requests in progress have computed so far, or compute on top of it, is not stored:
-        it may belong to weights that are gone. The same holds for what they find in the engine's own cache
-        from before. Loads and stores in progress count as failed.
+        it may belong to weights that are gone. The same holds for what they find in the engine's own cache from before.
+        Loads and stores in progress count as failed.
 
         An engine that falls asleep resets its caches too. So with ``may_sleep`` the manager keeps its contents, which
         no request can find, until the engine looks up or computes again; see ``wake_up``.

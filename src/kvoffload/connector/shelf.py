@@ -25,7 +25,7 @@ class Contents(Enum):
 
 
 class Shelf:
-    """Keeps the manager's contents over a reset that may belong to a sleep, where no request finds them.
+    """Keeps the manager's contents after a reset that may belong to a sleep, hidden from all requests.
 
     An engine that falls asleep resets its caches. With ``may_sleep`` it calls ``wake_up`` after each sleep; then the
     workers compare their weights, and the contents are valid again or dropped.
@@ -106,7 +106,7 @@ class Shelf:
 
 
 class SoundBlocks:
-    """Device blocks that were filled since the last reset with nothing from before it.
+    """Device blocks that were filled since the last reset, from nothing that was computed before it.
 
     The engine's own cache may still hold KV of weights that are gone. A request that continues from such blocks must
     store nothing, and the blocks that it fills are not sound either.

@@ -1,4 +1,4 @@
-"""Which blocks of a chain are written to a tier next, and which that it holds are of no use: functions over masks.
+"""Which blocks of a chain are written to a tier next, and which blocks of the tier are useless: functions over masks.
 
 A *unit* is the span of tokens between two positions at which the blocks of all KV cache groups end, so that a request
 can resume at the end of any unit, if the blocks that it needs there are present: of a group with full attention all

@@ -39,9 +39,10 @@ class Promoter:
     """Owns all promotions: their order, their room in the host, their deadlines, and the pins of the blocks that have
     arrived.
 
-    Reads start in ``poll``, for the oldest promotion first. If one needs room that others hold, the latest promotion
-    that is younger gives up its pins, else one whose blocks have been pinned for a whole deadline; its request may wait
-    again. ``count`` takes the counters of METRICS, by name; ``reasons`` why blocks were missed.
+    Reads start in ``poll``, for the oldest promotion first. If a promotion needs room that others hold, the latest of
+    the younger promotions gives up its pins; if there is none, one whose blocks have been pinned for a whole deadline
+    does. The request of that promotion may wait again. ``count`` takes the counters of METRICS, by name; ``reasons``
+    remembers why blocks were missed.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Promotion: what one request waits for from lower tiers, and what is pinned for it."""
+"""Promotion: the blocks that one request waits for from lower tiers, and those that are pinned for it."""
 
 from __future__ import annotations
 

@@ -47,7 +47,8 @@ class WriteBatch:
 
 
 class WriteThrough:
-    """Writes to ``tier`` what it lacks of the chains that requests touch or store, from the slots of ``host``.
+    """Writes to ``tier`` the blocks that it lacks of chains that requests touch or store. Their bytes come from
+    ``host``.
 
     A block is written only if every earlier block that a lookup needs is in the tier or is being written: in a group
     with full attention every block, in a group with a window the blocks that a request needs to resume at some later

@@ -1,8 +1,8 @@
 """Adaptive Replacement Cache: Megiddo and Modha, "ARC: A Self-Tuning, Low Overhead Replacement Cache",
 FAST 2003, adapted to batches and to blocks that cannot be evicted for a while.
 
-``TextbookARCPolicy`` is the algorithm of the paper, and what the name "arc" means. ``ARCPolicy`` is a variant
-found in engines, used by ``ARCOffloadingManager``: a block whose key is in a ghost list still counts as new.
+``TextbookARCPolicy`` is the algorithm of the paper, and the policy that the name "arc" means. ``ARCPolicy`` is a
+variant found in engines, used by ``ARCOffloadingManager``: a block whose key is in a ghost list still counts as new.
 """
 
 from __future__ import annotations

@@ -85,8 +85,8 @@ class Batch:
 
 @dataclass(frozen=True, slots=True)
 class Done:
-    """A run of blocks whose transfer has ended. ``facts`` holds for the blocks whose result is good. ``problem`` says
-    why none of them is."""
+    """A run of blocks whose transfer has ended. ``facts`` is valid for the blocks whose result is good. ``problem``
+    says why no block is good."""
 
     is_read: bool
     slots: Slots

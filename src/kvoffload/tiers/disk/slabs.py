@@ -47,8 +47,8 @@ EXTENT_BYTES = 24
 """Set aside per slot: if slots are written one at a time, each can become an extent of its own, which takes 12 bytes in
 file system blocks that are half full."""
 MAPPED_BYTES = 1020
-"""A file system without extents needs one byte of map per this many bytes: 4 bytes per block of 4 KiB, and the same again
-for the blocks of the map."""
+"""A file system without extents needs one byte of map per this many bytes: 4 bytes per block of 4 KiB, and the same
+again for the map's own blocks."""
 WRITE_TRIES = 2
 _RECORDS_AT_ONCE = 1 << 19
 
@@ -78,9 +78,9 @@ class SlabFiles:
 
     The constructor takes the directory's lock, and removes files of another layout or beyond the budget. It raises
     ConfigError if the directory cannot be used or the budget is wrong, and OSError if the medium fails; ``storage`` is
-    closed then. ``read_only``: the medium is, and the blocks on it can be read. ``is_short``: at the start the medium
-    could not give ``capacity_bytes``. Either is logged once. A ``header`` that is assigned holds at once, and is on
-    disk after ``write_header``.
+    closed then. ``read_only``: the medium cannot be written, but its blocks can be read. ``is_short``: at the start the
+    medium could not give ``capacity_bytes``. Either is logged once. A ``header`` that is assigned takes effect at once,
+    and is on disk after ``write_header``.
     """
 
     def __init__(
