@@ -1,1 +1,1 @@
-"""Media below host memory. ``base`` has their contract."""
+"""Host memory in front of lower tiers. ``kvoffload.abc.tier`` has the contract of a tier."""
