@@ -43,7 +43,7 @@ METRICS: dict[str, MetricSpec] = {
     "disk_write_bytes": MetricSpec("counter", "Bytes written to disk"),
     "disk_write_seconds": MetricSpec("counter", "Time spent writing to disk, added up over threads"),
     "disk_write_failures": MetricSpec("counter", "Blocks that could not be written to disk"),
-    "disk_dropped_writes": MetricSpec("counter", "Blocks that were evicted or given up before they were written to disk"),
+    "disk_dropped_writes": MetricSpec("counter", "Blocks evicted or given up before they were written to disk"),
     "disk_evicted_blocks": MetricSpec("counter", "Blocks evicted from disk"),
     "disk_blocks": MetricSpec("gauge", "Blocks on disk"),
     "disk_used_bytes": MetricSpec("gauge", "Bytes allocated on disk, in whole slabs"),
