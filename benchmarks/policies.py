@@ -46,8 +46,9 @@ class Cell:
 
 
 def main(out: Path, quick: bool) -> None:
-    folder = Path(os.environ.get("KVOFFLOAD_TRACES", Path(__file__).parents[2] / "shared" / "traces"))
-    sources = sorted(map(str, folder.glob("*.jsonl.gz"))) or list(SYNTHETIC)
+    folder = os.environ.get("KVOFFLOAD_TRACES")
+    sources = sorted(map(str, Path(folder).glob("*.jsonl.gz"))) if folder else []
+    sources = sources or list(SYNTHETIC)
     cells: list[Cell] = []
     for source in sources:
         trace = read_trace(source)

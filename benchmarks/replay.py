@@ -33,9 +33,8 @@ def workloads() -> Iterator[Trace]:
     """Yields a trace with long chains, one with short chains, and a public trace if it is available."""
     yield read_trace("synthetic:agent?requests=4000")
     yield read_trace("synthetic:chat?requests=20000")
-    folder = Path(os.environ.get("KVOFFLOAD_TRACES") or Path(__file__).parents[2] / "shared" / "traces")
-    public = folder / "mooncake_conversation.jsonl.gz"
-    if public.is_file():
+    folder = os.environ.get("KVOFFLOAD_TRACES")
+    if folder and (public := Path(folder, "mooncake_conversation.jsonl.gz")).is_file():
         yield read_trace(public)
 
 

@@ -35,5 +35,5 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Who finds a directory locked does not wait: for tests in which it stays so."""
+    """Makes a locked directory fail at once, for tests in which it stays locked."""
     monkeypatch.setattr(directory, "LOCK_DEADLINE_S", 0.0)

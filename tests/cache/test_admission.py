@@ -62,7 +62,7 @@ TestSmallTrackerAgainstTheReference = MACHINES["small tracker"].TestCase
 
 @pytest.mark.parametrize("seed", WALK_SEEDS)
 @pytest.mark.parametrize("machine", MACHINES)
-def test_walk_beside_the_reference(machine: str, seed: int) -> None:
+def test_walk_matches_the_reference(machine: str, seed: int) -> None:
     walk(MACHINES[machine], seed)
 
 
@@ -79,7 +79,7 @@ def test_a_key_enters_when_enough_requests_have_asked_for_it(call: str) -> None:
     assert admitted(manager, "ba") == "a"
 
 
-def test_a_waiting_request_that_asks_again_and_again_counts_once() -> None:
+def test_a_waiting_request_that_asks_repeatedly_counts_once() -> None:
     manager = make_filter()
     for _ in range(5):
         manager.lookup(keys("ab"), R1)
@@ -335,7 +335,7 @@ def reason(manager: OffloadingManager, name: str) -> MissReason:
     return manager.explain_miss(keys(name)[0]).reason
 
 
-def test_a_key_that_the_tracker_has_forgotten_is_told_from_one_that_was_asked_for_too_rarely() -> None:
+def test_a_key_that_the_tracker_has_forgotten_is_distinguished_from_one_that_was_asked_for_too_rarely() -> None:
     manager = make_filter(threshold=3, tracker=2)
     manager.lookup(keys("a"), R1)
     manager.lookup(keys("bc"))

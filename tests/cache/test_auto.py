@@ -1,4 +1,4 @@
-"""The self-tuning policy: its rules, what it remembers, how it chooses, and all of it beside its reference model."""
+"""The self-tuning policy: its rules, its memory, its choices, and all of it compared with its reference model."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ TestAgainstTheReference = Machine.TestCase
 
 
 @pytest.mark.parametrize("seed", WALK_SEEDS)
-def test_a_long_walk_beside_the_reference(seed: int) -> None:
+def test_a_long_walk_matches_the_reference(seed: int) -> None:
     walk(Machine, seed)
 
 

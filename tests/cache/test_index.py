@@ -1,4 +1,4 @@
-"""KeyIndex beside the dict it stands in for."""
+"""KeyIndex compared with the dict that it replaces."""
 
 from __future__ import annotations
 
@@ -61,8 +61,8 @@ def test_a_matching_tag_is_not_a_matching_key() -> None:
     index = KeyIndex(64)
     held = [Colliding(bytes([0]) + i.to_bytes(2, "big")) for i in range(2 * SCALAR_BATCH)]
     index.insert(held, np.arange(len(held)))
-    strangers = [Colliding(bytes([3]) + i.to_bytes(2, "big")) for i in range(2 * SCALAR_BATCH)]
-    assert (index.find(strangers) == -1).all()
+    absent = [Colliding(bytes([3]) + i.to_bytes(2, "big")) for i in range(2 * SCALAR_BATCH)]
+    assert (index.find(absent) == -1).all()
     assert index.find(held).tolist() == list(range(len(held)))
 
 

@@ -1,4 +1,4 @@
-"""ARCOffloadingManager: the contract, the plainest ARC beside it, and each rule of the algorithm by hand."""
+"""ARCOffloadingManager: the contract, a comparison with the plainest ARC, and each rule of the algorithm."""
 
 from __future__ import annotations
 
@@ -356,9 +356,9 @@ def test_a_scan_does_not_flush_what_was_used_twice() -> None:
 
 
 @pytest.mark.parametrize("seed", WALK_SEEDS)
-def test_walk_beside_the_reference(seed: int) -> None:
+def test_walk_matches_the_reference(seed: int) -> None:
     walk(Machine, seed)
 
 
-def test_long_walk_beside_the_reference() -> None:
+def test_long_walk_matches_the_reference() -> None:
     walk(Machine, seed=0, num_blocks=64, num_steps=1500)

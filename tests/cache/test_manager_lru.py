@@ -34,7 +34,7 @@ from kvoffload.testing.stateful import WALK_SEEDS, manager_machine, walk
 
 
 class ShelfBackend(Backend):
-    """A stranger's backend: another medium, slots handed out highest first."""
+    """A third-party backend: another medium, slots handed out highest first."""
 
     def __init__(self, num_blocks: int) -> None:
         super().__init__(4, "shelf")
@@ -218,7 +218,7 @@ def test_a_policy_that_breaks_its_promise_is_stopped_before_harm_is_done(policy:
 
 
 @pytest.mark.parametrize("seed", WALK_SEEDS)
-def test_walk_beside_the_reference(seed: int) -> None:
+def test_walk_matches_the_reference(seed: int) -> None:
     walk(Machine, seed)
 
 
@@ -227,7 +227,7 @@ def test_walk_on_another_backend(seed: int) -> None:
     walk(manager_machine(make_on_a_shelf, ReferenceLRUManager), seed)
 
 
-def test_long_walk_beside_the_reference() -> None:
+def test_long_walk_matches_the_reference() -> None:
     walk(Machine, seed=0, num_blocks=64, num_steps=1500)
 
 
@@ -271,7 +271,7 @@ CORRUPTIONS: dict[str, Callable[[LRUOffloadingManager], object]] = {
     "a block the policy forgot": lambda m: m.policy.remove(np.array([1])),
     "a block only the policy knows": lambda m: m.policy.insert(np.array([3]), keys("x")),
     "fewer than no readers": lambda m: put(m._table.ref_cnt, 0, -2),
-    "a reader nobody counted": lambda m: put(m._table.ref_cnt, 0, 1),
+    "an uncounted reader": lambda m: put(m._table.ref_cnt, 0, 1),
     "a block marked as in use": lambda m: put(m._table.busy, 0, True),
     "a block in use not marked": lambda m: put(m._table.busy, 2, False),
     "another key in the slot": lambda m: put(m._table.key_of, 0, keys("x")[0]),
@@ -326,8 +326,8 @@ def test_eviction_takes_no_longer_with_half_a_large_cache_in_use() -> None:
 
 
 @pytest.mark.parametrize("policy", ["lru", "arc"])
-def test_random_holds_never_lose_a_block_or_its_place(policy: str) -> None:
-    """Beside a manager where nobody holds: the same blocks leave, but for those that are held, in the same order."""
+def test_random_pins_never_lose_a_block_or_its_place(policy: str) -> None:
+    """Compared with a manager without pins: the same blocks leave in the same order, except the pinned ones."""
     rng = random.Random(7)
     for _ in range(150):
         n = rng.randint(2, 8)
@@ -432,8 +432,8 @@ def test_blocks_in_the_medium_are_restored_least_recently_used_first() -> None:
     assert output.evicted_keys == [b"old"]
 
 
-def test_a_reset_costs_little_beside_the_storing_of_what_it_forgets() -> None:
-    """In this thread's own time, of the best of a few tries. A reset that looks at every key takes almost half."""
+def test_a_reset_costs_little_compared_with_storing_the_blocks_that_it_drops() -> None:
+    """Measures this thread's CPU time, best of a few tries. A reset that looks at every key takes almost half."""
     ratios = []
     for _ in range(3):
         manager = LRUOffloadingManager(HostBackend(1, 300_000))

@@ -1,4 +1,4 @@
-"""Every policy behind a manager: beside its reference model, and what happens to a chain."""
+"""Every policy behind a manager: compared with its reference model, and what happens to a chain."""
 
 from __future__ import annotations
 
@@ -98,12 +98,12 @@ Test2Q = machine("2q").TestCase
 
 @policies
 @pytest.mark.parametrize("seed", WALK_SEEDS[::4])
-def test_walk_beside_the_reference(name: str, seed: int) -> None:
+def test_walk_matches_the_reference(name: str, seed: int) -> None:
     walk(machine(name), seed)
 
 
 @policies
-def test_long_walk_beside_the_reference(name: str) -> None:
+def test_long_walk_matches_the_reference(name: str) -> None:
     walk(machine(name), seed=0, num_blocks=64, num_steps=300)
 
 

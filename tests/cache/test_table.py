@@ -115,7 +115,7 @@ def test_check_integrity_notices(table: BlockTable, harm) -> None:
         table.check_integrity()
 
 
-def test_a_long_life_keeps_the_books() -> None:
+def test_counters_agree_after_a_long_life() -> None:
     rng = random.Random(1)
     table = BlockTable(50)
     free, writing, ready = list(range(50)), [], []

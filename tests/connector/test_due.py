@@ -101,7 +101,7 @@ def test_others_are_not_looked_at_because_one_computes_its_prompt() -> None:
     assert len(due_list.take(scheduled)) == 17
 
 
-def test_what_is_to_be_looked_at_in_the_next_step_is_so_in_an_idle_one() -> None:
+def test_a_request_due_next_step_is_due_in_an_idle_step_too() -> None:
     due_list = DueList()
     due_list.add("r", 1)
     assert due_list.take({}) == ["r"]

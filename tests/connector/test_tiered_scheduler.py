@@ -56,7 +56,7 @@ class TieredRig(Rig):
         self.manager.host.reset()
 
     def arrive(self) -> None:
-        """What requests wait for comes up."""
+        """Delivers the blocks that requests wait for."""
         self.step()
         self.manager.executor.drain()
         self.step()

@@ -286,8 +286,8 @@ def test_a_store_is_tried_twice(device: Device, failures: int, ok: bool) -> None
 @pytest.mark.parametrize(("failures", "ok"), [(1, True), (2, False)])
 def test_a_load_is_tried_twice_and_then_names_its_blocks(device: Device, failures: int, ok: bool) -> None:
     worker = OffloadingConnectorWorker(Faulty(device.transfer, failures))
-    told = [step(worker, meta) for meta in (StepMeta(loads={1: job([0, 1], [4, 5])}), *[NOTHING] * 3)]
-    loaded = [entry for entry in told if entry != (set(), set(), set())]
+    reported = [step(worker, meta) for meta in (StepMeta(loads={1: job([0, 1], [4, 5])}), *[NOTHING] * 3)]
+    loaded = [entry for entry in reported if entry != (set(), set(), set())]
     assert loaded == [({"r"}, set() if ok else {4, 5}, set())], "reported once, when it is decided"
     assert report(worker) == ({1: 1}, set() if ok else {1})
 
@@ -314,10 +314,10 @@ def test_a_store_fenced_in_its_own_step_is_not_tried_again(device: Device) -> No
 
 def test_one_bad_job_does_not_harm_the_others(device: Device, caplog: pytest.LogCaptureFixture) -> None:
     worker = OffloadingConnectorWorker(device.transfer)
-    told = step(worker, StepMeta(loads={1: job([99], [1], "bad"), 2: job([0], [2], "good")}))
-    told_later = step(worker)
-    assert told[0] | told_later[0] == {"bad", "good"}
-    assert told[1] | told_later[1] == {1}
+    reported = step(worker, StepMeta(loads={1: job([99], [1], "bad"), 2: job([0], [2], "good")}))
+    reported_later = step(worker)
+    assert reported[0] | reported_later[0] == {"bad", "good"}
+    assert reported[1] | reported_later[1] == {1}
     assert report(worker) == ({1: 1, 2: 1}, {1})
 
 
@@ -344,8 +344,8 @@ def test_only_a_step_without_tokens_waits_for_loads(device: Device, meta: StepMe
 
 def test_what_ended_during_the_wait_is_reported_in_the_same_step(device: Device) -> None:
     worker = OffloadingConnectorWorker(Sleeping(device.transfer))
-    told = step(worker, StepMeta(loads={1: job([0], [1])}, has_tokens=False))
-    assert told == ({"r"}, set(), set())
+    reported = step(worker, StepMeta(loads={1: job([0], [1])}, has_tokens=False))
+    assert reported == ({"r"}, set(), set())
 
 
 def test_an_idle_step_is_short() -> None:
@@ -368,12 +368,12 @@ def test_a_broken_transfer_fails_every_job_and_raises_nothing(
         raise RuntimeError("the device is gone")
 
     monkeypatch.setattr(transfer, method, broken)
-    told: list[tuple[set[str], set[int], set[str]]] = []
-    told.append(step(worker, StepMeta(loads={3: job([2], [3], "late")}, has_tokens=False)))
-    told.append(step(worker, StepMeta(stores={4: job([3], [4])}, fences=[1])))
-    told.append(step(worker, IDLE))
-    assert set().union(*(loaded for loaded, _, _ in told)) == {"early", "late"}
-    assert sum(len(loaded) for loaded, _, _ in told) == 2, "each is told once"
+    reported: list[tuple[set[str], set[int], set[str]]] = []
+    reported.append(step(worker, StepMeta(loads={3: job([2], [3], "late")}, has_tokens=False)))
+    reported.append(step(worker, StepMeta(stores={4: job([3], [4])}, fences=[1])))
+    reported.append(step(worker, IDLE))
+    assert set().union(*(loaded for loaded, _, _ in reported)) == {"early", "late"}
+    assert sum(len(loaded) for loaded, _, _ in reported) == 2, "each is reported once"
     # A transfer that breaks only in the second of these steps may have completed the loads before.
     done, failed = report(worker)
     assert done == dict.fromkeys((1, 2, 3, 4), 1)
@@ -429,8 +429,8 @@ def test_no_copy_is_in_progress_when_blocks_lose_their_memory(device: Device, ki
     device.data[:] = 0
     worker.suspend()
     assert set(transfer.tries) == {1, 2, 3}
-    told = step(worker, StepMeta(loads={5: job([0], [5], "asleep")}))
-    assert told == ({"loading", "asleep"}, {4, 5}, set())
+    reported = step(worker, StepMeta(loads={5: job([0], [5], "asleep")}))
+    assert reported == ({"loading", "asleep"}, {4, 5}, set())
     assert report(worker) == ({1: 1, 2: 1, 3: 1, 4: 1, 5: 1}, {3, 4, 5})
     assert device.slot(1) == stored
     assert not device.data.any(), "nothing is written into them afterwards"
@@ -560,7 +560,7 @@ def test_changed_weights_fail_loads_and_stores_until_the_next_epoch(
     step(watched, StepMeta(loads={3: job([3], [4])}))
     taken = watched.take_report()
     assert taken is not None
-    assert (taken.failed, taken.changed_at) == ({3}, -1), "told once"
+    assert (taken.failed, taken.changed_at) == ({3}, -1), "reported once"
     assert device.block(4) == before
     assert np.array_equal(device.pool, pool), "nothing was stored"
     step(watched, StepMeta(loads={4: job([3], [4])}, epoch=1))

@@ -21,8 +21,8 @@ from kvoffload.lab.trace import Trace, make_trace
 
 SIZE = 16
 """Tokens per block."""
-TRACES = Path(os.environ.get("KVOFFLOAD_TRACES") or Path(__file__).parents[2].parent / "shared" / "traces")
-needs_traces = pytest.mark.skipif(not TRACES.is_dir(), reason="the public traces are missing")
+TRACES = Path(os.environ.get("KVOFFLOAD_TRACES") or "no-folder-of-traces")
+needs_traces = pytest.mark.skipif(not TRACES.is_dir(), reason="KVOFFLOAD_TRACES names no folder")
 
 
 def make(chains: Sequence[Sequence[int]], inputs: Sequence[int] | None = None, **more: object) -> Trace:

@@ -51,38 +51,39 @@ def of_options(**options: Any) -> dict[str, Any]:
 
 OTHERS: dict[str, dict[str, Any]] = {
     "plain": {},
-    "quantized as the model says": quantized(),
-    "another layer left out of quantization": quantized(ignore=["lm_head", "model.layers.0.mlp.down_proj"]),
+    "quantized by the model's configuration": quantized(),
+    "quantization without another layer": quantized(ignore=["lm_head", "model.layers.0.mlp.down_proj"]),
     "quantized at start": quantized_at_start(),
-    "another layer left out at start": quantized_at_start(
+    "quantized at start without another layer": quantized_at_start(
         quantization_config={"ignore": ["model.layers.0.mlp.down_proj"]}
     ),
-    "another base of the positions": {
-        "engine": {"hf_overrides": {"rope_parameters": {"rope_type": "default", "rope_theta": 17}}}
-    },
+    "another RoPE base": {"engine": {"hf_overrides": {"rope_parameters": {"rope_type": "default", "rope_theta": 17}}}},
     "another number of layers": {"engine": {"hf_overrides": {"num_hidden_layers": 1}}},
     "other code of the model": {"engine": {"model_impl": "transformers"}},
-    "code that the model brings": {"changes": {"modeling_own.py": "scale = 1"}},
-    "other code that the model brings": {"changes": {"modeling_own.py": "scale = 2"}},
-    "that code is trusted": {"changes": {"modeling_own.py": "scale = 2"}, "engine": {"trust_remote_code": True}},
+    "code in the model's folder": {"changes": {"modeling_own.py": "scale = 1"}},
+    "other code in the model's folder": {"changes": {"modeling_own.py": "scale = 2"}},
+    "trusted code in the model's folder": {
+        "changes": {"modeling_own.py": "scale = 2"},
+        "engine": {"trust_remote_code": True},
+    },
     "scales beside the weights": {"changes": {"hf_quant_config.json": "{}"}},
     "weights in another format": {"changes": {"pytorch_model.bin": "weights"}, "engine": {"load_format": "pt"}},
-    "others in that format": {"changes": {"pytorch_model.bin": "Weights"}, "engine": {"load_format": "pt"}},
-    "weights that are drawn": {"engine": {"load_format": "dummy"}},
+    "other weights in that format": {"changes": {"pytorch_model.bin": "Weights"}, "engine": {"load_format": "pt"}},
+    "random weights": {"engine": {"load_format": "dummy"}},
     # vLLM does not draw integers: they keep what the memory held.
-    "quantized weights that are not drawn": quantized_at_start(load_format="dummy"),
-    "quantized weights that are not drawn, in another process": quantized_at_start(load_format="dummy"),
+    "quantized dummy weights": quantized_at_start(load_format="dummy"),
+    "quantized dummy weights in another process": quantized_at_start(load_format="dummy"),
     "a format of the cache": {"engine": {"kv_cache_dtype": "fp8_e5m2"}},
     "a dtype": {"engine": {"dtype": "bfloat16"}},
     "images": images(),
     "pruned videos": images(video_pruning_rate=0.5),
     "more pruned videos": images(video_pruning_rate=0.75),
-    "how media are read": images(media_io_kwargs={"video": {"num_frames": 8}}),
-    "how images are prepared": images(mm_processor_kwargs={"do_normalize": False}),
-    "a kernel of another precision": {"environment": {"VLLM_FLOAT32_MATMUL_PRECISION": "medium"}},
-    "a name": of_options(model_fingerprint="v1"),
-    "another name": of_options(model_fingerprint="v2"),
-    "weights from elsewhere with a name": {
+    "media reading": images(media_io_kwargs={"video": {"num_frames": 8}}),
+    "image preprocessing": images(mm_processor_kwargs={"do_normalize": False}),
+    "a kernel with another precision": {"environment": {"VLLM_FLOAT32_MATMUL_PRECISION": "medium"}},
+    "a fingerprint of the user": of_options(model_fingerprint="v1"),
+    "another fingerprint of the user": of_options(model_fingerprint="v2"),
+    "weights from elsewhere with a fingerprint of the user": {
         "engine": {"load_format": "tensorizer"},
         **of_options(model_fingerprint="v3"),
     },
@@ -93,21 +94,21 @@ OTHERS: dict[str, dict[str, Any]] = {
 }
 """Settings that change KV. All fingerprints must differ."""
 SAME: dict[str, tuple[str, dict[str, Any]]] = {
-    "the same again": ("plain", {}),
-    "quantized again": ("quantized as the model says", quantized()),
+    "the same settings": ("plain", {}),
+    "quantized again": ("quantized by the model's configuration", quantized()),
     "quantized at start again": ("quantized at start", quantized_at_start()),
-    "drawn again": ("weights that are drawn", OTHERS["weights that are drawn"]),
-    "a length": ("plain", {"engine": {"max_model_len": 64}}),
-    "a size of the device's cache": ("plain", {"engine": {"num_gpu_blocks_override": 77}}),
-    "a share of the device's memory": ("plain", {"engine": {"gpu_memory_utilization": 0.3}}),
-    "steps of another size": ("plain", {"engine": {"max_num_batched_tokens": 4096, "max_num_seqs": 7}}),
+    "random weights again": ("random weights", OTHERS["random weights"]),
+    "another max_model_len": ("plain", {"engine": {"max_model_len": 64}}),
+    "another size of the device cache": ("plain", {"engine": {"num_gpu_blocks_override": 77}}),
+    "another share of device memory": ("plain", {"engine": {"gpu_memory_utilization": 0.3}}),
+    "another step size": ("plain", {"engine": {"max_num_batched_tokens": 4096, "max_num_seqs": 7}}),
     "without compilation": ("plain", {"engine": {"enforce_eager": True}}),
-    "a name for clients": ("plain", {"engine": {"served_model_name": "other"}}),
-    "how tokens are chosen": ("plain", {"engine": {"override_generation_config": {"temperature": 0.5}, "seed": 7}}),
-    "a chat template": ("plain", {"changes": {"chat_template.jinja": "{{ x }}"}}),
-    "a port": ("plain", {"environment": {"VLLM_PORT": "12345", "VLLM_NIXL_SIDE_CHANNEL_PORT": "6789"}}),
-    "a size of the pool": ("plain", of_options(host_bytes="32MiB")),
-    "how many images": ("images", images(limit_per_prompt={"image": 3}, mm_processor_cache_gb=1)),
+    "another served_model_name": ("plain", {"engine": {"served_model_name": "other"}}),
+    "sampling settings": ("plain", {"engine": {"override_generation_config": {"temperature": 0.5}, "seed": 7}}),
+    "another chat template": ("plain", {"changes": {"chat_template.jinja": "{{ x }}"}}),
+    "other ports": ("plain", {"environment": {"VLLM_PORT": "12345", "VLLM_NIXL_SIDE_CHANNEL_PORT": "6789"}}),
+    "another host_bytes": ("plain", of_options(host_bytes="32MiB")),
+    "another image limit": ("images", images(limit_per_prompt={"image": 3}, mm_processor_cache_gb=1)),
 }
 """Settings that do not change KV, each with the case that has the same fingerprint."""
 UNKNOWN: dict[str, dict[str, Any]] = {

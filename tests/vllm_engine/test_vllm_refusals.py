@@ -29,8 +29,8 @@ CASES: dict[str, tuple[dict[str, Any], list[str]]] = {
     "threshold too low": (POOL | {"store_threshold": 1}, ["store_threshold=1", "2 or more"]),
     "context parallelism of prompts": (POOL, ["prefill_context_parallel_size=2", "set it to 1"]),
     "context parallelism": (POOL, ["decode_context_parallel_size=2", "set it to 1"]),
-    "an engine of several": (POOL, ["engines_per_node is not set", "--data-parallel-size-local"]),
-    "the first engine of several": (POOL, ["engines_per_node is not set"]),
+    "one of several engines": (POOL, ["engines_per_node is not set", "--data-parallel-size-local"]),
+    "the first of several engines": (POOL, ["engines_per_node is not set"]),
     "more engines than configured": (POOL | {"engines_per_node": 2}, ["engines_per_node=2", "engine 2", "3 or more"]),
     "no engines": (POOL | {"engines_per_node": 0}, ["engines_per_node=0", "1 or more"]),
     "a recurrent layer": (POOL, ["MambaSpec", "without kvoffload"]),
@@ -38,15 +38,15 @@ CASES: dict[str, tuple[dict[str, Any], list[str]]] = {
     "hidden states": (POOL, ["extract_hidden_states", "remove the speculative config"]),
     "attention to later tokens": (POOL, ["attends to tokens that come later", "without kvoffload"]),
     "a diffusion model": (POOL, ["diffusion", "without kvoffload"]),
-    "answers name experts": (POOL, ["enable_return_routed_experts", "set it to False"]),
+    "answers that name experts": (POOL, ["enable_return_routed_experts", "set it to False"]),
     "MLA on a CPU without prefix caching": (POOL, ["MLA", "without kvoffload"]),
     "elastic engines": (POOL, ["enable_elastic_ep", "set it to False"]),
     "an external load balancer": (POOL, ["engines_per_node is not set"]),
-    "engines miscounted": (
+    "wrong number of engines": (
         POOL | {"engines_per_node": 3},
         ["engines_per_node=3", "vLLM runs 2 engines", "leave it out"],
     ),
-    "among other connectors": (POOL, ["MultiConnector", "name KVOffloadConnector"]),
+    "used with other connectors": (POOL, ["MultiConnector", "name KVOffloadConnector"]),
     "a pooler of whole prompts": (POOL, ["pooler", "without kvoffload"]),
     "a disk without a size": (POOL | {"disk_dir": "/"}, ["disk_dir='/' without disk_bytes", 'disk_bytes="']),
     "a disk without a directory": (
@@ -59,16 +59,16 @@ CASES: dict[str, tuple[dict[str, Any], list[str]]] = {
     ),
     "images without a content hash": (DISK, ["mm_processor_cache_gb=0", "turn one of the two on"]),
     "adapters with a disk": (DISK, ["LoRA", 'set model_fingerprint="..."']),
-    "weights that nothing identifies": (
+    "weights without files": (
         DISK,
         ["model some/model", "weight files are not found", 'set model_fingerprint="..."'],
     ),
 }
 FLAGS: dict[str, dict[str, Any]] = {
     "context parallelism": {"decode_context_parallel_size": 2, "tensor_parallel_size": 4},
-    "answers name experts": {"enable_return_routed_experts": True},
+    "answers that name experts": {"enable_return_routed_experts": True},
     "a pooler of whole prompts": {"runner": "pooling", "pooler_config": {"seq_pooling_type": "MEAN"}},
-    "engines miscounted": {"data_parallel_size": 2, "data_parallel_size_local": 2},
+    "wrong number of engines": {"data_parallel_size": 2, "data_parallel_size_local": 2},
     "an external load balancer": {
         "data_parallel_size": 2,
         "data_parallel_size_local": 1,
@@ -94,11 +94,11 @@ CHANGES: dict[str, dict[str, Any]] = {
     "a diffusion model": {"model_config.is_diffusion": True},
     "MLA on a CPU without prefix caching": {"mla": True},
     "elastic engines": {"parallel_config.enable_elastic_ep": True},
-    "among other connectors": {"multi_connector": True},
-    "an engine of several": {"parallel_config.data_parallel_index": 1},
-    "the first engine of several": {"kv_transfer_config.engine_id": "some-engine_dp0"},
+    "used with other connectors": {"multi_connector": True},
+    "one of several engines": {"parallel_config.data_parallel_index": 1},
+    "the first of several engines": {"kv_transfer_config.engine_id": "some-engine_dp0"},
     "images without a content hash": {"model_config.multimodal_config": {"mm_processor_cache_gb": 0}},
-    "weights that nothing identifies": {"model_config.model": "some/model"},
+    "weights without files": {"model_config.model": "some/model"},
 }
 """Changes to the configuration, where no argument sets it or vLLM itself refuses the argument on a CPU."""
 
@@ -115,13 +115,13 @@ SHARES: dict[str, dict[str, Any]] = {
         "options": {"engines_per_node": 2},
     },
     "given by the user": {"parallel_config.data_parallel_index": 1, "options": {"engines_per_node": 2}},
-    "the second with an external load balancer": {
+    "the second engine with an external load balancer": {
         "parallel_config.data_parallel_size": 4,
         "parallel_config.data_parallel_size_local": 1,
         "parallel_config.data_parallel_index": 3,
         "options": {"engines_per_node": 2},
     },
-    "the second on the second node": {
+    "the second engine of the second node": {
         "parallel_config.data_parallel_index": 3,
         "parallel_config.data_parallel_rank_local": 1,
         "options": {"engines_per_node": 2},
@@ -133,38 +133,38 @@ ENGINES = {
     "given by vLLM": [0, 2],
     "known from another setting": [0, 2],
     "given by the user with an external load balancer": [0, 2],
-    "the second with an external load balancer": [1, 2],
-    "the second on the second node": [1, 2],
+    "the second engine with an external load balancer": [1, 2],
+    "the second engine of the second node": [1, 2],
     "given by the user": [1, 2],
     "two ranks": [0, 1],
 }
 """Per case, the index of the engine on its node, and the number of engines there."""
 
 SHAPES: dict[str, dict[str, Any]] = {
-    "a seed": {"PYTHONHASHSEED": "1"},
-    "another seed": {"PYTHONHASHSEED": "2"},
-    "an algorithm": {"cache_config.prefix_caching_hash_algo": "sha256_cbor"},
-    "a fast algorithm with a seed": {"cache_config.prefix_caching_hash_algo": "xxhash", "PYTHONHASHSEED": "1"},
+    "a hash seed": {"PYTHONHASHSEED": "1"},
+    "another hash seed": {"PYTHONHASHSEED": "2"},
+    "a hash algorithm": {"cache_config.prefix_caching_hash_algo": "sha256_cbor"},
+    "a fast algorithm and a seed": {"cache_config.prefix_caching_hash_algo": "xxhash", "PYTHONHASHSEED": "1"},
     "a setting of the model that the user overrides": {
         "model_config.hf_config.rope_parameters": {"rope_type": "default", "rope_theta": 17}
     },
     "images": {"model_config.multimodal_config": {}},
-    "how images are prepared": {"model_config.multimodal_config": {"mm_processor_kwargs": {"do_normalize": False}}},
-    "how weights are read": {"load_config.load_format": "dummy"},
-    "a length with other factors": {
+    "image preprocessing": {"model_config.multimodal_config": {"mm_processor_kwargs": {"do_normalize": False}}},
+    "another load format": {"load_config.load_format": "dummy"},
+    "a length with scaling factors of its own": {
         "model_config.hf_config.rope_parameters": {"rope_type": "longrope"},
         "model_config.max_model_len": 64,
     },
-    "another length with other factors": {
+    "another length with scaling factors of its own": {
         "model_config.hf_config.rope_parameters": {"rope_type": "longrope"},
         "model_config.max_model_len": 128,
     },
 }
 """Settings that change the bytes or the hashes of blocks."""
 SAME: dict[str, dict[str, Any]] = {
-    "the same again": {},
-    "a length": {"model_config.max_model_len": 64},
-    "the path": {"model_config.hf_config._name_or_path": "/somewhere/else"},
+    "the same settings": {},
+    "another max_model_len": {"model_config.max_model_len": 64},
+    "another path of the model": {"model_config.hf_config._name_or_path": "/somewhere/else"},
 }
 """Settings that do not."""
 
@@ -221,7 +221,7 @@ def test_an_untested_version_is_served_with_a_warning(said: Run) -> None:
 
 def test_a_version_that_was_only_tried_gets_a_warning_of_its_own(said: Run) -> None:
     assert said["said"]["tried"] is None
-    assert said.log.count("kvoffload is not tested with vLLM 0.33: its Python code was run by hand") == 1
+    assert said.log.count("kvoffload is not tested with vLLM 0.33: its Python code was run manually") == 1
 
 
 @pytest.mark.parametrize("case", CASES)

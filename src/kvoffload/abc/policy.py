@@ -96,9 +96,9 @@ class CachePolicy(ABC):
         """Records that a request uses a chain. By default, uses change nothing."""
 
     def reorder(self, slots: Slots, new: npt.NDArray[np.bool_]) -> None:
-        """Puts a request's whole chain into one order when it has stored all that it will. This is no further use.
+        """Puts a request's whole chain into one order when it will store no more. This is no further use.
 
-        The request has used ``slots``; it has stored those that are ``new``, perhaps in parts. A policy in which uses
+        The request has used ``slots``; it has stored those that are ``new``, possibly in parts. A policy in which uses
         move blocks should move all of ``slots``, another policy the new ones. By default, the order stays: then a
         chain that was stored in parts loses its head first.
         """

@@ -59,8 +59,8 @@ class TierResult:
 class Tier(ABC):
     """Keeps blocks by key in a medium that is slower than host memory and may fail.
 
-    **Threads.** All methods are called on the scheduler's thread. None waits for the medium, but for ``wait`` and
-    ``close``, which wait for a bounded time. The tier does its work on threads of its own.
+    **Threads.** All methods are called on the scheduler's thread. Only ``wait`` and ``close`` wait for the medium, and
+    for a bounded time. The tier does its work on threads of its own.
 
     **Errors.** No method raises for a failure of the medium. The transfer of each block succeeds or fails on its own,
     and ``poll`` reports which.

@@ -1,7 +1,7 @@
 """KeyIndex: an exact map from keys to slots in numpy arrays, for batches.
 
-A dict takes twice the time for a store: with a million keys, each of its probes misses the processor's caches one
-after the other, and every value is an object. It is also rebuilt at once from time to time (56 ms measured). KeyIndex
+A dict takes twice the time for a store: with a million keys, each of its probes misses the processor's caches one after
+the other, and every value is an object. From time to time a dict is also rebuilt as a whole (56 ms measured). KeyIndex
 probes a batch of keys together, and is never rebuilt.
 """
 

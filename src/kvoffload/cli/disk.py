@@ -42,7 +42,7 @@ def disk() -> None:
 def inspect(directory: Path, as_json: bool) -> None:
     """Show what is in DIR: fingerprints, blocks, bytes, age, hits, and what is wrong.
 
-    Works beside a running server and changes nothing. Exit status 2: DIR is not the directory of a disk tier.
+    Can be used while a server is running, and changes nothing. Exit status 2: DIR is not the directory of a disk tier.
     """
     with _errors("inspect"):
         parts = inspect_directory(directory)
@@ -58,9 +58,9 @@ def inspect(directory: Path, as_json: bool) -> None:
 def verify(directory: Path, as_json: bool) -> None:
     """Read every block in DIR and check its checksum.
 
-    Works beside a running server and changes nothing; a block that the server replaces meanwhile is not bad. Exit
-    status 0: no block is bad; 1: a block or an index is bad, and a server would compute the blocks again; 2: DIR is not
-    the directory of a disk tier.
+    Can be used while a server is running, and changes nothing; a block that the server replaces in the meantime is not
+    bad. Exit status 0: no block is bad; 1: a block or an index is bad, and a server would compute the blocks again; 2:
+    DIR is not the directory of a disk tier.
     """
     with _errors("verify"):
         result = _verify(directory)

@@ -1,4 +1,4 @@
-"""Finds the requests that may complete a block in a step without a look at all that run."""
+"""Finds the requests that may complete a block in a step, without looking at all running requests."""
 
 from __future__ import annotations
 
@@ -12,15 +12,16 @@ FEW_TOKENS = 16
 class DueList:
     """Requests, by the earliest step in which they may complete a block.
 
-    The list counts tokens. In each step the count grows by the most tokens that any request computes, requests with
-    more than FEW_TOKENS left out. So a request that lacks n tokens cannot be due before the count has grown by n.
-    Tokens that the engine takes back only make it later. Each request is in the list at most once.
+    The list counts tokens. In each step the count grows by the largest number of tokens that a request computes,
+    ignoring requests that compute more than FEW_TOKENS. So a request that lacks n tokens cannot be due before the count
+    has grown by n. If the engine takes tokens back, the request only becomes due later. Each request is in the list at
+    most once.
     """
 
     def __init__(self) -> None:
         self._count = 0
         self._by_count: dict[int, dict[str, None]] = {}
-        """By the count at which to look at them, the ids of requests, in the order in which they came."""
+        """Ids of requests, in order of arrival, by the count at which to look at them."""
         self._count_of: dict[str, int] = {}
 
     def __len__(self) -> int:

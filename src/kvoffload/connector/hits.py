@@ -15,7 +15,7 @@ class Hit(NamedTuple):
     """The longest hit of a request."""
 
     end: int
-    """Up to this token, every group has what the request needs to go on there."""
+    """Up to this token, every group has the blocks that the request needs to continue there."""
     missed: OffloadKey | None
     """The first key that was missing for more."""
     is_known: bool
@@ -43,7 +43,7 @@ class HitSearch:
         self._keys_loading = keys_loading
 
     def longest(self, state: RequestState, computed: int, may_wait: bool) -> Hit:
-        """The longest hit of a request of which the device holds ``computed`` tokens.
+        """Returns the longest hit of a request with ``computed`` tokens on the device.
 
         Full-attention groups need every block from ``computed`` on, the others only those that the next token attends
         to. Each group's answer shortens the next one's question until all agree. If the request may not wait, only
@@ -76,7 +76,7 @@ class HitSearch:
         return Hit(max(end, computed), missed, known)
 
     def _first_gap(self, state: RequestState, computed: int, end: int, context: ReqContext) -> _Gap | None:
-        """The first missing block that a window needs in order to go on at ``end``, in the group whose hit ends
+        """The first missing block that a window needs in order to continue at ``end``, in the group whose hit ends
         soonest for it; every hit that reaches past that block needs it too. A block whose state is not known yet counts
         only if no other is certainly missing."""
         gaps, unknown = [], None
@@ -115,5 +115,5 @@ class HitSearch:
 
 
 def last_loadable(state: RequestState, end: int) -> int:
-    """The end of what is loaded of a hit that ends at ``end``: at least one token is left to compute."""
+    """Returns the end of the part of a hit that is loaded: at least one token is left to compute."""
     return min(end, state.request.num_tokens - 1)

@@ -57,7 +57,7 @@ class Layout:
         return self.namespace + hashes[self.known_tokens(g, index) // self.hash_block_size - 1] + self._suffixes[g]
 
     def describe(self, request: Request, block: Block) -> BlockDescription:
-        """What ``block`` of ``request`` holds, for events."""
+        """Describes the contents of ``block``, for events."""
         size = self.groups[block.group].block_tokens
         start, end = block.ordinal * size, (block.ordinal + 1) * size
         hashes = request.block_hashes
@@ -65,7 +65,7 @@ class Layout:
         return BlockDescription(request, start, end, hashes[end // self.hash_block_size - 1], parent)
 
     def needed_blocks(self, g: int, computed: int, end: int) -> range:
-        """Blocks of group ``g`` that must be loaded for a request that goes on at token ``end``, where the device
+        """Blocks of group ``g`` that must be loaded for a request that continues at token ``end``, where the device
         holds the first ``computed`` tokens. The device may hold a part of the first one."""
         group = self.groups[g]
         first = max(group.skipped_tokens(end), computed) // group.block_tokens

@@ -11,7 +11,7 @@ from kvoffload.connector.request import Match, Phase, RequestState
 
 
 class LoadPlanner:
-    """Pins what a request takes of its offer, and makes the job that loads it."""
+    """Pins the blocks that a request takes from its offer, and makes the job that loads them."""
 
     def __init__(self, manager: OffloadingManager, layout: Layout, jobs: JobTable) -> None:
         self._manager = manager

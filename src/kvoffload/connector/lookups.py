@@ -16,10 +16,10 @@ wait again. It waits at most this often until it is given device blocks, each ti
 
 
 class Lookups:
-    """Answers how much of a request can be loaded, by ``hits``, and remembers it in the request.
+    """Answers how much of a request can be loaded, using ``hits``, and remembers the answer in the request.
 
-    A request waits for blocks that are being loaded for another, for a lower tier, and after a sleep for the comparison
-    of the weights; each time at most ``deadline_s``.
+    A request waits for blocks that are being loaded for another request, for a lower tier, and, after a sleep, for the
+    comparison of the weights: each time at most ``deadline_s``.
     """
 
     def __init__(

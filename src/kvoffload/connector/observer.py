@@ -30,7 +30,7 @@ MIN_PREFILL_SAMPLE = 64
 
 @dataclass(slots=True, eq=False)
 class _Prefill:
-    """A request that computes its whole prompt itself, while that is measured."""
+    """A request that computes its whole prompt itself, while the time is measured."""
 
     state: RequestState
     since: float
@@ -41,7 +41,7 @@ class _Prefill:
 
 @dataclass(slots=True, eq=False)
 class _Observed:
-    """What is remembered of a request that has not ended."""
+    """The observations of one request that has not ended."""
 
     arrived: float = field(default_factory=time.time)
     """When it was first looked up, in seconds since 1970."""
@@ -87,7 +87,7 @@ class RequestObserver:
         self._requests[state.context.req_id] = _Observed()
 
     def allocated(self, state: RequestState, match: Match | None, num_external_tokens: int) -> None:
-        """Records a request that was given device blocks. Without a match it had blocks before and goes on with
+        """Records a request that was given device blocks. Without a match it had blocks before and continues with
         them."""
         req_id = state.context.req_id
         if match is not None:
@@ -112,7 +112,7 @@ class RequestObserver:
             self._recorder.add(observed.arrived, observed.record, keys, request.num_tokens, request.num_computed_tokens)
 
     def measure_prefills(self, scheduled: Mapping[str, int]) -> None:
-        """Measures how long requests take to compute their prompts, in the company of the others, and tells the manager
+        """Measures how long requests take to compute their prompts beside other requests, and reports it to the manager
         when they have their first new token. Called in every step."""
         for req_id in list(self._prefills):
             if req_id not in scheduled:

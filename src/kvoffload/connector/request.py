@@ -64,7 +64,7 @@ class Match:
 
 @dataclass(slots=True, eq=False)
 class RequestState:
-    """What the scheduler half knows of one request."""
+    """What the scheduler half knows about one request."""
 
     request: Request
     context: ReqContext
@@ -116,7 +116,7 @@ class RequestState:
                 self.phase = Phase.WAITING
 
     def forget_stores(self) -> None:
-        """Every cache was reset: no block of it is stored any more, and what it has computed must not be."""
+        """Called after a reset: none of its blocks is stored any more, and KV computed so far must not be stored."""
         self.match = None
         self.blocks.stored.clear()
         self.blocks.restart_stores()
@@ -168,7 +168,7 @@ class RequestBlocks:
 
     def extend_keys(self) -> bool:
         """Makes the keys of blocks that became whole. If the engine has taken tokens back and given others, all keys
-        are made anew and False is returned: what was stored or refused belongs to other tokens."""
+        are made again and False is returned: what was stored or refused belongs to other tokens."""
         hashes, layout, is_same = self.request.block_hashes, self.layout, True
         num_hashes, before = len(hashes), self._num_hashes
         # Hashes are chained, so the last one shows whether any has changed. It is mostly the same object.

@@ -79,7 +79,7 @@ def _guarded(fallback: Callable[..., Any]) -> Callable[[Method], Method]:
 
 @dataclass(slots=True)
 class _NextStep:
-    """What has been collected for the next step."""
+    """The work collected for the next step."""
 
     meta: StepMeta = field(default_factory=StepMeta)
     allocated: set[str] = field(default_factory=set)
@@ -105,17 +105,17 @@ class OffloadingConnectorScheduler:
     """Decides, per request and step, what is loaded and stored; talks to ``manager`` in batches.
 
     ``groups`` are the engine's KV cache groups. ``hash_block_size`` is the number of tokens that one block hash covers,
-    by default the greatest common divisor of the device block sizes. ``namespace`` goes in front of every block hash.
+    by default the greatest common divisor of the device block sizes. ``namespace`` precedes every block hash.
     ``num_workers`` workers report each job. ``share_loads``: a request whose blocks are being loaded for another waits,
     to find them on the device; for engines that share device blocks between requests, and schedule waiting requests
     that hold some before those that hold none. ``describe_blocks``: stored events carry a BlockDescription.
     ``recorder`` gets every request that was given device blocks, when it ends. ``may_sleep``: the engine calls
     ``wake_up`` after each sleep, and a reset may belong to one.
 
-    Call it from the engine's scheduler thread only. No method raises for anything that goes wrong in service: after an
-    unexpected error ``off`` is True, no more is loaded or stored, and every promise made is reported as failed. Its
-    parts (``requests``, ``jobs``, ``stores``, ...) are public for tests and tools. Raises ConfigError if block sizes do
-    not divide.
+    Call it from the engine's scheduler thread only. No method raises for anything that goes wrong while serving: after
+    an unexpected error ``off`` is True, nothing more is loaded or stored, and every promised load or store is reported
+    as failed. The parts (``requests``, ``jobs``, ``stores``, ...) are public for tests and tools. Raises ConfigError if
+    block sizes do not divide.
     """
 
     def __init__(
@@ -225,7 +225,7 @@ class OffloadingConnectorScheduler:
             broken[request.request_id] = []
             self.metrics.add("load_failures")
             end = state.computed_at_load + num_external_tokens
-            # What is wrong here raised an error before, and may do so again: not into the engine.
+            # The input that raised before may raise again here; it must not reach the engine.
             with contextlib.suppress(Exception):
                 _, device = self.loads.device_spec(blocks, state.computed_at_load, end)
                 broken[request.request_id] = device.block_ids.tolist()
@@ -290,7 +290,7 @@ class OffloadingConnectorScheduler:
         if state is not None and is_whole:
             state.blocks.replace_tables(tables)
             self.stores.watch(state.context.req_id, has_new_table=True)
-            # What is computed already was shared with it, or loaded: loads have entered their blocks.
+            # Computed blocks were shared with it or loaded; loads have entered theirs.
             computed = state.request.num_computed_tokens
             ends = [computed // group.device_block_size for group in self.layout.groups]
             new = [table[end:] for table, end in zip(tables, ends, strict=True)]
@@ -349,7 +349,7 @@ class OffloadingConnectorScheduler:
         else:
             self.metrics.add("load_blocks", len(job.keys))
 
-    # The end of requests, and of everything.
+    # End of requests, reset, shutdown.
 
     @_guarded(lambda self, request, block_ids=(): self._forget(request))
     def request_finished(self, request: Request, block_ids: object = ()) -> tuple[bool, dict[str, Any] | None]:
@@ -390,9 +390,9 @@ class OffloadingConnectorScheduler:
 
     @_guarded(lambda self: None)
     def reset(self) -> None:
-        """Forgets every block. What requests in progress have computed so far, or compute on top of it, is
-        not stored: it may belong to weights that are gone. The same holds for what they find in the engine's own cache
-        from before. Loads and stores in progress count as failed.
+        """Drops every block. KV that requests in progress have computed so far, or compute on top of it, is not stored:
+        it may belong to weights that are gone. The same holds for what they find in the engine's own cache from before.
+        Loads and stores in progress count as failed.
 
         An engine that falls asleep resets its caches too. So with ``may_sleep`` the manager keeps its contents, which
         no request can find, until the engine looks up or computes again; see ``wake_up``.

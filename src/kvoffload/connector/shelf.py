@@ -19,13 +19,13 @@ class Contents(Enum):
 
     VALID = auto()
     RESET = auto()
-    """They are from before a reset, and are dropped when the engine goes on, unless it has slept."""
+    """They are from before a reset, and are dropped when the engine continues, unless it has slept."""
     AWAKE = auto()
     """The engine has slept since. They are valid again if all workers find that their weights are the same."""
 
 
 class Shelf:
-    """Keeps the manager's contents over a reset that may belong to a sleep, where no request finds them.
+    """Keeps the manager's contents after a reset that may belong to a sleep, hidden from all requests.
 
     An engine that falls asleep resets its caches. With ``may_sleep`` it calls ``wake_up`` after each sleep; then the
     workers compare their weights, and the contents are valid again or dropped.
@@ -47,7 +47,7 @@ class Shelf:
 
     def reset(self) -> None:
         """Hides the contents, or drops them at once if there was no sleep."""
-        # If there were two resets, one belonged to no sleep: what it was to drop must not come back.
+        # If there were two resets, one belonged to no sleep: the contents that it dropped must not come back.
         keeps = self._may_sleep and self.contents is Contents.VALID
         self.contents = Contents.RESET
         if not keeps:
@@ -106,10 +106,10 @@ class Shelf:
 
 
 class SoundBlocks:
-    """Device blocks that were filled since the last reset with nothing from before it.
+    """Device blocks that were filled since the last reset, from nothing that was computed before it.
 
-    The engine's own cache may still hold KV of weights that are gone. A request that goes on from such blocks must
-    store nothing, and the blocks that it fills are no sounder than those.
+    The engine's own cache may still hold KV of weights that are gone. A request that continues from such blocks must
+    store nothing, and the blocks that it fills are not sound either.
     """
 
     def __init__(self) -> None:
@@ -129,7 +129,7 @@ class SoundBlocks:
             self._blocks.update(blocks)
 
     def trace(self, state: RequestState | None, new: set[int], found: set[int]) -> None:
-        """Follows a request that goes on from the blocks ``found`` in the engine's own cache, and fills ``new``
+        """Follows a request that continues from the blocks ``found`` in the engine's own cache, and fills ``new``
         ones."""
         if self._blocks is None:
             return

@@ -6,7 +6,7 @@ from typing import Protocol
 
 
 class WeightWatch(Protocol):
-    """Compares the weights of one rank with the weights that it accepted last, at first with those of its creation."""
+    """Compares the weights of one rank with the weights that it accepted last, at first with those at its creation."""
 
     def accept(self) -> None:
         """Accepts the weights as they are after all work issued so far. Cancels a comparison in progress."""
@@ -28,7 +28,7 @@ class WeightWatch(Protocol):
 
 class WeightComparisons:
     """Compares the weights in every step with jobs, in the background. The comparisons are numbered: a job belongs to
-    the ``latest`` one when it begins, and can be trusted when that one, or a later one, has ended well.
+    the ``latest`` one when it begins, and can be trusted when that one, or a later one, has succeeded.
 
     Without ``watch`` nothing is compared, and jobs are trusted at once. Errors of the watch are raised.
     """

@@ -1,4 +1,4 @@
-"""The worker half of the connector: carries out one step's jobs and reports which ended how."""
+"""The worker half of the connector: carries out the jobs of each step and reports how they ended."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SUSPEND_DEADLINE_S = 5.0
 
 @dataclass(slots=True)
 class Finished:
-    """The requests for which something has ended since the step before."""
+    """Requests whose loads or stores have ended since the previous step."""
 
     loaded: set[str] = field(default_factory=set)
     """Requests whose load has ended, successfully or not."""
@@ -58,7 +58,7 @@ class OffloadingConnectorWorker:
 
     ``weights`` is asked in every step that brings loads or stores. If the weights have changed, all jobs fail, in
     progress or new, until the epoch of a StepMeta shows that the scheduler half has forgotten all blocks. A job is not
-    reported as successful before the comparison of its step, or a later one, has ended well.
+    reported as successful before the comparison of its step, or a later one, has succeeded.
     """
 
     def __init__(self, transfer: Transfer, weights: WeightWatch | None = None) -> None:
@@ -90,7 +90,7 @@ class OffloadingConnectorWorker:
 
         The Finished that this yields is filled when the body has ended. ``send_report`` then passes the report, if
         there is one, to the scheduler half: in one process ``scheduler.update_connector_output``. If the body raises,
-        what it was to compute is reported as not stored, and the exception goes on to the caller.
+        its blocks are reported as not stored, and the exception propagates.
         """
         finished = Finished()
         self.begin_step(meta)

@@ -64,7 +64,7 @@ class _Future:
 class ClairvoyantPolicy(CachePolicy):
     """Evicts the block whose next use is furthest away, and refuses a new block if every victim is needed sooner.
 
-    ``access`` raises IntegrityError if it gets another request than the trace's next one.
+    ``access`` raises IntegrityError if it gets a request that is not the trace's next one.
     """
 
     def __init__(self, capacity: int, future: _Future) -> None:

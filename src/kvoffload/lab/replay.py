@@ -277,8 +277,9 @@ def replay_many(
             raise ConfigError(
                 f"jobs={processes}: a process died, perhaps because memory ran out; use fewer jobs, or 1 to see why"
             ) from error
-        finally:
+        except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)
+            raise
 
 
 def _failed(policy: str, request: int, error: Exception) -> str:

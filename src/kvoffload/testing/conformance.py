@@ -69,26 +69,26 @@ class ManagerConformance:
         raise NotImplementedError
 
     def admit(self, manager: OffloadingManager, names: str) -> None:
-        """Does what is needed before ``manager`` accepts ``names`` for a store, without moving any block. Only needed
+        """Does what must happen before ``manager`` accepts ``names`` for a store, without moving any block. Only needed
         by managers with an admission rule."""
 
     # How the tests drive it.
 
     def begin(self, manager: OffloadingManager, names: str) -> PrepareStoreOutput | None:
-        """Begins a store."""
+        """Begins a store and leaves it unfinished."""
         self.admit(manager, names)
         output = manager.prepare_store(keys(names))
         manager.check_integrity()
         return output
 
     def begun(self, manager: OffloadingManager, names: str) -> PrepareStoreOutput:
-        """Begins a store for which there must be room."""
+        """Begins a store and leaves it unfinished. There must be room for it."""
         output = self.begin(manager, names)
         assert output is not None, f"no room for {names!r}"
         return output
 
     def store(self, manager: OffloadingManager, names: str) -> str:
-        """Begins and completes a store. Returns what it evicted."""
+        """Runs a whole store. Returns what it evicted."""
         output = self.begun(manager, names)
         self.finish(manager, names)
         return letters(output.evicted_keys)

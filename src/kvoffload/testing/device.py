@@ -72,7 +72,7 @@ class DeviceCache:
         self.hit_tokens = math.lcm(*(group.device_block_size for group in groups))
         """A hit is a multiple of it."""
         self.version_of: dict[int, int] = {}
-        """Of blocks in the cache, the version of the weights with which their KV was computed."""
+        """Version of the weights that computed the KV of each cached block."""
 
     def hit(self, request: EngineRequest) -> int:
         """Leading tokens that the cache holds in all groups: in each, all that the next token attends to."""

@@ -101,7 +101,7 @@ class _Results:
 
 class ModelEngine:
     """Runs a scenario. ``patch`` may change the engine and the connector's halves before the run, for instance to plant
-    a bug. ``lower`` has the tiers below the host. ``clock`` goes on from its present time. ``version`` is the version
+    a bug. ``lower`` has the tiers below the host. ``clock`` continues from its present time. ``version`` is the version
     of the weights at the start, and ``new_versions`` has the later ones, by default the numbers after it.
 
     After ``run``: ``outputs`` has each finished request's tokens, ``hits`` is the number of tokens loaded from the
@@ -340,7 +340,7 @@ class ModelEngine:
     # New weights, resets and sleeps.
 
     def _reset(self, preempt: bool) -> None:
-        """Brings new weights and empties the caches. Running requests start again, or go on with what they have."""
+        """Brings new weights and empties the caches. Running requests start again, or continue with what they have."""
         self._change_weights()
         if preempt:
             self.batcher.preempt_all()
@@ -394,8 +394,8 @@ class ModelEngine:
                 self.batcher.preempt_all()
 
     def _start_with_new_weights(self, requests: list[EngineRequest]) -> None:
-        """Lets requests that compute for the first time go on with weights that came after they were scheduled, on top
-        of the blocks that they have."""
+        """Lets requests that compute for the first time continue with weights that came after they were scheduled, on
+        top of the blocks that they have."""
         for request in requests:
             computed = request.num_computed_tokens
             if request.version == self.version or computed % self.cache.hit_tokens:

@@ -23,7 +23,7 @@ Job: TypeAlias = Callable[[], None]
 
 
 class SteppedExecutor(Executor):
-    """Runs jobs within ``tick`` and ``wait`` only. They begin, pause, go on and end at moments that ``seed`` chooses.
+    """Runs jobs within ``tick`` and ``wait`` only. ``seed`` chooses when they begin, pause, continue and end.
 
     At most ``num_threads`` jobs have begun and not ended at a time. Each runs on a thread of its own, but only while
     the caller waits for it: nothing runs in parallel, and a run can be repeated. A job is interrupted where it calls
@@ -87,7 +87,7 @@ class SteppedExecutor(Executor):
 
     @contextmanager
     def hold(self) -> Iterator[None]:
-        """Returns a context in which no job begins or goes on."""
+        """Returns a context in which no job begins or continues."""
         self._held = True
         try:
             yield
@@ -103,7 +103,7 @@ class SteppedExecutor(Executor):
         self.tick()
 
     def drain(self) -> None:
-        """Takes turns until no job can begin or go on."""
+        """Takes turns until no job can begin or continue."""
         while self.turn():
             pass
 
@@ -178,7 +178,7 @@ class _Fiber:
     def __init__(self) -> None:
         self.job: Job | None = None
         self.until = float("-inf")
-        """The time before which it must not go on."""
+        """The time before which it must not continue."""
         self._error: BaseException | None = None
         self._killed = False
         self._go = threading.Lock()
@@ -189,7 +189,7 @@ class _Fiber:
         self._thread.start()
 
     def resume(self) -> None:
-        """Runs the job until it has ended or parked. Raises what it raises."""
+        """Runs the job until it ends or pauses. Raises what it raises."""
         self._go.release()
         self._back.acquire()
         error, self._error = self._error, None

@@ -1,4 +1,4 @@
-"""CircuitBreaker: when a tier is no longer read, and when it is switched off."""
+"""CircuitBreaker: decides when a tier is not read for a while, and when it is switched off."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ class BreakerState(enum.Enum):
 class CircuitBreaker:
     """Watches the reads and failures of one tier.
 
-    Reads hang if some are under way and none has ended for ``deadline_s``. Then the tier is suspended until a read
-    ends, whichever one. A test read that hangs too counts as another hang; MAX_HANGS bounds them, since the host slot
-    of a hanging read cannot be used.
+    Reads hang if some are under way and none has ended for ``deadline_s``. Then the tier is suspended until any read
+    ends. A test read that hangs too counts as another hang; MAX_HANGS bounds them, since the host slot of a hanging
+    read cannot be used.
     """
 
     def __init__(self, deadline_s: float) -> None:

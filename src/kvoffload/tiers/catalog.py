@@ -23,9 +23,9 @@ class Catalog:
     """The blocks of a tier with ``num_slots`` slots of ``block_bytes``. ``policy``: the name of its cache policy.
 
     Keys are looked up when a transfer begins; from then on it is known by its slots in the tier, which do not change
-    before it has ended. A block that is dropped meanwhile is not found any more, and its slot is free when its transfer
-    has ended. Every new block is accepted: one that was refused would be a hole in its chain. With ``grows``, slots
-    exist when they have been added. Raises ConfigError if there is no such policy.
+    before it has ended. A block that is dropped in the meantime is no longer found, and its slot becomes free when its
+    transfer has ended. Every new block is accepted: one that was refused would be a hole in its chain. With ``grows``
+    there are no slots until they are added. Raises ConfigError if there is no such policy.
     """
 
     def __init__(
@@ -142,7 +142,7 @@ class Catalog:
         self._unpin(slots)
 
     def cancel_writes(self, slots: Slots) -> None:
-        """Undoes ``begin_writes``, but for the evictions."""
+        """Undoes ``begin_writes``, except the evictions."""
         self._manager.complete_store(self._lease(slots), success=False)
 
     def _unpin(self, slots: Slots) -> None:

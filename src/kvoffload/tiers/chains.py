@@ -1,4 +1,4 @@
-"""Backlog: the chains of which something may still have to be written to one tier, and which of them comes next."""
+"""Backlog: the chains with blocks that may still have to be written to one tier, and their order."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ class ChainState(enum.Enum):
     WAITING = enum.auto()
     """Its next block is not in the host yet, or is being written for another chain."""
     POSTPONED = enum.auto()
-    """Its request waits for a promotion: what the host lacks of it comes from the tier."""
+    """Its request waits for a promotion: its blocks that the host lacks come from the tier."""
     GONE = enum.auto()
     """It is not in the backlog."""
 
 
 @dataclass(slots=True, eq=False)
 class Chain:
-    """The blocks of one request: ``keys`` in order, ``by_group[g]`` those of group g. They make ``num_units`` units,
-    see ``kvoffload.tiers.plan``."""
+    """The blocks of one request: ``keys`` in order, ``by_group[g]`` those of group g. The chain has ``num_units``
+    units, see ``kvoffload.tiers.plan``."""
 
     keys: list[OffloadKey]
     by_group: list[list[OffloadKey]]

@@ -18,7 +18,7 @@ from kvoffload.tiers.state import TierState
 MAX_UNANSWERED = 1 << 16
 """Keys remembered because a tier has not answered for them."""
 MISS_TTL_S = 1.0
-"""For this long a key counts as missing once a tier has not answered for it within the deadline."""
+"""How long a key counts as missing after a tier has not answered for it within the deadline."""
 FIRST_CHUNK = 256
 """Keys that are looked up at once at first; doubled while all are found."""
 

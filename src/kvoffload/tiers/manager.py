@@ -86,7 +86,7 @@ class TieredOffloadingManager(OffloadingManager):
         self.tiers = tuple(
             TierState(tier, WriteThrough(host, tier, groups, self._count, clock), deadline_s) for tier in tiers
         )
-        """For reading: what is known of each tier."""
+        """State of each tier; read only."""
         self._counts: defaultdict[str, float] = defaultdict(float)
         self._reasons = MissMemory(clock=clock)
         self._lookup = TierLookup(host, self.tiers, lookup_deadline_ms / 1000, self._reasons, clock)

@@ -1,4 +1,4 @@
-"""Which blocks of a chain are written to a tier next, and which that it holds are of no use: functions over masks.
+"""Which blocks of a chain are written to a tier next, and which blocks of the tier are useless: functions over masks.
 
 A *unit* is the span of tokens between two positions at which the blocks of all KV cache groups end, so that a request
 can resume at the end of any unit, if the blocks that it needs there are present: of a group with full attention all
@@ -95,7 +95,7 @@ class GroupSpan:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What to do with a chain next."""
+    """The next writes of a chain."""
 
     keys: list[OffloadKey]
     """Blocks to be written, in order."""
@@ -115,10 +115,10 @@ def plan_writes(
     is_last: bool,
     room: int,
 ) -> Plan:
-    """Returns what is to be written so that requests can resume at the positions ``ends``, at most ``room`` blocks.
+    """Returns the blocks to write so that requests can resume at the positions ``ends``, at most ``room`` blocks.
 
     ``start`` is the unit that ends at ``ends[0]``; with ``is_last`` the chain ends at ``ends[-1]``. By group and block,
-    ``in_tier`` says what the tier holds or is being given, ``available`` that or what it can be given.
+    ``in_tier``: the tier holds the block or is being given it; ``available``: it is in the tier or can be written.
     """
     if all(mask.all() for mask in in_tier):
         return Plan([], start + len(ends), None)

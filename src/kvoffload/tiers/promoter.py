@@ -32,15 +32,17 @@ PROMOTION_SHARE = 0.5
 MAX_PROMOTIONS = 4096
 """Requests with a promotion. Above this limit, requests use only host memory."""
 MAX_READS = 1024
-"""Blocks of one tier under way at once."""
+"""Maximum number of blocks that are read from one tier at a time."""
 
 
 class Promoter:
-    """Owns all promotions: their order, their room in the host, their deadlines, and the pins of what has arrived.
+    """Owns all promotions: their order, their room in the host, their deadlines, and the pins of the blocks that have
+    arrived.
 
-    Reads start in ``poll``, for the oldest promotion first. If one needs room that others hold, the latest promotion
-    that is younger gives up its pins, else one whose blocks have been pinned for a whole deadline; its request may wait
-    again. ``count`` takes the counters of METRICS, by name; ``reasons`` why blocks were missed.
+    Reads start in ``poll``, for the oldest promotion first. If a promotion needs room that others hold, the latest of
+    the younger promotions gives up its pins; if there is none, one whose blocks have been pinned for a whole deadline
+    does. The request of that promotion may wait again. ``count`` takes the counters of METRICS, by name; ``reasons``
+    remembers why blocks were missed.
     """
 
     def __init__(

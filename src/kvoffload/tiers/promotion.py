@@ -1,4 +1,4 @@
-"""Promotion: what one request waits for from lower tiers, and what is pinned for it."""
+"""Promotion: the blocks that one request waits for from lower tiers, and those that are pinned for it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from kvoffload.abc import OffloadKey, ReqContext, Slots
 
 
 class PromotionState(enum.Enum):
-    """What the request of a promotion waits for."""
+    """State of the request of a promotion."""
 
     WANTED = enum.auto()
     """Some of its blocks are to be read, and were found in a tier since the last step."""

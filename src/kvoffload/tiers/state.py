@@ -1,4 +1,4 @@
-"""TierState: a tier and everything that the manager knows of it."""
+"""TierState: a tier and everything that the manager knows about it."""
 
 from __future__ import annotations
 

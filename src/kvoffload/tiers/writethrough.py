@@ -47,11 +47,12 @@ class WriteBatch:
 
 
 class WriteThrough:
-    """Writes to ``tier`` what it lacks of the chains that requests touch or store, from the slots of ``host``.
+    """Writes to ``tier`` the blocks that it lacks of chains that requests touch or store. Their bytes come from
+    ``host``.
 
-    A block is written only if all that a lookup needs before it in its chain is in the tier or is being written: every
-    block of a group with full attention, and of a group with a window the blocks that a request needs which resumes at
-    some later position. Blocks that cannot be written now stay in the backlog while the host holds them.
+    A block is written only if every earlier block that a lookup needs is in the tier or is being written: in a group
+    with full attention every block, in a group with a window the blocks that a request needs to resume at some later
+    position. Blocks that cannot be written now stay in the backlog while the host holds them.
 
     ``groups``: the KV cache groups that keys name. ``count`` takes the counters of METRICS, by name.
     """
@@ -155,7 +156,7 @@ class WriteThrough:
         self._num_lost += num_blocks
 
     def clear(self) -> None:
-        """Empties the backlog. Writes under way go on, for no chain."""
+        """Empties the backlog. Writes in progress continue, but belong to no chain."""
         self._backlog.clear()
         for batch in self._batches():
             batch.chain = None
@@ -213,7 +214,7 @@ class WriteThrough:
         return next((i for i, key in enumerate(keys) if key not in slots), len(keys))
 
     def _refuse(self, chain: Chain) -> None:
-        """The tier has not taken on all that it was given."""
+        """The tier has refused some blocks."""
         self._refused_at = now = self._clock()
         if self._writing:
             chain.refused_at = None

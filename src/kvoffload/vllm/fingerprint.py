@@ -134,7 +134,8 @@ def model_fingerprint(vllm_config: VllmConfig, layout: EngineLayout, infos: Sequ
 
 
 def _model(model: ModelConfig) -> list[Any]:
-    """What decides, besides weights and tokens, what ``model`` computes: its configuration and code named in it."""
+    """Returns everything besides weights and tokens that determines what ``model`` computes: its configuration, and
+    code named in it."""
     overrides = getattr(model, "model_class_overrides", None) or {}
     config = copy.copy(model)
     for name in SHAPES_NOTHING:
@@ -214,7 +215,7 @@ def _texts(described: Any) -> Iterator[str]:
 
 
 def _multimodal(model: ModelConfig) -> list[Any] | None:
-    """What decides, besides the weights and the hash of the input, what the model sees of images, videos and audio."""
+    """Returns the settings that determine how the model sees images, videos and audio."""
     config = model.multimodal_config
     if config is None:
         return None

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 TESTED = ("0.28", "0.29", "0.30", "0.31", "0.32")
-TRIED = {"0.33": "its Python code was run by hand over the compiled libraries of 0.32, on a CPU"}
+TRIED = {"0.33": "its Python code was run manually over the compiled libraries of 0.32, on a CPU"}
 """Versions that no test runs, and how they were tried instead."""
 NAME = f"vLLM {vllm.__version__}"
 

@@ -89,9 +89,9 @@ def _models_of(worker: Any) -> list[torch.nn.Module]:
 class ModelWeights(WeightWatch):
     """Compares words at random places of all parameters, and the LoRA adapters that the model has registered.
 
-    ``models`` returns the present models. Parameters whose name contains ``skipped`` are left out. Each process draws
-    other places. Parameters that were replaced or moved count as changed. Raises RuntimeError if no parameter can be
-    read.
+    ``models`` returns the present models. Parameters whose name contains ``skipped`` are left out. Each process chooses
+    other places at random. Parameters that were replaced or moved count as changed. Raises RuntimeError if no parameter
+    can be read.
 
     With ``reads_all`` every byte of all parameters, buffers and adapters is read whenever weights are accepted, as
     ``are_same`` needs. With ``skipped`` or without ``reads_all``, ``are_same`` returns False.

@@ -1,8 +1,8 @@
 """Adaptive Replacement Cache: Megiddo and Modha, "ARC: A Self-Tuning, Low Overhead Replacement Cache",
 FAST 2003, adapted to batches and to blocks that cannot be evicted for a while.
 
-``TextbookARCPolicy`` is the algorithm of the paper, and what the name "arc" means. ``ARCPolicy`` is what engines make
-of it, and what ``ARCOffloadingManager`` uses: a block whose key is in a ghost list is a new block all the same.
+``TextbookARCPolicy`` is the algorithm of the paper, and the policy that the name "arc" means. ``ARCPolicy`` is a
+variant found in engines, used by ``ARCOffloadingManager``: a block whose key is in a ghost list still counts as new.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ class TextbookARCPolicy(ARCPolicy):
     def __init__(self, capacity: int) -> None:
         super().__init__(capacity)
         self._ghosts = Ghosts(capacity)
-        """Only the keys asked for. Those that left are in b1 and b2."""
+        """Records only the keys asked for; the others are in b1 and b2."""
         self.last_was_in_b2 = False
 
     def insert(self, slots: Slots, keys: Sequence[OffloadKey]) -> None:

@@ -1,4 +1,4 @@
-"""ListPolicy: what policies share that keep their blocks in recency lists."""
+"""ListPolicy: the common part of policies that keep their blocks in recency lists."""
 
 from __future__ import annotations
 

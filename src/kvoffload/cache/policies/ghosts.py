@@ -1,4 +1,4 @@
-"""GhostTable: what a policy remembers of blocks that are gone, a hash and a stamp each, in arrays of fixed size."""
+"""GhostTable: a hash and a stamp per evicted or refused block, in arrays of fixed size."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ def key_hashes(keys: Sequence[OffloadKey]) -> Hashes:
 class GhostTable:
     """The ``capacity`` hashes that were added last, each with a stamp and a mark.
 
-    A hash that was added before those is not found, exactly: so a chain that is half forgotten has lost one end, and
-    has no holes. There are twice as many entries as remembered hashes, in buckets. A new entry overwrites a free or the
+    A hash that was added before those is never found: so a chain that is half forgotten has lost one end, and has no
+    holes. There are twice as many entries as remembered hashes, in buckets. A new entry overwrites a free or the
     earliest one of its bucket, so that a bucket to which too many hashes belong forgets some too soon. Two keys are
     confused if their buckets and 32 bits of their hashes agree.
     """

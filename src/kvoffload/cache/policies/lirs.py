@@ -22,9 +22,9 @@ class LIRSPolicy(ListPolicy):
     """LIR blocks, whose last two uses are close together, keep 99% of the cache. HIR blocks have the rest, a queue Q.
 
     The stack S of the paper is not kept as a list. S ends at the oldest LIR block. So S contains those LIR blocks, HIR
-    blocks and keys of evicted HIR blocks whose last use is later than that of this block: a clock, the last use of
-    each block and the ``floor`` say as much. A HIR block that is used while it is in S becomes LIR, and the oldest LIR
-    block moves to the end of Q.
+    blocks and keys of evicted HIR blocks whose last use is later than that of this block: a clock, the last use of each
+    block and the ``floor`` are enough to know them. A HIR block that is used while it is in S becomes LIR, and the
+    oldest LIR block moves to the end of Q.
     """
 
     keys_per_block: ClassVar[int] = 2
@@ -76,7 +76,7 @@ class LIRSPolicy(ListPolicy):
         n, busy = eviction.n, eviction.busy
         parts = [self.queue.pop_oldest(n, busy)]
         if (missing := n - len(parts[0])) > 0:
-            # The oldest LIR blocks become HIR, until so many of them are not busy.
+            # The oldest LIR blocks become HIR, until ``missing`` of them are not busy.
             self._demote(np.concatenate(sweep(self.lir, missing, self._none_busy, busy)))
             parts.append(self.queue.pop_oldest(missing, busy))
         victims = np.concatenate(parts)

@@ -93,7 +93,7 @@ class RecencyList:
             self._compact(COMPACTION_WORK * n)
 
     def move_to_end(self, slots: Slots, positions: Positions | None = None) -> None:
-        """As ``append``, of those of ``slots`` that are members."""
+        """Same as ``append`` for those of ``slots`` that are members."""
         held = self.holds(slots)
         self.append(slots[held], None if positions is None else positions[held])
 
@@ -121,7 +121,7 @@ class RecencyList:
         return self.pop_with_positions(n, busy)[0]
 
     def pop_with_positions(self, n: int, busy: npt.NDArray[np.bool_], before: int = NO_END) -> tuple[Slots, Positions]:
-        """As ``pop_oldest``, of the members at positions below ``before``. Returns their positions too."""
+        """Same as ``pop_oldest`` for the members at positions below ``before``. Returns their positions too."""
         parts: list[tuple[Slots, Positions]] = []
         while n > 0 and self._heap and self._heap[0] < before:
             position = heapq.heappop(self._heap)

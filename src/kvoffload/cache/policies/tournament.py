@@ -1,4 +1,4 @@
-"""Which of several rules would have found most. Small shadow caches, which see a sample of the blocks, keep score."""
+"""Chooses the rule that would have found most. Small shadow caches, which see a sample of the blocks, keep score."""
 
 from __future__ import annotations
 

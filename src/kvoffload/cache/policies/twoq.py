@@ -17,7 +17,7 @@ class TwoQPolicy(ListPolicy):
     """A1in: a queue of recently stored blocks, a quarter of the cache. A1out: the keys of blocks that recently left
     A1in, half as many as the cache has blocks. Am: blocks that returned from A1out, least recently used first.
 
-    Uses of a block in A1in count for nothing: they are taken for one.
+    Uses of a block in A1in are not counted: all of them are taken for one use.
     """
 
     def __init__(self, capacity: int) -> None:

@@ -82,7 +82,7 @@ def _in_time(kind: str, requests: int, seed: int) -> Iterator[tuple[float, int, 
 
 
 def _chain(session: int, shared: int, shared_blocks: int, blocks: int) -> list[int]:
-    """Returns the ids of a chain that begins with the blocks of a shared text and goes on with the session's own."""
+    """Returns the ids of a chain that begins with the blocks of a shared text and continues with the session's own."""
     common = min(shared_blocks, blocks)
     first_shared, first_own = (1 << 62) + (shared << 32), session << 32
     return [*range(first_shared, first_shared + common), *range(first_own + common, first_own + blocks)]

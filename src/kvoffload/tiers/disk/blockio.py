@@ -47,7 +47,7 @@ MAX_BUFFERS = 1024
 """IOV_MAX: buffers per system call."""
 
 FACTS = np.dtype([("sequence", "<i8"), ("stored_at", "<u4"), ("hits", "<u4"), ("payload_checksum", "<u8")])
-"""What a block's record says besides its key and its layout."""
+"""Fields of a block's record other than key and layout."""
 Facts = npt.NDArray[np.void]
 """Array of FACTS."""
 
@@ -85,8 +85,8 @@ class Batch:
 
 @dataclass(frozen=True, slots=True)
 class Done:
-    """A run of blocks whose transfer has ended. ``facts`` holds for the blocks whose result is good. ``problem`` says
-    why none of them is."""
+    """A run of blocks whose transfer has ended. ``facts`` is valid for the blocks whose result is good. ``problem``
+    says why no block is good."""
 
     is_read: bool
     slots: Slots
@@ -157,7 +157,7 @@ class BlockIO:
         return done
 
     def abandon(self) -> None:
-        """Stops jobs that hang from writing records when they go on: the host slots may have other contents then."""
+        """Stops jobs that hang from writing records when they continue: the host slots may have other contents then."""
         self._abandoned = True
 
     def _submit(
@@ -194,7 +194,7 @@ class BlockIO:
         self._end(run, True, begun, corrupt=corrupt)
 
     def _verify(self, run: Batch, header: Header, blocks: list[list[ByteArray]]) -> list[bool]:
-        """Returns which blocks are not what was stored. Counts a hit for the others."""
+        """Returns which blocks differ from what was stored. Counts a hit for the others."""
         checksums = run.facts["payload_checksum"].tolist()
         corrupt = [
             payload_checksum(header, key, block) != checksum

@@ -24,7 +24,7 @@ class _Folder:
 
 
 class ForeignFolders:
-    """What other models have left in ``storage``. ``nbytes``: bytes of the medium that it takes.
+    """The files that other models have left in ``storage``. ``nbytes``: bytes of the medium that they take.
 
     The last slab of the model that has not been used for the longest time is removed first, an index last. Raises
     OSError.

@@ -17,9 +17,9 @@ generation and the key, so a payload in a wrong slot, file or folder fails it. T
 records, a random number: a new generation invalidates all earlier records at once. XXH3 finds accidents. It does not
 authenticate: a user who can write to these files can forge a block that passes every check.
 
-The recency file has one 64-bit number per slot, the sequence number of the last use that was written down. Only the
-order of eviction after a restart depends on it, so it has neither header nor checksum. If a record's own sequence
-number is higher, that one counts.
+The recency file has one 64-bit number per slot, the sequence number of the last use that was recorded. Only the order
+of eviction after a restart depends on it, so it has neither header nor checksum. If a record's own sequence number is
+higher, that one counts.
 """
 
 from __future__ import annotations

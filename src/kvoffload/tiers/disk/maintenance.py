@@ -69,7 +69,8 @@ class _State(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class _Outcome:
-    """How a task has ended. ``task`` None: the job has ended. ``num_slots``: those that exist after growth."""
+    """The result of a task. With ``task`` None the whole job has ended. ``num_slots``: slots that exist after
+    growth."""
 
     task: Task | None
     error: Exception | None = None

@@ -47,7 +47,8 @@ EXTENT_BYTES = 24
 """Set aside per slot: if slots are written one at a time, each can become an extent of its own, which takes 12 bytes in
 file system blocks that are half full."""
 MAPPED_BYTES = 1020
-"""A file system without extents needs one byte per so many: 4 bytes per block of 4 KiB, and the same for those."""
+"""A file system without extents needs one byte of map per this many bytes: 4 bytes per block of 4 KiB, and the same
+again for the map's own blocks."""
 WRITE_TRIES = 2
 _RECORDS_AT_ONCE = 1 << 19
 
@@ -77,9 +78,9 @@ class SlabFiles:
 
     The constructor takes the directory's lock, and removes files of another layout or beyond the budget. It raises
     ConfigError if the directory cannot be used or the budget is wrong, and OSError if the medium fails; ``storage`` is
-    closed then. ``read_only``: the medium is, and the blocks on it can be read. ``is_short``: at the start the medium
-    could not give ``capacity_bytes``. Either is logged once. A ``header`` that is assigned holds at once, and is on
-    disk after ``write_header``.
+    closed then. ``read_only``: the medium cannot be written, but its blocks can be read. ``is_short``: at the start the
+    medium could not give ``capacity_bytes``. Either is logged once. A ``header`` that is assigned takes effect at once,
+    and is on disk after ``write_header``.
     """
 
     def __init__(
@@ -137,7 +138,7 @@ class SlabFiles:
         return max(0, whole * self.header.slots_per_slab + rest_slots)
 
     def bytes_of(self, num_slots: int) -> int:
-        """Returns an upper bound of the bytes that so many slots take of the medium."""
+        """Returns an upper bound of the bytes that ``num_slots`` slots take of the medium."""
         slabs = -(-num_slots // self.header.slots_per_slab)
         return FIXED_BYTES + slabs * SLAB_OVERHEAD_BYTES + num_slots * slot_cost(self.header.block_bytes)
 
@@ -217,7 +218,7 @@ class SlabFiles:
         return True
 
     def _open_slabs(self, names: Sequence[str]) -> None:
-        """Opens the slabs that can go on to be used: those up to the first that is missing or not whole."""
+        """Opens the slabs that can still be used: those up to the first that is missing or not whole."""
         for number in range(-(-self.num_slots // self.header.slots_per_slab)):
             if slab_name(number) not in names or not self._open_slab(number):
                 break
@@ -300,7 +301,7 @@ class SlabFiles:
             yield parse_records(self.header, data[:done], first)
 
     def load_recency(self) -> npt.NDArray[np.int64]:
-        """Returns the sequence number of each slot's last use that was written down, 0 where none was."""
+        """Returns the sequence number of each slot's last use that was recorded, 0 where none was."""
         data = np.zeros(self.num_allocated * RECENCY_BYTES, dtype=np.uint8)
         try:
             if self._recency is not None:

@@ -31,7 +31,7 @@ def open_disk_tier(
     """Opens ``directory`` as a disk tier. Only the other ones of ``engines`` engines may be using it too.
 
     If there are several engines, each has a folder ``engine-<number>`` and an equal share of ``capacity_bytes``. Raises
-    ConfigError if a setting is wrong or the directory is in use, and OSError if the medium fails: a server can go on
+    ConfigError if a setting is wrong or the directory is in use, and OSError if the medium fails: a server can continue
     without the tier then.
     """
     storage = root = DirectoryStorage(directory)

@@ -39,10 +39,10 @@ WARNING_INTERVAL_S = 10.0
 class DiskTier(Tier):
     """Blocks of ``pools`` (one per rank, shape (num_slots, slot_bytes)) on ``storage``, at most ``capacity_bytes``.
 
-    ``files`` and ``catalog``, its two public parts, are for tests and benchmarks.
-    The catalog is kept on the scheduler's thread; jobs on ``executor`` move bytes and verify them, see ``blockio``.
-    Nothing is synced: what a power loss takes fails its checksum. ``random(n)`` returns n random bytes. ``job_bytes``:
-    blocks that are smaller share a job of this size.
+    ``files`` and ``catalog``, its two public parts, are for tests and benchmarks. The catalog is kept on the
+    scheduler's thread; jobs on ``executor`` move bytes and verify them, see ``blockio``. Nothing is synced: a block
+    that a power loss has damaged fails its checksum. ``random(n)`` returns n random bytes. ``job_bytes``: blocks that
+    are smaller share a job of this size.
 
     If ``storage`` is full or read-only, the blocks that it holds are served. Raises ConfigError if a setting is wrong
     or ``storage`` cannot be used, and OSError if its medium fails; later, no method raises because of the medium.
@@ -279,7 +279,7 @@ class DiskTier(Tier):
             self.files.close()
         else:
             # A thread hangs in a call. Its descriptors stay open, lest they come to name other files, and so does the
-            # lock: the thread may still write when it goes on.
+            # lock: the thread may still write when it continues.
             self._io.abandon()
 
     def check_integrity(self) -> None:
