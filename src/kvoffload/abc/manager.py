@@ -194,7 +194,7 @@ class OffloadingManager(ABC):
         return 0
 
     def wait(self, timeout_s: float) -> None:
-        """Sleeps for at most ``timeout_s`` while lower tiers are reading blocks for requests."""
+        """Waits for lower tiers, for at most ``timeout_s``, while they read blocks for requests or write."""
 
     def observe_prefill(self, num_tokens: int, seconds: float) -> None:
         """Records that the engine took ``seconds`` to compute ``num_tokens`` of a prompt."""

@@ -99,7 +99,7 @@ class LookupState(enum.IntEnum):
     PENDING = 2
     """Being written: known, but not readable yet."""
     RETRY = 3
-    """Not known yet: a lower tier is being asked."""
+    """Not known yet, or held by a lower tier only: ask again."""
 
 
 class MissReason(enum.StrEnum):

@@ -119,7 +119,7 @@ class BlockTable:
         return idle
 
     def drop_all(self) -> Slots:
-        """Drops every block. Takes time only for those in transfer."""
+        """Drops every block. Only blocks in transfer cost time per block."""
         held = self._index.slots()
         in_transfer = held[self.busy[held]]
         keys = self.key_of[in_transfer].tolist()

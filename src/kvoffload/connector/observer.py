@@ -50,7 +50,8 @@ class _Observed:
 
 
 class RequestObserver:
-    """Observes requests and jobs; no decision depends on it.
+    """Observes requests and jobs, for records, metrics and events. Only the speed of computing, which it reports to the
+    manager, takes part in a decision: whether to load or to compute.
 
     ``records`` has the latest requests. ``recorder`` gets every request that was given device blocks, when it ends.
     ``describes_blocks``: events of stored blocks carry a BlockDescription.

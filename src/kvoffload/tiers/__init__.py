@@ -1,1 +1,1 @@
-"""Media below host memory. ``kvoffload.abc.tier`` has their contract."""
+"""Host memory in front of lower tiers. ``kvoffload.abc.tier`` has the contract of a tier."""
