@@ -16,21 +16,21 @@ def serve(config: kv.OffloadConfig, ids: list[int]) -> int:
     pool = kv.HostPool(config.num_blocks(LAYERS * PAGE_BYTES), LAYERS * PAGE_BYTES)
     worker = kv.OffloadingConnectorWorker(kv.InlineTransfer([kv.PageGroup(list(device))], pool.data))
     fingerprint = kv.fingerprint({"weights": "version 1"})  # in earnest: everything that shapes the bytes
-    scheduler = kv.build_scheduler(config, [kv.KVGroup(TOKENS)], [pool.data], fingerprint)
+    scheduler = kv.build_scheduler(config, [kv.KVGroup(TOKENS)], [pool.data], fingerprint, share_loads=False)
     request = SimpleNamespace(request_id="r", num_tokens=65, num_computed_tokens=0, kv_transfer_params=None)
     request.block_hashes = kv.hash_blocks(range(65), TOKENS)
 
-    def step(scheduled: kv.ScheduledStep, computed: list[int]) -> set[str]:
+    def step(scheduled: kv.ScheduledStep, computed: list[int]):
         with worker.step(scheduler.build_connector_meta(scheduled), scheduler.update_connector_output) as finished:
             device[:, computed] = 1 + np.arange(len(computed))[:, None]  # the forward pass
-        return finished.loaded
+        return finished
 
     while (offer := scheduler.get_num_new_matched_tokens(request, 0)[0]) is None:
         step(kv.ScheduledStep({}), [])  # the disk is read meanwhile
     scheduler.update_state_after_alloc(request, SimpleNamespace(get_block_ids=lambda: (ids,)), offer)
-    while offer and "r" not in step(kv.ScheduledStep({}), []):
+    while offer and "r" not in (finished := step(kv.ScheduledStep({}), [])).loaded:
         pass
-    request.num_computed_tokens = offer
+    request.num_computed_tokens = offer = 0 if offer and "r" in finished.failed else offer
     step(kv.ScheduledStep({"r": 65 - offer}, {"r": (ids,)}, frozenset({"r"})), ids[offer // TOKENS : 4])
     while scheduler.has_pending_work():
         step(kv.ScheduledStep({}), [])  # blocks are stored and written to disk meanwhile

@@ -69,3 +69,33 @@ def test_the_example_notices_what_is_not_loaded(tmp_path: Path) -> None:
     done = subprocess.run([sys.executable, tmp_path / "embed.py"], capture_output=True, text=True, timeout=300)
     assert done.returncode != 0
     assert "AssertionError" in done.stderr
+
+
+def test_the_example_computes_what_could_not_be_loaded(tmp_path: Path) -> None:
+    text = EXAMPLE.read_text()
+    failing = text.replace("kv.InlineTransfer(", "FailingLoads(").replace("== [0, 64]", "== [0, 0]")
+    head, sep, tail = failing.partition("\n\n\ndef serve")
+    assert sep
+    (tmp_path / "embed.py").write_text(head + FAILING_LOADS + sep + tail)
+    done = subprocess.run([sys.executable, tmp_path / "embed.py"], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+
+
+FAILING_LOADS = """
+
+
+class FailingLoads(kv.InlineTransfer):
+    failed = ()
+
+    def submit(self, job_id, spec, is_store):
+        if is_store:
+            return super().submit(job_id, spec, is_store)
+        self.failed = (*self.failed, TransferResult(job_id, ok=False))
+
+    def poll(self, busy):
+        failed, self.failed = self.failed, ()
+        return [*failed, *super().poll(busy)]
+
+
+from kvoffload.abc import TransferResult
+"""

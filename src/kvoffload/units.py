@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 
 from kvoffload.abc import ConfigError
@@ -86,6 +87,8 @@ def parse_bytes(setting: str, value: object) -> int:
         number, prefix, binary, suffix = match.groups()
         base = 1000 if suffix and not binary else 1024
         amount = float(number) * (base ** _POWERS[prefix.lower()] if prefix else 1)
+    elif isinstance(amount, float) and math.isfinite(amount) and not amount.is_integer():
+        raise ConfigError(f"{setting}={value!r}: not a whole number of bytes; {fix}")
     if not 1 <= amount <= _MAX_BYTES:
         raise ConfigError(f"{setting}={value!r}: must be 1 byte or more, and less than {_MAX_BYTES}; {fix}")
     return int(amount)

@@ -147,8 +147,8 @@ class Tier(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Ends all transfers within a deadline and releases everything; afterwards nothing is held. May be called
-        twice."""
+        """Ends all transfers within a deadline and releases everything. Afterwards nothing is held, no method raises,
+        and ``poll`` still reports the transfers that were in progress. May be called twice."""
 
     def check_integrity(self) -> None:
         """Raises IntegrityError if the tier's own accounts do not balance. O(blocks)."""

@@ -163,6 +163,8 @@ class PolicyOffloadingManager(OffloadingManager):
         shortage = len(new_keys) - self.backend.get_num_free_blocks()
         if shortage > 0 and not self._must_store:
             admitted = self.policy.admit(tail_first, shortage)
+            if admitted is not None and len(admitted) != len(tail_first):
+                raise IntegrityError(f"policy {type(self.policy).__name__} gave no answer for some blocks")
             if admitted is not None and not admitted.all():
                 worthless = list(compress(tail_first, ~admitted))
                 new_keys, homes = list(compress(tail_first, admitted))[::-1], None
@@ -220,8 +222,8 @@ class PolicyOffloadingManager(OffloadingManager):
             return []
         busy = self._table.busy
         busy[protected] = True
-        victims = self.policy.evict(Eviction(n, busy, self._table.key_of, entering))
-        if len(victims) != n or busy[victims].any() or len(self._table.distinct(victims)) != n:
+        victims = np.asarray(self.policy.evict(Eviction(n, _read_only(busy), _read_only(self._table.key_of), entering)))
+        if not self._may_leave(victims, n):
             raise IntegrityError(f"policy {type(self.policy).__name__} chose blocks that it may not evict")
         busy[protected] = False
         self.policy.mark_evictable(protected)
@@ -231,17 +233,20 @@ class PolicyOffloadingManager(OffloadingManager):
         self._emit(keys, removed=True)
         return keys
 
+    def _may_leave(self, victims: Slots, n: int) -> bool:
+        """Returns whether ``victims`` are n distinct slots that are not busy."""
+        if victims.shape != (n,) or victims.dtype.kind != "i" or victims.min() < 0 or victims.max() >= self.num_blocks:
+            return False
+        return not self._table.busy[victims].any() and len(self._table.distinct(victims)) == n
+
     def complete_store(
         self,
         blocks: LoadStoreSpec | Sequence[OffloadKey],
         req_context: ReqContext | None = None,
         success: bool = True,
     ) -> None:
-        if isinstance(blocks, LoadStoreSpec):
-            slots = blocks.slots
-        else:
-            slots = self._table.find_in_transfer(blocks)
-            slots = slots[slots >= 0]
+        slots = blocks.slots if isinstance(blocks, LoadStoreSpec) else self._table.find_in_transfer(blocks)
+        slots = slots[slots >= 0]
         written = self._table.distinct(slots[self._table.is_writing(slots)][::-1])[::-1]
         if success:
             ready, freed = self._table.set_ready(written)
@@ -362,6 +367,12 @@ class PolicyOffloadingManager(OffloadingManager):
             self._admission.check_integrity()
         if self._table.num_held != self.num_used_blocks:
             raise IntegrityError("slots handed out and blocks held do not match")
+
+
+def _read_only(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    view = array.view()
+    view.flags.writeable = False
+    return view
 
 
 class LRUOffloadingManager(PolicyOffloadingManager):

@@ -45,6 +45,7 @@ def build_scheduler(
     enable_events: bool = False,
     may_sleep: bool = False,
     parent_request: Callable[[str], str] = str,
+    tiers: Sequence[Tier] = (),
 ) -> OffloadingConnectorScheduler:
     """Returns the scheduler half for an engine with these KV cache ``groups``, ready to serve.
 
@@ -57,7 +58,7 @@ def build_scheduler(
     this engine among the ``engines`` that share the budgets of this node. ``parent_request``: maps the id of a request
     to the id under which the reuse filter counts it. ``share_loads`` and ``may_sleep``: see
     OffloadingConnectorScheduler. ``enable_events``: ``take_events`` returns events, and stored events describe their
-    blocks.
+    blocks. ``tiers``: further tiers below the disk, the fastest first; they are closed with the scheduler half.
 
     Raises ConfigError if a setting is wrong, a pool cannot be reached or the disk's directory cannot be used. If the
     disk itself fails, a warning says so and requests are served from host memory alone.
@@ -74,7 +75,9 @@ def build_scheduler(
         if tier is not None:
             opened.callback(tier.close)
         scheduler = OffloadingConnectorScheduler(
-            _make_manager(config, host_pools, tier, enable_events, parent_request),
+            _make_manager(
+                config, host_pools, [*([] if tier is None else [tier]), *tiers], enable_events, parent_request
+            ),
             groups=groups,
             hash_block_size=hash_block_size,
             namespace=namespace(fingerprint),
@@ -115,11 +118,11 @@ def _check_arguments(
 def _make_manager(
     config: OffloadConfig,
     pools: _HostPools,
-    tier: Tier | None,
+    tiers: Sequence[Tier],
     enable_events: bool,
     parent_request: Callable[[str], str],
 ) -> OffloadingManager:
-    """Returns the manager of the host pools, in front of ``tier`` if there is one."""
+    """Returns the manager of the host pools, in front of ``tiers`` if there are any."""
     groups, admission = pools.layout.groups, None
     if config.store_threshold is not None:
         disk_blocks = (config.disk_bytes or 0) // (pools.block_bytes * pools.engines)
@@ -129,14 +132,14 @@ def _make_manager(
         HostBackend(groups[0].block_tokens, pools.num_blocks),
         make_policy(config.policy, pools.num_blocks),
         enable_events,
-        must_store=tier is not None,
+        must_store=bool(tiers),
         admission=admission,
     )
-    if tier is None:
+    if not tiers:
         return host
     return TieredOffloadingManager(
         host,
-        [tier],
+        tiers,
         tokens_per_block=tokens_per_block(groups),
         groups=groups,
         lookup_deadline_ms=config.lookup_deadline_ms,

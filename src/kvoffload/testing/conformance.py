@@ -818,6 +818,8 @@ class PolicyConformance:
 
     def test_integrity_check_distinguishes_known_slots_from_others(self) -> None:
         policy = self.full(3)
+        if type(policy).check_integrity is CachePolicy.check_integrity:
+            pytest.skip("the policy checks nothing")
         policy.check_integrity(_array([2, 0, 1]))
         [first] = self.evict(policy, 1)
         for wrong in ([0, 1, 2], [(first + 1) % 3], []):

@@ -55,8 +55,11 @@ def policy_class(name: str) -> type[CachePolicy]:
         found = getattr(importlib.import_module(module_name), class_name)
     except Exception as error:
         raise ConfigError(f"policy={name!r}: cannot be imported ({error}); {choice}") from error
-    if not (isinstance(found, type) and issubclass(found, CachePolicy)) or inspect.isabstract(found):
-        raise ConfigError(f"policy={name!r}: is not a complete subclass of kvoffload.CachePolicy; {choice}")
+    if not (isinstance(found, type) and issubclass(found, CachePolicy)):
+        raise ConfigError(f"policy={name!r}: is not a subclass of kvoffload.CachePolicy; {choice}")
+    if inspect.isabstract(found):
+        missing = ", ".join(sorted(found.__abstractmethods__))
+        raise ConfigError(f"policy={name!r}: does not define {missing} of kvoffload.CachePolicy; add what is missing")
     return found
 
 

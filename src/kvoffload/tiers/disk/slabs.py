@@ -408,7 +408,10 @@ def _check_slots(slot_bytes: Sequence[int]) -> None:
     if not 1 <= len(slot_bytes) <= MAX_RANKS:
         raise ConfigError(f"{len(slot_bytes)} pools: the disk tier serves 1 to {MAX_RANKS} ranks")
     if any(size < 1 or size % SLOT_ALIGNMENT for size in slot_bytes):
-        raise ConfigError(f"slot bytes {tuple(slot_bytes)}: must be multiples of {SLOT_ALIGNMENT}")
+        raise ConfigError(
+            f"slot_bytes={', '.join(map(str, slot_bytes))}: with a disk tier, slots of host pools must be multiples of "
+            f"{SLOT_ALIGNMENT} bytes; make each with padded_slot_bytes(block_bytes) of kvoffload.host.pool"
+        )
     if sum(slot_bytes) > MAX_BLOCK_BYTES:
         raise ConfigError(
             f"blocks of {format_bytes(sum(slot_bytes))}: the disk tier takes at most {format_bytes(MAX_BLOCK_BYTES)}; "
