@@ -39,6 +39,7 @@ help:
 	@echo "make install    install what make test needs, without running a test"
 	@echo "make overlays   install older versions of vLLM, which make test then tests too: OVERLAYS=\"0.30.0 0.31.0\""
 	@echo "make clean      remove the virtual environments"
+	@echo "KVOFFLOAD_TRACES=FOLDER runs the tests and benchmarks that need public traces, see docs/benchmarks.md"
 	@echo "Variables: PYTHON=$(PYTHON) VLLM=$(VLLM) VENV=$(VENV) VENV_VLLM=$(VENV_VLLM) JOBS=$(JOBS) OVERLAYS=\"$(OVERLAYS)\" ARGS=..."
 
 lint: $(VENV)/.stamp

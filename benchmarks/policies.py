@@ -1,4 +1,4 @@
-"""Prefix-hit tokens of each policy on real traces, at each capacity, beside vLLM's policies and the bound.
+"""Prefix-hit tokens of each policy on real traces, at each capacity, compared with vLLM's policies and the bound.
 
 The traces are the ``*.jsonl.gz`` in the folder that KVOFFLOAD_TRACES names; without one, synthetic workloads. The
 requests of the first half of a trace's time were used to tune the constants of ``auto``. The figures are those of the

@@ -331,7 +331,7 @@ def test_a_request_whose_first_blocks_come_as_additions_is_stored_too() -> None:
     assert device_ids(only(rig.step({request: 8}, more={"r": [1, 2]}).stores)[1]) == [1, 2]
 
 
-@pytest.mark.parametrize("change", ["reversed", "rotated", "a stranger"])
+@pytest.mark.parametrize("change", ["reversed", "rotated", "a key that was not offered"])
 def test_a_manager_that_answers_with_other_blocks_switches_offloading_off(
     change: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -343,7 +343,7 @@ def test_a_manager_that_answers_with_other_blocks_switches_offloading_off(
         answers = {
             "reversed": output.keys_to_store[::-1],
             "rotated": output.keys_to_store[1:] + output.keys_to_store[:1],
-            "a stranger": [*output.keys_to_store[1:], b"another"],
+            "a key that was not offered": [*output.keys_to_store[1:], b"another"],
         }
         return replace(output, keys_to_store=answers[change])
 

@@ -647,7 +647,7 @@ FILTER_BUGS = [bug for bug in ReferenceFilter.__subclasses__() if bug.__module__
 
 
 class PlainPolicy(CachePolicy):
-    """The least that a policy can be: one list, oldest first. A stranger's policy in a few lines."""
+    """The least that a policy can be: one list, oldest first. A third-party policy in a few lines."""
 
     def __init__(self, capacity: int) -> None:
         super().__init__(capacity)

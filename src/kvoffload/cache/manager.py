@@ -208,8 +208,8 @@ class PolicyOffloadingManager(OffloadingManager):
         self.policy.refuse(absent[::-1])
 
     def _protect(self, n: int, present: Slots) -> Slots | None:
-        """Returns those of ``present`` that must be kept from eviction while ``n`` slots are made free; None if so many
-        cannot be made free."""
+        """Returns those of ``present`` that must be kept from eviction while ``n`` slots are made free; None if that
+        many cannot be made free."""
         shortage = n - self.backend.get_num_free_blocks()
         if shortage <= 0:
             return present[:0]

@@ -52,7 +52,7 @@ class BlockTable:
         return slots
 
     def find_in_transfer(self, keys: Sequence[OffloadKey]) -> Slots:
-        """Returns one slot per key as ``find``, but finds dropped blocks too."""
+        """Does the same as ``find``, but finds dropped blocks too."""
         return self._index.find(keys)
 
     def distinct(self, slots: Slots) -> Slots:
@@ -100,7 +100,7 @@ class BlockTable:
         self.busy[slots] = True
 
     def remove(self, slots: Slots) -> list[OffloadKey]:
-        """Slots lose their keys, which are returned in order, whatever their state."""
+        """Removes the keys of ``slots``, whatever their state, and returns them in order."""
         self.num_evictable -= len(slots) - int(np.count_nonzero(self.busy[slots]))
         if self._num_dropped:
             self._num_dropped -= int(np.count_nonzero(self._dropped[slots]))
@@ -110,7 +110,7 @@ class BlockTable:
         return self._index.remove(slots)
 
     def drop(self, slots: Slots) -> Slots:
-        """Blocks vanish. Returns the slots that are free now; those in transfer keep their slots for the time being."""
+        """Drops blocks. Returns the slots that are free now; blocks in transfer keep theirs for the time being."""
         in_transfer = self.busy[slots]
         self._dropped[slots[in_transfer]] = True
         self._num_dropped += int(np.count_nonzero(in_transfer))
@@ -119,7 +119,7 @@ class BlockTable:
         return idle
 
     def drop_all(self) -> Slots:
-        """``drop`` for every slot that has a key, at the cost of those in transfer."""
+        """Drops every block. Only blocks in transfer cost time per block."""
         held = self._index.slots()
         in_transfer = held[self.busy[held]]
         keys = self.key_of[in_transfer].tolist()
@@ -141,7 +141,8 @@ class BlockTable:
         return loadable
 
     def set_ready(self, slots: Slots) -> tuple[Slots, Slots]:
-        """Blocks that were being written become ready. Returns those, and the slots of dropped ones, which are free."""
+        """Makes blocks that were being written ready. Returns these, and the slots of dropped ones, which are free
+        now."""
         return self._end_transfer(slots, 0)
 
     def pin(self, slots: Slots) -> None:
@@ -183,7 +184,7 @@ class BlockTable:
 
     @property
     def num_held(self) -> int:
-        """Slots that are taken, those of dropped blocks included."""
+        """Slots that are taken, including those of dropped blocks."""
         return len(self._index)
 
     def check_integrity(self) -> None:

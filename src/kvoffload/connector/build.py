@@ -102,7 +102,7 @@ def _check_arguments(
     engine: int,
     engines: int,
 ) -> None:
-    """Raises ConfigError for arguments that are no configuration of the user's, before anything is opened."""
+    """Raises ConfigError for wrong arguments of the engine, before anything is opened."""
     if not all(isinstance(group, KVGroup) for group in groups):
         raise ConfigError(f"groups={groups!r}: pass one KVGroup per KV cache group of the engine")
     if not isinstance(fingerprint, str) or not is_fingerprint(fingerprint):
@@ -149,7 +149,7 @@ def _make_manager(
 
 
 def namespace(fingerprint: str) -> bytes:
-    """Returns the bytes of ``fingerprint`` that are put in front of every block hash."""
+    """Returns the bytes of ``fingerprint`` that precede every block hash."""
     return root_hash(fingerprint)[:NAMESPACE_BYTES]
 
 

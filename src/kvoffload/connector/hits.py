@@ -93,8 +93,8 @@ class HitSearch:
         return min(gaps) if gaps else unknown
 
     def is_next_loading(self, state: RequestState, computed: int) -> bool:
-        """Whether the first block that the request lacks is being loaded for another. Where many requests wait for the
-        same load, this spares the search for more."""
+        """Whether the first block that the request lacks is being loaded for another. If many requests wait for the
+        same load, this avoids searching further."""
         if not self._keys_loading or not self._layout.full:
             return False
         g = self._layout.full[0]

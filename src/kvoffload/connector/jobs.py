@@ -61,7 +61,7 @@ class JobTable:
 
     def take_reports(self, report: WorkerReport, epoch: int) -> list[Job]:
         """Returns the jobs that every worker has reported now. Unknown jobs are ignored. A store of another epoch
-        counts as failed: a manager that keeps its contents over a reset would take it for a good one.
+        counts as failed: a manager that keeps its contents after a reset would otherwise accept it.
 
         Raises IntegrityError if a job was reported more often than there are workers.
         """

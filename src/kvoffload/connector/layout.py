@@ -45,15 +45,15 @@ class Layout:
         """The group whose blocks are recorded in a trace."""
 
     def known_tokens(self, g: int, index: int) -> int:
-        """The number of tokens that must be known before block ``index`` of group ``g`` has a key."""
+        """Returns the number of tokens that must be known before block ``index`` of group ``g`` has a key."""
         return (index + 1 + self.groups[g].draft) * self.block_tokens[g]
 
     def num_named(self, g: int, known: int) -> int:
-        """The number of blocks of group ``g`` that have a key when ``known`` tokens are known."""
+        """Returns the number of blocks of group ``g`` that have a key when ``known`` tokens are known."""
         return max(0, known // self.block_tokens[g] - self.groups[g].draft)
 
     def key(self, g: int, index: int, hashes: Sequence[BlockHash]) -> OffloadKey:
-        """The key of block ``index`` of group ``g`` in a request with these block hashes."""
+        """Returns the key of block ``index`` of group ``g`` in a request with these block hashes."""
         return self.namespace + hashes[self.known_tokens(g, index) // self.hash_block_size - 1] + self._suffixes[g]
 
     def describe(self, request: Request, block: Block) -> BlockDescription:
@@ -65,8 +65,8 @@ class Layout:
         return BlockDescription(request, start, end, hashes[end // self.hash_block_size - 1], parent)
 
     def needed_blocks(self, g: int, computed: int, end: int) -> range:
-        """Blocks of group ``g`` that must be loaded for a request that continues at token ``end``, where the device
-        holds the first ``computed`` tokens. The device may hold a part of the first one."""
+        """Returns the blocks of group ``g`` that must be loaded for a request that continues at token ``end``, where
+        the device holds the first ``computed`` tokens. The device may hold a part of the first one."""
         group = self.groups[g]
         first = max(group.skipped_tokens(end), computed) // group.block_tokens
         return range(first, max(first, -(-end // group.block_tokens)))

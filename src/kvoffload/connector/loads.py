@@ -19,8 +19,8 @@ class LoadPlanner:
         self._jobs = jobs
 
     def was_offered(self, match: Match | None, num_tokens: int) -> bool:
-        """Whether a request with this lookup may load ``num_tokens``. Fewer than its offer will do too, unless a group
-        has a window: what that needs to end sooner was not looked up."""
+        """Whether a request with this lookup may load ``num_tokens``. It may load fewer tokens than it was offered,
+        unless a group has a window: the blocks that the window needs for a shorter load were not looked up."""
         offered = 0 if match is None else match.tokens or 0
         return num_tokens == offered or (num_tokens < offered and not self._layout.windows)
 
@@ -41,7 +41,7 @@ class LoadPlanner:
 
     def device_spec(self, blocks: KVBlocks, computed: int, end: int) -> tuple[list[range], DeviceSpec]:
         """Returns per group which offloaded blocks hold tokens ``computed`` to ``end``, and where these go. The engine
-        has given null blocks to what the next token does not attend to."""
+        has given null blocks to tokens that the next token does not attend to."""
         spans, ids, sizes, firsts = [], [], [], []
         for group, table in zip(self._layout.groups, blocks.get_block_ids(), strict=True):
             first = computed // group.device_block_size

@@ -41,7 +41,7 @@ class Lookups:
         self._clock = clock
 
     def match(self, state: RequestState, computed: int) -> Match:
-        """What can be loaded for a request of which the device holds ``computed`` tokens."""
+        """Returns what can be loaded for a request with ``computed`` tokens on the device."""
         match = state.match
         if match is None or not self._still_holds(match, computed):
             match = state.match = self._look_up(state, computed)
@@ -81,8 +81,9 @@ class Lookups:
         return Match(self._changes.contents, computed, last_loadable(state, hit.end) - computed, hit.missed)
 
     def _wait(self, state: RequestState, computed: int) -> Match | None:
-        """The request asks again when a load has started or ended, when the manager may find more, or at the deadline.
-        None if the deadline is over, or if it has waited MAX_WAITS_PER_REQUEST times."""
+        """Returns an answer that makes the request ask again: when a load has started or ended, when the manager may
+        find more, or at the deadline. Returns None if the deadline is over, or if the request has waited
+        MAX_WAITS_PER_REQUEST times."""
         if state.num_waits >= MAX_WAITS_PER_REQUEST:
             return None
         now = self._clock()

@@ -177,7 +177,7 @@ class RequestObserver:
             del self._descriptions[next(iter(self._descriptions))]
 
     def take_events(self) -> Iterable[OffloadingEvent]:
-        """Returns what became loadable or was removed since the last call."""
+        """Returns the blocks that became loadable or were removed since the last call."""
         events = list(self._manager.take_events())
         if not self.describes_blocks:
             return events

@@ -104,7 +104,8 @@ class RequestState:
         self.waiting_since, self.num_waits = None, 0
 
     def lose_blocks(self, has_new_ones: bool) -> None:
-        """The request was preempted. ``has_new_ones``: device blocks were allocated to it again in the meantime."""
+        """Called when the request was preempted. ``has_new_ones``: device blocks were allocated to it again in the
+        meantime."""
         self.blocks.clear_tables()
         if self.storing is Storing.STALE:
             self.storing = Storing.ALLOWED
@@ -198,7 +199,8 @@ class RequestBlocks:
         return True
 
     def keys_in_order(self) -> list[OffloadKey]:
-        """All keys so far, by the position at which their blocks end, so that groups lose their tails together."""
+        """Returns all keys so far, by the position at which their blocks end, so that groups lose their tails
+        together."""
         if len(self.keys) == 1:
             return self.keys[0]
         sizes = self.layout.block_tokens
@@ -213,10 +215,10 @@ class RequestBlocks:
         self.tables = tuple(list(table) for table in tables)
 
     def due(self, num_computed: int, num_before: int) -> tuple[list[Block], tuple[int, ...]]:
-        """Returns the whole blocks of computed, known tokens that were not stored yet and whose KV is still there, by
-        their end; and per group the ``next_store`` for when they are stored. ``extend_keys`` was called.
+        """Returns the whole blocks of computed, known tokens that were not stored yet and whose KV still exists, by
+        their end; and, per group, the ``next_store`` that holds once they are stored. Call ``extend_keys`` first.
 
-        ``num_computed`` tokens are computed at the end of this step, ``num_before`` were at its beginning: what the
+        ``num_computed`` tokens are computed at the end of this step, ``num_before`` were at its beginning: KV that the
         token after those does not attend to may be gone.
         """
         layout = self.layout
@@ -260,12 +262,12 @@ class RequestBlocks:
                 yield Block(g, ordinal, self.keys[g][ordinal], first, table[first:last])
 
     def stored_up_to(self, next_store: tuple[int, ...]) -> None:
-        """The blocks before ``next_store`` were given to ``prepare_store``."""
+        """Notes that the blocks before ``next_store`` were given to ``prepare_store``."""
         self.next_store = next_store
         self.store_at = self._due_at(0) if len(next_store) == 1 else min(map(self._due_at, range(len(next_store))))
 
     def _due_at(self, g: int) -> int:
-        """The number of computed tokens at which the next block of group ``g`` becomes due."""
+        """Returns the number of computed tokens at which the next block of group ``g`` becomes due."""
         next_block = self.next_store[g]
         end = (next_block + 1) * self.layout.block_tokens[g]
         if end > self.max_stored_tokens:

@@ -90,7 +90,7 @@ class _NextStep:
     """Requests that finished, with their computed tokens."""
 
     def break_off(self, jobs: JobTable, held: HeldRequests) -> None:
-        """No more is loaded or stored: what was promised is reported as failed."""
+        """Loads and stores nothing more: promised loads and stores are reported as failed."""
         meta = self.meta
         for spec in meta.loads.values():
             meta.broken_loads[spec.req_id] = spec.device.block_ids.tolist()
@@ -169,11 +169,11 @@ class OffloadingConnectorScheduler:
 
     @_guarded(lambda self, request, num_computed_tokens: (0, False))
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
-        """How many tokens past the device's own ``num_computed_tokens`` can be loaded.
+        """Returns how many tokens past the device's own ``num_computed_tokens`` can be loaded.
 
-        ``(n, True)``: n tokens, loaded asynchronously; ``(0, False)``: none; ``(None, False)``: ask again
-        at the next step. At least one token is left to compute. A request whose load failed is never offered
-        another: it may stand before requests that hold what another load would need.
+        ``(n, True)``: n tokens, loaded asynchronously; ``(0, False)``: none; ``(None, False)``: ask again at the next
+        step. At least one token is left to compute. A request whose load failed is never offered another: in the queue
+        it may precede requests that hold the blocks which another load would need.
         """
         match = self.lookups.match(self._state(request), num_computed_tokens)
         return match.tokens, bool(match.tokens)
@@ -216,7 +216,7 @@ class OffloadingConnectorScheduler:
         self.changes.loads += 1
 
     def _break_load(self, request: Request, blocks: KVBlocks, num_external_tokens: int) -> None:
-        """Lets the workers report a load that was promised as failed: it cannot be done."""
+        """Makes the workers report a promised load as failed, because it cannot be done."""
         if num_external_tokens:
             state = self._state(request)
             state.may_load = False
@@ -385,13 +385,13 @@ class OffloadingConnectorScheduler:
 
     @_guarded(lambda self: [])
     def take_events(self) -> Iterable[OffloadingEvent]:
-        """Returns what became loadable or was removed since the last call."""
+        """Returns the blocks that became loadable or were removed since the last call."""
         return self.observer.take_events()
 
     @_guarded(lambda self: None)
     def reset(self) -> None:
         """Drops every block. KV that requests in progress have computed so far, or compute on top of it, is not stored:
-        it may belong to weights that are gone. The same holds for what they find in the engine's own cache from before.
+        it may belong to weights that are gone. The same holds for older KV that they find in the engine's own cache.
         Loads and stores in progress count as failed.
 
         An engine that falls asleep resets its caches too. So with ``may_sleep`` the manager keeps its contents, which
@@ -405,9 +405,9 @@ class OffloadingConnectorScheduler:
 
     @_guarded(lambda self: None)
     def wake_up(self) -> None:
-        """The engine has slept since the last reset, and is awake. Before any request finds something, the workers
-        compare all of their weights with those that the blocks were computed with. If they are the same, the blocks
-        that the reset has hidden can be found again; else they are dropped."""
+        """Called when the engine has slept since the last reset and is awake again. Before any request finds something,
+        the workers compare all of their weights with those that the blocks were computed with. If they are the same,
+        the blocks that the reset has hidden can be found again; otherwise they are dropped."""
         self.shelf.wake_up()
         for state in self.requests.values():
             # The sleep was no wait for blocks.
@@ -415,7 +415,7 @@ class OffloadingConnectorScheduler:
             self.manager.release_request(state.context)
 
     def shutdown(self) -> None:
-        """Releases everything; may be called twice. Also when offloading is off: lower tiers have threads and files."""
+        """Releases everything, even if offloading is off: lower tiers have threads and files. May be called twice."""
         self.observer.close()
         try:
             self.shelf.drop()
@@ -442,7 +442,8 @@ class OffloadingConnectorScheduler:
         self.observer.read_metrics()
 
     def switch_off(self, where: str) -> None:
-        """Ends offloading for good: what was promised is reported as failed. Logs the exception in progress."""
+        """Ends offloading for good: promised loads and stores are reported as failed. Logs the exception in
+        progress."""
         logger.error(
             "kvoffload: OFFLOADING IS OFF: %s failed; requests are computed from here on",
             where,

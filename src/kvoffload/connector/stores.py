@@ -72,7 +72,7 @@ class StorePlanner:
     def store_running(
         self, scheduled: Mapping[str, int], requests: Mapping[str, RequestState], epoch: int
     ) -> dict[int, TransferSpec]:
-        """Returns the jobs for blocks that a step completes, which computes these numbers of tokens."""
+        """Returns the jobs for blocks that are completed by a step which computes these numbers of tokens."""
         dues = []
         for req_id in self._due.take(scheduled):
             state, tokens = requests.get(req_id), scheduled.get(req_id)
@@ -139,8 +139,8 @@ class StorePlanner:
         return specs
 
     def _is_single(self, due: Due) -> bool:
-        """Whether it is one block, with all of its device blocks: only such blocks of several requests can share a
-        job."""
+        """Returns whether this is a single block with all of its device blocks: only such blocks of several requests
+        can share a job."""
         if len(due.blocks) != 1:
             return False
         block = due.blocks[0]

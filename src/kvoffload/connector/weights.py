@@ -45,7 +45,8 @@ class WeightComparisons:
         """Numbers of the latest comparisons that have begun and that have ended."""
 
     def begin_epoch(self) -> None:
-        """The scheduler half has forgotten all blocks: the weights that the next step uses will be accepted."""
+        """Called when the scheduler half has dropped all blocks: the weights that the next step uses will be
+        accepted."""
         self.is_stale, self._must_accept = False, True
         self.latest = self._answered = self._begun
 

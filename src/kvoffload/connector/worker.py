@@ -112,7 +112,7 @@ class OffloadingConnectorWorker:
                 send_report(report)
 
     def begin_step(self, meta: StepMeta) -> None:
-        """Begins a step: completes the fenced stores, submits the others of the step before."""
+        """Begins a step: completes the fenced stores, and submits the other stores of the previous step."""
         self._check_weights(meta)
         for job_id in meta.fences:
             if job_id in meta.stores:
@@ -153,7 +153,8 @@ class OffloadingConnectorWorker:
                 self._give_up()
 
     def get_finished(self, meta: StepMeta) -> Finished:
-        """Returns what has ended since the last call. A step without tokens waits shortly for loads in progress."""
+        """Returns the requests whose loads or stores have ended since the last call. A step without tokens waits
+        briefly for loads in progress."""
         self._collect(busy=meta.has_tokens)
         if not meta.has_tokens and not self._finished.loaded and self._is_loading():
             try:
@@ -165,7 +166,7 @@ class OffloadingConnectorWorker:
         return finished
 
     def take_report(self) -> WorkerReport | None:
-        """Returns what the scheduler half must know of since the last call, or None if there is nothing."""
+        """Returns the report for the scheduler half since the last call, or None if there is nothing to report."""
         if not self._report.done and not self._report.broken and self._report.changed_at < 0:
             return None
         report, self._report = self._report, WorkerReport()

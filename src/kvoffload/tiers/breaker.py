@@ -69,8 +69,8 @@ class CircuitBreaker:
         return True
 
     def reads_ended(self, now: float, num_late: int, num_hanging: int) -> None:
-        """Reads have ended, so the tier works: ``num_late`` of them had been hanging, ``num_hanging`` others still
-        are."""
+        """Called when reads have ended, so the tier works: ``num_late`` of them had been hanging, ``num_hanging``
+        others still are."""
         if num_late:
             self.num_hangs = max(0, self.num_hangs - 1) if num_hanging else 0
         self.progress_at = now

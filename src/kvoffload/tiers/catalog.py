@@ -166,13 +166,13 @@ class Catalog:
         return slots[slots >= 0]
 
     def drop(self, keys: Sequence[OffloadKey]) -> Slots:
-        """Blocks vanish at once. Returns the slots that they were in."""
+        """Drops blocks at once. Returns the slots that they were in."""
         slots = self._manager.find(keys)
         self._manager.drop(keys)
         return slots[slots >= 0]
 
     def reset(self) -> None:
-        """All blocks vanish at once."""
+        """Drops all blocks at once."""
         self._manager.reset()
 
     def check_integrity(self) -> None:

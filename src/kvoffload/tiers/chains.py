@@ -98,7 +98,7 @@ class Backlog:
         return next(iter(started), None) or next(reversed(fresh), None)
 
     def add(self, chain: Chain, state: ChainState) -> None:
-        """A GONE chain is to be written."""
+        """Adds a GONE chain to the chains to be written."""
         self._chains[chain] = None
         self._num_keys += len(chain.keys)
         if chain.request is not None:
@@ -114,33 +114,33 @@ class Backlog:
         return next(others, next(iter(self._chains)))
 
     def enqueue(self, chain: Chain, state: ChainState) -> None:
-        """The chain is to be written: ``state`` is FRESH or STARTED."""
+        """Queues the chain for writing: ``state`` is FRESH or STARTED."""
         self._leave(chain)
         chain.state = state
         self._queues[state][chain] = None
 
     def wait_for(self, chain: Chain, key: OffloadKey) -> None:
-        """The chain is not written before ``wake`` names ``key``."""
+        """Makes the chain wait until ``wake`` names ``key``."""
         self._leave(chain)
         chain.state, chain.waits_for = ChainState.WAITING, key
         self._waiting.setdefault(key, {})[chain] = None
 
     def wake(self, keys: Iterable[OffloadKey]) -> bool:
-        """Chains that wait for one of ``keys`` are to be written. Returns whether there were any."""
+        """Queues the chains that wait for one of ``keys``. Returns whether there were any."""
         woken = [chain for key in keys for chain in self._waiting.get(key, ())] if self._waiting else []
         for chain in woken:
             self.enqueue(chain, ChainState.STARTED if chain.written else ChainState.FRESH)
         return bool(woken)
 
     def postpone(self, request: str) -> None:
-        """The request's chain, if it is FRESH, is not written before ``resume``."""
+        """Makes the request's chain, if it is FRESH, wait for ``resume``."""
         chain = self._by_request.get(request)
         if chain is not None and chain.state is ChainState.FRESH:
             self._leave(chain)
             chain.state = ChainState.POSTPONED
 
     def resume(self, request: str) -> bool:
-        """Returns whether the request's chain was postponed, and now is to be written."""
+        """Queues the request's chain if it was postponed. Returns whether it was."""
         chain = self._by_request.get(request)
         if chain is None or chain.state is not ChainState.POSTPONED:
             return False
@@ -161,7 +161,7 @@ class Backlog:
             self.remove(chain)
 
     def _leave(self, chain: Chain) -> None:
-        """The chain is in no queue any more."""
+        """Removes the chain from all queues."""
         if chain.waits_for is not None:
             waiting = self._waiting[chain.waits_for]
             del waiting[chain]

@@ -198,7 +198,7 @@ class TieredOffloadingManager(OffloadingManager):
         return changed
 
     def wait(self, timeout_s: float) -> None:
-        """Waits until some request has all that it waits for, or until more can be written."""
+        """Waits until some request has all the blocks that it waits for, or until more blocks can be written."""
         for tier in self.tiers:
             promotions = waiting_for(set(tier.reads.values()))
             for _ in range(MAX_WAITS if promotions else 0):
@@ -220,7 +220,7 @@ class TieredOffloadingManager(OffloadingManager):
             )
 
     def switch_off_tiers(self, reason: str) -> None:
-        """No tier is read or written any more. Host memory is not affected."""
+        """Stops reading and writing all tiers. Host memory is not affected."""
         for tier in self.tiers:
             self._switch_off(tier, reason)
 
@@ -237,7 +237,7 @@ class TieredOffloadingManager(OffloadingManager):
             self._has_changed = True
 
     def _write(self) -> None:
-        """Begins to write what there is room for."""
+        """Begins to write as many blocks as there is room for."""
         for tier in self.tiers:
             if tier.writes.has_backlog:
                 tier.writes.pump(self._max_writing - self._num_writing)

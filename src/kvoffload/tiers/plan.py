@@ -63,8 +63,8 @@ class GroupSpan:
 
     @classmethod
     def of(cls, group: KVGroup, keys: Sequence[OffloadKey], ends: Ints, num_done: int) -> GroupSpan:
-        """The span for positions ``ends``, at least one. The first ``num_done`` blocks need not be looked at if the
-        group has full attention."""
+        """Returns the span for positions ``ends``, at least one. The first ``num_done`` blocks need not be looked at if
+        the group has full attention."""
         size = group.block_tokens
         if group.is_full:
             firsts = np.full(len(ends), num_done, dtype=np.int64)
@@ -85,7 +85,7 @@ class GroupSpan:
         return complete
 
     def needed(self, points: Ints) -> Bools:
-        """Returns which blocks a request needs that resumes at one of the positions with indices ``points``."""
+        """Returns which blocks are needed by a request that resumes at one of the positions with indices ``points``."""
         edges = np.zeros(len(self.keys) + 1, dtype=np.int64)
         np.add.at(edges, self.firsts[points], 1)
         np.add.at(edges, self.stops[points], -1)

@@ -105,7 +105,7 @@ class Promoter:
         return self.max_blocks // self._num_groups - sum(key_group_idx(key) == group for key in pinned)
 
     def promote(self, keys: Sequence[OffloadKey], context: ReqContext) -> None:
-        """The request waits for ``keys``, each of which is in a tier or being read already."""
+        """Makes the request wait for ``keys``, each of which is in a tier or being read already."""
         promotion = self._promotions.get(context.req_id)
         if promotion is None:
             promotion = self._promotions[context.req_id] = Promotion(context, next(self._numbers))
@@ -132,7 +132,7 @@ class Promoter:
         return self._lease(slots)
 
     def release(self, context: ReqContext) -> None:
-        """Nothing is kept for the request any more."""
+        """Ends the request's promotion, with its wait and its pins."""
         promotion = self._promotions.pop(context.req_id, None)
         if promotion is not None:
             self._stop_waiting(promotion, PromotionState.RELEASED)
@@ -143,12 +143,12 @@ class Promoter:
             self.release(promotion.context)
 
     def drop(self, keys: Collection[OffloadKey]) -> None:
-        """``keys`` are no longer pinned for any request."""
+        """Removes the pins of ``keys`` for all requests."""
         for promotion in self._promotions.values():
             self._unpin(promotion, keys)
 
     def empty_queue(self) -> None:
-        """No request waits for blocks that are still to be read, nor for the rest of its blocks."""
+        """Ends the waits of all requests with blocks that are still to be read."""
         for promotion in list(self._queue):
             self._stop_waiting(promotion, PromotionState.READY)
 
@@ -157,7 +157,7 @@ class Promoter:
         return sum(len(promotion.wanted) for promotion in self._queue)
 
     def _join_reads(self, promotion: Promotion, keys: Sequence[OffloadKey]) -> list[OffloadKey]:
-        """The promotion waits for those of ``keys`` that are being read already. Returns the others."""
+        """Makes the promotion wait for those of ``keys`` that are being read already. Returns the others."""
         for tier in self._tiers:
             if tier.reads and not tier.reads.keys().isdisjoint(keys):
                 for key in keys:
@@ -171,7 +171,7 @@ class Promoter:
     # Deadlines.
 
     def _expire(self, promotion: Promotion) -> None:
-        """The request gets the blocks that have arrived, which stay pinned for it."""
+        """Ends the request's wait: it gets the blocks that have arrived, which stay pinned for it."""
         self._count("late_promotions", 1)
         self._reasons.record([*promotion.reading, *promotion.wanted], MissReason.NOT_IN_TIME)
         self._stop_waiting(promotion, PromotionState.EXPIRED)
@@ -238,7 +238,7 @@ class Promoter:
         return self.max_blocks - self._pins.num_pinned - sum(len(tier.reads) for tier in self._tiers)
 
     def _take_back_for(self, promotion: Promotion, now: float) -> None:
-        """Makes room for ``promotion``: another one gives up its pins, the latest of those that are younger, else the
+        """Makes room for ``promotion``: another one gives up its pins, the latest of the younger ones, otherwise the
         latest of those whose blocks have been pinned for a whole deadline."""
         holders = [other for other in reversed(self._promotions.values()) if other.pinned and other is not promotion]
         latest = now - self._deadline_s
@@ -312,7 +312,8 @@ class Promoter:
         return True
 
     def end_reads(self, tier: TierState, results: Sequence[TierResult]) -> None:
-        """Reads have ended: blocks become ready and are pinned for the promotions that wait for them, or are misses."""
+        """Takes in reads that have ended: blocks become ready and are pinned for the promotions that wait for them, or
+        are misses."""
         self._count("disk_read_seconds", sum(result.seconds for result in results))
         self._count("disk_read_bytes", sum(result.nbytes for result in results if result.ok))
         for batch, ended in tier.end_reads(results, self._clock()).items():
@@ -363,7 +364,7 @@ class Promoter:
         promotion.num_promoted += int(np.count_nonzero(is_pinned))
 
     def _unpin(self, promotion: Promotion, keys: Collection[OffloadKey]) -> None:
-        """Those of ``keys`` that are pinned for the promotion no longer are."""
+        """Removes the promotion's pins of those of ``keys`` that have one."""
         slots = promotion.forget_pins(keys)
         if len(slots):
             self._pins.remove(slots)

@@ -95,12 +95,12 @@ class PinCounter:
         return self.num_pinned == other.num_pinned and np.array_equal(self._pins, other._pins)
 
     def add(self, slots: Slots) -> None:
-        """Distinct ``slots`` are pinned for one promotion more."""
+        """Counts one more promotion for each of distinct ``slots``."""
         self.num_pinned += int(np.count_nonzero(self._pins[slots] == 0))
         self._pins[slots] += 1
 
     def remove(self, slots: Slots) -> None:
-        """Distinct ``slots`` are pinned for one promotion less."""
+        """Counts one promotion less for each of distinct ``slots``."""
         self._pins[slots] -= 1
         self.num_pinned -= int(np.count_nonzero(self._pins[slots] == 0))
 

@@ -74,7 +74,7 @@ class LoadOrCompute:
         self._prefill = MovingRate()
 
     def observe_prefill(self, num_tokens: int, seconds: float) -> None:
-        """The engine took ``seconds`` to compute ``num_tokens`` of a prompt."""
+        """Takes in that the engine took ``seconds`` to compute ``num_tokens`` of a prompt."""
         self._prefill.add(num_tokens, seconds)
 
     def is_faster_to_load(

@@ -43,13 +43,13 @@ class TierState:
         return bool(self.reads or self.writes.num_writing)
 
     def begin_reads(self, slots: Mapping[OffloadKey, int], promotions: Iterable[Promotion], now: float) -> None:
-        """The tier was given these blocks to read into these host slots."""
+        """Notes that the tier was given these blocks to read into these host slots."""
         if slots:
             self.breaker.reads_begun(now, self.num_reading)
             self.reads.update(dict.fromkeys(slots, ReadBatch(dict(slots), dict.fromkeys(promotions))))
 
     def end_reads(self, results: Sequence[TierResult], now: float) -> dict[ReadBatch, list[TierResult]]:
-        """Reads have ended. Returns their results by batch."""
+        """Takes in reads that have ended. Returns their results by batch."""
         ended: dict[ReadBatch, list[TierResult]] = {}
         for result in results:
             ended.setdefault(self.reads.pop(result.key), []).append(result)

@@ -105,7 +105,8 @@ class WriteThrough:
     # What happens elsewhere.
 
     def offer(self, keys: Sequence[OffloadKey], request: str | None, is_whole: bool) -> None:
-        """``keys`` are the chain of ``request``, head first, the groups merged by the position at which blocks end.
+        """Adds ``keys``, the chain of ``request``, to the backlog: head first, the groups merged by the position at
+        which blocks end.
 
         It takes the place of the chain that was offered for the same request before.
         """
@@ -133,26 +134,27 @@ class WriteThrough:
             self._drop(excess)
 
     def postpone(self, request: str) -> None:
-        """The request waits for a promotion: its chain is not planned before that is over."""
+        """Called when the request waits for a promotion: its chain is not planned until that has ended."""
         self._backlog.postpone(request)
 
     def resume(self, request: str) -> None:
-        """The request no longer waits for a promotion."""
+        """Called when the request no longer waits for a promotion."""
         if self._backlog.resume(request):
             self._progress_at = self._clock()
 
     def stored(self, keys: Sequence[OffloadKey]) -> None:
-        """``keys`` have become ready in the host."""
+        """Called when ``keys`` have become ready in the host."""
         if self._backlog.wake(keys):
             self._progress_at = self._clock()
 
     def store_failed(self) -> None:
-        """Plans all chains again that wait for a block: blocks that were to become ready in the host have vanished."""
+        """Plans all chains that wait for a block again, because blocks that were to become ready in the host have
+        vanished."""
         if self._backlog.wake(self._backlog.awaited):
             self._progress_at = self._clock()
 
     def lose(self, num_blocks: int) -> None:
-        """The tier has lost blocks that could not be read."""
+        """Notes that the tier has lost blocks that could not be read."""
         self._num_lost += num_blocks
 
     def clear(self) -> None:
@@ -162,7 +164,7 @@ class WriteThrough:
             batch.chain = None
 
     def close(self) -> None:
-        """The tier is closed: it reports no more writes."""
+        """Called when the tier is closed: it reports no more writes."""
         self.clear()
         self._unpin([slot for batch in self._batches() for slot in batch.slots.values()])
         self._writing.clear()
@@ -224,7 +226,7 @@ class WriteThrough:
             self._drop(chain)
 
     def ended(self, results: Sequence[TierResult]) -> None:
-        """Writes have ended."""
+        """Takes in writes that have ended."""
         if not results:
             return
         self._progress_at, self._refused_at = self._clock(), None
@@ -267,7 +269,7 @@ class WriteThrough:
     # The end of a chain.
 
     def _stop(self, chain: Chain, hole: OffloadKey) -> None:
-        """Nothing can be written behind ``hole``, which the tier lacks and cannot be given now."""
+        """Stops writing the chain at ``hole``, which the tier lacks and cannot be given now."""
         # The last blocks of a request are still on their way to the host when it ends.
         is_coming = hole in self._writing or self._host.states([hole])[0] == LookupState.PENDING
         if not chain.is_whole or is_coming:
@@ -297,7 +299,7 @@ class WriteThrough:
         return int(np.count_nonzero(lacking))
 
     def _rewrite(self, chain: Chain) -> None:
-        """The chain is looked up again from its head, and continues where the tier lacks a block."""
+        """Looks the chain up again from its head; writing continues where the tier lacks a block."""
         chain.done = 0
         if chain.state is ChainState.GONE:
             self._backlog.add(chain, ChainState.STARTED)
@@ -369,7 +371,7 @@ class WriteThrough:
             start, num_units = max(start, plan.done), 2 * num_units
 
     def _plan_units(self, chain: Chain, start: int, stop: int, room: int) -> Plan:
-        """Returns what is to be written so that requests can resume at the ends of units ``start`` to ``stop``."""
+        """Returns the blocks to write so that requests can resume at the ends of units ``start`` to ``stop``."""
         layout, ends = self._layout, self._layout.unit_ends(start, stop)
         spans = [
             GroupSpan.of(group, keys, ends, start * per_unit)

@@ -193,7 +193,7 @@ class KVOffloadConnector(KVConnectorBase_V1, SupportsHMA):
             self._worker.suspend()
 
     def restore_kv_caches(self) -> None:
-        """Takes jobs again. The KV caches have memory again, at the same addresses."""
+        """Accepts jobs again: the KV caches have memory again, at the same addresses."""
         if self._worker is not None:
             self._worker.resume()
 

@@ -87,7 +87,8 @@ def refuse_unserved(vllm_config: VllmConfig) -> None:
 
 
 def refuse_unserved_with_disk(vllm_config: VllmConfig, config: OffloadConfig) -> None:
-    """Raises ConfigError for what host memory can serve, but not blocks that an earlier process has left on disk."""
+    """Raises ConfigError for a setting that works with host memory, but not with blocks that an earlier process has
+    left on disk."""
     if not versions.DRAINS_HOLDERS_FIRST:
         raise ConfigError(
             f"disk_dir={config.disk_dir!r}: {versions.NAME} cannot let a request wait for blocks from disk; use vLLM "

@@ -25,7 +25,7 @@ class ListPolicy(CachePolicy):
             members.move_to_end(slots)
 
     def reorder(self, slots: Slots, new: npt.NDArray[np.bool_]) -> None:
-        """Moves the whole chain, as policies do in which a use moves a block."""
+        """Moves the whole chain, as in policies where a use moves a block."""
         self.move_to_end(slots)
 
     def mark_evictable(self, slots: Slots) -> None:

@@ -68,7 +68,7 @@ class GhostTable:
         return self._without_forgotten(self._locate(*self._homes(hashes)))
 
     def find_again(self, hashes: Hashes, entries: Entries) -> Entries:
-        """As ``find``, if ``entries`` are what it has returned earlier, and none of ``hashes`` was added since."""
+        """Same as ``find``, if ``entries`` are what it has returned earlier, and none of ``hashes`` was added since."""
         if not np.count_nonzero(entries >= 0):
             return entries
         found = np.flatnonzero(entries >= 0)

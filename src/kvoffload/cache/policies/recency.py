@@ -103,7 +103,8 @@ class RecencyList:
         self._stamp[slots] = _ABSENT
 
     def mark_evictable(self, slots: Slots) -> None:
-        """Makes members that ``pop_oldest`` skipped candidates again, in their places. Ignores other slots."""
+        """Makes members that ``pop_oldest`` has skipped candidates again, at their old positions. Ignores other
+        slots."""
         if self._head == 0:
             return
         stamps = self._stamp[slots]

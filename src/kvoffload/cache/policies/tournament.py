@@ -145,7 +145,7 @@ class Shadow:
         return found
 
     def _make_room(self, new_once: list[tuple[int, int]], new_again: list[tuple[int, int]], num_present: int) -> None:
-        """Makes room for new names with their stamps, given tail first, and takes those out that the rule refuses.
+        """Makes room for new names with their stamps, given tail first, and removes those that the rule refuses.
         ``num_present`` other names of the request are at the recent end of ``again``, and stay."""
         once, again, ghosts = self.once, self.again, self.ghosts
         num_once, num_again = len(new_once), len(new_again)

@@ -134,7 +134,7 @@ class BlockIO:
         return bool(self._done)
 
     def submit_reads(self, batch: Batch) -> int:
-        """Queues reads. The facts are those that the blocks were stored with, but for the sequence, which is new.
+        """Queues reads. The facts are those that the blocks were stored with, except the sequence, which is new.
         Returns how many blocks, from the first on, were taken on."""
         taken = self._submit(self._executor.submit_read, self._read, batch)
         self.num_reading += taken

@@ -89,7 +89,8 @@ class DirectoryStorage(Storage):
         return DirectoryStorage(self.path / name, self)
 
     def lock(self, shared: bool = False) -> None:
-        """With ``shared``, other processes that lock it as shared may own it at the same time."""
+        """Locks the directory, see Storage. With ``shared``, other processes that lock it as shared may own it at the
+        same time."""
         if self._lock_fd >= 0:
             return
         fd = self._open_lock(LOCK_NAME)

@@ -180,7 +180,8 @@ class SlabFiles:
         return [name for name in self._storage.files(self._folder) if is_block_file(name)]
 
     def _count_strays(self) -> None:
-        """Files that others have put into the directory take a part of the budget, and are left alone."""
+        """Counts the files that others have put into the directory: they take a part of the budget, and are left
+        alone."""
         self._stray_bytes = self._storage.held_bytes(
             lambda folder, name: (folder, name) in self._foreign or (folder == self._folder and is_block_file(name))
         )
@@ -273,8 +274,8 @@ class SlabFiles:
             self._recency = None
 
     def _check_capacity(self, is_first_use: bool) -> None:
-        """On first use a budget beyond the medium is a wrong setting. Later, others have filled the medium: the tier
-        then uses what it still gives."""
+        """Checks the budget against the medium. On first use a budget beyond the medium is a wrong setting. Later it
+        means that others have filled the medium: the tier then uses the room that is left."""
         possible = self._storage.free_bytes() + self.used_bytes
         self.is_short = self.capacity_bytes > possible
         if is_first_use:
@@ -388,7 +389,7 @@ class SlabFiles:
                 self._foreign.remove_oldest()
 
     def make_room(self, nbytes: int) -> None:
-        """Removes files of other fingerprints until ``nbytes`` more fit into the budget, or none is left."""
+        """Removes files of other fingerprints until ``nbytes`` more fit into the budget, or no such file is left."""
         while self.used_bytes + nbytes > self.capacity_bytes and self._foreign:
             self._foreign.remove_oldest()
 

@@ -226,7 +226,7 @@ class DiskTier(Tier):
         return results
 
     def _report_failures(self, done: Sequence[Done], results: list[TierResult], gone: set[int]) -> None:
-        """Replaces good results of blocks that were dropped meanwhile, and logs the bad ones of others."""
+        """Replaces good results of blocks that were dropped in the meantime, and logs the failures of other blocks."""
         i = 0
         for run in done:
             for slot in run.slots.tolist():
