@@ -6,6 +6,7 @@ import random
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -470,3 +471,49 @@ def test_keys_that_found_their_bucket_full_are_forgotten_in_a_reset() -> None:
     assert output is not None
     assert len(output.keys_to_store) == 20
     manager.check_integrity()
+
+
+class Misbehaving(LRUPolicy):
+    """Returns ``answer`` of its victims, or tries to write to what it may only read."""
+
+    answer: Callable[[Eviction, Slots], Any] = staticmethod(lambda eviction, victims: victims)
+
+    def evict(self, eviction: Eviction) -> Slots:
+        victims: Slots = self.answer(eviction, super().evict(eviction))
+        return victims
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        lambda eviction, victims: victims[:0],
+        lambda eviction, victims: victims + 100,
+        lambda eviction, victims: victims - 100,
+        lambda eviction, victims: victims.astype(float),
+        lambda eviction, victims: np.array([0]),
+        lambda eviction, victims: eviction.busy.fill(False),
+        lambda eviction, victims: eviction.key_of.fill(b"x"),
+    ],
+    ids=["too few", "out of range", "negative", "no integers", "a pinned block", "writes busy", "writes keys"],
+)
+def test_a_policy_that_misbehaves_is_an_error_and_nothing_is_evicted(answer: Callable[[Eviction, Slots], Any]) -> None:
+    policy = Misbehaving(2)
+    policy.answer = answer  # type: ignore[method-assign]
+    manager = PolicyOffloadingManager(HostBackend(1, 2), policy)
+    manager.prepare_store([b"a", b"b"])
+    manager.complete_store([b"a", b"b"])
+    manager.prepare_load([b"a"])
+    with pytest.raises((IntegrityError, ValueError), match="may not evict|read-only"):
+        manager.prepare_store([b"c"])
+    assert manager.lookup([b"a", b"b"]) == 2
+
+
+def test_victims_may_be_any_sequence_of_slots() -> None:
+    policy = Misbehaving(1)
+    policy.answer = lambda eviction, victims: victims.tolist()  # type: ignore[method-assign]
+    manager = PolicyOffloadingManager(HostBackend(1, 1), policy)
+    manager.prepare_store([b"a"])
+    manager.complete_store([b"a"])
+    output = manager.prepare_store([b"b"])
+    assert output is not None
+    assert output.evicted_keys == [b"a"]
