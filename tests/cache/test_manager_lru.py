@@ -503,7 +503,7 @@ def test_a_policy_that_misbehaves_is_an_error_and_nothing_is_evicted(answer: Cal
     manager.prepare_store([b"a", b"b"])
     manager.complete_store([b"a", b"b"])
     manager.prepare_load([b"a"])
-    with pytest.raises((IntegrityError, ValueError), match="may not evict|read-only"):
+    with pytest.raises((IntegrityError, ValueError), match=r"may not evict|read-only"):
         manager.prepare_store([b"c"])
     assert manager.lookup([b"a", b"b"]) == 2
 
