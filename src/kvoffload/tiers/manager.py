@@ -34,6 +34,7 @@ from kvoffload.cache.keys import key_group_idx
 from kvoffload.cache.manager import PolicyOffloadingManager
 from kvoffload.cache.misses import MissMemory
 from kvoffload.tiers.breaker import FAILURE_PERIOD_S, MAX_FAILURES
+from kvoffload.tiers.guard import GuardedTier
 from kvoffload.tiers.lookup import TierLookup
 from kvoffload.tiers.promoter import Promoter
 from kvoffload.tiers.promotion import Promotion, waiting_for
@@ -84,7 +85,8 @@ class TieredOffloadingManager(OffloadingManager):
         groups = groups or [KVGroup(1)] * len(tokens_per_block)
         deadline_s = load_deadline_ms / 1000
         self.tiers = tuple(
-            TierState(tier, WriteThrough(host, tier, groups, self._count, clock), deadline_s) for tier in tiers
+            TierState(tier, WriteThrough(host, tier, groups, self._count, clock), deadline_s)
+            for tier in map(GuardedTier, tiers)
         )
         """State of each tier; read only."""
         self._counts: defaultdict[str, float] = defaultdict(float)
@@ -191,6 +193,8 @@ class TieredOffloadingManager(OffloadingManager):
                     self._promoter.end_reads(tier, reads)
                     changed = True
                 self._count_failures(tier, results)
+            if tier.tier.fault is not None:
+                self._switch_off(tier, tier.tier.fault)
         changed |= self._promoter.poll(may_take_back=not changed)
         changed |= self._lookup.take_unanswered() | self._has_changed
         self._has_changed = False

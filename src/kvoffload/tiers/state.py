@@ -5,8 +5,9 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Mapping, Sequence
 
-from kvoffload.abc import OffloadKey, Tier, TierResult
+from kvoffload.abc import OffloadKey, TierResult
 from kvoffload.tiers.breaker import MAX_HANGS, CircuitBreaker
+from kvoffload.tiers.guard import GuardedTier
 from kvoffload.tiers.promotion import Promotion, ReadBatch
 from kvoffload.tiers.rates import ReadEstimator
 from kvoffload.tiers.writethrough import WriteThrough
@@ -20,7 +21,7 @@ class TierState:
     Read its attributes freely; change them through its methods.
     """
 
-    def __init__(self, tier: Tier, writes: WriteThrough, deadline_s: float) -> None:
+    def __init__(self, tier: GuardedTier, writes: WriteThrough, deadline_s: float) -> None:
         self.tier = tier
         self.writes = writes
         self.breaker = CircuitBreaker(deadline_s)
