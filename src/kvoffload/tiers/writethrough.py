@@ -315,13 +315,14 @@ class WriteThrough:
             for keys, states in zip(chain.by_group, in_tier, strict=True)
         ]
         places = unreachable(self._layout, chain.by_group, held, chain.num_units, frozenset(chain.written))
+        may_hold = [(states != LookupState.MISS).tolist() for states in in_tier]
         keys, num_lost = [], 0
         for g, i in places:
             key = chain.by_group[g][i]
             batch = self._writing.get(key)
-            if batch is None or batch.chain is chain:
+            if may_hold[g][i] if batch is None else batch.chain is chain:
                 keys.append(key)
-                num_lost += bool(in_tier[g][i] != LookupState.MISS)
+                num_lost += may_hold[g][i]
         self._num_lost += num_lost
         self._tier.delete(keys)
 
