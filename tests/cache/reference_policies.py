@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 
 from kvoffload.abc import OffloadKey, ReqContext
-from kvoffload.testing.reference import ReferenceARCManager, ReferenceManager, unique
+from kvoffload.testing.reference import ReferenceARCManager, ReferenceLRUManager, ReferenceManager, unique
 
 
 class ReferenceTextbookARCManager(ReferenceARCManager):
@@ -63,15 +63,8 @@ class ReferenceTextbookARCManager(ReferenceARCManager):
         self.last_was_in_b2 = False
 
 
-class ReferenceFIFOManager(ReferenceManager):
+class ReferenceFIFOManager(ReferenceLRUManager):
     """Evicts the block that was stored first. ``order`` has the oldest first."""
-
-    def __init__(self, num_blocks: int) -> None:
-        super().__init__(num_blocks)
-        self.order: list[OffloadKey] = []
-
-    def order_insert(self, key: OffloadKey) -> None:
-        self.order.append(key)
 
     def order_touch(self, key: OffloadKey) -> None:
         pass
@@ -80,17 +73,6 @@ class ReferenceFIFOManager(ReferenceManager):
         if new:
             self.order.remove(key)
             self.order.append(key)
-
-    def order_evict(self, evictable: set[OffloadKey]) -> OffloadKey:
-        victim = next(key for key in self.order if key in evictable)
-        self.order.remove(victim)
-        return victim
-
-    def order_remove(self, key: OffloadKey) -> None:
-        self.order.remove(key)
-
-    def order_clear(self) -> None:
-        self.order.clear()
 
 
 class ReferenceSIEVEManager(ReferenceManager):

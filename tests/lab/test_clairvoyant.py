@@ -4,9 +4,7 @@ real traces."""
 from __future__ import annotations
 
 import itertools
-import os
 import random
-from pathlib import Path
 
 import pytest
 
@@ -18,8 +16,7 @@ from kvoffload.lab.clairvoyant import clairvoyant_policy
 from kvoffload.lab.readers import read_trace
 from kvoffload.lab.replay import ReplayConfig, ReplayResult, replay
 from kvoffload.lab.trace import Trace, make_trace
-
-TRACES = Path(os.environ.get("KVOFFLOAD_TRACES") or "no-folder-of-traces")
+from tests.lab.traces import TRACES, needs_traces
 
 
 def trace_of(chains: list[list[int]], prompt_blocks: list[int] | None = None) -> Trace:
@@ -119,7 +116,7 @@ def test_another_trace_is_an_error() -> None:
         replay(trace_of([[1, 4], [3]]), ReplayConfig("lru", 2), make_policy=make)
 
 
-@pytest.mark.skipif(not TRACES.is_dir(), reason="KVOFFLOAD_TRACES names no folder")
+@needs_traces
 @pytest.mark.parametrize(
     ("name", "share", "percent"), [("mooncake_synthetic", 0.1, 51.6), ("mooncake_conversation", 0.01, 25.1)]
 )

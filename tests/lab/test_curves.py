@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import functools
-import os
 import random
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -15,8 +13,8 @@ from kvoffload.lab.curves import LRUCurve, hit_curve
 from kvoffload.lab.readers import read_trace
 from kvoffload.lab.replay import ReplayConfig, replay
 from kvoffload.lab.trace import Trace, make_trace
+from tests.lab.traces import TRACES
 
-TRACES = Path(os.environ.get("KVOFFLOAD_TRACES") or "no-folder-of-traces")
 REAL = [
     pytest.param(name, marks=pytest.mark.skipif(not (TRACES / name).exists(), reason=f"no {name} in KVOFFLOAD_TRACES"))
     for name in ("mooncake_conversation.jsonl.gz", "mooncake_synthetic.jsonl.gz", "agentic_coding.jsonl.gz")

@@ -15,8 +15,7 @@ import pytest
 from kvoffload.lab.readers import FORMATS, read_trace
 from kvoffload.lab.readers.lines import MAX_PROBLEMS_KEPT
 from kvoffload.lab.trace import Trace, TraceError
-
-TRACES = Path(os.environ.get("KVOFFLOAD_TRACES") or "no-folder-of-traces")
+from tests.lab.traces import TRACES, needs_traces
 
 Line = dict[str, Any]
 
@@ -535,7 +534,7 @@ def test_recorded_traces_that_cannot_be_read(tmp_path: Path) -> None:
 # Real traces.
 
 
-@pytest.mark.skipif(not TRACES.is_dir(), reason="KVOFFLOAD_TRACES names no folder")
+@needs_traces
 @pytest.mark.parametrize(
     ("name", "requests", "accesses", "distinct"),
     [

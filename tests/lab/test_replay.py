@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import os
 from collections import OrderedDict
 from collections.abc import Sequence
-from pathlib import Path
 from random import Random
 
 import numpy as np
@@ -18,11 +16,10 @@ from kvoffload.lab.model import ModelShape
 from kvoffload.lab.readers import read_trace
 from kvoffload.lab.replay import CLAIRVOYANT, ReplayConfig, ReplayResult, replay, replay_many
 from kvoffload.lab.trace import Trace, make_trace
+from tests.lab.traces import TRACES, needs_traces
 
 SIZE = 16
 """Tokens per block."""
-TRACES = Path(os.environ.get("KVOFFLOAD_TRACES") or "no-folder-of-traces")
-needs_traces = pytest.mark.skipif(not TRACES.is_dir(), reason="KVOFFLOAD_TRACES names no folder")
 
 
 def make(chains: Sequence[Sequence[int]], inputs: Sequence[int] | None = None, **more: object) -> Trace:

@@ -14,10 +14,12 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from kvoffload.abc.types import OffloadKey, Slots
+from kvoffload.abc.types import LookupState, OffloadKey, Slots
 
 States = npt.NDArray[np.uint8]
 """One LookupState per key."""
+MISS, HIT, PENDING, RETRY = map(int, LookupState)
+"""Members of LookupState as plain numbers, which numpy compares with States faster than members of an enum."""
 POLL_INTERVAL_S = 0.001
 """How long ``Tier.wait`` sleeps by default."""
 

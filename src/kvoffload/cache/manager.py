@@ -34,6 +34,7 @@ from kvoffload.abc import (
     ReqContext,
     Slots,
 )
+from kvoffload.abc.tier import HIT, MISS, PENDING
 from kvoffload.cache.index import Homes
 from kvoffload.cache.misses import MISS_MEMORY_ENTRIES, MissMemory
 from kvoffload.cache.policies.arc import ARCPolicy
@@ -96,10 +97,9 @@ class PolicyOffloadingManager(OffloadingManager):
     def states(self, keys: Sequence[OffloadKey]) -> npt.NDArray[np.uint8]:
         """Returns one LookupState per key: ``lookup_each`` as an array, without counting a request."""
         slots = self._table.find(keys)
-        # Plain numbers, which numpy takes faster than members of an enum.
-        states = np.full(len(keys), int(LookupState.HIT), dtype=np.uint8)
-        states[self._table.is_writing(slots)] = int(LookupState.PENDING)
-        states[slots < 0] = int(LookupState.MISS)
+        states = np.full(len(keys), HIT, dtype=np.uint8)
+        states[self._table.is_writing(slots)] = PENDING
+        states[slots < 0] = MISS
         return states
 
     def find(self, keys: Sequence[OffloadKey]) -> Slots:
@@ -269,6 +269,12 @@ class PolicyOffloadingManager(OffloadingManager):
         self._table.set_ready(slots)
         self.policy.mark_evictable(slots)
 
+    def lease(self, slots: Collection[int] | Slots) -> LoadStoreSpec:
+        """Returns the lease of blocks in transfer in ``slots``, for a caller that keeps leases by slot."""
+        if not isinstance(slots, np.ndarray):
+            slots = np.fromiter(slots, np.int64, len(slots))
+        return LoadStoreSpec(self.backend.medium, slots)
+
     def keys_of(self, lease: LoadStoreSpec) -> list[OffloadKey]:
         """Returns the keys of the blocks of ``lease`` that were not dropped."""
         slots = lease.slots
@@ -314,10 +320,7 @@ class PolicyOffloadingManager(OffloadingManager):
     def drop(self, keys: Sequence[OffloadKey]) -> None:
         slots = self._table.find(keys)
         slots = self._table.distinct(slots[slots >= 0])
-        dropped = self._table.key_of[slots].tolist()
-        self._gone.record(dropped, MissReason.RESET)
-        if self._events is not None:
-            self._emit(self._table.key_of[slots[~self._table.is_writing(slots)]].tolist(), removed=True)
+        self._note_dropped(slots)
         self.policy.remove(slots)
         self.backend.free(self._table.drop(slots))
 
@@ -327,12 +330,16 @@ class PolicyOffloadingManager(OffloadingManager):
 
     def reset(self) -> None:
         slots = self._table.slots()
+        self._note_dropped(slots)
+        self.policy.clear()
+        self.backend.free(self._table.drop_all())
+
+    def _note_dropped(self, slots: Slots) -> None:
+        """Remembers why the blocks in ``slots`` will be missing, and emits the removal of those that are ready."""
         if self._events is not None:
             self._emit(self._table.key_of[slots[~self._table.is_writing(slots)]].tolist(), removed=True)
         # No more than the memory can hold: this may be of millions of blocks, on the engine's thread.
         self._gone.record(self._table.key_of[slots[-MISS_MEMORY_ENTRIES:]].tolist(), MissReason.RESET)
-        self.policy.clear()
-        self.backend.free(self._table.drop_all())
 
     def shutdown(self) -> None:
         self.reset()

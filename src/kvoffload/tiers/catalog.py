@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from kvoffload.abc import BlockNotReadyError, LoadStoreSpec, LookupState, OffloadKey, Slots, States
+from kvoffload.abc import BlockNotReadyError, LookupState, OffloadKey, Slots, States
 from kvoffload.cache.manager import PolicyOffloadingManager
 from kvoffload.cache.policies import make_policy
 from kvoffload.cache.slots import SlotBackend
@@ -119,7 +119,7 @@ class Catalog:
     def end_reads(self, keys: Sequence[OffloadKey], slots: Slots, succeeded: npt.NDArray[np.bool_]) -> Slots:
         """Reads of ``keys`` in ``slots`` have ended. Blocks that could not be read are dropped. Returns the slots of
         those that had been dropped before, which are free now."""
-        dropped = self._manager.is_dropped(self._lease(slots))
+        dropped = self._manager.is_dropped(self._manager.lease(slots))
         self.cancel_reads(slots)
         if not succeeded.all():
             self._manager.drop([keys[i] for i in np.flatnonzero(~succeeded & ~dropped).tolist()])
@@ -128,11 +128,11 @@ class Catalog:
     def end_writes(self, slots: Slots, succeeded: npt.NDArray[np.bool_]) -> Slots:
         """Writes to ``slots`` have ended: the blocks can be read, or vanish if they could not be written. Returns the
         slots of those that had been dropped before, which are free now."""
-        dropped = self._manager.is_dropped(self._lease(slots))
+        dropped = self._manager.is_dropped(self._manager.lease(slots))
         if succeeded.all():
-            self._manager.complete_store(self._lease(slots))
+            self._manager.complete_store(self._manager.lease(slots))
         else:
-            self._manager.complete_store(self._lease(slots[succeeded]))
+            self._manager.complete_store(self._manager.lease(slots[succeeded]))
             self.cancel_writes(slots[~succeeded])
         return slots[dropped]
 
@@ -143,13 +143,10 @@ class Catalog:
 
     def cancel_writes(self, slots: Slots) -> None:
         """Undoes ``begin_writes``, except the evictions."""
-        self._manager.complete_store(self._lease(slots), success=False)
+        self._manager.complete_store(self._manager.lease(slots), success=False)
 
     def _unpin(self, slots: Slots) -> None:
-        self._manager.complete_load(self._lease(slots))
-
-    def _lease(self, slots: Slots) -> LoadStoreSpec:
-        return LoadStoreSpec(self._backend.medium, slots)
+        self._manager.complete_load(self._manager.lease(slots))
 
     # Order and removal.
 

@@ -8,12 +8,10 @@ from typing import TypeVar
 
 import numpy as np
 
-from kvoffload.abc import IntegrityError, LookupState, OffloadKey, Slots, States, Tier, TierResult
+from kvoffload.abc import IntegrityError, OffloadKey, Slots, States, Tier, TierResult
+from kvoffload.abc.tier import MISS, PENDING, RETRY
 
 logger = logging.getLogger(__name__)
-
-ANSWERS = (LookupState.MISS, LookupState.HIT, LookupState.RETRY)
-"""What ``Tier.contains`` may answer."""
 
 Answer = TypeVar("Answer")
 
@@ -60,7 +58,7 @@ class GuardedTier(Tier):
         if self.fault is not None:
             return missing
         states = self._try("contains", lambda: np.asarray(self._tier.contains(keys)), missing)
-        if states.shape != missing.shape or not np.isin(states, ANSWERS).all():
+        if states.shape != missing.shape or ((states < MISS) | (states == PENDING) | (states > RETRY)).any():
             self._blame("contains did not answer HIT, MISS or RETRY for each key")
             return missing
         return states
@@ -77,9 +75,10 @@ class GuardedTier(Tier):
         if self.fault is not None:
             return []
         taken = self._try(name, lambda: list(call()), list(keys))
-        if len(set(taken)) != len(taken) or not set(taken).issubset(keys):
+        distinct, given = set(taken), set(keys)
+        if len(distinct) != len(taken) or not distinct <= given:
             self._blame(f"{name} took on blocks that it was not given, or one twice")
-            taken = [key for key in dict.fromkeys(taken) if key in set(keys)]
+            taken = [key for key in dict.fromkeys(taken) if key in given]
         self._under_way.update((key, name == "read") for key in taken)
         return taken
 

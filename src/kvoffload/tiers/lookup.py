@@ -8,7 +8,8 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from kvoffload.abc import LookupState, MissReason, OffloadKey, Slots, States
+from kvoffload.abc import MissReason, OffloadKey, Slots, States
+from kvoffload.abc.tier import HIT, MISS, PENDING, RETRY
 from kvoffload.cache.keys import key_group_idx
 from kvoffload.cache.manager import PolicyOffloadingManager
 from kvoffload.cache.misses import MissMemory
@@ -21,9 +22,6 @@ MISS_TTL_S = 1.0
 """How long a key counts as missing after a tier has not answered for it within the deadline."""
 FIRST_CHUNK = 256
 """Keys that are looked up at once at first; doubled while all are found."""
-
-# Plain numbers, which numpy compares faster than members of an enum.
-MISS, HIT, PENDING, RETRY = map(int, LookupState)
 
 
 class Run(NamedTuple):

@@ -309,11 +309,12 @@ class TieredOffloadingManager(OffloadingManager):
         success: bool = True,
     ) -> None:
         self.host.complete_store(blocks, req_context, success)
-        keys = self.host.keys_of(blocks) if isinstance(blocks, LoadStoreSpec) else blocks
-        for tier in self.tiers:
-            if success:
+        if success:
+            keys = self.host.keys_of(blocks) if isinstance(blocks, LoadStoreSpec) else blocks
+            for tier in self.tiers:
                 tier.writes.stored(keys)
-            else:
+        else:
+            for tier in self.tiers:
                 tier.writes.store_failed()
         self._write()
 

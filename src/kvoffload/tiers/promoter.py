@@ -16,7 +16,6 @@ from kvoffload.abc import (
     MissReason,
     OffloadKey,
     ReqContext,
-    Slots,
     TierError,
     TierResult,
 )
@@ -129,7 +128,7 @@ class Promoter:
         if len(others):
             slots[others] = self._host.prepare_load([keys[i] for i in others.tolist()], context).slots
         self._pins.remove(promotion.forget_pins(keys))
-        return self._lease(slots)
+        return self._host.lease(slots)
 
     def release(self, context: ReqContext) -> None:
         """Ends the request's promotion, with its wait and its pins."""
@@ -266,7 +265,7 @@ class Promoter:
                 left = self._give(tier, left, promotion, now)
         if left:
             # No tier has taken these on. Those that a tier still has are tried again.
-            self._host.complete_store(self._lease(left.values()), success=False)
+            self._host.complete_store(self._host.lease(left.values()), success=False)
             promotion.wanted[:0] = self._readable(list(left))
         if not promotion.wanted:
             del self._queue[promotion]
@@ -325,11 +324,11 @@ class Promoter:
                 else:
                     bad.append(slot)
             if bad:
-                self._host.complete_store(self._lease(bad), success=False)
+                self._host.complete_store(self._host.lease(bad), success=False)
                 tier.writes.lose(len(bad))
                 self._explain_failures([result for result in ended if not result.ok])
             if good:
-                self._host.complete_store(self._lease(good.values()))
+                self._host.complete_store(self._host.lease(good.values()))
                 self._count("promoted_blocks", len(good))
             for promotion in batch.promotions:
                 arrived = {key: slot for key, slot in good.items() if key in promotion.reading}
@@ -349,14 +348,11 @@ class Promoter:
 
     # Pins.
 
-    def _lease(self, slots: Collection[int] | Slots) -> LoadStoreSpec:
-        return LoadStoreSpec(self._host.backend.medium, np.fromiter(slots, np.int64, len(slots)))
-
     def _pin(self, promotion: Promotion, slots: dict[OffloadKey, int]) -> None:
         """Pins blocks that have just become ready, but not those that were dropped while they were read."""
         if not slots:
             return
-        lease = self._lease(slots.values())
+        lease = self._host.lease(slots.values())
         is_pinned = self._host.pin(lease)
         self._pins.add(lease.slots[is_pinned])
         promotion.pinned.update(compress(slots.items(), is_pinned.tolist()))
@@ -368,7 +364,7 @@ class Promoter:
         slots = promotion.forget_pins(keys)
         if len(slots):
             self._pins.remove(slots)
-            self._host.complete_load(self._lease(slots))
+            self._host.complete_load(self._host.lease(slots))
 
     def check_integrity(self) -> None:
         """Raises IntegrityError if pins and promotions do not match, or a promised block is not in the host."""
@@ -382,7 +378,7 @@ class Promoter:
             for key, slot in promotion.pinned.items():
                 status = self._host.block_status(key)
                 is_pinned = status is not None and status.slot == slot and status.ref_cnt > 0
-                if not is_pinned and not self._host.is_dropped(self._lease([slot]))[0]:
+                if not is_pinned and not self._host.is_dropped(self._host.lease([slot]))[0]:
                     raise IntegrityError("a block that is pinned for a promotion can be evicted")
         if pins != self._pins:
             raise IntegrityError("the pins of promoted blocks do not match the promotions")

@@ -10,7 +10,6 @@ import numpy as np
 from kvoffload.abc import (
     IntegrityError,
     KVGroup,
-    LoadStoreSpec,
     LookupState,
     MissReason,
     OffloadKey,
@@ -261,7 +260,7 @@ class WriteThrough:
 
     def _unpin(self, slots: Collection[int]) -> None:
         if slots:
-            self._host.complete_load(LoadStoreSpec(self._host.backend.medium, np.fromiter(slots, np.int64, len(slots))))
+            self._host.complete_load(self._host.lease(slots))
 
     def _batches(self) -> set[WriteBatch]:
         return set(self._writing.values())
