@@ -39,6 +39,12 @@ def test_the_replay_is_shown(report: Report, replayed: int) -> None:
     assert ("has other hits" in text) is (replayed != 20_000)
 
 
+def test_a_replay_without_a_difference_says_so(report: Report) -> None:
+    hits = {"device": 30_000, "host": 20_000}
+    page = " ".join(render_page(replace(report, replay=Agreement(64, hits, hits, 0))).split())
+    assert "20,000 in host memory; every request agrees." in page
+
+
 def test_page_escapes_its_input(
     baseline: ActResult, offload: ActResult, restart: ActResult, control: ActResult
 ) -> None:
