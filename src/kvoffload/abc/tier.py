@@ -72,16 +72,20 @@ class Tier(ABC):
     read or written at most once at a time. A block that was read without an error has exactly the bytes that were
     written under its key: the tier has verified that.
 
-    **Budget.** ``used_bytes`` never exceeds ``capacity_bytes``.
+    **Budget.** ``used_bytes`` never exceeds ``capacity_bytes``. A medium that bounds itself, such as a store that others
+    write to as well, has neither.
     """
 
     name: str
-    """For logs and metrics."""
+    """For logs and metrics. Distinct among the tiers of a manager."""
+    is_shared: bool = False
+    """Whether other processes use the same blocks. A reset of one process then deletes nothing: the process stops using
+    the tier until it is started again."""
 
     @property
-    @abstractmethod
-    def capacity_bytes(self) -> int:
-        """The tier's budget in the medium."""
+    def capacity_bytes(self) -> int | None:
+        """The tier's budget in the medium. By default None: the medium bounds itself."""
+        return None
 
     @property
     @abstractmethod
@@ -89,25 +93,35 @@ class Tier(ABC):
         """Bytes that one block takes in the medium; does not change."""
 
     @property
-    @abstractmethod
-    def num_blocks(self) -> int:
-        """Blocks held now, including those being written."""
+    def num_blocks(self) -> int | None:
+        """Blocks held now, including those being written. By default None: the tier does not know."""
+        return None
 
     @property
-    def used_bytes(self) -> int:
+    def used_bytes(self) -> int | None:
         """Bytes taken in the medium now, including everything that the tier keeps there beside the blocks that it
         holds. By default there is nothing else."""
-        return self.num_blocks * self.block_bytes
+        return None if self.num_blocks is None else self.num_blocks * self.block_bytes
 
     @property
     def num_evicted(self) -> int:
         """Blocks evicted since the start. By default 0, for a tier that evicts none."""
         return 0
 
+    @property
+    def num_failed_lookups(self) -> int:
+        """Lookups since the start that have failed, one per attempt to ask the medium. By default 0."""
+        return 0
+
+    def expect(self, keys: Sequence[OffloadKey]) -> None:
+        """Says that a request is about to look up ``keys``, a chain, head first. A tier that answers RETRY while it
+        asks its medium then asks for all of them at once. By default does nothing."""
+
     @abstractmethod
     def contains(self, keys: Sequence[OffloadKey]) -> States:
         """Returns one state per key. HIT: it can be read now. MISS: it cannot. RETRY: the medium is being asked, and a
-        later call knows; ``poll`` need not report that. Does not count as a use."""
+        later call knows; ``poll`` need not report that. Does not count as a use. An answer about a shared medium may be
+        out of date by a few seconds: a read then ends with GONE."""
 
     @abstractmethod
     def read(self, keys: Sequence[OffloadKey], slots: Slots) -> list[OffloadKey]:
@@ -118,7 +132,8 @@ class Tier(ABC):
     def write(self, keys: Sequence[OffloadKey], slots: Slots) -> list[OffloadKey]:
         """Begins to write ``keys[i]`` from host slot ``slots[i]``, evicting others for it. Returns the keys that
         were taken on; ``poll`` reports each of them once. The others are held already, or there is no room, or too many
-        writes are under way."""
+        writes are under way. A block that turns out to be held by a shared medium already has been written, with
+        ``nbytes`` 0."""
 
     @abstractmethod
     def touch(self, keys: Sequence[OffloadKey]) -> None:
@@ -132,11 +147,18 @@ class Tier(ABC):
 
     @abstractmethod
     def delete(self, keys: Sequence[OffloadKey]) -> None:
-        """``keys`` are no longer held from now on, even those being read or written. Ignores unknown keys."""
+        """``keys`` are no longer held from now on, even those being read or written. Ignores unknown keys. A shared tier
+        deletes only what this process has written, and may find what others have."""
 
     @abstractmethod
     def reset(self) -> None:
-        """No key is held from now on, and no later process finds any that was held until now."""
+        """No key is held from now on, and no later process finds any that was held until now. A shared tier deletes
+        nothing: it holds nothing for this process from now on, and takes nothing on."""
+
+    def take_evicted(self) -> list[OffloadKey]:
+        """Returns the keys of blocks that were evicted or lost since the last call, for events; called only if events
+        are on. By default none."""
+        return []
 
     @abstractmethod
     def poll(self) -> list[TierResult]:

@@ -28,13 +28,14 @@ class GuardedTier(Tier):
     def __init__(self, tier: Tier) -> None:
         self._tier = tier
         self.name = tier.name
+        self.is_shared = tier.is_shared
         self.fault: str | None = None
         """Why the tier cannot be used any more; None if it can."""
         self._under_way: set[tuple[OffloadKey, bool]] = set()
         """Key and direction of each transfer that ``poll`` has not reported yet."""
 
     @property
-    def capacity_bytes(self) -> int:
+    def capacity_bytes(self) -> int | None:
         return self._tier.capacity_bytes
 
     @property
@@ -42,16 +43,24 @@ class GuardedTier(Tier):
         return self._tier.block_bytes
 
     @property
-    def num_blocks(self) -> int:
-        return self._try("num_blocks", lambda: self._tier.num_blocks, 0)
+    def num_blocks(self) -> int | None:
+        return self._try("num_blocks", lambda: self._tier.num_blocks, None)
 
     @property
-    def used_bytes(self) -> int:
-        return self._try("used_bytes", lambda: self._tier.used_bytes, 0)
+    def used_bytes(self) -> int | None:
+        return self._try("used_bytes", lambda: self._tier.used_bytes, None)
 
     @property
     def num_evicted(self) -> int:
         return self._try("num_evicted", lambda: self._tier.num_evicted, 0)
+
+    @property
+    def num_failed_lookups(self) -> int:
+        return self._try("num_failed_lookups", lambda: self._tier.num_failed_lookups, 0)
+
+    def expect(self, keys: Sequence[OffloadKey]) -> None:
+        if self.fault is None:
+            self._try("expect", lambda: self._tier.expect(keys), None)
 
     def contains(self, keys: Sequence[OffloadKey]) -> States:
         missing = np.zeros(len(keys), dtype=np.uint8)
@@ -96,6 +105,9 @@ class GuardedTier(Tier):
 
     def reset(self) -> None:
         self._try("reset", self._tier.reset, None)
+
+    def take_evicted(self) -> list[OffloadKey]:
+        return self._try("take_evicted", lambda: list(self._tier.take_evicted()), list[OffloadKey]())
 
     def poll(self) -> list[TierResult]:
         results: list[TierResult] = self._try("poll", lambda: list(self._tier.poll()), list[TierResult]())

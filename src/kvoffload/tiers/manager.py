@@ -345,9 +345,9 @@ class TieredOffloadingManager(OffloadingManager):
         self._num_evicted = evicted
         counts, self._counts = self._counts, defaultdict(float)
         gauges = {
-            "disk_blocks": sum(tier.tier.num_blocks for tier in self.tiers),
-            "disk_used_bytes": sum(tier.tier.used_bytes for tier in self.tiers),
-            "disk_bytes": sum(tier.tier.capacity_bytes for tier in self.tiers),
+            "disk_blocks": sum(tier.tier.num_blocks or 0 for tier in self.tiers),
+            "disk_used_bytes": sum(tier.tier.used_bytes or 0 for tier in self.tiers),
+            "disk_bytes": sum(tier.tier.capacity_bytes or 0 for tier in self.tiers),
             "disk_off": int(any(tier.breaker.is_off for tier in self.tiers)),
         }
         return {**{name: count for name, count in counts.items() if count}, **gauges}

@@ -116,9 +116,12 @@ class WriteThrough:
             self._backlog.remove(before)
         keys = list(keys)
         by_group = self._layout.split(keys)
-        # The tail of a chain longer than the tier would evict its head.
-        most_blocks = self._tier.capacity_bytes // max(1, self._tier.block_bytes)
-        num_units = min(self._layout.num_units(by_group), most_blocks // sum(self._layout.blocks_per_unit))
+        num_units = self._layout.num_units(by_group)
+        capacity = self._tier.capacity_bytes
+        if capacity is not None:
+            # The tail of a chain longer than the tier would evict its head.
+            most_blocks = capacity // max(1, self._tier.block_bytes)
+            num_units = min(num_units, most_blocks // sum(self._layout.blocks_per_unit))
         if num_units == 0:
             return
         chain = Chain(keys, by_group, num_units, is_whole, request)
