@@ -157,6 +157,8 @@ class ModelEngine:
         """Finished requests whose blocks the connector has asked to keep."""
         self.outputs: dict[str, list[int]] = {}
         self.steps = 0
+        self._asked_at = 0
+        """The step after which requests were last added."""
         self.loaded_blocks = [0] * len(self.groups)
         self.partial_loads = [0] * len(self.groups)
         self._unreported: list[_Results] = []
@@ -217,11 +219,12 @@ class ModelEngine:
     def ask(self, requests: Sequence[EngineRequest]) -> None:
         """Adds requests, with names of their own, to those that are still to come."""
         self._todo += requests
+        self._asked_at = self.steps
 
     def turn(self) -> None:
         """Lets requests come, be aborted and so on, and runs one step."""
         batcher = self.batcher
-        if self.steps > MAX_STEPS:
+        if self.steps - self._asked_at > MAX_STEPS:
             raise Hang(f"after {MAX_STEPS} steps: {len(batcher.waiting)} waiting, {len(batcher.running)} running")
         if self._todo and self.random.random() < 0.4:
             batcher.waiting.append(self._todo.pop(0))
