@@ -210,7 +210,7 @@ def _make(found: type[TierConfig], given: Mapping[Any, Any]) -> TierConfig:
         is_needed = each.default is dataclasses.MISSING and each.default_factory is dataclasses.MISSING
         if is_needed and each.name not in given:
             example = json.dumps({"kind": found.kind, **found.example}) if each.name in found.example else None
-            fix = f"write a whole entry such as {example}" if example else "add it"
+            fix = f"write all of {example}" if example else "add it"
             raise ConfigError(f"{each.name} is not set, and a tier of kind {found.kind} needs it; {fix}")
     try:
         return found(**given)
