@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable, Collection, Sequence
 
 import numpy as np
@@ -14,6 +15,8 @@ from kvoffload.cache.policies import make_policy
 from kvoffload.cache.slots import SlotBackend
 
 DISK_MEDIUM = "DISK"
+MAX_LOST = 1 << 16
+"""Keys of evicted and lost blocks that are kept until they are asked for."""
 
 Claim = tuple[list[OffloadKey], Slots, Slots]
 """Blocks that are in transfer from now on: keys, host slots, and slots in the tier, all in the same order."""
@@ -43,6 +46,8 @@ class Catalog:
         self._manager = PolicyOffloadingManager(
             self._backend, make_policy(policy, num_slots), must_store=True, clock=clock
         )
+        self._lost: deque[OffloadKey] = deque(maxlen=MAX_LOST)
+        """Keys for ``take_evicted``."""
         self._is_read = np.zeros(num_slots, dtype=np.bool_)
         """Which slots are being read."""
 
@@ -111,6 +116,7 @@ class Catalog:
         if output is None:
             return [], host_slots[:0], host_slots[:0]
         self.num_evicted += len(output.evicted_keys)
+        self._lost.extend(output.evicted_keys)
         if len(output.keys_to_store) < len(keys):
             index = {key: i for i, key in enumerate(keys)}
             host_slots = host_slots[[index[key] for key in output.keys_to_store]]
@@ -122,7 +128,9 @@ class Catalog:
         dropped = self._manager.is_dropped(self._manager.lease(slots))
         self.cancel_reads(slots)
         if not succeeded.all():
-            self._manager.drop([keys[i] for i in np.flatnonzero(~succeeded & ~dropped).tolist()])
+            lost = [keys[i] for i in np.flatnonzero(~succeeded & ~dropped).tolist()]
+            self._manager.drop(lost)
+            self._lost.extend(lost)
         return slots[dropped]
 
     def end_writes(self, slots: Slots, succeeded: npt.NDArray[np.bool_]) -> Slots:
@@ -171,6 +179,10 @@ class Catalog:
     def reset(self) -> None:
         """Drops all blocks at once."""
         self._manager.reset()
+
+    def take_evicted(self) -> list[OffloadKey]:
+        """Returns the keys of blocks that were evicted, or could not be read, since the last call."""
+        return [self._lost.popleft() for _ in range(len(self._lost))]
 
     def check_integrity(self) -> None:
         """Raises IntegrityError if slots, blocks and policy do not agree. O(blocks)."""
