@@ -76,6 +76,12 @@ class ReadOnlyFile(StoredFile):
     def allocated_bytes(self) -> int:
         return os.fstat(self._fd).st_blocks * 512
 
+    def modified(self) -> float:
+        return os.fstat(self._fd).st_mtime
+
+    def sync(self) -> None:
+        raise NotImplementedError
+
     def resize(self, size: int) -> None:
         raise NotImplementedError
 

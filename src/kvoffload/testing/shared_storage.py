@@ -405,15 +405,19 @@ class NfsStorage(Storage):
         return NfsStorage(self.client, (*self._path, name), self._read_only)
 
     def lock(self) -> None:
+        if not self.try_lock():
+            raise ConfigError(f"{'/'.join(self._path)}: another client has locked it")
+
+    def try_lock(self) -> bool:
         client = self.client
         folder = self._folder("")
         client.access()
         inode = folder.entries.setdefault(LOCK_NAME, client.server.new_file())
         client.forget_entries(folder, LOCK_NAME)
         assert isinstance(inode, Inode)
-        if not client.server.take_lock(inode, client):
-            raise ConfigError(f"{'/'.join(self._path)}: another client has locked it")
-        self._locked = inode
+        if client.server.take_lock(inode, client):
+            self._locked = inode
+        return self._locked is inode
 
     def folders(self) -> list[str]:
         folder = self._folder("")
@@ -440,7 +444,7 @@ class NfsStorage(Storage):
         here.entries.pop(folder, None)
         self.client.forget_entries(here, folder)
 
-    def open(self, folder: str, name: str, create: bool = False, direct: bool = False) -> NfsFile:
+    def open(self, folder: str, name: str, create: bool = False, direct: bool = False, fresh: bool = False) -> NfsFile:
         where = self._folder(folder)
         self.client.access()
         inode = None if create else self.client.node(where, name)
@@ -453,7 +457,7 @@ class NfsStorage(Storage):
         if isinstance(inode, Folder):
             raise os_error(errno.EISDIR)
         self.client.attributes(inode, fresh=True)
-        return NfsFile(self.client, inode, direct, self._read_only)
+        return NfsFile(self.client, inode, direct, fresh, self._read_only or fresh)
 
     def remove(self, folder: str, name: str) -> None:
         self._check_writable()
@@ -518,14 +522,16 @@ class NfsStorage(Storage):
 
 
 class NfsFile(StoredFile):
-    """An open file. ``direct``: only whole pages may be read or written, and the cache is avoided if the mount can."""
+    """An open file. ``direct`` and ``fresh``: only whole pages may be read or written, and the cache is avoided if the
+    mount can; ``fresh`` drops the cached pages that it reads if not."""
 
-    def __init__(self, client: NfsClient, inode: Inode, direct: bool, read_only: bool) -> None:
-        self.is_direct = direct and client.mount.is_direct
+    def __init__(self, client: NfsClient, inode: Inode, direct: bool, fresh: bool, read_only: bool) -> None:
+        self.is_direct = (direct or fresh) and client.mount.is_direct
         self.read_only = read_only
         self._client = client
         self._inode = inode
-        self._aligned = direct
+        self._aligned = direct or fresh
+        self._drops_pages = fresh
         client.handles[self] = inode
 
     @property
@@ -559,6 +565,9 @@ class NfsFile(StoredFile):
         if end <= offset:
             return np.zeros(0, np.uint8)
         first, last = offset // PAGE, -(-end // PAGE)
+        if self._drops_pages:
+            for page in range(first, last):
+                cache.pages.pop(page, None)
         ahead = range(last, min(last + READ_AHEAD, -(-cache.attributes.size // PAGE)))
         found = [cache.pages[page] if page in cache.pages else self._fetch(cache, page) for page in range(first, last)]
         for page in ahead:
@@ -600,6 +609,14 @@ class NfsFile(StoredFile):
             if self._inode.is_gone:
                 raise os_error(errno.ESTALE)
             yield start, min(start + step, nbytes)
+
+    def modified(self) -> float:
+        self._check()
+        return self._client.attributes(self._inode).modified
+
+    @property
+    def is_cached(self) -> bool:
+        return not self.is_direct
 
     def sync(self) -> None:
         """Sends every buffered write. Raises OSError if one is lost."""
