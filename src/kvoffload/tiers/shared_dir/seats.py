@@ -389,5 +389,3 @@ class GoneSeats:
         left = Heartbeat(self._seat.owner, "", 0, "", SeatState.EMPTIED, 0, 0.0, 0)
         _write(storage, HEARTBEAT_NAME, left.pack())
         return True
-
-
