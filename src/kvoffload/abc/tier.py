@@ -72,8 +72,8 @@ class Tier(ABC):
     read or written at most once at a time. A block that was read without an error has exactly the bytes that were
     written under its key: the tier has verified that.
 
-    **Budget.** ``used_bytes`` never exceeds ``capacity_bytes``. A medium that bounds itself, such as a store that others
-    write to as well, has neither.
+    **Budget.** ``used_bytes`` never exceeds ``capacity_bytes``. A medium that bounds itself, such as a store that
+    others write to as well, has neither.
     """
 
     name: str
@@ -147,8 +147,8 @@ class Tier(ABC):
 
     @abstractmethod
     def delete(self, keys: Sequence[OffloadKey]) -> None:
-        """``keys`` are no longer held from now on, even those being read or written. Ignores unknown keys. A shared tier
-        deletes only what this process has written, and may find what others have."""
+        """``keys`` are no longer held from now on, even those being read or written. Ignores unknown keys. A shared
+        tier deletes only what this process has written, and may find what others have."""
 
     @abstractmethod
     def reset(self) -> None:
@@ -156,8 +156,11 @@ class Tier(ABC):
         nothing: it holds nothing for this process from now on, and takes nothing on."""
 
     def take_evicted(self) -> list[OffloadKey]:
-        """Returns the keys of blocks that were evicted or lost since the last call, for events; called only if events
-        are on. By default none."""
+        """Returns the keys of blocks that were evicted or lost since the last call, for events, also those that a reset
+        has dropped from a tier that is not shared. Blocks that were deleted, and those of which ``poll`` has said that
+        they are CORRUPT or GONE, may be among them. Called only if events are on: first when the tier is taken into
+        use, then after each ``poll``. A tier that has not been asked yet keeps nothing for it, and the keys that it
+        keeps are bounded. By default none."""
         return []
 
     @abstractmethod

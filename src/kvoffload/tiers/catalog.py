@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections import deque
 from collections.abc import Callable, Collection, Sequence
 
 import numpy as np
@@ -15,8 +14,6 @@ from kvoffload.cache.policies import make_policy
 from kvoffload.cache.slots import SlotBackend
 
 DISK_MEDIUM = "DISK"
-MAX_LOST = 1 << 16
-"""Keys of evicted and lost blocks that are kept until they are asked for."""
 
 Claim = tuple[list[OffloadKey], Slots, Slots]
 """Blocks that are in transfer from now on: keys, host slots, and slots in the tier, all in the same order."""
@@ -46,8 +43,6 @@ class Catalog:
         self._manager = PolicyOffloadingManager(
             self._backend, make_policy(policy, num_slots), must_store=True, clock=clock
         )
-        self._lost: deque[OffloadKey] = deque(maxlen=MAX_LOST)
-        """Keys for ``take_evicted``."""
         self._is_read = np.zeros(num_slots, dtype=np.bool_)
         """Which slots are being read."""
 
@@ -116,7 +111,6 @@ class Catalog:
         if output is None:
             return [], host_slots[:0], host_slots[:0]
         self.num_evicted += len(output.evicted_keys)
-        self._lost.extend(output.evicted_keys)
         if len(output.keys_to_store) < len(keys):
             index = {key: i for i, key in enumerate(keys)}
             host_slots = host_slots[[index[key] for key in output.keys_to_store]]
@@ -128,9 +122,7 @@ class Catalog:
         dropped = self._manager.is_dropped(self._manager.lease(slots))
         self.cancel_reads(slots)
         if not succeeded.all():
-            lost = [keys[i] for i in np.flatnonzero(~succeeded & ~dropped).tolist()]
-            self._manager.drop(lost)
-            self._lost.extend(lost)
+            self._manager.drop([keys[i] for i in np.flatnonzero(~succeeded & ~dropped).tolist()])
         return slots[dropped]
 
     def end_writes(self, slots: Slots, succeeded: npt.NDArray[np.bool_]) -> Slots:
@@ -180,9 +172,11 @@ class Catalog:
         """Drops all blocks at once."""
         self._manager.reset()
 
-    def take_evicted(self) -> list[OffloadKey]:
-        """Returns the keys of blocks that were evicted, or could not be read, since the last call."""
-        return [self._lost.popleft() for _ in range(len(self._lost))]
+    def take_removed(self) -> list[OffloadKey]:
+        """Returns the keys of blocks that have left since the last call, for whatever reason. The first call returns
+        none; until then none are kept."""
+        self._manager.enable_events()
+        return [key for event in self._manager.take_events() if event.removed for key in event.keys]
 
     def check_integrity(self) -> None:
         """Raises IntegrityError if slots, blocks and policy do not agree. O(blocks)."""

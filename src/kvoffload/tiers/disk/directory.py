@@ -94,7 +94,7 @@ class DirectoryStorage(Storage):
             return
         owner = self._lock(LOCK_DEADLINE_S, shared)
         if owner is not None:
-            raise ConfigError(f"disk_dir={str(self.path)!r}: in use by {owner}; give each server its own directory")
+            raise ConfigError(f"dir={str(self.path)!r}: in use by {owner}; give each server its own directory")
 
     def try_lock(self) -> bool:
         return self._lock_fd >= 0 or self._lock(0.0, shared=False) is None
@@ -128,7 +128,7 @@ class DirectoryStorage(Storage):
         try:
             if fd >= 0 and not try_to_lock(fd, ALONE_DEADLINE_S):
                 raise ConfigError(
-                    f"disk_dir={str(self.path)!r}: another process has been starting or clearing it for "
+                    f"dir={str(self.path)!r}: another process has been starting or clearing it for "
                     f"{ALONE_DEADLINE_S:.0f} s; end that process, or name another directory"
                 )
             yield
@@ -169,7 +169,7 @@ class DirectoryStorage(Storage):
         if not self._knows_repair:
             self._knows_repair = True
             logger.warning(
-                "kvoffload: disk_dir=%r: %s was open to other users (mode %o) and is closed to them now, as is every "
+                "kvoffload: %r: %s was open to other users (mode %o) and is closed to them now, as is every "
                 "other file found open. Checksums do not show forged blocks: if you do not trust those users, stop the "
                 "server and run kvoffload disk clear",
                 str(self.path),
@@ -251,9 +251,7 @@ class DirectoryStorage(Storage):
         """Logs, once, that the page cache is used."""
         if not self._knows_direct:
             self._knows_direct = True
-            logger.warning(
-                "kvoffload: disk_dir=%r: its file system has no O_DIRECT; using the page cache", str(self.path)
-            )
+            logger.warning("kvoffload: %r: its file system has no O_DIRECT; using the page cache", str(self.path))
 
     @contextmanager
     def _folder(self, folder: str) -> Iterator[int]:
@@ -383,7 +381,7 @@ def _unlock(fd: int) -> int:
 
 
 def _open_root(path: Path) -> int:
-    setting = f"disk_dir={str(path)!r}"
+    setting = f"dir={str(path)!r}"
     if path.is_symlink():
         raise ConfigError(f"{setting}: is a symbolic link; name its target, {os.path.realpath(path)!r}")
     if path.exists() and not path.is_dir():
