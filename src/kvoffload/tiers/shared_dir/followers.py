@@ -5,7 +5,8 @@ from __future__ import annotations
 import errno
 import logging
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 import numpy as np
 
@@ -29,8 +30,10 @@ logger = logging.getLogger(__name__)
 FOLLOW_S = 1.0
 """Time between two passes."""
 RECORDS_PER_READ = 1 << 16
-REBUILD_S = 10.0
-"""Least time between two searches for blocks that were shadowed."""
+REST_S = 5.0
+REST_FACTOR = 20
+"""After a whole index was read, or the table made anew, it is not done again for REST_S, or this many times as long as
+it took."""
 MAX_RECHECKS = 1024
 """Slots that are looked at again in one pass, because a read has failed there."""
 PAGE = 4096
@@ -61,7 +64,7 @@ class Follower:
         self._seats: dict[str, _FollowedSeat] = {}
         self._doubtful: deque[tuple[int, int]] = deque(maxlen=MAX_RECHECKS)
         """Ordinals and slots to be looked at again."""
-        self._rebuild_after = -float("inf")
+        self._rebuild_rest = _Rest(clock)
 
     def recheck(self, ordinal: int, slot: int) -> None:
         """A block was not found in this slot: the next pass reads the slot's record. Any thread may call this."""
@@ -83,11 +86,10 @@ class Follower:
             seat = next((seat for seat in self._seats.values() if seat.ordinal == ordinal), None)
             if seat is not None:
                 seat.recheck(slot)
-        now = self._clock()
-        if self._blocks.is_incomplete and now >= self._rebuild_after:
-            self._blocks.rebuild()
-            self._rebuild_after = now + REBUILD_S
-        self._blocks.handles.close_idle(now)
+        if self._blocks.is_incomplete and self._rebuild_rest.is_over:
+            with self._rebuild_rest.after():
+                self._blocks.rebuild()
+        self._blocks.handles.close_idle(self._clock())
 
     def _follow(self, name: str) -> None:
         seat = self._seats.get(name)
@@ -100,7 +102,7 @@ class Follower:
             ordinal = seat_number(name)
             assert ordinal is not None
             seat = self._seats[name] = _FollowedSeat(
-                ordinal, storage, self._fingerprint, self._slot_bytes, self._blocks
+                ordinal, storage, self._fingerprint, self._slot_bytes, self._blocks, _Rest(self._clock)
             )
         seat.follow()
 
@@ -109,6 +111,28 @@ class Follower:
         for seat in self._seats.values():
             seat.leave()
         self._seats.clear()
+
+
+class _Rest:
+    """The time for which something expensive is not done again."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._until = -float("inf")
+
+    @property
+    def is_over(self) -> bool:
+        return self._clock() >= self._until
+
+    @contextmanager
+    def after(self) -> Iterator[None]:
+        """Begins a rest after what is done in the context, even if it fails."""
+        begun = self._clock()
+        try:
+            yield
+        finally:
+            ended = self._clock()
+            self._until = ended + max(REST_S, REST_FACTOR * (ended - begun))
 
 
 class _FollowedSeat:
@@ -121,12 +145,14 @@ class _FollowedSeat:
         fingerprint: str,
         slot_bytes: tuple[int, ...],
         blocks: ForeignBlocks,
+        rest: _Rest,
     ) -> None:
         self.ordinal = ordinal
         self._storage = storage
         self._fingerprint = fingerprint
         self._slot_bytes = slot_bytes
         self._blocks = blocks
+        self._rest = rest
         self._journal: JournalHeader | None = None
         """The header up to which the journal was followed; None: the index must be read."""
 
@@ -183,25 +209,25 @@ class _FollowedSeat:
                 self._blocks.drop(self.ordinal)
                 self._journal = journal
                 return
-            num_slots = min(max(0, index.size() - HEADER_BYTES) // RECORD_BYTES, MAX_FOREIGN_BLOCKS)
-            view = self._view(header, num_slots)
-            self._scan(index, view, num_slots)
+            if not self._is_same(header):
+                self._blocks.drop(self.ordinal)
+            if not self._rest.is_over:
+                return
+            with self._rest.after():
+                num_slots = min(max(0, index.size() - HEADER_BYTES) // RECORD_BYTES, MAX_FOREIGN_BLOCKS)
+                old = self._blocks.view(self.ordinal)
+                view = SeatView.empty(self.ordinal, self._storage, header, num_slots, old and old.serial)
+                self._scan(index, view, num_slots)
+                self._blocks.replace(view)
         finally:
             index.close()
-        if header.generation != journal.generation:
-            # The journal follows the header; the next pass reads both again.
-            self._journal = None
-        else:
-            self._journal = journal
-        self._blocks.replace(view)
+        # The header that was read is as new as the journal or newer. If it is newer, the journal changes soon.
+        self._journal = journal
 
-    def _view(self, header: Header, num_slots: int) -> SeatView:
-        """Returns an empty view, with the former one's serial if the files are the same."""
-        view = SeatView.empty(self.ordinal, self._storage, header, num_slots)
-        old = self._blocks.view(self.ordinal)
-        if old is not None and old.header == header:
-            return SeatView(self.ordinal, self._storage, header, view.digests, view.checksums, old.serial)
-        return view
+    def _is_same(self, header: Header) -> bool:
+        """Returns whether the blocks that are known are those of this header."""
+        view = self._blocks.view(self.ordinal)
+        return view is not None and view.header == header
 
     def _scan(self, index: StoredFile, view: SeatView, num_slots: int) -> None:
         """Fills ``view`` with the blocks that the index has."""
@@ -237,6 +263,15 @@ class _FollowedSeat:
 
     def _open(self, name: str) -> StoredFile:
         return self._storage.open(self._fingerprint, name, fresh=True)
+
+
+def read_header(storage: Storage, fingerprint: str) -> Header:
+    """Returns the header of an index as it is on the medium now. Raises FormatError and OSError."""
+    file = storage.open(fingerprint, INDEX_NAME, fresh=True)
+    try:
+        return Header.unpack(_read(file, 0, HEADER_BYTES))
+    finally:
+        file.close()
 
 
 def read_record(storage: Storage, fingerprint: str, slot: int) -> ByteArray:

@@ -51,9 +51,12 @@ class SeatView:
     serial: int
 
     @classmethod
-    def empty(cls, ordinal: int, storage: Storage, header: Header, num_slots: int) -> SeatView:
+    def empty(
+        cls, ordinal: int, storage: Storage, header: Header, num_slots: int, serial: int | None = None
+    ) -> SeatView:
+        """Returns a view without blocks, by default with a new serial."""
         arrays = np.zeros(num_slots, dtype=np.uint64), np.zeros(num_slots, dtype=np.uint64)
-        return cls(ordinal, storage, header, *arrays, next(_serials))
+        return cls(ordinal, storage, header, *arrays, next(_serials) if serial is None else serial)
 
     def grown(self, num_slots: int) -> SeatView:
         """Returns a view of the same files with room for more slots."""
@@ -83,10 +86,10 @@ class ForeignBlocks:
         self._table = BlockTable(0)
         self._views: dict[int, SeatView] = {}
         """By ordinal."""
-        self._num_shadowed = 0
-        """Blocks that are not in the table, since another seat has them too."""
+        self._num_held = 0
+        """Blocks in the views. Those that several seats have are in the table once."""
         self.is_incomplete = False
-        """Whether a block that was shadowed may be missing in the table now."""
+        """Whether the table may lack a block that a seat has, since it had it from another seat."""
 
     # Any thread.
 
@@ -160,40 +163,39 @@ class ForeignBlocks:
             self.handles.close_all(view.serial)
 
     def _remove(self, view: SeatView, slots: Slots) -> None:
-        before = len(self._table)
         self._table.remove(view.digests[slots], _places(view, slots))
-        self._num_shadowed -= len(slots) - (before - len(self._table))
-        self.is_incomplete = self.is_incomplete or (len(slots) > 0 and self._num_shadowed > 0)
+        self._num_held -= len(slots)
+        self.is_incomplete = self.is_incomplete or (len(slots) > 0 and self._num_held > len(self._table))
 
     def _insert(self, view: SeatView, slots: Slots) -> None:
         """Inserts the blocks in ``slots`` into the table, which grows if necessary."""
         wanted = len(self._table) + len(slots)
+        self._num_held += len(slots)
         if wanted > self._max_blocks:
             slots = slots[: max(0, self._max_blocks - len(self._table))]
         if wanted > self._table.capacity and self._table.capacity < self._max_blocks:
             self._rebuild(wanted)
             return
         # If a seat has a block twice, the digests are not distinct.
-        slots = slots[np.unique(view.digests[slots], return_index=True)[1]] if len(slots) else slots
-        self._num_shadowed += self._table.insert(view.digests[slots], _places(view, slots))
+        slots = slots[np.unique(view.digests[slots], return_index=True)[1]]
+        self._table.insert(view.digests[slots], _places(view, slots))
 
     def rebuild(self) -> None:
-        """Finds blocks again that were shadowed by one that is gone."""
-        self._rebuild(len(self._table) + self._num_shadowed)
+        """Makes the table anew from the views."""
+        self._rebuild(self._num_held)
 
     def _rebuild(self, num_blocks: int) -> None:
         table = BlockTable(min(num_blocks, self._max_blocks))
-        num_shadowed = 0
         for view in list(self._views.values()):
             slots = np.flatnonzero(view.digests)[: self._max_blocks - len(table)]
             digests, first = np.unique(view.digests[slots], return_index=True)
-            num_shadowed += len(slots) - len(digests) + table.insert(digests, _places(view, slots[first]))
-        self._table, self._num_shadowed, self.is_incomplete = table, num_shadowed, False
+            table.insert(digests, _places(view, slots[first]))
+        self._table, self.is_incomplete = table, False
 
     def check_integrity(self) -> None:
         """Raises IntegrityError if the table has blocks that no view has. The follower must stand still."""
         held = sum(int(np.count_nonzero(view.digests)) for view in self._views.values())
-        if len(self._table) > held:
+        if len(self._table) > held or held != self._num_held:
             raise IntegrityError(f"{len(self._table)} foreign blocks in the table, {held} in the seats")
 
 

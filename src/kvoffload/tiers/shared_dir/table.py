@@ -53,16 +53,13 @@ class BlockTable:
                 places[i] = self._spill.get(int(digests[i]), -1)
         return places
 
-    def insert(self, digests: UInt64s, places: Places) -> int:
-        """Inserts distinct digests. Those that have a place keep it. Returns how many these are."""
-        num_present = 0
+    def insert(self, digests: UInt64s, places: Places) -> None:
+        """Inserts distinct digests. Those that have a place keep it."""
         for start in range(0, len(digests), _SHARE):
             share, targets = digests[start : start + _SHARE], places[start : start + _SHARE]
             absent = np.flatnonzero(self.find(share) < 0)
-            num_present += len(share) - len(absent)
             self._len += len(absent)
             self._insert_absent(share[absent], targets[absent])
-        return num_present
 
     def _insert_absent(self, digests: UInt64s, places: Places) -> None:
         while len(digests):
