@@ -7,6 +7,7 @@ import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
+from unittest.mock import patch
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -18,6 +19,7 @@ from kvoffload.tiers.disk.format import EMPTY_RECORD, pack_record
 from kvoffload.tiers.disk.journal import digests_of
 from kvoffload.tiers.disk.slabs import SlabFiles
 from kvoffload.tiers.disk.start import remove_blocks
+from kvoffload.tiers.shared_dir import followers
 from kvoffload.tiers.shared_dir.followers import Follower
 from kvoffload.tiers.shared_dir.foreign import ForeignBlocks
 from kvoffload.tiers.shared_dir.seats import seat_name
@@ -222,7 +224,7 @@ MOUNTS = st.builds(
 )
 
 
-@settings(max_examples=2500)
+@settings(max_examples=800)
 @given(st.lists(STEPS, max_size=60), st.lists(MOUNTS, min_size=NUM_SEATS + 1, max_size=NUM_SEATS + 1))
 def test_a_follower_ends_up_with_the_indexes(steps: list[Any], mounts: list[Mount]) -> None:
     world = World(mounts, max_blocks=1 << 10)
@@ -233,12 +235,13 @@ def test_a_follower_ends_up_with_the_indexes(steps: list[Any], mounts: list[Moun
     assert all(place in expected[key] for key, place in found.items())
 
 
-@settings(max_examples=2500)
+@settings(max_examples=800)
 @given(st.lists(STEPS, max_size=60), st.integers(0, 12))
 def test_a_follower_never_has_more_blocks_than_it_may(steps: list[Any], max_blocks: int) -> None:
-    world = World([Mount()] * (NUM_SEATS + 1), max_blocks)
-    world.run(steps)
-    world.settle()
+    with patch.object(followers, "MAX_FOREIGN_BLOCKS", max_blocks):
+        world = World([Mount()] * (NUM_SEATS + 1), max_blocks)
+        world.run(steps)
+        world.settle()
     found, expected = world.found(), held(world)
     assert len(found) <= max_blocks
     assert all(place in expected[key] for key, place in found.items())
