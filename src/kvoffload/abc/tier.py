@@ -72,8 +72,8 @@ class Tier(ABC):
     read or written at most once at a time. A block that was read without an error has exactly the bytes that were
     written under its key: the tier has verified that.
 
-    **Budget.** ``used_bytes`` never exceeds ``capacity_bytes``. A medium that bounds itself, such as a store that others
-    write to as well, has neither.
+    **Budget.** ``used_bytes`` never exceeds ``capacity_bytes``. A medium that bounds itself, such as a store that
+    others write to as well, has neither.
     """
 
     name: str
@@ -147,8 +147,8 @@ class Tier(ABC):
 
     @abstractmethod
     def delete(self, keys: Sequence[OffloadKey]) -> None:
-        """``keys`` are no longer held from now on, even those being read or written. Ignores unknown keys. A shared tier
-        deletes only what this process has written, and may find what others have."""
+        """``keys`` are no longer held from now on, even those being read or written. Ignores unknown keys. A shared
+        tier deletes only what this process has written, and may find what others have."""
 
     @abstractmethod
     def reset(self) -> None:

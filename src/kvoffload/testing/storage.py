@@ -187,7 +187,7 @@ class SimulatedStorage(Storage):
     def lock(self) -> None:
         self._check_alive()
         if self.medium.owner not in (None, self):
-            raise ConfigError("disk_dir: another simulated process owns the storage; give each its own directory")
+            raise ConfigError("dir: another simulated process owns the storage; give each its own directory")
         self.medium.owner = self
 
     def folders(self) -> list[str]:

@@ -81,7 +81,7 @@ def test_another_layout_starts_on_a_full_disk(simulated: Rig, caplog: pytest.Log
 
 def test_a_full_disk_without_blocks_of_the_tier_is_a_wrong_budget(simulated: Rig) -> None:
     storage = SimulatedStorage(BUDGET // 2)
-    with pytest.raises(ConfigError, match=r"disk_bytes=.*can give only"):
+    with pytest.raises(ConfigError, match=r"^bytes=.*can give only"):
         simulated.open(storage)
     assert (storage.num_open, storage.is_locked) == (0, False)
 
@@ -265,7 +265,7 @@ def test_files_of_others_count_against_the_budget(tmp_path: Path) -> None:
     (rig.path / "file").write_bytes(bytes(BUDGET))
     rig.tier.close()
     rig.tier = None
-    with pytest.raises(OSError, match="files in disk_dir that are not kvoffload's take"):
+    with pytest.raises(OSError, match="files in the directory that are not kvoffload's take"):
         rig.open()
 
 

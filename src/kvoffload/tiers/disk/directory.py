@@ -99,7 +99,7 @@ class DirectoryStorage(Storage):
         try:
             if not try_to_lock(fd, LOCK_DEADLINE_S, shared):
                 owner = printable(os.pread(fd, 200, 0).decode("ascii", "replace").strip()) or "another process"
-                raise ConfigError(f"disk_dir={str(self.path)!r}: in use by {owner}; give each server its own directory")
+                raise ConfigError(f"dir={str(self.path)!r}: in use by {owner}; give each server its own directory")
             if not self._read_only:
                 text = f"process {os.getpid()} since {time.strftime('%Y-%m-%d %H:%M:%S')}\n".encode()
                 # On a full medium the old text may stay. The lock counts, not the text.
@@ -118,7 +118,7 @@ class DirectoryStorage(Storage):
         try:
             if fd >= 0 and not try_to_lock(fd, ALONE_DEADLINE_S):
                 raise ConfigError(
-                    f"disk_dir={str(self.path)!r}: another process has been starting or clearing it for "
+                    f"dir={str(self.path)!r}: another process has been starting or clearing it for "
                     f"{ALONE_DEADLINE_S:.0f} s; end that process, or name another directory"
                 )
             yield
@@ -159,7 +159,7 @@ class DirectoryStorage(Storage):
         if not self._knows_repair:
             self._knows_repair = True
             logger.warning(
-                "kvoffload: disk_dir=%r: %s was open to other users (mode %o) and is closed to them now, as is every "
+                "kvoffload: %r: %s was open to other users (mode %o) and is closed to them now, as is every "
                 "other file found open. Checksums do not show forged blocks: if you do not trust those users, stop the "
                 "server and run kvoffload disk clear",
                 str(self.path),
@@ -238,9 +238,7 @@ class DirectoryStorage(Storage):
         """Logs, once, that the page cache is used."""
         if not self._knows_direct:
             self._knows_direct = True
-            logger.warning(
-                "kvoffload: disk_dir=%r: its file system has no O_DIRECT; using the page cache", str(self.path)
-            )
+            logger.warning("kvoffload: %r: its file system has no O_DIRECT; using the page cache", str(self.path))
 
     @contextmanager
     def _folder(self, folder: str) -> Iterator[int]:
@@ -350,7 +348,7 @@ def _unlock(fd: int) -> int:
 
 
 def _open_root(path: Path) -> int:
-    setting = f"disk_dir={str(path)!r}"
+    setting = f"dir={str(path)!r}"
     if path.is_symlink():
         raise ConfigError(f"{setting}: is a symbolic link; name its target, {os.path.realpath(path)!r}")
     if path.exists() and not path.is_dir():
