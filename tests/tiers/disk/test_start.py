@@ -231,7 +231,9 @@ def test_a_disk_that_fails_at_the_start_is_not_a_wrong_setting_and_loses_nothing
 class Odd(FaultyStorage):
     """A storage on which slabs cannot be allocated."""
 
-    def open(self, folder: str, name: str, create: bool = False, direct: bool = False) -> StoredFile:
+    def open(
+        self, folder: str, name: str, create: bool = False, direct: bool = False, fresh: bool = False
+    ) -> StoredFile:
         if name.startswith("slab"):
             raise OSError(errno.EOPNOTSUPP, os.strerror(errno.EOPNOTSUPP))
         return super().open(folder, name, create, direct)

@@ -620,7 +620,9 @@ class FullStorage(FaultyStorage):
 
     full = True
 
-    def open(self, folder: str, name: str, create: bool = False, direct: bool = False) -> StoredFile:
+    def open(
+        self, folder: str, name: str, create: bool = False, direct: bool = False, fresh: bool = False
+    ) -> StoredFile:
         if self.full and name.startswith("slab"):
             raise OSError(errno.ENOSPC, "No space left on device")
         return super().open(folder, name, create, direct)

@@ -53,7 +53,7 @@ def open_disk_tier(
             folder = f"engine-{engine}"
             if root.read_only and folder not in root.folders():
                 raise OSError(errno.EROFS, "the file system is read-only, and holds no blocks of this engine")
-            storage = root.child(folder)
+            storage = DirectoryStorage(root.path / folder, root)
             return DiskTier(storage, pools, fingerprint=fingerprint, capacity_bytes=share, policy=policy)
     except OSError as error:
         storage.close()
