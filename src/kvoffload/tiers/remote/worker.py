@@ -78,14 +78,10 @@ class StoreWorker:
         statuses = self._get(keys, names, slots)
         bad = [i for i, status in enumerate(statuses) if status is Status.CORRUPT]
         if bad:
-            # Another server may have replaced the value meanwhile, or the transfer went wrong: only a value that is
-            # bad twice is removed.
+            # Another server may have replaced the value meanwhile, or the transfer went wrong.
             again = self._get([keys[i] for i in bad], [names[i] for i in bad], [slots[i] for i in bad])
             for i, status in zip(bad, again, strict=True):
                 statuses[i] = status
-            names = [names[i] for i in bad if statuses[i] is Status.CORRUPT]
-            if names:
-                self._client.remove(names)
         return statuses
 
     def _get(self, keys: Sequence[OffloadKey], names: Sequence[str], slots: Sequence[int]) -> list[Status]:
