@@ -112,3 +112,18 @@ def test_every_metric_is_described(name: str) -> None:
     assert spec.help
     assert name.isidentifier()
     assert name.islower()
+
+
+def test_counts_of_a_tier_are_taken_in_under_its_label() -> None:
+    metrics = Metrics()
+    metrics.take_in({"tier_read_bytes:disk": 5, "tier_off:disk": 1, "disk_read_bytes": 5, "disk_off": 1})
+    metrics.take_in({"tier_read_bytes:disk-2": 2, "tier_read_bytes:disk": 1, "tier_off:disk": 0})
+    assert metrics.snapshot() == {
+        "tier_read_bytes:disk": 6,
+        "tier_read_bytes:disk-2": 2,
+        "tier_off:disk": 0,
+        "disk_read_bytes": 5,
+        "disk_off": 1,
+    }
+    with pytest.raises(ValueError, match="takes a tier"):
+        metrics.take_in({"tier_read_bytes": 1})

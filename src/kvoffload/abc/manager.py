@@ -47,13 +47,21 @@ class BlockDescription:
 
 @dataclass(frozen=True, slots=True)
 class OffloadingEvent:
-    """Blocks became ready in a medium (``removed`` is False), or left it."""
+    """Blocks became ready in a medium (``removed`` is False), or left it.
+
+    Events of host memory are exact. Those of a lower tier are hints: a block may be announced again, or as removed
+    without having been announced, and what the tier held before this process started is announced when it is read.
+    """
 
     keys: list[OffloadKey]
     medium: str
     removed: bool
     blocks: list[BlockDescription | None] | None = None
     """Descriptions of blocks that became ready, in the order of ``keys``; None if they are not kept."""
+    tier: str | None = None
+    """Name of the lower tier. None: host memory."""
+    is_shared: bool = False
+    """Whether other processes use the same blocks of the tier."""
 
 
 class Admission(ABC):
@@ -190,8 +198,12 @@ class OffloadingManager(ABC):
         return False
 
     def num_promoted(self, req_context: ReqContext) -> int:
-        """Returns how many blocks a lower tier has delivered for this request."""
-        return 0
+        """Returns how many blocks lower tiers have delivered for this request."""
+        return sum(self.promoted_by_tier(req_context).values())
+
+    def promoted_by_tier(self, req_context: ReqContext) -> Mapping[str, int]:
+        """Returns, by name of the tier, how many blocks lower tiers have delivered for this request."""
+        return {}
 
     def wait(self, timeout_s: float) -> None:
         """Waits for lower tiers, for at most ``timeout_s``, while they read blocks for requests or write."""
@@ -204,7 +216,8 @@ class OffloadingManager(ABC):
         return {}
 
     def take_counts(self) -> Mapping[str, float]:
-        """Returns counts since the last call, and gauges, by names of ``kvoffload.observe.metrics.METRICS``."""
+        """Returns counts since the last call, and gauges, by names of ``kvoffload.observe.metrics.METRICS``: "NAME", or
+        "NAME:LABEL" if the metric has a label."""
         return {}
 
     @property

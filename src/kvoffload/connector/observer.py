@@ -131,8 +131,7 @@ class RequestObserver:
         observed = self._requests.get(state.context.req_id)
         if observed is None or observed.record is not None:
             return
-        promoted = self._manager.num_promoted(state.context)
-        from_disk = min(num_external_tokens, promoted * self._layout.align // self._layout.blocks_per_align)
+        from_disk = self._count_tier_hits(state, num_external_tokens)
         missed, reason, age_s, policy = match.missed, None, None, None
         if missed is not None:
             policy = self._manager.policy_state() or None
@@ -158,6 +157,15 @@ class RequestObserver:
         self.records.append(record)
         if logger.isEnabledFor(logging.DEBUG):
             logger.debug("kvoffload: record %s", json.dumps(record.to_dict()))
+
+    def _count_tier_hits(self, state: RequestState, num_external_tokens: int) -> int:
+        """Counts the tokens that lower tiers have delivered for a request, by tier. Returns how many these are."""
+        left = num_external_tokens
+        for tier, num_blocks in self._manager.promoted_by_tier(state.context).items():
+            tokens = min(left, num_blocks * self._layout.align // self._layout.blocks_per_align)
+            left -= tokens
+            self.metrics.add("tier_hit_tokens", tokens, label=tier)
+        return num_external_tokens - left
 
     # Jobs and events.
 

@@ -49,6 +49,25 @@ METRICS: dict[str, MetricSpec] = {
     "disk_used_bytes": MetricSpec("gauge", "Bytes allocated on disk, in whole slabs"),
     "disk_bytes": MetricSpec("gauge", "Disk budget in bytes"),
     "disk_off": MetricSpec("gauge", "1 if failures have switched the disk tier off"),
+    "tier_hit_tokens": MetricSpec("counter", "Tokens that were read from a lower tier for their request", "tier"),
+    "tier_read_bytes": MetricSpec("counter", "Bytes read from the tier and verified", "tier"),
+    "tier_read_seconds": MetricSpec("counter", "Time spent reading from the tier, added up over threads", "tier"),
+    "tier_read_failures": MetricSpec("counter", "Blocks that could not be read from the tier", "tier"),
+    "tier_bad_blocks": MetricSpec("counter", "Blocks of the tier that failed verification and were dropped", "tier"),
+    "tier_write_blocks": MetricSpec("counter", "Blocks written to the tier", "tier"),
+    "tier_write_bytes": MetricSpec("counter", "Bytes written to the tier", "tier"),
+    "tier_write_seconds": MetricSpec("counter", "Time spent writing to the tier, added up over threads", "tier"),
+    "tier_write_failures": MetricSpec("counter", "Blocks that could not be written to the tier", "tier"),
+    "tier_dropped_writes": MetricSpec(
+        "counter", "Blocks evicted or given up before they were written to the tier", "tier"
+    ),
+    "tier_evicted_blocks": MetricSpec("counter", "Blocks evicted from the tier", "tier"),
+    "tier_lookup_failures": MetricSpec("counter", "Lookups in the tier that failed or were answered too late", "tier"),
+    "tier_blocks": MetricSpec("gauge", "Blocks in the tier, if it knows", "tier"),
+    "tier_used_bytes": MetricSpec("gauge", "Bytes taken in the tier, if it knows", "tier"),
+    "tier_capacity_bytes": MetricSpec("gauge", "Budget of the tier in bytes, if it has one", "tier"),
+    "tier_off": MetricSpec("gauge", "1 if the tier is not used any more until the server restarts", "tier"),
+    "tier_paused": MetricSpec("gauge", "1 while the tier is not used, or only tested, because it has failed", "tier"),
     "pool_used_blocks": MetricSpec("gauge", "Blocks of the host pool in use"),
     "pool_blocks": MetricSpec("gauge", "Capacity of the host pool in blocks"),
     "policy_rule": MetricSpec(
@@ -95,12 +114,13 @@ class Metrics:
         return name if label is None else f"{name}:{label}"
 
     def take_in(self, counts: Mapping[str, float]) -> None:
-        """Adds every counter and sets every gauge in ``counts``."""
-        for name, value in counts.items():
+        """Adds every counter and sets every gauge in ``counts``, whose names are "NAME" or "NAME:LABEL"."""
+        for labelled, value in counts.items():
+            name, _, label = labelled.partition(":")
             if METRICS[name].kind == "gauge":
-                self.set(name, value)
+                self.set(name, value, label or None)
             else:
-                self.add(name, value)
+                self.add(name, value, label or None)
 
     def snapshot(self) -> dict[str, float]:
         """Returns the totals since the start, and the gauges."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -34,6 +34,7 @@ from kvoffload.cache.keys import key_group_idx
 from kvoffload.cache.manager import PolicyOffloadingManager
 from kvoffload.cache.misses import MissMemory
 from kvoffload.tiers.breaker import FAILURE_PERIOD_S, MAX_FAILURES
+from kvoffload.tiers.counts import TierCounts
 from kvoffload.tiers.guard import GuardedTier
 from kvoffload.tiers.lookup import TierLookup
 from kvoffload.tiers.promoter import Promoter
@@ -84,12 +85,9 @@ class TieredOffloadingManager(OffloadingManager):
         self.host = host
         groups = groups or [KVGroup(1)] * len(tokens_per_block)
         deadline_s = load_deadline_ms / 1000
-        self.tiers = tuple(
-            TierState(tier, WriteThrough(host, tier, groups, self._count, clock), deadline_s)
-            for tier in map(GuardedTier, tiers)
-        )
+        self._counts = TierCounts()
+        self.tiers = tuple(self._state_of(GuardedTier(tier), groups, deadline_s, clock) for tier in tiers)
         """State of each tier; read only."""
-        self._counts: defaultdict[str, float] = defaultdict(float)
         self._reasons = MissMemory(clock=clock)
         self._lookup = TierLookup(host, self.tiers, lookup_deadline_ms / 1000, self._reasons, clock)
         self._promoter = Promoter(
@@ -97,7 +95,7 @@ class TieredOffloadingManager(OffloadingManager):
             self.tiers,
             num_groups=len(tokens_per_block),
             deadline_s=deadline_s,
-            count=self._count,
+            count=self._counts.add,
             reasons=self._reasons,
             clock=clock,
         )
@@ -106,8 +104,12 @@ class TieredOffloadingManager(OffloadingManager):
         self._clock = clock
         self._has_changed = False
         """Whether something has changed for waiting requests that ``poll`` has not reported yet."""
-        self._num_evicted = 0
-        """Blocks that tiers had evicted when counts were last taken."""
+
+    def _state_of(
+        self, tier: GuardedTier, groups: Sequence[KVGroup], deadline_s: float, clock: Callable[[], float]
+    ) -> TierState:
+        count = self._counts.of(tier.name)
+        return TierState(tier, WriteThrough(self.host, tier, groups, count, clock), deadline_s, count)
 
     # Lookup.
 
@@ -171,9 +173,9 @@ class TieredOffloadingManager(OffloadingManager):
     def observe_prefill(self, num_tokens: int, seconds: float) -> None:
         self._load_or_compute.observe_prefill(num_tokens, seconds)
 
-    def num_promoted(self, req_context: ReqContext) -> int:
+    def promoted_by_tier(self, req_context: ReqContext) -> Mapping[str, int]:
         promotion = self._promoter.get(req_context)
-        return promotion.num_promoted if promotion is not None else 0
+        return promotion.promoted if promotion is not None else {}
 
     def release_request(self, req_context: ReqContext) -> None:
         self._promoter.release(req_context)
@@ -329,9 +331,6 @@ class TieredOffloadingManager(OffloadingManager):
 
     # Counts, and the end.
 
-    def _count(self, name: str, amount: float) -> None:
-        self._counts[name] += amount
-
     def policy_state(self) -> Mapping[str, Any]:
         return self.host.policy_state()
 
@@ -340,17 +339,7 @@ class TieredOffloadingManager(OffloadingManager):
         return self.host.take_events()
 
     def take_counts(self) -> Mapping[str, float]:
-        evicted = sum(tier.tier.num_evicted for tier in self.tiers)
-        self._counts["disk_evicted_blocks"] += evicted - self._num_evicted
-        self._num_evicted = evicted
-        counts, self._counts = self._counts, defaultdict(float)
-        gauges = {
-            "disk_blocks": sum(tier.tier.num_blocks or 0 for tier in self.tiers),
-            "disk_used_bytes": sum(tier.tier.used_bytes or 0 for tier in self.tiers),
-            "disk_bytes": sum(tier.tier.capacity_bytes or 0 for tier in self.tiers),
-            "disk_off": int(any(tier.breaker.is_off for tier in self.tiers)),
-        }
-        return {**{name: count for name, count in counts.items() if count}, **gauges}
+        return self._counts.take(self.tiers)
 
     def explain_miss(self, key: OffloadKey) -> Miss:
         host, mine = self.host.explain_miss(key), self._reasons.explain(key)

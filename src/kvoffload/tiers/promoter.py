@@ -313,8 +313,8 @@ class Promoter:
     def end_reads(self, tier: TierState, results: Sequence[TierResult]) -> None:
         """Takes in reads that have ended: blocks become ready and are pinned for the promotions that wait for them, or
         are misses."""
-        self._count("disk_read_seconds", sum(result.seconds for result in results))
-        self._count("disk_read_bytes", sum(result.nbytes for result in results if result.ok))
+        tier.count("read_seconds", sum(result.seconds for result in results))
+        tier.count("read_bytes", sum(result.nbytes for result in results if result.ok))
         for batch, ended in tier.end_reads(results, self._clock()).items():
             good, bad = dict[OffloadKey, int](), list[int]()
             for result in ended:
@@ -326,29 +326,29 @@ class Promoter:
             if bad:
                 self._host.complete_store(self._host.lease(bad), success=False)
                 tier.writes.lose(len(bad))
-                self._explain_failures([result for result in ended if not result.ok])
+                self._explain_failures(tier, [result for result in ended if not result.ok])
             if good:
                 self._host.complete_store(self._host.lease(good.values()))
                 self._count("promoted_blocks", len(good))
             for promotion in batch.promotions:
                 arrived = {key: slot for key, slot in good.items() if key in promotion.reading}
                 promotion.reading.difference_update(result.key for result in ended)
-                self._pin(promotion, arrived)
+                self._pin(promotion, arrived, tier)
                 promotion.end_wait_if_done()
 
-    def _explain_failures(self, failed: Sequence[TierResult]) -> None:
+    def _explain_failures(self, tier: TierState, failed: Sequence[TierResult]) -> None:
         corrupt = [result.key for result in failed if result.error is TierError.CORRUPT]
         unread = [result.key for result in failed if result.error in (TierError.IO, TierError.NO_SPACE)]
         for keys, counter, reason in (
-            (corrupt, "disk_bad_blocks", MissReason.CORRUPT),
-            (unread, "disk_read_failures", MissReason.READ_FAILED),
+            (corrupt, "bad_blocks", MissReason.CORRUPT),
+            (unread, "read_failures", MissReason.READ_FAILED),
         ):
-            self._count(counter, len(keys))
+            tier.count(counter, len(keys))
             self._reasons.record(keys, reason)
 
     # Pins.
 
-    def _pin(self, promotion: Promotion, slots: dict[OffloadKey, int]) -> None:
+    def _pin(self, promotion: Promotion, slots: dict[OffloadKey, int], tier: TierState) -> None:
         """Pins blocks that have just become ready, but not those that were dropped while they were read."""
         if not slots:
             return
@@ -357,7 +357,7 @@ class Promoter:
         self._pins.add(lease.slots[is_pinned])
         promotion.pinned.update(compress(slots.items(), is_pinned.tolist()))
         promotion.pinned_at = self._clock()
-        promotion.num_promoted += int(np.count_nonzero(is_pinned))
+        promotion.promoted[tier.tier.name] += int(np.count_nonzero(is_pinned))
 
     def _unpin(self, promotion: Promotion, keys: Collection[OffloadKey]) -> None:
         """Removes the promotion's pins of those of ``keys`` that have one."""

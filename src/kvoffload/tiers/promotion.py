@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+from collections import Counter
 from collections.abc import Collection
 from dataclasses import dataclass, field
 
@@ -54,8 +55,8 @@ class Promotion:
     """Host slots of promoted blocks, with one pin each."""
     pinned_at: float = 0.0
     """When a block was last pinned for it."""
-    num_promoted: int = 0
-    """Blocks that have arrived for it, whether or not they are still pinned."""
+    promoted: Counter[str] = field(default_factory=Counter)
+    """By name of the tier, blocks that have arrived for it, whether or not they are still pinned."""
 
     @property
     def is_waiting(self) -> bool:

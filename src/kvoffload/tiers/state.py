@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from kvoffload.abc import OffloadKey, TierResult
 from kvoffload.tiers.breaker import MAX_HANGS, CircuitBreaker
@@ -21,13 +21,17 @@ class TierState:
     Read its attributes freely; change them through its methods.
     """
 
-    def __init__(self, tier: GuardedTier, writes: WriteThrough, deadline_s: float) -> None:
+    def __init__(
+        self, tier: GuardedTier, writes: WriteThrough, deadline_s: float, count: Callable[[str, float], None]
+    ) -> None:
         self.tier = tier
         self.writes = writes
         self.breaker = CircuitBreaker(deadline_s)
         self.estimator = ReadEstimator(tier.block_bytes)
         self.reads: dict[OffloadKey, ReadBatch] = {}
         """Blocks under way from the tier to the host."""
+        self.count = count
+        """Adds to a counter ``tier_NAME`` of METRICS, by NAME."""
         self.num_overdue = 0
         """How many of them are overdue."""
         self.probe: OffloadKey | None = None

@@ -53,7 +53,8 @@ class WriteThrough:
     with full attention every block, in a group with a window the blocks that a request needs to resume at some later
     position. Blocks that cannot be written now stay in the backlog while the host holds them.
 
-    ``groups``: the KV cache groups that keys name. ``count`` takes the counters of METRICS, by name.
+    ``groups``: the KV cache groups that keys name. ``count`` takes the counters ``tier_NAME`` of METRICS,
+    by NAME.
     """
 
     def __init__(
@@ -256,10 +257,10 @@ class WriteThrough:
     def _count_results(self, results: Sequence[TierResult]) -> None:
         written = [result for result in results if result.ok]
         num_gone = sum(result.error is TierError.GONE for result in results)
-        self._count("disk_write_seconds", sum(result.seconds for result in results))
-        self._count("disk_write_blocks", len(written))
-        self._count("disk_write_bytes", sum(result.nbytes for result in written))
-        self._count("disk_write_failures", len(results) - len(written) - num_gone)
+        self._count("write_seconds", sum(result.seconds for result in results))
+        self._count("write_blocks", len(written))
+        self._count("write_bytes", sum(result.nbytes for result in written))
+        self._count("write_failures", len(results) - len(written) - num_gone)
 
     def _unpin(self, slots: Collection[int]) -> None:
         if slots:
@@ -278,7 +279,7 @@ class WriteThrough:
             self._backlog.wait_for(chain, hole)
             return
         if self._host.explain_miss(hole).reason is MissReason.EVICTED:
-            self._count("disk_dropped_writes", self._num_lacking(chain, in_host=False))
+            self._count("dropped_writes", self._num_lacking(chain, in_host=False))
         self._delete_unreachable(chain)
         self._finish(chain)
 
@@ -289,7 +290,7 @@ class WriteThrough:
             self._tier.reorder_chain(chain.keys, chain.written)
 
     def _drop(self, chain: Chain) -> None:
-        self._count("disk_dropped_writes", self._num_lacking(chain, in_host=True))
+        self._count("dropped_writes", self._num_lacking(chain, in_host=True))
         self._backlog.remove(chain)
         self._delete_unreachable(chain)
 

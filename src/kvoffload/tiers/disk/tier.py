@@ -266,6 +266,9 @@ class DiskTier(Tier):
         self.files.header = replace(self.files.header, generation=self._new_generation(), transient=True)
         self._maintenance.submit()
 
+    def take_evicted(self) -> list[OffloadKey]:
+        return self.catalog.take_removed()
+
     def close(self) -> None:
         if self._closed:
             return

@@ -1,0 +1,32 @@
+"""Counts by tier, and their sums under the older names."""
+
+from __future__ import annotations
+
+from kvoffload.observe.metrics import METRICS
+from tests.tiers.rig import SLOT_BYTES, A, Rig, chain
+
+
+def test_what_a_tier_has_done_is_counted_under_its_name() -> None:
+    rig = Rig()
+    keys = chain("x", 3)
+    rig.store_below(keys)
+    rig.manager.lookup(keys, A)
+    rig.settle()
+    counts = rig.counts()
+    assert {name.partition(":")[0] for name in counts} <= METRICS.keys()
+    assert counts["tier_write_blocks:memory"] == counts["disk_write_blocks"] == 3
+    assert counts["tier_read_bytes:memory"] == counts["disk_read_bytes"] == 3 * SLOT_BYTES
+    assert counts["tier_blocks:memory"] == counts["disk_blocks"] == 3
+    assert counts["tier_capacity_bytes:memory"] == 64 * SLOT_BYTES
+    assert counts["tier_off:memory"] == counts["tier_paused:memory"] == 0
+    assert rig.manager.promoted_by_tier(A) == {"memory": 3}
+    assert "tier_write_blocks:memory" not in rig.counts(), "each is reported once"
+
+
+def test_totals_that_a_tier_keeps_are_reported_as_they_grow() -> None:
+    rig = Rig(tier_blocks=2)
+    rig.store_below(chain("x", 3))
+    assert rig.counts()["tier_evicted_blocks:memory"] == 1
+    rig.store_below(chain("y", 2))
+    assert rig.counts()["disk_evicted_blocks"] == 2
+    assert "tier_evicted_blocks:memory" not in rig.counts()
