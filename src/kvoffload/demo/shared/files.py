@@ -29,7 +29,8 @@ class FileMode(enum.StrEnum):
 
 
 class BrokenFiles:
-    """Wraps functions of ``os`` for paths in ``directory``. Make at most one per directory in a process."""
+    """Wraps functions of ``os`` for the files in ``directory``, until it is closed. Files that are mapped are not
+    concerned."""
 
     def __init__(self, directory: str) -> None:
         self.num_calls = 0
@@ -37,13 +38,20 @@ class BrokenFiles:
         self._directory = os.path.realpath(directory)
         self._mode = FileMode.NORMAL
         self._changed = threading.Condition()
-        for name in (*READS, *WRITES):
-            setattr(os, name, self._wrap(name, getattr(os, name)))
+        self._functions = {name: getattr(os, name) for name in (*READS, *WRITES)}
+        for name, function in self._functions.items():
+            setattr(os, name, self._wrap(name, function))
 
     def set_mode(self, mode: FileMode) -> None:
         with self._changed:
             self._mode = mode
             self._changed.notify_all()
+
+    def close(self) -> None:
+        """Gives ``os`` its functions back."""
+        self.set_mode(FileMode.NORMAL)
+        for name, function in self._functions.items():
+            setattr(os, name, function)
 
     def _wrap(self, name: str, inner: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:

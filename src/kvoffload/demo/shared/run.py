@@ -45,12 +45,13 @@ NEW_DOCUMENTS = 1
 """Documents per fault that are seen for the first time during it, so that something is to be written."""
 HOST_BLOCKS = 48
 """Blocks in host memory: few, so that prompts come from the store when they are asked again."""
+NUM_FAULTS = 7
+"""Of each store."""
 RECOVERY_DEADLINE_S = 150.0
 """A breaker's pauses grow to 60 s."""
 RECOVERED_SHARE = 0.5
 """The store gives hits again when a round has this share of those before."""
 ROUND_PAUSE_S = 1.0
-SETTLE_DEADLINE_S = 60.0
 STORES: dict[str, Callable[[Path, Path], Store]] = {
     "shared_dir": lambda directory, logs: DirectoryStore(directory),
     "mooncake": lambda directory, logs: MooncakeStore(logs),
@@ -63,7 +64,6 @@ class Progress(Protocol):
     """Callbacks that show the progress."""
 
     def begin(self, title: str, requests: int) -> None: ...
-    def note(self, text: str) -> None: ...
     def request(self, result: RequestResult) -> None: ...
     def skip(self, store: SkippedStore) -> None: ...
 
@@ -91,13 +91,10 @@ def make_plan(num_faults: int) -> Plan:
 
 
 class SharedDemo:
-    """The run of the demo. Logs go to ``out``; values are kept in ``work`` meanwhile."""
+    """The run of the demo. Logs go to ``out``."""
 
-    def __init__(
-        self, out: Path, work: Path, config: ActConfig, host_bytes: int, plan: Plan, progress: Progress
-    ) -> None:
+    def __init__(self, out: Path, config: ActConfig, host_bytes: int, plan: Plan, progress: Progress) -> None:
         self._out = out
-        self._work = work
         self._config = config
         self._host_bytes = host_bytes
         self._plan = plan
@@ -111,8 +108,11 @@ class SharedDemo:
             options = connector({"host_bytes": self._host_bytes, "policy": "lru", "tiers": [store.entry()]})
         return EngineProcess(replace(self._config, connector=options), self._out / f"shared-{name}.log")
 
-    def ask(self, engine: EngineProcess, documents: Sequence[int]) -> list[RequestResult]:
-        """Asks about ``documents``, one after the other, and waits until what is to be written has been."""
+    def ask(self, engine: EngineProcess, documents: Sequence[int], title: str | None = None) -> list[RequestResult]:
+        """Asks about ``documents``, one after the other, and waits until what is to be written has been. With a title
+        this is a new part of the run."""
+        if title is not None:
+            self._progress.begin(title, len(documents))
         results = []
         for document in documents:
             results.append(engine.ask(next(self._numbers), document))
@@ -122,34 +122,28 @@ class SharedDemo:
 
     def baseline(self) -> tuple[EngineInfo, dict[int, RequestResult]]:
         """Returns the answers without kvoffload by document."""
-        self._progress.begin("without kvoffload", self._plan.documents)
         with self.start("baseline", None) as engine:
-            info = engine.wait_ready()
-            results = self.ask(engine, range(self._plan.documents))
+            results = self.ask(engine, range(self._plan.documents), "without kvoffload")
             engine.end()
-        return info, {result.document: result for result in results}
+            return engine.wait_ready(), {result.document: result for result in results}
 
     def share(self, store: Store) -> StoreResult:
         """Runs two servers on ``store``, the second while the first still runs."""
         plan, name = self._plan, store.name
-        self._progress.begin(f"{name}: first server", len(plan.shared) + len(plan.back) + len(plan.shared))
         with ExitStack() as opened:
             first = opened.enter_context(self.start(f"{name}-first", store))
-            asked = self.ask(first, plan.shared)
-            self._progress.begin(f"{name}: second server", 2 * len(plan.shared) + len(plan.back))
+            asked = self.ask(first, plan.shared, f"{name}: first server")
             second = opened.enter_context(self.start(f"{name}-second", store))
-            shared = self.ask(second, plan.shared)
-            self.ask(second, plan.back)
-            back = self.ask(first, plan.back)
-            self._progress.note("control")
+            shared = self.ask(second, plan.shared, f"{name}: second server")
+            self.ask(second, plan.back, "  new prompts")
+            back = self.ask(first, plan.back, "  the same at the first server")
             second.call("corrupt_loads")
-            control = self.ask(second, plan.shared)
+            control = self.ask(second, plan.shared, "  control: corrupted loads")
             # What it computes now is wrong.
             second.kill()
-            self._progress.note("values changed")
             before = bad_blocks(first)
             store.corrupt()
-            corrupted = self.ask(first, plan.shared)
+            corrupted = self.ask(first, plan.shared, "  stored values changed")
             found = bad_blocks(first) - before
             first.end()
         return StoreResult(name, store.title, asked, shared, back, control, corrupted, found)
@@ -157,21 +151,18 @@ class SharedDemo:
     def fail(self, store: Store) -> Iterator[FaultResult]:
         """Runs two servers on ``store`` and yields what each fault has done."""
         plan, name = self._plan, store.name
-        faults = store.faults()
-        self._progress.begin(f"{name}: faults", 0)
         with ExitStack() as opened:
             first = opened.enter_context(self.start(f"{name}-faults-first", store))
-            self.ask(first, plan.faults)
+            self.ask(first, plan.faults, f"{name}, to fail: first server")
             second = opened.enter_context(self.start(f"{name}-faults-second", store))
-            servers = Servers(first, second)
-            self.ask(second, plan.faults)
-            for i, fault in enumerate(faults):
+            self.ask(second, plan.faults, f"{name}, to fail: second server")
+            for i, fault in enumerate(store.faults()):
                 new = plan.new[i * NEW_DOCUMENTS : (i + 1) * NEW_DOCUMENTS]
-                yield self._fail(store, servers, fault, new)
+                yield self._fail(store, Servers(first, second), fault, new)
 
     def _fail(self, store: Store, servers: Servers, fault: Fault, new: Sequence[int]) -> FaultResult:
         engine, documents = servers.second, list(self._plan.faults)
-        self._progress.begin(f"{store.name}: {fault.name}", 2 * len(documents) + len(new))
+        self._progress.begin(f"{store.name}: {fault.name}", 3 * len(documents) + len(new))
         before = self.ask(engine, documents)
         bad = bad_blocks(engine)
         fault.begin(servers)
@@ -215,7 +206,7 @@ def run_shared_demo(out: Path, seed: int, progress: Progress, faults: bool = Fal
     with model_directory(None, seed) as model, disk_directory(out, 4 * DIRECTORY_BYTES) as work:
         plan = make_plan(NUM_FAULTS if faults else 0)
         host_bytes = HOST_BLOCKS * BLOCK_SIZE * (kv_bytes_per_token(model) or 0)
-        demo = SharedDemo(out, work, make_config(model, plan, seed), host_bytes, plan, progress)
+        demo = SharedDemo(out, make_config(model, plan, seed), host_bytes, plan, progress)
         info, baseline = demo.baseline()
         report = SharedReport(
             model="random Llama, 24M float32 weights",
@@ -237,9 +228,6 @@ def run_shared_demo(out: Path, seed: int, progress: Progress, faults: bool = Fal
                 report.stores.append(SkippedStore(name, TITLES[name], str(error)))
                 progress.skip(report.skipped[-1])
     return report
-
-
-NUM_FAULTS = 7
 
 
 def bad_blocks(engine: EngineProcess) -> int:

@@ -11,8 +11,7 @@ from rich.text import Text
 from kvoffload.demo.protocol import RequestResult, Source
 from kvoffload.demo.shared.result import SharedReport, SkippedStore, hit_tokens, speedup, tokens_asked
 from kvoffload.demo.terminal import STYLES
-from kvoffload.units import milliseconds, percentage
-from kvoffload.units import speedup as format_speedup
+from kvoffload.units import milliseconds, multiple, percentage
 
 NAMES = {
     Source.RECOMPUTE: "computed",
@@ -45,25 +44,27 @@ class TerminalProgress:
         self._bars.stop()
 
     def begin(self, title: str, requests: int) -> None:
-        self.end()
-        self._task = self._bars.add_task(title, total=requests, now="[dim]starting vLLM[/]")
-
-    def end(self) -> None:
-        """Stops the clock of the bar that was shown last."""
         if self._task is not None:
             self._bars.stop_task(self._task)
-
-    def note(self, text: str) -> None:
-        if self._task is not None:
-            self._bars.update(self._task, now=f"[dim]{text}[/]")
+        self._task = self._bars.add_task(title, total=requests, now="[dim]starting vLLM[/]")
 
     def request(self, result: RequestResult) -> None:
-        if self._task is not None:
-            style, name = STYLES[result.source], NAMES[result.source]
-            self._bars.update(self._task, advance=1, now=f"[{style}]{name:<14}[/] {milliseconds(result.ttft_ms):>8}")
+        if self._task is None:
+            return
+        style, name = STYLES[result.source], NAMES[result.source]
+        (task,) = (task for task in self._bars.tasks if task.id == self._task)
+        self._bars.update(
+            self._task,
+            advance=1,
+            # How long a fault lasts says how many requests there are.
+            total=max(task.total or 0, task.completed + 1),
+            now=f"[{style}]{name:<14}[/] {milliseconds(result.ttft_ms):>8}",
+        )
 
     def skip(self, store: SkippedStore) -> None:
-        self._console.print(f"{store.name} is skipped: {store.reason}", style="yellow", markup=False, highlight=False)
+        self._console.print(
+            f"{store.name} is skipped: {store.reason}", style="yellow", markup=False, highlight=False, soft_wrap=True
+        )
 
 
 def summary(report: SharedReport) -> RenderableType:
@@ -93,9 +94,10 @@ def _stores_table(report: SharedReport) -> Table:
         title="The second server, asked what the first has answered",
         title_justify="left",
         title_style="bold",
+        padding=0,
     )
     table.add_column("store")
-    for name in ("identical", "from the store", "recomputed", "shared", "", "control", "bad values"):
+    for name in ("identical", "hit tokens", "recomputed", "shared", "faster", "control", "changed"):
         table.add_column(name, justify="right")
     for store in report.results:
         ttft = report.ttft_ms(store)
@@ -103,14 +105,12 @@ def _stores_table(report: SharedReport) -> Table:
         table.add_row(
             store.name,
             _yes_no(report.identical(store)),
-            f"{found:,} tokens ({percentage(found, asked)})",
+            f"{found:,} ({percentage(found, asked)})",
             milliseconds(ttft["recompute"]),
             milliseconds(ttft["shared"]),
-            format_speedup(speedup(ttft)),
-            Text("detected", style="green")
-            if report.control_detected(store)
-            else Text("NOT DETECTED", style="bold red"),
-            f"{store.bad_blocks} found" if store.bad_blocks else Text("NONE FOUND", style="bold red"),
+            multiple(speedup(ttft)),
+            Text("detected", style="green") if report.control_detected(store) else Text("MISSED", style="bold red"),
+            Text("found", style="green") if store.bad_blocks else Text("MISSED", style="bold red"),
         )
     for skipped in report.skipped:
         table.add_row(skipped.name, Text("skipped", style="yellow"), *[""] * 6)
@@ -120,30 +120,31 @@ def _stores_table(report: SharedReport) -> Table:
 def _faults_table(report: SharedReport) -> Table:
     table = Table(
         box=box.SIMPLE_HEAD,
-        title=f"When the store fails: every request within {report.limit_s:.1f} s, no server restarted",
+        title=f"When the store fails: every request within {report.limit_s:.1f} s, hit tokens, no restart",
         title_justify="left",
         title_style="bold",
+        padding=0,
     )
-    table.add_column("store")
     table.add_column("fault")
-    for name in ("requests", "slowest", "identical", "hits before", "during", "after", "hits again"):
+    for name in ("requests", "slowest", "identical", "before", "during", "after", "again"):
         table.add_column(name, justify="right")
     last = ""
     for result in report.faults:
         row = report.fault_row(result)
+        if row["store"] != last:
+            table.add_row(Text(row["store"], style="bold"))
         hits = row["hit_tokens"]
         slowest = f"{row['slowest_request_s']:.1f} s"
         again = row["recovered_s"]
         table.add_row(
-            row["store"] if row["store"] != last else "",
-            row["fault"],
+            f"  {row['fault']}",
             str(row["requests"]),
             slowest if row["within_deadline"] else Text(slowest, style="bold red"),
             _yes_no(row["identical"]),
             f"{hits['before']:,}",
             f"{hits['during']:,}",
             f"{hits['after']:,}",
-            Text("NEVER", style="bold red") if again is None else f"{again:.0f} s later",
+            Text("NEVER", style="bold red") if again is None else f"{again:.0f} s",
         )
         last = row["store"]
     return table
