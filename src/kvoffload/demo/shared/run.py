@@ -6,11 +6,11 @@ import itertools
 import os
 import random
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from kvoffload.demo.act import EngineProcess
 from kvoffload.demo.errors import DemoError
@@ -91,22 +91,24 @@ def make_plan(num_faults: int) -> Plan:
 
 
 class SharedDemo:
-    """The run of the demo. Logs go to ``out``."""
+    """The run of the demo. Logs go to ``out``. ``options``: kvoffload's, without ``tiers``."""
 
-    def __init__(self, out: Path, config: ActConfig, host_bytes: int, plan: Plan, progress: Progress) -> None:
+    def __init__(
+        self, out: Path, config: ActConfig, options: Mapping[str, Any], plan: Plan, progress: Progress
+    ) -> None:
         self._out = out
         self._config = config
-        self._host_bytes = host_bytes
-        self._plan = plan
+        self._options = options
+        self.plan = plan
         self._progress = progress
         self._numbers = itertools.count()
 
     def start(self, name: str, store: Store | None) -> EngineProcess:
         """Starts a server. ``name`` is that of its log."""
-        options = None
+        config = self._config
         if store is not None:
-            options = connector({"host_bytes": self._host_bytes, "policy": "lru", "tiers": [store.entry()]})
-        return EngineProcess(replace(self._config, connector=options), self._out / f"shared-{name}.log")
+            config = replace(config, connector=connector({**self._options, "tiers": [store.entry()]}))
+        return EngineProcess(config, self._out / f"shared-{name}.log")
 
     def ask(self, engine: EngineProcess, documents: Sequence[int], title: str | None = None) -> list[RequestResult]:
         """Asks about ``documents``, one after the other, and waits until what is to be written has been. With a title
@@ -123,13 +125,13 @@ class SharedDemo:
     def baseline(self) -> tuple[EngineInfo, dict[int, RequestResult]]:
         """Returns the answers without kvoffload by document."""
         with self.start("baseline", None) as engine:
-            results = self.ask(engine, range(self._plan.documents), "without kvoffload")
+            results = self.ask(engine, range(self.plan.documents), "without kvoffload")
             engine.end()
             return engine.wait_ready(), {result.document: result for result in results}
 
     def share(self, store: Store) -> StoreResult:
         """Runs two servers on ``store``, the second while the first still runs."""
-        plan, name = self._plan, store.name
+        plan, name = self.plan, store.name
         with ExitStack() as opened:
             first = opened.enter_context(self.start(f"{name}-first", store))
             asked = self.ask(first, plan.shared, f"{name}: first server")
@@ -150,7 +152,7 @@ class SharedDemo:
 
     def fail(self, store: Store) -> Iterator[FaultResult]:
         """Runs two servers on ``store`` and yields what each fault has done."""
-        plan, name = self._plan, store.name
+        plan, name = self.plan, store.name
         with ExitStack() as opened:
             first = opened.enter_context(self.start(f"{name}-faults-first", store))
             self.ask(first, plan.faults, f"{name}, to fail: first server")
@@ -161,7 +163,7 @@ class SharedDemo:
                 yield self._fail(store, Servers(first, second), fault, new)
 
     def _fail(self, store: Store, servers: Servers, fault: Fault, new: Sequence[int]) -> FaultResult:
-        engine, documents = servers.second, list(self._plan.faults)
+        engine, documents = servers.second, list(self.plan.faults)
         self._progress.begin(f"{store.name}: {fault.name}", 3 * len(documents) + len(new))
         before = self.ask(engine, documents)
         bad = bad_blocks(engine)
@@ -205,8 +207,7 @@ def run_shared_demo(out: Path, seed: int, progress: Progress, faults: bool = Fal
     out.mkdir(parents=True, exist_ok=True)
     with model_directory(None, seed) as model, disk_directory(out, 4 * DIRECTORY_BYTES) as work:
         plan = make_plan(NUM_FAULTS if faults else 0)
-        host_bytes = HOST_BLOCKS * BLOCK_SIZE * (kv_bytes_per_token(model) or 0)
-        demo = SharedDemo(out, make_config(model, plan, seed), host_bytes, plan, progress)
+        demo = SharedDemo(out, make_config(model, plan, seed), options(model), plan, progress)
         info, baseline = demo.baseline()
         report = SharedReport(
             model="random Llama, 24M float32 weights",
@@ -228,6 +229,11 @@ def run_shared_demo(out: Path, seed: int, progress: Progress, faults: bool = Fal
                 report.stores.append(SkippedStore(name, TITLES[name], str(error)))
                 progress.skip(report.skipped[-1])
     return report
+
+
+def options(model: Path) -> dict[str, Any]:
+    """Returns kvoffload's options for a server, without ``tiers``."""
+    return {"host_bytes": HOST_BLOCKS * BLOCK_SIZE * (kv_bytes_per_token(model) or 0), "policy": "lru"}
 
 
 def bad_blocks(engine: EngineProcess) -> int:
