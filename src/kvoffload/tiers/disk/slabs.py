@@ -64,8 +64,8 @@ def check_capacity(capacity_bytes: int, possible: int) -> None:
     """Raises ConfigError if ``capacity_bytes`` is more than the file system's ``possible`` bytes."""
     if capacity_bytes > possible:
         raise ConfigError(
-            f"disk_bytes={capacity_bytes} ({format_bytes(capacity_bytes)}): the file system of disk_dir can give only "
-            f"{format_bytes(possible)}; set disk_bytes to {format_bytes(possible * 9 // 10)} or less"
+            f"bytes={capacity_bytes} ({format_bytes(capacity_bytes)}): the file system of the directory can give only "
+            f"{format_bytes(possible)}; set it to {format_bytes(possible * 9 // 10)} or less"
         )
 
 
@@ -113,7 +113,7 @@ class SlabFiles:
             self.header = Header(fingerprint, tuple(slot_bytes), per_slab, new_generation())
             if self._slots_within(capacity_bytes) < 1:
                 raise ConfigError(
-                    f"disk_bytes={capacity_bytes} ({format_bytes(capacity_bytes)}): not enough for one block; set "
+                    f"bytes={capacity_bytes} ({format_bytes(capacity_bytes)}): not enough for one block; set "
                     f"it to at least {format_bytes(self.bytes_of(1))}, better a few hundred times that"
                 )
             storage.lock()
@@ -124,7 +124,7 @@ class SlabFiles:
             if error.errno not in SETTING_ERRORS:
                 raise
             raise ConfigError(
-                f"disk_dir: cannot be used ({error.strerror or error}); name a directory on a local file system that "
+                f"dir: cannot be used ({error.strerror or error}); name a directory on a local file system that "
                 "this user can write to"
             ) from error
         except BaseException:
@@ -189,8 +189,8 @@ class SlabFiles:
         if self.num_slots < 1:
             raise OSError(
                 errno.ENOSPC,
-                f"files in disk_dir that are not kvoffload's take {format_bytes(self._stray_bytes)}, which leaves no "
-                f"room for a block in disk_bytes={self.capacity_bytes}; remove them or set disk_bytes higher",
+                f"files in the directory that are not kvoffload's take {format_bytes(self._stray_bytes)}, which leaves "
+                f"no room for a block in {format_bytes(self.capacity_bytes)}; remove them or give the tier more bytes",
             )
 
     def _adopt_header(self) -> bool:
@@ -232,7 +232,7 @@ class SlabFiles:
             file = self._keep(self._storage.open(self._folder, slab_name(number), direct=True))
         except OSError as error:
             if isinstance(error, PermissionError):
-                logger.warning("kvoffload: disk_dir: %s; its blocks are not used", error.strerror)
+                logger.warning("kvoffload: disk tier: %s; its blocks are not used", error.strerror)
             if error.errno in NO_FILE_ERRORS:
                 return False
             # What cannot be opened now may be at the next start, so nothing is removed.
@@ -254,7 +254,7 @@ class SlabFiles:
         # What is beyond the budget cannot be removed.
         self.capacity_bytes = max(self.capacity_bytes, self.used_bytes)
         logger.warning(
-            "kvoffload: the file system of disk_dir is read-only: the blocks that are on it are served, and nothing is "
+            "kvoffload: disk tier: the file system is read-only: the blocks that are on it are served, and nothing is "
             "written. Mount it for writing and start again"
         )
 
@@ -282,9 +282,8 @@ class SlabFiles:
             check_capacity(self.capacity_bytes, possible)
         elif self.is_short:
             logger.warning(
-                "kvoffload: disk_bytes=%d (%s): the file system of disk_dir can give only %s of that now; the disk "
-                "tier uses what it has, and grows when there is space",
-                self.capacity_bytes,
+                "kvoffload: disk tier of %s: the file system can give only %s of that now; the tier uses what it has, "
+                "and grows when there is space",
                 format_bytes(self.capacity_bytes),
                 format_bytes(possible),
             )

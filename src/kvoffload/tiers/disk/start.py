@@ -40,27 +40,27 @@ def open_disk_tier(
         if not root.held_bytes():
             check_capacity(capacity_bytes, root.free_bytes())
         if engines == 1:
-            _allow_descriptors(capacity_bytes // SLAB_BYTES)
+            _allow_descriptors(capacity_bytes, engines)
             if not root.read_only:
                 _remove_other_layouts(root, engine, engines, capacity_bytes)
             return DiskTier(storage, pools, fingerprint=fingerprint, capacity_bytes=capacity_bytes, policy=policy)
         with root.alone():
             share = capacity_bytes // engines
-            _allow_descriptors(share // SLAB_BYTES)
+            _allow_descriptors(capacity_bytes, engines)
             if not root.read_only:
                 _remove_other_layouts(root, engine, engines, share)
             share = (capacity_bytes - root.held_bytes(_is_in_engine_folder)) // engines
             folder = f"engine-{engine}"
             if root.read_only and folder not in root.folders():
                 raise OSError(errno.EROFS, "the file system is read-only, and holds no blocks of this engine")
-            storage = root.child(folder)
+            storage = DirectoryStorage(root.path / folder, root)
             return DiskTier(storage, pools, fingerprint=fingerprint, capacity_bytes=share, policy=policy)
     except OSError as error:
         storage.close()
         if error.errno not in SETTING_ERRORS:
             raise
         raise ConfigError(
-            f"disk_dir={str(root.path)!r}: cannot be used ({error.strerror or error}); name a directory on a local, "
+            f"dir={str(root.path)!r}: cannot be used ({error.strerror or error}); name a directory on a local, "
             "writable file system"
         ) from error
     except BaseException:
@@ -72,16 +72,17 @@ def _is_in_engine_folder(folder: str, name: str) -> bool:
     return ENGINE_FOLDER.fullmatch(folder.partition("/")[0]) is not None
 
 
-def _allow_descriptors(num_slabs: int) -> None:
+def _allow_descriptors(capacity_bytes: int, engines: int) -> None:
     """Raises the soft limit of open files of this process, if necessary, so that every slab can be open. Raises
     ConfigError if the hard limit is too low."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    needed = len(os.listdir("/proc/self/fd")) + num_slabs + SPARE_DESCRIPTORS
+    needed = len(os.listdir("/proc/self/fd")) + capacity_bytes // engines // SLAB_BYTES + SPARE_DESCRIPTORS
     if soft != resource.RLIM_INFINITY and soft < needed:
         if hard != resource.RLIM_INFINITY and hard < needed:
             raise ConfigError(
-                f"disk_bytes: this process may have {hard} files open and needs {needed}, one per GiB on disk and "
-                f"{SPARE_DESCRIPTORS} to spare; raise the limit (ulimit -n {needed}), or set disk_bytes lower"
+                f"bytes={capacity_bytes}: this process may have {hard} files open and needs {needed}, one per "
+                f"GiB on disk and {SPARE_DESCRIPTORS} to spare; raise the limit (ulimit -n {needed}), or give the tier "
+                "fewer bytes"
             )
         resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
 
