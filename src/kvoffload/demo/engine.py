@@ -136,9 +136,7 @@ class Act:
             self.answers[document] = known
             return None
         follow_up = (
-            index > 0
-            and self.config.visits[index - 1][0] == document
-            and self.config.answers[index - 1] is None
+            index > 0 and self.config.visits[index - 1][0] == document and self.config.answers[index - 1] is None
         )
         result = self._request(index, document, self.prompts[document], follow_up)
         self.answers[document] = result.output_tokens

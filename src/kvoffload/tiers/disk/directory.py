@@ -317,6 +317,10 @@ class _DirectoryFile(StoredFile):
     def modified(self) -> float:
         return os.fstat(self._fd).st_mtime
 
+    @property
+    def is_cached(self) -> bool:
+        return self._is_cached
+
     def sync(self) -> None:
         os.fdatasync(self._fd)
 
