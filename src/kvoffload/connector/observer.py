@@ -143,7 +143,8 @@ class RequestObserver:
         observed = self._requests.get(state.context.req_id)
         if observed is None or observed.record is not None:
             return
-        from_disk = self._count_tier_hits(state, num_external_tokens)
+        tier_tokens = self._count_tier_hits(state, num_external_tokens)
+        below_host = sum(tier_tokens.values())
         missed, reason, age_s, policy = match.missed, None, None, None
         if missed is not None:
             policy = self._manager.policy_state() or None
@@ -152,32 +153,35 @@ class RequestObserver:
             self.metrics.add("misses", label=reason)
         self.metrics.add("asked_tokens", state.request.num_tokens)
         self.metrics.add("device_hit_tokens", match.computed)
-        self.metrics.add("host_hit_tokens", num_external_tokens - from_disk)
-        self.metrics.add("disk_hit_tokens", from_disk)
+        self.metrics.add("host_hit_tokens", num_external_tokens - below_host)
+        self.metrics.add("disk_hit_tokens", below_host)
         record = observed.record = RequestRecord(
             time.time(),
             state.context.req_id,
             state.request.num_tokens,
             match.computed,
-            num_external_tokens - from_disk,
+            num_external_tokens - below_host,
             missed[len(self._layout.namespace) :].hex() if missed else None,
             reason,
             age_s,
-            from_disk,
+            below_host,
             policy,
+            tier_tokens,
         )
         self.records.append(record)
         if logger.isEnabledFor(logging.DEBUG):
             logger.debug("kvoffload: record %s", json.dumps(record.to_dict()))
 
-    def _count_tier_hits(self, state: RequestState, num_external_tokens: int) -> int:
-        """Counts the tokens that lower tiers have delivered for a request, by tier. Returns how many these are."""
-        left = num_external_tokens
+    def _count_tier_hits(self, state: RequestState, num_external_tokens: int) -> dict[str, int]:
+        """Counts the tokens that lower tiers have delivered for a request. Returns how many each tier has."""
+        left, by_tier = num_external_tokens, {}
         for tier, num_blocks in self._manager.promoted_by_tier(state.context).items():
             tokens = min(left, num_blocks * self._layout.align // self._layout.blocks_per_align)
-            left -= tokens
-            self.metrics.add("tier_hit_tokens", tokens, label=tier)
-        return num_external_tokens - left
+            if tokens:
+                left -= tokens
+                by_tier[tier] = tokens
+                self.metrics.add("tier_hit_tokens", tokens, label=tier)
+        return by_tier
 
     # Jobs and events.
 
