@@ -406,7 +406,9 @@ class _Process:
 
     def _answer(self, worker: StoreWorker, request: Request) -> None:
         try:
-            self.responses.append(worker.run(request))
+            response = worker.run(request)
+            # The list may have become another one meanwhile.
+            self.responses.append(response)
         except _Crash:
             self.has_crashed = True
         self.num_open -= 1
