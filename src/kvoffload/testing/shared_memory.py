@@ -88,6 +88,8 @@ class SharedMemoryTier(Tier):
         self.under_way: set[OffloadKey] = set()
         self.deleted: set[OffloadKey] = set()
         """Those of them that were deleted meanwhile."""
+        self.removing: set[OffloadKey] = set()
+        """Blocks that are being removed from the medium."""
         self.ended: deque[TierResult] = deque()
         self.failed_lookups = 0
         self.is_off = False
@@ -112,7 +114,7 @@ class SharedMemoryTier(Tier):
         unknown = []
         for i, key in enumerate(keys):
             is_there, until = self.answers.get(key, (False, float("-inf")))
-            if self.is_off or (key in self.under_way and not is_there):
+            if self.is_off or key in self.removing or (key in self.under_way and not is_there):
                 states[i] = LookupState.MISS
             elif self.clock() < until:
                 states[i] = LookupState.HIT if is_there else LookupState.MISS
@@ -135,7 +137,7 @@ class SharedMemoryTier(Tier):
         for key, slot in zip(keys, slots.tolist(), strict=True):
             is_there, until = self.answers.get(key, (False, float("-inf")))
             is_held = is_there and self.clock() < until
-            if self.is_off or key in self.under_way or is_held != is_read:
+            if self.is_off or key in self.under_way or key in self.removing or is_held != is_read:
                 continue
             submit = self.executor.submit_read if is_read else self.executor.submit_write
             if submit(partial(self.read_block if is_read else self.write_block, key, slot)):
@@ -152,9 +154,11 @@ class SharedMemoryTier(Tier):
             self.answers.pop(key, None)
             if key in self.written:
                 self.written.discard(key)
-                self.answers[key] = False, self.clock() + MISS_TTL_S
-                if not self.is_off:
-                    self.executor.submit_write(partial(self.medium.remove, self.name_of(key), self))
+                self._remove(key)
+
+    def _remove(self, key: OffloadKey) -> None:
+        if not self.is_off and self.executor.submit_write(partial(self.remove_block, key)):
+            self.removing.add(key)
 
     def reset(self) -> None:
         self.is_off = True
@@ -168,8 +172,8 @@ class SharedMemoryTier(Tier):
             self.under_way.discard(result.key)
             if result.key in self.deleted:
                 self.deleted.discard(result.key)
-                if not result.is_read and result.nbytes and not self.is_off:
-                    self.executor.submit_write(partial(self.medium.remove, self.name_of(result.key), self))
+                if not result.is_read and result.nbytes:
+                    self._remove(result.key)
                 result = TierResult(result.key, result.is_read, TierError.GONE)
             elif not result.is_read and result.ok:
                 self.answers[result.key] = True, self.clock() + HIT_TTL_S
@@ -228,6 +232,10 @@ class SharedMemoryTier(Tier):
         else:
             self._end(key, False, None, start, self.block_bytes if is_new else 0)
 
+    def remove_block(self, key: OffloadKey) -> None:
+        self.medium.remove(self.name_of(key), self)
+        self.removing.discard(key)
+
     def _end(
         self, key: OffloadKey, is_read: bool, error: TierError | None, start: float, nbytes: int | None = None
     ) -> None:
@@ -260,7 +268,7 @@ class SharedMemoryMedium(SharedMedium):
             self.injected["forgotten"] += 1
         if values and rng.random() < self.spoils:
             value = values[rng.choice(list(values))]
-            value.raw = [raw ^ 4 for raw in value.raw]
+            value.raw = [np.bitwise_xor(raw, np.uint8(4)) for raw in value.raw]
             self.injected["spoiled"] += 1
 
     def end_faults(self) -> None:
