@@ -17,7 +17,7 @@ PACKAGE = Path(kvoffload.__file__).parent
 
 LAYERS = [
     {"abc"},
-    {"units", "locks", "digests"},
+    {"units", "locks", "digests", "settings"},
     {"host", "transfer", "observe", "fingerprints"},
     {"cache"},
     {"config", "tiers"},

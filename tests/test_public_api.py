@@ -36,6 +36,8 @@ NAMES = {
     # Contracts for extensions.
     "CachePolicy",
     "Tier",
+    "TierConfig",
+    "TierContext",
     # Errors.
     "ConfigError",
     "KVOffloadError",

@@ -26,6 +26,7 @@ from kvoffload.connector.scheduler import OffloadingConnectorScheduler
 from kvoffload.connector.worker import OffloadingConnectorWorker
 from kvoffload.fingerprints import fingerprint
 from kvoffload.host.pool import HostPool
+from kvoffload.tiers.config import TierConfig, TierContext
 from kvoffload.transfer.inline import InlineTransfer
 
 __version__ = "0.1.0"
@@ -50,6 +51,8 @@ __all__ = [
     "ReqContext",
     "ScheduledStep",
     "Tier",
+    "TierConfig",
+    "TierContext",
     "build_scheduler",
     "fingerprint",
     "hash_blocks",

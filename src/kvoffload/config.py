@@ -15,10 +15,11 @@ from kvoffload.abc import ConfigError
 from kvoffload.cache.policies import policy_class
 from kvoffload.host.limits import available_memory, total_memory
 from kvoffload.host.pool import padded_slot_bytes
+from kvoffload.settings import absolute_path, check_whole_number
+from kvoffload.tiers.config import TierConfig, TierEntry, check_distinct, distinct_names, load_tiers
+from kvoffload.tiers.disk.config import DiskConfig
 from kvoffload.units import format_bytes, parse_bytes
 
-MAX_WHOLE_NUMBER = 1 << 30
-"""The largest value of a setting that counts something: far above useful values, and safe in arithmetic."""
 MAX_DEADLINE_MS = 3_600_000.0
 _PATHS = {"disk_dir": "/var/cache/kvoffload", "record_trace": "/var/log/kvoffload/trace.jsonl"}
 """Options that are paths, with an example of each."""
@@ -28,18 +29,6 @@ def _half(free: int) -> str:
     """Returns half of ``free`` bytes, at least 1 MiB, as a value for an option."""
     half = max(free // 2, 1 << 20)
     return f"{half >> 30}GiB" if half >> 30 else f"{half >> 20}MiB"
-
-
-def _resolved(setting: str, value: object) -> str:
-    """Returns ``value``, a path that may begin with "~", as an absolute path. Raises ConfigError that names
-    ``setting``."""
-    fix = f'write an absolute path such as {setting}="{_PATHS[setting]}"'
-    if not isinstance(value, str) or "\0" in value:
-        raise ConfigError(f"{setting}={value!r}: not a path; {fix}")
-    path = os.path.expanduser(value)
-    if not os.path.isabs(path):
-        raise ConfigError(f"{setting}={value!r}: not an absolute path; {fix}. Variables are not expanded")
-    return os.path.normpath(path)
 
 
 def _free_disk(directory: str) -> int:
@@ -73,6 +62,9 @@ class OffloadConfig:
     """Directory of the disk tier: an absolute path, or a path that begins with "~"."""
     disk_bytes: int | None = None
     """Disk space for offloaded blocks on this node, including everything else that the tier keeps there."""
+    tiers: tuple[TierConfig, ...] = ()
+    """Tiers below host memory and below the disk of ``disk_dir``, the fastest first: a list of mappings, each with the
+    key "kind" and the keys of that kind."""
     load_deadline_ms: float = 1000.0
     """How long a request waits for blocks: for blocks that another request is loading, before it loads its own copy;
     for blocks that a lower tier is reading, before it computes those that have not arrived."""
@@ -113,7 +105,7 @@ class OffloadConfig:
                 object.__setattr__(self, name, parse_bytes(name, getattr(self, name)))
         for name in _PATHS:
             if getattr(self, name) is not None:
-                object.__setattr__(self, name, _resolved(name, getattr(self, name)))
+                object.__setattr__(self, name, absolute_path(name, getattr(self, name), _PATHS[name]))
         if not isinstance(self.policy, str):
             raise ConfigError(f'policy={self.policy!r}: write a name such as policy="lru"')
         policy_class(self.policy)
@@ -129,19 +121,15 @@ class OffloadConfig:
             ("store_threshold", 2),
             ("engines_per_node", 1),
         ):
-            value = getattr(self, name)
-            if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < least):
-                raise ConfigError(f"{name}={value!r}: must be a whole number, {least} or more; or leave it out")
-            if value is not None and value > MAX_WHOLE_NUMBER:
-                raise ConfigError(
-                    f"{name}={value!r}: must be a whole number, {MAX_WHOLE_NUMBER} at most; or leave it out"
-                )
+            check_whole_number(name, getattr(self, name), least)
         if self.block_size_factor is not None and self.block_size is not None:
             raise ConfigError(
                 f"block_size={self.block_size} and block_size_factor={self.block_size_factor}: "
                 "both set the same; remove one"
             )
         self._check_disk()
+        object.__setattr__(self, "tiers", load_tiers(self.tiers))
+        check_distinct(self.tier_entries)
         self._check_trace()
         for name in ("load_deadline_ms", "lookup_deadline_ms"):
             deadline = getattr(self, name)
@@ -174,6 +162,19 @@ class OffloadConfig:
                 f"disk_dir={self.disk_dir!r} without disk_bytes: say how much of that disk to use, such as "
                 f'disk_bytes="{_half(free)}" (half of the {format_bytes(free)} free there)'
             )
+
+    @property
+    def tier_entries(self) -> list[TierEntry]:
+        """All tiers below host memory, the fastest first, with what errors call them."""
+        entries = [TierEntry(f"tiers[{i}].", tier) for i, tier in enumerate(self.tiers)]
+        if self.disk_dir is not None and self.disk_bytes is not None:
+            entries.insert(0, TierEntry("disk_", DiskConfig(self.disk_dir, self.disk_bytes)))
+        return entries
+
+    @property
+    def tier_names(self) -> list[str]:
+        """The names of these tiers in logs, metrics and events."""
+        return distinct_names(entry.config.kind for entry in self.tier_entries)
 
     def _check_trace(self) -> None:
         if self.record_trace is None:

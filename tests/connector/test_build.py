@@ -19,9 +19,9 @@ from kvoffload import OffloadConfig, OffloadingConnectorScheduler, build_schedul
 from kvoffload.abc import ConfigError, KVGroup, LookupState, MissReason, OffloadKey, ReqContext
 from kvoffload.cache.manager import PolicyOffloadingManager
 from kvoffload.cache.policies.lru import LRUPolicy
-from kvoffload.connector import build
 from kvoffload.connector.build import NAMESPACE_BYTES, namespace, tokens_per_block
 from kvoffload.host.pool import HostPool
+from kvoffload.tiers.disk import config as disk_config
 from kvoffload.tiers.manager import TieredOffloadingManager
 
 TOKENS, SLOT, BLOCKS = 16, 4096, 8
@@ -250,7 +250,7 @@ def test_the_policy_may_refuse_blocks_unless_a_disk_is_below(
     policy = f"{__name__}:{RefusingPolicy.__name__}"
     assert stores_beyond_its_size(with_disk(tmp_path / "disk", policy=policy))
     assert not stores_beyond_its_size(config(policy=policy))
-    monkeypatch.setattr(build, "open_disk_tier", fail_to_open)
+    monkeypatch.setattr(disk_config, "open_disk_tier", fail_to_open)
     assert not stores_beyond_its_size(with_disk(tmp_path / "other", policy=policy))
 
 
@@ -261,7 +261,7 @@ def fail_to_open(*_: object, **__: object) -> None:
 def test_a_disk_that_fails_at_the_start_leaves_the_host(
     make: Builder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(build, "open_disk_tier", fail_to_open)
+    monkeypatch.setattr(disk_config, "open_disk_tier", fail_to_open)
     half = make(with_disk(tmp_path))
     assert isinstance(half.manager, PolicyOffloadingManager)
     (message,) = caplog.messages

@@ -14,18 +14,26 @@ from kvoffload.demo.act import run_act
 from kvoffload.demo.errors import DemoError
 from kvoffload.demo.protocol import ActConfig, EngineInfo, RequestResult
 
-CONFIG = ActConfig("model", False, 3, [("x" * 100_000, 9)], ["q"], [(0, 0)], 4, 8, 3072, 128, 64, 1, 0, None, [None])
+VISITS = [(0, 0), (0, 0)]
+CONFIG = ActConfig(
+    "model", False, 3, [("x" * 100_000, 9)], ["q"], VISITS, 4, 8, 3072, 128, 64, 1, 0, None, [None, None]
+)
 
 PRELUDE = """
 import json, os, sys, time
 out = os.fdopen(int(sys.argv[1]), "w", buffering=1)
-config = json.load(sys.stdin)
-def send(**message): out.write(json.dumps(message) + "\\n")
-def info(): send(kind="info", vllm_version="0", device="none", start_s=0.0)
-def request(i): send(kind="request", index=i, document=0, follow_up=False, prompt_tokens=9, device_tokens=0,
-    host_tokens=0, disk_tokens=0, source="recompute", reason=None, ttft_ms=1.0, total_ms=2.0, output_tokens=[1],
-    logprobs=[-1.0], pool_used=0, pool_blocks=0)
-def summary(): send(kind="summary", wall_s=1.0, metrics={})
+config = json.loads(sys.stdin.readline())
+def send(message): out.write(json.dumps(message) + "\\n")
+def command(name): assert json.loads(sys.stdin.readline())["do"] == name
+def info(): send(dict(vllm_version="0", device="none", start_s=0.0))
+def request(i):
+    command("visit")
+    send(dict(index=i, document=0, follow_up=False, prompt_tokens=9, device_tokens=0, host_tokens=0, disk_tokens=0,
+        source="recompute", reason=None, ttft_ms=1.0, total_ms=2.0, output_tokens=[1], logprobs=[-1.0], pool_used=0,
+        pool_blocks=0))
+def summary():
+    command("end")
+    send(dict(wall_s=1.0, metrics={}))
 """
 
 

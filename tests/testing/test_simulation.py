@@ -22,15 +22,14 @@ from kvoffload.testing.simulation import (
     OverBudget,
     Report,
     Server,
-    SlotTaken,
     Unlocked,
-    Unreachable,
     plan,
     run_simulations,
     simulate,
 )
 from kvoffload.testing.storage import FaultRates
 from kvoffload.testing.tiers import AskingTier, MemoryTier, SteppedExecutor
+from kvoffload.testing.watch import SlotTaken, Unreachable
 from kvoffload.tiers import writethrough
 from kvoffload.tiers.disk import blockio
 from kvoffload.tiers.disk.tier import DiskTier

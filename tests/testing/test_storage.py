@@ -118,7 +118,7 @@ def test_one_owner_at_a_time() -> None:
     successor = storage.restart()
     other = successor.restart()
     other.lock()
-    with pytest.raises(ConfigError, match="disk_dir"):
+    with pytest.raises(ConfigError, match="dir: another"):
         _sharing(other).lock()
     other.close()
     _sharing(other).lock()

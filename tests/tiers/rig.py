@@ -145,6 +145,7 @@ class Rig:
         tier_blocks: int = 64,
         policy: str = "lru",
         groups: Sequence[KVGroup] = (KVGroup(16),),
+        enable_events: bool = False,
         num_tiers: int = 1,
         num_threads: int = 4,
         **options: Any,
@@ -157,7 +158,7 @@ class Rig:
             tier.name = f"memory-{i}"
         self.tier = self.tiers[0]
         backend = HostBackend(16, host_blocks)
-        self.host = PolicyOffloadingManager(backend, make_policy(policy, host_blocks), clock=self.clock)
+        self.host = PolicyOffloadingManager(backend, make_policy(policy, host_blocks), enable_events, clock=self.clock)
         self.manager = TieredOffloadingManager(
             self.host,
             self.tiers,

@@ -47,13 +47,21 @@ class BlockDescription:
 
 @dataclass(frozen=True, slots=True)
 class OffloadingEvent:
-    """Blocks became ready in a medium (``removed`` is False), or left it."""
+    """Blocks became ready in a medium (``removed`` is False), or left it.
+
+    Events of host memory are exact. Those of a lower tier are hints: a block may be announced again, or as removed
+    without having been announced, and what the tier held before this process started is announced when it is read.
+    """
 
     keys: list[OffloadKey]
     medium: str
     removed: bool
     blocks: list[BlockDescription | None] | None = None
     """Descriptions of blocks that became ready, in the order of ``keys``; None if they are not kept."""
+    tier: str | None = None
+    """Name of the lower tier. None: host memory."""
+    is_shared: bool = False
+    """Whether other processes use the same blocks of the tier."""
 
 
 class Admission(ABC):

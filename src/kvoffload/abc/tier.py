@@ -156,8 +156,11 @@ class Tier(ABC):
         nothing: it holds nothing for this process from now on, and takes nothing on."""
 
     def take_evicted(self) -> list[OffloadKey]:
-        """Returns the keys of blocks that were evicted or lost since the last call, for events; called only if events
-        are on. By default none."""
+        """Returns the keys of blocks that were evicted or lost since the last call, for events, also those that a reset
+        has dropped from a tier that is not shared. Blocks that were deleted, and those of which ``poll`` has said that
+        they are CORRUPT or GONE, may be among them. Called only if events are on: first when the tier is taken into
+        use, then after each ``poll``. A tier that has not been asked yet keeps nothing for it, and the keys that it
+        keeps are bounded. By default none."""
         return []
 
     @abstractmethod

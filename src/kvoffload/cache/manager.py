@@ -73,7 +73,9 @@ class PolicyOffloadingManager(OffloadingManager):
         self._must_store = must_store
         self._admission = admission
         self._table = BlockTable(backend.num_blocks)
-        self._events: deque[OffloadingEvent] | None = deque(maxlen=MAX_PENDING_EVENTS) if enable_events else None
+        self._events: deque[OffloadingEvent] | None = None
+        if enable_events:
+            self.enable_events()
         self._gone = misses or MissMemory(clock=clock)
 
     def set_admission(self, admission: Admission) -> None:
@@ -345,6 +347,16 @@ class PolicyOffloadingManager(OffloadingManager):
         self.reset()
 
     # Events and counts.
+
+    @property
+    def has_events(self) -> bool:
+        """Whether there are events to take."""
+        return self._events is not None
+
+    def enable_events(self) -> None:
+        """From now on there are events to take."""
+        if self._events is None:
+            self._events = deque(maxlen=MAX_PENDING_EVENTS)
 
     def take_events(self) -> Iterable[OffloadingEvent]:
         if self._events is not None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -20,8 +20,8 @@ from kvoffload.connector.layout import Layout
 from kvoffload.connector.scheduler import OffloadingConnectorScheduler
 from kvoffload.host.pool import PoolHandle
 from kvoffload.observe.trace import TraceRecorder
+from kvoffload.tiers.config import TierContext, TierEntry, distinct_names, prefixed
 from kvoffload.tiers.disk.format import is_fingerprint
-from kvoffload.tiers.disk.start import open_disk_tier
 from kvoffload.tiers.manager import TieredOffloadingManager
 from kvoffload.units import format_bytes
 
@@ -45,6 +45,7 @@ def build_scheduler(
     enable_events: bool = False,
     may_sleep: bool = False,
     parent_request: Callable[[str], str] = str,
+    identity: Mapping[str, str] | None = None,
     tiers: Sequence[Tier] = (),
 ) -> OffloadingConnectorScheduler:
     """Returns the scheduler half for an engine with these KV cache ``groups``, ready to serve.
@@ -58,10 +59,12 @@ def build_scheduler(
     this engine among the ``engines`` that share the budgets of this node. ``parent_request``: maps the id of a request
     to the id under which the reuse filter counts it. ``share_loads`` and ``may_sleep``: see
     OffloadingConnectorScheduler. ``enable_events``: ``take_events`` returns events, and stored events describe their
-    blocks. ``tiers``: further tiers below the disk, the fastest first; they are closed with the scheduler half.
+    blocks. ``identity`` says in words what the fingerprint depends on, such as {"dtype": "bfloat16"}: see
+    ``kvoffload.tiers.identity``. ``tiers``: further tiers below those of the configuration, the fastest first; they are
+    closed with the scheduler half.
 
-    Raises ConfigError if a setting is wrong, a pool cannot be reached or the disk's directory cannot be used. If the
-    disk itself fails, a warning says so and requests are served from host memory alone.
+    Raises ConfigError if a setting is wrong, a pool cannot be reached or a tier's directory cannot be used. If a tier's
+    medium itself fails, a warning says so and the others serve.
     """
     _check_arguments(groups, fingerprint, hash_block_size, device_blocks, engine, engines)
     host_pools = _HostPools(groups, hash_block_size, pools, engines)
@@ -71,13 +74,18 @@ def build_scheduler(
         recorder = _make_recorder(config, host_pools, engine, device_blocks)
         if recorder is not None:
             opened.callback(recorder.close)
-        tier = _open_disk(config, host_pools, fingerprint, engine)
-        if tier is not None:
-            opened.callback(tier.close)
+        below, entries = list[Tier](), config.tier_entries
+        names = distinct_names([*config.tier_names, *(tier.name for tier in tiers)])
+        if entries:
+            context = host_pools.context(fingerprint, identity or {}, config.policy, engine)
+            for entry, name in zip(entries, names, strict=False):
+                tier = _open_tier(entry, context)
+                if tier is not None:
+                    opened.callback(tier.close)
+                    below.append(_named(tier, name))
+        below += map(_named, tiers, names[len(entries) :])
         scheduler = OffloadingConnectorScheduler(
-            _make_manager(
-                config, host_pools, [*([] if tier is None else [tier]), *tiers], enable_events, parent_request
-            ),
+            _make_manager(config, host_pools, below, enable_events, parent_request),
             groups=groups,
             hash_block_size=hash_block_size,
             namespace=namespace(fingerprint),
@@ -125,8 +133,8 @@ def _make_manager(
     """Returns the manager of the host pools, in front of ``tiers`` if there are any."""
     groups, admission = pools.layout.groups, None
     if config.store_threshold is not None:
-        disk_blocks = (config.disk_bytes or 0) // (pools.block_bytes * pools.engines)
-        tracked = tracker_size(pools.num_blocks + disk_blocks)
+        tier_bytes = sum(entry.config.capacity_bytes or 0 for entry in config.tier_entries)
+        tracked = tracker_size(pools.num_blocks + tier_bytes // (pools.block_bytes * pools.engines))
         admission = ReuseFilter(config.store_threshold, tracked, parent_request)
     host = PolicyOffloadingManager(
         HostBackend(groups[0].block_tokens, pools.num_blocks),
@@ -222,6 +230,19 @@ class _HostPools:
         arrays = [pool.open() if isinstance(pool, PoolHandle) else pool for pool in self._pools]
         return [array[: self.num_blocks] for array in arrays]
 
+    def context(self, fingerprint: str, identity: Mapping[str, str], policy: str, engine: int) -> TierContext:
+        """Returns what tiers are opened with. Raises ConfigError if a pool cannot be opened."""
+        return TierContext(
+            pools=self.open(),
+            fingerprint=fingerprint,
+            handles=[pool if isinstance(pool, PoolHandle) else None for pool in self._pools],
+            identity=identity,
+            policy=policy,
+            engine=engine,
+            engines=self.engines,
+            num_tokens=self.tokens,
+        )
+
     def tokens(self, num_blocks: int) -> int:
         """Returns how many tokens have all their KV in ``num_blocks`` blocks."""
         return num_blocks * self.layout.align // self.layout.blocks_per_align
@@ -246,39 +267,39 @@ class _HostPools:
         return text
 
 
-def _open_disk(config: OffloadConfig, pools: _HostPools, fingerprint: str, engine: int) -> Tier | None:
-    """Returns the disk tier that ``config`` asks for. Returns None, with a warning, if the disk fails.
+def _open_tier(entry: TierEntry, context: TierContext) -> Tier | None:
+    """Returns the tier that ``entry`` asks for. Returns None, with a warning, if its medium fails.
 
-    Raises ConfigError if a pool cannot be opened or the directory cannot be used.
+    Raises ConfigError if a setting is wrong.
     """
-    if config.disk_dir is None or config.disk_bytes is None:
-        return None
-    arrays = pools.open()
+    kind = entry.config.kind
     try:
-        tier = open_disk_tier(
-            config.disk_dir,
-            config.disk_bytes,
-            arrays,
-            fingerprint,
-            policy=config.policy,
-            engine=engine,
-            engines=pools.engines,
-        )
+        with prefixed(entry.prefix):
+            tier = entry.config.open(context)
+    except ConfigError:
+        raise
     except OSError as error:
         logger.warning(
-            "kvoffload: disk_dir=%r: THERE IS NO DISK TIER: %s; requests are served from host memory or computed. Fix "
-            "that and start again",
-            config.disk_dir,
+            "kvoffload: %s: THERE IS NO %s TIER: %s; the server continues without it. Fix that and start again",
+            entry.setting,
+            kind.upper(),
             error.strerror or error,
         )
         return None
-    logger.info(
-        "kvoffload: disk tier in %s of %s = %s tokens; found %s blocks of this model there",
-        config.disk_dir,
-        format_bytes(tier.capacity_bytes),
-        f"{pools.tokens(tier.capacity_bytes // tier.block_bytes):,}",
-        f"{tier.num_blocks:,}",
-    )
+    except Exception as error:
+        raise ConfigError(
+            f"{entry.setting}: the tier cannot be opened ({type(error).__name__}: {error}); correct its class, or "
+            "remove the entry"
+        ) from error
+    if not isinstance(tier, Tier):
+        raise ConfigError(f"{entry.setting}: open() returned a {type(tier).__name__}; it must return a kvoffload.Tier")
+    return tier
+
+
+def _named(tier: Tier, name: str) -> Tier:
+    """Gives ``tier`` its name among all tiers."""
+    if tier.name != name:
+        tier.name = name
     return tier
 
 

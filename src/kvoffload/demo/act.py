@@ -1,4 +1,4 @@
-"""Runs one act in a child process, under deadlines, and collects what it reports."""
+"""Runs engines in child processes, under deadlines, and collects what they report."""
 
 from __future__ import annotations
 
@@ -23,6 +23,7 @@ START_DEADLINE_S = 600.0
 REQUEST_DEADLINE_S = 120.0
 EXIT_DEADLINE_S = 30.0
 LOG_LINES_SHOWN = 15
+ENGINE = (sys.executable, "-m", "kvoffload.demo.engine")
 
 
 @dataclass(slots=True)
@@ -34,85 +35,140 @@ class ActResult:
     summary: ActSummary = field(default_factory=lambda: ActSummary(0.0))
 
 
+class EngineProcess:
+    """An engine in a child process, which carries out one command after the other. Its output goes to ``log``.
+
+    As a context manager it leaves no process behind. Methods raise DemoError, with the end of the log, if the engine
+    fails or is silent past a deadline.
+    """
+
+    def __init__(self, config: ActConfig, log: Path, command: tuple[str, ...] = ENGINE) -> None:
+        self.log = log
+        self.info: EngineInfo | None = None
+        """What the engine said when it was ready."""
+        read_fd, write_fd = os.pipe()
+        self._replies = os.fdopen(read_fd, "rb", buffering=0)
+        self._lines = self._read_lines()
+        try:
+            with log.open("wb") as log_file:
+                self._child = subprocess.Popen(
+                    [*command, str(write_fd)],
+                    stdin=subprocess.PIPE,
+                    stdout=log_file,
+                    stderr=subprocess.STDOUT,
+                    pass_fds=(write_fd,),
+                    start_new_session=True,
+                    env=_environment(config),
+                )
+        except BaseException:
+            self._replies.close()
+            raise
+        finally:
+            os.close(write_fd)
+        self._send(asdict(config))
+
+    def __enter__(self) -> EngineProcess:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.kill()
+
+    @property
+    def pid(self) -> int:
+        return self._child.pid
+
+    def wait_ready(self) -> EngineInfo:
+        """Returns once the engine has started and warmed up."""
+        if self.info is None:
+            self.info = EngineInfo(**self._receive(START_DEADLINE_S))
+        return self.info
+
+    def call(self, do: str, **arguments: Any) -> Any:
+        """Carries out the command ``do`` and returns the reply. See ``Engine`` in ``engine`` for the commands."""
+        self.wait_ready()
+        self._send({"do": do, **arguments})
+        return self._receive(REQUEST_DEADLINE_S)
+
+    def visit(self, index: int) -> RequestResult | None:
+        """Asks the question of a visit. Returns None if an earlier act has asked it."""
+        reply = self.call("visit", index=index)
+        return None if reply is None else RequestResult(**reply)
+
+    def ask(self, index: int, document: int) -> RequestResult:
+        """Asks the first question about a document, as if it had not been asked before."""
+        return RequestResult(**self.call("ask", index=index, document=document))
+
+    def end(self) -> ActSummary:
+        """Shuts the engine down as a server does, and returns the summary."""
+        summary = ActSummary(**self.call("end"))
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._child.wait(EXIT_DEADLINE_S)
+        return summary
+
+    def kill(self) -> None:
+        """Ends every process of the engine at once."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._child.pid, signal.SIGKILL)
+        self._child.wait(EXIT_DEADLINE_S)
+        if self._child.stdin is not None:
+            with contextlib.suppress(BrokenPipeError):
+                self._child.stdin.close()
+        self._replies.close()
+
+    def _send(self, message: dict[str, Any]) -> None:
+        assert self._child.stdin is not None
+        # An engine that has ended is noticed when it does not reply.
+        with contextlib.suppress(BrokenPipeError):
+            self._child.stdin.write(json.dumps(message).encode() + b"\n")
+            self._child.stdin.flush()
+
+    def _receive(self, deadline_s: float) -> Any:
+        self._deadline_s = deadline_s
+        line = next(self._lines, None)
+        if line is None:
+            raise DemoError(_failure(self.log, "the engine ended too early"))
+        return json.loads(line)
+
+    def _read_lines(self) -> Iterator[bytes]:
+        """Yields the engine's lines until their end. Raises DemoError if a line takes longer than its deadline."""
+        buffer = b""
+        with selectors.DefaultSelector() as selector:
+            selector.register(self._replies, selectors.EVENT_READ)
+            while True:
+                until = time.monotonic() + self._deadline_s
+                while b"\n" not in buffer:
+                    if not selector.select(max(0.0, until - time.monotonic())):
+                        raise DemoError(_failure(self.log, f"the engine was silent for {self._deadline_s:.0f} s"))
+                    chunk = os.read(self._replies.fileno(), 1 << 16)
+                    if not chunk:
+                        return
+                    buffer += chunk
+                line, _, buffer = buffer.partition(b"\n")
+                yield line
+
+
 def run_act(
     config: ActConfig,
     log: Path,
     on_ready: Callable[[EngineInfo], None],
     on_request: Callable[[RequestResult], None],
-    command: tuple[str, ...] = (sys.executable, "-m", "kvoffload.demo.engine"),
+    command: tuple[str, ...] = ENGINE,
 ) -> ActResult:
-    """Runs an act and calls back as it progresses. The engine's output goes to ``log``.
+    """Runs all visits of ``config`` in an engine of their own, and calls back as it progresses.
 
-    Raises DemoError, with the end of the log, if the engine fails or is silent past a deadline. In any case no process
+    Raises DemoError, with the end of ``log``, if the engine fails or is silent past a deadline. In any case no process
     of the act is left behind.
     """
-    result: ActResult | None = None
-    done = False
-    for kind, message in _messages(config, log, command):
-        if kind == "info":
-            result = ActResult(EngineInfo(**message))
-            on_ready(result.info)
-        elif kind == "request" and result is not None:
-            request = RequestResult(**message)
-            result.requests.append(request)
-            on_request(request)
-        elif kind == "summary" and result is not None:
-            result.summary = ActSummary(**message)
-            done = True
-    if result is None or not done:
-        raise DemoError(_failure(log, "the engine ended too early"))
+    with EngineProcess(config, log, command) as engine:
+        result = ActResult(engine.wait_ready())
+        on_ready(result.info)
+        for index in range(len(config.visits)):
+            request = engine.visit(index)
+            if request is not None:
+                result.requests.append(request)
+                on_request(request)
+        result.summary = engine.end()
     return result
-
-
-def _messages(config: ActConfig, log: Path, command: tuple[str, ...]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Starts the engine, sends it the configuration, and yields its messages until it ends."""
-    read_fd, write_fd = os.pipe()
-    with log.open("wb") as log_file, os.fdopen(read_fd, "rb", buffering=0):
-        try:
-            child = subprocess.Popen(
-                [*command, str(write_fd)],
-                stdin=subprocess.PIPE,
-                stdout=log_file,
-                stderr=subprocess.STDOUT,
-                pass_fds=(write_fd,),
-                start_new_session=True,
-                env=_environment(config),
-            )
-        finally:
-            os.close(write_fd)
-        try:
-            assert child.stdin is not None
-            with contextlib.suppress(BrokenPipeError), child.stdin:
-                child.stdin.write(json.dumps(asdict(config)).encode())
-            for line in _lines(read_fd, log):
-                message = json.loads(line)
-                yield message.pop("kind"), message
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                child.wait(EXIT_DEADLINE_S)
-        finally:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(child.pid, signal.SIGKILL)
-            child.wait(EXIT_DEADLINE_S)
-
-
-def _lines(fd: int, log: Path) -> Iterator[bytes]:
-    """Yields the lines of a pipe until its end. Raises DemoError if a line takes longer than its deadline."""
-    buffer = b""
-    deadline_s = START_DEADLINE_S
-    with selectors.DefaultSelector() as selector:
-        selector.register(fd, selectors.EVENT_READ)
-        until = time.monotonic() + deadline_s
-        while True:
-            if not selector.select(max(0.0, until - time.monotonic())):
-                raise DemoError(_failure(log, f"the engine was silent for {deadline_s:.0f} s"))
-            chunk = os.read(fd, 1 << 16)
-            if not chunk:
-                return
-            *lines, buffer = (buffer + chunk).split(b"\n")
-            yield from lines
-            if lines:
-                deadline_s = REQUEST_DEADLINE_S
-                until = time.monotonic() + deadline_s
 
 
 def _environment(config: ActConfig) -> dict[str, str]:

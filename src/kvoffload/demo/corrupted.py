@@ -13,5 +13,10 @@ class CorruptedKVOffloadConnector(KVOffloadConnector):
 
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
         super().register_kv_caches(kv_caches)
-        worker = self.connector_worker
-        worker.transfer = CorruptingTransfer(worker.transfer, self.pool.data)
+        corrupt_loads(self)
+
+
+def corrupt_loads(connector: KVOffloadConnector) -> None:
+    """Makes ``connector`` corrupt everything that it loads from now on."""
+    worker = connector.connector_worker
+    worker.transfer = CorruptingTransfer(worker.transfer, connector.pool.data)

@@ -1,9 +1,10 @@
-"""One act of the demo: real vLLM in this process, one request at a time.
+"""An engine of the demo: real vLLM in this process, one request at a time.
 
-Run as ``python -m kvoffload.demo.engine FD`` with an ``ActConfig`` as JSON on standard input. Writes
-JSON lines ``{"kind": ..., ...}`` to the open file descriptor FD: ``info`` when the engine is warm,
-``request`` after each request, ``summary`` at the end. Standard output and error are for vLLM's log. The
-caller watches the time and ends the process when it is out.
+Run as ``python -m kvoffload.demo.engine FD``. The first line of standard input is an ``ActConfig`` as JSON, each
+further line a command ``{"do": NAME, ...}``. Writes one line of JSON per line of input to the open file descriptor FD:
+an ``EngineInfo`` when the engine is warm, then the result of each command. Standard output and error are for vLLM's
+log. Between commands the engine steps while it has something to do, as a server does. The caller watches the time and
+ends the process when it is out.
 """
 
 from __future__ import annotations
@@ -14,16 +15,20 @@ import json
 import math
 import os
 import random
+import selectors
 import sys
 import time
+from collections.abc import Iterator
 from dataclasses import asdict
 from itertools import islice
 from typing import Any
 
 from kvoffload.demo.protocol import ActConfig, ActSummary, EngineInfo, RequestResult, classify
+from kvoffload.demo.shared.files import BrokenFiles, FileMode
 from kvoffload.observe.metrics import METRICS
 
 RECORDS_SEARCHED = 16
+_MESSAGES = (EngineInfo, RequestResult, ActSummary)
 
 
 class Probe:
@@ -128,16 +133,26 @@ class Act:
         """Asks a question about a document and keeps the answer. Returns None if an earlier act has asked it."""
         document, question = self.config.visits[index]
         self.prompts[document] += self.answers[document] + self.questions[question]
-        prompt = self.prompts[document]
         known = self.config.answers[index]
         if known is not None:
             self.answers[document] = known
             return None
+        follow_up = (
+            index > 0 and self.config.visits[index - 1][0] == document and self.config.answers[index - 1] is None
+        )
+        result = self._request(index, document, self.prompts[document], follow_up)
+        self.answers[document] = result.output_tokens
+        return result
+
+    def ask(self, index: int, document: int) -> RequestResult:
+        """Asks the first question about a document, as if it had not been asked before."""
+        return self._request(index, document, self.prompts[document] + self.questions[0], follow_up=False)
+
+    def _request(self, index: int, document: int, prompt: list[int], follow_up: bool) -> RequestResult:
         request_id = f"demo{index}"
         output, ttft_ms, total_ms = self.generate(request_id, prompt)
         completion = output.outputs[0]
         tokens = list(completion.token_ids)
-        self.answers[document] = tokens
         record = self.probe.record(request_id)
         cached = output.num_cached_tokens or 0
         device, host, disk = (
@@ -147,9 +162,7 @@ class Act:
         return RequestResult(
             index=index,
             document=document,
-            follow_up=index > 0
-            and self.config.visits[index - 1][0] == document
-            and self.config.answers[index - 1] is None,
+            follow_up=follow_up,
             prompt_tokens=len(prompt),
             device_tokens=device,
             host_tokens=host,
@@ -163,6 +176,27 @@ class Act:
             pool_used=used,
             pool_blocks=blocks,
         )
+
+    def settle(self) -> None:
+        """Runs steps until nothing is left to write to tiers."""
+        while self.step():
+            pass
+
+    def step(self) -> bool:
+        """Runs one step. Returns whether there was something to do."""
+        engine = self.llm.llm_engine
+        if not engine.engine_core.engine_core.scheduler.has_requests():
+            return False
+        engine.step()
+        return True
+
+    def corrupt_loads(self) -> None:
+        """Corrupts everything that is loaded from now on, after it was verified: the negative control."""
+        from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+        from kvoffload.demo.corrupted import corrupt_loads
+
+        corrupt_loads(get_kv_transfer_group())
 
     def direct_io(self) -> bool:
         """Whether files of the disk tier are open with direct I/O."""
@@ -192,27 +226,75 @@ def _finite(value: float) -> float | None:
     return value if math.isfinite(value) else None
 
 
+class Engine:
+    """Carries out commands. Each method is a command, with its arguments; what it returns is the reply."""
+
+    def __init__(self, act: Act) -> None:
+        self._act = act
+        self._before = act.probe.counters()
+        self._start = time.perf_counter()
+        self._files: BrokenFiles | None = None
+
+    def visit(self, index: int) -> RequestResult | None:
+        return self._act.visit(index)
+
+    def ask(self, index: int, document: int) -> RequestResult:
+        return self._act.ask(index, document)
+
+    def settle(self) -> None:
+        self._act.settle()
+
+    def corrupt_loads(self) -> None:
+        self._act.corrupt_loads()
+
+    def break_files(self, directory: str, mode: str) -> int:
+        """Sets how files in ``directory`` behave. Returns the number of calls on them that have met a fault so far."""
+        if self._files is None:
+            self._files = BrokenFiles(directory)
+        self._files.set_mode(FileMode(mode))
+        return self._files.num_calls
+
+    def metrics(self) -> dict[str, float]:
+        """Returns kvoffload's counters since the warm-up, by name."""
+        return {name: value - self._before.get(name, 0.0) for name, value in self._act.probe.counters().items()}
+
+    def end(self) -> ActSummary:
+        wall_s = time.perf_counter() - self._start
+        metrics, direct_io = self.metrics(), self._act.direct_io()
+        self._act.close()
+        return ActSummary(wall_s, metrics, direct_io)
+
+
+def _commands(act: Act) -> Iterator[dict[str, Any]]:
+    """Yields the lines of standard input. While there is none, the engine steps if it has something to do."""
+    lines = sys.stdin
+    with selectors.DefaultSelector() as selector:
+        selector.register(lines, selectors.EVENT_READ)
+        while True:
+            while not selector.select(0) and act.step():
+                pass
+            line = lines.readline()
+            if not line:
+                return
+            yield json.loads(line)
+
+
 def main() -> None:
     out = os.fdopen(int(sys.argv[1]), "w", encoding="utf-8", buffering=1)
 
-    def send(kind: str, message: Any) -> None:
-        out.write(json.dumps({"kind": kind} | asdict(message)) + "\n")
+    def send(message: Any) -> None:
+        out.write(json.dumps(asdict(message) if isinstance(message, _MESSAGES) else message) + "\n")
 
     start = time.perf_counter()
-    act = Act(ActConfig(**json.load(sys.stdin)))
+    act = Act(ActConfig(**json.loads(sys.stdin.readline())))
     act.warm_up()
-    send("info", EngineInfo(act.version, act.device_name(), time.perf_counter() - start))
-    before = act.probe.counters()
-    start = time.perf_counter()
-    for index in range(len(act.config.visits)):
-        result = act.visit(index)
-        if result is not None:
-            send("request", result)
-    wall_s = time.perf_counter() - start
-    metrics = {name: value - before.get(name, 0.0) for name, value in act.probe.counters().items()}
-    direct_io = act.direct_io()
-    act.close()
-    send("summary", ActSummary(wall_s, metrics, direct_io))
+    engine = Engine(act)
+    send(EngineInfo(act.version, act.device_name(), time.perf_counter() - start))
+    for command in _commands(act):
+        do = command.pop("do")
+        send(getattr(engine, do)(**command))
+        if do == "end":
+            return
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ import dataclasses
 import hashlib
 import itertools
 import logging
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -34,22 +34,15 @@ from kvoffload.abc import (
     ByteArray,
     ConfigError,
     IntegrityError,
-    LoadStoreSpec,
-    LookupState,
     OffloadKey,
-    ReqContext,
-    Slots,
     Tier,
-    TierResult,
 )
-from kvoffload.cache.keys import key_group_idx
-from kvoffload.cache.slots import HOST_MEDIUM
 from kvoffload.testing.engine import Clock, Leak, LowerTiers, ModelEngine, Scenario, random_groups
 from kvoffload.testing.storage import FaultRates, FaultyStorage, Killed, SimulatedStorage
 from kvoffload.testing.tiers import SteppedExecutor
+from kvoffload.testing.watch import TierWatch
 from kvoffload.tiers.disk.slabs import FIXED_BYTES, SLAB_OVERHEAD_BYTES, slot_cost
 from kvoffload.tiers.disk.tier import CLOSE_DEADLINE_S, DiskTier
-from kvoffload.tiers.manager import TieredOffloadingManager
 
 WEIGHTS_APART = 1_000_000
 """Versions of the weights that one server can have."""
@@ -67,20 +60,12 @@ class OverBudget(AssertionError):
     """The disk held more than its budget, or more than the tier said."""
 
 
-class SlotTaken(AssertionError):
-    """A host slot was freed, or given to another block, while the tier still read into it or wrote from it."""
-
-
 class Unlocked(AssertionError):
     """A server released the lock of the disk while it still used it."""
 
 
 class FalseAlarm(AssertionError):
     """A block was found bad, or a tier was switched off, although no device had failed."""
-
-
-class Unreachable(AssertionError):
-    """A block was written or kept behind one that the disk has never had."""
 
 
 class Blocked(AssertionError):
@@ -132,7 +117,7 @@ class Life:
 def plan(seed: int) -> list[Life]:
     """Returns the lives of the simulation of ``seed``."""
     rng = Random(seed)
-    base = _scenario(rng)
+    base = small_scenario(rng)
     calm = rng.random() < 0.3
     num_blocks = rng.choice((3, 12, 40, 100))
     slow = rng.random() < 0.4
@@ -149,7 +134,8 @@ def plan(seed: int) -> list[Life]:
     return lives
 
 
-def _scenario(rng: Random) -> Scenario:
+def small_scenario(rng: Random) -> Scenario:
+    """Returns a scenario of few short requests, in which blocks are scarce."""
     block_size, factor = rng.choice((1, 2, 4)), rng.choice((1, 1, 2))
     document_tokens = rng.choice((8, 16, 24)) * block_size // 2
     longest = (document_tokens + 6 + 3) // block_size + 1
@@ -212,7 +198,7 @@ def _life(
         max_queued=rng.choice((2, 8, 4096)),
         blocks_per_job=rng.choice((1, 3, 1000)),
         write_share=rng.choice((0.125, 0.5, 0.9)),
-        full_steps=_full_steps(seed),
+        full_steps=choose_full_steps(seed),
     )
     if end == "close" and life.stall_s > CLOSE_DEADLINE_S:
         # By chance it seldom happens that a job still hangs when the server has been closed.
@@ -220,7 +206,8 @@ def _life(
     return life
 
 
-def _full_steps(seed: int) -> range:
+def choose_full_steps(seed: int) -> range:
+    """Returns the steps in which the engine gives device blocks to no request, often none."""
     rng = Random(f"full {seed}")
     start = rng.randint(0, 20)
     return range(start, start + rng.choice((0, 0, 0, 50, 400)))
@@ -259,15 +246,12 @@ class Server(LowerTiers):
         self._serving = self._blocked = False
         self.hangs = False
         """Whether a job was still under way when the tier was closed."""
-        self._in_use: dict[OffloadKey, int] = {}
-        """Blocks that the tier has not reported yet, and their host slots."""
-        self.written: dict[OffloadKey, None] = {}
+        self.watch: TierWatch | None = None
+
+    @property
+    def written(self) -> dict[OffloadKey, None]:
         """Keys that the tier has taken on to write."""
-        self._chains_of: defaultdict[OffloadKey, list[tuple[Sequence[OffloadKey], int]]] = defaultdict(list)
-        """The chains that each key is in, and its position there."""
-        self._unreachable: Unreachable | None = None
-        self._had: set[OffloadKey] = set()
-        """Keys that the tier was seen to hold. It may lose them later."""
+        return {} if self.watch is None else self.watch.written
 
     def start(self, patch: Patch | None = None) -> None:
         """Opens the disk and makes an engine on it, then calls ``patch``, which may plant a bug. Raises Killed if the
@@ -277,8 +261,8 @@ class Server(LowerTiers):
         self.engine = ModelEngine(
             life.scenario, lower=self, clock=self.clock, version=version, new_versions=self._new_versions
         )
-        assert self.engine.tiered is not None
-        self._learn_chains(self.engine.tiered)
+        if self.watch is not None:
+            self.watch.attach(self.engine)
         if patch is not None:
             patch(self)
 
@@ -313,85 +297,15 @@ class Server(LowerTiers):
             raise OverBudget(f"{self.medium.peak_bytes} bytes at the start, {capacity} allowed, {before} before")
         self.medium.reset_peak()
         self.storage.rates = life.rates
-        self._watch(self.tier)
+        self.watch = TierWatch(self.tier)
         return [self.tier]
-
-    def _watch(self, tier: Tier) -> None:
-        """Records which host slots the tier uses, and which keys it was given to write."""
-        read, write, poll = tier.read, tier.write, tier.poll
-
-        def watched_read(keys: Sequence[OffloadKey], slots: Slots) -> list[OffloadKey]:
-            taken = read(keys, slots)
-            self._in_use.update(item for item in zip(keys, slots.tolist(), strict=True) if item[0] in taken)
-            return taken
-
-        def watched_write(keys: Sequence[OffloadKey], slots: Slots) -> list[OffloadKey]:
-            taken = write(keys, slots)
-            self._in_use.update(item for item in zip(keys, slots.tolist(), strict=True) if item[0] in taken)
-            self.written.update(dict.fromkeys(taken))
-            try:
-                self.check_reachable(taken)
-            except Unreachable as error:
-                # The connector would handle an error raised here.
-                self._unreachable = error
-            return taken
-
-        def watched_poll() -> list[TierResult]:
-            results = poll()
-            for result in results:
-                self._in_use.pop(result.key, None)
-            self._had.update(result.key for result in results if result.ok)
-            return results
-
-        tier.read, tier.write, tier.poll = watched_read, watched_write, watched_poll  # type: ignore[method-assign]
-
-    def _learn_chains(self, tiered: TieredOffloadingManager) -> None:
-        touch, offer_chain = tiered.touch, tiered.offer_chain
-
-        def learn(keys: Sequence[OffloadKey]) -> None:
-            if self.tier is not None:
-                keys = list(keys)
-                for i, key in enumerate(keys):
-                    self._chains_of[key].append((keys, i))
-                there = self.tier.contains(keys) == LookupState.HIT
-                self._had.update(keys[i] for i in np.flatnonzero(there).tolist())
-
-        def watched_touch(keys: Sequence[OffloadKey], req_context: ReqContext | None = None) -> None:
-            learn(keys)
-            touch(keys, req_context)
-
-        def watched_offer(keys: Sequence[OffloadKey], req_context: ReqContext | None = None) -> None:
-            learn(keys)
-            offer_chain(keys, req_context)
-
-        tiered.touch, tiered.offer_chain = watched_touch, watched_offer  # type: ignore[method-assign]
-
-    def check_reachable(self, keys: Iterable[OffloadKey]) -> None:
-        """Raises Unreachable if the tier has never had, and is not writing, some block before one of ``keys`` in a
-        group with full attention. It is enough that one chain of the key is complete: in draft groups, chains that
-        differ in the next token share keys."""
-        assert self.tier is not None
-        for key in keys:
-            chains = self._chains_of[key]
-            if chains and not any(self._is_reached(chain[:place]) for chain, place in reversed(chains)):
-                raise Unreachable(f"block {chains[-1][1]} of a chain of {len(chains[-1][0])}")
-
-    def _is_reached(self, before: Sequence[OffloadKey]) -> bool:
-        assert self.tier is not None
-        groups = self.engine.groups
-        needed = [key for key in before if groups[key_group_idx(key)].is_full and key not in self._had]
-        missing = np.flatnonzero(self.tier.contains(needed) == LookupState.MISS).tolist()
-        return all(needed[i] in self._in_use for i in missing)
 
     def check_all_reachable(self) -> None:
         """Raises Unreachable if a block is left behind one whose write has failed. For when nothing is under way."""
         tiered = self.engine.tiered
         assert tiered is not None
-        if self.tier is not None and not tiered.tiers[0].breaker.is_off and not tiered.tiers[0].writes.has_backlog:
-            keys = list(self._chains_of)
-            there = np.flatnonzero(self.tier.contains(keys) == LookupState.HIT)
-            # A kill may leave blocks behind a hole, but those belong to another life.
-            self.check_reachable([keys[i] for i in there.tolist() if keys[i] in self.written])
+        if self.watch is not None and not tiered.tiers[0].breaker.is_off and not tiered.tiers[0].writes.has_backlog:
+            self.watch.check_all_reachable()
 
     def run(self) -> None:
         """Runs the life to its end. Raises Killed if it is killed, and AssertionError if a law is broken."""
@@ -443,9 +357,10 @@ class Server(LowerTiers):
         self.engine.batcher.is_full = steps in life.full_steps
         self.executor.tick()
         self.check_budget()
-        self.check_slots()
-        if self._unreachable is not None:
-            raise self._unreachable
+        if self.watch is not None:
+            self.watch.check_slots()
+            if self.watch.unreachable is not None:
+                raise self.watch.unreachable
         if steps % STEPS_PER_CHECK == 0:
             self.engine.scheduler.manager.check_integrity()
 
@@ -463,15 +378,6 @@ class Server(LowerTiers):
             used, claimed, allowed = self.medium.peak_bytes, self.tier.used_bytes, self.tier.capacity_bytes
             if self.medium.used_bytes > claimed or max(used, claimed) > allowed:
                 raise OverBudget(f"{used} bytes in use at most, {claimed} according to the tier, {allowed} allowed")
-
-    def check_slots(self) -> None:
-        host = self.engine.policy_manager
-        for key, slot in self._in_use.items():
-            status = host.block_status(key)
-            is_in_transfer = status is not None and status.slot == slot and status.ref_cnt != 0
-            # A block that was dropped keeps its slot until its transfer has ended.
-            if not is_in_transfer and not host.is_dropped(LoadStoreSpec(HOST_MEDIUM, np.array([slot])))[0]:
-                raise SlotTaken(f"slot {slot} of block {key.hex()}")
 
     def _pause(self) -> None:
         if self._serving and not self.executor.in_job:
@@ -573,11 +479,20 @@ def run_simulations(
     seeds: Iterable[int], progress: Callable[[Report], None] = lambda report: None, patch: Patch | None = None
 ) -> Report:
     """Runs the simulations of ``seeds``, and calls ``progress`` after each. Stops after MAX_FAILURES failures."""
+    return run_each(seeds, lambda seed: simulate(seed, patch), progress)
+
+
+def run_each(
+    seeds: Iterable[int],
+    simulate_one: Callable[[int], Counter[str]],
+    progress: Callable[[Report], None] = lambda report: None,
+) -> Report:
+    """Calls ``simulate_one`` for each seed, and ``progress`` after each. Stops after MAX_FAILURES failures."""
     report = Report()
     with _quiet():
         for seed in seeds:
             try:
-                report.counts += simulate(seed, patch)
+                report.counts += simulate_one(seed)
             except Exception as error:
                 report.failures[seed] = f"{type(error).__name__}: {error}"
                 if len(report.failures) == MAX_FAILURES:

@@ -187,8 +187,18 @@ class SimulatedStorage(Storage):
     def lock(self) -> None:
         self._check_alive()
         if self.medium.owner not in (None, self):
-            raise ConfigError("disk_dir: another simulated process owns the storage; give each its own directory")
+            raise ConfigError("dir: another simulated process owns the storage; give each its own directory")
         self.medium.owner = self
+
+    def try_lock(self) -> bool:
+        self._check_alive()
+        if self.medium.owner not in (None, self):
+            return False
+        self.medium.owner = self
+        return True
+
+    def child(self, name: str) -> Storage:
+        raise os_error(errno.ENOSYS)
 
     def folders(self) -> list[str]:
         self._check_alive()
@@ -210,7 +220,9 @@ class SimulatedStorage(Storage):
             raise os_error(errno.ENOTEMPTY)
         del self.medium.folders[folder]
 
-    def open(self, folder: str, name: str, create: bool = False, direct: bool = False) -> StoredFile:
+    def open(
+        self, folder: str, name: str, create: bool = False, direct: bool = False, fresh: bool = False
+    ) -> StoredFile:
         self.step()
         files = self._folder(folder)
         _check_name(name)
@@ -344,6 +356,14 @@ class _SimulatedFile(StoredFile):
         self._check()
         return len(self._inode.data)
 
+    def modified(self) -> float:
+        self._check()
+        return self._inode.modified
+
+    def sync(self) -> None:
+        self._check()
+        self._inode.unsynced.clear()
+
     def resize(self, size: int) -> None:
         self._storage.step()
         self._check()
@@ -463,6 +483,14 @@ class FaultyStorage(Storage):
     def lock(self) -> None:
         self.inner.lock()
 
+    def try_lock(self) -> bool:
+        self.before_operation()
+        return self.inner.try_lock()
+
+    def child(self, name: str) -> Storage:
+        self.before_operation()
+        return self.inner.child(name)
+
     def folders(self) -> list[str]:
         self.before_operation()
         return self.inner.folders()
@@ -479,9 +507,11 @@ class FaultyStorage(Storage):
         self.before_operation(writes=True)
         self.inner.remove_folder(folder)
 
-    def open(self, folder: str, name: str, create: bool = False, direct: bool = False) -> StoredFile:
+    def open(
+        self, folder: str, name: str, create: bool = False, direct: bool = False, fresh: bool = False
+    ) -> StoredFile:
         self.before_operation(writes=create)
-        return _FaultyFile(self, self.inner.open(folder, name, create, direct), direct)
+        return _FaultyFile(self, self.inner.open(folder, name, create, direct, fresh), direct)
 
     def remove(self, folder: str, name: str) -> None:
         self.before_operation(writes=True)
@@ -576,6 +606,18 @@ class _FaultyFile(StoredFile):
     def allocated_bytes(self) -> int:
         self._storage.before_operation()
         return self._inner.allocated_bytes()
+
+    def modified(self) -> float:
+        self._storage.before_operation()
+        return self._inner.modified()
+
+    @property
+    def is_cached(self) -> bool:
+        return self._inner.is_cached
+
+    def sync(self) -> None:
+        self._storage.before_operation(writes=True)
+        self._inner.sync()
 
     def resize(self, size: int) -> None:
         self._storage.before_operation(writes=True)

@@ -172,6 +172,12 @@ class Catalog:
         """Drops all blocks at once."""
         self._manager.reset()
 
+    def take_removed(self) -> list[OffloadKey]:
+        """Returns the keys of blocks that have left since the last call, for whatever reason. The first call returns
+        none; until then none are kept."""
+        self._manager.enable_events()
+        return [key for event in self._manager.take_events() if event.removed for key in event.keys]
+
     def check_integrity(self) -> None:
         """Raises IntegrityError if slots, blocks and policy do not agree. O(blocks)."""
         self._manager.check_integrity()

@@ -2,13 +2,31 @@
 
 from __future__ import annotations
 
+import dataclasses
+import difflib
+import importlib
+import inspect
+import json
+import os
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import ClassVar
+from itertools import count
+from typing import Any, ClassVar
 
-from kvoffload.abc import ByteArray, Tier
+from kvoffload.abc import ByteArray, ConfigError, Tier
 from kvoffload.host.pool import PoolHandle
+from kvoffload.settings import check_whole_number
+
+BUILTIN = {
+    "disk": "kvoffload.tiers.disk.config:DiskConfig",
+    "shared_dir": "kvoffload.tiers.shared_dir.config:SharedDirConfig",
+    "mooncake": "kvoffload.tiers.mooncake.config:MooncakeConfig",
+}
+"""The TierConfig of each kind by its import path: only what is used is imported."""
+MAX_SHOWN = 200
+"""Characters of a wrong entry that an error shows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,9 +36,9 @@ class TierContext:
     ``pools`` are the host pools, one per rank, shape (num_slots, slot_bytes); ``handles`` open them in another process,
     or are None for a pool that other processes cannot reach. ``fingerprint``: 64 hexadecimal digits; blocks are found
     again only under the same one. ``identity`` says in words what the fingerprint depends on, such as {"dtype":
-    "bfloat16"}, so that a log can say in what another fingerprint differs. ``policy``: the eviction policy.
-    ``engine``: the index of this engine among the ``engines`` of this node that share the budgets. ``num_tokens``
-    returns how many tokens have all their KV in a number of blocks.
+    "bfloat16"}, so that a log can say in what another fingerprint differs: see ``tiers.identity``. ``policy``: the
+    eviction policy. ``engine``: the index of this engine among the ``engines`` of this node that share the budgets.
+    ``num_tokens`` returns how many tokens have all their KV in a number of blocks.
     """
 
     pools: Sequence[ByteArray]
@@ -33,20 +51,32 @@ class TierContext:
     num_tokens: Callable[[int], int] = int
 
 
+@dataclass(frozen=True, kw_only=True)
 class TierConfig(ABC):
-    """One entry of ``tiers``. Subclasses are frozen dataclasses whose fields are the keys of the entry, without
-    ``kind``.
+    """One entry of ``tiers``. Subclasses are frozen dataclasses whose fields are the keys of the entry, beside ``kind``
+    and those that every tier has.
 
     The constructor and ``open`` raise ConfigError with a message that begins with the key, "KEY=VALUE: ..."; the caller
     puts "tiers[INDEX]." in front of it.
     """
 
     kind: ClassVar[str]
-    """Name of the tier in logs and metrics."""
+    """Name of the tier in logs and metrics. A second tier of the kind is called "KIND-2"."""
+    example: ClassVar[Mapping[str, object]] = {}
+    """Keys and values of an entry, which errors propose."""
+
+    store_threshold: int | None = None
+    """How many requests must ask for a block before it is written to this tier, 2 or more. By default all blocks that
+    are stored are written."""
 
     @property
     def capacity_bytes(self) -> int | None:
         """The tier's budget in the medium on this node, or None if the medium bounds itself. By default None."""
+        return None
+
+    @property
+    def directory(self) -> str | None:
+        """The directory that is the tier's alone on this node, an absolute path. By default None."""
         return None
 
     @abstractmethod
@@ -56,3 +86,166 @@ class TierConfig(ABC):
         Raises ConfigError for a wrong setting, and OSError if the medium fails: a server continues without the tier
         then, with a warning.
         """
+
+
+@dataclass(frozen=True, slots=True)
+class TierEntry:
+    """A tier of a configuration. ``prefix`` is what stands before a key in errors: "tiers[1].", or "disk_"."""
+
+    prefix: str
+    config: TierConfig
+
+    @property
+    def setting(self) -> str:
+        """What a message about the whole tier begins with, such as "tiers[1].dir='/cache'"."""
+        if self.config.directory is not None:
+            return f"{self.prefix}dir={self.config.directory!r}"
+        return f"{self.prefix}kind={_import_path(type(self.config))!r}"
+
+
+def load_tiers(value: object) -> tuple[TierConfig, ...]:
+    """Returns the tiers of the option ``tiers``: a list whose items are mappings with the key "kind", or TierConfigs.
+
+    Raises ConfigError that names the index, the key and its value for everything that is wrong with one entry alone.
+    """
+    if isinstance(value, (str, bytes, Mapping)) or not isinstance(value, Sequence):
+        raise ConfigError(
+            f"tiers={_shown(value)}: must be a list of tiers, the fastest first, such as "
+            f"tiers={json.dumps([_example('disk')])}"
+        )
+    return tuple(_load(f"tiers[{i}]", entry) for i, entry in enumerate(value))
+
+
+def check_distinct(entries: Sequence[TierEntry]) -> None:
+    """Raises ConfigError if two tiers are the same, or have a directory in common."""
+    for i, entry in enumerate(entries):
+        for other in entries[:i]:
+            mine, theirs = entry.config.directory, other.config.directory
+            if mine is not None and theirs is not None and _overlap(mine, theirs):
+                raise ConfigError(
+                    f"{entry.setting}: {other.setting} has the same directory or one inside the other; give each tier "
+                    "a directory of its own"
+                )
+            if entry.config == other.config:
+                raise ConfigError(f"{entry.setting}: the same tier as {other.setting}; remove one of them")
+
+
+def distinct_names(wanted: Iterable[str]) -> list[str]:
+    """Returns one name per wanted name, in order: a second "disk" becomes "disk-2"."""
+    names: list[str] = []
+    for name in wanted:
+        names.append(next(each for n in count(1) if (each := name if n == 1 else f"{name}-{n}") not in names))
+    return names
+
+
+@contextmanager
+def prefixed(prefix: str) -> Iterator[None]:
+    """Puts ``prefix`` in front of the message of a ConfigError."""
+    try:
+        yield
+    except ConfigError as error:
+        raise ConfigError(f"{prefix}{error}") from error
+
+
+def _overlap(one: str, other: str) -> bool:
+    one, other = os.path.realpath(one), os.path.realpath(other)
+    return os.path.commonpath([one, other]) in (one, other)
+
+
+def _load(setting: str, entry: object) -> TierConfig:
+    if isinstance(entry, TierConfig):
+        found, made = type(entry), entry
+    elif isinstance(entry, Mapping):
+        given = {key: value for key, value in entry.items() if key == "kind" or value is not None}
+        if "kind" not in given:
+            raise ConfigError(
+                f'{setting}={_shown(entry)}: no kind; add one, such as "kind": "disk". Known: {_known_kinds()}'
+            )
+        with prefixed(f"{setting}."):
+            found = _tier_class(given.pop("kind"))
+            made = _make(found, given)
+    else:
+        raise ConfigError(
+            f"{setting}={_shown(entry)}: must be a mapping with the key kind, such as {json.dumps(_example('disk'))}"
+        )
+    with prefixed(f"{setting}."):
+        check_whole_number("store_threshold", made.store_threshold, 2)
+    return made
+
+
+def _tier_class(kind: object) -> type[TierConfig]:
+    """Returns the TierConfig of ``kind``. Raises ConfigError if there is none."""
+    choice = f'write one of {_known_kinds()}, or your own TierConfig as "package.module:Class"'
+    if not isinstance(kind, str):
+        raise ConfigError(f"kind={_shown(kind)}: not a kind of tier; {choice}")
+    module_name, _, class_name = BUILTIN.get(kind, kind).partition(":")
+    if not class_name:
+        near = difflib.get_close_matches(kind, BUILTIN, n=1, cutoff=0.5)
+        hint = f"did you mean {near[0]}? Otherwise {choice}" if near else choice
+        raise ConfigError(f"kind={kind!r}: no kind of tier has this name; {hint}")
+    try:
+        found = getattr(importlib.import_module(module_name), class_name)
+    except Exception as error:
+        raise ConfigError(f"kind={kind!r}: cannot be imported ({error}); {choice}") from error
+    if not (isinstance(found, type) and issubclass(found, TierConfig)):
+        raise ConfigError(f"kind={kind!r}: is not a subclass of kvoffload.TierConfig; {choice}")
+    if inspect.isabstract(found):
+        missing = ", ".join(sorted(found.__abstractmethods__))
+        raise ConfigError(f"kind={kind!r}: does not define {missing} of kvoffload.TierConfig; add what is missing")
+    name = getattr(found, "kind", None)
+    if not isinstance(name, str) or not name:
+        raise ConfigError(
+            f"kind={kind!r}: has no name for logs and metrics; give the class a line such as kind = "
+            f'"{found.__name__.removesuffix("Config").lower()}"'
+        )
+    return found
+
+
+def _make(found: type[TierConfig], given: Mapping[Any, Any]) -> TierConfig:
+    """Returns the TierConfig with these keys. Raises ConfigError for an unknown, missing or wrong one."""
+    fields = [each for each in dataclasses.fields(found) if each.init]
+    # Those that every tier has come last.
+    shared = {each.name for each in dataclasses.fields(TierConfig)}
+    known = [each.name for each in sorted(fields, key=lambda each: each.name in shared)]
+    for key in given:
+        if key not in known:
+            near = difflib.get_close_matches(str(key), known, n=1, cutoff=0.5)
+            hint = f"did you mean {near[0]}?" if near else "remove it."
+            raise ConfigError(
+                f"{key}={_shown(given[key])}: unknown key of a tier of kind {found.kind}; {hint} "
+                f"Known: kind, {', '.join(known)}"
+            )
+    for each in fields:
+        is_needed = each.default is dataclasses.MISSING and each.default_factory is dataclasses.MISSING
+        if is_needed and each.name not in given:
+            example = json.dumps({"kind": found.kind, **found.example}) if each.name in found.example else None
+            fix = f"write all of {example}" if example else "add it"
+            raise ConfigError(f"{each.name} is not set, and a tier of kind {found.kind} needs it; {fix}")
+    try:
+        return found(**given)
+    except ConfigError:
+        raise
+    except Exception as error:
+        raise ConfigError(
+            f"kind={found.kind!r}: {found.__name__} does not accept {_shown(dict(given))} "
+            f"({type(error).__name__}: {error}); correct the entry"
+        ) from error
+
+
+def _import_path(found: type[TierConfig]) -> str:
+    """Returns the kind by which an entry names ``found``."""
+    path = f"{found.__module__}:{found.__qualname__}"
+    return next((kind for kind, builtin in BUILTIN.items() if builtin == path), path)
+
+
+def _known_kinds() -> str:
+    return ", ".join(BUILTIN)
+
+
+def _example(kind: str) -> dict[str, object]:
+    return {"kind": kind, **_tier_class(kind).example}
+
+
+def _shown(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= MAX_SHOWN else text[: MAX_SHOWN - 3] + "..."

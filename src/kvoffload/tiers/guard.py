@@ -10,6 +10,7 @@ import numpy as np
 
 from kvoffload.abc import IntegrityError, OffloadKey, Slots, States, Tier, TierResult
 from kvoffload.abc.tier import MISS, PENDING, RETRY
+from kvoffload.tiers.events import TierEvents
 
 logger = logging.getLogger(__name__)
 
@@ -23,9 +24,11 @@ class GuardedTier(Tier):
     nothing and takes nothing on; only ``poll``, ``reset`` and ``close`` still reach it. A read or a write that raises
     counts as taken on, because threads of the tier may use the host slots: these stay taken until ``poll`` reports
     them. An IntegrityError is raised on: it is a check of kvoffload's own.
+
+    ``events``, with ``enable_events``, are the tier's events, else None.
     """
 
-    def __init__(self, tier: Tier) -> None:
+    def __init__(self, tier: Tier, enable_events: bool = False) -> None:
         self._tier = tier
         self.name = tier.name
         self.is_shared = tier.is_shared
@@ -33,6 +36,7 @@ class GuardedTier(Tier):
         """Why the tier cannot be used any more; None if it can."""
         self._under_way: set[tuple[OffloadKey, bool]] = set()
         """Key and direction of each transfer that ``poll`` has not reported yet."""
+        self.events = TierEvents(self) if enable_events else None
 
     @property
     def capacity_bytes(self) -> int | None:
@@ -102,6 +106,8 @@ class GuardedTier(Tier):
     def delete(self, keys: Sequence[OffloadKey]) -> None:
         if self.fault is None:
             self._try("delete", lambda: self._tier.delete(keys), None)
+            if self.events is not None:
+                self.events.deleted(keys)
 
     def reset(self) -> None:
         self._try("reset", self._tier.reset, None)
@@ -119,6 +125,8 @@ class GuardedTier(Tier):
                 known.append(result)
             else:
                 self._blame("poll reported a block that was not under way")
+        if self.events is not None:
+            self.events.ended(known)
         return known
 
     def wait(self, timeout_s: float) -> None:

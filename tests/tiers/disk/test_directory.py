@@ -216,7 +216,7 @@ def test_only_the_owner_can_open_files_and_folders(storage: DirectoryStorage) ->
 def test_a_root_that_is_a_link_is_refused(tmp_path: Path) -> None:
     (tmp_path / "real").mkdir()
     (tmp_path / "link").symlink_to("real")
-    with pytest.raises(ConfigError, match=r"disk_dir=.*link.*symbolic link"):
+    with pytest.raises(ConfigError, match=r"^dir=.*link.*symbolic link"):
         DirectoryStorage(tmp_path / "link")
     DirectoryStorage(tmp_path / "real").close()
 

@@ -81,7 +81,7 @@ def test_another_layout_starts_on_a_full_disk(simulated: Rig, caplog: pytest.Log
 
 def test_a_full_disk_without_blocks_of_the_tier_is_a_wrong_budget(simulated: Rig) -> None:
     storage = SimulatedStorage(BUDGET // 2)
-    with pytest.raises(ConfigError, match=r"disk_bytes=.*can give only"):
+    with pytest.raises(ConfigError, match=r"^bytes=.*can give only"):
         simulated.open(storage)
     assert (storage.num_open, storage.is_locked) == (0, False)
 
@@ -231,7 +231,9 @@ def test_a_disk_that_fails_at_the_start_is_not_a_wrong_setting_and_loses_nothing
 class Odd(FaultyStorage):
     """A storage on which slabs cannot be allocated."""
 
-    def open(self, folder: str, name: str, create: bool = False, direct: bool = False) -> StoredFile:
+    def open(
+        self, folder: str, name: str, create: bool = False, direct: bool = False, fresh: bool = False
+    ) -> StoredFile:
         if name.startswith("slab"):
             raise OSError(errno.EOPNOTSUPP, os.strerror(errno.EOPNOTSUPP))
         return super().open(folder, name, create, direct)
@@ -265,7 +267,7 @@ def test_files_of_others_count_against_the_budget(tmp_path: Path) -> None:
     (rig.path / "file").write_bytes(bytes(BUDGET))
     rig.tier.close()
     rig.tier = None
-    with pytest.raises(OSError, match="files in disk_dir that are not kvoffload's take"):
+    with pytest.raises(OSError, match="files in the directory that are not kvoffload's take"):
         rig.open()
 
 

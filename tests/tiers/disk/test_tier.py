@@ -567,7 +567,7 @@ def test_files_that_are_not_the_tiers_are_left_alone(rig: Rig) -> None:
 
 
 def test_a_budget_without_room_for_a_block_is_refused(rig: Rig) -> None:
-    with pytest.raises(ConfigError, match=r"disk_bytes=\d+.*not enough for one block; set it to at least"):
+    with pytest.raises(ConfigError, match=r"^bytes=\d+.*not enough for one block; set it to at least"):
         rig.open(capacity_bytes=capacity(1) - 1)
     rig.open(capacity_bytes=capacity(1))
     rig.write(1)
@@ -577,7 +577,7 @@ def test_a_budget_without_room_for_a_block_is_refused(rig: Rig) -> None:
 def test_a_budget_beyond_the_medium_is_refused(tmp_path: Path) -> None:
     storage = SimulatedStorage(1 << 20)
     rig = Rig(tmp_path / "none", capacity_bytes=2 << 20)
-    with pytest.raises(ConfigError, match=r"disk_bytes=2097152 \(2 MiB\).*can give only 1\.1 MiB"):
+    with pytest.raises(ConfigError, match=r"^bytes=2097152 \(2 MiB\).*can give only 1\.1 MiB"):
         rig.open(storage)
     rig.open(storage, capacity_bytes=1 << 20)
     for start in range(0, 250, 50):
@@ -587,7 +587,7 @@ def test_a_budget_beyond_the_medium_is_refused(tmp_path: Path) -> None:
 
 
 def test_what_the_directory_holds_counts_as_free(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"disk_bytes=.*can give only"):
+    with pytest.raises(ConfigError, match=r"^bytes=.*can give only"):
         open_disk_tier(tmp_path / "disk", 1 << 60, make_pools(2, PAGE), FINGERPRINT)
     open_disk_tier(tmp_path / "disk", 1 << 20, make_pools(2, PAGE), FINGERPRINT).close()
 
@@ -620,7 +620,9 @@ class FullStorage(FaultyStorage):
 
     full = True
 
-    def open(self, folder: str, name: str, create: bool = False, direct: bool = False) -> StoredFile:
+    def open(
+        self, folder: str, name: str, create: bool = False, direct: bool = False, fresh: bool = False
+    ) -> StoredFile:
         if self.full and name.startswith("slab"):
             raise OSError(errno.ENOSPC, "No space left on device")
         return super().open(folder, name, create, direct)
@@ -841,7 +843,7 @@ def test_two_tiers_cannot_share_a_directory(tmp_path: Path) -> None:
     [
         ({"policy": "none"}, "policy="),
         ({"fingerprint": "short"}, "fingerprint="),
-        ({"capacity_bytes": 10}, "disk_bytes"),
+        ({"capacity_bytes": 10}, "^bytes="),
     ],
 )
 def test_a_wrong_setting_leaves_the_directory_free(tmp_path: Path, settings: dict[str, Any], message: str) -> None:

@@ -85,21 +85,30 @@ class DirectoryStorage(Storage):
         return self._read_only
 
     def child(self, name: str) -> DirectoryStorage:
-        """Returns a directory in this one as a storage of its own. Closing that closes this one too."""
-        return DirectoryStorage(self.path / name, self)
+        return DirectoryStorage(self.path / name)
 
     def lock(self, shared: bool = False) -> None:
         """Locks the directory, see Storage. With ``shared``, other processes that lock it as shared may own it at the
         same time."""
         if self._lock_fd >= 0:
             return
+        owner = self._lock(LOCK_DEADLINE_S, shared)
+        if owner is not None:
+            raise ConfigError(f"dir={str(self.path)!r}: in use by {owner}; give each server its own directory")
+
+    def try_lock(self) -> bool:
+        return self._lock_fd >= 0 or self._lock(0.0, shared=False) is None
+
+    def _lock(self, deadline_s: float, shared: bool) -> str | None:
+        """Takes the lock. Returns its owner if others still have it after ``deadline_s``."""
         fd = self._open_lock(LOCK_NAME)
         if fd < 0:
-            return
+            return None
         try:
-            if not try_to_lock(fd, LOCK_DEADLINE_S, shared):
+            if not try_to_lock(fd, deadline_s, shared):
                 owner = printable(os.pread(fd, 200, 0).decode("ascii", "replace").strip()) or "another process"
-                raise ConfigError(f"disk_dir={str(self.path)!r}: in use by {owner}; give each server its own directory")
+                os.close(fd)
+                return owner
             if not self._read_only:
                 text = f"process {os.getpid()} since {time.strftime('%Y-%m-%d %H:%M:%S')}\n".encode()
                 # On a full medium the old text may stay. The lock counts, not the text.
@@ -110,6 +119,7 @@ class DirectoryStorage(Storage):
             os.close(fd)
             raise
         self._lock_fd = fd
+        return None
 
     @contextmanager
     def alone(self) -> Iterator[None]:
@@ -118,7 +128,7 @@ class DirectoryStorage(Storage):
         try:
             if fd >= 0 and not try_to_lock(fd, ALONE_DEADLINE_S):
                 raise ConfigError(
-                    f"disk_dir={str(self.path)!r}: another process has been starting or clearing it for "
+                    f"dir={str(self.path)!r}: another process has been starting or clearing it for "
                     f"{ALONE_DEADLINE_S:.0f} s; end that process, or name another directory"
                 )
             yield
@@ -159,7 +169,7 @@ class DirectoryStorage(Storage):
         if not self._knows_repair:
             self._knows_repair = True
             logger.warning(
-                "kvoffload: disk_dir=%r: %s was open to other users (mode %o) and is closed to them now, as is every "
+                "kvoffload: %r: %s was open to other users (mode %o) and is closed to them now, as is every "
                 "other file found open. Checksums do not show forged blocks: if you do not trust those users, stop the "
                 "server and run kvoffload disk clear",
                 str(self.path),
@@ -195,18 +205,21 @@ class DirectoryStorage(Storage):
     def remove_folder(self, folder: str) -> None:
         os.rmdir(folder, dir_fd=self._fd)
 
-    def open(self, folder: str, name: str, create: bool = False, direct: bool = False) -> StoredFile:
-        flags = _FILE_FLAGS | (os.O_RDONLY if self._read_only else os.O_RDWR) | (os.O_CREAT if create else 0)
+    def open(
+        self, folder: str, name: str, create: bool = False, direct: bool = False, fresh: bool = False
+    ) -> StoredFile:
+        only_read = self._read_only or fresh
+        flags = _FILE_FLAGS | (os.O_RDONLY if only_read else os.O_RDWR) | (os.O_CREAT if create else 0)
         with self._folder(folder) as folder_fd:
-            if direct:
+            if direct or fresh:
                 try:
                     fd = os.open(name, flags | os.O_DIRECT, _FILE_MODE, dir_fd=folder_fd)
-                    return _DirectoryFile(fd, name, self)
+                    return _DirectoryFile(fd, name, self, fresh)
                 except OSError as error:
                     if error.errno != errno.EINVAL:
                         raise
                     self.log_not_direct()
-            return _DirectoryFile(os.open(name, flags, _FILE_MODE, dir_fd=folder_fd), name, self)
+            return _DirectoryFile(os.open(name, flags, _FILE_MODE, dir_fd=folder_fd), name, self, fresh)
 
     def remove(self, folder: str, name: str) -> None:
         with self._folder(folder) as fd:
@@ -238,9 +251,7 @@ class DirectoryStorage(Storage):
         """Logs, once, that the page cache is used."""
         if not self._knows_direct:
             self._knows_direct = True
-            logger.warning(
-                "kvoffload: disk_dir=%r: its file system has no O_DIRECT; using the page cache", str(self.path)
-            )
+            logger.warning("kvoffload: %r: its file system has no O_DIRECT; using the page cache", str(self.path))
 
     @contextmanager
     def _folder(self, folder: str) -> Iterator[int]:
@@ -258,14 +269,17 @@ class DirectoryStorage(Storage):
 class _DirectoryFile(StoredFile):
     """The file that was opened as ``name``, with descriptor ``fd``, which it closes."""
 
-    def __init__(self, fd: int, name: str, storage: DirectoryStorage) -> None:
+    def __init__(self, fd: int, name: str, storage: DirectoryStorage, fresh: bool) -> None:
         self._fd = fd
         self._storage = storage
+        self._fresh = fresh
         try:
             if not stat.S_ISREG(os.fstat(fd).st_mode):
                 raise OSError(errno.ENXIO, "not a regular file")
             storage.close_to_others(fd, name, _FILE_MODE)
             self._is_direct = bool(fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_DIRECT)
+            """Whether the file was opened so."""
+            self._is_cached = not self._is_direct
         except BaseException:
             os.close(fd)
             raise
@@ -273,10 +287,16 @@ class _DirectoryFile(StoredFile):
 
     def read(self, buffers: Sequence[ByteArray], offset: int) -> int:
         try:
-            return os.preadv(self._fd, [buffer.data for buffer in buffers], offset)
+            return self._read(buffers, offset)
         except OSError as error:
             self._leave_direct(error)
-            return os.preadv(self._fd, [buffer.data for buffer in buffers], offset)
+            return self._read(buffers, offset)
+
+    def _read(self, buffers: Sequence[ByteArray], offset: int) -> int:
+        if self._fresh and self._is_cached:
+            size = sum(buffer.size for buffer in buffers)
+            os.posix_fadvise(self._fd, offset, size, os.POSIX_FADV_DONTNEED)
+        return os.preadv(self._fd, [buffer.data for buffer in buffers], offset)
 
     def write(self, buffers: Sequence[ByteArray], offset: int) -> int:
         try:
@@ -295,6 +315,17 @@ class _DirectoryFile(StoredFile):
         if flags & os.O_DIRECT:
             self._storage.log_not_direct()
             fcntl.fcntl(self._fd, fcntl.F_SETFL, flags & ~os.O_DIRECT)
+        self._is_cached = True
+
+    def modified(self) -> float:
+        return os.fstat(self._fd).st_mtime
+
+    @property
+    def is_cached(self) -> bool:
+        return self._is_cached
+
+    def sync(self) -> None:
+        os.fdatasync(self._fd)
 
     def size(self) -> int:
         return os.fstat(self._fd).st_size
@@ -350,7 +381,7 @@ def _unlock(fd: int) -> int:
 
 
 def _open_root(path: Path) -> int:
-    setting = f"disk_dir={str(path)!r}"
+    setting = f"dir={str(path)!r}"
     if path.is_symlink():
         raise ConfigError(f"{setting}: is a symbolic link; name its target, {os.path.realpath(path)!r}")
     if path.exists() and not path.is_dir():

@@ -63,7 +63,7 @@ class ForeignFolders:
         try:
             files = [file for file in self._storage.files(name) if is_block_file(file)]
         except PermissionError as error:
-            logger.warning("kvoffload: disk_dir: %s; it is left alone", error.strerror)
+            logger.warning("kvoffload: disk tier: %s; it is left alone", error.strerror)
             return None
         # A file that cannot be opened counts as one that is not the tier's.
         sizes = {file: nbytes for file in files if (nbytes := self._allocated_bytes(name, file)) is not None}

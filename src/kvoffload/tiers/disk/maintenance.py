@@ -141,7 +141,7 @@ class Maintenance:
         effect = "evicts for new blocks" if self._files.num_allocated else "keeps no blocks"
         advice = "use a file system that can"
         if is_full(error):
-            advice = "free space where disk_dir lies, or set disk_bytes lower"
+            advice = "free space on that file system, or give the tier fewer bytes"
         logger.warning(
             "kvoffload: disk tier: it cannot grow (%s) and %s; %s. It tries again every %.0f s",
             error,

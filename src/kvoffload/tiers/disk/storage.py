@@ -62,6 +62,19 @@ class StoredFile(ABC):
         too little (OSError ENOSPC), nothing has changed."""
 
     @abstractmethod
+    def modified(self) -> float:
+        """Returns when the file was last written, in seconds of the medium's clock, perhaps not this machine's."""
+
+    @property
+    def is_cached(self) -> bool:
+        """Whether what was written may stay in this machine's cache until ``sync``. By default False."""
+        return False
+
+    @abstractmethod
+    def sync(self) -> None:
+        """Returns once other machines, too, read what was written before."""
+
+    @abstractmethod
     def close(self) -> None: ...
 
 
@@ -82,6 +95,15 @@ class Storage(ABC):
         ends. Raises ConfigError, which names the owner, if another process has it."""
 
     @abstractmethod
+    def try_lock(self) -> bool:
+        """Like ``lock``, but returns False at once if another process has it. Raises OSError if the medium has no
+        locks."""
+
+    @abstractmethod
+    def child(self, name: str) -> Storage:
+        """Returns a folder of the directory, made if necessary, as a storage of its own, which is closed on its own."""
+
+    @abstractmethod
     def folders(self) -> list[str]: ...
 
     @abstractmethod
@@ -96,9 +118,13 @@ class Storage(ABC):
         """Removes a folder, which must be empty."""
 
     @abstractmethod
-    def open(self, folder: str, name: str, create: bool = False, direct: bool = False) -> StoredFile:
+    def open(
+        self, folder: str, name: str, create: bool = False, direct: bool = False, fresh: bool = False
+    ) -> StoredFile:
         """Opens a file. With ``direct``, reads and writes must be of multiples of 4 KiB at multiples of 4 KiB, and
-        bypass the page cache if the file system can do that."""
+        bypass the page cache if the file system can do that. With ``fresh``, the file, which another machine may be
+        writing, is open for reading only, and every read asks the medium: the same multiples apply to it, except that
+        a read may begin in the last 4 KiB of the file, which need not be full."""
 
     @abstractmethod
     def remove(self, folder: str, name: str) -> None: ...

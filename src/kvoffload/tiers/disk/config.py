@@ -1,0 +1,58 @@
+"""The entry of the disk tier in a configuration."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+
+from kvoffload.abc import Tier
+from kvoffload.settings import absolute_path
+from kvoffload.tiers.config import TierConfig, TierContext
+from kvoffload.tiers.disk.start import open_disk_tier
+from kvoffload.units import format_bytes, parse_bytes
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class DiskConfig(TierConfig):
+    """A directory of a local disk, used by this server alone."""
+
+    kind = "disk"
+    example = {"dir": "/var/cache/kvoffload", "bytes": "500GiB"}
+
+    dir: str
+    """An absolute path, or a path that begins with "~"."""
+    bytes: int
+    """Disk space for offloaded blocks on this node, including everything else that the tier keeps there."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "dir", absolute_path("dir", self.dir, "/var/cache/kvoffload"))
+        object.__setattr__(self, "bytes", parse_bytes("bytes", self.bytes))
+
+    @property
+    def capacity_bytes(self) -> int:
+        return self.bytes
+
+    @property
+    def directory(self) -> str:
+        return self.dir
+
+    def open(self, context: TierContext) -> Tier:
+        tier = open_disk_tier(
+            self.dir,
+            self.bytes,
+            context.pools,
+            context.fingerprint,
+            policy=context.policy,
+            engine=context.engine,
+            engines=context.engines,
+        )
+        logger.info(
+            "kvoffload: disk tier in %s of %s = %s tokens; found %s blocks of this model there",
+            self.dir,
+            format_bytes(tier.capacity_bytes),
+            f"{context.num_tokens(tier.capacity_bytes // tier.block_bytes):,}",
+            f"{tier.num_blocks:,}",
+        )
+        return tier

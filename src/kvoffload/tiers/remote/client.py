@@ -1,0 +1,65 @@
+"""The contract of a store's client, which runs in a process of its own."""
+
+from __future__ import annotations
+
+import enum
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+
+from kvoffload.abc import ByteArray, KVOffloadError
+
+
+class Outcome(enum.Enum):
+    """How a call has ended for one value."""
+
+    OK = enum.auto()
+    """``exists``: the store has the value. Otherwise: done."""
+    MISSING = enum.auto()
+    """The store does not have the value."""
+    HELD = enum.auto()
+    """``put``: the store has a value of this name already, and has kept it."""
+    OTHER_SIZE = enum.auto()
+    """``get``: the store has a value of this name, which does not have the size of the buffers."""
+    FULL = enum.auto()
+    """``put``: the store has no room."""
+    FAILED = enum.auto()
+    """The store did not answer, or answered with another error. It may have done what was asked."""
+
+
+class StoreError(KVOffloadError):
+    """A whole call has failed, for the reason that the message gives."""
+
+
+class StoreClient(ABC):
+    """Values by name in a store that others use too. A value is put once and does not change, but the store may lose
+    it at any time.
+
+    All methods may be called from several threads at once. They may block, raise or end the process: whoever needs an
+    answer by a deadline ends the process. They raise StoreError if nothing is known about any of the names. Names are
+    ASCII and contain letters, digits and ``/._-`` only.
+    """
+
+    def register(self, memory: ByteArray) -> None:
+        """Prepares ``memory`` for transfers: buffers of ``get`` and ``put`` lie in it. By default does nothing. Raises
+        StoreError."""
+
+    @abstractmethod
+    def exists(self, names: Sequence[str]) -> list[Outcome]:
+        """Returns OK, MISSING or FAILED per name."""
+
+    @abstractmethod
+    def get(self, names: Sequence[str], buffers: Sequence[Sequence[ByteArray]]) -> list[Outcome]:
+        """Reads each value into its buffers, one after the other. Returns OK, MISSING, OTHER_SIZE or FAILED per name.
+        The buffers have any bytes afterwards if it is not OK."""
+
+    @abstractmethod
+    def put(self, names: Sequence[str], buffers: Sequence[Sequence[ByteArray]]) -> list[Outcome]:
+        """Stores the bytes of each list of buffers, one after the other, as one value. Returns OK, HELD, FULL or
+        FAILED per name. A value can be read once it is complete, never in part."""
+
+    @abstractmethod
+    def remove(self, names: Sequence[str]) -> list[Outcome]:
+        """Removes values, even those that others are reading. Returns OK, MISSING or FAILED per name."""
+
+    def close(self) -> None:
+        """Leaves the store. By default does nothing."""

@@ -1,0 +1,133 @@
+"""StoreWorker: answers requests with a store's client. It runs in the client's process."""
+
+from __future__ import annotations
+
+import random as random_module
+import time
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from kvoffload.abc import ByteArray, OffloadKey
+from kvoffload.tiers.remote.client import Outcome, StoreClient
+from kvoffload.tiers.remote.messages import Op, Request, Response, Status
+from kvoffload.tiers.remote.record import RECORD_BYTES, Verdict, pack_record, value_name, verify
+
+MAX_BLOCKS = 64
+"""Blocks moved by one call of the client; a request may have more."""
+RETRY_WITHIN_S = 1.0
+"""Lookups and reads that fail sooner than this are tried once more: a connection that was lost is made again then."""
+RETRY_PAUSE_S = 0.2
+"""The longest pause before that; pauses are random, so that servers do not come back at the same moment."""
+
+_STATUS = {
+    Outcome.OK: Status.OK,
+    Outcome.MISSING: Status.MISSING,
+    Outcome.HELD: Status.HELD,
+    Outcome.OTHER_SIZE: Status.CORRUPT,
+    Outcome.FULL: Status.FULL,
+    Outcome.FAILED: Status.FAILED,
+}
+
+
+class StoreWorker:
+    """Moves blocks of ``fingerprint`` between the slots of ``pools``, one per rank, and the store of ``client``.
+
+    The checksums are computed here, so they cost the engine nothing. One thread uses a worker at a time; several
+    workers may share a client. The caller registers the pools. Raises StoreError if the client cannot register the
+    memory of the records. ``random`` returns numbers from 0 to 1, ``pause`` waits for so many seconds.
+    """
+
+    def __init__(
+        self,
+        client: StoreClient,
+        pools: Sequence[ByteArray],
+        fingerprint: str,
+        prefix: str,
+        clock: Callable[[], float] = time.monotonic,
+        random: Callable[[], float] = random_module.random,
+        pause: Callable[[float], None] = time.sleep,
+    ) -> None:
+        self._client = client
+        self._pools = pools
+        self._fingerprint = fingerprint
+        self._prefix = prefix
+        self._clock = clock
+        self._random = random
+        self._pause = pause
+        self._records = np.zeros((MAX_BLOCKS, RECORD_BYTES), dtype=np.uint8)
+        client.register(self._records)
+
+    def run(self, request: Request) -> Response:
+        """Returns the response to ``request``. Does not raise: an exception of the client fails the keys."""
+        begun = self._clock()
+        statuses, problem = self._try(request.op, request.keys, request.slots)
+        failed = [i for i, status in enumerate(statuses) if status is Status.FAILED]
+        if failed and request.op in (Op.LOOKUP, Op.READ) and self._clock() - begun < RETRY_WITHIN_S:
+            self._pause(self._random() * RETRY_PAUSE_S)
+            keys, slots = [request.keys[i] for i in failed], [request.slots[i] for i in failed if request.slots]
+            again, problem = self._try(request.op, keys, slots)
+            for i, status in zip(failed, again, strict=True):
+                statuses[i] = status
+        return Response(request.number, statuses, begun, self._clock(), problem)
+
+    def _try(self, op: Op, keys: Sequence[OffloadKey], slots: Sequence[int]) -> tuple[list[Status], str]:
+        """Returns a status per key, and what went wrong if the client has raised an exception."""
+        statuses: list[Status] = []
+        step = max(1, len(keys) if op is Op.LOOKUP else MAX_BLOCKS)
+        for start in range(0, len(keys), step):
+            part = slice(start, start + step)
+            try:
+                statuses += self._run(op, keys[part], slots[part])
+            except Exception as error:
+                return statuses + [Status.FAILED] * (len(keys) - len(statuses)), f"{type(error).__name__}: {error}"
+        return statuses, ""
+
+    def _run(self, op: Op, keys: Sequence[OffloadKey], slots: Sequence[int]) -> list[Status]:
+        names = [value_name(self._prefix, self._fingerprint, key) for key in keys]
+        if op is Op.READ:
+            return self._read(keys, names, slots)
+        if op is Op.WRITE:
+            return self._write(keys, names, slots)
+        outcomes = self._client.exists(names) if op is Op.LOOKUP else self._client.remove(names)
+        return [_STATUS[outcome] for outcome in outcomes]
+
+    def _read(self, keys: Sequence[OffloadKey], names: Sequence[str], slots: Sequence[int]) -> list[Status]:
+        statuses = self._get(keys, names, slots)
+        bad = [i for i, status in enumerate(statuses) if status is Status.CORRUPT]
+        if bad:
+            # Another server may have replaced the value meanwhile, or the transfer went wrong.
+            again = self._get([keys[i] for i in bad], [names[i] for i in bad], [slots[i] for i in bad])
+            for i, status in zip(bad, again, strict=True):
+                statuses[i] = status
+        return statuses
+
+    def _get(self, keys: Sequence[OffloadKey], names: Sequence[str], slots: Sequence[int]) -> list[Status]:
+        """Reads blocks and verifies them."""
+        buffers = [self._buffers(i, slot) for i, slot in enumerate(slots)]
+        statuses = []
+        outcomes = self._client.get(names, buffers)
+        for key, outcome, (record, *parts) in zip(keys, outcomes, buffers, strict=True):
+            status = _STATUS[outcome]
+            if status is Status.OK:
+                verdict = verify(self._fingerprint, key, record, parts)
+                if verdict is not Verdict.GOOD:
+                    status = Status.CORRUPT if verdict is Verdict.BAD else Status.MISSING
+            statuses.append(status)
+        return statuses
+
+    def _write(self, keys: Sequence[OffloadKey], names: Sequence[str], slots: Sequence[int]) -> list[Status]:
+        statuses = [Status.HELD if found is Outcome.OK else _STATUS[found] for found in self._client.exists(names)]
+        new = [i for i, status in enumerate(statuses) if status is Status.MISSING]
+        if new:
+            buffers = [self._buffers(row, slots[i]) for row, i in enumerate(new)]
+            for i, (record, *parts) in zip(new, buffers, strict=True):
+                record[:] = pack_record(self._fingerprint, keys[i], parts)
+            outcomes = self._client.put([names[i] for i in new], buffers)
+            for i, outcome in zip(new, outcomes, strict=True):
+                statuses[i] = _STATUS[outcome]
+        return statuses
+
+    def _buffers(self, row: int, slot: int) -> list[ByteArray]:
+        """Returns the memory of one value: its record, then one part per rank."""
+        return [self._records[row], *(pool[slot] for pool in self._pools)]

@@ -1,0 +1,83 @@
+"""Identities in words: what is stored, what is read back, and how a difference is described."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from kvoffload.tiers.identity import (
+    MAX_TEXT,
+    describe_difference,
+    digest,
+    explain_unusable,
+    identity_text,
+    is_same_model,
+    parse_identity,
+)
+
+MINE = {
+    "model": "llama",
+    "weights": digest("w1"),
+    "dtype": "bfloat16",
+    "tensor parallel size": "2",
+    "software": "a=1, b=2, c",
+}
+
+
+def test_an_identity_is_read_back_as_it_was_written() -> None:
+    assert parse_identity(identity_text(MINE)) == MINE
+    assert list(parse_identity(identity_text(MINE))) == list(MINE)
+
+
+@pytest.mark.parametrize("text", ["", "nonsense", "[1]", "5", "null", "[" * 60_000, '{"a": "' + "x" * MAX_TEXT + '"}'])
+def test_text_that_is_no_identity_says_nothing(text: str) -> None:
+    assert parse_identity(text) == {}
+
+
+def test_values_that_are_no_text_are_left_out() -> None:
+    assert parse_identity(json.dumps({"dtype": "half", "size": 5, "list": ["x"]})) == {"dtype": "half"}
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"dtype": "float16"}, "dtype is float16 there, bfloat16 here"),
+        ({"weights": digest("w2")}, "other weights there"),
+        (
+            {"weights": digest("w2"), "tensor parallel size": "4"},
+            "other weights there; tensor parallel size is 4 there, 2 here",
+        ),
+        ({"weights": "v1"}, f"weights is v1 there, {digest('w1')} here"),
+        ({"software": "a=1, b=3"}, "software: b=3 there, b=2, c here"),
+        ({"software": "a=1, b=2, c, d"}, "software: d there, nothing more here"),
+        ({"draft": "eagle"}, "draft is eagle there, not given here"),
+        ({"model": "/models/llama"}, "something that the two descriptions leave out"),
+        ({}, "something that the two descriptions leave out"),
+        ({"dtype": "x" * 100}, f"dtype is {'x' * 77}... there, bfloat16 here"),
+        ({"dtype": "a\x1b[31m\nb"}, r"dtype is a\x1b[31m\nb there, bfloat16 here"),
+    ],
+)
+def test_a_difference_in_words(changes: dict[str, str], said: str) -> None:
+    assert describe_difference(MINE, {**MINE, **changes}) == said
+
+
+def test_what_the_other_side_does_not_say_is_named() -> None:
+    other = {name: value for name, value in MINE.items() if name != "dtype"}
+    assert describe_difference(MINE, other) == "dtype is not given there, bfloat16 here"
+
+
+def test_one_model_is_known_by_name_or_weights() -> None:
+    assert is_same_model(MINE, {**MINE, "weights": digest("w2")})
+    assert is_same_model(MINE, {**MINE, "model": "/models/llama"})
+    assert not is_same_model(MINE, {**MINE, "model": "qwen", "weights": digest("w2")})
+    assert not is_same_model(MINE, {})
+    assert not is_same_model({}, {})
+
+
+def test_only_blocks_of_the_same_model_are_explained() -> None:
+    assert explain_unusable("ab" * 32, MINE, {**MINE, "dtype": "half"}) == (
+        "blocks of model llama under fingerprint abababababababab cannot be used here: dtype is half there, bfloat16 "
+        "here"
+    )
+    assert explain_unusable("ab" * 32, MINE, {"model": "qwen", "dtype": "half"}) is None
