@@ -69,13 +69,9 @@ class TieredOffloadingManager(OffloadingManager):
     Make ``host`` with ``must_store``: nothing behind a block that its policy refuses is written to a tier. ``groups``:
     the KV cache groups that keys name, by default with full attention and blocks of one size. ``tokens_per_block``: per
     KV cache group, the tokens that one loaded block saves. With ``load_only_if_faster`` a run of blocks that would take
-<<<<<<< HEAD
     longer to read than to compute is not loaded. ``write_share``: see WRITE_SHARE. ``admissions``: per tier, what
-    decides which blocks are worth writing to it, or None. ``random`` returns numbers from 0 to 1.
-=======
-    longer to read than to compute is not loaded. ``write_share``: see WRITE_SHARE. If ``host`` has events, so have the
-    tiers.
->>>>>>> integrate
+    decides which blocks are worth writing to it, or None. ``random`` returns numbers from 0 to 1. If ``host`` has
+    events, so have the tiers.
     """
 
     def __init__(
@@ -97,8 +93,7 @@ class TieredOffloadingManager(OffloadingManager):
         groups = groups or [KVGroup(1)] * len(tokens_per_block)
         deadline_s = load_deadline_ms / 1000
         self._counts = TierCounts()
-<<<<<<< HEAD
-        guarded = list(map(GuardedTier, tiers))
+        guarded = [GuardedTier(tier, host.has_events) for tier in tiers]
         estimators = [ReadEstimator(tier.block_bytes) for tier in guarded]
         self._origins = Origins(estimators)
         states = []
@@ -108,11 +103,6 @@ class TieredOffloadingManager(OffloadingManager):
             writes = WriteThrough(host, tier, groups, count, clock, admission, is_worth)
             states.append(TierState(i, tier, writes, estimator, deadline_s, count, random))
         self.tiers = tuple(states)
-=======
-        self.tiers = tuple(
-            self._state_of(GuardedTier(tier, host.has_events), groups, deadline_s, clock) for tier in tiers
-        )
->>>>>>> integrate
         """State of each tier; read only."""
         self._reasons = MissMemory(clock=clock)
         self._lookup = TierLookup(host, self.tiers, lookup_deadline_ms / 1000, self._reasons, clock)
