@@ -27,7 +27,7 @@ from kvoffload.host.pool import HostPool
 from kvoffload.observe.server import RecordServer
 from kvoffload.tiers.manager import TieredOffloadingManager
 from kvoffload.vllm import versions
-from kvoffload.vllm.events import vllm_events
+from kvoffload.vllm.events import EventTranslator
 from kvoffload.vllm.fingerprint import describe_parts, fingerprint_parts
 from kvoffload.vllm.layout import EngineLayout, RankInfo
 from kvoffload.vllm.metrics import KVOffloadPromMetrics, KVOffloadStats
@@ -100,6 +100,7 @@ class KVOffloadConnector(KVConnectorBase_V1, SupportsHMA):
         self._ranks: list[RankInfo] = []
         """What each worker sent at the first handshake."""
         self._records: RecordServer | None = None
+        self._events = EventTranslator(self.layout)
         self._expected_root: bytes | None = None
         """The root of the block hashes as predicted at start; None once it has been compared with vLLM's."""
         if role == KVConnectorRole.SCHEDULER:
@@ -308,7 +309,8 @@ class KVOffloadConnector(KVConnectorBase_V1, SupportsHMA):
     def take_events(self) -> Iterable[KVCacheEvent]:
         scheduler = self.connector_scheduler
         try:
-            return list(vllm_events(scheduler.take_events(), self.layout))
+            has_tiers = isinstance(scheduler.manager, TieredOffloadingManager)
+            return list(self._events.translate(scheduler.take_events(), has_tiers))
         except Exception:
             scheduler.switch_off("passing events to vLLM")
             return []
