@@ -95,7 +95,7 @@ def unknown_metrics(text: str) -> list[str]:
 
 def unknown_commands(text: str) -> list[str]:
     """Lines of code blocks that call ``kvoffload`` or ``make`` with a command, option or target that does not exist."""
-    targets = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
     unknown = []
     for line in "\n".join(blocks(text, "", "console")).splitlines():
         words = (

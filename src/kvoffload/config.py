@@ -16,7 +16,7 @@ from kvoffload.cache.policies import policy_class
 from kvoffload.host.limits import available_memory, total_memory
 from kvoffload.host.pool import padded_slot_bytes
 from kvoffload.settings import absolute_path, check_whole_number
-from kvoffload.tiers.config import TierConfig, TierEntry, check_distinct, load_tiers
+from kvoffload.tiers.config import TierConfig, TierEntry, check_distinct, distinct_names, load_tiers
 from kvoffload.tiers.disk.config import DiskConfig
 from kvoffload.units import format_bytes, parse_bytes
 
@@ -170,6 +170,11 @@ class OffloadConfig:
         if self.disk_dir is not None and self.disk_bytes is not None:
             entries.insert(0, TierEntry("disk_", DiskConfig(self.disk_dir, self.disk_bytes)))
         return entries
+
+    @property
+    def tier_names(self) -> list[str]:
+        """The names of these tiers in logs, metrics and events."""
+        return distinct_names(entry.config.kind for entry in self.tier_entries)
 
     def _check_trace(self) -> None:
         if self.record_trace is None:

@@ -17,6 +17,7 @@ from kvoffload.observe.records import MAX_PERIODS, Period, ReasonSummary, Reques
 
 HIT = RequestRecord(1.5, "r1", 100, 16, 64)
 FROM_DISK = RequestRecord(1.5, "r1", 100, 16, 0, disk_tokens=64)
+FROM_TIERS = RequestRecord(1.5, "r1", 100, 16, 0, disk_tokens=64, tier_tokens={"disk": 16, "shared_dir": 48})
 MISSED = RequestRecord(2.5, "r2", 100, 16, 0, "ab" * 36, MissReason.EVICTED, 12.34)
 REFUSED = RequestRecord(
     2.5, "r3", 100, 0, 0, "ab", MissReason.NOT_ADMITTED, policy={"rule": "2q", "scores": {"lru": 1.5, "2q": 3.0}}
@@ -26,6 +27,7 @@ REFUSED = RequestRecord(
 def test_a_record_reads_as_a_sentence() -> None:
     assert str(HIT) == "request r1: 100 tokens asked, 16 on device, 64 in host"
     assert str(FROM_DISK) == "request r1: 100 tokens asked, 16 on device, 0 in host, 64 on disk"
+    assert str(FROM_TIERS).endswith("0 in host, 16 on disk, 48 in shared_dir")
     assert str(MISSED) == (
         "request r2: 100 tokens asked, 16 on device, 0 in host; first miss abababababababab: evicted 12.3 s ago"
     )
@@ -49,11 +51,12 @@ def test_a_record_can_be_written_as_json() -> None:
         "age_s": 12.34,
         "disk_tokens": 0,
         "policy": None,
+        "tier_tokens": {},
     }
     assert RequestRecord(**HIT.to_dict()) == HIT
 
 
-@pytest.mark.parametrize("record", [HIT, MISSED, FROM_DISK, REFUSED])
+@pytest.mark.parametrize("record", [HIT, MISSED, FROM_DISK, FROM_TIERS, REFUSED])
 def test_a_record_can_be_read_from_json(record: RequestRecord) -> None:
     data = json.loads(json.dumps(record.to_dict()))
     assert RequestRecord.from_dict(data) == record
@@ -61,8 +64,20 @@ def test_a_record_can_be_read_from_json(record: RequestRecord) -> None:
 
 
 def test_optional_fields_may_be_left_out() -> None:
-    data = {name: value for name, value in HIT.to_dict().items() if value is not None and name != "disk_tokens"}
+    data = {
+        name: value
+        for name, value in HIT.to_dict().items()
+        if value is not None and name not in ("disk_tokens", "tier_tokens")
+    }
     assert RequestRecord.from_dict(data) == HIT
+
+
+def test_the_tier_of_older_records_is_the_disk() -> None:
+    data = FROM_DISK.to_dict()
+    del data["tier_tokens"]
+    assert RequestRecord.from_dict(data).found_below == {"disk": 64}
+    period = Period.of([FROM_DISK, FROM_TIERS], 0.0, 60.0)
+    assert (period.disk_tokens, period.tier_tokens) == (128, {"disk": 80, "shared_dir": 48})
 
 
 @pytest.mark.parametrize(
@@ -90,6 +105,11 @@ def test_optional_fields_may_be_left_out() -> None:
         ("device_tokens", None),
         ("host_tokens", "64"),
         ("disk_tokens", "64"),
+        ("tier_tokens", 64),
+        ("tier_tokens", {"disk": 64}),
+        ("tier_tokens", {"disk": "64"}),
+        ("tier_tokens", {str(n): 0 for n in range(100)}),
+        ("tier_tokens", {"x" * 5000: 0}),
         ("missed_key", 1),
         ("reason", "bad luck"),
         ("reason", ["evicted"]),

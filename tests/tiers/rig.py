@@ -118,6 +118,7 @@ class Rig:
         tier_blocks: int = 64,
         policy: str = "lru",
         groups: Sequence[KVGroup] = (KVGroup(16),),
+        enable_events: bool = False,
         **options: float,
     ) -> None:
         self.clock = Clock()
@@ -125,7 +126,7 @@ class Rig:
         self.executor = SteppedExecutor(clock=self.clock)
         self.tier = SpyTier(self.pools, tier_blocks, self.executor, self.clock)
         backend = HostBackend(16, host_blocks)
-        self.host = PolicyOffloadingManager(backend, make_policy(policy, host_blocks), clock=self.clock)
+        self.host = PolicyOffloadingManager(backend, make_policy(policy, host_blocks), enable_events, clock=self.clock)
         self.manager = TieredOffloadingManager(
             self.host, [self.tier], tokens_per_block=[16.0] * len(groups), groups=groups, clock=self.clock, **options
         )

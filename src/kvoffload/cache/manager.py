@@ -348,6 +348,11 @@ class PolicyOffloadingManager(OffloadingManager):
 
     # Events and counts.
 
+    @property
+    def has_events(self) -> bool:
+        """Whether there are events to take."""
+        return self._events is not None
+
     def enable_events(self) -> None:
         """From now on there are events to take."""
         if self._events is None:

@@ -14,7 +14,15 @@ from typing import TYPE_CHECKING, BinaryIO
 import click
 
 from kvoffload.abc import MissReason
-from kvoffload.observe.records import RECORD_RING_SIZE, Period, ReasonSummary, RequestRecord, by_reason, over_time
+from kvoffload.observe.records import (
+    RECORD_RING_SIZE,
+    Period,
+    ReasonSummary,
+    RequestRecord,
+    by_reason,
+    in_tier,
+    over_time,
+)
 from kvoffload.observe.server import Reading, RecordsError, RunningServer, read_log, read_records, running_servers
 from kvoffload.units import age, counted
 
@@ -71,21 +79,24 @@ ADVICE = {
     ),
     MissReason.COPY_FAILED: Advice("the copy of the block had failed", "See the warnings in the server's log."),
     MissReason.CORRUPT: Advice(
-        "the block on disk failed verification",
-        "The disk is failing, or another program writes to disk_dir: run kvoffload disk verify.",
+        "the block in a lower tier failed verification",
+        "Its medium is failing, or another program writes to it: see the log for the tier. For a directory, run "
+        "kvoffload disk verify.",
     ),
-    MissReason.READ_FAILED: Advice("the block could not be read from disk", "See the warnings in the server's log."),
+    MissReason.READ_FAILED: Advice(
+        "the block could not be read from a lower tier", "See the warnings in the server's log."
+    ),
     MissReason.NOT_IN_TIME: Advice(
-        "the block was not read from disk in time",
-        "Raise load_deadline_ms or host_bytes, or find out what else uses the disk.",
+        "the block was not read from a lower tier in time",
+        "Raise load_deadline_ms or host_bytes, or find out what else uses the medium.",
         True,
     ),
     MissReason.FASTER_TO_COMPUTE: Advice(
-        "computing it was faster than loading it from disk",
-        "Nothing to do, unless a faster disk is an option; load_only_if_faster=false loads it anyway.",
+        "computing it was faster than loading it from a lower tier",
+        "Nothing to do, unless a faster medium is an option; load_only_if_faster=false loads it anyway.",
     ),
     MissReason.TOO_LARGE: Advice(
-        "an attention window needs more blocks than may come from disk at once, half of the host pool",
+        "an attention window needs more blocks than may come from lower tiers at once, half of the host pool",
         "Raise host_bytes.",
         True,
     ),
@@ -277,7 +288,7 @@ def _show(console: Console, found: Findings, chosen: Sequence[RequestRecord], pe
         console.print(_reason_table(reasons, len(chosen)))
     bars = ("█", "▒", "·") if console.encoding.startswith("utf") else ("#", "+", ".")
     console.print(Text("\nPrompt tokens over time", style="bold"))
-    console.print(Text("{} on the device  {} in host memory or on disk  {} missing".format(*bars)))
+    console.print(Text("{} on the device  {} in host memory or below  {} missing".format(*bars)))
     console.print(_time_table(periods, bars))
     if found.servers:
         one = " Select one with --pid." if len(found.servers) > 1 else ""
@@ -287,12 +298,14 @@ def _show(console: Console, found: Findings, chosen: Sequence[RequestRecord], pe
 
 def _sentences(total: Period, reasons: Sequence[ReasonSummary], running: bool) -> str:
     hits = total.device_tokens + total.host_tokens + total.disk_tokens
-    on_disk = f", {_share(total.disk_tokens, total.tokens_asked)} on disk" if total.disk_tokens else ""
+    below_host = "".join(
+        f", {_share(tokens, total.tokens_asked)} {in_tier(tier)}" for tier, tokens in total.tier_tokens.items()
+    )
     text = (
         f"{counted(total.requests, 'request')} {'in the last' if running else 'within'} {age(total.length_s)} found "
         f"{_share(hits, total.tokens_asked)} of {_count(total.tokens_asked)} prompt tokens: "
         f"{_share(total.device_tokens, total.tokens_asked)} on the device, "
-        f"{_share(total.host_tokens, total.tokens_asked)} in host memory{on_disk}."
+        f"{_share(total.host_tokens, total.tokens_asked)} in host memory{below_host}."
     )
     clauses: list[str] = []
     fixes: list[str] = []
@@ -340,9 +353,9 @@ def _time_table(periods: Sequence[Period], bars: tuple[str, str, str]) -> Table:
     table.add_column("", no_wrap=True)
     table.add_column("device", justify="right")
     table.add_column("host", justify="right")
-    disk = any(period.disk_tokens for period in periods)
-    if disk:
-        table.add_column("disk", justify="right")
+    tiers = list(dict.fromkeys(tier for period in periods for tier in period.tier_tokens))
+    for tier in tiers:
+        table.add_column(tier.replace("_", "\n"), justify="right")
     totals: dict[MissReason, int] = {}
     for period in periods:
         for reason, count in period.misses.items():
@@ -374,7 +387,7 @@ def _time_table(periods: Sequence[Period], bars: tuple[str, str, str]) -> Table:
             bar,
             _share(period.device_tokens, asked),
             _share(period.host_tokens, asked),
-            *([_share(period.disk_tokens, asked)] if disk else []),
+            *(_share(period.tier_tokens.get(tier, 0), asked) for tier in tiers),
             *(f"{count:,}" if count else "" for count in counts),
         )
     return table

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from itertools import count
 from pathlib import Path
 
 import numpy as np
@@ -21,7 +20,7 @@ from kvoffload.connector.layout import Layout
 from kvoffload.connector.scheduler import OffloadingConnectorScheduler
 from kvoffload.host.pool import PoolHandle
 from kvoffload.observe.trace import TraceRecorder
-from kvoffload.tiers.config import TierContext, TierEntry, prefixed
+from kvoffload.tiers.config import TierContext, TierEntry, distinct_names, prefixed
 from kvoffload.tiers.disk.format import is_fingerprint
 from kvoffload.tiers.manager import TieredOffloadingManager
 from kvoffload.units import format_bytes
@@ -75,17 +74,18 @@ def build_scheduler(
         recorder = _make_recorder(config, host_pools, engine, device_blocks)
         if recorder is not None:
             opened.callback(recorder.close)
-        below = []
-        if entries := config.tier_entries:
+        below, entries = list[Tier](), config.tier_entries
+        names = distinct_names([*config.tier_names, *(tier.name for tier in tiers)])
+        if entries:
             context = host_pools.context(fingerprint, identity or {}, config.policy, engine)
-            for entry in entries:
+            for entry, name in zip(entries, names, strict=False):
                 tier = _open_tier(entry, context)
                 if tier is not None:
                     opened.callback(tier.close)
-                    below.append((entry.config.kind, tier))
-        _name_tiers([*below, *((tier.name, tier) for tier in tiers)])
+                    below.append(_named(tier, name))
+        below += map(_named, tiers, names[len(entries) :])
         scheduler = OffloadingConnectorScheduler(
-            _make_manager(config, host_pools, [*(tier for _, tier in below), *tiers], enable_events, parent_request),
+            _make_manager(config, host_pools, below, enable_events, parent_request),
             groups=groups,
             hash_block_size=hash_block_size,
             namespace=namespace(fingerprint),
@@ -296,14 +296,11 @@ def _open_tier(entry: TierEntry, context: TierContext) -> Tier | None:
     return tier
 
 
-def _name_tiers(tiers: Sequence[tuple[str, Tier]]) -> None:
-    """Gives every tier the name beside it: a second one of the name "disk" becomes "disk-2"."""
-    taken: set[str] = set()
-    for wanted, tier in tiers:
-        name = next(name for n in count(1) if (name := wanted if n == 1 else f"{wanted}-{n}") not in taken)
-        taken.add(name)
-        if tier.name != name:
-            tier.name = name
+def _named(tier: Tier, name: str) -> Tier:
+    """Gives ``tier`` its name among all tiers."""
+    if tier.name != name:
+        tier.name = name
+    return tier
 
 
 def _make_recorder(

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from kvoffload.abc import BlockDescription, OffloadingEvent, OffloadingManager, OffloadKey
 from kvoffload.cache.manager import MAX_PENDING_EVENTS
 from kvoffload.connector.jobs import Job
-from kvoffload.connector.layout import Layout
+from kvoffload.connector.layout import Block, Layout
 from kvoffload.connector.messages import WorkerReport
 from kvoffload.connector.request import Match, RequestState
 from kvoffload.observe.metrics import Metrics
@@ -78,6 +78,9 @@ class RequestObserver:
         self._prefills: dict[str, _Prefill] = {}
         self._descriptions: dict[OffloadKey, BlockDescription] = {}
         """Blocks that became loadable since events were last taken."""
+        self._coming: dict[str, tuple[RequestState, dict[OffloadKey, tuple[int, int]]]] = {}
+        """By request that waits, if events describe blocks: its blocks, which may be promoted for it, with group and
+        ordinal."""
         self._last_warning: dict[str, float] = {}
 
     # Requests.
@@ -86,10 +89,18 @@ class RequestObserver:
         """Begins to observe a request, which is looked up for the first time."""
         self._requests[state.context.req_id] = _Observed()
 
+    def waits(self, state: RequestState) -> None:
+        """Notes that a request waits, perhaps for blocks that a lower tier is asked for."""
+        req_id = state.context.req_id
+        if self.describes_blocks and req_id not in self._coming:
+            places = {key: (g, i) for g, keys in enumerate(state.blocks.keys) for i, key in enumerate(keys)}
+            self._coming[req_id] = state, places
+
     def allocated(self, state: RequestState, match: Match | None, num_external_tokens: int) -> None:
         """Records a request that was given device blocks. Without a match it had blocks before and continues with
         them."""
         req_id = state.context.req_id
+        self._coming.pop(req_id, None)
         if match is not None:
             self._record(state, match, num_external_tokens)
         if match is not None and num_external_tokens == 0:
@@ -105,6 +116,7 @@ class RequestObserver:
         """Ends the observation of a request, and writes it to the trace."""
         req_id, request = state.context.req_id, state.request
         observed = self._requests.pop(req_id, None)
+        self._coming.pop(req_id, None)
         self._prefills.pop(req_id, None)
         if self._recorder is not None and observed is not None and observed.record is not None:
             state.extend_keys()
@@ -131,7 +143,8 @@ class RequestObserver:
         observed = self._requests.get(state.context.req_id)
         if observed is None or observed.record is not None:
             return
-        from_disk = self._count_tier_hits(state, num_external_tokens)
+        tier_tokens = self._count_tier_hits(state, num_external_tokens)
+        below_host = sum(tier_tokens.values())
         missed, reason, age_s, policy = match.missed, None, None, None
         if missed is not None:
             policy = self._manager.policy_state() or None
@@ -140,32 +153,35 @@ class RequestObserver:
             self.metrics.add("misses", label=reason)
         self.metrics.add("asked_tokens", state.request.num_tokens)
         self.metrics.add("device_hit_tokens", match.computed)
-        self.metrics.add("host_hit_tokens", num_external_tokens - from_disk)
-        self.metrics.add("disk_hit_tokens", from_disk)
+        self.metrics.add("host_hit_tokens", num_external_tokens - below_host)
+        self.metrics.add("disk_hit_tokens", below_host)
         record = observed.record = RequestRecord(
             time.time(),
             state.context.req_id,
             state.request.num_tokens,
             match.computed,
-            num_external_tokens - from_disk,
+            num_external_tokens - below_host,
             missed[len(self._layout.namespace) :].hex() if missed else None,
             reason,
             age_s,
-            from_disk,
+            below_host,
             policy,
+            tier_tokens,
         )
         self.records.append(record)
         if logger.isEnabledFor(logging.DEBUG):
             logger.debug("kvoffload: record %s", json.dumps(record.to_dict()))
 
-    def _count_tier_hits(self, state: RequestState, num_external_tokens: int) -> int:
-        """Counts the tokens that lower tiers have delivered for a request, by tier. Returns how many these are."""
-        left = num_external_tokens
+    def _count_tier_hits(self, state: RequestState, num_external_tokens: int) -> dict[str, int]:
+        """Counts the tokens that lower tiers have delivered for a request. Returns how many each tier has."""
+        left, by_tier = num_external_tokens, {}
         for tier, num_blocks in self._manager.promoted_by_tier(state.context).items():
             tokens = min(left, num_blocks * self._layout.align // self._layout.blocks_per_align)
-            left -= tokens
-            self.metrics.add("tier_hit_tokens", tokens, label=tier)
-        return num_external_tokens - left
+            if tokens:
+                left -= tokens
+                by_tier[tier] = tokens
+                self.metrics.add("tier_hit_tokens", tokens, label=tier)
+        return by_tier
 
     # Jobs and events.
 
@@ -190,7 +206,19 @@ class RequestObserver:
         if not self.describes_blocks:
             return events
         known, self._descriptions = self._descriptions, {}
-        return [event if event.removed else replace(event, blocks=list(map(known.get, event.keys))) for event in events]
+
+        def describe(key: OffloadKey) -> BlockDescription | None:
+            return known.get(key) or self._describe_coming(key)
+
+        return [event if event.removed else replace(event, blocks=list(map(describe, event.keys))) for event in events]
+
+    def _describe_coming(self, key: OffloadKey) -> BlockDescription | None:
+        """Describes a block for which some request waits."""
+        for state, places in self._coming.values():
+            if key in places:
+                g, i = places[key]
+                return self._layout.describe(state.request, Block(g, i, key, 0, []))
+        return None
 
     # Metrics and warnings.
 

@@ -175,7 +175,10 @@ class OffloadingConnectorScheduler:
         step. At least one token is left to compute. A request whose load failed is never offered another: in the queue
         it may precede requests that hold the blocks which another load would need.
         """
-        match = self.lookups.match(self._state(request), num_computed_tokens)
+        state = self._state(request)
+        match = self.lookups.match(state, num_computed_tokens)
+        if match.tokens is None:
+            self.observer.waits(state)
         return match.tokens, bool(match.tokens)
 
     # Loads.

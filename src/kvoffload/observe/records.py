@@ -27,6 +27,9 @@ _MAX_TIME = 253_402_300_799.0
 _MAX_TOKENS = 1 << 48
 _MAX_TEXT = 1 << 12
 _MAX_RULES = 32
+_MAX_TIERS = 32
+DISK = "disk"
+"""Name of the disk tier, the only one below host memory in records of older versions."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +37,8 @@ class RequestRecord:
     """What one request asked for and found. It is made once the request's lookup has ended.
 
     ``tokens_asked`` is the length of its prompt, ``device_tokens`` what the engine's own cache held, ``host_tokens``
-    what was loaded from host memory, and ``disk_tokens`` what was read from disk for it and then loaded.
+    what was loaded from host memory, and ``disk_tokens`` what was read from lower tiers for it and then loaded;
+    ``tier_tokens`` says how many of these each tier delivered, by its name.
     ``missed_key`` is the first missing block in hex, or None if all were found; ``age_s`` is how long ago that block
     was evicted, refused or reset. ``policy`` is set for a miss under a self-tuning policy: the ``rule`` that it
     followed then, and the ``scores`` of all its rules.
@@ -50,6 +54,7 @@ class RequestRecord:
     age_s: float | None = None
     disk_tokens: int = 0
     policy: Mapping[str, Any] | None = field(default=None, hash=False)
+    tier_tokens: Mapping[str, int] = field(default_factory=dict, hash=False)
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -71,10 +76,17 @@ class RequestRecord:
             None if data.get("age_s") is None else _number(data, "age_s", _MAX_TIME),
             _tokens(data, "disk_tokens") if "disk_tokens" in data else 0,
             None if data.get("policy") is None else _policy(data, "policy"),
+            _tier_tokens(data),
         )
         if record.tokens_missing < 0:
             raise ValueError(f"tokens_asked={record.tokens_asked}: fewer than the tokens found")
         return record
+
+    @property
+    def found_below(self) -> Mapping[str, int]:
+        """Tokens that each lower tier has delivered, by its name. Records of older versions do not name the tier, which
+        was the disk."""
+        return self.tier_tokens or ({DISK: self.disk_tokens} if self.disk_tokens else {})
 
     @property
     def tokens_missing(self) -> int:
@@ -86,13 +98,17 @@ class RequestRecord:
             f"request {self.req_id}: {self.tokens_asked} tokens asked, {self.device_tokens} on device, "
             f"{self.host_tokens} in host"
         )
-        if self.disk_tokens:
-            text += f", {self.disk_tokens} on disk"
+        text += "".join(f", {tokens} {in_tier(tier)}" for tier, tokens in self.found_below.items())
         if self.missed_key is None:
             return text
         age = "" if self.age_s is None else f" {self.age_s:.1f} s ago"
         rule = "" if self.policy is None else f", the policy's rule is {self.policy['rule']}"
         return f"{text}; first miss {self.missed_key[:16]}: {self.reason}{age}{rule}"
+
+
+def in_tier(tier: str) -> str:
+    """Returns where a block is that ``tier`` holds, in words."""
+    return "on disk" if tier == DISK else f"in {tier}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,6 +140,7 @@ class Period:
     host_tokens: int
     misses: Mapping[MissReason, int]
     disk_tokens: int = 0
+    tier_tokens: Mapping[str, int] = field(default_factory=dict)
 
     @classmethod
     def of(cls, records: Sequence[RequestRecord], start: float, length_s: float) -> Period:
@@ -136,7 +153,16 @@ class Period:
             sum(record.host_tokens for record in records),
             dict(Counter(record.reason for record in records if record.reason is not None)),
             sum(record.disk_tokens for record in records),
+            sum_by_tier(records),
         )
+
+
+def sum_by_tier(records: Iterable[RequestRecord]) -> dict[str, int]:
+    """Returns the tokens that each lower tier has delivered, by its name."""
+    total: Counter[str] = Counter()
+    for record in records:
+        total.update(record.found_below)
+    return dict(total)
 
 
 def by_reason(records: Iterable[RequestRecord]) -> list[ReasonSummary]:
@@ -187,6 +213,23 @@ def _tokens(data: Mapping[str, Any], field: str) -> int:
     if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value <= _MAX_TOKENS:
         raise _wrong(data, field, "a number of tokens")
     return value
+
+
+def _tier_tokens(data: Mapping[str, Any]) -> dict[str, int]:
+    tokens = data.get("tier_tokens", {})
+    if (
+        not isinstance(tokens, Mapping)
+        or len(tokens) > _MAX_TIERS
+        or any(len(str(name)) > _MAX_TEXT for name in tokens)
+    ):
+        raise _wrong(data, "tier_tokens", f"tokens by name of at most {_MAX_TIERS} tiers")
+    try:
+        found = {str(name): _tokens(tokens, name) for name in tokens}
+    except ValueError as error:
+        raise _wrong(data, "tier_tokens", "a number of tokens for each tier") from error
+    if found and sum(found.values()) != data.get("disk_tokens", 0):
+        raise _wrong(data, "tier_tokens", "what adds up to disk_tokens")
+    return found
 
 
 def _text(data: Mapping[str, Any], field: str) -> str:

@@ -5,6 +5,7 @@
 Mooncake's traces: ``timestamp``, milliseconds from ``started`` to the request's first lookup; ``input_length`` and
 ``output_length``, the tokens of prompt and output; ``hash_ids``, 63 bits per whole block of the prompt and then of the
 output as far as it was computed; and ``device_tokens``, ``host_tokens``, ``disk_tokens``: where the prompt was found.
+The last counts all tiers below host memory.
 """
 
 from __future__ import annotations

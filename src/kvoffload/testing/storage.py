@@ -611,6 +611,10 @@ class _FaultyFile(StoredFile):
         self._storage.before_operation()
         return self._inner.modified()
 
+    @property
+    def is_cached(self) -> bool:
+        return self._inner.is_cached
+
     def sync(self) -> None:
         self._storage.before_operation(writes=True)
         self._inner.sync()

@@ -9,9 +9,10 @@ import inspect
 import json
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import count
 from typing import Any, ClassVar
 
 from kvoffload.abc import ByteArray, ConfigError, Tier
@@ -127,6 +128,14 @@ def check_distinct(entries: Sequence[TierEntry]) -> None:
                 )
             if entry.config == other.config:
                 raise ConfigError(f"{entry.setting}: the same tier as {other.setting}; remove one of them")
+
+
+def distinct_names(wanted: Iterable[str]) -> list[str]:
+    """Returns one name per wanted name, in order: a second "disk" becomes "disk-2"."""
+    names: list[str] = []
+    for name in wanted:
+        names.append(next(each for n in count(1) if (each := name if n == 1 else f"{name}-{n}") not in names))
+    return names
 
 
 @contextmanager

@@ -66,7 +66,8 @@ class TieredOffloadingManager(OffloadingManager):
     Make ``host`` with ``must_store``: nothing behind a block that its policy refuses is written to a tier. ``groups``:
     the KV cache groups that keys name, by default with full attention and blocks of one size. ``tokens_per_block``: per
     KV cache group, the tokens that one loaded block saves. With ``load_only_if_faster`` a run of blocks that would take
-    longer to read than to compute is not loaded. ``write_share``: see WRITE_SHARE.
+    longer to read than to compute is not loaded. ``write_share``: see WRITE_SHARE. If ``host`` has events, so have the
+    tiers.
     """
 
     def __init__(
@@ -86,7 +87,9 @@ class TieredOffloadingManager(OffloadingManager):
         groups = groups or [KVGroup(1)] * len(tokens_per_block)
         deadline_s = load_deadline_ms / 1000
         self._counts = TierCounts()
-        self.tiers = tuple(self._state_of(GuardedTier(tier), groups, deadline_s, clock) for tier in tiers)
+        self.tiers = tuple(
+            self._state_of(GuardedTier(tier, host.has_events), groups, deadline_s, clock) for tier in tiers
+        )
         """State of each tier; read only."""
         self._reasons = MissMemory(clock=clock)
         self._lookup = TierLookup(host, self.tiers, lookup_deadline_ms / 1000, self._reasons, clock)
@@ -335,8 +338,11 @@ class TieredOffloadingManager(OffloadingManager):
         return self.host.policy_state()
 
     def take_events(self) -> Iterable[OffloadingEvent]:
-        """Returns the events of host memory."""
-        return self.host.take_events()
+        """Returns the events of host memory, then those of each tier."""
+        yield from self.host.take_events()
+        for tier in self.tiers:
+            if tier.tier.events is not None:
+                yield from tier.tier.events.take()
 
     def take_counts(self) -> Mapping[str, float]:
         return self._counts.take(self.tiers)

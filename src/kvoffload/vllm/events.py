@@ -1,9 +1,11 @@
-"""kvoffload's events in vLLM's form, so that a router can index host memory as it indexes devices."""
+"""kvoffload's events in vLLM's form, so that a router can index host memory and lower tiers as it indexes devices."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING, Any
+from array import array
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from vllm.distributed.kv_events import BlockRemoved, BlockStored
 from vllm.v1.core import kv_cache_utils
@@ -20,67 +22,148 @@ if TYPE_CHECKING:
 
     from kvoffload.abc import BlockDescription, OffloadingEvent, OffloadKey
 
+MAX_CONTENTS = 1 << 16
+"""Blocks of host memory whose contents are remembered for the events of lower tiers, about 300 bytes plus 4 per token
+for each. Events of other blocks name them by hash only."""
 
-def vllm_events(events: Iterable[OffloadingEvent], layout: EngineLayout) -> Iterator[KVCacheEvent]:
-    """Yields stored blocks with their tokens and parents, one event per run of a chain, and removed blocks by hash.
 
-    Leaves out the blocks of draft groups, because their keys are not those of their own tokens.
+class _Content(NamedTuple):
+    """What a stored event says about one block."""
+
+    block_hash: bytes
+    parent_hash: bytes | None
+    token_ids: array[int]
+    lora_id: int | None
+    lora_name: str | None
+    extra_keys: tuple[Any, ...] | None
+
+
+NOTHING = _Content(b"", None, array("q"), None, None, None)
+
+
+class EventTranslator:
+    """Turns events into vLLM's: stored blocks with their tokens and parents, one event per run of a chain, and removed
+    blocks by hash.
+
+    A block is written to a lower tier, or read from it, while it is in host memory. So where there are lower tiers, the
+    contents of a block are remembered from its announcement in host memory until it has left, for at most MAX_CONTENTS
+    blocks.
+    Where the contents are not known, the event has hashes but no tokens, as vLLM's own offloading events may. Blocks of
+    draft groups are left out, because their keys are not those of their own tokens.
     """
-    for event in events:
-        described = event.blocks or [None] * len(event.keys)
-        by_group: dict[int, list[tuple[OffloadKey, BlockDescription | None]]] = {}
-        for key, block in zip(event.keys, described, strict=True):
-            by_group.setdefault(key_group_idx(key), []).append((key, block))
-        for g, blocks in by_group.items():
-            if layout.groups[g].group.draft:
-                continue
-            if event.removed:
-                hashes = [_name(key_block_hash(key)[NAMESPACE_BYTES:]) for key, _ in blocks]
-                yield _make(BlockRemoved, block_hashes=hashes, medium=event.medium, group_idx=g)
-            else:
-                for run in _runs([block for _, block in blocks if block is not None]):
-                    yield _stored(run, event.medium, g, layout)
+
+    def __init__(self, layout: EngineLayout) -> None:
+        self._layout = layout
+        self._contents: dict[OffloadKey, _Content] = {}
+
+    def translate(self, events: Iterable[OffloadingEvent], has_tiers: bool) -> Iterator[KVCacheEvent]:
+        """Yields vLLM's events for those of one step. ``has_tiers``: whether there are lower tiers."""
+        left: dict[OffloadKey, None] = {}
+        for event in events:
+            described = event.blocks or [None] * len(event.keys)
+            by_group: defaultdict[int, list[tuple[OffloadKey, BlockDescription | None]]] = defaultdict(list)
+            for key, block in zip(event.keys, described, strict=True):
+                by_group[key_group_idx(key)].append((key, block))
+            for g, blocks in by_group.items():
+                if self._layout.groups[g].group.draft:
+                    continue
+                if event.removed:
+                    keys = [key for key, _ in blocks]
+                    yield _make(
+                        BlockRemoved,
+                        block_hashes=list(map(_name_of, keys)),
+                        medium=event.medium,
+                        group_idx=g,
+                        locality=_locality(event),
+                        ownership=event.tier,
+                    )
+                    if event.tier is None:
+                        left.update(dict.fromkeys(keys))
+                else:
+                    for key, block in blocks:
+                        if event.tier is None:
+                            left.pop(key, None)
+                        if block is not None and (event.tier is None or key not in self._contents):
+                            self._contents[key] = _content(block)
+                    yield from self._stored(event, g, [key for key, _ in blocks])
+        if not has_tiers:
+            self._contents.clear()
+        # Events of tiers in the same batch come after those of host memory, and may still need what has left it.
+        for key in left:
+            self._contents.pop(key, None)
+        while len(self._contents) > MAX_CONTENTS:
+            del self._contents[next(iter(self._contents))]
+
+    def _stored(self, event: OffloadingEvent, g: int, keys: Sequence[OffloadKey]) -> Iterator[KVCacheEvent]:
+        contents = list(map(self._contents.get, keys))
+        for run in _runs([content for content in contents if content is not None]):
+            yield self._event(event, g, [_name(content.block_hash) for content in run], run)
+        unknown = [_name_of(key) for key, content in zip(keys, contents, strict=True) if content is None]
+        if unknown:
+            yield self._event(event, g, unknown, [])
+
+    def _event(self, event: OffloadingEvent, g: int, names: list[Any], run: list[_Content]) -> KVCacheEvent:
+        """Returns the stored event of a run, or, with an empty run, that of blocks whose contents are not known."""
+        group, first = self._layout.groups[g], run[0] if run else NOTHING
+        return _make(
+            BlockStored,
+            block_hashes=names,
+            parent_block_hash=None if first.parent_hash is None else _name(first.parent_hash),
+            token_ids=[token for content in run for token in content.token_ids],
+            block_size=group.group.block_tokens if run else 0,
+            lora_id=first.lora_id,
+            medium=event.medium,
+            lora_name=first.lora_name,
+            extra_keys=_untagged([content.extra_keys for content in run]) if run else None,
+            group_idx=g,
+            kv_cache_spec_kind=get_kv_cache_spec_kind(group.spec).value,
+            kv_cache_spec_sliding_window=get_kv_cache_spec_sliding_window(group.spec),
+            locality=_locality(event),
+            ownership=event.tier,
+        )
 
 
-def _runs(blocks: list[BlockDescription]) -> Iterator[list[BlockDescription]]:
-    """Yields the longest runs of adjacent blocks of one request."""
-    run: list[BlockDescription] = []
-    for block in blocks:
-        if run and not (block.request is run[-1].request and block.start == run[-1].end):
+def _content(block: BlockDescription) -> _Content:
+    request: Any = block.request
+    lora = request.lora_request
+    return _Content(
+        block.block_hash,
+        block.parent_hash,
+        array("q", request.all_token_ids[block.start : block.end]),
+        lora.adapter_id if lora else None,
+        lora.name if lora else None,
+        generate_block_hash_extra_keys(request, block.start, block.end, 0)[0],
+    )
+
+
+def _runs(contents: list[_Content]) -> Iterator[list[_Content]]:
+    """Yields the longest runs of adjacent blocks of one chain."""
+    run: list[_Content] = []
+    for content in contents:
+        if run and content.parent_hash != run[-1].block_hash:
             yield run
             run = []
-        run.append(block)
+        run.append(content)
     if run:
         yield run
 
 
-def _stored(run: list[BlockDescription], medium: str, g: int, layout: EngineLayout) -> KVCacheEvent:
-    request: Any = run[0].request
-    lora = request.lora_request
-    parent = run[0].parent_hash
-    group, spec = layout.groups[g].group, layout.groups[g].spec
-    return _make(
-        BlockStored,
-        block_hashes=[_name(block.block_hash) for block in run],
-        parent_block_hash=None if parent is None else _name(parent),
-        token_ids=list(request.all_token_ids[run[0].start : run[-1].end]),
-        block_size=group.block_tokens,
-        lora_id=lora.adapter_id if lora else None,
-        medium=medium,
-        lora_name=lora.name if lora else None,
-        extra_keys=_extra_keys(run),
-        group_idx=g,
-        kv_cache_spec_kind=get_kv_cache_spec_kind(spec).value,
-        kv_cache_spec_sliding_window=get_kv_cache_spec_sliding_window(spec),
-    )
+def _locality(event: OffloadingEvent) -> str | None:
+    """Returns where a tier is, seen from this server, in vLLM's words."""
+    if event.tier is None:
+        return None
+    return "REMOTE" if event.is_shared else "LOCAL"
 
 
-def _extra_keys(run: list[BlockDescription]) -> list[tuple[Any, ...] | None] | None:
+def _untagged(extra_keys: list[tuple[Any, ...] | None]) -> list[tuple[Any, ...] | None] | None:
     """Returns what vLLM hashes into each block besides its tokens, in the form of its own events."""
-    keys = [generate_block_hash_extra_keys(block.request, block.start, block.end, 0)[0] for block in run]
     untag = versions.attribute(kv_cache_utils, "to_event_extra_keys")
-    untagged: list[tuple[Any, ...] | None] | None = keys if untag is None else untag(keys)
+    untagged: list[tuple[Any, ...] | None] | None = extra_keys if untag is None else untag(extra_keys)
     return untagged
+
+
+def _name_of(key: OffloadKey) -> Any:
+    return _name(key_block_hash(key)[NAMESPACE_BYTES:])
 
 
 def _name(block_hash: bytes) -> Any:

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 from prometheus_client import Counter, Gauge
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 
-from kvoffload.abc import MissReason
+from kvoffload.abc import ConfigError, MissReason
+from kvoffload.config import OffloadConfig
 from kvoffload.observe.metrics import METRICS, merge
 
 if TYPE_CHECKING:
@@ -39,17 +40,24 @@ class KVOffloadStats(KVConnectorStats):
             shown[f"{direction} MB"] = round(moved / 1e6, 1)
             if seconds:
                 shown[f"{direction} GB/s"] = round(moved / seconds / 1e9, 1)
-        for name in ("disk_read", "disk_write"):
-            if f"{name}_bytes" in data:
-                shown[f"{name.replace('_', ' ')} MB"] = round(data[f"{name}_bytes"] / 1e6, 1)
+        for direction in ("read", "write"):
+            for tier, moved in self._labelled(f"tier_{direction}_bytes"):
+                shown[f"{tier} {direction} MB"] = round(moved / 1e6, 1)
         for name in ("asked_tokens", "device_hit_tokens", "host_hit_tokens"):
             shown[name.replace("_", " ")] = int(data.get(name, 0))
-        if "disk_hit_tokens" in data:
-            shown["disk hit tokens"] = int(data["disk_hit_tokens"])
-        for name, value in sorted(data.items()):
-            if name.startswith("misses:"):
-                shown[f"missed ({name.removeprefix('misses:').replace('_', ' ')})"] = int(value)
+        for tier, tokens in self._labelled("tier_hit_tokens"):
+            shown[f"{tier} hit tokens"] = int(tokens)
+        for reason, count in self._labelled("misses"):
+            shown[f"missed ({reason.replace('_', ' ')})"] = int(count)
+        for tier, is_off in self._labelled("tier_off"):
+            if is_off:
+                shown[f"{tier} off"] = 1
         return shown
+
+    def _labelled(self, name: str) -> list[tuple[str, float]]:
+        """Returns label and value of each series of ``name``, ordered by label."""
+        prefix = f"{name}:"
+        return [(key.removeprefix(prefix), value) for key, value in sorted(self.data.items()) if key.startswith(prefix)]
 
     def is_empty(self) -> bool:
         return not self.data
@@ -68,6 +76,7 @@ class KVOffloadPromMetrics(KVConnectorPromMetrics):
         super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
         self._metrics: dict[str, Any] = {}
         self._children: dict[int, dict[str, Any]] = {engine: {} for engine in per_engine_labelvalues}
+        known = {"reason": list(map(str, MissReason)), "tier": _tier_names(vllm_config)}
         for name, spec in METRICS.items():
             kind = metric_types[Gauge if spec.kind == "gauge" else Counter]
             labels = [*labelnames, spec.label] if spec.label else labelnames
@@ -78,9 +87,8 @@ class KVOffloadPromMetrics(KVConnectorPromMetrics):
             for engine in per_engine_labelvalues:
                 if spec.label is None:
                     self._child(engine, name)
-                elif spec.label == "reason":
-                    for reason in MissReason:
-                        self._child(engine, f"{name}:{reason}")
+                for label in known.get(spec.label or "", []):
+                    self._child(engine, f"{name}:{label}")
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
         if engine_idx not in self._children:
@@ -102,3 +110,12 @@ class KVOffloadPromMetrics(KVConnectorPromMetrics):
             values = self.per_engine_labelvalues[engine]
             children[name] = self._metrics[metric].labels(*values, *([label] if label else []))
         return children[name]
+
+
+def _tier_names(vllm_config: VllmConfig) -> list[str]:
+    """Returns the names of the tiers that are configured, or none if the engine has refused the configuration."""
+    transfer = vllm_config.kv_transfer_config
+    try:
+        return OffloadConfig.from_mapping(transfer.kv_connector_extra_config).tier_names if transfer else []
+    except ConfigError:
+        return []

@@ -39,6 +39,7 @@ SINCE = {
     "hash_block_size": "0.32",
     "isa": "0.29",
     "kv_cache_layout": "0.29",
+    "ownership": "0.29",
     "prefix_cacheable": "0.29",
     "resolve_none_hash_seed": "0.29",
     "restore_kv_caches": "0.33",

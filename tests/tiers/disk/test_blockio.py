@@ -159,7 +159,7 @@ def test_a_failed_write_leaves_no_record(rig: Rig, fault: str, error: TierError)
 def test_a_read_does_not_need_its_record_written(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     rig.write(0)
 
-    def fail(first_slot: int, records: ByteArray) -> None:
+    def fail(first_slot: int, records: ByteArray, is_change: bool) -> None:
         raise OSError("the index cannot be written")
 
     monkeypatch.setattr(rig.files, "write_records", fail)

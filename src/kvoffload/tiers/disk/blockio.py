@@ -31,7 +31,6 @@ from kvoffload.tiers.disk.format import (
     EMPTY_RECORD,
     MAX_HITS,
     MAX_SECONDS,
-    RECORD_BYTES,
     Header,
     pack_record,
     payload_checksum,
@@ -187,10 +186,10 @@ class BlockIO:
                 for i in range(len(run.keys)):
                     self._read(run.part(i, i + 1), header)
             else:
-                self._write_records(run, EMPTY_RECORD)
+                self._write_records(run, EMPTY_RECORD, is_change=True)
                 self._end(run, True, begun, problem)
             return
-        self._write_records(run, self._records(run, header, corrupt))
+        self._write_records(run, self._records(run, header, corrupt), is_change=any(corrupt))
         self._end(run, True, begun, corrupt=corrupt)
 
     def _verify(self, run: Batch, header: Header, blocks: list[list[ByteArray]]) -> list[bool]:
@@ -208,7 +207,7 @@ class BlockIO:
         try:
             blocks = self._blocks(run)
             slot = int(run.slots[0])
-            self._files.write_records(slot, np.zeros(len(run.keys) * RECORD_BYTES, dtype=np.uint8))
+            self._files.empty_records(slot, len(run.keys))
             run.facts["payload_checksum"] = [
                 payload_checksum(header, key, block) for key, block in zip(run.keys, blocks, strict=True)
             ]
@@ -243,11 +242,11 @@ class BlockIO:
             )
         return np.concatenate(records)
 
-    def _write_records(self, run: Batch, records: ByteArray) -> None:
+    def _write_records(self, run: Batch, records: ByteArray, is_change: bool) -> None:
         """Writes the records after a read, if the medium allows it; the bytes that were read are right without it."""
         if not self._abandoned and not self._files.read_only:
             with suppress(OSError):
-                self._files.write_records(int(run.slots[0]), records)
+                self._files.write_records(int(run.slots[0]), records, is_change=is_change)
 
     def _end(
         self,

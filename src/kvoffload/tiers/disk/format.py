@@ -39,6 +39,8 @@ from kvoffload.host.pool import SLOT_ALIGNMENT
 FORMAT_VERSION = 1
 INDEX_NAME = "index"
 RECENCY_NAME = "recency"
+JOURNAL_NAME = "journal"
+"""Only where others follow the index; see ``journal``."""
 RECENCY_BYTES = 8
 HEADER_BYTES = 4096
 RECORD_BYTES = 128
@@ -93,7 +95,7 @@ class FormatError(KVOffloadError):
 
 def is_block_file(name: str) -> bool:
     """Returns whether a file of this name in a fingerprint's folder belongs to the tier."""
-    return name in (INDEX_NAME, RECENCY_NAME) or slab_number(name) is not None
+    return name in (INDEX_NAME, RECENCY_NAME, JOURNAL_NAME) or slab_number(name) is not None
 
 
 def is_fingerprint(name: str) -> bool:
@@ -242,6 +244,21 @@ def parse_records(header: Header, data: ByteArray, first_slot: int = 0) -> Entri
     keys = [key[:size] for key, size in zip(found["key"].tolist(), found["key_bytes"].tolist(), strict=True)]
     num_sound = int(np.count_nonzero(sound))
     return Entries(keys, slots[current] + first_slot, found, num_sound - len(keys), len(records) - num_sound)
+
+
+def is_record_of(header: Header, records: Records) -> npt.NDArray[np.bool_]:
+    """Returns which records have a block of the header's fingerprint, layout and generation, without verifying their
+    checksums."""
+    ids = np.ascontiguousarray(records["fingerprint_id"]).view(np.uint8).reshape(-1, _ID_BYTES)
+    found: npt.NDArray[np.bool_] = (
+        (records["magic"] == _RECORD_MAGIC)
+        & (records["version"] == FORMAT_VERSION)
+        & (records["key_bytes"] - np.uint16(1) < MAX_KEY_BYTES)
+        & (ids == np.frombuffer(header.fingerprint_id, dtype=np.uint8)).all(axis=1)
+        & (records["payload_bytes"] == header.block_bytes)
+        & (records["generation"] == header.generation)
+    )
+    return found
 
 
 def _as_records(rows: ByteArray) -> Records:

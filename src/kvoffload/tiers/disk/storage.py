@@ -63,7 +63,12 @@ class StoredFile(ABC):
 
     @abstractmethod
     def modified(self) -> float:
-        """Returns when the file was last written, in seconds of the medium's clock, which need not be this machine's."""
+        """Returns when the file was last written, in seconds of the medium's clock, perhaps not this machine's."""
+
+    @property
+    def is_cached(self) -> bool:
+        """Whether what was written may stay in this machine's cache until ``sync``. By default False."""
+        return False
 
     @abstractmethod
     def sync(self) -> None:

@@ -6,6 +6,7 @@ import logging
 import os
 import time
 from collections.abc import Callable, Collection, Sequence
+from contextlib import suppress
 from dataclasses import replace
 
 import numpy as np
@@ -42,7 +43,8 @@ class DiskTier(Tier):
     ``files`` and ``catalog``, its two public parts, are for tests and benchmarks. The catalog is kept on the
     scheduler's thread; jobs on ``executor`` move bytes and verify them, see ``blockio``. Nothing is synced: a block
     that a power loss has damaged fails its checksum. ``random(n)`` returns n random bytes. ``job_bytes``: blocks that
-    are smaller share a job of this size.
+    are smaller share a job of this size. ``with_journal``: other processes follow the index, by a journal that some
+    thread keeps up to date with ``write_journal``.
 
     If ``storage`` is full or read-only, the blocks that it holds are served. Raises ConfigError if a setting is wrong
     or ``storage`` cannot be used, and OSError if its medium fails; later, no method raises because of the medium.
@@ -64,10 +66,13 @@ class DiskTier(Tier):
         random: Callable[[int], bytes] = os.urandom,
         slab_bytes: int = SLAB_BYTES,
         job_bytes: int = JOB_BYTES,
+        with_journal: bool = False,
     ) -> None:
         self._random = random
         slot_bytes = [pool.shape[1] for pool in pools]
-        self.files = SlabFiles(storage, fingerprint, slot_bytes, capacity_bytes, slab_bytes, self._new_generation)
+        self.files = SlabFiles(
+            storage, fingerprint, slot_bytes, capacity_bytes, slab_bytes, self._new_generation, with_journal
+        )
         num_slots = self.files.num_slots
         try:
             self.catalog = Catalog(num_slots, self.block_bytes, policy, clock, grows=True)
@@ -269,6 +274,18 @@ class DiskTier(Tier):
     def take_evicted(self) -> list[OffloadKey]:
         return self.catalog.take_removed()
 
+    def write_journal(self) -> None:
+        """Lets other processes know which blocks have come and gone. May be called by any thread, and waits for the
+        medium. Raises OSError."""
+        self.files.write_journal()
+
+    def give_up(self) -> None:
+        """Another process owns the directory from now on, so nothing is held, and nothing is written any more. Jobs
+        under way may still write."""
+        self.files.read_only = True
+        self._io.abandon()
+        self.catalog.reset()
+
     def close(self) -> None:
         if self._closed:
             return
@@ -279,6 +296,8 @@ class DiskTier(Tier):
         self.catalog.reset()
         if all_ended:
             self._maintenance.finish()
+            with suppress(OSError):
+                self.files.write_journal()
             self.files.close()
         else:
             # A thread hangs in a call. Its descriptors stay open, lest they come to name other files, and so does the
