@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from benchmarks import convoys, copies, disk, fingerprint, managers, policies, replay, steps, ttft, writes
+from benchmarks import convoys, copies, disk, fingerprint, managers, policies, replay, steps, stores, ttft, writes
 
 BENCHMARKS = {
     "managers": managers.main,
@@ -16,6 +16,7 @@ BENCHMARKS = {
     "policies": policies.main,
     "replay": replay.main,
     "steps": steps.main,
+    "stores": stores.main,
     "ttft": ttft.main,
     "writes": writes.main,
 }
