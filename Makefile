@@ -26,10 +26,12 @@ SOAK_TIMEOUT_S := 7200
 SIMULATIONS    := 10000
 SOAK_SCALE     := 50
 
-.PHONY: help lint unit test interface demo bench soak install overlays clean
+.PHONY: help lint unit test interface demo demo-shared bench soak install overlays clean
 
 help:
 	@echo "make demo       run the same conversations through vLLM with and without kvoffload: demo-report/report.html"
+	@echo "make demo-shared  run two vLLM servers on one shared directory and on one Mooncake Store: demo-report/shared.html"
+	@echo "                what happens when these fail, too: ARGS=--faults"
 	@echo "make test       run every test, including those on real vLLM"
 	@echo "make unit       run the tests that need no vLLM"
 	@echo "make lint       run ruff and mypy"
@@ -63,6 +65,9 @@ soak: $(VENV)/.stamp
 
 demo: $(VENV_VLLM)/.stamp
 	@$(VENV_VLLM)/bin/kvoffload demo $(ARGS)
+
+demo-shared: $(VENV_VLLM)/.stamp
+	@$(VENV_VLLM)/bin/kvoffload demo-shared $(ARGS)
 
 bench: $(VENV_VLLM)/.stamp
 	$(WITH) benchmarks $(ARGS)

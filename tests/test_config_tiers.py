@@ -114,9 +114,10 @@ def test_tiers_may_be_objects_and_a_copy_of_a_configuration_keeps_them() -> None
 
 
 def test_only_the_kinds_that_are_used_are_imported() -> None:
+    entry = {"kind": "disk", "dir": "/c", "bytes": "1GiB"}
     code = (
         "import sys\nfrom kvoffload import OffloadConfig\n"
-        "OffloadConfig.from_mapping({'host_bytes': '1GiB', 'tiers': [{'kind': 'disk', 'dir': '/c', 'bytes': '1GiB'}]})\n"
+        f"OffloadConfig.from_mapping({{'host_bytes': '1GiB', 'tiers': [{entry}]}})\n"
         "print([name for name in sys.modules if 'mooncake' in name or 'shared_dir' in name])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

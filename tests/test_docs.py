@@ -95,7 +95,7 @@ def unknown_metrics(text: str) -> list[str]:
 
 def unknown_commands(text: str) -> list[str]:
     """Lines of code blocks that call ``kvoffload`` or ``make`` with a command, option or target that does not exist."""
-    targets = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
     unknown = []
     for line in "\n".join(blocks(text, "", "console")).splitlines():
         words = (
@@ -201,7 +201,7 @@ def test_every_option_is_documented_with_its_default() -> None:
     assert sorted(row[0] for row in rows) == sorted(f"`{field.name}`" for field in fields)
     documented = {row[0].strip("`"): row[2].strip("`") for row in rows}
     for field in fields:
-        if field.default not in (None, dataclasses.MISSING):
+        if field.default not in (None, (), dataclasses.MISSING):
             default = f"{field.default:g}" if isinstance(field.default, float) else str(field.default).lower()
             assert documented[field.name] == default, field.name
 

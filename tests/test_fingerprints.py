@@ -267,3 +267,9 @@ def test_our_own_format_version_counts(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_values_that_are_not_json_are_refused() -> None:
     with pytest.raises(TypeError):
         fingerprint({"dtype": object()})
+
+
+def test_blocks_on_disk_survive_an_upgrade() -> None:
+    """The same parts have had this fingerprint since the format of blocks was last changed."""
+    parts = {"weights": "weights:['ab']", "dtype": "torch.bfloat16", "parallel": [2, 1], "draft": None}
+    assert fingerprint(parts) == "30b696dabb0105765b6121cca1678434dd6f658979763f7e14ed2c55b9453593"

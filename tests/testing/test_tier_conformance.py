@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
@@ -13,6 +14,8 @@ import numpy as np
 import pytest
 
 from kvoffload.abc import ByteArray, LookupState, OffloadKey, Slots, States, Tier, TierError, TierResult
+from kvoffload.testing.conformance import keys
+from kvoffload.testing.shared_memory import SharedMemory, SharedMemoryTier, SharedValue
 from kvoffload.testing.storage import SimulatedStorage
 from kvoffload.testing.tier_conformance import TierConformance
 from kvoffload.testing.tiers import AskingTier, MemoryTier, SteppedExecutor, checksum_of
@@ -52,6 +55,48 @@ class TestMemoryTier(MemoryTierConformance):
 
 class TestAskingTier(MemoryTierConformance):
     tier_class = AskingTier
+
+
+class SharedMemoryTierConformance(TierConformance):
+    """The suite for SharedMemoryTier and its subclasses with a bug."""
+
+    shared_class: type[SharedMemoryTier] = SharedMemoryTier
+    max_under_way = 10
+
+    def make_tier(self, pools: Sequence[ByteArray], num_blocks: int) -> Tier:
+        return self.on(SharedMemory(), pools)
+
+    def on(self, medium: SharedMemory, pools: Sequence[ByteArray]) -> Tier:
+        executor = SteppedExecutor(max_queued=self.max_under_way)
+        return self.shared_class(medium, pools, executor, time.monotonic)
+
+    def reopen(self, tier: Tier, pools: Sequence[ByteArray], num_blocks: int) -> Tier:
+        return self.another(tier, pools)
+
+    def another(self, tier: Tier, pools: Sequence[ByteArray]) -> Tier:
+        assert isinstance(tier, SharedMemoryTier)
+        return self.on(tier.medium, pools)
+
+    def hold(self, tier: Tier) -> AbstractContextManager[None]:
+        assert isinstance(tier, SharedMemoryTier)
+        assert isinstance(tier.executor, SteppedExecutor)
+        return tier.executor.hold()
+
+    def spoil(self, tier: Tier) -> bool:
+        assert isinstance(tier, SharedMemoryTier)
+        for value in tier.medium.values.values():
+            value.raw[0][7] ^= 1
+        return True
+
+    def lose(self, tier: Tier, names: str) -> bool:
+        assert isinstance(tier, SharedMemoryTier)
+        for key in keys(names):
+            del tier.medium.values[tier.name_of(key)]
+        return True
+
+
+class TestSharedMemoryTier(SharedMemoryTierConformance):
+    pass
 
 
 FINGERPRINT = "0f" * 32
@@ -387,10 +432,201 @@ class UsedBytesLag(MemoryTier):
         return (self.max_blocks - 1) * self.block_bytes
 
 
+# Shared tiers with one bug each.
+
+
+class ResetDeletes(SharedMemoryTier):
+    def reset(self) -> None:
+        self.delete(list(self.written))
+        super().reset()
+
+
+class ResetDeletesEverything(SharedMemoryTier):
+    def reset(self) -> None:
+        super().reset()
+        self.medium.values.clear()
+
+
+class ResetOnlyForgets(SharedMemoryTier):
+    """Goes on after the reset."""
+
+    def reset(self) -> None:
+        self.deleted |= self.under_way
+        self.answers.clear()
+
+
+class WritesAfterAReset(SharedMemoryTier):
+    was_reset = False
+
+    def reset(self) -> None:
+        super().reset()
+        self.was_reset = True
+
+    def write(self, keys: Keys, slots: Slots) -> list[OffloadKey]:
+        if not self.was_reset:
+            return super().write(keys, slots)
+        self.is_off = False
+        taken = super().write(keys, slots)
+        self.is_off = True
+        return taken
+
+
+class ResetLosesResults(SharedMemoryTier):
+    def reset(self) -> None:
+        super().reset()
+        self.executor.close(0.0)
+        self.ended.clear()
+
+
+class DeletesWhatOthersHaveWritten(SharedMemoryTier):
+    def delete(self, keys: Keys) -> None:
+        self.written.update(keys)
+        super().delete(keys)
+
+
+class DeleteIsForgotten(SharedMemoryTier):
+    """A block that was deleted is found again at once."""
+
+    def delete(self, keys: Keys) -> None:
+        pass
+
+
+class RemembersMissesForGood(SharedMemoryTier):
+    def ask_for(self, keys: Keys) -> None:
+        super().ask_for(keys)
+        for key in keys:
+            is_there, until = self.answers[key]
+            self.answers[key] = is_there, until if is_there else float("inf")
+
+
+class NeverAnswers(SharedMemoryTier):
+    def ask_for(self, keys: Keys) -> None:
+        self.asking.difference_update(keys)
+
+
+class AnswersMissUntilItKnows(SharedMemoryTier):
+    def contains(self, keys: Keys) -> States:
+        states = super().contains(keys)
+        states[states == LookupState.RETRY] = LookupState.MISS
+        return states
+
+
+class GuessesHits(SharedMemoryTier):
+    def contains(self, keys: Keys) -> States:
+        states = super().contains(keys)
+        states[states == LookupState.RETRY] = LookupState.HIT
+        return states
+
+
+class IsNotMarkedAsShared(SharedMemoryTier):
+    is_shared = False
+
+
+class SeesOnlyItsOwn(SharedMemoryTier):
+    def name_of(self, key: OffloadKey) -> bytes:
+        return b"%d" % id(self) + key
+
+
+class OverwritesOthers(SharedMemoryTier):
+    """Writes again what is there, and says that it has moved bytes."""
+
+    def write_block(self, key, slot) -> None:
+        self.medium.values.pop(self.name_of(key), None)
+        super().write_block(key, slot)
+
+    def contains(self, keys: Keys) -> States:
+        states = super().contains(keys)
+        for key in keys:
+            self.answers.pop(key, None)
+        return states
+
+
+class HeldIsAFailure(SharedMemoryTier):
+    def poll(self) -> list[TierResult]:
+        return [
+            TierResult(r.key, r.is_read, TierError.IO) if r.ok and not r.is_read and not r.nbytes else r
+            for r in super().poll()
+        ]
+
+
+class LostIsOk(SharedMemoryTier):
+    def poll(self) -> list[TierResult]:
+        return [TierResult(r.key, r.is_read) if r.is_read and r.error else r for r in super().poll()]
+
+
+class LostIsAFailureOfTheMedium(SharedMemoryTier):
+    """Evictions by the medium would open the circuit breaker."""
+
+    def poll(self) -> list[TierResult]:
+        return [TierResult(r.key, True, TierError.IO) if r.is_read and r.error else r for r in super().poll()]
+
+
+class StillClaimsWhatIsLost(SharedMemoryTier):
+    def poll(self) -> list[TierResult]:
+        before = dict(self.answers)
+        results = super().poll()
+        for result in results:
+            if result.is_read and result.error is TierError.GONE and result.key in before:
+                self.answers[result.key] = before[result.key]
+        return results
+
+
+class SharesWithoutVerifying(SharedMemoryTier):
+    def read_block(self, key, slot) -> None:
+        value = self.medium.values.get(self.name_of(key))
+        if value is not None:
+            value.checksum = checksum_of(value.raw)
+        super().read_block(key, slot)
+
+
+class ReadsTheValueOfAnotherKey(SharedMemoryTier):
+    """Takes values of whatever key, if their checksum is right."""
+
+    def name_of(self, key: OffloadKey) -> bytes:
+        return super().name_of(key)[:2]
+
+
+class StoresAView(SharedMemoryTier):
+    def write_block(self, key, slot) -> None:
+        super().write_block(key, slot)
+        value = self.medium.values.get(self.name_of(key))
+        if isinstance(value, SharedValue) and value.writer is self:
+            value.raw = [pool[slot] for pool in self.pools]
+
+
+class CloseDeletes(SharedMemoryTier):
+    def close(self) -> None:
+        for key in self.written:
+            self.medium.remove(self.name_of(key), self)
+        super().close()
+
+
+class ExpectOfNothingRaises(SharedMemoryTier):
+    def expect(self, keys: Keys) -> None:
+        super().expect(list(keys[:1]) + list(keys[1:]))
+        assert keys[0]
+
+
+class ReportsLookups(SharedMemoryTier):
+    """Reports a lookup like a transfer."""
+
+    def ask_for(self, keys: Keys) -> None:
+        super().ask_for(keys)
+        self.ended.append(TierResult(keys[0], True, TierError.GONE))
+
+
+class FailedLookupsGoBackwards(SharedMemoryTier):
+    @property
+    def num_failed_lookups(self) -> int:
+        return -1
+
+
 BUGS = [
     bug
     for bug in list(globals().values())
-    if isinstance(bug, type) and issubclass(bug, MemoryTier) and bug not in (MemoryTier, AskingTier)
+    if isinstance(bug, type)
+    and issubclass(bug, MemoryTier | SharedMemoryTier)
+    and bug not in (MemoryTier, AskingTier, SharedMemoryTier)
 ]
 
 
@@ -408,9 +644,12 @@ def cases(suite: object) -> Iterator[tuple[str, Callable[[], None]]]:
                 yield f"{name}[{value}]", partial(method, **{argument: value})
 
 
-def failures(bug: type[MemoryTier]) -> list[str]:
+def failures(bug: type[Tier]) -> list[str]:
     """Returns the first test that fails for ``bug``, or nothing."""
-    suite = type("Suite", (MemoryTierConformance,), {"tier_class": bug})()
+    if issubclass(bug, SharedMemoryTier):
+        suite = type("Suite", (SharedMemoryTierConformance,), {"shared_class": bug})()
+    else:
+        suite = type("Suite", (MemoryTierConformance,), {"tier_class": bug})()
     for name, case in cases(suite):
         try:
             case()
@@ -422,7 +661,9 @@ def failures(bug: type[MemoryTier]) -> list[str]:
 
 
 @pytest.mark.parametrize("bug", BUGS)
-def test_the_suite_catches_a_wrong_tier(bug: type[MemoryTier], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_suite_catches_a_wrong_tier(
+    bug: type[MemoryTier | SharedMemoryTier], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("kvoffload.testing.tier_conformance.DEADLINE_S", 0.2)
     found = failures(bug)
     assert found
@@ -431,3 +672,4 @@ def test_the_suite_catches_a_wrong_tier(bug: type[MemoryTier], monkeypatch: pyte
 
 def test_the_suite_accepts_a_right_tier() -> None:
     assert failures(MemoryTier) == []
+    assert failures(SharedMemoryTier) == []

@@ -16,7 +16,13 @@ from kvoffload.tiers.identity import (
     parse_identity,
 )
 
-MINE = {"model": "llama", "weights": digest("w1"), "dtype": "bfloat16", "tensor parallel size": "2"}
+MINE = {
+    "model": "llama",
+    "weights": digest("w1"),
+    "dtype": "bfloat16",
+    "tensor parallel size": "2",
+    "software": "a=1, b=2, c",
+}
 
 
 def test_an_identity_is_read_back_as_it_was_written() -> None:
@@ -42,6 +48,9 @@ def test_values_that_are_no_text_are_left_out() -> None:
             {"weights": digest("w2"), "tensor parallel size": "4"},
             "other weights there; tensor parallel size is 4 there, 2 here",
         ),
+        ({"weights": "v1"}, f"weights is v1 there, {digest('w1')} here"),
+        ({"software": "a=1, b=3"}, "software: b=3 there, b=2, c here"),
+        ({"software": "a=1, b=2, c, d"}, "software: d there, nothing more here"),
         ({"draft": "eagle"}, "draft is eagle there, not given here"),
         ({"model": "/models/llama"}, "something that the two descriptions leave out"),
         ({}, "something that the two descriptions leave out"),

@@ -81,12 +81,12 @@ class DiskJobs:
     """Counts what the disk tier of this process has accepted and not reported yet."""
 
     def __init__(self) -> None:
-        from kvoffload.connector import build
+        from kvoffload.tiers.disk import config
 
         self.pending: Counter[tuple[bytes, bool]] = Counter()
         """Number of jobs per key and direction; True is a read."""
-        self._open = build.open_disk_tier
-        build.open_disk_tier = self._open_counting
+        self._open = config.open_disk_tier
+        config.open_disk_tier = self._open_counting
 
     def _open_counting(self, *args: Any, **kwargs: Any) -> Any:
         tier = self._open(*args, **kwargs)
@@ -901,8 +901,9 @@ def refusals(config: dict[str, Any]) -> dict[str, Any]:
     from vllm.engine.arg_utils import EngineArgs
     from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, MambaSpec, RSWASpec
 
+    from kvoffload.fingerprints import fingerprint
     from kvoffload.vllm import KVOffloadConnector
-    from kvoffload.vllm.fingerprint import model_fingerprint
+    from kvoffload.vllm.fingerprint import fingerprint_parts
     from kvoffload.vllm.refusals import MULTI_CONNECTOR
 
     def make_config(flags: dict[str, Any]) -> Any:
@@ -971,7 +972,7 @@ def refusals(config: dict[str, Any]) -> dict[str, Any]:
             layout = connector.layout
             blocks[name] = layout.count_blocks()
             engines[name] = [layout.engine, layout.engines]
-            fingerprints[name] = model_fingerprint(vllm_config, layout, [])
+            fingerprints[name] = fingerprint(fingerprint_parts(vllm_config, layout, []))
         except Exception as error:
             said[name] = [type(error).__name__, str(error)]
         for part, key, value in before:
@@ -982,7 +983,8 @@ def refusals(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def fingerprints(config: dict[str, Any]) -> dict[str, Any]:
-    """Returns the fingerprint, or the error, of each of ``cases``.
+    """Returns the fingerprint, or the error, of each of ``cases``, their identities in words, the names of the
+    parts of a fingerprint, and those of which an identity says nothing.
 
     A case has ``engine`` (arguments of vLLM), ``options`` of the connector, ``environment``, ``multimodal`` (settings,
     as if the model were multimodal) and ``changes`` (text of files of the model).
@@ -995,12 +997,14 @@ def fingerprints(config: dict[str, Any]) -> dict[str, Any]:
     from vllm.engine.arg_utils import EngineArgs
     from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
 
-    from kvoffload.vllm.fingerprint import model_fingerprint
+    from kvoffload.fingerprints import fingerprint
+    from kvoffload.vllm.fingerprint import describe_parts, fingerprint_parts
     from kvoffload.vllm.layout import EngineLayout
 
     spec = FullAttentionSpec(block_size=BLOCK_SIZE, num_kv_heads=2, head_size=32, dtype=torch.float32)
     caches = KVCacheConfig(DEVICE_BLOCKS, [], [KVCacheGroupSpec(["layer0", "layer1"], spec)])
-    results: dict[str, Any] = {}
+    results: dict[str, str] = {}
+    identities: dict[str, dict[str, str]] = {}
     for name, case in config["cases"].items():
         environment = case.get("environment", {})
         os.environ.update(environment)
@@ -1025,7 +1029,10 @@ def fingerprints(config: dict[str, Any]) -> dict[str, Any]:
             ).create_engine_config()
             if "multimodal" in case:
                 vllm_config.model_config.multimodal_config = MultiModalConfig(**case["multimodal"])
-            results[name] = model_fingerprint(vllm_config, EngineLayout.from_vllm(vllm_config, caches), [])
+            layout = EngineLayout.from_vllm(vllm_config, caches)
+            parts = fingerprint_parts(vllm_config, layout, [])
+            results[name] = fingerprint(parts)
+            identities[name] = describe_parts(vllm_config, layout, parts)
         except Exception as error:
             results[name] = f"{type(error).__name__}: {error}"
         for variable in environment:
@@ -1034,7 +1041,10 @@ def fingerprints(config: dict[str, Any]) -> dict[str, Any]:
             (model / path).unlink()
         for path, raw in own.items():
             (model / path).write_bytes(raw)
-    return results
+    others = dict.fromkeys(parts, "another") | {"parallel": [3, 5], "engine": ["another"]}
+    described = describe_parts(vllm_config, layout, parts)
+    unsaid = [name for name in parts if describe_parts(vllm_config, layout, parts | {name: others[name]}) == described]
+    return results | {"identities": identities, "parts": sorted(parts), "unsaid": unsaid}
 
 
 SCENARIOS = {

@@ -10,6 +10,8 @@ import pytest
 pytest.importorskip("vllm.version")
 from vllm_harness import POOL, Run, Runner
 
+from kvoffload.tiers.identity import describe_difference
+
 pytestmark = pytest.mark.vllm
 
 DISK = POOL | {"disk_dir": "/var/cache/kvoffload", "disk_bytes": "1GiB"}
@@ -143,6 +145,58 @@ def test_settings_that_shape_kv_change_the_fingerprint(fingerprints: Run) -> Non
 @pytest.mark.parametrize("case", SAME)
 def test_other_settings_do_not(fingerprints: Run, case: str) -> None:
     assert fingerprints[case] == fingerprints[SAME[case][0]]
+
+
+PARTS = (
+    "additional attention_config cache cache_dtype cache_toggles device draft dtype engine engram_config environment "
+    "groups hash_algorithm hash_block_size hash_root kernel_config layout load_format lora_config max_model_len model "
+    "multimodal parallel quantization ranks weights"
+)
+NOTHING = "something that the two descriptions leave out"
+DIFFERENCES = {
+    "a dtype": "dtype is bfloat16 there, float32 here",
+    "a format of the cache": "dtype of the KV cache is fp8_e5m2 there, auto here",
+    "quantized at start": "quantization is int8_per_channel_weight_only there, None here",
+    "another number of layers": "other model configuration there",
+    "weights in another format": "other weights there",
+    "images": "other multimodal settings there",
+    "a kernel with another precision": "variables set for vLLM: VLLM_FLOAT32_MATMUL_PRECISION there, nothing more here",
+    "a fingerprint of the user": "weights is given:v1 there",
+}
+"""What people read about some of OTHERS, among more, if the model is also served with the settings of "plain"."""
+
+
+def test_blocks_on_disk_survive_an_upgrade(fingerprints: Run) -> None:
+    """A fingerprint has these parts. Each part that comes, goes or gets another name makes all disk caches useless: it
+    must be worth that, as other bytes or other hashes of blocks are."""
+    assert fingerprints["parts"] == PARTS.split()
+
+
+@pytest.mark.parametrize("case", DIFFERENCES)
+def test_an_identity_says_in_words_what_differs(fingerprints: Run, case: str) -> None:
+    identities = fingerprints["identities"]
+    assert DIFFERENCES[case] in describe_difference(identities["plain"], identities[case])
+
+
+def test_an_identity_covers_every_part_of_the_fingerprint(fingerprints: Run) -> None:
+    assert fingerprints["unsaid"] == []
+    identities = fingerprints["identities"]
+    for case in OTHERS:
+        said = describe_difference(identities["plain"], identities[case])
+        assert (said == NOTHING) == (case == "plain"), case
+
+
+@pytest.mark.parametrize("case", SAME)
+def test_identities_agree_if_fingerprints_do(fingerprints: Run, case: str) -> None:
+    identities = fingerprints["identities"]
+    assert describe_difference(identities[case], identities[SAME[case][0]]) == NOTHING
+
+
+def test_an_identity_has_no_values_of_variables(fingerprints: Run) -> None:
+    """They may be secrets. Digests and names are enough to find what differs."""
+    identity = fingerprints["identities"]["a kernel with another precision"]
+    assert "VLLM_FLOAT32_MATMUL_PRECISION" in identity["variables set for vLLM"]
+    assert [name for name, value in identity.items() if "medium" in value] == []
 
 
 def test_weights_of_another_model_that_its_configuration_names_count(fingerprints: Run) -> None:

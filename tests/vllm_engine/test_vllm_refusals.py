@@ -13,6 +13,7 @@ from vllm_harness import DEADLINE_S, POOL, Run, Runner
 pytestmark = pytest.mark.vllm
 
 DISK = POOL | {"disk_dir": "/var/cache/kvoffload", "disk_bytes": "1GiB"}
+TIERS = POOL | {"tiers": [{"kind": "disk", "dir": "/var/cache/kvoffload", "bytes": "1GiB"}]}
 CASES: dict[str, tuple[dict[str, Any], list[str]]] = {
     "unknown option": ({"host_byte": "1GiB"}, ["host_byte='1GiB'", "did you mean host_bytes?"]),
     "no host_bytes": ({}, ["host_bytes is not set", 'host_bytes="']),
@@ -55,13 +56,47 @@ CASES: dict[str, tuple[dict[str, Any], list[str]]] = {
     ),
     "hashes with a random root": (
         DISK,
-        ["prefix_caching_hash_algo=xxhash", "set the environment variable PYTHONHASHSEED=0", "hash-algo sha256"],
+        [
+            "prefix_caching_hash_algo=xxhash: its hashes begin with a random number in every process, so no process "
+            "would find what another has left in a tier; set the environment variable PYTHONHASHSEED=0 (any number, "
+            "the same at every start), or use --prefix-caching-hash-algo sha256"
+        ],
     ),
-    "images without a content hash": (DISK, ["mm_processor_cache_gb=0", "turn one of the two on"]),
-    "adapters with a disk": (DISK, ["LoRA", 'set model_fingerprint="..."']),
+    "images without a content hash": (
+        TIERS,
+        [
+            "tiers[0].dir='/var/cache/kvoffload' with mm_processor_cache_gb=0 and no prefix caching: vLLM then "
+            "identifies images and other inputs by a counter that starts again in every process, not by their content; "
+            "turn one of the two on"
+        ],
+    ),
+    "adapters with a disk": (DISK, ["disk_dir='/var/cache/kvoffload' with LoRA: ", 'set model_fingerprint="..."']),
+    "adapters with a tier": (
+        TIERS,
+        [
+            "tiers[0].dir='/var/cache/kvoffload' with LoRA: a block identifies its adapter by name and path alone, and "
+            'these may mean another adapter after a restart or on another server; set model_fingerprint="..." and '
+            "change it with the weights of the model or of any adapter"
+        ],
+    ),
     "weights without files": (
         DISK,
         ["model some/model", "weight files are not found", 'set model_fingerprint="..."'],
+    ),
+    "weights without files, with a tier": (
+        TIERS,
+        [
+            "tiers[0].dir='/var/cache/kvoffload': nothing distinguishes the weights of model some/model from others "
+            "after a restart or on another server: its weight files are not found on this machine; set "
+            'model_fingerprint="..." and change it with the weights'
+        ],
+    ),
+    "tiers that are no list": (POOL | {"tiers": "disk"}, ["tiers='disk': must be a list of tiers"]),
+    "a tier of an unknown kind": (POOL | {"tiers": [{"kind": "tape"}]}, ["tiers[0].kind='tape': no kind of tier"]),
+    "a tier without a size": (POOL | {"tiers": [{"kind": "disk", "dir": "/c"}]}, ["tiers[0].bytes is not set"]),
+    "a wrong value of the second tier": (
+        POOL | {"tiers": [*TIERS["tiers"], {"kind": "disk", "dir": "/c", "bytes": "x"}]},
+        ["tiers[1].bytes='x': not an amount of memory"],
     ),
 }
 FLAGS: dict[str, dict[str, Any]] = {
@@ -77,6 +112,7 @@ FLAGS: dict[str, dict[str, Any]] = {
     },
     "hashes with a random root": {"prefix_caching_hash_algo": "xxhash"},
     "adapters with a disk": {"enable_lora": True},
+    "adapters with a tier": {"enable_lora": True},
     "images without a content hash": {"enable_prefix_caching": False},
     "MLA on a CPU without prefix caching": {"enable_prefix_caching": False},
 }
@@ -99,6 +135,7 @@ CHANGES: dict[str, dict[str, Any]] = {
     "the first of several engines": {"kv_transfer_config.engine_id": "some-engine_dp0"},
     "images without a content hash": {"model_config.multimodal_config": {"mm_processor_cache_gb": 0}},
     "weights without files": {"model_config.model": "some/model"},
+    "weights without files, with a tier": {"model_config.model": "some/model"},
 }
 """Changes to the configuration, where no argument sets it or vLLM itself refuses the argument on a CPU."""
 
@@ -164,6 +201,7 @@ SHAPES: dict[str, dict[str, Any]] = {
 SAME: dict[str, dict[str, Any]] = {
     "the same settings": {},
     "another max_model_len": {"model_config.max_model_len": 64},
+    "the disk in its long form": {"options": TIERS},
     "another path of the model": {"model_config.hf_config._name_or_path": "/somewhere/else"},
 }
 """Settings that do not."""
@@ -176,7 +214,7 @@ def said(run: Runner) -> Run:
         for name, (options, _) in CASES.items()
     }
     for name, changes in {**SHAPES, **SAME}.items():
-        cases[name] = {"options": DISK, "changes": changes}
+        cases[name] = {"options": changes.pop("options", DISK), "changes": changes}
     for name, changes in SHARES.items():
         cases[name] = {"options": POOL | changes.pop("options", {}), "changes": changes}
     cases["tried"] = {"options": POOL, "changes": {"version": "0.33.4"}}

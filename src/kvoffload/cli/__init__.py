@@ -32,7 +32,7 @@ def group() -> click.Group:
     """Returns the command with its subcommands."""
     import click
 
-    from kvoffload.cli.demo import demo
+    from kvoffload.cli.demo import demo, demo_shared
     from kvoffload.cli.disk import disk
     from kvoffload.cli.explain import explain
     from kvoffload.cli.replay import replay
@@ -40,7 +40,7 @@ def group() -> click.Group:
 
     commands = click.Group(
         "kvoffload",
-        commands=[demo, disk, explain, replay, size],
+        commands=[demo, demo_shared, disk, explain, replay, size],
         help="Keeps the KV cache of an LLM server in host memory and on disk.",
     )
     return click.version_option(metadata.version("kvoffload"))(commands)

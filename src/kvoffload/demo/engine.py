@@ -1,10 +1,10 @@
 """An engine of the demo: real vLLM in this process, one request at a time.
 
-Run as ``python -m kvoffload.demo.engine FD``. The first line of standard input is an ``ActConfig`` as JSON, each further
-line a command ``{"do": NAME, ...}``. Writes one line of JSON per line of input to the open file descriptor FD: an
-``EngineInfo`` when the engine is warm, then the result of each command. Standard output and error are for vLLM's log.
-Between commands the engine steps while it has something to do, as a server does. The caller watches the time and ends
-the process when it is out.
+Run as ``python -m kvoffload.demo.engine FD``. The first line of standard input is an ``ActConfig`` as JSON, each
+further line a command ``{"do": NAME, ...}``. Writes one line of JSON per line of input to the open file descriptor FD:
+an ``EngineInfo`` when the engine is warm, then the result of each command. Standard output and error are for vLLM's
+log. Between commands the engine steps while it has something to do, as a server does. The caller watches the time and
+ends the process when it is out.
 """
 
 from __future__ import annotations
@@ -19,14 +19,16 @@ import selectors
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, is_dataclass
+from dataclasses import asdict
 from itertools import islice
 from typing import Any
 
 from kvoffload.demo.protocol import ActConfig, ActSummary, EngineInfo, RequestResult, classify
+from kvoffload.demo.shared.files import BrokenFiles, FileMode
 from kvoffload.observe.metrics import METRICS
 
 RECORDS_SEARCHED = 16
+_MESSAGES = (EngineInfo, RequestResult, ActSummary)
 
 
 class Probe:
@@ -231,6 +233,7 @@ class Engine:
         self._act = act
         self._before = act.probe.counters()
         self._start = time.perf_counter()
+        self._files: BrokenFiles | None = None
 
     def visit(self, index: int) -> RequestResult | None:
         return self._act.visit(index)
@@ -243,6 +246,13 @@ class Engine:
 
     def corrupt_loads(self) -> None:
         self._act.corrupt_loads()
+
+    def break_files(self, directory: str, mode: str) -> int:
+        """Sets how files in ``directory`` behave. Returns the number of calls on them that have met a fault so far."""
+        if self._files is None:
+            self._files = BrokenFiles(directory)
+        self._files.set_mode(FileMode(mode))
+        return self._files.num_calls
 
     def metrics(self) -> dict[str, float]:
         """Returns kvoffload's counters since the warm-up, by name."""
@@ -273,7 +283,7 @@ def main() -> None:
     out = os.fdopen(int(sys.argv[1]), "w", encoding="utf-8", buffering=1)
 
     def send(message: Any) -> None:
-        out.write(json.dumps(asdict(message) if is_dataclass(message) else message) + "\n")
+        out.write(json.dumps(asdict(message) if isinstance(message, _MESSAGES) else message) + "\n")
 
     start = time.perf_counter()
     act = Act(ActConfig(**json.loads(sys.stdin.readline())))

@@ -12,38 +12,47 @@ from kvoffload.demo.protocol import Source
 from kvoffload.demo.report import LOGPROB_TOLERANCE, Report, gbps, miss_reasons
 
 
-def render_page(report: Report) -> str:
-    """Returns the report as one HTML page that includes its plots."""
-    environment = jinja2.Environment(
+def environment() -> jinja2.Environment:
+    """Returns what renders the templates of pages."""
+    made = jinja2.Environment(
         loader=jinja2.PackageLoader("kvoffload.demo", "templates"),
         autoescape=True,
         trim_blocks=True,
         lstrip_blocks=True,
         undefined=jinja2.StrictUndefined,
     )
-    environment.filters |= {
+    made.filters |= {
         "ms": units.milliseconds,
         "multiple": units.multiple,
         "speedup": units.speedup,
         "gbps": units.gigabytes_per_second,
     }
+    return made
+
+
+def render_page(report: Report) -> str:
+    """Returns the report as one HTML page that includes its plots."""
     requests = report.offload.requests
-    return environment.get_template("report.html.j2").render(
-        report=report,
-        info=report.offload.info,
-        version=metadata.version("kvoffload"),
-        sources=list(Source),
-        colours=COLOURS,
-        labels=LABELS,
-        percentage=units.percentage,
-        store=gbps(report.offload, "store"),
-        load=gbps(report.offload, "load"),
-        reasons=miss_reasons(requests),
-        tolerance=LOGPROB_TOLERANCE,
-        saved_s=report.baseline.summary.wall_s - report.offload.summary.wall_s,
-        ttft_svg=ttft_plot(report),
-        hits_svg=hits_plot(report),
-        pool_svg=pool_plot(report),
-        rows=list(zip(report.baseline.requests, report.offload.requests, report.control.requests, strict=True)),
-        again={request.index: request for request in report.restart.requests},
+    return (
+        environment()
+        .get_template("report.html.j2")
+        .render(
+            report=report,
+            info=report.offload.info,
+            version=metadata.version("kvoffload"),
+            sources=list(Source),
+            colours=COLOURS,
+            labels=LABELS,
+            percentage=units.percentage,
+            store=gbps(report.offload, "store"),
+            load=gbps(report.offload, "load"),
+            reasons=miss_reasons(requests),
+            tolerance=LOGPROB_TOLERANCE,
+            saved_s=report.baseline.summary.wall_s - report.offload.summary.wall_s,
+            ttft_svg=ttft_plot(report),
+            hits_svg=hits_plot(report),
+            pool_svg=pool_plot(report),
+            rows=list(zip(report.baseline.requests, report.offload.requests, report.control.requests, strict=True)),
+            again={request.index: request for request in report.restart.requests},
+        )
     )

@@ -7,7 +7,7 @@ import os
 import random
 import shutil
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -86,7 +86,7 @@ def run_demo(out: Path, text: Path | None, model: Path | None, seed: int, progre
     out.mkdir(parents=True, exist_ok=True)
     trace = out.resolve() / TRACE_NAME
     trace.unlink(missing_ok=True)
-    with _model_directory(model, seed) as directory, disk_directory(out, _pool_bytes(directory)) as disk:
+    with model_directory(model, seed) as directory, disk_directory(out, _pool_bytes(directory)) as disk:
         config = make_config(directory, builtin=model is None, text=text, seed=seed)
         acts: list[ActResult] = []
         for plan in act_plans(_pool_bytes(directory), disk, trace):
@@ -123,20 +123,21 @@ def act_plans(pool_bytes: int, disk: Path, trace: Path) -> tuple[ActPlan, ...]:
     tiers = host | {"disk_dir": str(disk), "disk_bytes": size}
     return (
         ActPlan(1, "without kvoffload", None),
-        ActPlan(2, "with kvoffload", _connector(tiers | {"record_trace": str(trace)})),
-        ActPlan(3, "restarted", _connector(tiers), is_restart=True),
-        ActPlan(4, "with corrupted bytes", _connector(host, "CorruptedKVOffloadConnector", "kvoffload.demo.corrupted")),
+        ActPlan(2, "with kvoffload", connector(tiers | {"record_trace": str(trace)})),
+        ActPlan(3, "restarted", connector(tiers), is_restart=True),
+        ActPlan(4, "with corrupted bytes", connector(host, "CorruptedKVOffloadConnector", "kvoffload.demo.corrupted")),
     )
 
 
-def _connector(
-    options: dict[str, str], name: str = "KVOffloadConnector", module: str = "kvoffload.vllm"
+def connector(
+    options: Mapping[str, Any], name: str = "KVOffloadConnector", module: str = "kvoffload.vllm"
 ) -> dict[str, Any]:
+    """Returns the arguments of vLLM's KVTransferConfig for kvoffload with these options."""
     return {
         "kv_connector": name,
         "kv_connector_module_path": module,
         "kv_role": "kv_both",
-        "kv_connector_extra_config": options,
+        "kv_connector_extra_config": dict(options),
     }
 
 
@@ -166,7 +167,8 @@ def document_blocks(max_model_len: int) -> tuple[int, int]:
 
 
 @contextmanager
-def _model_directory(model: Path | None, seed: int) -> Iterator[Path]:
+def model_directory(model: Path | None, seed: int) -> Iterator[Path]:
+    """Yields the directory of ``model``, or of a small random model that is written for the time of the demo."""
     if model is not None:
         if not (model / "config.json").is_file():
             raise DemoError(f"--model {model}: not a model directory: it has no config.json")

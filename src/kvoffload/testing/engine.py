@@ -157,6 +157,8 @@ class ModelEngine:
         """Finished requests whose blocks the connector has asked to keep."""
         self.outputs: dict[str, list[int]] = {}
         self.steps = 0
+        self._asked_at = 0
+        """The step after which requests were last added."""
         self.loaded_blocks = [0] * len(self.groups)
         self.partial_loads = [0] * len(self.groups)
         self._unreported: list[_Results] = []
@@ -203,22 +205,40 @@ class ModelEngine:
     def run(self, num_steps: int | None = None) -> None:
         """Runs until every request is finished or aborted, or for ``num_steps`` if that is shorter. Raises WrongBytes,
         BrokenPromise, Late, Hang or Leak."""
-        batcher = self.batcher
-        while self._todo or batcher.requests or self._unreported or self.scheduler.has_pending_work():
+        while self.has_work:
             if self.steps == num_steps:
                 return
-            if self.steps > MAX_STEPS:
-                raise Hang(f"after {MAX_STEPS} steps: {len(batcher.waiting)} waiting, {len(batcher.running)} running")
-            if self._todo and self.random.random() < 0.4:
-                batcher.waiting.append(self._todo.pop(0))
-            if batcher.requests and self.random.random() < self.scenario.abort_chance:
-                self._finish(self.random.choice(batcher.requests))
-            if self.steps < MAX_RESET_STEP and self.random.random() < self.scenario.reset_chance:
-                self._reset(preempt=self.random.random() < 0.5)
-            if self.scenario.sleep_chance and self.steps < MAX_RESET_STEP:
-                self._sleep()
-            self._update(preempt=True)
-            self.step()
+            self.turn()
+        self.finish()
+
+    @property
+    def has_work(self) -> bool:
+        """Whether there are requests, or something that the connector wants more steps for."""
+        return bool(self._todo or self.batcher.requests or self._unreported or self.scheduler.has_pending_work())
+
+    def ask(self, requests: Sequence[EngineRequest]) -> None:
+        """Adds requests, with names of their own, to those that are still to come."""
+        self._todo += requests
+        self._asked_at = self.steps
+
+    def turn(self) -> None:
+        """Lets requests come, be aborted and so on, and runs one step."""
+        batcher = self.batcher
+        if self.steps - self._asked_at > MAX_STEPS:
+            raise Hang(f"after {MAX_STEPS} steps: {len(batcher.waiting)} waiting, {len(batcher.running)} running")
+        if self._todo and self.random.random() < 0.4:
+            batcher.waiting.append(self._todo.pop(0))
+        if batcher.requests and self.random.random() < self.scenario.abort_chance:
+            self._finish(self.random.choice(batcher.requests))
+        if self.steps < MAX_RESET_STEP and self.random.random() < self.scenario.reset_chance:
+            self._reset(preempt=self.random.random() < 0.5)
+        if self.scenario.sleep_chance and self.steps < MAX_RESET_STEP:
+            self._sleep()
+        self._update(preempt=True)
+        self.step()
+
+    def finish(self) -> None:
+        """Lets transfers end, when no work is left. Raises Leak if something is still held."""
         self._settle()
         self._check_nothing_held()
 

@@ -117,7 +117,7 @@ class Life:
 def plan(seed: int) -> list[Life]:
     """Returns the lives of the simulation of ``seed``."""
     rng = Random(seed)
-    base = _scenario(rng)
+    base = small_scenario(rng)
     calm = rng.random() < 0.3
     num_blocks = rng.choice((3, 12, 40, 100))
     slow = rng.random() < 0.4
@@ -134,7 +134,8 @@ def plan(seed: int) -> list[Life]:
     return lives
 
 
-def _scenario(rng: Random) -> Scenario:
+def small_scenario(rng: Random) -> Scenario:
+    """Returns a scenario of few short requests, in which blocks are scarce."""
     block_size, factor = rng.choice((1, 2, 4)), rng.choice((1, 1, 2))
     document_tokens = rng.choice((8, 16, 24)) * block_size // 2
     longest = (document_tokens + 6 + 3) // block_size + 1
@@ -197,7 +198,7 @@ def _life(
         max_queued=rng.choice((2, 8, 4096)),
         blocks_per_job=rng.choice((1, 3, 1000)),
         write_share=rng.choice((0.125, 0.5, 0.9)),
-        full_steps=_full_steps(seed),
+        full_steps=choose_full_steps(seed),
     )
     if end == "close" and life.stall_s > CLOSE_DEADLINE_S:
         # By chance it seldom happens that a job still hangs when the server has been closed.
@@ -205,7 +206,8 @@ def _life(
     return life
 
 
-def _full_steps(seed: int) -> range:
+def choose_full_steps(seed: int) -> range:
+    """Returns the steps in which the engine gives device blocks to no request, often none."""
     rng = Random(f"full {seed}")
     start = rng.randint(0, 20)
     return range(start, start + rng.choice((0, 0, 0, 50, 400)))
@@ -477,11 +479,20 @@ def run_simulations(
     seeds: Iterable[int], progress: Callable[[Report], None] = lambda report: None, patch: Patch | None = None
 ) -> Report:
     """Runs the simulations of ``seeds``, and calls ``progress`` after each. Stops after MAX_FAILURES failures."""
+    return run_each(seeds, lambda seed: simulate(seed, patch), progress)
+
+
+def run_each(
+    seeds: Iterable[int],
+    simulate_one: Callable[[int], Counter[str]],
+    progress: Callable[[Report], None] = lambda report: None,
+) -> Report:
+    """Calls ``simulate_one`` for each seed, and ``progress`` after each. Stops after MAX_FAILURES failures."""
     report = Report()
     with _quiet():
         for seed in seeds:
             try:
-                report.counts += simulate(seed, patch)
+                report.counts += simulate_one(seed)
             except Exception as error:
                 report.failures[seed] = f"{type(error).__name__}: {error}"
                 if len(report.failures) == MAX_FAILURES:

@@ -9,7 +9,8 @@ Subclass it and say how to make a tier::
             return MyTier(pools, num_blocks)
 
 The suite uses only the contract of ``Tier``, and gives the tier time with ``wait``. Letters stand for keys, as in
-``conformance``.
+``conformance``. For a tier that several servers share, override ``another`` as well: without it, the tests of sharing
+are skipped.
 """
 
 from __future__ import annotations
@@ -39,7 +40,8 @@ DEADLINE_S = 30.0
 class TierConformance:
     """Tests of the contract of ``Tier``.
 
-    As long as no block was used twice, the tier must evict the oldest one first, as LRU and ARC do.
+    As long as no block was used twice, the tier must evict the oldest one first, as LRU and ARC do. A tier without
+    ``capacity_bytes``, whose medium bounds itself, may evict as it likes, but needs room for the blocks of a test.
     """
 
     max_under_way: int | None = None
@@ -63,7 +65,41 @@ class TierConformance:
         """Changes a bit of every block in the medium. Returns False if that is not possible."""
         return False
 
+    def another(self, tier: Tier, pools: Sequence[ByteArray]) -> Tier | None:
+        """Returns a tier of another server, with other ``pools``, on the medium of ``tier``; None if no other server
+        can use it."""
+        return None
+
+    def lose(self, tier: Tier, names: str) -> bool:
+        """Makes the medium lose blocks, as if others had needed the room. Returns False if that is not possible."""
+        return False
+
     # Helpers.
+
+    def make_another(self, tier: Tier) -> tuple[Tier, list[ByteArray]]:
+        """Returns another server's tier and its pools."""
+        pools = make_pools(NUM_SLOTS, SLOT_BYTES, seed=1)
+        other = self.another(tier, pools)
+        if other is None:
+            pytest.skip("no other server can use the medium")
+        assert tier.is_shared, "others use the blocks of a tier that does not say so"
+        assert other.is_shared
+        self.check(other)
+        return other, pools
+
+    def make_shared(self) -> tuple[Tier, list[ByteArray]]:
+        """Returns a tier and its pools, if others can use its medium."""
+        tier, pools = self.make(16)
+        if not tier.is_shared:
+            pytest.skip("no other server can use the medium")
+        return tier, pools
+
+    def make_bounded(self, num_blocks: int) -> tuple[Tier, list[ByteArray]]:
+        """Returns a tier and its pools, if its size is its own."""
+        tier, pools = self.make(num_blocks)
+        if tier.capacity_bytes is None:
+            pytest.skip("the medium bounds itself")
+        return tier, pools
 
     def make(self, num_blocks: int = 8, *slot_bytes: int) -> tuple[Tier, list[ByteArray]]:
         pools = make_pools(NUM_SLOTS, *(slot_bytes or (SLOT_BYTES,)))
@@ -79,6 +115,8 @@ class TierConformance:
             assert tier.used_bytes is not None
             in_use = f"{tier.used_bytes} of {tier.capacity_bytes} bytes in use"
             assert 0 <= tier.used_bytes <= tier.capacity_bytes, in_use
+        assert tier.num_blocks is None or tier.num_blocks >= 0
+        assert tier.num_failed_lookups >= 0
 
     def begin_write(self, tier: Tier, pools: list[ByteArray], names: str, version: int = 0) -> str:
         """Begins writes of ``names``. Returns those that were taken on."""
@@ -143,9 +181,19 @@ class TierConformance:
                 assert result.is_read
             names = "".join(name for name in names if name not in taken)
             if not taken:
+                # The tier may have to ask its medium first.
+                self.present(tier, names)
                 tier.wait(0.01)
                 assert tier.poll() == []
         assert not names, f"{names!r} was never taken on"
+
+    def await_present(self, tier: Tier, names: str) -> None:
+        """Asks until the tier says that all of ``names`` can be read: what it knows of others may be out of date."""
+        deadline = time.monotonic() + DEADLINE_S
+        while self.present(tier, names) != names:
+            assert time.monotonic() < deadline, f"never found {names!r}, only {self.present(tier, names)!r}"
+            tier.wait(0.01)
+            assert tier.poll() == []
 
     def present(self, tier: Tier, names: str = ALPHABET) -> str:
         """Returns those of ``names`` that can be read, as soon as the tier knows."""
@@ -242,7 +290,9 @@ class TierConformance:
     def test_present_blocks_are_not_written_again(self) -> None:
         tier, pools = self.make()
         self.write(tier, pools, "ab")
-        assert self.begin_write(tier, pools, "ba", version=1) == ""
+        taken = self.begin_write(tier, pools, "ba", version=1)
+        assert not taken or tier.is_shared
+        assert all(result.ok and result.nbytes == 0 for result in self.finish(tier, taken))
         self.write(tier, pools, "c", version=1)
         self.check_reads(tier, pools, "ab")
         self.check_reads(tier, pools, "c", version=1)
@@ -287,7 +337,7 @@ class TierConformance:
     # Room and order.
 
     def test_used_bytes_stay_within_the_capacity(self) -> None:
-        tier, pools = self.make(4)
+        tier, pools = self.make_bounded(4)
         for i in range(0, len(ALPHABET), 3):
             self.write(tier, pools, ALPHABET[i : i + 3])
         assert tier.num_evicted > 0
@@ -305,12 +355,12 @@ class TierConformance:
         self.check_reads(tier, pools, self.present(tier))
 
     def test_the_oldest_block_is_evicted_first(self) -> None:
-        tier, pools = self.make(4)
+        tier, pools = self.make_bounded(4)
         names = self.fill(tier, pools)
         assert self.present(tier) == names[tier.num_evicted :]
 
     def test_a_touched_block_is_kept_and_a_chain_loses_its_tail_first(self) -> None:
-        tier, pools = self.make(4)
+        tier, pools = self.make_bounded(4)
         names = self.fill(tier, pools)
         there = self.present(tier)
         tier.touch(keys(there[:2] + "!"))
@@ -324,7 +374,7 @@ class TierConformance:
         assert gone == there[2:] + there[1] + there[0]
 
     def test_contains_does_not_change_the_order(self) -> None:
-        tier, pools = self.make(4)
+        tier, pools = self.make_bounded(4)
         names = self.fill(tier, pools)
         there = self.present(tier)
         for _ in range(3):
@@ -348,6 +398,7 @@ class TierConformance:
     @pytest.mark.parametrize("how", ["delete", "reset"])
     def test_removed_blocks_can_be_written_again(self, how: str) -> None:
         tier, pools = self.make()
+        self.skip_reset_if_shared(tier, how)
         self.write(tier, pools, "ab")
         self.remove(tier, how, "ab")
         self.write(tier, pools, "ab", version=1)
@@ -356,6 +407,7 @@ class TierConformance:
     @pytest.mark.parametrize("how", ["delete", "reset"])
     def test_removed_blocks_free_their_room(self, how: str) -> None:
         tier, pools = self.make(8)
+        self.skip_reset_if_shared(tier, how)
         for version in range(5):
             self.write(tier, pools, ALPHABET[:8], version)
             self.check_reads(tier, pools, ALPHABET[:8], version)
@@ -366,6 +418,7 @@ class TierConformance:
     @pytest.mark.parametrize("how", ["delete", "reset"])
     def test_a_write_under_way_does_not_bring_a_removed_key_back(self, how: str) -> None:
         tier, pools = self.make()
+        self.skip_reset_if_shared(tier, how)
         self.write(tier, pools, "a")
         with self.under_way(tier):
             taken = self.begin_write(tier, pools, "bc")
@@ -391,6 +444,7 @@ class TierConformance:
 
     def test_a_block_written_again_after_a_reset_has_the_new_bytes(self) -> None:
         tier, pools = self.make()
+        self.skip_reset_if_shared(tier, "reset")
         for version in range(12):
             with self.under_way(tier):
                 taken = self.begin_write(tier, pools, "ab", version)
@@ -399,6 +453,10 @@ class TierConformance:
             self.write(tier, pools, "ba", version + 100)
             self.check_reads(tier, pools, "ab", version + 100)
             tier.delete(keys("ab"))
+
+    def skip_reset_if_shared(self, tier: Tier, how: str) -> None:
+        if how == "reset" and tier.is_shared:
+            pytest.skip("after a reset, a shared tier takes nothing on, see the tests of sharing")
 
     def remove(self, tier: Tier, how: str, names: str) -> None:
         if how == "delete":
@@ -432,7 +490,8 @@ class TierConformance:
         taken = self.begin_read(tier, "abc")
         results = self.finish(tier, taken)
         assert [r.error for r in results] == [TierError.CORRUPT] * 3
-        assert self.present(tier) == ""
+        # What a shared tier knows of its medium may be out of date: it may find the block again, and read it as bad.
+        assert self.present(tier) == "" or tier.is_shared
         self.check(tier)
 
     # The end.
@@ -485,6 +544,7 @@ class TierConformance:
     @pytest.mark.parametrize("how", ["delete", "reset"])
     def test_no_later_process_finds_removed_blocks(self, how: str) -> None:
         tier, pools = self.make()
+        self.skip_reset_if_shared(tier, how)
         self.write(tier, pools, "ab")
         with self.under_way(tier):
             self.begin_write(tier, pools, "cd")
@@ -493,9 +553,179 @@ class TierConformance:
         later = self.reopen(tier, pools, 8)
         if later is None:
             pytest.skip("no block outlives the tier")
-        assert self.present(later) == ""
+        if tier.is_shared:
+            # A shared tier removes blocks later, if its medium lets it.
+            assert set(self.present(later)) <= set("abcd")
+        else:
+            assert self.present(later) == ""
         self.check(later)
         later.close()
+
+    # Media that several servers share, bound themselves, and lose what they like.
+
+    def test_a_tier_without_a_capacity_is_bounded_by_its_medium(self) -> None:
+        tier, pools = self.make(16)
+        self.write(tier, pools, ALPHABET[:12])
+        if tier.capacity_bytes is not None:
+            pytest.skip("the tier has a budget of its own")
+        assert tier.num_blocks is None or tier.num_blocks <= 12
+        self.check_reads(tier, pools, self.present(tier, ALPHABET[:12]))
+
+    def test_a_tier_that_was_warned_answers_in_the_end(self) -> None:
+        tier, pools = self.make()
+        tier.expect([])
+        self.write(tier, pools, "ac")
+        with self.under_way(tier):
+            tier.expect(keys("abcd"))
+            tier.expect(keys("abcd"))
+        assert self.present(tier, "abcd") == "ac"
+        assert tier.poll() == []
+        tier.close()
+        tier.expect(keys("abcd"))
+
+    def test_waiting_for_an_answer_does_not_block(self) -> None:
+        tier, pools = self.make()
+        self.write(tier, pools, "a")
+        with self.under_way(tier):
+            states = [tier.contains(keys("abc")).tolist() for _ in range(3)]
+        assert all(MISS <= state <= RETRY for answers in states for state in answers)
+        assert self.present(tier, "abc") == "a"
+
+    def test_servers_find_each_others_blocks(self) -> None:
+        tier, pools = self.make_shared()
+        other, other_pools = self.make_another(tier)
+        self.write(tier, pools, "abc")
+        self.await_present(other, "abc")
+        self.check_reads(other, other_pools, "cab")
+        self.write(other, other_pools, "de")
+        self.await_present(tier, "abcde")
+        self.check_reads(tier, pools, "edab")
+        other.close()
+
+    def test_a_server_that_starts_later_finds_all_blocks(self) -> None:
+        tier, pools = self.make_shared()
+        self.write(tier, pools, "abcd")
+        other, other_pools = self.make_another(tier)
+        self.await_present(other, "abcd")
+        self.check_reads(other, other_pools, "dcba")
+        tier.close()
+        self.await_present(other, "abcd")
+        self.check_reads(other, other_pools, "abcd")
+        other.close()
+
+    def test_a_miss_is_not_remembered_for_good(self) -> None:
+        tier, pools = self.make_shared()
+        other, other_pools = self.make_another(tier)
+        assert self.present(other, "ab") == ""
+        self.write(tier, pools, "ab")
+        self.await_present(other, "ab")
+        self.check_reads(other, other_pools, "ab")
+
+    def test_a_block_that_another_server_holds_is_not_written_again(self) -> None:
+        tier, pools = self.make_shared()
+        other, other_pools = self.make_another(tier)
+        self.write(tier, pools, "ab")
+        self.await_present(other, "ab")
+        taken = self.begin_write(other, other_pools, "ab")
+        assert all(result.ok and result.nbytes == 0 for result in self.finish(other, taken))
+        self.check_reads(other, other_pools, "ab")
+        self.check_reads(tier, pools, "ab")
+
+    def test_a_write_that_finds_the_block_held_has_succeeded(self) -> None:
+        tier, pools = self.make_shared()
+        other, other_pools = self.make_another(tier)
+        assert self.present(other, "ab") == ""
+        with self.under_way(other):
+            taken = self.begin_write(other, other_pools, "ab")
+            self.write(tier, pools, "ab")
+        results = self.finish(other, taken)
+        assert all(result.ok for result in results)
+        self.await_present(other, "ab")
+        self.check_reads(other, other_pools, "ab")
+        self.check_reads(tier, pools, "ba")
+
+    def test_a_reset_forgets_without_deleting(self) -> None:
+        tier, pools = self.make_shared()
+        other, other_pools = self.make_another(tier)
+        self.write(tier, pools, "ab")
+        self.write(other, other_pools, "cd")
+        self.await_present(tier, "abcd")
+        tier.reset()
+        self.check(tier)
+        assert self.present(tier, "abcd") == ""
+        self.write(other, other_pools, "ef")
+        for _ in range(5):
+            tier.wait(0.02)
+            assert tier.poll() == []
+        assert self.present(tier, "abcdef") == ""
+        assert self.begin_read(tier, "abcdef") == ""
+        assert self.begin_write(tier, pools, "gh", version=1) == ""
+        self.check(tier)
+        self.await_present(other, "abcdef")
+        self.check_reads(other, other_pools, "fedcba")
+        assert self.present(other, "gh") == ""
+        third, third_pools = self.make_another(tier)
+        self.await_present(third, "abcdef")
+        self.check_reads(third, third_pools, "abcdef")
+
+    def test_a_reset_ends_what_is_under_way(self) -> None:
+        tier, pools = self.make_shared()
+        self.write(tier, pools, "ab")
+        with self.under_way(tier):
+            taken = self.begin_read(tier, "ab") + self.begin_write(tier, pools, "cd")
+            tier.reset()
+            assert not self.can_be_read(tier, "abcd")
+        ok = [r.key for r in self.finish(tier, taken) if r.ok and r.is_read]
+        assert all(holds(pools, READ_SLOTS + ALPHABET.index(letters([key])), key) for key in ok)
+        assert self.present(tier, "abcd") == ""
+        other, other_pools = self.make_another(tier)
+        self.await_present(other, "ab")
+        self.check_reads(other, other_pools, self.present(other, "abcd"))
+
+    def test_deleting_leaves_what_others_have_written(self) -> None:
+        tier, pools = self.make_shared()
+        other, other_pools = self.make_another(tier)
+        self.write(tier, pools, "abc")
+        self.await_present(other, "abc")
+        self.write(other, other_pools, "d")
+        other.delete(keys("abx"))
+        assert not self.can_be_read(other, "ab") or self.present(other, "ab") == "ab"
+        for each in (tier, other):
+            for _ in range(5):
+                each.wait(0.02)
+                assert each.poll() == []
+        third, third_pools = self.make_another(tier)
+        self.await_present(third, "abcd")
+        self.check_reads(third, third_pools, "abcd")
+        self.check_reads(tier, pools, "abc")
+
+    def test_blocks_that_the_medium_has_lost_are_gone(self) -> None:
+        tier, pools = self.make()
+        self.write(tier, pools, "abcd")
+        assert self.present(tier, "abcd") == "abcd"
+        if not self.lose(tier, "bd"):
+            pytest.skip("the medium cannot be made to lose blocks")
+        taken = self.begin_read(tier, "abcd")
+        results = {letters([r.key]): r for r in self.finish(tier, taken)}
+        assert all(results[name].ok for name in taken if name in "ac")
+        assert all(results[name].error is TierError.GONE for name in taken if name in "bd")
+        assert not self.can_be_read(tier, "bd")
+        assert self.present(tier, "abcd") == "ac"
+        self.check_reads(tier, pools, "ac")
+        self.write(tier, pools, "bd", version=1)
+        self.check_reads(tier, pools, "bd", version=1)
+
+    def test_bad_bytes_are_not_given_to_any_server(self) -> None:
+        tier, pools = self.make_shared()
+        other, _ = self.make_another(tier)
+        self.write(tier, pools, "abc")
+        self.await_present(other, "abc")
+        if not self.spoil(tier):
+            pytest.skip("the medium cannot be spoiled")
+        for each in (tier, other):
+            results = self.finish(each, self.begin_read(each, "abc"))
+            assert all(result.error in (TierError.CORRUPT, TierError.GONE) for result in results)
+            assert not self.can_be_read(each, "abc")
 
     # Everything at once.
 
@@ -527,7 +757,8 @@ class TierConformance:
             slots = np.array(rng.sample(free, len(chosen)), dtype=np.int64)
             action = rng.randrange(8)
             if action < 2:
-                now += 1
+                # Others may hold the bytes of a shared block already, so they never change.
+                now += not tier.is_shared
                 for key, slot in zip(chosen, slots.tolist(), strict=True):
                     put(pools, slot, key, now)
                 taken = list(tier.write(chosen, slots))
@@ -542,7 +773,7 @@ class TierConformance:
                 gone = rng.sample(keys(ALPHABET[:14]), 3)
                 tier.delete(gone)
                 assert not self.can_be_read(tier, letters(gone))
-            elif action == 7 and rng.random() < 0.2:
+            elif action == 7 and rng.random() < 0.2 and not tier.is_shared:
                 tier.reset()
                 assert not self.can_be_read(tier, ALPHABET)
             if rng.random() < 0.5:

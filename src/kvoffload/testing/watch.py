@@ -73,6 +73,7 @@ class TierWatch:
             for result in results:
                 self._in_use.pop(result.key, None)
                 self.counts[f"{'reads' if result.is_read else 'writes'}: {result.error or 'ok'}"] += 1
+                self.counts["reads of others"] += result.is_read and result.ok and result.key not in self.written
             self._had.update(result.key for result in results if result.ok)
             return results
 

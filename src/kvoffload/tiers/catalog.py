@@ -172,7 +172,7 @@ class Catalog:
         """Drops all blocks at once."""
         self._manager.reset()
 
-    def take_evicted(self) -> list[OffloadKey]:
+    def take_removed(self) -> list[OffloadKey]:
         """Returns the keys of blocks that have left since the last call, for whatever reason. The first call returns
         none; until then none are kept."""
         self._manager.enable_events()

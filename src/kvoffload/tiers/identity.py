@@ -1,7 +1,8 @@
 """What a fingerprint depends on, in words: stored beside shared blocks, so that a log can say why some are unusable.
 
 An identity maps names such as "dtype" to values such as "bfloat16". A value that means nothing to people is a digest,
-made by ``digest``. The name MODEL is for people alone: it tells which fingerprints belong to one model.
+made by ``digest``; a value with commas is a set. The name MODEL is for people alone: it shows which fingerprints belong
+to one model.
 """
 
 from __future__ import annotations
@@ -71,8 +72,12 @@ def _difference(name: str, mine: str | None, other: str | None) -> str:
     shown = _shown(name)
     if mine is None or other is None:
         return f"{shown} is {_shown(other)} there, {_shown(mine)} here"
-    if mine.startswith(_DIGEST) or other.startswith(_DIGEST):
+    if mine.startswith(_DIGEST) and other.startswith(_DIGEST):
         return f"other {shown} there"
+    if "," in mine + other:
+        sets = [dict.fromkeys(each.strip() for each in value.split(",")) for value in (other, mine)]
+        theirs, ours = (", ".join(x for x in one if x not in two) for one, two in (sets, sets[::-1]))
+        return f"{shown}: {_shown(theirs or 'nothing more')} there, {_shown(ours or 'nothing more')} here"
     return f"{shown} is {_shown(other)} there, {_shown(mine)} here"
 
 

@@ -22,12 +22,13 @@ from kvoffload.connector.build import build_scheduler
 from kvoffload.connector.messages import StepMeta, WorkerReport
 from kvoffload.connector.scheduler import OffloadingConnectorScheduler
 from kvoffload.connector.worker import OffloadingConnectorWorker
+from kvoffload.fingerprints import fingerprint
 from kvoffload.host.pool import HostPool
 from kvoffload.observe.server import RecordServer
 from kvoffload.tiers.manager import TieredOffloadingManager
 from kvoffload.vllm import versions
 from kvoffload.vllm.events import EventTranslator
-from kvoffload.vllm.fingerprint import model_fingerprint
+from kvoffload.vllm.fingerprint import describe_parts, fingerprint_parts
 from kvoffload.vllm.layout import EngineLayout, RankInfo
 from kvoffload.vllm.metrics import KVOffloadPromMetrics, KVOffloadStats
 from kvoffload.vllm.pages import make_transfer, page_format, page_groups
@@ -70,7 +71,7 @@ class KVOffloadWorkerMetadata(KVConnectorWorkerMetadata):
 
 
 class KVOffloadConnector(KVConnectorBase_V1, SupportsHMA):
-    """Keeps vLLM's KV cache in host RAM and on disk. Its options are those of ``kvoffload.OffloadConfig``."""
+    """Keeps vLLM's KV cache in host RAM and in tiers below it. Its options are those of ``kvoffload.OffloadConfig``."""
 
     _cache_hit_source = versions.HIT_SOURCE
 
@@ -125,13 +126,14 @@ class KVOffloadConnector(KVConnectorBase_V1, SupportsHMA):
             return
         layout, events = self.layout, self._vllm_config.kv_events_config
         layout.check_ranks(infos)
-        if layout.config.disk_dir is not None:
+        if layout.config.tier_entries:
             self._expected_root = versions.expected_hash_root(self._vllm_config)
+        parts = fingerprint_parts(self._vllm_config, layout, infos)
         self._scheduler = build_scheduler(
             layout.config,
             layout.kv_groups,
             [info.pool for info in infos],
-            model_fingerprint(self._vllm_config, layout, infos),
+            fingerprint(parts),
             hash_block_size=layout.hash_block_size,
             device_blocks=layout.num_device_blocks,
             engine=layout.engine,
@@ -140,6 +142,7 @@ class KVOffloadConnector(KVConnectorBase_V1, SupportsHMA):
             enable_events=events is not None and events.enable_kv_cache_events,
             may_sleep=versions.may_sleep(self._vllm_config),
             parent_request=versions.parent_request,
+            identity=describe_parts(self._vllm_config, layout, parts),
         )
         self._ranks = infos
         scheduler, engine_id = self._scheduler, self._kv_transfer_config.engine_id

@@ -1,4 +1,5 @@
-"""The fingerprint of a vLLM engine: everything that shapes the bytes of its KV blocks and their hashes."""
+"""The fingerprint of a vLLM engine: everything that shapes the bytes of its KV blocks and their hashes. Also in words,
+so that a server can log why it cannot use the blocks of another."""
 
 from __future__ import annotations
 
@@ -19,7 +20,8 @@ from vllm.config.utils import normalize_value
 
 from kvoffload.abc import ConfigError
 from kvoffload.digests import DigestCache
-from kvoffload.fingerprints import files_fingerprint, find_model_dir, fingerprint, has_weights, is_commit
+from kvoffload.fingerprints import files_fingerprint, find_model_dir, has_weights, is_commit
+from kvoffload.tiers.identity import MODEL, digest
 from kvoffload.vllm import versions
 
 if TYPE_CHECKING:
@@ -85,10 +87,32 @@ REPOSITORY = re.compile(r"[\w.-]+/[\w.-]+")
 """The form in which a model's configuration names another model."""
 
 
-def model_fingerprint(vllm_config: VllmConfig, layout: EngineLayout, infos: Sequence[RankInfo]) -> str:
-    """Returns the fingerprint of everything that shapes this engine's KV bytes and block hashes.
+DIGESTED = {
+    "weights": "weights",
+    "model": "model configuration",
+    "multimodal": "multimodal settings",
+    "load_format": "settings of the load format",
+    "draft": "draft model",
+    "cache": "cache settings",
+    "cache_toggles": "cache settings that skip tokens",
+    "attention_config": "attention settings",
+    "kernel_config": "kernel settings",
+    "engram_config": "engram settings",
+    "lora_config": "LoRA settings",
+    "additional": "additional settings",
+    "groups": "KV cache groups",
+    "environment": "values of vLLM's variables",
+    "ranks": "layers and pages of the ranks",
+    "hash_root": "seed of the block hashes",
+}
+"""Parts of the fingerprint whose values say nothing to people, and what they are called."""
 
-    Raises ConfigError if blocks outlive this process and nothing identifies the weights.
+
+def fingerprint_parts(vllm_config: VllmConfig, layout: EngineLayout, infos: Sequence[RankInfo]) -> dict[str, Any]:
+    """Returns everything that shapes this engine's KV bytes and block hashes. ``kvoffload.fingerprint`` makes its
+    fingerprint from that.
+
+    Raises ConfigError if blocks outlive or leave this process and nothing identifies the weights.
     """
     model, cache = vllm_config.model_config, vllm_config.cache_config
     parallel = vllm_config.parallel_config
@@ -102,35 +126,72 @@ def model_fingerprint(vllm_config: VllmConfig, layout: EngineLayout, infos: Sequ
         drafts = _identity(layout.config, drafting, own or load, digests) if is_apart else identity
         draft = [speculative.method, drafts, _model(drafting)]
     root = versions.expected_hash_root(vllm_config)
-    return fingerprint(
-        {
-            "weights": identity,
-            "model": _model(model),
-            # It chooses between two sets of factors. For other models it shapes nothing, and may depend on free memory.
-            "max_model_len": model.max_model_len if "longrope" in _hf_config(model) else None,
-            "multimodal": _multimodal(model),
-            "load_format": [str(load.load_format), _plain(load.model_loader_extra_config)],
-            "draft": draft,
-            "engine": [versions.NAME, *_installed()],
-            "device": str(vllm_config.device_config.device_type),
-            "dtype": str(model.dtype),
-            "quantization": str(model.quantization),
-            "cache_dtype": str(cache.cache_dtype),
-            "cache": _vllm_hash(cache),
-            "cache_toggles": [getattr(cache, name, None) for name in CACHE_TOGGLES],
-            **{name: _vllm_hash(getattr(vllm_config, name, None)) for name in HASHED},
-            "additional": _plain(getattr(vllm_config, "additional_config", None)),
-            "environment": _same_everywhere(_environment),
-            "layout": str(getattr(cache, "kv_cache_layout", None)),
-            "groups": [repr(group) for group in layout.kv_groups],
-            "ranks": [list(map(list, info.layers)) for info in infos],
-            "parallel": [parallel.tensor_parallel_size, parallel.pipeline_parallel_size],
-            "hash_block_size": layout.hash_block_size,
-            "hash_algorithm": str(cache.prefix_caching_hash_algo),
-            # It depends on the seed, the algorithm and how the algorithm serializes.
-            "hash_root": None if root is None else root.hex(),
-        }
-    )
+    return {
+        "weights": identity,
+        "model": _model(model),
+        # It chooses between two sets of factors. For other models it shapes nothing, and may depend on free memory.
+        "max_model_len": model.max_model_len if "longrope" in _hf_config(model) else None,
+        "multimodal": _multimodal(model),
+        "load_format": [str(load.load_format), _plain(load.model_loader_extra_config)],
+        "draft": draft,
+        "engine": [versions.NAME, *_installed()],
+        "device": str(vllm_config.device_config.device_type),
+        "dtype": str(model.dtype),
+        "quantization": str(model.quantization),
+        "cache_dtype": str(cache.cache_dtype),
+        "cache": _vllm_hash(cache),
+        "cache_toggles": [getattr(cache, name, None) for name in CACHE_TOGGLES],
+        **{name: _vllm_hash(getattr(vllm_config, name, None)) for name in HASHED},
+        "additional": _plain(getattr(vllm_config, "additional_config", None)),
+        "environment": _same_everywhere(_environment),
+        "layout": str(getattr(cache, "kv_cache_layout", None)),
+        "groups": [repr(group) for group in layout.kv_groups],
+        "ranks": [list(map(list, info.layers)) for info in infos],
+        "parallel": [parallel.tensor_parallel_size, parallel.pipeline_parallel_size],
+        "hash_block_size": layout.hash_block_size,
+        "hash_algorithm": str(cache.prefix_caching_hash_algo),
+        # It depends on the seed, the algorithm and how the algorithm serializes.
+        "hash_root": None if root is None else root.hex(),
+    }
+
+
+def describe_parts(vllm_config: VllmConfig, layout: EngineLayout, parts: Mapping[str, Any]) -> dict[str, str]:
+    """Returns ``parts`` in words, for people on other servers: see ``kvoffload.tiers.identity``. If a part differs, so
+    does its description."""
+    tensor, pipeline = parts["parallel"]
+    engine, *libraries = parts["engine"]
+    # Names alone: a value may be a secret, and others read this.
+    variables = [name for name in os.environ if name.startswith("VLLM_") and f'"{name}"' in parts["environment"]]
+    described = {
+        MODEL: _model_name(vllm_config.model_config.model),
+        "dtype": parts["dtype"].removeprefix("torch."),
+        "dtype of the KV cache": parts["cache_dtype"],
+        "quantization": parts["quantization"],
+        "tensor parallel size": tensor,
+        "pipeline parallel size": pipeline,
+        "number of tokens per block": [group.block_tokens for group in layout.kv_groups],
+        "number of tokens per block hash": parts["hash_block_size"],
+        "block hash algorithm": parts["hash_algorithm"],
+        "layout of the KV cache": parts["layout"],
+        "max_model_len": parts["max_model_len"],
+        "device": parts["device"],
+        "engine": engine,
+        "installed software": ", ".join(libraries),
+        "variables set for vLLM": ", ".join(sorted(variables)),
+    }
+    given = parts["weights"].startswith(("given:", "revision:"))
+    described |= {
+        name: parts[part] if part == "weights" and given else digest(json.dumps(parts[part], sort_keys=True))
+        for part, name in DIGESTED.items()
+    }
+    return {name: str(value) for name, value in described.items()}
+
+
+def _model_name(model: str) -> str:
+    """Returns the name of ``model`` without the place where its files are."""
+    path = Path(model)
+    cached = next((part for part in path.parts if part.startswith("models--")), None)
+    return path.name if cached is None else cached.rpartition("--")[2]
 
 
 def _model(model: ModelConfig) -> list[Any]:
@@ -156,7 +217,8 @@ def _identity(config: OffloadConfig, model: ModelConfig, load: LoadConfig, diges
     process. Raises ConfigError if they do and nothing identifies the weights."""
     if config.model_fingerprint is not None:
         return f"given:{config.model_fingerprint}"
-    if config.disk_dir is None:
+    tiers = config.tier_entries
+    if not tiers:
         return "of this process"
     load_format = str(load.load_format)
     if load_format == "dummy":
@@ -175,8 +237,8 @@ def _identity(config: OffloadConfig, model: ModelConfig, load: LoadConfig, diges
         except (OSError, ValueError) as error:
             reason = f"its weights cannot be read: {error}"
     raise ConfigError(
-        f"disk_dir={config.disk_dir!r}: nothing distinguishes the weights of model {model.model} from others after a "
-        f'restart: {reason}; set model_fingerprint="..." and change it with the weights'
+        f"{tiers[0].setting}: nothing distinguishes the weights of model {model.model} from others after a restart or "
+        f'on another server: {reason}; set model_fingerprint="..." and change it with the weights'
     )
 
 

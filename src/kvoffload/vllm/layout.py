@@ -18,7 +18,7 @@ from kvoffload.vllm.refusals import (
     refuse_unserved,
     refuse_unserved_groups,
     refuse_unserved_specs,
-    refuse_unserved_with_disk,
+    refuse_unserved_with_tiers,
 )
 
 if TYPE_CHECKING:
@@ -93,8 +93,8 @@ class EngineLayout:
         options: Mapping[str, Any] = vllm_config.kv_transfer_config.kv_connector_extra_config
         config = OffloadConfig.from_mapping(options)
         refuse_unserved(vllm_config)
-        if config.disk_dir is not None:
-            refuse_unserved_with_disk(vllm_config, config)
+        if config.tier_entries:
+            refuse_unserved_with_tiers(vllm_config, config)
         draft_groups = _draft_groups(vllm_config, kv_cache_config)
         groups = tuple(
             _group_layout(config, group.kv_cache_spec, tuple(group.layer_names), g in draft_groups)

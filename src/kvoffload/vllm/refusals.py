@@ -86,33 +86,34 @@ def refuse_unserved(vllm_config: VllmConfig) -> None:
         )
 
 
-def refuse_unserved_with_disk(vllm_config: VllmConfig, config: OffloadConfig) -> None:
-    """Raises ConfigError for a setting that works with host memory, but not with blocks that an earlier process has
-    left on disk."""
+def refuse_unserved_with_tiers(vllm_config: VllmConfig, config: OffloadConfig) -> None:
+    """Raises ConfigError for a setting that works with host memory, but not with blocks that another process has left
+    in a tier below it."""
+    setting = config.tier_entries[0].setting
     if not versions.DRAINS_HOLDERS_FIRST:
         raise ConfigError(
-            f"disk_dir={config.disk_dir!r}: {versions.NAME} cannot let a request wait for blocks from disk; use vLLM "
-            f"{versions.FIRST_TO_DRAIN_HOLDERS_FIRST} or later, or remove disk_dir and disk_bytes"
+            f"{setting}: {versions.NAME} cannot let a request wait for blocks from a tier below host memory; use vLLM "
+            f"{versions.FIRST_TO_DRAIN_HOLDERS_FIRST} or later, or remove the tier"
         )
     if versions.expected_hash_root(vllm_config) is None:
         algorithm = vllm_config.cache_config.prefix_caching_hash_algo
         raise ConfigError(
             f"prefix_caching_hash_algo={algorithm}: its hashes begin with a random number in every process, so no "
-            "process would find what another has left on disk; set the environment variable PYTHONHASHSEED=0 (any "
+            "process would find what another has left in a tier; set the environment variable PYTHONHASHSEED=0 (any "
             "number, the same at every start), or use --prefix-caching-hash-algo sha256"
         )
     multimodal, cache = vllm_config.model_config.multimodal_config, vllm_config.cache_config
     if multimodal and versions.attribute(multimodal, "mm_processor_cache_gb") == 0 and not cache.enable_prefix_caching:
         raise ConfigError(
-            f"disk_dir={config.disk_dir!r} with mm_processor_cache_gb=0 and no prefix caching: vLLM then identifies "
+            f"{setting} with mm_processor_cache_gb=0 and no prefix caching: vLLM then identifies "
             "images and other inputs by a counter that starts again in every process, not by their content; turn one "
             "of the two on"
         )
     if vllm_config.lora_config is not None and config.model_fingerprint is None:
         raise ConfigError(
-            f"disk_dir={config.disk_dir!r} with LoRA: a block identifies its adapter by name and path alone, and the "
-            'adapter may have changed after a restart; set model_fingerprint="..." and change it with the weights of '
-            "the model or of any adapter"
+            f"{setting} with LoRA: a block identifies its adapter by name and path alone, and these may mean another "
+            'adapter after a restart or on another server; set model_fingerprint="..." and change it with the weights '
+            "of the model or of any adapter"
         )
 
 

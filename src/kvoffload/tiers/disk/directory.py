@@ -286,14 +286,17 @@ class _DirectoryFile(StoredFile):
         _inherited.add(self)
 
     def read(self, buffers: Sequence[ByteArray], offset: int) -> int:
+        try:
+            return self._read(buffers, offset)
+        except OSError as error:
+            self._leave_direct(error)
+            return self._read(buffers, offset)
+
+    def _read(self, buffers: Sequence[ByteArray], offset: int) -> int:
         if self._fresh and self._is_cached:
             size = sum(buffer.size for buffer in buffers)
             os.posix_fadvise(self._fd, offset, size, os.POSIX_FADV_DONTNEED)
-        try:
-            return os.preadv(self._fd, [buffer.data for buffer in buffers], offset)
-        except OSError as error:
-            self._leave_direct(error)
-            return os.preadv(self._fd, [buffer.data for buffer in buffers], offset)
+        return os.preadv(self._fd, [buffer.data for buffer in buffers], offset)
 
     def write(self, buffers: Sequence[ByteArray], offset: int) -> int:
         try:

@@ -12,7 +12,7 @@ from kvoffload.abc import ByteArray, ConfigError
 from kvoffload.tiers.disk.directory import LOCK_NAMES, DirectoryStorage
 from kvoffload.tiers.disk.format import ENGINE_FOLDER, is_block_file, is_fingerprint
 from kvoffload.tiers.disk.slabs import SLAB_BYTES, check_capacity
-from kvoffload.tiers.disk.storage import SETTING_ERRORS
+from kvoffload.tiers.disk.storage import SETTING_ERRORS, Storage
 from kvoffload.tiers.disk.tier import DiskTier
 
 SPARE_DESCRIPTORS = 512
@@ -40,13 +40,13 @@ def open_disk_tier(
         if not root.held_bytes():
             check_capacity(capacity_bytes, root.free_bytes())
         if engines == 1:
-            _allow_descriptors(capacity_bytes, engines)
+            allow_descriptors(capacity_bytes, engines)
             if not root.read_only:
                 _remove_other_layouts(root, engine, engines, capacity_bytes)
             return DiskTier(storage, pools, fingerprint=fingerprint, capacity_bytes=capacity_bytes, policy=policy)
         with root.alone():
             share = capacity_bytes // engines
-            _allow_descriptors(capacity_bytes, engines)
+            allow_descriptors(capacity_bytes, engines)
             if not root.read_only:
                 _remove_other_layouts(root, engine, engines, share)
             share = (capacity_bytes - root.held_bytes(_is_in_engine_folder)) // engines
@@ -72,7 +72,7 @@ def _is_in_engine_folder(folder: str, name: str) -> bool:
     return ENGINE_FOLDER.fullmatch(folder.partition("/")[0]) is not None
 
 
-def _allow_descriptors(capacity_bytes: int, engines: int) -> None:
+def allow_descriptors(capacity_bytes: int, engines: int) -> None:
     """Raises the soft limit of open files of this process, if necessary, so that every slab can be open. Raises
     ConfigError if the hard limit is too low."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -104,7 +104,7 @@ def _remove_other_layouts(root: DirectoryStorage, engine: int, engines: int, sha
                     if is_other:
                         raise
                     continue
-                _remove_blocks(other)
+                remove_blocks(other)
                 for name in LOCK_NAMES:
                     with suppress(FileNotFoundError):
                         other.remove("", name)
@@ -116,13 +116,14 @@ def _remove_other_layouts(root: DirectoryStorage, engine: int, engines: int, sha
             _remove_folder(root, folder)
 
 
-def _remove_blocks(storage: DirectoryStorage) -> None:
+def remove_blocks(storage: Storage) -> None:
+    """Removes the blocks of all fingerprints, and no file that is not kvoffload's. Raises OSError."""
     for folder in storage.folders():
         if is_fingerprint(folder):
             _remove_folder(storage, folder)
 
 
-def _remove_folder(storage: DirectoryStorage, folder: str) -> None:
+def _remove_folder(storage: Storage, folder: str) -> None:
     for name in storage.files(folder):
         if is_block_file(name):
             storage.remove(folder, name)

@@ -272,7 +272,7 @@ class DiskTier(Tier):
         self._maintenance.submit()
 
     def take_evicted(self) -> list[OffloadKey]:
-        return self.catalog.take_evicted()
+        return self.catalog.take_removed()
 
     def write_journal(self) -> None:
         """Lets other processes know which blocks have come and gone. May be called by any thread, and waits for the

@@ -46,7 +46,7 @@ class Status(enum.IntEnum):
     """Write: the store had the value already."""
     FULL = 3
     CORRUPT = 4
-    """Read: other bytes than were stored. The value was removed."""
+    """Read: other bytes than were stored, twice in a row."""
     FAILED = 5
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random as random_module
 import time
 from collections.abc import Callable, Sequence
 
@@ -14,6 +15,10 @@ from kvoffload.tiers.remote.record import RECORD_BYTES, Verdict, pack_record, va
 
 MAX_BLOCKS = 64
 """Blocks moved by one call of the client; a request may have more."""
+RETRY_WITHIN_S = 1.0
+"""Lookups and reads that fail sooner than this are tried once more: a connection that was lost is made again then."""
+RETRY_PAUSE_S = 0.2
+"""The longest pause before that; pauses are random, so that servers do not come back at the same moment."""
 
 _STATUS = {
     Outcome.OK: Status.OK,
@@ -30,7 +35,7 @@ class StoreWorker:
 
     The checksums are computed here, so they cost the engine nothing. One thread uses a worker at a time; several
     workers may share a client. The caller registers the pools. Raises StoreError if the client cannot register the
-    memory of the records.
+    memory of the records. ``random`` returns numbers from 0 to 1, ``pause`` waits for so many seconds.
     """
 
     def __init__(
@@ -40,30 +45,43 @@ class StoreWorker:
         fingerprint: str,
         prefix: str,
         clock: Callable[[], float] = time.monotonic,
+        random: Callable[[], float] = random_module.random,
+        pause: Callable[[float], None] = time.sleep,
     ) -> None:
         self._client = client
         self._pools = pools
         self._fingerprint = fingerprint
         self._prefix = prefix
         self._clock = clock
+        self._random = random
+        self._pause = pause
         self._records = np.zeros((MAX_BLOCKS, RECORD_BYTES), dtype=np.uint8)
         client.register(self._records)
 
     def run(self, request: Request) -> Response:
         """Returns the response to ``request``. Does not raise: an exception of the client fails the keys."""
         begun = self._clock()
+        statuses, problem = self._try(request.op, request.keys, request.slots)
+        failed = [i for i, status in enumerate(statuses) if status is Status.FAILED]
+        if failed and request.op in (Op.LOOKUP, Op.READ) and self._clock() - begun < RETRY_WITHIN_S:
+            self._pause(self._random() * RETRY_PAUSE_S)
+            keys, slots = [request.keys[i] for i in failed], [request.slots[i] for i in failed if request.slots]
+            again, problem = self._try(request.op, keys, slots)
+            for i, status in zip(failed, again, strict=True):
+                statuses[i] = status
+        return Response(request.number, statuses, begun, self._clock(), problem)
+
+    def _try(self, op: Op, keys: Sequence[OffloadKey], slots: Sequence[int]) -> tuple[list[Status], str]:
+        """Returns a status per key, and what went wrong if the client has raised an exception."""
         statuses: list[Status] = []
-        problem = ""
-        step = len(request.keys) if request.op is Op.LOOKUP else MAX_BLOCKS
-        for start in range(0, len(request.keys), max(1, step)):
+        step = max(1, len(keys) if op is Op.LOOKUP else MAX_BLOCKS)
+        for start in range(0, len(keys), step):
             part = slice(start, start + step)
             try:
-                statuses += self._run(request.op, request.keys[part], request.slots[part])
+                statuses += self._run(op, keys[part], slots[part])
             except Exception as error:
-                problem = f"{type(error).__name__}: {error}"
-                statuses += [Status.FAILED] * (len(request.keys) - len(statuses))
-                break
-        return Response(request.number, statuses, begun, self._clock(), problem)
+                return statuses + [Status.FAILED] * (len(keys) - len(statuses)), f"{type(error).__name__}: {error}"
+        return statuses, ""
 
     def _run(self, op: Op, keys: Sequence[OffloadKey], slots: Sequence[int]) -> list[Status]:
         names = [value_name(self._prefix, self._fingerprint, key) for key in keys]
@@ -78,14 +96,10 @@ class StoreWorker:
         statuses = self._get(keys, names, slots)
         bad = [i for i, status in enumerate(statuses) if status is Status.CORRUPT]
         if bad:
-            # Another server may have replaced the value meanwhile, or the transfer went wrong: only a value that is
-            # bad twice is removed.
+            # Another server may have replaced the value meanwhile, or the transfer went wrong.
             again = self._get([keys[i] for i in bad], [names[i] for i in bad], [slots[i] for i in bad])
             for i, status in zip(bad, again, strict=True):
                 statuses[i] = status
-            names = [names[i] for i in bad if statuses[i] is Status.CORRUPT]
-            if names:
-                self._client.remove(names)
         return statuses
 
     def _get(self, keys: Sequence[OffloadKey], names: Sequence[str], slots: Sequence[int]) -> list[Status]:

@@ -1,0 +1,225 @@
+"""A Mooncake Store for the demo: its master from the wheel, and a process that lends memory."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import json
+import select
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from kvoffload.demo.errors import DemoError
+from kvoffload.demo.shared.stores import STALL_S, Fault, Store, StoreMissingError, Throttle, send
+
+HOST = "127.0.0.1"
+WHEEL = "pip install mooncake-transfer-engine-non-cuda"
+LIBRARIES = "apt-get install -y libibverbs1 libnl-3-200 libnl-route-3-200 librdmacm1 libnuma1"
+SEGMENT_BYTES = 1 << 30
+LEASE_MS = 500
+"""The master keeps a value that was just read for this time, so it can be replaced after it."""
+CLIENT_TTL_S = 2
+"""The master forgets the memory of a process that it has not heard of for this time."""
+START_DEADLINE_S = 60.0
+REPLY_DEADLINE_S = 120.0
+
+
+def missing() -> str | None:
+    """Returns why no Mooncake Store can run here and the line to run, or None if one can."""
+    if importlib.util.find_spec("mooncake") is None:
+        return f"the client is not installed: {WHEEL}"
+    check = [sys.executable, "-c", "import mooncake.store"]
+    tried = subprocess.run(check, capture_output=True, text=True, timeout=START_DEADLINE_S)
+    if tried.returncode != 0:
+        reason = (tried.stderr.strip().splitlines() or ["it ends at once"])[-1]
+        return f"the client cannot be loaded ({reason}): {LIBRARIES}"
+    if not _master().is_file():
+        return f"there is no {_master()}: {WHEEL}"
+    return None
+
+
+def _master() -> Path:
+    spec = importlib.util.find_spec("mooncake")
+    assert spec is not None
+    assert spec.origin is not None
+    return Path(spec.origin).with_name("mooncake_master")
+
+
+def free_ports(count: int) -> list[int]:
+    """Returns ports that no process uses now."""
+    with contextlib.ExitStack() as opened:
+        sockets = [opened.enter_context(socket.socket()) for _ in range(count)]
+        for each in sockets:
+            each.bind((HOST, 0))
+        return [int(each.getsockname()[1]) for each in sockets]
+
+
+class MooncakeStore(Store):
+    """``mooncake_master`` and a process with the memory, on free ports. Logs go to ``logs``."""
+
+    name = "mooncake"
+    title = "Mooncake Store"
+
+    def __init__(self, logs: Path) -> None:
+        problem = missing()
+        if problem is not None:
+            raise StoreMissingError(problem)
+        self._logs = logs
+        self._port, self._admin_port = free_ports(2)
+        self._master: subprocess.Popen[bytes] | None = None
+        self._memory: subprocess.Popen[str] | None = None
+        self._throttle: Throttle | None = None
+        try:
+            self.start()
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def address(self) -> str:
+        return f"{HOST}:{self._port}"
+
+    def entry(self) -> dict[str, Any]:
+        return {"kind": self.name, "master": self.address}
+
+    def start(self) -> None:
+        """Starts what does not run."""
+        if self._master is None:
+            with (self._logs / "mooncake-master.log").open("ab") as log:
+                self._master = subprocess.Popen(
+                    [
+                        str(_master()),
+                        f"-rpc_port={self._port}",
+                        f"-metrics_port={self._admin_port}",
+                        f"-default_kv_lease_ttl={LEASE_MS}",
+                        f"-client_ttl={CLIENT_TTL_S}",
+                    ],
+                    stdout=log,
+                    stderr=subprocess.STDOUT,
+                    start_new_session=True,
+                )
+            self._wait_for_master()
+        if self._memory is None:
+            with (self._logs / "mooncake-memory.log").open("ab") as log:
+                self._memory = subprocess.Popen(
+                    [sys.executable, "-m", "kvoffload.demo.shared.memory", self.address, str(SEGMENT_BYTES)],
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                    stderr=log,
+                    text=True,
+                    start_new_session=True,
+                )
+            self._reply(START_DEADLINE_S)
+
+    def _wait_for_master(self) -> None:
+        deadline = time.monotonic() + START_DEADLINE_S
+        while True:
+            assert self._master is not None
+            try:
+                self._admin("/health")
+                return
+            except OSError as error:
+                if self._master.poll() is not None or time.monotonic() > deadline:
+                    log = self._logs / "mooncake-master.log"
+                    raise DemoError(f"mooncake_master does not start ({error}); its log is {log}") from error
+            time.sleep(0.1)
+
+    def _admin(self, path: str) -> str:
+        with urllib.request.urlopen(f"http://{HOST}:{self._admin_port}{path}", timeout=5) as answer:
+            return str(answer.read().decode())
+
+    def keys(self) -> list[str]:
+        """Returns the keys of kvoffload's values."""
+        return sorted(key for key in self._admin("/get_all_keys").split() if key.startswith("kvoffload/"))
+
+    def _reply(self, deadline_s: float) -> str:
+        assert self._memory is not None
+        assert self._memory.stdout is not None
+        if not select.select([self._memory.stdout], [], [], deadline_s)[0] or not (
+            line := self._memory.stdout.readline()
+        ):
+            raise DemoError(f"the process with Mooncake's memory fails; see {self._logs / 'mooncake-memory.log'}")
+        return line.strip()
+
+    def _command(self, do: str) -> int:
+        assert self._memory is not None
+        assert self._memory.stdin is not None
+        self._memory.stdin.write(json.dumps({"do": do, "keys": self.keys()}) + "\n")
+        self._memory.stdin.flush()
+        return int(self._reply(REPLY_DEADLINE_S))
+
+    def corrupt(self) -> int:
+        return self._command("corrupt")
+
+    def faults(self) -> Sequence[Fault]:
+        both = "mooncake_master and the process with the memory"
+        return (
+            Fault(
+                f"stalled {STALL_S:.0f} s",
+                f"{both} were stopped (SIGSTOP)",
+                lambda servers: send(self._pids(), signal.SIGSTOP),
+                lambda servers: send(self._pids(), signal.SIGCONT),
+                STALL_S,
+            ),
+            Fault(
+                "ten times slower",
+                f"{both} ran for a tenth of the time (SIGSTOP and SIGCONT every 50 ms)",
+                lambda servers: self._slow_down(),
+                lambda servers: self._speed_up(),
+            ),
+            Fault(
+                "full",
+                "a third client put values until the store was full",
+                lambda servers: self._command("fill"),
+                lambda servers: self._command("empty"),
+            ),
+            Fault("answering garbage", "bytes of all values were changed", lambda servers: self._command("corrupt")),
+            Fault(
+                "other keys' values", "each key got the value of the next", lambda servers: self._command("exchange")
+            ),
+            Fault("restarted empty", f"{both} were killed and started again", lambda servers: self._restart()),
+            Fault(
+                "killed",
+                f"{both} were killed (SIGKILL), and started again after the requests",
+                lambda servers: self.kill(),
+                lambda servers: self.start(),
+            ),
+        )
+
+    def _pids(self) -> list[int]:
+        return [child.pid for child in (self._master, self._memory) if child is not None]
+
+    def _slow_down(self) -> None:
+        self._throttle = Throttle(self._pids())
+
+    def _speed_up(self) -> None:
+        if self._throttle is not None:
+            self._throttle.close()
+            self._throttle = None
+
+    def _restart(self) -> None:
+        self.kill()
+        self.start()
+
+    def kill(self) -> None:
+        """Kills what runs."""
+        for child in (self._memory, self._master):
+            if child is not None:
+                child.kill()
+                child.wait()
+                for pipe in (child.stdin, child.stdout):
+                    if pipe is not None:
+                        with contextlib.suppress(OSError):
+                            pipe.close()
+        self._memory = self._master = None
+
+    def close(self) -> None:
+        self._speed_up()
+        self.kill()

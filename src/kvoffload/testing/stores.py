@@ -1,0 +1,433 @@
+"""A simulated store for remote tiers, with clients that fail, and a channel to a simulated process.
+
+``SimulatedStore`` is what all servers share. ``SimulatedClient`` is the client of one process, which lies, hangs, loses
+its connection and returns wrong values at the rates of ``StoreFaults``. ``SimulatedChannel`` runs StoreWorkers on the
+threads of a simulated process, which may crash, and which goes on for a while after it was killed.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from random import Random
+
+import numpy as np
+
+from kvoffload.abc import ByteArray
+from kvoffload.testing.storage import Killed
+from kvoffload.testing.tiers import SteppedExecutor
+from kvoffload.tiers.remote.channel import ChannelState, StoreChannel
+from kvoffload.tiers.remote.client import Outcome, StoreClient, StoreError
+from kvoffload.tiers.remote.messages import Op, Request, Response
+from kvoffload.tiers.remote.worker import StoreWorker
+
+OUTAGE_RETRY_S = 0.5
+"""A call that hangs in an outage looks this often whether that has ended."""
+
+
+@dataclass(frozen=True)
+class StoreFaults:
+    """The probability of each fault, per value unless said otherwise."""
+
+    says_it_has: float = 0.0
+    """``exists`` says that the store has a value, which it has not."""
+    says_it_lacks: float = 0.0
+    wrong_value: float = 0.0
+    """``get`` returns the value of another name."""
+    truncated: float = 0.0
+    """``get`` fills only a part of the buffers and says OK."""
+    garbage: float = 0.0
+    """``get`` returns random bytes."""
+    rotten: float = 0.0
+    """``put`` stores other bytes than it was given."""
+    forgotten: float = 0.0
+    """``put`` says OK and stores nothing."""
+    failed: float = 0.0
+    """A value fails, although the store has perhaps done what was asked."""
+    full: float = 0.0
+    """``put`` finds no room."""
+    connection_lost: float = 0.0
+    """A call ends with StoreError before this value."""
+    stall: float = 0.0
+    """A call hangs before this value."""
+    crash: float = 0.0
+    """The client ends its process."""
+
+
+@dataclass(slots=True, eq=False)
+class StoreValue:
+    data: ByteArray
+    checksum: bytes
+    """The bytes that were put, if ``data`` has others."""
+    writer: object
+    leased_until: float
+
+
+class SimulatedStore:
+    """Values by name, at most ``max_values``; the oldest is evicted first. ``lease_s``: a value cannot be removed for
+    this long after a put or a get. ``overwrites``: a second put of a name replaces the first."""
+
+    def __init__(self, clock: Callable[[], float], lease_s: float = 0.0, overwrites: bool = False) -> None:
+        self.clock = clock
+        self.lease_s = lease_s
+        self.overwrites = overwrites
+        self.max_values = 1 << 20
+        self.refuses_when_full = False
+        """Whether a full store refuses puts instead of evicting."""
+        self.is_reachable = True
+        """If not, calls hang."""
+        self.values: dict[str, StoreValue] = {}
+        """The oldest first."""
+        self.num_evicted = 0
+        self.removed_by_others: list[str] = []
+        """Good values that a client has removed which has not put them."""
+
+    def put(self, name: str, data: ByteArray, original: ByteArray, writer: object) -> Outcome:
+        if name in self.values and not self.overwrites:
+            return Outcome.HELD
+        if name not in self.values and len(self.values) >= self.max_values:
+            if self.refuses_when_full:
+                return Outcome.FULL
+            self.evict(next(iter(self.values)))
+        self.values[name] = StoreValue(data, original.tobytes(), writer, self.clock() + self.lease_s)
+        return Outcome.OK
+
+    def evict(self, name: str) -> None:
+        del self.values[name]
+        self.num_evicted += 1
+
+    def clear(self) -> None:
+        """The store was restarted, empty."""
+        self.values.clear()
+
+
+@dataclass
+class ClientState:
+    """What the clients of one server have in common, across restarts of its process."""
+
+    server: object
+    faults: Callable[[], StoreFaults]
+    random: Random
+    pause: Callable[[], None]
+    """Called before each value: others run there, or the process is killed."""
+    stall: Callable[[float], None]
+    """Called to hang for so many seconds."""
+    stall_s: float = 30.0
+    latency_s: float = 0.0
+    """How long each call hangs in any case."""
+    injected: Counter[str] = field(default_factory=Counter)
+    put: set[str] = field(default_factory=set)
+    """Names that this server has put."""
+    misread: set[str] = field(default_factory=set)
+    """Names of good values that were read wrong."""
+
+
+class SimulatedClient(StoreClient):
+    """The client of one process."""
+
+    def __init__(self, store: SimulatedStore, state: ClientState) -> None:
+        self._store = store
+        self._state = state
+
+    def exists(self, names: Sequence[str]) -> list[Outcome]:
+        return [self._one(name, self._exists) for name in self._begin(names)]
+
+    def get(self, names: Sequence[str], buffers: Sequence[Sequence[ByteArray]]) -> list[Outcome]:
+        of = dict(zip(names, buffers, strict=True))
+        return [self._one(name, lambda name: self._get(name, of[name])) for name in self._begin(names)]
+
+    def put(self, names: Sequence[str], buffers: Sequence[Sequence[ByteArray]]) -> list[Outcome]:
+        of = dict(zip(names, buffers, strict=True))
+        return [self._one(name, lambda name: self._put(name, of[name])) for name in self._begin(names)]
+
+    def remove(self, names: Sequence[str]) -> list[Outcome]:
+        return [self._one(name, self._remove) for name in self._begin(names)]
+
+    def _begin(self, names: Sequence[str]) -> Sequence[str]:
+        if self._state.latency_s:
+            self._state.stall(self._state.latency_s)
+        return names
+
+    def _one(self, name: str, act: Callable[[str], Outcome]) -> Outcome:
+        state = self._state
+        state.pause()
+        if self._injects("stall"):
+            state.stall(state.stall_s)
+        while not self._store.is_reachable:
+            state.injected["outage"] += 1
+            state.stall(OUTAGE_RETRY_S)
+        if self._injects("connection_lost"):
+            raise StoreError("the connection to the simulated store is lost")
+        if self._injects("crash"):
+            raise _Crash
+        outcome = act(name)
+        return Outcome.FAILED if self._injects("failed") else outcome
+
+    def _exists(self, name: str) -> Outcome:
+        is_there = name in self._store.values
+        if self._injects("says_it_lacks" if is_there else "says_it_has"):
+            is_there = not is_there
+        return Outcome.OK if is_there else Outcome.MISSING
+
+    def _get(self, name: str, buffers: Sequence[ByteArray]) -> Outcome:
+        store, state, rng = self._store, self._state, self._state.random
+        value = store.values.get(name)
+        if value is None:
+            return Outcome.MISSING
+        value.leased_until = store.clock() + store.lease_s
+        data, size = value.data, sum(buffer.size for buffer in buffers)
+        if self._injects("wrong_value"):
+            data = store.values[rng.choice(list(store.values))].data
+        if self._injects("garbage"):
+            data = np.frombuffer(rng.randbytes(size), np.uint8)
+        if data.size != size:
+            return Outcome.OTHER_SIZE
+        end = rng.randrange(size) if self._injects("truncated") else size
+        is_right = end == size and data.tobytes() == value.checksum
+        if not is_right:
+            state.misread.add(name)
+        # The bytes come in two parts, between which others run or the process is killed.
+        middle = rng.randrange(end + 1)
+        _fill(buffers, data[:middle], 0)
+        state.pause()
+        _fill(buffers, data[middle:end], middle)
+        return Outcome.OK
+
+    def _put(self, name: str, buffers: Sequence[ByteArray]) -> Outcome:
+        if self._injects("full"):
+            return Outcome.FULL
+        data = np.concatenate([buffer.reshape(-1) for buffer in buffers])
+        original = data
+        # Another client may put the same name meanwhile.
+        self._state.pause()
+        if self._injects("rotten"):
+            data = data.copy()
+            data[self._state.random.randrange(data.size)] ^= 1 << self._state.random.randrange(8)
+            self._state.misread.add(name)
+        if self._injects("forgotten"):
+            return Outcome.OK
+        outcome = self._store.put(name, data, original, self._state.server)
+        if outcome is Outcome.OK:
+            self._state.put.add(name)
+        return outcome
+
+    def _remove(self, name: str) -> Outcome:
+        store, state = self._store, self._state
+        value = store.values.get(name)
+        if value is None:
+            return Outcome.MISSING
+        if store.clock() < value.leased_until:
+            state.injected["lease"] += 1
+            return Outcome.FAILED
+        is_good = value.data.tobytes() == value.checksum
+        if is_good and name not in state.put and name not in state.misread:
+            store.removed_by_others.append(name)
+        del store.values[name]
+        return Outcome.OK
+
+    def _injects(self, fault: str) -> bool:
+        state = self._state
+        rate: float = getattr(state.faults(), fault)
+        if rate == 0.0 or state.random.random() >= rate:
+            return False
+        state.injected[fault] += 1
+        return True
+
+
+class _Crash(BaseException):
+    """The client has ended its process."""
+
+
+def _fill(buffers: Sequence[ByteArray], data: ByteArray, offset: int) -> None:
+    """Puts ``data`` into the buffers, which follow each other, from byte ``offset`` on."""
+    for buffer in buffers:
+        flat = buffer.reshape(-1)
+        part = data[: max(0, flat.size - offset)] if offset < flat.size else data[:0]
+        flat[offset : offset + part.size] = part
+        data, offset = data[part.size :], max(0, offset - flat.size)
+
+
+class SimulatedChannel(StoreChannel):
+    """A channel to a simulated process, whose threads run within ``tick`` and ``wait`` only.
+
+    ``make_worker`` makes one worker per thread of a new process. A process needs ``start_s`` until it is READY, and
+    goes on for up to ``death_s`` after it was killed. The interleaving depends on ``seed``.
+    """
+
+    def __init__(
+        self,
+        make_worker: Callable[[], StoreWorker],
+        clock: Callable[[], float],
+        seed: int = 0,
+        num_threads: int = 2,
+        max_submitted: int = 1 << 16,
+        start_s: float = 0.0,
+        death_s: float = 0.0,
+        chance: float = 0.6,
+        is_store_reachable: Callable[[], bool] = lambda: True,
+    ) -> None:
+        self._make_worker = make_worker
+        self._clock = clock
+        self._random = Random(seed)
+        self._num_threads = num_threads
+        self._max_submitted = max_submitted
+        self._start_s, self._death_s, self._chance = start_s, death_s, chance
+        self._is_store_reachable = is_store_reachable
+        self._state = ChannelState.DOWN
+        self._is_closed = False
+        self.process: _Process | None = None
+        """The process that runs, or that was killed and still goes on."""
+        self.num_starts = 0
+
+    @property
+    def state(self) -> ChannelState:
+        return self._state
+
+    def start(self) -> None:
+        if self._state is ChannelState.DOWN and not self._is_closed:
+            self._state = ChannelState.STARTING
+            self.num_starts += 1
+            executors = [
+                SteppedExecutor(self._random.randrange(1 << 30), num_threads, 1 << 20, self._chance, clock=self._clock)
+                for num_threads in (1, self._num_threads)
+            ]
+            workers = [self._make_worker() for _ in range(1 + self._num_threads)]
+            self.process = _Process(executors, workers, self._clock() + self._random.uniform(0, self._start_s))
+
+    def submit(self, request: Request) -> bool:
+        process = self.process
+        if self._state is not ChannelState.READY or process is None or process.num_open >= self._max_submitted:
+            return False
+        process.submit(Request.unpack(request.pack()))
+        return True
+
+    def poll(self) -> list[Response]:
+        self._advance()
+        process = self.process
+        if process is None or self._state is not ChannelState.READY:
+            return []
+        responses, process.responses = process.responses, []
+        return [Response.unpack(response.pack()) for response in responses]
+
+    def _advance(self) -> None:
+        """Follows what has become of the process."""
+        process, now = self.process, self._clock()
+        if process is None:
+            return
+        if process.has_crashed or now >= process.dies_at:
+            process.end()
+            self.process, self._state = None, ChannelState.DOWN
+        elif self._state is ChannelState.STARTING and now >= process.ready_at and self._is_store_reachable():
+            self._state = ChannelState.READY
+
+    def wait(self, timeout_s: float) -> None:
+        self.tick()
+
+    def kill(self) -> None:
+        if self.process is not None and self._state is not ChannelState.ENDING:
+            self._state = ChannelState.ENDING
+            self.process.dies_at = self._clock() + self._random.uniform(0, self._death_s)
+
+    def close(self, timeout_s: float) -> bool:
+        self._is_closed = True
+        if self.process is not None:
+            self.process.end()
+        self.process, self._state = None, ChannelState.DOWN
+        return True
+
+    # For simulations.
+
+    def tick(self) -> None:
+        """Lets the process go on for a while."""
+        self._advance()
+        if self.process is not None:
+            self.process.run(lambda executor: executor.tick())
+
+    def drain(self) -> None:
+        """Lets the process go on until it waits for time to pass."""
+        self._advance()
+        if self.process is not None:
+            self.process.run(lambda executor: executor.drain())
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no thread of a process can touch a host slot."""
+        return self.process is None or self.process.num_open == 0
+
+    def pause(self) -> None:
+        """May interrupt the job that calls it."""
+        if self.process is not None:
+            for executor in self.process.executors:
+                executor.pause()
+
+    def stall(self, seconds: float) -> None:
+        """Interrupts the job that calls it for so many seconds."""
+        if self.process is not None:
+            for executor in self.process.executors:
+                executor.stall(seconds)
+
+    @property
+    def in_process(self) -> bool:
+        """Whether the caller is a thread of the process."""
+        return self.process is not None and any(executor.in_job for executor in self.process.executors)
+
+
+class _Process:
+    """A process with a thread for lookups and others for transfers."""
+
+    def __init__(self, executors: Sequence[SteppedExecutor], workers: Sequence[StoreWorker], ready_at: float) -> None:
+        self.executors = executors
+        self.ready_at = ready_at
+        self.dies_at = float("inf")
+        self.has_crashed = False
+        self.responses: list[Response] = []
+        self.num_open = 0
+        """Requests that are not answered yet."""
+        self._lookup_worker, *self._free = workers
+
+    def submit(self, request: Request) -> None:
+        self.num_open += 1
+        lookups, transfers = self.executors
+        if request.op is Op.LOOKUP:
+            lookups.submit_read(lambda: self._answer(self._lookup_worker, request))
+        elif request.op is Op.READ:
+            transfers.submit_read(lambda: self._transfer(request))
+        else:
+            transfers.submit_write(lambda: self._transfer(request))
+
+    def _transfer(self, request: Request) -> None:
+        worker = self._free.pop()
+        try:
+            self._answer(worker, request)
+        finally:
+            self._free.append(worker)
+
+    def _answer(self, worker: StoreWorker, request: Request) -> None:
+        try:
+            self.responses.append(worker.run(request))
+        except _Crash:
+            self.has_crashed = True
+        self.num_open -= 1
+
+    def run(self, action: Callable[[SteppedExecutor], None]) -> None:
+        for executor in self.executors:
+            if not self.has_crashed:
+                action(executor)
+
+    def end(self) -> None:
+        """Ends all threads where they are."""
+        for executor in self.executors:
+            executor.kill()
+        self.num_open = 0
+
+
+def random_faults(rng: Random) -> StoreFaults:
+    """Returns no faults, or some kinds of them, rare or frequent."""
+    names = [each.name for each in dataclasses.fields(StoreFaults)]
+    chosen = rng.sample(names, rng.choice((0, 1, 1, 2, 3)))
+    return StoreFaults(**{name: rng.choice((0.01, 0.05, 0.3)) for name in chosen})
+
+
+__all__ = ["ClientState", "Killed", "SimulatedChannel", "SimulatedClient", "SimulatedStore", "StoreFaults"]

@@ -1,0 +1,1 @@
+"""The tier in a Mooncake Store: its settings, and its client."""

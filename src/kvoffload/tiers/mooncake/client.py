@@ -1,0 +1,112 @@
+"""MooncakeClient: a Mooncake Store as a StoreClient. It runs in the client's process."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from kvoffload.abc import ByteArray
+from kvoffload.tiers.remote.client import Outcome, StoreClient, StoreError
+
+LOCAL_BUFFER_BYTES = 16 << 20
+"""The client's own staging memory, which transfers of registered memory do not use."""
+CONNECT_TIMEOUT_S = 2.0
+
+# Error codes of the store.
+_FULL = (-200, -101, -10)
+"""No segment has room, there is no segment, or no staging memory."""
+_MISSING = (-703, -704, -710, -712)
+"""The value is not complete, not there, or its replica is gone."""
+_HELD = -705
+_MAY_BE_OTHER_SIZE = (-600, -800)
+
+
+def connect(settings: Mapping[str, Any]) -> MooncakeClient:
+    """Returns a client that has joined the store. ``settings`` are the fields of MooncakeConfig; ``segment_bytes`` is
+    the share of this client. Raises StoreError if the store cannot be reached."""
+    host, _, port = settings["master"].rpartition(":")
+    try:
+        # The store's client tries for more than a minute, which the deadline of the start would end.
+        socket.create_connection((host.strip("[]"), int(port)), CONNECT_TIMEOUT_S).close()
+    except OSError as error:
+        raise StoreError(f"the master at {settings['master']} cannot be reached ({error})") from error
+    os.environ.setdefault("GLOG_minloglevel", "2")
+    try:
+        from mooncake.store import MooncakeDistributedStore
+    except ImportError as error:
+        raise StoreError(f"its client cannot be loaded ({error}); docs/shared.md says what it needs") from error
+    store = MooncakeDistributedStore()
+    code = store.setup(
+        settings["host"],
+        settings["metadata"],
+        settings["segment_bytes"],
+        LOCAL_BUFFER_BYTES,
+        settings["protocol"],
+        settings["devices"],
+        settings["master"],
+    )
+    if code:
+        raise StoreError(f"the store at {settings['master']} cannot be joined (code {code})")
+    return MooncakeClient(store)
+
+
+class MooncakeClient(StoreClient):
+    """Values in ``store``, a MooncakeDistributedStore that has been set up. Buffers go to the store and back without a
+    copy if their memory was registered."""
+
+    def __init__(self, store: Any) -> None:
+        self._store = store
+
+    def register(self, memory: ByteArray) -> None:
+        code = self._store.register_buffer(memory.ctypes.data, memory.nbytes)
+        if code:
+            raise StoreError(f"{memory.nbytes} bytes of memory cannot be registered (code {code})")
+
+    def exists(self, names: Sequence[str]) -> list[Outcome]:
+        codes = self._store.batch_is_exist(list(names))
+        answers = {1: Outcome.OK, 0: Outcome.MISSING}
+        return [answers.get(code, Outcome.FAILED) for code in codes]
+
+    def get(self, names: Sequence[str], buffers: Sequence[Sequence[ByteArray]]) -> list[Outcome]:
+        codes = self._store.batch_get_into_multi_buffers(list(names), _pointers(buffers), _sizes(buffers))
+        wanted = [sum(part.nbytes for part in parts) for parts in buffers]
+        return [
+            Outcome.OK if code == size else self._why_not_read(name, code, size)
+            for name, code, size in zip(names, codes, wanted, strict=True)
+        ]
+
+    def _why_not_read(self, name: str, code: int, size: int) -> Outcome:
+        if code in _MISSING:
+            return Outcome.MISSING
+        held = self._store.get_size(name) if code in _MAY_BE_OTHER_SIZE else code
+        return Outcome.OTHER_SIZE if held >= 0 and held != size else Outcome.FAILED
+
+    def put(self, names: Sequence[str], buffers: Sequence[Sequence[ByteArray]]) -> list[Outcome]:
+        codes = self._store.batch_put_from_multi_buffers(list(names), _pointers(buffers), _sizes(buffers))
+        return [_put_outcome(code) for code in codes]
+
+    def remove(self, names: Sequence[str]) -> list[Outcome]:
+        # Without force the store keeps values that were read within the last seconds.
+        codes = self._store.batch_remove(list(names), True)
+        return [Outcome.OK if code >= 0 else Outcome.MISSING if code in _MISSING else Outcome.FAILED for code in codes]
+
+    def close(self) -> None:
+        self._store.close()
+
+
+def _put_outcome(code: int) -> Outcome:
+    if code == 0:
+        return Outcome.OK
+    if code == _HELD:
+        return Outcome.HELD
+    return Outcome.FULL if code in _FULL else Outcome.FAILED
+
+
+def _pointers(buffers: Sequence[Sequence[ByteArray]]) -> list[list[int]]:
+    return [[part.ctypes.data for part in parts] for parts in buffers]
+
+
+def _sizes(buffers: Sequence[Sequence[ByteArray]]) -> list[list[int]]:
+    return [[part.nbytes for part in parts] for parts in buffers]

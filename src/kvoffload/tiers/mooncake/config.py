@@ -1,0 +1,135 @@
+"""The entry of a Mooncake Store in a configuration."""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.util
+import logging
+import re
+import socket
+from dataclasses import dataclass
+
+from kvoffload.abc import ConfigError, Tier
+from kvoffload.host.limits import available_memory
+from kvoffload.tiers.config import TierConfig, TierContext
+from kvoffload.tiers.remote.start import open_remote_tier
+from kvoffload.units import format_bytes, parse_bytes
+
+logger = logging.getLogger(__name__)
+
+PROTOCOLS = ("tcp", "rdma")
+LIBRARIES = {
+    "libibverbs.so.1": "libibverbs1",
+    "libnl-3.so.200": "libnl-3-200",
+    "libnl-route-3.so.200": "libnl-route-3-200",
+    "librdmacm.so.1": "librdmacm1",
+    "libnuma.so.1": "libnuma1",
+}
+"""Shared libraries that the client needs, whatever the protocol, and the Debian packages that have them."""
+_MASTER = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[^:/\s\[\]]+):([0-9]{1,5})")
+_PREFIX = re.compile(r"[A-Za-z0-9._-]+(/[A-Za-z0-9._-]+)*")
+MAX_PREFIX = 128
+
+
+@dataclass(frozen=True)
+class MooncakeConfig(TierConfig):
+    """A Mooncake Store, whose master and segments run elsewhere."""
+
+    kind = "mooncake"
+    example = {"master": "10.0.0.5:50051"}
+
+    master: str
+    """Where the master serves requests, "HOST:PORT"."""
+    metadata: str = "P2PHANDSHAKE"
+    """The store's metadata server, the same for all its clients."""
+    protocol: str = "tcp"
+    devices: str = ""
+    """RDMA devices, separated by commas. By default the client chooses."""
+    host: str = ""
+    """The name or address by which other clients of the store reach this node. By default the address that this node
+    uses to reach the master."""
+    segment_bytes: int = 0
+    """Memory of this node that it contributes to the store, shared by its engines. It is host memory beside
+    ``host_bytes``, and what is in it is lost when the server ends."""
+    prefix: str = "kvoffload"
+    """What the names of all values begin with."""
+
+    def __post_init__(self) -> None:
+        match = _MASTER.fullmatch(self.master) if isinstance(self.master, str) else None
+        if match is None or not 0 < int(match[2]) < 1 << 16:
+            raise ConfigError(f'master={self.master!r}: write the address of the master as "HOST:PORT"')
+        if self.protocol not in PROTOCOLS:
+            raise ConfigError(f"protocol={self.protocol!r}: must be one of {', '.join(PROTOCOLS)}")
+        for name, fix in (
+            ("metadata", '"P2PHANDSHAKE", or the address of a metadata server'),
+            ("devices", 'such as "mlx5_0,mlx5_1"'),
+            ("host", 'such as "10.0.0.7"'),
+        ):
+            value = getattr(self, name)
+            if (
+                not isinstance(value, str)
+                or not value.isprintable()
+                or " " in value
+                or (name == "metadata" and not value)
+            ):
+                raise ConfigError(f"{name}={value!r}: write a string, {fix}")
+        if not isinstance(self.prefix, str) or len(self.prefix) > MAX_PREFIX or not _PREFIX.fullmatch(self.prefix):
+            raise ConfigError(
+                f"prefix={self.prefix!r}: write at most {MAX_PREFIX} letters, digits and ._- such as "
+                'prefix="kvoffload", with single slashes between them'
+            )
+        if self.segment_bytes != 0:
+            object.__setattr__(self, "segment_bytes", parse_bytes("segment_bytes", self.segment_bytes))
+        check_installed()
+
+    def open(self, context: TierContext) -> Tier:
+        available = available_memory()
+        if self.segment_bytes > available:
+            raise ConfigError(
+                f"segment_bytes={self.segment_bytes} ({format_bytes(self.segment_bytes)}): only "
+                f"{format_bytes(available)} of memory are available beside the host pools; write less, or 0 to "
+                "contribute nothing"
+            )
+        settings = {name: getattr(self, name) for name in ("master", "metadata", "protocol", "devices")}
+        settings["host"] = self.host or _own_address(self.master)
+        settings["segment_bytes"] = self.segment_bytes // context.engines
+        tier = open_remote_tier(
+            "kvoffload.tiers.mooncake.client:connect", settings, context, name=self.kind, prefix=self.prefix
+        )
+        logger.info("kvoffload: Mooncake Store at %s, values under %s/", self.master, self.prefix)
+        return tier
+
+
+def check_installed() -> None:
+    """Raises ConfigError if the client or a library that it needs is missing."""
+    if importlib.util.find_spec("mooncake") is None:
+        raise ConfigError(
+            "kind='mooncake': the client of Mooncake Store is not installed; run pip install 'kvoffload[mooncake]', or "
+            "on a machine with CUDA pip install mooncake-transfer-engine"
+        )
+    missing = [package for library, package in LIBRARIES.items() if not _can_load(library)]
+    if missing:
+        raise ConfigError(
+            f"kind='mooncake': libraries are missing that its client needs; run apt-get install {' '.join(missing)}, "
+            "or install your system's packages of these names"
+        )
+
+
+def _can_load(library: str) -> bool:
+    try:
+        ctypes.CDLL(library)
+    except OSError:
+        return False
+    return True
+
+
+def _own_address(master: str) -> str:
+    """Returns the address from which this node reaches the host of ``master``, as far as its routes tell."""
+    host, _, port = master.rpartition(":")
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind, protocol) as probe:
+            probe.connect(address)
+            return str(probe.getsockname()[0])
+    except OSError:
+        return socket.gethostname()

@@ -1,0 +1,140 @@
+"""The process of a store's client: ``python -m kvoffload.tiers.remote.child SOCKET``."""
+
+from __future__ import annotations
+
+import ctypes
+import importlib
+import os
+import queue
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+
+from kvoffload.abc import ByteArray, KVOffloadError
+from kvoffload.tiers.remote.client import StoreClient
+from kvoffload.tiers.remote.identities import announce
+from kvoffload.tiers.remote.messages import Op, Request
+from kvoffload.tiers.remote.wire import Kind, Setup, Unframer, frame
+from kvoffload.tiers.remote.worker import StoreWorker
+from kvoffload.tiers.threads import IOThreads
+
+NUM_TRANSFER_THREADS = 4
+FINISH_DEADLINE_S = 2.0
+"""Time for requests that have been received when the engine closes the channel."""
+WATCH_INTERVAL_S = 1.0
+RECEIVE_BYTES = 1 << 18
+_PR_SET_PDEATHSIG = 1
+
+
+def main(descriptor: int) -> None:
+    """Serves requests from the socket ``descriptor`` until the engine closes it or ends."""
+    parent = os.getppid()
+    end_with_parent(parent)
+    connection = _Connection(socket.socket(fileno=descriptor))
+    messages = connection.messages()
+    kind, body = next(messages, (None, b""))
+    if kind is not Kind.SETUP:
+        return
+    try:
+        with_store = _Server(Setup.unpack(body), connection)
+    except (KVOffloadError, ImportError) as error:
+        connection.send(Kind.NOTE, str(error).encode())
+        return
+    connection.send(Kind.READY)
+    with_store.serve(messages)
+
+
+def end_with_parent(parent: int) -> None:
+    """Ends this process when the process ``parent`` ends, however that ends.
+
+    The kernel sends the signal when the thread ends that has started this process, and not if it has ended before; the
+    socket stays open if a forked process has inherited it. So a thread also looks who the parent is.
+    """
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(WATCH_INTERVAL_S)
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
+class _Connection:
+    """The socket to the engine."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._socket = connection
+        self._sending = threading.Lock()
+
+    def send(self, kind: Kind, body: bytes = b"") -> None:
+        with self._sending:
+            try:
+                self._socket.sendall(frame(kind, body))
+            except OSError:
+                os._exit(1)  # The engine is gone.
+
+    def messages(self) -> Iterator[tuple[Kind, bytes]]:
+        """Yields messages until the engine has closed its end."""
+        unframer = Unframer()
+        while data := self._socket.recv(RECEIVE_BYTES):
+            yield from unframer.feed(data)
+
+
+class _Server:
+    """Runs requests with the client of ``setup``. Lookups and removals have a thread of their own, so that they do not
+    queue behind reads and writes."""
+
+    def __init__(self, setup: Setup, connection: _Connection) -> None:
+        module, _, name = setup.client.partition(":")
+        connect: Callable[..., StoreClient] = getattr(importlib.import_module(module), name)
+        self._setup = setup
+        self._connection = connection
+        pools = [handle.open()[: setup.num_slots] for handle in setup.handles]
+        self._client = connect(setup.settings)
+        for pool in pools:
+            self._client.register(pool.reshape(-1))
+        self._workers: queue.SimpleQueue[StoreWorker] = queue.SimpleQueue()
+        for _ in range(NUM_TRANSFER_THREADS + 1):
+            self._workers.put(self._new_worker(pools))
+        self._transfers = IOThreads(NUM_TRANSFER_THREADS, "transfer")
+        self._lookups = IOThreads(1, "lookup")
+
+    def _new_worker(self, pools: list[ByteArray]) -> StoreWorker:
+        return StoreWorker(self._client, pools, self._setup.fingerprint, self._setup.prefix)
+
+    def serve(self, messages: Iterator[tuple[Kind, bytes]]) -> None:
+        self._lookups.submit_write(self._announce)
+        for kind, body in messages:
+            if kind is Kind.REQUEST:
+                request = Request.unpack(body)
+                submit = {Op.READ: self._transfers.submit_read, Op.WRITE: self._transfers.submit_write}.get(
+                    request.op, self._lookups.submit_read
+                )
+                if not submit(partial(self._run, request)):
+                    return  # The engine has more requests under way than it may.
+        for threads in (self._transfers, self._lookups):
+            threads.close(FINISH_DEADLINE_S)
+        self._client.close()
+
+    def _run(self, request: Request) -> None:
+        worker = self._workers.get()
+        response = worker.run(request)
+        self._workers.put(worker)
+        self._connection.send(Kind.RESPONSE, response.pack())
+
+    def _announce(self) -> None:
+        setup = self._setup
+        for note in announce(self._client, setup.prefix, setup.fingerprint, setup.identity):
+            self._connection.send(Kind.NOTE, note.encode())
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]))
+    # Threads of a client may hang, and must not keep the process.
+    sys.stdout.flush()
+    os._exit(0)

@@ -1,0 +1,64 @@
+"""Which fingerprints a store has blocks of, and what distinguishes them, in words for the log.
+
+A store cannot list its names. So servers of one model leave their identities under numbered names,
+``<prefix>/identities/<digest of the model's name>/<number>``, each in a value of IDENTITY_BYTES: the length and the
+checksum (XXH3-64) of the text, eight bytes each, then the text, then zeros.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+from collections.abc import Iterator, Mapping
+
+import numpy as np
+from xxhash import xxh3_64_intdigest
+
+from kvoffload.abc import ByteArray
+from kvoffload.tiers.identity import MODEL, explain_unusable, identity_text, parse_identity
+from kvoffload.tiers.remote.client import Outcome, StoreClient, StoreError
+
+MAX_IDENTITIES = 32
+"""Identities of one model that a store can have; later ones are not explained."""
+IDENTITY_BYTES = 8192
+_HEADER = struct.Struct("<QQ")
+_FINGERPRINT = "fingerprint"
+
+
+def announce(client: StoreClient, prefix: str, fingerprint: str, identity: Mapping[str, str]) -> Iterator[str]:
+    """Stores ``identity`` unless the store has it. Yields why blocks under other fingerprints cannot be used here."""
+    if not identity:
+        return
+    model = hashlib.sha256(identity.get(MODEL, "").encode()).hexdigest()[:16]
+    names = [f"{prefix}/identities/{model}/{number}" for number in range(MAX_IDENTITIES)]
+    rows = np.zeros((MAX_IDENTITIES, IDENTITY_BYTES), dtype=np.uint8)
+    try:
+        client.register(rows)
+        outcomes = client.get(names, [[row] for row in rows])
+        found = [_parse(row) if outcome is Outcome.OK else {} for row, outcome in zip(rows, outcomes, strict=True)]
+        if Outcome.MISSING in outcomes and all(each.get(_FINGERPRINT) != fingerprint for each in found):
+            text = identity_text({**identity, _FINGERPRINT: fingerprint}).encode()
+            if len(text) <= IDENTITY_BYTES - _HEADER.size:
+                row = rows[0]
+                row[:] = np.frombuffer(_value(text), dtype=np.uint8)
+                client.put([names[outcomes.index(Outcome.MISSING)]], [[row]])
+    except StoreError:
+        return
+    for each in found:
+        other = each.pop(_FINGERPRINT, fingerprint)
+        reason = None if other == fingerprint else explain_unusable(other, identity, each)
+        if reason is not None:
+            yield reason
+
+
+def _value(text: bytes) -> bytes:
+    return (_HEADER.pack(len(text), xxh3_64_intdigest(text)) + text).ljust(IDENTITY_BYTES, b"\0")
+
+
+def _parse(row: ByteArray) -> dict[str, str]:
+    """Returns the identity in a value: nothing if it is none."""
+    size, checksum = _HEADER.unpack_from(row.tobytes())
+    text = row[_HEADER.size : _HEADER.size + size].tobytes()
+    if len(text) != size or xxh3_64_intdigest(text) != checksum:
+        return {}
+    return parse_identity(text.decode(errors="replace"))

@@ -1,0 +1,150 @@
+"""StoreLink: keeps a channel running, and gives each request a deadline."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from kvoffload.abc import OffloadKey
+from kvoffload.tiers.remote.channel import ChannelState, StoreChannel
+from kvoffload.tiers.remote.limited_log import LimitedLog
+from kvoffload.tiers.remote.messages import Op, Request, Response
+
+logger = logging.getLogger(__name__)
+
+LOOKUP_DEADLINE_S = 5.0
+TRANSFER_DEADLINE_S = 20.0
+"""Time from submitting a read, write or removal to its response, including the time behind others. It must stay below
+the time after which any client gives a transfer up without ending it."""
+START_DEADLINE_S = 30.0
+"""Time for the process to start and reach the store."""
+FIRST_PAUSE_S = 1.0
+"""The pause before the first restart; doubled with every further one that follows without an answer of the store."""
+MAX_PAUSE_S = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """A request and its response: None if the process was ended, or ended by itself, before it responded."""
+
+    request: Request
+    response: Response | None
+
+
+class StoreLink:
+    """Sends requests through ``channel`` and restarts its process when that has ended.
+
+    If a request has no response at its deadline, the process is killed: nothing else makes sure that it does not touch
+    the host slots later. All requests that it had then end without a response, once the process no longer exists.
+    Pauses between restarts grow and are jittered: servers that lose the same store do not come back at the same moment.
+    ``random`` returns numbers from 0 to 1.
+    """
+
+    def __init__(
+        self, channel: StoreChannel, name: str, clock: Callable[[], float], random: Callable[[], float]
+    ) -> None:
+        self.num_in_flight = 0
+        """Requests without an answer."""
+        self._channel = channel
+        self._name = name
+        self._clock = clock
+        self._random = random
+        self._under_way: dict[int, tuple[Request, float]] = {}
+        """Requests without an answer and their deadlines, by number."""
+        self._last_number = 0
+        self._pause = FIRST_PAUSE_S
+        self._start_at = clock()
+        """When to start the process next."""
+        self._start_deadline = float("inf")
+        self._was_ready = False
+        self._log = LimitedLog(clock)
+
+    @property
+    def is_ready(self) -> bool:
+        return self._channel.state is ChannelState.READY
+
+    def send(self, op: Op, keys: Sequence[OffloadKey], slots: Sequence[int] = ()) -> bool:
+        """Returns whether the request was sent: ``poll`` returns its answer, or that there is none."""
+        request = Request(self._last_number + 1, op, list(keys), list(slots))
+        if not self._channel.submit(request):
+            return False
+        self._last_number += 1
+        deadline = LOOKUP_DEADLINE_S if op is Op.LOOKUP else TRANSFER_DEADLINE_S
+        self._under_way[request.number] = request, self._clock() + deadline
+        self.num_in_flight += 1
+        return True
+
+    def poll(self) -> list[Answer]:
+        """Returns the answers that have come, and starts or kills the process if it is time."""
+        answers = self._take()
+        state = self._channel.state
+        if state is ChannelState.READY:
+            self._ready()
+        elif state is ChannelState.STARTING:
+            if self._clock() >= self._start_deadline:
+                self._kill(f"did not reach the store within {START_DEADLINE_S:g} s")
+        elif state is ChannelState.DOWN:
+            answers += self._down()
+        return answers
+
+    def _take(self) -> list[Answer]:
+        answers = []
+        for response in self._channel.poll():
+            request, _ = self._under_way.pop(response.number, (None, 0.0))
+            if request is None or len(response.statuses) != len(request.keys):
+                self._kill("sent a response that fits no request")
+                break
+            answers.append(Answer(request, response))
+            if response.problem:
+                self._log.warning("%s: %s failed: %s", self._name, request.op.name.lower(), response.problem)
+            else:
+                self._pause = FIRST_PAUSE_S
+        self.num_in_flight = len(self._under_way)
+        return answers
+
+    def _ready(self) -> None:
+        if not self._was_ready:
+            self._was_ready = True
+            self._start_deadline = float("inf")
+            logger.info("kvoffload: %s: connected", self._name)
+        # Requests of one kind are in the order of their deadlines, and there are only a few.
+        if self._under_way and min(deadline for _, deadline in self._under_way.values()) <= self._clock():
+            self._kill("did not answer a request in time")
+
+    def _down(self) -> list[Answer]:
+        now = self._clock()
+        lost = [Answer(request, None) for request, _ in self._under_way.values()]
+        self._under_way.clear()
+        self.num_in_flight = 0
+        if self._was_ready or self._start_deadline != float("inf"):
+            # It has ended since it was started.
+            self._was_ready, self._start_deadline = False, float("inf")
+            self._start_at = now + self._pause * (0.5 + self._random() / 2)
+            self._log.warning(
+                "%s: the process of its client has ended; its blocks are misses. It is started again in %.1f s",
+                self._name,
+                self._start_at - now,
+            )
+            self._pause = min(MAX_PAUSE_S, self._pause * 2)
+        if now >= self._start_at:
+            self._start_deadline = now + START_DEADLINE_S
+            self._channel.start()
+        return lost
+
+    def _kill(self, why: str) -> None:
+        self._log.warning("%s: the process of its client %s and was killed", self._name, why)
+        self._channel.kill()
+
+    def wait(self, timeout_s: float) -> None:
+        self._channel.wait(timeout_s)
+
+    def close(self, timeout_s: float) -> list[Answer]:
+        """Ends the process. Returns the last answers; none for requests that may still touch host slots."""
+        has_ended = self._channel.close(timeout_s)
+        answers = self._take()
+        if has_ended:
+            answers += [Answer(request, None) for request, _ in self._under_way.values()]
+        self._under_way.clear()
+        self.num_in_flight = 0
+        return answers

@@ -1,0 +1,212 @@
+"""ProcessChannel: the client of a store in a process of its own."""
+
+from __future__ import annotations
+
+import logging
+import os
+import select
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+
+from kvoffload.tiers.remote.channel import ChannelState, StoreChannel
+from kvoffload.tiers.remote.limited_log import LimitedLog
+from kvoffload.tiers.remote.messages import MessageError, Request, Response
+from kvoffload.tiers.remote.wire import Kind, Setup, Unframer, frame
+
+logger = logging.getLogger(__name__)
+
+MAX_UNSENT_BYTES = 8 << 20
+"""Messages that the process has not taken yet."""
+MAX_LINE_BYTES = 2000
+"""A longer line of the process's output is cut there."""
+RECEIVE_BYTES = 1 << 18
+KILL_DEADLINE_S = 2.0
+"""How long ``close`` waits for a process that was killed."""
+
+
+class ProcessChannel(StoreChannel):
+    """Starts ``kvoffload.tiers.remote.child`` with ``setup`` and talks to it over a socket, without blocking.
+
+    The process maps the host pools, runs the client and computes checksums. It ends with this process, however that
+    ends, and gets no signal of its terminal. ``name`` is for the log.
+    """
+
+    def __init__(self, setup: Setup, name: str, clock: Callable[[], float] = time.monotonic) -> None:
+        self._setup = setup
+        self._name = name
+        self._child: _Child | None = None
+        self._state = ChannelState.DOWN
+        self._unframer = Unframer()
+        self._unsent = bytearray()
+        self._notes = LimitedLog(clock)
+        self._output = LimitedLog(clock)
+        self._closed = False
+
+    @property
+    def state(self) -> ChannelState:
+        return self._state
+
+    @property
+    def pid(self) -> int | None:
+        """The process id, None if there is no process."""
+        return None if self._child is None else self._child.process.pid
+
+    def start(self) -> None:
+        if self._closed or self._state is not ChannelState.DOWN:
+            return
+        self._unframer, self._unsent = Unframer(), bytearray()
+        try:
+            self._child = _Child(self._name, self._output)
+        except OSError as error:
+            self._notes.warning("%s: its client cannot be started (%s)", self._name, error)
+            return
+        self._state = ChannelState.STARTING
+        self._unsent += frame(Kind.SETUP, self._setup.pack())
+        self._send()
+
+    def submit(self, request: Request) -> bool:
+        if self._state is not ChannelState.READY or len(self._unsent) > MAX_UNSENT_BYTES:
+            return False
+        self._unsent += frame(Kind.REQUEST, request.pack())
+        self._send()
+        return True
+
+    def _send(self) -> None:
+        if self._child is None:
+            return
+        try:
+            while self._unsent:
+                del self._unsent[: self._child.socket.send(self._unsent)]
+        except BlockingIOError:
+            pass
+        except OSError:
+            self._unsent.clear()  # The process has ended, which ``poll`` notices.
+
+    def poll(self) -> list[Response]:
+        if self._child is None:
+            return []
+        # Whether it has ended is asked first: what it has sent before is complete then.
+        has_ended = self._child.has_ended()
+        responses = self._receive() if self._state is not ChannelState.ENDING else []
+        if has_ended:
+            self._child.socket.close()
+            self._child, self._state = None, ChannelState.DOWN
+        elif self._unsent:
+            self._send()
+        return responses
+
+    def _receive(self) -> list[Response]:
+        responses: list[Response] = []
+        child = self._child
+        while child is not None:
+            try:
+                data = child.socket.recv(RECEIVE_BYTES)
+            except BlockingIOError:
+                break
+            except OSError:
+                data = b""
+            if not data:
+                # It has closed its end, and may hang in whatever it does now.
+                if self._state is not ChannelState.ENDING and not self._closed:
+                    self.kill()
+                break
+            try:
+                for kind, body in self._unframer.feed(data):
+                    if kind is Kind.RESPONSE:
+                        responses.append(Response.unpack(body))
+                    elif kind is Kind.READY:
+                        self._state = ChannelState.READY
+                    elif kind is Kind.NOTE:
+                        self._notes.warning("%s: %s", self._name, body.decode(errors="replace"))
+            except MessageError as error:
+                self._notes.warning("%s: its client sent %s", self._name, error)
+                self.kill()
+                break
+        return responses
+
+    def wait(self, timeout_s: float) -> None:
+        if self._child is None:
+            time.sleep(timeout_s)
+            return
+        poller = select.poll()
+        poller.register(self._child.socket, select.POLLIN)
+        poller.poll(timeout_s * 1000)
+
+    def kill(self) -> None:
+        if self._child is not None:
+            self._child.kill()
+            self._state = ChannelState.ENDING
+
+    def close(self, timeout_s: float) -> bool:
+        """Lets the process finish what it has begun, and leave the store; kills it after ``timeout_s``. What has come
+        meanwhile is left for ``poll``."""
+        self._closed = True
+        if self._child is None:
+            return True
+        if self._state is ChannelState.READY:
+            self._child.end_requests()
+        else:
+            self._child.kill()
+        if not self._child.wait(timeout_s):
+            self._child.kill()
+        return self._child.wait(KILL_DEADLINE_S)
+
+
+class _Child:
+    """One process, its socket, and a thread that starts it and logs its output."""
+
+    def __init__(self, name: str, log: LimitedLog) -> None:
+        self.socket, theirs = socket.socketpair()
+        self.socket.setblocking(False)
+        self._name = name
+        self._log = log
+        self._owner = os.getpid()
+        with theirs:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "kvoffload.tiers.remote.child", str(theirs.fileno())],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                pass_fds=[theirs.fileno()],
+                start_new_session=True,
+                env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+            )
+        threading.Thread(target=self._read_output, name="kvoffload-remote-log", daemon=True).start()
+
+    def has_ended(self) -> bool:
+        return self.process.poll() is not None
+
+    def end_requests(self) -> None:
+        self.socket.shutdown(socket.SHUT_WR)
+
+    def wait(self, timeout_s: float) -> bool:
+        """Returns whether the process has ended, after ``timeout_s`` at the latest."""
+        try:
+            self.process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            return False
+        return True
+
+    def kill(self) -> None:
+        # A forked copy of the engine has this object too, and must not end the process of the original.
+        if os.getpid() == self._owner:
+            self.process.kill()
+
+    def _read_output(self) -> None:
+        """Logs what the process writes, a line now and then, so that it never waits for a reader."""
+        output = self.process.stdout
+        if output is None:
+            return
+        last: deque[str] = deque(maxlen=1)
+        with output:
+            while line := output.readline(MAX_LINE_BYTES):
+                text = line.decode(errors="replace").rstrip()
+                last.append(text)
+                self._log.warning("%s: its client says: %s", self._name, text)
+        # Reaps the process even if nobody polls the channel any more.
+        self.process.wait()

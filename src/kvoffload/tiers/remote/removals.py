@@ -1,0 +1,86 @@
+"""Removals: the blocks of a shared store that this process has written, and those that it wants removed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from kvoffload.abc import OffloadKey
+
+MAX_WRITTEN = 1 << 18
+"""Keys remembered because this process has written their blocks; the oldest are forgotten first."""
+MAX_PENDING = 1 << 14
+"""Keys that are to be removed; beyond that the oldest stay in the store."""
+MAX_LOST = 1 << 16
+"""Keys of lost blocks remembered for ``take_lost``; beyond that the oldest are left out."""
+MAX_AT_ONCE = 256
+"""Keys in one request."""
+RETRY_S = 1.0
+"""The pause after a removal that has failed."""
+
+
+class Removals:
+    """Keeps keys whose blocks this process has written, and keys whose blocks have to leave the store."""
+
+    def __init__(self) -> None:
+        self._written: dict[OffloadKey, None] = {}
+        self._lost: dict[OffloadKey, None] = {}
+        self._pending: dict[OffloadKey, None] = {}
+        """Keys to be removed, those that the store is being asked to remove included. The oldest first."""
+        self._not_before = -float("inf")
+        self._is_asked = False
+
+    def __contains__(self, key: OffloadKey) -> bool:
+        """Whether the block of ``key`` is to be removed, and has not been yet."""
+        return key in self._pending
+
+    def note_written(self, keys: Iterable[OffloadKey]) -> None:
+        self._written.update(dict.fromkeys(keys))
+        _limit(self._written, MAX_WRITTEN)
+
+    def note_missing(self, keys: Iterable[OffloadKey]) -> None:
+        """Notes that the store does not have these blocks: those that this process has written were lost."""
+        lost = [key for key in keys if key in self._written]
+        for key in lost:
+            del self._written[key]
+        self._lost.update(dict.fromkeys(lost))
+        _limit(self._lost, MAX_LOST)
+
+    def take_lost(self) -> list[OffloadKey]:
+        """Returns the keys of blocks that this process has written and the store has lost, since the last call."""
+        lost, self._lost = list(self._lost), {}
+        return lost
+
+    def delete(self, keys: Iterable[OffloadKey]) -> list[OffloadKey]:
+        """Requests the removal of those of ``keys`` that this process has written. Returns them."""
+        own = [key for key in keys if key in self._written]
+        for key in own:
+            del self._written[key]
+        self.remove(own)
+        return own
+
+    def remove(self, keys: Iterable[OffloadKey]) -> None:
+        """Requests the removal of ``keys``, whoever has written them."""
+        self._pending.update(dict.fromkeys(keys))
+        _limit(self._pending, MAX_PENDING)
+
+    def to_ask(self, now: float) -> list[OffloadKey]:
+        """Returns the keys that the store should be asked to remove now, as one request at a time."""
+        if self._is_asked or now < self._not_before:
+            return []
+        return [key for _, key in zip(range(MAX_AT_ONCE), self._pending, strict=False)]
+
+    def asked(self) -> None:
+        self._is_asked = True
+
+    def answered(self, removed: Iterable[OffloadKey], has_failed: bool, now: float) -> None:
+        """Takes in that the store no longer has the blocks of ``removed``. The others are removed later."""
+        self._is_asked = False
+        if has_failed:
+            self._not_before = now + RETRY_S
+        for key in removed:
+            self._pending.pop(key, None)
+
+
+def _limit(keys: dict[OffloadKey, None], most: int) -> None:
+    for key in [key for _, key in zip(range(len(keys) - most), keys, strict=False)]:
+        del keys[key]

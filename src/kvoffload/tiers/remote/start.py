@@ -1,0 +1,32 @@
+"""Opens a remote tier with its client in a process of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from kvoffload.abc import ConfigError
+from kvoffload.tiers.config import TierContext
+from kvoffload.tiers.remote.process import ProcessChannel
+from kvoffload.tiers.remote.tier import RemoteTier
+from kvoffload.tiers.remote.wire import Setup
+
+
+def open_remote_tier(
+    client: str, settings: Mapping[str, Any], context: TierContext, *, name: str, prefix: str
+) -> RemoteTier:
+    """Returns a tier whose store's client is made by ``client``, an import path "package.module:function", from
+    ``settings``. ``prefix``: what the names of all values begin with.
+
+    Raises ConfigError if another process cannot open a host pool.
+    """
+    handles = [handle for handle in context.handles if handle is not None]
+    if len(handles) != len(context.pools):
+        raise ConfigError(
+            f"kind={name!r}: the process of the store's client cannot open {len(context.pools) - len(handles)} of the "
+            f"{len(context.pools)} host pools; give build_scheduler HostPool.handle() of each pool, not its bytes"
+        )
+    num_slots = min(len(pool) for pool in context.pools)
+    setup = Setup(client, settings, tuple(handles), num_slots, context.fingerprint, prefix, context.identity)
+    payload_bytes = sum(pool.shape[1] for pool in context.pools)
+    return RemoteTier(ProcessChannel(setup, name), payload_bytes, name=name)

@@ -1,0 +1,270 @@
+"""RemoteTier: blocks in a store that other servers use too, reached through a channel."""
+
+from __future__ import annotations
+
+import random as random_module
+import time
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from kvoffload.abc import IntegrityError, OffloadKey, Slots, States, Tier, TierError, TierResult
+from kvoffload.abc.tier import HIT, MISS, RETRY
+from kvoffload.tiers.remote.channel import StoreChannel
+from kvoffload.tiers.remote.link import Answer, StoreLink
+from kvoffload.tiers.remote.messages import MAX_KEYS, Op, Status
+from kvoffload.tiers.remote.presence import PresenceCache
+from kvoffload.tiers.remote.record import MAX_KEY_BYTES, RECORD_BYTES
+from kvoffload.tiers.remote.removals import Removals
+
+MAX_IN_FLIGHT_BYTES = 128 << 20
+"""Bytes of reads under way at once, and of writes; at least one block."""
+MAX_IN_FLIGHT_BLOCKS = 1024
+"""Blocks read at once, and blocks written at once."""
+REQUEST_BYTES = 8 << 20
+"""Blocks that are smaller share a request of this size."""
+MAX_ASKED = 1 << 16
+"""Keys that the store is being asked about at once; others count as missing meanwhile."""
+CLOSE_DEADLINE_S = 5.0
+
+_ERRORS = {
+    Status.MISSING: TierError.GONE,
+    Status.FULL: TierError.NO_SPACE,
+    Status.CORRUPT: TierError.CORRUPT,
+    Status.FAILED: TierError.IO,
+}
+
+
+class RemoteTier(Tier):
+    """Blocks of ``payload_bytes`` each, all ranks together, in the store behind ``channel``.
+
+    The store is asked about whole chains at once, and its answers are remembered for a short while. While it cannot be
+    reached, nothing is held and nothing is taken on; the tier comes back by itself. A corrupt block is removed from the
+    store, whoever has written it, and counts as missing until that is done. ``random`` returns numbers from 0 to 1.
+    """
+
+    is_shared = True
+
+    def __init__(
+        self,
+        channel: StoreChannel,
+        payload_bytes: int,
+        *,
+        name: str = "remote",
+        clock: Callable[[], float] = time.monotonic,
+        random: Callable[[], float] = random_module.random,
+    ) -> None:
+        self.name = name
+        self._block_bytes = RECORD_BYTES + payload_bytes
+        self._max_moving = max(1, min(MAX_IN_FLIGHT_BLOCKS, MAX_IN_FLIGHT_BYTES // self._block_bytes))
+        self._clock = clock
+        self._link = StoreLink(channel, name, clock, random)
+        self._presence = PresenceCache()
+        self._asked: set[OffloadKey] = set()
+        """Keys that the store is being asked about."""
+        self._moving: dict[Op, dict[OffloadKey, bool]] = {Op.READ: {}, Op.WRITE: {}}
+        """Blocks being read and written. False: the block has been deleted since the transfer began."""
+        self._removals = Removals()
+        self._num_failed_lookups = 0
+        self._unreported: list[TierResult] = []
+        """Results that ``close`` has found, for ``poll``."""
+        self._is_off = False
+        """Whether the tier was closed or reset: nothing is held or taken on any more."""
+        self._link.poll()
+
+    @property
+    def block_bytes(self) -> int:
+        return self._block_bytes
+
+    @property
+    def num_failed_lookups(self) -> int:
+        return self._num_failed_lookups
+
+    @property
+    def is_connected(self) -> bool:
+        """Whether the store could be reached when the tier last looked."""
+        return self._link.is_ready
+
+    # Lookups.
+
+    def expect(self, keys: Sequence[OffloadKey]) -> None:
+        self.contains(keys)
+
+    def contains(self, keys: Sequence[OffloadKey]) -> States:
+        if self._is_off:
+            return np.zeros(len(keys), dtype=np.uint8)
+        states = self._presence.states(keys, self._clock())
+        unknown = np.flatnonzero(states == RETRY)
+        if len(unknown):
+            names = [keys[i] for i in unknown.tolist()] if len(unknown) < len(keys) else list(keys)
+            self._ask(names)
+            if not self._asked.issuperset(names):
+                states[unknown[~_among(names, self._asked)]] = MISS
+        return states
+
+    def _ask(self, keys: Sequence[OffloadKey]) -> None:
+        """Asks the store about those of ``keys`` that it is not being asked about yet, if it can be reached."""
+        if not self._link.is_ready or self._asked.issuperset(keys):
+            return
+        new = [key for key in dict.fromkeys(keys) if key not in self._asked and len(key) <= MAX_KEY_BYTES]
+        new = new[: MAX_ASKED - len(self._asked)]
+        for start in range(0, len(new), MAX_KEYS):
+            part = new[start : start + MAX_KEYS]
+            if not self._link.send(Op.LOOKUP, part):
+                return
+            self._asked.update(part)
+
+    # Transfers.
+
+    def read(self, keys: Sequence[OffloadKey], slots: Slots) -> list[OffloadKey]:
+        return self._begin(Op.READ, keys, slots, MISS)
+
+    def write(self, keys: Sequence[OffloadKey], slots: Slots) -> list[OffloadKey]:
+        taken = self._begin(Op.WRITE, keys, slots, HIT)
+        # They can be read once their writes have been reported, and not before.
+        self._presence.note_missing(taken, self._clock(), float("inf"))
+        return taken
+
+    def _begin(self, op: Op, keys: Sequence[OffloadKey], slots: Slots, refused: int) -> list[OffloadKey]:
+        """Begins the transfers of those of ``keys`` that are not in the state ``refused``. Returns the keys."""
+        if self._is_off or not keys or not self._link.is_ready:
+            return []
+        moving = self._moving[op]
+        fits = self._presence.states(keys, self._clock()) != refused
+        chosen = [i for i in np.flatnonzero(fits).tolist() if self._may_move(keys[i])]
+        del chosen[max(0, self._max_moving - len(moving)) :]
+        step = max(1, REQUEST_BYTES // self._block_bytes)
+        taken: list[OffloadKey] = []
+        for start in range(0, len(chosen), step):
+            part = chosen[start : start + step]
+            names = [keys[i] for i in part]
+            if not self._link.send(op, names, slots[part].tolist()):
+                break
+            taken += names
+        moving.update(dict.fromkeys(taken, True))
+        return taken
+
+    def _may_move(self, key: OffloadKey) -> bool:
+        is_moving = any(key in moving for moving in self._moving.values())
+        return not is_moving and key not in self._removals and len(key) <= MAX_KEY_BYTES
+
+    def poll(self) -> list[TierResult]:
+        results, self._unreported = self._unreported, []
+        for answer in self._link.poll():
+            results += self._take(answer)
+        self._ask_to_remove()
+        return results
+
+    def _take(self, answer: Answer) -> list[TierResult]:
+        """Takes in an answer. Returns the results of the transfers that it ends."""
+        request, response = answer.request, answer.response
+        statuses = [Status.FAILED] * len(request.keys) if response is None else response.statuses
+        if request.op is Op.LOOKUP:
+            self._end_lookup(request.keys, statuses)
+        elif request.op is Op.REMOVE:
+            removed = [key for key, status in zip(request.keys, statuses, strict=True) if status is not Status.FAILED]
+            self._removals.answered(removed, len(removed) < len(statuses), self._clock())
+            self._presence.note_missing(removed, self._clock())
+        else:
+            now = self._clock()
+            begun, ended = (now, now) if response is None else (response.begun, response.ended)
+            return self._end_transfers(request.op, request.keys, statuses, begun, ended)
+        return []
+
+    def _end_lookup(self, keys: Sequence[OffloadKey], statuses: Sequence[Status]) -> None:
+        self._asked.difference_update(keys)
+        # What is written or removed at the moment is not found before that has ended.
+        answers = [
+            (key, status)
+            for key, status in zip(keys, statuses, strict=True)
+            if key not in self._moving[Op.WRITE] and key not in self._removals
+        ]
+        now = self._clock()
+        self._presence.note_present([key for key, status in answers if status is Status.OK], now)
+        self._presence.note_missing([key for key, status in answers if status is not Status.OK], now)
+        self._removals.note_missing(key for key, status in answers if status is Status.MISSING)
+        self._num_failed_lookups += Status.FAILED in statuses
+
+    def _end_transfers(
+        self, op: Op, keys: Sequence[OffloadKey], statuses: Sequence[Status], begun: float, ended: float
+    ) -> list[TierResult]:
+        seconds = max(0.0, ended - begun) / len(keys)
+        results = []
+        for key, status in zip(keys, statuses, strict=True):
+            is_wanted = self._moving[op].pop(key)
+            self._note_end(op, key, status, is_wanted)
+            error = _ERRORS.get(status) if is_wanted else TierError.GONE
+            nbytes = self._block_bytes if status is Status.OK and is_wanted else 0
+            results.append(TierResult(key, op is Op.READ, error, nbytes, seconds, begun, ended))
+        return results
+
+    def _note_end(self, op: Op, key: OffloadKey, status: Status, is_wanted: bool) -> None:
+        """Remembers what the end of a transfer says about the block."""
+        now = self._clock()
+        if status is Status.CORRUPT or (op is Op.WRITE and status is Status.OK and not is_wanted):
+            self._removals.remove([key])
+            self._presence.note_missing([key], now, float("inf"))
+        elif key in self._removals or not is_wanted:
+            self._presence.note_missing([key], now)
+        elif status in (Status.OK, Status.HELD):
+            self._presence.note_present([key], now)
+            if op is Op.WRITE and status is Status.OK:
+                self._removals.note_written([key])
+        else:
+            self._presence.note_missing([key], now)
+            if status is Status.MISSING:
+                self._removals.note_missing([key])
+
+    def _ask_to_remove(self) -> None:
+        keys = self._removals.to_ask(self._clock()) if self._link.is_ready else []
+        # A write that is under way would bring the block back.
+        keys = [key for key in keys if key not in self._moving[Op.WRITE]]
+        if keys and self._link.send(Op.REMOVE, keys):
+            self._removals.asked()
+
+    def take_evicted(self) -> list[OffloadKey]:
+        return self._removals.take_lost()
+
+    def wait(self, timeout_s: float) -> None:
+        if not self._unreported:
+            self._link.wait(timeout_s)
+
+    # Order and removal.
+
+    def touch(self, keys: Sequence[OffloadKey]) -> None:
+        """Does nothing: the store has an order of its own."""
+
+    def delete(self, keys: Sequence[OffloadKey]) -> None:
+        if self._is_off:
+            return
+        self._drop_transfers(keys)
+        self._removals.delete(keys)
+        self._presence.note_missing(keys, self._clock())
+        self._ask_to_remove()
+
+    def _drop_transfers(self, keys: Sequence[OffloadKey]) -> None:
+        for moving in self._moving.values():
+            moving.update((key, False) for key in keys if key in moving)
+
+    def reset(self) -> None:
+        for moving in self._moving.values():
+            self._drop_transfers(list(moving))
+        self._presence.clear()
+        self._is_off = True
+
+    def close(self) -> None:
+        self._is_off = True
+        for answer in self._link.close(CLOSE_DEADLINE_S):
+            self._unreported += self._take(answer)
+        self._presence.clear()
+
+    def check_integrity(self) -> None:
+        if any(len(moving) > self._max_moving for moving in self._moving.values()):
+            raise IntegrityError(f"the {self.name} tier moves more than {self._max_moving} blocks at once")
+        if len(self._asked) > MAX_ASKED:
+            raise IntegrityError(f"the {self.name} tier asks about more than {MAX_ASKED} keys at once")
+
+
+def _among(keys: Sequence[OffloadKey], known: set[OffloadKey]) -> npt.NDArray[np.bool_]:
+    return np.fromiter(map(known.__contains__, keys), np.bool_, len(keys))

@@ -1,0 +1,159 @@
+"""Reads blocks from other seats into host slots, and verifies them.
+
+The methods of ForeignReads are called on the scheduler's thread; jobs run on the executor's. A job owns its ``Batch``
+and the host slots in it until the scheduler's thread has taken its results.
+"""
+
+from __future__ import annotations
+
+import errno
+from collections import defaultdict, deque
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import numpy as np
+
+from kvoffload.abc import ByteArray, OffloadKey, TierError, TierResult
+from kvoffload.tiers.disk.blockio import FACTS, JOB_BYTES, MAX_BUFFERS, Batch
+from kvoffload.tiers.disk.format import RECORD_BYTES, FormatError, payload_checksum
+from kvoffload.tiers.disk.journal import changed_blocks, digests_of
+from kvoffload.tiers.executor import Executor
+from kvoffload.tiers.shared_dir.followers import GONE_ERRORS, Follower, read_header, read_record
+from kvoffload.tiers.shared_dir.foreign import ForeignBlocks, Located, SeatView
+
+STALE_ERRORS = (*GONE_ERRORS, errno.EBADF)
+"""Errors of files and folders that were removed, or that the follower has closed since."""
+
+
+class ForeignReads:
+    """Reads blocks that ``blocks`` has found into ``pools`` on ``executor``.
+
+    A block whose bytes are wrong is looked at again: if its owner has replaced it meanwhile, it is gone, and else it is
+    corrupt. ``follower`` is asked to look at the record again after each failure.
+    """
+
+    def __init__(
+        self,
+        pools: Sequence[ByteArray],
+        executor: Executor,
+        blocks: ForeignBlocks,
+        follower: Follower,
+        clock: Callable[[], float],
+        job_bytes: int = JOB_BYTES,
+    ) -> None:
+        self._pools = list(pools)
+        self._executor = executor
+        self._blocks = blocks
+        self._follower = follower
+        self._clock = clock
+        self._blocks_per_job = max(1, job_bytes // sum(pool.shape[1] for pool in pools))
+        self._done: deque[list[TierResult]] = deque()
+
+    def submit(
+        self, keys: Sequence[OffloadKey], places: Sequence[Located], host_slots: Sequence[int]
+    ) -> list[OffloadKey]:
+        """Queues reads. Returns the keys that were taken on."""
+        by_view: dict[int, list[int]] = defaultdict(list)
+        for i, located in enumerate(places):
+            by_view[located.view.serial].append(i)
+        taken: list[OffloadKey] = []
+        for chosen in by_view.values():
+            view = places[chosen[0]].view
+            facts = np.zeros(len(chosen), dtype=FACTS)
+            facts["payload_checksum"] = [places[i].checksum for i in chosen]
+            slots = np.array([places[i].slot for i in chosen], dtype=np.int64)
+            hosts = np.array([host_slots[i] for i in chosen], dtype=np.int64)
+            batch = Batch([keys[i] for i in chosen], hosts, slots, facts)
+            for start in range(0, len(chosen), self._blocks_per_job):
+                job = batch.part(start, min(len(chosen), start + self._blocks_per_job))
+                if not self._executor.submit_read(partial(self._run, view, job)):
+                    return taken
+                taken += job.keys
+        return taken
+
+    @property
+    def has_done(self) -> bool:
+        """Whether ``take_done`` would return something."""
+        return bool(self._done)
+
+    def take_done(self) -> list[TierResult]:
+        """Returns the results of reads that have ended since the last call."""
+        return [result for _ in range(len(self._done)) for result in self._done.popleft()]
+
+    # On the executor's threads.
+
+    def _run(self, view: SeatView, batch: Batch) -> None:
+        for run in batch.sorted().runs(view.header.slots_per_slab, max(1, MAX_BUFFERS // len(self._pools))):
+            self._read(view, run)
+
+    def _read(self, view: SeatView, run: Batch) -> None:
+        begun = self._clock()
+        try:
+            buffers = [[pool[slot] for pool in self._pools] for slot in run.host_slots.tolist()]
+            self._fill(view, int(run.slots[0]), [part for block in buffers for part in block])
+            errors = [
+                None if self._is_good(view, run, i, block) else self._look_again(view, run, i, block)
+                for i, block in enumerate(buffers)
+            ]
+        except Exception as error:
+            if len(run.keys) > 1:
+                for i in range(len(run.keys)):
+                    self._read(view, run.part(i, i + 1))
+                return
+            errors = [self._error_of(view, error)]
+        for slot, problem in zip(run.slots.tolist(), errors, strict=True):
+            if problem is not None:
+                self._follower.recheck(view.ordinal, slot)
+        ended = self._clock()
+        seconds = (ended - begun) / len(run.keys)
+        nbytes = view.header.block_bytes
+        self._done.append(
+            [
+                TierResult(key, True, error, 0 if error else nbytes, seconds, begun, ended)
+                for key, error in zip(run.keys, errors, strict=True)
+            ]
+        )
+
+    def _fill(self, view: SeatView, slot: int, buffers: Sequence[ByteArray]) -> None:
+        """Raises OSError if not every byte could be read; ESTALE at the end of the file, which its owner has cut."""
+        slab, offset = view.header.place(slot)
+        with self._blocks.handles.use(view, slab, self._clock) as file:
+            if file.read(buffers, offset) != sum(buffer.size for buffer in buffers):
+                if file.size() < offset + sum(buffer.size for buffer in buffers):
+                    raise OSError(errno.ESTALE, "the slab has become shorter")
+                raise OSError(errno.EIO, "not every byte could be read")
+
+    def _is_good(self, view: SeatView, run: Batch, i: int, block: Sequence[ByteArray]) -> bool:
+        return payload_checksum(view.header, run.keys[i], block) == int(run.facts["payload_checksum"][i])
+
+    def _look_again(self, view: SeatView, run: Batch, i: int, block: Sequence[ByteArray]) -> TierError | None:
+        """Reads a block again that was bad, from a file that was opened anew, after its record. Returns None if it is
+        good now. Raises OSError."""
+        slot, key = int(run.slots[i]), run.keys[i]
+        if not self._is_current(view, slot, key, int(run.facts["payload_checksum"][i])):
+            return TierError.GONE
+        self._blocks.handles.close(view, view.header.place(slot)[0])
+        self._fill(view, slot, block)
+        if self._is_good(view, run, i, block):
+            return None
+        # The owner empties the record before it overwrites the block.
+        is_current = self._is_current(view, slot, key, int(run.facts["payload_checksum"][i]))
+        return TierError.CORRUPT if is_current else TierError.GONE
+
+    def _is_current(self, view: SeatView, slot: int, key: OffloadKey, checksum: int) -> bool:
+        """Returns whether the index still says that this block is in the slot. Raises OSError."""
+        fingerprint = view.header.fingerprint
+        try:
+            header = read_header(view.storage, fingerprint)
+        except FormatError:
+            return False
+        record = read_record(view.storage, fingerprint, slot)
+        if header != view.header or len(record) < RECORD_BYTES:
+            return False
+        found, digests, checksums = changed_blocks(header, record, slot)
+        return len(found) == 1 and digests[0] == digests_of([key])[0] and int(checksums[0]) == checksum
+
+    def _error_of(self, view: SeatView, error: Exception) -> TierError:
+        is_gone = isinstance(error, OSError) and error.errno in STALE_ERRORS
+        now = self._blocks.view(view.ordinal)
+        return TierError.GONE if is_gone or now is None or now.serial != view.serial else TierError.IO

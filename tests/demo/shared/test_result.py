@@ -1,0 +1,106 @@
+"""The checks and numbers of the report."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+
+from kvoffload.demo.shared.result import FaultResult, SharedReport, SkippedStore, StoreResult
+
+from .conftest import FOUND, answers, make_fault, make_store, wrong
+
+
+def with_store(report: SharedReport, **changes: object) -> SharedReport:
+    return replace(report, stores=[replace(make_store(), **changes)], faults=[])
+
+
+def with_fault(report: SharedReport, **changes: object) -> SharedReport:
+    return replace(report, faults=[replace(make_fault(), **changes)])
+
+
+def test_a_good_run(report: SharedReport) -> None:
+    assert report.failures == []
+    data = json.loads(json.dumps(report.to_dict(), allow_nan=False))
+    assert data["ok"] is True
+    assert list(data["stores"]) == ["shared_dir", "mooncake"]
+    for store in data["stores"].values():
+        assert store["identical"] is True
+        assert store["hit_tokens"] == 6 * FOUND
+        assert store["ttft_ms"] == {"recompute": 702.5, "shared": 70.0}
+        assert store["control_detected"] is True
+    assert data["faults"][1] == {
+        "store": "mooncake",
+        "fault": "full",
+        "how": "something was killed",
+        "requests": 18,
+        "slowest_request_s": 0.805,
+        "within_deadline": True,
+        "identical": True,
+        "hit_tokens": {"before": 6 * FOUND, "during": 0, "after": 6 * FOUND},
+        "recovered_s": 4.0,
+        "bad_blocks": 0,
+    }
+
+
+def test_a_skipped_store_says_why(report: SharedReport) -> None:
+    skipped = replace(report, stores=[make_store(), SkippedStore("mooncake", "Mooncake Store", "run: apt-get")])
+    assert skipped.failures == []
+    assert skipped.to_dict()["stores"]["mooncake"] == {"skipped": "run: apt-get"}
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"shared": wrong(answers(FOUND))}, "the second server differ from those without kvoffload in 1 of 6"),
+        ({"first": wrong(answers())}, "the first server differ"),
+        ({"corrupted": wrong(answers())}, "after the stored values were changed"),
+        ({"shared": answers()}, "the second server found nothing"),
+        ({"back": answers()}, "the first server found nothing"),
+        ({"control": answers(FOUND)}, "the control was not detected"),
+        ({"control": wrong(answers())}, "the control was not detected"),
+        ({"bad_blocks": 0}, "no checksum has found the changed values"),
+    ],
+)
+def test_a_failed_check_of_a_store(report: SharedReport, changes: dict[str, object], sentence: str) -> None:
+    (found,) = with_store(report, **changes).failures
+    assert sentence in found
+
+
+def test_different_outputs_are_not_identical(report: SharedReport) -> None:
+    parts: list[Callable[[StoreResult], list[object]]] = [
+        lambda store: store.first,
+        lambda store: store.shared,
+        lambda store: store.back,
+        lambda store: store.corrupted,
+    ]
+    assert len(parts) == 4
+    for name in ("first", "shared", "back", "corrupted"):
+        broken = with_store(report, **{name: wrong(answers(FOUND))})
+        assert broken.to_dict()["stores"]["shared_dir"]["identical"] is False
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"during": wrong(answers())}, "outputs differ"),
+        ({"during": [replace(answers()[0], total_ms=60_000.0)]}, "a request took 60.0 s, more than 3.4 s"),
+        ({"recovered_s": None}, "the store gave no hits again"),
+    ],
+)
+def test_a_failed_check_of_a_fault(report: SharedReport, changes: dict[str, object], sentence: str) -> None:
+    (found,) = with_fault(report, **changes).failures
+    assert found.startswith("shared_dir, killed: ")
+    assert sentence in found
+
+
+def test_the_limit_depends_on_the_slowest_request_without_kvoffload(report: SharedReport) -> None:
+    slow = {document: replace(each, total_ms=2000.0) for document, each in report.baseline.items()}
+    assert replace(report, baseline=slow).limit_s == 7.0
+
+
+def test_requests_count_before_during_and_after() -> None:
+    fault: FaultResult = make_fault()
+    assert len(fault.requests) == 18

@@ -1,0 +1,90 @@
+"""The page and the terminal's tables have the numbers, and the page needs no other file."""
+
+from __future__ import annotations
+
+import io
+import re
+from dataclasses import replace
+
+import pytest
+
+pytest.importorskip("matplotlib")
+pytest.importorskip("jinja2")
+rich_console = pytest.importorskip("rich.console")
+
+from kvoffload.demo.shared.page import render_page  # noqa: E402
+from kvoffload.demo.shared.result import SharedReport, SkippedStore  # noqa: E402
+from kvoffload.demo.shared.terminal import TerminalProgress, summary, verdict  # noqa: E402
+
+from .conftest import answer, make_store, wrong  # noqa: E402
+
+
+def terminal_text(report: SharedReport) -> str:
+    console = rich_console.Console(width=80, record=True, file=io.StringIO())
+    console.print(summary(report))
+    console.print(verdict(report), soft_wrap=True)
+    return str(console.export_text())
+
+
+def test_the_page_is_self_contained(report: SharedReport) -> None:
+    page = render_page(report)
+    assert page.count("<svg") == 2
+    assert re.findall(r"""(?:src|href)=["'](?!#)[^"']*""", page) == []
+    assert "Outputs are identical, and both controls were detected." in page
+    assert "11,520 of 12,000" in page
+    assert "10.0" in page
+
+
+def test_a_failed_run_says_what(report: SharedReport) -> None:
+    failed = replace(report, stores=[replace(make_store(), shared=wrong(answers_of(report)))])
+    for text in (render_page(failed), terminal_text(failed)):
+        assert "outputs of the second server differ" in " ".join(text.split())
+        assert "both controls were detected" not in text
+    assert "NO" in terminal_text(failed)
+
+
+def answers_of(report: SharedReport) -> list[object]:
+    (store,) = report.results[:1]
+    return list(store.shared)
+
+
+def test_without_faults_there_is_no_table_of_them(report: SharedReport) -> None:
+    short = replace(report, faults=[])
+    page = render_page(short)
+    assert page.count("<svg") == 1
+    assert "When the store fails" not in page
+    assert "When the store fails" not in terminal_text(short)
+
+
+def test_skipped_stores_are_named_with_the_line_to_run(report: SharedReport) -> None:
+    reason = "the client is not installed: pip install something"
+    skipped = replace(report, stores=[make_store(), SkippedStore("mooncake", "Mooncake Store", reason)], faults=[])
+    for text in (render_page(skipped), terminal_text(skipped)):
+        assert f"mooncake was skipped: {reason}" in text
+    nothing = replace(skipped, stores=skipped.stores[1:])
+    assert "No store could run here." in render_page(nothing)
+    assert "No store could run here." in terminal_text(nothing)
+
+
+def test_the_terminal_fits_into_80_columns(report: SharedReport) -> None:
+    text = terminal_text(report)
+    assert max(map(len, text.splitlines())) <= 80
+    assert "…" not in text
+    flat = " ".join(text.split())
+    assert "shared_dir yes 11,520 (96%) 702 ms 70 ms 10.0" in flat
+    assert "shared_dir killed 18 0.8 s yes 11,520 0 11,520 4 s" in flat
+
+
+def test_the_progress_has_one_bar_per_part() -> None:
+    console = rich_console.Console(width=100, record=True, file=io.StringIO())
+    with TerminalProgress(console) as progress:
+        progress.begin("first part", 2)
+        for document in range(3):
+            progress.request(answer(document))
+        progress.begin("second part", 1)
+        progress.request(answer(0, 1920))
+        progress.skip(SkippedStore("mooncake", "Mooncake Store", "not here"))
+    text = console.export_text()
+    assert "3/3" in text
+    assert "1/1" in text
+    assert "mooncake is skipped: not here" in text
