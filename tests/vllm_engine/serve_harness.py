@@ -172,7 +172,7 @@ class Server:
         return self.scrape(rank)
 
     def scrape(self, rank: int | None = None) -> dict[str, float]:
-        """Returns kvoffload's metrics by their names in METRICS, those with a reason as ``misses:REASON`` and those of a
+        """Returns the metrics by their names in METRICS, those with a reason as ``misses:REASON`` and those of a
         tier as ``NAME:TIER``. ``rank`` selects one of several data-parallel engines."""
         samples = {}
         for family in text_string_to_metric_families(self.get("/metrics")):
