@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 from abc import ABC, abstractmethod
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
@@ -30,7 +31,7 @@ from dataclasses import dataclass
 from random import Random
 from typing import ClassVar, TypeAlias
 
-from kvoffload.abc import ByteArray, IntegrityError, OffloadKey, Tier
+from kvoffload.abc import ByteArray, IntegrityError, KVGroup, OffloadKey, Tier
 from kvoffload.testing.engine import Clock, EngineRequest, Leak, LowerTiers, ModelEngine, Scenario
 from kvoffload.testing.scenario import make_requests
 from kvoffload.testing.simulation import (
@@ -111,6 +112,7 @@ class ServerLife:
             and self.lookup_deadline_ms >= 30.0
             and s.store_threshold is None
             and s.num_host_blocks >= 48
+            and s.document_tokens >= 2 * _unit_tokens(s)
             and self.max_queued >= 64
             and not (s.abort_chance or s.reset_chance or s.update_chance or s.copy_failure_rate or s.sleep_chance)
             and not self.load_only_if_faster
@@ -133,6 +135,9 @@ def plan_servers(seed: int) -> ServersPlan:
     """Returns the plan of the simulation of ``seed``."""
     rng = Random(f"servers {seed}")
     base = small_scenario(rng)
+    while base.document_tokens < 2 * _unit_tokens(base) and rng.random() < 0.9:
+        # Servers share whole blocks only.
+        base = small_scenario(rng)
     is_calm = rng.random() < 0.3
     slow = rng.random() < 0.3
     machines = []
@@ -146,6 +151,12 @@ def plan_servers(seed: int) -> ServersPlan:
             lives.append(_life(rng, base, life_seed, slow, weights, is_last))
         machines.append(tuple(lives))
     return ServersPlan(seed, is_calm, tuple(machines), has_outage=rng.random() < 0.2)
+
+
+def _unit_tokens(scenario: Scenario) -> int:
+    """Returns the tokens after which blocks of all groups end."""
+    groups = scenario.groups or (KVGroup(scenario.block_size, scenario.block_size_factor),)
+    return math.lcm(*(group.block_tokens for group in groups))
 
 
 def _life(rng: Random, base: Scenario, seed: int, slow: bool, weights: int, is_last: bool) -> ServerLife:

@@ -207,6 +207,8 @@ class SimulatedClient(StoreClient):
             data[self._state.random.randrange(data.size)] ^= 1 << self._state.random.randrange(8)
             self._state.misread.add(name)
         if self._injects("forgotten"):
+            # The server cannot know that the value of this name is not its own.
+            self._state.put.add(name)
             return Outcome.OK
         outcome = self._store.put(name, data, original, self._state.server)
         if outcome is Outcome.OK:
