@@ -3,6 +3,7 @@
 Beside the laws of ``servers`` these must hold:
 
 - each seat stays within the budget of its server, and all of them within seats x budget;
+- no server takes the seat of one that lives;
 - no server removes a file from a seat that another one has;
 - where nothing has failed, no block is found bad, whatever the caches of the clients show;
 - the seats of servers that are gone are emptied, so that their budget returns.
@@ -37,6 +38,10 @@ OTHER_BYTES = 64 << 10
 """For everything in the directory that is not in a seat."""
 
 
+class SeatTaken(AssertionError):
+    """A server has taken the seat of another one that lives."""
+
+
 class SharedFolderMedium(SharedMedium):
     """A directory on a network file system that stalls, fails, is full, loses files and bytes, and cuts clients off."""
 
@@ -46,9 +51,9 @@ class SharedFolderMedium(SharedMedium):
         super().__init__()
         rng = self.random = Random(f"folder {seed}")
         self.is_calm = is_calm
-        self.num_blocks = rng.choice((4, 12, 40, 100))
+        self.num_blocks = rng.choice((3, 6, 20, 100))
         """The budget of each server."""
-        self.slab_blocks = rng.choice((3, 10, 100))
+        self.slab_blocks = rng.choice((2, 10, 100))
         self.capacity_bytes = 0
         """The same in bytes, known when the first server has connected."""
         self.clock_offset_s = 0.0
@@ -165,6 +170,9 @@ class SharedFolderMedium(SharedMedium):
     def check(self) -> None:
         if self.deleted:
             raise DeletedOthers(f"a server has removed {self.deleted} from the seat of another one")
+        living = Counter(connection.seat for connection in self.connections if connection.has_seat)
+        if living and max(living.values()) > 1 and not self.has_zombies:
+            raise SeatTaken(f"servers per seat: {dict(living)}")
         seats = self._seats()
         for name, folder in seats.items():
             held = self.server.held_bytes(folder)
@@ -228,13 +236,14 @@ class FolderConnection(Connection):
         """Whether the machine has not been started again since the server before."""
         self._kill_at = None if medium.is_calm or rng.random() < 0.8 else int(2 ** rng.uniform(3, 10))
         self._num_accesses = 0
-        self._intervals = {"keep": rng.choice((0.002, 0.02)), "follow": rng.choice((0.002, 0.01, 0.05))}
+        self._intervals = {"keep": rng.choice((0.002, 0.02)), "follow": rng.choice((0.002, 0.02, 0.2))}
         self._next = dict.fromkeys(self._intervals, 0.0)
         self._busy: set[str] = set()
 
     @property
     def has_seat(self) -> bool:
-        return self.tier is not None and not self.tier.seat.is_lost
+        """Whether the server lives and believes that it has a seat."""
+        return self.tier is not None and not self.is_dead and not self.tier.seat.is_lost
 
     @property
     def seat(self) -> str:
