@@ -55,7 +55,9 @@ def test_a_stream_may_be_cut_anywhere(messages: list[tuple[Kind, bytes]], size: 
     assert found == messages
 
 
-@pytest.mark.parametrize("start", [frame(Kind.NOTE)[:4] + b"\x63", (MAX_MESSAGE_BYTES + 1).to_bytes(4, "little") + b"\0"])
+@pytest.mark.parametrize(
+    "start", [frame(Kind.NOTE)[:4] + b"\x63", (MAX_MESSAGE_BYTES + 1).to_bytes(4, "little") + b"\0"]
+)
 def test_a_stream_that_makes_no_sense_is_refused(start: bytes) -> None:
     with pytest.raises(MessageError):
         list(Unframer().feed(start))
