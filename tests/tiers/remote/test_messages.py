@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -36,10 +38,8 @@ def test_a_long_problem_is_cut() -> None:
 @given(st.binary(max_size=60))
 def test_nonsense_is_refused_or_read_but_nothing_else(data: bytes) -> None:
     for kind in (Request, Response):
-        try:
+        with contextlib.suppress(MessageError):
             kind.unpack(data)
-        except MessageError:
-            pass
 
 
 def test_a_request_needs_a_slot_per_key() -> None:

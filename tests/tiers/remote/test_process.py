@@ -258,9 +258,9 @@ def test_a_forked_copy_of_the_engine_does_not_kill_the_process(server: Server) -
 
 
 def test_a_pool_that_no_other_process_can_open_is_refused() -> None:
+    context = TierContext([np.zeros((4, 4096), dtype=np.uint8)], FINGERPRINT, [None])
     with pytest.raises(ConfigError, match=r"1 of the 1 host pools; give build_scheduler HostPool.handle\(\)"):
-        pool = np.zeros((4, 4096), dtype=np.uint8)
-        open_remote_tier(CLIENT, {}, TierContext([pool], FINGERPRINT, [None]), name="folder", prefix="kv")
+        open_remote_tier(CLIENT, {}, context, name="folder", prefix="kv")
 
 
 CHOSEN = (
