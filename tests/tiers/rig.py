@@ -46,11 +46,19 @@ def content(key: OffloadKey) -> np.ndarray:
 
 
 class SpyTier(MemoryTier):
-    """A MemoryTier that records calls, and fails or hangs as its attributes say."""
+    """A MemoryTier that records calls, and fails, hangs or does not know as its attributes say."""
 
     def __init__(self, *args: object, **kwargs: object) -> None:
         super().__init__(*args, **kwargs)  # type: ignore[arg-type]
         self.reads: list[OffloadKey] = []
+        self.writes: list[OffloadKey] = []
+        self.expected: list[list[OffloadKey]] = []
+        """The chains that were announced."""
+        self.was_reset = False
+        self.failed_lookups = 0
+        self.held_by_others: set[OffloadKey] = set()
+        """Blocks that it does not know of and that a write finds in the medium."""
+        self.num_deleted = 0
         self.asked: list[OffloadKey] = []
         self.refuses = False
         self.fails: TierError | None = None
@@ -69,9 +77,27 @@ class SpyTier(MemoryTier):
     def capacity_bytes(self) -> int:
         return super().capacity_bytes if self.claimed_blocks is None else self.claimed_blocks * self.block_bytes
 
+    @property
+    def num_failed_lookups(self) -> int:
+        return self.failed_lookups
+
+    def expect(self, keys: Sequence[OffloadKey]) -> None:
+        self.expected.append(list(keys))
+
     def write(self, keys: Sequence[OffloadKey], slots: Slots) -> list[OffloadKey]:
         n = max(0, self.most_writes - len(self.under_way))
-        return super().write(keys[:n], slots[:n])
+        taken = super().write(keys[:n], slots[:n])
+        self.writes += taken
+        return taken
+
+    def delete(self, keys: Sequence[OffloadKey]) -> None:
+        self.num_deleted += len(keys)
+        super().delete(keys)
+
+    def reset(self) -> None:
+        self.was_reset = True
+        if not self.is_shared:
+            super().reset()
 
     def read_block(self, key: OffloadKey, slot: int, block: Any) -> None:
         self._hang(key)
@@ -105,12 +131,14 @@ class SpyTier(MemoryTier):
                 self.delete([result.key])
             seconds = result.seconds if self.seconds_per_block is None else self.seconds_per_block
             begun = result.ended - seconds
-            results.append(TierResult(result.key, result.is_read, error, result.nbytes, seconds, begun, result.ended))
+            nbytes = 0 if result.key in self.held_by_others and not result.is_read else result.nbytes
+            results.append(TierResult(result.key, result.is_read, error, nbytes, seconds, begun, result.ended))
         return results
 
 
 class Rig:
-    """A host of ``host_blocks`` in front of a tier, with a clock of their own."""
+    """A host of ``host_blocks`` in front of tiers, with a clock of their own. ``tier`` is the first of them,
+    ``tier_class`` makes the last."""
 
     def __init__(
         self,
@@ -119,16 +147,29 @@ class Rig:
         policy: str = "lru",
         groups: Sequence[KVGroup] = (KVGroup(16),),
         enable_events: bool = False,
-        **options: float,
+        num_tiers: int = 1,
+        num_threads: int = 4,
+        tier_class: type[SpyTier] = SpyTier,
+        **options: Any,
     ) -> None:
         self.clock = Clock()
         self.pools = make_pools(host_blocks, SLOT_BYTES)
-        self.executor = SteppedExecutor(clock=self.clock)
-        self.tier = SpyTier(self.pools, tier_blocks, self.executor, self.clock)
+        self.executor = SteppedExecutor(clock=self.clock, num_threads=num_threads)
+        classes = [SpyTier] * (num_tiers - 1) + [tier_class]
+        self.tiers = [make(self.pools, tier_blocks, self.executor, self.clock) for make in classes]
+        for i, tier in enumerate(self.tiers[1:], 2):
+            tier.name = f"memory-{i}"
+        self.tier = self.tiers[0]
         backend = HostBackend(16, host_blocks)
         self.host = PolicyOffloadingManager(backend, make_policy(policy, host_blocks), enable_events, clock=self.clock)
         self.manager = TieredOffloadingManager(
-            self.host, [self.tier], tokens_per_block=[16.0] * len(groups), groups=groups, clock=self.clock, **options
+            self.host,
+            self.tiers,
+            tokens_per_block=[16.0] * len(groups),
+            groups=groups,
+            clock=self.clock,
+            random=lambda: 0.0,
+            **options,
         )
 
     def store(self, keys: list[OffloadKey]) -> None:

@@ -1,21 +1,34 @@
-"""When a tier is suspended, tested again, and switched off."""
+"""When a tier is paused, tested, used again, and switched off."""
 
 from __future__ import annotations
 
 import pytest
 
 from kvoffload.abc import (
+    LookupState,
     OffloadKey,
     ReqContext,
     TierError,
 )
-from kvoffload.tiers.breaker import FAILURE_PERIOD_S, MAX_FAILURES, MAX_HANGS, BreakerState, CircuitBreaker
+from kvoffload.tiers.breaker import (
+    FAILURE_PERIOD_S,
+    JITTER,
+    MAX_FAILURES,
+    MAX_HANGS,
+    MAX_PAUSE_S,
+    PAUSE_S,
+    BreakerState,
+    CircuitBreaker,
+    Progress,
+)
+from kvoffload.tiers.state import WRITE_DEADLINE_S
 from tests.tiers.rig import (
     A,
     B,
     Rig,
     chain,
     content,
+    on_disk,
     slot_of,
 )
 
@@ -27,12 +40,15 @@ def hang(rig: Rig, name: str = "x") -> list[OffloadKey]:
     rig.tier.hanging[keys[0]] = 1e9
     rig.manager.lookup(keys, ReqContext(name))
     rig.settle()
+    rig.clock.now += 1.0
+    rig.settle()
+    assert rig.manager.tiers[0].breaker.state is BreakerState.OPEN
     return keys
 
 
 def wait_for_probe(rig: Rig, keys: list[OffloadKey]) -> None:
-    """A request looks up ``keys`` after the deadline, which may start a test read, and that ends."""
-    rig.clock.now += 1.0
+    """A request looks up ``keys`` after the pause, which may start a test read, and that ends or hangs."""
+    half_open(rig)
     assert rig.manager.lookup(keys, ReqContext("prober")) == 0, "it does not wait"
     rig.settle()
     rig.manager.release_request(ReqContext("prober"))
@@ -105,6 +121,8 @@ def test_test_reads_are_bounded_until_a_read_ends() -> None:
     rig.tier.hanging[victims[0][0]] = 1000.0
     rig.manager.lookup(victims[0], A)
     rig.settle()
+    rig.clock.now += 1.0
+    rig.settle()
     for keys in victims[1:]:
         wait_for_probe(rig, keys)
         rig.clock.now += 10.0
@@ -146,20 +164,280 @@ def test_a_slow_tier_is_not_suspended_while_reads_end() -> None:
     assert rig.manager.lookup(other, ReqContext("c")) is None
 
 
-def test_a_tier_that_fails_too_often_is_switched_off_and_the_host_serves_on(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_tier_that_fails_too_often_is_paused_and_the_host_serves_on(caplog: pytest.LogCaptureFixture) -> None:
     rig = Rig(tier_blocks=100)
     keys = chain("x", 2)
     rig.store_below(keys)
     fail(rig, MAX_FAILURES - 1)
     assert rig.manager.lookup(keys, A) is None
-    assert rig.counts()["disk_off"] == 0
+    assert rig.counts()["tier_paused:memory"] == 0
     fail(rig, 1)
     assert rig.manager.lookup(keys, B) == 0
-    assert rig.counts()["disk_off"] == 1
-    fail_messages = [record for record in caplog.records if "TIER IS OFF" in record.message]
-    assert len(fail_messages) == 1
+    counts = rig.counts()
+    assert (counts["tier_paused:memory"], counts["tier_off:memory"], counts["disk_off"]) == (1, 0, 0)
+    assert len([record for record in caplog.records if "TIER IS PAUSED" in record.message]) == 1
     rig.store(chain("y", 2))
     assert rig.manager.lookup(chain("y", 2), B) == 2
+
+
+def pause(rig: Rig) -> None:
+    """The tier fails until it is paused."""
+    fail(rig, MAX_FAILURES)
+    assert rig.manager.tiers[0].breaker.state is BreakerState.OPEN
+
+
+def half_open(rig: Rig) -> None:
+    rig.clock.now += rig.manager.tiers[0].breaker.pause_s
+    rig.settle()
+
+
+def test_a_tier_that_is_open_is_neither_asked_nor_read_nor_written() -> None:
+    rig = Rig(host_blocks=64, tier_blocks=100)
+    keys = chain("x", 2)
+    rig.store_below(keys)
+    pause(rig)
+    rig.tier.asked.clear()
+    rig.tier.reads.clear()
+    rig.tier.writes.clear()
+    for i in range(20):
+        rig.clock.now += PAUSE_S / 25
+        assert rig.manager.lookup(keys, ReqContext(f"r{i}")) == 0, "no request waits"
+        rig.manager.touch(keys, ReqContext(f"r{i}"))
+        rig.store(chain(f"y{i}", 2))
+        rig.settle()
+    assert (rig.tier.asked, rig.tier.reads, rig.tier.writes) == ([], [], [])
+
+
+def test_a_request_that_waits_when_its_tier_is_paused_waits_no_longer() -> None:
+    rig = Rig(host_blocks=64, tier_blocks=100, load_deadline_ms=1e6)
+    keys, queued = chain("x", 2), chain("z", 2)
+    rig.store_below(keys + queued)
+    rig.tier.hanging = dict.fromkeys(keys, 1e9)
+    rig.manager.lookup(keys, A)
+    rig.settle()
+    rig.tier.refuses = True
+    rig.manager.lookup(queued, ReqContext("queued"))
+    rig.manager.poll()
+    rig.tier.refuses = False
+    rig.tier.failed_lookups += MAX_FAILURES
+    assert rig.manager.poll()
+    assert rig.manager.tiers[0].breaker.state is BreakerState.OPEN
+    assert rig.manager.lookup(keys, A) == 0
+    assert rig.manager.lookup(queued, ReqContext("queued")) == 0
+    rig.manager.check_integrity()
+
+
+@pytest.mark.parametrize("succeeds", [True, False])
+def test_half_open_reads_one_block_for_no_request(succeeds: bool) -> None:
+    rig = Rig(host_blocks=64, tier_blocks=100)
+    keys, other = chain("x", 4), chain("z", 4)
+    rig.store_below(keys + other)
+    pause(rig)
+    rig.tier.reads.clear()
+    half_open(rig)
+    if not succeeds:
+        rig.tier.fails = TierError.IO
+    for i in range(3):
+        assert rig.manager.lookup(keys[1:], ReqContext(f"a{i}")) == 0, "a request does not wait for a test"
+        assert rig.manager.lookup(other, ReqContext(f"b{i}")) == 0
+    rig.settle()
+    assert rig.tier.reads == keys[1:2], "one test at a time"
+    if succeeds:
+        assert rig.manager.lookup(other, ReqContext("c")) is None
+        assert rig.host.lookup(keys[1:2]) == 1, "the bytes of the test are not lost"
+    else:
+        assert rig.manager.tiers[0].breaker.state is BreakerState.OPEN
+        assert rig.manager.tiers[0].breaker.pause_s == 2 * PAUSE_S
+    rig.manager.check_integrity()
+
+
+@pytest.mark.parametrize("succeeds", [True, False])
+def test_half_open_writes_one_block(succeeds: bool) -> None:
+    rig = Rig(host_blocks=64, tier_blocks=100)
+    pause(rig)
+    half_open(rig)
+    rig.tier.writes.clear()
+    keys = chain("y", 4)
+    with rig.executor.hold():
+        rig.store(keys)
+        rig.manager.poll()
+        rig.manager.poll()
+        assert rig.tier.writes == keys[:1]
+        assert rig.manager.tiers[0].breaker.state is BreakerState.TESTING
+    rig.tier.fails = None if succeeds else TierError.IO
+    rig.settle()
+    rig.settle()
+    if succeeds:
+        assert rig.manager.tiers[0].breaker.state is BreakerState.WORKING
+        assert on_disk(rig, keys) == 4
+    else:
+        assert rig.manager.tiers[0].breaker.state is BreakerState.OPEN
+        assert rig.tier.writes == keys[:1]
+
+
+def test_a_tier_that_failed_for_ten_minutes_is_used_again_without_a_restart(caplog: pytest.LogCaptureFixture) -> None:
+    rig = Rig(host_blocks=64, tier_blocks=100)
+    keys = chain("x", 2)
+    rig.store_below(keys)
+    pause(rig)
+    rig.tier.fails = TierError.IO
+    rig.tier.reads.clear()
+    for i in range(600):
+        rig.clock.now += 1.0
+        assert rig.manager.lookup(keys, ReqContext(f"r{i}")) == 0
+        rig.settle()
+        rig.host.reset()
+    assert 600 / MAX_PAUSE_S - 2 <= len(rig.tier.reads) <= 600 / MAX_PAUSE_S + 10, "tested once per pause"
+    rig.tier.fails = None
+    for i in range(2 * int(MAX_PAUSE_S)):
+        rig.clock.now += 1.0
+        found = rig.manager.lookup(keys, ReqContext(f"s{i}"))
+        rig.settle()
+        rig.host.reset()
+    assert found is None
+    assert len([record for record in caplog.records if "works again" in record.message]) == 1
+    assert len([record for record in caplog.records if "TIER IS PAUSED" in record.message]) == 1
+
+
+def test_a_tier_that_fails_again_soon_is_paused_longer_and_one_that_has_worked_is_not() -> None:
+    breaker, now = CircuitBreaker(lambda: 0.0), 0.0
+    pauses = []
+    for _ in range(9):
+        breaker.add_failures(MAX_FAILURES, now)
+        pauses.append(breaker.pause_s)
+        now += breaker.pause_s
+        breaker.update(now)
+        breaker.begin_test()
+        assert breaker.end_test(True, now)
+        now += 1.0
+    assert pauses == [1, 2, 4, 8, 16, 32, 60, 60, 60]
+    breaker.add_failures(MAX_FAILURES, now + FAILURE_PERIOD_S)
+    assert breaker.pause_s == PAUSE_S
+
+
+def test_pauses_have_jitter() -> None:
+    for number, half_open_after in ((0.0, 1.0), (1.0, 1.0 + JITTER)):
+        breaker = CircuitBreaker(lambda number=number: number)  # type: ignore[misc]
+        breaker.add_failures(MAX_FAILURES, 0.0)
+        breaker.update(half_open_after - 0.01)
+        assert not breaker.may_test
+        breaker.update(half_open_after)
+        assert breaker.may_test
+
+
+def test_lookups_that_fail_pause_a_tier() -> None:
+    rig = Rig()
+    rig.store_below(chain("x", 2))
+    rig.tier.failed_lookups += MAX_FAILURES - 1
+    rig.settle()
+    assert rig.manager.tiers[0].can_read
+    rig.tier.failed_lookups += 1
+    rig.settle()
+    assert not rig.manager.tiers[0].can_read
+    half_open(rig)
+    rig.tier.failed_lookups += 1
+    rig.settle()
+    assert rig.manager.tiers[0].breaker.state is BreakerState.OPEN, "while it is tested, one is enough"
+    assert rig.counts()["tier_lookup_failures:memory"] == MAX_FAILURES + 1
+
+
+def test_a_tier_that_does_not_answer_the_lookup_of_a_test_is_paused_again() -> None:
+    rig = Rig(load_deadline_ms=1000)
+    keys = chain("x", 2)
+    rig.store_below(keys)
+    rig.tier.failed_lookups += MAX_FAILURES
+    rig.settle()
+    half_open(rig)
+    rig.tier.unsure = True
+    assert rig.manager.lookup(keys, A) == 0
+    rig.settle()
+    assert rig.manager.tiers[0].breaker.may_test
+    rig.clock.now += 1.0
+    rig.settle()
+    assert rig.manager.tiers[0].breaker.state is BreakerState.OPEN
+    half_open(rig)
+    rig.manager.lookup(keys, A)
+    rig.settle()
+    rig.tier.unsure = False
+    rig.settle()
+    assert rig.manager.tiers[0].can_read, "an answer that comes in time continues the test"
+
+
+def test_writes_that_hang_pause_the_tier_and_tests_of_them_are_bounded() -> None:
+    rig = Rig(host_blocks=64, tier_blocks=100, load_deadline_ms=1000)
+    rig.store_below(chain("x", 1))
+    rig.tier.writes.clear()
+    for i in range(20):
+        keys = chain(f"y{i}", 4)
+        rig.tier.hanging |= dict.fromkeys(keys, 1000.0)
+        rig.store(keys)
+        for _ in range(int(WRITE_DEADLINE_S)):
+            rig.clock.now += 1.1
+            rig.settle()
+    assert not rig.manager.tiers[0].can_read
+    assert len(rig.tier.writes) <= 4 + MAX_HANGS - 1
+    assert rig.host.num_available_blocks >= 64 - len(rig.tier.writes), "the others are not pinned"
+    rig.tier.hanging.clear()
+    rig.clock.now += 1000.0
+    rig.settle()
+    rig.settle()
+    assert rig.manager.tiers[0].can_read
+    rig.store(chain("z", 4))
+    for _ in range(20):
+        rig.settle()
+    assert on_disk(rig, chain("z", 4)) == 4
+
+
+def test_a_test_write_that_hangs_does_not_keep_the_tier_in_the_test() -> None:
+    rig = Rig(host_blocks=64, tier_blocks=100, load_deadline_ms=1000)
+    keys = chain("x", 2)
+    rig.store_below(keys)
+    pause(rig)
+    half_open(rig)
+    other = chain("y", 2)
+    rig.tier.hanging = dict.fromkeys(other, 1e9)
+    rig.store(other)
+    rig.settle()
+    assert rig.manager.tiers[0].breaker.state is BreakerState.TESTING
+    rig.clock.now += WRITE_DEADLINE_S
+    rig.settle()
+    assert rig.manager.tiers[0].breaker.state is BreakerState.OPEN
+    half_open(rig)
+    assert rig.manager.lookup(keys, A) == 0
+    rig.settle()
+    assert rig.manager.tiers[0].can_read, "a read may test it next"
+
+
+def test_one_tier_that_hangs_leaves_another_its_share_of_writes() -> None:
+    rig = Rig(host_blocks=64, num_tiers=2, num_threads=64, write_share=0.25)
+    slow, fast = rig.tiers
+    keys = [chain(f"x{i}", 8) for i in range(2)]
+
+    def write_block(key: OffloadKey, slot: int, block: object) -> None:
+        rig.executor.stall(1e9)
+
+    slow.write_block = write_block  # type: ignore[method-assign]
+    for each in keys:
+        rig.store(each)
+        rig.settle()
+        rig.settle()
+    assert all((fast.contains(each) == LookupState.HIT).all() for each in keys)
+
+
+@pytest.mark.parametrize("planted", ["never half open", "closed without a test"])
+def test_a_breaker_with_a_bug_is_caught(planted: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if planted == "never half open":
+        monkeypatch.setattr(CircuitBreaker, "update", lambda breaker, now: None)
+        with pytest.raises(AssertionError):
+            test_half_open_reads_one_block_for_no_request(succeeds=True)
+    else:
+
+        def close(breaker: CircuitBreaker, now: float) -> None:
+            breaker.state = BreakerState.WORKING
+
+        monkeypatch.setattr(CircuitBreaker, "update", close)
+        with pytest.raises(AssertionError):
+            test_a_tier_that_is_open_is_neither_asked_nor_read_nor_written()
 
 
 def test_failures_far_apart_switch_nothing_off() -> None:
@@ -170,51 +448,49 @@ def test_failures_far_apart_switch_nothing_off() -> None:
     assert rig.counts()["disk_off"] == 0
 
 
-# The circuit breaker by itself.
+# The breaker by itself.
 
 
-def test_a_breaker_suspends_reads_that_hang_and_works_again_when_one_ends() -> None:
-    breaker = CircuitBreaker(deadline_s=1.0)
-    breaker.reads_begun(10.0, num_reading_before=0)
-    assert not breaker.detect_hang(10.9, num_reading=2)
-    assert breaker.can_read
-    assert breaker.detect_hang(11.0, num_reading=2)
-    assert breaker.state is BreakerState.SUSPENDED
-    assert breaker.may_probe
-    breaker.reads_begun(11.5, num_reading_before=0)
-    assert breaker.state is BreakerState.PROBING
-    assert not breaker.may_probe, "one test read at a time"
-    breaker.reads_ended(11.6, num_late=0, num_hanging=2)
-    assert breaker.state is BreakerState.WORKING
-    assert breaker.num_hangs == 1, "the others still hang"
-    breaker.reads_ended(11.7, num_late=2, num_hanging=0)
-    assert breaker.num_hangs == 0
+def test_transfers_hang_if_none_ends_for_a_whole_deadline() -> None:
+    reads = Progress(deadline_s=1.0)
+    reads.begun(10.0, num_before=0)
+    reads.begun(10.5, num_before=2)
+    assert not reads.detect_hang(10.9, num_under_way=2)
+    assert not reads.detect_hang(11.5, num_under_way=0)
+    assert reads.detect_hang(11.0, num_under_way=2)
+    reads.ended(11.6, num_late=0, num_hanging=2)
+    assert reads.num_hangs == 1, "the others still hang"
+    reads.ended(11.7, num_late=2, num_hanging=0)
+    assert reads.num_hangs == 0
 
 
-def test_a_breaker_allows_a_bounded_number_of_test_reads() -> None:
-    breaker, now = CircuitBreaker(deadline_s=1.0), 0.0
-    for _ in range(MAX_HANGS):
-        breaker.reads_begun(now, num_reading_before=0)
-        now += 1.0
-        assert breaker.detect_hang(now, num_reading=1)
-    assert breaker.state is BreakerState.SUSPENDED
-    assert not breaker.may_probe
-    breaker.reads_ended(now, num_late=1, num_hanging=MAX_HANGS - 1)
-    assert breaker.can_read
+def test_a_hang_ends_when_a_transfer_that_hung_succeeds() -> None:
+    breaker = CircuitBreaker()
+    assert breaker.hang(0.0)
+    assert breaker.state is BreakerState.OPEN
+    assert not breaker.hang(0.1), "it was paused before"
+    assert breaker.end_hang(0.2)
+    assert breaker.is_working
+    breaker.add_failures(MAX_FAILURES, 1.0)
+    assert not breaker.end_hang(1.1), "it was not paused for a hang"
+    assert breaker.state is BreakerState.OPEN
 
 
 def test_a_breaker_that_is_off_stays_off() -> None:
-    breaker = CircuitBreaker(deadline_s=1.0)
-    breaker.reads_begun(0.0, num_reading_before=0)
+    breaker = CircuitBreaker()
     breaker.switch_off()
-    assert breaker.detect_hang(5.0, num_reading=1), "its reads are overdue all the same"
-    breaker.reads_ended(6.0, num_late=1, num_hanging=0)
-    assert breaker.state is BreakerState.OFF
-    assert not breaker.add_failures(MAX_FAILURES, 7.0), "it is not reported again"
+    assert not breaker.hang(5.0)
+    assert not breaker.end_hang(6.0)
+    assert not breaker.add_failures(MAX_FAILURES, 7.0)
+    breaker.update(1e9)
+    breaker.begin_test()
+    assert not breaker.end_test(True, 1e9)
+    assert breaker.is_off
 
 
 def test_failures_in_two_periods_are_too_few() -> None:
-    breaker = CircuitBreaker(deadline_s=1.0)
+    breaker = CircuitBreaker()
     assert not breaker.add_failures(MAX_FAILURES - 1, 0.0)
-    assert not breaker.add_failures(1, FAILURE_PERIOD_S + 1)
-    assert breaker.add_failures(MAX_FAILURES - 1, FAILURE_PERIOD_S + 2)
+    assert not breaker.add_failures(1, FAILURE_PERIOD_S + 0.1)
+    assert not breaker.add_failures(MAX_FAILURES - 2, FAILURE_PERIOD_S + 0.2)
+    assert breaker.add_failures(1, FAILURE_PERIOD_S + 0.3)

@@ -185,6 +185,7 @@ class ModelEngine:
             load_only_if_faster=lower.load_only_if_faster,
             write_share=lower.write_share,
             clock=self.clock,
+            random=Random(self.scenario.seed).random,
         )
 
     @property

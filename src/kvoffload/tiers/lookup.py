@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from kvoffload.abc import MissReason, OffloadKey, Slots, States
+from kvoffload.abc import MissReason, OffloadKey, States
 from kvoffload.abc.tier import HIT, MISS, PENDING, RETRY
 from kvoffload.cache.keys import key_group_idx
 from kvoffload.cache.manager import PolicyOffloadingManager
@@ -17,11 +17,15 @@ from kvoffload.tiers.promotion import Promotion
 from kvoffload.tiers.state import TierState
 
 MAX_UNANSWERED = 1 << 16
-"""Keys remembered because a tier has not answered for them."""
+"""Keys remembered per tier because it has not answered for them."""
 MISS_TTL_S = 1.0
 """How long a key counts as missing after a tier has not answered for it within the deadline."""
 FIRST_CHUNK = 256
 """Keys that are looked up at once at first; doubled while all are found."""
+
+
+Sources = npt.NDArray[np.int8]
+"""By block, the index of the tier that holds it."""
 
 
 class Run(NamedTuple):
@@ -31,14 +35,52 @@ class Run(NamedTuple):
     """Leading blocks that the host can load now."""
     below: list[OffloadKey]
     """Blocks behind them that must be promoted first, as many as the request may have."""
+    sources: Sources
+    """The tiers that hold them."""
     is_unanswered: bool
     """Whether a tier must be asked again for the block at which the run ends."""
+
+
+class OpenQuestions:
+    """The keys for which one tier was asked and has not answered. Each may take ``deadline_s``."""
+
+    def __init__(self, deadline_s: float) -> None:
+        self._deadline_s = deadline_s
+        self._asked_at: dict[OffloadKey, float] = {}
+        """When the tier was first asked for each key, the earliest first."""
+        self._failed_at = float("-inf")
+        """When the latest keys were asked for of which an answer was late. Keys that are asked for together count as
+        one lookup."""
+
+    def forget(self, keys: Sequence[OffloadKey]) -> None:
+        """Takes in that the tier has answered for ``keys``."""
+        if self._asked_at:
+            for key in keys:
+                self._asked_at.pop(key, None)
+
+    def find_late(self, keys: Sequence[OffloadKey], now: float) -> tuple[list[bool], int]:
+        """Takes in that the tier does not know yet whether it holds ``keys``. Returns for which of them it is late, and
+        how many lookups have failed by that."""
+        is_late, failed = [], set[float]()
+        for key in keys:
+            since = self._asked_at.get(key)
+            if since is None or now - since > self._deadline_s + MISS_TTL_S:
+                self._asked_at.pop(key, None)
+                self._asked_at[key] = since = now
+            is_late.append(now - since >= self._deadline_s)
+            if is_late[-1] and since > self._failed_at:
+                failed.add(since)
+        while len(self._asked_at) > MAX_UNANSWERED:
+            del self._asked_at[next(iter(self._asked_at))]
+        self._failed_at = max(failed, default=self._failed_at)
+        return is_late, len(failed)
 
 
 class TierLookup:
     """Looks up keys in ``host`` and then in ``tiers``, the fastest first.
 
-    A tier may answer that it does not know yet. If that takes longer than ``deadline_s``, the block counts as missing.
+    A tier may answer that it does not know yet. If that takes longer than ``deadline_s``, the block counts as missing,
+    and the lookup as failed.
     """
 
     def __init__(
@@ -51,11 +93,9 @@ class TierLookup:
     ) -> None:
         self._host = host
         self._tiers = tiers
-        self._deadline_s = deadline_s
+        self._open = [OpenQuestions(deadline_s) for _ in tiers]
         self._reasons = reasons
         self._clock = clock
-        self._asked_at: dict[OffloadKey, float] = {}
-        """When a tier was first asked for each key that it has not answered for, the earliest first."""
         self._is_unanswered = False
 
     def take_unanswered(self) -> bool:
@@ -73,7 +113,8 @@ class TierLookup:
         have. ``room_for`` says how many of the group may be promoted."""
         num_ready = room = len(keys)
         found: list[OffloadKey] = []
-        start, size, is_unanswered = 0, FIRST_CHUNK, False
+        sources: list[Sources] = []
+        start, size, is_unanswered, expecting = 0, FIRST_CHUNK, False, set[int]()
         while start < len(keys) and len(found) < room:
             chunk = keys[start : start + size]
             states = self.host_states(chunk, promotion)
@@ -82,15 +123,18 @@ class TierLookup:
                 if num_ready == len(keys):
                     num_ready = start + int(below[0])
                     room = max(0, room_for(promotion, key_group_idx(keys[num_ready])))
-                states[below] = self.states_below([chunk[i] for i in below.tolist()], states[below])
+                states[below], holders = self.states_below(keys, start + below, states[below], expecting)
                 missing = np.flatnonzero(states != HIT)
                 end = int(missing[0]) if len(missing) else len(chunk)
-                found += [chunk[i] for i in below.tolist() if i < end]
+                num_found = int(np.searchsorted(below, end))
+                found += [chunk[i] for i in below[:num_found].tolist()]
+                sources.append(holders[:num_found])
                 if len(missing):
                     is_unanswered = bool(states[end] == RETRY)
                     break
             start, size = start + size, size * 2
-        return Run(num_ready, found[:room], is_unanswered)
+        holders = np.concatenate(sources) if sources else np.zeros(0, dtype=np.int8)
+        return Run(num_ready, found[:room], holders[:room], is_unanswered)
 
     def host_states(self, keys: Sequence[OffloadKey], promotion: Promotion | None) -> States:
         """Returns the states of ``keys`` in the host. Those that are pinned for the request are not looked up again."""
@@ -103,52 +147,73 @@ class TierLookup:
             states[others] = self._host.states([keys[i] for i in others.tolist()])
         return states
 
-    def states_below(self, keys: Sequence[OffloadKey], host_states: States) -> States:
-        """Returns the state of each key, none of which the host can load now; ``host_states`` are theirs in the host.
+    def states_below(
+        self, chain: Sequence[OffloadKey], at: npt.NDArray[np.intp], host_states: States, expecting: set[int]
+    ) -> tuple[States, Sources]:
+        """Returns states and sources of the keys of ``chain`` with the indices ``at``, none of which the host can load
+        now; ``host_states`` are theirs in the host. ``expecting``: the tiers that know already that the rest of the
+        chain will be looked up; others are added.
 
         HIT: being read into the host, or held by a tier that can be read. RETRY: a tier does not know yet. PENDING:
         being stored from the device. MISS: none of these.
         """
         now = self._clock()
+        keys = [chain[i] for i in at.tolist()]
         states = np.where(host_states == PENDING, host_states, MISS).astype(np.uint8)
+        sources = np.zeros(len(keys), dtype=np.int8)
         is_reading = np.zeros(len(keys), dtype=np.bool_)
         for tier in self._tiers:
-            tier.suspend_if_hanging(now)
-            if tier.reads and (tier.breaker.may_probe or not tier.reads.keys().isdisjoint(keys)):
-                self._find_reads(tier, keys, states, is_reading)
+            tier.detect_hangs(now)
+            if tier.may_probe and tier.probe is None:
+                tier.choose_probe(next((key for key in keys if key not in tier.reads), None), now)
+            if tier.reads and not tier.reads.keys().isdisjoint(keys):
+                self._find_reads(tier, keys, states, sources, is_reading)
         for tier in self._tiers:
-            asked = np.flatnonzero((states == MISS) & ~is_reading)
-            if len(asked) and tier.breaker.can_read:
+            # A slower tier is asked at the same time as one that does not know yet.
+            asked = np.flatnonzero(((states == MISS) | (states == RETRY)) & ~is_reading)
+            if len(asked) and tier.can_read:
+                if tier.index not in expecting:
+                    expecting.add(tier.index)
+                    tier.tier.expect(chain[int(at[asked[0]]) :])
                 names = [keys[i] for i in asked.tolist()] if len(asked) < len(keys) else keys
-                states[asked] = self._without_late_answers(names, tier.tier.contains(names), now)
-        return states
+                answers = self._without_late_answers(tier, names, tier.tier.contains(names), now)
+                is_news = states[asked] == MISS
+                states[asked[is_news]] = answers[is_news]
+                sources[asked[is_news & (answers == HIT)]] = tier.index
+        self._is_unanswered |= bool((states == RETRY).any())
+        return states, sources
 
     @staticmethod
     def _find_reads(
-        tier: TierState, keys: Sequence[OffloadKey], states: States, is_reading: npt.NDArray[np.bool_]
+        tier: TierState,
+        keys: Sequence[OffloadKey],
+        states: States,
+        sources: Sources,
+        is_reading: npt.NDArray[np.bool_],
     ) -> None:
-        """Notes which of ``keys`` the tier is reading. If it is suspended, another key is noted for a test read."""
+        """Notes which of ``keys`` the tier is reading."""
         for i, batch in enumerate(map(tier.reads.get, keys)):
             if batch is not None:
                 is_reading[i] = True
-                is_coming = tier.breaker.can_read and not batch.is_overdue
-                states[i] = HIT if is_coming else MISS
-            elif tier.probe is None and tier.breaker.may_probe:
-                tier.probe = keys[i]
+                states[i] = HIT if tier.can_read and not batch.is_overdue else MISS
+                sources[i] = tier.index
 
-    def _without_late_answers(self, keys: Sequence[OffloadKey], states: States, now: float) -> States:
-        """Returns ``states`` with MISS for keys that a tier has not answered for within the deadline."""
-        unanswered: Slots = np.flatnonzero(states == RETRY)
-        for i in unanswered.tolist():
-            key = keys[i]
-            since = self._asked_at.get(key)
-            if since is None or now - since > self._deadline_s + MISS_TTL_S:
-                self._asked_at.pop(key, None)
-                self._asked_at[key] = since = now
-                while len(self._asked_at) > MAX_UNANSWERED:
-                    del self._asked_at[next(iter(self._asked_at))]
-            self._is_unanswered = True
-            if now - since >= self._deadline_s:
-                states[i] = MISS
-                self._reasons.record([key], MissReason.NOT_IN_TIME)
+    def _without_late_answers(self, tier: TierState, keys: Sequence[OffloadKey], states: States, now: float) -> States:
+        """Returns ``states`` with MISS for keys that the tier has not answered for within the deadline."""
+        questions, is_open = self._open[tier.index], states == RETRY
+        if not is_open.any():
+            questions.forget(keys)
+        else:
+            unanswered = np.flatnonzero(is_open)
+            questions.forget([keys[i] for i in np.flatnonzero(~is_open).tolist()])
+            names = [keys[i] for i in unanswered.tolist()]
+            is_late, num_failed = questions.find_late(names, now)
+            late = unanswered[is_late]
+            if len(late):
+                states = states.copy()
+                states[late] = MISS
+                self._reasons.record([keys[i] for i in late.tolist()], MissReason.NOT_IN_TIME)
+            if num_failed:
+                tier.count("lookup_failures", num_failed)
+                tier.lookups_failed(num_failed, now)
         return states

@@ -6,9 +6,10 @@ Everything here runs on the scheduler's thread. Tiers do their work on threads o
 from __future__ import annotations
 
 import logging
+import random
 import time
-from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from itertools import zip_longest
 from typing import Any
 
 import numpy as np
@@ -27,19 +28,17 @@ from kvoffload.abc import (
     PrepareStoreOutput,
     ReqContext,
     Tier,
-    TierError,
-    TierResult,
 )
 from kvoffload.cache.keys import key_group_idx
 from kvoffload.cache.manager import PolicyOffloadingManager
 from kvoffload.cache.misses import MissMemory
-from kvoffload.tiers.breaker import FAILURE_PERIOD_S, MAX_FAILURES
 from kvoffload.tiers.counts import TierCounts
 from kvoffload.tiers.guard import GuardedTier
-from kvoffload.tiers.lookup import TierLookup
+from kvoffload.tiers.lookup import Run, TierLookup
+from kvoffload.tiers.origins import Origins
 from kvoffload.tiers.promoter import Promoter
 from kvoffload.tiers.promotion import Promotion, waiting_for
-from kvoffload.tiers.rates import LoadOrCompute
+from kvoffload.tiers.rates import LoadOrCompute, ReadEstimator
 from kvoffload.tiers.state import TierState
 from kvoffload.tiers.writethrough import WriteThrough
 
@@ -49,6 +48,10 @@ WRITE_SHARE = 0.125
 """At most this share of the host's blocks is pinned for writes to lower tiers. Above it, blocks are written later."""
 MAX_WAITS = 64
 """How often an idle step looks for results."""
+SHARED_RESET = (
+    "the caches were reset, so blocks from before must not be found, and other servers use those of this tier"
+)
+SHARED_RESET_EFFECT = "nothing was deleted there; restart this server to use it again"
 
 
 class TieredOffloadingManager(OffloadingManager):
@@ -60,14 +63,15 @@ class TieredOffloadingManager(OffloadingManager):
     arrived. Promoted blocks stay pinned for the requests that waited for them until these are given device blocks or
     end. Without a context, or with one that may not wait, only host memory is consulted.
 
-    If a tier does not say within ``lookup_deadline_ms`` whether it holds a block, the block counts as missing. If its
-    reads hang for ``load_deadline_ms``, the tier is suspended, see CircuitBreaker.
+    If a tier does not say within ``lookup_deadline_ms`` whether it holds a block, the block counts as missing. A tier
+    that fails or hangs is paused and tested, see CircuitBreaker. After a reset, a shared tier is not used any more.
 
     Make ``host`` with ``must_store``: nothing behind a block that its policy refuses is written to a tier. ``groups``:
     the KV cache groups that keys name, by default with full attention and blocks of one size. ``tokens_per_block``: per
     KV cache group, the tokens that one loaded block saves. With ``load_only_if_faster`` a run of blocks that would take
-    longer to read than to compute is not loaded. ``write_share``: see WRITE_SHARE. If ``host`` has events, so have the
-    tiers.
+    longer to read than to compute is not loaded. ``write_share``: see WRITE_SHARE. ``admissions``: per tier, what
+    decides which blocks are worth writing to it, or None. ``random`` returns numbers from 0 to 1. If ``host`` has
+    events, so have the tiers.
     """
 
     def __init__(
@@ -81,15 +85,24 @@ class TieredOffloadingManager(OffloadingManager):
         load_deadline_ms: float = 1000.0,
         load_only_if_faster: bool = True,
         write_share: float = WRITE_SHARE,
+        admissions: Sequence[Admission | None] = (),
         clock: Callable[[], float] = time.monotonic,
+        random: Callable[[], float] = random.random,
     ) -> None:
         self.host = host
         groups = groups or [KVGroup(1)] * len(tokens_per_block)
         deadline_s = load_deadline_ms / 1000
         self._counts = TierCounts()
-        self.tiers = tuple(
-            self._state_of(GuardedTier(tier, host.has_events), groups, deadline_s, clock) for tier in tiers
-        )
+        guarded = [GuardedTier(tier, host.has_events) for tier in tiers]
+        estimators = [ReadEstimator(tier.block_bytes) for tier in guarded]
+        self._origins = Origins(estimators)
+        states = []
+        for i, (tier, estimator, admission) in enumerate(zip_longest(guarded, estimators, admissions)):
+            count = self._counts.of(tier.name)
+            is_worth = self._origins.worth_writing(i) if len(guarded) > 1 else None
+            writes = WriteThrough(host, tier, groups, count, clock, admission, is_worth)
+            states.append(TierState(i, tier, writes, estimator, deadline_s, count, random))
+        self.tiers = tuple(states)
         """State of each tier; read only."""
         self._reasons = MissMemory(clock=clock)
         self._lookup = TierLookup(host, self.tiers, lookup_deadline_ms / 1000, self._reasons, clock)
@@ -103,16 +116,13 @@ class TieredOffloadingManager(OffloadingManager):
             clock=clock,
         )
         self._load_or_compute = LoadOrCompute(tokens_per_block, always_load=not load_only_if_faster)
-        self._max_writing = max(1, int(host.num_blocks * write_share))
+        self._max_writing = max(1, int(host.num_blocks * write_share) // max(1, len(guarded)))
+        """Blocks that may be pinned for writes to one tier. Each has its own share: one that hangs stops no other."""
         self._clock = clock
+        self._is_asking = False
+        """Whether, at the last ``poll``, a tier did not know yet whether it holds a block that was looked up."""
         self._has_changed = False
         """Whether something has changed for waiting requests that ``poll`` has not reported yet."""
-
-    def _state_of(
-        self, tier: GuardedTier, groups: Sequence[KVGroup], deadline_s: float, clock: Callable[[], float]
-    ) -> TierState:
-        count = self._counts.of(tier.name)
-        return TierState(tier, WriteThrough(self.host, tier, groups, count, clock), deadline_s, count)
 
     # Lookup.
 
@@ -126,11 +136,12 @@ class TieredOffloadingManager(OffloadingManager):
             return self.host.lookup(keys, req_context)
         self.host.count_request(keys, req_context)
         run = self._lookup.find_run(keys, promotion, self._promoter.room_for)
-        if run.below and promotion is None and not self._is_faster_to_load(run.below):
-            return run.num_ready
-        if run.below:
-            self._promote(run.below, req_context)
-        return None if run.below or run.is_unanswered else run.num_ready
+        num_loaded = self._num_worth_loading(run) if run.below else 0
+        if num_loaded:
+            wanted = dict(zip(run.below[:num_loaded], run.sources[:num_loaded].tolist(), strict=True))
+            self._promote(wanted, req_context)
+            return None
+        return None if run.is_unanswered and not run.below else run.num_ready
 
     def lookup_each(self, keys: Sequence[OffloadKey], req_context: ReqContext | None = None) -> list[LookupState]:
         """Returns the state of every key: RETRY for one that must be promoted first, or for which a tier must be asked.
@@ -143,10 +154,10 @@ class TieredOffloadingManager(OffloadingManager):
         states = self._lookup.host_states(keys, promotion)
         below = np.flatnonzero(states != LookupState.HIT)
         if len(below) and req_context is not None and may_wait and self._may_wait(promotion):
-            found = self._lookup.states_below([keys[i] for i in below.tolist()], states[below])
+            found, sources = self._lookup.states_below(keys, below, states[below], set())
             is_found = found == LookupState.HIT
             if is_found.any() and (is_found | (found == LookupState.RETRY)).all():
-                coming = [keys[i] for i in below[is_found].tolist()]
+                coming = dict(zip((keys[i] for i in below[is_found].tolist()), sources[is_found].tolist(), strict=True))
                 if len(coming) > self._promoter.room_for(promotion):
                     self._reasons.record(coming, MissReason.TOO_LARGE)
                     found[is_found] = LookupState.MISS
@@ -159,19 +170,20 @@ class TieredOffloadingManager(OffloadingManager):
     def _may_wait(self, promotion: Promotion | None) -> bool:
         return not all(tier.breaker.is_off for tier in self.tiers) and self._promoter.may_wait(promotion)
 
-    def _promote(self, keys: list[OffloadKey], context: ReqContext) -> None:
-        self._promoter.promote(keys, context)
+    def _promote(self, wanted: dict[OffloadKey, int], context: ReqContext) -> None:
+        self._promoter.promote(wanted, context)
         for tier in self.tiers:
             tier.writes.postpone(context.req_id)
 
-    def _is_faster_to_load(self, keys: list[OffloadKey]) -> bool:
-        num_ahead = sum(tier.num_reading for tier in self.tiers) + self._promoter.num_queued_blocks
+    def _num_worth_loading(self, run: Run) -> int:
+        """Returns how many leading blocks of ``run.below`` are to be loaded. The rest is faster to compute."""
+        num_ahead = [tier.num_reading + self._promoter.num_queued(tier) for tier in self.tiers]
         estimators = [tier.estimator for tier in self.tiers]
-        group = key_group_idx(keys[0])
-        if self._load_or_compute.is_faster_to_load(group, len(keys), num_ahead, estimators, self._clock()):
-            return True
-        self._reasons.record(keys[:1], MissReason.FASTER_TO_COMPUTE)
-        return False
+        num_loaded = self._load_or_compute.num_worth_loading(
+            key_group_idx(run.below[0]), run.sources, num_ahead, estimators, self._clock()
+        )
+        self._reasons.record(run.below[num_loaded : num_loaded + 1], MissReason.FASTER_TO_COMPUTE)
+        return num_loaded
 
     def observe_prefill(self, num_tokens: int, seconds: float) -> None:
         self._load_or_compute.observe_prefill(num_tokens, seconds)
@@ -193,21 +205,28 @@ class TieredOffloadingManager(OffloadingManager):
             results = tier.tier.poll()
             if results:
                 reads = [result for result in results if result.is_read]
-                tier.writes.ended([result for result in results if not result.is_read])
+                tier.end_writes([result for result in results if not result.is_read], self._clock())
                 if reads:
                     self._promoter.end_reads(tier, reads)
+                    self._origins.arrived((result.key for result in reads if result.ok), tier.index)
                     changed = True
-                self._count_failures(tier, results)
+                tier.judge(results, self._clock())
+            tier.update(self._clock())
+            if tier.take_paused():
+                self._promoter.abandon(tier)
+                changed = True
             if tier.tier.fault is not None:
                 self._switch_off(tier, tier.tier.fault)
         changed |= self._promoter.poll(may_take_back=not changed)
-        changed |= self._lookup.take_unanswered() | self._has_changed
+        self._is_asking = self._lookup.take_unanswered()
+        changed |= self._is_asking | self._has_changed
         self._has_changed = False
         self._write()
         return changed
 
     def wait(self, timeout_s: float) -> None:
-        """Waits until some request has all the blocks that it waits for, or until more blocks can be written."""
+        """Waits until some request has all the blocks that it waits for, until more blocks can be written, or until a
+        tier may have answered."""
         for tier in self.tiers:
             promotions = waiting_for(set(tier.reads.values()))
             for _ in range(MAX_WAITS if promotions else 0):
@@ -217,43 +236,34 @@ class TieredOffloadingManager(OffloadingManager):
                 timeout_s -= self._clock() - begun
                 if timeout_s <= 0 or not all(promotion.is_waiting for promotion in promotions):
                     return
-            if not promotions and tier.writes.is_busy:
+            is_asked = self._is_asking and tier is self.tiers[-1]
+            if not promotions and (tier.writes.is_busy or is_asked):
                 tier.tier.wait(timeout_s)
                 return
-
-    def _count_failures(self, tier: TierState, results: list[TierResult]) -> None:
-        failures = Counter(str(r.error) for r in results if r.error in (TierError.CORRUPT, TierError.IO))
-        if failures and tier.breaker.add_failures(failures.total(), self._clock()):
-            self._switch_off(
-                tier, f"{MAX_FAILURES} failures within {FAILURE_PERIOD_S:.0f} s (the latest: {dict(failures)})"
-            )
 
     def switch_off_tiers(self, reason: str) -> None:
         """Stops reading and writing all tiers. Host memory is not affected."""
         for tier in self.tiers:
             self._switch_off(tier, reason)
 
-    def _switch_off(self, tier: TierState, reason: str) -> None:
+    def _switch_off(
+        self,
+        tier: TierState,
+        reason: str,
+        effect: str = "requests are served from host memory or computed from here on",
+    ) -> None:
         if not tier.breaker.is_off:
             tier.breaker.switch_off()
-            logger.error(
-                "kvoffload: THE %s TIER IS OFF: %s; requests are served from host memory or computed from here on",
-                tier.tier.name.upper(),
-                reason,
-            )
+            logger.error("kvoffload: THE %s TIER IS OFF: %s; %s", tier.name.upper(), reason, effect)
             tier.writes.clear()
-            self._promoter.empty_queue()
+            self._promoter.abandon(tier)
             self._has_changed = True
 
     def _write(self) -> None:
         """Begins to write as many blocks as there is room for."""
         for tier in self.tiers:
             if tier.writes.has_backlog:
-                tier.writes.pump(self._max_writing - self._num_writing)
-
-    @property
-    def _num_writing(self) -> int:
-        return sum(tier.writes.num_writing for tier in self.tiers)
+                tier.write(self._max_writing - tier.writes.num_writing, self._clock())
 
     @property
     def has_pending_writes(self) -> bool:
@@ -285,6 +295,7 @@ class TieredOffloadingManager(OffloadingManager):
         self.host.touch(keys, req_context)
         for tier in self._tiers_on():
             tier.tier.touch(keys)
+            tier.writes.count_request(keys, req_context)
             tier.writes.offer(keys, _request(req_context), is_whole=False)
 
     def reorder_chain(
@@ -316,6 +327,7 @@ class TieredOffloadingManager(OffloadingManager):
         self.host.complete_store(blocks, req_context, success)
         if success:
             keys = self.host.keys_of(blocks) if isinstance(blocks, LoadStoreSpec) else blocks
+            self._origins.forget(keys)
             for tier in self.tiers:
                 tier.writes.stored(keys)
         else:
@@ -330,7 +342,7 @@ class TieredOffloadingManager(OffloadingManager):
         self.host.set_admission(admission)
 
     def _tiers_on(self) -> list[TierState]:
-        return [tier for tier in self.tiers if not tier.breaker.is_off]
+        return [tier for tier in self.tiers if tier.takes_chains]
 
     # Counts, and the end.
 
@@ -350,7 +362,8 @@ class TieredOffloadingManager(OffloadingManager):
     def explain_miss(self, key: OffloadKey) -> Miss:
         host, mine = self.host.explain_miss(key), self._reasons.explain(key)
         is_reading = any(key in tier.reads for tier in self.tiers)
-        if is_reading or any(tier.tier.contains([key])[0] == LookupState.HIT for tier in self.tiers):
+        tiers = [tier for tier in self.tiers if tier.can_read]
+        if is_reading or any(tier.tier.contains([key])[0] == LookupState.HIT for tier in tiers):
             is_choice = mine.reason in (MissReason.FASTER_TO_COMPUTE, MissReason.TOO_LARGE)
             return mine if is_choice else Miss(MissReason.NOT_IN_TIME)
         if host.reason is MissReason.BEING_WRITTEN or mine.age_s is None:
@@ -369,6 +382,8 @@ class TieredOffloadingManager(OffloadingManager):
         for tier in self.tiers:
             tier.writes.clear()
             tier.tier.reset()
+            if tier.tier.is_shared:
+                self._switch_off(tier, SHARED_RESET, SHARED_RESET_EFFECT)
 
     def shutdown(self) -> None:
         for tier in self.tiers:
@@ -390,7 +405,7 @@ class TieredOffloadingManager(OffloadingManager):
         self._promoter.check_integrity()
         for tier in self.tiers:
             tier.check_integrity()
-        if self._num_writing > self._max_writing:
+        if any(tier.writes.num_writing > self._max_writing for tier in self.tiers):
             raise IntegrityError("more blocks are being written to lower tiers than WRITE_SHARE allows")
 
 

@@ -12,7 +12,6 @@ import numpy as np
 from kvoffload.abc import (
     IntegrityError,
     LoadStoreSpec,
-    LookupState,
     MissReason,
     OffloadKey,
     ReqContext,
@@ -22,7 +21,8 @@ from kvoffload.abc import (
 from kvoffload.cache.keys import key_group_idx
 from kvoffload.cache.manager import PolicyOffloadingManager
 from kvoffload.cache.misses import MissMemory
-from kvoffload.tiers.promotion import PinCounter, Promotion, PromotionState
+from kvoffload.tiers.promotion import PinCounter, Promotion, PromotionState, waiting_for
+from kvoffload.tiers.reads import TierReads
 from kvoffload.tiers.state import TierState
 
 PROMOTION_SHARE = 0.5
@@ -30,8 +30,6 @@ PROMOTION_SHARE = 0.5
 """
 MAX_PROMOTIONS = 4096
 """Requests with a promotion. Above this limit, requests use only host memory."""
-MAX_READS = 1024
-"""Maximum number of blocks that are read from one tier at a time."""
 
 
 class Promoter:
@@ -59,6 +57,7 @@ class Promoter:
         """Blocks that may be under way or pinned."""
         self._host = host
         self._tiers = tiers
+        self._reads = TierReads(host, tiers, deadline_s, count)
         self._num_groups = num_groups
         self._deadline_s = deadline_s
         self._count = count
@@ -103,14 +102,15 @@ class Promoter:
             return self.max_blocks - len(pinned)
         return self.max_blocks // self._num_groups - sum(key_group_idx(key) == group for key in pinned)
 
-    def promote(self, keys: Sequence[OffloadKey], context: ReqContext) -> None:
-        """Makes the request wait for ``keys``, each of which is in a tier or being read already."""
+    def promote(self, wanted: dict[OffloadKey, int], context: ReqContext) -> None:
+        """Makes the request wait for blocks, each of which is in a tier or being read already: ``wanted`` has the index
+        of that tier."""
         promotion = self._promotions.get(context.req_id)
         if promotion is None:
             promotion = self._promotions[context.req_id] = Promotion(context, next(self._numbers))
         promotion.since = self._clock()
         self._deadlines.append((promotion.since, promotion))
-        promotion.wanted = self._join_reads(promotion, keys)
+        promotion.want(self._join_reads(promotion, wanted))
         promotion.state = PromotionState.WANTED
         if promotion.wanted:
             self._queue[promotion] = None
@@ -146,26 +146,30 @@ class Promoter:
         for promotion in self._promotions.values():
             self._unpin(promotion, keys)
 
-    def empty_queue(self) -> None:
-        """Ends the waits of all requests with blocks that are still to be read."""
+    def abandon(self, tier: TierState) -> None:
+        """Ends the waits for blocks of a tier that is no longer used, and of all requests with blocks that are still to
+        be read: they look these up again."""
+        for promotion in waiting_for(set(tier.reads.values())):
+            promotion.reading.difference_update(tier.reads)
+            promotion.end_wait_if_done()
         for promotion in list(self._queue):
             self._stop_waiting(promotion, PromotionState.READY)
 
-    @property
-    def num_queued_blocks(self) -> int:
-        return sum(len(promotion.wanted) for promotion in self._queue)
+    def num_queued(self, tier: TierState) -> int:
+        """Returns how many blocks are to be read from ``tier`` and are not under way yet."""
+        return sum(promotion.num_wanted[tier.index] for promotion in self._queue)
 
-    def _join_reads(self, promotion: Promotion, keys: Sequence[OffloadKey]) -> list[OffloadKey]:
-        """Makes the promotion wait for those of ``keys`` that are being read already. Returns the others."""
+    def _join_reads(self, promotion: Promotion, wanted: dict[OffloadKey, int]) -> dict[OffloadKey, int]:
+        """Makes the promotion wait for those of ``wanted`` that are being read already. Returns the others."""
         for tier in self._tiers:
-            if tier.reads and not tier.reads.keys().isdisjoint(keys):
-                for key in keys:
+            if tier.reads and not tier.reads.keys().isdisjoint(wanted):
+                for key in wanted:
                     batch = tier.reads.get(key)
                     if batch is not None and not batch.is_overdue:
                         batch.promotions[promotion] = None
                         promotion.reading.add(key)
-                keys = [key for key in keys if key not in tier.reads]
-        return list(dict.fromkeys(keys))
+                wanted = {key: source for key, source in wanted.items() if key not in tier.reads}
+        return wanted
 
     # Deadlines.
 
@@ -205,31 +209,29 @@ class Promoter:
         self._end_late_waits(now)
         has_probed = False
         for tier in self._tiers:
-            tier.suspend_if_hanging(now)
-            has_probed |= tier.probe is not None and self._probe(tier, now)
+            has_probed |= tier.probe is not None and self._reads.probe(tier, self._num_free, now)
         return self._start(may_take_back, now) or has_probed
 
     def _start(self, may_take_back: bool, now: float) -> bool:
         may_take_back = may_take_back and not any(tier.num_reading for tier in self._tiers)
         has_started = False
         if self._queue and (may_take_back or self._room() > 0):
+            allowed = [self._reads.num_in_time(tier) for tier in self._tiers]
             for promotion in sorted(self._queue, key=lambda promotion: promotion.number):
                 if may_take_back and self._room() <= 0:
                     self._take_back_for(promotion, now)
                 room = self._room()
-                if room <= 0:
+                if room <= 0 or max(allowed) <= 0:
                     break
-                has_started |= self._read(promotion, room, now)
+                has_started |= self._read(promotion, room, allowed, now)
                 may_take_back = False
         for promotion in self._queue:
             promotion.state = PromotionState.QUEUED
         return has_started
 
     def _room(self) -> int:
-        """Blocks that may be promoted now."""
-        num_in_time = min(tier.estimator.num_blocks_within(self._deadline_s, MAX_READS) for tier in self._tiers)
-        num_reading = sum(tier.num_reading for tier in self._tiers)
-        return min(self._num_free, num_in_time - num_reading, self._host.num_available_blocks)
+        """Blocks for which the host has room now."""
+        return min(self._num_free, self._host.num_available_blocks)
 
     @property
     def _num_free(self) -> int:
@@ -247,67 +249,32 @@ class Promoter:
         if other is not None:
             self._unpin(other, list(other.pinned))
 
-    def _read(self, promotion: Promotion, room: int, now: float) -> bool:
-        """Starts to read the next blocks of ``promotion``, at most ``room``. Returns False if the host has no room."""
-        keys, promotion.wanted = promotion.wanted[:room], promotion.wanted[room:]
+    def _read(self, promotion: Promotion, room: int, allowed: list[int], now: float) -> bool:
+        """Starts to read the next blocks of ``promotion``, at most ``room``, and ``allowed`` of each tier, which become
+        fewer. Returns False if nothing has happened."""
+        keys = promotion.next_wanted(room, allowed)
+        if not keys:
+            return False
+        later = {key: source for key, source in promotion.wanted.items() if key not in keys}
         keys = self._join_reads(promotion, keys)
         if promotion.state is PromotionState.QUEUED:
             # Meanwhile a tier may have found that it cannot read them: then no block is evicted for them.
-            keys = self._readable(keys)
-        output = self._host.allocate(keys)
+            keys = self._reads.readable(list(keys))
+        output = self._host.allocate(list(keys))
         if output is None:
-            promotion.wanted[:0] = keys
+            promotion.want({**keys, **later})
             return False
         self._count("evicted_blocks", len(output.evicted_keys))
-        left = dict(zip(output.keys_to_store, output.store_spec.slots.tolist(), strict=True))
-        for tier in self._tiers:
-            if left and tier.breaker.can_read:
-                left = self._give(tier, left, promotion, now)
-        if left:
-            # No tier has taken these on. Those that a tier still has are tried again.
-            self._host.complete_store(self._host.lease(left.values()), success=False)
-            promotion.wanted[:0] = self._readable(list(left))
+        slots = dict(zip(output.keys_to_store, output.store_spec.slots.tolist(), strict=True))
+        refused = self._reads.begin(slots, keys, promotion, allowed, now)
+        if refused:
+            # Those that some tier still has are tried again.
+            self._host.complete_store(self._host.lease(refused.values()), success=False)
+            later = {**self._reads.readable(list(refused)), **later}
+        promotion.want(later)
         if not promotion.wanted:
             del self._queue[promotion]
             promotion.end_wait_if_done()
-        return True
-
-    def _give(
-        self, tier: TierState, slots: dict[OffloadKey, int], promotion: Promotion, now: float
-    ) -> dict[OffloadKey, int]:
-        """Gives blocks to the tier to read into ``slots``. Returns those that it has not taken on."""
-        taken = tier.tier.read(list(slots), np.fromiter(slots.values(), np.int64, len(slots)))
-        promotion.reading.update(taken)
-        if len(taken) == len(slots):
-            tier.begin_reads(slots, (promotion,), now)
-            return {}
-        tier.begin_reads({key: slots[key] for key in taken}, (promotion,), now)
-        refused = slots.keys() - taken
-        return {key: slot for key, slot in slots.items() if key in refused}
-
-    def _readable(self, keys: list[OffloadKey]) -> list[OffloadKey]:
-        """Returns those of ``keys`` that some tier can read now."""
-        found = np.zeros(len(keys), dtype=np.bool_)
-        for tier in self._tiers:
-            if tier.breaker.can_read and keys:
-                found |= tier.tier.contains(keys) == LookupState.HIT
-        return [keys[i] for i in np.flatnonzero(found).tolist()]
-
-    def _probe(self, tier: TierState, now: float) -> bool:
-        """Reads a block for no request from a suspended tier, to see whether it reads again."""
-        key, tier.probe = tier.probe, None
-        may_probe = tier.breaker.may_probe and self._num_free > 0
-        if key is None or not may_probe or tier.tier.contains([key])[0] != LookupState.HIT:
-            return False
-        output = self._host.allocate([key])
-        if output is None or not output.keys_to_store:
-            return False
-        self._count("evicted_blocks", len(output.evicted_keys))
-        slots = output.store_spec.slots
-        if not tier.tier.read([key], slots):
-            self._host.complete_store(output.store_spec, success=False)
-            return False
-        tier.begin_reads({key: int(slots[0])}, (), now)
         return True
 
     def end_reads(self, tier: TierState, results: Sequence[TierResult]) -> None:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import enum
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 
 import numpy as np
 
@@ -49,7 +50,10 @@ class Promotion:
     state: PromotionState = PromotionState.READY
     since: float = 0.0
     """When its wait began. Its deadline counts from here."""
-    wanted: list[OffloadKey] = field(default_factory=list)
+    wanted: dict[OffloadKey, int] = field(default_factory=dict)
+    """Each with the index of the tier that it is to be read from."""
+    num_wanted: Counter[int] = field(default_factory=Counter)
+    """How many these are, by tier."""
     reading: set[OffloadKey] = field(default_factory=set)
     pinned: dict[OffloadKey, int] = field(default_factory=dict)
     """Host slots of promoted blocks, with one pin each."""
@@ -71,13 +75,31 @@ class Promotion:
         if not self.wanted and self.is_waiting:
             self.state = PromotionState.READING if self.reading else PromotionState.READY
 
+    def want(self, wanted: dict[OffloadKey, int]) -> None:
+        self.wanted = wanted
+        self.num_wanted = Counter(wanted.values())
+
+    def next_wanted(self, room: int, allowed: Sequence[int]) -> dict[OffloadKey, int]:
+        """Returns the next blocks to be read: at most ``room``, and at most ``allowed`` of each tier."""
+        if len(self.num_wanted) == 1:
+            room = min(room, max(0, allowed[next(iter(self.num_wanted))]))
+            return dict(islice(self.wanted.items(), room))
+        found, left = dict[OffloadKey, int](), list(allowed)
+        for key, tier in self.wanted.items():
+            if len(found) == room:
+                break
+            if left[tier] > 0:
+                left[tier] -= 1
+                found[key] = tier
+        return found
+
     def forget_pins(self, keys: Collection[OffloadKey]) -> Slots:
         """Removes those of ``keys`` that are pinned. Returns their slots."""
         slots = [self.pinned.pop(key) for key in keys if key in self.pinned]
         return np.array(slots, dtype=np.int64)
 
     def stop_waiting(self, state: PromotionState) -> None:
-        self.wanted.clear()
+        self.want({})
         self.reading.clear()
         self.state = state
 

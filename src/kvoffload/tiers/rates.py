@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+import numpy as np
+import numpy.typing as npt
+
 from kvoffload.abc import TierResult
 
 RATE_TTL_S = 30.0
@@ -62,10 +65,10 @@ class ReadEstimator:
 
 
 class LoadOrCompute:
-    """Decides whether loading a run of blocks is faster than computing its tokens.
+    """Decides how much of a run of blocks is loaded, because that is faster than computing its tokens.
 
     ``tokens_per_block``: per KV cache group, the tokens that one loaded block saves. With ``always_load`` the answer is
-    always to load.
+    always all of it.
     """
 
     def __init__(self, tokens_per_block: Sequence[float], always_load: bool) -> None:
@@ -77,15 +80,32 @@ class LoadOrCompute:
         """Takes in that the engine took ``seconds`` to compute ``num_tokens`` of a prompt."""
         self._prefill.add(num_tokens, seconds)
 
-    def is_faster_to_load(
-        self, group: int, num_blocks: int, num_ahead: int, estimators: Iterable[ReadEstimator], now: float
-    ) -> bool:
-        """Returns whether reading ``num_blocks`` of ``group`` takes no longer than computing their tokens, as far as
-        both are known. ``num_ahead`` blocks are read before them."""
-        computing = self._prefill.seconds_for(num_blocks * self._tokens_per_block[group])
+    def num_worth_loading(
+        self,
+        group: int,
+        sources: npt.NDArray[np.int8],
+        num_ahead: Sequence[int],
+        estimators: Sequence[ReadEstimator],
+        now: float,
+    ) -> int:
+        """Returns how many leading blocks of a run of ``group`` are to be loaded, so that loading these and computing
+        the rest takes the least time, as far as that is known.
+
+        ``sources[i]`` is the index of the tier that holds block i. Tier t reads ``num_ahead[t]`` blocks before; tiers
+        read at the same time.
+        """
+        computing = self._prefill.seconds_for(self._tokens_per_block[group])
+        num_blocks = len(sources)
         if self._always_load or computing is None:
-            return True
-        estimators = list(estimators)
-        if num_ahead == 0 and now - min(each.measured_at for each in estimators) > RATE_TTL_S:
-            return True
-        return max(each.seconds_to_read(num_ahead + num_blocks) or 0.0 for each in estimators) <= computing
+            return num_blocks
+        loading = np.zeros(num_blocks + 1)
+        """Seconds, by number of blocks that are loaded."""
+        for index, (estimator, ahead) in enumerate(zip(estimators, num_ahead, strict=True)):
+            is_outdated = ahead == 0 and now - estimator.measured_at > RATE_TTL_S
+            seconds_per_block = None if is_outdated else estimator.seconds_to_read(1)
+            if seconds_per_block:
+                num_read = np.cumsum(sources == index)
+                seconds = np.where(num_read > 0, (ahead + num_read) * seconds_per_block, 0.0)
+                loading[1:] = np.maximum(loading[1:], seconds)
+        total = loading - np.arange(num_blocks + 1) * computing
+        return num_blocks - int(np.argmin(total[::-1]))

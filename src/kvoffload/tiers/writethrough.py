@@ -3,23 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
-
-import numpy as np
 
 from kvoffload.abc import (
+    Admission,
     IntegrityError,
     KVGroup,
     LookupState,
     MissReason,
     OffloadKey,
+    ReqContext,
     Tier,
     TierError,
     TierResult,
 )
 from kvoffload.cache.manager import PolicyOffloadingManager
 from kvoffload.tiers.chains import BACKLOG_SHARE, Backlog, Chain, ChainState
-from kvoffload.tiers.plan import Bools, ChainLayout, GroupSpan, Plan, plan_writes, unreachable
+from kvoffload.tiers.plan import Bools, ChainLayout
+from kvoffload.tiers.planner import ChainPlanner, WriteBatch
 
 MAX_REWRITES = 1
 """How often a chain is written again from where a write has failed."""
@@ -31,18 +31,6 @@ PATIENCE_S = 0.25
 """How long an idle engine is kept stepping for a backlog on which the tier makes no progress."""
 GIVE_UP_S = 1.0
 """A chain of which the tier takes on nothing for this long, although it has nothing to do, is dropped."""
-FIRST_UNITS = 256
-"""Units that are looked at first; doubled while there is nothing to write."""
-
-
-@dataclass(slots=True, eq=False)
-class WriteBatch:
-    """Blocks that the tier was given to write in one call."""
-
-    chain: Chain | None
-    """The chain that they are written for, or None after a reset."""
-    slots: dict[OffloadKey, int]
-    """Host slots, pinned, of the blocks that the tier has not reported yet."""
 
 
 class WriteThrough:
@@ -53,8 +41,8 @@ class WriteThrough:
     with full attention every block, in a group with a window the blocks that a request needs to resume at some later
     position. Blocks that cannot be written now stay in the backlog while the host holds them.
 
-    ``groups``: the KV cache groups that keys name. ``count`` takes the counters ``tier_NAME`` of METRICS,
-    by NAME.
+    ``groups``: the KV cache groups that keys name. ``count`` takes the counters ``tier_NAME`` of METRICS, by NAME.
+    ``admission``: only leading blocks of a chain that it accepts are written. ``is_worth``: see ChainPlanner.
     """
 
     def __init__(
@@ -64,6 +52,8 @@ class WriteThrough:
         groups: Sequence[KVGroup],
         count: Callable[[str, float], None],
         clock: Callable[[], float],
+        admission: Admission | None = None,
+        is_worth: Callable[[Sequence[OffloadKey]], Bools] | None = None,
     ) -> None:
         self._host = host
         self._tier = tier
@@ -73,6 +63,8 @@ class WriteThrough:
         self._backlog = Backlog(max(1, int(host.num_blocks * BACKLOG_SHARE)))
         self._writing: dict[OffloadKey, WriteBatch] = {}
         """Blocks that the tier has not reported yet."""
+        self._planner = ChainPlanner(host, tier, self._layout, self._writing, is_worth)
+        self._admission = admission
         self._num_lost = 0
         """Blocks that the tier was given and has lost, without those that it has evicted."""
         self._progress_at = float("-inf")
@@ -86,6 +78,11 @@ class WriteThrough:
     def num_writing(self) -> int:
         """Blocks that the tier has not reported yet, each with a pin in the host."""
         return len(self._writing)
+
+    @property
+    def keys_writing(self) -> set[OffloadKey]:
+        """These blocks."""
+        return set(self._writing)
 
     @property
     def has_backlog(self) -> bool:
@@ -123,6 +120,8 @@ class WriteThrough:
             # The tail of a chain longer than the tier would evict its head.
             most_blocks = capacity // max(1, self._tier.block_bytes)
             num_units = min(num_units, most_blocks // sum(self._layout.blocks_per_unit))
+        if self._admission is not None:
+            num_units = min(num_units, self._num_admitted(by_group, num_units))
         if num_units == 0:
             return
         chain = Chain(keys, by_group, num_units, is_whole, request)
@@ -135,6 +134,20 @@ class WriteThrough:
         self._progress_at = self._clock()
         while (excess := self._backlog.excess()) is not None:
             self._drop(excess)
+
+    def _num_admitted(self, by_group: Sequence[Sequence[OffloadKey]], num_units: int) -> int:
+        """Returns how many leading units of a chain the admission accepts. Nothing behind them could be found."""
+        assert self._admission is not None
+        for keys, per_unit in zip(by_group, self._layout.blocks_per_unit, strict=True):
+            accepted = self._admission.accepts(keys[: num_units * per_unit])
+            if not all(accepted):
+                num_units = accepted.index(False) // per_unit
+        return num_units
+
+    def count_request(self, keys: Sequence[OffloadKey], req_context: ReqContext | None) -> None:
+        """Tells the admission that a request asks for ``keys``."""
+        if self._admission is not None:
+            self._admission.count(keys, req_context)
 
     def postpone(self, request: str) -> None:
         """Called when the request waits for a promotion: its chain is not planned until that has ended."""
@@ -174,29 +187,31 @@ class WriteThrough:
 
     # Writing.
 
-    def pump(self, room: int) -> None:
-        """Begins to write as much of the backlog as the tier takes on, at most ``room`` blocks."""
+    def pump(self, room: int) -> list[OffloadKey]:
+        """Begins to write as much of the backlog as the tier takes on, at most ``room`` blocks. Returns these."""
+        begun: list[OffloadKey] = []
         if self._refused_at is not None and self._clock() - self._refused_at < REFUSAL_S:
-            return
-        while room > 0:
+            return begun
+        while len(begun) < room:
             chain = self._backlog.next()
             if chain is None:
-                return
-            plan = self._plan(chain, room)
+                break
+            plan = self._planner.plan(chain, room - len(begun), self._losses)
             if plan.keys and len(chain.written) >= MAX_WRITES_PER_BLOCK * len(chain.keys):
                 self._drop(chain)
                 continue
             taken = self._write(chain, plan.keys)
-            room -= taken
+            begun += plan.keys[:taken]
             if taken < len(plan.keys):
                 self._refuse(chain)
-                return
+                break
             chain.refused_at = None
             chain.done = plan.done
             if plan.hole is not None:
                 self._stop(chain, plan.hole)
             elif chain.done == chain.num_units:
                 self._finish(chain)
+        return begun
 
     def _write(self, chain: Chain, keys: list[OffloadKey]) -> int:
         """Returns how many of ``keys``, from the first one on, the tier has taken on."""
@@ -255,12 +270,14 @@ class WriteThrough:
                 self._rewrite(chain)
 
     def _count_results(self, results: Sequence[TierResult]) -> None:
-        written = [result for result in results if result.ok]
+        num_ok = sum(result.ok for result in results)
+        # Those of no bytes were held by a shared medium already.
+        written = [result for result in results if result.ok and result.nbytes]
         num_gone = sum(result.error is TierError.GONE for result in results)
         self._count("write_seconds", sum(result.seconds for result in results))
         self._count("write_blocks", len(written))
         self._count("write_bytes", sum(result.nbytes for result in written))
-        self._count("write_failures", len(results) - len(written) - num_gone)
+        self._count("write_failures", len(results) - num_ok - num_gone)
 
     def _unpin(self, slots: Collection[int]) -> None:
         if slots:
@@ -279,7 +296,7 @@ class WriteThrough:
             self._backlog.wait_for(chain, hole)
             return
         if self._host.explain_miss(hole).reason is MissReason.EVICTED:
-            self._count("dropped_writes", self._num_lacking(chain, in_host=False))
+            self._count("dropped_writes", self._planner.num_lacking(chain, in_host=False))
         self._delete_unreachable(chain)
         self._finish(chain)
 
@@ -290,16 +307,16 @@ class WriteThrough:
             self._tier.reorder_chain(chain.keys, chain.written)
 
     def _drop(self, chain: Chain) -> None:
-        self._count("dropped_writes", self._num_lacking(chain, in_host=True))
+        self._count("dropped_writes", self._planner.num_lacking(chain, in_host=True))
         self._backlog.remove(chain)
         self._delete_unreachable(chain)
 
-    def _num_lacking(self, chain: Chain, in_host: bool) -> int:
-        """Returns how many blocks the tier lacks; with ``in_host`` only those that the host has."""
-        lacking = ~self._in_tier(chain.keys, chain)
-        if in_host:
-            lacking &= self._host.states(chain.keys) == LookupState.HIT
-        return int(np.count_nonzero(lacking))
+    def _delete_unreachable(self, chain: Chain) -> None:
+        """Deletes the blocks of the chain that no lookup can use. From a shared tier only those that were written for
+        this chain."""
+        keys, num_held = self._planner.unreachable(chain)
+        self._num_lost += num_held
+        self._tier.delete(keys)
 
     def _rewrite(self, chain: Chain) -> None:
         """Looks the chain up again from its head; writing continues where the tier lacks a block."""
@@ -309,92 +326,22 @@ class WriteThrough:
         else:
             self._backlog.enqueue(chain, ChainState.STARTED)
 
-    def _delete_unreachable(self, chain: Chain) -> None:
-        """Deletes the blocks of the chain that no lookup can use. Blocks that are being written count as held: if a
-        write fails, its own chain is corrected then."""
-        in_tier = [self._tier.contains(keys) for keys in chain.by_group]
-        held = [
-            (states == LookupState.HIT) | self._is_writing(keys)
-            for keys, states in zip(chain.by_group, in_tier, strict=True)
-        ]
-        places = unreachable(self._layout, chain.by_group, held, chain.num_units, frozenset(chain.written))
-        may_hold = [(states != LookupState.MISS).tolist() for states in in_tier]
-        keys, num_lost = [], 0
-        for g, i in places:
-            key = chain.by_group[g][i]
-            batch = self._writing.get(key)
-            if may_hold[g][i] if batch is None else batch.chain is chain:
-                keys.append(key)
-                num_lost += may_hold[g][i]
-        self._num_lost += num_lost
-        self._tier.delete(keys)
-
-    # Planning.
-
-    def _is_writing(self, keys: Sequence[OffloadKey]) -> Bools:
-        return np.fromiter(map(self._writing.__contains__, keys), np.bool_, len(keys))
-
-    def _in_tier(self, keys: Sequence[OffloadKey], chain: Chain) -> Bools:
-        """Returns which of ``keys`` the tier holds, or is being given for this chain: if that fails, the chain is
-        corrected."""
-        held: Bools = self._tier.contains(keys) == LookupState.HIT
-        if self._writing and not self._writing.keys().isdisjoint(keys):
-            for i in np.flatnonzero(~held).tolist():
-                batch = self._writing.get(keys[i])
-                held[i] = batch is not None and batch.chain is chain
-        return held
-
-    def _available(self, keys: Sequence[OffloadKey], in_tier: Bools) -> Bools:
-        """Returns which of ``keys`` are ``in_tier``, or are in the host and are not being written for another chain."""
-        available = in_tier.copy()
-        absent = np.flatnonzero(~in_tier)
-        names = [keys[i] for i in absent.tolist()]
-        if names:
-            available[absent] = self._host.states(names) == LookupState.HIT
-            if self._writing and not self._writing.keys().isdisjoint(names):
-                available[absent] &= ~self._is_writing(names)
-        return available
-
     @property
     def _losses(self) -> int:
         return self._tier.num_evicted + self._num_lost
-
-    def _plan(self, chain: Chain, room: int) -> Plan:
-        """Returns which blocks of the chain are to be written next, at most ``room``."""
-        before = chain.done
-        if self._losses != chain.losses and before >= chain.verify_at:
-            # The longer the chain, the less often, so that each block is looked up a few times at most.
-            chain.verify_at, chain.losses, chain.done = before + before // 4, self._losses, 0
-        # The last unit that is done is looked up again in any case.
-        start, num_units = max(0, chain.done - 1), FIRST_UNITS
-        while True:
-            stop = min(chain.num_units, start + num_units)
-            plan = self._plan_units(chain, start, stop, room)
-            if plan.keys or plan.hole is not None or stop == chain.num_units:
-                return plan
-            start, num_units = max(start, plan.done), 2 * num_units
-
-    def _plan_units(self, chain: Chain, start: int, stop: int, room: int) -> Plan:
-        """Returns the blocks to write so that requests can resume at the ends of units ``start`` to ``stop``."""
-        layout, ends = self._layout, self._layout.unit_ends(start, stop)
-        spans = [
-            GroupSpan.of(group, keys, ends, start * per_unit)
-            for group, keys, per_unit in zip(layout.groups, chain.by_group, layout.blocks_per_unit, strict=True)
-        ]
-        in_tier = [self._in_tier(span.keys, chain) for span in spans]
-        available = [self._available(span.keys, mask) for span, mask in zip(spans, in_tier, strict=True)]
-        is_last = stop == chain.num_units
-        return plan_writes(spans, in_tier, available, ends, start=start, is_last=is_last, room=room)
 
     def check_integrity(self) -> None:
         """Raises IntegrityError if the backlog is inconsistent, or if the tier lacks a block before the position up to
         which a chain counts as written, although it has lost none since that was looked up."""
         self._backlog.check_integrity()
+        if self._tier.is_shared or self._tier.capacity_bytes is None:
+            # The medium may lose blocks without counting them.
+            return
         for chain in self._backlog:
             if chain.losses == self._losses:
                 layout = self._layout
                 for group, per_unit, keys in zip(layout.groups, layout.blocks_per_unit, chain.by_group, strict=True):
                     before = keys[: chain.done * per_unit] if group.is_full else []
-                    lacking = (self._tier.contains(before) == LookupState.MISS) & ~self._in_tier(before, chain)
+                    lacking = (self._tier.contains(before) == LookupState.MISS) & ~self._planner.in_tier(before, chain)
                     if lacking.any():
                         raise IntegrityError("a chain is written behind a hole")

@@ -16,12 +16,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from kvoffload.abc import ConfigError
 from kvoffload.demo.errors import DemoError
 from kvoffload.demo.shared.stores import STALL_S, Fault, Store, StoreMissingError, Throttle, send
+from kvoffload.tiers.mooncake.config import check_installed
 
 HOST = "127.0.0.1"
-WHEEL = "pip install mooncake-transfer-engine-non-cuda"
-LIBRARIES = "apt-get install -y libibverbs1 libnl-3-200 libnl-route-3-200 librdmacm1 libnuma1"
+WHEEL = "pip install --force-reinstall mooncake-transfer-engine-non-cuda"
 SEGMENT_BYTES = 1 << 30
 LEASE_MS = 500
 """The master keeps a value that was just read for this time, so it can be replaced after it."""
@@ -33,15 +34,12 @@ REPLY_DEADLINE_S = 120.0
 
 def missing() -> str | None:
     """Returns why no Mooncake Store can run here and the line to run, or None if one can."""
-    if importlib.util.find_spec("mooncake") is None:
-        return f"the client is not installed: {WHEEL}"
-    check = [sys.executable, "-c", "import mooncake.store"]
-    tried = subprocess.run(check, capture_output=True, text=True, timeout=START_DEADLINE_S)
-    if tried.returncode != 0:
-        reason = (tried.stderr.strip().splitlines() or ["it ends at once"])[-1]
-        return f"the client cannot be loaded ({reason}): {LIBRARIES}"
+    try:
+        check_installed()
+    except ConfigError as error:
+        return str(error).partition(": ")[2]
     if not _master().is_file():
-        return f"there is no {_master()}: {WHEEL}"
+        return f"the wheel has no mooncake_master; run {WHEEL}"
     return None
 
 

@@ -1,0 +1,135 @@
+"""ChainPlanner: looks up what of a chain a tier holds, and plans what is written to it and deleted from it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from kvoffload.abc import LookupState, OffloadKey, Tier
+from kvoffload.cache.manager import PolicyOffloadingManager
+from kvoffload.tiers.chains import Chain
+from kvoffload.tiers.plan import Bools, ChainLayout, GroupSpan, Plan, plan_writes, unreachable
+
+FIRST_UNITS = 256
+"""Units that are looked at first; doubled while there is nothing to write."""
+
+
+@dataclass(slots=True, eq=False)
+class WriteBatch:
+    """Blocks that the tier was given to write in one call."""
+
+    chain: Chain | None
+    """The chain that they are written for, or None after a reset."""
+    slots: dict[OffloadKey, int]
+    """Host slots, pinned, of the blocks that the tier has not reported yet."""
+
+
+class ChainPlanner:
+    """Plans writes from ``host`` to ``tier``, which is writing the blocks ``writing``.
+
+    ``is_worth`` returns which blocks are worth writing to this tier; None: all are. A block of which the tier does not
+    know yet whether it holds it is written, since the tier then finds out, but nothing is deleted because of it.
+    """
+
+    def __init__(
+        self,
+        host: PolicyOffloadingManager,
+        tier: Tier,
+        layout: ChainLayout,
+        writing: Mapping[OffloadKey, WriteBatch],
+        is_worth: Callable[[Sequence[OffloadKey]], Bools] | None,
+    ) -> None:
+        self._host = host
+        self._tier = tier
+        self._layout = layout
+        self._writing = writing
+        self._is_worth = is_worth
+
+    def _is_writing(self, keys: Sequence[OffloadKey]) -> Bools:
+        return np.fromiter(map(self._writing.__contains__, keys), np.bool_, len(keys))
+
+    def in_tier(self, keys: Sequence[OffloadKey], chain: Chain) -> Bools:
+        """Returns which of ``keys`` the tier holds, or is being given for this chain: if that fails, the chain is
+        corrected."""
+        states = self._tier.contains(keys)
+        held: Bools = states == LookupState.HIT
+        if (states == LookupState.RETRY).any():
+            # It took these once. Until it knows better, it has them.
+            written = frozenset(chain.written)
+            held |= (states == LookupState.RETRY) & np.fromiter(map(written.__contains__, keys), np.bool_, len(keys))
+        if self._writing and not self._writing.keys().isdisjoint(keys):
+            for i in np.flatnonzero(~held).tolist():
+                batch = self._writing.get(keys[i])
+                held[i] = batch is not None and batch.chain is chain
+        return held
+
+    def _available(self, keys: Sequence[OffloadKey], in_tier: Bools) -> Bools:
+        """Returns which of ``keys`` are ``in_tier``, or are in the host and are not being written for another chain."""
+        available = in_tier.copy()
+        absent = np.flatnonzero(~in_tier)
+        names = [keys[i] for i in absent.tolist()]
+        if names:
+            available[absent] = self._host.states(names) == LookupState.HIT
+            if self._is_worth is not None:
+                available[absent] &= self._is_worth(names)
+            if self._writing and not self._writing.keys().isdisjoint(names):
+                available[absent] &= ~self._is_writing(names)
+        return available
+
+    def plan(self, chain: Chain, room: int, losses: int) -> Plan:
+        """Returns which blocks of the chain are to be written next, at most ``room``. ``losses``: how many blocks the
+        tier has lost so far."""
+        before = chain.done
+        if losses != chain.losses and before >= chain.verify_at:
+            # The longer the chain, the less often, so that each block is looked up a few times at most.
+            chain.verify_at, chain.losses, chain.done = before + before // 4, losses, 0
+        # The last unit that is done is looked up again in any case.
+        start, num_units = max(0, chain.done - 1), FIRST_UNITS
+        while True:
+            stop = min(chain.num_units, start + num_units)
+            plan = self._plan_units(chain, start, stop, room)
+            if plan.keys or plan.hole is not None or stop == chain.num_units:
+                return plan
+            start, num_units = max(start, plan.done), 2 * num_units
+
+    def _plan_units(self, chain: Chain, start: int, stop: int, room: int) -> Plan:
+        """Returns the blocks to write so that requests can resume at the ends of units ``start`` to ``stop``."""
+        layout, ends = self._layout, self._layout.unit_ends(start, stop)
+        spans = [
+            GroupSpan.of(group, keys, ends, start * per_unit)
+            for group, keys, per_unit in zip(layout.groups, chain.by_group, layout.blocks_per_unit, strict=True)
+        ]
+        in_tier = [self.in_tier(span.keys, chain) for span in spans]
+        available = [self._available(span.keys, mask) for span, mask in zip(spans, in_tier, strict=True)]
+        is_last = stop == chain.num_units
+        return plan_writes(spans, in_tier, available, ends, start=start, is_last=is_last, room=room)
+
+    def num_lacking(self, chain: Chain, in_host: bool) -> int:
+        """Returns how many blocks the tier lacks; with ``in_host`` only those that the host has."""
+        lacking = ~self.in_tier(chain.keys, chain)
+        if in_host:
+            lacking &= self._host.states(chain.keys) == LookupState.HIT
+        return int(np.count_nonzero(lacking))
+
+    def unreachable(self, chain: Chain) -> tuple[list[OffloadKey], int]:
+        """Returns the blocks of the chain that no lookup can use and that may be deleted, and how many of them the tier
+        may hold. Blocks that are being written count as held: if a write fails, its own chain is corrected then."""
+        in_tier = [self._tier.contains(keys) for keys in chain.by_group]
+        held = [
+            (states != LookupState.MISS) | self._is_writing(keys)
+            for keys, states in zip(chain.by_group, in_tier, strict=True)
+        ]
+        written = frozenset(chain.written)
+        places = unreachable(self._layout, chain.by_group, held, chain.num_units, written)
+        may_hold = [(states != LookupState.MISS).tolist() for states in in_tier]
+        keys, num_held = [], 0
+        for g, i in places:
+            key = chain.by_group[g][i]
+            batch = self._writing.get(key)
+            is_mine = not self._tier.is_shared or key in written
+            if is_mine and (may_hold[g][i] if batch is None else batch.chain is chain):
+                keys.append(key)
+                num_held += may_hold[g][i]
+        return keys, num_held
