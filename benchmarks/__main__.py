@@ -5,7 +5,20 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from benchmarks import convoys, copies, disk, fingerprint, managers, policies, replay, shared_dir, steps, ttft, writes
+from benchmarks import (
+    convoys,
+    copies,
+    disk,
+    fingerprint,
+    managers,
+    policies,
+    replay,
+    shared_dir,
+    steps,
+    stores,
+    ttft,
+    writes,
+)
 
 BENCHMARKS = {
     "managers": managers.main,
@@ -17,6 +30,7 @@ BENCHMARKS = {
     "replay": replay.main,
     "shared_dir": shared_dir.main,
     "steps": steps.main,
+    "stores": stores.main,
     "ttft": ttft.main,
     "writes": writes.main,
 }

@@ -15,6 +15,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -102,7 +103,7 @@ def finding(directory: Path, quick: bool) -> list[Row]:
     resident = resident_bytes() - before
     keys, absent = some[0][:LONG_PROMPT], new_keys(LONG_PROMPT)
     assert (tier.contains(keys) == LookupState.HIT).all()
-    costs = {name: cost(lambda asked=asked: tier.contains(asked)) for name, asked in (("hit", keys), ("miss", absent))}
+    costs = {name: cost(partial(tier.contains, asked)) for name, asked in (("hit", keys), ("miss", absent))}
     start = time.perf_counter()
     tier.follow()
     idle = time.perf_counter() - start

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import contextlib
 import dataclasses
+import importlib
 import importlib.util
 import os
 import re
@@ -21,6 +22,7 @@ from kvoffload.abc import MissReason
 from kvoffload.cli import group
 from kvoffload.config import OffloadConfig
 from kvoffload.observe.metrics import METRICS
+from kvoffload.tiers.config import BUILTIN, TierConfig
 
 ROOT = Path(__file__).resolve().parents[1]
 SOURCE = ROOT / "src" / "kvoffload"
@@ -204,6 +206,31 @@ def test_every_option_is_documented_with_its_default() -> None:
         if field.default not in (None, (), dataclasses.MISSING):
             default = f"{field.default:g}" if isinstance(field.default, float) else str(field.default).lower()
             assert documented[field.name] == default, field.name
+
+
+def test_every_key_of_a_tier_is_documented_with_its_default() -> None:
+    kind, documented = "", dict[str, dict[str, str]]()
+    for row in table((ROOT / "docs" / "serving.md").read_text(), "## Tiers"):
+        # A row without a kind belongs to the one above it; "| | `key` |" has lost its first cell.
+        cells = row if len(row) == 4 else ["", *row]
+        kind = cells[0].strip("`") or kind
+        documented.setdefault(kind, {})[cells[1].strip("`")] = cells[3].strip("`")
+    shared = {field.name for field in dataclasses.fields(TierConfig)}
+    assert set(documented.pop("all")) == shared
+    documented.pop("package.module:Class")
+    assert list(documented) == list(BUILTIN)
+    for name, path in BUILTIN.items():
+        module, _, found = path.partition(":")
+        if not is_importable(module):
+            continue
+        fields = dataclasses.fields(getattr(importlib.import_module(module), found))
+        defaults = {field.name: field.default for field in fields if field.name not in shared}
+        assert list(documented[name]) == list(defaults)
+        for key, default in defaults.items():
+            if default is dataclasses.MISSING:
+                assert documented[name][key] == "must be set"
+            elif default not in (None, ""):
+                assert documented[name][key] == str(default)
 
 
 def test_every_metric_is_documented() -> None:

@@ -15,8 +15,9 @@ import numpy as np
 import pytest
 
 from kvoffload import OffloadConfig, OffloadingConnectorScheduler, TierConfig, TierContext, build_scheduler
-from kvoffload.abc import ByteArray, ConfigError, KVGroup, Tier
+from kvoffload.abc import ByteArray, ConfigError, KVGroup, ReqContext, Tier
 from kvoffload.cache.admission import tracker_size
+from kvoffload.cache.keys import make_offload_key
 from kvoffload.cache.manager import PolicyOffloadingManager
 from kvoffload.connector import build
 from kvoffload.host.pool import HostPool
@@ -165,6 +166,26 @@ def test_the_reuse_filter_remembers_as_much_as_all_tiers_hold(
     make(own(blocks=100), disk(tmp_path / "disk", bytes=1000 * SLOT), options=threshold)
     make(own(blocks=100), own(blocks=200), options=threshold, engines=2)
     assert sizes == [BLOCKS, BLOCKS + 1100, BLOCKS + 150]
+    sizes.clear()
+    make(own(blocks=100, store_threshold=2), own(blocks=200))
+    assert sizes == [BLOCKS + 100]
+
+
+def test_a_threshold_of_a_tier_keeps_blocks_from_that_tier_alone(make: Builder) -> None:
+    make(own(store_threshold=2), own(blocks=3))
+    manager, keys = make.built[0].manager, [make_offload_key(b"k" * 32, 0)]
+    for request, is_admitted in (("a", False), ("b", True)):
+        context = ReqContext(request)
+        manager.touch(keys, context)
+        output = manager.prepare_store(keys)
+        assert output is not None
+        manager.complete_store(output.store_spec)
+        manager.offer_chain(keys, context)
+        for _ in range(100):
+            manager.poll()
+            for tier in OPENED:
+                tier.executor.wait(0.0)
+        assert [tier.num_blocks for tier in OPENED] == [int(is_admitted), 1]
 
 
 def test_the_log_says_what_is_on_a_disk(make: Builder, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -179,7 +200,7 @@ def test_the_log_says_what_is_on_a_disk(make: Builder, tmp_path: Path, caplog: p
 
 
 def test_a_medium_that_fails_at_the_start_leaves_the_others(make: Builder, caplog: pytest.LogCaptureFixture) -> None:
-    assert make(own(fails="medium"), own()) == ["own"]
+    assert make(own(fails="medium"), own()) == ["own-2"]
     (message,) = caplog.messages
     assert message == (
         f"kvoffload: tiers[0].kind='{HERE}:OwnConfig': THERE IS NO OWN TIER: Input/output error; the server continues "

@@ -77,36 +77,31 @@ def make_prompts() -> list[list[int]]:
     return prompts
 
 
-class DiskJobs:
-    """Counts what the disk tier of this process has accepted and not reported yet."""
+class TierJobs:
+    """Counts what the tiers of this process have accepted and not reported yet."""
 
     def __init__(self) -> None:
-        from kvoffload.tiers.disk import config
+        from kvoffload.tiers.guard import GuardedTier
 
-        self.pending: Counter[tuple[bytes, bool]] = Counter()
-        """Number of jobs per key and direction; True is a read."""
-        self._open = config.open_disk_tier
-        config.open_disk_tier = self._open_counting
-
-    def _open_counting(self, *args: Any, **kwargs: Any) -> Any:
-        tier = self._open(*args, **kwargs)
-        read, write, poll = tier.read, tier.write, tier.poll
+        self.pending: Counter[tuple[str, bytes, bool]] = Counter()
+        """Number of jobs per tier, key and direction; True is a read."""
+        poll = GuardedTier.poll
 
         def counting(accept: Callable[..., Any], is_read: bool) -> Callable[..., Any]:
-            def call(keys: Any, slots: Any) -> Any:
-                accepted = accept(keys, slots)
-                self.pending.update((key, is_read) for key in accepted)
+            def call(tier: Any, keys: Any, slots: Any) -> Any:
+                accepted = accept(tier, keys, slots)
+                self.pending.update((tier.name, key, is_read) for key in accepted)
                 return accepted
 
             return call
 
-        def counted_poll() -> Any:
-            results = poll()
-            self.pending -= Counter((result.key, result.is_read) for result in results)
+        def counted_poll(tier: Any) -> Any:
+            results = poll(tier)
+            self.pending -= Counter((tier.name, result.key, result.is_read) for result in results)
             return results
 
-        tier.read, tier.write, tier.poll = counting(read, True), counting(write, False), counted_poll
-        return tier
+        GuardedTier.read, GuardedTier.write = counting(GuardedTier.read, True), counting(GuardedTier.write, False)
+        GuardedTier.poll = counted_poll
 
 
 def connector_module(name: str) -> str:
@@ -125,7 +120,7 @@ class Engine:
             write_model(model, kind, config.get("new_rows", 0))
         if config.get("unexpected_root"):
             _expect_another_root()
-        self._disk = DiskJobs()
+        self._tiers = TierJobs()
         from vllm.config import KVEventsConfig, KVTransferConfig
         from vllm.entrypoints.llm import LLM
 
@@ -241,9 +236,9 @@ class Engine:
         raise AssertionError("the engine never comes to rest")
 
     def settle(self) -> None:
-        """Waits until the disk tier, if there is one, has read and written all that it was given."""
+        """Waits until all tiers have read and written what they were given."""
         for _ in range(MAX_STEPS):
-            if not self._disk.pending:
+            if not self._tiers.pending:
                 return
             self.offload.manager.wait(0.1)
             self.offload.manager.poll()
@@ -319,13 +314,13 @@ def answer(output: Any) -> list[Any]:
 
 
 def prometheus() -> dict[str, float]:
-    """Returns every sample in this process by its name, followed by its reason or rule if it has one."""
+    """Returns every sample in this process by its name, followed by its reason, rule or tier if it has one."""
     from prometheus_client import REGISTRY
 
     samples = {}
     for metric in REGISTRY.collect():
         for sample in metric.samples:
-            label = sample.labels.get("reason", sample.labels.get("rule"))
+            label = next((sample.labels[name] for name in ("reason", "rule", "tier") if name in sample.labels), None)
             samples[sample.name if label is None else f"{sample.name}:{label}"] = sample.value
     return samples
 

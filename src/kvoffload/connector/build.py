@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from kvoffload.abc import ByteArray, ConfigError, KVGroup, OffloadingManager, Tier
+from kvoffload.abc import Admission, ByteArray, ConfigError, KVGroup, OffloadingManager, Tier
 from kvoffload.cache.admission import ReuseFilter, tracker_size
 from kvoffload.cache.keys import root_hash
 from kvoffload.cache.manager import PolicyOffloadingManager
@@ -20,7 +20,7 @@ from kvoffload.connector.layout import Layout
 from kvoffload.connector.scheduler import OffloadingConnectorScheduler
 from kvoffload.host.pool import PoolHandle
 from kvoffload.observe.trace import TraceRecorder
-from kvoffload.tiers.config import TierContext, TierEntry, distinct_names, prefixed
+from kvoffload.tiers.config import TierConfig, TierContext, TierEntry, distinct_names, prefixed
 from kvoffload.tiers.disk.format import is_fingerprint
 from kvoffload.tiers.manager import TieredOffloadingManager
 from kvoffload.units import format_bytes
@@ -74,7 +74,7 @@ def build_scheduler(
         recorder = _make_recorder(config, host_pools, engine, device_blocks)
         if recorder is not None:
             opened.callback(recorder.close)
-        below, entries = list[Tier](), config.tier_entries
+        below, entries = list[tuple[Tier, TierConfig | None]](), config.tier_entries
         names = distinct_names([*config.tier_names, *(tier.name for tier in tiers)])
         if entries:
             context = host_pools.context(fingerprint, identity or {}, config.policy, engine)
@@ -82,8 +82,8 @@ def build_scheduler(
                 tier = _open_tier(entry, context)
                 if tier is not None:
                     opened.callback(tier.close)
-                    below.append(_named(tier, name))
-        below += map(_named, tiers, names[len(entries) :])
+                    below.append((_named(tier, name), entry.config))
+        below += [(_named(tier, name), None) for tier, name in zip(tiers, names[len(entries) :], strict=True)]
         scheduler = OffloadingConnectorScheduler(
             _make_manager(config, host_pools, below, enable_events, parent_request),
             groups=groups,
@@ -126,33 +126,37 @@ def _check_arguments(
 def _make_manager(
     config: OffloadConfig,
     pools: _HostPools,
-    tiers: Sequence[Tier],
+    tiers: Sequence[tuple[Tier, TierConfig | None]],
     enable_events: bool,
     parent_request: Callable[[str], str],
 ) -> OffloadingManager:
-    """Returns the manager of the host pools, in front of ``tiers`` if there are any."""
-    groups, admission = pools.layout.groups, None
-    if config.store_threshold is not None:
-        tier_bytes = sum(entry.config.capacity_bytes or 0 for entry in config.tier_entries)
-        tracked = tracker_size(pools.num_blocks + tier_bytes // (pools.block_bytes * pools.engines))
-        admission = ReuseFilter(config.store_threshold, tracked, parent_request)
+    """Returns the manager of the host pools, in front of ``tiers`` if there are any. Each is beside its entry."""
+
+    def admission(threshold: int | None, entries: Sequence[TierConfig]) -> Admission | None:
+        if threshold is None:
+            return None
+        tier_blocks = sum(entry.capacity_bytes or 0 for entry in entries) // (pools.block_bytes * pools.engines)
+        return ReuseFilter(threshold, tracker_size(pools.num_blocks + tier_blocks), parent_request)
+
+    groups = pools.layout.groups
     host = PolicyOffloadingManager(
         HostBackend(groups[0].block_tokens, pools.num_blocks),
         make_policy(config.policy, pools.num_blocks),
         enable_events,
         must_store=bool(tiers),
-        admission=admission,
+        admission=admission(config.store_threshold, [entry.config for entry in config.tier_entries]),
     )
     if not tiers:
         return host
     return TieredOffloadingManager(
         host,
-        tiers,
+        [tier for tier, _ in tiers],
         tokens_per_block=tokens_per_block(groups),
         groups=groups,
         lookup_deadline_ms=config.lookup_deadline_ms,
         load_deadline_ms=config.load_deadline_ms,
         load_only_if_faster=config.load_only_if_faster,
+        admissions=[None if entry is None else admission(entry.store_threshold, [entry]) for _, entry in tiers],
     )
 
 
