@@ -267,6 +267,10 @@ class SharedMedium(ABC):
     def check(self) -> None:
         """Raises the error of a law that is broken. Called often."""
 
+    def afterwards(self, servers: Servers) -> None:
+        """Raises the error of a law that is broken when the medium has worked for a while. Called before the last
+        servers end; may let time pass."""
+
     def counts(self) -> Counter[str]:
         """Returns counts for the report."""
         return Counter()
@@ -508,6 +512,7 @@ class Servers:
             self.medium.end_faults()
             self.pass_time(QUIET_S)
             self._find_again()
+            self.medium.afterwards(self)
             for machine in self.machines:
                 if machine.server is not None:
                     machine.server.finish()
