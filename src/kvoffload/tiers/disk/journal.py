@@ -27,7 +27,6 @@ from xxhash import xxh3_64_intdigest
 
 from kvoffload.abc import ByteArray, OffloadKey, Slots
 from kvoffload.tiers.disk.format import (
-    JOURNAL_NAME,
     MAX_KEY_BYTES,
     RECORD,
     RECORD_BYTES,
@@ -37,8 +36,6 @@ from kvoffload.tiers.disk.format import (
     is_record_of,
 )
 from kvoffload.tiers.disk.storage import StoredFile
-
-__all__ = ["JOURNAL_NAME", "Journal", "JournalHeader", "digests_of", "read_entries"]
 
 JOURNAL_VERSION = 1
 JOURNAL_HEADER_BYTES = 4096
