@@ -20,9 +20,9 @@ from typing import Any
 from kvoffload.abc import ByteArray, ConfigError, Tier
 from kvoffload.testing.engine import Leak
 from kvoffload.testing.servers import Connection, DeletedOthers, Servers, SharedMedium, SharingServer
-from kvoffload.testing.shared_storage import LOCK_NAME, PAGE, Folder, Inode, Mount, NfsClient, NfsServer
+from kvoffload.testing.shared_storage import LOCK_NAME, Folder, Inode, Mount, NfsClient, NfsServer
 from kvoffload.testing.simulation import FalseAlarm, OverBudget
-from kvoffload.testing.storage import Killed, os_error
+from kvoffload.testing.storage import PAGE, Killed, os_error
 from kvoffload.testing.tiers import SteppedExecutor
 from kvoffload.tiers.disk.format import is_block_file
 from kvoffload.tiers.disk.journal import journal_bytes, num_entries_for
@@ -45,7 +45,7 @@ class SeatTaken(AssertionError):
 class SharedFolderMedium(SharedMedium):
     """A directory on a network file system that stalls, fails, is full, loses files and bytes, and cuts clients off."""
 
-    kind = "folder"
+    kind = "shared_dir"
 
     def __init__(self, seed: int, is_calm: bool) -> None:
         super().__init__()
