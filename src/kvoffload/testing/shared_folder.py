@@ -103,8 +103,9 @@ class SharedFolderMedium(SharedMedium):
 
     def _loses(self) -> None:
         """Somebody removes a file, or a whole folder, of a server that is gone."""
+        owned = [self._seats().get(connection.seat) for connection in self.connections if connection.has_seat]
         folder = self._any_folder(self.server.root)
-        if folder is None or self._owner(folder) is not None:
+        if folder is None or any(seat and folder in (seat, *seat.entries.values()) for seat in owned):
             return
         names = [name for name, node in folder.entries.items() if isinstance(node, Inode) and name != LOCK_NAME]
         if names and self.random.random() < 0.3:
