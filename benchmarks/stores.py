@@ -192,7 +192,7 @@ def scheduler_thread(tier: RemoteTier) -> list[Row]:
         measure(what, NUM_BLOCKS, begin)
         time.sleep(2.0)
         measure(f"poll after that {what}", NUM_BLOCKS, tier.poll)
-        settle(tier, lambda: tier.contains(keys).all())
+        settle(tier, lambda: bool(tier.contains(keys).all()))
     return rows
 
 
