@@ -5,7 +5,20 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from benchmarks import convoys, copies, disk, fingerprint, managers, policies, replay, steps, ttft, writes
+from benchmarks import (
+    convoys,
+    copies,
+    disk,
+    fingerprint,
+    managers,
+    policies,
+    replay,
+    shared_dir,
+    steps,
+    stores,
+    ttft,
+    writes,
+)
 
 BENCHMARKS = {
     "managers": managers.main,
@@ -15,7 +28,9 @@ BENCHMARKS = {
     "convoys": convoys.main,
     "policies": policies.main,
     "replay": replay.main,
+    "shared_dir": shared_dir.main,
     "steps": steps.main,
+    "stores": stores.main,
     "ttft": ttft.main,
     "writes": writes.main,
 }

@@ -609,7 +609,7 @@ def test_a_directory_that_is_not_a_disk_tiers_is_refused(
     result = invoke(command, path, *(["--yes"] if command == "clear" else []))
     assert result.exit_code == 2
     assert f"kvoffload disk {command}: " in result.output
-    assert "name a server's disk_dir" in " ".join(result.output.split())
+    assert "name the directory of a disk tier or of a shared_dir tier" in " ".join(result.output.split())
     assert path.exists() is (kind != "missing")
 
 

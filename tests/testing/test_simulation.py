@@ -30,7 +30,7 @@ from kvoffload.testing.simulation import (
 from kvoffload.testing.storage import FaultRates
 from kvoffload.testing.tiers import AskingTier, MemoryTier, SteppedExecutor
 from kvoffload.testing.watch import SlotTaken, Unreachable
-from kvoffload.tiers import writethrough
+from kvoffload.tiers import planner, writethrough
 from kvoffload.tiers.disk import blockio
 from kvoffload.tiers.disk.tier import DiskTier
 from kvoffload.tiers.plan import Plan, plan_writes
@@ -347,12 +347,12 @@ def a_block_left_out(server: Server, tier: DiskTier, monkeypatch: pytest.MonkeyP
         made = plan_writes(*args, **options)
         return dataclasses.replace(made, keys=made.keys[1:]) if len(made.keys) > 2 else made
 
-    monkeypatch.setattr(writethrough, "plan_writes", without_the_first)
+    monkeypatch.setattr(planner, "plan_writes", without_the_first)
 
 
 def what_follows_a_failed_write_stays(server: Server, tier: DiskTier, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(writethrough, "MAX_REWRITES", -1)
-    monkeypatch.setattr(writethrough, "unreachable", lambda *args: [])
+    monkeypatch.setattr(planner, "unreachable", lambda *args: [])
 
 
 def a_result_lost(server: Server, tier: DiskTier, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -137,7 +137,8 @@ class SpyTier(MemoryTier):
 
 
 class Rig:
-    """A host of ``host_blocks`` in front of tiers, with a clock of their own. ``tier`` is the first of them."""
+    """A host of ``host_blocks`` in front of tiers, with a clock of their own. ``tier`` is the first of them,
+    ``tier_class`` makes the last."""
 
     def __init__(
         self,
@@ -148,12 +149,14 @@ class Rig:
         enable_events: bool = False,
         num_tiers: int = 1,
         num_threads: int = 4,
+        tier_class: type[SpyTier] = SpyTier,
         **options: Any,
     ) -> None:
         self.clock = Clock()
         self.pools = make_pools(host_blocks, SLOT_BYTES)
         self.executor = SteppedExecutor(clock=self.clock, num_threads=num_threads)
-        self.tiers = [SpyTier(self.pools, tier_blocks, self.executor, self.clock) for _ in range(num_tiers)]
+        classes = [SpyTier] * (num_tiers - 1) + [tier_class]
+        self.tiers = [make(self.pools, tier_blocks, self.executor, self.clock) for make in classes]
         for i, tier in enumerate(self.tiers[1:], 2):
             tier.name = f"memory-{i}"
         self.tier = self.tiers[0]

@@ -314,13 +314,13 @@ def answer(output: Any) -> list[Any]:
 
 
 def prometheus() -> dict[str, float]:
-    """Returns every sample in this process by its name, followed by its reason or rule if it has one."""
+    """Returns every sample in this process by its name, followed by its reason, rule or tier if it has one."""
     from prometheus_client import REGISTRY
 
     samples = {}
     for metric in REGISTRY.collect():
         for sample in metric.samples:
-            label = sample.labels.get("reason", sample.labels.get("rule"))
+            label = next((sample.labels[name] for name in ("reason", "rule", "tier") if name in sample.labels), None)
             samples[sample.name if label is None else f"{sample.name}:{label}"] = sample.value
     return samples
 

@@ -172,15 +172,15 @@ class Server:
         return self.scrape(rank)
 
     def scrape(self, rank: int | None = None) -> dict[str, float]:
-        """Returns kvoffload's metrics by their names in METRICS, with a reason or a tier as in ``misses:REASON``.
-        ``rank`` selects one of several data-parallel engines."""
+        """Returns the metrics by their names in METRICS, those with a reason as ``misses:REASON`` and those of a
+        tier as ``NAME:TIER``. ``rank`` selects one of several data-parallel engines."""
         samples = {}
         for family in text_string_to_metric_families(self.get("/metrics")):
             for sample in family.samples:
                 of_engine = sample.labels.get("engine") == str(rank or 0)
                 if of_engine and sample.name.startswith("kvoffload:") and not sample.name.endswith("_created"):
                     name = sample.name.removeprefix("kvoffload:").removesuffix("_total")
-                    label = sample.labels.get("reason") or sample.labels.get("tier")
+                    label = sample.labels.get("reason", sample.labels.get("tier"))
                     samples[f"{name}:{label}" if label else name] = sample.value
         return samples
 

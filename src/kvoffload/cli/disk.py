@@ -17,6 +17,7 @@ from kvoffload.cli.inspect import Cleared, Folder, InspectError, Owned, Verifica
 from kvoffload.cli.inspect import clear as clear_directory
 from kvoffload.cli.inspect import inspect as inspect_directory
 from kvoffload.cli.inspect import verify as verify_directory
+from kvoffload.tiers.shared_dir.seats import SeatState
 from kvoffload.units import age, counted, format_bytes, printable
 
 if TYPE_CHECKING:
@@ -33,16 +34,17 @@ AS_JSON = click.option("--json", "as_json", is_flag=True, help="Print everything
 
 @click.group()
 def disk() -> None:
-    """Inspect, verify or clear the directory of a disk tier (disk_dir)."""
+    """Inspect, verify or clear the directory of a disk tier or of a shared directory tier."""
 
 
 @disk.command(short_help="Show what is in DIR, and what is wrong with it.")
 @DIRECTORY
 @AS_JSON
 def inspect(directory: Path, as_json: bool) -> None:
-    """Show what is in DIR: fingerprints, blocks, bytes, age, hits, and what is wrong.
+    """Show what is in DIR: fingerprints, blocks, bytes, age, hits, and what is wrong. In a shared directory, also who
+    writes there.
 
-    Can be used while a server is running, and changes nothing. Exit status 2: DIR is not the directory of a disk tier.
+    Can be used while servers are running, and changes nothing. Exit status 2: DIR is not the directory of a tier.
     """
     with _errors("inspect"):
         parts = inspect_directory(directory)
@@ -86,7 +88,7 @@ def clear(directory: Path, fingerprint: str | None, yes: bool, as_json: bool) ->
         parts = inspect_directory(directory)
         for part in parts:
             if part.in_use:
-                raise InspectError(f"{directory / part.path} is in use by process {part.pid}; stop that server first")
+                raise InspectError(f"{directory / part.path} is in use by {_user(part)}; stop that server first")
         folders = [folder for part in parts for folder in part.folders]
         if fingerprint is not None:
             fingerprint = _complete_fingerprint(fingerprint, folders)
@@ -165,6 +167,9 @@ def _show(console: Console, directory: Path, parts: Sequence[Owned]) -> None:
     blocks = counted(sum(folder.num_blocks for folder in folders), "block")
     fingerprints = counted(len({folder.fingerprint for folder in folders}), "fingerprint")
     console.print(Text(f"{directory}: {blocks} of {fingerprints} in {size}. {_use(parts)}", style="bold"))
+    if any(part.writer for part in parts):
+        console.print()
+        console.print(_writer_table(parts))
     if folders:
         console.print()
         console.print(_folder_table(parts))
@@ -180,12 +185,40 @@ def _show(console: Console, directory: Path, parts: Sequence[Owned]) -> None:
 
 
 def _use(parts: Sequence[Owned]) -> str:
-    users = [
-        ("a server" if part.pid is None else f"process {part.pid}") + (f" ({part.path})" if part.path else "")
-        for part in parts
-        if part.in_use
-    ]
+    users = [_user(part) + (f" ({part.path})" if part.path else "") for part in parts if part.in_use]
     return f"In use by {', '.join(users)}." if users else "No server uses it."
+
+
+def _user(part: Owned) -> str:
+    if part.pid is None:
+        return "a server"
+    return f"process {part.pid}" + (f" on {part.writer.host}" if part.writer else "")
+
+
+def _writer_table(parts: Sequence[Owned]) -> Table:
+    from rich import box
+    from rich.table import Table
+
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False)
+    table.add_column("writer", no_wrap=True)
+    table.add_column("server")
+    table.add_column("state")
+    for name in ("heartbeat", "blocks", "on disk", "budget"):
+        table.add_column(name, justify="right")
+    for part in parts:
+        if part.writer is not None:
+            writer = part.writer
+            is_silent = writer.state == SeatState.SERVING and not part.in_use
+            table.add_row(
+                part.path,
+                printable(f"{writer.host} {writer.pid}") if writer.host else "",
+                "silent" if is_silent else printable(writer.state),
+                f"{age(writer.age_s)} ago",
+                f"{sum(folder.num_blocks for folder in part.folders):,}",
+                format_bytes(sum(folder.allocated_bytes for folder in part.folders)),
+                format_bytes(writer.capacity_bytes) if writer.capacity_bytes else "",
+            )
+    return table
 
 
 def _folder_table(parts: Sequence[Owned]) -> Table:

@@ -1,4 +1,5 @@
-"""Offline tools for a disk tier's directory: inspect it, verify its blocks, clear it.
+"""Offline tools for the directory of a disk tier or of a shared directory tier: inspect it, verify its blocks, clear
+it.
 
 Inspecting and verifying change nothing and work beside a running server: a block that seems wrong is read again, since
 the server may have replaced it in between. Nothing that is read is trusted, and no symbolic link is followed.
@@ -10,6 +11,7 @@ import errno
 import mmap
 import os
 import stat
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
@@ -36,6 +38,15 @@ from kvoffload.tiers.disk.format import (
     record_offset,
     slab_name,
     slab_number,
+)
+from kvoffload.tiers.shared_dir.seats import (
+    GATE_NAME,
+    HEARTBEAT_BYTES,
+    HEARTBEAT_NAME,
+    SILENT_S,
+    Heartbeat,
+    SeatState,
+    seat_number,
 )
 from kvoffload.units import counted
 
@@ -83,13 +94,30 @@ class Folder:
 
 
 @dataclass(slots=True)
+class Writer:
+    """The owner of a seat in a shared directory, as its heartbeat says."""
+
+    host: str
+    pid: int
+    state: str
+    """"serving", "ended" or "emptied"."""
+    age_s: float
+    """Seconds since the heartbeat, by the clocks of the storage and of this machine."""
+    capacity_bytes: int
+    """The budget of the seat."""
+
+
+@dataclass(slots=True)
 class Owned:
-    """A directory that one server owns at a time: the inspected one (``path`` "") or the folder of an engine in it."""
+    """A directory that one server owns at a time: the inspected one (``path`` "") or the folder of an engine or of a
+    writer in it."""
 
     path: str
     in_use: bool = False
     pid: int | None = None
     """The process that uses it, as the lock file says."""
+    writer: Writer | None = None
+    """In a shared directory only."""
     folders: list[Folder] = field(default_factory=list)
     findings: list[str] = field(default_factory=list)
 
@@ -140,6 +168,8 @@ def inspect(directory: Path) -> list[Owned]:
         found = _open_owned(directory, stack)
         for owned, fd in found:
             owned.in_use, owned.pid = _owner(fd)
+            if seat_number(owned.path) is not None:
+                owned.writer = _writer(owned, fd)
             for folder in _open_folders(owned, fd, stack):
                 folder.inspect()
         return [owned for owned, _ in found]
@@ -424,13 +454,16 @@ def _chosen(entries: Entries, at: npt.NDArray[np.int64]) -> Entries:
 
 def _open_owned(directory: Path, stack: ExitStack) -> list[tuple[Owned, int]]:
     """Opens ``directory`` and the engines' folders in it. Returns each with its descriptor."""
-    fix = "name a server's disk_dir"
+    fix = "name the directory of a disk tier or of a shared_dir tier"
     try:
         root = stack.enter_context(_folder(directory))
     except OSError as error:
         raise InspectError(f"{directory}: {error.strerror}; {fix}") from error
     names = sorted(os.listdir(root))
     engines = [name for name in names if ENGINE_FOLDER.fullmatch(name)]
+    engines += sorted(
+        (name for name in names if seat_number(name) is not None), key=lambda name: seat_number(name) or 0
+    )
     if not (engines or LOCK_NAME in names or any(map(is_fingerprint, names))):
         raise InspectError(f"{directory}: is not the directory of a disk tier; {fix}")
     found = [(Owned(""), root)]
@@ -458,11 +491,39 @@ def _open_folders(owned: Owned, fd: int, stack: ExitStack) -> list[_OpenFolder]:
             report = Folder(f"{owned.path}/{name}".lstrip("/"), name)
             owned.folders.append(report)
             opened.append(_OpenFolder(report, folder, fd))
-        elif name not in LOCK_NAMES and (owned.path or not ENGINE_FOLDER.fullmatch(name)):
+        elif not _is_of_tier(owned, name):
             foreign.append(name)
     if foreign:
         owned.findings.append(_not_ours(foreign))
     return opened
+
+
+def _is_of_tier(owned: Owned, name: str) -> bool:
+    """Returns whether a file or folder beside those of the fingerprints is one of kvoffload's."""
+    if name in LOCK_NAMES:
+        return True
+    if owned.path:
+        return seat_number(owned.path) is not None and name == HEARTBEAT_NAME
+    return name == GATE_NAME or seat_number(name) is not None or ENGINE_FOLDER.fullmatch(name) is not None
+
+
+def _writer(owned: Owned, fd: int) -> Writer | None:
+    """Reads the heartbeat of a seat. Sets ``owned.in_use`` if its owner is alive on another machine."""
+    try:
+        with _file(HEARTBEAT_NAME, fd) as file:
+            raw, modified = _read(file, HEARTBEAT_BYTES, 0).tobytes(), os.fstat(file).st_mtime
+    except FileNotFoundError:
+        return None
+    found = Heartbeat.unpack(raw)
+    if found is None:
+        owned.findings.append("the heartbeat cannot be read")
+        return None
+    age_s = max(0.0, time.time() - modified)
+    if found.state is SeatState.SERVING:
+        # Locks may be known to one machine only.
+        owned.in_use = owned.in_use or age_s < SILENT_S
+        owned.pid = found.pid
+    return Writer(found.host, found.pid, str(found.state), age_s, found.capacity_bytes)
 
 
 def _owner(fd: int) -> tuple[bool, int | None]:

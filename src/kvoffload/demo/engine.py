@@ -72,6 +72,7 @@ class Act:
         from vllm.config import KVTransferConfig
 
         self.config = config
+        self._closed = False
         self.version = vllm.__version__
         self.llm: Any = vllm.LLM(
             model=config.model,
@@ -211,8 +212,10 @@ class Act:
         return False
 
     def close(self) -> None:
-        """Shuts the engine down, so that pending blocks are written to disk."""
-        self.llm.llm_engine.engine_core.shutdown()
+        """Shuts the engine down, so that pending blocks are written to disk. May be called twice."""
+        if not self._closed:
+            self._closed = True
+            self.llm.llm_engine.engine_core.shutdown()
 
     def device_name(self) -> str:
         from vllm.platforms import current_platform
@@ -290,11 +293,12 @@ def main() -> None:
     act.warm_up()
     engine = Engine(act)
     send(EngineInfo(act.version, act.device_name(), time.perf_counter() - start))
-    for command in _commands(act):
-        do = command.pop("do")
-        send(getattr(engine, do)(**command))
-        if do == "end":
-            return
+    try:
+        for command in _commands(act):
+            send(getattr(engine, command.pop("do"))(**command))
+    finally:
+        # Whoever has started this process may have ended without another command.
+        act.close()
 
 
 if __name__ == "__main__":

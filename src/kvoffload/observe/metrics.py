@@ -31,24 +31,11 @@ METRICS: dict[str, MetricSpec] = {
     "asked_tokens": MetricSpec("counter", "Tokens of admitted requests"),
     "device_hit_tokens": MetricSpec("counter", "Tokens found in the engine's own cache"),
     "host_hit_tokens": MetricSpec("counter", "Tokens found in host memory"),
-    "disk_hit_tokens": MetricSpec("counter", "Tokens that were read from disk for their request"),
     "misses": MetricSpec("counter", "Requests that missed, by the reason of their first missing block", "reason"),
-    "promoted_blocks": MetricSpec("counter", "Blocks read from disk into host memory and verified"),
-    "late_promotions": MetricSpec("counter", "Requests whose reads from disk did not all end within the load deadline"),
-    "disk_read_bytes": MetricSpec("counter", "Bytes read from disk and verified"),
-    "disk_read_seconds": MetricSpec("counter", "Time spent reading from disk, added up over threads"),
-    "disk_read_failures": MetricSpec("counter", "Blocks that could not be read from disk"),
-    "disk_bad_blocks": MetricSpec("counter", "Blocks on disk that failed verification and were quarantined"),
-    "disk_write_blocks": MetricSpec("counter", "Blocks written to disk"),
-    "disk_write_bytes": MetricSpec("counter", "Bytes written to disk"),
-    "disk_write_seconds": MetricSpec("counter", "Time spent writing to disk, added up over threads"),
-    "disk_write_failures": MetricSpec("counter", "Blocks that could not be written to disk"),
-    "disk_dropped_writes": MetricSpec("counter", "Blocks evicted or given up before they were written to disk"),
-    "disk_evicted_blocks": MetricSpec("counter", "Blocks evicted from disk"),
-    "disk_blocks": MetricSpec("gauge", "Blocks on disk"),
-    "disk_used_bytes": MetricSpec("gauge", "Bytes allocated on disk, in whole slabs"),
-    "disk_bytes": MetricSpec("gauge", "Disk budget in bytes"),
-    "disk_off": MetricSpec("gauge", "1 if failures have switched the disk tier off"),
+    "promoted_blocks": MetricSpec("counter", "Blocks read from lower tiers into host memory and verified"),
+    "late_promotions": MetricSpec(
+        "counter", "Requests whose reads from lower tiers did not all end within the load deadline"
+    ),
     "tier_hit_tokens": MetricSpec("counter", "Tokens that were read from a lower tier for their request", "tier"),
     "tier_read_bytes": MetricSpec("counter", "Bytes read from the tier and verified", "tier"),
     "tier_read_seconds": MetricSpec("counter", "Time spent reading from the tier, added up over threads", "tier"),
@@ -77,6 +64,31 @@ METRICS: dict[str, MetricSpec] = {
     "off": MetricSpec("gauge", "1 if a failed check has switched offloading off"),
 }
 """Every metric by name. A labelled metric's values are stored under "name:label value"."""
+DEPRECATED = {
+    "disk_hit_tokens": "tier_hit_tokens",
+    "disk_read_bytes": "tier_read_bytes",
+    "disk_read_seconds": "tier_read_seconds",
+    "disk_read_failures": "tier_read_failures",
+    "disk_bad_blocks": "tier_bad_blocks",
+    "disk_write_blocks": "tier_write_blocks",
+    "disk_write_bytes": "tier_write_bytes",
+    "disk_write_seconds": "tier_write_seconds",
+    "disk_write_failures": "tier_write_failures",
+    "disk_dropped_writes": "tier_dropped_writes",
+    "disk_evicted_blocks": "tier_evicted_blocks",
+    "disk_blocks": "tier_blocks",
+    "disk_used_bytes": "tier_used_bytes",
+    "disk_bytes": "tier_capacity_bytes",
+    "disk_off": "tier_off",
+}
+"""Names of metrics from when the disk was the only tier below host memory, which the next release no longer has, and
+what replaces each."""
+METRICS |= {
+    name: MetricSpec(
+        METRICS[new].kind, f"Deprecated: {new}, {'any tier' if name == 'disk_off' else 'sum of all tiers'}"
+    )
+    for name, new in DEPRECATED.items()
+}
 
 
 class Metrics:

@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 from abc import ABC, abstractmethod
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
@@ -30,7 +31,7 @@ from dataclasses import dataclass
 from random import Random
 from typing import ClassVar, TypeAlias
 
-from kvoffload.abc import ByteArray, IntegrityError, OffloadKey, Tier
+from kvoffload.abc import ByteArray, IntegrityError, KVGroup, OffloadKey, Tier
 from kvoffload.testing.engine import Clock, EngineRequest, Leak, LowerTiers, ModelEngine, Scenario
 from kvoffload.testing.scenario import make_requests
 from kvoffload.testing.simulation import (
@@ -50,6 +51,8 @@ from kvoffload.tiers.disk.tier import DiskTier
 
 CLOCK_SKEW_S = 0.004
 """How far the clock of one server may be ahead of another's while both have work."""
+LONG_S = 0.01
+"""An idle server ends all jobs within this time, as far as they do not wait for time to pass."""
 MAX_TURNS = 200_000
 """A simulation that takes more turns has hung."""
 QUIET_S = 90.0
@@ -109,6 +112,7 @@ class ServerLife:
             and self.lookup_deadline_ms >= 30.0
             and s.store_threshold is None
             and s.num_host_blocks >= 48
+            and s.document_tokens >= 2 * _unit_tokens(s)
             and self.max_queued >= 64
             and not (s.abort_chance or s.reset_chance or s.update_chance or s.copy_failure_rate or s.sleep_chance)
             and not self.load_only_if_faster
@@ -131,6 +135,9 @@ def plan_servers(seed: int) -> ServersPlan:
     """Returns the plan of the simulation of ``seed``."""
     rng = Random(f"servers {seed}")
     base = small_scenario(rng)
+    while base.document_tokens < 2 * _unit_tokens(base) and rng.random() < 0.9:
+        # Servers share whole blocks only.
+        base = small_scenario(rng)
     is_calm = rng.random() < 0.3
     slow = rng.random() < 0.3
     machines = []
@@ -144,6 +151,12 @@ def plan_servers(seed: int) -> ServersPlan:
             lives.append(_life(rng, base, life_seed, slow, weights, is_last))
         machines.append(tuple(lives))
     return ServersPlan(seed, is_calm, tuple(machines), has_outage=rng.random() < 0.2)
+
+
+def _unit_tokens(scenario: Scenario) -> int:
+    """Returns the tokens after which blocks of all groups end."""
+    groups = scenario.groups or (KVGroup(scenario.block_size, scenario.block_size_factor),)
+    return math.lcm(*(group.block_tokens for group in groups))
 
 
 def _life(rng: Random, base: Scenario, seed: int, slow: bool, weights: int, is_last: bool) -> ServerLife:
@@ -389,6 +402,12 @@ class SharingServer(LowerTiers):
         self.disk_executor.tick()
         self.connection.tick()
 
+    def drain_threads(self) -> None:
+        """Lets threads of the tiers go on until they wait for time to pass."""
+        self.executor.drain()
+        self.disk_executor.drain()
+        self.connection.drain()
+
     def check(self) -> None:
         """Raises the error of a law that is broken."""
         for watch in self.watches:
@@ -398,25 +417,19 @@ class SharingServer(LowerTiers):
 
     def settle(self) -> None:
         """Ends what the tiers have begun, within MAX_SETTLING_S."""
+        tiered = self.engine.tiered
+        assert tiered is not None
         was_serving, self._is_serving = self._is_serving, False
         until = self.clock.now + MAX_SETTLING_S
         while True:
-            self.executor.drain()
-            self.disk_executor.drain()
-            self.connection.drain()
-            if self.connection.is_idle and not self._uses_slots:
+            self.drain_threads()
+            tiered.poll()
+            if not tiered.has_transfers and self.connection.is_idle:
                 break
             if self.clock.now >= until:
                 raise Leak("transfers of the tier do not end")
-            self.clock.now += 1.0
-            assert self.engine.tiered is not None
-            self.engine.tiered.poll()
+            self.clock.now += 0.5
         self._is_serving = was_serving
-
-    @property
-    def _uses_slots(self) -> bool:
-        assert self.engine.tiered is not None
-        return self.engine.tiered.has_transfers and not (self.executor.idle and self.disk_executor.idle)
 
     def close(self) -> None:
         """Shuts down in order."""
@@ -502,8 +515,7 @@ class Servers:
             machine = self._random.choice([m for m in ready if m.clock.now <= earliest + CLOCK_SKEW_S])
             for other in self.machines:
                 if other.server is not None and not other.has_turn and other.clock.now < earliest:
-                    other.clock.now = earliest
-                    self._run_guarded(other, other.server.tick_threads)
+                    self._idle(other, earliest)
             self._run_guarded(machine, lambda machine=machine: self._turn(machine))  # type: ignore[misc]
             self.medium.now = max(self.medium.now, machine.clock.now)
             self.medium.tick()
@@ -517,13 +529,18 @@ class Servers:
         while now < end:
             now = min(end, now + seconds * self._random.uniform(0.02, 0.2))
             for machine in self.machines:
-                machine.clock.now = max(machine.clock.now, now)
-                if machine.server is not None:
-                    self._run_guarded(machine, machine.server.tick_threads)
+                if machine.clock.now < now:
+                    self._idle(machine, now)
             self.medium.now = max(self.medium.now, now)
             self.medium.tick()
             self.medium.check()
             self._run_all()
+
+    def _idle(self, machine: Machine, now: float) -> None:
+        """Lets time pass on a machine whose server has nothing to do. In a long time its threads end what they can."""
+        server, seconds, machine.clock.now = machine.server, now - machine.clock.now, now
+        if server is not None:
+            self._run_guarded(machine, server.drain_threads if seconds > LONG_S else server.tick_threads)
 
     def _run_guarded(self, machine: Machine, action: Callable[[], None]) -> None:
         """Runs ``action`` of the machine's server, which may be killed meanwhile."""

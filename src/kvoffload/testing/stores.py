@@ -16,7 +16,6 @@ from random import Random
 import numpy as np
 
 from kvoffload.abc import ByteArray
-from kvoffload.testing.storage import Killed
 from kvoffload.testing.tiers import SteppedExecutor
 from kvoffload.tiers.remote.channel import ChannelState, StoreChannel
 from kvoffload.tiers.remote.client import Outcome, StoreClient, StoreError
@@ -115,8 +114,8 @@ class ClientState:
     stall: Callable[[float], None]
     """Called to hang for so many seconds."""
     stall_s: float = 30.0
-    latency_s: float = 0.0
-    """How long each call hangs in any case."""
+    call_s: Callable[[], float] = lambda: 0.0
+    """How long a call takes, without faults."""
     injected: Counter[str] = field(default_factory=Counter)
     put: set[str] = field(default_factory=set)
     """Names that this server has put."""
@@ -146,8 +145,9 @@ class SimulatedClient(StoreClient):
         return [self._one(name, self._remove) for name in self._begin(names)]
 
     def _begin(self, names: Sequence[str]) -> Sequence[str]:
-        if self._state.latency_s:
-            self._state.stall(self._state.latency_s)
+        seconds = self._state.call_s()
+        if seconds:
+            self._state.stall(seconds)
         return names
 
     def _one(self, name: str, act: Callable[[str], Outcome]) -> Outcome:
@@ -207,6 +207,8 @@ class SimulatedClient(StoreClient):
             data[self._state.random.randrange(data.size)] ^= 1 << self._state.random.randrange(8)
             self._state.misread.add(name)
         if self._injects("forgotten"):
+            # The server cannot know that the value of this name is not its own.
+            self._state.put.add(name)
             return Outcome.OK
         outcome = self._store.put(name, data, original, self._state.server)
         if outcome is Outcome.OK:
@@ -406,7 +408,9 @@ class _Process:
 
     def _answer(self, worker: StoreWorker, request: Request) -> None:
         try:
-            self.responses.append(worker.run(request))
+            response = worker.run(request)
+            # The list may have become another one meanwhile.
+            self.responses.append(response)
         except _Crash:
             self.has_crashed = True
         self.num_open -= 1
@@ -428,6 +432,3 @@ def random_faults(rng: Random) -> StoreFaults:
     names = [each.name for each in dataclasses.fields(StoreFaults)]
     chosen = rng.sample(names, rng.choice((0, 1, 1, 2, 3)))
     return StoreFaults(**{name: rng.choice((0.01, 0.05, 0.3)) for name in chosen})
-
-
-__all__ = ["ClientState", "Killed", "SimulatedChannel", "SimulatedClient", "SimulatedStore", "StoreFaults"]

@@ -119,6 +119,8 @@ class TieredOffloadingManager(OffloadingManager):
         self._max_writing = max(1, int(host.num_blocks * write_share) // max(1, len(guarded)))
         """Blocks that may be pinned for writes to one tier. Each has its own share: one that hangs stops no other."""
         self._clock = clock
+        self._is_asking = False
+        """Whether, at the last ``poll``, a tier did not know yet whether it holds a block that was looked up."""
         self._has_changed = False
         """Whether something has changed for waiting requests that ``poll`` has not reported yet."""
 
@@ -216,13 +218,15 @@ class TieredOffloadingManager(OffloadingManager):
             if tier.tier.fault is not None:
                 self._switch_off(tier, tier.tier.fault)
         changed |= self._promoter.poll(may_take_back=not changed)
-        changed |= self._lookup.take_unanswered() | self._has_changed
+        self._is_asking = self._lookup.take_unanswered()
+        changed |= self._is_asking | self._has_changed
         self._has_changed = False
         self._write()
         return changed
 
     def wait(self, timeout_s: float) -> None:
-        """Waits until some request has all the blocks that it waits for, or until more blocks can be written."""
+        """Waits until some request has all the blocks that it waits for, until more blocks can be written, or until a
+        tier may have answered."""
         for tier in self.tiers:
             promotions = waiting_for(set(tier.reads.values()))
             for _ in range(MAX_WAITS if promotions else 0):
@@ -232,7 +236,8 @@ class TieredOffloadingManager(OffloadingManager):
                 timeout_s -= self._clock() - begun
                 if timeout_s <= 0 or not all(promotion.is_waiting for promotion in promotions):
                     return
-            if not promotions and tier.writes.is_busy:
+            is_asked = self._is_asking and tier is self.tiers[-1]
+            if not promotions and (tier.writes.is_busy or is_asked):
                 tier.tier.wait(timeout_s)
                 return
 

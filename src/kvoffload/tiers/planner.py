@@ -53,7 +53,12 @@ class ChainPlanner:
     def in_tier(self, keys: Sequence[OffloadKey], chain: Chain) -> Bools:
         """Returns which of ``keys`` the tier holds, or is being given for this chain: if that fails, the chain is
         corrected."""
-        held: Bools = self._tier.contains(keys) == LookupState.HIT
+        states = self._tier.contains(keys)
+        held: Bools = states == LookupState.HIT
+        if (states == LookupState.RETRY).any():
+            # It took these once. Until it knows better, it has them.
+            written = frozenset(chain.written)
+            held |= (states == LookupState.RETRY) & np.fromiter(map(written.__contains__, keys), np.bool_, len(keys))
         if self._writing and not self._writing.keys().isdisjoint(keys):
             for i in np.flatnonzero(~held).tolist():
                 batch = self._writing.get(keys[i])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import subprocess
 import sys
@@ -117,18 +116,14 @@ def test_free_ports_are_distinct() -> None:
 
 def test_a_missing_client_names_the_line_to_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mooncake.importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(StoreMissingError, match="pip install mooncake-transfer-engine-non-cuda"):
+    with pytest.raises(StoreMissingError, match=r"^the client of .* run pip install"):
         MooncakeStore(tmp_path)
 
 
-def test_a_client_without_its_libraries_names_the_line_to_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    package = tmp_path / "mooncake"
-    package.mkdir()
-    (package / "__init__.py").write_text("")
-    (package / "store.py").write_text("raise ImportError('libibverbs.so.1: cannot open shared object file')")
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")]))
+def test_a_wheel_without_the_master_names_the_line_to_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "mooncake").mkdir()
+    (tmp_path / "mooncake" / "__init__.py").write_text("")
     monkeypatch.syspath_prepend(str(tmp_path))
-    said = mooncake.missing()
-    assert said is not None
-    assert "libibverbs.so.1" in said
-    assert "apt-get install -y libibverbs1" in said
+    monkeypatch.setattr(mooncake, "check_installed", lambda: None)
+    with pytest.raises(StoreMissingError, match="no mooncake_master; run pip install"):
+        MooncakeStore(tmp_path)

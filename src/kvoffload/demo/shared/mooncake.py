@@ -16,12 +16,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from kvoffload.abc import ConfigError
 from kvoffload.demo.errors import DemoError
 from kvoffload.demo.shared.stores import STALL_S, Fault, Store, StoreMissingError, Throttle, send
+from kvoffload.tiers.mooncake.config import check_installed
 
 HOST = "127.0.0.1"
-WHEEL = "pip install mooncake-transfer-engine-non-cuda"
-LIBRARIES = "apt-get install -y libibverbs1 libnl-3-200 libnl-route-3-200 librdmacm1 libnuma1"
+WHEEL = "pip install --force-reinstall mooncake-transfer-engine-non-cuda"
 SEGMENT_BYTES = 1 << 30
 LEASE_MS = 500
 """The master keeps a value that was just read for this time, so it can be replaced after it."""
@@ -33,15 +34,12 @@ REPLY_DEADLINE_S = 120.0
 
 def missing() -> str | None:
     """Returns why no Mooncake Store can run here and the line to run, or None if one can."""
-    if importlib.util.find_spec("mooncake") is None:
-        return f"the client is not installed: {WHEEL}"
-    check = [sys.executable, "-c", "import mooncake.store"]
-    tried = subprocess.run(check, capture_output=True, text=True, timeout=START_DEADLINE_S)
-    if tried.returncode != 0:
-        reason = (tried.stderr.strip().splitlines() or ["it ends at once"])[-1]
-        return f"the client cannot be loaded ({reason}): {LIBRARIES}"
+    try:
+        check_installed()
+    except ConfigError as error:
+        return str(error).partition(": ")[2]
     if not _master().is_file():
-        return f"there is no {_master()}: {WHEEL}"
+        return f"the wheel has no mooncake_master; run {WHEEL}"
     return None
 
 
@@ -62,16 +60,18 @@ def free_ports(count: int) -> list[int]:
 
 
 class MooncakeStore(Store):
-    """``mooncake_master`` and a process with the memory, on free ports. Logs go to ``logs``."""
+    """``mooncake_master`` and a process with the memory, on free ports. Logs go to ``logs``. ``lease_ms``: how long the
+    master keeps a value that was just read."""
 
     name = "mooncake"
     title = "Mooncake Store"
 
-    def __init__(self, logs: Path) -> None:
+    def __init__(self, logs: Path, lease_ms: int = LEASE_MS) -> None:
         problem = missing()
         if problem is not None:
             raise StoreMissingError(problem)
         self._logs = logs
+        self._lease_ms = lease_ms
         self._port, self._admin_port = free_ports(2)
         self._master: subprocess.Popen[bytes] | None = None
         self._memory: subprocess.Popen[str] | None = None
@@ -98,7 +98,7 @@ class MooncakeStore(Store):
                         str(_master()),
                         f"-rpc_port={self._port}",
                         f"-metrics_port={self._admin_port}",
-                        f"-default_kv_lease_ttl={LEASE_MS}",
+                        f"-default_kv_lease_ttl={self._lease_ms}",
                         f"-client_ttl={CLIENT_TTL_S}",
                     ],
                     stdout=log,

@@ -41,6 +41,8 @@ INDEX_NAME = "index"
 RECENCY_NAME = "recency"
 JOURNAL_NAME = "journal"
 """Only where others follow the index; see ``journal``."""
+IDENTITY_NAME = "identity"
+"""What the fingerprint depends on, in words; only in a shared directory."""
 RECENCY_BYTES = 8
 HEADER_BYTES = 4096
 RECORD_BYTES = 128
@@ -95,7 +97,7 @@ class FormatError(KVOffloadError):
 
 def is_block_file(name: str) -> bool:
     """Returns whether a file of this name in a fingerprint's folder belongs to the tier."""
-    return name in (INDEX_NAME, RECENCY_NAME, JOURNAL_NAME) or slab_number(name) is not None
+    return name in (INDEX_NAME, RECENCY_NAME, JOURNAL_NAME, IDENTITY_NAME) or slab_number(name) is not None
 
 
 def is_fingerprint(name: str) -> bool:

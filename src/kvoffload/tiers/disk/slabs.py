@@ -17,6 +17,7 @@ from kvoffload.host.pool import SLOT_ALIGNMENT
 from kvoffload.tiers.disk.foreign import ForeignFolders
 from kvoffload.tiers.disk.format import (
     HEADER_BYTES,
+    IDENTITY_NAME,
     INDEX_NAME,
     JOURNAL_NAME,
     MAX_BLOCK_BYTES,
@@ -173,7 +174,7 @@ class SlabFiles:
         if not is_new:
             kept |= {INDEX_NAME, RECENCY_NAME}
         if self._num_entries:
-            kept.add(JOURNAL_NAME)
+            kept |= {JOURNAL_NAME, IDENTITY_NAME}
         for name in names:
             if name not in kept:
                 self._storage.remove(self._folder, name)

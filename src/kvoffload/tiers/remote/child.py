@@ -22,7 +22,11 @@ from kvoffload.tiers.remote.wire import Kind, Setup, Unframer, frame
 from kvoffload.tiers.remote.worker import StoreWorker
 from kvoffload.tiers.threads import IOThreads
 
-NUM_TRANSFER_THREADS = 4
+NUM_READ_THREADS = 2
+"""One verifies what it has read while the other reads. More would not help: one call of a client moves many blocks at
+once, and clients may spin while they wait."""
+NUM_WRITE_THREADS = 1
+NUM_LOOKUP_THREADS = 1
 FINISH_DEADLINE_S = 2.0
 """Time for requests that have been received when the engine closes the channel."""
 WATCH_INTERVAL_S = 1.0
@@ -87,7 +91,7 @@ class _Connection:
 
 class _Server:
     """Runs requests with the client of ``setup``. Lookups and removals have a thread of their own, so that they do not
-    queue behind reads and writes."""
+    queue behind reads and writes, and neither do reads behind writes."""
 
     def __init__(self, setup: Setup, connection: _Connection) -> None:
         module, _, name = setup.client.partition(":")
@@ -99,26 +103,25 @@ class _Server:
         for pool in pools:
             self._client.register(pool.reshape(-1))
         self._workers: queue.SimpleQueue[StoreWorker] = queue.SimpleQueue()
-        for _ in range(NUM_TRANSFER_THREADS + 1):
+        for _ in range(NUM_READ_THREADS + NUM_WRITE_THREADS + NUM_LOOKUP_THREADS):
             self._workers.put(self._new_worker(pools))
-        self._transfers = IOThreads(NUM_TRANSFER_THREADS, "transfer")
-        self._lookups = IOThreads(1, "lookup")
+        self._lookups = IOThreads(NUM_LOOKUP_THREADS, "lookup")
+        reads, writes = IOThreads(NUM_READ_THREADS, "read"), IOThreads(NUM_WRITE_THREADS, "write")
+        self._threads = {Op.LOOKUP: self._lookups, Op.REMOVE: self._lookups, Op.READ: reads, Op.WRITE: writes}
 
     def _new_worker(self, pools: list[ByteArray]) -> StoreWorker:
         return StoreWorker(self._client, pools, self._setup.fingerprint, self._setup.prefix)
 
     def serve(self, messages: Iterator[tuple[Kind, bytes]]) -> None:
-        self._lookups.submit_write(self._announce)
+        self._lookups.submit_read(self._announce)
         for kind, body in messages:
             if kind is Kind.REQUEST:
                 request = Request.unpack(body)
-                submit = {Op.READ: self._transfers.submit_read, Op.WRITE: self._transfers.submit_write}.get(
-                    request.op, self._lookups.submit_read
-                )
-                if not submit(partial(self._run, request)):
+                if not self._threads[request.op].submit_read(partial(self._run, request)):
                     return  # The engine has more requests under way than it may.
-        for threads in (self._transfers, self._lookups):
-            threads.close(FINISH_DEADLINE_S)
+        deadline = time.monotonic() + FINISH_DEADLINE_S
+        for threads in self._threads.values():
+            threads.close(max(0.0, deadline - time.monotonic()))
         self._client.close()
 
     def _run(self, request: Request) -> None:

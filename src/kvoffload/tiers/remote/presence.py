@@ -14,7 +14,7 @@ MAX_KNOWN = 1 << 18
 """Keys remembered; beyond that the oldest knowledge is forgotten."""
 PRESENT_TTL_S = 10.0
 """How long a block counts as present. The store may lose it earlier: reading it then fails."""
-MISSING_TTL_S = 2.0
+MISSING_TTL_S = 1.0
 """How long a block counts as missing. Another server may store it earlier."""
 
 

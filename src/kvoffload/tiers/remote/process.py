@@ -17,6 +17,7 @@ from kvoffload.tiers.remote.channel import ChannelState, StoreChannel
 from kvoffload.tiers.remote.limited_log import LimitedLog
 from kvoffload.tiers.remote.messages import MessageError, Request, Response
 from kvoffload.tiers.remote.wire import Kind, Setup, Unframer, frame
+from kvoffload.units import printable
 
 logger = logging.getLogger(__name__)
 
@@ -24,6 +25,8 @@ MAX_UNSENT_BYTES = 8 << 20
 """Messages that the process has not taken yet."""
 MAX_LINE_BYTES = 2000
 """A longer line of the process's output is cut there."""
+LAST_LINES = 20
+"""Lines of output that are logged when the process ends with an error."""
 RECEIVE_BYTES = 1 << 18
 KILL_DEADLINE_S = 2.0
 """How long ``close`` waits for a process that was killed."""
@@ -198,15 +201,17 @@ class _Child:
             self.process.kill()
 
     def _read_output(self) -> None:
-        """Logs what the process writes, a line now and then, so that it never waits for a reader."""
+        """Logs what the process writes, a line now and then, and what it has written last. So the process never waits
+        for a reader."""
         output = self.process.stdout
         if output is None:
             return
-        last: deque[str] = deque(maxlen=1)
+        last: deque[str] = deque(maxlen=LAST_LINES)
         with output:
             while line := output.readline(MAX_LINE_BYTES):
-                text = line.decode(errors="replace").rstrip()
-                last.append(text)
-                self._log.warning("%s: its client says: %s", self._name, text)
+                last.append(printable(line.decode(errors="replace").rstrip()))
+                self._log.warning("%s: its client says: %s", self._name, last[-1])
         # Reaps the process even if nobody polls the channel any more.
         self.process.wait()
+        if self.process.returncode and last:
+            logger.warning("kvoffload: %s: its client has said last:\n%s", self._name, "\n".join(last))

@@ -30,6 +30,9 @@ class Kind(enum.IntEnum):
     """From the process: a text for the log."""
 
 
+_KINDS = frozenset(map(int, Kind))
+
+
 @dataclass(frozen=True, slots=True)
 class Setup:
     """What the process needs to know. ``client`` is the import path "package.module:function" of a function that
@@ -70,7 +73,7 @@ class Unframer:
         at = 0
         while len(self._data) - at >= _FRAME.size:
             size, kind = _FRAME.unpack_from(self._data, at)
-            if size > MAX_MESSAGE_BYTES or kind not in Kind:
+            if size > MAX_MESSAGE_BYTES or kind not in _KINDS:
                 raise MessageError(f"a message of kind {kind} with {size} bytes")
             end = at + _FRAME.size + size
             if end > len(self._data):

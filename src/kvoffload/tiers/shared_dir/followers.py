@@ -216,7 +216,9 @@ class _FollowedSeat:
             with self._rest.after():
                 num_slots = min(max(0, index.size() - HEADER_BYTES) // RECORD_BYTES, MAX_FOREIGN_BLOCKS)
                 old = self._blocks.view(self.ordinal)
-                view = SeatView.empty(self.ordinal, self._storage, header, num_slots, old and old.serial)
+                view = SeatView.empty(
+                    self.ordinal, self._storage, header, num_slots, None if old is None else old.serial
+                )
                 self._scan(index, view, num_slots)
                 self._blocks.replace(view)
         finally:

@@ -1,0 +1,42 @@
+"""A thread that does something again and again."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+
+logger = logging.getLogger(__name__)
+
+
+class Repeating:
+    """Calls ``do`` every ``interval_s`` on a daemon thread, which may hang in it, until ``stop``; then ``finish``."""
+
+    def __init__(self, name: str, do: Callable[[], None], interval_s: float, finish: Callable[[], None]) -> None:
+        self._do = do
+        self._interval_s = interval_s
+        self._finish = finish
+        self._stopped = threading.Event()
+        self._has_failed = False
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    def stop(self, timeout_s: float) -> bool:
+        """Ends the thread. Returns whether it has ended within ``timeout_s``."""
+        self._stopped.set()
+        self._thread.join(timeout_s)
+        return not self._thread.is_alive()
+
+    def _run(self) -> None:
+        while not self._stopped.is_set():
+            self._try(self._do)
+            self._stopped.wait(self._interval_s)
+        self._try(self._finish)
+
+    def _try(self, do: Callable[[], None]) -> None:
+        try:
+            do()
+        except Exception:
+            if not self._has_failed:
+                logger.exception("kvoffload: %s failed", threading.current_thread().name)
+            self._has_failed = True

@@ -1,0 +1,110 @@
+"""``kvoffload disk`` on a shared directory: who writes there, and what is wrong."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvoffload import cli
+from kvoffload.tiers.shared_dir.seats import GATE_NAME, HEARTBEAT_NAME, SILENT_S
+from tests.tiers.shared_dir.rig import FINGERPRINT, Server, capacity
+
+testing = pytest.importorskip("click.testing")
+pytest.importorskip("rich")
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "shared"
+
+
+@pytest.fixture
+def servers(path: Path) -> Iterator[list[Server]]:
+    """Three servers: one is serving, one was killed on another machine long ago, one has ended."""
+    found = [Server(path, boot=boot, seed=i) for i, boot in enumerate("abc")]
+    found[0].write(1, 2, 3)
+    found[1].write(4)
+    for server in found:
+        server.background()
+    found[1].kill()
+    silent = path / "writer-1" / HEARTBEAT_NAME
+    os.utime(silent, (silent.stat().st_mtime - 2 * SILENT_S,) * 2)
+    found[2].tier.close()
+    yield found
+    for server in found:
+        server.tier.close()
+
+
+def run(*arguments: str) -> Any:
+    return testing.CliRunner(env={"COLUMNS": "140"}).invoke(cli.group(), ["disk", *arguments])
+
+
+def test_inspect_shows_a_row_per_writer(path: Path, servers: list[Server]) -> None:
+    result = run("inspect", str(path))
+    assert result.exit_code == 0
+    rows = {line.split()[0]: line for line in result.output.splitlines() if line.startswith("writer-")}
+    assert {"writer-0", "writer-1", "writer-2"} <= rows.keys()
+    table = [line.split() for line in result.output.splitlines() if line.startswith("writer-") and "/" not in line[:10]]
+    assert [(row[0], row[1], row[3]) for row in table] == [
+        ("writer-0", "host-a", "serving"),
+        ("writer-1", "host-b", "silent"),
+        ("writer-2", "host-c", "ended"),
+    ]
+    assert "In use by process 1 on host-a (writer-0)." in " ".join(result.output.split())
+    assert "4 blocks of 1 fingerprint" in result.output
+    assert "Nothing is wrong." in result.output
+
+
+def test_inspect_as_json(path: Path, servers: list[Server]) -> None:
+    report = json.loads(run("inspect", str(path), "--json").output)
+    parts = {part["path"]: part for part in report["parts"]}
+    assert parts[""]["writer"] is None
+    writer = parts["writer-0"]["writer"]
+    assert (writer["host"], writer["pid"], writer["state"]) == ("host-a", 1, "serving")
+    assert writer["capacity_bytes"] == capacity(8)
+    assert 0 <= writer["age_s"] < SILENT_S <= parts["writer-1"]["writer"]["age_s"]
+    assert [part["in_use"] for part in parts.values()] == [False, True, False, False]
+    assert [folder["fingerprint"] for folder in parts["writer-0"]["folders"]] == [FINGERPRINT]
+    assert sum(folder["num_blocks"] for part in parts.values() for folder in part["folders"]) == 4
+
+
+def test_verify_reads_the_blocks_of_all_writers(path: Path, servers: list[Server]) -> None:
+    assert "No block is bad: 4 blocks read" in run("verify", str(path)).output
+    slab = path / "writer-1" / FINGERPRINT / "slab-00000"
+    slab.write_bytes(bytes(len(slab.read_bytes())))
+    result = run("verify", str(path), "--json")
+    assert result.exit_code == 1
+    assert [bad["path"] for bad in json.loads(result.output)["bad"]] == [f"writer-1/{FINGERPRINT}"]
+
+
+def test_clear_refuses_while_a_writer_serves_and_removes_all_afterwards(path: Path, servers: list[Server]) -> None:
+    result = run("clear", str(path), "--yes")
+    assert result.exit_code == 2
+    assert "writer-0 is in use by process 1 on host-a" in " ".join(result.output.split())
+    servers[0].tier.close()
+    assert run("clear", str(path), "--yes").exit_code == 0
+    assert {each.name for each in path.iterdir()} == {GATE_NAME, "writer-0", "writer-1", "writer-2"}
+    assert not list(path.rglob("slab-*"))
+    assert not list(path.rglob("journal"))
+
+
+def test_a_server_that_is_alive_on_another_machine_is_in_use_without_a_lock(path: Path) -> None:
+    server = Server(path)
+    server.write(1)
+    server.kill()
+    output = " ".join(run("inspect", str(path)).output.split())
+    assert "In use by process 1 on host-boot-a (writer-0)." in output
+    assert run("clear", str(path), "--yes").exit_code == 2
+
+
+def test_a_bad_heartbeat_and_other_files_are_findings(path: Path, servers: list[Server]) -> None:
+    (path / "writer-1" / HEARTBEAT_NAME).write_bytes(b"garbage")
+    (path / "writer-2" / "notes.txt").write_bytes(b"mine")
+    output = " ".join(run("inspect", str(path)).output.split())
+    assert "writer-1: the heartbeat cannot be read" in output
+    assert "writer-2: not kvoffload's: 'notes.txt'" in output

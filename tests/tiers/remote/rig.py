@@ -1,0 +1,113 @@
+"""Remote tiers on a store in a folder, with a real process of its client."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+from kvoffload.abc import ByteArray, OffloadKey, TierResult
+from kvoffload.host.pool import HostPool
+from kvoffload.tiers.remote.process import ProcessChannel
+from kvoffload.tiers.remote.tier import RemoteTier
+from kvoffload.tiers.remote.wire import Setup
+from tests.tiers.remote.folder_store import FolderStore
+
+CLIENT = "tests.tiers.remote.folder_store:connect"
+FINGERPRINT = "5e" * 32
+DEADLINE_S = 60.0
+
+
+class ShiftedClock:
+    """The monotonic clock, which tests put forward."""
+
+    def __init__(self) -> None:
+        self.shift = 0.0
+
+    def __call__(self) -> float:
+        return time.monotonic() + self.shift
+
+
+@dataclass
+class Server:
+    """A tier with pools of its own."""
+
+    store: FolderStore
+    num_slots: int = 32
+    slot_bytes: Sequence[int] = (4096, 8192)
+    fingerprint: str = FINGERPRINT
+    identity: dict[str, str] = field(default_factory=dict)
+    clock: ShiftedClock = field(default_factory=ShiftedClock)
+
+    def __post_init__(self) -> None:
+        self.hosts = [HostPool(self.num_slots, nbytes) for nbytes in self.slot_bytes]
+        handles = tuple(host.handle() for host in self.hosts)
+        setup = Setup(CLIENT, self.store.settings(), handles, self.num_slots, self.fingerprint, "kv", self.identity)
+        self.channel = ProcessChannel(setup, "folder")
+        self.tier = RemoteTier(self.channel, sum(self.slot_bytes), name="folder", clock=self.clock, random=lambda: 0.5)
+
+    @property
+    def pools(self) -> list[ByteArray]:
+        return [host.data for host in self.hosts]
+
+    def close(self) -> None:
+        self.tier.close()
+        for host in self.hosts:
+            host.close()
+
+    def until(self, condition: Callable[[], bool], what: str) -> list[TierResult]:
+        """Polls until ``condition`` holds. Returns the results."""
+        results = []
+        deadline = time.monotonic() + DEADLINE_S
+        while not condition():
+            assert time.monotonic() < deadline, what
+            self.tier.wait(0.01)
+            results += self.tier.poll()
+        return results
+
+    def connect(self) -> None:
+        self.until(lambda: self.tier.is_connected, "the tier never reached the store")
+
+    def finish(self, taken: Sequence[OffloadKey]) -> dict[OffloadKey, TierResult]:
+        results: dict[OffloadKey, TierResult] = {}
+        deadline = time.monotonic() + DEADLINE_S
+        while len(results) < len(taken):
+            assert time.monotonic() < deadline, "transfers never ended"
+            self.tier.wait(0.01)
+            results |= {result.key: result for result in self.tier.poll()}
+        return results
+
+    def states(self, keys: Sequence[OffloadKey]) -> list[int]:
+        """Returns the states of ``keys`` once they are known."""
+        self.until(lambda: 3 not in self.tier.contains(keys).tolist(), "lookups were never answered")
+        return self.tier.contains(keys).tolist()
+
+    def fill(self, keys: Sequence[OffloadKey]) -> None:
+        """Puts bytes that depend on the key into slots 0, 1 and so on."""
+        for slot, key in enumerate(keys):
+            for rank, pool in enumerate(self.pools):
+                pool[slot] = content(key, rank, pool.shape[1])
+
+    def write(self, keys: Sequence[OffloadKey]) -> dict[OffloadKey, TierResult]:
+        self.fill(keys)
+        taken = self.tier.write(keys, np.arange(len(keys)))
+        return self.finish(taken)
+
+    def read(self, keys: Sequence[OffloadKey], first_slot: int = 16) -> dict[OffloadKey, TierResult]:
+        taken = self.tier.read(keys, np.arange(first_slot, first_slot + len(keys)))
+        return self.finish(taken)
+
+    def has(self, key: OffloadKey, slot: int) -> bool:
+        return all((pool[slot] == content(key, rank, pool.shape[1])).all() for rank, pool in enumerate(self.pools))
+
+
+def content(key: OffloadKey, rank: int, nbytes: int) -> ByteArray:
+    return np.random.default_rng([rank, *key]).integers(0, 256, nbytes, dtype=np.uint8)
+
+
+def store_in(folder: Path) -> FolderStore:
+    folder.mkdir(exist_ok=True)
+    return FolderStore(folder)

@@ -1,0 +1,33 @@
+"""A server that a test kills: it writes blocks into a shared directory, says so, and sleeps.
+
+``python sleeper.py DIRECTORY FIRST COUNT``.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+
+from kvoffload.testing.tiers import make_pools
+from kvoffload.tiers.disk.directory import DirectoryStorage
+from kvoffload.tiers.shared_dir.tier import SharedDirTier
+from tests.tiers.shared_dir.rig import FINGERPRINT, NUM_HOST_SLOTS, PAGE, capacity, content, key
+
+if __name__ == "__main__":
+    names = range(int(sys.argv[2]), int(sys.argv[2]) + int(sys.argv[3]))
+    pools = make_pools(NUM_HOST_SLOTS, PAGE)
+    root = DirectoryStorage(Path(sys.argv[1]))
+    tier = SharedDirTier(root, pools, fingerprint=FINGERPRINT, capacity_bytes=capacity(len(names)))
+    for slot, name in enumerate(names):
+        pools[0][slot] = content(name)
+    tier.write([key(name) for name in names], np.arange(len(names)))
+    done = 0
+    while done < len(names):
+        tier.wait(0.05)
+        done += len(tier.poll())
+    tier.keep()
+    print(tier.seat.name, flush=True)
+    time.sleep(600)

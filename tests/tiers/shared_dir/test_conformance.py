@@ -1,0 +1,88 @@
+"""The conformance suite of tiers: a shared directory with one server, and with another one beside it."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvoffload.abc import ByteArray, Tier
+from kvoffload.testing.tier_conformance import TierConformance
+from kvoffload.testing.tiers import SteppedExecutor, make_pools
+from kvoffload.tiers.disk.directory import DirectoryStorage
+from kvoffload.tiers.shared_dir.tier import SharedDirTier
+from tests.tiers.shared_dir.rig import FINGERPRINT, capacity
+
+
+class SharedConformance(TierConformance):
+    tmp_path: Path
+
+    @pytest.fixture(autouse=True)
+    def directory(self, tmp_path: Path) -> Iterator[None]:
+        self.tmp_path = tmp_path
+        self.numbers = itertools.count()
+        self.opened: list[SharedDirTier] = []
+        self.executors: dict[int, SteppedExecutor] = {}
+        yield
+        for tier in self.opened:
+            tier.close()
+
+    def open(self, path: Path, pools: Sequence[ByteArray], num_blocks: int) -> SharedDirTier:
+        executor = SteppedExecutor(seed=1)
+        tier = SharedDirTier(
+            DirectoryStorage(path),
+            pools,
+            fingerprint=FINGERPRINT,
+            capacity_bytes=capacity(num_blocks, *(pool.shape[1] for pool in pools)),
+            executor=executor,
+            background=False,
+        )
+        self.executors[id(tier)] = executor
+        self.opened.append(tier)
+        return tier
+
+    def make_tier(self, pools: Sequence[ByteArray], num_blocks: int) -> Tier:
+        return self.open(self.tmp_path / str(next(self.numbers)), pools, num_blocks)
+
+    def reopen(self, tier: Tier, pools: Sequence[ByteArray], num_blocks: int) -> Tier | None:
+        assert isinstance(tier, SharedDirTier)
+        path = max(self.tmp_path.iterdir(), key=lambda each: int(each.name))
+        return self.open(path, pools, num_blocks)
+
+    def hold(self, tier: Tier) -> AbstractContextManager[None] | None:
+        return self.executors[id(tier)].hold()
+
+    def spoil(self, tier: Tier) -> bool:
+        for slab in self.tmp_path.glob("*/writer-*/*/slab-*"):
+            data = bytearray(slab.read_bytes())
+            data[::512] = bytes(byte ^ 1 for byte in data[::512])
+            slab.write_bytes(data)
+        return True
+
+
+class TestOneServer(SharedConformance):
+    pass
+
+
+class TestTwoServers(SharedConformance):
+    """Another server uses the directory, follows this one, and has blocks of its own."""
+
+    def make_tier(self, pools: Sequence[ByteArray], num_blocks: int) -> Tier:
+        path = self.tmp_path / str(next(self.numbers))
+        other: Any = self.open(path, make_pools(8, *(pool.shape[1] for pool in pools)), num_blocks)
+        tier = self.open(path, pools, num_blocks)
+        poll = tier.poll
+
+        def poll_and_follow() -> Any:
+            results = poll()
+            for each in (tier, other):
+                each.keep()
+                each.follow()
+            return results
+
+        tier.poll = poll_and_follow  # type: ignore[method-assign]
+        return tier

@@ -1,0 +1,311 @@
+"""Seats: which one a server takes, how it keeps it, and what becomes of those of servers that are gone."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvoffload.abc import ConfigError, TierError
+from kvoffload.tiers.disk.directory import DirectoryStorage
+from kvoffload.tiers.shared_dir import seats
+from kvoffload.tiers.shared_dir.followers import REST_S
+from kvoffload.tiers.shared_dir.seats import (
+    BEAT_S,
+    GONE_AFTER_S,
+    HEARTBEAT_BYTES,
+    HEARTBEAT_NAME,
+    SILENT_S,
+    Heartbeat,
+    SeatState,
+    Sighting,
+    look,
+    seat_name,
+    seat_number,
+)
+from kvoffload.tiers.shared_dir.tier import LOOK_AROUND_S
+from tests.tiers.shared_dir import sleeper
+from tests.tiers.shared_dir.rig import FINGERPRINT, Server
+from tests.tiers.shared_dir.test_tier import Clock
+
+Serve = Callable[..., Server]
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "shared"
+
+
+@pytest.fixture
+def serve(path: Path, clock: Clock) -> Iterator[Serve]:
+    servers: list[Server] = []
+
+    def open_server(num_slots: int = 8, **settings: Any) -> Server:
+        servers.append(Server(path, num_slots, time=clock, seed=len(servers), **settings))
+        return servers[-1]
+
+    yield open_server
+    for server in servers:
+        server.tier.close()
+
+
+def name_of(server: Server) -> str:
+    return server.tier.seat.name
+
+
+def age(path: Path, name: str, seconds: float) -> None:
+    """Makes the heartbeat of a seat older, by the medium's clock."""
+    file = path / name / HEARTBEAT_NAME
+    before = file.stat().st_mtime
+    os.utime(file, (before - seconds, before - seconds))
+
+
+def heartbeat(path: Path, name: str) -> Heartbeat:
+    seen = Heartbeat.unpack((path / name / HEARTBEAT_NAME).read_bytes())
+    assert seen is not None
+    return seen
+
+
+def test_each_server_takes_the_lowest_free_seat(serve: Serve) -> None:
+    first, second, third = (serve(boot=boot) for boot in "abc")
+    assert [name_of(server) for server in (first, second, third)] == ["writer-0", "writer-1", "writer-2"]
+    second.tier.close()
+    assert name_of(serve(boot="d")) == "writer-1"
+    assert name_of(serve(boot="e")) == "writer-3"
+
+
+def test_a_seat_with_blocks_of_the_same_fingerprint_is_preferred(serve: Serve) -> None:
+    other, mine = serve(fingerprint="77" * 32), serve()
+    mine.write(1)
+    other.tier.close()
+    mine.tier.close()
+    again = serve()
+    assert name_of(again) == "writer-1"
+    assert again.finds(1) == [1]
+
+
+def test_the_seat_of_a_killed_server_is_adopted_at_once_on_the_same_machine(serve: Serve) -> None:
+    one = serve()
+    one.write(1, 2)
+    one.kill()
+    two = serve()
+    assert name_of(two) == name_of(one)
+    assert two.read(1, 2) == {1: None, 2: None}
+
+
+def test_the_seat_of_a_killed_server_is_adopted_elsewhere_once_it_is_silent(serve: Serve, path: Path) -> None:
+    one = serve(boot="a")
+    one.write(1)
+    one.kill()
+    two = serve(boot="b")
+    assert name_of(two) == "writer-1", "the lock may be one of another machine"
+    age(path, "writer-0", SILENT_S)
+    three = serve(boot="c")
+    assert name_of(three) == "writer-0"
+    assert three.read(1) == {1: None}
+
+
+def test_a_silent_server_that_has_its_lock_keeps_its_seat(serve: Serve, path: Path) -> None:
+    serve(boot="a")
+    age(path, "writer-0", 10 * GONE_AFTER_S)
+    assert name_of(serve(boot="b")) == "writer-1"
+
+
+def test_clocks_of_machines_do_not_matter(serve: Serve, path: Path) -> None:
+    """The time in a heartbeat is for people."""
+    one = serve(boot="a", wall_clock=lambda: 1e12)
+    one.write(1)
+    one.kill()
+    age(path, "writer-0", SILENT_S)
+    assert name_of(serve(boot="b")) == "writer-0"
+    two = serve(boot="c", wall_clock=lambda: 0.0)
+    two.kill()
+    assert name_of(serve(boot="d")) == "writer-2"
+
+
+def test_a_server_that_loses_its_seat_stops_writing_and_reads_on(
+    serve: Serve, clock: Clock, path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As on a mount whose locks are local: another machine takes the seat of a server that was silent."""
+    one = serve(boot="a")
+    one.write(1, 2)
+    thief = DirectoryStorage(path / "writer-0")
+    file = thief.open("", HEARTBEAT_NAME)
+    file.write([Heartbeat("f" * 32, "thief", 9, "b", SeatState.SERVING, 1, 0.0, 0).pack()], 0)
+    file.close()
+    thief.close()
+    before = {each: each.stat().st_mtime_ns for each in path.rglob("*") if each.is_file()}
+    clock.now += BEAT_S
+    one.background()
+    one.tier.poll()
+    assert "another server has taken writer-0" in caplog.text
+    assert one.write(3) == []
+    clock.now += REST_S
+    one.background()
+    # Its former blocks are those of another server now.
+    assert one.read(1, 2) == {1: None, 2: None}
+    one.tier.touch([])
+    one.tier.close()
+    after = {each: each.stat().st_mtime_ns for each in path.rglob("*") if each.is_file()}
+    assert before == after
+    assert heartbeat(path, "writer-0").host == "thief"
+
+
+def test_a_gone_server_gives_its_budget_back(serve: Serve, clock: Clock, path: Path) -> None:
+    one, two = serve(boot="a"), serve(boot="b")
+    one.write(1, 2)
+    two.write(5)
+    two.tier.follow()
+    one.kill()
+    age(path, "writer-0", GONE_AFTER_S + 10)
+    for _ in range(int(SILENT_S / LOOK_AROUND_S)):
+        assert two.finds(1) == [1]
+        two.background()
+        clock.now += LOOK_AROUND_S
+    two.background()
+    assert heartbeat(path, "writer-0").state is SeatState.EMPTIED
+    assert [each.name for each in (path / "writer-0").iterdir() if each.is_dir()] == []
+    two.tier.follow()
+    assert two.finds(1, 2, 5) == [5]
+    assert name_of(serve(boot="c")) == "writer-0"
+
+
+@pytest.mark.parametrize("why", ["it beats", "it has its lock", "not for long", "only the medium's clock says so"])
+def test_a_seat_that_is_not_gone_is_not_emptied(serve: Serve, clock: Clock, path: Path, why: str) -> None:
+    one, two = serve(boot="a"), serve(boot="b")
+    one.write(1)
+    if why != "it has its lock":
+        one.tier.own.files.close()
+    for round_ in range(8):
+        if why != "only the medium's clock says so" or round_ == 7:
+            age(path, "writer-0", GONE_AFTER_S / 10 if why == "not for long" and not round_ else GONE_AFTER_S)
+        if why == "it beats":
+            raw = heartbeat(path, "writer-0")
+            changed = Heartbeat(raw.owner, "h", 1, "a", SeatState.SERVING, round_ + 100, 0.0, 0)
+            (path / "writer-0" / HEARTBEAT_NAME).write_bytes(changed.pack().tobytes())
+            age(path, "writer-0", 2 * GONE_AFTER_S)
+        if why == "not for long":
+            os.utime(path / "writer-0" / HEARTBEAT_NAME)
+        if why == "only the medium's clock says so" and round_ < 7:
+            continue
+        two.background()
+        clock.now += LOOK_AROUND_S
+    assert (path / "writer-0" / FINGERPRINT / "index").exists()
+
+
+def test_a_seat_is_emptied_by_one_survivor_at_a_time(serve: Serve, clock: Clock, path: Path) -> None:
+    one, two = serve(boot="a"), serve(boot="b")
+    one.write(1)
+    one.kill()
+    age(path, "writer-0", 2 * GONE_AFTER_S)
+    other = DirectoryStorage(path / "writer-0")
+    assert other.try_lock()
+    for _ in range(6):
+        two.background()
+        clock.now += LOOK_AROUND_S
+    assert (path / "writer-0" / FINGERPRINT / "index").exists()
+    other.close()
+    two.background()
+    assert not (path / "writer-0" / FINGERPRINT).exists()
+
+
+def test_engines_of_one_server_take_a_seat_each(path: Path) -> None:
+    from kvoffload.testing.tiers import make_pools
+    from kvoffload.tiers.shared_dir.start import open_shared_dir_tier
+
+    tiers = [open_shared_dir_tier(path, 8 << 20, make_pools(4, 4096), FINGERPRINT, engines=2) for _ in range(2)]
+    assert [tier.seat.name for tier in tiers] == ["writer-0", "writer-1"]
+    assert [tier.capacity_bytes for tier in tiers] == [4 << 20, 4 << 20]
+    for tier in tiers:
+        tier.close()
+    assert all(heartbeat(path, tier.seat.name).state is SeatState.ENDED for tier in tiers)
+
+
+def test_another_users_directory_is_refused(path: Path) -> None:
+    from kvoffload.tiers.shared_dir.start import open_shared_dir_tier
+
+    path.mkdir(mode=0o777)
+    path.chmod(0o777)
+    with pytest.raises(ConfigError, match=r"^dir=.*others can write.*run as the same user"):
+        open_shared_dir_tier(path, 8 << 20, [], FINGERPRINT)
+
+
+def test_a_server_that_is_killed_leaves_its_blocks_to_the_next(path: Path, serve: Serve) -> None:
+    """A real process and kill -9."""
+    path.mkdir(mode=0o700)
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(each for each in sys.path if each)}
+    command = [sys.executable, str(Path(sleeper.__file__)), str(path), "10", "6"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, env=environment, text=True) as process:
+        try:
+            assert process.stdout is not None
+            assert process.stdout.readline().strip() == "writer-0"
+            alive = serve()
+            assert name_of(alive) == "writer-1"
+            alive.tier.follow()
+            assert alive.read(*range(10, 16)) == dict.fromkeys(range(10, 16))
+        finally:
+            process.send_signal(signal.SIGKILL)
+    boot = heartbeat(path, "writer-0").boot
+    heir = serve(boot=boot, num_slots=6)
+    assert name_of(heir) == "writer-0"
+    assert heir.read(*range(10, 16)) == dict.fromkeys(range(10, 16))
+    assert heir.write(20) == [20]
+
+
+def test_names_of_seats() -> None:
+    for number in (0, 1, 12):
+        assert seat_number(seat_name(number)) == number
+    for name in ("writer-", "writer-01", "writer-x", "writer-1 ", "gate", "xwriter-1"):
+        assert seat_number(name) is None
+
+
+def test_a_heartbeat_is_what_was_packed_and_nothing_else(tmp_path: Path) -> None:
+    beat = Heartbeat("ab" * 16, "hos\u00e9", 77, "boot", SeatState.SERVING, 4, 12.5, 1 << 40)
+    raw = beat.pack().tobytes()
+    assert len(raw) == HEARTBEAT_BYTES
+    assert Heartbeat.unpack(raw) == beat
+    for bad in (
+        b"",
+        b"{}",
+        b"[]",
+        raw[:100],
+        raw.replace(b'"version": 1', b'"version": 2'),
+        b"\xff" * 100,
+        b"1" * 9000,
+    ):
+        assert Heartbeat.unpack(bad) is None
+    storage = DirectoryStorage(tmp_path / "seat")
+    assert look(storage) is None
+    (tmp_path / "seat" / HEARTBEAT_NAME).write_bytes(raw)
+    seen = look(storage)
+    assert isinstance(seen, Sighting)
+    assert seen.heartbeat == beat
+    storage.close()
+
+
+def test_the_number_of_seats_is_bounded(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(seats, "MAX_SEATS", 2)
+    serve(boot="a")
+    serve(boot="b")
+    with pytest.raises(ConfigError, match="2 servers use it already"):
+        serve(boot="c")
+
+
+def test_reading_a_seat_that_is_emptied_meanwhile_is_a_miss(serve: Serve, path: Path) -> None:
+    one, two = serve(), serve()
+    one.write(1)
+    two.tier.follow()
+    for each in (path / "writer-0" / FINGERPRINT).iterdir():
+        each.unlink()
+    assert two.read(1) == {1: TierError.GONE}

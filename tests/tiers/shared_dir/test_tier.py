@@ -1,0 +1,482 @@
+"""SharedDirTier: servers find and read each other's blocks, and never get wrong bytes."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+from unittest.mock import ANY
+
+import numpy as np
+import pytest
+
+from kvoffload.abc import ByteArray, ConfigError, TierError
+from kvoffload.testing.storage import os_error
+from kvoffload.tiers.disk import slabs
+from kvoffload.tiers.disk.directory import DirectoryStorage
+from kvoffload.tiers.disk.format import Header
+from kvoffload.tiers.disk.slabs import SlabFiles
+from kvoffload.tiers.disk.storage import StoredFile
+from kvoffload.tiers.shared_dir import followers, reads
+from kvoffload.tiers.shared_dir.followers import REST_S
+from kvoffload.tiers.shared_dir.foreign import IDLE_S
+from kvoffload.tiers.shared_dir.tier import BAD_S, GONE_S, SharedDirTier
+from tests.tiers.shared_dir.rig import FINGERPRINT, PAGE, Server, capacity, content, key
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def serve(tmp_path: Path, clock: Clock) -> Any:
+    """Opens servers on one directory, and closes them after the test."""
+    servers: list[Server] = []
+
+    def open_server(num_slots: int = 8, **settings: Any) -> Server:
+        server = Server(tmp_path / "shared", num_slots, time=clock, seed=len(servers), **settings)
+        servers.append(server)
+        return server
+
+    yield open_server
+    for server in servers:
+        server.tier.close()
+
+
+Serve = Callable[..., Server]
+
+
+def seat_of(server: Server, tmp_path: Path) -> Path:
+    return tmp_path / "shared" / server.tier.seat.name / FINGERPRINT
+
+
+def test_two_servers_find_and_read_each_others_blocks(serve: Serve) -> None:
+    one, two = serve(), serve()
+    assert one.tier.seat.name != two.tier.seat.name
+    one.write(1, 2, 3)
+    two.write(4)
+    assert two.finds(1, 2, 3, 4) == [4]
+    for server in (one, two):
+        server.tier.follow()
+    assert one.finds(1, 2, 3, 4) == two.finds(1, 2, 3, 4) == [1, 2, 3, 4]
+    assert two.read(1, 2, 3, 4) == {1: None, 2: None, 3: None, 4: None}
+    assert one.read(4, 9) == {4: None}
+
+
+def test_a_server_that_starts_later_finds_what_is_there(serve: Serve) -> None:
+    one = serve()
+    one.write(1, 2)
+    two = serve()
+    two.tier.follow()
+    assert two.read(1, 2) == {1: None, 2: None}
+
+
+def test_blocks_that_another_server_holds_are_not_written_again(serve: Serve) -> None:
+    one, two = serve(), serve()
+    one.write(1, 2)
+    two.tier.follow()
+    assert two.write(1, 2, 3) == [3]
+    assert two.tier.num_blocks == 1
+
+
+def test_changes_are_followed_by_the_journal_without_reading_the_index(
+    serve: Serve, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, two = serve(4), serve()
+    one.write(1)
+    two.tier.follow()
+    # An index is not read without its header.
+    monkeypatch.setattr(followers, "Header", None)
+    one.write(2, 3)
+    two.tier.follow()
+    assert two.finds(1, 2, 3) == [1, 2, 3]
+    one.tier.delete([key(2)])
+    one.run()
+    one.tier.keep()
+    two.tier.follow()
+    assert two.finds(1, 2, 3) == [1, 3]
+    one.write(*range(4, 8))
+    two.tier.follow()
+    assert two.finds(*range(1, 8)) == one.finds(*range(1, 8))
+    assert len(two.tier.blocks) == one.tier.num_blocks
+
+
+def test_a_follower_that_has_fallen_behind_reads_the_index(
+    serve: Serve, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, two = serve(8), serve()
+    one.write(1)
+    two.tier.follow()
+    for i in range(100):
+        # The ring has 512 entries.
+        one.write(*range(8 * i + 10, 8 * i + 18))
+    clock.now += REST_S
+    two.tier.follow()
+    held = one.finds(*range(1, 900))
+    assert len(held) == 8
+    assert two.finds(*range(1, 900)) == held
+    assert two.read(*held) == dict.fromkeys(held)
+
+
+def test_a_block_that_its_owner_replaces_during_the_read_is_gone_and_costs_no_trust(serve: Serve) -> None:
+    one, two = serve(1), serve()
+    one.write(1)
+    two.tier.follow()
+    assert two.begin_read(1) == [1]
+    one.write(2)
+    assert two.end_read(1) == {1: TierError.GONE}
+    assert two.finds(1) == []
+
+
+def test_a_block_that_its_owner_has_replaced_under_the_same_key_is_never_mixed_up(serve: Serve, clock: Clock) -> None:
+    one, two = serve(1), serve()
+    one.write(1, version=1)
+    two.tier.follow()
+    one.write(2)
+    one.write(1, version=2)
+    # The table still has the checksum of the first version.
+    assert two.read(1, version=2) == {1: TierError.GONE}
+    clock.now += GONE_S
+    two.tier.follow()
+    assert two.read(1, version=2) == {1: None}
+
+
+def spoil(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[::512] = bytes(byte ^ 1 for byte in data[::512])
+    path.write_bytes(data)
+
+
+def test_wrong_bytes_are_corrupt_and_not_found_for_a_while(serve: Serve, clock: Clock, tmp_path: Path) -> None:
+    one, two = serve(), serve()
+    one.write(1, 2)
+    two.tier.follow()
+    spoil(seat_of(one, tmp_path) / "slab-00000")
+    assert two.read(1) == {1: TierError.CORRUPT}
+    two.tier.follow()
+    assert two.finds(1, 2) == [2]
+    # So that this server can keep a good copy.
+    assert two.write(1) == [1]
+    clock.now += BAD_S
+    assert two.finds(1) == [1]
+    assert two.read(1) == {1: None}
+
+
+def test_without_verification_wrong_bytes_would_be_read(
+    serve: Serve, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The planted fault shows that the tests above can fail."""
+    monkeypatch.setattr(reads, "payload_checksum", lambda *_: ANY)
+    one, two = serve(1), serve()
+    one.write(1)
+    two.tier.follow()
+    assert two.begin_read(1) == [1]
+    one.write(2)
+    with pytest.raises(AssertionError, match="wrong bytes"):
+        two.end_read(1)
+
+
+def test_the_record_is_emptied_for_all_before_the_block_is_overwritten(
+    serve: Serve, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise a reader on another machine could take a replaced block for a corrupt one."""
+    one = serve(1)
+    order: list[str] = []
+    for name in ("empty_records", "write"):
+        original = getattr(SlabFiles, name)
+
+        def noted(self: SlabFiles, *args: Any, name: str = name, original: Any = original) -> Any:
+            order.append(name)
+            return original(self, *args)
+
+        monkeypatch.setattr(SlabFiles, name, noted)
+    sync = os.fdatasync
+    monkeypatch.setattr(os, "fdatasync", lambda fd: (order.append("sync"), sync(fd)))
+    one.write(1)
+    del order[:]
+    one.pools[0][0] = content(2)
+    one.tier.write([key(2)], np.arange(1))
+    one.run()
+    assert order[:3] == ["empty_records", "sync", "write"]
+
+
+def test_a_reset_forgets_but_deletes_nothing(serve: Serve) -> None:
+    one, two = serve(), serve()
+    one.write(1, 2)
+    two.tier.follow()
+    one.begin_read(1)
+    one.tier.reset()
+    assert one.end_read(1) == {1: TierError.GONE}
+    assert one.finds(1, 2) == []
+    assert one.write(3) == []
+    assert one.begin_read(1) == []
+    two.tier.follow()
+    assert two.read(1, 2) == {1: None, 2: None}
+    one.tier.close()
+    again = serve()
+    assert again.tier.seat.name == one.tier.seat.name
+    assert again.read(1, 2) == {1: None, 2: None}
+
+
+def test_blocks_of_a_transient_generation_are_not_read(serve: Serve, clock: Clock) -> None:
+    one, two = serve(), serve()
+    one.write(1)
+    two.tier.follow()
+    one.tier.own.reset()
+    one.run()
+    one.write(2)
+    two.tier.follow()
+    assert two.finds(1, 2) == []
+    assert len(two.tier.blocks) == 0
+    assert two.tier.blocks.handles.num_open == 0
+    one.tier.close()
+    again = serve()
+    again.write(3)
+    clock.now += REST_S
+    two.tier.follow()
+    assert two.finds(1, 2, 3) == [3]
+
+
+def test_blocks_stored_after_a_reset_are_not_read_even_before_the_header_is_known(serve: Serve) -> None:
+    one, two = serve(1), serve()
+    one.write(1)
+    two.tier.follow()
+    one.tier.own.reset()
+    one.pools[0][0] = content(1, version=5)
+    one.tier.own.write([key(1)], np.arange(1))
+    one.run()
+    assert two.read(1) == {1: TierError.GONE}
+
+
+def test_a_restart_keeps_the_seat_and_its_blocks(serve: Serve, clock: Clock) -> None:
+    one, two = serve(), serve()
+    one.write(1, 2)
+    two.tier.follow()
+    one.tier.close()
+    assert two.read(1) == {1: None}, "a server that has ended need not be asked"
+    again = serve()
+    assert again.tier.seat.name == one.tier.seat.name
+    again.write(3)
+    clock.now += REST_S
+    two.tier.follow()
+    assert two.finds(1, 2, 3) == again.finds(1, 2, 3) == [1, 2, 3]
+
+
+def test_a_folder_that_has_vanished_is_forgotten_and_its_files_are_closed(serve: Serve, tmp_path: Path) -> None:
+    one, two = serve(), serve()
+    one.write(1, 2)
+    two.tier.follow()
+    assert two.read(1) == {1: None}
+    assert two.tier.blocks.handles.num_open == 1
+    folder = seat_of(one, tmp_path)
+    for file in folder.iterdir():
+        file.unlink()
+    assert two.read(2) == {2: None}, "an open file can be read on"
+    two.tier.follow()
+    assert two.finds(1, 2) == []
+    assert two.tier.blocks.handles.num_open == 0
+
+
+def test_files_that_vanish_before_the_follower_knows_are_gone(serve: Serve, tmp_path: Path) -> None:
+    one, two = serve(), serve()
+    one.write(1, 2)
+    two.tier.follow()
+    (seat_of(one, tmp_path) / "slab-00000").unlink()
+    assert two.read(1) == {1: TierError.GONE}
+    assert two.finds(1, 2) == [2]
+
+
+def test_files_are_closed_when_they_are_not_used(serve: Serve, clock: Clock) -> None:
+    one, two = serve(), serve()
+    one.write(1)
+    two.tier.follow()
+    two.read(1)
+    assert two.tier.blocks.handles.num_open == 1
+    clock.now += IDLE_S
+    two.tier.follow()
+    assert two.tier.blocks.handles.num_open == 0
+    assert two.read(1) == {1: None}
+
+
+def test_other_fingerprints_are_not_found(serve: Serve) -> None:
+    one, two = serve(), serve(fingerprint="77" * 32)
+    one.write(1)
+    two.tier.follow()
+    assert two.finds(1) == []
+    assert two.write(1) == [1]
+
+
+def test_other_layouts_are_not_found(serve: Serve, tmp_path: Path) -> None:
+    one, two = serve(), serve()
+    one.write(1)
+    index = seat_of(one, tmp_path) / "index"
+    header = Header(FINGERPRINT, (2 * PAGE,), 8, 3).pack()
+    index.write_bytes(header.tobytes() + index.read_bytes()[len(header) :])
+    two.tier.follow()
+    assert two.finds(1) == []
+
+
+def test_the_log_says_whose_blocks_cannot_be_used(serve: Serve, caplog: pytest.LogCaptureFixture) -> None:
+    same = {"model": "m", "weights": "w"}
+    one = serve(identity={**same, "dtype": "float16"}, fingerprint="77" * 32)
+    one.tier.follow()
+    other_model = serve(identity={"model": "other", "dtype": "float16"}, fingerprint="88" * 32)
+    other_model.tier.follow()
+    caplog.clear()
+    two = serve(identity={**same, "dtype": "bfloat16"})
+    two.tier.follow()
+    two.tier.follow()
+    said = [message for message in caplog.messages if "cannot be used here" in message]
+    assert len(said) == 1
+    assert "float16" in said[0]
+    assert "writer-0" in said[0]
+
+
+def test_several_seats_have_the_same_block_and_one_of_them_loses_it(serve: Serve, clock: Clock) -> None:
+    one, two, three = serve(), serve(), serve()
+    one.write(1)
+    two.write(1)
+    three.tier.follow()
+    assert three.read(1) == {1: None}
+    one.tier.delete([key(1)])
+    one.run()
+    one.tier.keep()
+    clock.now += REST_S
+    three.tier.follow()
+    assert three.finds(1) == [1]
+    assert three.read(1) == {1: None}
+    three.tier.blocks.check_integrity()
+
+
+def test_a_failing_medium_costs_the_blocks_and_raises_nothing(serve: Serve, tmp_path: Path) -> None:
+    class Failing(DirectoryStorage):
+        broken = False
+
+        def child(self, name: str) -> Failing:
+            return Failing(self.path / name)
+
+        def open(
+            self, folder: str, name: str, create: bool = False, direct: bool = False, fresh: bool = False
+        ) -> StoredFile:
+            if Failing.broken:
+                raise os_error(errno.EIO)
+            return super().open(folder, name, create, direct, fresh)
+
+    one = serve()
+    two = serve(storage=lambda root: Failing(tmp_path / "shared"))
+    one.write(1)
+    two.tier.follow()
+    Failing.broken = True
+    assert two.read(1) == {1: TierError.IO}
+    two.background()
+    assert two.write(3) == [3], "its own files are open"
+    Failing.broken = False
+    two.background()
+
+
+def test_a_file_system_without_locks_is_refused(tmp_path: Path) -> None:
+    class NoLocks(DirectoryStorage):
+        def child(self, name: str) -> NoLocks:
+            return NoLocks(self.path / name)
+
+        def try_lock(self) -> bool:
+            raise os_error(errno.ENOLCK)
+
+    with pytest.raises(ConfigError, match=r"no file locks.*mount it with locks"):
+        Server(tmp_path, storage=lambda root: NoLocks(tmp_path))
+
+
+def test_the_budget_covers_journal_and_heartbeat(serve: Serve, tmp_path: Path, clock: Clock) -> None:
+    one = serve(6)
+    for i in range(10):
+        one.write(*range(4 * i, 4 * i + 4))
+        clock.now += 10
+        one.background()
+        held = sum(
+            each.stat().st_blocks * 512
+            for each in (tmp_path / "shared" / one.tier.seat.name).rglob("*")
+            if each.is_file() and not each.name.startswith("lock")
+        )
+        assert held <= one.tier.used_bytes <= one.tier.capacity_bytes == capacity(6)
+    assert one.tier.num_evicted > 0
+
+
+def test_a_journal_that_cannot_be_written_is_made_up_for(
+    serve: Serve, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, two = serve(), serve()
+    one.write(1)
+    two.tier.follow()
+    sync = os.fdatasync
+
+    def fail(fd: int) -> None:
+        if os.readlink(f"/proc/self/fd/{fd}").endswith("/journal"):
+            raise os_error(errno.ENOSPC)
+        sync(fd)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fdatasync", fail)
+        one.write(2)
+    # What was written may have been lost, so the follower must not rely on it.
+    one.write(3)
+    clock.now += REST_S
+    two.tier.follow()
+    assert two.finds(1, 2, 3) == [1, 2, 3]
+
+
+def test_a_plain_disk_tier_has_no_journal_and_does_not_need_one(tmp_path: Path, serve: Serve) -> None:
+    one = serve()
+    one.write(1)
+    one.tier.close()
+    files = SlabFiles(
+        DirectoryStorage(tmp_path / "shared" / "writer-0"),
+        FINGERPRINT,
+        [PAGE],
+        capacity(8),
+        slabs.SLAB_BYTES,
+        lambda: 1,
+    )
+    files.close()
+    assert {each.name for each in seat_of(one, tmp_path).iterdir()} == {"index", "recency", "slab-00000"}
+
+
+def test_threads_do_it_all(tmp_path: Path) -> None:
+    """With real threads: what one server writes is found by the other without a call of its own."""
+    from kvoffload.testing.tiers import make_pools
+    from kvoffload.tiers.shared_dir.start import open_shared_dir_tier
+
+    def finish(tier: SharedDirTier, keys: Sequence[bytes]) -> None:
+        done: list[bytes] = []
+        for _ in range(3000):
+            tier.wait(0.01)
+            for result in tier.poll():
+                assert result.ok
+                done.append(result.key)
+            if len(done) == len(keys):
+                return
+        raise AssertionError("a block was not reported")
+
+    pools: list[list[ByteArray]] = [make_pools(8, PAGE) for _ in range(2)]
+    one, two = (open_shared_dir_tier(tmp_path, 4 << 20, each, FINGERPRINT) for each in pools)
+    assert one.write([key(1)], np.array([3])) == [key(1)]
+    finish(one, [key(1)])
+    for _ in range(600):
+        if two.contains([key(1)])[0]:
+            break
+        two.wait(0.05)
+    assert two.read([key(1)], np.array([5])) == [key(1)]
+    finish(two, [key(1)])
+    assert np.array_equal(pools[1][0][5], pools[0][0][3])
+    one.close()
+    two.close()
