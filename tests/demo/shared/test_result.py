@@ -68,6 +68,11 @@ def test_a_failed_check_of_a_store(report: SharedReport, changes: dict[str, obje
     assert sentence in found
 
 
+def test_a_run_that_ended_early_has_failed(report: SharedReport) -> None:
+    (sentence,) = replace(report, errors=["mooncake: the engine ended too early"]).failures
+    assert sentence == "mooncake: the engine ended too early"
+
+
 def test_a_logprob_that_is_not_finite_leaves_the_file_readable(report: SharedReport) -> None:
     shared = [replace(each, logprobs=[None, -2.0, -1.5]) for each in answers(FOUND)]
     content = json.dumps(with_store(report, shared=shared).to_dict(), allow_nan=False)

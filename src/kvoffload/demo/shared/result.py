@@ -79,6 +79,8 @@ class SharedReport:
     baseline: Mapping[int, RequestResult]
     stores: list[StoreResult | SkippedStore]
     faults: list[FaultResult] = field(default_factory=list)
+    errors: list[str] = field(default_factory=list)
+    """Why the run of a store has ended early."""
 
     @property
     def results(self) -> list[StoreResult]:
@@ -135,7 +137,7 @@ class SharedReport:
     @property
     def failures(self) -> list[str]:
         """One sentence per failed check; empty if all passed."""
-        sentences = []
+        sentences = list(self.errors)
         for store in self.results:
             for who, requests in (
                 ("the first server", store.first),
