@@ -47,8 +47,8 @@ HOST_BLOCKS = 48
 """Blocks in host memory: few, so that prompts come from the store when they are asked again."""
 NUM_FAULTS = 7
 """Of each store."""
-RECOVERY_DEADLINE_S = 150.0
-"""A breaker's pauses grow to 60 s."""
+RECOVERY_DEADLINE_S = 240.0
+"""A breaker's pauses grow to 60 s: together they take two minutes."""
 RECOVERED_SHARE = 0.5
 """The store gives hits again when a round has this share of those before."""
 ROUND_PAUSE_S = 1.0
