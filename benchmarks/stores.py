@@ -144,9 +144,7 @@ def throughput(tier: RemoteTier, peer: Peer, rounds: int) -> list[Row]:
         peer.seconds("remove", name, NUM_BLOCKS)
     rows = []
     for mine, theirs, call in (("write", "put", "batch_put_from"), ("read", "get", "batch_get_into")):
-        rates = {
-            side: NUM_BLOCKS * BLOCK_BYTES / statistics.median(measured[side]) / 1e9 for side in (mine, theirs)
-        }
+        rates = {side: NUM_BLOCKS * BLOCK_BYTES / statistics.median(measured[side]) / 1e9 for side in (mine, theirs)}
         rows.append(Row(mine, rates[mine], "GB/s", call, rates[mine] / rates[theirs]))
         rows.append(Row(f"  {call}", rates[theirs], "GB/s"))
     return rows
@@ -194,7 +192,7 @@ def scheduler_thread(tier: RemoteTier) -> list[Row]:
         measure(what, NUM_BLOCKS, begin)
         time.sleep(2.0)
         measure(f"poll after that {what}", NUM_BLOCKS, tier.poll)
-        settle(tier, lambda: tier.contains(keys).all())
+        settle(tier, lambda: bool(tier.contains(keys).all()))
     return rows
 
 

@@ -94,16 +94,10 @@ class TieredOffloadingManager(OffloadingManager):
         groups = groups or [KVGroup(1)] * len(tokens_per_block)
         deadline_s = load_deadline_ms / 1000
         self._counts = TierCounts()
-        guarded = [GuardedTier(tier, host.has_events) for tier in tiers]
-        estimators = [ReadEstimator(tier.block_bytes) for tier in guarded]
-        self._origins = Origins(estimators)
-        states = []
-        for i, (tier, estimator, admission) in enumerate(zip_longest(guarded, estimators, admissions)):
-            count = self._counts.of(tier.name)
-            is_worth = self._origins.worth_writing(i) if len(guarded) > 1 else None
-            writes = WriteThrough(host, tier, groups, count, clock, admission, is_worth)
-            states.append(TierState(i, tier, writes, estimator, deadline_s, count, random))
-        self.tiers = tuple(states)
+        self._origins = Origins()
+        self.tiers = _make_states(
+            host, tiers, groups, admissions, deadline_s, self._counts, self._origins, clock, random
+        )
         """State of each tier; read only."""
         self._reasons = MissMemory(clock=clock)
         self._lookup = TierLookup(host, self.tiers, lookup_deadline_ms / 1000, self._reasons, clock)
@@ -117,7 +111,7 @@ class TieredOffloadingManager(OffloadingManager):
             clock=clock,
         )
         self._load_or_compute = LoadOrCompute(tokens_per_block, always_load=not load_only_if_faster)
-        self._max_writing = max(1, int(host.num_blocks * write_share) // max(1, len(guarded)))
+        self._max_writing = max(1, int(host.num_blocks * write_share) // max(1, len(tiers)))
         """Blocks that may be pinned for writes to one tier. Each has its own share: one that hangs stops no other."""
         self._clock = clock
         self._is_asking = False
@@ -407,6 +401,27 @@ class TieredOffloadingManager(OffloadingManager):
             tier.check_integrity()
         if any(tier.writes.num_writing > self._max_writing for tier in self.tiers):
             raise IntegrityError("more blocks are being written to lower tiers than WRITE_SHARE allows")
+
+
+def _make_states(
+    host: PolicyOffloadingManager,
+    tiers: Sequence[Tier],
+    groups: Sequence[KVGroup],
+    admissions: Sequence[Admission | None],
+    deadline_s: float,
+    counts: TierCounts,
+    origins: Origins,
+    clock: Callable[[], float],
+    random: Callable[[], float],
+) -> tuple[TierState, ...]:
+    states = []
+    for i, (each, admission) in enumerate(zip_longest(tiers, admissions)):
+        tier, count = GuardedTier(each, host.has_events), counts.of(each.name)
+        estimator = ReadEstimator(tier.block_bytes)
+        is_worth = origins.add_tier(estimator) if len(tiers) > 1 else None
+        writes = WriteThrough(host, tier, groups, count, clock, admission, is_worth)
+        states.append(TierState(i, tier, writes, estimator, deadline_s, count, random))
+    return tuple(states)
 
 
 def _request(context: ReqContext | None) -> str | None:

@@ -138,6 +138,7 @@ class SharedDemo:
             second = opened.enter_context(self.start(f"{name}-second", store))
             shared = self.ask(second, plan.shared, f"{name}: second server")
             self.ask(second, plan.back, "  new prompts")
+            time.sleep(store.visible_s)
             back = self.ask(first, plan.back, "  the same at the first server")
             second.call("corrupt_loads")
             control = self.ask(second, plan.shared, "  control: corrupted loads")

@@ -295,7 +295,8 @@ class SlabFiles:
             file.resize(0)
         file.resize(journal_bytes(self._num_entries))
         self._journal = Journal(file, self._num_entries, self._new_generation)
-        self._is_published = np.ones(self.num_slots, dtype=np.bool_)
+        self._is_published = np.zeros(self.num_slots, dtype=np.bool_)
+        self._is_published[: self.num_allocated] = not is_new
         """Per slot: whether other machines may find a block in its record."""
 
     def _check_capacity(self, is_first_use: bool) -> None:

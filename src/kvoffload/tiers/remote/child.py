@@ -110,7 +110,8 @@ class _Server:
         self._threads = {Op.LOOKUP: self._lookups, Op.REMOVE: self._lookups, Op.READ: reads, Op.WRITE: writes}
 
     def _new_worker(self, pools: list[ByteArray]) -> StoreWorker:
-        return StoreWorker(self._client, pools, self._setup.fingerprint, self._setup.prefix)
+        setup = self._setup
+        return StoreWorker(self._client, pools, setup.fingerprint, setup.prefix, pause=time.sleep)
 
     def serve(self, messages: Iterator[tuple[Kind, bytes]]) -> None:
         self._lookups.submit_read(self._announce)

@@ -35,7 +35,8 @@ class StoreWorker:
 
     The checksums are computed here, so they cost the engine nothing. One thread uses a worker at a time; several
     workers may share a client. The caller registers the pools. Raises StoreError if the client cannot register the
-    memory of the records. ``random`` returns numbers from 0 to 1, ``pause`` waits for so many seconds.
+    memory of the records. ``random`` returns numbers from 0 to 1, ``pause`` waits for so many seconds,
+    by default not at all.
     """
 
     def __init__(
@@ -46,7 +47,7 @@ class StoreWorker:
         prefix: str,
         clock: Callable[[], float] = time.monotonic,
         random: Callable[[], float] = random_module.random,
-        pause: Callable[[float], None] = time.sleep,
+        pause: Callable[[float], None] = lambda seconds: None,
     ) -> None:
         self._client = client
         self._pools = pools

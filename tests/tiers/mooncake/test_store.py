@@ -1,0 +1,218 @@
+"""The tier on a real Mooncake Store: each fault ends in misses, and the tier comes back without a restart."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from kvoffload.abc import OffloadKey, TierError, TierResult
+from kvoffload.abc.tier import HIT, MISS, RETRY
+from kvoffload.host.pool import HostPool
+from kvoffload.tiers.config import TierContext
+from kvoffload.tiers.mooncake.client import connect
+from kvoffload.tiers.mooncake.config import MooncakeConfig
+from kvoffload.tiers.remote.link import LOOKUP_DEADLINE_S
+from kvoffload.tiers.remote.record import value_name
+from kvoffload.tiers.remote.tier import RemoteTier
+from tests.tiers.mooncake.rig import Master, needs_mooncake, segment
+from tests.tiers.remote.rig import content
+
+pytestmark = needs_mooncake
+
+FINGERPRINT = "5e" * 32
+KEYS = [bytes([i]) * 36 for i in range(32)]
+SLOT_BYTES = (1 << 18, 1 << 16)
+SEGMENT_BYTES = 64 << 20
+DEADLINE_S = 90.0
+
+
+class Server:
+    def __init__(self, master: Master, fingerprint: str = FINGERPRINT) -> None:
+        self.hosts = [HostPool(64, nbytes) for nbytes in SLOT_BYTES]
+        pools, handles = [host.data for host in self.hosts], [host.handle() for host in self.hosts]
+        tier = MooncakeConfig(master=master.address).open(TierContext(pools, fingerprint, handles))
+        assert isinstance(tier, RemoteTier)
+        self.tier = tier
+        self.pools = pools
+
+    def close(self) -> None:
+        self.tier.close()
+        for host in self.hosts:
+            host.close()
+
+    def poll(self) -> list[TierResult]:
+        self.tier.wait(0.01)
+        return self.tier.poll()
+
+    def connect(self) -> None:
+        deadline = time.monotonic() + DEADLINE_S
+        while not self.tier.is_connected:
+            assert time.monotonic() < deadline, "the tier never reached the store"
+            self.poll()
+
+    def states(self, keys: Sequence[OffloadKey]) -> list[int]:
+        deadline = time.monotonic() + DEADLINE_S
+        while RETRY in (states := self.tier.contains(keys).tolist()):
+            assert time.monotonic() < deadline, "lookups were never answered"
+            self.poll()
+        return states
+
+    def move(self, keys: Sequence[OffloadKey], is_read: bool) -> dict[OffloadKey, TierResult]:
+        """Reads ``keys`` into slots from 32 on, or writes them from slots from 0 on."""
+        slots = np.arange(len(keys)) + 32 * is_read
+        for key, slot in zip(keys, slots.tolist(), strict=True):
+            for rank, pool in enumerate(self.pools):
+                pool[slot] = 0 if is_read else content(key, rank, pool.shape[1])
+        taken = (self.tier.read if is_read else self.tier.write)(keys, slots)
+        results: dict[OffloadKey, TierResult] = {}
+        deadline = time.monotonic() + DEADLINE_S
+        while len(results) < len(taken):
+            assert time.monotonic() < deadline, "transfers never ended"
+            results |= {result.key: result for result in self.poll()}
+        for i, key in enumerate(keys):
+            if is_read and key in results and results[key].ok:
+                assert all(
+                    (pool[32 + i] == content(key, rank, pool.shape[1])).all() for rank, pool in enumerate(self.pools)
+                )
+        return results
+
+    def works_again(self, keys: Sequence[OffloadKey]) -> None:
+        """Asserts that in the end, without a restart of the server, ``keys`` are written and read."""
+        deadline = time.monotonic() + DEADLINE_S
+        while time.monotonic() < deadline:
+            missing = [key for key, state in zip(keys, self.states(keys), strict=True) if state == MISS]
+            self.move(missing, is_read=False)
+            if self.states(keys) == [HIT] * len(keys) and all(
+                each.ok for each in self.move(keys, is_read=True).values()
+            ):
+                return
+            until = time.monotonic() + 0.2
+            while time.monotonic() < until:
+                self.poll()
+        raise AssertionError("the tier never worked again")
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Master]:
+    """A master that tests do not harm."""
+    master = Master(tmp_path_factory.mktemp("store"))
+    with segment(master, SEGMENT_BYTES):
+        yield master
+    master.kill()
+
+
+def settings(master: Master) -> dict[str, object]:
+    return {
+        "host": "127.0.0.1",
+        "master": master.address,
+        "metadata": "P2PHANDSHAKE",
+        "protocol": "tcp",
+        "devices": "",
+        "segment_bytes": 0,
+    }
+
+
+def test_servers_share_blocks_and_other_fingerprints_do_not(store: Master) -> None:
+    one, other, stranger = Server(store), Server(store), Server(store, "6f" * 32)
+    for each in (one, other, stranger):
+        each.connect()
+    assert one.states(KEYS[:4]) == [MISS] * 4
+    assert all(result.ok and result.nbytes for result in one.move(KEYS[:3], is_read=False).values())
+    assert other.states(KEYS[:4]) == [HIT] * 3 + [MISS]
+    assert all(result.ok for result in other.move(KEYS[:3], is_read=True).values())
+    assert [result.nbytes for result in Server.move(other, KEYS[:3], is_read=False).values()] == []
+    assert stranger.states(KEYS[:3]) == [MISS] * 3
+    one.tier.delete(KEYS[:2])
+    one.works_again(KEYS[4:6])
+    third = Server(store)
+    third.connect()
+    assert third.states(KEYS[:3]) == [MISS, MISS, HIT], "blocks with a lease were not removed"
+    for each in (one, other, stranger, third):
+        each.close()
+
+
+def test_bad_values_are_removed_and_written_again(store: Master) -> None:
+    server = Server(store)
+    server.connect()
+    keys = KEYS[8:12]
+    server.works_again(keys)
+    # This process joins the store to change values, as nothing in the tier can.
+    client = connect(settings(store))
+    names = [value_name("kvoffload", FINGERPRINT, key) for key in keys]
+    size = 128 + sum(SLOT_BYTES)
+    values = np.zeros((4, size), dtype=np.uint8)
+    client.register(values)
+    client.get(names, [[row] for row in values])
+    client.remove(names)
+    values[0, size // 2] ^= 1
+    values[1] = np.random.default_rng(0).integers(0, 256, size, dtype=np.uint8)
+    client.put(names, [[values[0]], [values[1]], [values[3]], [values[3][:999]]])
+    results = server.move(keys, is_read=True)
+    assert [results[key].error for key in keys] == [TierError.CORRUPT] * 4
+    server.works_again(keys)
+    client.close()
+    server.close()
+
+
+def test_a_full_store_refuses_blocks_and_takes_them_again(tmp_path: Path) -> None:
+    master = Master(tmp_path, "-default_kv_lease_ttl=500")
+    server = Server(master)
+    server.connect()
+    assert {result.error for result in server.move(KEYS[:4], is_read=False).values()} == {TierError.NO_SPACE}
+    with segment(master, SEGMENT_BYTES):
+        server.works_again(KEYS[:4])
+    server.close()
+    master.kill()
+
+
+def test_a_master_that_is_killed_and_comes_back_empty(tmp_path: Path) -> None:
+    master = Master(tmp_path, "-client_ttl=2")
+    with segment(master, SEGMENT_BYTES):
+        server = Server(master)
+        server.connect()
+        server.works_again(KEYS[:4])
+        master.kill()
+        failed = server.tier.num_failed_lookups
+        assert server.states(KEYS[8:12]) == [MISS] * 4
+        assert server.tier.num_failed_lookups > failed
+        assert not any(result.ok for result in server.move(KEYS[:4], is_read=True).values())
+        master.start()
+        server.works_again(KEYS[:4])
+        server.close()
+    master.kill()
+
+
+def test_a_master_that_stands_still(tmp_path: Path) -> None:
+    master = Master(tmp_path, "-client_ttl=2")
+    with segment(master, SEGMENT_BYTES):
+        server = Server(master)
+        server.connect()
+        server.works_again(KEYS[:4])
+        master.pause()
+        begun = time.monotonic()
+        assert server.states(KEYS[8:12]) == [MISS] * 4
+        assert LOOKUP_DEADLINE_S - 1 <= time.monotonic() - begun <= DEADLINE_S
+        assert server.move(KEYS[:4], is_read=True) == {}
+        master.resume()
+        server.works_again(KEYS[:4])
+        server.close()
+    master.kill()
+
+
+def test_memory_that_is_gone(tmp_path: Path) -> None:
+    master = Master(tmp_path, "-client_ttl=2")
+    with segment(master, SEGMENT_BYTES) as owner:
+        server = Server(master)
+        server.connect()
+        server.works_again(KEYS[:4])
+        owner.kill()
+        owner.wait()
+        assert not any(result.ok for result in server.move(KEYS[:4], is_read=True).values())
+    with segment(master, SEGMENT_BYTES):
+        server.works_again(KEYS[:4])
+        server.close()
+    master.kill()

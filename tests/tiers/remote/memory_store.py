@@ -1,0 +1,124 @@
+"""A store in a dictionary, and a channel that runs requests when a test says so."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from kvoffload.abc import ByteArray
+from kvoffload.tiers.remote.channel import ChannelState, StoreChannel
+from kvoffload.tiers.remote.client import Outcome, StoreClient, StoreError
+from kvoffload.tiers.remote.messages import Op, Request, Response
+from kvoffload.tiers.remote.worker import StoreWorker
+
+
+class MemoryClient(StoreClient):
+    """Values in ``values``. The next ``num_errors`` calls fail; ``room``: values that fit."""
+
+    def __init__(self) -> None:
+        self.values: dict[str, ByteArray] = {}
+        self.num_errors = 0
+        self.room = 1 << 20
+        self.calls: list[tuple[str, int]] = []
+
+    def exists(self, names: Sequence[str]) -> list[Outcome]:
+        self._call("exists", names)
+        return [Outcome.OK if name in self.values else Outcome.MISSING for name in names]
+
+    def get(self, names: Sequence[str], buffers: Sequence[Sequence[ByteArray]]) -> list[Outcome]:
+        self._call("get", names)
+        return [self._get(name, parts) for name, parts in zip(names, buffers, strict=True)]
+
+    def _get(self, name: str, parts: Sequence[ByteArray]) -> Outcome:
+        data = self.values.get(name)
+        if data is None:
+            return Outcome.MISSING
+        if data.size != sum(part.size for part in parts):
+            return Outcome.OTHER_SIZE
+        for part in parts:
+            part[:], data = data[: part.size], data[part.size :]
+        return Outcome.OK
+
+    def put(self, names: Sequence[str], buffers: Sequence[Sequence[ByteArray]]) -> list[Outcome]:
+        self._call("put", names)
+        outcomes = []
+        for name, parts in zip(names, buffers, strict=True):
+            if name in self.values:
+                outcomes.append(Outcome.HELD)
+            elif len(self.values) >= self.room:
+                outcomes.append(Outcome.FULL)
+            else:
+                self.values[name] = np.concatenate(parts)
+                outcomes.append(Outcome.OK)
+        return outcomes
+
+    def remove(self, names: Sequence[str]) -> list[Outcome]:
+        self._call("remove", names)
+        return [Outcome.MISSING if self.values.pop(name, None) is None else Outcome.OK for name in names]
+
+    def _call(self, name: str, names: Sequence[str]) -> None:
+        self.calls.append((name, len(names)))
+        if self.num_errors:
+            self.num_errors -= 1
+            raise StoreError("fails on purpose")
+
+
+class SteppedChannel(StoreChannel):
+    """Runs requests in ``run``. A process is READY as soon as it is polled while ``is_reachable``, and ends as soon as
+    it is polled after it was killed."""
+
+    def __init__(self, worker: StoreWorker) -> None:
+        self.worker = worker
+        self.requests: list[Request] = []
+        self.is_reachable = True
+        self.is_stuck = False
+        """Whether a process that was killed does not end."""
+        self.num_starts = 0
+        self._responses: list[Response] = []
+        self._state = ChannelState.DOWN
+
+    @property
+    def state(self) -> ChannelState:
+        return self._state
+
+    def start(self) -> None:
+        self._state = ChannelState.STARTING
+        self.num_starts += 1
+
+    def submit(self, request: Request) -> bool:
+        if self._state is not ChannelState.READY:
+            return False
+        self.requests.append(Request.unpack(request.pack()))
+        return True
+
+    def run(self, *ops: Op) -> None:
+        """Runs the requests with ``ops``, by default all."""
+        chosen = [request for request in self.requests if not ops or request.op in ops]
+        self.requests = [request for request in self.requests if request not in chosen]
+        self._responses += [Response.unpack(self.worker.run(request).pack()) for request in chosen]
+
+    def poll(self) -> list[Response]:
+        if self._state is ChannelState.STARTING and self.is_reachable:
+            self._state = ChannelState.READY
+        if self._state is ChannelState.ENDING and not self.is_stuck:
+            self.end()
+        responses, self._responses = self._responses, []
+        return responses
+
+    def end(self) -> None:
+        """The process ends."""
+        self.requests.clear()
+        self._responses.clear()
+        self._state = ChannelState.DOWN
+
+    def wait(self, timeout_s: float) -> None:
+        self.run()
+
+    def kill(self) -> None:
+        self._state = ChannelState.ENDING
+
+    def close(self, timeout_s: float) -> bool:
+        self.run()
+        self._state = ChannelState.DOWN
+        return not self.is_stuck

@@ -1,0 +1,53 @@
+"""Servers of one model leave their identities in the store, and learn why they cannot use others' blocks."""
+
+from __future__ import annotations
+
+from kvoffload.tiers.remote.identities import MAX_IDENTITIES, announce
+from tests.tiers.remote.memory_store import MemoryClient
+
+MINE = {"model": "llama", "dtype": "bfloat16", "tensor parallelism": "1"}
+
+
+def notes(client: MemoryClient, number: int, **changes: str) -> list[str]:
+    return list(announce(client, "kv", f"{number:064x}", MINE | changes))
+
+
+def test_the_log_says_in_what_other_servers_differ() -> None:
+    client = MemoryClient()
+    assert notes(client, 1) == []
+    assert notes(client, 1) == []
+    assert len(client.values) == 1
+    (note,) = notes(client, 2, dtype="float16")
+    assert "llama" in note
+    assert "dtype is bfloat16 there, float16 here" in note
+    assert len(notes(client, 3, **{"tensor parallelism": "2"})) == 2
+    assert len(client.values) == 3
+
+
+def test_servers_of_another_model_are_not_named() -> None:
+    client = MemoryClient()
+    notes(client, 1)
+    assert notes(client, 2, model="other") == []
+
+
+def test_damaged_identities_and_a_store_that_fails_are_ignored() -> None:
+    client = MemoryClient()
+    notes(client, 1)
+    for value in client.values.values():
+        value[40] ^= 1
+    assert notes(client, 2, dtype="float16") == []
+    client.num_errors = 1
+    assert notes(client, 3, dtype="float32") == []
+
+
+def test_a_server_without_an_identity_leaves_nothing() -> None:
+    client = MemoryClient()
+    assert list(announce(client, "kv", "0" * 64, {})) == []
+    assert not client.calls
+
+
+def test_no_more_than_the_bound_are_stored() -> None:
+    client = MemoryClient()
+    for number in range(MAX_IDENTITIES + 3):
+        notes(client, number, dtype=f"float{number}")
+    assert len(client.values) == MAX_IDENTITIES

@@ -1,0 +1,321 @@
+"""The process of a store's client, on a store in a folder: it is killed, hangs, crashes, and ends with the engine."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from kvoffload.abc import ByteArray, ConfigError, OffloadKey, Tier, TierError
+from kvoffload.abc.tier import HIT, MISS
+from kvoffload.host.pool import HostPool
+from kvoffload.testing.conformance import keys
+from kvoffload.testing.tier_conformance import TierConformance
+from kvoffload.tiers.config import TierContext
+from kvoffload.tiers.remote.link import LOOKUP_DEADLINE_S, MAX_PAUSE_S, TRANSFER_DEADLINE_S
+from kvoffload.tiers.remote.presence import PRESENT_TTL_S
+from kvoffload.tiers.remote.start import open_remote_tier
+from tests.tiers.remote.folder_store import FolderStore
+from tests.tiers.remote.rig import CLIENT, FINGERPRINT, Server, store_in
+
+KEYS = [bytes([i]) * 36 for i in range(16)]
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> FolderStore:
+    return store_in(tmp_path / "store")
+
+
+@pytest.fixture
+def server(store: FolderStore) -> Iterator[Server]:
+    server = Server(store)
+    server.connect()
+    yield server
+    server.close()
+
+
+def exists(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def eventually(condition: Callable[[], bool]) -> bool:
+    deadline = time.monotonic() + 30
+    while not condition():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.02)
+    return True
+
+
+def restart(server: Server) -> None:
+    server.until(lambda: not server.tier.is_connected, "the tier never noticed that the process has ended")
+    server.clock.shift += MAX_PAUSE_S
+    server.connect()
+    server.clock.shift += PRESENT_TTL_S
+
+
+def works(server: Server, keys: list[OffloadKey]) -> bool:
+    """Whether ``keys`` can be read, after they have been written if they are missing."""
+    deadline = time.monotonic() + 30
+    while missing := [key for key, state in zip(keys, server.states(keys), strict=True) if state == MISS]:
+        assert time.monotonic() < deadline, "blocks were never written"
+        assert all(result.ok for result in server.write(missing).values())
+        server.tier.poll()
+    assert all(result.ok for result in server.read(keys).values())
+    return all(server.has(key, 16 + i) for i, key in enumerate(keys))
+
+
+def test_two_servers_share_blocks_of_several_ranks(store: FolderStore, server: Server) -> None:
+    assert works(server, KEYS[:4])
+    other = Server(store)
+    other.connect()
+    assert other.states(KEYS[:5]) == [HIT] * 4 + [MISS]
+    assert all(result.ok for result in other.read(KEYS[:4]).values())
+    assert all(other.has(key, 16 + i) for i, key in enumerate(KEYS[:4]))
+    assert all(result.nbytes == 0 for result in other.write(KEYS[:4]).values())
+    other.close()
+
+
+def test_servers_of_other_fingerprints_find_nothing_and_learn_why(
+    store: FolderStore, caplog: pytest.LogCaptureFixture
+) -> None:
+    one = Server(store, identity={"model": "m", "dtype": "bfloat16"})
+    one.connect()
+    assert works(one, KEYS[:2])
+    other = Server(store, fingerprint="6f" * 32, identity={"model": "m", "dtype": "float16"})
+    with caplog.at_level(logging.WARNING):
+        other.connect()
+        assert other.states(KEYS[:2]) == [MISS] * 2
+        other.until(lambda: "dtype is bfloat16 there, float16 here" in caplog.text, "the log does not say why")
+    one.close()
+    other.close()
+
+
+def test_a_process_that_is_killed_is_replaced(server: Server) -> None:
+    assert works(server, KEYS[:2])
+    server.store.switch("hang-get")
+    taken = server.tier.read(KEYS[:2], np.array([20, 21]))
+    assert server.channel.pid is not None
+    os.kill(server.channel.pid, signal.SIGKILL)
+    assert {result.error for result in server.finish(taken).values()} == {TierError.IO}
+    server.store.switch("hang-get", False)
+    restart(server)
+    assert works(server, KEYS[:3])
+
+
+def test_a_crash_of_the_client_costs_the_engine_nothing(server: Server, caplog: pytest.LogCaptureFixture) -> None:
+    server.store.switch("crash")
+    with caplog.at_level(logging.WARNING):
+        server.tier.expect(KEYS[:2])
+        server.until(lambda: server.tier.num_failed_lookups == 1, "the lookup never ended")
+    assert server.states(KEYS[:2]) == [MISS] * 2
+    assert "has ended" in caplog.text
+    server.store.switch("crash", False)
+    restart(server)
+    assert works(server, KEYS[:2])
+
+
+@pytest.mark.parametrize(("fault", "deadline_s"), [("hang", LOOKUP_DEADLINE_S), ("hang-get", TRANSFER_DEADLINE_S)])
+def test_a_call_that_hangs_ends_at_its_deadline(server: Server, fault: str, deadline_s: float) -> None:
+    assert works(server, KEYS[:2])
+    first = server.channel.pid
+    assert first is not None
+    server.store.switch(fault)
+    taken = server.tier.read(KEYS[:2], np.array([20, 21]))
+    server.tier.expect(KEYS[4:6])
+    server.clock.shift += deadline_s
+    assert {result.error for result in server.finish(taken).values()} == {TierError.IO}
+    # Its slots are free again, because nothing can write to them any more.
+    assert not exists(first)
+    server.store.switch(fault, False)
+    restart(server)
+    assert works(server, KEYS[:3])
+
+
+def test_lookups_do_not_queue_behind_transfers(server: Server) -> None:
+    assert works(server, KEYS[:2])
+    server.store.switch("hang-get")
+    server.store.switch("hang-put")
+    reads = [key for key in KEYS[:2] for key in server.tier.read([key], np.array([20]))]
+    server.fill(KEYS[:8])
+    writes = [key for key in KEYS[2:8] for key in server.tier.write([key], np.array([KEYS.index(key)]))]
+    assert server.states(KEYS[8:10]) == [MISS] * 2
+    server.store.switch("hang-put", False)
+    assert all(result.ok for result in server.finish(writes).values()), "writes queued behind reads"
+    server.store.switch("hang-get", False)
+    assert all(result.ok for result in server.finish(reads).values())
+
+
+def test_a_store_that_cannot_be_reached_at_start_is_reached_later(
+    store: FolderStore, caplog: pytest.LogCaptureFixture
+) -> None:
+    store.switch("unreachable")
+    with caplog.at_level(logging.WARNING):
+        server = Server(store)
+        server.until(lambda: "the store is unreachable on purpose" in caplog.text, "no warning says so")
+    assert server.states(KEYS[:2]) == [MISS] * 2
+    store.switch("unreachable", False)
+    server.clock.shift += MAX_PAUSE_S
+    server.connect()
+    assert works(server, KEYS[:2])
+    server.close()
+
+
+@pytest.mark.parametrize("damage", ["bit", "short", "other", "noise"])
+def test_bad_values_are_misses_and_are_written_again(server: Server, damage: str) -> None:
+    assert works(server, KEYS[:2])
+    one, other = server.store.values()
+    data = bytearray(one.read_bytes())
+    if damage == "bit":
+        data[len(data) // 2] ^= 1
+    one.write_bytes(
+        {"bit": bytes(data), "short": data[:99], "other": other.read_bytes(), "noise": os.urandom(len(data))}[damage]
+    )
+    results = server.read(KEYS[:2])
+    assert sorted(str(result.error) for result in results.values()) == ["None", "corrupt"]
+    server.until(lambda: not one.exists(), "the bad value was never removed")
+    assert works(server, KEYS[:2])
+
+
+def test_a_full_store_takes_blocks_again_later(server: Server) -> None:
+    server.store.switch("full")
+    assert {result.error for result in server.write(KEYS[:2]).values()} == {TierError.NO_SPACE}
+    server.store.switch("full", False)
+    assert works(server, KEYS[:2])
+
+
+def test_a_client_that_writes_much_output_does_not_block(server: Server, caplog: pytest.LogCaptureFixture) -> None:
+    server.store.switch("chatter")
+    with caplog.at_level(logging.WARNING):
+        for key in KEYS[:8]:
+            assert works(server, [key])
+    said = [record.getMessage() for record in caplog.records if "client says" in record.getMessage()]
+    assert len(said) == 1
+    assert len(said[0]) < 3000
+
+
+def test_close_ends_the_process_and_what_it_does(server: Server) -> None:
+    assert works(server, KEYS[:2])
+    pid = server.channel.pid
+    assert pid is not None
+    server.store.switch("hang-get")
+    server.tier.read(KEYS[:2], np.array([20, 21]))
+    server.tier.close()
+    assert not exists(pid)
+    assert {result.error for result in server.tier.poll()} == {TierError.IO}
+
+
+ENGINE = """
+import os, sys, time
+from pathlib import Path
+from tests.tiers.remote.rig import Server, store_in
+server = Server(store_in(Path(sys.argv[1])))
+server.connect()
+if os.fork() == 0:
+    time.sleep(600)  # It has inherited the socket.
+print(server.channel.pid, flush=True)
+time.sleep(600)
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_the_process_ends_with_the_engine_however_that_ends(tmp_path: Path, number: int) -> None:
+    path = os.pathsep.join(sys.path)
+    command = [sys.executable, "-c", ENGINE, str(tmp_path / "store")]
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, env={**os.environ, "PYTHONPATH": path}, start_new_session=True
+    ) as engine:
+        assert engine.stdout is not None
+        pid = int(engine.stdout.readline())
+        assert exists(pid)
+        # A signal of the terminal reaches the engine's group, and the process is not in it.
+        assert os.getpgid(pid) != os.getpgid(engine.pid)
+        engine.send_signal(number)
+        engine.wait()
+        assert eventually(lambda: not exists(pid))
+        os.killpg(engine.pid, signal.SIGKILL)
+
+
+def test_a_forked_copy_of_the_engine_does_not_kill_the_process(server: Server) -> None:
+    assert works(server, KEYS[:2])
+    child = os.fork()
+    if child == 0:
+        server.channel.kill()
+        os._exit(0)
+    os.waitpid(child, 0)
+    assert works(server, KEYS[:2])
+
+
+def test_a_pool_that_no_other_process_can_open_is_refused() -> None:
+    context = TierContext([np.zeros((4, 4096), dtype=np.uint8)], FINGERPRINT, [None])
+    with pytest.raises(ConfigError, match=r"1 of the 1 host pools; give build_scheduler HostPool.handle\(\)"):
+        open_remote_tier(CLIENT, {}, context, name="folder", prefix="kv")
+
+
+CHOSEN = (
+    "test_close_ends_all_transfers",
+    "test_servers_find_each_others_blocks",
+    "test_a_reset_forgets_without_deleting",
+    "test_blocks_that_the_medium_has_lost_are_gone",
+    "test_blocks_outlive_the_process",
+)
+"""Tests that say something about the process. The simulated channel runs all of them."""
+
+
+class TestConformanceOfTheProcess(TierConformance):
+    @pytest.fixture(autouse=True)
+    def _folder(self, tmp_path: Path) -> Iterator[None]:
+        self.store = store_in(tmp_path / "store")
+        self.tiers: list[Tier] = []
+        self.hosts: list[HostPool] = []
+        yield
+        for each in self.tiers:
+            each.close()
+        for host in self.hosts:
+            host.close()
+
+    def make(self, num_blocks: int = 8, *slot_bytes: int) -> tuple[Tier, list[ByteArray]]:
+        pools = self.make_host_pools(slot_bytes or (4096,))
+        return self.make_tier(pools, num_blocks), pools
+
+    def make_another(self, tier: Tier) -> tuple[Tier, list[ByteArray]]:
+        return self.make()
+
+    def make_host_pools(self, slot_bytes: tuple[int, ...]) -> list[ByteArray]:
+        self.hosts_of_tier = [HostPool(64, nbytes) for nbytes in slot_bytes]
+        self.hosts += self.hosts_of_tier
+        return [host.data for host in self.hosts_of_tier]
+
+    def make_tier(self, pools, num_blocks):  # type: ignore[no-untyped-def]
+        handles = [host.handle() for host in self.hosts_of_tier]
+        context = TierContext(pools, FINGERPRINT, handles)
+        tier = open_remote_tier(CLIENT, self.store.settings(), context, name="folder", prefix="kv")
+        self.tiers.append(tier)
+        while not tier.is_connected:
+            tier.wait(0.01)
+            tier.poll()
+        return tier
+
+    def reopen(self, tier, pools, num_blocks):  # type: ignore[no-untyped-def]
+        return self.make_tier(pools, num_blocks)
+
+    def lose(self, tier: Tier, names: str) -> bool:
+        for path in self.store.values():
+            if any(path.name.endswith(key.hex()) for key in keys(names)):
+                path.unlink()
+        return True
+
+
+for _name in [name for name in dir(TierConformance) if name.startswith("test_") and name not in CHOSEN]:
+    setattr(TestConformanceOfTheProcess, _name, None)

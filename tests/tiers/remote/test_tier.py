@@ -1,0 +1,387 @@
+"""RemoteTier: what it knows of a store, what it asks, and what it does when requests fail or are never answered."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+
+from kvoffload.abc import OffloadKey, TierError, TierResult
+from kvoffload.abc.tier import HIT, MISS, RETRY
+from kvoffload.tiers.remote import tier as tier_module
+from kvoffload.tiers.remote.link import (
+    FIRST_PAUSE_S,
+    LOOKUP_DEADLINE_S,
+    MAX_PAUSE_S,
+    START_DEADLINE_S,
+    TRANSFER_DEADLINE_S,
+)
+from kvoffload.tiers.remote.messages import Op
+from kvoffload.tiers.remote.presence import MISSING_TTL_S, PRESENT_TTL_S
+from kvoffload.tiers.remote.record import RECORD_BYTES, value_name
+from kvoffload.tiers.remote.removals import RETRY_S
+from kvoffload.tiers.remote.tier import RemoteTier
+from kvoffload.tiers.remote.worker import StoreWorker
+from tests.tiers.remote.memory_store import MemoryClient, SteppedChannel
+
+FINGERPRINT = "5e" * 32
+KEYS = [bytes([i]) * 36 for i in range(16)]
+SLOT_BYTES = 64
+
+
+class Rig:
+    """A tier of one server on ``client``. Time passes when a test says so."""
+
+    def __init__(self, client: MemoryClient | None = None) -> None:
+        self.client = client or MemoryClient()
+        self.now = 100.0
+        self.pool = np.random.default_rng(0).integers(0, 256, (64, SLOT_BYTES), dtype=np.uint8)
+        self.worker = StoreWorker(self.client, [self.pool], FINGERPRINT, "kv", self.clock, lambda: 0.5, lambda s: None)
+        self.channel = SteppedChannel(self.worker)
+        self.tier = RemoteTier(self.channel, SLOT_BYTES, name="memory", clock=self.clock, random=lambda: 1.0)
+        self.tier.poll()
+
+    def clock(self) -> float:
+        return self.now
+
+    def step(self, *ops: Op) -> list[TierResult]:
+        """Answers all requests, or those with ``ops``."""
+        self.channel.run(*ops)
+        return self.tier.poll()
+
+    def write(self, keys: Sequence[OffloadKey]) -> list[OffloadKey]:
+        return self.tier.write(keys, np.arange(len(keys)))
+
+    def read(self, keys: Sequence[OffloadKey]) -> list[OffloadKey]:
+        return self.tier.read(keys, np.arange(32, 32 + len(keys)))
+
+    def stored(self, keys: Sequence[OffloadKey]) -> None:
+        assert self.write(keys) == list(keys)
+        assert all(result.ok for result in self.step())
+
+    def states(self, keys: Sequence[OffloadKey]) -> list[int]:
+        return self.tier.contains(keys).tolist()
+
+    def pass_time(self, seconds: float) -> list[TierResult]:
+        self.now += seconds
+        return self.tier.poll()
+
+    def lookups(self) -> list[int]:
+        return [len(request.keys) for request in self.channel.requests if request.op is Op.LOOKUP]
+
+
+def errors(results: Sequence[TierResult]) -> list[TierError | None]:
+    return [result.error for result in results]
+
+
+# Lookups.
+
+
+def test_a_chain_is_asked_about_at_once_and_the_answer_is_remembered() -> None:
+    rig = Rig()
+    rig.stored(KEYS[:2])
+    rig.now += PRESENT_TTL_S
+    rig.tier.expect(KEYS[:4])
+    assert rig.states(KEYS[:4]) == [RETRY] * 4
+    assert rig.lookups() == [4]
+    rig.step()
+    assert rig.states(KEYS[:4]) == [HIT, HIT, MISS, MISS]
+    assert rig.lookups() == []
+    rig.now += MISSING_TTL_S
+    assert rig.states(KEYS[:4]) == [HIT, HIT, RETRY, RETRY]
+    assert rig.lookups() == [2]
+
+
+def test_a_lookup_that_fails_is_counted_and_counts_as_a_miss_for_a_while() -> None:
+    rig = Rig()
+    rig.client.num_errors = 2
+    rig.tier.expect(KEYS[:3])
+    rig.step()
+    assert rig.tier.num_failed_lookups == 1
+    assert rig.states(KEYS[:3]) == [MISS] * 3
+    rig.now += MISSING_TTL_S
+    assert rig.states(KEYS[:3]) == [RETRY] * 3
+
+
+def test_keys_asked_about_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tier_module, "MAX_ASKED", 3)
+    rig = Rig()
+    assert rig.states(KEYS[:5]) == [RETRY] * 3 + [MISS] * 2
+    rig.tier.check_integrity()
+    rig.step()
+    assert rig.states(KEYS[:5]) == [MISS] * 3 + [RETRY] * 2
+
+
+def test_while_the_store_cannot_be_reached_nothing_is_held_or_taken_on() -> None:
+    rig = Rig()
+    rig.stored(KEYS[:2])
+    rig.now += PRESENT_TTL_S
+    rig.channel.end()
+    rig.channel.is_reachable = False
+    rig.tier.poll()
+    assert rig.states(KEYS[:3]) == [MISS] * 3
+    assert rig.read(KEYS[:2]) == []
+    assert rig.write(KEYS[2:4]) == []
+    rig.channel.is_reachable = True
+    rig.pass_time(FIRST_PAUSE_S)
+    rig.tier.poll()
+    assert rig.states(KEYS[:2]) == [RETRY] * 2
+
+
+# Transfers.
+
+
+def test_blocks_are_written_and_read() -> None:
+    rig = Rig()
+    assert rig.write(KEYS[:3]) == KEYS[:3]
+    assert rig.states(KEYS[:3]) == [MISS] * 3, "a block was found before its write was reported"
+    results = rig.step()
+    assert [(result.key, result.error, result.nbytes) for result in results] == [
+        (key, None, RECORD_BYTES + SLOT_BYTES) for key in KEYS[:3]
+    ]
+    assert rig.states(KEYS[:3]) == [HIT] * 3
+    assert rig.read(KEYS[:3]) == KEYS[:3]
+    assert errors(rig.step()) == [None] * 3
+    assert (rig.pool[32:35] == rig.pool[:3]).all()
+
+
+def test_a_block_that_another_server_has_written_is_not_moved_again() -> None:
+    one = Rig()
+    one.stored(KEYS[:2])
+    other = Rig(one.client)
+    assert other.write(KEYS[:2]) == KEYS[:2]
+    assert [(result.ok, result.nbytes) for result in other.step()] == [(True, 0)] * 2
+    assert other.states(KEYS[:2]) == [HIT] * 2
+    assert other.write(KEYS[:2]) == []
+
+
+def test_a_block_that_the_store_has_evicted_is_gone_and_reported_as_lost() -> None:
+    rig = Rig()
+    rig.stored(KEYS[:2])
+    del rig.client.values[value_name("kv", FINGERPRINT, KEYS[0])]
+    rig.read(KEYS[:2])
+    assert errors(rig.step()) == [TierError.GONE, None]
+    assert rig.states(KEYS[:2]) == [MISS, HIT]
+    assert rig.tier.take_evicted() == [KEYS[0]]
+    assert rig.tier.take_evicted() == []
+    assert rig.write(KEYS[:1]) == KEYS[:1]
+
+
+def test_a_corrupt_block_is_removed_from_the_store_and_can_be_written_again() -> None:
+    rig = Rig()
+    rig.stored(KEYS[:2])
+    rig.client.values[value_name("kv", FINGERPRINT, KEYS[0])][-1] ^= 1
+    rig.read(KEYS[:2])
+    assert errors(rig.step()) == [TierError.CORRUPT, None]
+    assert rig.states(KEYS[:1]) == [MISS]
+    assert rig.write(KEYS[:1]) == [], "the bad value is still in the store"
+    rig.step()
+    assert len(rig.client.values) == 1
+    rig.stored(KEYS[:1])
+    rig.read(KEYS[:1])
+    assert errors(rig.step()) == [None]
+
+
+def test_removing_a_corrupt_block_is_tried_until_it_is_done() -> None:
+    rig = Rig()
+    rig.stored(KEYS[:1])
+    rig.client.values[value_name("kv", FINGERPRINT, KEYS[0])][0] ^= 1
+    rig.read(KEYS[:1])
+    rig.step()
+    rig.client.num_errors = 1
+    rig.step()
+    assert len(rig.client.values) == 1
+    rig.now += PRESENT_TTL_S
+    assert rig.states(KEYS[:1]) == [MISS]
+    rig.pass_time(RETRY_S)
+    rig.step()
+    assert not rig.client.values
+    rig.now += MISSING_TTL_S
+    assert rig.states(KEYS[:1]) == [RETRY]
+
+
+@pytest.mark.parametrize(("room", "num_errors", "error"), [(0, 0, TierError.NO_SPACE), (9, 1, TierError.IO)])
+def test_a_write_that_fails_says_why(room: int, num_errors: int, error: TierError) -> None:
+    rig = Rig()
+    rig.client.room, rig.client.num_errors = room, num_errors
+    rig.write(KEYS[:2])
+    assert errors(rig.step()) == [error] * 2
+    assert rig.states(KEYS[:2]) == [MISS] * 2
+    rig.client.room = 9
+    rig.stored(KEYS[:2])
+
+
+def test_blocks_in_flight_are_bounded_and_share_requests(monkeypatch: pytest.MonkeyPatch) -> None:
+    block = RECORD_BYTES + SLOT_BYTES
+    monkeypatch.setattr(tier_module, "MAX_IN_FLIGHT_BYTES", 5 * block)
+    monkeypatch.setattr(tier_module, "REQUEST_BYTES", 2 * block)
+    rig = Rig()
+    assert rig.write(KEYS[:8]) == KEYS[:5]
+    assert [len(request.keys) for request in rig.channel.requests] == [2, 2, 1]
+    assert rig.write(KEYS[5:8]) == []
+    rig.step()
+    assert rig.read(KEYS[:3]) == KEYS[:3]
+    assert rig.write(KEYS[5:8]) == KEYS[5:8], "reads leave no room for writes"
+    rig.tier.check_integrity()
+
+
+def test_a_key_is_moved_once_at_a_time() -> None:
+    rig = Rig()
+    rig.stored(KEYS[:1])
+    assert rig.read(KEYS[:1]) == KEYS[:1]
+    assert rig.read(KEYS[:1]) == []
+    assert rig.write(KEYS[1:2]) == KEYS[1:2]
+    assert rig.write(KEYS[1:2]) == []
+
+
+# Delete and reset.
+
+
+def test_deleting_removes_what_this_process_has_written_and_nothing_else() -> None:
+    one, other = Rig(), None
+    one.stored(KEYS[:2])
+    other = Rig(one.client)
+    other.write(KEYS[:3])
+    other.step()
+    other.tier.delete(KEYS[:3])
+    assert other.states(KEYS[:3]) == [MISS] * 3
+    other.step()
+    assert sorted(one.client.values) == sorted(value_name("kv", FINGERPRINT, key) for key in KEYS[:2])
+
+
+def test_a_block_deleted_while_it_is_written_is_removed_once_it_is() -> None:
+    rig = Rig()
+    rig.write(KEYS[:2])
+    rig.tier.delete(KEYS[:1])
+    assert errors(rig.step()) == [TierError.GONE, None]
+    assert rig.write(KEYS[:1]) == [], "its removal is not done yet"
+    rig.step()
+    assert list(rig.client.values) == [value_name("kv", FINGERPRINT, KEYS[1])]
+    rig.stored(KEYS[:1])
+
+
+def test_a_lookup_under_way_does_not_bring_a_deleted_block_back() -> None:
+    rig = Rig()
+    rig.stored(KEYS[:1])
+    rig.now += PRESENT_TTL_S
+    rig.tier.expect(KEYS[:1])
+    rig.channel.run(Op.LOOKUP)
+    rig.tier.delete(KEYS[:1])
+    rig.tier.poll()
+    assert rig.states(KEYS[:1]) == [MISS]
+
+
+def test_reset_forgets_and_deletes_nothing() -> None:
+    rig = Rig()
+    rig.stored(KEYS[:2])
+    rig.read(KEYS[:1])
+    rig.write(KEYS[2:3])
+    rig.tier.reset()
+    assert errors(rig.step()) == [TierError.GONE] * 2
+    assert rig.states(KEYS[:3]) == [MISS] * 3
+    assert rig.read(KEYS[:2]) == []
+    assert rig.write(KEYS[4:5]) == []
+    rig.step()
+    assert {value_name("kv", FINGERPRINT, key) for key in KEYS[:2]} <= set(rig.client.values)
+
+
+# Deadlines and restarts.
+
+
+def test_a_request_without_an_answer_ends_with_its_process(caplog: pytest.LogCaptureFixture) -> None:
+    rig = Rig()
+    rig.stored(KEYS[:2])
+    rig.read(KEYS[:2])
+    rig.channel.is_stuck = True
+    assert rig.pass_time(TRANSFER_DEADLINE_S - 1) == []
+    with caplog.at_level(logging.WARNING):
+        assert rig.pass_time(1) == []
+    assert "did not answer a request in time" in caplog.text
+    # Until the process no longer exists, it may write to the slots.
+    assert rig.pass_time(50) == []
+    assert rig.states(KEYS[2:3]) == [MISS]
+    rig.channel.is_stuck = False
+    assert errors(rig.pass_time(0)) == [TierError.IO] * 2
+    rig.pass_time(FIRST_PAUSE_S)
+    assert rig.channel.num_starts == 2
+    rig.pass_time(0)
+    rig.tier.expect(KEYS[:2])
+    rig.step()
+    rig.read(KEYS[:2])
+    assert errors(rig.step()) == [None] * 2
+
+
+def test_a_lookup_has_a_shorter_deadline() -> None:
+    rig = Rig()
+    rig.tier.expect(KEYS[:2])
+    rig.pass_time(LOOKUP_DEADLINE_S)
+    rig.pass_time(0)
+    assert rig.tier.num_failed_lookups == 1
+    rig.pass_time(FIRST_PAUSE_S)
+    assert rig.channel.num_starts == 2
+
+
+def test_an_answered_request_has_no_deadline() -> None:
+    rig = Rig()
+    rig.tier.expect(KEYS[:2])
+    rig.step()
+    rig.pass_time(LOOKUP_DEADLINE_S * 10)
+    assert rig.channel.num_starts == 1
+
+
+def test_pauses_between_restarts_grow_up_to_a_bound() -> None:
+    rig = Rig()
+    rig.channel.is_reachable = False
+    pauses = []
+    for _ in range(9):
+        rig.channel.end()
+        rig.tier.poll()
+        begun, starts = rig.now, rig.channel.num_starts
+        while rig.channel.num_starts == starts:
+            rig.pass_time(0.25)
+        pauses.append(rig.now - begun)
+    assert pauses[:4] == [FIRST_PAUSE_S, 2 * FIRST_PAUSE_S, 4 * FIRST_PAUSE_S, 8 * FIRST_PAUSE_S]
+    assert pauses[-2:] == [MAX_PAUSE_S] * 2
+
+
+def test_an_answer_of_the_store_makes_pauses_short_again() -> None:
+    rig = Rig()
+    for _ in range(5):
+        rig.channel.end()
+        rig.tier.poll()
+        rig.pass_time(MAX_PAUSE_S)
+        rig.pass_time(0)
+    rig.stored(KEYS[:1])
+    rig.channel.end()
+    rig.tier.poll()
+    starts = rig.channel.num_starts
+    rig.pass_time(FIRST_PAUSE_S)
+    assert rig.channel.num_starts == starts + 1
+
+
+def test_a_process_that_never_reaches_the_store_is_replaced() -> None:
+    rig = Rig()
+    rig.channel.is_reachable = False
+    rig.channel.end()
+    rig.tier.poll()
+    rig.pass_time(FIRST_PAUSE_S)
+    assert rig.channel.num_starts == 2
+    rig.pass_time(START_DEADLINE_S)
+    rig.pass_time(0)
+    rig.pass_time(2 * FIRST_PAUSE_S)
+    assert rig.channel.num_starts == 3
+
+
+def test_closing_reports_what_was_under_way_unless_it_may_still_go_on() -> None:
+    rig = Rig()
+    rig.write(KEYS[:2])
+    rig.tier.close()
+    assert errors(rig.tier.poll()) == [None] * 2
+    stuck = Rig()
+    stuck.write(KEYS[:2])
+    stuck.channel.is_stuck = True
+    stuck.channel.requests.clear()
+    stuck.tier.close()
+    assert stuck.tier.poll() == []

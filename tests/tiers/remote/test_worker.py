@@ -1,0 +1,139 @@
+"""StoreWorker: verified reads, writes of what is new, one more try after a failure."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from kvoffload.tiers.remote.messages import Op, Request, Status
+from kvoffload.tiers.remote.record import RECORD_BYTES, pack_record, value_name
+from kvoffload.tiers.remote.worker import MAX_BLOCKS, StoreWorker
+from tests.tiers.remote.memory_store import MemoryClient
+
+FINGERPRINT = "5e" * 32
+KEYS = [bytes([i]) * 36 for i in range(8)]
+NAMES = [value_name("kv", FINGERPRINT, key) for key in KEYS]
+
+
+class Rig:
+    def __init__(self, fingerprint: str = FINGERPRINT, client: MemoryClient | None = None) -> None:
+        self.client = client or MemoryClient()
+        rng = np.random.default_rng(0)
+        self.pools = [rng.integers(0, 256, (200, nbytes), dtype=np.uint8) for nbytes in (64, 32)]
+        self.pauses: list[float] = []
+        self.now = 0.0
+        self.worker = StoreWorker(
+            self.client, self.pools, fingerprint, "kv", lambda: self.now, lambda: 0.5, self.pauses.append
+        )
+
+    def run(self, op: Op, keys: list[bytes], first_slot: int = 0) -> list[Status]:
+        slots = range(first_slot, first_slot + len(keys)) if op in (Op.READ, Op.WRITE) else ()
+        response = self.worker.run(Request(7, op, keys, slots))
+        assert response.number == 7
+        self.problem = response.problem
+        return list(response.statuses)
+
+    def is_read(self, slot: int, source: int) -> bool:
+        return all((pool[slot] == pool[source]).all() for pool in self.pools)
+
+
+def test_what_was_written_is_found_and_read() -> None:
+    rig = Rig()
+    assert rig.run(Op.LOOKUP, KEYS[:3]) == [Status.MISSING] * 3
+    assert rig.run(Op.WRITE, KEYS[:2]) == [Status.OK] * 2
+    assert sorted(rig.client.values) == sorted(NAMES[:2])
+    assert {value.size for value in rig.client.values.values()} == {RECORD_BYTES + 96}
+    assert rig.run(Op.LOOKUP, KEYS[:3]) == [Status.OK, Status.OK, Status.MISSING]
+    assert rig.run(Op.READ, KEYS[:3], 100) == [Status.OK, Status.OK, Status.MISSING]
+    assert rig.is_read(100, 0)
+    assert rig.is_read(101, 1)
+
+
+def test_a_value_that_the_store_has_is_not_put_again() -> None:
+    rig = Rig()
+    rig.run(Op.WRITE, KEYS[:1])
+    before = rig.client.values[NAMES[0]].copy()
+    assert rig.run(Op.WRITE, KEYS[:2], 50) == [Status.HELD, Status.OK]
+    assert (rig.client.values[NAMES[0]] == before).all()
+    assert [call for call in rig.client.calls if call[0] == "put"] == [("put", 1), ("put", 1)]
+
+
+def test_a_full_store_says_so() -> None:
+    rig = Rig()
+    rig.client.room = 1
+    assert rig.run(Op.WRITE, KEYS[:3]) == [Status.OK, Status.FULL, Status.FULL]
+
+
+@pytest.mark.parametrize("place", [0, RECORD_BYTES - 1, RECORD_BYTES, -1])
+def test_a_changed_byte_is_corrupt(place: int) -> None:
+    rig = Rig()
+    rig.run(Op.WRITE, KEYS[:2])
+    rig.client.values[NAMES[0]][place] ^= 1
+    assert rig.run(Op.READ, KEYS[:2], 100) == [Status.CORRUPT, Status.OK]
+
+
+def test_other_values_are_corrupt() -> None:
+    rig = Rig()
+    rig.run(Op.WRITE, KEYS[:4])
+    values = rig.client.values
+    values[NAMES[0]], values[NAMES[1]] = values[NAMES[1]], values[NAMES[0]]
+    values[NAMES[2]] = values[NAMES[2]][:-1]
+    values[NAMES[3]] = np.random.default_rng(3).integers(0, 256, RECORD_BYTES + 96, dtype=np.uint8)
+    assert rig.run(Op.READ, KEYS[:4], 100) == [Status.CORRUPT] * 4
+
+
+def test_a_value_of_another_layout_is_missing_and_stays() -> None:
+    rig = Rig()
+    whole = np.arange(96, dtype=np.uint8)
+    rig.client.values[NAMES[0]] = np.concatenate([pack_record(FINGERPRINT, KEYS[0], [whole]), whole])
+    assert rig.run(Op.READ, KEYS[:1], 100) == [Status.MISSING]
+    assert NAMES[0] in rig.client.values
+
+
+def test_a_value_that_is_replaced_meanwhile_is_read_again() -> None:
+    class Healing(MemoryClient):
+        def get(self, names, buffers):  # type: ignore[no-untyped-def]
+            outcomes = super().get(names, buffers)
+            self.values |= good
+            return outcomes
+
+    rig = Rig(client=Healing())
+    rig.run(Op.WRITE, KEYS[:1])
+    good = {NAMES[0]: rig.client.values[NAMES[0]].copy()}
+    rig.client.values[NAMES[0]][-1] ^= 1
+    assert rig.run(Op.READ, KEYS[:1], 100) == [Status.OK]
+    assert rig.is_read(100, 0)
+
+
+@pytest.mark.parametrize("op", [Op.LOOKUP, Op.READ])
+def test_a_call_that_fails_is_tried_once_more(op: Op) -> None:
+    rig = Rig()
+    rig.run(Op.WRITE, KEYS[:1])
+    rig.client.num_errors = 1
+    assert rig.run(op, KEYS[:1], 100) == [Status.OK]
+    assert rig.problem == ""
+    assert len(rig.pauses) == 1
+    rig.client.num_errors = 2
+    assert rig.run(op, KEYS[:1], 100) == [Status.FAILED]
+    assert rig.problem == "StoreError: fails on purpose"
+
+
+def test_a_call_that_took_long_is_not_tried_again() -> None:
+    class Slow(MemoryClient):
+        def exists(self, names):  # type: ignore[no-untyped-def]
+            rig.now += 5.0
+            return super().exists(names)
+
+    rig = Rig(client=Slow())
+    rig.client.num_errors = 1
+    assert rig.run(Op.LOOKUP, KEYS[:1]) == [Status.FAILED]
+    assert not rig.pauses
+
+
+def test_long_requests_are_moved_in_parts() -> None:
+    rig = Rig()
+    keys = [i.to_bytes(2, "big") for i in range(MAX_BLOCKS + 5)]
+    assert rig.run(Op.WRITE, keys) == [Status.OK] * len(keys)
+    assert rig.run(Op.READ, keys, 100) == [Status.OK] * len(keys)
+    assert all(rig.is_read(100 + i, i) for i in range(len(keys)))
+    assert [size for name, size in rig.client.calls if name == "get"] == [MAX_BLOCKS, 5]
