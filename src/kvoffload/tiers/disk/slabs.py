@@ -132,7 +132,7 @@ class SlabFiles:
             if error.errno not in SETTING_ERRORS:
                 raise
             raise ConfigError(
-                f"dir: cannot be used ({error.strerror or error}); name a directory on a local file system that "
+                f"cannot be used ({error.strerror or error}); name a directory on a local file system that "
                 "this user can write to"
             ) from error
         except BaseException:

@@ -362,15 +362,17 @@ class GoneSeats:
         return emptied
 
     def _is_gone(self, name: str, seen: Sighting | None) -> bool:
-        now, heartbeat = self._clock(), seen and seen.heartbeat
-        if heartbeat and heartbeat.state is SeatState.EMPTIED:
+        found = seen.raw if seen is not None else b""
+        heartbeat = Heartbeat.unpack(found)
+        if heartbeat is not None and heartbeat.state is SeatState.EMPTIED:
             return False
-        raw, since = self._seen.setdefault(name, (_raw(seen), now))
-        if raw != _raw(seen):
-            self._seen[name] = (_raw(seen), now)
+        now = self._clock()
+        raw, since = self._seen.setdefault(name, (found, now))
+        if raw != found:
+            self._seen[name] = (found, now)
             return False
         if seen is None:
-            # Somebody has removed its heartbeat, which gives no time, so that it must be missing all the time.
+            # Its heartbeat was removed, so only the own clock can say for how long it has had none.
             return now - since >= self._gone_after_s
         return now - since >= SILENT_S and self._seat.modified - seen.modified >= self._gone_after_s
 
@@ -378,7 +380,8 @@ class GoneSeats:
         """Returns whether the seat was emptied: not if another process has it, or is doing the same."""
         if not storage.try_lock():
             return False
-        if _raw(look(storage)) != self._seen[name][0]:
+        again = look(storage)
+        if (again.raw if again is not None else b"") != self._seen[name][0]:
             return False
         logger.warning(
             "kvoffload: shared directory: %s has been without a server for more than %.0f s; its blocks are removed",
@@ -389,8 +392,3 @@ class GoneSeats:
         left = Heartbeat(self._seat.owner, "", 0, "", SeatState.EMPTIED, 0, 0.0, 0)
         _write(storage, HEARTBEAT_NAME, left.pack())
         return True
-
-
-def _raw(seen: Sighting | None) -> bytes:
-    """Returns the bytes of a heartbeat, none if there is none."""
-    return b"" if seen is None else seen.raw
