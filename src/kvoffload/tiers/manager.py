@@ -9,6 +9,7 @@ import logging
 import random
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
 from itertools import zip_longest
 from typing import Any
 
@@ -354,11 +355,10 @@ class TieredOffloadingManager(OffloadingManager):
 
     def explain_miss(self, key: OffloadKey) -> Miss:
         host, mine = self.host.explain_miss(key), self._reasons.explain(key)
-        is_reading = any(key in tier.reads for tier in self.tiers)
-        tiers = [tier for tier in self.tiers if tier.can_read]
-        if is_reading or any(tier.tier.contains([key])[0] == LookupState.HIT for tier in tiers):
-            is_choice = mine.reason in (MissReason.FASTER_TO_COMPUTE, MissReason.TOO_LARGE)
-            return mine if is_choice else Miss(MissReason.NOT_IN_TIME)
+        for tier in self.tiers:
+            if key in tier.reads or (tier.can_read and tier.tier.contains([key])[0] == LookupState.HIT):
+                is_choice = mine.reason in (MissReason.FASTER_TO_COMPUTE, MissReason.TOO_LARGE)
+                return replace(mine if is_choice else Miss(MissReason.NOT_IN_TIME), tier=tier.name)
         if host.reason is MissReason.BEING_WRITTEN or mine.age_s is None:
             return host
         return mine if host.age_s is None or mine.age_s <= host.age_s else host
