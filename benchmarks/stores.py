@@ -30,9 +30,9 @@ from kvoffload.tiers.mooncake.config import MooncakeConfig
 from kvoffload.tiers.remote.tier import RemoteTier
 
 BLOCK_BYTES = 2 << 20
-NUM_BLOCKS = 64
-"""Blocks moved per round: as many bytes as the tier has under way at most."""
-ROUNDS = 9
+NUM_BLOCKS = 128
+"""Blocks moved per round, by the script in one call: twice what the tier has under way at most."""
+ROUNDS = 7
 SINGLES = 200
 LONG_PROMPT = 8192
 """Blocks."""
@@ -182,16 +182,16 @@ def scheduler_thread(tier: RemoteTier) -> list[Row]:
     measure("poll with the answers", LONG_PROMPT, tier.poll)
     settle(tier, lambda: 3 not in tier.contains(chain))
     measure("contains of a known chain", LONG_PROMPT, lambda: tier.contains(chain))
-    keys, slots = new_keys(NUM_BLOCKS), np.arange(NUM_BLOCKS)
+    keys, slots = new_keys(32), np.arange(32)
     for what, move in (("write", tier.write), ("read", tier.read)):
         taken: list[OffloadKey] = []
 
         def begin(move: Callable[[list[OffloadKey], Slots], list[OffloadKey]] = move) -> None:
             taken.extend(move(keys, slots))  # noqa: B023
 
-        measure(what, NUM_BLOCKS, begin)
+        measure(what, len(keys), begin)
         time.sleep(2.0)
-        measure(f"poll after that {what}", NUM_BLOCKS, tier.poll)
+        measure(f"poll after that {what}", len(keys), tier.poll)
         settle(tier, lambda: bool(tier.contains(keys).all()))
     return rows
 
