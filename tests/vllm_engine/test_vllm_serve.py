@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 import subprocess
 import sys
 from collections import Counter
@@ -577,6 +578,30 @@ def test_engines_share_host_bytes_without_engines_per_node(start: Start) -> None
             assert list(server.pools().values()) == [POOL_BYTES // 2] * 2
         else:
             assert "ConfigError: engines_per_node is not set" in server.log()
+
+
+@SOAK
+def test_engines_of_a_server_have_one_fingerprint_and_share_tiers(
+    start: Start, alone: dict[str, list[Any]], tmp_path: Path
+) -> None:
+    """After a restart each engine finds what it left on the disk, and what all have left in a tier without shares."""
+    tiers = [
+        {"kind": "disk", "dir": str(tmp_path / "disk"), "bytes": "64MiB"},
+        {"kind": "own_tiers:FolderConfig", "path": str(tmp_path)},
+    ]
+    value = flag(host_bytes=POOL_BYTES, engines_per_node=2, load_only_if_faster=False, tiers=tiers)
+    with start(value, *TWO_ENGINES) as server:
+        assert differences(server.round(PROMPTS, rank=0), alone["prompts"]) == []
+        assert eventually(lambda: server.metrics(0)["tier_write_blocks:folder"] >= BLOCKS_ASKED // 2)
+        fingerprints = re.findall(r"model fingerprint (\w{64})", server.log())
+        assert len(fingerprints) == 2
+        assert len(set(fingerprints)) == 1
+    assert {path.name for path in (tmp_path / "disk").glob("engine-*")} == {"engine-0", "engine-1"}
+    with start(value, *TWO_ENGINES) as server:
+        assert differences(server.round(PROMPTS, rank=1), alone["prompts"]) == []
+        metrics = server.metrics(1)
+        assert metrics["tier_hit_tokens:folder"] > 0
+        assert metrics["tier_hit_tokens:disk"] == 0
 
 
 @SOAK

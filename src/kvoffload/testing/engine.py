@@ -217,6 +217,11 @@ class ModelEngine:
         """Whether there are requests, or something that the connector wants more steps for."""
         return bool(self._todo or self.batcher.requests or self._unreported or self.scheduler.has_pending_work())
 
+    @property
+    def has_requests(self) -> bool:
+        """Whether some request has not ended, or is still to come."""
+        return bool(self._todo or self.batcher.requests)
+
     def ask(self, requests: Sequence[EngineRequest]) -> None:
         """Adds requests, with names of their own, to those that are still to come."""
         self._todo += requests

@@ -32,11 +32,11 @@ from random import Random
 from typing import ClassVar, TypeAlias
 
 from kvoffload.abc import ByteArray, IntegrityError, KVGroup, OffloadKey, Tier
+from kvoffload.connector.options import PARAM
 from kvoffload.testing.engine import Clock, EngineRequest, Leak, LowerTiers, ModelEngine, Scenario
 from kvoffload.testing.scenario import make_requests
 from kvoffload.testing.simulation import (
     MAX_SETTLING_S,
-    STEPS_PER_CHECK,
     WEIGHTS_APART,
     Blocked,
     choose_full_steps,
@@ -53,10 +53,18 @@ CLOCK_SKEW_S = 0.004
 """How far the clock of one server may be ahead of another's while both have work."""
 LONG_S = 0.01
 """An idle server ends all jobs within this time, as far as they do not wait for time to pass."""
+IDLE_STEP_S = 0.02
+"""How long an engine without requests waits from step to step."""
+STEPS_PER_CHECK = 32
+"""Steps between two integrity checks."""
+JUMPS_S = (0.1, 6.0, 25.0)
+"""How long all processes stand still."""
 MAX_TURNS = 200_000
 """A simulation that takes more turns has hung."""
 QUIET_S = 90.0
 """After faults have ended, nothing is asked for this long: every pause of a circuit breaker ends."""
+PROPAGATION_S = 10.0
+"""Within this time, servers see what others have written."""
 MAX_ROUNDS = 8
 """How often requests are tried, with pauses between them, until blocks are found again."""
 ROUND_REQUESTS = 3
@@ -111,8 +119,9 @@ class ServerLife:
             s.load_deadline_ms >= 30.0
             and self.lookup_deadline_ms >= 30.0
             and s.store_threshold is None
-            and s.num_host_blocks >= 48
+            and s.num_host_blocks >= 24 * max(1, len(s.groups))
             and s.document_tokens >= 2 * _unit_tokens(s)
+            and (not s.groups or any(group.is_full for group in s.groups))
             and self.max_queued >= 64
             and not (s.abort_chance or s.reset_chance or s.update_chance or s.copy_failure_rate or s.sleep_chance)
             and not self.load_only_if_faster
@@ -129,6 +138,8 @@ class ServersPlan:
     machines: tuple[tuple[ServerLife, ...], ...]
     has_outage: bool
     """Whether the medium answers nothing for a while, before it works again."""
+    jump_rate: float
+    """How often, per turn, all processes stand still for seconds, and miss their deadlines."""
 
 
 def plan_servers(seed: int) -> ServersPlan:
@@ -142,7 +153,7 @@ def plan_servers(seed: int) -> ServersPlan:
     slow = rng.random() < 0.3
     machines = []
     for machine in range(rng.choice((2, 2, 3, 4))):
-        lives, weights = [], int(rng.random() < 0.1)
+        lives, weights = [], int(rng.random() < 0.05)
         num_lives = rng.choice((1, 1, 2, 3))
         for number in range(num_lives):
             weights = 1 - weights if rng.random() < 0.05 else weights
@@ -150,7 +161,8 @@ def plan_servers(seed: int) -> ServersPlan:
             life_seed = seed * 100 + machine * 10 + number
             lives.append(_life(rng, base, life_seed, slow, weights, is_last))
         machines.append(tuple(lives))
-    return ServersPlan(seed, is_calm, tuple(machines), has_outage=rng.random() < 0.2)
+    jump_rate = 0.0 if is_calm else rng.choice((0.0, 0.0, 0.005, 0.02))
+    return ServersPlan(seed, is_calm, tuple(machines), rng.random() < 0.2, jump_rate)
 
 
 def _unit_tokens(scenario: Scenario) -> int:
@@ -160,27 +172,28 @@ def _unit_tokens(scenario: Scenario) -> int:
 
 
 def _life(rng: Random, base: Scenario, seed: int, slow: bool, weights: int, is_last: bool) -> ServerLife:
-    is_plain = rng.random() < 0.6
+    is_plain = rng.random() < 0.75
     """Whether nothing keeps it from finding blocks."""
     scenario = dataclasses.replace(
         base,
         seed=seed,
-        num_requests=rng.randint(3, 8),
+        num_requests=rng.randint(4, 12),
+        num_documents=base.num_documents + 1,
         update_chance=0.0 if is_plain else rng.choice((0.0, 0.0, 0.04)),
         reset_chance=0.0 if is_plain else rng.choice((0.0, 0.03)),
         abort_chance=0.0 if is_plain else base.abort_chance,
         copy_failure_rate=0.0 if is_plain else base.copy_failure_rate,
         keeps_device_cache=rng.random() < 0.5,
         store_threshold=None if is_plain else rng.choice((None, None, 2)),
-        num_host_blocks=max(base.num_host_blocks, 48 * max(1, len(base.groups))) if is_plain else base.num_host_blocks,
+        num_host_blocks=rng.choice((24, 48)) * max(1, len(base.groups)) if is_plain else base.num_host_blocks,
         load_deadline_ms=rng.choice((3.0, 10.0, 30.0)) if slow and not is_plain else rng.choice((30.0, 200.0)),
     )
     ends_in_the_middle = rng.random() < 0.6
     return ServerLife(
         scenario=scenario,
         weights=weights,
-        pause_s=rng.choice((0.0, 0.0, 0.01, 0.1, 1.0, 40.0)),
-        end=rng.choice(("stay", "stay", "stay", "close", "kill") if is_last else ("close", "kill", "kill")),
+        pause_s=rng.choice((0.0, 0.02, 0.05, 0.3, 1.0, 40.0)),
+        end=rng.choice(("stay", "stay", "stay", "stay", "close", "kill") if is_last else ("close", "kill", "kill")),
         end_at=rng.randint(5, 80) if ends_in_the_middle else None,
         disk_blocks=rng.choice((0, 0, 6, 40)),
         lookup_deadline_ms=rng.choice((30.0, 100.0)) if is_plain else rng.choice((0.0, 5.0, 100.0)),
@@ -253,6 +266,10 @@ class SharedMedium(ABC):
 
     def check(self) -> None:
         """Raises the error of a law that is broken. Called often."""
+
+    def afterwards(self, servers: Servers) -> None:
+        """Raises the error of a law that is broken when the medium has worked for a while. Called before the last
+        servers end; may let time pass."""
 
     def counts(self) -> Counter[str]:
         """Returns counts for the report."""
@@ -370,6 +387,9 @@ class SharingServer(LowerTiers):
         self._is_serving = True
         try:
             self.engine.turn()
+            if not self.engine.has_requests:
+                # Steps only for writes: an idle engine takes its time.
+                self.clock.now += IDLE_STEP_S
         finally:
             self._is_serving = False
             if self._is_blocked:
@@ -486,12 +506,13 @@ class Servers:
     def run(self) -> None:
         """Runs everything. Raises the error of a law that is broken."""
         try:
-            self._run_all()
+            self._run_all(is_storm=True)
             if self.plan.has_outage:
                 self._lose_the_medium()
             self.medium.end_faults()
             self.pass_time(QUIET_S)
             self._find_again()
+            self.medium.afterwards(self)
             for machine in self.machines:
                 if machine.server is not None:
                     machine.server.finish()
@@ -505,7 +526,7 @@ class Servers:
 
     # Time.
 
-    def _run_all(self) -> None:
+    def _run_all(self, is_storm: bool = False) -> None:
         """Runs until no server has anything to do."""
         for _ in range(MAX_TURNS):
             ready = [machine for machine in self.machines if machine.has_turn]
@@ -517,6 +538,10 @@ class Servers:
                 if other.server is not None and not other.has_turn and other.clock.now < earliest:
                     self._idle(other, earliest)
             self._run_guarded(machine, lambda machine=machine: self._turn(machine))  # type: ignore[misc]
+            if is_storm and self._random.random() < self.plan.jump_rate:
+                seconds = self._random.choice(JUMPS_S)
+                for each in self.machines:
+                    each.clock.now += seconds
             self.medium.now = max(self.medium.now, machine.clock.now)
             self.medium.tick()
             self.medium.check()
@@ -596,15 +621,21 @@ class Servers:
 
     # Afterwards.
 
-    def _ask(self, server: SharingServer, documents_seed: int, num_requests: int) -> None:
+    def _ask(self, server: SharingServer, documents_seed: int, num_requests: int, store: bool = True) -> None:
         """Gives the server requests about documents that the seed chooses."""
         scenario = dataclasses.replace(
-            server.life.scenario, num_requests=num_requests, documents_seed=documents_seed, num_documents=1
+            server.life.scenario,
+            num_requests=num_requests,
+            documents_seed=documents_seed,
+            num_documents=1,
+            options_rate=0.0,
         )
         requests = make_requests(scenario, self._random, server.engine.cache.hash_block_size)
         for request in requests:
             self._num_asked += 1
             request.request_id = f"later-{self._num_asked}"
+            if not store:
+                request.kv_transfer_params = {PARAM: {"store": False}}
         server.engine.ask(requests)
 
     def _lose_the_medium(self) -> None:
@@ -634,11 +665,13 @@ class Servers:
         watch = reader.shared_watch
         assert watch is not None
         before = watch.counts["reads of others"]
+        # The first time, a reader without a cache of its own misses, and must not remember that for long.
+        asks_before = not reader.life.scenario.prefix_caching
         for i in range(MAX_ROUNDS):
-            for server in (writer, reader):
-                self._ask(server, 1_000_000 + i, ROUND_REQUESTS)
+            for server in (reader, writer, reader) if asks_before else (writer, reader):
+                self._ask(server, 1_000_000 + i, ROUND_REQUESTS, store=server is writer)
                 self._run_all()
-                self.pass_time(2.0)
+                self.pass_time(PROPAGATION_S)
             if not (writer.must_find and reader.must_find):
                 self.counts["rounds cut short by a reset"] += 1
                 return

@@ -80,6 +80,8 @@ class NfsServer:
         """No access ends before this time."""
         self.locks: dict[Inode, tuple[NfsClient, float]] = {}
         """The owner of each locked file, and the time until which it is known to be alive."""
+        self.on_remove: Callable[[NfsClient, Folder, str], None] = lambda client, folder, name: None
+        """Called before a client removes a file."""
         self._numbers = itertools.count(1)
 
     def connect(self, mount: Mount = Mount(), seed: int = 0, **hooks: Callable[..., None]) -> NfsClient:
@@ -222,7 +224,7 @@ class NfsClient:
 
     def tick(self) -> None:
         """Sends buffered writes that are old, and some others."""
-        if self._dead or self._is_stalled:
+        if self._dead or self.is_stalled:
             return
         now = self.server.clock()
         for inode, cache in self._caches.items():
@@ -233,14 +235,14 @@ class NfsClient:
     # Access to the server.
 
     @property
-    def _is_stalled(self) -> bool:
+    def is_stalled(self) -> bool:
         return max(self.server.stalled_until, self._cut_off_until) > self.server.clock()
 
     def access(self) -> None:
         """Waits as long as the server hangs. Raises OSError if the process has ended."""
         self.check_alive()
         self._pause()
-        if self._is_stalled:
+        if self.is_stalled:
             self._stall(max(self.server.stalled_until, self._cut_off_until) - self.server.clock())
         self.check_alive()
 
@@ -469,6 +471,7 @@ class NfsStorage(Storage):
             raise os_error(errno.ENOENT)
         if isinstance(inode, Folder):
             raise os_error(errno.EISDIR)
+        self.client.server.on_remove(self.client, where, name)
         if not self.client.rename_if_open(where, name, inode):
             self.client.server.remove(inode)
         del where.entries[name]

@@ -15,11 +15,11 @@ MAX_ORIGINS = 1 << 16
 
 
 class Origins:
-    """Remembers which blocks were promoted, and from where. ``estimators`` has the read rate of each tier, the fastest
-    first as configured."""
+    """Remembers which blocks were promoted, and from where."""
 
-    def __init__(self, estimators: Sequence[ReadEstimator]) -> None:
-        self._estimators = estimators
+    def __init__(self) -> None:
+        self._estimators: list[ReadEstimator] = []
+        """The read rate of each tier, the fastest first as configured."""
         self._origin: dict[OffloadKey, int] = {}
         """The index of the tier that each block came from, the block that came first, first."""
 
@@ -39,9 +39,12 @@ class Origins:
             for key in keys:
                 self._origin.pop(key, None)
 
-    def worth_writing(self, tier: int) -> Callable[[Sequence[OffloadKey]], Bools]:
-        """Returns a function that says which blocks are worth writing to ``tier``: not those that came from a slower
-        tier whose measured read rate is as good or better. While a rate is unknown, the order of the tiers counts."""
+    def add_tier(self, estimator: ReadEstimator) -> Callable[[Sequence[OffloadKey]], Bools]:
+        """Adds the next tier. Returns a function that says which blocks are worth writing to it: not those that came
+        from a slower tier whose measured read rate is as good or better. While a rate is unknown, the order of the
+        tiers counts."""
+        tier = len(self._estimators)
+        self._estimators.append(estimator)
 
         def is_worth(keys: Sequence[OffloadKey]) -> Bools:
             if not self._origin:

@@ -75,6 +75,7 @@ class Server:
     def background(self) -> None:
         self.tier.keep()
         self.tier.follow()
+        self.tier.blocks.check_integrity()
 
     def run(self) -> list[TierResult]:
         results = []

@@ -27,6 +27,8 @@ class SharedConformance(TierConformance):
         self.numbers = itertools.count()
         self.opened: list[SharedDirTier] = []
         self.executors: dict[int, SteppedExecutor] = {}
+        self.path_of: dict[int, Path] = {}
+        self.closed: set[int] = set()
         yield
         for tier in self.opened:
             tier.close()
@@ -43,6 +45,25 @@ class SharedConformance(TierConformance):
         )
         self.executors[id(tier)] = executor
         self.opened.append(tier)
+        self.path_of[id(tier)] = path
+        poll = tier.poll
+
+        def poll_and_follow() -> Any:
+            """Does what the threads of the servers on this directory do."""
+            results = poll()
+            for each in self.opened:
+                if self.path_of[id(each)] == path and id(each) not in self.closed:
+                    each.keep()
+                    each.follow()
+            return results
+
+        close = tier.close
+
+        def note_and_close() -> None:
+            self.closed.add(id(tier))
+            close()
+
+        tier.poll, tier.close = poll_and_follow, note_and_close  # type: ignore[method-assign]
         return tier
 
     def make_tier(self, pools: Sequence[ByteArray], num_blocks: int) -> Tier:
@@ -63,26 +84,18 @@ class SharedConformance(TierConformance):
             slab.write_bytes(data)
         return True
 
+    def another(self, tier: Tier, pools: Sequence[ByteArray]) -> Tier | None:
+        return self.open(self.path_of[id(tier)], pools, 16)
+
 
 class TestOneServer(SharedConformance):
     pass
 
 
 class TestTwoServers(SharedConformance):
-    """Another server uses the directory, follows this one, and has blocks of its own."""
+    """Another server uses the directory, and follows this one."""
 
     def make_tier(self, pools: Sequence[ByteArray], num_blocks: int) -> Tier:
         path = self.tmp_path / str(next(self.numbers))
-        other: Any = self.open(path, make_pools(8, *(pool.shape[1] for pool in pools)), num_blocks)
-        tier = self.open(path, pools, num_blocks)
-        poll = tier.poll
-
-        def poll_and_follow() -> Any:
-            results = poll()
-            for each in (tier, other):
-                each.keep()
-                each.follow()
-            return results
-
-        tier.poll = poll_and_follow  # type: ignore[method-assign]
-        return tier
+        self.open(path, make_pools(8, *(pool.shape[1] for pool in pools)), num_blocks)
+        return self.open(path, pools, num_blocks)

@@ -7,7 +7,6 @@ import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
-from unittest.mock import patch
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -19,7 +18,6 @@ from kvoffload.tiers.disk.format import EMPTY_RECORD, pack_record
 from kvoffload.tiers.disk.journal import digests_of
 from kvoffload.tiers.disk.slabs import SlabFiles
 from kvoffload.tiers.disk.start import remove_blocks
-from kvoffload.tiers.shared_dir import followers
 from kvoffload.tiers.shared_dir.followers import Follower
 from kvoffload.tiers.shared_dir.foreign import ForeignBlocks
 from kvoffload.tiers.shared_dir.seats import seat_name
@@ -238,10 +236,9 @@ def test_a_follower_ends_up_with_the_indexes(steps: list[Any], mounts: list[Moun
 @settings(max_examples=30, derandomize=True)
 @given(st.lists(STEPS, max_size=30), st.integers(0, 12))
 def test_a_follower_never_has_more_blocks_than_it_may(steps: list[Any], max_blocks: int) -> None:
-    with patch.object(followers, "MAX_FOREIGN_BLOCKS", max_blocks):
-        world = World([Mount()] * (NUM_SEATS + 1), max_blocks)
-        world.run(steps)
-        world.settle()
+    world = World([Mount()] * (NUM_SEATS + 1), max_blocks)
+    world.run(steps)
+    world.settle()
     found, expected = world.found(), held(world)
     assert len(found) <= max_blocks
     assert all(place in expected[key] for key, place in found.items())

@@ -57,6 +57,8 @@ class Store(ABC):
     name: ClassVar[str]
     """As in ``shared.json``: the kind of the tier."""
     title: ClassVar[str]
+    visible_s: ClassVar[float] = 0.0
+    """Time in which a server notices what another one has stored."""
 
     @abstractmethod
     def entry(self) -> dict[str, Any]:
@@ -86,6 +88,7 @@ class DirectoryStore(Store):
 
     name = "shared_dir"
     title = "a shared directory"
+    visible_s = 4.0
 
     def __init__(self, path: Path) -> None:
         self.path = path

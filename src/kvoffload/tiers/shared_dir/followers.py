@@ -22,7 +22,7 @@ from kvoffload.tiers.disk.format import (
 )
 from kvoffload.tiers.disk.journal import JOURNAL_HEADER_BYTES, JournalHeader, changed_blocks, read_entries
 from kvoffload.tiers.disk.storage import NO_FILE_ERRORS, Storage, StoredFile
-from kvoffload.tiers.shared_dir.foreign import MAX_FOREIGN_BLOCKS, ForeignBlocks, SeatView
+from kvoffload.tiers.shared_dir.foreign import ForeignBlocks, SeatView
 from kvoffload.tiers.shared_dir.seats import aligned_buffer, seat_names, seat_number
 
 logger = logging.getLogger(__name__)
@@ -214,7 +214,8 @@ class _FollowedSeat:
             if not self._rest.is_over:
                 return
             with self._rest.after():
-                num_slots = min(max(0, index.size() - HEADER_BYTES) // RECORD_BYTES, MAX_FOREIGN_BLOCKS)
+                num_slots = max(0, index.size() - HEADER_BYTES) // RECORD_BYTES
+                num_slots = min(num_slots, self._blocks.max_slots(self.ordinal))
                 old = self._blocks.view(self.ordinal)
                 view = SeatView.empty(
                     self.ordinal, self._storage, header, num_slots, None if old is None else old.serial

@@ -119,6 +119,11 @@ class ForeignBlocks:
     def view(self, ordinal: int) -> SeatView | None:
         return self._views.get(ordinal)
 
+    def max_slots(self, ordinal: int) -> int:
+        """Returns how many slots of this seat may be known, given those of the others: a bound of the memory."""
+        others = sum(len(view.digests) for view in self._views.values() if view.ordinal != ordinal)
+        return max(0, self._max_blocks - others)
+
     def replace(self, view: SeatView) -> None:
         """Takes ``view`` in the place of the seat's former view."""
         old = self._views.get(view.ordinal)
@@ -144,10 +149,11 @@ class ForeignBlocks:
         view = self._views.get(ordinal)
         if view is None or not len(slots):
             return
-        fitting = slots < self._max_blocks
+        max_slots = self.max_slots(ordinal)
+        fitting = slots < max_slots
         slots, digests, checksums = slots[fitting], digests[fitting], checksums[fitting]
         if len(slots) and slots.max() >= len(view.digests):
-            view = view.grown(int(max(slots.max() + 1, min(2 * len(view.digests), self._max_blocks))))
+            view = view.grown(int(max(slots.max() + 1, min(2 * len(view.digests), max_slots))))
             self._views[ordinal] = view
         others = view.digests[slots] != digests
         self._remove(view, slots[others & (view.digests[slots] != 0)])
@@ -176,8 +182,6 @@ class ForeignBlocks:
         if wanted > self._table.capacity and self._table.capacity < self._max_blocks:
             self._rebuild(wanted)
             return
-        # If a seat has a block twice, the digests are not distinct.
-        slots = slots[np.unique(view.digests[slots], return_index=True)[1]]
         self._table.insert(view.digests[slots], _places(view, slots))
 
     def rebuild(self) -> None:
@@ -188,8 +192,7 @@ class ForeignBlocks:
         table = BlockTable(min(num_blocks, self._max_blocks))
         for view in list(self._views.values()):
             slots = np.flatnonzero(view.digests)[: self._max_blocks - len(table)]
-            digests, first = np.unique(view.digests[slots], return_index=True)
-            table.insert(digests, _places(view, slots[first]))
+            table.insert(view.digests[slots], _places(view, slots))
         self._table, self.is_incomplete = table, False
 
     def check_integrity(self) -> None:

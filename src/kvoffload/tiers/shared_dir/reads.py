@@ -15,8 +15,7 @@ import numpy as np
 
 from kvoffload.abc import ByteArray, OffloadKey, TierError, TierResult
 from kvoffload.tiers.disk.blockio import FACTS, JOB_BYTES, MAX_BUFFERS, Batch
-from kvoffload.tiers.disk.format import RECORD_BYTES, FormatError, payload_checksum
-from kvoffload.tiers.disk.journal import changed_blocks, digests_of
+from kvoffload.tiers.disk.format import RECORD_BYTES, FormatError, parse_records, payload_checksum
 from kvoffload.tiers.executor import Executor
 from kvoffload.tiers.shared_dir.followers import GONE_ERRORS, Follower, read_header, read_record
 from kvoffload.tiers.shared_dir.foreign import ForeignBlocks, Located, SeatView
@@ -150,8 +149,8 @@ class ForeignReads:
         record = read_record(view.storage, fingerprint, slot)
         if header != view.header or len(record) < RECORD_BYTES:
             return False
-        found, digests, checksums = changed_blocks(header, record, slot)
-        return len(found) == 1 and digests[0] == digests_of([key])[0] and int(checksums[0]) == checksum
+        entries = parse_records(header, record, slot)
+        return entries.keys == [key] and int(entries.records[0]["payload_checksum"]) == checksum
 
     def _error_of(self, view: SeatView, error: Exception) -> TierError:
         is_gone = isinstance(error, OSError) and error.errno in STALE_ERRORS

@@ -91,7 +91,6 @@ class SharedDirTier(Tier):
         self._root = root
         self._fingerprint = fingerprint
         self._identity = dict(identity or {})
-        self._clock = clock
         self._state = _State.SERVING
         seat = self.seat = take_seat(root, fingerprint, machine or Machine.this(), random, wall_clock)
         seat.capacity_bytes = capacity_bytes
@@ -163,7 +162,7 @@ class SharedDirTier(Tier):
 
     @property
     def num_blocks(self) -> int:
-        return self.own.num_blocks
+        return 0 if self._state is _State.FORGOTTEN else self.own.num_blocks
 
     @property
     def num_evicted(self) -> int:
@@ -347,6 +346,8 @@ class _Hidden:
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
         self._until: dict[int, float] = {}
+        self._next = float("inf")
+        """When the first of them is found again."""
         self._digests = np.zeros(0, dtype=np.uint64)
 
     def __bool__(self) -> bool:
@@ -356,12 +357,16 @@ class _Hidden:
         if len(self._until) >= MAX_HIDDEN:
             del self._until[next(iter(self._until))]
         self._until[int(digests_of([key])[0])] = self._clock() + seconds
-        self._digests = np.fromiter(self._until, dtype=np.uint64)
+        self._changed()
 
     def among(self, digests: UInt64s) -> npt.NDArray[np.bool_]:
         """Returns which of ``digests`` are hidden now."""
         now = self._clock()
-        if min(self._until.values()) <= now:
+        if self._next <= now:
             self._until = {digest: until for digest, until in self._until.items() if until > now}
-            self._digests = np.fromiter(self._until, dtype=np.uint64)
+            self._changed()
         return np.isin(digests, self._digests)
+
+    def _changed(self) -> None:
+        self._digests = np.fromiter(self._until, dtype=np.uint64)
+        self._next = min(self._until.values(), default=float("inf"))
