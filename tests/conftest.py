@@ -9,6 +9,7 @@ from kvoffload.tiers.disk import directory
 
 LONGEST = (
     "test_vllm_serve.py",
+    "test_vllm_shared.py",
     "test_vllm_disk.py",
     "test_vllm_ranks.py",
     "test_engine_model.py",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,8 +13,19 @@ import pytest
 
 # Not "vllm": a directory of that name on sys.path could be imported instead.
 pytest.importorskip("vllm.version")
+from test_vllm_disk import num_records
 from test_vllm_ranks import PARALLEL, TWO_RANKS
-from vllm_harness import DEADLINE_S, ENVIRONMENT, POOL, Run, Runner, assert_at_rest, differences
+from vllm_harness import (
+    DEADLINE_S,
+    ENVIRONMENT,
+    POOL,
+    Run,
+    Runner,
+    assert_at_rest,
+    differences,
+    eventually,
+    kill_session,
+)
 
 from kvoffload.demo.protocol import EngineInfo, RequestResult
 from kvoffload.demo.run import model_directory
@@ -92,10 +105,13 @@ def test_the_second_server_answers_from_what_the_first_has_computed(
 
 # Servers with other KV.
 
+UNUSABLE = "cannot be used here"
+
 OTHERS: dict[str, dict[str, Any]] = {
-    "dtype": {"engine": {"dtype": "bfloat16"}},
-    "ranks": {"engine": PARALLEL["tensor"], "environment": TWO_RANKS},
+    "dtype is float32 there, bfloat16 here": {"engine": {"dtype": "bfloat16"}},
+    "tensor parallel size is 1 there, 2 here": {"engine": PARALLEL["tensor"], "environment": TWO_RANKS},
 }
+"""Other servers, by what the log says about the difference."""
 
 
 def shared(directory: Path) -> dict[str, Any]:
@@ -103,36 +119,42 @@ def shared(directory: Path) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def left(run: Runner, expected: list[Any], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A directory in which a server has left the blocks of all prompts and answers."""
+def serving(run: Runner, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A directory that a server is using, which has stored blocks. It is stopped, so that it takes no CPU time."""
     directory = tmp_path_factory.mktemp("others") / "shared"
-    result = run("rounds", rounds=1, close=True, connector=shared(directory))
-    check(result, expected)
-    assert result["metrics"]["disk_write_blocks"] > 0
-    return directory
+    server, result = run.start("endless", multiprocessing=True, connector=shared(directory))
+    try:
 
+        def has_stored() -> bool:
+            return num_records(directory) > 20 and bool(list(directory.rglob("identity")))
 
-def check(result: Run, expected: list[Any] | None) -> None:
-    for answers in result["outputs"]:
-        assert expected is None or differences(answers, expected) == []
-    assert_at_rest(result.result)
+        assert eventually(lambda: has_stored() or server.poll() is not None, DEADLINE_S)
+        os.killpg(server.pid, signal.SIGSTOP)
+        assert server.poll() is None, result.with_suffix(".log").read_text()[-6000:]
+        yield directory
+    finally:
+        kill_session(server)
 
 
 def found(result: Run) -> int:
     return sum(record["disk_tokens"] for record in result["records"])
 
 
-def test_the_same_settings_share(run: Runner, expected: list[Any], left: Path) -> None:
-    result = run("rounds", rounds=1, connector=shared(left))
-    check(result, expected)
+def test_the_same_settings_share(run: Runner, expected: list[Any], serving: Path) -> None:
+    result = run("rounds", rounds=1, connector=shared(serving))
+    for answers in result["outputs"]:
+        assert differences(answers, expected) == []
+    assert_at_rest(result.result)
     assert found(result) > 0
+    assert UNUSABLE not in result.log
 
 
-@pytest.mark.parametrize("what", OTHERS)
-def test_another_dtype_or_number_of_ranks_never_shares(run: Runner, expected: list[Any], left: Path, what: str) -> None:
-    """The log says at start whose entries cannot be used and why."""
-    result = run("rounds", rounds=1, connector=shared(left), **OTHERS[what])
-    check(result, expected if what == "ranks" else None)
+@pytest.mark.parametrize("difference", OTHERS)
+def test_another_dtype_or_number_of_ranks_never_shares(run: Runner, serving: Path, difference: str) -> None:
+    """The log says at start whose blocks cannot be used and why."""
+    result = run("rounds", rounds=1, connector=shared(serving), **OTHERS[difference])
+    assert_at_rest(result.result)
     assert found(result) == 0
-    assert "cannot be used" in result.log
-    assert what in result.log
+    said = [line for line in result.log.splitlines() if UNUSABLE in line and "shared directory: writer-0: " in line]
+    assert said
+    assert all(difference in line for line in said)

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
 
-from kvoffload.demo.shared.result import FaultResult, SharedReport, SkippedStore, StoreResult
+from kvoffload.demo.shared.result import FaultResult, SharedReport, SkippedStore
 
 from .conftest import FOUND, answers, make_fault, make_store, wrong
 
@@ -69,14 +68,18 @@ def test_a_failed_check_of_a_store(report: SharedReport, changes: dict[str, obje
     assert sentence in found
 
 
+def test_a_run_that_ended_early_has_failed(report: SharedReport) -> None:
+    (sentence,) = replace(report, errors=["mooncake: the engine ended too early"]).failures
+    assert sentence == "mooncake: the engine ended too early"
+
+
+def test_a_logprob_that_is_not_finite_leaves_the_file_readable(report: SharedReport) -> None:
+    shared = [replace(each, logprobs=[None, -2.0, -1.5]) for each in answers(FOUND)]
+    content = json.dumps(with_store(report, shared=shared).to_dict(), allow_nan=False)
+    assert json.loads(content)["stores"]["shared_dir"]["max_logprob_diff"] is None
+
+
 def test_different_outputs_are_not_identical(report: SharedReport) -> None:
-    parts: list[Callable[[StoreResult], list[object]]] = [
-        lambda store: store.first,
-        lambda store: store.shared,
-        lambda store: store.back,
-        lambda store: store.corrupted,
-    ]
-    assert len(parts) == 4
     for name in ("first", "shared", "back", "corrupted"):
         broken = with_store(report, **{name: wrong(answers(FOUND))})
         assert broken.to_dict()["stores"]["shared_dir"]["identical"] is False

@@ -24,8 +24,6 @@ from kvoffload.tiers.mooncake.config import check_installed
 HOST = "127.0.0.1"
 WHEEL = "pip install --force-reinstall mooncake-transfer-engine-non-cuda"
 SEGMENT_BYTES = 1 << 30
-LEASE_MS = 500
-"""The master keeps a value that was just read for this time, so it can be replaced after it."""
 CLIENT_TTL_S = 2
 """The master forgets the memory of a process that it has not heard of for this time."""
 START_DEADLINE_S = 60.0

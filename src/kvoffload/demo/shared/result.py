@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -78,6 +79,8 @@ class SharedReport:
     baseline: Mapping[int, RequestResult]
     stores: list[StoreResult | SkippedStore]
     faults: list[FaultResult] = field(default_factory=list)
+    errors: list[str] = field(default_factory=list)
+    """Why the run of a store has ended early."""
 
     @property
     def results(self) -> list[StoreResult]:
@@ -134,7 +137,7 @@ class SharedReport:
     @property
     def failures(self) -> list[str]:
         """One sentence per failed check; empty if all passed."""
-        sentences = []
+        sentences = list(self.errors)
         for store in self.results:
             for who, requests in (
                 ("the first server", store.first),
@@ -181,7 +184,7 @@ class SharedReport:
                 "control_detected": self.control_detected(store),
                 "tokens_asked": tokens_asked(store.shared),
                 "hit_tokens_back": hit_tokens(store.back),
-                "max_logprob_diff": self.compare(store.shared).max_logprob_diff,
+                "max_logprob_diff": _finite(self.compare(store.shared).max_logprob_diff),
                 "control_outputs_changed": len(self.compare(store.control).different),
                 "corrupted": {"bad_blocks": store.bad_blocks, "hit_tokens": hit_tokens(store.corrupted)},
                 "requests": {
@@ -218,6 +221,10 @@ def speedup(ttft_ms: Mapping[str, float | None]) -> float | None:
     """Returns how many times faster the first token came from the store, None if nothing did."""
     recompute, shared = ttft_ms["recompute"], ttft_ms["shared"]
     return None if recompute is None or shared is None else recompute / shared
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None
 
 
 def _median(requests: Sequence[RequestResult]) -> float | None:
