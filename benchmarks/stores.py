@@ -37,8 +37,6 @@ SINGLES = 200
 LONG_PROMPT = 8192
 """Blocks."""
 CONNECT_DEADLINE_S = 60.0
-LEASE_MS = 10_000
-"""What the master grants by default."""
 
 PEER = """
 import mmap, os, sys, time
@@ -203,7 +201,7 @@ def main(out: Path, quick: bool = False) -> None:
         return
     logging.disable(logging.WARNING)
     with tempfile.TemporaryDirectory() as logs:
-        store = MooncakeStore(Path(logs), LEASE_MS)
+        store = MooncakeStore(Path(logs))
         host = HostPool(NUM_BLOCKS, BLOCK_BYTES)
         try:
             host.data[:] = np.random.default_rng(0).integers(0, 256, host.data.shape, dtype=np.uint8)

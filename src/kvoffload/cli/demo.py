@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import sys
 from pathlib import Path
 
@@ -88,6 +89,8 @@ def demo_shared(out: Path, faults: bool, as_json: bool, seed: int) -> None:
     from kvoffload.demo.shared.terminal import TerminalProgress, summary, verdict
 
     errors = Console(stderr=True)
+    # The store's processes end with the demo, also if it is terminated.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         with TerminalProgress(errors) as progress:
             report = run_shared_demo(out, seed, progress, faults)
