@@ -90,7 +90,7 @@ def demo_shared(out: Path, faults: bool, as_json: bool, seed: int) -> None:
 
     errors = Console(stderr=True)
     # The store's processes end with the demo, also if it is terminated.
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         with TerminalProgress(errors) as progress:
             report = run_shared_demo(out, seed, progress, faults)
@@ -99,6 +99,8 @@ def demo_shared(out: Path, faults: bool, as_json: bool, seed: int) -> None:
     except DemoError as error:
         errors.print(f"kvoffload demo-shared: {error}", style="bold red", markup=False, highlight=False, soft_wrap=True)
         sys.exit(2)
+    finally:
+        signal.signal(signal.SIGTERM, before)
     content = json.dumps(report.to_dict(), indent=2) + "\n"
     (out / "shared.json").write_text(content, encoding="utf-8")
     (out / "shared.html").write_text(render_page(report), encoding="utf-8")
