@@ -23,11 +23,17 @@ class SpyManager(TieredOffloadingManager):
     """Remembers its waits, and the measurements of the engine's speed."""
 
     def __init__(
-        self, num_blocks: int, clock: Callable[[], float], groups: Sequence[KVGroup] = (KVGroup(TOKENS),)
+        self,
+        num_blocks: int,
+        clock: Callable[[], float],
+        groups: Sequence[KVGroup] = (KVGroup(TOKENS),),
+        enable_events: bool = False,
     ) -> None:
         self.executor = SteppedExecutor(clock=clock)
         self.tier = MemoryTier(make_pools(num_blocks, SLOT_BYTES), 64, self.executor, clock)
-        host = PolicyOffloadingManager(HostBackend(TOKENS, num_blocks), make_policy("lru", num_blocks), clock=clock)
+        host = PolicyOffloadingManager(
+            HostBackend(TOKENS, num_blocks), make_policy("lru", num_blocks), enable_events, clock=clock
+        )
         tokens = [TOKENS] * len(groups)
         super().__init__(host, [self.tier], tokens_per_block=tokens, groups=groups, load_deadline_ms=1000, clock=clock)
         self.waits: list[float] = []
@@ -43,9 +49,11 @@ class SpyManager(TieredOffloadingManager):
 
 
 class TieredRig(Rig):
-    def __init__(self, num_host_blocks: int = 16) -> None:
+    def __init__(self, num_host_blocks: int = 16, enable_events: bool = False) -> None:
         clock = Clock()
-        super().__init__(num_host_blocks, manager=SpyManager(num_host_blocks, clock), clock=clock)
+        manager = SpyManager(num_host_blocks, clock, enable_events=enable_events)
+        options = {"describe_blocks": enable_events}
+        super().__init__(num_host_blocks, manager=manager, clock=clock, options=options)
 
     def put_below(self, tokens: list[int]) -> None:
         """The blocks of ``tokens`` are in the tier, and not in the host."""
@@ -71,8 +79,29 @@ def test_a_request_waits_for_its_blocks_and_loads_them() -> None:
     assert len(rig.load(request).loads) == 1
     record = rig.half.records[-1]
     assert (record.host_tokens, record.disk_tokens, record.missed_key) == (0, 8, None)
+    assert record.tier_tokens == {"memory": 8}
     assert rig.half.metrics.snapshot()["disk_hit_tokens"] == 8
     assert rig.half.metrics.snapshot()["promoted_blocks"] == 2
+
+
+def test_events_of_promoted_blocks_describe_them() -> None:
+    """By the request that waits for them. The same blocks are announced for host memory and for the tier."""
+    rig = TieredRig(enable_events=True)
+    rig.put_below(prompt(8))
+    list(rig.half.take_events())
+    request = FakeRequest("r", prompt(9))
+    rig.look_up(request)
+    rig.arrive()
+    events = list(rig.half.take_events())
+    assert [(event.medium, event.tier) for event in events] == [("CPU", None), ("STORAGE", "memory")]
+    for event in events:
+        assert event.blocks is not None
+        described = {(block.start, block.end) for block in event.blocks if block is not None}
+        assert described == {(0, 4), (4, 8)}
+        assert all(block is not None and block.request is request for block in event.blocks)
+    rig.half.request_finished(request)
+    rig.step()
+    assert list(rig.half.take_events()) == []
 
 
 def test_the_next_request_finds_them_in_the_host() -> None:

@@ -28,6 +28,9 @@ def test_a_record_reads_as_a_sentence() -> None:
     assert str(HIT) == "request r1: 100 tokens asked, 16 on device, 64 in host"
     assert str(FROM_DISK) == "request r1: 100 tokens asked, 16 on device, 0 in host, 64 on disk"
     assert str(FROM_TIERS).endswith("0 in host, 16 on disk, 48 in shared_dir")
+    late = RequestRecord(1.5, "r", 10, 0, 0, "ab", MissReason.NOT_IN_TIME, missed_in="mooncake")
+    assert str(late).endswith("first miss ab: not_in_time in mooncake")
+    assert by_reason([late])[0].tiers == {"mooncake": 1}
     assert str(MISSED) == (
         "request r2: 100 tokens asked, 16 on device, 0 in host; first miss abababababababab: evicted 12.3 s ago"
     )
@@ -52,6 +55,7 @@ def test_a_record_can_be_written_as_json() -> None:
         "disk_tokens": 0,
         "policy": None,
         "tier_tokens": {},
+        "missed_in": None,
     }
     assert RequestRecord(**HIT.to_dict()) == HIT
 
@@ -111,6 +115,7 @@ def test_the_tier_of_older_records_is_the_disk() -> None:
         ("tier_tokens", {str(n): 0 for n in range(100)}),
         ("tier_tokens", {"x" * 5000: 0}),
         ("missed_key", 1),
+        ("missed_in", 1),
         ("reason", "bad luck"),
         ("reason", ["evicted"]),
         ("age_s", "old"),

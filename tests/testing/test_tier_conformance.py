@@ -621,6 +621,21 @@ class FailedLookupsGoBackwards(SharedMemoryTier):
         return -1
 
 
+class ForgetsThatItsEvictionsWereTaken(MemoryTier):
+    """Says again and again which blocks were evicted."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.order: list[OffloadKey] = []
+
+    def write(self, keys: Keys, slots: Slots) -> list[OffloadKey]:
+        self.order += keys
+        return super().write(keys, slots)
+
+    def take_evicted(self) -> list[OffloadKey]:
+        return [key for key in self.order if key not in self.blocks]
+
+
 BUGS = [
     bug
     for bug in list(globals().values())

@@ -271,3 +271,11 @@ def test_shutdown_may_be_called_twice() -> None:
     rig.manager.shutdown()
     rig.manager.shutdown()
     assert rig.host.num_used_blocks == 0
+
+
+def test_a_miss_names_the_tier_that_holds_the_block() -> None:
+    rig = Rig()
+    keys = chain("a", 1)
+    rig.store_below(keys)
+    assert rig.manager.explain_miss(keys[0]).tier == "memory"
+    assert rig.manager.explain_miss(b"unknown").tier is None

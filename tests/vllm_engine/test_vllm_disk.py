@@ -99,6 +99,7 @@ def test_a_restarted_server_answers_from_disk_until_its_weights_are_replaced(
         assert len(prompt) // BLOCK_SIZE * BLOCK_SIZE - 1 <= tokens < len(prompt)
     samples = result["prometheus"]
     assert samples["kvoffload:disk_hit_tokens_total"] == disk_tokens(result)
+    assert samples["kvoffload:tier_hit_tokens_total:disk"] == disk_tokens(result)
     assert samples["kvoffload:disk_read_bytes_total"] == result["metrics"]["disk_read_bytes"] > 0
 
     # The answers of the other weights without kvoffload. Every prompt has some of the changed tokens.

@@ -122,8 +122,11 @@ def test_a_server_whose_events_were_lost_is_forgotten() -> None:
 
 @pytest.fixture(scope="module")
 def fleet(run: Runner, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Any, list[Server]]]:
-    """A router that has seen events of both its servers, each with a disk tier of its own."""
+    """A router that has seen events of both its servers, each with a disk of its own above a directory that they
+    share."""
     directory = tmp_path_factory.mktemp("router")
+    shared = directory / "shared"
+    shared.mkdir(mode=0o700)
     model = directory / "model"
     run.write_model(model)
     with contextlib.ExitStack() as opened, pytest.MonkeyPatch.context() as patch:
@@ -133,7 +136,8 @@ def fleet(run: Runner, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tup
             port, disk = free_port(), directory / f"disk{i}"
             disk.mkdir()
             config = {"enable_kv_cache_events": True, "publisher": "zmq", "endpoint": f"tcp://*:{port}", "topic": ""}
-            options = {"host_bytes": "16MiB", "disk_dir": str(disk), "disk_bytes": "64MiB"}
+            tiers = [{"kind": "disk", "dir": str(disk)}, {"kind": "shared_dir", "dir": str(shared)}]
+            options = {"host_bytes": "16MiB", "tiers": [tier | {"bytes": "64MiB"} for tier in tiers]}
             server = Server(
                 model,
                 directory / f"{i}.log",
@@ -179,6 +183,17 @@ def test_a_prompt_goes_to_the_server_that_has_seen_it(fleet: tuple[Any, list[Ser
         assert device_hits > 0
 
 
+def test_what_one_server_has_written_to_the_shared_directory_counts_for_both(fleet: tuple[Any, list[Server]]) -> None:
+    router, (first, second) = fleet
+    prompt = fresh_prompt()
+    unseen = router.choose(prompt)[1][second.url]
+    first.complete(prompt)
+    assert unseen == 0
+    assert eventually(lambda: first.metrics() and router.choose(prompt)[1][second.url] > 0)
+    scores = router.choose(prompt)[1]
+    assert scores[first.url] > scores[second.url]
+
+
 def test_a_prompt_that_no_server_has_seen_goes_to_the_less_loaded(fleet: tuple[Any, list[Server]]) -> None:
     """The control: nothing but the load decides."""
     router, servers = fleet
@@ -207,7 +222,7 @@ def test_the_device_is_preferred_to_host_memory_and_that_to_the_disk(fleet: tupl
 
 
 def held(router: Any, server: Server, prompt: list[int]) -> set[str]:
-    """The media in which the router believes the whole prompt to be."""
+    """The media, other than the shared directory, in which the router believes the whole prompt to be."""
     server.metrics()
     router.receive()
     chain = set(router.index.chain(prompt))

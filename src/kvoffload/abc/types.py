@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -128,10 +128,12 @@ class MissReason(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Miss:
-    """Why a block is missing. ``age_s``: seconds since it was evicted, reset or refused, if that is known."""
+    """Why a block is missing. ``age_s``: seconds since it was evicted, reset or refused, if that is known. ``tier``:
+    the name of the lower tier that holds it all the same."""
 
     reason: MissReason
     age_s: float | None = None
+    tier: str | None = field(default=None, compare=False)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -314,7 +314,9 @@ def _sentences(total: Period, reasons: Sequence[ReasonSummary], running: bool) -
             continue
         advice = ADVICE[each.reason]
         since = "" if each.median_age_s is None else f" (median {age(each.median_age_s)} ago)"
-        clauses.append(f"{each.requests:,} {'' if clauses else 'missed '}because {advice.because}{since}")
+        held = "".join(f", {count:,} {in_tier(tier)}" for tier, count in each.tiers.items())
+        held = f" ({held.removeprefix(', ')})" if held else ""
+        clauses.append(f"{each.requests:,} {'' if clauses else 'missed '}because {advice.because}{held}{since}")
         if advice.setting:
             fixes.append(advice.fix)
     text += f" {', '.join(clauses)}." if clauses else " No request missed a block."

@@ -20,7 +20,7 @@ from kvoffload.connector.layout import Layout
 from kvoffload.connector.scheduler import OffloadingConnectorScheduler
 from kvoffload.host.pool import PoolHandle
 from kvoffload.observe.trace import TraceRecorder
-from kvoffload.tiers.config import TierConfig, TierContext, TierEntry, distinct_names, prefixed
+from kvoffload.tiers.config import TierConfig, TierContext, TierEntry, distinct_names
 from kvoffload.tiers.disk.format import is_fingerprint
 from kvoffload.tiers.manager import TieredOffloadingManager
 from kvoffload.units import format_bytes
@@ -278,10 +278,9 @@ def _open_tier(entry: TierEntry, context: TierContext) -> Tier | None:
     """
     kind = entry.config.kind
     try:
-        with prefixed(entry.prefix):
-            tier = entry.config.open(context)
-    except ConfigError:
-        raise
+        tier = entry.config.open(context)
+    except ConfigError as error:
+        raise ConfigError(entry.name_setting(str(error))) from error
     except OSError as error:
         logger.warning(
             "kvoffload: %s: THERE IS NO %s TIER: %s; the server continues without it. Fix that and start again",

@@ -145,11 +145,11 @@ class RequestObserver:
             return
         tier_tokens = self._count_tier_hits(state, num_external_tokens)
         below_host = sum(tier_tokens.values())
-        missed, reason, age_s, policy = match.missed, None, None, None
+        missed, reason, age_s, policy, missed_in = match.missed, None, None, None, None
         if missed is not None:
             policy = self._manager.policy_state() or None
             miss = self._manager.explain_miss(missed)
-            reason, age_s = miss.reason, miss.age_s
+            reason, age_s, missed_in = miss.reason, miss.age_s, miss.tier
             self.metrics.add("misses", label=reason)
         self.metrics.add("asked_tokens", state.request.num_tokens)
         self.metrics.add("device_hit_tokens", match.computed)
@@ -167,6 +167,7 @@ class RequestObserver:
             below_host,
             policy,
             tier_tokens,
+            missed_in,
         )
         self.records.append(record)
         if logger.isEnabledFor(logging.DEBUG):

@@ -38,7 +38,8 @@ class RequestRecord:
 
     ``tokens_asked`` is the length of its prompt, ``device_tokens`` what the engine's own cache held, ``host_tokens``
     what was loaded from host memory, and ``disk_tokens`` what was read from lower tiers for it and then loaded;
-    ``tier_tokens`` says how many of these each tier delivered, by its name.
+    ``tier_tokens`` says how many of these each tier delivered, by its name. ``missed_in`` is the tier that held the
+    missing block all the same.
     ``missed_key`` is the first missing block in hex, or None if all were found; ``age_s`` is how long ago that block
     was evicted, refused or reset. ``policy`` is set for a miss under a self-tuning policy: the ``rule`` that it
     followed then, and the ``scores`` of all its rules.
@@ -55,6 +56,7 @@ class RequestRecord:
     disk_tokens: int = 0
     policy: Mapping[str, Any] | None = field(default=None, hash=False)
     tier_tokens: Mapping[str, int] = field(default_factory=dict, hash=False)
+    missed_in: str | None = None
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -77,6 +79,7 @@ class RequestRecord:
             _tokens(data, "disk_tokens") if "disk_tokens" in data else 0,
             None if data.get("policy") is None else _policy(data, "policy"),
             _tier_tokens(data),
+            None if data.get("missed_in") is None else _text(data, "missed_in"),
         )
         if record.tokens_missing < 0:
             raise ValueError(f"tokens_asked={record.tokens_asked}: fewer than the tokens found")
@@ -103,7 +106,8 @@ class RequestRecord:
             return text
         age = "" if self.age_s is None else f" {self.age_s:.1f} s ago"
         rule = "" if self.policy is None else f", the policy's rule is {self.policy['rule']}"
-        return f"{text}; first miss {self.missed_key[:16]}: {self.reason}{age}{rule}"
+        where = "" if self.missed_in is None else f" {in_tier(self.missed_in)}"
+        return f"{text}; first miss {self.missed_key[:16]}: {self.reason}{where}{age}{rule}"
 
 
 def in_tier(tier: str) -> str:
@@ -116,13 +120,15 @@ class ReasonSummary:
     """The requests that missed for one reason; ``reason`` None: the requests that missed no block.
 
     ``tokens_missing`` counts their tokens that no tier had. ``median_age_s`` is the median time between the loss of
-    the block and the request, in seconds, or None if no record has it.
+    the block and the request, in seconds, or None if no record has it. ``tiers``: how many of the missing blocks each
+    lower tier held all the same.
     """
 
     reason: MissReason | None
     requests: int
     tokens_missing: int
     median_age_s: float | None
+    tiers: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,7 +181,9 @@ def by_reason(records: Iterable[RequestRecord]) -> list[ReasonSummary]:
     for reason, group in groups.items():
         ages = [record.age_s for record in group if record.age_s is not None]
         median = float(np.median(ages)) if ages else None
-        found.append(ReasonSummary(reason, len(group), sum(record.tokens_missing for record in group), median))
+        tiers = Counter(record.missed_in for record in group if record.missed_in is not None)
+        missing = sum(record.tokens_missing for record in group)
+        found.append(ReasonSummary(reason, len(group), missing, median, dict(tiers)))
     return sorted(found, key=lambda each: (each.reason is None, -each.tokens_missing, -each.requests))
 
 

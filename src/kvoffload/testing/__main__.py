@@ -1,20 +1,36 @@
-"""``python -m kvoffload.testing simulate --seeds N``: runs simulations and shows a progress bar."""
+"""``python -m kvoffload.testing simulate --seeds N``: runs simulations and shows a progress bar.
+
+By default these are servers that start one after the other on a failing disk; with ``--servers KIND`` two to four
+servers that share a medium of that kind.
+"""
 
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from kvoffload.testing.simulation import Report, run_simulations, simulate
+from kvoffload.testing import simulation
+from kvoffload.testing.media import MEDIA
+from kvoffload.testing.servers import simulate_servers
+from kvoffload.testing.simulation import Report, run_each
 
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m kvoffload.testing", description=__doc__)
     commands = parser.add_subparsers(required=True)
-    command = commands.add_parser("simulate", help="run servers that crash and restart on a failing disk")
+    command = commands.add_parser("simulate", help="run servers that crash and restart on failing media")
+    command.add_argument(
+        "--servers",
+        choices=sorted(MEDIA),
+        metavar="KIND",
+        help=f"two to four servers on one medium: {', '.join(sorted(MEDIA))}",
+    )
+    command.add_argument("--json", action="store_true", help="print the report as JSON")
     command.add_argument("--seeds", type=int, default=1000, help="number of seeds (default 1000)")
     command.add_argument("--first", type=int, default=0, help="first seed (default 0)")
     command.set_defaults(run=_simulate)
@@ -24,21 +40,35 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _simulate(options: argparse.Namespace) -> int:
+    medium = MEDIA[options.servers] if options.servers else None
+
+    def run_one(seed: int) -> Counter[str]:
+        return simulation.simulate(seed) if medium is None else simulate_servers(medium, seed)
+
     if options.seeds == 1:
         # A single seed is replayed for debugging: let its exception through.
-        print(_counts(Report(simulate(options.first))))
+        _print(Report(run_one(options.first)), 0.0, options.json)
         return 0
     begin = time.monotonic()
     with _progress(options.seeds) as progress:
-        report = run_simulations(range(options.first, options.first + options.seeds), progress)
-    done = report.counts["simulations"] + len(report.failures)
-    print(_counts(report))
-    for seed, law in report.failures.items():
-        print(f"FAILED: seed {seed}: {law}")
-        print(f"  replay: python -m kvoffload.testing simulate --first {seed} --seeds 1")
-    took = time.monotonic() - begin
-    print(f"{done} simulations in {took:.0f} s, {len(report.failures)} with a broken law")
+        report = run_each(range(options.first, options.first + options.seeds), run_one, progress)
+    _print(report, time.monotonic() - begin, options.json)
+    if not options.json:
+        kind = f"--servers {options.servers} " if options.servers else ""
+        for seed, law in report.failures.items():
+            print(f"FAILED: seed {seed}: {law}")
+            print(f"  replay: python -m kvoffload.testing simulate {kind}--first {seed} --seeds 1")
     return bool(report.failures)
+
+
+def _print(report: Report, seconds: float, as_json: bool) -> None:
+    done = report.counts["simulations"] + len(report.failures)
+    if as_json:
+        counts = dict(sorted(report.counts.items()))
+        print(json.dumps({"simulations": done, "seconds": seconds, "failures": report.failures, "counts": counts}))
+        return
+    print(_counts(report))
+    print(f"{done} simulations in {seconds:.0f} s, {len(report.failures)} with a broken law")
 
 
 def _counts(report: Report) -> str:

@@ -119,7 +119,7 @@ class ServerLife:
             s.load_deadline_ms >= 30.0
             and self.lookup_deadline_ms >= 30.0
             and s.store_threshold is None
-            and s.num_host_blocks >= 48
+            and s.num_host_blocks >= 24 * max(1, len(s.groups))
             and s.document_tokens >= 2 * _unit_tokens(s)
             and (not s.groups or any(group.is_full for group in s.groups))
             and self.max_queued >= 64
@@ -177,14 +177,15 @@ def _life(rng: Random, base: Scenario, seed: int, slow: bool, weights: int, is_l
     scenario = dataclasses.replace(
         base,
         seed=seed,
-        num_requests=rng.randint(3, 8),
+        num_requests=rng.randint(4, 12),
+        num_documents=base.num_documents + 1,
         update_chance=0.0 if is_plain else rng.choice((0.0, 0.0, 0.04)),
         reset_chance=0.0 if is_plain else rng.choice((0.0, 0.03)),
         abort_chance=0.0 if is_plain else base.abort_chance,
         copy_failure_rate=0.0 if is_plain else base.copy_failure_rate,
         keeps_device_cache=rng.random() < 0.5,
         store_threshold=None if is_plain else rng.choice((None, None, 2)),
-        num_host_blocks=max(base.num_host_blocks, 48 * max(1, len(base.groups))) if is_plain else base.num_host_blocks,
+        num_host_blocks=rng.choice((24, 48)) * max(1, len(base.groups)) if is_plain else base.num_host_blocks,
         load_deadline_ms=rng.choice((3.0, 10.0, 30.0)) if slow and not is_plain else rng.choice((30.0, 200.0)),
     )
     ends_in_the_middle = rng.random() < 0.6

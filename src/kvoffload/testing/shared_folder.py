@@ -3,6 +3,7 @@
 Beside the laws of ``servers`` these must hold:
 
 - each seat stays within the budget of its server, and all of them within seats x budget;
+- no server takes the seat of one that lives;
 - no server removes a file from a seat that another one has;
 - where nothing has failed, no block is found bad, whatever the caches of the clients show;
 - the seats of servers that are gone are emptied, so that their budget returns.
@@ -19,9 +20,9 @@ from typing import Any
 from kvoffload.abc import ByteArray, ConfigError, Tier
 from kvoffload.testing.engine import Leak
 from kvoffload.testing.servers import Connection, DeletedOthers, Servers, SharedMedium, SharingServer
-from kvoffload.testing.shared_storage import LOCK_NAME, PAGE, Folder, Inode, Mount, NfsServer
+from kvoffload.testing.shared_storage import LOCK_NAME, Folder, Inode, Mount, NfsClient, NfsServer
 from kvoffload.testing.simulation import FalseAlarm, OverBudget
-from kvoffload.testing.storage import Killed, os_error
+from kvoffload.testing.storage import PAGE, Killed, os_error
 from kvoffload.testing.tiers import SteppedExecutor
 from kvoffload.tiers.disk.format import is_block_file
 from kvoffload.tiers.disk.journal import journal_bytes, num_entries_for
@@ -31,26 +32,32 @@ from kvoffload.tiers.shared_dir.tier import STOP_S, SharedDirTier
 
 GONE_AFTER_S = 200.0
 """Seats are emptied after this long."""
+STALL_S = 10.0
+"""After so long, a stalled access looks whether it may go on. Longer than a shutdown waits."""
 OTHER_BYTES = 64 << 10
 """For everything in the directory that is not in a seat."""
+
+
+class SeatTaken(AssertionError):
+    """A server has taken the seat of another one that lives."""
 
 
 class SharedFolderMedium(SharedMedium):
     """A directory on a network file system that stalls, fails, is full, loses files and bytes, and cuts clients off."""
 
-    kind = "folder"
+    kind = "shared_dir"
 
     def __init__(self, seed: int, is_calm: bool) -> None:
         super().__init__()
         rng = self.random = Random(f"folder {seed}")
         self.is_calm = is_calm
-        self.num_blocks = rng.choice((4, 12, 40, 100))
+        self.num_blocks = rng.choice((3, 6, 20, 100))
         """The budget of each server."""
-        self.slab_blocks = rng.choice((3, 10, 100))
+        self.slab_blocks = rng.choice((2, 10, 100))
         self.capacity_bytes = 0
         """The same in bytes, known when the first server has connected."""
         self.clock_offset_s = 0.0
-        self.server = NfsServer(1 << 40, seed, clock=lambda: self.now)
+        self.server = NfsServer(1 << 40, seed, clock=self._clock)
         self.server.on_remove = self._removed
         self.connections: list[FolderConnection] = []
         self.has_zombies = False
@@ -61,6 +68,12 @@ class SharedFolderMedium(SharedMedium):
         self.rates = {kind: rng.choice((0.002, 0.01, 0.05)) if kind in chosen else 0.0 for kind in kinds}
         self.stall_s = rng.choice((0.005, 0.05, 30.0))
         self.cut_s = rng.choice((0.01, 30.0, 200.0))
+
+    def _clock(self) -> float:
+        """Returns the latest time of any machine."""
+        alive = (connection.server.clock.now for connection in self.connections if not connection.is_dead)
+        self.now = max(self.now, *alive, 0.0)
+        return self.now
 
     def connect(self, server: SharingServer) -> Connection:
         connection = FolderConnection(self, server)
@@ -88,9 +101,9 @@ class SharedFolderMedium(SharedMedium):
             self.injected["spoiled"] += 1
 
     def _loses(self) -> None:
-        """Somebody removes a file, or a whole folder."""
+        """Somebody removes a file, or a whole folder, of a server that is gone."""
         folder = self._any_folder(self.server.root)
-        if folder is None:
+        if folder is None or self._owner(folder) is not None:
             return
         names = [name for name, node in folder.entries.items() if isinstance(node, Inode) and name != LOCK_NAME]
         if names and self.random.random() < 0.3:
@@ -140,12 +153,15 @@ class SharedFolderMedium(SharedMedium):
 
     def _removed(self, client: object, folder: Folder, name: str) -> None:
         """A client removes a file."""
+        if not self.has_zombies and self._owner(folder) not in (None, client):
+            self.deleted = name
+
+    def _owner(self, folder: Folder) -> NfsClient | None:
+        """Returns the client that has the seat in which ``folder`` is, as the locks say, None if there is none."""
         seat = next((seat for seat in self._seats().values() if folder in (seat, *seat.entries.values())), None)
         lock = seat.entries.get(LOCK_NAME) if seat is not None else None
-        if isinstance(lock, Inode) and not self.has_zombies:
-            owner, until = self.server.locks.get(lock, (client, 0.0))
-            if owner is not client and until == float("inf"):
-                self.deleted = name
+        owner, until = self.server.locks.get(lock, (None, 0.0)) if isinstance(lock, Inode) else (None, 0.0)
+        return owner if until == float("inf") else None
 
     def _seats(self) -> dict[str, Folder]:
         nodes = self.server.root.entries.items()
@@ -154,6 +170,9 @@ class SharedFolderMedium(SharedMedium):
     def check(self) -> None:
         if self.deleted:
             raise DeletedOthers(f"a server has removed {self.deleted} from the seat of another one")
+        living = Counter(connection.seat for connection in self.connections if connection.has_seat)
+        if living and max(living.values()) > 1 and not self.has_zombies:
+            raise SeatTaken(f"servers per seat: {dict(living)}")
         seats = self._seats()
         for name, folder in seats.items():
             held = self.server.held_bytes(folder)
@@ -217,13 +236,14 @@ class FolderConnection(Connection):
         """Whether the machine has not been started again since the server before."""
         self._kill_at = None if medium.is_calm or rng.random() < 0.8 else int(2 ** rng.uniform(3, 10))
         self._num_accesses = 0
-        self._intervals = {"keep": rng.choice((0.002, 0.02)), "follow": rng.choice((0.002, 0.01, 0.05))}
+        self._intervals = {"keep": rng.choice((0.002, 0.02)), "follow": rng.choice((0.002, 0.02, 0.2))}
         self._next = dict.fromkeys(self._intervals, 0.0)
         self._busy: set[str] = set()
 
     @property
     def has_seat(self) -> bool:
-        return self.tier is not None and not self.tier.seat.is_lost
+        """Whether the server lives and believes that it has a seat."""
+        return self.tier is not None and not self.is_dead and not self.tier.seat.is_lost
 
     @property
     def seat(self) -> str:
@@ -291,10 +311,9 @@ class FolderConnection(Connection):
             raise os_error(errno.EIO)
 
     def _stall(self, seconds: float) -> None:
-        until = self.server.clock.now + seconds
         executor = self.background if self.background.in_job else self.server.executor
-        while executor.in_job and self.server.clock.now < until and self.client.is_stalled:
-            executor.stall(min(seconds, 0.1))
+        while executor.in_job and self.client.is_stalled:
+            executor.stall(min(seconds, STALL_S))
 
     def _submit(self) -> None:
         """Submits what the tier's threads do again and again."""

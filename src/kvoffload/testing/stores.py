@@ -51,6 +51,8 @@ class StoreFaults:
     """A call ends with StoreError before this value."""
     stall: float = 0.0
     """A call hangs before this value."""
+    late_get: float = 0.0
+    """``get`` hangs when it has half of the bytes, and delivers the rest afterwards, whether or not anyone waits."""
     crash: float = 0.0
     """The client ends its process."""
 
@@ -91,6 +93,20 @@ class SimulatedStore:
                 return Outcome.FULL
             self.evict(next(iter(self.values)))
         self.values[name] = StoreValue(data, original.tobytes(), writer, self.clock() + self.lease_s)
+        return Outcome.OK
+
+    def remove(self, name: str, state: ClientState) -> Outcome:
+        """Removes a value for the server of ``state``, and notes if it was not its own."""
+        value = self.values.get(name)
+        if value is None:
+            return Outcome.MISSING
+        if self.clock() < value.leased_until:
+            state.injected["lease"] += 1
+            return Outcome.FAILED
+        is_good = value.data.tobytes() == value.checksum
+        if is_good and name not in state.put and name not in state.misread:
+            self.removed_by_others.append(name)
+        del self.values[name]
         return Outcome.OK
 
     def evict(self, name: str) -> None:
@@ -191,6 +207,8 @@ class SimulatedClient(StoreClient):
         # The bytes come in two parts, between which others run or the process is killed.
         middle = rng.randrange(end + 1)
         _fill(buffers, data[:middle], 0)
+        if self._injects("late_get"):
+            state.stall(state.stall_s)
         state.pause()
         _fill(buffers, data[middle:end], middle)
         return Outcome.OK
@@ -216,18 +234,7 @@ class SimulatedClient(StoreClient):
         return outcome
 
     def _remove(self, name: str) -> Outcome:
-        store, state = self._store, self._state
-        value = store.values.get(name)
-        if value is None:
-            return Outcome.MISSING
-        if store.clock() < value.leased_until:
-            state.injected["lease"] += 1
-            return Outcome.FAILED
-        is_good = value.data.tobytes() == value.checksum
-        if is_good and name not in state.put and name not in state.misread:
-            store.removed_by_others.append(name)
-        del store.values[name]
-        return Outcome.OK
+        return self._store.remove(name, self._state)
 
     def _injects(self, fault: str) -> bool:
         state = self._state
@@ -341,39 +348,41 @@ class SimulatedChannel(StoreChannel):
 
     # For simulations.
 
+    def processes(self) -> list[_Process]:
+        """Returns the processes that have not ended."""
+        return [] if self.process is None else [self.process]
+
     def tick(self) -> None:
         """Lets the process go on for a while."""
         self._advance()
-        if self.process is not None:
-            self.process.run(lambda executor: executor.tick())
+        for process in self.processes():
+            process.run(lambda executor: executor.tick())
 
     def drain(self) -> None:
         """Lets the process go on until it waits for time to pass."""
         self._advance()
-        if self.process is not None:
-            self.process.run(lambda executor: executor.drain())
+        for process in self.processes():
+            process.run(lambda executor: executor.drain())
 
     @property
     def is_idle(self) -> bool:
         """Whether no thread of a process can touch a host slot."""
-        return self.process is None or self.process.num_open == 0
+        return all(process.num_open == 0 for process in self.processes())
 
     def pause(self) -> None:
         """May interrupt the job that calls it."""
-        if self.process is not None:
-            for executor in self.process.executors:
-                executor.pause()
+        for process in self.processes():
+            process.run(lambda executor: executor.pause())
 
     def stall(self, seconds: float) -> None:
         """Interrupts the job that calls it for so many seconds."""
-        if self.process is not None:
-            for executor in self.process.executors:
-                executor.stall(seconds)
+        for process in self.processes():
+            process.run(lambda executor: executor.stall(seconds))
 
     @property
     def in_process(self) -> bool:
-        """Whether the caller is a thread of the process."""
-        return self.process is not None and any(executor.in_job for executor in self.process.executors)
+        """Whether the caller is a thread of a process."""
+        return any(executor.in_job for process in self.processes() for executor in process.executors)
 
 
 class _Process:

@@ -359,6 +359,21 @@ class TierConformance:
         names = self.fill(tier, pools)
         assert self.present(tier) == names[tier.num_evicted :]
 
+    def test_what_was_evicted_is_taken_once(self) -> None:
+        """A tier may leave events of its evictions out, but not some of them."""
+        tier, pools = self.make_bounded(4)
+        assert tier.take_evicted() == []
+        names = self.fill(tier, pools)
+        taken = tier.take_evicted()
+        if not taken:
+            pytest.skip("the tier does not say what it has evicted")
+        assert letters(taken) == names[: tier.num_evicted]
+        assert tier.take_evicted() == []
+        tier.delete(keys(names))
+        tier.take_evicted()
+        self.write(tier, pools, names[0])
+        assert tier.take_evicted() == [], "a block that it holds"
+
     def test_a_touched_block_is_kept_and_a_chain_loses_its_tail_first(self) -> None:
         tier, pools = self.make_bounded(4)
         names = self.fill(tier, pools)

@@ -8,6 +8,7 @@ import importlib
 import inspect
 import json
 import os
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -57,7 +58,7 @@ class TierConfig(ABC):
     and those that every tier has.
 
     The constructor and ``open`` raise ConfigError with a message that begins with the key, "KEY=VALUE: ..."; the caller
-    puts "tiers[INDEX]." in front of it.
+    puts "tiers[INDEX]." in front of it. A message of ``open`` that begins with something else is about the whole tier.
     """
 
     kind: ClassVar[str]
@@ -101,6 +102,13 @@ class TierEntry:
         if self.config.directory is not None:
             return f"{self.prefix}dir={self.config.directory!r}"
         return f"{self.prefix}kind={_import_path(type(self.config))!r}"
+
+    def name_setting(self, message: str) -> str:
+        """Returns the ``message`` of a ConfigError with the entry in front of it: of the key that it begins with, or of
+        the whole tier."""
+        keys = ("kind", *(each.name for each in dataclasses.fields(self.config)))
+        is_of_key = re.split("[=:]", message, maxsplit=1)[0] in keys
+        return self.prefix + message if is_of_key else f"{self.setting}: {message}"
 
 
 def load_tiers(value: object) -> tuple[TierConfig, ...]:

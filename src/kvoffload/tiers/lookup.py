@@ -13,7 +13,7 @@ from kvoffload.abc.tier import HIT, MISS, PENDING, RETRY
 from kvoffload.cache.keys import key_group_idx
 from kvoffload.cache.manager import PolicyOffloadingManager
 from kvoffload.cache.misses import MissMemory
-from kvoffload.tiers.promotion import Promotion
+from kvoffload.tiers.promotion import Located, Promotion, Sources
 from kvoffload.tiers.state import TierState
 
 MAX_UNANSWERED = 1 << 16
@@ -24,19 +24,13 @@ FIRST_CHUNK = 256
 """Keys that are looked up at once at first; doubled while all are found."""
 
 
-Sources = npt.NDArray[np.int8]
-"""By block, the index of the tier that holds it."""
-
-
 class Run(NamedTuple):
     """The leading blocks of a chain that the host or a tier holds."""
 
     num_ready: int
     """Leading blocks that the host can load now."""
-    below: list[OffloadKey]
+    below: Located
     """Blocks behind them that must be promoted first, as many as the request may have."""
-    sources: Sources
-    """The tiers that hold them."""
     is_unanswered: bool
     """Whether a tier must be asked again for the block at which the run ends."""
 
@@ -134,7 +128,7 @@ class TierLookup:
                     break
             start, size = start + size, size * 2
         holders = np.concatenate(sources) if sources else np.zeros(0, dtype=np.int8)
-        return Run(num_ready, found[:room], holders[:room], is_unanswered)
+        return Run(num_ready, Located(found[:room], holders[:room]), is_unanswered)
 
     def host_states(self, keys: Sequence[OffloadKey], promotion: Promotion | None) -> States:
         """Returns the states of ``keys`` in the host. Those that are pinned for the request are not looked up again."""

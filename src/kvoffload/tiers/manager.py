@@ -9,6 +9,7 @@ import logging
 import random
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
 from itertools import zip_longest
 from typing import Any
 
@@ -34,10 +35,10 @@ from kvoffload.cache.manager import PolicyOffloadingManager
 from kvoffload.cache.misses import MissMemory
 from kvoffload.tiers.counts import TierCounts
 from kvoffload.tiers.guard import GuardedTier
-from kvoffload.tiers.lookup import Run, TierLookup
+from kvoffload.tiers.lookup import TierLookup
 from kvoffload.tiers.origins import Origins
 from kvoffload.tiers.promoter import Promoter
-from kvoffload.tiers.promotion import Promotion, waiting_for
+from kvoffload.tiers.promotion import Located, Promotion, waiting_for
 from kvoffload.tiers.rates import LoadOrCompute, ReadEstimator
 from kvoffload.tiers.state import TierState
 from kvoffload.tiers.writethrough import WriteThrough
@@ -130,10 +131,9 @@ class TieredOffloadingManager(OffloadingManager):
             return self.host.lookup(keys, req_context)
         self.host.count_request(keys, req_context)
         run = self._lookup.find_run(keys, promotion, self._promoter.room_for)
-        num_loaded = self._num_worth_loading(run) if run.below else 0
-        if num_loaded:
-            wanted = dict(zip(run.below[:num_loaded], run.sources[:num_loaded].tolist(), strict=True))
-            self._promote(wanted, req_context)
+        worth = self._worth_loading(run.below) if run.below else run.below
+        if worth:
+            self._promote(worth, req_context)
             return None
         return None if run.is_unanswered and not run.below else run.num_ready
 
@@ -151,9 +151,9 @@ class TieredOffloadingManager(OffloadingManager):
             found, sources = self._lookup.states_below(keys, below, states[below], set())
             is_found = found == LookupState.HIT
             if is_found.any() and (is_found | (found == LookupState.RETRY)).all():
-                coming = dict(zip((keys[i] for i in below[is_found].tolist()), sources[is_found].tolist(), strict=True))
+                coming = Located([keys[i] for i in below[is_found].tolist()], sources[is_found])
                 if len(coming) > self._promoter.room_for(promotion):
-                    self._reasons.record(coming, MissReason.TOO_LARGE)
+                    self._reasons.record(coming.keys, MissReason.TOO_LARGE)
                     found[is_found] = LookupState.MISS
                 else:
                     self._promote(coming, req_context)
@@ -164,20 +164,20 @@ class TieredOffloadingManager(OffloadingManager):
     def _may_wait(self, promotion: Promotion | None) -> bool:
         return not all(tier.breaker.is_off for tier in self.tiers) and self._promoter.may_wait(promotion)
 
-    def _promote(self, wanted: dict[OffloadKey, int], context: ReqContext) -> None:
+    def _promote(self, wanted: Located, context: ReqContext) -> None:
         self._promoter.promote(wanted, context)
         for tier in self.tiers:
             tier.writes.postpone(context.req_id)
 
-    def _num_worth_loading(self, run: Run) -> int:
-        """Returns how many leading blocks of ``run.below`` are to be loaded. The rest is faster to compute."""
+    def _worth_loading(self, below: Located) -> Located:
+        """Returns the leading blocks that are to be loaded. The rest is faster to compute."""
         num_ahead = [tier.num_reading + self._promoter.num_queued(tier) for tier in self.tiers]
         estimators = [tier.estimator for tier in self.tiers]
         num_loaded = self._load_or_compute.num_worth_loading(
-            key_group_idx(run.below[0]), run.sources, num_ahead, estimators, self._clock()
+            key_group_idx(below.keys[0]), below.sources, num_ahead, estimators, self._clock()
         )
-        self._reasons.record(run.below[num_loaded : num_loaded + 1], MissReason.FASTER_TO_COMPUTE)
-        return num_loaded
+        self._reasons.record(below.keys[num_loaded : num_loaded + 1], MissReason.FASTER_TO_COMPUTE)
+        return Located(below.keys[:num_loaded], below.sources[:num_loaded])
 
     def observe_prefill(self, num_tokens: int, seconds: float) -> None:
         self._load_or_compute.observe_prefill(num_tokens, seconds)
@@ -355,11 +355,10 @@ class TieredOffloadingManager(OffloadingManager):
 
     def explain_miss(self, key: OffloadKey) -> Miss:
         host, mine = self.host.explain_miss(key), self._reasons.explain(key)
-        is_reading = any(key in tier.reads for tier in self.tiers)
-        tiers = [tier for tier in self.tiers if tier.can_read]
-        if is_reading or any(tier.tier.contains([key])[0] == LookupState.HIT for tier in tiers):
-            is_choice = mine.reason in (MissReason.FASTER_TO_COMPUTE, MissReason.TOO_LARGE)
-            return mine if is_choice else Miss(MissReason.NOT_IN_TIME)
+        for tier in self.tiers:
+            if key in tier.reads or (tier.can_read and tier.tier.contains([key])[0] == LookupState.HIT):
+                is_choice = mine.reason in (MissReason.FASTER_TO_COMPUTE, MissReason.TOO_LARGE)
+                return replace(mine if is_choice else Miss(MissReason.NOT_IN_TIME), tier=tier.name)
         if host.reason is MissReason.BEING_WRITTEN or mine.age_s is None:
             return host
         return mine if host.age_s is None or mine.age_s <= host.age_s else host

@@ -21,7 +21,7 @@ from kvoffload.abc import (
 from kvoffload.cache.keys import key_group_idx
 from kvoffload.cache.manager import PolicyOffloadingManager
 from kvoffload.cache.misses import MissMemory
-from kvoffload.tiers.promotion import PinCounter, Promotion, PromotionState, waiting_for
+from kvoffload.tiers.promotion import Located, PinCounter, Promotion, PromotionState, waiting_for
 from kvoffload.tiers.reads import TierReads
 from kvoffload.tiers.state import TierState
 
@@ -102,15 +102,14 @@ class Promoter:
             return self.max_blocks - len(pinned)
         return self.max_blocks // self._num_groups - sum(key_group_idx(key) == group for key in pinned)
 
-    def promote(self, wanted: dict[OffloadKey, int], context: ReqContext) -> None:
-        """Makes the request wait for blocks, each of which is in a tier or being read already: ``wanted`` has the index
-        of that tier."""
+    def promote(self, wanted: Located, context: ReqContext) -> None:
+        """Makes the request wait for ``wanted``, each of which is in a tier or being read already."""
         promotion = self._promotions.get(context.req_id)
         if promotion is None:
             promotion = self._promotions[context.req_id] = Promotion(context, next(self._numbers))
         promotion.since = self._clock()
         self._deadlines.append((promotion.since, promotion))
-        promotion.want(self._join_reads(promotion, wanted))
+        promotion.want(self._join_reads(promotion, wanted.distinct()))
         promotion.state = PromotionState.WANTED
         if promotion.wanted:
             self._queue[promotion] = None
@@ -157,18 +156,19 @@ class Promoter:
 
     def num_queued(self, tier: TierState) -> int:
         """Returns how many blocks are to be read from ``tier`` and are not under way yet."""
-        return sum(promotion.num_wanted[tier.index] for promotion in self._queue)
+        return sum(promotion.num_wanted_from(tier.index) for promotion in self._queue)
 
-    def _join_reads(self, promotion: Promotion, wanted: dict[OffloadKey, int]) -> dict[OffloadKey, int]:
+    def _join_reads(self, promotion: Promotion, wanted: Located) -> Located:
         """Makes the promotion wait for those of ``wanted`` that are being read already. Returns the others."""
         for tier in self._tiers:
-            if tier.reads and not tier.reads.keys().isdisjoint(wanted):
-                for key in wanted:
+            if tier.reads and not tier.reads.keys().isdisjoint(wanted.keys):
+                for key in wanted.keys:
                     batch = tier.reads.get(key)
                     if batch is not None and not batch.is_overdue:
                         batch.promotions[promotion] = None
                         promotion.reading.add(key)
-                wanted = {key: source for key, source in wanted.items() if key not in tier.reads}
+                is_read = np.fromiter(map(tier.reads.__contains__, wanted.keys), np.bool_, len(wanted))
+                wanted = wanted.select(~is_read)
         return wanted
 
     # Deadlines.
@@ -176,7 +176,7 @@ class Promoter:
     def _expire(self, promotion: Promotion) -> None:
         """Ends the request's wait: it gets the blocks that have arrived, which stay pinned for it."""
         self._count("late_promotions", 1)
-        self._reasons.record([*promotion.reading, *promotion.wanted], MissReason.NOT_IN_TIME)
+        self._reasons.record([*promotion.reading, *promotion.wanted.keys], MissReason.NOT_IN_TIME)
         self._stop_waiting(promotion, PromotionState.EXPIRED)
 
     def _stop_waiting(self, promotion: Promotion, state: PromotionState) -> None:
@@ -252,25 +252,24 @@ class Promoter:
     def _read(self, promotion: Promotion, room: int, allowed: list[int], now: float) -> bool:
         """Starts to read the next blocks of ``promotion``, at most ``room``, and ``allowed`` of each tier, which become
         fewer. Returns False if nothing has happened."""
-        keys = promotion.next_wanted(room, allowed)
-        if not keys:
+        now_read, later = promotion.wanted.split(room, allowed)
+        if not now_read:
             return False
-        later = {key: source for key, source in promotion.wanted.items() if key not in keys}
-        keys = self._join_reads(promotion, keys)
+        now_read = self._join_reads(promotion, now_read)
         if promotion.state is PromotionState.QUEUED:
             # Meanwhile a tier may have found that it cannot read them: then no block is evicted for them.
-            keys = self._reads.readable(list(keys))
-        output = self._host.allocate(list(keys))
+            now_read = self._reads.readable(now_read.keys)
+        output = self._host.allocate(now_read.keys)
         if output is None:
-            promotion.want({**keys, **later})
+            promotion.want(now_read.before(later))
             return False
         self._count("evicted_blocks", len(output.evicted_keys))
         slots = dict(zip(output.keys_to_store, output.store_spec.slots.tolist(), strict=True))
-        refused = self._reads.begin(slots, keys, promotion, allowed, now)
+        refused = self._reads.begin(slots, now_read, promotion, allowed, now)
         if refused:
             # Those that some tier still has are tried again.
             self._host.complete_store(self._host.lease(refused.values()), success=False)
-            later = {**self._reads.readable(list(refused)), **later}
+            later = self._reads.readable(list(refused)).before(later)
         promotion.want(later)
         if not promotion.wanted:
             del self._queue[promotion]

@@ -6,11 +6,15 @@ import enum
 from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
-from itertools import islice
+from itertools import compress
 
 import numpy as np
+import numpy.typing as npt
 
 from kvoffload.abc import OffloadKey, ReqContext, Slots
+
+Sources = npt.NDArray[np.int8]
+"""By block, the index of the tier that holds it."""
 
 
 class PromotionState(enum.Enum):
@@ -36,6 +40,48 @@ class PromotionState(enum.Enum):
 WAITING = frozenset({PromotionState.WANTED, PromotionState.QUEUED, PromotionState.READING})
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Located:
+    """Blocks in the order of their chain. ``sources[i]`` is the index of the tier that holds ``keys[i]``."""
+
+    keys: list[OffloadKey]
+    sources: Sources
+
+    def __len__(self) -> int:
+        return len(self.keys)
+
+    def split(self, room: int, allowed: Sequence[int]) -> tuple[Located, Located]:
+        """Returns the next blocks to read, at most ``room``, and at most ``allowed`` of each tier; and the others."""
+        if len(allowed) == 1:
+            n = min(room, max(0, allowed[0]))
+            first, rest = slice(None, n), slice(n, None)
+            return Located(self.keys[first], self.sources[first]), Located(self.keys[rest], self.sources[rest])
+        is_next = np.zeros(len(self), dtype=np.bool_)
+        for tier, limit in enumerate(allowed):
+            mine = self.sources == tier
+            is_next |= mine & (np.cumsum(mine) <= limit)
+        is_next &= np.cumsum(is_next) <= room
+        return self.select(is_next), self.select(~is_next)
+
+    def select(self, mask: npt.NDArray[np.bool_]) -> Located:
+        return self if mask.all() else Located(list(compress(self.keys, mask.tolist())), self.sources[mask])
+
+    def distinct(self) -> Located:
+        """Returns each block once."""
+        if len(set(self.keys)) == len(self):
+            return self
+        sources = dict(zip(self.keys, self.sources.tolist(), strict=True))
+        return Located(list(sources), np.array(list(sources.values()), dtype=np.int8))
+
+    def before(self, others: Located) -> Located:
+        """Returns these blocks, then ``others``."""
+        return Located(self.keys + others.keys, np.concatenate((self.sources, others.sources)))
+
+
+NONE = Located([], np.zeros(0, dtype=np.int8))
+"""No blocks."""
+
+
 @dataclass(slots=True, eq=False)
 class Promotion:
     """The blocks of one request that come from lower tiers.
@@ -50,9 +96,8 @@ class Promotion:
     state: PromotionState = PromotionState.READY
     since: float = 0.0
     """When its wait began. Its deadline counts from here."""
-    wanted: dict[OffloadKey, int] = field(default_factory=dict)
-    """Each with the index of the tier that it is to be read from."""
-    num_wanted: Counter[int] = field(default_factory=Counter)
+    wanted: Located = field(default_factory=lambda: NONE)
+    num_wanted: npt.NDArray[np.intp] = field(default_factory=lambda: np.zeros(0, dtype=np.intp))
     """How many these are, by tier."""
     reading: set[OffloadKey] = field(default_factory=set)
     pinned: dict[OffloadKey, int] = field(default_factory=dict)
@@ -75,23 +120,13 @@ class Promotion:
         if not self.wanted and self.is_waiting:
             self.state = PromotionState.READING if self.reading else PromotionState.READY
 
-    def want(self, wanted: dict[OffloadKey, int]) -> None:
+    def want(self, wanted: Located) -> None:
         self.wanted = wanted
-        self.num_wanted = Counter(wanted.values())
+        self.num_wanted = np.bincount(wanted.sources)
 
-    def next_wanted(self, room: int, allowed: Sequence[int]) -> dict[OffloadKey, int]:
-        """Returns the next blocks to be read: at most ``room``, and at most ``allowed`` of each tier."""
-        if len(self.num_wanted) == 1:
-            room = min(room, max(0, allowed[next(iter(self.num_wanted))]))
-            return dict(islice(self.wanted.items(), room))
-        found, left = dict[OffloadKey, int](), list(allowed)
-        for key, tier in self.wanted.items():
-            if len(found) == room:
-                break
-            if left[tier] > 0:
-                left[tier] -= 1
-                found[key] = tier
-        return found
+    def num_wanted_from(self, tier: int) -> int:
+        """Returns how many of the blocks that are to be read are in the tier with this index."""
+        return int(self.num_wanted[tier]) if tier < len(self.num_wanted) else 0
 
     def forget_pins(self, keys: Collection[OffloadKey]) -> Slots:
         """Removes those of ``keys`` that are pinned. Returns their slots."""
@@ -99,7 +134,7 @@ class Promotion:
         return np.array(slots, dtype=np.int64)
 
     def stop_waiting(self, state: PromotionState) -> None:
-        self.want({})
+        self.want(NONE)
         self.reading.clear()
         self.state = state
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
+from itertools import compress
 
 import numpy as np
 
 from kvoffload.abc import LookupState, OffloadKey
 from kvoffload.cache.manager import PolicyOffloadingManager
-from kvoffload.tiers.promotion import Promotion
+from kvoffload.tiers.promotion import Located, Promotion
 from kvoffload.tiers.state import TierState
 
 MAX_READS = 1024
@@ -40,17 +41,20 @@ class TierReads:
 
     def begin(
         self,
-        slots: Mapping[OffloadKey, int],
-        sources: Mapping[OffloadKey, int],
+        slots: dict[OffloadKey, int],
+        blocks: Located,
         promotion: Promotion,
         allowed: list[int],
         now: float,
     ) -> dict[OffloadKey, int]:
-        """Gives blocks, for which ``promotion`` waits from now on, to their tiers to read into ``slots``. Returns those
-        that these have not taken on. ``allowed``: see ``num_in_time``; it becomes less."""
+        """Gives those of ``blocks`` that have slots to their tiers to read. ``promotion`` waits for them from now on.
+        Returns those that these have not taken on. ``allowed``: see ``num_in_time``; it becomes less."""
         refused: dict[OffloadKey, int] = {}
         for tier in self._tiers:
-            mine = {key: slot for key, slot in slots.items() if sources[key] == tier.index}
+            mine = slots
+            if len(self._tiers) > 1:
+                its = compress(blocks.keys, (blocks.sources == tier.index).tolist())
+                mine = {key: slots[key] for key in its if key in slots}
             if mine:
                 left = self._give(tier, mine, promotion, now) if tier.can_read else mine
                 allowed[tier.index] -= len(mine) - len(left)
@@ -70,15 +74,15 @@ class TierReads:
         refused = slots.keys() - taken
         return {key: slot for key, slot in slots.items() if key in refused}
 
-    def readable(self, keys: list[OffloadKey]) -> dict[OffloadKey, int]:
-        """Returns those of ``keys`` that some tier can read now, with the index of the fastest that can."""
-        source = np.full(len(keys), -1, dtype=np.int64)
+    def readable(self, keys: list[OffloadKey]) -> Located:
+        """Returns those of ``keys`` that some tier can read now, in the fastest that can."""
+        sources = np.full(len(keys), -1, dtype=np.int8)
         for tier in self._tiers:
-            left = np.flatnonzero(source < 0)
+            left = np.flatnonzero(sources < 0)
             if tier.can_read and len(left):
                 is_held = tier.tier.contains([keys[i] for i in left.tolist()]) == LookupState.HIT
-                source[left[is_held]] = tier.index
-        return {key: i for key, i in zip(keys, source.tolist(), strict=True) if i >= 0}
+                sources[left[is_held]] = tier.index
+        return Located(keys, sources).select(sources >= 0)
 
     def probe(self, tier: TierState, room: int, now: float) -> bool:
         """Reads a block for no request from a tier that was paused, to see whether it works again, if there is ``room``

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from kvoffload.abc import BlockDescription, OffloadingEvent, OffloadKey
 
 MAX_CONTENTS = 1 << 16
-"""Blocks of host memory whose contents are remembered for the events of lower tiers, about 300 bytes plus 4 per token
+"""Blocks of host memory whose contents are remembered for the events of lower tiers, about 230 bytes plus 8 per token
 for each. Events of other blocks name them by hash only."""
 
 

@@ -27,7 +27,6 @@ from xxhash import xxh3_64_intdigest
 
 from kvoffload.abc import ByteArray, OffloadKey, Slots
 from kvoffload.tiers.disk.format import (
-    JOURNAL_NAME,
     MAX_KEY_BYTES,
     RECORD,
     RECORD_BYTES,
@@ -37,8 +36,6 @@ from kvoffload.tiers.disk.format import (
     is_record_of,
 )
 from kvoffload.tiers.disk.storage import StoredFile
-
-__all__ = ["JOURNAL_NAME", "Journal", "JournalHeader", "digests_of", "read_entries"]
 
 JOURNAL_VERSION = 1
 JOURNAL_HEADER_BYTES = 4096
@@ -113,7 +110,8 @@ def _digests(rows: ByteArray, length: int) -> UInt64s:
         padded[:, :length] = rows
         rows = padded
     words = np.ascontiguousarray(rows).view("<u8").reshape(len(rows), num_words)
-    digests = np.full(len(rows), length, dtype=np.uint64)
+    # Not the bare length: in a XOR with the first word, the difference of two lengths is that of two keys.
+    digests = np.full(len(rows), length * int(_MULTIPLIER) & (1 << 64) - 1, dtype=np.uint64)
     for number in range(num_words):
         _mix(digests, words[:, number])
     _mix(digests, _HALF)
@@ -122,7 +120,7 @@ def _digests(rows: ByteArray, length: int) -> UInt64s:
 
 
 def _mix(state: UInt64s, values: npt.NDArray[np.uint64] | np.uint64) -> None:
-    """Mixes ``values`` into ``state``: the finest change of either changes half of the bits after two rounds."""
+    """Mixes ``values`` into ``state``, in place."""
     state ^= values
     state *= _MULTIPLIER
     state ^= state >> _HALF

@@ -35,7 +35,7 @@ from kvoffload.tiers.disk.format import (
     record_offset,
     slab_name,
 )
-from kvoffload.tiers.disk.journal import Journal, journal_bytes, num_entries_for
+from kvoffload.tiers.disk.publisher import IndexPublisher
 from kvoffload.tiers.disk.storage import NO_FILE_ERRORS, SETTING_ERRORS, Storage, StoredFile, is_full
 from kvoffload.units import format_bytes
 
@@ -109,10 +109,8 @@ class SlabFiles:
         self._recency: StoredFile | None = None
         self._written: Header | None = None
         """The header that is on disk."""
-        self._journal: Journal | None = None
-        self._num_entries = 0
-        """Entries of the journal, 0 without one."""
-        self._new_generation = new_generation
+        self._publisher: IndexPublisher | None = None
+        """Only if others follow the index."""
         try:
             _check_slots(slot_bytes)
             if not is_fingerprint(fingerprint):
@@ -120,7 +118,7 @@ class SlabFiles:
             per_slab = max(1, slab_bytes // sum(slot_bytes))
             self.header = Header(fingerprint, tuple(slot_bytes), per_slab, new_generation())
             if with_journal and not self.read_only:
-                self._num_entries = num_entries_for(capacity_bytes // slot_cost(self.header.block_bytes))
+                self._publisher = IndexPublisher(capacity_bytes // slot_cost(self.header.block_bytes), new_generation)
             if self._slots_within(capacity_bytes) < 1:
                 raise ConfigError(
                     f"bytes={capacity_bytes} ({format_bytes(capacity_bytes)}): not enough for one block; set "
@@ -134,7 +132,7 @@ class SlabFiles:
             if error.errno not in SETTING_ERRORS:
                 raise
             raise ConfigError(
-                f"dir: cannot be used ({error.strerror or error}); name a directory on a local file system that "
+                f"cannot be used ({error.strerror or error}); name a directory on a local file system that "
                 "this user can write to"
             ) from error
         except BaseException:
@@ -151,7 +149,7 @@ class SlabFiles:
     def bytes_of(self, num_slots: int) -> int:
         """Returns an upper bound of the bytes that ``num_slots`` slots take of the medium."""
         slabs = -(-num_slots // self.header.slots_per_slab)
-        journal = journal_bytes(self._num_entries) if self._num_entries else 0
+        journal = self._publisher.nbytes if self._publisher else 0
         return FIXED_BYTES + journal + slabs * SLAB_OVERHEAD_BYTES + num_slots * slot_cost(self.header.block_bytes)
 
     @property
@@ -173,7 +171,7 @@ class SlabFiles:
         kept = {slab_name(number) for number in range(len(self._slabs))}
         if not is_new:
             kept |= {INDEX_NAME, RECENCY_NAME}
-        if self._num_entries:
+        if self._publisher:
             kept |= {JOURNAL_NAME, IDENTITY_NAME}
         for name in names:
             if name not in kept:
@@ -278,8 +276,9 @@ class SlabFiles:
         if is_new:
             self._index.resize(0)
         self._index.resize(record_offset(self.num_allocated))
-        if self._num_entries:
-            self._open_journal(is_new)
+        if self._publisher:
+            journal = self._keep(self._storage.open(self._folder, JOURNAL_NAME, create=True))
+            self._publisher.open(journal, self.num_slots, 0 if is_new else self.num_allocated)
         try:
             self._recency = self._keep(self._storage.open(self._folder, RECENCY_NAME, create=True))
             self._recency.resize(self.num_allocated * RECENCY_BYTES)
@@ -288,16 +287,6 @@ class SlabFiles:
             if not is_full(error) or not self.num_allocated:
                 raise
             self._recency = None
-
-    def _open_journal(self, is_new: bool) -> None:
-        file = self._keep(self._storage.open(self._folder, JOURNAL_NAME, create=True))
-        if is_new:
-            file.resize(0)
-        file.resize(journal_bytes(self._num_entries))
-        self._journal = Journal(file, self._num_entries, self._new_generation)
-        self._is_published = np.zeros(self.num_slots, dtype=np.bool_)
-        self._is_published[: self.num_allocated] = not is_new
-        """Per slot: whether other machines may find a block in its record."""
 
     def _check_capacity(self, is_first_use: bool) -> None:
         """Checks the budget against the medium. On first use a budget beyond the medium is a wrong setting. Later it
@@ -354,27 +343,24 @@ class SlabFiles:
     def write_records(self, first_slot: int, records: ByteArray, *, is_change: bool = True) -> None:
         """Writes the records of ``first_slot`` and those after it. ``is_change``: whether the blocks in the slots are
         others than before. Raises OSError."""
-        if self._journal is not None:
-            self._is_published[first_slot : first_slot + len(records) // RECORD_BYTES] = True
+        if self._publisher:
+            self._publisher.before_change(first_slot, records)
         _write_all(self._index, [records], record_offset(first_slot))
-        if self._journal is not None and is_change:
-            self._journal.note(first_slot, records)
+        if self._publisher and is_change:
+            self._publisher.after_change(first_slot, records)
 
     def empty_records(self, first_slot: int, count: int) -> None:
         """Empties the records of slots whose payloads are about to be overwritten. If other machines may have found
         blocks there, it returns once they do not. Raises OSError."""
-        slots = slice(first_slot, first_slot + count)
-        is_published = self._journal is not None and bool(self._is_published[slots].any())
         _write_all(self._index, [np.zeros(count * RECORD_BYTES, dtype=np.uint8)], record_offset(first_slot))
-        if is_published:
-            self._index.sync()
-            self._is_published[slots] = False
+        if self._publisher:
+            self._publisher.withdraw(self._index, slice(first_slot, first_slot + count))
 
     def write_journal(self) -> None:
         """Writes down which blocks have come and gone since the last call, if others follow this index. May be called
         by any thread. Raises OSError."""
-        if self._journal is not None and not self.read_only:
-            self._journal.write(self.header, self._index.sync)
+        if self._publisher and not self.read_only:
+            self._publisher.write(self.header, self._index)
 
     def write_recency(self, first_slot: int, last_use: npt.NDArray[np.int64]) -> None:
         """Writes the recency of ``first_slot`` and those after it, as far as they exist. Raises OSError."""
@@ -387,7 +373,7 @@ class SlabFiles:
         """Writes payloads from ``slot`` on, within its slab. Raises OSError if not every byte was written."""
         slab, offset = self.header.place(slot)
         _write_all(self._slabs[slab], buffers, offset)
-        if self._journal is not None and self._slabs[slab].is_cached:
+        if self._publisher and self._slabs[slab].is_cached:
             # Its record may reach other machines at any time from now on.
             self._slabs[slab].sync()
 
@@ -448,8 +434,8 @@ class SlabFiles:
 
     def close(self) -> None:
         """Closes the files and gives up the lock. May be called twice."""
-        if self._journal is not None:
-            self._journal.close()
+        if self._publisher:
+            self._publisher.close()
         for file in self._open_files:
             file.close()
         self._storage.close()

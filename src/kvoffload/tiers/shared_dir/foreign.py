@@ -182,8 +182,6 @@ class ForeignBlocks:
         if wanted > self._table.capacity and self._table.capacity < self._max_blocks:
             self._rebuild(wanted)
             return
-        # If a seat has a block twice, the digests are not distinct.
-        slots = slots[np.unique(view.digests[slots], return_index=True)[1]]
         self._table.insert(view.digests[slots], _places(view, slots))
 
     def rebuild(self) -> None:
@@ -194,8 +192,7 @@ class ForeignBlocks:
         table = BlockTable(min(num_blocks, self._max_blocks))
         for view in list(self._views.values()):
             slots = np.flatnonzero(view.digests)[: self._max_blocks - len(table)]
-            digests, first = np.unique(view.digests[slots], return_index=True)
-            table.insert(digests, _places(view, slots[first]))
+            table.insert(view.digests[slots], _places(view, slots))
         self._table, self.is_incomplete = table, False
 
     def check_integrity(self) -> None:

@@ -50,7 +50,7 @@ CLOCK_NAME = "clock"
 """A file in GATE_NAME, whose time is the medium's."""
 BEAT_S = 3.0
 SILENT_S = 60.0
-GONE_AFTER_S = 3600.0
+GONE_AFTER_S = 3600
 """By default a seat is emptied after so long."""
 GATE_DEADLINE_S = 20.0
 GATE_RETRY_S = 0.05

@@ -25,7 +25,7 @@ class BlockTable:
     """At most one place per digest, for about ``capacity`` digests. A digest is not 0, a place not negative."""
 
     def __init__(self, capacity: int) -> None:
-        num_buckets = 1 << max(0, (max(capacity, 2) // BLOCKS_PER_BUCKET - 1).bit_length())
+        num_buckets = 1 << max(0, (-(-max(capacity, 2) // BLOCKS_PER_BUCKET) - 1).bit_length())
         self.capacity = num_buckets * BLOCKS_PER_BUCKET
         self._mask = np.uint64(num_buckets - 1)
         self._digests = np.zeros((num_buckets, WAYS), dtype=np.uint64)
@@ -54,9 +54,10 @@ class BlockTable:
         return places
 
     def insert(self, digests: UInt64s, places: Places) -> None:
-        """Inserts distinct digests. Those that have a place keep it."""
+        """Inserts digests with distinct places. A digest that has a place keeps it."""
         for start in range(0, len(digests), _SHARE):
-            share, targets = digests[start : start + _SHARE], places[start : start + _SHARE]
+            share, first = np.unique(digests[start : start + _SHARE], return_index=True)
+            targets = places[start + first]
             absent = np.flatnonzero(self.find(share) < 0)
             self._len += len(absent)
             self._insert_absent(share[absent], targets[absent])
@@ -70,13 +71,11 @@ class BlockTable:
                 self._spilled[buckets[i]] = True
                 self._spill[int(digests[i])] = int(places[i])
             entries = buckets * WAYS + empty.argmax(axis=1)
-            # If several digests take the same entry, the first one wins, and the others come in the next round.
-            first = np.zeros(len(digests), dtype=np.bool_)
-            first[np.unique(entries, return_index=True)[1]] = True
-            now = has_room & first
-            self._places[entries[now]] = places[now]
-            self._digests.ravel()[entries[now]] = digests[now]
-            later = has_room & ~first
+            # If several digests take the same entry, the last one wins, and the others come in the next round.
+            self._places[entries[has_room]] = places[has_room]
+            won = has_room & (self._places.take(entries) == places)
+            self._digests.ravel()[entries[won]] = digests[won]
+            later = has_room & ~won
             digests, places = digests[later], places[later]
 
     def remove(self, digests: UInt64s, places: Places) -> None:

@@ -91,7 +91,6 @@ class SharedDirTier(Tier):
         self._root = root
         self._fingerprint = fingerprint
         self._identity = dict(identity or {})
-        self._clock = clock
         self._state = _State.SERVING
         seat = self.seat = take_seat(root, fingerprint, machine or Machine.this(), random, wall_clock)
         seat.capacity_bytes = capacity_bytes

@@ -1,0 +1,228 @@
+"""Servers that share a directory of a network file system break no law, and each bug planted in them breaks one."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from random import Random
+
+import numpy as np
+import pytest
+
+from kvoffload.abc import OffloadKey
+from kvoffload.testing import shared_folder
+from kvoffload.testing.engine import Clock, WrongBytes
+from kvoffload.testing.scale import scaled
+from kvoffload.testing.servers import DeletedOthers, SharingServer, simulate_servers
+from kvoffload.testing.shared_folder import SeatTaken, SharedFolderMedium
+from kvoffload.testing.shared_storage import Mount, NfsServer
+from kvoffload.testing.tiers import SteppedExecutor, make_pools
+from kvoffload.tiers.disk.start import remove_blocks
+from kvoffload.tiers.disk.storage import Storage
+from kvoffload.tiers.shared_dir import reads, seats
+from kvoffload.tiers.shared_dir import tier as tier_module
+from kvoffload.tiers.shared_dir.seats import Machine, Seat, Sighting, seat_names
+from kvoffload.tiers.shared_dir.tier import SharedDirTier
+
+SEEDS = scaled(16)
+
+
+@pytest.fixture(autouse=True)
+def _quiet() -> Iterator[None]:
+    logging.disable(logging.ERROR)
+    yield
+    logging.disable(logging.NOTSET)
+
+
+@pytest.fixture(scope="module")
+def counts() -> Counter[str]:
+    total: Counter[str] = Counter()
+    for seed in range(SEEDS):
+        total += simulate_servers(SharedFolderMedium, seed)
+    return total
+
+
+def test_no_law_is_broken_and_servers_find_blocks_of_others(counts: Counter[str]) -> None:
+    assert counts["simulations"] == SEEDS
+    assert counts["servers that read blocks of others"] > SEEDS / 4
+    assert counts["blocks found again"] > SEEDS / 10
+    assert counts["seats that came back"] > SEEDS / 10
+    assert counts["shared writes: ok"] > SEEDS
+
+
+def test_faults_happen(counts: Counter[str]) -> None:
+    for fault in ("stalls", "failures"):
+        assert counts[f"faults: {fault}"] > 0, f"never injected: {fault}"
+
+
+def test_a_seed_replays_its_simulation() -> None:
+    assert simulate_servers(SharedFolderMedium, 1) == simulate_servers(SharedFolderMedium, 1)
+
+
+# Planted bugs.
+
+
+class _EqualToAll:
+    def __eq__(self, other: object) -> bool:
+        return True
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+def foreign_blocks_are_not_verified(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(reads, "payload_checksum", lambda *arguments: _EqualToAll())
+
+
+def living_seats_are_adopted(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(NfsServer, "take_lock", lambda server, inode, client: True)
+    patch.setattr(seats, "SILENT_S", -1e9)
+
+
+def living_seats_are_emptied(patch: pytest.MonkeyPatch) -> None:
+    class EmptiesAll:
+        """Takes every other seat for one whose server is gone."""
+
+        def __init__(self, root: Storage, seat: Seat, gone_after_s: float, clock: object) -> None:
+            self.root, self.seat = root, seat
+
+        def look_around(self) -> None:
+            for name in seat_names(self.root):
+                if name != self.seat.name:
+                    remove_blocks(self.root.child(name))
+
+    patch.setattr(tier_module, "GoneSeats", EmptiesAll)
+
+
+def a_reset_deletes(server: SharingServer) -> None:
+    """Plants the bug in one server: its reset removes the blocks of all seats."""
+    tier = server.tier
+    connection = server.connection
+    if not isinstance(tier, SharedDirTier) or not isinstance(connection, shared_folder.FolderConnection):
+        return
+    reset, root = tier.reset, connection.client.storage()
+
+    def remove_all() -> None:
+        with suppress(OSError):
+            for name in seat_names(root):
+                remove_blocks(root.child(name))
+
+    def resetting() -> None:
+        reset()
+        server.executor.submit_write(remove_all)
+
+    tier.reset = resetting  # type: ignore[method-assign]
+
+
+def failure(seed: int, plant: Callable[[pytest.MonkeyPatch], None] | None, patch: object = None) -> str:
+    """Returns the law that the simulation of ``seed`` finds broken with a bug, "" for none."""
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        if plant is not None:
+            plant(monkeypatch)
+        try:
+            simulate_servers(SharedFolderMedium, seed, patch)  # type: ignore[arg-type]
+        except AssertionError as error:
+            return f"{type(error).__name__}: {error}"
+    return ""
+
+
+BUGS: dict[Callable[[pytest.MonkeyPatch], None], tuple[type[AssertionError], int]] = {
+    foreign_blocks_are_not_verified: (WrongBytes, 3),
+    living_seats_are_adopted: (SeatTaken, 0),
+    living_seats_are_emptied: (DeletedOthers, 0),
+}
+"""The law that finds each bug, and a seed that does."""
+
+
+@pytest.mark.parametrize("bug", BUGS)
+def test_a_planted_bug_is_found(bug: Callable[[pytest.MonkeyPatch], None]) -> None:
+    law, seed = BUGS[bug]
+    assert failure(seed, bug).startswith(law.__name__)
+    assert failure(seed, None) == ""
+
+
+def test_a_reset_that_deletes_is_found() -> None:
+    assert failure(RESET_SEED, None, a_reset_deletes).startswith(DeletedOthers.__name__)
+    assert failure(RESET_SEED, None) == ""
+
+
+RESET_SEED = 0
+
+
+# Two servers, by hand.
+
+
+class Pair:
+    """Two machines whose locks do not exclude each other, as with local locks, and whose clocks differ by days."""
+
+    def __init__(self) -> None:
+        self.clock = Clock(1e6)
+        self.server = NfsServer(1 << 30, clock=self.clock)
+        self.tiers: list[SharedDirTier] = []
+
+    def start(self, number: int, skew_s: float) -> SharedDirTier:
+        client = self.server.connect(Mount(skew_s=skew_s, entries_s=0.0), number)
+        tier = SharedDirTier(
+            client.storage(),
+            make_pools(4, 4096),
+            fingerprint="ab" * 32,
+            capacity_bytes=1 << 20,
+            gone_after_s=100.0,
+            machine=Machine(f"host-{number}", number, f"boot-{number}"),
+            executor=SteppedExecutor(number, clock=self.clock),
+            clock=self.clock,
+            wall_clock=client.wall_clock,
+            random=Random(number).randbytes,
+            slab_bytes=1 << 16,
+            background=False,
+        )
+        self.tiers.append(tier)
+        return tier
+
+    def store(self, tier: SharedDirTier, key: OffloadKey) -> None:
+        tier.write([key], np.array([0]))
+        tier.wait(1.0)
+        while tier.is_busy:
+            tier.wait(1.0)
+            tier.poll()
+
+    def run(self, seconds: float) -> None:
+        for _ in range(int(seconds)):
+            self.clock.now += 1.0
+            for tier in self.tiers:
+                tier.keep()
+                tier.follow()
+                tier.poll()
+
+
+def seats_of_living_servers(monkeypatch: pytest.MonkeyPatch) -> tuple[list[str], list[int]]:
+    """Runs a server whose clock is days behind, then another one for a while. Returns their seats, and the blocks that
+    the first one's seat has for the second one."""
+    monkeypatch.setattr(NfsServer, "take_lock", lambda server, inode, client: True)
+    pair = Pair()
+    first = pair.start(1, -1e6)
+    pair.store(first, b"k" * 32)
+    pair.run(5.0)
+    second = pair.start(2, 0.0)
+    pair.run(300.0)
+    return [first.seat.name, second.seat.name], [first.num_blocks, len(second.blocks)]
+
+
+def test_a_server_whose_clock_is_wrong_keeps_its_seat(monkeypatch: pytest.MonkeyPatch) -> None:
+    names, blocks = seats_of_living_servers(monkeypatch)
+    assert names == ["writer-0", "writer-1"]
+    assert blocks == [1, 1]
+
+
+def test_a_heartbeat_judged_by_its_owners_clock_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    look = seats.look
+
+    def planted(seat: object) -> Sighting | None:
+        seen = look(seat)  # type: ignore[arg-type]
+        heartbeat = seen.heartbeat if seen is not None else None
+        return seen if seen is None or heartbeat is None else Sighting(seen.raw, heartbeat.time)
+
+    monkeypatch.setattr(seats, "look", planted)
+    names, _ = seats_of_living_servers(monkeypatch)
+    assert names == ["writer-0", "writer-0"]

@@ -1,0 +1,49 @@
+"""The entry "shared_dir" of the option tiers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from kvoffload.abc import ConfigError
+from kvoffload.testing.tiers import make_pools
+from kvoffload.tiers.config import TierContext, load_tiers
+from kvoffload.tiers.shared_dir.config import SharedDirConfig
+from kvoffload.tiers.shared_dir.tier import SharedDirTier
+from tests.tiers.shared_dir.rig import FINGERPRINT
+
+
+def test_an_entry_opens_a_tier(tmp_path: Path) -> None:
+    (config,) = load_tiers([{"kind": "shared_dir", "dir": str(tmp_path / "x"), "bytes": "8MiB", "gone_after_s": 90}])
+    assert config == SharedDirConfig(dir=str(tmp_path / "x"), bytes=8 << 20, gone_after_s=90)
+    tier = config.open(TierContext(make_pools(4, 4096), FINGERPRINT, engines=2))
+    assert isinstance(tier, SharedDirTier)
+    assert tier.is_shared
+    assert config.capacity_bytes == 8 << 20
+    assert tier.capacity_bytes == 4 << 20
+    tier.close()
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [
+        ("dir", "relative", "dir='relative': not an absolute path"),
+        ("bytes", "many", "bytes='many'"),
+        ("gone_after_s", 5, "gone_after_s=5: must be a number of seconds, 60 or more"),
+        ("gone_after_s", "1h", "gone_after_s='1h'"),
+        ("gone_after_s", float("nan"), "gone_after_s=nan"),
+        ("gone_after_s", True, "gone_after_s=True"),
+    ],
+)
+def test_mistakes_are_named(key: str, value: object, message: str) -> None:
+    entry = {"kind": "shared_dir", "dir": "/d", "bytes": "1GiB", key: value}
+    with pytest.raises(ConfigError) as error:
+        load_tiers([entry])
+    assert str(error.value).startswith("tiers[0]." + message)
+
+
+def test_too_few_bytes_are_refused(tmp_path: Path) -> None:
+    config = SharedDirConfig(dir=str(tmp_path), bytes=4096)
+    with pytest.raises(ConfigError, match=r"^bytes=4096 .*not enough for one block"):
+        config.open(TierContext(make_pools(4, 4096), FINGERPRINT))

@@ -1,0 +1,93 @@
+"""BlockTable: an exact map, also where buckets are full, and safe to look up while it changes."""
+
+from __future__ import annotations
+
+import threading
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+from kvoffload.tiers.disk.journal import digests_of
+from kvoffload.tiers.shared_dir.table import BlockTable
+
+
+def digests(n: int, seed: int = 0) -> npt.NDArray[np.uint64]:
+    return np.random.default_rng(seed).integers(1, 1 << 63, n, dtype=np.uint64)
+
+
+@pytest.mark.parametrize("mask", [(1 << 64) - 1, 0xFFFF_FFFF_FFFF_FF00], ids=["spread", "in few buckets"])
+def test_a_table_is_a_map(mask: int) -> None:
+    rng = np.random.default_rng(1)
+    universe = np.unique(digests(6000) & np.uint64(mask))
+    table, model = BlockTable(5000), dict[int, int]()
+    next_place = 0
+    for _ in range(60):
+        chosen = rng.choice(universe, rng.integers(0, 400))
+        if rng.random() < 0.5:
+            places = np.arange(next_place, next_place + len(chosen))
+            next_place += len(chosen)
+            table.insert(chosen, places)
+            for digest in np.unique(chosen).tolist():
+                if digest not in model:
+                    model[digest] = int(places[chosen.tolist().index(digest)])
+        else:
+            chosen = np.unique(chosen)
+            # Half of them name a place that the digest does not have.
+            places = np.array([model.get(int(digest), -5) + int(rng.integers(0, 2)) * 10**9 for digest in chosen])
+            table.remove(chosen, places)
+            for digest, place in zip(chosen.tolist(), places.tolist(), strict=True):
+                if model.get(digest) == place:
+                    del model[digest]
+        assert len(table) == len(model)
+        assert table.find(universe).tolist() == [model.get(digest, -1) for digest in universe.tolist()]
+    assert model
+
+
+def test_a_lookup_beside_changes_finds_what_is_not_changed() -> None:
+    kept, moving = digests(3000), digests(3000, seed=1)
+    table = BlockTable(6000)
+    table.insert(kept, np.arange(3000))
+    stop = threading.Event()
+
+    def change() -> None:
+        while not stop.is_set():
+            table.insert(moving, np.arange(10_000, 13_000))
+            table.remove(moving, np.arange(10_000, 13_000))
+
+    thread = threading.Thread(target=change)
+    thread.start()
+    try:
+        for _ in range(100):
+            assert table.find(kept).tolist() == list(range(3000))
+    finally:
+        stop.set()
+        thread.join()
+
+
+def test_memory_per_block_is_bounded() -> None:
+    for num_blocks in (1 << 16, (1 << 16) + 1, 100_000):
+        table = BlockTable(num_blocks)
+        assert table.capacity >= num_blocks
+        # Digest and checksum per slot come on top: 16 bytes.
+        assert table.nbytes / num_blocks + 16 <= 200
+
+
+def test_digests_depend_on_every_byte_and_on_the_length() -> None:
+    base = bytes(range(1, 45))
+    family = [base, base[:-1], base + b"\0", base[:-1] + b"\0", bytes(44), bytes(43), bytes(8), bytes(7), b"\0"]
+    family += [base[:i] + bytes([base[i] ^ 1 << bit]) + base[i + 1 :] for i in range(44) for bit in range(8)]
+    found = digests_of(family)
+    assert len(set(found.tolist())) == len(set(family)) == len(family)
+    assert found.tolist() == [int(digests_of([key])[0]) for key in family], "alone or together"
+    assert (found != 0).all()
+    assert len(digests_of([])) == 0
+
+
+def test_digests_are_spread_evenly() -> None:
+    """Keys that differ in a counter only, as in tests, must not meet in the same buckets."""
+    found = digests_of([number.to_bytes(36, "big") for number in range(1 << 14)])
+    for shift in (0, 16, 32, 48):
+        counts = np.bincount((found >> np.uint64(shift) & np.uint64(1023)).astype(np.int64), minlength=1024)
+        assert counts.max() <= 16 + 8 * 4
+        assert counts.min() > 0
