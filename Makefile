@@ -26,6 +26,8 @@ SOAK_TESTS     := tests/connector/test_engine_model.py tests/cache/test_manager_
 	tests/tiers/disk/test_kill.py
 SOAK_TIMEOUT_S := 7200
 SIMULATIONS    := 10000
+# What the simulated servers of make soak share.
+MEDIA          := store shared_dir
 SOAK_SCALE     := 50
 
 .PHONY: nfs-guest help lint unit test interface demo demo-shared bench soak install mooncake-libraries overlays clean
@@ -38,7 +40,7 @@ help:
 	@echo "make unit       run the tests that need no vLLM"
 	@echo "make lint       run ruff and mypy"
 	@echo "make bench      run the benchmarks: bench-report/; some of them: ARGS=\"managers disk\""
-	@echo "make soak       run $(SIMULATIONS) simulations of servers on failing disks and $(SOAK_SCALE) times as many random tests (an hour)"
+	@echo "make soak       run $(SIMULATIONS) simulations of servers on each failing medium and $(SOAK_SCALE) times as many random tests (hours)"
 	@echo "make interface  check from source whether a version of vLLM has every name that kvoffload uses: VLLM=0.33.0"
 	@echo "make install    install what make test needs, without running a test"
 	@echo "make overlays   install older versions of vLLM, which make test then tests too: OVERLAYS=\"0.30.0 0.31.0\""
@@ -63,7 +65,8 @@ interface: $(VENV)/.stamp
 
 soak: $(VENV)/.stamp
 	$(DEV) kvoffload.testing simulate --seeds $(SIMULATIONS)
-	$(DEV) pytest tests/testing/test_simulation.py -k planted -q -s
+	for kind in $(MEDIA); do $(DEV) kvoffload.testing simulate --servers $$kind --seeds $(SIMULATIONS) || exit 1; done
+	$(DEV) pytest tests/testing/test_simulation.py tests/testing/test_servers.py -k planted -q -s
 	KVOFFLOAD_TEST_SCALE=$(SOAK_SCALE) $(DEV) $(PYTEST) $(SOAK_TESTS) --timeout $(SOAK_TIMEOUT_S) $(ARGS)
 
 demo: $(VENV_VLLM)/.stamp

@@ -15,7 +15,8 @@
   schedules its jobs by a seed. ``storage``: a simulated disk, and a wrapper that adds faults to any storage.
 - ``engine``: a small paged engine that checks every byte it attends to. ``faults``: transfers that misbehave.
 - ``simulation``: servers that run, crash and restart on a failing disk; ``run_simulations(seeds, progress)``, or
-  ``python -m kvoffload.testing simulate --seeds N``.
+  ``python -m kvoffload.testing simulate --seeds N``. ``servers``: several servers that share a medium of a kind in
+  ``media``; ``simulate --servers KIND``. ``watch``: the laws between a tier and the host.
 
 Only ``reference`` is imported with the package; import the others by name.
 """

@@ -7,5 +7,5 @@ from kvoffload.testing.shared_folder import SharedFolderMedium
 from kvoffload.testing.shared_memory import SharedMemoryMedium
 from kvoffload.testing.store_medium import StoreMedium
 
-_ALL: tuple[type[SharedMedium], ...] = (SharedFolderMedium, SharedMemoryMedium, StoreMedium)
-MEDIA = {medium.kind: medium for medium in _ALL}
+KINDS: tuple[type[SharedMedium], ...] = (SharedFolderMedium, SharedMemoryMedium, StoreMedium)
+MEDIA: dict[str, type[SharedMedium]] = {medium.kind: medium for medium in KINDS}
