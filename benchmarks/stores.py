@@ -30,15 +30,13 @@ from kvoffload.tiers.mooncake.config import MooncakeConfig
 from kvoffload.tiers.remote.tier import RemoteTier
 
 BLOCK_BYTES = 2 << 20
-NUM_BLOCKS = 64
-"""Blocks moved per round: as many bytes as the tier has under way at most."""
-ROUNDS = 9
+NUM_BLOCKS = 128
+"""Blocks moved per round, by the script in one call: twice what the tier has under way at most."""
+ROUNDS = 7
 SINGLES = 200
 LONG_PROMPT = 8192
 """Blocks."""
 CONNECT_DEADLINE_S = 60.0
-LEASE_MS = 10_000
-"""What the master grants by default."""
 
 PEER = """
 import mmap, os, sys, time
@@ -182,16 +180,16 @@ def scheduler_thread(tier: RemoteTier) -> list[Row]:
     measure("poll with the answers", LONG_PROMPT, tier.poll)
     settle(tier, lambda: 3 not in tier.contains(chain))
     measure("contains of a known chain", LONG_PROMPT, lambda: tier.contains(chain))
-    keys, slots = new_keys(NUM_BLOCKS), np.arange(NUM_BLOCKS)
+    keys, slots = new_keys(32), np.arange(32)
     for what, move in (("write", tier.write), ("read", tier.read)):
         taken: list[OffloadKey] = []
 
         def begin(move: Callable[[list[OffloadKey], Slots], list[OffloadKey]] = move) -> None:
             taken.extend(move(keys, slots))  # noqa: B023
 
-        measure(what, NUM_BLOCKS, begin)
+        measure(what, len(keys), begin)
         time.sleep(2.0)
-        measure(f"poll after that {what}", NUM_BLOCKS, tier.poll)
+        measure(f"poll after that {what}", len(keys), tier.poll)
         settle(tier, lambda: bool(tier.contains(keys).all()))
     return rows
 
@@ -203,7 +201,7 @@ def main(out: Path, quick: bool = False) -> None:
         return
     logging.disable(logging.WARNING)
     with tempfile.TemporaryDirectory() as logs:
-        store = MooncakeStore(Path(logs), LEASE_MS)
+        store = MooncakeStore(Path(logs))
         host = HostPool(NUM_BLOCKS, BLOCK_BYTES)
         try:
             host.data[:] = np.random.default_rng(0).integers(0, 256, host.data.shape, dtype=np.uint8)

@@ -132,6 +132,7 @@ def test_imports_match_the_declared_dependencies() -> None:
         "torch": ("vllm/", "transfer/cuda.py"),
         "transformers": ("demo/engine.py",),
         "huggingface_hub": ("fingerprints.py",),
+        "mooncake": ("tiers/mooncake/", "demo/shared/"),
     }
     for name in found.keys() - core:
         assert all(path.startswith(rooms.get(name, "vllm/")) for path in found[name]), f"{name} in {found[name]}"

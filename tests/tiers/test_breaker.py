@@ -21,7 +21,7 @@ from kvoffload.tiers.breaker import (
     CircuitBreaker,
     Progress,
 )
-from kvoffload.tiers.state import WRITE_DEADLINE_S
+from kvoffload.tiers.state import WRITE_DEADLINE_S, TierState
 from tests.tiers.rig import (
     A,
     B,
@@ -424,12 +424,16 @@ def test_one_tier_that_hangs_leaves_another_its_share_of_writes() -> None:
     assert all((fast.contains(each) == LookupState.HIT).all() for each in keys)
 
 
-@pytest.mark.parametrize("planted", ["never half open", "closed without a test"])
+@pytest.mark.parametrize("planted", ["never half open", "closed without a test", "requests wait for it"])
 def test_a_breaker_with_a_bug_is_caught(planted: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if planted == "never half open":
         monkeypatch.setattr(CircuitBreaker, "update", lambda breaker, now: None)
         with pytest.raises(AssertionError):
             test_half_open_reads_one_block_for_no_request(succeeds=True)
+    elif planted == "requests wait for it":
+        monkeypatch.setattr(TierState, "can_read", True)
+        with pytest.raises(AssertionError):
+            test_a_tier_that_is_open_is_neither_asked_nor_read_nor_written()
     else:
 
         def close(breaker: CircuitBreaker, now: float) -> None:

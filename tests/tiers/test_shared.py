@@ -167,6 +167,17 @@ def test_only_what_this_chain_has_written_is_deleted_behind_a_hole() -> None:
     assert keys[3] not in shared.blocks, "it was written behind the hole"
 
 
+def test_what_a_write_has_found_is_not_deleted_behind_a_hole() -> None:
+    rig, shared = with_shared(host_blocks=64)
+    keys = chain("x", 6)
+    shared.knows = False
+    shared.held_by_others = set(keys[4:])
+    shared.fails_for, shared.num_fails = keys[2], 5
+    rig.store(keys)
+    settle(rig)
+    assert [key in shared.blocks for key in keys] == [True, True, False, False, True, True]
+
+
 # Admission.
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import sys
 from pathlib import Path
 
@@ -88,6 +89,8 @@ def demo_shared(out: Path, faults: bool, as_json: bool, seed: int) -> None:
     from kvoffload.demo.shared.terminal import TerminalProgress, summary, verdict
 
     errors = Console(stderr=True)
+    # The store's processes end with the demo, also if it is terminated.
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         with TerminalProgress(errors) as progress:
             report = run_shared_demo(out, seed, progress, faults)
@@ -96,6 +99,8 @@ def demo_shared(out: Path, faults: bool, as_json: bool, seed: int) -> None:
     except DemoError as error:
         errors.print(f"kvoffload demo-shared: {error}", style="bold red", markup=False, highlight=False, soft_wrap=True)
         sys.exit(2)
+    finally:
+        signal.signal(signal.SIGTERM, before)
     content = json.dumps(report.to_dict(), indent=2) + "\n"
     (out / "shared.json").write_text(content, encoding="utf-8")
     (out / "shared.html").write_text(render_page(report), encoding="utf-8")

@@ -67,7 +67,7 @@ class SharedFolderMedium(SharedMedium):
         chosen = [] if is_calm else rng.sample(kinds, rng.choice((1, 1, 2, 3)))
         self.rates = {kind: rng.choice((0.002, 0.01, 0.05)) if kind in chosen else 0.0 for kind in kinds}
         self.stall_s = rng.choice((0.005, 0.05, 30.0))
-        self.cut_s = rng.choice((0.01, 30.0, 200.0))
+        self.cut_s = rng.choice((0.01, 30.0, 100.0))
 
     def _clock(self) -> float:
         """Returns the latest time of any machine."""
@@ -95,15 +95,17 @@ class SharedFolderMedium(SharedMedium):
         """Single accesses fail in ``FolderConnection.before_access``."""
 
     def _spoils(self) -> None:
+        """Changes a bit of a file, but not in a header: only the next process makes a new one."""
         inode = self._any_file()
-        if inode is not None and inode.size:
-            inode.data[self.random.randrange(inode.size)] ^= 1 << self.random.randrange(8)
+        if inode is not None and inode.size > PAGE:
+            inode.data[self.random.randrange(PAGE, inode.size)] ^= 1 << self.random.randrange(8)
             self.injected["spoiled"] += 1
 
     def _loses(self) -> None:
         """Somebody removes a file, or a whole folder, of a server that is gone."""
+        owned = [self._seats().get(connection.seat) for connection in self.connections if connection.has_seat]
         folder = self._any_folder(self.server.root)
-        if folder is None or self._owner(folder) is not None:
+        if folder is None or any(seat and folder in (seat, *seat.entries.values()) for seat in owned):
             return
         names = [name for name, node in folder.entries.items() if isinstance(node, Inode) and name != LOCK_NAME]
         if names and self.random.random() < 0.3:
@@ -312,8 +314,9 @@ class FolderConnection(Connection):
 
     def _stall(self, seconds: float) -> None:
         executor = self.background if self.background.in_job else self.server.executor
-        while executor.in_job and self.client.is_stalled:
+        while executor.in_job and self.client.is_stalled and seconds > 0.0:
             executor.stall(min(seconds, STALL_S))
+            seconds -= STALL_S
 
     def _submit(self) -> None:
         """Submits what the tier's threads do again and again."""

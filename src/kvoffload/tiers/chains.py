@@ -49,6 +49,10 @@ class Chain:
     """Blocks that the tier had lost when the units that are done were last looked up."""
     written: list[OffloadKey] = field(default_factory=list)
     """Blocks that the tier has been given for its request so far."""
+    foreign: set[OffloadKey] = field(default_factory=set)
+    """Those of them that the medium held already: others have written them."""
+    lost: set[OffloadKey] = field(default_factory=set)
+    """Those of them whose latest write has failed."""
     num_written_before: int = 0
     """How many of them it was given before this chain was offered."""
     failures: int = 0

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -48,7 +48,7 @@ class ChainPlanner:
         self._is_worth = is_worth
 
     def _is_writing(self, keys: Sequence[OffloadKey]) -> Bools:
-        return np.fromiter(map(self._writing.__contains__, keys), np.bool_, len(keys))
+        return _among(keys, self._writing)
 
     def in_tier(self, keys: Sequence[OffloadKey], chain: Chain) -> Bools:
         """Returns which of ``keys`` the tier holds, or is being given for this chain: if that fails, the chain is
@@ -57,8 +57,8 @@ class ChainPlanner:
         held: Bools = states == LookupState.HIT
         if (states == LookupState.RETRY).any():
             # It took these once. Until it knows better, it has them.
-            written = frozenset(chain.written)
-            held |= (states == LookupState.RETRY) & np.fromiter(map(written.__contains__, keys), np.bool_, len(keys))
+            written = frozenset(chain.written) - chain.lost
+            held |= (states == LookupState.RETRY) & _among(keys, written)
         if self._writing and not self._writing.keys().isdisjoint(keys):
             for i in np.flatnonzero(~held).tolist():
                 batch = self._writing.get(keys[i])
@@ -118,10 +118,12 @@ class ChainPlanner:
         may hold. Blocks that are being written count as held: if a write fails, its own chain is corrected then."""
         in_tier = [self._tier.contains(keys) for keys in chain.by_group]
         held = [
-            (states != LookupState.MISS) | self._is_writing(keys)
+            (states == LookupState.HIT)
+            | ((states == LookupState.RETRY) & ~_among(keys, chain.lost))
+            | self._is_writing(keys)
             for keys, states in zip(chain.by_group, in_tier, strict=True)
         ]
-        written = frozenset(chain.written)
+        written = frozenset(chain.written) - chain.foreign
         places = unreachable(self._layout, chain.by_group, held, chain.num_units, written)
         may_hold = [(states != LookupState.MISS).tolist() for states in in_tier]
         keys, num_held = [], 0
@@ -133,3 +135,8 @@ class ChainPlanner:
                 keys.append(key)
                 num_held += may_hold[g][i]
         return keys, num_held
+
+
+def _among(keys: Sequence[OffloadKey], group: Collection[OffloadKey]) -> Bools:
+    """Returns which of ``keys`` are in ``group``."""
+    return np.fromiter(map(group.__contains__, keys), np.bool_, len(keys)) if group else np.zeros(len(keys), np.bool_)

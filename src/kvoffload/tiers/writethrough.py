@@ -126,7 +126,8 @@ class WriteThrough:
             return
         chain = Chain(keys, by_group, num_units, is_whole, request)
         if before is not None:
-            chain.written, chain.failures = before.written, before.failures
+            chain.written, chain.foreign, chain.lost = before.written, before.foreign, before.lost
+            chain.failures = before.failures
             chain.num_written_before = len(chain.written)
             for batch in self._batches():
                 batch.chain = chain if batch.chain is before else batch.chain
@@ -228,6 +229,7 @@ class WriteThrough:
             return 0
         self._writing.update(dict.fromkeys(slots, WriteBatch(chain, slots)))
         chain.written += slots
+        chain.lost.difference_update(slots)
         self._progress_at, self._refused_at = self._clock(), None
         if chain.state is ChainState.FRESH:
             self._backlog.enqueue(chain, ChainState.STARTED)
@@ -254,9 +256,12 @@ class WriteThrough:
         for result in results:
             batch = self._writing.pop(result.key)
             slots.append(batch.slots.pop(result.key))
+            if result.ok and not result.nbytes and batch.chain is not None:
+                batch.chain.foreign.add(result.key)
             if not result.ok:
                 self._num_lost += 1
                 if batch.chain is not None:
+                    batch.chain.lost.add(result.key)
                     failed.setdefault(batch.chain, []).append(result)
         self._unpin(slots)
         self._backlog.wake([result.key for result in results])

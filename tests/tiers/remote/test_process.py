@@ -93,11 +93,16 @@ def test_servers_of_other_fingerprints_find_nothing_and_learn_why(
     one = Server(store, identity={"model": "m", "dtype": "bfloat16"})
     one.connect()
     assert works(one, KEYS[:2])
+    two = Server(store, fingerprint="7a" * 32, identity={"model": "m", "dtype": "float32"})
+    two.connect()
+    two.until(lambda: len(list(store.folder.glob("values/*identities*"))) == 2, "its identity was never stored")
+    two.close()
     other = Server(store, fingerprint="6f" * 32, identity={"model": "m", "dtype": "float16"})
     with caplog.at_level(logging.WARNING):
         other.connect()
         assert other.states(KEYS[:2]) == [MISS] * 2
         other.until(lambda: "dtype is bfloat16 there, float16 here" in caplog.text, "the log does not say why")
+        assert "dtype is float32 there, float16 here" in caplog.text
     one.close()
     other.close()
 

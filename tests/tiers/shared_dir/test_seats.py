@@ -181,6 +181,20 @@ def test_a_gone_server_gives_its_budget_back(serve: Serve, clock: Clock, path: P
     assert name_of(serve(boot="c")) == "writer-0"
 
 
+def test_a_seat_whose_heartbeat_was_removed_is_emptied_too(serve: Serve, clock: Clock, path: Path) -> None:
+    one, two = serve(boot="a"), serve(boot="b")
+    one.write(1)
+    one.kill()
+    (path / "writer-0" / HEARTBEAT_NAME).unlink()
+    for _ in range(int(GONE_AFTER_S / LOOK_AROUND_S)):
+        two.background()
+        clock.now += LOOK_AROUND_S
+    assert (path / "writer-0" / FINGERPRINT).exists()
+    two.background()
+    assert not (path / "writer-0" / FINGERPRINT).exists()
+    assert heartbeat(path, "writer-0").state is SeatState.EMPTIED
+
+
 @pytest.mark.parametrize("why", ["it beats", "it has its lock", "not for long", "only the medium's clock says so"])
 def test_a_seat_that_is_not_gone_is_not_emptied(serve: Serve, clock: Clock, path: Path, why: str) -> None:
     one, two = serve(boot="a"), serve(boot="b")

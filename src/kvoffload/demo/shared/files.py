@@ -14,8 +14,20 @@ from typing import Any
 SLOWDOWN = 10
 SHORTEST_S = 1e-4
 """A call that the page cache answers counts as this long."""
-READS = ("open", "read", "pread", "preadv", "stat", "fstat", "listdir", "scandir", "statvfs", "fstatvfs")
-WRITES = ("write", "pwrite", "pwritev", "posix_fallocate", "ftruncate", "mkdir", "unlink", "rename", "fsync")
+READS = ("open", "read", "pread", "preadv", "posix_fadvise")
+FACTS = ("stat", "fstat", "listdir", "scandir", "statvfs", "fstatvfs")
+WRITES = (
+    "write",
+    "pwrite",
+    "pwritev",
+    "posix_fallocate",
+    "ftruncate",
+    "fsync",
+    "fdatasync",
+    "mkdir",
+    "unlink",
+    "rename",
+)
 
 
 class FileMode(enum.StrEnum):
@@ -38,7 +50,7 @@ class BrokenFiles:
         self._directory = os.path.realpath(directory)
         self._mode = FileMode.NORMAL
         self._changed = threading.Condition()
-        self._functions = {name: getattr(os, name) for name in (*READS, *WRITES)}
+        self._functions = {name: getattr(os, name) for name in (*READS, *FACTS, *WRITES)}
         for name, function in self._functions.items():
             setattr(os, name, self._wrap(name, function))
 

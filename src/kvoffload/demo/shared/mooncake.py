@@ -58,18 +58,16 @@ def free_ports(count: int) -> list[int]:
 
 
 class MooncakeStore(Store):
-    """``mooncake_master`` and a process with the memory, on free ports. Logs go to ``logs``. ``lease_ms``: how long the
-    master keeps a value that was just read."""
+    """``mooncake_master`` and a process with the memory, on free ports. Logs go to ``logs``."""
 
     name = "mooncake"
     title = "Mooncake Store"
 
-    def __init__(self, logs: Path, lease_ms: int = LEASE_MS) -> None:
+    def __init__(self, logs: Path) -> None:
         problem = missing()
         if problem is not None:
             raise StoreMissingError(problem)
         self._logs = logs
-        self._lease_ms = lease_ms
         self._port, self._admin_port = free_ports(2)
         self._master: subprocess.Popen[bytes] | None = None
         self._memory: subprocess.Popen[str] | None = None
@@ -96,7 +94,6 @@ class MooncakeStore(Store):
                         str(_master()),
                         f"-rpc_port={self._port}",
                         f"-metrics_port={self._admin_port}",
-                        f"-default_kv_lease_ttl={self._lease_ms}",
                         f"-client_ttl={CLIENT_TTL_S}",
                     ],
                     stdout=log,

@@ -1,4 +1,4 @@
-"""The process of a store's client: ``python -m kvoffload.tiers.remote.child SOCKET``."""
+"""The process of a store's client: ``python -P -m kvoffload.tiers.remote.child SOCKET``."""
 
 from __future__ import annotations
 
@@ -133,8 +133,10 @@ class _Server:
 
     def _announce(self) -> None:
         setup = self._setup
-        for note in announce(self._client, setup.prefix, setup.fingerprint, setup.identity):
-            self._connection.send(Kind.NOTE, note.encode())
+        # One message, because the log leaves out what follows soon after another.
+        notes = list(announce(self._client, setup.prefix, setup.fingerprint, setup.identity))
+        if notes:
+            self._connection.send(Kind.NOTE, "\n".join(notes).encode())
 
 
 if __name__ == "__main__":

@@ -171,7 +171,7 @@ class _Child:
         self._owner = os.getpid()
         with theirs:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "kvoffload.tiers.remote.child", str(theirs.fileno())],
+                [sys.executable, "-P", "-m", "kvoffload.tiers.remote.child", str(theirs.fileno())],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,

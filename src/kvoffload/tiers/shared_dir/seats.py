@@ -362,23 +362,26 @@ class GoneSeats:
         return emptied
 
     def _is_gone(self, name: str, seen: Sighting | None) -> bool:
-        if seen is None:
-            return False
-        heartbeat = seen.heartbeat
+        found = seen.raw if seen is not None else b""
+        heartbeat = Heartbeat.unpack(found)
         if heartbeat is not None and heartbeat.state is SeatState.EMPTIED:
             return False
-        raw, since = self._seen.setdefault(name, (seen.raw, self._clock()))
-        if raw != seen.raw:
-            self._seen[name] = (seen.raw, self._clock())
+        now = self._clock()
+        raw, since = self._seen.setdefault(name, (found, now))
+        if raw != found:
+            self._seen[name] = (found, now)
             return False
-        return self._clock() - since >= SILENT_S and self._seat.modified - seen.modified >= self._gone_after_s
+        if seen is None:
+            # Its heartbeat was removed, so only the own clock can say for how long it has had none.
+            return now - since >= self._gone_after_s
+        return now - since >= SILENT_S and self._seat.modified - seen.modified >= self._gone_after_s
 
     def _empty(self, name: str, storage: Storage) -> bool:
         """Returns whether the seat was emptied: not if another process has it, or is doing the same."""
         if not storage.try_lock():
             return False
         again = look(storage)
-        if again is None or again.raw != self._seen[name][0]:
+        if (again.raw if again is not None else b"") != self._seen[name][0]:
             return False
         logger.warning(
             "kvoffload: shared directory: %s has been without a server for more than %.0f s; its blocks are removed",
