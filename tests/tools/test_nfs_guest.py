@@ -21,7 +21,7 @@ TESTS = ("tests/testing/test_shared_storage.py", "tests/tiers/shared_dir/test_mo
 @pytest.mark.timeout(300)
 def test_the_same_on_a_real_mount() -> None:
     if not (GUEST / "usr/bin/linux.uml").exists():
-        pytest.skip(f"needs a guest with NFS: python {TOOL.relative_to(ROOT)} fetch {GUEST.relative_to(ROOT)}")
+        pytest.skip("needs a guest with NFS: make nfs-guest")
     tests = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-q", "--color=no", "-k", "real", *TESTS]
     run = subprocess.run(
         [sys.executable, TOOL, "run", GUEST, "--", *tests],

@@ -56,7 +56,6 @@ class SharedFolderMedium(SharedMedium):
         self.slab_blocks = rng.choice((2, 10, 100))
         self.capacity_bytes = 0
         """The same in bytes, known when the first server has connected."""
-        self.clock_offset_s = 0.0
         self.server = NfsServer(1 << 40, seed, clock=self._clock)
         self.server.on_remove = self._removed
         self.connections: list[FolderConnection] = []

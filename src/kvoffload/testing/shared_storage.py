@@ -12,7 +12,7 @@ What a client sees of another's work, as of a Linux client without delegations:
   it gets another name and takes room until it is closed, and for good if the client is killed;
 - the lock of a client that was killed, or cut off, is free after ``lease_s``.
 
-``tests/testing/nfs_guest.py`` runs the same checks on a real mount. All time is simulated, one seed replays a run.
+``tests/tools/test_nfs_guest.py`` runs the same checks on a real mount. All time is simulated, one seed replays a run.
 """
 
 from __future__ import annotations
