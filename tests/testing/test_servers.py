@@ -280,7 +280,7 @@ BUGS: dict[Bug, tuple[tuple[type[Exception], ...], int]] = {
     fingerprint_ignored: ((WrongBytes,), 8),
     reset_deletes_the_blocks_of_others: ((DeletedOthers,), 3),
     breaker_that_never_closes: ((NotFound,), 9),
-    breaker_that_never_opens: ((Costly,), 2),
+    breaker_that_never_opens: ((Costly,), 10),
     old_process_goes_on: ((WrongBytes,), 22),
     misses_remembered_for_good: ((NotFound,), 4),
     a_block_left_out: ((Unreachable,), 1),

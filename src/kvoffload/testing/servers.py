@@ -11,6 +11,7 @@ medium works again. These laws must hold:
 - no request waits past its deadline, all of them end, and nothing waits for the medium on the scheduler's thread;
 - a promised load begins, no pin is left, and the connector is never switched off;
 - nothing is written behind a block that no server has ever written;
+- on a medium that never fails, no block is found bad;
 - a reset deletes nothing that another server has stored;
 - when the medium does not answer, most requests do not wait for it;
 - when it works again, servers find each other's blocks again without a restart.
@@ -39,6 +40,7 @@ from kvoffload.testing.simulation import (
     MAX_SETTLING_S,
     WEIGHTS_APART,
     Blocked,
+    FalseAlarm,
     choose_full_steps,
     fingerprint,
     small_scenario,
@@ -620,6 +622,8 @@ class Servers:
             self.counts["servers that read blocks of others"] += watch.counts["reads of others"] > 0
         if machine.lives:
             machine.clock.now += machine.lives[0].pause_s
+        if watch is not None and self.plan.is_calm and watch.counts["reads: corrupt"]:
+            raise FalseAlarm("a block was found bad on a medium that never failed")
 
     # Afterwards.
 

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from random import Random
 
@@ -363,6 +364,15 @@ class SimulatedChannel(StoreChannel):
         self._advance()
         for process in self.processes():
             process.run(lambda executor: executor.drain())
+
+    @contextmanager
+    def hold(self) -> Iterator[None]:
+        """Returns a context in which the process stands still."""
+        with ExitStack() as held:
+            for process in self.processes():
+                for executor in process.executors:
+                    held.enter_context(executor.hold())
+            yield
 
     @property
     def is_idle(self) -> bool:

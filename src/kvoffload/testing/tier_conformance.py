@@ -550,10 +550,13 @@ class TierConformance:
         if later is None:
             pytest.skip("no block outlives the tier")
         self.check(later)
-        assert self.present(later) == "abd"
+        there = self.present(later)
+        # A shared tier removes blocks later, if its medium lets it.
+        assert there == "abd" or (tier.is_shared and there == "abcd")
         self.check_reads(later, pools, "dab")
-        self.write(later, pools, "ce", version=1)
-        self.check_reads(later, pools, "ce", version=1)
+        version = 0 if tier.is_shared else 1
+        self.write(later, pools, "ce", version)
+        self.check_reads(later, pools, "ce", version)
         later.close()
 
     @pytest.mark.parametrize("how", ["delete", "reset"])

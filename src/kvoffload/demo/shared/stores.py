@@ -121,7 +121,9 @@ class DirectoryStore(Store):
     def faults(self) -> Sequence[Fault]:
         normal = self._calls("normal")
         wrapped = "system calls of the second server on files of the directory"
+        # Until its folder is deleted, the blocks are those of the first server.
         return (
+            Fault("killed", "the first server was killed (SIGKILL)", lambda servers: servers.first.kill()),
             Fault(
                 f"stalled {STALL_S:.0f} s",
                 f"{wrapped} do not return (wrapped in its process)",
@@ -131,10 +133,9 @@ class DirectoryStore(Store):
             ),
             Fault("ten times slower", f"{wrapped} take ten times as long (wrapped)", self._calls("slow"), normal),
             Fault("full", f"{wrapped} that write or allocate fail with ENOSPC (wrapped)", self._calls("full"), normal),
+            Fault("restarted empty", "the first server's folder was deleted", lambda servers: self.delete_first()),
             Fault("answering garbage", "bytes of all slab files were changed", lambda servers: self.corrupt()),
             Fault("other keys' values", "every slot got the bytes of the next", lambda servers: self.exchange()),
-            Fault("restarted empty", "the first server's folder was deleted", lambda servers: self.delete_first()),
-            Fault("killed", "the first server was killed (SIGKILL)", lambda servers: servers.first.kill()),
         )
 
     def delete_first(self) -> None:
