@@ -17,6 +17,7 @@ from kvoffload.tiers.breaker import (
     MAX_HANGS,
     MAX_PAUSE_S,
     PAUSE_S,
+    TRUST_FACTOR,
     BreakerState,
     CircuitBreaker,
     Progress,
@@ -313,6 +314,40 @@ def test_a_tier_that_fails_again_soon_is_paused_longer_and_one_that_has_worked_i
     assert pauses == [1, 2, 4, 8, 16, 32, 60, 60, 60]
     breaker.add_failures(MAX_FAILURES, now + FAILURE_PERIOD_S)
     assert breaker.pause_s == PAUSE_S
+
+
+def test_the_pause_is_short_again_once_a_tier_has_worked_for_some_time() -> None:
+    for worked_s, next_pause_s in ((TRUST_FACTOR * PAUSE_S - 0.1, 2 * PAUSE_S), (TRUST_FACTOR * PAUSE_S, PAUSE_S)):
+        breaker = CircuitBreaker(lambda: 0.0)
+        breaker.add_failures(MAX_FAILURES, 0.0)
+        breaker.update(PAUSE_S)
+        breaker.begin_test()
+        assert breaker.end_test(True, PAUSE_S)
+        breaker.add_failures(MAX_FAILURES, PAUSE_S + worked_s)
+        assert breaker.pause_s == next_pause_s
+
+
+def test_corrupt_blocks_that_tests_find_do_not_keep_a_tier_paused() -> None:
+    """A store with many bad blocks would be tested with one after the other, each after a longer pause."""
+    rig = Rig(host_blocks=64, tier_blocks=100)
+    bad = [chain(f"damaged{i}", 1) for i in range(20)]
+    for keys in bad:
+        rig.store_below(keys)
+    pause(rig)
+    half_open(rig)
+    breaker = rig.manager.tiers[0].breaker
+    rig.tier.fails = TierError.CORRUPT
+    for i, keys in enumerate(bad):
+        assert rig.manager.lookup(keys, ReqContext(f"r{i}")) == 0
+        rig.settle()
+        assert breaker.state is BreakerState.HALF_OPEN
+    assert len(rig.tier.reads) >= len(bad)
+    rig.tier.fails = None
+    good = chain("good", 2)
+    rig.store_below(good)
+    rig.manager.lookup(good, A)
+    rig.settle()
+    assert breaker.is_working
 
 
 def test_pauses_have_jitter() -> None:

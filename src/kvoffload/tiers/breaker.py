@@ -11,8 +11,12 @@ MAX_FAILURES = 16
 """If one tier fails this often within FAILURE_PERIOD_S, it is paused."""
 FAILURE_PERIOD_S = 60.0
 PAUSE_S = 1.0
-"""How long a tier is paused at first. If it fails again within FAILURE_PERIOD_S, this is doubled each time."""
+"""How long a tier is paused at first."""
 MAX_PAUSE_S = 60.0
+TRUST_FACTOR = 4
+"""If a tier fails again before it has worked for this many times its latest pause, or FAILURE_PERIOD_S if that is
+less, the next pause is twice as long. So a tier that passes its tests and then fails costs requests a bounded share of
+their time."""
 JITTER = 0.25
 """A pause is longer by up to this share of it, at random, so that not all servers test a store at the same time."""
 MAX_HANGS = 4
@@ -96,6 +100,11 @@ class CircuitBreaker:
         if self.state is BreakerState.HALF_OPEN:
             self.state = BreakerState.TESTING
 
+    def repeat_test(self) -> None:
+        """Called when a test has decided nothing: the medium has answered, but the block was bad."""
+        if self.state is BreakerState.TESTING:
+            self.state = BreakerState.HALF_OPEN
+
     def end_test(self, ok: bool, now: float) -> bool:
         """Takes in the result of a test, or of a lookup for one. Returns whether the tier works again."""
         if not self.is_paused or self.state is BreakerState.OPEN:
@@ -118,7 +127,8 @@ class CircuitBreaker:
         self.state = BreakerState.OFF
 
     def _open(self, now: float) -> None:
-        is_again = not self.is_working or now - self._closed_at < FAILURE_PERIOD_S
+        trusted_after_s = min(FAILURE_PERIOD_S, TRUST_FACTOR * self.pause_s)
+        is_again = not self.is_working or now - self._closed_at < trusted_after_s
         self.pause_s = min(MAX_PAUSE_S, 2 * self.pause_s) if is_again else PAUSE_S
         self._half_open_at = now + self.pause_s * (1 + JITTER * self._random())
         self.state = BreakerState.OPEN

@@ -168,7 +168,10 @@ class TierState:
         for result in results:
             if (result.key, result.is_read) == self._test:
                 self._test = None
-                self._note_recovery(self.breaker.end_test(result.error not in FAILURES, now))
+                if result.error is TierError.CORRUPT:
+                    self.breaker.repeat_test()
+                else:
+                    self._note_recovery(self.breaker.end_test(result.error not in FAILURES, now))
             elif result.error in FAILURES:
                 failures[str(result.error)] += 1
         if failures:

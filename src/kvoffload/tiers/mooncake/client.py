@@ -32,7 +32,7 @@ def connect(settings: Mapping[str, Any]) -> MooncakeClient:
         socket.create_connection((host.strip("[]"), int(port)), CONNECT_TIMEOUT_S).close()
     except OSError as error:
         raise StoreError(f"the master at {settings['master']} cannot be reached ({error})") from error
-    os.environ.setdefault("GLOG_minloglevel", "2")
+    os.environ.setdefault("MC_LOG_LEVEL", "WARNING")
     try:
         from mooncake.store import MooncakeDistributedStore
     except ImportError as error:
