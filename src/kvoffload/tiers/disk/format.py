@@ -84,7 +84,6 @@ RECORD = np.dtype(
 1970."""
 assert RECORD.itemsize == RECORD_BYTES
 _RECORD = struct.Struct(f"<IHH{_ID_BYTES}sIQ{MAX_KEY_BYTES}sQIIQ")
-_ID_PLACE = slice(8, 8 + _ID_BYTES)
 EMPTY_RECORD = np.zeros(RECORD_BYTES, dtype=np.uint8)
 
 Records = npt.NDArray[np.void]
@@ -232,13 +231,7 @@ def parse_records(header: Header, data: ByteArray, first_slot: int = 0) -> Entri
     rows = rows.take(slots, axis=0)
     records = _as_records(rows)
     sound = (
-        (records["magic"] == _RECORD_MAGIC)
-        & (records["version"] == FORMAT_VERSION)
-        & (records["key_bytes"] - np.uint16(1) < MAX_KEY_BYTES)
-        & (rows[:, _ID_PLACE] == np.frombuffer(header.fingerprint_id, dtype=np.uint8)).all(axis=1)
-        & (records["payload_bytes"] == header.block_bytes)
-        & (records["sequence"] <= MAX_SEQUENCE)
-        & (_checksums(rows) == records["checksum"])
+        _has_block(header, records) & (records["sequence"] <= MAX_SEQUENCE) & (_checksums(rows) == records["checksum"])
     )
     current = np.flatnonzero(sound & (records["generation"] == header.generation))
     current = current[np.argsort(records["sequence"][current], kind="stable")]
@@ -251,16 +244,21 @@ def parse_records(header: Header, data: ByteArray, first_slot: int = 0) -> Entri
 def is_record_of(header: Header, records: Records) -> npt.NDArray[np.bool_]:
     """Returns which records have a block of the header's fingerprint, layout and generation, without verifying their
     checksums."""
+    found: npt.NDArray[np.bool_] = _has_block(header, records) & (records["generation"] == header.generation)
+    return found
+
+
+def _has_block(header: Header, records: Records) -> npt.NDArray[np.bool_]:
+    """Returns which records claim to have a block of the header's fingerprint and layout, of any generation."""
     ids = np.ascontiguousarray(records["fingerprint_id"]).view(np.uint8).reshape(-1, _ID_BYTES)
-    found: npt.NDArray[np.bool_] = (
+    claims: npt.NDArray[np.bool_] = (
         (records["magic"] == _RECORD_MAGIC)
         & (records["version"] == FORMAT_VERSION)
         & (records["key_bytes"] - np.uint16(1) < MAX_KEY_BYTES)
         & (ids == np.frombuffer(header.fingerprint_id, dtype=np.uint8)).all(axis=1)
         & (records["payload_bytes"] == header.block_bytes)
-        & (records["generation"] == header.generation)
     )
-    return found
+    return claims
 
 
 def _as_records(rows: ByteArray) -> Records:

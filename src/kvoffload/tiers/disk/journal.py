@@ -9,8 +9,7 @@ Entries of one *epoch*, a random number in the header, make a complete history. 
 epoch, and so does one that could not write all changes down. A follower of another epoch, or one that has fallen behind
 by more entries than the ring has, reads the index instead. So does one that finds another generation in the header.
 
-The header's checksum is XXH3-64. An entry is checked by a mix of its numbers and the epoch, which
-numpy can compute.
+The header's checksum is XXH3-64. An entry is checked by a mix of its numbers and the epoch, which numpy can compute.
 """
 
 from __future__ import annotations

@@ -13,8 +13,8 @@ import time
 from collections import deque
 from collections.abc import Callable
 
+from kvoffload.tiers.limited_log import LimitedLog
 from kvoffload.tiers.remote.channel import ChannelState, StoreChannel
-from kvoffload.tiers.remote.limited_log import LimitedLog
 from kvoffload.tiers.remote.messages import MessageError, Request, Response
 from kvoffload.tiers.remote.wire import Kind, Setup, Unframer, frame
 from kvoffload.units import printable
@@ -46,8 +46,8 @@ class ProcessChannel(StoreChannel):
         self._state = ChannelState.DOWN
         self._unframer = Unframer()
         self._unsent = bytearray()
-        self._notes = LimitedLog(clock)
-        self._output = LimitedLog(clock)
+        self._notes = LimitedLog(logger, clock)
+        self._output = LimitedLog(logger, clock)
         self._closed = False
 
     @property
@@ -211,7 +211,7 @@ class _Child:
             while line := output.readline(MAX_LINE_BYTES):
                 last.append(printable(line.decode(errors="replace").rstrip()))
                 self._log.warning("%s: its client says: %s", self._name, last[-1])
-        # Reaps the process even if nobody polls the channel any more.
+        # Reaps the process even if the channel is not polled any more.
         self.process.wait()
         if self.process.returncode and last:
             logger.warning("kvoffload: %s: its client has said last:\n%s", self._name, "\n".join(last))

@@ -53,7 +53,7 @@ class _State(enum.Enum):
     LOST = enum.auto()
     """Another process has the seat. Foreign blocks are read."""
     FORGOTTEN = enum.auto()
-    """The process was told to forget: nothing is read or written any more."""
+    """The tier was reset: nothing is read or written any more."""
     CLOSED = enum.auto()
 
 
