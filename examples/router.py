@@ -21,8 +21,8 @@ import zmq
 WEIGHTS = {("GPU", None): 1.0, ("CPU", None): 0.8, ("STORAGE", "LOCAL"): 0.5, ("STORAGE", "REMOTE"): 0.4}
 """What a token is worth that need not be computed, by medium and locality: less if it takes longer to load."""
 MAX_BLOCKS = 1 << 20
-"""Blocks whose tokens are remembered, about 500 bytes each, and blocks per medium. Beyond it the oldest are forgotten, or
-all of a medium: not every block that leaves a shared store is announced."""
+"""Blocks whose tokens are remembered, about 500 bytes each, and blocks per medium. Beyond it the oldest are forgotten,
+or all of the medium: not every block that leaves a shared store is announced."""
 
 
 class Index:

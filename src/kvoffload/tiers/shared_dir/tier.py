@@ -231,11 +231,12 @@ class SharedDirTier(Tier):
     def poll(self) -> list[TierResult]:
         if self.seat.is_lost and self._follower.own is not None:
             self._give_up()
-        results = self.own.poll()
-        for result in self._reads.take_done():
+        results, foreign = self.own.poll(), self._reads.take_done()
+        failed = [result for result in foreign if not result.ok]
+        self._hidden.add([result.key for result in failed if result.error is TierError.CORRUPT], BAD_S)
+        self._hidden.add([result.key for result in failed if result.error is not TierError.CORRUPT], GONE_S)
+        for result in foreign:
             is_deleted = self._reading.pop(result.key)
-            if result.error is not None:
-                self._hidden.add(result.key, BAD_S if result.error is TierError.CORRUPT else GONE_S)
             results.append(_gone(result) if is_deleted else result)
         return list(map(_gone, results)) if self._state is _State.FORGOTTEN else results
 
@@ -353,11 +354,12 @@ class _Hidden:
     def __bool__(self) -> bool:
         return bool(self._until)
 
-    def add(self, key: OffloadKey, seconds: float) -> None:
-        if len(self._until) >= MAX_HIDDEN:
-            del self._until[next(iter(self._until))]
-        self._until[int(digests_of([key])[0])] = self._clock() + seconds
-        self._changed()
+    def add(self, keys: Sequence[OffloadKey], seconds: float) -> None:
+        if keys:
+            self._until |= dict.fromkeys(digests_of(keys).tolist(), self._clock() + seconds)
+            for digest in list(self._until)[: max(0, len(self._until) - MAX_HIDDEN)]:
+                del self._until[digest]
+            self._changed()
 
     def among(self, digests: UInt64s) -> npt.NDArray[np.bool_]:
         """Returns which of ``digests`` are hidden now."""
