@@ -35,6 +35,7 @@ from xxhash import xxh3_64_intdigest
 
 from kvoffload.abc import ByteArray, KVOffloadError, OffloadKey, Slots
 from kvoffload.host.pool import SLOT_ALIGNMENT
+from kvoffload.tiers.checksum import CHECKSUM_BYTES, block_checksum, is_sealed, sealed
 
 FORMAT_VERSION = 1
 INDEX_NAME = "index"
@@ -157,8 +158,7 @@ class Header:
             self.transient,
         )
         sizes = struct.pack(f"<{len(self.slot_bytes)}Q", *self.slot_bytes)
-        body = (fields + sizes).ljust(HEADER_BYTES - 8, b"\0")
-        return np.frombuffer(body + struct.pack("<Q", xxh3_64_intdigest(body)), dtype=np.uint8)
+        return sealed((fields + sizes).ljust(HEADER_BYTES - CHECKSUM_BYTES, b"\0"))
 
     @classmethod
     def unpack(cls, data: ByteArray) -> Header:
@@ -166,13 +166,13 @@ class Header:
         raw = data.tobytes()
         if len(raw) < HEADER_BYTES:
             raise FormatError(f"the index has only {len(raw)} bytes, fewer than its header")
-        body, checksum = raw[: HEADER_BYTES - 8], raw[HEADER_BYTES - 8 : HEADER_BYTES]
+        body = raw[: HEADER_BYTES - CHECKSUM_BYTES]
         magic, version, ranks, fingerprint, slots_per_slab, generation, transient = _HEADER.unpack_from(body)
         if magic != _HEADER_MAGIC:
             raise FormatError("the file does not begin like an index")
         if version != FORMAT_VERSION:
             raise FormatError(f"the index has format version {version}; this release reads {FORMAT_VERSION}")
-        if struct.pack("<Q", xxh3_64_intdigest(body)) != checksum:
+        if not is_sealed(raw[:HEADER_BYTES]):
             raise FormatError("the checksum of the index's header is wrong")
         sizes = struct.unpack_from(f"<{ranks}Q", body, _HEADER.size) if 1 <= ranks <= MAX_RANKS else ()
         name = fingerprint.decode("ascii", "replace")
@@ -183,11 +183,8 @@ class Header:
 
 
 def payload_checksum(header: Header, key: OffloadKey, buffers: Sequence[ByteArray]) -> int:
-    """Returns the checksum of a block, given one buffer per rank. Large buffers are hashed without the GIL."""
-    checksum = xxh3_64_intdigest(header.fingerprint_id + struct.pack("<Q", header.generation) + key)
-    for buffer in buffers:
-        checksum = xxh3_64_intdigest(buffer.data, checksum)
-    return checksum
+    """Returns the checksum of a block, given one buffer per rank."""
+    return block_checksum(header.fingerprint_id + struct.pack("<Q", header.generation) + key, buffers)
 
 
 def pack_record(
@@ -207,7 +204,7 @@ def pack_record(
         hits,
         payload_checksum,
     )
-    return np.frombuffer(body + struct.pack("<Q", xxh3_64_intdigest(body)), dtype=np.uint8)
+    return sealed(body)
 
 
 @dataclass(frozen=True, slots=True)
@@ -266,7 +263,7 @@ def _as_records(rows: ByteArray) -> Records:
 
 
 def _checksums(rows: ByteArray) -> npt.NDArray[np.uint64]:
-    data, size = memoryview(rows.tobytes()), RECORD_BYTES - 8
+    data, size = memoryview(rows.tobytes()), RECORD_BYTES - CHECKSUM_BYTES
     starts = range(0, len(data), RECORD_BYTES)
     sums = (xxh3_64_intdigest(data[start : start + size]) for start in starts)
     return np.fromiter(sums, dtype=np.uint64, count=len(rows))
