@@ -246,6 +246,8 @@ class SharedMedium(ABC):
     """
 
     kind: ClassVar[str]
+    keeps_enough = True
+    """Whether there is room for what servers store until others ask for it."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -663,7 +665,7 @@ class Servers:
     def _find_again(self) -> None:
         """Lets one server store blocks that another one must find. Raises NotFound."""
         pair = self._pair()
-        if pair is None:
+        if pair is None or not self.medium.keeps_enough:
             return
         writer, reader = pair
         watch = reader.shared_watch

@@ -51,8 +51,9 @@ class SharedFolderMedium(SharedMedium):
         super().__init__()
         rng = self.random = Random(f"folder {seed}")
         self.is_calm = is_calm
-        self.num_blocks = rng.choice((3, 6, 20, 100))
+        self.num_blocks = rng.choice((3, 6, 40, 100))
         """The budget of each server."""
+        self.keeps_enough = self.num_blocks >= 40
         self.slab_blocks = rng.choice((2, 10, 100))
         self.capacity_bytes = 0
         """The same in bytes, known when the first server has connected."""

@@ -406,6 +406,9 @@ class NfsStorage(Storage):
             self.make_folder(name)
         return NfsStorage(self.client, (*self._path, name), self._read_only)
 
+    def reopened(self) -> NfsStorage:
+        return NfsStorage(self.client, self._path, self._read_only)
+
     def lock(self) -> None:
         if not self.try_lock():
             raise ConfigError(f"{'/'.join(self._path)}: another client has locked it")

@@ -20,7 +20,7 @@ from kvoffload.tiers.disk.format import Header
 from kvoffload.tiers.disk.slabs import SlabFiles
 from kvoffload.tiers.disk.storage import StoredFile
 from kvoffload.tiers.shared_dir import followers, reads
-from kvoffload.tiers.shared_dir.followers import REST_S
+from kvoffload.tiers.shared_dir.background import REST_S
 from kvoffload.tiers.shared_dir.foreign import IDLE_S
 from kvoffload.tiers.shared_dir.tier import BAD_S, GONE_S, SharedDirTier
 from tests.tiers.shared_dir.rig import FINGERPRINT, PAGE, Server, capacity, content, key

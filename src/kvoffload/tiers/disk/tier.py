@@ -147,6 +147,11 @@ class DiskTier(Tier):
         """Whether reads or writes are under way, or have ended since the last ``poll``."""
         return bool(self._io.num_reading or self._io.num_writing)
 
+    @property
+    def has_jobs(self) -> bool:
+        """Whether a job of any kind uses the files, or may have since the last ``poll``."""
+        return self.is_busy or self._maintenance.is_busy
+
     def contains(self, keys: Sequence[OffloadKey]) -> States:
         return self.catalog.contains(keys)
 

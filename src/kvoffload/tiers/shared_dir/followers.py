@@ -5,8 +5,7 @@ from __future__ import annotations
 import errno
 import logging
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -22,6 +21,7 @@ from kvoffload.tiers.disk.format import (
 )
 from kvoffload.tiers.disk.journal import JOURNAL_HEADER_BYTES, JournalHeader, changed_blocks, read_entries
 from kvoffload.tiers.disk.storage import NO_FILE_ERRORS, Storage, StoredFile
+from kvoffload.tiers.shared_dir.background import Rest
 from kvoffload.tiers.shared_dir.foreign import ForeignBlocks, SeatView
 from kvoffload.tiers.shared_dir.seats import aligned_buffer, seat_names, seat_number
 
@@ -30,10 +30,6 @@ logger = logging.getLogger(__name__)
 FOLLOW_S = 1.0
 """Time between two passes."""
 RECORDS_PER_READ = 1 << 16
-REST_S = 5.0
-REST_FACTOR = 20
-"""After a whole index was read, or the table made anew, it is not done again for REST_S, or this many times as long as
-it took."""
 MAX_RECHECKS = 1024
 """Slots that are looked at again in one pass, because a read has failed there."""
 PAGE = 4096
@@ -64,7 +60,13 @@ class Follower:
         self._seats: dict[str, _FollowedSeat] = {}
         self._doubtful: deque[tuple[int, int]] = deque(maxlen=MAX_RECHECKS)
         """Numbers of seats, and slots, to be looked at again."""
-        self._rebuild_rest = _Rest(clock)
+        self._rebuild_rest = Rest(clock)
+        self._moved: tuple[Storage, str] | None = None
+        """The directory, and the seat that is not followed, from the next pass on."""
+
+    def move(self, root: Storage, own: str) -> None:
+        """The process has another seat, in ``root``, from now on. The next pass closes the directory of before."""
+        self._moved = root, own
 
     def recheck(self, number: int, slot: int) -> None:
         """A block was not found in this slot: the next pass reads the slot's record. Any thread may call this."""
@@ -72,6 +74,8 @@ class Follower:
 
     def follow(self) -> None:
         """Takes in what has changed since the last call. Never raises because of the medium."""
+        if self._moved is not None:
+            self._take_move(*self._moved)
         try:
             names = [name for name in seat_names(self._root) if name != self.own]
         except OSError as error:
@@ -91,6 +95,14 @@ class Follower:
                 self._blocks.rebuild()
         self._blocks.handles.close_idle(self._clock())
 
+    def _take_move(self, root: Storage, own: str) -> None:
+        self._moved = None
+        for seat in self._seats.values():
+            seat.leave()
+        self._seats.clear()
+        self._root.close()
+        self._root, self.own = root, own
+
     def _follow(self, name: str) -> None:
         seat = self._seats.get(name)
         if seat is None:
@@ -102,37 +114,18 @@ class Follower:
             number = seat_number(name)
             assert number is not None
             seat = self._seats[name] = _FollowedSeat(
-                number, storage, self._fingerprint, self._slot_bytes, self._blocks, _Rest(self._clock)
+                number, storage, self._fingerprint, self._slot_bytes, self._blocks, Rest(self._clock)
             )
         seat.follow()
 
     def close(self) -> None:
-        """Closes the folders of the seats. No pass may be under way."""
+        """Closes the folders of the seats, and the directory. No pass may be under way."""
         for seat in self._seats.values():
             seat.leave()
         self._seats.clear()
-
-
-class _Rest:
-    """The time for which something expensive is not done again."""
-
-    def __init__(self, clock: Callable[[], float]) -> None:
-        self._clock = clock
-        self._until = -float("inf")
-
-    @property
-    def is_over(self) -> bool:
-        return self._clock() >= self._until
-
-    @contextmanager
-    def after(self) -> Iterator[None]:
-        """Begins a rest after what is done in the context, even if it fails."""
-        begun = self._clock()
-        try:
-            yield
-        finally:
-            ended = self._clock()
-            self._until = ended + max(REST_S, REST_FACTOR * (ended - begun))
+        self._root.close()
+        if self._moved is not None:
+            self._moved[0].close()
 
 
 class _FollowedSeat:
@@ -145,7 +138,7 @@ class _FollowedSeat:
         fingerprint: str,
         slot_bytes: tuple[int, ...],
         blocks: ForeignBlocks,
-        rest: _Rest,
+        rest: Rest,
     ) -> None:
         self.number = number
         self._storage = storage

@@ -195,7 +195,7 @@ class Seat:
         self.storage = storage
         self.owner = owner
         self.is_lost = False
-        """Whether another process has the seat now."""
+        """Whether another process has the seat now, or its files have vanished."""
         self.modified = 0.0
         """When the heartbeat was last written, by the medium's clock."""
         self.capacity_bytes = 0
@@ -218,8 +218,8 @@ class Seat:
 
     def _beat(self, state: SeatState) -> None:
         found = look(self.storage)
-        heartbeat = found and found.heartbeat
-        if heartbeat and heartbeat.owner != self.owner:
+        heartbeat = None if found is None else found.heartbeat
+        if found is None or (heartbeat is not None and heartbeat.owner != self.owner):
             self.is_lost = True
         if not self.is_lost:
             self._write(state)
