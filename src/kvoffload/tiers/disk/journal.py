@@ -14,6 +14,7 @@ The header's checksum is XXH3-64. An entry is checked by a mix of its numbers an
 
 from __future__ import annotations
 
+import errno
 import struct
 import threading
 from collections import deque
@@ -43,6 +44,8 @@ MIN_ENTRIES = 512
 MAX_ENTRIES = 1 << 16
 SLOTS_PER_ENTRY = 8
 """The ring has an entry for so many slots, within its bounds."""
+WAIT_S = 2.0
+"""How long a thread waits for another one that writes the journal."""
 MAX_PENDING = 1 << 16
 """Notes that wait for being written. If there are more, a new epoch begins."""
 
@@ -187,7 +190,9 @@ class Journal:
     def write(self, header: Header, sync_index: Callable[[], None]) -> None:
         """Writes what was noted, after ``sync_index``, for an index that has ``header`` now. Raises OSError; what was
         noted is then made up for by a new epoch."""
-        with self._writing:
+        if not self._writing.acquire(timeout=WAIT_S):
+            raise OSError(errno.ETIMEDOUT, "another thread hangs while it writes the journal")
+        try:
             if self._closed:
                 return
             noted = [self._pending.popleft() for _ in range(len(self._pending))]
@@ -202,6 +207,8 @@ class Journal:
                 self._num_lost += 1
                 raise
             self._num_known_lost = num_lost
+        finally:
+            self._writing.release()
 
     def _write(self, header: Header, noted: Sequence[tuple[int, ByteArray]], is_complete: bool) -> None:
         old, entries = self._header, _entries(noted)
@@ -228,10 +235,13 @@ class Journal:
                 raise OSError("the journal could not be written in full")
             done += len(part)
 
-    def close(self) -> None:
-        """Writes nothing from now on."""
-        with self._writing:
-            self._closed = True
+    def close(self) -> bool:
+        """Writes nothing from now on. Returns False if a thread still writes, because it hangs."""
+        self._closed = True
+        if not self._writing.acquire(timeout=WAIT_S):
+            return False
+        self._writing.release()
+        return True
 
 
 def _entries(noted: Sequence[tuple[int, ByteArray]]) -> npt.NDArray[np.void]:

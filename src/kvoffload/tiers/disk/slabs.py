@@ -432,9 +432,9 @@ class SlabFiles:
         return file
 
     def close(self) -> None:
-        """Closes the files and gives up the lock. May be called twice."""
-        if self._publisher:
-            self._publisher.close()
+        """Closes the files and gives up the lock, unless a thread hangs in one of them. May be called twice."""
+        if self._publisher and not self._publisher.close():
+            return
         for file in self._open_files:
             file.close()
         self._storage.close()

@@ -119,7 +119,8 @@ class Follower:
         seat.follow()
 
     def close(self) -> None:
-        """Closes the folders of the seats, and the directory. No pass may be under way."""
+        """Closes the files and folders of the seats, and the directory. No pass may be under way."""
+        self._blocks.handles.shut()
         for seat in self._seats.values():
             seat.leave()
         self._seats.clear()

@@ -319,7 +319,6 @@ class SharedDirTier(Tier):
         for thread in self._threads:
             thread.stop(STOP_S)
         self.own.close()
-        self.blocks.handles.shut()
         if is_forgotten:
             self._reading = dict.fromkeys(self._reading, True)
 
