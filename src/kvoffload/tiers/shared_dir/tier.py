@@ -90,6 +90,7 @@ class SharedDirTier(Tier):
     ) -> None:
         self._fingerprint = fingerprint
         self._identity = dict(identity or {})
+        """What to compare other identities with, once."""
         self._state = _State.SERVING
         executor = executor or IOThreads(name="kvoffload-shared-io")
 
@@ -110,6 +111,10 @@ class SharedDirTier(Tier):
                 job_bytes=job_bytes,
                 with_journal=True,
             )
+            try:
+                write_identity(seat.storage, fingerprint, identity or {})
+            except OSError as error:
+                logger.debug("kvoffload: shared directory: the identity cannot be written (%s)", error)
             return Writer(root, seat, own, gone_after_s, clock)
 
         try:
@@ -152,7 +157,6 @@ class SharedDirTier(Tier):
         if self._identity:
             identity, self._identity = self._identity, {}
             try:
-                write_identity(self.seat.storage, self._fingerprint, identity)
                 log_unusable(self._writer.root, self._fingerprint, identity)
             except OSError as error:
                 logger.debug("kvoffload: shared directory: identities cannot be read (%s)", error)
