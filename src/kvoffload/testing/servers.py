@@ -61,6 +61,8 @@ STEPS_PER_CHECK = 32
 """Steps between two integrity checks."""
 JUMPS_S = (0.1, 6.0, 25.0)
 """How long all processes stand still."""
+MAX_QUICK_STEPS = 1000
+"""Small steps while transfers end."""
 MAX_TURNS = 200_000
 """A simulation that takes more turns has hung."""
 QUIET_S = 90.0
@@ -384,7 +386,14 @@ class SharingServer(LowerTiers):
     def must_find(self) -> bool:
         """Whether it must find what others have stored, once the medium works."""
         watch = self.shared_watch
-        return self.life.must_find and watch is not None and not watch.was_reset
+        return self.life.must_find and watch is not None and not watch.was_reset and self._has_room(watch.tier)
+
+    def _has_room(self, tier: Tier) -> bool:
+        """Whether the tier can keep all blocks of one round of requests."""
+        s = self.life.scenario
+        tokens = s.document_tokens + s.max_question_tokens + s.max_new_tokens
+        num_blocks = ROUND_REQUESTS * sum(-(-tokens // group.block_tokens) for group in self.engine.groups)
+        return tier.capacity_bytes is None or tier.capacity_bytes >= num_blocks * tier.block_bytes
 
     def turn(self) -> None:
         """Runs one step of the engine."""
@@ -445,14 +454,15 @@ class SharingServer(LowerTiers):
         assert tiered is not None
         was_serving, self._is_serving = self._is_serving, False
         until = self.clock.now + MAX_SETTLING_S
-        while True:
+        for i in itertools.count():
             self.drain_threads()
             tiered.poll()
             if not tiered.has_transfers and self.connection.is_idle:
                 break
             if self.clock.now >= until:
                 raise Leak("transfers of the tier do not end")
-            self.clock.now += 0.5
+            # At first in small steps: a small tier may be given many blocks one after the other.
+            self.clock.now += 0.005 if i < MAX_QUICK_STEPS else 0.5
         self._is_serving = was_serving
 
     def close(self) -> None:

@@ -72,7 +72,7 @@ def test_the_terminal_fits_into_80_columns(report: SharedReport) -> None:
     assert "…" not in text
     flat = " ".join(text.split())
     assert "shared_dir yes 11,520 (96%) 702 ms 70 ms 10.0" in flat
-    assert "shared_dir killed 18 0.8 s yes 11,520 0 11,520 4 s" in flat
+    assert "shared_dir killed 18 0.0 s 0.8 s yes 11,520 0 11,520 4 s" in flat
 
 
 def test_the_progress_has_one_bar_per_part() -> None:

@@ -7,9 +7,11 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -20,6 +22,7 @@ from kvoffload.host.pool import HostPool
 from kvoffload.testing.conformance import keys
 from kvoffload.testing.tier_conformance import TierConformance
 from kvoffload.tiers.config import TierContext
+from kvoffload.tiers.remote.channel import ChannelState
 from kvoffload.tiers.remote.link import LOOKUP_DEADLINE_S, MAX_PAUSE_S, TRANSFER_DEADLINE_S
 from kvoffload.tiers.remote.presence import PRESENT_TTL_S
 from kvoffload.tiers.remote.start import open_remote_tier
@@ -105,6 +108,46 @@ def test_servers_of_other_fingerprints_find_nothing_and_learn_why(
         assert "dtype is float32 there, float16 here" in caplog.text
     one.close()
     other.close()
+
+
+def test_starting_the_process_does_not_wait(store: FolderStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    may_start, begun, real = threading.Event(), threading.Event(), subprocess.Popen
+
+    def start_late(*args: Any, **options: Any) -> subprocess.Popen[bytes]:
+        begun.set()
+        assert may_start.wait(10)
+        return real(*args, **options)
+
+    monkeypatch.setattr(subprocess, "Popen", start_late)
+    server = Server(store)
+    try:
+        assert begun.wait(10)
+        assert server.channel.state is ChannelState.STARTING
+        assert server.channel.pid is None
+        # A process that is killed before it exists ends as soon as it does.
+        server.channel.kill()
+        assert server.tier.poll() == []
+        assert server.channel.state is ChannelState.ENDING
+        may_start.set()
+        server.until(lambda: server.channel.state is ChannelState.DOWN, "the process was never ended")
+        restart(server)
+        assert works(server, KEYS[:2])
+    finally:
+        may_start.set()
+        server.close()
+
+
+def test_a_process_that_cannot_be_started_is_tried_again(
+    store: FolderStore, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(sys, "executable", "/nowhere/python")
+    server = Server(store)
+    server.until(lambda: server.channel.state is ChannelState.DOWN, "it was never noticed")
+    assert "its client cannot be started" in caplog.text
+    monkeypatch.undo()
+    restart(server)
+    assert works(server, KEYS[:2])
+    server.close()
 
 
 def test_a_process_that_is_killed_is_replaced(server: Server) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import select
@@ -56,8 +57,8 @@ class ProcessChannel(StoreChannel):
 
     @property
     def pid(self) -> int | None:
-        """The process id, None if there is no process."""
-        return None if self._child is None else self._child.process.pid
+        """The process id, None if there is no process yet or any more."""
+        return None if self._child is None else self._child.pid
 
     def start(self) -> None:
         if self._closed or self._state is not ChannelState.DOWN:
@@ -161,7 +162,11 @@ class ProcessChannel(StoreChannel):
 
 
 class _Child:
-    """One process, its socket, and a thread that starts it and logs its output."""
+    """One process, its socket, and a thread that starts it and logs its output.
+
+    Starting a process takes milliseconds, and longer if the interpreter is on a medium that is slow. The thread lives
+    as long as the process, which the kernel ends when the thread that has started it ends.
+    """
 
     def __init__(self, name: str, log: LimitedLog) -> None:
         self.socket, theirs = socket.socketpair()
@@ -169,28 +174,40 @@ class _Child:
         self._name = name
         self._log = log
         self._owner = os.getpid()
-        with theirs:
-            self.process = subprocess.Popen(
-                [sys.executable, "-P", "-m", "kvoffload.tiers.remote.child", str(theirs.fileno())],
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                pass_fds=[theirs.fileno()],
-                start_new_session=True,
-                env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
-            )
-        threading.Thread(target=self._read_output, name="kvoffload-remote-log", daemon=True).start()
+        self._process: subprocess.Popen[bytes] | None = None
+        self._is_killed = False
+        self._starting = threading.Lock()
+        """Held while ``_process`` is assigned, so that a process that is killed meanwhile does not stay."""
+        self._started = threading.Event()
+        """Set when there is a process, or there will be none."""
+        thread = threading.Thread(target=self._run, args=(theirs,), name="kvoffload-remote-log", daemon=True)
+        try:
+            thread.start()
+        except RuntimeError as error:
+            self.socket.close()
+            theirs.close()
+            raise OSError(errno.EAGAIN, str(error)) from error
+
+    @property
+    def pid(self) -> int | None:
+        return None if self._process is None else self._process.pid
 
     def has_ended(self) -> bool:
-        return self.process.poll() is not None
+        if not self._started.is_set():
+            return False
+        return self._process is None or self._process.poll() is not None
 
     def end_requests(self) -> None:
         self.socket.shutdown(socket.SHUT_WR)
 
     def wait(self, timeout_s: float) -> bool:
         """Returns whether the process has ended, after ``timeout_s`` at the latest."""
+        deadline = time.monotonic() + timeout_s
+        if not self._started.wait(timeout_s):
+            return False
         try:
-            self.process.wait(timeout_s)
+            if self._process is not None:
+                self._process.wait(max(0.0, deadline - time.monotonic()))
         except subprocess.TimeoutExpired:
             return False
         return True
@@ -198,12 +215,42 @@ class _Child:
     def kill(self) -> None:
         # A forked copy of the engine has this object too, and must not end the process of the original.
         if os.getpid() == self._owner:
-            self.process.kill()
+            with self._starting:
+                self._is_killed = True
+                if self._process is not None:
+                    self._process.kill()
 
-    def _read_output(self) -> None:
+    def _run(self, theirs: socket.socket) -> None:
+        try:
+            with theirs:
+                process = self._start(theirs.fileno())
+        except Exception as error:
+            self._log.warning("%s: its client cannot be started (%s)", self._name, error)
+        else:
+            with self._starting:
+                self._process = process
+                if self._is_killed:
+                    process.kill()
+        finally:
+            self._started.set()
+        if self._process is not None:
+            self._read_output(self._process)
+
+    def _start(self, descriptor: int) -> subprocess.Popen[bytes]:
+        return subprocess.Popen(
+            [sys.executable, "-P", "-m", "kvoffload.tiers.remote.child", str(descriptor)],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            pass_fds=[descriptor],
+            start_new_session=True,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+        )
+
+    def _read_output(self, process: subprocess.Popen[bytes]) -> None:
         """Logs what the process writes, a line now and then, and what it has written last. So the process never waits
         for a reader."""
-        output = self.process.stdout
+        output = process.stdout
         if output is None:
             return
         last: deque[str] = deque(maxlen=LAST_LINES)
@@ -212,6 +259,6 @@ class _Child:
                 last.append(printable(line.decode(errors="replace").rstrip()))
                 self._log.warning("%s: its client says: %s", self._name, last[-1])
         # Reaps the process even if the channel is not polled any more.
-        self.process.wait()
-        if self.process.returncode and last:
+        process.wait()
+        if process.returncode and last:
             logger.warning("kvoffload: %s: its client has said last:\n%s", self._name, "\n".join(last))

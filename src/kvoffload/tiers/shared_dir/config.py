@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+import os
 from dataclasses import dataclass
+from pathlib import Path
 
 from kvoffload.abc import ConfigError, Tier
 from kvoffload.tiers.config import TierContext
@@ -36,6 +38,7 @@ class SharedDirConfig(DirectoryConfig):
             )
 
     def open(self, context: TierContext) -> Tier:
+        existed = os.path.isdir(self.dir)
         tier = open_shared_dir_tier(
             self.dir,
             self.bytes,
@@ -55,4 +58,16 @@ class SharedDirConfig(DirectoryConfig):
             f"{context.num_tokens(tier.capacity_bytes // tier.block_bytes):,}",
             f"{tier.num_blocks:,}",
         )
+        if not existed:
+            logger.warning(
+                "kvoffload: %s did not exist and was made, on the file system that is mounted at %s: if the shared one "
+                "is not mounted there, nothing is shared; stop the server, mount it, and remove what was made",
+                self.dir,
+                _mount_point(self.dir),
+            )
         return tier
+
+
+def _mount_point(path: str) -> str:
+    """Returns where the file system that has ``path`` is mounted."""
+    return next(str(folder) for folder in (Path(path), *Path(path).parents) if folder.is_mount())
