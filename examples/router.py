@@ -24,7 +24,8 @@ import zmq
 WEIGHTS = {("GPU", None): 1.0, ("CPU", None): 0.8, ("STORAGE", "LOCAL"): 0.5, ("STORAGE", "REMOTE"): 0.4}
 """What a token is worth that need not be computed, by medium and locality: less if it takes longer to load."""
 MAX_BLOCKS = 1 << 20
-"""Blocks whose tokens are remembered, about 500 bytes each. Beyond it the oldest are forgotten."""
+"""Blocks whose tokens are remembered, about 500 bytes each, and blocks per medium. Beyond it the oldest are forgotten,
+or all of the medium: not every block that leaves a shared store is announced."""
 
 
 class Index:
@@ -54,6 +55,8 @@ class Index:
         if event["type"] == "BlockRemoved":
             names.difference_update(event["block_hashes"])
             return
+        if len(names) > MAX_BLOCKS:
+            names.clear()
         names.update(event["block_hashes"])
         before, size, tokens = event.get("parent_block_hash"), event["block_size"], event["token_ids"]
         extra_keys = event.get("extra_keys") or [None] * len(event["block_hashes"])

@@ -253,7 +253,7 @@ class Pair:
 
 
 def seats_of_living_servers(monkeypatch: pytest.MonkeyPatch) -> tuple[list[str], list[int]]:
-    """Runs a server whose clock is days behind, then another one, on mounts whose locks exclude nobody. Returns their
+    """Runs a server whose clock is days behind, then another one, on mounts whose locks exclude no one. Returns their
     seats, the blocks that the first one has, and those that the second one knows of."""
     monkeypatch.setattr(NfsServer, "take_lock", lambda server, inode, client: True)
     pair = Pair()

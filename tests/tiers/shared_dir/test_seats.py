@@ -17,6 +17,7 @@ from kvoffload.abc import ConfigError, TierError
 from kvoffload.tiers.disk.directory import DirectoryStorage
 from kvoffload.tiers.shared_dir import seats
 from kvoffload.tiers.shared_dir.background import REST_S
+from kvoffload.tiers.shared_dir.identities import read_identity
 from kvoffload.tiers.shared_dir.seats import (
     BEAT_S,
     GONE_AFTER_S,
@@ -188,6 +189,16 @@ def test_a_server_whose_files_vanish_takes_a_new_seat(serve: Serve, clock: Clock
     assert one.read(6) == {6: None}
     assert two.read(3) == {3: None}
     assert len({name_of(one), name_of(two)}) == 2
+
+
+def test_a_new_seat_has_the_identity_too(serve: Serve, clock: Clock, path: Path) -> None:
+    one = serve(identity={"model": "m"})
+    shutil.rmtree(path)
+    for _ in range(4):
+        clock.now += REST_S
+        one.background()
+        one.run()
+    assert read_identity(DirectoryStorage(path / name_of(one)), FINGERPRINT) == {"model": "m"}
 
 
 def test_a_lost_seat_leaves_no_open_files(serve: Serve, clock: Clock, path: Path) -> None:

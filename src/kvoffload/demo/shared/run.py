@@ -242,7 +242,8 @@ def options(model: Path) -> dict[str, Any]:
 
 def bad_blocks(engine: EngineProcess) -> int:
     """Returns how many blocks of tiers the server has found to be corrupt."""
-    return int(engine.call("metrics").get("disk_bad_blocks", 0))
+    counters = engine.call("metrics")
+    return int(sum(value for name, value in counters.items() if name.startswith("tier_bad_blocks:")))
 
 
 def make_config(model: Path, plan: Plan, seed: int) -> ActConfig:

@@ -132,8 +132,7 @@ class SlabFiles:
             if error.errno not in SETTING_ERRORS:
                 raise
             raise ConfigError(
-                f"cannot be used ({error.strerror or error}); name a directory on a local file system that "
-                "this user can write to"
+                f"cannot be used ({error.strerror or error}); name a directory that this user can write to"
             ) from error
         except BaseException:
             self.close()

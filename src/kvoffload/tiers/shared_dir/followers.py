@@ -59,7 +59,7 @@ class Follower:
         self._clock = clock
         self._seats: dict[str, _FollowedSeat] = {}
         self._doubtful: deque[tuple[int, int]] = deque(maxlen=MAX_RECHECKS)
-        """Ordinals and slots to be looked at again."""
+        """Numbers of seats, and slots, to be looked at again."""
         self._rebuild_rest = Rest(clock)
         self._moved: tuple[Storage, str] | None = None
         """The directory, and the seat that is not followed, from the next pass on."""
@@ -68,9 +68,9 @@ class Follower:
         """The process has another seat, in ``root``, from now on. The next pass closes the directory of before."""
         self._moved = root, own
 
-    def recheck(self, ordinal: int, slot: int) -> None:
+    def recheck(self, number: int, slot: int) -> None:
         """A block was not found in this slot: the next pass reads the slot's record. Any thread may call this."""
-        self._doubtful.append((ordinal, slot))
+        self._doubtful.append((number, slot))
 
     def follow(self) -> None:
         """Takes in what has changed since the last call. Never raises because of the medium."""
@@ -86,8 +86,8 @@ class Follower:
         for name in names:
             self._follow(name)
         doubtful = [self._doubtful.popleft() for _ in range(len(self._doubtful))]
-        for ordinal, slot in dict.fromkeys(doubtful):
-            seat = next((seat for seat in self._seats.values() if seat.ordinal == ordinal), None)
+        for number, slot in dict.fromkeys(doubtful):
+            seat = next((seat for seat in self._seats.values() if seat.number == number), None)
             if seat is not None:
                 seat.recheck(slot)
         if self._blocks.is_incomplete and self._rebuild_rest.is_over:
@@ -111,10 +111,10 @@ class Follower:
             except (OSError, ConfigError) as error:
                 logger.debug("kvoffload: shared directory: %s cannot be used (%s)", name, error)
                 return
-            ordinal = seat_number(name)
-            assert ordinal is not None
+            number = seat_number(name)
+            assert number is not None
             seat = self._seats[name] = _FollowedSeat(
-                ordinal, storage, self._fingerprint, self._slot_bytes, self._blocks, Rest(self._clock)
+                number, storage, self._fingerprint, self._slot_bytes, self._blocks, Rest(self._clock)
             )
         seat.follow()
 
@@ -130,18 +130,18 @@ class Follower:
 
 
 class _FollowedSeat:
-    """One seat. Its ordinal is its number."""
+    """One seat."""
 
     def __init__(
         self,
-        ordinal: int,
+        number: int,
         storage: Storage,
         fingerprint: str,
         slot_bytes: tuple[int, ...],
         blocks: ForeignBlocks,
         rest: Rest,
     ) -> None:
-        self.ordinal = ordinal
+        self.number = number
         self._storage = storage
         self._fingerprint = fingerprint
         self._slot_bytes = slot_bytes
@@ -151,7 +151,7 @@ class _FollowedSeat:
         """The header up to which the journal was followed; None: the index must be read."""
 
     def leave(self) -> None:
-        self._blocks.drop(self.ordinal)
+        self._blocks.drop(self.number)
         self._storage.close()
 
     def follow(self) -> None:
@@ -159,16 +159,16 @@ class _FollowedSeat:
             self._take_changes()
         except FormatError as error:
             # It may be changing just now.
-            logger.debug("kvoffload: shared directory: writer-%d: %s", self.ordinal, error)
+            logger.debug("kvoffload: shared directory: writer-%d: %s", self.number, error)
             self._forget()
         except OSError as error:
-            logger.debug("kvoffload: shared directory: writer-%d: %s", self.ordinal, error)
+            logger.debug("kvoffload: shared directory: writer-%d: %s", self.number, error)
             if error.errno in GONE_ERRORS:
                 self._forget()
 
     def _forget(self) -> None:
         self._journal = None
-        self._blocks.drop(self.ordinal)
+        self._blocks.drop(self.number)
 
     def _take_changes(self) -> None:
         file = self._open(JOURNAL_NAME)
@@ -184,7 +184,7 @@ class _FollowedSeat:
                     entries = entries[last]
                     slots = entries["slot"].astype(np.int64)
                     digests = np.where(entries["has_block"] != 0, entries["digest"], np.uint64(0))
-                    self._blocks.apply(self.ordinal, slots, digests, entries["payload_checksum"])
+                    self._blocks.apply(self.number, slots, digests, entries["payload_checksum"])
                     self._journal = journal
                     return
         finally:
@@ -200,19 +200,19 @@ class _FollowedSeat:
                 raise FormatError("its blocks have another fingerprint or layout")
             if header.transient:
                 # Its weights were changed while it ran. The journal changes when the next process has the seat.
-                self._blocks.drop(self.ordinal)
+                self._blocks.drop(self.number)
                 self._journal = journal
                 return
             if not self._is_same(header):
-                self._blocks.drop(self.ordinal)
+                self._blocks.drop(self.number)
             if not self._rest.is_over:
                 return
             with self._rest.after():
                 num_slots = max(0, index.size() - HEADER_BYTES) // RECORD_BYTES
-                num_slots = min(num_slots, self._blocks.max_slots(self.ordinal))
-                old = self._blocks.view(self.ordinal)
+                num_slots = min(num_slots, self._blocks.max_slots(self.number))
+                old = self._blocks.view(self.number)
                 view = SeatView.empty(
-                    self.ordinal, self._storage, header, num_slots, None if old is None else old.serial
+                    self.number, self._storage, header, num_slots, None if old is None else old.serial
                 )
                 self._scan(index, view, num_slots)
                 self._blocks.replace(view)
@@ -223,7 +223,7 @@ class _FollowedSeat:
 
     def _is_same(self, header: Header) -> bool:
         """Returns whether the blocks that are known are those of this header."""
-        view = self._blocks.view(self.ordinal)
+        view = self._blocks.view(self.number)
         return view is not None and view.header == header
 
     def _scan(self, index: StoredFile, view: SeatView, num_slots: int) -> None:
@@ -243,7 +243,7 @@ class _FollowedSeat:
 
     def recheck(self, slot: int) -> None:
         """Reads one slot's record."""
-        view = self._blocks.view(self.ordinal)
+        view = self._blocks.view(self.number)
         if view is None:
             return
         try:
@@ -256,7 +256,7 @@ class _FollowedSeat:
         found, found_digests, found_checksums = changed_blocks(view.header, record, slot)
         if len(found):
             digests, checksums = found_digests, found_checksums
-        self._blocks.apply(self.ordinal, np.array([slot]), digests, checksums)
+        self._blocks.apply(self.number, np.array([slot]), digests, checksums)
 
     def _open(self, name: str) -> StoredFile:
         return self._storage.open(self._fingerprint, name, fresh=True)

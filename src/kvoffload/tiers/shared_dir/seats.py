@@ -6,8 +6,9 @@ without noticing. The heartbeat alone is not enough either: a process that was k
 
 - A seat is *adopted* by a process that starts if its lock is free, and its owner has said that it has ended, or ran
   under the same kernel, for which a free lock is a proof, or has been silent for SILENT_S.
-- A process that finds another owner in its heartbeat has lost its seat, and writes nothing more. Until it notices, both
-  may write into the same files; every reader verifies what it reads, so that is a miss at worst.
+- A process that finds another owner in its heartbeat, or no heartbeat, has lost its seat: it writes nothing more there
+  and takes another one. Until it notices, both may write into the same files; every reader verifies what it reads, so
+  that is a miss at worst.
 - A seat that has been silent for a longer bound is *emptied* by a process that serves, so that its budget returns.
 
 How long a seat has been silent is not judged by the time in its heartbeat, since clocks of machines differ. Both ages

@@ -53,7 +53,7 @@ class _State(enum.Enum):
     """The seat's files have vanished, or another process has it: foreign blocks are read. A new seat is taken in the
     background."""
     FORGOTTEN = enum.auto()
-    """The process was told to forget: nothing is read or written any more."""
+    """The tier was reset: nothing is read or written any more."""
     CLOSED = enum.auto()
 
 
@@ -90,6 +90,7 @@ class SharedDirTier(Tier):
     ) -> None:
         self._fingerprint = fingerprint
         self._identity = dict(identity or {})
+        """What to compare other identities with, once."""
         self._state = _State.SERVING
         executor = executor or IOThreads(name="kvoffload-shared-io")
 
@@ -110,6 +111,10 @@ class SharedDirTier(Tier):
                 job_bytes=job_bytes,
                 with_journal=True,
             )
+            try:
+                write_identity(seat.storage, fingerprint, identity or {})
+            except OSError as error:
+                logger.debug("kvoffload: shared directory: the identity cannot be written (%s)", error)
             return Writer(root, seat, own, gone_after_s, clock)
 
         try:
@@ -152,7 +157,6 @@ class SharedDirTier(Tier):
         if self._identity:
             identity, self._identity = self._identity, {}
             try:
-                write_identity(self.seat.storage, self._fingerprint, identity)
                 log_unusable(self._writer.root, self._fingerprint, identity)
             except OSError as error:
                 logger.debug("kvoffload: shared directory: identities cannot be read (%s)", error)
@@ -252,13 +256,14 @@ class SharedDirTier(Tier):
     def poll(self) -> list[TierResult]:
         if self.seat.is_lost and self._follower.own is not None:
             self._give_up()
-        results = self.own.poll()
+        results, foreign = self.own.poll(), self._reads.take_done()
         if self._state is _State.LOST and self._renewal.is_ready and not self.own.has_jobs:
             self._use_new_seat()
-        for result in self._reads.take_done():
+        failed = [result for result in foreign if not result.ok]
+        self._hidden.add([result.key for result in failed if result.error is TierError.CORRUPT], BAD_S)
+        self._hidden.add([result.key for result in failed if result.error is not TierError.CORRUPT], GONE_S)
+        for result in foreign:
             is_deleted = self._reading.pop(result.key)
-            if result.error is not None:
-                self._hidden.add(result.key, BAD_S if result.error is TierError.CORRUPT else GONE_S)
             results.append(_gone(result) if is_deleted else result)
         return list(map(_gone, results)) if self._state is _State.FORGOTTEN else results
 
@@ -342,11 +347,12 @@ class _Hidden:
     def __bool__(self) -> bool:
         return bool(self._until)
 
-    def add(self, key: OffloadKey, seconds: float) -> None:
-        if len(self._until) >= MAX_HIDDEN:
-            del self._until[next(iter(self._until))]
-        self._until[int(digests_of([key])[0])] = self._clock() + seconds
-        self._changed()
+    def add(self, keys: Sequence[OffloadKey], seconds: float) -> None:
+        if keys:
+            self._until |= dict.fromkeys(digests_of(keys).tolist(), self._clock() + seconds)
+            for digest in list(self._until)[: max(0, len(self._until) - MAX_HIDDEN)]:
+                del self._until[digest]
+            self._changed()
 
     def among(self, digests: UInt64s) -> npt.NDArray[np.bool_]:
         """Returns which of ``digests`` are hidden now."""

@@ -97,7 +97,8 @@ class Renewal:
         if self._replaced is not None:
             self._replaced.own.files.close()
             self._replaced = None
-        if lost is None or self._next is not None or not self._rest.is_over:
+            return  # ``lost`` may be the one that was replaced.
+        if lost is None or self._next is not None or self._replaced is not None or not self._rest.is_over:
             return
         with self._rest.after():
             try:
@@ -112,9 +113,10 @@ class Renewal:
 
     def take(self, lost: Writer) -> Writer:
         """Returns the new writer. ``lost`` has no jobs under way, and is not used any more."""
-        writer, self._next = self._next, None
+        writer = self._next
         assert writer is not None
-        self._replaced = lost
+        # In this order, so that ``work`` sees at any time that ``lost`` needs no other writer.
+        self._replaced, self._next = lost, None
         return writer
 
     def close(self) -> None:
