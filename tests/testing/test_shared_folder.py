@@ -21,8 +21,7 @@ from kvoffload.testing.shared_storage import Mount, NfsServer
 from kvoffload.testing.tiers import SteppedExecutor, make_pools
 from kvoffload.tiers.disk.start import remove_blocks
 from kvoffload.tiers.disk.storage import Storage
-from kvoffload.tiers.shared_dir import reads, seats
-from kvoffload.tiers.shared_dir import tier as tier_module
+from kvoffload.tiers.shared_dir import reads, seats, writer
 from kvoffload.tiers.shared_dir.seats import Machine, Seat, Sighting, seat_names
 from kvoffload.tiers.shared_dir.tier import SharedDirTier
 
@@ -93,7 +92,7 @@ def living_seats_are_emptied(patch: pytest.MonkeyPatch) -> None:
                 if name != self.seat.name:
                     remove_blocks(self.root.child(name))
 
-    patch.setattr(tier_module, "GoneSeats", EmptiesAll)
+    patch.setattr(writer, "GoneSeats", EmptiesAll)
 
 
 def a_reset_deletes(server: SharingServer) -> None:
