@@ -42,6 +42,9 @@ class SeatTaken(AssertionError):
     """A server has taken the seat of another one that lives."""
 
 
+ROUNDS_TO_A_NEW_SEAT = 3
+
+
 class SharedFolderMedium(SharedMedium):
     """A directory on a network file system that stalls, fails, is full, loses files and bytes, and cuts clients off."""
 
@@ -102,13 +105,14 @@ class SharedFolderMedium(SharedMedium):
             self.injected["spoiled"] += 1
 
     def _loses(self) -> None:
-        """Somebody removes a file, or a whole folder, of a server that is gone."""
+        """Somebody removes all files of a folder, or one file of a server that is gone."""
         owned = [self._seats().get(connection.seat) for connection in self.connections if connection.has_seat]
         folder = self._any_folder(self.server.root)
-        if folder is None or any(seat and folder in (seat, *seat.entries.values()) for seat in owned):
+        if folder is None:
             return
+        is_owned = any(seat and folder in (seat, *seat.entries.values()) for seat in owned)
         names = [name for name, node in folder.entries.items() if isinstance(node, Inode) and name != LOCK_NAME]
-        if names and self.random.random() < 0.3:
+        if names and not is_owned and self.random.random() < 0.3:
             names = [self.random.choice(names)]
         for name in names:
             inode = folder.entries.pop(name)
@@ -199,6 +203,11 @@ class SharedFolderMedium(SharedMedium):
                 self.check_bad_blocks(watch.counts)
         if not any(connection.has_seat for connection in alive):
             return
+        for _ in range(ROUNDS_TO_A_NEW_SEAT):
+            servers.pass_time(GONE_AFTER_S)
+            for connection in alive:
+                # A server that has lost its seat changes to a new one in its next step.
+                connection.server.engine.scheduler.manager.poll()
         servers.pass_time(2 * (GONE_AFTER_S + SILENT_S))
         owned = {connection.seat for connection in alive if connection.has_seat}
         for name, seat in self._seats().items():
