@@ -281,4 +281,5 @@ def test_a_heartbeat_judged_by_its_owners_clock_is_found(monkeypatch: pytest.Mon
 
     monkeypatch.setattr(seats, "look", planted)
     names, _ = seats_of_living_servers(monkeypatch)
-    assert names == ["writer-0", "writer-0"]
+    # The first server has lost its seat to the second one, and has taken another.
+    assert names == ["writer-1", "writer-0"]

@@ -13,7 +13,7 @@ from kvoffload.demo.protocol import EngineInfo, RequestResult, Source
 from kvoffload.demo.report import Comparison, compare
 
 LOAD_DEADLINE_S = 1.0
-"""How long a request waits for blocks: the default of ``load_deadline_ms``."""
+"""How long a request waits for blocks: ``load_deadline_ms`` of the servers."""
 STEP_S = 1.0
 """A deadline is noticed in the next step of the engine, which takes this long at most, also on a busy machine."""
 WAIT_LIMIT_S = LOAD_DEADLINE_S + STEP_S

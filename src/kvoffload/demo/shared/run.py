@@ -30,7 +30,14 @@ from kvoffload.demo.run import (
     vllm_installed,
 )
 from kvoffload.demo.shared.mooncake import MooncakeStore
-from kvoffload.demo.shared.result import FaultResult, SharedReport, SkippedStore, StoreResult, hit_tokens
+from kvoffload.demo.shared.result import (
+    LOAD_DEADLINE_S,
+    FaultResult,
+    SharedReport,
+    SkippedStore,
+    StoreResult,
+    hit_tokens,
+)
 from kvoffload.demo.shared.stores import DIRECTORY_BYTES, DirectoryStore, Fault, Servers, Store, StoreMissingError
 from kvoffload.demo.text import load_documents
 
@@ -237,7 +244,11 @@ def run_shared_demo(out: Path, seed: int, progress: Progress, faults: bool = Fal
 
 def options(model: Path) -> dict[str, Any]:
     """Returns kvoffload's options for a server, without ``tiers``."""
-    return {"host_bytes": HOST_BLOCKS * BLOCK_SIZE * (kv_bytes_per_token(model) or 0), "policy": "lru"}
+    return {
+        "host_bytes": HOST_BLOCKS * BLOCK_SIZE * (kv_bytes_per_token(model) or 0),
+        "policy": "lru",
+        "load_deadline_ms": 1000 * LOAD_DEADLINE_S,
+    }
 
 
 def bad_blocks(engine: EngineProcess) -> int:
