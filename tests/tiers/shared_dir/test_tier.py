@@ -22,7 +22,7 @@ from kvoffload.tiers.disk.storage import StoredFile
 from kvoffload.tiers.shared_dir import followers, reads
 from kvoffload.tiers.shared_dir.followers import REST_S
 from kvoffload.tiers.shared_dir.foreign import IDLE_S
-from kvoffload.tiers.shared_dir.tier import BAD_S, GONE_S, SharedDirTier
+from kvoffload.tiers.shared_dir.tier import BAD_S, GONE_S, LOOK_AROUND_S, SharedDirTier
 from tests.tiers.shared_dir.rig import FINGERPRINT, PAGE, Server, capacity, content, key
 
 
@@ -325,6 +325,31 @@ def test_other_layouts_are_not_found(serve: Serve, tmp_path: Path) -> None:
     index.write_bytes(header.tobytes() + index.read_bytes()[len(header) :])
     two.tier.follow()
     assert two.finds(1) == []
+
+
+@pytest.mark.parametrize("name", ["index", "journal"])
+def test_a_header_that_was_damaged_is_repaired_by_its_owner(
+    serve: Serve, tmp_path: Path, clock: Clock, name: str
+) -> None:
+    one = serve()
+    one.write(1)
+    path = seat_of(one, tmp_path) / name
+    data = bytearray(path.read_bytes())
+    data[20] ^= 1
+    path.write_bytes(data)
+    two = serve()
+    two.tier.follow()
+    assert two.finds(1) == []
+    clock.now += LOOK_AROUND_S
+    for server in (one, one, two):
+        server.tier.keep()
+        server.run()
+    two.tier.follow()
+    assert two.read(1) == {1: None}
+    # What is written later is followed too.
+    one.write(2)
+    two.tier.follow()
+    assert two.read(1, 2) == {1: None, 2: None}
 
 
 def test_the_log_says_whose_blocks_cannot_be_used(serve: Serve, caplog: pytest.LogCaptureFixture) -> None:

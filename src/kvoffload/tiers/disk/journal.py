@@ -187,6 +187,10 @@ class Journal:
         else:
             self._num_lost += 1
 
+    def restart(self) -> None:
+        """Makes the next ``write`` begin a new epoch."""
+        self._num_lost += 1
+
     def write(self, header: Header, sync_index: Callable[[], None]) -> None:
         """Writes what was noted, after ``sync_index``, for an index that has ``header`` now. Raises OSError; what was
         noted is then made up for by a new epoch."""

@@ -26,7 +26,7 @@ from kvoffload.tiers.disk.storage import Storage
 from kvoffload.tiers.disk.tier import DiskTier
 from kvoffload.tiers.executor import Executor
 from kvoffload.tiers.shared_dir.background import Repeating
-from kvoffload.tiers.shared_dir.followers import FOLLOW_S, Follower
+from kvoffload.tiers.shared_dir.followers import FOLLOW_S, Follower, has_good_headers
 from kvoffload.tiers.shared_dir.foreign import ForeignBlocks
 from kvoffload.tiers.shared_dir.identities import log_unusable, write_identity
 from kvoffload.tiers.shared_dir.reads import ForeignReads
@@ -325,11 +325,19 @@ class _Keeper:
             if now >= self._next_look and not self._seat.is_lost:
                 self._next_look = now + LOOK_AROUND_S
                 self._gone.look_around()
+                self._check_headers()
             self._problem = None
         except OSError as error:
             if self._problem is None:
                 logger.warning("kvoffload: shared directory: %s cannot be kept (%s)", self._seat.name, error)
             self._problem = str(error)
+
+    def _check_headers(self) -> None:
+        """Has the headers, without which no other server can follow this seat, written again if they were damaged."""
+        files = self._own.files
+        if not files.header_is_due and not has_good_headers(self._seat.storage, files.header):
+            logger.warning("kvoffload: shared directory: %s has a damaged header, which is repaired", self._seat.name)
+            files.repair_headers()
 
     def end(self) -> None:
         """Says in the heartbeat that the process has ended."""
