@@ -15,6 +15,7 @@ numpy can compute.
 
 from __future__ import annotations
 
+import errno
 import struct
 import threading
 from collections import deque
@@ -46,6 +47,8 @@ SLOTS_PER_ENTRY = 8
 """The ring has an entry for so many slots, within its bounds."""
 MAX_PENDING = 1 << 16
 """Notes that wait for being written. If there are more, a new epoch begins."""
+WRITING_DEADLINE_S = 2.0
+"""How long ``write`` waits for another thread in it."""
 
 _MAGIC = b"kvoffjnl"
 _HEADER = struct.Struct("<8sIIQQQ")
@@ -193,8 +196,10 @@ class Journal:
 
     def write(self, header: Header, sync_index: Callable[[], None]) -> None:
         """Writes what was noted, after ``sync_index``, for an index that has ``header`` now. Raises OSError; what was
-        noted is then made up for by a new epoch."""
-        with self._writing:
+        noted is then made up for by a new epoch. Raises TimeoutError if another thread hangs in this method."""
+        if not self._writing.acquire(timeout=WRITING_DEADLINE_S):
+            raise TimeoutError(errno.ETIMEDOUT, "a write of the journal hangs")
+        try:
             if self._closed:
                 return
             noted = [self._pending.popleft() for _ in range(len(self._pending))]
@@ -209,6 +214,8 @@ class Journal:
                 self._num_lost += 1
                 raise
             self._num_known_lost = num_lost
+        finally:
+            self._writing.release()
 
     def _write(self, header: Header, noted: Sequence[tuple[int, ByteArray]], is_complete: bool) -> None:
         old, entries = self._header, _entries(noted)

@@ -6,7 +6,6 @@ import logging
 import os
 import time
 from collections.abc import Callable, Collection, Sequence
-from contextlib import suppress
 from dataclasses import replace
 
 import numpy as np
@@ -294,15 +293,23 @@ class DiskTier(Tier):
         all_ended = self._executor.close(CLOSE_DEADLINE_S)
         self._unreported += self._take_results()
         self.catalog.reset()
-        if all_ended:
-            self._maintenance.finish()
-            with suppress(OSError):
-                self.files.write_journal()
+        if all_ended and self._finish():
             self.files.close()
         else:
             # A thread hangs in a call. Its descriptors stay open, lest they come to name other files, and so does the
             # lock: the thread may still write when it continues.
             self._io.abandon()
+
+    def _finish(self) -> bool:
+        """Writes down what is left. Returns False if a thread that writes the journal hangs."""
+        self._maintenance.finish()
+        try:
+            self.files.write_journal()
+        except TimeoutError:
+            return False
+        except OSError as error:
+            logger.debug("kvoffload: disk tier: its journal could not be written (%s)", error)
+        return True
 
     def check_integrity(self) -> None:
         self.catalog.check_integrity()
