@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ import pytest
 
 from kvoffload.abc import ByteArray, ConfigError, TierError
 from kvoffload.testing.storage import os_error
-from kvoffload.tiers.disk import slabs
+from kvoffload.tiers.disk import journal, slabs
 from kvoffload.tiers.disk.directory import DirectoryStorage
 from kvoffload.tiers.disk.format import Header
 from kvoffload.tiers.disk.slabs import SlabFiles
@@ -23,6 +24,7 @@ from kvoffload.tiers.shared_dir import followers, reads
 from kvoffload.tiers.shared_dir.background import REST_S
 from kvoffload.tiers.shared_dir.foreign import IDLE_S
 from kvoffload.tiers.shared_dir.tier import BAD_S, GONE_S, SharedDirTier
+from kvoffload.tiers.shared_dir.writer import LOOK_AROUND_S
 from tests.tiers.shared_dir.rig import FINGERPRINT, PAGE, Server, capacity, content, key
 
 
@@ -325,6 +327,59 @@ def test_other_layouts_are_not_found(serve: Serve, tmp_path: Path) -> None:
     index.write_bytes(header.tobytes() + index.read_bytes()[len(header) :])
     two.tier.follow()
     assert two.finds(1) == []
+
+
+def test_closing_does_not_wait_for_a_journal_whose_writing_hangs(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
+    one = serve()
+    hangs, goes_on, sync = threading.Event(), threading.Event(), os.fdatasync
+    keeper = threading.Thread(target=one.tier.keep, daemon=True)
+
+    def hang(fd: int) -> None:
+        if threading.current_thread() is keeper and fd >= 0 and "journal" in os.readlink(f"/proc/self/fd/{fd}"):
+            hangs.set()
+            goes_on.wait(60)
+        sync(fd)
+
+    monkeypatch.setattr(os, "fdatasync", hang)
+    monkeypatch.setattr(journal, "WRITING_DEADLINE_S", 0.01)
+    keeper.start()
+    assert hangs.wait(30)
+    closing = threading.Thread(target=one.tier.close, daemon=True)
+    closing.start()
+    closing.join(30)
+    try:
+        assert not closing.is_alive()
+        # The thread may still write, so no other server gets the seat.
+        assert serve().tier.seat.name != one.tier.seat.name
+    finally:
+        goes_on.set()
+        keeper.join(30)
+        closing.join(30)
+
+
+@pytest.mark.parametrize("name", ["index", "journal"])
+def test_a_header_that_was_damaged_is_repaired_by_its_owner(
+    serve: Serve, tmp_path: Path, clock: Clock, name: str
+) -> None:
+    one = serve()
+    one.write(1)
+    path = seat_of(one, tmp_path) / name
+    data = bytearray(path.read_bytes())
+    data[20] ^= 1
+    path.write_bytes(data)
+    two = serve()
+    two.tier.follow()
+    assert two.finds(1) == []
+    clock.now += LOOK_AROUND_S
+    for server in (one, one, two):
+        server.tier.keep()
+        server.run()
+    two.tier.follow()
+    assert two.read(1) == {1: None}
+    # What is written later is followed too.
+    one.write(2)
+    two.tier.follow()
+    assert two.read(1, 2) == {1: None, 2: None}
 
 
 def test_the_log_says_whose_blocks_cannot_be_used(serve: Serve, caplog: pytest.LogCaptureFixture) -> None:

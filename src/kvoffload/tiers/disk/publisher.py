@@ -54,6 +54,11 @@ class IndexPublisher:
             index.sync()
             self._is_seen[slots] = False
 
+    def restart(self) -> None:
+        """Makes others read the index again, after the next ``write``. May be called by any thread."""
+        if self._journal is not None:
+            self._journal.restart()
+
     def write(self, header: Header, index: StoredFile) -> None:
         """Writes the journal of what has changed since the last call. Raises OSError."""
         if self._journal is not None:

@@ -339,6 +339,12 @@ class SlabFiles:
             _write_all(self._index, [header.pack()], 0)
             self._written = header
 
+    def repair_headers(self) -> None:
+        """Has the headers of index and journal written again. May be called by any thread."""
+        self._written = None
+        if self._publisher:
+            self._publisher.restart()
+
     def write_records(self, first_slot: int, records: ByteArray, *, is_change: bool = True) -> None:
         """Writes the records of ``first_slot`` and those after it. ``is_change``: whether the blocks in the slots are
         others than before. Raises OSError."""

@@ -271,6 +271,22 @@ def read_header(storage: Storage, fingerprint: str) -> Header:
         file.close()
 
 
+def has_good_headers(storage: Storage, expected: Header) -> bool:
+    """Returns whether an index has the ``expected`` header on the medium, and its journal a valid one. Raises
+    OSError."""
+    try:
+        if read_header(storage, expected.fingerprint) != expected:
+            return False
+        file = storage.open(expected.fingerprint, JOURNAL_NAME, fresh=True)
+        try:
+            JournalHeader.unpack(_read(file, 0, JOURNAL_HEADER_BYTES))
+        finally:
+            file.close()
+    except FormatError:
+        return False
+    return True
+
+
 def read_record(storage: Storage, fingerprint: str, slot: int) -> ByteArray:
     """Returns the record of a slot as it is on the medium now, fewer bytes if there is none. Raises OSError."""
     file = storage.open(fingerprint, INDEX_NAME, fresh=True)
