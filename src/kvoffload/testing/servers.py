@@ -37,7 +37,6 @@ from kvoffload.connector.options import PARAM
 from kvoffload.testing.engine import Clock, EngineRequest, Leak, LowerTiers, ModelEngine, Scenario
 from kvoffload.testing.scenario import make_requests
 from kvoffload.testing.simulation import (
-    MAX_SETTLING_S,
     WEIGHTS_APART,
     Blocked,
     FalseAlarm,
@@ -61,6 +60,9 @@ STEPS_PER_CHECK = 32
 """Steps between two integrity checks."""
 JUMPS_S = (0.1, 6.0, 25.0)
 """How long all processes stand still."""
+MAX_SETTLING_S = 600.0
+"""Transfers under way when all requests have ended end within this time: chains that compete for a tiny tier are
+written several times, and each write may stall."""
 MAX_QUICK_STEPS = 1000
 """Small steps while transfers end."""
 MAX_TURNS = 200_000

@@ -42,9 +42,6 @@ class SeatTaken(AssertionError):
     """A server has taken the seat of another one that lives."""
 
 
-ROUNDS_TO_A_NEW_SEAT = 3
-
-
 class SharedFolderMedium(SharedMedium):
     """A directory on a network file system that stalls, fails, is full, loses files and bytes, and cuts clients off."""
 
@@ -203,13 +200,9 @@ class SharedFolderMedium(SharedMedium):
                 self.check_bad_blocks(watch.counts)
         if not any(connection.has_seat for connection in alive):
             return
-        for _ in range(ROUNDS_TO_A_NEW_SEAT):
-            servers.pass_time(GONE_AFTER_S)
-            for connection in alive:
-                # A server that has lost its seat changes to a new one in its next step.
-                connection.server.engine.scheduler.manager.poll()
         servers.pass_time(2 * (GONE_AFTER_S + SILENT_S))
-        owned = {connection.seat for connection in alive if connection.has_seat}
+        # A living server keeps the lock of a seat that it has lost until it has a new one.
+        owned = {connection.seat for connection in alive}
         for name, seat in self._seats().items():
             if name in owned:
                 continue

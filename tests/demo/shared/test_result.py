@@ -93,6 +93,7 @@ def test_different_outputs_are_not_identical(report: SharedReport) -> None:
         ({"during": [replace(answers()[0], waited_s=2.5)]}, "a request waited 2.5 s for blocks, more than 2.0 s"),
         ({"during": [replace(answers()[0], total_ms=60_000.0)]}, "a request took 60.0 s, more than 10.1 s"),
         ({"recovered_s": None}, "the store gave no hits again"),
+        ({"before": answers()}, "the store gave no hits before"),
     ],
 )
 def test_a_failed_check_of_a_fault(report: SharedReport, changes: dict[str, object], sentence: str) -> None:

@@ -179,6 +179,8 @@ class SharedReport:
                 sentences.append(
                     f"{where}: a request took {row['slowest_request_s']:.1f} s, more than {self.stuck_s:.1f} s."
                 )
+            if not row["hit_tokens"]["before"]:
+                sentences.append(f"{where}: the store gave no hits before, so the fault shows nothing.")
             if row["recovered_s"] is None:
                 sentences.append(f"{where}: the store gave no hits again.")
         return sentences

@@ -54,6 +54,9 @@ class TerminalProgress:
         if self._task is not None:
             self._bars.stop_task(self._task)
         self._task = self._bars.add_task(title, total=requests, now="[dim]starting vLLM[/]")
+        if not self._console.is_terminal:
+            # The bars appear at the end only.
+            self._console.print(title.strip(), markup=False, highlight=False)
 
     def request(self, result: RequestResult) -> None:
         if self._task is None:
