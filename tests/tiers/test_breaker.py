@@ -72,11 +72,28 @@ def test_no_other_request_waits_for_a_hanging_tier() -> None:
     rig.manager.lookup(keys, A)
     rig.manager.poll()
     rig.clock.now += 1.0
+    rig.manager.poll()
     assert rig.manager.lookup(keys, A) == 0
     assert rig.manager.lookup(other, B) == 0
     assert rig.manager.lookup(keys, B) == 0
     rig.settle()
     assert rig.manager.lookup(other, B) is None, "the tier works again"
+
+
+def test_transfers_that_have_ended_while_the_engine_was_idle_are_no_hang() -> None:
+    """An idle engine takes no steps, so the results wait until the next request comes."""
+    rig = Rig(load_deadline_ms=1000)
+    keys = chain("x", 2)
+    rig.store_below(keys)
+    rig.store(chain("last", 1))
+    rig.manager.poll()
+    assert rig.manager.tiers[0].writes.num_writing == 1
+    rig.executor.drain()
+    rig.clock.now += 100.0
+    assert rig.manager.lookup(keys, A) is None, "it is loaded"
+    rig.settle()
+    assert rig.manager.lookup(keys, A) == 2
+    assert rig.manager.tiers[0].breaker.is_working
 
 
 def test_a_tier_is_read_again_after_a_successful_test_read(caplog: pytest.LogCaptureFixture) -> None:

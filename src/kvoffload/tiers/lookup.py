@@ -157,7 +157,6 @@ class TierLookup:
         sources = np.zeros(len(keys), dtype=np.int8)
         is_reading = np.zeros(len(keys), dtype=np.bool_)
         for tier in self._tiers:
-            tier.detect_hangs(now)
             if tier.may_probe and tier.probe is None:
                 tier.choose_probe(next((key for key in keys if key not in tier.reads), None), now)
             if tier.reads and not tier.reads.keys().isdisjoint(keys):
