@@ -5,8 +5,11 @@ media, and a prompt that no server holds goes to the one with the fewest request
         --kv-events-config '{"enable_kv_cache_events": true, "publisher": "zmq", "endpoint": "tcp://*:5557"}'
     python examples/router.py http://127.0.0.1:8001=tcp://127.0.0.1:5557 http://127.0.0.1:8002=tcp://127.0.0.1:5558
 
-It reads one prompt per line, and prints which server it chose and why. It needs pyzmq and msgspec, which come with
-vLLM. All servers need the same PYTHONHASHSEED, so that they give the same names to the same blocks.
+The second server has another port, 8002 here, and if it is on the same machine another endpoint, tcp://*:5558.
+
+The router reads one prompt per line, and prints which server it chose and why. It needs pyzmq and msgspec, which come
+with vLLM. All servers must give the same names to the same blocks: with vLLM's default hash they do, with xxhash they
+need the same PYTHONHASHSEED.
 """
 
 import json
@@ -21,7 +24,8 @@ import zmq
 WEIGHTS = {("GPU", None): 1.0, ("CPU", None): 0.8, ("STORAGE", "LOCAL"): 0.5, ("STORAGE", "REMOTE"): 0.4}
 """What a token is worth that need not be computed, by medium and locality: less if it takes longer to load."""
 MAX_BLOCKS = 1 << 20
-"""Blocks whose tokens are remembered, about 500 bytes each. Beyond it the oldest are forgotten."""
+"""Blocks whose tokens are remembered, about 500 bytes each, and blocks per medium. Beyond it the oldest are forgotten,
+or all of the medium: not every block that leaves a shared store is announced."""
 
 
 class Index:
@@ -51,6 +55,8 @@ class Index:
         if event["type"] == "BlockRemoved":
             names.difference_update(event["block_hashes"])
             return
+        if len(names) > MAX_BLOCKS:
+            names.clear()
         names.update(event["block_hashes"])
         before, size, tokens = event.get("parent_block_hash"), event["block_size"], event["token_ids"]
         extra_keys = event.get("extra_keys") or [None] * len(event["block_hashes"])
@@ -146,14 +152,18 @@ def post(url, **body):
 
 
 def main():
-    router = Router(dict(argument.split("=") for argument in sys.argv[1:]))
+    servers = dict(argument.partition("=")[::2] for argument in sys.argv[1:])
+    if not servers or not all(servers.values()):
+        sys.exit(f"usage: {sys.argv[0]} URL=ENDPOINT ...: each server, and where it publishes its events")
+    router = Router(servers)
     first = next(iter(router.load))
     with urllib.request.urlopen(f"{first}/v1/models", timeout=60) as answer:
         model = json.load(answer)["data"][0]["id"]
     for line in sys.stdin:
         tokens = post(f"{first}/tokenize", model=model, prompt=line.rstrip("\n"))["tokens"]
         server, scores, answer = router.complete(model, tokens, max_tokens=16)
-        print(f"{server} of {scores}, {len(tokens)} tokens: {answer['choices'][0]['text']!r}", flush=True)
+        worth = {url: round(score) for url, score in scores.items()}
+        print(f"{server} of {worth}, {len(tokens)} tokens: {answer['choices'][0]['text']!r}", flush=True)
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ from kvoffload.testing.tiers import SteppedExecutor, make_pools
 from kvoffload.tiers.disk.start import remove_blocks
 from kvoffload.tiers.disk.storage import Storage
 from kvoffload.tiers.shared_dir import reads, seats
-from kvoffload.tiers.shared_dir import tier as tier_module
+from kvoffload.tiers.shared_dir import writer as writer_module
 from kvoffload.tiers.shared_dir.seats import Machine, Seat, Sighting, seat_names
 from kvoffload.tiers.shared_dir.tier import SharedDirTier
 
@@ -93,7 +93,7 @@ def living_seats_are_emptied(patch: pytest.MonkeyPatch) -> None:
                 if name != self.seat.name:
                     remove_blocks(self.root.child(name))
 
-    patch.setattr(tier_module, "GoneSeats", EmptiesAll)
+    patch.setattr(writer_module, "GoneSeats", EmptiesAll)
 
 
 def a_reset_deletes(server: SharingServer) -> None:
@@ -253,7 +253,7 @@ class Pair:
 
 
 def seats_of_living_servers(monkeypatch: pytest.MonkeyPatch) -> tuple[list[str], list[int]]:
-    """Runs a server whose clock is days behind, then another one, on mounts whose locks exclude nobody. Returns their
+    """Runs a server whose clock is days behind, then another one, on mounts whose locks exclude no one. Returns their
     seats, the blocks that the first one has, and those that the second one knows of."""
     monkeypatch.setattr(NfsServer, "take_lock", lambda server, inode, client: True)
     pair = Pair()
@@ -281,4 +281,5 @@ def test_a_heartbeat_judged_by_its_owners_clock_is_found(monkeypatch: pytest.Mon
 
     monkeypatch.setattr(seats, "look", planted)
     names, _ = seats_of_living_servers(monkeypatch)
-    assert names == ["writer-0", "writer-0"]
+    # The first server has lost its seat to the second one, and has taken another.
+    assert names == ["writer-1", "writer-0"]

@@ -21,7 +21,7 @@ from tests.tiers.rig import (
 
 
 class RemoteTier(SpyTier):
-    """Answers RETRY until the answer of its medium has come, for all keys that it was asked or told of before."""
+    """Answers RETRY until the answer of its medium has come, for all keys that it was asked for or expects."""
 
     name = "remote"
 

@@ -81,7 +81,7 @@ def test_a_block_of_a_tier_has_the_contents_that_it_had_in_host_memory() -> None
     assert tier.block_hashes == host.block_hashes
 
 
-def test_tiers_are_told_apart() -> None:
+def test_events_distinguish_tiers() -> None:
     made = translator()
     events = [in_host(0), in_tier(0), in_tier(0, tier="mooncake", is_shared=True), in_tier(0, removed=True)]
     _, disk, store, removed = made.translate(events, True)

@@ -62,7 +62,7 @@ def verify(directory: Path, as_json: bool) -> None:
 
     Can be used while a server is running, and changes nothing; a block that the server replaces in the meantime is not
     bad. Exit status 0: no block is bad; 1: a block or an index is bad, and a server would compute the blocks again; 2:
-    DIR is not the directory of a disk tier.
+    DIR is not the directory of a tier.
     """
     with _errors("verify"):
         result = _verify(directory)
@@ -81,8 +81,8 @@ def verify(directory: Path, as_json: bool) -> None:
 def clear(directory: Path, fingerprint: str | None, yes: bool, as_json: bool) -> None:
     """Remove the blocks in DIR. Files that are not kvoffload's are left.
 
-    Refuses while a server uses DIR. Exit status 1: nothing was removed; 2: DIR is not the directory of a disk tier, or
-    it is in use.
+    Refuses while a server uses DIR. Exit status 1: nothing was removed; 2: DIR is not the directory of a tier, or it is
+    in use.
     """
     with _errors("clear"):
         parts = inspect_directory(directory)

@@ -18,7 +18,7 @@ import random
 import selectors
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from itertools import islice
 from typing import Any
@@ -32,15 +32,34 @@ _MESSAGES = (EngineInfo, RequestResult, ActSummary)
 
 
 class Probe:
-    """Reads records and counters of kvoffload. Returns empty results if the engine runs without it."""
+    """Reads records and counters of kvoffload. Returns empty results if the engine runs without it.
+
+    ``waited_s``: how long the latest request has waited for the answer to what can be loaded for it.
+    """
 
     def __init__(self, llm: Any) -> None:
         self._scheduler: Any = None
+        self._asked: tuple[str, float] | None = None
+        self.waited_s = 0.0
         try:
             connector = llm.llm_engine.engine_core.engine_core.scheduler.connector
             self._scheduler = connector.connector_scheduler if connector is not None else None
         except AttributeError as error:
             print(f"demo: cannot see kvoffload's counters: {error}", file=sys.stderr)
+        if self._scheduler is not None:
+            connector.get_num_new_matched_tokens = self._timed(connector.get_num_new_matched_tokens)
+
+    def _timed(self, ask: Callable[..., Any]) -> Callable[..., Any]:
+        """Returns ``get_num_new_matched_tokens`` with a clock. vLLM asks again in each step until it has an answer."""
+
+        def timed(request: Any, *args: Any, **kwargs: Any) -> Any:
+            if self._asked is None or self._asked[0] != request.request_id:
+                self._asked = request.request_id, time.monotonic()
+            answer = ask(request, *args, **kwargs)
+            self.waited_s = time.monotonic() - self._asked[1]
+            return answer
+
+        return timed
 
     def record(self, request_id: str) -> Any:
         """Returns the RequestRecord of a request. vLLM appends a suffix to the id that it is given."""
@@ -176,6 +195,7 @@ class Act:
             logprobs=[_finite(step[t].logprob) for t, step in zip(tokens, completion.logprobs, strict=True)],
             pool_used=used,
             pool_blocks=blocks,
+            waited_s=self.probe.waited_s,
         )
 
     def settle(self) -> None:

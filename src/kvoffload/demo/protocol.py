@@ -82,6 +82,9 @@ class RequestResult:
     """Blocks of the host pool in use."""
     pool_blocks: int
     """Blocks of the host pool; 0 without kvoffload."""
+    waited_s: float = 0.0
+    """Time between vLLM's first question about the request and kvoffload's last answer: how long the request has waited
+    for blocks of tiers."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "source", Source(self.source))

@@ -37,7 +37,6 @@ from kvoffload.connector.options import PARAM
 from kvoffload.testing.engine import Clock, EngineRequest, Leak, LowerTiers, ModelEngine, Scenario
 from kvoffload.testing.scenario import make_requests
 from kvoffload.testing.simulation import (
-    MAX_SETTLING_S,
     WEIGHTS_APART,
     Blocked,
     FalseAlarm,
@@ -61,6 +60,11 @@ STEPS_PER_CHECK = 32
 """Steps between two integrity checks."""
 JUMPS_S = (0.1, 6.0, 25.0)
 """How long all processes stand still."""
+MAX_SETTLING_S = 600.0
+"""Transfers under way when all requests have ended end within this time: chains that compete for a tiny tier are
+written several times, and each write may stall."""
+MAX_QUICK_STEPS = 1000
+"""Small steps while transfers end."""
 MAX_TURNS = 200_000
 """A simulation that takes more turns has hung."""
 QUIET_S = 90.0
@@ -246,6 +250,8 @@ class SharedMedium(ABC):
     """
 
     kind: ClassVar[str]
+    keeps_enough = True
+    """Whether there is room for what servers store until others ask for it."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -382,7 +388,14 @@ class SharingServer(LowerTiers):
     def must_find(self) -> bool:
         """Whether it must find what others have stored, once the medium works."""
         watch = self.shared_watch
-        return self.life.must_find and watch is not None and not watch.was_reset
+        return self.life.must_find and watch is not None and not watch.was_reset and self._has_room(watch.tier)
+
+    def _has_room(self, tier: Tier) -> bool:
+        """Whether the tier can keep all blocks of one round of requests."""
+        s = self.life.scenario
+        tokens = s.document_tokens + s.max_question_tokens + s.max_new_tokens
+        num_blocks = ROUND_REQUESTS * sum(-(-tokens // group.block_tokens) for group in self.engine.groups)
+        return tier.capacity_bytes is None or tier.capacity_bytes >= num_blocks * tier.block_bytes
 
     def turn(self) -> None:
         """Runs one step of the engine."""
@@ -443,14 +456,15 @@ class SharingServer(LowerTiers):
         assert tiered is not None
         was_serving, self._is_serving = self._is_serving, False
         until = self.clock.now + MAX_SETTLING_S
-        while True:
+        for i in itertools.count():
             self.drain_threads()
             tiered.poll()
             if not tiered.has_transfers and self.connection.is_idle:
                 break
             if self.clock.now >= until:
                 raise Leak("transfers of the tier do not end")
-            self.clock.now += 0.5
+            # At first in small steps: a small tier may be given many blocks one after the other.
+            self.clock.now += 0.005 if i < MAX_QUICK_STEPS else 0.5
         self._is_serving = was_serving
 
     def close(self) -> None:
@@ -663,7 +677,7 @@ class Servers:
     def _find_again(self) -> None:
         """Lets one server store blocks that another one must find. Raises NotFound."""
         pair = self._pair()
-        if pair is None:
+        if pair is None or not self.medium.keeps_enough:
             return
         writer, reader = pair
         watch = reader.shared_watch

@@ -51,8 +51,9 @@ class SharedFolderMedium(SharedMedium):
         super().__init__()
         rng = self.random = Random(f"folder {seed}")
         self.is_calm = is_calm
-        self.num_blocks = rng.choice((3, 6, 20, 100))
+        self.num_blocks = rng.choice((3, 6, 40, 100))
         """The budget of each server."""
+        self.keeps_enough = self.num_blocks >= 40
         self.slab_blocks = rng.choice((2, 10, 100))
         self.capacity_bytes = 0
         """The same in bytes, known when the first server has connected."""
@@ -101,13 +102,14 @@ class SharedFolderMedium(SharedMedium):
             self.injected["spoiled"] += 1
 
     def _loses(self) -> None:
-        """Somebody removes a file, or a whole folder, of a server that is gone."""
+        """Somebody removes all files of a folder, or one file of a server that is gone."""
         owned = [self._seats().get(connection.seat) for connection in self.connections if connection.has_seat]
         folder = self._any_folder(self.server.root)
-        if folder is None or any(seat and folder in (seat, *seat.entries.values()) for seat in owned):
+        if folder is None:
             return
+        is_owned = any(seat and folder in (seat, *seat.entries.values()) for seat in owned)
         names = [name for name, node in folder.entries.items() if isinstance(node, Inode) and name != LOCK_NAME]
-        if names and self.random.random() < 0.3:
+        if names and not is_owned and self.random.random() < 0.3:
             names = [self.random.choice(names)]
         for name in names:
             inode = folder.entries.pop(name)
@@ -199,7 +201,8 @@ class SharedFolderMedium(SharedMedium):
         if not any(connection.has_seat for connection in alive):
             return
         servers.pass_time(2 * (GONE_AFTER_S + SILENT_S))
-        owned = {connection.seat for connection in alive if connection.has_seat}
+        # A living server keeps the lock of a seat that it has lost until it has a new one.
+        owned = {connection.seat for connection in alive}
         for name, seat in self._seats().items():
             if name in owned:
                 continue

@@ -318,7 +318,7 @@ class NfsClient:
         self.server.put(inode, offset, raw)
         if cache is not None:
             if is_known:
-                # Nobody else has written meanwhile: the pages are still good, but those that were overwritten.
+                # No one else has written meanwhile: the pages are still good, except those that were overwritten.
                 cache.pages_change = inode.change
                 for page in range(offset // PAGE, -(-(offset + len(raw)) // PAGE)):
                     cache.pages.pop(page, None)
@@ -365,7 +365,7 @@ class NfsClient:
 
     # Open files.
 
-    def rename_if_open(self, folder: Folder, name: str, inode: Inode) -> bool:
+    def rename_if_open(self, folder: Folder, inode: Inode) -> bool:
         """Gives a file that is open here another name instead of removing it. Returns whether it is."""
         if inode not in self.handles.values():
             return False
@@ -405,6 +405,9 @@ class NfsStorage(Storage):
         if name not in self.folders() and not self._read_only:
             self.make_folder(name)
         return NfsStorage(self.client, (*self._path, name), self._read_only)
+
+    def reopened(self) -> NfsStorage:
+        return NfsStorage(self.client, self._path, self._read_only)
 
     def lock(self) -> None:
         if not self.try_lock():
@@ -472,7 +475,7 @@ class NfsStorage(Storage):
         if isinstance(inode, Folder):
             raise os_error(errno.EISDIR)
         self.client.server.on_remove(self.client, where, name)
-        if not self.client.rename_if_open(where, name, inode):
+        if not self.client.rename_if_open(where, inode):
             self.client.server.remove(inode)
         del where.entries[name]
 

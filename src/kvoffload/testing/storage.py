@@ -200,6 +200,9 @@ class SimulatedStorage(Storage):
     def child(self, name: str) -> Storage:
         raise os_error(errno.ENOSYS)
 
+    def reopened(self) -> Storage:
+        raise os_error(errno.ENOSYS)
+
     def folders(self) -> list[str]:
         self._check_alive()
         return sorted(name for name in self.medium.folders if name)
@@ -490,6 +493,10 @@ class FaultyStorage(Storage):
     def child(self, name: str) -> Storage:
         self.before_operation()
         return self.inner.child(name)
+
+    def reopened(self) -> Storage:
+        self.before_operation()
+        return self.inner.reopened()
 
     def folders(self) -> list[str]:
         self.before_operation()

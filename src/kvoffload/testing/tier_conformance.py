@@ -589,7 +589,7 @@ class TierConformance:
         assert tier.num_blocks is None or tier.num_blocks <= 12
         self.check_reads(tier, pools, self.present(tier, ALPHABET[:12]))
 
-    def test_a_tier_that_was_warned_answers_in_the_end(self) -> None:
+    def test_a_tier_that_expects_a_chain_answers_in_the_end(self) -> None:
         tier, pools = self.make()
         tier.expect([])
         self.write(tier, pools, "ac")

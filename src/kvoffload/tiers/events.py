@@ -10,7 +10,7 @@ from kvoffload.abc import OffloadingEvent, OffloadKey, Tier, TierError, TierResu
 from kvoffload.cache.manager import MAX_PENDING_EVENTS
 
 STORAGE_MEDIUM = "STORAGE"
-"""The medium of every lower tier, as vLLM names it. Tiers are told apart by their names."""
+"""The medium of every lower tier, as vLLM names it. Events distinguish tiers by their names."""
 
 
 class TierEvents:

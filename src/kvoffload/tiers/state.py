@@ -50,10 +50,8 @@ class TierState:
         """How many of them are overdue."""
         self.overdue_writes: set[OffloadKey] = set()
         """Blocks that were being written when the tier's writes hung, and still are."""
-        self.probe: OffloadKey | None = None
-        """A block to be read as a test while the breaker is half open."""
-        self._probe_since = 0.0
-        """When ``probe`` was chosen."""
+        self._probe: tuple[OffloadKey, float] | None = None
+        """``probe``, and when it was chosen."""
         self._deadline_s = deadline_s
         self._read_progress = Progress(deadline_s)
         self._write_progress = Progress(max(deadline_s, WRITE_DEADLINE_S))
@@ -71,6 +69,11 @@ class TierState:
     def can_read(self) -> bool:
         """Whether the tier is asked and read for requests, which may wait for it."""
         return self.breaker.is_working
+
+    @property
+    def probe(self) -> OffloadKey | None:
+        """A block to be read as a test while the breaker is half open."""
+        return None if self._probe is None else self._probe[0]
 
     @property
     def may_probe(self) -> bool:
@@ -101,13 +104,13 @@ class TierState:
             self.reads.update(dict.fromkeys(slots, ReadBatch(dict(slots), dict.fromkeys(promotions))))
 
     def choose_probe(self, key: OffloadKey | None, now: float) -> None:
-        self.probe, self._probe_since = key, now
+        self._probe = None if key is None else (key, now)
 
     def await_probe(self, now: float) -> None:
         """Called when the tier does not know yet whether it holds ``probe``. If it does not say within the deadline,
         the test has failed."""
-        if now - self._probe_since >= self._deadline_s:
-            self.probe = None
+        if self._probe is not None and now - self._probe[1] >= self._deadline_s:
+            self._probe = None
             self.lookups_failed(1, now)
 
     def begin_probe(self, key: OffloadKey, slot: int, now: float) -> None:

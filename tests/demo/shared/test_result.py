@@ -36,6 +36,7 @@ def test_a_good_run(report: SharedReport) -> None:
         "how": "something was killed",
         "requests": 18,
         "slowest_request_s": 0.805,
+        "longest_wait_s": 0.03,
         "within_deadline": True,
         "identical": True,
         "hit_tokens": {"before": 6 * FOUND, "during": 0, "after": 6 * FOUND},
@@ -89,8 +90,10 @@ def test_different_outputs_are_not_identical(report: SharedReport) -> None:
     ("changes", "sentence"),
     [
         ({"during": wrong(answers())}, "outputs differ"),
-        ({"during": [replace(answers()[0], total_ms=60_000.0)]}, "a request took 60.0 s, more than 3.4 s"),
+        ({"during": [replace(answers()[0], waited_s=2.5)]}, "a request waited 2.5 s for blocks, more than 2.0 s"),
+        ({"during": [replace(answers()[0], total_ms=60_000.0)]}, "a request took 60.0 s, more than 10.1 s"),
         ({"recovered_s": None}, "the store gave no hits again"),
+        ({"before": answers()}, "the store gave no hits before"),
     ],
 )
 def test_a_failed_check_of_a_fault(report: SharedReport, changes: dict[str, object], sentence: str) -> None:
@@ -101,7 +104,7 @@ def test_a_failed_check_of_a_fault(report: SharedReport, changes: dict[str, obje
 
 def test_the_limit_depends_on_the_slowest_request_without_kvoffload(report: SharedReport) -> None:
     slow = {document: replace(each, total_ms=2000.0) for document, each in report.baseline.items()}
-    assert replace(report, baseline=slow).limit_s == 7.0
+    assert replace(report, baseline=slow).stuck_s == 22.0
 
 
 def test_requests_count_before_during_and_after() -> None:

@@ -61,7 +61,7 @@ def answer(do, **arguments):
         return corrupt_loads()
     if do == "end":
         return dict(wall_s=1.0, metrics={})
-    return {"disk_bad_blocks": bad} if do == "metrics" else None
+    return {"tier_bad_blocks:x": bad} if do == "metrics" else None
 
 out.write(json.dumps(dict(vllm_version="0", device="none", start_s=0.0)) + "\\n")
 for line in sys.stdin:

@@ -13,10 +13,11 @@ pytest.importorskip("jinja2")
 rich_console = pytest.importorskip("rich.console")
 
 from kvoffload.demo.shared.page import render_page  # noqa: E402
+from kvoffload.demo.shared.plots import faults_plot  # noqa: E402
 from kvoffload.demo.shared.result import SharedReport, SkippedStore  # noqa: E402
 from kvoffload.demo.shared.terminal import TerminalProgress, summary, verdict  # noqa: E402
 
-from .conftest import answer, make_store, wrong  # noqa: E402
+from .conftest import answer, make_fault, make_store, wrong  # noqa: E402
 
 
 def terminal_text(report: SharedReport) -> str:
@@ -41,6 +42,16 @@ def test_a_failed_run_says_what(report: SharedReport) -> None:
         assert "outputs of the second server differ" in " ".join(text.split())
         assert "both controls were detected" not in text
     assert "NO" in terminal_text(failed)
+
+
+def test_each_bar_is_above_the_name_of_its_fault(report: SharedReport) -> None:
+    """Also if the faults of the stores come in different orders."""
+    faults = [make_fault("shared_dir", "killed"), make_fault("shared_dir", "full")]
+    others = [make_fault("mooncake", "killed"), replace(make_fault("mooncake", "full"), during=answers_of(report))]
+    plots = [faults_plot(replace(report, faults=[*faults, *each])) for each in (others, others[::-1])]
+    assert plots[0] == plots[1]
+    swapped = [replace(others[0], fault="full"), replace(others[1], fault="killed")]
+    assert faults_plot(replace(report, faults=[*faults, *swapped])) != plots[0]
 
 
 def answers_of(report: SharedReport) -> list[object]:
@@ -72,7 +83,7 @@ def test_the_terminal_fits_into_80_columns(report: SharedReport) -> None:
     assert "…" not in text
     flat = " ".join(text.split())
     assert "shared_dir yes 11,520 (96%) 702 ms 70 ms 10.0" in flat
-    assert "shared_dir killed 18 0.8 s yes 11,520 0 11,520 4 s" in flat
+    assert "shared_dir killed 18 0.0 s 0.8 s yes 11,520 0 11,520 4 s" in flat
 
 
 def test_the_progress_has_one_bar_per_part() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import itertools
+import threading
 from pathlib import Path
 from random import Random
 
@@ -245,3 +246,26 @@ def test_errors_of_the_medium_are_raised(tmp_path: Path) -> None:
 
     with pytest.raises(OSError, match="Input/output error"):
         rig.journal.write(HEADER, fail)
+
+
+def test_close_does_not_wait_for_a_write_that_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "WAIT_S", 0.01)
+    rig = Rig()
+    rig.journal.note(0, record(1))
+    hangs, goes_on = threading.Event(), threading.Event()
+
+    def sync() -> None:
+        hangs.set()
+        goes_on.wait(60.0)
+
+    thread = threading.Thread(target=rig.journal.write, args=(HEADER, sync))
+    thread.start()
+    try:
+        assert hangs.wait(60.0)
+        with pytest.raises(OSError, match="hangs"):
+            rig.write()
+        assert not rig.journal.close()
+    finally:
+        goes_on.set()
+        thread.join()
+    assert rig.journal.close()

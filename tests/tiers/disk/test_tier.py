@@ -37,6 +37,7 @@ from kvoffload.tiers.disk.slabs import FIXED_BYTES, SLAB_OVERHEAD_BYTES, slot_co
 from kvoffload.tiers.disk.start import open_disk_tier
 from kvoffload.tiers.disk.storage import Storage, StoredFile
 from kvoffload.tiers.disk.tier import DiskTier
+from kvoffload.tiers.limited_log import WARNING_INTERVAL_S
 
 PAGE = 4096
 FINGERPRINT = "5a" * 32
@@ -710,7 +711,7 @@ def test_warnings_are_few_and_name_the_key(rig: Rig, caplog: pytest.LogCaptureFi
     rig.write(*range(8))
     patch(rig.folder / "slab-00000", 0, bytes(8 * PAGE))
     rig.read(*range(7))
-    now[0] += disk.WARNING_INTERVAL_S
+    now[0] += WARNING_INTERVAL_S
     rig.read(7)
     messages = [record.message for record in caplog.records if "corrupt" in record.message]
     assert len(messages) == 2

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+from kvoffload.abc import ByteArray
+from kvoffload.tiers.remote.client import Outcome
 from kvoffload.tiers.remote.identities import MAX_IDENTITIES, announce
 from tests.tiers.remote.memory_store import MemoryClient
 
@@ -44,6 +48,20 @@ def test_a_server_without_an_identity_leaves_nothing() -> None:
     client = MemoryClient()
     assert list(announce(client, "kv", "0" * 64, {})) == []
     assert not client.calls
+
+
+def test_servers_that_start_together_leave_both_identities() -> None:
+    class Early(MemoryClient):
+        """Has not heard of the values of others yet."""
+
+        def get(self, names: Sequence[str], buffers: Sequence[Sequence[ByteArray]]) -> list[Outcome]:
+            return [Outcome.MISSING] * len(names)
+
+    client, early = MemoryClient(), Early()
+    early.values = client.values
+    notes(client, 1)
+    assert notes(early, 2, dtype="float16") == []
+    assert len(notes(client, 3, dtype="float32")) == 2
 
 
 def test_no_more_than_the_bound_are_stored() -> None:

@@ -43,6 +43,22 @@ def test_mistakes_are_named(key: str, value: object, message: str) -> None:
     assert str(error.value).startswith("tiers[0]." + message)
 
 
+def test_a_directory_that_had_to_be_made_is_named_with_its_file_system(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A share that is not mounted looks like a directory that does not exist."""
+    config = SharedDirConfig(dir=str(tmp_path / "kv"), bytes=8 << 20)
+    for warnings in (1, 0):
+        caplog.clear()
+        config.open(TierContext(make_pools(4, 4096), FINGERPRINT)).close()
+        said = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+        assert len(said) == warnings
+    config = SharedDirConfig(dir=str(tmp_path / "again" / "kv"), bytes=8 << 20)
+    config.open(TierContext(make_pools(4, 4096), FINGERPRINT)).close()
+    mounted = next(folder for folder in tmp_path.parents if folder.is_mount())
+    assert f"kv did not exist and was made, on the file system that is mounted at {mounted}:" in caplog.text
+
+
 def test_too_few_bytes_are_refused(tmp_path: Path) -> None:
     config = SharedDirConfig(dir=str(tmp_path), bytes=4096)
     with pytest.raises(ConfigError, match=r"^bytes=4096 .*not enough for one block"):

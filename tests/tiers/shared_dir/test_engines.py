@@ -87,7 +87,7 @@ def test_a_server_whose_blocks_are_spoiled_harms_no_other(directory: Path) -> No
         data[::512] ^= 1
         slab.write_bytes(data.tobytes())
     counters = serve(two)
-    assert counters.get("disk_bad_blocks", 0) > 0
+    assert counters.get("tier_bad_blocks:shared_dir", 0) > 0
     assert not counters.get("off", 0)
     for server in (one, two):
         server.engine.scheduler.shutdown()

@@ -189,7 +189,7 @@ class World:
             if place >= 0:
                 located = self.blocks.locate(place, digest)
                 assert located is not None, "the table has a place that no view confirms"
-                found[key] = (seat_name(located.view.ordinal), located.slot)
+                found[key] = (seat_name(located.view.number), located.slot)
         return found
 
 

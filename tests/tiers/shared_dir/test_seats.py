@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -15,7 +16,8 @@ import pytest
 from kvoffload.abc import ConfigError, TierError
 from kvoffload.tiers.disk.directory import DirectoryStorage
 from kvoffload.tiers.shared_dir import seats
-from kvoffload.tiers.shared_dir.followers import REST_S
+from kvoffload.tiers.shared_dir.background import REST_S
+from kvoffload.tiers.shared_dir.identities import read_identity
 from kvoffload.tiers.shared_dir.seats import (
     BEAT_S,
     GONE_AFTER_S,
@@ -29,7 +31,7 @@ from kvoffload.tiers.shared_dir.seats import (
     seat_name,
     seat_number,
 )
-from kvoffload.tiers.shared_dir.tier import LOOK_AROUND_S
+from kvoffload.tiers.shared_dir.writer import LOOK_AROUND_S
 from tests.tiers.shared_dir import sleeper
 from tests.tiers.shared_dir.rig import FINGERPRINT, Server
 from tests.tiers.shared_dir.test_tier import Clock
@@ -134,7 +136,7 @@ def test_clocks_of_machines_do_not_matter(serve: Serve, path: Path) -> None:
     assert name_of(serve(boot="d")) == "writer-2"
 
 
-def test_a_server_that_loses_its_seat_stops_writing_and_reads_on(
+def test_a_server_that_loses_its_seat_stops_writing_there_and_reads_on(
     serve: Serve, clock: Clock, path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """As on a mount whose locks are local: another machine takes the seat of a server that was silent."""
@@ -145,21 +147,72 @@ def test_a_server_that_loses_its_seat_stops_writing_and_reads_on(
     file.write([Heartbeat("f" * 32, "thief", 9, "b", SeatState.SERVING, 1, 0.0, 0).pack()], 0)
     file.close()
     thief.close()
-    before = {each: each.stat().st_mtime_ns for each in path.rglob("*") if each.is_file()}
+    before = {each: each.stat().st_mtime_ns for each in (path / "writer-0").rglob("*") if each.is_file()}
     clock.now += BEAT_S
     one.background()
     one.tier.poll()
-    assert "another server has taken writer-0" in caplog.text
+    assert "writer-0 is lost" in caplog.text
     assert one.write(3) == []
     clock.now += REST_S
     one.background()
     # Its former blocks are those of another server now.
     assert one.read(1, 2) == {1: None, 2: None}
-    one.tier.touch([])
+    assert one.write(3) == [3]
+    assert name_of(one) == "writer-1"
+    assert one.finds(1, 2, 3) == [1, 2, 3]
     one.tier.close()
-    after = {each: each.stat().st_mtime_ns for each in path.rglob("*") if each.is_file()}
+    after = {each: each.stat().st_mtime_ns for each in (path / "writer-0").rglob("*") if each.is_file()}
     assert before == after
     assert heartbeat(path, "writer-0").host == "thief"
+    assert heartbeat(path, "writer-1").state is SeatState.ENDED
+
+
+@pytest.mark.parametrize("what", ["its folder", "the directory"])
+def test_a_server_whose_files_vanish_takes_a_new_seat(serve: Serve, clock: Clock, path: Path, what: str) -> None:
+    """As after a file server came back empty, or somebody removed the files."""
+    one, two = serve(boot="a"), serve(boot="b")
+    one.write(1, 2)
+    two.write(5)
+    shutil.rmtree(path / "writer-0" if what == "its folder" else path)
+    for _ in range(4):
+        clock.now += REST_S
+        for server in (one, two):
+            server.background()
+            server.run()
+    assert one.finds(1, 2) == []
+    assert one.write(3) == [3]
+    assert two.write(6) == [6]
+    clock.now += REST_S
+    for server in (one, two):
+        server.background()
+    assert (one.finds(3, 6), two.finds(3, 6)) == ([3, 6], [3, 6])
+    assert one.read(6) == {6: None}
+    assert two.read(3) == {3: None}
+    assert len({name_of(one), name_of(two)}) == 2
+
+
+def test_a_new_seat_has_the_identity_too(serve: Serve, clock: Clock, path: Path) -> None:
+    one = serve(identity={"model": "m"})
+    shutil.rmtree(path)
+    for _ in range(4):
+        clock.now += REST_S
+        one.background()
+        one.run()
+    assert read_identity(DirectoryStorage(path / name_of(one)), FINGERPRINT) == {"model": "m"}
+
+
+def test_a_lost_seat_leaves_no_open_files(serve: Serve, clock: Clock, path: Path) -> None:
+    one = serve()
+    one.write(1)
+    before = len(os.listdir("/proc/self/fd"))
+    for version in range(3):
+        shutil.rmtree(path)
+        for _ in range(4):
+            clock.now += REST_S
+            one.background()
+            one.run()
+        assert one.write(1, version=version) == [1]
+    assert len(os.listdir("/proc/self/fd")) <= before
 
 
 def test_a_gone_server_gives_its_budget_back(serve: Serve, clock: Clock, path: Path) -> None:

@@ -21,9 +21,10 @@ from kvoffload.tiers.disk.format import Header
 from kvoffload.tiers.disk.slabs import SlabFiles
 from kvoffload.tiers.disk.storage import StoredFile
 from kvoffload.tiers.shared_dir import followers, reads
-from kvoffload.tiers.shared_dir.followers import REST_S
+from kvoffload.tiers.shared_dir.background import REST_S
 from kvoffload.tiers.shared_dir.foreign import IDLE_S
-from kvoffload.tiers.shared_dir.tier import BAD_S, GONE_S, LOOK_AROUND_S, SharedDirTier
+from kvoffload.tiers.shared_dir.tier import BAD_S, GONE_S, SharedDirTier
+from kvoffload.tiers.shared_dir.writer import LOOK_AROUND_S
 from tests.tiers.shared_dir.rig import FINGERPRINT, PAGE, Server, capacity, content, key
 
 
@@ -340,7 +341,7 @@ def test_closing_does_not_wait_for_a_journal_whose_writing_hangs(serve: Serve, m
         sync(fd)
 
     monkeypatch.setattr(os, "fdatasync", hang)
-    monkeypatch.setattr(journal, "WRITING_DEADLINE_S", 0.01)
+    monkeypatch.setattr(journal, "WAIT_S", 0.01)
     keeper.start()
     assert hangs.wait(30)
     closing = threading.Thread(target=one.tier.close, daemon=True)

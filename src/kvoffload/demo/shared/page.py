@@ -11,8 +11,8 @@ from kvoffload.demo.page import environment
 from kvoffload.demo.report import LOGPROB_TOLERANCE
 from kvoffload.demo.shared.plots import faults_plot, ttft_plot
 from kvoffload.demo.shared.result import (
-    COMPUTING_FACTOR,
     LOAD_DEADLINE_S,
+    WAIT_LIMIT_S,
     SharedReport,
     hit_tokens,
     speedup,
@@ -41,7 +41,7 @@ def render_page(report: SharedReport) -> str:
             rows=rows,
             fault_documents=len(report.faults[0].before) if report.faults else 0,
             load_deadline_s=LOAD_DEADLINE_S,
-            computing_factor=COMPUTING_FACTOR,
+            wait_limit_s=WAIT_LIMIT_S,
             ttft_svg=ttft_plot(report) if report.results else "",
             faults_svg=faults_plot(report) if report.faults else "",
         )

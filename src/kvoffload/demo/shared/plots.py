@@ -56,22 +56,26 @@ def ttft_plot(report: SharedReport) -> str:
 def faults_plot(report: SharedReport) -> str:
     """Plots the tokens found in the store before, during and after each fault, as a share of the prompts."""
     names = list(dict.fromkeys(result.store for result in report.faults))
+    # The panels have one axis.
+    places = {fault: i for i, fault in enumerate(dict.fromkeys(result.fault for result in report.faults))}
     with matplotlib.rc_context(STYLE):
         figure, axes = make_figure(height=1.2 + 2.0 * len(names), rows=len(names))
         for ax, name in zip(axes, names, strict=True):
             ax.set_title(f"{name}: share of the prompts that came from the store")
-            results = [result for result in report.faults if result.store == name]
+            results = sorted(
+                (result for result in report.faults if result.store == name), key=lambda result: places[result.fault]
+            )
             for shift, (label, alpha) in enumerate((("before", 0.45), ("during", 1.0), ("after", 0.7))):
                 colour = COLOURS[Source.RECOMPUTE if label == "during" else Source.DISK]
                 ax.bar(
-                    [i + (shift - 1) * BAR_WIDTH for i in range(len(results))],
+                    [places[result.fault] + (shift - 1) * BAR_WIDTH for result in results],
                     [_share(getattr(result, label)) for result in results],
                     width=BAR_WIDTH * 0.9,
                     color=colour,
                     alpha=alpha,
                     label=label,
                 )
-            ax.set_xticks(range(len(results)), [result.fault.replace(" ", "\n", 1) for result in results])
+            ax.set_xticks(range(len(places)), [fault.replace(" ", "\n", 1) for fault in places])
             ax.set_ylim(0, 1.08)
             ax.yaxis.set_major_formatter(FuncFormatter(lambda share, _: f"{100 * share:.0f}%"))
             ax.tick_params(labelbottom=True)

@@ -30,7 +30,14 @@ from kvoffload.demo.run import (
     vllm_installed,
 )
 from kvoffload.demo.shared.mooncake import MooncakeStore
-from kvoffload.demo.shared.result import FaultResult, SharedReport, SkippedStore, StoreResult, hit_tokens
+from kvoffload.demo.shared.result import (
+    LOAD_DEADLINE_S,
+    FaultResult,
+    SharedReport,
+    SkippedStore,
+    StoreResult,
+    hit_tokens,
+)
 from kvoffload.demo.shared.stores import DIRECTORY_BYTES, DirectoryStore, Fault, Servers, Store, StoreMissingError
 from kvoffload.demo.text import load_documents
 
@@ -50,7 +57,7 @@ NUM_FAULTS = 7
 RECOVERY_DEADLINE_S = 240.0
 """A breaker's pauses grow to 60 s: together they take two minutes."""
 RECOVERED_SHARE = 0.5
-"""The store gives hits again when a round has this share of those before."""
+"""The store gives hits again when a round has this share of those of the second server's first round."""
 ROUND_PAUSE_S = 1.0
 STORES: dict[str, Callable[[Path, Path], Store]] = {
     "shared_dir": lambda directory, logs: DirectoryStore(directory),
@@ -158,15 +165,16 @@ class SharedDemo:
             first = opened.enter_context(self.start(f"{name}-faults-first", store))
             self.ask(first, plan.faults, f"{name}, to fail: first server")
             second = opened.enter_context(self.start(f"{name}-faults-second", store))
-            self.ask(second, plan.faults, f"{name}, to fail: second server")
+            wanted = RECOVERED_SHARE * hit_tokens(self.ask(second, plan.faults, f"{name}, to fail: second server"))
             for i, fault in enumerate(store.faults()):
                 new = plan.new[i * NEW_DOCUMENTS : (i + 1) * NEW_DOCUMENTS]
-                yield self._fail(store, Servers(first, second), fault, new)
+                yield self._fail(store, Servers(first, second), fault, new, max(1.0, wanted))
 
-    def _fail(self, store: Store, servers: Servers, fault: Fault, new: Sequence[int]) -> FaultResult:
+    def _fail(self, store: Store, servers: Servers, fault: Fault, new: Sequence[int], wanted: float) -> FaultResult:
+        """Asks before, during and after a fault. The store works if a round finds ``wanted`` tokens there."""
         engine, documents = servers.second, list(self.plan.faults)
         self._progress.begin(f"{store.name}: {fault.name}", 3 * len(documents) + len(new))
-        before = self.ask(engine, documents)
+        before, _ = self._ask_until_found(engine, documents, wanted)
         bad = bad_blocks(engine)
         fault.begin(servers)
         begun = time.monotonic()
@@ -176,15 +184,7 @@ class SharedDemo:
                 during += self.ask(engine, documents)
         finally:
             fault.end(servers)
-        ended = time.monotonic()
-        wanted = RECOVERED_SHARE * hit_tokens(before)
-        while True:
-            after = self.ask(engine, documents)
-            elapsed = time.monotonic() - ended
-            recovered = hit_tokens(after) >= max(1.0, wanted)
-            if recovered or elapsed > RECOVERY_DEADLINE_S:
-                break
-            time.sleep(ROUND_PAUSE_S)
+        after, recovered_s = self._ask_until_found(engine, documents, wanted)
         return FaultResult(
             store.name,
             fault.name,
@@ -192,9 +192,24 @@ class SharedDemo:
             before,
             during,
             after,
-            elapsed if recovered else None,
+            recovered_s,
             bad_blocks(engine) - bad,
         )
+
+    def _ask_until_found(
+        self, engine: EngineProcess, documents: Sequence[int], wanted: float
+    ) -> tuple[list[RequestResult], float | None]:
+        """Asks in rounds until one finds ``wanted`` tokens in the store. Returns the last round, and how many seconds
+        that took, or None if no round has."""
+        begun = time.monotonic()
+        while True:
+            results = self.ask(engine, documents)
+            elapsed = time.monotonic() - begun
+            if hit_tokens(results) >= wanted:
+                return results, elapsed
+            if elapsed > RECOVERY_DEADLINE_S:
+                return results, None
+            time.sleep(ROUND_PAUSE_S)
 
 
 def run_shared_demo(out: Path, seed: int, progress: Progress, faults: bool = False) -> SharedReport:
@@ -237,12 +252,17 @@ def run_shared_demo(out: Path, seed: int, progress: Progress, faults: bool = Fal
 
 def options(model: Path) -> dict[str, Any]:
     """Returns kvoffload's options for a server, without ``tiers``."""
-    return {"host_bytes": HOST_BLOCKS * BLOCK_SIZE * (kv_bytes_per_token(model) or 0), "policy": "lru"}
+    return {
+        "host_bytes": HOST_BLOCKS * BLOCK_SIZE * (kv_bytes_per_token(model) or 0),
+        "policy": "lru",
+        "load_deadline_ms": 1000 * LOAD_DEADLINE_S,
+    }
 
 
 def bad_blocks(engine: EngineProcess) -> int:
     """Returns how many blocks of tiers the server has found to be corrupt."""
-    return int(engine.call("metrics").get("disk_bad_blocks", 0))
+    counters = engine.call("metrics")
+    return int(sum(value for name, value in counters.items() if name.startswith("tier_bad_blocks:")))
 
 
 def make_config(model: Path, plan: Plan, seed: int) -> ActConfig:

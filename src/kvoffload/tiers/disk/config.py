@@ -1,4 +1,4 @@
-"""The entry of the disk tier in a configuration."""
+"""The entry of the disk tier in a configuration, and what entries of tiers in directories have in common."""
 
 from __future__ import annotations
 
@@ -15,19 +15,16 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class DiskConfig(TierConfig):
-    """A directory of a local disk, used by this server alone."""
-
-    kind = "disk"
-    example = {"dir": "/var/cache/kvoffload", "bytes": "500GiB"}
+class DirectoryConfig(TierConfig):
+    """A directory, of which this node takes at most so many bytes. ``example`` has a ``dir``."""
 
     dir: str
     """An absolute path, or a path that begins with "~"."""
     bytes: int
-    """Disk space for offloaded blocks on this node, including everything else that the tier keeps there."""
+    """Space for offloaded blocks of this node, including everything else that the tier keeps there."""
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "dir", absolute_path("dir", self.dir, "/var/cache/kvoffload"))
+        object.__setattr__(self, "dir", absolute_path("dir", self.dir, str(self.example["dir"])))
         object.__setattr__(self, "bytes", parse_bytes("bytes", self.bytes))
 
     @property
@@ -37,6 +34,14 @@ class DiskConfig(TierConfig):
     @property
     def directory(self) -> str:
         return self.dir
+
+
+@dataclass(frozen=True)
+class DiskConfig(DirectoryConfig):
+    """A directory of a local disk, used by this server alone."""
+
+    kind = "disk"
+    example = {"dir": "/var/cache/kvoffload", "bytes": "500GiB"}
 
     def open(self, context: TierContext) -> Tier:
         tier = open_disk_tier(

@@ -87,6 +87,9 @@ class DirectoryStorage(Storage):
     def child(self, name: str) -> DirectoryStorage:
         return DirectoryStorage(self.path / name)
 
+    def reopened(self) -> DirectoryStorage:
+        return type(self)(self.path)
+
     def lock(self, shared: bool = False) -> None:
         """Locks the directory, see Storage. With ``shared``, other processes that lock it as shared may own it at the
         same time."""

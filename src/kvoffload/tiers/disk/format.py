@@ -35,6 +35,7 @@ from xxhash import xxh3_64_intdigest
 
 from kvoffload.abc import ByteArray, KVOffloadError, OffloadKey, Slots
 from kvoffload.host.pool import SLOT_ALIGNMENT
+from kvoffload.tiers.checksum import CHECKSUM_BYTES, block_checksum, is_sealed, sealed
 
 FORMAT_VERSION = 1
 INDEX_NAME = "index"
@@ -84,7 +85,6 @@ RECORD = np.dtype(
 1970."""
 assert RECORD.itemsize == RECORD_BYTES
 _RECORD = struct.Struct(f"<IHH{_ID_BYTES}sIQ{MAX_KEY_BYTES}sQIIQ")
-_ID_PLACE = slice(8, 8 + _ID_BYTES)
 EMPTY_RECORD = np.zeros(RECORD_BYTES, dtype=np.uint8)
 
 Records = npt.NDArray[np.void]
@@ -158,8 +158,7 @@ class Header:
             self.transient,
         )
         sizes = struct.pack(f"<{len(self.slot_bytes)}Q", *self.slot_bytes)
-        body = (fields + sizes).ljust(HEADER_BYTES - 8, b"\0")
-        return np.frombuffer(body + struct.pack("<Q", xxh3_64_intdigest(body)), dtype=np.uint8)
+        return sealed((fields + sizes).ljust(HEADER_BYTES - CHECKSUM_BYTES, b"\0"))
 
     @classmethod
     def unpack(cls, data: ByteArray) -> Header:
@@ -167,13 +166,13 @@ class Header:
         raw = data.tobytes()
         if len(raw) < HEADER_BYTES:
             raise FormatError(f"the index has only {len(raw)} bytes, fewer than its header")
-        body, checksum = raw[: HEADER_BYTES - 8], raw[HEADER_BYTES - 8 : HEADER_BYTES]
+        body = raw[: HEADER_BYTES - CHECKSUM_BYTES]
         magic, version, ranks, fingerprint, slots_per_slab, generation, transient = _HEADER.unpack_from(body)
         if magic != _HEADER_MAGIC:
             raise FormatError("the file does not begin like an index")
         if version != FORMAT_VERSION:
             raise FormatError(f"the index has format version {version}; this release reads {FORMAT_VERSION}")
-        if struct.pack("<Q", xxh3_64_intdigest(body)) != checksum:
+        if not is_sealed(raw[:HEADER_BYTES]):
             raise FormatError("the checksum of the index's header is wrong")
         sizes = struct.unpack_from(f"<{ranks}Q", body, _HEADER.size) if 1 <= ranks <= MAX_RANKS else ()
         name = fingerprint.decode("ascii", "replace")
@@ -184,11 +183,8 @@ class Header:
 
 
 def payload_checksum(header: Header, key: OffloadKey, buffers: Sequence[ByteArray]) -> int:
-    """Returns the checksum of a block, given one buffer per rank. Large buffers are hashed without the GIL."""
-    checksum = xxh3_64_intdigest(header.fingerprint_id + struct.pack("<Q", header.generation) + key)
-    for buffer in buffers:
-        checksum = xxh3_64_intdigest(buffer.data, checksum)
-    return checksum
+    """Returns the checksum of a block, given one buffer per rank."""
+    return block_checksum(header.fingerprint_id + struct.pack("<Q", header.generation) + key, buffers)
 
 
 def pack_record(
@@ -208,7 +204,7 @@ def pack_record(
         hits,
         payload_checksum,
     )
-    return np.frombuffer(body + struct.pack("<Q", xxh3_64_intdigest(body)), dtype=np.uint8)
+    return sealed(body)
 
 
 @dataclass(frozen=True, slots=True)
@@ -232,13 +228,7 @@ def parse_records(header: Header, data: ByteArray, first_slot: int = 0) -> Entri
     rows = rows.take(slots, axis=0)
     records = _as_records(rows)
     sound = (
-        (records["magic"] == _RECORD_MAGIC)
-        & (records["version"] == FORMAT_VERSION)
-        & (records["key_bytes"] - np.uint16(1) < MAX_KEY_BYTES)
-        & (rows[:, _ID_PLACE] == np.frombuffer(header.fingerprint_id, dtype=np.uint8)).all(axis=1)
-        & (records["payload_bytes"] == header.block_bytes)
-        & (records["sequence"] <= MAX_SEQUENCE)
-        & (_checksums(rows) == records["checksum"])
+        _has_block(header, records) & (records["sequence"] <= MAX_SEQUENCE) & (_checksums(rows) == records["checksum"])
     )
     current = np.flatnonzero(sound & (records["generation"] == header.generation))
     current = current[np.argsort(records["sequence"][current], kind="stable")]
@@ -251,16 +241,21 @@ def parse_records(header: Header, data: ByteArray, first_slot: int = 0) -> Entri
 def is_record_of(header: Header, records: Records) -> npt.NDArray[np.bool_]:
     """Returns which records have a block of the header's fingerprint, layout and generation, without verifying their
     checksums."""
+    found: npt.NDArray[np.bool_] = _has_block(header, records) & (records["generation"] == header.generation)
+    return found
+
+
+def _has_block(header: Header, records: Records) -> npt.NDArray[np.bool_]:
+    """Returns which records claim to have a block of the header's fingerprint and layout, of any generation."""
     ids = np.ascontiguousarray(records["fingerprint_id"]).view(np.uint8).reshape(-1, _ID_BYTES)
-    found: npt.NDArray[np.bool_] = (
+    claims: npt.NDArray[np.bool_] = (
         (records["magic"] == _RECORD_MAGIC)
         & (records["version"] == FORMAT_VERSION)
         & (records["key_bytes"] - np.uint16(1) < MAX_KEY_BYTES)
         & (ids == np.frombuffer(header.fingerprint_id, dtype=np.uint8)).all(axis=1)
         & (records["payload_bytes"] == header.block_bytes)
-        & (records["generation"] == header.generation)
     )
-    return found
+    return claims
 
 
 def _as_records(rows: ByteArray) -> Records:
@@ -268,7 +263,7 @@ def _as_records(rows: ByteArray) -> Records:
 
 
 def _checksums(rows: ByteArray) -> npt.NDArray[np.uint64]:
-    data, size = memoryview(rows.tobytes()), RECORD_BYTES - 8
+    data, size = memoryview(rows.tobytes()), RECORD_BYTES - CHECKSUM_BYTES
     starts = range(0, len(data), RECORD_BYTES)
     sums = (xxh3_64_intdigest(data[start : start + size]) for start in starts)
     return np.fromiter(sums, dtype=np.uint64, count=len(rows))

@@ -9,8 +9,7 @@ Entries of one *epoch*, a random number in the header, make a complete history. 
 epoch, and so does one that could not write all changes down. A follower of another epoch, or one that has fallen behind
 by more entries than the ring has, reads the index instead. So does one that finds another generation in the header.
 
-The header's checksum is XXH3-64. An entry is checked by a mix of its numbers and the epoch, which
-numpy can compute.
+The header's checksum is XXH3-64. An entry is checked by a mix of its numbers and the epoch, which numpy can compute.
 """
 
 from __future__ import annotations
@@ -24,9 +23,9 @@ from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
-from xxhash import xxh3_64_intdigest
 
 from kvoffload.abc import ByteArray, OffloadKey, Slots
+from kvoffload.tiers.checksum import CHECKSUM_BYTES, is_sealed, sealed
 from kvoffload.tiers.disk.format import (
     MAX_KEY_BYTES,
     RECORD,
@@ -45,10 +44,10 @@ MIN_ENTRIES = 512
 MAX_ENTRIES = 1 << 16
 SLOTS_PER_ENTRY = 8
 """The ring has an entry for so many slots, within its bounds."""
+WAIT_S = 2.0
+"""How long a thread waits for another one that writes the journal."""
 MAX_PENDING = 1 << 16
 """Notes that wait for being written. If there are more, a new epoch begins."""
-WRITING_DEADLINE_S = 2.0
-"""How long ``write`` waits for another thread in it."""
 
 _MAGIC = b"kvoffjnl"
 _HEADER = struct.Struct("<8sIIQQQ")
@@ -144,8 +143,7 @@ class JournalHeader:
     def pack(self) -> ByteArray:
         """Returns the header as JOURNAL_HEADER_BYTES bytes."""
         fields = (_MAGIC, JOURNAL_VERSION, self.num_entries, self.epoch, self.generation, self.head)
-        body = _HEADER.pack(*fields).ljust(JOURNAL_HEADER_BYTES - 8, b"\0")
-        return np.frombuffer(body + struct.pack("<Q", xxh3_64_intdigest(body)), dtype=np.uint8)
+        return sealed(_HEADER.pack(*fields).ljust(JOURNAL_HEADER_BYTES - CHECKSUM_BYTES, b"\0"))
 
     @classmethod
     def unpack(cls, data: ByteArray) -> JournalHeader:
@@ -154,11 +152,10 @@ class JournalHeader:
         raw = data.tobytes()
         if len(raw) < JOURNAL_HEADER_BYTES:
             raise FormatError(f"the journal has only {len(raw)} bytes, fewer than its header")
-        body = raw[: JOURNAL_HEADER_BYTES - 8]
-        magic, version, num_entries, epoch, generation, head = _HEADER.unpack_from(body)
+        magic, version, num_entries, epoch, generation, head = _HEADER.unpack_from(raw)
         if magic != _MAGIC or version != JOURNAL_VERSION:
             raise FormatError("the journal is not of a version that this release reads")
-        if struct.pack("<Q", xxh3_64_intdigest(body)) != raw[JOURNAL_HEADER_BYTES - 8 : JOURNAL_HEADER_BYTES]:
+        if not is_sealed(raw[:JOURNAL_HEADER_BYTES]):
             raise FormatError("the checksum of the journal's header is wrong")
         if not MIN_ENTRIES <= num_entries <= MAX_ENTRIES or num_entries % _PAGE_ENTRIES:
             raise FormatError("the journal's header has impossible values")
@@ -196,9 +193,9 @@ class Journal:
 
     def write(self, header: Header, sync_index: Callable[[], None]) -> None:
         """Writes what was noted, after ``sync_index``, for an index that has ``header`` now. Raises OSError; what was
-        noted is then made up for by a new epoch. Raises TimeoutError if another thread hangs in this method."""
-        if not self._writing.acquire(timeout=WRITING_DEADLINE_S):
-            raise TimeoutError(errno.ETIMEDOUT, "a write of the journal hangs")
+        noted is then made up for by a new epoch."""
+        if not self._writing.acquire(timeout=WAIT_S):
+            raise OSError(errno.ETIMEDOUT, "another thread hangs while it writes the journal")
         try:
             if self._closed:
                 return
@@ -242,10 +239,13 @@ class Journal:
                 raise OSError("the journal could not be written in full")
             done += len(part)
 
-    def close(self) -> None:
-        """Writes nothing from now on."""
-        with self._writing:
-            self._closed = True
+    def close(self) -> bool:
+        """Writes nothing from now on. Returns False if a thread still writes, because it hangs."""
+        self._closed = True
+        if not self._writing.acquire(timeout=WAIT_S):
+            return False
+        self._writing.release()
+        return True
 
 
 def _entries(noted: Sequence[tuple[int, ByteArray]]) -> npt.NDArray[np.void]:

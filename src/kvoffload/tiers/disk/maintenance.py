@@ -163,6 +163,11 @@ class Maintenance:
 
     # Jobs.
 
+    @property
+    def is_busy(self) -> bool:
+        """Whether a job is under way, or has ended since the last ``poll``."""
+        return self._state is _State.BUSY
+
     def submit(self) -> None:
         """Submits a job for the tasks that are due, unless one is under way."""
         if self._state is not _State.IDLE:

@@ -64,7 +64,6 @@ class IndexPublisher:
         if self._journal is not None:
             self._journal.write(header, index.sync)
 
-    def close(self) -> None:
-        """Writes nothing from now on."""
-        if self._journal is not None:
-            self._journal.close()
+    def close(self) -> bool:
+        """Writes nothing from now on. Returns False if a thread still writes, because it hangs."""
+        return self._journal is None or self._journal.close()

@@ -132,8 +132,7 @@ class SlabFiles:
             if error.errno not in SETTING_ERRORS:
                 raise
             raise ConfigError(
-                f"cannot be used ({error.strerror or error}); name a directory on a local file system that "
-                "this user can write to"
+                f"cannot be used ({error.strerror or error}); name a directory that this user can write to"
             ) from error
         except BaseException:
             self.close()
@@ -439,9 +438,9 @@ class SlabFiles:
         return file
 
     def close(self) -> None:
-        """Closes the files and gives up the lock. May be called twice."""
-        if self._publisher:
-            self._publisher.close()
+        """Closes the files and gives up the lock, unless a thread hangs in one of them. May be called twice."""
+        if self._publisher and not self._publisher.close():
+            return
         for file in self._open_files:
             file.close()
         self._storage.close()

@@ -6,6 +6,7 @@ import logging
 import os
 import time
 from collections.abc import Callable, Collection, Sequence
+from contextlib import suppress
 from dataclasses import replace
 
 import numpy as np
@@ -28,12 +29,12 @@ from kvoffload.tiers.disk.recency import Recency
 from kvoffload.tiers.disk.slabs import SLAB_BYTES, SlabFiles
 from kvoffload.tiers.disk.storage import Storage
 from kvoffload.tiers.executor import Executor
+from kvoffload.tiers.limited_log import LimitedLog
 from kvoffload.tiers.threads import IOThreads
 
 logger = logging.getLogger(__name__)
 
 CLOSE_DEADLINE_S = 5.0
-WARNING_INTERVAL_S = 10.0
 
 
 class DiskTier(Tier):
@@ -90,7 +91,7 @@ class DiskTier(Tier):
             self.catalog.add_free(self._maintenance.grow_now())
         self._unreported: list[TierResult] = []
         """Results that ``close`` has found, for ``poll``."""
-        self._warnings = _Warnings(clock)
+        self._warnings = LimitedLog(logger, clock)
         self._closed = False
 
     def _new_generation(self) -> int:
@@ -145,6 +146,11 @@ class DiskTier(Tier):
     def is_busy(self) -> bool:
         """Whether reads or writes are under way, or have ended since the last ``poll``."""
         return bool(self._io.num_reading or self._io.num_writing)
+
+    @property
+    def has_jobs(self) -> bool:
+        """Whether a job of any kind uses the files, or may have since the last ``poll``."""
+        return self.is_busy or self._maintenance.is_busy
 
     def contains(self, keys: Sequence[OffloadKey]) -> States:
         return self.catalog.contains(keys)
@@ -238,7 +244,9 @@ class DiskTier(Tier):
                 if slot not in gone and result.error is not None:
                     what = "reading" if result.is_read else "writing"
                     problem = run.problem or result.error
-                    self._warnings.log(f"{what} block {result.key.hex()} failed ({problem}): it is a miss")
+                    self._warnings.warning(
+                        "disk tier: %s block %s failed (%s): it is a miss", what, result.key.hex(), problem
+                    )
                 elif slot in gone and result.ok:
                     results[i] = replace(result, error=TierError.GONE, nbytes=0)
                 i += 1
@@ -293,43 +301,17 @@ class DiskTier(Tier):
         all_ended = self._executor.close(CLOSE_DEADLINE_S)
         self._unreported += self._take_results()
         self.catalog.reset()
-        if all_ended and self._finish():
+        if all_ended:
+            self._maintenance.finish()
+            with suppress(OSError):
+                self.files.write_journal()
             self.files.close()
         else:
             # A thread hangs in a call. Its descriptors stay open, lest they come to name other files, and so does the
             # lock: the thread may still write when it continues.
             self._io.abandon()
 
-    def _finish(self) -> bool:
-        """Writes down what is left. Returns False if a thread that writes the journal hangs."""
-        self._maintenance.finish()
-        try:
-            self.files.write_journal()
-        except TimeoutError:
-            return False
-        except OSError as error:
-            logger.debug("kvoffload: disk tier: its journal could not be written (%s)", error)
-        return True
-
     def check_integrity(self) -> None:
         self.catalog.check_integrity()
         if self.used_bytes > self.capacity_bytes:
             raise IntegrityError(f"{self.used_bytes} bytes of disk in use, {self.capacity_bytes} allowed")
-
-
-class _Warnings:
-    """Logs a warning at most every WARNING_INTERVAL_S, and how many were left out."""
-
-    def __init__(self, clock: Callable[[], float]) -> None:
-        self._clock = clock
-        self._not_before = -float("inf")
-        self._num_left_out = 0
-
-    def log(self, message: str) -> None:
-        if self._clock() < self._not_before:
-            self._num_left_out += 1
-            return
-        more = f" ({self._num_left_out} more warnings were left out before)" if self._num_left_out else ""
-        logger.warning("kvoffload: disk tier: %s%s", message, more)
-        self._num_left_out = 0
-        self._not_before = self._clock() + WARNING_INTERVAL_S

@@ -44,12 +44,12 @@ def main(descriptor: int) -> None:
     if kind is not Kind.SETUP:
         return
     try:
-        with_store = _Server(Setup.unpack(body), connection)
+        server = _Server(Setup.unpack(body), connection)
     except (KVOffloadError, ImportError) as error:
         connection.send(Kind.NOTE, str(error).encode())
         return
     connection.send(Kind.READY)
-    with_store.serve(messages)
+    server.serve(messages)
 
 
 def end_with_parent(parent: int) -> None:

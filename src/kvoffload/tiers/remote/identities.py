@@ -41,7 +41,11 @@ def announce(client: StoreClient, prefix: str, fingerprint: str, identity: Mappi
             if len(text) <= IDENTITY_BYTES - _HEADER.size:
                 row = rows[0]
                 row[:] = np.frombuffer(_value(text), dtype=np.uint8)
-                client.put([names[outcomes.index(Outcome.MISSING)]], [[row]])
+                free = [name for name, outcome in zip(names, outcomes, strict=True) if outcome is Outcome.MISSING]
+                # A server that starts at the same moment may take a name first.
+                for name in free:
+                    if client.put([name], [[row]]) != [Outcome.HELD]:
+                        break
     except StoreError:
         return
     for each in found:

@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from kvoffload.abc import OffloadKey
+from kvoffload.tiers.limited_log import LimitedLog
 from kvoffload.tiers.remote.channel import ChannelState, StoreChannel
-from kvoffload.tiers.remote.limited_log import LimitedLog
 from kvoffload.tiers.remote.messages import Op, Request, Response
 
 logger = logging.getLogger(__name__)
@@ -58,7 +58,7 @@ class StoreLink:
         """When to start the process next."""
         self._start_deadline = float("inf")
         self._was_ready = False
-        self._log = LimitedLog(clock)
+        self._log = LimitedLog(logger, clock)
 
     @property
     def is_ready(self) -> bool:

@@ -14,8 +14,8 @@ import time
 from collections import deque
 from collections.abc import Callable
 
+from kvoffload.tiers.limited_log import LimitedLog
 from kvoffload.tiers.remote.channel import ChannelState, StoreChannel
-from kvoffload.tiers.remote.limited_log import LimitedLog
 from kvoffload.tiers.remote.messages import MessageError, Request, Response
 from kvoffload.tiers.remote.wire import Kind, Setup, Unframer, frame
 from kvoffload.units import printable
@@ -47,8 +47,8 @@ class ProcessChannel(StoreChannel):
         self._state = ChannelState.DOWN
         self._unframer = Unframer()
         self._unsent = bytearray()
-        self._notes = LimitedLog(clock)
-        self._output = LimitedLog(clock)
+        self._notes = LimitedLog(logger, clock)
+        self._output = LimitedLog(logger, clock)
         self._closed = False
 
     @property

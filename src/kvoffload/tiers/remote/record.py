@@ -16,10 +16,8 @@ import enum
 import struct
 from collections.abc import Sequence
 
-import numpy as np
-from xxhash import xxh3_64_intdigest
-
 from kvoffload.abc import ByteArray, OffloadKey
+from kvoffload.tiers.checksum import CHECKSUM_BYTES, block_checksum, is_sealed, sealed
 
 FORMAT_VERSION = 1
 RECORD_BYTES = 128
@@ -31,7 +29,7 @@ _ID_BYTES = 12
 _RECORD = struct.Struct(f"<4sHHI{_ID_BYTES}sQ{MAX_KEY_BYTES}sQ16x")
 """Magic, version, bytes of the key, ranks, first bytes of the fingerprint, bytes of the payload, key, checksum of the
 payload."""
-assert _RECORD.size == RECORD_BYTES - 8
+assert _RECORD.size == RECORD_BYTES - CHECKSUM_BYTES
 
 
 class Verdict(enum.Enum):
@@ -50,11 +48,8 @@ def value_name(prefix: str, fingerprint: str, key: OffloadKey) -> str:
 
 
 def payload_checksum(fingerprint: str, key: OffloadKey, parts: Sequence[ByteArray]) -> int:
-    """Returns the checksum of a block, given one buffer per rank. Large buffers are hashed without the GIL."""
-    checksum = xxh3_64_intdigest(bytes.fromhex(fingerprint) + struct.pack("<Q", GENERATION) + key)
-    for part in parts:
-        checksum = xxh3_64_intdigest(part.data, checksum)
-    return checksum
+    """Returns the checksum of a block, given one buffer per rank."""
+    return block_checksum(bytes.fromhex(fingerprint) + struct.pack("<Q", GENERATION) + key, parts)
 
 
 def pack_record(fingerprint: str, key: OffloadKey, parts: Sequence[ByteArray]) -> ByteArray:
@@ -69,16 +64,15 @@ def pack_record(fingerprint: str, key: OffloadKey, parts: Sequence[ByteArray]) -
         key,
         payload_checksum(fingerprint, key, parts),
     )
-    return np.frombuffer(body + struct.pack("<Q", xxh3_64_intdigest(body)), dtype=np.uint8)
+    return sealed(body)
 
 
 def verify(fingerprint: str, key: OffloadKey, record: ByteArray, parts: Sequence[ByteArray]) -> Verdict:
     """Returns whether ``record`` and ``parts`` are what was stored under ``key``."""
     raw = record.tobytes()
-    body, checksum = raw[:-8], int.from_bytes(raw[-8:], "little")
-    if len(raw) != RECORD_BYTES or xxh3_64_intdigest(body) != checksum:
+    if len(raw) != RECORD_BYTES or not is_sealed(raw):
         return Verdict.BAD
-    magic, version, key_bytes, ranks, fingerprint_id, payload_bytes, stored_key, payload = _RECORD.unpack(body)
+    magic, version, key_bytes, ranks, fingerprint_id, payload_bytes, stored_key, payload = _RECORD.unpack_from(raw)
     if magic != _MAGIC:
         return Verdict.BAD
     if version != FORMAT_VERSION:

@@ -1,12 +1,17 @@
-"""A thread that does something again and again."""
+"""Work in the background: a thread that does something again and again, and when it should not."""
 
 from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 logger = logging.getLogger(__name__)
+
+REST_S = 5.0
+REST_FACTOR = 20
+"""What is expensive is not done again for REST_S, or this many times as long as it took."""
 
 
 class Repeating:
@@ -40,3 +45,25 @@ class Repeating:
             if not self._has_failed:
                 logger.exception("kvoffload: %s failed", threading.current_thread().name)
             self._has_failed = True
+
+
+class Rest:
+    """The time for which something expensive is not done again."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._until = -float("inf")
+
+    @property
+    def is_over(self) -> bool:
+        return self._clock() >= self._until
+
+    @contextmanager
+    def after(self) -> Iterator[None]:
+        """Begins a rest after what is done in the context, even if it fails."""
+        begun = self._clock()
+        try:
+            yield
+        finally:
+            ended = self._clock()
+            self._until = ended + max(REST_S, REST_FACTOR * (ended - begun))

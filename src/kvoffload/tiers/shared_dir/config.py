@@ -3,37 +3,33 @@
 from __future__ import annotations
 
 import logging
+import os
 from dataclasses import dataclass
+from pathlib import Path
 
 from kvoffload.abc import ConfigError, Tier
-from kvoffload.settings import absolute_path
-from kvoffload.tiers.config import TierConfig, TierContext
+from kvoffload.tiers.config import TierContext
+from kvoffload.tiers.disk.config import DirectoryConfig
 from kvoffload.tiers.shared_dir.seats import GONE_AFTER_S, SILENT_S
 from kvoffload.tiers.shared_dir.start import open_shared_dir_tier
-from kvoffload.units import format_bytes, parse_bytes
+from kvoffload.units import format_bytes
 
 logger = logging.getLogger(__name__)
 
-EXAMPLE_DIR = "/mnt/shared/kvoffload"
-
 
 @dataclass(frozen=True)
-class SharedDirConfig(TierConfig):
-    """A directory of a shared file system. Each server writes into a folder of its own there, and reads the others'."""
+class SharedDirConfig(DirectoryConfig):
+    """A directory of a shared file system, the same on every server. Each server writes into a folder of its own there,
+    with a budget of its own, and reads the others'."""
 
     kind = "shared_dir"
-    example = {"dir": EXAMPLE_DIR, "bytes": "2TiB"}
+    example = {"dir": "/mnt/shared/kvoffload", "bytes": "2TiB"}
 
-    dir: str
-    """An absolute path, or a path that begins with "~"; the same directory on every server."""
-    bytes: int
-    """What this server may write there; each server has a budget of its own."""
     gone_after_s: float = GONE_AFTER_S
     """The blocks of a server that has been gone for so many seconds are removed by another one."""
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "dir", absolute_path("dir", self.dir, EXAMPLE_DIR))
-        object.__setattr__(self, "bytes", parse_bytes("bytes", self.bytes))
+        super().__post_init__()
         seconds = self.gone_after_s
         if isinstance(seconds, bool) or not isinstance(seconds, (int, float)) or not SILENT_S <= seconds < float("inf"):
             raise ConfigError(
@@ -41,15 +37,8 @@ class SharedDirConfig(TierConfig):
                 f"{GONE_AFTER_S:.0f}"
             )
 
-    @property
-    def capacity_bytes(self) -> int:
-        return self.bytes
-
-    @property
-    def directory(self) -> str:
-        return self.dir
-
     def open(self, context: TierContext) -> Tier:
+        existed = os.path.isdir(self.dir)
         tier = open_shared_dir_tier(
             self.dir,
             self.bytes,
@@ -69,4 +58,16 @@ class SharedDirConfig(TierConfig):
             f"{context.num_tokens(tier.capacity_bytes // tier.block_bytes):,}",
             f"{tier.num_blocks:,}",
         )
+        if not existed:
+            logger.warning(
+                "kvoffload: %s did not exist and was made, on the file system that is mounted at %s: if the shared one "
+                "is not mounted there, nothing is shared; stop the server, mount it, and remove what was made",
+                self.dir,
+                _mount_point(self.dir),
+            )
         return tier
+
+
+def _mount_point(path: str) -> str:
+    """Returns where the file system that has ``path`` is mounted."""
+    return next(str(folder) for folder in (Path(path), *Path(path).parents) if folder.is_mount())

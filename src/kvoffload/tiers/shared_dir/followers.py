@@ -5,8 +5,7 @@ from __future__ import annotations
 import errno
 import logging
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -22,6 +21,7 @@ from kvoffload.tiers.disk.format import (
 )
 from kvoffload.tiers.disk.journal import JOURNAL_HEADER_BYTES, JournalHeader, changed_blocks, read_entries
 from kvoffload.tiers.disk.storage import NO_FILE_ERRORS, Storage, StoredFile
+from kvoffload.tiers.shared_dir.background import Rest
 from kvoffload.tiers.shared_dir.foreign import ForeignBlocks, SeatView
 from kvoffload.tiers.shared_dir.seats import aligned_buffer, seat_names, seat_number
 
@@ -30,10 +30,6 @@ logger = logging.getLogger(__name__)
 FOLLOW_S = 1.0
 """Time between two passes."""
 RECORDS_PER_READ = 1 << 16
-REST_S = 5.0
-REST_FACTOR = 20
-"""After a whole index was read, or the table made anew, it is not done again for REST_S, or this many times as long as
-it took."""
 MAX_RECHECKS = 1024
 """Slots that are looked at again in one pass, because a read has failed there."""
 PAGE = 4096
@@ -63,15 +59,23 @@ class Follower:
         self._clock = clock
         self._seats: dict[str, _FollowedSeat] = {}
         self._doubtful: deque[tuple[int, int]] = deque(maxlen=MAX_RECHECKS)
-        """Ordinals and slots to be looked at again."""
-        self._rebuild_rest = _Rest(clock)
+        """Numbers of seats, and slots, to be looked at again."""
+        self._rebuild_rest = Rest(clock)
+        self._moved: tuple[Storage, str] | None = None
+        """The directory, and the seat that is not followed, from the next pass on."""
 
-    def recheck(self, ordinal: int, slot: int) -> None:
+    def move(self, root: Storage, own: str) -> None:
+        """The process has another seat, in ``root``, from now on. The next pass closes the directory of before."""
+        self._moved = root, own
+
+    def recheck(self, number: int, slot: int) -> None:
         """A block was not found in this slot: the next pass reads the slot's record. Any thread may call this."""
-        self._doubtful.append((ordinal, slot))
+        self._doubtful.append((number, slot))
 
     def follow(self) -> None:
         """Takes in what has changed since the last call. Never raises because of the medium."""
+        if self._moved is not None:
+            self._take_move(*self._moved)
         try:
             names = [name for name in seat_names(self._root) if name != self.own]
         except OSError as error:
@@ -82,14 +86,22 @@ class Follower:
         for name in names:
             self._follow(name)
         doubtful = [self._doubtful.popleft() for _ in range(len(self._doubtful))]
-        for ordinal, slot in dict.fromkeys(doubtful):
-            seat = next((seat for seat in self._seats.values() if seat.ordinal == ordinal), None)
+        for number, slot in dict.fromkeys(doubtful):
+            seat = next((seat for seat in self._seats.values() if seat.number == number), None)
             if seat is not None:
                 seat.recheck(slot)
         if self._blocks.is_incomplete and self._rebuild_rest.is_over:
             with self._rebuild_rest.after():
                 self._blocks.rebuild()
         self._blocks.handles.close_idle(self._clock())
+
+    def _take_move(self, root: Storage, own: str) -> None:
+        self._moved = None
+        for seat in self._seats.values():
+            seat.leave()
+        self._seats.clear()
+        self._root.close()
+        self._root, self.own = root, own
 
     def _follow(self, name: str) -> None:
         seat = self._seats.get(name)
@@ -99,55 +111,37 @@ class Follower:
             except (OSError, ConfigError) as error:
                 logger.debug("kvoffload: shared directory: %s cannot be used (%s)", name, error)
                 return
-            ordinal = seat_number(name)
-            assert ordinal is not None
+            number = seat_number(name)
+            assert number is not None
             seat = self._seats[name] = _FollowedSeat(
-                ordinal, storage, self._fingerprint, self._slot_bytes, self._blocks, _Rest(self._clock)
+                number, storage, self._fingerprint, self._slot_bytes, self._blocks, Rest(self._clock)
             )
         seat.follow()
 
     def close(self) -> None:
-        """Closes the folders of the seats. No pass may be under way."""
+        """Closes the files and folders of the seats, and the directory. No pass may be under way."""
+        self._blocks.handles.shut()
         for seat in self._seats.values():
             seat.leave()
         self._seats.clear()
-
-
-class _Rest:
-    """The time for which something expensive is not done again."""
-
-    def __init__(self, clock: Callable[[], float]) -> None:
-        self._clock = clock
-        self._until = -float("inf")
-
-    @property
-    def is_over(self) -> bool:
-        return self._clock() >= self._until
-
-    @contextmanager
-    def after(self) -> Iterator[None]:
-        """Begins a rest after what is done in the context, even if it fails."""
-        begun = self._clock()
-        try:
-            yield
-        finally:
-            ended = self._clock()
-            self._until = ended + max(REST_S, REST_FACTOR * (ended - begun))
+        self._root.close()
+        if self._moved is not None:
+            self._moved[0].close()
 
 
 class _FollowedSeat:
-    """One seat. Its ordinal is its number."""
+    """One seat."""
 
     def __init__(
         self,
-        ordinal: int,
+        number: int,
         storage: Storage,
         fingerprint: str,
         slot_bytes: tuple[int, ...],
         blocks: ForeignBlocks,
-        rest: _Rest,
+        rest: Rest,
     ) -> None:
-        self.ordinal = ordinal
+        self.number = number
         self._storage = storage
         self._fingerprint = fingerprint
         self._slot_bytes = slot_bytes
@@ -157,7 +151,7 @@ class _FollowedSeat:
         """The header up to which the journal was followed; None: the index must be read."""
 
     def leave(self) -> None:
-        self._blocks.drop(self.ordinal)
+        self._blocks.drop(self.number)
         self._storage.close()
 
     def follow(self) -> None:
@@ -165,16 +159,16 @@ class _FollowedSeat:
             self._take_changes()
         except FormatError as error:
             # It may be changing just now.
-            logger.debug("kvoffload: shared directory: writer-%d: %s", self.ordinal, error)
+            logger.debug("kvoffload: shared directory: writer-%d: %s", self.number, error)
             self._forget()
         except OSError as error:
-            logger.debug("kvoffload: shared directory: writer-%d: %s", self.ordinal, error)
+            logger.debug("kvoffload: shared directory: writer-%d: %s", self.number, error)
             if error.errno in GONE_ERRORS:
                 self._forget()
 
     def _forget(self) -> None:
         self._journal = None
-        self._blocks.drop(self.ordinal)
+        self._blocks.drop(self.number)
 
     def _take_changes(self) -> None:
         file = self._open(JOURNAL_NAME)
@@ -190,7 +184,7 @@ class _FollowedSeat:
                     entries = entries[last]
                     slots = entries["slot"].astype(np.int64)
                     digests = np.where(entries["has_block"] != 0, entries["digest"], np.uint64(0))
-                    self._blocks.apply(self.ordinal, slots, digests, entries["payload_checksum"])
+                    self._blocks.apply(self.number, slots, digests, entries["payload_checksum"])
                     self._journal = journal
                     return
         finally:
@@ -206,19 +200,19 @@ class _FollowedSeat:
                 raise FormatError("its blocks have another fingerprint or layout")
             if header.transient:
                 # Its weights were changed while it ran. The journal changes when the next process has the seat.
-                self._blocks.drop(self.ordinal)
+                self._blocks.drop(self.number)
                 self._journal = journal
                 return
             if not self._is_same(header):
-                self._blocks.drop(self.ordinal)
+                self._blocks.drop(self.number)
             if not self._rest.is_over:
                 return
             with self._rest.after():
                 num_slots = max(0, index.size() - HEADER_BYTES) // RECORD_BYTES
-                num_slots = min(num_slots, self._blocks.max_slots(self.ordinal))
-                old = self._blocks.view(self.ordinal)
+                num_slots = min(num_slots, self._blocks.max_slots(self.number))
+                old = self._blocks.view(self.number)
                 view = SeatView.empty(
-                    self.ordinal, self._storage, header, num_slots, None if old is None else old.serial
+                    self.number, self._storage, header, num_slots, None if old is None else old.serial
                 )
                 self._scan(index, view, num_slots)
                 self._blocks.replace(view)
@@ -229,7 +223,7 @@ class _FollowedSeat:
 
     def _is_same(self, header: Header) -> bool:
         """Returns whether the blocks that are known are those of this header."""
-        view = self._blocks.view(self.ordinal)
+        view = self._blocks.view(self.number)
         return view is not None and view.header == header
 
     def _scan(self, index: StoredFile, view: SeatView, num_slots: int) -> None:
@@ -249,7 +243,7 @@ class _FollowedSeat:
 
     def recheck(self, slot: int) -> None:
         """Reads one slot's record."""
-        view = self._blocks.view(self.ordinal)
+        view = self._blocks.view(self.number)
         if view is None:
             return
         try:
@@ -262,7 +256,7 @@ class _FollowedSeat:
         found, found_digests, found_checksums = changed_blocks(view.header, record, slot)
         if len(found):
             digests, checksums = found_digests, found_checksums
-        self._blocks.apply(self.ordinal, np.array([slot]), digests, checksums)
+        self._blocks.apply(self.number, np.array([slot]), digests, checksums)
 
     def _open(self, name: str) -> StoredFile:
         return self._storage.open(self._fingerprint, name, fresh=True)

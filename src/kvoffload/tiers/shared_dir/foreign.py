@@ -40,10 +40,10 @@ _serials = itertools.count()
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SeatView:
-    """The blocks in one seat of one generation. ``digests`` (0: no block) and ``checksums`` have one element per
-    slot. ``serial`` differs between views whose files may differ."""
+    """The blocks of one generation in the seat ``number``. ``digests`` (0: no block) and ``checksums`` have one element
+    per slot. ``serial`` differs between views whose files may differ."""
 
-    ordinal: int
+    number: int
     storage: Storage
     header: Header
     digests: UInt64s
@@ -52,11 +52,11 @@ class SeatView:
 
     @classmethod
     def empty(
-        cls, ordinal: int, storage: Storage, header: Header, num_slots: int, serial: int | None = None
+        cls, number: int, storage: Storage, header: Header, num_slots: int, serial: int | None = None
     ) -> SeatView:
         """Returns a view without blocks, by default with a new serial."""
         arrays = np.zeros(num_slots, dtype=np.uint64), np.zeros(num_slots, dtype=np.uint64)
-        return cls(ordinal, storage, header, *arrays, next(_serials) if serial is None else serial)
+        return cls(number, storage, header, *arrays, next(_serials) if serial is None else serial)
 
     def grown(self, num_slots: int) -> SeatView:
         """Returns a view of the same files with room for more slots."""
@@ -65,12 +65,12 @@ class SeatView:
             new = np.zeros(num_slots, dtype=np.uint64)
             new[: len(old)] = old
             arrays.append(new)
-        return SeatView(self.ordinal, self.storage, self.header, arrays[0], arrays[1], self.serial)
+        return SeatView(self.number, self.storage, self.header, arrays[0], arrays[1], self.serial)
 
 
 @dataclass(frozen=True, slots=True)
-class Located:
-    """Where a block is."""
+class ForeignSlot:
+    """Where another seat has a block, and the checksum of the block's payload."""
 
     view: SeatView
     slot: int
@@ -85,7 +85,7 @@ class ForeignBlocks:
         self._max_blocks = max_blocks
         self._table = BlockTable(0)
         self._views: dict[int, SeatView] = {}
-        """By ordinal."""
+        """By number of the seat."""
         self._num_held = 0
         """Blocks in the views. Those that several seats have are in the table once."""
         self.is_incomplete = False
@@ -107,32 +107,32 @@ class ForeignBlocks:
             return np.full(len(digests), -1, dtype=np.int64)
         return self._table.find(digests)
 
-    def locate(self, place: int, digest: int) -> Located | None:
+    def locate(self, place: int, digest: int) -> ForeignSlot | None:
         """Returns where the block is that ``find`` has found, None if it is not there any more."""
         view, slot = self._views.get(place >> _SLOT_BITS), place & _SLOT_MASK
         if view is None or slot >= len(view.digests) or int(view.digests[slot]) != digest:
             return None
-        return Located(view, slot, int(view.checksums[slot]))
+        return ForeignSlot(view, slot, int(view.checksums[slot]))
 
     # The follower's thread.
 
-    def view(self, ordinal: int) -> SeatView | None:
-        return self._views.get(ordinal)
+    def view(self, number: int) -> SeatView | None:
+        return self._views.get(number)
 
-    def max_slots(self, ordinal: int) -> int:
+    def max_slots(self, number: int) -> int:
         """Returns how many slots of this seat may be known, given those of the others: a bound of the memory."""
-        others = sum(len(view.digests) for view in self._views.values() if view.ordinal != ordinal)
+        others = sum(len(view.digests) for view in self._views.values() if view.number != number)
         return max(0, self._max_blocks - others)
 
     def replace(self, view: SeatView) -> None:
         """Takes ``view`` in the place of the seat's former view."""
-        old = self._views.get(view.ordinal)
+        old = self._views.get(view.number)
         if old is not None and old.serial != view.serial:
-            self.drop(view.ordinal)
+            self.drop(view.number)
             old = None
         if old is None:
             slots = np.flatnonzero(view.digests)
-            self._views[view.ordinal] = view
+            self._views[view.number] = view
             self._insert(view, slots)
             return
         # The same files, read again.
@@ -141,29 +141,29 @@ class ForeignBlocks:
         gone = np.flatnonzero((before.digests != after.digests) & (before.digests != 0))
         new = np.flatnonzero((before.digests != after.digests) & (after.digests != 0))
         self._remove(before, gone)
-        self._views[view.ordinal] = after
+        self._views[view.number] = after
         self._insert(after, new)
 
-    def apply(self, ordinal: int, slots: Slots, digests: UInt64s, checksums: UInt64s) -> None:
+    def apply(self, number: int, slots: Slots, digests: UInt64s, checksums: UInt64s) -> None:
         """Distinct ``slots`` of a seat have these blocks now; digest 0 means none."""
-        view = self._views.get(ordinal)
+        view = self._views.get(number)
         if view is None or not len(slots):
             return
-        max_slots = self.max_slots(ordinal)
+        max_slots = self.max_slots(number)
         fitting = slots < max_slots
         slots, digests, checksums = slots[fitting], digests[fitting], checksums[fitting]
         if len(slots) and slots.max() >= len(view.digests):
             view = view.grown(int(max(slots.max() + 1, min(2 * len(view.digests), max_slots))))
-            self._views[ordinal] = view
+            self._views[number] = view
         others = view.digests[slots] != digests
         self._remove(view, slots[others & (view.digests[slots] != 0)])
         view.checksums[slots] = checksums
         view.digests[slots] = digests
         self._insert(view, slots[others & (digests != 0)])
 
-    def drop(self, ordinal: int) -> None:
+    def drop(self, number: int) -> None:
         """Forgets a seat's blocks and closes its files."""
-        view = self._views.pop(ordinal, None)
+        view = self._views.pop(number, None)
         if view is not None:
             self._remove(view, np.flatnonzero(view.digests))
             self.handles.close_all(view.serial)
@@ -203,7 +203,7 @@ class ForeignBlocks:
 
 
 def _places(view: SeatView, slots: Slots) -> Places:
-    return slots + (view.ordinal << _SLOT_BITS)
+    return slots + (view.number << _SLOT_BITS)
 
 
 @dataclass(slots=True, eq=False)
@@ -212,7 +212,7 @@ class _Handle:
     users: int = 0
     used_at: float = 0.0
     is_closing: bool = False
-    """Whether it is closed as soon as nobody uses it."""
+    """Whether it is closed as soon as it has no users."""
 
 
 class SlabHandles:

@@ -18,7 +18,7 @@ from kvoffload.tiers.disk.blockio import FACTS, JOB_BYTES, MAX_BUFFERS, Batch
 from kvoffload.tiers.disk.format import RECORD_BYTES, FormatError, parse_records, payload_checksum
 from kvoffload.tiers.executor import Executor
 from kvoffload.tiers.shared_dir.followers import GONE_ERRORS, Follower, read_header, read_record
-from kvoffload.tiers.shared_dir.foreign import ForeignBlocks, Located, SeatView
+from kvoffload.tiers.shared_dir.foreign import ForeignBlocks, ForeignSlot, SeatView
 
 STALE_ERRORS = (*GONE_ERRORS, errno.EBADF)
 """Errors of files and folders that were removed, or that the follower has closed since."""
@@ -49,7 +49,7 @@ class ForeignReads:
         self._done: deque[list[TierResult]] = deque()
 
     def submit(
-        self, keys: Sequence[OffloadKey], places: Sequence[Located], host_slots: Sequence[int]
+        self, keys: Sequence[OffloadKey], places: Sequence[ForeignSlot], host_slots: Sequence[int]
     ) -> list[OffloadKey]:
         """Queues reads. Returns the keys that were taken on."""
         by_view: dict[int, list[int]] = defaultdict(list)
@@ -102,7 +102,7 @@ class ForeignReads:
             errors = [self._error_of(view, error)]
         for slot, problem in zip(run.slots.tolist(), errors, strict=True):
             if problem is not None:
-                self._follower.recheck(view.ordinal, slot)
+                self._follower.recheck(view.number, slot)
         ended = self._clock()
         seconds = (ended - begun) / len(run.keys)
         nbytes = view.header.block_bytes
@@ -154,5 +154,5 @@ class ForeignReads:
 
     def _error_of(self, view: SeatView, error: Exception) -> TierError:
         is_gone = isinstance(error, OSError) and error.errno in STALE_ERRORS
-        now = self._blocks.view(view.ordinal)
+        now = self._blocks.view(view.number)
         return TierError.GONE if is_gone or now is None or now.serial != view.serial else TierError.IO

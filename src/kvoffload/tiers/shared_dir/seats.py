@@ -6,8 +6,9 @@ without noticing. The heartbeat alone is not enough either: a process that was k
 
 - A seat is *adopted* by a process that starts if its lock is free, and its owner has said that it has ended, or ran
   under the same kernel, for which a free lock is a proof, or has been silent for SILENT_S.
-- A process that finds another owner in its heartbeat has lost its seat, and writes nothing more. Until it notices, both
-  may write into the same files; every reader verifies what it reads, so that is a miss at worst.
+- A process that finds another owner in its heartbeat, or no heartbeat, has lost its seat: it writes nothing more there
+  and takes another one. Until it notices, both may write into the same files; every reader verifies what it reads, so
+  that is a miss at worst.
 - A seat that has been silent for a longer bound is *emptied* by a process that serves, so that its budget returns.
 
 How long a seat has been silent is not judged by the time in its heartbeat, since clocks of machines differ. Both ages
@@ -195,7 +196,7 @@ class Seat:
         self.storage = storage
         self.owner = owner
         self.is_lost = False
-        """Whether another process has the seat now."""
+        """Whether another process has the seat now, or its files have vanished."""
         self.modified = 0.0
         """When the heartbeat was last written, by the medium's clock."""
         self.capacity_bytes = 0
@@ -218,8 +219,8 @@ class Seat:
 
     def _beat(self, state: SeatState) -> None:
         found = look(self.storage)
-        heartbeat = found and found.heartbeat
-        if heartbeat and heartbeat.owner != self.owner:
+        heartbeat = None if found is None else found.heartbeat
+        if found is None or (heartbeat is not None and heartbeat.owner != self.owner):
             self.is_lost = True
         if not self.is_lost:
             self._write(state)

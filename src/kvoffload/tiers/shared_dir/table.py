@@ -9,7 +9,8 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-UInt64s = npt.NDArray[np.uint64]
+from kvoffload.tiers.disk.journal import UInt64s
+
 Places = npt.NDArray[np.int64]
 """One place per digest, -1 where there is none."""
 

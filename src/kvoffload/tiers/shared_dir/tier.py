@@ -26,19 +26,18 @@ from kvoffload.tiers.disk.storage import Storage
 from kvoffload.tiers.disk.tier import DiskTier
 from kvoffload.tiers.executor import Executor
 from kvoffload.tiers.shared_dir.background import Repeating
-from kvoffload.tiers.shared_dir.followers import FOLLOW_S, Follower, has_good_headers
+from kvoffload.tiers.shared_dir.followers import FOLLOW_S, Follower
 from kvoffload.tiers.shared_dir.foreign import ForeignBlocks
 from kvoffload.tiers.shared_dir.identities import log_unusable, write_identity
 from kvoffload.tiers.shared_dir.reads import ForeignReads
-from kvoffload.tiers.shared_dir.seats import BEAT_S, GONE_AFTER_S, GoneSeats, Machine, Seat, take_seat
+from kvoffload.tiers.shared_dir.seats import GONE_AFTER_S, Machine, Seat, take_seat
+from kvoffload.tiers.shared_dir.writer import Renewal, Writer
 from kvoffload.tiers.threads import IOThreads
 
 logger = logging.getLogger(__name__)
 
 KEEP_S = 0.5
 """Time between two writes of the journal."""
-LOOK_AROUND_S = 30.0
-"""Time between two searches for seats of servers that are gone."""
 STOP_S = 2.0
 """Time for each of the two threads to end."""
 GONE_S = 5.0
@@ -51,9 +50,10 @@ MAX_HIDDEN = 4096
 class _State(enum.Enum):
     SERVING = enum.auto()
     LOST = enum.auto()
-    """Another process has the seat. Foreign blocks are read."""
+    """The seat's files have vanished, or another process has it: foreign blocks are read. A new seat is taken in the
+    background."""
     FORGOTTEN = enum.auto()
-    """The process was told to forget: nothing is read or written any more."""
+    """The tier was reset: nothing is read or written any more."""
     CLOSED = enum.auto()
 
 
@@ -88,15 +88,16 @@ class SharedDirTier(Tier):
         job_bytes: int = JOB_BYTES,
         background: bool = True,
     ) -> None:
-        self._root = root
         self._fingerprint = fingerprint
         self._identity = dict(identity or {})
+        """What to compare other identities with, once."""
         self._state = _State.SERVING
-        seat = self.seat = take_seat(root, fingerprint, machine or Machine.this(), random, wall_clock)
-        seat.capacity_bytes = capacity_bytes
         executor = executor or IOThreads(name="kvoffload-shared-io")
-        try:
-            self.own = DiskTier(
+
+        def open_writer(root: Storage) -> Writer:
+            seat = take_seat(root, fingerprint, machine or Machine.this(), random, wall_clock)
+            seat.capacity_bytes = capacity_bytes
+            own = DiskTier(
                 seat.storage,
                 pools,
                 fingerprint=fingerprint,
@@ -110,30 +111,45 @@ class SharedDirTier(Tier):
                 job_bytes=job_bytes,
                 with_journal=True,
             )
-            """The blocks in this process's seat."""
+            try:
+                write_identity(seat.storage, fingerprint, identity or {})
+            except OSError as error:
+                logger.debug("kvoffload: shared directory: the identity cannot be written (%s)", error)
+            return Writer(root, seat, own, gone_after_s, clock)
+
+        try:
+            self._writer = open_writer(root)
         except BaseException:
             executor.close(0.0)
             raise
+        self._renewal = Renewal(open_writer, clock)
+        self._num_evicted_before = 0
+        """Blocks evicted from seats that were lost."""
         self.blocks = ForeignBlocks()
         slot_bytes = [pool.shape[1] for pool in pools]
-        self._follower = Follower(root, fingerprint, slot_bytes, self.blocks, seat.name, clock)
+        self._follower = Follower(root, fingerprint, slot_bytes, self.blocks, self.seat.name, clock)
         self._reads = ForeignReads(pools, executor, self.blocks, self._follower, clock, job_bytes)
         self._reading: dict[OffloadKey, bool] = {}
         """Foreign blocks that are being read, and whether each was deleted meanwhile."""
         self._hidden = _Hidden(clock)
-        self._keeper = _Keeper(self.own, root, seat, gone_after_s, clock)
         self._threads: list[Repeating] = []
         if background:
             self._threads = [
-                Repeating("kvoffload-shared-keep", self.keep, KEEP_S, self._keeper.end),
+                Repeating("kvoffload-shared-keep", self.keep, KEEP_S, self._end_keeping),
                 Repeating("kvoffload-shared-follow", self.follow, FOLLOW_S, self._follower.close),
             ]
 
     # The threads' work.
 
     def keep(self) -> None:
-        """Does what is due of: heartbeat, journal, seats of servers that are gone."""
-        self._keeper.keep()
+        """Does what is due of: heartbeat, journal, seats of servers that are gone, a new seat in place of a lost
+        one."""
+        self._writer.keep()
+        self._renewal.work(self._writer if self._state is _State.LOST else None)
+
+    def _end_keeping(self) -> None:
+        self._writer.end()
+        self._renewal.close()
 
     def follow(self) -> None:
         """Takes in what other servers have written and removed."""
@@ -141,12 +157,21 @@ class SharedDirTier(Tier):
         if self._identity:
             identity, self._identity = self._identity, {}
             try:
-                write_identity(self.seat.storage, self._fingerprint, identity)
-                log_unusable(self._root, self._fingerprint, identity)
+                log_unusable(self._writer.root, self._fingerprint, identity)
             except OSError as error:
                 logger.debug("kvoffload: shared directory: identities cannot be read (%s)", error)
 
     # The tier.
+
+    @property
+    def seat(self) -> Seat:
+        """The seat of this process."""
+        return self._writer.seat
+
+    @property
+    def own(self) -> DiskTier:
+        """The blocks in it."""
+        return self._writer.own
 
     @property
     def capacity_bytes(self) -> int:
@@ -166,7 +191,7 @@ class SharedDirTier(Tier):
 
     @property
     def num_evicted(self) -> int:
-        return self.own.num_evicted
+        return self._num_evicted_before + self.own.num_evicted
 
     @property
     def is_busy(self) -> bool:
@@ -231,24 +256,36 @@ class SharedDirTier(Tier):
     def poll(self) -> list[TierResult]:
         if self.seat.is_lost and self._follower.own is not None:
             self._give_up()
-        results = self.own.poll()
-        for result in self._reads.take_done():
+        results, foreign = self.own.poll(), self._reads.take_done()
+        if self._state is _State.LOST and self._renewal.is_ready and not self.own.has_jobs:
+            self._use_new_seat()
+        failed = [result for result in foreign if not result.ok]
+        self._hidden.add([result.key for result in failed if result.error is TierError.CORRUPT], BAD_S)
+        self._hidden.add([result.key for result in failed if result.error is not TierError.CORRUPT], GONE_S)
+        for result in foreign:
             is_deleted = self._reading.pop(result.key)
-            if result.error is not None:
-                self._hidden.add(result.key, BAD_S if result.error is TierError.CORRUPT else GONE_S)
             results.append(_gone(result) if is_deleted else result)
         return list(map(_gone, results)) if self._state is _State.FORGOTTEN else results
 
     def _give_up(self) -> None:
         self.own.give_up()
         self._follower.own = None
-        if self._state is _State.SERVING:
-            self._state = _State.LOST
+        if self._state is not _State.SERVING:
+            return
+        self._state = _State.LOST
         logger.warning(
-            "kvoffload: shared directory: another server has taken %s, because this one was silent for too long; this "
-            "one reads the others' blocks, and writes none until it is started again",
+            "kvoffload: shared directory: %s is lost: its files have vanished, or another server has taken it because "
+            "this one was silent for too long. This server reads the others' blocks, and writes none until it has a "
+            "new folder",
             self.seat.name,
         )
+
+    def _use_new_seat(self) -> None:
+        self._num_evicted_before += self.own.num_evicted
+        self._writer = self._renewal.take(self._writer)
+        self._follower.move(self._writer.root, self.seat.name)
+        self._state = _State.SERVING
+        logger.warning("kvoffload: shared directory: this server writes into %s from now on", self.seat.name)
 
     def wait(self, timeout_s: float) -> None:
         if not self._reads.has_done:
@@ -281,13 +318,11 @@ class SharedDirTier(Tier):
         is_forgotten = self._state is _State.FORGOTTEN
         self._state = _State.CLOSED
         if not self._threads:
-            self._keeper.end()
+            self._end_keeping()
             self._follower.close()
         for thread in self._threads:
             thread.stop(STOP_S)
         self.own.close()
-        self.blocks.handles.shut()
-        self._root.close()
         if is_forgotten:
             self._reading = dict.fromkeys(self._reading, True)
 
@@ -297,55 +332,6 @@ class SharedDirTier(Tier):
 
 def _gone(result: TierResult) -> TierResult:
     return replace(result, error=TierError.GONE, nbytes=0) if result.ok else result
-
-
-class _Keeper:
-    """Keeps a seat on the keeper's thread."""
-
-    def __init__(
-        self, own: DiskTier, root: Storage, seat: Seat, gone_after_s: float, clock: Callable[[], float]
-    ) -> None:
-        self._own = own
-        self._seat = seat
-        self._gone = GoneSeats(root, seat, gone_after_s, clock)
-        self._clock = clock
-        self._next_beat = self._next_look = -float("inf")
-        self._problem: str | None = None
-
-    def keep(self) -> None:
-        if self._seat.is_lost:
-            return
-        try:
-            now = self._clock()
-            if now >= self._next_beat:
-                self._seat.beat()
-                self._next_beat = now + BEAT_S
-            if not self._seat.is_lost:
-                self._own.write_journal()
-            if now >= self._next_look and not self._seat.is_lost:
-                self._next_look = now + LOOK_AROUND_S
-                self._gone.look_around()
-                self._check_headers()
-            self._problem = None
-        except OSError as error:
-            if self._problem is None:
-                logger.warning("kvoffload: shared directory: %s cannot be kept (%s)", self._seat.name, error)
-            self._problem = str(error)
-
-    def _check_headers(self) -> None:
-        """Has the headers, without which no other server can follow this seat, written again if they were damaged."""
-        files = self._own.files
-        if not files.header_is_due and not has_good_headers(self._seat.storage, files.header):
-            logger.warning("kvoffload: shared directory: %s has a damaged header, which is repaired", self._seat.name)
-            files.repair_headers()
-
-    def end(self) -> None:
-        """Says in the heartbeat that the process has ended."""
-        try:
-            if not self._seat.is_lost:
-                self._seat.end()
-        except OSError as error:
-            logger.debug("kvoffload: shared directory: %s: %s", self._seat.name, error)
 
 
 class _Hidden:
@@ -361,11 +347,12 @@ class _Hidden:
     def __bool__(self) -> bool:
         return bool(self._until)
 
-    def add(self, key: OffloadKey, seconds: float) -> None:
-        if len(self._until) >= MAX_HIDDEN:
-            del self._until[next(iter(self._until))]
-        self._until[int(digests_of([key])[0])] = self._clock() + seconds
-        self._changed()
+    def add(self, keys: Sequence[OffloadKey], seconds: float) -> None:
+        if keys:
+            self._until |= dict.fromkeys(digests_of(keys).tolist(), self._clock() + seconds)
+            for digest in list(self._until)[: max(0, len(self._until) - MAX_HIDDEN)]:
+                del self._until[digest]
+            self._changed()
 
     def among(self, digests: UInt64s) -> npt.NDArray[np.bool_]:
         """Returns which of ``digests`` are hidden now."""

@@ -1,0 +1,142 @@
+"""Writer: a seat, the disk tier in it, and what keeps both."""
+
+from __future__ import annotations
+
+import errno
+import logging
+from collections.abc import Callable
+
+from kvoffload.abc import ConfigError
+from kvoffload.tiers.disk.storage import Storage
+from kvoffload.tiers.disk.tier import DiskTier
+from kvoffload.tiers.shared_dir.background import Rest
+from kvoffload.tiers.shared_dir.followers import has_good_headers
+from kvoffload.tiers.shared_dir.seats import BEAT_S, GoneSeats, Seat
+
+logger = logging.getLogger(__name__)
+
+LOOK_AROUND_S = 30.0
+"""Time between two searches for seats of servers that are gone."""
+VANISHED_ERRORS = (errno.ENOENT, errno.ESTALE, errno.ENOTDIR)
+
+
+class Writer:
+    """The part of a shared directory ``root`` that this process writes: ``seat``, and its blocks in the disk tier
+    ``own``.
+
+    ``keep`` and ``end`` wait for the medium, and are called by one thread at a time.
+    """
+
+    def __init__(
+        self, root: Storage, seat: Seat, own: DiskTier, gone_after_s: float, clock: Callable[[], float]
+    ) -> None:
+        self.root = root
+        self.seat = seat
+        self.own = own
+        self._gone = GoneSeats(root, seat, gone_after_s, clock)
+        self._clock = clock
+        self._next_beat = self._next_look = -float("inf")
+        self._problem: str | None = None
+
+    def keep(self) -> None:
+        """Does what is due of: heartbeat, journal, seats of servers that are gone. Finds out whether the seat is
+        lost."""
+        if self.seat.is_lost:
+            return
+        try:
+            now = self._clock()
+            if now >= self._next_beat:
+                self.seat.beat()
+                self._next_beat = now + BEAT_S
+            if not self.seat.is_lost:
+                self.own.write_journal()
+            self._problem = None
+        except OSError as error:
+            if error.errno in VANISHED_ERRORS:
+                self.seat.is_lost = True
+            elif self._problem is None:
+                logger.warning("kvoffload: shared directory: %s cannot be kept (%s)", self.seat.name, error)
+            self._problem = str(error)
+            return
+        if now >= self._next_look and not self.seat.is_lost:
+            self._next_look = now + LOOK_AROUND_S
+            try:
+                self._gone.look_around()
+            except OSError as error:
+                logger.debug("kvoffload: shared directory: other seats cannot be looked at (%s)", error)
+            self._check_headers()
+
+    def _check_headers(self) -> None:
+        """Has the headers, without which no other server can follow this seat, written again if they were damaged."""
+        files = self.own.files
+        try:
+            if files.header_is_due or has_good_headers(self.seat.storage, files.header):
+                return
+        except OSError as error:
+            if error.errno in VANISHED_ERRORS:
+                self.seat.is_lost = True
+            return
+        logger.warning("kvoffload: shared directory: %s has a damaged header, which is repaired", self.seat.name)
+        files.repair_headers()
+
+    def end(self) -> None:
+        """Says in the heartbeat that the process has ended."""
+        try:
+            if not self.seat.is_lost:
+                self.seat.end()
+        except OSError as error:
+            logger.debug("kvoffload: shared directory: %s: %s", self.seat.name, error)
+
+
+class Renewal:
+    """Takes a new seat for a server that has lost its own. ``open_writer`` takes a seat in a shared directory.
+
+    ``work`` and ``close`` wait for the medium, and are called by one thread at a time; ``take`` is called by the
+    scheduler's.
+    """
+
+    def __init__(self, open_writer: Callable[[Storage], Writer], clock: Callable[[], float]) -> None:
+        self._open_writer = open_writer
+        self._rest = Rest(clock)
+        self._next: Writer | None = None
+        self._replaced: Writer | None = None
+        """A writer whose files are to be closed."""
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether there is a new writer, and the files of the one before the last are closed."""
+        return self._next is not None and self._replaced is None
+
+    def work(self, lost: Writer | None) -> None:
+        """Opens a writer in place of ``lost``, if it is not None, and closes the files of one that was replaced."""
+        if self._replaced is not None:
+            self._replaced.own.files.close()
+            self._replaced = None
+            return  # ``lost`` may be the one that was replaced.
+        if lost is None or self._next is not None or self._replaced is not None or not self._rest.is_over:
+            return
+        with self._rest.after():
+            try:
+                root = lost.root.reopened()
+                try:
+                    self._next = self._open_writer(root)
+                except BaseException:
+                    root.close()
+                    raise
+            except (OSError, ConfigError) as error:
+                logger.debug("kvoffload: shared directory: no new seat (%s)", error)
+
+    def take(self, lost: Writer) -> Writer:
+        """Returns the new writer. ``lost`` has no jobs under way, and is not used any more."""
+        writer = self._next
+        assert writer is not None
+        # In this order, so that ``work`` sees at any time that ``lost`` needs no other writer.
+        self._replaced, self._next = lost, None
+        return writer
+
+    def close(self) -> None:
+        """Closes what was opened and is not used."""
+        self.work(None)
+        if self._next is not None:
+            self._next.own.files.close()
+            self._next.root.close()
