@@ -52,6 +52,11 @@ def test_a_whole_act(tmp_path: Path) -> None:
     assert (tmp_path / "act.log").read_text() == "100000\n"
 
 
+def test_an_engine_that_was_ended_gets_no_more_commands_and_exits(tmp_path: Path) -> None:
+    run(tmp_path, "info(); request(0); request(1); summary(); print(repr(sys.stdin.read()))")
+    assert (tmp_path / "act.log").read_text() == "''\n"
+
+
 def test_a_crash_shows_the_log(tmp_path: Path) -> None:
     with pytest.raises(DemoError, match=r"ended too early(.|\n)*act\.log(.|\n)*ValueError: no such thing"):
         run(tmp_path, "info(); request(0); raise ValueError('no such thing')")

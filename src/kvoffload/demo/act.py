@@ -101,6 +101,8 @@ class EngineProcess:
     def end(self) -> ActSummary:
         """Shuts the engine down as a server does, and returns the summary."""
         summary = ActSummary(**self.call("end"))
+        # It ends when there are no more commands.
+        self._close_input()
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._child.wait(EXIT_DEADLINE_S)
         return summary
@@ -110,10 +112,13 @@ class EngineProcess:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._child.pid, signal.SIGKILL)
         self._child.wait(EXIT_DEADLINE_S)
-        if self._child.stdin is not None:
-            with contextlib.suppress(BrokenPipeError):
-                self._child.stdin.close()
+        self._close_input()
         self._replies.close()
+
+    def _close_input(self) -> None:
+        assert self._child.stdin is not None
+        with contextlib.suppress(BrokenPipeError):
+            self._child.stdin.close()
 
     def _send(self, message: dict[str, Any]) -> None:
         assert self._child.stdin is not None

@@ -249,7 +249,7 @@ def test_errors_of_the_medium_are_raised(tmp_path: Path) -> None:
 
 
 def test_close_does_not_wait_for_a_write_that_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "WAIT_S", 0.01)
+    monkeypatch.setattr(module, "WRITING_DEADLINE_S", 0.01)
     rig = Rig()
     rig.journal.note(0, record(1))
     hangs, goes_on = threading.Event(), threading.Event()

@@ -44,10 +44,10 @@ MIN_ENTRIES = 512
 MAX_ENTRIES = 1 << 16
 SLOTS_PER_ENTRY = 8
 """The ring has an entry for so many slots, within its bounds."""
-WAIT_S = 2.0
-"""How long a thread waits for another one that writes the journal."""
 MAX_PENDING = 1 << 16
 """Notes that wait for being written. If there are more, a new epoch begins."""
+WRITING_DEADLINE_S = 2.0
+"""How long a thread waits for another one that writes the journal."""
 
 _MAGIC = b"kvoffjnl"
 _HEADER = struct.Struct("<8sIIQQQ")
@@ -193,9 +193,9 @@ class Journal:
 
     def write(self, header: Header, sync_index: Callable[[], None]) -> None:
         """Writes what was noted, after ``sync_index``, for an index that has ``header`` now. Raises OSError; what was
-        noted is then made up for by a new epoch."""
-        if not self._writing.acquire(timeout=WAIT_S):
-            raise OSError(errno.ETIMEDOUT, "another thread hangs while it writes the journal")
+        noted is then made up for by a new epoch. Raises TimeoutError if another thread hangs in this method."""
+        if not self._writing.acquire(timeout=WRITING_DEADLINE_S):
+            raise TimeoutError(errno.ETIMEDOUT, "a write of the journal hangs")
         try:
             if self._closed:
                 return
@@ -242,7 +242,7 @@ class Journal:
     def close(self) -> bool:
         """Writes nothing from now on. Returns False if a thread still writes, because it hangs."""
         self._closed = True
-        if not self._writing.acquire(timeout=WAIT_S):
+        if not self._writing.acquire(timeout=WRITING_DEADLINE_S):
             return False
         self._writing.release()
         return True

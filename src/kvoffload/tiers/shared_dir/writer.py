@@ -62,22 +62,16 @@ class Writer:
             self._next_look = now + LOOK_AROUND_S
             try:
                 self._gone.look_around()
+                self._check_headers()
             except OSError as error:
-                logger.debug("kvoffload: shared directory: other seats cannot be looked at (%s)", error)
-            self._check_headers()
+                logger.debug("kvoffload: shared directory: seats cannot be looked at (%s)", error)
 
     def _check_headers(self) -> None:
         """Has the headers, without which no other server can follow this seat, written again if they were damaged."""
         files = self.own.files
-        try:
-            if files.header_is_due or has_good_headers(self.seat.storage, files.header):
-                return
-        except OSError as error:
-            if error.errno in VANISHED_ERRORS:
-                self.seat.is_lost = True
-            return
-        logger.warning("kvoffload: shared directory: %s has a damaged header, which is repaired", self.seat.name)
-        files.repair_headers()
+        if not files.header_is_due and not has_good_headers(self.seat.storage, files.header):
+            logger.warning("kvoffload: shared directory: %s has a damaged header, which is repaired", self.seat.name)
+            files.repair_headers()
 
     def end(self) -> None:
         """Says in the heartbeat that the process has ended."""
