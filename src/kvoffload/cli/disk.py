@@ -42,7 +42,7 @@ def disk() -> None:
 @AS_JSON
 def inspect(directory: Path, as_json: bool) -> None:
     """Show what is in DIR: fingerprints, blocks, bytes, age, hits, and what is wrong. In a shared directory, also who
-    writes there.
+    writes there; hits are those of the servers that own the blocks, not those of readers.
 
     Can be used while servers are running, and changes nothing. Exit status 2: DIR is not the directory of a tier.
     """

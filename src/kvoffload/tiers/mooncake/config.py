@@ -96,7 +96,11 @@ class MooncakeConfig(TierConfig):
         tier = open_remote_tier(
             "kvoffload.tiers.mooncake.client:connect", settings, context, name=self.kind, prefix=self.prefix
         )
-        logger.info("kvoffload: Mooncake Store at %s, values under %s/", self.master, self.prefix)
+        logger.info(
+            "kvoffload: Mooncake Store at %s, values under %s/; its client connects in the background",
+            self.master,
+            self.prefix,
+        )
         return tier
 
 
