@@ -149,6 +149,8 @@ class Promoter:
         """Ends the waits for blocks of a tier that is no longer used, and of all requests with blocks that are still to
         be read: they look these up again."""
         for promotion in waiting_for(set(tier.reads.values())):
+            self._count("late_promotions", 1)
+            self._reasons.record([key for key in promotion.reading if key in tier.reads], MissReason.NOT_IN_TIME)
             promotion.reading.difference_update(tier.reads)
             promotion.end_wait_if_done()
         for promotion in list(self._queue):

@@ -167,15 +167,15 @@ def test_a_server_that_loses_its_seat_stops_writing_there_and_reads_on(
     assert heartbeat(path, "writer-1").state is SeatState.ENDED
 
 
-@pytest.mark.parametrize("what", ["its folder", "the directory"])
+@pytest.mark.parametrize("what", ["its folder", "its blocks", "the directory"])
 def test_a_server_whose_files_vanish_takes_a_new_seat(serve: Serve, clock: Clock, path: Path, what: str) -> None:
     """As after a file server came back empty, or somebody removed the files."""
     one, two = serve(boot="a"), serve(boot="b")
     one.write(1, 2)
     two.write(5)
-    shutil.rmtree(path / "writer-0" if what == "its folder" else path)
+    shutil.rmtree({"its folder": path / "writer-0", "its blocks": path / "writer-0" / FINGERPRINT}.get(what, path))
     for _ in range(4):
-        clock.now += REST_S
+        clock.now += LOOK_AROUND_S
         for server in (one, two):
             server.background()
             server.run()

@@ -357,6 +357,30 @@ def test_closing_does_not_wait_for_a_journal_whose_writing_hangs(serve: Serve, m
         closing.join(30)
 
 
+@pytest.mark.parametrize("damage", ["index", "lock", "others' files"])
+def test_a_seat_that_cannot_be_used_does_not_keep_servers_from_starting(
+    serve: Serve, tmp_path: Path, damage: str
+) -> None:
+    one = serve()
+    one.tier.close()
+    seat = tmp_path / "shared" / one.tier.seat.name
+    if damage == "others' files":
+        (seat / "file").write_bytes(bytes(capacity(8)))
+    else:
+        path = seat / ("lock" if damage == "lock" else f"{FINGERPRINT}/index")
+        path.unlink()
+        path.mkdir()
+        (path / "file").touch()
+    two = serve()
+    assert two.tier.seat.name != one.tier.seat.name
+    two.write(1)
+    assert two.read(1) == {1: None}
+    # A wrong setting takes no further seats.
+    with pytest.raises(ConfigError, match="not enough for one block"):
+        serve(capacity_bytes=4096)
+    assert len(list((tmp_path / "shared").glob("writer-*"))) <= 3
+
+
 @pytest.mark.parametrize("name", ["index", "journal"])
 def test_a_header_that_was_damaged_is_repaired_by_its_owner(
     serve: Serve, tmp_path: Path, clock: Clock, name: str

@@ -28,7 +28,7 @@ import os
 import re
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -201,6 +201,8 @@ class Seat:
         """When the heartbeat was last written, by the medium's clock."""
         self.capacity_bytes = 0
         """The budget, for those who inspect the directory."""
+        self.is_new = False
+        """Whether no process had the seat before."""
         self._machine = machine
         self._wall_clock = wall_clock
         self._num_beats = 0
@@ -248,15 +250,19 @@ def take_seat(
     random: Callable[[int], bytes],
     wall_clock: Callable[[], float] = time.time,
     sleep: Callable[[float], None] = time.sleep,
+    unusable: Collection[str] = (),
 ) -> Seat:
     """Returns a seat for this process, locked: one that can be adopted, preferably one with blocks of ``fingerprint``,
-    else a new one. Raises ConfigError if the file system has no locks or MAX_SEATS are taken, and OSError."""
+    else a new one. Seats with ``unusable`` names are left alone. Raises ConfigError if the file system has no locks or
+    MAX_SEATS are taken, and OSError."""
     try:
         gate = root.child(GATE_NAME)
         try:
             _enter(gate, sleep)
-            name, storage = _choose(root, fingerprint, machine, _write(gate, CLOCK_NAME, np.zeros(8, dtype=np.uint8)))
+            now = _write(gate, CLOCK_NAME, np.zeros(8, dtype=np.uint8))
+            name, storage, is_new = _choose(root, fingerprint, machine, now, unusable)
             seat = Seat(name, storage, machine, random(16).hex(), wall_clock)
+            seat.is_new = is_new
             try:
                 seat.claim()
             except BaseException:
@@ -284,18 +290,21 @@ def _enter(gate: Storage, sleep: Callable[[float], None]) -> None:
     logger.warning("kvoffload: shared directory: another server has been starting for %.0f s", GATE_DEADLINE_S)
 
 
-def _choose(root: Storage, fingerprint: str, machine: Machine, now: float) -> tuple[str, Storage]:
+def _choose(
+    root: Storage, fingerprint: str, machine: Machine, now: float, unusable: Collection[str]
+) -> tuple[str, Storage, bool]:
+    """Returns a seat's name and storage, and whether it is new."""
     found: list[tuple[str, Storage, bool]] = []
     names = seat_names(root)
     try:
         for name in names:
-            storage = _adopt(root, name, machine, now)
+            storage = _adopt(root, name, machine, now) if name not in unusable else None
             if storage is not None:
                 found.append((name, storage, fingerprint in storage.folders()))
         found.sort(key=lambda each: not each[2])
         if found:
             name, storage, _ = found.pop(0)
-            return name, storage
+            return name, storage, False
     finally:
         for _, storage, _ in found:
             storage.close()
@@ -303,7 +312,7 @@ def _choose(root: Storage, fingerprint: str, machine: Machine, now: float) -> tu
         if seat_name(number) not in names:
             storage = root.child(seat_name(number))
             if storage.try_lock():
-                return seat_name(number), storage
+                return seat_name(number), storage, True
             storage.close()
     raise ConfigError(f"{MAX_SEATS} servers use it already, the most that there can be; name another directory")
 
@@ -320,6 +329,12 @@ def _adopt(root: Storage, name: str, machine: Machine, now: float) -> Storage | 
             seen = look(storage)
             if seen is None or _may_be_adopted(seen, machine, now):
                 return storage
+    except OSError as error:
+        storage.close()
+        if error.errno in NO_LOCK_ERRORS:
+            raise
+        logger.warning("kvoffload: shared directory: %s cannot be used (%s)", name, error)
+        return None
     except BaseException:
         storage.close()
         raise

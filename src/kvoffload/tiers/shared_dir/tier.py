@@ -17,7 +17,7 @@ from dataclasses import replace
 import numpy as np
 import numpy.typing as npt
 
-from kvoffload.abc import ByteArray, OffloadKey, Slots, States, Tier, TierError, TierResult
+from kvoffload.abc import ByteArray, ConfigError, OffloadKey, Slots, States, Tier, TierError, TierResult
 from kvoffload.abc.tier import HIT, MISS
 from kvoffload.tiers.disk.blockio import JOB_BYTES
 from kvoffload.tiers.disk.journal import UInt64s, digests_of
@@ -94,10 +94,8 @@ class SharedDirTier(Tier):
         self._state = _State.SERVING
         executor = executor or IOThreads(name="kvoffload-shared-io")
 
-        def open_writer(root: Storage) -> Writer:
-            seat = take_seat(root, fingerprint, machine or Machine.this(), random, wall_clock)
-            seat.capacity_bytes = capacity_bytes
-            own = DiskTier(
+        def open_own(seat: Seat) -> DiskTier:
+            return DiskTier(
                 seat.storage,
                 pools,
                 fingerprint=fingerprint,
@@ -111,6 +109,22 @@ class SharedDirTier(Tier):
                 job_bytes=job_bytes,
                 with_journal=True,
             )
+
+        def open_writer(root: Storage) -> Writer:
+            unusable: list[str] = []
+            while True:
+                seat = take_seat(root, fingerprint, machine or Machine.this(), random, wall_clock, unusable=unusable)
+                seat.capacity_bytes = capacity_bytes
+                try:
+                    own = open_own(seat)
+                    break
+                except (OSError, ConfigError) as error:
+                    # What a former server has left there may be damaged. A wrong setting has no such cause.
+                    cause = error if isinstance(error, OSError) else error.__cause__
+                    if seat.is_new or not isinstance(cause, OSError):
+                        raise
+                    logger.warning("kvoffload: shared directory: %s cannot be used (%s)", seat.name, error)
+                    unusable.append(seat.name)
             try:
                 write_identity(seat.storage, fingerprint, identity or {})
             except OSError as error:

@@ -69,7 +69,14 @@ class Writer:
     def _check_headers(self) -> None:
         """Has the headers, without which no other server can follow this seat, written again if they were damaged."""
         files = self.own.files
-        if not files.header_is_due and not has_good_headers(self.seat.storage, files.header):
+        if files.header_is_due:
+            return
+        try:
+            is_good = has_good_headers(self.seat.storage, files.header)
+        except OSError as error:
+            self.seat.is_lost = error.errno in VANISHED_ERRORS
+            raise
+        if not is_good:
             logger.warning("kvoffload: shared directory: %s has a damaged header, which is repaired", self.seat.name)
             files.repair_headers()
 
