@@ -71,7 +71,10 @@ def test_the_disk_tier(run: Runner, version: str, overlaid: dict[str, Any], answ
         child, result = run.start("rounds", connector=connector, **overlaid)
         assert child.wait(DEADLINE_S) != 0
         said = result.with_suffix(".log").read_text()
-        assert f"cannot let a request wait for blocks from disk; use {FIRST_WITH_DISK} or later" in said
+        assert (
+            f"cannot let a request wait for blocks from a tier below host memory; use {FIRST_WITH_DISK} or later"
+            in said
+        )
         return
     for _ in range(2):
         result = run("rounds", rounds=1, close=True, connector=connector, **overlaid)
