@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
 from typing import Any
 
 from kvoffload.abc import ConfigError
 from kvoffload.tiers.config import TierContext
+from kvoffload.tiers.remote.channel import ChannelState
 from kvoffload.tiers.remote.process import ProcessChannel
 from kvoffload.tiers.remote.tier import RemoteTier
 from kvoffload.tiers.remote.wire import Setup
+
+START_WAIT_S = 20.0
+"""How long the start of a server waits for the client of a store that does not refuse it, so that the first requests
+find blocks."""
 
 
 def open_remote_tier(
     client: str, settings: Mapping[str, Any], context: TierContext, *, name: str, prefix: str
 ) -> RemoteTier:
     """Returns a tier whose store's client is made by ``client``, an import path "package.module:function", from
-    ``settings``. ``prefix``: what the names of all values begin with.
+    ``settings``, and waits up to START_WAIT_S for it. ``prefix``: what the names of all values begin with.
 
     Raises ConfigError if another process cannot open a host pool.
     """
@@ -29,4 +35,10 @@ def open_remote_tier(
     num_slots = min(len(pool) for pool in context.pools)
     setup = Setup(client, settings, tuple(handles), num_slots, context.fingerprint, prefix, context.identity)
     payload_bytes = sum(pool.shape[1] for pool in context.pools)
-    return RemoteTier(ProcessChannel(setup, name), payload_bytes, name=name)
+    channel = ProcessChannel(setup, name)
+    tier = RemoteTier(channel, payload_bytes, name=name)
+    deadline = time.monotonic() + START_WAIT_S
+    while channel.state is ChannelState.STARTING and time.monotonic() < deadline:
+        tier.wait(0.05)
+        tier.poll()
+    return tier
