@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import importlib
+import inspect
 import os
+from typing import TypeVar
 
 from kvoffload.abc import ConfigError
+
+Base = TypeVar("Base")
 
 MAX_WHOLE_NUMBER = 1 << 30
 """The largest value of a setting that counts something: far above useful values, and safe in arithmetic."""
@@ -30,3 +35,20 @@ def check_whole_number(setting: str, value: object, least: int) -> None:
         raise ConfigError(f"{setting}={value!r}: must be a whole number, {least} or more; or leave it out")
     if value > MAX_WHOLE_NUMBER:
         raise ConfigError(f"{setting}={value!r}: must be a whole number, {MAX_WHOLE_NUMBER} at most; or leave it out")
+
+
+def import_subclass(setting: str, path: str, base: type[Base], choice: str) -> type[Base]:
+    """Returns the class at ``path``, "package.module:Class". ``setting``, such as "policy='mine:Policy'", begins every
+    error, and ``choice`` says what to write instead. Raises ConfigError unless it can be imported and is a subclass of
+    ``base``, one of the package's public names, without abstract methods."""
+    module_name, _, class_name = path.partition(":")
+    try:
+        found = getattr(importlib.import_module(module_name), class_name)
+    except Exception as error:
+        raise ConfigError(f"{setting}: cannot be imported ({error}); {choice}") from error
+    if not (isinstance(found, type) and issubclass(found, base)):
+        raise ConfigError(f"{setting}: is not a subclass of kvoffload.{base.__name__}; {choice}")
+    if inspect.isabstract(found):
+        missing = ", ".join(sorted(getattr(found, "__abstractmethods__", ())))
+        raise ConfigError(f"{setting}: does not define {missing} of kvoffload.{base.__name__}; add what is missing")
+    return found

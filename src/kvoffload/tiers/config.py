@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-import importlib
-import inspect
 import json
 import os
 import re
@@ -18,7 +16,7 @@ from typing import Any, ClassVar
 
 from kvoffload.abc import ByteArray, ConfigError, Tier
 from kvoffload.host.pool import PoolHandle
-from kvoffload.settings import check_whole_number
+from kvoffload.settings import check_whole_number, import_subclass
 
 BUILTIN = {
     "disk": "kvoffload.tiers.disk.config:DiskConfig",
@@ -186,20 +184,12 @@ def _tier_class(kind: object) -> type[TierConfig]:
     choice = f'write one of {_known_kinds()}, or your own TierConfig as "package.module:Class"'
     if not isinstance(kind, str):
         raise ConfigError(f"kind={_shown(kind)}: not a kind of tier; {choice}")
-    module_name, _, class_name = BUILTIN.get(kind, kind).partition(":")
-    if not class_name:
+    path = BUILTIN.get(kind, kind)
+    if not path.partition(":")[2]:
         near = difflib.get_close_matches(kind, BUILTIN, n=1, cutoff=0.5)
         hint = f"did you mean {near[0]}? Otherwise {choice}" if near else choice
         raise ConfigError(f"kind={kind!r}: no kind of tier has this name; {hint}")
-    try:
-        found = getattr(importlib.import_module(module_name), class_name)
-    except Exception as error:
-        raise ConfigError(f"kind={kind!r}: cannot be imported ({error}); {choice}") from error
-    if not (isinstance(found, type) and issubclass(found, TierConfig)):
-        raise ConfigError(f"kind={kind!r}: is not a subclass of kvoffload.TierConfig; {choice}")
-    if inspect.isabstract(found):
-        missing = ", ".join(sorted(found.__abstractmethods__))
-        raise ConfigError(f"kind={kind!r}: does not define {missing} of kvoffload.TierConfig; add what is missing")
+    found = import_subclass(f"kind={kind!r}", path, TierConfig, choice)  # type: ignore[type-abstract]
     name = getattr(found, "kind", None)
     if not isinstance(name, str) or not name:
         raise ConfigError(

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
-import inspect
-
 from kvoffload.abc import Access, CachePolicy, ConfigError, Eviction
 from kvoffload.cache.policies.arc import TextbookARCPolicy
 from kvoffload.cache.policies.auto import AutoPolicy
@@ -16,6 +13,7 @@ from kvoffload.cache.policies.recency import RecencyList
 from kvoffload.cache.policies.s3fifo import S3FIFOPolicy
 from kvoffload.cache.policies.sieve import SIEVEPolicy
 from kvoffload.cache.policies.twoq import TwoQPolicy
+from kvoffload.settings import import_subclass
 
 __all__ = [
     "BUILTIN",
@@ -48,19 +46,9 @@ def policy_class(name: str) -> type[CachePolicy]:
     if name in BUILTIN:
         return BUILTIN[name]
     choice = f'write one of {", ".join(sorted(BUILTIN))}, or your own class as "package.module:Class"'
-    module_name, _, class_name = name.partition(":")
-    if not class_name:
+    if not name.partition(":")[2]:
         raise ConfigError(f"policy={name!r}: no policy has this name; {choice}")
-    try:
-        found = getattr(importlib.import_module(module_name), class_name)
-    except Exception as error:
-        raise ConfigError(f"policy={name!r}: cannot be imported ({error}); {choice}") from error
-    if not (isinstance(found, type) and issubclass(found, CachePolicy)):
-        raise ConfigError(f"policy={name!r}: is not a subclass of kvoffload.CachePolicy; {choice}")
-    if inspect.isabstract(found):
-        missing = ", ".join(sorted(found.__abstractmethods__))
-        raise ConfigError(f"policy={name!r}: does not define {missing} of kvoffload.CachePolicy; add what is missing")
-    return found
+    return import_subclass(f"policy={name!r}", name, CachePolicy, choice)  # type: ignore[type-abstract]
 
 
 def make_policy(name: str, capacity: int) -> CachePolicy:
