@@ -109,12 +109,19 @@ class Renewal:
         return self._next is not None and self._replaced is None
 
     def work(self, lost: Writer | None) -> None:
-        """Opens a writer in place of ``lost``, if it is not None, and closes the files of one that was replaced."""
+        """Opens a writer in place of ``lost``, if it is not None, keeps it until it is taken, and closes the files of
+        one that was replaced."""
         if self._replaced is not None:
             self._replaced.own.files.close()
             self._replaced = None
             return  # ``lost`` may be the one that was replaced.
-        if lost is None or self._next is not None or self._replaced is not None or not self._rest.is_over:
+        opened = self._next
+        if opened is not None:
+            # A server without requests may not take it for hours. Without a heartbeat it would look like a seat whose
+            # server is gone, and on a mount without common locks another server would adopt or empty it.
+            opened.keep()
+            return
+        if lost is None or self._replaced is not None or not self._rest.is_over:
             return
         with self._rest.after():
             try:
@@ -139,5 +146,6 @@ class Renewal:
         """Closes what was opened and is not used."""
         self.work(None)
         if self._next is not None:
+            self._next.end()
             self._next.own.files.close()
             self._next.root.close()
