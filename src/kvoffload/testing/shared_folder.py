@@ -229,7 +229,7 @@ class FolderConnection(Connection):
         rng = self.random = Random(f"mount {server.life.scenario.seed}")
         self.medium = medium
         self.server = server
-        self.is_dead = False
+        self.is_dead = self.is_closed = False
         self.tier: SharedDirTier | None = None
         mount = Mount(
             attributes_s=rng.choice((0.0, 0.003, 0.05, 3.0, 60.0)),
@@ -253,7 +253,7 @@ class FolderConnection(Connection):
     @property
     def has_seat(self) -> bool:
         """Whether the server lives and believes that it has a seat."""
-        return self.tier is not None and not self.is_dead and not self.tier.seat.is_lost
+        return self.tier is not None and not (self.is_dead or self.is_closed or self.tier.seat.is_lost)
 
     @property
     def seat(self) -> str:
@@ -357,6 +357,7 @@ class FolderConnection(Connection):
         self.client.cut_off(float("-inf"))
 
     def closed(self) -> None:
+        self.is_closed = True
         if self.server.executor.idle and self.client.handles:
             raise Leak(f"{len(self.client.handles)} files are open after the shutdown")
 

@@ -227,8 +227,16 @@ class NfsClient:
             if owner is self:
                 self.server.locks[inode] = (self, min(until, self.server.clock() + self.mount.lease_s))
 
+    def lock(self, inode: Inode) -> bool:
+        """Locks a file for one more of the client's open files. Returns False if another open file has the lock, here
+        or elsewhere."""
+        if inode in self.locked or not self.server.take_lock(inode, self):
+            return False
+        self.locked.add(inode)
+        return True
+
     def unlock(self, inode: Inode) -> None:
-        """Gives up a lock that was taken here, even if another client has it by now."""
+        """Gives up a lock that was taken here, and that another client may have by now."""
         self.locked.discard(inode)
         locks = self.server.locks
         if locks.get(inode, (None, 0.0))[0] is self:
@@ -434,11 +442,9 @@ class NfsStorage(Storage):
         inode = folder.entries.setdefault(LOCK_NAME, client.server.new_file())
         client.forget_entries(folder, LOCK_NAME)
         assert isinstance(inode, Inode)
-        if inode in client.locked or not client.server.take_lock(inode, client):
-            return False
-        client.locked.add(inode)
-        self._locked = inode
-        return True
+        if client.lock(inode):
+            self._locked = inode
+        return self._locked is not None
 
     def folders(self) -> list[str]:
         folder = self._folder("")
