@@ -129,7 +129,7 @@ def test_imports_match_the_declared_dependencies() -> None:
         **dict.fromkeys(extras["plots"], ("lab/", "demo/")),
         **dict.fromkeys(extras["testing"], ("testing/",)),
         "vllm": ("vllm/", "demo/"),
-        "torch": ("vllm/", "transfer/cuda.py"),
+        "torch": ("vllm/", "transfer/cuda/"),
         "transformers": ("demo/engine.py",),
         "huggingface_hub": ("fingerprints.py",),
         "mooncake": ("tiers/mooncake/", "demo/shared/"),

@@ -13,7 +13,7 @@ from kvoffload.host.pool import HostPool, padded_slot_bytes
 
 torch = pytest.importorskip("torch")
 
-from kvoffload.transfer.cuda import as_words, gather, scatter  # noqa: E402
+from kvoffload.transfer.cuda.transfer import as_words, gather, scatter  # noqa: E402
 
 LAYERS, BLOCKS, PAGE = 3, 12, 64
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -100,7 +100,7 @@ def spec_of(slots: list[int], blocks: list[int], first: int = 0) -> TransferSpec
 @LAYOUTS
 @pytest.mark.parametrize("factor", [1, 2])
 def test_round_trip_on_a_device(make, factor: int, pool: HostPool) -> None:
-    from kvoffload.transfer.cuda import CudaTransfer
+    from kvoffload.transfer.cuda.transfer import CudaTransfer
 
     views = make("cuda")
     before = [view.clone() for view in views]
@@ -122,7 +122,7 @@ def test_round_trip_on_a_device(make, factor: int, pool: HostPool) -> None:
 @needs_cuda
 @pytest.mark.cuda
 def test_more_blocks_than_the_staging_buffer(monkeypatch: pytest.MonkeyPatch, pool: HostPool) -> None:
-    from kvoffload.transfer import cuda
+    from kvoffload.transfer.cuda import transfer as cuda
 
     monkeypatch.setattr(cuda, "STAGING_BYTES", 2 * LAYERS * PAGE)
     views = together("cuda")
@@ -141,7 +141,7 @@ def test_more_blocks_than_the_staging_buffer(monkeypatch: pytest.MonkeyPatch, po
 @needs_cuda
 @pytest.mark.cuda
 def test_a_fence_makes_later_device_work_wait_for_the_store(pool: HostPool) -> None:
-    from kvoffload.transfer.cuda import CudaTransfer
+    from kvoffload.transfer.cuda.transfer import CudaTransfer
 
     views = together("cuda")
     before = [view.clone() for view in views]
@@ -159,7 +159,7 @@ def test_a_fence_makes_later_device_work_wait_for_the_store(pool: HostPool) -> N
 @needs_cuda
 @pytest.mark.cuda
 def test_a_bad_block_number_fails_only_its_job(pool: HostPool) -> None:
-    from kvoffload.transfer.cuda import CudaTransfer
+    from kvoffload.transfer.cuda.transfer import CudaTransfer
 
     transfer = CudaTransfer([PageGroup(together("cuda"))], pool.data)
     assert not run(transfer, 1, spec_of([0], [BLOCKS]), is_store=True).ok

@@ -68,7 +68,7 @@ def page_groups(layout: EngineLayout, kv_caches: Mapping[str, torch.Tensor]) -> 
 def make_transfer(groups: list[PageGroup], pool: HostPool) -> Transfer:
     """Returns the transfer between the pages of ``groups`` and the slots of ``pool``, for the device of the pages."""
     if any(view.device.type == "cuda" for group in groups for view in group.views):
-        from kvoffload.transfer.cuda import CudaTransfer
+        from kvoffload.transfer.cuda.transfer import CudaTransfer
 
         return CudaTransfer(groups, pool.data)
     arrays = [PageGroup([view.numpy() for view in group.views], group.factor) for group in groups]

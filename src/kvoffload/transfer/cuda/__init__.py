@@ -1,0 +1,1 @@
+"""Copies between the blocks of a CUDA device and the host pool."""
