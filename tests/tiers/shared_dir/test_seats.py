@@ -201,6 +201,21 @@ def test_a_new_seat_has_the_identity_too(serve: Serve, clock: Clock, path: Path)
     assert read_identity(DirectoryStorage(path / name_of(one)), FINGERPRINT) == {"model": "m"}
 
 
+def test_a_server_that_ends_says_so_in_a_seat_that_it_has_not_used(serve: Serve, clock: Clock, path: Path) -> None:
+    one = serve(boot="a")
+    one.write(1)
+    (path / "writer-0" / HEARTBEAT_NAME).unlink()
+    clock.now += BEAT_S
+    one.background()
+    one.tier.poll()
+    one.background()
+    assert name_of(one) == "writer-0"
+    assert heartbeat(path, "writer-1").state is SeatState.SERVING
+    one.tier.close()
+    assert heartbeat(path, "writer-1").state is SeatState.ENDED
+    assert name_of(serve(boot="b")) == "writer-0", "nothing has its lock"
+
+
 def test_a_lost_seat_leaves_no_open_files(serve: Serve, clock: Clock, path: Path) -> None:
     one = serve()
     one.write(1)

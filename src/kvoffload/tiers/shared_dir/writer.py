@@ -111,9 +111,7 @@ class Renewal:
     def work(self, lost: Writer | None) -> None:
         """Opens a writer in place of ``lost``, if it is not None, keeps it until it is taken, and closes the files of
         one that was replaced."""
-        if self._replaced is not None:
-            self._replaced.own.files.close()
-            self._replaced = None
+        if self._close_replaced():
             return  # ``lost`` may be the one that was replaced.
         opened = self._next
         if opened is not None:
@@ -134,6 +132,14 @@ class Renewal:
             except (OSError, ConfigError) as error:
                 logger.debug("kvoffload: shared directory: no new seat (%s)", error)
 
+    def _close_replaced(self) -> bool:
+        """Closes the files of a writer that was replaced. Returns whether there was one."""
+        if self._replaced is None:
+            return False
+        self._replaced.own.files.close()
+        self._replaced = None
+        return True
+
     def take(self, lost: Writer) -> Writer:
         """Returns the new writer. ``lost`` has no jobs under way, and is not used any more."""
         writer = self._next
@@ -144,7 +150,7 @@ class Renewal:
 
     def close(self) -> None:
         """Closes what was opened and is not used."""
-        self.work(None)
+        self._close_replaced()
         if self._next is not None:
             self._next.end()
             self._next.own.files.close()
