@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import logging
+import threading
 from collections.abc import Callable
 
 from kvoffload.abc import ConfigError
@@ -99,18 +100,15 @@ class Renewal:
     def __init__(self, open_writer: Callable[[Storage], Writer], clock: Callable[[], float]) -> None:
         self._open_writer = open_writer
         self._rest = Rest(clock)
+        self._lock = threading.Lock()
+        """Held while the new writer is taken or dropped."""
         self._next: Writer | None = None
         self._replaced: Writer | None = None
         """A writer whose files are to be closed."""
 
-    @property
-    def is_ready(self) -> bool:
-        """Whether there is a new writer, and the files of the one before the last are closed."""
-        return self._next is not None and self._replaced is None
-
     def work(self, lost: Writer | None) -> None:
-        """Opens a writer in place of ``lost``, if it is not None, keeps it until it is taken, and closes the files of
-        one that was replaced."""
+        """Opens a writer in place of ``lost``, keeps it until it is taken, and closes the files of one that was
+        replaced. With None no other writer is needed."""
         if self._close_replaced():
             return  # ``lost`` may be the one that was replaced.
         opened = self._next
@@ -118,6 +116,8 @@ class Renewal:
             # A server without requests may not take it for hours. Without a heartbeat it would look like a seat whose
             # server is gone, and on a mount without common locks another server would adopt or empty it.
             opened.keep()
+            if lost is None or opened.seat.is_lost:
+                self._drop(opened)
             return
         if lost is None or self._replaced is not None or not self._rest.is_over:
             return
@@ -140,18 +140,29 @@ class Renewal:
         self._replaced = None
         return True
 
-    def take(self, lost: Writer) -> Writer:
-        """Returns the new writer. ``lost`` has no jobs under way, and is not used any more."""
-        writer = self._next
-        assert writer is not None
-        # In this order, so that ``work`` sees at any time that ``lost`` needs no other writer.
-        self._replaced, self._next = lost, None
+    def _drop(self, opened: Writer) -> None:
+        """Closes a writer, unless it was taken meanwhile."""
+        with self._lock:
+            if self._next is not opened:
+                return
+            self._next = None
+        opened.end()
+        opened.own.files.close()
+        opened.root.close()
+
+    def take(self, lost: Writer) -> Writer | None:
+        """Returns the new writer in place of ``lost``, which has no jobs under way and is not used any more. Returns
+        None if there is none yet, or if the files of the one before ``lost`` are not closed."""
+        with self._lock:
+            writer = self._next
+            if writer is None or self._replaced is not None:
+                return None
+            # In this order, so that ``work`` sees at any time that ``lost`` needs no other writer.
+            self._replaced, self._next = lost, None
         return writer
 
     def close(self) -> None:
         """Closes what was opened and is not used."""
         self._close_replaced()
         if self._next is not None:
-            self._next.end()
-            self._next.own.files.close()
-            self._next.root.close()
+            self._drop(self._next)
