@@ -117,8 +117,10 @@ class Driver:
         self._call("cuThreadExchangeStreamCaptureMode", ctypes.byref(mode))
 
     def copy(self, stream: int, targets: Addresses, sources: Addresses, sizes: Addresses) -> None:
-        """Enqueues copies of ``sizes[i]`` bytes from ``sources[i]`` to ``targets[i]``, in any order. The stream must not
-        be the default stream, and no copy may span two registrations of host memory."""
+        """Enqueues copies of ``sizes[i]`` bytes from ``sources[i]`` to ``targets[i]``, in any order.
+
+        The stream must not be the default stream. No copy may span two registrations of host memory.
+        """
         if stream in _LEGACY_STREAMS:
             raise ValueError("copies cannot be issued on the default stream")
         arrays = [np.ascontiguousarray(each, dtype=np.int64) for each in (targets, sources, sizes)]
