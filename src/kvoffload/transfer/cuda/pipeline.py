@@ -255,7 +255,8 @@ class Pipeline:
     def _host_side(self, chunk: Chunk) -> Addresses:
         if chunk.bounce is None:
             return self._slots.addresses(chunk.rows)
-        return chunk.bounce.address + np.cumsum(chunk.rows[NBYTES]) - chunk.rows[NBYTES]
+        addresses: Addresses = chunk.bounce.address + np.cumsum(chunk.rows[NBYTES]) - chunk.rows[NBYTES]
+        return addresses
 
     def _pieces(self, targets: Addresses, sources: Addresses, chunk: Chunk) -> tuple[Addresses, Addresses, Addresses]:
         return merge(targets, sources, chunk.rows[NBYTES], self._slots.sections(chunk.rows))

@@ -33,6 +33,13 @@ class Registration(Protocol):
         ...
 
 
+class Unregistered:
+    """A pool that is not registered: all copies go through bounce buffers."""
+
+    num_ready_slots = 0
+    boundary_slots = 1
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class BounceBuffer:
     """Pinned memory that holds the rows of one chunk, one after another."""
@@ -63,11 +70,13 @@ class HostSlots:
         return [BounceBuffer(data, int(data.ctypes.data)) for data in arrays]
 
     def addresses(self, rows: RowArray) -> Addresses:
-        return self._address + rows[OFFSET]
+        addresses: Addresses = self._address + rows[OFFSET]
+        return addresses
 
     def sections(self, rows: RowArray) -> Numbers:
         """Returns the section of the pool in which the slot of each row lies. One copy stays in one section."""
-        return rows[SLOT] // self._registration.boundary_slots
+        sections: Numbers = rows[SLOT] // self._registration.boundary_slots
+        return sections
 
     def read(self, rows: RowArray, buffer: BounceBuffer) -> None:
         """Copies the slots of ``rows`` into the buffer."""
