@@ -1,4 +1,4 @@
-"""CudaTransfer on a device without streams: bytes, chunks, results, errors. The order of streams is checked elsewhere."""
+"""CudaTransfer on a device without streams: bytes, chunks, results, errors. Streams are checked elsewhere."""
 
 from __future__ import annotations
 
