@@ -188,6 +188,7 @@ def _spread(starts: Integers, sizes: Integers) -> Integers:
     """Returns the offsets of all bytes of these runs."""
     first = int(sizes[0])
     if (sizes == first).all():
-        return (starts[:, None] + np.arange(first)).ravel()
-    ends = np.cumsum(sizes)
-    return np.arange(ends[-1]) + np.repeat(starts - (ends - sizes), sizes)
+        each: Integers = np.add.outer(starts, np.arange(first))
+        return each.ravel()
+    ends: Integers = np.cumsum(sizes)
+    return np.arange(int(ends[-1])) + np.repeat(starts - (ends - sizes), sizes)

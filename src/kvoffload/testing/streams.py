@@ -188,11 +188,10 @@ class SimulatedDevice(Device):
             self._observe(event.mark)
 
     def seconds_between(self, start: Event, end: Event) -> float:
-        marks = start.mark, end.mark
-        times = [mark.done_at for mark in marks if mark is not None and mark.done_at is not None]
-        if len(times) < 2:
+        begin, done = (event.mark.done_at if event.mark is not None else None for event in (start, end))
+        if begin is None or done is None:
             raise self._fault("the time between events that the device has not reached")
-        return (times[1] - times[0]) * 1e-6
+        return float(done - begin) * 1e-6
 
     def _observe(self, mark: Mark) -> bool:
         if mark.done_at is None:
@@ -234,8 +233,9 @@ class SimulatedDevice(Device):
 
     def finish(self) -> None:
         """Lets all work end."""
-        while any([self._step(stream) for stream in self._streams]):
-            pass
+        while ready := [stream for stream in self._streams if self._is_ready(stream)]:
+            for stream in ready:
+                self._step(stream)
 
     def check(self) -> None:
         """Raises the first fault, if there is one."""
