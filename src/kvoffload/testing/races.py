@@ -92,14 +92,14 @@ class Region:
 
 
 class Memory:
-    """All memory that a device can address. ``complain`` is called with each fault that is found.
+    """All memory that a device can address. The first fault is kept.
 
     ``finds_races`` may be switched off, to see what is found by the bytes alone.
     """
 
     def __init__(self) -> None:
         self.finds_races = True
-        self.fault: DeviceFault | None = None
+        self.fault: AssertionError | None = None
         """The first fault."""
         self._regions: list[Region] = []
         self._starts: list[int] = []
@@ -114,7 +114,7 @@ class Memory:
         self._regions.insert(at, region)
         return region
 
-    def complain(self, fault: DeviceFault) -> None:
+    def complain(self, fault: AssertionError) -> None:
         """Notes a fault, which need not be raised where it is found: that may be within a call of someone else."""
         if self.fault is None:
             self.fault = fault
@@ -189,6 +189,7 @@ def _spread(starts: Integers, sizes: Integers) -> Integers:
     first = int(sizes[0])
     if (sizes == first).all():
         each: Integers = np.add.outer(starts, np.arange(first))
-        return each.ravel()
+        flat: Integers = each.ravel()
+        return flat
     ends: Integers = np.cumsum(sizes)
     return np.arange(int(ends[-1])) + np.repeat(starts - (ends - sizes), sizes)

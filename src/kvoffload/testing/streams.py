@@ -242,6 +242,10 @@ class SimulatedDevice(Device):
         self._note_host_writes()
         self.memory.check()
 
+    def complain(self, fault: AssertionError) -> None:
+        """Notes a fault that something else has found."""
+        self.memory.complain(fault)
+
     def _fault(self, text: str) -> DeviceFault:
         fault = DeviceFault(text)
         self.memory.complain(fault)
