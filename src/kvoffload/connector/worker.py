@@ -122,7 +122,7 @@ class OffloadingConnectorWorker:
         self._unsubmitted.clear()
         try:
             if meta.fences:
-                self.transfer.wait(meta.fences)
+                self.transfer.wait(meta.fences, meta.fenced_blocks)
             self.transfer.before_forward()
         except Exception:
             self._give_up()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -147,7 +147,7 @@ class CudaTransfer(Transfer):
         results, self._results = self._results, []
         return results
 
-    def wait(self, job_ids: Iterable[int]) -> None:
+    def wait(self, job_ids: Iterable[int], device_blocks: Collection[int] | None = None) -> None:
         """Makes later work on the engine's stream, and later loads, wait on the device; this thread does not wait."""
         current = torch.cuda.current_stream(self._device)
         for job_id in job_ids:
