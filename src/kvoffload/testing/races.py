@@ -84,7 +84,7 @@ class Region:
         self.is_fresh = is_fresh
         self.reads = np.zeros((MAX_TRACKS, len(self.data)), np.int32)
         """Number of the last read of each byte, per track."""
-        self.writes = np.zeros_like(self.reads)
+        self.writes = np.zeros(self.reads.shape, np.int32)
 
     @property
     def end(self) -> int:
@@ -188,8 +188,8 @@ def _spread(starts: Integers, sizes: Integers) -> Integers:
     """Returns the offsets of all bytes of these runs."""
     first = int(sizes[0])
     if (sizes == first).all():
-        each: Integers = np.add.outer(starts, np.arange(first))
-        flat: Integers = each.ravel()
-        return flat
+        each: Integers = np.add.outer(starts, np.arange(first)).ravel()
+        return each
     ends: Integers = np.cumsum(sizes)
-    return np.arange(int(ends[-1])) + np.repeat(starts - (ends - sizes), sizes)
+    offsets: Integers = np.arange(int(ends[-1])) + np.repeat(starts - (ends - sizes), sizes)
+    return offsets

@@ -114,15 +114,16 @@ class SimulatedDevice(Device):
         return self._allocate(nbytes, is_device=True).start
 
     def allocate_host(self, nbytes: int) -> ByteArray:
-        region = self._allocate(nbytes, is_device=False)
+        region = self._allocate(-(-nbytes // 8) * 8, is_device=False)
         self._pinned.append((region, region.data.copy()))
-        return region.data
+        return region.data[:nbytes]
 
     def _allocate(self, nbytes: int, is_device: bool) -> Region:
         raw = np.full(nbytes + 256, POISON, np.uint8)
         first = -int(raw.ctypes.data) % 256
         name = f"{'device' if is_device else 'host'} memory of {nbytes} bytes"
-        return self.memory.add(name, raw[first : first + nbytes], is_device=is_device, is_fresh=True)
+        # What the host writes there is only seen where it differs from the poison.
+        return self.memory.add(name, raw[first : first + nbytes], is_device=is_device, is_fresh=is_device)
 
     def touch_host(self, ranges: Ranges, what: str, writes: bool = False) -> None:
         """Notes that the host reads or writes memory now."""
@@ -133,8 +134,8 @@ class SimulatedDevice(Device):
     def _note_host_writes(self) -> None:
         """Finds what the host has changed in its allocated memory since the last call."""
         for region, known in self._pinned:
-            changed = np.flatnonzero(region.data != known)
-            if len(changed):
+            if (region.data.view(np.int64) != known.view(np.int64)).any():
+                changed = np.flatnonzero(region.data != known)
                 known[changed] = region.data[changed]
                 who = Access(HOST, int(self._host_clock[HOST]), self._host_clock.copy(), "the host")
                 self.memory.access(who, Ranges.none(), Ranges.of(changed + region.start, 1))
