@@ -99,7 +99,7 @@ class Memory:
 
     def __init__(self) -> None:
         self.finds_races = True
-        self.fault: AssertionError | None = None
+        self.fault: Exception | None = None
         """The first fault."""
         self._regions: list[Region] = []
         self._starts: list[int] = []
@@ -114,7 +114,7 @@ class Memory:
         self._regions.insert(at, region)
         return region
 
-    def complain(self, fault: AssertionError) -> None:
+    def complain(self, fault: Exception) -> None:
         """Notes a fault, which need not be raised where it is found: that may be within a call of someone else."""
         if self.fault is None:
             self.fault = fault

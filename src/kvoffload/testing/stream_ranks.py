@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from random import Random
@@ -24,7 +25,7 @@ from kvoffload.transfer.copies import copy_lists
 
 SLOT_ALIGNMENT = 64
 Plane: TypeAlias = npt.NDArray[Any]
-"""What the KV of one layer has per token, shape (num_device_blocks, block_size): the upper or lower bits of its word."""
+"""A part of the KV of one layer, shape (num_device_blocks, block_size): of each token's word the lowest bits."""
 
 
 class Layout(enum.Enum):
@@ -95,7 +96,9 @@ class KVMemory:
         shape, per_dtype = (max(layers), num_blocks, max(sizes)), []
         for dtype in plan.dtypes:
             merged = plan.layout is Layout.MERGED
-            per_dtype.append(self._new(shape, dtype) if merged else [self._new(shape[1:], dtype) for _ in range(shape[0])])
+            per_dtype.append(
+                self._new(shape, dtype) if merged else [self._new(shape[1:], dtype) for _ in range(shape[0])]
+            )
         for n, size in zip(layers, sizes, strict=True):
             self.planes.append([arrays[layer][:, :size] for layer in range(n) for arrays in per_dtype])
 
@@ -133,7 +136,7 @@ def _tokens(plane: Plane, blocks: Integers, offsets: Integers) -> Ranges:
 
 
 class CheckedTransfer(WrappedTransfer):
-    """Lets the device and the helper of ``inner`` work at any moment, and compares what was copied when a job is reported.
+    """Lets the device and the helper of ``inner`` work at any moment, and compares what reported jobs have copied.
 
     A store must have copied what the device blocks hold after the device work that was issued before ``submit``. After
     a report the host may read and overwrite the slots, and the engine may use the device blocks. Of the jobs that were
@@ -157,6 +160,8 @@ class CheckedTransfer(WrappedTransfer):
         self._rate = rate
         self._random = Random(device.random.random())
         self._jobs: dict[int, tuple[TransferSpec, bool]] = {}
+        self.seen: Counter[str] = Counter()
+        """What has happened."""
         self._sources: dict[int, list[ByteArray]] = {}
         """What the device blocks of a store hold, when the engine's stream has got there."""
 
@@ -176,10 +181,18 @@ class CheckedTransfer(WrappedTransfer):
     def poll(self, busy: bool) -> list[TransferResult]:
         self.tick()
         results = []
-        for result in super().poll(busy):
+        try:
+            ended = super().poll(busy)
+        except Exception as error:
+            # The worker would give up, and the engine go on without offloading.
+            self._device.complain(error)
+            raise
+        for result in ended:
             spec, is_store = self._jobs.pop(result.job_id)
+            source = self._sources.pop(result.job_id, None) if is_store else self._device_rows(spec)
+            self.seen[f"{'stores' if is_store else 'loads'} {'copied' if result.ok else 'failed'}"] += 1
             if result.ok:
-                self._compare(result.job_id, spec, is_store)
+                self._compare(result.job_id, spec, is_store, source)
                 if self._random.random() < self._rate:
                     result = TransferResult(result.job_id, ok=False)
             results.append(result)
@@ -199,7 +212,7 @@ class CheckedTransfer(WrappedTransfer):
         """Lets time pass, but not the caller's."""
         self.tick()
 
-    def _compare(self, job_id: int, spec: TransferSpec, is_store: bool) -> None:
+    def _compare(self, job_id: int, spec: TransferSpec, is_store: bool, device: list[ByteArray] | None) -> None:
         rows, ranges = [], Ranges.none()
         for copies in copy_lists(spec, self._groups, len(self._host)):
             nbytes = self._groups[copies.group].device_block_bytes
@@ -207,11 +220,12 @@ class CheckedTransfer(WrappedTransfer):
             rows.append(self._host.reshape(-1)[np.add.outer(at, np.arange(nbytes))])
             ranges += Ranges.of(int(self._host.ctypes.data) + at, nbytes)
         kind = "store" if is_store else "load"
-        device = self._sources.pop(job_id, None) if is_store else self._device_rows(spec)
         if device is None:
             self._device.complain(WrongBytes(f"store {job_id} has ended before the work that it had to wait for"))
         elif not all(map(np.array_equal, rows, device)):
-            self._device.complain(WrongBytes(f"{kind} {job_id} has ended, but its bytes are not the ones it had to copy"))
+            self._device.complain(
+                WrongBytes(f"{kind} {job_id} has ended, but its bytes are not the ones it had to copy")
+            )
         # Others may still load from the slots of a load.
         busy = [spec.host.slots for spec, _ in self._jobs.values()]
         may_write = not len(np.intersect1d(spec.host.slots, np.concatenate(busy))) if busy else True
@@ -323,11 +337,15 @@ class StreamRank(Rank):
         self.worker.shutdown()
         self.device.check()
 
+    def seen(self) -> Counter[str]:
+        """Returns what has happened here."""
+        return self.checked.seen + Counter({"steps of streams": self.device.now})
+
     def _complain(self, request_id: str, g: int, block: int) -> None:
         self.device.complain(
             WrongBytes(
-                f"request {request_id} attends to wrong bytes in device block {block} of group {g} ({self._groups[g]}), "
-                f"rank {self.number}"
+                f"request {request_id} attends to wrong bytes in device block {block} of group {g} "
+                f"({self._groups[g]}), rank {self.number}"
             )
         )
 
@@ -347,3 +365,9 @@ MakeTransfer: TypeAlias = Callable[
 
 def _sum(ranges: Sequence[Ranges]) -> Ranges:
     return Ranges(np.concatenate([r.starts for r in ranges]), np.concatenate([r.sizes for r in ranges]))
+
+
+def make_cuda_transfer(
+    groups: Sequence[PageGroup], host: ByteArray, registration: Registration, device: SimulatedDevice, plan: StreamPlan
+) -> tuple[Transfer, Callable[[], Any]]:
+    raise NotImplementedError

@@ -243,7 +243,7 @@ class SimulatedDevice(Device):
         self._note_host_writes()
         self.memory.check()
 
-    def complain(self, fault: AssertionError) -> None:
+    def complain(self, fault: Exception) -> None:
         """Notes a fault that something else has found."""
         self.memory.complain(fault)
 
