@@ -13,8 +13,7 @@ import numpy as np
 import pytest
 
 from kvoffload.transfer.cuda.driver import MAX_COPIES_PER_CALL, Driver, DriverError
-
-from .conftest import STUB, StubDriver
+from tests.transfer.cuda.conftest import STUB, StubDriver
 
 INVALID_VALUE, OUT_OF_MEMORY, ALREADY_REGISTERED = 1, 2, 712
 STREAM = 0x5500

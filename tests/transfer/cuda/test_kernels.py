@@ -23,8 +23,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvoffload.abc import PageGroup
-
-from .layouts import CACHES, GUARD, Cache, aligned, separate
+from tests.transfer.cuda.layouts import CACHES, GUARD, Cache, aligned, separate
 
 torch = pytest.importorskip("torch")
 
