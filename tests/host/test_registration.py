@@ -240,6 +240,13 @@ def test_a_thread_that_cannot_be_prepared_registers_nothing(
 # The end.
 
 
+def end_of_unregistering() -> None:
+    """Waits until no registration is being closed any more."""
+    for thread in threading.enumerate():
+        if thread.name == "kvoffload-unregister":
+            thread.join()
+
+
 class Forgetful(Registration):
     """A planted bug: it does not wait for the end of copies."""
 
@@ -282,9 +289,7 @@ def test_copies_that_do_not_end_keep_the_memory_registered(
     registration = register(make_pool(40), driver)
     registration.wait_until_ended()
     registration.close()
-    for thread in threading.enumerate():
-        if thread.name == "kvoffload-unregister":
-            thread.join()
+    end_of_unregistering()
     registration.release()
     assert not registration.close(), "a second call does not try again"
     assert len(driver.ranges) == 3
