@@ -94,8 +94,8 @@ class SimulatedDevice(Device):
         self._engine = SimulatedStream(1, self._host_clock.copy())
         self._streams = [self._engine]
         self._queue_size = self.random.choice(QUEUE_SIZES)
-        self._registered: dict[int, Callable[[], int]] = {}
-        """By start of the region, the number of its bytes that are registered now."""
+        self._registered: dict[int, tuple[Callable[[], int], int]] = {}
+        """By start of a region: how many of its bytes are registered now, and how many by each call."""
         self._pinned: list[tuple[Region, ByteArray]] = []
         """Host memory that was allocated here, and what the device knows to be in it."""
 
@@ -105,10 +105,11 @@ class SimulatedDevice(Device):
         """Adds the engine's own device memory: contiguous, of any contents."""
         self.memory.add(name, _bytes_of(data), is_device=True)
 
-    def add_host(self, name: str, data: ByteArray, num_registered: Callable[[], int]) -> None:
-        """Adds contiguous host memory of others, such as a pool."""
+    def add_host(self, name: str, data: ByteArray, num_registered: Callable[[], int], boundary: int = 1 << 60) -> None:
+        """Adds contiguous host memory of others, such as a pool. It is registered piece by piece, ``boundary`` bytes at
+        a time, and no run of a copy may lie in two pieces."""
         region = self.memory.add(name, _bytes_of(data), is_device=False)
-        self._registered[region.start] = num_registered
+        self._registered[region.start] = num_registered, boundary
 
     def allocate(self, nbytes: int) -> int:
         return self._allocate(nbytes, is_device=True).start
@@ -260,9 +261,11 @@ class SimulatedDevice(Device):
             if size <= 0 or found is None:
                 raise self._fault(f"a copy of {size} bytes at {address:#x}: there is no such memory")
             region, offset = found
-            num_registered = self._registered.get(region.start)
-            if num_registered is not None and offset + size > num_registered():
+            num_registered, boundary = self._registered.get(region.start, (lambda: 1 << 60, 1 << 60))
+            if offset + size > num_registered():
                 raise self._fault(f"a copy of {size} bytes at offset {offset} of {region.name}: not registered")
+            if offset // boundary != (offset + size - 1) // boundary:
+                raise self._fault(f"a copy of {size} bytes at offset {offset} of {region.name} crosses a boundary")
             sides.add(region.is_device)
         if len(sides) > 1:
             raise self._fault("a copy has device memory and host memory on the same side")
