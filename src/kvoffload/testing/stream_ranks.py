@@ -86,7 +86,7 @@ class StreamPlan:
             chunk_bytes=rng.choice((256, 1024, 4096)),
             chunk_rows=rng.choice((2, 5, 64)),
             bounce_bytes=rng.choice((64, 512)),
-            num_bounce_buffers=rng.choice((1, 2, 8)),
+            num_bounce_buffers=pipeline.IN_FLIGHT + rng.choice((0, 1, 4)),
         )
 
 
@@ -401,16 +401,15 @@ def _sum(ranges: Sequence[Ranges]) -> Ranges:
 def make_cuda_transfer(
     groups: Sequence[PageGroup], host: ByteArray, registration: Registration, device: Device, plan: StreamPlan
 ) -> tuple[Transfer, Callable[[], Any]]:
-    """Returns a CudaTransfer with small limits and without a thread."""
-    with _limits(plan):
-        tables = [page_table(group) for group in groups]
-        transfer = CudaTransfer(tables, host, device, registration, with_thread=False)
+    """Returns a CudaTransfer without a thread."""
+    tables = [page_table(group) for group in groups]
+    transfer = CudaTransfer(tables, host, device, registration, with_thread=False)
     return transfer, transfer.advance
 
 
 @contextmanager
-def _limits(plan: StreamPlan) -> Iterator[None]:
-    """Makes what a CudaTransfer allocates as small as the plan says."""
+def small_limits(plan: StreamPlan) -> Iterator[None]:
+    """Makes chunks and buffers of CudaTransfers as small as the plan says."""
     limits = (
         (pipeline, "HALF_BYTES", plan.chunk_bytes),
         (pipeline, "MAX_CHUNK_ROWS", plan.chunk_rows),
