@@ -91,13 +91,14 @@ class Pipeline:
         padding = ROW_ALIGNMENT * len(tables)
         half_bytes = max(HALF_BYTES, largest + padding)
         self._max_bytes = half_bytes - padding
+        self._max_rows = MAX_CHUNK_ROWS
         self._halves: deque[Half] = deque()
         self._indices: IndexRing | None = None
         if any(len(table.runs) > 1 for table in tables):
             self._halves += (Half(device.allocate(half_bytes)) for _ in range(2))
             # A fence may need any of the device blocks at once.
             num_blocks = sum(table.num_blocks for table in tables)
-            self._indices = IndexRing(device, IN_FLIGHT * MAX_CHUNK_ROWS + num_blocks)
+            self._indices = IndexRing(device, IN_FLIGHT * self._max_rows + num_blocks)
         self.staging_bytes = half_bytes * len(self._halves)
         self._bounce = slots.new_bounce_buffers(largest)
 
@@ -114,8 +115,11 @@ class Pipeline:
         """Issues the next chunk. Returns False if there is none, or if enough are in flight."""
         if not self.queue or len(self._chunks) >= IN_FLIGHT:
             return False
-        # Chunks in flight hold at most a part of the indices and bounce buffers, so there is room.
-        return self._issue_first(self.queue) is None
+        batch = self._issue_first(self.queue)
+        if batch is not None:
+            # There is room when a chunk has ended.
+            self.queue.put_back(batch)
+        return batch is None
 
     def issue_now(self, jobs: Numbers, blocks: Numbers | None) -> list[RowArray]:
         """Issues all rows of ``jobs`` that copy one of ``blocks`` (None: any) before all other rows. Returns those for
@@ -167,7 +171,7 @@ class Pipeline:
 
     def _issue_first(self, queue: RowQueue) -> Batch | None:
         """Issues the first rows of ``queue``. If there is no room for them, they are removed and returned."""
-        batch = queue.take(self._max_bytes, MAX_CHUNK_ROWS)
+        batch = queue.take(self._max_bytes, self._max_rows)
         bounce = None
         if not self._slots.are_ready(batch.rows[SLOT]):
             if not self._bounce:

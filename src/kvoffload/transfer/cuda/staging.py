@@ -51,3 +51,5 @@ class IndexRing:
     def release(self, amount: int) -> None:
         self._start = (self._start + amount) % self._size
         self._used -= amount
+        if self._used == 0:
+            self._start = 0
