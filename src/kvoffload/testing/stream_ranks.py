@@ -243,6 +243,8 @@ class CheckedTransfer(WrappedTransfer):
             at = copies.slots * self._host.shape[1] + copies.parts * nbytes
             rows.append(self._host.reshape(-1)[np.add.outer(at, np.arange(nbytes))])
             ranges += Ranges.of(int(self._host.ctypes.data) + at, nbytes)
+        if not rows:
+            return
         kind = "store" if is_store else "load"
         if device is None:
             self._device.complain(WrongBytes(f"store {job_id} has ended before the work that it had to wait for"))
