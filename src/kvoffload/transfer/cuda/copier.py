@@ -138,6 +138,7 @@ class Copier:
         for submitted in taken:
             if not self._points or submitted.point.number > self._points[-1].number:
                 self._points.append(submitted.point)
+        self._release_points()
         return bool(taken)
 
     def _plan(self, specs: dict[int, TransferSpec]) -> RowArray:
@@ -162,7 +163,6 @@ class Copier:
         if ended is None:
             return False
         self._end_rows(*ended, ok=True)
-        self._release_points()
         return True
 
     def _end_rows(self, rows: RowArray, seconds: float, ok: bool) -> None:

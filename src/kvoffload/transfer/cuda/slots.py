@@ -32,12 +32,19 @@ class Registration(Protocol):
         """One copy must not cross a multiple of this number of slots."""
         ...
 
+    def release(self) -> None:
+        """Called when no copy of the slots is in progress and none will begin."""
+        ...
+
 
 class Unregistered:
     """A pool that is not registered: all copies go through bounce buffers."""
 
     num_ready_slots = 0
     boundary_slots = 1
+
+    def release(self) -> None:
+        """Does nothing."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -52,6 +59,8 @@ class HostSlots:
     """The slots of a pool, shape (num_slots, slot_bytes), as addresses."""
 
     def __init__(self, pool_data: ByteArray, registration: Registration, device: Device) -> None:
+        if not pool_data.flags.c_contiguous:
+            raise ValueError("the slots of a pool must be one piece of memory")
         self.num_slots, self.slot_bytes = pool_data.shape
         self._bytes = pool_data.reshape(-1)
         self._address = int(pool_data.ctypes.data)

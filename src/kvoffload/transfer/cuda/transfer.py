@@ -34,7 +34,8 @@ class CudaTransfer(Transfer):
     ``tables`` say where the pages of each group are; ``device`` was made for the same groups. ``submit``,
     ``before_forward`` and ``poll`` only pass jobs and results on, a thread plans and issues the copies. ``wait`` issues
     the rows that a fence needs itself. With ``with_thread`` False the caller calls ``advance`` instead of the thread.
-    ``poll`` raises the error of a device that has failed. ``close`` closes the device too."""
+    ``poll`` raises the error of a device that has failed. ``close`` closes the device too, and releases the
+    registration."""
 
     def __init__(
         self,
@@ -47,6 +48,7 @@ class CudaTransfer(Transfer):
     ) -> None:
         self._device = device
         self._pool_data = pool_data
+        self._registration = registration
         self._copier = Copier(device, tables, HostSlots(pool_data, registration, device))
         self._point = Point(0, device.new_event())
         """What loads that are submitted now wait for."""
@@ -60,10 +62,11 @@ class CudaTransfer(Transfer):
         self._ended = threading.Event()
         """Set when there may be results, or an error."""
         self._thread: threading.Thread | None = None
-        logger.info(
-            "kvoffload: %s of device memory are taken to gather and scatter blocks",
-            format_bytes(self._copier.staging_bytes),
-        )
+        if self._copier.staging_bytes:
+            logger.info(
+                "kvoffload: blocks are gathered and scattered in %s of device memory, taken now",
+                format_bytes(self._copier.staging_bytes),
+            )
         self._record_point()
         if with_thread:
             self._thread = threading.Thread(target=self._run, name="kvoffload-copies", daemon=True)
@@ -126,6 +129,7 @@ class CudaTransfer(Transfer):
         if self._thread is not None:
             self._thread.join(CLOSE_DEADLINE_S)
         if (self._thread is None or not self._thread.is_alive()) and self._wait_until_idle(deadline):
+            self._registration.release()
             self._device.close()
         else:
             logger.warning(
