@@ -133,6 +133,12 @@ def hash_block_size(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> 
     return int(known or resolve_kv_cache_block_sizes(kv_cache_config, vllm_config)[1])
 
 
+def kv_cache_layout(vllm_config: VllmConfig) -> str | None:
+    """Returns the name of the order in which the KV cache lies in memory, or None in versions that do not name it."""
+    layout = attribute(vllm_config.cache_config, "kv_cache_layout")
+    return None if layout is None else str(layout)
+
+
 def expected_hash_root(vllm_config: VllmConfig) -> bytes | None:
     """Returns the value with which the chain of block hashes of every prompt will begin, or None if each process draws
     one at random."""
