@@ -90,7 +90,7 @@ def reason_against_blocks_first(vllm_config: VllmConfig) -> str | None:
         return "the pages of the model's layers differ in size, and vLLM would group the layers otherwise"
     with set_current_vllm_config(vllm_config):
         for block_size in {spec.block_size for spec in specs}:
-            # vLLM gives the backend parts of blocks of another size, and in BLOCKS_FIRST these are no equal steps apart.
+            # vLLM gives the backend parts of blocks of another size, which are not equally far apart in BLOCKS_FIRST.
             if select_common_block_size(block_size, [backend]) != block_size:
                 return f"attention backend {names[0]} computes with a part of a block of {block_size} tokens"
     return None

@@ -43,6 +43,7 @@ SINCE = {
     "prefix_cacheable": "0.29",
     "resolve_none_hash_seed": "0.29",
     "restore_kv_caches": "0.33",
+    "supported_kv_cache_layouts": "0.29",
     "to_event_extra_keys": "0.31",
     "unregister_kv_caches": "0.33",
 }
