@@ -3,6 +3,7 @@ functions, on a CPU and mostly without an engine."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -114,6 +115,8 @@ CASES = [
     *((name, specs, layout) for name, specs in MODELS.items() for layout in SERVED_LAYOUTS),
     *((name, specs, layout) for name, specs in BLOCKS_FIRST_ONLY.items() for layout in ("BLHNC", "BLNHC")),
     *((name, specs, layout) for name, specs in LAYERS_FIRST_ONLY.items() for layout in ("LBHNC", "LBNHC")),
+    # With one head these do not cut pages.
+    *(("one KV head", MODELS["one KV head"], layout) for layout in ("LHBNC", "BHLNC")),
 ]
 
 
@@ -163,6 +166,20 @@ class Caches:
     def rows(self, group: PageGroup, block: int) -> list[Any]:
         return [view[block].numpy() for view in group.views]
 
+    def check(self, layer_names: Sequence[str], pages: PageGroup) -> None:
+        """Moves a block by its pages, and checks that its layers see the same bytes and that no other byte changes."""
+        self.memory[:] = np.random.default_rng(0).integers(0, 256, self.memory.size, dtype=np.uint8)
+        before = {layer: self.block(layer, 2) for layer in layer_names}
+        stored = [row.copy() for row in self.rows(pages, 2)]
+        self.memory[:] = 0xEE
+        for row, saved in zip(self.rows(pages, 5), stored, strict=True):
+            row[:] = saved
+        assert {layer: self.block(layer, 5) for layer in layer_names} == before, "other bytes"
+        for layer in layer_names:
+            parts = self.tensors[layer].shape[0] // BLOCKS
+            self.tensors[layer].view(torch.uint8)[5 * parts : 6 * parts] = 0xEE
+        assert (self.memory == 0xEE).all(), "no byte outside the pages of the block was written"
+
 
 @pytest.mark.parametrize(("name", "specs", "layout"), CASES, ids=[f"{name}, {layout}" for name, _, layout in CASES])
 def test_a_block_is_restored_elsewhere_and_nothing_else_is_touched(
@@ -170,19 +187,22 @@ def test_a_block_is_restored_elsewhere_and_nothing_else_is_touched(
 ) -> None:
     caches = Caches(vllm_config, specs, layout)
     assert sorted(n for group in caches.config.kv_cache_groups for n in group.layer_names) == sorted(caches.tensors)
-    rng = np.random.default_rng(0)
     for group, pages in zip(caches.layout.groups, caches.groups, strict=True):
         assert pages.block_bytes == group.block_bytes
-        caches.memory[:] = rng.integers(0, 256, caches.memory.size, dtype=np.uint8)
-        before = {layer: caches.block(layer, 2) for layer in group.layer_names}
-        stored = [row.copy() for row in caches.rows(pages, 2)]
-        caches.memory[:] = 0xEE
-        for row, saved in zip(caches.rows(pages, 5), stored, strict=True):
-            row[:] = saved
-        assert {layer: caches.block(layer, 5) for layer in group.layer_names} == before
-        for row in caches.rows(pages, 5):
-            row[:] = 0xEE
-        assert (caches.memory == 0xEE).all(), "no byte outside the pages of the block was written"
+        caches.check(group.layer_names, pages)
+
+
+@pytest.mark.parametrize(
+    ("shift", "more", "message"),
+    [(0, -1, "other bytes"), (1, 0, "other bytes"), (0, 1, "no byte outside")],
+    ids=["a byte is missing", "pages begin too late", "pages are too long"],
+)
+def test_wrong_pages_are_noticed(vllm_config: Any, shift: int, more: int, message: str) -> None:
+    caches = Caches(vllm_config, MODELS["padded pages"], "BLHNC")
+    ((layer, *_), pages) = caches.layout.groups[0].layer_names, caches.groups[0]
+    wrong = pages.views[0].as_strided((BLOCKS, pages.views[0].shape[1] + more), pages.views[0].stride(), shift)
+    with pytest.raises(AssertionError, match=message):
+        caches.check([layer], PageGroup([wrong]))
 
 
 @pytest.mark.parametrize("name", MODELS)
