@@ -27,6 +27,7 @@ from kvoffload.host.pool import HostPool
 from kvoffload.observe.server import RecordServer
 from kvoffload.tiers.manager import TieredOffloadingManager
 from kvoffload.vllm import versions
+from kvoffload.vllm.cuda import numa_node
 from kvoffload.vllm.events import EventTranslator
 from kvoffload.vllm.fingerprint import describe_parts, fingerprint_parts
 from kvoffload.vllm.layout import EngineLayout, RankInfo
@@ -188,7 +189,7 @@ class KVOffloadConnector(KVConnectorBase_V1, SupportsHMA):
         groups = page_groups(self.layout, kv_caches)
         layers = self._vllm_config.compilation_config.static_forward_context
         self._formats = {name: page_format(layers[name], cache) for name, cache in kv_caches.items()}
-        self._pool = HostPool(self.layout.count_blocks(), self.layout.slot_bytes)
+        self._pool = HostPool(self.layout.count_blocks(), self.layout.slot_bytes, numa_node(groups))
         self._worker = OffloadingConnectorWorker(make_transfer(groups, self._pool))
 
     def unregister_kv_caches(self) -> None:

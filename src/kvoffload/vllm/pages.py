@@ -68,11 +68,8 @@ def page_groups(layout: EngineLayout, kv_caches: Mapping[str, torch.Tensor]) -> 
 def make_transfer(groups: list[PageGroup], pool: HostPool) -> Transfer:
     """Returns the transfer between the pages of ``groups`` and the slots of ``pool``, for the device of the pages."""
     if any(view.device.type == "cuda" for group in groups for view in group.views):
-        from kvoffload.transfer.cuda.pages import page_table
-        from kvoffload.transfer.cuda.slots import Unregistered
-        from kvoffload.transfer.cuda.torch_device import TorchDevice
-        from kvoffload.transfer.cuda.transfer import CudaTransfer
+        from kvoffload.vllm.cuda import make_cuda_transfer
 
-        return CudaTransfer([page_table(group) for group in groups], pool.data, TorchDevice(groups), Unregistered())
+        return make_cuda_transfer(groups, pool.data, pool)
     arrays = [PageGroup([view.numpy() for view in group.views], group.factor) for group in groups]
     return InlineTransfer(arrays, pool.data)
