@@ -106,8 +106,8 @@ def rig(request: pytest.FixtureRequest) -> Iterator[Rig]:
 
 @pytest.fixture
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Makes chunks of four rows."""
-    monkeypatch.setattr(pipeline, "HALF_BYTES", 4 * ROW + pipeline.ROW_ALIGNMENT)
+    """Makes chunks of four rows, if there is one group."""
+    monkeypatch.setattr(pipeline, "HALF_BYTES", 4 * ROW)
 
 
 # Bytes.

@@ -123,6 +123,8 @@ class Copier:
 
     def _take_in(self) -> bool:
         """Turns all jobs in the inbox into rows."""
+        if not self.inbox:
+            return False
         taken: list[Submitted] = []
         with contextlib.suppress(IndexError):
             while True:
@@ -139,7 +141,7 @@ class Copier:
             if not self._points or submitted.point.number > self._points[-1].number:
                 self._points.append(submitted.point)
         self._release_points()
-        return bool(taken)
+        return True
 
     def _plan(self, specs: dict[int, TransferSpec]) -> RowArray:
         """Returns the rows of these jobs. Jobs that copy nothing, or cannot be copied, have ended with that."""
@@ -166,11 +168,15 @@ class Copier:
         return True
 
     def _end_rows(self, rows: RowArray, seconds: float, ok: bool) -> None:
-        job_ids, positions = np.unique(rows[JOB], return_inverse=True)
-        counts = np.bincount(positions).tolist()
-        nbytes = np.bincount(positions, weights=rows[NBYTES]).tolist()
+        first = rows[JOB, 0]
+        if (rows[JOB] == first).all():
+            job_ids, counts, nbytes = [int(first)], [rows.shape[1]], [int(rows[NBYTES].sum())]
+        else:
+            unique, positions = np.unique(rows[JOB], return_inverse=True)
+            job_ids, counts = unique.tolist(), np.bincount(positions).tolist()
+            nbytes = np.bincount(positions, weights=rows[NBYTES]).tolist()
         total = sum(nbytes)
-        for job_id, count, size in zip(job_ids.tolist(), counts, nbytes, strict=True):
+        for job_id, count, size in zip(job_ids, counts, nbytes, strict=True):
             job = self._jobs[job_id]
             job.left -= count
             job.ok &= ok
