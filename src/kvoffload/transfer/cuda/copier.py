@@ -24,10 +24,13 @@ logger = logging.getLogger(__name__)
 LOCK_DEADLINE_S = 5.0
 """How long a call waits for another thread, which may be issuing one chunk, before the copier counts as broken."""
 
+MAX_JOBS = 512
+"""How many jobs are turned into rows in one step: about 1 ms."""
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Submitted:
-    """Jobs of one direction, by id, that are copied after ``point``."""
+    """Jobs of one direction, by id, that are copied after ``point``. At most MAX_JOBS."""
 
     point: Point
     is_store: bool
@@ -85,8 +88,10 @@ class Copier:
     def fence(self, jobs: Numbers, blocks: Numbers | None, stream: Stream) -> None:
         """Makes ``stream`` wait until ``jobs`` have read, or filled, ``blocks`` (None: all of their device blocks).
         Their rows are issued first. Jobs with rows for which there is no room fail."""
+        wanted = jobs.tolist()
         with self._locked():
-            self._take_in()
+            while any(job_id in submitted.specs for submitted in self.inbox for job_id in wanted):
+                self._take_in()
             for pipeline in (self._loads, self._stores):
                 for rows in pipeline.issue_now(jobs, blocks):
                     self._end_rows(rows, 0.0, ok=False)
@@ -122,13 +127,14 @@ class Copier:
             self._lock.release()
 
     def _take_in(self) -> bool:
-        """Turns all jobs in the inbox into rows."""
+        """Turns the first jobs in the inbox into rows."""
         if not self.inbox:
             return False
         taken: list[Submitted] = []
-        with contextlib.suppress(IndexError):
-            while True:
-                taken.append(self.inbox.popleft())
+        left = MAX_JOBS
+        while self.inbox and left > 0:
+            taken.append(self.inbox.popleft())
+            left -= len(taken[-1].specs)
         for is_store, pipeline in ((False, self._loads), (True, self._stores)):
             # Jobs with the same point become one batch.
             by_point: dict[int, tuple[Point, dict[int, TransferSpec]]] = {}
