@@ -184,6 +184,13 @@ def test_the_numa_node_is_the_one_in_sysfs(
     assert driver_of(stub).numa_node(tmp_path) == node
 
 
+def test_the_context_is_given_back_once(stub: StubDriver) -> None:
+    driver = driver_of(stub)
+    driver.close()
+    driver.close()
+    assert stub.calls.count("retain") == stub.calls.count("release 100") == 1
+
+
 @pytest.mark.parametrize("function", ["cuInit", "cuDeviceGet", "cuDevicePrimaryCtxRetain"])
 def test_a_driver_that_does_not_start_is_an_error_with_a_name(stub: StubDriver, function: str) -> None:
     stub.fail(function, INVALID_VALUE)

@@ -28,7 +28,7 @@ from tests.transfer.cuda.layouts import CACHES, GUARD, Cache, aligned, separate
 torch = pytest.importorskip("torch")
 
 from kvoffload.transfer.cuda import kernels  # noqa: E402
-from kvoffload.transfer.cuda.kernels import Pieces, TritonCopier, cut  # noqa: E402
+from kvoffload.transfer.cuda.kernels import Pieces, TritonCopier, as_words, cut, gather, scatter  # noqa: E402
 from kvoffload.transfer.cuda.pages import PageTable, Run, page_table  # noqa: E402
 
 needs_triton = pytest.mark.skipif(kernels.triton is None, reason="needs Triton")
@@ -461,3 +461,61 @@ def test_torch_copies_by_address(pages: list[int]) -> None:
     copier.copy(index.data_ptr(), 2, rows.data_ptr(), to_staging=False)
     assert torch.equal(torch.cat([view[index[:3]] for view in views], dim=1)[:2], rows[:2])
     assert not any(view[8].any() for view in views)
+
+
+# Torch's functions.
+
+LAYERS, BLOCKS, PAGE = 3, 12, 64
+
+
+def together() -> list[torch.Tensor]:
+    """Returns views of one allocation, as vLLM makes them."""
+    return list(torch.randint(0, 256, (LAYERS, BLOCKS, PAGE), dtype=torch.uint8))
+
+
+def apart() -> list[torch.Tensor]:
+    """Returns separate allocations, with pages of different sizes."""
+    return [torch.randint(0, 256, (BLOCKS, size), dtype=torch.uint8) for size in (64, 24, 40)]
+
+
+def interleaved() -> list[torch.Tensor]:
+    """Returns views of one allocation whose outermost dimension is blocks."""
+    whole = torch.randint(0, 256, (BLOCKS, LAYERS, PAGE), dtype=torch.uint8)
+    return [whole[:, layer] for layer in range(LAYERS)]
+
+
+LAYOUTS = pytest.mark.parametrize("make", [together, apart, interleaved])
+
+
+@LAYOUTS
+def test_torch_gathers_every_layers_page_of_each_block(make: Callable[[], list[torch.Tensor]]) -> None:
+    views = make()
+    index = torch.tensor([5, 0, 11])
+    stage = torch.empty((3, sum(view.shape[1] for view in views)), dtype=torch.uint8)
+    gather(as_words(views), index, stage)
+    assert torch.equal(stage, torch.cat([view[index] for view in views], dim=1))
+
+
+@LAYOUTS
+def test_torch_scatters_what_it_gathered_and_touches_nothing_else(make: Callable[[], list[torch.Tensor]]) -> None:
+    views = make()
+    before = [view.clone() for view in views]
+    index = torch.tensor([7, 2])
+    stage = torch.empty((2, sum(view.shape[1] for view in views)), dtype=torch.uint8)
+    gather(as_words(views), index, stage)
+    for view in views:
+        view[index] = 0
+    scatter(as_words(views), index, stage)
+    assert all(torch.equal(view, old) for view, old in zip(views, before, strict=True))
+
+
+def test_equally_spaced_views_become_one_array_of_words() -> None:
+    (merged,) = as_words(together())
+    assert merged.shape == (BLOCKS, LAYERS, PAGE // 8)
+    assert merged.dtype == torch.int64
+    assert len(as_words(apart())) == 3
+
+
+def test_the_size_of_pages_limits_the_width_of_words() -> None:
+    views = [torch.zeros((BLOCKS, 6), dtype=torch.uint8) for _ in range(2)]
+    assert as_words(views)[0].dtype == torch.int16

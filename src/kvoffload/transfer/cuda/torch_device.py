@@ -18,12 +18,12 @@ class TorchDevice(Device):
     """The CUDA device that holds the views of ``groups``, torch tensors of bytes.
 
     Made on the engine's thread before the cache is in use, because kernels are compiled and tried on its pages.
-    ``driver`` may also be used to register host memory, also after ``close``.
+    The pool is registered with another ``Driver``, because this one ends with ``close``.
     """
 
     def __init__(self, groups: Sequence[PageGroup], library: str = LIBRARY) -> None:
         self._device: torch.device = next(view for group in groups for view in group.views).device
-        self.driver = Driver(self._device.index or 0, library)
+        self._driver = Driver(self._device.index or 0, library)
         self._memory: dict[int, torch.Tensor] = {}
         self._host: list[torch.Tensor] = []
         """Tensors that own what was allocated."""
@@ -31,7 +31,7 @@ class TorchDevice(Device):
 
     def enter_thread(self) -> None:
         torch.cuda.set_device(self._device)
-        self.driver.enter_thread()
+        self._driver.enter_thread()
 
     def new_stream(self) -> Stream:
         return torch.cuda.Stream(self._device)
@@ -71,7 +71,7 @@ class TorchDevice(Device):
         return array
 
     def copy(self, stream: Stream, targets: Addresses, sources: Addresses, sizes: Addresses) -> None:
-        self.driver.copy(stream.cuda_stream, targets, sources, sizes)
+        self._driver.copy(stream.cuda_stream, targets, sources, sizes)
 
     def gather(self, stream: Stream, group: int, index: int, num_blocks: int, staging: int) -> None:
         with torch.cuda.stream(stream):
@@ -84,6 +84,7 @@ class TorchDevice(Device):
     def close(self) -> None:
         self._memory.clear()
         self._host.clear()
+        self._driver.close()
 
     def _copier(self, group: int) -> BlockCopier:
         copier = self._copiers[group]
