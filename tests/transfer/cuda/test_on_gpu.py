@@ -55,6 +55,8 @@ class Rig:
         self.index = self.device.allocate(8 * rows)
         self.host = self.device.allocate_host(rows * self.row_bytes)
         self.stream = self.device.new_stream()
+        # The stream does not wait for what was issued before it.
+        torch.cuda.synchronize()
 
     def choose(self, blocks: list[int]) -> None:
         """Writes block numbers to the index, on the stream."""
@@ -102,7 +104,14 @@ def test_blocks_go_to_the_host_and_back(make: Callable[[], Cache]) -> None:
 
 @pytest.mark.skipif(kernels.triton is None, reason="needs Triton")
 def test_triton_is_used_where_it_is_installed() -> None:
-    (copier,) = kernels.copiers([PageGroup(on_gpu(CACHES["bytes"]()))], lambda address, nbytes: torch.empty(0))
+    memory: dict[int, torch.Tensor] = {}
+
+    def allocate(nbytes: int) -> int:
+        tensor = torch.empty(nbytes, dtype=torch.uint8, device=GPU)
+        memory[tensor.data_ptr()] = tensor
+        return tensor.data_ptr()
+
+    (copier,) = kernels.copiers([PageGroup(on_gpu(CACHES["bytes"]()))], allocate, lambda at, nbytes: memory[at])
     assert isinstance(copier, kernels.TritonCopier)
 
 
@@ -129,6 +138,18 @@ def test_a_cache_of_40_gib_is_addressed_in_64_bits() -> None:
     rig.device.scatter(rig.stream, 0, rig.index, len(blocks), rig.staging)
     rig.finish()
     assert torch.equal(whole[:, blocks], before)
+
+
+def test_torchs_functions_copy_memory_of_the_driver(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels, "triton", None)
+    cache = CACHES["pages of several sizes"]()
+    rig = Rig(on_gpu(cache))
+    rig.choose([4, 1])
+    rig.device.gather(rig.stream, 0, rig.index, 2, rig.staging)
+    rig.to_host(2)
+    rig.finish()
+    wanted = np.concatenate([view[[4, 1]] for view in cache.views], axis=1).ravel()
+    assert np.array_equal(rig.host[: len(wanted)], wanted)
 
 
 @pytest.mark.parametrize("waits", [True, False])

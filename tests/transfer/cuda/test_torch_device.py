@@ -4,6 +4,7 @@ driver by a stub that copies in host memory. What depends on a real GPU is teste
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import logging
 import threading
 import time
@@ -19,10 +20,16 @@ from tests.transfer.cuda.layouts import CACHES, Cache, aligned
 
 torch = pytest.importorskip("torch")
 
-from kvoffload.transfer.cuda import torch_device  # noqa: E402
+from kvoffload.transfer.cuda import kernels, torch_device  # noqa: E402
+from kvoffload.transfer.cuda.driver import Driver  # noqa: E402
 from kvoffload.transfer.cuda.pages import page_table  # noqa: E402
 from kvoffload.transfer.cuda.torch_device import TorchDevice  # noqa: E402
 from kvoffload.transfer.cuda.transfer import CudaTransfer  # noqa: E402
+
+
+def host_tensor_of(address: int, nbytes: int, device: torch.device) -> torch.Tensor:
+    """Returns the stub's device memory, which is host memory."""
+    return torch.frombuffer((ctypes.c_uint8 * nbytes).from_address(address), dtype=torch.uint8)
 
 
 class InstantStream:
@@ -75,8 +82,7 @@ class InstantCuda:
         monkeypatch.setattr(torch.cuda, "stream", self.stream)
         monkeypatch.setattr(torch.cuda, "current_stream", lambda device: self.current[-1])
         monkeypatch.setattr(torch.cuda, "set_device", lambda device: self.entered.append(threading.get_ident()))
-        # Torch aligns host memory less than device memory.
-        monkeypatch.setattr(torch_device, "ALIGNMENT", 16)
+        monkeypatch.setattr(torch_device, "tensor_of", host_tensor_of)
 
     @contextlib.contextmanager
     def stream(self, stream: InstantStream) -> Iterator[None]:
@@ -95,6 +101,8 @@ def make(cuda: InstantCuda, stub: StubDriver) -> Callable[..., HostDevice]:
     """Returns a function that makes a device for groups of views."""
 
     def make(*groups: Sequence[Any]) -> HostDevice:
+        # The engine's context is current before the device is made.
+        Driver(0, stub.path).enter_thread()
         device = HostDevice([PageGroup([torch.from_numpy(view) for view in views]) for views in groups], stub.path)
         device.enter_thread()
         return device
@@ -181,6 +189,16 @@ def test_a_machine_without_a_driver_is_an_error_when_the_device_is_made(cuda: In
         TorchDevice([PageGroup(views)], "libno-such-cuda.so")
 
 
+def test_a_device_that_frees_nothing_is_closed_with_a_message(
+    make: Callable[..., HostDevice], stub: StubDriver, caplog: pytest.LogCaptureFixture
+) -> None:
+    device = make(CACHES["bytes"]().views)
+    device.allocate(100)
+    stub.fail("cuMemFree_v2", 719)
+    device.close()
+    assert "could not be freed" in caplog.text
+
+
 class Ready:
     """A pool that is registered."""
 
@@ -220,11 +238,22 @@ def job(slots: list[int], *blocks: list[int]) -> TransferSpec:
     return TransferSpec("r", LoadStoreSpec("CPU", np.array(slots)), device)
 
 
+@pytest.mark.parametrize("with_triton", [False, True])
 def test_the_transfer_runs_on_it_with_its_thread(
-    make: Callable[..., HostDevice], stub: StubDriver, cuda: InstantCuda, caplog: pytest.LogCaptureFixture
+    with_triton: bool,
+    make: Callable[..., HostDevice],
+    stub: StubDriver,
+    cuda: InstantCuda,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    if with_triton:
+        interpreter = pytest.importorskip("triton.runtime.interpreter")
+        monkeypatch.setattr(kernels, "kernel", interpreter.InterpretedFunction(kernels.copy_pieces))
+    else:
+        monkeypatch.setattr(kernels, "triton", None)
     caches = [CACHES["pages of several sizes"](), CACHES["blocks outermost, one run"]()]
-    with caplog.at_level(logging.ERROR):
+    with caplog.at_level(logging.WARNING):
         rig = Rig(make(*(cache.views for cache in caches)), caches)
         before = [cache.bytes.copy() for cache in caches]
         jobs = {1: job([3, 9, 2], [5, 0], [7]), 2: job([4, 5, 6, 11], [2], [1, 2, 8])}
@@ -240,9 +269,11 @@ def test_the_transfer_runs_on_it_with_its_thread(
     assert all(np.array_equal(cache.bytes, old) for cache, old in zip(caches, before, strict=True))
     assert rig.registration.is_released
     assert len(set(cuda.entered)) == 2, "the transfer's thread has entered the device"
-    assert stub.calls.count("capture mode 2") == 2
+    assert stub.calls.count("capture mode 2") == 3
     assert stub.calls[-1] == "release 100"
-    assert caplog.text == ""
+    assert stub.num_allocated == 0
+    assert ("Triton" in caplog.text) is not with_triton
+    assert len(caplog.records) == (0 if with_triton else 1)
 
 
 def test_an_error_of_the_driver_reaches_the_engine(make: Callable[..., HostDevice], stub: StubDriver) -> None:

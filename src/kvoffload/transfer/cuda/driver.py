@@ -1,5 +1,5 @@
 """Functions of the CUDA driver that torch does not offer, called with ctypes: batched copies, registered host memory,
-the capture mode of threads, and the NUMA node of a device.
+device memory of our own, the capture mode of threads, and the NUMA node of a device.
 
 Every call releases the interpreter's lock, so that the engine's thread runs while the driver works. Errors of these
 calls are returned, not kept: unlike those of the CUDA runtime, they do not show up again at the engine's next call.
@@ -44,6 +44,8 @@ _SIGNATURES: dict[str, tuple[Any, ...]] = {
     "cuDevicePrimaryCtxRelease_v2": (_INT,),
     "cuCtxSetCurrent": (_POINTER,),
     "cuThreadExchangeStreamCaptureMode": (_POINTER,),
+    "cuMemAlloc_v2": (_POINTER, _SIZE),
+    "cuMemFree_v2": (ctypes.c_uint64,),
     "cuMemHostRegister_v2": (_POINTER, _SIZE, ctypes.c_uint),
     "cuMemHostUnregister": (_POINTER,),
     "cuMemcpyAsync": (ctypes.c_uint64, ctypes.c_uint64, _SIZE, _POINTER),
@@ -134,6 +136,16 @@ class Driver:
             return
         for first in range(0, len(arrays[0]), MAX_COPIES_PER_CALL):
             self._copy_batch(stream, *(each[first : first + MAX_COPIES_PER_CALL] for each in arrays))
+
+    def allocate(self, nbytes: int) -> int:
+        """Returns the address of new device memory, which torch knows nothing of."""
+        address = ctypes.c_uint64()
+        self._call("cuMemAlloc_v2", ctypes.byref(address), nbytes)
+        return address.value
+
+    def free(self, address: int) -> None:
+        """Frees memory from ``allocate``. Waits until the device is idle."""
+        self._call("cuMemFree_v2", address)
 
     def register(self, address: int, nbytes: int) -> None:
         """Page-locks host memory, which devices then copy to and from directly. Takes about 0.1 s per GB."""
