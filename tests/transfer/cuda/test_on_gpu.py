@@ -12,6 +12,7 @@ import pytest
 
 from kvoffload.abc import DeviceSpec, LoadStoreSpec, PageGroup, TransferSpec
 from kvoffload.host.pool import HostPool, padded_slot_bytes
+from kvoffload.host.registration import Registration
 from tests.transfer.cuda.layouts import CACHES, Cache
 
 torch = pytest.importorskip("torch")
@@ -222,6 +223,7 @@ def test_registered_memory_is_copied_and_errors_do_not_reach_the_engine() -> Non
     driver = Driver(0)
     driver.enter_thread()
     pool = HostPool(64, 1 << 20)
+    assert pool.wait_until_touched(pool.data.nbytes)
     address = pool.data.ctypes.data
     driver.register(address, 32 << 20)
     driver.register(address + (32 << 20), 32 << 20)
@@ -289,21 +291,6 @@ def test_another_thread_copies_while_a_graph_is_captured() -> None:
 # CudaTransfer.
 
 
-class Registered:
-    """All slots of a pool, registered at once."""
-
-    boundary_slots = 1 << 30
-
-    def __init__(self, pool: HostPool) -> None:
-        self._driver, self._address = Driver(0), pool.data.ctypes.data
-        self._driver.enter_thread()
-        self._driver.register(self._address, pool.data.nbytes)
-        self.num_ready_slots = len(pool.data)
-
-    def release(self) -> None:
-        self._driver.unregister(self._address)
-
-
 @pytest.fixture
 def transfer_of() -> Iterator[Callable[..., tuple[CudaTransfer, HostPool]]]:
     """Returns a function that makes a transfer for views on the device, and its pool of 16 slots."""
@@ -312,7 +299,11 @@ def transfer_of() -> Iterator[Callable[..., tuple[CudaTransfer, HostPool]]]:
     def make(views: list[torch.Tensor], factor: int = 1) -> tuple[CudaTransfer, HostPool]:
         group = PageGroup(views, factor)
         pool = HostPool(16, padded_slot_bytes(group.block_bytes))
-        transfer = CudaTransfer([page_table(group)], pool.data, TorchDevice([group]), Registered(pool))
+        registration = Registration(pool.data, Driver(0), pool.wait_until_touched)
+        pool.before_close(registration.close)
+        registration.wait_until_ended()
+        assert registration.num_ready_slots == 16
+        transfer = CudaTransfer([page_table(group)], pool.data, TorchDevice([group]), registration)
         made.extend((transfer, pool))
         return transfer, pool
 
