@@ -5,6 +5,7 @@ from __future__ import annotations
 import enum
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from random import Random
 from typing import Any, TypeAlias
@@ -22,6 +23,10 @@ from kvoffload.testing.ranks import Rank, WrongBytes, layers_of, salt
 from kvoffload.testing.scenario import Scenario
 from kvoffload.testing.streams import SimulatedDevice, Timing
 from kvoffload.transfer.copies import copy_lists
+from kvoffload.transfer.cuda import pipeline, slots
+from kvoffload.transfer.cuda.device import Device
+from kvoffload.transfer.cuda.pages import page_table
+from kvoffload.transfer.cuda.transfer import CudaTransfer
 
 SLOT_ALIGNMENT = 64
 Plane: TypeAlias = npt.NDArray[Any]
@@ -55,10 +60,15 @@ class StreamPlan:
     """The chance that one more slot of the pool is registered at a tick."""
     num_registered_first: float
     """The share of the slots that is registered at the start."""
+    boundary_slots: int
+    """How many slots are registered by one call."""
     syncs_chance: float
     """The chance that the engine waits for the results of a step before the next one begins."""
     chunk_bytes: int
     """Bytes of a chunk, and of a staging half."""
+    chunk_rows: int
+    bounce_bytes: int
+    num_bounce_buffers: int
 
     @classmethod
     def random(cls, rng: Random) -> StreamPlan:
@@ -71,8 +81,12 @@ class StreamPlan:
             helper_chance=rng.choice((0.05, 0.3, 1.0)),
             registered_chance=rng.choice((0.0, 0.02, 0.3)),
             num_registered_first=rng.choice((0.0, 0.5, 1.0, 1.0)),
+            boundary_slots=rng.choice((1, 2, 5, 1000)),
             syncs_chance=rng.choice((0.0, 0.5, 1.0)),
             chunk_bytes=rng.choice((256, 1024, 4096)),
+            chunk_rows=rng.choice((2, 5, 64)),
+            bounce_bytes=rng.choice((64, 512)),
+            num_bounce_buffers=pipeline.IN_FLIGHT + rng.choice((0, 1, 4)),
         )
 
 
@@ -175,18 +189,15 @@ class CheckedTransfer(WrappedTransfer):
 
             engine, nothing = self._device.engine_stream(), Ranges.none()
             self._device.launch(engine, f"a look at what job {job_id} stores", look(), nothing, nothing)
-        super().submit(job_id, spec, is_store)
+        with self._noting_errors():
+            super().submit(job_id, spec, is_store)
         self.tick()
 
     def poll(self, busy: bool) -> list[TransferResult]:
         self.tick()
         results = []
-        try:
+        with self._noting_errors():
             ended = super().poll(busy)
-        except Exception as error:
-            # The worker would give up, and the engine go on without offloading.
-            self._device.complain(error)
-            raise
         for result in ended:
             spec, is_store = self._jobs.pop(result.job_id)
             source = self._sources.pop(result.job_id, None) if is_store else self._device_rows(spec)
@@ -200,17 +211,30 @@ class CheckedTransfer(WrappedTransfer):
 
     def wait(self, job_ids: Iterable[int], device_blocks: Collection[int] | None = None) -> None:
         self.tick()
-        super().wait(job_ids, device_blocks)
+        with self._noting_errors():
+            super().wait(job_ids, device_blocks)
         self.tick()
 
     def before_forward(self) -> None:
         self.tick()
-        super().before_forward()
+        with self._noting_errors():
+            super().before_forward()
         self.tick()
 
     def wait_any(self, timeout_s: float) -> None:
         """Lets time pass, but not the caller's."""
+        with self._noting_errors():
+            super().wait_any(0.0)
         self.tick()
+
+    @contextmanager
+    def _noting_errors(self) -> Iterator[None]:
+        """Notes errors, which make the worker give up, and the engine go on without offloading."""
+        try:
+            yield
+        except Exception as error:
+            self._device.complain(error)
+            raise
 
     def _compare(self, job_id: int, spec: TransferSpec, is_store: bool, device: list[ByteArray] | None) -> None:
         rows, ranges = [], Ranges.none()
@@ -219,6 +243,8 @@ class CheckedTransfer(WrappedTransfer):
             at = copies.slots * self._host.shape[1] + copies.parts * nbytes
             rows.append(self._host.reshape(-1)[np.add.outer(at, np.arange(nbytes))])
             ranges += Ranges.of(int(self._host.ctypes.data) + at, nbytes)
+        if not rows:
+            return
         kind = "store" if is_store else "load"
         if device is None:
             self._device.complain(WrongBytes(f"store {job_id} has ended before the work that it had to wait for"))
@@ -240,14 +266,20 @@ class CheckedTransfer(WrappedTransfer):
 
 
 class Registration:
-    """How many slots of a pool are registered, which grows."""
+    """How many slots of a pool are registered, which grows. No copy may cross a boundary between ``boundary_slots``
+    slots."""
 
-    def __init__(self, num_slots: int, share: float) -> None:
+    def __init__(self, num_slots: int, share: float, boundary_slots: int) -> None:
         self._num_slots = num_slots
         self.num_ready_slots = int(share * num_slots)
+        self.boundary_slots = boundary_slots
 
     def grow(self) -> None:
+        """One more slot is registered."""
         self.num_ready_slots = min(self.num_ready_slots + 1, self._num_slots)
+
+    def close(self) -> None:
+        """Does nothing: nothing is registered."""
 
 
 class StreamRank(Rank):
@@ -282,8 +314,9 @@ class StreamRank(Rank):
         self.device = SimulatedDevice(page_groups, seed, plan.timing)
         for i, array in enumerate(kv.arrays):
             self.device.add_memory(f"KV tensor {i}", array.reshape(-1).view(np.uint8))
-        self.registration = Registration(len(host), plan.num_registered_first)
-        self.device.add_host("the pool", host, lambda: self.registration.num_ready_slots * host.shape[1])
+        self.registration = Registration(len(host), plan.num_registered_first, plan.boundary_slots)
+        boundary = plan.boundary_slots * host.shape[1]
+        self.device.add_host("the pool", host, lambda: self.registration.num_ready_slots * host.shape[1], boundary)
         inner, self._advance = make_transfer(page_groups, host, self.registration, self.device, plan)
         self.checked = CheckedTransfer(inner, self.device, page_groups, host, self._let_work, s.copy_failure_rate / 2)
         transfer = FailingTransfer(self.checked, s.copy_failure_rate / 2, seed)
@@ -368,6 +401,28 @@ def _sum(ranges: Sequence[Ranges]) -> Ranges:
 
 
 def make_cuda_transfer(
-    groups: Sequence[PageGroup], host: ByteArray, registration: Registration, device: SimulatedDevice, plan: StreamPlan
+    groups: Sequence[PageGroup], host: ByteArray, registration: Registration, device: Device, plan: StreamPlan
 ) -> tuple[Transfer, Callable[[], Any]]:
-    raise NotImplementedError
+    """Returns a CudaTransfer without a thread."""
+    tables = [page_table(group) for group in groups]
+    transfer = CudaTransfer(tables, host, device, registration, with_thread=False)
+    return transfer, transfer.advance
+
+
+@contextmanager
+def small_limits(plan: StreamPlan) -> Iterator[None]:
+    """Makes chunks and buffers of CudaTransfers as small as the plan says."""
+    limits = (
+        (pipeline, "HALF_BYTES", plan.chunk_bytes),
+        (pipeline, "MAX_CHUNK_ROWS", plan.chunk_rows),
+        (slots, "BOUNCE_BYTES", plan.bounce_bytes),
+        (slots, "NUM_BOUNCE_BUFFERS", plan.num_bounce_buffers),
+    )
+    before = [getattr(module, name) for module, name, _ in limits]
+    for module, name, value in limits:
+        setattr(module, name, value)
+    try:
+        yield
+    finally:
+        for (module, name, _), value in zip(limits, before, strict=True):
+            setattr(module, name, value)

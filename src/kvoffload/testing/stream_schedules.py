@@ -19,9 +19,9 @@ from random import Random
 
 from kvoffload.testing.engine import ModelEngine, Scenario
 from kvoffload.testing.simulation import Report, run_each
-from kvoffload.testing.stream_ranks import MakeTransfer, StreamPlan, StreamRank, make_cuda_transfer
+from kvoffload.testing.stream_ranks import MakeTransfer, StreamPlan, StreamRank, make_cuda_transfer, small_limits
 
-MAX_REQUESTS = 8
+MAX_REQUESTS = 10
 
 
 def plan(seed: int) -> tuple[Scenario, StreamPlan]:
@@ -33,7 +33,11 @@ def plan(seed: int) -> tuple[Scenario, StreamPlan]:
         dataclasses.replace(
             scenario,
             num_requests=min(scenario.num_requests, MAX_REQUESTS),
-            num_documents=min(scenario.num_documents, 2),
+            # Requests repeat prompts that the device does not keep, so that many load.
+            num_documents=1,
+            prefix_caching=rng.random() < 0.3,
+            num_host_blocks=max(scenario.num_host_blocks, rng.choice((8, 32))),
+            store_threshold=None,
             tensor_parallel=scenario.tensor_parallel or devices.is_replicated,
             async_scheduling=rng.random() < 0.6,
             sleep_chance=rng.choice((0.0, 0.0, 0.0, 0.05)),
@@ -62,8 +66,9 @@ def run_schedule(
         ranks.append(StreamRank(s, groups, number, devices, make_transfer))  # type: ignore[arg-type]
         return ranks[-1]
 
-    engine = ModelEngine(scenario, patch, make_rank=make_rank)
-    engine.run()
+    with small_limits(devices):
+        engine = ModelEngine(scenario, patch, make_rank=make_rank)
+        engine.run()
     seen = Counter({"schedules": 1, "steps": engine.steps, "tokens loaded": engine.hits})
     seen[f"schedules with the {devices.layout.name.lower()} layout"] = 1
     for rank in ranks:

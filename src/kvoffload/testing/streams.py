@@ -16,7 +16,7 @@ from random import Random
 import numpy as np
 
 from kvoffload.abc import ByteArray, PageGroup
-from kvoffload.testing.races import HOST, MAX_TRACKS, POISON, Access, Clock, DeviceFault, Memory, Ranges, Region
+from kvoffload.testing.races import HOST, MAX_TRACKS, POISON, Access, Clock, DeviceFault, Integers, Memory, Ranges
 from kvoffload.transfer.cuda.device import Addresses, Device, Event, Stream
 
 QUEUE_SIZES = (3, 20, 1000)
@@ -30,6 +30,8 @@ STEPS_PER_SPEED = 30
 LATEST_CHANCE = 0.1
 """If work runs as late as possible: the chance that a query finds it done, so that a caller who asks again and again
 gets an answer."""
+ALIGNMENT = 256
+ARENA_BYTES = 1 << 20
 MAX_PIECES = 4
 """A copy or kernel runs in at most this many steps."""
 
@@ -74,6 +76,40 @@ class SimulatedStream:
     speed: float = 1.0
 
 
+class _Arena:
+    """Memory for allocations of the host, and what is known to be in it."""
+
+    def __init__(self, nbytes: int) -> None:
+        self._data = _aligned(nbytes)
+        self._known = self._data.copy()
+        self._used = 0
+
+    @property
+    def num_left(self) -> int:
+        return len(self._data) - self._used
+
+    def take(self, nbytes: int) -> ByteArray:
+        data = self._data[self._used : self._used + nbytes]
+        # Nothing is at the bytes between two allocations.
+        self._used = min(len(self._data), -(-(self._used + nbytes + 1) // ALIGNMENT) * ALIGNMENT)
+        return data
+
+    def accept(self, address: int, nbytes: int) -> None:
+        """The device has written here, perhaps."""
+        at = address - int(self._data.ctypes.data)
+        if 0 <= at < len(self._data):
+            self._known[at : at + nbytes] = self._data[at : at + nbytes]
+
+    def take_changes(self) -> Integers:
+        """Returns the addresses of the bytes that the host has changed since the last call."""
+        data, known = self._data[: self._used], self._known[: self._used]
+        if (data.view(np.int64) == known.view(np.int64)).all():
+            return np.zeros(0, np.int64)
+        changed: Integers = np.flatnonzero(data != known)
+        known[changed] = data[changed]
+        return changed + int(self._data.ctypes.data)
+
+
 class SimulatedDevice(Device):
     """A device with the pages of ``groups``, whose views are numpy arrays that lie in memory added with ``add_memory``.
 
@@ -94,10 +130,10 @@ class SimulatedDevice(Device):
         self._engine = SimulatedStream(1, self._host_clock.copy())
         self._streams = [self._engine]
         self._queue_size = self.random.choice(QUEUE_SIZES)
-        self._registered: dict[int, Callable[[], int]] = {}
-        """By start of the region, the number of its bytes that are registered now."""
-        self._pinned: list[tuple[Region, ByteArray]] = []
-        """Host memory that was allocated here, and what the device knows to be in it."""
+        self._registered: dict[int, tuple[Callable[[], int], int]] = {}
+        """By start of a region: how many of its bytes are registered now, and how many by each call."""
+        self._arenas: list[_Arena] = []
+        """Memory for ``allocate_host``."""
 
     # Memory.
 
@@ -105,25 +141,23 @@ class SimulatedDevice(Device):
         """Adds the engine's own device memory: contiguous, of any contents."""
         self.memory.add(name, _bytes_of(data), is_device=True)
 
-    def add_host(self, name: str, data: ByteArray, num_registered: Callable[[], int]) -> None:
-        """Adds contiguous host memory of others, such as a pool."""
+    def add_host(self, name: str, data: ByteArray, num_registered: Callable[[], int], boundary: int = 1 << 60) -> None:
+        """Adds contiguous host memory of others, such as a pool. It is registered piece by piece, ``boundary`` bytes at
+        a time, and no run of a copy may lie in two pieces."""
         region = self.memory.add(name, _bytes_of(data), is_device=False)
-        self._registered[region.start] = num_registered
+        self._registered[region.start] = num_registered, boundary
 
     def allocate(self, nbytes: int) -> int:
-        return self._allocate(nbytes, is_device=True).start
+        raw = _aligned(nbytes)
+        return self.memory.add(f"device memory of {nbytes} bytes", raw, is_device=True, is_fresh=True).start
 
     def allocate_host(self, nbytes: int) -> ByteArray:
-        region = self._allocate(-(-nbytes // 8) * 8, is_device=False)
-        self._pinned.append((region, region.data.copy()))
-        return region.data[:nbytes]
-
-    def _allocate(self, nbytes: int, is_device: bool) -> Region:
-        raw = np.full(nbytes + 256, POISON, np.uint8)
-        first = -int(raw.ctypes.data) % 256
-        name = f"{'device' if is_device else 'host'} memory of {nbytes} bytes"
-        # What the host writes there is only seen where it differs from the poison.
-        return self.memory.add(name, raw[first : first + nbytes], is_device=is_device, is_fresh=is_device)
+        if not self._arenas or self._arenas[-1].num_left < nbytes:
+            self._arenas.append(_Arena(max(ARENA_BYTES, -(-nbytes // ALIGNMENT) * ALIGNMENT)))
+        data = self._arenas[-1].take(nbytes)
+        # What the host writes there is only seen where it differs from the poison, so it is not fresh.
+        self.memory.add(f"host memory of {nbytes} bytes", data, is_device=False)
+        return data
 
     def touch_host(self, ranges: Ranges, what: str, writes: bool = False) -> None:
         """Notes that the host reads or writes memory now."""
@@ -133,12 +167,11 @@ class SimulatedDevice(Device):
 
     def _note_host_writes(self) -> None:
         """Finds what the host has changed in its allocated memory since the last call."""
-        for region, known in self._pinned:
-            if (region.data.view(np.int64) != known.view(np.int64)).any():
-                changed = np.flatnonzero(region.data != known)
-                known[changed] = region.data[changed]
+        for arena in self._arenas:
+            changed = arena.take_changes()
+            if len(changed):
                 who = Access(HOST, int(self._host_clock[HOST]), self._host_clock.copy(), "the host")
-                self.memory.access(who, Ranges.none(), Ranges.of(changed + region.start, 1))
+                self.memory.access(who, Ranges.none(), Ranges.of(changed, 1))
 
     # Streams and events.
 
@@ -260,9 +293,11 @@ class SimulatedDevice(Device):
             if size <= 0 or found is None:
                 raise self._fault(f"a copy of {size} bytes at {address:#x}: there is no such memory")
             region, offset = found
-            num_registered = self._registered.get(region.start)
-            if num_registered is not None and offset + size > num_registered():
+            num_registered, boundary = self._registered.get(region.start, (lambda: 1 << 60, 1 << 60))
+            if offset + size > num_registered():
                 raise self._fault(f"a copy of {size} bytes at offset {offset} of {region.name}: not registered")
+            if offset // boundary != (offset + size - 1) // boundary:
+                raise self._fault(f"a copy of {size} bytes at offset {offset} of {region.name} crosses a boundary")
             sides.add(region.is_device)
         if len(sides) > 1:
             raise self._fault("a copy has device memory and host memory on the same side")
@@ -312,14 +347,11 @@ class SimulatedDevice(Device):
             to, data = self.memory.find(target, size), self.memory.view(source, size)
             assert to is not None
             to[0].data[to[1] : to[1] + size] = data
-            self._note_device_write(to[0], to[1], size)
+            if not to[0].is_device:
+                for arena in self._arenas:
+                    arena.accept(target, size)
             if (i + 1) % per_step == 0:
                 yield
-
-    def _note_device_write(self, region: Region, offset: int, size: int) -> None:
-        for pinned, known in self._pinned:
-            if pinned is region:
-                known[offset : offset + size] = region.data[offset : offset + size]
 
     def _launch(
         self, stream: SimulatedStream, what: str, steps: Iterator[None], ranges: Callable[[], tuple[Ranges, Ranges]]
@@ -394,6 +426,13 @@ class SimulatedDevice(Device):
         """Lets the work before a mark end, and what that waits for, and nothing else."""
         while mark.done_at is None:
             self._run_next(mark.stream)
+
+
+def _aligned(nbytes: int) -> ByteArray:
+    """Returns poisoned memory that starts, and can be viewed, on multiples of ALIGNMENT."""
+    raw = np.full(-(-nbytes // ALIGNMENT) * ALIGNMENT + ALIGNMENT, POISON, np.uint8)
+    first = -int(raw.ctypes.data) % ALIGNMENT
+    return raw[first : first + nbytes]
 
 
 def _bytes_of(data: ByteArray) -> ByteArray:
