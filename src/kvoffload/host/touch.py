@@ -16,8 +16,8 @@ HUGE_PAGE = 2 << 20
 STEP = 16 * HUGE_PAGE
 CLOSE_DEADLINE_S = 5.0
 COLLAPSE_BYTES_PER_S = 1 << 30
-"""If collapsing is slower than this on average, as in fragmented memory, it ends for good: it takes time from the engine,
-and delays registration, while huge pages make copies only a little faster."""
+"""If collapsing is slower than this on average, as in fragmented memory, it ends for good: it takes time from the
+engine and delays registration, while huge pages make copies only a little faster."""
 COLLAPSE_GRACE_S = 1.0
 """The time that collapsing may take beyond this."""
 _MADV_POPULATE_WRITE = 23

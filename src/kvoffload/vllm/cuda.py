@@ -28,11 +28,7 @@ def numa_node(groups: Sequence[PageGroup]) -> int | None:
         return None
     # What is not known costs speed only: the engine starts without it.
     with contextlib.suppress(RuntimeError):
-        driver = Driver(device.index or 0)
-        try:
-            return driver.numa_node()
-        finally:
-            driver.close()
+        return Driver(device.index or 0).numa_node()
     return None
 
 
@@ -47,14 +43,9 @@ def make_cuda_transfer(groups: Sequence[PageGroup], slots: ByteArray, pool: Host
     from kvoffload.transfer.cuda.torch_device import TorchDevice
     from kvoffload.transfer.cuda.transfer import CudaTransfer
 
-    device = cuda_device(groups)
-    assert device is not None
-    copier = TorchDevice(groups)
-    # The transfer closes its own driver in service if it fails. This one must live as long as the pool.
-    driver = Driver(device.index or 0)
+    device = TorchDevice(groups)
     wait = Toucher(slots, collapse=False).wait if pool is None else pool.wait_until_touched
-    registration = Registration(slots, driver, wait)
+    registration = Registration(slots, device.driver, wait)
     if pool is not None:
         pool.before_close(registration.close)
-        pool.before_close(driver.close)
-    return CudaTransfer([page_table(group) for group in groups], slots, copier, registration)
+    return CudaTransfer([page_table(group) for group in groups], slots, device, registration)
