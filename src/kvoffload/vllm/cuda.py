@@ -5,8 +5,6 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Sequence
 
-import torch
-
 from kvoffload.abc import ByteArray, PageGroup, Transfer
 from kvoffload.host.pool import HostPool
 from kvoffload.host.registration import Registration
@@ -14,21 +12,14 @@ from kvoffload.host.touch import Toucher
 from kvoffload.transfer.cuda.driver import Driver
 
 
-def cuda_device(groups: Sequence[PageGroup]) -> torch.device | None:
-    """Returns the CUDA device that holds the pages of ``groups``, or None if they are on the CPU."""
-    devices = [view.device for group in groups for view in group.views]
-    return next((device for device in devices if device.type == "cuda"), None)
-
-
 def numa_node(groups: Sequence[PageGroup]) -> int | None:
     """Returns the NUMA node next to the device that holds the pages of ``groups``; None on a CPU, or if it is not
     known."""
-    device = cuda_device(groups)
-    if device is None:
-        return None
+    devices = {view.device for group in groups for view in group.views if view.device.type == "cuda"}
     # What is not known costs speed only: the engine starts without it.
     with contextlib.suppress(RuntimeError):
-        return Driver(device.index or 0).numa_node()
+        for device in devices:
+            return Driver(device.index or 0).numa_node()
     return None
 
 
