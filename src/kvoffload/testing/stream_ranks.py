@@ -28,7 +28,9 @@ from kvoffload.transfer.cuda.device import Device
 from kvoffload.transfer.cuda.pages import page_table
 from kvoffload.transfer.cuda.transfer import CudaTransfer
 
-SLOT_ALIGNMENT = 64
+SLOT_ALIGNMENT = 16
+HELPER_STEPS = (1, 2, 8)
+"""How many steps a transfer's helper makes at a time."""
 Plane: TypeAlias = npt.NDArray[Any]
 """A part of the KV of one layer, shape (num_device_blocks, block_size): of each token's word the lowest bits."""
 
@@ -55,7 +57,7 @@ class StreamPlan:
     """Whether all ranks hold the same KV, as with MLA."""
     timing: Timing | None
     helper_chance: float
-    """The chance that the transfer's helper runs at a tick."""
+    """The chance that the transfer's helper makes some steps at a tick."""
     registered_chance: float
     """The chance that one more slot of the pool is registered at a tick."""
     num_registered_first: float
@@ -69,6 +71,8 @@ class StreamPlan:
     chunk_rows: int
     bounce_bytes: int
     num_bounce_buffers: int
+    finds_races: bool = True
+    """Whether races are found, and not only wrong bytes."""
 
     @classmethod
     def random(cls, rng: Random) -> StreamPlan:
@@ -78,7 +82,7 @@ class StreamPlan:
             dtypes=rng.choice((("u8",), ("u8",), ("u8", "u4"), ("u8", "u2"))),
             is_replicated=rng.random() < 0.2,
             timing=rng.choice((None, None, *Timing)),
-            helper_chance=rng.choice((0.05, 0.3, 1.0)),
+            helper_chance=rng.choice((0.05, 0.2, 0.5)),
             registered_chance=rng.choice((0.0, 0.02, 0.3)),
             num_registered_first=rng.choice((0.0, 0.5, 1.0, 1.0)),
             boundary_slots=rng.choice((1, 2, 5, 1000)),
@@ -278,7 +282,7 @@ class Registration:
         """One more slot is registered."""
         self.num_ready_slots = min(self.num_ready_slots + 1, self._num_slots)
 
-    def close(self) -> None:
+    def release(self) -> None:
         """Does nothing: nothing is registered."""
 
 
@@ -312,6 +316,7 @@ class StreamRank(Rank):
         seed = s.seed + (number << 40)
         self.random = Random(seed)
         self.device = SimulatedDevice(page_groups, seed, plan.timing)
+        self.device.memory.finds_races = plan.finds_races
         for i, array in enumerate(kv.arrays):
             self.device.add_memory(f"KV tensor {i}", array.reshape(-1).view(np.uint8))
         self.registration = Registration(len(host), plan.num_registered_first, plan.boundary_slots)
@@ -372,7 +377,7 @@ class StreamRank(Rank):
 
     def seen(self) -> Counter[str]:
         """Returns what has happened here."""
-        return self.checked.seen + Counter({"steps of streams": self.device.now})
+        return self.checked.seen + self.device.seen + Counter({"steps of streams": self.device.now})
 
     def _complain(self, request_id: str, g: int, block: int) -> None:
         self.device.complain(
@@ -388,7 +393,8 @@ class StreamRank(Rank):
             self.registration.grow()
         self.device.tick()
         if self.random.random() < self._plan.helper_chance:
-            self._advance()
+            for _ in range(self.random.choice(HELPER_STEPS)):
+                self._advance()
 
 
 MakeTransfer: TypeAlias = Callable[
