@@ -55,7 +55,7 @@ class Copier:
         self.inbox: deque[Submitted] = deque()
         """In the order of their points."""
         self.results: deque[TransferResult] = deque()
-        self.free_events: deque[Event] = deque()
+        self.free_events: deque[Event] = deque(device.new_event() for _ in range(4))
         """Events of points that no row waits for any more."""
         self.error: Exception | None = None
         self._device = device

@@ -157,6 +157,8 @@ class CudaTransfer(Transfer):
 
     def _wait_until_idle(self, deadline: float) -> bool:
         """Returns whether the device does not copy any more."""
+        if self._copier.error is not None:
+            return False
         try:
             while not self._copier.has_ended():
                 if time.monotonic() > deadline:
