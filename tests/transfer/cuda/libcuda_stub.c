@@ -53,7 +53,6 @@ CUresult (*host_register)(void *, size_t, unsigned int) = cuMemHostRegister;
 CUresult (*host_unregister)(void *) = cuMemHostUnregister;
 CUresult (*set_current)(CUcontext) = cuCtxSetCurrent;
 CUresult (*retain)(CUcontext *, CUdevice) = cuDevicePrimaryCtxRetain;
-CUresult (*release)(CUdevice) = cuDevicePrimaryCtxRelease;
 CUresult (*bus_id)(char *, int, CUdevice) = cuDeviceGetPCIBusId;
 CUresult (*address)(const char *, void **, int, cuuint64_t, CUdriverProcAddressQueryResult *) = cuGetProcAddress;
 CUresult (*exchange)(CUstreamCaptureMode *) = cuThreadExchangeStreamCaptureMode;
@@ -61,7 +60,6 @@ CUresult (*error_name)(CUresult, const char **) = cuGetErrorName;
 #define STRING(name) #name
 #define IS_NAMED(name, symbol) _Static_assert(__builtin_strcmp(STRING(name), symbol) == 0, symbol)
 IS_NAMED(cuMemHostRegister, "cuMemHostRegister_v2");
-IS_NAMED(cuDevicePrimaryCtxRelease, "cuDevicePrimaryCtxRelease_v2");
 IS_NAMED(cuGetProcAddress, "cuGetProcAddress_v2");
 IS_NAMED(cuMemcpyAsync, "cuMemcpyAsync");
 #else
@@ -126,15 +124,7 @@ int cuDeviceGetPCIBusId(char *text, int length, int device) {
 
 int cuDevicePrimaryCtxRetain(void **context, int device) {
     *context = (void *)(uintptr_t)(0x1000000000 + device);
-    note("retain");
     return begin("cuDevicePrimaryCtxRetain");
-}
-
-int cuDevicePrimaryCtxRelease_v2(int device) {
-    char text[64];
-    snprintf(text, sizeof text, "release %d", device);
-    note(text);
-    return begin("cuDevicePrimaryCtxRelease_v2");
 }
 
 int cuCtxSetCurrent(void *context) {

@@ -41,7 +41,6 @@ _SIGNATURES: dict[str, tuple[Any, ...]] = {
     "cuDeviceGet": (_POINTER, _INT),
     "cuDeviceGetPCIBusId": (_POINTER, _INT, _INT),
     "cuDevicePrimaryCtxRetain": (_POINTER, _INT),
-    "cuDevicePrimaryCtxRelease_v2": (_INT,),
     "cuCtxSetCurrent": (_POINTER,),
     "cuThreadExchangeStreamCaptureMode": (_POINTER,),
     "cuMemHostRegister_v2": (_POINTER, _SIZE, ctypes.c_uint),
@@ -82,8 +81,9 @@ class DriverError(RuntimeError):
 class Driver:
     """The CUDA driver, for the device with number ``device`` among those that this process sees.
 
-    Keeps the device's primary context, which torch uses too. A thread calls ``enter_thread`` before anything else;
-    the thread that makes the object needs that only if it has not used the device yet. Raises DriverError.
+    Holds the device's primary context, which torch uses too, until the process ends. A thread calls ``enter_thread``
+    before anything else; the thread that makes the object needs that only if it has not used the device yet.
+    Calls raise DriverError.
     """
 
     def __init__(self, device: int, library: str = LIBRARY) -> None:
@@ -101,7 +101,7 @@ class Driver:
         self._number = number.value
         context = _POINTER()
         self._call("cuDevicePrimaryCtxRetain", ctypes.byref(context), self._number)
-        self._context: int | None = context.value
+        self._context = context.value
         self._batch = self._find_batch()
 
     @property
@@ -150,12 +150,6 @@ class Driver:
         except (OSError, ValueError):
             return None
         return node if node >= 0 else None
-
-    def close(self) -> None:
-        """Gives the device's context back. May be called twice."""
-        context, self._context = self._context, None
-        if context is not None:
-            self._call("cuDevicePrimaryCtxRelease_v2", self._number)
 
     def _find_batch(self) -> Any:
         """Returns cuMemcpyBatchAsync with the arguments of CUDA 12.8, or None if the driver is older."""

@@ -18,7 +18,7 @@ class TorchDevice(Device):
     """The CUDA device that holds the views of ``groups``, torch tensors of bytes.
 
     Made on the engine's thread before the cache is in use, because kernels are compiled and tried on its pages.
-    ``driver`` may also be used to register host memory; ``close`` gives it back.
+    ``driver`` may also be used to register host memory, also after ``close``.
     """
 
     def __init__(self, groups: Sequence[PageGroup], library: str = LIBRARY) -> None:
@@ -84,7 +84,6 @@ class TorchDevice(Device):
     def close(self) -> None:
         self._memory.clear()
         self._host.clear()
-        self.driver.close()
 
     def _copier(self, group: int) -> BlockCopier:
         copier = self._copiers[group]
