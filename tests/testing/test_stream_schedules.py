@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator
@@ -11,6 +12,8 @@ import numpy as np
 import pytest
 
 from kvoffload.abc import ByteArray
+from kvoffload.testing import stream_schedules
+from kvoffload.testing.__main__ import main
 from kvoffload.testing.faults import WrappedTransfer
 from kvoffload.testing.races import DeviceFault
 from kvoffload.testing.ranks import WrongBytes
@@ -21,7 +24,7 @@ from kvoffload.testing.streams import Mark, SimulatedDevice
 from kvoffload.transfer.cuda import slots, staging
 from kvoffload.transfer.cuda.device import Addresses, Device, Event, Stream
 
-SCHEDULES = scaled(120)
+SCHEDULES = scaled(200)
 CHUNKS = 6
 PLANTED_SCHEDULES = 60
 EVENTS = (
@@ -364,28 +367,28 @@ def finds(seed: int, make: MakeTransfer = make_cuda_transfer) -> bool:
 
 
 BUGS: dict[Bug, int] = {
-    EarlyRegistration: 0,
-    NoStoreWait: 0,
-    NoLoadWait: 0,
+    EarlyRegistration: 3,
+    NoStoreWait: 1,
+    NoLoadWait: 1,
     NoFence: 0,
     StalePoint: 0,
-    SharedStagingOfStores: 0,
-    SharedStagingOfLoads: 0,
-    CopyBeforeGather: 0,
-    ScatterBeforeCopy: 0,
+    SharedStagingOfStores: 3,
+    SharedStagingOfLoads: 8,
+    CopyBeforeGather: 1,
+    ScatterBeforeCopy: 1,
     EndOfStoresTooEarly: 0,
-    EndOfLoadsTooEarly: 0,
+    EndOfLoadsTooEarly: 1,
     EndOfGathersTooEarly: 0,
-    DirectCopyFencedByGather: 0,
-    DoneTooEarly: 0,
-    MergesStrangers: 0,
-    LosesTheLastRow: 0,
-    LosesTheLastBlock: 0,
-    AnotherGroup: 0,
+    DirectCopyFencedByGather: 2,
+    DoneTooEarly: 1,
+    MergesStrangers: 1,
+    LosesTheLastRow: 1,
+    LosesTheLastBlock: 1,
+    AnotherGroup: 3,
     FencesTooFewBlocks: 0,
     FencesNothing: 0,
-    NoBeforeForward: 0,
-    NoBoundaries: 0,
+    NoBeforeForward: 1,
+    NoBoundaries: 20,
 }
 """The first seed that finds each."""
 
@@ -396,10 +399,27 @@ def test_a_planted_bug_is_found(bug: Bug) -> None:
     assert any(finds(seed, make) for seed in (BUGS[bug], *range(PLANTED_SCHEDULES)))
 
 
-PATCHES = {indices_overwritten_too_early: 0, one_bounce_buffer_for_all: 0}
+PATCHES = {indices_overwritten_too_early: 1, one_bounce_buffer_for_all: 3}
 
 
 @pytest.mark.parametrize("patch", PATCHES, ids=lambda patch: patch.__name__)
 def test_a_bug_planted_in_a_part_is_found(patch, monkeypatch: pytest.MonkeyPatch) -> None:
     patch(monkeypatch)
     assert any(finds(seed) for seed in (PATCHES[patch], *range(PLANTED_SCHEDULES)))
+
+
+def test_the_program_prints_counts_and_how_to_replay(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert main(["streams", "--seeds", "2", "--first", "1", "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert (report["schedules"], report["failures"]) == (2, {})
+
+    def fail(seed: int) -> Counter[str]:
+        raise WrongBytes("a block of another")
+
+    monkeypatch.setattr(stream_schedules, "run_schedule", fail)
+    assert main(["streams", "--seeds", "2", "--first", "7"]) == 1
+    printed = capsys.readouterr().out
+    assert "FAILED: seed 8: WrongBytes: a block of another" in printed
+    assert "python -m kvoffload.testing streams --first 8 --seeds 1" in printed

@@ -21,7 +21,7 @@ from kvoffload.testing.engine import ModelEngine, Scenario
 from kvoffload.testing.simulation import Report, run_each
 from kvoffload.testing.stream_ranks import MakeTransfer, StreamPlan, StreamRank, make_cuda_transfer, small_limits
 
-MAX_REQUESTS = 10
+MAX_REQUESTS = 8
 
 
 def plan(seed: int) -> tuple[Scenario, StreamPlan]:
@@ -35,6 +35,9 @@ def plan(seed: int) -> tuple[Scenario, StreamPlan]:
             num_requests=min(scenario.num_requests, MAX_REQUESTS),
             # Requests repeat prompts that the device does not keep, so that many load.
             num_documents=1,
+            document_tokens=min(scenario.document_tokens, 10 * scenario.block_size + rng.randint(0, 7)),
+            max_new_tokens=min(scenario.max_new_tokens, 4),
+            max_tokens_per_step=max(scenario.max_tokens_per_step, 12),
             prefix_caching=rng.random() < 0.3,
             num_host_blocks=max(scenario.num_host_blocks, rng.choice((8, 32))),
             store_threshold=None,
