@@ -14,6 +14,7 @@ from kvoffload.host.pool import padded_slot_bytes
 from kvoffload.testing.content import Batch, EngineRequest, Words, digest, first_attended, to_words
 from kvoffload.testing.faults import FailingTransfer, SlowTransfer
 from kvoffload.testing.scenario import Scenario
+from kvoffload.transfer.follower import FollowerTransfer
 from kvoffload.transfer.inline import InlineTransfer
 
 
@@ -25,29 +26,34 @@ class Rank:
     """One worker process: its share of the layers, its host pool and its half of the connector.
 
     All groups lie in the same memory, as an engine lays them out: a device block that goes from one group to another is
-    overwritten. ``copy_chance`` is the chance that its transfer carries out a copy at each tick.
+    overwritten. ``copy_chance`` is the chance that its transfer carries out a copy at each tick. A rank with a
+    ``leader`` holds the same KV as that one, and loads from its pool.
     """
 
-    def __init__(self, s: Scenario, groups: Sequence[KVGroup], number: int, copy_chance: float) -> None:
+    def __init__(
+        self, s: Scenario, groups: Sequence[KVGroup], number: int, copy_chance: float, leader: Rank | None = None
+    ) -> None:
         self.number = number
+        self.leader = leader
         self._groups = groups
         layers = [_layers_of(s, len(groups), g, number) for g in range(len(groups))]
         memory = (max(map(len, layers)), s.num_device_blocks, max(group.device_block_size for group in groups))
         self.memory: Words = np.zeros(memory, np.uint64)
         self._pages = [self.memory[: len(own), :, : g.device_block_size] for g, own in zip(groups, layers, strict=True)]
         self._salts = [
-            to_words([_salt(number, g, layer) for layer in own]).reshape(-1, 1) for g, own in enumerate(layers)
+            to_words([_salt(s.leader_of(number), g, layer) for layer in own]).reshape(-1, 1)
+            for g, own in enumerate(layers)
         ]
         page_groups = [
             PageGroup(list(pages.view(np.uint8)), group.block_size_factor)
             for group, pages in zip(groups, self._pages, strict=True)
         ]
         slot_bytes = padded_slot_bytes(max(group.block_bytes for group in page_groups))
-        self.host: ByteArray = np.zeros((s.num_host_blocks, slot_bytes), dtype=np.uint8)
+        self.host: ByteArray = leader.host if leader else np.zeros((s.num_host_blocks, slot_bytes), dtype=np.uint8)
         seed = s.seed + (number << 40)
         self.failing = FailingTransfer(InlineTransfer(page_groups, self.host), s.copy_failure_rate, seed)
         self.transfer = SlowTransfer(self.failing, seed + 1, copy_chance)
-        self.worker = OffloadingConnectorWorker(self.transfer)
+        self.worker = OffloadingConnectorWorker(self.transfer if leader is None else FollowerTransfer(self.transfer))
         self.loads = 0
         """Loads that went well here."""
 

@@ -8,11 +8,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from kvoffload.abc import ConfigError, PageGroup, Transfer
-from kvoffload.host.pool import HostPool
+from kvoffload.transfer.follower import FollowerTransfer
 from kvoffload.transfer.inline import InlineTransfer
 
 if TYPE_CHECKING:
     from kvoffload.vllm.layout import EngineLayout
+    from kvoffload.vllm.replicas import RankPool
 
 
 def page_view(name: str, cache: torch.Tensor, num_blocks: int, page_bytes: int) -> torch.Tensor:
@@ -65,8 +66,14 @@ def page_groups(layout: EngineLayout, kv_caches: Mapping[str, torch.Tensor]) -> 
     return groups
 
 
-def make_transfer(groups: list[PageGroup], pool: HostPool) -> Transfer:
-    """Returns the transfer between the pages of ``groups`` and the slots of ``pool``, for the device of the pages."""
+def make_transfer(groups: list[PageGroup], pool: RankPool) -> Transfer:
+    """Returns the transfer between the pages of ``groups`` and the slots of ``pool``, for the device of the pages. It
+    stores only into the rank's own pool."""
+    transfer = _device_transfer(groups, pool)
+    return transfer if pool.own is not None else FollowerTransfer(transfer)
+
+
+def _device_transfer(groups: list[PageGroup], pool: RankPool) -> Transfer:
     if any(view.device.type == "cuda" for group in groups for view in group.views):
         from kvoffload.transfer.cuda.transfer import CudaTransfer
 
