@@ -36,18 +36,11 @@ WINDOW = 70
 def write_model(directory: Path, kind: str = "llama", new_rows: int = 0, seed: int = 0) -> None:
     """Writes a tiny model, with weights large enough that the prompt decides the output.
 
-    "gemma3" alternates between layers with a window of WINDOW tokens and layers with full attention; "one-head" has a
-    single KV head, and "mla" has latent attention. The last ``new_rows`` tokens get other embeddings than by default.
+    "gemma3" alternates between layers with a window of WINDOW tokens and layers with full attention. "one-head" has
+    a single KV head. The last ``new_rows`` tokens get other embeddings than by default.
     """
     import torch
-    from transformers import (
-        DeepseekV2Config,
-        DeepseekV2ForCausalLM,
-        Gemma3ForCausalLM,
-        Gemma3TextConfig,
-        LlamaConfig,
-        LlamaForCausalLM,
-    )
+    from transformers import Gemma3ForCausalLM, Gemma3TextConfig, LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(seed)
     sizes = {
@@ -65,12 +58,6 @@ def write_model(directory: Path, kind: str = "llama", new_rows: int = 0, seed: i
         layers = ["sliding_attention", "full_attention"] * 2
         config = Gemma3TextConfig(num_hidden_layers=4, sliding_window=WINDOW, layer_types=layers, **sizes)
         model = Gemma3ForCausalLM(config)
-    elif kind == "mla":
-        # A CPU serves latent vectors of 320 or 576 numbers.
-        latent = {"q_lora_rank": None, "kv_lora_rank": 256, "qk_nope_head_dim": 32, "qk_rope_head_dim": 64}
-        heads = {"v_head_dim": 32, "head_dim": 32, "num_key_value_heads": 4}
-        layers = {"num_hidden_layers": 2, "first_k_dense_replace": 2, "n_routed_experts": 4, "num_experts_per_tok": 2}
-        model = DeepseekV2ForCausalLM(DeepseekV2Config(**{**sizes, **latent, **heads, **layers}))
     else:
         heads = {"num_key_value_heads": 1} if kind == "one-head" else {}
         model = LlamaForCausalLM(LlamaConfig(num_hidden_layers=2, **sizes | heads))
