@@ -342,9 +342,28 @@ def rounds(config: dict[str, Any]) -> dict[str, Any]:
         "async_scheduling": type(engine.scheduler).__name__ == "AsyncScheduler",
         **engine.state(),
     }
+    if config.get("replicas"):
+        result["replicas"] = engine.llm.collective_rpc(_count_replicas)
     if config.get("close"):
         engine.close()
     return result
+
+
+def _count_replicas(worker: Any) -> list[int]:
+    """Returns how many ranks hold the same KV as this one: as it is, if one layer had other heads, and if nothing were
+    known of the heads."""
+    from vllm.distributed.kv_transfer import get_kv_transfer_group
+    from vllm.model_executor.layers.linear import QKVParallelLinear
+
+    from kvoffload.vllm.replicas import replicas_of
+
+    layout, model = get_kv_transfer_group().layout, worker.get_model()
+    counts = [replicas_of(layout, worker.vllm_config, [model])]
+    projection = next(module for module in model.modules() if isinstance(module, QKVParallelLinear))
+    before, projection.num_kv_head_replicas = projection.num_kv_head_replicas, 1
+    counts += [replicas_of(layout, worker.vllm_config, models) for models in ([model], [])]
+    projection.num_kv_head_replicas = before
+    return counts
 
 
 def service(config: dict[str, Any]) -> dict[str, Any]:

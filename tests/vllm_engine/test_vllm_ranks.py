@@ -65,7 +65,7 @@ ONE_HEAD: dict[str, Any] = {
 
 def test_ranks_with_the_same_kv_share_a_pool(run: Runner, one_head_expected: list[Any]) -> None:
     """Each rank holds the only KV head. The host holds twice the tokens that it would hold in a pool per rank."""
-    result = run("rounds", rounds=4, **ONE_HEAD, connector_class="SlowKVOffloadConnector")
+    result = run("rounds", rounds=4, **ONE_HEAD, connector_class="SlowKVOffloadConnector", replicas=True)
     for answers in result["outputs"]:
         assert differences(answers, one_head_expected) == []
     for name in ("host_hit_tokens", "load_blocks", "load_failures", "store_failures"):
@@ -74,6 +74,7 @@ def test_ranks_with_the_same_kv_share_a_pool(run: Runner, one_head_expected: lis
     block_bytes = 2 * BLOCK_SIZE * 32 * 4 * NUM_LAYERS
     tokens = (64 << 20) // block_bytes * BLOCK_SIZE
     assert f" in 1 pool for 2 ranks = {tokens:,} tokens" in result.log
+    assert result["replicas"] == [[2, 1, 1], [2, 1, 1]]
 
 
 def test_ranks_with_the_same_kv_notice_corrupted_bytes(run: Runner, one_head_expected: list[Any]) -> None:

@@ -93,22 +93,26 @@ def open_pool(layout: EngineLayout, ranks: Ranks, shares: list[KVShare]) -> Rank
 def own_replicas(layout: EngineLayout, vllm_config: VllmConfig) -> int:
     """Returns how many consecutive tensor-parallel ranks hold the same KV in every layer of this rank. Returns 1 if
     vLLM does not say so of some layer."""
-    ranks = layout.tensor_parallel
-    if ranks == 1:
+    if layout.tensor_parallel == 1:
         return 1
     try:
         worker = calling_worker()
-        models = [] if worker is None else models_of(worker)
-        layers = vllm_config.compilation_config.static_forward_context
-        by_layer = _replicas_of_heads(models, ranks)
-        known = [
-            _replicas_of_layer(layers[name], spec, ranks, by_layer.get(id(layers[name]), 1))
-            for group in layout.groups
-            for name, spec in _specs(group.layer_names, group.spec)
-        ]
+        return replicas_of(layout, vllm_config, [] if worker is None else models_of(worker))
     except Exception:
         logger.warning("kvoffload: each rank stores its own KV: it cannot be compared with others", exc_info=True)
         return 1
+
+
+def replicas_of(layout: EngineLayout, vllm_config: VllmConfig, models: Iterable[torch.nn.Module]) -> int:
+    """Returns what ``own_replicas`` does, for a worker with these models."""
+    layers = vllm_config.compilation_config.static_forward_context
+    ranks = layout.tensor_parallel
+    by_heads = _replicas_of_heads(models, ranks)
+    known = [
+        _replicas_of_layer(layers[name], spec, ranks, by_heads.get(id(layers[name]), 1))
+        for group in layout.groups
+        for name, spec in _specs(group.layer_names, group.spec)
+    ]
     return math.gcd(ranks, *known)
 
 
