@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 from kvoffload.abc import Transfer, TransferResult, TransferSpec
 
@@ -29,8 +29,8 @@ class FollowerTransfer(Transfer):
         stores, self._stores = self._stores, []
         return [*stores, *self.inner.poll(busy)]
 
-    def wait(self, job_ids: Iterable[int]) -> None:
-        self.inner.wait(job_ids)
+    def wait(self, job_ids: Iterable[int], device_blocks: Collection[int] | None = None) -> None:
+        self.inner.wait(job_ids, device_blocks)
 
     def wait_any(self, timeout_s: float) -> None:
         if not self._stores:

@@ -27,11 +27,13 @@ from kvoffload.fingerprints import fingerprint
 from kvoffload.observe.server import RecordServer
 from kvoffload.tiers.manager import TieredOffloadingManager
 from kvoffload.vllm import versions
+from kvoffload.vllm.cuda import numa_node
 from kvoffload.vllm.events import EventTranslator
 from kvoffload.vllm.fingerprint import describe_parts, fingerprint_parts
 from kvoffload.vllm.layout import EngineLayout, RankInfo, one_per_pool
 from kvoffload.vllm.metrics import KVOffloadPromMetrics, KVOffloadStats
-from kvoffload.vllm.pages import make_transfer, page_format, page_groups
+from kvoffload.vllm.nesting import required_layout
+from kvoffload.vllm.pages import log_layout, make_transfer, page_format, page_groups
 from kvoffload.vllm.replicas import RankPool, engine_ranks, open_pool, own_replicas
 from kvoffload.vllm.versions import KVConnectorTransferResults
 from kvoffload.vllm.weights import watch_weights
@@ -179,9 +181,7 @@ class KVOffloadConnector(KVConnectorBase_V1, SupportsHMA):
 
     @classmethod
     def get_required_kvcache_layout(cls, vllm_config: VllmConfig) -> str | None:
-        """Layers outermost, then blocks: the page of a block in a layer is one run of bytes. All versions of vLLM know
-        this name."""
-        return "HND"
+        return required_layout(vllm_config)
 
     # Worker side.
 
@@ -192,6 +192,7 @@ class KVOffloadConnector(KVConnectorBase_V1, SupportsHMA):
         def describe() -> KVShare:
             # This refuses a layout that is not served, before any memory is allocated.
             groups.extend(page_groups(self.layout, kv_caches))
+            log_layout(versions.kv_cache_layout(self._vllm_config), groups)
             layers = self._vllm_config.compilation_config.static_forward_context
             self._layers = tuple(
                 (name, page_bytes, page_format(layers[name], kv_caches[name]))
@@ -200,7 +201,7 @@ class KVOffloadConnector(KVConnectorBase_V1, SupportsHMA):
             )
             return KVShare(own_replicas(self.layout, self._vllm_config), self._layers)
 
-        self._pool = open_pool(self.layout, ranks, ranks.collect(describe))
+        self._pool = open_pool(self.layout, ranks, ranks.collect(describe), lambda: numa_node(groups))
         self._worker = OffloadingConnectorWorker(make_transfer(groups, self._pool))
 
     def unregister_kv_caches(self) -> None:

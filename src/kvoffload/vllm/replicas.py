@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -63,9 +63,11 @@ def engine_ranks(layout: EngineLayout) -> Ranks:
     return Ranks(index, [_gather(tensor), _gather(pipeline)])
 
 
-def open_pool(layout: EngineLayout, ranks: Ranks, shares: list[KVShare]) -> RankPool:
-    """Returns the pool of this rank. All ranks of the engine must call this. Raises ConfigError if there is too little
-    memory on some rank."""
+def open_pool(
+    layout: EngineLayout, ranks: Ranks, shares: list[KVShare], find_numa_node: Callable[[], int | None]
+) -> RankPool:
+    """Returns the pool of this rank. If it is its own, it is on the node that ``find_numa_node`` returns. All ranks of
+    the engine must call this. Raises ConfigError if there is too little memory on some rank."""
     replicas = count_replicas(shares)
     leader = ranks.index - ranks.index % replicas
     pools: list[HostPool] = []
@@ -73,7 +75,7 @@ def open_pool(layout: EngineLayout, ranks: Ranks, shares: list[KVShare]) -> Rank
     def make() -> PoolHandle | None:
         if ranks.index != leader:
             return None
-        pools.append(HostPool(layout.count_blocks(replicas), layout.slot_bytes))
+        pools.append(HostPool(layout.count_blocks(replicas), layout.slot_bytes, find_numa_node()))
         return pools[0].handle()
 
     try:
