@@ -65,7 +65,7 @@ def run_schedule(
     ranks: list[StreamRank] = []
 
     def make_rank(*arguments: object) -> StreamRank:
-        s, groups, number, _ = arguments
+        s, groups, number, *_ = arguments
         ranks.append(StreamRank(s, groups, number, devices, make_transfer))  # type: ignore[arg-type]
         return ranks[-1]
 
