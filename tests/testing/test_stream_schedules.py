@@ -39,6 +39,7 @@ EVENTS = (
     "copies from the device, pinned memory",
     "copies to the device, registered memory",
     "full launch queues",
+    "ranks that load what another stores",
     "schedules with the merged layout",
     "schedules with the separate layout",
     "schedules with the packed layout",

@@ -53,8 +53,6 @@ class StreamPlan:
     layout: Layout
     dtypes: tuple[str, ...]
     """The views per layer, by the type of what they have per token: ``u8`` a word; after it perhaps small scales."""
-    is_replicated: bool
-    """Whether all ranks hold the same KV, as with MLA."""
     timing: Timing | None
     helper_chance: float
     """The chance that the transfer's helper makes some steps at a tick."""
@@ -80,7 +78,6 @@ class StreamPlan:
         return cls(
             layout=rng.choice(list(Layout)),
             dtypes=rng.choice((("u8",), ("u8",), ("u8", "u4"), ("u8", "u2"))),
-            is_replicated=rng.random() < 0.2,
             timing=rng.choice((None, None, *Timing)),
             helper_chance=rng.choice((0.05, 0.2, 0.5)),
             registered_chance=rng.choice((0.0, 0.02, 0.3)),
@@ -300,19 +297,21 @@ class StreamRank(Rank):
         number: int,
         plan: StreamPlan,
         make_transfer: MakeTransfer,
+        leader: Rank | None,
     ) -> None:
         self._groups = groups
         self._plan = plan
         layers = [layers_of(s, len(groups), g, number) for g in range(len(groups))]
         kv = KVMemory(plan, [len(own) for own in layers], groups, s.num_device_blocks)
         self._planes = kv.planes
-        salted = 0 if plan.is_replicated and s.tensor_parallel else number
         self._salts = [
-            [to_words([salt(salted, g, layer)]) for layer in own for _ in plan.dtypes] for g, own in enumerate(layers)
+            [to_words([salt(s.leader_of(number), g, layer)]) for layer in own for _ in plan.dtypes]
+            for g, own in enumerate(layers)
         ]
         page_groups = kv.page_groups(groups)
         slot_bytes = max(group.block_bytes for group in page_groups)
-        host: ByteArray = np.zeros((s.num_host_blocks, -(-slot_bytes // SLOT_ALIGNMENT) * SLOT_ALIGNMENT), np.uint8)
+        slot_bytes = -(-slot_bytes // SLOT_ALIGNMENT) * SLOT_ALIGNMENT
+        host: ByteArray = leader.host if leader else np.zeros((s.num_host_blocks, slot_bytes), np.uint8)
         seed = s.seed + (number << 40)
         self.random = Random(seed)
         self.device = SimulatedDevice(page_groups, seed, plan.timing)
@@ -325,7 +324,7 @@ class StreamRank(Rank):
         inner, self._advance = make_transfer(page_groups, host, self.registration, self.device, plan)
         self.checked = CheckedTransfer(inner, self.device, page_groups, host, self._let_work, s.copy_failure_rate / 2)
         transfer = FailingTransfer(self.checked, s.copy_failure_rate / 2, seed)
-        super().__init__(number, host, transfer, self._let_work)
+        super().__init__(number, host, transfer, self._let_work, leader)
         self._step_end = self.device.new_event()
 
     def step(self, meta: StepMeta, batch: Batch, loads_first: bool) -> tuple[Finished, WorkerReport | None]:

@@ -14,10 +14,12 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from random import Random
 
+from kvoffload.abc import KVGroup
 from kvoffload.testing.engine import ModelEngine, Scenario
+from kvoffload.testing.ranks import Rank
 from kvoffload.testing.simulation import Report, run_each
 from kvoffload.testing.stream_ranks import MakeTransfer, StreamPlan, StreamRank, make_cuda_transfer, small_limits
 
@@ -28,7 +30,7 @@ def plan(seed: int) -> tuple[Scenario, StreamPlan]:
     """Returns the engine, its workload and its devices."""
     rng = Random(seed)
     devices = StreamPlan.random(rng)
-    scenario = Scenario.random(seed)
+    scenario, is_replicated = Scenario.random(seed), rng.random() < 0.15
     return (
         dataclasses.replace(
             scenario,
@@ -41,7 +43,10 @@ def plan(seed: int) -> tuple[Scenario, StreamPlan]:
             prefix_caching=rng.random() < 0.3,
             num_host_blocks=max(scenario.num_host_blocks, rng.choice((8, 32))),
             store_threshold=None,
-            tensor_parallel=scenario.tensor_parallel or devices.is_replicated,
+            tensor_parallel=scenario.tensor_parallel or is_replicated,
+            num_ranks=2 if is_replicated else scenario.num_ranks,
+            # As with MLA: all ranks hold the same KV.
+            replicas=2 if is_replicated else scenario.replicas,
             async_scheduling=rng.random() < 0.6,
             sleep_chance=rng.choice((0.0, 0.0, 0.0, 0.05)),
         ),
@@ -64,9 +69,8 @@ def run_schedule(
     devices = change(devices)
     ranks: list[StreamRank] = []
 
-    def make_rank(*arguments: object) -> StreamRank:
-        s, groups, number, *_ = arguments
-        ranks.append(StreamRank(s, groups, number, devices, make_transfer))  # type: ignore[arg-type]
+    def make_rank(s: Scenario, groups: Sequence[KVGroup], number: int, _: float, leader: Rank | None) -> Rank:
+        ranks.append(StreamRank(s, groups, number, devices, make_transfer, leader))
         return ranks[-1]
 
     with small_limits(devices):
@@ -76,6 +80,7 @@ def run_schedule(
     seen[f"schedules with the {devices.layout.name.lower()} layout"] = 1
     for rank in ranks:
         seen += rank.seen()
+        seen["ranks that load what another stores"] += rank.leader is not None
     return seen
 
 
