@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import logging
-import mmap
 import os
 import threading
 import time
@@ -18,13 +16,13 @@ import numpy.typing as npt
 
 from kvoffload.abc import ByteArray, ConfigError
 from kvoffload.host.limits import Reservation, available_memory, other_reservations, reserve
+from kvoffload.host.mapping import HUGE_PAGE, map_file
 from kvoffload.units import format_bytes
 
 logger = logging.getLogger(__name__)
 
 
 SLOT_ALIGNMENT = 4096
-HUGE_PAGE = 2 << 20
 RESERVATION_DEADLINE_S = 1.0
 """If several processes reserve memory at the same time and not all fit, one of them waits this long for the others to
 give up."""
@@ -61,8 +59,8 @@ class PoolHandle:
                 "node; run one engine per node"
             )
 
-    def open(self) -> npt.NDArray[np.uint8]:
-        """Returns the pool's bytes, shape (num_blocks, slot_bytes), shared with its owner. They outlive the owner.
+    def open_file(self) -> int:
+        """Returns a new descriptor of the pool's memory file, which the caller closes.
 
         Raises ConfigError if the pool cannot be opened or no longer exists.
         """
@@ -74,13 +72,21 @@ class PoolHandle:
                 f"the host pool of worker process {self.pid} cannot be opened ({error.strerror}): run scheduler and "
                 "workers as the same user in the same container"
             ) from error
+        if os.fstat(fd).st_ino != self.inode:
+            os.close(fd)
+            raise ConfigError(f"the host pool of worker process {self.pid} is gone: that process has ended")
+        return fd
+
+    def open(self) -> npt.NDArray[np.uint8]:
+        """Returns the pool's bytes, shape (num_blocks, slot_bytes), shared with its owner. They outlive the owner.
+
+        Raises ConfigError if the pool cannot be opened or no longer exists.
+        """
+        fd = self.open_file()
         try:
-            if os.fstat(fd).st_ino != self.inode:
-                raise ConfigError(f"the host pool of worker process {self.pid} is gone: that process has ended")
-            shared = mmap.mmap(fd, self.num_blocks * self.slot_bytes)
+            return map_file(fd, self.num_blocks * self.slot_bytes).reshape(self.num_blocks, self.slot_bytes)
         finally:
             os.close(fd)
-        return np.frombuffer(shared, dtype=np.uint8).reshape(self.num_blocks, self.slot_bytes)
 
 
 def _boot_id() -> str:
@@ -110,7 +116,7 @@ class HostPool:
         self.slot_bytes = slot_bytes
         self.nbytes = num_blocks * slot_bytes
         self._allocate()
-        self.data: ByteArray = np.frombuffer(self._map, dtype=np.uint8).reshape(num_blocks, slot_bytes)
+        self.data: ByteArray = self._map.reshape(num_blocks, slot_bytes)
         self._closing = threading.Event()
         self._toucher = threading.Thread(target=self._touch_all, name="kvoffload-touch", daemon=True)
         self._toucher.start()
@@ -126,7 +132,7 @@ class HostPool:
             try:
                 self._find_room()
                 self._take()
-                self._map = mmap.mmap(self.fd, self.nbytes)
+                self._map = map_file(self.fd, self.nbytes)
             except BaseException:
                 os.close(self.fd)
                 raise
@@ -210,7 +216,6 @@ class HostPool:
             return
         self._closing.set()
         self._toucher.join(timeout=5.0)
+        self._map = np.empty(0, dtype=np.uint8)
         self.data = np.empty((0, self.slot_bytes), dtype=np.uint8)
-        with contextlib.suppress(BufferError):
-            self._map.close()
         os.close(self.fd)

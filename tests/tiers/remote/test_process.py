@@ -39,6 +39,8 @@ def store(tmp_path: Path) -> FolderStore:
 
 @pytest.fixture
 def server(store: FolderStore) -> Iterator[Server]:
+    """A server whose client moves whole values. Others that a test makes move records and slots one by one."""
+    store.switch("singly")
     server = Server(store)
     server.connect()
     yield server
@@ -81,12 +83,15 @@ def works(server: Server, keys: list[OffloadKey]) -> bool:
 
 def test_two_servers_share_blocks_of_several_ranks(store: FolderStore, server: Server) -> None:
     assert works(server, KEYS[:4])
+    store.switch("singly", False)
     other = Server(store)
     other.connect()
     assert other.states(KEYS[:5]) == [HIT] * 4 + [MISS]
     assert all(result.ok for result in other.read(KEYS[:4]).values())
     assert all(other.has(key, 16 + i) for i, key in enumerate(KEYS[:4]))
     assert all(result.nbytes == 0 for result in other.write(KEYS[:4]).values())
+    assert works(other, KEYS[4:6])
+    assert works(server, KEYS[4:6])
     other.close()
 
 
