@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import threading
@@ -59,11 +60,13 @@ class MooncakeClient(StoreClient):
 
     def __init__(self, store: Any, protocol: str) -> None:
         self._store = store
-        # A caller spins until its transfers have ended. With two calls at once, the threads that move bytes would share
-        # the cores with two of them, and with a thread that computes checksums.
-        self._getting, self._putting = threading.Lock(), threading.Lock()
         # With RDMA a further buffer costs little, and the pages behind registered addresses must stay the same.
         self.moves_buffers_singly = protocol == "tcp"
+        # A caller spins until its transfers have ended. Over TCP one thread of the client moves all bytes, so a second
+        # call at the same time would gain nothing, and take a core from it.
+        new = threading.Lock if protocol == "tcp" else contextlib.nullcontext[Any]
+        self._getting: contextlib.AbstractContextManager[Any] = new()
+        self._putting: contextlib.AbstractContextManager[Any] = new()
 
     def register(self, memory: ByteArray) -> None:
         code = self._store.register_buffer(memory.ctypes.data, memory.nbytes)

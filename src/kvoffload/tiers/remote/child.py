@@ -28,6 +28,9 @@ NUM_WRITE_THREADS = 2
 """One computes checksums while the other moves bytes. More would not help: one call of a client moves many blocks at
 once, and clients may spin while they wait."""
 NUM_LOOKUP_THREADS = 1
+TRANSFER_NICENESS = 5
+"""Added to the niceness of the threads that read and write. Clients spin in them until the bytes have been moved, so on
+a busy machine they must not take their share of a core from the threads that move the bytes, or from the engine."""
 FINISH_DEADLINE_S = 2.0
 """Time for requests that have been received when the engine closes the channel."""
 WATCH_INTERVAL_S = 1.0
@@ -99,6 +102,7 @@ class _Server:
         connect: Callable[..., StoreClient] = getattr(importlib.import_module(module), name)
         self._setup = setup
         self._connection = connection
+        self._niceness = os.getpriority(os.PRIO_PROCESS, 0)
         self._pools = [handle.open()[: setup.num_slots] for handle in setup.handles]
         self._files = [handle.open_file() for handle in setup.handles]
         self._client = connect(setup.settings)
@@ -131,6 +135,9 @@ class _Server:
         self._client.close()
 
     def _run(self, request: Request) -> None:
+        if request.op in (Op.READ, Op.WRITE):
+            # On Linux, 0 is the calling thread.
+            os.setpriority(os.PRIO_PROCESS, 0, self._niceness + TRANSFER_NICENESS)
         worker = self._workers.get()
         response = worker.run(request)
         self._workers.put(worker)
