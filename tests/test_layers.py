@@ -1,4 +1,4 @@
-"""Modules import only from their own or lower layers, and only the engine's rooms import torch and vLLM."""
+"""Modules import only from their own or lower layers, and only some of them import torch, Triton and vLLM."""
 
 from __future__ import annotations
 
@@ -28,8 +28,12 @@ LAYERS = [
 """Lowest first. A room may import from its own layer and those below, but rooms must not form a cycle. ``testing`` may
 import anything, and only the top layer may import it."""
 
-ENGINE_PACKAGES = {"torch", "vllm"}
-ENGINE_ROOMS = ("kvoffload.vllm", "kvoffload.transfer.cuda", "kvoffload.demo.engine")
+ENGINE_MODULES = {
+    "vllm": ("kvoffload.vllm", "kvoffload.demo.engine"),
+    "torch": ("kvoffload.vllm", "kvoffload.transfer.cuda.kernels", "kvoffload.transfer.cuda.torch_device"),
+    "triton": ("kvoffload.transfer.cuda.kernels",),
+}
+"""The modules, or rooms of modules, that may import each package of an engine."""
 
 
 def modules() -> dict[str, str]:
@@ -76,7 +80,7 @@ def faults(sources: dict[str, str]) -> list[str]:
         here = room(name)
         for imported in imported_modules(name, source):
             package = imported.split(".")[0]
-            if package in ENGINE_PACKAGES and not name.startswith(ENGINE_ROOMS):
+            if package in ENGINE_MODULES and not name.startswith(ENGINE_MODULES[package]):
                 found.append(f"{name} imports {imported}")
             if package != "kvoffload" or here in ("", "testing") or room(imported) == here:
                 continue
@@ -123,6 +127,10 @@ def test_rooms_do_not_import_each_other_in_a_cycle() -> None:
         ("kvoffload.connector.scheduler", "if True:\n    import vllm.config"),
         ("kvoffload.connector.worker", "def f():\n    import torch"),
         ("kvoffload.transfer.copies", "from torch import Tensor"),
+        ("kvoffload.transfer.cuda.transfer", "import torch"),
+        ("kvoffload.transfer.cuda.driver", "import torch.cuda"),
+        ("kvoffload.transfer.cuda.torch_device", "import triton"),
+        ("kvoffload.transfer.cuda.kernels", "import vllm"),
         ("kvoffload.testing.engine", "import torch"),
         ("kvoffload.cache.manager", "from kvoffload.testing.reference import ReferenceLRUManager"),
     ],
@@ -139,7 +147,8 @@ def test_a_wrong_import_is_found(name: str, source: str) -> None:
         ("kvoffload.cache.policies", "from kvoffload.cache.policies.arc import ARCPolicy"),
         ("kvoffload.cache.manager", "from kvoffload.cache.table import BlockTable\nimport numpy"),
         ("kvoffload.vllm.connector", "import torch\nfrom vllm.config import VllmConfig"),
-        ("kvoffload.transfer.cuda", "import torch"),
+        ("kvoffload.transfer.cuda.torch_device", "import torch"),
+        ("kvoffload.transfer.cuda.kernels", "import torch\nimport triton.language as tl"),
         ("kvoffload.testing.engine", "from kvoffload.connector.scheduler import OffloadingConnectorScheduler"),
     ],
 )
@@ -160,9 +169,10 @@ def loaded_by(statement: str) -> set[str]:
         "import kvoffload",
         "import kvoffload.testing",
         "import kvoffload.cache.admission, kvoffload.connector.scheduler, kvoffload.connector.worker",
+        "import kvoffload.transfer.cuda.transfer, kvoffload.transfer.cuda.driver",
     ],
 )
 def test_the_library_loads_no_optional_package(statement: str) -> None:
-    optional = {"torch", "vllm", "pytest", "hypothesis", "click", "rich", "matplotlib", "jinja2"}
+    optional = {"torch", "triton", "vllm", "pytest", "hypothesis", "click", "rich", "matplotlib", "jinja2"}
     assert loaded_by(statement) & optional == set()
     assert "hypothesis" in loaded_by("import kvoffload.testing.stateful")

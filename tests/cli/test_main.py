@@ -36,7 +36,18 @@ def test_help_names_every_option() -> None:
 
 
 PROJECT = Path(kvoffload.__file__).parent
-NOT_PLAIN = ("vllm", "torch", "matplotlib", "jinja2", "markupsafe", "PIL", "hypothesis", "pytest", "libcachesim")
+NOT_PLAIN = (
+    "vllm",
+    "torch",
+    "triton",
+    "matplotlib",
+    "jinja2",
+    "markupsafe",
+    "PIL",
+    "hypothesis",
+    "pytest",
+    "libcachesim",
+)
 PLAIN = f"""
 import contextlib, io, json, sys
 
@@ -129,7 +140,8 @@ def test_imports_match_the_declared_dependencies() -> None:
         **dict.fromkeys(extras["plots"], ("lab/", "demo/")),
         **dict.fromkeys(extras["testing"], ("testing/",)),
         "vllm": ("vllm/", "demo/"),
-        "torch": ("vllm/", "transfer/cuda/"),
+        "torch": ("vllm/", "transfer/cuda/kernels.py", "transfer/cuda/torch_device.py"),
+        "triton": ("transfer/cuda/kernels.py",),
         "transformers": ("demo/engine.py",),
         "huggingface_hub": ("fingerprints.py",),
         "mooncake": ("tiers/mooncake/", "demo/shared/"),

@@ -84,7 +84,17 @@ def test_a_block_handed_to_a_new_request_fences_the_store_that_reads_it() -> Non
     new = FakeRequest("n", prompt(4, start=90))
     rig.look_up(new)
     rig.allocate(new, [2])
-    assert rig.step({new: 4}, new={"n": [2]}).fences == [job]
+    meta = rig.step({new: 4}, new={"n": [2]})
+    assert (meta.fences, meta.fenced_blocks) == ([job], {2})
+
+
+def test_a_fence_names_the_blocks_that_were_handed_out_and_no_others() -> None:
+    rig, job, _ = in_flight()
+    new = FakeRequest("n", prompt(8, start=90))
+    rig.look_up(new)
+    rig.allocate(new, [2, 30])
+    meta = rig.step({new: 8}, new={"n": [2, 30]})
+    assert (meta.fences, meta.fenced_blocks) == ([job], {2}), "30 is read by no store, and 1 was not handed out"
 
 
 def test_a_block_handed_to_a_load_fences_the_store_that_reads_it() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -52,6 +52,7 @@ class Faulty(WrappedTransfer):
         self.failures = failures
         self.tries: dict[int, int] = {}
         self.waited_for: list[list[int]] = []
+        self.waited_blocks: list[Collection[int] | None] = []
         self.idle_waits: list[float] = []
         self.closed = 0
         self._failed: list[TransferResult] = []
@@ -67,9 +68,10 @@ class Faulty(WrappedTransfer):
         failed, self._failed = self._failed, []
         return [*failed, *super().poll(busy)]
 
-    def wait(self, job_ids: Iterable[int]) -> None:
+    def wait(self, job_ids: Iterable[int], device_blocks: Collection[int] | None = None) -> None:
         self.waited_for.append(list(job_ids))
-        super().wait(job_ids)
+        self.waited_blocks.append(device_blocks)
+        super().wait(job_ids, device_blocks)
 
     def wait_any(self, timeout_s: float) -> None:
         self.idle_waits.append(timeout_s)
@@ -167,6 +169,14 @@ def test_a_fenced_store_has_read_its_block_before_the_step_computes(
     worker.end_step(NOTHING)
     worker.get_finished(NOTHING)
     assert device.slot(1) == bytes(LAYERS * PAGE), "without a fence the old bytes are gone"
+
+
+def test_the_transfer_learns_which_device_blocks_a_fence_is_about(device: Device) -> None:
+    transfer = Faulty(device.transfer)
+    worker = OffloadingConnectorWorker(transfer)
+    step(worker, StepMeta(stores={1: job([0, 1], [1, 2])}))
+    step(worker, StepMeta(fences=[1], fenced_blocks=frozenset({2})))
+    assert (transfer.waited_for, transfer.waited_blocks) == ([[1]], [{2}])
 
 
 def test_a_store_may_be_fenced_in_the_step_that_asks_for_it(device: Device, worker: OffloadingConnectorWorker) -> None:
@@ -405,7 +415,7 @@ def test_a_transfer_that_cannot_be_closed_raises_nothing(device: Device, monkeyp
 class Late(Faulty):
     """Ends its jobs only after three waits."""
 
-    def wait(self, job_ids: Iterable[int]) -> None:
+    def wait(self, job_ids: Iterable[int], device_blocks: Collection[int] | None = None) -> None:
         self.waited_for.append(list(job_ids))
 
     def poll(self, busy: bool) -> list[TransferResult]:

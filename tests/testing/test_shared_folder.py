@@ -17,13 +17,13 @@ from kvoffload.testing.engine import Clock, WrongBytes
 from kvoffload.testing.scale import scaled
 from kvoffload.testing.servers import DeletedOthers, MakeMedium, Patch, SharingServer, simulate_servers
 from kvoffload.testing.shared_folder import SeatTaken, SharedFolderMedium
-from kvoffload.testing.shared_storage import Mount, NfsServer
+from kvoffload.testing.shared_storage import Folder, Inode, Mount, NfsClient, NfsServer
 from kvoffload.testing.tiers import SteppedExecutor, make_pools
 from kvoffload.tiers.disk.start import remove_blocks
 from kvoffload.tiers.disk.storage import Storage
 from kvoffload.tiers.shared_dir import reads, seats
 from kvoffload.tiers.shared_dir import writer as writer_module
-from kvoffload.tiers.shared_dir.seats import Machine, Seat, Sighting, seat_names
+from kvoffload.tiers.shared_dir.seats import HEARTBEAT_NAME, Machine, Seat, SeatState, Sighting, seat_names
 from kvoffload.tiers.shared_dir.tier import SharedDirTier
 
 SEEDS = scaled(12)
@@ -208,7 +208,7 @@ class Pair:
         self.tiers: list[SharedDirTier] = []
         self.pools: dict[SharedDirTier, list[ByteArray]] = {}
 
-    def start(self, number: int, skew_s: float) -> SharedDirTier:
+    def start(self, number: int, skew_s: float, boot: str = "") -> SharedDirTier:
         client = self.server.connect(Mount(skew_s=skew_s, entries_s=0.0), number)
         pools = make_pools(4, 4096, seed=number)
         tier = SharedDirTier(
@@ -217,7 +217,7 @@ class Pair:
             fingerprint="ab" * 32,
             capacity_bytes=200 << 10,
             gone_after_s=100.0,
-            machine=Machine(f"host-{number}", number, f"boot-{number}"),
+            machine=Machine(f"host-{number}", number, boot or f"boot-{number}"),
             executor=SteppedExecutor(number, clock=self.clock),
             clock=self.clock,
             wall_clock=client.wall_clock,
@@ -228,6 +228,21 @@ class Pair:
         self.tiers.append(tier)
         self.pools[tier] = pools
         return tier
+
+    def lose_heartbeat(self, name: str) -> None:
+        """Somebody removes the heartbeat of a seat, whose owner then loses it."""
+        seat = self.server.root.entries[name]
+        assert isinstance(seat, Folder)
+        heartbeat = seat.entries.pop(HEARTBEAT_NAME)
+        assert isinstance(heartbeat, Inode)
+        self.server.remove(heartbeat)
+
+    def state(self, name: str) -> SeatState:
+        """Returns what the heartbeat of a seat says, seen from another machine."""
+        seen = seats.look(self.server.connect(Mount()).reader().child(name))
+        assert seen is not None
+        assert seen.heartbeat is not None
+        return seen.heartbeat.state
 
     def store(self, tier: SharedDirTier, key: OffloadKey) -> None:
         """Stores slot 0 as a block. While the files grow, the tier takes none on."""
@@ -283,3 +298,68 @@ def test_a_heartbeat_judged_by_its_owners_clock_is_found(monkeypatch: pytest.Mon
     names, _ = seats_of_living_servers(monkeypatch)
     # The first server has lost its seat to the second one, and has taken another.
     assert names == ["writer-1", "writer-0"]
+
+
+def seats_after_a_loss() -> list[str]:
+    """Lets a server lose its seat and take another one before a second server starts, for which a free lock proves that
+    a seat has no server. Returns the seats of both."""
+    pair = Pair()
+    first = pair.start(1, 0.0, "boot")
+    pair.lose_heartbeat(first.seat.name)
+    pair.run(10.0)
+    second = pair.start(2, 0.0, "boot")
+    return [first.seat.name, second.seat.name]
+
+
+def test_a_server_that_takes_another_seat_frees_the_one_that_it_has_lost() -> None:
+    assert seats_after_a_loss() == ["writer-1", "writer-0"]
+
+
+def test_locks_of_whole_clients_would_give_two_servers_one_seat(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As with ``fcntl``: a process takes a lock again that it has, and the first close frees it."""
+
+    def lock(client: NfsClient, inode: Inode) -> bool:
+        return inode in client.locked or client.server.take_lock(inode, client)
+
+    monkeypatch.setattr(NfsClient, "lock", lock)
+    monkeypatch.setattr(NfsServer, "take_lock", take_lock_again)
+    assert seats_after_a_loss() == ["writer-0"] * 2
+
+
+def take_lock_again(server: NfsServer, inode: Inode, client: NfsClient) -> bool:
+    owner, until = server.locks.get(inode, (client, 0.0))
+    if owner is not client and until > server.clock():
+        return False
+    server.locks[inode] = (client, float("inf"))
+    return True
+
+
+def is_emptied_while_it_waits(monkeypatch: pytest.MonkeyPatch) -> bool:
+    """Lets a server without requests wait with a new seat, on mounts whose locks exclude no other machine. Returns
+    whether another server empties the seat."""
+    monkeypatch.setattr(NfsServer, "take_lock", lambda server, inode, client: True)
+    pair = Pair()
+    first = pair.start(1, 0.0)
+    pair.lose_heartbeat("writer-0")
+    pair.run(1.0)
+    assert first.seat.is_lost
+    pair.tiers.remove(first)
+    pair.start(2, 0.0)
+    states = set()
+    for _ in range(300):
+        # The engine takes no steps, so the scheduler's thread does not call the tier.
+        first.keep()
+        pair.run(1.0)
+        states.add(pair.state("writer-1"))
+    assert first.seat.name == "writer-0"
+    return SeatState.EMPTIED in states
+
+
+def test_a_seat_that_waits_to_be_used_is_not_emptied(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert not is_emptied_while_it_waits(monkeypatch)
+
+
+def test_a_seat_that_waits_without_a_heartbeat_would_be_emptied(monkeypatch: pytest.MonkeyPatch) -> None:
+    beat = Seat.beat
+    monkeypatch.setattr(Seat, "beat", lambda seat: beat(seat) if seat.name == "writer-0" else None)
+    assert is_emptied_while_it_waits(monkeypatch)

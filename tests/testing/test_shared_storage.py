@@ -220,6 +220,16 @@ def test_a_lock_excludes_the_other_client(pair: Pair) -> None:
     pair.b.lock()
 
 
+def test_a_lock_excludes_other_open_files_of_its_client(pair: Pair) -> None:
+    pair.a.lock()
+    again = pair.a.reopened()
+    assert not again.try_lock()
+    again.close()
+    assert not pair.b.try_lock(), "what did not get the lock has freed it"
+    pair.a.close()
+    assert pair.b.try_lock()
+
+
 def test_resized_bytes_are_set_aside_at_once(pair: Pair) -> None:
     file = pair.a.open("f", "x", create=True, direct=True)
     before = pair.b.free_bytes()

@@ -13,7 +13,7 @@ from kvoffload.host.pool import HostPool, padded_slot_bytes
 
 torch = pytest.importorskip("torch")
 
-from kvoffload.transfer.cuda.transfer import as_words, gather, scatter  # noqa: E402
+from kvoffload.transfer.cuda.kernels import as_words, gather, scatter  # noqa: E402
 
 LAYERS, BLOCKS, PAGE = 3, 12, 64
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")

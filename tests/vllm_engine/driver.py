@@ -126,6 +126,8 @@ class Engine:
 
         if config.get("force_async"):
             _allow_async_scheduling()
+        if config.get("connector_class") == "BlocksFirstKVOffloadConnector":
+            _allow_blocks_first()
         arguments: dict[str, Any] = {
             "skip_tokenizer_init": True,
             "enforce_eager": True,
@@ -298,6 +300,19 @@ def _allow_async_scheduling() -> None:
         vllm_config.scheduler_config.async_scheduling = True
 
     CpuPlatform.check_and_update_config = classmethod(check_and_update_config)
+
+
+def _allow_blocks_first() -> None:
+    """Lets the CPU's attention backend have the layout in which a block is one piece of memory: it reads blocks by
+    their distance, but does not say so."""
+    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+    from vllm.v1.kv_cache_layout import KVCacheLayout
+
+    from kvoffload.vllm import nesting
+
+    layouts = (KVCacheLayout.LBHNC, KVCacheLayout.BLHNC)
+    CPUAttentionBackend.supported_kv_cache_layouts = classmethod(lambda cls: layouts)
+    nesting.READ_BY_STRIDE.add("CPU_ATTN")
 
 
 def _expect_another_root() -> None:

@@ -1,4 +1,5 @@
-"""Connectors that misbehave on purpose: slow or failing copies, unverified disk blocks, a forgetful scheduler half."""
+"""Connectors that misbehave on purpose: slow or failing copies, unverified disk blocks, a forgetful scheduler half.
+And one that asks for another KV cache layout."""
 
 from __future__ import annotations
 
@@ -7,6 +8,7 @@ from typing import Any
 
 from kvoffload.testing.faults import FailingTransfer, SlowTransfer
 from kvoffload.vllm.connector import KVOffloadConnector
+from kvoffload.vllm.nesting import BLOCKS_FIRST, reason_against_blocks_first
 
 
 class SlowKVOffloadConnector(KVOffloadConnector):
@@ -56,3 +58,13 @@ class ForgetfulKVOffloadConnector(KVOffloadConnector):
     def set_xfer_handshake_metadata_pp_aware(self, metadata: dict[tuple[int, int], Any]) -> None:
         self._scheduler = None
         super().set_xfer_handshake_metadata_pp_aware(metadata)
+
+
+class BlocksFirstKVOffloadConnector(KVOffloadConnector):
+    """Asks for the layout in which a block is one piece of memory, as on CUDA. Outputs must not change."""
+
+    @classmethod
+    def get_required_kvcache_layout(cls, vllm_config: Any) -> str | None:
+        reason = reason_against_blocks_first(vllm_config)
+        assert reason is None, reason
+        return BLOCKS_FIRST

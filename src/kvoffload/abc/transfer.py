@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -60,8 +60,11 @@ class Transfer(ABC):
         an implementation that copies on this thread limits how much it copies now."""
 
     @abstractmethod
-    def wait(self, job_ids: Iterable[int]) -> None:
-        """Makes device work that is issued after this call wait for these jobs. Ignores unknown and ended jobs."""
+    def wait(self, job_ids: Iterable[int], device_blocks: Collection[int] | None = None) -> None:
+        """Makes device work that is issued after this call wait until these loads have filled, and these stores have
+        read, their device blocks. Loads submitted after this call wait too. Ignores unknown and ended jobs.
+
+        Only ``device_blocks`` matter, if they are given; an implementation may wait for more."""
 
     @abstractmethod
     def wait_any(self, timeout_s: float) -> None:

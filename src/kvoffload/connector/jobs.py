@@ -90,19 +90,21 @@ class JobTable:
             else:
                 del self.keys_loading[key]
 
-    def fence(self, handed_out: Collection[int], overwritten: Collection[int]) -> list[int]:
-        """Returns the stores that must have read their device blocks before the step's forward pass, because some of
-        these now belong to other requests (``handed_out``). Stores that read blocks which may be ``overwritten`` before
-        that count as failed, whatever the workers report."""
+    def fence(self, handed_out: Collection[int], overwritten: Collection[int]) -> tuple[list[int], frozenset[int]]:
+        """Returns the stores that read some of the device blocks which now belong to others (``handed_out``), and these
+        blocks: they must have been read before the step's forward pass. Stores that read blocks which may be
+        ``overwritten`` before that count as failed, whatever the workers report."""
+        fences: list[int] = []
+        blocks: frozenset[int] = frozenset()
         if not handed_out and not overwritten:
-            return []
-        fences = []
+            return fences, blocks
         for job_id, job in self.jobs.items():
             if job.is_store and not job.device_blocks.isdisjoint(handed_out):
                 fences.append(job_id)
+                blocks |= job.device_blocks.intersection(handed_out)
             if job.is_store and not job.device_blocks.isdisjoint(overwritten):
                 job.failed = True
-        return fences
+        return fences, blocks
 
     def clear(self) -> None:
         """Forgets all jobs: their reports will be ignored."""

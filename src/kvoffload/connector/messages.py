@@ -16,7 +16,9 @@ class StepMeta:
     stores: dict[int, TransferSpec] = field(default_factory=dict)
     """Specs by job id. Their device blocks are complete when this step's forward pass is done."""
     fences: list[int] = field(default_factory=list)
-    """Ids of stores that must have read their device blocks before this step's forward pass."""
+    """Ids of stores that must have read ``fenced_blocks`` before this step's forward pass."""
+    fenced_blocks: frozenset[int] | None = None
+    """Device blocks that belong to other requests, or to loads, from this step on. None: all blocks of the fences."""
     broken_loads: dict[str, list[int]] = field(default_factory=dict)
     """Requests whose promised load cannot be done, with their device blocks. Workers report these loads as failed."""
     releases: list[str] = field(default_factory=list)

@@ -262,7 +262,7 @@ class OffloadingConnectorScheduler:
         if upcoming.finished:
             # Their device blocks may have been handed out again in this very step: then they are read first.
             meta.stores |= self.stores.store_finished(upcoming.finished, epoch)
-        meta.fences += self.jobs.fence(handed_out, step.overwritten)
+        meta.fences, meta.fenced_blocks = self.jobs.fence(handed_out, step.overwritten)
         self.observer.measure_prefills(step.num_scheduled_tokens)
         meta.stores |= self.stores.store_running(step.num_scheduled_tokens, self.requests, epoch)
         if self.held:

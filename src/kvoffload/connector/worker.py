@@ -120,12 +120,13 @@ class OffloadingConnectorWorker:
         for job_id in self._unsubmitted:
             self._submit(job_id)
         self._unsubmitted.clear()
-        try:
-            if meta.fences:
-                self.transfer.wait(meta.fences)
-            self.transfer.before_forward()
-        except Exception:
-            self._give_up()
+        if not self._broken:
+            try:
+                if meta.fences:
+                    self.transfer.wait(meta.fences, meta.fenced_blocks)
+                self.transfer.before_forward()
+            except Exception:
+                self._give_up()
         for job_id in meta.fences:
             if job_id in self._jobs:
                 # From here on its source may be overwritten, so a second try could read other bytes.

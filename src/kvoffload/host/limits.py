@@ -88,7 +88,7 @@ def other_reservations(fd: int) -> list[Reservation]:
                     if match is None:
                         continue
                     inode = os.stat(file.path).st_ino
-                    one = Reservation(Path(file.path), pid, inode, _node_list(match[1]))
+                    one = Reservation(Path(file.path), pid, inode, node_list(match[1]))
                     if inode != mine and one.outstanding():
                         found.setdefault(inode, one)
     return sorted(found.values(), key=lambda one: (one.pid, one.inode))
@@ -120,7 +120,7 @@ def allowed_nodes() -> frozenset[int]:
         # The first mapping, the program, has no policy of its own: the kernel shows the thread's.
         bound = _BIND_POLICY.search(maps.readline())
         if bound is not None:
-            nodes = (nodes & _node_list(bound[1])) or nodes
+            nodes = (nodes & node_list(bound[1])) or nodes
     return nodes
 
 
@@ -129,11 +129,11 @@ def cpuset_nodes() -> frozenset[int]:
     with contextlib.suppress(OSError):
         found = re.search(r"^Mems_allowed_list:\s*([0-9,-]+)$", Path("/proc/self/status").read_text(), re.MULTILINE)
         if found is not None:
-            return _node_list(found[1])
+            return node_list(found[1])
     return frozenset()
 
 
-def _node_list(text: str) -> frozenset[int]:
+def node_list(text: str) -> frozenset[int]:
     """Returns the numbers in a list in the kernel's format, such as "0,2-3"."""
     nodes: set[int] = set()
     for part in filter(None, text.split(",")):

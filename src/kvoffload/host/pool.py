@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import ctypes
 import logging
 import os
-import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,7 +14,9 @@ import numpy.typing as npt
 
 from kvoffload.abc import ByteArray, ConfigError
 from kvoffload.host.limits import Reservation, available_memory, other_reservations, reserve
-from kvoffload.host.mapping import HUGE_PAGE, map_file
+from kvoffload.host.mapping import map_file
+from kvoffload.host.numa import allocated_on
+from kvoffload.host.touch import Toucher
 from kvoffload.units import format_bytes
 
 logger = logging.getLogger(__name__)
@@ -29,9 +29,6 @@ give up."""
 ALLOCATION_STEP = 1 << 30
 """Bytes allocated between two checks of the memory left."""
 LOG_EVERY_S = 10.0
-_TOUCH_STEP = 16 * HUGE_PAGE
-_MADV_POPULATE_WRITE = 23
-_MADV_COLLAPSE = 25
 
 
 def padded_slot_bytes(block_bytes: int) -> int:
@@ -105,23 +102,23 @@ class HostPool:
     """One rank's host memory: ``num_blocks`` slots of ``slot_bytes`` in an unnamed memory file.
 
     The constructor allocates all of it, or raises ConfigError and leaves nothing behind if there is too little memory.
-    The file has no name, so it ends with the process, however that ends. A background thread touches the pages and
-    collapses them to huge pages.
+    The file has no name, so it ends with the process, however that ends. The memory is on ``numa_node`` as far as there
+    is room. A background thread touches the pages and collapses them to huge pages.
 
     ``data`` is the pool as bytes, shape (num_blocks, slot_bytes).
     """
 
-    def __init__(self, num_blocks: int, slot_bytes: int) -> None:
+    def __init__(self, num_blocks: int, slot_bytes: int, numa_node: int | None = None) -> None:
         self.num_blocks = num_blocks
         self.slot_bytes = slot_bytes
         self.nbytes = num_blocks * slot_bytes
-        self._allocate()
+        self._allocate(numa_node)
         self.data: ByteArray = self._map.reshape(num_blocks, slot_bytes)
-        self._closing = threading.Event()
-        self._toucher = threading.Thread(target=self._touch_all, name="kvoffload-touch", daemon=True)
-        self._toucher.start()
+        self._before_close: list[Callable[[], object]] = []
+        self._is_closed = False
+        self._toucher = Toucher(self.data, collapse=True)
 
-    def _allocate(self) -> None:
+    def _allocate(self, numa_node: int | None) -> None:
         """Reserves the memory, checks that it fits beside what others have reserved, then allocates it.
 
         This needs no lock: every process reserves before it checks, so if two reserve at the same time, at least one
@@ -131,8 +128,13 @@ class HostPool:
             self.fd = reserve(self.nbytes)
             try:
                 self._find_room()
-                self._take()
                 self._map = map_file(self.fd, self.nbytes)
+                try:
+                    with allocated_on(numa_node, self._map.ctypes.data, self.nbytes):
+                        self._take()
+                except BaseException:
+                    del self._map
+                    raise
             except BaseException:
                 os.close(self.fd)
                 raise
@@ -192,30 +194,23 @@ class HostPool:
         """Returns what another process on this machine needs to open the pool."""
         return PoolHandle(_boot_id(), os.getpid(), self.fd, os.fstat(self.fd).st_ino, self.num_blocks, self.slot_bytes)
 
-    def _touch_all(self) -> None:
-        """Faults in every page and requests huge pages, piece by piece, off the engine's thread.
+    def wait_until_touched(self, nbytes: int | None = None) -> bool:
+        """Waits until the background thread is done with the first ``nbytes``, or with all, and moves them no more.
+        Returns False if the pool is closed before."""
+        return self._toucher.wait(nbytes)
 
-        Both are optional: on a kernel that supports neither, ordinary pages are faulted in on first use.
-        """
-        madvise = ctypes.CDLL(None, use_errno=True).madvise
-        madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
-        start = self.data.ctypes.data
-        for offset in range(0, self.nbytes, _TOUCH_STEP):
-            size = min(_TOUCH_STEP, self.nbytes - offset)
-            if self._closing.is_set() or madvise(start + offset, size, _MADV_POPULATE_WRITE):
-                return
-            madvise(start + offset, size, _MADV_COLLAPSE)
-
-    def wait_until_touched(self) -> None:
-        """Waits for the background thread, so that a benchmark does not measure page faults."""
-        self._toucher.join()
+    def before_close(self, callback: Callable[[], object]) -> None:
+        """Calls ``callback`` at the begin of ``close``, while the memory is still mapped."""
+        self._before_close.append(callback)
 
     def close(self) -> None:
         """Frees the memory; arrays made from ``data`` keep it alive until they are deleted. May be called twice."""
-        if self._closing.is_set():
+        if self._is_closed:
             return
-        self._closing.set()
-        self._toucher.join(timeout=5.0)
+        self._is_closed = True
+        self._toucher.close()
+        for callback in self._before_close:
+            callback()
         self._map = np.empty(0, dtype=np.uint8)
         self.data = np.empty((0, self.slot_bytes), dtype=np.uint8)
         os.close(self.fd)

@@ -29,7 +29,7 @@ from kvoffload.connector.worker import Finished
 from kvoffload.testing.batching import STEP_S, Allocation, Batcher, Clock, Late
 from kvoffload.testing.content import Batch, EngineRequest, first_attended, sample
 from kvoffload.testing.device import BlockPool, DeviceCache
-from kvoffload.testing.ranks import ModelWatch, Rank, RankReports, WrongBytes
+from kvoffload.testing.ranks import InlineRank, ModelWatch, Rank, RankReports, WrongBytes
 from kvoffload.testing.scenario import Scenario, make_requests, random_groups
 from kvoffload.tiers.manager import WRITE_SHARE, TieredOffloadingManager
 
@@ -102,7 +102,8 @@ class _Results:
 class ModelEngine:
     """Runs a scenario. ``patch`` may change the engine and the connector's halves before the run, for instance to plant
     a bug. ``lower`` has the tiers below the host. ``clock`` continues from its present time. ``version`` is the version
-    of the weights at the start, and ``new_versions`` has the later ones, by default the numbers after it.
+    of the weights at the start, and ``new_versions`` has the later ones, by default the numbers after it. ``make_rank``
+    makes a rank from the scenario, the groups, its number and the chance that it carries out a copy at a tick.
 
     After ``run``: ``outputs`` has each finished request's tokens, ``hits`` is the number of tokens loaded from the
     host, and ``steps`` the number of steps. ``loaded_blocks`` and ``partial_loads`` count, per group, the device blocks
@@ -118,6 +119,7 @@ class ModelEngine:
         clock: Clock | None = None,
         version: int = 0,
         new_versions: Iterator[int] | None = None,
+        make_rank: Callable[[Scenario, Sequence[KVGroup], int, float], Rank] = InlineRank,
     ) -> None:
         self.scenario = s = scenario
         self.random = Random(s.seed)
@@ -128,7 +130,7 @@ class ModelEngine:
         self.cache = DeviceCache(self.groups, hash_block_size, BlockPool(s.num_device_blocks, s.prefix_caching))
         speeds = Random(s.seed)
         self.ranks = [
-            Rank(s, self.groups, rank, speeds.choice((0.1, 0.4, 1.0)) if rank else s.copy_chance)
+            make_rank(s, self.groups, rank, speeds.choice((0.1, 0.4, 1.0)) if rank else s.copy_chance)
             for rank in range(s.num_ranks)
         ]
         self.backend = HostBackend(max(group.block_tokens for group in self.groups), s.num_host_blocks)
@@ -245,6 +247,8 @@ class ModelEngine:
 
     def finish(self) -> None:
         """Lets transfers end, when no work is left. Raises Leak if something is still held."""
+        for rank in self.ranks:
+            rank.finish()
         self._settle()
         self._check_nothing_held()
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import queue
 import random
 import threading
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 from kvoffload.abc import ByteArray, Transfer, TransferResult, TransferSpec
 
@@ -22,8 +22,8 @@ class WrappedTransfer(Transfer):
     def poll(self, busy: bool) -> list[TransferResult]:
         return self.inner.poll(busy)
 
-    def wait(self, job_ids: Iterable[int]) -> None:
-        self.inner.wait(job_ids)
+    def wait(self, job_ids: Iterable[int], device_blocks: Collection[int] | None = None) -> None:
+        self.inner.wait(job_ids, device_blocks)
 
     def wait_any(self, timeout_s: float) -> None:
         self.inner.wait_any(timeout_s)
@@ -102,7 +102,7 @@ class SlowTransfer(WrappedTransfer):
         ended, self._ended = self._ended, []
         return ended
 
-    def wait(self, job_ids: Iterable[int]) -> None:
+    def wait(self, job_ids: Iterable[int], device_blocks: Collection[int] | None = None) -> None:
         for job_id in job_ids:
             if job_id in self._queued:
                 self._run(job_id)
@@ -142,7 +142,7 @@ class ThreadedTransfer(WrappedTransfer):
             ended, self._ended = self._ended, []
         return ended
 
-    def wait(self, job_ids: Iterable[int]) -> None:
+    def wait(self, job_ids: Iterable[int], device_blocks: Collection[int] | None = None) -> None:
         wanted = set(job_ids)
         with self._changed:
             self._changed.wait_for(lambda: self._open.isdisjoint(wanted))

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from random import Random
 
 import numpy as np
 
-from kvoffload.abc import ByteArray, KVGroup, PageGroup
+from kvoffload.abc import ByteArray, KVGroup, PageGroup, Transfer
 from kvoffload.connector.messages import StepMeta, WorkerReport
 from kvoffload.connector.worker import Finished, OffloadingConnectorWorker
 from kvoffload.host.pool import padded_slot_bytes
@@ -21,33 +22,16 @@ class WrongBytes(AssertionError):
     """A request has attended to KV that is not its own."""
 
 
-class Rank:
-    """One worker process: its share of the layers, its host pool and its half of the connector.
+class Rank(ABC):
+    """One worker process: its share of the layers, its host pool and its half of the connector. ``tick`` lets time pass
+    for its copies."""
 
-    All groups lie in the same memory, as an engine lays them out: a device block that goes from one group to another is
-    overwritten. ``copy_chance`` is the chance that its transfer carries out a copy at each tick.
-    """
-
-    def __init__(self, s: Scenario, groups: Sequence[KVGroup], number: int, copy_chance: float) -> None:
+    def __init__(self, number: int, host: ByteArray, transfer: Transfer, tick: Callable[[], None]) -> None:
         self.number = number
-        self._groups = groups
-        layers = [_layers_of(s, len(groups), g, number) for g in range(len(groups))]
-        memory = (max(map(len, layers)), s.num_device_blocks, max(group.device_block_size for group in groups))
-        self.memory: Words = np.zeros(memory, np.uint64)
-        self._pages = [self.memory[: len(own), :, : g.device_block_size] for g, own in zip(groups, layers, strict=True)]
-        self._salts = [
-            to_words([_salt(number, g, layer) for layer in own]).reshape(-1, 1) for g, own in enumerate(layers)
-        ]
-        page_groups = [
-            PageGroup(list(pages.view(np.uint8)), group.block_size_factor)
-            for group, pages in zip(groups, self._pages, strict=True)
-        ]
-        slot_bytes = padded_slot_bytes(max(group.block_bytes for group in page_groups))
-        self.host: ByteArray = np.zeros((s.num_host_blocks, slot_bytes), dtype=np.uint8)
-        seed = s.seed + (number << 40)
-        self.failing = FailingTransfer(InlineTransfer(page_groups, self.host), s.copy_failure_rate, seed)
-        self.transfer = SlowTransfer(self.failing, seed + 1, copy_chance)
-        self.worker = OffloadingConnectorWorker(self.transfer)
+        self.host = host
+        self.transfer = transfer
+        self.worker = OffloadingConnectorWorker(transfer)
+        self.tick = tick
         self.loads = 0
         """Loads that went well here."""
 
@@ -56,8 +40,8 @@ class Rank:
         if loads_first:
             self.worker.start_loads(meta)
         for request, n in batch:
-            self.transfer.tick()
-            self._compute(request, request.num_computed_tokens - n, request.num_computed_tokens)
+            self.tick()
+            self.compute(request, request.num_computed_tokens - n, request.num_computed_tokens)
         if not loads_first:
             self.worker.start_loads(meta)
         self.worker.end_step(meta)
@@ -65,8 +49,44 @@ class Rank:
         self.loads += len(finished.loaded - finished.failed.keys())
         return finished, self.worker.take_report()
 
-    def _compute(self, request: EngineRequest, start: int, end: int) -> None:
-        """Checks every byte that the tokens from ``start`` to ``end`` attend to, and writes their own."""
+    @abstractmethod
+    def compute(self, request: EngineRequest, start: int, end: int) -> None:
+        """Checks every byte that the tokens from ``start`` to ``end`` attend to, and writes their own. Both may happen
+        later, as on a device, but with the tokens and device blocks of now."""
+
+    def finish(self) -> None:
+        """Lets everything end that the rank has begun. Called when all requests have ended."""
+
+
+class InlineRank(Rank):
+    """A rank that computes and copies at once. All groups lie in the same memory, as an engine lays them out: a device
+    block that goes from one group to another is overwritten. ``copy_chance`` is the chance that its transfer carries
+    out a copy at each tick.
+    """
+
+    def __init__(self, s: Scenario, groups: Sequence[KVGroup], number: int, copy_chance: float) -> None:
+        self._groups = groups
+        layers = [layers_of(s, len(groups), g, number) for g in range(len(groups))]
+        memory = (max(map(len, layers)), s.num_device_blocks, max(group.device_block_size for group in groups))
+        self._memory: Words = np.zeros(memory, np.uint64)
+        self._pages = [
+            self._memory[: len(own), :, : g.device_block_size] for g, own in zip(groups, layers, strict=True)
+        ]
+        self._salts = [
+            to_words([salt(number, g, layer) for layer in own]).reshape(-1, 1) for g, own in enumerate(layers)
+        ]
+        page_groups = [
+            PageGroup(list(pages.view(np.uint8)), group.block_size_factor)
+            for group, pages in zip(groups, self._pages, strict=True)
+        ]
+        slot_bytes = padded_slot_bytes(max(group.block_bytes for group in page_groups))
+        host: ByteArray = np.zeros((s.num_host_blocks, slot_bytes), dtype=np.uint8)
+        seed = s.seed + (number << 40)
+        failing = FailingTransfer(InlineTransfer(page_groups, host), s.copy_failure_rate, seed)
+        transfer = SlowTransfer(failing, seed + 1, copy_chance)
+        super().__init__(number, host, transfer, transfer.tick)
+
+    def compute(self, request: EngineRequest, start: int, end: int) -> None:
         for g, (group, pages, salts) in enumerate(zip(self._groups, self._pages, self._salts, strict=True)):
             if not len(pages):
                 continue
@@ -92,8 +112,8 @@ class Rank:
         )
 
 
-def _layers_of(s: Scenario, num_groups: int, g: int, rank: int) -> list[int]:
-    """The layers of group ``g`` that ``rank`` holds: all, or those of its stretch of the model."""
+def layers_of(s: Scenario, num_groups: int, g: int, rank: int) -> list[int]:
+    """Returns the layers of group ``g`` that ``rank`` holds: all, or those of its stretch of the model."""
     total = s.num_layers * num_groups
     if not s.tensor_parallel and s.num_ranks > total:
         raise ValueError(f"{total} layers are too few for {s.num_ranks} ranks")
@@ -101,7 +121,8 @@ def _layers_of(s: Scenario, num_groups: int, g: int, rank: int) -> list[int]:
     return [layer for layer in range(s.num_layers) if s.tensor_parallel or depth[layer] * s.num_ranks // total == rank]
 
 
-def _salt(rank: int, g: int, layer: int) -> int:
+def salt(rank: int, g: int, layer: int) -> int:
+    """Returns what the words of a layer differ in from those of all other layers and ranks."""
     return int.from_bytes(digest(f"{rank}/{g}/{layer}".encode()), "little")
 
 

@@ -27,7 +27,7 @@ from kvoffload.testing.tiers import SteppedExecutor
 from kvoffload.tiers.disk.format import is_block_file
 from kvoffload.tiers.disk.journal import journal_bytes, num_entries_for
 from kvoffload.tiers.disk.slabs import FIXED_BYTES, SLAB_OVERHEAD_BYTES, slot_cost
-from kvoffload.tiers.shared_dir.seats import HEARTBEAT_BYTES, SILENT_S, Machine, seat_number
+from kvoffload.tiers.shared_dir.seats import HEARTBEAT_BYTES, HEARTBEAT_NAME, SILENT_S, Machine, seat_number
 from kvoffload.tiers.shared_dir.tier import STOP_S, SharedDirTier
 
 GONE_AFTER_S = 200.0
@@ -201,16 +201,22 @@ class SharedFolderMedium(SharedMedium):
         if not any(connection.has_seat for connection in alive):
             return
         servers.pass_time(2 * (GONE_AFTER_S + SILENT_S))
-        # A living server keeps the lock of a seat that it has lost until it has a new one.
+        # A living server keeps the lock of a seat that it has lost until it uses a new one.
         owned = {connection.seat for connection in alive}
         for name, seat in self._seats().items():
-            if name in owned:
+            if name in owned or self._beats(seat):
                 continue
             folders = [node for node in seat.entries.values() if isinstance(node, Folder)]
             left = [file for folder in folders for file in folder.entries if is_block_file(file)]
             if left:
                 raise Leak(f"{name} has no server any more, and still has {sorted(left)}")
             self.injected["seats that came back"] += 1
+
+    def _beats(self, seat: Folder) -> bool:
+        """Returns whether a server keeps the seat: the one that it uses, or one that it will use from the next request
+        on."""
+        heartbeat = seat.entries.get(HEARTBEAT_NAME)
+        return isinstance(heartbeat, Inode) and self._clock() - heartbeat.modified < SILENT_S
 
     def counts(self) -> Counter[str]:
         return self.injected + Counter({"seats": len(self._seats())})
@@ -223,7 +229,7 @@ class FolderConnection(Connection):
         rng = self.random = Random(f"mount {server.life.scenario.seed}")
         self.medium = medium
         self.server = server
-        self.is_dead = False
+        self.is_dead = self.is_closed = False
         self.tier: SharedDirTier | None = None
         mount = Mount(
             attributes_s=rng.choice((0.0, 0.003, 0.05, 3.0, 60.0)),
@@ -247,7 +253,7 @@ class FolderConnection(Connection):
     @property
     def has_seat(self) -> bool:
         """Whether the server lives and believes that it has a seat."""
-        return self.tier is not None and not self.is_dead and not self.tier.seat.is_lost
+        return self.tier is not None and not (self.is_dead or self.is_closed or self.tier.seat.is_lost)
 
     @property
     def seat(self) -> str:
@@ -351,6 +357,7 @@ class FolderConnection(Connection):
         self.client.cut_off(float("-inf"))
 
     def closed(self) -> None:
+        self.is_closed = True
         if self.server.executor.idle and self.client.handles:
             raise Leak(f"{len(self.client.handles)} files are open after the shutdown")
 

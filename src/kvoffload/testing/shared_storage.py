@@ -10,7 +10,9 @@ What a client sees of another's work, as of a Linux client without delegations:
 - direct reads and writes reach the server at once, ``transfer_bytes`` at a time, so a reader may see half of a write;
 - a file that one client removes is gone for the others, whose handles end in ESTALE; if the client itself has it open,
   it gets another name and takes room until it is closed, and for good if the client is killed;
-- the lock of a client that was killed, or cut off, is free after ``lease_s``.
+- a lock belongs to the open file that took it, as ``flock`` has it: a client excludes itself, and closing another of
+  its open files frees nothing;
+- the lock of a client that was killed, or cut off, is free after ``lease_s``. The client does not notice.
 
 ``tests/tools/test_nfs_guest.py`` runs the same checks on a real mount. All time is simulated, one seed replays a run.
 """
@@ -123,8 +125,9 @@ class NfsServer:
         return sum(self.held_bytes(node) if isinstance(node, Folder) else len(node.data) for node in nodes)
 
     def take_lock(self, inode: Inode, client: NfsClient) -> bool:
-        owner, until = self.locks.get(inode, (client, 0.0))
-        if owner is not client and until > self.clock():
+        """Gives the lock to a client that does not hold it, unless another one does. Returns whether it did."""
+        _, until = self.locks.get(inode, (client, 0.0))
+        if until > self.clock():
             return False
         self.locks[inode] = (client, float("inf"))
         return True
@@ -173,6 +176,8 @@ class NfsClient:
         self.mount = mount
         self.random = Random(seed)
         self.handles: dict[NfsFile, Inode] = {}
+        self.locked: set[Inode] = set()
+        """Files that are locked here, as far as the client knows."""
         self._pause = pause
         self._stall = stall
         self._dead = False
@@ -221,6 +226,21 @@ class NfsClient:
         for inode, (owner, until) in self.server.locks.items():
             if owner is self:
                 self.server.locks[inode] = (self, min(until, self.server.clock() + self.mount.lease_s))
+
+    def lock(self, inode: Inode) -> bool:
+        """Locks a file for one more of the client's open files. Returns False if another open file has the lock, here
+        or elsewhere."""
+        if inode in self.locked or not self.server.take_lock(inode, self):
+            return False
+        self.locked.add(inode)
+        return True
+
+    def unlock(self, inode: Inode) -> None:
+        """Gives up a lock that was taken here, and that another client may have by now."""
+        self.locked.discard(inode)
+        locks = self.server.locks
+        if locks.get(inode, (None, 0.0))[0] is self:
+            del locks[inode]
 
     def tick(self) -> None:
         """Sends buffered writes that are old, and some others."""
@@ -414,15 +434,17 @@ class NfsStorage(Storage):
             raise ConfigError(f"{'/'.join(self._path)}: another client has locked it")
 
     def try_lock(self) -> bool:
+        if self._locked is not None:
+            return True
         client = self.client
         folder = self._folder("")
         client.access()
         inode = folder.entries.setdefault(LOCK_NAME, client.server.new_file())
         client.forget_entries(folder, LOCK_NAME)
         assert isinstance(inode, Inode)
-        if client.server.take_lock(inode, client):
+        if client.lock(inode):
             self._locked = inode
-        return self._locked is inode
+        return self._locked is not None
 
     def folders(self) -> list[str]:
         folder = self._folder("")
@@ -498,10 +520,9 @@ class NfsStorage(Storage):
         return max(0, self.client.server.capacity_bytes - self.client.server.used_bytes)
 
     def close(self) -> None:
-        locks = self.client.server.locks
-        if self._locked is not None and locks.get(self._locked, (None, 0.0))[0] is self.client:
-            del locks[self._locked]
-        self._locked = None
+        inode, self._locked = self._locked, None
+        if inode is not None:
+            self.client.unlock(inode)
 
     def _check_writable(self) -> None:
         if self._read_only:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -78,7 +78,7 @@ class InlineTransfer(Transfer):
         results, self._results = self._results, []
         return results
 
-    def wait(self, job_ids: Iterable[int]) -> None:
+    def wait(self, job_ids: Iterable[int], device_blocks: Collection[int] | None = None) -> None:
         wanted = set(job_ids)
         for queue in (self._loads, self._stores):
             for job in [job for job in queue if job.job_id in wanted]:

@@ -27,11 +27,13 @@ from kvoffload.host.pool import HostPool
 from kvoffload.observe.server import RecordServer
 from kvoffload.tiers.manager import TieredOffloadingManager
 from kvoffload.vllm import versions
+from kvoffload.vllm.cuda import numa_node
 from kvoffload.vllm.events import EventTranslator
 from kvoffload.vllm.fingerprint import describe_parts, fingerprint_parts
 from kvoffload.vllm.layout import EngineLayout, RankInfo
 from kvoffload.vllm.metrics import KVOffloadPromMetrics, KVOffloadStats
-from kvoffload.vllm.pages import make_transfer, page_format, page_groups
+from kvoffload.vllm.nesting import required_layout
+from kvoffload.vllm.pages import log_layout, make_transfer, page_format, page_groups
 from kvoffload.vllm.versions import KVConnectorTransferResults
 from kvoffload.vllm.weights import watch_weights
 
@@ -177,18 +179,17 @@ class KVOffloadConnector(KVConnectorBase_V1, SupportsHMA):
 
     @classmethod
     def get_required_kvcache_layout(cls, vllm_config: VllmConfig) -> str | None:
-        """Layers outermost, then blocks: the page of a block in a layer is one run of bytes. All versions of vLLM know
-        this name."""
-        return "HND"
+        return required_layout(vllm_config)
 
     # Worker side.
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         # This refuses a layout that is not served, before any memory is allocated.
         groups = page_groups(self.layout, kv_caches)
+        log_layout(versions.kv_cache_layout(self._vllm_config), groups)
         layers = self._vllm_config.compilation_config.static_forward_context
         self._formats = {name: page_format(layers[name], cache) for name, cache in kv_caches.items()}
-        self._pool = HostPool(self.layout.count_blocks(), self.layout.slot_bytes)
+        self._pool = HostPool(self.layout.count_blocks(), self.layout.slot_bytes, numa_node(groups))
         self._worker = OffloadingConnectorWorker(make_transfer(groups, self._pool))
 
     def unregister_kv_caches(self) -> None:

@@ -23,9 +23,10 @@ from kvoffload.digests import DigestCache
 from kvoffload.fingerprints import files_fingerprint, find_model_dir, has_weights, is_commit
 from kvoffload.tiers.identity import MODEL, digest
 from kvoffload.vllm import versions
+from kvoffload.vllm.nesting import page_layout
 
 if TYPE_CHECKING:
-    from vllm.config import LoadConfig, ModelConfig, VllmConfig
+    from vllm.config import CacheConfig, LoadConfig, ModelConfig, VllmConfig
 
     from kvoffload.config import OffloadConfig
     from kvoffload.vllm.layout import EngineLayout, RankInfo
@@ -83,6 +84,8 @@ HASHED = ("attention_config", "kernel_config", "engram_config", "lora_config")
 """Configurations of vLLM whose own hashes count as a whole."""
 BESIDE_COMPUTING = re.compile(r"_(HOST|PORT|IPS?|TIMEOUT|LOG|RAY)(_|$)")
 """Matches names of environment variables that concern communication, timeouts and logs, not what is computed."""
+LAYOUT_VARIABLE = "VLLM_KV_CACHE_LAYOUT"
+"""An environment variable whose effect counts instead of its value: the layout that vLLM has chosen."""
 REPOSITORY = re.compile(r"[\w.-]+/[\w.-]+")
 """The form in which a model's configuration names another model."""
 
@@ -139,12 +142,13 @@ def fingerprint_parts(vllm_config: VllmConfig, layout: EngineLayout, infos: Sequ
         "dtype": str(model.dtype),
         "quantization": str(model.quantization),
         "cache_dtype": str(cache.cache_dtype),
-        "cache": _vllm_hash(cache),
+        "cache": _vllm_hash(_with_page_layout(cache)),
         "cache_toggles": [getattr(cache, name, None) for name in CACHE_TOGGLES],
         **{name: _vllm_hash(getattr(vllm_config, name, None)) for name in HASHED},
         "additional": _plain(getattr(vllm_config, "additional_config", None)),
         "environment": _same_everywhere(_environment),
-        "layout": str(getattr(cache, "kv_cache_layout", None)),
+        # The order of layers and blocks does not change pages.
+        "layout": str(page_layout(versions.kv_cache_layout(vllm_config))),
         "groups": [repr(group) for group in layout.kv_groups],
         "ranks": [list(map(list, info.layers)) for info in infos],
         "parallel": [parallel.tensor_parallel_size, parallel.pipeline_parallel_size],
@@ -161,7 +165,11 @@ def describe_parts(vllm_config: VllmConfig, layout: EngineLayout, parts: Mapping
     tensor, pipeline = parts["parallel"]
     engine, *libraries = parts["engine"]
     # Names alone: a value may be a secret, and others read this.
-    variables = [name for name in os.environ if name.startswith("VLLM_") and f'"{name}"' in parts["environment"]]
+    variables = [
+        name
+        for name in os.environ
+        if name.startswith("VLLM_") and name != LAYOUT_VARIABLE and f'"{name}"' in parts["environment"]
+    ]
     described = {
         MODEL: _model_name(vllm_config.model_config.model),
         "dtype": parts["dtype"].removeprefix("torch."),
@@ -276,6 +284,16 @@ def _texts(described: Any) -> Iterator[str]:
             yield from _texts(value)
 
 
+def _with_page_layout(cache: CacheConfig) -> CacheConfig:
+    """Returns ``cache`` as if layers were outermost in memory: the order of layers and blocks does not change pages."""
+    layout = getattr(cache, "kv_cache_layout", None)
+    if page_layout(layout) == layout:
+        return cache
+    config = copy.copy(cache)
+    config.kv_cache_layout = page_layout(layout)
+    return config
+
+
 def _multimodal(model: ModelConfig) -> list[Any] | None:
     """Returns the settings that determine how the model sees images, videos and audio."""
     config = model.multimodal_config
@@ -345,7 +363,7 @@ def _installed() -> list[str]:
 def _environment() -> dict[str, Any]:
     """Returns vLLM's environment variables that may change how something is computed."""
     return {
-        name: value
+        name: None if name == LAYOUT_VARIABLE else value
         for name, value in envs.compile_factors().items()
         if name.startswith("VLLM_") and not BESIDE_COMPUTING.search(name)
     }

@@ -28,7 +28,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class GroupLayout:
-    """One KV cache group as this rank sees it: its layers, and the bytes of one device block in each of them."""
+    """One KV cache group as this rank sees it: its layers, and the bytes of one device block in each of them, without
+    those that vLLM appends to make pages equally large."""
 
     group: KVGroup
     layer_names: tuple[str, ...]
@@ -128,7 +129,7 @@ def _group_layout(config: OffloadConfig, spec: KVCacheSpec, names: tuple[str, ..
         attention_chunk=chunk,
         draft=draft,
     )
-    return GroupLayout(group, names, tuple(specs[name].page_size_bytes for name in names), spec)
+    return GroupLayout(group, names, tuple(specs[name].unpadded_page_size_bytes for name in names), spec)
 
 
 def _draft_groups(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> set[int]:

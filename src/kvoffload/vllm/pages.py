@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -9,17 +10,21 @@ import torch
 
 from kvoffload.abc import ConfigError, PageGroup, Transfer
 from kvoffload.host.pool import HostPool
+from kvoffload.transfer.cuda.pages import page_table
 from kvoffload.transfer.inline import InlineTransfer
 
 if TYPE_CHECKING:
     from kvoffload.vllm.layout import EngineLayout
 
+logger = logging.getLogger(__name__)
+
 
 def page_view(name: str, cache: torch.Tensor, num_blocks: int, page_bytes: int) -> torch.Tensor:
     """Returns the bytes of one layer's cache as uint8 of shape (num_blocks, page_bytes), without copying.
 
-    The first dimension of ``cache`` counts blocks, or equal parts of blocks. Raises ConfigError unless the strides make
-    every block one run of exactly ``page_bytes`` bytes.
+    The first dimension of ``cache`` counts blocks, or equal parts of blocks. There may be other bytes between blocks:
+    pages of other layers, or padding. Raises ConfigError unless the strides make every block one run of exactly
+    ``page_bytes`` bytes.
     """
     parts, rest = divmod(cache.shape[0], num_blocks)
     part_items = cache[0].numel() if cache.shape[0] else 0
@@ -30,8 +35,8 @@ def page_view(name: str, cache: torch.Tensor, num_blocks: int, page_bytes: int) 
     if rest or span != part_items or not whole_parts or part_items * parts * item != page_bytes:
         raise ConfigError(
             f"KV cache of layer {name}, shape {tuple(cache.shape)}, strides {cache.stride()}, {cache.dtype}: its "
-            f"{num_blocks} blocks are not whole pages of {page_bytes} bytes each; kvoffload serves no padded pages, "
-            "and only KV cache layouts in which a block's page in a layer is one piece: unset VLLM_KV_CACHE_LAYOUT"
+            f"{num_blocks} blocks are not whole pages of {page_bytes} bytes each; kvoffload serves only KV cache "
+            "layouts in which a block's page in a layer is one piece: unset VLLM_KV_CACHE_LAYOUT"
         )
     storage = cache.untyped_storage()
     view = torch.empty(0, dtype=torch.uint8, device=cache.device)
@@ -65,11 +70,21 @@ def page_groups(layout: EngineLayout, kv_caches: Mapping[str, torch.Tensor]) -> 
     return groups
 
 
+def log_layout(name: str | None, groups: list[PageGroup]) -> None:
+    """Logs into how many pieces of memory ``name``, vLLM's KV cache layout, divides the blocks of each group."""
+    pieces = sorted({len(page_table(group).runs) for group in groups if group.views})
+    logger.info(
+        "kvoffload: KV cache layout %s: a device block is %s",
+        name or "of vLLM",
+        "one piece of memory" if pieces == [1] else f"in {' or '.join(map(str, pieces))} pieces of memory",
+    )
+
+
 def make_transfer(groups: list[PageGroup], pool: HostPool) -> Transfer:
     """Returns the transfer between the pages of ``groups`` and the slots of ``pool``, for the device of the pages."""
     if any(view.device.type == "cuda" for group in groups for view in group.views):
-        from kvoffload.transfer.cuda.transfer import CudaTransfer
+        from kvoffload.vllm.cuda import make_cuda_transfer
 
-        return CudaTransfer(groups, pool.data)
+        return make_cuda_transfer(groups, pool.data, pool)
     arrays = [PageGroup([view.numpy() for view in group.views], group.factor) for group in groups]
     return InlineTransfer(arrays, pool.data)

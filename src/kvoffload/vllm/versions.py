@@ -43,6 +43,7 @@ SINCE = {
     "prefix_cacheable": "0.29",
     "resolve_none_hash_seed": "0.29",
     "restore_kv_caches": "0.33",
+    "supported_kv_cache_layouts": "0.29",
     "to_event_extra_keys": "0.31",
     "unregister_kv_caches": "0.33",
 }
@@ -131,6 +132,12 @@ def hash_block_size(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> 
     """Returns the number of tokens that one block hash covers."""
     known = attribute(kv_cache_config, "hash_block_size")
     return int(known or resolve_kv_cache_block_sizes(kv_cache_config, vllm_config)[1])
+
+
+def kv_cache_layout(vllm_config: VllmConfig) -> str | None:
+    """Returns the name of the order in which the KV cache lies in memory, or None in versions that do not name it."""
+    layout = attribute(vllm_config.cache_config, "kv_cache_layout")
+    return None if layout is None else str(layout)
 
 
 def expected_hash_root(vllm_config: VllmConfig) -> bytes | None:

@@ -23,6 +23,7 @@ from kvoffload.tiers.disk.storage import StoredFile
 from kvoffload.tiers.shared_dir import followers, reads
 from kvoffload.tiers.shared_dir.background import REST_S
 from kvoffload.tiers.shared_dir.foreign import IDLE_S
+from kvoffload.tiers.shared_dir.seats import Machine, take_seat
 from kvoffload.tiers.shared_dir.tier import BAD_S, GONE_S, SharedDirTier
 from kvoffload.tiers.shared_dir.writer import LOOK_AROUND_S
 from tests.tiers.shared_dir.rig import FINGERPRINT, PAGE, Server, capacity, content, key
@@ -462,6 +463,54 @@ def test_a_failing_medium_costs_the_blocks_and_raises_nothing(serve: Serve, tmp_
     assert two.write(3) == [3], "its own files are open"
     Failing.broken = False
     two.background()
+
+
+class FailingSeats(DirectoryStorage):
+    """A shared directory in which one method of every seat fails."""
+
+    fails = ""
+
+    def child(self, name: str) -> DirectoryStorage:
+        return FailingSeats(self.path / name) if name.startswith("writer-") else DirectoryStorage(self.path / name)
+
+    def folders(self) -> list[str]:
+        self._fail("folders")
+        return super().folders()
+
+    def try_lock(self) -> bool:
+        self._fail("try_lock")
+        return super().try_lock()
+
+    def _fail(self, name: str) -> None:
+        if self.path.name.startswith("writer-") and name == FailingSeats.fails:
+            raise os_error(errno.EIO)
+
+
+def test_a_seat_that_cannot_be_listed_is_not_kept_locked(
+    serve: Serve, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = serve()
+    one.write(1)
+    one.tier.close()
+    root = FailingSeats(tmp_path / "shared")
+    monkeypatch.setattr(FailingSeats, "fails", "folders")
+    seat = take_seat(root, FINGERPRINT, Machine.this(), os.urandom)
+    assert (seat.name, seat.is_new) == ("writer-1", True)
+    two = serve()
+    assert two.tier.seat.name == "writer-0"
+    assert two.read(1) == {1: None}
+    seat.storage.close()
+    root.close()
+
+
+def test_a_lock_that_fails_leaves_no_open_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    root = FailingSeats(tmp_path)
+    monkeypatch.setattr(FailingSeats, "fails", "try_lock")
+    before = os.listdir("/proc/self/fd")
+    with pytest.raises(OSError, match="Input/output error"):
+        take_seat(root, FINGERPRINT, Machine.this(), os.urandom)
+    assert os.listdir("/proc/self/fd") == before
+    root.close()
 
 
 def test_a_file_system_without_locks_is_refused(tmp_path: Path) -> None:

@@ -298,9 +298,9 @@ def _choose(
     names = seat_names(root)
     try:
         for name in names:
-            storage = _adopt(root, name, machine, now) if name not in unusable else None
-            if storage is not None:
-                found.append((name, storage, fingerprint in storage.folders()))
+            adopted = _adopt(root, name, fingerprint, machine, now) if name not in unusable else None
+            if adopted is not None:
+                found.append((name, *adopted))
         found.sort(key=lambda each: not each[2])
         if found:
             name, storage, _ = found.pop(0)
@@ -311,14 +311,19 @@ def _choose(
     for number in range(MAX_SEATS):
         if seat_name(number) not in names:
             storage = root.child(seat_name(number))
-            if storage.try_lock():
-                return seat_name(number), storage, True
+            try:
+                if storage.try_lock():
+                    return seat_name(number), storage, True
+            except BaseException:
+                storage.close()
+                raise
             storage.close()
     raise ConfigError(f"{MAX_SEATS} servers use it already, the most that there can be; name another directory")
 
 
-def _adopt(root: Storage, name: str, machine: Machine, now: float) -> Storage | None:
-    """Returns the seat's storage, locked, if this process may have it."""
+def _adopt(root: Storage, name: str, fingerprint: str, machine: Machine, now: float) -> tuple[Storage, bool] | None:
+    """Returns the seat's storage, locked, and whether it has a folder of ``fingerprint``. Returns None if this process
+    may not have the seat, or cannot use it."""
     try:
         storage = root.child(name)
     except (OSError, ConfigError) as error:
@@ -328,7 +333,7 @@ def _adopt(root: Storage, name: str, machine: Machine, now: float) -> Storage | 
         if storage.try_lock():
             seen = look(storage)
             if seen is None or _may_be_adopted(seen, machine, now):
-                return storage
+                return storage, fingerprint in storage.folders()
     except OSError as error:
         storage.close()
         if error.errno in NO_LOCK_ERRORS:

@@ -271,7 +271,7 @@ class SharedDirTier(Tier):
         if self.seat.is_lost and self._follower.own is not None:
             self._give_up()
         results, foreign = self.own.poll(), self._reads.take_done()
-        if self._state is _State.LOST and self._renewal.is_ready and not self.own.has_jobs:
+        if self._state is _State.LOST and not self.own.has_jobs:
             self._use_new_seat()
         failed = [result for result in foreign if not result.ok]
         self._hidden.add([result.key for result in failed if result.error is TierError.CORRUPT], BAD_S)
@@ -295,8 +295,12 @@ class SharedDirTier(Tier):
         )
 
     def _use_new_seat(self) -> None:
+        """Uses the seat that was taken in the background, if there is one."""
+        writer = self._renewal.take(self._writer)
+        if writer is None:
+            return
         self._num_evicted_before += self.own.num_evicted
-        self._writer = self._renewal.take(self._writer)
+        self._writer = writer
         self._follower.move(self._writer.root, self.seat.name)
         self._state = _State.SERVING
         logger.warning("kvoffload: shared directory: this server writes into %s from now on", self.seat.name)

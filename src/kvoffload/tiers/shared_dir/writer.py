@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import logging
+import threading
 from collections.abc import Callable
 
 from kvoffload.abc import ConfigError
@@ -99,22 +100,26 @@ class Renewal:
     def __init__(self, open_writer: Callable[[Storage], Writer], clock: Callable[[], float]) -> None:
         self._open_writer = open_writer
         self._rest = Rest(clock)
+        self._lock = threading.Lock()
+        """Held while the new writer is taken or dropped."""
         self._next: Writer | None = None
         self._replaced: Writer | None = None
         """A writer whose files are to be closed."""
 
-    @property
-    def is_ready(self) -> bool:
-        """Whether there is a new writer, and the files of the one before the last are closed."""
-        return self._next is not None and self._replaced is None
-
     def work(self, lost: Writer | None) -> None:
-        """Opens a writer in place of ``lost``, if it is not None, and closes the files of one that was replaced."""
-        if self._replaced is not None:
-            self._replaced.own.files.close()
-            self._replaced = None
+        """Opens a writer in place of ``lost``, keeps it until it is taken, and closes the files of one that was
+        replaced. With None no other writer is needed."""
+        if self._close_replaced():
             return  # ``lost`` may be the one that was replaced.
-        if lost is None or self._next is not None or self._replaced is not None or not self._rest.is_over:
+        opened = self._next
+        if opened is not None:
+            # A server without requests may not take it for hours. Without a heartbeat it would look like a seat whose
+            # server is gone, and on a mount without common locks another server would adopt or empty it.
+            opened.keep()
+            if lost is None or opened.seat.is_lost:
+                self._drop(opened)
+            return
+        if lost is None or self._replaced is not None or not self._rest.is_over:
             return
         with self._rest.after():
             try:
@@ -127,17 +132,37 @@ class Renewal:
             except (OSError, ConfigError) as error:
                 logger.debug("kvoffload: shared directory: no new seat (%s)", error)
 
-    def take(self, lost: Writer) -> Writer:
-        """Returns the new writer. ``lost`` has no jobs under way, and is not used any more."""
-        writer = self._next
-        assert writer is not None
-        # In this order, so that ``work`` sees at any time that ``lost`` needs no other writer.
-        self._replaced, self._next = lost, None
+    def _close_replaced(self) -> bool:
+        """Closes the files of a writer that was replaced. Returns whether there was one."""
+        if self._replaced is None:
+            return False
+        self._replaced.own.files.close()
+        self._replaced = None
+        return True
+
+    def _drop(self, opened: Writer) -> None:
+        """Closes a writer, unless it was taken meanwhile."""
+        with self._lock:
+            if self._next is not opened:
+                return
+            self._next = None
+        opened.end()
+        opened.own.files.close()
+        opened.root.close()
+
+    def take(self, lost: Writer) -> Writer | None:
+        """Returns the new writer in place of ``lost``, which has no jobs under way and is not used any more. Returns
+        None if there is none yet, or if the files of the one before ``lost`` are not closed."""
+        with self._lock:
+            writer = self._next
+            if writer is None or self._replaced is not None:
+                return None
+            # In this order, so that ``work`` sees at any time that ``lost`` needs no other writer.
+            self._replaced, self._next = lost, None
         return writer
 
     def close(self) -> None:
         """Closes what was opened and is not used."""
-        self.work(None)
+        self._close_replaced()
         if self._next is not None:
-            self._next.own.files.close()
-            self._next.root.close()
+            self._drop(self._next)

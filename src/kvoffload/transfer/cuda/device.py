@@ -56,10 +56,6 @@ class Device(ABC):
         """Returns whether the device has reached ``event``."""
 
     @abstractmethod
-    def sleep_until_done(self, event: Event) -> None:
-        """Returns when the device has reached ``event``. Meanwhile other Python threads run."""
-
-    @abstractmethod
     def seconds_between(self, start: Event, end: Event) -> float:
         """Returns the time between two events that the device has reached."""
 

@@ -1,222 +1,187 @@
-"""Copies between CUDA device blocks and the host pool: one stream per direction, events, batched copies."""
+"""Copies between the blocks of a CUDA device and the host pool, planned and issued by a thread of their own."""
 
 from __future__ import annotations
 
-import contextlib
 import logging
-import math
+import threading
 import time
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
-from itertools import pairwise
-from typing import Any
+from collections.abc import Collection, Iterable, Sequence
 
-import torch
+import numpy as np
 
-from kvoffload.abc import ByteArray, PageGroup, Transfer, TransferResult, TransferSpec
-from kvoffload.transfer.copies import CopyList, copy_lists
+from kvoffload.abc import ByteArray, Transfer, TransferResult, TransferSpec
+from kvoffload.transfer.cuda.copier import Copier, Submitted
+from kvoffload.transfer.cuda.device import Device
+from kvoffload.transfer.cuda.pages import PageTable
+from kvoffload.transfer.cuda.rows import Point
+from kvoffload.transfer.cuda.slots import HostSlots, Registration
+from kvoffload.units import format_bytes
 
 logger = logging.getLogger(__name__)
 
-STAGING_BYTES = 64 << 20
-"""Device memory per direction in which blocks are gathered or scattered."""
-POLL_EVERY_S = 50e-6
+MIN_PAUSE_S, MAX_PAUSE_S = 100e-6, 2e-3
+"""How long the thread sleeps between two looks at chunks in flight. The pause doubles while nothing ends."""
 CLOSE_DEADLINE_S = 5.0
-"""How long ``close`` waits for copies in progress."""
+"""How long ``close`` waits for the thread and for copies in progress."""
 
-
-@dataclass(slots=True)
-class _Job:
-    nbytes: int
-    is_store: bool
-    start: torch.cuda.Event
-    end: torch.cuda.Event
-    keep: list[torch.Tensor] = field(default_factory=list)
-    """Tensors that the stream still reads."""
+_ABANDONED: list[object] = []
+"""Memory that copies may still use after a ``close`` that has reached its deadline."""
 
 
 class CudaTransfer(Transfer):
-    """Gathers or scatters up to STAGING_BYTES of pages with one kernel, and copies over the bus block by block.
+    """Gathers blocks of several jobs and groups into chunks, and copies each chunk over the bus with one call.
 
-    The views of ``groups`` are torch tensors of bytes on one CUDA device, with contiguous pages. ``pool_data`` is
-    registered with CUDA, so that copies are asynchronous and need no bounce buffer; if that fails, copies still work,
-    but slower. Stores wait for the device work issued before they were submitted, loads for the work issued before
-    the current forward pass.
-    """
+    ``tables`` say where the pages of each group are; ``device`` was made for the same groups. ``submit``,
+    ``before_forward`` and ``poll`` only pass jobs and results on, a thread plans and issues the copies. ``wait`` issues
+    the rows that a fence needs itself. With ``with_thread`` False the caller calls ``advance`` instead of the thread.
+    ``poll`` raises the error of a device that has failed. ``close`` closes the device too, and releases the
+    registration."""
 
-    def __init__(self, groups: Sequence[PageGroup], pool_data: ByteArray) -> None:
-        self._groups = list(groups)
-        self._device = next(view for group in groups for view in group.views).device
-        self._layers = [as_words(group.views) if group.views else [] for group in groups]
-        host = torch.from_numpy(pool_data)
-        self._host = [
-            host[:, : group.block_bytes].unflatten(1, (group.factor, group.device_block_bytes)) for group in groups
-        ]
-        self._registered = self._register(host)
-        self._streams = {is_store: torch.cuda.Stream(self._device) for is_store in (False, True)}
-        staging_bytes = max(STAGING_BYTES, *(group.device_block_bytes for group in groups))
-        self._staging = {
-            is_store: torch.empty(staging_bytes, dtype=torch.uint8, device=self._device) for is_store in (False, True)
-        }
-        self._before_forward = self._record(torch.cuda.current_stream(self._device))
-        self._jobs: dict[int, _Job] = {}
-        self._results: list[TransferResult] = []
-
-    def _register(self, host: torch.Tensor) -> int | None:
-        address = host.data_ptr()
-        error = torch.cuda.cudart().cudaHostRegister(address, host.numel(), 0)
-        if int(error) != 0:
-            logger.warning(
-                "kvoffload: CUDA cannot register the host pool (error %s); copies will be slower. "
-                "Raise the locked-memory limit (ulimit -l unlimited)",
-                error,
+    def __init__(
+        self,
+        tables: Sequence[PageTable],
+        pool_data: ByteArray,
+        device: Device,
+        registration: Registration,
+        *,
+        with_thread: bool = True,
+    ) -> None:
+        self._device = device
+        self._pool_data = pool_data
+        self._registration = registration
+        self._copier = Copier(device, tables, HostSlots(pool_data, registration, device))
+        self._point = Point(0, device.new_event())
+        """What loads that are submitted now wait for."""
+        self._new_stores: dict[int, TransferSpec] = {}
+        """Stores that were submitted since ``_point``."""
+        self._num_open = 0
+        """Jobs that ``poll`` has not returned."""
+        self._is_closed = False
+        self._wake = threading.Event()
+        """Set when the thread may have something to do."""
+        self._ended = threading.Event()
+        """Set when there may be results, or an error."""
+        self._thread: threading.Thread | None = None
+        if self._copier.staging_bytes:
+            logger.info(
+                "kvoffload: blocks are gathered and scattered in %s of device memory, taken now",
+                format_bytes(self._copier.staging_bytes),
             )
-            # The runtime reports the error again at the next call: consume it here, not in the engine's next kernel.
-            with contextlib.suppress(RuntimeError):
-                torch.zeros(1, device=self._device)
-            return None
-        return int(address)
-
-    @staticmethod
-    def _record(stream: Any, timing: bool = False) -> torch.cuda.Event:
-        event = torch.cuda.Event(enable_timing=timing)
-        event.record(stream)
-        return event
-
-    def before_forward(self) -> None:
-        self._before_forward = self._record(torch.cuda.current_stream(self._device))
+        self._record_point()
+        if with_thread:
+            self._thread = threading.Thread(target=self._run, name="kvoffload-copies", daemon=True)
+            self._thread.start()
 
     def submit(self, job_id: int, spec: TransferSpec, is_store: bool) -> None:
-        try:
-            lists = copy_lists(spec, self._groups, len(self._host[0]))
-        except ValueError:
-            logger.exception("kvoffload: job %d cannot be copied", job_id)
-            self._results.append(TransferResult(job_id, ok=False))
-            return
-        try:
-            self._start(job_id, is_store, lists)
-        except torch.OutOfMemoryError:
-            # The copies of this job that were issued must end before the job is reported.
-            logger.warning("kvoffload: no device memory for the blocks of job %d", job_id)
-            self._streams[is_store].synchronize()
-            self._results.append(TransferResult(job_id, ok=False))
-
-    def _start(self, job_id: int, is_store: bool, lists: list[CopyList]) -> None:
-        stream = self._streams[is_store]
+        self._num_open += 1
         if is_store:
-            stream.wait_event(self._record(torch.cuda.current_stream(self._device)))
+            self._new_stores[job_id] = spec
         else:
-            stream.wait_event(self._before_forward)
-        keep: list[torch.Tensor] = []
-        with torch.cuda.stream(stream):
-            start = self._record(stream, timing=True)
-            for copies in lists:
-                keep += self._copy(copies, is_store)
-            end = self._record(stream, timing=True)
-        nbytes = sum(len(copies.slots) * self._groups[copies.group].device_block_bytes for copies in lists)
-        self._jobs[job_id] = _Job(nbytes, is_store, start, end, keep)
+            self._send(False, {job_id: spec})
 
-    def _copy(self, copies: CopyList, is_store: bool) -> list[torch.Tensor]:
-        """Issues the copies of one group on the current stream. Returns tensors that must live until they are done."""
-        block_bytes = self._groups[copies.group].device_block_bytes
-        host, layers = self._host[copies.group], self._layers[copies.group]
-        at_once = self._staging[is_store].numel() // block_bytes
-        staging = self._staging[is_store][: at_once * block_bytes].view(at_once, block_bytes)
-        keep = []
-        for first in range(0, len(copies.slots), at_once):
-            last = min(first + at_once, len(copies.slots))
-            pinned = torch.from_numpy(copies.device_blocks[first:last].copy()).pin_memory()
-            index = pinned.to(self._device, non_blocking=True)
-            keep += [pinned, index]
-            stage = staging[: last - first]
-            places = list(zip(copies.slots[first:last].tolist(), copies.parts[first:last].tolist(), strict=True))
-            if is_store:
-                gather(layers, index, stage)
-                for row, place in zip(stage, places, strict=True):
-                    host[place].copy_(row, non_blocking=True)
-            else:
-                for row, place in zip(stage, places, strict=True):
-                    row.copy_(host[place], non_blocking=True)
-                scatter(layers, index, stage)
-        return keep
+    def before_forward(self) -> None:
+        self._record_point()
 
     def poll(self, busy: bool) -> list[TransferResult]:
-        for job_id in [job_id for job_id, job in self._jobs.items() if job.end.query()]:
-            job = self._jobs.pop(job_id)
-            seconds = job.start.elapsed_time(job.end) / 1e3
-            self._results.append(TransferResult(job_id, True, job.nbytes, seconds))
-        results, self._results = self._results, []
+        if self._new_stores:
+            self._record_point()
+        if self._copier.error is not None:
+            raise RuntimeError("the device failed while blocks were copied") from self._copier.error
+        results = [self._copier.results.popleft() for _ in range(len(self._copier.results))]
+        self._num_open -= len(results)
         return results
 
-    def wait(self, job_ids: Iterable[int]) -> None:
-        """Makes later work on the engine's stream, and later loads, wait on the device; this thread does not wait."""
-        current = torch.cuda.current_stream(self._device)
-        for job_id in job_ids:
-            job = self._jobs.get(job_id)
-            if job is not None:
-                current.wait_event(job.end)
-                if job.is_store:
-                    self._streams[False].wait_event(job.end)
+    def wait(self, job_ids: Iterable[int], device_blocks: Collection[int] | None = None) -> None:
+        self._record_point()
+        jobs = np.fromiter(job_ids, dtype=np.int64)
+        blocks = None if device_blocks is None else np.fromiter(device_blocks, dtype=np.int64)
+        self._copier.fence(jobs, blocks, self._device.engine_stream())
+        # Loads that are submitted from now on come after what the engine's stream waits for.
+        self._record_point()
+        self._wake.set()
 
     def wait_any(self, timeout_s: float) -> None:
+        if self._new_stores:
+            self._record_point()
         deadline = time.monotonic() + timeout_s
-        while self._jobs and not self._results and time.monotonic() < deadline:
-            if any(job.end.query() for job in self._jobs.values()):
+        while self._num_open and not self._copier.results and self._copier.error is None:
+            left = deadline - time.monotonic()
+            if left <= 0 or self._is_closed:
                 return
-            time.sleep(POLL_EVERY_S)
+            if self._thread is None:
+                self.advance()
+                continue
+            self._ended.wait(left)
+            self._ended.clear()
+
+    def advance(self) -> bool:
+        """Makes one step of the copies that wait, as the thread does. Returns whether there was anything to do."""
+        if self._is_closed or self._copier.error is not None:
+            return False
+        return self._copier.advance()
 
     def close(self) -> None:
+        if self._is_closed:
+            return
+        self._is_closed = True
+        self._wake.set()
         deadline = time.monotonic() + CLOSE_DEADLINE_S
-        while time.monotonic() < deadline and not all(stream.query() for stream in self._streams.values()):
-            time.sleep(POLL_EVERY_S)
-        self._jobs.clear()
-        if self._registered is not None and all(stream.query() for stream in self._streams.values()):
-            torch.cuda.cudart().cudaHostUnregister(self._registered)
-            self._registered = None
-
-
-def as_words(views: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Returns the pages as tensors (num_blocks, layers, words) of the widest integers that divide all their sizes,
-    strides and addresses, so that kernels move words instead of bytes. Views at equal distances in one storage become
-    one tensor."""
-    width = 8
-    for view in views:
-        width = math.gcd(width, view.shape[1], view.stride(0), view.data_ptr())
-    dtype = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[width]
-    words = [view.view(dtype) for view in views]
-    first = words[0]
-    steps = {b.storage_offset() - a.storage_offset() for a, b in pairwise(words)}
-    same = all(
-        (w.shape, w.stride()) == (first.shape, first.stride())
-        and w.untyped_storage().data_ptr() == first.untyped_storage().data_ptr()
-        for w in words
-    )
-    if same and len(steps) == 1 and min(steps) > 0:
-        shape = (first.shape[0], len(words), first.shape[1])
-        return [first.as_strided(shape, (first.stride(0), steps.pop(), 1), first.storage_offset())]
-    return [word.unsqueeze(1) for word in words]
-
-
-def gather(layers: Sequence[torch.Tensor], index: torch.Tensor, stage: torch.Tensor) -> None:
-    """Copies blocks ``index`` of all layers into the rows of ``stage``, bytes of shape (len(index), block_bytes)."""
-    for piece, pages in _pieces(layers, stage):
-        if piece.is_contiguous():
-            torch.index_select(pages, 0, index, out=piece)
+        if self._thread is not None:
+            self._thread.join(CLOSE_DEADLINE_S)
+        if (self._thread is None or not self._thread.is_alive()) and self._wait_until_idle(deadline):
+            self._registration.release()
+            self._device.close()
         else:
-            piece.copy_(pages[index])
+            logger.warning(
+                "kvoffload: copies did not end within %g s, or the device failed; their memory is not freed",
+                CLOSE_DEADLINE_S,
+            )
+            _ABANDONED.append((self._device, self._copier, self._pool_data))
 
+    def _record_point(self) -> None:
+        """Records a point of the engine's stream: stores submitted before it, and loads submitted after it, wait for
+        it."""
+        if self._point.is_used:
+            events = self._copier.free_events
+            self._point = Point(self._point.number + 1, events.popleft() if events else self._device.new_event())
+        self._device.record(self._point.event, self._device.engine_stream())
+        if self._new_stores:
+            specs, self._new_stores = self._new_stores, {}
+            self._send(True, specs)
 
-def scatter(layers: Sequence[torch.Tensor], index: torch.Tensor, stage: torch.Tensor) -> None:
-    """Copies the rows of ``stage`` into blocks ``index`` of all layers."""
-    for piece, pages in _pieces(layers, stage):
-        pages.index_copy_(0, index, piece)
+    def _send(self, is_store: bool, specs: dict[int, TransferSpec]) -> None:
+        self._point.is_used = True
+        self._copier.inbox.append(Submitted(self._point, is_store, specs))
+        if not self._wake.is_set():
+            self._wake.set()
 
+    def _wait_until_idle(self, deadline: float) -> bool:
+        """Returns whether the device does not copy any more."""
+        if self._copier.error is not None:
+            return False
+        try:
+            while not self._copier.has_ended():
+                if time.monotonic() > deadline:
+                    return False
+                time.sleep(MIN_PAUSE_S)
+        except Exception:
+            logger.exception("kvoffload: the device failed")
+            return False
+        return True
 
-def _pieces(layers: Sequence[torch.Tensor], stage: torch.Tensor) -> Iterable[tuple[torch.Tensor, torch.Tensor]]:
-    """Yields each tensor of ``layers`` after its columns of ``stage``, viewed in its type and shape."""
-    at = 0
-    for pages in layers:
-        width = pages.shape[1] * pages.shape[2] * pages.element_size()
-        columns = stage[:, at : at + width].view(pages.dtype)
-        yield columns.unflatten(1, tuple(pages.shape[1:])), pages
-        at += width
+    def _run(self) -> None:
+        try:
+            self._device.enter_thread()
+            pause = MIN_PAUSE_S
+            while not self._is_closed:
+                if self._copier.advance():
+                    pause = MIN_PAUSE_S
+                    if self._copier.results:
+                        self._ended.set()
+                    continue
+                self._wake.wait(pause if self._copier.is_in_flight else None)
+                self._wake.clear()
+                pause = min(2 * pause, MAX_PAUSE_S)
+        except Exception as error:
+            self._copier.fail(error)
+            self._ended.set()

@@ -1,0 +1,81 @@
+"""Schedules of the CUDA transfer: the model engine with the real connector and CudaTransfer on simulated streams.
+
+A schedule is an engine, its workload, and the moments at which streams, helper threads and registrations make progress,
+all chosen by a seed. These laws must hold:
+
+- every byte that a request attends to is its own, when the forward pass runs on the device;
+- a job that is reported as done has copied the bytes that it had to;
+- no two accesses to a byte race, whenever they run: by streams, and by the host after a report;
+- the device is used as its contract says: addresses, alignment, registered memory, no bytes that were never written;
+- all requests end, nothing is left pinned or in flight, and the connector is never switched off.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from collections.abc import Callable, Iterable
+from random import Random
+
+from kvoffload.testing.engine import ModelEngine, Scenario
+from kvoffload.testing.simulation import Report, run_each
+from kvoffload.testing.stream_ranks import MakeTransfer, StreamPlan, StreamRank, make_cuda_transfer, small_limits
+
+MAX_REQUESTS = 10
+
+
+def plan(seed: int) -> tuple[Scenario, StreamPlan]:
+    """Returns the engine, its workload and its devices."""
+    rng = Random(seed)
+    devices = StreamPlan.random(rng)
+    scenario = Scenario.random(seed)
+    return (
+        dataclasses.replace(
+            scenario,
+            num_requests=min(scenario.num_requests, MAX_REQUESTS),
+            # Requests repeat prompts that the device does not keep, so that many load.
+            num_documents=1,
+            prefix_caching=rng.random() < 0.3,
+            num_host_blocks=max(scenario.num_host_blocks, rng.choice((8, 32))),
+            store_threshold=None,
+            tensor_parallel=scenario.tensor_parallel or devices.is_replicated,
+            async_scheduling=rng.random() < 0.6,
+            sleep_chance=rng.choice((0.0, 0.0, 0.0, 0.05)),
+        ),
+        devices,
+    )
+
+
+def run_schedule(
+    seed: int,
+    make_transfer: MakeTransfer = make_cuda_transfer,
+    patch: Callable[[ModelEngine], None] | None = None,
+    change: Callable[[StreamPlan], StreamPlan] = lambda devices: devices,
+) -> Counter[str]:
+    """Runs the schedule of ``seed`` and returns what happened. Raises an error if a law is broken.
+
+    ``make_transfer`` may plant a bug in the transfer or the device, ``patch`` one elsewhere. ``change`` returns other
+    devices for the same workload.
+    """
+    scenario, devices = plan(seed)
+    devices = change(devices)
+    ranks: list[StreamRank] = []
+
+    def make_rank(*arguments: object) -> StreamRank:
+        s, groups, number, _ = arguments
+        ranks.append(StreamRank(s, groups, number, devices, make_transfer))  # type: ignore[arg-type]
+        return ranks[-1]
+
+    with small_limits(devices):
+        engine = ModelEngine(scenario, patch, make_rank=make_rank)
+        engine.run()
+    seen = Counter({"schedules": 1, "steps": engine.steps, "tokens loaded": engine.hits})
+    seen[f"schedules with the {devices.layout.name.lower()} layout"] = 1
+    for rank in ranks:
+        seen += rank.seen()
+    return seen
+
+
+def run_schedules(seeds: Iterable[int], progress: Callable[[Report], None] = lambda report: None) -> Report:
+    """Runs the schedules of ``seeds``, and calls ``progress`` after each. Stops after a few failures."""
+    return run_each(seeds, run_schedule, progress)

@@ -1,0 +1,289 @@
+"""The copies of one direction: chunks of rows, their staging memory, streams and events."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from kvoffload.transfer.copies import Numbers
+from kvoffload.transfer.cuda.device import Addresses, Device, Event, Stream
+from kvoffload.transfer.cuda.pages import PageTable
+from kvoffload.transfer.cuda.rows import BLOCK, GROUP, NBYTES, SLOT, Batch, Point, RowArray, RowQueue, matching
+from kvoffload.transfer.cuda.slots import BounceBuffer, HostSlots, merge
+from kvoffload.transfer.cuda.staging import IndexRing
+
+HALF_BYTES = 8 << 20
+"""Device memory in which the rows of one chunk are gathered, or from which they are scattered. A direction has two."""
+MAX_CHUNK_ROWS = 8192
+IN_FLIGHT = 4
+"""How many chunks of one direction are issued before the first of them has ended. Rows that a fence needs at once come
+on top of it."""
+ROW_ALIGNMENT = 256
+"""In staging memory the rows of each group start at a multiple of it."""
+
+
+@dataclass(slots=True, eq=False)
+class Half:
+    """Staging memory. ``free``: reached when the last chunk in it does not need it any more; None: it is free."""
+
+    address: int
+    free: Event = None
+
+
+@dataclass(slots=True, eq=False)
+class _Launch:
+    """A kernel that gathers or scatters ``blocks`` of ``group``, whose rows are at ``staging``. ``index``: the address
+    of these block numbers on the device."""
+
+    group: int
+    blocks: Numbers
+    staging: int
+    index: int = 0
+
+
+@dataclass(slots=True, eq=False)
+class Chunk:
+    """Rows that are issued together, ordered by group."""
+
+    rows: RowArray
+    device_side: Addresses
+    """Where the bytes of each row are on the device, or where they are staged."""
+    begin: Event
+    copied: Event
+    """Reached when the bytes have passed the bus."""
+    kernel: Event = None
+    """Reached when the rows are gathered, or scattered. None: no row is staged."""
+    launches: list[_Launch] = field(default_factory=list)
+    is_direct: bool = False
+    """Whether some row is copied without staging."""
+    num_indices: int = 0
+    bounce: BounceBuffer | None = None
+
+    @property
+    def events(self) -> list[Event]:
+        return [event for event in (self.begin, self.copied, self.kernel) if event is not None]
+
+
+class Pipeline:
+    """Issues rows of one direction, chunk by chunk, and finds out which have ended.
+
+    A chunk of a store is gathered into a half on the kernel stream, then copied to its slots on the copy stream; a
+    load goes the other way. So the kernels of one chunk run beside the copy of another. Rows of a group whose device
+    blocks are one piece of memory are copied directly. Chunks of one direction end in order. Not thread-safe.
+    """
+
+    def __init__(self, device: Device, tables: Sequence[PageTable], slots: HostSlots, is_store: bool) -> None:
+        self.queue = RowQueue()
+        self._device = device
+        self._tables = tables
+        self._slots = slots
+        self._is_store = is_store
+        self._kernels: Stream = device.new_stream()
+        self._copies: Stream = device.new_stream()
+        self._kernels_after = self._copies_after = -1
+        """Numbers of the points of the engine's stream for which the streams have waited."""
+        self._chunks: deque[Chunk] = deque()
+        self._events: list[Event] = [device.new_event() for _ in range(3 * IN_FLIGHT)]
+        largest = max((table.device_block_bytes for table in tables), default=0)
+        padding = ROW_ALIGNMENT * len(tables)
+        half_bytes = max(HALF_BYTES, largest + padding)
+        self._max_bytes = half_bytes - padding
+        self._max_rows = MAX_CHUNK_ROWS
+        self._halves: deque[Half] = deque()
+        self._indices: IndexRing | None = None
+        if any(len(table.runs) > 1 for table in tables):
+            self._halves += (Half(device.allocate(half_bytes)) for _ in range(2))
+            # A fence may need any of the device blocks at once.
+            num_blocks = sum(table.num_blocks for table in tables)
+            self._indices = IndexRing(device, IN_FLIGHT * self._max_rows + num_blocks)
+        self.staging_bytes = half_bytes * len(self._halves)
+        self._bounce = slots.new_bounce_buffers(largest)
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no chunk is in flight, as far as ``finish`` knows."""
+        return not self._chunks
+
+    def has_ended(self) -> bool:
+        """Returns whether the device has done all that was issued."""
+        return not self._chunks or self._device.is_done(self._end(self._chunks[-1]))
+
+    def issue(self) -> bool:
+        """Issues the next chunk. Returns False if there is none, or if enough are in flight."""
+        if not self.queue or len(self._chunks) >= IN_FLIGHT:
+            return False
+        batch = self._issue_first(self.queue)
+        if batch is not None:
+            # There is room when a chunk has ended.
+            self.queue.put_back(batch)
+        return batch is None
+
+    def issue_now(self, jobs: Numbers, blocks: Numbers | None) -> list[RowArray]:
+        """Issues all rows of ``jobs`` that copy one of ``blocks`` (None: any) before all other rows. Returns those for
+        which there is no room; they are not copied."""
+        wanted = self.queue.take_matching(jobs, blocks)
+        rejected = []
+        while wanted:
+            batch = self._issue_first(wanted)
+            if batch is not None:
+                rejected.append(batch.rows)
+        return rejected
+
+    def make_wait(self, stream: Stream, jobs: Numbers, blocks: Numbers | None) -> None:
+        """Makes ``stream`` wait until issued rows of ``jobs`` that copy one of ``blocks`` (None: any) have read their
+        device blocks, if this direction stores, or have filled them."""
+        # The events of one stream are reached in order: the last on each stream is enough.
+        last: dict[bool, Event] = {}
+        for chunk in self._chunks:
+            if matching(chunk.rows, jobs, blocks).any():
+                is_read_early = self._is_store and not chunk.is_direct
+                last[is_read_early] = chunk.kernel if is_read_early else self._end(chunk)
+        for event in last.values():
+            self._device.wait(stream, event)
+
+    def finish(self) -> tuple[RowArray, float] | None:
+        """Returns the rows of the oldest chunk, if it has ended, and the seconds that its copy took."""
+        if not self._chunks or not self._device.is_done(self._end(self._chunks[0])):
+            return None
+        chunk = self._chunks.popleft()
+        seconds = self._device.seconds_between(chunk.begin, chunk.copied)
+        if chunk.bounce is not None:
+            if self._is_store:
+                self._slots.write(chunk.rows, chunk.bounce)
+            self._bounce.append(chunk.bounce)
+        if self._indices is not None:
+            self._indices.release(chunk.num_indices)
+        for half in self._halves:
+            if any(half.free is event for event in chunk.events):
+                half.free = None
+        self._events += chunk.events
+        return chunk.rows, seconds
+
+    def _end(self, chunk: Chunk) -> Event:
+        """Returns the event at which the chunk has ended."""
+        return chunk.copied if self._is_store or chunk.kernel is None else chunk.kernel
+
+    def _new_event(self) -> Event:
+        return self._events.pop() if self._events else self._device.new_event()
+
+    def _issue_first(self, queue: RowQueue) -> Batch | None:
+        """Issues the first rows of ``queue``. If there is no room for them, they are removed and returned."""
+        batch = queue.take(self._max_bytes, self._max_rows)
+        bounce = None
+        if not self._slots.are_ready(batch.rows[SLOT]):
+            if not self._bounce:
+                return batch
+            bounce = self._bounce[-1]
+            fits = np.cumsum(batch.rows[NBYTES]) <= bounce.data.nbytes
+            queue.put_back(Batch(batch.rows[:, ~fits], batch.point))
+            batch = Batch(batch.rows[:, fits], batch.point)
+        chunk = self._plan(batch.rows)
+        if chunk is None:
+            return batch
+        if bounce is not None:
+            chunk.bounce = self._bounce.pop()
+        self._chunks.append(chunk)
+        if self._is_store:
+            self._issue_store(chunk, batch.point)
+        else:
+            self._issue_load(chunk, batch.point)
+        return None
+
+    def _plan(self, rows: RowArray) -> Chunk | None:
+        """Returns a chunk of these rows with its places in staging memory, or None if there is no room for its
+        indices."""
+        # The rows of a group follow one another, so that one kernel takes them.
+        rows = rows[:, np.argsort(rows[GROUP], kind="stable")]
+        chunk = Chunk(rows, np.empty(rows.shape[1], dtype=np.int64), self._new_event(), self._new_event())
+        groups, starts = np.unique(rows[GROUP], return_index=True)
+        at = self._halves[0].address if self._halves else 0
+        for g, start, end in zip(groups.tolist(), starts, [*starts[1:], rows.shape[1]], strict=True):
+            table, blocks = self._tables[g], rows[BLOCK, start:end]
+            if table.is_direct:
+                chunk.is_direct = True
+                chunk.device_side[start:end] = table.runs[0].base + blocks * table.runs[0].stride
+            else:
+                chunk.launches.append(_Launch(g, blocks, at))
+                chunk.device_side[start:end] = at + np.arange(end - start) * table.device_block_bytes
+                at += -(-len(blocks) * table.device_block_bytes // ROW_ALIGNMENT) * ROW_ALIGNMENT
+        if chunk.launches:
+            chunk.kernel = self._new_event()
+            assert self._indices is not None
+            placed = self._indices.put([launch.blocks for launch in chunk.launches])
+            if placed is None:
+                self._events += chunk.events
+                return None
+            addresses, chunk.num_indices = placed
+            for launch, address in zip(chunk.launches, addresses, strict=True):
+                launch.index = address
+        return chunk
+
+    def _issue_store(self, chunk: Chunk, point: Point) -> None:
+        device = self._device
+        if chunk.launches:
+            self._let_kernels_wait(point)
+            self._take_half(self._kernels, chunk.copied)
+            self._copy_indices(chunk)
+            for launch in chunk.launches:
+                device.gather(self._kernels, launch.group, launch.index, len(launch.blocks), launch.staging)
+            device.record(chunk.kernel, self._kernels)
+            device.wait(self._copies, chunk.kernel)
+        if chunk.is_direct:
+            self._let_copies_wait(point)
+        device.record(chunk.begin, self._copies)
+        device.copy(self._copies, *self._pieces(self._host_side(chunk), chunk.device_side, chunk))
+        device.record(chunk.copied, self._copies)
+
+    def _issue_load(self, chunk: Chunk, point: Point) -> None:
+        device = self._device
+        if chunk.bounce is not None:
+            self._slots.read(chunk.rows, chunk.bounce)
+        if chunk.launches:
+            self._take_half(self._copies, chunk.kernel)
+        if chunk.is_direct:
+            self._let_copies_wait(point)
+        device.record(chunk.begin, self._copies)
+        device.copy(self._copies, *self._pieces(chunk.device_side, self._host_side(chunk), chunk))
+        device.record(chunk.copied, self._copies)
+        if chunk.launches:
+            device.wait(self._kernels, chunk.copied)
+            self._let_kernels_wait(point)
+            self._copy_indices(chunk)
+            for launch in chunk.launches:
+                device.scatter(self._kernels, launch.group, launch.index, len(launch.blocks), launch.staging)
+            device.record(chunk.kernel, self._kernels)
+
+    def _host_side(self, chunk: Chunk) -> Addresses:
+        if chunk.bounce is None:
+            return self._slots.addresses(chunk.rows)
+        addresses: Addresses = chunk.bounce.address + np.cumsum(chunk.rows[NBYTES]) - chunk.rows[NBYTES]
+        return addresses
+
+    def _pieces(self, targets: Addresses, sources: Addresses, chunk: Chunk) -> tuple[Addresses, Addresses, Addresses]:
+        return merge(targets, sources, chunk.rows[NBYTES], self._slots.sections(chunk.rows))
+
+    def _take_half(self, stream: Stream, free: Event) -> None:
+        """Makes ``stream`` wait until the first half is free, and moves it to the end. The chunk that takes it needs
+        it until ``free``."""
+        half = self._halves[0]
+        if half.free is not None:
+            self._device.wait(stream, half.free)
+        half.free = free
+        self._halves.rotate(-1)
+
+    def _copy_indices(self, chunk: Chunk) -> None:
+        assert self._indices is not None
+        self._indices.copy(self._kernels, chunk.launches[0].index, sum(len(launch.blocks) for launch in chunk.launches))
+
+    def _let_kernels_wait(self, point: Point) -> None:
+        if point.number > self._kernels_after:
+            self._device.wait(self._kernels, point.event)
+            self._kernels_after = point.number
+
+    def _let_copies_wait(self, point: Point) -> None:
+        if point.number > self._copies_after:
+            self._device.wait(self._copies, point.event)
+            self._copies_after = point.number

@@ -1,0 +1,114 @@
+"""The host side of copies: addresses of slots, and bounce buffers for slots that the driver does not know yet."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+
+from kvoffload.abc import ByteArray
+from kvoffload.transfer.copies import Numbers
+from kvoffload.transfer.cuda.device import Addresses, Device
+from kvoffload.transfer.cuda.rows import NBYTES, OFFSET, SLOT, RowArray
+
+BOUNCE_BYTES = 1 << 20
+"""Size of a bounce buffer: as much as one thread copies in about 0.1 ms."""
+NUM_BOUNCE_BUFFERS = 8
+"""Bounce buffers per direction. Stores that a fence needs at once fail if there are too few: no step waits for
+memcpy."""
+
+
+class Registration(Protocol):
+    """The part of the pool that is registered with the driver."""
+
+    @property
+    def num_ready_slots(self) -> int:
+        """The device may copy to and from the slots below this number, which only grows."""
+        ...
+
+    @property
+    def boundary_slots(self) -> int:
+        """One copy must not cross a multiple of this number of slots."""
+        ...
+
+    def release(self) -> None:
+        """Called when no copy of the slots is in progress and none will begin."""
+        ...
+
+
+class Unregistered:
+    """A pool that is not registered: all copies go through bounce buffers."""
+
+    num_ready_slots = 0
+    boundary_slots = 1
+
+    def release(self) -> None:
+        """Does nothing."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class BounceBuffer:
+    """Pinned memory that holds the rows of one chunk, one after another."""
+
+    data: ByteArray
+    address: int
+
+
+class HostSlots:
+    """The slots of a pool, shape (num_slots, slot_bytes), as addresses."""
+
+    def __init__(self, pool_data: ByteArray, registration: Registration, device: Device) -> None:
+        if not pool_data.flags.c_contiguous:
+            raise ValueError("the slots of a pool must be one piece of memory")
+        self.num_slots, self.slot_bytes = pool_data.shape
+        self._bytes = pool_data.reshape(-1)
+        self._address = int(pool_data.ctypes.data)
+        self._registration = registration
+        self._device = device
+
+    def are_ready(self, slots: Numbers) -> bool:
+        """Returns whether the device may copy to and from all of these slots."""
+        return int(slots.max()) < self._registration.num_ready_slots
+
+    def new_bounce_buffers(self, largest: int) -> list[BounceBuffer]:
+        """Returns new buffers for rows of at most ``largest`` bytes; none if all slots are ready already."""
+        if self._registration.num_ready_slots >= self.num_slots:
+            return []
+        arrays = [self._device.allocate_host(max(BOUNCE_BYTES, largest)) for _ in range(NUM_BOUNCE_BUFFERS)]
+        return [BounceBuffer(data, int(data.ctypes.data)) for data in arrays]
+
+    def addresses(self, rows: RowArray) -> Addresses:
+        addresses: Addresses = self._address + rows[OFFSET]
+        return addresses
+
+    def sections(self, rows: RowArray) -> Numbers:
+        """Returns the section of the pool in which the slot of each row lies. One copy stays in one section."""
+        sections: Numbers = rows[SLOT] // self._registration.boundary_slots
+        return sections
+
+    def read(self, rows: RowArray, buffer: BounceBuffer) -> None:
+        """Copies the slots of ``rows`` into the buffer."""
+        for at, offset, nbytes in self._pieces(rows):
+            buffer.data[at : at + nbytes] = self._bytes[offset : offset + nbytes]
+
+    def write(self, rows: RowArray, buffer: BounceBuffer) -> None:
+        """Copies the buffer into the slots of ``rows``."""
+        for at, offset, nbytes in self._pieces(rows):
+            self._bytes[offset : offset + nbytes] = buffer.data[at : at + nbytes]
+
+    def _pieces(self, rows: RowArray) -> list[tuple[int, int, int]]:
+        """Returns places in a buffer and in the pool, and sizes."""
+        places = np.cumsum(rows[NBYTES]) - rows[NBYTES]
+        at, offsets, sizes = merge(places, rows[OFFSET], rows[NBYTES], np.zeros_like(places))
+        return list(zip(at.tolist(), offsets.tolist(), sizes.tolist(), strict=True))
+
+
+def merge(
+    targets: Addresses, sources: Addresses, sizes: Addresses, sections: Numbers
+) -> tuple[Addresses, Addresses, Addresses]:
+    """Returns the same copies in fewer pieces: neighbours in the same section that follow one another on both sides
+    become one."""
+    breaks = (targets[1:] != targets[:-1] + sizes[:-1]) | (sources[1:] != sources[:-1] + sizes[:-1])
+    starts = np.concatenate([[0], np.flatnonzero(breaks | (sections[1:] != sections[:-1])) + 1])
+    return targets[starts], sources[starts], np.add.reduceat(sizes, starts)

@@ -1,0 +1,55 @@
+"""Block numbers for the kernels of chunks in flight, in pinned memory and on the device."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from kvoffload.transfer.copies import Numbers
+from kvoffload.transfer.cuda.device import Device, Stream
+
+_WORD = 8
+
+
+class IndexRing:
+    """A ring of ``size`` block numbers (int64), allocated once. What was put in first is released first."""
+
+    def __init__(self, device: Device, size: int) -> None:
+        self._device = device
+        self._size = size
+        host = device.allocate_host(_WORD * size)
+        self._host = host.view(np.int64)
+        self._host_address = int(host.ctypes.data)
+        self._device_address = device.allocate(_WORD * size)
+        self._start = self._used = 0
+
+    def put(self, arrays: Sequence[Numbers]) -> tuple[list[int], int] | None:
+        """Writes block numbers one after another. Returns the address of each array on the device, and how much to
+        release later; None if there is no room."""
+        total = sum(map(len, arrays))
+        at = (self._start + self._used) % self._size
+        # The numbers of one chunk are one piece.
+        skipped = self._size - at if at + total > self._size else 0
+        if self._used + skipped + total > self._size:
+            return None
+        self._used += skipped + total
+        at = (at + skipped) % self._size
+        addresses = []
+        for numbers in arrays:
+            self._host[at : at + len(numbers)] = numbers
+            addresses.append(self._device_address + _WORD * at)
+            at += len(numbers)
+        return addresses, skipped + total
+
+    def copy(self, stream: Stream, address: int, total: int) -> None:
+        """Enqueues the copy of ``total`` numbers to ``address`` on the device, where ``put`` has placed them."""
+        source = self._host_address + address - self._device_address
+        one = np.array([[address], [source], [_WORD * total]], dtype=np.int64)
+        self._device.copy(stream, *one)
+
+    def release(self, amount: int) -> None:
+        self._start = (self._start + amount) % self._size
+        self._used -= amount
+        if self._used == 0:
+            self._start = 0

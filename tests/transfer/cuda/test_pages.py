@@ -1,0 +1,54 @@
+"""Runs of addresses computed from views."""
+
+from __future__ import annotations
+
+import ctypes
+
+import numpy as np
+import pytest
+
+from kvoffload.abc import PageGroup
+from kvoffload.transfer.cuda.pages import PageTable, Run, page_table
+
+LAYERS, BLOCKS, PAGE = 3, 4, 32
+
+
+def test_layers_apart_have_a_run_each_in_the_order_of_the_views() -> None:
+    views = [np.zeros((BLOCKS, size), np.uint8) for size in (64, 24, 40)]
+    table = page_table(PageGroup(views, 2))
+    bases = [view.ctypes.data for view in views]
+    assert table.runs == (Run(bases[0], 64, 64, 0), Run(bases[1], 24, 24, 64), Run(bases[2], 40, 40, 88))
+    assert (table.device_block_bytes, table.num_blocks, table.factor, table.is_direct) == (128, BLOCKS, 2, False)
+
+
+def test_blocks_outermost_are_one_run() -> None:
+    whole = np.zeros((BLOCKS, LAYERS, PAGE), np.uint8)
+    table = page_table(PageGroup([whole[:, layer] for layer in range(LAYERS)]))
+    assert table.runs == (Run(whole.ctypes.data, LAYERS * PAGE, LAYERS * PAGE, 0),)
+    assert table.is_direct
+
+
+def test_pages_in_another_order_or_with_gaps_are_not_merged() -> None:
+    whole = np.zeros((BLOCKS, LAYERS, PAGE), np.uint8)
+    assert len(page_table(PageGroup([whole[:, layer] for layer in (1, 0, 2)])).runs) == 3
+    assert len(page_table(PageGroup([whole[:, 0], whole[:, 2]])).runs) == 2
+    assert not page_table(PageGroup([whole[:, 0], whole[:, 2]])).is_direct
+
+
+def test_a_run_of_every_page_holds_the_bytes_of_the_view() -> None:
+    rng = np.random.default_rng(0)
+    whole = rng.integers(0, 256, (BLOCKS, LAYERS + 1, PAGE), np.uint8)
+    views = [whole[:, 0], whole[:, 1], whole[:, 3]]
+    runs = page_table(PageGroup(views)).runs
+    for block in range(BLOCKS):
+        row = b"".join(ctypes.string_at(run.base + block * run.stride, run.nbytes) for run in runs)
+        assert row == b"".join(view[block].tobytes() for view in views)
+
+
+def test_a_rank_without_layers_of_a_group_has_no_runs() -> None:
+    assert page_table(PageGroup([], 2)) == PageTable((), 0, 2)
+
+
+def test_views_with_different_numbers_of_blocks_are_refused() -> None:
+    with pytest.raises(ValueError, match="same number"):
+        page_table(PageGroup([np.zeros((4, 8), np.uint8), np.zeros((5, 8), np.uint8)]))

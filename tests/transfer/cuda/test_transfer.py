@@ -1,0 +1,546 @@
+"""CudaTransfer on a device without streams: bytes, chunks, results, errors. Streams are checked elsewhere."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+
+from kvoffload.abc import ByteArray, DeviceSpec, LoadStoreSpec, PageGroup, TransferResult, TransferSpec
+from kvoffload.connector.messages import StepMeta, WorkerReport
+from kvoffload.connector.worker import OffloadingConnectorWorker
+from kvoffload.transfer.cuda import pipeline, slots, transfer
+from kvoffload.transfer.cuda.pages import page_table
+from kvoffload.transfer.cuda.slots import Unregistered, merge
+from kvoffload.transfer.cuda.transfer import CudaTransfer
+from tests.transfer.cuda.plain_device import PlainDevice
+
+BLOCKS = SLOTS = 64
+ROW = 128
+"""Bytes of a device block in all layouts."""
+
+
+@dataclass
+class Ready:
+    """A registration of which the first slots are ready."""
+
+    num_ready_slots: int = SLOTS
+    boundary_slots: int = 8
+    released: int = 0
+
+    def release(self) -> None:
+        self.released += 1
+
+
+def noise(*shape: int) -> ByteArray:
+    return np.random.default_rng(sum(shape)).integers(0, 256, shape, np.uint8)
+
+
+def apart() -> list[ByteArray]:
+    """Returns layers that were allocated one by one."""
+    return [noise(BLOCKS, size) for size in (64, 24, 40)]
+
+
+def packed() -> list[ByteArray]:
+    """Returns layers whose pages of one device block follow one another."""
+    whole = noise(BLOCKS, 4, 32)
+    return [whole[:, layer] for layer in range(4)]
+
+
+class Rig:
+    def __init__(self, *groups: PageGroup, registration: object = None, with_thread: bool = False) -> None:
+        self.groups = groups
+        block_bytes = max(group.block_bytes for group in groups)
+        self.pool = np.zeros((SLOTS, block_bytes), np.uint8)
+        self.registration = registration or Ready()
+        tables = [page_table(group) for group in groups]
+        self.device = PlainDevice(tables)
+        self.transfer = CudaTransfer(tables, self.pool, self.device, self.registration, with_thread=with_thread)
+
+    def run(self) -> list[TransferResult]:
+        while self.transfer.advance():
+            pass
+        return self.transfer.poll(busy=False)
+
+    def store(self, job_id: int, slots: Sequence[int], blocks: Sequence[int]) -> None:
+        self.transfer.submit(job_id, spec_of(slots, (blocks, 0)), is_store=True)
+
+    def load(self, job_id: int, slots: Sequence[int], blocks: Sequence[int]) -> None:
+        self.transfer.submit(job_id, spec_of(slots, (blocks, 0)), is_store=False)
+
+    def block(self, block: int, group: int = 0) -> bytes:
+        return b"".join(view[block].tobytes() for view in self.groups[group].views)
+
+    def slot(self, slot: int) -> bytes:
+        return self.pool[slot, :ROW].tobytes()
+
+    def calls(self, name: str) -> list[int]:
+        """Returns how large the calls of an operation of the device were, and forgets all calls."""
+        sizes = [size for called, size in self.device.calls if called == name]
+        self.device.calls.clear()
+        return sizes
+
+
+def spec_of(slots: Sequence[int], *parts: tuple[Sequence[int], int]) -> TransferSpec:
+    """Returns a job; a part is a group's device blocks and the index of the first of them."""
+    ids = np.array([block for blocks, _ in parts for block in blocks], dtype=np.int64)
+    device = DeviceSpec(ids, tuple(len(blocks) for blocks, _ in parts), tuple(first for _, first in parts))
+    return TransferSpec("r", LoadStoreSpec("CPU", np.array(slots, dtype=np.int64)), device)
+
+
+def ended(results: Sequence[TransferResult]) -> list[int]:
+    assert all(result.ok for result in results)
+    return [result.job_id for result in results]
+
+
+@pytest.fixture(params=[apart, packed])
+def rig(request: pytest.FixtureRequest) -> Iterator[Rig]:
+    rig = Rig(PageGroup(request.param()))
+    yield rig
+    rig.transfer.close()
+
+
+@pytest.fixture
+def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Makes chunks of four rows."""
+    monkeypatch.setattr(pipeline, "HALF_BYTES", 4 * ROW + pipeline.ROW_ALIGNMENT)
+
+
+# Bytes.
+
+
+@pytest.mark.parametrize("ready", [SLOTS, 0, 20])
+def test_round_trip_of_jobs_of_several_groups(ready: int, small_chunks: None) -> None:
+    rig = Rig(PageGroup(apart(), 2), PageGroup([]), PageGroup(packed()), registration=Ready(ready))
+    before = [[view.copy() for view in group.views] for group in rig.groups]
+    specs = {
+        j: spec_of(
+            [4 * j, 4 * j + 1, 4 * j + 3, 4 * j + 2],
+            ([3 * j, 3 * j + 1, 3 * j + 2], 1),
+            ([j], 0),
+            ([50 + j], 0),
+        )
+        for j in range(12)
+    }
+    for job_id, spec in specs.items():
+        rig.transfer.submit(job_id, spec, is_store=True)
+    rig.transfer.before_forward()
+    results = rig.run()
+    assert sorted(ended(results)) == list(specs)
+    assert {result.nbytes for result in results} == {4 * ROW}
+    assert rig.pool[0, ROW:].tobytes() == rig.block(0), "the job begins inside its first slot"
+    assert rig.pool[2, :ROW].tobytes() == rig.block(50, group=2)
+    for group in rig.groups:
+        for view in group.views:
+            view[:] = 0
+    for job_id, spec in specs.items():
+        rig.transfer.submit(job_id, spec, is_store=False)
+    assert sorted(ended(rig.run())) == list(specs)
+    for group, right, used in zip(rig.groups, before, (range(36), (), range(50, 62)), strict=True):
+        for view, old in zip(group.views, right, strict=True):
+            assert np.array_equal(view[list(used)], old[list(used)])
+            assert not np.delete(view, list(used), axis=0).any(), "a block outside the jobs was written"
+
+
+def test_a_row_larger_than_a_chunk_or_a_bounce_buffer_is_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pipeline, "HALF_BYTES", ROW // 2)
+    monkeypatch.setattr(slots, "BOUNCE_BYTES", ROW // 2)
+    for registration in (Ready(), Unregistered()):
+        rig = Rig(PageGroup(apart()), registration=registration)
+        rig.store(1, [3, 2], [4, 5])
+        rig.transfer.before_forward()
+        assert ended(rig.run()) == [1]
+        assert (rig.slot(3), rig.slot(2)) == (rig.block(4), rig.block(5))
+
+
+def test_merged_copies_are_the_same_bytes_and_stay_in_their_sections() -> None:
+    targets, sources = np.array([0, 10, 20, 35, 45]), np.array([100, 110, 120, 130, 140])
+    sizes, sections = np.full(5, 10), np.array([0, 0, 1, 1, 1])
+    pieces = [each.tolist() for each in merge(targets, sources, sizes, sections)]
+    assert pieces == [[0, 20, 35], [100, 120, 130], [20, 10, 20]]
+
+
+# Chunks.
+
+
+def test_many_small_stores_are_one_chunk() -> None:
+    rig = Rig(PageGroup(apart()))
+    for job_id in range(40):
+        rig.store(job_id, [job_id], [63 - job_id])
+    rig.transfer.before_forward()
+    assert ended(rig.run()) == list(range(40))
+    assert [size for name, size in rig.device.calls if name == "gather"] == [40]
+    # The indices in one piece; the rows in one per eight slots, which is where registrations may end.
+    assert rig.calls("copy") == [1, 5]
+
+
+def test_blocks_in_one_piece_are_copied_without_staging() -> None:
+    rig = Rig(PageGroup(packed()))
+    rig.store(1, [8, 9, 11], [20, 21, 30])
+    rig.transfer.before_forward()
+    assert ended(rig.run()) == [1]
+    assert [rig.slot(slot) for slot in (8, 9, 11)] == [rig.block(block) for block in (20, 21, 30)]
+    assert rig.device.calls.count(("gather", 3)) == 0
+    assert rig.calls("copy") == [2], "blocks 20 and 21 follow one another on both sides"
+
+
+@pytest.mark.parametrize("make", [apart, packed])
+def test_at_most_four_chunks_of_a_direction_are_in_flight(
+    make: Callable[[], list[ByteArray]], small_chunks: None
+) -> None:
+    rig = Rig(PageGroup(make()))
+    rig.device.held = True
+    rig.store(1, range(0, 64, 2), range(0, 64, 2))
+    rig.load(2, range(1, 65, 2), range(1, 65, 2))
+    rig.transfer.before_forward()
+    assert rig.run() == []
+    assert [size for size in rig.calls("copy") if size == 4] == [4] * 2 * pipeline.IN_FLIGHT
+    rig.device.release()
+    assert ended(rig.run()) == [2, 1]
+
+
+def test_loads_are_issued_before_stores_and_jobs_of_a_direction_in_order(small_chunks: None) -> None:
+    rig = Rig(PageGroup(apart()))
+    for job_id in range(4):
+        rig.store(job_id, range(4 * job_id, 4 * job_id + 4), range(4 * job_id, 4 * job_id + 4))
+    rig.transfer.before_forward()
+    for job_id in range(4, 8):
+        rig.load(job_id, range(4 * job_id, 4 * job_id + 4), range(4 * job_id, 4 * job_id + 4))
+    results = ended(rig.run())
+    assert [job_id for job_id in results if job_id < 4] == [0, 1, 2, 3]
+    assert [job_id for job_id in results if job_id >= 4] == [4, 5, 6, 7]
+    names = [name for name, _ in rig.device.calls if name in ("gather", "scatter")]
+    assert names == ["scatter"] * 4 + ["gather"] * 4
+
+
+def test_a_job_of_many_chunks_ends_once_with_all_its_bytes_and_seconds(small_chunks: None) -> None:
+    rig = Rig(PageGroup(apart()))
+    rig.store(1, range(50), range(50))
+    rig.store(2, [50, 51], [50, 51])
+    rig.transfer.before_forward()
+    first, second = rig.run()
+    assert (first.job_id, first.ok, first.nbytes) == (1, True, 50 * ROW)
+    assert (second.job_id, second.ok, second.nbytes) == (2, True, 2 * ROW)
+    # On this device each copy takes one second. The last one is shared by both jobs.
+    assert first.seconds == 12.5
+    assert second.seconds == 0.5
+
+
+def test_serving_allocates_nothing(rig: Rig) -> None:
+    for round_number in range(50):
+        rig.store(round_number, [1, 2], [3, 4])
+        rig.transfer.before_forward()
+        rig.load(100 + round_number, [5], [6])
+        assert len(rig.run()) == 2
+        if round_number == 0:
+            before = len(rig.device.memory), len(rig.device.events)
+    assert (len(rig.device.memory), len(rig.device.events)) == before
+
+
+# Fences.
+
+
+def test_a_fence_issues_the_rows_of_its_blocks_and_no_others(small_chunks: None) -> None:
+    rig = Rig(PageGroup(apart()))
+    rig.store(1, range(20), range(20))
+    rig.store(2, range(20, 40), range(20, 40))
+    rig.transfer.wait([1], {3, 17, 25})
+    assert [size for name, size in rig.device.calls if name == "gather"] == [2], "25 is read by another store"
+    assert (rig.slot(3), rig.slot(17)) == (rig.block(3), rig.block(17))
+    assert ended(rig.run()) == [1, 2]
+    assert all(rig.slot(i) == rig.block(i) for i in range(40))
+
+
+def test_a_fence_goes_beyond_the_limit_of_chunks_in_flight(small_chunks: None) -> None:
+    rig = Rig(PageGroup(apart()))
+    rig.device.held = True
+    rig.store(1, range(64), range(64))
+    rig.transfer.before_forward()
+    assert rig.run() == []
+    rig.transfer.wait([1])
+    assert all(rig.slot(i) == rig.block(i) for i in range(64)), "this device copies at once what is issued"
+    assert rig.run() == []
+    rig.device.release()
+    assert ended(rig.run()) == [1]
+
+
+def engine_waits(rig: Rig) -> int:
+    n = sum(stream == rig.device.engine_stream() for stream, _ in rig.device.waits)
+    rig.device.waits.clear()
+    return n
+
+
+def test_the_engine_waits_only_for_what_a_fence_names(rig: Rig) -> None:
+    rig.device.held = True
+    rig.store(1, range(4), range(4))
+    rig.transfer.before_forward()
+    rig.run()
+    rig.transfer.wait([1], {9})
+    rig.transfer.wait([7])
+    rig.transfer.wait([1], set())
+    assert engine_waits(rig) == 0
+    rig.transfer.wait([1], {2})
+    assert engine_waits(rig) == 1
+    rig.device.release()
+    assert ended(rig.run()) == [1]
+    rig.transfer.wait([1], {2})
+    assert engine_waits(rig) == 0, "the store has ended"
+
+
+def test_a_fence_waits_for_the_gather_and_not_for_the_bus() -> None:
+    rig = Rig(PageGroup(apart()))
+    rig.device.held = True
+    rig.store(1, [0], [0])
+    rig.transfer.wait([1])
+    ((_, event),) = [(stream, event) for stream, event in rig.device.waits if stream == rig.device.engine_stream()]
+    rig.device.release()
+    last_copy = max(each.recorded for each in rig.device.events if each is not event)
+    assert event.recorded < last_copy
+
+
+def test_the_engine_waits_for_the_end_of_a_load(rig: Rig) -> None:
+    rig.device.held = True
+    rig.load(1, [0], [5])
+    rig.transfer.wait([1])
+    assert rig.block(5) == bytes(ROW)
+    assert engine_waits(rig) == 1
+    rig.device.release()
+
+
+def test_a_fenced_store_for_which_there_is_no_bounce_buffer_fails_and_blocks_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(slots, "BOUNCE_BYTES", 2 * ROW)
+    rig = Rig(PageGroup(apart()), registration=Unregistered())
+    rig.device.held = True
+    room = 2 * slots.NUM_BOUNCE_BUFFERS
+    rig.store(1, range(room + 1), range(room + 1))
+    rig.store(2, [40], [40])
+    rig.transfer.wait([1])
+    assert rig.run() == [], "the rows that were issued must end before the job is reported"
+    rig.device.release()
+    results = {result.job_id: result.ok for result in rig.run()}
+    assert results == {1: False, 2: True}
+    assert rig.slot(40) == rig.block(40)
+
+
+def test_slots_that_are_registered_meanwhile_are_copied_directly() -> None:
+    rig = Rig(PageGroup(packed()), registration=Ready(0))
+    rig.store(1, [0], [0])
+    rig.transfer.before_forward()
+    rig.run()
+    assert rig.slot(0) == rig.block(0)
+    rig.registration.num_ready_slots = 10
+    rig.device.held = True
+    rig.store(2, [1, 9], [1, 2])
+    rig.store(3, [10], [3])
+    rig.transfer.wait([2, 3])
+    assert (rig.slot(1), rig.slot(9)) != (rig.block(1), rig.block(2)), "one slot of the chunk is not registered"
+    rig.device.release()
+    assert ended(rig.run()) == [2, 3]
+    assert (rig.slot(1), rig.slot(9), rig.slot(10)) == (rig.block(1), rig.block(2), rig.block(3))
+
+
+# Jobs that copy nothing, jobs that cannot be copied.
+
+
+def test_a_bad_job_fails_alone_and_says_why(rig: Rig, caplog: pytest.LogCaptureFixture) -> None:
+    rig.store(1, [0], [0])
+    rig.store(2, [0], [BLOCKS])
+    rig.store(3, [SLOTS], [0])
+    rig.store(4, [1, 2], [0])
+    rig.transfer.submit(5, spec_of([1], ([1], 0), ([], 0)), is_store=True)
+    rig.store(6, [6], [6])
+    rig.transfer.before_forward()
+    with caplog.at_level(logging.ERROR):
+        results = rig.run()
+    assert {result.job_id: result.ok for result in results} == {
+        1: True,
+        2: False,
+        3: False,
+        4: False,
+        5: False,
+        6: True,
+    }
+    assert [str(job_id) in message for job_id, message in zip((2, 3, 4, 5), caplog.messages, strict=False)].count(
+        True
+    ) > 1
+    assert "device block of group 0 is not in [0, 64)" in caplog.text
+
+
+def test_a_job_without_rows_ends() -> None:
+    rig = Rig(PageGroup([]), PageGroup(apart()))
+    rig.transfer.submit(1, spec_of([5], ([3], 0), ([], 0)), is_store=True)
+    rig.transfer.submit(2, spec_of([], ([], 0), ([], 0)), is_store=False)
+    rig.transfer.before_forward()
+    results = rig.run()
+    assert sorted(ended(results)) == [1, 2]
+    assert not any(result.nbytes for result in results)
+
+
+# The engine's side.
+
+
+def test_a_store_begins_without_a_forward_pass_when_results_are_asked_for(rig: Rig) -> None:
+    rig.store(1, [0], [0])
+    assert rig.run() == []
+    assert ended(rig.run()) == [1]
+
+
+def test_no_copy_begins_before_the_store_was_handed_over(rig: Rig) -> None:
+    rig.store(1, [0], [0])
+    assert not rig.transfer.advance()
+    rig.transfer.before_forward()
+    assert rig.transfer.advance()
+
+
+@pytest.mark.parametrize("operation", ["copy", "is_done", "gather", "scatter"])
+@pytest.mark.parametrize("with_thread", [False, True])
+def test_an_error_of_the_device_reaches_the_worker_which_gives_up(operation: str, with_thread: bool) -> None:
+    rig = Rig(PageGroup(apart()), with_thread=with_thread)
+    worker = OffloadingConnectorWorker(rig.transfer)
+    spec = spec_of([0], ([0], 0))
+    rig.device.raise_in = operation
+    total = WorkerReport()
+    metas = iter([StepMeta(stores={1: spec}), StepMeta(loads={2: spec})])
+    deadline = time.monotonic() + 60
+    while not (total.broken and len(total.done) == 2) and time.monotonic() < deadline:
+        if not with_thread:
+            try:
+                while rig.transfer.advance():
+                    pass
+            except RuntimeError:
+                pass
+        with worker.step(next(metas, StepMeta(has_tokens=False)), total.add):
+            pass
+    assert total.broken
+    assert total.done == {1: 1, 2: 1}
+    assert total.failed
+    assert worker.take_report() is None
+    worker.shutdown()
+    assert (rig.device.closed, rig.registration.released) == (0, 0), "copies may still use the memory"
+
+
+def test_an_error_in_a_fence_is_raised_to_its_caller(rig: Rig) -> None:
+    rig.store(1, [0], [0])
+    rig.device.raise_in = "copy"
+    with pytest.raises(RuntimeError, match="the driver failed in copy"):
+        rig.transfer.wait([1])
+    with pytest.raises(RuntimeError, match="the device failed"):
+        rig.transfer.poll(busy=True)
+    assert not rig.transfer.advance()
+
+
+def test_close_frees_the_device_once_and_drops_what_was_not_issued(rig: Rig) -> None:
+    rig.store(1, [0], [0])
+    rig.transfer.before_forward()
+    rig.transfer.close()
+    rig.transfer.close()
+    assert (rig.device.closed, rig.registration.released) == (1, 1)
+    assert not rig.transfer.advance()
+    assert not rig.pool.any()
+
+
+def test_close_does_not_free_memory_that_copies_use(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(transfer, "CLOSE_DEADLINE_S", 0.01)
+    rig.device.held = True
+    rig.store(1, [0], [0])
+    rig.transfer.before_forward()
+    rig.run()
+    rig.transfer.close()
+    assert (rig.device.closed, rig.registration.released) == (0, 0)
+
+
+# The thread.
+
+
+def test_a_waiting_thread_is_woken_by_the_end_of_a_job() -> None:
+    rig = Rig(PageGroup(apart()), with_thread=True)
+    rig.transfer.wait_any(60)
+    rig.store(1, [0], [0])
+    rig.transfer.wait_any(60)
+    assert ended(rig.transfer.poll(busy=False)) == [1]
+    assert rig.device.threads == 1
+    rig.transfer.close()
+
+
+def test_waiting_ends_at_its_timeout() -> None:
+    rig = Rig(PageGroup(apart()), with_thread=True)
+    rig.device.held = True
+    rig.store(1, [0], [0])
+    rig.transfer.wait_any(0.01)
+    assert rig.transfer.poll(busy=False) == []
+    rig.device.release()
+    rig.transfer.wait_any(60)
+    assert ended(rig.transfer.poll(busy=False)) == [1]
+    rig.transfer.close()
+
+
+def stress(rig: Rig, rounds: int = 300) -> int:
+    """Steps of an engine that overwrites the device blocks of its stores at once, with fences. Returns how many stores
+    have copied the right bytes."""
+    rng = np.random.default_rng(7)
+    views = rig.groups[0].views
+    content: dict[int, bytes] = {}
+    """What stores have copied, or will have, by slot."""
+    reading: dict[int, tuple[int, list[int]]] = {}
+    """Stores in progress by id: the first device block, and the slots."""
+    num_right = 0
+
+    def take_results() -> int:
+        num_ok = 0
+        for result in rig.transfer.poll(busy=True):
+            used = reading.pop(result.job_id)[1]
+            # Without registered memory a fence may come when all bounce buffers are in use.
+            assert result.ok or rig.registration.num_ready_slots < SLOTS
+            assert not result.ok or [rig.slot(slot) for slot in used] == [content[slot] for slot in used]
+            num_ok += result.ok
+        return num_ok
+
+    for step in range(rounds):
+        start = int(rng.integers(0, 8)) * 8
+        blocks = list(range(start, start + 8))
+        fenced = [job_id for job_id, (first, _) in reading.items() if first == start]
+        if fenced:
+            rig.transfer.wait(fenced, set(blocks))
+        rig.transfer.before_forward()
+        for view in views:
+            view[blocks] = rng.integers(0, 256, (8, view.shape[1]), np.uint8)
+        busy = {slot for _, used in reading.values() for slot in used}
+        free = [slot for slot in range(SLOTS) if slot not in busy][:8]
+        if len(free) == 8:
+            rig.store(step, free, blocks)
+            reading[step] = start, free
+            content |= {slot: rig.block(block) for slot, block in zip(free, blocks, strict=True)}
+        if step % 3 == 0:
+            rig.transfer.wait_any(0.001)
+        num_right += take_results()
+    deadline = time.monotonic() + 60
+    while reading and time.monotonic() < deadline:
+        rig.transfer.wait_any(0.1)
+        num_right += take_results()
+    assert not reading
+    return num_right
+
+
+@pytest.mark.parametrize("make", [apart, packed])
+@pytest.mark.parametrize("ready", [SLOTS, 30])
+def test_a_thread_beside_an_engine_that_overwrites_fenced_blocks(
+    make: Callable[[], list[ByteArray]], ready: int, small_chunks: None
+) -> None:
+    rig = Rig(PageGroup(make()), registration=Ready(ready), with_thread=True)
+    assert stress(rig) > 0
+    rig.transfer.close()
+    assert rig.device.closed == 1, "the thread has ended"
+
+
+def test_without_its_fences_the_stress_fails(small_chunks: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    rig = Rig(PageGroup(apart()), with_thread=True)
+    monkeypatch.setattr(rig.transfer, "wait", lambda job_ids, device_blocks: None)
+    with pytest.raises(AssertionError):
+        stress(rig)
+    rig.transfer.close()
