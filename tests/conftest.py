@@ -15,7 +15,7 @@ LONGEST = (
     "test_engine_model.py",
     "test_vllm_groups.py",
     "test_vllm_versions.py",
-    "test_demo_vllm.py",
+    "test_vllm_demo.py",
 )
 """The files that take longest, which begin first, so that one process does not wait for another at the end."""
 

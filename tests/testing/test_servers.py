@@ -274,18 +274,18 @@ def no_deadline(monkeypatch: pytest.MonkeyPatch) -> type[SharedMedium]:
 Bug: TypeAlias = Callable[[pytest.MonkeyPatch], type[SharedMedium]]
 
 BUGS: dict[Bug, tuple[tuple[type[Exception], ...], int]] = {
-    verification_skipped: ((WrongBytes,), 3),
-    half_of_a_value_accepted: ((WrongBytes,), 3),
-    value_of_another_key_accepted: ((WrongBytes,), 3),
+    verification_skipped: ((WrongBytes,), 4),
+    half_of_a_value_accepted: ((WrongBytes,), 4),
+    value_of_another_key_accepted: ((WrongBytes,), 4),
     fingerprint_ignored: ((WrongBytes,), 8),
-    reset_deletes_the_blocks_of_others: ((DeletedOthers,), 3),
+    reset_deletes_the_blocks_of_others: ((DeletedOthers,), 12),
     breaker_that_never_closes: ((NotFound,), 10),
     breaker_that_never_opens: ((Costly,), 10),
     old_process_goes_on: ((WrongBytes,), 22),
     misses_remembered_for_good: ((NotFound,), 4),
     a_block_left_out: ((Unreachable,), 1),
     store_asked_on_the_schedulers_thread: ((Blocked,), 0),
-    host_slot_freed_while_it_is_written_from: ((WrongBytes,), 3),
+    host_slot_freed_while_it_is_written_from: ((WrongBytes,), 4),
     a_result_lost: ((Leak,), 0),
     no_deadline: ((Late,), 3),
 }

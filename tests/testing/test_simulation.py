@@ -37,7 +37,7 @@ from kvoffload.tiers.plan import Plan, plan_writes
 from kvoffload.tiers.promotion import Promotion, PromotionState
 from kvoffload.tiers.writethrough import WriteThrough
 
-SEEDS = scaled(150)
+SEEDS = scaled(90)
 PLANTED_SEEDS = 600
 
 
@@ -68,9 +68,9 @@ def test_every_kind_of_fault_and_end_happens(report: Report) -> None:
 
 
 def test_a_seed_replays_its_simulation() -> None:
-    for seed in range(20):
-        assert simulate(seed) == simulate(seed)
-    assert len({tuple(sorted(simulate(seed).items())) for seed in range(20)}) == 20
+    counts = [simulate(seed) for seed in range(10)]
+    assert counts == [simulate(seed) for seed in range(10)]
+    assert len({tuple(sorted(each.items())) for each in counts}) == 10
 
 
 def warm(seed: int) -> list[Life]:
@@ -131,8 +131,8 @@ def test_blocks_on_disk_outlive_a_sleep(monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_a_restart_without_faults_reads_from_disk(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(simulation, "plan", warm)
-    cold = [seed for seed in range(40) if not simulate(seed)["restarts that read from disk"]]
-    assert len(cold) <= 2, f"nothing was read from disk after the restart of {cold}"
+    cold = [seed for seed in range(20) if not simulate(seed)["restarts that read from disk"]]
+    assert len(cold) <= 1, f"nothing was read from disk after the restart of {cold}"
 
 
 class InMemory(LowerTiers):

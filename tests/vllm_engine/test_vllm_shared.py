@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,6 @@ from test_vllm_disk import num_records
 from test_vllm_ranks import PARALLEL, TWO_RANKS
 from vllm_harness import (
     DEADLINE_S,
-    ENVIRONMENT,
     POOL,
     Run,
     Runner,
@@ -25,8 +25,10 @@ from vllm_harness import (
     differences,
     eventually,
     kill_session,
+    set_up_demo,
 )
 
+from kvoffload.demo import act
 from kvoffload.demo.protocol import EngineInfo, RequestResult
 from kvoffload.demo.run import model_directory
 from kvoffload.demo.shared import run as shared_run
@@ -62,11 +64,13 @@ class Started:
 
 
 @pytest.fixture(scope="module")
-def started(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Started]:
+def started(run: Runner, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Started]:
     out = tmp_path_factory.mktemp("shared")
-    with pytest.MonkeyPatch.context() as patch, model_directory(None, seed=7) as model:
-        for name, value in ENVIRONMENT.items():
-            patch.setenv(name, value)
+    with ExitStack() as stack:
+        patch = stack.enter_context(pytest.MonkeyPatch.context())
+        set_up_demo(patch)
+        model = stack.enter_context(model_directory(None, seed=7))
+        patch.setattr(act, "start_process", run.parent(os.environ).start_process)
         # More blocks than device and host memory hold together.
         for name, value in {
             "DOCUMENTS": 5,

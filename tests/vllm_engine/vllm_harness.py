@@ -14,7 +14,11 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
+
+import pytest
+
+from kvoffload.demo import model
 
 DRIVER = Path(__file__).with_name("driver.py")
 WARM = Path(__file__).with_name("warm.py")
@@ -59,8 +63,9 @@ class Run:
 class Child:
     """A child of a warm parent, with the part of ``subprocess.Popen`` that the tests use."""
 
-    def __init__(self, parent: WarmParent, pid: int) -> None:
+    def __init__(self, parent: WarmParent, pid: int, stdin: IO[bytes] | None = None) -> None:
         self.pid = pid
+        self.stdin = stdin
         self.returncode: int | None = None
         self._parent = parent
         self._descriptor = os.pidfd_open(pid)
@@ -114,8 +119,24 @@ class WarmParent:
 
     def start(self, argv: Sequence[str], environment: Mapping[str, str], log: Path) -> Child:
         """Starts a child in a session of its own that runs ``argv`` as Python would. Its output goes to ``log``."""
-        pid = self.ask(argv=list(argv), environment=dict(environment), log=str(log))["pid"]
-        return Child(self, pid)
+        request = {"environment": dict(environment), "log": str(log), "input": os.devnull, "descriptors": {}}
+        return Child(self, self.ask(argv=list(argv), **request)["pid"])
+
+    def start_process(self, command: Sequence[str], replies: int, log: Path, environment: Mapping[str, str]) -> Child:
+        """As ``kvoffload.demo.act.start_process``, but starts a child. ``command`` is Python and its arguments."""
+        reading, writing = os.pipe()
+        mine = Path(f"/proc/{os.getpid()}/fd")
+        try:
+            pid = self.ask(
+                argv=list(command[1:]),
+                environment=dict(environment),
+                log=str(log),
+                input=str(mine / str(reading)),
+                descriptors={replies: str(mine / str(replies))},
+            )["pid"]
+        finally:
+            os.close(reading)
+        return Child(self, pid, os.fdopen(writing, "wb"))
 
     def close(self) -> None:
         self._process.kill()
@@ -203,6 +224,15 @@ def finish(child: Child, log: Path) -> str:
     text = log.read_text(errors="replace")
     assert code == 0, f"the child ended with {code}:\n{text[-6000:]}"
     return text
+
+
+def set_up_demo(patch: pytest.MonkeyPatch) -> None:
+    """Sets the environment of the demos' engines, and gives their model two layers: it then computes in a quarter of
+    the time."""
+    for name, value in ENVIRONMENT.items():
+        patch.setenv(name, value)
+    patch.setattr(model, "LAYERS", 2)
+    patch.setattr(model, "CONFIG", model.CONFIG | {"num_hidden_layers": 2})
 
 
 def eventually(condition: Callable[[], Any], deadline_s: float = 60) -> bool:

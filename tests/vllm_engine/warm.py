@@ -2,8 +2,10 @@
 
 It reads JSON objects from its standard input, one per line, and answers each with a line on its standard output. A line
 with ``argv`` forks a child that runs that program as Python runs its own arguments (a path, or ``-m`` and a module), in
-a session of its own and with exactly the given ``environment``; the answer has the child's ``pid``. A line with ``pid``
-asks for that child's exit ``code``, negative for a signal, null while it runs. The process ends with its input.
+a session of its own and with exactly the given ``environment``; the answer has the child's ``pid``. Its input is
+``input``, its output goes to ``log``, and each path in ``descriptors`` is open for writing, as the descriptor with its
+number. A line with ``pid`` asks for that child's exit ``code``, negative for a signal, null while it runs. The process
+ends with its input.
 """
 
 from __future__ import annotations
@@ -89,17 +91,22 @@ def fork_context(method: str | None = None) -> Any:
 
 
 def become(request: dict[str, Any], leading: int) -> None:
-    """Turns this forked process into the requested one. Closes ``leading`` as soon as it leads a session."""
+    """Turns this forked process into the requested one. Closes ``leading`` as soon as it leads a session and has opened
+    its files."""
     os.setsid()
-    os.close(leading)
     for target, path, flags in (
-        (0, os.devnull, os.O_RDONLY),
+        (0, request["input"], os.O_RDONLY),
         (1, request["log"], os.O_WRONLY | os.O_CREAT | os.O_TRUNC),
+        *((int(number), path, os.O_WRONLY) for number, path in request["descriptors"].items()),
     ):
         descriptor = os.open(path, flags, 0o644)
-        os.dup2(descriptor, target)
-        os.close(descriptor)
+        if target == leading:
+            leading = os.dup(leading)
+        if descriptor != target:
+            os.dup2(descriptor, target)
+            os.close(descriptor)
     os.dup2(1, 2)
+    os.close(leading)
     os.environ.clear()
     os.environ.update(request["environment"])
     multiprocessing.get_context = fork_context

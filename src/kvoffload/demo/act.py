@@ -10,10 +10,10 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import IO, Any, Protocol
 
 from kvoffload.demo.errors import DemoError
 from kvoffload.demo.protocol import ActConfig, ActSummary, EngineInfo, RequestResult
@@ -35,6 +35,30 @@ class ActResult:
     summary: ActSummary = field(default_factory=lambda: ActSummary(0.0))
 
 
+class Process(Protocol):
+    """The part of ``subprocess.Popen`` that is used."""
+
+    pid: int
+    stdin: IO[bytes] | None
+
+    def wait(self, timeout: float | None = None) -> int: ...
+
+
+def start_process(command: Sequence[str], replies: int, log: Path, environment: Mapping[str, str]) -> Process:
+    """Starts ``command`` in a session of its own, with a pipe as its input, its output in ``log``, and the descriptor
+    ``replies`` open."""
+    with log.open("wb") as log_file:
+        return subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,
+            stdout=log_file,
+            stderr=subprocess.STDOUT,
+            pass_fds=(replies,),
+            start_new_session=True,
+            env=environment,
+        )
+
+
 class EngineProcess:
     """An engine in a child process, which carries out one command after the other. Its output goes to ``log``.
 
@@ -50,16 +74,7 @@ class EngineProcess:
         self._replies = os.fdopen(read_fd, "rb", buffering=0)
         self._lines = self._read_lines()
         try:
-            with log.open("wb") as log_file:
-                self._child = subprocess.Popen(
-                    [*command, str(write_fd)],
-                    stdin=subprocess.PIPE,
-                    stdout=log_file,
-                    stderr=subprocess.STDOUT,
-                    pass_fds=(write_fd,),
-                    start_new_session=True,
-                    env=_environment(config),
-                )
+            self._child = start_process([*command, str(write_fd)], write_fd, log, _environment(config))
         except BaseException:
             self._replies.close()
             raise

@@ -1,17 +1,22 @@
-"""A short version of the demo on real vLLM."""
+"""A short version of the demo on real vLLM. Its first act runs in a new process, as all do elsewhere."""
 
 from __future__ import annotations
 
+import os
+from itertools import chain, repeat
 from pathlib import Path
+from typing import Any
 
 import pytest
+from vllm_harness import Runner, set_up_demo
 
-from kvoffload.demo import run
+from kvoffload.demo import act
+from kvoffload.demo import run as demo_run
 from kvoffload.demo.protocol import EngineInfo, RequestResult, Source
 
 pytestmark = [
     pytest.mark.vllm,
-    pytest.mark.skipif(not run.vllm_installed(), reason="vLLM is not installed"),
+    pytest.mark.skipif(not demo_run.vllm_installed(), reason="vLLM is not installed"),
 ]
 
 
@@ -20,7 +25,7 @@ class Seen:
         self.acts: list[int] = []
         self.requests = 0
 
-    def act(self, plan: run.ActPlan, requests: int) -> None:
+    def act(self, plan: demo_run.ActPlan, requests: int) -> None:
         self.acts.append(plan.number)
 
     def ready(self, info: EngineInfo) -> None:
@@ -30,19 +35,24 @@ class Seen:
         self.requests += 1
 
 
-def test_short_demo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    # vLLM compiles part of its sampler by default, which takes seconds per act.
-    monkeypatch.setenv("TORCH_COMPILE_DISABLE", "1")
-    monkeypatch.setattr(run, "DOCUMENTS", 4)
-    monkeypatch.setattr(run, "TURNS", 2)
-    monkeypatch.setattr(run, "DOCUMENT_BLOCKS", (8, 9))
-    monkeypatch.setattr(run, "DEVICE_BLOCKS", 26)
+def test_short_demo(run: Runner, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    set_up_demo(monkeypatch)
+    starts = chain([act.start_process], repeat(run.parent(os.environ).start_process))
+
+    def start_process(*arguments: Any) -> act.Process:
+        return next(starts)(*arguments)
+
+    monkeypatch.setattr(act, "start_process", start_process)
+    monkeypatch.setattr(demo_run, "DOCUMENTS", 4)
+    monkeypatch.setattr(demo_run, "TURNS", 2)
+    monkeypatch.setattr(demo_run, "DOCUMENT_BLOCKS", (8, 9))
+    monkeypatch.setattr(demo_run, "DEVICE_BLOCKS", 26)
     seen = Seen()
-    report = run.run_demo(tmp_path, text=None, model=None, seed=7, progress=seen)
+    report = demo_run.run_demo(tmp_path, text=None, model=None, seed=7, progress=seen)
     assert report.failures == []
     assert seen.acts == [1, 2, 3, 4]
-    assert len(report.offload.requests) == len(run.plan_visits())
-    assert seen.requests == 3 * len(run.plan_visits()) + len(report.restart.requests)
+    assert len(report.offload.requests) == len(demo_run.plan_visits())
+    assert seen.requests == 3 * len(demo_run.plan_visits()) + len(report.restart.requests)
     assert [r.source for r in report.offload.requests[:2]] == [Source.RECOMPUTE, Source.DEVICE]
     assert report.ttft_ms[Source.HOST].count == 4
     assert report.ttft_ms[Source.DISK].count == len(report.restart.requests) == 4
