@@ -22,7 +22,7 @@ from kvoffload.transfer.cuda.slots import HostSlots
 logger = logging.getLogger(__name__)
 
 LOCK_DEADLINE_S = 5.0
-"""How long a call waits for another thread, which may be issuing one chunk, before the copier counts as broken."""
+"""How long a fence waits for the thread that copies, which may be issuing one chunk, before it raises."""
 
 MAX_JOBS = 512
 """How many jobs are turned into rows in one step: about 1 ms."""
@@ -76,7 +76,8 @@ class Copier:
 
     def advance(self) -> bool:
         """Makes one step. Returns whether there was anything to do."""
-        with self._locked():
+        # A fence may take long if the launch queue is full. That is no reason to give up.
+        with self._locked(timeout_s=-1):
             return (
                 self._finish(self._loads)
                 or self._finish(self._stores)
@@ -113,11 +114,11 @@ class Copier:
             self.error = error
 
     @contextlib.contextmanager
-    def _locked(self) -> Iterator[None]:
+    def _locked(self, timeout_s: float = LOCK_DEADLINE_S) -> Iterator[None]:
         if self.error is not None:
             raise RuntimeError("the device failed before") from self.error
-        if not self._lock.acquire(timeout=LOCK_DEADLINE_S):
-            raise TimeoutError(f"the thread that copies has not issued a chunk within {LOCK_DEADLINE_S} s")
+        if not self._lock.acquire(timeout=timeout_s):
+            raise TimeoutError(f"the thread that copies has not issued a chunk within {timeout_s} s")
         try:
             yield
         except Exception as error:
