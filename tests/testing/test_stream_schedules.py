@@ -14,13 +14,14 @@ import pytest
 from kvoffload.abc import ByteArray
 from kvoffload.testing import stream_schedules
 from kvoffload.testing.__main__ import main
+from kvoffload.testing.engine import SwitchedOff
 from kvoffload.testing.faults import WrappedTransfer
 from kvoffload.testing.races import DeviceFault
 from kvoffload.testing.ranks import WrongBytes
 from kvoffload.testing.scale import scaled
 from kvoffload.testing.stream_ranks import MakeTransfer, Registration, make_cuda_transfer
 from kvoffload.testing.stream_schedules import run_schedule
-from kvoffload.testing.streams import Mark, SimulatedDevice
+from kvoffload.testing.streams import DriverError, Mark, SimulatedDevice
 from kvoffload.transfer.cuda import slots, staging
 from kvoffload.transfer.cuda.device import Addresses, Device, Event, Stream
 
@@ -424,3 +425,47 @@ def test_the_program_prints_counts_and_how_to_replay(
     printed = capsys.readouterr().out
     assert "FAILED: seed 8: WrongBytes: a block of another" in printed
     assert "python -m kvoffload.testing streams --first 8 --seeds 1" in printed
+
+
+class FailsOnce(WrappedDevice):
+    """One call fails, and enqueues nothing. What was enqueued before goes on."""
+
+    def __init__(self, inner: SimulatedDevice) -> None:
+        super().__init__(inner)
+        self.calls_left = inner.random.randrange(20, 200)
+
+    def fail(self) -> None:
+        self.calls_left -= 1
+        if self.calls_left == 0:
+            raise DriverError("invalid argument")
+
+    def copy(self, stream: Stream, targets: Addresses, sources: Addresses, sizes: Addresses) -> None:
+        self.fail()
+        self.inner.copy(stream, targets, sources, sizes)
+
+    def gather(self, stream: Stream, group: int, index: int, num_blocks: int, staging: int) -> None:
+        self.fail()
+        self.inner.gather(stream, group, index, num_blocks, staging)
+
+    def scatter(self, stream: Stream, group: int, index: int, num_blocks: int, staging: int) -> None:
+        self.fail()
+        self.inner.scatter(stream, group, index, num_blocks, staging)
+
+    def record(self, event: Event, stream: Stream) -> None:
+        self.fail()
+        self.inner.record(event, stream)
+
+    def wait(self, stream: Stream, event: Event) -> None:
+        self.fail()
+        self.inner.wait(stream, event)
+
+
+def test_an_error_of_the_driver_leaves_no_wrong_bytes() -> None:
+    """Loads in progress have ended before they are reported as failed, and their blocks belong to others."""
+    num_failed = 0
+    for seed in range(scaled(40)):
+        try:
+            run_schedule(seed, with_bug(FailsOnce))
+        except SwitchedOff:
+            num_failed += 1
+    assert num_failed > 10

@@ -230,11 +230,11 @@ class CheckedTransfer(WrappedTransfer):
 
     @contextmanager
     def _noting_errors(self) -> Iterator[None]:
-        """Notes errors, which make the worker give up, and the engine go on without offloading."""
+        """Notes broken checks, which make the worker give up, and the engine go on without offloading."""
         try:
             yield
         except Exception as error:
-            self._device.complain(error)
+            self._device.note_error(error)
             raise
 
     def _compare(self, job_id: int, spec: TransferSpec, is_store: bool, device: list[ByteArray] | None) -> None:
@@ -392,8 +392,12 @@ class StreamRank(Rank):
             self.registration.grow()
         self.device.tick()
         if self.random.random() < self._plan.helper_chance:
-            for _ in range(self.random.choice(HELPER_STEPS)):
-                self._advance()
+            try:
+                for _ in range(self.random.choice(HELPER_STEPS)):
+                    self._advance()
+            except Exception as error:
+                # The next call of the transfer raises it, as it does if a thread fails.
+                self.device.note_error(error)
 
 
 MakeTransfer: TypeAlias = Callable[

@@ -55,6 +55,10 @@ class Timing(enum.Enum):
     RANDOM = enum.auto()
 
 
+class DriverError(RuntimeError):
+    """An error that a test makes a device raise: no fault of the one who gets it."""
+
+
 @dataclass(slots=True, eq=False)
 class Mark:
     """A point in a stream, which an event stands for until it is recorded again."""
@@ -297,6 +301,15 @@ class SimulatedDevice(Device):
     def complain(self, fault: Exception) -> None:
         """Notes a fault that something else has found."""
         self.memory.complain(fault)
+
+    def note_error(self, error: Exception) -> None:
+        """Notes an error that the user of the device has raised, unless a DriverError has caused it."""
+        cause: BaseException | None = error
+        while cause is not None:
+            if isinstance(cause, DriverError):
+                return
+            cause = cause.__cause__
+        self.memory.complain(error)
 
     def _fault(self, text: str) -> DeviceFault:
         fault = DeviceFault(text)
