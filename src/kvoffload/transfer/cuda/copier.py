@@ -61,7 +61,6 @@ class Copier:
         self.free_events: deque[Event] = deque(device.new_event() for _ in range(4))
         """Events of points that no row waits for any more."""
         self.error: Exception | None = None
-        self._device = device
         self._factors = [table.factor for table in tables]
         self._num_blocks = [table.num_blocks if table.runs else 0 for table in tables]
         self._block_bytes = np.array([table.device_block_bytes for table in tables], dtype=np.int64)
