@@ -86,6 +86,7 @@ class Pipeline:
         self._kernels_after = self._copies_after = -1
         """Numbers of the points of the engine's stream for which the streams have waited."""
         self._chunks: deque[Chunk] = deque()
+        self._ends: list[Event] = [device.new_event() for _ in range(2)]
         self._events: list[Event] = [device.new_event() for _ in range(3 * IN_FLIGHT)]
         self._block_bytes = [table.device_block_bytes for table in tables]
         largest = max(self._block_bytes, default=0)
@@ -108,9 +109,12 @@ class Pipeline:
         """Whether no chunk is in flight, as far as ``finish`` knows."""
         return not self._chunks
 
-    def has_ended(self) -> bool:
-        """Returns whether the device has done all that was issued."""
-        return not self._chunks or self._device.is_done(self._end(self._chunks[-1]))
+    def mark_end(self) -> list[Event]:
+        """Returns events that are reached when the device has done all that was issued, even of a chunk whose issuing
+        has failed halfway."""
+        for event, stream in zip(self._ends, (self._kernels, self._copies), strict=True):
+            self._device.record(event, stream)
+        return self._ends
 
     def issue(self) -> bool:
         """Issues the next chunk. Returns False if there is none, or if enough are in flight."""

@@ -157,11 +157,11 @@ class CudaTransfer(Transfer):
             self._wake.set()
 
     def _wait_until_idle(self, deadline: float) -> bool:
-        """Returns whether the device does not copy any more."""
-        if self._copier.error is not None:
-            return False
+        """Returns whether the device does not copy any more. After an error, too, what was issued before it may still
+        fill blocks that belong to others as soon as their load is reported as failed."""
         try:
-            while not self._copier.has_ended():
+            ends = self._copier.mark_end()
+            while not all(map(self._device.is_done, ends)):
                 if time.monotonic() > deadline:
                     return False
                 time.sleep(MIN_PAUSE_S)
