@@ -35,8 +35,9 @@ def make_cuda_transfer(groups: Sequence[PageGroup], slots: ByteArray, pool: Host
     from kvoffload.transfer.cuda.transfer import CudaTransfer
 
     device = TorchDevice(groups)
+    number = next(view for group in groups for view in group.views).device.index or 0
     wait = Toucher(slots, collapse=False).wait if pool is None else pool.wait_until_touched
-    registration = Registration(slots, device.driver, wait)
+    registration = Registration(slots, Driver(number), wait)
     if pool is not None:
         pool.before_close(registration.close)
     return CudaTransfer([page_table(group) for group in groups], slots, device, registration)

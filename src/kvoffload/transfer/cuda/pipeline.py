@@ -101,7 +101,8 @@ class Pipeline:
             # A fence may need any of the device blocks at once.
             num_blocks = sum(table.num_blocks for table in tables)
             self._indices = IndexRing(device, IN_FLIGHT * self._max_rows + num_blocks)
-        self.staging_bytes = half_bytes * len(self._halves)
+        self.staging_bytes = half_bytes * len(self._halves) + (self._indices.nbytes if self._indices else 0)
+        """Device memory that was allocated."""
         self._bounce = slots.new_bounce_buffers(largest)
 
     @property

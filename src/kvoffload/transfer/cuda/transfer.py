@@ -19,7 +19,7 @@ from kvoffload.units import format_bytes
 
 logger = logging.getLogger(__name__)
 
-MIN_PAUSE_S, MAX_PAUSE_S = 100e-6, 2e-3
+MIN_PAUSE_S, MAX_PAUSE_S = 100e-6, 1e-3
 """How long the thread sleeps between two looks at chunks in flight. The pause doubles while nothing ends."""
 CLOSE_DEADLINE_S = 5.0
 """How long ``close`` waits for the thread and for copies in progress."""
