@@ -157,8 +157,9 @@ class CudaTransfer(Transfer):
             self._wake.set()
 
     def _wait_until_idle(self, deadline: float) -> bool:
-        """Returns whether the device does not copy any more. After an error, too, what was issued before it may still
-        fill blocks that belong to others as soon as their load is reported as failed."""
+        """Waits until the device does not copy any more, and returns whether its memory can be freed: not after an
+        error. After one, copies that were issued before it must end too, because their loads are reported as failed,
+        and the blocks that they fill belong to others then."""
         try:
             ends = self._copier.mark_end()
             while not all(map(self._device.is_done, ends)):
@@ -168,7 +169,7 @@ class CudaTransfer(Transfer):
         except Exception:
             logger.exception("kvoffload: the device failed")
             return False
-        return True
+        return self._copier.error is None
 
     def _run(self) -> None:
         try:
