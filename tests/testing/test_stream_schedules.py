@@ -372,29 +372,29 @@ def finds(seed: int, make: MakeTransfer = make_cuda_transfer) -> bool:
 
 BUGS: dict[Bug, int] = {
     EarlyRegistration: 3,
-    NoStoreWait: 1,
-    NoLoadWait: 1,
-    NoFence: 0,
-    StalePoint: 0,
+    NoStoreWait: 3,
+    NoLoadWait: 5,
+    NoFence: 3,
+    StalePoint: 3,
     SharedStagingOfStores: 3,
-    SharedStagingOfLoads: 8,
+    SharedStagingOfLoads: 9,
     CopyBeforeGather: 1,
     ScatterBeforeCopy: 1,
     EndOfStoresTooEarly: 0,
     EndOfLoadsTooEarly: 1,
     EndOfGathersTooEarly: 0,
-    DirectCopyFencedByGather: 2,
-    DoneTooEarly: 1,
-    MergesStrangers: 1,
-    LosesTheLastRow: 1,
+    DirectCopyFencedByGather: 6,
+    DoneTooEarly: 0,
+    MergesStrangers: 2,
+    LosesTheLastRow: 2,
     LosesTheLastBlock: 1,
     AnotherGroup: 3,
-    FencesTooFewBlocks: 0,
-    FencesNothing: 0,
-    NoBeforeForward: 1,
-    NoBoundaries: 20,
+    FencesTooFewBlocks: 3,
+    FencesNothing: 3,
+    NoBeforeForward: 5,
+    NoBoundaries: 4,
 }
-"""The first seed that finds each."""
+"""A seed that has found each, which is tried first."""
 
 
 @pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.__name__)
@@ -403,7 +403,7 @@ def test_a_planted_bug_is_found(bug: Bug) -> None:
     assert any(finds(seed, make) for seed in (BUGS[bug], *range(PLANTED_SCHEDULES)))
 
 
-PATCHES = {indices_overwritten_too_early: 1, one_bounce_buffer_for_all: 3}
+PATCHES = {indices_overwritten_too_early: 8, one_bounce_buffer_for_all: 3}
 
 
 @pytest.mark.parametrize("patch", PATCHES, ids=lambda patch: patch.__name__)
@@ -484,3 +484,7 @@ def test_an_error_of_the_driver_after_which_nothing_is_waited_for_is_found() -> 
 
     seeds = (seed for seed in range(PLANTED_SCHEDULES) if plan(seed)[0].num_ranks == 1)
     assert any(finds(seed, with_bug(NoEnd)) for seed in seeds)
+
+
+def test_a_seed_replays_a_schedule() -> None:
+    assert run_schedule(3) == run_schedule(3)
