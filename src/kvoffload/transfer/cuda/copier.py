@@ -102,10 +102,10 @@ class Copier:
         """Whether chunks are on the device, as far as ``advance`` has seen."""
         return not (self._loads.is_idle and self._stores.is_idle)
 
-    def has_ended(self) -> bool:
-        """Returns whether the device has done all that was issued."""
-        with self._locked():
-            return self._loads.has_ended() and self._stores.has_ended()
+    def mark_end(self) -> list[Event]:
+        """Returns events that are reached when the device has done all that was issued. Works after an error, too."""
+        with self._locked(after_error=True):
+            return [*self._loads.mark_end(), *self._stores.mark_end()]
 
     def fail(self, error: Exception) -> None:
         """Makes no further step."""
@@ -113,8 +113,8 @@ class Copier:
             self.error = error
 
     @contextlib.contextmanager
-    def _locked(self, timeout_s: float = LOCK_DEADLINE_S) -> Iterator[None]:
-        if self.error is not None:
+    def _locked(self, timeout_s: float = LOCK_DEADLINE_S, after_error: bool = False) -> Iterator[None]:
+        if self.error is not None and not after_error:
             raise RuntimeError("the device failed before") from self.error
         if not self._lock.acquire(timeout=timeout_s):
             raise TimeoutError(f"the thread that copies has not issued a chunk within {timeout_s} s")

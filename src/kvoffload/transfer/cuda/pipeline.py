@@ -98,6 +98,7 @@ class Pipeline:
         self._kernels = _Stream(device, device.new_stream())
         self._copies = _Stream(device, device.new_stream())
         self._chunks: deque[Chunk] = deque()
+        self._ends: list[Event] = [device.new_event() for _ in range(2)]
         self._events: list[Event] = [device.new_event() for _ in range(3 * IN_FLIGHT)]
         self._block_bytes = [table.device_block_bytes for table in tables]
         largest = max(self._block_bytes, default=0)
@@ -121,9 +122,12 @@ class Pipeline:
         """Whether no chunk is in flight, as far as ``finish`` knows."""
         return not self._chunks
 
-    def has_ended(self) -> bool:
-        """Returns whether the device has done all that was issued."""
-        return not self._chunks or self._device.is_done(self._end(self._chunks[-1]))
+    def mark_end(self) -> list[Event]:
+        """Returns events that are reached when the device has done all that was issued, even of a chunk whose issuing
+        has failed halfway."""
+        for event, each in zip(self._ends, (self._kernels, self._copies), strict=True):
+            self._device.record(event, each.stream)
+        return self._ends
 
     def issue(self) -> bool:
         """Issues the next chunk. Returns False if there is none, or if enough are in flight."""
