@@ -6,8 +6,8 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvoffload.abc import DeviceSpec, LoadStoreSpec, TransferSpec
-from kvoffload.transfer.copies import Rows, copy_rows
+from kvoffload.abc import DeviceSpec, LoadStoreSpec, PageGroup, TransferSpec
+from kvoffload.transfer.copies import Rows, copy_lists, copy_rows
 
 FACTORS = (1, 3, 2)
 NUM_BLOCKS = (20, 0, 9)
@@ -54,6 +54,24 @@ def rows_of(spec: TransferSpec) -> list[tuple[int, int, int, int]] | None:
     return rows if (used, taken) == (len(slots), len(blocks)) else None
 
 
+GROUPS = [
+    PageGroup([np.zeros((n, 8), np.uint8)] if n else [], factor) for factor, n in zip(FACTORS, NUM_BLOCKS, strict=True)
+]
+
+
+def lists_of(spec: TransferSpec) -> list[tuple[int, int, int, int]] | None:
+    """Returns what ``copy_lists`` makes of a job, as ``rows_of`` does."""
+    try:
+        lists = copy_lists(spec, GROUPS, NUM_SLOTS)
+    except ValueError:
+        return None
+    return [
+        (copies.group, *row)
+        for copies in lists
+        for row in zip(copies.device_blocks.tolist(), copies.slots.tolist(), copies.parts.tolist(), strict=True)
+    ]
+
+
 def as_tuples(rows: Rows, job: int) -> list[tuple[int, ...]]:
     here = rows.jobs == job
     columns = (rows.groups, rows.device_blocks, rows.slots, rows.parts)
@@ -65,6 +83,7 @@ def test_each_job_has_the_rows_that_it_has_alone_or_an_error(jobs: list[Transfer
     rows, errors = copy_rows(jobs, FACTORS, NUM_BLOCKS, NUM_SLOTS)
     for j, spec in enumerate(jobs):
         wanted = rows_of(spec)
+        assert lists_of(spec) == wanted
         assert (j in errors) == (wanted is None), errors.get(j)
         assert as_tuples(rows, j) == (wanted or [])
     assert rows.jobs.tolist() == sorted(rows.jobs.tolist()), "job by job"
