@@ -125,8 +125,8 @@ class Pipeline:
     def mark_end(self) -> list[Event]:
         """Returns events that are reached when the device has done all that was issued, even of a chunk whose issuing
         has failed halfway."""
-        for event, stream in zip(self._ends, (self._kernels, self._copies), strict=True):
-            self._device.record(event, stream.stream)
+        for event, each in zip(self._ends, (self._kernels, self._copies), strict=True):
+            self._device.record(event, each.stream)
         return self._ends
 
     def issue(self) -> bool:

@@ -162,6 +162,9 @@ class CudaTransfer(Transfer):
         and the blocks that they fill belong to others then."""
         try:
             ends = self._copier.mark_end()
+            # The engine's later work comes after them even if they do not end in time.
+            for end in ends:
+                self._device.wait(self._device.engine_stream(), end)
             while not all(map(self._device.is_done, ends)):
                 if time.monotonic() > deadline:
                     return False
