@@ -74,6 +74,8 @@ def page_groups(layout: EngineLayout, kv_caches: Mapping[str, torch.Tensor]) -> 
 def log_layout(name: str | None, groups: list[PageGroup]) -> None:
     """Logs into how many pieces of memory ``name``, vLLM's KV cache layout, divides the blocks of each group."""
     pieces = sorted({len(page_table(group).runs) for group in groups if group.views})
+    if not pieces:
+        return
     logger.info(
         "kvoffload: KV cache layout %s: a device block is %s",
         name or "of vLLM",
