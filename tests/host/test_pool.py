@@ -26,6 +26,7 @@ from kvoffload.host import limits as memory
 from kvoffload.host import pool as hostpool
 from kvoffload.host import touch
 from kvoffload.host.limits import Reservation, available_memory, total_memory
+from kvoffload.host.mapping import HUGE_PAGE
 from kvoffload.host.pool import HostPool, PoolHandle, padded_slot_bytes
 from kvoffload.units import parse_bytes
 
@@ -208,6 +209,11 @@ def test_another_process_reads_and_writes_the_same_bytes(pool: HostPool) -> None
     )
     assert printed == f"({NUM_BLOCKS}, {SLOT}) [1, 2, 3, 4]\n"
     assert pool.data[5, 7] == 99
+
+
+def test_huge_pages_of_a_pool_can_be_mapped_wherever_it_is_opened(pool: HostPool) -> None:
+    opened = [pool.data, pool.handle().open(), pool.handle().open()]
+    assert [each.ctypes.data % HUGE_PAGE for each in opened] == [0, 0, 0]
 
 
 def test_a_handle_of_a_closed_pool_does_not_open_another_file() -> None:
@@ -438,7 +444,7 @@ except ConfigError as error:
 
 
 def test_a_lack_of_address_space_is_a_config_error_and_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*args: object) -> None:
+    def refuse(*args: object, **options: object) -> None:
         raise OSError(12, "Cannot allocate memory")
 
     monkeypatch.setattr(mmap, "mmap", refuse)

@@ -8,11 +8,11 @@ import threading
 import time
 
 from kvoffload.abc import ByteArray
+from kvoffload.host.mapping import HUGE_PAGE
 from kvoffload.units import format_bytes
 
 logger = logging.getLogger(__name__)
 
-HUGE_PAGE = 2 << 20
 STEP = 16 * HUGE_PAGE
 CLOSE_DEADLINE_S = 5.0
 COLLAPSE_BYTES_PER_S = 1 << 30
