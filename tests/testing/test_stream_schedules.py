@@ -25,8 +25,8 @@ from kvoffload.testing.streams import DriverError, Mark, SimulatedDevice
 from kvoffload.transfer.cuda import slots, staging
 from kvoffload.transfer.cuda.device import Addresses, Device, Event, Stream
 
-SCHEDULES = scaled(200)
-CHUNKS = 6
+SCHEDULES = scaled(132)
+CHUNKS = 4
 PLANTED_SCHEDULES = 60
 EVENTS = (
     "stores copied",

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -28,6 +29,7 @@ KEYS = [bytes([i]) * 36 for i in range(32)]
 SLOT_BYTES = (1 << 18, 1 << 16)
 SEGMENT_BYTES = 64 << 20
 DEADLINE_S = 90.0
+Fault = Callable[[Path], None]
 
 
 class Server:
@@ -158,34 +160,6 @@ def test_bad_values_are_removed_and_written_again(store: Master) -> None:
     server.close()
 
 
-def test_a_full_store_refuses_blocks_and_takes_them_again(tmp_path: Path) -> None:
-    master = Master(tmp_path, "-default_kv_lease_ttl=500")
-    server = Server(master)
-    server.connect()
-    assert {result.error for result in server.move(KEYS[:4], is_read=False).values()} == {TierError.NO_SPACE}
-    with segment(master, SEGMENT_BYTES):
-        server.works_again(KEYS[:4])
-    server.close()
-    master.kill()
-
-
-def test_a_master_that_is_killed_and_comes_back_empty(tmp_path: Path) -> None:
-    master = Master(tmp_path, "-client_ttl=2")
-    with segment(master, SEGMENT_BYTES):
-        server = Server(master)
-        server.connect()
-        server.works_again(KEYS[:4])
-        master.kill()
-        failed = server.tier.num_failed_lookups
-        assert server.states(KEYS[8:12]) == [MISS] * 4
-        assert server.tier.num_failed_lookups > failed
-        assert not any(result.ok for result in server.move(KEYS[:4], is_read=True).values())
-        master.start()
-        server.works_again(KEYS[:4])
-        server.close()
-    master.kill()
-
-
 def test_a_master_that_stands_still(tmp_path: Path) -> None:
     master = Master(tmp_path, "-client_ttl=2")
     with segment(master, SEGMENT_BYTES):
@@ -203,8 +177,39 @@ def test_a_master_that_stands_still(tmp_path: Path) -> None:
     master.kill()
 
 
-def test_memory_that_is_gone(tmp_path: Path) -> None:
-    master = Master(tmp_path, "-client_ttl=2")
+# Faults of which each needs a store of its own and mostly waits, for leases and connections: they run at once.
+
+
+def a_full_store_refuses_blocks_and_takes_them_again(folder: Path) -> None:
+    master = Master(folder, "-default_kv_lease_ttl=500")
+    server = Server(master)
+    server.connect()
+    assert {result.error for result in server.move(KEYS[:4], is_read=False).values()} == {TierError.NO_SPACE}
+    with segment(master, SEGMENT_BYTES):
+        server.works_again(KEYS[:4])
+    server.close()
+    master.kill()
+
+
+def a_master_that_is_killed_and_comes_back_empty(folder: Path) -> None:
+    master = Master(folder, "-client_ttl=2")
+    with segment(master, SEGMENT_BYTES):
+        server = Server(master)
+        server.connect()
+        server.works_again(KEYS[:4])
+        master.kill()
+        failed = server.tier.num_failed_lookups
+        assert server.states(KEYS[8:12]) == [MISS] * 4
+        assert server.tier.num_failed_lookups > failed
+        assert not any(result.ok for result in server.move(KEYS[:4], is_read=True).values())
+        master.start()
+        server.works_again(KEYS[:4])
+        server.close()
+    master.kill()
+
+
+def memory_that_is_gone(folder: Path) -> None:
+    master = Master(folder, "-client_ttl=2")
     with segment(master, SEGMENT_BYTES) as owner:
         server = Server(master)
         server.connect()
@@ -216,3 +221,22 @@ def test_memory_that_is_gone(tmp_path: Path) -> None:
         server.works_again(KEYS[:4])
         server.close()
     master.kill()
+
+
+FAULTS = (
+    a_full_store_refuses_blocks_and_takes_them_again,
+    a_master_that_is_killed_and_comes_back_empty,
+    memory_that_is_gone,
+)
+
+
+@pytest.fixture(scope="module")
+def under_way(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[Fault, Future[None]]]:
+    """All of FAULTS, which are under way."""
+    with ThreadPoolExecutor(len(FAULTS)) as threads:
+        yield {fault: threads.submit(fault, tmp_path_factory.mktemp("store")) for fault in FAULTS}
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
+def test_a_fault_ends_in_misses_and_the_tier_comes_back(fault: Fault, under_way: dict[Fault, Future[None]]) -> None:
+    under_way[fault].result()
