@@ -16,6 +16,10 @@ LONGEST = (
     "test_vllm_groups.py",
     "test_vllm_versions.py",
     "test_vllm_demo.py",
+    "test_simulation.py",
+    "test_store.py",
+    "test_servers.py",
+    "test_kernels.py",
 )
 """The files that take longest, which begin first, so that one process does not wait for another at the end."""
 

@@ -99,12 +99,12 @@ def many_resets(seed: int) -> Scenario:
     )
 
 
-@pytest.mark.parametrize("seed", range(60))
+@pytest.mark.parametrize("seed", range(scaled(30)))
 def test_new_weights_again_and_again(seed: int) -> None:
     ModelEngine(many_resets(seed)).run()
 
 
-@pytest.mark.parametrize("seed", range(60))
+@pytest.mark.parametrize("seed", range(scaled(30)))
 def test_new_weights_again_and_again_with_groups(seed: int) -> None:
     rng = Random(seed)
     ModelEngine(many_resets(seed).with_groups(random_groups(rng), rng)).run()
@@ -236,12 +236,12 @@ def exact_ends(seed: int) -> Scenario:
     return scenario.with_groups((KVGroup(window.device_block_size), window)[seed % 2 :], rng)
 
 
-@pytest.mark.parametrize("seed", range(200))
+@pytest.mark.parametrize("seed", range(scaled(100)))
 def test_blocks_asked_for_to_their_last_token(seed: int) -> None:
     ModelEngine(exact_ends(seed)).run()
 
 
-@pytest.mark.parametrize("seed", range(300))
+@pytest.mark.parametrize("seed", range(scaled(150)))
 def test_a_rank_whose_transfer_breaks(seed: int) -> None:
     """Nothing is loaded any more, and no request gets wrong bytes."""
 
@@ -266,7 +266,7 @@ def test_engine_and_connector_read_a_group_alike(group: KVGroup) -> None:
     assert [first_attended(group, p) for p in range(50)] == [group.skipped_tokens(p) for p in range(50)]
 
 
-@settings(max_examples=200, deadline=None, derandomize=True)
+@settings(max_examples=scaled(100), deadline=None, derandomize=True)
 @given(
     seed=st.integers(0, 2**32),
     factor=st.integers(1, 5),

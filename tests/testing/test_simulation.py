@@ -38,12 +38,14 @@ from kvoffload.tiers.promotion import Promotion, PromotionState
 from kvoffload.tiers.writethrough import WriteThrough
 
 SEEDS = scaled(90)
+FIRST_SEED = 60
+"""The rarest faults happen with few seeds, and with one of the next 90."""
 PLANTED_SEEDS = 600
 
 
 @pytest.fixture(scope="module")
 def report() -> Report:
-    return run_simulations(range(SEEDS))
+    return run_simulations(range(FIRST_SEED, FIRST_SEED + SEEDS))
 
 
 def test_no_law_is_broken(report: Report) -> None:
