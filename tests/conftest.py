@@ -19,7 +19,6 @@ LONGEST = (
     "test_simulation.py",
     "test_store.py",
     "test_servers.py",
-    "test_kernels.py",
 )
 """The files that take longest, which begin first, so that one process does not wait for another at the end."""
 
