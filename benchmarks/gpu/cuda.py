@@ -58,6 +58,16 @@ def empty(shape: tuple[int, ...] | int, dtype: Any = torch.uint8) -> Tensor:
     return torch.empty(shape, dtype=dtype, device=DEVICE)
 
 
+def zeros(shape: tuple[int, ...]) -> Tensor:
+    """Returns words of 64 bits."""
+    return torch.zeros(shape, dtype=torch.int64, device=DEVICE)
+
+
+def zero() -> Tensor:
+    """Returns a counter."""
+    return zeros(())
+
+
 def pinned(nbytes: int) -> Tensor:
     """Returns page-locked host memory, with its pages in memory."""
     return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True).fill_(1)
@@ -101,8 +111,8 @@ def sleep(seconds: float, stream: Any = None) -> None:
 
 
 def capture(work: Callable[[], object]) -> Graph:
-    """Returns ``work`` as a graph. Global mode, as vLLM captures: other threads must not call what a capture forbids."""
-    stream = torch.cuda.Stream()
+    """Returns ``work`` as a graph, captured in global mode as vLLM does: what a capture forbids, no thread may call."""
+    stream = new_stream()
     with torch.cuda.stream(stream):
         launch(work)
     stream.synchronize()
@@ -112,10 +122,14 @@ def capture(work: Callable[[], object]) -> Graph:
     return graph
 
 
+def new_stream() -> Any:
+    return torch.cuda.Stream()
+
+
 @contextmanager
 def beside() -> Iterator[None]:
     """Makes a new stream current."""
-    with torch.cuda.stream(torch.cuda.Stream()):
+    with torch.cuda.stream(new_stream()):
         yield
 
 

@@ -71,6 +71,17 @@ class Reshaped:
         """Does nothing: the memory stays registered for the next transfer."""
 
 
+@dataclass
+class Ready:
+    """Slots of which the first may be copied to and from directly, as ``kvoffload.transfer.cuda.slots`` asks."""
+
+    num_ready_slots: int
+    boundary_slots: int = 1 << 40
+
+    def release(self) -> None:
+        """Does nothing."""
+
+
 class Rig:
     """A transfer between ``groups`` and ``slots``. ``wrap`` may plant a fault in the device."""
 
@@ -116,6 +127,10 @@ class Rig:
     def has_ended(self, job: int) -> bool:
         self.poll()
         return job in self._results
+
+    def take(self, job: int) -> TransferResult | None:
+        """Returns the result of a job that ``poll`` has found to have ended."""
+        return self._results.pop(job, None)
 
     def result(self, job: int) -> TransferResult:
         """Waits until a job has ended."""

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 from benchmarks.gpu import cuda
-from benchmarks.gpu.rig import Layout, Rig, WrappedDevice, block_numbers, make_views, registered_pool, rig, slot_bytes
+from benchmarks.gpu.rig import Layout, Ready, Rig, WrappedDevice, block_numbers, make_views, registered_pool, rig, slot_bytes
 
 from kvoffload.abc import PageGroup
 from kvoffload.transfer.cuda import pipeline
@@ -138,17 +138,6 @@ class AddressesSeen(WrappedDevice):
         super().copy(stream, targets, sources, sizes)
 
 
-class Growing:
-    """A pool of which the first slots are registered."""
-
-    def __init__(self, num_ready_slots: int) -> None:
-        self.num_ready_slots = num_ready_slots
-        self.boundary_slots = 4
-
-    def release(self) -> None:
-        """Does nothing."""
-
-
 @pytest.mark.parametrize("layout", [Layout.MERGED, Layout.PACKED])
 def test_unregistered_memory_never_goes_to_the_driver(layout: Layout) -> None:
     group = PageGroup(make_views(layout, LAYERS, BLOCKS, PAGE))
@@ -170,7 +159,7 @@ def test_unregistered_memory_never_goes_to_the_driver(layout: Layout) -> None:
 
 def test_slots_become_ready_one_by_one() -> None:
     group = PageGroup(make_views(Layout.MERGED, LAYERS, BLOCKS, PAGE))
-    growing = Growing(0)
+    growing = Ready(0, boundary_slots=4)
     with rig([group], 8, registration=growing) as r:
         for growing.num_ready_slots in (0, 1, 3, 6, 8):
             round_trip(r, BLOCK_LISTS, [5, 2, 7, 0, 1, 3])
