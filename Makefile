@@ -26,6 +26,7 @@ SOAK_TESTS     := tests/connector/test_engine_model.py tests/cache/test_manager_
 	tests/tiers/disk/test_kill.py
 SOAK_TIMEOUT_S := 7200
 SIMULATIONS    := 10000
+STREAM_SCHEDULES := 2000
 # What the simulated servers of make soak share.
 MEDIA          := store shared_dir
 SOAK_SCALE     := 50
@@ -40,7 +41,7 @@ help:
 	@echo "make unit       run the tests that need no vLLM"
 	@echo "make lint       run ruff and mypy"
 	@echo "make bench      run the benchmarks: bench-report/; some of them: ARGS=\"managers disk\""
-	@echo "make soak       run $(SIMULATIONS) simulations of servers on each failing medium and $(SOAK_SCALE) times as many random tests (hours)"
+	@echo "make soak       run $(SIMULATIONS) simulations of servers on each failing medium, $(STREAM_SCHEDULES) schedules of the CUDA transfer and $(SOAK_SCALE) times as many random tests (hours)"
 	@echo "make interface  check from source whether a version of vLLM has every name that kvoffload uses: VLLM=0.33.0"
 	@echo "make install    install what make test needs, without running a test"
 	@echo "make overlays   install older versions of vLLM, which make test then tests too: OVERLAYS=\"0.30.0 0.31.0\""
@@ -66,7 +67,8 @@ interface: $(VENV)/.stamp
 soak: $(VENV)/.stamp
 	$(DEV) kvoffload.testing simulate --seeds $(SIMULATIONS)
 	for kind in $(MEDIA); do $(DEV) kvoffload.testing simulate --servers $$kind --seeds $(SIMULATIONS) || exit 1; done
-	$(DEV) pytest tests/testing/test_simulation.py tests/testing/test_servers.py -k planted -q -s
+	$(DEV) kvoffload.testing streams --seeds $(STREAM_SCHEDULES)
+	$(DEV) pytest tests/testing/test_simulation.py tests/testing/test_servers.py tests/testing/test_stream_schedules.py -k planted -q -s
 	KVOFFLOAD_TEST_SCALE=$(SOAK_SCALE) $(DEV) $(PYTEST) $(SOAK_TESTS) --timeout $(SOAK_TIMEOUT_S) $(ARGS)
 
 demo: $(VENV_VLLM)/.stamp

@@ -16,6 +16,7 @@ from benchmarks import (
     shared_dir,
     steps,
     stores,
+    submit,
     ttft,
     writes,
 )
@@ -31,6 +32,7 @@ BENCHMARKS = {
     "shared_dir": shared_dir.main,
     "steps": steps.main,
     "stores": stores.main,
+    "submit": submit.main,
     "ttft": ttft.main,
     "writes": writes.main,
 }

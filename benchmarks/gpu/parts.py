@@ -6,6 +6,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 
+class Skipped(Exception):
+    """A part cannot run here. Its text says why."""
+
+
 @dataclass(frozen=True, slots=True)
 class Options:
     """``seconds``: how long the part may take. ``dry_run``: sizes are small, and figures say nothing. ``out``: the

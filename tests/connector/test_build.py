@@ -137,6 +137,15 @@ def test_the_log_says_what_the_pools_hold(make: Builder, caplog: pytest.LogCaptu
     make(config(), pools=[pool(), pool()], engine=1, engines=2)
     wanted = f"kvoffload: host pool of 64 KiB on 2 ranks, one of 2 engines' shares, = {BLOCKS * TOKENS} tokens"
     assert wanted in caplog.messages
+    make(config(), pools=[pool()], num_workers=2)
+    assert f"kvoffload: host pool of 32 KiB in 1 pool for 2 ranks = {BLOCKS * TOKENS} tokens" in caplog.messages
+    make(config(), pools=[pool(), pool()], num_workers=4)
+    assert f"kvoffload: host pool of 64 KiB in 2 pools for 4 ranks = {BLOCKS * TOKENS} tokens" in caplog.messages
+
+
+def test_a_store_counts_when_all_ranks_of_a_pool_have_reported_it(make: Builder) -> None:
+    half = make(config(), pools=[pool()], num_workers=3)
+    assert half.jobs.num_workers == 3
 
 
 def test_a_pool_may_be_a_handle(make: Builder, tmp_path: Path) -> None:
@@ -171,6 +180,9 @@ def test_a_pool_on_another_machine_is_refused(make: Builder) -> None:
         ({"hash_block_size": -4}, "hash_block_size=-4: must be"),
         ({"hash_block_size": 16.0}, "hash_block_size=16.0: must be"),
         ({"device_blocks": "7"}, "device_blocks='7': must be"),
+        ({"num_workers": 0}, "num_workers=0: must be 1, the number of pools, or a multiple"),
+        ({"num_workers": "2"}, "num_workers='2': must be"),
+        ({"pools": [pool(8), pool(8)], "num_workers": 3}, "num_workers=3: must be 2, the number of pools"),
         ({"groups": [16]}, "groups=.*KVGroup"),
         ({"pools": [pool(8).tolist()]}, "pools has a list: pass HostPool.data"),
         ({"pools": [pool(8).ravel()]}, "pools has a ndarray: pass"),

@@ -190,6 +190,31 @@ def test_new_weights_without_a_reset(chunk: int) -> None:
     assert seen["changes"] > 0
 
 
+def same_kv(seed: int) -> Scenario:
+    """Two to four ranks that hold the same KV, or two pairs of them. In some scenarios the engine sleeps or gets new
+    weights, which some ranks overlook."""
+    num_ranks = 2 + seed % 3
+    return dataclasses.replace(
+        Scenario.random(seed),
+        num_ranks=num_ranks,
+        tensor_parallel=True,
+        replicas=2 if seed % 6 == 2 else num_ranks,
+        sleep_chance=0.15 if seed % 4 == 0 else 0.0,
+        update_chance=0.06 if seed % 4 == 1 else 0.0,
+    )
+
+
+@pytest.mark.parametrize("chunk", range(2))
+def test_ranks_with_the_same_kv_share_a_pool(chunk: int) -> None:
+    loads: Counter[bool] = Counter()
+    for seed in range(chunk, SEEDS // 15, 2):
+        engine = ModelEngine(same_kv(seed))
+        engine.run()
+        for rank in engine.ranks:
+            loads[rank.leader is None] += rank.loads
+    assert min(loads[False], loads[True]) > 0
+
+
 def exact_ends(seed: int) -> Scenario:
     """Prompts that end where blocks do, with several device blocks per block, and late stores: these have lost all
     device blocks that the window allows them to lose, and requests need all the others."""
@@ -584,6 +609,40 @@ def skip_fences(worker) -> None:
     worker.begin_step = lambda meta: begin(dataclasses.replace(meta, fences=[]))
 
 
+# Bugs of ranks with the same KV.
+
+
+def followers_store_too(engine: ModelEngine) -> None:
+    """They copy later than they report, into slots that may belong to another block by then."""
+    for rank in engine.ranks:
+        if rank.leader is not None:
+            store_what_is_reported(rank.worker.transfer)
+
+
+def store_what_is_reported(transfer) -> None:
+    submit = transfer.submit
+
+    def submit_and_copy(job_id: int, spec: TransferSpec, is_store: bool) -> None:
+        submit(job_id, spec, is_store)
+        if is_store:
+            transfer.inner.submit(job_id, spec, is_store)
+
+    transfer.submit = submit_and_copy
+
+
+def followers_report_for_their_leader(engine: ModelEngine) -> None:
+    """A store counts as soon as the ranks have reported it that do not copy."""
+    for rank in engine.ranks:
+        if rank.leader is None:
+            report_stores_at_once(rank.worker)
+
+
+def failed_stores_of_leaders_ignored(engine: ModelEngine) -> None:
+    for rank in engine.ranks:
+        if rank.leader is None:
+            never_report_failed_stores(rank.worker)
+
+
 # Bugs of groups.
 
 
@@ -739,6 +798,22 @@ def caught(
 def test_planted_bug_is_caught(bug: Bug, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(request, "NULL_BLOCK", request.NULL_BLOCK)
     assert caught(bug, Scenario.random), f"{bug.__name__} went unnoticed in {PLANTED_SEEDS} schedules"
+
+
+@pytest.mark.parametrize(
+    "bug",
+    [
+        followers_store_too,
+        followers_report_for_their_leader,
+        failed_stores_of_leaders_ignored,
+        done_when_the_first_rank_is,
+        one_rank_loads_early,
+        unpinned_while_loading,
+    ],
+    ids=lambda bug: bug.__name__,
+)
+def test_planted_bug_of_ranks_with_the_same_kv_is_caught(bug: Bug) -> None:
+    assert caught(bug, same_kv), f"{bug.__name__} went unnoticed"
 
 
 def test_window_one_token_short_is_caught() -> None:

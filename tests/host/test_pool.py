@@ -24,7 +24,9 @@ import pytest
 from kvoffload.abc import ConfigError
 from kvoffload.host import limits as memory
 from kvoffload.host import pool as hostpool
+from kvoffload.host import touch
 from kvoffload.host.limits import Reservation, available_memory, total_memory
+from kvoffload.host.mapping import HUGE_PAGE
 from kvoffload.host.pool import HostPool, PoolHandle, padded_slot_bytes
 from kvoffload.units import parse_bytes
 
@@ -99,6 +101,21 @@ def test_touching_in_the_background_changes_no_byte(pool: HostPool) -> None:
     pool.data[:] = 5
     pool.wait_until_touched()
     assert (pool.data == 5).all()
+
+
+def test_where_huge_pages_take_too_long_the_pages_remain_small(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(touch, "STEP", 16 * SLOT)
+    monkeypatch.setattr(touch, "COLLAPSE_GRACE_S", -1.0)
+    with caplog.at_level(logging.INFO):
+        pool = HostPool(NUM_BLOCKS, SLOT)
+        pool.data[:] = 5
+        assert pool.wait_until_touched()
+    assert [line for line in caplog.messages if "ordinary pages from 128 KiB on" in line] == caplog.messages
+    assert (pool.data == 5).all()
+    pool.close()
+    assert not pool.wait_until_touched(pool.nbytes + 1), "a closed pool is not touched any more"
 
 
 def test_two_pools_do_not_share_memory(pool: HostPool) -> None:
@@ -194,6 +211,11 @@ def test_another_process_reads_and_writes_the_same_bytes(pool: HostPool) -> None
     assert pool.data[5, 7] == 99
 
 
+def test_huge_pages_of_a_pool_can_be_mapped_wherever_it_is_opened(pool: HostPool) -> None:
+    opened = [pool.data, pool.handle().open(), pool.handle().open()]
+    assert [each.ctypes.data % HUGE_PAGE for each in opened] == [0, 0, 0]
+
+
 def test_a_handle_of_a_closed_pool_does_not_open_another_file() -> None:
     pool = HostPool(1, SLOT)
     handle = pool.handle()
@@ -219,6 +241,7 @@ def test_a_pool_of_another_machine_is_refused(pool: HostPool) -> None:
 RESERVING = """
 import os, sys
 from kvoffload.host import pool as hostpool
+from kvoffload.host import touch
 hostpool.available_memory = lambda others=(): 1 << 40
 def blocked(fd, offset, size):
     print("reserved", flush=True)
@@ -421,7 +444,7 @@ except ConfigError as error:
 
 
 def test_a_lack_of_address_space_is_a_config_error_and_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*args: object) -> None:
+    def refuse(*args: object, **options: object) -> None:
         raise OSError(12, "Cannot allocate memory")
 
     monkeypatch.setattr(mmap, "mmap", refuse)

@@ -265,6 +265,7 @@ def test_nothing_is_unregistered_while_copies_are_in_progress(
     registration.wait_until_ended()
     assert len(driver.ranges) == 3
     pool.close()
+    end_of_unregistering()
     assert bool(driver.unregistered) == is_early
 
 

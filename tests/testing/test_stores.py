@@ -18,6 +18,7 @@ from kvoffload.testing.tier_conformance import DEADLINE_S, TierConformance
 from kvoffload.testing.tiers import make_pools
 from kvoffload.tiers.remote.channel import ChannelState
 from kvoffload.tiers.remote.client import Outcome, StoreError
+from kvoffload.tiers.remote.memory import SeparateBuffers
 from kvoffload.tiers.remote.messages import Op, Request, Status
 from kvoffload.tiers.remote.record import value_name
 from kvoffload.tiers.remote.tier import RemoteTier
@@ -41,7 +42,8 @@ class TestRemoteTierOnASimulatedStore(TierConformance):
 
         state = ClientState(object(), StoreFaults, Random(0), lambda: channel.pause(), stall)
         channel = SimulatedChannel(
-            lambda: StoreWorker(SimulatedClient(store, state), pools, FINGERPRINT, "kv"), time.monotonic
+            lambda: StoreWorker(SimulatedClient(store, state), SeparateBuffers(pools), FINGERPRINT, "kv"),
+            time.monotonic,
         )
         tier = RemoteTier(channel, sum(pool.shape[1] for pool in pools), random=lambda: 0.5)
         self.channels[id(tier)], self.stores[id(tier)] = channel, store
@@ -149,7 +151,9 @@ class Rig:
         store = SimulatedStore(self.clock)
         state = ClientState(object(), lambda: self.faults, Random(0), self.pause, self.stall, stall_s=30.0)
         self.channel = SimulatedChannel(
-            lambda: StoreWorker(SimulatedClient(store, state), self.pools, FINGERPRINT, "kv", self.clock),
+            lambda: StoreWorker(
+                SimulatedClient(store, state), SeparateBuffers(self.pools), FINGERPRINT, "kv", self.clock
+            ),
             self.clock,
             start_s=start_s,
             death_s=death_s,

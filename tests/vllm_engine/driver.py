@@ -36,8 +36,8 @@ WINDOW = 70
 def write_model(directory: Path, kind: str = "llama", new_rows: int = 0, seed: int = 0) -> None:
     """Writes a tiny model, with weights large enough that the prompt decides the output.
 
-    "gemma3" alternates between layers with a window of WINDOW tokens and layers with full attention. The last
-    ``new_rows`` tokens get other embeddings than by default.
+    "gemma3" alternates between layers with a window of WINDOW tokens and layers with full attention. "one-head" has
+    a single KV head. The last ``new_rows`` tokens get other embeddings than by default.
     """
     import torch
     from transformers import Gemma3ForCausalLM, Gemma3TextConfig, LlamaConfig, LlamaForCausalLM
@@ -59,7 +59,8 @@ def write_model(directory: Path, kind: str = "llama", new_rows: int = 0, seed: i
         config = Gemma3TextConfig(num_hidden_layers=4, sliding_window=WINDOW, layer_types=layers, **sizes)
         model = Gemma3ForCausalLM(config)
     else:
-        model = LlamaForCausalLM(LlamaConfig(num_hidden_layers=2, **sizes))
+        heads = {"num_key_value_heads": 1} if kind == "one-head" else {}
+        model = LlamaForCausalLM(LlamaConfig(num_hidden_layers=2, **sizes | heads))
     if new_rows:
         with torch.no_grad():
             model.get_input_embeddings().weight[-new_rows:].normal_(std=sizes["initializer_range"])
@@ -356,9 +357,28 @@ def rounds(config: dict[str, Any]) -> dict[str, Any]:
         "async_scheduling": type(engine.scheduler).__name__ == "AsyncScheduler",
         **engine.state(),
     }
+    if config.get("replicas"):
+        result["replicas"] = engine.llm.collective_rpc(_count_replicas)
     if config.get("close"):
         engine.close()
     return result
+
+
+def _count_replicas(worker: Any) -> list[int]:
+    """Returns how many ranks hold the same KV as this one: as it is, if one layer had other heads, and if nothing were
+    known of the heads."""
+    from vllm.distributed.kv_transfer import get_kv_transfer_group
+    from vllm.model_executor.layers.linear import QKVParallelLinear
+
+    from kvoffload.vllm.replicas import replicas_of
+
+    layout, model = get_kv_transfer_group().layout, worker.get_model()
+    counts = [replicas_of(layout, worker.vllm_config, [model])]
+    projection = next(module for module in model.modules() if isinstance(module, QKVParallelLinear))
+    before, projection.num_kv_head_replicas = projection.num_kv_head_replicas, 1
+    counts += [replicas_of(layout, worker.vllm_config, models) for models in ([model], [])]
+    projection.num_kv_head_replicas = before
+    return counts
 
 
 def service(config: dict[str, Any]) -> dict[str, Any]:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-from kvoffload.testing.faults import FailingTransfer, SlowTransfer
+from kvoffload.testing.faults import CorruptingTransfer, FailingTransfer, SlowTransfer
 from kvoffload.vllm.connector import KVOffloadConnector
 from kvoffload.vllm.nesting import BLOCKS_FIRST, reason_against_blocks_first
 
@@ -28,6 +28,16 @@ class FailingKVOffloadConnector(KVOffloadConnector):
         super().register_kv_caches(kv_caches)
         worker = self.connector_worker
         worker.transfer = FailingTransfer(worker.transfer, rate=0.7)
+
+
+class CorruptedFollowerKVOffloadConnector(KVOffloadConnector):
+    """Only ranks that load from the pool of another one get corrupted bytes. Outputs must change."""
+
+    def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
+        super().register_kv_caches(kv_caches)
+        worker = self.connector_worker
+        if self.pool.own is None:
+            worker.transfer = CorruptingTransfer(worker.transfer, self.pool.data)
 
 
 class UnverifiedKVOffloadConnector(KVOffloadConnector):

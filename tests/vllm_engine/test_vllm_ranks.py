@@ -14,6 +14,9 @@ from kvoffload.testing.scale import SCALE
 
 pytestmark = pytest.mark.vllm
 
+BLOCK_SIZE, NUM_LAYERS = 32, 2
+"""Tokens per block, and layers of the model."""
+
 TWO_RANKS = {"VLLM_CPU_OMP_THREADS_BIND": "0|1", "VLLM_ALLOW_INSECURE_SERIALIZATION": "1"}
 PARALLEL: dict[str, dict[str, Any]] = {
     "tensor": {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"},
@@ -46,15 +49,37 @@ def test_two_ranks(run: Runner, kind: str, parallel: str, expected: list[Any], g
     assert " on 2 ranks = " in result.log
 
 
-def test_two_ranks_notice_corrupted_bytes(run: Runner, expected: list[Any]) -> None:
-    result = run(
-        "rounds",
-        environment=TWO_RANKS,
-        engine=PARALLEL["tensor"],
-        connector=POOL,
-        connector_class="CorruptedKVOffloadConnector",
-    )
-    assert len(differences(result["outputs"][1], expected)) == len(expected)
+@pytest.fixture(scope="session")
+def one_head_expected(run: Runner) -> list[Any]:
+    """The answers of a model with a single KV head, without offloading and on one rank."""
+    return list(run.once("one-head", "rounds", rounds=1, model_kind="one-head")["outputs"][0])
+
+
+ONE_HEAD: dict[str, Any] = {
+    "model_kind": "one-head",
+    "environment": TWO_RANKS,
+    "engine": PARALLEL["tensor"],
+    "connector": POOL,
+}
+
+
+def test_ranks_with_the_same_kv_share_a_pool(run: Runner, one_head_expected: list[Any]) -> None:
+    """Each rank holds the only KV head. The host holds twice the tokens that it would hold in a pool per rank."""
+    result = run("rounds", rounds=4, **ONE_HEAD, connector_class="SlowKVOffloadConnector", replicas=True)
+    for answers in result["outputs"]:
+        assert differences(answers, one_head_expected) == []
+    for name in ("host_hit_tokens", "load_blocks", "load_failures", "store_failures"):
+        assert result["metrics"][name] > 0, name
+    assert_at_rest(result.result)
+    block_bytes = 2 * BLOCK_SIZE * 32 * 4 * NUM_LAYERS
+    tokens = (64 << 20) // block_bytes * BLOCK_SIZE
+    assert f" in 1 pool for 2 ranks = {tokens:,} tokens" in result.log
+    assert result["replicas"] == [[2, 1, 1], [2, 1, 1]]
+
+
+def test_ranks_with_the_same_kv_notice_corrupted_bytes(run: Runner, one_head_expected: list[Any]) -> None:
+    result = run("rounds", **ONE_HEAD, connector_class="CorruptedFollowerKVOffloadConnector")
+    assert len(differences(result["outputs"][1], one_head_expected)) == len(one_head_expected)
 
 
 def test_an_engine_in_processes_of_its_own(run: Runner, expected: list[Any]) -> None:

@@ -37,6 +37,7 @@ def build_scheduler(
     pools: Sequence[ByteArray | PoolHandle],
     fingerprint: str,
     *,
+    num_workers: int | None = None,
     hash_block_size: int | None = None,
     device_blocks: int | None = None,
     engine: int = 0,
@@ -51,8 +52,10 @@ def build_scheduler(
     """Returns the scheduler half for an engine with these KV cache ``groups``, ready to serve.
 
     ``pools`` has one host pool per rank: its bytes, shape (num_blocks, slot_bytes), or the PoolHandle of a pool in
-    another process. ``fingerprint`` is the result of ``kvoffload.fingerprint`` over everything that shapes the bytes of
-    a block: blocks are found again only under the same one.
+    another process. ``num_workers`` ranks report jobs, by default as many as there are pools. If there are more, ranks
+    with the same KV share a pool: one of them stores, and the others use FollowerTransfer. ``fingerprint`` is the
+    result of ``kvoffload.fingerprint`` over everything that shapes the bytes of a block: blocks are found again only
+    under the same one.
 
     ``hash_block_size``: tokens per block hash, by default the greatest common divisor of the device block sizes.
     ``device_blocks``: blocks of the device's KV cache, for the log and for recorded traces. ``engine``: the index of
@@ -67,7 +70,7 @@ def build_scheduler(
     medium itself fails, a warning says so and the others serve.
     """
     _check_arguments(groups, fingerprint, hash_block_size, device_blocks, engine, engines)
-    host_pools = _HostPools(groups, hash_block_size, pools, engines)
+    host_pools = _HostPools(groups, hash_block_size, pools, engines, num_workers)
     host_pools.check(config)
     # What is open already is closed again if the rest fails.
     with contextlib.ExitStack() as opened:
@@ -89,7 +92,7 @@ def build_scheduler(
             groups=groups,
             hash_block_size=hash_block_size,
             namespace=namespace(fingerprint),
-            num_workers=len(pools),
+            num_workers=host_pools.num_workers,
             share_loads=share_loads,
             describe_blocks=enable_events,
             load_deadline_ms=config.load_deadline_ms,
@@ -182,7 +185,7 @@ def _is_pool_array(pool: object) -> bool:
 
 
 class _HostPools:
-    """The host pools of one engine, one per rank, in blocks, bytes and tokens."""
+    """The host pools of one engine, in blocks, bytes and tokens: one per rank, or per set of ranks with the same KV."""
 
     def __init__(
         self,
@@ -190,6 +193,7 @@ class _HostPools:
         hash_block_size: int | None,
         pools: Sequence[ByteArray | PoolHandle],
         engines: int,
+        num_workers: int | None = None,
     ) -> None:
         if not isinstance(pools, Sequence) or not pools:
             raise ConfigError(
@@ -201,6 +205,13 @@ class _HostPools:
                     f"pools has a {type(pool).__name__}: pass HostPool.data, writable bytes of shape (num_blocks, "
                     "slot_bytes) with a block at least, or HostPool.handle() of a pool in another process"
                 )
+        self.num_workers = len(pools) if num_workers is None else num_workers
+        """Ranks that use them."""
+        if not isinstance(self.num_workers, int) or self.num_workers % len(pools) or self.num_workers < 1:
+            raise ConfigError(
+                f"num_workers={num_workers!r}: must be {len(pools)}, the number of pools, or a multiple of it if as "
+                "many ranks share each pool; or leave it out"
+            )
         self.layout = Layout(groups, hash_block_size, b"")
         self.engines = engines
         self._pools = pools
@@ -260,7 +271,9 @@ class _HostPools:
         """Describes the pools for the log: "8 GiB = 65,536 tokens, 4.1x the device cache"."""
         tokens = self.tokens(self.num_blocks)
         text = format_bytes(self.num_blocks * self.block_bytes)
-        if len(self._pools) > 1:
+        if self.num_workers > len(self._pools):
+            text += f" in {len(self._pools)} pool{'s' * (len(self._pools) > 1)} for {self.num_workers} ranks"
+        elif len(self._pools) > 1:
             text += f" on {len(self._pools)} ranks"
         if self.engines > 1:
             text += f", one of {self.engines} engines' shares,"

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
-import mmap
 import os
 import time
 from collections.abc import Callable, Sequence
@@ -16,6 +14,7 @@ import numpy.typing as npt
 
 from kvoffload.abc import ByteArray, ConfigError
 from kvoffload.host.limits import Reservation, available_memory, other_reservations, reserve
+from kvoffload.host.mapping import map_file
 from kvoffload.host.numa import allocated_on
 from kvoffload.host.touch import Toucher
 from kvoffload.units import format_bytes
@@ -57,8 +56,8 @@ class PoolHandle:
                 "node; run one engine per node"
             )
 
-    def open(self) -> npt.NDArray[np.uint8]:
-        """Returns the pool's bytes, shape (num_blocks, slot_bytes), shared with its owner. They outlive the owner.
+    def open_file(self) -> int:
+        """Returns a new descriptor of the pool's memory file, which the caller closes.
 
         Raises ConfigError if the pool cannot be opened or no longer exists.
         """
@@ -70,13 +69,21 @@ class PoolHandle:
                 f"the host pool of worker process {self.pid} cannot be opened ({error.strerror}): run scheduler and "
                 "workers as the same user in the same container"
             ) from error
+        if os.fstat(fd).st_ino != self.inode:
+            os.close(fd)
+            raise ConfigError(f"the host pool of worker process {self.pid} is gone: that process has ended")
+        return fd
+
+    def open(self) -> npt.NDArray[np.uint8]:
+        """Returns the pool's bytes, shape (num_blocks, slot_bytes), shared with its owner. They outlive the owner.
+
+        Raises ConfigError if the pool cannot be opened or no longer exists.
+        """
+        fd = self.open_file()
         try:
-            if os.fstat(fd).st_ino != self.inode:
-                raise ConfigError(f"the host pool of worker process {self.pid} is gone: that process has ended")
-            shared = mmap.mmap(fd, self.num_blocks * self.slot_bytes)
+            return map_file(fd, self.num_blocks * self.slot_bytes).reshape(self.num_blocks, self.slot_bytes)
         finally:
             os.close(fd)
-        return np.frombuffer(shared, dtype=np.uint8).reshape(self.num_blocks, self.slot_bytes)
 
 
 def _boot_id() -> str:
@@ -106,7 +113,7 @@ class HostPool:
         self.slot_bytes = slot_bytes
         self.nbytes = num_blocks * slot_bytes
         self._allocate(numa_node)
-        self.data: ByteArray = np.frombuffer(self._map, dtype=np.uint8).reshape(num_blocks, slot_bytes)
+        self.data: ByteArray = self._map.reshape(num_blocks, slot_bytes)
         self._before_close: list[Callable[[], object]] = []
         self._is_closed = False
         self._toucher = Toucher(self.data, collapse=True)
@@ -121,13 +128,12 @@ class HostPool:
             self.fd = reserve(self.nbytes)
             try:
                 self._find_room()
-                self._map = mmap.mmap(self.fd, self.nbytes)
+                self._map = map_file(self.fd, self.nbytes)
                 try:
-                    address = np.frombuffer(self._map, dtype=np.uint8).ctypes.data
-                    with allocated_on(numa_node, address, self.nbytes):
+                    with allocated_on(numa_node, self._map.ctypes.data, self.nbytes):
                         self._take()
                 except BaseException:
-                    self._map.close()
+                    del self._map
                     raise
             except BaseException:
                 os.close(self.fd)
@@ -205,7 +211,6 @@ class HostPool:
         self._toucher.close()
         for callback in self._before_close:
             callback()
+        self._map = np.empty(0, dtype=np.uint8)
         self.data = np.empty((0, self.slot_bytes), dtype=np.uint8)
-        with contextlib.suppress(BufferError):
-            self._map.close()
         os.close(self.fd)

@@ -92,7 +92,7 @@ class Registration:
             self._closer = threading.Thread(target=self._unregister_all, name="kvoffload-unregister", daemon=True)
             self._closer.start()
         self._closer.join(CLOSE_DEADLINE_S)
-        return not self._closer.is_alive() and not self._registered
+        return not (self._closer.is_alive() or self._thread.is_alive() or self._registered)
 
     def _run(self) -> None:
         logged = time.monotonic()

@@ -3,20 +3,30 @@
 from __future__ import annotations
 
 import ctypes
+import logging
 import threading
+import time
 
 from kvoffload.abc import ByteArray
+from kvoffload.host.mapping import HUGE_PAGE
+from kvoffload.units import format_bytes
 
-HUGE_PAGE = 2 << 20
+logger = logging.getLogger(__name__)
+
 STEP = 16 * HUGE_PAGE
 CLOSE_DEADLINE_S = 5.0
+COLLAPSE_BYTES_PER_S = 1 << 30
+"""If collapsing is slower than this on average, as in fragmented memory, it ends for good: it takes time from the
+engine and delays registration, while huge pages make copies only a little faster."""
+COLLAPSE_GRACE_S = 1.0
+"""The time that collapsing may take beyond this."""
 _MADV_POPULATE_WRITE = 23
 _MADV_COLLAPSE = 25
 
 
 class Toucher:
     """A thread that collapses the pages of ``data`` to huge pages, if ``collapse`` is set, and faults in what it cannot
-    collapse, piece by piece.
+    collapse, piece by piece. It collapses as long as that is fast.
 
     Both are optional: on a kernel that supports neither, ordinary pages are faulted in on first use.
     """
@@ -49,13 +59,22 @@ class Toucher:
     def _run(self) -> None:
         madvise = ctypes.CDLL(None, use_errno=True).madvise
         madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+        allowed_s = COLLAPSE_GRACE_S
         for offset in range(0, self._nbytes, STEP):
             if self._closed:
                 return
             start, size = self._address + offset, min(STEP, self._nbytes - offset)
             if self._collapse:
-                # This maps the huge pages too. It costs twice as much if ordinary pages are mapped before.
+                began = time.monotonic()
+                # This maps the huge pages too, and costs less than with ordinary pages mapped before.
                 madvise(start, size, _MADV_COLLAPSE)
+                allowed_s += size / COLLAPSE_BYTES_PER_S - (time.monotonic() - began)
+                if allowed_s < 0:
+                    self._collapse = False
+                    logger.info(
+                        "kvoffload: the host pool has ordinary pages from %s on: huge pages take too long here",
+                        format_bytes(offset + size),
+                    )
             if madvise(start, size, _MADV_POPULATE_WRITE):
                 break
             self._note(offset + size)

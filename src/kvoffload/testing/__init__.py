@@ -17,6 +17,8 @@
 - ``simulation``: servers that run, crash and restart on a failing disk; ``run_simulations(seeds, progress)``, or
   ``python -m kvoffload.testing simulate --seeds N``. ``servers``: several servers that share a medium of a kind in
   ``media``; ``simulate --servers KIND``. ``watch``: the laws between a tier and the host.
+- ``streams``: a simulated device that finds races (``races``). ``stream_schedules``: the CUDA transfer on it, under the
+  model engine; ``python -m kvoffload.testing streams --seeds N``.
 
 Only ``reference`` is imported with the package; import the others by name.
 """

@@ -1,12 +1,12 @@
 """A small paged LLM engine that checks every byte it attends to.
 
-It has what makes offloading hard: a prefix cache, chunked prefill, preemption, aborts, asynchronous loads,
-scheduling one step ahead of the results, several KV cache groups whose blocks slide out of windows and are handed
-out again, and several ranks that copy at their own speed. Its "KV" is not computed by a model: the bytes of a position
-are a function of all tokens up to it (in draft layers also of the one after it), of rank, group and layer, and of the
-version of the weights. So a wrong, stale or torn block is noticed at the first token that attends to it. The engine
-drives the real scheduler half, manager and worker halves; it needs neither torch nor a model. One seed replays a whole
-run.
+It has what makes offloading hard: a prefix cache, chunked prefill, preemption, aborts, asynchronous loads, scheduling
+one step ahead of the results, several KV cache groups whose blocks slide out of windows and are handed out again, and
+several ranks that copy at their own speed, some of which may hold the same KV. Its "KV" is not computed by a model: the
+bytes of a position are a function of all tokens up to it (in draft layers also of the one after it), of rank, group and
+layer, and of the version of the weights. So a wrong, stale or torn block is noticed at the first token that attends to
+it. The engine drives the real scheduler half, manager and worker halves; it needs neither torch nor a model. One seed
+replays a whole run.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class LowerTiers:
     write_share = WRITE_SHARE
 
     def make(self, pools: Sequence[ByteArray]) -> Sequence[Tier]:
-        """Returns the tiers. Called once, with each rank's pool."""
+        """Returns the tiers. Called once, with all pools."""
         return []
 
     def tick(self) -> None:
@@ -103,7 +103,8 @@ class ModelEngine:
     """Runs a scenario. ``patch`` may change the engine and the connector's halves before the run, for instance to plant
     a bug. ``lower`` has the tiers below the host. ``clock`` continues from its present time. ``version`` is the version
     of the weights at the start, and ``new_versions`` has the later ones, by default the numbers after it. ``make_rank``
-    makes a rank from the scenario, the groups, its number and the chance that it carries out a copy at a tick.
+    makes a rank from the scenario, the groups, its number, the chance that it carries out a copy at a tick, and its
+    leader.
 
     After ``run``: ``outputs`` has each finished request's tokens, ``hits`` is the number of tokens loaded from the
     host, and ``steps`` the number of steps. ``loaded_blocks`` and ``partial_loads`` count, per group, the device blocks
@@ -119,7 +120,7 @@ class ModelEngine:
         clock: Clock | None = None,
         version: int = 0,
         new_versions: Iterator[int] | None = None,
-        make_rank: Callable[[Scenario, Sequence[KVGroup], int, float], Rank] = InlineRank,
+        make_rank: Callable[[Scenario, Sequence[KVGroup], int, float, Rank | None], Rank] = InlineRank,
     ) -> None:
         self.scenario = s = scenario
         self.random = Random(s.seed)
@@ -129,10 +130,11 @@ class ModelEngine:
         hash_block_size = s.hash_block_size or math.gcd(*(group.device_block_size for group in self.groups))
         self.cache = DeviceCache(self.groups, hash_block_size, BlockPool(s.num_device_blocks, s.prefix_caching))
         speeds = Random(s.seed)
-        self.ranks = [
-            make_rank(s, self.groups, rank, speeds.choice((0.1, 0.4, 1.0)) if rank else s.copy_chance)
-            for rank in range(s.num_ranks)
-        ]
+        self.ranks: list[Rank] = []
+        for number in range(s.num_ranks):
+            speed = speeds.choice((0.1, 0.4, 1.0)) if number else s.copy_chance
+            leader = None if s.leader_of(number) == number else self.ranks[s.leader_of(number)]
+            self.ranks.append(make_rank(s, self.groups, number, speed, leader))
         self.backend = HostBackend(max(group.block_tokens for group in self.groups), s.num_host_blocks)
         self.policy_manager = PolicyOffloadingManager(
             self.backend, make_policy(s.policy, s.num_host_blocks), must_store=lower is not None, clock=self.clock
@@ -179,7 +181,7 @@ class ModelEngine:
     def _on_top_of(self, lower: LowerTiers) -> TieredOffloadingManager:
         return TieredOffloadingManager(
             self.policy_manager,
-            lower.make([rank.host for rank in self.ranks]),
+            lower.make([rank.host for rank in self.ranks if rank.leader is None]),
             tokens_per_block=tokens_per_block(self.groups),
             groups=self.groups,
             lookup_deadline_ms=lower.lookup_deadline_ms,

@@ -15,6 +15,7 @@ from kvoffload.host.pool import padded_slot_bytes
 from kvoffload.testing.content import Batch, EngineRequest, Words, digest, first_attended, to_words
 from kvoffload.testing.faults import FailingTransfer, SlowTransfer
 from kvoffload.testing.scenario import Scenario
+from kvoffload.transfer.follower import FollowerTransfer
 from kvoffload.transfer.inline import InlineTransfer
 
 
@@ -24,13 +25,21 @@ class WrongBytes(AssertionError):
 
 class Rank(ABC):
     """One worker process: its share of the layers, its host pool and its half of the connector. ``tick`` lets time pass
-    for its copies."""
+    for its copies. A rank with a ``leader`` holds the same KV as that one, and loads from its pool."""
 
-    def __init__(self, number: int, host: ByteArray, transfer: Transfer, tick: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        number: int,
+        host: ByteArray,
+        transfer: Transfer,
+        tick: Callable[[], None],
+        leader: Rank | None = None,
+    ) -> None:
         self.number = number
         self.host = host
         self.transfer = transfer
-        self.worker = OffloadingConnectorWorker(transfer)
+        self.leader = leader
+        self.worker = OffloadingConnectorWorker(transfer if leader is None else FollowerTransfer(transfer))
         self.tick = tick
         self.loads = 0
         """Loads that went well here."""
@@ -64,7 +73,9 @@ class InlineRank(Rank):
     out a copy at each tick.
     """
 
-    def __init__(self, s: Scenario, groups: Sequence[KVGroup], number: int, copy_chance: float) -> None:
+    def __init__(
+        self, s: Scenario, groups: Sequence[KVGroup], number: int, copy_chance: float, leader: Rank | None = None
+    ) -> None:
         self._groups = groups
         layers = [layers_of(s, len(groups), g, number) for g in range(len(groups))]
         memory = (max(map(len, layers)), s.num_device_blocks, max(group.device_block_size for group in groups))
@@ -73,18 +84,19 @@ class InlineRank(Rank):
             self._memory[: len(own), :, : g.device_block_size] for g, own in zip(groups, layers, strict=True)
         ]
         self._salts = [
-            to_words([salt(number, g, layer) for layer in own]).reshape(-1, 1) for g, own in enumerate(layers)
+            to_words([salt(s.leader_of(number), g, layer) for layer in own]).reshape(-1, 1)
+            for g, own in enumerate(layers)
         ]
         page_groups = [
             PageGroup(list(pages.view(np.uint8)), group.block_size_factor)
             for group, pages in zip(groups, self._pages, strict=True)
         ]
         slot_bytes = padded_slot_bytes(max(group.block_bytes for group in page_groups))
-        host: ByteArray = np.zeros((s.num_host_blocks, slot_bytes), dtype=np.uint8)
+        host: ByteArray = leader.host if leader else np.zeros((s.num_host_blocks, slot_bytes), dtype=np.uint8)
         seed = s.seed + (number << 40)
         failing = FailingTransfer(InlineTransfer(page_groups, host), s.copy_failure_rate, seed)
         transfer = SlowTransfer(failing, seed + 1, copy_chance)
-        super().__init__(number, host, transfer, transfer.tick)
+        super().__init__(number, host, transfer, transfer.tick, leader)
 
     def compute(self, request: EngineRequest, start: int, end: int) -> None:
         for g, (group, pages, salts) in enumerate(zip(self._groups, self._pages, self._salts, strict=True)):

@@ -67,6 +67,9 @@ class Scenario:
     num_ranks: int = 1
     tensor_parallel: bool = False
     """Whether every rank holds its share of every layer. Otherwise each rank holds some of the layers."""
+    replicas: int = 1
+    """How many consecutive tensor-parallel ranks hold the same KV and share a host pool, at most: as many as divide the
+    number of ranks."""
     documents_seed: int | None = None
     """Engines with the same seed here are asked about the same documents. None: ``seed``."""
 
@@ -122,7 +125,13 @@ class Scenario:
         num_ranks, tensor_parallel = rng.choice((1, 1, 1, 2, 3)), rng.random() < 0.5
         if not tensor_parallel:
             num_ranks = min(num_ranks, self.num_layers * max(1, len(self.groups)))
-        return dataclasses.replace(self, num_ranks=num_ranks, tensor_parallel=tensor_parallel)
+        replicas = rng.choice((1, 6)) if tensor_parallel and num_ranks > 1 else 1
+        return dataclasses.replace(self, num_ranks=num_ranks, tensor_parallel=tensor_parallel, replicas=replicas)
+
+    def leader_of(self, rank: int) -> int:
+        """Returns the rank that stores the KV of ``rank``: itself, or the first of those that hold the same."""
+        replicas = math.gcd(self.replicas, self.num_ranks) if self.tensor_parallel else 1
+        return rank - rank % replicas
 
 
 def random_groups(rng: Random) -> tuple[KVGroup, ...]:

@@ -16,6 +16,7 @@ from kvoffload.testing.stores import (
     StoreFaults,
     random_faults,
 )
+from kvoffload.tiers.remote.memory import SeparateBuffers
 from kvoffload.tiers.remote.tier import RemoteTier
 from kvoffload.tiers.remote.worker import StoreWorker
 
@@ -125,7 +126,11 @@ class StoreConnection(Connection):
         medium, server, life = self.medium, self.server, self.server.life
         self.channel = self.channel_class(
             lambda: self.worker_class(
-                SimulatedClient(medium.store, self.state), pools, server.fingerprint, PREFIX, server.clock
+                SimulatedClient(medium.store, self.state),
+                SeparateBuffers(pools),
+                server.fingerprint,
+                PREFIX,
+                server.clock,
             ),
             server.clock,
             self.random.randrange(1 << 30),

@@ -28,7 +28,9 @@ from kvoffload.transfer.cuda.device import Device
 from kvoffload.transfer.cuda.pages import page_table
 from kvoffload.transfer.cuda.transfer import CudaTransfer
 
-SLOT_ALIGNMENT = 64
+SLOT_ALIGNMENT = 16
+HELPER_STEPS = (1, 2, 8)
+"""How many steps a transfer's helper makes at a time."""
 Plane: TypeAlias = npt.NDArray[Any]
 """A part of the KV of one layer, shape (num_device_blocks, block_size): of each token's word the lowest bits."""
 
@@ -51,11 +53,9 @@ class StreamPlan:
     layout: Layout
     dtypes: tuple[str, ...]
     """The views per layer, by the type of what they have per token: ``u8`` a word; after it perhaps small scales."""
-    is_replicated: bool
-    """Whether all ranks hold the same KV, as with MLA."""
     timing: Timing | None
     helper_chance: float
-    """The chance that the transfer's helper runs at a tick."""
+    """The chance that the transfer's helper makes some steps at a tick."""
     registered_chance: float
     """The chance that one more slot of the pool is registered at a tick."""
     num_registered_first: float
@@ -69,6 +69,8 @@ class StreamPlan:
     chunk_rows: int
     bounce_bytes: int
     num_bounce_buffers: int
+    finds_races: bool = True
+    """Whether races are found, and not only wrong bytes."""
 
     @classmethod
     def random(cls, rng: Random) -> StreamPlan:
@@ -76,9 +78,8 @@ class StreamPlan:
         return cls(
             layout=rng.choice(list(Layout)),
             dtypes=rng.choice((("u8",), ("u8",), ("u8", "u4"), ("u8", "u2"))),
-            is_replicated=rng.random() < 0.2,
             timing=rng.choice((None, None, *Timing)),
-            helper_chance=rng.choice((0.05, 0.3, 1.0)),
+            helper_chance=rng.choice((0.05, 0.2, 0.5)),
             registered_chance=rng.choice((0.0, 0.02, 0.3)),
             num_registered_first=rng.choice((0.0, 0.5, 1.0, 1.0)),
             boundary_slots=rng.choice((1, 2, 5, 1000)),
@@ -229,11 +230,11 @@ class CheckedTransfer(WrappedTransfer):
 
     @contextmanager
     def _noting_errors(self) -> Iterator[None]:
-        """Notes errors, which make the worker give up, and the engine go on without offloading."""
+        """Notes broken checks, which make the worker give up, and the engine go on without offloading."""
         try:
             yield
         except Exception as error:
-            self._device.complain(error)
+            self._device.note_error(error)
             raise
 
     def _compare(self, job_id: int, spec: TransferSpec, is_store: bool, device: list[ByteArray] | None) -> None:
@@ -278,7 +279,7 @@ class Registration:
         """One more slot is registered."""
         self.num_ready_slots = min(self.num_ready_slots + 1, self._num_slots)
 
-    def close(self) -> None:
+    def release(self) -> None:
         """Does nothing: nothing is registered."""
 
 
@@ -296,22 +297,25 @@ class StreamRank(Rank):
         number: int,
         plan: StreamPlan,
         make_transfer: MakeTransfer,
+        leader: Rank | None,
     ) -> None:
         self._groups = groups
         self._plan = plan
         layers = [layers_of(s, len(groups), g, number) for g in range(len(groups))]
         kv = KVMemory(plan, [len(own) for own in layers], groups, s.num_device_blocks)
         self._planes = kv.planes
-        salted = 0 if plan.is_replicated and s.tensor_parallel else number
         self._salts = [
-            [to_words([salt(salted, g, layer)]) for layer in own for _ in plan.dtypes] for g, own in enumerate(layers)
+            [to_words([salt(s.leader_of(number), g, layer)]) for layer in own for _ in plan.dtypes]
+            for g, own in enumerate(layers)
         ]
         page_groups = kv.page_groups(groups)
         slot_bytes = max(group.block_bytes for group in page_groups)
-        host: ByteArray = np.zeros((s.num_host_blocks, -(-slot_bytes // SLOT_ALIGNMENT) * SLOT_ALIGNMENT), np.uint8)
+        slot_bytes = -(-slot_bytes // SLOT_ALIGNMENT) * SLOT_ALIGNMENT
+        host: ByteArray = leader.host if leader else np.zeros((s.num_host_blocks, slot_bytes), np.uint8)
         seed = s.seed + (number << 40)
         self.random = Random(seed)
         self.device = SimulatedDevice(page_groups, seed, plan.timing)
+        self.device.memory.finds_races = plan.finds_races
         for i, array in enumerate(kv.arrays):
             self.device.add_memory(f"KV tensor {i}", array.reshape(-1).view(np.uint8))
         self.registration = Registration(len(host), plan.num_registered_first, plan.boundary_slots)
@@ -320,7 +324,7 @@ class StreamRank(Rank):
         inner, self._advance = make_transfer(page_groups, host, self.registration, self.device, plan)
         self.checked = CheckedTransfer(inner, self.device, page_groups, host, self._let_work, s.copy_failure_rate / 2)
         transfer = FailingTransfer(self.checked, s.copy_failure_rate / 2, seed)
-        super().__init__(number, host, transfer, self._let_work)
+        super().__init__(number, host, transfer, self._let_work, leader)
         self._step_end = self.device.new_event()
 
     def step(self, meta: StepMeta, batch: Batch, loads_first: bool) -> tuple[Finished, WorkerReport | None]:
@@ -372,7 +376,7 @@ class StreamRank(Rank):
 
     def seen(self) -> Counter[str]:
         """Returns what has happened here."""
-        return self.checked.seen + Counter({"steps of streams": self.device.now})
+        return self.checked.seen + self.device.seen + Counter({"steps of streams": self.device.now})
 
     def _complain(self, request_id: str, g: int, block: int) -> None:
         self.device.complain(
@@ -388,7 +392,12 @@ class StreamRank(Rank):
             self.registration.grow()
         self.device.tick()
         if self.random.random() < self._plan.helper_chance:
-            self._advance()
+            try:
+                for _ in range(self.random.choice(HELPER_STEPS)):
+                    self._advance()
+            except Exception as error:
+                # The next call of the transfer raises it, as it does if a thread fails.
+                self.device.note_error(error)
 
 
 MakeTransfer: TypeAlias = Callable[

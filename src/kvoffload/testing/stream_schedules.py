@@ -14,31 +14,39 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from random import Random
 
+from kvoffload.abc import KVGroup
 from kvoffload.testing.engine import ModelEngine, Scenario
+from kvoffload.testing.ranks import Rank
 from kvoffload.testing.simulation import Report, run_each
 from kvoffload.testing.stream_ranks import MakeTransfer, StreamPlan, StreamRank, make_cuda_transfer, small_limits
 
-MAX_REQUESTS = 10
+MAX_REQUESTS = 8
 
 
 def plan(seed: int) -> tuple[Scenario, StreamPlan]:
     """Returns the engine, its workload and its devices."""
     rng = Random(seed)
     devices = StreamPlan.random(rng)
-    scenario = Scenario.random(seed)
+    scenario, is_replicated = Scenario.random(seed), rng.random() < 0.15
     return (
         dataclasses.replace(
             scenario,
             num_requests=min(scenario.num_requests, MAX_REQUESTS),
             # Requests repeat prompts that the device does not keep, so that many load.
             num_documents=1,
+            document_tokens=min(scenario.document_tokens, 10 * scenario.block_size + rng.randint(0, 7)),
+            max_new_tokens=min(scenario.max_new_tokens, 4),
+            max_tokens_per_step=max(scenario.max_tokens_per_step, 12),
             prefix_caching=rng.random() < 0.3,
             num_host_blocks=max(scenario.num_host_blocks, rng.choice((8, 32))),
             store_threshold=None,
-            tensor_parallel=scenario.tensor_parallel or devices.is_replicated,
+            tensor_parallel=scenario.tensor_parallel or is_replicated,
+            num_ranks=2 if is_replicated else scenario.num_ranks,
+            # As with MLA: all ranks hold the same KV.
+            replicas=2 if is_replicated else scenario.replicas,
             async_scheduling=rng.random() < 0.6,
             sleep_chance=rng.choice((0.0, 0.0, 0.0, 0.05)),
         ),
@@ -61,9 +69,8 @@ def run_schedule(
     devices = change(devices)
     ranks: list[StreamRank] = []
 
-    def make_rank(*arguments: object) -> StreamRank:
-        s, groups, number, _ = arguments
-        ranks.append(StreamRank(s, groups, number, devices, make_transfer))  # type: ignore[arg-type]
+    def make_rank(s: Scenario, groups: Sequence[KVGroup], number: int, _: float, leader: Rank | None) -> Rank:
+        ranks.append(StreamRank(s, groups, number, devices, make_transfer, leader))
         return ranks[-1]
 
     with small_limits(devices):
@@ -73,6 +80,7 @@ def run_schedule(
     seen[f"schedules with the {devices.layout.name.lower()} layout"] = 1
     for rank in ranks:
         seen += rank.seen()
+        seen["ranks that load what another stores"] += rank.leader is not None
     return seen
 
 

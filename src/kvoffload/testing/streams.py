@@ -8,7 +8,7 @@ blocks its caller until work has run, and every access is compared with all othe
 from __future__ import annotations
 
 import enum
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from random import Random
@@ -16,7 +16,18 @@ from random import Random
 import numpy as np
 
 from kvoffload.abc import ByteArray, PageGroup
-from kvoffload.testing.races import HOST, MAX_TRACKS, POISON, Access, Clock, DeviceFault, Integers, Memory, Ranges
+from kvoffload.testing.races import (
+    HOST,
+    MAX_TRACKS,
+    POISON,
+    Access,
+    Clock,
+    DeviceFault,
+    Integers,
+    Memory,
+    Ranges,
+    Region,
+)
 from kvoffload.transfer.cuda.device import Addresses, Device, Event, Stream
 
 QUEUE_SIZES = (3, 20, 1000)
@@ -42,6 +53,10 @@ class Timing(enum.Enum):
     EARLIEST = enum.auto()
     LATEST = enum.auto()
     RANDOM = enum.auto()
+
+
+class DriverError(RuntimeError):
+    """An error that a test makes a device raise: no fault of the one who gets it."""
 
 
 @dataclass(slots=True, eq=False)
@@ -124,6 +139,8 @@ class SimulatedDevice(Device):
         self.memory = Memory()
         self.now = 0
         """Steps made so far: the time."""
+        self.seen: Counter[str] = Counter()
+        """What has happened."""
         self._groups = [[(int(v.ctypes.data), v.strides[0], v.shape[1], len(v)) for v in g.views] for g in groups]
         self._host_clock: Clock = np.zeros(MAX_TRACKS, np.int64)
         self._host_clock[HOST] = 1
@@ -243,9 +260,14 @@ class SimulatedDevice(Device):
         targets, sources, sizes = (np.array(each, np.int64) for each in (targets, sources, sizes))
         if not len(targets):
             raise self._fault("a copy of nothing")
-        from_device = self._check_side(sources, sizes)
-        if self._check_side(targets, sizes) is from_device:
+        sides = self._check_side(sources, sizes), self._check_side(targets, sizes)
+        from_device = sides[0].is_device
+        if sides[1].is_device is from_device:
             raise self._fault("a copy must have one side on the device and the other on the host")
+        on_device, on_host = sides if from_device else sides[::-1]
+        host = "registered" if on_host.start in self._registered else "pinned"
+        self.seen[f"copies {'from' if from_device else 'to'} the device, {host} memory"] += 1
+        self.seen["direct copies"] += not on_device.is_fresh
         pieces = list(zip(targets.tolist(), sources.tolist(), sizes.tolist(), strict=True))
         what = f"a copy of {sizes.sum()} bytes {'from' if from_device else 'to'} the device"
         self._launch(stream, what, self._torn(pieces), lambda: (Ranges(sources, sizes), Ranges(targets, sizes)))
@@ -280,14 +302,23 @@ class SimulatedDevice(Device):
         """Notes a fault that something else has found."""
         self.memory.complain(fault)
 
+    def note_error(self, error: Exception) -> None:
+        """Notes an error that the user of the device has raised, unless a DriverError has caused it."""
+        cause: BaseException | None = error
+        while cause is not None:
+            if isinstance(cause, DriverError):
+                return
+            cause = cause.__cause__
+        self.memory.complain(error)
+
     def _fault(self, text: str) -> DeviceFault:
         fault = DeviceFault(text)
         self.memory.complain(fault)
         return fault
 
-    def _check_side(self, addresses: Addresses, sizes: Addresses) -> bool:
-        """Returns whether one side of a copy is on the device. Host memory must be registered now."""
-        sides = set()
+    def _check_side(self, addresses: Addresses, sizes: Addresses) -> Region:
+        """Returns memory of one side of a copy. Host memory must be registered now."""
+        sides: dict[bool, Region] = {}
         for address, size in zip(addresses.tolist(), sizes.tolist(), strict=True):
             found = self.memory.find(address, size)
             if size <= 0 or found is None:
@@ -298,10 +329,10 @@ class SimulatedDevice(Device):
                 raise self._fault(f"a copy of {size} bytes at offset {offset} of {region.name}: not registered")
             if offset // boundary != (offset + size - 1) // boundary:
                 raise self._fault(f"a copy of {size} bytes at offset {offset} of {region.name} crosses a boundary")
-            sides.add(region.is_device)
+            sides[region.is_device] = region
         if len(sides) > 1:
             raise self._fault("a copy has device memory and host memory on the same side")
-        return sides.pop()
+        return next(iter(sides.values()))
 
     def _move_rows(
         self, stream: Stream, group: int, index: int, num_blocks: int, staging: int, is_gather: bool
@@ -309,6 +340,7 @@ class SimulatedDevice(Device):
         what = f"the {'gather' if is_gather else 'scatter'} of {num_blocks} blocks of group {group}"
         if staging % 16 or index % 8 or num_blocks <= 0:
             raise self._fault(f"{what}: staging at {staging:#x}, block numbers at {index:#x}")
+        self.seen["gathers" if is_gather else "scatters"] += 1
         pages = self._groups[group]
         row_bytes = sum(nbytes for _, _, nbytes, _ in pages)
         numbers = self.memory.view(index, 8 * num_blocks).view(np.int64)
@@ -375,6 +407,7 @@ class SimulatedDevice(Device):
         self._host_clock[HOST] += 1
         stream.queue.append(item)
         while len(stream.queue) > self._queue_size:
+            self.seen["full launch queues"] += 1
             self._run_next(stream)
         self._work()
 

@@ -17,23 +17,24 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 from vllm.logger import init_logger
 
-from kvoffload.abc import ConfigError, ScheduledStep
+from kvoffload.abc import ConfigError, PageGroup, ScheduledStep
 from kvoffload.connector.build import build_scheduler
 from kvoffload.connector.messages import StepMeta, WorkerReport
+from kvoffload.connector.ranks import KVShare
 from kvoffload.connector.scheduler import OffloadingConnectorScheduler
 from kvoffload.connector.worker import OffloadingConnectorWorker
 from kvoffload.fingerprints import fingerprint
-from kvoffload.host.pool import HostPool
 from kvoffload.observe.server import RecordServer
 from kvoffload.tiers.manager import TieredOffloadingManager
 from kvoffload.vllm import versions
 from kvoffload.vllm.cuda import numa_node
 from kvoffload.vllm.events import EventTranslator
 from kvoffload.vllm.fingerprint import describe_parts, fingerprint_parts
-from kvoffload.vllm.layout import EngineLayout, RankInfo
+from kvoffload.vllm.layout import EngineLayout, RankInfo, one_per_pool
 from kvoffload.vllm.metrics import KVOffloadPromMetrics, KVOffloadStats
 from kvoffload.vllm.nesting import required_layout
 from kvoffload.vllm.pages import log_layout, make_transfer, page_format, page_groups
+from kvoffload.vllm.replicas import RankPool, engine_ranks, open_pool, own_replicas
 from kvoffload.vllm.versions import KVConnectorTransferResults
 from kvoffload.vllm.weights import watch_weights
 
@@ -92,9 +93,9 @@ class KVOffloadConnector(KVConnectorBase_V1, SupportsHMA):
         self.layout = EngineLayout.from_vllm(vllm_config, kv_cache_config)
         self._failed: dict[str, list[int]] = {}
         """Loads that failed on this rank and are not reported yet, with their device blocks."""
-        self._pool: HostPool | None = None
-        self._formats: dict[str, str] = {}
-        """The page format of each layer."""
+        self._pool: RankPool | None = None
+        self._layers: tuple[tuple[str, int, str], ...] = ()
+        """See ``RankInfo.layers``."""
         self._worker: OffloadingConnectorWorker | None = None
         self._was_watched = False
         """Whether the worker half has got its WeightWatch, if there is one."""
@@ -108,8 +109,8 @@ class KVOffloadConnector(KVConnectorBase_V1, SupportsHMA):
         if role == KVConnectorRole.SCHEDULER:
             versions.warn_if_untested()
         else:
-            # This refuses a host_bytes that is too small, before any memory is allocated.
-            self.layout.count_blocks()
+            # This refuses a host_bytes that is too small even if ranks share pools, before any memory is allocated.
+            self.layout.count_blocks(replicas=self.layout.tensor_parallel)
 
     def set_xfer_handshake_metadata_pp_aware(
         self, metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata]
@@ -134,8 +135,9 @@ class KVOffloadConnector(KVConnectorBase_V1, SupportsHMA):
         self._scheduler = build_scheduler(
             layout.config,
             layout.kv_groups,
-            [info.pool for info in infos],
+            [info.pool for info in one_per_pool(infos)],
             fingerprint(parts),
+            num_workers=len(infos),
             hash_block_size=layout.hash_block_size,
             device_blocks=layout.num_device_blocks,
             engine=layout.engine,
@@ -167,7 +169,7 @@ class KVOffloadConnector(KVConnectorBase_V1, SupportsHMA):
         return self._worker
 
     @property
-    def pool(self) -> HostPool:
+    def pool(self) -> RankPool:
         """The host pool of this rank, after the KV caches were registered. Exists in a worker's process only."""
         assert self._pool is not None
         return self._pool
@@ -184,12 +186,22 @@ class KVOffloadConnector(KVConnectorBase_V1, SupportsHMA):
     # Worker side.
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
-        # This refuses a layout that is not served, before any memory is allocated.
-        groups = page_groups(self.layout, kv_caches)
-        log_layout(versions.kv_cache_layout(self._vllm_config), groups)
-        layers = self._vllm_config.compilation_config.static_forward_context
-        self._formats = {name: page_format(layers[name], cache) for name, cache in kv_caches.items()}
-        self._pool = HostPool(self.layout.count_blocks(), self.layout.slot_bytes, numa_node(groups))
+        ranks = engine_ranks(self.layout)
+        groups: list[PageGroup] = []
+
+        def describe() -> KVShare:
+            # This refuses a layout that is not served, before any memory is allocated.
+            groups.extend(page_groups(self.layout, kv_caches))
+            log_layout(versions.kv_cache_layout(self._vllm_config), groups)
+            layers = self._vllm_config.compilation_config.static_forward_context
+            self._layers = tuple(
+                (name, page_bytes, page_format(layers[name], kv_caches[name]))
+                for group in self.layout.groups
+                for name, page_bytes in zip(group.layer_names, group.page_bytes, strict=True)
+            )
+            return KVShare(own_replicas(self.layout, self._vllm_config), self._layers)
+
+        self._pool = open_pool(self.layout, ranks, ranks.collect(describe), lambda: numa_node(groups))
         self._worker = OffloadingConnectorWorker(make_transfer(groups, self._pool))
 
     def unregister_kv_caches(self) -> None:
@@ -209,12 +221,7 @@ class KVOffloadConnector(KVConnectorBase_V1, SupportsHMA):
             # At the first call the engine is warmed up and the weights cannot have been updated yet.
             self._was_watched = True
             self.connector_worker.weights = watch_weights(self._vllm_config)
-        layers = [
-            (name, page_bytes, self._formats[name])
-            for group in self.layout.groups
-            for name, page_bytes in zip(group.layer_names, group.page_bytes, strict=True)
-        ]
-        return RankInfo(self._pool.handle(), tuple(layers))
+        return RankInfo(self._pool.handle, self._layers)
 
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
         assert isinstance(kv_connector_metadata, KVOffloadMetadata)

@@ -5,8 +5,6 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Sequence
 
-import torch
-
 from kvoffload.abc import ByteArray, PageGroup, Transfer
 from kvoffload.host.pool import HostPool
 from kvoffload.host.registration import Registration
@@ -14,25 +12,14 @@ from kvoffload.host.touch import Toucher
 from kvoffload.transfer.cuda.driver import Driver
 
 
-def cuda_device(groups: Sequence[PageGroup]) -> torch.device | None:
-    """Returns the CUDA device that holds the pages of ``groups``, or None if they are on the CPU."""
-    devices = [view.device for group in groups for view in group.views]
-    return next((device for device in devices if device.type == "cuda"), None)
-
-
 def numa_node(groups: Sequence[PageGroup]) -> int | None:
     """Returns the NUMA node next to the device that holds the pages of ``groups``; None on a CPU, or if it is not
     known."""
-    device = cuda_device(groups)
-    if device is None:
-        return None
+    devices = {view.device for group in groups for view in group.views if view.device.type == "cuda"}
     # What is not known costs speed only: the engine starts without it.
     with contextlib.suppress(RuntimeError):
-        driver = Driver(device.index or 0)
-        try:
-            return driver.numa_node()
-        finally:
-            driver.close()
+        for device in devices:
+            return Driver(device.index or 0).numa_node()
     return None
 
 
@@ -47,14 +34,10 @@ def make_cuda_transfer(groups: Sequence[PageGroup], slots: ByteArray, pool: Host
     from kvoffload.transfer.cuda.torch_device import TorchDevice
     from kvoffload.transfer.cuda.transfer import CudaTransfer
 
-    device = cuda_device(groups)
-    assert device is not None
-    copier = TorchDevice(groups)
-    # The transfer closes its own driver in service if it fails. This one must live as long as the pool.
-    driver = Driver(device.index or 0)
+    device = TorchDevice(groups)
+    number = next(view for group in groups for view in group.views).device.index or 0
     wait = Toucher(slots, collapse=False).wait if pool is None else pool.wait_until_touched
-    registration = Registration(slots, driver, wait)
+    registration = Registration(slots, Driver(number), wait)
     if pool is not None:
         pool.before_close(registration.close)
-        pool.before_close(driver.close)
-    return CudaTransfer([page_table(group) for group in groups], slots, copier, registration)
+    return CudaTransfer([page_table(group) for group in groups], slots, device, registration)

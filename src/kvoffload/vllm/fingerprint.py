@@ -23,6 +23,7 @@ from kvoffload.digests import DigestCache
 from kvoffload.fingerprints import files_fingerprint, find_model_dir, has_weights, is_commit
 from kvoffload.tiers.identity import MODEL, digest
 from kvoffload.vllm import versions
+from kvoffload.vllm.layout import one_per_pool
 from kvoffload.vllm.nesting import page_layout
 
 if TYPE_CHECKING:
@@ -150,7 +151,8 @@ def fingerprint_parts(vllm_config: VllmConfig, layout: EngineLayout, infos: Sequ
         # The order of layers and blocks does not change pages.
         "layout": str(page_layout(versions.kv_cache_layout(vllm_config))),
         "groups": [repr(group) for group in layout.kv_groups],
-        "ranks": [list(map(list, info.layers)) for info in infos],
+        # A block has one part per pool.
+        "ranks": [list(map(list, info.layers)) for info in one_per_pool(infos)],
         "parallel": [parallel.tensor_parallel_size, parallel.pipeline_parallel_size],
         "hash_block_size": layout.hash_block_size,
         "hash_algorithm": str(cache.prefix_caching_hash_algo),

@@ -47,8 +47,17 @@ class RankInfo(KVConnectorHandshakeMetadata):
     """What a worker sends to the scheduler half at start."""
 
     pool: PoolHandle
+    """The pool that the rank loads from. Ranks with the same KV have the same one."""
     layers: tuple[tuple[str, int, str], ...]
     """Name, page bytes and page format of each layer, group after group. See ``pages.page_format``."""
+
+
+def one_per_pool(infos: Sequence[RankInfo]) -> list[RankInfo]:
+    """Returns the ranks that store: of those with the same pool, the first."""
+    first: dict[PoolHandle, RankInfo] = {}
+    for info in infos:
+        first.setdefault(info.pool, info)
+    return list(first.values())
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +70,8 @@ class EngineLayout:
     num_device_blocks: int
     hash_block_size: int
     ranks: int
+    tensor_parallel: int
+    """How many of the ranks compute the same layers. These ranks are consecutive."""
     engine: int
     """Index of this engine among the engines of its node."""
     engines: int
@@ -75,10 +86,10 @@ class EngineLayout:
     def kv_groups(self) -> list[KVGroup]:
         return [group.group for group in self.groups]
 
-    def count_blocks(self) -> int:
-        """Returns the number of slots of this rank's pool. Raises ConfigError if the rank's share of ``host_bytes``
-        holds none."""
-        return self.config.num_blocks(self.slot_bytes, self.ranks * self.engines)
+    def count_blocks(self, replicas: int = 1) -> int:
+        """Returns the number of slots of this rank's pool, which ``replicas`` ranks share. Raises ConfigError if the
+        pool's share of ``host_bytes`` holds none."""
+        return self.config.num_blocks(self.slot_bytes, self.ranks // replicas * self.engines)
 
     def check_ranks(self, infos: Sequence[RankInfo]) -> None:
         """Raises ConfigError unless every rank has sent its RankInfo."""
@@ -109,6 +120,7 @@ class EngineLayout:
             num_device_blocks=kv_cache_config.num_blocks,
             hash_block_size=versions.hash_block_size(vllm_config, kv_cache_config),
             ranks=vllm_config.parallel_config.world_size,
+            tensor_parallel=vllm_config.parallel_config.tensor_parallel_size,
             engine=engine,
             engines=engines,
         )

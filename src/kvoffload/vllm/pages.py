@@ -9,12 +9,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from kvoffload.abc import ConfigError, PageGroup, Transfer
-from kvoffload.host.pool import HostPool
 from kvoffload.transfer.cuda.pages import page_table
+from kvoffload.transfer.follower import FollowerTransfer
 from kvoffload.transfer.inline import InlineTransfer
 
 if TYPE_CHECKING:
     from kvoffload.vllm.layout import EngineLayout
+    from kvoffload.vllm.replicas import RankPool
 
 logger = logging.getLogger(__name__)
 
@@ -73,6 +74,8 @@ def page_groups(layout: EngineLayout, kv_caches: Mapping[str, torch.Tensor]) -> 
 def log_layout(name: str | None, groups: list[PageGroup]) -> None:
     """Logs into how many pieces of memory ``name``, vLLM's KV cache layout, divides the blocks of each group."""
     pieces = sorted({len(page_table(group).runs) for group in groups if group.views})
+    if not pieces:
+        return
     logger.info(
         "kvoffload: KV cache layout %s: a device block is %s",
         name or "of vLLM",
@@ -80,11 +83,17 @@ def log_layout(name: str | None, groups: list[PageGroup]) -> None:
     )
 
 
-def make_transfer(groups: list[PageGroup], pool: HostPool) -> Transfer:
-    """Returns the transfer between the pages of ``groups`` and the slots of ``pool``, for the device of the pages."""
+def make_transfer(groups: list[PageGroup], pool: RankPool) -> Transfer:
+    """Returns the transfer between the pages of ``groups`` and the slots of ``pool``, for the device of the pages. It
+    stores only into the rank's own pool."""
+    transfer = _device_transfer(groups, pool)
+    return transfer if pool.own is not None else FollowerTransfer(transfer)
+
+
+def _device_transfer(groups: list[PageGroup], pool: RankPool) -> Transfer:
     if any(view.device.type == "cuda" for group in groups for view in group.views):
         from kvoffload.vllm.cuda import make_cuda_transfer
 
-        return make_cuda_transfer(groups, pool.data, pool)
+        return make_cuda_transfer(groups, pool.data, pool.own)
     arrays = [PageGroup([view.numpy() for view in group.views], group.factor) for group in groups]
     return InlineTransfer(arrays, pool.data)

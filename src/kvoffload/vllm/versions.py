@@ -39,6 +39,7 @@ SINCE = {
     "hash_block_size": "0.32",
     "isa": "0.29",
     "kv_cache_layout": "0.29",
+    "max_tp_shards": "0.31",
     "ownership": "0.29",
     "prefix_cacheable": "0.29",
     "resolve_none_hash_seed": "0.29",
@@ -83,6 +84,9 @@ DRAINS_HOLDERS_FIRST = hasattr(Scheduler, "_holds_kv_blocks")
 """Whether waiting requests that hold device blocks are scheduled before those that do not. Otherwise a request that
 waits for the load of another may block that one for ever, so no request may be made to wait."""
 FIRST_TO_DRAIN_HOLDERS_FIRST = SINCE["_holds_kv_blocks"]
+
+NAMES_REPLICAS = _is_since(SINCE["max_tp_shards"])
+"""Whether the spec of a layer says if all tensor-parallel ranks hold the same KV."""
 
 try:
     from vllm.v1.metrics.cache_hit_source import CacheHitSource

@@ -7,7 +7,6 @@ import hashlib
 import logging
 import operator
 import secrets
-import sys
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -16,10 +15,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 import torch
-from vllm.v1.worker.worker_base import WorkerBase
 
 from kvoffload.connector.weights import WeightWatch
 from kvoffload.vllm import versions
+from kvoffload.vllm.worker import calling_worker, models_of
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -50,7 +49,7 @@ def watch_weights(vllm_config: VllmConfig) -> WeightWatch | None:
     Returns None, with a warning that says what the user must do, if the weights cannot be watched.
     """
     try:
-        worker = _calling_worker()
+        worker = calling_worker()
         if worker is None:
             raise RuntimeError("no vLLM worker is among the callers")
         offload = getattr(getattr(vllm_config, "offload_config", None), "prefetch", None)
@@ -58,7 +57,7 @@ def watch_weights(vllm_config: VllmConfig) -> WeightWatch | None:
             raise RuntimeError("prefetch offloading moves weights in every step")
         # Expert load balancing moves experts between slots. This does not change KV.
         skipped = ".experts" if vllm_config.parallel_config.enable_eplb else None
-        return ModelWeights(lambda: _models_of(worker), skipped, versions.may_sleep(vllm_config))
+        return ModelWeights(lambda: models_of(worker), skipped, versions.may_sleep(vllm_config))
     except Exception as error:
         logger.warning(
             "kvoffload: the weights of this worker cannot be watched: %s. After every change of weights in the running "
@@ -66,24 +65,6 @@ def watch_weights(vllm_config: VllmConfig) -> WeightWatch | None:
             error,
         )
         return None
-
-
-def _calling_worker() -> WorkerBase | None:
-    """Returns the vLLM worker among the callers of this function, or None. vLLM gives a connector no other access to
-    the model."""
-    frame = sys._getframe()
-    while True:
-        worker = frame.f_locals.get("self")
-        if isinstance(worker, WorkerBase):
-            return worker
-        if frame.f_back is None:
-            return None
-        frame = frame.f_back
-
-
-def _models_of(worker: Any) -> list[torch.nn.Module]:
-    draft = worker.get_draft_model() if hasattr(worker, "get_draft_model") else None
-    return [worker.get_model(), *([] if draft is None else [draft])]
 
 
 class ModelWeights(WeightWatch):

@@ -28,7 +28,8 @@ class FolderStore:
         return {"folder": str(self.folder)}
 
     def switch(self, fault: str, on: bool = True) -> None:
-        """Switches a fault: unreachable, hang, hang-get, hang-put, crash, fail, full, chatter."""
+        """Switches a fault: unreachable, hang, hang-get, hang-put, crash, fail, full, chatter. Or ``singly``: clients
+        that connect from now on want values in one buffer."""
         if on:
             (self.folder / fault).touch()
         else:
@@ -44,6 +45,7 @@ class FolderStore:
 class FolderClient(StoreClient):
     def __init__(self, store: FolderStore) -> None:
         self._store = store
+        self.moves_buffers_singly = self._is_on("singly")
 
     def exists(self, names: Sequence[str]) -> list[Outcome]:
         self._fail("")
@@ -51,6 +53,7 @@ class FolderClient(StoreClient):
 
     def get(self, names: Sequence[str], buffers: Sequence[Sequence[ByteArray]]) -> list[Outcome]:
         self._fail("-get")
+        assert not self.moves_buffers_singly or {len(parts) for parts in buffers} == {1}
         return [self._get(self._store.path(name), parts) for name, parts in zip(names, buffers, strict=True)]
 
     def _get(self, path: Path, parts: Sequence[ByteArray]) -> Outcome:

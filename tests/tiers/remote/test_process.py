@@ -23,6 +23,7 @@ from kvoffload.testing.conformance import keys
 from kvoffload.testing.tier_conformance import TierConformance
 from kvoffload.tiers.config import TierContext
 from kvoffload.tiers.remote.channel import ChannelState
+from kvoffload.tiers.remote.child import TRANSFER_NICENESS
 from kvoffload.tiers.remote.link import LOOKUP_DEADLINE_S, MAX_PAUSE_S, TRANSFER_DEADLINE_S
 from kvoffload.tiers.remote.presence import PRESENT_TTL_S
 from kvoffload.tiers.remote.start import open_remote_tier
@@ -39,6 +40,8 @@ def store(tmp_path: Path) -> FolderStore:
 
 @pytest.fixture
 def server(store: FolderStore) -> Iterator[Server]:
+    """A server whose client moves whole values. Others that a test makes move records and slots one by one."""
+    store.switch("singly")
     server = Server(store)
     server.connect()
     yield server
@@ -81,12 +84,15 @@ def works(server: Server, keys: list[OffloadKey]) -> bool:
 
 def test_two_servers_share_blocks_of_several_ranks(store: FolderStore, server: Server) -> None:
     assert works(server, KEYS[:4])
+    store.switch("singly", False)
     other = Server(store)
     other.connect()
     assert other.states(KEYS[:5]) == [HIT] * 4 + [MISS]
     assert all(result.ok for result in other.read(KEYS[:4]).values())
     assert all(other.has(key, 16 + i) for i, key in enumerate(KEYS[:4]))
     assert all(result.nbytes == 0 for result in other.write(KEYS[:4]).values())
+    assert works(other, KEYS[4:6])
+    assert works(server, KEYS[4:6])
     other.close()
 
 
@@ -293,6 +299,19 @@ def test_the_process_ends_with_the_engine_however_that_ends(tmp_path: Path, numb
         engine.wait()
         assert eventually(lambda: not exists(pid))
         os.killpg(engine.pid, signal.SIGKILL)
+
+
+def test_only_threads_that_move_bytes_run_at_lower_priority(server: Server) -> None:
+    def niceness(thread: Path) -> int:
+        return int((thread / "stat").read_text().rpartition(")")[2].split()[16])
+
+    mine = os.getpriority(os.PRIO_PROCESS, 0)
+    tasks = Path(f"/proc/{server.channel.pid}/task")
+    assert server.states(KEYS[:1]) == [MISS]
+    assert {niceness(thread) for thread in tasks.iterdir()} == {mine}
+    assert works(server, KEYS[:2])
+    assert {niceness(thread) for thread in tasks.iterdir()} == {mine, min(19, mine + TRANSFER_NICENESS)}
+    assert niceness(tasks / str(server.channel.pid)) == mine
 
 
 def test_a_forked_copy_of_the_engine_does_not_kill_the_process(server: Server) -> None:

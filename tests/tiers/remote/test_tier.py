@@ -18,6 +18,7 @@ from kvoffload.tiers.remote.link import (
     START_DEADLINE_S,
     TRANSFER_DEADLINE_S,
 )
+from kvoffload.tiers.remote.memory import SeparateBuffers
 from kvoffload.tiers.remote.messages import Op
 from kvoffload.tiers.remote.presence import MISSING_TTL_S, PRESENT_TTL_S
 from kvoffload.tiers.remote.record import RECORD_BYTES, value_name
@@ -38,7 +39,9 @@ class Rig:
         self.client = client or MemoryClient()
         self.now = 100.0
         self.pool = np.random.default_rng(0).integers(0, 256, (64, SLOT_BYTES), dtype=np.uint8)
-        self.worker = StoreWorker(self.client, [self.pool], FINGERPRINT, "kv", self.clock, lambda: 0.5, lambda s: None)
+        self.worker = StoreWorker(
+            self.client, SeparateBuffers([self.pool]), FINGERPRINT, "kv", self.clock, lambda: 0.5, lambda s: None
+        )
         self.channel = SteppedChannel(self.worker)
         self.tier = RemoteTier(self.channel, SLOT_BYTES, name="memory", clock=self.clock, random=lambda: 1.0)
         self.tier.poll()

@@ -5,9 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from kvoffload.tiers.remote.memory import MAX_ROWS, SeparateBuffers
 from kvoffload.tiers.remote.messages import Op, Request, Status
 from kvoffload.tiers.remote.record import RECORD_BYTES, pack_record, value_name
-from kvoffload.tiers.remote.worker import MAX_BLOCKS, StoreWorker
+from kvoffload.tiers.remote.worker import StoreWorker
 from tests.tiers.remote.memory_store import MemoryClient
 
 FINGERPRINT = "5e" * 32
@@ -23,7 +24,13 @@ class Rig:
         self.pauses: list[float] = []
         self.now = 0.0
         self.worker = StoreWorker(
-            self.client, self.pools, fingerprint, "kv", lambda: self.now, lambda: 0.5, self.pauses.append
+            self.client,
+            SeparateBuffers(self.pools),
+            fingerprint,
+            "kv",
+            lambda: self.now,
+            lambda: 0.5,
+            self.pauses.append,
         )
 
     def run(self, op: Op, keys: list[bytes], first_slot: int = 0) -> list[Status]:
@@ -132,8 +139,8 @@ def test_a_call_that_took_long_is_not_tried_again() -> None:
 
 def test_long_requests_are_moved_in_parts() -> None:
     rig = Rig()
-    keys = [i.to_bytes(2, "big") for i in range(MAX_BLOCKS + 5)]
+    keys = [i.to_bytes(2, "big") for i in range(MAX_ROWS + 5)]
     assert rig.run(Op.WRITE, keys) == [Status.OK] * len(keys)
     assert rig.run(Op.READ, keys, 100) == [Status.OK] * len(keys)
     assert all(rig.is_read(100 + i, i) for i in range(len(keys)))
-    assert [size for name, size in rig.client.calls if name == "get"] == [MAX_BLOCKS, 5]
+    assert [size for name, size in rig.client.calls if name == "get"] == [MAX_ROWS, 5]

@@ -25,6 +25,11 @@ class StubDriver:
     def calls(self) -> list[str]:
         return self._library.stub_log().decode().splitlines()
 
+    @property
+    def num_allocated(self) -> int:
+        """How many pieces of device memory are allocated."""
+        return int(self._library.stub_allocated())
+
     def be_version(self, version: int) -> None:
         """Behaves like the driver of this CUDA version, such as 12080."""
         self._library.stub_version(version)

@@ -49,10 +49,13 @@ _Static_assert(sizeof(CUdevice) == sizeof(int) && sizeof(CUdeviceptr) == 8 && si
 CUresult batch(CUdeviceptr *, CUdeviceptr *, size_t *, size_t, CUmemcpyAttributes *, size_t *, size_t, size_t *, CUstream);
 PFN_cuMemcpyBatchAsync_v12080 batch_of_12_8 = batch;
 CUresult (*copy)(CUdeviceptr, CUdeviceptr, size_t, CUstream) = cuMemcpyAsync;
+CUresult (*allocate)(CUdeviceptr *, size_t) = cuMemAlloc;
+CUresult (*release_memory)(CUdeviceptr) = cuMemFree;
 CUresult (*host_register)(void *, size_t, unsigned int) = cuMemHostRegister;
 CUresult (*host_unregister)(void *) = cuMemHostUnregister;
 CUresult (*set_current)(CUcontext) = cuCtxSetCurrent;
 CUresult (*retain)(CUcontext *, CUdevice) = cuDevicePrimaryCtxRetain;
+CUresult (*release)(CUdevice) = cuDevicePrimaryCtxRelease;
 CUresult (*bus_id)(char *, int, CUdevice) = cuDeviceGetPCIBusId;
 CUresult (*address)(const char *, void **, int, cuuint64_t, CUdriverProcAddressQueryResult *) = cuGetProcAddress;
 CUresult (*exchange)(CUstreamCaptureMode *) = cuThreadExchangeStreamCaptureMode;
@@ -60,13 +63,16 @@ CUresult (*error_name)(CUresult, const char **) = cuGetErrorName;
 #define STRING(name) #name
 #define IS_NAMED(name, symbol) _Static_assert(__builtin_strcmp(STRING(name), symbol) == 0, symbol)
 IS_NAMED(cuMemHostRegister, "cuMemHostRegister_v2");
+IS_NAMED(cuDevicePrimaryCtxRelease, "cuDevicePrimaryCtxRelease_v2");
+IS_NAMED(cuMemAlloc, "cuMemAlloc_v2");
+IS_NAMED(cuMemFree, "cuMemFree_v2");
 IS_NAMED(cuGetProcAddress, "cuGetProcAddress_v2");
 IS_NAMED(cuMemcpyAsync, "cuMemcpyAsync");
 #else
 
 #define MAX_REGISTERED 64
 static char calls[1 << 16];
-static int driver_version = 12080, fail_code, fail_after, fail_copy = -1, max_registered_bytes_mib;
+static int driver_version = 12080, num_allocated, fail_code, fail_after, fail_copy = -1, max_registered_bytes_mib;
 static char fail_function[64];
 static __thread int is_current;
 static struct {
@@ -92,11 +98,12 @@ void stub_reset(void) {
     driver_version = 12080;
     fail_copy = -1;
     max_registered_bytes_mib = 0;
-    is_current = 0;
+    is_current = num_allocated = 0;
     memset(registered, 0, sizeof registered);
 }
 
 const char *stub_log(void) { return calls; }
+int stub_allocated(void) { return num_allocated; }
 void stub_version(int version) { driver_version = version; }
 void stub_max_registration(int mebibytes) { max_registered_bytes_mib = mebibytes; }
 
@@ -124,7 +131,15 @@ int cuDeviceGetPCIBusId(char *text, int length, int device) {
 
 int cuDevicePrimaryCtxRetain(void **context, int device) {
     *context = (void *)(uintptr_t)(0x1000000000 + device);
+    note("retain");
     return begin("cuDevicePrimaryCtxRetain");
+}
+
+int cuDevicePrimaryCtxRelease_v2(int device) {
+    char text[64];
+    snprintf(text, sizeof text, "release %d", device);
+    note(text);
+    return begin("cuDevicePrimaryCtxRelease_v2");
 }
 
 int cuCtxSetCurrent(void *context) {
@@ -139,6 +154,29 @@ int cuThreadExchangeStreamCaptureMode(int *mode) {
     note(text);
     *mode = 0;
     return begin("cuThreadExchangeStreamCaptureMode");
+}
+
+int cuMemAlloc_v2(uint64_t *address, size_t nbytes) {
+    if (!is_current)
+        return INVALID_CONTEXT;
+    int code = begin("cuMemAlloc_v2");
+    if (code)
+        return code;
+    size_t rounded = (nbytes + 511) / 512 * 512;
+    void *memory = aligned_alloc(512, rounded);
+    memset(memory, 0xEE, rounded);
+    *address = (uint64_t)memory;
+    num_allocated++;
+    return SUCCESS;
+}
+
+int cuMemFree_v2(uint64_t address) {
+    int code = begin("cuMemFree_v2");
+    if (code)
+        return code;
+    free((void *)address);
+    num_allocated--;
+    return SUCCESS;
 }
 
 int cuMemHostRegister_v2(void *memory, size_t nbytes, unsigned int flags) {

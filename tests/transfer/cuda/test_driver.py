@@ -148,6 +148,18 @@ def test_a_thread_enters_before_it_calls(stub: StubDriver) -> None:
     assert stub.calls.count("capture mode 2") == 2
 
 
+def test_device_memory_is_allocated_and_freed(stub: StubDriver) -> None:
+    driver = driver_of(stub)
+    address = driver.allocate(1000)
+    assert address % 256 == 0
+    assert stub.num_allocated == 1
+    driver.free(address)
+    assert stub.num_allocated == 0
+    stub.fail("cuMemAlloc_v2", OUT_OF_MEMORY)
+    with pytest.raises(DriverError, match="cuMemAlloc_v2 failed: CUDA_ERROR_OUT_OF_MEMORY"):
+        driver.allocate(1000)
+
+
 def test_host_memory_is_registered_for_all_contexts_and_unregistered(stub: StubDriver) -> None:
     driver = driver_of(stub)
     memory = np.zeros(1 << 21, np.uint8)
@@ -182,6 +194,13 @@ def test_the_numa_node_is_the_one_in_sysfs(
     if text is not None:
         (folder / "numa_node").write_text(text)
     assert driver_of(stub).numa_node(tmp_path) == node
+
+
+def test_the_context_is_given_back_once(stub: StubDriver) -> None:
+    driver = driver_of(stub)
+    driver.close()
+    driver.close()
+    assert stub.calls.count("retain") == stub.calls.count("release 100") == 1
 
 
 @pytest.mark.parametrize("function", ["cuInit", "cuDeviceGet", "cuDevicePrimaryCtxRetain"])

@@ -28,11 +28,12 @@ from tests.transfer.cuda.layouts import CACHES, GUARD, Cache, aligned, separate
 torch = pytest.importorskip("torch")
 
 from kvoffload.transfer.cuda import kernels  # noqa: E402
-from kvoffload.transfer.cuda.kernels import Pieces, TritonCopier, cut  # noqa: E402
+from kvoffload.transfer.cuda.kernels import Pieces, TritonCopier, as_words, cut, gather, scatter  # noqa: E402
 from kvoffload.transfer.cuda.pages import PageTable, Run, page_table  # noqa: E402
 
 needs_triton = pytest.mark.skipif(kernels.triton is None, reason="needs Triton")
-CPU = torch.device("cpu")
+KEPT: list[np.ndarray] = []
+"""Memory that copiers use by address."""
 
 
 # The interpreter.
@@ -44,9 +45,17 @@ def interpreted(source: Callable[..., Any] = kernels.copy_pieces) -> Any:
     return InterpretedFunction(source)
 
 
+def triton_copier(table: PageTable, launch: Any) -> TritonCopier:
+    """Returns a copier whose entries are in host memory, where the interpreter reads them."""
+    pieces = cut(table)
+    copier = TritonCopier(pieces, pieces.entries.ctypes.data, launch)
+    KEPT.append(pieces.entries)
+    return copier
+
+
 def faults(cache: Cache, launch: Any, blocks: list[int]) -> str | None:
     """Gathers ``blocks`` and scatters other bytes into them. Returns what differs from plain copies, or None."""
-    copier = TritonCopier(cut(cache.table), CPU, launch)
+    copier = triton_copier(cache.table, launch)
     index, num_bytes = np.array(blocks, np.int64), len(blocks) * cache.row_bytes
     stage = aligned(num_bytes + 2 * GUARD)
     stage[:] = cache.rng.integers(0, 256, len(stage), np.uint8)
@@ -125,7 +134,7 @@ def sparse() -> Sparse:
 
 def far_faults(sparse: Sparse, launch: Any) -> bool:
     """Returns whether blocks that are more than 4 GiB apart are gathered or scattered wrongly."""
-    copier = TritonCopier(cut(page_table(PageGroup([sparse.view]))), CPU, launch)
+    copier = triton_copier(page_table(PageGroup([sparse.view])), launch)
     index, stage = np.array([6, 1, 3, 7]), aligned(4 * 4096)
     copier.copy(index.ctypes.data, 4, stage.ctypes.data, to_staging=True)
     if not np.array_equal(stage, sparse.view[index].ravel()):
@@ -230,7 +239,7 @@ def test_rows_that_are_not_aligned_are_refused() -> None:
         def __getitem__(self, grid: tuple[int, ...]) -> Any:
             return lambda *args, **options: launches.append(grid)
 
-    copier = TritonCopier(cut(separate(4, [64]).table), CPU, Launch())
+    copier = triton_copier(separate(4, [64]).table, Launch())
     launches.clear()
     with pytest.raises(ValueError, match="not a multiple of 16"):
         copier.copy(0, 1, 8, to_staging=True)
@@ -303,7 +312,7 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[...,
 
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(type(driver), "active", gpu)
-            copier = TritonCopier(pieces, CPU, Launch())
+            copier = TritonCopier(pieces, 0x7E00_0000_0000, Launch())
             gpu.launches.clear()
             for num_blocks, index, staging in ((1, 0x1000, 0x2000), (3, 0x7F00_0000_1008, 0x7F00_0000_0010)):
                 copier.copy(index, num_blocks, staging, to_staging=True)
@@ -373,14 +382,25 @@ def test_a_launch_uses_the_current_stream_and_few_programs(compiled: Callable[..
     grid, stream = slice(0, 3), 3
     assert (small[grid], large[grid]) == ((kernels.NUM_PROGRAMS, 1, 1),) * 2
     assert small[stream] == large[stream] == 0x77
-    assert large[-10:-4] == (large[-10], 0x7F00_0000_1008, 0x7F00_0000_0010, 3, page // 16384, page)
+    assert large[-10:-4] == (0x7E00_0000_0000, 0x7F00_0000_1008, 0x7F00_0000_0010, 3, page // 16384, page)
 
 
 # Which kernel is used.
 
 
-def nowhere(address: int, nbytes: int) -> torch.Tensor:
-    raise AssertionError("nothing is copied in this test")
+class DeviceMemory:
+    """Allocates host memory as if it were the device's."""
+
+    def __init__(self) -> None:
+        self.tensors: dict[int, torch.Tensor] = {}
+
+    def allocate(self, nbytes: int) -> int:
+        tensor = torch.zeros(nbytes, dtype=torch.uint8)
+        self.tensors[tensor.data_ptr()] = tensor
+        return tensor.data_ptr()
+
+    def at(self, address: int, nbytes: int) -> torch.Tensor:
+        return self.tensors[address][:nbytes]
 
 
 def tensors(pages: list[int], num_blocks: int = 9) -> list[torch.Tensor]:
@@ -404,7 +424,7 @@ class Wrong(kernels.BlockCopier):
 def test_the_check_at_start_finds_a_wrong_kernel_and_puts_bytes_back(pages: list[int]) -> None:
     views = tensors(pages)
     before = [view.clone() for view in views]
-    copier = TritonCopier(cut(page_table(PageGroup(views))), CPU, interpreted())
+    copier = triton_copier(page_table(PageGroup(views)), interpreted())
     assert kernels.copies_right(copier, views)
     for direction in (False, True):
         assert not kernels.copies_right(Wrong(copier, direction), views)
@@ -417,7 +437,7 @@ def test_the_check_at_start_leaves_random_numbers_alone() -> None:
     torch.manual_seed(3)
     wanted = torch.rand(4)
     torch.manual_seed(3)
-    kernels.copies_right(TritonCopier(cut(page_table(PageGroup(views))), CPU, interpreted()), views)
+    kernels.copies_right(triton_copier(page_table(PageGroup(views)), interpreted()), views)
     assert torch.equal(torch.rand(4), wanted)
 
 
@@ -425,9 +445,10 @@ def test_without_triton_torch_copies_and_the_log_says_so_once(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(kernels, "triton", None)
+    memory = DeviceMemory()
     groups = [PageGroup(tensors([64])), PageGroup([]), PageGroup(tensors([32]))]
     with caplog.at_level(logging.WARNING):
-        first, none, third = kernels.copiers(groups, nowhere)
+        first, none, third = kernels.copiers(groups, memory.allocate, memory.at)
     assert isinstance(first, kernels.TorchCopier)
     assert isinstance(third, kernels.TorchCopier)
     assert none is None
@@ -437,13 +458,26 @@ def test_without_triton_torch_copies_and_the_log_says_so_once(
 @needs_triton
 @pytest.mark.skipif(torch.cuda.is_available(), reason="Triton works here")
 def test_where_triton_does_not_work_torch_copies(caplog: pytest.LogCaptureFixture) -> None:
-    views = tensors([64])
+    views, memory = tensors([64]), DeviceMemory()
     before = views[0].clone()
     with caplog.at_level(logging.WARNING):
-        (copier,) = kernels.copiers([PageGroup(views)], nowhere)
+        (copier,) = kernels.copiers([PageGroup(views)], memory.allocate, memory.at)
     assert isinstance(copier, kernels.TorchCopier)
     assert "Triton's kernel does not work here" in caplog.text
     assert torch.equal(views[0], before)
+
+
+@needs_triton
+@pytest.mark.parametrize("wrong", [False, True])
+def test_triton_copies_if_its_bytes_are_right(
+    wrong: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    source = planted(*PLANTED["no offset of the page"], tmp_path) if wrong else kernels.copy_pieces
+    monkeypatch.setattr(kernels, "kernel", interpreted(source))
+    memory = DeviceMemory()
+    (copier,) = kernels.copiers([PageGroup(tensors([64, 32]))], memory.allocate, memory.at)
+    assert isinstance(copier, kernels.TorchCopier if wrong else TritonCopier)
+    assert ("copied wrong bytes" in caplog.text) is wrong
 
 
 @pytest.mark.parametrize("pages", [[64, 24, 40], [48, 48, 48], [7]])
@@ -461,3 +495,61 @@ def test_torch_copies_by_address(pages: list[int]) -> None:
     copier.copy(index.data_ptr(), 2, rows.data_ptr(), to_staging=False)
     assert torch.equal(torch.cat([view[index[:3]] for view in views], dim=1)[:2], rows[:2])
     assert not any(view[8].any() for view in views)
+
+
+# Torch's functions.
+
+LAYERS, BLOCKS, PAGE = 3, 12, 64
+
+
+def together() -> list[torch.Tensor]:
+    """Returns views of one allocation, as vLLM makes them."""
+    return list(torch.randint(0, 256, (LAYERS, BLOCKS, PAGE), dtype=torch.uint8))
+
+
+def apart() -> list[torch.Tensor]:
+    """Returns separate allocations, with pages of different sizes."""
+    return [torch.randint(0, 256, (BLOCKS, size), dtype=torch.uint8) for size in (64, 24, 40)]
+
+
+def interleaved() -> list[torch.Tensor]:
+    """Returns views of one allocation whose outermost dimension is blocks."""
+    whole = torch.randint(0, 256, (BLOCKS, LAYERS, PAGE), dtype=torch.uint8)
+    return [whole[:, layer] for layer in range(LAYERS)]
+
+
+LAYOUTS = pytest.mark.parametrize("make", [together, apart, interleaved])
+
+
+@LAYOUTS
+def test_torch_gathers_every_layers_page_of_each_block(make: Callable[[], list[torch.Tensor]]) -> None:
+    views = make()
+    index = torch.tensor([5, 0, 11])
+    stage = torch.empty((3, sum(view.shape[1] for view in views)), dtype=torch.uint8)
+    gather(as_words(views), index, stage)
+    assert torch.equal(stage, torch.cat([view[index] for view in views], dim=1))
+
+
+@LAYOUTS
+def test_torch_scatters_what_it_gathered_and_touches_nothing_else(make: Callable[[], list[torch.Tensor]]) -> None:
+    views = make()
+    before = [view.clone() for view in views]
+    index = torch.tensor([7, 2])
+    stage = torch.empty((2, sum(view.shape[1] for view in views)), dtype=torch.uint8)
+    gather(as_words(views), index, stage)
+    for view in views:
+        view[index] = 0
+    scatter(as_words(views), index, stage)
+    assert all(torch.equal(view, old) for view, old in zip(views, before, strict=True))
+
+
+def test_equally_spaced_views_become_one_array_of_words() -> None:
+    (merged,) = as_words(together())
+    assert merged.shape == (BLOCKS, LAYERS, PAGE // 8)
+    assert merged.dtype == torch.int64
+    assert len(as_words(apart())) == 3
+
+
+def test_the_size_of_pages_limits_the_width_of_words() -> None:
+    views = [torch.zeros((BLOCKS, 6), dtype=torch.uint8) for _ in range(2)]
+    assert as_words(views)[0].dtype == torch.int16

@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import logging
 
+import numpy as np
 import pytest
 
+from kvoffload.abc import DeviceSpec, LoadStoreSpec, PageGroup, TransferSpec
+from kvoffload.connector.messages import StepMeta, WorkerReport
+from kvoffload.connector.worker import OffloadingConnectorWorker
 from kvoffload.host import registration as module
 from kvoffload.host.pool import HostPool
 from kvoffload.host.registration import Registration
 from kvoffload.transfer.cuda.driver import Driver
-
-from .conftest import StubDriver
+from kvoffload.transfer.cuda.pages import page_table
+from kvoffload.transfer.cuda.transfer import CudaTransfer
+from tests.transfer.cuda.conftest import StubDriver
+from tests.transfer.cuda.plain_device import PlainDevice
 
 MIB = 1 << 20
 
@@ -67,3 +73,46 @@ def test_the_driver_s_error_is_in_the_warning(
     assert "only 0 bytes of 12 MiB of the host pool (cuMemHostRegister_v2 failed: CUDA_ERROR_" in caplog.text
     registration.release()
     pool.close()
+
+
+class BrokenWatch:
+    """A watch over weights that cannot read them."""
+
+    def accept(self) -> None:
+        pass
+
+    def begin(self) -> None:
+        pass
+
+    def poll(self) -> bool | None:
+        return False
+
+    def note_new(self) -> None:
+        raise OSError("the weights cannot be read")
+
+    def are_same(self) -> bool:
+        return True
+
+
+def test_a_worker_that_gives_up_in_service_leaves_the_pool_registered(pool: HostPool, stub: StubDriver) -> None:
+    registration = register(pool, stub)
+    pages = np.ones((4, MIB), np.uint8)
+    tables = [page_table(PageGroup([pages]))]
+    transfer = CudaTransfer(tables, pool.data, PlainDevice(tables), registration, with_thread=False)
+    worker = OffloadingConnectorWorker(transfer)
+    blocks = np.arange(4)
+    spec = TransferSpec("r", LoadStoreSpec("CPU", blocks + 6), DeviceSpec(blocks, (4,), (0,)))
+    reports: list[WorkerReport] = []
+    for step in (StepMeta(stores={1: spec}), StepMeta(), StepMeta()):
+        with worker.step(step, reports.append):
+            while transfer.advance():
+                pass
+    assert pool.data[6:10].all(), "copied into slots of both chunks"
+    worker.weights = BrokenWatch()
+    with worker.step(StepMeta(), reports.append):
+        pass
+    assert reports[-1].broken
+    assert "unregister" not in calls(stub)
+    worker.shutdown()
+    pool.close()
+    assert calls(stub)[2:] == ["unregister", "unregister"]

@@ -13,7 +13,7 @@ import pytest
 from kvoffload.abc import ByteArray, DeviceSpec, LoadStoreSpec, PageGroup, TransferResult, TransferSpec
 from kvoffload.connector.messages import StepMeta, WorkerReport
 from kvoffload.connector.worker import OffloadingConnectorWorker
-from kvoffload.transfer.cuda import pipeline, slots, transfer
+from kvoffload.transfer.cuda import copier, pipeline, slots, transfer
 from kvoffload.transfer.cuda.pages import page_table
 from kvoffload.transfer.cuda.slots import Unregistered, merge
 from kvoffload.transfer.cuda.transfer import CudaTransfer
@@ -106,8 +106,8 @@ def rig(request: pytest.FixtureRequest) -> Iterator[Rig]:
 
 @pytest.fixture
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Makes chunks of four rows."""
-    monkeypatch.setattr(pipeline, "HALF_BYTES", 4 * ROW + pipeline.ROW_ALIGNMENT)
+    """Makes chunks of four rows, if there is one group."""
+    monkeypatch.setattr(pipeline, "HALF_BYTES", 4 * ROW)
 
 
 # Bytes.
@@ -343,6 +343,18 @@ def test_slots_that_are_registered_meanwhile_are_copied_directly() -> None:
     rig.device.release()
     assert ended(rig.run()) == [2, 3]
     assert (rig.slot(1), rig.slot(9), rig.slot(10)) == (rig.block(1), rig.block(2), rig.block(3))
+
+
+def test_more_jobs_than_one_step_takes_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(transfer, "MAX_JOBS", 3)
+    monkeypatch.setattr(copier, "MAX_JOBS", 3)
+    rig = Rig(PageGroup(apart()))
+    for job_id in range(10):
+        rig.store(job_id, [job_id], [job_id])
+    rig.transfer.wait([4])
+    assert rig.calls("gather") == [1], "a fence copies nothing else"
+    assert ended(rig.run()) == [4, 0, 1, 2, 3, 5, 6, 7, 8, 9]
+    assert all(rig.slot(i) == rig.block(i) for i in range(10))
 
 
 # Jobs that copy nothing, jobs that cannot be copied.

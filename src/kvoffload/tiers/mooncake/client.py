@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
+import threading
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -49,15 +51,22 @@ def connect(settings: Mapping[str, Any]) -> MooncakeClient:
     )
     if code:
         raise StoreError(f"the store at {settings['master']} cannot be joined (code {code})")
-    return MooncakeClient(store)
+    return MooncakeClient(store, settings["protocol"])
 
 
 class MooncakeClient(StoreClient):
     """Values in ``store``, a MooncakeDistributedStore that has been set up. Buffers go to the store and back without a
     copy if their memory was registered."""
 
-    def __init__(self, store: Any) -> None:
+    def __init__(self, store: Any, protocol: str) -> None:
         self._store = store
+        # With RDMA a further buffer costs little, and the pages behind registered addresses must stay the same.
+        self.moves_buffers_singly = protocol == "tcp"
+        # A caller spins until its transfers have ended. Over TCP one thread of the client moves all bytes, so a second
+        # call at the same time would gain nothing, and take a core from it.
+        new = threading.Lock if protocol == "tcp" else contextlib.nullcontext[Any]
+        self._getting: contextlib.AbstractContextManager[Any] = new()
+        self._putting: contextlib.AbstractContextManager[Any] = new()
 
     def register(self, memory: ByteArray) -> None:
         code = self._store.register_buffer(memory.ctypes.data, memory.nbytes)
@@ -70,7 +79,8 @@ class MooncakeClient(StoreClient):
         return [answers.get(code, Outcome.FAILED) for code in codes]
 
     def get(self, names: Sequence[str], buffers: Sequence[Sequence[ByteArray]]) -> list[Outcome]:
-        codes = self._store.batch_get_into_multi_buffers(list(names), _pointers(buffers), _sizes(buffers))
+        with self._getting:
+            codes = self._store.batch_get_into_multi_buffers(list(names), _pointers(buffers), _sizes(buffers))
         wanted = [sum(part.nbytes for part in parts) for parts in buffers]
         return [
             Outcome.OK if code == size else self._why_not_read(name, code, size)
@@ -84,7 +94,8 @@ class MooncakeClient(StoreClient):
         return Outcome.OTHER_SIZE if held >= 0 and held != size else Outcome.FAILED
 
     def put(self, names: Sequence[str], buffers: Sequence[Sequence[ByteArray]]) -> list[Outcome]:
-        codes = self._store.batch_put_from_multi_buffers(list(names), _pointers(buffers), _sizes(buffers))
+        with self._putting:
+            codes = self._store.batch_put_from_multi_buffers(list(names), _pointers(buffers), _sizes(buffers))
         return [_put_outcome(code) for code in codes]
 
     def remove(self, names: Sequence[str]) -> list[Outcome]:

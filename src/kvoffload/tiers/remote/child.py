@@ -14,19 +14,23 @@ import time
 from collections.abc import Callable, Iterator
 from functools import partial
 
-from kvoffload.abc import ByteArray, KVOffloadError
+from kvoffload.abc import KVOffloadError
 from kvoffload.tiers.remote.client import StoreClient
 from kvoffload.tiers.remote.identities import announce
+from kvoffload.tiers.remote.memory import SeparateBuffers, Window
 from kvoffload.tiers.remote.messages import Op, Request
 from kvoffload.tiers.remote.wire import Kind, Setup, Unframer, frame
 from kvoffload.tiers.remote.worker import StoreWorker
 from kvoffload.tiers.threads import IOThreads
 
 NUM_READ_THREADS = 2
-"""One verifies what it has read while the other reads. More would not help: one call of a client moves many blocks at
+NUM_WRITE_THREADS = 2
+"""One computes checksums while the other moves bytes. More would not help: one call of a client moves many blocks at
 once, and clients may spin while they wait."""
-NUM_WRITE_THREADS = 1
 NUM_LOOKUP_THREADS = 1
+TRANSFER_NICENESS = 5
+"""Added to the niceness of the threads that read and write. Clients spin in them until the bytes have been moved, so on
+a busy machine they must not take their share of a core from the threads that move the bytes, or from the engine."""
 FINISH_DEADLINE_S = 2.0
 """Time for requests that have been received when the engine closes the channel."""
 WATCH_INTERVAL_S = 1.0
@@ -98,20 +102,25 @@ class _Server:
         connect: Callable[..., StoreClient] = getattr(importlib.import_module(module), name)
         self._setup = setup
         self._connection = connection
-        pools = [handle.open()[: setup.num_slots] for handle in setup.handles]
+        self._niceness = os.getpriority(os.PRIO_PROCESS, 0)
+        self._pools = [handle.open()[: setup.num_slots] for handle in setup.handles]
+        self._files = [handle.open_file() for handle in setup.handles]
         self._client = connect(setup.settings)
-        for pool in pools:
-            self._client.register(pool.reshape(-1))
+        self._has_windows = self._client.moves_buffers_singly and Window.fits(self._pools)
+        if not self._has_windows:
+            for pool in self._pools:
+                self._client.register(pool.reshape(-1))
         self._workers: queue.SimpleQueue[StoreWorker] = queue.SimpleQueue()
         for _ in range(NUM_READ_THREADS + NUM_WRITE_THREADS + NUM_LOOKUP_THREADS):
-            self._workers.put(self._new_worker(pools))
+            self._workers.put(self._new_worker())
         self._lookups = IOThreads(NUM_LOOKUP_THREADS, "lookup")
         reads, writes = IOThreads(NUM_READ_THREADS, "read"), IOThreads(NUM_WRITE_THREADS, "write")
         self._threads = {Op.LOOKUP: self._lookups, Op.REMOVE: self._lookups, Op.READ: reads, Op.WRITE: writes}
 
-    def _new_worker(self, pools: list[ByteArray]) -> StoreWorker:
+    def _new_worker(self) -> StoreWorker:
         setup = self._setup
-        return StoreWorker(self._client, pools, setup.fingerprint, setup.prefix, pause=time.sleep)
+        memory = Window(self._pools, self._files) if self._has_windows else SeparateBuffers(self._pools)
+        return StoreWorker(self._client, memory, setup.fingerprint, setup.prefix, pause=time.sleep)
 
     def serve(self, messages: Iterator[tuple[Kind, bytes]]) -> None:
         self._lookups.submit_read(self._announce)
@@ -126,6 +135,9 @@ class _Server:
         self._client.close()
 
     def _run(self, request: Request) -> None:
+        if request.op in (Op.READ, Op.WRITE):
+            # On Linux, 0 is the calling thread.
+            os.setpriority(os.PRIO_PROCESS, 0, self._niceness + TRANSFER_NICENESS)
         worker = self._workers.get()
         response = worker.run(request)
         self._workers.put(worker)

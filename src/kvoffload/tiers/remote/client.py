@@ -39,6 +39,10 @@ class StoreClient(ABC):
     ASCII and contain letters, digits and ``/._-`` only.
     """
 
+    moves_buffers_singly = False
+    """Whether each buffer of a value costs a transfer of its own. Values are then one buffer, whose addresses may refer
+    to other memory from one call to the next."""
+
     def register(self, memory: ByteArray) -> None:
         """Prepares ``memory`` for transfers: buffers of ``get`` and ``put`` lie in it. By default does nothing. Raises
         StoreError."""

@@ -6,15 +6,12 @@ import random as random_module
 import time
 from collections.abc import Callable, Sequence
 
-import numpy as np
-
-from kvoffload.abc import ByteArray, OffloadKey
+from kvoffload.abc import OffloadKey
 from kvoffload.tiers.remote.client import Outcome, StoreClient
+from kvoffload.tiers.remote.memory import ValueMemory
 from kvoffload.tiers.remote.messages import Op, Request, Response, Status
-from kvoffload.tiers.remote.record import RECORD_BYTES, Verdict, pack_record, value_name, verify
+from kvoffload.tiers.remote.record import Verdict, pack_record, value_name, verify
 
-MAX_BLOCKS = 64
-"""Blocks moved by one call of the client; a request may have more."""
 RETRY_WITHIN_S = 1.0
 """Lookups and reads that fail sooner than this are tried once more: a connection that was lost is made again then."""
 RETRY_PAUSE_S = 0.2
@@ -31,18 +28,17 @@ _STATUS = {
 
 
 class StoreWorker:
-    """Moves blocks of ``fingerprint`` between the slots of ``pools``, one per rank, and the store of ``client``.
+    """Moves blocks of ``fingerprint`` between host slots and the store of ``client``, through ``memory``.
 
     The checksums are computed here, so they cost the engine nothing. One thread uses a worker at a time; several
-    workers may share a client. The caller registers the pools. Raises StoreError if the client cannot register the
-    memory of the records. ``random`` returns numbers from 0 to 1, ``pause`` waits for so many seconds,
-    by default not at all.
+    workers may share a client, but not a memory. Raises StoreError if the client cannot register the memory. ``random``
+    returns numbers from 0 to 1, ``pause`` waits for so many seconds, by default not at all.
     """
 
     def __init__(
         self,
         client: StoreClient,
-        pools: Sequence[ByteArray],
+        memory: ValueMemory,
         fingerprint: str,
         prefix: str,
         clock: Callable[[], float] = time.monotonic,
@@ -50,14 +46,14 @@ class StoreWorker:
         pause: Callable[[float], None] = lambda seconds: None,
     ) -> None:
         self._client = client
-        self._pools = pools
+        self._memory = memory
         self._fingerprint = fingerprint
         self._prefix = prefix
         self._clock = clock
         self._random = random
         self._pause = pause
-        self._records = np.zeros((MAX_BLOCKS, RECORD_BYTES), dtype=np.uint8)
-        client.register(self._records)
+        for region in memory.registered():
+            client.register(region)
 
     def run(self, request: Request) -> Response:
         """Returns the response to ``request``. Does not raise: an exception of the client fails the keys."""
@@ -75,7 +71,7 @@ class StoreWorker:
     def _try(self, op: Op, keys: Sequence[OffloadKey], slots: Sequence[int]) -> tuple[list[Status], str]:
         """Returns a status per key, and what went wrong if the client has raised an exception."""
         statuses: list[Status] = []
-        step = max(1, len(keys) if op is Op.LOOKUP else MAX_BLOCKS)
+        step = max(1, len(keys) if op is Op.LOOKUP else self._memory.num_rows)
         for start in range(0, len(keys), step):
             part = slice(start, start + step)
             try:
@@ -105,13 +101,13 @@ class StoreWorker:
 
     def _get(self, keys: Sequence[OffloadKey], names: Sequence[str], slots: Sequence[int]) -> list[Status]:
         """Reads blocks and verifies them."""
-        buffers = [self._buffers(i, slot) for i, slot in enumerate(slots)]
+        values = [self._memory.value(row, slot) for row, slot in enumerate(slots)]
         statuses = []
-        outcomes = self._client.get(names, buffers)
-        for key, outcome, (record, *parts) in zip(keys, outcomes, buffers, strict=True):
+        outcomes = self._client.get(names, [value.buffers for value in values])
+        for key, outcome, value in zip(keys, outcomes, values, strict=True):
             status = _STATUS[outcome]
             if status is Status.OK:
-                verdict = verify(self._fingerprint, key, record, parts)
+                verdict = verify(self._fingerprint, key, value.record, value.parts)
                 if verdict is not Verdict.GOOD:
                     status = Status.CORRUPT if verdict is Verdict.BAD else Status.MISSING
             statuses.append(status)
@@ -121,14 +117,10 @@ class StoreWorker:
         statuses = [Status.HELD if found is Outcome.OK else _STATUS[found] for found in self._client.exists(names)]
         new = [i for i, status in enumerate(statuses) if status is Status.MISSING]
         if new:
-            buffers = [self._buffers(row, slots[i]) for row, i in enumerate(new)]
-            for i, (record, *parts) in zip(new, buffers, strict=True):
-                record[:] = pack_record(self._fingerprint, keys[i], parts)
-            outcomes = self._client.put([names[i] for i in new], buffers)
+            values = [self._memory.value(row, slots[i]) for row, i in enumerate(new)]
+            for i, value in zip(new, values, strict=True):
+                value.record[:] = pack_record(self._fingerprint, keys[i], value.parts)
+            outcomes = self._client.put([names[i] for i in new], [value.buffers for value in values])
             for i, outcome in zip(new, outcomes, strict=True):
                 statuses[i] = _STATUS[outcome]
         return statuses
-
-    def _buffers(self, row: int, slot: int) -> list[ByteArray]:
-        """Returns the memory of one value: its record, then one part per rank."""
-        return [self._records[row], *(pool[slot] for pool in self._pools)]

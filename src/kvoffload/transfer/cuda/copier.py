@@ -24,10 +24,13 @@ logger = logging.getLogger(__name__)
 LOCK_DEADLINE_S = 5.0
 """How long a call waits for another thread, which may be issuing one chunk, before the copier counts as broken."""
 
+MAX_JOBS = 512
+"""How many jobs are turned into rows in one step: about 1 ms."""
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Submitted:
-    """Jobs of one direction, by id, that are copied after ``point``."""
+    """Jobs of one direction, by id, that are copied after ``point``. At most MAX_JOBS."""
 
     point: Point
     is_store: bool
@@ -85,8 +88,10 @@ class Copier:
     def fence(self, jobs: Numbers, blocks: Numbers | None, stream: Stream) -> None:
         """Makes ``stream`` wait until ``jobs`` have read, or filled, ``blocks`` (None: all of their device blocks).
         Their rows are issued first. Jobs with rows for which there is no room fail."""
+        wanted = jobs.tolist()
         with self._locked():
-            self._take_in()
+            while any(job_id in submitted.specs for submitted in self.inbox for job_id in wanted):
+                self._take_in()
             for pipeline in (self._loads, self._stores):
                 for rows in pipeline.issue_now(jobs, blocks):
                     self._end_rows(rows, 0.0, ok=False)
@@ -122,11 +127,14 @@ class Copier:
             self._lock.release()
 
     def _take_in(self) -> bool:
-        """Turns all jobs in the inbox into rows."""
+        """Turns the first jobs in the inbox into rows."""
+        if not self.inbox:
+            return False
         taken: list[Submitted] = []
-        with contextlib.suppress(IndexError):
-            while True:
-                taken.append(self.inbox.popleft())
+        left = MAX_JOBS
+        while self.inbox and left > 0:
+            taken.append(self.inbox.popleft())
+            left -= len(taken[-1].specs)
         for is_store, pipeline in ((False, self._loads), (True, self._stores)):
             # Jobs with the same point become one batch.
             by_point: dict[int, tuple[Point, dict[int, TransferSpec]]] = {}
@@ -139,7 +147,7 @@ class Copier:
             if not self._points or submitted.point.number > self._points[-1].number:
                 self._points.append(submitted.point)
         self._release_points()
-        return bool(taken)
+        return True
 
     def _plan(self, specs: dict[int, TransferSpec]) -> RowArray:
         """Returns the rows of these jobs. Jobs that copy nothing, or cannot be copied, have ended with that."""
@@ -166,11 +174,15 @@ class Copier:
         return True
 
     def _end_rows(self, rows: RowArray, seconds: float, ok: bool) -> None:
-        job_ids, positions = np.unique(rows[JOB], return_inverse=True)
-        counts = np.bincount(positions).tolist()
-        nbytes = np.bincount(positions, weights=rows[NBYTES]).tolist()
+        first = rows[JOB, 0]
+        if (rows[JOB] == first).all():
+            job_ids, counts, nbytes = [int(first)], [rows.shape[1]], [int(rows[NBYTES].sum())]
+        else:
+            unique, positions = np.unique(rows[JOB], return_inverse=True)
+            job_ids, counts = unique.tolist(), np.bincount(positions).tolist()
+            nbytes = np.bincount(positions, weights=rows[NBYTES]).tolist()
         total = sum(nbytes)
-        for job_id, count, size in zip(job_ids.tolist(), counts, nbytes, strict=True):
+        for job_id, count, size in zip(job_ids, counts, nbytes, strict=True):
             job = self._jobs[job_id]
             job.left -= count
             job.ok &= ok

@@ -1,5 +1,5 @@
 """Functions of the CUDA driver that torch does not offer, called with ctypes: batched copies, registered host memory,
-the capture mode of threads, and the NUMA node of a device.
+device memory of our own, the capture mode of threads, and the NUMA node of a device.
 
 Every call releases the interpreter's lock, so that the engine's thread runs while the driver works. Errors of these
 calls are returned, not kept: unlike those of the CUDA runtime, they do not show up again at the engine's next call.
@@ -41,8 +41,11 @@ _SIGNATURES: dict[str, tuple[Any, ...]] = {
     "cuDeviceGet": (_POINTER, _INT),
     "cuDeviceGetPCIBusId": (_POINTER, _INT, _INT),
     "cuDevicePrimaryCtxRetain": (_POINTER, _INT),
+    "cuDevicePrimaryCtxRelease_v2": (_INT,),
     "cuCtxSetCurrent": (_POINTER,),
     "cuThreadExchangeStreamCaptureMode": (_POINTER,),
+    "cuMemAlloc_v2": (_POINTER, _SIZE),
+    "cuMemFree_v2": (ctypes.c_uint64,),
     "cuMemHostRegister_v2": (_POINTER, _SIZE, ctypes.c_uint),
     "cuMemHostUnregister": (_POINTER,),
     "cuMemcpyAsync": (ctypes.c_uint64, ctypes.c_uint64, _SIZE, _POINTER),
@@ -81,9 +84,9 @@ class DriverError(RuntimeError):
 class Driver:
     """The CUDA driver, for the device with number ``device`` among those that this process sees.
 
-    Holds the device's primary context, which torch uses too, until the process ends. A thread calls ``enter_thread``
-    before anything else; the thread that makes the object needs that only if it has not used the device yet.
-    Calls raise DriverError.
+    Holds the device's primary context, which torch uses too, until ``close``. A thread calls ``enter_thread`` before
+    anything else; the thread that makes the object needs that only if it has not used the device yet. Calls raise
+    DriverError.
     """
 
     def __init__(self, device: int, library: str = LIBRARY) -> None:
@@ -102,6 +105,7 @@ class Driver:
         context = _POINTER()
         self._call("cuDevicePrimaryCtxRetain", ctypes.byref(context), self._number)
         self._context = context.value
+        self._is_closed = False
         self._batch = self._find_batch()
 
     @property
@@ -133,6 +137,16 @@ class Driver:
         for first in range(0, len(arrays[0]), MAX_COPIES_PER_CALL):
             self._copy_batch(stream, *(each[first : first + MAX_COPIES_PER_CALL] for each in arrays))
 
+    def allocate(self, nbytes: int) -> int:
+        """Returns the address of new device memory, which torch knows nothing of."""
+        address = ctypes.c_uint64()
+        self._call("cuMemAlloc_v2", ctypes.byref(address), nbytes)
+        return address.value
+
+    def free(self, address: int) -> None:
+        """Frees memory from ``allocate``. Waits until the device is idle."""
+        self._call("cuMemFree_v2", address)
+
     def register(self, address: int, nbytes: int) -> None:
         """Page-locks host memory, which devices then copy to and from directly. Takes about 0.1 s per GB."""
         self._call("cuMemHostRegister_v2", address, nbytes, _REGISTER_PORTABLE)
@@ -150,6 +164,12 @@ class Driver:
         except (OSError, ValueError):
             return None
         return node if node >= 0 else None
+
+    def close(self) -> None:
+        """Gives the device's context back, which lives on if torch uses it. May be called twice."""
+        if not self._is_closed:
+            self._is_closed = True
+            self._call("cuDevicePrimaryCtxRelease_v2", self._number)
 
     def _find_batch(self) -> Any:
         """Returns cuMemcpyBatchAsync with the arguments of CUDA 12.8, or None if the driver is older."""

@@ -11,7 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -27,6 +27,9 @@ except ImportError:
     triton = None
 
 logger = logging.getLogger(__name__)
+
+TensorAt: TypeAlias = Callable[[int, int], torch.Tensor]
+"""Returns the device memory at an address, of so many bytes, as a tensor of bytes."""
 
 NUM_PROGRAMS = 16
 """How many multiprocessors of the device a copy occupies at most; the others compute meanwhile."""
@@ -145,11 +148,12 @@ class BlockCopier(ABC):
 
 
 class TritonCopier(BlockCopier):
-    """Copies with the Triton kernel. Compiles both directions when it is made."""
+    """Copies with the Triton kernel. ``entries`` is the address of the pieces' entries on the device. Compiles both
+    directions when it is made."""
 
-    def __init__(self, pieces: Pieces, device: torch.device, launch: Any = None) -> None:
+    def __init__(self, pieces: Pieces, entries: int, launch: Any = None) -> None:
         self._pieces = pieces
-        self._entries = torch.from_numpy(pieces.entries).to(device)
+        self._entries = entries
         self._launch = kernel if launch is None else launch
         for to_staging in (True, False):
             self._run(0, 0, 0, to_staging)
@@ -165,7 +169,7 @@ class TritonCopier(BlockCopier):
         per_step = WORDS_PER_STEP * pieces.word_bytes // pieces.piece_bytes
         num_steps = -(-num_blocks * len(pieces.entries) // per_step)
         self._launch[(max(1, min(NUM_PROGRAMS, num_steps)),)](
-            self._entries.data_ptr(),
+            self._entries,
             index,
             staging,
             num_blocks,
@@ -180,9 +184,9 @@ class TritonCopier(BlockCopier):
 
 
 class TorchCopier(BlockCopier):
-    """Copies with functions of torch. ``tensor_at`` returns the bytes of device memory at an address."""
+    """Copies with functions of torch, which take the device memory at an address as a tensor from ``tensor_at``."""
 
-    def __init__(self, views: Sequence[torch.Tensor], tensor_at: Callable[[int, int], torch.Tensor]) -> None:
+    def __init__(self, views: Sequence[torch.Tensor], tensor_at: TensorAt) -> None:
         self._layers = as_words(views)
         self._row_bytes = sum(view.shape[1] for view in views)
         self._tensor_at = tensor_at
@@ -195,22 +199,28 @@ class TorchCopier(BlockCopier):
         (gather if to_staging else scatter)(self._layers, blocks, rows)
 
 
-def copiers(groups: Sequence[PageGroup], tensor_at: Callable[[int, int], torch.Tensor]) -> list[BlockCopier | None]:
+def copiers(
+    groups: Sequence[PageGroup], allocate: Callable[[int], int], tensor_at: TensorAt
+) -> list[BlockCopier | None]:
     """Returns a copier per group, and None for a group without views. Says in the log if Triton is not used.
 
-    Triton's copies are compared with torch's once, on the group's own pages, whose bytes are put back.
+    Triton's copies are compared with torch's once, on the group's own pages, whose bytes are put back. ``allocate``
+    returns the address of device memory that keeps its bytes as long as the copiers are used.
     """
     if triton is None:
         logger.warning("kvoffload: Triton is not installed, so torch gathers device blocks, which takes longer")
-    return [_copier(group, tensor_at) if group.views else None for group in groups]
+    return [_copier(group, allocate, tensor_at) if group.views else None for group in groups]
 
 
-def _copier(group: PageGroup, tensor_at: Callable[[int, int], torch.Tensor]) -> BlockCopier:
+def _copier(group: PageGroup, allocate: Callable[[int], int], tensor_at: TensorAt) -> BlockCopier:
     plain = TorchCopier(group.views, tensor_at)
     if triton is None:
         return plain
     try:
-        fast = TritonCopier(cut(page_table(group)), group.views[0].device)
+        pieces = cut(page_table(group))
+        entries = allocate(pieces.entries.nbytes)
+        tensor_at(entries, pieces.entries.nbytes).copy_(torch.from_numpy(pieces.entries.view(np.uint8).ravel()))
+        fast = TritonCopier(pieces, entries)
         if copies_right(fast, group.views):
             return fast
         logger.error("kvoffload: Triton's kernel copied wrong bytes at start, so torch gathers device blocks")

@@ -87,8 +87,9 @@ class Pipeline:
         """Numbers of the points of the engine's stream for which the streams have waited."""
         self._chunks: deque[Chunk] = deque()
         self._events: list[Event] = [device.new_event() for _ in range(3 * IN_FLIGHT)]
-        largest = max((table.device_block_bytes for table in tables), default=0)
-        padding = ROW_ALIGNMENT * len(tables)
+        self._block_bytes = [table.device_block_bytes for table in tables]
+        largest = max(self._block_bytes, default=0)
+        padding = ROW_ALIGNMENT * (len(tables) - 1)
         half_bytes = max(HALF_BYTES, largest + padding)
         self._max_bytes = half_bytes - padding
         self._max_rows = MAX_CHUNK_ROWS
@@ -195,20 +196,25 @@ class Pipeline:
     def _plan(self, rows: RowArray) -> Chunk | None:
         """Returns a chunk of these rows with its places in staging memory, or None if there is no room for its
         indices."""
-        # The rows of a group follow one another, so that one kernel takes them.
-        rows = rows[:, np.argsort(rows[GROUP], kind="stable")]
-        chunk = Chunk(rows, np.empty(rows.shape[1], dtype=np.int64), self._new_event(), self._new_event())
-        groups, starts = np.unique(rows[GROUP], return_index=True)
+        n = rows.shape[1]
+        groups, starts = [int(rows[GROUP, 0])], [0]
+        if not (rows[GROUP] == groups[0]).all():
+            # The rows of a group follow one another, so that one kernel takes them.
+            rows = rows[:, np.argsort(rows[GROUP], kind="stable")]
+            starts = [0, *(np.flatnonzero(np.diff(rows[GROUP])) + 1).tolist()]
+            groups = rows[GROUP, starts].tolist()
+        chunk = Chunk(rows, np.empty(n, dtype=np.int64), self._new_event(), self._new_event())
         at = self._halves[0].address if self._halves else 0
-        for g, start, end in zip(groups.tolist(), starts, [*starts[1:], rows.shape[1]], strict=True):
+        for g, start, end in zip(groups, starts, [*starts[1:], n], strict=True):
             table, blocks = self._tables[g], rows[BLOCK, start:end]
             if table.is_direct:
                 chunk.is_direct = True
                 chunk.device_side[start:end] = table.runs[0].base + blocks * table.runs[0].stride
             else:
                 chunk.launches.append(_Launch(g, blocks, at))
-                chunk.device_side[start:end] = at + np.arange(end - start) * table.device_block_bytes
-                at += -(-len(blocks) * table.device_block_bytes // ROW_ALIGNMENT) * ROW_ALIGNMENT
+                nbytes = (end - start) * self._block_bytes[g]
+                chunk.device_side[start:end] = np.arange(at, at + nbytes, self._block_bytes[g])
+                at += -(-nbytes // ROW_ALIGNMENT) * ROW_ALIGNMENT
         if chunk.launches:
             chunk.kernel = self._new_event()
             assert self._indices is not None

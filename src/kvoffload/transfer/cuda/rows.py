@@ -29,12 +29,30 @@ class Point:
     """Whether jobs refer to it. Until then its event may be recorded again."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class Batch:
     """Rows that wait for the same point."""
 
     rows: RowArray
     point: Point
+    _ends: Numbers | None = None
+
+    def split(self, max_bytes: int, max_rows: int) -> tuple[Batch | None, Batch | None]:
+        """Returns the first rows, as many as are within both limits, and the others; None for no rows."""
+        if self._ends is None:
+            self._ends = np.cumsum(self.rows[NBYTES])
+        rows, ends = self.rows, self._ends
+        before = int(ends[0] - rows[NBYTES, 0])
+        n = min(int(np.searchsorted(ends, before + max_bytes, side="right")), max_rows)
+        if n == 0:
+            return None, self
+        if n == len(ends):
+            return self, None
+        return Batch(rows[:, :n], self.point, ends[:n]), Batch(rows[:, n:], self.point, ends[n:])
+
+    @property
+    def nbytes(self) -> int:
+        return int(self.rows[NBYTES].sum())
 
 
 class RowQueue:
@@ -59,23 +77,20 @@ class RowQueue:
     def take(self, max_bytes: int, max_rows: int) -> Batch:
         """Removes and returns the first rows, within both limits, with the last of their points. No row may be larger
         than ``max_bytes``."""
-        parts: list[RowArray] = []
-        point = self._batches[0].point
-        while self._batches and max_rows:
-            batch = self._batches[0]
-            ends = np.cumsum(batch.rows[NBYTES, :max_rows])
-            n = int(np.searchsorted(ends, max_bytes, side="right"))
-            if n == 0:
+        parts: list[Batch] = []
+        while self._batches:
+            part, rest = self._batches.popleft().split(max_bytes, max_rows)
+            if part is not None:
+                parts.append(part)
+            if rest is not None:
+                self._batches.appendleft(rest)
                 break
-            parts.append(batch.rows[:, :n])
-            point = batch.point
-            max_bytes -= int(ends[n - 1])
-            max_rows -= n
-            if n < batch.rows.shape[1]:
-                self._batches[0] = Batch(batch.rows[:, n:], point)
-                break
-            self._batches.popleft()
-        return Batch(parts[0] if len(parts) == 1 else np.concatenate(parts, axis=1), point)
+            if self._batches:
+                max_bytes -= parts[-1].nbytes
+                max_rows -= parts[-1].rows.shape[1]
+        if len(parts) == 1:
+            return parts[0]
+        return Batch(np.concatenate([part.rows for part in parts], axis=1), parts[-1].point)
 
     def take_matching(self, jobs: Numbers, blocks: Numbers | None) -> RowQueue:
         """Removes the rows of ``jobs`` that copy one of ``blocks`` (None: all of theirs) and returns them."""

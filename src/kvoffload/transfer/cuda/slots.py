@@ -69,7 +69,8 @@ class HostSlots:
 
     def are_ready(self, slots: Numbers) -> bool:
         """Returns whether the device may copy to and from all of these slots."""
-        return int(slots.max()) < self._registration.num_ready_slots
+        num_ready = self._registration.num_ready_slots
+        return num_ready >= self.num_slots or int(slots.max()) < num_ready
 
     def new_bounce_buffers(self, largest: int) -> list[BounceBuffer]:
         """Returns new buffers for rows of at most ``largest`` bytes; none if all slots are ready already."""

@@ -23,6 +23,7 @@ class IndexRing:
         self._host_address = int(host.ctypes.data)
         self._device_address = device.allocate(_WORD * size)
         self._start = self._used = 0
+        self._piece = np.empty((3, 1), dtype=np.int64)
 
     def put(self, arrays: Sequence[Numbers]) -> tuple[list[int], int] | None:
         """Writes block numbers one after another. Returns the address of each array on the device, and how much to
@@ -45,8 +46,8 @@ class IndexRing:
     def copy(self, stream: Stream, address: int, total: int) -> None:
         """Enqueues the copy of ``total`` numbers to ``address`` on the device, where ``put`` has placed them."""
         source = self._host_address + address - self._device_address
-        one = np.array([[address], [source], [_WORD * total]], dtype=np.int64)
-        self._device.copy(stream, *one)
+        self._piece[:, 0] = address, source, _WORD * total
+        self._device.copy(stream, *self._piece)
 
     def release(self, amount: int) -> None:
         self._start = (self._start + amount) % self._size

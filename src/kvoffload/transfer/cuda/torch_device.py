@@ -1,37 +1,42 @@
-"""A CUDA device, with torch's streams, events and memory, the driver's batched copies, and kernels of its own."""
+"""A CUDA device, with torch's streams and events, the driver's memory and batched copies, and kernels of its own."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 
 import torch
 
 from kvoffload.abc import ByteArray, PageGroup
 from kvoffload.transfer.cuda.device import Addresses, Device, Event, Stream
-from kvoffload.transfer.cuda.driver import LIBRARY, Driver
+from kvoffload.transfer.cuda.driver import LIBRARY, Driver, DriverError
 from kvoffload.transfer.cuda.kernels import BlockCopier, copiers
 
-ALIGNMENT = 256
+logger = logging.getLogger(__name__)
 
 
 class TorchDevice(Device):
     """The CUDA device that holds the views of ``groups``, torch tensors of bytes.
 
-    Made on the engine's thread before the cache is in use, because kernels are compiled and tried on its pages.
-    ``driver`` may also be used to register host memory, also after ``close``.
+    Made on the engine's thread before the cache is in use, because kernels are compiled and tried on its pages. The
+    pool is registered with another ``Driver``, because this one ends with ``close``.
+
+    Device memory comes from the driver. Torch's may belong to a pool of the engine, which loses its contents when the
+    engine sleeps, and work on other streams may still use it.
     """
 
     def __init__(self, groups: Sequence[PageGroup], library: str = LIBRARY) -> None:
         self._device: torch.device = next(view for group in groups for view in group.views).device
-        self.driver = Driver(self._device.index or 0, library)
-        self._memory: dict[int, torch.Tensor] = {}
+        self._driver = Driver(self._device.index or 0, library)
+        self._memory: dict[int, int] = {}
+        """Sizes of allocations by address."""
         self._host: list[torch.Tensor] = []
-        """Tensors that own what was allocated."""
-        self._copiers = copiers(groups, self._tensor_at)
+        """Tensors that own pinned memory."""
+        self._copiers = copiers(groups, self.allocate, self._tensor_at)
 
     def enter_thread(self) -> None:
         torch.cuda.set_device(self._device)
-        self.driver.enter_thread()
+        self._driver.enter_thread()
 
     def new_stream(self) -> Stream:
         return torch.cuda.Stream(self._device)
@@ -55,13 +60,8 @@ class TorchDevice(Device):
         return float(start.elapsed_time(end)) / 1e3
 
     def allocate(self, nbytes: int) -> int:
-        memory = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
-        # Torch may hand out memory that work on the current stream still uses; other streams do not wait for that.
-        torch.cuda.current_stream(self._device).synchronize()
-        address = int(memory.data_ptr())
-        if address % ALIGNMENT:
-            raise RuntimeError(f"torch allocated device memory at {address:#x}, which is not a multiple of {ALIGNMENT}")
-        self._memory[address] = memory
+        address = self._driver.allocate(nbytes)
+        self._memory[address] = nbytes
         return address
 
     def allocate_host(self, nbytes: int) -> ByteArray:
@@ -71,7 +71,7 @@ class TorchDevice(Device):
         return array
 
     def copy(self, stream: Stream, targets: Addresses, sources: Addresses, sizes: Addresses) -> None:
-        self.driver.copy(stream.cuda_stream, targets, sources, sizes)
+        self._driver.copy(stream.cuda_stream, targets, sources, sizes)
 
     def gather(self, stream: Stream, group: int, index: int, num_blocks: int, staging: int) -> None:
         with torch.cuda.stream(stream):
@@ -82,7 +82,13 @@ class TorchDevice(Device):
             self._copier(group).copy(index, num_blocks, staging, to_staging=False)
 
     def close(self) -> None:
-        self._memory.clear()
+        try:
+            while self._memory:
+                self._driver.free(self._memory.popitem()[0])
+            self._driver.close()
+        except DriverError:
+            # A device that has failed frees nothing any more.
+            logger.exception("kvoffload: memory of the device could not be freed")
         self._host.clear()
 
     def _copier(self, group: int) -> BlockCopier:
@@ -92,8 +98,24 @@ class TorchDevice(Device):
         return copier
 
     def _tensor_at(self, address: int, nbytes: int) -> torch.Tensor:
-        """Returns allocated device memory as a tensor of bytes."""
-        for start, memory in self._memory.items():
-            if start <= address and address + nbytes <= start + memory.numel():
-                return memory[address - start : address - start + nbytes]
-        raise ValueError(f"{nbytes} bytes at {address:#x} are not in memory that this device has allocated")
+        if not any(start <= address and address + nbytes <= start + size for start, size in self._memory.items()):
+            raise ValueError(f"{nbytes} bytes at {address:#x} are not in memory that this device has allocated")
+        return tensor_of(address, nbytes, self._device)
+
+
+class _Memory:
+    """Device memory for ``torch.as_tensor``, which takes it as it is, without a copy."""
+
+    def __init__(self, address: int, nbytes: int) -> None:
+        self.__cuda_array_interface__ = {
+            "shape": (nbytes,),
+            "typestr": "|u1",
+            "data": (address, False),
+            "strides": None,
+            "version": 3,
+        }
+
+
+def tensor_of(address: int, nbytes: int, device: torch.device) -> torch.Tensor:
+    """Returns memory of ``device`` as a tensor of bytes, which does not own it."""
+    return torch.as_tensor(_Memory(address, nbytes), device=device)

@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterable, Sequence
 import numpy as np
 
 from kvoffload.abc import ByteArray, Transfer, TransferResult, TransferSpec
-from kvoffload.transfer.cuda.copier import Copier, Submitted
+from kvoffload.transfer.cuda.copier import MAX_JOBS, Copier, Submitted
 from kvoffload.transfer.cuda.device import Device
 from kvoffload.transfer.cuda.pages import PageTable
 from kvoffload.transfer.cuda.rows import Point
@@ -146,8 +146,9 @@ class CudaTransfer(Transfer):
             self._point = Point(self._point.number + 1, events.popleft() if events else self._device.new_event())
         self._device.record(self._point.event, self._device.engine_stream())
         if self._new_stores:
-            specs, self._new_stores = self._new_stores, {}
-            self._send(True, specs)
+            specs, self._new_stores = list(self._new_stores.items()), {}
+            for first in range(0, len(specs), MAX_JOBS):
+                self._send(True, dict(specs[first : first + MAX_JOBS]))
 
     def _send(self, is_store: bool, specs: dict[int, TransferSpec]) -> None:
         self._point.is_used = True

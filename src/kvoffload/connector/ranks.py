@@ -1,0 +1,68 @@
+"""What the ranks of an engine agree on at their start: who shares a host pool with whom."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from kvoffload.abc import ConfigError
+
+T = TypeVar("T")
+
+Gather = Callable[[Any], list[Any]]
+"""A collective call: takes a value from each rank of a group, and returns the values of all of them in order."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ranks:
+    """All ranks of an engine, seen from rank ``index``.
+
+    ``gathers`` collect a value from every rank, one dimension after the other: first over the ranks next to this one
+    (tensor parallelism), then over groups of such ranks (pipeline stages). Without any, this rank is alone.
+    """
+
+    index: int = 0
+    gathers: Sequence[Gather] = ()
+
+    def collect(self, make: Callable[[], T]) -> list[T]:
+        """Returns what ``make`` returns on every rank, in the order of the ranks. All ranks must call this.
+
+        If ``make`` raises on some rank, this raises on every rank, so no rank waits for one that has failed: there the
+        same error, on the others ConfigError.
+        """
+        own: Exception | None = None
+        values: list[tuple[T | None, str]]
+        try:
+            values = [(make(), "")]
+        except Exception as error:
+            own, values = error, [(None, str(error) or type(error).__name__)]
+        for gather in self.gathers:
+            values = [value for part in gather(values) for value in part]
+        if own is not None:
+            raise own
+        for rank, (_, error_text) in enumerate(values):
+            if error_text:
+                raise ConfigError(f"rank {rank} cannot start: {error_text}")
+        return [value for value, _ in values]  # type: ignore[misc]
+
+
+@dataclass(frozen=True, slots=True)
+class KVShare:
+    """The KV of one rank, as other ranks need to know it."""
+
+    replicas: int
+    """How many consecutive ranks hold the same KV as this one, in every layer, as far as this rank knows."""
+    layers: tuple[Any, ...]
+    """Describes its layers and their pages. Ranks with other layers do not hold the same KV."""
+
+
+def count_replicas(shares: Sequence[KVShare]) -> int:
+    """Returns how many consecutive ranks can share a pool: the same number everywhere, or 1.
+
+    If any layer of any rank differs, no rank shares its pool.
+    """
+    replicas = math.gcd(len(shares), *(share.replicas for share in shares))
+    is_alike = all(share.layers == shares[i - i % replicas].layers for i, share in enumerate(shares))
+    return replicas if is_alike else 1

@@ -1,0 +1,162 @@
+"""KV that several tensor-parallel ranks hold alike: which ranks these are, and the pool that they share.
+
+With latent attention (MLA), all tensor-parallel ranks hold the same KV. If there are fewer KV heads than ranks, vLLM
+gives the same heads to consecutive ranks. The first rank of such a set, its leader, stores the blocks of all of them
+into its pool, and each rank loads them from there. Kernels may round differently on each rank; the bytes of any rank
+are valid KV of the block.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from vllm.distributed.parallel_state import GroupCoordinator, get_pp_group, get_tp_group
+from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
+from vllm.model_executor.layers.linear import QKVParallelLinear
+from vllm.v1.kv_cache_interface import UniformTypeKVCacheSpecs
+
+from kvoffload.abc import ByteArray
+from kvoffload.connector.ranks import Gather, KVShare, Ranks, count_replicas
+from kvoffload.host.pool import HostPool, PoolHandle
+from kvoffload.vllm import versions
+from kvoffload.vllm.worker import calling_worker, models_of
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+    from kvoffload.vllm.layout import EngineLayout
+
+logger = logging.getLogger(__name__)
+
+LATENT_LAYERS = {"MLAAttention", "DeepseekV32IndexerCache"}
+"""Layers that hold the same KV on all tensor-parallel ranks, for versions of vLLM whose specs do not say so."""
+
+
+@dataclass(frozen=True, slots=True)
+class RankPool:
+    """The host pool of a rank, its own or that of its leader."""
+
+    handle: PoolHandle
+    data: ByteArray
+    """Bytes of shape (num_blocks, slot_bytes)."""
+    own: HostPool | None
+    """None: another rank stores the blocks of this one."""
+
+    def close(self) -> None:
+        """Frees the memory, if it is this rank's. May be called twice."""
+        if self.own is not None:
+            self.own.close()
+
+
+def engine_ranks(layout: EngineLayout) -> Ranks:
+    """Returns the ranks of the engine that this worker belongs to. A rank without tensor parallelism is alone: it
+    shares its KV with no other."""
+    if layout.tensor_parallel == 1:
+        return Ranks()
+    tensor, pipeline = get_tp_group(), get_pp_group()
+    index = pipeline.rank_in_group * tensor.world_size + tensor.rank_in_group
+    return Ranks(index, [_gather(tensor), _gather(pipeline)])
+
+
+def open_pool(
+    layout: EngineLayout, ranks: Ranks, shares: list[KVShare], find_numa_node: Callable[[], int | None]
+) -> RankPool:
+    """Returns the pool of this rank. If it is its own, it is on the node that ``find_numa_node`` returns. All ranks of
+    the engine must call this. Raises ConfigError if there is too little memory on some rank."""
+    replicas = count_replicas(shares)
+    leader = ranks.index - ranks.index % replicas
+    pools: list[HostPool] = []
+
+    def make() -> PoolHandle | None:
+        if ranks.index != leader:
+            return None
+        pools.append(HostPool(layout.count_blocks(replicas), layout.slot_bytes, find_numa_node()))
+        return pools[0].handle()
+
+    try:
+        handle = ranks.collect(make)[leader]
+    except Exception:
+        for pool in pools:
+            pool.close()
+        raise
+    assert handle is not None
+    if pools:
+        if replicas > 1:
+            logger.info("kvoffload: rank %d stores the KV of %d ranks, which hold the same", leader, replicas)
+        return RankPool(handle, pools[0].data, pools[0])
+    return RankPool(handle, handle.open(), None)
+
+
+def own_replicas(layout: EngineLayout, vllm_config: VllmConfig) -> int:
+    """Returns how many consecutive tensor-parallel ranks hold the same KV in every layer of this rank. Returns 1 if
+    vLLM does not say so of some layer."""
+    if layout.tensor_parallel == 1:
+        return 1
+    try:
+        worker = calling_worker()
+        return replicas_of(layout, vllm_config, [] if worker is None else models_of(worker))
+    except Exception:
+        logger.warning("kvoffload: each rank stores its own KV: it cannot be compared with others", exc_info=True)
+        return 1
+
+
+def replicas_of(layout: EngineLayout, vllm_config: VllmConfig, models: Iterable[torch.nn.Module]) -> int:
+    """Returns what ``own_replicas`` does, for a worker with these models."""
+    layers = vllm_config.compilation_config.static_forward_context
+    ranks = layout.tensor_parallel
+    by_heads = _replicas_of_heads(models, ranks)
+    known = [
+        _replicas_of_layer(layers[name], spec, ranks, by_heads.get(id(layers[name]), 1))
+        for group in layout.groups
+        for name, spec in _specs(group.layer_names, group.spec)
+    ]
+    return math.gcd(ranks, *known)
+
+
+def _specs(names: Iterable[str], spec: Any) -> Iterable[tuple[str, Any]]:
+    mixed = isinstance(spec, UniformTypeKVCacheSpecs)
+    return [(name, spec.kv_cache_specs[name] if mixed else spec) for name in names]
+
+
+def _replicas_of_layer(layer: Any, spec: Any, ranks: int, by_heads: int) -> int:
+    """Returns how many consecutive ranks hold the same KV of ``layer``: as its spec says, else ``by_heads``."""
+    shards = versions.attribute(spec, "max_tp_shards")
+    if shards is None and not versions.NAMES_REPLICAS and type(layer).__name__ in LATENT_LAYERS:
+        shards = 1
+    return by_heads if shards is None else max(1, ranks // int(shards))
+
+
+def _replicas_of_heads(models: Iterable[torch.nn.Module], ranks: int) -> dict[int, int]:
+    """Returns how many consecutive ranks hold the same KV heads, by the id of an attention layer.
+
+    A layer counts if it is the only one beside the projection that computes its keys and values: configurations of
+    models with several kinds of layers do not say how many heads each has.
+    """
+    found: dict[int, int] = {}
+    for model in models:
+        for parent in model.modules():
+            # With adapters, the projection is inside another layer.
+            children = [getattr(child, "base_layer", child) for child in parent.children()]
+            layers = [child for child in children if isinstance(child, AttentionLayerBase)]
+            projections = [child for child in children if isinstance(child, QKVParallelLinear)]
+            if len(layers) != 1 or len(projections) != 1:
+                continue
+            (layer,), (projection,) = layers, projections
+            same_heads = getattr(layer, "num_kv_heads", None) == projection.num_kv_heads
+            if same_heads and projection.tp_size == ranks:
+                found[id(layer)] = int(projection.num_kv_head_replicas)
+    return found
+
+
+def _gather(group: GroupCoordinator) -> Gather:
+    def gather(value: Any) -> list[Any]:
+        values: list[Any] = [None] * group.world_size
+        torch.distributed.all_gather_object(values, value, group=group.cpu_group)
+        return values
+
+    return gather

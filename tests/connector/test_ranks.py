@@ -1,0 +1,101 @@
+"""Ranks agree on who shares a pool with whom, and none waits for one that has failed."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from kvoffload.abc import ConfigError
+from kvoffload.connector.ranks import Gather, KVShare, Ranks, count_replicas
+
+
+class Group:
+    """Ranks that exchange values, each on a thread of its own."""
+
+    def __init__(self, size: int) -> None:
+        self._values: list[Any] = [None] * size
+        self._barrier = threading.Barrier(size, timeout=20)
+
+    def gather(self, place: int) -> Gather:
+        def gather(value: Any) -> list[Any]:
+            self._values[place] = value
+            self._barrier.wait()
+            values = list(self._values)
+            self._barrier.wait()
+            return values
+
+        return gather
+
+
+def on_every_rank(tensor: int, pipeline: int, call: Callable[[Ranks], Any]) -> list[Any]:
+    """Returns what ``call`` returns or raises on each rank of ``pipeline`` stages with ``tensor`` ranks each."""
+    stages = [Group(tensor) for _ in range(pipeline)]
+    columns = [Group(pipeline) for _ in range(tensor)]
+    results: list[Any] = [None] * (tensor * pipeline)
+
+    def run(index: int) -> None:
+        stage, place = divmod(index, tensor)
+        try:
+            results[index] = call(Ranks(index, [stages[stage].gather(place), columns[place].gather(stage)]))
+        except Exception as error:
+            results[index] = error
+
+    threads = [threading.Thread(target=run, args=(index,)) for index in range(tensor * pipeline)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return results
+
+
+@pytest.mark.parametrize(("tensor", "pipeline"), [(2, 1), (1, 3), (2, 2), (4, 2)])
+def test_every_rank_gets_all_values_in_order(tensor: int, pipeline: int) -> None:
+    results = on_every_rank(tensor, pipeline, lambda ranks: ranks.collect(lambda: ranks.index))
+    assert results == [list(range(tensor * pipeline))] * (tensor * pipeline)
+
+
+def test_a_rank_alone_asks_no_other() -> None:
+    assert Ranks().collect(lambda: "own") == ["own"]
+
+
+@pytest.mark.parametrize("failing", range(4))
+def test_an_error_on_one_rank_ends_all(failing: int) -> None:
+    class OwnError(Exception):
+        pass
+
+    def make(index: int) -> int:
+        if index == failing:
+            raise OwnError("there is no memory")
+        return index
+
+    results = on_every_rank(2, 2, lambda ranks: ranks.collect(lambda: make(ranks.index)))
+    assert isinstance(results.pop(failing), OwnError)
+    assert {(type(error), str(error)) for error in results} == {
+        (ConfigError, f"rank {failing} cannot start: there is no memory")
+    }
+
+
+def shares(*ranks: tuple[int, str]) -> list[KVShare]:
+    return [KVShare(replicas, (layers,)) for replicas, layers in ranks]
+
+
+CASES: dict[str, tuple[list[KVShare], int]] = {
+    "all hold the same": (shares(*[(4, "all")] * 4), 4),
+    "pairs hold the same": (shares(*[(2, "all")] * 4), 2),
+    "one layer of one rank differs": (shares((4, "all"), (4, "all"), (4, "all"), (1, "all")), 1),
+    "two stages of the same kind": (shares((2, "first"), (2, "first"), (2, "last"), (2, "last")), 2),
+    "a stage with fewer heads": (shares((4, "first"), *[(4, "first")] * 3, *[(2, "last")] * 4), 2),
+    "a stage in which ranks differ": (shares((2, "first"), (2, "first"), (1, "last"), (1, "last")), 1),
+    "other pages on one rank": (shares((2, "float32"), (2, "bfloat16")), 1),
+    "six ranks, four of them alike": (shares(*[(4, "all")] * 6), 2),
+    "a rank alone": (shares((1, "all")), 1),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_ranks_share_only_what_all_of_them_hold(case: str) -> None:
+    ranks, expected = CASES[case]
+    assert count_replicas(ranks) == expected
