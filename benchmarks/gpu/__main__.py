@@ -64,8 +64,8 @@ def main() -> int:
         if options.dry_run:
             _rehearse(options.parts or list(PARTS), options.out)
         else:
-            _run_all(options.parts or list(PARTS), options.out, options.seconds, options.resume)
-    return _print_table(options.out)
+            run_all(options.parts or list(PARTS), options.out, options.seconds, options.resume)
+    return print_table(options.out)
 
 
 def _missing_device() -> str:
@@ -79,7 +79,7 @@ def _missing_device() -> str:
     return ""
 
 
-def _run_all(names: list[str], out: Path, seconds: float, resume: bool) -> None:
+def run_all(names: list[str], out: Path, seconds: float, resume: bool) -> None:
     end = time.monotonic() + seconds
     for name in names:
         path = out / f"{name}.json"
@@ -153,7 +153,7 @@ def _rehearse(names: list[str], out: Path) -> None:
         _run_here(name, Options(PARTS[name][1], True, out.resolve()))
 
 
-def _print_table(out: Path) -> int:
+def print_table(out: Path) -> int:
     """Prints the table of the parts in ``out``. Returns 1 if a part has failed or a gate was missed. Gates of a
     rehearsal do not count."""
     reports = [read(out / f"{name}.json") for name in PARTS if (out / f"{name}.json").exists()]

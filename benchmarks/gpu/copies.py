@@ -69,7 +69,9 @@ def run(report: Report, options: Options) -> None:
                                 report.add(f"{what}, {direction}", speed, "GB/s")
                         for direction in ("store", "load"):
                             speed = _copy_per_page(rig, direction, places=rng.permutation(most), options=options)
-                            report.add(f"{block_bytes // KIB} KiB, {layers} layers, {direction}, copy per page", speed, "GB/s")
+                            report.add(
+                                f"{block_bytes // KIB} KiB, {layers} layers, {direction}, copy per page", speed, "GB/s"
+                            )
                     finally:
                         rig.close()
         finally:

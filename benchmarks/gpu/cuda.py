@@ -45,11 +45,6 @@ def free_memory() -> int:
     return int(torch.cuda.mem_get_info()[0])
 
 
-def allocated_memory() -> int:
-    """Returns the bytes of device memory that tensors of this process use."""
-    return int(torch.cuda.memory_allocated())
-
-
 def empty_cache() -> None:
     torch.cuda.empty_cache()
 

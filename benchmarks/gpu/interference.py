@@ -1,4 +1,4 @@
-"""How much copies slow a decode loop: blocks are stored and loaded all the time, and steps with and without alternate."""
+"""How much copies slow a decode loop. Steps beside stores and loads alternate with steps without."""
 
 from __future__ import annotations
 
@@ -29,9 +29,7 @@ class Load:
     def __init__(self, rig: Rig, num_blocks: int, directions: tuple[str, ...]) -> None:
         self._rig = rig
         half = num_blocks // 2
-        self._lists = itertools.cycle(
-            [np.arange(at, min(at + JOB_BLOCKS, half)) for at in range(0, half, JOB_BLOCKS)]
-        )
+        self._lists = itertools.cycle([np.arange(at, min(at + JOB_BLOCKS, half)) for at in range(0, half, JOB_BLOCKS)])
         self._half = half
         self._jobs: dict[str, list[int]] = {direction: [] for direction in directions}
         self.nbytes = 0

@@ -22,12 +22,12 @@ from kvoffload.transfer.cuda import driver
 
 GIB = 1 << 30
 SLOT = 128 << 10
-SIZES = (1, 4, 16, 64)
+SIZES = {1: ("collapsed", "touched", "fresh"), 8: ("collapsed", "touched", "fresh"), 64: ("collapsed",)}
+"""In GiB, and the kinds of memory: fresh pages have never been touched, touched ones are small, collapsed ones huge."""
 MEMORY_SHARE = 0.7
 """How much of the memory that is left a pool may take."""
 SECONDS_PER_GIB = 0.8
 """What a pool is expected to take at most, to skip sizes for which there is no time."""
-KINDS = ("collapsed", "touched", "fresh")
 MIN_STEPS = 30
 COPIED_BYTES = 1 << 30
 
@@ -54,12 +54,12 @@ class TimedDriver:
 def run(report: Report, options: Options) -> None:
     deadline = time.monotonic() + options.seconds * 0.9
     decoder = Decoder(options)
-    for gibibytes in SIZES:
+    for gibibytes, kinds in SIZES.items():
         nbytes = options.size(gibibytes * GIB)
         if nbytes > available_memory() * MEMORY_SHARE:
             report.add(f"{gibibytes} GiB", "too little memory")
-            break
-        for kind in KINDS:
+            continue
+        for kind in kinds:
             if time.monotonic() + gibibytes * SECONDS_PER_GIB > deadline:
                 report.add(f"{gibibytes} GiB, {kind}", "no time left")
                 continue
@@ -67,7 +67,6 @@ def run(report: Report, options: Options) -> None:
 
 
 def _register(report: Report, options: Options, decoder: Decoder, what: str, nbytes: int, kind: str) -> None:
-    """``kind``: fresh pages are not touched before they are registered, touched ones are small, collapsed ones huge."""
     calls = TimedDriver(driver.Driver(0))
     begin = time.perf_counter()
     data: ByteArray
@@ -91,18 +90,20 @@ def _register(report: Report, options: Options, decoder: Decoder, what: str, nby
     registration.wait_until_ended()
     elapsed = time.perf_counter() - begin
     after = decoder.run(max(MIN_STEPS if not options.dry_run else 2, len(times) // 4))
-    report.must(f"{what}: all of it is registered", registration.num_ready_slots == len(data))
+    ready = registration.num_ready_slots
+    report.must(
+        f"{what}: registered", ready == len(data), f"{elapsed:.2f} s" if ready == len(data) else f"{ready} slots"
+    )
     report.add(f"{what}: calls of the driver per GiB", sum(calls.calls) / (nbytes / GIB), "s")
     report.add(f"{what}: longest call", max(calls.calls, default=0.0) * 1e3, "ms")
-    report.add(f"{what}: with the pauses", elapsed, "s")
     if times:
         report.add(f"{what}: decode p50 meanwhile", percentiles(times)["p50"] / percentiles(after)["p50"], "relative")
         report.add(f"{what}: longest decode step meanwhile", max(times), "ms")
     report.add(f"{what}: copied to the device", _speed(calls.inner, data, options), "GB/s")
     registration.release()
     begin = time.perf_counter()
-    report.must(f"{what}: all of it is unregistered", registration.close())
-    report.add(f"{what}: unregistered", time.perf_counter() - begin, "s")
+    is_gone = registration.close()
+    report.must(f"{what}: unregistered", is_gone, f"{time.perf_counter() - begin:.2f} s" if is_gone else "")
     del data
     close()
 

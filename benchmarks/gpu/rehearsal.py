@@ -18,6 +18,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from benchmarks.gpu import cuda
@@ -27,7 +29,7 @@ from kvoffload.transfer.cuda.device import Addresses
 NUM_STREAMS = 32
 CYCLES_PER_SECOND = 1e9
 MEMORY = 64 << 20
-TORCH_ALIGNMENT = 64
+ALIGNMENT, POISON = 256, 0xEE
 ALREADY_REGISTERED = 712
 
 
@@ -171,6 +173,7 @@ class Driver:
 
     def __init__(self, device: int, library: str = "") -> None:
         self._registered: set[int] = set()
+        self._memory: dict[int, npt.NDArray[np.uint8]] = {}
 
     def enter_thread(self) -> None:
         """Does nothing."""
@@ -188,8 +191,25 @@ class Driver:
     def unregister(self, address: int) -> None:
         self._registered.remove(address)
 
+    def allocate(self, nbytes: int) -> int:
+        memory = np.full(nbytes + ALIGNMENT, POISON, np.uint8)
+        address = -(-int(memory.ctypes.data) // ALIGNMENT) * ALIGNMENT
+        self._memory[address] = memory
+        return address
+
+    def free(self, address: int) -> None:
+        synchronize()
+        del self._memory[address]
+
+    def close(self) -> None:
+        """Does nothing."""
+
     def numa_node(self, sysfs: Path | None = None) -> int | None:
         return None
+
+
+def _tensor_of(address: int, nbytes: int, device: object) -> Any:
+    return torch.frombuffer((ctypes.c_uint8 * nbytes).from_address(address), dtype=torch.uint8)
 
 
 def install() -> None:
@@ -217,7 +237,6 @@ def install() -> None:
                 "is_available": lambda: True,
                 "_sleep": _sleep,
                 "mem_get_info": lambda: (MEMORY, MEMORY),
-                "memory_allocated": lambda: 0,
                 "empty_cache": lambda: None,
                 "get_device_properties": lambda device: SimpleNamespace(
                     name="no GPU: a rehearsal", total_memory=MEMORY, major=0, minor=0, multi_processor_count=0
@@ -230,7 +249,7 @@ def install() -> None:
             {"DEVICE": "cpu", "CALIBRATION_CYCLES": 2_000_000, "launch": lambda work: current_stream().enqueue(work)},
         ),
         (driver, {"Driver": Driver}),
-        (torch_device, {"Driver": Driver, "ALIGNMENT": TORCH_ALIGNMENT}),
+        (torch_device, {"Driver": Driver, "tensor_of": _tensor_of}),
         (kernels, {"triton": None}),
         (kernels.TorchCopier, {"copy": deferred}),
     ]

@@ -10,7 +10,17 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 from benchmarks.gpu import cuda
-from benchmarks.gpu.rig import Layout, Ready, Rig, WrappedDevice, block_numbers, make_views, registered_pool, rig, slot_bytes
+from benchmarks.gpu.rig import (
+    Layout,
+    Ready,
+    Rig,
+    WrappedDevice,
+    block_numbers,
+    make_views,
+    registered_pool,
+    rig,
+    slot_bytes,
+)
 
 from kvoffload.abc import PageGroup
 from kvoffload.transfer.cuda import pipeline
