@@ -78,6 +78,22 @@ def test_an_error_on_one_rank_ends_all(failing: int) -> None:
     }
 
 
+def test_a_rank_that_never_comes_is_not_waited_for() -> None:
+    never = threading.Event()
+    ranks = Ranks(0, [lambda value: [value] if never.wait() else []])
+    with pytest.raises(ConfigError, match="some rank has not registered its KV cache within"):
+        ranks.collect(lambda: 1, deadline_s=0.01)
+    never.set()
+
+
+def test_a_connection_that_breaks_is_an_error() -> None:
+    def gather(value: Any) -> list[Any]:
+        raise RuntimeError("connection closed by peer")
+
+    with pytest.raises(ConfigError, match="connection closed by peer"):
+        Ranks(0, [gather]).collect(lambda: 1)
+
+
 def shares(*ranks: tuple[int, str]) -> list[KVShare]:
     return [KVShare(replicas, (layers,)) for replicas, layers in ranks]
 

@@ -402,6 +402,18 @@ def test_after_a_transfer_broke_all_jobs_fail_at_once(device: Device, monkeypatc
     assert report(worker) == ({1: 1, 2: 1}, {1, 2})
 
 
+def test_a_transfer_that_was_given_up_is_left_alone(
+    device: Device, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    transfer = Faulty(device.transfer)
+    worker = OffloadingConnectorWorker(transfer)
+    monkeypatch.setattr(device.transfer, "poll", None)
+    step(worker, StepMeta(stores={1: job([0], [1])}))
+    caplog.clear()
+    step(worker, StepMeta(fences=[1], fenced_blocks=frozenset({1})))
+    assert (transfer.waited_for, transfer.closed, caplog.messages) == ([], 1, [])
+
+
 def test_a_transfer_that_cannot_be_closed_raises_nothing(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
     worker = OffloadingConnectorWorker(device.transfer)
     monkeypatch.setattr(device.transfer, "submit", None)

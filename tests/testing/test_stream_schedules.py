@@ -14,13 +14,13 @@ import pytest
 from kvoffload.abc import ByteArray
 from kvoffload.testing import stream_schedules
 from kvoffload.testing.__main__ import main
-from kvoffload.testing.engine import SwitchedOff
+from kvoffload.testing.engine import Leak
 from kvoffload.testing.faults import WrappedTransfer
 from kvoffload.testing.races import DeviceFault
 from kvoffload.testing.ranks import WrongBytes
 from kvoffload.testing.scale import scaled
 from kvoffload.testing.stream_ranks import MakeTransfer, Registration, make_cuda_transfer
-from kvoffload.testing.stream_schedules import run_schedule
+from kvoffload.testing.stream_schedules import plan, run_schedule
 from kvoffload.testing.streams import DriverError, Mark, SimulatedDevice
 from kvoffload.transfer.cuda import slots, staging
 from kvoffload.transfer.cuda.device import Addresses, Device, Event, Stream
@@ -365,34 +365,36 @@ def finds(seed: int, make: MakeTransfer = make_cuda_transfer) -> bool:
     except (DeviceFault, WrongBytes) as error:
         print(f"found by seed {seed}: {error}")
         return True
+    except Leak:
+        return False
     return False
 
 
 BUGS: dict[Bug, int] = {
     EarlyRegistration: 3,
-    NoStoreWait: 1,
-    NoLoadWait: 1,
-    NoFence: 0,
-    StalePoint: 0,
+    NoStoreWait: 3,
+    NoLoadWait: 5,
+    NoFence: 3,
+    StalePoint: 3,
     SharedStagingOfStores: 3,
-    SharedStagingOfLoads: 8,
+    SharedStagingOfLoads: 9,
     CopyBeforeGather: 1,
     ScatterBeforeCopy: 1,
     EndOfStoresTooEarly: 0,
     EndOfLoadsTooEarly: 1,
     EndOfGathersTooEarly: 0,
-    DirectCopyFencedByGather: 2,
-    DoneTooEarly: 1,
-    MergesStrangers: 1,
-    LosesTheLastRow: 1,
+    DirectCopyFencedByGather: 6,
+    DoneTooEarly: 0,
+    MergesStrangers: 2,
+    LosesTheLastRow: 2,
     LosesTheLastBlock: 1,
     AnotherGroup: 3,
-    FencesTooFewBlocks: 0,
-    FencesNothing: 0,
-    NoBeforeForward: 1,
-    NoBoundaries: 20,
+    FencesTooFewBlocks: 3,
+    FencesNothing: 3,
+    NoBeforeForward: 5,
+    NoBoundaries: 4,
 }
-"""The first seed that finds each."""
+"""A seed that has found each, which is tried first."""
 
 
 @pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.__name__)
@@ -401,7 +403,7 @@ def test_a_planted_bug_is_found(bug: Bug) -> None:
     assert any(finds(seed, make) for seed in (BUGS[bug], *range(PLANTED_SCHEDULES)))
 
 
-PATCHES = {indices_overwritten_too_early: 1, one_bounce_buffer_for_all: 3}
+PATCHES = {indices_overwritten_too_early: 8, one_bounce_buffer_for_all: 3}
 
 
 @pytest.mark.parametrize("patch", PATCHES, ids=lambda patch: patch.__name__)
@@ -462,10 +464,27 @@ class FailsOnce(WrappedDevice):
 
 def test_an_error_of_the_driver_leaves_no_wrong_bytes() -> None:
     """Loads in progress have ended before they are reported as failed, and their blocks belong to others."""
+    seeds = [seed for seed in range(scaled(60)) if plan(seed)[0].num_ranks == 1]
     num_failed = 0
-    for seed in range(scaled(40)):
+    for seed in seeds:
         try:
             run_schedule(seed, with_bug(FailsOnce))
-        except SwitchedOff:
+        except Leak:
+            # Offloading is off, and nothing is wrong with the engine.
             num_failed += 1
-    assert num_failed > 10
+    assert num_failed > len(seeds) // 4
+
+
+def test_an_error_of_the_driver_after_which_nothing_is_waited_for_is_found() -> None:
+    class NoEnd(FailsOnce):
+        """Copies that go on after an error count as done."""
+
+        def is_done(self, event: Event) -> bool:
+            return self.calls_left <= 0 or super().is_done(event)
+
+    seeds = (seed for seed in range(PLANTED_SCHEDULES) if plan(seed)[0].num_ranks == 1)
+    assert any(finds(seed, with_bug(NoEnd)) for seed in seeds)
+
+
+def test_a_seed_replays_a_schedule() -> None:
+    assert run_schedule(3) == run_schedule(3)

@@ -1028,8 +1028,9 @@ def fingerprints(config: dict[str, Any]) -> dict[str, Any]:
     from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
 
     from kvoffload.fingerprints import fingerprint
+    from kvoffload.host.pool import PoolHandle
     from kvoffload.vllm.fingerprint import describe_parts, fingerprint_parts
-    from kvoffload.vllm.layout import EngineLayout
+    from kvoffload.vllm.layout import EngineLayout, RankInfo
 
     spec = FullAttentionSpec(block_size=BLOCK_SIZE, num_kv_heads=2, head_size=32, dtype=torch.float32)
     caches = KVCacheConfig(DEVICE_BLOCKS, [], [KVCacheGroupSpec(["layer0", "layer1"], spec)])
@@ -1071,10 +1072,19 @@ def fingerprints(config: dict[str, Any]) -> dict[str, Any]:
             (model / path).unlink()
         for path, raw in own.items():
             (model / path).write_bytes(raw)
+    pools = {"a pool per rank": [3, 4], "a pool for both ranks": [3, 3]}
+    ranks = {
+        name: fingerprint_parts(
+            vllm_config,
+            layout,
+            [RankInfo(PoolHandle("boot", 1, fd, fd, 8, 4096), (("layer", 64, "format"),)) for fd in files],
+        )["ranks"]
+        for name, files in pools.items()
+    }
     others = dict.fromkeys(parts, "another") | {"parallel": [3, 5], "engine": ["another"]}
     described = describe_parts(vllm_config, layout, parts)
     unsaid = [name for name in parts if describe_parts(vllm_config, layout, parts | {name: others[name]}) == described]
-    return results | {"identities": identities, "parts": sorted(parts), "unsaid": unsaid}
+    return results | {"ranks": ranks, "identities": identities, "parts": sorted(parts), "unsaid": unsaid}
 
 
 SCENARIOS = {

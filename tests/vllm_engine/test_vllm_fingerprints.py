@@ -147,6 +147,12 @@ def test_other_settings_do_not(fingerprints: Run, case: str) -> None:
     assert fingerprints[case] == fingerprints[SAME[case][0]]
 
 
+def test_ranks_that_share_a_pool_count_once(fingerprints: Run) -> None:
+    """A block has one part per pool. Without shared pools the text is what it was before there were any."""
+    layers = [["layer", 64, "format"]]
+    assert fingerprints["ranks"] == {"a pool per rank": [layers, layers], "a pool for both ranks": [layers]}
+
+
 PARTS = (
     "additional attention_config cache cache_dtype cache_toggles device draft dtype engine engram_config environment "
     "groups hash_algorithm hash_block_size hash_root kernel_config layout load_format lora_config max_model_len model "

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 
 from kvoffload.abc import ConfigError
@@ -13,6 +15,8 @@ T = TypeVar("T")
 
 Gather = Callable[[Any], list[Any]]
 """A collective call: takes a value from each rank of a group, and returns the values of all of them in order."""
+EXCHANGE_DEADLINE_S = 300.0
+"""How long a rank waits for the others by default. They come as soon as they have allocated their KV caches."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,11 +30,12 @@ class Ranks:
     index: int = 0
     gathers: Sequence[Gather] = ()
 
-    def collect(self, make: Callable[[], T]) -> list[T]:
+    def collect(self, make: Callable[[], T], deadline_s: float = EXCHANGE_DEADLINE_S) -> list[T]:
         """Returns what ``make`` returns on every rank, in the order of the ranks. All ranks must call this.
 
         If ``make`` raises on some rank, this raises on every rank, so no rank waits for one that has failed: there the
-        same error, on the others ConfigError.
+        same error, on the others ConfigError. Raises ConfigError too if some rank does not come within ``deadline_s``
+        after this one.
         """
         own: Exception | None = None
         values: list[tuple[T | None, str]]
@@ -39,13 +44,36 @@ class Ranks:
         except Exception as error:
             own, values = error, [(None, str(error) or type(error).__name__)]
         for gather in self.gathers:
-            values = [value for part in gather(values) for value in part]
+            parts = call_within(deadline_s, partial(gather, values))
+            values = [value for part in parts for value in part]
         if own is not None:
             raise own
         for rank, (_, error_text) in enumerate(values):
             if error_text:
                 raise ConfigError(f"rank {rank} cannot start: {error_text}")
         return [value for value, _ in values]  # type: ignore[misc]
+
+
+def call_within(deadline_s: float, call: Callable[[], T]) -> T:
+    """Returns what ``call`` returns. Raises ConfigError if that takes too long; then the call goes on in a thread that
+    ends with the process."""
+    results: list[T] = []
+    errors: list[Exception] = []
+
+    def run() -> None:
+        try:
+            results.append(call())
+        except Exception as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=run, name="kvoffload-ranks", daemon=True)
+    thread.start()
+    thread.join(deadline_s)
+    if errors:
+        raise ConfigError(f"the connection to the other ranks broke ({errors[0]}); their logs say why") from errors[0]
+    if not results:
+        raise ConfigError(f"some rank has not registered its KV cache within {deadline_s:g} s; its log says why")
+    return results[0]
 
 
 @dataclass(frozen=True, slots=True)

@@ -108,9 +108,6 @@ class KVOffloadConnector(KVConnectorBase_V1, SupportsHMA):
         """The root of the block hashes as predicted at start; None once it has been compared with vLLM's."""
         if role == KVConnectorRole.SCHEDULER:
             versions.warn_if_untested()
-        else:
-            # This refuses a host_bytes that is too small even if ranks share pools, before any memory is allocated.
-            self.layout.count_blocks(replicas=self.layout.tensor_parallel)
 
     def set_xfer_handshake_metadata_pp_aware(
         self, metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata]

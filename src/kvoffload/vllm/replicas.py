@@ -33,6 +33,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+POOL_DEADLINE_S = 3600.0
+"""How long a rank waits until its leader has allocated its pool. vLLM's process groups may have a shorter deadline."""
 LATENT_LAYERS = {"MLAAttention", "DeepseekV32IndexerCache"}
 """Layers that hold the same KV on all tensor-parallel ranks, for versions of vLLM whose specs do not say so."""
 
@@ -69,6 +71,9 @@ def open_pool(
     """Returns the pool of this rank. If it is its own, it is on the node that ``find_numa_node`` returns. All ranks of
     the engine must call this. Raises ConfigError if there is too little memory on some rank."""
     replicas = count_replicas(shares)
+    if replicas == 1:
+        pool = HostPool(layout.count_blocks(), layout.slot_bytes, find_numa_node())
+        return RankPool(pool.handle(), pool.data, pool)
     leader = ranks.index - ranks.index % replicas
     pools: list[HostPool] = []
 
@@ -79,17 +84,16 @@ def open_pool(
         return pools[0].handle()
 
     try:
-        handle = ranks.collect(make)[leader]
+        handle = ranks.collect(make, POOL_DEADLINE_S)[leader]
     except Exception:
         for pool in pools:
             pool.close()
         raise
     assert handle is not None
-    if pools:
-        if replicas > 1:
-            logger.info("kvoffload: rank %d stores the KV of %d ranks, which hold the same", leader, replicas)
-        return RankPool(handle, pools[0].data, pools[0])
-    return RankPool(handle, handle.open(), None)
+    if not pools:
+        return RankPool(handle, handle.open(), None)
+    logger.info("kvoffload: rank %d stores the KV of %d ranks, which hold the same", leader, replicas)
+    return RankPool(handle, pools[0].data, pools[0])
 
 
 def own_replicas(layout: EngineLayout, vllm_config: VllmConfig) -> int:

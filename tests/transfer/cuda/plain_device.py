@@ -17,6 +17,7 @@ from kvoffload.transfer.cuda.pages import PageTable
 class PlainEvent:
     recorded: int = 0
     held: bool = False
+    stream: Stream = None
 
 
 class PlainDevice(Device):
@@ -57,7 +58,7 @@ class PlainDevice(Device):
 
     def record(self, event: Event, stream: Stream) -> None:
         self.clock += 1
-        event.recorded, event.held = self.clock, self.held
+        event.recorded, event.held, event.stream = self.clock, self.held, stream
 
     def wait(self, stream: Stream, event: Event) -> None:
         self.waits.append((stream, event))

@@ -17,7 +17,7 @@ from kvoffload.transfer.cuda import copier, pipeline, slots, transfer
 from kvoffload.transfer.cuda.pages import page_table
 from kvoffload.transfer.cuda.slots import Unregistered, merge
 from kvoffload.transfer.cuda.transfer import CudaTransfer
-from tests.transfer.cuda.plain_device import PlainDevice
+from tests.transfer.cuda.plain_device import PlainDevice, PlainEvent
 
 BLOCKS = SLOTS = 64
 ROW = 128
@@ -300,6 +300,24 @@ def test_a_fence_waits_for_the_gather_and_not_for_the_bus() -> None:
     rig.device.release()
     last_copy = max(each.recorded for each in rig.device.events if each is not event)
     assert event.recorded < last_copy
+
+
+def test_a_load_submitted_after_a_fence_waits_for_what_the_engine_waits_for(
+    rig: Rig,
+) -> None:
+    rig.device.held = True
+    rig.store(1, [0], [5])
+    rig.transfer.wait([1])
+    ((_, read),) = [(stream, event) for stream, event in rig.device.waits if stream == rig.device.engine_stream()]
+    rig.device.waits.clear()
+    rig.load(2, [1], [5])
+    rig.run()
+    assert any(event.recorded > read.recorded for _, event in rig.device.waits if event in engine_events(rig))
+    rig.device.release()
+
+
+def engine_events(rig: Rig) -> list[PlainEvent]:
+    return [event for event in rig.device.events if event.stream == rig.device.engine_stream()]
 
 
 def test_the_engine_waits_for_the_end_of_a_load(rig: Rig) -> None:

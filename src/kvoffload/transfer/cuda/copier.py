@@ -22,7 +22,7 @@ from kvoffload.transfer.cuda.slots import HostSlots
 logger = logging.getLogger(__name__)
 
 LOCK_DEADLINE_S = 5.0
-"""How long a call waits for another thread, which may be issuing one chunk, before the copier counts as broken."""
+"""How long a fence waits for the thread that copies, which may be issuing one chunk, before it raises."""
 
 MAX_JOBS = 512
 """How many jobs are turned into rows in one step: about 1 ms."""
@@ -61,7 +61,6 @@ class Copier:
         self.free_events: deque[Event] = deque(device.new_event() for _ in range(4))
         """Events of points that no row waits for any more."""
         self.error: Exception | None = None
-        self._device = device
         self._factors = [table.factor for table in tables]
         self._num_blocks = [table.num_blocks if table.runs else 0 for table in tables]
         self._block_bytes = np.array([table.device_block_bytes for table in tables], dtype=np.int64)
@@ -76,7 +75,8 @@ class Copier:
 
     def advance(self) -> bool:
         """Makes one step. Returns whether there was anything to do."""
-        with self._locked():
+        # A fence may take long if the launch queue is full. That is no reason to give up.
+        with self._locked(timeout_s=-1):
             return (
                 self._finish(self._loads)
                 or self._finish(self._stores)
@@ -102,10 +102,10 @@ class Copier:
         """Whether chunks are on the device, as far as ``advance`` has seen."""
         return not (self._loads.is_idle and self._stores.is_idle)
 
-    def has_ended(self) -> bool:
-        """Returns whether the device has done all that was issued."""
-        with self._locked():
-            return self._loads.has_ended() and self._stores.has_ended()
+    def mark_end(self) -> list[Event]:
+        """Returns events that are reached when the device has done all that was issued. Works after an error, too."""
+        with self._locked(after_error=True):
+            return [*self._loads.mark_end(), *self._stores.mark_end()]
 
     def fail(self, error: Exception) -> None:
         """Makes no further step."""
@@ -113,11 +113,11 @@ class Copier:
             self.error = error
 
     @contextlib.contextmanager
-    def _locked(self) -> Iterator[None]:
-        if self.error is not None:
+    def _locked(self, timeout_s: float = LOCK_DEADLINE_S, after_error: bool = False) -> Iterator[None]:
+        if self.error is not None and not after_error:
             raise RuntimeError("the device failed before") from self.error
-        if not self._lock.acquire(timeout=LOCK_DEADLINE_S):
-            raise TimeoutError(f"the thread that copies has not issued a chunk within {LOCK_DEADLINE_S} s")
+        if not self._lock.acquire(timeout=timeout_s):
+            raise TimeoutError(f"the thread that copies has not issued a chunk within {timeout_s} s")
         try:
             yield
         except Exception as error:

@@ -67,6 +67,20 @@ class Chunk:
         return [event for event in (self.begin, self.copied, self.kernel) if event is not None]
 
 
+@dataclass(slots=True, eq=False)
+class _Stream:
+    """A stream of the device, and the number of the last point of the engine's stream for which it waits."""
+
+    device: Device
+    stream: Stream
+    after: int = -1
+
+    def wait_for(self, point: Point) -> None:
+        if point.number > self.after:
+            self.device.wait(self.stream, point.event)
+            self.after = point.number
+
+
 class Pipeline:
     """Issues rows of one direction, chunk by chunk, and finds out which have ended.
 
@@ -81,11 +95,10 @@ class Pipeline:
         self._tables = tables
         self._slots = slots
         self._is_store = is_store
-        self._kernels: Stream = device.new_stream()
-        self._copies: Stream = device.new_stream()
-        self._kernels_after = self._copies_after = -1
-        """Numbers of the points of the engine's stream for which the streams have waited."""
+        self._kernels = _Stream(device, device.new_stream())
+        self._copies = _Stream(device, device.new_stream())
         self._chunks: deque[Chunk] = deque()
+        self._ends: list[Event] = [device.new_event() for _ in range(2)]
         self._events: list[Event] = [device.new_event() for _ in range(3 * IN_FLIGHT)]
         self._block_bytes = [table.device_block_bytes for table in tables]
         largest = max(self._block_bytes, default=0)
@@ -100,7 +113,8 @@ class Pipeline:
             # A fence may need any of the device blocks at once.
             num_blocks = sum(table.num_blocks for table in tables)
             self._indices = IndexRing(device, IN_FLIGHT * self._max_rows + num_blocks)
-        self.staging_bytes = half_bytes * len(self._halves)
+        self.staging_bytes = half_bytes * len(self._halves) + (self._indices.nbytes if self._indices else 0)
+        """Device memory that was allocated."""
         self._bounce = slots.new_bounce_buffers(largest)
 
     @property
@@ -108,9 +122,12 @@ class Pipeline:
         """Whether no chunk is in flight, as far as ``finish`` knows."""
         return not self._chunks
 
-    def has_ended(self) -> bool:
-        """Returns whether the device has done all that was issued."""
-        return not self._chunks or self._device.is_done(self._end(self._chunks[-1]))
+    def mark_end(self) -> list[Event]:
+        """Returns events that are reached when the device has done all that was issued, even of a chunk whose issuing
+        has failed halfway."""
+        for event, each in zip(self._ends, (self._kernels, self._copies), strict=True):
+            self._device.record(event, each.stream)
+        return self._ends
 
     def issue(self) -> bool:
         """Issues the next chunk. Returns False if there is none, or if enough are in flight."""
@@ -230,37 +247,37 @@ class Pipeline:
     def _issue_store(self, chunk: Chunk, point: Point) -> None:
         device = self._device
         if chunk.launches:
-            self._let_kernels_wait(point)
-            self._take_half(self._kernels, chunk.copied)
+            self._kernels.wait_for(point)
+            self._take_half(self._kernels.stream, chunk.copied)
             self._copy_indices(chunk)
             for launch in chunk.launches:
-                device.gather(self._kernels, launch.group, launch.index, len(launch.blocks), launch.staging)
-            device.record(chunk.kernel, self._kernels)
-            device.wait(self._copies, chunk.kernel)
+                device.gather(self._kernels.stream, launch.group, launch.index, len(launch.blocks), launch.staging)
+            device.record(chunk.kernel, self._kernels.stream)
+            device.wait(self._copies.stream, chunk.kernel)
         if chunk.is_direct:
-            self._let_copies_wait(point)
-        device.record(chunk.begin, self._copies)
-        device.copy(self._copies, *self._pieces(self._host_side(chunk), chunk.device_side, chunk))
-        device.record(chunk.copied, self._copies)
+            self._copies.wait_for(point)
+        device.record(chunk.begin, self._copies.stream)
+        device.copy(self._copies.stream, *self._pieces(self._host_side(chunk), chunk.device_side, chunk))
+        device.record(chunk.copied, self._copies.stream)
 
     def _issue_load(self, chunk: Chunk, point: Point) -> None:
         device = self._device
         if chunk.bounce is not None:
             self._slots.read(chunk.rows, chunk.bounce)
         if chunk.launches:
-            self._take_half(self._copies, chunk.kernel)
+            self._take_half(self._copies.stream, chunk.kernel)
         if chunk.is_direct:
-            self._let_copies_wait(point)
-        device.record(chunk.begin, self._copies)
-        device.copy(self._copies, *self._pieces(chunk.device_side, self._host_side(chunk), chunk))
-        device.record(chunk.copied, self._copies)
+            self._copies.wait_for(point)
+        device.record(chunk.begin, self._copies.stream)
+        device.copy(self._copies.stream, *self._pieces(chunk.device_side, self._host_side(chunk), chunk))
+        device.record(chunk.copied, self._copies.stream)
         if chunk.launches:
-            device.wait(self._kernels, chunk.copied)
-            self._let_kernels_wait(point)
+            device.wait(self._kernels.stream, chunk.copied)
+            self._kernels.wait_for(point)
             self._copy_indices(chunk)
             for launch in chunk.launches:
-                device.scatter(self._kernels, launch.group, launch.index, len(launch.blocks), launch.staging)
-            device.record(chunk.kernel, self._kernels)
+                device.scatter(self._kernels.stream, launch.group, launch.index, len(launch.blocks), launch.staging)
+            device.record(chunk.kernel, self._kernels.stream)
 
     def _host_side(self, chunk: Chunk) -> Addresses:
         if chunk.bounce is None:
@@ -282,14 +299,6 @@ class Pipeline:
 
     def _copy_indices(self, chunk: Chunk) -> None:
         assert self._indices is not None
-        self._indices.copy(self._kernels, chunk.launches[0].index, sum(len(launch.blocks) for launch in chunk.launches))
-
-    def _let_kernels_wait(self, point: Point) -> None:
-        if point.number > self._kernels_after:
-            self._device.wait(self._kernels, point.event)
-            self._kernels_after = point.number
-
-    def _let_copies_wait(self, point: Point) -> None:
-        if point.number > self._copies_after:
-            self._device.wait(self._copies, point.event)
-            self._copies_after = point.number
+        self._indices.copy(
+            self._kernels.stream, chunk.launches[0].index, sum(len(launch.blocks) for launch in chunk.launches)
+        )

@@ -16,12 +16,13 @@ class IndexRing:
     """A ring of ``size`` block numbers (int64), allocated once. What was put in first is released first."""
 
     def __init__(self, device: Device, size: int) -> None:
+        self.nbytes = _WORD * size
         self._device = device
         self._size = size
-        host = device.allocate_host(_WORD * size)
+        host = device.allocate_host(self.nbytes)
         self._host = host.view(np.int64)
         self._host_address = int(host.ctypes.data)
-        self._device_address = device.allocate(_WORD * size)
+        self._device_address = device.allocate(self.nbytes)
         self._start = self._used = 0
         self._piece = np.empty((3, 1), dtype=np.int64)
 

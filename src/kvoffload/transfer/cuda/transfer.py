@@ -19,7 +19,7 @@ from kvoffload.units import format_bytes
 
 logger = logging.getLogger(__name__)
 
-MIN_PAUSE_S, MAX_PAUSE_S = 100e-6, 2e-3
+MIN_PAUSE_S, MAX_PAUSE_S = 100e-6, 1e-3
 """How long the thread sleeps between two looks at chunks in flight. The pause doubles while nothing ends."""
 CLOSE_DEADLINE_S = 5.0
 """How long ``close`` waits for the thread and for copies in progress."""
@@ -157,18 +157,22 @@ class CudaTransfer(Transfer):
             self._wake.set()
 
     def _wait_until_idle(self, deadline: float) -> bool:
-        """Returns whether the device does not copy any more."""
-        if self._copier.error is not None:
-            return False
+        """Waits until the device does not copy any more, and returns whether its memory can be freed: not after an
+        error. After one, copies that were issued before it must end too, because their loads are reported as failed,
+        and the blocks that they fill belong to others then."""
         try:
-            while not self._copier.has_ended():
+            ends = self._copier.mark_end()
+            # The engine's later work comes after them even if they do not end in time.
+            for end in ends:
+                self._device.wait(self._device.engine_stream(), end)
+            while not all(map(self._device.is_done, ends)):
                 if time.monotonic() > deadline:
                     return False
                 time.sleep(MIN_PAUSE_S)
         except Exception:
             logger.exception("kvoffload: the device failed")
             return False
-        return True
+        return self._copier.error is None
 
     def _run(self) -> None:
         try:
