@@ -89,7 +89,8 @@ def seconds_between(start: Event, end: Event) -> float:
 
 @functools.cache
 def _cycles_per_second() -> float:
-    torch.cuda._sleep(1000)
+    # An idle device has a slow clock.
+    torch.cuda._sleep(10 * CALIBRATION_CYCLES)
     start = record()
     torch.cuda._sleep(CALIBRATION_CYCLES)
     end = record()

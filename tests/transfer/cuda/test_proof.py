@@ -87,6 +87,17 @@ def test_a_part_that_fails_or_takes_too_long_does_not_stop_the_others(
     assert "failed: facts, submit" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("rehearsal", [True, False])
+def test_gates_of_a_rehearsal_do_not_count(tmp_path: Path, capsys: pytest.CaptureFixture[str], rehearsal: bool) -> None:
+    report = Report("copies", tmp_path / "copies.json", rehearsal=rehearsal)
+    report.at_least(0.9, "share of memcpy", 0.5)
+    report.end(State.ENDED)
+    assert proof.print_table(tmp_path) == (0 if rehearsal else 1)
+    capsys.readouterr()
+    proof.run_all([], tmp_path, 120, resume=False)
+    assert report.path.exists() is not rehearsal, "figures of a rehearsal must not be shown beside real ones"
+
+
 def test_parts_that_have_ended_are_not_run_again(tmp_path: Path) -> None:
     Report("facts", tmp_path / "facts.json").end(State.ENDED)
     before = (tmp_path / "facts.json").read_text()
