@@ -32,7 +32,7 @@ def run(report: Report, options: Options) -> None:
             report.add(name, importlib.metadata.version(name))
         except importlib.metadata.PackageNotFoundError:
             report.add(name, "not installed")
-    _ask_nvidia_smi(report)
+    ask_nvidia_smi(report)
     calls = driver.Driver(0)
     node = calls.numa_node()
     report.add("NUMA node of the device", "unknown" if node is None else str(node))
@@ -45,7 +45,8 @@ def run(report: Report, options: Options) -> None:
         report.add(f"memcpy of page-locked memory, {direction}", speed, "GB/s")
 
 
-def _ask_nvidia_smi(report: Report) -> None:
+def ask_nvidia_smi(report: Report) -> None:
+    """Adds what nvidia-smi knows of the first device."""
     program = shutil.which("nvidia-smi")
     if program is None:
         report.add("nvidia-smi", "not installed")

@@ -112,6 +112,42 @@ def test_a_part_for_which_no_time_is_left_is_skipped(tmp_path: Path) -> None:
     assert 'make gpu ARGS="facts"' in report["note"]
 
 
+def install(folder: Path, name: str, script: str) -> None:
+    program = folder / name
+    program.write_text(f"#!/bin/sh\n{script}\n")
+    program.chmod(0o755)
+
+
+@pytest.mark.parametrize("planted", ["========= Invalid __global__ read of size 16 bytes", "nothing"])
+@pytest.mark.parametrize("errors", [0, 1])
+def test_the_sanitizer_must_find_the_planted_fault_and_no_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, planted: str, errors: int
+) -> None:
+    install(
+        tmp_path,
+        sanitizer.PROGRAM,
+        f'case "$*" in *--planted*) echo "{planted}"; exit 1;; esac\n'
+        f'echo "right bytes"; echo "========= ERROR SUMMARY: {errors} errors"',
+    )
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    report = Report("sanitizer", tmp_path / "sanitizer.json")
+    sanitizer.run(report, Options(10, False, tmp_path))
+    assert [row.passed for row in report.rows] == [errors == 0, "Invalid" in planted]
+
+
+def test_what_nvidia_smi_says_is_noted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    install(tmp_path, "nvidia-smi", 'echo "580.1, 00000000:1B:00.0, 5, 16, 5, Enabled"')
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    report = Report("facts", tmp_path / "facts.json")
+    facts.ask_nvidia_smi(report)
+    values = {row.what: row.value for row in report.rows}
+    assert values["driver version"] == "580.1"
+    assert values["pcie.link.gen.max"] == "5"
+    install(tmp_path, "nvidia-smi", "echo broken; exit 9")
+    facts.ask_nvidia_smi(report)
+    assert report.rows[-1].value == "failed: broken"
+
+
 def test_a_missed_gate_is_in_the_table_and_in_the_exit_status(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
