@@ -13,7 +13,8 @@ import pytest
 pytest.importorskip("torch")
 
 from benchmarks.gpu import __main__ as proof
-from benchmarks.gpu import cuda
+from benchmarks.gpu import cuda, facts, sanitizer
+from benchmarks.gpu.parts import Options
 from benchmarks.gpu.report import Report, State, read, table
 from benchmarks.gpu.suite import FILES, FOLDER
 
