@@ -479,7 +479,9 @@ def test_an_error_in_a_fence_is_raised_to_its_caller(rig: Rig) -> None:
     assert not rig.transfer.advance()
 
 
-def test_no_step_is_made_by_a_thread_that_waited_while_another_failed(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_step_is_made_by_a_thread_that_waited_while_another_failed(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
     is_copying, may_fail = threading.Event(), threading.Event()
 
     def fail(*_: object) -> None:
