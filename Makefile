@@ -31,7 +31,7 @@ STREAM_SCHEDULES := 2000
 MEDIA          := store shared_dir
 SOAK_SCALE     := 50
 
-.PHONY: nfs-guest help lint unit test interface demo demo-shared bench soak install mooncake-libraries overlays clean
+.PHONY: nfs-guest help lint unit test interface demo demo-shared bench gpu soak install mooncake-libraries overlays clean
 
 help:
 	@echo "make demo       run the same conversations through vLLM with and without kvoffload: demo-report/report.html"
@@ -41,6 +41,8 @@ help:
 	@echo "make unit       run the tests that need no vLLM"
 	@echo "make lint       run ruff and mypy"
 	@echo "make bench      run the benchmarks: bench-report/; some of them: ARGS=\"managers disk\""
+	@echo "make gpu        run what needs a GPU, in ten minutes at most, with torch, triton, numpy, pytest and xxhash of \$$(PYTHON): gpu-report/;"
+	@echo "                some parts of it: ARGS=\"copies tests\""
 	@echo "make soak       run $(SIMULATIONS) simulations of servers on each failing medium, $(STREAM_SCHEDULES) schedules of the CUDA transfer and $(SOAK_SCALE) times as many random tests (hours)"
 	@echo "make interface  check from source whether a version of vLLM has every name that kvoffload uses: VLLM=0.33.0"
 	@echo "make install    install what make test needs, without running a test"
@@ -79,6 +81,10 @@ demo-shared: $(VENV_VLLM)/.stamp mooncake-libraries
 
 bench: $(VENV_VLLM)/.stamp
 	$(WITH) benchmarks $(ARGS)
+
+# Machines with a GPU are often without a network: this installs nothing.
+gpu:
+	@PYTHONPATH=src $(PYTHON) -m benchmarks.gpu $(ARGS)
 
 install: $(VENV_VLLM)/.stamp overlays mooncake-libraries
 

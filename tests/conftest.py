@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import pytest
-from hypothesis import settings
 
 from kvoffload.tiers.disk import directory
 
@@ -19,8 +20,12 @@ LONGEST = (
 )
 """The files that take longest, which begin first, so that one process does not wait for another at the end."""
 
-settings.register_profile("tests", deadline=None)
-settings.load_profile("tests")
+# Tests on a GPU run without Hypothesis.
+with contextlib.suppress(ImportError):
+    from hypothesis import settings
+
+    settings.register_profile("tests", deadline=None)
+    settings.load_profile("tests")
 
 
 @pytest.hookimpl(tryfirst=True)

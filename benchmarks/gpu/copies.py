@@ -1,0 +1,141 @@
+"""The throughput of stores and loads, beside memcpy of page-locked memory and beside a copy per page, as vLLM's own
+offloading copies. Blocks and slots are in random order; times are those of the wall clock, from submit to report."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable, Mapping
+
+import numpy as np
+
+from benchmarks.gpu import cuda
+from benchmarks.gpu.parts import Options
+from benchmarks.gpu.report import Report
+from benchmarks.gpu.rig import Blocks, Layout, Reshaped, Rig, make_views, registered_pool
+from kvoffload.abc import PageGroup
+from kvoffload.host.registration import Registration
+
+KIB, MIB = 1 << 10, 1 << 20
+GATES = {256 * KIB: 0.9, 64 * KIB: 0.8, 2 * MIB: 0.95, MIB: 0.9}
+"""By bytes per block: the least share of the memcpy peak, for GATED_BLOCKS blocks."""
+LARGEST = 2 * MIB
+NUM_BLOCKS = (4096, 256, 16)
+GATED_BLOCKS = 4096
+LAYERS = (1, 32, 80)
+"""With one layer, as where blocks are outermost, a block is one piece, which is copied directly."""
+PAGE_ALIGNMENT = 16
+MAX_PAGE_COPIES = 1 << 16
+MIN_ROUND_S = 0.02
+"""Few blocks are copied several times per round."""
+
+
+def run(report: Report, options: Options) -> None:
+    most = 32 if options.dry_run else GATED_BLOCKS
+    largest = 16 * KIB if options.dry_run else LARGEST
+    gates = {8 * KIB: 0.0, largest: 0.0} if options.dry_run else GATES
+    deadline = time.monotonic() + options.seconds * 0.9
+    peaks = cuda.memcpy_peaks(options.size(cuda.PEAK_BYTES))
+    for name, peak in peaks.items():
+        report.add(f"memcpy of page-locked memory, {name}", peak, "GB/s")
+    device_memory = cuda.empty(most * largest)
+    device_memory.fill_(1)
+    with registered_pool(most, largest) as (pool, registration):
+        ready = registration.num_ready_slots
+        report.must("the pool is registered", ready == most, f"{ready} of {most} slots")
+        memory = pool.data.reshape(-1)
+        try:
+            for block_bytes, layers in itertools.product(gates, LAYERS):
+                if time.monotonic() > deadline:
+                    raise TimeoutError("too little time for all sizes")
+                page = block_bytes // layers // PAGE_ALIGNMENT * PAGE_ALIGNMENT
+                slots = memory[: most * block_bytes].reshape(most, block_bytes)
+                group = PageGroup(make_views(Layout.MERGED, layers, most, page, device_memory))
+                rig = Rig([group], slots, Reshaped(registration, largest // block_bytes))
+                try:
+                    what = f"{block_bytes // KIB} KiB, {layers} layers"
+                    _measure(report, options, rig, what, gates[block_bytes], peaks)
+                finally:
+                    rig.close()
+        finally:
+            _release(registration)
+
+
+def _measure(report: Report, options: Options, rig: Rig, what: str, gate: float, peaks: Mapping[str, float]) -> None:
+    """Adds the throughput of each direction and number of blocks, and of a copy per page."""
+    most = len(rig.slots)
+    counts = (most, 16) if options.dry_run else NUM_BLOCKS
+    rng = np.random.default_rng(0)
+    for number in counts:
+        places, blocks = rng.permutation(most)[:number], rng.permutation(most)[:number]
+        _check(report, rig, places, blocks, f"{what}, {number} blocks")
+        for direction in ("store", "load"):
+            speed = _speed(rig, direction, places, blocks, options)
+            name = f"{what}, {direction} of {number} blocks"
+            report.add(name, speed, "GB/s")
+            if number == most:
+                report.at_least(gate, f"{name}: share of memcpy", speed / peaks[direction])
+    for direction in ("store", "load"):
+        speed = _copy_per_page(rig, direction, rng.permutation(most), options)
+        report.add(f"{what}, {direction}, a copy per page", speed, "GB/s")
+
+
+def _release(registration: Registration) -> None:
+    cuda.synchronize()
+    registration.release()
+
+
+def _check(report: Report, rig: Rig, places: Blocks, blocks: Blocks, what: str) -> None:
+    """Adds a failed gate unless a round trip of other bytes in each block has the right bytes."""
+    nbytes = rig.groups[0].device_block_bytes
+    chosen, some = blocks[:16], places[:16]
+    rows = np.random.default_rng(len(blocks)).integers(0, 256, (len(chosen), nbytes), np.uint8)
+    rig.write(0, chosen, rows)
+    rig.result(rig.store(some, chosen))
+    stored = np.array_equal(rig.slots[some, :nbytes], rows)
+    rig.fill(0, chosen, 0xEE)
+    rig.transfer.before_forward()
+    rig.result(rig.load(some, chosen))
+    if not stored or not np.array_equal(rig.rows(0, chosen), rows):
+        report.must(f"{what}: right bytes", False, "wrong bytes")
+
+
+def _speed(rig: Rig, direction: str, places: Blocks, blocks: Blocks, options: Options) -> float:
+    submit = rig.store if direction == "store" else rig.load
+
+    def once() -> int:
+        result = rig.result(submit(places, blocks))
+        assert result.ok
+        return result.nbytes
+
+    return cuda.bandwidth(_repeated(once, options), options.rounds(3))
+
+
+def _copy_per_page(rig: Rig, direction: str, places: Blocks, options: Options) -> float:
+    """Copies each page by itself in batches of the driver, or a call each if it has none."""
+    device = rig.device
+    run = rig.tables[0].runs
+    number = max(1, min(len(places), MAX_PAGE_COPIES // len(run)))
+    blocks = np.random.default_rng(1).permutation(len(places))[:number]
+    on_device = np.concatenate([each.base + each.stride * blocks for each in run])
+    slot = int(rig.slots.ctypes.data) + rig.slots.shape[1] * places[:number]
+    on_host = np.concatenate([slot + each.offset for each in run])
+    sizes = np.repeat([each.nbytes for each in run], number)
+    stream = device.new_stream()
+    sides = (on_host, on_device) if direction == "store" else (on_device, on_host)
+
+    def once() -> int:
+        device.copy(stream, *sides, sizes)
+        stream.synchronize()
+        return int(sizes.sum())
+
+    return cuda.bandwidth(_repeated(once, options), options.rounds(3))
+
+
+def _repeated(once: Callable[[], int], options: Options) -> Callable[[], int]:
+    if options.dry_run:
+        return once
+    begin = time.perf_counter()
+    once()
+    repeats = max(1, int(MIN_ROUND_S / (time.perf_counter() - begin)))
+    return lambda: sum(once() for _ in range(repeats))

@@ -1,0 +1,322 @@
+"""The model engine on the device: it checks every byte that a request attends to, after real copies on real streams.
+
+The scheduler half, the workers and CudaTransfer are the real ones. Forward passes are operations on the engine's
+stream, which nothing waits for; streams are delayed at random. Planted faults must be caught.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection, Iterable, Sequence
+from random import Random
+from typing import Any
+
+import numpy as np
+import torch
+
+from benchmarks.gpu import cuda
+from benchmarks.gpu.parts import Options
+from benchmarks.gpu.report import Report
+from benchmarks.gpu.rig import DelayedDevice, Ready, WrappedDevice
+from kvoffload.abc import ByteArray, KVGroup, PageGroup, Transfer
+from kvoffload.connector.messages import StepMeta, WorkerReport
+from kvoffload.connector.worker import Finished
+from kvoffload.testing.content import Batch, EngineRequest, first_attended, to_words
+from kvoffload.testing.engine import ModelEngine, Scenario
+from kvoffload.testing.faults import FailingTransfer, WrappedTransfer
+from kvoffload.testing.ranks import Rank, WrongBytes, layers_of, salt
+from kvoffload.testing.stream_ranks import Layout, StreamPlan, small_limits
+from kvoffload.testing.stream_schedules import plan
+from kvoffload.transfer.cuda import torch_device
+from kvoffload.transfer.cuda.device import Device
+from kvoffload.transfer.cuda.pages import page_table
+from kvoffload.transfer.cuda.transfer import CudaTransfer
+
+SLOT_ALIGNMENT = 64
+DELAYS_S = (0.0, 0.0, 0.3e-3, 3e-3)
+"""How long streams do nothing before an operation, at random."""
+DELAYED = ("copy", "gather", "scatter")
+IDLE_STEP_S = 0.5e-3
+SHARE_OF_RIGHT_RUNS = 0.5
+"""How much of the time is for runs without a planted fault."""
+MAX_SEEDS = 400
+MAX_SEEDS_PER_FAULT = 60
+
+
+class RandomlyDelayed(DelayedDevice):
+    """Chooses the delay of each operation by ``rng``."""
+
+    def __init__(self, inner: Device, rng: Random) -> None:
+        super().__init__(inner, 0.0, DELAYED)
+        self._rng = rng
+
+    def copy(self, stream: Any, targets: Any, sources: Any, sizes: Any) -> None:
+        self.seconds = self._rng.choice(DELAYS_S)
+        if self.seconds:
+            cuda.sleep(self.seconds, stream)
+        self.inner.copy(stream, targets, sources, sizes)
+
+    def gather(self, stream: Any, group: int, index: int, num_blocks: int, staging: int) -> None:
+        self.seconds = self._rng.choice(DELAYS_S)
+        super().gather(stream, group, index, num_blocks, staging)
+
+    def scatter(self, stream: Any, group: int, index: int, num_blocks: int, staging: int) -> None:
+        self.seconds = self._rng.choice(DELAYS_S)
+        super().scatter(stream, group, index, num_blocks, staging)
+
+
+# Planted faults.
+
+
+class NoFence(WrappedTransfer):
+    """The engine's stream waits for no store."""
+
+    def wait(self, job_ids: Iterable[int], device_blocks: Collection[int] | None = None) -> None:
+        """Does nothing."""
+
+
+class StalePoints(WrappedDevice):
+    """Copies wait for the end of an earlier forward pass: events that are used again keep their first point."""
+
+    def __init__(self, inner: Device) -> None:
+        super().__init__(inner)
+        self._recorded: list[Any] = []
+
+    def record(self, event: Any, stream: Any) -> None:
+        if stream == self.engine_stream():
+            if any(event is each for each in self._recorded):
+                return
+            self._recorded.append(event)
+        super().record(event, stream)
+
+
+class NoOrder(WrappedDevice):
+    """Streams do not wait for those events that were recorded on a stream for which ``ignores`` is true."""
+
+    def __init__(self, inner: Device) -> None:
+        super().__init__(inner)
+        self._recorded_on: dict[int, tuple[Any, Any]] = {}
+
+    def ignores(self, stream: Any) -> bool:
+        return bool(stream == self.engine_stream())
+
+    def record(self, event: Any, stream: Any) -> None:
+        self._recorded_on[id(event)] = event, stream
+        super().record(event, stream)
+
+    def wait(self, stream: Any, event: Any) -> None:
+        _, recorded_on = self._recorded_on.get(id(event), (None, None))
+        if recorded_on is None or stream == self.engine_stream() or not self.ignores(recorded_on):
+            super().wait(stream, event)
+
+
+class NoOrderOfCopies(NoOrder):
+    """Gathers, scatters and copies do not wait for one another."""
+
+    def ignores(self, stream: Any) -> bool:
+        return not super().ignores(stream)
+
+
+class SharedStaging(WrappedDevice):
+    """All chunks are gathered in, and scattered from, the same memory."""
+
+    def __init__(self, inner: Device) -> None:
+        super().__init__(inner)
+        self._addresses: dict[int, int] = {}
+
+    def allocate(self, nbytes: int) -> int:
+        if nbytes not in self._addresses:
+            self._addresses[nbytes] = super().allocate(nbytes)
+        return self._addresses[nbytes]
+
+
+class EndsTooEarly(WrappedDevice):
+    """Copies count as done when they are issued."""
+
+    def is_done(self, event: Any) -> bool:
+        return True
+
+    def seconds_between(self, start: Any, end: Any) -> float:
+        return 1e-3
+
+
+TRANSFER_FAULTS: dict[str, Callable[[Transfer], Transfer]] = {
+    "no fence": NoFence,
+}
+DEVICE_FAULTS: dict[str, Callable[[Device], Device]] = {
+    "a stale point of the forward pass": StalePoints,
+    "copies do not wait for the engine": NoOrder,
+    "copies do not wait for kernels": NoOrderOfCopies,
+    "staging is shared": SharedStaging,
+    "copies are reported too early": EndsTooEarly,
+}
+
+
+class DeviceRank(Rank):
+    """A rank whose KV is on the device."""
+
+    def __init__(
+        self,
+        s: Scenario,
+        groups: Sequence[KVGroup],
+        number: int,
+        devices: StreamPlan,
+        wrap_device: Callable[[Device], Device],
+        wrap_transfer: Callable[[Transfer], Transfer],
+        leader: Rank | None,
+    ) -> None:
+        self._groups = groups
+        self._random = Random(s.seed + (number << 40))
+        self._syncs_chance = devices.syncs_chance
+        layers = [layers_of(s, len(groups), g, number) for g in range(len(groups))]
+        self._planes = _planes(devices.layout, [len(own) for own in layers], groups, s.num_device_blocks)
+        self._salts = [
+            [to_words([salt(s.leader_of(number), g, layer)]) for layer in own] for g, own in enumerate(layers)
+        ]
+        page_groups = [
+            PageGroup([plane.view(torch.uint8) for plane in planes], group.block_size_factor)
+            for group, planes in zip(groups, self._planes, strict=True)
+        ]
+        size = max(group.block_bytes for group in page_groups)
+        slot_bytes = -(-size // SLOT_ALIGNMENT) * SLOT_ALIGNMENT
+        self._memory = cuda.pinned(s.num_host_blocks * slot_bytes)
+        host: ByteArray = leader.host if leader else self._memory.numpy().reshape(s.num_host_blocks, slot_bytes)
+        self._ready = Ready(int(devices.num_registered_first * len(host)), devices.boundary_slots)
+        self._registered_chance = devices.registered_chance
+        self._num_wrong = cuda.zero()
+        self._last = cuda.record()
+        device = wrap_device(RandomlyDelayed(torch_device.TorchDevice(page_groups), Random(s.seed)))
+        transfer = CudaTransfer([page_table(group) for group in page_groups], host, device, self._ready)
+        failing = FailingTransfer(wrap_transfer(transfer), s.copy_failure_rate, s.seed + number)
+        super().__init__(number, host, failing, lambda: None, leader)
+
+    def step(self, meta: StepMeta, batch: Batch, loads_first: bool) -> tuple[Finished, WorkerReport | None]:
+        if self._random.random() < self._syncs_chance:
+            self._last.synchronize()
+        if self._random.random() < self._registered_chance:
+            self._ready.num_ready_slots = min(len(self.host), self._ready.num_ready_slots + 1)
+        if not batch:
+            # The engine's clock is not that of the device, which needs time to copy.
+            time.sleep(IDLE_STEP_S)
+        results = super().step(meta, batch, loads_first)
+        self._last = cuda.record()
+        return results
+
+    def compute(self, request: EngineRequest, start: int, end: int) -> None:
+        delay = self._random.choice(DELAYS_S)
+        if delay:
+            cuda.sleep(delay)
+        for g, (group, planes, salts) in enumerate(zip(self._groups, self._planes, self._salts, strict=True)):
+            if not planes:
+                continue
+            size, words, table = group.device_block_size, request.words(g, group, end), np.array(request.blocks[g])
+            low = min(first_attended(group, start), start)
+            tokens = np.arange(low, end)
+            places = cuda.send(table[tokens // size] * planes[0].shape[1] + tokens % size)
+            for plane, mask in zip(planes, salts, strict=True):
+                want = cuda.send((words[low:end] ^ mask).view(np.int64))
+                cuda.launch(_attend(plane, places, want, start - low, self._num_wrong))
+
+    def finish(self) -> None:
+        cuda.synchronize()
+        self.worker.shutdown()
+        if int(self._num_wrong.item()):
+            raise WrongBytes(f"rank {self.number} has attended to {int(self._num_wrong.item())} wrong words")
+
+
+def _attend(plane: Any, places: Any, want: Any, num_read: int, num_wrong: Any) -> Callable[[], None]:
+    """Returns work that compares the first words and writes the others. ``places``: block and offset as one number."""
+    width = plane.shape[1]
+
+    def work() -> None:
+        blocks, offsets = places // width, places % width
+        num_wrong.add_((plane[blocks[:num_read], offsets[:num_read]] != want[:num_read]).sum())
+        plane.index_put_((blocks[num_read:], offsets[num_read:]), want[num_read:])
+
+    return work
+
+
+def _planes(layout: Layout, layers: Sequence[int], groups: Sequence[KVGroup], num_blocks: int) -> list[list[Any]]:
+    """Returns words of shape (blocks, tokens) per group and layer. Groups use the same memory."""
+    most, width = max(layers), max(group.device_block_size for group in groups)
+    if layout is Layout.PACKED:
+        whole = cuda.zeros((num_blocks, most, width))
+        own = [whole[:, layer] for layer in range(most)]
+    elif layout is Layout.MERGED:
+        own = list(cuda.zeros((most, num_blocks, width)))
+    else:
+        own = [cuda.zeros((num_blocks, width)) for _ in range(most)]
+    return [[plane[:, : group.device_block_size] for plane in own[:n]] for n, group in zip(layers, groups, strict=True)]
+
+
+def run_schedule(
+    seed: int,
+    wrap_device: Callable[[Device], Device] = lambda device: device,
+    wrap_transfer: Callable[[Transfer], Transfer] = lambda transfer: transfer,
+) -> int:
+    """Runs an engine and its workload, and returns the tokens that it has loaded. Raises an error if bytes are wrong,
+    or something is held at the end."""
+    scenario, devices = plan(seed)
+    ranks: list[DeviceRank] = []
+
+    def make_rank(s: Scenario, groups: Sequence[KVGroup], number: int, copy_chance: float, leader: Rank | None) -> Rank:
+        ranks.append(DeviceRank(s, groups, number, devices, wrap_device, wrap_transfer, leader))
+        return ranks[-1]
+
+    try:
+        with small_limits(devices):
+            engine = ModelEngine(scenario, make_rank=make_rank)
+            engine.run()
+        return engine.hits
+    finally:
+        for rank in ranks:
+            rank.worker.shutdown()
+        cuda.synchronize()
+
+
+def run(report: Report, options: Options) -> None:
+    begin = time.monotonic()
+    until = begin + options.seconds * SHARE_OF_RIGHT_RUNS
+    loaded: dict[int, int] = {}
+    """By seed, how many tokens were loaded."""
+    failures: dict[int, str] = {}
+    for seed in range(MAX_SEEDS if not options.dry_run else 2):
+        if time.monotonic() > until or len(failures) > 3:
+            break
+        try:
+            loaded[seed] = run_schedule(seed)
+        except Exception as error:
+            failures[seed] = f"{type(error).__name__}: {error}"
+    runs, tokens = len(loaded) + len(failures), sum(loaded.values())
+    report.add("runs of the model engine", runs)
+    report.add("tokens loaded", tokens)
+    for seed, failure in failures.items():
+        report.add(f"seed {seed}", failure)
+    report.must(
+        "every byte attended to is right",
+        not failures and (tokens > 0 or options.dry_run),
+        f"{len(failures)} of {runs} failed" if failures else "",
+    )
+    faults: dict[str, dict[str, Any]] = {name: {"wrap_transfer": wrap} for name, wrap in TRANSFER_FAULTS.items()}
+    faults |= {name: {"wrap_device": wrap} for name, wrap in DEVICE_FAULTS.items()}
+    for i, (name, wraps) in enumerate(faults.items()):
+        end = begin + options.seconds * 0.9
+        until = time.monotonic() + (end - time.monotonic()) / (len(faults) - i)
+        # Runs that load much attend to what the fault has spoiled.
+        _find(report, name, wraps, until, sorted(loaded, key=lambda seed: -loaded[seed]))
+
+
+def _find(report: Report, name: str, wraps: dict[str, Any], until: float, seeds: Sequence[int]) -> None:
+    """Runs seeds until the planted fault is found."""
+    for number, seed in enumerate(seeds[:MAX_SEEDS_PER_FAULT]):
+        if time.monotonic() > until:
+            break
+        try:
+            run_schedule(seed, **wraps)
+        except WrongBytes:
+            report.must(f"planted: {name}", True, f"caught by run {number + 1}")
+            return
+        except Exception as error:
+            # What else goes wrong is not what a check of bytes has found.
+            report.add(f"planted: {name}, seed {seed}", f"{type(error).__name__}: {error}"[:120])
+    report.must(f"planted: {name}", False, "not caught")

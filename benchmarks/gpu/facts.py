@@ -1,0 +1,71 @@
+"""What this machine is, and how fast it copies page-locked memory."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import platform
+import shutil
+import subprocess
+from pathlib import Path
+
+from benchmarks.gpu import cuda
+from benchmarks.gpu.parts import Options
+from benchmarks.gpu.report import Report
+from kvoffload.host.limits import available_memory
+from kvoffload.transfer.cuda import driver
+from kvoffload.units import format_bytes
+
+HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage")
+QUERY = "driver_version,pci.bus_id,pcie.link.gen.max,pcie.link.width.max,pcie.link.gen.current,persistence_mode"
+
+
+def run(report: Report, options: Options) -> None:
+    gpu = cuda.properties()
+    report.add("device", gpu.name)
+    report.add("compute capability", f"{gpu.major}.{gpu.minor}")
+    report.add("device memory", format_bytes(gpu.total_memory))
+    report.add("device memory free", format_bytes(cuda.free_memory()))
+    report.add("kernel", platform.release())
+    report.add("python", platform.python_version())
+    for name in ("torch", "triton", "numpy", "vllm"):
+        try:
+            report.add(name, importlib.metadata.version(name))
+        except importlib.metadata.PackageNotFoundError:
+            report.add(name, "not installed")
+    ask_nvidia_smi(report)
+    calls = driver.Driver(0)
+    node = calls.numa_node()
+    report.add("NUMA node of the device", "unknown" if node is None else str(node))
+    report.add("NUMA nodes", str(len(list(Path("/sys/devices/system/node").glob("node[0-9]*"))) or 1))
+    report.add("batched copies (CUDA 12.8)", "yes" if calls.copies_in_batches else "no: a call per copy")
+    for name in ("enabled", "shmem_enabled"):
+        report.add(f"transparent huge pages: {name}", _read(HUGE_PAGES / name))
+    report.add("host memory available", format_bytes(available_memory()))
+    for direction, speed in cuda.memcpy_peaks(options.size(cuda.PEAK_BYTES)).items():
+        report.add(f"memcpy of page-locked memory, {direction}", speed, "GB/s")
+
+
+def ask_nvidia_smi(report: Report) -> None:
+    """Adds what nvidia-smi knows of the first device."""
+    program = shutil.which("nvidia-smi")
+    if program is None:
+        report.add("nvidia-smi", "not installed")
+        return
+    command = [program, f"--query-gpu={QUERY}", "--format=csv,noheader", "--id=0"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=20)
+    values = done.stdout.strip().split(", ")
+    if done.returncode or len(values) != len(QUERY.split(",")):
+        report.add("nvidia-smi", f"failed: {(done.stdout + done.stderr).strip()[:100]}")
+        return
+    for name, value in zip(QUERY.split(","), values, strict=True):
+        report.add(name.replace("_", " "), value)
+    device = Path("/sys/bus/pci/devices") / values[1].lower().removeprefix("0000")
+    for name in ("current_link_speed", "current_link_width"):
+        report.add(f"PCIe {name.replace('_', ' ')}", _read(device / name))
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text().strip()
+    except OSError as error:
+        return f"unknown ({error.strerror})"

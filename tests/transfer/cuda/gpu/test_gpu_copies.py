@@ -1,0 +1,207 @@
+"""Bytes that CudaTransfer copies on a CUDA device: layouts, sizes, groups, registered and unregistered host memory."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+from benchmarks.gpu import cuda
+from benchmarks.gpu.rig import (
+    Layout,
+    Ready,
+    Rig,
+    WrappedDevice,
+    block_numbers,
+    make_views,
+    registered_pool,
+    rig,
+    slot_bytes,
+)
+
+from kvoffload.abc import PageGroup
+from kvoffload.transfer.cuda import pipeline
+from kvoffload.transfer.cuda.slots import Unregistered
+
+pytestmark = pytest.mark.cuda
+
+LAYERS, BLOCKS, PAGE = 3, 24, 1024
+BLOCK_LISTS = [4, 9, 1, 6, 23, 0]
+BEFORE, AFTER = 0xEE, 0xA5
+"""What pages and slots hold before something else is copied to them."""
+
+
+def random_rows(num_rows: int, nbytes: int) -> npt.NDArray[np.uint8]:
+    return np.random.default_rng(num_rows).integers(0, 256, (num_rows, nbytes), np.uint8)
+
+
+def stored(r: Rig, slots: Sequence[int], factor: int, nbytes: int) -> npt.NDArray[np.uint8]:
+    """Returns what the slots hold, one row per device block."""
+    return r.slots[list(slots), : factor * nbytes].reshape(-1, nbytes).copy()
+
+
+def round_trip(r: Rig, blocks: Sequence[int], slots: Sequence[int]) -> None:
+    """Stores blocks, overwrites them, and loads them again."""
+    (group,) = r.groups
+    chosen, places = block_numbers(blocks), block_numbers(slots)
+    others = block_numbers([b for b in range(len(group.views[0])) if b not in blocks][:64])
+    rows = random_rows(len(blocks), group.device_block_bytes)
+    r.fill(0, others, BEFORE)
+    r.write(0, chosen, rows)
+    r.slots[:] = AFTER
+    result = r.result(r.store(places, chosen))
+    assert result.ok
+    assert result.nbytes == rows.nbytes
+    assert result.seconds > 0
+    assert np.array_equal(stored(r, slots, group.factor, group.device_block_bytes), rows)
+    unused = [slot for slot in range(len(r.slots)) if slot not in slots]
+    assert (r.slots[unused] == AFTER).all()
+    r.fill(0, chosen, BEFORE)
+    r.transfer.before_forward()
+    job = r.load(places, chosen)
+    r.transfer.wait([job])
+    seen = r.look(0, chosen)
+    assert r.result(job).ok
+    assert np.array_equal(r.rows(0, chosen), rows)
+    assert np.array_equal(seen.cpu().numpy(), rows)
+    assert (r.rows(0, others) == BEFORE).all()
+
+
+@pytest.mark.parametrize("factor", [1, 2])
+@pytest.mark.parametrize("layout", Layout)
+def test_a_round_trip(layout: Layout, factor: int) -> None:
+    group = PageGroup(make_views(layout, LAYERS, BLOCKS, PAGE), factor)
+    slots = [5, 2, 7, 0, 1, 3][: len(BLOCK_LISTS) // factor]
+    with rig([group], 8) as r:
+        round_trip(r, BLOCK_LISTS, slots)
+
+
+@pytest.mark.parametrize("page", [7, 130, 516, 1032, 18432 + 16])
+def test_pages_that_are_not_multiples_of_16_bytes(page: int) -> None:
+    group = PageGroup([*make_views(Layout.SEPARATE, 2, BLOCKS, page), *make_views(Layout.SEPARATE, 1, BLOCKS, 4)])
+    with rig([group], 8) as r:
+        round_trip(r, BLOCK_LISTS, [5, 2, 7, 0, 1, 3])
+
+
+@pytest.mark.parametrize("layout", [Layout.MERGED, Layout.PACKED])
+def test_more_bytes_than_chunks_in_flight_hold(layout: Layout, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pipeline, "HALF_BYTES", 16 * LAYERS * PAGE)
+    num_blocks = 16 * 4 * pipeline.IN_FLIGHT
+    group = PageGroup(make_views(layout, LAYERS, num_blocks, PAGE))
+    order = np.random.default_rng(0).permutation(num_blocks)
+    with rig([group], num_blocks) as r:
+        round_trip(r, order.tolist(), order[::-1].tolist())
+
+
+def test_many_jobs_of_several_groups_in_one_step() -> None:
+    groups = [
+        PageGroup(make_views(Layout.MERGED, 2, 256, 4096)),
+        PageGroup(make_views(Layout.PACKED, 3, 256, 512)),
+        PageGroup([*make_views(Layout.SEPARATE, 2, 256, 2048), *make_views(Layout.SEPARATE, 2, 256, 64)]),
+    ]
+    with rig(groups, 3 * 64) as r:
+        numbers = np.random.default_rng(1).permutation(256)[:64]
+        rows = [random_rows(64, group.device_block_bytes) for group in groups]
+        for g, each in enumerate(rows):
+            r.write(g, numbers, each)
+        slots = np.random.default_rng(2).permutation(3 * 64)
+        lists = [(slots[3 * i : 3 * i + 3], [numbers[i : i + 1]] * 3) for i in range(64)]
+        jobs = [r.store(*each) for each in lists]
+        assert all(r.result(job).ok for job in jobs)
+        for g in range(3):
+            r.fill(g, numbers, BEFORE)
+        r.transfer.before_forward()
+        jobs = [r.load(*each) for each in lists]
+        assert all(r.result(job).ok for job in jobs)
+        for g, each in enumerate(rows):
+            assert np.array_equal(r.rows(g, numbers), each)
+
+
+@pytest.mark.parametrize("layout", [Layout.MERGED, Layout.PACKED])
+def test_blocks_of_a_cache_of_40_gib(layout: Layout, request: pytest.FixtureRequest) -> None:
+    """Addresses within a cache, and within one layer, do not fit 32 bits."""
+    nbytes, page = 40 << 30, 64 << 10
+    if cuda.free_memory() < nbytes + (2 << 30):
+        if cuda.DEVICE != "cpu":
+            pytest.skip("needs 42 GiB of free device memory")
+        nbytes, page = 2 << 20, 1 << 10
+    num_blocks = nbytes // page // 2
+    views = make_views(layout, 2, num_blocks, page)
+    request.addfinalizer(cuda.empty_cache)
+    with rig([PageGroup(views)], 8) as r:
+        round_trip(r, [0, num_blocks - 1, num_blocks // 2, num_blocks // 3, num_blocks - 2], [3, 0, 7, 5, 2])
+
+
+class AddressesSeen(WrappedDevice):
+    """Notes the host memory that copies touch: pieces that lie in ``region`` (start, bytes)."""
+
+    region = (0, 0)
+    num_inside = 0
+
+    def copy(self, stream: Any, targets: Any, sources: Any, sizes: Any) -> None:
+        start, nbytes = self.region
+        for addresses in (targets, sources):
+            self.num_inside += int(((addresses + sizes > start) & (addresses < start + nbytes)).sum())
+        super().copy(stream, targets, sources, sizes)
+
+
+@pytest.mark.parametrize("layout", [Layout.MERGED, Layout.PACKED])
+def test_unregistered_memory_never_goes_to_the_driver(layout: Layout) -> None:
+    group = PageGroup(make_views(layout, LAYERS, BLOCKS, PAGE))
+    devices: list[AddressesSeen] = []
+
+    def wrap(inner: Any) -> AddressesSeen:
+        devices.append(AddressesSeen(inner))
+        return devices[-1]
+
+    with rig([group], 8, wrap, registration=Unregistered()) as r:
+        devices[0].region = (int(r.slots.ctypes.data), r.slots.nbytes)
+        round_trip(r, BLOCK_LISTS, [5, 2, 7, 0, 1, 3])
+        assert devices[0].num_inside == 0
+    with rig([group], 8, wrap) as r:
+        devices[1].region = (int(r.slots.ctypes.data), r.slots.nbytes)
+        round_trip(r, BLOCK_LISTS, [5, 2, 7, 0, 1, 3])
+        assert devices[1].num_inside > 0, "the copies of this test are not seen"
+
+
+def test_slots_become_ready_one_by_one() -> None:
+    group = PageGroup(make_views(Layout.MERGED, LAYERS, BLOCKS, PAGE))
+    growing = Ready(0, boundary_slots=4)
+    with rig([group], 8, registration=growing) as r:
+        for growing.num_ready_slots in (0, 1, 3, 6, 8):
+            round_trip(r, BLOCK_LISTS, [5, 2, 7, 0, 1, 3])
+
+
+def test_copies_across_two_registrations(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neighbouring slots in two registrations are not copied in one piece, which drivers refuse."""
+    from kvoffload.host import registration as module
+
+    monkeypatch.setattr(module, "CHUNK_BYTES", 64 << 10)
+    monkeypatch.setattr(module, "MIN_CHUNK_BYTES", 64 << 10)
+    group = PageGroup(make_views(Layout.PACKED, 4, BLOCKS, 4096))
+    with registered_pool(24, slot_bytes([group])) as (pool, registration):
+        assert registration.num_ready_slots == 24
+        assert registration.boundary_slots == 4
+        r = Rig([group], pool.data, registration)
+        round_trip(r, list(range(24)), list(range(24)))
+        r.close()
+
+
+def test_the_kernel_of_triton_is_used(real_device: None, caplog: pytest.LogCaptureFixture) -> None:
+    pytest.importorskip("triton")
+    with (
+        caplog.at_level(logging.WARNING, logger="kvoffload"),
+        rig([PageGroup(make_views(Layout.MERGED, LAYERS, BLOCKS, PAGE))], 8),
+    ):
+        assert [record.message for record in caplog.records if "Triton" in record.message] == []
+
+
+def test_torch_copies_the_same_bytes_as_triton(monkeypatch: pytest.MonkeyPatch) -> None:
+    from kvoffload.transfer.cuda import kernels
+
+    monkeypatch.setattr(kernels, "triton", None)
+    with rig([PageGroup(make_views(Layout.MERGED, LAYERS, BLOCKS, PAGE))], 8) as r:
+        round_trip(r, BLOCK_LISTS, [5, 2, 7, 0, 1, 3])
