@@ -134,6 +134,10 @@ def new_stream(device: object = None) -> Stream:
     return next(_pool())
 
 
+def stream_of(handle: int, device: object = None) -> Stream:
+    return next(each for each in Stream.all if each.cuda_stream == handle)
+
+
 def current_stream(device: object = None) -> Stream:
     return getattr(_thread, "stream", None) or _default_stream()
 
@@ -167,7 +171,7 @@ def _sleep(cycles: int) -> None:
 
 
 class Driver:
-    """The calls of the driver that copy and register."""
+    """The calls of the driver for streams, copies and memory."""
 
     copies_in_batches = True
 
@@ -178,10 +182,15 @@ class Driver:
     def enter_thread(self) -> None:
         """Does nothing."""
 
+    def new_stream(self) -> int:
+        return new_stream().cuda_stream
+
+    def destroy_stream(self, stream: int) -> None:
+        """Does nothing: later devices get the stream again."""
+
     def copy(self, stream: int, targets: Addresses, sources: Addresses, sizes: Addresses) -> None:
         pieces = list(zip(targets.tolist(), sources.tolist(), sizes.tolist(), strict=True))
-        found = next(each for each in Stream.all if each.cuda_stream == stream)
-        found.enqueue(lambda: [ctypes.memmove(*piece) for piece in pieces])
+        stream_of(stream).enqueue(lambda: [ctypes.memmove(*piece) for piece in pieces])
 
     def register(self, address: int, nbytes: int) -> None:
         if address in self._registered:
@@ -227,6 +236,7 @@ def install() -> None:
             torch.cuda,
             {
                 "Stream": new_stream,
+                "ExternalStream": stream_of,
                 "Event": Event,
                 "CUDAGraph": Graph,
                 "graph": graph,

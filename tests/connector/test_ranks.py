@@ -86,6 +86,17 @@ def test_a_rank_that_never_comes_is_not_waited_for() -> None:
     never.set()
 
 
+def test_a_rank_that_fails_says_why_although_another_has_died() -> None:
+    def gather(value: Any) -> list[Any]:
+        raise RuntimeError("connection closed by peer")
+
+    def make() -> int:
+        raise ConfigError("too little memory")
+
+    with pytest.raises(ConfigError, match="too little memory"):
+        Ranks(0, [gather]).collect(make)
+
+
 def test_a_connection_that_breaks_is_an_error() -> None:
     def gather(value: Any) -> list[Any]:
         raise RuntimeError("connection closed by peer")

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import random
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -318,6 +320,24 @@ def test_a_driver_that_hangs_holds_up_neither_the_start_nor_close(
     release.set()
     registration.wait_until_ended()
     assert len(driver.calls) == 1, "nothing is registered after close"
+
+
+@pytest.mark.parametrize("ends", [True, False])
+def test_memory_that_is_still_registered_stays_mapped_and_no_other(ends: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "CLOSE_DEADLINE_S", 600.0 if ends else 0.05)
+    pool, driver = HostPool(40, PAGE), Driver()
+    registration = Registration(pool.data, driver, pool.wait_until_touched)
+    pool.before_close(registration.close)
+    registration.wait_until_ended()
+    memory = weakref.ref(pool.data)
+    if ends:
+        registration.release()
+    pool.close()
+    end_of_unregistering()
+    if not ends:
+        del pool, registration
+    gc.collect()
+    assert (memory() is None) is (not driver.ranges) is ends
 
 
 def test_closing_a_pool_that_is_not_touched_yet_ends_the_thread(monkeypatch: pytest.MonkeyPatch) -> None:

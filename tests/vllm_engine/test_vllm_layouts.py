@@ -33,11 +33,14 @@ from vllm.v1.worker.utils import allocate_kv_cache
 from vllm_harness import POOL, Runner, assert_at_rest, differences, with_gemma3
 
 from kvoffload.abc import ConfigError, PageGroup
+from kvoffload.host.pool import HostPool
 from kvoffload.transfer.cuda.pages import page_table
+from kvoffload.transfer.failed import FailedTransfer
 from kvoffload.vllm.fingerprint import fingerprint_parts
 from kvoffload.vllm.layout import EngineLayout
 from kvoffload.vllm.nesting import BLOCKS_FIRST, LAYERS_FIRST, READ_BY_STRIDE, required_layout
-from kvoffload.vllm.pages import log_layout, page_groups
+from kvoffload.vllm.pages import log_layout, make_transfer, page_groups
+from kvoffload.vllm.replicas import RankPool
 
 pytestmark = pytest.mark.vllm
 
@@ -380,3 +383,23 @@ def test_outputs_are_identical_with_blocks_in_one_piece(run: Runner, gemma3_expe
         assert differences(got, gemma3_expected) == []
     assert_at_rest(result.result)
     assert min(result["loaded_blocks"]) > 0, "hits in both groups"
+
+
+class DeviceView:
+    """Pages on a CUDA device whose driver cannot be used."""
+
+    device = torch.device("cuda", 99)
+    shape = (4, 64)
+
+    def __len__(self) -> int:
+        return 4
+
+
+def test_a_device_without_a_usable_driver_does_not_keep_the_engine_from_starting(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    pool = HostPool(4, 4096)
+    transfer = make_transfer([PageGroup([DeviceView()])], RankPool(pool.handle(), pool.data, pool))
+    assert isinstance(transfer, FailedTransfer)
+    assert "the engine starts without it" in caplog.text
+    pool.close()

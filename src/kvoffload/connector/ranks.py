@@ -44,7 +44,12 @@ class Ranks:
         except Exception as error:
             own, values = error, [(None, str(error) or type(error).__name__)]
         for gather in self.gathers:
-            parts = call_within(deadline_s, partial(gather, values))
+            try:
+                parts = call_within(deadline_s, partial(gather, values))
+            except ConfigError:
+                if own is not None:
+                    raise own from None
+                raise
             values = [value for part in parts for value in part]
         if own is not None:
             raise own

@@ -25,6 +25,10 @@ CLOSE_DEADLINE_S = 5.0
 LOG_EVERY_S = 10.0
 _VERSION = Path("/proc/version")
 
+_STILL_REGISTERED: list[ByteArray] = []
+"""Memory that could not be unregistered. It stays mapped, because the driver pins these addresses: other memory that
+came there could not be registered, and a call in progress would pin it."""
+
 
 class Registrar(Protocol):
     """The calls of a driver. Each may raise any Exception."""
@@ -52,6 +56,8 @@ class Registration:
     """
 
     def __init__(self, slots: ByteArray, registrar: Registrar, wait_until_touched: Callable[[int], bool]) -> None:
+        self._slots: ByteArray | None = slots
+        """None when nothing is registered any more."""
         self._num_slots, self._slot_bytes = slots.shape
         self._address = slots.ctypes.data
         self._registrar = registrar
@@ -151,7 +157,10 @@ class Registration:
             while self._registered:
                 self._registrar.unregister(self._registered[-1])
                 self._registered.pop()
+            self._slots = None
         except Exception as error:
+            if self._slots is not None:
+                _STILL_REGISTERED.append(self._slots)
             logger.warning("kvoffload: the host pool stays registered until the process ends: %s", error)
 
 

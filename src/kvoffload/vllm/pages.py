@@ -10,6 +10,7 @@ import torch
 
 from kvoffload.abc import ConfigError, PageGroup, Transfer
 from kvoffload.transfer.cuda.pages import page_table
+from kvoffload.transfer.failed import FailedTransfer
 from kvoffload.transfer.follower import FollowerTransfer
 from kvoffload.transfer.inline import InlineTransfer
 
@@ -85,8 +86,15 @@ def log_layout(name: str | None, groups: list[PageGroup]) -> None:
 
 def make_transfer(groups: list[PageGroup], pool: RankPool) -> Transfer:
     """Returns the transfer between the pages of ``groups`` and the slots of ``pool``, for the device of the pages. It
-    stores only into the rank's own pool."""
-    transfer = _device_transfer(groups, pool)
+    stores only into the rank's own pool. If the device's driver or memory does not allow copies, the engine starts
+    nevertheless, and its first step switches offloading off."""
+    try:
+        transfer = _device_transfer(groups, pool)
+    except ConfigError:
+        raise
+    except Exception as error:
+        logger.exception("kvoffload: blocks cannot be copied to and from the device; the engine starts without it")
+        return FailedTransfer(error)
     return transfer if pool.own is not None else FollowerTransfer(transfer)
 
 

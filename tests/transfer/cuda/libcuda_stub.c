@@ -28,7 +28,7 @@ _Static_assert(offsetof(attributes, target) == 12, "dstLocHint");
 _Static_assert(offsetof(attributes, flags) == 20, "flags");
 
 enum { SUCCESS = 0, INVALID_VALUE = 1, OUT_OF_MEMORY = 2, INVALID_CONTEXT = 201, ALREADY_REGISTERED = 712, NOT_REGISTERED = 713 };
-enum { ORDER_STREAM = 1, PREFER_OVERLAP = 1, PORTABLE = 1, RELAXED = 2 };
+enum { ORDER_STREAM = 1, PREFER_OVERLAP = 1, PORTABLE = 1, RELAXED = 2, NON_BLOCKING = 1 };
 
 #ifdef REAL_HEADER
 #include <cuda.h>
@@ -42,12 +42,15 @@ _Static_assert(offsetof(attributes, flags) == offsetof(CUmemcpyAttributes, flags
 _Static_assert((int)ORDER_STREAM == (int)CU_MEMCPY_SRC_ACCESS_ORDER_STREAM, "order");
 _Static_assert((int)PREFER_OVERLAP == (int)CU_MEMCPY_FLAG_PREFER_OVERLAP_WITH_COMPUTE, "overlap");
 _Static_assert((int)PORTABLE == (int)CU_MEMHOSTREGISTER_PORTABLE, "portable");
+_Static_assert((int)NON_BLOCKING == (int)CU_STREAM_NON_BLOCKING, "non-blocking");
 _Static_assert((int)RELAXED == (int)CU_STREAM_CAPTURE_MODE_RELAXED, "relaxed");
 _Static_assert((int)OUT_OF_MEMORY == (int)CUDA_ERROR_OUT_OF_MEMORY, "out of memory");
 _Static_assert(sizeof(CUdevice) == sizeof(int) && sizeof(CUdeviceptr) == 8 && sizeof(CUresult) == sizeof(int), "handles");
 /* Compiled with -Werror=incompatible-pointer-types: what the driver takes and returns is what the stub does. */
 CUresult batch(CUdeviceptr *, CUdeviceptr *, size_t *, size_t, CUmemcpyAttributes *, size_t *, size_t, size_t *, CUstream);
 PFN_cuMemcpyBatchAsync_v12080 batch_of_12_8 = batch;
+CUresult (*create_stream)(CUstream *, unsigned int) = cuStreamCreate;
+CUresult (*destroy_stream)(CUstream) = cuStreamDestroy;
 CUresult (*copy)(CUdeviceptr, CUdeviceptr, size_t, CUstream) = cuMemcpyAsync;
 CUresult (*allocate)(CUdeviceptr *, size_t) = cuMemAlloc;
 CUresult (*release_memory)(CUdeviceptr) = cuMemFree;
@@ -66,13 +69,15 @@ IS_NAMED(cuMemHostRegister, "cuMemHostRegister_v2");
 IS_NAMED(cuDevicePrimaryCtxRelease, "cuDevicePrimaryCtxRelease_v2");
 IS_NAMED(cuMemAlloc, "cuMemAlloc_v2");
 IS_NAMED(cuMemFree, "cuMemFree_v2");
+IS_NAMED(cuStreamCreate, "cuStreamCreate");
+IS_NAMED(cuStreamDestroy, "cuStreamDestroy_v2");
 IS_NAMED(cuGetProcAddress, "cuGetProcAddress_v2");
 IS_NAMED(cuMemcpyAsync, "cuMemcpyAsync");
 #else
 
 #define MAX_REGISTERED 64
 static char calls[1 << 16];
-static int driver_version = 12080, num_allocated, fail_code, fail_after, fail_copy = -1, max_registered_bytes_mib;
+static int driver_version = 12080, num_allocated, num_streams, fail_code, fail_after, fail_copy = -1, max_registered_bytes_mib;
 static char fail_function[64];
 static __thread int is_current;
 static struct {
@@ -98,7 +103,7 @@ void stub_reset(void) {
     driver_version = 12080;
     fail_copy = -1;
     max_registered_bytes_mib = 0;
-    is_current = num_allocated = 0;
+    is_current = num_allocated = num_streams = 0;
     memset(registered, 0, sizeof registered);
 }
 
@@ -154,6 +159,23 @@ int cuThreadExchangeStreamCaptureMode(int *mode) {
     note(text);
     *mode = 0;
     return begin("cuThreadExchangeStreamCaptureMode");
+}
+
+int cuStreamCreate(void **stream, unsigned int flags) {
+    if (!is_current)
+        return INVALID_CONTEXT;
+    if (flags != NON_BLOCKING)
+        return INVALID_VALUE;
+    *stream = (void *)(uintptr_t)(0x5500 + 16 * num_streams++);
+    note("new stream");
+    return begin("cuStreamCreate");
+}
+
+int cuStreamDestroy_v2(void *stream) {
+    char text[64];
+    snprintf(text, sizeof text, "destroy stream %#zx", (size_t)stream);
+    note(text);
+    return begin("cuStreamDestroy_v2");
 }
 
 int cuMemAlloc_v2(uint64_t *address, size_t nbytes) {

@@ -35,9 +35,8 @@ def host_tensor_of(address: int, nbytes: int, device: torch.device) -> torch.Ten
 class InstantStream:
     """A stream whose work is done when it is issued."""
 
-    cuda_stream = 0x5500
-
-    def __init__(self, device: object = None) -> None:
+    def __init__(self, handle: int = 0, device: object = None) -> None:
+        self.cuda_stream = handle
         self.waited: list[object] = []
 
     def synchronize(self) -> None:
@@ -77,7 +76,7 @@ class InstantCuda:
         self.engine = InstantStream()
         self.current: list[InstantStream] = [self.engine]
         self.entered: list[int] = []
-        monkeypatch.setattr(torch.cuda, "Stream", InstantStream)
+        monkeypatch.setattr(torch.cuda, "ExternalStream", InstantStream)
         monkeypatch.setattr(torch.cuda, "Event", InstantEvent)
         monkeypatch.setattr(torch.cuda, "stream", self.stream)
         monkeypatch.setattr(torch.cuda, "current_stream", lambda device: self.current[-1])
@@ -108,6 +107,18 @@ def make(cuda: InstantCuda, stub: StubDriver) -> Callable[..., HostDevice]:
         return device
 
     return make
+
+
+def test_streams_are_new_ones_of_the_driver_and_not_those_that_torch_shares(
+    make: Callable[..., HostDevice], stub: StubDriver
+) -> None:
+    device = make(CACHES["bytes"]().views)
+    handles = [device.new_stream().cuda_stream for _ in range(40)]
+    assert len(set(handles)) == 40
+    device.close()
+    assert sorted(call for call in stub.calls if call.startswith("destroy")) == sorted(
+        f"destroy stream {handle:#x}" for handle in handles
+    )
 
 
 def index_at(device: TorchDevice, blocks: list[int]) -> int:

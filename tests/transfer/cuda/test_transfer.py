@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -329,6 +331,18 @@ def test_the_engine_waits_for_the_end_of_a_load(rig: Rig) -> None:
     rig.device.release()
 
 
+def test_the_engine_waits_for_scattered_and_direct_loads_whose_ends_are_on_two_streams() -> None:
+    rig = Rig(PageGroup(apart()), PageGroup([noise(BLOCKS, ROW)]))
+    rig.device.held = True
+    rig.transfer.submit(1, spec_of([0], ([5], 0), ([], 0)), is_store=False)
+    rig.run()
+    rig.transfer.submit(2, spec_of([1], ([], 0), ([6], 0)), is_store=False)
+    rig.transfer.wait([1, 2])
+    streams = {event.stream for stream, event in rig.device.waits if stream == rig.device.engine_stream()}
+    assert len(streams) == 2
+    rig.device.release()
+
+
 def test_a_fenced_store_for_which_there_is_no_bounce_buffer_fails_and_blocks_nothing(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -463,6 +477,37 @@ def test_an_error_in_a_fence_is_raised_to_its_caller(rig: Rig) -> None:
     with pytest.raises(RuntimeError, match="the device failed"):
         rig.transfer.poll(busy=True)
     assert not rig.transfer.advance()
+
+
+def test_no_step_is_made_by_a_thread_that_waited_while_another_failed(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    is_copying, may_fail = threading.Event(), threading.Event()
+
+    def fail(*_: object) -> None:
+        is_copying.set()
+        may_fail.wait(60)
+        raise RuntimeError("the driver failed")
+
+    def advance() -> None:
+        with contextlib.suppress(RuntimeError):
+            rig.transfer.advance()
+
+    rig.store(1, [0], [0])
+    rig.transfer.before_forward()
+    assert rig.transfer.advance()
+    rig.device.calls.clear()
+    monkeypatch.setattr(rig.device, "copy", fail)
+    threads = [threading.Thread(target=advance) for _ in range(2)]
+    threads[0].start()
+    assert is_copying.wait(60)
+    threads[1].start()
+    # Long enough, mostly, for the second thread to wait for the first.
+    threads[1].join(0.05)
+    may_fail.set()
+    for thread in threads:
+        thread.join()
+    assert not [name for name, _ in rig.device.calls if name == "is_done"], "the chunk is issued halfway"
 
 
 def test_close_frees_the_device_once_and_drops_what_was_not_issued(rig: Rig) -> None:

@@ -114,11 +114,12 @@ class Copier:
 
     @contextlib.contextmanager
     def _locked(self, timeout_s: float = LOCK_DEADLINE_S, after_error: bool = False) -> Iterator[None]:
-        if self.error is not None and not after_error:
-            raise RuntimeError("the device failed before") from self.error
         if not self._lock.acquire(timeout=timeout_s):
             raise TimeoutError(f"the thread that copies has not issued a chunk within {timeout_s} s")
         try:
+            # The other thread may have failed while this one waited for the lock.
+            if self.error is not None and not after_error:
+                raise RuntimeError("the device failed before") from self.error
             yield
         except Exception as error:
             self.fail(error)

@@ -27,6 +27,7 @@ SYSFS_DEVICES = Path("/sys/bus/pci/devices")
 
 _SUCCESS = 0
 _REGISTER_PORTABLE = 1
+_STREAM_NON_BLOCKING = 1
 _CAPTURE_RELAXED = 2
 _ORDER_STREAM = 1
 _PREFER_OVERLAP = 1
@@ -44,6 +45,8 @@ _SIGNATURES: dict[str, tuple[Any, ...]] = {
     "cuDevicePrimaryCtxRelease_v2": (_INT,),
     "cuCtxSetCurrent": (_POINTER,),
     "cuThreadExchangeStreamCaptureMode": (_POINTER,),
+    "cuStreamCreate": (_POINTER, ctypes.c_uint),
+    "cuStreamDestroy_v2": (_POINTER,),
     "cuMemAlloc_v2": (_POINTER, _SIZE),
     "cuMemFree_v2": (ctypes.c_uint64,),
     "cuMemHostRegister_v2": (_POINTER, _SIZE, ctypes.c_uint),
@@ -119,6 +122,17 @@ class Driver:
         self._call("cuCtxSetCurrent", self._context)
         mode = _INT(_CAPTURE_RELAXED)
         self._call("cuThreadExchangeStreamCaptureMode", ctypes.byref(mode))
+
+    def new_stream(self) -> int:
+        """Returns the handle of a new stream, which does not wait for the default stream."""
+        stream = _POINTER()
+        self._call("cuStreamCreate", ctypes.byref(stream), _STREAM_NON_BLOCKING)
+        assert stream.value is not None
+        return stream.value
+
+    def destroy_stream(self, stream: int) -> None:
+        """Ends a stream from ``new_stream``, whose work has ended."""
+        self._call("cuStreamDestroy_v2", stream)
 
     def copy(self, stream: int, targets: Addresses, sources: Addresses, sizes: Addresses) -> None:
         """Enqueues copies of ``sizes[i]`` bytes from ``sources[i]`` to ``targets[i]``, in any order.

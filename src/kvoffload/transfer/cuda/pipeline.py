@@ -157,8 +157,8 @@ class Pipeline:
         last: dict[bool, Event] = {}
         for chunk in self._chunks:
             if matching(chunk.rows, jobs, blocks).any():
-                is_read_early = self._is_store and not chunk.is_direct
-                last[is_read_early] = chunk.kernel if is_read_early else self._end(chunk)
+                event = chunk.kernel if self._is_store and not chunk.is_direct else self._end(chunk)
+                last[event is chunk.kernel] = event
         for event in last.values():
             self._device.wait(stream, event)
 

@@ -22,7 +22,8 @@ class TorchDevice(Device):
     pool is registered with another ``Driver``, because this one ends with ``close``.
 
     Device memory comes from the driver. Torch's may belong to a pool of the engine, which loses its contents when the
-    engine sleeps, and work on other streams may still use it.
+    engine sleeps, and work on other streams may still use it. The streams come from the driver too: torch hands out the
+    same 32 again and again, so one of its own could be a stream on which the engine works or captures a CUDA graph.
     """
 
     def __init__(self, groups: Sequence[PageGroup], library: str = LIBRARY) -> None:
@@ -30,6 +31,7 @@ class TorchDevice(Device):
         self._driver = Driver(self._device.index or 0, library)
         self._memory: dict[int, int] = {}
         """Sizes of allocations by address."""
+        self._streams: list[int] = []
         self._host: list[torch.Tensor] = []
         """Tensors that own pinned memory."""
         self._copiers = copiers(groups, self.allocate, self._tensor_at)
@@ -39,7 +41,8 @@ class TorchDevice(Device):
         self._driver.enter_thread()
 
     def new_stream(self) -> Stream:
-        return torch.cuda.Stream(self._device)
+        self._streams.append(self._driver.new_stream())
+        return torch.cuda.ExternalStream(self._streams[-1], self._device)
 
     def engine_stream(self) -> Stream:
         return torch.cuda.current_stream(self._device)
@@ -85,6 +88,8 @@ class TorchDevice(Device):
         try:
             while self._memory:
                 self._driver.free(self._memory.popitem()[0])
+            while self._streams:
+                self._driver.destroy_stream(self._streams.pop())
             self._driver.close()
         except DriverError:
             # A device that has failed frees nothing any more.
