@@ -1,27 +1,23 @@
-"""What only a CUDA device can show: TorchDevice keeps the contract of Device, and CudaTransfer copies on it."""
+"""What only a CUDA device can show: TorchDevice keeps the contract of Device."""
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable
 
 import numpy as np
 import pytest
 
-from kvoffload.abc import DeviceSpec, LoadStoreSpec, PageGroup, TransferSpec
-from kvoffload.host.pool import HostPool, padded_slot_bytes
-from kvoffload.host.registration import Registration
+from kvoffload.abc import PageGroup
+from kvoffload.host.pool import HostPool
 from tests.transfer.cuda.layouts import CACHES, Cache
 
 torch = pytest.importorskip("torch")
 
 from kvoffload.transfer.cuda import kernels  # noqa: E402
 from kvoffload.transfer.cuda.driver import Driver, DriverError  # noqa: E402
-from kvoffload.transfer.cuda.pages import page_table  # noqa: E402
 from kvoffload.transfer.cuda.torch_device import TorchDevice  # noqa: E402
-from kvoffload.transfer.cuda.transfer import CudaTransfer  # noqa: E402
 
 pytestmark = [pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
@@ -286,99 +282,3 @@ def test_another_thread_copies_while_a_graph_is_captured() -> None:
     graph.replay()
     torch.cuda.synchronize()
     assert total.item() > 0
-
-
-# CudaTransfer.
-
-
-@pytest.fixture
-def transfer_of() -> Iterator[Callable[..., tuple[CudaTransfer, HostPool]]]:
-    """Returns a function that makes a transfer for views on the device, and its pool of 16 slots."""
-    made: list[Any] = []
-
-    def make(views: list[torch.Tensor], factor: int = 1) -> tuple[CudaTransfer, HostPool]:
-        group = PageGroup(views, factor)
-        pool = HostPool(16, padded_slot_bytes(group.block_bytes))
-        registration = Registration(pool.data, Driver(0), pool.wait_until_touched)
-        pool.before_close(registration.close)
-        registration.wait_until_ended()
-        assert registration.num_ready_slots == 16
-        transfer = CudaTransfer([page_table(group)], pool.data, TorchDevice([group]), registration)
-        made.extend((transfer, pool))
-        return transfer, pool
-
-    yield make
-    for each in made:
-        each.close()
-
-
-def job(slots: list[int], blocks: list[int]) -> TransferSpec:
-    return TransferSpec("r", LoadStoreSpec("CPU", np.array(slots)), DeviceSpec(np.array(blocks), (len(blocks),), (0,)))
-
-
-def end_of(transfer: CudaTransfer, job_id: int) -> Any:
-    transfer.before_forward()
-    deadline = time.monotonic() + 30
-    while time.monotonic() < deadline:
-        transfer.wait_any(0.1)
-        for result in transfer.poll(busy=False):
-            assert result.job_id == job_id
-            return result
-    raise AssertionError("the copy did not end")
-
-
-@pytest.mark.parametrize("factor", [1, 2])
-@pytest.mark.parametrize("name", ["layers outermost", "blocks outermost, one run", "pages of several sizes", "bytes"])
-def test_the_transfer_stores_and_loads(transfer_of: Callable[..., Any], name: str, factor: int) -> None:
-    views = on_gpu(CACHES[name]())
-    transfer, _ = transfer_of(views, factor)
-    before = [view.clone() for view in views]
-    blocks = [4, 1, 0, 3]
-    spec = job([5, 2, 7, 0][: len(blocks) // factor], blocks)
-    transfer.submit(1, spec, is_store=True)
-    assert end_of(transfer, 1).ok
-    for view in views:
-        view.zero_()
-    transfer.before_forward()
-    transfer.submit(2, spec, is_store=False)
-    result = end_of(transfer, 2)
-    assert result.ok
-    assert result.nbytes == len(blocks) * sum(view.shape[1] for view in views)
-    for view, old in zip(views, before, strict=True):
-        assert torch.equal(view[blocks], old[blocks])
-        assert not view[2].any(), "a block outside the job was written"
-
-
-@pytest.mark.parametrize("fenced", [True, False])
-def test_a_fence_makes_later_work_of_the_engine_wait_for_the_store(
-    transfer_of: Callable[..., Any], fenced: bool
-) -> None:
-    """Without the fence the engine overwrites the block before the sleeping store reads it: the test can see that."""
-    views = on_gpu(CACHES["layers outermost"]())
-    transfer, pool = transfer_of(views)
-    # The store waits for work on the engine's stream, so that is where it sleeps; the writer has a stream of its own.
-    wanted = torch.cat([view[3] for view in views]).cpu().numpy()
-    writer, engine = torch.cuda.Stream(), torch.cuda.current_stream()
-    torch.cuda.synchronize()
-    torch.cuda._sleep(SLEEP_CYCLES)
-    transfer.submit(1, job([6], [3]), is_store=True)
-    transfer.before_forward()
-    if fenced:
-        transfer.wait([1], [3])
-        writer.wait_stream(engine)
-    with torch.cuda.stream(writer):
-        for view in views:
-            view[3] = 0
-    assert end_of(transfer, 1).ok
-    torch.cuda.synchronize()
-    stored = pool.data[6, : len(wanted)]
-    assert np.array_equal(stored, wanted) is fenced
-
-
-def test_a_bad_block_number_fails_only_its_job(transfer_of: Callable[..., Any]) -> None:
-    views = on_gpu(CACHES["layers outermost"]())
-    transfer, _ = transfer_of(views)
-    transfer.submit(1, job([0], [len(views[0])]), is_store=True)
-    assert not end_of(transfer, 1).ok
-    transfer.submit(2, job([0], [1]), is_store=True)
-    assert end_of(transfer, 2).ok
