@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 
 import pytest
 
@@ -40,6 +41,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         return LONGEST.index(name) if name in LONGEST else len(LONGEST), item.get_closest_marker("vllm") is None
 
     items.sort(key=place)
+
+
+@pytest.fixture(autouse=True)
+def no_log_of_vllm(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After an import of vLLM's adapter kvoffload's log has vLLM's level. Tests without vLLM expect Python's."""
+    if request.node.get_closest_marker("vllm") is None:
+        logger = logging.getLogger("kvoffload")
+        monkeypatch.setattr(logger, "parent", logging.getLogger())
+        logger.setLevel(logger.level)  # Forgets which levels the former parent has enabled.
 
 
 @pytest.fixture
