@@ -27,10 +27,14 @@ NUM_READ_THREADS = 2
 NUM_WRITE_THREADS = 2
 """One computes checksums while the other moves bytes. More would not help: one call of a client moves many blocks at
 once, and clients may spin while they wait."""
+NUM_SMALL_READ_THREADS = 1
+SMALL_READ_BLOCKS = 4
+"""A read of at most so many blocks has a thread at the usual priority: for a short time, spinning does no harm."""
 NUM_LOOKUP_THREADS = 1
-TRANSFER_NICENESS = 5
-"""Added to the niceness of the threads that read and write. Clients spin in them until the bytes have been moved, so on
-a busy machine they must not take their share of a core from the threads that move the bytes, or from the engine."""
+TRANSFER_NICENESS = 10
+"""Added to the niceness of the threads that read and write many blocks. Clients spin in them until the bytes have been
+moved, so on a busy machine they must not take their share of a core from the threads that move the bytes, or from the
+engine."""
 FINISH_DEADLINE_S = 2.0
 """Time for requests that have been received when the engine closes the channel."""
 WATCH_INTERVAL_S = 1.0
@@ -111,11 +115,12 @@ class _Server:
             for pool in self._pools:
                 self._client.register(pool.reshape(-1))
         self._workers: queue.SimpleQueue[StoreWorker] = queue.SimpleQueue()
-        for _ in range(NUM_READ_THREADS + NUM_WRITE_THREADS + NUM_LOOKUP_THREADS):
+        for _ in range(NUM_READ_THREADS + NUM_SMALL_READ_THREADS + NUM_WRITE_THREADS + NUM_LOOKUP_THREADS):
             self._workers.put(self._new_worker())
         self._lookups = IOThreads(NUM_LOOKUP_THREADS, "lookup")
-        reads, writes = IOThreads(NUM_READ_THREADS, "read"), IOThreads(NUM_WRITE_THREADS, "write")
-        self._threads = {Op.LOOKUP: self._lookups, Op.REMOVE: self._lookups, Op.READ: reads, Op.WRITE: writes}
+        self._small_reads = IOThreads(NUM_SMALL_READ_THREADS, "small read")
+        self._reads = IOThreads(NUM_READ_THREADS, "read")
+        self._writes = IOThreads(NUM_WRITE_THREADS, "write")
 
     def _new_worker(self) -> StoreWorker:
         setup = self._setup
@@ -127,15 +132,22 @@ class _Server:
         for kind, body in messages:
             if kind is Kind.REQUEST:
                 request = Request.unpack(body)
-                if not self._threads[request.op].submit_read(partial(self._run, request)):
+                threads = self._threads_for(request)
+                is_nice = threads in (self._reads, self._writes)
+                if not threads.submit_read(partial(self._run, request, is_nice)):
                     return  # The engine has more requests under way than it may.
         deadline = time.monotonic() + FINISH_DEADLINE_S
-        for threads in self._threads.values():
+        for threads in (self._lookups, self._small_reads, self._reads, self._writes):
             threads.close(max(0.0, deadline - time.monotonic()))
         self._client.close()
 
-    def _run(self, request: Request) -> None:
-        if request.op in (Op.READ, Op.WRITE):
+    def _threads_for(self, request: Request) -> IOThreads:
+        if request.op is Op.READ:
+            return self._small_reads if len(request.keys) <= SMALL_READ_BLOCKS else self._reads
+        return self._writes if request.op is Op.WRITE else self._lookups
+
+    def _run(self, request: Request, is_nice: bool) -> None:
+        if is_nice:
             # On Linux, 0 is the calling thread.
             os.setpriority(os.PRIO_PROCESS, 0, self._niceness + TRANSFER_NICENESS)
         worker = self._workers.get()

@@ -22,7 +22,7 @@ MAX_IN_FLIGHT_BYTES = 128 << 20
 """Bytes of reads under way at once, and of writes; at least one block."""
 MAX_IN_FLIGHT_BLOCKS = 1024
 """Blocks read at once, and blocks written at once."""
-REQUEST_BYTES = 32 << 20
+REQUEST_BYTES = 64 << 20
 """Blocks that are smaller share a request of this size."""
 MAX_ASKED = 1 << 16
 """Keys that the store is being asked about at once; others count as missing meanwhile."""
