@@ -124,6 +124,7 @@ def test_a_missing_client_names_the_line_to_run(tmp_path: Path, monkeypatch: pyt
 def test_a_wheel_without_the_master_names_the_line_to_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "mooncake").mkdir()
     (tmp_path / "mooncake" / "__init__.py").write_text("")
+    monkeypatch.delitem(sys.modules, "mooncake", raising=False)  # Tests before may have imported the real one.
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.setattr(mooncake, "check_installed", lambda: None)
     with pytest.raises(StoreMissingError, match="no mooncake_master; run pip install"):
