@@ -108,6 +108,7 @@ def sleep(seconds: float, stream: Any = None) -> None:
 
 def capture(work: Callable[[], object]) -> Graph:
     """Returns ``work`` as a graph, captured in global mode as vLLM does: what a capture forbids, no thread may call."""
+    torch.cuda.current_stream().synchronize()  # ``work`` runs once beside it, and must not meet what it did before.
     stream = new_stream()
     with torch.cuda.stream(stream):
         launch(work)
