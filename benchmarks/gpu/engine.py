@@ -17,13 +17,13 @@ import torch
 from benchmarks.gpu import cuda
 from benchmarks.gpu.parts import Options
 from benchmarks.gpu.report import Report
-from benchmarks.gpu.rig import DelayedDevice, Ready, WrappedDevice
+from benchmarks.gpu.rig import DelayedDevice, Ready
 from kvoffload.abc import ByteArray, KVGroup, PageGroup, Transfer
 from kvoffload.connector.messages import StepMeta, WorkerReport
 from kvoffload.connector.worker import Finished
 from kvoffload.testing.content import Batch, EngineRequest, first_attended, to_words
 from kvoffload.testing.engine import ModelEngine, Scenario
-from kvoffload.testing.faults import FailingTransfer, WrappedTransfer
+from kvoffload.testing.faults import FailingTransfer, WrappedDevice, WrappedTransfer
 from kvoffload.testing.ranks import Rank, WrongBytes, layers_of, salt
 from kvoffload.testing.stream_ranks import Layout, StreamPlan, small_limits
 from kvoffload.testing.stream_schedules import plan

@@ -18,6 +18,7 @@ from benchmarks.gpu import cuda
 from kvoffload.abc import ByteArray, DeviceSpec, LoadStoreSpec, PageGroup, TransferResult, TransferSpec
 from kvoffload.host.pool import HostPool, padded_slot_bytes
 from kvoffload.host.registration import Registration
+from kvoffload.testing.faults import WrappedDevice
 from kvoffload.transfer.cuda import driver, torch_device
 from kvoffload.transfer.cuda.device import Device
 from kvoffload.transfer.cuda.pages import page_table
@@ -231,55 +232,6 @@ def rig(
 
 def block_numbers(values: Collection[int]) -> Blocks:
     return np.fromiter(values, dtype=np.int64, count=len(values))
-
-
-class WrappedDevice(Device):
-    """Passes every call on to ``inner``: the base class of devices with a fault or a delay."""
-
-    def __init__(self, inner: Device) -> None:
-        self.inner = inner
-
-    def enter_thread(self) -> None:
-        self.inner.enter_thread()
-
-    def new_stream(self) -> Any:
-        return self.inner.new_stream()
-
-    def engine_stream(self) -> Any:
-        return self.inner.engine_stream()
-
-    def new_event(self) -> Any:
-        return self.inner.new_event()
-
-    def record(self, event: Any, stream: Any) -> None:
-        self.inner.record(event, stream)
-
-    def wait(self, stream: Any, event: Any) -> None:
-        self.inner.wait(stream, event)
-
-    def is_done(self, event: Any) -> bool:
-        return self.inner.is_done(event)
-
-    def seconds_between(self, start: Any, end: Any) -> float:
-        return self.inner.seconds_between(start, end)
-
-    def allocate(self, nbytes: int) -> int:
-        return self.inner.allocate(nbytes)
-
-    def allocate_host(self, nbytes: int) -> ByteArray:
-        return self.inner.allocate_host(nbytes)
-
-    def copy(self, stream: Any, targets: Any, sources: Any, sizes: Any) -> None:
-        self.inner.copy(stream, targets, sources, sizes)
-
-    def gather(self, stream: Any, group: int, index: int, num_blocks: int, staging: int) -> None:
-        self.inner.gather(stream, group, index, num_blocks, staging)
-
-    def scatter(self, stream: Any, group: int, index: int, num_blocks: int, staging: int) -> None:
-        self.inner.scatter(stream, group, index, num_blocks, staging)
-
-    def close(self) -> None:
-        self.inner.close()
 
 
 class DelayedDevice(WrappedDevice):

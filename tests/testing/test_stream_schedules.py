@@ -11,11 +11,10 @@ from typing import TypeAlias
 import numpy as np
 import pytest
 
-from kvoffload.abc import ByteArray
 from kvoffload.testing import stream_schedules
 from kvoffload.testing.__main__ import main
 from kvoffload.testing.engine import Leak
-from kvoffload.testing.faults import WrappedTransfer
+from kvoffload.testing.faults import WrappedDevice, WrappedTransfer
 from kvoffload.testing.races import DeviceFault
 from kvoffload.testing.ranks import WrongBytes
 from kvoffload.testing.scale import scaled
@@ -23,7 +22,7 @@ from kvoffload.testing.stream_ranks import MakeTransfer, Registration, make_cuda
 from kvoffload.testing.stream_schedules import plan, run_schedule
 from kvoffload.testing.streams import DriverError, Mark, SimulatedDevice
 from kvoffload.transfer.cuda import slots, staging
-from kvoffload.transfer.cuda.device import Addresses, Device, Event, Stream
+from kvoffload.transfer.cuda.device import Addresses, Event, Stream
 
 SCHEDULES = scaled(132)
 CHUNKS = 4
@@ -67,11 +66,13 @@ def test_schedules(chunk: int) -> None:
 # Bugs planted in the device that CudaTransfer sees, and in what it is made of.
 
 
-class WrappedDevice(Device):
+class WatchedDevice(WrappedDevice):
     """Passes everything on to ``inner``, and learns what the streams are for."""
 
+    inner: SimulatedDevice
+
     def __init__(self, inner: SimulatedDevice) -> None:
-        self.inner = inner
+        super().__init__(inner)
         self.users: dict[str, set[int]] = {"gather": set(), "scatter": set(), "to host": set(), "to device": set()}
         """Ids of the streams that did each kind of work."""
         self.recorded_on: dict[int, Stream] = {}
@@ -91,36 +92,9 @@ class WrappedDevice(Device):
         self.inner.record(event, stream)
         self.before_last[id(stream)] = event.mark
 
-    def enter_thread(self) -> None:
-        self.inner.enter_thread()
-
-    def new_stream(self) -> Stream:
-        return self.inner.new_stream()
-
-    def engine_stream(self) -> Stream:
-        return self.inner.engine_stream()
-
-    def new_event(self) -> Event:
-        return self.inner.new_event()
-
     def record(self, event: Event, stream: Stream) -> None:
         self.recorded_on[id(event)] = stream
         self.inner.record(event, stream)
-
-    def wait(self, stream: Stream, event: Event) -> None:
-        self.inner.wait(stream, event)
-
-    def is_done(self, event: Event) -> bool:
-        return self.inner.is_done(event)
-
-    def seconds_between(self, start: Event, end: Event) -> float:
-        return self.inner.seconds_between(start, end)
-
-    def allocate(self, nbytes: int) -> int:
-        return self.inner.allocate(nbytes)
-
-    def allocate_host(self, nbytes: int) -> ByteArray:
-        return self.inner.allocate_host(nbytes)
 
     def copy(self, stream: Stream, targets: Addresses, sources: Addresses, sizes: Addresses) -> None:
         found = self.inner.memory.find(int(sources[0]), 1)
@@ -136,11 +110,8 @@ class WrappedDevice(Device):
         self.note("scatter", stream)
         self.inner.scatter(stream, group, index, num_blocks, staging)
 
-    def close(self) -> None:
-        self.inner.close()
 
-
-class NoStoreWait(WrappedDevice):
+class NoStoreWait(WatchedDevice):
     """Blocks are read although the forward pass that computes them may still run."""
 
     def wait(self, stream: Stream, event: Event) -> None:
@@ -148,7 +119,7 @@ class NoStoreWait(WrappedDevice):
             super().wait(stream, event)
 
 
-class NoLoadWait(WrappedDevice):
+class NoLoadWait(WatchedDevice):
     """Blocks are filled although a forward pass, or a store that was fenced, may still read them."""
 
     def wait(self, stream: Stream, event: Event) -> None:
@@ -157,13 +128,13 @@ class NoLoadWait(WrappedDevice):
             super().wait(stream, event)
 
 
-class NoFence(WrappedDevice):
+class NoFence(WatchedDevice):
     def wait(self, stream: Stream, event: Event) -> None:
         if not self.is_engine(stream):
             super().wait(stream, event)
 
 
-class StalePoint(WrappedDevice):
+class StalePoint(WatchedDevice):
     """Points of the engine's stream are those that were recorded before, as if before_forward did nothing."""
 
     previous: Mark | None = None
@@ -174,7 +145,7 @@ class StalePoint(WrappedDevice):
             event.mark, self.previous = self.previous or event.mark, event.mark
 
 
-class DropsWaits(WrappedDevice):
+class DropsWaits(WatchedDevice):
     """Streams that do ``waiting`` work do not wait for those that do ``awaited`` work."""
 
     waiting = awaited = ""
@@ -205,7 +176,7 @@ class ScatterBeforeCopy(DropsWaits):
     waiting, awaited = "scatter", "to device"
 
 
-class EarlyEvents(WrappedDevice):
+class EarlyEvents(WatchedDevice):
     """Events of streams that do ``kind`` of work are recorded before their last work."""
 
     kind = ""
@@ -228,7 +199,7 @@ class EndOfGathersTooEarly(EarlyEvents):
     kind = "gather"
 
 
-class DirectCopyFencedByGather(WrappedDevice):
+class DirectCopyFencedByGather(WatchedDevice):
     """The engine waits for the last gather where it had to wait for a copy."""
 
     gathered: Event = None
@@ -244,7 +215,7 @@ class DirectCopyFencedByGather(WrappedDevice):
         super().wait(stream, event)
 
 
-class DoneTooEarly(WrappedDevice):
+class DoneTooEarly(WatchedDevice):
     """Chunks are taken for done while they are copied: bounce buffers are read, and jobs are reported."""
 
     def is_done(self, event: Event) -> bool:
@@ -254,7 +225,7 @@ class DoneTooEarly(WrappedDevice):
         return 1e-6
 
 
-class MergesStrangers(WrappedDevice):
+class MergesStrangers(WatchedDevice):
     """Copies to neighbours become one, although their sources are no neighbours."""
 
     def copy(self, stream: Stream, targets: Addresses, sources: Addresses, sizes: Addresses) -> None:
@@ -264,18 +235,18 @@ class MergesStrangers(WrappedDevice):
         super().copy(stream, targets, sources, sizes)
 
 
-class LosesTheLastRow(WrappedDevice):
+class LosesTheLastRow(WatchedDevice):
     def copy(self, stream: Stream, targets: Addresses, sources: Addresses, sizes: Addresses) -> None:
         keep = slice(None, -1) if len(targets) > 1 else slice(None)
         super().copy(stream, targets[keep], sources[keep], sizes[keep])
 
 
-class LosesTheLastBlock(WrappedDevice):
+class LosesTheLastBlock(WatchedDevice):
     def scatter(self, stream: Stream, group: int, index: int, num_blocks: int, staging: int) -> None:
         super().scatter(stream, group, index, max(1, num_blocks - 1), staging)
 
 
-class AnotherGroup(WrappedDevice):
+class AnotherGroup(WatchedDevice):
     """Blocks are gathered with the pages of the first group."""
 
     def gather(self, stream: Stream, group: int, index: int, num_blocks: int, staging: int) -> None:
@@ -343,12 +314,12 @@ def one_bounce_buffer_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(slots.HostSlots, "new_bounce_buffers", lambda self, largest: new(self, largest)[:1] * 8)
 
 
-Bug: TypeAlias = type[WrappedDevice | WrappedTransfer | EarlyRegistration]
+Bug: TypeAlias = type[WatchedDevice | WrappedTransfer | EarlyRegistration]
 
 
 def with_bug(bug: Bug) -> MakeTransfer:
     def make(groups, host, registration, device, plan):
-        if issubclass(bug, WrappedDevice):
+        if issubclass(bug, WatchedDevice):
             return make_cuda_transfer(groups, host, registration, bug(device), plan)
         if issubclass(bug, EarlyRegistration):
             return make_cuda_transfer(groups, host, bug(registration), device, plan)
@@ -429,7 +400,7 @@ def test_the_program_prints_counts_and_how_to_replay(
     assert "python -m kvoffload.testing streams --first 8 --seeds 1" in printed
 
 
-class FailsOnce(WrappedDevice):
+class FailsOnce(WatchedDevice):
     """One call fails, and enqueues nothing. What was enqueued before goes on."""
 
     def __init__(self, inner: SimulatedDevice) -> None:

@@ -74,7 +74,6 @@ class Window(ValueMemory):
         payload_bytes = sum(pool.shape[1] for pool in pools)
         self.num_rows = max(1, min(MAX_ROWS, MAX_WINDOW_BYTES // payload_bytes))
         self._row_bytes = -(-(payload_bytes + mmap.PAGESIZE) // HUGE_PAGE) * HUGE_PAGE
-        self._value_bytes = RECORD_BYTES + payload_bytes
         # The record of a row is in the page before its slots, so that they begin at a huge page.
         self._memory = reserve_addresses((self.num_rows + 1) * self._row_bytes)
 

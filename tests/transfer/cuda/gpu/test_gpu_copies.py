@@ -14,7 +14,6 @@ from benchmarks.gpu.rig import (
     Layout,
     Ready,
     Rig,
-    WrappedDevice,
     block_numbers,
     make_views,
     registered_pool,
@@ -23,6 +22,7 @@ from benchmarks.gpu.rig import (
 )
 
 from kvoffload.abc import PageGroup
+from kvoffload.testing.faults import WrappedDevice
 from kvoffload.transfer.cuda import pipeline
 from kvoffload.transfer.cuda.slots import Unregistered
 

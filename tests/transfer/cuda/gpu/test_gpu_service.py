@@ -12,7 +12,6 @@ from benchmarks.gpu import cuda
 from benchmarks.gpu.rig import (
     Layout,
     Rig,
-    WrappedDevice,
     block_numbers,
     make_views,
     registered_pool,
@@ -21,6 +20,7 @@ from benchmarks.gpu.rig import (
 )
 
 from kvoffload.abc import PageGroup
+from kvoffload.testing.faults import WrappedDevice
 from kvoffload.transfer.cuda import driver
 
 pytestmark = pytest.mark.cuda
