@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from kvoffload.abc.types import (
     BlockHash,
@@ -44,6 +44,15 @@ class KVBlocks(Protocol):
         ...
 
 
+class BoundaryState(NamedTuple):
+    """A state that is final when the step's forward pass is done: the one of KV cache group ``group`` after the first
+    ``num_tokens`` tokens of a request, in ``device_block``."""
+
+    group: int
+    device_block: int
+    num_tokens: int
+
+
 @dataclass(slots=True)
 class ScheduledStep:
     """The engine's decisions for one step."""
@@ -59,3 +68,6 @@ class ScheduledStep:
     overwritten: Collection[int] = ()
     """Device blocks that the engine may write to before its workers receive this step. No fence can protect them, so
     stores that still read them fail."""
+    boundary_states: Mapping[str, Sequence[BoundaryState]] = field(default_factory=dict)
+    """Per request, the states that this step completes, for groups with ``KVGroup.state``. Each is offered once. Its
+    device block does not change before it is freed, so the fences protect it as they protect blocks of KV."""

@@ -103,6 +103,16 @@ class OffloadingManager(ABC):
     def lookup_each(self, keys: Sequence[OffloadKey], req_context: ReqContext | None = None) -> list[LookupState]:
         """Returns the state of each key."""
 
+    def lookup_last(self, keys: Sequence[OffloadKey], req_context: ReqContext | None = None) -> tuple[int, LookupState]:
+        """Returns the index and the state of the last of ``keys`` that is not certainly missing: HIT, or RETRY if a
+        lower tier has it or has not answered. Returns (-1, MISS) if all are missing or being written. Lower tiers are
+        asked to read that one block only. Does not change the eviction order."""
+        for i in range(len(keys) - 1, -1, -1):
+            (found,) = self.lookup_each(keys[i : i + 1], req_context)
+            if found in (LookupState.HIT, LookupState.RETRY):
+                return i, found
+        return -1, LookupState.MISS
+
     @abstractmethod
     def prepare_load(self, keys: Sequence[OffloadKey], req_context: ReqContext | None = None) -> LoadStoreSpec:
         """Pins every block and returns the lease: its slots stay unchanged until ``complete_load``. A pinned block is

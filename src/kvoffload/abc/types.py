@@ -38,10 +38,16 @@ class KVGroup:
     """One KV cache group: layers that share a block table, and how far back their tokens look.
 
     A device block has ``device_block_size`` tokens, an offloaded block has ``block_size_factor`` device blocks. At most
-    one of ``sliding_window`` (a token attends to itself and the ``sliding_window - 1`` tokens before it) and
-    ``attention_chunk`` (the token at position p attends to ``p // attention_chunk * attention_chunk`` to p) is set;
-    with neither, attention is full. With ``draft``, the KV of a position depends on the next token too, as in the
-    layers of EAGLE and MTP draft models. Raises ConfigError if a size is below 1 or both limits are set.
+    one of ``sliding_window`` (a token attends to itself and the ``sliding_window - 1`` tokens before it),
+    ``attention_chunk`` (the token at position p attends to ``p // attention_chunk * attention_chunk`` to p) and
+    ``state`` is set; with none, attention is full. With ``draft``, the KV of a position depends on the next token too,
+    as in the layers of EAGLE and MTP draft models.
+
+    With ``state`` the layers are recurrent or short convolutions: a block holds no KV per token but the whole state
+    after its last token. A request continues from one such state, exactly where its hit ends. Which device blocks hold
+    a state says ``ScheduledStep.boundary_states``, never a position in the block table.
+
+    Raises ConfigError if a size is below 1, several of the three are set, or a state has a ``block_size_factor``.
     """
 
     device_block_size: int
@@ -49,10 +55,15 @@ class KVGroup:
     sliding_window: int | None = None
     attention_chunk: int | None = None
     draft: bool = False
+    state: bool = False
 
     def __post_init__(self) -> None:
-        if self.sliding_window is not None and self.attention_chunk is not None:
-            raise ConfigError("a KV cache group has a sliding window or an attention chunk, not both")
+        if (self.sliding_window is not None) + (self.attention_chunk is not None) + self.state > 1:
+            raise ConfigError("a KV cache group has a sliding window, an attention chunk or a state, not several")
+        if self.state and self.block_size_factor != 1:
+            raise ConfigError(f"block_size_factor={self.block_size_factor}: must be 1 for a group with a state")
+        if self.state and self.draft:
+            raise ConfigError("draft=True: must be False for a group with a state")
         for name in ("device_block_size", "block_size_factor", "sliding_window", "attention_chunk"):
             value = getattr(self, name)
             if value is not None and value < 1:
@@ -65,13 +76,16 @@ class KVGroup:
 
     @property
     def is_full(self) -> bool:
-        return self.sliding_window is None and self.attention_chunk is None
+        return self.sliding_window is None and self.attention_chunk is None and not self.state
 
     def skipped_tokens(self, num_computed: int) -> int:
-        """Returns how many leading tokens the token at position ``num_computed`` does not attend to.
+        """Returns how many leading tokens the token at position ``num_computed`` does not attend to. With a state, that
+        is all but the last token before it, at which the state stands.
 
         The engine may free device blocks that hold only such tokens, and puts the null block in their place.
         """
+        if self.state:
+            return max(0, num_computed - 1)
         if self.sliding_window is not None:
             return max(0, num_computed - self.sliding_window + 1)
         if self.attention_chunk is not None:

@@ -40,7 +40,8 @@ class Layout:
         self.device_align = math.lcm(*(group.device_block_size for group in groups))
         self.blocks_per_align = sum(self.align // group.block_tokens for group in groups)
         self.full = tuple(g for g, group in enumerate(groups) if group.is_full)
-        self.windows = tuple(g for g, group in enumerate(groups) if not group.is_full)
+        self.windows = tuple(g for g, group in enumerate(groups) if not group.is_full and not group.state)
+        self.states = tuple(g for g, group in enumerate(groups) if group.state)
         self.traced = self.full[0] if self.full else 0
         """The group whose blocks are recorded in a trace."""
 
