@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from kvoffload.abc import BlockDescription, BlockHash, ConfigError, KVGroup, OffloadKey, Request
 from kvoffload.cache.keys import make_offload_key
+from kvoffload.connector.parts import Parts
 
 NULL_BLOCK = 0
 
@@ -15,15 +16,27 @@ NULL_BLOCK = 0
 class Layout:
     """The KV cache groups, and how block hashes become keys. Raises ConfigError if block sizes do not divide.
 
+    If blocks are divided into ``parts``, each part is a group here: ``groups`` has one entry per part, and so has
+    everything that is counted by group.
+
     A block's key is made of the hash of its last hash-block. The KV of a draft group also depends on the token after
     the block: there the key is made of the *next* block's hash, which covers that token. So such a block can be named,
     stored and found only when the block after it is whole.
     """
 
-    def __init__(self, groups: Sequence[KVGroup], hash_block_size: int | None, namespace: bytes) -> None:
+    def __init__(
+        self,
+        groups: Sequence[KVGroup],
+        hash_block_size: int | None,
+        namespace: bytes,
+        parts: Parts | None = None,
+    ) -> None:
         if not groups:
             raise ConfigError("groups: an engine has at least one KV cache group")
-        self.groups = tuple(groups)
+        self.engine_groups = tuple(groups)
+        """The groups as the engine has them."""
+        self.parts = parts or Parts.none(len(groups))
+        self.groups = groups = tuple(self.parts.groups(groups))
         self.hash_block_size = hash_block_size or math.gcd(*(group.device_block_size for group in groups))
         for group in groups:
             if group.device_block_size % self.hash_block_size:

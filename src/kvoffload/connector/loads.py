@@ -42,8 +42,10 @@ class LoadPlanner:
     def device_spec(self, blocks: KVBlocks, computed: int, end: int) -> tuple[list[range], DeviceSpec]:
         """Returns per group which offloaded blocks hold tokens ``computed`` to ``end``, and where these go. The engine
         has given null blocks to tokens that the next token does not attend to."""
-        spans, ids, sizes, firsts = [], [], [], []
-        for group, table in zip(self._layout.groups, blocks.get_block_ids(), strict=True):
+        ids: list[int] = []
+        spans, sizes, firsts = [], [], []
+        tables = self._layout.parts.tables(blocks.get_block_ids())
+        for group, table in zip(self._layout.groups, tables, strict=True):
             first = computed // group.device_block_size
             last = min(-(-end // group.device_block_size), len(table))
             while first < last and table[first] == NULL_BLOCK:

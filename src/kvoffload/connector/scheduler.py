@@ -34,6 +34,7 @@ from kvoffload.connector.loads import LoadPlanner
 from kvoffload.connector.lookups import Lookups
 from kvoffload.connector.messages import StepMeta, WorkerReport
 from kvoffload.connector.observer import RequestObserver
+from kvoffload.connector.parts import Parts
 from kvoffload.connector.request import Changes, Phase, RequestState
 from kvoffload.connector.shelf import Shelf, SoundBlocks
 from kvoffload.connector.snapshot import SchedulerSnapshot, take_snapshot
@@ -110,7 +111,7 @@ class OffloadingConnectorScheduler:
     to find them on the device; for engines that share device blocks between requests, and schedule waiting requests
     that hold some before those that hold none. ``describe_blocks``: stored events carry a BlockDescription.
     ``recorder`` gets every request that was given device blocks, when it ends. ``may_sleep``: the engine calls
-    ``wake_up`` after each sleep, and a reset may belong to one.
+    ``wake_up`` after each sleep, and a reset may belong to one. ``parts``: how the blocks of ``groups`` are divided.
 
     Call it from the engine's scheduler thread only. No method raises for anything that goes wrong while serving: after
     an unexpected error ``off`` is True, nothing more is loaded or stored, and every promised load or store is reported
@@ -131,11 +132,12 @@ class OffloadingConnectorScheduler:
         load_deadline_ms: float = 1000.0,
         recorder: TraceRecorder | None = None,
         may_sleep: bool = False,
+        parts: Parts | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.manager = manager
         self.off = False
-        self.layout = Layout(groups, hash_block_size, namespace)
+        self.layout = Layout(groups, hash_block_size, namespace, parts)
         self.requests: dict[str, RequestState] = {}
         """By id, every request that was looked up and has not ended."""
         self.changes = Changes()
@@ -238,6 +240,7 @@ class OffloadingConnectorScheduler:
     @_guarded(lambda self, step: self._take_meta(step))
     def build_connector_meta(self, step: ScheduledStep) -> StepMeta:
         """Returns the loads, stores and fences of this step, for the workers."""
+        step = self.layout.parts.step(step)
         has_tokens = any(step.num_scheduled_tokens.values())
         upcoming, epoch = self._next, self.shelf.num_resets
         meta = upcoming.meta
