@@ -125,7 +125,8 @@ class EngineRequest:
         size = group.device_block_size
         version = self.old_blocks.get((g, (end - 1) // size), self.version)
         salts: Words = np.arange(1, size + 1, dtype=np.uint64) * np.uint64(SPREAD)
-        return salts ^ self._words(version, group)[end - 1]
+        words: Words = salts ^ self._words(version, group)[end - 1]
+        return words
 
     def _words(self, version: int, group: KVGroup) -> Words:
         content = self._contents.setdefault(version, Content(version))
