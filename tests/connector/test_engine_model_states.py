@@ -41,7 +41,7 @@ def hybrid(seed: int) -> Scenario:
 def many_scratch_blocks(seed: int) -> Scenario:
     """Prompts that are computed several boundaries at a time, so that scratch blocks move."""
     return dataclasses.replace(
-        hybrid(seed), num_scratch_blocks=2, num_device_blocks=1000, max_tokens_per_step=64, prefix_caching=False
+        hybrid(seed), num_scratch_blocks=2, num_device_blocks=1000, max_tokens_per_step=24, prefix_caching=False
     )
 
 
