@@ -60,6 +60,10 @@ class Match:
     missed: OffloadKey | None
     """The first block that was missing for more."""
     expires: float = float("inf")
+    junction: int = 0
+    """Up to this token, blocks of other requests are stored, but no states behind the hit."""
+    no_state: OffloadKey | None = None
+    """A state that no tier has either, behind the hit."""
 
 
 @dataclass(slots=True, eq=False)

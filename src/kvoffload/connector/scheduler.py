@@ -195,6 +195,7 @@ class OffloadingConnectorScheduler:
         state.computed_at_load = 0 if match is None else match.computed
         self._next.allocated.add(request.request_id)
         self.observer.allocated(state, match, num_external_tokens)
+        self.stores.begin(state, match, num_external_tokens)
         if match is not None:
             state.blocks.loaded = None
         if num_external_tokens == 0:
@@ -267,8 +268,7 @@ class OffloadingConnectorScheduler:
         self.observer.measure_prefills(step.num_scheduled_tokens)
         meta.stores |= self.stores.store_running(step.num_scheduled_tokens, self.requests, epoch)
         if step.boundary_states:
-            offered = {req_id: states for req_id, states in step.boundary_states.items() if req_id not in preempted}
-            meta.stores |= self.stores.store_states(offered, self.requests, epoch)
+            meta.stores |= self.stores.store_states(step.boundary_states, preempted, self.requests, epoch)
         if self.held:
             meta.releases += self.held.take_due(self._clock())
         return self._take_meta(step)
@@ -369,7 +369,7 @@ class OffloadingConnectorScheduler:
         if state is None:
             return False, None
         self.manager.release_request(state.context)
-        self.stores.forget(request.request_id)
+        self.stores.end(request.request_id)
         self.observer.end(state)
         if any(state.blocks.tables):
             self._next.finished.append((state, request.num_computed_tokens))
