@@ -124,7 +124,9 @@ class EngineRequest:
         """Returns the state that it must have after ``end`` tokens in group ``g``, without salts."""
         size = group.device_block_size
         version = self.old_blocks.get((g, (end - 1) // size), self.version)
-        return self._words(version, group)[end - 1] ^ (np.arange(1, size + 1, dtype=np.uint64) * np.uint64(SPREAD))
+        salts: Words = np.arange(1, size + 1, dtype=np.uint64) * np.uint64(SPREAD)
+        words: Words = salts ^ self._words(version, group)[end - 1]
+        return words
 
     def _words(self, version: int, group: KVGroup) -> Words:
         content = self._contents.setdefault(version, Content(version))
