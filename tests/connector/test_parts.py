@@ -36,14 +36,19 @@ KIB = 1024
 FULL, WINDOW, STATE = KVGroup(128), KVGroup(128, sliding_window=512), KVGroup(128, state=True)
 
 
-def waste_of(groups: Sequence[KVGroup], sizes: Sequence[int], counts: Sequence[int], states: bool) -> float:
-    """Returns the waste on one rank, counted block by block. ``states``: whether all states are stored, or none."""
+def weights_of(groups: Sequence[KVGroup]) -> list[float]:
+    """Returns how many blocks of each group belong to the same tokens."""
     align = math.lcm(*(group.block_tokens for group in groups))
-    used = slots = 0
-    for group, size, count in zip(groups, sizes, counts, strict=True):
+    return [align / max(group.block_tokens, parts.STATE_TOKENS if group.state else 0) for group in groups]
+
+
+def waste_of(groups: Sequence[KVGroup], sizes: Sequence[int], counts: Sequence[int], states: bool) -> float:
+    """Returns the waste on one rank, counted block by block. ``states``: whether some states are stored, or none."""
+    used = slots = 0.0
+    for group, size, count, weight in zip(groups, sizes, counts, weights_of(groups), strict=True):
         if states or not group.state:
-            used += size * group.block_size_factor * (align // group.block_tokens)
-            slots += count * (align // group.block_tokens)
+            used += size * group.block_size_factor * weight
+            slots += count * weight
     if not used:
         return 0.0
     slot_bytes = Parts(tuple(counts)).slot_bytes(groups, sizes)
@@ -56,7 +61,7 @@ def waste_of(groups: Sequence[KVGroup], sizes: Sequence[int], counts: Sequence[i
 @pytest.mark.parametrize(
     ("groups", "sizes", "counts", "slot_bytes"),
     [
-        pytest.param([STATE] * 3 + [FULL], [2, 2, 2, 128], (1, 1, 1, 32), 4, id="small states"),
+        pytest.param([STATE] * 3 + [FULL], [2, 2, 2, 128], (1, 1, 1, 4), 32, id="small states"),
         pytest.param([FULL, STATE], [64, 1024], (1, 16), 64, id="large states, of which there may be few"),
         pytest.param([FULL, STATE], [1088, 1072], (1, 1), 1088, id="pages of nearly one size"),
         pytest.param([WINDOW] * 6 + [FULL], [640] * 6 + [128], (2,) * 6 + (1,), 320, id="fewer layers in one group"),
@@ -116,10 +121,9 @@ def test_no_plan_is_better(groups: list[KVGroup], data: st.DataObject) -> None:
     clearly less than the plan if that wastes more."""
     rank = data.draw(st.lists(sizes, min_size=len(groups), max_size=len(groups)))
     plan = plan_parts(groups, [rank])
-    align = math.lcm(*(group.block_tokens for group in groups))
-    weights = [align // group.block_tokens for group in groups]
+    weights = weights_of(groups)
 
-    def num_slots(counts: Sequence[int]) -> int:
+    def num_slots(counts: Sequence[int]) -> float:
         return sum(weight * count for weight, count in zip(weights, counts, strict=True))
 
     for counts in itertools.product(range(1, 9), repeat=len(groups)):
@@ -142,8 +146,8 @@ def test_ranks_with_other_layers_have_the_same_parts_and_slots_of_their_own() ->
 def test_the_log_has_unit_parts_and_waste() -> None:
     plan = plan_parts([STATE] * 3 + [FULL], [[2 * KIB] * 3 + [128 * KIB]])
     assert plan.describe() == (
-        "blocks of 2 KiB, 2 KiB, 2 KiB, 128 KiB, by KV cache group, are divided into 1, 1, 1, 32 parts for slots of "
-        "4 KiB: 4.3% of the slots' bytes hold nothing, instead of 73.8%"
+        "blocks of 2 KiB, 2 KiB, 2 KiB, 128 KiB, by KV cache group, are divided into 1, 1, 1, 4 parts for slots of "
+        "32 KiB: 8.0% of the slots' bytes hold nothing, instead of 26.8%"
     )
     assert "8.3% of the slots' bytes hold nothing" in PartPlan(Parts((1, 1)), (1, 2), 4096, 0.083, 0.083).describe()
 
@@ -184,7 +188,7 @@ def test_a_layout_has_a_group_per_part() -> None:
     layout = Layout([FULL, WINDOW, STATE], None, b"", Parts((3, 1, 2)))
     assert (layout.full, layout.windows, layout.states) == ((0, 1, 2), (3,), (4, 5))
     assert layout.engine_groups == (FULL, WINDOW, STATE)
-    assert layout.blocks_per_align == 6
+    assert layout.blocks_per_align == 4, "states come on top"
     hashes = [bytes([i]) * 32 for i in range(8)]
     assert len({layout.key(part, 0, hashes) for part in range(6)}) == 6, "each part has a key of its own"
 

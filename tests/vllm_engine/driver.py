@@ -191,7 +191,7 @@ class Engine:
 
         def blanking(job_id: int, spec: Any, is_store: bool) -> None:
             if not is_store:
-                pool[spec.host.slots, group.block_bytes // 2 :] = 0
+                pool[spec.host.slots, group.device_block_bytes // 2 :] = 0
             submit(job_id, spec, is_store)
 
         transfer.submit = blanking
@@ -1077,7 +1077,10 @@ def fingerprints(config: dict[str, Any]) -> dict[str, Any]:
         name: fingerprint_parts(
             vllm_config,
             layout,
-            [RankInfo(PoolHandle("boot", 1, fd, fd, 8, 4096), (("layer", 64, "format"),)) for fd in files],
+            [
+                RankInfo(PoolHandle("boot", 1, fd, fd, 8, 4096), (("layer", 64, "format"),), layout.parts)
+                for fd in files
+            ],
         )["ranks"]
         for name, files in pools.items()
     }

@@ -24,6 +24,8 @@ MAX_PARTS = 32
 """Parts per block. Each part costs the scheduler half as much as a block."""
 MAX_WASTE = 0.1
 """The share of the slots' bytes that may hold nothing before blocks are divided further."""
+STATE_TOKENS = 1024
+"""Tokens per state that is kept: of a request these are about two, at the ends of its prompt and of its output."""
 PAGE_ALIGNMENT = 16
 """The bytes of a device block are divided at multiples of it, so that kernels copy parts as fast as whole blocks."""
 
@@ -147,16 +149,16 @@ def plan_parts(groups: Sequence[KVGroup], ranks: Sequence[Sequence[int]]) -> Par
 
     ``ranks`` has the bytes of one device block of each group on each rank that has a pool. Every rank must pass the
     same, since the parts are the same on all of them; slots may differ between ranks. Groups count by the number of
-    their blocks for the same tokens. Since few states are stored, or many, the waste is the larger one of that with all
-    states and that with none.
+    their blocks for the same tokens, states by one per STATE_TOKENS. Since there may be fewer states, the waste is the
+    larger one of that with these states and that without any.
     """
     by_rank = Counter(map(tuple, ranks))
     block_bytes = [
         sum(sizes[g] * n for sizes, n in by_rank.items()) * group.block_size_factor for g, group in enumerate(groups)
     ]
     align = math.lcm(*(group.block_tokens for group in groups))
-    weights = [align // group.block_tokens for group in groups]
-    mixes = [weights, [0 if group.state else weight for group, weight in zip(groups, weights, strict=True)]]
+    weights = [align / max(group.block_tokens, STATE_TOKENS if group.state else 0) for group in groups]
+    mixes = [weights, [0.0 if group.state else weight for group, weight in zip(groups, weights, strict=True)]]
 
     def plan(counts: Sequence[int]) -> PartPlan:
         parts = Parts(tuple(counts))
@@ -168,7 +170,7 @@ def plan_parts(groups: Sequence[KVGroup], ranks: Sequence[Sequence[int]]) -> Par
                 waste = max(waste, 1 - used / (num_slots * slot_bytes))
         return PartPlan(parts, tuple(block_bytes), slot_bytes, waste)
 
-    def num_slots(plan: PartPlan) -> int:
+    def num_slots(plan: PartPlan) -> float:
         return _sum_of_products(weights, plan.parts.counts)
 
     whole = plan((1,) * len(groups))
@@ -185,7 +187,7 @@ def plan_parts(groups: Sequence[KVGroup], ranks: Sequence[Sequence[int]]) -> Par
     return dataclasses.replace(best, waste_of_whole=whole.waste)
 
 
-def _sum_of_products(left: Sequence[int], right: Sequence[int]) -> int:
+def _sum_of_products(left: Sequence[float], right: Sequence[int]) -> float:
     return sum(a * b for a, b in zip(left, right, strict=True))
 
 
