@@ -61,7 +61,7 @@ def waste_of(groups: Sequence[KVGroup], sizes: Sequence[int], counts: Sequence[i
 @pytest.mark.parametrize(
     ("groups", "sizes", "counts", "slot_bytes"),
     [
-        pytest.param([STATE] * 3 + [FULL], [2, 2, 2, 128], (1, 1, 1, 4), 32, id="small states"),
+        pytest.param([STATE] * 3 + [FULL], [2, 2, 2, 128], (1, 1, 1, 8), 16, id="small states"),
         pytest.param([FULL, STATE], [64, 1024], (1, 16), 64, id="large states, of which there may be few"),
         pytest.param([FULL, STATE], [1088, 1072], (1, 1), 1088, id="pages of nearly one size"),
         pytest.param([WINDOW] * 6 + [FULL], [640] * 6 + [128], (2,) * 6 + (1,), 320, id="fewer layers in one group"),
@@ -146,8 +146,8 @@ def test_ranks_with_other_layers_have_the_same_parts_and_slots_of_their_own() ->
 def test_the_log_has_unit_parts_and_waste() -> None:
     plan = plan_parts([STATE] * 3 + [FULL], [[2 * KIB] * 3 + [128 * KIB]])
     assert plan.describe() == (
-        "blocks of 2 KiB, 2 KiB, 2 KiB, 128 KiB, by KV cache group, are divided into 1, 1, 1, 4 parts for slots of "
-        "32 KiB: 8.0% of the slots' bytes hold nothing, instead of 26.8%"
+        "blocks of 2 KiB, 2 KiB, 2 KiB, 128 KiB, by KV cache group, are divided into 1, 1, 1, 8 parts for slots of "
+        "16 KiB: 7.5% of the slots' bytes hold nothing, instead of 42.2%"
     )
     assert "8.3% of the slots' bytes hold nothing" in PartPlan(Parts((1, 1)), (1, 2), 4096, 0.083, 0.083).describe()
 

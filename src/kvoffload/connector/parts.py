@@ -24,8 +24,8 @@ MAX_PARTS = 32
 """Parts per block. Each part costs the scheduler half as much as a block."""
 MAX_WASTE = 0.1
 """The share of the slots' bytes that may hold nothing before blocks are divided further."""
-STATE_TOKENS = 1024
-"""Tokens per state that is kept: of a request these are about two, at the ends of its prompt and of its output."""
+STATE_TOKENS = 512
+"""Tokens of new KV per state that is kept: a request keeps about two, at the ends of its prompt and of its output."""
 PAGE_ALIGNMENT = 16
 """The bytes of a device block are divided at multiples of it, so that kernels copy parts as fast as whole blocks."""
 
