@@ -86,12 +86,14 @@ class HitSearch:
 
     def _explained(self, state: RequestState, hit: Hit, limit: int, may_wait: bool) -> Hit:
         """Returns ``hit``, which ends before ``limit``, with what is missing behind it: a block, or the states."""
-        layout, g = self._layout, self._layout.states[0]
-        behind = self._agreed(state, hit.end, limit, replace(state.context, may_wait=False))
+        layout, context = self._layout, replace(state.context, may_wait=False)
+        behind = self._agreed(state, hit.end, limit, context)
         junction, missed = behind.end if layout.full else hit.end, behind.missed
         if junction > hit.end or missed is None:
             boundary = max(junction, (hit.end // layout.align + 1) * layout.align)
-            missed = state.blocks.keys[g][boundary // layout.block_tokens[g] - 1]
+            keys = [state.blocks.keys[g][boundary // layout.block_tokens[g] - 1] for g in layout.states]
+            found = self._manager.lookup_each(keys, context)
+            missed = next((key for key, each in zip(keys, found, strict=True) if each is not LookupState.HIT), None)
         return Hit(hit.end, missed, True, junction, hit.no_state if may_wait else None)
 
     def _last_states(
