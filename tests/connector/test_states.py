@@ -522,6 +522,33 @@ def test_after_a_reset_nothing_of_before_is_dropped() -> None:
     assert rig.held(again, STATE) == [44]
 
 
+def test_a_state_of_tokens_that_were_taken_back_is_dropped() -> None:
+    rig = Rig()
+    request, before = rig.request(42), rig.request(44)
+    rig.compute(request, 40)
+    request.tokens += [42, 43]
+    rig.done(rig.step(request, 2, rig.offer(44)))
+    assert rig.held(before, STATE) == [40, 44]
+    request.tokens[43] = 7
+    rig.done(rig.step(request, 0, rig.offer(44)))
+    assert rig.held(request, STATE) == [40, 44]
+    assert rig.held(before, STATE) == [40]
+
+
+def test_a_state_that_was_evicted_and_stored_again_belongs_to_another() -> None:
+    rig = Rig()
+    first, second = rig.request(42), rig.request(42)
+    for request in (first, second):
+        rig.compute(request, 40)
+        request.tokens += [42, 43]
+    rig.done(rig.step(first, 2, rig.offer(44)))
+    rig.manager.drop([rig.key(first, g, 44) for g in (STATE, OTHER)])
+    rig.done(rig.step(second, 2, rig.offer(44)))
+    first.tokens += [44, 45, 46, 47]
+    rig.done(rig.step(first, 4, rig.offer(48)))
+    assert rig.held(first, STATE) == [40, 44, 48]
+
+
 # Why a request misses.
 
 

@@ -86,18 +86,20 @@ class StateKeeper:
     def stored(self, state: RequestState, blocks: Iterable[Block], new: Collection[OffloadKey]) -> list[OffloadKey]:
         """Takes note that a request's states ``blocks`` are stored, of which ``new`` were not there before. Returns the
         states that are superseded now, which are to be dropped."""
-        kept = self._kept(state)
+        kept, dropped = self._kept(state), list[OffloadKey]()
         by_end: dict[int, list[OffloadKey]] = {}
         for block in sorted(blocks):
             by_end.setdefault((block.ordinal + 1) * self._layout.block_tokens[block.group], []).append(block.key)
         for end, keys in by_end.items():
+            self._use(state, end)
+            if end in kept.own and kept.own[end] != keys:
+                # The engine has taken tokens back and given others.
+                dropped += self._disown(kept, end)
             if all(key in new for key in keys):
                 kept.own[end] = keys
                 self._owners[keys[0]] = state.context.req_id, end
-            else:
-                self._use(state, end)
         superseded = [end for end in kept.own if end not in kept.at.values()]
-        return [key for end in superseded for key in self._disown(kept, end)]
+        return dropped + [key for end in superseded for key in self._disown(kept, end)]
 
     def end(self, req_id: str) -> None:
         """Forgets a request that has ended. Its states are kept."""
