@@ -10,6 +10,8 @@ from kvoffload.abc import LookupState, OffloadingManager, OffloadKey, ReqContext
 from kvoffload.connector.layout import Layout
 from kvoffload.connector.request import RequestState
 
+_POSSIBLE = (LookupState.HIT, LookupState.RETRY)
+
 
 class Hit(NamedTuple):
     """The longest hit of a request."""
@@ -46,15 +48,61 @@ class HitSearch:
         """Returns the longest hit of a request with ``computed`` tokens on the device.
 
         Full-attention groups need every block from ``computed`` on, the others only those that the next token attends
-        to. Each group's answer shortens the next one's question until all agree. If the request may not wait, only
-        blocks that can be loaded now count, and lower tiers are not asked.
+        to, and states exactly the one at its end. Each group's answer shortens the next one's question until all agree.
+        If the request may not wait, only blocks that can be loaded now count, and lower tiers are not asked.
         """
-        layout, blocks, known, missed = self._layout, state.blocks, True, None
+        layout, blocks = self._layout, state.blocks
         context = state.context if may_wait else replace(state.context, may_wait=False)
-        end = blocks.most_tokens
+        # One token is left to compute. KV before it can be loaded, but a state cannot go back by a token.
+        end = min(blocks.most_tokens, state.request.num_tokens - 1) if layout.states else blocks.most_tokens
         for g, group in enumerate(layout.groups):
             end = min(end, len(blocks.keys[g]) * group.block_tokens)
         end = end // layout.align * layout.align
+        if not layout.states:
+            return self._agreed(state, computed, end, context)
+        # States come first: few are kept, and blocks behind the last one are of no use.
+        missed = None
+        while end > computed:
+            end, is_known, lacking = self._last_states(state, computed, end, context)
+            missed = lacking or missed
+            if end <= computed:
+                break
+            hit = self._agreed(state, computed, end, context)
+            if not is_known or not hit.is_known:
+                return Hit(computed, hit.missed or missed, False)
+            if hit.end == end:
+                return Hit(end, missed, True)
+            end, missed = hit.end, hit.missed
+        return Hit(computed, missed, True)
+
+    def _last_states(
+        self, state: RequestState, computed: int, end: int, context: ReqContext
+    ) -> tuple[int, bool, OffloadKey | None]:
+        """Returns the last position up to ``end`` at which no state is certainly missing, ``computed`` if there is
+        none; whether all states are there; and the key of a state that is missing for more."""
+        layout, blocks, lacking = self._layout, state.blocks, None
+        first, *others = layout.states
+        start = computed // layout.align * layout.align
+        while end > computed:
+            keys = layout.boundary_keys(first, blocks.keys[first], start, end)
+            last, found = self._manager.lookup_last(keys, context)
+            if last < len(keys) - 1:
+                lacking = keys[-1]
+            end = start + (last + 1) * layout.align
+            if last < 0:
+                break
+            rest = [blocks.keys[g][end // layout.block_tokens[g] - 1] for g in others]
+            states = [found, *self._manager.lookup_each(rest, context)]
+            absent = [key for key, each in zip(rest, states[1:], strict=True) if each not in _POSSIBLE]
+            if not absent:
+                return end, LookupState.RETRY not in states, lacking
+            lacking = absent[0]
+            end -= layout.align
+        return computed, True, lacking
+
+    def _agreed(self, state: RequestState, computed: int, end: int, context: ReqContext) -> Hit:
+        """Returns the longest hit up to ``end`` of the groups that have KV."""
+        layout, blocks, known, missed = self._layout, state.blocks, True, None
         for g in layout.full:
             size = layout.groups[g].block_tokens
             first = computed // size

@@ -219,13 +219,16 @@ class RequestBlocks:
         their end; and, per group, the ``next_store`` that holds once they are stored. Call ``extend_keys`` first.
 
         ``num_computed`` tokens are computed at the end of this step, ``num_before`` were at its beginning: KV that the
-        token after those does not attend to may be gone.
+        token after those does not attend to may be gone. States are left out: no block table says where they are.
         """
         layout = self.layout
         due: list[Block] = []
         ends: list[int] = []
         tokens = min(num_computed, self.request.num_tokens, self.max_stored_tokens)
         for g, first in enumerate(self.next_store):
+            if layout.groups[g].state:
+                ends.append(first)
+                continue
             keys, table, factor = self.keys[g], self.tables[g], layout.factors[g]
             end = min(tokens // layout.block_tokens[g], len(table) // factor, len(keys), first + MAX_BLOCKS_PER_STEP)
             if end <= first:
@@ -269,6 +272,8 @@ class RequestBlocks:
     def _due_at(self, g: int) -> int:
         """Returns the number of computed tokens at which the next block of group ``g`` becomes due."""
         next_block = self.next_store[g]
+        if self.layout.groups[g].state:
+            return NEVER
         end = (next_block + 1) * self.layout.block_tokens[g]
         if end > self.max_stored_tokens:
             return NEVER

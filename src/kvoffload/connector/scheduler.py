@@ -246,7 +246,8 @@ class OffloadingConnectorScheduler:
         if not has_tokens:
             self.manager.wait(IDLE_WAIT_S)
             self._poll()
-        for req_id in step.preempted:
+        preempted = tuple(step.preempted)
+        for req_id in preempted:
             self._lose_blocks(req_id)
         handed_out = upcoming.handed_out
         for req_id, tables in step.block_ids.items():
@@ -265,6 +266,9 @@ class OffloadingConnectorScheduler:
         meta.fences, meta.fenced_blocks = self.jobs.fence(handed_out, step.overwritten)
         self.observer.measure_prefills(step.num_scheduled_tokens)
         meta.stores |= self.stores.store_running(step.num_scheduled_tokens, self.requests, epoch)
+        if step.boundary_states:
+            offered = {req_id: states for req_id, states in step.boundary_states.items() if req_id not in preempted}
+            meta.stores |= self.stores.store_states(offered, self.requests, epoch)
         if self.held:
             meta.releases += self.held.take_due(self._clock())
         return self._take_meta(step)
@@ -435,7 +439,7 @@ class OffloadingConnectorScheduler:
         state = self.requests.get(request.request_id)
         if state is None:
             # The tail of a chain longer than the pool would push its head out.
-            longest = self.manager.num_blocks // self.layout.blocks_per_align * self.layout.align
+            longest = self.layout.longest_chain(self.manager.num_blocks)
             state = self.requests[request.request_id] = RequestState.new(request, self.layout, longest)
             self.observer.begin(state)
         return state

@@ -7,10 +7,18 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kvoffload.abc import DeviceSpec, IntegrityError, LoadStoreSpec, OffloadingManager, PrepareStoreOutput, TransferSpec
+from kvoffload.abc import (
+    BoundaryState,
+    DeviceSpec,
+    IntegrityError,
+    LoadStoreSpec,
+    OffloadingManager,
+    PrepareStoreOutput,
+    TransferSpec,
+)
 from kvoffload.connector.due import DueList
 from kvoffload.connector.jobs import Job, JobTable
-from kvoffload.connector.layout import Block, Layout
+from kvoffload.connector.layout import NULL_BLOCK, Block, Layout
 from kvoffload.connector.observer import RequestObserver
 from kvoffload.connector.request import NEVER, Changes, Phase, RequestState, Storing
 
@@ -92,6 +100,34 @@ class StorePlanner:
             self._look_again(due.state.context.req_id, due.state, due.num_computed)
         return specs
 
+    def store_states(
+        self,
+        boundary_states: Mapping[str, Sequence[BoundaryState]],
+        requests: Mapping[str, RequestState],
+        epoch: int,
+    ) -> dict[int, TransferSpec]:
+        """Returns the jobs for the states that a step completes. A state for which there is no room is dropped."""
+        dues = []
+        for req_id, offered in boundary_states.items():
+            state = requests.get(req_id)
+            if state is not None and (blocks := self._blocks_of(state, offered)):
+                dues.append(Due(state, 0, blocks, state.blocks.next_store))
+        return self._store(dues, epoch) if dues else {}
+
+    def _blocks_of(self, state: RequestState, offered: Sequence[BoundaryState]) -> list[Block]:
+        """Returns those of the ``offered`` states of a request that may be stored."""
+        if state.phase is Phase.LOADING or state.storing is Storing.STALE or not state.options.store:
+            return []
+        state.extend_keys()
+        layout, keys, found = self._layout, state.blocks.keys, []
+        for group, device_block, num_tokens in offered:
+            ordinal = num_tokens // layout.block_tokens[group] - 1
+            if num_tokens % layout.align or num_tokens > state.blocks.max_stored_tokens or device_block == NULL_BLOCK:
+                continue
+            if 0 <= ordinal < len(keys[group]):
+                found.append(Block(group, ordinal, keys[group][ordinal], ordinal, [device_block]))
+        return found
+
     def _look_again(self, req_id: str, state: RequestState, num_computed: int) -> None:
         """Adds the request for the step in which its next block may be due."""
         store_at = state.blocks.store_at
@@ -163,7 +199,7 @@ class StorePlanner:
                     del wanted[block.key]
                     new.append((state, block))
                     state.blocks.stored.append(block.key)
-                elif block.key in refused:
+                elif block.key in refused and block.group not in self._layout.states:
                     state.storing = Storing.REFUSED
         # The slots of the lease stand in this order: with any other, blocks would be stored under wrong keys.
         if [block.key for _, block in new] != output.keys_to_store:

@@ -334,6 +334,8 @@ class ModelEngine:
             request.num_computed_tokens = 0
         else:
             self._cache_blocks(request, request.num_computed_tokens)
+            # As vLLM does: what was loaded enters its prefix cache like what was computed.
+            self.batcher.states.offer(request, request.num_computed_tokens)
 
     # Results, and the end of requests.
 
