@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from kvoffload.abc import BoundaryState, KVGroup, ScheduledStep
-from kvoffload.cache.keys import key_block_hash, key_group_idx, make_offload_key
+from kvoffload.cache.keys import make_offload_key
 from kvoffload.cache.manager import LRUOffloadingManager
 from kvoffload.cache.slots import HostBackend
 from kvoffload.connector.messages import StepMeta, WorkerReport
