@@ -22,6 +22,10 @@ class Hit(NamedTuple):
     """The first key that was missing for more."""
     is_known: bool
     """False: a lower tier has not answered yet, and the hit may become longer."""
+    junction: int = 0
+    """The last position behind ``end`` up to which host memory has the blocks but not the states."""
+    no_state: OffloadKey | None = None
+    """A state behind ``end`` that no tier has either: without it, blocks in lower tiers are of no use."""
 
 
 class _Gap(NamedTuple):
@@ -60,20 +64,37 @@ class HitSearch:
         end = end // layout.align * layout.align
         if not layout.states:
             return self._agreed(state, computed, end, context)
-        # States come first: few are kept, and blocks behind the last one are of no use.
-        missed = None
+        limit, hit = end, self._with_states(state, computed, end, context)
+        return self._explained(state, hit, limit, may_wait) if hit.is_known and hit.end < limit else hit
+
+    def _with_states(self, state: RequestState, computed: int, end: int, context: ReqContext) -> Hit:
+        """Returns the longest hit up to ``end``, with states at its end. These come first: few are kept, and blocks
+        behind the last one are of no use."""
+        no_state = None
         while end > computed:
             end, is_known, lacking = self._last_states(state, computed, end, context)
-            missed = lacking or missed
+            no_state = lacking or no_state
             if end <= computed:
                 break
             hit = self._agreed(state, computed, end, context)
             if not hit.is_known or (hit.end == end and not is_known):
-                return Hit(computed, hit.missed or missed, False)
+                return Hit(computed, hit.missed, False)
             if hit.end == end:
-                return Hit(end, missed, True)
-            end, missed = hit.end, hit.missed
-        return Hit(computed, missed, True)
+                return Hit(end, hit.missed, True, no_state=no_state)
+            end, no_state = hit.end, None
+        return Hit(computed, None, True, no_state=no_state)
+
+    def _explained(self, state: RequestState, hit: Hit, limit: int, may_wait: bool) -> Hit:
+        """Returns ``hit``, which ends before ``limit``, with what is missing behind it: a block, or the states."""
+        layout, context = self._layout, replace(state.context, may_wait=False)
+        behind = self._agreed(state, hit.end, limit, context)
+        junction, missed = behind.end if layout.full else hit.end, behind.missed
+        if junction > hit.end or missed is None:
+            boundary = max(junction, (hit.end // layout.align + 1) * layout.align)
+            keys = [state.blocks.keys[g][boundary // layout.block_tokens[g] - 1] for g in layout.states]
+            found = self._manager.lookup_each(keys, context)
+            missed = next((key for key, each in zip(keys, found, strict=True) if each is not LookupState.HIT), None)
+        return Hit(hit.end, missed, True, junction, hit.no_state if may_wait else None)
 
     def _last_states(
         self, state: RequestState, computed: int, end: int, context: ReqContext

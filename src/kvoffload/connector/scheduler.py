@@ -195,6 +195,7 @@ class OffloadingConnectorScheduler:
         state.computed_at_load = 0 if match is None else match.computed
         self._next.allocated.add(request.request_id)
         self.observer.allocated(state, match, num_external_tokens)
+        self.stores.begin(state, match, num_external_tokens)
         if match is not None:
             state.blocks.loaded = None
         if num_external_tokens == 0:
@@ -246,8 +247,7 @@ class OffloadingConnectorScheduler:
         if not has_tokens:
             self.manager.wait(IDLE_WAIT_S)
             self._poll()
-        preempted = tuple(step.preempted)
-        for req_id in preempted:
+        for req_id in (preempted := tuple(step.preempted)):
             self._lose_blocks(req_id)
         handed_out = upcoming.handed_out
         for req_id, tables in step.block_ids.items():
@@ -266,9 +266,7 @@ class OffloadingConnectorScheduler:
         meta.fences, meta.fenced_blocks = self.jobs.fence(handed_out, step.overwritten)
         self.observer.measure_prefills(step.num_scheduled_tokens)
         meta.stores |= self.stores.store_running(step.num_scheduled_tokens, self.requests, epoch)
-        if step.boundary_states:
-            offered = {req_id: states for req_id, states in step.boundary_states.items() if req_id not in preempted}
-            meta.stores |= self.stores.store_states(offered, self.requests, epoch)
+        meta.stores |= self.stores.store_states(step.boundary_states, preempted, self.requests, epoch)
         if self.held:
             meta.releases += self.held.take_due(self._clock())
         return self._take_meta(step)
@@ -369,7 +367,7 @@ class OffloadingConnectorScheduler:
         if state is None:
             return False, None
         self.manager.release_request(state.context)
-        self.stores.forget(request.request_id)
+        self.stores.end(request.request_id)
         self.observer.end(state)
         if any(state.blocks.tables):
             self._next.finished.append((state, request.num_computed_tokens))
@@ -438,7 +436,6 @@ class OffloadingConnectorScheduler:
     def _state(self, request: Request) -> RequestState:
         state = self.requests.get(request.request_id)
         if state is None:
-            # The tail of a chain longer than the pool would push its head out.
             longest = self.layout.longest_chain(self.manager.num_blocks)
             state = self.requests[request.request_id] = RequestState.new(request, self.layout, longest)
             self.observer.begin(state)
