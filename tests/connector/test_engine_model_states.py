@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from random import Random
 
 import numpy as np
@@ -17,9 +17,18 @@ from kvoffload.connector.messages import StepMeta
 from kvoffload.testing.content import EngineRequest
 from kvoffload.testing.engine import BrokenPromise, ModelEngine, Scenario
 from kvoffload.testing.scale import scaled
-from tests.connector.test_engine_model import Bug, caught, kind_of
+from tests.connector.test_engine_model import (
+    Bug,
+    caught,
+    exact_ends,
+    kind_of,
+    many_resets,
+    same_kv,
+    silent_updates,
+    sleeps,
+)
 
-SEEDS = scaled(280)
+SEEDS = scaled(240)
 CHUNKS = 4
 PLANTED_SEEDS = 400
 
@@ -31,11 +40,18 @@ def quiet() -> Iterator[None]:
     logging.disable(logging.NOTSET)
 
 
-def hybrid(seed: int) -> Scenario:
+def hybrid(seed: int, make: Callable[[int], Scenario] = Scenario.random) -> Scenario:
     """A random scenario with state groups."""
-    scenario = Scenario.random(seed)
+    scenario = make(seed)
     has_states = any(group.state for group in scenario.groups)
     return scenario if has_states else scenario.with_states(Random(seed))
+
+
+def many_scratch_blocks(seed: int) -> Scenario:
+    """Prompts that are computed several boundaries at a time, so that scratch blocks move."""
+    return dataclasses.replace(
+        hybrid(seed), num_scratch_blocks=2, num_device_blocks=1000, max_tokens_per_step=24, prefix_caching=False
+    )
 
 
 @pytest.mark.parametrize("chunk", range(CHUNKS))
@@ -58,6 +74,18 @@ def test_hybrid_schedules(chunk: int) -> None:
     assert not never, f"nothing was loaded for: {never}"
 
 
+@pytest.mark.parametrize(
+    "make", [sleeps, silent_updates, same_kv, exact_ends, many_resets], ids=lambda make: make.__name__
+)
+def test_hybrid_schedules_of_other_tests(make: Callable[[int], Scenario]) -> None:
+    hits = 0
+    for seed in range(scaled(10)):
+        engine = ModelEngine(hybrid(seed, make))
+        engine.run()
+        hits += engine.hits
+    assert hits > 0
+
+
 class LostHit(AssertionError):
     """A request was offered less than the host holds for it."""
 
@@ -71,7 +99,8 @@ def no_hit_is_lost(engine: ModelEngine) -> None:
         state = scheduler.requests.get(request.request_id)
         if answer[0] is not None and state is not None and state.may_load and not scheduler.off:
             best = most_ready(engine, request, computed)
-            if computed + answer[0] < best:
+            # Less than ``align`` tokens behind what the device holds are not worth a load.
+            if computed + answer[0] < best and best - computed >= scheduler.layout.align:
                 raise LostHit(f"{request.request_id} is offered {computed} + {answer[0]} tokens, not {best}")
         return answer
 
@@ -83,11 +112,12 @@ def most_ready(engine: ModelEngine, request: EngineRequest, computed: int) -> in
     is_ready = engine.policy_manager.block_status
     most = min(state.blocks.most_tokens, request.num_tokens - 1)
     for end in range(most // layout.align * layout.align, computed, -layout.align):
-        needed = [
-            keys[i] if i < len(keys) else b""
-            for g, keys in enumerate(state.blocks.keys)
+        # Few states are kept, so they are asked for first.
+        needed = (
+            state.blocks.keys[g][i] if i < len(state.blocks.keys[g]) else b""
+            for g in (*layout.states, *layout.windows, *layout.full)
             for i in layout.needed_blocks(g, computed, end)
-        ]
+        )
         if all((status := is_ready(key)) is not None and status.is_ready for key in needed):
             return end
     return computed
@@ -288,7 +318,17 @@ def without_states(engine: ModelEngine, spec: TransferSpec) -> TransferSpec:
 
 def hit_without_its_state(engine: ModelEngine) -> None:
     """The search asks for KV only."""
-    engine.scheduler.layout.states = ()
+    scheduler = engine.scheduler
+    layout, look_up = scheduler.layout, scheduler.get_num_new_matched_tokens
+
+    def look_up_kv(request: EngineRequest, computed: int) -> tuple[int | None, bool]:
+        states, layout.states = layout.states, ()
+        try:
+            return look_up(request, computed)
+        finally:
+            layout.states = states
+
+    scheduler.get_num_new_matched_tokens = look_up_kv  # type: ignore[method-assign]
 
 
 def states_offered_a_step_later(engine: ModelEngine) -> None:
@@ -327,23 +367,18 @@ def states_stored_before_their_step(engine: ModelEngine) -> None:
 
 
 def store_at_once(worker, groups) -> None:  # type: ignore[no-untyped-def]
-    begin, transfer = worker.begin_step, worker.transfer
-    submit = transfer.submit
-    begun: set[int] = set()
+    """As if another's need of their device blocks fenced them: then they are copied when the step begins."""
+    begin, end = worker.begin_step, worker.end_step
 
-    def begin_with_stores(meta: StepMeta) -> None:
-        begin(meta)
-        for job_id, spec in meta.stores.items():
-            if any(size and group.state for size, group in zip(spec.device.group_sizes, groups, strict=True)):
-                submit(job_id, spec, True)
-                transfer.wait([job_id])
-                begun.add(job_id)
+    def fenced(meta: StepMeta) -> StepMeta:
+        early = [
+            job_id
+            for job_id, spec in meta.stores.items()
+            if any(size and group.state for size, group in zip(spec.device.group_sizes, groups, strict=True))
+        ]
+        return dataclasses.replace(meta, fences=[*meta.fences, *early], fenced_blocks=None)
 
-    def submit_once(job_id: int, spec: TransferSpec, is_store: bool) -> None:
-        if job_id not in begun:
-            submit(job_id, spec, is_store)
-
-    worker.begin_step, transfer.submit = begin_with_stores, submit_once
+    worker.begin_step, worker.end_step = lambda meta: begin(fenced(meta)), lambda meta: end(fenced(meta))
 
 
 def fence_of_states_left_out(engine: ModelEngine) -> None:
@@ -364,7 +399,6 @@ def fence_of_states_left_out(engine: ModelEngine) -> None:
 @pytest.mark.parametrize(
     "bug",
     [
-        state_taken_by_position,
         state_named_after_the_boundary_before,
         state_of_another_boundary_loaded,
         load_without_its_state,
@@ -382,3 +416,7 @@ def test_planted_bug_of_states_is_caught(bug: Bug) -> None:
 def test_hit_without_its_state_is_caught() -> None:
     """A load names all blocks that the engine allocated, so the state is missing before it could be read."""
     assert caught(hit_without_its_state, hybrid, by=BrokenPromise, seeds=PLANTED_SEEDS)
+
+
+def test_state_taken_by_position_is_caught() -> None:
+    assert caught(state_taken_by_position, many_scratch_blocks, seeds=PLANTED_SEEDS)
