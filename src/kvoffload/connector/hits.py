@@ -77,7 +77,7 @@ class HitSearch:
             if end <= computed:
                 break
             hit = self._agreed(state, computed, end, context)
-            if not is_known or not hit.is_known:
+            if not hit.is_known or (hit.end == end and not is_known):
                 return Hit(computed, hit.missed, False)
             if hit.end == end:
                 return Hit(end, hit.missed, True, no_state=no_state)
@@ -132,10 +132,14 @@ class HitSearch:
             if first * size >= end:
                 continue
             hits = self._manager.lookup(blocks.keys[g][first : end // size], context)
-            known &= hits is not None
-            found = (first + (hits or 0)) * size
-            if found < end:
+            if hits is None:
+                # The other groups are asked at once, so that the blocks of all of them are read at the same time.
+                known = False
+            elif (first + hits) * size < end:
+                found = (first + hits) * size
                 end, missed = found // layout.align * layout.align, blocks.keys[g][found // size]
+        if not known:
+            return Hit(computed, missed, False)
         while end > computed:
             gap = self._first_gap(state, computed, end, context)
             if gap is None:
@@ -144,7 +148,7 @@ class HitSearch:
             if gap.state is LookupState.RETRY:
                 return Hit(computed, missed, False)
             end = gap.start // layout.align * layout.align
-        return Hit(max(end, computed), missed, known)
+        return Hit(max(end, computed), missed, True)
 
     def _first_gap(self, state: RequestState, computed: int, end: int, context: ReqContext) -> _Gap | None:
         """The first missing block that a window needs in order to continue at ``end``, in the group whose hit ends
