@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from random import Random
 
 import numpy as np
@@ -17,9 +17,18 @@ from kvoffload.connector.messages import StepMeta
 from kvoffload.testing.content import EngineRequest
 from kvoffload.testing.engine import BrokenPromise, ModelEngine, Scenario
 from kvoffload.testing.scale import scaled
-from tests.connector.test_engine_model import Bug, caught, kind_of
+from tests.connector.test_engine_model import (
+    Bug,
+    caught,
+    exact_ends,
+    kind_of,
+    many_resets,
+    same_kv,
+    silent_updates,
+    sleeps,
+)
 
-SEEDS = scaled(280)
+SEEDS = scaled(240)
 CHUNKS = 4
 PLANTED_SEEDS = 400
 
@@ -31,9 +40,9 @@ def quiet() -> Iterator[None]:
     logging.disable(logging.NOTSET)
 
 
-def hybrid(seed: int) -> Scenario:
+def hybrid(seed: int, make: Callable[[int], Scenario] = Scenario.random) -> Scenario:
     """A random scenario with state groups."""
-    scenario = Scenario.random(seed)
+    scenario = make(seed)
     has_states = any(group.state for group in scenario.groups)
     return scenario if has_states else scenario.with_states(Random(seed))
 
@@ -63,6 +72,18 @@ def test_hybrid_schedules(chunk: int) -> None:
         if not seen[what]
     ]
     assert not never, f"nothing was loaded for: {never}"
+
+
+@pytest.mark.parametrize(
+    "make", [sleeps, silent_updates, same_kv, exact_ends, many_resets], ids=lambda make: make.__name__
+)
+def test_hybrid_schedules_of_other_tests(make: Callable[[int], Scenario]) -> None:
+    hits = 0
+    for seed in range(scaled(10)):
+        engine = ModelEngine(hybrid(seed, make))
+        engine.run()
+        hits += engine.hits
+    assert hits > 0
 
 
 class LostHit(AssertionError):
@@ -297,7 +318,17 @@ def without_states(engine: ModelEngine, spec: TransferSpec) -> TransferSpec:
 
 def hit_without_its_state(engine: ModelEngine) -> None:
     """The search asks for KV only."""
-    engine.scheduler.layout.states = ()
+    scheduler = engine.scheduler
+    layout, look_up = scheduler.layout, scheduler.get_num_new_matched_tokens
+
+    def look_up_kv(request: EngineRequest, computed: int) -> tuple[int | None, bool]:
+        states, layout.states = layout.states, ()
+        try:
+            return look_up(request, computed)
+        finally:
+            layout.states = states
+
+    scheduler.get_num_new_matched_tokens = look_up_kv  # type: ignore[method-assign]
 
 
 def states_offered_a_step_later(engine: ModelEngine) -> None:

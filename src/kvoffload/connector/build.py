@@ -236,11 +236,11 @@ class _HostPools:
                 f"{len(self._pools) * self.engines}) slots"
             )
         for group in self.layout.groups:
-            factor = config.factor(group.device_block_size)
+            factor = 1 if group.state else config.factor(group.device_block_size)
             if group.block_size_factor != factor:
                 raise ConfigError(
                     f"KVGroup(block_size_factor={group.block_size_factor}): the configuration says {factor}; make the "
-                    f"group with block_size_factor=config.factor({group.device_block_size})"
+                    f"group with block_size_factor=config.factor({group.device_block_size}), or 1 if it has a state"
                 )
 
     def open(self) -> list[ByteArray]:
@@ -267,16 +267,15 @@ class _HostPools:
 
     def device_tokens(self, device_blocks: int) -> int:
         """Returns how many tokens have all their KV in ``device_blocks`` blocks of the device."""
-        return int(device_blocks / self._device_blocks_per_token)
+        return device_blocks * self.layout.device_align // self._device_blocks_per_align
 
     @property
-    def _device_blocks_per_token(self) -> float:
-        """Blocks of the device that the KV of a token takes; states come on top, unless there is nothing else."""
+    def _device_blocks_per_align(self) -> int:
+        """Blocks of the device that hold the KV of ``device_align`` tokens. States come on top, unless there is nothing
+        else."""
         groups = self.layout.engine_groups
-        return (
-            sum(1 / group.device_block_size for group in groups if not group.state)
-            or len(groups) / groups[0].device_block_size
-        )
+        sizes = [group.device_block_size for group in groups if not group.state]
+        return sum(self.layout.device_align // size for size in sizes) or len(groups)
 
     def describe(self, device_blocks: int | None) -> str:
         """Describes the pools for the log: "8 GiB = 65,536 tokens, 4.1x the device cache". With recurrent layers, it is
@@ -291,7 +290,8 @@ class _HostPools:
             text += f", one of {self.engines} engines' shares,"
         text += f" = {tokens:,} tokens"
         if device_blocks:
-            text += f", {tokens * self._device_blocks_per_token / device_blocks:.1f}x the device cache"
+            per_token = self._device_blocks_per_align / self.layout.device_align
+            text += f", {tokens * per_token / device_blocks:.1f}x the device cache"
         if self.layout.states:
             num_states = len(self.layout.states)
             text += f"; each position with states takes the place of {self.tokens(num_states):,} of them"

@@ -77,7 +77,7 @@ class HitSearch:
             if end <= computed:
                 break
             hit = self._agreed(state, computed, end, context)
-            if not is_known or not hit.is_known:
+            if not hit.is_known or (hit.end == end and not is_known):
                 return Hit(computed, hit.missed, False)
             if hit.end == end:
                 return Hit(end, hit.missed, True, no_state=no_state)
@@ -86,13 +86,17 @@ class HitSearch:
 
     def _explained(self, state: RequestState, hit: Hit, limit: int, may_wait: bool) -> Hit:
         """Returns ``hit``, which ends before ``limit``, with what is missing behind it: a block, or the states."""
-        layout, g = self._layout, self._layout.states[0]
-        behind = self._agreed(state, hit.end, limit, replace(state.context, may_wait=False))
+        layout, context = self._layout, replace(state.context, may_wait=False)
+        behind = self._agreed(state, hit.end, limit, context)
         junction, missed = behind.end if layout.full else hit.end, behind.missed
         if junction > hit.end or missed is None:
             boundary = max(junction, (hit.end // layout.align + 1) * layout.align)
-            missed = state.blocks.keys[g][boundary // layout.block_tokens[g] - 1]
-        return Hit(hit.end, missed, True, junction, hit.no_state if may_wait else None)
+            keys = [state.blocks.keys[g][boundary // layout.block_tokens[g] - 1] for g in layout.states]
+            found = self._manager.lookup_each(keys, context)
+            missed = next((key for key, each in zip(keys, found, strict=True) if each is not LookupState.HIT), None)
+        # After a wait, a state may be missing because it did not come in time.
+        is_sure = may_wait and state.waiting_since is None and state.num_waits == 0
+        return Hit(hit.end, missed, True, junction, hit.no_state if is_sure else None)
 
     def _last_states(
         self, state: RequestState, computed: int, end: int, context: ReqContext
@@ -128,10 +132,14 @@ class HitSearch:
             if first * size >= end:
                 continue
             hits = self._manager.lookup(blocks.keys[g][first : end // size], context)
-            known &= hits is not None
-            found = (first + (hits or 0)) * size
-            if found < end:
+            if hits is None:
+                # The other groups are asked at once, so that the blocks of all of them are read at the same time.
+                known = False
+            elif (first + hits) * size < end:
+                found = (first + hits) * size
                 end, missed = found // layout.align * layout.align, blocks.keys[g][found // size]
+        if not known:
+            return Hit(computed, missed, False)
         while end > computed:
             gap = self._first_gap(state, computed, end, context)
             if gap is None:
@@ -140,7 +148,7 @@ class HitSearch:
             if gap.state is LookupState.RETRY:
                 return Hit(computed, missed, False)
             end = gap.start // layout.align * layout.align
-        return Hit(max(end, computed), missed, known)
+        return Hit(max(end, computed), missed, True)
 
     def _first_gap(self, state: RequestState, computed: int, end: int, context: ReqContext) -> _Gap | None:
         """The first missing block that a window needs in order to continue at ``end``, in the group whose hit ends

@@ -82,7 +82,8 @@ class Layout:
         return BlockDescription(request, start, end, hashes[end // self.hash_block_size - 1], parent)
 
     def longest_chain(self, num_blocks: int) -> int:
-        """Returns how many tokens of one chain fit into ``num_blocks`` blocks, with a state at their end."""
+        """Returns how many tokens of one chain fit into ``num_blocks`` blocks, with a state at their end. The tail of a
+        longer one would push its head out."""
         return max(0, num_blocks - len(self.states)) // self.blocks_per_align * self.align
 
     def boundary_keys(self, g: int, keys: Sequence[OffloadKey], first: int, end: int) -> Sequence[OffloadKey]:

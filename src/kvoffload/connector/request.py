@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
+from itertools import zip_longest
 
 from kvoffload.abc import BlockHash, OffloadKey, ReqContext, Request
 from kvoffload.connector.layout import NULL_BLOCK, Block, Layout
@@ -208,6 +209,8 @@ class RequestBlocks:
         if len(self.keys) == 1:
             return self.keys[0]
         sizes = self.layout.block_tokens
+        if min(sizes) == max(sizes):
+            return [key for keys in zip_longest(*self.keys) for key in keys if key is not None]
         ends = sorted(((i + 1) * sizes[g], g, i) for g, keys in enumerate(self.keys) for i in range(len(keys)))
         return [self.keys[g][i] for _, g, i in ends]
 

@@ -27,21 +27,23 @@ class _Kept:
     """The states of one request."""
 
     prompt_end: int
-    """The last boundary below the end of the prompt, at which the same prompt can continue."""
+    """The last boundary below the end of the prompt, at which the same prompt can continue, and within what is
+    stored."""
+    prompt_start: int
+    """States of the prompt from here on are kept until the next one comes."""
     junction: int = 0
     at: dict[Place, int] = field(default_factory=dict)
     """Where the state of each place is."""
     own: dict[int, list[OffloadKey]] = field(default_factory=dict)
     """By position, the states that the request has stored itself and that no other request has used yet."""
 
-    def put(self, end: int, align: int) -> None:
+    def put(self, end: int) -> None:
         """Puts the state at ``end`` into its places."""
         if end <= self.junction < self.prompt_end:
             self.at[Place.JUNCTION] = end
         if end > self.prompt_end:
             self.at[Place.TURN] = end
-        elif end >= self.prompt_end - align:
-            # If the engine offers none at the very end, as with draft models, the one before it serves.
+        elif end >= self.prompt_start:
             self.at[Place.PROMPT] = end
 
 
@@ -78,24 +80,26 @@ class StateKeeper:
             self._owners.clear()
         kept, ends = self._kept(state), sorted(ends)
         for end in ends:
-            kept.put(end, self._layout.align)
+            kept.put(end)
         return [end for end in ends if end in kept.at.values()]
 
     def stored(self, state: RequestState, blocks: Iterable[Block], new: Collection[OffloadKey]) -> list[OffloadKey]:
         """Takes note that a request's states ``blocks`` are stored, of which ``new`` were not there before. Returns the
         states that are superseded now, which are to be dropped."""
-        kept = self._kept(state)
+        kept, dropped = self._kept(state), list[OffloadKey]()
         by_end: dict[int, list[OffloadKey]] = {}
         for block in sorted(blocks):
             by_end.setdefault((block.ordinal + 1) * self._layout.block_tokens[block.group], []).append(block.key)
         for end, keys in by_end.items():
+            self._use(state, end)
+            if end in kept.own and kept.own[end] != keys:
+                # The engine has taken tokens back and given others.
+                dropped += self._disown(kept, end)
             if all(key in new for key in keys):
                 kept.own[end] = keys
                 self._owners[keys[0]] = state.context.req_id, end
-            else:
-                self._use(state, end)
         superseded = [end for end in kept.own if end not in kept.at.values()]
-        return [key for end in superseded for key in self._disown(kept, end)]
+        return dropped + [key for end in superseded for key in self._disown(kept, end)]
 
     def end(self, req_id: str) -> None:
         """Forgets a request that has ended. Its states are kept."""
@@ -121,6 +125,9 @@ class StateKeeper:
     def _kept(self, state: RequestState) -> _Kept:
         kept = self._requests.get(state.context.req_id)
         if kept is None:
-            prompt_end = (state.request.num_tokens - 1) // self._layout.align * self._layout.align
-            kept = self._requests[state.context.req_id] = _Kept(prompt_end)
+            last, stored, align = state.request.num_tokens - 1, state.blocks.max_stored_tokens, self._layout.align
+            end = min(last, stored) // align * align
+            # An engine may offer none at the very end, as with draft models, and none near an end that a limit sets.
+            start = end - align if last <= stored else 0
+            kept = self._requests[state.context.req_id] = _Kept(end, start)
         return kept
