@@ -224,6 +224,28 @@ def test_kv_and_states_are_judged_together(seconds_per_block: float, loads: bool
         assert rig.manager.num_promotions == 0
 
 
+@pytest.mark.parametrize(("slow_blocks", "loads"), [(2, True), (3, False)])
+def test_a_hit_with_states_is_loaded_whole_or_not_at_all(slow_blocks: int, loads: bool) -> None:
+    """Its tail comes from a slow tier. Without states the head alone would be loaded."""
+    rig = Rig(groups=[KVGroup(16), STATE], host_blocks=64, num_tiers=2, load_deadline_ms=1e6)
+    kv, states = hybrid_chain(6, num_groups=2)
+    rig.tiers[0].seconds_per_block, rig.tiers[1].seconds_per_block = 0.1, 2.0
+    measures = chain("measured", 2)
+    for tier, key in zip(rig.tiers, measures, strict=True):
+        put(rig, tier, [key])
+        assert rig.manager.lookup([key], B) is None
+        rig.settle()
+    rig.manager.release_request(B)
+    rig.manager.observe_prefill(160, 10.0)
+    put(rig, rig.tiers[0], kv[:-slow_blocks])
+    put(rig, rig.tiers[1], kv[-slow_blocks:] + states[5:])
+    assert rig.manager.lookup_last(states, A) == (5, RETRY)
+    # Six blocks save six seconds. The slow tier takes two for each of its blocks and for the state.
+    assert rig.manager.lookup(kv, A) == (None if loads else 0)
+    rig.manager.poll()
+    assert len(rig.tiers[0].reads) == 1 + (len(kv) - slow_blocks if loads else 0)
+
+
 @pytest.mark.parametrize("num_full", [1, 2])
 def test_groups_with_full_attention_share_the_states(num_full: int) -> None:
     """Each is asked by itself; none counts what the others want."""
