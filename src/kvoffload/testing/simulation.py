@@ -38,7 +38,7 @@ from kvoffload.abc import (
     Tier,
 )
 from kvoffload.testing.engine import Clock, Leak, LowerTiers, ModelEngine, Scenario, random_groups
-from kvoffload.testing.scenario import STATES_SHARE
+from kvoffload.testing.scenario import PARTS_SHARE, STATES_SHARE
 from kvoffload.testing.storage import FaultRates, FaultyStorage, Killed, SimulatedStorage
 from kvoffload.testing.tiers import SteppedExecutor
 from kvoffload.testing.watch import TierWatch
@@ -166,10 +166,11 @@ def small_scenario(rng: Random) -> Scenario:
     else:
         scenario = dataclasses.replace(scenario, num_ranks=rng.choice((1, 1, 2)), tensor_parallel=True)
     rng = Random(f"states {scenario.documents_seed}")
-    if rng.random() >= STATES_SHARE:
-        return scenario
-    # A state is found by requests with the same tokens up to it, so questions must be rare.
-    return dataclasses.replace(scenario.with_states(rng), max_question_tokens=rng.choice((0, 0, 1, 6)))
+    if rng.random() < STATES_SHARE:
+        # A state is found by requests with the same tokens up to it, so questions must be rare.
+        scenario = dataclasses.replace(scenario.with_states(rng), max_question_tokens=rng.choice((0, 0, 1, 6)))
+    rng = Random(f"parts {scenario.documents_seed}")
+    return scenario.with_parts(rng) if rng.random() < PARTS_SHARE else scenario
 
 
 def _life(
