@@ -120,7 +120,8 @@ def plan(seed: int) -> list[Life]:
     rng = Random(seed)
     base = small_scenario(rng)
     calm = rng.random() < 0.3
-    num_blocks = rng.choice((3, 12, 40, 100))
+    # Of every block, the disk has room for all parts.
+    num_blocks, num_parts = rng.choice((3, 12, 40, 100)), max(base.parts.counts)
     slow = rng.random() < 0.4
     slab_blocks = rng.choice((2, 5, 100))
     lives, weights = [], 0
@@ -131,7 +132,7 @@ def plan(seed: int) -> list[Life]:
             num_blocks = rng.choice((2, 5, 12, 40))
         if rng.random() < 0.05:
             slab_blocks = rng.choice((1, 3))
-        lives.append(_life(rng, base, seed * 10 + number, calm, slow, weights, num_blocks, slab_blocks))
+        lives.append(_life(rng, base, seed * 10 + number, calm, slow, weights, num_blocks * num_parts, slab_blocks))
     return lives
 
 
