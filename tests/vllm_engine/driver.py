@@ -195,12 +195,13 @@ class Engine:
             self._count_loads()
 
     def _count_loads(self) -> None:
-        build = self.offload.build_connector_meta
+        build, parts = self.offload.build_connector_meta, self.offload.layout.parts
 
         def counting(step: Any) -> Any:
             meta = build(step)
             for spec in meta.loads.values():
-                self.loaded_blocks.update(dict(enumerate(spec.device.group_sizes)))
+                sizes = zip(parts.group_of, spec.device.group_sizes, strict=True)
+                self.loaded_blocks.update(dict(sizes))
             return meta
 
         self.offload.build_connector_meta = counting

@@ -79,6 +79,17 @@ def test_corrupted_states_change_outputs(run: Runner, lfm2_expected: list[Any]) 
     assert set(hits) <= set(differences(result["outputs"][1], lfm2_expected))
 
 
+def test_exchanged_parts_change_outputs(run: Runner, lfm2_expected: list[Any]) -> None:
+    """Blocks of KV are divided, because states beside them are small."""
+    right = run("rounds", rounds=2, **LFM2, connector=POOL)
+    check(right, lfm2_expected)
+    assert "are divided into 1, 1, 1, 2 parts for slots of 16 KiB" in right.log
+    wrong = run("rounds", **LFM2, connector=POOL, connector_class="ExchangedPartsKVOffloadConnector")
+    hits = [i for i, record in enumerate(wrong["records"][len(lfm2_expected) :]) if record["host_tokens"]]
+    assert hits
+    assert set(hits) <= set(differences(wrong["outputs"][1], lfm2_expected))
+
+
 def test_gated_delta_nets(run: Runner) -> None:
     """In bfloat16, so tokens may differ where two have the same logprob. Corrupted states change more than that."""
     reference = run("rounds", rounds=1, **QWEN3NEXT)

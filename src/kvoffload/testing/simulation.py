@@ -118,7 +118,9 @@ class Life:
 def plan(seed: int) -> list[Life]:
     """Returns the lives of the simulation of ``seed``."""
     rng = Random(seed)
-    base = small_scenario(rng)
+    base, parts = small_scenario(rng), Random(f"parts {seed}")
+    if parts.random() < PARTS_SHARE:
+        base = base.with_parts(parts)
     calm = rng.random() < 0.3
     # Of every block, the disk has room for all parts.
     num_blocks, num_parts = rng.choice((3, 12, 40, 100)), max(base.parts.counts)
@@ -170,8 +172,7 @@ def small_scenario(rng: Random) -> Scenario:
     if rng.random() < STATES_SHARE:
         # A state is found by requests with the same tokens up to it, so questions must be rare.
         scenario = dataclasses.replace(scenario.with_states(rng), max_question_tokens=rng.choice((0, 0, 1, 6)))
-    rng = Random(f"parts {scenario.documents_seed}")
-    return scenario.with_parts(rng) if rng.random() < PARTS_SHARE else scenario
+    return scenario
 
 
 def _life(
