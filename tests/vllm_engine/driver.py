@@ -2,9 +2,10 @@
 
 CONFIG has ``scenario`` (a name in SCENARIOS), ``model`` (a directory, written if it does not exist), ``new_rows`` (how
 many of the last rows of its embedding are drawn again), ``prompts`` (how many are used, by default all), ``engine``
-(arguments of ``vllm.LLM`` that differ from the usual), ``model_kind``, ``multiprocessing`` (whether the engine has processes of its own), ``connector`` (its options,
-or null), ``connector_class``, ``plugin`` (whether vLLM finds the connector by its entry point alone), and what the
-scenario reads. The caller sets the environment variables that vLLM reads.
+(arguments of ``vllm.LLM`` that differ from the usual), ``model_kind``, ``multiprocessing`` (whether the engine has
+processes of its own), ``connector`` (its options, or null), ``connector_class``, ``plugin`` (whether vLLM finds the
+connector by its entry point alone), and what the scenario reads. The caller sets the environment variables that vLLM
+reads.
 """
 
 from __future__ import annotations
@@ -330,8 +331,8 @@ def _allow_async_scheduling() -> None:
 
 
 def _rotate_by_token() -> None:
-    """Lets LFM2 compute the same in every batch: vLLM's rotary kernel for CPUs takes the distance between heads for that
-    between tokens if heads have a dimension of their own, as in this model."""
+    """Lets LFM2 compute the same in every batch. In this model heads have a dimension of their own, and vLLM's rotary
+    kernel for CPUs then takes the distance between heads for the one between tokens."""
     from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
 
     original = RotaryEmbedding.forward_cpu
@@ -503,8 +504,8 @@ def _stored_by_samples(engine: Engine) -> list[float]:
 
 
 def turns(config: dict[str, Any]) -> dict[str, Any]:
-    """Runs three turns of each conversation. The next prompt is the former one, its answer and a question. ``known`` has
-    the length of the prompt and answer before each, by turn."""
+    """Runs three turns of each conversation. The next prompt is the former one, its answer and a question. By turn,
+    ``known`` has the lengths of prompt and answer together."""
     engine, rng = Engine(config), np.random.default_rng(2)
     conversations, outputs, known = engine.prompts, [], []
     for _ in range(3):
@@ -1027,7 +1028,7 @@ def refusals(config: dict[str, Any]) -> dict[str, Any]:
     from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, MambaSpec, RSWASpec
 
     from kvoffload.fingerprints import fingerprint
-    from kvoffload.vllm import KVOffloadConnector
+    from kvoffload.vllm import KVOffloadConnector, versions
     from kvoffload.vllm.fingerprint import fingerprint_parts
     from kvoffload.vllm.refusals import MULTI_CONNECTOR
 
@@ -1056,6 +1057,7 @@ def refusals(config: dict[str, Any]) -> dict[str, Any]:
         "rswa": RSWASpec(**common, rswa_window=64),
         "mamba": MambaSpec(block_size=BLOCK_SIZE, shapes=((2, 2),), dtypes=(torch.float32,)),
     }
+    specs["mamba, aligned"] = replace(specs["mamba"], mamba_cache_mode="align")
     said: dict[str, Any] = {}
     blocks: dict[str, int] = {}
     engines: dict[str, list[int]] = {}
@@ -1074,6 +1076,8 @@ def refusals(config: dict[str, Any]) -> dict[str, Any]:
         seed = changes.pop("PYTHONHASHSEED", None)
         if seed is not None:
             os.environ["PYTHONHASHSEED"] = seed
+        before.append((versions, "NAMES_STATES", versions.NAMES_STATES))
+        versions.NAMES_STATES = changes.pop("names_states", versions.NAMES_STATES)
         if changes.pop("multi_connector", False):
             sys.modules[MULTI_CONNECTOR] = vllm
         if changes.pop("mla", False):
