@@ -48,9 +48,11 @@ def test_scratch_blocks_before_the_running_state_move_behind_it() -> None:
     assert grown(2, 4, 16) == ([10, 0, 0, 11, 12, 20], [10, 11, 12, 11, 12, 20])
 
 
-def chunk(num_prompt: int, computed: int, budget: int, junction: int = 0, max_chunk: int = 64) -> int:
+def chunk(
+    num_prompt: int, computed: int, budget: int, junction: int = 0, max_chunk: int = 64, drops_last: bool = False
+) -> int:
     request = EngineRequest("r", list(range(num_prompt)), 1, 4, 0, num_computed_tokens=computed, junction=junction)
-    return StateBlocks(GROUPS, 4, max_chunk, 0).chunk(request, budget)
+    return StateBlocks(GROUPS, 4, max_chunk, 0, drops_last).chunk(request, budget)
 
 
 def test_chunks_end_on_boundaries() -> None:
@@ -63,6 +65,9 @@ def test_chunks_end_on_boundaries() -> None:
     assert chunk(28, 0, 28) == 24, "one token at least is computed behind a hit"
     assert chunk(30, 0, 30, junction=12) == 12
     assert chunk(30, 12, 18, junction=12) == 16
+    assert chunk(30, 0, 30, drops_last=True) == 24
+    assert chunk(28, 0, 28, drops_last=True) == 24
+    assert chunk(30, 24, 6, drops_last=True) == 6
 
 
 def test_a_state_is_offered_once_when_its_tokens_are_known() -> None:

@@ -68,6 +68,8 @@ class Scenario:
     """Empty: one group of full attention with ``block_size`` and ``block_size_factor``."""
     num_scratch_blocks: int = 0
     """Blocks that follow the running state in each table of a state group."""
+    drops_last_state: bool = False
+    """Whether no state is kept at the last boundary of a prompt, but at the one before it."""
     hash_block_size: int | None = None
     """None: the largest number of tokens that divides every group's blocks."""
     num_ranks: int = 1
@@ -137,6 +139,7 @@ class Scenario:
             self,
             groups=groups,
             num_scratch_blocks=rng.choice((0, 0, 1, 2)),
+            drops_last_state=rng.random() < 0.2,
             # A state is found only by requests with the same tokens up to it.
             max_question_tokens=min(self.max_question_tokens, rng.choice((0, 2, 12))),
         )
