@@ -267,7 +267,9 @@ class OffloadingConnectorScheduler:
         meta.fences, meta.fenced_blocks = self.jobs.fence(handed_out, step.overwritten)
         self.observer.measure_prefills(step.num_scheduled_tokens)
         meta.stores |= self.stores.store_running(step.num_scheduled_tokens, self.requests, epoch)
-        meta.stores |= self.stores.store_states(step.boundary_states, preempted, self.requests, epoch)
+        # A request may have lost its blocks and compute on new ones in the same step.
+        lost = set(preempted) - step.replaced
+        meta.stores |= self.stores.store_states(step.boundary_states, lost, self.requests, epoch)
         if self.held:
             meta.releases += self.held.take_due(self._clock())
         return self._take_meta(step)

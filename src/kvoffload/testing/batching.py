@@ -65,8 +65,9 @@ class Batcher:
         self._half = half
         self._clock = clock
         self._random = random
+        s = scenario
         self.states = StateBlocks(
-            cache.groups, cache.hit_tokens, scenario.max_tokens_per_step, scenario.num_scratch_blocks
+            cache.groups, cache.hit_tokens, s.max_tokens_per_step, s.num_scratch_blocks, s.drops_last_state
         )
         self.version = version
         """The version of the weights."""
