@@ -228,7 +228,7 @@ class Batcher:
         request.num_cached = [len(table) for table in hits]
         self._cache.note_versions(request, hits, self.version)
         self._half.update_state_after_alloc(request, Allocation(request.blocks), external)
-        request.num_computed_tokens = total
+        request.num_computed_tokens = request.found_tokens = total
         request.loading = is_async
         request.num_waits = 0
         self.hits += external

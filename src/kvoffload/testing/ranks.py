@@ -104,17 +104,17 @@ class InlineRank(Rank):
                 continue
             size = group.device_block_size
             want = request.words(g, group, end) ^ salts
-            low = first_attended(group, start)
-            if low < start:
+            low, own = first_attended(group, start), request.first_written(group, start)
+            if low < own:
                 first = low // size
-                blocks = request.blocks[g][first : -(-start // size)]
-                have = pages[:, blocks].reshape(len(pages), -1)[:, low - first * size : start - first * size]
-                wrong = have != want[:, low:start]
+                blocks = request.blocks[g][first : -(-own // size)]
+                have = pages[:, blocks].reshape(len(pages), -1)[:, low - first * size : own - first * size]
+                wrong = have != want[:, low:own]
                 if wrong.any():
                     self._complain(request, g, low + int(np.argmax(wrong.any(axis=0))))
-            at = np.arange(start, end)
+            at = np.arange(own, end)
             blocks_of = np.array(request.blocks[g])[at // size]
-            pages[:, blocks_of, at % size] = want[:, start:]
+            pages[:, blocks_of, at % size] = want[:, own:]
 
     def _complain(self, request: EngineRequest, g: int, position: int) -> None:
         block = request.blocks[g][position // self._groups[g].device_block_size]

@@ -343,8 +343,9 @@ class StreamRank(Rank):
             if not planes:
                 continue
             size, words, table = group.device_block_size, request.words(g, group, end), np.array(request.blocks[g])
-            low = min(first_attended(group, start), start)
-            for ranges, first, last in ((read_ranges, low, start), (written_ranges, start, end)):
+            own = request.first_written(group, start)
+            low = min(first_attended(group, start), own)
+            for ranges, first, last in ((read_ranges, low, own), (written_ranges, own, end)):
                 tokens = np.arange(first, last)
                 blocks, offsets = table[tokens // size], tokens % size
                 for plane, mask in zip(planes, salts, strict=True):
