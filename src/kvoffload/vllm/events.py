@@ -64,7 +64,7 @@ class EventTranslator:
             for key, block in zip(event.keys, described, strict=True):
                 by_group[key_group_idx(key)].append((key, block))
             for g, blocks in by_group.items():
-                if self._layout.groups[g].group.draft:
+                if self._layout.groups[g].group.lookahead:
                     continue
                 if event.removed:
                     keys = [key for key, _ in blocks]

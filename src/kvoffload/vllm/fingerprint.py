@@ -122,8 +122,8 @@ def fingerprint_parts(vllm_config: VllmConfig, layout: EngineLayout, infos: Sequ
     parallel = vllm_config.parallel_config
     load, digests, draft = vllm_config.load_config, DigestCache(), None
     identity = _identity(layout.config, model, load, digests)
-    if any(group.draft for group in layout.kv_groups):
-        speculative = vllm_config.speculative_config
+    speculative = vllm_config.speculative_config
+    if speculative is not None and (speculative.use_eagle() or speculative.method == "draft_model"):
         drafting, own = speculative.draft_model_config, getattr(speculative, "draft_load_config", None)
         # Layers that predict several tokens are among the model's own files.
         is_apart = own is not None or (drafting.model, drafting.revision) != (model.model, model.revision)
