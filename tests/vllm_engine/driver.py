@@ -425,16 +425,21 @@ def _count_replicas(worker: Any) -> list[int]:
 
 
 def one_by_one(config: dict[str, Any]) -> dict[str, Any]:
-    """Runs each of ``prompts`` alone, on a device that has no KV of the others. ``drafts`` has for each what the model
-    sampled in its steps, and what was drafted."""
+    """Runs each of ``prompts`` alone, and then each with its answer and ``more`` tokens. The device's own cache is
+    emptied after each, unless ``keeps_device_cache``. ``drafts`` has for each what the model sampled in its steps, and
+    what was drafted."""
     engine = Engine(config)
     log, outputs, drafts = engine.log_drafts(), [], []
-    for prompt in config["prompts"]:
-        outputs += engine.round([prompt])
+    prompts = list(config["prompts"])
+    for i in range(len(prompts) * 2 if config.get("more") else len(prompts)):
+        if i == len(prompts):
+            prompts += [[*p, *tokens, *config["more"]] for p, (tokens, _) in zip(prompts, outputs, strict=True)]
+        outputs += engine.round([prompts[i]], **config.get("sampling", {}))
         engine.drain()
         drafts.append(log[:])
         log.clear()
-        assert engine.llm.reset_prefix_cache()
+        if not config.get("keeps_device_cache"):
+            assert engine.llm.reset_prefix_cache()
     return {"outputs": outputs, "drafts": drafts, **engine.state()}
 
 
