@@ -685,16 +685,19 @@ def part_of_the_first_block_ignored(engine: ModelEngine) -> None:
     change_loads(engine, from_the_start)
 
 
-def without_lookahead(*fields: Any) -> KVGroup:
-    return dataclasses.replace(KVGroup(*fields), lookahead=0)
+def with_at_most(lookahead: int, engine: ModelEngine) -> None:
+    with_layout_groups(
+        engine,
+        lambda *fields: dataclasses.replace(KVGroup(*fields), lookahead=min(KVGroup(*fields).lookahead, lookahead)),
+    )
 
 
 def drafts_named_without_the_next_token(engine: ModelEngine) -> None:
-    with_layout_groups(engine, without_lookahead)
+    with_at_most(0, engine)
 
 
 def drafts_named_by_one_token_of_two(engine: ModelEngine) -> None:
-    with_layout_groups(engine, lambda *fields: dataclasses.replace(KVGroup(*fields), lookahead=min(1, fields[4])))
+    with_at_most(1, engine)
 
 
 def drafts_stored_before_they_are_final(engine: ModelEngine) -> None:

@@ -329,7 +329,7 @@ def test_the_last_block_of_a_request_that_ends_is_stored() -> None:
 
 
 def test_with_a_lookahead_of_two_a_block_is_stored_when_the_step_after_it_is_computed() -> None:
-    """The step that computes its last position does not know both tokens after it, so the next one computes it again."""
+    """The step that computes its last position does not know both tokens after it. The next one computes it again."""
     rig = Rig([KVGroup(4, lookahead=2)], options=DRAFTING)
     request = rig.request(10)
     rig.half.get_num_new_matched_tokens(request, 0)

@@ -69,8 +69,8 @@ def write_model(directory: Path, kind: str = "llama", new_rows: int = 0, seed: i
 
 
 def write_drafter(directory: Path, model: Path) -> None:
-    """Writes an EAGLE drafter that computes what ``model`` does, without the hidden states that it is given. As it reads
-    at each position the token after it, it drafts what the model would without its first token."""
+    """Writes an EAGLE drafter that computes what ``model`` does, without the hidden states that it is given. As it
+    reads at each position the token after it, it drafts what the model would without its first token."""
     import safetensors.torch
 
     config = json.loads((model / "config.json").read_text())

@@ -54,9 +54,7 @@ def test_drafts_are_the_same_with_and_without_offloading(run: Runner, computed: 
 
 def test_drafts_are_worse_if_blocks_are_found_that_have_another_token_after_them(run: Runner, computed: Run) -> None:
     """The control."""
-    result = run(
-        "one_by_one", **ONE_BY_ONE, connector=POOL, connector_class="ForgetfulOfFollowingKVOffloadConnector"
-    )
+    result = run("one_by_one", **ONE_BY_ONE, connector=POOL, connector_class="ForgetfulOfFollowingKVOffloadConnector")
     assert [record["host_tokens"] // BLOCK_SIZE for record in result["records"]][: len(PROMPTS)] == [0, 3, 3, 2, 3]
     assert result["outputs"] == computed["outputs"], "the model checks drafts"
     assert result["drafts"] != computed["drafts"]

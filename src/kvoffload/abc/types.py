@@ -47,8 +47,8 @@ class KVGroup:
     after its last token. A request continues from one such state, exactly where its hit ends. Which device blocks hold
     a state says ``ScheduledStep.boundary_states``, never a position in the block table.
 
-    Raises ConfigError if a size is below 1, several of the three are set, ``lookahead`` is more than a block, or a state
-    has a ``block_size_factor`` or a ``lookahead``.
+    Raises ConfigError if a size is below 1, several of the three are set, ``lookahead`` is more than a block, or a
+    state has a ``block_size_factor`` or a ``lookahead``.
     """
 
     device_block_size: int

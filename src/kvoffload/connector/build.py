@@ -61,8 +61,8 @@ def build_scheduler(
     ``hash_block_size``: tokens per block hash, by default the greatest common divisor of the device block sizes.
     ``device_blocks``: blocks of the device's KV cache, for the log and for recorded traces. ``engine``: the index of
     this engine among the ``engines`` that share the budgets of this node. ``parent_request``: maps the id of a request
-    to the id under which the reuse filter counts it. ``share_loads``, ``may_sleep`` and
-    ``following``: see OffloadingConnectorScheduler. ``enable_events``: ``take_events`` returns events, and stored events describe their
+    to the id under which the reuse filter counts it. ``share_loads``, ``may_sleep`` and ``following``: see
+    OffloadingConnectorScheduler. ``enable_events``: ``take_events`` returns events, and stored events describe their
     blocks. ``identity`` says in words what the fingerprint depends on, such as {"dtype": "bfloat16"}: see
     ``kvoffload.tiers.identity``. ``tiers``: further tiers below those of the configuration, the fastest first; they are
     closed with the scheduler half.

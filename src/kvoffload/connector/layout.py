@@ -13,8 +13,8 @@ NULL_BLOCK = 0
 
 
 class Layout:
-    """The KV cache groups, and how block hashes become keys. Raises ConfigError if block sizes do not divide, or a group
-    has a ``lookahead`` and ``following`` is None.
+    """The KV cache groups, and how block hashes become keys. Raises ConfigError if block sizes do not divide, or a
+    group has a ``lookahead`` and ``following`` is None.
 
     A block's key is made of the hash of its last hash-block. In a group with a ``lookahead`` the KV depends on tokens
     after the block too. There the key is made of the hash and of what ``following`` says of these tokens, so such a

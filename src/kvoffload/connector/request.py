@@ -197,9 +197,7 @@ class RequestBlocks:
         for g in groups:
             keys = self.keys[g]
             num_keys = len(keys)
-            if keys and (
-                num_keys > layout.num_named(g, request) or keys[-1] != layout.key(g, num_keys - 1, request)
-            ):
+            if keys and (num_keys > layout.num_named(g, request) or keys[-1] != layout.key(g, num_keys - 1, request)):
                 return False
         return True
 

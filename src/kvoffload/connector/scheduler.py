@@ -111,7 +111,7 @@ class OffloadingConnectorScheduler:
     to find them on the device; for engines that share device blocks between requests, and schedule waiting requests
     that hold some before those that hold none. ``describe_blocks``: stored events carry a BlockDescription.
     ``recorder`` gets every request that was given device blocks, when it ends. ``may_sleep``: the engine calls
-    ``wake_up`` after each sleep, and a reset may belong to one. ``following`` describes the tokens after a block, and is
+    ``wake_up`` after each sleep, and a reset may belong to one. ``following`` describes the tokens after a block. It is
     needed if a group has a ``lookahead``.
 
     Call it from the engine's scheduler thread only. No method raises for anything that goes wrong while serving: after
