@@ -198,6 +198,7 @@ class OffloadingConnectorScheduler:
         state.computed_at_load = 0 if match is None else match.computed
         self._next.allocated.add(request.request_id)
         self.observer.allocated(state, match, num_external_tokens)
+        self.stores.begin(state, match, num_external_tokens)
         if match is not None:
             state.blocks.loaded = None
         if num_external_tokens == 0:
@@ -249,7 +250,7 @@ class OffloadingConnectorScheduler:
         if not has_tokens:
             self.manager.wait(IDLE_WAIT_S)
             self._poll()
-        for req_id in step.preempted:
+        for req_id in (preempted := tuple(step.preempted)):
             self._lose_blocks(req_id)
         handed_out = upcoming.handed_out
         for req_id, tables in step.block_ids.items():
@@ -268,6 +269,7 @@ class OffloadingConnectorScheduler:
         meta.fences, meta.fenced_blocks = self.jobs.fence(handed_out, step.overwritten)
         self.observer.measure_prefills(step.num_scheduled_tokens)
         meta.stores |= self.stores.store_running(step.num_scheduled_tokens, self.requests, epoch)
+        meta.stores |= self.stores.store_states(step.boundary_states, preempted, self.requests, epoch)
         if self.held:
             meta.releases += self.held.take_due(self._clock())
         return self._take_meta(step)
@@ -368,7 +370,7 @@ class OffloadingConnectorScheduler:
         if state is None:
             return False, None
         self.manager.release_request(state.context)
-        self.stores.forget(request.request_id)
+        self.stores.end(request.request_id)
         self.observer.end(state)
         if any(state.blocks.tables):
             self._next.finished.append((state, request.num_computed_tokens))
@@ -437,8 +439,7 @@ class OffloadingConnectorScheduler:
     def _state(self, request: Request) -> RequestState:
         state = self.requests.get(request.request_id)
         if state is None:
-            # The tail of a chain longer than the pool would push its head out.
-            longest = self.manager.num_blocks // self.layout.blocks_per_align * self.layout.align
+            longest = self.layout.longest_chain(self.manager.num_blocks)
             state = self.requests[request.request_id] = RequestState.new(request, self.layout, longest)
             self.observer.begin(state)
         return state
