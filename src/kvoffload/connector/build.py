@@ -236,11 +236,11 @@ class _HostPools:
                 f"{len(self._pools) * self.engines}) slots"
             )
         for group in self.layout.groups:
-            factor = config.factor(group.device_block_size)
+            factor = 1 if group.state else config.factor(group.device_block_size)
             if group.block_size_factor != factor:
                 raise ConfigError(
                     f"KVGroup(block_size_factor={group.block_size_factor}): the configuration says {factor}; make the "
-                    f"group with block_size_factor=config.factor({group.device_block_size})"
+                    f"group with block_size_factor=config.factor({group.device_block_size}), or 1 if it has a state"
                 )
 
     def open(self) -> list[ByteArray]:

@@ -94,7 +94,9 @@ class HitSearch:
             keys = [state.blocks.keys[g][boundary // layout.block_tokens[g] - 1] for g in layout.states]
             found = self._manager.lookup_each(keys, context)
             missed = next((key for key, each in zip(keys, found, strict=True) if each is not LookupState.HIT), None)
-        return Hit(hit.end, missed, True, junction, hit.no_state if may_wait else None)
+        # After a wait, a state may be missing because it did not come in time.
+        is_sure = may_wait and state.waiting_since is None and state.num_waits == 0
+        return Hit(hit.end, missed, True, junction, hit.no_state if is_sure else None)
 
     def _last_states(
         self, state: RequestState, computed: int, end: int, context: ReqContext

@@ -2,8 +2,9 @@
 
 Everything here runs on the engine's scheduler thread, and each module has one job: ``request`` is the state of one
 request, ``lookups`` and ``hits`` find what can be loaded, ``loads`` and ``stores`` plan the copies, ``due`` says which
-requests may complete a block, ``jobs`` has the copies in progress, ``shelf`` keeps contents over a sleep, ``observer``
-makes records and metrics. The scheduler half takes the engine's calls and passes them on.
+requests may complete a block, ``states`` which states are kept, ``jobs`` has the copies in progress, ``shelf`` keeps
+contents over a sleep, ``observer`` makes records and metrics. The scheduler half takes the engine's calls and passes
+them on.
 """
 
 from __future__ import annotations
