@@ -440,7 +440,7 @@ def one_by_one(config: dict[str, Any]) -> dict[str, Any]:
         log.clear()
         if not config.get("keeps_device_cache"):
             assert engine.llm.reset_prefix_cache()
-    return {"outputs": outputs, "drafts": drafts, **engine.state()}
+    return {"outputs": outputs, "drafts": drafts, "scheduler": type(engine.scheduler).__name__, **engine.state()}
 
 
 def service(config: dict[str, Any]) -> dict[str, Any]:

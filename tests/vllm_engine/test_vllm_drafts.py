@@ -52,6 +52,16 @@ def test_drafts_are_the_same_with_and_without_offloading(run: Runner, computed: 
     assert_at_rest(result.result)
 
 
+def test_as_many_are_accepted_with_asynchronous_scheduling(run: Runner, computed: Run) -> None:
+    """The scheduler does not see drafts then, and learns one step later what was accepted."""
+    result = run("one_by_one", **ONE_BY_ONE, connector=POOL, force_async=True)
+    assert result["scheduler"] == "AsyncScheduler"
+    assert [record["host_tokens"] // BLOCK_SIZE for record in result["records"]] == [0, 2, 2, 2, 3, 4, 4, 4, 4, 4]
+    assert result["outputs"] == computed["outputs"]
+    assert result["accepted"] == computed["accepted"]
+    assert_at_rest(result.result)
+
+
 def test_drafts_are_worse_if_blocks_are_found_that_have_another_token_after_them(run: Runner, computed: Run) -> None:
     """The control."""
     result = run("one_by_one", **ONE_BY_ONE, connector=POOL, connector_class="ForgetfulOfFollowingKVOffloadConnector")

@@ -150,7 +150,10 @@ def fingerprint_parts(vllm_config: VllmConfig, layout: EngineLayout, infos: Sequ
         "environment": _same_everywhere(_environment),
         # The order of layers and blocks does not change pages.
         "layout": str(page_layout(versions.kv_cache_layout(vllm_config))),
-        "groups": [repr(group) for group in layout.kv_groups],
+        # Groups without states or a lookahead are described as they were before there were any.
+        "groups": [
+            repr(group).replace(", state=False", "").replace("lookahead=0", "draft=False") for group in layout.kv_groups
+        ],
         # A block has one part per pool.
         "ranks": [list(map(list, info.layers)) for info in one_per_pool(infos)],
         "parallel": [parallel.tensor_parallel_size, parallel.pipeline_parallel_size],
