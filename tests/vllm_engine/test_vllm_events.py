@@ -48,9 +48,9 @@ def key(i: int, part: int = 0) -> OffloadKey:
     return make_offload_key(bytes(NAMESPACE_BYTES) + block_hash(i), part)
 
 
-def translator(draft: bool = False, num_parts: int = 1) -> EventTranslator:
+def translator(lookahead: int = 0, num_parts: int = 1) -> EventTranslator:
     spec = FullAttentionSpec(block_size=TOKENS, num_kv_heads=1, head_size=1, dtype=torch.float32)
-    groups = [SimpleNamespace(group=KVGroup(TOKENS, draft=draft), spec=spec)]
+    groups = [SimpleNamespace(group=KVGroup(TOKENS, lookahead=lookahead), spec=spec)]
     layout: Any = SimpleNamespace(groups=groups, parts=Parts((num_parts,)))
     return EventTranslator(layout)
 
@@ -148,7 +148,7 @@ def test_contents_are_bounded_and_not_kept_without_tiers(monkeypatch: pytest.Mon
 
 
 def test_blocks_of_draft_groups_are_left_out() -> None:
-    assert list(translator(draft=True).translate([in_host(0), in_tier(0)], True)) == []
+    assert list(translator(lookahead=1).translate([in_host(0), in_tier(0)], True)) == []
 
 
 # Metrics.
