@@ -30,6 +30,7 @@ from kvoffload.transfer.cuda.pages import page_table
 from kvoffload.transfer.cuda.slots import Unregistered
 from kvoffload.transfer.cuda.transfer import CudaTransfer
 from kvoffload.transfer.inline import InlineTransfer
+from tests.connector.rig import FakeRequest
 from tests.transfer.cuda.plain_device import PlainDevice
 
 KIB = 1024
@@ -185,12 +186,12 @@ def test_without_parts_nothing_is_copied() -> None:
 
 
 def test_a_layout_has_a_group_per_part() -> None:
-    layout = Layout([FULL, WINDOW, STATE], None, b"", Parts((3, 1, 2)))
+    layout = Layout([FULL, WINDOW, STATE], None, b"", parts=Parts((3, 1, 2)))
     assert (layout.full, layout.windows, layout.states) == ((0, 1, 2), (3,), (4, 5))
     assert layout.engine_groups == (FULL, WINDOW, STATE)
     assert layout.blocks_per_align == 4, "states come on top"
-    hashes = [bytes([i]) * 32 for i in range(8)]
-    assert len({layout.key(part, 0, hashes) for part in range(6)}) == 6, "each part has a key of its own"
+    request = FakeRequest("r", list(range(256)), hash_tokens=layout.hash_block_size)
+    assert len({layout.key(part, 0, request) for part in range(6)}) == 6, "each part has a key of its own"
 
 
 # Bytes.
