@@ -83,7 +83,7 @@ def test_exchanged_parts_change_outputs(run: Runner, lfm2_expected: list[Any]) -
     """Blocks of KV are divided, because states beside them are small."""
     right = run("rounds", rounds=2, **LFM2, connector=POOL)
     check(right, lfm2_expected)
-    assert "are divided into 1, 1, 1, 2 parts for slots of 16 KiB" in right.log
+    assert "are divided into 1, 1, 1, 2 parts for slots of 8 KiB" in right.log
     wrong = run("rounds", **LFM2, connector=POOL, connector_class="ExchangedPartsKVOffloadConnector")
     hits = [i for i, record in enumerate(wrong["records"][len(lfm2_expected) :]) if record["host_tokens"]]
     assert hits
