@@ -542,12 +542,12 @@ def divergent(config: dict[str, Any]) -> dict[str, Any]:
     engine.drain()
     outputs, found = [], {}
     for name, *lost in (
-        ("all states", (True, 0)),
-        ("all KV", (False, 0)),
         ("the last state", (True, whole - 1)),
         ("the last KV", (False, whole - 1)),
         ("the last state and more KV", (True, whole - 1), (False, whole - 2 * BLOCK_SIZE)),
         ("nothing",),
+        ("all states", (True, 0)),
+        ("all KV", (False, 0)),
     ):
         for one in lost:
             lose(*one)
