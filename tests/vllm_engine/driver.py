@@ -79,7 +79,8 @@ def write_model(directory: Path, kind: str = "llama", new_rows: int = 0, seed: i
         heads = {"num_key_value_heads": 4, "head_dim": 64}
         heads |= {f"linear_num_{name}_heads": 2 for name in ("key", "value")}
         heads |= {f"linear_{name}_head_dim": 64 for name in ("key", "value")}
-        experts = {"num_experts": 4, "num_experts_per_tok": 2}
+        # All experts are used: otherwise rounding decides between them.
+        experts = {"num_experts": 2, "num_experts_per_tok": 2}
         experts |= {"moe_intermediate_size": 64, "shared_expert_intermediate_size": 64}
         config = Qwen3NextConfig(num_hidden_layers=4, layer_types=layers, **sizes | heads | experts)
         model, dtype = Qwen3NextForCausalLM(config), torch.bfloat16
