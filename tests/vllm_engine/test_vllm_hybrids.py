@@ -29,7 +29,7 @@ from kvoffload.testing.scale import SCALE
 pytestmark = pytest.mark.vllm
 
 BFLOAT16_TOLERANCE = 0.1
-"""Logprobs differ by up to 0.05 between batches of other sizes, without kvoffload too."""
+"""Logprobs differ by up to 0.04 after a preemption, without kvoffload too."""
 BLOCK_SIZE = 32
 
 CONFIGURATIONS: dict[str, dict[str, Any]] = {
@@ -74,6 +74,7 @@ def test_outputs_are_identical(run: Runner, lfm2_expected: list[Any], config: di
 def test_corrupted_states_change_outputs(run: Runner, lfm2_expected: list[Any]) -> None:
     """The control: the KV of the second round is right, and its states are not."""
     result = run("rounds", **LFM2, connector=POOL, connector_class="CorruptedStatesKVOffloadConnector")
+    assert f"set --prefix-cache-retention-interval {BLOCK_SIZE} to keep them" in result.log
     hits = [i for i, record in enumerate(result["records"][len(lfm2_expected) :]) if record["host_tokens"]]
     assert hits
     assert set(hits) <= set(differences(result["outputs"][1], lfm2_expected))
@@ -91,22 +92,29 @@ def test_exchanged_parts_change_outputs(run: Runner, lfm2_expected: list[Any]) -
 
 
 def test_gated_delta_nets(run: Runner) -> None:
-    """In bfloat16, so tokens may differ where two have the same logprob. Corrupted states change more than that."""
-    reference = run("rounds", rounds=1, **QWEN3NEXT)
-    (expected,) = reference["outputs"]
-    right = run("rounds", **QWEN3NEXT, connector=POOL, slow=1)
-    assert right["preemptions"] > 0
-    assert right["metrics"]["host_hit_tokens"] > 0
-    for answers in right["outputs"]:
+    """Without preemptions the answers are the same in bfloat16 too. A preempted request computes its output again as a
+    prompt, so logprobs round otherwise, and tokens of the same logprob may differ, without kvoffload too."""
+    (expected,) = run("rounds", rounds=1, **QWEN3NEXT)["outputs"]
+    few = {**QWEN3NEXT, "engine": QWEN3NEXT["engine"] | {"max_num_seqs": 2, "num_gpu_blocks_override": 32}}
+    calm = run("rounds", **few, connector=POOL)
+    check(calm, expected)
+    assert calm["preemptions"] == 0
+    assert calm["metrics"]["host_hit_tokens"] > 0
+    preempted = run("rounds", **QWEN3NEXT, connector=POOL, slow=1)
+    assert preempted["preemptions"] > 0
+    assert preempted["metrics"]["host_hit_tokens"] > 0
+    for answers in preempted["outputs"]:
         assert differences_beyond_ties(answers, expected, BFLOAT16_TOLERANCE) == []
-    assert_at_rest(right.result)
-    wrong = run("rounds", **QWEN3NEXT, connector=POOL, connector_class="CorruptedStatesKVOffloadConnector")
+    assert_at_rest(preempted.result)
+    wrong = run("rounds", **few, connector=POOL, connector_class="CorruptedStatesKVOffloadConnector")
     assert differences_beyond_ties(wrong["outputs"][1], expected, BFLOAT16_TOLERANCE)
 
 
 def test_a_turn_computes_little_of_the_former_one(run: Runner) -> None:
-    """At most one block of the prompt and the answer before is computed again. The device cannot keep all of them."""
-    with_turns: dict[str, Any] = with_lfm2(prompts=4, engine={"max_model_len": 1024, "num_gpu_blocks_override": 48})
+    """At most one block of the prompt and the answer before is computed again. The device cannot keep all of them. vLLM
+    must be asked to keep states of outputs, and the log says so."""
+    engine = {"max_model_len": 1024, "num_gpu_blocks_override": 48, "prefix_cache_retention_interval": BLOCK_SIZE}
+    with_turns: dict[str, Any] = with_lfm2(prompts=4, engine=engine)
     reference = run("turns", **with_turns)
     result = run("turns", **with_turns, connector=POOL)
     for answers, expected in zip(result["outputs"], reference["outputs"], strict=True):
@@ -118,13 +126,15 @@ def test_a_turn_computes_little_of_the_former_one(run: Runner) -> None:
         computed_again = tokens - record["device_tokens"] - record["host_tokens"]
         assert computed_again <= BLOCK_SIZE, record
     assert sum(record["host_tokens"] for record in records) > 0
+    assert "keeps no states of outputs" not in result.log
     assert_at_rest(result.result)
 
 
 def test_what_the_device_lacks_is_restored(run: Runner) -> None:
     """The device may hold KV without the state behind it, and the other way round: what is missing comes from host
     memory, and no hit ends where a state is missing."""
-    result = run("divergent", **with_lfm2(connector=POOL, engine={"num_gpu_blocks_override": 200}))
+    engine = {"num_gpu_blocks_override": 200, "prefix_cache_retention_interval": BLOCK_SIZE}
+    result = run("divergent", **with_lfm2(connector=POOL, engine=engine))
     expected, whole, tokens = result["expected"], result["whole"], result["found"]
     assert differences(result["outputs"], [expected] * len(result["outputs"])) == []
     assert tokens.pop("nothing") == [whole, 0]
@@ -178,7 +188,7 @@ def test_a_storm_of_requests_aborts_failures_and_resets(run: Runner, lfm2_expect
         right_tokens, right_logprobs = lfm2_expected[index]
         right = [right_tokens[: len(tokens)], right_logprobs[: len(tokens)]]
         assert differences([[tokens, logprobs]], [right]) == []
-    for name in ("host_hit_tokens", "load_failures", "store_failures"):
+    for name in ("host_hit_tokens", "store_failures"):
         assert result["metrics"][name] > 0, name
     assert_at_rest(result.result)
 

@@ -56,7 +56,7 @@ QWEN3NEXT: dict[str, Any] = {
     "engine": {
         "dtype": "bfloat16",
         "block_size": 64,
-        "num_gpu_blocks_override": 30,
+        "num_gpu_blocks_override": 22,
         "max_num_batched_tokens": 128,
         # The states are then the same in every batch.
         "long_prefill_token_threshold": 64,

@@ -113,6 +113,19 @@ class KVOffloadConnector(KVConnectorBase_V1, SupportsHMA):
         """The root of the block hashes as predicted at start; None once it has been compared with vLLM's."""
         if role == KVConnectorRole.SCHEDULER:
             versions.warn_if_untested()
+            if self.layout.has_states:
+                self._log_kept_states()
+
+    def _log_kept_states(self) -> None:
+        """Says how states of outputs can be kept, if vLLM does not keep them. By default it keeps those at the end of a
+        prompt and where prompts part."""
+        if versions.attribute(self._vllm_config.cache_config, "prefix_cache_retention_interval") == 0:
+            size = max(group.device_block_size for group in self.layout.kv_groups if group.state)
+            logger.info(
+                "kvoffload: vLLM keeps no states of outputs (prefix_cache_retention_interval=0), so the next turn of a "
+                "conversation computes the former answer again; set --prefix-cache-retention-interval %d to keep them",
+                size,
+            )
 
     def set_xfer_handshake_metadata_pp_aware(
         self, metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata]
