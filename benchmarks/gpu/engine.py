@@ -21,7 +21,7 @@ from benchmarks.gpu.rig import DelayedDevice, Ready
 from kvoffload.abc import ByteArray, KVGroup, PageGroup, Transfer
 from kvoffload.connector.messages import StepMeta, WorkerReport
 from kvoffload.connector.worker import Finished
-from kvoffload.testing.content import Batch, EngineRequest, first_attended, to_words
+from kvoffload.testing.content import Access, Batch, EngineRequest, to_words
 from kvoffload.testing.engine import ModelEngine, Scenario
 from kvoffload.testing.faults import FailingTransfer, WrappedDevice, WrappedTransfer
 from kvoffload.testing.ranks import Rank, WrongBytes, layers_of, salt
@@ -209,13 +209,11 @@ class DeviceRank(Rank):
         for g, (group, planes, salts) in enumerate(zip(self._groups, self._planes, self._salts, strict=True)):
             if not planes:
                 continue
-            size, words, table = group.device_block_size, request.words(g, group, end), np.array(request.blocks[g])
-            low = min(first_attended(group, start), start)
-            tokens = np.arange(low, end)
-            places = cuda.send(table[tokens // size] * planes[0].shape[1] + tokens % size)
+            access = Access.of(request, g, group, start, end)
+            places = cuda.send(access.blocks * planes[0].shape[1] + access.offsets)
             for plane, mask in zip(planes, salts, strict=True):
-                want = cuda.send((words[low:end] ^ mask).view(np.int64))
-                cuda.launch(_attend(plane, places, want, start - low, self._num_wrong))
+                want = cuda.send((access.words ^ mask).view(np.int64))
+                cuda.launch(_attend(plane, places, want, access.num_read, self._num_wrong))
 
     def finish(self) -> None:
         cuda.synchronize()

@@ -48,6 +48,22 @@ def test_leading_ready_beyond_one_chunk() -> None:
     assert table.leading_ready(names[:3777]) == 3777
 
 
+def test_last_ready_passes_over_what_is_written_or_absent(table: BlockTable) -> None:
+    assert table.last_ready(keys("b", "a", "c", "x")) == 1
+    assert table.last_ready(keys("c", "x")) == -1
+    assert table.last_ready([]) == -1
+
+
+@pytest.mark.parametrize("ready", [4999, 4800, 4743, 3777, 1, 0])
+def test_last_ready_beyond_one_chunk(ready: int) -> None:
+    table = BlockTable(5000)
+    names = [i.to_bytes(4, "big") for i in range(5000)]
+    table.insert(names, np.arange(5000))
+    table.set_ready(np.array([0, ready]) if ready else np.array([0]))
+    assert table.last_ready(names) == ready
+    assert table.last_ready(names[:ready]) == (0 if ready else -1)
+
+
 def test_pins_nest_and_count_once_per_call(table: BlockTable) -> None:
     assert table.num_evictable == 2
     table.pin(slots(2))

@@ -120,6 +120,7 @@ def test_blocks_of_other_models_have_other_names() -> None:
         ([KVGroup(16), KVGroup(32)], [8, 16]),
         ([KVGroup(16), KVGroup(16, sliding_window=64)], [16, 16]),
         ([KVGroup(16, sliding_window=64)], [16]),
+        ([KVGroup(16), KVGroup(16, state=True), KVGroup(16, state=True)], [16, 16, 16]),
     ],
 )
 def test_tokens_per_block_come_from_the_groups(groups: Sequence[KVGroup], tokens: list[float]) -> None:
@@ -137,6 +138,10 @@ def test_the_log_says_what_the_pools_hold(make: Builder, caplog: pytest.LogCaptu
     make(config(), pools=[pool(), pool()], engine=1, engines=2)
     wanted = f"kvoffload: host pool of 64 KiB on 2 ranks, one of 2 engines' shares, = {BLOCKS * TOKENS} tokens"
     assert wanted in caplog.messages
+    hybrid = [KVGroup(TOKENS), KVGroup(TOKENS, state=True), KVGroup(TOKENS, state=True)]
+    make(config(), groups=hybrid, device_blocks=4)
+    wanted = f"kvoffload: host pool of 32 KiB = {BLOCKS * TOKENS} tokens, 2.0x the device cache; "
+    assert wanted + f"each position with states takes the place of {2 * TOKENS} of them" in caplog.messages
     make(config(), pools=[pool()], num_workers=2)
     assert f"kvoffload: host pool of 32 KiB in 1 pool for 2 ranks = {BLOCKS * TOKENS} tokens" in caplog.messages
     make(config(), pools=[pool(), pool()], num_workers=4)

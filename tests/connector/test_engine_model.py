@@ -52,7 +52,7 @@ def test_random_schedules(chunk: int) -> None:
     assert not never, f"never happened, so was not tested: {never}"
 
 
-KINDS = ("full", "window", "chunk", "full draft", "window draft")
+KINDS = ("full", "window", "chunk", "full draft", "window draft", "state")
 ALL_LOADS = (
     *(f"blocks of a {kind} group among others" for kind in KINDS),
     "blocks of the only group",
@@ -77,7 +77,9 @@ def loads_of(engine: ModelEngine) -> Counter[str]:
 
 
 def kind_of(group: KVGroup) -> str:
-    kind = "window" if group.sliding_window else "chunk" if group.attention_chunk else "full"
+    kind = (
+        "state" if group.state else "window" if group.sliding_window else "chunk" if group.attention_chunk else "full"
+    )
     return f"{kind} draft" if group.draft else kind
 
 
@@ -261,7 +263,9 @@ def test_a_rank_whose_transfer_breaks(seed: int) -> None:
         engine.run()
 
 
-@pytest.mark.parametrize("group", [KVGroup(2), KVGroup(2, sliding_window=5), KVGroup(2, attention_chunk=6)])
+@pytest.mark.parametrize(
+    "group", [KVGroup(2), KVGroup(2, sliding_window=5), KVGroup(2, attention_chunk=6), KVGroup(2, state=True)]
+)
 def test_engine_and_connector_read_a_group_alike(group: KVGroup) -> None:
     assert [first_attended(group, p) for p in range(50)] == [group.skipped_tokens(p) for p in range(50)]
 

@@ -117,7 +117,7 @@ def test_tokens_that_a_token_does_not_attend_to(group: KVGroup, num_computed: in
 def test_an_invalid_group_is_refused(sizes: dict[str, int]) -> None:
     with pytest.raises(ConfigError, match="must be at least 1"):
         KVGroup(4, **sizes)
-    with pytest.raises(ConfigError, match="not both"):
+    with pytest.raises(ConfigError, match="not several"):
         KVGroup(4, sliding_window=8, attention_chunk=8)
 
 

@@ -270,6 +270,31 @@ class LookupEachStopsAtAMiss(ReferenceLRUManager):
         return super().lookup_each(keys)[:n] + [LookupState.MISS] * (len(keys) - n)
 
 
+class LookupLastFindsTheFirst(ReferenceLRUManager):
+    def lookup_last(self, keys: Keys, req_context: Context = None) -> tuple[int, LookupState]:
+        ready = [i for i, key in enumerate(keys) if self.state(key) is LookupState.HIT]
+        return (ready[0], LookupState.HIT) if ready else (-1, LookupState.MISS)
+
+
+class LookupLastStopsAtAMiss(ReferenceLRUManager):
+    def lookup_last(self, keys: Keys, req_context: Context = None) -> tuple[int, LookupState]:
+        run = self.lookup(keys) or 0
+        return run - 1, LookupState.HIT if run else LookupState.MISS
+
+
+class LookupLastFindsBlocksBeingWritten(ReferenceLRUManager):
+    def lookup_last(self, keys: Keys, req_context: Context = None) -> tuple[int, LookupState]:
+        known = [i for i, key in enumerate(keys) if self.state(key) is not LookupState.MISS]
+        return (known[-1], LookupState.HIT) if known else (-1, LookupState.MISS)
+
+
+class LookupLastTouches(ReferenceLRUManager):
+    def lookup_last(self, keys: Keys, req_context: Context = None) -> tuple[int, LookupState]:
+        last, state = super().lookup_last(keys)
+        self.touch(keys[last : last + 1] if state is LookupState.HIT else [])
+        return last, state
+
+
 class PinsBeforeItChecks(ReferenceLRUManager):
     def prepare_load(self, keys: Keys, req_context: Context = None) -> LoadStoreSpec:
         specs = [super(PinsBeforeItChecks, self).prepare_load([key]) for key in unique(keys)]

@@ -39,7 +39,7 @@ def test_a_waiting_chain_is_woken_by_its_block() -> None:
     a, b = chain("a"), chain("b")
     backlog = backlog_of(a, b)
     for each in (a, b):
-        backlog.wait_for(each, b"x")
+        backlog.wait_for(each, [b"x"])
     assert not backlog.is_ready
     assert backlog.waits_for_any([b"w", b"x"])
     assert not backlog.wake([b"w"])
@@ -85,7 +85,7 @@ def test_a_removed_chain_leaves_nothing_behind(state: ChainState) -> None:
     a = chain("a")
     backlog = backlog_of(a)
     if state is ChainState.WAITING:
-        backlog.wait_for(a, b"x")
+        backlog.wait_for(a, [b"x"])
     elif state is ChainState.POSTPONED:
         backlog.postpone("a")
     backlog.remove(a)

@@ -138,6 +138,8 @@ class MissReason(enum.StrEnum):
     """A lower tier has it, but loading would have taken longer than computing."""
     TOO_LARGE = "too_large"
     """A lower tier has it, but the request needs more blocks at once than may be promoted."""
+    NO_STATE = "no_state"
+    """The blocks before it are stored, but recurrent layers have no state at their end: none was kept there."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -91,6 +91,11 @@ class PolicyOffloadingManager(OffloadingManager):
         self.count_request(keys, req_context)
         return list(map(LookupState, self.states(keys).tolist()))
 
+    def lookup_last(self, keys: Sequence[OffloadKey], req_context: ReqContext | None = None) -> tuple[int, LookupState]:
+        self.count_request(keys, req_context)
+        last = self._table.last_ready(keys)
+        return last, LookupState.MISS if last < 0 else LookupState.HIT
+
     def count_request(self, keys: Sequence[OffloadKey], req_context: ReqContext | None) -> None:
         """Tells the admission that a request asks for ``keys``, as ``lookup`` and ``touch`` do."""
         if self._admission is not None:

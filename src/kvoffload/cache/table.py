@@ -85,6 +85,18 @@ class BlockTable:
             size *= 2
         return n
 
+    def last_ready(self, keys: Sequence[OffloadKey]) -> int:
+        """Returns the index of the last key that is ready, -1 if none is."""
+        end, size = len(keys), _LOOKUP_CHUNK
+        while end > 0:
+            start = max(0, end - size)
+            slots = self.find(keys[start:end])
+            ready = np.flatnonzero((slots >= 0) & (self.ref_cnt[slots] >= 0))
+            if len(ready):
+                return start + int(ready[-1])
+            end, size = start, 2 * size
+        return -1
+
     def split(self, keys: Sequence[OffloadKey]) -> tuple[Slots, list[OffloadKey], Homes | None]:
         """Returns the slots of the keys that are present; the absent keys, in order and without repetitions; and
         hashing work that ``insert`` can use if it gets exactly those. The key of a dropped block is in neither."""

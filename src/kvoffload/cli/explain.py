@@ -100,6 +100,10 @@ ADVICE = {
         "Raise host_bytes.",
         True,
     ),
+    MissReason.NO_STATE: Advice(
+        "the model's recurrent layers had no state there",
+        "Nothing to do: states are kept at the ends of prompts and outputs, and where prompts were found to part.",
+    ),
 }
 
 

@@ -171,8 +171,8 @@ def namespace(fingerprint: str) -> bytes:
 def tokens_per_block(groups: Sequence[KVGroup]) -> list[float]:
     """Returns, per group, how many tokens need not be computed for each block that is loaded.
 
-    A token is saved only if the blocks of all groups are loaded. Groups with a window or chunks need few blocks, so
-    the full-attention groups share the tokens.
+    A token is saved only if the blocks of all groups are loaded. Groups with a window, chunks or a state need few
+    blocks, so the full-attention groups share the tokens.
     """
     num_full = sum(group.is_full for group in groups)
     return [group.block_tokens / max(1, num_full) for group in groups]
@@ -233,11 +233,11 @@ class _HostPools:
                 f"{len(self._pools) * self.engines}) slots"
             )
         for group in self.layout.groups:
-            factor = config.factor(group.device_block_size)
+            factor = 1 if group.state else config.factor(group.device_block_size)
             if group.block_size_factor != factor:
                 raise ConfigError(
                     f"KVGroup(block_size_factor={group.block_size_factor}): the configuration says {factor}; make the "
-                    f"group with block_size_factor=config.factor({group.device_block_size})"
+                    f"group with block_size_factor=config.factor({group.device_block_size}), or 1 if it has a state"
                 )
 
     def open(self) -> list[ByteArray]:
@@ -259,16 +259,24 @@ class _HostPools:
         )
 
     def tokens(self, num_blocks: int) -> int:
-        """Returns how many tokens have all their KV in ``num_blocks`` blocks."""
+        """Returns how many tokens have all their KV in ``num_blocks`` blocks. States come on top."""
         return num_blocks * self.layout.align // self.layout.blocks_per_align
 
     def device_tokens(self, device_blocks: int) -> int:
         """Returns how many tokens have all their KV in ``device_blocks`` blocks of the device."""
-        align = self.layout.device_align
-        return device_blocks * align // sum(align // group.device_block_size for group in self.layout.groups)
+        return device_blocks * self.layout.device_align // self._device_blocks_per_align
+
+    @property
+    def _device_blocks_per_align(self) -> int:
+        """Blocks of the device that hold the KV of ``device_align`` tokens. States come on top, unless there is nothing
+        else."""
+        groups = self.layout.groups
+        sizes = [group.device_block_size for group in groups if not group.state]
+        return sum(self.layout.device_align // size for size in sizes) or len(groups)
 
     def describe(self, device_blocks: int | None) -> str:
-        """Describes the pools for the log: "8 GiB = 65,536 tokens, 4.1x the device cache"."""
+        """Describes the pools for the log: "8 GiB = 65,536 tokens, 4.1x the device cache". With recurrent layers, it is
+        said how much less that becomes by each position at which states are kept."""
         tokens = self.tokens(self.num_blocks)
         text = format_bytes(self.num_blocks * self.block_bytes)
         if self.num_workers > len(self._pools):
@@ -279,8 +287,11 @@ class _HostPools:
             text += f", one of {self.engines} engines' shares,"
         text += f" = {tokens:,} tokens"
         if device_blocks:
-            per_token = sum(1 / group.device_block_size for group in self.layout.groups)
+            per_token = self._device_blocks_per_align / self.layout.device_align
             text += f", {tokens * per_token / device_blocks:.1f}x the device cache"
+        if self.layout.states:
+            num_states = len(self.layout.states)
+            text += f"; each position with states takes the place of {self.tokens(num_states):,} of them"
         return text
 
 

@@ -10,6 +10,8 @@ from kvoffload.abc import LookupState, OffloadingManager, OffloadKey, ReqContext
 from kvoffload.connector.layout import Layout
 from kvoffload.connector.request import RequestState
 
+_POSSIBLE = (LookupState.HIT, LookupState.RETRY)
+
 
 class Hit(NamedTuple):
     """The longest hit of a request."""
@@ -20,6 +22,10 @@ class Hit(NamedTuple):
     """The first key that was missing for more."""
     is_known: bool
     """False: a lower tier has not answered yet, and the hit may become longer."""
+    junction: int = 0
+    """The last position behind ``end`` up to which host memory has the blocks but not the states."""
+    no_state: OffloadKey | None = None
+    """A state behind ``end`` that no tier has either: without it, blocks in lower tiers are of no use."""
 
 
 class _Gap(NamedTuple):
@@ -46,25 +52,94 @@ class HitSearch:
         """Returns the longest hit of a request with ``computed`` tokens on the device.
 
         Full-attention groups need every block from ``computed`` on, the others only those that the next token attends
-        to. Each group's answer shortens the next one's question until all agree. If the request may not wait, only
-        blocks that can be loaded now count, and lower tiers are not asked.
+        to, and states exactly the one at its end. Each group's answer shortens the next one's question until all agree.
+        If the request may not wait, only blocks that can be loaded now count, and lower tiers are not asked.
         """
-        layout, blocks, known, missed = self._layout, state.blocks, True, None
+        layout, blocks = self._layout, state.blocks
         context = state.context if may_wait else replace(state.context, may_wait=False)
-        end = blocks.most_tokens
+        # One token is left to compute. KV before it can be loaded, but a state cannot go back by a token.
+        end = min(blocks.most_tokens, state.request.num_tokens - 1) if layout.states else blocks.most_tokens
         for g, group in enumerate(layout.groups):
             end = min(end, len(blocks.keys[g]) * group.block_tokens)
         end = end // layout.align * layout.align
+        if not layout.states:
+            return self._agreed(state, computed, end, context)
+        limit, hit = end, self._with_states(state, computed, end, context)
+        return self._explained(state, hit, limit, may_wait) if hit.is_known and hit.end < limit else hit
+
+    def _with_states(self, state: RequestState, computed: int, end: int, context: ReqContext) -> Hit:
+        """Returns the longest hit up to ``end``, with states at its end. These come first: few are kept, and blocks
+        behind the last one are of no use."""
+        no_state = None
+        while end > computed:
+            end, is_known, lacking = self._last_states(state, computed, end, context)
+            no_state = lacking or no_state
+            if end <= computed:
+                break
+            hit = self._agreed(state, computed, end, context)
+            if not hit.is_known or (hit.end == end and not is_known):
+                return Hit(computed, hit.missed, False)
+            if hit.end == end:
+                return Hit(end, hit.missed, True, no_state=no_state)
+            end, no_state = hit.end, None
+        return Hit(computed, None, True, no_state=no_state)
+
+    def _explained(self, state: RequestState, hit: Hit, limit: int, may_wait: bool) -> Hit:
+        """Returns ``hit``, which ends before ``limit``, with what is missing behind it: a block, or the states."""
+        layout, context = self._layout, replace(state.context, may_wait=False)
+        behind = self._agreed(state, hit.end, limit, context)
+        junction, missed = behind.end if layout.full else hit.end, behind.missed
+        if junction > hit.end or missed is None:
+            boundary = max(junction, (hit.end // layout.align + 1) * layout.align)
+            keys = [state.blocks.keys[g][boundary // layout.block_tokens[g] - 1] for g in layout.states]
+            found = self._manager.lookup_each(keys, context)
+            missed = next((key for key, each in zip(keys, found, strict=True) if each is not LookupState.HIT), None)
+        # After a wait, a state may be missing because it did not come in time.
+        is_sure = may_wait and state.waiting_since is None and state.num_waits == 0
+        return Hit(hit.end, missed, True, junction, hit.no_state if is_sure else None)
+
+    def _last_states(
+        self, state: RequestState, computed: int, end: int, context: ReqContext
+    ) -> tuple[int, bool, OffloadKey | None]:
+        """Returns the last position up to ``end`` at which no state is certainly missing, ``computed`` if there is
+        none; whether all states are there; and the key of a state that is missing for more."""
+        layout, blocks, lacking = self._layout, state.blocks, None
+        first, *others = layout.states
+        start = computed // layout.align * layout.align
+        while end > computed:
+            keys = layout.boundary_keys(first, blocks.keys[first], start, end)
+            last, found = self._manager.lookup_last(keys, context)
+            if last < len(keys) - 1:
+                lacking = keys[-1]
+            end = start + (last + 1) * layout.align
+            if last < 0:
+                break
+            rest = [blocks.keys[g][end // layout.block_tokens[g] - 1] for g in others]
+            states = [found, *self._manager.lookup_each(rest, context)]
+            absent = [key for key, each in zip(rest, states[1:], strict=True) if each not in _POSSIBLE]
+            if not absent:
+                return end, LookupState.RETRY not in states, lacking
+            lacking = absent[0]
+            end -= layout.align
+        return computed, True, lacking
+
+    def _agreed(self, state: RequestState, computed: int, end: int, context: ReqContext) -> Hit:
+        """Returns the longest hit up to ``end`` of the groups that have KV."""
+        layout, blocks, known, missed = self._layout, state.blocks, True, None
         for g in layout.full:
             size = layout.groups[g].block_tokens
             first = computed // size
             if first * size >= end:
                 continue
             hits = self._manager.lookup(blocks.keys[g][first : end // size], context)
-            known &= hits is not None
-            found = (first + (hits or 0)) * size
-            if found < end:
+            if hits is None:
+                # The other groups are asked at once, so that the blocks of all of them are read at the same time.
+                known = False
+            elif (first + hits) * size < end:
+                found = (first + hits) * size
                 end, missed = found // layout.align * layout.align, blocks.keys[g][found // size]
+        if not known:
+            return Hit(computed, missed, False)
         while end > computed:
             gap = self._first_gap(state, computed, end, context)
             if gap is None:
@@ -73,7 +148,7 @@ class HitSearch:
             if gap.state is LookupState.RETRY:
                 return Hit(computed, missed, False)
             end = gap.start // layout.align * layout.align
-        return Hit(max(end, computed), missed, known)
+        return Hit(max(end, computed), missed, True)
 
     def _first_gap(self, state: RequestState, computed: int, end: int, context: ReqContext) -> _Gap | None:
         """The first missing block that a window needs in order to continue at ``end``, in the group whose hit ends

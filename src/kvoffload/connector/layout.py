@@ -38,10 +38,13 @@ class Layout:
         self.align = math.lcm(*(group.block_tokens for group in groups))
         """Tokens: whole blocks of all groups end at multiples of it."""
         self.device_align = math.lcm(*(group.device_block_size for group in groups))
-        self.blocks_per_align = sum(self.align // group.block_tokens for group in groups)
         self.full = tuple(g for g, group in enumerate(groups) if group.is_full)
         self.windows = tuple(g for g, group in enumerate(groups) if not group.is_full and not group.state)
         self.states = tuple(g for g, group in enumerate(groups) if group.state)
+        positional = [group for group in groups if not group.state]
+        self.blocks_per_align = sum(self.align // group.block_tokens for group in positional) or len(groups)
+        """Blocks per ``align`` tokens of a chain. States are not counted, because few of a chain's are kept, unless
+        there is nothing else."""
         self.traced = self.full[0] if self.full else 0
         """The group whose blocks are recorded in a trace."""
 
@@ -64,6 +67,17 @@ class Layout:
         hashes = request.block_hashes
         parent = hashes[start // self.hash_block_size - 1] if start else None
         return BlockDescription(request, start, end, hashes[end // self.hash_block_size - 1], parent)
+
+    def longest_chain(self, num_blocks: int) -> int:
+        """Returns how many tokens of one chain fit into ``num_blocks`` blocks, with a state at their end. The tail of a
+        longer one would push its head out."""
+        return max(0, num_blocks - len(self.states)) // self.blocks_per_align * self.align
+
+    def boundary_keys(self, g: int, keys: Sequence[OffloadKey], first: int, end: int) -> Sequence[OffloadKey]:
+        """Returns those of the ``keys`` of group ``g`` that end at multiples of ``align`` behind ``first``, itself a
+        multiple, up to ``end``."""
+        step = self.align // self.block_tokens[g]
+        return keys[(first // self.align + 1) * step - 1 : end // self.block_tokens[g] : step]
 
     def needed_blocks(self, g: int, computed: int, end: int) -> range:
         """Returns the blocks of group ``g`` that must be loaded for a request that continues at token ``end``, where

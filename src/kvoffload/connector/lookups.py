@@ -76,9 +76,8 @@ class Lookups:
         if not hit.is_known:
             # It may not wait any longer.
             hit = self._hits.longest(state, computed, may_wait=False)
-        if hit.end - computed < self._layout.align:
-            return Match(self._changes.contents, computed, 0, hit.missed)
-        return Match(self._changes.contents, computed, last_loadable(state, hit.end) - computed, hit.missed)
+        tokens = last_loadable(state, hit.end) - computed if hit.end - computed >= self._layout.align else 0
+        return Match(self._changes.contents, computed, tokens, hit.missed, junction=hit.junction, no_state=hit.no_state)
 
     def _wait(self, state: RequestState, computed: int) -> Match | None:
         """Returns an answer that makes the request ask again: when a load has started or ended, when the manager may

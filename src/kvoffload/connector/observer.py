@@ -9,7 +9,8 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
-from kvoffload.abc import BlockDescription, OffloadingEvent, OffloadingManager, OffloadKey
+from kvoffload.abc import BlockDescription, Miss, MissReason, OffloadingEvent, OffloadingManager, OffloadKey
+from kvoffload.cache.keys import key_group_idx
 from kvoffload.cache.manager import MAX_PENDING_EVENTS
 from kvoffload.connector.jobs import Job
 from kvoffload.connector.layout import Block, Layout
@@ -148,7 +149,7 @@ class RequestObserver:
         missed, reason, age_s, policy, missed_in = match.missed, None, None, None, None
         if missed is not None:
             policy = self._manager.policy_state() or None
-            miss = self._manager.explain_miss(missed)
+            missed, miss = self._explain(missed, match.no_state)
             reason, age_s, missed_in = miss.reason, miss.age_s, miss.tier
             self.metrics.add("misses", label=reason)
         self.metrics.add("asked_tokens", state.request.num_tokens)
@@ -172,6 +173,17 @@ class RequestObserver:
         self.records.append(record)
         if logger.isEnabledFor(logging.DEBUG):
             logger.debug("kvoffload: record %s", json.dumps(record.to_dict()))
+
+    def _explain(self, missed: OffloadKey, no_state: OffloadKey | None) -> tuple[OffloadKey, Miss]:
+        """Returns the block that was missing and why: ``missed``, or the state without which it is of no use."""
+        miss = self._manager.explain_miss(missed)
+        if no_state is not None and miss.reason is MissReason.NOT_IN_TIME:
+            # A lower tier has the block, and was not asked for it.
+            missed, miss = no_state, self._manager.explain_miss(no_state)
+        if key_group_idx(missed) in self._layout.states and miss.reason in (MissReason.NEVER_STORED, MissReason.RESET):
+            # Not kept, or dropped when a later one was stored: a reset would have dropped the blocks before it too.
+            miss = Miss(MissReason.NO_STATE)
+        return missed, miss
 
     def _count_tier_hits(self, state: RequestState, num_external_tokens: int) -> dict[str, int]:
         """Counts the tokens that lower tiers have delivered for a request. Returns how many each tier has."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
+from itertools import zip_longest
 
 from kvoffload.abc import BlockHash, OffloadKey, ReqContext, Request
 from kvoffload.connector.layout import NULL_BLOCK, Block, Layout
@@ -60,6 +61,10 @@ class Match:
     missed: OffloadKey | None
     """The first block that was missing for more."""
     expires: float = float("inf")
+    junction: int = 0
+    """Up to this token, blocks of other requests are stored, but no states behind the hit."""
+    no_state: OffloadKey | None = None
+    """A state that no tier has either, behind the hit."""
 
 
 @dataclass(slots=True, eq=False)
@@ -204,6 +209,8 @@ class RequestBlocks:
         if len(self.keys) == 1:
             return self.keys[0]
         sizes = self.layout.block_tokens
+        if min(sizes) == max(sizes):
+            return [key for keys in zip_longest(*self.keys) for key in keys if key is not None]
         ends = sorted(((i + 1) * sizes[g], g, i) for g, keys in enumerate(self.keys) for i in range(len(keys)))
         return [self.keys[g][i] for _, g, i in ends]
 
@@ -219,13 +226,16 @@ class RequestBlocks:
         their end; and, per group, the ``next_store`` that holds once they are stored. Call ``extend_keys`` first.
 
         ``num_computed`` tokens are computed at the end of this step, ``num_before`` were at its beginning: KV that the
-        token after those does not attend to may be gone.
+        token after those does not attend to may be gone. States are left out: no block table says where they are.
         """
         layout = self.layout
         due: list[Block] = []
         ends: list[int] = []
         tokens = min(num_computed, self.request.num_tokens, self.max_stored_tokens)
         for g, first in enumerate(self.next_store):
+            if layout.groups[g].state:
+                ends.append(first)
+                continue
             keys, table, factor = self.keys[g], self.tables[g], layout.factors[g]
             end = min(tokens // layout.block_tokens[g], len(table) // factor, len(keys), first + MAX_BLOCKS_PER_STEP)
             if end <= first:
@@ -269,6 +279,8 @@ class RequestBlocks:
     def _due_at(self, g: int) -> int:
         """Returns the number of computed tokens at which the next block of group ``g`` becomes due."""
         next_block = self.next_store[g]
+        if self.layout.groups[g].state:
+            return NEVER
         end = (next_block + 1) * self.layout.block_tokens[g]
         if end > self.max_stored_tokens:
             return NEVER

@@ -2,8 +2,9 @@
 
 Everything here runs on the engine's scheduler thread, and each module has one job: ``request`` is the state of one
 request, ``lookups`` and ``hits`` find what can be loaded, ``loads`` and ``stores`` plan the copies, ``due`` says which
-requests may complete a block, ``jobs`` has the copies in progress, ``shelf`` keeps contents over a sleep, ``observer``
-makes records and metrics. The scheduler half takes the engine's calls and passes them on.
+requests may complete a block, ``states`` which states are kept, ``jobs`` has the copies in progress, ``shelf`` keeps
+contents over a sleep, ``observer`` makes records and metrics. The scheduler half takes the engine's calls and passes
+them on.
 """
 
 from __future__ import annotations
@@ -195,6 +196,7 @@ class OffloadingConnectorScheduler:
         state.computed_at_load = 0 if match is None else match.computed
         self._next.allocated.add(request.request_id)
         self.observer.allocated(state, match, num_external_tokens)
+        self.stores.begin(state, match, num_external_tokens)
         if match is not None:
             state.blocks.loaded = None
         if num_external_tokens == 0:
@@ -246,7 +248,7 @@ class OffloadingConnectorScheduler:
         if not has_tokens:
             self.manager.wait(IDLE_WAIT_S)
             self._poll()
-        for req_id in step.preempted:
+        for req_id in (preempted := tuple(step.preempted)):
             self._lose_blocks(req_id)
         handed_out = upcoming.handed_out
         for req_id, tables in step.block_ids.items():
@@ -265,6 +267,7 @@ class OffloadingConnectorScheduler:
         meta.fences, meta.fenced_blocks = self.jobs.fence(handed_out, step.overwritten)
         self.observer.measure_prefills(step.num_scheduled_tokens)
         meta.stores |= self.stores.store_running(step.num_scheduled_tokens, self.requests, epoch)
+        meta.stores |= self.stores.store_states(step.boundary_states, preempted, self.requests, epoch)
         if self.held:
             meta.releases += self.held.take_due(self._clock())
         return self._take_meta(step)
@@ -365,7 +368,7 @@ class OffloadingConnectorScheduler:
         if state is None:
             return False, None
         self.manager.release_request(state.context)
-        self.stores.forget(request.request_id)
+        self.stores.end(request.request_id)
         self.observer.end(state)
         if any(state.blocks.tables):
             self._next.finished.append((state, request.num_computed_tokens))
@@ -434,8 +437,7 @@ class OffloadingConnectorScheduler:
     def _state(self, request: Request) -> RequestState:
         state = self.requests.get(request.request_id)
         if state is None:
-            # The tail of a chain longer than the pool would push its head out.
-            longest = self.manager.num_blocks // self.layout.blocks_per_align * self.layout.align
+            longest = self.layout.longest_chain(self.manager.num_blocks)
             state = self.requests[request.request_id] = RequestState.new(request, self.layout, longest)
             self.observer.begin(state)
         return state

@@ -2,17 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from kvoffload.abc import DeviceSpec, IntegrityError, LoadStoreSpec, OffloadingManager, PrepareStoreOutput, TransferSpec
+from kvoffload.abc import (
+    BoundaryState,
+    DeviceSpec,
+    IntegrityError,
+    LoadStoreSpec,
+    OffloadingManager,
+    OffloadKey,
+    PrepareStoreOutput,
+    TransferSpec,
+)
 from kvoffload.connector.due import DueList
 from kvoffload.connector.jobs import Job, JobTable
-from kvoffload.connector.layout import Block, Layout
+from kvoffload.connector.layout import NULL_BLOCK, Block, Layout
 from kvoffload.connector.observer import RequestObserver
-from kvoffload.connector.request import NEVER, Changes, Phase, RequestState, Storing
+from kvoffload.connector.request import NEVER, Changes, Match, Phase, RequestState, Storing
+from kvoffload.connector.states import StateKeeper
 
 NO_ROOM = "kvoffload: no room in the host pool, every block is in use; stores wait"
 
@@ -44,6 +54,7 @@ class StorePlanner:
         self._observer = observer
         self._changes = changes
         self._due = DueList()
+        self._keeper = StateKeeper(layout) if layout.states else None
 
     def watch(self, req_id: str, has_new_table: bool) -> None:
         """Looks at a request that was given device blocks: if these are a whole new table, in its next step."""
@@ -53,6 +64,12 @@ class StorePlanner:
     def forget(self, req_id: str) -> None:
         """Stops looking at a request that has no device blocks any more."""
         self._due.remove(req_id)
+
+    def end(self, req_id: str) -> None:
+        """Forgets a request that has ended."""
+        self.forget(req_id)
+        if self._keeper is not None:
+            self._keeper.end(req_id)
 
     def clear(self) -> None:
         self._due.clear()
@@ -91,6 +108,62 @@ class StorePlanner:
         for due in dues:
             self._look_again(due.state.context.req_id, due.state, due.num_computed)
         return specs
+
+    def begin(self, state: RequestState, match: Match | None, num_loaded: int) -> None:
+        """Takes note of a request that is given device blocks after the lookup ``match``, and loads ``num_loaded``
+        tokens."""
+        if self._keeper is not None and match is not None:
+            self._keeper.begin(state, match.computed + num_loaded, match.junction)
+
+    def store_states(
+        self,
+        boundary_states: Mapping[str, Sequence[BoundaryState]],
+        preempted: Collection[str],
+        requests: Mapping[str, RequestState],
+        epoch: int,
+    ) -> dict[int, TransferSpec]:
+        """Returns the jobs for those states worth keeping that a step completes. A state for which there is no room is
+        dropped, as are those of requests that have lost their blocks in this step."""
+        specs: dict[int, TransferSpec] = {}
+        for req_id, offered in boundary_states.items():
+            state = requests.get(req_id)
+            if state is None or req_id in preempted or self._keeper is None:
+                continue
+            blocks = self._states_of(state, offered, self._keeper, epoch)
+            keys = [block.key for block in blocks]
+            if keys and state.storing is Storing.REFUSED:
+                self._manager.refuse(keys, state.context)
+                continue
+            output = self._manager.prepare_store(keys, state.context) if keys else None
+            if output is not None:
+                self._start([Due(state, 0, blocks, state.blocks.next_store)], output, epoch, specs)
+                self._drop(self._keeper.stored(state, blocks, frozenset(output.keys_to_store)))
+            elif keys:
+                self._refused()
+        return specs
+
+    def _states_of(
+        self, state: RequestState, offered: Sequence[BoundaryState], keeper: StateKeeper, epoch: int
+    ) -> list[Block]:
+        """Returns those of the ``offered`` states of a request that are stored: all groups' or none at a position."""
+        if state.phase is Phase.LOADING or state.storing is Storing.STALE or not state.options.store:
+            return []
+        state.extend_keys()
+        layout, keys = self._layout, state.blocks.keys
+        found: dict[int, list[Block]] = {}
+        for g, device_block, end in offered:
+            ordinal = end // layout.block_tokens[g] - 1
+            if end % layout.align or end > state.blocks.max_stored_tokens or device_block == NULL_BLOCK:
+                continue
+            if 0 <= ordinal < len(keys[g]):
+                found.setdefault(end, []).append(Block(g, ordinal, keys[g][ordinal], ordinal, [device_block]))
+        whole = [end for end, blocks in found.items() if {block.group for block in blocks} == set(layout.states)]
+        return [block for end in keeper.choose(state, whole, epoch) for block in found[end]]
+
+    def _drop(self, superseded: list[OffloadKey]) -> None:
+        if superseded:
+            self._manager.drop(superseded)
+            self._changes.contents += 1
 
     def _look_again(self, req_id: str, state: RequestState, num_computed: int) -> None:
         """Adds the request for the step in which its next block may be due."""
@@ -132,11 +205,14 @@ class StorePlanner:
         for due in [*chains, *single]:
             output = self._manager.prepare_store([block.key for block in due.blocks], due.state.context)
             if output is None:
-                self._observer.metrics.add("refused_stores")
-                self._observer.warn(NO_ROOM)
+                self._refused()
             else:
                 self._start([due], output, epoch, specs)
         return specs
+
+    def _refused(self) -> None:
+        self._observer.metrics.add("refused_stores")
+        self._observer.warn(NO_ROOM)
 
     def _is_single(self, due: Due) -> bool:
         """Returns whether this is a single block with all of its device blocks: only such blocks of several requests
@@ -163,7 +239,7 @@ class StorePlanner:
                     del wanted[block.key]
                     new.append((state, block))
                     state.blocks.stored.append(block.key)
-                elif block.key in refused:
+                elif block.key in refused and block.group not in self._layout.states:
                     state.storing = Storing.REFUSED
         # The slots of the lease stand in this order: with any other, blocks would be stored under wrong keys.
         if [block.key for _, block in new] != output.keys_to_store:

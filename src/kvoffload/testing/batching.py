@@ -14,6 +14,7 @@ from kvoffload.connector.scheduler import OffloadingConnectorScheduler
 from kvoffload.testing.content import NULL_BLOCK, Batch, EngineRequest, Table, first_attended
 from kvoffload.testing.device import DeviceCache
 from kvoffload.testing.scenario import Scenario
+from kvoffload.testing.states import StateBlocks
 
 STEP_S = 0.001
 """How long a step takes."""
@@ -64,6 +65,9 @@ class Batcher:
         self._half = half
         self._clock = clock
         self._random = random
+        self.states = StateBlocks(
+            cache.groups, cache.hit_tokens, scenario.max_tokens_per_step, scenario.num_scratch_blocks
+        )
         self.version = version
         """The version of the weights."""
         self.waiting: list[EngineRequest] = []
@@ -96,7 +100,7 @@ class Batcher:
         for request in list(self.running):
             if request not in self.running or budget == 0:
                 continue
-            n = min(budget, _next_tokens(request))
+            n = self._chunk(request, budget)
             if n <= 0:
                 continue
             new = self._grow(request, n, keep=[r for r, _ in batch])
@@ -118,13 +122,13 @@ class Batcher:
                 continue
             if request.loading:
                 continue
-            n = min(budget, _next_tokens(request))
+            n = self._chunk(request, budget)
             needed = sum(self._lacking(request, n))
             while needed > self._num_free and not self.running and self._take_from_later(request):
                 pass
-            if needed > self._num_free:
+            if n <= 0 or needed > self._num_free:
                 break
-            self._extend(request, n)
+            self._extend(request, request.num_computed_tokens + n)
             if request.num_computed_tokens:
                 # vLLM announces the request again when it runs after its load.
                 self._half.update_state_after_alloc(request, Allocation(request.blocks), 0)
@@ -136,7 +140,10 @@ class Batcher:
             batch.append((request, n))
             budget -= n
         preempted, self._preempted = self._preempted, set()
-        return ScheduledStep(scheduled, block_ids, frozenset(replaced), preempted), batch
+        for request, n in batch:
+            self.states.complete(request, request.num_computed_tokens + n)
+        offers = self.states.take_offers()
+        return ScheduledStep(scheduled, block_ids, frozenset(replaced), preempted, boundary_states=offers), batch
 
     @property
     def _num_free(self) -> int:
@@ -151,19 +158,35 @@ class Batcher:
         holders[-1].num_computed_tokens = 0
         return True
 
+    def _chunk(self, request: EngineRequest, budget: int) -> int:
+        """Tokens that the request computes next. None, if its chunk would end at the wrong place."""
+        return self.states.chunk(request, min(budget, _next_tokens(request)))
+
     def _lacking(self, request: EngineRequest, n: int) -> list[int]:
         """Blocks per group that the request needs for its next ``n`` tokens."""
-        end = request.num_computed_tokens + n
+        return self._lacking_to(request.blocks, request.has_scratch, request.num_computed_tokens + n)
+
+    def _lacking_to(self, tables: Sequence[Table], has_scratch: bool, end: int) -> list[int]:
         return [
-            max(0, -(-end // group.device_block_size) - len(table))
-            for group, table in zip(self._cache.groups, request.blocks, strict=True)
+            self.states.num_lacking(g, table, has_scratch, end)
+            if group.state
+            else max(0, -(-end // group.device_block_size) - len(table))
+            for g, (group, table) in enumerate(zip(self._cache.groups, tables, strict=True))
         ]
 
-    def _extend(self, request: EngineRequest, n: int) -> list[list[int]]:
-        new = [self._cache.pool.new(lacking) for lacking in self._lacking(request, n)]
-        for table, blocks in zip(request.blocks, new, strict=True):
-            table += blocks
-        return new
+    def _extend(self, request: EngineRequest, end: int) -> list[list[int]]:
+        """Allocates the blocks for the request's first ``end`` tokens. Returns what was appended to its tables."""
+        appended = []
+        lacking = self._lacking_to(request.blocks, request.has_scratch, end)
+        for g, (group, table) in enumerate(zip(self._cache.groups, request.blocks, strict=True)):
+            new = self._cache.pool.new(lacking[g])
+            if group.state:
+                appended.append(self.states.extend(g, table, request.has_scratch, end, new))
+            else:
+                table += new
+                appended.append(new)
+        request.has_scratch |= end > 0
+        return appended
 
     def _grow(self, request: EngineRequest, n: int, keep: list[EngineRequest]) -> list[list[int]] | None:
         self.slide(request)
@@ -176,7 +199,7 @@ class Batcher:
                 if victims and not any(r.loading for r in self.waiting):
                     self._preempt(request)
                 return None
-        return self._extend(request, n)
+        return self._extend(request, request.num_computed_tokens + n)
 
     def slide(self, request: EngineRequest) -> None:
         """Frees the blocks that no token will attend to any more, neither those to come nor those in progress."""
@@ -217,16 +240,21 @@ class Batcher:
         total = computed + external
         self._check_offer(request, external, total)
         assert is_async == bool(external)
-        hits, needed = self._cache.tables_for(request, computed, total)
+        hits = self._cache.tables_for(request, computed, total)
+        # Scratch blocks for states come with the blocks that a load fills, otherwise with those for the next tokens.
+        end = total if external else 0
+        needed = self._lacking_to(hits, False, end)
         pool = self._cache.pool
         idle = sum(pool.refs[block] == 0 for table in hits for block in table if block != NULL_BLOCK)
         if self.is_full or sum(needed) + (0 if external else len(hits)) > len(pool.free) - idle:
             return False
         for table in hits:
             pool.take([block for block in table if block != NULL_BLOCK])
-        request.blocks = [table + pool.new(n) for table, n in zip(hits, needed, strict=True)]
-        request.num_cached = [len(table) for table in hits]
         self._cache.note_versions(request, hits, self.version)
+        request.num_cached = [len(table) for table in hits]
+        request.blocks, request.has_scratch = hits, False
+        request.state_ends, request.unoffered = {total}, []
+        self._extend(request, end)
         self._half.update_state_after_alloc(request, Allocation(request.blocks), external)
         request.num_computed_tokens = total
         request.loading = is_async
@@ -237,7 +265,9 @@ class Batcher:
     def _check_offer(self, request: EngineRequest, external: int, total: int) -> None:
         aligned = math.lcm(*(group.block_tokens for group in self._cache.groups))
         assert total < request.num_tokens, "no token is left to compute"
-        assert not external or total % aligned == 0 or total == request.num_tokens - 1, f"to {total}?"
+        has_states = any(group.state for group in self._cache.groups)
+        may_be_short = total == request.num_tokens - 1 and not has_states
+        assert not external or total % aligned == 0 or may_be_short, f"to {total}?"
         most = _most_loadable(request)
         assert not external or total <= most, f"{total} tokens, where the client allows {most}"
 
@@ -254,6 +284,7 @@ class Batcher:
     def release(self, request: EngineRequest) -> None:
         """Frees the request's blocks, but not before the end of the steps in progress that may write to them."""
         blocks = request.held_blocks
+        self.states.withdraw(request)
         if request.in_flight:
             self._deferred.append((self.num_executed, blocks))
         else:

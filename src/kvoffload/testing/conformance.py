@@ -114,7 +114,7 @@ class ManagerConformance:
         """Returns the events since the last call: ``"+ab"`` became ready, ``"-c"`` left."""
         return [("-" if event.removed else "+") + letters(event.keys) for event in manager.take_events()]
 
-    # lookup, lookup_each
+    # lookup, lookup_each, lookup_last
 
     def test_lookup_is_the_leading_run_of_ready_blocks(self) -> None:
         manager = self.make_manager(8)
@@ -153,7 +153,32 @@ class ManagerConformance:
         assert list(manager.lookup_each(keys("abcdc"))) == [HIT, MISS, HIT, PENDING, HIT]
         assert list(manager.lookup_each([])) == []
 
-    @pytest.mark.parametrize("call", ["lookup", "lookup_each"])
+    def test_lookup_last_finds_the_last_ready_block(self) -> None:
+        manager = self.make_manager(8)
+        self.store(manager, "bd")
+        self.begun(manager, "f")
+        assert manager.lookup_last(keys("abcdefg")) == (3, HIT), "missing blocks and those being written are skipped"
+        assert manager.lookup_last(keys("abc")) == (1, HIT)
+        assert manager.lookup_last(keys("bxb")) == (2, HIT)
+        assert manager.lookup_last(keys("acf")) == (-1, MISS)
+        assert manager.lookup_last([]) == (-1, MISS)
+        self.finish(manager, "f")
+        assert manager.lookup_last(keys("abcdefg")) == (5, HIT)
+        manager.drop(keys("fd"))
+        assert manager.lookup_last(keys("abcdefg")) == (1, HIT)
+
+    @pytest.mark.parametrize("last", [0, 1, 63, 64, 255, 256, 599])
+    def test_lookup_last_finds_one_block_of_a_long_chain(self, last: int) -> None:
+        chain = [make_offload_key(b"%032d" % n, 0) for n in range(600)]
+        manager = self.make_manager(8)
+        for _ in range(4):  # for managers with an admission rule
+            assert manager.lookup_last(chain) == (-1, MISS)
+        manager.prepare_store(chain[last : last + 1])
+        manager.complete_store(chain[last : last + 1])
+        assert manager.lookup_last(chain) == (last, HIT)
+        assert manager.lookup_last(chain[:last]) == (-1, MISS)
+
+    @pytest.mark.parametrize("call", ["lookup", "lookup_each", "lookup_last"])
     def test_lookups_change_no_recency(self, call: str) -> None:
         manager = self.full("abc")
         for _ in range(3):

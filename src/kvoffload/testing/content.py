@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -14,11 +14,12 @@ from kvoffload.abc import BlockHash, KVGroup
 from kvoffload.cache.keys import hash_blocks
 
 Words: TypeAlias = npt.NDArray[np.uint64]
+Integers: TypeAlias = npt.NDArray[np.int64]
 Table: TypeAlias = list[int]
 """Device blocks of one request in one group, from its first token on."""
 
 TOKEN_BYTES = 8
-"""KV bytes per token and layer: one word."""
+"""KV bytes per token and layer: one word. A state has as many as the tokens of a block."""
 SPREAD = 0x9E3779B97F4A7C15
 """An odd number that spreads small ones over a word."""
 NULL_BLOCK = 0
@@ -26,7 +27,10 @@ NULL_BLOCK = 0
 
 
 def first_attended(group: KVGroup, position: int) -> int:
-    """The first token that the token at ``position`` attends to: the engine's own reading of ``group``."""
+    """The first token that the token at ``position`` attends to: the engine's own reading of ``group``. With a state,
+    that is the token before it, at which the state stands."""
+    if group.state:
+        return max(0, position - 1)
     if group.sliding_window is not None:
         return max(0, position - (group.sliding_window - 1))
     if group.attention_chunk is not None:
@@ -54,6 +58,14 @@ class EngineRequest:
     """One table per group; empty while it holds no blocks."""
     num_cached: list[int] = field(default_factory=list)
     """Per group, how many of its blocks were given to the prefix cache."""
+    has_scratch: bool = False
+    """Whether its tables of state groups end with scratch blocks."""
+    state_ends: set[int] = field(default_factory=set)
+    """Numbers of tokens after which a state stood in its blocks when a step or load had ended."""
+    unoffered: list[int] = field(default_factory=list)
+    """Those of which the connector does not know yet."""
+    junction: int = 0
+    """The device had KV up to here when the request was last looked up, but no state. 0: it had all or nothing."""
     num_prompt_tokens: int = 0
     loading: bool = False
     waiting_since: float | None = None
@@ -108,6 +120,14 @@ class EngineRequest:
                     words[block] = self._words(version, group)[:end][block]
         return words
 
+    def state(self, g: int, group: KVGroup, end: int) -> Words:
+        """Returns the state that it must have after ``end`` tokens in group ``g``, without salts."""
+        size = group.device_block_size
+        version = self.old_blocks.get((g, (end - 1) // size), self.version)
+        salts: Words = np.arange(1, size + 1, dtype=np.uint64) * np.uint64(SPREAD)
+        words: Words = salts ^ self._words(version, group)[end - 1]
+        return words
+
     def _words(self, version: int, group: KVGroup) -> Words:
         content = self._contents.setdefault(version, Content(version))
         content.extend(self.real_tokens)
@@ -138,6 +158,31 @@ class Content:
         after = [(token + 1) * SPREAD % 2**64 for token in tokens[done + 1 : end + 1]]
         self.words = np.concatenate((self.words, to_words(new)))
         self.draft_words = np.concatenate((self.draft_words, to_words(new) ^ to_words(after)))
+
+
+class Access(NamedTuple):
+    """What the layers of a group read and write in a step: first ``num_read`` words, then the others."""
+
+    blocks: Integers
+    offsets: Integers
+    words: Words
+    """What must be there, or is written, without salts."""
+    num_read: int
+
+    @classmethod
+    def of(cls, request: EngineRequest, g: int, group: KVGroup, start: int, end: int) -> Access:
+        """Returns what the tokens from ``start`` to ``end`` read and write in group ``g``: they attend to KV and write
+        their own, or go on from the state after ``start`` tokens and leave the one after ``end`` tokens."""
+        size, table = group.device_block_size, np.array(request.blocks[g])
+        if group.state:
+            ends = [start, end] if start else [end]
+            words = np.concatenate([request.state(g, group, each) for each in ends])
+            blocks = table[(np.array(ends) - 1) // size]
+            offsets = np.tile(np.arange(size), len(ends))
+            return cls(np.repeat(blocks, size), offsets, words, size if start else 0)
+        low = min(first_attended(group, start), start)
+        tokens = np.arange(low, end)
+        return cls(table[tokens // size], tokens % size, request.words(g, group, end)[low:], start - low)
 
 
 def to_words(words: Sequence[int]) -> Words:

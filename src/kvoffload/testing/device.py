@@ -75,14 +75,16 @@ class DeviceCache:
         """Version of the weights that computed the KV of each cached block."""
 
     def hit(self, request: EngineRequest) -> int:
-        """Leading tokens that the cache holds in all groups: in each, all that the next token attends to."""
+        """Leading tokens that the cache holds in all groups: in each, all that the next token attends to. If groups
+        with full attention hold more, the request's ``junction`` says how much."""
         limit = request.num_tokens - 1 if self.pool.prefix_caching else 0
         for g, group in enumerate(self.groups):
-            if group.sliding_window is None and group.attention_chunk is None:
+            if group.is_full:
                 size, n = group.device_block_size, 0
                 while n + size <= limit and self._block(request, g, n // size):
                     n += size
                 limit = n
+        request.junction = limit // self.hit_tokens * self.hit_tokens
         for n in range(limit // self.hit_tokens * self.hit_tokens, 0, -self.hit_tokens):
             if all(self._holds(request, g, n) for g in range(len(self.groups))):
                 return n
@@ -104,18 +106,16 @@ class DeviceCache:
         last = (index + 1) * (group.device_block_size // self.hash_block_size) - (0 if group.draft else 1)
         return (g, request.block_hashes[last]) if last < len(request.block_hashes) else None
 
-    def tables_for(self, request: EngineRequest, computed: int, total: int) -> tuple[list[Table], list[int]]:
+    def tables_for(self, request: EngineRequest, computed: int, total: int) -> list[Table]:
         """Returns, per group, the cached blocks of ``computed`` tokens that the token at ``total`` attends to, with
-        nulls before them, and how many blocks must be added for ``total`` tokens."""
+        nulls before them."""
         hits: list[Table] = []
-        needed = []
         for g, group in enumerate(self.groups):
             size = group.device_block_size
             skipped = first_attended(group, total) // size
             cached = [self._block(request, g, i) for i in range(skipped, computed // size)]
             hits.append([NULL_BLOCK] * skipped + [block for block in cached if block is not None])
-            needed.append(-(-total // size) - len(hits[-1]))
-        return hits, needed
+        return hits
 
     def note_versions(self, request: EngineRequest, hits: Sequence[Table], version: int) -> None:
         """Tells the request which of its ``hits`` have the KV of other weights than ``version``."""
@@ -135,5 +135,7 @@ class DeviceCache:
                 if name is None:
                     break
                 request.num_cached[g] = i + 1
+                if group.state and (i + 1) * group.device_block_size not in request.state_ends:
+                    continue
                 if table[i] != NULL_BLOCK and self.pool.cache(table[i], name):
                     self.version_of[table[i]] = request.old_blocks.get((g, i), request.version)

@@ -1,12 +1,13 @@
 """A small paged LLM engine that checks every byte it attends to.
 
 It has what makes offloading hard: a prefix cache, chunked prefill, preemption, aborts, asynchronous loads, scheduling
-one step ahead of the results, several KV cache groups whose blocks slide out of windows and are handed out again, and
-several ranks that copy at their own speed, some of which may hold the same KV. Its "KV" is not computed by a model: the
-bytes of a position are a function of all tokens up to it (in draft layers also of the one after it), of rank, group and
-layer, and of the version of the weights. So a wrong, stale or torn block is noticed at the first token that attends to
-it. The engine drives the real scheduler half, manager and worker halves; it needs neither torch nor a model. One seed
-replays a whole run.
+one step ahead of the results, several KV cache groups whose blocks slide out of windows and are handed out again,
+states that are updated in place, and several ranks that copy at their own speed, some of which may hold the same KV.
+Its "KV" is not computed by a model: the bytes of a position are a function of all tokens up to it (in draft layers also
+of the one after it), of rank, group and layer, and of the version of the weights, and so are the bytes of a state. So a
+wrong, stale or torn block, or the state of another position, is noticed at the first token that needs it. The engine
+drives the real scheduler half, manager and worker halves; it needs neither torch nor a model. One seed replays a whole
+run.
 """
 
 from __future__ import annotations
@@ -334,6 +335,8 @@ class ModelEngine:
             request.num_computed_tokens = 0
         else:
             self._cache_blocks(request, request.num_computed_tokens)
+            # As vLLM does: what was loaded enters its prefix cache like what was computed.
+            self.batcher.states.offer(request, request.num_computed_tokens)
 
     # Results, and the end of requests.
 

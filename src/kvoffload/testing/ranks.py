@@ -12,7 +12,7 @@ from kvoffload.abc import ByteArray, KVGroup, PageGroup, Transfer
 from kvoffload.connector.messages import StepMeta, WorkerReport
 from kvoffload.connector.worker import Finished, OffloadingConnectorWorker
 from kvoffload.host.pool import padded_slot_bytes
-from kvoffload.testing.content import Batch, EngineRequest, Words, digest, first_attended, to_words
+from kvoffload.testing.content import Access, Batch, EngineRequest, Words, digest, to_words
 from kvoffload.testing.faults import FailingTransfer, SlowTransfer
 from kvoffload.testing.scenario import Scenario
 from kvoffload.transfer.follower import FollowerTransfer
@@ -102,26 +102,17 @@ class InlineRank(Rank):
         for g, (group, pages, salts) in enumerate(zip(self._groups, self._pages, self._salts, strict=True)):
             if not len(pages):
                 continue
-            size = group.device_block_size
-            want = request.words(g, group, end) ^ salts
-            low = first_attended(group, start)
-            if low < start:
-                first = low // size
-                blocks = request.blocks[g][first : -(-start // size)]
-                have = pages[:, blocks].reshape(len(pages), -1)[:, low - first * size : start - first * size]
-                wrong = have != want[:, low:start]
-                if wrong.any():
-                    self._complain(request, g, low + int(np.argmax(wrong.any(axis=0))))
-            at = np.arange(start, end)
-            blocks_of = np.array(request.blocks[g])[at // size]
-            pages[:, blocks_of, at % size] = want[:, start:]
-
-    def _complain(self, request: EngineRequest, g: int, position: int) -> None:
-        block = request.blocks[g][position // self._groups[g].device_block_size]
-        raise WrongBytes(
-            f"request {request.request_id} attends to wrong bytes at position {position} of group {g} "
-            f"({self._groups[g]}), device block {block}, rank {self.number}"
-        )
+            blocks, offsets, words, n = Access.of(request, g, group, start, end)
+            want = words ^ salts
+            wrong = pages[:, blocks[:n], offsets[:n]] != want[:, :n]
+            if wrong.any():
+                first = int(np.argmax(wrong.any(axis=0)))
+                position = start - 1 if group.state else start - n + first
+                raise WrongBytes(
+                    f"request {request.request_id} attends to wrong bytes at position {position} of group {g} "
+                    f"({group}), device block {blocks[first]}, rank {self.number}"
+                )
+            pages[:, blocks[n:], offsets[n:]] = want[:, n:]
 
 
 def layers_of(s: Scenario, num_groups: int, g: int, rank: int) -> list[int]:

@@ -116,6 +116,10 @@ class ReferenceManager(OffloadingManager):
     def lookup_each(self, keys: Sequence[OffloadKey], req_context: ReqContext | None = None) -> list[LookupState]:
         return [self.state(key) for key in keys]
 
+    def lookup_last(self, keys: Sequence[OffloadKey], req_context: ReqContext | None = None) -> tuple[int, LookupState]:
+        ready = [i for i, key in enumerate(keys) if self.state(key) is LookupState.HIT]
+        return (ready[-1], LookupState.HIT) if ready else (-1, LookupState.MISS)
+
     def prepare_load(self, keys: Sequence[OffloadKey], req_context: ReqContext | None = None) -> LoadStoreSpec:
         keys = unique(keys)
         for key in keys:
@@ -398,6 +402,10 @@ class ReferenceFilter(OffloadingManager):
     def lookup_each(self, keys: Sequence[OffloadKey], req_context: ReqContext | None = None) -> list[LookupState]:
         self.count(keys, req_context)
         return self.backing.lookup_each(keys, req_context)
+
+    def lookup_last(self, keys: Sequence[OffloadKey], req_context: ReqContext | None = None) -> tuple[int, LookupState]:
+        self.count(keys, req_context)
+        return self.backing.lookup_last(keys, req_context)
 
     def touch(self, keys: Sequence[OffloadKey], req_context: ReqContext | None = None) -> None:
         self.count(keys, req_context)

@@ -22,6 +22,10 @@ REQUEST_OPTIONS: tuple[Mapping[str, Any], ...] = (
 """Options that clients send."""
 
 
+STATES_SHARE = 0.25
+"""How many of the random scenarios have hybrid models."""
+
+
 @dataclass(frozen=True)
 class Scenario:
     """One engine and its workload. Sizes in blocks are device blocks; chances are per step, rates per request."""
@@ -62,6 +66,8 @@ class Scenario:
     """How many requests have options that limit what is stored and loaded."""
     groups: tuple[KVGroup, ...] = ()
     """Empty: one group of full attention with ``block_size`` and ``block_size_factor``."""
+    num_scratch_blocks: int = 0
+    """Blocks that follow the running state in each table of a state group."""
     hash_block_size: int | None = None
     """None: the largest number of tokens that divides every group's blocks."""
     num_ranks: int = 1
@@ -105,7 +111,10 @@ class Scenario:
             copy_failure_rate=rng.choice((0.0, 0.0, 0.15, 0.6)),
             remote_decode_rate=rng.choice((0.0, 0.0, 0.2)),
         )
-        return one_group.with_groups(random_groups(rng), rng) if rng.random() < 0.65 else one_group.with_ranks(rng)
+        several = rng.random() < 0.65
+        scenario = one_group.with_groups(random_groups(rng), rng) if several else one_group.with_ranks(rng)
+        rng = Random(f"states {seed}")
+        return scenario.with_states(rng) if rng.random() < STATES_SHARE else scenario
 
     def with_groups(self, groups: tuple[KVGroup, ...], rng: Random) -> Scenario:
         """Returns the same workload on ``groups``, on random ranks and with device blocks for at least one request."""
@@ -119,6 +128,20 @@ class Scenario:
             hash_block_size=rng.choice((None, None, 1)),
             options_rate=rng.choice((0.0, 0.0, 0.3)),
         ).with_ranks(rng)
+
+    def with_states(self, rng: Random) -> Scenario:
+        """Returns the same workload on a hybrid model: with one to three state groups, rarely with nothing else."""
+        before = self.groups or (KVGroup(self.block_size, self.block_size_factor),)
+        groups = add_states(before, rng)
+        s = dataclasses.replace(self, groups=groups, num_scratch_blocks=rng.choice((0, 0, 1, 2)))
+        longest = s.document_tokens + s.max_question_tokens + s.max_new_tokens
+        need = sum(_most_blocks(group, longest, s.max_tokens_per_step, s.num_scratch_blocks) for group in groups)
+        return dataclasses.replace(
+            s,
+            num_device_blocks=1 + need + rng.randint(len(groups), need),
+            num_host_blocks=self.num_host_blocks // len(before) * len(groups),
+            num_ranks=s.num_ranks if s.tensor_parallel else min(s.num_ranks, s.num_layers * len(groups)),
+        )
 
     def with_ranks(self, rng: Random) -> Scenario:
         """Returns the same workload on random ranks."""
@@ -144,6 +167,18 @@ def random_groups(rng: Random) -> tuple[KVGroup, ...]:
             return groups
 
 
+def add_states(groups: tuple[KVGroup, ...], rng: Random) -> tuple[KVGroup, ...]:
+    """Returns the groups and one to three state groups, in any order, and rarely the state groups alone. Their blocks
+    line up as often as before, or at least every twelve tokens."""
+    longest = max(12, math.lcm(*(group.block_tokens for group in groups)))
+    while True:
+        states = tuple(KVGroup(rng.choice((1, 2, 4, 6, 8, 12)), state=True) for _ in range(rng.choice((1, 1, 2, 3))))
+        together = [*(() if rng.random() < 0.05 else groups), *states]
+        if math.lcm(*(group.block_tokens for group in together)) <= longest:
+            rng.shuffle(together)
+            return tuple(together)
+
+
 def _random_group(rng: Random) -> KVGroup:
     size, factor, kind = rng.choice((1, 2, 4)), rng.choice((1, 1, 2, 3)), rng.random()
     draft = rng.random() < 0.2
@@ -154,9 +189,11 @@ def _random_group(rng: Random) -> KVGroup:
     return KVGroup(size, factor, attention_chunk=rng.choice((1, 3, 4, 6, 8, 16)))
 
 
-def _most_blocks(group: KVGroup, longest: int, max_tokens_per_step: int) -> int:
+def _most_blocks(group: KVGroup, longest: int, max_tokens_per_step: int, num_scratch: int = 0) -> int:
     """Device blocks that a request of ``longest`` tokens holds at most: what a step attends to and computes, and what
     the step before it computes when its results are not there yet."""
+    if group.state:
+        return 4 + num_scratch
     span = group.sliding_window or group.attention_chunk
     tokens = longest if span is None else min(longest, span + 2 * max_tokens_per_step)
     return -(-tokens // group.device_block_size) + 1

@@ -38,6 +38,7 @@ from kvoffload.abc import (
     Tier,
 )
 from kvoffload.testing.engine import Clock, Leak, LowerTiers, ModelEngine, Scenario, random_groups
+from kvoffload.testing.scenario import STATES_SHARE
 from kvoffload.testing.storage import FaultRates, FaultyStorage, Killed, SimulatedStorage
 from kvoffload.testing.tiers import SteppedExecutor
 from kvoffload.testing.watch import TierWatch
@@ -161,8 +162,14 @@ def small_scenario(rng: Random) -> Scenario:
         documents_seed=rng.randrange(1 << 30),
     )
     if rng.random() < 0.3:
-        return scenario.with_groups(random_groups(rng)[:2], rng)
-    return dataclasses.replace(scenario, num_ranks=rng.choice((1, 1, 2)), tensor_parallel=True)
+        scenario = scenario.with_groups(random_groups(rng)[:2], rng)
+    else:
+        scenario = dataclasses.replace(scenario, num_ranks=rng.choice((1, 1, 2)), tensor_parallel=True)
+    rng = Random(f"states {scenario.documents_seed}")
+    if rng.random() >= STATES_SHARE:
+        return scenario
+    # A state is found by requests with the same tokens up to it, so questions must be rare.
+    return dataclasses.replace(scenario.with_states(rng), max_question_tokens=rng.choice((0, 0, 1, 6)))
 
 
 def _life(

@@ -96,6 +96,7 @@ class ManagerMachine(RuleBasedStateMachine):
         keys = self.keys(batch)
         assert self.manager.lookup(keys, context) == self.reference.lookup(keys, context)
         assert list(self.manager.lookup_each(keys, context)) == self.reference.lookup_each(keys, context)
+        assert self.manager.lookup_last(keys, context) == self.reference.lookup_last(keys, context)
 
     @rule(batch=batches, context=contexts)
     def touch(self, batch: list[int], context: ReqContext | None) -> None:

@@ -16,7 +16,7 @@ import numpy.typing as npt
 from kvoffload.abc import ByteArray, KVGroup, PageGroup, Transfer, TransferResult, TransferSpec
 from kvoffload.connector.messages import StepMeta, WorkerReport
 from kvoffload.connector.worker import Finished
-from kvoffload.testing.content import Batch, EngineRequest, Words, first_attended, to_words
+from kvoffload.testing.content import Access, Batch, EngineRequest, Words, to_words
 from kvoffload.testing.faults import FailingTransfer, WrappedTransfer
 from kvoffload.testing.races import Integers, Ranges
 from kvoffload.testing.ranks import Rank, WrongBytes, layers_of, salt
@@ -342,13 +342,11 @@ class StreamRank(Rank):
         for g, (group, planes, salts) in enumerate(zip(self._groups, self._planes, self._salts, strict=True)):
             if not planes:
                 continue
-            size, words, table = group.device_block_size, request.words(g, group, end), np.array(request.blocks[g])
-            low = min(first_attended(group, start), start)
-            for ranges, first, last in ((read_ranges, low, start), (written_ranges, start, end)):
-                tokens = np.arange(first, last)
-                blocks, offsets = table[tokens // size], tokens % size
+            access = Access.of(request, g, group, start, end)
+            for ranges, part in ((read_ranges, slice(access.num_read)), (written_ranges, slice(access.num_read, None))):
+                blocks, offsets = access.blocks[part], access.offsets[part]
                 for plane, mask in zip(planes, salts, strict=True):
-                    want = (words[first:last] ^ mask).astype(plane.dtype)
+                    want = (access.words[part] ^ mask).astype(plane.dtype)
                     ranges.append(_tokens(plane, blocks, offsets))
                     if ranges is read_ranges:
                         checks.append((plane, blocks, offsets, want, g))

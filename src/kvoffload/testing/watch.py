@@ -140,7 +140,33 @@ class TierWatch:
         keys = list(self._chains_of)
         there = np.flatnonzero(self.tier.contains(keys) == LookupState.HIT)
         # A kill may leave blocks behind a hole, but those belong to another life.
-        self.check_reachable([keys[i] for i in there.tolist() if keys[i] in self.written])
+        mine = [keys[i] for i in there.tolist() if keys[i] in self.written]
+        self.check_reachable(mine)
+        self._check_before_states(mine)
+
+    def _check_before_states(self, keys: Iterable[OffloadKey]) -> None:
+        """Raises Unreachable if one of ``keys`` lies behind the last position of its chains at which the tier has ever
+        had all states."""
+        assert self._engine is not None
+        if not any(group.state for group in self._engine.groups):
+            return
+        for key in keys:
+            if not any(self._is_before_states(chain, place) for chain, place in reversed(self._chains_of[key])):
+                chain, place = self._chains_of[key][-1]
+                raise Unreachable(f"block {place} of a chain of {len(chain)}, behind its last state")
+
+    def _is_before_states(self, chain: Sequence[OffloadKey], place: int) -> bool:
+        assert self._engine is not None
+        groups, num_blocks, num_states = self._engine.groups, Counter[int](), Counter[int]()
+        end_of_block = 0
+        for i, key in enumerate(chain):
+            g = key_group_idx(key)
+            num_blocks[g] += 1
+            end = num_blocks[g] * groups[g].block_tokens
+            num_states[end] += groups[g].state and key in self._had
+            end_of_block = end if i == place else end_of_block
+        all_states = sum(group.state for group in groups)
+        return any(n == all_states and end >= end_of_block for end, n in num_states.items())
 
     def check_slots(self) -> None:
         """Raises SlotTaken if a host slot in transfer does not belong to its block any more."""

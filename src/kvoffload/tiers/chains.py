@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from kvoffload.abc import IntegrityError, OffloadKey
@@ -39,8 +39,8 @@ class Chain:
     """Its request has ended: blocks that the host lacks now will not be stored any more."""
     request: str | None
     state: ChainState = ChainState.GONE
-    waits_for: OffloadKey | None = None
-    """In the state WAITING, the block that it waits for."""
+    waits_for: Sequence[OffloadKey] = ()
+    """In the state WAITING, the blocks of which it waits for any."""
     done: int = 0
     """Units whose blocks the tier holds or is writing, as far as is known."""
     verify_at: int = 0
@@ -73,7 +73,7 @@ class Backlog:
         """Every chain that is not GONE, the oldest first."""
         self._queues: dict[ChainState, dict[Chain, None]] = {ChainState.FRESH: {}, ChainState.STARTED: {}}
         self._waiting: dict[OffloadKey, dict[Chain, None]] = {}
-        """Chains that are WAITING, by the block that they wait for."""
+        """Chains that are WAITING, by each block that they wait for."""
         self._by_request: dict[str, Chain] = {}
 
     def __iter__(self) -> Iterator[Chain]:
@@ -123,15 +123,16 @@ class Backlog:
         chain.state = state
         self._queues[state][chain] = None
 
-    def wait_for(self, chain: Chain, key: OffloadKey) -> None:
-        """Makes the chain wait until ``wake`` names ``key``."""
+    def wait_for(self, chain: Chain, keys: Sequence[OffloadKey]) -> None:
+        """Makes the chain wait until ``wake`` names one of ``keys``."""
         self._leave(chain)
-        chain.state, chain.waits_for = ChainState.WAITING, key
-        self._waiting.setdefault(key, {})[chain] = None
+        chain.state, chain.waits_for = ChainState.WAITING, keys
+        for key in keys:
+            self._waiting.setdefault(key, {})[chain] = None
 
     def wake(self, keys: Iterable[OffloadKey]) -> bool:
         """Queues the chains that wait for one of ``keys``. Returns whether there were any."""
-        woken = [chain for key in keys for chain in self._waiting.get(key, ())] if self._waiting else []
+        woken = dict.fromkeys(chain for key in keys for chain in self._waiting.get(key, ())) if self._waiting else {}
         for chain in woken:
             self.enqueue(chain, ChainState.STARTED if chain.written else ChainState.FRESH)
         return bool(woken)
@@ -166,12 +167,12 @@ class Backlog:
 
     def _leave(self, chain: Chain) -> None:
         """Removes the chain from all queues."""
-        if chain.waits_for is not None:
-            waiting = self._waiting[chain.waits_for]
+        for key in dict.fromkeys(chain.waits_for):
+            waiting = self._waiting[key]
             del waiting[chain]
             if not waiting:
-                del self._waiting[chain.waits_for]
-            chain.waits_for = None
+                del self._waiting[key]
+        chain.waits_for = ()
         if chain.state in self._queues:
             self._queues[chain.state].pop(chain, None)
 

@@ -13,7 +13,7 @@ from kvoffload.abc.tier import HIT, MISS, PENDING, RETRY
 from kvoffload.cache.keys import key_group_idx
 from kvoffload.cache.manager import PolicyOffloadingManager
 from kvoffload.cache.misses import MissMemory
-from kvoffload.tiers.promotion import Located, Promotion, Sources
+from kvoffload.tiers.promotion import NONE, Located, Promotion, Sources
 from kvoffload.tiers.state import TierState
 
 MAX_UNANSWERED = 1 << 16
@@ -33,6 +33,17 @@ class Run(NamedTuple):
     """Blocks behind them that must be promoted first, as many as the request may have."""
     is_unanswered: bool
     """Whether a tier must be asked again for the block at which the run ends."""
+
+
+class Last(NamedTuple):
+    """The last block of a list that the host or a tier holds, or may hold."""
+
+    at: int
+    """Its index in the list, or -1."""
+    in_host: int
+    """The index of the last block that the host can load now, or -1."""
+    below: Located
+    """The block, if a tier holds it. It must be promoted first."""
 
 
 class OpenQuestions:
@@ -129,6 +140,23 @@ class TierLookup:
             start, size = start + size, size * 2
         holders = np.concatenate(sources) if sources else np.zeros(0, dtype=np.int8)
         return Run(num_ready, Located(found[:room], holders[:room]), is_unanswered)
+
+    def find_last(self, keys: Sequence[OffloadKey], promotion: Promotion | None) -> Last:
+        """Returns the last of ``keys`` that the host or a tier holds, or for which a tier must be asked again. Tiers
+        are asked only for those behind the last one in the host."""
+        states = self.host_states(keys, promotion)
+        ready = np.flatnonzero(states == HIT)
+        in_host = int(ready[-1]) if len(ready) else -1
+        behind = np.arange(in_host + 1, len(keys))
+        if len(behind):
+            found, sources = self.states_below(keys, behind, states[behind], set())
+            possible = np.flatnonzero((found == HIT) | (found == RETRY))
+            if len(possible):
+                last = int(possible[-1])
+                at = in_host + 1 + last
+                below = Located([keys[at]], sources[[last]]) if found[last] == HIT else NONE
+                return Last(at, in_host, below)
+        return Last(in_host, in_host, NONE)
 
     def host_states(self, keys: Sequence[OffloadKey], promotion: Promotion | None) -> States:
         """Returns the states of ``keys`` in the host. Those that are pinned for the request are not looked up again."""

@@ -13,8 +13,6 @@ from dataclasses import replace
 from itertools import zip_longest
 from typing import Any
 
-import numpy as np
-
 from kvoffload.abc import (
     Admission,
     IntegrityError,
@@ -30,16 +28,17 @@ from kvoffload.abc import (
     ReqContext,
     Tier,
 )
-from kvoffload.cache.keys import key_group_idx
 from kvoffload.cache.manager import PolicyOffloadingManager
 from kvoffload.cache.misses import MissMemory
 from kvoffload.tiers.counts import TierCounts
+from kvoffload.tiers.gate import LoadGate
 from kvoffload.tiers.guard import GuardedTier
 from kvoffload.tiers.lookup import TierLookup
 from kvoffload.tiers.origins import Origins
 from kvoffload.tiers.promoter import Promoter
-from kvoffload.tiers.promotion import Located, Promotion, waiting_for
+from kvoffload.tiers.promotion import waiting_for
 from kvoffload.tiers.rates import LoadOrCompute, ReadEstimator
+from kvoffload.tiers.requests import RequestLookup
 from kvoffload.tiers.state import TierState
 from kvoffload.tiers.writethrough import WriteThrough
 
@@ -104,13 +103,15 @@ class TieredOffloadingManager(OffloadingManager):
         self._promoter = Promoter(
             host,
             self.tiers,
-            num_groups=len(tokens_per_block),
+            groups=groups,
             deadline_s=deadline_s,
             count=self._counts.add,
             reasons=self._reasons,
             clock=clock,
         )
-        self._load_or_compute = LoadOrCompute(tokens_per_block, always_load=not load_only_if_faster)
+        rates = LoadOrCompute(tokens_per_block, always_load=not load_only_if_faster)
+        self._gate = LoadGate(self.tiers, groups, self._promoter, rates, self._reasons, clock)
+        self._requests = RequestLookup(host, self.tiers, self._lookup, self._promoter, self._gate, self._reasons)
         self._max_writing = max(1, int(host.num_blocks * write_share) // max(1, len(tiers)))
         """Blocks that may be pinned for writes to one tier. Each has its own share: one that hangs stops no other."""
         self._clock = clock
@@ -122,65 +123,20 @@ class TieredOffloadingManager(OffloadingManager):
     # Lookup.
 
     def lookup(self, keys: Sequence[OffloadKey], req_context: ReqContext | None = None) -> int | None:
-        if req_context is None or not req_context.may_wait:
-            return self.host.lookup(keys, req_context)
-        promotion = self._promoter.get(req_context)
-        if promotion is not None and promotion.is_waiting:
-            return None
-        if not self._may_wait(promotion):
-            return self.host.lookup(keys, req_context)
-        self.host.count_request(keys, req_context)
-        run = self._lookup.find_run(keys, promotion, self._promoter.room_for)
-        worth = self._worth_loading(run.below) if run.below else run.below
-        if worth:
-            self._promote(worth, req_context)
-            return None
-        return None if run.is_unanswered and not run.below else run.num_ready
+        return self._requests.lookup(keys, req_context)
 
     def lookup_each(self, keys: Sequence[OffloadKey], req_context: ReqContext | None = None) -> list[LookupState]:
         """Returns the state of every key: RETRY for one that must be promoted first, or for which a tier must be asked.
         If some key is missing everywhere, or all together are more than may be promoted, none is promoted."""
-        self.host.count_request(keys, req_context)
-        may_wait = req_context is not None and req_context.may_wait
-        promotion = self._promoter.get(req_context) if req_context is not None and may_wait else None
-        if promotion is not None and promotion.is_waiting:
-            return [LookupState.RETRY] * len(keys)
-        states = self._lookup.host_states(keys, promotion)
-        below = np.flatnonzero(states != LookupState.HIT)
-        if len(below) and req_context is not None and may_wait and self._may_wait(promotion):
-            found, sources = self._lookup.states_below(keys, below, states[below], set())
-            is_found = found == LookupState.HIT
-            if is_found.any() and (is_found | (found == LookupState.RETRY)).all():
-                coming = Located([keys[i] for i in below[is_found].tolist()], sources[is_found])
-                if len(coming) > self._promoter.room_for(promotion):
-                    self._reasons.record(coming.keys, MissReason.TOO_LARGE)
-                    found[is_found] = LookupState.MISS
-                else:
-                    self._promote(coming, req_context)
-            found[found == LookupState.HIT] = LookupState.RETRY
-            states[below] = found
-        return list(map(LookupState, states.tolist()))
+        return self._requests.lookup_each(keys, req_context)
 
-    def _may_wait(self, promotion: Promotion | None) -> bool:
-        return not all(tier.breaker.is_off for tier in self.tiers) and self._promoter.may_wait(promotion)
-
-    def _promote(self, wanted: Located, context: ReqContext) -> None:
-        self._promoter.promote(wanted, context)
-        for tier in self.tiers:
-            tier.writes.postpone(context.req_id)
-
-    def _worth_loading(self, below: Located) -> Located:
-        """Returns the leading blocks that are to be loaded. The rest is faster to compute."""
-        num_ahead = [tier.num_reading + self._promoter.num_queued(tier) for tier in self.tiers]
-        estimators = [tier.estimator for tier in self.tiers]
-        num_loaded = self._load_or_compute.num_worth_loading(
-            key_group_idx(below.keys[0]), below.sources, num_ahead, estimators, self._clock()
-        )
-        self._reasons.record(below.keys[num_loaded : num_loaded + 1], MissReason.FASTER_TO_COMPUTE)
-        return Located(below.keys[:num_loaded], below.sources[:num_loaded])
+    def lookup_last(self, keys: Sequence[OffloadKey], req_context: ReqContext | None = None) -> tuple[int, LookupState]:
+        """Returns the last of ``keys`` that the host or a tier holds: states of one group, one for every position at
+        which a request can resume. While a tier must be asked again, nothing is promoted."""
+        return self._requests.lookup_last(keys, req_context)
 
     def observe_prefill(self, num_tokens: int, seconds: float) -> None:
-        self._load_or_compute.observe_prefill(num_tokens, seconds)
+        self._gate.observe_prefill(num_tokens, seconds)
 
     def promoted_by_tier(self, req_context: ReqContext) -> Mapping[str, int]:
         promotion = self._promoter.get(req_context)

@@ -2,7 +2,8 @@
 
 A *unit* is the span of tokens between two positions at which the blocks of all KV cache groups end, so that a request
 can resume at the end of any unit, if the blocks that it needs there are present: of a group with full attention all
-blocks before that position, of another group those within its window or chunk.
+blocks before that position, of a group with a window or chunks those within it, of a group with states the state at
+exactly that position. States exist at a few positions only, so between two of them no request can resume.
 """
 
 from __future__ import annotations
@@ -28,6 +29,11 @@ class ChainLayout:
         self.groups = tuple(groups)
         self.unit_tokens = math.lcm(*(group.block_tokens for group in groups))
         self.blocks_per_unit = [self.unit_tokens // group.block_tokens for group in groups]
+        self.num_states = sum(group.state for group in groups)
+        """Blocks without which a chain is of no use, however short it is: one state per group that has states."""
+        kv_blocks = (n for n, group in zip(self.blocks_per_unit, groups, strict=True) if not group.state)
+        self.kv_blocks_per_unit = sum(kv_blocks) or sum(self.blocks_per_unit)
+        """Blocks per unit without states, of which most units have none."""
 
     def split(self, keys: list[OffloadKey]) -> list[list[OffloadKey]]:
         """Returns the blocks of a chain by group, each in order."""
@@ -100,9 +106,10 @@ class Plan:
     keys: list[OffloadKey]
     """Blocks to be written, in order."""
     done: int
-    """Units of which the tier lacks nothing once they are written."""
-    hole: OffloadKey | None
-    """The block that the tier lacks and cannot be given now, if nothing else is left to be written before it."""
+    """Units of which the tier lacks nothing that a request needs once they are written."""
+    holes: Sequence[OffloadKey] = ()
+    """If nothing else is left to be written before it: the block that the tier lacks and cannot be given now. If that
+    is a state, all states with which more could be written, the last one first."""
 
 
 def plan_writes(
@@ -117,32 +124,37 @@ def plan_writes(
 ) -> Plan:
     """Returns the blocks to write so that requests can resume at the positions ``ends``, at most ``room`` blocks.
 
-    ``start`` is the unit that ends at ``ends[0]``; with ``is_last`` the chain ends at ``ends[-1]``. By group and block,
-    ``in_tier``: the tier holds the block or is being given it; ``available``: it is in the tier or can be written.
+    ``start`` is the unit that ends at ``ends[0]``; with ``is_last`` nothing can be written behind ``ends[-1]``, where
+    all states are available. By group and block, ``in_tier``: the tier holds the block or is being given it;
+    ``available``: it is in the tier or can be written.
     """
     if all(mask.all() for mask in in_tier):
-        return Plan([], start + len(ends), None)
+        return Plan([], start + len(ends))
     usable = np.ones(len(ends), dtype=np.bool_)
     num_full = len(ends)
     holes: list[tuple[int, OffloadKey, bool]] = []
-    """The first unavailable block of each group: where it ends, and whether its group has full attention."""
+    """The first unavailable block of each group without states: where it ends, and whether its group has full
+    attention."""
     for span, present in zip(spans, available, strict=True):
         if present.all():
             continue
         complete = span.is_complete(present)
         usable &= complete
+        if span.group.state:
+            continue
         i = int(present.argmin())
         holes.append((span.end_of(i), span.keys[i], span.group.is_full))
         if span.group.is_full:
             num_full = min(num_full, int(complete.argmin()))
     points = np.flatnonzero(usable)
-    wanted: list[tuple[int, OffloadKey]] = []
+    wanted: list[tuple[int, bool, OffloadKey]] = []
     for span, mask in zip(spans, in_tier, strict=True):
         lacking = np.flatnonzero(span.needed(points) & ~mask)
-        wanted += [(span.end_of(i), span.keys[i]) for i in lacking.tolist()]
+        wanted += [(span.end_of(i), span.group.state, span.keys[i]) for i in lacking.tolist()]
     if len(spans) > 1:
-        wanted.sort(key=lambda item: item[0])
-    keys = [key for _, key in wanted[:room]]
+        # A state comes after the other blocks that end where it does.
+        wanted.sort(key=lambda item: item[:2])
+    keys = [key for _, _, key in wanted[:room]]
     if len(wanted) > room:
         points = points[ends[points] < wanted[room][0]]
     done = start + int(points[-1]) + 1 if len(points) else start
@@ -152,7 +164,7 @@ def plan_writes(
             hole = min((end, key) for end, key, is_full in holes if is_full)[1]
         elif is_last and done < start + len(ends):
             hole = min(holes)[1]
-    return Plan(keys, done, hole)
+    return Plan(keys, done, () if hole is None else (hole,))
 
 
 def unreachable(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -90,28 +90,55 @@ class ChainPlanner:
         while True:
             stop = min(chain.num_units, start + num_units)
             plan = self._plan_units(chain, start, stop, room)
-            if plan.keys or plan.hole is not None or stop == chain.num_units:
+            if plan.keys or plan.holes or stop == chain.num_units:
                 return plan
             start, num_units = max(start, plan.done), 2 * num_units
 
     def _plan_units(self, chain: Chain, start: int, stop: int, room: int) -> Plan:
         """Returns the blocks to write so that requests can resume at the ends of units ``start`` to ``stop``."""
-        layout, ends = self._layout, self._layout.unit_ends(start, stop)
+        layout, is_last, states = self._layout, stop == chain.num_units, list[OffloadKey]()
+        if layout.num_states:
+            # Behind the last state no request can resume, until there is another one.
+            stop, states = self._last_state(chain, start, stop)
+            if stop == start:
+                return Plan([], start, states if is_last else ())
+        ends = layout.unit_ends(start, stop)
         spans = [
             GroupSpan.of(group, keys, ends, start * per_unit)
             for group, keys, per_unit in zip(layout.groups, chain.by_group, layout.blocks_per_unit, strict=True)
         ]
         in_tier = [self.in_tier(span.keys, chain) for span in spans]
         available = [self._available(span.keys, mask) for span, mask in zip(spans, in_tier, strict=True)]
-        is_last = stop == chain.num_units
-        return plan_writes(spans, in_tier, available, ends, start=start, is_last=is_last, room=room)
+        plan = plan_writes(spans, in_tier, available, ends, start=start, is_last=is_last, room=room)
+        return replace(plan, holes=states) if is_last and plan.done == stop else plan
+
+    def _last_state(self, chain: Chain, start: int, stop: int) -> tuple[int, list[OffloadKey]]:
+        """Returns the last of the units ``start`` to ``stop``, exclusive, at whose end all states are in the tier or
+        can be written, plus one; ``start`` if there is none. And the states that are unavailable behind it, the last
+        one first."""
+        usable = np.ones(stop - start, dtype=np.bool_)
+        absent: list[tuple[int, OffloadKey]] = []
+        for group, keys, per_unit in zip(
+            self._layout.groups, chain.by_group, self._layout.blocks_per_unit, strict=True
+        ):
+            if group.state:
+                ends = keys[(start + 1) * per_unit - 1 : stop * per_unit : per_unit]
+                available = self._available(ends, self.in_tier(ends, chain))
+                usable &= available
+                absent += [(start + i, ends[i]) for i in np.flatnonzero(~available).tolist()]
+        end = start + int(np.flatnonzero(usable)[-1]) + 1 if usable.any() else start
+        return end, [key for unit, key in sorted(absent, reverse=True) if unit >= end]
 
     def num_lacking(self, chain: Chain, in_host: bool) -> int:
-        """Returns how many blocks the tier lacks; with ``in_host`` only those that the host has."""
-        lacking = ~self.in_tier(chain.keys, chain)
-        if in_host:
-            lacking &= self._host.states(chain.keys) == LookupState.HIT
-        return int(np.count_nonzero(lacking))
+        """Returns how many blocks the tier lacks; with ``in_host`` only those that the host has. Most states of a chain
+        were never kept, so only those in the host count in any case."""
+        num_lacking = 0
+        for group, keys in zip(self._layout.groups, chain.by_group, strict=True):
+            lacking = ~self.in_tier(keys, chain)
+            if in_host or group.state:
+                lacking &= self._host.states(keys) == LookupState.HIT
+            num_lacking += int(np.count_nonzero(lacking))
+        return num_lacking
 
     def unreachable(self, chain: Chain) -> tuple[list[OffloadKey], int]:
         """Returns the blocks of the chain that no lookup can use and that may be deleted, and how many of them the tier

@@ -11,6 +11,7 @@ import numpy as np
 
 from kvoffload.abc import (
     IntegrityError,
+    KVGroup,
     LoadStoreSpec,
     MissReason,
     OffloadKey,
@@ -47,7 +48,7 @@ class Promoter:
         host: PolicyOffloadingManager,
         tiers: Sequence[TierState],
         *,
-        num_groups: int,
+        groups: Sequence[KVGroup],
         deadline_s: float,
         count: Callable[[str, float], None],
         reasons: MissMemory,
@@ -58,7 +59,8 @@ class Promoter:
         self._host = host
         self._tiers = tiers
         self._reads = TierReads(host, tiers, deadline_s, count)
-        self._num_groups = num_groups
+        self._num_states = sum(group.state for group in groups)
+        self._num_kv_groups = len(groups) - self._num_states
         self._deadline_s = deadline_s
         self._count = count
         self._reasons = reasons
@@ -96,24 +98,31 @@ class Promoter:
         return promotion.state is not PromotionState.ANSWERED
 
     def room_for(self, promotion: Promotion | None, group: int | None = None) -> int:
-        """Returns how many more blocks the request may have promoted, in all or of one KV cache group."""
+        """Returns how many more blocks the request may have promoted, in all or of one KV cache group that has no
+        states. A request needs one state of each of the others."""
         pinned = () if promotion is None else promotion.pinned
-        if group is None or self._num_groups == 1:
+        if group is None or self._num_kv_groups + self._num_states == 1:
             return self.max_blocks - len(pinned)
-        return self.max_blocks // self._num_groups - sum(key_group_idx(key) == group for key in pinned)
+        share = (self.max_blocks - self._num_states) // max(1, self._num_kv_groups)
+        return share - sum(key_group_idx(key) == group for key in pinned)
 
     def promote(self, wanted: Located, context: ReqContext) -> None:
-        """Makes the request wait for ``wanted``, each of which is in a tier or being read already."""
+        """Makes the request wait for ``wanted`` too, each of which is in a tier or being read already."""
         promotion = self._promotions.get(context.req_id)
         if promotion is None:
             promotion = self._promotions[context.req_id] = Promotion(context, next(self._numbers))
-        promotion.since = self._clock()
-        self._deadlines.append((promotion.since, promotion))
-        promotion.want(self._join_reads(promotion, wanted.distinct()))
+        if not promotion.is_waiting:
+            promotion.since = self._clock()
+            self._deadlines.append((promotion.since, promotion))
+        promotion.want(promotion.wanted.before(self._join_reads(promotion, wanted)).distinct())
         promotion.state = PromotionState.WANTED
         if promotion.wanted:
             self._queue[promotion] = None
         promotion.end_wait_if_done()
+
+    def withdraw(self, promotion: Promotion) -> None:
+        """Ends the wait of a request that is not to have any of the blocks that it wants, of which none is read yet."""
+        self._stop_waiting(promotion, PromotionState.READY)
 
     def take_pins(self, keys: Sequence[OffloadKey], context: ReqContext) -> LoadStoreSpec:
         """Returns a lease of ``keys``, as ``prepare_load`` does. The pins of those that were promoted for the request

@@ -124,6 +124,11 @@ class Promotion:
         self.wanted = wanted
         self.num_wanted = np.bincount(wanted.sources)
 
+    @property
+    def may_want_more(self) -> bool:
+        """Whether further blocks can be promoted with those that the request waits for."""
+        return not self.is_waiting or self.state is PromotionState.WANTED
+
     def num_wanted_from(self, tier: int) -> int:
         """Returns how many of the blocks that are to be read are in the tier with this index."""
         return int(self.num_wanted[tier]) if tier < len(self.num_wanted) else 0

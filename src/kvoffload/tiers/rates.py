@@ -87,12 +87,14 @@ class LoadOrCompute:
         num_ahead: Sequence[int],
         estimators: Sequence[ReadEstimator],
         now: float,
+        num_extra: Sequence[float] | None = None,
     ) -> int:
         """Returns how many leading blocks of a run of ``group`` are to be loaded, so that loading these and computing
         the rest takes the least time, as far as that is known.
 
         ``sources[i]`` is the index of the tier that holds block i. Tier t reads ``num_ahead[t]`` blocks before; tiers
-        read at the same time.
+        read at the same time. If any is loaded, tier t reads ``num_extra[t]`` further blocks that save nothing by
+        themselves: the states at the end of the run.
         """
         computing = self._prefill.seconds_for(self._tokens_per_block[group])
         num_blocks = len(sources)
@@ -101,11 +103,27 @@ class LoadOrCompute:
         loading = np.zeros(num_blocks + 1)
         """Seconds, by number of blocks that are loaded."""
         for index, (estimator, ahead) in enumerate(zip(estimators, num_ahead, strict=True)):
-            is_outdated = ahead == 0 and now - estimator.measured_at > RATE_TTL_S
-            seconds_per_block = None if is_outdated else estimator.seconds_to_read(1)
+            seconds_per_block = _seconds_per_block(estimator, ahead, now)
             if seconds_per_block:
-                num_read = np.cumsum(sources == index)
+                num_read = np.cumsum(sources == index) + (num_extra[index] if num_extra else 0)
                 seconds = np.where(num_read > 0, (ahead + num_read) * seconds_per_block, 0.0)
                 loading[1:] = np.maximum(loading[1:], seconds)
         total = loading - np.arange(num_blocks + 1) * computing
         return num_blocks - int(np.argmin(total[::-1]))
+
+    def is_worth_loading(
+        self, num_tokens: int, num_blocks: int, num_ahead: int, estimator: ReadEstimator, now: float
+    ) -> bool:
+        """Returns whether reading ``num_blocks`` of one tier takes no longer than computing ``num_tokens``, as far as
+        that is known. The tier reads ``num_ahead`` blocks before."""
+        computing = self._prefill.seconds_for(num_tokens)
+        seconds_per_block = _seconds_per_block(estimator, num_ahead, now)
+        if self._always_load or computing is None or not seconds_per_block:
+            return True
+        return (num_ahead + num_blocks) * seconds_per_block <= computing
+
+
+def _seconds_per_block(estimator: ReadEstimator, num_ahead: int, now: float) -> float | None:
+    """Returns how long a tier takes to read a block, or None if that is to be measured."""
+    is_outdated = num_ahead == 0 and now - estimator.measured_at > RATE_TTL_S
+    return None if is_outdated else estimator.seconds_to_read(1)

@@ -39,7 +39,9 @@ class WriteThrough:
 
     A block is written only if every earlier block that a lookup needs is in the tier or is being written: in a group
     with full attention every block, in a group with a window the blocks that a request needs to resume at some later
-    position. Blocks that cannot be written now stay in the backlog while the host holds them.
+    position. In a chain with states nothing is written behind the last state, which comes after all blocks before it:
+    when a later request of the conversation brings another one, the blocks between are written for that. Blocks that
+    cannot be written now stay in the backlog while the host holds them.
 
     ``groups``: the KV cache groups that keys name. ``count`` takes the counters ``tier_NAME`` of METRICS, by NAME.
     ``admission``: only leading blocks of a chain that it accepts are written. ``is_worth``: see ChainPlanner.
@@ -60,7 +62,9 @@ class WriteThrough:
         self._layout = ChainLayout(groups)
         self._count = count
         self._clock = clock
-        self._backlog = Backlog(max(1, int(host.num_blocks * BACKLOG_SHARE)))
+        # Chains name a state for every unit; hardly any of them exist.
+        keys_per_block = sum(self._layout.blocks_per_unit) / self._layout.kv_blocks_per_unit
+        self._backlog = Backlog(max(1, int(host.num_blocks * BACKLOG_SHARE * keys_per_block)))
         self._writing: dict[OffloadKey, WriteBatch] = {}
         """Blocks that the tier has not reported yet."""
         self._planner = ChainPlanner(host, tier, self._layout, self._writing, is_worth)
@@ -119,7 +123,8 @@ class WriteThrough:
         if capacity is not None:
             # The tail of a chain longer than the tier would evict its head.
             most_blocks = capacity // max(1, self._tier.block_bytes)
-            num_units = min(num_units, most_blocks // sum(self._layout.blocks_per_unit))
+            most_blocks = max(0, most_blocks - self._layout.num_states)
+            num_units = min(num_units, most_blocks // self._layout.kv_blocks_per_unit)
         if self._admission is not None:
             num_units = min(num_units, self._num_admitted(by_group, num_units))
         if num_units == 0:
@@ -208,8 +213,8 @@ class WriteThrough:
                 break
             chain.refused_at = None
             chain.done = plan.done
-            if plan.hole is not None:
-                self._stop(chain, plan.hole)
+            if plan.holes:
+                self._stop(chain, plan.holes)
             elif chain.done == chain.num_units:
                 self._finish(chain)
         return begun
@@ -293,14 +298,15 @@ class WriteThrough:
 
     # The end of a chain.
 
-    def _stop(self, chain: Chain, hole: OffloadKey) -> None:
-        """Stops writing the chain at ``hole``, which the tier lacks and cannot be given now."""
+    def _stop(self, chain: Chain, holes: Sequence[OffloadKey]) -> None:
+        """Stops writing the chain where the tier lacks ``holes`` and cannot be given any of them now, see Plan."""
         # The last blocks of a request are still on their way to the host when it ends.
-        is_coming = hole in self._writing or self._host.states([hole])[0] == LookupState.PENDING
-        if not chain.is_whole or is_coming:
-            self._backlog.wait_for(chain, hole)
+        pending = (self._host.states(holes) == LookupState.PENDING).tolist()
+        coming = [key for key, is_pending in zip(holes, pending, strict=True) if is_pending or key in self._writing]
+        if not chain.is_whole or coming:
+            self._backlog.wait_for(chain, coming if chain.is_whole else holes)
             return
-        if self._host.explain_miss(hole).reason is MissReason.EVICTED:
+        if self._host.explain_miss(holes[0]).reason is MissReason.EVICTED:
             self._count("dropped_writes", self._planner.num_lacking(chain, in_host=False))
         self._delete_unreachable(chain)
         self._finish(chain)

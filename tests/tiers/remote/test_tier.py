@@ -97,6 +97,18 @@ def test_a_chain_is_asked_about_at_once_and_the_answer_is_remembered() -> None:
     assert rig.lookups() == [2]
 
 
+def test_an_answer_that_an_idle_engine_takes_in_late_is_as_old_as_it_is() -> None:
+    rig = Rig()
+    rig.tier.expect(KEYS[:2])
+    rig.channel.run()
+    # Another server stores them, while this one takes no steps.
+    rig.now += MISSING_TTL_S
+    rig.tier.poll()
+    assert rig.states(KEYS[:2]) == [RETRY] * 2, "it is asked again"
+    rig.step()
+    assert rig.states(KEYS[:2]) == [MISS] * 2
+
+
 def test_a_lookup_that_fails_is_counted_and_counts_as_a_miss_for_a_while() -> None:
     rig = Rig()
     rig.client.num_errors = 2

@@ -161,7 +161,7 @@ class RemoteTier(Tier):
         request, response = answer.request, answer.response
         statuses = [Status.FAILED] * len(request.keys) if response is None else response.statuses
         if request.op is Op.LOOKUP:
-            self._end_lookup(request.keys, statuses)
+            self._end_lookup(request.keys, statuses, self._clock() if response is None else response.ended)
         elif request.op is Op.REMOVE:
             removed = [key for key, status in zip(request.keys, statuses, strict=True) if status is not Status.FAILED]
             self._removals.answered(removed, len(removed) < len(statuses), self._clock())
@@ -172,7 +172,8 @@ class RemoteTier(Tier):
             return self._end_transfers(request.op, request.keys, statuses, begun, ended)
         return []
 
-    def _end_lookup(self, keys: Sequence[OffloadKey], statuses: Sequence[Status]) -> None:
+    def _end_lookup(self, keys: Sequence[OffloadKey], statuses: Sequence[Status], at: float) -> None:
+        """Takes in what the store has answered at the time ``at``: an idle engine may take it in much later."""
         self._asked.difference_update(keys)
         # What is written or removed at the moment is not found before that has ended.
         answers = [
@@ -180,9 +181,8 @@ class RemoteTier(Tier):
             for key, status in zip(keys, statuses, strict=True)
             if key not in self._moving[Op.WRITE] and key not in self._removals
         ]
-        now = self._clock()
-        self._presence.note_present([key for key, status in answers if status is Status.OK], now)
-        self._presence.note_missing([key for key, status in answers if status is not Status.OK], now)
+        self._presence.note_present([key for key, status in answers if status is Status.OK], at)
+        self._presence.note_missing([key for key, status in answers if status is not Status.OK], at)
         self._removals.note_missing(key for key, status in answers if status is Status.MISSING)
         self._num_failed_lookups += Status.FAILED in statuses
 

@@ -1,0 +1,133 @@
+"""Which states are kept in host memory: those at which requests are likely to continue."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass, field
+from enum import Enum, auto
+
+from kvoffload.abc import OffloadKey
+from kvoffload.connector.layout import Block, Layout
+from kvoffload.connector.request import RequestState
+
+
+class Place(Enum):
+    """Why a state of a request is kept. Each place holds the latest one; a state that holds none is superseded."""
+
+    JUNCTION = auto()
+    """Other requests have the same text up to there, and none of them left a state behind it."""
+    PROMPT = auto()
+    """The end of the prompt: the same prompt may come again."""
+    TURN = auto()
+    """The end of the output: the conversation may continue."""
+
+
+@dataclass(slots=True, eq=False)
+class _Kept:
+    """The states of one request."""
+
+    prompt_end: int
+    """The last boundary below the end of the prompt, at which the same prompt can continue, and within what is
+    stored."""
+    prompt_start: int
+    """States of the prompt from here on are kept until the next one comes."""
+    junction: int = 0
+    at: dict[Place, int] = field(default_factory=dict)
+    """Where the state of each place is."""
+    own: dict[int, list[OffloadKey]] = field(default_factory=dict)
+    """By position, the states that the request has stored itself and that no other request has used yet."""
+
+    def put(self, end: int) -> None:
+        """Puts the state at ``end`` into its places."""
+        if end <= self.junction < self.prompt_end:
+            self.at[Place.JUNCTION] = end
+        if end > self.prompt_end:
+            self.at[Place.TURN] = end
+        elif end >= self.prompt_start:
+            self.at[Place.PROMPT] = end
+
+
+class StateKeeper:
+    """Decides which of the states that an engine offers are stored, and which of them are dropped later.
+
+    A state takes as much memory as hundreds of tokens of KV, and engines offer one at each boundary at which a step
+    ends. Kept are, of each request, the last state of its prompt, the latest one of its output, and the latest one up
+    to its *junction*, where its text leaves what is stored of other requests. Superseded states that the request has
+    stored itself are dropped, unless another request has continued from them.
+    """
+
+    def __init__(self, layout: Layout) -> None:
+        self._layout = layout
+        self._requests: dict[str, _Kept] = {}
+        self._owners: dict[OffloadKey, tuple[str, int]] = {}
+        """Request and position of each state in ``_Kept.own``, by its key in the first state group."""
+        self._epoch = 0
+
+    def begin(self, state: RequestState, end: int, junction: int) -> None:
+        """Takes note of a request that is given device blocks and continues at ``end``. Stored KV of other requests
+        reaches to ``junction``."""
+        kept = self._kept(state)
+        kept.junction = max(kept.junction, junction)
+        if end:
+            self._use(state, end)
+
+    def choose(self, state: RequestState, ends: Iterable[int], epoch: int) -> list[int]:
+        """Returns at which of the positions ``ends``, where the engine offers states of a request, they are kept.
+        ``epoch``: the number of resets so far."""
+        if epoch != self._epoch:
+            self._epoch = epoch
+            self._requests.clear()
+            self._owners.clear()
+        kept, ends = self._kept(state), sorted(ends)
+        for end in ends:
+            kept.put(end)
+        return [end for end in ends if end in kept.at.values()]
+
+    def stored(self, state: RequestState, blocks: Iterable[Block], new: Collection[OffloadKey]) -> list[OffloadKey]:
+        """Takes note that a request's states ``blocks`` are stored, of which ``new`` were not there before. Returns the
+        states that are superseded now, which are to be dropped."""
+        kept, dropped = self._kept(state), list[OffloadKey]()
+        by_end: dict[int, list[OffloadKey]] = {}
+        for block in sorted(blocks):
+            by_end.setdefault((block.ordinal + 1) * self._layout.block_tokens[block.group], []).append(block.key)
+        for end, keys in by_end.items():
+            self._use(state, end)
+            if end in kept.own and kept.own[end] != keys:
+                # The engine has taken tokens back and given others.
+                dropped += self._disown(kept, end)
+            if all(key in new for key in keys):
+                kept.own[end] = keys
+                self._owners[keys[0]] = state.context.req_id, end
+        superseded = [end for end in kept.own if end not in kept.at.values()]
+        return dropped + [key for end in superseded for key in self._disown(kept, end)]
+
+    def end(self, req_id: str) -> None:
+        """Forgets a request that has ended. Its states are kept."""
+        kept = self._requests.pop(req_id, None)
+        if kept is not None:
+            for end in list(kept.own):
+                self._disown(kept, end)
+
+    def _use(self, state: RequestState, end: int) -> None:
+        """Takes note that a request needs the state at ``end``: if another has stored it, that one does not drop it."""
+        g = self._layout.states[0]
+        keys, ordinal = state.blocks.keys[g], end // self._layout.block_tokens[g] - 1
+        if 0 <= ordinal < len(keys) and keys[ordinal] in self._owners:
+            owner, position = self._owners[keys[ordinal]]
+            if owner != state.context.req_id:
+                self._disown(self._requests[owner], position)
+
+    def _disown(self, kept: _Kept, end: int) -> list[OffloadKey]:
+        keys = kept.own.pop(end)
+        self._owners.pop(keys[0], None)
+        return keys
+
+    def _kept(self, state: RequestState) -> _Kept:
+        kept = self._requests.get(state.context.req_id)
+        if kept is None:
+            last, stored, align = state.request.num_tokens - 1, state.blocks.max_stored_tokens, self._layout.align
+            end = min(last, stored) // align * align
+            # An engine may offer none at the very end, as with draft models, and none near an end that a limit sets.
+            start = end - align if last <= stored else 0
+            kept = self._requests[state.context.req_id] = _Kept(end, start)
+        return kept

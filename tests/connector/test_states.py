@@ -1,0 +1,575 @@
+"""State groups in the scheduler half: what is stored, where a hit may end, which device block a state goes to."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+
+from kvoffload.abc import BoundaryState, KVGroup, LookupState, ReqContext, ScheduledStep
+from kvoffload.cache.admission import ReuseFilter
+from kvoffload.cache.keys import make_offload_key
+from kvoffload.cache.manager import LRUOffloadingManager
+from kvoffload.cache.slots import HostBackend
+from kvoffload.connector.messages import StepMeta, WorkerReport
+from kvoffload.connector.scheduler import OffloadingConnectorScheduler
+from tests.connector.rig import FakeRequest
+
+SIZE = 4
+"""Tokens per block of all groups."""
+FULL, STATE, OTHER = 0, 1, 2
+HYBRID = (KVGroup(SIZE), KVGroup(SIZE, state=True), KVGroup(SIZE, state=True))
+
+
+@dataclass
+class Tables:
+    ids: tuple[list[int], ...]
+
+    def get_block_ids(self) -> tuple[list[int], ...]:
+        return tuple(map(list, self.ids))
+
+
+@dataclass
+class Rig:
+    """A scheduler half with state groups, and an engine whose block tables do not say where the states are."""
+
+    groups: Sequence[KVGroup] = HYBRID
+    num_host_blocks: int = 1000
+    options: dict[str, Any] = field(default_factory=dict)
+    manager: Any = None
+
+    def __post_init__(self) -> None:
+        self.manager = self.manager or LRUOffloadingManager(HostBackend(1, self.num_host_blocks), enable_events=True)
+        self.half = OffloadingConnectorScheduler(self.manager, groups=self.groups, hash_block_size=1, **self.options)
+        self.states = [g for g, group in enumerate(self.groups) if group.state]
+        self.next_block = 1
+        self.names = 0
+
+    def request(self, num_tokens: int, first: int = 0, **params: Any) -> FakeRequest:
+        self.names += 1
+        tokens = list(range(first, first + num_tokens))
+        return FakeRequest(f"r{self.names}", tokens, {"kvoffload": params} if params else None, hash_tokens=1)
+
+    def new_blocks(self, n: int) -> list[int]:
+        self.next_block += n
+        return list(range(self.next_block - n, self.next_block))
+
+    def tables(self, end: int, skip_at: int = 0) -> tuple[list[int], ...]:
+        tables = []
+        for group in self.groups:
+            ids = self.new_blocks(-(-end // group.device_block_size))
+            null = group.skipped_tokens(skip_at) // group.device_block_size
+            tables.append([0] * null + ids[null:])
+        return tuple(tables)
+
+    def admit(self, request: FakeRequest, computed: int = 0) -> tuple[list[int], ...]:
+        """The request gets blocks for all of its tokens and computes nothing yet."""
+        self.half.get_num_new_matched_tokens(request, computed)
+        tables = self.tables(request.num_tokens + 12)
+        self.half.update_state_after_alloc(request, Tables(tables), 0)
+        request.num_computed_tokens = computed
+        self.half.build_connector_meta(ScheduledStep({}, {request.request_id: tables}, frozenset({request.request_id})))
+        return tables
+
+    def offer(self, *ends: int, groups: Iterable[int] | None = None) -> list[BoundaryState]:
+        """States of all state groups at these positions, each in a device block that no block table has."""
+        states = self.states if groups is None else list(groups)
+        return [BoundaryState(g, self.new_blocks(1)[0], end) for end in ends for g in states]
+
+    def step(self, request: FakeRequest, tokens: int, offered: Sequence[BoundaryState] = (), **more: Any) -> StepMeta:
+        req_id = request.request_id
+        step = ScheduledStep({req_id: tokens}, boundary_states={req_id: offered} if offered else {}, **more)
+        meta = self.half.build_connector_meta(step)
+        request.num_computed_tokens += tokens
+        return meta
+
+    def done(self, meta: StepMeta, failed: bool = False) -> None:
+        jobs = [*meta.loads, *meta.stores]
+        self.half.update_connector_output(
+            WorkerReport(done=dict.fromkeys(jobs, 1), failed=set(jobs) if failed else set())
+        )
+
+    def compute(self, request: FakeRequest, *ends: int) -> list[BoundaryState]:
+        """Computes the request in one step that offers its states at ``ends``; the copies are done."""
+        self.admit(request)
+        offered = self.offer(*ends)
+        self.done(self.step(request, request.num_tokens, offered))
+        return offered
+
+    def finish(self, request: FakeRequest) -> None:
+        self.half.request_finished(request)
+        self.done(self.half.build_connector_meta(ScheduledStep({})))
+
+    def key(self, request: FakeRequest, g: int, end: int) -> bytes:
+        return make_offload_key(request.block_hashes[end - 1], g)
+
+    def held(self, request: FakeRequest, g: int) -> list[int]:
+        """Where the blocks of group ``g`` end that can be loaded."""
+        ends = range(SIZE, request.num_tokens + 1, SIZE)
+        return [end for end in ends if self.manager.lookup([self.key(request, g, end)])]
+
+    def hit(self, request: FakeRequest, computed: int = 0) -> int | None:
+        return self.half.get_num_new_matched_tokens(request, computed)[0]
+
+
+def test_a_hit_ends_exactly_where_the_states_are() -> None:
+    rig = Rig()
+    rig.compute(rig.request(42), 40)
+    assert rig.hit(rig.request(60)) == 40
+    assert rig.hit(rig.request(41)) == 40
+    assert rig.hit(rig.request(40)) == 0, "a state cannot go back by one token"
+    assert rig.hit(rig.request(39)) == 0
+
+
+@pytest.mark.parametrize("g", [STATE, OTHER])
+def test_there_is_no_hit_without_each_state_at_its_end(g: int) -> None:
+    rig = Rig()
+    request = rig.request(42)
+    rig.compute(request, 40)
+    rig.manager.drop([rig.key(request, g, 40)])
+    assert rig.hit(rig.request(60)) == 0
+
+
+def test_there_is_no_hit_without_the_blocks_before_the_state() -> None:
+    rig = Rig()
+    request = rig.request(42)
+    rig.compute(request, 40)
+    rig.manager.drop([rig.key(request, FULL, 24)])
+    assert rig.hit(rig.request(60)) == 0
+    assert rig.hit(rig.request(60), computed=24) == 16, "the device holds the missing block"
+
+
+def test_a_state_is_stored_from_the_block_that_the_engine_names() -> None:
+    """The block tables have other blocks at the same positions."""
+    rig = Rig()
+    request = rig.request(42)
+    rig.admit(request)
+    offered = rig.offer(40)
+    meta = rig.step(request, 42, offered)
+    read: dict[int, list[int]] = {g: [] for g in range(3)}
+    for spec in meta.stores.values():
+        ids = iter(spec.device.block_ids.tolist())
+        for g, size in enumerate(spec.device.group_sizes):
+            read[g] += [next(ids) for _ in range(size)]
+    assert len(read[FULL]) == 10
+    assert {g: read[g] for g in (STATE, OTHER)} == {each.group: [each.device_block] for each in offered}
+
+
+def test_nothing_of_a_state_group_is_stored_by_position() -> None:
+    rig = Rig()
+    request = rig.request(42)
+    rig.compute(request)
+    rig.finish(request)
+    assert rig.held(request, FULL) == list(range(4, 44, 4))
+    assert rig.held(request, STATE) == rig.held(request, OTHER) == []
+    assert rig.hit(rig.request(60)) == 0
+
+
+def test_a_load_takes_one_device_block_per_state() -> None:
+    rig = Rig()
+    request = rig.request(42)
+    rig.compute(request, 40)
+    again = rig.request(50)
+    assert rig.hit(again, computed=16) == 24
+    tables = rig.tables(44, skip_at=40)
+    # The engine may keep a block of its own before it.
+    tables[STATE][8] = rig.new_blocks(1)[0]
+    rig.half.update_state_after_alloc(again, Tables(tables), 24)
+    (spec,) = rig.half.build_connector_meta(ScheduledStep({})).loads.values()
+    assert spec.device.group_sizes == (6, 1, 1)
+    assert spec.device.block_indices == (4, 9, 9)
+    assert spec.device.block_ids.tolist() == [*tables[FULL][4:10], tables[STATE][9], tables[OTHER][9]]
+    keys = [rig.key(request, g, 40) for g in (STATE, OTHER)]
+    slots = [status.slot for key in keys if (status := rig.manager.block_status(key))]
+    assert spec.host.slots.tolist()[-2:] == slots
+
+
+def test_a_load_without_a_device_block_for_the_state_is_reported_as_failed() -> None:
+    rig = Rig()
+    rig.compute(rig.request(42), 40)
+    again = rig.request(50)
+    assert rig.hit(again) == 40
+    tables = rig.tables(44, skip_at=40)
+    tables[OTHER][9] = 0
+    rig.half.update_state_after_alloc(again, Tables(tables), 40)
+    meta = rig.half.build_connector_meta(ScheduledStep({}))
+    assert not meta.loads
+    assert set(meta.broken_loads) == {again.request_id}
+    assert not rig.half.off
+
+
+def test_only_the_whole_offer_may_be_loaded() -> None:
+    rig = Rig()
+    rig.compute(rig.request(42), 40)
+    again = rig.request(50)
+    assert rig.hit(again) == 40
+    rig.half.update_state_after_alloc(again, Tables(rig.tables(36, skip_at=36)), 36)
+    assert set(rig.half.build_connector_meta(ScheduledStep({})).broken_loads) == {again.request_id}
+
+
+# Bytes.
+
+
+class Memory:
+    """Device blocks and host slots with labels instead of bytes."""
+
+    def __init__(self, rig: Rig) -> None:
+        self.rig = rig
+        self.device: dict[int, object] = {}
+        self.host: dict[int, object] = {}
+
+    def computed(self, request: FakeRequest, tables: Sequence[Sequence[int]], offered: Sequence[BoundaryState]) -> None:
+        """What a forward pass leaves: KV by position, running states in the tables, and the states at boundaries."""
+        for g, table in enumerate(tables):
+            for i, block in enumerate(table[: request.num_tokens // SIZE]):
+                self.device[block] = self.wanted(request, g, (i + 1) * SIZE) if g == FULL else "a running state"
+        for g, block, end in offered:
+            self.device[block] = self.wanted(request, g, end)
+
+    def wanted(self, request: FakeRequest, g: int, end: int) -> object:
+        return g, request.block_hashes[end - 1]
+
+    def copy(self, meta: StepMeta) -> None:
+        for spec in meta.stores.values():
+            for block, slot in zip(spec.device.block_ids.tolist(), spec.host.slots.tolist(), strict=True):
+                self.host[slot] = self.device[block]
+        for spec in meta.loads.values():
+            for block, slot in zip(spec.device.block_ids.tolist(), spec.host.slots.tolist(), strict=True):
+                self.device[block] = self.host[slot]
+
+
+class Forgetful(LRUOffloadingManager):
+    """Finds states that it does not have."""
+
+    def lookup_last(self, keys: Sequence[bytes], req_context: ReqContext | None = None) -> tuple[int, LookupState]:
+        return len(keys) - 1, LookupState.HIT
+
+    def lookup_each(self, keys: Sequence[bytes], req_context: ReqContext | None = None) -> list[LookupState]:
+        return [LookupState.HIT] * len(keys)
+
+
+@pytest.mark.parametrize("bug", [None, "by position", "another boundary", "no state"])
+def test_a_request_continues_from_the_right_bytes(bug: str | None) -> None:
+    """With a bug planted in the engine or the manager, the same check fails."""
+    rig = Rig(manager=Forgetful(HostBackend(1, 1000)) if bug == "no state" else None)
+    memory, writer = Memory(rig), rig.request(42)
+    tables = rig.admit(writer)
+    # The engine has taken the states away from where they were computed.
+    offered = rig.offer(40)
+    memory.computed(writer, tables, offered)
+    if bug == "by position":
+        offered = [BoundaryState(each.group, tables[each.group][9], 40) for each in offered]
+    if bug == "another boundary":
+        for each in offered:
+            memory.device[each.device_block] = memory.wanted(writer, each.group, 36)
+    if bug == "no state":
+        offered = []
+    meta = rig.step(writer, 42, offered)
+    memory.copy(meta)
+    rig.done(meta)
+    reader = rig.request(50)
+    assert rig.hit(reader) == 40
+    tables = rig.tables(50, skip_at=40)
+    rig.half.update_state_after_alloc(reader, Tables(tables), 40)
+    meta = rig.half.build_connector_meta(ScheduledStep({}))
+    memory.copy(meta)
+    found = [memory.device.get(tables[FULL][i]) == memory.wanted(reader, FULL, 4 * i + 4) for i in range(10)]
+    found += [memory.device.get(tables[g][9]) == memory.wanted(reader, g, 40) for g in (STATE, OTHER)]
+    assert (all(found) and not meta.broken_loads) is (bug is None)
+
+
+# What is stored.
+
+
+def test_a_state_counts_only_where_all_groups_end() -> None:
+    rig = Rig([KVGroup(8), KVGroup(SIZE, state=True), KVGroup(SIZE, state=True)])
+    request = rig.request(42)
+    rig.compute(request, 36)
+    assert rig.held(request, STATE) == []
+    rig = Rig()
+    rig.admit(request)
+    rig.done(rig.step(request, 42, rig.offer(40, groups=[STATE])))
+    assert rig.held(request, STATE) == [], "without the state of the other group it is of no use"
+
+
+@pytest.mark.parametrize("options", [{"store": False}, {"max_tokens": 15}])
+def test_a_request_may_forbid_that_its_states_are_stored(options: dict[str, Any]) -> None:
+    rig = Rig()
+    request = rig.request(42, **options)
+    rig.compute(request, 16, 40)
+    assert rig.held(request, STATE) == []
+
+
+def test_states_of_requests_that_are_gone_are_not_stored() -> None:
+    rig = Rig()
+    gone, preempted, stale = rig.request(42), rig.request(42, 1000), rig.request(42, 2000)
+    rig.admit(gone)
+    rig.half.request_finished(gone)
+    assert not rig.step(gone, 0, rig.offer(40)).stores
+    rig.admit(preempted)
+    assert not rig.step(preempted, 0, rig.offer(40), preempted=iter([preempted.request_id])).stores
+    rig.admit(stale)
+    rig.half.reset()
+    assert not rig.step(stale, 42, rig.offer(40)).stores
+
+
+def test_a_state_without_room_is_dropped_and_not_offered_again() -> None:
+    rig = Rig(num_host_blocks=9)
+    busy, request = rig.request(34, 1000), rig.request(26)
+    rig.admit(busy)
+    blocking = rig.step(busy, 28)
+    rig.admit(request)
+    assert len(rig.step(request, 3, rig.offer(24)).stores) == 1, "two slots are free"
+    assert not rig.step(busy, 0, rig.offer(28)).stores
+    rig.done(blocking)
+    assert not rig.step(busy, 0).stores
+    assert rig.half.metrics.snapshot()["refused_stores"] == 1
+    assert not rig.half.off
+
+
+def test_a_chain_longer_than_the_pool_has_a_state_at_the_end_of_what_is_stored() -> None:
+    rig = Rig(num_host_blocks=10)
+    request = rig.request(82)
+    rig.admit(request)
+    for end in (24, 48, 80):
+        rig.done(rig.step(request, end - request.num_computed_tokens, rig.offer(end)))
+    assert rig.held(request, FULL) == list(range(4, 36, 4))
+    assert rig.hit(rig.request(82)) == 24
+
+
+def test_a_state_that_is_refused_keeps_nothing_else_from_being_stored() -> None:
+    """The reuse filter has not seen the text that follows the prompt."""
+    rig = Rig()
+    rig.manager.set_admission(ReuseFilter(2))
+    for _ in range(2):
+        request = rig.request(22)
+        rig.admit(request)
+        rig.half.request_finished(request)
+    request = rig.request(22)
+    rig.admit(request)
+    request.tokens += range(22, 33)
+    rig.done(rig.step(request, 12, rig.offer(24)))
+    assert rig.held(request, STATE) == []
+    rig.done(rig.step(request, 10, rig.offer(20)))
+    assert rig.held(request, FULL) == [4, 8, 12, 16, 20]
+    assert rig.held(request, STATE) == [20]
+
+
+def test_behind_a_refused_block_no_state_is_stored() -> None:
+    rig = Rig()
+    rig.manager.set_admission(ReuseFilter(2))
+    request = rig.request(42)
+    rig.admit(request)
+    assert not rig.step(request, 42, rig.offer(40)).stores
+    again = rig.request(42)
+    rig.admit(again)
+    rig.done(rig.step(again, 42))
+    # Only now is the chain known; the first request goes on.
+    rig.manager.lookup([rig.key(request, STATE, 40), rig.key(request, OTHER, 40)], ReqContext("third"))
+    assert not rig.step(request, 0, rig.offer(40)).stores
+    assert rig.held(request, STATE) == []
+
+
+def test_device_blocks_of_states_are_fenced() -> None:
+    rig = Rig()
+    request = rig.request(42)
+    rig.admit(request)
+    offered = rig.offer(40)
+    stores = rig.step(request, 42, offered).stores
+    (job,) = [job for job, spec in stores.items() if offered[0].device_block in spec.device.block_ids]
+    meta = rig.half.build_connector_meta(ScheduledStep({}, {"other": ([], [offered[0].device_block], [])}))
+    assert meta.fences == [job]
+    assert meta.fenced_blocks == {offered[0].device_block}
+
+
+def test_a_state_that_was_loaded_costs_nothing_when_it_is_offered() -> None:
+    rig = Rig()
+    rig.compute(rig.request(42), 40)
+    again = rig.request(50)
+    assert rig.hit(again) == 40
+    tables = rig.tables(50, skip_at=40)
+    rig.half.update_state_after_alloc(again, Tables(tables), 40)
+    meta = rig.half.build_connector_meta(ScheduledStep({}, {again.request_id: tables}, frozenset({again.request_id})))
+    rig.done(meta)
+    again.num_computed_tokens = 40
+    meta = rig.step(again, 8, [BoundaryState(g, tables[g][9], 40) for g in (STATE, OTHER)])
+    assert [spec.device.group_sizes for spec in meta.stores.values()] == [(2, 0, 0)]
+
+
+# Which states are kept.
+
+
+def test_of_a_prompt_its_last_state_is_kept() -> None:
+    rig = Rig()
+    request = rig.request(42)
+    rig.admit(request)
+    for end in (16, 32, 40):
+        rig.done(rig.step(request, end - request.num_computed_tokens, rig.offer(end)))
+    rig.finish(request)
+    assert rig.held(request, STATE) == rig.held(request, OTHER) == [40]
+
+
+def test_a_prompt_that_ends_at_a_boundary_can_come_again() -> None:
+    rig = Rig()
+    request = rig.request(40)
+    rig.compute(request, 36, 40)
+    assert rig.held(request, STATE) == [36, 40]
+    assert rig.hit(rig.request(40)) == 36
+    assert rig.hit(rig.request(44)) == 40
+
+
+def test_of_an_output_the_latest_state_is_kept() -> None:
+    rig = Rig()
+    request = rig.request(42)
+    rig.compute(request, 40)
+    for end in (44, 48, 52):
+        request.tokens += range(len(request.tokens), end)
+        rig.done(rig.step(request, end - request.num_computed_tokens, rig.offer(end)))
+        assert rig.held(request, STATE) == rig.held(request, OTHER) == [40, end]
+    rig.finish(request)
+    assert rig.hit(rig.request(60)) == 52
+    rig.manager.check_integrity()
+
+
+def test_a_state_that_others_use_is_not_dropped() -> None:
+    rig = Rig()
+    request, other = rig.request(48), rig.request(60)
+    request.tokens = request.tokens[:42]
+    rig.compute(request, 40)
+    request.tokens += [42, 43]
+    rig.done(rig.step(request, 2, rig.offer(44)))
+    assert rig.hit(other) == 44
+    rig.half.update_state_after_alloc(other, Tables(rig.tables(60, skip_at=44)), 44)
+    rig.done(rig.half.build_connector_meta(ScheduledStep({})))
+    request.tokens += [44, 45, 46, 47]
+    rig.done(rig.step(request, 4, rig.offer(48)))
+    assert rig.held(request, STATE) == [40, 44, 48]
+
+
+def test_a_state_that_another_has_computed_too_is_not_dropped() -> None:
+    rig = Rig()
+    first, second = rig.request(42), rig.request(42)
+    for request in (first, second):
+        rig.compute(request, 40)
+        request.tokens += [42, 43]
+    for request in (first, second):
+        rig.done(rig.step(request, 2, rig.offer(44)))
+    first.tokens += [44, 45, 46, 47]
+    rig.done(rig.step(first, 4, rig.offer(48)))
+    assert rig.held(first, STATE) == [40, 44, 48]
+
+
+def test_a_superseded_state_that_is_still_being_written_is_dropped() -> None:
+    rig = Rig()
+    request = rig.request(42)
+    rig.compute(request, 40)
+    request.tokens += [42, 43]
+    slow = rig.step(request, 2, rig.offer(44))
+    request.tokens += [44, 45, 46, 47]
+    rig.done(rig.step(request, 4, rig.offer(48)))
+    rig.done(slow)
+    assert rig.held(request, STATE) == [40, 48]
+    rig.manager.check_integrity()
+
+
+def test_an_offer_that_was_remembered_ends_with_its_state() -> None:
+    rig = Rig()
+    request = rig.request(42)
+    rig.compute(request, 40)
+    request.tokens += [42, 43]
+    rig.done(rig.step(request, 2, rig.offer(44)))
+    other = rig.request(60)
+    assert rig.hit(other) == 44
+    request.tokens += [44, 45, 46, 47]
+    rig.step(request, 4, rig.offer(48))
+    assert rig.hit(other) == 40, "the state at 44 is gone, the one at 48 is being written"
+
+
+def test_the_state_where_prompts_part_is_kept() -> None:
+    """The second request sees how far the first one's text goes, and leaves a state for the third."""
+    rig = Rig()
+    first = rig.request(82)
+    rig.compute(first, 80)
+
+    def another(n: int) -> FakeRequest:
+        request = rig.request(82)
+        request.tokens[46:] = range(n, n + 36)
+        return request
+
+    second = another(1000)
+    rig.admit(second)
+    for end in (16, 32, 48, 64, 80):
+        rig.done(rig.step(second, end - second.num_computed_tokens, rig.offer(end)))
+    assert rig.held(second, STATE) == [32, 80]
+    assert rig.hit(another(2000)) == 32
+
+
+def test_after_a_reset_nothing_of_before_is_dropped() -> None:
+    rig = Rig()
+    request = rig.request(42)
+    rig.compute(request, 40)
+    request.tokens += [42, 43]
+    rig.done(rig.step(request, 2, rig.offer(44)))
+    rig.half.reset()
+    again = rig.request(46)
+    rig.compute(again, 44)
+    request.tokens += [44, 45, 46, 47]
+    assert not rig.step(request, 4, rig.offer(48)).stores
+    later = rig.request(50)
+    rig.half.get_num_new_matched_tokens(later, 0)
+    assert rig.held(again, STATE) == [44]
+
+
+def test_a_state_of_tokens_that_were_taken_back_is_dropped() -> None:
+    rig = Rig()
+    request, before = rig.request(42), rig.request(44)
+    rig.compute(request, 40)
+    request.tokens += [42, 43]
+    rig.done(rig.step(request, 2, rig.offer(44)))
+    assert rig.held(before, STATE) == [40, 44]
+    request.tokens[43] = 7
+    rig.done(rig.step(request, 0, rig.offer(44)))
+    assert rig.held(request, STATE) == [40, 44]
+    assert rig.held(before, STATE) == [40]
+
+
+def test_a_state_that_was_evicted_and_stored_again_belongs_to_another() -> None:
+    rig = Rig()
+    first, second = rig.request(42), rig.request(42)
+    for request in (first, second):
+        rig.compute(request, 40)
+        request.tokens += [42, 43]
+    rig.done(rig.step(first, 2, rig.offer(44)))
+    rig.manager.drop([rig.key(first, g, 44) for g in (STATE, OTHER)])
+    rig.done(rig.step(second, 2, rig.offer(44)))
+    first.tokens += [44, 45, 46, 47]
+    rig.done(rig.step(first, 4, rig.offer(48)))
+    assert rig.held(first, STATE) == [40, 44, 48]
+
+
+# Why a request misses.
+
+
+def test_a_missing_state_is_the_reason() -> None:
+    rig = Rig()
+    first = rig.request(82)
+    rig.compute(first, 80)
+    for num_tokens, parted, reason in [(60, 60, "no_state"), (60, 3, "never_stored"), (82, 82, None)]:
+        request = rig.request(num_tokens)
+        request.tokens[parted:] = range(5000, 5000 + num_tokens - parted)
+        rig.admit(request)
+        assert rig.half.records[-1].reason == reason
+    assert rig.half.metrics.snapshot()["misses:no_state"] == 1
+
+
+def test_a_state_that_was_evicted_is_called_so() -> None:
+    rig = Rig(num_host_blocks=13)
+    first = rig.request(42)
+    rig.compute(first, 40)
+    rig.finish(first)
+    rig.compute(rig.request(9, 1000))
+    assert rig.held(first, FULL) == list(range(4, 44, 4)), "the state leaves before the blocks before it"
+    rig.admit(rig.request(60))
+    assert rig.half.records[-1].reason == "evicted"

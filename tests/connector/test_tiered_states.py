@@ -1,0 +1,104 @@
+"""State groups over a lower tier: a request waits for the state and the blocks before it, and for nothing else."""
+
+from __future__ import annotations
+
+from kvoffload.abc import ScheduledStep
+from tests.connector.rig import Clock, FakeRequest
+from tests.connector.test_states import FULL, HYBRID, OTHER, STATE, Rig, Tables
+from tests.connector.test_tiered_scheduler import SpyManager
+
+
+class TieredRig(Rig):
+    def __init__(self, num_host_blocks: int = 100) -> None:
+        self.clock = Clock()
+        manager = SpyManager(num_host_blocks, self.clock, HYBRID)
+        super().__init__(manager=manager, options={"clock": self.clock, "load_deadline_ms": 1000})
+
+    def settle(self) -> None:
+        for _ in range(3):
+            self.half.build_connector_meta(ScheduledStep({}))
+            self.manager.executor.drain()
+        self.half.build_connector_meta(ScheduledStep({}))
+
+    def put_below(self, request: FakeRequest, *ends: int) -> None:
+        """The blocks of the request and its states at ``ends`` are in the tier, and not in the host."""
+        self.compute(request, *ends)
+        self.finish(request)
+        self.settle()
+        self.manager.host.reset()
+        self.half.changes.contents += 1
+
+    def held_below(self, request: FakeRequest, g: int) -> list[int]:
+        ends = range(4, request.num_tokens + 1, 4)
+        return [end for end in ends if self.manager.tier.contains([self.key(request, g, end)])[0] == 1]
+
+    def answer(self, request: FakeRequest) -> int | None:
+        """What the request is offered when it has waited, and as many blocks have come as it asked for."""
+        for _ in range(8):
+            hit = self.hit(request)
+            if hit is not None:
+                return hit
+            self.settle()
+        return None
+
+
+def test_a_request_waits_for_its_state_and_the_blocks_before_it() -> None:
+    rig = TieredRig()
+    writer = rig.request(42)
+    rig.put_below(writer, 40)
+    assert rig.held_below(writer, STATE) == rig.held_below(writer, OTHER) == [40]
+    request = rig.request(60)
+    assert rig.hit(request) is None
+    assert rig.answer(request) == 40
+    tables = rig.tables(60, skip_at=40)
+    rig.half.update_state_after_alloc(request, Tables(tables), 40)
+    (spec,) = rig.half.build_connector_meta(ScheduledStep({})).loads.values()
+    assert spec.device.group_sizes == (10, 1, 1)
+    assert rig.half.records[-1].tier_tokens == {"memory": 40}
+
+
+def test_without_the_blocks_below_there_is_no_hit_and_nothing_hangs() -> None:
+    rig = TieredRig()
+    writer = rig.request(42)
+    rig.put_below(writer, 40)
+    rig.manager.tier.delete([rig.key(writer, FULL, 20)])
+    assert rig.answer(rig.request(60)) == 0
+
+
+def test_blocks_below_without_a_state_are_not_read() -> None:
+    rig = TieredRig()
+    writer = rig.request(42)
+    rig.put_below(writer, 40)
+    for g in (STATE, OTHER):
+        rig.manager.tier.delete([rig.key(writer, g, 40)])
+    request = rig.request(60)
+    assert rig.hit(request) == 0
+    assert rig.manager.num_used_blocks == 0
+    rig.half.update_state_after_alloc(request, Tables(rig.tables(60)), 0)
+    assert rig.half.records[-1].reason == "no_state"
+
+
+def test_a_tier_that_is_late_costs_the_hit() -> None:
+    rig = TieredRig()
+    rig.put_below(rig.request(42), 40)
+    request = rig.request(60)
+    assert rig.hit(request) is None
+    rig.clock.now += 2
+    rig.half.build_connector_meta(ScheduledStep({}))
+    assert rig.hit(request) == 0
+    rig.half.update_state_after_alloc(request, Tables(rig.tables(60)), 0)
+    assert rig.half.records[-1].reason == "not_in_time"
+
+
+def test_a_superseded_state_leaves_the_tier_too() -> None:
+    rig = TieredRig()
+    request = rig.request(42)
+    rig.compute(request, 40)
+    for end in (44, 48):
+        request.tokens += range(len(request.tokens), end)
+        rig.done(rig.step(request, end - request.num_computed_tokens, rig.offer(end)))
+        rig.settle()
+    rig.finish(request)
+    rig.settle()
+    assert rig.held_below(request, STATE) == rig.held_below(request, OTHER) == [40, 48]
+    rig.manager.check_integrity()
