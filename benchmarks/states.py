@@ -116,6 +116,8 @@ RULES = {
         Rule("resume", junction="exact"),
         Rule("resume,near", junction="near"),
         Rule("resume,path", junction="exact", touch="path"),
+        Rule("resume,present", junction="exact", touch="present"),
+        Rule("resume,wanted", junction="exact", touch="wanted"),
         Rule("resume,move", junction="exact", move=True),
         Rule("resume,twice", junction="twice"),
         Rule("resume,latest", prefill="latest", junction="exact"),
@@ -189,7 +191,7 @@ class StateReplay:
         junction = found if found > end else 0
         on_path: Sequence[int] = ()
         if not self.is_free:
-            on_path = range(1, num_prompt + 1) if rule.touch == "path" else [end] if end else []
+            on_path = self.touched(prompt, end, limit, junction)
         manager.touch(self.in_order(prompt, 0, on_path), context)
         result.hit_tokens += end * turns.block_tokens
         result.attention_tokens += found * turns.block_tokens
@@ -206,29 +208,25 @@ class StateReplay:
         for boundary, offer in self.offers(end, stop, num_prompt, limit, len(chain)):
             keep, supersedes = self.decide(boundary, offer, stop, junction, chain)
             states = [boundary] if keep and not self.is_free else []
-            keys = self.in_order(chain[:boundary], at, states)
+            keys = self.blocks(chain[at:boundary])
             if refused:
                 manager.refuse(keys, context)
-            else:
-                output = manager.prepare_store(keys, context)
-                if output is not None:
-                    manager.complete_store(output.store_spec, context)
-                    refused = bool(output.refused_keys)
-                    stored += output.keys_to_store
-                    num_states = 0
-                    if states:
-                        mine = set(self.states(chain[boundary - 1 : boundary]))
-                        num_states = sum(key in mine for key in output.keys_to_store)
-                        if num_states:
-                            result.states_written += 1
-                            if superseded:
-                                manager.drop(self.states(chain[superseded - 1 : superseded]))
-                                superseded = 0
-                            if supersedes:
-                                superseded = boundary
-                            else:
-                                kept.append(boundary)
-                    result.blocks_written += len(output.keys_to_store) - num_states
+            elif keys:
+                refused = self.store(keys, stored, context)
+                result.blocks_written += 0
+            if states and not refused:
+                states = self.states(chain[boundary - 1 : boundary])
+                num = len(stored)
+                self.store(states, stored, context)
+                if len(stored) > num:
+                    result.states_written += 1
+                    if superseded:
+                        manager.drop(self.states(chain[superseded - 1 : superseded]))
+                        superseded = 0
+                    if supersedes:
+                        superseded = boundary
+                    else:
+                        kept.append(boundary)
             at = boundary
         if superseded:
             kept.append(superseded)
@@ -237,8 +235,29 @@ class StateReplay:
             block = prompt[end - 1]
             if self.num_used[block] == 1 and block not in self.is_junction:
                 manager.drop(self.states([block]))
-        on_path = on_path if rule.touch == "path" else [*on_path, *kept]
+        on_path = on_path if rule.touch == "path" else [*(at for at in on_path if at <= end), *kept]
         manager.reorder_chain(self.in_order(chain, 0, sorted(set(on_path))), stored, context)
+
+    def store(self, keys: Sequence[OffloadKey], stored: list[OffloadKey], context: ReqContext) -> bool:
+        """Returns whether the manager has refused any of ``keys``."""
+        output = self.manager.prepare_store(keys, context)
+        if output is None:
+            return False
+        self.manager.complete_store(output.store_spec, context)
+        stored += output.keys_to_store
+        return bool(output.refused_keys)
+
+    def touched(self, prompt: Sequence[int], end: int, limit: int, junction: int) -> Sequence[int]:
+        how = self.rule.touch
+        if how == "path":
+            return range(1, len(prompt) + 1)
+        if how == "present":
+            n = self.cost.state_slots
+            ready = (self.manager.find(self.states(prompt)) >= 0).reshape(-1, n).all(axis=1)
+            return (np.flatnonzero(ready) + 1).tolist()
+        if how == "wanted":
+            return sorted({at for at in (end, limit, junction) if at})
+        return [end] if end else []
 
     def stop_at(self, prompt: Sequence[int], junction: int) -> int:
         """Returns the boundary at which the engine ends a chunk for a junction; 0: none."""
