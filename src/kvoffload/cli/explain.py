@@ -96,7 +96,7 @@ ADVICE = {
         "Nothing to do, unless a faster medium is an option; load_only_if_faster=false loads it anyway.",
     ),
     MissReason.TOO_LARGE: Advice(
-        "an attention window needs more blocks than may come from lower tiers at once, half of the host pool",
+        "a window or the states need more blocks than may come from lower tiers at once, half of the host pool",
         "Raise host_bytes.",
         True,
     ),

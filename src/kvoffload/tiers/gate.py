@@ -44,8 +44,8 @@ class LoadGate:
         self._rates.observe_prefill(num_tokens, seconds)
 
     def worth_loading(self, below: Located, promotion: Promotion | None) -> Located:
-        """Returns the leading blocks of a run that are to be loaded; the rest is faster to compute. If that is all of
-        it, the request that waits with ``promotion`` does not want its states any more."""
+        """Returns the leading blocks of a run that are to be loaded; the rest is faster to compute. With states all of
+        it is loaded, or nothing: then the request that waits with ``promotion`` does not want its states any more."""
         num_ahead, num_states = [], []
         for tier in self._tiers:
             # What the request itself wants is judged with its blocks. Groups with full attention share its states.
@@ -58,7 +58,7 @@ class LoadGate:
             num_ahead,
             [tier.estimator for tier in self._tiers],
             self._clock(),
-            num_states,
+            num_states if self._layout.num_states else None,
         )
         self._reasons.record(below.keys[num_loaded : num_loaded + 1], MissReason.FASTER_TO_COMPUTE)
         if not num_loaded and promotion is not None and promotion.is_waiting:

@@ -87,14 +87,14 @@ class LoadOrCompute:
         num_ahead: Sequence[int],
         estimators: Sequence[ReadEstimator],
         now: float,
-        num_extra: Sequence[float] | None = None,
+        num_states: Sequence[float] | None = None,
     ) -> int:
         """Returns how many leading blocks of a run of ``group`` are to be loaded, so that loading these and computing
         the rest takes the least time, as far as that is known.
 
         ``sources[i]`` is the index of the tier that holds block i. Tier t reads ``num_ahead[t]`` blocks before; tiers
-        read at the same time. If any is loaded, tier t reads ``num_extra[t]`` further blocks that save nothing by
-        themselves: the states at the end of the run.
+        read at the same time. With ``num_states`` a request can resume at the end of the run only, so all of it is
+        loaded or nothing, and tier t reads ``num_states[t]`` states for it.
         """
         computing = self._prefill.seconds_for(self._tokens_per_block[group])
         num_blocks = len(sources)
@@ -105,10 +105,12 @@ class LoadOrCompute:
         for index, (estimator, ahead) in enumerate(zip(estimators, num_ahead, strict=True)):
             seconds_per_block = _seconds_per_block(estimator, ahead, now)
             if seconds_per_block:
-                num_read = np.cumsum(sources == index) + (num_extra[index] if num_extra else 0)
+                num_read = np.cumsum(sources == index) + (num_states[index] if num_states else 0)
                 seconds = np.where(num_read > 0, (ahead + num_read) * seconds_per_block, 0.0)
                 loading[1:] = np.maximum(loading[1:], seconds)
         total = loading - np.arange(num_blocks + 1) * computing
+        if num_states is not None:
+            return num_blocks if total[-1] <= 0 else 0
         return num_blocks - int(np.argmin(total[::-1]))
 
     def is_worth_loading(
