@@ -188,8 +188,7 @@ class AutoPolicy(ListPolicy):
 
     def _hashes(self, keys: Sequence[OffloadKey]) -> Hashes:
         names = shared_names(keys)
-        if not self._has_shared_names and names != list(keys):
-            self._has_shared_names = True
+        self._has_shared_names |= names is not keys
         return key_hashes(names)
 
     def _tick(self, n: int) -> Positions:

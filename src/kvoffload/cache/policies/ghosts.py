@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import repeat
 
 import numpy as np
 import numpy.typing as npt
@@ -28,10 +29,12 @@ _ODD = np.array(1, dtype=np.uint32)
 _FIRST_GROUP = make_offload_key(b"", 0)
 
 
-def shared_names(keys: Sequence[OffloadKey]) -> list[bytes]:
+def shared_names(keys: Sequence[OffloadKey]) -> Sequence[bytes]:
     """Returns the keys that blocks of the first KV cache group have at the same places: blocks of several groups that
-    end at one token have one name."""
-    return [key if key.endswith(_FIRST_GROUP) else key_block_hash(key) + _FIRST_GROUP for key in keys]
+    end at one token have one name. Returns ``keys`` itself if all are of that group."""
+    if all(map(bytes.endswith, keys, repeat(_FIRST_GROUP))):
+        return keys
+    return [key_block_hash(key) + _FIRST_GROUP for key in keys]
 
 
 def key_hashes(keys: Sequence[bytes]) -> Hashes:
