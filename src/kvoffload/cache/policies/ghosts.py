@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from operator import itemgetter
+from itertools import repeat
 
 import numpy as np
 import numpy.typing as npt
 import xxhash
 
 from kvoffload.abc import OffloadKey
-from kvoffload.cache.keys import GROUP_BYTES, key_block_hash, make_offload_key
+from kvoffload.cache.keys import key_block_hash, make_offload_key
 
 WAYS = 16
 """Entries per bucket. A table for up to twice as many hashes is one bucket."""
@@ -27,13 +27,12 @@ _ABSENT = -1
 _HALF = np.array(32, dtype=np.uint64)
 _ODD = np.array(1, dtype=np.uint32)
 _FIRST_GROUP = make_offload_key(b"", 0)
-_group_of = itemgetter(slice(-GROUP_BYTES, None))
 
 
 def shared_names(keys: Sequence[OffloadKey]) -> Sequence[bytes]:
     """Returns the keys that blocks of the first KV cache group have at the same places: blocks of several groups that
     end at one token have one name. Returns ``keys`` itself if all are of that group."""
-    if set(map(_group_of, keys)) <= {_FIRST_GROUP}:
+    if all(map(bytes.endswith, keys, repeat(_FIRST_GROUP))):
         return keys
     return [key_block_hash(key) + _FIRST_GROUP for key in keys]
 
