@@ -94,8 +94,11 @@ def warm(seed: int) -> list[Life]:
     if any(group.state for group in scenario.groups):
         # With the same prompts, none of which ends with a block, there are states that a later request can use.
         unit = math.lcm(*(group.block_tokens for group in scenario.groups))
-        tokens = scenario.document_tokens + (scenario.document_tokens % unit == 0)
-        scenario = dataclasses.replace(scenario, max_question_tokens=0, document_tokens=tokens)
+        tokens = max(unit + 1, scenario.document_tokens + (scenario.document_tokens % unit == 0))
+        num_blocks = scenario.num_device_blocks + tokens * len(scenario.groups)
+        scenario = dataclasses.replace(
+            scenario, max_question_tokens=0, document_tokens=tokens, num_device_blocks=num_blocks
+        )
     calm = dataclasses.replace(
         first,
         scenario=scenario,
