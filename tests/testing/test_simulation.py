@@ -95,9 +95,13 @@ def warm(seed: int) -> list[Life]:
         # With the same prompts, none of which ends with a block, there are states that a later request can use.
         unit = math.lcm(*(group.block_tokens for group in scenario.groups))
         tokens = max(unit + 1, scenario.document_tokens + (scenario.document_tokens % unit == 0))
-        num_blocks = scenario.num_device_blocks + tokens * len(scenario.groups)
+        num_blocks = scenario.num_device_blocks + 2 * unit
         scenario = dataclasses.replace(
-            scenario, max_question_tokens=0, document_tokens=tokens, num_device_blocks=num_blocks
+            scenario,
+            max_question_tokens=0,
+            document_tokens=tokens,
+            num_device_blocks=num_blocks,
+            drops_last_state=False,
         )
     calm = dataclasses.replace(
         first,
