@@ -257,7 +257,7 @@ class Batcher:
         request.state_ends, request.unoffered = {total}, []
         self._extend(request, end)
         self._half.update_state_after_alloc(request, Allocation(request.blocks), external)
-        request.num_computed_tokens = total
+        request.num_computed_tokens = request.found_tokens = total
         request.loading = is_async
         request.num_waits = 0
         self.hits += external

@@ -172,7 +172,7 @@ def random_groups(rng: Random) -> tuple[KVGroup, ...]:
     while True:
         groups = tuple(_random_group(rng) for _ in range(rng.choice((1, 2, 2, 3, 4))))
         aligned = math.lcm(*(group.block_tokens for group in groups)) <= 12
-        if aligned and sum(group.draft for group in groups) <= 1:
+        if aligned and sum(group.lookahead > 0 for group in groups) <= 1:
             return groups
 
 
@@ -190,11 +190,11 @@ def add_states(groups: tuple[KVGroup, ...], rng: Random) -> tuple[KVGroup, ...]:
 
 def _random_group(rng: Random) -> KVGroup:
     size, factor, kind = rng.choice((1, 2, 4)), rng.choice((1, 1, 2, 3)), rng.random()
-    draft = rng.random() < 0.2
+    lookahead = min(size * factor, rng.choice((1, 2))) if rng.random() < 0.2 else 0
     if kind < 0.4:
-        return KVGroup(size, factor, draft=draft)
+        return KVGroup(size, factor, lookahead=lookahead)
     if kind < 0.8:
-        return KVGroup(size, factor, sliding_window=rng.choice((1, 2, 3, 5, 8, 17)), draft=draft)
+        return KVGroup(size, factor, sliding_window=rng.choice((1, 2, 3, 5, 8, 17)), lookahead=lookahead)
     return KVGroup(size, factor, attention_chunk=rng.choice((1, 3, 4, 6, 8, 16)))
 
 
