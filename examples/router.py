@@ -39,13 +39,19 @@ class Index:
         self.shared = {}
         """By shared tier: names of blocks, which every server can read."""
         self.block_size = 16
+        self.group = None
+        """The first KV cache group with KV. It stands for all."""
 
     def take(self, server, event):
         """Applies one event, a dictionary."""
         if event["type"] == "AllBlocksCleared":  # of the device; the others are removed one by one
             self.held[server].pop(("GPU", None, None), None)
             return
-        if event.get("group_idx"):  # the first KV cache group stands for all
+        group = event.get("group_idx") or 0
+        # Groups with states, of recurrent layers, hold few of the blocks.
+        if event["type"] == "BlockStored" and event.get("kv_cache_spec_kind") != "mamba":
+            self.group = group if self.group is None else min(group, self.group)
+        if group != (self.group or 0):
             return
         place = (event.get("medium") or "GPU", event.get("locality"), event.get("ownership"))
         if place[1] == "REMOTE":

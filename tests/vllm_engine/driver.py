@@ -1,10 +1,11 @@
 """Runs one vLLM engine in a process of its own: ``python driver.py CONFIG RESULT``. Both are JSON files.
 
 CONFIG has ``scenario`` (a name in SCENARIOS), ``model`` (a directory, written if it does not exist), ``new_rows`` (how
-many of the last rows of its embedding are drawn again), ``engine`` (arguments of ``vllm.LLM`` that differ from the
-usual), ``model_kind``, ``multiprocessing`` (whether the engine has processes of its own), ``connector`` (its options,
-or null), ``connector_class``, ``plugin`` (whether vLLM finds the connector by its entry point alone), and what the
-scenario reads. The caller sets the environment variables that vLLM reads.
+many of the last rows of its embedding are drawn again), ``prompts`` (how many are used, by default all), ``engine``
+(arguments of ``vllm.LLM`` that differ from the usual), ``model_kind``, ``multiprocessing`` (whether the engine has
+processes of its own), ``connector`` (its options, or null), ``connector_class``, ``plugin`` (whether vLLM finds the
+connector by its entry point alone), and what the scenario reads. The caller sets the environment variables that vLLM
+reads.
 """
 
 from __future__ import annotations
@@ -37,13 +38,16 @@ WINDOW = 70
 def write_model(directory: Path, kind: str = "llama", new_rows: int = 0, seed: int = 0) -> None:
     """Writes a tiny model, with weights large enough that the prompt decides the output.
 
-    "gemma3" alternates between layers with a window of WINDOW tokens and layers with full attention. "one-head" has
-    a single KV head. The last ``new_rows`` tokens get other embeddings than by default.
+    "gemma3" alternates between layers with a window of WINDOW tokens and layers with full attention. "lfm2" has short
+    convolutions and full attention, "qwen3next" gated delta nets and full attention, in bfloat16 because vLLM computes
+    these in nothing else on a CPU. "one-head" has a single KV head. The last ``new_rows`` tokens get other embeddings
+    than by default.
     """
     import torch
     from transformers import Gemma3ForCausalLM, Gemma3TextConfig, LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(seed)
+    dtype = torch.float32
     sizes = {
         "vocab_size": 512,
         "hidden_size": 128,
@@ -59,13 +63,33 @@ def write_model(directory: Path, kind: str = "llama", new_rows: int = 0, seed: i
         layers = ["sliding_attention", "full_attention"] * 2
         config = Gemma3TextConfig(num_hidden_layers=4, sliding_window=WINDOW, layer_types=layers, **sizes)
         model = Gemma3ForCausalLM(config)
+    elif kind == "lfm2":
+        from transformers import Lfm2Config, Lfm2ForCausalLM
+
+        layers = ["conv", "conv", "full_attention", "conv"]
+        sizes |= {"block_ff_dim": 256, "block_auto_adjust_ff_dim": False}
+        config = Lfm2Config(num_hidden_layers=4, layer_types=layers, **sizes)
+        # vLLM reads these, and files of real models have them.
+        config.conv_dim = config.conv_dim_out = config.block_dim = sizes["hidden_size"]
+        model = Lfm2ForCausalLM(config)
+    elif kind == "qwen3next":
+        from transformers import Qwen3NextConfig, Qwen3NextForCausalLM
+
+        layers = ["linear_attention"] * 3 + ["full_attention"]
+        heads = {"num_key_value_heads": 4, "head_dim": 64}
+        heads |= {f"linear_num_{name}_heads": 2 for name in ("key", "value")}
+        heads |= {f"linear_{name}_head_dim": 64 for name in ("key", "value")}
+        experts = {"num_experts": 4, "num_experts_per_tok": 2}
+        experts |= {"moe_intermediate_size": 64, "shared_expert_intermediate_size": 64}
+        config = Qwen3NextConfig(num_hidden_layers=4, layer_types=layers, **sizes | heads | experts)
+        model, dtype = Qwen3NextForCausalLM(config), torch.bfloat16
     else:
         heads = {"num_key_value_heads": 1} if kind == "one-head" else {}
         model = LlamaForCausalLM(LlamaConfig(num_hidden_layers=2, **sizes | heads))
     if new_rows:
         with torch.no_grad():
             model.get_input_embeddings().weight[-new_rows:].normal_(std=sizes["initializer_range"])
-    model.float().save_pretrained(directory)
+    model.to(dtype).save_pretrained(directory)
 
 
 def write_drafter(directory: Path, model: Path) -> None:
@@ -150,6 +174,8 @@ class Engine:
 
         if config.get("force_async"):
             _allow_async_scheduling()
+        if kind == "lfm2":
+            _rotate_by_token()
         if config.get("connector_class") == "BlocksFirstKVOffloadConnector":
             _allow_blocks_first()
         arguments: dict[str, Any] = {
@@ -186,7 +212,7 @@ class Engine:
         self.llm: Any = LLM(model=str(model), **arguments)
         if arguments.get("pipeline_parallel_size", 1) > 1:
             self.llm.collective_rpc(_make_room_for_hidden_states)
-        self.prompts = make_prompts()
+        self.prompts = make_prompts()[: config.get("prompts")]
         if config.get("corrupt_drafts"):
             self._corrupt_drafts()
         if "slow" in config:
@@ -344,6 +370,20 @@ def _allow_async_scheduling() -> None:
         vllm_config.scheduler_config.async_scheduling = True
 
     CpuPlatform.check_and_update_config = classmethod(check_and_update_config)
+
+
+def _rotate_by_token() -> None:
+    """Lets LFM2 compute the same in every batch. In this model heads have a dimension of their own, and vLLM's rotary
+    kernel for CPUs then takes the distance between heads for the one between tokens."""
+    from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
+
+    original = RotaryEmbedding.forward_cpu
+
+    def forward_cpu(self: Any, positions: Any, query: Any, key: Any = None) -> Any:
+        rotated = original(self, positions, query.flatten(1), key.flatten(1))
+        return tuple(part.view_as(like) for part, like in zip(rotated, (query, key), strict=True))
+
+    RotaryEmbedding.forward_cpu = forward_cpu
 
 
 def _allow_blocks_first() -> None:
@@ -522,6 +562,61 @@ def _stored_by_samples(engine: Engine) -> list[float]:
         engine.drain()
         stored.append(engine.state()["metrics"]["store_blocks"])
     return stored
+
+
+def turns(config: dict[str, Any]) -> dict[str, Any]:
+    """Runs three turns of each conversation. The next prompt is the former one, its answer and a question. By turn,
+    ``known`` has the lengths of prompt and answer together."""
+    engine, rng = Engine(config), np.random.default_rng(2)
+    conversations, outputs, known = engine.prompts, [], []
+    for _ in range(3):
+        outputs.append(engine.round(conversations))
+        engine.drain()
+        conversations = [[*asked, *tokens] for asked, (tokens, _) in zip(conversations, outputs[-1], strict=True)]
+        known.append(list(map(len, conversations)))
+        conversations = [[*said, *rng.integers(5, 500, size=17).tolist()] for said in conversations]
+    return {"outputs": outputs, "known": known, **engine.state()}
+
+
+def divergent(config: dict[str, Any]) -> dict[str, Any]:
+    """Repeats a prompt after vLLM's own cache has lost a part of it: ``found`` has the tokens that were found then on
+    the device and in host memory, by what was lost."""
+    from vllm.v1.core.kv_cache_utils import get_group_id
+
+    engine = Engine(config)
+    prompt = max(engine.prompts, key=len)
+    whole = (len(prompt) - 1) // BLOCK_SIZE * BLOCK_SIZE
+    pool = engine.scheduler.kv_cache_manager.block_pool
+    states = {g for g, group in enumerate(engine.scheduler.connector.layout.kv_groups) if group.state}
+
+    def lose(is_state: bool, last: int) -> None:
+        """Evicts the blocks that end after ``last`` tokens."""
+        blocks = [block for block in pool.blocks if block.block_hash is not None]
+        pool.evict_blocks(
+            {
+                block.block_id
+                for block in blocks
+                if (get_group_id(block.block_hash) in states) == is_state and block.block_hash_num_tokens > last
+            }
+        )
+
+    (expected,) = engine.round([prompt])
+    engine.drain()
+    outputs, found = [], {}
+    for name, *lost in (
+        ("the last state", (True, whole - 1)),
+        ("the last KV", (False, whole - 1)),
+        ("the last state and more KV", (True, whole - 1), (False, whole - 2 * BLOCK_SIZE)),
+        ("nothing",),
+        ("all states", (True, 0)),
+        ("all KV", (False, 0)),
+    ):
+        for one in lost:
+            lose(*one)
+        outputs += engine.round([prompt])
+        record = engine.state()["records"][-1]
+        found[name] = [record["device_tokens"], record["host_tokens"]]
+    return {"expected": expected, "outputs": outputs, "whole": whole, "found": found, **engine.state()}
 
 
 def aborts(config: dict[str, Any]) -> dict[str, Any]:
@@ -994,7 +1089,7 @@ def refusals(config: dict[str, Any]) -> dict[str, Any]:
     from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, MambaSpec, RSWASpec
 
     from kvoffload.fingerprints import fingerprint
-    from kvoffload.vllm import KVOffloadConnector
+    from kvoffload.vllm import KVOffloadConnector, versions
     from kvoffload.vllm.fingerprint import fingerprint_parts
     from kvoffload.vllm.refusals import MULTI_CONNECTOR
 
@@ -1023,6 +1118,7 @@ def refusals(config: dict[str, Any]) -> dict[str, Any]:
         "rswa": RSWASpec(**common, rswa_window=64),
         "mamba": MambaSpec(block_size=BLOCK_SIZE, shapes=((2, 2),), dtypes=(torch.float32,)),
     }
+    specs["mamba, aligned"] = replace(specs["mamba"], mamba_cache_mode="align")
     said: dict[str, Any] = {}
     blocks: dict[str, int] = {}
     engines: dict[str, list[int]] = {}
@@ -1041,6 +1137,8 @@ def refusals(config: dict[str, Any]) -> dict[str, Any]:
         seed = changes.pop("PYTHONHASHSEED", None)
         if seed is not None:
             os.environ["PYTHONHASHSEED"] = seed
+        before.append((versions, "NAMES_STATES", versions.NAMES_STATES))
+        versions.NAMES_STATES = changes.pop("names_states", versions.NAMES_STATES)
         if changes.pop("multi_connector", False):
             sys.modules[MULTI_CONNECTOR] = vllm
         if changes.pop("mla", False):
@@ -1156,6 +1254,8 @@ SCENARIOS = {
         one_by_one,
         service,
         reuse,
+        turns,
+        divergent,
         aborts,
         failed_load,
         storm,

@@ -6,7 +6,10 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-from kvoffload.testing.faults import CorruptingTransfer, FailingTransfer, SlowTransfer
+import numpy as np
+
+from kvoffload.abc import ByteArray, Transfer, TransferSpec
+from kvoffload.testing.faults import CorruptingTransfer, FailingTransfer, SlowTransfer, WrappedTransfer
 from kvoffload.vllm import connector
 from kvoffload.vllm.connector import KVOffloadConnector
 from kvoffload.vllm.nesting import BLOCKS_FIRST, reason_against_blocks_first
@@ -29,6 +32,34 @@ class FailingKVOffloadConnector(KVOffloadConnector):
         super().register_kv_caches(kv_caches)
         worker = self.connector_worker
         worker.transfer = FailingTransfer(worker.transfer, rate=0.7)
+
+
+class CorruptedStatesKVOffloadConnector(KVOffloadConnector):
+    """What is loaded of layers with states is corrupted, their KV beside it is not. Outputs must change."""
+
+    def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
+        super().register_kv_caches(kv_caches)
+        worker = self.connector_worker
+        groups = [group.state for group in self.layout.kv_groups]
+        worker.transfer = CorruptedStates(worker.transfer, self.pool.data, groups)
+
+
+class CorruptedStates(WrappedTransfer):
+    """Corrupts the blocks of those groups in the pool before they are loaded for which ``corrupted`` is true. Blocks
+    must be single device blocks."""
+
+    def __init__(self, inner: Transfer, pool_data: ByteArray, corrupted: list[bool]) -> None:
+        super().__init__(inner)
+        self._pool_data = pool_data
+        self._corrupted = corrupted
+
+    def submit(self, job_id: int, spec: TransferSpec, is_store: bool) -> None:
+        if not is_store:
+            assert sum(spec.device.group_sizes) == len(spec.host.slots)
+            chosen = np.repeat(self._corrupted, spec.device.group_sizes)
+            # Makes values negative: each of float32, every other one of bfloat16.
+            self._pool_data[spec.host.slots[chosen], 3::4] |= 0x80
+        super().submit(job_id, spec, is_store)
 
 
 class CorruptedFollowerKVOffloadConnector(KVOffloadConnector):

@@ -34,7 +34,14 @@ CASES: dict[str, tuple[dict[str, Any], list[str]]] = {
     "the first of several engines": (POOL, ["engines_per_node is not set"]),
     "more engines than configured": (POOL | {"engines_per_node": 2}, ["engines_per_node=2", "engine 2", "3 or more"]),
     "no engines": (POOL | {"engines_per_node": 0}, ["engines_per_node=0", "1 or more"]),
-    "a recurrent layer": (POOL, ["MambaSpec", "without kvoffload"]),
+    "states without prefix caching": (
+        POOL,
+        [
+            "mamba_cache_mode=none: this model has recurrent or convolutional layers, and a request can continue only "
+            "from a state that vLLM keeps at a block boundary; turn prefix caching on (--enable-prefix-caching)"
+        ],
+    ),
+    "states that the version does not name": (POOL, ["MambaSpec", "use vLLM 0.30 to ", "without kvoffload"]),
     "a window for generated tokens only": (POOL, ["RSWASpec", "without kvoffload"]),
     "hidden states": (POOL, ["extract_hidden_states", "remove the speculative config"]),
     "attention to later tokens": (POOL, ["attends to tokens that come later", "without kvoffload"]),
@@ -123,7 +130,8 @@ CHANGES: dict[str, dict[str, Any]] = {
         "parallel_config.data_parallel_index": 2,
         "parallel_config.data_parallel_rank_local": 2,
     },
-    "a recurrent layer": {"kv_cache": "mamba"},
+    "states without prefix caching": {"kv_cache": "mamba"},
+    "states that the version does not name": {"kv_cache": "mamba, aligned", "names_states": False},
     "a window for generated tokens only": {"kv_cache": "rswa"},
     "hidden states": {"speculative_config": "extract_hidden_states"},
     "attention to later tokens": {"kv_cache": "prefix-lm"},
@@ -217,6 +225,7 @@ def said(run: Runner) -> Run:
         cases[name] = {"options": changes.pop("options", DISK), "changes": changes}
     for name, changes in SHARES.items():
         cases[name] = {"options": POOL | changes.pop("options", {}), "changes": changes}
+    cases["states"] = {"options": POOL, "changes": {"kv_cache": "mamba, aligned"}}
     cases["tried"] = {"options": POOL, "changes": {"version": "0.33.4"}}
     cases["a similar version number"] = {"options": POOL, "changes": {"version": "0.320.0"}}
     later = {"options": POOL, "changes": {"version": "0.99.1"}}
@@ -227,6 +236,11 @@ def said(run: Runner) -> Run:
 
 def test_a_right_configuration_is_accepted(said: Run) -> None:
     assert said["said"]["right"] is None
+
+
+def test_states_at_boundaries_are_accepted(said: Run) -> None:
+    assert said["said"]["states"] is None
+    assert said["fingerprints"]["states"] != said["fingerprints"]["right"]
 
 
 @pytest.mark.parametrize("case", SHARES)

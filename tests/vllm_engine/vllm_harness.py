@@ -44,6 +44,32 @@ GEMMA3: dict[str, Any] = {
 """A model with two KV cache groups, and sizes at which its prompts preempt each other."""
 
 
+LFM2: dict[str, Any] = {
+    "model_kind": "lfm2",
+    "engine": {"num_gpu_blocks_override": 40, "max_num_batched_tokens": 128},
+}
+"""A model with three groups of short convolutions and one of full attention. At these sizes its prompts preempt each
+other."""
+QWEN3NEXT: dict[str, Any] = {
+    "model_kind": "qwen3next",
+    "prompts": 5,
+    "engine": {
+        "dtype": "bfloat16",
+        "block_size": 64,
+        "num_gpu_blocks_override": 22,
+        "max_num_batched_tokens": 128,
+        # The states are then the same in every batch.
+        "long_prefill_token_threshold": 64,
+    },
+}
+"""The same for a model with three groups of gated delta nets. Its blocks have 64 tokens."""
+
+
+def with_lfm2(**config: Any) -> dict[str, Any]:
+    """Returns ``config`` for the model of LFM2."""
+    return {**LFM2, **config, "engine": {**LFM2["engine"], **config.get("engine", {})}}
+
+
 def with_gemma3(**config: Any) -> dict[str, Any]:
     """Returns ``config`` for the model of GEMMA3."""
     return {**GEMMA3, **config, "engine": {**GEMMA3["engine"], **config.get("engine", {})}}
@@ -260,6 +286,21 @@ def differences(got: list[Any], expected: list[Any]) -> list[int]:
         for i, ((tokens, logprobs), (right_tokens, right_logprobs)) in enumerate(zip(got, expected, strict=True))
         if tokens != right_tokens or any(abs(a - b) > TOLERANCE for a, b in zip(logprobs, right_logprobs, strict=True))
     ]
+
+
+def differences_beyond_ties(got: list[Any], expected: list[Any], tolerance: float) -> list[int]:
+    """Returns the indices of answers that are not as expected up to a tie: tokens may differ from the first position on
+    at which both chosen tokens have the same logprob within ``tolerance``."""
+
+    def is_same(one: Any, right: Any) -> bool:
+        for token, logprob, right_token, right_logprob in zip(*one, *right, strict=True):
+            if abs(logprob - right_logprob) > tolerance:
+                return False
+            if token != right_token:
+                return True
+        return True
+
+    return [i for i, pair in enumerate(zip(got, expected, strict=True)) if not is_same(*pair)]
 
 
 def assert_at_rest(state: dict[str, Any]) -> None:

@@ -23,12 +23,16 @@ from typing import Any
 
 MODULES = (
     "transformers.models.gemma3",
+    "transformers.models.lfm2",
     "transformers.models.llama",
+    "transformers.models.qwen3_next",
     "vllm",
     "vllm.entrypoints.llm",
     "vllm.entrypoints.openai.api_server",
     "vllm.model_executor.models.gemma3",
+    "vllm.model_executor.models.lfm2",
     "vllm.model_executor.models.llama",
+    "vllm.model_executor.models.qwen3_next",
     "vllm.v1.core.sched.async_scheduler",
     "vllm.v1.engine.core",
     "vllm.v1.engine.llm_engine",

@@ -17,7 +17,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 from vllm.logger import init_logger
 
-from kvoffload.abc import ConfigError, PageGroup, ScheduledStep
+from kvoffload.abc import BoundaryState, ConfigError, PageGroup, ScheduledStep
 from kvoffload.connector.build import build_scheduler
 from kvoffload.connector.messages import StepMeta, WorkerReport
 from kvoffload.connector.ranks import KVShare
@@ -109,6 +109,19 @@ class KVOffloadConnector(KVConnectorBase_V1, SupportsHMA):
         """The root of the block hashes as predicted at start; None once it has been compared with vLLM's."""
         if role == KVConnectorRole.SCHEDULER:
             versions.warn_if_untested()
+            if self.layout.has_states:
+                self._log_kept_states()
+
+    def _log_kept_states(self) -> None:
+        """Says how states of outputs can be kept, if vLLM does not keep them. By default it keeps those at the end of a
+        prompt and where prompts part."""
+        if versions.attribute(self._vllm_config.cache_config, "prefix_cache_retention_interval") == 0:
+            size = max(group.device_block_size for group in self.layout.kv_groups if group.state)
+            logger.info(
+                "kvoffload: vLLM keeps no states of outputs (prefix_cache_retention_interval=0), so the next turn of a "
+                "conversation computes the former answer again; set --prefix-cache-retention-interval %d to keep them",
+                size,
+            )
 
     def set_xfer_handshake_metadata_pp_aware(
         self, metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata]
@@ -194,7 +207,7 @@ class KVOffloadConnector(KVConnectorBase_V1, SupportsHMA):
             log_layout(versions.kv_cache_layout(self._vllm_config), groups)
             layers = self._vllm_config.compilation_config.static_forward_context
             self._layers = tuple(
-                (name, page_bytes, page_format(layers[name], kv_caches[name]))
+                (name, page_bytes, page_format(layers[name], kv_caches[name], group.layer_spec(name)))
                 for group in self.layout.groups
                 for name, page_bytes in zip(group.layer_names, group.page_bytes, strict=True)
             )
@@ -291,7 +304,7 @@ class KVOffloadConnector(KVConnectorBase_V1, SupportsHMA):
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
         try:
-            step = _scheduled_step(scheduler_output)
+            step = _scheduled_step(scheduler_output, self.layout.has_states)
         except Exception:
             self.connector_scheduler.switch_off("reading vLLM's SchedulerOutput")
             step = ScheduledStep(dict(scheduler_output.num_scheduled_tokens))
@@ -360,7 +373,7 @@ class KVOffloadConnector(KVConnectorBase_V1, SupportsHMA):
         return KVOffloadPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
 
-def _scheduled_step(output: SchedulerOutput) -> ScheduledStep:
+def _scheduled_step(output: SchedulerOutput, has_states: bool) -> ScheduledStep:
     """Returns vLLM's SchedulerOutput in engine-neutral form."""
     block_ids: dict[str, tuple[list[int], ...]] = {new.req_id: new.block_ids for new in output.scheduled_new_reqs}
     replaced = set(block_ids)
@@ -372,5 +385,22 @@ def _scheduled_step(output: SchedulerOutput) -> ScheduledStep:
     overwritten = set(output.new_block_ids_to_zero or ())
     overwritten.update(copy.dst_block_id for copy in output.kv_cache_block_copies or ())
     return ScheduledStep(
-        output.num_scheduled_tokens, block_ids, frozenset(replaced), output.preempted_req_ids or (), overwritten
+        output.num_scheduled_tokens,
+        block_ids,
+        frozenset(replaced),
+        output.preempted_req_ids or (),
+        overwritten,
+        _boundary_states(output) if has_states else {},
     )
+
+
+def _boundary_states(output: SchedulerOutput) -> dict[str, list[BoundaryState]]:
+    """Returns the states that vLLM says are final after this step. Where a state lies in the block table says nothing:
+    vLLM moves blocks there. Raises ConfigError if vLLM says nothing, because then no state would ever be stored."""
+    named = versions.attribute(output, "kv_connector_block_state")
+    if named is None:
+        raise ConfigError(f"{versions.NAME} names no device blocks of states in a step")
+    return {
+        req_id: [BoundaryState(*offered) for offered in states]
+        for req_id, states in named.boundary_state_offloads.items()
+    }

@@ -48,7 +48,8 @@ class EventTranslator:
     A block is written to a lower tier, or read from it, while it is in host memory. So where there are lower tiers, the
     contents of a block are remembered from its announcement in host memory until it has left, for at most MAX_CONTENTS
     blocks. Where the contents are not known, the event has hashes but no tokens, as vLLM's own offloading events may.
-    Groups with a lookahead are left out, because their keys do not have the hashes of the device's blocks.
+    Groups with a lookahead are left out, because their keys do not have the hashes of the device's blocks. A state is
+    announced as vLLM announces its own: kind "mamba", with the tokens of the block at whose end it stands.
     """
 
     def __init__(self, layout: EngineLayout) -> None:

@@ -108,6 +108,7 @@ DIGESTED = {
     "environment": "values of vLLM's variables",
     "ranks": "layers and pages of the ranks",
     "hash_root": "seed of the block hashes",
+    "states": "settings of states",
 }
 """Parts of the fingerprint whose values say nothing to people, and what they are called."""
 
@@ -161,6 +162,8 @@ def fingerprint_parts(vllm_config: VllmConfig, layout: EngineLayout, infos: Sequ
         "hash_algorithm": str(cache.prefix_caching_hash_algo),
         # It depends on the seed, the algorithm and how the algorithm serializes.
         "hash_root": None if root is None else root.hex(),
+        # Blocks on disk of models without states must be found after an upgrade, so these have no such part.
+        **({"states": _plain(versions.attribute(vllm_config, "mamba_config"))} if layout.has_states else {}),
     }
 
 
@@ -196,6 +199,7 @@ def describe_parts(vllm_config: VllmConfig, layout: EngineLayout, parts: Mapping
     described |= {
         name: parts[part] if part == "weights" and given else digest(json.dumps(parts[part], sort_keys=True))
         for part, name in DIGESTED.items()
+        if part in parts
     }
     return {name: str(value) for name, value in described.items()}
 

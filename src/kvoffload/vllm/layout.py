@@ -8,7 +8,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorHandshakeMetadata
-from vllm.v1.kv_cache_interface import ChunkedLocalAttentionSpec, MambaSpec, SlidingWindowSpec, UniformTypeKVCacheSpecs
+from vllm.v1.kv_cache_interface import (
+    ChunkedLocalAttentionSpec,
+    MambaSpec,
+    SlidingWindowSpec,
+    UniformTypeKVCacheSpecs,
+)
 
 from kvoffload.abc import ConfigError, KVGroup
 from kvoffload.config import OffloadConfig
@@ -35,6 +40,10 @@ class GroupLayout:
     layer_names: tuple[str, ...]
     page_bytes: tuple[int, ...]
     spec: KVCacheSpec
+
+    def layer_spec(self, name: str) -> KVCacheSpec:
+        """Returns the spec of one of its layers."""
+        return self.spec.kv_cache_specs[name] if isinstance(self.spec, UniformTypeKVCacheSpecs) else self.spec
 
     @property
     def block_bytes(self) -> int:
@@ -86,6 +95,11 @@ class EngineLayout:
     def kv_groups(self) -> list[KVGroup]:
         return [group.group for group in self.groups]
 
+    @property
+    def has_states(self) -> bool:
+        """Whether some layers have states instead of KV."""
+        return any(group.state for group in self.kv_groups)
+
     def count_blocks(self, replicas: int = 1) -> int:
         """Returns the number of slots of this rank's pool, which ``replicas`` ranks share. Raises ConfigError if the
         pool's share of ``host_bytes`` holds none."""
@@ -134,14 +148,23 @@ def _group_layout(config: OffloadConfig, spec: KVCacheSpec, names: tuple[str, ..
     # A FullAttentionSpec may have a window too: its layers attend to no more than that, but all blocks are kept.
     window = first.sliding_window + first.extra_retained_tokens if isinstance(first, SlidingWindowSpec) else None
     chunk = first.attention_chunk_size if isinstance(first, ChunkedLocalAttentionSpec) else None
+    # All layers of a group are of one kind.
+    state = isinstance(first, MambaSpec)
     group = KVGroup(
         device_block_size=spec.block_size,
-        block_size_factor=config.factor(spec.block_size),
+        # A state is whole in one device block.
+        block_size_factor=1 if state else config.factor(spec.block_size),
         sliding_window=window,
         attention_chunk=chunk,
-        lookahead=lookahead,
+        lookahead=0 if state else lookahead,
+        state=state,
     )
-    return GroupLayout(group, names, tuple(specs[name].unpadded_page_size_bytes for name in names), spec)
+    return GroupLayout(group, names, tuple(map(_page_bytes, map(specs.__getitem__, names))), spec)
+
+
+def _page_bytes(spec: Any) -> int:
+    """Returns the bytes of one device block in one layer, without padding."""
+    return int(spec.state_content_size_bytes if isinstance(spec, MambaSpec) else spec.unpadded_page_size_bytes)
 
 
 def _lookahead(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> list[int]:

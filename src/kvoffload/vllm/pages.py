@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
+from vllm.v1.kv_cache_interface import MambaSpec
 
 from kvoffload.abc import ConfigError, PageGroup, Transfer
 from kvoffload.transfer.cuda.pages import page_table
@@ -15,6 +16,8 @@ from kvoffload.transfer.follower import FollowerTransfer
 from kvoffload.transfer.inline import InlineTransfer
 
 if TYPE_CHECKING:
+    from vllm.v1.kv_cache_interface import KVCacheSpec
+
     from kvoffload.vllm.layout import EngineLayout
     from kvoffload.vllm.replicas import RankPool
 
@@ -45,11 +48,17 @@ def page_view(name: str, cache: torch.Tensor, num_blocks: int, page_bytes: int) 
     return view.set_(storage, cache.storage_offset() * item, (num_blocks, page_bytes), (block_stride * item, 1))
 
 
-def page_format(layer: Any, cache: torch.Tensor) -> str:
+def page_format(layer: Any, cache: torch.Tensor, spec: KVCacheSpec) -> str:
     """Describes how a page of ``cache`` is laid out: its shape and order, the attention backend, and on a CPU the
-    instruction set for which the backend packs it."""
+    instruction set for which the backend packs it. The page of a state has the tensors that ``spec`` names, one behind
+    the other."""
     backend = layer.get_attn_backend().get_name()
-    return f"{backend} {getattr(layer, 'isa', '')} {cache.dtype} {tuple(cache.shape[1:])} {cache.stride()[1:]}"
+    tensors = ""
+    if isinstance(spec, MambaSpec):
+        parts = zip(spec.dtypes, spec.shapes, strict=True)
+        tensors = f" {spec.mamba_type.name}" + "".join(f" {dtype} {tuple(shape)}" for dtype, shape in parts)
+    shape = f"{tuple(cache.shape[1:])} {cache.stride()[1:]}"
+    return f"{backend} {getattr(layer, 'isa', '')} {cache.dtype} {shape}{tensors}"
 
 
 def page_groups(layout: EngineLayout, kv_caches: Mapping[str, torch.Tensor]) -> list[PageGroup]:

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
-from vllm.v1.kv_cache_interface import FullAttentionSpec
+from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec
 
 from kvoffload.abc import ConfigError
 from kvoffload.vllm import versions
@@ -26,14 +26,16 @@ SERVED = {
     "SlidingWindowSpec",
     "SlidingWindowMLASpec",
     "ChunkedLocalAttentionSpec",
+    "MambaSpec",
 }
 """Kinds of KV cache that kvoffload serves."""
 REFUSED = {
-    "MambaSpec": "the state of a recurrent layer cannot be put together from blocks",
     "CrossAttentionSpec": "it belongs to the encoder's input, which the hashes of the blocks do not cover",
     "EncoderOnlyAttentionSpec": "it is not kept between requests",
 }
 """Known kinds of KV cache that kvoffload does not serve, and why."""
+STATES_AT_BOUNDARIES = "align"
+"""The mode of MambaSpec in which vLLM keeps the states of recurrent and convolutional layers at block boundaries."""
 
 
 def refuse_unserved(vllm_config: VllmConfig) -> None:
@@ -136,6 +138,8 @@ def refuse_unserved_specs(specs: Iterable[KVCacheSpec]) -> None:
         if kind not in SERVED:
             reason = REFUSED.get(kind, "kvoffload has not been tested with how its blocks are filled and freed")
             raise ConfigError(f"this model has a KV cache of kind {kind}: {reason}; run this model without kvoffload")
+        if isinstance(spec, MambaSpec):
+            _refuse_unserved_states(spec)
         if isinstance(spec, FullAttentionSpec) and spec.non_causal:
             raise ConfigError(
                 "this model attends to tokens that come later, so its KV depends on more than the prefix that "
@@ -146,3 +150,20 @@ def refuse_unserved_specs(specs: Iterable[KVCacheSpec]) -> None:
                 f"this model has a KV cache ({kind}) that vLLM itself does not reuse between requests; run it without "
                 "kvoffload"
             )
+
+
+def _refuse_unserved_states(spec: MambaSpec) -> None:
+    """Raises ConfigError if vLLM does not keep, or does not name, the states from which a request could continue."""
+    if not versions.NAMES_STATES:
+        raise ConfigError(
+            f"this model has recurrent or convolutional layers (MambaSpec), and {versions.NAME} does not tell "
+            "connectors which device blocks hold their states; use vLLM "
+            f"{versions.FIRST_TO_NAME_STATES} to {versions.TESTED[-1]}, or run this model without kvoffload"
+        )
+    if spec.mamba_cache_mode != STATES_AT_BOUNDARIES:
+        raise ConfigError(
+            f"mamba_cache_mode={spec.mamba_cache_mode}: this model has recurrent or convolutional layers, and a "
+            "request can continue only from a state that vLLM keeps at a block boundary; turn prefix caching on "
+            f"(--enable-prefix-caching), which sets mamba_cache_mode={STATES_AT_BOUNDARIES}, or run this model without "
+            "kvoffload"
+        )

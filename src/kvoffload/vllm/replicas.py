@@ -18,7 +18,7 @@ import torch
 from vllm.distributed.parallel_state import GroupCoordinator, get_pp_group, get_tp_group
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.model_executor.layers.linear import QKVParallelLinear
-from vllm.v1.kv_cache_interface import UniformTypeKVCacheSpecs
+from vllm.v1.kv_cache_interface import MambaSpec
 
 from kvoffload.abc import ByteArray
 from kvoffload.connector.ranks import Gather, KVShare, Ranks, count_replicas
@@ -117,18 +117,16 @@ def replicas_of(layout: EngineLayout, vllm_config: VllmConfig, models: Iterable[
     known = [
         _replicas_of_layer(layers[name], spec, ranks, by_heads.get(id(layers[name]), 1))
         for group in layout.groups
-        for name, spec in _specs(group.layer_names, group.spec)
+        for name, spec in zip(group.layer_names, map(group.layer_spec, group.layer_names), strict=True)
     ]
     return math.gcd(ranks, *known)
 
 
-def _specs(names: Iterable[str], spec: Any) -> Iterable[tuple[str, Any]]:
-    mixed = isinstance(spec, UniformTypeKVCacheSpecs)
-    return [(name, spec.kv_cache_specs[name] if mixed else spec) for name in names]
-
-
 def _replicas_of_layer(layer: Any, spec: Any, ranks: int, by_heads: int) -> int:
-    """Returns how many consecutive ranks hold the same KV of ``layer``: as its spec says, else ``by_heads``."""
+    """Returns how many consecutive ranks hold the same KV of ``layer``: as its spec says, else ``by_heads``. States are
+    divided between all ranks unless their spec says otherwise."""
+    if isinstance(spec, MambaSpec):
+        return ranks if versions.attribute(spec, "tp_replicated", False) else 1
     shards = versions.attribute(spec, "max_tp_shards")
     if shards is None and not versions.NAMES_REPLICAS and type(layer).__name__ in LATENT_LAYERS:
         shards = 1

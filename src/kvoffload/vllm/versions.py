@@ -13,6 +13,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1 import base
 from vllm.utils.hashing import get_hash_fn_by_name
 from vllm.v1.core import kv_cache_utils
 from vllm.v1.core.kv_cache_utils import resolve_kv_cache_block_sizes
+from vllm.v1.core.sched import output
 from vllm.v1.core.sched.scheduler import Scheduler
 
 from kvoffload.abc import ConfigError
@@ -34,19 +35,23 @@ SINCE = {
     "_cache_hit_source": "0.32",
     "_holds_kv_blocks": "0.31",
     "aux_output_config": "0.31",
+    "boundary_state_offloads": "0.29",
     "elastic_ep_max_dp_size": "0.30",
     "get_transfer_results": "0.30",
     "hash_block_size": "0.32",
     "isa": "0.29",
     "kv_cache_layout": "0.29",
+    "kv_connector_block_state": "0.29",
     "max_tp_shards": "0.31",
     "num_prefill_lookahead_tokens": "0.32",
     "ownership": "0.29",
     "prefix_cacheable": "0.29",
     "resolve_none_hash_seed": "0.29",
     "restore_kv_caches": "0.33",
+    "state_content_size_bytes": "0.29",
     "supported_kv_cache_layouts": "0.29",
     "to_event_extra_keys": "0.31",
+    "tp_replicated": "0.29",
     "unregister_kv_caches": "0.33",
 }
 """Names in vLLM that kvoffload uses and 0.28 does not have, with the first version that has them."""
@@ -85,6 +90,16 @@ DRAINS_HOLDERS_FIRST = hasattr(Scheduler, "_holds_kv_blocks")
 """Whether waiting requests that hold device blocks are scheduled before those that do not. Otherwise a request that
 waits for the load of another may block that one for ever, so no request may be made to wait."""
 FIRST_TO_DRAIN_HOLDERS_FIRST = SINCE["_holds_kv_blocks"]
+FIRST_TO_NAME_STATES = "0.30"
+NAMES_STATES = _is_since(FIRST_TO_NAME_STATES) and all(
+    name in getattr(getattr(output, owner, None), "__dataclass_fields__", ())
+    for owner, name in (
+        ("SchedulerOutput", "kv_connector_block_state"),
+        ("KVConnectorBlockState", "boundary_state_offloads"),
+    )
+)
+"""Whether a step names the device blocks that hold states of recurrent and convolutional layers. 0.29 does so too, but
+cannot recover from a failed load of several groups."""
 
 NAMES_REPLICAS = _is_since(SINCE["max_tp_shards"])
 """Whether the spec of a layer says if all tensor-parallel ranks hold the same KV."""
