@@ -226,11 +226,16 @@ class RequestBlocks:
 
     def _merged(self, groups: Collection[int]) -> list[OffloadKey]:
         """Returns the keys of ``groups``, by the position at which their blocks end."""
-        sizes = {self.layout.block_tokens[g] for g in groups}
-        if len(sizes) <= 1:
-            keys_of = [self.keys[g] for g in groups]
-            return [key for keys in zip_longest(*keys_of) for key in keys if key is not None]
-        ends = sorted(((i + 1) * self.layout.block_tokens[g], g, i) for g in groups for i in range(len(self.keys[g])))
+        sizes, keys_of = self.layout.block_tokens, [self.keys[g] for g in groups]
+        if len({sizes[g] for g in groups}) <= 1:
+            # Groups of one size have the same number of keys, except that draft groups have fewer.
+            common = min(map(len, keys_of), default=0)
+            merged = [b""] * (common * len(keys_of))
+            for i, keys in enumerate(keys_of):
+                merged[i :: len(keys_of)] = keys[:common]
+            rest = zip_longest(*(keys[common:] for keys in keys_of))
+            return merged + [key for keys in rest for key in keys if key is not None]
+        ends = sorted(((i + 1) * sizes[g], g, i) for g in groups for i in range(len(self.keys[g])))
         return [self.keys[g][i] for _, g, i in ends]
 
     def add_to_tables(self, tables: Sequence[Sequence[int]]) -> None:
