@@ -219,13 +219,13 @@ class LRU(LRUOffloadingManager):
 def test_keys_come_by_the_end_of_their_blocks(seed: int) -> None:
     rng = random.Random(seed)
     one_size = rng.random() < 0.5
-    kinds: list[dict[str, Any]] = [{}, {"draft": True}, {"sliding_window": 9}, {"state": True}, {"state": True}]
+    kinds: list[dict[str, Any]] = [{}, {"lookahead": 1}, {"sliding_window": 9}, {"state": True}, {"state": True}]
     kinds = [kind for kind in kinds for _ in range(rng.choice((0, 1, 2)))]
     rng.shuffle(kinds)
     groups = [KVGroup(4 if one_size else rng.choice((4, 8, 12)), **kind) for kind in kinds]
     groups = groups or [KVGroup(4, state=True)]
     request = FakeRequest("r", list(range(rng.randint(0, 120))), hash_tokens=1)
-    layout = Layout(groups, 1, b"")
+    layout = Layout(groups, 1, b"", lambda request, end, lookahead: str(end).encode())
     blocks = RequestBlocks(request, layout, 1 << 40, 1 << 40)
     blocks.extend_keys()
     boundaries = range(layout.align, 121, layout.align)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from itertools import zip_longest
@@ -177,31 +177,34 @@ class RequestBlocks:
     def extend_keys(self) -> bool:
         """Makes the keys of blocks that became whole. If the engine has taken tokens back and given others, all keys
         are made again and False is returned: what was stored or refused belongs to other tokens."""
-        hashes, layout, is_same = self.request.block_hashes, self.layout, True
+        request, layout, is_same = self.request, self.layout, True
+        hashes = request.block_hashes
         num_hashes, before = len(hashes), self._num_hashes
         # Hashes are chained, so the last one shows whether any has changed. It is mostly the same object.
-        if before and (
+        has_changed = before and (
             num_hashes < before or (hashes[before - 1] is not self._last_hash and hashes[before - 1] != self._last_hash)
-        ):
-            is_same = self._are_keys_of(hashes)
+        )
+        if has_changed or layout.ahead:
+            # No hash may cover the tokens after a block yet.
+            is_same = self._are_same(range(len(self.keys)) if has_changed else layout.ahead)
             if not is_same:
                 self.keys = tuple([] for _ in layout.groups)
                 self.restart_stores()
         elif num_hashes == before:
             return True
         self._num_hashes, self._last_hash = num_hashes, hashes[-1] if num_hashes else b""
-        known = num_hashes * layout.hash_block_size
         for g, keys in enumerate(self.keys):
-            for index in range(len(keys), layout.num_named(g, known)):
-                keys.append(layout.key(g, index, hashes))
+            for index in range(len(keys), layout.num_named(g, request)):
+                keys.append(layout.key(g, index, request))
         return is_same
 
-    def _are_keys_of(self, hashes: Sequence[BlockHash]) -> bool:
-        """Whether all keys made so far are those of a request with ``hashes``."""
-        layout, known = self.layout, len(hashes) * self.layout.hash_block_size
-        for g, keys in enumerate(self.keys):
-            last = len(keys) - 1
-            if keys and (layout.known_tokens(g, last) > known or keys[last] != layout.key(g, last, hashes)):
+    def _are_same(self, groups: Iterable[int]) -> bool:
+        """Whether all keys of ``groups`` made so far are those of the request's present tokens."""
+        layout, request = self.layout, self.request
+        for g in groups:
+            keys = self.keys[g]
+            num_keys = len(keys)
+            if keys and (num_keys > layout.num_named(g, request) or keys[-1] != layout.key(g, num_keys - 1, request)):
                 return False
         return True
 
@@ -228,7 +231,7 @@ class RequestBlocks:
         """Returns the keys of ``groups``, by the position at which their blocks end."""
         sizes, keys_of = self.layout.block_tokens, [self.keys[g] for g in groups]
         if len({sizes[g] for g in groups}) <= 1:
-            # Groups of one size have the same number of keys, except that draft groups have fewer.
+            # Groups of one size have the same number of keys, except that those with a lookahead may have one less.
             common = min(map(len, keys_of), default=0)
             merged = [b""] * (common * len(keys_of))
             for i, keys in enumerate(keys_of):
@@ -261,7 +264,7 @@ class RequestBlocks:
                 ends.append(first)
                 continue
             keys, table, factor = self.keys[g], self.tables[g], layout.factors[g]
-            end = min(tokens // layout.block_tokens[g], len(table) // factor, len(keys), first + MAX_BLOCKS_PER_STEP)
+            end = min(layout.num_final(g, tokens), len(table) // factor, len(keys), first + MAX_BLOCKS_PER_STEP)
             if end <= first:
                 ends.append(first)
                 continue
@@ -302,12 +305,5 @@ class RequestBlocks:
 
     def _due_at(self, g: int) -> int:
         """Returns the number of computed tokens at which the next block of group ``g`` becomes due."""
-        next_block = self.next_store[g]
-        if self.layout.groups[g].state:
-            return NEVER
-        end = (next_block + 1) * self.layout.block_tokens[g]
-        if end > self.max_stored_tokens:
-            return NEVER
-        # The keys of a draft group need tokens after the block too.
-        named = self.layout.known_tokens(g, next_block) if self.layout.groups[g].draft else end
-        return end if named <= self.request.num_tokens else named
+        end = (self.next_store[g] + 1) * self.layout.block_tokens[g]
+        return NEVER if self.layout.groups[g].state or end > self.max_stored_tokens else end

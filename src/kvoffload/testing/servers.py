@@ -649,8 +649,10 @@ class Servers:
             options_rate=0.0,
         )
         if any(group.state for group in scenario.groups):
-            # Only requests with the same prompt are sure to have a state at the same position.
-            scenario = dataclasses.replace(scenario, max_question_tokens=0)
+            # Only requests with the same prompt are sure to have a state at the same position, and there is none below
+            # the last token of a prompt that ends with a block.
+            tokens = scenario.document_tokens + (scenario.document_tokens % _unit_tokens(scenario) == 0)
+            scenario = dataclasses.replace(scenario, max_question_tokens=0, document_tokens=tokens)
         requests = make_requests(scenario, self._random, server.engine.cache.hash_block_size)
         for request in requests:
             self._num_asked += 1
