@@ -110,11 +110,14 @@ def no_hit_is_lost(engine: ModelEngine) -> None:
 def most_ready(engine: ModelEngine, request: EngineRequest, computed: int) -> int:
     layout, state = engine.scheduler.layout, engine.scheduler.requests[request.request_id]
     is_ready = engine.policy_manager.block_status
-    most = min(state.blocks.most_tokens, request.num_tokens - 1)
+    keys = state.blocks.keys
+    # A hit ends where every group has a name for what precedes it, also if a group needs nothing of that.
+    named = min(len(each) * size for each, size in zip(keys, layout.block_tokens, strict=True))
+    most = min(state.blocks.most_tokens, request.num_tokens - 1, named)
     for end in range(most // layout.align * layout.align, computed, -layout.align):
         # Few states are kept, so they are asked for first.
         needed = (
-            state.blocks.keys[g][i] if i < len(state.blocks.keys[g]) else b""
+            keys[g][i]
             for g in (*layout.states, *layout.windows, *layout.full)
             for i in layout.needed_blocks(g, computed, end)
         )

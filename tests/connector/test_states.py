@@ -638,8 +638,8 @@ def ends_of(group: KVGroup, request: FakeRequest) -> range:
 
 
 def test_few_calls_look_up_a_long_chain() -> None:
-    """One call finds the last state, one asks for those of the other groups, one for the blocks before it; where the
-    hit ends early, two more find out why."""
+    """One call finds the state to touch, one the last state, one asks for those of the other groups, one for the blocks
+    before it; where the hit ends early, two more find out why."""
 
     class Counting(LRUOffloadingManager):
         calls = 0
@@ -661,7 +661,7 @@ def test_few_calls_look_up_a_long_chain() -> None:
     rig.compute(rig.request(4001), 4000)
     manager.calls = 0
     assert rig.hit(rig.request(4001)) == 4000
-    assert manager.calls == 3
+    assert manager.calls == 4
     manager.calls = 0
     assert rig.hit(rig.request(4000)) == 0
-    assert manager.calls <= 3
+    assert manager.calls <= 4

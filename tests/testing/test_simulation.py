@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from random import Random
@@ -90,6 +91,18 @@ def warm(seed: int) -> list[Life]:
         num_requests=8,
         load_deadline_ms=1000.0,
     )
+    if any(group.state for group in scenario.groups):
+        # With the same prompts, none of which ends with a block, there are states that a later request can use.
+        unit = math.lcm(*(group.block_tokens for group in scenario.groups))
+        tokens = max(unit + 1, scenario.document_tokens + (scenario.document_tokens % unit == 0))
+        num_blocks = scenario.num_device_blocks + 2 * unit
+        scenario = dataclasses.replace(
+            scenario,
+            max_question_tokens=0,
+            document_tokens=tokens,
+            num_device_blocks=num_blocks,
+            drops_last_state=False,
+        )
     calm = dataclasses.replace(
         first,
         scenario=scenario,

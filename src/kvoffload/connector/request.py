@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from itertools import zip_longest
@@ -85,6 +85,8 @@ class RequestState:
     """Waits that have ended since it was last given device blocks."""
     touched: bool = False
     """Whether its use was counted, which happens once."""
+    state_ends: Collection[int] = ()
+    """When it has ended: where it has continued from a state, and where states of it are kept."""
     computed_at_load: int = 0
     """Tokens that the device held when blocks were last allocated to it."""
     num_jobs: int = 0
@@ -209,12 +211,34 @@ class RequestBlocks:
     def keys_in_order(self) -> list[OffloadKey]:
         """Returns all keys so far, by the position at which their blocks end, so that groups lose their tails
         together."""
-        if len(self.keys) == 1:
-            return self.keys[0]
-        sizes = self.layout.block_tokens
-        if min(sizes) == max(sizes):
-            return [key for keys in zip_longest(*self.keys) for key in keys if key is not None]
-        ends = sorted(((i + 1) * sizes[g], g, i) for g, keys in enumerate(self.keys) for i in range(len(keys)))
+        return self.keys[0] if len(self.keys) == 1 else self._merged(range(len(self.keys)))
+
+    def used_keys(self, state_ends: Collection[int]) -> list[OffloadKey]:
+        """Returns the same without states, except those after ``state_ends`` tokens, boundaries of the layout. A state
+        comes after the blocks that end where it does."""
+        layout = self.layout
+        if not layout.states:
+            return self.keys_in_order()
+        positional = [*layout.full, *layout.windows]
+        merged = self._merged(sorted(positional))
+        for end in sorted(state_ends, reverse=True):
+            before = sum(min(end // layout.block_tokens[g], len(self.keys[g])) for g in positional)
+            last = [(g, end // layout.block_tokens[g] - 1) for g in layout.states]
+            merged[before:before] = [self.keys[g][i] for g, i in last if 0 <= i < len(self.keys[g])]
+        return merged
+
+    def _merged(self, groups: Collection[int]) -> list[OffloadKey]:
+        """Returns the keys of ``groups``, by the position at which their blocks end."""
+        sizes, keys_of = self.layout.block_tokens, [self.keys[g] for g in groups]
+        if len({sizes[g] for g in groups}) <= 1:
+            # Groups of one size have the same number of keys, except that those with a lookahead may have one less.
+            common = min(map(len, keys_of), default=0)
+            merged = [b""] * (common * len(keys_of))
+            for i, keys in enumerate(keys_of):
+                merged[i :: len(keys_of)] = keys[:common]
+            rest = zip_longest(*(keys[common:] for keys in keys_of))
+            return merged + [key for keys in rest for key in keys if key is not None]
+        ends = sorted(((i + 1) * sizes[g], g, i) for g in groups for i in range(len(self.keys[g])))
         return [self.keys[g][i] for _, g, i in ends]
 
     def add_to_tables(self, tables: Sequence[Sequence[int]]) -> None:

@@ -376,7 +376,7 @@ class OffloadingConnectorScheduler:
         if state is None:
             return False, None
         self.manager.release_request(state.context)
-        self.stores.end(request.request_id)
+        self.stores.end(state)
         self.observer.end(state)
         if any(state.blocks.tables):
             self._next.finished.append((state, request.num_computed_tokens))

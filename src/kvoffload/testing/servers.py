@@ -128,6 +128,7 @@ class ServerLife:
             and s.num_host_blocks >= 24 * sum(s.parts.counts)
             and s.document_tokens >= 2 * _unit_tokens(s)
             and (not s.groups or any(group.is_full for group in s.groups))
+            and not s.drops_last_state
             and self.max_queued >= 64
             and not (s.abort_chance or s.reset_chance or s.update_chance or s.copy_failure_rate or s.sleep_chance)
             and not self.load_only_if_faster

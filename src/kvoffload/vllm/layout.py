@@ -8,7 +8,12 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorHandshakeMetadata
-from vllm.v1.kv_cache_interface import ChunkedLocalAttentionSpec, MambaSpec, SlidingWindowSpec, UniformTypeKVCacheSpecs
+from vllm.v1.kv_cache_interface import (
+    ChunkedLocalAttentionSpec,
+    MambaSpec,
+    SlidingWindowSpec,
+    UniformTypeKVCacheSpecs,
+)
 
 from kvoffload.abc import ConfigError, KVGroup
 from kvoffload.config import OffloadConfig
@@ -171,7 +176,7 @@ def _group_layout(config: OffloadConfig, spec: KVCacheSpec, names: tuple[str, ..
         block_size_factor=1 if state else config.factor(spec.block_size),
         sliding_window=window,
         attention_chunk=chunk,
-        lookahead=lookahead,
+        lookahead=0 if state else lookahead,
         state=state,
     )
     return GroupLayout(group, names, tuple(map(_page_bytes, map(specs.__getitem__, names))), spec)
