@@ -22,8 +22,8 @@ DEV  := $(VENV)/bin/python -m
 WITH := $(VENV_VLLM)/bin/python -m
 # Test files with real vLLM start first, in the order that tests/conftest.py gives.
 PYTEST := pytest --numprocesses $(JOBS) --dist loadfile --no-loadscope-reorder
-SOAK_TESTS     := tests/connector/test_engine_model.py tests/connector/test_engine_model_states.py tests/cache/test_manager_lru.py tests/cache/test_manager_arc.py \
-	tests/cache/test_admission.py tests/tiers/disk/test_kill.py
+SOAK_TESTS     := tests/connector/test_engine_model.py tests/connector/test_engine_model_states.py tests/cache/test_manager_lru.py \
+	tests/cache/test_manager_arc.py tests/cache/test_admission.py tests/tiers/disk/test_kill.py
 SOAK_TIMEOUT_S := 7200
 SIMULATIONS    := 10000
 STREAM_SCHEDULES := 2000

@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 
 from kvoffload.abc import MissReason, OffloadingManager, OffloadKey
-from kvoffload.cache.keys import make_offload_key
+from kvoffload.cache.keys import key_block_hash, make_offload_key
 from kvoffload.cache.manager import PolicyOffloadingManager
 from kvoffload.cache.policies import tournament
 from kvoffload.cache.policies.auto import AutoPolicy
-from kvoffload.cache.policies.ghosts import GhostTable, key_hashes
+from kvoffload.cache.policies.ghosts import GhostTable, key_hashes, shared_names
 from kvoffload.cache.policies.recency import RecencyList
 from kvoffload.cache.policies.tournament import RULES, LRUShadow, Rule, Shadow, Tournament
 from kvoffload.cache.slots import HostBackend
@@ -46,6 +46,46 @@ def test_a_long_walk_matches_the_reference(seed: int) -> None:
 class TestPolicyConformance(PolicyConformance):
     def make_policy(self, capacity: int) -> AutoPolicy:
         return AutoPolicy(capacity)
+
+
+# Several groups.
+
+
+def state_hits(is_named_by_its_block: bool) -> int:
+    """Serves prompts, some of which recur, that each leave a state behind their last block. Returns how many found
+    all their blocks and the state."""
+    manager, rng, hits = make_auto(120), random.Random(5), 0
+    for turn in range(1500):
+        prompt = rng.randrange(16) if rng.random() < 0.5 else 1000 + turn
+        chain = [key(100 * prompt + n) for n in range(8)]
+        name = key_block_hash(chain[-1]) if is_named_by_its_block else b"another name %d" % prompt
+        state = [make_offload_key(name, 1)]
+        is_hit = manager.lookup([*chain, *state]) == 9
+        hits += is_hit
+        # A state is used where a request continues from it, and only there.
+        manager.touch([*chain, *state] if is_hit else chain)
+        stored = []
+        # An engine names states apart from blocks.
+        for keys in (chain, state):
+            output = manager.prepare_store(keys)
+            if output is not None:
+                manager.complete_store(output.store_spec)
+                stored += output.keys_to_store
+                if output.refused_keys:
+                    break
+        manager.reorder_chain([*chain, *state], stored)
+    manager.check_integrity()
+    return hits
+
+
+def test_a_state_has_the_fate_of_the_block_that_ends_there() -> None:
+    assert state_hits(True) > 2 * state_hits(False)
+
+
+def test_a_group_alone_has_hashes_of_whole_keys() -> None:
+    keys = [key(1), key(2)]
+    assert shared_names(keys) == keys
+    assert shared_names([make_offload_key(key_block_hash(keys[0]), 7)]) == keys[:1]
 
 
 # Chains, as engines request them.

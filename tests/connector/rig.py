@@ -13,6 +13,7 @@ from kvoffload.abc import (
     PrepareStoreOutput,
     ReqContext,
     ScheduledStep,
+    Slots,
     TransferSpec,
 )
 from kvoffload.cache.keys import hash_blocks, make_offload_key
@@ -56,9 +57,15 @@ class SpyManager(LRUOffloadingManager):
     def poll(self) -> bool:
         return self.has_news
 
-    def touch(self, keys: Sequence[OffloadKey], req_context: ReqContext | None = None) -> None:
+    def touch(
+        self,
+        keys: Sequence[OffloadKey],
+        req_context: ReqContext | None = None,
+        chain: Sequence[OffloadKey] | None = None,
+        found: Slots | None = None,
+    ) -> None:
         self.touches.append(list(keys))
-        super().touch(keys, req_context)
+        super().touch(keys, req_context, chain, found)
 
     def reorder_chain(
         self,

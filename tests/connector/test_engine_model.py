@@ -56,6 +56,7 @@ KINDS = ("full", "window", "chunk", "full draft", "window draft", "state")
 ALL_LOADS = (
     *(f"blocks of a {kind} group among others" for kind in KINDS),
     "blocks of the only group",
+    *(f"blocks with a lookahead of {lookahead}" for lookahead in (0, 1, 2)),
     "from inside a block of a window or chunk group",
     "from inside a block of a full group",
     "loads on the last of 1 ranks",
@@ -71,6 +72,7 @@ def loads_of(engine: ModelEngine) -> Counter[str]:
     for group, blocks, partial in zip(engine.groups, engine.loaded_blocks, engine.partial_loads, strict=True):
         where = f"a {kind_of(group)} group among others" if len(engine.groups) > 1 else "the only group"
         seen[f"blocks of {where}"] += blocks
+        seen[f"blocks with a lookahead of {group.lookahead}"] += blocks
         seen[f"from inside a block of a {'full' if group.is_full else 'window or chunk'} group"] += partial
     seen[f"loads on the last of {len(engine.ranks)} ranks"] += engine.ranks[-1].loads
     return seen
@@ -80,7 +82,7 @@ def kind_of(group: KVGroup) -> str:
     kind = (
         "state" if group.state else "window" if group.sliding_window else "chunk" if group.attention_chunk else "full"
     )
-    return f"{kind} draft" if group.draft else kind
+    return f"{kind} draft" if group.lookahead else kind
 
 
 def many_resets(seed: int) -> Scenario:
@@ -687,17 +689,30 @@ def part_of_the_first_block_ignored(engine: ModelEngine) -> None:
     change_loads(engine, from_the_start)
 
 
+def with_at_most(lookahead: int, engine: ModelEngine) -> None:
+    with_layout_groups(
+        engine,
+        lambda *fields: dataclasses.replace(KVGroup(*fields), lookahead=min(KVGroup(*fields).lookahead, lookahead)),
+    )
+
+
 def drafts_named_without_the_next_token(engine: ModelEngine) -> None:
-    """So the last whole block of a draft group is stored too."""
+    with_at_most(0, engine)
+
+
+def drafts_named_by_one_token_of_two(engine: ModelEngine) -> None:
+    with_at_most(1, engine)
+
+
+def drafts_stored_before_they_are_final(engine: ModelEngine) -> None:
     layout = engine.scheduler.layout
-    layout.known_tokens = lambda g, index: (index + 1) * layout.groups[g].block_tokens  # type: ignore[method-assign]
-    layout.num_named = lambda g, known: known // layout.groups[g].block_tokens  # type: ignore[method-assign]
+    layout.num_final = lambda g, computed: computed // layout.block_tokens[g]  # type: ignore[method-assign]
 
 
 def group_not_in_the_key(engine: ModelEngine) -> None:
     layout = engine.scheduler.layout
     key = layout.key
-    layout.key = lambda g, index, hashes: key(g, index, hashes)[:-4] + bytes(4)  # type: ignore[method-assign]
+    layout.key = lambda g, index, request: key(g, index, request)[:-4] + bytes(4)  # type: ignore[method-assign]
 
 
 def fence_of_windows_left_out(engine: ModelEngine) -> None:
@@ -791,6 +806,8 @@ def caught(
         slots_of_two_groups_swapped,
         part_of_the_first_block_ignored,
         drafts_named_without_the_next_token,
+        drafts_named_by_one_token_of_two,
+        drafts_stored_before_they_are_final,
         group_not_in_the_key,
         fence_of_windows_left_out,
         stores_what_slid_out,

@@ -28,7 +28,7 @@ from tests.connector.test_engine_model import (
     sleeps,
 )
 
-SEEDS = scaled(240)
+SEEDS = scaled(200)
 CHUNKS = 4
 PLANTED_SEEDS = 400
 
@@ -110,11 +110,14 @@ def no_hit_is_lost(engine: ModelEngine) -> None:
 def most_ready(engine: ModelEngine, request: EngineRequest, computed: int) -> int:
     layout, state = engine.scheduler.layout, engine.scheduler.requests[request.request_id]
     is_ready = engine.policy_manager.block_status
-    most = min(state.blocks.most_tokens, request.num_tokens - 1)
+    keys = state.blocks.keys
+    # A hit ends where every group has a name for what precedes it, also if a group needs nothing of that.
+    named = min(len(each) * size for each, size in zip(keys, layout.block_tokens, strict=True))
+    most = min(state.blocks.most_tokens, request.num_tokens - 1, named)
     for end in range(most // layout.align * layout.align, computed, -layout.align):
         # Few states are kept, so they are asked for first.
         needed = (
-            state.blocks.keys[g][i] if i < len(state.blocks.keys[g]) else b""
+            keys[g][i]
             for g in (*layout.states, *layout.windows, *layout.full)
             for i in layout.needed_blocks(g, computed, end)
         )
@@ -192,11 +195,12 @@ def turns_of(engine: ModelEngine, turns: int) -> Iterator[list[int]]:
     engine.run()
     before, rng = dict(engine.outputs), Random(engine.scenario.seed)
     for turn in range(turns):
+        engine.outputs.clear()
         questions = {
             f"{name}.{turn}": tokens + [rng.randrange(1000) for _ in range(rng.randint(0, 9))]
             for name, tokens in before.items()
         }
-        lengths = [len(tokens) for tokens in before.values()]
+        lengths = {name: len(tokens) for name, tokens in zip(questions, before.values(), strict=True)}
         engine.ask(
             [
                 EngineRequest(name, tokens, rng.randint(1, 12), engine.cache.hash_block_size, engine.version)
@@ -204,8 +208,36 @@ def turns_of(engine: ModelEngine, turns: int) -> Iterator[list[int]]:
             ]
         )
         engine.run()
-        before = {name: engine.outputs[name] for name in questions}
-        yield [length - found[name] for length, name in zip(lengths, questions, strict=True)]
+        before = dict(engine.outputs)
+        yield [length - found[name] for name, length in lengths.items() if name in found]
+
+
+def troubled(seed: int) -> Scenario:
+    """Conversations with little memory, failing copies, aborts and resets, on several ranks."""
+    rng = Random(-1 - seed)
+    return dataclasses.replace(
+        conversations(seed),
+        num_device_blocks=rng.choice((120, 200, 400)),
+        num_host_blocks=rng.choice((20, 60, 200)),
+        prefix_caching=rng.random() < 0.6,
+        max_running=rng.randint(1, 4),
+        num_requests=6,
+        policy=rng.choice(("lru", "arc", "auto")),
+        copy_chance=rng.choice((0.1, 0.4, 1.0)),
+        copy_failure_rate=rng.choice((0.0, 0.0, 0.15)),
+        abort_chance=rng.choice((0.0, 0.0, 0.02)),
+        reset_chance=rng.choice((0.0, 0.0, 0.02)),
+    ).with_ranks(rng)
+
+
+def test_conversations_in_trouble() -> None:
+    hits = 0
+    for seed in range(scaled(16)):
+        engine = ModelEngine(troubled(seed), no_hit_is_lost)
+        for _ in turns_of(engine, 3):
+            pass
+        hits += engine.hits
+    assert hits > 0
 
 
 def test_states_that_are_not_kept_are_computed_again() -> None:

@@ -121,6 +121,17 @@ def test_an_invalid_group_is_refused(sizes: dict[str, int]) -> None:
         KVGroup(4, sliding_window=8, attention_chunk=8)
 
 
+@pytest.mark.parametrize("lookahead", [-1, 9])
+def test_a_lookahead_that_is_negative_or_longer_than_a_block_is_refused(lookahead: int) -> None:
+    with pytest.raises(ConfigError, match=f"lookahead={lookahead}: must be from 0 to 8, the tokens of one block"):
+        KVGroup(4, 2, lookahead=lookahead)
+
+
+def test_a_lookahead_of_states_is_refused() -> None:
+    with pytest.raises(ConfigError, match="lookahead=1: must be 0 for a group with a state"):
+        KVGroup(4, state=True, lookahead=1)
+
+
 def test_all_groups_are_stored_and_found() -> None:
     rig = Rig([KVGroup(4), KVGroup(4, sliding_window=9)])
     rig.compute(rig.request(22))
@@ -264,17 +275,99 @@ def test_a_block_that_slides_out_and_is_handed_out_again_is_read_first() -> None
     assert rig.step(request, 8, more, new=False).fences == [job]
 
 
-def test_the_last_whole_block_of_a_draft_group_is_left_out() -> None:
-    """Its KV depends on the token after it, which its own hash does not cover: its key has the next block's hash."""
-    rig = Rig([KVGroup(4), KVGroup(4, draft=True)])
-    asked = rig.request(20)
-    rig.compute(asked)
-    assert {g: len(hashes) for g, hashes in rig.stored().items()} == {0: 5, 1: 4}
-    assert rig.stored()[1] == {asked.block_hashes[i] for i in (7, 11, 15, 19)}
-    assert rig.hit(rig.request(22)) == 16
-    other = rig.request(16)
-    other.tokens += [7] * 6
-    assert rig.hit(other) == 12, "the block before the first that differs has another token after it"
+DRAFTING = {"following": lambda request, position, n: repr(request.tokens[position : position + n]).encode()}
+
+
+def counts(rig: Rig) -> dict[int, int]:
+    return {g: len(hashes) for g, hashes in rig.stored().items()}
+
+
+@pytest.mark.parametrize("lookahead", [1, 2])
+def test_a_block_is_found_by_requests_with_the_same_tokens_after_it(lookahead: int) -> None:
+    rig = Rig([KVGroup(4), KVGroup(4, lookahead=lookahead)], options=DRAFTING)
+    rig.compute(rig.request(20 + lookahead))
+    assert counts(rig) == {0: 5, 1: 5}
+    assert rig.hit(rig.request(20 + lookahead)) == 20
+    for same in range(lookahead):
+        other = rig.request(20 + same)
+        other.tokens += [7] * 6
+        assert rig.hit(other) == 16, f"of the tokens after the last block, {same} are the same"
+        other.tokens = other.tokens[: 20 + same]
+        assert rig.hit(other) == 16, "the tokens after the last block are not known"
+
+
+def test_two_continuations_of_one_prefix_share_no_block_before_the_first_token_that_differs() -> None:
+    rig = Rig([KVGroup(4), KVGroup(4, lookahead=1)], options=DRAFTING)
+    for token in (7, 8):
+        request = rig.request(16)
+        request.tokens += [token] * 5
+        rig.compute(request)
+    assert counts(rig) == {0: 6, 1: 7}, "3 blocks of each group are shared, and the fourth of the first"
+
+
+def test_a_block_is_stored_when_the_token_after_it_is_sampled() -> None:
+    rig = Rig([KVGroup(4, lookahead=1)], options=DRAFTING)
+    request = rig.request(8)
+    rig.compute(request)
+    assert counts(rig) == {0: 1}
+    request.tokens.append(50)
+    rig.done(rig.step(request, 1, ([],), new=False))
+    assert counts(rig) == {0: 2}
+    again = rig.request(8)
+    again.tokens += [50, 51]
+    assert rig.hit(again) == 8
+
+
+def test_the_last_block_of_a_request_that_ends_is_stored() -> None:
+    rig = Rig([KVGroup(4, lookahead=1)], options=DRAFTING)
+    request = rig.request(8)
+    rig.compute(request)
+    request.tokens.append(50)
+    rig.half.request_finished(request)
+    rig.done(rig.half.build_connector_meta(ScheduledStep({})))
+    assert counts(rig) == {0: 2}
+
+
+def test_with_a_lookahead_of_two_a_block_is_stored_when_the_step_after_it_is_computed() -> None:
+    """The step that computes its last position does not know both tokens after it. The next one computes it again."""
+    rig = Rig([KVGroup(4, lookahead=2)], options=DRAFTING)
+    request = rig.request(10)
+    rig.half.get_num_new_matched_tokens(request, 0)
+    tables = rig.tables(10)
+    rig.half.update_state_after_alloc(request, Tables(tables), 0)
+    rig.done(rig.step(request, 8, tables, new=True))
+    assert counts(rig) == {0: 1}
+    rig.done(rig.step(request, 1, ([],), new=False))
+    assert counts(rig) == {0: 2}
+
+
+def test_a_block_loses_its_name_when_the_token_after_it_is_replaced() -> None:
+    """No hash covers that token yet."""
+    rig = Rig([KVGroup(4, lookahead=1)], options=DRAFTING)
+    request = rig.request(8)
+    rig.compute(request)
+    request.tokens.append(50)
+    rig.done(rig.step(request, 1, rig.tables(1), new=False))
+    assert counts(rig) == {0: 2}
+    request.tokens[8:] = [60, 61, 62, 63, 64]
+    request.num_computed_tokens = 8
+    rig.done(rig.step(request, 5, rig.tables(4), new=False))
+    assert counts(rig) == {0: 4}, "the second block once more, and the third"
+    for token, found in ((50, 8), (60, 8), (70, 4)):
+        other = rig.request(8)
+        other.tokens += [token, 1]
+        assert rig.hit(other) == found
+
+
+def test_keys_are_as_long_with_a_lookahead_as_without() -> None:
+    rig = Rig([KVGroup(4), KVGroup(4, lookahead=1)], options=DRAFTING)
+    rig.compute(rig.request(5))
+    assert {len(block_hash) for hashes in rig.stored().values() for block_hash in hashes} == {32}
+
+
+def test_a_lookahead_without_a_description_of_the_tokens_is_refused() -> None:
+    with pytest.raises(ConfigError, match="following=None: the KV of a group with a lookahead depends on"):
+        Rig([KVGroup(4), KVGroup(4, lookahead=1)])
 
 
 def test_groups_lose_their_tails_together() -> None:

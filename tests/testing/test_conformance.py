@@ -350,17 +350,17 @@ class StoresTheHeadFirst(ReferenceLRUManager):
 
 
 class TouchesFirstKeyFirst(ReferenceLRUManager):
-    def touch(self, keys: Keys, req_context: Context = None) -> None:
+    def touch(self, keys: Keys, req_context: Context = None, chain: Keys | None = None) -> None:
         super().touch(unique(keys)[::-1])
 
 
 class TouchesDuplicatesAgain(ReferenceLRUManager):
-    def touch(self, keys: Keys, req_context: Context = None) -> None:
+    def touch(self, keys: Keys, req_context: Context = None, chain: Keys | None = None) -> None:
         super().touch(unique(keys[::-1])[::-1])
 
 
 class TouchDoesNothing(ReferenceLRUManager):
-    def touch(self, keys: Keys, req_context: Context = None) -> None:
+    def touch(self, keys: Keys, req_context: Context = None, chain: Keys | None = None) -> None:
         pass
 
 
@@ -530,7 +530,7 @@ class NeedsAList(ReferenceLRUManager):
 
 
 class ChangesTheCallersKeys(ReferenceLRUManager):
-    def touch(self, keys: Keys, req_context: Context = None) -> None:
+    def touch(self, keys: Keys, req_context: Context = None, chain: Keys | None = None) -> None:
         if isinstance(keys, list):
             keys.reverse()
         super().touch(keys[::-1])

@@ -103,7 +103,7 @@ def needed_blocks(group: KVGroup, end: int) -> range:
 def test_a_plan_leads_to_positions_at_which_requests_can_resume(seed: int) -> None:
     """Compares with a search that looks at every position and every block."""
     rng = Random(seed)
-    groups = [FULL, *rng.sample([WINDOW, CHUNKED, KVGroup(16, draft=True)], rng.randint(0, 2))]
+    groups = [FULL, *rng.sample([WINDOW, CHUNKED, KVGroup(16, lookahead=1)], rng.randint(0, 2))]
     layout = ChainLayout(groups)
     units = rng.randint(1, 6)
     sizes = [units * n for n in layout.blocks_per_unit]

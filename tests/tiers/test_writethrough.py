@@ -350,7 +350,7 @@ def test_without_its_window_no_block_is_written() -> None:
 
 
 def test_a_hole_in_one_group_with_full_attention_is_a_hole_in_all() -> None:
-    rig = Rig(host_blocks=128, groups=[KVGroup(16), KVGroup(16, draft=True)])
+    rig = Rig(host_blocks=128, groups=[KVGroup(16), KVGroup(16, lookahead=1)])
     full, draft = two_groups(8)
     begin(rig, interleaved(full, draft), A)
     compute(rig, full + draft[:3] + draft[4:])

@@ -93,6 +93,28 @@ def write_model(directory: Path, kind: str = "llama", new_rows: int = 0, seed: i
     model.to(dtype).save_pretrained(directory)
 
 
+def write_drafter(directory: Path, model: Path) -> None:
+    """Writes an EAGLE drafter that computes what ``model`` does, without the hidden states that it is given. As it
+    reads at each position the token after it, it drafts what the model would without its first token."""
+    import safetensors.torch
+
+    config = json.loads((model / "config.json").read_text())
+    scale = 1 / config["initializer_range"]
+    weights = {}
+    for name, weight in safetensors.torch.load_file(model / "model.safetensors").items():
+        # The first layer of the drafter has no norm before it, so everything is as large as behind that norm.
+        larger = scale if name.endswith(("o_proj.weight", "down_proj.weight")) else 1.0
+        if ".layers." in name and not name.endswith("layers.0.input_layernorm.weight"):
+            weights[name.removeprefix("model.")] = weight * larger
+        elif name.endswith("embed_tokens.weight"):
+            hidden = weight.shape[1]
+            weights["fc.weight"] = weight.new_zeros(hidden, 2 * hidden)
+            weights["fc.weight"][:, :hidden].fill_diagonal_(scale)
+    directory.mkdir()
+    (directory / "config.json").write_text(json.dumps(config))
+    safetensors.torch.save_file(weights, directory / "model.safetensors", {"format": "pt"})
+
+
 def make_prompts() -> list[list[int]]:
     """Returns prompts of three to twelve blocks. Every other one begins with the same three blocks."""
     rng = np.random.default_rng(1)
@@ -181,6 +203,11 @@ class Engine:
             # The model is its own draft model, so correct KV gives correct drafts.
             draft = {"method": "draft_model", "model": str(model), "num_speculative_tokens": 3}
             arguments["speculative_config"] = draft
+        if config.get("eagle"):
+            drafter = model.with_name(model.name + "-eagle")
+            if not drafter.exists():
+                write_drafter(drafter, model)
+            arguments["speculative_config"] = {"method": "eagle", "model": str(drafter), "num_speculative_tokens": 3}
         if config.get("events"):
             arguments["kv_events_config"] = KVEventsConfig(enable_kv_cache_events=True, publisher="null")
         self.llm: Any = LLM(model=str(model), **arguments)
@@ -222,6 +249,22 @@ class Engine:
             submit(job_id, spec, is_store)
 
         transfer.submit = blanking
+
+    def log_drafts(self) -> list[list[int]]:
+        """Returns a list to which every step appends what the model sampled, and every draft that is proposed then."""
+        scheduler, log = self.scheduler, list[list[int]]()
+        update, propose = scheduler.update_from_output, scheduler.update_draft_token_ids
+
+        def sampled(scheduled: Any, output: Any) -> Any:
+            log.extend(map(list, output.sampled_token_ids))
+            return update(scheduled, output)
+
+        def proposed(drafts: Any) -> None:
+            log.extend(map(list, drafts.draft_token_ids))
+            propose(drafts)
+
+        scheduler.update_from_output, scheduler.update_draft_token_ids = sampled, proposed
+        return log
 
     def _slow_down(self, seed: int, failing: float) -> None:
         """Makes copies take many steps, and a share of them fail."""
@@ -420,6 +463,25 @@ def _count_replicas(worker: Any) -> list[int]:
     counts += [replicas_of(layout, worker.vllm_config, models) for models in ([model], [])]
     projection.num_kv_head_replicas = before
     return counts
+
+
+def one_by_one(config: dict[str, Any]) -> dict[str, Any]:
+    """Runs each of ``prompts`` alone, and then each with its answer and ``more`` tokens. The device's own cache is
+    emptied after each, unless ``keeps_device_cache``. ``drafts`` has for each what the model sampled in its steps, and
+    what was drafted."""
+    engine = Engine(config)
+    log, outputs, drafts = engine.log_drafts(), [], []
+    prompts = list(config["prompts"])
+    for i in range(len(prompts) * 2 if config.get("more") else len(prompts)):
+        if i == len(prompts):
+            prompts += [[*p, *tokens, *config["more"]] for p, (tokens, _) in zip(prompts, outputs, strict=True)]
+        outputs += engine.round([prompts[i]], **config.get("sampling", {}))
+        engine.drain()
+        drafts.append(log[:])
+        log.clear()
+        if not config.get("keeps_device_cache"):
+            assert engine.llm.reset_prefix_cache()
+    return {"outputs": outputs, "drafts": drafts, "scheduler": type(engine.scheduler).__name__, **engine.state()}
 
 
 def service(config: dict[str, Any]) -> dict[str, Any]:
@@ -1190,6 +1252,7 @@ SCENARIOS = {
     f.__name__: f
     for f in (
         rounds,
+        one_by_one,
         service,
         reuse,
         turns,

@@ -10,6 +10,7 @@ import numpy as np
 
 from kvoffload.abc import ByteArray, Transfer, TransferSpec
 from kvoffload.testing.faults import CorruptingTransfer, FailingTransfer, SlowTransfer, WrappedTransfer
+from kvoffload.vllm import connector
 from kvoffload.vllm.connector import KVOffloadConnector
 from kvoffload.vllm.nesting import BLOCKS_FIRST, reason_against_blocks_first
 
@@ -69,6 +70,15 @@ class CorruptedFollowerKVOffloadConnector(KVOffloadConnector):
         worker = self.connector_worker
         if self.pool.own is None:
             worker.transfer = CorruptingTransfer(worker.transfer, self.pool.data)
+
+
+class ForgetfulOfFollowingKVOffloadConnector(KVOffloadConnector):
+    """Names blocks of a drafter without the token after them. Requests with another token find them too, and drafts
+    must be accepted less often."""
+
+    def set_xfer_handshake_metadata_pp_aware(self, metadata: dict[tuple[int, int], Any]) -> None:
+        connector.following = lambda request, position, n: b""
+        super().set_xfer_handshake_metadata_pp_aware(metadata)
 
 
 class UnverifiedKVOffloadConnector(KVOffloadConnector):

@@ -47,9 +47,9 @@ def key(i: int) -> OffloadKey:
     return make_offload_key(bytes(NAMESPACE_BYTES) + block_hash(i), 0)
 
 
-def translator(draft: bool = False) -> EventTranslator:
+def translator(lookahead: int = 0) -> EventTranslator:
     spec = FullAttentionSpec(block_size=TOKENS, num_kv_heads=1, head_size=1, dtype=torch.float32)
-    layout: Any = SimpleNamespace(groups=[SimpleNamespace(group=KVGroup(TOKENS, draft=draft), spec=spec)])
+    layout: Any = SimpleNamespace(groups=[SimpleNamespace(group=KVGroup(TOKENS, lookahead=lookahead), spec=spec)])
     return EventTranslator(layout)
 
 
@@ -131,7 +131,7 @@ def test_contents_are_bounded_and_not_kept_without_tiers(monkeypatch: pytest.Mon
 
 
 def test_blocks_of_draft_groups_are_left_out() -> None:
-    assert list(translator(draft=True).translate([in_host(0), in_tier(0)], True)) == []
+    assert list(translator(lookahead=1).translate([in_host(0), in_tier(0)], True)) == []
 
 
 # Metrics.

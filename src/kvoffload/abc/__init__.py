@@ -4,7 +4,7 @@ Nothing here imports another part of kvoffload.
 """
 
 from kvoffload.abc.backend import Backend
-from kvoffload.abc.engine import BoundaryState, KVBlocks, Request, ScheduledStep
+from kvoffload.abc.engine import BoundaryState, Following, KVBlocks, Request, ScheduledStep
 from kvoffload.abc.errors import BlockNotPinnedError, BlockNotReadyError, ConfigError, IntegrityError, KVOffloadError
 from kvoffload.abc.manager import Admission, BlockDescription, OffloadingEvent, OffloadingManager, PrepareStoreOutput
 from kvoffload.abc.policy import Access, CachePolicy, Eviction
@@ -41,6 +41,7 @@ __all__ = [
     "ConfigError",
     "DeviceSpec",
     "Eviction",
+    "Following",
     "IntegrityError",
     "KVBlocks",
     "KVGroup",

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 from kvoffload.abc.types import (
     BlockHash,
@@ -33,6 +33,12 @@ class Request(Protocol):
 
     @property
     def kv_transfer_params(self) -> Mapping[str, Any] | None: ...
+
+
+Following: TypeAlias = Callable[[Request, int, int], bytes]
+"""``following(request, position, n)`` returns bytes that describe the ``n`` known tokens of a Request from ``position``
+on, by everything that shapes their embeddings: token ids alone do not describe the placeholders of an image. Other
+tokens have other bytes, in every process that shares blocks."""
 
 
 class KVBlocks(Protocol):

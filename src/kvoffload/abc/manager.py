@@ -126,9 +126,17 @@ class OffloadingManager(ABC):
         Raises BlockNotPinnedError, and changes nothing, if a block has no pin."""
 
     @abstractmethod
-    def touch(self, keys: Sequence[OffloadKey], req_context: ReqContext | None = None) -> None:
+    def touch(
+        self,
+        keys: Sequence[OffloadKey],
+        req_context: ReqContext | None = None,
+        chain: Sequence[OffloadKey] | None = None,
+    ) -> None:
         """Marks a chain as recently used, last key first, so that its tail is evicted before its head. Called once per
-        request, which counts as one use of each block."""
+        request, which counts as one use of each block.
+
+        ``chain``: the whole chain, if ``keys`` leave out states that the request does not use. For these too an
+        admission counts the request, and lower tiers are offered them when they are stored."""
 
     def reorder_chain(
         self,
@@ -137,7 +145,8 @@ class OffloadingManager(ABC):
         req_context: ReqContext | None = None,
     ) -> None:
         """Reorders a request's chain as if all of it were touched now; not counted as a use. ``stored``: the keys that
-        the request has stored itself. Called when a request has ended."""
+        the request has stored itself. Of the states, ``keys`` have those that the request has kept or used. Called when
+        a request has ended."""
         self.touch(keys, req_context)
 
     def offer_chain(self, keys: Sequence[OffloadKey], req_context: ReqContext | None = None) -> None:

@@ -40,21 +40,22 @@ class KVGroup:
     A device block has ``device_block_size`` tokens, an offloaded block has ``block_size_factor`` device blocks. At most
     one of ``sliding_window`` (a token attends to itself and the ``sliding_window - 1`` tokens before it),
     ``attention_chunk`` (the token at position p attends to ``p // attention_chunk * attention_chunk`` to p) and
-    ``state`` is set; with none, attention is full. With ``draft``, the KV of a position depends on the next token too,
-    as in the layers of EAGLE and MTP draft models.
+    ``state`` is set; with none, attention is full. The KV of a position depends on the next ``lookahead`` tokens too:
+    in layers of EAGLE and MTP draft models on one, and on as many as there are modules where each has KV of its own.
 
     With ``state`` the layers are recurrent or short convolutions: a block holds no KV per token but the whole state
     after its last token. A request continues from one such state, exactly where its hit ends. Which device blocks hold
     a state says ``ScheduledStep.boundary_states``, never a position in the block table.
 
-    Raises ConfigError if a size is below 1, several of the three are set, or a state has a ``block_size_factor``.
+    Raises ConfigError if a size is below 1, several of the three are set, ``lookahead`` is more than a block, or a
+    state has a ``block_size_factor`` or a ``lookahead``.
     """
 
     device_block_size: int
     block_size_factor: int = 1
     sliding_window: int | None = None
     attention_chunk: int | None = None
-    draft: bool = False
+    lookahead: int = 0
     state: bool = False
 
     def __post_init__(self) -> None:
@@ -62,12 +63,17 @@ class KVGroup:
             raise ConfigError("a KV cache group has a sliding window, an attention chunk or a state, not several")
         if self.state and self.block_size_factor != 1:
             raise ConfigError(f"block_size_factor={self.block_size_factor}: must be 1 for a group with a state")
-        if self.state and self.draft:
-            raise ConfigError("draft=True: must be False for a group with a state")
         for name in ("device_block_size", "block_size_factor", "sliding_window", "attention_chunk"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ConfigError(f"{name}={value}: must be at least 1")
+        most = 0 if self.state else self.block_tokens
+        if not 0 <= self.lookahead <= most:
+            raise ConfigError(
+                f"lookahead={self.lookahead}: must be 0 for a group with a state"
+                if self.state
+                else f"lookahead={self.lookahead}: must be from 0 to {most}, the tokens of one block"
+            )
 
     @property
     def block_tokens(self) -> int:

@@ -17,6 +17,12 @@ def make_offload_key(block_hash: BlockHash, group_idx: int) -> OffloadKey:
     return block_hash + group_idx.to_bytes(GROUP_BYTES, "big")
 
 
+def with_following(block_hash: BlockHash, following: bytes) -> BlockHash:
+    """Returns a hash, as long as ``block_hash``, of the block and of ``following``, which describes the tokens after
+    it."""
+    return hashlib.blake2b(block_hash + following, digest_size=len(block_hash)).digest()
+
+
 def key_block_hash(key: OffloadKey) -> BlockHash:
     return key[:-GROUP_BYTES]
 

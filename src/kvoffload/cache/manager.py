@@ -296,10 +296,14 @@ class PolicyOffloadingManager(OffloadingManager):
     # The eviction order.
 
     def touch(
-        self, keys: Sequence[OffloadKey], req_context: ReqContext | None = None, found: Slots | None = None
+        self,
+        keys: Sequence[OffloadKey],
+        req_context: ReqContext | None = None,
+        chain: Sequence[OffloadKey] | None = None,
+        found: Slots | None = None,
     ) -> None:
         """``found``: what ``find`` has returned for ``keys``, if the caller has called it."""
-        self.count_request(keys, req_context)
+        self.count_request(keys if chain is None else chain, req_context)
         found = self._table.find(keys) if found is None else found
         present = found >= 0
         slots = self._table.distinct((found if present.all() else found[present])[::-1])

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from kvoffload.abc import Admission, ByteArray, ConfigError, KVGroup, OffloadingManager, Tier
+from kvoffload.abc import Admission, ByteArray, ConfigError, Following, KVGroup, OffloadingManager, Tier
 from kvoffload.cache.admission import ReuseFilter, tracker_size
 from kvoffload.cache.keys import root_hash
 from kvoffload.cache.manager import PolicyOffloadingManager
@@ -46,6 +46,7 @@ def build_scheduler(
     enable_events: bool = False,
     may_sleep: bool = False,
     parent_request: Callable[[str], str] = str,
+    following: Following | None = None,
     identity: Mapping[str, str] | None = None,
     tiers: Sequence[Tier] = (),
 ) -> OffloadingConnectorScheduler:
@@ -60,7 +61,7 @@ def build_scheduler(
     ``hash_block_size``: tokens per block hash, by default the greatest common divisor of the device block sizes.
     ``device_blocks``: blocks of the device's KV cache, for the log and for recorded traces. ``engine``: the index of
     this engine among the ``engines`` that share the budgets of this node. ``parent_request``: maps the id of a request
-    to the id under which the reuse filter counts it. ``share_loads`` and ``may_sleep``: see
+    to the id under which the reuse filter counts it. ``share_loads``, ``may_sleep`` and ``following``: see
     OffloadingConnectorScheduler. ``enable_events``: ``take_events`` returns events, and stored events describe their
     blocks. ``identity`` says in words what the fingerprint depends on, such as {"dtype": "bfloat16"}: see
     ``kvoffload.tiers.identity``. ``tiers``: further tiers below those of the configuration, the fastest first; they are
@@ -70,7 +71,7 @@ def build_scheduler(
     medium itself fails, a warning says so and the others serve.
     """
     _check_arguments(groups, fingerprint, hash_block_size, device_blocks, engine, engines)
-    host_pools = _HostPools(groups, hash_block_size, pools, engines, num_workers)
+    host_pools = _HostPools(groups, hash_block_size, pools, engines, num_workers, following)
     host_pools.check(config)
     # What is open already is closed again if the rest fails.
     with contextlib.ExitStack() as opened:
@@ -98,6 +99,7 @@ def build_scheduler(
             load_deadline_ms=config.load_deadline_ms,
             recorder=recorder,
             may_sleep=may_sleep,
+            following=following,
         )
         opened.pop_all()
     logger.info("kvoffload: host pool of %s", host_pools.describe(device_blocks))
@@ -194,6 +196,7 @@ class _HostPools:
         pools: Sequence[ByteArray | PoolHandle],
         engines: int,
         num_workers: int | None = None,
+        following: Following | None = None,
     ) -> None:
         if not isinstance(pools, Sequence) or not pools:
             raise ConfigError(
@@ -212,7 +215,7 @@ class _HostPools:
                 f"num_workers={num_workers!r}: must be {len(pools)}, the number of pools, or a multiple of it if as "
                 "many ranks share each pool; or leave it out"
             )
-        self.layout = Layout(groups, hash_block_size, b"")
+        self.layout = Layout(groups, hash_block_size, b"", following)
         self.engines = engines
         self._pools = pools
         shapes = [(p.num_blocks, p.slot_bytes) if isinstance(p, PoolHandle) else p.shape for p in pools]

@@ -55,17 +55,31 @@ class HitSearch:
         to, and states exactly the one at its end. Each group's answer shortens the next one's question until all agree.
         If the request may not wait, only blocks that can be loaded now count, and lower tiers are not asked.
         """
-        layout, blocks = self._layout, state.blocks
+        layout = self._layout
         context = state.context if may_wait else replace(state.context, may_wait=False)
-        # One token is left to compute. KV before it can be loaded, but a state cannot go back by a token.
-        end = min(blocks.most_tokens, state.request.num_tokens - 1) if layout.states else blocks.most_tokens
-        for g, group in enumerate(layout.groups):
-            end = min(end, len(blocks.keys[g]) * group.block_tokens)
-        end = end // layout.align * layout.align
+        end = self._most(state)
         if not layout.states:
             return self._agreed(state, computed, end, context)
         limit, hit = end, self._with_states(state, computed, end, context)
         return self._explained(state, hit, limit, may_wait) if hit.is_known and hit.end < limit else hit
+
+    def last_state(self, state: RequestState) -> int:
+        """Returns the last position at which the request could continue from a state that is in host memory now, 0 if
+        there is none. The first state group answers for all; other blocks are not looked at, and lower tiers not
+        asked."""
+        layout, first = self._layout, self._layout.states[0]
+        keys = layout.boundary_keys(first, state.blocks.keys[first], 0, self._most(state))
+        last, _ = self._manager.lookup_last(keys, replace(state.context, may_wait=False))
+        return (last + 1) * layout.align
+
+    def _most(self, state: RequestState) -> int:
+        """Returns the end of the longest hit that the request could have."""
+        layout, blocks = self._layout, state.blocks
+        # One token is left to compute. KV before it can be loaded, but a state cannot go back by a token.
+        end = min(blocks.most_tokens, state.request.num_tokens - 1) if layout.states else blocks.most_tokens
+        for g, group in enumerate(layout.groups):
+            end = min(end, len(blocks.keys[g]) * group.block_tokens)
+        return end // layout.align * layout.align
 
     def _with_states(self, state: RequestState, computed: int, end: int, context: ReqContext) -> Hit:
         """Returns the longest hit up to ``end``, with states at its end. These come first: few are kept, and blocks

@@ -6,21 +6,28 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from kvoffload.abc import BlockDescription, BlockHash, ConfigError, KVGroup, OffloadKey, Request
-from kvoffload.cache.keys import make_offload_key
+from kvoffload.abc import BlockDescription, ConfigError, Following, KVGroup, OffloadKey, Request
+from kvoffload.cache.keys import make_offload_key, with_following
 
 NULL_BLOCK = 0
 
 
 class Layout:
-    """The KV cache groups, and how block hashes become keys. Raises ConfigError if block sizes do not divide.
+    """The KV cache groups, and how block hashes become keys. Raises ConfigError if block sizes do not divide, or a
+    group has a ``lookahead`` and ``following`` is None.
 
-    A block's key is made of the hash of its last hash-block. The KV of a draft group also depends on the token after
-    the block: there the key is made of the *next* block's hash, which covers that token. So such a block can be named,
-    stored and found only when the block after it is whole.
+    A block's key is made of the hash of its last hash-block. In a group with a ``lookahead`` the KV depends on tokens
+    after the block too. There the key is made of the hash and of what ``following`` says of these tokens, so such a
+    block can be named, stored and found as soon as they are known.
     """
 
-    def __init__(self, groups: Sequence[KVGroup], hash_block_size: int | None, namespace: bytes) -> None:
+    def __init__(
+        self,
+        groups: Sequence[KVGroup],
+        hash_block_size: int | None,
+        namespace: bytes,
+        following: Following | None = None,
+    ) -> None:
         if not groups:
             raise ConfigError("groups: an engine has at least one KV cache group")
         self.groups = tuple(groups)
@@ -31,7 +38,13 @@ class Layout:
                     f"device block size {group.device_block_size}: must be a multiple of the {self.hash_block_size} "
                     "tokens that one block hash covers; set the engine's hash block size to a divisor of its block size"
                 )
+        if following is None and any(group.lookahead for group in groups):
+            raise ConfigError(
+                "following=None: the KV of a group with a lookahead depends on the tokens after a block; pass a "
+                "function that describes them"
+            )
         self.namespace = namespace
+        self._following = following
         self.block_tokens = tuple(group.block_tokens for group in groups)
         self.factors = tuple(group.block_size_factor for group in groups)
         self._suffixes = tuple(make_offload_key(b"", g) for g in range(len(groups)))
@@ -45,20 +58,31 @@ class Layout:
         self.blocks_per_align = sum(self.align // group.block_tokens for group in positional) or len(groups)
         """Blocks per ``align`` tokens of a chain. States are not counted, because few of a chain's are kept, unless
         there is nothing else."""
+        self.ahead = tuple(g for g, group in enumerate(groups) if group.lookahead)
+        """The groups whose keys depend on tokens after a block."""
         self.traced = self.full[0] if self.full else 0
         """The group whose blocks are recorded in a trace."""
 
-    def known_tokens(self, g: int, index: int) -> int:
-        """Returns the number of tokens that must be known before block ``index`` of group ``g`` has a key."""
-        return (index + 1 + self.groups[g].draft) * self.block_tokens[g]
+    def num_named(self, g: int, request: Request) -> int:
+        """Returns the number of blocks of group ``g`` that have a key."""
+        hashed = len(request.block_hashes) * self.hash_block_size
+        lookahead = self.groups[g].lookahead
+        known = min(hashed, request.num_tokens - lookahead) if lookahead else hashed
+        return max(0, known) // self.block_tokens[g]
 
-    def num_named(self, g: int, known: int) -> int:
-        """Returns the number of blocks of group ``g`` that have a key when ``known`` tokens are known."""
-        return max(0, known // self.block_tokens[g] - self.groups[g].draft)
+    def num_final(self, g: int, computed: int) -> int:
+        """Returns the number of blocks of group ``g`` that do not change any more when ``computed`` tokens are
+        computed. Where their KV depends on several tokens after its own, the engine computes the last positions again
+        when it knows these."""
+        return max(0, computed - max(0, self.groups[g].lookahead - 1)) // self.block_tokens[g]
 
-    def key(self, g: int, index: int, hashes: Sequence[BlockHash]) -> OffloadKey:
-        """Returns the key of block ``index`` of group ``g`` in a request with these block hashes."""
-        return self.namespace + hashes[self.known_tokens(g, index) // self.hash_block_size - 1] + self._suffixes[g]
+    def key(self, g: int, index: int, request: Request) -> OffloadKey:
+        """Returns the key of block ``index`` of group ``g`` of ``request``."""
+        end = (index + 1) * self.block_tokens[g]
+        name = request.block_hashes[end // self.hash_block_size - 1]
+        if self._following is not None and (lookahead := self.groups[g].lookahead):
+            name = with_following(name, self._following(request, end, lookahead))
+        return self.namespace + name + self._suffixes[g]
 
     def describe(self, request: Request, block: Block) -> BlockDescription:
         """Describes the contents of ``block``, for events."""

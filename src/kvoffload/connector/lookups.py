@@ -62,7 +62,7 @@ class Lookups:
         self._shelf.drop()
         if not state.touched:
             state.touched = True
-            self._manager.touch(state.blocks.keys_in_order(), state.context)
+            self._touch(state)
         if not state.may_load or computed % self._layout.device_align:
             return Match(self._changes.contents, computed, 0, None)
         if self._hits.is_next_loading(state, computed) and (wait := self._wait(state, computed)):
@@ -78,6 +78,16 @@ class Lookups:
             hit = self._hits.longest(state, computed, may_wait=False)
         tokens = last_loadable(state, hit.end) - computed if hit.end - computed >= self._layout.align else 0
         return Match(self._changes.contents, computed, tokens, hit.missed, junction=hit.junction, no_state=hit.no_state)
+
+    def _touch(self, state: RequestState) -> None:
+        """Counts a use of the request's blocks, and of the last state that it could continue from. States are kept at
+        few boundaries: to a policy, those at all the others would be blocks that it has lost."""
+        if not self._layout.states:
+            self._manager.touch(state.blocks.keys_in_order(), state.context)
+            return
+        last = self._hits.last_state(state)
+        used = state.blocks.used_keys([last] if last else [])
+        self._manager.touch(used, state.context, state.blocks.keys_in_order())
 
     def _wait(self, state: RequestState, computed: int) -> Match | None:
         """Returns an answer that makes the request ask again: when a load has started or ended, when the manager may

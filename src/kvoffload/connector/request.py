@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from itertools import zip_longest
@@ -85,6 +85,8 @@ class RequestState:
     """Waits that have ended since it was last given device blocks."""
     touched: bool = False
     """Whether its use was counted, which happens once."""
+    state_ends: Collection[int] = ()
+    """When it has ended: where it has continued from a state, and where states of it are kept."""
     computed_at_load: int = 0
     """Tokens that the device held when blocks were last allocated to it."""
     num_jobs: int = 0
@@ -175,43 +177,68 @@ class RequestBlocks:
     def extend_keys(self) -> bool:
         """Makes the keys of blocks that became whole. If the engine has taken tokens back and given others, all keys
         are made again and False is returned: what was stored or refused belongs to other tokens."""
-        hashes, layout, is_same = self.request.block_hashes, self.layout, True
+        request, layout, is_same = self.request, self.layout, True
+        hashes = request.block_hashes
         num_hashes, before = len(hashes), self._num_hashes
         # Hashes are chained, so the last one shows whether any has changed. It is mostly the same object.
-        if before and (
+        has_changed = before and (
             num_hashes < before or (hashes[before - 1] is not self._last_hash and hashes[before - 1] != self._last_hash)
-        ):
-            is_same = self._are_keys_of(hashes)
+        )
+        if has_changed or layout.ahead:
+            # No hash may cover the tokens after a block yet.
+            is_same = self._are_same(range(len(self.keys)) if has_changed else layout.ahead)
             if not is_same:
                 self.keys = tuple([] for _ in layout.groups)
                 self.restart_stores()
         elif num_hashes == before:
             return True
         self._num_hashes, self._last_hash = num_hashes, hashes[-1] if num_hashes else b""
-        known = num_hashes * layout.hash_block_size
         for g, keys in enumerate(self.keys):
-            for index in range(len(keys), layout.num_named(g, known)):
-                keys.append(layout.key(g, index, hashes))
+            for index in range(len(keys), layout.num_named(g, request)):
+                keys.append(layout.key(g, index, request))
         return is_same
 
-    def _are_keys_of(self, hashes: Sequence[BlockHash]) -> bool:
-        """Whether all keys made so far are those of a request with ``hashes``."""
-        layout, known = self.layout, len(hashes) * self.layout.hash_block_size
-        for g, keys in enumerate(self.keys):
-            last = len(keys) - 1
-            if keys and (layout.known_tokens(g, last) > known or keys[last] != layout.key(g, last, hashes)):
+    def _are_same(self, groups: Iterable[int]) -> bool:
+        """Whether all keys of ``groups`` made so far are those of the request's present tokens."""
+        layout, request = self.layout, self.request
+        for g in groups:
+            keys = self.keys[g]
+            num_keys = len(keys)
+            if keys and (num_keys > layout.num_named(g, request) or keys[-1] != layout.key(g, num_keys - 1, request)):
                 return False
         return True
 
     def keys_in_order(self) -> list[OffloadKey]:
         """Returns all keys so far, by the position at which their blocks end, so that groups lose their tails
         together."""
-        if len(self.keys) == 1:
-            return self.keys[0]
-        sizes = self.layout.block_tokens
-        if min(sizes) == max(sizes):
-            return [key for keys in zip_longest(*self.keys) for key in keys if key is not None]
-        ends = sorted(((i + 1) * sizes[g], g, i) for g, keys in enumerate(self.keys) for i in range(len(keys)))
+        return self.keys[0] if len(self.keys) == 1 else self._merged(range(len(self.keys)))
+
+    def used_keys(self, state_ends: Collection[int]) -> list[OffloadKey]:
+        """Returns the same without states, except those after ``state_ends`` tokens, boundaries of the layout. A state
+        comes after the blocks that end where it does."""
+        layout = self.layout
+        if not layout.states:
+            return self.keys_in_order()
+        positional = [*layout.full, *layout.windows]
+        merged = self._merged(sorted(positional))
+        for end in sorted(state_ends, reverse=True):
+            before = sum(min(end // layout.block_tokens[g], len(self.keys[g])) for g in positional)
+            last = [(g, end // layout.block_tokens[g] - 1) for g in layout.states]
+            merged[before:before] = [self.keys[g][i] for g, i in last if 0 <= i < len(self.keys[g])]
+        return merged
+
+    def _merged(self, groups: Collection[int]) -> list[OffloadKey]:
+        """Returns the keys of ``groups``, by the position at which their blocks end."""
+        sizes, keys_of = self.layout.block_tokens, [self.keys[g] for g in groups]
+        if len({sizes[g] for g in groups}) <= 1:
+            # Groups of one size have the same number of keys, except that those with a lookahead may have one less.
+            common = min(map(len, keys_of), default=0)
+            merged = [b""] * (common * len(keys_of))
+            for i, keys in enumerate(keys_of):
+                merged[i :: len(keys_of)] = keys[:common]
+            rest = zip_longest(*(keys[common:] for keys in keys_of))
+            return merged + [key for keys in rest for key in keys if key is not None]
+        ends = sorted(((i + 1) * sizes[g], g, i) for g in groups for i in range(len(self.keys[g])))
         return [self.keys[g][i] for _, g, i in ends]
 
     def add_to_tables(self, tables: Sequence[Sequence[int]]) -> None:
@@ -237,7 +264,7 @@ class RequestBlocks:
                 ends.append(first)
                 continue
             keys, table, factor = self.keys[g], self.tables[g], layout.factors[g]
-            end = min(tokens // layout.block_tokens[g], len(table) // factor, len(keys), first + MAX_BLOCKS_PER_STEP)
+            end = min(layout.num_final(g, tokens), len(table) // factor, len(keys), first + MAX_BLOCKS_PER_STEP)
             if end <= first:
                 ends.append(first)
                 continue
@@ -278,12 +305,5 @@ class RequestBlocks:
 
     def _due_at(self, g: int) -> int:
         """Returns the number of computed tokens at which the next block of group ``g`` becomes due."""
-        next_block = self.next_store[g]
-        if self.layout.groups[g].state:
-            return NEVER
-        end = (next_block + 1) * self.layout.block_tokens[g]
-        if end > self.max_stored_tokens:
-            return NEVER
-        # The keys of a draft group need tokens after the block too.
-        named = self.layout.known_tokens(g, next_block) if self.layout.groups[g].draft else end
-        return end if named <= self.request.num_tokens else named
+        end = (self.next_store[g] + 1) * self.layout.block_tokens[g]
+        return NEVER if self.layout.groups[g].state or end > self.max_stored_tokens else end

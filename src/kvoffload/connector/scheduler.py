@@ -21,6 +21,7 @@ from typing import Any, TypeVar, cast
 
 from kvoffload.abc import (
     BlockNotReadyError,
+    Following,
     KVBlocks,
     KVGroup,
     OffloadingEvent,
@@ -111,12 +112,13 @@ class OffloadingConnectorScheduler:
     to find them on the device; for engines that share device blocks between requests, and schedule waiting requests
     that hold some before those that hold none. ``describe_blocks``: stored events carry a BlockDescription.
     ``recorder`` gets every request that was given device blocks, when it ends. ``may_sleep``: the engine calls
-    ``wake_up`` after each sleep, and a reset may belong to one.
+    ``wake_up`` after each sleep, and a reset may belong to one. ``following`` describes the tokens after a block. It is
+    needed if a group has a ``lookahead``.
 
     Call it from the engine's scheduler thread only. No method raises for anything that goes wrong while serving: after
     an unexpected error ``off`` is True, nothing more is loaded or stored, and every promised load or store is reported
     as failed. The parts (``requests``, ``jobs``, ``stores``, ...) are public for tests and tools. Raises ConfigError if
-    block sizes do not divide.
+    block sizes do not divide, or ``following`` is missing.
     """
 
     def __init__(
@@ -132,11 +134,12 @@ class OffloadingConnectorScheduler:
         load_deadline_ms: float = 1000.0,
         recorder: TraceRecorder | None = None,
         may_sleep: bool = False,
+        following: Following | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.manager = manager
         self.off = False
-        self.layout = Layout(groups, hash_block_size, namespace)
+        self.layout = Layout(groups, hash_block_size, namespace, following)
         self.requests: dict[str, RequestState] = {}
         """By id, every request that was looked up and has not ended."""
         self.changes = Changes()
@@ -267,7 +270,9 @@ class OffloadingConnectorScheduler:
         meta.fences, meta.fenced_blocks = self.jobs.fence(handed_out, step.overwritten)
         self.observer.measure_prefills(step.num_scheduled_tokens)
         meta.stores |= self.stores.store_running(step.num_scheduled_tokens, self.requests, epoch)
-        meta.stores |= self.stores.store_states(step.boundary_states, preempted, self.requests, epoch)
+        # A request may have lost its blocks and compute on new ones in the same step.
+        lost = set(preempted) - step.replaced
+        meta.stores |= self.stores.store_states(step.boundary_states, lost, self.requests, epoch)
         if self.held:
             meta.releases += self.held.take_due(self._clock())
         return self._take_meta(step)
@@ -368,7 +373,7 @@ class OffloadingConnectorScheduler:
         if state is None:
             return False, None
         self.manager.release_request(state.context)
-        self.stores.end(request.request_id)
+        self.stores.end(state)
         self.observer.end(state)
         if any(state.blocks.tables):
             self._next.finished.append((state, request.num_computed_tokens))

@@ -32,6 +32,8 @@ class _Kept:
     prompt_start: int
     """States of the prompt from here on are kept until the next one comes."""
     junction: int = 0
+    resumed: int = 0
+    """Where the request has continued, at a state that was loaded or that the device had; 0 if it began anew."""
     at: dict[Place, int] = field(default_factory=dict)
     """Where the state of each place is."""
     own: dict[int, list[OffloadKey]] = field(default_factory=dict)
@@ -68,6 +70,8 @@ class StateKeeper:
         reaches to ``junction``."""
         kept = self._kept(state)
         kept.junction = max(kept.junction, junction)
+        if end % self._layout.align == 0:
+            kept.resumed = end
         if end:
             self._use(state, end)
 
@@ -101,12 +105,15 @@ class StateKeeper:
         superseded = [end for end in kept.own if end not in kept.at.values()]
         return dropped + [key for end in superseded for key in self._disown(kept, end)]
 
-    def end(self, req_id: str) -> None:
-        """Forgets a request that has ended. Its states are kept."""
+    def end(self, req_id: str) -> set[int]:
+        """Forgets a request that has ended. Its states are kept. Returns the positions of these and of the one that it
+        has continued from."""
         kept = self._requests.pop(req_id, None)
-        if kept is not None:
-            for end in list(kept.own):
-                self._disown(kept, end)
+        if kept is None:
+            return set()
+        for end in list(kept.own):
+            self._disown(kept, end)
+        return {kept.resumed, *kept.at.values()} - {0}
 
     def _use(self, state: RequestState, end: int) -> None:
         """Takes note that a request needs the state at ``end``: if another has stored it, that one does not drop it."""

@@ -65,11 +65,11 @@ class StorePlanner:
         """Stops looking at a request that has no device blocks any more."""
         self._due.remove(req_id)
 
-    def end(self, req_id: str) -> None:
+    def end(self, state: RequestState) -> None:
         """Forgets a request that has ended."""
-        self.forget(req_id)
+        self.forget(state.context.req_id)
         if self._keeper is not None:
-            self._keeper.end(req_id)
+            state.state_ends = self._keeper.end(state.context.req_id)
 
     def clear(self) -> None:
         self._due.clear()
@@ -81,9 +81,9 @@ class StorePlanner:
         specs = self._store([due for due in dues if due is not None], epoch)
         for state, _ in finished:
             if state.touched:
-                keys = state.blocks.keys_in_order()
-                self._manager.reorder_chain(keys, state.blocks.stored, state.context)
-                self._manager.offer_chain(keys, state.context)
+                blocks = state.blocks
+                self._manager.reorder_chain(blocks.used_keys(state.state_ends), blocks.stored, state.context)
+                self._manager.offer_chain(blocks.keys_in_order(), state.context)
         return specs
 
     def store_running(

@@ -65,8 +65,9 @@ class Batcher:
         self._half = half
         self._clock = clock
         self._random = random
+        s = scenario
         self.states = StateBlocks(
-            cache.groups, cache.hit_tokens, scenario.max_tokens_per_step, scenario.num_scratch_blocks
+            cache.groups, cache.hit_tokens, s.max_tokens_per_step, s.num_scratch_blocks, s.drops_last_state
         )
         self.version = version
         """The version of the weights."""
@@ -256,7 +257,7 @@ class Batcher:
         request.state_ends, request.unoffered = {total}, []
         self._extend(request, end)
         self._half.update_state_after_alloc(request, Allocation(request.blocks), external)
-        request.num_computed_tokens = total
+        request.num_computed_tokens = request.found_tokens = total
         request.loading = is_async
         request.num_waits = 0
         self.hits += external

@@ -67,6 +67,9 @@ class EngineRequest:
     junction: int = 0
     """The device had KV up to here when the request was last looked up, but no state. 0: it had all or nothing."""
     num_prompt_tokens: int = 0
+    found_tokens: int = 0
+    """How many tokens it had computed when it was last given its first blocks: those on the device and the loaded
+    ones."""
     loading: bool = False
     waiting_since: float | None = None
     """When the connector first answered "ask again", since it was last given blocks."""
@@ -111,13 +114,13 @@ class EngineRequest:
 
     def words(self, g: int, group: KVGroup, end: int) -> Words:
         """Returns the KV that its first ``end`` positions must have in group ``g``, without salts."""
-        words = self._words(self.version, group)[:end]
+        words = self._words(self.version, group, end)
         if any(old_group == g for old_group, _ in self.old_blocks):
             words, size = words.copy(), group.device_block_size
             for (old_group, index), version in self.old_blocks.items():
                 if old_group == g:
                     block = slice(index * size, (index + 1) * size)
-                    words[block] = self._words(version, group)[:end][block]
+                    words[block] = self._words(version, group, end)[block]
         return words
 
     def state(self, g: int, group: KVGroup, end: int) -> Words:
@@ -125,13 +128,24 @@ class EngineRequest:
         size = group.device_block_size
         version = self.old_blocks.get((g, (end - 1) // size), self.version)
         salts: Words = np.arange(1, size + 1, dtype=np.uint64) * np.uint64(SPREAD)
-        words: Words = salts ^ self._words(version, group)[end - 1]
+        words: Words = salts ^ self._words(version, group, end)[end - 1]
         return words
 
-    def _words(self, version: int, group: KVGroup) -> Words:
+    def _words(self, version: int, group: KVGroup, end: int) -> Words:
         content = self._contents.setdefault(version, Content(version))
         content.extend(self.real_tokens)
-        return content.draft_words if group.draft else content.words
+        return content.ahead(end, group.lookahead)
+
+    def first_written(self, group: KVGroup, start: int) -> int:
+        """Returns the first position whose KV a step computes that begins at token ``start``. With a lookahead of
+        several tokens, the last positions of the step before are computed again, because now these tokens are known."""
+        again = max(self.found_tokens, first_attended(group, start), start - group.lookahead + 1)
+        return min(start, again)
+
+
+def following(request: Any, position: int, n: int) -> bytes:
+    """Describes ``n`` tokens of an EngineRequest, for the connector."""
+    return b"".join(token.to_bytes(4, "little") for token in request.tokens[position : position + n])
 
 
 Batch: TypeAlias = list[tuple[EngineRequest, int]]
@@ -140,11 +154,12 @@ Batch: TypeAlias = list[tuple[EngineRequest, int]]
 
 class Content:
     """The KV of a sequence, one word per position: ``words`` are a function of the version and of all tokens up to the
-    position, ``draft_words`` also of the token after it. Layers and ranks add salts of their own."""
+    position. Layers and ranks add salts of their own."""
 
     def __init__(self, version: int) -> None:
         self.version = version
-        self.words = self.draft_words = to_words([])
+        self.words = to_words([])
+        self._tokens = to_words([])
         self._state = digest(f"version {version}".encode())
 
     def extend(self, tokens: Sequence[int]) -> None:
@@ -155,9 +170,17 @@ class Content:
         for token in tokens[done:end]:
             self._state = digest(self._state + token.to_bytes(4, "little"))
             new.append(int.from_bytes(self._state, "little"))
-        after = [(token + 1) * SPREAD % 2**64 for token in tokens[done + 1 : end + 1]]
         self.words = np.concatenate((self.words, to_words(new)))
-        self.draft_words = np.concatenate((self.draft_words, to_words(new) ^ to_words(after)))
+        self._tokens = to_words(tokens)
+
+    def ahead(self, end: int, lookahead: int) -> Words:
+        """Returns the words of the first ``end`` positions, each mixed with the ``lookahead`` tokens after it. As the
+        token at ``end`` is the last that a step knows, words near the end do without the others."""
+        words = self.words[:end]
+        for distance in range(1, lookahead + 1):
+            after = (self._tokens[distance : end + 1] + np.uint64(1)) * np.uint64(SPREAD + 2 * (distance - 1))
+            words = words ^ np.pad(after, (0, len(words) - len(after)))
+        return words
 
 
 class Access(NamedTuple):
@@ -180,9 +203,10 @@ class Access(NamedTuple):
             blocks = table[(np.array(ends) - 1) // size]
             offsets = np.tile(np.arange(size), len(ends))
             return cls(np.repeat(blocks, size), offsets, words, size if start else 0)
-        low = min(first_attended(group, start), start)
+        written = request.first_written(group, start)
+        low = min(first_attended(group, start), written)
         tokens = np.arange(low, end)
-        return cls(table[tokens // size], tokens % size, request.words(g, group, end)[low:], start - low)
+        return cls(table[tokens // size], tokens % size, request.words(g, group, end)[low:], written - low)
 
 
 def to_words(words: Sequence[int]) -> Words:

@@ -11,8 +11,8 @@ from kvoffload.abc import BlockHash, KVGroup
 from kvoffload.testing.content import NULL_BLOCK, EngineRequest, Table, first_attended
 
 BlockName: TypeAlias = tuple[int, BlockHash]
-"""The name of a device block in the prefix cache: its group, and the hash that covers everything its bytes depend
-on."""
+"""The name of a device block in the prefix cache: its group, and the hash of its tokens, with the tokens after it on
+which its bytes depend."""
 
 
 class BlockPool:
@@ -100,11 +100,14 @@ class DeviceCache:
         return None if name is None else self.pool.block_of.get(name)
 
     def _name(self, request: EngineRequest, g: int, index: int) -> BlockName | None:
-        """The name covers all tokens that the bytes of a block depend on: in a draft group, the tokens after it too. So
-        the last whole block of a draft group is neither cached nor found."""
+        """The name covers all tokens that the bytes of a block depend on, those after it too. It has none before these
+        are known."""
         group = self.groups[g]
-        last = (index + 1) * (group.device_block_size // self.hash_block_size) - (0 if group.draft else 1)
-        return (g, request.block_hashes[last]) if last < len(request.block_hashes) else None
+        end = (index + 1) * group.device_block_size
+        if end + group.lookahead > request.num_tokens:
+            return None
+        after = request.tokens[end : end + group.lookahead]
+        return g, request.block_hashes[end // self.hash_block_size - 1] + repr(after).encode()
 
     def tables_for(self, request: EngineRequest, computed: int, total: int) -> list[Table]:
         """Returns, per group, the cached blocks of ``computed`` tokens that the token at ``total`` attends to, with
@@ -130,7 +133,8 @@ class DeviceCache:
         if not self.pool.prefix_caching:
             return
         for g, (group, table) in enumerate(zip(self.groups, request.blocks, strict=True)):
-            for i in range(request.num_cached[g], num_tokens // group.device_block_size):
+            num_final = max(0, num_tokens - max(0, group.lookahead - 1))
+            for i in range(request.num_cached[g], num_final // group.device_block_size):
                 name = self._name(request, g, i)
                 if name is None:
                     break

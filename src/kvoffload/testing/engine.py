@@ -28,7 +28,7 @@ from kvoffload.connector.messages import StepMeta, WorkerReport
 from kvoffload.connector.scheduler import OffloadingConnectorScheduler
 from kvoffload.connector.worker import Finished
 from kvoffload.testing.batching import STEP_S, Allocation, Batcher, Clock, Late
-from kvoffload.testing.content import Batch, EngineRequest, first_attended, sample
+from kvoffload.testing.content import Batch, EngineRequest, first_attended, following, sample
 from kvoffload.testing.device import BlockPool, DeviceCache
 from kvoffload.testing.ranks import InlineRank, ModelWatch, Rank, RankReports, WrongBytes
 from kvoffload.testing.scenario import Scenario, make_requests, random_groups
@@ -155,6 +155,7 @@ class ModelEngine:
             share_loads=s.prefix_caching,
             load_deadline_ms=s.load_deadline_ms,
             may_sleep=s.sleep_chance > 0,
+            following=following,
             clock=self.clock,
         )
         self.batcher = Batcher(s, self.cache, self.scheduler, self.clock, self.random, version)

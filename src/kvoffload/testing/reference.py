@@ -144,7 +144,12 @@ class ReferenceManager(OffloadingManager):
             if block.ref_cnt == 0 and key in self.leaving:
                 self.free_slots.append(self.leaving.pop(key).slot)
 
-    def touch(self, keys: Sequence[OffloadKey], req_context: ReqContext | None = None) -> None:
+    def touch(
+        self,
+        keys: Sequence[OffloadKey],
+        req_context: ReqContext | None = None,
+        chain: Sequence[OffloadKey] | None = None,
+    ) -> None:
         for key in reversed(unique(keys)):
             self.order_touch(key)
 
@@ -407,9 +412,14 @@ class ReferenceFilter(OffloadingManager):
         self.count(keys, req_context)
         return self.backing.lookup_last(keys, req_context)
 
-    def touch(self, keys: Sequence[OffloadKey], req_context: ReqContext | None = None) -> None:
-        self.count(keys, req_context)
-        self.backing.touch(keys, req_context)
+    def touch(
+        self,
+        keys: Sequence[OffloadKey],
+        req_context: ReqContext | None = None,
+        chain: Sequence[OffloadKey] | None = None,
+    ) -> None:
+        self.count(keys if chain is None else chain, req_context)
+        self.backing.touch(keys, req_context, chain)
 
     def reorder_chain(
         self, keys: Sequence[OffloadKey], stored: Collection[OffloadKey], req_context: ReqContext | None = None

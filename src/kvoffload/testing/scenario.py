@@ -68,6 +68,8 @@ class Scenario:
     """Empty: one group of full attention with ``block_size`` and ``block_size_factor``."""
     num_scratch_blocks: int = 0
     """Blocks that follow the running state in each table of a state group."""
+    drops_last_state: bool = False
+    """Whether no state is kept at the last boundary of a prompt, but at the one before it."""
     hash_block_size: int | None = None
     """None: the largest number of tokens that divides every group's blocks."""
     num_ranks: int = 1
@@ -133,7 +135,14 @@ class Scenario:
         """Returns the same workload on a hybrid model: with one to three state groups, rarely with nothing else."""
         before = self.groups or (KVGroup(self.block_size, self.block_size_factor),)
         groups = add_states(before, rng)
-        s = dataclasses.replace(self, groups=groups, num_scratch_blocks=rng.choice((0, 0, 1, 2)))
+        s = dataclasses.replace(
+            self,
+            groups=groups,
+            num_scratch_blocks=rng.choice((0, 0, 1, 2)),
+            drops_last_state=rng.random() < 0.2,
+            # A state is found only by requests with the same tokens up to it.
+            max_question_tokens=min(self.max_question_tokens, rng.choice((0, 2, 12))),
+        )
         longest = s.document_tokens + s.max_question_tokens + s.max_new_tokens
         need = sum(_most_blocks(group, longest, s.max_tokens_per_step, s.num_scratch_blocks) for group in groups)
         return dataclasses.replace(
@@ -163,7 +172,7 @@ def random_groups(rng: Random) -> tuple[KVGroup, ...]:
     while True:
         groups = tuple(_random_group(rng) for _ in range(rng.choice((1, 2, 2, 3, 4))))
         aligned = math.lcm(*(group.block_tokens for group in groups)) <= 12
-        if aligned and sum(group.draft for group in groups) <= 1:
+        if aligned and sum(group.lookahead > 0 for group in groups) <= 1:
             return groups
 
 
@@ -181,11 +190,11 @@ def add_states(groups: tuple[KVGroup, ...], rng: Random) -> tuple[KVGroup, ...]:
 
 def _random_group(rng: Random) -> KVGroup:
     size, factor, kind = rng.choice((1, 2, 4)), rng.choice((1, 1, 2, 3)), rng.random()
-    draft = rng.random() < 0.2
+    lookahead = min(size * factor, rng.choice((1, 2))) if rng.random() < 0.2 else 0
     if kind < 0.4:
-        return KVGroup(size, factor, draft=draft)
+        return KVGroup(size, factor, lookahead=lookahead)
     if kind < 0.8:
-        return KVGroup(size, factor, sliding_window=rng.choice((1, 2, 3, 5, 8, 17)), draft=draft)
+        return KVGroup(size, factor, sliding_window=rng.choice((1, 2, 3, 5, 8, 17)), lookahead=lookahead)
     return KVGroup(size, factor, attention_chunk=rng.choice((1, 3, 4, 6, 8, 16)))
 
 

@@ -128,6 +128,7 @@ class ServerLife:
             and s.num_host_blocks >= 24 * max(1, len(s.groups))
             and s.document_tokens >= 2 * _unit_tokens(s)
             and (not s.groups or any(group.is_full for group in s.groups))
+            and not s.drops_last_state
             and self.max_queued >= 64
             and not (s.abort_chance or s.reset_chance or s.update_chance or s.copy_failure_rate or s.sleep_chance)
             and not self.load_only_if_faster
@@ -649,8 +650,10 @@ class Servers:
             options_rate=0.0,
         )
         if any(group.state for group in scenario.groups):
-            # Only requests with the same prompt are sure to have a state at the same position.
-            scenario = dataclasses.replace(scenario, max_question_tokens=0)
+            # Only requests with the same prompt are sure to have a state at the same position, and there is none below
+            # the last token of a prompt that ends with a block.
+            tokens = scenario.document_tokens + (scenario.document_tokens % _unit_tokens(scenario) == 0)
+            scenario = dataclasses.replace(scenario, max_question_tokens=0, document_tokens=tokens)
         requests = make_requests(scenario, self._random, server.engine.cache.hash_block_size)
         for request in requests:
             self._num_asked += 1

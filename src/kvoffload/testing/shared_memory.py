@@ -40,21 +40,24 @@ class SharedMemory:
     def __init__(self, max_values: int = 1 << 20) -> None:
         self.max_values = max_values
         self.values: OrderedDict[bytes, SharedValue] = OrderedDict()
+        self.put_by: dict[bytes, set[object]] = {}
+        """By name, who has ever put a value: after an eviction several may."""
         self.removed_by_others = 0
-        """Values that another than their writer has removed."""
+        """Values that were removed by one who has never put one of that name."""
 
     def put(self, name: bytes, value: SharedValue) -> bool:
         """Returns False if there is one of that name already, which stays."""
         if name in self.values:
             return False
         self.values[name] = value
+        self.put_by.setdefault(name, set()).add(value.writer)
         while len(self.values) > self.max_values:
             self.values.popitem(last=False)
         return True
 
     def remove(self, name: bytes, writer: object) -> None:
         value = self.values.pop(name, None)
-        self.removed_by_others += value is not None and value.writer is not writer
+        self.removed_by_others += value is not None and writer not in self.put_by[name]
 
 
 class SharedMemoryTier(Tier):

@@ -17,14 +17,18 @@ class StateBlocks:
     speculative tokens: the next state is written to the first of them, or they move behind it. A table therefore is not
     append-only: a scratch block that has moved stands at two places in the copy of one who only appends.
 
-    Chunks end at multiples of ``align`` if ``max_chunk`` tokens suffice for that.
+    Chunks end at multiples of ``align`` if ``max_chunk`` tokens suffice for that, and one ends at the last boundary of
+    the prompt; with ``drops_last`` at the one before it, as vLLM does with EAGLE and MTP.
     """
 
-    def __init__(self, groups: Sequence[KVGroup], align: int, max_chunk: int, num_scratch: int) -> None:
+    def __init__(
+        self, groups: Sequence[KVGroup], align: int, max_chunk: int, num_scratch: int, drops_last: bool = False
+    ) -> None:
         self._sizes = {g: group.device_block_size for g, group in enumerate(groups) if group.state}
         self._align = align
         self._max_chunk = max_chunk
         self._num_scratch = num_scratch
+        self._drops_last = drops_last
         self._offers: dict[str, list[BoundaryState]] = {}
         """Per request, the states that the next step offers."""
 
@@ -40,7 +44,8 @@ class StateBlocks:
                 end = aligned
         # A state that is not at a boundary yet, the last boundary of the prompt, and where other requests branch off.
         next_boundary = (start // align + 1) * align if start % align else 0
-        stops = (next_boundary, (request.num_tokens - 1) // align * align, request.junction)
+        last = request.num_tokens - (align if self._drops_last else 1)
+        stops = (next_boundary, last // align * align, request.junction)
         return max(min((stop for stop in stops if start < stop < end), default=end) - start, 0)
 
     def num_lacking(self, g: int, table: Table, has_scratch: bool, end: int) -> int:

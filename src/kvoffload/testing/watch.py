@@ -106,9 +106,13 @@ class TierWatch:
                 # A shared tier would ask its medium.
                 self.tier.contains(keys)
 
-        def watched_touch(keys: Sequence[OffloadKey], req_context: ReqContext | None = None) -> None:
-            learn(keys)
-            touch(keys, req_context)
+        def watched_touch(
+            keys: Sequence[OffloadKey],
+            req_context: ReqContext | None = None,
+            chain: Sequence[OffloadKey] | None = None,
+        ) -> None:
+            learn(keys if chain is None else chain)
+            touch(keys, req_context, chain)
 
         def watched_offer(keys: Sequence[OffloadKey], req_context: ReqContext | None = None) -> None:
             learn(keys)

@@ -241,12 +241,18 @@ class TieredOffloadingManager(OffloadingManager):
     ) -> None:
         self.host.complete_load(blocks, req_context)
 
-    def touch(self, keys: Sequence[OffloadKey], req_context: ReqContext | None = None) -> None:
-        self.host.touch(keys, req_context)
+    def touch(
+        self,
+        keys: Sequence[OffloadKey],
+        req_context: ReqContext | None = None,
+        chain: Sequence[OffloadKey] | None = None,
+    ) -> None:
+        chain = keys if chain is None else chain
+        self.host.touch(keys, req_context, chain)
         for tier in self._tiers_on():
             tier.tier.touch(keys)
-            tier.writes.count_request(keys, req_context)
-            tier.writes.offer(keys, _request(req_context), is_whole=False)
+            tier.writes.count_request(chain, req_context)
+            tier.writes.offer(chain, _request(req_context), is_whole=False)
 
     def reorder_chain(
         self,

@@ -99,7 +99,7 @@ class ChainPlanner:
         layout, is_last, states = self._layout, stop == chain.num_units, list[OffloadKey]()
         if layout.num_states:
             # Behind the last state no request can resume, until there is another one.
-            stop, states = self._last_state(chain, start, stop)
+            stop, states = self.last_state(chain, start, stop)
             if stop == start:
                 return Plan([], start, states if is_last else ())
         ends = layout.unit_ends(start, stop)
@@ -112,7 +112,7 @@ class ChainPlanner:
         plan = plan_writes(spans, in_tier, available, ends, start=start, is_last=is_last, room=room)
         return replace(plan, holes=states) if is_last and plan.done == stop else plan
 
-    def _last_state(self, chain: Chain, start: int, stop: int) -> tuple[int, list[OffloadKey]]:
+    def last_state(self, chain: Chain, start: int, stop: int) -> tuple[int, list[OffloadKey]]:
         """Returns the last of the units ``start`` to ``stop``, exclusive, at whose end all states are in the tier or
         can be written, plus one; ``start`` if there is none. And the states that are unavailable behind it, the last
         one first."""

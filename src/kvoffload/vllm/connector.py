@@ -30,6 +30,7 @@ from kvoffload.vllm import versions
 from kvoffload.vllm.cuda import numa_node
 from kvoffload.vllm.events import EventTranslator
 from kvoffload.vllm.fingerprint import describe_parts, fingerprint_parts
+from kvoffload.vllm.following import following
 from kvoffload.vllm.layout import EngineLayout, RankInfo, one_per_pool
 from kvoffload.vllm.metrics import KVOffloadPromMetrics, KVOffloadStats
 from kvoffload.vllm.nesting import required_layout
@@ -156,6 +157,7 @@ class KVOffloadConnector(KVConnectorBase_V1, SupportsHMA):
             enable_events=events is not None and events.enable_kv_cache_events,
             may_sleep=versions.may_sleep(self._vllm_config),
             parent_request=versions.parent_request,
+            following=following,
             identity=describe_parts(self._vllm_config, layout, parts),
         )
         self._ranks = infos

@@ -48,8 +48,8 @@ class EventTranslator:
     A block is written to a lower tier, or read from it, while it is in host memory. So where there are lower tiers, the
     contents of a block are remembered from its announcement in host memory until it has left, for at most MAX_CONTENTS
     blocks. Where the contents are not known, the event has hashes but no tokens, as vLLM's own offloading events may.
-    Blocks of draft groups are left out, because their keys are not those of their own tokens. A state is announced as
-    vLLM announces its own: kind "mamba", with the tokens of the block at whose end it stands.
+    Groups with a lookahead are left out, because their keys do not have the hashes of the device's blocks. A state is
+    announced as vLLM announces its own: kind "mamba", with the tokens of the block at whose end it stands.
     """
 
     def __init__(self, layout: EngineLayout) -> None:
@@ -65,7 +65,7 @@ class EventTranslator:
             for key, block in zip(event.keys, described, strict=True):
                 by_group[key_group_idx(key)].append((key, block))
             for g, blocks in by_group.items():
-                if self._layout.groups[g].group.draft:
+                if self._layout.groups[g].group.lookahead:
                     continue
                 if event.removed:
                     keys = [key for key, _ in blocks]

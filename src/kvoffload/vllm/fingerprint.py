@@ -123,8 +123,8 @@ def fingerprint_parts(vllm_config: VllmConfig, layout: EngineLayout, infos: Sequ
     parallel = vllm_config.parallel_config
     load, digests, draft = vllm_config.load_config, DigestCache(), None
     identity = _identity(layout.config, model, load, digests)
-    if any(group.draft for group in layout.kv_groups):
-        speculative = vllm_config.speculative_config
+    speculative = vllm_config.speculative_config
+    if speculative is not None and (speculative.use_eagle() or speculative.method == "draft_model"):
         drafting, own = speculative.draft_model_config, getattr(speculative, "draft_load_config", None)
         # Layers that predict several tokens are among the model's own files.
         is_apart = own is not None or (drafting.model, drafting.revision) != (model.model, model.revision)
@@ -151,8 +151,10 @@ def fingerprint_parts(vllm_config: VllmConfig, layout: EngineLayout, infos: Sequ
         "environment": _same_everywhere(_environment),
         # The order of layers and blocks does not change pages.
         "layout": str(page_layout(versions.kv_cache_layout(vllm_config))),
-        # Groups without states are described as they were before there were any.
-        "groups": [repr(group).replace(", state=False", "") for group in layout.kv_groups],
+        # Groups without states or a lookahead are described as they were before there were any.
+        "groups": [
+            repr(group).replace(", state=False", "").replace("lookahead=0", "draft=False") for group in layout.kv_groups
+        ],
         # A block has one part per pool.
         "ranks": [list(map(list, info.layers)) for info in one_per_pool(infos)],
         "parallel": [parallel.tensor_parallel_size, parallel.pipeline_parallel_size],

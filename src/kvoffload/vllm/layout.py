@@ -121,10 +121,10 @@ class EngineLayout:
         refuse_unserved(vllm_config)
         if config.tier_entries:
             refuse_unserved_with_tiers(vllm_config, config)
-        draft_groups = _draft_groups(vllm_config, kv_cache_config)
+        lookahead = _lookahead(vllm_config, kv_cache_config)
         groups = tuple(
-            _group_layout(config, group.kv_cache_spec, tuple(group.layer_names), g in draft_groups)
-            for g, group in enumerate(kv_cache_config.kv_cache_groups)
+            _group_layout(config, group.kv_cache_spec, tuple(group.layer_names), tokens)
+            for group, tokens in zip(kv_cache_config.kv_cache_groups, lookahead, strict=True)
         )
         refuse_unserved_groups(len(groups))
         engine, engines = _engines(vllm_config, config)
@@ -140,7 +140,7 @@ class EngineLayout:
         )
 
 
-def _group_layout(config: OffloadConfig, spec: KVCacheSpec, names: tuple[str, ...], draft: bool) -> GroupLayout:
+def _group_layout(config: OffloadConfig, spec: KVCacheSpec, names: tuple[str, ...], lookahead: int) -> GroupLayout:
     mixed = isinstance(spec, UniformTypeKVCacheSpecs)
     specs = spec.kv_cache_specs if mixed else dict.fromkeys(names, spec)
     refuse_unserved_specs(specs.values() if mixed else [spec])
@@ -156,7 +156,7 @@ def _group_layout(config: OffloadConfig, spec: KVCacheSpec, names: tuple[str, ..
         block_size_factor=1 if state else config.factor(spec.block_size),
         sliding_window=window,
         attention_chunk=chunk,
-        draft=draft and not state,
+        lookahead=0 if state else lookahead,
         state=state,
     )
     return GroupLayout(group, names, tuple(map(_page_bytes, map(specs.__getitem__, names))), spec)
@@ -167,14 +167,17 @@ def _page_bytes(spec: Any) -> int:
     return int(spec.state_content_size_bytes if isinstance(spec, MambaSpec) else spec.unpadded_page_size_bytes)
 
 
-def _draft_groups(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> set[int]:
-    """Returns the indices of groups with layers of a draft model: all groups, if vLLM does not mark any."""
-    speculative = vllm_config.speculative_config
-    if speculative is None or not (speculative.use_eagle() or speculative.method == "draft_model"):
-        return set()
-    groups = kv_cache_config.kv_cache_groups
-    flagged = {g for g, group in enumerate(groups) if group.is_eagle_group}
-    return flagged or set(range(len(groups)))
+def _lookahead(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> list[int]:
+    """Returns, per group, on how many tokens after its own the KV of a position depends.
+
+    The drafter's layers, if it reads the hidden states of the model, are given the token after each of these. They are
+    in the groups that vLLM marks, or, if it marks none, perhaps in all that hold KV per token. A draft model that is
+    run on the same tokens as the model looks ahead to none.
+    """
+    groups, tokens = kv_cache_config.kv_cache_groups, versions.num_lookahead_tokens(vllm_config)
+    with_kv = [g for g, group in enumerate(groups) if not isinstance(group.kv_cache_spec, MambaSpec)]
+    drafting = [g for g in with_kv if groups[g].is_eagle_group] or with_kv
+    return [tokens if g in drafting else 0 for g in range(len(groups))]
 
 
 def _engines(vllm_config: VllmConfig, config: OffloadConfig) -> tuple[int, int]:

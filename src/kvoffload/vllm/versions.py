@@ -43,6 +43,7 @@ SINCE = {
     "kv_cache_layout": "0.29",
     "kv_connector_block_state": "0.29",
     "max_tp_shards": "0.31",
+    "num_prefill_lookahead_tokens": "0.32",
     "ownership": "0.29",
     "prefix_cacheable": "0.29",
     "resolve_none_hash_seed": "0.29",
@@ -145,6 +146,16 @@ def returns_routed_experts(vllm_config: VllmConfig) -> bool:
     """Whether answers name the experts that computed each token."""
     outputs = attribute(vllm_config, "aux_output_config", vllm_config.model_config)
     return bool(attribute(outputs, "enable_return_routed_experts"))
+
+
+def num_lookahead_tokens(vllm_config: VllmConfig) -> int:
+    """Returns on how many tokens after its own the KV of a drafter depends: one if it reads the hidden states of the
+    model, more if each module of an MTP drafter has KV of its own, and none for other draft models."""
+    known = attribute(vllm_config, "num_prefill_lookahead_tokens")
+    if known is not None:
+        return int(known)
+    speculative = vllm_config.speculative_config
+    return int(speculative is not None and speculative.use_eagle())
 
 
 def hash_block_size(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> int:

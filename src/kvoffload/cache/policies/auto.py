@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from kvoffload.abc import Access, Eviction, IntegrityError, OffloadKey, Slots
 from kvoffload.cache.policies.base import ListPolicy
-from kvoffload.cache.policies.ghosts import Entries, GhostTable, Hashes, key_hashes
+from kvoffload.cache.policies.ghosts import Entries, GhostTable, Hashes, key_hashes, shared_names
 from kvoffload.cache.policies.recency import NO_END, Positions
 from kvoffload.cache.policies.tournament import GHOSTS, RULES, Tournament, plan
 
@@ -31,6 +31,9 @@ class AutoPolicy(ListPolicy):
     A rule (see ``tournament.RULES``) says from which list a block leaves, whether new blocks enter at all, and which
     of the blocks that return count as used again. A ``Tournament`` chooses the rule. The lists are the same for all
     rules, so that a change of rule costs nothing.
+
+    Blocks of several KV cache groups that end at one token share a ghost and a place in the sample of the shadows: a
+    state and the attention block that ends there are of no use without each other.
     """
 
     def __init__(self, capacity: int, tournament: Tournament | None = None) -> None:
@@ -41,6 +44,9 @@ class AutoPolicy(ListPolicy):
         self._clock = 0
         self._hash_of = np.zeros(capacity, dtype=np.uint64)
         """The hash of the key in each slot."""
+        self._has_shared_names = False
+        """Whether there was a key of another group than the first. Then a ghost stays when a block returns, for the
+        other blocks of its name."""
         self._last: _Absent | None = None
         """The absent keys of the last call, because the next call is often about the same keys. While keys are absent,
         their ghosts can be overwritten, but none is added, unless by ``refuse``."""
@@ -82,7 +88,8 @@ class AutoPolicy(ListPolicy):
     def insert(self, slots: Slots, keys: Sequence[OffloadKey]) -> None:
         absent, self._last = self._absent(keys), None
         returning = self._ghosts.is_marked(absent.entries)
-        self._ghosts.remove(absent.entries[absent.entries >= 0])
+        if not self._has_shared_names:
+            self._ghosts.remove(absent.entries[absent.entries >= 0])
         self._hash_of[slots] = absent.hashes
         positions = self._tick(len(slots))
         self._again.append(slots[returning], positions[returning])
@@ -109,7 +116,7 @@ class AutoPolicy(ListPolicy):
         return admitted
 
     def refuse(self, keys: Sequence[OffloadKey]) -> None:
-        self._ghosts.add(key_hashes(keys), self._tick(len(keys)))
+        self._remember(self._hashes(keys), self._tick(len(keys)))
         self._last = None
 
     def evict(self, eviction: Eviction) -> Slots:
@@ -123,8 +130,16 @@ class AutoPolicy(ListPolicy):
             for members, most in ((self._once, max(0, excess)), (self._again, n), (self._once, n)):
                 more, at = members.pop_with_positions(min(most, n - len(victims)), busy)
                 victims, positions = np.concatenate((victims, more)), np.concatenate((positions, at))
-        self._ghosts.add(self._hash_of[victims], positions, new=True)
+        self._remember(self._hash_of[victims], positions, new=True)
         return victims
+
+    def _remember(self, hashes: Hashes, positions: Positions, new: bool = False) -> None:
+        """Adds ghosts. ``new``: there are none of these blocks yet."""
+        if self._has_shared_names:
+            _, last = np.unique(hashes[::-1], return_index=True)
+            chosen = np.sort(len(hashes) - 1 - last)
+            hashes, positions, new = hashes[chosen], positions[chosen], False
+        self._ghosts.add(hashes, positions, new)
 
     def _evict_oldest(self, n: int, busy: npt.NDArray[np.bool_]) -> tuple[Slots, Positions]:
         """Removes the ``n`` oldest blocks of both lists."""
@@ -167,9 +182,14 @@ class AutoPolicy(ListPolicy):
             asked, hashes, entries = self._last
             self._last = _Absent(asked, hashes, self._ghosts.find_again(hashes, entries))
         else:
-            hashes = key_hashes(asked)
+            hashes = self._hashes(asked)
             self._last = _Absent(asked, hashes, self._ghosts.find(hashes))
         return self._last
+
+    def _hashes(self, keys: Sequence[OffloadKey]) -> Hashes:
+        names = shared_names(keys)
+        self._has_shared_names |= names is not keys
+        return key_hashes(names)
 
     def _tick(self, n: int) -> Positions:
         self._clock += n

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import repeat
 
 import numpy as np
 import numpy.typing as npt
 import xxhash
 
 from kvoffload.abc import OffloadKey
+from kvoffload.cache.keys import key_block_hash, make_offload_key
 
 WAYS = 16
 """Entries per bucket. A table for up to twice as many hashes is one bucket."""
@@ -24,9 +26,18 @@ _ABSENT = -1
 # Arrays, because numpy handles them faster than its scalars.
 _HALF = np.array(32, dtype=np.uint64)
 _ODD = np.array(1, dtype=np.uint32)
+_FIRST_GROUP = make_offload_key(b"", 0)
 
 
-def key_hashes(keys: Sequence[OffloadKey]) -> Hashes:
+def shared_names(keys: Sequence[OffloadKey]) -> Sequence[bytes]:
+    """Returns the keys that blocks of the first KV cache group have at the same places: blocks of several groups that
+    end at one token have one name. Returns ``keys`` itself if all are of that group."""
+    if all(map(bytes.endswith, keys, repeat(_FIRST_GROUP))):
+        return keys
+    return [key_block_hash(key) + _FIRST_GROUP for key in keys]
+
+
+def key_hashes(keys: Sequence[bytes]) -> Hashes:
     """Returns 64 evenly distributed bits per key. They depend on its bytes only, so every process finds the same."""
     return np.frombuffer(b"".join(map(xxhash.xxh3_64_digest, keys)), dtype=">u8").astype(np.uint64)
 

@@ -1,0 +1,150 @@
+"""A drafter whose KV depends on the token after its own, as in EAGLE and MTP. Every draft must be the one that is made
+without kvoffload, also where a hit ends."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+# Not "vllm": a directory of that name on sys.path could be imported instead.
+pytest.importorskip("vllm.version")
+import torch
+from driver import BLOCK_SIZE, write_model
+from vllm.config import KVTransferConfig
+from vllm.engine.arg_utils import EngineArgs
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+from vllm_harness import POOL, Run, Runner, assert_at_rest
+
+from kvoffload.vllm.following import following
+from kvoffload.vllm.layout import EngineLayout
+
+pytestmark = pytest.mark.vllm
+
+PREFIX: list[int] = np.random.default_rng(3).integers(5, 500, 3 * BLOCK_SIZE).tolist()
+"""Three blocks."""
+PROMPTS = [[*PREFIX, 100], [*PREFIX, 101], [*PREFIX, 102], PREFIX, [*PREFIX, 101]]
+"""The drafter's KV at the end of the prefix differs between them. Of the fourth, it depends on the first token of the
+answer."""
+ONE_BY_ONE: dict[str, Any] = {"eagle": True, "prompts": PROMPTS, "more": [7]}
+
+
+@pytest.fixture(scope="module")
+def computed(run: Runner) -> Run:
+    """The drafts if every token is computed."""
+    result = run("one_by_one", **ONE_BY_ONE, engine={"enable_prefix_caching": False})
+    assert result["accepted"] > 100
+    return result
+
+
+def test_drafts_are_the_same_with_and_without_offloading(run: Runner, computed: Run) -> None:
+    result = run("one_by_one", **ONE_BY_ONE, connector=POOL)
+    assert result["outputs"] == computed["outputs"]
+    assert result["drafts"] == computed["drafts"]
+    assert result["accepted"] == computed["accepted"]
+    found = [record["host_tokens"] // BLOCK_SIZE for record in result["records"]]
+    assert found[: len(PROMPTS)] == [0, 2, 2, 2, 3], "the third block is found by those with the same token after it"
+    assert found[len(PROMPTS) :] == [4] * len(PROMPTS), "the last blocks were completed by accepted drafts"
+    assert_at_rest(result.result)
+
+
+def test_as_many_are_accepted_with_asynchronous_scheduling(run: Runner, computed: Run) -> None:
+    """The scheduler does not see drafts then, and learns one step later what was accepted."""
+    result = run("one_by_one", **ONE_BY_ONE, connector=POOL, force_async=True)
+    assert result["scheduler"] == "AsyncScheduler"
+    assert [record["host_tokens"] // BLOCK_SIZE for record in result["records"]] == [0, 2, 2, 2, 3, 4, 4, 4, 4, 4]
+    assert result["outputs"] == computed["outputs"]
+    assert result["accepted"] == computed["accepted"]
+    assert_at_rest(result.result)
+
+
+def test_drafts_are_worse_if_blocks_are_found_that_have_another_token_after_them(run: Runner, computed: Run) -> None:
+    """The control."""
+    result = run("one_by_one", **ONE_BY_ONE, connector=POOL, connector_class="ForgetfulOfFollowingKVOffloadConnector")
+    assert [record["host_tokens"] // BLOCK_SIZE for record in result["records"]][: len(PROMPTS)] == [0, 3, 3, 2, 3]
+    assert result["outputs"] == computed["outputs"], "the model checks drafts"
+    assert result["drafts"] != computed["drafts"]
+    assert result["accepted"] < computed["accepted"]
+
+
+@dataclass(eq=False)
+class FakeRequest:
+    """What vLLM hashes of a request."""
+
+    all_token_ids: list[int]
+    mm_features: list[Any] = field(default_factory=list)
+    lora_request: Any = None
+    cache_salt: str | None = None
+    prompt_embeds: Any = None
+    _prompt_embeds_per_block_hashes: dict[Any, bytes] = field(default_factory=dict)
+
+
+def image(name: str, offset: int, length: int) -> Any:
+    return SimpleNamespace(identifier=name, mm_position=SimpleNamespace(offset=offset, length=length))
+
+
+def test_tokens_are_described_by_all_that_stands_in_their_place() -> None:
+    placeholder = 9
+    tokens = [1, 2, placeholder, placeholder, 5]
+    requests = [
+        FakeRequest(tokens),
+        FakeRequest([1, 2, 3, 4, 5]),
+        FakeRequest(tokens, [image("cat", 2, 2)]),
+        FakeRequest(tokens, [image("dog", 2, 2)]),
+        FakeRequest(tokens, [image("cat", 1, 3)]),
+        FakeRequest(tokens, prompt_embeds=torch.zeros(5, 4)),
+        FakeRequest(tokens, prompt_embeds=torch.ones(5, 4)),
+    ]
+    assert len({following(request, 2, 1) for request in requests}) == len(requests)
+    assert len({following(request, 2, 2) for request in requests}) == len(requests)
+    assert len({following(request, 0, 1) for request in requests[:4]}) == 1, "these begin with the same token"
+    assert following(FakeRequest([0, 0, *tokens]), 4, 2) == following(FakeRequest(tokens), 2, 2)
+
+
+@dataclass
+class Speculative:
+    """The part of vLLM's speculative config that says how far a drafter looks ahead."""
+
+    method: str
+    modules: int = 1
+    num_speculative_tokens: int = 3
+
+    def use_eagle(self) -> bool:
+        return self.method in ("eagle", "mtp")
+
+    def use_multi_module_mtp(self) -> bool:
+        return self.modules > 1
+
+
+@pytest.mark.parametrize(
+    ("speculative", "marked", "lookahead"),
+    [
+        (None, [], [0, 0]),
+        (Speculative("draft_model"), [], [0, 0]),
+        (Speculative("eagle"), [], [1, 1]),
+        (Speculative("mtp"), [1], [0, 1]),
+        (Speculative("mtp", modules=3), [0], [3, 0]),
+    ],
+    ids=["no drafter", "a draft model", "no group is marked", "a group is marked", "several modules"],
+)
+def test_groups_of_a_drafter_look_ahead(
+    tmp_path: Path, speculative: Speculative | None, marked: list[int], lookahead: list[int]
+) -> None:
+    write_model(tmp_path / "model")
+    connector = KVTransferConfig(
+        kv_connector="KVOffloadConnector",
+        kv_connector_module_path="kvoffload.vllm",
+        kv_role="kv_both",
+        kv_connector_extra_config=POOL,
+    )
+    arguments = EngineArgs(str(tmp_path / "model"), skip_tokenizer_init=True, kv_transfer_config=connector)
+    config: Any = arguments.create_engine_config()
+    config.speculative_config = speculative
+    spec = FullAttentionSpec(block_size=16, num_kv_heads=2, head_size=32, dtype=torch.float32)
+    groups = [KVCacheGroupSpec([f"layer{g}"], spec, is_eagle_group=g in marked) for g in range(2)]
+    layout = EngineLayout.from_vllm(config, KVCacheConfig(num_blocks=8, kv_cache_tensors=[], kv_cache_groups=groups))
+    assert [group.lookahead for group in layout.kv_groups] == lookahead
