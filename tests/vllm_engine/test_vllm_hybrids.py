@@ -72,11 +72,7 @@ def test_outputs_are_identical(run: Runner, lfm2_expected: list[Any], config: di
 
 
 def test_corrupted_states_change_outputs(run: Runner, lfm2_expected: list[Any]) -> None:
-<<<<<<< HEAD
     """The control: the KV of the second round is right, and its states are not."""
-=======
-    """The control: in the second round the KV is right and the states are not. vLLM keeps no states of outputs here."""
->>>>>>> integrate
     result = run("rounds", **LFM2, connector=POOL, connector_class="CorruptedStatesKVOffloadConnector")
     assert f"set --prefix-cache-retention-interval {BLOCK_SIZE} to keep them" in result.log
     hits = [i for i, record in enumerate(result["records"][len(lfm2_expected) :]) if record["host_tokens"]]
