@@ -83,8 +83,8 @@ def test_corrupted_states_change_outputs(run: Runner, lfm2_expected: list[Any]) 
 def test_gated_delta_nets(run: Runner) -> None:
     """Without preemptions the answers are the same in bfloat16 too. A preempted request computes its output again as a
     prompt, so logprobs round otherwise, and tokens of the same logprob may differ, without kvoffload too."""
-    (expected,) = run("rounds", rounds=1, **QWEN3NEXT)["outputs"]
     few = {**QWEN3NEXT, "engine": QWEN3NEXT["engine"] | {"max_num_seqs": 2, "num_gpu_blocks_override": 32}}
+    (expected,) = run("rounds", rounds=1, **few)["outputs"]
     calm = run("rounds", **few, connector=POOL)
     check(calm, expected)
     assert calm["preemptions"] == 0
