@@ -11,6 +11,7 @@ from kvoffload.testing.storage import SimulatedStorage
 from kvoffload.tiers.disk.slabs import FIXED_BYTES, SLAB_OVERHEAD_BYTES, slot_cost
 from kvoffload.tiers.disk.tier import DiskTier
 from kvoffload.tiers.manager import TieredOffloadingManager
+from kvoffload.tiers.writethrough import MAX_WRITES_PER_BLOCK
 from tests.tiers.rig import (
     SLOT_BYTES,
     A,
@@ -487,3 +488,27 @@ def test_a_conversation_is_found_on_disk_after_a_restart() -> None:
     assert [bytes(rig.pools[0][slot]) for slot in slots] == [bytes(content(key)) for key in wanted]
     assert disk.num_blocks == 7 + 4, "the last block of KV is behind the last state"
     manager.shutdown()
+
+
+@pytest.mark.parametrize("ends", [(6,), (2, 6), (1, 2, 3, 4, 5, 6)])
+def test_writing_a_chain_that_the_tier_keeps_evicting_ends_soon(ends: tuple[int, ...]) -> None:
+    """A chain names a state for every unit, and blocks behind what the tier may be given. These do not count."""
+    rig = Rig(groups=HYBRID, host_blocks=128, tier_blocks=2)
+    rig.tier.claimed_blocks = 8
+    by_group = hybrid_chain(20)
+    rig.store(by_group[0] + states_at(by_group, *ends))
+    rig.manager.offer_chain(in_order(by_group), A)
+    settle(rig, 200)
+    assert not rig.manager.has_pending_writes
+    # Six blocks of KV, and the states.
+    assert 0 < rig.counts()["disk_write_blocks"] <= MAX_WRITES_PER_BLOCK * (6 + 2 * len(ends)) + 8
+
+
+def test_a_chain_with_many_states_is_written_whole() -> None:
+    rig = Rig(groups=HYBRID, host_blocks=256, tier_blocks=256)
+    by_group = hybrid_chain(20)
+    rig.tier.most_writes = 1
+    rig.store(in_order(by_group))
+    rig.manager.offer_chain(in_order(by_group), A)
+    settle(rig, 200)
+    assert on_disk(rig, in_order(by_group)) == 60

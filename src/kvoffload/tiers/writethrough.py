@@ -203,7 +203,7 @@ class WriteThrough:
             if chain is None:
                 break
             plan = self._planner.plan(chain, room - len(begun), self._losses)
-            if plan.keys and len(chain.written) >= MAX_WRITES_PER_BLOCK * len(chain.keys):
+            if plan.keys and self._is_evicted_again(chain):
                 self._drop(chain)
                 continue
             taken = self._write(chain, plan.keys)
@@ -218,6 +218,15 @@ class WriteThrough:
             elif chain.done == chain.num_units:
                 self._finish(chain)
         return begun
+
+    def _is_evicted_again(self, chain: Chain) -> bool:
+        """Returns whether the blocks of the chain that were written were written MAX_WRITES_PER_BLOCK times on average.
+        A chain may name many more: those behind its units, and a state for every unit, of which hardly any exist."""
+        fewest = chain.num_units * self._layout.kv_blocks_per_unit
+        num_written = len(chain.written)
+        return num_written >= MAX_WRITES_PER_BLOCK * fewest and (
+            num_written >= MAX_WRITES_PER_BLOCK * len(set(chain.written))
+        )
 
     def _write(self, chain: Chain, keys: list[OffloadKey]) -> int:
         """Returns how many of ``keys``, from the first one on, the tier has taken on."""
