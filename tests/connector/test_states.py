@@ -446,6 +446,20 @@ def test_of_an_output_the_latest_state_is_kept() -> None:
     rig.manager.check_integrity()
 
 
+def test_an_output_that_ends_just_behind_a_state_continues_from_the_state_before() -> None:
+    """Blocks of a draft model have no name at 48 yet: its layers look three tokens ahead, and one is known."""
+    groups = (KVGroup(SIZE), KVGroup(SIZE, lookahead=3), KVGroup(SIZE, state=True))
+    rig = Rig(groups, options={"following": lambda request, position, n: repr(request.tokens[position:][:n]).encode()})
+    request = rig.request(43)
+    rig.compute(request, 40)
+    for end in (44, 48):
+        request.tokens += range(len(request.tokens), end + 1)
+        rig.done(rig.step(request, end - request.num_computed_tokens, rig.offer(end)))
+    rig.finish(request)
+    assert rig.hit(rig.request(60)) == 44
+    assert rig.held(request, 2) == [40, 44, 48]
+
+
 def test_a_state_that_others_use_is_not_dropped() -> None:
     rig = Rig()
     request, other = rig.request(48), rig.request(60)

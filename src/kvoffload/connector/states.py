@@ -36,6 +36,8 @@ class _Kept:
     """Where the request has continued, at a state that was loaded or that the device had; 0 if it began anew."""
     at: dict[Place, int] = field(default_factory=dict)
     """Where the state of each place is."""
+    turn_before: int = 0
+    """Where that of TURN was before."""
     own: dict[int, list[OffloadKey]] = field(default_factory=dict)
     """By position, the states that the request has stored itself and that no other request has used yet."""
 
@@ -44,9 +46,14 @@ class _Kept:
         if end <= self.junction < self.prompt_end:
             self.at[Place.JUNCTION] = end
         if end > self.prompt_end:
-            self.at[Place.TURN] = end
+            self.turn_before, self.at[Place.TURN] = self.at.get(Place.TURN, 0), end
         elif end >= self.prompt_start:
             self.at[Place.PROMPT] = end
+
+    def places(self, named: int) -> set[int]:
+        """Returns where states are kept, if all blocks of the request's first ``named`` tokens have a name. A request
+        cannot continue behind these, so until there are more of them the state before the last is kept as well."""
+        return {*self.at.values(), *([self.turn_before] if self.at.get(Place.TURN, 0) > named else [])}
 
 
 class StateKeeper:
@@ -60,6 +67,7 @@ class StateKeeper:
 
     def __init__(self, layout: Layout) -> None:
         self._layout = layout
+        self._lookahead = max(group.lookahead for group in layout.groups)
         self._requests: dict[str, _Kept] = {}
         self._owners: dict[OffloadKey, tuple[str, int]] = {}
         """Request and position of each state in ``_Kept.own``, by its key in the first state group."""
@@ -102,7 +110,8 @@ class StateKeeper:
             if all(key in new for key in keys):
                 kept.own[end] = keys
                 self._owners[keys[0]] = state.context.req_id, end
-        superseded = [end for end in kept.own if end not in kept.at.values()]
+        places = kept.places(state.request.num_tokens - self._lookahead)
+        superseded = [end for end in kept.own if end not in places]
         return dropped + [key for end in superseded for key in self._disown(kept, end)]
 
     def end(self, req_id: str) -> set[int]:
@@ -132,7 +141,9 @@ class StateKeeper:
     def _kept(self, state: RequestState) -> _Kept:
         kept = self._requests.get(state.context.req_id)
         if kept is None:
-            last, stored, align = state.request.num_tokens - 1, state.blocks.max_stored_tokens, self._layout.align
+            # The next token is computed, and blocks with a lookahead have no name before the tokens behind are known.
+            last = state.request.num_tokens - max(1, self._lookahead)
+            stored, align = state.blocks.max_stored_tokens, self._layout.align
             end = min(last, stored) // align * align
             # An engine may offer none at the very end, as with draft models, and none near an end that a limit sets.
             start = end - align if last <= stored else 0
