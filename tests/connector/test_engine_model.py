@@ -63,6 +63,7 @@ ALL_LOADS = (
     "loads on the last of 2 ranks",
     "loads on the last of 3 ranks",
     "blocks that slid out",
+    "blocks in parts",
 )
 
 
@@ -72,6 +73,7 @@ def loads_of(engine: ModelEngine) -> Counter[str]:
     for group, blocks, partial in zip(engine.groups, engine.loaded_blocks, engine.partial_loads, strict=True):
         where = f"a {kind_of(group)} group among others" if len(engine.groups) > 1 else "the only group"
         seen[f"blocks of {where}"] += blocks
+        seen["blocks in parts"] += blocks if engine.scheduler.layout.parts.is_divided else 0
         seen[f"blocks with a lookahead of {group.lookahead}"] += blocks
         seen[f"from inside a block of a {'full' if group.is_full else 'window or chunk'} group"] += partial
     seen[f"loads on the last of {len(engine.ranks)} ranks"] += engine.ranks[-1].loads
@@ -680,9 +682,28 @@ def slots_of_two_groups_swapped(engine: ModelEngine) -> None:
     change_loads(engine, swap)
 
 
+def two_parts_exchanged(engine: ModelEngine) -> None:
+    """The first block that is loaded gets the bytes of its first part where those of its second part belong."""
+    group_of, factors = engine.scheduler.layout.parts.group_of, engine.scheduler.layout.factors
+
+    def exchange(spec: TransferSpec) -> TransferSpec:
+        starts = [first % factor for first, factor in zip(spec.device.block_indices, factors, strict=True)]
+        sizes = zip(starts, spec.device.group_sizes, factors, strict=True)
+        num_slots = [-(-(start + size) // factor) if size else 0 for start, size, factor in sizes]
+        slots = spec.host.slots.copy()
+        for part in range(len(group_of) - 1):
+            if group_of[part] == group_of[part + 1] and num_slots[part]:
+                first = sum(num_slots[:part])
+                second = first + num_slots[part]
+                slots[[first, second]] = slots[[second, first]]
+        return with_slots(spec, slots)
+
+    change_loads(engine, exchange)
+
+
 def part_of_the_first_block_ignored(engine: ModelEngine) -> None:
     def from_the_start(spec: TransferSpec) -> TransferSpec:
-        factors = [group.block_size_factor for group in engine.groups]
+        factors = engine.scheduler.layout.factors
         starts = tuple(i - i % factor for i, factor in zip(spec.device.block_indices, factors, strict=True))
         return dataclasses.replace(spec, device=dataclasses.replace(spec.device, block_indices=starts))
 
@@ -722,8 +743,8 @@ def fence_of_windows_left_out(engine: ModelEngine) -> None:
         meta = build(step)
         for job_id, spec in meta.stores.items():
             if job_id in scheduler.jobs.jobs:
-                groups = np.repeat(np.arange(len(engine.groups)), spec.device.group_sizes)
-                kept = [engine.groups[g].is_full for g in groups]
+                groups = scheduler.layout.groups
+                kept = [groups[g].is_full for g in np.repeat(np.arange(len(groups)), spec.device.group_sizes)]
                 scheduler.jobs.jobs[job_id].device_blocks = frozenset(spec.device.block_ids[kept].tolist())
         return meta
 
@@ -804,6 +825,7 @@ def caught(
         one_ranks_failed_store_ignored,
         one_rank_skips_fences,
         slots_of_two_groups_swapped,
+        two_parts_exchanged,
         part_of_the_first_block_ignored,
         drafts_named_without_the_next_token,
         drafts_named_by_one_token_of_two,

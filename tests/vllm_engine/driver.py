@@ -79,7 +79,8 @@ def write_model(directory: Path, kind: str = "llama", new_rows: int = 0, seed: i
         heads = {"num_key_value_heads": 4, "head_dim": 64}
         heads |= {f"linear_num_{name}_heads": 2 for name in ("key", "value")}
         heads |= {f"linear_{name}_head_dim": 64 for name in ("key", "value")}
-        experts = {"num_experts": 4, "num_experts_per_tok": 2}
+        # All experts are used: otherwise rounding decides between them.
+        experts = {"num_experts": 2, "num_experts_per_tok": 2}
         experts |= {"moe_intermediate_size": 64, "shared_expert_intermediate_size": 64}
         config = Qwen3NextConfig(num_hidden_layers=4, layer_types=layers, **sizes | heads | experts)
         model, dtype = Qwen3NextForCausalLM(config), torch.bfloat16
@@ -223,12 +224,13 @@ class Engine:
             self._count_loads()
 
     def _count_loads(self) -> None:
-        build = self.offload.build_connector_meta
+        build, parts = self.offload.build_connector_meta, self.offload.layout.parts
 
         def counting(step: Any) -> Any:
             meta = build(step)
             for spec in meta.loads.values():
-                self.loaded_blocks.update(dict(enumerate(spec.device.group_sizes)))
+                sizes = zip(parts.group_of, spec.device.group_sizes, strict=True)
+                self.loaded_blocks.update(dict(sizes))
             return meta
 
         self.offload.build_connector_meta = counting
@@ -244,7 +246,7 @@ class Engine:
 
         def blanking(job_id: int, spec: Any, is_store: bool) -> None:
             if not is_store:
-                pool[spec.host.slots, group.block_bytes // 2 :] = 0
+                pool[spec.host.slots, group.device_block_bytes // 2 :] = 0
             submit(job_id, spec, is_store)
 
         transfer.submit = blanking
@@ -1237,7 +1239,10 @@ def fingerprints(config: dict[str, Any]) -> dict[str, Any]:
         name: fingerprint_parts(
             vllm_config,
             layout,
-            [RankInfo(PoolHandle("boot", 1, fd, fd, 8, 4096), (("layer", 64, "format"),)) for fd in files],
+            [
+                RankInfo(PoolHandle("boot", 1, fd, fd, 8, 4096), (("layer", 64, "format"),), layout.parts)
+                for fd in files
+            ],
         )["ranks"]
         for name, files in pools.items()
     }

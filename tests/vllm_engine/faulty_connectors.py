@@ -4,6 +4,7 @@ And one that asks for another KV cache layout."""
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -40,7 +41,7 @@ class CorruptedStatesKVOffloadConnector(KVOffloadConnector):
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
         super().register_kv_caches(kv_caches)
         worker = self.connector_worker
-        groups = [group.state for group in self.layout.kv_groups]
+        groups = [group.state for group in self.layout.parts.groups(self.layout.kv_groups)]
         worker.transfer = CorruptedStates(worker.transfer, self.pool.data, groups)
 
 
@@ -59,6 +60,31 @@ class CorruptedStates(WrappedTransfer):
             chosen = np.repeat(self._corrupted, spec.device.group_sizes)
             # Makes values negative: each of float32, every other one of bfloat16.
             self._pool_data[spec.host.slots[chosen], 3::4] |= 0x80
+        super().submit(job_id, spec, is_store)
+
+
+class ExchangedPartsKVOffloadConnector(KVOffloadConnector):
+    """The first two parts of a block are loaded in each other's place. Outputs must change."""
+
+    def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
+        super().register_kv_caches(kv_caches)
+        worker = self.connector_worker
+        worker.transfer = ExchangedParts(worker.transfer, self.layout.parts.group_of)
+
+
+class ExchangedParts(WrappedTransfer):
+    """Exchanges the slots of the first two parts of a group before they are loaded. Blocks must be single device
+    blocks."""
+
+    def __init__(self, inner: Transfer, group_of: list[int]) -> None:
+        super().__init__(inner)
+        self._first = next(i for i, g in enumerate(group_of[1:]) if g == group_of[i])
+
+    def submit(self, job_id: int, spec: TransferSpec, is_store: bool) -> None:
+        if not is_store:
+            slots = np.split(spec.host.slots, np.cumsum(spec.device.group_sizes)[:-1])
+            slots[self._first : self._first + 2] = slots[self._first + 1], slots[self._first]
+            spec = replace(spec, host=replace(spec.host, slots=np.concatenate(slots)))
         super().submit(job_id, spec, is_store)
 
 

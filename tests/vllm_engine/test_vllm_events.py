@@ -18,6 +18,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec
 from kvoffload.abc import BlockDescription, KVGroup, MissReason, OffloadingEvent, OffloadKey
 from kvoffload.cache.keys import make_offload_key
 from kvoffload.connector.build import NAMESPACE_BYTES
+from kvoffload.connector.parts import Parts
 from kvoffload.observe.metrics import METRICS
 from kvoffload.vllm import events as events_module
 from kvoffload.vllm.events import EventTranslator
@@ -43,13 +44,14 @@ def block_hash(i: int) -> bytes:
     return bytes([i]) * 32
 
 
-def key(i: int) -> OffloadKey:
-    return make_offload_key(bytes(NAMESPACE_BYTES) + block_hash(i), 0)
+def key(i: int, part: int = 0) -> OffloadKey:
+    return make_offload_key(bytes(NAMESPACE_BYTES) + block_hash(i), part)
 
 
-def translator(lookahead: int = 0) -> EventTranslator:
+def translator(lookahead: int = 0, num_parts: int = 1) -> EventTranslator:
     spec = FullAttentionSpec(block_size=TOKENS, num_kv_heads=1, head_size=1, dtype=torch.float32)
-    layout: Any = SimpleNamespace(groups=[SimpleNamespace(group=KVGroup(TOKENS, lookahead=lookahead), spec=spec)])
+    groups = [SimpleNamespace(group=KVGroup(TOKENS, lookahead=lookahead), spec=spec)]
+    layout: Any = SimpleNamespace(groups=groups, parts=Parts((num_parts,)))
     return EventTranslator(layout)
 
 
@@ -89,6 +91,21 @@ def test_events_distinguish_tiers() -> None:
     assert (store.ownership, store.locality) == ("mooncake", "REMOTE")
     assert isinstance(removed, BlockRemoved)
     assert (removed.medium, removed.ownership, removed.locality) == ("STORAGE", "disk", "LOCAL")
+
+
+def test_a_block_in_parts_is_announced_once() -> None:
+    made = translator(num_parts=3)
+    blocks = in_host(0, 1).blocks or []
+    parts = [(i, part) for i in (0, 1) for part in range(3)]
+    stored = OffloadingEvent([key(i, part) for i, part in parts], "CPU", False, [blocks[i] for i, _ in parts])
+    (whole,) = made.translate([stored], True)
+    assert isinstance(whole, BlockStored)
+    assert (len(whole.block_hashes), whole.token_ids, whole.group_idx) == (2, list(range(2 * TOKENS)), 0)
+    first, last = ([key(1, part)] for part in (0, 2))
+    assert list(made.translate([OffloadingEvent(first, "CPU", True)], True)) == []
+    (removed,) = made.translate([OffloadingEvent(last, "CPU", True)], True)
+    assert isinstance(removed, BlockRemoved)
+    assert removed.block_hashes == whole.block_hashes[1:]
 
 
 def test_a_gap_of_a_chain_begins_a_new_event_with_its_parent() -> None:

@@ -29,7 +29,7 @@ from kvoffload.testing.scale import SCALE
 pytestmark = pytest.mark.vllm
 
 BFLOAT16_TOLERANCE = 0.1
-"""Logprobs differ by up to 0.05 between batches of other sizes, without kvoffload too."""
+"""Logprobs differ by up to 0.04 after a preemption, without kvoffload too."""
 BLOCK_SIZE = 32
 
 CONFIGURATIONS: dict[str, dict[str, Any]] = {
@@ -72,7 +72,7 @@ def test_outputs_are_identical(run: Runner, lfm2_expected: list[Any], config: di
 
 
 def test_corrupted_states_change_outputs(run: Runner, lfm2_expected: list[Any]) -> None:
-    """The control: in the second round the KV is right and the states are not. vLLM keeps no states of outputs here."""
+    """The control: the KV of the second round is right, and its states are not."""
     result = run("rounds", **LFM2, connector=POOL, connector_class="CorruptedStatesKVOffloadConnector")
     assert f"set --prefix-cache-retention-interval {BLOCK_SIZE} to keep them" in result.log
     hits = [i for i, record in enumerate(result["records"][len(lfm2_expected) :]) if record["host_tokens"]]
@@ -81,16 +81,21 @@ def test_corrupted_states_change_outputs(run: Runner, lfm2_expected: list[Any]) 
 
 
 def test_gated_delta_nets(run: Runner) -> None:
-    """In bfloat16, so tokens may differ where two have the same logprob. Corrupted states change more than that."""
-    reference = run("rounds", rounds=1, **QWEN3NEXT)
-    (expected,) = reference["outputs"]
-    right = run("rounds", **QWEN3NEXT, connector=POOL, slow=1)
-    assert right["preemptions"] > 0
-    assert right["metrics"]["host_hit_tokens"] > 0
-    for answers in right["outputs"]:
+    """Without preemptions the answers are the same in bfloat16 too. A preempted request computes its output again as a
+    prompt, so logprobs round otherwise, and tokens of the same logprob may differ, without kvoffload too."""
+    few = {**QWEN3NEXT, "engine": QWEN3NEXT["engine"] | {"max_num_seqs": 2, "num_gpu_blocks_override": 32}}
+    (expected,) = run("rounds", rounds=1, **few)["outputs"]
+    calm = run("rounds", **few, connector=POOL)
+    check(calm, expected)
+    assert calm["preemptions"] == 0
+    assert calm["metrics"]["host_hit_tokens"] > 0
+    preempted = run("rounds", **QWEN3NEXT, connector=POOL, slow=1)
+    assert preempted["preemptions"] > 0
+    assert preempted["metrics"]["host_hit_tokens"] > 0
+    for answers in preempted["outputs"]:
         assert differences_beyond_ties(answers, expected, BFLOAT16_TOLERANCE) == []
-    assert_at_rest(right.result)
-    wrong = run("rounds", **QWEN3NEXT, connector=POOL, connector_class="CorruptedStatesKVOffloadConnector")
+    assert_at_rest(preempted.result)
+    wrong = run("rounds", **few, connector=POOL, connector_class="CorruptedStatesKVOffloadConnector")
     assert differences_beyond_ties(wrong["outputs"][1], expected, BFLOAT16_TOLERANCE)
 
 
@@ -117,7 +122,8 @@ def test_a_turn_computes_little_of_the_former_one(run: Runner) -> None:
 def test_what_the_device_lacks_is_restored(run: Runner) -> None:
     """The device may hold KV without the state behind it, and the other way round: what is missing comes from host
     memory, and no hit ends where a state is missing."""
-    result = run("divergent", **with_lfm2(connector=POOL, engine={"num_gpu_blocks_override": 200}))
+    engine = {"num_gpu_blocks_override": 200, "prefix_cache_retention_interval": BLOCK_SIZE}
+    result = run("divergent", **with_lfm2(connector=POOL, engine=engine))
     expected, whole, tokens = result["expected"], result["whole"], result["found"]
     assert differences(result["outputs"], [expected] * len(result["outputs"])) == []
     assert tokens.pop("nothing") == [whole, 0]

@@ -191,7 +191,7 @@ def test_a_block_is_restored_elsewhere_and_nothing_else_is_touched(
     caches = Caches(vllm_config, specs, layout)
     assert sorted(n for group in caches.config.kv_cache_groups for n in group.layer_names) == sorted(caches.tensors)
     for group, pages in zip(caches.layout.groups, caches.groups, strict=True):
-        assert pages.block_bytes == group.block_bytes
+        assert pages.device_block_bytes == group.device_block_bytes
         caches.check(group.layer_names, pages)
 
 
@@ -255,7 +255,7 @@ def test_padding_takes_no_host_memory(vllm_config: Any) -> None:
     assert specs[0].page_size_bytes > specs[0].unpadded_page_size_bytes
     for layout in SERVED_LAYOUTS:
         (group,) = Caches(vllm_config, specs, layout).layout.groups
-        assert group.block_bytes == 3 * specs[0].unpadded_page_size_bytes
+        assert group.device_block_bytes == 3 * specs[0].unpadded_page_size_bytes
 
 
 @pytest.mark.parametrize("layout", ["LHBNC", "BHLNC"])

@@ -17,6 +17,7 @@ from kvoffload.cache.policies import make_policy
 from kvoffload.cache.slots import HostBackend
 from kvoffload.config import OffloadConfig
 from kvoffload.connector.layout import Layout
+from kvoffload.connector.parts import Parts
 from kvoffload.connector.scheduler import OffloadingConnectorScheduler
 from kvoffload.host.pool import PoolHandle
 from kvoffload.observe.trace import TraceRecorder
@@ -49,6 +50,7 @@ def build_scheduler(
     following: Following | None = None,
     identity: Mapping[str, str] | None = None,
     tiers: Sequence[Tier] = (),
+    parts: Parts | None = None,
 ) -> OffloadingConnectorScheduler:
     """Returns the scheduler half for an engine with these KV cache ``groups``, ready to serve.
 
@@ -65,13 +67,14 @@ def build_scheduler(
     OffloadingConnectorScheduler. ``enable_events``: ``take_events`` returns events, and stored events describe their
     blocks. ``identity`` says in words what the fingerprint depends on, such as {"dtype": "bfloat16"}: see
     ``kvoffload.tiers.identity``. ``tiers``: further tiers below those of the configuration, the fastest first; they are
-    closed with the scheduler half.
+    closed with the scheduler half. ``parts``: how the blocks of ``groups`` are divided, see
+    ``kvoffload.connector.parts``; workers copy ``parts.page_groups``.
 
     Raises ConfigError if a setting is wrong, a pool cannot be reached or a tier's directory cannot be used. If a tier's
     medium itself fails, a warning says so and the others serve.
     """
     _check_arguments(groups, fingerprint, hash_block_size, device_blocks, engine, engines)
-    host_pools = _HostPools(groups, hash_block_size, pools, engines, num_workers, following)
+    host_pools = _HostPools(Layout(groups, hash_block_size, b"", following, parts), pools, engines, num_workers)
     host_pools.check(config)
     # What is open already is closed again if the rest fails.
     with contextlib.ExitStack() as opened:
@@ -100,6 +103,7 @@ def build_scheduler(
             recorder=recorder,
             may_sleep=may_sleep,
             following=following,
+            parts=parts,
         )
         opened.pop_all()
     logger.info("kvoffload: host pool of %s", host_pools.describe(device_blocks))
@@ -191,8 +195,7 @@ class _HostPools:
 
     def __init__(
         self,
-        groups: Sequence[KVGroup],
-        hash_block_size: int | None,
+        layout: Layout,
         pools: Sequence[ByteArray | PoolHandle],
         engines: int,
         num_workers: int | None = None,
@@ -215,7 +218,7 @@ class _HostPools:
                 f"num_workers={num_workers!r}: must be {len(pools)}, the number of pools, or a multiple of it if as "
                 "many ranks share each pool; or leave it out"
             )
-        self.layout = Layout(groups, hash_block_size, b"", following)
+        self.layout = layout
         self.engines = engines
         self._pools = pools
         shapes = [(p.num_blocks, p.slot_bytes) if isinstance(p, PoolHandle) else p.shape for p in pools]
@@ -273,7 +276,7 @@ class _HostPools:
     def _device_blocks_per_align(self) -> int:
         """Blocks of the device that hold the KV of ``device_align`` tokens. States come on top, unless there is nothing
         else."""
-        groups = self.layout.groups
+        groups = self.layout.engine_groups
         sizes = [group.device_block_size for group in groups if not group.state]
         return sum(self.layout.device_align // size for size in sizes) or len(groups)
 
@@ -354,7 +357,7 @@ def _make_recorder(
         "pool_blocks": pools.tokens(pools.num_blocks) // block_tokens,
         "policy": config.policy,
         "store_threshold": config.store_threshold,
-        "groups": len(groups),
+        "groups": len(pools.layout.engine_groups),
     }
     logger.info("kvoffload: all requests are recorded in the trace %s", path)
     return TraceRecorder(str(path), block_tokens, header)

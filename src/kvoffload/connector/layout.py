@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from kvoffload.abc import BlockDescription, ConfigError, Following, KVGroup, OffloadKey, Request
 from kvoffload.cache.keys import make_offload_key, with_following
+from kvoffload.connector.parts import Parts
 
 NULL_BLOCK = 0
 
@@ -15,6 +16,9 @@ NULL_BLOCK = 0
 class Layout:
     """The KV cache groups, and how block hashes become keys. Raises ConfigError if block sizes do not divide, or a
     group has a ``lookahead`` and ``following`` is None.
+
+    If blocks are divided into ``parts``, each part is a group here: ``groups`` has one entry per part, and so has
+    everything that is counted by group.
 
     A block's key is made of the hash of its last hash-block. In a group with a ``lookahead`` the KV depends on tokens
     after the block too. There the key is made of the hash and of what ``following`` says of these tokens, so such a
@@ -27,10 +31,14 @@ class Layout:
         hash_block_size: int | None,
         namespace: bytes,
         following: Following | None = None,
+        parts: Parts | None = None,
     ) -> None:
         if not groups:
             raise ConfigError("groups: an engine has at least one KV cache group")
-        self.groups = tuple(groups)
+        self.engine_groups = tuple(groups)
+        """The groups as the engine has them."""
+        self.parts = parts or Parts.none(len(groups))
+        self.groups = groups = tuple(self.parts.groups(groups))
         self.hash_block_size = hash_block_size or math.gcd(*(group.device_block_size for group in groups))
         for group in groups:
             if group.device_block_size % self.hash_block_size:

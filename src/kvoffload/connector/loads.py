@@ -46,8 +46,10 @@ class LoadPlanner:
         """Returns per group which offloaded blocks hold tokens ``computed`` to ``end``, and where these go. The engine
         has given null blocks to tokens that the next token does not attend to. Of a state, that is the one block that
         ends at ``end``, whatever precedes it."""
-        spans, ids, sizes, firsts = [], [], [], []
-        for group, table in zip(self._layout.groups, blocks.get_block_ids(), strict=True):
+        ids: list[int] = []
+        spans, sizes, firsts = [], [], []
+        tables = self._layout.parts.tables(blocks.get_block_ids())
+        for group, table in zip(self._layout.groups, tables, strict=True):
             before = group.skipped_tokens(end) if group.state else computed
             first = max(before, computed) // group.device_block_size
             last = min(-(-end // group.device_block_size), len(table))

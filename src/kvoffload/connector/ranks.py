@@ -1,4 +1,4 @@
-"""What the ranks of an engine agree on at their start: who shares a host pool with whom."""
+"""What the ranks of an engine agree on at their start: who shares a host pool with whom, and how blocks are divided."""
 
 from __future__ import annotations
 
@@ -89,6 +89,8 @@ class KVShare:
     """How many consecutive ranks hold the same KV as this one, in every layer, as far as this rank knows."""
     layers: tuple[Any, ...]
     """Describes its layers and their pages. Ranks with other layers do not hold the same KV."""
+    device_block_bytes: tuple[int, ...] = ()
+    """Bytes of one device block of each KV cache group."""
 
 
 def count_replicas(shares: Sequence[KVShare]) -> int:

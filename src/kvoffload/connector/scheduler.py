@@ -36,6 +36,7 @@ from kvoffload.connector.loads import LoadPlanner
 from kvoffload.connector.lookups import Lookups
 from kvoffload.connector.messages import StepMeta, WorkerReport
 from kvoffload.connector.observer import RequestObserver
+from kvoffload.connector.parts import Parts
 from kvoffload.connector.request import Changes, Phase, RequestState
 from kvoffload.connector.shelf import Shelf, SoundBlocks
 from kvoffload.connector.snapshot import SchedulerSnapshot, take_snapshot
@@ -113,7 +114,7 @@ class OffloadingConnectorScheduler:
     that hold some before those that hold none. ``describe_blocks``: stored events carry a BlockDescription.
     ``recorder`` gets every request that was given device blocks, when it ends. ``may_sleep``: the engine calls
     ``wake_up`` after each sleep, and a reset may belong to one. ``following`` describes the tokens after a block. It is
-    needed if a group has a ``lookahead``.
+    needed if a group has a ``lookahead``. ``parts``: how the blocks of ``groups`` are divided.
 
     Call it from the engine's scheduler thread only. No method raises for anything that goes wrong while serving: after
     an unexpected error ``off`` is True, nothing more is loaded or stored, and every promised load or store is reported
@@ -135,11 +136,12 @@ class OffloadingConnectorScheduler:
         recorder: TraceRecorder | None = None,
         may_sleep: bool = False,
         following: Following | None = None,
+        parts: Parts | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.manager = manager
         self.off = False
-        self.layout = Layout(groups, hash_block_size, namespace, following)
+        self.layout = Layout(groups, hash_block_size, namespace, following, parts)
         self.requests: dict[str, RequestState] = {}
         """By id, every request that was looked up and has not ended."""
         self.changes = Changes()
@@ -243,6 +245,7 @@ class OffloadingConnectorScheduler:
     @_guarded(lambda self, step: self._take_meta(step))
     def build_connector_meta(self, step: ScheduledStep) -> StepMeta:
         """Returns the loads, stores and fences of this step, for the workers."""
+        step = self.layout.parts.step(step)
         has_tokens = any(step.num_scheduled_tokens.values())
         upcoming, epoch = self._next, self.shelf.num_resets
         meta = upcoming.meta

@@ -155,6 +155,7 @@ class ModelEngine:
             share_loads=s.prefix_caching,
             load_deadline_ms=s.load_deadline_ms,
             may_sleep=s.sleep_chance > 0,
+            parts=s.parts,
             following=following,
             clock=self.clock,
         )
@@ -181,11 +182,12 @@ class ModelEngine:
             patch(self)
 
     def _on_top_of(self, lower: LowerTiers) -> TieredOffloadingManager:
+        parts = self.scenario.parts.groups(self.groups)
         return TieredOffloadingManager(
             self.policy_manager,
             lower.make([rank.host for rank in self.ranks if rank.leader is None]),
-            tokens_per_block=tokens_per_block(self.groups),
-            groups=self.groups,
+            tokens_per_block=tokens_per_block(parts),
+            groups=parts,
             lookup_deadline_ms=lower.lookup_deadline_ms,
             load_deadline_ms=self.scenario.load_deadline_ms,
             load_only_if_faster=lower.load_only_if_faster,
@@ -308,8 +310,12 @@ class ModelEngine:
         return results
 
     def _count_loads(self, meta: StepMeta) -> None:
+        parts = self.scenario.parts
         for spec in meta.loads.values():
-            for g, (size, first) in enumerate(zip(spec.device.group_sizes, spec.device.block_indices, strict=True)):
+            loaded = zip(parts.group_of, spec.device.group_sizes, spec.device.block_indices, strict=True)
+            for part, (g, size, first) in enumerate(loaded):
+                if part not in parts.last:
+                    continue
                 self.loaded_blocks[g] += size
                 self.partial_loads[g] += bool(size and first % self.groups[g].block_size_factor)
 

@@ -91,6 +91,7 @@ class InlineRank(Rank):
             PageGroup(list(pages.view(np.uint8)), group.block_size_factor)
             for group, pages in zip(groups, self._pages, strict=True)
         ]
+        page_groups = s.parts.page_groups(page_groups)
         slot_bytes = padded_slot_bytes(max(group.block_bytes for group in page_groups))
         host: ByteArray = leader.host if leader else np.zeros((s.num_host_blocks, slot_bytes), dtype=np.uint8)
         seed = s.seed + (number << 40)

@@ -11,6 +11,7 @@ from typing import Any
 
 from kvoffload.abc import KVGroup
 from kvoffload.connector.options import PARAM
+from kvoffload.connector.parts import Parts
 from kvoffload.testing.content import EngineRequest
 
 REQUEST_OPTIONS: tuple[Mapping[str, Any], ...] = (
@@ -24,6 +25,8 @@ REQUEST_OPTIONS: tuple[Mapping[str, Any], ...] = (
 
 STATES_SHARE = 0.25
 """How many of the random scenarios have hybrid models."""
+PARTS_SHARE = 0.2
+"""How many of the random scenarios have blocks that are divided."""
 
 
 @dataclass(frozen=True)
@@ -68,6 +71,8 @@ class Scenario:
     """Empty: one group of full attention with ``block_size`` and ``block_size_factor``."""
     num_scratch_blocks: int = 0
     """Blocks that follow the running state in each table of a state group."""
+    counts: tuple[int, ...] = ()
+    """Into how many parts the blocks of each group are divided. Empty: they are not divided."""
     drops_last_state: bool = False
     """Whether no state is kept at the last boundary of a prompt, but at the one before it."""
     hash_block_size: int | None = None
@@ -116,7 +121,9 @@ class Scenario:
         several = rng.random() < 0.65
         scenario = one_group.with_groups(random_groups(rng), rng) if several else one_group.with_ranks(rng)
         rng = Random(f"states {seed}")
-        return scenario.with_states(rng) if rng.random() < STATES_SHARE else scenario
+        scenario = scenario.with_states(rng) if rng.random() < STATES_SHARE else scenario
+        rng = Random(f"parts {seed}")
+        return scenario.with_parts(rng) if rng.random() < PARTS_SHARE else scenario
 
     def with_groups(self, groups: tuple[KVGroup, ...], rng: Random) -> Scenario:
         """Returns the same workload on ``groups``, on random ranks and with device blocks for at least one request."""
@@ -125,6 +132,7 @@ class Scenario:
         return dataclasses.replace(
             self,
             groups=groups,
+            counts=(),
             num_device_blocks=1 + need + rng.randint(len(groups), need),
             num_host_blocks=self.num_host_blocks * len(groups),
             hash_block_size=rng.choice((None, None, 1)),
@@ -151,6 +159,16 @@ class Scenario:
             num_host_blocks=self.num_host_blocks // len(before) * len(groups),
             num_ranks=s.num_ranks if s.tensor_parallel else min(s.num_ranks, s.num_layers * len(groups)),
         )
+
+    def with_parts(self, rng: Random) -> Scenario:
+        """Returns the same workload with blocks that are divided into up to three parts, and a slot for each part."""
+        counts = tuple(rng.choice((1, 2, 3)) for _ in range(max(1, len(self.groups))))
+        num_host_blocks = self.num_host_blocks * sum(counts) // len(counts)
+        return dataclasses.replace(self, counts=counts, num_host_blocks=num_host_blocks)
+
+    @property
+    def parts(self) -> Parts:
+        return Parts(self.counts) if self.counts else Parts.none(max(1, len(self.groups)))
 
     def with_ranks(self, rng: Random) -> Scenario:
         """Returns the same workload on random ranks."""

@@ -125,7 +125,7 @@ class ServerLife:
             s.load_deadline_ms >= 30.0
             and self.lookup_deadline_ms >= 30.0
             and s.store_threshold is None
-            and s.num_host_blocks >= 24 * max(1, len(s.groups))
+            and s.num_host_blocks >= 24 * sum(s.parts.counts)
             and s.document_tokens >= 2 * _unit_tokens(s)
             and (not s.groups or any(group.is_full for group in s.groups))
             and not s.drops_last_state
@@ -192,7 +192,7 @@ def _life(rng: Random, base: Scenario, seed: int, slow: bool, weights: int, is_l
         copy_failure_rate=0.0 if is_plain else base.copy_failure_rate,
         keeps_device_cache=rng.random() < 0.5,
         store_threshold=None if is_plain else rng.choice((None, None, 2)),
-        num_host_blocks=rng.choice((24, 48)) * max(1, len(base.groups)) if is_plain else base.num_host_blocks,
+        num_host_blocks=rng.choice((24, 48)) * sum(base.parts.counts) if is_plain else base.num_host_blocks,
         load_deadline_ms=rng.choice((3.0, 10.0, 30.0)) if slow and not is_plain else rng.choice((30.0, 200.0)),
     )
     ends_in_the_middle = rng.random() < 0.6
@@ -395,7 +395,8 @@ class SharingServer(LowerTiers):
         """Whether the tier can keep all blocks of one round of requests."""
         s = self.life.scenario
         tokens = s.document_tokens + s.max_question_tokens + s.max_new_tokens
-        num_blocks = ROUND_REQUESTS * sum(-(-tokens // group.block_tokens) for group in self.engine.groups)
+        groups = self.engine.scheduler.layout.groups
+        num_blocks = ROUND_REQUESTS * sum(-(-tokens // group.block_tokens) for group in groups)
         return tier.capacity_bytes is None or tier.capacity_bytes >= num_blocks * tier.block_bytes
 
     def turn(self) -> None:

@@ -38,7 +38,7 @@ from kvoffload.abc import (
     Tier,
 )
 from kvoffload.testing.engine import Clock, Leak, LowerTiers, ModelEngine, Scenario, random_groups
-from kvoffload.testing.scenario import STATES_SHARE
+from kvoffload.testing.scenario import PARTS_SHARE, STATES_SHARE
 from kvoffload.testing.storage import FaultRates, FaultyStorage, Killed, SimulatedStorage
 from kvoffload.testing.tiers import SteppedExecutor
 from kvoffload.testing.watch import TierWatch
@@ -118,9 +118,12 @@ class Life:
 def plan(seed: int) -> list[Life]:
     """Returns the lives of the simulation of ``seed``."""
     rng = Random(seed)
-    base = small_scenario(rng)
+    base, parts = small_scenario(rng), Random(f"parts {seed}")
+    if parts.random() < PARTS_SHARE:
+        base = base.with_parts(parts)
     calm = rng.random() < 0.3
-    num_blocks = rng.choice((3, 12, 40, 100))
+    # Of every block, the disk has room for all parts.
+    num_blocks, num_parts = rng.choice((3, 12, 40, 100)), max(base.parts.counts)
     slow = rng.random() < 0.4
     slab_blocks = rng.choice((2, 5, 100))
     lives, weights = [], 0
@@ -131,7 +134,7 @@ def plan(seed: int) -> list[Life]:
             num_blocks = rng.choice((2, 5, 12, 40))
         if rng.random() < 0.05:
             slab_blocks = rng.choice((1, 3))
-        lives.append(_life(rng, base, seed * 10 + number, calm, slow, weights, num_blocks, slab_blocks))
+        lives.append(_life(rng, base, seed * 10 + number, calm, slow, weights, num_blocks * num_parts, slab_blocks))
     return lives
 
 
@@ -166,10 +169,10 @@ def small_scenario(rng: Random) -> Scenario:
     else:
         scenario = dataclasses.replace(scenario, num_ranks=rng.choice((1, 1, 2)), tensor_parallel=True)
     rng = Random(f"states {scenario.documents_seed}")
-    if rng.random() >= STATES_SHARE:
-        return scenario
-    # A state is found by requests with the same tokens up to it, so questions must be rare.
-    return dataclasses.replace(scenario.with_states(rng), max_question_tokens=rng.choice((0, 0, 1, 6)))
+    if rng.random() < STATES_SHARE:
+        # A state is found by requests with the same tokens up to it, so questions must be rare.
+        scenario = dataclasses.replace(scenario.with_states(rng), max_question_tokens=rng.choice((0, 0, 1, 6)))
+    return scenario
 
 
 def _life(

@@ -308,7 +308,7 @@ class StreamRank(Rank):
             [to_words([salt(s.leader_of(number), g, layer)]) for layer in own for _ in plan.dtypes]
             for g, own in enumerate(layers)
         ]
-        page_groups = kv.page_groups(groups)
+        page_groups = s.parts.page_groups(kv.page_groups(groups))
         slot_bytes = max(group.block_bytes for group in page_groups)
         slot_bytes = -(-slot_bytes // SLOT_ALIGNMENT) * SLOT_ALIGNMENT
         host: ByteArray = leader.host if leader else np.zeros((s.num_host_blocks, slot_bytes), np.uint8)

@@ -131,7 +131,7 @@ class TierWatch:
 
     def _is_reached(self, before: Sequence[OffloadKey]) -> bool:
         assert self._engine is not None
-        groups = self._engine.groups
+        groups = self._engine.scheduler.layout.groups
         needed = [key for key in before if groups[key_group_idx(key)].is_full and key not in self._had]
         if self._given is not None:
             needed = [key for key in needed if key not in self._given and key not in self._unknown]
@@ -152,7 +152,7 @@ class TierWatch:
         """Raises Unreachable if one of ``keys`` lies behind the last position of its chains at which the tier has ever
         had all states."""
         assert self._engine is not None
-        if not any(group.state for group in self._engine.groups):
+        if not any(group.state for group in self._engine.scheduler.layout.groups):
             return
         for key in keys:
             if not any(self._is_before_states(chain, place) for chain, place in reversed(self._chains_of[key])):
@@ -161,7 +161,7 @@ class TierWatch:
 
     def _is_before_states(self, chain: Sequence[OffloadKey], place: int) -> bool:
         assert self._engine is not None
-        groups, num_blocks, num_states = self._engine.groups, Counter[int](), Counter[int]()
+        groups, num_blocks, num_states = self._engine.scheduler.layout.groups, Counter[int](), Counter[int]()
         end_of_block = 0
         for i, key in enumerate(chain):
             g = key_group_idx(key)

@@ -20,6 +20,7 @@ from vllm.logger import init_logger
 from kvoffload.abc import BoundaryState, ConfigError, PageGroup, ScheduledStep
 from kvoffload.connector.build import build_scheduler
 from kvoffload.connector.messages import StepMeta, WorkerReport
+from kvoffload.connector.parts import plan_parts
 from kvoffload.connector.ranks import KVShare
 from kvoffload.connector.scheduler import OffloadingConnectorScheduler
 from kvoffload.connector.worker import OffloadingConnectorWorker
@@ -53,6 +54,9 @@ if TYPE_CHECKING:
 # vLLM configures only the logger "vllm". As its child, the logger of kvoffload has the same handlers and level.
 logging.getLogger("kvoffload").parent = init_logger("vllm")
 logger = logging.getLogger(__name__)
+
+LOGGED_WASTE = 0.01
+"""The log says how much of the host pool holds nothing from this share on."""
 
 
 class KVOffloadMetadata(KVConnectorMetadata):
@@ -138,8 +142,10 @@ class KVOffloadConnector(KVConnectorBase_V1, SupportsHMA):
                 self._scheduler.switch_off("the handshake (the workers' host pools are not those of the start)")
             self._scheduler.wake_up()
             return
-        layout, events = self.layout, self._vllm_config.kv_events_config
-        layout.check_ranks(infos)
+        self.layout.check_ranks(infos)
+        self.layout = layout = self.layout.divided(infos[0].parts)
+        self._events = EventTranslator(layout)
+        events = self._vllm_config.kv_events_config
         if layout.config.tier_entries:
             self._expected_root = versions.expected_hash_root(self._vllm_config)
         parts = fingerprint_parts(self._vllm_config, layout, infos)
@@ -159,6 +165,7 @@ class KVOffloadConnector(KVConnectorBase_V1, SupportsHMA):
             parent_request=versions.parent_request,
             following=following,
             identity=describe_parts(self._vllm_config, layout, parts),
+            parts=layout.parts,
         )
         self._ranks = infos
         scheduler, engine_id = self._scheduler, self._kv_transfer_config.engine_id
@@ -211,10 +218,16 @@ class KVOffloadConnector(KVConnectorBase_V1, SupportsHMA):
                 for group in self.layout.groups
                 for name, page_bytes in zip(group.layer_names, group.page_bytes, strict=True)
             )
-            return KVShare(own_replicas(self.layout, self._vllm_config), self._layers)
+            replicas = own_replicas(self.layout, self._vllm_config)
+            return KVShare(replicas, self._layers, self.layout.device_block_bytes)
 
-        self._pool = open_pool(self.layout, ranks, ranks.collect(describe), lambda: numa_node(groups))
-        self._worker = OffloadingConnectorWorker(make_transfer(groups, self._pool))
+        shares = ranks.collect(describe)
+        plan = plan_parts(self.layout.kv_groups, [share.device_block_bytes for share in shares])
+        if ranks.index == 0 and plan.waste_of_whole >= LOGGED_WASTE:
+            logger.info("kvoffload: %s", plan.describe())
+        self.layout = self.layout.divided(plan.parts)
+        self._pool = open_pool(self.layout, ranks, shares, lambda: numa_node(groups))
+        self._worker = OffloadingConnectorWorker(make_transfer(plan.parts.page_groups(groups), self._pool))
 
     def unregister_kv_caches(self) -> None:
         """Ends all copies. vLLM from 0.33 on calls this before the KV caches lose their memory."""
@@ -233,7 +246,7 @@ class KVOffloadConnector(KVConnectorBase_V1, SupportsHMA):
             # At the first call the engine is warmed up and the weights cannot have been updated yet.
             self._was_watched = True
             self.connector_worker.weights = watch_weights(self._vllm_config)
-        return RankInfo(self._pool.handle, self._layers)
+        return RankInfo(self._pool.handle, self._layers, self.layout.parts)
 
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
         assert isinstance(kv_connector_metadata, KVOffloadMetadata)

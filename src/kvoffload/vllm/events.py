@@ -49,11 +49,14 @@ class EventTranslator:
     contents of a block are remembered from its announcement in host memory until it has left, for at most MAX_CONTENTS
     blocks. Where the contents are not known, the event has hashes but no tokens, as vLLM's own offloading events may.
     Groups with a lookahead are left out, because their keys do not have the hashes of the device's blocks. A state is
-    announced as vLLM announces its own: kind "mamba", with the tokens of the block at whose end it stands.
+    announced as vLLM announces its own: kind "mamba", with the tokens of the block at whose end it stands. Of a block
+    in parts, the last one is announced: it becomes loadable last and is evicted first.
     """
 
     def __init__(self, layout: EngineLayout) -> None:
         self._layout = layout
+        self._groups = {part: g for part, g in enumerate(layout.parts.group_of) if part in layout.parts.last}
+        """The KV cache group of each part that is announced."""
         self._contents: dict[OffloadKey, _Content] = {}
 
     def translate(self, events: Iterable[OffloadingEvent], has_tiers: bool) -> Iterator[KVCacheEvent]:
@@ -64,8 +67,9 @@ class EventTranslator:
             by_group: defaultdict[int, list[tuple[OffloadKey, BlockDescription | None]]] = defaultdict(list)
             for key, block in zip(event.keys, described, strict=True):
                 by_group[key_group_idx(key)].append((key, block))
-            for g, blocks in by_group.items():
-                if self._layout.groups[g].group.lookahead:
+            for part, blocks in by_group.items():
+                g = self._groups.get(part)
+                if g is None or self._layout.groups[g].group.lookahead:
                     continue
                 if event.removed:
                     keys = [key for key, _ in blocks]

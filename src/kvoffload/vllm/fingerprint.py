@@ -105,6 +105,7 @@ DIGESTED = {
     "lora_config": "LoRA settings",
     "additional": "additional settings",
     "groups": "KV cache groups",
+    "parts": "parts of blocks",
     "environment": "values of vLLM's variables",
     "ranks": "layers and pages of the ranks",
     "hash_root": "seed of the block hashes",
@@ -155,6 +156,8 @@ def fingerprint_parts(vllm_config: VllmConfig, layout: EngineLayout, infos: Sequ
         "groups": [
             repr(group).replace(", state=False", "").replace("lookahead=0", "draft=False") for group in layout.kv_groups
         ],
+        # Whole blocks have no such part, for the same reason.
+        **({"parts": list(layout.parts.counts)} if layout.parts.is_divided else {}),
         # A block has one part per pool.
         "ranks": [list(map(list, info.layers)) for info in one_per_pool(infos)],
         "parallel": [parallel.tensor_parallel_size, parallel.pipeline_parallel_size],

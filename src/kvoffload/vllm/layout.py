@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorHandshakeMetadata
@@ -17,7 +17,8 @@ from vllm.v1.kv_cache_interface import (
 
 from kvoffload.abc import ConfigError, KVGroup
 from kvoffload.config import OffloadConfig
-from kvoffload.host.pool import PoolHandle, padded_slot_bytes
+from kvoffload.connector.parts import Parts
+from kvoffload.host.pool import PoolHandle
 from kvoffload.vllm import versions
 from kvoffload.vllm.refusals import (
     refuse_unserved,
@@ -46,9 +47,9 @@ class GroupLayout:
         return self.spec.kv_cache_specs[name] if isinstance(self.spec, UniformTypeKVCacheSpecs) else self.spec
 
     @property
-    def block_bytes(self) -> int:
-        """Bytes of one offloaded block on this rank."""
-        return sum(self.page_bytes) * self.group.block_size_factor
+    def device_block_bytes(self) -> int:
+        """Bytes of one device block on this rank."""
+        return sum(self.page_bytes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +60,8 @@ class RankInfo(KVConnectorHandshakeMetadata):
     """The pool that the rank loads from. Ranks with the same KV have the same one."""
     layers: tuple[tuple[str, int, str], ...]
     """Name, page bytes and page format of each layer, group after group. See ``pages.page_format``."""
+    parts: Parts
+    """How the ranks divide blocks."""
 
 
 def one_per_pool(infos: Sequence[RankInfo]) -> list[RankInfo]:
@@ -85,15 +88,26 @@ class EngineLayout:
     """Index of this engine among the engines of its node."""
     engines: int
     """Engines that share the budgets of this node."""
+    parts: Parts
+    """How blocks are divided. Until the ranks have agreed on that, they are whole."""
 
     @property
     def slot_bytes(self) -> int:
-        """Bytes of one slot of this rank's pool. A block of any group fits into it."""
-        return padded_slot_bytes(max(1, *(group.block_bytes for group in self.groups)))
+        """Bytes of one slot of this rank's pool. A part of a block of any group fits into it."""
+        return self.parts.slot_bytes(self.kv_groups, self.device_block_bytes)
 
     @property
     def kv_groups(self) -> list[KVGroup]:
         return [group.group for group in self.groups]
+
+    @property
+    def device_block_bytes(self) -> tuple[int, ...]:
+        """Bytes of one device block of each group on this rank."""
+        return tuple(group.device_block_bytes for group in self.groups)
+
+    def divided(self, parts: Parts) -> EngineLayout:
+        """Returns the same layout with blocks that are divided into ``parts``."""
+        return replace(self, parts=parts)
 
     @property
     def has_states(self) -> bool:
@@ -106,11 +120,16 @@ class EngineLayout:
         return self.config.num_blocks(self.slot_bytes, self.ranks // replicas * self.engines)
 
     def check_ranks(self, infos: Sequence[RankInfo]) -> None:
-        """Raises ConfigError unless every rank has sent its RankInfo."""
+        """Raises ConfigError unless every rank has sent its RankInfo, and all divide blocks into the same parts."""
         if len(infos) != self.ranks:
             raise ConfigError(
                 f"{len(infos)} of {self.ranks} workers have sent the location of their host pool, and kvoffload needs "
                 "all of them: set distributed_executor_backend to mp or uni"
+            )
+        if len({info.parts for info in infos}) > 1:
+            raise ConfigError(
+                f"the workers divide blocks into different parts ({[info.parts.counts for info in infos]}): run the "
+                "same version of kvoffload in all of them"
             )
 
     @classmethod
@@ -137,6 +156,7 @@ class EngineLayout:
             tensor_parallel=vllm_config.parallel_config.tensor_parallel_size,
             engine=engine,
             engines=engines,
+            parts=Parts.none(len(groups)),
         )
 
 

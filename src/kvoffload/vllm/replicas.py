@@ -56,9 +56,9 @@ class RankPool:
 
 
 def engine_ranks(layout: EngineLayout) -> Ranks:
-    """Returns the ranks of the engine that this worker belongs to. A rank without tensor parallelism is alone: it
-    shares its KV with no other."""
-    if layout.tensor_parallel == 1:
+    """Returns the ranks of the engine that this worker belongs to. A rank is alone if it has nothing to agree on with
+    others: it shares its KV with none, and all blocks have one size."""
+    if layout.tensor_parallel == 1 and len(layout.groups) == 1:
         return Ranks()
     tensor, pipeline = get_tp_group(), get_pp_group()
     index = pipeline.rank_in_group * tensor.world_size + tensor.rank_in_group

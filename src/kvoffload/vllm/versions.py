@@ -46,6 +46,7 @@ SINCE = {
     "num_prefill_lookahead_tokens": "0.32",
     "ownership": "0.29",
     "prefix_cacheable": "0.29",
+    "prefix_cache_retention_interval": "0.29",
     "resolve_none_hash_seed": "0.29",
     "restore_kv_caches": "0.33",
     "state_content_size_bytes": "0.29",
