@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvoffload.abc import BoundaryState, KVGroup
-from kvoffload.testing.content import EngineRequest
+from kvoffload.testing.content import EngineRequest, RequestStates
 from kvoffload.testing.states import StateBlocks
 
 GROUPS = (KVGroup(4), KVGroup(4, state=True))
@@ -51,7 +51,9 @@ def test_scratch_blocks_before_the_running_state_move_behind_it() -> None:
 def chunk(
     num_prompt: int, computed: int, budget: int, junction: int = 0, max_chunk: int = 64, drops_last: bool = False
 ) -> int:
-    request = EngineRequest("r", list(range(num_prompt)), 1, 4, 0, num_computed_tokens=computed, junction=junction)
+    request = EngineRequest(
+        "r", list(range(num_prompt)), 1, 4, 0, num_computed_tokens=computed, states=RequestStates(junction=junction)
+    )
     return StateBlocks(GROUPS, 4, max_chunk, 0, drops_last).chunk(request, budget)
 
 

@@ -45,7 +45,7 @@ class StateBlocks:
         # A state that is not at a boundary yet, the last boundary of the prompt, and where other requests branch off.
         next_boundary = (start // align + 1) * align if start % align else 0
         last = request.num_tokens - (align if self._drops_last else 1)
-        stops = (next_boundary, last // align * align, request.junction)
+        stops = (next_boundary, last // align * align, request.states.junction)
         return max(min((stop for stop in stops if start < stop < end), default=end) - start, 0)
 
     def num_lacking(self, g: int, table: Table, has_scratch: bool, end: int) -> int:
@@ -78,10 +78,10 @@ class StateBlocks:
         that samples the last of them may not be reported yet."""
         if not self._sizes:
             return
-        request.state_ends.add(end)
-        request.unoffered.append(end)
-        known = [end for end in request.unoffered if end <= request.num_tokens]
-        request.unoffered = [end for end in request.unoffered if end > request.num_tokens]
+        request.states.ends.add(end)
+        request.states.unoffered.append(end)
+        known = [end for end in request.states.unoffered if end <= request.num_tokens]
+        request.states.unoffered = [end for end in request.states.unoffered if end > request.num_tokens]
         for end in known:
             self.offer(request, end)
 
