@@ -341,6 +341,13 @@ def test_with_a_lookahead_of_two_a_block_is_stored_when_the_step_after_it_is_com
     assert counts(rig) == {0: 2}
 
 
+@pytest.mark.parametrize("lookahead", [1, 2])
+def test_the_last_block_within_the_limit_of_a_request_is_stored(lookahead: int) -> None:
+    rig = Rig([KVGroup(4, lookahead=lookahead)], options=DRAFTING)
+    rig.compute(rig.request(20, max_tokens=8))
+    assert counts(rig) == {0: 2}
+
+
 def test_a_block_loses_its_name_when_the_token_after_it_is_replaced() -> None:
     """No hash covers that token yet."""
     rig = Rig([KVGroup(4, lookahead=1)], options=DRAFTING)

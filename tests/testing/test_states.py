@@ -12,7 +12,7 @@ GROUPS = (KVGroup(4), KVGroup(4, state=True))
 
 
 def grown(num_scratch: int, *ends: int) -> tuple[list[int], list[int]]:
-    """The table of a request whose steps end at ``ends``, and what one has who appends everything that is reported."""
+    """The table of a request whose steps end at ``ends``, and a copy to which everything reported is appended."""
     states = StateBlocks(GROUPS, 4, 64, num_scratch)
     table: list[int] = []
     appended: list[int] = []

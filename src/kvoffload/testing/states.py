@@ -15,7 +15,7 @@ class StateBlocks:
     boundary, or past one, writes to another block; positions between are null. So the block at the end of a step that
     ends on a boundary keeps its state until it is freed. ``num_scratch`` blocks follow the running state, as for
     speculative tokens: the next state is written to the first of them, or they move behind it. A table therefore is not
-    append-only: a scratch block that has moved stands at two places in the copy of one who only appends.
+    append-only: in a copy that is only appended to, a scratch block that has moved stands at two places.
 
     Chunks end at multiples of ``align`` if ``max_chunk`` tokens suffice for that, and one ends at the last boundary of
     the prompt; with ``drops_last`` at the one before it, as vLLM does with EAGLE and MTP.
