@@ -90,7 +90,7 @@ def test_a_tier_that_is_late_costs_the_hit() -> None:
     assert rig.half.records[-1].reason == "not_in_time"
 
 
-def test_a_superseded_state_leaves_the_tier_too() -> None:
+def test_a_superseded_state_is_not_written() -> None:
     rig = TieredRig()
     request = rig.request(42)
     rig.compute(request, 40)
