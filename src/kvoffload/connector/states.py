@@ -41,16 +41,24 @@ class _Kept:
     own: dict[int, list[OffloadKey]] = field(default_factory=dict)
     """By position, the states that the request has stored itself and that no other request has used yet."""
 
-    def put(self, end: int) -> None:
-        """Puts the state at ``end`` into its places."""
+    def places(self, end: int) -> set[Place]:
+        """Returns the places that a state at ``end`` takes."""
+        found = set[Place]()
         if end <= self.junction < self.prompt_end:
-            self.at[Place.JUNCTION] = end
+            found.add(Place.JUNCTION)
         if end > self.prompt_end:
-            self.turn_before, self.at[Place.TURN] = self.at.get(Place.TURN, 0), end
+            found.add(Place.TURN)
         elif end >= self.prompt_start:
-            self.at[Place.PROMPT] = end
+            found.add(Place.PROMPT)
+        return found
 
-    def places(self, named: int) -> set[int]:
+    def take(self, end: int) -> None:
+        """Takes note that the state at ``end`` is in the host."""
+        if Place.TURN in self.places(end) and end != self.at.get(Place.TURN):
+            self.turn_before = self.at.get(Place.TURN, 0)
+        self.at.update(dict.fromkeys(self.places(end), end))
+
+    def needed(self, named: int) -> set[int]:
         """Returns where states are kept, if all blocks of the request's first ``named`` tokens have a name. A request
         cannot continue behind these, so until there are more of them the state before the last is kept as well."""
         return {*self.at.values(), *([self.turn_before] if self.at.get(Place.TURN, 0) > named else [])}
@@ -84,25 +92,25 @@ class StateKeeper:
             self._use(state, end)
 
     def choose(self, state: RequestState, ends: Iterable[int], epoch: int) -> list[int]:
-        """Returns at which of the positions ``ends``, where the engine offers states of a request, they are kept.
-        ``epoch``: the number of resets so far."""
+        """Returns at which of the positions ``ends``, where the engine offers states of a request, they are to be
+        stored. ``epoch``: the number of resets so far."""
         if epoch != self._epoch:
             self._epoch = epoch
             self._requests.clear()
             self._owners.clear()
         kept, ends = self._kept(state), sorted(ends)
-        for end in ends:
-            kept.put(end)
-        return [end for end in ends if end in kept.at.values()]
+        last = {place: end for end in ends for place in kept.places(end)}
+        return [end for end in ends if end in last.values()]
 
     def stored(self, state: RequestState, blocks: Iterable[Block], new: Collection[OffloadKey]) -> list[OffloadKey]:
-        """Takes note that a request's states ``blocks`` are stored, of which ``new`` were not there before. Returns the
-        states that are superseded now, which are to be dropped."""
+        """Takes note that a request's states ``blocks`` are in the host, of which ``new`` were not there before.
+        Returns the states that are superseded now, which are to be dropped."""
         kept, dropped = self._kept(state), list[OffloadKey]()
         by_end: dict[int, list[OffloadKey]] = {}
         for block in sorted(blocks):
             by_end.setdefault((block.ordinal + 1) * self._layout.block_tokens[block.group], []).append(block.key)
-        for end, keys in by_end.items():
+        for end, keys in sorted(by_end.items()):
+            kept.take(end)
             self._use(state, end)
             if end in kept.own and kept.own[end] != keys:
                 # The engine has taken tokens back and given others.
@@ -110,8 +118,8 @@ class StateKeeper:
             if all(key in new for key in keys):
                 kept.own[end] = keys
                 self._owners[keys[0]] = state.context.req_id, end
-        places = kept.places(state.request.num_tokens - self._lookahead)
-        superseded = [end for end in kept.own if end not in places]
+        needed = kept.needed(state.request.num_tokens - self._lookahead)
+        superseded = [end for end in kept.own if end not in needed]
         return dropped + [key for end in superseded for key in self._disown(kept, end)]
 
     def end(self, req_id: str) -> set[int]:
