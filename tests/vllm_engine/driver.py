@@ -467,12 +467,12 @@ def _count_replicas(worker: Any) -> list[int]:
 
 
 def one_by_one(config: dict[str, Any]) -> dict[str, Any]:
-    """Runs each of ``prompts`` alone, and then each with its answer and ``more`` tokens. The device's own cache is
+    """Runs each of ``asked`` alone, and then each with its answer and ``more`` tokens. The device's own cache is
     emptied after each, unless ``keeps_device_cache``. ``drafts`` has for each what the model sampled in its steps, and
     what was drafted."""
     engine = Engine(config)
     log, outputs, drafts = engine.log_drafts(), [], []
-    prompts = list(config["prompts"])
+    prompts = list(config["asked"])
     for i in range(len(prompts) * 2 if config.get("more") else len(prompts)):
         if i == len(prompts):
             prompts += [[*p, *tokens, *config["more"]] for p, (tokens, _) in zip(prompts, outputs, strict=True)]
