@@ -224,11 +224,11 @@ class StateReplay:
         state = RequestState.new(request, self.layout, NEVER)
         state.extend_keys()
         last = max(0, asked - 1) // size * size
+        self.touch(state)
         hit = self.search.longest(state, 0, may_wait=False)
         end = min(hit.end, last)
         found.hit_tokens += end
         found.hits += end > 0
-        manager.touch(state.blocks.keys_in_order(), state.context)
         if keeper is not None:
             keeper.begin(state, end, hit.junction)
         stored: list[OffloadKey] = []
@@ -249,9 +249,13 @@ class StateReplay:
             if keeper is not None and not is_refused:
                 for chosen in keeper.choose(state, [at], 0):
                     stored += self.store_state(state, chosen, keeper)
-        if keeper is not None:
-            keeper.end(request.request_id)
-        manager.reorder_chain(state.blocks.keys_in_order(), stored, state.context)
+        used = () if keeper is None else keeper.end(request.request_id)
+        manager.reorder_chain(state.blocks.used_keys(used), stored, state.context)
+
+    def touch(self, state: RequestState) -> None:
+        last = self.search.last_state(state) if self.layout.states else 0
+        used = state.blocks.used_keys([last] if last else [])
+        self.manager.touch(used, state.context, state.blocks.keys_in_order())
 
     def store_state(self, state: RequestState, end: int, keeper: StateKeeper) -> list[OffloadKey]:
         ordinal = end // self.size - 1

@@ -31,6 +31,12 @@ pytestmark = pytest.mark.vllm
 BFLOAT16_TOLERANCE = 0.1
 """Logprobs differ by up to 0.04 after a preemption, without kvoffload too."""
 BLOCK_SIZE = 32
+CALM: dict[str, Any] = {
+    **QWEN3NEXT,
+    "engine": QWEN3NEXT["engine"] | {"max_num_seqs": 2, "num_gpu_blocks_override": 32},
+}
+"""Gated delta nets without preemptions."""
+LONG = pytest.mark.skipif(SCALE <= 1, reason="takes long; set KVOFFLOAD_TEST_SCALE=2")
 
 CONFIGURATIONS: dict[str, dict[str, Any]] = {
     "slow copies, arc, blocks of several device blocks": {
@@ -90,9 +96,8 @@ def test_corrupted_states_change_outputs(run: Runner, lfm2_expected: list[Any]) 
 def test_gated_delta_nets(run: Runner) -> None:
     """Without preemptions the answers are the same in bfloat16 too. A preempted request computes its output again as a
     prompt, so logprobs round otherwise, and tokens of the same logprob may differ, without kvoffload too."""
-    few = {**QWEN3NEXT, "engine": QWEN3NEXT["engine"] | {"max_num_seqs": 2, "num_gpu_blocks_override": 32}}
-    (expected,) = run("rounds", rounds=1, **few)["outputs"]
-    calm = run("rounds", **few, connector=POOL)
+    (expected,) = run("rounds", rounds=1, **CALM)["outputs"]
+    calm = run("rounds", **CALM, connector=POOL)
     check(calm, expected)
     assert calm["preemptions"] == 0
     assert calm["metrics"]["host_hit_tokens"] > 0
@@ -102,7 +107,7 @@ def test_gated_delta_nets(run: Runner) -> None:
     for answers in preempted["outputs"]:
         assert differences_beyond_ties(answers, expected, BFLOAT16_TOLERANCE) == []
     assert_at_rest(preempted.result)
-    wrong = run("rounds", **few, connector=POOL, connector_class="CorruptedStatesKVOffloadConnector")
+    wrong = run("rounds", **CALM, connector=POOL, connector_class="CorruptedStatesKVOffloadConnector")
     hits = hits_of_second_round(wrong)
     assert hits
     assert set(hits) <= set(differences(wrong["outputs"][1], expected))
@@ -192,7 +197,39 @@ def test_a_storm_of_requests_aborts_failures_and_resets(run: Runner, lfm2_expect
     assert_at_rest(result.result)
 
 
-@pytest.mark.skipif(SCALE <= 1, reason="its error is tested without an engine: make soak")
+@LONG
+def test_gated_delta_nets_on_two_ranks(run: Runner) -> None:
+    parallel: dict[str, Any] = {**CALM, "engine": CALM["engine"] | PARALLEL["tensor"], "environment": TWO_RANKS}
+    (expected,) = run("rounds", rounds=1, **parallel)["outputs"]
+    result = run("rounds", rounds=3, **parallel, connector=POOL, connector_class="SlowKVOffloadConnector")
+    check(result, expected)
+    assert result["metrics"]["host_hit_tokens"] > 0
+
+
+@LONG
+def test_gated_delta_nets_from_disk(run: Runner, tmp_path: Path) -> None:
+    (expected,) = run("rounds", rounds=1, **CALM)["outputs"]
+    connector = with_disk(tmp_path / "disk")
+    for is_second in (False, True):
+        result = run("rounds", rounds=1, close=True, **CALM, connector=connector)
+        check_answers(result, expected)
+        assert (disk_tokens(result) > 0) == is_second
+
+
+@LONG
+def test_turns_with_gated_delta_nets(run: Runner) -> None:
+    """The device cannot keep all conversations. A request that continues from a state which decoding has computed may
+    round otherwise than one that computes it again as a prompt."""
+    engine = CALM["engine"] | {"max_model_len": 768, "num_gpu_blocks_override": 34}
+    turns: dict[str, Any] = {**CALM, "prompts": 4, "engine": engine | {"prefix_cache_retention_interval": 64}}
+    reference, result = run("turns", **turns), run("turns", **turns, connector=POOL)
+    for answers, expected in zip(result["outputs"], reference["outputs"], strict=True):
+        assert differences_beyond_ties(answers, expected, BFLOAT16_TOLERANCE) == []
+    assert sum(record["host_tokens"] for record in result["records"]) > 0
+    assert_at_rest(result.result)
+
+
+@pytest.mark.skipif(SCALE <= 1, reason="its error is tested without an engine; set KVOFFLOAD_TEST_SCALE=2")
 def test_without_prefix_caching_the_server_ends_with_the_fix(run: Runner) -> None:
     child, result = run.start("rounds", **with_lfm2(connector=POOL, engine={"enable_prefix_caching": False}))
     assert child.wait(DEADLINE_S) != 0

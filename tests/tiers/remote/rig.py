@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
 
 from kvoffload.abc import ByteArray, OffloadKey, TierResult
 from kvoffload.host.pool import HostPool
+from kvoffload.tiers.remote.messages import Response
 from kvoffload.tiers.remote.process import ProcessChannel
 from kvoffload.tiers.remote.tier import RemoteTier
 from kvoffload.tiers.remote.wire import Setup
@@ -31,6 +32,18 @@ class ShiftedClock:
         return time.monotonic() + self.shift
 
 
+class ShiftedChannel(ProcessChannel):
+    """A channel whose responses have times of ``clock``, as all processes of a machine have the same clock."""
+
+    def __init__(self, setup: Setup, name: str, clock: ShiftedClock) -> None:
+        super().__init__(setup, name)
+        self._clock = clock
+
+    def poll(self) -> list[Response]:
+        shift = self._clock.shift
+        return [replace(each, begun=each.begun + shift, ended=each.ended + shift) for each in super().poll()]
+
+
 @dataclass
 class Server:
     """A tier with pools of its own."""
@@ -46,7 +59,7 @@ class Server:
         self.hosts = [HostPool(self.num_slots, nbytes) for nbytes in self.slot_bytes]
         handles = tuple(host.handle() for host in self.hosts)
         setup = Setup(CLIENT, self.store.settings(), handles, self.num_slots, self.fingerprint, "kv", self.identity)
-        self.channel = ProcessChannel(setup, "folder")
+        self.channel = ShiftedChannel(setup, "folder", self.clock)
         self.tier = RemoteTier(self.channel, sum(self.slot_bytes), name="folder", clock=self.clock, random=lambda: 0.5)
 
     @property
