@@ -265,7 +265,8 @@ class StateReplay:
             return []
         self.manager.complete_store(output.store_spec, state.context)
         self.found.states_stored += bool(output.keys_to_store)
-        self.manager.drop(keeper.stored(state, blocks, frozenset(output.keys_to_store)))
+        present = [block for block in blocks if block.key not in output.refused_keys]
+        self.manager.drop(keeper.stored(state, present, frozenset(output.keys_to_store)))
         return output.keys_to_store
 
     def store(self, keys: Sequence[OffloadKey], state: RequestState) -> tuple[list[OffloadKey], bool]:

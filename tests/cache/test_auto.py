@@ -13,7 +13,7 @@ from kvoffload.cache.keys import key_block_hash, make_offload_key
 from kvoffload.cache.manager import PolicyOffloadingManager
 from kvoffload.cache.policies import tournament
 from kvoffload.cache.policies.auto import AutoPolicy
-from kvoffload.cache.policies.ghosts import GhostTable, key_hashes, shared_names
+from kvoffload.cache.policies.ghosts import GhostTable, key_hashes, seem_of_several_groups, shared_names
 from kvoffload.cache.policies.recency import RecencyList
 from kvoffload.cache.policies.tournament import RULES, LRUShadow, Rule, Shadow, Tournament
 from kvoffload.cache.slots import HostBackend
@@ -84,8 +84,12 @@ def test_a_state_has_the_fate_of_the_block_that_ends_there() -> None:
 
 def test_a_group_alone_has_hashes_of_whole_keys() -> None:
     keys = [key(1), key(2)]
-    assert shared_names(keys) == keys
-    assert shared_names([make_offload_key(key_block_hash(keys[0]), 7)]) == keys[:1]
+    of_another = make_offload_key(key_block_hash(keys[0]), 7)
+    assert not seem_of_several_groups(keys)
+    assert not seem_of_several_groups([])
+    assert seem_of_several_groups([of_another])
+    assert seem_of_several_groups([*keys, of_another, *keys[:1]])
+    assert shared_names([*keys, of_another]) == [*keys, *keys[:1]]
 
 
 # Chains, as engines request them.

@@ -320,7 +320,7 @@ def state_of_another_boundary_loaded(engine: ModelEngine) -> None:
 
 
 def load_without_its_state(engine: ModelEngine) -> None:
-    """The workers are not told to load the state."""
+    """The job that the workers get leaves the state out."""
     build = engine.scheduler.build_connector_meta
 
     def build_without(step: ScheduledStep) -> StepMeta:

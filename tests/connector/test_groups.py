@@ -8,14 +8,14 @@ from typing import Any
 
 import pytest
 
-from kvoffload.abc import BlockHash, ConfigError, KVGroup, ScheduledStep
-from kvoffload.cache.keys import key_block_hash, key_group_idx
+from kvoffload.abc import BlockHash, ConfigError, KVGroup, OffloadKey, ReqContext, ScheduledStep
+from kvoffload.cache.keys import key_block_hash, key_group_idx, make_offload_key
 from kvoffload.cache.manager import LRUOffloadingManager
 from kvoffload.cache.slots import HostBackend
 from kvoffload.connector import request as request_module
 from kvoffload.connector.messages import StepMeta, WorkerReport
 from kvoffload.connector.scheduler import OffloadingConnectorScheduler
-from tests.connector.rig import FakeRequest
+from tests.connector.rig import TOKENS, FakeRequest
 
 FULL, WINDOW = 0, 1
 
@@ -341,6 +341,13 @@ def test_with_a_lookahead_of_two_a_block_is_stored_when_the_step_after_it_is_com
     assert counts(rig) == {0: 2}
 
 
+@pytest.mark.parametrize("lookahead", [1, 2])
+def test_the_last_block_within_the_limit_of_a_request_is_stored(lookahead: int) -> None:
+    rig = Rig([KVGroup(4, lookahead=lookahead)], options=DRAFTING)
+    rig.compute(rig.request(20, max_tokens=8))
+    assert counts(rig) == {0: 2}
+
+
 def test_a_block_loses_its_name_when_the_token_after_it_is_replaced() -> None:
     """No hash covers that token yet."""
     rig = Rig([KVGroup(4, lookahead=1)], options=DRAFTING)
@@ -422,3 +429,27 @@ def test_stored_blocks_are_described() -> None:
         assert block.block_hash == key_block_hash(key) == request.block_hashes[block.end - 1]
         assert block.parent_hash == (request.block_hashes[block.start - 1] if block.start else None)
     assert list(rig.half.take_events()) == []
+
+
+class SlowTier(LRUOffloadingManager):
+    """A lower tier never answers whether it holds blocks of the first group that host memory lacks."""
+
+    def lookup(self, keys: Sequence[OffloadKey], req_context: ReqContext | None = None) -> int | None:
+        hits = super().lookup(keys, req_context)
+        may_wait = req_context is not None and req_context.may_wait
+        return None if may_wait and hits != len(keys) and key_group_idx(keys[0]) == 0 else hits
+
+
+@pytest.mark.parametrize(("num_of_other", "hit"), [(3, 12), (9, None)])
+def test_a_request_waits_for_no_answer_about_blocks_that_another_group_lacks(
+    num_of_other: int, hit: int | None
+) -> None:
+    manager = SlowTier(HostBackend(TOKENS, 100))
+    groups = [KVGroup(TOKENS), KVGroup(TOKENS)]
+    half = OffloadingConnectorScheduler(manager, groups=groups, hash_block_size=TOKENS)
+    request = FakeRequest("r", list(range(41)))
+    for g, n in enumerate((5, num_of_other)):
+        output = manager.prepare_store([make_offload_key(h, g) for h in request.block_hashes[:n]])
+        assert output is not None
+        manager.complete_store(output.store_spec)
+    assert half.get_num_new_matched_tokens(request, 0)[0] == hit

@@ -14,8 +14,10 @@ from kvoffload.cache.admission import ReuseFilter
 from kvoffload.cache.keys import make_offload_key
 from kvoffload.cache.manager import LRUOffloadingManager
 from kvoffload.cache.slots import HostBackend
+from kvoffload.connector.layout import Block
 from kvoffload.connector.messages import StepMeta, WorkerReport
 from kvoffload.connector.scheduler import OffloadingConnectorScheduler
+from kvoffload.connector.states import StateKeeper
 from tests.connector.rig import FakeRequest
 
 SIZE = 4
@@ -444,6 +446,20 @@ def test_of_an_output_the_latest_state_is_kept() -> None:
     rig.finish(request)
     assert rig.hit(rig.request(60)) == 52
     rig.manager.check_integrity()
+
+
+@pytest.mark.parametrize("is_stored", [True, False])
+def test_a_state_that_was_not_stored_takes_the_place_of_no_other(is_stored: bool) -> None:
+    rig = Rig()
+    request = rig.request(42)
+    rig.compute(request, 40)
+    state, keeper = rig.half.requests[request.request_id], StateKeeper(rig.half.layout)
+    for end, is_there in ((44, True), (48, is_stored)):
+        assert keeper.choose(state, [end], 0) == [end]
+        keys = [rig.key(rig.request(60), g, end) for g in rig.states]
+        blocks = [Block(g, end // SIZE - 1, key, 0, [1]) for g, key in zip(rig.states, keys, strict=True)]
+        keeper.stored(state, blocks if is_there else [], keys)
+    assert keeper.end(request.request_id) == {48 if is_stored else 44}
 
 
 def test_a_state_that_others_use_is_not_dropped() -> None:

@@ -90,7 +90,7 @@ def test_a_tier_that_is_late_costs_the_hit() -> None:
     assert rig.half.records[-1].reason == "not_in_time"
 
 
-def test_a_superseded_state_leaves_the_tier_too() -> None:
+def test_a_superseded_state_is_not_written() -> None:
     rig = TieredRig()
     request = rig.request(42)
     rig.compute(request, 40)
@@ -102,3 +102,17 @@ def test_a_superseded_state_leaves_the_tier_too() -> None:
     rig.settle()
     assert rig.held_below(request, STATE) == rig.held_below(request, OTHER) == [40, 48]
     rig.manager.check_integrity()
+
+
+def test_a_superseded_state_stays_in_the_tier_where_it_was_before() -> None:
+    """An earlier request has left it there, as the end of its turn."""
+    rig = TieredRig()
+    first = rig.request(48)
+    rig.put_below(first, 44)
+    request = rig.request(42)
+    rig.compute(request, 40)
+    for end in (44, 48):
+        request.tokens += range(len(request.tokens), end)
+        rig.done(rig.step(request, end - request.num_computed_tokens, rig.offer(end)))
+    assert rig.manager.host.lookup([rig.key(first, STATE, 44)]) == 0
+    assert rig.held_below(first, STATE) == rig.held_below(first, OTHER) == [44]

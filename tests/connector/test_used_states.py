@@ -93,7 +93,7 @@ def test_a_request_touches_the_last_state_in_host_memory() -> None:
     for request, last in ((rig.request(62), 40), (rig.request(40), 16), (rig.request(16), 0), (rig.request(6), 0)):
         rig.hit(request)
         assert manager.touches[-1] == (used(rig, request, last), whole(rig, request))
-    # Another group's state is missing there. That costs the order no more than a block that nobody asks for.
+    # Another group's state is missing there. That costs the order no more than a block that no request asks for.
     manager.drop([rig.key(rig.request(42), OTHER, 40)])
     with pytest.raises(Phantom):
         manager.check(used(rig, rig.request(42), 40))
@@ -159,7 +159,8 @@ class Whole(LRUOffloadingManager):
 
 
 def test_a_state_behind_which_a_conversation_went_on_is_evicted_first() -> None:
-    """Nobody has continued at 48. Were its state as recent as the blocks there, the end of the chain would go first."""
+    """No request has continued at 48. If its state were as recent as the blocks there, the end of the chain would go
+    first."""
     held = []
     for manager in (LRUOffloadingManager, Whole):
         rig = Rig(manager=manager(HostBackend(1, 24)))

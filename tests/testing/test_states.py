@@ -5,14 +5,14 @@ from __future__ import annotations
 import pytest
 
 from kvoffload.abc import BoundaryState, KVGroup
-from kvoffload.testing.content import EngineRequest
+from kvoffload.testing.content import EngineRequest, RequestStates
 from kvoffload.testing.states import StateBlocks
 
 GROUPS = (KVGroup(4), KVGroup(4, state=True))
 
 
 def grown(num_scratch: int, *ends: int) -> tuple[list[int], list[int]]:
-    """The table of a request whose steps end at ``ends``, and what one has who appends everything that is reported."""
+    """The table of a request whose steps end at ``ends``, and a copy to which everything reported is appended."""
     states = StateBlocks(GROUPS, 4, 64, num_scratch)
     table: list[int] = []
     appended: list[int] = []
@@ -51,7 +51,9 @@ def test_scratch_blocks_before_the_running_state_move_behind_it() -> None:
 def chunk(
     num_prompt: int, computed: int, budget: int, junction: int = 0, max_chunk: int = 64, drops_last: bool = False
 ) -> int:
-    request = EngineRequest("r", list(range(num_prompt)), 1, 4, 0, num_computed_tokens=computed, junction=junction)
+    request = EngineRequest(
+        "r", list(range(num_prompt)), 1, 4, 0, num_computed_tokens=computed, states=RequestStates(junction=junction)
+    )
     return StateBlocks(GROUPS, 4, max_chunk, 0, drops_last).chunk(request, budget)
 
 

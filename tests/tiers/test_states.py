@@ -338,7 +338,7 @@ def test_a_superseded_state_is_not_written_and_leaves_no_hole(caplog: pytest.Log
         compute(rig, by_group[0][4:end] + states_at(by_group, end))
         settle(rig)
         if end < 9:
-            rig.manager.drop(states_at(by_group, end))
+            rig.manager.drop_from_host(states_at(by_group, end))
     assert on_disk(rig, by_group[0]) == 4
     rig.manager.offer_chain(in_order(by_group), A)
     settle(rig)

@@ -189,6 +189,10 @@ class OffloadingManager(ABC):
         """``keys`` vanish at once. The slot of a block in transfer is free again when its lease is completed; until
         then its key cannot be stored. Unknown keys are ignored."""
 
+    def drop_from_host(self, keys: Sequence[OffloadKey]) -> None:
+        """Drops ``keys`` from host memory. Those that a lower tier holds too can still be found there."""
+        self.drop(keys)
+
     @abstractmethod
     def reset(self) -> None:
         """Drops every key."""

@@ -199,7 +199,6 @@ class _HostPools:
         pools: Sequence[ByteArray | PoolHandle],
         engines: int,
         num_workers: int | None = None,
-        following: Following | None = None,
     ) -> None:
         if not isinstance(pools, Sequence) or not pools:
             raise ConfigError(

@@ -139,19 +139,22 @@ class HitSearch:
 
     def _agreed(self, state: RequestState, computed: int, end: int, context: ReqContext) -> Hit:
         """Returns the longest hit up to ``end`` of the groups that have KV."""
-        layout, blocks, known, missed = self._layout, state.blocks, True, None
-        for g in layout.full:
-            size = layout.groups[g].block_tokens
-            first = computed // size
-            if first * size >= end:
-                continue
-            hits = self._manager.lookup(blocks.keys[g][first : end // size], context)
-            if hits is None:
-                # The other groups are asked at once, so that the blocks of all of them are read at the same time.
-                known = False
-            elif (first + hits) * size < end:
-                found = (first + hits) * size
-                end, missed = found // layout.align * layout.align, blocks.keys[g][found // size]
+        layout, blocks, known, missed, asked = self._layout, state.blocks, False, None, None
+        while not known and asked != end:
+            # An answer is not waited for if another group has none of the blocks that it is about.
+            known, asked = True, end
+            for g in layout.full:
+                size = layout.groups[g].block_tokens
+                first = computed // size
+                if first * size >= end:
+                    continue
+                hits = self._manager.lookup(blocks.keys[g][first : end // size], context)
+                if hits is None:
+                    # The other groups are asked at once, so that the blocks of all of them are read at the same time.
+                    known = False
+                elif (first + hits) * size < end:
+                    found = (first + hits) * size
+                    end, missed = found // layout.align * layout.align, blocks.keys[g][found // size]
         if not known:
             return Hit(computed, missed, False)
         while end > computed:

@@ -1,4 +1,4 @@
-"""What the ranks of an engine agree on at their start: who shares a host pool with whom, and how blocks are divided."""
+"""What the ranks of an engine agree on at their start: which of them share a host pool, and how blocks are divided."""
 
 from __future__ import annotations
 

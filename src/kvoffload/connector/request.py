@@ -258,13 +258,14 @@ class RequestBlocks:
         layout = self.layout
         due: list[Block] = []
         ends: list[int] = []
-        tokens = min(num_computed, self.request.num_tokens, self.max_stored_tokens)
+        tokens, most = min(num_computed, self.request.num_tokens), self.max_stored_tokens
         for g, first in enumerate(self.next_store):
             if layout.groups[g].state:
                 ends.append(first)
                 continue
             keys, table, factor = self.keys[g], self.tables[g], layout.factors[g]
-            end = min(layout.num_final(g, tokens), len(table) // factor, len(keys), first + MAX_BLOCKS_PER_STEP)
+            num_whole = min(layout.num_final(g, tokens), most // layout.block_tokens[g])
+            end = min(num_whole, len(table) // factor, len(keys), first + MAX_BLOCKS_PER_STEP)
             if end <= first:
                 ends.append(first)
                 continue

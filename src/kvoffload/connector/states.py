@@ -39,14 +39,16 @@ class _Kept:
     own: dict[int, list[OffloadKey]] = field(default_factory=dict)
     """By position, the states that the request has stored itself and that no other request has used yet."""
 
-    def put(self, end: int) -> None:
-        """Puts the state at ``end`` into its places."""
+    def places(self, end: int) -> set[Place]:
+        """Returns the places that a state at ``end`` takes."""
+        found = set[Place]()
         if end <= self.junction < self.prompt_end:
-            self.at[Place.JUNCTION] = end
+            found.add(Place.JUNCTION)
         if end > self.prompt_end:
-            self.at[Place.TURN] = end
+            found.add(Place.TURN)
         elif end >= self.prompt_start:
-            self.at[Place.PROMPT] = end
+            found.add(Place.PROMPT)
+        return found
 
 
 class StateKeeper:
@@ -76,25 +78,25 @@ class StateKeeper:
             self._use(state, end)
 
     def choose(self, state: RequestState, ends: Iterable[int], epoch: int) -> list[int]:
-        """Returns at which of the positions ``ends``, where the engine offers states of a request, they are kept.
-        ``epoch``: the number of resets so far."""
+        """Returns at which of the positions ``ends``, where the engine offers states of a request, they are to be
+        stored. ``epoch``: the number of resets so far."""
         if epoch != self._epoch:
             self._epoch = epoch
             self._requests.clear()
             self._owners.clear()
         kept, ends = self._kept(state), sorted(ends)
-        for end in ends:
-            kept.put(end)
-        return [end for end in ends if end in kept.at.values()]
+        last = {place: end for end in ends for place in kept.places(end)}
+        return [end for end in ends if end in last.values()]
 
     def stored(self, state: RequestState, blocks: Iterable[Block], new: Collection[OffloadKey]) -> list[OffloadKey]:
-        """Takes note that a request's states ``blocks`` are stored, of which ``new`` were not there before. Returns the
-        states that are superseded now, which are to be dropped."""
+        """Takes note that a request's states ``blocks`` are in the host, of which ``new`` were not there before.
+        Returns the states that are superseded now, which are to be dropped."""
         kept, dropped = self._kept(state), list[OffloadKey]()
         by_end: dict[int, list[OffloadKey]] = {}
         for block in sorted(blocks):
             by_end.setdefault((block.ordinal + 1) * self._layout.block_tokens[block.group], []).append(block.key)
-        for end, keys in by_end.items():
+        for end, keys in sorted(by_end.items()):
+            kept.at.update(dict.fromkeys(kept.places(end), end))
             self._use(state, end)
             if end in kept.own and kept.own[end] != keys:
                 # The engine has taken tokens back and given others.

@@ -137,7 +137,9 @@ class StorePlanner:
             output = self._manager.prepare_store(keys, state.context) if keys else None
             if output is not None:
                 self._start([Due(state, 0, blocks, state.blocks.next_store)], output, epoch, specs)
-                self._drop(self._keeper.stored(state, blocks, frozenset(output.keys_to_store)))
+                # A state that was refused takes the place of no other.
+                present = [block for block in blocks if block.key not in output.refused_keys]
+                self._drop(self._keeper.stored(state, present, frozenset(output.keys_to_store)))
             elif keys:
                 self._refused()
         return specs
@@ -162,7 +164,7 @@ class StorePlanner:
 
     def _drop(self, superseded: list[OffloadKey]) -> None:
         if superseded:
-            self._manager.drop(superseded)
+            self._manager.drop_from_host(superseded)
             self._changes.contents += 1
 
     def _look_again(self, req_id: str, state: RequestState, num_computed: int) -> None:

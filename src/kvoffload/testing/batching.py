@@ -165,7 +165,7 @@ class Batcher:
 
     def _lacking(self, request: EngineRequest, n: int) -> list[int]:
         """Blocks per group that the request needs for its next ``n`` tokens."""
-        return self._lacking_to(request.blocks, request.has_scratch, request.num_computed_tokens + n)
+        return self._lacking_to(request.blocks, request.states.has_scratch, request.num_computed_tokens + n)
 
     def _lacking_to(self, tables: Sequence[Table], has_scratch: bool, end: int) -> list[int]:
         return [
@@ -178,15 +178,15 @@ class Batcher:
     def _extend(self, request: EngineRequest, end: int) -> list[list[int]]:
         """Allocates the blocks for the request's first ``end`` tokens. Returns what was appended to its tables."""
         appended = []
-        lacking = self._lacking_to(request.blocks, request.has_scratch, end)
+        lacking = self._lacking_to(request.blocks, request.states.has_scratch, end)
         for g, (group, table) in enumerate(zip(self._cache.groups, request.blocks, strict=True)):
             new = self._cache.pool.new(lacking[g])
             if group.state:
-                appended.append(self.states.extend(g, table, request.has_scratch, end, new))
+                appended.append(self.states.extend(g, table, request.states.has_scratch, end, new))
             else:
                 table += new
                 appended.append(new)
-        request.has_scratch |= end > 0
+        request.states.has_scratch |= end > 0
         return appended
 
     def _grow(self, request: EngineRequest, n: int, keep: list[EngineRequest]) -> list[list[int]] | None:
@@ -253,8 +253,8 @@ class Batcher:
             pool.take([block for block in table if block != NULL_BLOCK])
         self._cache.note_versions(request, hits, self.version)
         request.num_cached = [len(table) for table in hits]
-        request.blocks, request.has_scratch = hits, False
-        request.state_ends, request.unoffered = {total}, []
+        request.blocks, request.states.has_scratch = hits, False
+        request.states.ends, request.states.unoffered = {total}, []
         self._extend(request, end)
         self._half.update_state_after_alloc(request, Allocation(request.blocks), external)
         request.num_computed_tokens = request.found_tokens = total

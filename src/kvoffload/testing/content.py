@@ -39,6 +39,20 @@ def first_attended(group: KVGroup, position: int) -> int:
 
 
 @dataclass(eq=False)
+class RequestStates:
+    """Where the states of a request are, in groups that have states."""
+
+    has_scratch: bool = False
+    """Whether its tables of these groups end with scratch blocks."""
+    ends: set[int] = field(default_factory=set)
+    """Numbers of tokens after which a state stood in its blocks when a step or load had ended."""
+    unoffered: list[int] = field(default_factory=list)
+    """Those of which the connector does not know yet."""
+    junction: int = 0
+    """The device had KV up to here when the request was last looked up, but no state. 0: it had all or nothing."""
+
+
+@dataclass(eq=False)
 class EngineRequest:
     """A request, as the engine and the connector see it."""
 
@@ -58,14 +72,7 @@ class EngineRequest:
     """One table per group; empty while it holds no blocks."""
     num_cached: list[int] = field(default_factory=list)
     """Per group, how many of its blocks were given to the prefix cache."""
-    has_scratch: bool = False
-    """Whether its tables of state groups end with scratch blocks."""
-    state_ends: set[int] = field(default_factory=set)
-    """Numbers of tokens after which a state stood in its blocks when a step or load had ended."""
-    unoffered: list[int] = field(default_factory=list)
-    """Those of which the connector does not know yet."""
-    junction: int = 0
-    """The device had KV up to here when the request was last looked up, but no state. 0: it had all or nothing."""
+    states: RequestStates = field(default_factory=RequestStates)
     num_prompt_tokens: int = 0
     found_tokens: int = 0
     """How many tokens it had computed when it was last given its first blocks: those on the device and the loaded

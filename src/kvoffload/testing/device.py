@@ -84,7 +84,7 @@ class DeviceCache:
                 while n + size <= limit and self._block(request, g, n // size):
                     n += size
                 limit = n
-        request.junction = limit // self.hit_tokens * self.hit_tokens
+        request.states.junction = limit // self.hit_tokens * self.hit_tokens
         for n in range(limit // self.hit_tokens * self.hit_tokens, 0, -self.hit_tokens):
             if all(self._holds(request, g, n) for g in range(len(self.groups))):
                 return n
@@ -139,7 +139,7 @@ class DeviceCache:
                 if name is None:
                     break
                 request.num_cached[g] = i + 1
-                if group.state and (i + 1) * group.device_block_size not in request.state_ends:
+                if group.state and (i + 1) * group.device_block_size not in request.states.ends:
                     continue
                 if table[i] != NULL_BLOCK and self.pool.cache(table[i], name):
                     self.version_of[table[i]] = request.old_blocks.get((g, i), request.version)

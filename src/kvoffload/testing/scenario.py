@@ -146,6 +146,7 @@ class Scenario:
         s = dataclasses.replace(
             self,
             groups=groups,
+            counts=(),
             num_scratch_blocks=rng.choice((0, 0, 1, 2)),
             drops_last_state=rng.random() < 0.2,
             # A state is found only by requests with the same tokens up to it.

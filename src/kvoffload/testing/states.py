@@ -15,7 +15,7 @@ class StateBlocks:
     boundary, or past one, writes to another block; positions between are null. So the block at the end of a step that
     ends on a boundary keeps its state until it is freed. ``num_scratch`` blocks follow the running state, as for
     speculative tokens: the next state is written to the first of them, or they move behind it. A table therefore is not
-    append-only: a scratch block that has moved stands at two places in the copy of one who only appends.
+    append-only: in a copy that is only appended to, a scratch block that has moved stands at two places.
 
     Chunks end at multiples of ``align`` if ``max_chunk`` tokens suffice for that, and one ends at the last boundary of
     the prompt; with ``drops_last`` at the one before it, as vLLM does with EAGLE and MTP.
@@ -45,7 +45,7 @@ class StateBlocks:
         # A state that is not at a boundary yet, the last boundary of the prompt, and where other requests branch off.
         next_boundary = (start // align + 1) * align if start % align else 0
         last = request.num_tokens - (align if self._drops_last else 1)
-        stops = (next_boundary, last // align * align, request.junction)
+        stops = (next_boundary, last // align * align, request.states.junction)
         return max(min((stop for stop in stops if start < stop < end), default=end) - start, 0)
 
     def num_lacking(self, g: int, table: Table, has_scratch: bool, end: int) -> int:
@@ -78,10 +78,10 @@ class StateBlocks:
         that samples the last of them may not be reported yet."""
         if not self._sizes:
             return
-        request.state_ends.add(end)
-        request.unoffered.append(end)
-        known = [end for end in request.unoffered if end <= request.num_tokens]
-        request.unoffered = [end for end in request.unoffered if end > request.num_tokens]
+        request.states.ends.add(end)
+        request.states.unoffered.append(end)
+        known = [end for end in request.states.unoffered if end <= request.num_tokens]
+        request.states.unoffered = [end for end in request.states.unoffered if end > request.num_tokens]
         for end in known:
             self.offer(request, end)
 

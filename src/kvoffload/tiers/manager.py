@@ -326,10 +326,13 @@ class TieredOffloadingManager(OffloadingManager):
         return mine if host.age_s is None or mine.age_s <= host.age_s else host
 
     def drop(self, keys: Sequence[OffloadKey]) -> None:
-        self._promoter.drop(keys)
-        self.host.drop(keys)
+        self.drop_from_host(keys)
         for tier in self.tiers:
             tier.tier.delete(keys)
+
+    def drop_from_host(self, keys: Sequence[OffloadKey]) -> None:
+        self._promoter.drop(keys)
+        self.host.drop(keys)
 
     def reset(self) -> None:
         self._promoter.release_all()

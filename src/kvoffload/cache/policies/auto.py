@@ -11,7 +11,14 @@ import numpy.typing as npt
 
 from kvoffload.abc import Access, Eviction, IntegrityError, OffloadKey, Slots
 from kvoffload.cache.policies.base import ListPolicy
-from kvoffload.cache.policies.ghosts import Entries, GhostTable, Hashes, key_hashes, shared_names
+from kvoffload.cache.policies.ghosts import (
+    Entries,
+    GhostTable,
+    Hashes,
+    key_hashes,
+    seem_of_several_groups,
+    shared_names,
+)
 from kvoffload.cache.policies.recency import NO_END, Positions
 from kvoffload.cache.policies.tournament import GHOSTS, RULES, Tournament, plan
 
@@ -45,8 +52,8 @@ class AutoPolicy(ListPolicy):
         self._hash_of = np.zeros(capacity, dtype=np.uint64)
         """The hash of the key in each slot."""
         self._has_shared_names = False
-        """Whether there was a key of another group than the first. Then a ghost stays when a block returns, for the
-        other blocks of its name."""
+        """Whether a key of another group than the first was seen. Then a ghost stays when a block returns, for the
+        other blocks of its name. Blocks that came before have names of their own until they leave."""
         self._last: _Absent | None = None
         """The absent keys of the last call, because the next call is often about the same keys. While keys are absent,
         their ghosts can be overwritten, but none is added, unless by ``refuse``."""
@@ -187,9 +194,9 @@ class AutoPolicy(ListPolicy):
         return self._last
 
     def _hashes(self, keys: Sequence[OffloadKey]) -> Hashes:
-        names = shared_names(keys)
-        self._has_shared_names |= names is not keys
-        return key_hashes(names)
+        if not self._has_shared_names:
+            self._has_shared_names = seem_of_several_groups(keys)
+        return key_hashes(shared_names(keys) if self._has_shared_names else keys)
 
     def _tick(self, n: int) -> Positions:
         self._clock += n

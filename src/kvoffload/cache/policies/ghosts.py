@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import repeat
 
 import numpy as np
 import numpy.typing as npt
@@ -29,11 +28,16 @@ _ODD = np.array(1, dtype=np.uint32)
 _FIRST_GROUP = make_offload_key(b"", 0)
 
 
-def shared_names(keys: Sequence[OffloadKey]) -> Sequence[bytes]:
+def seem_of_several_groups(keys: Sequence[OffloadKey]) -> bool:
+    """Returns whether one of the first two or the last two keys is not of the first KV cache group. Engines with one
+    group have no such keys; those of several groups are in the order in which blocks end, so in a long list it is seen.
+    It takes the same time for any number of keys."""
+    return not all(key.endswith(_FIRST_GROUP) for key in (*keys[:2], *keys[-2:]))
+
+
+def shared_names(keys: Sequence[OffloadKey]) -> list[bytes]:
     """Returns the keys that blocks of the first KV cache group have at the same places: blocks of several groups that
-    end at one token have one name. Returns ``keys`` itself if all are of that group."""
-    if all(map(bytes.endswith, keys, repeat(_FIRST_GROUP))):
-        return keys
+    end at one token have one name."""
     return [key_block_hash(key) + _FIRST_GROUP for key in keys]
 
 
