@@ -84,6 +84,10 @@ def write_model(directory: Path, kind: str = "llama", new_rows: int = 0, seed: i
         experts |= {"moe_intermediate_size": 64, "shared_expert_intermediate_size": 64}
         config = Qwen3NextConfig(num_hidden_layers=4, layer_types=layers, **sizes | heads | experts)
         model, dtype = Qwen3NextForCausalLM(config), torch.bfloat16
+        for name, weight in model.named_parameters():
+            if name.endswith("A_log"):
+                # The state keeps what was many tokens ago. By default it forgets within a few.
+                weight.data.copy_(torch.linspace(0.004, 0.05, weight.numel()).log())
     else:
         heads = {"num_key_value_heads": 1} if kind == "one-head" else {}
         model = LlamaForCausalLM(LlamaConfig(num_hidden_layers=2, **sizes | heads))
@@ -467,12 +471,12 @@ def _count_replicas(worker: Any) -> list[int]:
 
 
 def one_by_one(config: dict[str, Any]) -> dict[str, Any]:
-    """Runs each of ``prompts`` alone, and then each with its answer and ``more`` tokens. The device's own cache is
+    """Runs each of ``asked`` alone, and then each with its answer and ``more`` tokens. The device's own cache is
     emptied after each, unless ``keeps_device_cache``. ``drafts`` has for each what the model sampled in its steps, and
     what was drafted."""
     engine = Engine(config)
     log, outputs, drafts = engine.log_drafts(), [], []
-    prompts = list(config["prompts"])
+    prompts = list(config["asked"])
     for i in range(len(prompts) * 2 if config.get("more") else len(prompts)):
         if i == len(prompts):
             prompts += [[*p, *tokens, *config["more"]] for p, (tokens, _) in zip(prompts, outputs, strict=True)]

@@ -30,7 +30,7 @@ PREFIX: list[int] = np.random.default_rng(3).integers(5, 500, 3 * BLOCK_SIZE).to
 PROMPTS = [[*PREFIX, 100], [*PREFIX, 101], [*PREFIX, 102], PREFIX, [*PREFIX, 101]]
 """The drafter's KV at the end of the prefix differs between them. Of the fourth, it depends on the first token of the
 answer."""
-ONE_BY_ONE: dict[str, Any] = {"eagle": True, "prompts": PROMPTS, "more": [7]}
+ONE_BY_ONE: dict[str, Any] = {"eagle": True, "asked": PROMPTS, "more": [7]}
 
 
 @pytest.fixture(scope="module")
