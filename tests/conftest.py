@@ -15,6 +15,7 @@ LONGEST = (
     "test_vllm_disk.py",
     "test_vllm_ranks.py",
     "test_engine_model.py",
+    "test_vllm_hybrids.py",
     "test_vllm_groups.py",
     "test_vllm_versions.py",
     "test_vllm_demo.py",

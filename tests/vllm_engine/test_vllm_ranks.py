@@ -24,9 +24,10 @@ PARALLEL: dict[str, dict[str, Any]] = {
 }
 
 
-CASES = [("gemma3", "tensor"), ("llama", "pipeline")]
+# Several groups on tensor-parallel ranks are in test_vllm_hybrids too.
+CASES = [("llama", "pipeline")]
 if SCALE > 1:
-    CASES += [("llama", "tensor"), ("gemma3", "pipeline")]
+    CASES += [("gemma3", "tensor"), ("llama", "tensor"), ("gemma3", "pipeline")]
 
 
 @pytest.mark.parametrize(("kind", "parallel"), CASES)
