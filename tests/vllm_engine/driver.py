@@ -27,7 +27,8 @@ import numpy as np
 
 BLOCK_SIZE = 32
 DEVICE_BLOCKS = 24
-MAX_TOKENS = 48
+MAX_TOKENS = 36
+"""More than a block, so that each answer fills one."""
 PROMPTS = 10
 MAX_STEPS = 20_000
 SETTLE_DEADLINE_S = 60.0
