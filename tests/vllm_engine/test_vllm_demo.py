@@ -1,4 +1,4 @@
-"""A short version of the demo on real vLLM. In ``make soak`` its first act runs in a new process, as all do elsewhere."""
+"""A short version of the demo on real vLLM. In ``make soak`` its first act runs in a new process, as elsewhere."""
 
 from __future__ import annotations
 
@@ -48,7 +48,8 @@ def test_short_demo(run: Runner, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(demo_run, "DOCUMENTS", 4)
     monkeypatch.setattr(demo_run, "TURNS", 2)
     monkeypatch.setattr(demo_run, "DOCUMENT_BLOCKS", (4, 5))
-    monkeypatch.setattr(demo_run, "DEVICE_BLOCKS", 24)
+    monkeypatch.setattr(demo_run, "MAX_MODEL_LEN", 1280)
+    monkeypatch.setattr(demo_run, "DEVICE_BLOCKS", 14)
     seen = Seen()
     report = demo_run.run_demo(tmp_path, text=None, model=None, seed=7, progress=seen)
     assert report.failures == []

@@ -14,7 +14,7 @@ from vllm_harness import POOL, Run, Runner, assert_at_rest, differences
 
 pytestmark = pytest.mark.vllm
 
-SLEEPS: dict[str, Any] = {"modes": ["abort", "keep"], "slow": 1}
+SLEEPS: dict[str, Any] = {"modes": ["abort", "keep"], "slow": 2}
 
 
 def wrong_answers(result: Run, expected: list[Any], name: str = "answers") -> list[int]:
