@@ -223,7 +223,7 @@ class RequestBlocks:
         merged = self._merged(sorted(positional))
         for end in sorted(state_ends, reverse=True):
             before = sum(min(end // layout.block_tokens[g], len(self.keys[g])) for g in positional)
-            last = [(g, end // layout.block_tokens[g] - 1) for g in layout.states]
+            last = [(g, layout.last_within(g, end)) for g in layout.states]
             merged[before:before] = [self.keys[g][i] for g, i in last if 0 <= i < len(self.keys[g])]
         return merged
 
