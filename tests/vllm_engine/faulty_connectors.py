@@ -4,6 +4,7 @@ And one that asks for another KV cache layout."""
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -76,7 +77,7 @@ class ExchangedParts(WrappedTransfer):
     """Exchanges the slots of the first two parts of a group before they are loaded. Blocks must be single device
     blocks."""
 
-    def __init__(self, inner: Transfer, group_of: list[int]) -> None:
+    def __init__(self, inner: Transfer, group_of: Sequence[int]) -> None:
         super().__init__(inner)
         self._first = next(i for i, g in enumerate(group_of[1:]) if g == group_of[i])
 
