@@ -266,6 +266,7 @@ class OffloadingConnectorScheduler:
                     state.blocks.add_to_tables(tables)
                     self.stores.watch(req_id, has_new_table=False)
                 handed_out.update(*tables)
+        handed_out.update(step.written)
         handed_out.discard(NULL_BLOCK)
         if upcoming.finished:
             # Their device blocks may have been handed out again in this very step: then they are read first.

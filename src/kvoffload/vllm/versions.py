@@ -149,6 +149,15 @@ def returns_routed_experts(vllm_config: VllmConfig) -> bool:
     return bool(attribute(outputs, "enable_return_routed_experts"))
 
 
+def fences_first(vllm_config: VllmConfig) -> bool:
+    """Whether workers call the connector in a step before they fill blocks with zeros and copy blocks.
+
+    The older of vLLM's model runners calls ``handle_preemptions`` first of all. The newer one prepares the blocks
+    first. False for versions that do not say which of them runs.
+    """
+    return getattr(vllm_config, "use_v2_model_runner", None) is False
+
+
 def num_lookahead_tokens(vllm_config: VllmConfig) -> int:
     """Returns on how many tokens after its own the KV of a drafter depends: one if it reads the hidden states of the
     model, more if each module of an MTP drafter has KV of its own, and none for other draft models."""
