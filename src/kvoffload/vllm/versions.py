@@ -158,14 +158,20 @@ def fences_first(vllm_config: VllmConfig) -> bool:
     return getattr(vllm_config, "use_v2_model_runner", None) is False
 
 
+PROJECTING_DRAFTERS = {"dflash", "dspark"}
+"""Drafters whose KV at a position is projected from the model's hidden states at that position, so it depends on no
+later token. What they write for tokens to be drafted lies behind the known ones, and is replaced when these are."""
+
+
 def num_lookahead_tokens(vllm_config: VllmConfig) -> int:
-    """Returns on how many tokens after its own the KV of a drafter depends: one if it reads the hidden states of the
-    model, more if each module of an MTP drafter has KV of its own, and none for other draft models."""
-    known = attribute(vllm_config, "num_prefill_lookahead_tokens")
-    if known is not None:
-        return int(known)
+    """Returns on how many tokens after its own the KV of a drafter depends: one if it is run on the model's hidden
+    states and the token after each, more if each module of an MTP drafter has KV of its own, and none otherwise."""
     speculative = vllm_config.speculative_config
-    return int(speculative is not None and speculative.use_eagle())
+    if speculative is None or speculative.method in PROJECTING_DRAFTERS:
+        # vLLM counts one for these as well, because it needs the next token to draft from.
+        return 0
+    known = attribute(vllm_config, "num_prefill_lookahead_tokens")
+    return int(known if known is not None else speculative.use_eagle())
 
 
 def hash_block_size(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> int:
