@@ -108,6 +108,15 @@ class ForgetfulOfFollowingKVOffloadConnector(KVOffloadConnector):
         super().set_xfer_handshake_metadata_pp_aware(metadata)
 
 
+class UnfencedKVOffloadConnector(KVOffloadConnector):
+    """Takes vLLM's model runner for one that fills blocks with zeros before fences can protect them. Copies must fail,
+    and outputs stay right."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        connector.versions.fences_first = lambda config: False
+        super().__init__(*args, **kwargs)
+
+
 class UnverifiedKVOffloadConnector(KVOffloadConnector):
     """Accepts blocks from disk without comparing their checksum. With corrupted files outputs must change."""
 
