@@ -39,7 +39,7 @@ help:
 	@echo "make demo       run the same conversations through vLLM with and without kvoffload: demo-report/report.html"
 	@echo "make demo-shared  run two vLLM servers on one shared directory and on one Mooncake Store: demo-report/shared.html"
 	@echo "                what happens when these fail, too: ARGS=--faults"
-	@echo "make test       run every test, including those on real vLLM"
+	@echo "make test       run the tests, including those on real vLLM"
 	@echo "make unit       run the tests that need no vLLM"
 	@echo "make lint       run ruff and mypy"
 	@echo "make bench      run the benchmarks: bench-report/; some of them: ARGS=\"managers disk\""
