@@ -24,7 +24,7 @@ class SlowKVOffloadConnector(KVOffloadConnector):
         super().register_kv_caches(kv_caches)
         seed = self._vllm_config.parallel_config.rank
         worker = self.connector_worker
-        worker.transfer = FailingTransfer(SlowTransfer(worker.transfer, seed), rate=0.33, seed=seed)
+        worker.transfer = FailingTransfer(SlowTransfer(worker.transfer, seed), rate=0.33, seed=seed, fails_first=True)
 
 
 class FailingKVOffloadConnector(KVOffloadConnector):
