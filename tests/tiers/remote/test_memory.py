@@ -68,7 +68,9 @@ class Rig:
         for slot, value, record in self.rows.values():
             (whole,) = value.buffers
             payload = [expected[slot] for expected in self.expected]
-            assert whole.tobytes() == record + b"".join(part.tobytes() for part in payload)
+            # Not the bytes: pytest would compare long strings letter by letter to say how they differ.
+            assert np.array_equal(whole[:RECORD_BYTES], np.frombuffer(record, np.uint8))
+            assert np.array_equal(whole[RECORD_BYTES:], np.concatenate(payload))
             assert value.record.tobytes() == record
             assert all(np.array_equal(part, data) for part, data in zip(value.parts, payload, strict=True))
         for host, expected in zip(self.hosts, self.expected, strict=True):
