@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import heapq
 from collections import deque
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 
 from kvoffload.abc import IntegrityError, Slots
+from kvoffload.native import load
 
 MAX_SEGMENT = 8192
 COMPACTION_WORK = 4
@@ -24,7 +26,7 @@ _ABSENT = -1
 Positions = npt.NDArray[np.int64]
 
 
-class RecencyList:
+class PlainRecencyList:
     """Slots ordered from the oldest to the most recent, in amortized constant time per slot.
 
     Implementation: an append-only log in segments. Every append takes the next position. An entry is live while the
@@ -248,3 +250,10 @@ class RecencyList:
         expected = np.flatnonzero(self._stamp >= self._head)
         if sorted(live.tolist()) != expected.tolist():
             raise IntegrityError("a recency list has lost an entry")
+
+
+
+if TYPE_CHECKING or (native := load("_cache")) is None:
+    RecencyList = PlainRecencyList
+else:
+    RecencyList = native.RecencyList
