@@ -493,6 +493,16 @@ cdef class BlockTable:
         return first(idle, num_idle), freed
 
 
+cdef const uint8_t* flags(cnp.ndarray array, Py_ssize_t capacity) except NULL:
+    if (
+        cnp.PyArray_TYPE(array) != cnp.NPY_BOOL
+        or not cnp.PyArray_IS_C_CONTIGUOUS(array)
+        or cnp.PyArray_DIM(array, 0) < capacity
+    ):
+        raise IndexError(f"there must be a bool for each of {capacity} slots")
+    return <uint8_t*>cnp.PyArray_DATA(array)
+
+
 cdef enum:
     ABSENT = -1
     SKIPPED = -2
@@ -684,40 +694,50 @@ cdef class RecencyList:
 
     cdef cnp.ndarray _pop(self, Py_ssize_t n, cnp.ndarray busy, int64_t before, cnp.ndarray positions):
         n = max(0, min(n, self._len))
-        if cnp.PyArray_DIM(busy, 0) < self._capacity or not cnp.PyArray_IS_C_CONTIGUOUS(busy) or cnp.PyArray_ITEMSIZE(busy) != 1:
-            raise IndexError("busy must have a bool per slot")
-        cdef uint8_t* is_busy = <uint8_t*>cnp.PyArray_DATA(busy)
+        cdef const uint8_t* is_busy = flags(busy, self._capacity)
         cdef cnp.ndarray result = new_int64(n)
         cdef int64_t* to = int64s(result)
         cdef int64_t* times = int64s(positions) if positions is not None else NULL
         cdef Py_ssize_t popped = 0
-        cdef int64_t slot
-        cdef Entry entry
-        while popped < n and self._heap_len and self._heap[0].position < before:
-            entry = self._pop_heap()
-            if not self._is_queued(entry):
-                continue
-            self._older[entry.slot] = SKIPPED
-            if is_busy[entry.slot]:
-                continue
-            to[popped] = entry.slot
+        cdef int64_t position
+        while popped < n:
+            position = self._oldest_evictable(is_busy)
+            if position >= before:
+                break
+            to[popped] = self._pop_one()
             if times != NULL:
-                times[popped] = entry.position
-            self._stamp[entry.slot] = ABSENT
+                times[popped] = position
             popped += 1
-        while popped < n and self._oldest != END and self._stamp[self._oldest] < before:
+        return first(result, popped)
+
+    cdef int64_t _oldest_evictable(self, const uint8_t* is_busy) noexcept:
+        """Returns the position of the member that ``_pop_one`` removes, NO_END if there is none. Skips busy members."""
+        cdef int64_t slot
+        while self._heap_len:
+            slot = self._heap[0].slot
+            if self._is_queued(self._heap[0]):
+                if not is_busy[slot]:
+                    return self._heap[0].position
+                self._older[slot] = SKIPPED
+            self._pop_heap()
+        while self._oldest != END:
+            slot = self._oldest
+            if not is_busy[slot]:
+                return self._stamp[slot]
+            self._unlink(slot)
+            self._older[slot] = SKIPPED
+        return NO_END
+
+    cdef int64_t _pop_one(self) noexcept:
+        cdef int64_t slot
+        if self._heap_len:
+            slot = self._pop_heap().slot
+        else:
             slot = self._oldest
             self._unlink(slot)
-            if is_busy[slot]:
-                self._older[slot] = SKIPPED
-                continue
-            to[popped] = slot
-            if times != NULL:
-                times[popped] = self._stamp[slot]
-            self._stamp[slot] = ABSENT
-            popped += 1
-        self._len -= popped
-        return first(result, popped)
+        self._stamp[slot] = ABSENT
+        self._len -= 1
+        return slot
 
     def put_back(self, slots, positions):
         cdef cnp.ndarray given = checked(slots, self._capacity), times = contiguous(positions)
@@ -758,3 +778,21 @@ cdef class RecencyList:
             raise IntegrityError("a recency list has lost an entry")
         if queued != {slot for slot in aside if self._older[slot] == QUEUED}:
             raise IntegrityError("a recency list has lost a skipped entry")
+
+
+def pop_merged(RecencyList one, RecencyList other, Py_ssize_t n, cnp.ndarray busy):
+    n = max(0, min(n, one._len + other._len))
+    cdef const uint8_t* is_busy = flags(busy, max(one._capacity, other._capacity))
+    cdef cnp.ndarray slots = new_int64(n), positions = new_int64(n)
+    cdef Py_ssize_t popped = 0
+    cdef int64_t position, rival
+    cdef RecencyList chosen
+    while popped < n:
+        position, rival = one._oldest_evictable(is_busy), other._oldest_evictable(is_busy)
+        if position == rival:
+            break
+        chosen = one if position < rival else other
+        int64s(positions)[popped] = min(position, rival)
+        int64s(slots)[popped] = chosen._pop_one()
+        popped += 1
+    return first(slots, popped), first(positions, popped)
