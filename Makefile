@@ -30,6 +30,8 @@ STREAM_SCHEDULES := 2000
 # What the simulated servers of make soak share.
 MEDIA          := store shared_dir
 SOAK_SCALE     := 50
+# Above 1: make soak then runs the tests of real vLLM that make test skips because they take long.
+SOAK_SCALE_VLLM := 2
 
 .PHONY: nfs-guest help lint unit test interface demo demo-shared bench gpu soak install mooncake-libraries overlays clean
 
@@ -37,13 +39,14 @@ help:
 	@echo "make demo       run the same conversations through vLLM with and without kvoffload: demo-report/report.html"
 	@echo "make demo-shared  run two vLLM servers on one shared directory and on one Mooncake Store: demo-report/shared.html"
 	@echo "                what happens when these fail, too: ARGS=--faults"
-	@echo "make test       run every test, including those on real vLLM"
+	@echo "make test       run the tests, including those on real vLLM"
 	@echo "make unit       run the tests that need no vLLM"
 	@echo "make lint       run ruff and mypy"
 	@echo "make bench      run the benchmarks: bench-report/; some of them: ARGS=\"managers disk\""
 	@echo "make gpu        run what needs a GPU, in ten minutes at most, with torch, triton, numpy, pytest and xxhash of \$$(PYTHON): gpu-report/;"
 	@echo "                some parts of it: ARGS=\"copies tests\""
-	@echo "make soak       run $(SIMULATIONS) simulations of servers on each failing medium, $(STREAM_SCHEDULES) schedules of the CUDA transfer and $(SOAK_SCALE) times as many random tests (hours)"
+	@echo "make soak       run $(SIMULATIONS) simulations of servers on each failing medium, $(STREAM_SCHEDULES) schedules of the CUDA transfer and $(SOAK_SCALE) times as many random tests,"
+	@echo "                and those on real vLLM that make test skips (hours)"
 	@echo "make interface  check from source whether a version of vLLM has every name that kvoffload uses: VLLM=0.33.0"
 	@echo "make install    install what make test needs, without running a test"
 	@echo "make overlays   install older versions of vLLM, which make test then tests too: OVERLAYS=\"0.30.0 0.31.0\""
@@ -66,12 +69,13 @@ test: install
 interface: $(VENV)/.stamp
 	@$(VENV)/bin/python tools/interface.py $(VLLM) $(ARGS)
 
-soak: $(VENV)/.stamp
+soak: $(VENV)/.stamp install
 	$(DEV) kvoffload.testing simulate --seeds $(SIMULATIONS)
 	for kind in $(MEDIA); do $(DEV) kvoffload.testing simulate --servers $$kind --seeds $(SIMULATIONS) || exit 1; done
 	$(DEV) kvoffload.testing streams --seeds $(STREAM_SCHEDULES)
 	$(DEV) pytest tests/testing/test_simulation.py tests/testing/test_servers.py tests/testing/test_stream_schedules.py -k planted -q -s
 	KVOFFLOAD_TEST_SCALE=$(SOAK_SCALE) $(DEV) $(PYTEST) $(SOAK_TESTS) --timeout $(SOAK_TIMEOUT_S) $(ARGS)
+	KVOFFLOAD_TEST_SCALE=$(SOAK_SCALE_VLLM) $(WITH) pytest tests/vllm_engine --timeout $(SOAK_TIMEOUT_S) $(ARGS)
 
 demo: $(VENV_VLLM)/.stamp
 	@$(VENV_VLLM)/bin/kvoffload demo $(ARGS)

@@ -90,6 +90,8 @@ class FakeRequest:
     kv_transfer_params: Mapping[str, Any] | None = None
     num_computed_tokens: int = 0
     hash_tokens: int = TOKENS
+    _hashed: tuple[list[int], list[BlockHash]] = field(default=([], []), repr=False)
+    """The tokens that were hashed last, and their hashes: each key asks for them again."""
 
     @property
     def num_tokens(self) -> int:
@@ -97,7 +99,9 @@ class FakeRequest:
 
     @property
     def block_hashes(self) -> list[BlockHash]:
-        return hash_blocks(self.tokens, self.hash_tokens)
+        if self._hashed[0] != self.tokens:
+            self._hashed = list(self.tokens), hash_blocks(self.tokens, self.hash_tokens)
+        return self._hashed[1]
 
 
 @dataclass

@@ -3,98 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Any
 
 import pytest
 
-from kvoffload.abc import BlockHash, ConfigError, KVGroup, OffloadKey, ReqContext, ScheduledStep
+from kvoffload.abc import ConfigError, KVGroup, OffloadKey, ReqContext, ScheduledStep
 from kvoffload.cache.keys import key_block_hash, key_group_idx, make_offload_key
 from kvoffload.cache.manager import LRUOffloadingManager
 from kvoffload.cache.slots import HostBackend
 from kvoffload.connector import request as request_module
-from kvoffload.connector.messages import StepMeta, WorkerReport
 from kvoffload.connector.scheduler import OffloadingConnectorScheduler
+from tests.connector.group_rig import GroupRig
 from tests.connector.rig import TOKENS, FakeRequest
 
 FULL, WINDOW = 0, 1
-
-
-@dataclass
-class Tables:
-    ids: tuple[list[int], ...]
-
-    def get_block_ids(self) -> tuple[list[int], ...]:
-        return tuple(map(list, self.ids))
-
-
-@dataclass
-class Rig:
-    """A scheduler half with ``groups``, and an engine that frees what slides out of a window."""
-
-    groups: Sequence[KVGroup]
-    num_host_blocks: int = 1000
-    options: dict[str, Any] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        self.manager = LRUOffloadingManager(HostBackend(1, self.num_host_blocks), enable_events=True)
-        self.half = OffloadingConnectorScheduler(self.manager, groups=self.groups, hash_block_size=1, **self.options)
-        self.next_block = 1
-        self.names = 0
-        self.held: dict[int, set[BlockHash]] = {g: set() for g in range(len(self.groups))}
-
-    def request(self, num_tokens: int, first: int = 0, **params: Any) -> FakeRequest:
-        self.names += 1
-        tokens = list(range(first, first + num_tokens))
-        return FakeRequest(f"r{self.names}", tokens, {"kvoffload": params} if params else None, hash_tokens=1)
-
-    def tables(self, end: int, skip_at: int = 0) -> tuple[list[int], ...]:
-        """New blocks for ``end`` tokens; null where the token at ``skip_at`` does not look."""
-        tables = []
-        for group in self.groups:
-            size = group.device_block_size
-            null = group.skipped_tokens(skip_at) // size
-            ids = list(range(self.next_block, self.next_block - (-end // size)))
-            self.next_block += len(ids)
-            tables.append([0] * null + ids[null:])
-        return tuple(tables)
-
-    def step(self, request: FakeRequest, scheduled: int, tables: tuple[list[int], ...], new: bool) -> StepMeta:
-        replaced = frozenset({request.request_id} if new else ())
-        step = ScheduledStep({request.request_id: scheduled}, {request.request_id: tables}, replaced)
-        meta = self.half.build_connector_meta(step)
-        request.num_computed_tokens += scheduled
-        return meta
-
-    def compute(self, request: FakeRequest) -> StepMeta:
-        """All of it in one step; the copies are done."""
-        self.half.get_num_new_matched_tokens(request, 0)
-        tables = self.tables(request.num_tokens)
-        self.half.update_state_after_alloc(request, Tables(tables), 0)
-        meta = self.step(request, request.num_tokens, tables, new=True)
-        self.done(meta)
-        return meta
-
-    def done(self, meta: StepMeta) -> None:
-        self.half.update_connector_output(WorkerReport(done=dict.fromkeys([*meta.loads, *meta.stores], 1)))
-
-    def stored(self) -> dict[int, set[BlockHash]]:
-        """Per group, the hashes of the blocks that became loadable and have not left."""
-        for event in self.manager.take_events():
-            for key in event.keys:
-                hashes = self.held.setdefault(key_group_idx(key), set())
-                (hashes.discard if event.removed else hashes.add)(key_block_hash(key))
-        return self.held
-
-    def drop(self, request: FakeRequest, g: int, *ordinals: int) -> None:
-        """Blocks vanish from the host as if they had been evicted."""
-        for ordinal in ordinals:
-            end = (ordinal + 1) * self.groups[g].block_tokens
-            key = request.block_hashes[end - 1] + g.to_bytes(4, "big")
-            self.manager.drop([key])
-
-    def hit(self, request: FakeRequest, computed: int = 0) -> int | None:
-        return self.half.get_num_new_matched_tokens(request, computed)[0]
 
 
 @pytest.mark.parametrize(
@@ -133,7 +54,7 @@ def test_a_lookahead_of_states_is_refused() -> None:
 
 
 def test_all_groups_are_stored_and_found() -> None:
-    rig = Rig([KVGroup(4), KVGroup(4, sliding_window=9)])
+    rig = GroupRig([KVGroup(4), KVGroup(4, sliding_window=9)])
     rig.compute(rig.request(22))
     assert {g: len(hashes) for g, hashes in rig.stored().items()} == {FULL: 5, WINDOW: 5}
     assert rig.hit(rig.request(25)) == 20
@@ -148,7 +69,7 @@ def test_all_groups_are_stored_and_found() -> None:
 )
 def test_a_window_needs_its_last_blocks_and_no_others(window: int, needed: set[int]) -> None:
     for ordinal in range(5):
-        rig = Rig([KVGroup(4), KVGroup(4, sliding_window=window)])
+        rig = GroupRig([KVGroup(4), KVGroup(4, sliding_window=window)])
         asked = rig.request(22)
         rig.compute(asked)
         rig.drop(asked, WINDOW, ordinal)
@@ -156,7 +77,7 @@ def test_a_window_needs_its_last_blocks_and_no_others(window: int, needed: set[i
 
 
 def test_groups_shrink_until_all_agree() -> None:
-    rig = Rig([KVGroup(4), KVGroup(4, sliding_window=5), KVGroup(4, sliding_window=9)])
+    rig = GroupRig([KVGroup(4), KVGroup(4, sliding_window=5), KVGroup(4, sliding_window=9)])
     asked = rig.request(42)
     rig.compute(asked)
     rig.drop(asked, 1, 9)  # ends the hit at 36
@@ -168,7 +89,7 @@ def test_groups_shrink_until_all_agree() -> None:
 
 
 def test_a_hit_after_the_devices_needs_only_what_the_device_lacks() -> None:
-    rig = Rig([KVGroup(4), KVGroup(4, sliding_window=17)])
+    rig = GroupRig([KVGroup(4), KVGroup(4, sliding_window=17)])
     asked = rig.request(22)
     rig.compute(asked)
     rig.drop(asked, FULL, 0, 1)
@@ -182,7 +103,7 @@ def test_a_chunk_needs_the_blocks_in_it(end: int, needed: set[int]) -> None:
     """Chunks of 16 tokens: a request that goes on at 24 needs the blocks of tokens 16 to 24; one that goes on at 16 or
     32 needs none."""
     for ordinal in range(end // 4):
-        rig = Rig([KVGroup(4), KVGroup(4, attention_chunk=16)])
+        rig = GroupRig([KVGroup(4), KVGroup(4, attention_chunk=16)])
         asked = rig.request(end)
         rig.compute(asked)
         rig.drop(asked, WINDOW, ordinal)
@@ -190,7 +111,7 @@ def test_a_chunk_needs_the_blocks_in_it(end: int, needed: set[int]) -> None:
 
 
 def test_block_sizes_may_differ() -> None:
-    rig = Rig([KVGroup(2, 2), KVGroup(3, sliding_window=5)])
+    rig = GroupRig([KVGroup(2, 2), KVGroup(3, sliding_window=5)])
     asked = rig.request(26)
     rig.compute(asked)
     assert {g: len(hashes) for g, hashes in rig.stored().items()} == {FULL: 6, WINDOW: 8}
@@ -199,13 +120,13 @@ def test_block_sizes_may_differ() -> None:
 
 
 def test_a_load_leaves_out_null_blocks_and_blocks_that_the_device_holds() -> None:
-    rig = Rig([KVGroup(4, 2), KVGroup(4, 2, sliding_window=10)])
+    rig = GroupRig([KVGroup(4, 2), KVGroup(4, 2, sliding_window=10)])
     rig.compute(rig.request(40))
     request = rig.request(42)
     # The device's hit ends inside the second block.
     assert rig.hit(request, computed=12) == 28
     tables = rig.tables(40, skip_at=40)
-    rig.half.update_state_after_alloc(request, Tables(tables), 28)
+    rig.allocate(request, tables, 28)
     (spec,) = rig.half.build_connector_meta(ScheduledStep({})).loads.values()
     # The window of the token at 40 begins at 31, in device block 7.
     assert spec.device.group_sizes == (7, 3)
@@ -216,20 +137,20 @@ def test_a_load_leaves_out_null_blocks_and_blocks_that_the_device_holds() -> Non
 
 def test_blocks_that_slid_out_before_they_were_stored_are_left_out() -> None:
     """The pool is busy while the first half is computed; when it has room, part of the windows is gone."""
-    rig = Rig([KVGroup(4), KVGroup(4, sliding_window=9)], num_host_blocks=20)
+    rig = GroupRig([KVGroup(4), KVGroup(4, sliding_window=9)], num_host_blocks=20)
     busy = rig.request(40, first=1000)
-    rig.half.get_num_new_matched_tokens(busy, 0)
+    rig.hit(busy, 0)
     tables = rig.tables(40)
-    rig.half.update_state_after_alloc(busy, Tables(tables), 0)
-    blocking = rig.step(busy, 40, tables, new=True)
+    rig.allocate(busy, tables)
+    blocking = rig.give(busy, 40, tables, new=True)
     request = rig.request(24)
-    rig.half.get_num_new_matched_tokens(request, 0)
+    rig.hit(request, 0)
     first = rig.tables(12)
-    rig.half.update_state_after_alloc(request, Tables(first), 0)
-    assert not rig.step(request, 12, first, new=True).stores
+    rig.allocate(request, first)
+    assert not rig.give(request, 12, first, new=True).stores
     rig.done(blocking)
     more = rig.tables(12)
-    meta = rig.step(request, 12, more, new=False)
+    meta = rig.give(request, 12, more, new=False)
     (spec,) = meta.stores.values()
     # The token at 12 looks back to 4: device block 0 of the window group may be another's by now.
     assert spec.device.group_sizes == (6, 5)
@@ -241,15 +162,15 @@ def test_blocks_that_slid_out_before_they_were_stored_are_left_out() -> None:
 
 def test_a_block_whose_head_slid_out_serves_requests_that_need_its_tail() -> None:
     """Blocks of 16 tokens, a window of 5: while a block fills, its first device blocks slide out."""
-    rig = Rig([KVGroup(4, 4, sliding_window=5)])
+    rig = GroupRig([KVGroup(4, 4, sliding_window=5)])
     request = rig.request(12)
-    rig.half.get_num_new_matched_tokens(request, 0)
+    rig.hit(request, 0)
     tables = rig.tables(12)
-    rig.half.update_state_after_alloc(request, Tables(tables), 0)
-    assert not rig.step(request, 12, tables, new=True).stores
+    rig.allocate(request, tables)
+    assert not rig.give(request, 12, tables, new=True).stores
     request.tokens += range(12, 17)
     last = rig.tables(8)
-    meta = rig.step(request, 5, last, new=False)
+    meta = rig.give(request, 5, last, new=False)
     (spec,) = meta.stores.values()
     # The token at 12 looks back to 8.
     assert spec.device.block_ids.tolist() == [tables[0][2], last[0][0]]
@@ -258,33 +179,33 @@ def test_a_block_whose_head_slid_out_serves_requests_that_need_its_tail() -> Non
     again = rig.request(17)
     assert rig.hit(again) == 16
     there = rig.tables(16, skip_at=16)
-    rig.half.update_state_after_alloc(again, Tables(there), 16)
+    rig.allocate(again, there, 16)
     (load,) = rig.half.build_connector_meta(ScheduledStep({})).loads.values()
     assert load.device.block_indices == (3,)
     assert load.device.block_ids.tolist() == there[0][3:]
 
 
 def test_a_block_that_slides_out_and_is_handed_out_again_is_read_first() -> None:
-    rig = Rig([KVGroup(4), KVGroup(4, sliding_window=5)])
+    rig = GroupRig([KVGroup(4), KVGroup(4, sliding_window=5)])
     request = rig.request(30)
-    rig.half.get_num_new_matched_tokens(request, 0)
+    rig.hit(request, 0)
     tables = rig.tables(16)
-    rig.half.update_state_after_alloc(request, Tables(tables), 0)
-    (job,) = rig.step(request, 16, tables, new=True).stores
+    rig.allocate(request, tables)
+    (job,) = rig.give(request, 16, tables, new=True).stores
     more = (rig.tables(8)[FULL], [tables[WINDOW][0], rig.next_block])
-    assert rig.step(request, 8, more, new=False).fences == [job]
+    assert rig.give(request, 8, more, new=False).fences == [job]
 
 
 DRAFTING = {"following": lambda request, position, n: repr(request.tokens[position : position + n]).encode()}
 
 
-def counts(rig: Rig) -> dict[int, int]:
+def counts(rig: GroupRig) -> dict[int, int]:
     return {g: len(hashes) for g, hashes in rig.stored().items()}
 
 
 @pytest.mark.parametrize("lookahead", [1, 2])
 def test_a_block_is_found_by_requests_with_the_same_tokens_after_it(lookahead: int) -> None:
-    rig = Rig([KVGroup(4), KVGroup(4, lookahead=lookahead)], options=DRAFTING)
+    rig = GroupRig([KVGroup(4), KVGroup(4, lookahead=lookahead)], options=DRAFTING)
     rig.compute(rig.request(20 + lookahead))
     assert counts(rig) == {0: 5, 1: 5}
     assert rig.hit(rig.request(20 + lookahead)) == 20
@@ -297,7 +218,7 @@ def test_a_block_is_found_by_requests_with_the_same_tokens_after_it(lookahead: i
 
 
 def test_two_continuations_of_one_prefix_share_no_block_before_the_first_token_that_differs() -> None:
-    rig = Rig([KVGroup(4), KVGroup(4, lookahead=1)], options=DRAFTING)
+    rig = GroupRig([KVGroup(4), KVGroup(4, lookahead=1)], options=DRAFTING)
     for token in (7, 8):
         request = rig.request(16)
         request.tokens += [token] * 5
@@ -306,12 +227,12 @@ def test_two_continuations_of_one_prefix_share_no_block_before_the_first_token_t
 
 
 def test_a_block_is_stored_when_the_token_after_it_is_sampled() -> None:
-    rig = Rig([KVGroup(4, lookahead=1)], options=DRAFTING)
+    rig = GroupRig([KVGroup(4, lookahead=1)], options=DRAFTING)
     request = rig.request(8)
     rig.compute(request)
     assert counts(rig) == {0: 1}
     request.tokens.append(50)
-    rig.done(rig.step(request, 1, ([],), new=False))
+    rig.done(rig.give(request, 1, ([],), new=False))
     assert counts(rig) == {0: 2}
     again = rig.request(8)
     again.tokens += [50, 51]
@@ -319,7 +240,7 @@ def test_a_block_is_stored_when_the_token_after_it_is_sampled() -> None:
 
 
 def test_the_last_block_of_a_request_that_ends_is_stored() -> None:
-    rig = Rig([KVGroup(4, lookahead=1)], options=DRAFTING)
+    rig = GroupRig([KVGroup(4, lookahead=1)], options=DRAFTING)
     request = rig.request(8)
     rig.compute(request)
     request.tokens.append(50)
@@ -330,35 +251,35 @@ def test_the_last_block_of_a_request_that_ends_is_stored() -> None:
 
 def test_with_a_lookahead_of_two_a_block_is_stored_when_the_step_after_it_is_computed() -> None:
     """The step that computes its last position does not know both tokens after it. The next one computes it again."""
-    rig = Rig([KVGroup(4, lookahead=2)], options=DRAFTING)
+    rig = GroupRig([KVGroup(4, lookahead=2)], options=DRAFTING)
     request = rig.request(10)
-    rig.half.get_num_new_matched_tokens(request, 0)
+    rig.hit(request, 0)
     tables = rig.tables(10)
-    rig.half.update_state_after_alloc(request, Tables(tables), 0)
-    rig.done(rig.step(request, 8, tables, new=True))
+    rig.allocate(request, tables)
+    rig.done(rig.give(request, 8, tables, new=True))
     assert counts(rig) == {0: 1}
-    rig.done(rig.step(request, 1, ([],), new=False))
+    rig.done(rig.give(request, 1, ([],), new=False))
     assert counts(rig) == {0: 2}
 
 
 @pytest.mark.parametrize("lookahead", [1, 2])
 def test_the_last_block_within_the_limit_of_a_request_is_stored(lookahead: int) -> None:
-    rig = Rig([KVGroup(4, lookahead=lookahead)], options=DRAFTING)
+    rig = GroupRig([KVGroup(4, lookahead=lookahead)], options=DRAFTING)
     rig.compute(rig.request(20, max_tokens=8))
     assert counts(rig) == {0: 2}
 
 
 def test_a_block_loses_its_name_when_the_token_after_it_is_replaced() -> None:
     """No hash covers that token yet."""
-    rig = Rig([KVGroup(4, lookahead=1)], options=DRAFTING)
+    rig = GroupRig([KVGroup(4, lookahead=1)], options=DRAFTING)
     request = rig.request(8)
     rig.compute(request)
     request.tokens.append(50)
-    rig.done(rig.step(request, 1, rig.tables(1), new=False))
+    rig.done(rig.give(request, 1, rig.tables(1), new=False))
     assert counts(rig) == {0: 2}
     request.tokens[8:] = [60, 61, 62, 63, 64]
     request.num_computed_tokens = 8
-    rig.done(rig.step(request, 5, rig.tables(4), new=False))
+    rig.done(rig.give(request, 5, rig.tables(4), new=False))
     assert counts(rig) == {0: 4}, "the second block once more, and the third"
     for token, found in ((50, 8), (60, 8), (70, 4)):
         other = rig.request(8)
@@ -367,18 +288,18 @@ def test_a_block_loses_its_name_when_the_token_after_it_is_replaced() -> None:
 
 
 def test_keys_are_as_long_with_a_lookahead_as_without() -> None:
-    rig = Rig([KVGroup(4), KVGroup(4, lookahead=1)], options=DRAFTING)
+    rig = GroupRig([KVGroup(4), KVGroup(4, lookahead=1)], options=DRAFTING)
     rig.compute(rig.request(5))
     assert {len(block_hash) for hashes in rig.stored().values() for block_hash in hashes} == {32}
 
 
 def test_a_lookahead_without_a_description_of_the_tokens_is_refused() -> None:
     with pytest.raises(ConfigError, match="following=None: the KV of a group with a lookahead depends on"):
-        Rig([KVGroup(4), KVGroup(4, lookahead=1)])
+        GroupRig([KVGroup(4), KVGroup(4, lookahead=1)])
 
 
 def test_groups_lose_their_tails_together() -> None:
-    rig = Rig([KVGroup(4), KVGroup(4, sliding_window=9)], num_host_blocks=20)
+    rig = GroupRig([KVGroup(4), KVGroup(4, sliding_window=9)], num_host_blocks=20)
     rig.compute(rig.request(40))
     rig.compute(rig.request(16, first=1000))
     assert rig.hit(rig.request(41)) == 24
@@ -386,22 +307,22 @@ def test_groups_lose_their_tails_together() -> None:
 
 
 def test_the_head_of_a_chain_longer_than_the_pool_is_kept_in_all_groups() -> None:
-    rig = Rig([KVGroup(4), KVGroup(4, sliding_window=9)], num_host_blocks=9)
+    rig = GroupRig([KVGroup(4), KVGroup(4, sliding_window=9)], num_host_blocks=9)
     rig.compute(rig.request(40))
     assert rig.hit(rig.request(41)) == 16
 
 
 def test_a_very_long_hit_on_the_device_is_stored_over_several_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(request_module, "MAX_BLOCKS_PER_STEP", 4)
-    rig = Rig([KVGroup(4), KVGroup(2)])
+    rig = GroupRig([KVGroup(4), KVGroup(2)])
     request = rig.request(41)
-    rig.half.get_num_new_matched_tokens(request, 40)
+    rig.hit(request, 40)
     tables = rig.tables(41)
-    rig.half.update_state_after_alloc(request, Tables(tables), 0)
+    rig.allocate(request, tables)
     request.num_computed_tokens = 40
     sizes = []
     for _ in range(7):
-        meta = rig.step(request, 1 if not sizes else 0, tables if not sizes else ([], []), new=not sizes)
+        meta = rig.give(request, 1 if not sizes else 0, tables if not sizes else ([], []), new=not sizes)
         sizes.append([spec.device.group_sizes for spec in meta.stores.values()])
         rig.done(meta)
     assert sizes == [[(4, 4)], [(4, 4)], [(2, 4)], [(0, 4)], [(0, 4)], [], []]
@@ -412,7 +333,7 @@ def test_a_very_long_hit_on_the_device_is_stored_over_several_steps(monkeypatch:
 
 
 def test_stored_blocks_are_described() -> None:
-    rig = Rig([KVGroup(4), KVGroup(2, sliding_window=5)], options={"describe_blocks": True})
+    rig = GroupRig([KVGroup(4), KVGroup(2, sliding_window=5)], options={"describe_blocks": True})
     request = rig.request(9)
     rig.compute(request)
     (event,) = rig.half.take_events()

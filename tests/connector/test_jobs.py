@@ -252,9 +252,10 @@ def test_reports_of_unknown_jobs_are_ignored() -> None:
     assert not rig.half.off
 
 
-def test_a_block_that_is_overwritten_before_a_fence_can_hold_is_not_stored() -> None:
+@pytest.mark.parametrize("when", ["overwritten", "written"])
+def test_a_block_that_is_overwritten_before_a_fence_can_hold_is_not_stored(when: str) -> None:
     """The engine zeroes a block for its next owner before it tells the workers of the step: their copies may hold
-    zeros, and they cannot know."""
+    zeros, and they cannot know. If it zeroes the block after that, the fence holds."""
     rig = Rig()
     running, finished = FakeRequest("r", prompt(8)), FakeRequest("f", prompt(8, start=100))
     for request, blocks in ((running, [1, 2]), (finished, [3, 4])):
@@ -262,10 +263,12 @@ def test_a_block_that_is_overwritten_before_a_fence_can_hold_is_not_stored() -> 
         rig.allocate(request, blocks)
     meta = rig.step({running: 8, finished: 4}, new={"r": [1, 2], "f": [3, 4]})
     rig.half.request_finished(finished)
-    step = ScheduledStep({}, {"other": ([4],)}, frozenset({"other"}), overwritten={2, 4})
+    step = ScheduledStep({}, {"other": ([4],)}, frozenset({"other"}), **{when: {2, 4}})
     last = rig.half.build_connector_meta(step)
+    assert last.fenced_blocks == ({2} if when == "written" else set())
     for job in [*meta.stores, *last.stores]:
         rig.report(job)
-    assert rig.look_up(FakeRequest("again", prompt(9)))[0] == 0, "the job that read block 2"
+    is_stored = when == "written"
+    assert rig.look_up(FakeRequest("again", prompt(9)))[0] == (8 if is_stored else 0), "the job that read block 2"
     assert rig.look_up(FakeRequest("f again", prompt(9, start=100)))[0] == 4
     assert not rig.half.off

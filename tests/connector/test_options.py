@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 
 from kvoffload.abc import KVGroup
+from tests.connector.group_rig import GroupRig
 from tests.connector.rig import (
     FakeRequest,
     Rig,
     prompt,
 )
-from tests.connector.test_groups import Rig as GroupRig
 
 
 @pytest.mark.parametrize("params", [[1, 2], "do_remote_decode", 7, {}, {"do_remote_decode": []}])

@@ -159,7 +159,7 @@ def test_the_log_has_unit_parts_and_waste() -> None:
 def test_tables_and_states_go_to_every_part_of_their_group() -> None:
     divided = Parts((2, 1, 3))
     assert divided.groups([FULL, WINDOW, STATE]) == [FULL, FULL, WINDOW, STATE, STATE, STATE]
-    assert divided.group_of == [0, 0, 1, 2, 2, 2]
+    assert divided.group_of == (0, 0, 1, 2, 2, 2)
     assert divided.last == {1, 2, 5}
     tables = [[1, 2], [3], [4, 5]]
     found = divided.tables(tables)

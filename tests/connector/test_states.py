@@ -3,122 +3,24 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 
 from kvoffload.abc import BoundaryState, KVGroup, LookupState, ReqContext, ScheduledStep
 from kvoffload.cache.admission import ReuseFilter
-from kvoffload.cache.keys import make_offload_key
 from kvoffload.cache.manager import LRUOffloadingManager
 from kvoffload.cache.slots import HostBackend
 from kvoffload.connector.layout import Block
-from kvoffload.connector.messages import StepMeta, WorkerReport
-from kvoffload.connector.scheduler import OffloadingConnectorScheduler
+from kvoffload.connector.messages import StepMeta
 from kvoffload.connector.states import StateKeeper
+from tests.connector.group_rig import FULL, HYBRID, OTHER, SIZE, STATE, GroupRig
 from tests.connector.rig import FakeRequest
-
-SIZE = 4
-"""Tokens per block of all groups."""
-FULL, STATE, OTHER = 0, 1, 2
-HYBRID = (KVGroup(SIZE), KVGroup(SIZE, state=True), KVGroup(SIZE, state=True))
-
-
-@dataclass
-class Tables:
-    ids: tuple[list[int], ...]
-
-    def get_block_ids(self) -> tuple[list[int], ...]:
-        return tuple(map(list, self.ids))
-
-
-@dataclass
-class Rig:
-    """A scheduler half with state groups, and an engine whose block tables do not say where the states are."""
-
-    groups: Sequence[KVGroup] = HYBRID
-    num_host_blocks: int = 1000
-    options: dict[str, Any] = field(default_factory=dict)
-    manager: Any = None
-
-    def __post_init__(self) -> None:
-        self.manager = self.manager or LRUOffloadingManager(HostBackend(1, self.num_host_blocks), enable_events=True)
-        self.half = OffloadingConnectorScheduler(self.manager, groups=self.groups, hash_block_size=1, **self.options)
-        self.states = [g for g, group in enumerate(self.groups) if group.state]
-        self.next_block = 1
-        self.names = 0
-
-    def request(self, num_tokens: int, first: int = 0, **params: Any) -> FakeRequest:
-        self.names += 1
-        tokens = list(range(first, first + num_tokens))
-        return FakeRequest(f"r{self.names}", tokens, {"kvoffload": params} if params else None, hash_tokens=1)
-
-    def new_blocks(self, n: int) -> list[int]:
-        self.next_block += n
-        return list(range(self.next_block - n, self.next_block))
-
-    def tables(self, end: int, skip_at: int = 0) -> tuple[list[int], ...]:
-        tables = []
-        for group in self.groups:
-            ids = self.new_blocks(-(-end // group.device_block_size))
-            null = group.skipped_tokens(skip_at) // group.device_block_size
-            tables.append([0] * null + ids[null:])
-        return tuple(tables)
-
-    def admit(self, request: FakeRequest, computed: int = 0) -> tuple[list[int], ...]:
-        """The request gets blocks for all of its tokens and computes nothing yet."""
-        self.half.get_num_new_matched_tokens(request, computed)
-        tables = self.tables(request.num_tokens + 12)
-        self.half.update_state_after_alloc(request, Tables(tables), 0)
-        request.num_computed_tokens = computed
-        self.half.build_connector_meta(ScheduledStep({}, {request.request_id: tables}, frozenset({request.request_id})))
-        return tables
-
-    def offer(self, *ends: int, groups: Iterable[int] | None = None) -> list[BoundaryState]:
-        """States of all state groups at these positions, each in a device block that no block table has."""
-        states = self.states if groups is None else list(groups)
-        return [BoundaryState(g, self.new_blocks(1)[0], end) for end in ends for g in states]
-
-    def step(self, request: FakeRequest, tokens: int, offered: Sequence[BoundaryState] = (), **more: Any) -> StepMeta:
-        req_id = request.request_id
-        step = ScheduledStep({req_id: tokens}, boundary_states={req_id: offered} if offered else {}, **more)
-        meta = self.half.build_connector_meta(step)
-        request.num_computed_tokens += tokens
-        return meta
-
-    def done(self, meta: StepMeta, failed: bool = False) -> None:
-        jobs = [*meta.loads, *meta.stores]
-        self.half.update_connector_output(
-            WorkerReport(done=dict.fromkeys(jobs, 1), failed=set(jobs) if failed else set())
-        )
-
-    def compute(self, request: FakeRequest, *ends: int) -> list[BoundaryState]:
-        """Computes the request in one step that offers its states at ``ends``; the copies are done."""
-        self.admit(request)
-        offered = self.offer(*ends)
-        self.done(self.step(request, request.num_tokens, offered))
-        return offered
-
-    def finish(self, request: FakeRequest) -> None:
-        self.half.request_finished(request)
-        self.done(self.half.build_connector_meta(ScheduledStep({})))
-
-    def key(self, request: FakeRequest, g: int, end: int) -> bytes:
-        return make_offload_key(request.block_hashes[end - 1], g)
-
-    def held(self, request: FakeRequest, g: int) -> list[int]:
-        """Where the blocks of group ``g`` end that can be loaded."""
-        ends = range(SIZE, request.num_tokens + 1, SIZE)
-        return [end for end in ends if self.manager.lookup([self.key(request, g, end)])]
-
-    def hit(self, request: FakeRequest, computed: int = 0) -> int | None:
-        return self.half.get_num_new_matched_tokens(request, computed)[0]
 
 
 def test_a_hit_ends_exactly_where_the_states_are() -> None:
-    rig = Rig()
+    rig = GroupRig()
     rig.compute(rig.request(42), 40)
     assert rig.hit(rig.request(60)) == 40
     assert rig.hit(rig.request(41)) == 40
@@ -128,7 +30,7 @@ def test_a_hit_ends_exactly_where_the_states_are() -> None:
 
 @pytest.mark.parametrize("g", [STATE, OTHER])
 def test_there_is_no_hit_without_each_state_at_its_end(g: int) -> None:
-    rig = Rig()
+    rig = GroupRig()
     request = rig.request(42)
     rig.compute(request, 40)
     rig.manager.drop([rig.key(request, g, 40)])
@@ -136,7 +38,7 @@ def test_there_is_no_hit_without_each_state_at_its_end(g: int) -> None:
 
 
 def test_there_is_no_hit_without_the_blocks_before_the_state() -> None:
-    rig = Rig()
+    rig = GroupRig()
     request = rig.request(42)
     rig.compute(request, 40)
     rig.manager.drop([rig.key(request, FULL, 24)])
@@ -146,7 +48,7 @@ def test_there_is_no_hit_without_the_blocks_before_the_state() -> None:
 
 def test_a_state_is_stored_from_the_block_that_the_engine_names() -> None:
     """The block tables have other blocks at the same positions."""
-    rig = Rig()
+    rig = GroupRig()
     request = rig.request(42)
     rig.admit(request)
     offered = rig.offer(40)
@@ -161,7 +63,7 @@ def test_a_state_is_stored_from_the_block_that_the_engine_names() -> None:
 
 
 def test_nothing_of_a_state_group_is_stored_by_position() -> None:
-    rig = Rig()
+    rig = GroupRig()
     request = rig.request(42)
     rig.compute(request)
     rig.finish(request)
@@ -171,7 +73,7 @@ def test_nothing_of_a_state_group_is_stored_by_position() -> None:
 
 
 def test_a_load_takes_one_device_block_per_state() -> None:
-    rig = Rig()
+    rig = GroupRig()
     request = rig.request(42)
     rig.compute(request, 40)
     again = rig.request(50)
@@ -179,7 +81,7 @@ def test_a_load_takes_one_device_block_per_state() -> None:
     tables = rig.tables(44, skip_at=40)
     # The engine may keep a block of its own before it.
     tables[STATE][8] = rig.new_blocks(1)[0]
-    rig.half.update_state_after_alloc(again, Tables(tables), 24)
+    rig.allocate(again, tables, 24)
     (spec,) = rig.half.build_connector_meta(ScheduledStep({})).loads.values()
     assert spec.device.group_sizes == (6, 1, 1)
     assert spec.device.block_indices == (4, 9, 9)
@@ -190,13 +92,13 @@ def test_a_load_takes_one_device_block_per_state() -> None:
 
 
 def test_a_load_without_a_device_block_for_the_state_is_reported_as_failed() -> None:
-    rig = Rig()
+    rig = GroupRig()
     rig.compute(rig.request(42), 40)
     again = rig.request(50)
     assert rig.hit(again) == 40
     tables = rig.tables(44, skip_at=40)
     tables[OTHER][9] = 0
-    rig.half.update_state_after_alloc(again, Tables(tables), 40)
+    rig.allocate(again, tables, 40)
     meta = rig.half.build_connector_meta(ScheduledStep({}))
     assert not meta.loads
     assert set(meta.broken_loads) == {again.request_id}
@@ -204,11 +106,11 @@ def test_a_load_without_a_device_block_for_the_state_is_reported_as_failed() -> 
 
 
 def test_only_the_whole_offer_may_be_loaded() -> None:
-    rig = Rig()
+    rig = GroupRig()
     rig.compute(rig.request(42), 40)
     again = rig.request(50)
     assert rig.hit(again) == 40
-    rig.half.update_state_after_alloc(again, Tables(rig.tables(36, skip_at=36)), 36)
+    rig.allocate(again, rig.tables(36, skip_at=36), 36)
     assert set(rig.half.build_connector_meta(ScheduledStep({})).broken_loads) == {again.request_id}
 
 
@@ -218,7 +120,7 @@ def test_only_the_whole_offer_may_be_loaded() -> None:
 class Memory:
     """Device blocks and host slots with labels instead of bytes."""
 
-    def __init__(self, rig: Rig) -> None:
+    def __init__(self, rig: GroupRig) -> None:
         self.rig = rig
         self.device: dict[int, object] = {}
         self.host: dict[int, object] = {}
@@ -256,7 +158,7 @@ class Forgetful(LRUOffloadingManager):
 @pytest.mark.parametrize("bug", [None, "by position", "another boundary", "no state"])
 def test_a_request_continues_from_the_right_bytes(bug: str | None) -> None:
     """With a bug planted in the engine or the manager, the same check fails."""
-    rig = Rig(manager=Forgetful(HostBackend(1, 1000)) if bug == "no state" else None)
+    rig = GroupRig(manager=Forgetful(HostBackend(1, 1000)) if bug == "no state" else None)
     memory, writer = Memory(rig), rig.request(42)
     tables = rig.admit(writer)
     # The engine has taken the states away from where they were computed.
@@ -275,7 +177,7 @@ def test_a_request_continues_from_the_right_bytes(bug: str | None) -> None:
     reader = rig.request(50)
     assert rig.hit(reader) == 40
     tables = rig.tables(50, skip_at=40)
-    rig.half.update_state_after_alloc(reader, Tables(tables), 40)
+    rig.allocate(reader, tables, 40)
     meta = rig.half.build_connector_meta(ScheduledStep({}))
     memory.copy(meta)
     found = [memory.device.get(tables[FULL][i]) == memory.wanted(reader, FULL, 4 * i + 4) for i in range(10)]
@@ -287,11 +189,11 @@ def test_a_request_continues_from_the_right_bytes(bug: str | None) -> None:
 
 
 def test_a_state_counts_only_where_all_groups_end() -> None:
-    rig = Rig([KVGroup(8), KVGroup(SIZE, state=True), KVGroup(SIZE, state=True)])
+    rig = GroupRig([KVGroup(8), KVGroup(SIZE, state=True), KVGroup(SIZE, state=True)])
     request = rig.request(42)
     rig.compute(request, 36)
     assert rig.held(request, STATE) == []
-    rig = Rig()
+    rig = GroupRig()
     rig.admit(request)
     rig.done(rig.step(request, 42, rig.offer(40, groups=[STATE])))
     assert rig.held(request, STATE) == [], "without the state of the other group it is of no use"
@@ -299,14 +201,14 @@ def test_a_state_counts_only_where_all_groups_end() -> None:
 
 @pytest.mark.parametrize("options", [{"store": False}, {"max_tokens": 15}])
 def test_a_request_may_forbid_that_its_states_are_stored(options: dict[str, Any]) -> None:
-    rig = Rig()
+    rig = GroupRig()
     request = rig.request(42, **options)
     rig.compute(request, 16, 40)
     assert rig.held(request, STATE) == []
 
 
 def test_states_of_requests_that_are_gone_are_not_stored() -> None:
-    rig = Rig()
+    rig = GroupRig()
     gone, preempted, stale = rig.request(42), rig.request(42, 1000), rig.request(42, 2000)
     rig.admit(gone)
     rig.half.request_finished(gone)
@@ -319,19 +221,19 @@ def test_states_of_requests_that_are_gone_are_not_stored() -> None:
 
 
 def test_states_of_a_request_that_was_preempted_and_computes_again_are_stored() -> None:
-    rig = Rig()
+    rig = GroupRig()
     request = rig.request(42)
     rig.admit(request)
     rig.half.get_num_new_matched_tokens(request, 0)
     tables, name = rig.tables(54), request.request_id
-    rig.half.update_state_after_alloc(request, Tables(tables), 0)
+    rig.allocate(request, tables)
     step = {"preempted": [name], "replaced": frozenset({name}), "block_ids": {name: tables}}
     rig.done(rig.step(request, 42, rig.offer(40), **step))
     assert rig.hit(rig.request(60)) == 40
 
 
 def test_a_state_without_room_is_dropped_and_not_offered_again() -> None:
-    rig = Rig(num_host_blocks=9)
+    rig = GroupRig(num_host_blocks=9)
     busy, request = rig.request(34, 1000), rig.request(26)
     rig.admit(busy)
     blocking = rig.step(busy, 28)
@@ -345,7 +247,7 @@ def test_a_state_without_room_is_dropped_and_not_offered_again() -> None:
 
 
 def test_a_chain_longer_than_the_pool_has_a_state_at_the_end_of_what_is_stored() -> None:
-    rig = Rig(num_host_blocks=10)
+    rig = GroupRig(num_host_blocks=10)
     request = rig.request(82)
     rig.admit(request)
     for end in (24, 48, 80):
@@ -356,7 +258,7 @@ def test_a_chain_longer_than_the_pool_has_a_state_at_the_end_of_what_is_stored()
 
 def test_a_state_that_is_refused_keeps_nothing_else_from_being_stored() -> None:
     """The reuse filter has not seen the text that follows the prompt."""
-    rig = Rig()
+    rig = GroupRig()
     rig.manager.set_admission(ReuseFilter(2))
     for _ in range(2):
         request = rig.request(22)
@@ -373,7 +275,7 @@ def test_a_state_that_is_refused_keeps_nothing_else_from_being_stored() -> None:
 
 
 def test_behind_a_refused_block_no_state_is_stored() -> None:
-    rig = Rig()
+    rig = GroupRig()
     rig.manager.set_admission(ReuseFilter(2))
     request = rig.request(42)
     rig.admit(request)
@@ -388,7 +290,7 @@ def test_behind_a_refused_block_no_state_is_stored() -> None:
 
 
 def test_device_blocks_of_states_are_fenced() -> None:
-    rig = Rig()
+    rig = GroupRig()
     request = rig.request(42)
     rig.admit(request)
     offered = rig.offer(40)
@@ -400,12 +302,12 @@ def test_device_blocks_of_states_are_fenced() -> None:
 
 
 def test_a_state_that_was_loaded_costs_nothing_when_it_is_offered() -> None:
-    rig = Rig()
+    rig = GroupRig()
     rig.compute(rig.request(42), 40)
     again = rig.request(50)
     assert rig.hit(again) == 40
     tables = rig.tables(50, skip_at=40)
-    rig.half.update_state_after_alloc(again, Tables(tables), 40)
+    rig.allocate(again, tables, 40)
     meta = rig.half.build_connector_meta(ScheduledStep({}, {again.request_id: tables}, frozenset({again.request_id})))
     rig.done(meta)
     again.num_computed_tokens = 40
@@ -417,7 +319,7 @@ def test_a_state_that_was_loaded_costs_nothing_when_it_is_offered() -> None:
 
 
 def test_of_a_prompt_its_last_state_is_kept() -> None:
-    rig = Rig()
+    rig = GroupRig()
     request = rig.request(42)
     rig.admit(request)
     for end in (16, 32, 40):
@@ -427,7 +329,7 @@ def test_of_a_prompt_its_last_state_is_kept() -> None:
 
 
 def test_a_prompt_that_ends_at_a_boundary_can_come_again() -> None:
-    rig = Rig()
+    rig = GroupRig()
     request = rig.request(40)
     rig.compute(request, 36, 40)
     assert rig.held(request, STATE) == [36, 40]
@@ -436,7 +338,7 @@ def test_a_prompt_that_ends_at_a_boundary_can_come_again() -> None:
 
 
 def test_of_an_output_the_latest_state_is_kept() -> None:
-    rig = Rig()
+    rig = GroupRig()
     request = rig.request(42)
     rig.compute(request, 40)
     for end in (44, 48, 52):
@@ -451,7 +353,9 @@ def test_of_an_output_the_latest_state_is_kept() -> None:
 def test_an_output_that_ends_just_behind_a_state_continues_from_the_state_before() -> None:
     """Blocks of a draft model have no name at 48 yet: its layers look three tokens ahead, and one is known."""
     groups = (KVGroup(SIZE), KVGroup(SIZE, lookahead=3), KVGroup(SIZE, state=True))
-    rig = Rig(groups, options={"following": lambda request, position, n: repr(request.tokens[position:][:n]).encode()})
+    rig = GroupRig(
+        groups, options={"following": lambda request, position, n: repr(request.tokens[position:][:n]).encode()}
+    )
     request = rig.request(43)
     rig.compute(request, 40)
     for end in (44, 48):
@@ -464,7 +368,7 @@ def test_an_output_that_ends_just_behind_a_state_continues_from_the_state_before
 
 @pytest.mark.parametrize("is_stored", [True, False])
 def test_a_state_that_was_not_stored_takes_the_place_of_no_other(is_stored: bool) -> None:
-    rig = Rig()
+    rig = GroupRig()
     request = rig.request(42)
     rig.compute(request, 40)
     state, keeper = rig.half.requests[request.request_id], StateKeeper(rig.half.layout)
@@ -477,14 +381,14 @@ def test_a_state_that_was_not_stored_takes_the_place_of_no_other(is_stored: bool
 
 
 def test_a_state_that_others_use_is_not_dropped() -> None:
-    rig = Rig()
+    rig = GroupRig()
     request, other = rig.request(48), rig.request(60)
     request.tokens = request.tokens[:42]
     rig.compute(request, 40)
     request.tokens += [42, 43]
     rig.done(rig.step(request, 2, rig.offer(44)))
     assert rig.hit(other) == 44
-    rig.half.update_state_after_alloc(other, Tables(rig.tables(60, skip_at=44)), 44)
+    rig.allocate(other, rig.tables(60, skip_at=44), 44)
     rig.done(rig.half.build_connector_meta(ScheduledStep({})))
     request.tokens += [44, 45, 46, 47]
     rig.done(rig.step(request, 4, rig.offer(48)))
@@ -492,7 +396,7 @@ def test_a_state_that_others_use_is_not_dropped() -> None:
 
 
 def test_a_state_that_another_has_computed_too_is_not_dropped() -> None:
-    rig = Rig()
+    rig = GroupRig()
     first, second = rig.request(42), rig.request(42)
     for request in (first, second):
         rig.compute(request, 40)
@@ -505,7 +409,7 @@ def test_a_state_that_another_has_computed_too_is_not_dropped() -> None:
 
 
 def test_a_superseded_state_that_is_still_being_written_is_dropped() -> None:
-    rig = Rig()
+    rig = GroupRig()
     request = rig.request(42)
     rig.compute(request, 40)
     request.tokens += [42, 43]
@@ -518,7 +422,7 @@ def test_a_superseded_state_that_is_still_being_written_is_dropped() -> None:
 
 
 def test_an_offer_that_was_remembered_ends_with_its_state() -> None:
-    rig = Rig()
+    rig = GroupRig()
     request = rig.request(42)
     rig.compute(request, 40)
     request.tokens += [42, 43]
@@ -532,7 +436,7 @@ def test_an_offer_that_was_remembered_ends_with_its_state() -> None:
 
 def test_the_state_where_prompts_part_is_kept() -> None:
     """The second request sees how far the first one's text goes, and leaves a state for the third."""
-    rig = Rig()
+    rig = GroupRig()
     first = rig.request(82)
     rig.compute(first, 80)
 
@@ -550,7 +454,7 @@ def test_the_state_where_prompts_part_is_kept() -> None:
 
 
 def test_after_a_reset_nothing_of_before_is_dropped() -> None:
-    rig = Rig()
+    rig = GroupRig()
     request = rig.request(42)
     rig.compute(request, 40)
     request.tokens += [42, 43]
@@ -566,7 +470,7 @@ def test_after_a_reset_nothing_of_before_is_dropped() -> None:
 
 
 def test_a_state_of_tokens_that_were_taken_back_is_dropped() -> None:
-    rig = Rig()
+    rig = GroupRig()
     request, before = rig.request(42), rig.request(44)
     rig.compute(request, 40)
     request.tokens += [42, 43]
@@ -579,7 +483,7 @@ def test_a_state_of_tokens_that_were_taken_back_is_dropped() -> None:
 
 
 def test_a_state_that_was_evicted_and_stored_again_belongs_to_another() -> None:
-    rig = Rig()
+    rig = GroupRig()
     first, second = rig.request(42), rig.request(42)
     for request in (first, second):
         rig.compute(request, 40)
@@ -596,7 +500,7 @@ def test_a_state_that_was_evicted_and_stored_again_belongs_to_another() -> None:
 
 
 def test_a_missing_state_is_the_reason() -> None:
-    rig = Rig()
+    rig = GroupRig()
     first = rig.request(82)
     rig.compute(first, 80)
     for num_tokens, parted, reason in [(60, 60, "no_state"), (60, 3, "never_stored"), (82, 82, None)]:
@@ -608,7 +512,7 @@ def test_a_missing_state_is_the_reason() -> None:
 
 
 def test_a_state_that_was_evicted_is_called_so() -> None:
-    rig = Rig(num_host_blocks=13)
+    rig = GroupRig(num_host_blocks=13)
     first = rig.request(42)
     rig.compute(first, 40)
     rig.finish(first)
@@ -621,7 +525,7 @@ def test_a_state_that_was_evicted_is_called_so() -> None:
 # Agreement.
 
 
-def expected_hit(rig: Rig, request: FakeRequest, computed: int) -> int:
+def expected_hit(rig: GroupRig, request: FakeRequest, computed: int) -> int:
     """The longest hit by trying every position."""
     align = rig.half.layout.align
     for end in range((request.num_tokens - 1) // align * align, computed, -align):
@@ -649,7 +553,7 @@ def test_the_longest_hit_is_found(groups: Sequence[KVGroup]) -> None:
     """Blocks and states are missing at random; the hit is the one that a search of all positions finds."""
     rng, found = random.Random(0), 0
     for _ in range(150):
-        rig = Rig(groups)
+        rig = GroupRig(groups)
         request = rig.request(rng.randrange(1, 90))
         keys = [rig.key(request, g, at) for g, group in enumerate(groups) for at in ends_of(group, request)]
         chance = rng.choice([0.5, 0.9, 0.98, 1])
@@ -687,7 +591,7 @@ def test_few_calls_look_up_a_long_chain() -> None:
             return super().lookup_last(keys, req_context)
 
     manager = Counting(HostBackend(1, 1000))
-    rig = Rig(num_host_blocks=1000, manager=manager)
+    rig = GroupRig(num_host_blocks=1000, manager=manager)
     rig.compute(rig.request(801), 800)
     manager.calls = 0
     assert rig.hit(rig.request(801)) == 800

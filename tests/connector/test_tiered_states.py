@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from kvoffload.abc import ScheduledStep
+from tests.connector.group_rig import FULL, HYBRID, OTHER, STATE, GroupRig
 from tests.connector.rig import Clock, FakeRequest
-from tests.connector.test_states import FULL, HYBRID, OTHER, STATE, Rig, Tables
 from tests.connector.test_tiered_scheduler import SpyManager
 
 
-class TieredRig(Rig):
+class TieredRig(GroupRig):
     def __init__(self, num_host_blocks: int = 100) -> None:
         self.clock = Clock()
         manager = SpyManager(num_host_blocks, self.clock, HYBRID)
@@ -51,7 +51,7 @@ def test_a_request_waits_for_its_state_and_the_blocks_before_it() -> None:
     assert rig.hit(request) is None
     assert rig.answer(request) == 40
     tables = rig.tables(60, skip_at=40)
-    rig.half.update_state_after_alloc(request, Tables(tables), 40)
+    rig.allocate(request, tables, 40)
     (spec,) = rig.half.build_connector_meta(ScheduledStep({})).loads.values()
     assert spec.device.group_sizes == (10, 1, 1)
     assert rig.half.records[-1].tier_tokens == {"memory": 40}
@@ -74,7 +74,7 @@ def test_blocks_below_without_a_state_are_not_read() -> None:
     request = rig.request(60)
     assert rig.hit(request) == 0
     assert rig.manager.num_used_blocks == 0
-    rig.half.update_state_after_alloc(request, Tables(rig.tables(60)), 0)
+    rig.allocate(request, rig.tables(60))
     assert rig.half.records[-1].reason == "no_state"
 
 
@@ -86,7 +86,7 @@ def test_a_tier_that_is_late_costs_the_hit() -> None:
     rig.clock.now += 2
     rig.half.build_connector_meta(ScheduledStep({}))
     assert rig.hit(request) == 0
-    rig.half.update_state_after_alloc(request, Tables(rig.tables(60)), 0)
+    rig.allocate(request, rig.tables(60))
     assert rig.half.records[-1].reason == "not_in_time"
 
 

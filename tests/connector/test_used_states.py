@@ -15,8 +15,8 @@ from kvoffload.cache.manager import LRUOffloadingManager
 from kvoffload.cache.slots import HostBackend
 from kvoffload.connector.layout import Layout
 from kvoffload.connector.request import RequestBlocks
+from tests.connector.group_rig import FULL, OTHER, SIZE, STATE, GroupRig
 from tests.connector.rig import FakeRequest
-from tests.connector.test_states import FULL, OTHER, SIZE, STATE, Rig, Tables
 from tests.connector.test_tiered_states import TieredRig
 
 Keys = Sequence[OffloadKey]
@@ -61,7 +61,7 @@ class StrictManager(LRUOffloadingManager):
         return super().lookup_last(keys, req_context)
 
 
-def used(rig: Rig, request: FakeRequest, *ends: int) -> list[OffloadKey]:
+def used(rig: GroupRig, request: FakeRequest, *ends: int) -> list[OffloadKey]:
     """The request's blocks, and its states at ``ends``, each behind the blocks that end there."""
     keys = []
     for end in range(SIZE, request.num_tokens + 1, SIZE):
@@ -69,16 +69,16 @@ def used(rig: Rig, request: FakeRequest, *ends: int) -> list[OffloadKey]:
     return keys
 
 
-def whole(rig: Rig, request: FakeRequest) -> list[OffloadKey]:
+def whole(rig: GroupRig, request: FakeRequest) -> list[OffloadKey]:
     return used(rig, request, *range(SIZE, request.num_tokens + 1, SIZE))
 
 
-def resume(rig: Rig, request: FakeRequest) -> int:
+def resume(rig: GroupRig, request: FakeRequest) -> int:
     """The request loads its hit. Returns where it ends."""
     hit = rig.hit(request)
     assert hit
     tables = rig.tables(request.num_tokens + 12, skip_at=hit)
-    rig.half.update_state_after_alloc(request, Tables(tables), hit)
+    rig.allocate(request, tables, hit)
     new = frozenset({request.request_id})
     rig.done(rig.half.build_connector_meta(ScheduledStep({}, {request.request_id: tables}, new)))
     request.num_computed_tokens = hit
@@ -87,7 +87,7 @@ def resume(rig: Rig, request: FakeRequest) -> int:
 
 def test_a_request_touches_the_last_state_in_host_memory() -> None:
     manager = StrictManager()
-    rig = Rig(manager=manager)
+    rig = GroupRig(manager=manager)
     rig.compute(rig.request(18), 16)
     rig.compute(rig.request(42), 40)
     for request, last in ((rig.request(62), 40), (rig.request(40), 16), (rig.request(16), 0), (rig.request(6), 0)):
@@ -101,7 +101,7 @@ def test_a_request_touches_the_last_state_in_host_memory() -> None:
 
 def test_no_state_is_touched_that_a_request_may_not_use() -> None:
     manager = StrictManager()
-    rig = Rig(manager=manager)
+    rig = GroupRig(manager=manager)
     rig.compute(rig.request(18), 16)
     rig.compute(rig.request(42), 40)
     request = rig.request(62, max_tokens=30)
@@ -112,7 +112,7 @@ def test_no_state_is_touched_that_a_request_may_not_use() -> None:
 def test_an_ended_request_reorders_the_states_that_it_has_kept_or_used() -> None:
     """It continues at 16, parts from others at 32, ends its prompt at 80, and its output at 88."""
     manager = StrictManager()
-    rig = Rig(manager=manager)
+    rig = GroupRig(manager=manager)
     rig.compute(rig.request(18), 16)
     rig.compute(rig.request(82), 80)
     request = rig.request(82)
@@ -128,7 +128,7 @@ def test_an_ended_request_reorders_the_states_that_it_has_kept_or_used() -> None
 
 def test_the_devices_own_hit_counts_as_one_that_was_resumed_at() -> None:
     manager = StrictManager()
-    rig = Rig(manager=manager)
+    rig = GroupRig(manager=manager)
     rig.compute(rig.request(18), 16)
     request = rig.request(42)
     rig.admit(request, computed=16)
@@ -138,7 +138,7 @@ def test_the_devices_own_hit_counts_as_one_that_was_resumed_at() -> None:
 
 
 def test_a_whole_chain_would_be_noticed() -> None:
-    rig = Rig(manager=StrictManager())
+    rig = GroupRig(manager=StrictManager())
     request = rig.request(42)
     rig.compute(request, 40)
     with pytest.raises(Phantom):
@@ -163,7 +163,7 @@ def test_a_state_behind_which_a_conversation_went_on_is_evicted_first() -> None:
     first."""
     held = []
     for manager in (LRUOffloadingManager, Whole):
-        rig = Rig(manager=manager(HostBackend(1, 24)))
+        rig = GroupRig(manager=manager(HostBackend(1, 24)))
         request, turn = rig.request(50), rig.request(70)
         rig.compute(request, 48)
         request.tokens += range(50, 61)
@@ -181,7 +181,7 @@ def test_a_state_behind_which_a_conversation_went_on_is_evicted_first() -> None:
 def test_without_states_chains_are_whole_and_no_state_is_looked_for() -> None:
     for groups in ((KVGroup(SIZE),), (KVGroup(SIZE), KVGroup(SIZE, sliding_window=8))):
         manager = LRU(100)
-        rig = Rig(groups=groups, manager=manager)
+        rig = GroupRig(groups=groups, manager=manager)
         request = rig.request(42)
         rig.compute(request)
         rig.finish(request)
@@ -255,7 +255,7 @@ class Deaf(LRUOffloadingManager):
 
 
 def states_after_two_requests(manager: LRUOffloadingManager, num_requests: int) -> list[list[int]]:
-    rig = Rig(manager=manager)
+    rig = GroupRig(manager=manager)
     manager.set_admission(ReuseFilter(2))
     for _ in range(num_requests):
         request = rig.request(42)

@@ -1,11 +1,11 @@
 """Runs one vLLM engine in a process of its own: ``python driver.py CONFIG RESULT``. Both are JSON files.
 
 CONFIG has ``scenario`` (a name in SCENARIOS), ``model`` (a directory, written if it does not exist), ``new_rows`` (how
-many of the last rows of its embedding are drawn again), ``prompts`` (how many are used, by default all), ``engine``
-(arguments of ``vllm.LLM`` that differ from the usual), ``model_kind``, ``multiprocessing`` (whether the engine has
-processes of its own), ``connector`` (its options, or null), ``connector_class``, ``plugin`` (whether vLLM finds the
-connector by its entry point alone), and what the scenario reads. The caller sets the environment variables that vLLM
-reads.
+many of the last rows of its embedding are drawn again), ``prompts`` (how many are used, by default all), ``max_tokens``
+(of an answer, by default MAX_TOKENS), ``engine`` (arguments of ``vllm.LLM`` that differ from the usual),
+``model_kind``, ``multiprocessing`` (whether the engine has processes of its own), ``connector`` (its options, or null),
+``connector_class``, ``plugin`` (whether vLLM finds the connector by its entry point alone), and what the scenario
+reads. The caller sets the environment variables that vLLM reads.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ import numpy as np
 
 BLOCK_SIZE = 32
 DEVICE_BLOCKS = 24
-MAX_TOKENS = 48
+MAX_TOKENS = 36
+"""More than a block, so that each answer fills one."""
 PROMPTS = 10
 MAX_STEPS = 20_000
 SETTLE_DEADLINE_S = 60.0
@@ -173,6 +174,7 @@ class Engine:
             write_model(model, kind, config.get("new_rows", 0))
         if config.get("unexpected_root"):
             _expect_another_root()
+        self._max_tokens = config.get("max_tokens", MAX_TOKENS)
         self._tiers = TierJobs()
         from vllm.config import KVEventsConfig, KVTransferConfig
         from vllm.entrypoints.llm import LLM
@@ -293,7 +295,7 @@ class Engine:
     def sampling(self, **changes: Any) -> Any:
         from vllm.sampling_params import SamplingParams
 
-        settings = {"max_tokens": MAX_TOKENS, "logprobs": 1, "detokenize": False, "ignore_eos": True}
+        settings = {"max_tokens": self._max_tokens, "logprobs": 1, "detokenize": False, "ignore_eos": True}
         return SamplingParams(temperature=0, **{**settings, **changes})
 
     def round(self, prompts: list[list[int]] | None = None, lora_request: Any = None, **sampling: Any) -> list[Any]:

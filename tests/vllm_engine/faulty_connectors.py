@@ -4,6 +4,7 @@ And one that asks for another KV cache layout."""
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -23,7 +24,7 @@ class SlowKVOffloadConnector(KVOffloadConnector):
         super().register_kv_caches(kv_caches)
         seed = self._vllm_config.parallel_config.rank
         worker = self.connector_worker
-        worker.transfer = FailingTransfer(SlowTransfer(worker.transfer, seed), rate=0.33, seed=seed)
+        worker.transfer = FailingTransfer(SlowTransfer(worker.transfer, seed), rate=0.33, seed=seed, fails_first=True)
 
 
 class FailingKVOffloadConnector(KVOffloadConnector):
@@ -76,7 +77,7 @@ class ExchangedParts(WrappedTransfer):
     """Exchanges the slots of the first two parts of a group before they are loaded. Blocks must be single device
     blocks."""
 
-    def __init__(self, inner: Transfer, group_of: list[int]) -> None:
+    def __init__(self, inner: Transfer, group_of: Sequence[int]) -> None:
         super().__init__(inner)
         self._first = next(i for i, g in enumerate(group_of[1:]) if g == group_of[i])
 
@@ -105,6 +106,15 @@ class ForgetfulOfFollowingKVOffloadConnector(KVOffloadConnector):
     def set_xfer_handshake_metadata_pp_aware(self, metadata: dict[tuple[int, int], Any]) -> None:
         connector.following = lambda request, position, n: b""
         super().set_xfer_handshake_metadata_pp_aware(metadata)
+
+
+class UnfencedKVOffloadConnector(KVOffloadConnector):
+    """Takes vLLM's model runner for one that fills blocks with zeros before fences can protect them. Copies must fail,
+    and outputs stay right."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        connector.versions.fences_first = lambda config: False
+        super().__init__(*args, **kwargs)
 
 
 class UnverifiedKVOffloadConnector(KVOffloadConnector):

@@ -1,4 +1,4 @@
-"""A short version of the demo on real vLLM. Its first act runs in a new process, as all do elsewhere."""
+"""A short version of the demo on real vLLM. In ``make soak`` its first act runs in a new process, as elsewhere."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from vllm_harness import Runner, set_up_demo
 from kvoffload.demo import act
 from kvoffload.demo import run as demo_run
 from kvoffload.demo.protocol import EngineInfo, RequestResult, Source
+from kvoffload.testing.scale import SCALE
 
 pytestmark = [
     pytest.mark.vllm,
@@ -37,7 +38,8 @@ class Seen:
 
 def test_short_demo(run: Runner, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     set_up_demo(monkeypatch)
-    starts = chain([act.start_process], repeat(run.parent(os.environ).start_process))
+    warm = run.parent(os.environ).start_process
+    starts = chain([act.start_process if SCALE > 1 else warm], repeat(warm))
 
     def start_process(*arguments: Any) -> act.Process:
         return next(starts)(*arguments)
@@ -45,8 +47,9 @@ def test_short_demo(run: Runner, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(act, "start_process", start_process)
     monkeypatch.setattr(demo_run, "DOCUMENTS", 4)
     monkeypatch.setattr(demo_run, "TURNS", 2)
-    monkeypatch.setattr(demo_run, "DOCUMENT_BLOCKS", (8, 9))
-    monkeypatch.setattr(demo_run, "DEVICE_BLOCKS", 26)
+    monkeypatch.setattr(demo_run, "DOCUMENT_BLOCKS", (4, 5))
+    monkeypatch.setattr(demo_run, "MAX_MODEL_LEN", 1280)
+    monkeypatch.setattr(demo_run, "DEVICE_BLOCKS", 14)
     seen = Seen()
     report = demo_run.run_demo(tmp_path, text=None, model=None, seed=7, progress=seen)
     assert report.failures == []

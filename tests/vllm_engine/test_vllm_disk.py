@@ -164,13 +164,14 @@ def test_a_storm(run: Runner, expected: list[Any], tmp_path: Path) -> None:
 def test_two_ranks_and_a_fast_hash_with_a_seed(run: Runner, expected: list[Any], tmp_path: Path) -> None:
     pytest.importorskip("xxhash")
     config = {
+        "prompts": 4,
         "environment": TWO_RANKS | {"PYTHONHASHSEED": "7"},
         "engine": PARALLEL["tensor"] | {"prefix_caching_hash_algo": "xxhash"},
         "connector": with_disk(tmp_path / "disk"),
     }
-    check_answers(run("rounds", rounds=1, close=True, **config), expected)
+    check_answers(run("rounds", rounds=1, close=True, **config), expected[:4])
     result = run("rounds", rounds=1, **config)
-    check_answers(result, expected)
+    check_answers(result, expected[:4])
     assert found(result) > 0
     assert all(record["disk_tokens"] > 0 for record in result["records"])
 

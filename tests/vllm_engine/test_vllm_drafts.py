@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import pytest
@@ -16,12 +16,14 @@ pytest.importorskip("vllm.version")
 import torch
 from driver import BLOCK_SIZE, write_model
 from vllm.config import KVTransferConfig
+from vllm.config.speculative import SpeculativeConfig, SpeculativeMethod
 from vllm.engine.arg_utils import EngineArgs
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
 from vllm_harness import POOL, Run, Runner, assert_at_rest
 
 from kvoffload.vllm.following import following
 from kvoffload.vllm.layout import EngineLayout
+from kvoffload.vllm.versions import PROJECTING_DRAFTERS
 
 pytestmark = pytest.mark.vllm
 
@@ -114,7 +116,7 @@ class Speculative:
     num_speculative_tokens: int = 3
 
     def use_eagle(self) -> bool:
-        return self.method in ("eagle", "mtp")
+        return self.method in ("eagle", "mtp", "dflash", "dspark")
 
     def use_multi_module_mtp(self) -> bool:
         return self.modules > 1
@@ -128,8 +130,18 @@ class Speculative:
         (Speculative("eagle"), [], [1, 1]),
         (Speculative("mtp"), [1], [0, 1]),
         (Speculative("mtp", modules=3), [0], [3, 0]),
+        (Speculative("dflash"), [], [0, 0]),
+        (Speculative("dspark"), [1], [0, 0]),
     ],
-    ids=["no drafter", "a draft model", "no group is marked", "a group is marked", "several modules"],
+    ids=[
+        "no drafter",
+        "a draft model",
+        "no group is marked",
+        "a group is marked",
+        "several modules",
+        "dflash",
+        "dspark",
+    ],
 )
 def test_groups_of_a_drafter_look_ahead(
     tmp_path: Path, speculative: Speculative | None, marked: list[int], lookahead: list[int]
@@ -148,3 +160,22 @@ def test_groups_of_a_drafter_look_ahead(
     groups = [KVCacheGroupSpec([f"layer{g}"], spec, is_eagle_group=g in marked) for g in range(2)]
     layout = EngineLayout.from_vllm(config, KVCacheConfig(num_blocks=8, kv_cache_tensors=[], kv_cache_groups=groups))
     assert [group.lookahead for group in layout.kv_groups] == lookahead
+
+
+def test_every_drafter_that_reads_hidden_states_is_known() -> None:
+    """The lookahead of each was derived from vLLM's source. A new one needs the same."""
+    methods = {method for method in literals(SpeculativeMethod) if reads_hidden_states(method)}
+    assert "eagle" in methods
+    assert methods <= {"eagle", "eagle3", "mtp", *PROJECTING_DRAFTERS, "extract_hidden_states"}
+
+
+def literals(kind: Any) -> set[str]:
+    """The strings of a Literal, also of those nested in it."""
+    args = get_args(kind)
+    return {arg for arg in args if isinstance(arg, str)}.union(*(literals(arg) for arg in args))
+
+
+def reads_hidden_states(method: str) -> bool:
+    config = object.__new__(SpeculativeConfig)
+    config.method = method  # type: ignore[assignment]
+    return bool(config.use_eagle())

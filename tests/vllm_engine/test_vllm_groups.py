@@ -44,7 +44,7 @@ def check(result: Run, expected: list[Any]) -> None:
 
 @pytest.mark.parametrize("config", CONFIGURATIONS.values(), ids=CONFIGURATIONS)
 def test_outputs_are_identical(run: Runner, gemma3_expected: list[Any], config: dict[str, Any]) -> None:
-    result = run("rounds", rounds=3, **with_gemma3(**config))
+    result = run("rounds", **with_gemma3(**config))
     check(result, gemma3_expected)
     # Two steps in progress need so many blocks that nothing is preempted.
     assert result["preemptions"] > 0 or config.get("force_async")

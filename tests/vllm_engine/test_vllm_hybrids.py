@@ -82,6 +82,17 @@ def test_outputs_are_identical(run: Runner, lfm2_expected: list[Any], config: di
     assert len(states) == 3
     assert len(set(states)) == 1, "each hit loads one state per group"
     assert 0 < states[0] < full
+    assert not result["metrics"].get("store_failures"), (
+        "vLLM's model runner for CPUs fills blocks with zeros after fences"
+    )
+
+
+@LONG
+def test_copies_fail_where_blocks_are_filled_with_zeros_before_fences(run: Runner) -> None:
+    """The control."""
+    config = next(iter(CONFIGURATIONS.values()))
+    result = run("rounds", rounds=3, **with_lfm2(**config), connector_class="UnfencedKVOffloadConnector")
+    assert result["metrics"]["store_failures"] > 0
 
 
 def test_corrupted_states_change_outputs(run: Runner, lfm2_expected: list[Any]) -> None:
@@ -164,7 +175,7 @@ def test_two_ranks(run: Runner, lfm2_expected: list[Any]) -> None:
     """Each rank has a part of every state. Copies end, or fail, at other times on each of them."""
     result = run(
         "rounds",
-        rounds=3,
+        rounds=4,
         connector=POOL,
         connector_class="SlowKVOffloadConnector",
         environment=TWO_RANKS,

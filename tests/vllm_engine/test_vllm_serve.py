@@ -156,7 +156,7 @@ class TestReadmeFlag:
         assert grown["misses:reset"] > 0
         assert grown["pool_used_blocks"] > 0
 
-    @pytest.mark.parametrize("level", [1, 2])
+    @pytest.mark.parametrize("level", [1, pytest.param(2, marks=SOAK)])
     def test_sleep_empties_the_pool(self, server: Server, alone: dict[str, list[Any]], level: int) -> None:
         """On CPU a worker keeps its memory. The rest of vLLM's sleep runs: the scheduler is paused, and
         ``EngineCore._reset_caches`` resets the prefix cache and the connector."""
@@ -214,14 +214,24 @@ class TestReadmeFlag:
         grown = self._ask(server, alone, 2, {"kvoffload": {"max_tokens": 2 * BLOCK_SIZE + 1}})
         assert (grown["host_hit_tokens"], grown["load_blocks"]) == (2 * BLOCK_SIZE, 2)
 
-    @pytest.mark.parametrize("case", NONSENSE)
-    def test_nonsense_changes_nothing(self, server: Server, alone: dict[str, list[Any]], case: str) -> None:
-        """The request is stored and loaded as a request without options."""
-        i = NUM_OPTIONS + list(NONSENSE).index(case)
-        grown = self._ask(server, alone, i, NONSENSE[case])
-        assert (grown["store_blocks"], grown["host_hit_tokens"]) == (STORED, 0)
-        grown = self._ask(server, alone, i, NONSENSE[case])
-        assert (grown["store_blocks"], grown["host_hit_tokens"]) == (0, HIT)
+    def test_nonsense_changes_nothing(self, server: Server, alone: dict[str, list[Any]]) -> None:
+        """Each request is stored and loaded as a request without options."""
+
+        def ask() -> tuple[float, float]:
+            server.forget_device_blocks()
+            answers, grown = server.growth(
+                lambda: [
+                    server.complete(prompt, kv_transfer_params=params)
+                    for prompt, params in zip(CONTROL[NUM_OPTIONS:], NONSENSE.values(), strict=True)
+                ]
+            )
+            assert differences(answers, alone["control"][NUM_OPTIONS:]) == [], list(NONSENSE)
+            assert server.metrics()["off"] == 0
+            return grown["store_blocks"], grown["host_hit_tokens"]
+
+        # No request can store or find more than this.
+        assert ask() == (STORED * len(NONSENSE), 0)
+        assert ask() == (0, HIT * len(NONSENSE))
 
 
 def test_corrupted_bytes_change_answers(start: Start, alone: dict[str, list[Any]]) -> None:

@@ -101,10 +101,24 @@ def test_reset_empties_the_pool(service: Run) -> None:
     assert service["cleared"] is True
     assert service.log.count("kvoffload: the cache was reset: ") == 1
     assert service["used_after_reset"] == 0
-    before, after = service["warm"]["metrics"], service["after"]["metrics"]
-    assert after["misses:reset"] > 0
-    assert after["misses:never_stored"] == before["misses:never_stored"]
     assert service["after"]["used_blocks"] > 0
+
+
+def test_what_a_reset_has_removed_is_explained_by_it(service: Run) -> None:
+    since = service["after"]["records"][len(service["warm"]["records"]) :]
+    missing: dict[str, set[str]] = {}
+    for record in since:
+        missing.setdefault(record["reason"], set()).add(record["missed_key"])
+    # Two of these blocks may share a place in the memory of misses, whose older one then counts as never stored. Places
+    # follow from hashes that are random in each process: this happens to one in some dozens of runs, and to a third
+    # block in none.
+    assert len(missing["reset"]) > 2
+    assert len(missing.get("never_stored", ())) <= 2
+    counted = {
+        reason: service["after"]["metrics"][f"misses:{reason}"] - service["warm"]["metrics"].get(f"misses:{reason}", 0)
+        for reason in ("reset", "never_stored")
+    }
+    assert counted == {reason: sum(record["reason"] == reason for record in since) for reason in counted}
 
 
 def test_failed_loads_are_recomputed_with_the_default_of_vllm(service: Run) -> None:

@@ -14,7 +14,9 @@ from vllm_harness import POOL, Run, Runner, assert_at_rest, differences
 
 pytestmark = pytest.mark.vllm
 
-SLEEPS: dict[str, Any] = {"modes": ["abort", "keep"], "slow": 1}
+MAX_TOKENS = 48
+"""Answers are long enough that stores are in progress when the engine falls asleep."""
+SLEEPS: dict[str, Any] = {"modes": ["abort", "keep"], "slow": 1, "max_tokens": MAX_TOKENS}
 
 
 def wrong_answers(result: Run, expected: list[Any], name: str = "answers") -> list[int]:
@@ -22,6 +24,12 @@ def wrong_answers(result: Run, expected: list[Any], name: str = "answers") -> li
     answers = result[name]
     right = [expected[index] for index, _ in answers]
     return [answers[i][0] for i in differences([got for _, got in answers], right)]
+
+
+@pytest.fixture(scope="module")
+def expected(run: Runner) -> list[Any]:
+    """The answers without offloading."""
+    return list(run("rounds", rounds=1, max_tokens=MAX_TOKENS)["outputs"][0])
 
 
 @pytest.fixture(scope="module")

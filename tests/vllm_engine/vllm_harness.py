@@ -39,6 +39,7 @@ POOL = {"host_bytes": "64MiB"}
 """Options with room for all blocks of the driver's prompts."""
 GEMMA3: dict[str, Any] = {
     "model_kind": "gemma3",
+    "max_tokens": 48,
     "engine": {"num_gpu_blocks_override": 24, "max_model_len": 448, "max_num_batched_tokens": 128},
 }
 """A model with two KV cache groups, and sizes at which its prompts preempt each other."""

@@ -14,6 +14,7 @@ import contextlib
 import gc
 import importlib
 import json
+import math
 import multiprocessing
 import os
 import runpy
@@ -46,6 +47,8 @@ MODULES = (
     "faulty_connectors",
 )
 """Modules that children use. Some versions of vLLM lack some of them."""
+LOST_AFTER_MS = 20
+"""After so long a process looks whether a message is there of which it was not notified."""
 
 
 def warm_up() -> None:
@@ -62,6 +65,7 @@ def warm_up() -> None:
         # vLLM inspects the class of a model in a process of its own, to avoid an import in this process.
         registry._run_in_subprocess = lambda look: look()
     reduce_in_the_kernel()
+    read_in_the_kernel()
     # Garbage collection in children need not visit what was imported here.
     gc.collect()
     gc.freeze()
@@ -81,6 +85,22 @@ def reduce_in_the_kernel() -> None:
         CpuCommunicator._all_group_ranks_share_shm_group_name = lambda group: (
             not group.unique_name.startswith("tp") and share(group)
         )
+
+
+def read_in_the_kernel() -> None:
+    """Makes processes of an engine wait in the kernel for each other's messages. After each message they would ask for
+    the next one for a second without a pause, and on a busy machine take the CPU time of the process that sends it."""
+    with contextlib.suppress(ImportError, AttributeError):
+        from vllm.distributed.device_communicators.shm_broadcast import SpinCondition
+
+        wait = SpinCondition.wait
+
+        def wait_in_the_kernel(condition: Any, timeout_ms: int | None = None) -> None:
+            condition.last_read = -math.inf
+            # The first notifications are lost while sockets connect.
+            wait(condition, min(timeout_ms or LOST_AFTER_MS, LOST_AFTER_MS))
+
+        SpinCondition.wait = wait_in_the_kernel
 
 
 _get_context = multiprocessing.get_context

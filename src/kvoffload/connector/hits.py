@@ -105,7 +105,7 @@ class HitSearch:
         junction, missed = behind.end if layout.full else hit.end, behind.missed
         if junction > hit.end or missed is None:
             boundary = max(junction, (hit.end // layout.align + 1) * layout.align)
-            keys = [state.blocks.keys[g][boundary // layout.block_tokens[g] - 1] for g in layout.states]
+            keys = [state.blocks.keys[g][layout.last_within(g, boundary)] for g in layout.states]
             found = self._manager.lookup_each(keys, context)
             missed = next((key for key, each in zip(keys, found, strict=True) if each is not LookupState.HIT), None)
         # After a wait, a state may be missing because it did not come in time.
@@ -128,7 +128,7 @@ class HitSearch:
             end = start + (last + 1) * layout.align
             if last < 0:
                 break
-            rest = [blocks.keys[g][end // layout.block_tokens[g] - 1] for g in others]
+            rest = [blocks.keys[g][layout.last_within(g, end)] for g in others]
             states = [found, *self._manager.lookup_each(rest, context)]
             absent = [key for key, each in zip(rest, states[1:], strict=True) if each not in _POSSIBLE]
             if not absent:

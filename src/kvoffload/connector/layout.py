@@ -84,6 +84,10 @@ class Layout:
         when it knows these."""
         return max(0, computed - max(0, self.groups[g].lookahead - 1)) // self.block_tokens[g]
 
+    def last_within(self, g: int, end: int) -> int:
+        """Returns the index of the last block of group ``g`` that ends at token ``end`` or before; -1 if none does."""
+        return end // self.block_tokens[g] - 1
+
     def key(self, g: int, index: int, request: Request) -> OffloadKey:
         """Returns the key of block ``index`` of group ``g`` of ``request``."""
         end = (index + 1) * self.block_tokens[g]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import numpy as np
 
 from kvoffload.abc import BlockNotReadyError, DeviceSpec, KVBlocks, OffloadingManager, TransferSpec
@@ -41,6 +43,14 @@ class LoadPlanner:
         if not state.options.remote_decode:
             state.blocks.loaded = tuple(spans)
         return job_id, TransferSpec(state.context.req_id, lease, device)
+
+    def device_blocks(self, blocks: KVBlocks, computed: int, num_tokens: int) -> list[int]:
+        """Returns the device blocks of a load that cannot be done, none if they cannot be read: the input that raised
+        before may raise again, and must not reach the engine."""
+        with contextlib.suppress(Exception):
+            ids: list[int] = self.device_spec(blocks, computed, computed + num_tokens)[1].block_ids.tolist()
+            return ids
+        return []
 
     def device_spec(self, blocks: KVBlocks, computed: int, end: int) -> tuple[list[range], DeviceSpec]:
         """Returns per group which offloaded blocks hold tokens ``computed`` to ``end``, and where these go. The engine

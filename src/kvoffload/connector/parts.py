@@ -12,8 +12,8 @@ import dataclasses
 import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from itertools import chain, repeat
+from dataclasses import dataclass, field
+from itertools import accumulate, repeat
 from typing import Any
 
 from kvoffload.abc import BoundaryState, KVGroup, PageGroup, ScheduledStep
@@ -39,6 +39,14 @@ class Parts:
     """
 
     counts: tuple[int, ...]
+    group_of: tuple[int, ...] = field(init=False, repr=False, compare=False)
+    """The KV cache group of each part."""
+    is_divided: bool = field(init=False, repr=False, compare=False)
+    """Whether any block has several parts."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "group_of", tuple(g for g, count in enumerate(self.counts) for _ in range(count)))
+        object.__setattr__(self, "is_divided", max(self.counts, default=1) > 1)
 
     @classmethod
     def none(cls, num_groups: int) -> Parts:
@@ -46,20 +54,9 @@ class Parts:
         return cls((1,) * num_groups)
 
     @property
-    def is_divided(self) -> bool:
-        """Whether any block has several parts."""
-        return max(self.counts) > 1
-
-    @property
-    def group_of(self) -> list[int]:
-        """The KV cache group of each part."""
-        return list(chain.from_iterable(map(repeat, range(len(self.counts)), self.counts)))
-
-    @property
     def last(self) -> frozenset[int]:
         """The last part of each group. It is written last and evicted first, so while it is present the others are."""
-        group_of = self.group_of
-        return frozenset(part for part, g in enumerate(group_of) if group_of[part + 1 : part + 2] != [g])
+        return frozenset(end - 1 for end in accumulate(self.counts))
 
     def groups(self, groups: Sequence[KVGroup]) -> list[KVGroup]:
         """Returns one group per part."""
@@ -75,14 +72,16 @@ class Parts:
         """Returns the step with one block table per part, and each boundary state once per part of its group."""
         if not self.is_divided:
             return step
-        parts: list[list[int]] = [[] for _ in self.counts]
-        for part, g in enumerate(self.group_of):
-            parts[g].append(part)
+        ends = tuple(accumulate(self.counts))
         return dataclasses.replace(
             step,
             block_ids={req_id: tuple(self.tables(tables)) for req_id, tables in step.block_ids.items()},
             boundary_states={
-                req_id: [BoundaryState(part, block, end) for g, block, end in states for part in parts[g]]
+                req_id: [
+                    BoundaryState(part, block, end)
+                    for g, block, end in states
+                    for part in range(ends[g] - self.counts[g], ends[g])
+                ]
                 for req_id, states in step.boundary_states.items()
             },
         )

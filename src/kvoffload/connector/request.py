@@ -223,7 +223,7 @@ class RequestBlocks:
         merged = self._merged(sorted(positional))
         for end in sorted(state_ends, reverse=True):
             before = sum(min(end // layout.block_tokens[g], len(self.keys[g])) for g in positional)
-            last = [(g, end // layout.block_tokens[g] - 1) for g in layout.states]
+            last = [(g, layout.last_within(g, end)) for g in layout.states]
             merged[before:before] = [self.keys[g][i] for g, i in last if 0 <= i < len(self.keys[g])]
         return merged
 
@@ -245,8 +245,13 @@ class RequestBlocks:
         for mine, new in zip(self.tables, tables, strict=True):
             mine.extend(new)
 
-    def replace_tables(self, tables: Sequence[Sequence[int]]) -> None:
+    def replace_tables(self, tables: Sequence[Sequence[int]]) -> tuple[list[Sequence[int]], tuple[Sequence[int], ...]]:
+        """Takes a whole new table per group. Returns the device blocks of computed tokens, and the others."""
         self.tables = tuple(list(table) for table in tables)
+        computed = self.request.num_computed_tokens
+        ends = [computed // group.device_block_size for group in self.layout.groups]
+        pairs = list(zip(tables, ends, strict=True))
+        return [table[:end] for table, end in pairs], tuple(table[end:] for table, end in pairs)
 
     def due(self, num_computed: int, num_before: int) -> tuple[list[Block], tuple[int, ...]]:
         """Returns the whole blocks of computed, known tokens that were not stored yet and whose KV still exists, by

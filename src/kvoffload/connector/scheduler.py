@@ -9,7 +9,6 @@ them on.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import logging
 import sys
@@ -231,14 +230,9 @@ class OffloadingConnectorScheduler:
             state = self._state(request)
             state.may_load = False
             self.manager.release_request(state.context)
-            broken = self._next.meta.broken_loads
-            broken[request.request_id] = []
             self.metrics.add("load_failures")
-            end = state.computed_at_load + num_external_tokens
-            # The input that raised before may raise again here; it must not reach the engine.
-            with contextlib.suppress(Exception):
-                _, device = self.loads.device_spec(blocks, state.computed_at_load, end)
-                broken[request.request_id] = device.block_ids.tolist()
+            device_blocks = self.loads.device_blocks(blocks, state.computed_at_load, num_external_tokens)
+            self._next.meta.broken_loads[request.request_id] = device_blocks
 
     # Steps.
 
@@ -257,15 +251,19 @@ class OffloadingConnectorScheduler:
         for req_id in (preempted := tuple(step.preempted)):
             self._lose_blocks(req_id)
         handed_out = upcoming.handed_out
-        for req_id, tables in step.block_ids.items():
-            state = self.requests.get(req_id)
-            if self.sound.is_tracking or (state is not None and req_id in step.replaced):
-                self._take_tables(state, tables, req_id in step.replaced, handed_out)
-            else:
-                if state is not None:
-                    state.blocks.add_to_tables(tables)
-                    self.stores.watch(req_id, has_new_table=False)
-                handed_out.update(*tables)
+        for req_id, new in step.block_ids.items():
+            state, found = self.requests.get(req_id), list[Sequence[int]]()
+            if state is not None and req_id in step.replaced:
+                # Computed blocks were shared with it or loaded; loads have entered theirs.
+                found, new = state.blocks.replace_tables(new)
+                self.stores.watch(req_id, has_new_table=True)
+            elif state is not None:
+                state.blocks.add_to_tables(new)
+                self.stores.watch(req_id, has_new_table=False)
+            handed_out.update(*new)
+            if self.sound.is_tracking:
+                self.sound.trace(state, set().union(*new), set().union(*found))
+        handed_out.update(step.written)
         handed_out.discard(NULL_BLOCK)
         if upcoming.finished:
             # Their device blocks may have been handed out again in this very step: then they are read first.
@@ -295,26 +293,6 @@ class OffloadingConnectorScheduler:
         state.lose_blocks(has_new_ones)
         if not has_new_ones:
             self.observer.lost_blocks(req_id)
-
-    def _take_tables(
-        self, state: RequestState | None, tables: Sequence[Sequence[int]], is_whole: bool, handed_out: set[int]
-    ) -> None:
-        """Takes in the device blocks that the engine has given to a request. ``is_whole``: they are its whole table."""
-        new, found = tables, list[Sequence[int]]()
-        if state is not None and is_whole:
-            state.blocks.replace_tables(tables)
-            self.stores.watch(state.context.req_id, has_new_table=True)
-            # Computed blocks were shared with it or loaded; loads have entered theirs.
-            computed = state.request.num_computed_tokens
-            ends = [computed // group.device_block_size for group in self.layout.groups]
-            new = [table[end:] for table, end in zip(tables, ends, strict=True)]
-            found = [table[:end] for table, end in zip(tables, ends, strict=True)]
-        elif state is not None:
-            state.blocks.add_to_tables(tables)
-            self.stores.watch(state.context.req_id, has_new_table=False)
-        handed_out.update(*new)
-        if self.sound.is_tracking:
-            self.sound.trace(state, set().union(*new), set().union(*found))
 
     def _take_meta(self, step: ScheduledStep) -> StepMeta:
         meta, self._next = self._next.meta, _NextStep()

@@ -135,7 +135,7 @@ class StateKeeper:
     def _use(self, state: RequestState, end: int) -> None:
         """Takes note that a request needs the state at ``end``: if another has stored it, that one does not drop it."""
         g = self._layout.states[0]
-        keys, ordinal = state.blocks.keys[g], end // self._layout.block_tokens[g] - 1
+        keys, ordinal = state.blocks.keys[g], self._layout.last_within(g, end)
         if 0 <= ordinal < len(keys) and keys[ordinal] in self._owners:
             owner, position = self._owners[keys[ordinal]]
             if owner != state.context.req_id:

@@ -154,7 +154,7 @@ class StorePlanner:
         layout, keys = self._layout, state.blocks.keys
         found: dict[int, list[Block]] = {}
         for g, device_block, end in offered:
-            ordinal = end // layout.block_tokens[g] - 1
+            ordinal = layout.last_within(g, end)
             if end % layout.align or end > state.blocks.max_stored_tokens or device_block == NULL_BLOCK:
                 continue
             if 0 <= ordinal < len(keys[g]):

@@ -53,18 +53,23 @@ class CorruptingTransfer(WrappedTransfer):
 class FailingTransfer(WrappedTransfer):
     """Fails a share ``rate`` of the tries, chosen by ``seed``, without copying anything.
 
+    With ``fails_first`` all tries of the first load and of the first store fail too, so that every run has both.
     ``failures`` is the number of failed tries by direction ("load", "store").
     """
 
-    def __init__(self, inner: Transfer, rate: float, seed: int = 0) -> None:
+    def __init__(self, inner: Transfer, rate: float, seed: int = 0, *, fails_first: bool = False) -> None:
         super().__init__(inner)
         self._rate = rate
+        self._fails_first = fails_first
+        self._first: dict[bool, int] = {}
+        """The first job of each direction."""
         self._random = random.Random(seed)
         self._failed: list[TransferResult] = []
         self.failures = {"load": 0, "store": 0}
 
     def submit(self, job_id: int, spec: TransferSpec, is_store: bool) -> None:
-        if self._random.random() < self._rate:
+        is_first = self._first.setdefault(is_store, job_id) == job_id
+        if self._random.random() < self._rate or (is_first and self._fails_first):
             self.failures["store" if is_store else "load"] += 1
             self._failed.append(TransferResult(job_id, ok=False))
         else:

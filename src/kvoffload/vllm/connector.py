@@ -109,6 +109,7 @@ class KVOffloadConnector(KVConnectorBase_V1, SupportsHMA):
         """What each worker sent at the first handshake."""
         self._records: RecordServer | None = None
         self._events = EventTranslator(self.layout)
+        self._fences_first = versions.fences_first(vllm_config)
         self._expected_root: bytes | None = None
         """The root of the block hashes as predicted at start; None once it has been compared with vLLM's."""
         if role == KVConnectorRole.SCHEDULER:
@@ -317,7 +318,7 @@ class KVOffloadConnector(KVConnectorBase_V1, SupportsHMA):
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
         try:
-            step = _scheduled_step(scheduler_output, self.layout.has_states)
+            step = scheduled_step(scheduler_output, self.layout.has_states, self._fences_first)
         except Exception:
             self.connector_scheduler.switch_off("reading vLLM's SchedulerOutput")
             step = ScheduledStep(dict(scheduler_output.num_scheduled_tokens))
@@ -386,24 +387,24 @@ class KVOffloadConnector(KVConnectorBase_V1, SupportsHMA):
         return KVOffloadPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
 
-def _scheduled_step(output: SchedulerOutput, has_states: bool) -> ScheduledStep:
-    """Returns vLLM's SchedulerOutput in engine-neutral form."""
+def scheduled_step(output: SchedulerOutput, has_states: bool, fences_first: bool) -> ScheduledStep:
+    """Returns vLLM's SchedulerOutput in engine-neutral form. ``fences_first``: see ``versions.fences_first``."""
     block_ids: dict[str, tuple[list[int], ...]] = {new.req_id: new.block_ids for new in output.scheduled_new_reqs}
     replaced = set(block_ids)
     cached = output.scheduled_cached_reqs
     replaced.update(cached.resumed_req_ids)
     pairs = zip(cached.req_ids, cached.new_block_ids, strict=True)
     block_ids.update({req_id: ids for req_id, ids in pairs if ids is not None})
-    # The newer of vLLM's model runners zeroes and copies blocks before it calls connectors in the step.
-    overwritten = set(output.new_block_ids_to_zero or ())
-    overwritten.update(copy.dst_block_id for copy in output.kv_cache_block_copies or ())
+    prepared = set(output.new_block_ids_to_zero or ())
+    prepared.update(copy.dst_block_id for copy in output.kv_cache_block_copies or ())
     return ScheduledStep(
         output.num_scheduled_tokens,
         block_ids,
         frozenset(replaced),
         output.preempted_req_ids or (),
-        overwritten,
-        _boundary_states(output) if has_states else {},
+        overwritten=() if fences_first else prepared,
+        boundary_states=_boundary_states(output) if has_states else {},
+        written=prepared if fences_first else (),
     )
 
 

@@ -149,14 +149,29 @@ def returns_routed_experts(vllm_config: VllmConfig) -> bool:
     return bool(attribute(outputs, "enable_return_routed_experts"))
 
 
+def fences_first(vllm_config: VllmConfig) -> bool:
+    """Whether workers call the connector in a step before they fill blocks with zeros and copy blocks.
+
+    The older of vLLM's model runners calls ``handle_preemptions`` first of all. The newer one prepares the blocks
+    first. False for versions that do not say which of them runs.
+    """
+    return getattr(vllm_config, "use_v2_model_runner", None) is False
+
+
+PROJECTING_DRAFTERS = {"dflash", "dspark"}
+"""Drafters whose KV at a position is projected from the model's hidden states at that position, so it depends on no
+later token. What they write for tokens to be drafted lies behind the known ones, and is replaced when these are."""
+
+
 def num_lookahead_tokens(vllm_config: VllmConfig) -> int:
-    """Returns on how many tokens after its own the KV of a drafter depends: one if it reads the hidden states of the
-    model, more if each module of an MTP drafter has KV of its own, and none for other draft models."""
-    known = attribute(vllm_config, "num_prefill_lookahead_tokens")
-    if known is not None:
-        return int(known)
+    """Returns on how many tokens after its own the KV of a drafter depends: one if it is run on the model's hidden
+    states and the token after each, more if each module of an MTP drafter has KV of its own, and none otherwise."""
     speculative = vllm_config.speculative_config
-    return int(speculative is not None and speculative.use_eagle())
+    if speculative is None or speculative.method in PROJECTING_DRAFTERS:
+        # vLLM counts one for these as well, because it needs the next token to draft from.
+        return 0
+    known = attribute(vllm_config, "num_prefill_lookahead_tokens")
+    return int(known if known is not None else speculative.use_eagle())
 
 
 def hash_block_size(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> int:

@@ -1,0 +1,74 @@
+"""What the adapter says of a step, and the order in which vLLM's model runners call it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+# Not "vllm": a directory of that name on sys.path could be imported instead.
+pytest.importorskip("vllm.version")
+from vllm.config import VllmConfig
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.worker import gpu_model_runner
+from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
+from kvoffload.vllm import versions
+from kvoffload.vllm.connector import scheduled_step
+
+pytestmark = pytest.mark.vllm
+
+
+@pytest.mark.parametrize("fences_first", [True, False])
+def test_blocks_that_a_step_prepares_are_named(fences_first: bool) -> None:
+    output = SchedulerOutput.make_empty()
+    output.new_block_ids_to_zero = [3, 4]
+    copy: Any = SimpleNamespace(src_block_id=1, dst_block_id=7)
+    output.kv_cache_block_copies = [copy]
+    step = scheduled_step(output, False, fences_first)
+    assert set(step.written) == ({3, 4, 7} if fences_first else set())
+    assert set(step.overwritten) == (set() if fences_first else {3, 4, 7})
+
+
+@pytest.mark.parametrize(
+    ("config", "fences_first"),
+    [({"use_v2_model_runner": False}, True), ({"use_v2_model_runner": True}, False), ({}, False)],
+    ids=["older", "newer", "not known"],
+)
+def test_fences_come_first_with_the_older_model_runner_only(config: dict[str, bool], fences_first: bool) -> None:
+    vllm_config: Any = SimpleNamespace(**config)
+    assert versions.fences_first(vllm_config) is fences_first
+
+
+class Reached(Exception):
+    """The model runner prepares blocks now."""
+
+
+@pytest.mark.skipif(not hasattr(VllmConfig, "use_v2_model_runner"), reason="this vLLM does not say which runner it has")
+def test_the_older_model_runner_calls_the_connector_before_it_prepares_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    called: list[str] = []
+
+    def note(name: str, then: type[Exception] | None = None) -> Callable[..., None]:
+        def call(*args: object) -> None:
+            called.append(name)
+            if then is not None:
+                raise then
+
+        return call
+
+    monkeypatch.setattr(gpu_model_runner, "has_kv_transfer_group", lambda: True)
+    group = SimpleNamespace(handle_preemptions=note("fences"))
+    monkeypatch.setattr(gpu_model_runner, "get_kv_transfer_group", lambda: group)
+    runner: Any = SimpleNamespace(
+        execute_model_state=None,
+        speculative_config=None,
+        synchronize_input_prep=nullcontext,
+        _update_states=note("blocks", Reached),
+    )
+    output: Any = SimpleNamespace(kv_connector_metadata=object(), total_num_scheduled_tokens=1)
+    with pytest.raises(Reached):
+        GPUModelRunner.execute_model(runner, output)
+    assert called == ["fences", "blocks"]
