@@ -318,10 +318,9 @@ class PolicyOffloadingManager(OffloadingManager):
     ) -> None:
         """``found``: what ``find`` has returned for ``keys``, if the caller has called it."""
         slots = self._table.find(keys) if found is None else found
-        present, stored = slots >= 0, frozenset(stored)
-        mine = slots[present & np.fromiter(map(stored.__contains__, keys), np.bool_, len(keys))]
-        slots = self._table.distinct(slots[present][::-1])
-        self.policy.reorder(slots, self._table.among(slots, mine))
+        slots = self._table.distinct(slots[slots >= 0][::-1])
+        mine = self._table.find(list(stored))
+        self.policy.reorder(slots, self._table.among(slots, mine[mine >= 0]))
 
     def policy_state(self) -> Mapping[str, Any]:
         return self.policy.state()

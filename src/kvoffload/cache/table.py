@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 
 from kvoffload.abc import BlockStatus, IntegrityError, OffloadKey, Slots
 from kvoffload.cache.index import Homes, KeyIndex
+from kvoffload.native import load
 
 _WRITING = -1
 _LOOKUP_CHUNK = 256
 
 
-class BlockTable:
+class PlainBlockTable:
     """Which key is in which of ``num_blocks`` slots, and a reference count per slot.
 
     ``ref_cnt`` is -1 while a block is being written, else its number of pins. A block is *in transfer* while it is
@@ -216,3 +218,15 @@ class BlockTable:
             raise IntegrityError("a dropped block keeps its slot although its transfer has ended")
         if self.num_evictable != int(np.count_nonzero(~in_transfer)):
             raise IntegrityError("the number of evictable blocks is wrong")
+
+
+
+if TYPE_CHECKING or (native := load("_cache")) is None:
+    BlockTable = PlainBlockTable
+else:
+
+    class BlockTable(native.BlockTable, PlainBlockTable):
+        """The methods that run per request are native, the others are those of the plain version."""
+
+        def __init__(self, num_blocks: int) -> None:
+            native.BlockTable.__init__(self, num_blocks)

@@ -37,10 +37,11 @@ def group() -> click.Group:
     from kvoffload.cli.explain import explain
     from kvoffload.cli.replay import replay
     from kvoffload.cli.size import size
+    from kvoffload.native import describe
 
     commands = click.Group(
         "kvoffload",
         commands=[demo, demo_shared, disk, explain, replay, size],
         help="Keeps the KV cache of an LLM server in host memory and on disk.",
     )
-    return click.version_option(metadata.version("kvoffload"))(commands)
+    return click.version_option(metadata.version("kvoffload"), message=f"%(prog)s %(version)s ({describe()})")(commands)

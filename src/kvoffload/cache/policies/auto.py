@@ -19,7 +19,7 @@ from kvoffload.cache.policies.ghosts import (
     seem_of_several_groups,
     shared_names,
 )
-from kvoffload.cache.policies.recency import NO_END, Positions
+from kvoffload.cache.policies.recency import Positions, pop_merged
 from kvoffload.cache.policies.tournament import GHOSTS, RULES, Tournament, plan
 
 
@@ -129,7 +129,7 @@ class AutoPolicy(ListPolicy):
     def evict(self, eviction: Eviction) -> Slots:
         rule, n, busy = self._tournament.rule, eviction.n, eviction.busy
         if rule.share is None:
-            victims, positions = self._evict_oldest(n, busy)
+            victims, positions = pop_merged(self._once, self._again, n, busy)
         else:
             num_once = int(np.count_nonzero(~self._is_returning(eviction.entering)))
             excess = len(self._once) + num_once - rule.quota(self.capacity)
@@ -147,25 +147,6 @@ class AutoPolicy(ListPolicy):
             chosen = np.sort(len(hashes) - 1 - last)
             hashes, positions, new = hashes[chosen], positions[chosen], False
         self._ghosts.add(hashes, positions, new)
-
-    def _evict_oldest(self, n: int, busy: npt.NDArray[np.bool_]) -> tuple[Slots, Positions]:
-        """Removes the ``n`` oldest blocks of both lists."""
-        parts = [_none()]
-        while n > 0:
-            (once, end), (again, other_end) = self._once.peek(busy), self._again.peek(busy)
-            end = min(end, other_end)
-            known = np.sort(np.concatenate((once, again)))
-            known = known[known < end]
-            if len(known) >= n:
-                end = int(known[n - 1]) + 1
-            popped = [members.pop_with_positions(n, busy, end) for members in self.lists]
-            victims, positions = (np.concatenate(column) for column in zip(*popped, strict=True))
-            order = np.argsort(positions)
-            parts.append((victims[order], positions[order]))
-            n -= len(victims)
-            if end == NO_END:
-                break
-        return np.concatenate([part[0] for part in parts]), np.concatenate([part[1] for part in parts])
 
     def clear(self) -> None:
         super().clear()

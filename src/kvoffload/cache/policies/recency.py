@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import heapq
 from collections import deque
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 
 from kvoffload.abc import IntegrityError, Slots
+from kvoffload.native import load
 
 MAX_SEGMENT = 8192
 COMPACTION_WORK = 4
@@ -24,7 +26,7 @@ _ABSENT = -1
 Positions = npt.NDArray[np.int64]
 
 
-class RecencyList:
+class PlainRecencyList:
     """Slots ordered from the oldest to the most recent, in amortized constant time per slot.
 
     Implementation: an append-only log in segments. Every append takes the next position. An entry is live while the
@@ -248,3 +250,36 @@ class RecencyList:
         expected = np.flatnonzero(self._stamp >= self._head)
         if sorted(live.tolist()) != expected.tolist():
             raise IntegrityError("a recency list has lost an entry")
+
+
+
+def _pop_merged(
+    one: PlainRecencyList, other: PlainRecencyList, n: int, busy: npt.NDArray[np.bool_]
+) -> tuple[Slots, Positions]:
+    """Removes the ``n`` oldest members of two lists with one clock that are not busy. Returns them and their positions,
+    oldest first; fewer if there are no more."""
+    none = np.empty(0, dtype=np.int64)
+    parts = [(none, none)]
+    while n > 0:
+        (here, end), (there, other_end) = one.peek(busy), other.peek(busy)
+        end = min(end, other_end)
+        known = np.sort(np.concatenate((here, there)))
+        known = known[known < end]
+        if len(known) >= n:
+            end = int(known[n - 1]) + 1
+        popped = [members.pop_with_positions(n, busy, end) for members in (one, other)]
+        victims, positions = (np.concatenate(column) for column in zip(*popped, strict=True))
+        order = np.argsort(positions)
+        parts.append((victims[order], positions[order]))
+        n -= len(victims)
+        if end == NO_END:
+            break
+    return np.concatenate([part[0] for part in parts]), np.concatenate([part[1] for part in parts])
+
+
+if TYPE_CHECKING or (native := load("_cache")) is None:
+    RecencyList = PlainRecencyList
+    pop_merged = _pop_merged
+else:
+    RecencyList = native.RecencyList
+    pop_merged = native.pop_merged

@@ -1,0 +1,798 @@
+# cython: language_level=3, boundscheck=False, wraparound=False, cdivision=True, initializedcheck=False
+"""Native versions of classes of ``kvoffload.cache``, whose plain versions are the reference and document the methods.
+
+Pointers go into numpy arrays that each object owns, so memory is freed with the object. Every slot that a caller gives
+is checked against the capacity. Keys are hashed by Python, so both versions agree on them.
+"""
+
+cimport cython
+from cpython.bytes cimport PyBytes_AS_STRING, PyBytes_CheckExact, PyBytes_GET_SIZE
+from cpython.list cimport PyList_GET_ITEM, PyList_New, PyList_SET_ITEM
+from cpython.object cimport Py_EQ, PyObject, PyObject_Hash, PyObject_RichCompareBool
+from libc.stdint cimport int32_t, int64_t, uint8_t, uint32_t, uint64_t
+from libc.string cimport memcmp, memcpy
+
+cimport numpy as cnp
+
+import numpy as np
+
+from kvoffload.abc import IntegrityError
+
+cnp.import_array()
+
+cdef extern from "Python.h":
+    PyObject** PySequence_Fast_ITEMS(object)
+    Py_ssize_t PySequence_Fast_GET_SIZE(object)
+    object PySequence_Fast(object, const char*)
+    void increment "Py_INCREF"(PyObject*)
+    void decrement "Py_DECREF"(PyObject*)
+
+cdef extern from "prefetch.h" nogil:
+    void kvo_prefetch(const void* address)
+    unsigned kvo_match8(const uint32_t* tags, uint32_t tag)
+    int __builtin_ctz(unsigned)
+
+cdef enum:
+    WAYS = 8
+    CHUNK = 128
+    WRITING = -1
+
+cdef struct Bucket:
+    uint32_t tags[WAYS]
+    int32_t slots[WAYS]
+
+
+# Numbers in numpy arrays.
+
+cdef inline cnp.ndarray new_int64(Py_ssize_t n):
+    cdef cnp.npy_intp shape = n
+    return cnp.PyArray_SimpleNew(1, &shape, cnp.NPY_INT64)
+
+
+cdef inline int64_t* int64s(cnp.ndarray array) noexcept:
+    return <int64_t*>cnp.PyArray_DATA(array)
+
+
+cdef inline cnp.ndarray contiguous(object array):
+    """Returns the numbers as a contiguous array of int64: ``array`` itself, if it is one."""
+    if (
+        cnp.PyArray_Check(array)
+        and cnp.PyArray_TYPE(<cnp.ndarray>array) == cnp.NPY_INT64
+        and cnp.PyArray_IS_C_CONTIGUOUS(<cnp.ndarray>array)
+    ):
+        return <cnp.ndarray>array
+    return np.ascontiguousarray(array, dtype=np.int64)
+
+
+cdef inline cnp.ndarray checked(object slots, Py_ssize_t capacity):
+    """Returns slots as ``contiguous`` does. Raises IndexError if one is not in [0, capacity)."""
+    cdef cnp.ndarray array = contiguous(slots)
+    cdef int64_t* at = int64s(array)
+    cdef Py_ssize_t i, n = cnp.PyArray_DIM(array, 0)
+    cdef bint bad = False
+    for i in range(n):
+        bad |= <uint64_t>at[i] >= <uint64_t>capacity
+    if bad:
+        raise IndexError(f"a slot is not in [0, {capacity})")
+    return array
+
+
+cdef inline cnp.ndarray first(cnp.ndarray array, Py_ssize_t n):
+    """Returns the first ``n`` of contiguous numbers: ``array`` itself, if there are no more."""
+    if n == cnp.PyArray_DIM(array, 0):
+        return array
+    cdef cnp.ndarray result = new_int64(n)
+    memcpy(cnp.PyArray_DATA(result), cnp.PyArray_DATA(array), n * sizeof(int64_t))
+    return result
+
+
+# Keys.
+
+cdef inline uint32_t tag_of(uint64_t h) noexcept:
+    return <uint32_t>(h >> 32) | 1
+
+
+cdef inline bint is_same(PyObject* a, PyObject* b) except -1:
+    if a == b:
+        return True
+    if PyBytes_CheckExact(<object>a) and PyBytes_CheckExact(<object>b):
+        return (
+            PyBytes_GET_SIZE(<object>a) == PyBytes_GET_SIZE(<object>b)
+            and memcmp(PyBytes_AS_STRING(<object>a), PyBytes_AS_STRING(<object>b), PyBytes_GET_SIZE(<object>a)) == 0
+        )
+    return PyObject_RichCompareBool(<object>a, <object>b, Py_EQ)
+
+
+cdef class KeyIndex:
+    """Buckets as in the plain version, but tags and slots of a bucket are side by side, in one line of the cache."""
+
+    cdef readonly cnp.ndarray key_of
+    cdef object _bucket_memory, _place_memory, _seen_memory
+    cdef dict _spill
+    cdef Bucket* _buckets
+    cdef int32_t* _place
+    cdef PyObject** _keys
+    cdef uint64_t _mask
+    cdef Py_ssize_t _len, _capacity
+
+    def __init__(self, Py_ssize_t capacity):
+        num_buckets = 1 << max(0, (max(capacity, 2) // 2 - 1).bit_length())
+        self._mask = num_buckets - 1
+        self._bucket_memory = np.zeros(num_buckets * sizeof(Bucket) + 64, dtype=np.uint8)
+        to_line = -self._bucket_memory.ctypes.data % 64
+        self._buckets = <Bucket*>(<char*>cnp.PyArray_DATA(self._bucket_memory) + <Py_ssize_t>to_line)
+        self._place_memory = np.full(capacity, -1, dtype=np.int32)
+        self._place = <int32_t*>cnp.PyArray_DATA(self._place_memory)
+        self._seen_memory = np.empty(0, dtype=np.int32)
+        self.key_of = np.full(capacity, None, dtype=object)
+        self._keys = <PyObject**>cnp.PyArray_DATA(self.key_of)
+        self._spill = {}
+        self._capacity = capacity
+
+    def __len__(self):
+        return self._len
+
+    cdef inline Bucket* _home(self, uint64_t h) noexcept:
+        return &self._buckets[h & self._mask]
+
+    def get(self, key):
+        return self._get(<PyObject*>key, <uint64_t>PyObject_Hash(key))
+
+    cdef int64_t _get(self, PyObject* key, uint64_t h) except -2:
+        cdef Bucket* bucket = self._home(h)
+        cdef unsigned ways = kvo_match8(bucket.tags, tag_of(h))
+        cdef int32_t slot
+        while ways:
+            slot = bucket.slots[__builtin_ctz(ways)]
+            if is_same(self._keys[slot], key):
+                return slot
+            ways &= ways - 1
+        return self._spill.get(<object>key, -1) if self._spill else -1
+
+    def find(self, keys):
+        fast = PySequence_Fast(keys, b"keys must be a sequence")
+        cdef Py_ssize_t n = PySequence_Fast_GET_SIZE(fast)
+        cdef cnp.ndarray result = new_int64(n)
+        self._find(PySequence_Fast_ITEMS(fast), n, int64s(result), NULL)
+        return result
+
+    cdef int _find(self, PyObject** keys, Py_ssize_t n, int64_t* slots, uint64_t* hashes) except -1:
+        """Looks up keys in passes over a chunk, so that the misses of the processor's caches overlap. Fills ``hashes``,
+        unless it is NULL."""
+        cdef uint64_t local[CHUNK]
+        cdef unsigned ways[CHUNK]
+        cdef uint64_t* hs
+        cdef Py_ssize_t start = 0, i, size
+        cdef Bucket* bucket
+        cdef PyObject* held
+        cdef int32_t slot
+        while start < n:
+            size = min(n - start, CHUNK)
+            hs = &local[0] if hashes == NULL else hashes + start
+            for i in range(size):
+                hs[i] = <uint64_t>PyObject_Hash(<object>keys[start + i])
+                kvo_prefetch(self._home(hs[i]))
+            for i in range(size):
+                bucket = self._home(hs[i])
+                ways[i] = kvo_match8(bucket.tags, tag_of(hs[i]))
+                if ways[i]:
+                    kvo_prefetch(&self._keys[bucket.slots[__builtin_ctz(ways[i])]])
+            for i in range(size):
+                if ways[i]:
+                    held = self._keys[self._home(hs[i]).slots[__builtin_ctz(ways[i])]]
+                    kvo_prefetch(held)
+                    kvo_prefetch(<char*>held + 63)
+            for i in range(size):
+                slots[start + i] = -1
+                if ways[i]:
+                    slot = self._home(hs[i]).slots[__builtin_ctz(ways[i])]
+                    if is_same(self._keys[slot], keys[start + i]):
+                        slots[start + i] = slot
+                        continue
+                if ways[i] or self._spill:
+                    slots[start + i] = self._get(keys[start + i], hs[i])
+            start += size
+        return 0
+
+    def split(self, keys):
+        fast = PySequence_Fast(keys, b"keys must be a sequence")
+        cdef Py_ssize_t n = PySequence_Fast_GET_SIZE(fast), i, num_present = 0, num_absent = 0
+        cdef PyObject** items = PySequence_Fast_ITEMS(fast)
+        cdef cnp.ndarray found = new_int64(n), homes = new_int64(n)
+        cdef int64_t* slots = int64s(found)
+        cdef uint64_t* hashes = <uint64_t*>int64s(homes)
+        self._find(items, n, slots, hashes)
+        for i in range(n):
+            num_present += slots[i] >= 0
+        cdef list absent = []
+        if num_present == n:
+            return found, absent, None
+        cdef int32_t* seen
+        cdef uint64_t at, mask = 16
+        while mask < 2 * <uint64_t>(n - num_present):
+            mask *= 2
+        if <uint64_t>cnp.PyArray_DIM(self._seen_memory, 0) < mask:
+            self._seen_memory = np.empty(mask, dtype=np.int32)
+        seen = <int32_t*>cnp.PyArray_DATA(self._seen_memory)
+        for at in range(mask):
+            seen[at] = -1
+        mask -= 1
+        num_present = 0
+        for i in range(n):
+            if slots[i] >= 0:
+                slots[num_present] = slots[i]
+                num_present += 1
+                continue
+            at = hashes[i] & mask
+            while seen[at] >= 0:
+                if hashes[seen[at]] == hashes[i] and is_same(<PyObject*>absent[seen[at]], items[i]):
+                    break
+                at = (at + 1) & mask
+            if seen[at] < 0:
+                seen[at] = <int32_t>num_absent
+                hashes[num_absent] = hashes[i]
+                absent.append(<object>items[i])
+                num_absent += 1
+        return first(found, num_present), absent, homes
+
+    def insert(self, keys, slots, homes=None):
+        fast = PySequence_Fast(keys, b"keys must be a sequence")
+        cdef Py_ssize_t n = PySequence_Fast_GET_SIZE(fast), i, start = 0, size
+        cdef PyObject** items = PySequence_Fast_ITEMS(fast)
+        cdef cnp.ndarray checked_slots = checked(slots, self._capacity)
+        cdef int64_t* at = int64s(checked_slots)
+        cdef uint64_t* known = NULL
+        cdef uint64_t hs[CHUNK]
+        cdef Bucket* bucket
+        cdef unsigned empty
+        cdef int way
+        cdef PyObject* before
+        if cnp.PyArray_DIM(checked_slots, 0) != n:
+            raise IndexError(f"{n} keys need as many slots, not {cnp.PyArray_DIM(checked_slots, 0)}")
+        if homes is not None and cnp.PyArray_DIM(<cnp.ndarray>homes, 0) >= n:
+            known = <uint64_t*>int64s(<cnp.ndarray>homes)
+        while start < n:
+            size = min(n - start, CHUNK)
+            for i in range(size):
+                hs[i] = known[start + i] if known != NULL else <uint64_t>PyObject_Hash(<object>items[start + i])
+                kvo_prefetch(self._home(hs[i]))
+                kvo_prefetch(&self._keys[at[start + i]])
+                kvo_prefetch(&self._place[at[start + i]])
+            for i in range(size):
+                before = self._keys[at[start + i]]
+                increment(items[start + i])
+                self._keys[at[start + i]] = items[start + i]
+                decrement(before)
+                bucket = self._home(hs[i])
+                empty = kvo_match8(bucket.tags, 0)
+                if empty:
+                    way = __builtin_ctz(empty)
+                    bucket.tags[way] = tag_of(hs[i])
+                    bucket.slots[way] = <int32_t>at[start + i]
+                    self._place[at[start + i]] = <int32_t>((hs[i] & self._mask) * WAYS) + way
+                else:
+                    self._spill[<object>items[start + i]] = at[start + i]
+            start += size
+        self._len += n
+
+    def remove(self, slots):
+        cdef cnp.ndarray checked_slots = checked(slots, self._capacity)
+        cdef Py_ssize_t n = cnp.PyArray_DIM(checked_slots, 0), i, start = 0, stop
+        cdef int64_t* at = int64s(checked_slots)
+        cdef list result = PyList_New(n)
+        cdef PyObject* none = <PyObject*>None
+        cdef PyObject* key
+        cdef int32_t place
+        while start < n:
+            stop = min(n, start + CHUNK)
+            for i in range(start, stop):
+                kvo_prefetch(&self._place[at[i]])
+                kvo_prefetch(&self._keys[at[i]])
+            for i in range(start, stop):
+                if self._place[at[i]] >= 0:
+                    kvo_prefetch(&self._buckets[self._place[at[i]] // WAYS])
+            for i in range(start, stop):
+                key = self._keys[at[i]]
+                increment(key)
+                PyList_SET_ITEM(result, i, <object>key)  # Takes the reference over.
+                place = self._place[at[i]]
+                if place >= 0:
+                    self._buckets[place // WAYS].tags[place % WAYS] = 0
+                    self._place[at[i]] = -1
+                elif key != none:
+                    del self._spill[<object>key]
+                increment(none)
+                self._keys[at[i]] = none
+                decrement(key)
+            start = stop
+        self._len -= n
+        return result
+
+    def clear(self):
+        self._len = 0
+        self._bucket_memory.fill(0)
+        self._place_memory.fill(-1)
+        self.key_of.fill(None)
+        self._spill.clear()
+
+    def slots(self):
+        held = self._place_memory >= 0
+        held[list(self._spill.values())] = True
+        return np.flatnonzero(held)
+
+    def check_integrity(self):
+        slots = self.slots()
+        if len(slots) != self._len or (self.key_of != None).sum() != self._len:  # noqa: E711
+            raise IntegrityError("the index counts its keys wrongly")
+        if any(self.get(key) != slot for key, slot in zip(self.key_of[slots].tolist(), slots.tolist(), strict=True)):
+            raise IntegrityError("a key is not found in its slot")
+        tags = np.frombuffer(self._bucket_memory, np.uint32, 2 * WAYS * (self._mask + 1), -self._bucket_memory.ctypes.data % 64)
+        entries = int(np.count_nonzero(tags.reshape(-1, 2 * WAYS)[:, :WAYS])) + len(self._spill)
+        if entries != self._len:
+            raise IntegrityError("the index has entries of removed keys")
+
+
+cdef class BlockTable:
+    """The methods of the plain version that run per request."""
+
+    cdef readonly Py_ssize_t num_blocks
+    cdef public Py_ssize_t num_evictable, _num_dropped
+    cdef readonly KeyIndex _index
+    cdef readonly cnp.ndarray key_of, ref_cnt, busy, _dropped
+    cdef cnp.ndarray _scratch_memory
+    cdef int32_t* _refs
+    cdef uint8_t* _is_busy
+    cdef uint8_t* _is_dropped
+    cdef int32_t* _scratch
+
+    def __init__(self, Py_ssize_t num_blocks):
+        self.num_blocks = num_blocks
+        self._index = KeyIndex(num_blocks)
+        self.key_of = self._index.key_of
+        self.ref_cnt = np.zeros(num_blocks, dtype=np.int32)
+        self._refs = <int32_t*>cnp.PyArray_DATA(self.ref_cnt)
+        self.busy = np.zeros(num_blocks, dtype=np.bool_)
+        self._is_busy = <uint8_t*>cnp.PyArray_DATA(self.busy)
+        self._dropped = np.zeros(num_blocks, dtype=np.bool_)
+        self._is_dropped = <uint8_t*>cnp.PyArray_DATA(self._dropped)
+        self._scratch_memory = np.zeros(num_blocks, dtype=np.int32)
+        self._scratch = <int32_t*>cnp.PyArray_DATA(self._scratch_memory)
+
+    def find(self, keys):
+        fast = PySequence_Fast(keys, b"keys must be a sequence")
+        cdef Py_ssize_t n = PySequence_Fast_GET_SIZE(fast), i
+        cdef cnp.ndarray result = new_int64(n)
+        cdef int64_t* slots = int64s(result)
+        self._index._find(PySequence_Fast_ITEMS(fast), n, slots, NULL)
+        if self._num_dropped:
+            for i in range(n):
+                if slots[i] >= 0 and self._is_dropped[slots[i]]:
+                    slots[i] = -1
+        return result
+
+    def distinct(self, slots):
+        cdef cnp.ndarray given = checked(slots, self.num_blocks)
+        cdef Py_ssize_t n = cnp.PyArray_DIM(given, 0), i, kept = 0
+        cdef int64_t* at = int64s(given)
+        for i in range(n):
+            self._scratch[at[i]] = <int32_t>i
+        for i in range(n):
+            kept += self._scratch[at[i]] == i
+        if kept == n:
+            return given
+        cdef cnp.ndarray result = new_int64(kept)
+        cdef int64_t* to = int64s(result)
+        kept = 0
+        for i in range(n):
+            if self._scratch[at[i]] == i:
+                to[kept] = at[i]
+                kept += 1
+        return result
+
+    def among(self, slots, chosen):
+        cdef cnp.ndarray given = checked(slots, self.num_blocks), others = checked(chosen, self.num_blocks)
+        cdef Py_ssize_t n = cnp.PyArray_DIM(given, 0), i
+        cdef cnp.npy_intp shape = n
+        cdef cnp.ndarray result = cnp.PyArray_SimpleNew(1, &shape, cnp.NPY_BOOL)
+        cdef uint8_t* to = <uint8_t*>cnp.PyArray_DATA(result)
+        cdef int64_t* at = int64s(given)
+        for i in range(n):
+            self._scratch[at[i]] = 0
+        for i in range(cnp.PyArray_DIM(others, 0)):
+            self._scratch[int64s(others)[i]] = 1
+        for i in range(n):
+            to[i] = self._scratch[at[i]] == 1
+        return result
+
+    def leading_ready(self, keys):
+        fast = PySequence_Fast(keys, b"keys must be a sequence")
+        cdef Py_ssize_t n = PySequence_Fast_GET_SIZE(fast), start = 0, size, i
+        cdef PyObject** items = PySequence_Fast_ITEMS(fast)
+        cdef int64_t slots[CHUNK]
+        while start < n:
+            size = min(n - start, CHUNK)
+            self._index._find(items + start, size, slots, NULL)
+            for i in range(size):
+                if slots[i] < 0 or self._is_dropped[slots[i]] or self._refs[slots[i]] < 0:
+                    return start + i
+            start += size
+        return n
+
+    def insert(self, keys, slots, homes=None):
+        cdef cnp.ndarray given = checked(slots, self.num_blocks)
+        cdef int64_t* at = int64s(given)
+        cdef Py_ssize_t i
+        self._index.insert(keys, given, homes)
+        for i in range(cnp.PyArray_DIM(given, 0)):
+            self._refs[at[i]] = WRITING
+            self._is_busy[at[i]] = 1
+
+    def remove(self, slots):
+        cdef cnp.ndarray given = checked(slots, self.num_blocks)
+        cdef int64_t* at = int64s(given)
+        cdef Py_ssize_t i
+        for i in range(cnp.PyArray_DIM(given, 0)):
+            self.num_evictable -= 1 - self._is_busy[at[i]]
+            self._num_dropped -= self._is_dropped[at[i]]
+            self._is_dropped[at[i]] = 0
+            self._refs[at[i]] = 0
+            self._is_busy[at[i]] = 0
+        return self._index.remove(given)
+
+    def is_writing(self, slots):
+        """Negative slots count as the last ones, as in numpy."""
+        cdef cnp.ndarray given = contiguous(slots)
+        cdef Py_ssize_t n = cnp.PyArray_DIM(given, 0), i
+        cdef cnp.npy_intp shape = n
+        cdef cnp.ndarray result = cnp.PyArray_SimpleNew(1, &shape, cnp.NPY_BOOL)
+        cdef uint8_t* to = <uint8_t*>cnp.PyArray_DATA(result)
+        cdef int64_t* at = int64s(given)
+        cdef int64_t slot
+        for i in range(n):
+            slot = at[i] if at[i] >= 0 else at[i] + self.num_blocks
+            if <uint64_t>slot >= <uint64_t>self.num_blocks:
+                raise IndexError(f"slot {at[i]} is not in [0, {self.num_blocks})")
+            to[i] = self._refs[slot] == WRITING
+        return result
+
+    def pin(self, slots):
+        cdef cnp.ndarray given = checked(slots, self.num_blocks)
+        cdef int64_t* at = int64s(given)
+        cdef Py_ssize_t i
+        for i in range(cnp.PyArray_DIM(given, 0)):
+            self._refs[at[i]] += 1
+            self.num_evictable -= 1 - self._is_busy[at[i]]
+            self._is_busy[at[i]] = 1
+
+    def set_ready(self, slots):
+        return self._end_transfer(checked(slots, self.num_blocks), True)
+
+    def unpin(self, slots):
+        return self._end_transfer(checked(slots, self.num_blocks), False)
+
+    cdef tuple _end_transfer(self, cnp.ndarray given, bint written):
+        cdef Py_ssize_t n = cnp.PyArray_DIM(given, 0), i, num_idle = 0, num_freed = 0
+        cdef cnp.ndarray idle = new_int64(n), freed = new_int64(n if self._num_dropped else 0)
+        cdef int64_t* at = int64s(given)
+        cdef int64_t* to = int64s(idle)
+        for i in range(n):
+            self._refs[at[i]] = 0 if written else self._refs[at[i]] - 1
+            if self._refs[at[i]]:
+                continue
+            if self._is_dropped[at[i]]:
+                int64s(freed)[num_freed] = at[i]
+                num_freed += 1
+            else:
+                self._is_busy[at[i]] = 0
+                to[num_idle] = at[i]
+                num_idle += 1
+        self.num_evictable += num_idle
+        freed = first(freed, num_freed)
+        if num_freed:
+            self.remove(freed)
+        return first(idle, num_idle), freed
+
+
+cdef const uint8_t* flags(cnp.ndarray array, Py_ssize_t capacity) except NULL:
+    if (
+        cnp.PyArray_TYPE(array) != cnp.NPY_BOOL
+        or not cnp.PyArray_IS_C_CONTIGUOUS(array)
+        or cnp.PyArray_DIM(array, 0) < capacity
+    ):
+        raise IndexError(f"there must be a bool for each of {capacity} slots")
+    return <uint8_t*>cnp.PyArray_DATA(array)
+
+
+cdef enum:
+    ABSENT = -1
+    SKIPPED = -2
+    QUEUED = -3
+    END = -1
+
+cdef int64_t NO_END = <int64_t>1 << 62
+
+
+cdef struct Entry:
+    int64_t position
+    int64_t slot
+
+
+cdef class RecencyList:
+    """A linked list from the oldest member to the most recent one. Members that ``pop_oldest`` has skipped are not in
+    it: they are in a heap by position if they were marked evictable since then."""
+
+    cdef Py_ssize_t _len, _capacity
+    cdef int64_t _next_position
+    cdef int32_t _oldest, _newest
+    cdef cnp.ndarray _stamp_memory, _older_memory, _newer_memory, _heap_memory
+    cdef int64_t* _stamp
+    cdef int32_t* _older
+    """SKIPPED or QUEUED for members that are not in the list."""
+    cdef int32_t* _newer
+    cdef Entry* _heap
+    cdef Py_ssize_t _heap_len
+
+    def __init__(self, Py_ssize_t capacity):
+        self._capacity = capacity
+        self._stamp_memory = np.full(capacity, ABSENT, dtype=np.int64)
+        self._stamp = int64s(self._stamp_memory)
+        self._older_memory = np.zeros(capacity, dtype=np.int32)
+        self._older = <int32_t*>cnp.PyArray_DATA(self._older_memory)
+        self._newer_memory = np.zeros(capacity, dtype=np.int32)
+        self._newer = <int32_t*>cnp.PyArray_DATA(self._newer_memory)
+        self._reset()
+
+    cdef _reset(self):
+        self._oldest = self._newest = END
+        self._len = 0
+        self._next_position = 0
+        self._heap_len = 0
+        self._heap_memory = np.empty((0, 2), dtype=np.int64)
+
+    def __len__(self):
+        return self._len
+
+    def holds(self, slots):
+        cdef cnp.ndarray given = checked(slots, self._capacity)
+        cdef Py_ssize_t n = cnp.PyArray_DIM(given, 0), i
+        cdef cnp.npy_intp shape = n
+        cdef cnp.ndarray result = cnp.PyArray_SimpleNew(1, &shape, cnp.NPY_BOOL)
+        cdef uint8_t* to = <uint8_t*>cnp.PyArray_DATA(result)
+        cdef int64_t* at = int64s(given)
+        for i in range(n):
+            to[i] = self._stamp[at[i]] != ABSENT
+        return result
+
+    cdef inline void _unlink(self, int64_t slot) noexcept:
+        cdef int32_t older = self._older[slot], newer
+        if older <= SKIPPED:
+            return
+        newer = self._newer[slot]
+        if older == END:
+            self._oldest = newer
+        else:
+            self._newer[older] = newer
+        if newer == END:
+            self._newest = older
+        else:
+            self._older[newer] = older
+
+    cdef inline void _link(self, int64_t slot, int64_t position) noexcept:
+        self._stamp[slot] = position
+        self._older[slot] = self._newest
+        self._newer[slot] = END
+        if self._newest == END:
+            self._oldest = <int32_t>slot
+        else:
+            self._newer[self._newest] = <int32_t>slot
+        self._newest = <int32_t>slot
+
+    def append(self, slots, positions=None):
+        self._append(slots, positions, False)
+
+    def move_to_end(self, slots, positions=None):
+        self._append(slots, positions, True)
+
+    cdef int _append(self, slots, positions, bint members_only) except -1:
+        cdef cnp.ndarray given = checked(slots, self._capacity), times
+        cdef Py_ssize_t n = cnp.PyArray_DIM(given, 0), i
+        cdef int64_t* at = int64s(given)
+        cdef int64_t* time = NULL
+        if positions is not None:
+            times = contiguous(positions)
+            if cnp.PyArray_DIM(times, 0) != n:
+                raise IndexError("there must be as many positions as slots")
+            time = int64s(times)
+        for i in range(n):
+            if self._stamp[at[i]] != ABSENT:
+                self._unlink(at[i])
+            elif members_only:
+                continue
+            else:
+                self._len += 1
+            if time != NULL:
+                self._next_position = time[i]
+            self._link(at[i], self._next_position)
+            self._next_position += 1
+        return 0
+
+    def discard(self, slots):
+        cdef cnp.ndarray given = checked(slots, self._capacity)
+        cdef int64_t* at = int64s(given)
+        cdef Py_ssize_t i
+        for i in range(cnp.PyArray_DIM(given, 0)):
+            if self._stamp[at[i]] != ABSENT:
+                self._unlink(at[i])
+                self._stamp[at[i]] = ABSENT
+                self._len -= 1
+
+    def mark_evictable(self, slots):
+        cdef cnp.ndarray given = checked(slots, self._capacity)
+        cdef int64_t* at = int64s(given)
+        cdef Py_ssize_t i
+        for i in range(cnp.PyArray_DIM(given, 0)):
+            if self._stamp[at[i]] != ABSENT and self._older[at[i]] == SKIPPED:
+                self._push(at[i])
+
+    cdef int _push(self, int64_t slot) except -1:
+        cdef Py_ssize_t i = self._heap_len, parent
+        cdef Entry entry
+        if i == cnp.PyArray_DIM(self._heap_memory, 0):
+            self._drop_dead()
+            i = self._heap_len
+        entry.position = self._stamp[slot]
+        entry.slot = slot
+        self._heap_len += 1
+        while i:
+            parent = (i - 1) // 2
+            if self._heap[parent].position <= entry.position:
+                break
+            self._heap[i] = self._heap[parent]
+            i = parent
+        self._heap[i] = entry
+        self._older[slot] = QUEUED
+        return 0
+
+    cdef inline bint _is_queued(self, Entry entry) noexcept:
+        return self._stamp[entry.slot] == entry.position and self._older[entry.slot] == QUEUED
+
+    cdef int _drop_dead(self) except -1:
+        """Drops entries of blocks that have moved or left, and makes room for as many entries as are left."""
+        kept = sorted((self._heap[i].position, self._heap[i].slot) for i in range(self._heap_len) if self._is_queued(self._heap[i]))
+        self._heap_memory = np.empty((2 * len(kept) + 64, 2), dtype=np.int64)
+        self._heap = <Entry*>cnp.PyArray_DATA(self._heap_memory)
+        self._heap_len = len(kept)
+        for i in range(self._heap_len):
+            self._heap[i].position, self._heap[i].slot = kept[i]
+        return 0
+
+    cdef Entry _pop_heap(self) noexcept:
+        cdef Entry top = self._heap[0], last
+        cdef Py_ssize_t i = 0, child
+        self._heap_len -= 1
+        last = self._heap[self._heap_len]
+        while True:
+            child = 2 * i + 1
+            if child >= self._heap_len:
+                break
+            if child + 1 < self._heap_len and self._heap[child + 1].position < self._heap[child].position:
+                child += 1
+            if self._heap[child].position >= last.position:
+                break
+            self._heap[i] = self._heap[child]
+            i = child
+        self._heap[i] = last
+        return top
+
+    def pop_oldest(self, Py_ssize_t n, cnp.ndarray busy):
+        return self._pop(n, busy, NO_END, None)
+
+    def pop_with_positions(self, Py_ssize_t n, cnp.ndarray busy, int64_t before=NO_END):
+        cdef cnp.ndarray positions = new_int64(max(0, min(n, self._len)))
+        slots = self._pop(n, busy, before, positions)
+        return slots, first(positions, len(slots))
+
+    cdef cnp.ndarray _pop(self, Py_ssize_t n, cnp.ndarray busy, int64_t before, cnp.ndarray positions):
+        n = max(0, min(n, self._len))
+        cdef const uint8_t* is_busy = flags(busy, self._capacity)
+        cdef cnp.ndarray result = new_int64(n)
+        cdef int64_t* to = int64s(result)
+        cdef int64_t* times = int64s(positions) if positions is not None else NULL
+        cdef Py_ssize_t popped = 0
+        cdef int64_t position
+        while popped < n:
+            position = self._oldest_evictable(is_busy)
+            if position >= before:
+                break
+            to[popped] = self._pop_one()
+            if times != NULL:
+                times[popped] = position
+            popped += 1
+        return first(result, popped)
+
+    cdef int64_t _oldest_evictable(self, const uint8_t* is_busy) noexcept:
+        """Returns the position of the member that ``_pop_one`` removes, NO_END if there is none. Skips busy members."""
+        cdef int64_t slot
+        while self._heap_len:
+            slot = self._heap[0].slot
+            if self._is_queued(self._heap[0]):
+                if not is_busy[slot]:
+                    return self._heap[0].position
+                self._older[slot] = SKIPPED
+            self._pop_heap()
+        while self._oldest != END:
+            slot = self._oldest
+            if not is_busy[slot]:
+                return self._stamp[slot]
+            self._unlink(slot)
+            self._older[slot] = SKIPPED
+        return NO_END
+
+    cdef int64_t _pop_one(self) noexcept:
+        cdef int64_t slot
+        if self._heap_len:
+            slot = self._pop_heap().slot
+        else:
+            slot = self._oldest
+            self._unlink(slot)
+        self._stamp[slot] = ABSENT
+        self._len -= 1
+        return slot
+
+    def put_back(self, slots, positions):
+        cdef cnp.ndarray given = checked(slots, self._capacity), times = contiguous(positions)
+        cdef int64_t* at = int64s(given)
+        cdef Py_ssize_t i, n = cnp.PyArray_DIM(given, 0)
+        if cnp.PyArray_DIM(times, 0) != n:
+            raise IndexError("there must be as many positions as slots")
+        for i in range(n):
+            self._stamp[at[i]] = int64s(times)[i]
+            self._older[at[i]] = SKIPPED
+            self._push(at[i])
+        self._len += n
+
+    def oldest_position(self):
+        while self._heap_len and not self._is_queued(self._heap[0]):
+            self._pop_heap()
+        if self._heap_len:
+            return self._heap[0].position
+        return self._stamp[self._oldest] if self._oldest != END else -1
+
+    def clear(self):
+        self._stamp_memory.fill(ABSENT)
+        self._reset()
+
+    def check_integrity(self):
+        members = np.flatnonzero(self._stamp_memory != ABSENT)
+        if len(members) != self._len:
+            raise IntegrityError("a recency list does not count its members right")
+        linked, slot, before = set(), self._oldest, -1
+        while slot != END:
+            if slot in linked or self._stamp[slot] <= before:
+                raise IntegrityError("a recency list is out of order")
+            linked.add(slot)
+            before, slot = self._stamp[slot], self._newer[slot]
+        aside = {slot for slot in members.tolist() if self._older[slot] <= SKIPPED}
+        queued = {self._heap[i].slot for i in range(self._heap_len) if self._is_queued(self._heap[i])}
+        if linked | aside != set(members.tolist()) or linked & aside:
+            raise IntegrityError("a recency list has lost an entry")
+        if queued != {slot for slot in aside if self._older[slot] == QUEUED}:
+            raise IntegrityError("a recency list has lost a skipped entry")
+
+
+def pop_merged(RecencyList one, RecencyList other, Py_ssize_t n, cnp.ndarray busy):
+    n = max(0, min(n, one._len + other._len))
+    cdef const uint8_t* is_busy = flags(busy, max(one._capacity, other._capacity))
+    cdef cnp.ndarray slots = new_int64(n), positions = new_int64(n)
+    cdef Py_ssize_t popped = 0
+    cdef int64_t position, rival
+    cdef RecencyList chosen
+    while popped < n:
+        position, rival = one._oldest_evictable(is_busy), other._oldest_evictable(is_busy)
+        if position == rival:
+            break
+        chosen = one if position < rival else other
+        int64s(positions)[popped] = min(position, rival)
+        int64s(slots)[popped] = chosen._pop_one()
+        popped += 1
+    return first(slots, popped), first(positions, popped)
