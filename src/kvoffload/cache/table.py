@@ -220,7 +220,6 @@ class PlainBlockTable:
             raise IntegrityError("the number of evictable blocks is wrong")
 
 
-
 if TYPE_CHECKING or (native := load("_cache")) is None:
     BlockTable = PlainBlockTable
 else:

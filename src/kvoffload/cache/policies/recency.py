@@ -252,7 +252,6 @@ class PlainRecencyList:
             raise IntegrityError("a recency list has lost an entry")
 
 
-
 def _pop_merged(
     one: PlainRecencyList, other: PlainRecencyList, n: int, busy: npt.NDArray[np.bool_]
 ) -> tuple[Slots, Positions]:
