@@ -1,4 +1,4 @@
-"""Compiles the native parts. Where that fails, for example without a compiler, the package is installed without them."""
+"""Compiles the native parts. If that fails, for example without a compiler, the package is installed without them."""
 
 import numpy
 from setuptools import Extension, setup

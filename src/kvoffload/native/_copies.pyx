@@ -34,7 +34,7 @@ cdef extern from "copying.h" nogil:
     int kvo_run_job(kvo_job* job, int wants_help)
 
 cdef enum:
-    TURN_BYTES = 512 << 10  # What a thread takes of a job at once.
+    TURN_BYTES = 2 << 20  # What a thread takes of a job at once.
 
 
 cdef cnp.ndarray bytes_of(object array, str what):

@@ -14,12 +14,15 @@ Nothing here touches Python. The caller has checked every address. */
 #include <stddef.h>
 #include <stdint.h>
 #include <string.h>
-#ifdef __SSE2__
-#include <emmintrin.h>
+#if defined(__x86_64__) && defined(__GNUC__)
+#define KVO_CAN_BYPASS 1
+#include <immintrin.h>
+#else
+#define KVO_CAN_BYPASS 0
 #endif
 
-/* Pieces that are copied in turn, and bytes of a turn. Reads of one piece after another are slow where pieces are a few
-   KiB, because the processor reads ahead only inside a page of memory; eight streams at once hide that. */
+/* Pieces that are copied in turn, and the bytes of a turn. If pieces of a few KiB are read one after another, the processor
+   waits at the begin of each, because it reads ahead only inside a page of memory. With eight at once it rarely does. */
 enum { KVO_STREAMS = 8, KVO_TURN = 256, KVO_LINE = 64 };
 
 /* Shorter pieces are copied by memcpy. */
@@ -56,85 +59,94 @@ typedef struct {
     ptrdiff_t nbytes; /* of each piece */
 } kvo_batch;
 
-#ifdef __SSE2__
-static void kvo_stream(kvo_batch *batch) {
-    ptrdiff_t left[KVO_STREAMS], longest = 0;
-    /* Bypassing stores take whole aligned lines; memcpy copies what is before and behind them. */
+static void kvo_copy_with_memcpy(const kvo_batch *batch) {
+    for (int i = 0; i < batch->num; i++) memcpy(batch->to[i], batch->from[i], batch->nbytes);
+}
+
+#if KVO_CAN_BYPASS
+/* Stores that bypass the caches write whole aligned lines. memcpy copies what is before and behind these. */
+__attribute__((target("avx2"))) static void kvo_copy_past_caches(const kvo_batch *batch) {
+    char *to[KVO_STREAMS];
+    const char *from[KVO_STREAMS];
+    ptrdiff_t nbytes[KVO_STREAMS];
     for (int i = 0; i < batch->num; i++) {
-        ptrdiff_t head = -(uintptr_t)batch->to[i] & (KVO_LINE - 1);
-        left[i] = (batch->nbytes - head) & ~(ptrdiff_t)(KVO_LINE - 1);
-        ptrdiff_t end = head + left[i];
+        ptrdiff_t head = (ptrdiff_t)(-(uintptr_t)batch->to[i] & (KVO_LINE - 1));
+        to[i] = batch->to[i] + head;
+        from[i] = batch->from[i] + head;
+        nbytes[i] = (batch->nbytes - head) & ~(ptrdiff_t)(KVO_LINE - 1);
         memcpy(batch->to[i], batch->from[i], head);
-        memcpy(batch->to[i] + end, batch->from[i] + end, batch->nbytes - end);
-        batch->to[i] += head;
-        batch->from[i] += head;
-        if (left[i] > longest) longest = left[i];
+        memcpy(to[i] + nbytes[i], from[i] + nbytes[i], batch->nbytes - head - nbytes[i]);
     }
-    for (ptrdiff_t at = 0; at < longest; at += KVO_TURN) {
+    for (ptrdiff_t at = 0; at < batch->nbytes; at += KVO_TURN) {
         for (int i = 0; i < batch->num; i++) {
-            char *to = batch->to[i];
-            const char *from = batch->from[i];
-            ptrdiff_t end = at + KVO_TURN < left[i] ? at + KVO_TURN : left[i];
+            ptrdiff_t end = at + KVO_TURN < nbytes[i] ? at + KVO_TURN : nbytes[i];
             for (ptrdiff_t j = at; j < end; j += KVO_LINE) {
-                __m128i a = _mm_loadu_si128((const __m128i *)(from + j));
-                __m128i b = _mm_loadu_si128((const __m128i *)(from + j + 16));
-                __m128i c = _mm_loadu_si128((const __m128i *)(from + j + 32));
-                __m128i d = _mm_loadu_si128((const __m128i *)(from + j + 48));
-                _mm_stream_si128((__m128i *)(to + j), a);
-                _mm_stream_si128((__m128i *)(to + j + 16), b);
-                _mm_stream_si128((__m128i *)(to + j + 32), c);
-                _mm_stream_si128((__m128i *)(to + j + 48), d);
+                __m256i low = _mm256_loadu_si256((const __m256i *)(from[i] + j));
+                __m256i high = _mm256_loadu_si256((const __m256i *)(from[i] + j + KVO_LINE / 2));
+                _mm256_stream_si256((__m256i *)(to[i] + j), low);
+                _mm256_stream_si256((__m256i *)(to[i] + j + KVO_LINE / 2), high);
             }
         }
     }
-    batch->num = 0;
-}
-#else
-static void kvo_stream(kvo_batch *batch) {
-    for (int i = 0; i < batch->num; i++) memcpy(batch->to[i], batch->from[i], batch->nbytes);
-    batch->num = 0;
 }
 #endif
 
+static void kvo_copy_batch(kvo_batch *batch) {
+#if KVO_CAN_BYPASS
+    if (batch->nbytes >= KVO_MIN_STREAMED && __builtin_cpu_supports("avx2"))
+        kvo_copy_past_caches(batch);
+    else
+#endif
+        kvo_copy_with_memcpy(batch);
+    batch->num = 0;
+}
+
 static inline void kvo_copy_piece(kvo_batch *batch, char *to, const char *from, ptrdiff_t nbytes, int bypass_caches) {
-    if (!bypass_caches || nbytes < KVO_MIN_STREAMED) {
+    if (!bypass_caches) {
         memcpy(to, from, nbytes);
         return;
     }
-    if (batch->num == KVO_STREAMS || (batch->num && batch->nbytes != nbytes)) kvo_stream(batch);
+    if (batch->num == KVO_STREAMS || batch->nbytes != nbytes) kvo_copy_batch(batch);
     batch->to[batch->num] = to;
     batch->from[batch->num] = from;
     batch->nbytes = nbytes;
     batch->num++;
 }
 
+/* Copies the rows from `first` to `last`. Consecutive pieces belong to different rows, so that each stream goes on in the
+   host pool where it ended before. */
+static void kvo_copy_some_rows(const kvo_job *job, kvo_batch *batch, ptrdiff_t first, ptrdiff_t last) {
+    ptrdiff_t at = 0;
+    for (const kvo_run *run = job->runs; run < job->runs + job->num_runs; run++) {
+        for (ptrdiff_t layer = 0; layer < run->num_layers; layer++, at += run->page_bytes) {
+            for (const kvo_row *row = job->rows + first; row < job->rows + last; row++) {
+                char *page = run->data + layer * run->layer_step + row->block * run->block_step;
+                char *host = row->host + at;
+                if (job->is_store)
+                    kvo_copy_piece(batch, host, page, run->page_bytes, job->bypass_caches);
+                else
+                    kvo_copy_piece(batch, page, host, run->page_bytes, job->bypass_caches);
+            }
+        }
+    }
+}
+
 /* Copies rows until no row is left to take. Ends when what this thread has written can be seen by every thread that
    sees the end. */
 static void *kvo_copy_rows(void *argument) {
     kvo_job *job = argument;
-    kvo_batch batch = {.num = 0};
+    kvo_batch batch = {.num = 0, .nbytes = 0};
+    ptrdiff_t step = job->bypass_caches ? KVO_STREAMS : 1;
     for (;;) {
         ptrdiff_t first = __atomic_fetch_add(&job->next, job->rows_at_once, __ATOMIC_RELAXED);
         if (first >= job->num_rows) break;
         ptrdiff_t last = first + job->rows_at_once;
         if (last > job->num_rows) last = job->num_rows;
-        for (ptrdiff_t r = first; r < last; r++) {
-            char *host = job->rows[r].host;
-            for (const kvo_run *run = job->runs; run < job->runs + job->num_runs; run++) {
-                char *page = run->data + job->rows[r].block * run->block_step;
-                for (ptrdiff_t layer = 0; layer < run->num_layers; layer++) {
-                    if (job->is_store)
-                        kvo_copy_piece(&batch, host, page, run->page_bytes, job->bypass_caches);
-                    else
-                        kvo_copy_piece(&batch, page, host, run->page_bytes, job->bypass_caches);
-                    host += run->page_bytes;
-                    page += run->layer_step;
-                }
-            }
-        }
+        for (; first < last; first += step)
+            kvo_copy_some_rows(job, &batch, first, first + step < last ? first + step : last);
     }
-    kvo_stream(&batch);
-#ifdef __SSE2__
+    kvo_copy_batch(&batch);
+#if KVO_CAN_BYPASS
     _mm_sfence();
 #endif
     return NULL;
