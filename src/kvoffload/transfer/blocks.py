@@ -13,9 +13,9 @@ from kvoffload.transfer.copies import Numbers
 
 BYPASS_STORE_BYTES = 0
 """Stores of at least so many bytes bypass the processor's caches."""
-BYPASS_LOAD_BYTES = 32 << 20
+BYPASS_LOAD_BYTES = 1 << 20
 """Loads of at least so many bytes bypass the processor's caches. The model reads smaller ones from the caches next."""
-TWO_THREADS_BYTES = 4 << 20
+TWO_THREADS_BYTES = 16 << 20
 """Two threads copy at least so many bytes."""
 
 
