@@ -12,11 +12,11 @@ from kvoffload.native import load
 from kvoffload.transfer.copies import Numbers
 
 BYPASS_STORE_BYTES = 0
-"""Stores of at least so many bytes bypass the processor's caches."""
+"""Stores of at least so many bytes bypass the processor's caches: all, because slots are not read soon."""
 BYPASS_LOAD_BYTES = 1 << 20
 """Loads of at least so many bytes bypass the processor's caches. The model reads smaller ones from the caches next."""
 TWO_THREADS_BYTES = 16 << 20
-"""Two threads copy at least so many bytes."""
+"""From so many bytes on, a second thread saves more than it costs."""
 
 
 class PlainBlockCopier:
