@@ -59,26 +59,27 @@ cdef class BlockCopier:
     cdef list _views
     cdef cnp.ndarray _host
     cdef kvo_run* _runs
-    cdef Py_ssize_t _num_runs, _num_blocks
+    cdef Py_ssize_t _num_runs, _num_blocks, _num_slots, _num_parts, _slot_step, _part_step
     cdef bint _can_load
     cdef readonly Py_ssize_t block_bytes
 
     def __cinit__(self):
         self._runs = NULL
+        self._num_runs = self._num_blocks = 0
 
     def __init__(self, views, host):
         if self._runs is not NULL:
             raise TypeError("a copier is made once")
         cdef cnp.ndarray view
         cdef kvo_run* run
-        cdef Py_ssize_t i
+        cdef Py_ssize_t i, num_blocks = 0
         self._views = [bytes_of(each, "a view") for each in views]
         self._host = bytes_of(host, "host")
         self._num_runs = len(self._views)
         self._runs = <kvo_run*>malloc(max(1, self._num_runs) * sizeof(kvo_run))
         if self._runs is NULL:
             raise MemoryError
-        self._num_blocks = self.block_bytes = 0
+        self.block_bytes = 0
         self._can_load = True
         for i in range(self._num_runs):
             view = self._views[i]
@@ -89,9 +90,9 @@ cdef class BlockCopier:
             run.layer_step = cnp.PyArray_STRIDE(view, 0)
             run.block_step = cnp.PyArray_STRIDE(view, 1)
             if i == 0:
-                self._num_blocks = cnp.PyArray_DIM(view, 1)
-            elif cnp.PyArray_DIM(view, 1) != self._num_blocks:
-                raise ValueError(f"the views must all have {self._num_blocks} blocks")
+                num_blocks = cnp.PyArray_DIM(view, 1)
+            elif cnp.PyArray_DIM(view, 1) != num_blocks:
+                raise ValueError(f"the views must all have {num_blocks} blocks")
             self.block_bytes += run.num_layers * run.page_bytes
             self._can_load = self._can_load and cnp.PyArray_ISWRITEABLE(view)
             if run.layer_step == run.page_bytes:
@@ -101,6 +102,10 @@ cdef class BlockCopier:
         if cnp.PyArray_DIM(self._host, 2) != self.block_bytes:
             raise ValueError(f"a part of a slot has {cnp.PyArray_DIM(self._host, 2)} bytes, but a device block "
                              f"{self.block_bytes}")
+        self._num_slots, self._num_parts = cnp.PyArray_DIM(self._host, 0), cnp.PyArray_DIM(self._host, 1)
+        self._slot_step, self._part_step = cnp.PyArray_STRIDE(self._host, 0), cnp.PyArray_STRIDE(self._host, 1)
+        # Until here every block is refused.
+        self._num_blocks = num_blocks
 
     def __dealloc__(self):
         free(self._runs)
@@ -121,8 +126,6 @@ cdef class BlockCopier:
         cdef int64_t* block = <int64_t*>cnp.PyArray_DATA(block_array)
         cdef int64_t* slot = <int64_t*>cnp.PyArray_DATA(slot_array)
         cdef int64_t* part = <int64_t*>cnp.PyArray_DATA(part_array)
-        cdef int64_t num_slots = cnp.PyArray_DIM(self._host, 0), num_parts = cnp.PyArray_DIM(self._host, 1)
-        cdef Py_ssize_t slot_step = cnp.PyArray_STRIDE(self._host, 0), part_step = cnp.PyArray_STRIDE(self._host, 1)
         cdef char* host = <char*>cnp.PyArray_DATA(self._host)
         cdef kvo_job job
         cdef int num_threads
@@ -132,14 +135,16 @@ cdef class BlockCopier:
         try:
             for i in range(n):
                 if not (
-                    0 <= block[i] < self._num_blocks and 0 <= slot[i] < num_slots and 0 <= part[i] < num_parts
+                    0 <= block[i] < self._num_blocks
+                    and 0 <= slot[i] < self._num_slots
+                    and 0 <= part[i] < self._num_parts
                 ):
                     raise IndexError(
                         f"row {i} copies device block {block[i]} and part {part[i]} of slot {slot[i]}, but there are "
-                        f"{self._num_blocks} device blocks and {num_slots} slots of {num_parts} parts"
+                        f"{self._num_blocks} device blocks and {self._num_slots} slots of {self._num_parts} parts"
                     )
                 rows[i].block = block[i]
-                rows[i].host = host + slot[i] * slot_step + part[i] * part_step
+                rows[i].host = host + slot[i] * self._slot_step + part[i] * self._part_step
             job.runs, job.num_runs = self._runs, self._num_runs
             job.rows, job.num_rows = rows, n
             job.rows_at_once = max(1, TURN_BYTES // max(1, self.block_bytes))

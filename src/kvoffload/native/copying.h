@@ -14,15 +14,20 @@ Nothing here touches Python. The caller has checked every address. */
 #include <stddef.h>
 #include <stdint.h>
 #include <string.h>
+#ifndef KVO_CAN_BYPASS
 #if defined(__x86_64__) && defined(__GNUC__)
 #define KVO_CAN_BYPASS 1
-#include <immintrin.h>
 #else
 #define KVO_CAN_BYPASS 0
 #endif
+#endif
+#if KVO_CAN_BYPASS
+#include <immintrin.h>
+#endif
 
-/* Pieces that are copied in turn, and the bytes of a turn. If pieces of a few KiB are read one after another, the processor
-   waits at the begin of each, because it reads ahead only inside a page of memory. With eight at once it rarely does. */
+/* Pieces that are copied in turn, and the bytes of a turn. If pieces of a few KiB are read one after another, the
+   processor waits at the begin of each, because it reads ahead only inside a page of memory. With eight in turn it
+   rarely does. */
 enum { KVO_STREAMS = 8, KVO_TURN = 256, KVO_LINE = 64 };
 
 /* Shorter pieces are copied by memcpy. */
@@ -93,7 +98,7 @@ __attribute__((target("avx2"))) static void kvo_copy_past_caches(const kvo_batch
 
 static void kvo_copy_batch(kvo_batch *batch) {
 #if KVO_CAN_BYPASS
-    if (batch->nbytes >= KVO_MIN_STREAMED && __builtin_cpu_supports("avx2"))
+    if (batch->nbytes >= KVO_MIN_STREAMED)
         kvo_copy_past_caches(batch);
     else
 #endif
@@ -113,8 +118,8 @@ static inline void kvo_copy_piece(kvo_batch *batch, char *to, const char *from, 
     batch->num++;
 }
 
-/* Copies the rows from `first` to `last`. Consecutive pieces belong to different rows, so that each stream goes on in the
-   host pool where it ended before. */
+/* Copies the rows from `first` to `last`. Consecutive pieces belong to different rows, so that each stream goes on in
+   the host pool where it ended before. */
 static void kvo_copy_some_rows(const kvo_job *job, kvo_batch *batch, ptrdiff_t first, ptrdiff_t last) {
     ptrdiff_t at = 0;
     for (const kvo_run *run = job->runs; run < job->runs + job->num_runs; run++) {
@@ -152,6 +157,14 @@ static void *kvo_copy_rows(void *argument) {
     return NULL;
 }
 
+static int kvo_can_bypass(void) {
+#if KVO_CAN_BYPASS
+    return __builtin_cpu_supports("avx2") != 0;
+#else
+    return 0;
+#endif
+}
+
 /* Whether the calling thread may run on several processors, so that a second thread can help. */
 static int kvo_may_share(void) {
     cpu_set_t set;
@@ -164,6 +177,7 @@ static int kvo_may_share(void) {
 static int kvo_run_job(kvo_job *job, int wants_help) {
     pthread_t helper;
     int has_helper = 0;
+    if (!kvo_can_bypass()) job->bypass_caches = 0;
     if (wants_help && kvo_may_share()) {
         /* Signals are for Python's threads. */
         sigset_t all, before;
