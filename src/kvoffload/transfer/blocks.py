@@ -15,8 +15,9 @@ BYPASS_STORE_BYTES = 0
 """Stores of at least so many bytes bypass the processor's caches: all, because slots are not read soon."""
 BYPASS_LOAD_BYTES = 1 << 20
 """Loads of at least so many bytes bypass the processor's caches. The model reads smaller ones from the caches next."""
-TWO_THREADS_BYTES = 16 << 20
-"""From so many bytes on, a second thread saves more than it costs."""
+TWO_THREADS_BYTES = 64 << 20
+"""From so many bytes on, a second thread helps. It saves at most 1 ms of a smaller copy, and delays it by more if other
+threads need the processors."""
 
 
 class PlainBlockCopier:
