@@ -13,7 +13,11 @@ def extension(name: str, *depends: str) -> Extension:
         [f"{folder}/{name}.pyx"],
         depends=[f"{folder}/{each}" for each in depends],
         include_dirs=[numpy.get_include()],
-        define_macros=[("NPY_NO_DEPRECATED_API", "NPY_1_7_API_VERSION")],
+        # Runs with every numpy that pyproject.toml allows.
+        define_macros=[
+            ("NPY_NO_DEPRECATED_API", "NPY_1_7_API_VERSION"),
+            ("NPY_TARGET_VERSION", "NPY_1_24_API_VERSION"),
+        ],
         extra_compile_args=["-O3"],
         optional=True,
     )

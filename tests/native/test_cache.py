@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvoffload.cache.index import KeyIndex
+from kvoffload.cache.index import KeyIndex, plain_hash_keys
 from kvoffload.cache.policies.recency import NO_END, PlainRecencyList, plain_pop_merged
 from kvoffload.cache.table import BlockTable, PlainBlockTable
 from kvoffload.native import load
@@ -114,6 +114,18 @@ def test_large_batches_of_bytes() -> None:
         twins.check()
         twins.call("insert", removed, gone)
         twins.check()
+
+
+@EXAMPLES
+@given(seed=SEEDS)
+def test_hashes(seed: int) -> None:
+    rng = random.Random(seed)
+    keys = [make_key(rng.randrange(1000)) for _ in range(rng.randint(0, 300))]
+    for asked in (keys, tuple(keys), iter(keys)):
+        found = native.hash_keys(asked)
+        assert found.dtype == np.int64
+        assert found.tolist() == plain_hash_keys(keys).tolist()
+    same_answer(lambda: plain_hash_keys([*keys, []]), lambda: native.hash_keys([*keys, []]), "a list as a key")
 
 
 # The table.
@@ -331,6 +343,9 @@ def drive_planted(plant: str, rng: random.Random) -> None:
 
 @pytest.mark.parametrize("plant", ["index", "table", "list", "merged"])
 def test_a_planted_difference_is_found(plant: str) -> None:
-    with pytest.raises(AssertionError):
+    def drive_many() -> None:
         for seed in range(200):
             drive_planted(plant, random.Random(seed))
+
+    with pytest.raises(AssertionError):
+        drive_many()

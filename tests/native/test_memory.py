@@ -177,7 +177,7 @@ for kind in (native.KeyIndex, BlockTable):
         Hostile.hashed = seed
         Hostile.index = index = kind(40)
         for call in ("insert", "find", "split", "insert", "remove", "insert"):
-            Hostile.keys = [Hostile(i) for i in range(10)] + [b"%d" % i for i in range(10)] + [Hostile(i) for i in range(10)]
+            Hostile.keys = [Hostile(i % 10) if i // 10 != 1 else b"%d" % i for i in range(30)]
             Hostile.slots = np.arange(30)
             try:
                 if call == "insert": index.insert(Hostile.keys, Hostile.slots)

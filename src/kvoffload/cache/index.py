@@ -8,14 +8,15 @@ probes a batch of keys together, and is never rebuilt.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import compress
-from typing import TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
 from kvoffload.abc import IntegrityError, OffloadKey, Slots
+from kvoffload.native import load
 
 WAYS = 8
 """Entries per bucket: 8 tags of 4 bytes are half a cache line."""
@@ -35,6 +36,11 @@ _ODD = np.array(1, dtype=np.uint32)
 UInt64s = npt.NDArray[np.uint64]
 Homes: TypeAlias = tuple[npt.NDArray[np.int64], npt.NDArray[np.uint32]]
 """Bucket and tag of each key."""
+
+
+def plain_hash_keys(keys: Iterable[OffloadKey]) -> npt.NDArray[np.int64]:
+    """Returns Python's hash of each key."""
+    return np.fromiter(map(hash, keys), dtype=np.int64)
 
 
 def check_capacity(capacity: int) -> None:
@@ -215,7 +221,7 @@ class KeyIndex:
         return h & self._mask, (h >> 32) & 0xFFFFFFFF | 1
 
     def _homes(self, keys: Sequence[OffloadKey]) -> Homes:
-        hashes = np.fromiter(map(hash, keys), dtype=np.int64, count=len(keys))
+        hashes = plain_hash_keys(keys)
         tags = (hashes.view(np.uint64) >> _TAG_SHIFT).astype(np.uint32) | _ODD
         return hashes & self._mask, tags
 
@@ -239,3 +245,8 @@ def _bytes(flags: npt.NDArray[np.bool_]) -> UInt64s:
 def _first_way(matches: UInt64s) -> npt.NDArray[np.int64]:
     """Returns the position of the lowest byte that is 1, for u64s whose bytes are 0 or 1; 0 if no byte is."""
     return (((matches & -matches) * _BYTE_NUMBER) >> _TOP_BYTE).view(np.int64)
+
+
+hash_keys = plain_hash_keys
+if not TYPE_CHECKING and (native := load("_cache")) is not None:
+    hash_keys = native.hash_keys

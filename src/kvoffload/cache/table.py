@@ -135,14 +135,15 @@ class PlainBlockTable:
     def drop_all(self) -> Slots:
         """Drops every block. Only blocks in transfer cost time per block."""
         held = self._index.slots()
-        in_transfer = held[self.busy[held]]
+        in_transfer = np.flatnonzero(self.busy)
+        idle = held[~self.busy[held]] if len(in_transfer) else held
         keys = self.key_of[in_transfer].tolist()
         self._index.clear()
         self._index.insert(keys, in_transfer)
         self._dropped[in_transfer] = True
         self._num_dropped = len(in_transfer)
         self.num_evictable = 0
-        return held[~self.busy[held]]
+        return idle
 
     def is_dropped(self, slots: Slots) -> npt.NDArray[np.bool_]:
         """Returns which blocks were dropped while in transfer and still keep their slots."""
