@@ -13,6 +13,15 @@ setup(
             define_macros=[("NPY_NO_DEPRECATED_API", "NPY_1_7_API_VERSION")],
             extra_compile_args=["-O3"],
             optional=True,
-        )
+        ),
+        Extension(
+            "kvoffload.native._ghosts",
+            ["src/kvoffload/native/_ghosts.pyx"],
+            depends=["src/kvoffload/native/prefetch.h", "src/kvoffload/native/ghosts.h"],
+            include_dirs=[numpy.get_include()],
+            define_macros=[("NPY_NO_DEPRECATED_API", "NPY_1_7_API_VERSION")],
+            extra_compile_args=["-O3"],
+            optional=True,
+        ),
     ]
 )

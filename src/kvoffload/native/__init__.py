@@ -11,7 +11,7 @@ from importlib import import_module
 from types import ModuleType
 
 ENVIRONMENT_VARIABLE = "KVOFFLOAD_NATIVE"
-MODULES = ("_cache",)
+MODULES = ("_cache", "_ghosts")
 
 
 def load(name: str) -> ModuleType | None:
