@@ -1,14 +1,15 @@
 # cython: language_level=3, boundscheck=False, wraparound=False, cdivision=True, initializedcheck=False
-"""Native versions of the parts of ``AutoPolicy``, whose plain versions are the reference and document the methods.
+"""Native versions of the parts of ``AutoPolicy`` and ``ARCPolicy``, whose plain versions are the reference and document
+the methods.
 
 Pointers go into numpy arrays that each object owns, so memory is freed with the object. Every slot and entry that a
 caller gives is checked against the size of the arrays.
 """
 
 from cpython.bytes cimport PyBytes_AS_STRING, PyBytes_CheckExact, PyBytes_GET_SIZE
-from cpython.object cimport PyObject
+from cpython.object cimport Py_EQ, PyObject, PyObject_Hash, PyObject_RichCompareBool
 from libc.stdint cimport int32_t, int64_t, uint8_t, uint32_t, uint64_t
-from libc.string cimport memcpy, memset
+from libc.string cimport memcmp, memcpy, memset
 
 cimport numpy as cnp
 
@@ -23,6 +24,8 @@ cdef extern from "Python.h":
     PyObject** PySequence_Fast_ITEMS(object)
     Py_ssize_t PySequence_Fast_GET_SIZE(object)
     object PySequence_Fast(object, const char*)
+    void increment "Py_INCREF"(PyObject*)
+    void decrement "Py_DECREF"(PyObject*)
 
 cdef extern from "prefetch.h" nogil:
     void kvo_prefetch(const void* address)
@@ -124,11 +127,24 @@ def key_hashes(keys):
             kvo_prefetch(<char*>items[i + 8] + LINE)
         if PyBytes_CheckExact(<object>items[i]):
             size = PyBytes_GET_SIZE(<object>items[i])
-            if 17 <= size <= 128:
+            if 17 <= size <= 64:
                 to[i] = kvo_xxh3(<const uint8_t*>PyBytes_AS_STRING(<object>items[i]), size)
                 continue
         to[i] = <uint64_t>xxhash.xxh3_64_intdigest(<object>items[i])
     return result
+
+
+def same_keys(a, b):
+    one, other = PySequence_Fast(a, b"keys must be a sequence"), PySequence_Fast(b, b"keys must be a sequence")
+    cdef Py_ssize_t n = PySequence_Fast_GET_SIZE(one), i
+    cdef PyObject** items = PySequence_Fast_ITEMS(one)
+    cdef PyObject** others = PySequence_Fast_ITEMS(other)
+    if n != PySequence_Fast_GET_SIZE(other):
+        return False
+    for i in range(n):
+        if not is_same(items[i], others[i]):
+            return False
+    return True
 
 
 # Ghosts.
@@ -137,14 +153,18 @@ cdef enum:
     WAYS = 16
     DISORDERED = 128
 
+cdef struct Times:
+    uint32_t added
+    uint32_t stamp
+
 cdef struct Bucket:
     uint32_t tags[WAYS]
-    uint32_t added[WAYS]
-    uint32_t stamps[WAYS]
+    Times times[WAYS]
 
 
 cdef class GhostTable:
-    """A bucket's tags, ages and stamps are side by side, in three lines of the cache. Ages and stamps take 32 bits.
+    """A bucket is three lines of the cache: its tags, and pairs of age and stamp, so that a new entry touches two of
+    them. Ages and stamps take 32 bits.
 
     ``added`` is the number of hashes that had been added before, modulo 2**32; a bucket is freed of what is forgotten
     before that is ambiguous. A stamp is counted from ``_base``, and shifted by one for the mark. Stamps more than 2**30
@@ -193,7 +213,7 @@ cdef class GhostTable:
         return (h >> 32) * <uint64_t>self._num_buckets >> 32
 
     cdef inline uint32_t _age(self, int64_t entry) noexcept:
-        return <uint32_t>self._num_added - self._buckets[entry // WAYS].added[entry % WAYS]
+        return <uint32_t>self._num_added - self._buckets[entry // WAYS].times[entry % WAYS].added
 
     cdef inline bint _is_forgotten(self, int64_t entry) noexcept:
         return self._age(entry) > <uint32_t>self._capacity
@@ -256,7 +276,7 @@ cdef class GhostTable:
         cdef Py_ssize_t n = cnp.PyArray_DIM(given, 0), i
         cdef cnp.ndarray result = new_int64(n)
         for i in range(n):
-            int64s(result)[i] = self._base + (self._buckets[at[i] // WAYS].stamps[at[i] % WAYS] >> 1)
+            int64s(result)[i] = self._base + (self._buckets[at[i] // WAYS].times[at[i] % WAYS].stamp >> 1)
         return result
 
     def is_marked(self, entries):
@@ -268,7 +288,7 @@ cdef class GhostTable:
         for i in range(n):
             if at[i] >= size:
                 raise IndexError(f"entry {at[i]} is not in [0, {size})")
-            to[i] = at[i] >= 0 and self._buckets[at[i] // WAYS].stamps[at[i] % WAYS] & 1
+            to[i] = at[i] >= 0 and self._buckets[at[i] // WAYS].times[at[i] % WAYS].stamp & 1
         return result
 
     def mark(self, entries, marks):
@@ -278,7 +298,7 @@ cdef class GhostTable:
         cdef cnp.ndarray marked = flags(marks, n)
         cdef uint32_t* stamp
         for i in range(n):
-            stamp = &self._buckets[at[i] // WAYS].stamps[at[i] % WAYS]
+            stamp = &self._buckets[at[i] // WAYS].times[at[i] % WAYS].stamp
             stamp[0] = stamp[0] & ~<uint32_t>1 | bools(marked)[i]
 
     def remove(self, entries):
@@ -325,8 +345,7 @@ cdef class GhostTable:
                 homes[i - start] = self._bucket_of(hs[i])
                 bucket = &self._buckets[homes[i - start]]
                 kvo_prefetch_write(bucket.tags)
-                kvo_prefetch_write(bucket.added)
-                kvo_prefetch_write(bucket.stamps)
+                kvo_prefetch_write(&bucket.times[self._next_way[homes[i - start]] % WAYS])
             for i in range(start, stop):
                 if self._next_way[homes[i - start]] & DISORDERED:
                     self._put_in_order(homes[i - start])
@@ -335,8 +354,8 @@ cdef class GhostTable:
                 bucket = &self._buckets[homes[i - start] + way // WAYS]
                 stamp = max(<int64_t>0, ts[i] - self._base)
                 bucket.tags[way % WAYS] = <uint32_t>hs[i] | 1
-                bucket.added[way % WAYS] = <uint32_t>self._num_added
-                bucket.stamps[way % WAYS] = <uint32_t>stamp << 1
+                bucket.times[way % WAYS].added = <uint32_t>self._num_added
+                bucket.times[way % WAYS].stamp = <uint32_t>stamp << 1
                 self._num_added += 1
             start = stop
 
@@ -368,7 +387,7 @@ cdef class GhostTable:
         cdef uint32_t* at
         for i in range(max(2, self._num_buckets)):
             for way in range(WAYS):
-                at = &self._buckets[i].stamps[way]
+                at = &self._buckets[i].times[way].stamp
                 stamp = max(<int64_t>0, (at[0] >> 1) + self._base - base)
                 at[0] = <uint32_t>stamp << 1 | at[0] & 1
         self._base = base
@@ -382,8 +401,7 @@ cdef class GhostTable:
 
 cdef inline void copy_entry(Bucket* to, Py_ssize_t to_way, Bucket* of, Py_ssize_t way) noexcept:
     to[to_way // WAYS].tags[to_way % WAYS] = of[way // WAYS].tags[way % WAYS]
-    to[to_way // WAYS].added[to_way % WAYS] = of[way // WAYS].added[way % WAYS]
-    to[to_way // WAYS].stamps[to_way % WAYS] = of[way // WAYS].stamps[way % WAYS]
+    to[to_way // WAYS].times[to_way % WAYS] = of[way // WAYS].times[way % WAYS]
 
 
 # Shadows.
@@ -689,6 +707,228 @@ cdef class Shadows:
         for i in range(evict_again):
             self._append(r, GHOST, self._oldest[r][AGAIN])
         self._cut(r, GHOST, self._ghost_limit)
+
+
+# Keys in order.
+
+cdef struct Place:
+    uint32_t hash
+    int32_t node
+
+cdef struct Links:
+    uint32_t hash
+    int32_t older
+    int32_t newer
+
+
+cdef class KeyQueue:
+    """A hash table with linear probing, half empty at least, of nodes in a linked list. A place has 32 bits of the
+    hash, which say where it belongs, so that most probes need not look at the key."""
+
+    cdef readonly Py_ssize_t limit
+    cdef Py_ssize_t _len
+    cdef cnp.ndarray _key_memory, _link_memory, _place_memory
+    cdef PyObject** _keys
+    cdef Links* _links
+    cdef Place* _places
+    cdef uint32_t _mask
+    cdef int32_t _oldest, _newest, _free
+
+    def __init__(self, Py_ssize_t limit):
+        if not 0 < limit <= 1 << 30:
+            raise ValueError(f"limit={limit}: must be from 1 to {1 << 30}")
+        self.limit = limit
+        size = 1 << (2 * limit - 1).bit_length()
+        self._mask = size - 1
+        self._key_memory = np.full(limit, None, dtype=object)
+        self._keys = <PyObject**>cnp.PyArray_DATA(self._key_memory)
+        self._link_memory = np.empty(limit * sizeof(Links), dtype=np.uint8)
+        self._links = <Links*>cnp.PyArray_DATA(self._link_memory)
+        self._place_memory = np.empty(size * sizeof(Place), dtype=np.uint8)
+        self._places = <Place*>cnp.PyArray_DATA(self._place_memory)
+        self.clear()
+
+    def clear(self):
+        cdef int32_t node
+        self._key_memory.fill(None)
+        self._place_memory.fill(255)  # Each node is END.
+        self._len = 0
+        self._oldest = self._newest = self._free = END
+        for node in range(<int32_t>self.limit - 1, -1, -1):
+            self._links[node].newer = self._free
+            self._free = node
+
+    def __len__(self):
+        return self._len
+
+    def __iter__(self):
+        result = []
+        cdef int32_t node = self._oldest
+        while node != END:
+            result.append(<object>self._keys[node])
+            node = self._links[node].newer
+        return iter(result)
+
+    def __contains__(self, key):
+        return self._places[self._place(<PyObject*>key, mixed(PyObject_Hash(key)))].node != END
+
+    cdef inline uint32_t _place(self, PyObject* key, uint32_t h) noexcept:
+        """Returns where in the table the key is, or where it is to be put."""
+        cdef uint32_t at = h & self._mask
+        while self._places[at].node != END:
+            if self._places[at].hash == h and is_same(self._keys[self._places[at].node], key):
+                break
+            at = at + 1 & self._mask
+        return at
+
+    cdef inline int _hash(self, PyObject** keys, Py_ssize_t n, uint32_t* hashes) except -1:
+        """Hashes up to CHUNK keys."""
+        cdef Py_ssize_t i
+        for i in range(n):
+            hashes[i] = mixed(PyObject_Hash(<object>keys[i]))
+            kvo_prefetch(&self._places[hashes[i] & self._mask])
+        return 0
+
+    def holds(self, keys):
+        fast = PySequence_Fast(keys, b"keys must be a sequence")
+        cdef Py_ssize_t n = PySequence_Fast_GET_SIZE(fast), start, i
+        cdef PyObject** items = PySequence_Fast_ITEMS(fast)
+        cdef uint32_t hashes[CHUNK]
+        cdef cnp.ndarray result = new_array(n, cnp.NPY_BOOL)
+        cdef uint8_t* to = <uint8_t*>cnp.PyArray_DATA(result)
+        if self._len == 0:
+            memset(to, 0, n)
+            return result
+        for start in range(0, n, CHUNK):
+            self._hash(items + start, min(n - start, CHUNK), hashes)
+            for i in range(start, min(n, start + CHUNK)):
+                to[i] = self._places[self._place(items[i], hashes[i - start])].node != END
+        return result
+
+    def add(self, keys):
+        fast = PySequence_Fast(keys, b"keys must be a sequence")
+        cdef Py_ssize_t n = PySequence_Fast_GET_SIZE(fast), start, i
+        cdef PyObject** items = PySequence_Fast_ITEMS(fast)
+        cdef uint32_t hashes[CHUNK]
+        cdef uint32_t at
+        cdef int32_t node
+        cdef PyObject* none
+        for start in range(0, n, CHUNK):
+            self._hash(items + start, min(n - start, CHUNK), hashes)
+            if self._len + CHUNK > self.limit:
+                self._prefetch_oldest()
+            for i in range(start, min(n, start + CHUNK)):
+                at = self._place(items[i], hashes[i - start])
+                node = self._places[at].node
+                if node != END:
+                    self._unlink(node)
+                    self._link(node)
+                    continue
+                if self._len == self.limit:
+                    self._drop(self._oldest)
+                    at = self._place(items[i], hashes[i - start])
+                node = self._free
+                self._free = self._links[node].newer
+                none = self._keys[node]
+                increment(items[i])
+                self._keys[node] = items[i]
+                decrement(none)
+                self._links[node].hash = self._places[at].hash = hashes[i - start]
+                self._places[at].node = node
+                self._link(node)
+                self._len += 1
+
+    cdef void _prefetch_oldest(self) noexcept:
+        """Prefetches what a chunk of calls of ``_drop`` will need, because these follow one another."""
+        cdef int32_t node = self._oldest
+        cdef Py_ssize_t i
+        for i in range(CHUNK):
+            if node == END:
+                break
+            kvo_prefetch_write(&self._places[self._links[node].hash & self._mask])
+            kvo_prefetch_write(self._keys[node])
+            node = self._links[node].newer
+
+    def discard(self, keys):
+        fast = PySequence_Fast(keys, b"keys must be a sequence")
+        cdef Py_ssize_t n = PySequence_Fast_GET_SIZE(fast), start, i
+        cdef PyObject** items = PySequence_Fast_ITEMS(fast)
+        cdef uint32_t hashes[CHUNK]
+        cdef int32_t node
+        if self._len == 0:
+            return
+        for start in range(0, n, CHUNK):
+            self._hash(items + start, min(n - start, CHUNK), hashes)
+            for i in range(start, min(n, start + CHUNK)):
+                node = self._places[self._place(items[i], hashes[i - start])].node
+                if node != END:
+                    self._drop(node)
+
+    def cut(self, Py_ssize_t limit):
+        while self._len > max(0, limit):
+            if self._len % CHUNK == 0:
+                self._prefetch_oldest()
+            self._drop(self._oldest)
+
+    cdef void _drop(self, int32_t node) noexcept:
+        cdef uint32_t at = self._links[node].hash & self._mask, hole
+        cdef PyObject* none = <PyObject*>None
+        cdef PyObject* key = self._keys[node]
+        while self._places[at].node != node:
+            at = at + 1 & self._mask
+        hole = at
+        while True:
+            # The places behind the hole move into it, unless they would be before their home.
+            at = at + 1 & self._mask
+            if self._places[at].node == END:
+                break
+            if (at - self._places[at].hash & self._mask) >= (at - hole & self._mask):
+                self._places[hole] = self._places[at]
+                hole = at
+        self._places[hole].node = END
+        self._unlink(node)
+        self._links[node].newer = self._free
+        self._free = node
+        self._len -= 1
+        increment(none)
+        self._keys[node] = none
+        decrement(key)
+
+    cdef inline void _unlink(self, int32_t node) noexcept:
+        cdef int32_t older = self._links[node].older, newer = self._links[node].newer
+        if older == END:
+            self._oldest = newer
+        else:
+            self._links[older].newer = newer
+        if newer == END:
+            self._newest = older
+        else:
+            self._links[newer].older = older
+
+    cdef inline void _link(self, int32_t node) noexcept:
+        self._links[node].older = self._newest
+        self._links[node].newer = END
+        if self._newest == END:
+            self._oldest = node
+        else:
+            self._links[self._newest].newer = node
+        self._newest = node
+
+
+cdef inline uint32_t mixed(Py_hash_t h) noexcept:
+    return <uint32_t>((<uint64_t>h * <uint64_t>0x9E3779B97F4A7C15) >> 32)
+
+
+cdef inline bint is_same(PyObject* a, PyObject* b) noexcept:
+    """Returns whether keys are equal. Only bytes can be equal without being the same object."""
+    if a == b:
+        return True
+    return (
+        PyBytes_CheckExact(<object>a)
+        and PyBytes_CheckExact(<object>b)
+        and PyBytes_GET_SIZE(<object>a) == PyBytes_GET_SIZE(<object>b)
+        and memcmp(PyBytes_AS_STRING(<object>a), PyBytes_AS_STRING(<object>b), PyBytes_GET_SIZE(<object>a)) == 0
+    )
 
 
 # Two lists.

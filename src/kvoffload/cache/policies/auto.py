@@ -15,6 +15,7 @@ from kvoffload.cache.policies.ghosts import (
     GhostTable,
     Hashes,
     key_hashes,
+    same_keys,
     seem_of_several_groups,
     shared_names,
 )
@@ -24,9 +25,9 @@ from kvoffload.cache.policies.tournament import GHOSTS, RULES, Tournament, plan
 
 
 class _Absent(NamedTuple):
-    """Absent keys, tail first, their hashes, and where their ghosts were found."""
+    """Absent keys, tail first, their hashes, and where their ghosts were found. The list of keys is not changed."""
 
-    keys: tuple[OffloadKey, ...]
+    keys: Sequence[OffloadKey]
     hashes: Hashes
     entries: Entries
 
@@ -67,10 +68,13 @@ class AutoPolicy(CachePolicy):
         if num_missing == 0:
             self._tournament.observe(self._hash_of[access.found])
         else:
-            keys = access.keys if num_missing == len(missing) else tuple(compress(access.keys, missing.tolist()))
+            all_missing = num_missing == len(missing)
+            keys = access.keys if all_missing else list(compress(access.keys, missing.tolist()))
             absent = self._absent(keys[::-1])
-            chain = self._hash_of[access.found]
-            chain[missing] = absent.hashes[::-1]
+            chain = absent.hashes[::-1]
+            if not all_missing:
+                chain = self._hash_of[access.found]
+                chain[missing] = absent.hashes[::-1]
             self._tournament.observe(chain)
             self._mark_returning(absent)
         self._lists.use(access.slots, access.ready)
@@ -158,13 +162,12 @@ class AutoPolicy(CachePolicy):
         return self._ghosts.is_marked(self._absent(keys).entries)
 
     def _absent(self, keys: Sequence[OffloadKey]) -> _Absent:
-        asked = tuple(keys)
-        if self._last is not None and self._last.keys == asked:
-            asked, hashes, entries = self._last
-            self._last = _Absent(asked, hashes, self._ghosts.find_again(hashes, entries))
+        if self._last is not None and (self._last.keys is keys or same_keys(self._last.keys, keys)):
+            _, hashes, entries = self._last
+            self._last = _Absent(keys, hashes, self._ghosts.find_again(hashes, entries))
         else:
-            hashes = self._hashes(asked)
-            self._last = _Absent(asked, hashes, self._ghosts.find(hashes))
+            hashes = self._hashes(keys)
+            self._last = _Absent(keys, hashes, self._ghosts.find(hashes))
         return self._last
 
     def _hashes(self, keys: Sequence[OffloadKey]) -> Hashes:

@@ -48,6 +48,11 @@ def plain_key_hashes(keys: Sequence[bytes]) -> Hashes:
     return np.frombuffer(b"".join(map(xxhash.xxh3_64_digest, keys)), dtype=">u8").astype(np.uint64)
 
 
+def plain_same_keys(a: Sequence[bytes], b: Sequence[bytes]) -> bool:
+    """Returns whether lists or tuples have equal keys."""
+    return tuple(a) == tuple(b)
+
+
 class PlainGhostTable:
     """The ``capacity`` hashes that were added last, each with a stamp and a mark.
 
@@ -197,6 +202,8 @@ class PlainGhostTable:
 if TYPE_CHECKING or (native := load("_ghosts")) is None:
     GhostTable = PlainGhostTable
     key_hashes = plain_key_hashes
+    same_keys = plain_same_keys
 else:
     GhostTable = native.GhostTable
     key_hashes = native.key_hashes
+    same_keys = native.same_keys
