@@ -117,7 +117,4 @@ class PlainListPair:
             members.check_integrity()
 
 
-if TYPE_CHECKING or (native := load("_ghosts")) is None:
-    ListPair = PlainListPair
-else:
-    ListPair = native.ListPair
+ListPair = PlainListPair if TYPE_CHECKING or (native := load("_ghosts")) is None else native.ListPair
