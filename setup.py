@@ -27,6 +27,7 @@ def extension(name: str, *depends: str) -> Extension:
 EXTENSIONS = [
     extension("_cache", "prefetch.h"),
     extension("_copies", "copying.h"),
+    extension("_ghosts", "prefetch.h", "ghosts.h"),
 ]
 
 # They need the GIL, which builds of Python without it would switch on again for them.
