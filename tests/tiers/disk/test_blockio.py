@@ -144,7 +144,9 @@ def test_if_a_call_for_several_blocks_fails_each_is_moved_by_itself(rig: Rig, mo
     rig.io.submit_reads(rig.batch((0, 1, 2), READ_SLOT))
     done = rig.take()
     assert outcome(done) == {0: None, 1: TierError.IO, 2: None}
-    assert [run.problem for run in done] == ["", "this place cannot be read", ""]
+    assert [{i: str(problem) for i, problem in run.problems.items()} for run in done] == [
+        {1: "this place cannot be read"}
+    ]
     assert rig.recorded() == [0, 2]
 
 

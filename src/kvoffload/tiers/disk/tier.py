@@ -218,12 +218,10 @@ class DiskTier(Tier):
         if not done:
             return []
         results = [result for run in done for result in run.results]
-        if len(done) == 1:
-            slots, facts = done[0].slots, done[0].facts
-        else:
-            slots, facts = np.concatenate([run.slots for run in done]), np.concatenate([run.facts for run in done])
-        self._facts[slots] = facts
-        succeeded = np.array([result.ok for result in results])
+        slots = done[0].slots if len(done) == 1 else np.concatenate([run.slots for run in done])
+        for run in done:
+            self._facts[run.slots] = run.facts
+        succeeded = np.fromiter((result.error is None for result in results), np.bool_, len(results))
         if done[0].is_read:
             gone = self.catalog.end_reads([result.key for result in results], slots, succeeded)
         else:
@@ -239,11 +237,11 @@ class DiskTier(Tier):
         """Replaces good results of blocks that were dropped in the meantime, and logs the failures of other blocks."""
         i = 0
         for run in done:
-            for slot in run.slots.tolist():
+            for index, slot in enumerate(run.slots.tolist()):
                 result = results[i]
                 if slot not in gone and result.error is not None:
                     what = "reading" if result.is_read else "writing"
-                    problem = run.problem or result.error
+                    problem = run.problems.get(index, result.error)
                     self._warnings.warning(
                         "disk tier: %s block %s failed (%s): it is a miss", what, result.key.hex(), problem
                     )
