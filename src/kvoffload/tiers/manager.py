@@ -40,6 +40,7 @@ from kvoffload.tiers.promotion import waiting_for
 from kvoffload.tiers.rates import LoadOrCompute, ReadEstimator
 from kvoffload.tiers.requests import RequestLookup
 from kvoffload.tiers.state import TierState
+from kvoffload.tiers.uses import HeldBackUses
 from kvoffload.tiers.writethrough import WriteThrough
 
 logger = logging.getLogger(__name__)
@@ -114,6 +115,7 @@ class TieredOffloadingManager(OffloadingManager):
         self._requests = RequestLookup(host, self.tiers, self._lookup, self._promoter, self._gate, self._reasons)
         self._max_writing = max(1, int(host.num_blocks * write_share) // max(1, len(tiers)))
         """Blocks that may be pinned for writes to one tier. Each has its own share: one that hangs stops no other."""
+        self._uses = HeldBackUses()
         self._clock = clock
         self._is_asking = False
         """Whether, at the last ``poll``, a tier did not know yet whether it holds a block that was looked up."""
@@ -247,10 +249,15 @@ class TieredOffloadingManager(OffloadingManager):
         req_context: ReqContext | None = None,
         chain: Sequence[OffloadKey] | None = None,
     ) -> None:
+        found = self.host.find(keys)
+        # With states, a request's chain has other keys at its end than at its begin.
+        num_held_back = self._uses.hold_back(found, req_context) if chain is None else 0
         chain = keys if chain is None else chain
-        self.host.touch(keys, req_context, chain)
+        self.host.touch(keys, req_context, chain, found)
+        below = keys[num_held_back:]
         for tier in self._tiers_on():
-            tier.tier.touch(keys)
+            if below:
+                tier.tier.touch(below)
             tier.writes.count_request(chain, req_context)
             tier.writes.offer(chain, _request(req_context), is_whole=False)
 
@@ -261,8 +268,13 @@ class TieredOffloadingManager(OffloadingManager):
         req_context: ReqContext | None = None,
     ) -> None:
         self.host.reorder_chain(keys, stored, req_context)
+        num_held_back = self._uses.end(req_context)
+        head, tail = keys[:num_held_back], keys[num_held_back:]
         for tier in self._tiers_on():
-            tier.tier.reorder_chain(keys, stored)
+            if tail:
+                tier.tier.reorder_chain(tail, stored)
+            if head:
+                tier.tier.touch(head)
 
     def offer_chain(self, keys: Sequence[OffloadKey], req_context: ReqContext | None = None) -> None:
         for tier in self._tiers_on():
