@@ -27,8 +27,8 @@ HOST, DISK = "host", "disk"
 
 
 class Probes:
-    """Counts, by phase and index, how often each key is looked up. The index of HOST_BLOCKS slots is the host's. Indexes
-    that are made later are plain ones, which can be watched."""
+    """Counts, by phase and index, how often each key is looked up. The index of HOST_BLOCKS slots is the host's.
+    Indexes that are made later are plain ones, which can be watched."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.phase = "before"

@@ -27,10 +27,12 @@ from kvoffload.abc import (
     PrepareStoreOutput,
     ReqContext,
     Tier,
+    TierResult,
 )
 from kvoffload.cache.manager import PolicyOffloadingManager
 from kvoffload.cache.misses import MissMemory
 from kvoffload.tiers.counts import TierCounts
+from kvoffload.tiers.ended import by_direction
 from kvoffload.tiers.gate import LoadGate
 from kvoffload.tiers.guard import GuardedTier
 from kvoffload.tiers.lookup import TierLookup
@@ -156,13 +158,7 @@ class TieredOffloadingManager(OffloadingManager):
         for tier in self.tiers:
             results = tier.tier.poll()
             if results:
-                reads = [result for result in results if result.is_read]
-                tier.end_writes([result for result in results if not result.is_read], self._clock())
-                if reads:
-                    self._promoter.end_reads(tier, reads)
-                    self._origins.arrived((result.key for result in reads if result.ok), tier.index)
-                    changed = True
-                tier.judge(results, self._clock())
+                changed |= self._take_in(tier, results)
             tier.update(self._clock())
             if tier.take_paused():
                 self._promoter.abandon(tier)
@@ -175,6 +171,19 @@ class TieredOffloadingManager(OffloadingManager):
         self._has_changed = False
         self._write()
         return changed
+
+    def _take_in(self, tier: TierState, results: Sequence[TierResult]) -> bool:
+        """Takes in transfers of a tier that have ended. Returns whether there were reads."""
+        reads, writes = by_direction(results)
+        if writes:
+            tier.end_writes(writes, self._clock())
+        if reads:
+            self._promoter.end_reads(tier, reads)
+            if tier.index:
+                self._origins.arrived((result.key for result in reads.results if result.ok), tier.index)
+        for ended in (writes, reads):
+            tier.judge(ended, self._clock())
+        return bool(reads)
 
     def wait(self, timeout_s: float) -> None:
         """Waits until some request has all the blocks that it waits for, until more blocks can be written, or until a
@@ -358,7 +367,7 @@ class TieredOffloadingManager(OffloadingManager):
     def shutdown(self) -> None:
         for tier in self.tiers:
             tier.tier.close()
-            tier.writes.ended([result for result in tier.tier.poll() if not result.is_read])
+            tier.writes.ended(by_direction(tier.tier.poll())[1])
             tier.writes.close()
         self.host.shutdown()
 

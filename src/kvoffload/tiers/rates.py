@@ -44,11 +44,12 @@ class ReadEstimator:
 
     def add(self, reads: Iterable[TierResult], now: float) -> None:
         """Takes in reads that have ended: their bytes over the time in which at least one of them was under way."""
-        good = sorted((result for result in reads if result.ok), key=lambda result: result.begun)
+        good = [result for result in reads if result.error is None]
         busy = 0.0
-        for result in good:
-            busy += max(0.0, result.ended - max(result.begun, self._busy_until))
-            self._busy_until = max(self._busy_until, result.ended)
+        # Blocks of one call have the same times.
+        for begun, ended in sorted({(result.begun, result.ended) for result in good}):
+            busy += max(0.0, ended - max(begun, self._busy_until))
+            self._busy_until = max(self._busy_until, ended)
         if good:
             self._rate.add(sum(result.nbytes for result in good), busy)
             self.measured_at = now

@@ -11,8 +11,8 @@ MAX_REQUESTS = 4096
 class HeldBackUses:
     """Counts, per request, the leading blocks of its chain whose use the tiers are not shown before the request ends.
 
-    These are the blocks that host memory holds when the request arrives: nothing is read for them from a tier. The order
-    of a tier's blocks is that of the ends of requests anyway, so one pass over these blocks is enough.
+    These are the blocks that host memory holds when the request arrives: nothing is read for them from a tier. The
+    order of a tier's blocks is that of the ends of requests anyway, so one pass over these blocks is enough.
     """
 
     def __init__(self) -> None:

@@ -246,7 +246,7 @@ class DiskTier(Tier):
                         "disk tier: %s block %s failed (%s): it is a miss", what, result.key.hex(), problem
                     )
                 elif slot in gone and result.ok:
-                    results[i] = replace(result, error=TierError.GONE, nbytes=0)
+                    results[i] = result._replace(error=TierError.GONE, nbytes=0)
                 i += 1
 
     def wait(self, timeout_s: float) -> None:
