@@ -150,7 +150,7 @@ class PlainBlockTable:
 
     def is_loadable(self, slots: Slots) -> npt.NDArray[np.bool_]:
         """Returns which slots hold a block that is ready and was not dropped."""
-        has_key = np.fromiter((key is not None for key in self.key_of[slots].tolist()), np.bool_, len(slots))
+        has_key = np.array([key is not None for key in self.key_of[slots].tolist()], dtype=np.bool_)
         loadable: npt.NDArray[np.bool_] = has_key & (self.ref_cnt[slots] >= 0) & ~self._dropped[slots]
         return loadable
 

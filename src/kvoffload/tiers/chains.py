@@ -153,7 +153,8 @@ class Backlog:
         """Queues the chains that wait for one of ``keys``. Returns whether there were any."""
         if not self._waiting or self._waiting.keys().isdisjoint(keys):
             return False
-        woken = dict.fromkeys(chain for key in keys for chain in self._waiting.get(key, ()))
+        awaited = filter(self._waiting.__contains__, keys)
+        woken = dict.fromkeys(chain for key in awaited for chain in self._waiting[key])
         for chain in woken:
             self.enqueue(chain, ChainState.STARTED if chain.written else ChainState.FRESH)
         return bool(woken)

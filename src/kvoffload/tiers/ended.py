@@ -17,12 +17,21 @@ class Ended:
         self.errors: tuple[TierError | None, ...] = ()
         self.nbytes: tuple[int, ...] = ()
         self.seconds: tuple[float, ...] = ()
+        self.begun: tuple[float, ...] = ()
+        self.ended: tuple[float, ...] = ()
         if results:
-            self.keys, _, self.errors, self.nbytes, self.seconds, *_ = zip(*results, strict=True)
+            self.keys, _, self.errors, self.nbytes, self.seconds, self.begun, self.ended = zip(*results, strict=True)
         self.all_ok = self.errors.count(None) == len(results)
 
     def __len__(self) -> int:
         return len(self.results)
+
+    @property
+    def good(self) -> Ended:
+        """Those without an error."""
+        if self.all_ok:
+            return self
+        return Ended([result for result in self.results if result.error is None])
 
     def select(self, indices: Iterable[int]) -> Ended:
         return Ended([self.results[i] for i in indices])

@@ -7,7 +7,8 @@ from dataclasses import replace
 
 import numpy as np
 
-from kvoffload.abc import LookupState, OffloadKey, Tier
+from kvoffload.abc import OffloadKey, Tier
+from kvoffload.abc.tier import HIT, MISS, RETRY
 from kvoffload.cache.manager import PolicyOffloadingManager
 from kvoffload.tiers.chains import Chain, ChainRef
 from kvoffload.tiers.plan import Bools, ChainLayout, GroupSpan, Plan, plan_writes, unreachable
@@ -44,11 +45,11 @@ class ChainPlanner:
         """Returns which of ``keys`` the tier holds, or is being given for this chain: if that fails, the chain is
         corrected."""
         states = self._tier.contains(keys)
-        held: Bools = states == LookupState.HIT
-        if (states == LookupState.RETRY).any():
+        held: Bools = states == HIT
+        if (states == RETRY).any():
             # It took these once. Until it knows better, it has them.
             written = frozenset(chain.written) - chain.lost
-            held |= (states == LookupState.RETRY) & _among(keys, written)
+            held |= (states == RETRY) & _among(keys, written)
         if self._writing and not self._writing.keys().isdisjoint(keys):
             for i in np.flatnonzero(~held).tolist():
                 held[i] = self._writing.get(keys[i]) is chain.ref
@@ -60,7 +61,7 @@ class ChainPlanner:
         absent = np.flatnonzero(~in_tier)
         names = [keys[i] for i in absent.tolist()]
         if names:
-            available[absent] = self._host.states(names) == LookupState.HIT
+            available[absent] = self._host.states(names) == HIT
             if self._is_worth is not None:
                 available[absent] &= self._is_worth(names)
             if self._writing and not self._writing.keys().isdisjoint(names):
@@ -125,7 +126,7 @@ class ChainPlanner:
         for group, keys in zip(self._layout.groups, chain.by_group, strict=True):
             lacking = ~self.in_tier(keys, chain)
             if in_host or group.state:
-                lacking &= self._host.states(keys) == LookupState.HIT
+                lacking &= self._host.states(keys) == HIT
             num_lacking += int(np.count_nonzero(lacking))
         return num_lacking
 
@@ -134,9 +135,7 @@ class ChainPlanner:
         may hold. Blocks that are being written count as held: if a write fails, its own chain is corrected then."""
         in_tier = [self._tier.contains(keys) for keys in chain.by_group]
         held = [
-            (states == LookupState.HIT)
-            | ((states == LookupState.RETRY) & ~_among(keys, chain.lost))
-            | self._is_writing(keys)
+            (states == HIT) | ((states == RETRY) & ~_among(keys, chain.lost)) | self._is_writing(keys)
             for keys, states in zip(chain.by_group, in_tier, strict=True)
         ]
         written = frozenset(chain.written) - chain.foreign
@@ -144,7 +143,7 @@ class ChainPlanner:
         keys: list[OffloadKey] = []
         num_held = 0
         for names, mask, is_held, states in zip(chain.by_group, useless, held, in_tier, strict=True):
-            may_hold = states != LookupState.MISS
+            may_hold = states != MISS
             for i in np.flatnonzero(mask & (is_held | may_hold)).tolist():
                 key, ref = names[i], self._writing.get(names[i])
                 is_mine = not self._tier.is_shared or key in written

@@ -292,7 +292,7 @@ class Promoter:
         """Takes in reads that have ended: blocks become ready and are pinned for the promotions that wait for them, or
         are misses."""
         tier.count("read_seconds", sum(reads.seconds))
-        tier.count("read_bytes", sum(result.nbytes for result in reads.results if result.error is None))
+        tier.count("read_bytes", sum(reads.good.nbytes))
         for batch, ended in tier.end_reads(reads, self._clock()).items():
             good = dict(zip(ended.keys, map(batch.slots.pop, ended.keys), strict=True))
             if not ended.all_ok:

@@ -122,11 +122,17 @@ class TierState:
 
     def end_reads(self, reads: Ended, now: float) -> dict[ReadBatch, Ended]:
         """Takes in reads that have ended. Returns them by batch."""
-        indices: dict[ReadBatch, list[int]] = {}
-        for i, batch in enumerate(map(self.reads.pop, reads.keys)):
-            indices.setdefault(batch, []).append(i)
-        ended = {batch: reads if len(mine) == len(reads) else reads.select(mine) for batch, mine in indices.items()}
-        in_time = [result for batch, its in ended.items() if not batch.is_overdue for result in its.results]
+        batches = list(map(self.reads.pop, reads.keys))
+        if batches.count(batches[0]) == len(batches):
+            ended = {batches[0]: reads}
+        else:
+            indices: dict[ReadBatch, list[int]] = {}
+            for i, batch in enumerate(batches):
+                indices.setdefault(batch, []).append(i)
+            ended = {batch: reads.select(mine) for batch, mine in indices.items()}
+        in_time = reads
+        if any(batch.is_overdue for batch in ended):
+            in_time = reads.select(i for i, batch in enumerate(batches) if not batch.is_overdue)
         num_late = len(reads) - len(in_time)
         self.num_overdue -= num_late
         self.estimator.add(in_time, now)

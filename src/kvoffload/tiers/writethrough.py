@@ -8,7 +8,6 @@ from kvoffload.abc import (
     Admission,
     IntegrityError,
     KVGroup,
-    LookupState,
     MissReason,
     OffloadKey,
     ReqContext,
@@ -16,6 +15,7 @@ from kvoffload.abc import (
     TierError,
     TierResult,
 )
+from kvoffload.abc.tier import MISS, PENDING
 from kvoffload.cache.manager import PolicyOffloadingManager
 from kvoffload.tiers.chains import BACKLOG_SHARE, Backlog, Chain, ChainRef, ChainState
 from kvoffload.tiers.ended import Ended
@@ -306,7 +306,7 @@ class WriteThrough:
     def _stop(self, chain: Chain, holes: Sequence[OffloadKey]) -> None:
         """Stops writing the chain where the tier lacks ``holes`` and cannot be given any of them now, see Plan."""
         # The last blocks of a request are still on their way to the host when it ends.
-        pending = (self._host.states(holes) == LookupState.PENDING).tolist()
+        pending = (self._host.states(holes) == PENDING).tolist()
         coming = [key for key, is_pending in zip(holes, pending, strict=True) if is_pending or key in self._writing]
         if not chain.is_whole or coming:
             self._backlog.wait_for(chain, coming if chain.is_whole else holes)
@@ -358,6 +358,6 @@ class WriteThrough:
                 layout = self._layout
                 for group, per_unit, keys in zip(layout.groups, layout.blocks_per_unit, chain.by_group, strict=True):
                     before = keys[: chain.done * per_unit] if group.is_full else []
-                    lacking = (self._tier.contains(before) == LookupState.MISS) & ~self._planner.in_tier(before, chain)
+                    lacking = (self._tier.contains(before) == MISS) & ~self._planner.in_tier(before, chain)
                     if lacking.any():
                         raise IntegrityError("a chain is written behind a hole")

@@ -221,7 +221,7 @@ class DiskTier(Tier):
         slots = done[0].slots if len(done) == 1 else np.concatenate([run.slots for run in done])
         for run in done:
             self._facts[run.slots] = run.facts
-        succeeded = np.fromiter((result.error is None for result in results), np.bool_, len(results))
+        succeeded = np.array([result.error is None for result in results])
         if done[0].is_read:
             gone = self.catalog.end_reads([result.key for result in results], slots, succeeded)
         else:
