@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import threading
 import time
 from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
@@ -35,6 +36,9 @@ from kvoffload.tiers.threads import IOThreads
 logger = logging.getLogger(__name__)
 
 CLOSE_DEADLINE_S = 5.0
+"""Time for the transfers under way when the tier is closed."""
+FINISH_DEADLINE_S = 2.0
+"""Time for what is written after them."""
 
 
 class DiskTier(Tier):
@@ -299,15 +303,32 @@ class DiskTier(Tier):
         all_ended = self._executor.close(CLOSE_DEADLINE_S)
         self._unreported += self._take_results()
         self.catalog.reset()
-        if all_ended:
-            self._maintenance.finish()
-            with suppress(OSError):
-                self.files.write_journal()
-            self.files.close()
-        else:
+        if not all_ended or not self._finish(FINISH_DEADLINE_S):
             # A thread hangs in a call. Its descriptors stay open, lest they come to name other files, and so does the
             # lock: the thread may still write when it continues.
             self._io.abandon()
+
+    def _finish(self, deadline_s: float) -> bool:
+        """Writes what is left and closes the files, on a thread of its own, because the medium may hang. Returns
+        whether it has ended within ``deadline_s``."""
+
+        problems: list[BaseException] = []
+
+        def finish() -> None:
+            try:
+                self._maintenance.finish()
+                with suppress(OSError):
+                    self.files.write_journal()
+                self.files.close()
+            except BaseException as problem:
+                problems.append(problem)
+
+        thread = threading.Thread(target=finish, name="kvoffload-disk-close", daemon=True)
+        thread.start()
+        thread.join(deadline_s)
+        for problem in problems:
+            raise problem
+        return not thread.is_alive()
 
     def check_integrity(self) -> None:
         self.catalog.check_integrity()
