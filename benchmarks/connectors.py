@@ -29,7 +29,7 @@ class SpinningKVOffloadConnector(ThreadedKVOffloadConnector):
         self.connector_worker.idle_wait_s = 0.0
 
 
-class NothingConnector(KVConnectorBase_V1, SupportsHMA):
+class NothingConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     """Offloads nothing: the control of ``benchmarks.engine``. It burns ``burn_ns`` of CPU time in each step, by default
     none."""
 

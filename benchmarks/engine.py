@@ -1,5 +1,5 @@
-"""What kvoffload costs the engine: CPU time per step, and time to first token, in real vLLM beside a connector that does
-nothing.
+"""What kvoffload costs the engine in real vLLM, beside a connector that does nothing: CPU time per step, and time to
+first token.
 
 Engines with different connectors run in processes of their own, on the same core, in strict alternation: A B C C B A,
 a block of steps or one prompt at a time, while the others wait for a line in their pipes. So noise of the machine hits
@@ -23,6 +23,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import count
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -45,6 +46,7 @@ HOST_BYTES = "384MiB"
 PROMPT_TOKENS = 2000
 PROMPT_BUDGET, MIXED_BUDGET = 2048, 256
 """Tokens per step: all of a prompt if only its first token counts, pieces of it beside requests that decode."""
+LEAST_ROUNDS = 2
 STEPS_PER_BLOCK = 8
 STEPS_PER_BATCH = 320
 """Steps that the decoding requests of a batch take before new requests replace them."""
@@ -157,8 +159,8 @@ class Engine:
         for _ in range(4):
             self._engine.step()
 
-    def steps(self, count: int) -> list[Step]:
-        return [self._step()[0] for _ in range(count)]
+    def steps(self, num_steps: int) -> list[Step]:
+        return [self._step()[0] for _ in range(num_steps)]
 
     def mixed(self, new_seed: int, old_seed: int, must_load: bool) -> list[Step]:
         """Returns MIXED_STEPS steps of the requests that decode. In the first one a new prompt arrives, in the middle
@@ -173,7 +175,8 @@ class Engine:
                 self._add(np.random.default_rng(seed).integers(5, 500, PROMPT_TOKENS).tolist(), 1)
             waiting = len(self._scheduler.waiting) + sum(r.num_output_tokens == 0 for r in self._scheduler.running)
             step, _ = self._step()
-            found.append((*step[:HAS_PROMPT], bool(waiting)))
+            wall, thread, process, _ = step
+            found.append((wall, thread, process, bool(waiting)))
         self._scheduler.max_num_scheduled_tokens = PROMPT_BUDGET
         return found
 
@@ -337,11 +340,20 @@ def progress(what: str) -> None:
 EVEN, ODD = slice(0, None, 2), slice(1, None, 2)
 
 
-def decode(children: dict[str, Child], num_requests: int, rounds: int) -> Rounds:
+def numbers(seconds: float) -> Iterator[int]:
+    """Counts the rounds of a case: as many as fit into ``seconds``, at least LEAST_ROUNDS."""
+    end = time.monotonic() + seconds
+    for number in count():
+        if number >= LEAST_ROUNDS and time.monotonic() >= end:
+            return
+        yield number
+
+
+def decode(children: dict[str, Child], num_requests: int, seconds: float) -> Rounds:
     """Steps in which ``num_requests`` requests decode. In odd rounds the burning connector burns BURNT of a step."""
     found = Rounds(list(children))
     per_batch = STEPS_PER_BATCH // (2 * STEPS_PER_BLOCK)
-    for number in range(rounds):
+    for number in numbers(seconds):
         if number % per_batch == 0:
             for child in children.values():
                 child.call("begin_batch", number, num_requests, STEPS_PER_BATCH)
@@ -356,19 +368,21 @@ def decode(children: dict[str, Child], num_requests: int, rounds: int) -> Rounds
     return found
 
 
-def first_sights(children: dict[str, Child], rounds: int) -> Rounds:
+def first_sights(children: dict[str, Child], seconds: float) -> Rounds:
     """Prompts that come for the first time, one at a time. Each engine sees the same ones."""
     found = Rounds(list(children))
-    for number in range(rounds):
+    for child in children.values():
+        child.call("first_sight", 0)
+    for number in numbers(seconds):
         found.run(lambda name, half, at=10_000 + 2 * number: [children[name].call("first_sight", at + half)])  # type: ignore[misc]
     return found
 
 
-def mixed(children: dict[str, Child], num_requests: int, rounds: int) -> Rounds:
+def mixed(children: dict[str, Child], num_requests: int, seconds: float) -> Rounds:
     """Requests that decode while prompts come for the first time and return."""
     found = Rounds(list(children))
-    per_batch = STEPS_PER_BATCH // (2 * MIXED_STEPS)
-    for number in range(rounds):
+    per_batch = STEPS_PER_BATCH // (2 * MIXED_STEPS) - 1
+    for number in numbers(seconds):
         if number % per_batch == 0:
             for child in children.values():
                 child.call("begin_batch", number, num_requests, STEPS_PER_BATCH)
@@ -396,7 +410,9 @@ def account(child: Child, num_requests: int, steps: int) -> dict[str, float]:
     return spent
 
 
-def cost_rows(what: str, rounds: Rounds, unit: str, rounds_of: slice = slice(None), name: str = "kvoffload") -> list[Row]:
+def cost_rows(
+    what: str, rounds: Rounds, unit: str, rounds_of: slice = slice(None), name: str = "kvoffload"
+) -> list[Row]:
     rows = []
     for which, label in ((THREAD, "CPU time"), (WALL, "wall time")):
         ratio, interval = rounds.ratio(name, which, rounds_of)
@@ -454,24 +470,28 @@ def main(out: Path, quick: bool) -> None:
         write_model(Path(directory), seed=0)
         with engines(directory, LARGE_BLOCK, CONNECTORS) as children:
             progress("first sights")
-            sights = first_sights(children, max(2, 16 // scale))
+            sights = first_sights(children, 60 / scale)
             rows += cost_rows(f"first sight of {PROMPT_TOKENS} tokens, time to first token", sights, "ms")
-            for num_requests, rounds in ((16, 40), (64, 40)):
+            for num_requests, seconds in ((16, 50), (64, 65)):
                 what = f"{num_requests} requests decode, blocks of {LARGE_BLOCK} tokens"
                 progress(what)
-                found = decode(children, num_requests, rounds // scale)
+                found = decode(children, num_requests, seconds / scale)
                 rows += cost_rows(what, found, "ms/step") + control_rows(what, found)
             progress("loads and stores")
-            found = mixed(children, 16, max(2, 16 // scale))
+            found = mixed(children, 16, 70 / scale)
             rows += tail_rows("16 requests decode beside loads and stores", found)
             progress("time within the connector")
             rows += account_rows(
-                f"64 requests decode, blocks of {LARGE_BLOCK} tokens", children["kvoffload"], children["nothing"], 64, 256 // scale
+                f"64 requests decode, blocks of {LARGE_BLOCK} tokens",
+                children["kvoffload"],
+                children["nothing"],
+                64,
+                256 // scale,
             )
         with engines(directory, SMALL_BLOCK, ("kvoffload", "nothing")) as children:
             what = f"64 requests decode, blocks of {SMALL_BLOCK} tokens"
             progress(what)
-            found = decode(children, 64, 40 // scale)
+            found = decode(children, 64, 50 / scale)
             rows += cost_rows(what, found, "ms/step")
             rows += account_rows(what, children["kvoffload"], children["nothing"], 64, 256 // scale)
     publish("engine", "The engine with kvoffload, and with a connector that does nothing (95% intervals)", rows, out)
