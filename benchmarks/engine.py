@@ -486,12 +486,12 @@ def main(out: Path, quick: bool) -> None:
                 children["kvoffload"],
                 children["nothing"],
                 64,
-                256 // scale,
+                128 // scale,
             )
         with engines(directory, SMALL_BLOCK, ("kvoffload", "nothing")) as children:
             what = f"64 requests decode, blocks of {SMALL_BLOCK} tokens"
             progress(what)
             found = decode(children, 64, 50 / scale)
             rows += cost_rows(what, found, "ms/step")
-            rows += account_rows(what, children["kvoffload"], children["nothing"], 64, 256 // scale)
+            rows += account_rows(what, children["kvoffload"], children["nothing"], 64, 128 // scale)
     publish("engine", "The engine with kvoffload, and with a connector that does nothing (95% intervals)", rows, out)
