@@ -54,7 +54,7 @@ MIXED_STEPS = 24
 """Steps of a block in the mixed load: in the first step a new prompt arrives, in the middle one that has been seen."""
 BURNT = 0.02
 DRAWS = 4000
-START_DEADLINE_S, ANSWER_DEADLINE_S = 300, 120
+START_DEADLINE_S, ANSWER_DEADLINE_S = 300, 300
 SCHEDULER_HALF = (
     "get_num_new_matched_tokens",
     "update_state_after_alloc",
