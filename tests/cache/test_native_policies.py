@@ -13,12 +13,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvoffload.cache.keys import make_offload_key
+from kvoffload.cache.policies import tournament
 from kvoffload.cache.policies.ghosts import PlainGhostTable, key_hashes, plain_key_hashes, plain_same_keys
 from kvoffload.cache.policies.queues import PlainKeyQueue
 from kvoffload.cache.policies.tournament import RULES, SHADOW_GHOSTS, PlainShadows
 from kvoffload.native import load
-from kvoffload.cache.keys import make_offload_key
-from kvoffload.cache.policies import tournament
 
 native: Any = load("_ghosts")
 pytestmark = pytest.mark.skipif(native is None, reason="there is no native code")
@@ -162,11 +162,15 @@ def test_a_planted_difference_of_ghosts_is_found(planted: type[PlainGhostTable])
     rng = np.random.default_rng(0)
     everything = rng.integers(0, MOST, 2000, dtype=np.uint64, endpoint=True)
     tables = Tables(300, planted)
-    with pytest.raises(AssertionError):
+
+    def churn() -> None:
         for _ in range(40):
             tables.add(everything[rng.permutation(2000)[:200]], False)
             tables.change(everything[rng.permutation(2000)[:200]], True)
             tables.seen(everything)
+
+    with pytest.raises(AssertionError):
+        churn()
 
 
 def test_stamps_of_32_bits_keep_their_order_for_ever() -> None:

@@ -117,4 +117,7 @@ class PlainListPair:
             members.check_integrity()
 
 
-ListPair = PlainListPair if TYPE_CHECKING or (native := load("_ghosts")) is None else native.ListPair
+if TYPE_CHECKING or (native := load("_ghosts")) is None:  # noqa: SIM108  (mypy does not know ``native``)
+    ListPair = PlainListPair
+else:
+    ListPair = native.ListPair

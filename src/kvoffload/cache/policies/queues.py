@@ -162,7 +162,7 @@ class PlainKeyQueue:
         self._keys.clear()
 
 
-if TYPE_CHECKING or (native := load("_ghosts")) is None:
+if TYPE_CHECKING or (native := load("_ghosts")) is None:  # noqa: SIM108  (mypy does not know ``native``)
     KeyQueue = PlainKeyQueue
 else:
     KeyQueue = native.KeyQueue
