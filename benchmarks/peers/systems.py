@@ -51,7 +51,7 @@ ENVIRONMENT = {
     "VLLM_PLUGINS": "",
 }
 MOONCAKE_BUFFER = "512MB"
-"""The engine's buffer for its own requests. The guide's 4GB is for a server with more memory than this benchmark has."""
+"""The engine's buffer for its own requests. The guide's 4GB is for a server with more memory than this run has."""
 LMCACHE_PYTHON = "PEERS_LMCACHE_PYTHON"
 """Environment variable: the Python of the virtual environment with LMCache. ``make peers`` sets it."""
 
@@ -429,7 +429,7 @@ class VLLMAsIs(VLLM):
 class Mooncake(System):
     """Mooncake Store over TCP on this machine: ``mooncake_master``, and memory in the engine's process.
 
-    With a disk, as its guide says, ``mooncake_client`` owns the memory and the files, and the engine has none of either.
+    With a disk, as its guide says, ``mooncake_client`` owns the memory and the files, and the engine owns neither.
     """
 
     name = "mooncake"
