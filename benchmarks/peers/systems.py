@@ -29,7 +29,7 @@ BLOCK_SIZE = 128
 DEVICE_BLOCKS = 64
 """The engine's own cache: 64 blocks of 128 tokens."""
 MAX_TOKENS = 4096
-START_S = 240.0
+START_S = 300.0
 SERVICE_START_S = 60.0
 ENGINE: dict[str, Any] = {
     "skip_tokenizer_init": True,
@@ -48,6 +48,8 @@ ENVIRONMENT = {
     "VLLM_LOGGING_LEVEL": "WARNING",
     "VLLM_CPU_KVCACHE_SPACE": "1",
     "VLLM_NO_USAGE_STATS": "1",
+    "DO_NOT_TRACK": "1",
+    "LMCACHE_TRACK_USAGE": "false",
     "VLLM_PLUGINS": "",
 }
 MOONCAKE_BUFFER = "512MB"
