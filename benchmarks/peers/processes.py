@@ -73,13 +73,15 @@ class Process:
         return ended
 
     def kill(self) -> None:
-        """Kills the whole session."""
-        for pid in self.pids():
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(self.popen.pid, signal.SIGKILL)
-        self.popen.wait()
+        """Kills the whole session, and waits until it is empty: its memory may take a while to return."""
+        deadline = time.monotonic() + STOP_S
+        while (pids := self.pids()) and time.monotonic() < deadline:
+            for pid in pids:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            self.popen.poll()
+            time.sleep(0.02)
+        self.popen.wait(STOP_S)
 
 
 def session_pids(session: int) -> list[int]:
