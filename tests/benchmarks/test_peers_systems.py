@@ -178,6 +178,7 @@ def test_the_cause_is_found_in_vllms_log() -> None:
     assert failure(log) == "Exception: only supported on GPUs"
     assert failure("starting\nlibrdmacm.so.1: cannot open\n") == "librdmacm.so.1: cannot open"
     assert failure("") == "no output"
+    assert failure("\x1b[31m[06:25] Store ERROR:\x1b[0m no handler\nwaiting\n") == "no handler"
 
 
 def test_a_kill_takes_the_children_too(tmp_path: Path) -> None:
