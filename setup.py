@@ -18,12 +18,17 @@ def extension(name: str, *depends: str) -> Extension:
             ("NPY_NO_DEPRECATED_API", "NPY_1_7_API_VERSION"),
             ("NPY_TARGET_VERSION", "NPY_1_24_API_VERSION"),
         ],
-        extra_compile_args=["-O3"],
+        extra_compile_args=["-O3", "-pthread"],
+        extra_link_args=["-pthread"],
         optional=True,
     )
 
 
-EXTENSIONS = [extension("_cache", "prefetch.h")]
+EXTENSIONS = [
+    extension("_cache", "prefetch.h"),
+    extension("_copies", "copying.h"),
+    extension("_ghosts", "prefetch.h", "ghosts.h"),
+]
 
 # They need the GIL, which builds of Python without it would switch on again for them.
 setup(ext_modules=[] if sysconfig.get_config_var("Py_GIL_DISABLED") else EXTENSIONS)

@@ -14,7 +14,7 @@ from importlib import import_module
 from types import ModuleType
 
 ENVIRONMENT_VARIABLE = "KVOFFLOAD_NATIVE"
-MODULES = ("_cache",)
+MODULES = ("_cache", "_copies", "_ghosts")
 
 _logger = logging.getLogger("kvoffload")
 _broken: dict[str, str] = {}
