@@ -32,6 +32,8 @@ class MissMemory:
 
     def record(self, keys: Iterable[OffloadKey], reason: MissReason) -> None:
         hashes = hash_keys(keys)
+        if not len(hashes):
+            return
         at = hashes & self._mask
         self._hash[at] = hashes
         self._time[at] = self._clock()
