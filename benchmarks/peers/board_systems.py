@@ -1,0 +1,294 @@
+"""The systems of the integrity board: what each is given to start, where it keeps its bytes, and how these break."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import json
+import shutil
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from benchmarks.peers import faults
+from benchmarks.peers.board_mooncake import MooncakeStore
+from kvoffload.demo.shared import mooncake
+
+HOST_BYTES = 160 << 20
+CACHE_BYTES = 192 << 20
+SMALL_STORE_BYTES = 24 << 20
+LOAD_DEADLINE_MS = 20_000
+"""Long, so that a busy machine does not turn answers from the cache into misses."""
+
+
+class NotApplicableError(Exception):
+    """This fault does not exist for this system. The text says why."""
+
+
+class System:
+    """A cache, and how an engine uses it. What it stores is kept until ``empty``."""
+
+    name = ""
+    note = ""
+    """What a reader must know about how it ran."""
+    is_control = False
+    """Whether wrong answers are what it is there to show."""
+
+    def __init__(self, work: Path) -> None:
+        self.work = work
+        self.environment: Mapping[str, str] = {}
+        work.mkdir(parents=True, exist_ok=True)
+
+    def missing(self) -> str | None:
+        """Returns why it cannot run here, or None."""
+        return None
+
+    def connector(self) -> dict[str, Any]:
+        """Returns the fields of ``KVTransferConfig``."""
+        raise NotImplementedError
+
+    def empty(self) -> None:
+        """Makes it start anew, with nothing stored."""
+        raise NotImplementedError
+
+    def keep(self) -> bool:
+        """Keeps a copy of what is stored. Returns whether it can."""
+        return False
+
+    def restore(self) -> None:
+        """Stores again what was kept."""
+        raise NotImplementedError
+
+    def used_bytes(self) -> int:
+        """Returns the bytes that it holds, to see that it writes."""
+        raise NotImplementedError
+
+    def flip(self) -> int:
+        raise NotImplementedError
+
+    def truncate(self) -> int:
+        raise NotApplicableError("it keeps no files")
+
+    @contextlib.contextmanager
+    def full(self) -> Iterator[None]:
+        """Starts it anew with almost no room."""
+        raise NotImplementedError
+        yield
+
+    def stop_service(self) -> None:
+        """Kills the processes of the cache outside the engine."""
+        raise NotApplicableError("it has no server of its own")
+
+    def start_service(self) -> None:
+        """Starts them again."""
+        raise NotApplicableError("it has no server of its own")
+
+    def close(self) -> None:
+        """Leaves no process behind."""
+
+
+class FolderSystem(System):
+    """A cache in a folder, without a server of its own."""
+
+    def __init__(self, work: Path) -> None:
+        super().__init__(work)
+        self.folder = work / "cache"
+        self._kept = work / "kept"
+
+    def empty(self) -> None:
+        shutil.rmtree(self.folder, ignore_errors=True)
+        self.folder.mkdir(mode=0o700)
+
+    def keep(self) -> bool:
+        faults.copy_folder(self.folder, self._kept)
+        return True
+
+    def restore(self) -> None:
+        faults.copy_folder(self._kept, self.folder)
+
+    def used_bytes(self) -> int:
+        return faults.used_bytes(self.folder)
+
+    def flip(self) -> int:
+        return faults.flip(self.folder)
+
+    def truncate(self) -> int:
+        return faults.truncate(self.folder)
+
+    @contextlib.contextmanager
+    def full(self) -> Iterator[None]:
+        self.empty()
+        with faults.small_disk(self.folder, CACHE_BYTES + (32 << 20)):
+            yield
+
+
+class KVOffloadDisk(FolderSystem):
+    name = "kvoffload, disk tier"
+    connector_class = ("KVOffloadConnector", "kvoffload.vllm")
+
+    def tiers(self) -> list[dict[str, Any]]:
+        return [{"kind": "disk", "dir": str(self.folder), "bytes": CACHE_BYTES}]
+
+    def connector(self) -> dict[str, Any]:
+        name, module = self.connector_class
+        return {
+            "kv_connector": name,
+            "kv_connector_module_path": module,
+            "kv_role": "kv_both",
+            "kv_connector_extra_config": {
+                "host_bytes": HOST_BYTES,
+                "tiers": self.tiers(),
+                "load_deadline_ms": LOAD_DEADLINE_MS,
+                "load_only_if_faster": False,
+            },
+        }
+
+
+class UnverifiedKVOffloadDisk(KVOffloadDisk):
+    name = "control: kvoffload without verification"
+    note = "kvoffload's disk tier with the comparison of checksums taken out. It must answer wrongly."
+    is_control = True
+    connector_class = ("UnverifiedKVOffloadConnector", "benchmarks.peers.board_unverified")
+
+
+class KVOffloadSharedDir(KVOffloadDisk):
+    name = "kvoffload, shared directory"
+
+    def tiers(self) -> list[dict[str, Any]]:
+        return [{"kind": "shared_dir", "dir": str(self.folder), "bytes": CACHE_BYTES}]
+
+
+class VLLMOwn(FolderSystem):
+    """vLLM's own offloading as it is."""
+
+    name = "vLLM's own offloading, fs tier"
+
+    def connector(self) -> dict[str, Any]:
+        return {
+            "kv_connector": "OffloadingConnector",
+            "kv_role": "kv_both",
+            "kv_connector_extra_config": {
+                "spec_name": "TieringOffloadingSpec",
+                "cpu_bytes_to_use": HOST_BYTES,
+                "secondary_tiers": [{"type": "fs", "root_dir": str(self.folder)}],
+            },
+        }
+
+
+class VLLMOwnOnCPU(VLLMOwn):
+    name = "vLLM's own offloading, fs tier, CPU copies"
+    note = (
+        "vLLM starts its own offloading on GPUs only. Here its connector, manager and fs tier ran unchanged, with a "
+        "worker of ours that copies between device and host memory (`benchmarks/peers/board_vllm.py`)."
+    )
+
+    def connector(self) -> dict[str, Any]:
+        fields = super().connector()
+        fields["kv_connector_extra_config"] |= {
+            "spec_name": "CPUTieringOffloadingSpec",
+            "spec_module_path": "benchmarks.peers.board_vllm",
+        }
+        return fields
+
+
+class MooncakeSystem(System):
+    """A cache in the memory of a Mooncake Store, which a process of its own owns."""
+
+    def __init__(self, work: Path) -> None:
+        super().__init__(work)
+        self._store = MooncakeStore(work, mooncake.free_ports(2))
+        self._segment_bytes = CACHE_BYTES
+
+    @property
+    def address(self) -> str:
+        return self._store.address
+
+    def missing(self) -> str | None:
+        return mooncake.missing()
+
+    def empty(self) -> None:
+        self._segment_bytes = CACHE_BYTES
+        self._store.kill()
+        self._store.start(self._segment_bytes)
+
+    def used_bytes(self) -> int:
+        return len(self._store.keys())
+
+    def flip(self) -> int:
+        return self._store.flip()
+
+    @contextlib.contextmanager
+    def full(self) -> Iterator[None]:
+        self._store.kill()
+        self._segment_bytes = SMALL_STORE_BYTES
+        self._store.start(self._segment_bytes)
+        yield
+
+    def stop_service(self) -> None:
+        self._store.kill()
+
+    def start_service(self) -> None:
+        self._store.start(self._segment_bytes)
+
+    def close(self) -> None:
+        self._store.kill()
+
+
+class KVOffloadMooncake(MooncakeSystem):
+    name = "kvoffload, Mooncake Store"
+    note = "There is no disk: bits are flipped in the store's memory, and the store is full."
+
+    def connector(self) -> dict[str, Any]:
+        return {
+            "kv_connector": "KVOffloadConnector",
+            "kv_connector_module_path": "kvoffload.vllm",
+            "kv_role": "kv_both",
+            "kv_connector_extra_config": {
+                "host_bytes": HOST_BYTES,
+                "tiers": [{"kind": "mooncake", "master": self.address}],
+                "load_deadline_ms": LOAD_DEADLINE_MS,
+                "lookup_deadline_ms": 5000,
+                "load_only_if_faster": False,
+            },
+        }
+
+
+class MooncakeConnector(MooncakeSystem):
+    name = "Mooncake's connector in vLLM"
+    note = KVOffloadMooncake.note
+
+    def __init__(self, work: Path) -> None:
+        super().__init__(work)
+        config = work / "mooncake.json"
+        config.write_text(
+            json.dumps(
+                {
+                    "metadata_server": "P2PHANDSHAKE",
+                    "master_server_address": self.address,
+                    "protocol": "tcp",
+                    "device_name": "",
+                    "mode": "standalone-store",
+                    "global_segment_size": 0,
+                    "local_buffer_size": 64 << 20,
+                }
+            )
+        )
+        self.environment = {"MOONCAKE_CONFIG_PATH": str(config)}
+
+    def connector(self) -> dict[str, Any]:
+        return {"kv_connector": "MooncakeStoreConnector", "kv_role": "kv_both"}
+
+
+def lmcache_missing() -> str | None:
+    return None if importlib.util.find_spec("lmcache") else "lmcache is not installed"
+
+
+SYSTEMS: tuple[type[System], ...] = (
+    KVOffloadDisk,
+    UnverifiedKVOffloadDisk,
+    KVOffloadSharedDir,
+    KVOffloadMooncake,
+    VLLMOwn,
+    VLLMOwnOnCPU,
+    MooncakeConnector,
+)
