@@ -1,0 +1,154 @@
+"""Processes with a log, a deadline and a process group, and what the kernel reports about them."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import IO
+
+STOP_S = 60.0
+"""How long a process may take to end in order before it is killed."""
+TICKS_PER_S = os.sysconf("SC_CLK_TCK")
+_EXCEPTION = re.compile(r"(?:^|[\s:])((?:\w+\.)*\w*(?:Error|Exception|Refused|Exit)\b: .+)$")
+_PREFIX = re.compile(r"^(?:\(\w+ pid=\d+\) )?(?:[A-Z]+ [\d-]+ [\d:.]+ \[[^]]*\] )?")
+_FOLLOWING = ("Engine core initialization failed", "EngineDeadError", "EngineCore encountered an issue")
+"""Messages that only say that another process has failed."""
+
+
+class Process:
+    """A program in a session of its own, with its output in ``log``."""
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        log: Path,
+        environment: Mapping[str, str],
+        cwd: Path | None = None,
+        stdin: int | IO[str] = subprocess.DEVNULL,
+        pass_fds: Sequence[int] = (),
+    ) -> None:
+        self.log = log
+        with log.open("ab") as output:
+            self.popen = subprocess.Popen(
+                command,
+                stdin=stdin,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                env=dict(environment),
+                cwd=cwd,
+                pass_fds=pass_fds,
+                text=True,
+                start_new_session=True,
+            )
+
+    @property
+    def ended(self) -> bool:
+        return self.popen.poll() is not None
+
+    def pids(self) -> list[int]:
+        """Returns the process ids of the session, that of the program and of everything that it has started."""
+        return session_pids(self.popen.pid)
+
+    def stop(self, stop_s: float = STOP_S) -> bool:
+        """Ends the program with SIGTERM, and with SIGKILL past the deadline. Returns whether it ended by itself."""
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self.popen.pid, signal.SIGTERM)
+        return self.end(stop_s)
+
+    def end(self, stop_s: float = STOP_S) -> bool:
+        """Waits for the program, and kills what is left past the deadline. Returns whether it ended by itself."""
+        try:
+            self.popen.wait(stop_s)
+            ended = True
+        except subprocess.TimeoutExpired:
+            ended = False
+        self.kill()
+        return ended
+
+    def kill(self) -> None:
+        """Kills the whole session."""
+        for pid in self.pids():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.popen.pid, signal.SIGKILL)
+        self.popen.wait()
+
+
+def session_pids(session: int) -> list[int]:
+    """Returns the ids of the running processes of a session."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            fields = _stat(int(entry.name))
+            if fields and int(fields[3]) == session and fields[0] != "Z":
+                found.append(int(entry.name))
+    return sorted(found)
+
+
+def _stat(pid: int) -> list[str]:
+    """Returns the fields of ``/proc/PID/stat`` from the state on; none if the process has ended."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return []
+
+
+def cpu_s(pids: Iterable[int]) -> float:
+    """Returns the CPU time of the processes so far, in user mode and in the kernel, in seconds."""
+    return sum(sum(map(int, fields[11:13])) for pid in pids if (fields := _stat(pid))) / TICKS_PER_S
+
+
+def pss_bytes(pids: Iterable[int]) -> int:
+    """Returns the memory of the processes: their proportional set size, which counts a shared page once."""
+    total = 0
+    for pid in pids:
+        with contextlib.suppress(OSError):
+            found = re.search(r"^Pss:\s+(\d+) kB", Path(f"/proc/{pid}/smaps_rollup").read_text(), re.MULTILINE)
+            total += 1024 * int(found[1]) if found else 0
+    return total
+
+
+def disk_usage(folder: Path | None) -> int:
+    """Returns the bytes that the files below ``folder`` occupy on disk."""
+    total = 0
+    for directory, _, names in os.walk(folder) if folder is not None else ():
+        for name in names:
+            with contextlib.suppress(OSError):
+                total += 512 * os.lstat(os.path.join(directory, name)).st_blocks
+    return total
+
+
+def free_ports(count: int) -> list[int]:
+    """Returns ports on which nothing listens now."""
+    with contextlib.ExitStack() as stack:
+        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for each in sockets:
+            each.bind(("127.0.0.1", 0))
+        return [each.getsockname()[1] for each in sockets]
+
+
+def wait_for_port(port: int, process: Process, deadline_s: float) -> bool:
+    """Waits until ``process`` listens on ``port``. Returns False if it ends before, or if the deadline passes."""
+    deadline = time.monotonic() + deadline_s
+    while time.monotonic() < deadline and not process.ended:
+        with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), timeout=1):
+            return True
+        time.sleep(0.1)
+    return False
+
+
+def failure(log: str) -> str:
+    """Returns the message with which a program has failed: the last exception in its log that names a cause."""
+    lines = [_PREFIX.sub("", line).rstrip() for line in log.splitlines()]
+    found = [match[1] for line in lines if (match := _EXCEPTION.search(line))]
+    causes = [message for message in found if not any(word in message for word in _FOLLOWING)]
+    last = [line for line in lines if line.strip()][-1:]
+    return ((causes or found or last or ["no output"])[-1]).strip()
