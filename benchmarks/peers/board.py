@@ -31,7 +31,7 @@ SEED = 0
 CHANGED_TENSOR = "model.layers.0.self_attn.v_proj.weight"
 BOARD_DEADLINE_S = 1200.0
 """Cells that would begin after this are not run."""
-KILL_DEADLINE_S = 30.0
+KILL_AFTER_S = 0.2
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +68,7 @@ class Board:
         return {"prompts_that_tell_the_weights_apart": sum(not is_right(other, right) for other, right in pairs)}
 
     def start(self, system: System) -> Running:
+        system.begin()
         return self._start(self._model, system.connector(), system)
 
     def _start(self, model: Path, connector: dict[str, Any] | None, system: System | None = None) -> Running:
@@ -96,6 +97,7 @@ class Board:
             engine.ask(self.prompts)
             engine.settle()
             engine.stop()
+        system.end()
         if system.keep():
             self._stored.add(system.name)
 
@@ -104,6 +106,7 @@ class Board:
         with self.start(system) as engine:
             asked = engine.ask(self.prompts)
             engine.stop()
+        system.end()
         return judge(asked, self.reference if reference is None else reference)
 
     def judge(self, asked: Asked) -> Cell:
@@ -126,19 +129,16 @@ class Board:
         return self.ask(system)
 
     def killed(self, system: System) -> Cell:
-        """Kills an engine while it stores, as soon as the cache has grown after a few answers."""
+        """Kills an engine right after half of the answers, while it stores their KV and computes the next."""
         system.empty()
+        half = len(self.prompts) // 2
         with self.start(system) as engine:
-            before = system.used_bytes()
-            few = len(self.prompts) // 3
-            asked = engine.ask(self.prompts[:few])
-            engine.begin(self.prompts[few:])
-            deadline = time.monotonic() + KILL_DEADLINE_S
-            while system.used_bytes() <= before and time.monotonic() < deadline:
-                time.sleep(0.01)
+            asked = engine.ask(self.prompts[:half])
+            engine.begin(self.prompts[half:])
+            time.sleep(KILL_AFTER_S)
             engine.kill()
-        first = judge(asked, self.reference[:few])
-        return worse(first, self.ask(system))
+            system.crash()
+        return worse(judge(asked, self.reference[:half]), self.ask(system))
 
     def full(self, system: System) -> Cell:
         with system.full():
@@ -151,6 +151,7 @@ class Board:
                 except CrashError as error:
                     return Cell(Outcome.CRASH, first.from_cache, first.computed, message=str(error))
                 engine.stop()
+            system.end()
             return worse(first, self.ask(system))
 
     def weights(self, system: System) -> Cell:

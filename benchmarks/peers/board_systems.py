@@ -10,12 +10,14 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from benchmarks.peers import faults
+from benchmarks.peers import faults, systems
 from benchmarks.peers.board_mooncake import MooncakeStore
 from kvoffload.demo.shared import mooncake
 
 HOST_BYTES = 160 << 20
-CACHE_BYTES = 192 << 20
+CACHE_BYTES = 64 << 20
+"""Little more than the prompts take, so that half a file is not only room that was never used."""
+STORE_BYTES = 192 << 20
 SMALL_STORE_BYTES = 24 << 20
 LOAD_DEADLINE_MS = 20_000
 """Long, so that a busy machine does not turn answers from the cache into misses."""
@@ -59,9 +61,14 @@ class System:
         """Stores again what was kept."""
         raise NotImplementedError
 
-    def used_bytes(self) -> int:
-        """Returns the bytes that it holds, to see that it writes."""
-        raise NotImplementedError
+    def begin(self) -> None:
+        """Is called before an engine starts."""
+
+    def end(self) -> None:
+        """Is called after an engine has stopped. What it stored in memory that belongs to it is lost."""
+
+    def crash(self) -> None:
+        """Is called when an engine is killed: kills what writes for it."""
 
     def flip(self) -> int:
         raise NotImplementedError
@@ -105,9 +112,6 @@ class FolderSystem(System):
 
     def restore(self) -> None:
         faults.copy_folder(self._kept, self.folder)
-
-    def used_bytes(self) -> int:
-        return faults.used_bytes(self.folder)
 
     def flip(self) -> int:
         return faults.flip(self.folder)
@@ -162,33 +166,96 @@ class VLLMOwn(FolderSystem):
     """vLLM's own offloading as it is."""
 
     name = "vLLM's own offloading, fs tier"
+    peer: systems.System = systems.VLLMAsIs()
+
+    def __init__(self, work: Path) -> None:
+        super().__init__(work)
+        self.folder = self.peer.disk_dir(work)
 
     def connector(self) -> dict[str, Any]:
-        return {
-            "kv_connector": "OffloadingConnector",
-            "kv_role": "kv_both",
-            "kv_connector_extra_config": {
-                "spec_name": "TieringOffloadingSpec",
-                "cpu_bytes_to_use": HOST_BYTES,
-                "secondary_tiers": [{"type": "fs", "root_dir": str(self.folder)}],
-            },
-        }
+        settings = self.peer.settings(self.work, HOST_BYTES, CACHE_BYTES)
+        assert settings.connector is not None
+        return settings.connector
 
 
 class VLLMOwnOnCPU(VLLMOwn):
-    name = "vLLM's own offloading, fs tier, CPU copies"
+    name = "vLLM's own offloading, fs tier, copies of this benchmark"
     note = (
         "vLLM starts its own offloading on GPUs only. Here its connector, manager and fs tier ran unchanged, with a "
-        "worker of ours that copies between device and host memory (`benchmarks/peers/board_vllm.py`)."
+        "worker of this benchmark that copies between device and host memory (`benchmarks/peers/host_spec.py`)."
     )
+    peer = systems.VLLM()
+
+    def close(self) -> None:
+        # An engine that was killed leaves its host memory behind.
+        for path in Path("/dev/shm").glob("vllm_offload_peers-*"):
+            with contextlib.suppress(OSError):
+                path.unlink()
+
+
+class LMCacheDisk(FolderSystem):
+    """LMCache's server, whose memory belongs to it, and its files."""
+
+    name = "LMCache, multi-process mode, disk"
+    note = "LMCache's server was stopped with the engine, so that a second engine finds what is on disk only."
+
+    def __init__(self, work: Path) -> None:
+        super().__init__(work)
+        self._peer = systems.LMCache()
+        self.folder = self._peer.disk_dir(work)
+        self._services: list[systems.Service] = []
+        self._is_running = False
+
+    def missing(self) -> str | None:
+        if importlib.util.find_spec("lmcache") is None:
+            return "lmcache is not installed"
+        return None
 
     def connector(self) -> dict[str, Any]:
-        fields = super().connector()
-        fields["kv_connector_extra_config"] |= {
-            "spec_name": "CPUTieringOffloadingSpec",
-            "spec_module_path": "benchmarks.peers.board_vllm",
-        }
-        return fields
+        settings = self._peer.settings(self.work, HOST_BYTES, CACHE_BYTES)
+        assert settings.connector is not None
+        return settings.connector
+
+    def begin(self) -> None:
+        if not self._is_running:
+            self.start_service()
+
+    def end(self) -> None:
+        for service in self._services:
+            service.stop()
+        self._is_running = False
+
+    def crash(self) -> None:
+        for service in self._services:
+            service.kill()
+        self._is_running = False
+
+    def empty(self) -> None:
+        self.crash()
+        super().empty()
+
+    def restore(self) -> None:
+        self.crash()
+        super().restore()
+
+    @contextlib.contextmanager
+    def full(self) -> Iterator[None]:
+        with super().full():
+            yield
+            self.crash()
+
+    def stop_service(self) -> None:
+        self.crash()
+
+    def start_service(self) -> None:
+        if not self._services:
+            self._services = self._peer.services(self.work, HOST_BYTES, CACHE_BYTES)
+        for service in self._services:
+            service.start()
+        self._is_running = True
+
+    def close(self) -> None:
+        self.crash()
 
 
 class MooncakeSystem(System):
@@ -197,7 +264,7 @@ class MooncakeSystem(System):
     def __init__(self, work: Path) -> None:
         super().__init__(work)
         self._store = MooncakeStore(work, mooncake.free_ports(2))
-        self._segment_bytes = CACHE_BYTES
+        self._segment_bytes = STORE_BYTES
 
     @property
     def address(self) -> str:
@@ -207,12 +274,9 @@ class MooncakeSystem(System):
         return mooncake.missing()
 
     def empty(self) -> None:
-        self._segment_bytes = CACHE_BYTES
+        self._segment_bytes = STORE_BYTES
         self._store.kill()
         self._store.start(self._segment_bytes)
-
-    def used_bytes(self) -> int:
-        return len(self._store.keys())
 
     def flip(self) -> int:
         return self._store.flip()
@@ -279,10 +343,6 @@ class MooncakeConnector(MooncakeSystem):
         return {"kv_connector": "MooncakeStoreConnector", "kv_role": "kv_both"}
 
 
-def lmcache_missing() -> str | None:
-    return None if importlib.util.find_spec("lmcache") else "lmcache is not installed"
-
-
 SYSTEMS: tuple[type[System], ...] = (
     KVOffloadDisk,
     UnverifiedKVOffloadDisk,
@@ -291,4 +351,5 @@ SYSTEMS: tuple[type[System], ...] = (
     VLLMOwn,
     VLLMOwnOnCPU,
     MooncakeConnector,
+    LMCacheDisk,
 )

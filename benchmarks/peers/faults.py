@@ -20,6 +20,7 @@ FLIPPED_BIT = 6
 usual size to one that no answer survives."""
 FREE_WHEN_FULL = 8 << 20
 """Bytes that a nearly full disk has left."""
+FILLER = "taken-by-another-program"
 
 
 def data_files(folder: Path) -> list[Path]:
@@ -65,7 +66,7 @@ def small_disk(folder: Path, size: int) -> Iterator[None]:
     Raises OSError if this user may not mount one.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    command = ["mount", "-t", "tmpfs", "-o", f"size={size}", "kvoffload-board", str(folder)]
+    command = ["mount", "-t", "tmpfs", "-o", f"size={size},mode=700", "kvoffload-board", str(folder)]
     mounted = subprocess.run(command, capture_output=True, text=True, check=False)
     if mounted.returncode != 0:
         raise OSError(f"a small file system cannot be mounted: {mounted.stderr.strip()}")
@@ -76,19 +77,6 @@ def small_disk(folder: Path, size: int) -> Iterator[None]:
     finally:
         # A process that was killed a moment ago may still hold files.
         subprocess.run(["umount", "--lazy", str(folder)], capture_output=True, check=False)
-
-
-FILLER = "taken-by-another-program"
-
-
-def used_bytes(folder: Path) -> int:
-    """Returns the bytes that the files in ``folder`` take on disk."""
-    total = 0
-    for path in folder.rglob("*"):
-        with contextlib.suppress(OSError):
-            if path.is_file():
-                total += 512 * path.stat().st_blocks
-    return total
 
 
 def copy_folder(source: Path, target: Path) -> None:
