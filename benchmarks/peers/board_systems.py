@@ -6,6 +6,7 @@ import contextlib
 import importlib.util
 import json
 import shutil
+import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -34,12 +35,17 @@ class System:
     note = ""
     """What a reader must know about how it ran."""
     is_control = False
-    """Whether wrong answers are what it is there to show."""
+    """Whether wrong answers under flipped bits are what it is there to show. It runs no other fault."""
 
     def __init__(self, work: Path) -> None:
         self.work = work
         self.environment: Mapping[str, str] = {}
         work.mkdir(parents=True, exist_ok=True)
+
+    @classmethod
+    def python(cls) -> str:
+        """Returns the Python that runs its engine."""
+        return sys.executable
 
     def missing(self) -> str | None:
         """Returns why it cannot run here, or None."""
@@ -150,7 +156,7 @@ class KVOffloadDisk(FolderSystem):
 
 class UnverifiedKVOffloadDisk(KVOffloadDisk):
     name = "control: kvoffload without verification"
-    note = "kvoffload's disk tier with the comparison of checksums taken out. It must answer wrongly."
+    note = "kvoffload's disk tier with the comparison of checksums taken out: it must answer wrongly."
     is_control = True
     connector_class = ("UnverifiedKVOffloadConnector", "benchmarks.peers.board_unverified")
 
@@ -205,6 +211,10 @@ class LMCacheDisk(FolderSystem):
         self.folder = self._peer.disk_dir(work)
         self._services: list[systems.Service] = []
         self._is_running = False
+
+    @classmethod
+    def python(cls) -> str:
+        return systems.LMCache().python()
 
     def missing(self) -> str | None:
         if importlib.util.find_spec("lmcache") is None:

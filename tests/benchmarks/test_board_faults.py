@@ -9,8 +9,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-
 from benchmarks.peers import faults
+
 from kvoffload.demo import model
 
 

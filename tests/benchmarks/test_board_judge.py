@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-
 from benchmarks.peers.board_judge import TOLERANCE, Answer, Asked, Outcome, is_right, judge
 
 PROMPT_TOKENS = 100
