@@ -51,16 +51,21 @@ class Running:
     """An engine that has started. As a context manager it leaves no process behind.
 
     ``connector`` has the fields of vLLM's ``KVTransferConfig``, or is None. Raises RefusedError, HangError or
-    CrashError if the engine does not start.
+    CrashError if the engine does not start. ``program`` is what the process runs.
     """
 
     def __init__(
-        self, model: Path, connector: dict[str, Any] | None, log: Path, environment: Mapping[str, str] | None = None
+        self,
+        model: Path,
+        connector: dict[str, Any] | None,
+        log: Path,
+        environment: Mapping[str, str] | None = None,
+        program: Callable[..., None] = board_engine.run,
     ) -> None:
         self.log = log
         self._conversation, theirs = FORKS.Pipe()
         arguments = (theirs, str(log), {**ENVIRONMENT, **(environment or {})}, str(model), connector)
-        self._child = FORKS.Process(target=board_engine.run, args=arguments)
+        self._child = FORKS.Process(target=program, args=arguments)
         self._child.start()
         theirs.close()
         try:
