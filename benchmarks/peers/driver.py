@@ -2,7 +2,7 @@
 
 The first line of standard input is a JSON object with ``engine`` (arguments of ``vllm.LLM``) and ``connector``
 (``kv_transfer_config``, or null). Each further line is a command ``{"do": NAME, ...}``. The driver writes one line of
-JSON per line of input to the open file descriptor FD; a reply with the key ``error`` reports what was raised. The engine
+JSON per line of input to the open file descriptor FD; a reply with the key ``error`` says what was raised. The engine
 core runs in a process of its own, as in a server. This module imports nothing of kvoffload, so that it runs in any
 environment with vLLM.
 """

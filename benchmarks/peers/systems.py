@@ -29,7 +29,7 @@ BLOCK_SIZE = 128
 DEVICE_BLOCKS = 64
 """The engine's own cache: 64 blocks of 128 tokens."""
 MAX_TOKENS = 4096
-START_S = 240.0
+START_S = 300.0
 SERVICE_START_S = 60.0
 ENGINE: dict[str, Any] = {
     "skip_tokenizer_init": True,
@@ -48,10 +48,12 @@ ENVIRONMENT = {
     "VLLM_LOGGING_LEVEL": "WARNING",
     "VLLM_CPU_KVCACHE_SPACE": "1",
     "VLLM_NO_USAGE_STATS": "1",
+    "DO_NOT_TRACK": "1",
+    "LMCACHE_TRACK_USAGE": "false",
     "VLLM_PLUGINS": "",
 }
 MOONCAKE_BUFFER = "512MB"
-"""The engine's buffer for its own requests. The guide's 4GB is for a server with more memory than this benchmark has."""
+"""The engine's buffer for its own requests. The guide's 4GB is for a server with more memory than this run has."""
 LMCACHE_PYTHON = "PEERS_LMCACHE_PYTHON"
 """Environment variable: the Python of the virtual environment with LMCache. ``make peers`` sets it."""
 
@@ -429,7 +431,7 @@ class VLLMAsIs(VLLM):
 class Mooncake(System):
     """Mooncake Store over TCP on this machine: ``mooncake_master``, and memory in the engine's process.
 
-    With a disk, as its guide says, ``mooncake_client`` owns the memory and the files, and the engine has none of either.
+    With a disk, as its guide says, ``mooncake_client`` owns the memory and the files, and the engine owns neither.
     """
 
     name = "mooncake"
