@@ -20,7 +20,6 @@ FLIPPED_BIT = 6
 usual size to one that no answer survives."""
 FREE_WHEN_FULL = 8 << 20
 """Bytes that a nearly full disk has left."""
-FILLER = "taken-by-another-program"
 
 
 def data_files(folder: Path) -> list[Path]:
@@ -61,22 +60,34 @@ def truncate(folder: Path) -> int:
 
 @contextlib.contextmanager
 def small_disk(folder: Path, size: int) -> Iterator[None]:
-    """Makes ``folder`` a disk of ``size`` bytes, all but FREE_WHEN_FULL of which another file takes.
+    """Makes ``folder`` a folder of a disk of ``size`` bytes, all but FREE_WHEN_FULL of which another file there takes.
 
     Raises OSError if this user may not mount one.
     """
+    disk = folder.with_name(folder.name + "-disk")
+    disk.mkdir(parents=True, exist_ok=True)
     folder.mkdir(parents=True, exist_ok=True)
-    command = ["mount", "-t", "tmpfs", "-o", f"size={size},mode=700", "kvoffload-board", str(folder)]
-    mounted = subprocess.run(command, capture_output=True, text=True, check=False)
-    if mounted.returncode != 0:
-        raise OSError(f"a small file system cannot be mounted: {mounted.stderr.strip()}")
+    mounted: list[Path] = []
     try:
-        with (folder / FILLER).open("wb") as filler:
-            os.posix_fallocate(filler.fileno(), 0, max(1, size - FREE_WHEN_FULL))
+        _mount(["-t", "tmpfs", "-o", f"size={size},mode=700", "kvoffload-board", str(disk)])
+        mounted.append(disk)
+        with (disk / "taken").open("wb") as other:
+            os.posix_fallocate(other.fileno(), 0, size - FREE_WHEN_FULL)
+        inside = disk / "cache"
+        inside.mkdir(mode=0o700)
+        _mount(["--bind", str(inside), str(folder)])
+        mounted.append(folder)
         yield
     finally:
-        # A process that was killed a moment ago may still hold files.
-        subprocess.run(["umount", "--lazy", str(folder)], capture_output=True, check=False)
+        for path in reversed(mounted):
+            # Lazily: a process that was killed a moment ago may still hold files.
+            subprocess.run(["umount", "--lazy", str(path)], capture_output=True, check=False)
+
+
+def _mount(arguments: list[str]) -> None:
+    done = subprocess.run(["mount", *arguments], capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        raise OSError(f"a small disk cannot be mounted: {done.stderr.strip()}")
 
 
 def copy_folder(source: Path, target: Path) -> None:

@@ -87,7 +87,7 @@ def test_a_crash_is_seen_with_its_last_words(kind: str, words: str, tmp_path: Pa
 
 
 def test_what_happens_at_start_is_distinguished(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(RefusedError, match="^ValueError: only on GPUs$"):
+    with pytest.raises(RefusedError, match=r"^ValueError: only on GPUs"):
         start("refuses", tmp_path)
     with pytest.raises(CrashError):
         start("dies", tmp_path)
