@@ -256,8 +256,13 @@ def run_row(board: Board, system: System, chosen: Sequence[Fault], ends_at: floa
     return {"note": system.note, "is_control": system.is_control, "cells": cells}
 
 
-def run_board(work: Path, kinds: Sequence[type[System]], chosen: Sequence[Fault] = FAULTS) -> dict[str, Any]:
-    """Runs the board and returns its result. Logs and files of the systems are in ``work``."""
+def run_board(
+    work: Path, kinds: Sequence[type[System]], chosen: Sequence[Fault] = FAULTS, deadline_s: float = BOARD_DEADLINE_S
+) -> dict[str, Any]:
+    """Runs the board and returns its result. Logs and files of the systems are in ``work``.
+
+    Cells that would begin more than ``deadline_s`` from now are not run.
+    """
     # The process that forks engines takes its environment from this one when it starts.
     os.environ.update(ENVIRONMENT)
     begun = time.monotonic()
@@ -276,7 +281,7 @@ def run_board(work: Path, kinds: Sequence[type[System]], chosen: Sequence[Fault]
 
         for kind in kinds:
             system = kind(work / kind.__name__)
-            rows[system.name] = run_row(board, system, chosen, begun + BOARD_DEADLINE_S, show)
+            rows[system.name] = run_row(board, system, chosen, begun + deadline_s, show)
     return {
         "prompts": PROMPTS,
         "prompt_tokens": PROMPT_TOKENS,
@@ -296,11 +301,13 @@ def is_installed(name: str) -> bool:
     return True
 
 
-def run_elsewhere(python: str, work: Path, kind: type[System], faults_chosen: Sequence[Fault]) -> dict[str, Any]:
+def run_elsewhere(
+    python: str, work: Path, kind: type[System], chosen: Sequence[Fault], deadline_s: float
+) -> dict[str, Any]:
     """Runs the board of one system with another Python, which has its packages. Returns its result."""
     out = work / kind.__name__
     command = [python, "-m", "benchmarks.peers.board", "--out", str(out), "--only", kind.__name__, "--here"]
-    command += ["--faults", ",".join(fault.name for fault in faults_chosen)]
+    command += ["--faults", ",".join(fault.name for fault in chosen), "--deadline-s", str(deadline_s)]
     done = subprocess.run(command, env={**systems.environment(), systems.LMCACHE_PYTHON: python}, check=False)
     if done.returncode != 0:
         raise RuntimeError(f"the board with {python} has ended with {done.returncode}")
@@ -334,7 +341,11 @@ def verdict(result: dict[str, Any]) -> list[str]:
 
 
 def main(
-    out: Path, kinds: Sequence[type[System]] = SYSTEMS, chosen: Sequence[Fault] = FAULTS, here: bool = False
+    out: Path,
+    kinds: Sequence[type[System]] = SYSTEMS,
+    chosen: Sequence[Fault] = FAULTS,
+    here: bool = False,
+    deadline_s: float = BOARD_DEADLINE_S,
 ) -> None:
     """Runs the board, prints its table and writes ``board.json`` into ``out``, with the logs in ``out/board``.
 
@@ -344,12 +355,12 @@ def main(
     shutil.rmtree(work, ignore_errors=True)
     work.mkdir(parents=True)
     ours = [kind for kind in kinds if here or kind.python() == sys.executable]
-    result = run_board(work, ours, chosen)
+    result = run_board(work, ours, chosen, deadline_s)
     for kind in kinds:
         if kind not in ours:
             python = kind.python()
             if Path(python).exists():
-                other = run_elsewhere(python, work, kind, chosen)
+                other = run_elsewhere(python, work, kind, chosen, deadline_s - result["seconds"])
                 result["systems"] |= other["systems"]
                 result["versions"] |= other["versions"]
                 result["seconds"] += other["seconds"]
@@ -371,13 +382,16 @@ def command_line() -> None:
     parser.add_argument("--out", type=Path, default=Path("bench-report"), help="directory of board.json and the logs")
     parser.add_argument("--only", default=",".join(names), help="systems, separated by commas; default: all")
     parser.add_argument("--faults", default=",".join(fault.name for fault in FAULTS), help="faults; default: all")
+    parser.add_argument(
+        "--deadline-s", type=float, default=BOARD_DEADLINE_S, help="seconds; no cell begins after these"
+    )
     parser.add_argument("--here", action="store_true", help="run every system with this Python")
     args = parser.parse_args()
     kinds = [kind for kind in SYSTEMS if kind.__name__ in args.only.split(",")]
     chosen = [fault for fault in FAULTS if fault.name in args.faults.split(",")]
     if not kinds or not chosen:
         parser.error(f"systems are {', '.join(names)}; faults are {', '.join(fault.name for fault in FAULTS)}")
-    main(args.out.resolve(), kinds, chosen, args.here)
+    main(args.out.resolve(), kinds, chosen, args.here, args.deadline_s)
 
 
 if __name__ == "__main__":

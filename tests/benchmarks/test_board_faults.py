@@ -72,7 +72,10 @@ def test_a_small_disk_is_nearly_full_and_gone_afterwards(tmp_path: Path) -> None
     assert not list(disk.iterdir())
 
 
-def test_one_tensor_of_the_replaced_weights_differs(tmp_path: Path) -> None:
+def test_one_tensor_of_the_replaced_weights_differs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(model, "LAYERS", 2)
+    monkeypatch.setattr(model, "VOCAB", 16)
+    monkeypatch.setattr(model, "INTERMEDIATE", 16)
     one, other = tmp_path / "one", tmp_path / "other"
     model.write_model(one, seed=3)
     faults.copy_folder(one, other)
