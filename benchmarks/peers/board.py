@@ -220,7 +220,7 @@ def run_cell(board: Board, system: System, fault: Fault) -> Cell:
         return fault.run(board, system)
     except NotApplicableError as error:
         return Cell(Outcome.NOT_APPLICABLE, message=str(error))
-    except RefusedError as error:
+    except (RefusedError, systems.StartError) as error:
         return Cell(Outcome.REFUSED, message=str(error))
     except HangError as error:
         return Cell(Outcome.HANG, message=f"at start or end: {error}")

@@ -30,7 +30,7 @@ DEVICE_BLOCKS = 64
 """The engine's own cache: 64 blocks of 128 tokens."""
 MAX_TOKENS = 4096
 START_S = 300.0
-SERVICE_START_S = 60.0
+SERVICE_START_S = 180.0
 ENGINE: dict[str, Any] = {
     "skip_tokenizer_init": True,
     "dtype": "float32",
