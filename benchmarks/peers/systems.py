@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
-from benchmarks.peers.processes import Process, disk_usage, failure, free_ports, wait_for_port
+from benchmarks.peers.processes import Process, disk_usage, failure, free_ports, last_error, wait_for_port
 
 ROOT = Path(__file__).resolve().parents[2]
 HOST = "127.0.0.1"
@@ -217,6 +217,11 @@ class Service:
             self.kill()
             raise StartError(f"{self.name}: {failure(self.process.log.read_text(errors='replace'))}")
 
+    def errors(self) -> str:
+        """Returns the last error in the log; empty if there is none."""
+        message = self.process and last_error(self.process.log.read_text(errors="replace"))
+        return f"{self.name}: {message}" if message else ""
+
     def stop(self) -> None:
         if self.process is not None:
             self.process.stop(15.0)
@@ -294,7 +299,7 @@ class System(ABC):
         except BaseException as error:
             running.kill()
             if isinstance(error, AskError | HangError):
-                raise StartError(str(error)) from error
+                raise StartError("; ".join([str(error), *(s.errors() for s in services if s.errors())])) from error
             raise
         return running
 
@@ -513,6 +518,9 @@ class LMCache(System):
         command = [str(Path(self.python()).with_name("lmcache")), "server", "--host", HOST, "--port", str(port)]
         command += ["--http-port", str(http), "--prometheus-port", str(prometheus)]
         command += ["--l1-size-gb", str(host_bytes / 2**30), "--eviction-policy", "LRU"]
+        # Its connector chooses the transfer by the engine if the device is a CPU, which the server must be told.
+        # A pool in shared memory saves the copies through a socket; it cannot be allocated lazily.
+        command += ["--supported-transfer-mode", "engine_driven", "--shm-name", self._shm_name(), "--no-l1-use-lazy"]
         if disk_bytes is not None:
             adapter = {
                 "type": "fs_native",
@@ -529,7 +537,13 @@ class LMCache(System):
             "kv_role": "kv_both",
             "kv_connector_extra_config": {"lmcache.mp.host": f"tcp://{HOST}", "lmcache.mp.port": self._port},
         }
-        return Settings(connector, source="https://docs.lmcache.ai/mp/quickstart.html")
+        return Settings(connector, source="https://docs.lmcache.ai/mp/quickstart.html, lmcache server --help")
+
+    def leftovers(self, settings: Settings) -> list[tuple[Path, str]]:
+        return [(Path("/dev/shm"), f"*{self._shm_name()}*")]
+
+    def _shm_name(self) -> str:
+        return f"peers-{os.getpid()}-{self._port}"
 
 
 SYSTEMS: dict[str, System] = {
