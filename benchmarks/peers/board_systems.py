@@ -168,23 +168,38 @@ class KVOffloadSharedDir(KVOffloadDisk):
         return [{"kind": "shared_dir", "dir": str(self.folder), "bytes": CACHE_BYTES}]
 
 
-class VLLMOwn(FolderSystem):
-    """vLLM's own offloading as it is."""
+class PeerSystem(FolderSystem):
+    """A system of ``make peers`` with its disk, started as there."""
 
-    name = "vLLM's own offloading, fs tier"
-    peer: systems.System = systems.VLLMAsIs()
+    peer: systems.System
 
     def __init__(self, work: Path) -> None:
         super().__init__(work)
         self.folder = self.peer.disk_dir(work)
+        self._given: list[systems.Settings] = []
 
     def connector(self) -> dict[str, Any]:
         settings = self.peer.settings(self.work, HOST_BYTES, CACHE_BYTES)
+        self._given.append(settings)
         assert settings.connector is not None
         return settings.connector
 
+    def close(self) -> None:
+        # Engines and servers that were killed leave memory behind.
+        for settings in self._given:
+            for directory, pattern in self.peer.leftovers(settings):
+                for path in directory.glob(pattern):
+                    path.unlink(missing_ok=True)
 
-class VLLMOwnOnCPU(VLLMOwn):
+
+class VLLMOwn(PeerSystem):
+    """vLLM's own offloading as it is."""
+
+    name = "vLLM's own offloading, fs tier"
+    peer = systems.VLLMAsIs()
+
+
+class VLLMOwnOnCPU(PeerSystem):
     name = "vLLM's own offloading, fs tier, copies of this benchmark"
     note = (
         "vLLM starts its own offloading on GPUs only. Here its connector, manager and fs tier ran unchanged, with a "
@@ -192,39 +207,27 @@ class VLLMOwnOnCPU(VLLMOwn):
     )
     peer = systems.VLLM()
 
-    def close(self) -> None:
-        # An engine that was killed leaves its host memory behind.
-        for path in Path("/dev/shm").glob("vllm_offload_peers-*"):
-            with contextlib.suppress(OSError):
-                path.unlink()
 
-
-class LMCacheDisk(FolderSystem):
+class LMCacheDisk(PeerSystem):
     """LMCache's server, whose memory belongs to it, and its files."""
 
     name = "LMCache, multi-process mode, disk"
     note = "LMCache's server was stopped with the engine, so that a second engine finds what is on disk only."
+    peer = systems.LMCache()
 
     def __init__(self, work: Path) -> None:
         super().__init__(work)
-        self._peer = systems.LMCache()
-        self.folder = self._peer.disk_dir(work)
         self._services: list[systems.Service] = []
         self._is_running = False
 
     @classmethod
     def python(cls) -> str:
-        return systems.LMCache().python()
+        return cls.peer.python()
 
     def missing(self) -> str | None:
         if importlib.util.find_spec("lmcache") is None:
             return "lmcache is not installed"
         return None
-
-    def connector(self) -> dict[str, Any]:
-        settings = self._peer.settings(self.work, HOST_BYTES, CACHE_BYTES)
-        assert settings.connector is not None
-        return settings.connector
 
     def begin(self) -> None:
         if not self._is_running:
@@ -259,13 +262,14 @@ class LMCacheDisk(FolderSystem):
 
     def start_service(self) -> None:
         if not self._services:
-            self._services = self._peer.services(self.work, HOST_BYTES, CACHE_BYTES)
+            self._services = self.peer.services(self.work, HOST_BYTES, CACHE_BYTES)
         for service in self._services:
             service.start()
         self._is_running = True
 
     def close(self) -> None:
         self.crash()
+        super().close()
 
 
 class MooncakeSystem(System):
