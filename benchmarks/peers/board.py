@@ -152,8 +152,9 @@ class Board:
         return worse(judge(asked, self.reference[:half]), self.ask(system))
 
     def full(self, system: System) -> Cell:
-        with system.full():
+        with system.full() as fill:
             with self.start(system) as engine:
+                fill()
                 first = self.judge(engine.ask(self.prompts))
                 try:
                     engine.settle()
@@ -205,7 +206,11 @@ FAULTS = (
     Fault("byte flips", "one bit in every 64 KiB of every file (of every value in a store's memory)", Board.flips),
     Fault("truncation", "every file is cut to half its size", Board.truncation),
     Fault("kill -9", "the engine's processes are killed while they store", Board.killed),
-    Fault("full disk", "a disk (or a store) with almost no room left", Board.full),
+    Fault(
+        "full disk",
+        "another file takes almost all room of the disk while the engine runs (a store: little memory)",
+        Board.full,
+    ),
     Fault("replaced weights", "one tensor has another sign, under the same path", Board.weights),
     Fault("store restarted", "the cache's server is killed and started again between requests", Board.restarted),
     Fault("store down", "the same, between one third and two thirds of the requests", Board.restarted_during),

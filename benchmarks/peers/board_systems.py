@@ -7,7 +7,7 @@ import importlib.util
 import json
 import shutil
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -83,8 +83,8 @@ class System:
         raise NotApplicableError("it keeps no files")
 
     @contextlib.contextmanager
-    def full(self) -> Iterator[None]:
-        """Starts it anew with almost no room."""
+    def full(self) -> Iterator[Callable[[], None]]:
+        """Starts it anew with little room. Yields what fills that, called when an engine has started."""
         raise NotImplementedError
         yield
 
@@ -126,10 +126,10 @@ class FolderSystem(System):
         return faults.truncate(self.folder)
 
     @contextlib.contextmanager
-    def full(self) -> Iterator[None]:
+    def full(self) -> Iterator[Callable[[], None]]:
         self.empty()
-        with faults.small_disk(self.folder, CACHE_BYTES + (32 << 20)):
-            yield
+        with faults.small_disk(self.folder, CACHE_BYTES + (32 << 20)) as fill:
+            yield fill
 
 
 class KVOffloadDisk(FolderSystem):
@@ -252,9 +252,9 @@ class LMCacheDisk(PeerSystem):
         super().restore()
 
     @contextlib.contextmanager
-    def full(self) -> Iterator[None]:
-        with super().full():
-            yield
+    def full(self) -> Iterator[Callable[[], None]]:
+        with super().full() as fill:
+            yield fill
             self.crash()
 
     def stop_service(self) -> None:
@@ -296,11 +296,11 @@ class MooncakeSystem(System):
         return self._store.flip()
 
     @contextlib.contextmanager
-    def full(self) -> Iterator[None]:
+    def full(self) -> Iterator[Callable[[], None]]:
         self._store.kill()
         self._segment_bytes = SMALL_STORE_BYTES
         self._store.start(self._segment_bytes)
-        yield
+        yield lambda: None
 
     def stop_service(self) -> None:
         self._store.kill()

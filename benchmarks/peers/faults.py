@@ -8,7 +8,7 @@ import mmap
 import os
 import shutil
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -59,8 +59,9 @@ def truncate(folder: Path) -> int:
 
 
 @contextlib.contextmanager
-def small_disk(folder: Path, size: int) -> Iterator[None]:
-    """Makes ``folder`` a folder of a disk of ``size`` bytes, all but FREE_WHEN_FULL of which another file there takes.
+def small_disk(folder: Path, size: int) -> Iterator[Callable[[], None]]:
+    """Makes ``folder`` a folder of a disk of ``size`` bytes. Yields a function that fills the disk: another file there
+    then takes all that is free but FREE_WHEN_FULL bytes.
 
     Raises OSError if this user may not mount one.
     """
@@ -71,17 +72,21 @@ def small_disk(folder: Path, size: int) -> Iterator[None]:
     try:
         _mount(["-t", "tmpfs", "-o", f"size={size},mode=700", "kvoffload-board", str(disk)])
         mounted.append(disk)
-        with (disk / "taken").open("wb") as other:
-            os.posix_fallocate(other.fileno(), 0, size - FREE_WHEN_FULL)
         inside = disk / "cache"
         inside.mkdir(mode=0o700)
         _mount(["--bind", str(inside), str(folder)])
         mounted.append(folder)
-        yield
+        yield lambda: _fill(disk)
     finally:
         for path in reversed(mounted):
             # Lazily: a process that was killed a moment ago may still hold files.
             subprocess.run(["umount", "--lazy", str(path)], capture_output=True, check=False)
+
+
+def _fill(disk: Path) -> None:
+    free = os.statvfs(disk)
+    with (disk / "taken").open("wb") as other:
+        os.posix_fallocate(other.fileno(), 0, max(1, free.f_bavail * free.f_frsize - FREE_WHEN_FULL))
 
 
 def _mount(arguments: list[str]) -> None:

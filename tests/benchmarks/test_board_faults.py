@@ -57,10 +57,12 @@ def test_files_are_cut_to_half(folder: Path) -> None:
         assert path.read_bytes() == old[: len(old) // 2]
 
 
-def test_a_small_disk_is_nearly_full_and_gone_afterwards(tmp_path: Path) -> None:
+def test_a_small_disk_can_be_filled_and_is_gone_afterwards(tmp_path: Path) -> None:
     disk = tmp_path / "disk"
     try:
-        with faults.small_disk(disk, 32 << 20):
+        with faults.small_disk(disk, 32 << 20) as fill:
+            (disk / "before").write_bytes(bytes(faults.FREE_WHEN_FULL))
+            fill()
             (disk / "fits").write_bytes(bytes(faults.FREE_WHEN_FULL // 2))
             with pytest.raises(OSError) as raised:
                 (disk / "does not fit").write_bytes(bytes(faults.FREE_WHEN_FULL))
