@@ -17,6 +17,8 @@ HOST_BYTES = 2 << 30
 DISK_BYTES = 4 << 30
 SETTLE_S = 60.0
 """How long a system may take after the last answer to finish what it stores."""
+IDLE_SHARE = 0.1
+"""Processes that together use less of one core are idle."""
 TIE = 1e-3
 """Two tokens whose log-probabilities differ by less are a tie: rounding decides between them."""
 
@@ -99,14 +101,17 @@ def block_bytes(prompts: Sequence[Sequence[int]], bytes_per_token: int, block_si
     return len(blocks) * block_size * bytes_per_token
 
 
-def settle(running: Running, deadline_s: float = SETTLE_S) -> None:
-    """Waits until the processes of a system use next to no CPU, so that its background work is done."""
+def settle(running: Running, pause_s: float = 0.5, deadline_s: float = SETTLE_S) -> None:
+    """Waits until the processes of a system have used next to no CPU for ``pause_s``: its background work is done."""
     deadline = time.monotonic() + deadline_s
-    while time.monotonic() < deadline:
-        before, start = cpu_s(running.processes()), time.monotonic()
+    quiet_since = time.monotonic()
+    before = cpu_s(running.processes())
+    while (now := time.monotonic()) < deadline and now - quiet_since < pause_s:
         time.sleep(0.5)
-        if cpu_s(running.processes()) - before < 0.1 * (time.monotonic() - start):
-            return
+        used = cpu_s(running.processes())
+        if used - before > IDLE_SHARE * (time.monotonic() - now):
+            quiet_since = time.monotonic()
+        before = used
 
 
 def measure(
@@ -197,7 +202,7 @@ def _fill_disk(system: System, load: Load, work_dir: Path, model: Path, bytes_pe
         return
     try:
         running.ask(prompts, 1)
-        settle(running)
+        settle(running, system.disk_pause_s)
         running.stop()
         result.disk_bytes, result.disk_held_bytes = (
             running.disk_bytes,

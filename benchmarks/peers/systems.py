@@ -238,6 +238,8 @@ class System(ABC):
     title: str
     has_disk = True
     """Whether it can keep blocks on disk."""
+    disk_pause_s = 1.0
+    """How long its processes may be idle before it goes on writing to disk."""
 
     def python(self) -> str:
         """Returns the Python that runs the engine."""
@@ -441,6 +443,8 @@ class Mooncake(System):
 
     name = "mooncake"
     title = "Mooncake Store connector, TCP"
+    # mooncake_client takes the blocks that it is to write every ten seconds.
+    disk_pause_s = 12.0
 
     def versions(self) -> dict[str, str]:
         return package_versions(self.python(), ["mooncake-transfer-engine-non-cuda", "mooncake-transfer-engine"])
@@ -473,6 +477,7 @@ class Mooncake(System):
             variables |= {
                 "MOONCAKE_OFFLOAD_FILE_STORAGE_PATH": str(self.disk_dir(work_dir)),
                 "MOONCAKE_OFFLOAD_TOTAL_SIZE_LIMIT_BYTES": str(disk_bytes),
+                "MOONCAKE_OFFLOAD_BUCKET_MAX_TOTAL_SIZE": str(disk_bytes),
             }
             owner_command = [
                 str(programs / "mooncake_client"),
