@@ -55,7 +55,13 @@ class Engine:
         self._scheduled: Counter[str] = Counter()
         """Number of tokens that steps were given, by request: a prompt token from a cache is never among them."""
         self._num_asked = 0
-        scheduler = self._scheduler
+        core = self._llm.llm_engine.engine_core
+        self._scheduler: Any = core.engine_core.scheduler if hasattr(core, "engine_core") else None
+        """None if the engine core has a process of its own: what vLLM reports is then believed."""
+        if self._scheduler is not None:
+            self._count(self._scheduler)
+
+    def _count(self, scheduler: Any) -> None:
         schedule = scheduler.schedule
 
         def counting(*args: Any, **kwargs: Any) -> Any:
@@ -66,10 +72,6 @@ class Engine:
             return step
 
         scheduler.schedule = counting
-
-    @property
-    def _scheduler(self) -> Any:
-        return self._llm.llm_engine.engine_core.engine_core.scheduler
 
     def ask(self, prompt: list[int], max_tokens: int = MAX_TOKENS) -> dict[str, Any]:
         from vllm.sampling_params import SamplingParams
@@ -94,14 +96,16 @@ class Engine:
         (completion,) = output.outputs
         tokens = list(completion.token_ids)
         logprobs = [float(step[token].logprob) for token, step in zip(tokens, completion.logprobs or [], strict=False)]
+        reported = output.num_cached_tokens or 0
         # Each answered token but the last is computed, too.
         computed = self._scheduled.pop(name, 0) - (len(tokens) - 1)
+        cached = reported if self._scheduler is None else max(0, prompt_tokens - computed)
         return {
             "tokens": tokens,
             "logprobs": logprobs,
             "error": None if len(tokens) == len(logprobs) and tokens else str(completion.finish_reason),
-            "cached_tokens": max(0, prompt_tokens - computed),
-            "reported_tokens": output.num_cached_tokens or 0,
+            "cached_tokens": cached,
+            "reported_tokens": reported,
             "ttft_ms": 1e3 * ttft_s,
         }
 
@@ -111,7 +115,7 @@ class Engine:
             # Some connectors learn only in a step that a write has ended.
             self.ask([7, 8, 9], max_tokens=2)
             for _ in range(SETTLE_STEPS):
-                if not self._scheduler.has_requests():
+                if self._scheduler is None or not self._scheduler.has_requests():
                     break
                 self._llm.llm_engine.step()
             time.sleep(PAUSE_S)

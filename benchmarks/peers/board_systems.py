@@ -219,6 +219,8 @@ class LMCacheDisk(PeerSystem):
         super().__init__(work)
         self._services: list[systems.Service] = []
         self._is_running = False
+        # In one process, vLLM's search for Triton kernels fails at a module that LMCache has imported.
+        self.environment = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
 
     @classmethod
     def python(cls) -> str:
