@@ -190,7 +190,8 @@ class PolicyOffloadingManager(OffloadingManager):
         self, new_keys: list[OffloadKey], homes: Homes | None, present: Slots, worthless: list[OffloadKey]
     ) -> PrepareStoreOutput | None:
         """Stores ``new_keys``. ``worthless``, tail first, are keys that the policy does not admit."""
-        self._gone.record(worthless, MissReason.NOT_ADMITTED)
+        if worthless:
+            self._gone.record(worthless, MissReason.NOT_ADMITTED)
         protected = self._protect(len(new_keys), present)
         if protected is None:
             self._gone.record(new_keys, MissReason.NO_ROOM)
@@ -228,12 +229,14 @@ class PolicyOffloadingManager(OffloadingManager):
         if n <= 0:
             return []
         busy = self._table.busy
-        busy[protected] = True
+        if len(protected):
+            busy[protected] = True
         victims = np.asarray(self.policy.evict(Eviction(n, _read_only(busy), _read_only(self._table.key_of), entering)))
         if not self._may_leave(victims, n):
             raise IntegrityError(f"policy {type(self.policy).__name__} chose blocks that it may not evict")
-        busy[protected] = False
-        self.policy.mark_evictable(protected)
+        if len(protected):
+            busy[protected] = False
+            self.policy.mark_evictable(protected)
         keys = self._table.remove(victims)
         self.backend.free(victims)
         self._gone.record(keys, MissReason.EVICTED)
@@ -266,7 +269,8 @@ class PolicyOffloadingManager(OffloadingManager):
             self.policy.remove(known)
             self._gone.record(self._table.key_of[known].tolist(), MissReason.COPY_FAILED)
             self._table.remove(written)
-        self.backend.free(freed)
+        if len(freed):
+            self.backend.free(freed)
 
     def restore(self, keys: Sequence[OffloadKey], slots: Slots) -> None:
         """Takes in distinct blocks that are in the medium already, in ``slots`` that the backend counts as allocated,
