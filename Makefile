@@ -187,5 +187,7 @@ $(VENV_LMCACHE)/.stamp: $(VENV_VLLM)/.stamp
 		>$$($(VENV_LMCACHE)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/vllm.pth
 	@$(VENV_LMCACHE)/bin/python -m pip install --quiet --no-compile --no-deps $(LMCACHE)
 	@$(VENV_LMCACHE)/bin/python tools/requirements.py lmcache $(LMCACHE_WITHOUT) >$(VENV_LMCACHE)/requirements.txt
-	@$(VENV_LMCACHE)/bin/python -m pip install --quiet --no-compile --requirement $(VENV_LMCACHE)/requirements.txt
+	@# pip also reports the versions that differ from those of vLLM, as they must here.
+	@$(VENV_LMCACHE)/bin/python -m pip install --quiet --no-compile --requirement $(VENV_LMCACHE)/requirements.txt \
+		2>$(VENV_LMCACHE)/pip.log || { cat $(VENV_LMCACHE)/pip.log >&2; exit 1; }
 	@touch $@

@@ -510,7 +510,7 @@ class LMCache(System):
     title = "LMCache, multi-process mode"
 
     def python(self) -> str:
-        return os.environ.get(LMCACHE_PYTHON, str(ROOT / ".venv-peers-lmcache" / "bin" / "python"))
+        return os.path.abspath(os.environ.get(LMCACHE_PYTHON, ROOT / ".venv-peers-lmcache" / "bin" / "python"))
 
     def versions(self) -> dict[str, str]:
         return package_versions(self.python(), ["lmcache"])

@@ -6,9 +6,9 @@ import json
 from pathlib import Path
 
 import pytest
-from benchmarks import states
 from benchmarks.states import BOUND, RULES, Setting, boundaries, run, turns_of
 
+from benchmarks import states
 from kvoffload.lab.trace import Trace, make_trace
 
 SIZE = 10
