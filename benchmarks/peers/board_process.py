@@ -152,7 +152,7 @@ class Running:
     def _last_words(self) -> str:
         """Returns the last line of the log that names an error, else how the process ended."""
         self._child.join(EXIT_DEADLINE_S)
-        lines = self.log.read_text(errors="replace").splitlines()
+        lines = self.log.read_text(errors="replace").splitlines() if self.log.exists() else []
         named = [line for line in lines if "Error" in line or "Exception" in line or "assert" in line]
         return shorten(named[-1].strip() if named else f"exit status {self._child.exitcode}")
 
