@@ -14,6 +14,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
+from benchmarks.peers import board
 from benchmarks.peers.load import make_load
 from benchmarks.peers.measure import Result, measure
 from benchmarks.peers.report import REFERENCE, publish, text
@@ -26,7 +27,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--only", help=f"systems, separated by commas: {', '.join(SYSTEMS)}")
     parser.add_argument("--quick", action="store_true", help="ask less, to check that everything runs")
     parser.add_argument("--out", type=Path, default=Path("peers-report"), help="directory of the results and logs")
+    parser.add_argument("--board", action="store_true", help="run the integrity board instead, and write board.json")
     args = parser.parse_args(arguments)
+    if args.board:
+        board.main(args.out.resolve())
+        return
     names = choose(args.only, list(SYSTEMS))
     unknown = [name for name in names if name not in SYSTEMS]
     if unknown:

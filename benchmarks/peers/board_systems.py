@@ -1,0 +1,371 @@
+"""The systems of the integrity board: what each is given to start, where it keeps its bytes, and how these break."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import json
+import shutil
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from benchmarks.peers import faults, systems
+from benchmarks.peers.board_mooncake import MooncakeStore
+from kvoffload.demo.shared import mooncake
+
+HOST_BYTES = 160 << 20
+CACHE_BYTES = 64 << 20
+"""Little more than the prompts take, so that half a file is not only room that was never used."""
+STORE_BYTES = 192 << 20
+SMALL_STORE_BYTES = 24 << 20
+LOAD_DEADLINE_MS = 20_000
+"""Long, so that a busy machine does not turn answers from the cache into misses."""
+
+
+class NotApplicableError(Exception):
+    """This fault does not exist for this system. The text says why."""
+
+
+class System:
+    """A cache, and how an engine uses it. What it stores is kept until ``empty``."""
+
+    name = ""
+    note = ""
+    """What a reader must know about how it ran."""
+    is_control = False
+    """Whether wrong answers under flipped bits are what it is there to show. It runs no other fault."""
+
+    def __init__(self, work: Path) -> None:
+        self.work = work
+        self.environment: Mapping[str, str] = {}
+        work.mkdir(parents=True, exist_ok=True)
+
+    @classmethod
+    def python(cls) -> str:
+        """Returns the Python that runs its engine."""
+        return sys.executable
+
+    def missing(self) -> str | None:
+        """Returns why it cannot run here, or None."""
+        return None
+
+    def connector(self) -> dict[str, Any]:
+        """Returns the fields of ``KVTransferConfig``."""
+        raise NotImplementedError
+
+    def empty(self) -> None:
+        """Makes it start anew, with nothing stored."""
+        raise NotImplementedError
+
+    def keep(self) -> bool:
+        """Keeps a copy of what is stored. Returns whether it can."""
+        return False
+
+    def restore(self) -> None:
+        """Stores again what was kept."""
+        raise NotImplementedError
+
+    def begin(self) -> None:
+        """Is called before an engine starts."""
+
+    def end(self) -> None:
+        """Is called after an engine has stopped. What it stored in memory that belongs to it is lost."""
+
+    def crash(self) -> None:
+        """Is called when an engine is killed: kills what writes for it."""
+
+    def flip(self) -> int:
+        raise NotImplementedError
+
+    def truncate(self) -> int:
+        raise NotApplicableError("it keeps no files")
+
+    @contextlib.contextmanager
+    def full(self) -> Iterator[Callable[[], None]]:
+        """Starts it anew with little room. Yields what fills that, called when an engine has started."""
+        raise NotImplementedError
+        yield
+
+    def stop_service(self) -> None:
+        """Kills the processes of the cache outside the engine."""
+        raise NotApplicableError("it has no server of its own")
+
+    def start_service(self) -> None:
+        """Starts them again."""
+        raise NotApplicableError("it has no server of its own")
+
+    def close(self) -> None:
+        """Leaves no process behind."""
+
+
+class FolderSystem(System):
+    """A cache in a folder, without a server of its own."""
+
+    def __init__(self, work: Path) -> None:
+        super().__init__(work)
+        self.folder = work / "cache"
+        self._kept = work / "kept"
+
+    def empty(self) -> None:
+        shutil.rmtree(self.folder, ignore_errors=True)
+        self.folder.mkdir(mode=0o700)
+
+    def keep(self) -> bool:
+        faults.copy_folder(self.folder, self._kept)
+        return True
+
+    def restore(self) -> None:
+        faults.copy_folder(self._kept, self.folder)
+
+    def flip(self) -> int:
+        return faults.flip(self.folder)
+
+    def truncate(self) -> int:
+        return faults.truncate(self.folder)
+
+    @contextlib.contextmanager
+    def full(self) -> Iterator[Callable[[], None]]:
+        self.empty()
+        with faults.small_disk(self.folder, CACHE_BYTES + (32 << 20)) as fill:
+            yield fill
+
+
+class KVOffloadDisk(FolderSystem):
+    name = "kvoffload, disk tier"
+    connector_class = ("KVOffloadConnector", "kvoffload.vllm")
+
+    def tiers(self) -> list[dict[str, Any]]:
+        return [{"kind": "disk", "dir": str(self.folder), "bytes": CACHE_BYTES}]
+
+    def connector(self) -> dict[str, Any]:
+        name, module = self.connector_class
+        return {
+            "kv_connector": name,
+            "kv_connector_module_path": module,
+            "kv_role": "kv_both",
+            "kv_connector_extra_config": {
+                "host_bytes": HOST_BYTES,
+                "tiers": self.tiers(),
+                "load_deadline_ms": LOAD_DEADLINE_MS,
+                "load_only_if_faster": False,
+            },
+        }
+
+
+class UnverifiedKVOffloadDisk(KVOffloadDisk):
+    name = "control: kvoffload without verification"
+    note = "kvoffload's disk tier with the comparison of checksums taken out: it must answer wrongly."
+    is_control = True
+    connector_class = ("UnverifiedKVOffloadConnector", "benchmarks.peers.board_unverified")
+
+
+class KVOffloadSharedDir(KVOffloadDisk):
+    name = "kvoffload, shared directory"
+
+    def tiers(self) -> list[dict[str, Any]]:
+        return [{"kind": "shared_dir", "dir": str(self.folder), "bytes": CACHE_BYTES}]
+
+
+class PeerSystem(FolderSystem):
+    """A system of ``make peers`` with its disk, started as there."""
+
+    peer: systems.System
+
+    def __init__(self, work: Path) -> None:
+        super().__init__(work)
+        self.folder = self.peer.disk_dir(work)
+        self._given: list[systems.Settings] = []
+
+    def connector(self) -> dict[str, Any]:
+        settings = self.peer.settings(self.work, HOST_BYTES, CACHE_BYTES)
+        self._given.append(settings)
+        assert settings.connector is not None
+        return settings.connector
+
+    def close(self) -> None:
+        # Engines and servers that were killed leave memory behind.
+        for settings in self._given:
+            for directory, pattern in self.peer.leftovers(settings):
+                for path in directory.glob(pattern):
+                    path.unlink(missing_ok=True)
+
+
+class VLLMOwn(PeerSystem):
+    """vLLM's own offloading as it is."""
+
+    name = "vLLM's own offloading, fs tier"
+    peer = systems.VLLMAsIs()
+
+
+class VLLMOwnOnCPU(PeerSystem):
+    name = "vLLM's own offloading, fs tier, copies of this benchmark"
+    note = (
+        "vLLM starts its own offloading on GPUs only. Here its connector, manager and fs tier ran unchanged, with a "
+        "worker of this benchmark that copies between device and host memory (`benchmarks/peers/host_spec.py`)."
+    )
+    peer = systems.VLLM()
+
+
+class LMCacheDisk(PeerSystem):
+    """LMCache's server, whose memory belongs to it, and its files."""
+
+    name = "LMCache, multi-process mode, disk"
+    note = "LMCache's server was stopped with the engine, so that a second engine finds what is on disk only."
+    peer = systems.LMCache()
+
+    def __init__(self, work: Path) -> None:
+        super().__init__(work)
+        self._services: list[systems.Service] = []
+        self._is_running = False
+        # In one process, vLLM's search for Triton kernels fails at a module that LMCache has imported.
+        self.environment = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
+
+    @classmethod
+    def python(cls) -> str:
+        return cls.peer.python()
+
+    def missing(self) -> str | None:
+        if importlib.util.find_spec("lmcache") is None:
+            return "lmcache is not installed"
+        return None
+
+    def begin(self) -> None:
+        if not self._is_running:
+            self.start_service()
+
+    def end(self) -> None:
+        for service in self._services:
+            service.stop()
+        self._is_running = False
+
+    def crash(self) -> None:
+        for service in self._services:
+            service.kill()
+        self._is_running = False
+
+    def empty(self) -> None:
+        self.crash()
+        super().empty()
+
+    def restore(self) -> None:
+        self.crash()
+        super().restore()
+
+    @contextlib.contextmanager
+    def full(self) -> Iterator[Callable[[], None]]:
+        with super().full() as fill:
+            yield fill
+            self.crash()
+
+    def stop_service(self) -> None:
+        self.crash()
+
+    def start_service(self) -> None:
+        if not self._services:
+            self._services = self.peer.services(self.work, HOST_BYTES, CACHE_BYTES)
+        for service in self._services:
+            service.start()
+        self._is_running = True
+
+    def close(self) -> None:
+        self.crash()
+        super().close()
+
+
+class MooncakeSystem(System):
+    """A cache in the memory of a Mooncake Store, which a process of its own owns."""
+
+    def __init__(self, work: Path) -> None:
+        super().__init__(work)
+        self._store = MooncakeStore(work, mooncake.free_ports(2))
+        self._segment_bytes = STORE_BYTES
+
+    @property
+    def address(self) -> str:
+        return self._store.address
+
+    def missing(self) -> str | None:
+        return mooncake.missing()
+
+    def empty(self) -> None:
+        self._segment_bytes = STORE_BYTES
+        self._store.kill()
+        self._store.start(self._segment_bytes)
+
+    def flip(self) -> int:
+        return self._store.flip()
+
+    @contextlib.contextmanager
+    def full(self) -> Iterator[Callable[[], None]]:
+        self._store.kill()
+        self._segment_bytes = SMALL_STORE_BYTES
+        self._store.start(self._segment_bytes)
+        yield lambda: None
+
+    def stop_service(self) -> None:
+        self._store.kill()
+
+    def start_service(self) -> None:
+        self._store.start(self._segment_bytes)
+
+    def close(self) -> None:
+        self._store.kill()
+
+
+class KVOffloadMooncake(MooncakeSystem):
+    name = "kvoffload, Mooncake Store"
+    note = "There is no disk: bits are flipped in the store's memory, and the store is full."
+
+    def connector(self) -> dict[str, Any]:
+        return {
+            "kv_connector": "KVOffloadConnector",
+            "kv_connector_module_path": "kvoffload.vllm",
+            "kv_role": "kv_both",
+            "kv_connector_extra_config": {
+                "host_bytes": HOST_BYTES,
+                "tiers": [{"kind": "mooncake", "master": self.address}],
+                "load_deadline_ms": LOAD_DEADLINE_MS,
+                "lookup_deadline_ms": 5000,
+                "load_only_if_faster": False,
+            },
+        }
+
+
+class MooncakeConnector(MooncakeSystem):
+    name = "Mooncake's connector in vLLM"
+    note = KVOffloadMooncake.note
+
+    def __init__(self, work: Path) -> None:
+        super().__init__(work)
+        config = work / "mooncake.json"
+        config.write_text(
+            json.dumps(
+                {
+                    "metadata_server": "P2PHANDSHAKE",
+                    "master_server_address": self.address,
+                    "protocol": "tcp",
+                    "device_name": "",
+                    "mode": "standalone-store",
+                    "global_segment_size": 0,
+                    "local_buffer_size": 64 << 20,
+                }
+            )
+        )
+        self.environment = {"MOONCAKE_CONFIG_PATH": str(config)}
+
+    def connector(self) -> dict[str, Any]:
+        return {"kv_connector": "MooncakeStoreConnector", "kv_role": "kv_both"}
+
+
+SYSTEMS: tuple[type[System], ...] = (
+    KVOffloadDisk,
+    UnverifiedKVOffloadDisk,
+    KVOffloadSharedDir,
+    KVOffloadMooncake,
+    VLLMOwn,
+    VLLMOwnOnCPU,
+    MooncakeConnector,
+    LMCacheDisk,
+)
