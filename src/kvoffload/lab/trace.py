@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -15,6 +15,13 @@ from kvoffload.cache.keys import make_offload_key
 
 Ints = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
+Keys = npt.NDArray[np.void]
+
+PIECE = 1 << 16
+"""Entries that are worked on at once where a whole column might not fit into memory."""
+KEY = np.dtype("V20")
+DIGEST = np.dtype([("digest", "<u8"), ("rest", "V12")])
+"""A key, split where its bytes distinguish it well enough: they are a hash."""
 
 
 class TraceError(KVOffloadError, ValueError):
@@ -76,10 +83,33 @@ class Trace:
         return len(self.ids)
 
     @cached_property
-    def keys(self) -> list[OffloadKey]:
+    def _keys(self) -> Keys:
         """One OffloadKey per distinct block, made from its id: the same in every run."""
+        keys = np.empty(self.num_distinct, dtype=KEY)
         xxh = xxhash.xxh3_128_digest
-        return [make_offload_key(xxh(block_id.to_bytes(8, "little")), 0) for block_id in self.ids.tolist()]
+        for start in range(0, len(keys), PIECE):
+            ids = self.ids[start : start + PIECE].tolist()
+            made = b"".join([make_offload_key(xxh(block_id.to_bytes(8, "little")), 0) for block_id in ids])
+            keys[start : start + len(ids)] = np.frombuffer(made, dtype=KEY)
+        return keys
+
+    @cached_property
+    def _digests(self) -> npt.NDArray[np.uint64]:
+        """The first 64 bits of each key, ascending."""
+        digests = np.ascontiguousarray(self._keys.view(DIGEST)["digest"])
+        digests.sort()
+        return digests
+
+    def keys_of(self, blocks: Ints) -> list[OffloadKey]:
+        """Returns the key of each of ``blocks``. They are made anew by each call, so no more are in memory than are in
+        use."""
+        keys: list[OffloadKey] = self._keys[blocks].tolist()
+        return keys
+
+    def ranks_of(self, keys: Collection[OffloadKey]) -> Ints:
+        """Returns for each of the trace's ``keys`` a number below ``num_distinct`` that no other block of it has."""
+        asked = np.frombuffer(b"".join(keys), dtype=DIGEST)["digest"]
+        return self._digests.searchsorted(asked)
 
     def chain(self, request: int) -> Ints:
         chain: Ints = self.blocks[self.offsets[request] : self.offsets[request + 1]]
