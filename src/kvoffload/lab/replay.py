@@ -15,10 +15,11 @@ import time
 import traceback
 from array import array
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, MutableSequence, Sequence
+from collections.abc import Callable, Iterable, Iterator, MutableSequence, Sequence
 from concurrent.futures import ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -41,11 +42,12 @@ from kvoffload.cache.misses import MissMemory
 from kvoffload.cache.policies import BUILTIN
 from kvoffload.cache.policies import make_policy as policy_by_name
 from kvoffload.cache.slots import HostBackend
+from kvoffload.lab.columns import Folder, pieces
 from kvoffload.lab.device import DeviceCache
 from kvoffload.lab.latency import Speeds, ttft_seconds
 from kvoffload.lab.model import DEFAULT_MODEL, ModelShape
 from kvoffload.lab.tier import CatalogTier
-from kvoffload.lab.trace import PIECE, Floats, Ints, Trace
+from kvoffload.lab.trace import Floats, Ints, Trace, load_trace
 from kvoffload.tiers.manager import WRITE_SHARE, TieredOffloadingManager
 
 CLAIRVOYANT = "clairvoyant"
@@ -263,7 +265,11 @@ def replay_many(
         ]
     context = multiprocessing.get_context("spawn")
     done = context.Array("d", len(configs), lock=False)
-    with ProcessPoolExecutor(processes, context, _start_worker, (trace, model, speeds, done)) as pool:
+    # All processes map the same files.
+    folder = trace.folder or Folder()
+    trace.save(folder)
+    shared = folder.path, trace.name, trace.block_tokens
+    with ProcessPoolExecutor(processes, context, _start_worker, (shared, model, speeds, done)) as pool:
         futures = [pool.submit(_work, i, config) for i, config in enumerate(configs)]
         try:
             left = set(futures)
@@ -301,9 +307,11 @@ _worker: tuple[Trace, ModelShape, Speeds, MutableSequence[float]]
 """Set in each process of ``replay_many``."""
 
 
-def _start_worker(trace: Trace, model: ModelShape, speeds: Speeds, done: MutableSequence[float]) -> None:
+def _start_worker(
+    shared: tuple[Path, str, int], model: ModelShape, speeds: Speeds, done: MutableSequence[float]
+) -> None:
     global _worker
-    _worker = trace, model, speeds, done
+    _worker = load_trace(*shared), model, speeds, done
 
 
 def _work(index: int, config: ReplayConfig) -> ReplayResult:
@@ -323,7 +331,7 @@ class _ExactMisses(MissMemory):
         self._reasons = np.zeros(trace.num_distinct, dtype=np.uint8)
         """Index in _REASONS of why each block left, by its rank."""
 
-    def record(self, keys: Collection[OffloadKey], reason: MissReason) -> None:
+    def record(self, keys: Iterable[OffloadKey], reason: MissReason) -> None:
         if keys:
             self._reasons[self._trace.ranks_of(keys)] = _REASONS.index(reason)
 
@@ -382,23 +390,22 @@ class _Run:
 
     def serve_all(self) -> Iterator[int]:
         """Serves one request per iteration, and yields how many are done."""
-        trace, first = self.trace, 0
-        while first < trace.num_requests:
-            # As many requests as have a piece of the blocks, but at least one and at most a piece.
+        trace = self.trace
+        for first, end in pieces(trace.offsets):
             start = int(trace.offsets[first])
-            end = int(np.searchsorted(trace.offsets, start + PIECE, "right")) - 1
-            end = min(max(end, first + 1), first + PIECE, trace.num_requests)
             offsets = (trace.offsets[first : end + 1] - start).tolist()
             keys = trace.keys_of(trace.blocks[start : start + offsets[-1]])
             rows = zip(
-                offsets, offsets[1:], trace.prompt_blocks[first:end].tolist(), trace.times[first:end].tolist(),
+                offsets,
+                offsets[1:],
+                trace.prompt_blocks[first:end].tolist(),
+                trace.times[first:end].tolist(),
                 strict=False,
             )
             for request, (here, after, prompt_blocks, self.now) in enumerate(rows, first):
                 chain = keys[here:after]
                 self.serve(request, chain, chain if len(chain) == prompt_blocks else chain[:prompt_blocks])
                 yield request + 1
-            first = end
 
     def serve(self, request: int, chain: list[OffloadKey], prompt: list[OffloadKey]) -> None:
         manager, context = self.manager, ReqContext(str(request))
