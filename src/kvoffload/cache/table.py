@@ -194,8 +194,12 @@ class PlainBlockTable:
         return self.distinct(slots[self.is_writing(slots)][::-1])[::-1]
 
     def tail_first(self, slots: Slots) -> Slots:
-        """Returns ``slots`` in reverse order, without negative ones. Of equal ones the first of ``slots`` is kept."""
-        return self.distinct(slots[slots >= 0][::-1])
+        """Returns ``slots`` in reverse order, without negative ones. Of equal ones the first of ``slots`` is kept.
+        Raises IndexError if there is no such slot."""
+        slots = slots[slots >= 0]
+        if len(slots) and slots.max() >= self.num_blocks:
+            raise IndexError(f"a slot is not below {self.num_blocks}")
+        return self.distinct(slots[::-1])
 
     def are_idle(self, slots: Slots) -> bool:
         """Returns whether ``slots`` are distinct numbers of slots that are not busy."""
