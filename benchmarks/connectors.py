@@ -1,8 +1,12 @@
-"""Connectors for ``benchmarks.ttft``: on a CPU they copy on a thread, as a GPU copies beside its computations."""
+"""Connectors for ``benchmarks.ttft``, which on a CPU copy on a thread, as a GPU copies beside its computations, and
+for ``benchmarks.engine``, which does nothing."""
 
 from __future__ import annotations
 
+import time
 from typing import Any
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorMetadata, SupportsHMA
 
 from kvoffload.testing.faults import ThreadedTransfer
 from kvoffload.vllm.connector import KVOffloadConnector
@@ -23,3 +27,46 @@ class SpinningKVOffloadConnector(ThreadedKVOffloadConnector):
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
         super().register_kv_caches(kv_caches)
         self.connector_worker.idle_wait_s = 0.0
+
+
+class NothingConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
+    """Offloads nothing: the control of ``benchmarks.engine``. It burns ``burn_ns`` of CPU time in each step, by default
+    none."""
+
+    burn_ns = 0
+
+    @classmethod
+    def get_required_kvcache_layout(cls, vllm_config: Any) -> str | None:
+        return KVOffloadConnector.get_required_kvcache_layout(vllm_config)
+
+    @property
+    def requires_kv_delivery(self) -> bool:
+        return False
+
+    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
+        return 0, False
+
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        pass
+
+    def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
+        if self.burn_ns:
+            end = time.thread_time_ns() + self.burn_ns
+            while time.thread_time_ns() < end:
+                pass
+        return KVConnectorMetadata()
+
+    def request_finished_all_groups(self, request: Any, block_ids: Any) -> tuple[bool, dict[str, Any] | None]:
+        return False, None
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        pass
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        pass
+
+    def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any) -> None:
+        pass
+
+    def wait_for_save(self) -> None:
+        pass

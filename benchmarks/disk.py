@@ -41,7 +41,7 @@ from kvoffload.tiers.disk.tier import DiskTier
 from kvoffload.tiers.manager import TieredOffloadingManager
 from kvoffload.tiers.threads import NUM_THREADS
 
-BLOCK_BYTES = 2 << 20
+BLOCK_SIZES = (2 << 20, 64 << 10)
 BLOCK_TOKENS = 16
 FINGERPRINT = "b" * 64
 ROUNDS = 5
@@ -64,14 +64,13 @@ def new_keys(n: int) -> list[OffloadKey]:
 
 def run_tier(tier: DiskTier, keys: list[OffloadKey], slots: np.ndarray[Any, Any], is_read: bool) -> float:
     """Returns GB/s from the first submission to the last result, with as many blocks in transfer as the tier allows."""
-    left = dict(zip(keys, slots.tolist(), strict=True))
-    under_way = 0
+    begun = under_way = 0
     start = time.perf_counter()
-    while left or under_way:
-        batch = list(left)[:64]
-        taken = (tier.read if is_read else tier.write)(batch, np.array([left[key] for key in batch], dtype=np.int64))
-        for key in taken:
-            del left[key]
+    while begun < len(keys) or under_way:
+        batch = keys[begun : begun + 1024]
+        taken = (tier.read if is_read else tier.write)(batch, slots[begun : begun + 1024])
+        assert taken == batch[: len(taken)]
+        begun += len(taken)
         under_way += len(taken)
         tier.wait(0.05)
         for result in tier.poll():
@@ -80,22 +79,22 @@ def run_tier(tier: DiskTier, keys: list[OffloadKey], slots: np.ndarray[Any, Any]
     return len(keys) * tier.block_bytes / (time.perf_counter() - start) / 1e9
 
 
-def run_peer(slabs: list[Path], nbytes: int, is_read: bool) -> float:
+def run_peer(slabs: list[Path], nbytes: int, block_bytes: int, is_read: bool) -> float:
     """Returns GB/s of PEER on the tier's own slabs, with one block in transfer per thread."""
-    return (run_fio if PEER == "fio" else run_loop)(slabs, nbytes, is_read)
+    return (run_fio if PEER == "fio" else run_loop)(slabs, nbytes, block_bytes, is_read)
 
 
-def run_loop(slabs: list[Path], nbytes: int, is_read: bool) -> float:
+def run_loop(slabs: list[Path], nbytes: int, block_bytes: int, is_read: bool) -> float:
     files = [os.open(slab, os.O_RDWR | os.O_DIRECT) for slab in slabs]
-    blocks = [(fd, at) for fd in files for at in range(0, os.fstat(fd).st_size - BLOCK_BYTES + 1, BLOCK_BYTES)]
-    order = np.random.default_rng(2).permutation(len(blocks))[: nbytes // BLOCK_BYTES].tolist()
+    blocks = [(fd, at) for fd in files for at in range(0, os.fstat(fd).st_size - block_bytes + 1, block_bytes)]
+    order = np.random.default_rng(2).permutation(len(blocks))[: nbytes // block_bytes].tolist()
 
     def run(part: list[int]) -> None:
-        with mmap.mmap(-1, BLOCK_BYTES) as buffer:
+        with mmap.mmap(-1, block_bytes) as buffer:
             for i in part:
                 fd, at = blocks[i]
                 done = os.preadv(fd, [buffer], at) if is_read else os.pwritev(fd, [buffer], at)
-                assert done == BLOCK_BYTES
+                assert done == block_bytes
 
     with ThreadPoolExecutor(NUM_THREADS) as threads:
         start = time.perf_counter()
@@ -103,17 +102,17 @@ def run_loop(slabs: list[Path], nbytes: int, is_read: bool) -> float:
         seconds = time.perf_counter() - start
     for fd in files:
         os.close(fd)
-    return len(order) * BLOCK_BYTES / seconds / 1e9
+    return len(order) * block_bytes / seconds / 1e9
 
 
-def run_fio(slabs: list[Path], nbytes: int, is_read: bool) -> float:
-    per_thread = nbytes // NUM_THREADS // len(slabs) // BLOCK_BYTES * BLOCK_BYTES
+def run_fio(slabs: list[Path], nbytes: int, block_bytes: int, is_read: bool) -> float:
+    per_thread = nbytes // NUM_THREADS // len(slabs) // block_bytes * block_bytes
     command = [
         "fio",
         "--name=kvoffload",
         f"--filename={':'.join(map(str, slabs))}",
         f"--rw={'randread' if is_read else 'randwrite'}",
-        f"--bs={BLOCK_BYTES}",
+        f"--bs={block_bytes}",
         f"--size={per_thread * len(slabs)}",
         f"--offset_increment={per_thread}",
         f"--numjobs={NUM_THREADS}",
@@ -129,13 +128,13 @@ def run_fio(slabs: list[Path], nbytes: int, is_read: bool) -> float:
     return float(job["bw_bytes"]) / 1e9
 
 
-def throughput(directory: Path, quick: bool) -> list[Row]:
-    num_blocks = 128 if quick else 1024
-    nbytes = num_blocks * BLOCK_BYTES
-    pool = HostPool(256, BLOCK_BYTES)
+def throughput(directory: Path, block_bytes: int, quick: bool) -> list[Row]:
+    nbytes = (256 << 20) if quick else (2 << 30)
+    num_blocks = nbytes // block_bytes
+    pool = HostPool((512 << 20) // block_bytes, block_bytes)
     pool.wait_until_touched()
     pool.data[:] = np.random.default_rng(0).integers(0, 256, pool.data.shape[1], dtype=np.uint8)
-    speeds: dict[str, list[float]] = {"write": [], "read": [], "peer write": [], "peer read": []}
+    speeds: dict[str, list[float]] = {name: [] for name in ("write", "read", "chain", "peer write", "peer read")}
     shuffled = np.random.default_rng(1).permutation(num_blocks)
     for i in range(ROUNDS):
         root = directory / f"tier{i}"
@@ -145,23 +144,33 @@ def throughput(directory: Path, quick: bool) -> list[Row]:
         # The first writes to allocated room cost the file system more. fio does not have them, so they are not timed.
         run_tier(tier, keys, slots, is_read=False)
         tier.delete(keys)
+        while tier.has_jobs:
+            tier.wait(0.05)
+            tier.poll()
         keys = new_keys(num_blocks)
         speeds["write"].append(run_tier(tier, keys, slots, is_read=False))
         order = [keys[j] for j in shuffled]
         speeds["read"].append(run_tier(tier, order, slots, is_read=True))
+        speeds["chain"].append(run_tier(tier, keys, slots, is_read=True))
         tier.close()
         slabs = sorted((root / FINGERPRINT).glob("slab-*"))
         for is_read in (True, False):
-            speeds["peer read" if is_read else "peer write"].append(run_peer(slabs, nbytes, is_read))
+            speeds["peer read" if is_read else "peer write"].append(run_peer(slabs, nbytes, block_bytes, is_read))
         shutil.rmtree(root)
     pool.close()
     rows = []
-    for name in ("write", "read"):
-        ours = statistics.median(speeds[name])
-        peer = statistics.median(speeds[f"peer {name}"])
-        what = f"{'random ' if name == 'read' else ''}{name}, 2 MiB blocks, {NUM_THREADS} threads, checksums on"
-        rows += [Row(what, ours, "GB/s", PEER, ours / peer), Row(f"{PEER} {name}", peer, "GB/s")]
-    return rows
+    size = f"{block_bytes >> 10} KiB blocks"
+    for name, peer_name, what in (
+        ("write", "write", "write"),
+        ("read", "read", "read in random order"),
+        ("chain", "read", "read in the order of the chain"),
+    ):
+        ours, peer = statistics.median(speeds[name]), statistics.median(speeds[f"peer {peer_name}"])
+        rows.append(Row(f"{what}, {size}, {NUM_THREADS} threads, checksums on", ours, "GB/s", PEER, ours / peer))
+    return rows + [
+        Row(f"{PEER}, random {name}, {size}", statistics.median(speeds[f"peer {name}"]), "GB/s")
+        for name in ("write", "read")
+    ]
 
 
 # Cost on the scheduler's thread.
@@ -238,12 +247,16 @@ def lookup_cost(manager: OffloadingManager) -> dict[str, float]:
         return manager.lookup(keys, CONTEXT)
 
     def touch() -> None:
-        manager.touch(keys)
+        manager.touch(keys, CONTEXT)
+
+    def end() -> None:
+        manager.reorder_chain(keys, keys, CONTEXT)
 
     found = {"miss": cost(look_up)}
     manager.prepare_store(keys)
     manager.complete_store(keys)
-    return {**found, "hit": cost(look_up), "touch": cost(touch)}
+    found |= {"hit": cost(look_up), "touch": cost(touch)}
+    return {**found, "use": statistics.median(timed(touch) + timed(end) for _ in range(20))}
 
 
 def timed(call: Callable[[], Any]) -> float:
@@ -272,6 +285,7 @@ def scheduler_cost(directory: Path, quick: bool) -> list[Row]:
         ("miss", f"lookup of {LONG_PROMPT:,} absent blocks"),
         ("hit", f"lookup of {LONG_PROMPT:,} blocks in the host"),
         ("touch", f"touch of {LONG_PROMPT:,} blocks"),
+        ("use", f"touch, and reorder at the end, of {LONG_PROMPT:,} blocks"),
     ):
         value = figures["disk"][call]
         rows.append(Row(f"{what}, with a disk tier", value, "ms", "host alone", figures["host"][call] / value))
@@ -346,7 +360,7 @@ def main(out: Path, quick: bool) -> None:
     base = os.environ.get("KVOFFLOAD_BENCH_DIR")
     with tempfile.TemporaryDirectory(prefix="kvoffload-bench-", dir=base or Path.cwd()) as temporary:
         directory = Path(temporary)
-        rows = throughput(directory, quick)
+        rows = [row for block_bytes in BLOCK_SIZES for row in throughput(directory, block_bytes, quick)]
         rows += scheduler_cost(directory, quick)
         rows += promotion_cost(directory)
         rows += restart_time(directory, quick)

@@ -1,14 +1,18 @@
 """Cost on the scheduler's thread, in ns per block: kvoffload's managers beside vLLM's own CPU manager.
 
 Both hold the same blocks and serve the same requests of 8,192 blocks in turn, so that a busy machine slows both. A
-figure is the median over the requests, in CPU time of the thread.
+figure is the median over the requests, in CPU time of the thread. The plain version, without native code, is measured
+in a process of its own.
 """
 
 from __future__ import annotations
 
 import gc
+import json
 import os
 import statistics
+import subprocess
+import sys
 import time
 import tracemalloc
 from collections import defaultdict
@@ -25,9 +29,11 @@ from kvoffload.cache.keys import make_offload_key
 from kvoffload.cache.manager import ARCOffloadingManager, LRUOffloadingManager, PolicyOffloadingManager
 from kvoffload.cache.policies import make_policy
 from kvoffload.cache.slots import HostBackend
+from kvoffload.native import ENVIRONMENT_VARIABLE, describe
 
 REQUEST_BLOCKS = 8192
 ROUNDS = 24
+MANY_ROUNDS = 2000
 LOAD_PATH = ("lookup", "touch", "prepare_load", "complete_load")
 STORE_PATH = ("prepare_store", "complete_store")
 MISS_PATH = ("touch", "lookup", *STORE_PATH, "reorder_chain")
@@ -107,10 +113,7 @@ def measure(
     held = new_keys(num_blocks)
     size = min(REQUEST_BLOCKS, num_blocks // 4)
     for system in systems.values():
-        for start in range(0, num_blocks - size + 1, size):
-            calls = system.calls(held[start : start + size])
-            calls["prepare_store"]()
-            calls["complete_store"]()
+        fill(system, held, size)
     rng = np.random.default_rng(0)
     # First loads of cached blocks, then stores that evict.
     batches = [held[start : start + size] for start in rng.integers(0, num_blocks - 2 * size, ROUNDS) // size * size]
@@ -127,6 +130,47 @@ def measure(
         for name in systems:
             medians[name][path] = {call: statistics.median(t) for call, t in times[name].items()}
     return medians
+
+
+def fill(system: Ours | Theirs, keys: list[bytes], size: int = REQUEST_BLOCKS) -> None:
+    for start in range(0, len(keys) - size + 1, size):
+        calls = system.calls(keys[start : start + size])
+        calls["prepare_store"]()
+        calls["complete_store"]()
+
+
+def slowest_calls(num_blocks: int, rounds: int) -> tuple[dict[str, float], float]:
+    """Returns the 99.9th percentile of each call of an LRU manager, and the time of a reset, in ms. Each round loads
+    what an earlier round has stored, and stores new blocks."""
+    system = Ours(LRUOffloadingManager, num_blocks)
+    fill(system, new_keys(num_blocks))
+    recent: list[list[bytes]] = []
+    times: dict[str, list[float]] = defaultdict(list)
+    for _ in range(rounds):
+        recent = [*recent[-8:], new_keys(REQUEST_BLOCKS)]
+        for keys, path in ((recent[-1], STORE_PATH), (recent[0], LOAD_PATH)):
+            calls = system.calls(keys)
+            for call in path:
+                start = time.thread_time_ns()
+                calls[call]()
+                times[call].append((time.thread_time_ns() - start) / 1e6)
+    start = time.thread_time_ns()
+    system.manager.reset()
+    return {call: float(np.quantile(t, 0.999)) for call, t in times.items()}, (time.thread_time_ns() - start) / 1e6
+
+
+def plain_sums(num_blocks: int) -> list[float]:
+    """Returns ns per block of load path and store path of an LRU manager without native code."""
+    program = f"from benchmarks.managers import print_sums; print_sums({num_blocks})"
+    environment = {**os.environ, ENVIRONMENT_VARIABLE: "0"}
+    ended = subprocess.run([sys.executable, "-c", program], env=environment, stdout=subprocess.PIPE, check=True)
+    sums: list[float] = json.loads(ended.stdout.splitlines()[-1])
+    return sums
+
+
+def print_sums(num_blocks: int) -> None:
+    ns = measure({"ours": Ours(LRUOffloadingManager, num_blocks)}, num_blocks)["ours"]
+    print(json.dumps([sum(ns[path].values()) for path in (LOAD_PATH, STORE_PATH)]))
 
 
 def bytes_per_block(make: Callable[[], Ours | Theirs], num_blocks: int) -> float:
@@ -167,7 +211,8 @@ def rows_of(ns: dict[str, dict[tuple[str, ...], dict[str, float]]], suffix: str,
 
 
 def main(out: Path, quick: bool) -> None:
-    sizes = {"100k": 100_000} if quick else {"100k": 100_000, "1M": 1_000_000}
+    sizes = {"100k": 100_000} if quick else {"100k": 100_000, "1M": 1_000_000, "4M": 4_000_000}
+    print(f"kvoffload runs on {describe()}")
     try:
         import vllm  # noqa: F401
     except ImportError:
@@ -177,11 +222,22 @@ def main(out: Path, quick: bool) -> None:
         have_peer = True
     rows: list[Row] = []
     for label, num_blocks in sizes.items():
+        if num_blocks > 1_000_000:
+            rows += rows_of(
+                measure({"ours": Ours(LRUOffloadingManager, num_blocks)}, num_blocks), f"{label} blocks", ""
+            )
+            continue
         for policy, make in (("LRU", LRUOffloadingManager), ("ARC", ARCOffloadingManager)):
             systems: dict[str, Ours | Theirs] = {"ours": Ours(make, num_blocks)}
             if have_peer:
                 systems["peer"] = Theirs(policy.lower(), num_blocks)
             ns = measure(systems, num_blocks)
+            if policy == "LRU":
+                for name, path, plain in zip(
+                    ("load path", "store path"), (LOAD_PATH, STORE_PATH), plain_sums(num_blocks), strict=True
+                ):
+                    ours = sum(ns["ours"][path].values())
+                    rows.append(Row(f"{name}, {label} blocks, plain Python", plain, "ns/block", "native", ours / plain))
             rows += rows_of(ns, f"{label} blocks" + ("" if policy == "LRU" else f", {policy}"), f"vLLM {policy}")
             del systems
             gc.collect()
@@ -192,6 +248,13 @@ def main(out: Path, quick: bool) -> None:
             ours, lru = (sum(ns[policy][path].values()) for policy in ("auto", "lru"))
             rows.append(Row(f"{name}, {label} blocks, auto", ours, "ns/block", "our LRU", lru / ours))
         gc.collect()
+    most = max(number for number in sizes.values() if number <= 1_000_000)
+    slowest, reset = slowest_calls(most, 100 if quick else MANY_ROUNDS)
+    for call, ms in slowest.items():
+        rows.append(Row(f"{call}, {most} blocks, 99.9th percentile", ms, "ms"))
+    rows.append(Row(f"reset, {most} blocks", reset, "ms"))
+    full = bytes_per_block(partial(Ours, LRUOffloadingManager, most), most)
+    rows.append(Row(f"memory besides the key, {most} blocks", full, "B/block"))
     ours = bytes_per_block(partial(Ours, LRUOffloadingManager, 100_000), 100_000)
     theirs = bytes_per_block(partial(Theirs, "lru", 100_000), 100_000) if have_peer else None
     ratio = theirs / ours if theirs is not None else None

@@ -9,13 +9,15 @@ from pathlib import Path
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One figure. ``ratio`` compares it with ``versus``, measured in the same run; above 1 is better."""
+    """One figure. ``ratio`` compares it with ``versus``, measured in the same run; above 1 is better, unless ``versus``
+    says otherwise. ``interval``: where the ratio lies in 19 of 20 runs."""
 
     what: str
     value: float
     unit: str
     versus: str = ""
     ratio: float | None = None
+    interval: tuple[float, float] | None = None
 
 
 def publish(name: str, title: str, rows: list[Row], out: Path) -> None:
@@ -24,6 +26,9 @@ def publish(name: str, title: str, rows: list[Row], out: Path) -> None:
     print(f"\n{title}")
     for row in rows:
         ratio = "" if row.ratio is None else f"{row.ratio:8.2f}x"
+        if row.ratio is not None and row.interval is not None:
+            low, high = row.interval
+            ratio = f"{row.ratio:8.3f} ({low:.3f} to {high:.3f})"
         print(f"  {row.what:<{widths[0]}}  {row.value:>10,.2f} {row.unit:<8} {row.versus:<{widths[1]}} {ratio}")
     out.mkdir(parents=True, exist_ok=True)
     path = out / f"{name}.json"

@@ -276,7 +276,6 @@ CORRUPTIONS: dict[str, Callable[[LRUOffloadingManager], object]] = {
     "a block marked as in use": lambda m: put(m._table.busy, 0, True),
     "a block in use not marked": lambda m: put(m._table.busy, 2, False),
     "another key in the slot": lambda m: put(m._table.key_of, 0, keys("x")[0]),
-    "a key in a free slot": lambda m: put(m._table.key_of, 3, keys("x")[0]),
     "readers of a free slot": lambda m: put(m._table.ref_cnt, 3, 1),
     "one evictable too many": lambda m: setattr(m._table, "num_evictable", 3),
 }

@@ -119,10 +119,10 @@ class InsertsTheHeadFirst(FIFOPolicy):
 
 class ForgetsNoGhost(TextbookARCPolicy):
     def insert(self, slots: Slots, keys: Sequence[OffloadKey]) -> None:
-        before = dict.fromkeys([*self.b1, *self.b2])
+        before = [*self.b1, *self.b2]
         super().insert(slots, keys)
-        for key in before.keys() - self.b1.keys() - self.b2.keys() - set(keys):
-            self.b2[key] = None
+        here = {*self.b1, *self.b2, *keys}
+        self.b2.add([key for key in before if key not in here])
 
 
 class NeverAtItsTarget(TextbookARCPolicy):

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import random
 import time
+import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -91,14 +93,10 @@ class TestARC(PolicyConformance):
         assert list(policy.b1) == slot_keys([1, 3])
         assert list(policy.b2) == slot_keys([2, 0])
 
-    def test_integrity_check_finds_a_target_out_of_range_and_ghosts_without_bound(self) -> None:
+    def test_integrity_check_finds_a_target_out_of_range(self) -> None:
         policy = ARCPolicy(2)
         policy.check_integrity(array([]))
         policy.target_t1_size = 2.5
-        with pytest.raises(IntegrityError):
-            policy.check_integrity(array([]))
-        policy.target_t1_size = 2.0
-        policy.b2.update(dict.fromkeys(slot_keys([0, 1, 2])))
         with pytest.raises(IntegrityError):
             policy.check_integrity(array([]))
 
@@ -196,6 +194,8 @@ def test_memory_does_not_grow_with_the_number_of_calls(make: Callable[[int], Cac
 
     def size_after(rounds: int) -> int:
         rng = random.Random(0)
+        gc.collect()
+        before, _ = tracemalloc.get_traced_memory()
         policy = make(64)
         policy.insert(array(range(64)), slot_keys(range(64)))
         policy.mark_evictable(array(range(64)))
@@ -203,29 +203,21 @@ def test_memory_does_not_grow_with_the_number_of_calls(make: Callable[[int], Cac
             touch(policy, rng.sample(range(64), 8), absent=[b"%d" % n])
             policy.refuse([b"%d" % n])
             policy.mark_evictable(array(rng.sample(range(64), 4)))
-        return deep_size(policy)
+        gc.collect()
+        after, _ = tracemalloc.get_traced_memory()
+        return after - before
 
-    assert size_after(5000) < 2 * size_after(200)
-
-
-def deep_size(thing: object) -> int:
-    """Returns the number of elements that can be reached in lists, dicts and arrays of ``thing``."""
-    if isinstance(thing, np.ndarray):
-        return thing.size
-    if isinstance(thing, dict):
-        return 1 + sum(map(deep_size, thing.values()))
-    if isinstance(thing, str | bytes | int | float | type(None)):
-        return 1
-    if hasattr(thing, "__iter__"):
-        return 1 + sum(map(deep_size, thing))
-    return 1 + deep_size(vars(thing))
+    tracemalloc.start()
+    try:
+        size_after(10)  # Takes memory that is taken once per process.
+        assert size_after(5000) < 2 * size_after(500)
+    finally:
+        tracemalloc.stop()
 
 
 @pytest.mark.parametrize("make", POLICIES)
 def test_eviction_time_does_not_grow_with_blocks_in_use(make: Callable[[int], CachePolicy]) -> None:
-    size = 200_000
-
-    def seconds(pinned: int, writing: int) -> float:
+    def seconds(size: int, pinned: int, writing: int) -> float:
         policy = make(size)
         policy.insert(array(range(size)), slot_keys(range(size)))
         policy.mark_evictable(array(range(pinned)))
@@ -239,9 +231,9 @@ def test_eviction_time_does_not_grow_with_blocks_in_use(make: Callable[[int], Ca
             policy.evict(Eviction(1, busy, key_of, []))
         return time.thread_time() - start
 
-    at_rest = seconds(0, 0)
-    assert seconds(size // 2, 0) < 5 * at_rest
-    assert seconds(0, size // 2) < 5 * at_rest
+    # One that passed over them each time would take a hundred times as long.
+    assert seconds(200_000, 100_000, 0) < 10 * seconds(2_000, 1_000, 0)
+    assert seconds(200_000, 0, 100_000) < 10 * seconds(2_000, 0, 1_000)
 
 
 def test_policies_are_made_by_name_or_import_path() -> None:

@@ -9,6 +9,7 @@ import pytest
 
 from kvoffload.abc import IntegrityError, LookupState, OffloadKey, Slots
 from kvoffload.cache.index import KeyIndex
+from kvoffload.cache.table import PlainBlockTable
 from kvoffload.tiers.catalog import Catalog
 
 
@@ -42,7 +43,8 @@ def present(catalog: Catalog, most: int = 40) -> list[int]:
 
 @pytest.fixture
 def probes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The number of keys in each lookup of the index."""
+    """The number of keys in each lookup of the index, the plain one."""
+    monkeypatch.setattr("kvoffload.cache.manager.BlockTable", PlainBlockTable)
     counts: list[int] = []
 
     def counted(name: str) -> None:

@@ -80,8 +80,8 @@ def test_units_are_as_long_as_the_largest_block() -> None:
 def lost(groups: list[KVGroup], held: list[str], written: list[bytes]) -> list[bytes]:
     layout = ChainLayout(groups)
     by_group = [names(g, len(text)) for g, text in enumerate(held)]
-    places = unreachable(layout, by_group, [mask(text) for text in held], layout.num_units(by_group), written)
-    return [by_group[g][i] for g, i in places]
+    useless = unreachable(layout, by_group, [mask(text) for text in held], layout.num_units(by_group), written)
+    return [keys[i] for keys, mask in zip(by_group, useless, strict=True) for i in np.flatnonzero(mask).tolist()]
 
 
 def test_blocks_behind_a_hole_are_unreachable() -> None:

@@ -13,6 +13,7 @@ from kvoffload.cache.index import KeyIndex
 from kvoffload.cache.manager import PolicyOffloadingManager
 from kvoffload.cache.policies import make_policy
 from kvoffload.cache.slots import HostBackend
+from kvoffload.cache.table import PlainBlockTable
 from kvoffload.testing.storage import SimulatedStorage
 from kvoffload.testing.tiers import SteppedExecutor, make_pools
 from kvoffload.tiers.disk.tier import DiskTier
@@ -26,12 +27,14 @@ HOST, DISK = "host", "disk"
 
 
 class Probes:
-    """Counts, by phase and index, how often each key is looked up. The index of HOST_BLOCKS slots is the host's."""
+    """Counts, by phase and index, how often each key is looked up. The index of HOST_BLOCKS slots is the host's.
+    Indexes that are made later are plain ones, which can be watched."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.phase = "before"
         self._counts: dict[tuple[str, str], Counter[OffloadKey]] = {}
         self._is_counting = False
+        monkeypatch.setattr("kvoffload.cache.manager.BlockTable", PlainBlockTable)
         for name in ("find", "split", "get"):
             self._watch(name, monkeypatch)
 
@@ -122,10 +125,10 @@ PHASES = ("look up", "promote", "arrive", "ask again", "allocate", "load", "comp
 
 
 def test_a_key_is_looked_up_six_times_until_it_is_loaded_from_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+    probes = Probes(monkeypatch)
     rig = DiskRig()
     tokens = prompt(NUM_BLOCKS * TOKENS)
     rig.put_below(tokens)
-    probes = Probes(monkeypatch)
     load_from_disk(rig, probes, FakeRequest("r", [*tokens, 1]))
     none = {HOST: 0, DISK: 0}
     assert probes.most(rig.keys(tokens), PHASES) == {
@@ -142,11 +145,11 @@ def test_a_key_is_looked_up_six_times_until_it_is_loaded_from_disk(monkeypatch: 
 
 
 def test_the_counter_sees_one_lookup_too_many(monkeypatch: pytest.MonkeyPatch) -> None:
+    probes = Probes(monkeypatch)
     rig = DiskRig()
     tokens = prompt(NUM_BLOCKS * TOKENS)
     keys = rig.keys(tokens)
     rig.put_below(tokens)
-    probes = Probes(monkeypatch)
     prepare_load = rig.manager.prepare_load
 
     def look_up_again(wanted: Sequence[OffloadKey], context: Any = None) -> Any:

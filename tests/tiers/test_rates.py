@@ -12,6 +12,7 @@ from kvoffload.abc import (
     ReqContext,
     TierResult,
 )
+from kvoffload.tiers.ended import Ended
 from kvoffload.tiers.rates import RATE_TTL_S, LoadOrCompute, ReadEstimator
 from tests.tiers.rig import (
     A,
@@ -28,10 +29,10 @@ def test_reads_at_the_same_time_count_once() -> None:
     def read(i: int, begun: float, ended: float) -> TierResult:
         return TierResult(keys[i], True, None, 4096, 0.001, begun, ended)
 
-    estimator.add([read(i, 1.0, 2.0) for i in range(4)], 2.0)
+    estimator.add(Ended([read(i, 1.0, 2.0) for i in range(4)]), 2.0)
     assert estimator.seconds_to_read(4) == pytest.approx(1.0), "blocks of one batch"
     for i in range(4, 8):
-        estimator.add([read(i, 2.0, 3.0)], 3.0)
+        estimator.add(Ended([read(i, 2.0, 3.0)]), 3.0)
     assert estimator.seconds_to_read(8) == pytest.approx(2.0, rel=0.2), "reported one by one"
 
 
@@ -88,7 +89,7 @@ def measured(seconds_per_block: float | None, at: float = 100.0) -> ReadEstimato
     if seconds_per_block is not None:
         keys = chain("m", 10)
         begun = at - seconds_per_block * 10
-        estimator.add([TierResult(key, True, None, 4096, 0.0, begun, at) for key in keys], at)
+        estimator.add(Ended([TierResult(key, True, None, 4096, 0.0, begun, at) for key in keys]), at)
     return estimator
 
 

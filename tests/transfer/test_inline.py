@@ -15,8 +15,9 @@ from hypothesis import strategies as st
 from kvoffload.abc import ByteArray, DeviceSpec, LoadStoreSpec, PageGroup, TransferSpec
 from kvoffload.host.pool import padded_slot_bytes
 from kvoffload.transfer import inline
+from kvoffload.transfer.blocks import merge_views
 from kvoffload.transfer.copies import copy_lists
-from kvoffload.transfer.inline import InlineTransfer, merge_views
+from kvoffload.transfer.inline import InlineTransfer
 
 BLOCKS = 12
 

@@ -9,7 +9,7 @@ import enum
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -37,8 +37,7 @@ class TierError(enum.StrEnum):
     """The block has left the tier since the transfer began: it was evicted, deleted or reset."""
 
 
-@dataclass(frozen=True, slots=True)
-class TierResult:
+class TierResult(NamedTuple):
     """How the reading or writing of one block has ended.
 
     ``nbytes`` were moved. ``begun`` and ``ended`` are times of the monotonic clock between which the block was under

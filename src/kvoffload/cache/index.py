@@ -8,19 +8,24 @@ probes a batch of keys together, and is never rebuilt.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import compress
-from typing import TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
 from kvoffload.abc import IntegrityError, OffloadKey, Slots
+from kvoffload.native import load
 
 WAYS = 8
 """Entries per bucket: 8 tags of 4 bytes are half a cache line."""
 SCALAR_BATCH = 8
 """Up to this batch size, one key at a time is cheaper."""
+MAX_SLOTS = 1 << 28
+"""Slots and places in the table are 32-bit numbers."""
+_FREE = -1
+_SPILLED = -2
 
 # Arrays, because numpy takes these three times as fast as scalars.
 _BYTE_NUMBER = np.array(0x0001020304050607, dtype=np.uint64)
@@ -33,22 +38,36 @@ Homes: TypeAlias = tuple[npt.NDArray[np.int64], npt.NDArray[np.uint32]]
 """Bucket and tag of each key."""
 
 
+def plain_hash_keys(keys: Iterable[OffloadKey]) -> npt.NDArray[np.int64]:
+    """Returns Python's hash of each key."""
+    return np.fromiter(map(hash, keys), dtype=np.int64)
+
+
+def check_capacity(capacity: int) -> None:
+    """Raises ValueError if an index or a list cannot have so many slots."""
+    if not 0 <= capacity <= MAX_SLOTS:
+        raise ValueError(f"capacity={capacity}: must be at most {MAX_SLOTS} slots, and not negative")
+
+
 class KeyIndex:
     """At most one slot per key and one key per slot, for slots in ``[0, capacity)``.
 
     The key's hash selects a bucket of eight entries; an entry is a 32-bit tag of the hash (0: empty) and a slot. A
     matching tag is confirmed by comparing the keys. The number of buckets is at least half the number of slots, so
-    about one key in ten thousand finds its bucket full and goes to a dict.
+    about one key in ten thousand finds its bucket full and goes to a dict. Keys are ``bytes``, or other objects that
+    can be hashed and compared. A batch with a key that cannot be hashed changes nothing.
     """
 
     def __init__(self, capacity: int) -> None:
+        check_capacity(capacity)
         num_buckets = 1 << max(0, (max(capacity, 2) // 2 - 1).bit_length())
         self._mask = num_buckets - 1
         self._tags = np.zeros((num_buckets, WAYS), dtype=np.uint32)
         self._slots = np.zeros(num_buckets * WAYS, dtype=np.int32)
-        self._place = np.full(capacity, -1, dtype=np.int64)
-        """Position of a slot's entry in the flat table; -1 if the slot is free or its key is in the dict."""
+        self._place = np.full(capacity, _FREE, dtype=np.int64)
+        """Position of a slot's entry in the flat table, _SPILLED if its key is in the dict."""
         self.key_of: npt.NDArray[np.object_] = np.full(capacity, None, dtype=object)
+        """The key in each slot. Free slots have None, or, after ``clear``, keys that they had before."""
         self._spill: dict[OffloadKey, int] = {}
         self._spill_count: Counter[int] = Counter()
         self._spilled = np.zeros(num_buckets, dtype=np.bool_)
@@ -119,11 +138,17 @@ class KeyIndex:
 
     def insert(self, keys: Sequence[OffloadKey], slots: Slots, homes: Homes | None = None) -> None:
         """Puts distinct absent keys into free slots. ``homes``: as returned by ``split``."""
-        self._len += len(keys)
+        if len(slots) != len(keys):
+            raise IndexError(f"{len(keys)} keys need as many slots, not {len(slots)}")
+        if homes is None:
+            homes = self._homes(keys)
+        elif len(homes[0]) != len(keys):
+            raise IndexError(f"these are the homes of {len(homes[0])} keys, not of {len(keys)}")
         self.key_of[slots] = keys
+        self._len += len(keys)
         waiting = np.arange(len(keys))
         if len(keys) > SCALAR_BATCH:
-            buckets, tags = homes or self._homes(keys)
+            buckets, tags = homes
             while len(waiting) > SCALAR_BATCH:
                 empty = _bytes(self._tags.take(buckets.take(waiting), axis=0) == 0)
                 if np.count_nonzero(empty) < len(empty):
@@ -151,6 +176,7 @@ class KeyIndex:
             self._place[slot] = bucket * WAYS + way
         else:
             self._spill[key] = slot
+            self._place[slot] = _SPILLED
             self._spill_count[bucket] += 1
             self._spilled[bucket] = True
 
@@ -161,46 +187,48 @@ class KeyIndex:
         places = self._place[slots]
         self._tags.ravel()[places[places >= 0]] = 0
         if self._spill:
-            for i in np.flatnonzero(places < 0).tolist():
+            for i in np.flatnonzero(places == _SPILLED).tolist():
                 bucket, _ = self._home(keys[i])
                 del self._spill[keys[i]]
                 self._spill_count[bucket] -= 1
                 if self._spill_count[bucket] == 0:
                     del self._spill_count[bucket]
                     self._spilled[bucket] = False
-        self._place[slots] = -1
+        self._place[slots] = _FREE
         self.key_of[slots] = None
         return keys
 
     def clear(self) -> None:
-        """Removes all keys."""
+        """Removes all keys. Does not release them: with a million keys, that alone would take 30 ms."""
         self._len = 0
         self._tags.fill(0)
-        self._place.fill(-1)
-        self.key_of.fill(None)
+        self._place.fill(_FREE)
         self._spill.clear()
         self._spill_count.clear()
         self._spilled.fill(False)
 
     def slots(self) -> Slots:
         """Returns the slots that have a key, ascending."""
-        held = self._place >= 0
-        held[list(self._spill.values())] = True
-        return np.flatnonzero(held)
+        return np.flatnonzero(self._place != _FREE)
+
+    def holds(self, slots: Slots) -> npt.NDArray[np.bool_]:
+        """Returns which of ``slots`` have a key."""
+        held: npt.NDArray[np.bool_] = self._place[slots] != _FREE
+        return held
 
     def _home(self, key: OffloadKey) -> tuple[int, int]:
         h = hash(key)
         return h & self._mask, (h >> 32) & 0xFFFFFFFF | 1
 
     def _homes(self, keys: Sequence[OffloadKey]) -> Homes:
-        hashes = np.fromiter(map(hash, keys), dtype=np.int64, count=len(keys))
+        hashes = plain_hash_keys(keys)
         tags = (hashes.view(np.uint64) >> _TAG_SHIFT).astype(np.uint32) | _ODD
         return hashes & self._mask, tags
 
     def check_integrity(self) -> None:
         """Raises IntegrityError unless every key is found in its slot and nothing else is held."""
         slots = self.slots()
-        if len(slots) != self._len or (self.key_of != None).sum() != self._len:  # noqa: E711
+        if len(slots) != self._len:
             raise IntegrityError("the index counts its keys wrongly")
         if any(self.get(key) != slot for key, slot in zip(self.key_of[slots].tolist(), slots.tolist(), strict=True)):
             raise IntegrityError("a key is not found in its slot")
@@ -217,3 +245,8 @@ def _bytes(flags: npt.NDArray[np.bool_]) -> UInt64s:
 def _first_way(matches: UInt64s) -> npt.NDArray[np.int64]:
     """Returns the position of the lowest byte that is 1, for u64s whose bytes are 0 or 1; 0 if no byte is."""
     return (((matches & -matches) * _BYTE_NUMBER) >> _TOP_BYTE).view(np.int64)
+
+
+hash_keys = plain_hash_keys
+if not TYPE_CHECKING and (native := load("_cache")) is not None:
+    hash_keys = native.hash_keys

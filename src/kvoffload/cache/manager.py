@@ -230,7 +230,8 @@ class PolicyOffloadingManager(OffloadingManager):
         if n <= 0:
             return []
         busy = self._table.busy
-        busy[protected] = True
+        if len(protected):
+            busy[protected] = True
         victims = np.asarray(self.policy.evict(Eviction(n, self._busy, self._key_of, entering)))
         if not self._may_leave(victims, n):
             raise IntegrityError(f"policy {type(self.policy).__name__} chose blocks that it may not evict")
@@ -266,7 +267,8 @@ class PolicyOffloadingManager(OffloadingManager):
             self.policy.remove(known)
             self._gone.record(self._table.key_of[known].tolist(), MissReason.COPY_FAILED)
             self._table.remove(written)
-        self.backend.free(freed)
+        if len(freed):
+            self.backend.free(freed)
 
     def restore(self, keys: Sequence[OffloadKey], slots: Slots) -> None:
         """Takes in distinct blocks that are in the medium already, in ``slots`` that the backend counts as allocated,

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable
 import numpy as np
 
 from kvoffload.abc import Miss, MissReason, OffloadKey
+from kvoffload.cache.index import hash_keys
 
 _REASONS = tuple(MissReason)
 MISS_MEMORY_ENTRIES = 1 << 16
@@ -30,7 +31,7 @@ class MissMemory:
         self._clock = clock
 
     def record(self, keys: Iterable[OffloadKey], reason: MissReason) -> None:
-        hashes = np.fromiter(map(hash, keys), dtype=np.int64)
+        hashes = hash_keys(keys)
         at = hashes & self._mask
         self._hash[at] = hashes
         self._time[at] = self._clock()

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from kvoffload.abc import Backend, ConfigError, IntegrityError, OffloadKey, Slots
+from kvoffload.cache.index import MAX_SLOTS
 
 HOST_MEDIUM = "CPU"
 
@@ -19,8 +20,8 @@ class SlotBackend(Backend):
 
     def __init__(self, block_size: int, medium: str, num_blocks: int, grows: bool = False) -> None:
         super().__init__(block_size, medium)
-        if num_blocks < 1:
-            raise ConfigError(f"num_blocks={num_blocks}: a backend needs at least 1")
+        if not 1 <= num_blocks <= MAX_SLOTS:
+            raise ConfigError(f"num_blocks={num_blocks}: a backend needs at least 1, and has at most {MAX_SLOTS}")
         self._free = np.arange(num_blocks - 1, -1, -1, dtype=np.int64)
         self._num_free = self._num_existing = 0 if grows else num_blocks
         self._allocated = np.zeros(num_blocks, dtype=np.bool_)

@@ -31,7 +31,7 @@ class PlainBlockTable:
         self.num_evictable = 0
         self._index = KeyIndex(num_blocks)
         self.key_of = self._index.key_of
-        """The key in each slot, or None. Read only."""
+        """The key in each slot. Free slots may have any. Read only."""
         self.ref_cnt = np.zeros(num_blocks, dtype=np.int32)
         self.busy = np.zeros(num_blocks, dtype=np.bool_)
         self._dropped = np.zeros(num_blocks, dtype=np.bool_)
@@ -135,14 +135,15 @@ class PlainBlockTable:
     def drop_all(self) -> Slots:
         """Drops every block. Only blocks in transfer cost time per block."""
         held = self._index.slots()
-        in_transfer = held[self.busy[held]]
+        in_transfer = np.flatnonzero(self.busy)
+        idle = held[~self.busy[held]] if len(in_transfer) else held
         keys = self.key_of[in_transfer].tolist()
         self._index.clear()
         self._index.insert(keys, in_transfer)
         self._dropped[in_transfer] = True
         self._num_dropped = len(in_transfer)
         self.num_evictable = 0
-        return held[~self.busy[held]]
+        return idle
 
     def is_dropped(self, slots: Slots) -> npt.NDArray[np.bool_]:
         """Returns which blocks were dropped while in transfer and still keep their slots."""
@@ -150,8 +151,7 @@ class PlainBlockTable:
 
     def is_loadable(self, slots: Slots) -> npt.NDArray[np.bool_]:
         """Returns which slots hold a block that is ready and was not dropped."""
-        has_key = np.fromiter((key is not None for key in self.key_of[slots].tolist()), np.bool_, len(slots))
-        loadable: npt.NDArray[np.bool_] = has_key & (self.ref_cnt[slots] >= 0) & ~self._dropped[slots]
+        loadable: npt.NDArray[np.bool_] = self._index.holds(slots) & (self.ref_cnt[slots] >= 0) & ~self._dropped[slots]
         return loadable
 
     def set_ready(self, slots: Slots) -> tuple[Slots, Slots]:
@@ -248,4 +248,4 @@ else:
         """The methods that run per request are native, the others are those of the plain version."""
 
         def __init__(self, num_blocks: int) -> None:
-            native.BlockTable.__init__(self, num_blocks)
+            """Keeps the plain version's from running: native objects are complete once they exist."""

@@ -68,6 +68,8 @@ class Layout:
         there is nothing else."""
         self.ahead = tuple(g for g, group in enumerate(groups) if group.lookahead)
         """The groups whose keys depend on tokens after a block."""
+        self.is_full = tuple(group.is_full for group in groups)
+        self._hashes_per_block = tuple(size // self.hash_block_size for size in self.block_tokens)
         self.traced = self.full[0] if self.full else 0
         """The group whose blocks are recorded in a trace."""
 
@@ -87,6 +89,15 @@ class Layout:
     def last_within(self, g: int, end: int) -> int:
         """Returns the index of the last block of group ``g`` that ends at token ``end`` or before; -1 if none does."""
         return end // self.block_tokens[g] - 1
+
+    def extend_keys(self, g: int, keys: list[OffloadKey], request: Request) -> None:
+        """Appends to the ``keys`` of group ``g`` those of the blocks that became whole."""
+        if g in self.ahead:
+            keys += [self.key(g, index, request) for index in range(len(keys), self.num_named(g, request))]
+        else:
+            per_block, namespace, suffix = self._hashes_per_block[g], self.namespace, self._suffixes[g]
+            last = request.block_hashes[(len(keys) + 1) * per_block - 1 :: per_block]
+            keys += [namespace + block_hash + suffix for block_hash in last]
 
     def key(self, g: int, index: int, request: Request) -> OffloadKey:
         """Returns the key of block ``index`` of group ``g`` of ``request``."""

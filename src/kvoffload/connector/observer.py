@@ -200,10 +200,12 @@ class RequestObserver:
 
     def reported(self, report: WorkerReport) -> None:
         """Counts what workers have copied."""
-        for name in ("store_bytes", "load_bytes", "store_seconds", "load_seconds"):
-            amount = getattr(report, name)
-            if amount:
-                self.metrics.add(name, amount)
+        if report.store_bytes or report.store_seconds:
+            self.metrics.add("store_bytes", report.store_bytes)
+            self.metrics.add("store_seconds", report.store_seconds)
+        if report.load_bytes or report.load_seconds:
+            self.metrics.add("load_bytes", report.load_bytes)
+            self.metrics.add("load_seconds", report.load_seconds)
 
     def stored(self, job: Job) -> None:
         """Counts the blocks of a store, which can be loaded now, and describes them for events."""

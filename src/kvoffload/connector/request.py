@@ -194,8 +194,7 @@ class RequestBlocks:
             return True
         self._num_hashes, self._last_hash = num_hashes, hashes[-1] if num_hashes else b""
         for g, keys in enumerate(self.keys):
-            for index in range(len(keys), layout.num_named(g, request)):
-                keys.append(layout.key(g, index, request))
+            layout.extend_keys(g, keys, request)
         return is_same
 
     def _are_same(self, groups: Iterable[int]) -> bool:
@@ -242,6 +241,9 @@ class RequestBlocks:
         return [self.keys[g][i] for _, g, i in ends]
 
     def add_to_tables(self, tables: Sequence[Sequence[int]]) -> None:
+        if len(tables) == len(self.tables) == 1:
+            self.tables[0].extend(tables[0])
+            return
         for mine, new in zip(self.tables, tables, strict=True):
             mine.extend(new)
 
@@ -263,19 +265,21 @@ class RequestBlocks:
         layout = self.layout
         due: list[Block] = []
         ends: list[int] = []
-        tokens, most = min(num_computed, self.request.num_tokens), self.max_stored_tokens
+        tokens, most = self.request.num_tokens, self.max_stored_tokens
+        if num_computed < tokens:
+            tokens = num_computed
         for g, first in enumerate(self.next_store):
-            if layout.groups[g].state:
+            if g in layout.states:
                 ends.append(first)
                 continue
             keys, table, factor = self.keys[g], self.tables[g], layout.factors[g]
-            num_whole = min(layout.num_final(g, tokens), most // layout.block_tokens[g])
-            end = min(num_whole, len(table) // factor, len(keys), first + MAX_BLOCKS_PER_STEP)
+            num_whole = min(layout.num_final(g, tokens), most // layout.block_tokens[g], len(keys))
+            end = min(num_whole, len(table) // factor, first + MAX_BLOCKS_PER_STEP)
             if end <= first:
                 ends.append(first)
                 continue
             ends.append(end)
-            if not layout.groups[g].is_full:
+            if not layout.is_full[g]:
                 due += self._due_in_window(g, range(first, end), num_before)
                 continue
             loaded = self.loaded[g] if self.loaded is not None else ()
@@ -311,5 +315,6 @@ class RequestBlocks:
 
     def _due_at(self, g: int) -> int:
         """Returns the number of computed tokens at which the next block of group ``g`` becomes due."""
-        end = (self.next_store[g] + 1) * self.layout.block_tokens[g]
-        return NEVER if self.layout.groups[g].state or end > self.max_stored_tokens else end
+        layout = self.layout
+        end = (self.next_store[g] + 1) * layout.block_tokens[g]
+        return NEVER if g in layout.states or end > self.max_stored_tokens else end

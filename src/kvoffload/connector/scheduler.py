@@ -251,9 +251,11 @@ class OffloadingConnectorScheduler:
         for req_id in (preempted := tuple(step.preempted)):
             self._lose_blocks(req_id)
         handed_out = upcoming.handed_out
+        requests, replaced, is_tracking = self.requests, step.replaced, self.sound.is_tracking
         for req_id, new in step.block_ids.items():
-            state, found = self.requests.get(req_id), list[Sequence[int]]()
-            if state is not None and req_id in step.replaced:
+            state = requests.get(req_id)
+            found: Sequence[Sequence[int]] = ()
+            if state is not None and req_id in replaced:
                 # Computed blocks were shared with it or loaded; loads have entered theirs.
                 found, new = state.blocks.replace_tables(new)
                 self.stores.watch(req_id, has_new_table=True)
@@ -261,7 +263,7 @@ class OffloadingConnectorScheduler:
                 state.blocks.add_to_tables(new)
                 self.stores.watch(req_id, has_new_table=False)
             handed_out.update(*new)
-            if self.sound.is_tracking:
+            if is_tracking:
                 self.sound.trace(state, set().union(*new), set().union(*found))
         handed_out.update(step.written)
         handed_out.discard(NULL_BLOCK)

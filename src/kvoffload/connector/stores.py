@@ -104,7 +104,9 @@ class StorePlanner:
                 self._look_again(req_id, state, before + tokens)
             else:
                 dues.append(due)
-        specs = self._store(dues, epoch) if dues else {}
+        if not dues:
+            return {}
+        specs = self._store(dues, epoch)
         for due in dues:
             self._look_again(due.state.context.req_id, due.state, due.num_computed)
         return specs
@@ -171,15 +173,16 @@ class StorePlanner:
         """Adds the request for the step in which its next block may be due."""
         store_at = state.blocks.store_at
         if store_at != NEVER and state.options.store and state.storing is not Storing.STALE:
-            self._due.add(req_id, max(1, store_at - num_computed))
+            left = store_at - num_computed
+            self._due.add(req_id, left if left > 1 else 1)
 
     def due_of(self, state: RequestState, num_computed: int, num_before: int) -> Due | None:
         """Returns the request's whole blocks of computed, known tokens that were not stored yet; None if it is too
         early for one, or if nothing of the request may be stored."""
         blocks = state.blocks
-        if min(num_computed, state.request.num_tokens) < blocks.store_at or state.phase is Phase.LOADING:
+        if num_computed < blocks.store_at or state.request.num_tokens < blocks.store_at:
             return None
-        if state.storing is Storing.STALE or not state.options.store:
+        if state.phase is Phase.LOADING or state.storing is Storing.STALE or not state.options.store:
             return None
         state.extend_keys()
         found, next_store = blocks.due(num_computed, num_before)
@@ -191,9 +194,13 @@ class StorePlanner:
         depth."""
         single: list[Due] = []
         chains: list[Due] = []
+        factors = self._layout.factors
         for due in dues:
             if due.blocks and due.state.storing is not Storing.REFUSED:
-                (single if self._is_single(due) else chains).append(due)
+                # Only single blocks with all of their device blocks can share a job.
+                block = due.blocks[0]
+                is_single = len(due.blocks) == 1 and len(block.device_blocks) == factors[block.group]
+                (single if is_single else chains).append(due)
                 continue
             if due.blocks:
                 self._manager.refuse([block.key for block in due.blocks], due.state.context)
@@ -216,14 +223,6 @@ class StorePlanner:
         self._observer.metrics.add("refused_stores")
         self._observer.warn(NO_ROOM)
 
-    def _is_single(self, due: Due) -> bool:
-        """Returns whether this is a single block with all of its device blocks: only such blocks of several requests
-        can share a job."""
-        if len(due.blocks) != 1:
-            return False
-        block = due.blocks[0]
-        return len(block.device_blocks) == self._layout.groups[block.group].block_size_factor
-
     def _start(self, dues: list[Due], output: PrepareStoreOutput, epoch: int, specs: dict[int, TransferSpec]) -> None:
         """Makes one job of the blocks for which ``output`` has room."""
         if output.evicted_keys:
@@ -233,18 +232,21 @@ class StorePlanner:
         new: list[tuple[RequestState, Block]] = []
         # If two requests have the same block, the first one stores it.
         wanted = dict.fromkeys(output.keys_to_store)
+        stored: list[OffloadKey] = []
         for due in dues:
             state = due.state
             state.blocks.stored_up_to(due.next_store)
             for block in due.blocks:
-                if block.key in wanted:
-                    del wanted[block.key]
+                key = block.key
+                if key in wanted:
+                    del wanted[key]
                     new.append((state, block))
-                    state.blocks.stored.append(block.key)
-                elif block.key in refused and block.group not in self._layout.states:
+                    stored.append(key)
+                    state.blocks.stored.append(key)
+                elif key in refused and block.group not in self._layout.states:
                     state.storing = Storing.REFUSED
         # The slots of the lease stand in this order: with any other, blocks would be stored under wrong keys.
-        if [block.key for _, block in new] != output.keys_to_store:
+        if stored != output.keys_to_store:
             raise IntegrityError("the manager has room for other blocks than it was offered, or in another order")
         if new:
             job_id, spec = self._new_job(new, output.store_spec, epoch)
@@ -258,11 +260,17 @@ class StorePlanner:
             order = sorted(range(len(new)), key=lambda i: new[i][1].group)
             new = [new[i] for i in order]
             host = LoadStoreSpec(lease.medium(), lease.slots[order])
-        sizes, firsts = [0] * num_groups, [0] * num_groups
-        for _, block in reversed(new):
-            sizes[block.group] += len(block.device_blocks)
-            firsts[block.group] = block.first_device_block
-        ids = [device_block for _, block in new for device_block in block.device_blocks]
+        if num_groups == 1:
+            ids = [device_block for _, block in new for device_block in block.device_blocks]
+            sizes, firsts = [len(ids)], [new[0][1].first_device_block]
+        else:
+            ids = []
+            sizes, firsts = [0] * num_groups, [0] * num_groups
+            for _, block in new:
+                if not sizes[block.group]:
+                    firsts[block.group] = block.first_device_block
+                sizes[block.group] += len(block.device_blocks)
+                ids += block.device_blocks
         states = list({id(state): state for state, _ in new}.values())
         described = new if self._observer.describes_blocks else ()
         job = Job(True, states, lease, blocks=described, device_blocks=frozenset(ids), epoch=epoch)

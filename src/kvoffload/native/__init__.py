@@ -1,34 +1,63 @@
 """Native versions of hot classes and copies. Without them everything works, on plain versions in Python and numpy.
 
-They are missing where the package was installed without a C compiler, and switched off by ``KVOFFLOAD_NATIVE=0``. The
-plain version of each class is the reference: both give the same answers.
+They are missing where the package was installed without a C compiler, and switched off by ``KVOFFLOAD_NATIVE=0``. They
+need the GIL: a Python that runs without it uses the plain versions. The plain version of each class is the reference:
+both give the same answers.
 """
 
 from __future__ import annotations
 
+import logging
 import os
+import sys
 from importlib import import_module
 from types import ModuleType
 
 ENVIRONMENT_VARIABLE = "KVOFFLOAD_NATIVE"
-MODULES = ("_cache",)
+MODULES = ("_cache", "_copies", "_ghosts")
+
+_logger = logging.getLogger("kvoffload")
+_broken: dict[str, str] = {}
+"""Why a module that was compiled cannot be used."""
 
 
 def load(name: str) -> ModuleType | None:
-    """Returns one of MODULES, or None if it is missing or switched off."""
-    if os.environ.get(ENVIRONMENT_VARIABLE, "1") == "0":
+    """Returns one of MODULES, or None if it is missing, cannot be loaded or is switched off."""
+    if _reason_against() is not None or name in _broken:
         return None
+    full_name = f"{__name__}.{name}"
     try:
-        return import_module(f"{__name__}.{name}")
-    except ImportError:
-        return None
+        return import_module(full_name)
+    except ModuleNotFoundError as error:
+        if error.name == full_name:
+            return None
+        reason: Exception = error
+    except (ImportError, ValueError, RuntimeError) as error:  # The last two: compiled for another numpy.
+        reason = error
+    _broken[name] = f"{type(reason).__name__}: {reason}"
+    _logger.warning("%s cannot be loaded, plain Python is used instead: %s", full_name, _broken[name])
+    return None
 
 
 def describe() -> str:
     """Returns in words what the hot parts run on."""
-    if os.environ.get(ENVIRONMENT_VARIABLE, "1") == "0":
-        return f"plain Python: {ENVIRONMENT_VARIABLE}=0 switches native code off"
+    reason = _reason_against()
+    if reason is not None:
+        return f"plain Python: {reason}"
     missing = [name for name in MODULES if load(name) is None]
-    if missing:
+    if not missing:
+        return "native code"
+    for name in missing:
+        if name in _broken:
+            return f"plain Python: {name} cannot be loaded ({_broken[name]}); reinstall kvoffload"
+    if len(missing) == len(MODULES):
         return "plain Python: installed without a C compiler, so there is no native code"
-    return "native code"
+    return f"native code, but plain Python instead of {', '.join(missing)}, which could not be compiled"
+
+
+def _reason_against() -> str | None:
+    if os.environ.get(ENVIRONMENT_VARIABLE, "1") == "0":
+        return f"{ENVIRONMENT_VARIABLE}=0 switches native code off"
+    if not getattr(sys, "_is_gil_enabled", lambda: True)():
+        return "native code needs the GIL, and this Python runs without it"
+    return None

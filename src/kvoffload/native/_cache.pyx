@@ -1,16 +1,20 @@
 # cython: language_level=3, boundscheck=False, wraparound=False, cdivision=True, initializedcheck=False
 """Native versions of classes of ``kvoffload.cache``, whose plain versions are the reference and document the methods.
 
-Pointers go into numpy arrays that each object owns, so memory is freed with the object. Every slot that a caller gives
-is checked against the capacity. Keys are hashed by Python, so both versions agree on them.
+Pointers go into numpy arrays that each object owns from ``__cinit__`` on and never replaces, except where said. Every
+slot that a caller gives is checked against the capacity. Callers who break a promise of a method, such as distinct
+slots, get wrong answers, but no memory is read or written out of bounds. Keys are hashed by Python, so both versions
+agree on them. Only keys whose type is exactly ``bytes`` are compared without Python; other keys may run any code, so
+that lists and arrays given with them are copied first.
 """
 
 cimport cython
 from cpython.bytes cimport PyBytes_AS_STRING, PyBytes_CheckExact, PyBytes_GET_SIZE
-from cpython.list cimport PyList_GET_ITEM, PyList_New, PyList_SET_ITEM
+from cpython.list cimport PyList_New
 from cpython.object cimport Py_EQ, PyObject, PyObject_Hash, PyObject_RichCompareBool
+from cpython.tuple cimport PyTuple_CheckExact
 from libc.stdint cimport int32_t, int64_t, uint8_t, uint32_t, uint64_t
-from libc.string cimport memcmp, memcpy
+from libc.string cimport memcmp, memcpy, memset
 
 cimport numpy as cnp
 
@@ -26,16 +30,25 @@ cdef extern from "Python.h":
     object PySequence_Fast(object, const char*)
     void increment "Py_INCREF"(PyObject*)
     void decrement "Py_DECREF"(PyObject*)
+    void set_item "PyList_SET_ITEM"(object, Py_ssize_t, PyObject*)
+
+cdef extern from "numpy/arrayobject.h":
+    bint PyArray_ISCARRAY_RO(cnp.ndarray)
 
 cdef extern from "prefetch.h" nogil:
     void kvo_prefetch(const void* address)
+    void kvo_prefetch_write(const void* address)
     unsigned kvo_match8(const uint32_t* tags, uint32_t tag)
     int __builtin_ctz(unsigned)
 
 cdef enum:
     WAYS = 8
     CHUNK = 128
+    AHEAD = 16
     WRITING = -1
+    FREE = -1
+    SPILLED = -2
+    MAX_SLOTS = 1 << 28
 
 cdef struct Bucket:
     uint32_t tags[WAYS]
@@ -57,11 +70,21 @@ cdef inline cnp.ndarray contiguous(object array):
     """Returns the numbers as a contiguous array of int64: ``array`` itself, if it is one."""
     if (
         cnp.PyArray_Check(array)
+        and cnp.PyArray_NDIM(<cnp.ndarray>array) == 1
         and cnp.PyArray_TYPE(<cnp.ndarray>array) == cnp.NPY_INT64
-        and cnp.PyArray_IS_C_CONTIGUOUS(<cnp.ndarray>array)
+        and PyArray_ISCARRAY_RO(<cnp.ndarray>array)
     ):
         return <cnp.ndarray>array
-    return np.ascontiguousarray(array, dtype=np.int64)
+    return converted(array)
+
+
+cdef cnp.ndarray converted(object array):
+    result = np.asarray(array)
+    if result.size == 0 and not isinstance(array, np.ndarray):
+        return new_int64(0)
+    if result.ndim != 1 or result.dtype.kind not in "iu":
+        raise IndexError(f"slots must be whole numbers in one dimension, not {result.dtype} in {result.ndim}")
+    return np.ascontiguousarray(result, dtype=np.int64)
 
 
 cdef inline cnp.ndarray checked(object slots, Py_ssize_t capacity):
@@ -100,40 +123,91 @@ cdef inline bint is_same(PyObject* a, PyObject* b) except -1:
             PyBytes_GET_SIZE(<object>a) == PyBytes_GET_SIZE(<object>b)
             and memcmp(PyBytes_AS_STRING(<object>a), PyBytes_AS_STRING(<object>b), PyBytes_GET_SIZE(<object>a)) == 0
         )
-    return PyObject_RichCompareBool(<object>a, <object>b, Py_EQ)
+    return compare(<object>a, <object>b)
 
 
+cdef bint compare(object a, object b) except -1:
+    """Does what ``==`` does, with references of its own: the comparison may run code that releases others."""
+    own_a, own_b = a, b
+    return PyObject_RichCompareBool(own_a, own_b, Py_EQ)
+
+
+cdef inline bint all_bytes(PyObject** keys, Py_ssize_t n) noexcept:
+    cdef Py_ssize_t i
+    for i in range(n):
+        if i + AHEAD < n:
+            kvo_prefetch(keys[i + AHEAD])
+        if not PyBytes_CheckExact(<object>keys[i]):
+            return False
+    return True
+
+
+def hash_keys(keys):
+    """Returns Python's hash of each key."""
+    fast = PySequence_Fast(keys, b"keys must be a sequence")
+    if not PyTuple_CheckExact(fast) and not all_bytes(PySequence_Fast_ITEMS(fast), PySequence_Fast_GET_SIZE(fast)):
+        fast = tuple(fast)
+    cdef cnp.ndarray result = new_int64(PySequence_Fast_GET_SIZE(fast))
+    hash_into(fast, <uint64_t*>int64s(result))
+    return result
+
+
+cdef int hash_into(object fast, uint64_t* hashes) except -1:
+    cdef Py_ssize_t i
+    for i in range(PySequence_Fast_GET_SIZE(fast)):
+        hashes[i] = <uint64_t>PyObject_Hash(<object>PySequence_Fast_ITEMS(fast)[i])
+    return 0
+
+
+@cython.no_gc_clear
 cdef class KeyIndex:
     """Buckets as in the plain version, but tags and slots of a bucket are side by side, in one line of the cache."""
 
     cdef readonly cnp.ndarray key_of
-    cdef object _bucket_memory, _place_memory, _seen_memory
+    cdef cnp.ndarray _bucket_memory, _place_memory, _seen_memory
     cdef dict _spill
     cdef Bucket* _buckets
     cdef int32_t* _place
     cdef PyObject** _keys
     cdef uint64_t _mask
     cdef Py_ssize_t _len, _capacity
+    cdef bint _only_bytes
+    """No key is of another type. Then looking up keys that are bytes runs no Python code."""
 
-    def __init__(self, Py_ssize_t capacity):
-        num_buckets = 1 << max(0, (max(capacity, 2) // 2 - 1).bit_length())
+    def __cinit__(self, capacity):
+        if not 0 <= capacity <= MAX_SLOTS:
+            raise ValueError(f"capacity={capacity}: must be at most {MAX_SLOTS} slots, and not negative")
+        num_buckets = 1 << max(0, (max(int(capacity), 2) // 2 - 1).bit_length())
         self._mask = num_buckets - 1
         self._bucket_memory = np.zeros(num_buckets * sizeof(Bucket) + 64, dtype=np.uint8)
-        to_line = -self._bucket_memory.ctypes.data % 64
-        self._buckets = <Bucket*>(<char*>cnp.PyArray_DATA(self._bucket_memory) + <Py_ssize_t>to_line)
-        self._place_memory = np.full(capacity, -1, dtype=np.int32)
+        self._buckets = <Bucket*>(<char*>cnp.PyArray_DATA(self._bucket_memory) + self._to_line())
+        self._place_memory = np.full(capacity, FREE, dtype=np.int32)
         self._place = <int32_t*>cnp.PyArray_DATA(self._place_memory)
         self._seen_memory = np.empty(0, dtype=np.int32)
         self.key_of = np.full(capacity, None, dtype=object)
         self._keys = <PyObject**>cnp.PyArray_DATA(self.key_of)
         self._spill = {}
         self._capacity = capacity
+        self._only_bytes = True
 
     def __len__(self):
         return self._len
 
+    cdef Py_ssize_t _to_line(self) noexcept:
+        """Returns the distance from the start of the memory of the buckets to the next line of the cache."""
+        return -<Py_ssize_t>cnp.PyArray_DATA(self._bucket_memory) & 63
+
     cdef inline Bucket* _home(self, uint64_t h) noexcept:
         return &self._buckets[h & self._mask]
+
+    cdef object _own(self, object keys):
+        """Returns the keys in a list or tuple that does not change while they are looked up."""
+        fast = PySequence_Fast(keys, b"keys must be a sequence")
+        if PyTuple_CheckExact(fast):
+            return fast
+        if self._only_bytes and all_bytes(PySequence_Fast_ITEMS(fast), PySequence_Fast_GET_SIZE(fast)):
+            return fast
+        return tuple(fast)
 
     def get(self, key):
         return self._get(<PyObject*>key, <uint64_t>PyObject_Hash(key))
@@ -150,10 +224,9 @@ cdef class KeyIndex:
         return self._spill.get(<object>key, -1) if self._spill else -1
 
     def find(self, keys):
-        fast = PySequence_Fast(keys, b"keys must be a sequence")
-        cdef Py_ssize_t n = PySequence_Fast_GET_SIZE(fast)
-        cdef cnp.ndarray result = new_int64(n)
-        self._find(PySequence_Fast_ITEMS(fast), n, int64s(result), NULL)
+        fast = self._own(keys)
+        cdef cnp.ndarray result = new_int64(PySequence_Fast_GET_SIZE(fast))
+        self._find(PySequence_Fast_ITEMS(fast), PySequence_Fast_GET_SIZE(fast), int64s(result), NULL)
         return result
 
     cdef int _find(self, PyObject** keys, Py_ssize_t n, int64_t* slots, uint64_t* hashes) except -1:
@@ -195,7 +268,8 @@ cdef class KeyIndex:
         return 0
 
     def split(self, keys):
-        fast = PySequence_Fast(keys, b"keys must be a sequence")
+        cdef list absent = []
+        fast = self._own(keys)
         cdef Py_ssize_t n = PySequence_Fast_GET_SIZE(fast), i, num_present = 0, num_absent = 0
         cdef PyObject** items = PySequence_Fast_ITEMS(fast)
         cdef cnp.ndarray found = new_int64(n), homes = new_int64(n)
@@ -204,18 +278,18 @@ cdef class KeyIndex:
         self._find(items, n, slots, hashes)
         for i in range(n):
             num_present += slots[i] >= 0
-        cdef list absent = []
         if num_present == n:
             return found, absent, None
         cdef int32_t* seen
         cdef uint64_t at, mask = 16
         while mask < 2 * <uint64_t>(n - num_present):
             mask *= 2
-        if <uint64_t>cnp.PyArray_DIM(self._seen_memory, 0) < mask:
-            self._seen_memory = np.empty(mask, dtype=np.int32)
-        seen = <int32_t*>cnp.PyArray_DATA(self._seen_memory)
-        for at in range(mask):
-            seen[at] = -1
+        # The next call may need more and replace the array, even one that a comparison of keys makes below.
+        cdef cnp.ndarray seen_memory = self._seen_memory
+        if not self._only_bytes or <uint64_t>cnp.PyArray_DIM(seen_memory, 0) < mask:
+            seen_memory = self._seen_memory = np.empty(mask, dtype=np.int32)
+        seen = <int32_t*>cnp.PyArray_DATA(seen_memory)
+        memset(seen, 0xff, mask * sizeof(int32_t))
         mask -= 1
         num_present = 0
         for i in range(n):
@@ -233,53 +307,72 @@ cdef class KeyIndex:
                 hashes[num_absent] = hashes[i]
                 absent.append(<object>items[i])
                 num_absent += 1
-        return first(found, num_present), absent, homes
+        return first(found, num_present), absent, first(homes, num_absent)
 
     def insert(self, keys, slots, homes=None):
-        fast = PySequence_Fast(keys, b"keys must be a sequence")
+        self._insert(keys, slots, homes)
+
+    cdef cnp.ndarray _insert(self, object keys, object slots, object homes):
+        """Returns the slots, in an array that no caller can change. If it raises, nothing has changed, unless the
+        comparison of keys raises."""
+        fast = self._own(keys)
         cdef Py_ssize_t n = PySequence_Fast_GET_SIZE(fast), i, start = 0, size
         cdef PyObject** items = PySequence_Fast_ITEMS(fast)
-        cdef cnp.ndarray checked_slots = checked(slots, self._capacity)
-        cdef int64_t* at = int64s(checked_slots)
-        cdef uint64_t* known = NULL
-        cdef uint64_t hs[CHUNK]
+        cdef cnp.ndarray given = checked(slots, self._capacity), hashes
+        cdef uint64_t* hs
         cdef Bucket* bucket
         cdef unsigned empty
         cdef int way
         cdef PyObject* before
-        if cnp.PyArray_DIM(checked_slots, 0) != n:
-            raise IndexError(f"{n} keys need as many slots, not {cnp.PyArray_DIM(checked_slots, 0)}")
-        if homes is not None and cnp.PyArray_DIM(<cnp.ndarray>homes, 0) >= n:
-            known = <uint64_t*>int64s(<cnp.ndarray>homes)
+        if cnp.PyArray_DIM(given, 0) != n:
+            raise IndexError(f"{n} keys need as many slots, not {cnp.PyArray_DIM(given, 0)}")
+        if self._only_bytes and not all_bytes(items, n):
+            self._only_bytes = False
+        if not self._only_bytes:
+            given = given.copy()
+        cdef int64_t* at = int64s(given)
+        if homes is None:
+            hashes = new_int64(n)
+            hash_into(fast, <uint64_t*>int64s(hashes))
+        else:
+            hashes = contiguous(homes)
+            if cnp.PyArray_DIM(hashes, 0) != n:
+                raise IndexError(f"these are the homes of {cnp.PyArray_DIM(hashes, 0)} keys, not of {n}")
+        hs = <uint64_t*>int64s(hashes)
         while start < n:
             size = min(n - start, CHUNK)
-            for i in range(size):
-                hs[i] = known[start + i] if known != NULL else <uint64_t>PyObject_Hash(<object>items[start + i])
+            for i in range(start, start + size):
                 kvo_prefetch(self._home(hs[i]))
-                kvo_prefetch(&self._keys[at[start + i]])
-                kvo_prefetch(&self._place[at[start + i]])
-            for i in range(size):
-                before = self._keys[at[start + i]]
-                increment(items[start + i])
-                self._keys[at[start + i]] = items[start + i]
-                decrement(before)
+                kvo_prefetch(&self._keys[at[i]])
+                kvo_prefetch(&self._place[at[i]])
+            for i in range(start, start + size):
                 bucket = self._home(hs[i])
                 empty = kvo_match8(bucket.tags, 0)
                 if empty:
                     way = __builtin_ctz(empty)
                     bucket.tags[way] = tag_of(hs[i])
-                    bucket.slots[way] = <int32_t>at[start + i]
-                    self._place[at[start + i]] = <int32_t>((hs[i] & self._mask) * WAYS) + way
+                    bucket.slots[way] = <int32_t>at[i]
+                    self._place[at[i]] = <int32_t>((hs[i] & self._mask) * WAYS) + way
                 else:
-                    self._spill[<object>items[start + i]] = at[start + i]
+                    self._spill[<object>items[i]] = at[i]
+                    self._place[at[i]] = SPILLED
+                self._len += 1
+                before = self._keys[at[i]]
+                increment(items[i])
+                self._keys[at[i]] = items[i]
+                decrement(before)
             start += size
-        self._len += n
+        return given
 
     def remove(self, slots):
-        cdef cnp.ndarray checked_slots = checked(slots, self._capacity)
-        cdef Py_ssize_t n = cnp.PyArray_DIM(checked_slots, 0), i, start = 0, stop
-        cdef int64_t* at = int64s(checked_slots)
+        cdef cnp.ndarray given = checked(slots, self._capacity)
+        return self._remove(int64s(given), cnp.PyArray_DIM(given, 0))
+
+    cdef list _remove(self, int64_t* at, Py_ssize_t n):
+        """No Python code runs before all slots are free."""
+        cdef list spilled = []
         cdef list result = PyList_New(n)
+        cdef Py_ssize_t i, start = 0, stop
         cdef PyObject* none = <PyObject*>None
         cdef PyObject* key
         cdef int32_t place
@@ -293,45 +386,46 @@ cdef class KeyIndex:
                     kvo_prefetch(&self._buckets[self._place[at[i]] // WAYS])
             for i in range(start, stop):
                 key = self._keys[at[i]]
-                increment(key)
-                PyList_SET_ITEM(result, i, <object>key)  # Takes the reference over.
-                place = self._place[at[i]]
-                if place >= 0:
-                    self._buckets[place // WAYS].tags[place % WAYS] = 0
-                    self._place[at[i]] = -1
-                elif key != none:
-                    del self._spill[<object>key]
                 increment(none)
                 self._keys[at[i]] = none
-                decrement(key)
+                set_item(result, i, key)  # The list takes the reference over.
+                place = self._place[at[i]]
+                self._place[at[i]] = FREE
+                self._len -= place != FREE
+                if place >= 0:
+                    self._buckets[place // WAYS].tags[place % WAYS] = 0
+                elif place == SPILLED:
+                    spilled.append(<object>key)
             start = stop
-        self._len -= n
+        for each in spilled:
+            del self._spill[each]
         return result
 
     def clear(self):
         self._len = 0
-        self._bucket_memory.fill(0)
-        self._place_memory.fill(-1)
-        self.key_of.fill(None)
+        memset(self._buckets, 0, (self._mask + 1) * sizeof(Bucket))
+        self._place_memory.fill(FREE)
         self._spill.clear()
 
     def slots(self):
-        held = self._place_memory >= 0
-        held[list(self._spill.values())] = True
-        return np.flatnonzero(held)
+        return np.flatnonzero(self._place_memory != FREE)
+
+    def holds(self, slots):
+        return self._place_memory[checked(slots, self._capacity)] != FREE
 
     def check_integrity(self):
         slots = self.slots()
-        if len(slots) != self._len or (self.key_of != None).sum() != self._len:  # noqa: E711
+        if len(slots) != self._len:
             raise IntegrityError("the index counts its keys wrongly")
         if any(self.get(key) != slot for key, slot in zip(self.key_of[slots].tolist(), slots.tolist(), strict=True)):
             raise IntegrityError("a key is not found in its slot")
-        tags = np.frombuffer(self._bucket_memory, np.uint32, 2 * WAYS * (self._mask + 1), -self._bucket_memory.ctypes.data % 64)
-        entries = int(np.count_nonzero(tags.reshape(-1, 2 * WAYS)[:, :WAYS])) + len(self._spill)
+        words = np.frombuffer(self._bucket_memory, np.uint32, 2 * WAYS * (self._mask + 1), self._to_line())
+        entries = int(np.count_nonzero(words.reshape(-1, 2 * WAYS)[:, :WAYS])) + len(self._spill)
         if entries != self._len:
             raise IntegrityError("the index has entries of removed keys")
 
 
+@cython.no_gc_clear
 cdef class BlockTable:
     """The methods of the plain version that run per request."""
 
@@ -345,7 +439,7 @@ cdef class BlockTable:
     cdef uint8_t* _is_dropped
     cdef int32_t* _scratch
 
-    def __init__(self, Py_ssize_t num_blocks):
+    def __cinit__(self, num_blocks):
         self.num_blocks = num_blocks
         self._index = KeyIndex(num_blocks)
         self.key_of = self._index.key_of
@@ -359,7 +453,7 @@ cdef class BlockTable:
         self._scratch = <int32_t*>cnp.PyArray_DATA(self._scratch_memory)
 
     def find(self, keys):
-        fast = PySequence_Fast(keys, b"keys must be a sequence")
+        fast = self._index._own(keys)
         cdef Py_ssize_t n = PySequence_Fast_GET_SIZE(fast), i
         cdef cnp.ndarray result = new_int64(n)
         cdef int64_t* slots = int64s(result)
@@ -371,7 +465,10 @@ cdef class BlockTable:
         return result
 
     def distinct(self, slots):
-        cdef cnp.ndarray given = checked(slots, self.num_blocks)
+        cdef cnp.ndarray given = contiguous(slots)
+        if cnp.PyArray_DIM(given, 0) < 2:
+            return given
+        given = checked(given, self.num_blocks)
         cdef Py_ssize_t n = cnp.PyArray_DIM(given, 0), i, kept = 0
         cdef int64_t* at = int64s(given)
         for i in range(n):
@@ -405,7 +502,7 @@ cdef class BlockTable:
         return result
 
     def leading_ready(self, keys):
-        fast = PySequence_Fast(keys, b"keys must be a sequence")
+        fast = self._index._own(keys)
         cdef Py_ssize_t n = PySequence_Fast_GET_SIZE(fast), start = 0, size, i
         cdef PyObject** items = PySequence_Fast_ITEMS(fast)
         cdef int64_t slots[CHUNK]
@@ -419,10 +516,9 @@ cdef class BlockTable:
         return n
 
     def insert(self, keys, slots, homes=None):
-        cdef cnp.ndarray given = checked(slots, self.num_blocks)
+        cdef cnp.ndarray given = self._index._insert(keys, slots, homes)
         cdef int64_t* at = int64s(given)
         cdef Py_ssize_t i
-        self._index.insert(keys, given, homes)
         for i in range(cnp.PyArray_DIM(given, 0)):
             self._refs[at[i]] = WRITING
             self._is_busy[at[i]] = 1
@@ -437,7 +533,7 @@ cdef class BlockTable:
             self._is_dropped[at[i]] = 0
             self._refs[at[i]] = 0
             self._is_busy[at[i]] = 0
-        return self._index.remove(given)
+        return self._index._remove(at, cnp.PyArray_DIM(given, 0))
 
     def is_writing(self, slots):
         """Negative slots count as the last ones, as in numpy."""
@@ -527,14 +623,15 @@ cdef class BlockTable:
 
     cdef tuple _end_transfer(self, cnp.ndarray given, bint written):
         cdef Py_ssize_t n = cnp.PyArray_DIM(given, 0), i, num_idle = 0, num_freed = 0
-        cdef cnp.ndarray idle = new_int64(n), freed = new_int64(n if self._num_dropped else 0)
+        cdef bint some_dropped = self._num_dropped > 0
+        cdef cnp.ndarray idle = new_int64(n), freed = new_int64(n if some_dropped else 0)
         cdef int64_t* at = int64s(given)
         cdef int64_t* to = int64s(idle)
         for i in range(n):
             self._refs[at[i]] = 0 if written else self._refs[at[i]] - 1
             if self._refs[at[i]]:
                 continue
-            if self._is_dropped[at[i]]:
+            if some_dropped and self._is_dropped[at[i]]:
                 int64s(freed)[num_freed] = at[i]
                 num_freed += 1
             else:
@@ -550,7 +647,8 @@ cdef class BlockTable:
 
 cdef const uint8_t* flags(cnp.ndarray array, Py_ssize_t capacity) except NULL:
     if (
-        cnp.PyArray_TYPE(array) != cnp.NPY_BOOL
+        cnp.PyArray_NDIM(array) != 1
+        or cnp.PyArray_TYPE(array) != cnp.NPY_BOOL
         or not cnp.PyArray_IS_C_CONTIGUOUS(array)
         or cnp.PyArray_DIM(array, 0) < capacity
     ):
@@ -567,35 +665,44 @@ cdef enum:
 cdef int64_t NO_END = <int64_t>1 << 62
 
 
+cdef struct Links:
+    int32_t older  # SKIPPED or QUEUED for members that are not in the linked list.
+    int32_t newer
+
+
 cdef struct Entry:
     int64_t position
     int64_t slot
 
 
+@cython.no_gc_clear
 cdef class RecencyList:
-    """A linked list from the oldest member to the most recent one. Members that ``pop_oldest`` has skipped are not in
-    it: they are in a heap by position if they were marked evictable since then."""
+    """A linked list from the oldest member to the most recent one. Members that were skipped, because they were busy
+    when older ones were removed, are not in it: they are in a heap by position if they were marked evictable since."""
 
     cdef Py_ssize_t _len, _capacity
     cdef int64_t _next_position
     cdef int32_t _oldest, _newest
-    cdef cnp.ndarray _stamp_memory, _older_memory, _newer_memory, _heap_memory
+    cdef cnp.ndarray _stamp_memory, _links_memory, _heap_memory
     cdef int64_t* _stamp
-    cdef int32_t* _older
-    """SKIPPED or QUEUED for members that are not in the list."""
-    cdef int32_t* _newer
+    cdef Links* _links
     cdef Entry* _heap
+    """In ``_heap_memory``, which is replaced when it is full. May have entries of blocks that have moved or left."""
     cdef Py_ssize_t _heap_len
 
-    def __init__(self, Py_ssize_t capacity):
+    def __cinit__(self, capacity):
+        if not 0 <= capacity <= MAX_SLOTS:
+            raise ValueError(f"capacity={capacity}: must be at most {MAX_SLOTS} slots, and not negative")
         self._capacity = capacity
         self._stamp_memory = np.full(capacity, ABSENT, dtype=np.int64)
         self._stamp = int64s(self._stamp_memory)
-        self._older_memory = np.zeros(capacity, dtype=np.int32)
-        self._older = <int32_t*>cnp.PyArray_DATA(self._older_memory)
-        self._newer_memory = np.zeros(capacity, dtype=np.int32)
-        self._newer = <int32_t*>cnp.PyArray_DATA(self._newer_memory)
+        self._links_memory = np.zeros((capacity, 2), dtype=np.int32)
+        self._links = <Links*>cnp.PyArray_DATA(self._links_memory)
         self._reset()
+
+    def __sizeof__(self):
+        """Includes the arrays."""
+        return object.__sizeof__(self) + self._stamp_memory.nbytes + self._links_memory.nbytes + self._heap_memory.nbytes
 
     cdef _reset(self):
         self._oldest = self._newest = END
@@ -603,6 +710,7 @@ cdef class RecencyList:
         self._next_position = 0
         self._heap_len = 0
         self._heap_memory = np.empty((0, 2), dtype=np.int64)
+        self._heap = <Entry*>cnp.PyArray_DATA(self._heap_memory)
 
     def __len__(self):
         return self._len
@@ -618,28 +726,33 @@ cdef class RecencyList:
             to[i] = self._stamp[at[i]] != ABSENT
         return result
 
+    cdef inline bint _is_aside(self, int64_t slot) noexcept:
+        """Returns whether a member is not in the linked list."""
+        return self._links[slot].older <= SKIPPED
+
     cdef inline void _unlink(self, int64_t slot) noexcept:
-        cdef int32_t older = self._older[slot], newer
+        """Takes a member out of the linked list, if it is in it."""
+        cdef int32_t older = self._links[slot].older, newer
         if older <= SKIPPED:
             return
-        newer = self._newer[slot]
+        newer = self._links[slot].newer
         if older == END:
             self._oldest = newer
         else:
-            self._newer[older] = newer
+            self._links[older].newer = newer
         if newer == END:
             self._newest = older
         else:
-            self._older[newer] = older
+            self._links[newer].older = older
 
     cdef inline void _link(self, int64_t slot, int64_t position) noexcept:
         self._stamp[slot] = position
-        self._older[slot] = self._newest
-        self._newer[slot] = END
+        self._links[slot].older = self._newest
+        self._links[slot].newer = END
         if self._newest == END:
             self._oldest = <int32_t>slot
         else:
-            self._newer[self._newest] = <int32_t>slot
+            self._links[self._newest].newer = <int32_t>slot
         self._newest = <int32_t>slot
 
     def append(self, slots, positions=None):
@@ -655,10 +768,14 @@ cdef class RecencyList:
         cdef int64_t* time = NULL
         if positions is not None:
             times = contiguous(positions)
-            if cnp.PyArray_DIM(times, 0) != n:
-                raise IndexError("there must be as many positions as slots")
             time = int64s(times)
+            check_positions(times, n, self._next_position)
         for i in range(n):
+            if i + AHEAD < n:
+                kvo_prefetch_write(&self._stamp[at[i + AHEAD]])
+                kvo_prefetch_write(&self._links[at[i + AHEAD]])
+            if i + AHEAD // 2 < n:
+                self._prefetch_neighbours(at[i + AHEAD // 2])
             if self._stamp[at[i]] != ABSENT:
                 self._unlink(at[i])
             elif members_only:
@@ -670,6 +787,13 @@ cdef class RecencyList:
             self._link(at[i], self._next_position)
             self._next_position += 1
         return 0
+
+    cdef inline void _prefetch_neighbours(self, int64_t slot) noexcept:
+        cdef Links links = self._links[slot]
+        if links.older >= 0:
+            kvo_prefetch_write(&self._links[links.older])
+        if links.newer >= 0:
+            kvo_prefetch_write(&self._links[links.newer])
 
     def discard(self, slots):
         cdef cnp.ndarray given = checked(slots, self._capacity)
@@ -686,18 +810,22 @@ cdef class RecencyList:
         cdef int64_t* at = int64s(given)
         cdef Py_ssize_t i
         for i in range(cnp.PyArray_DIM(given, 0)):
-            if self._stamp[at[i]] != ABSENT and self._older[at[i]] == SKIPPED:
+            if self._links[at[i]].older == SKIPPED and self._stamp[at[i]] != ABSENT:
                 self._push(at[i])
 
     cdef int _push(self, int64_t slot) except -1:
-        cdef Py_ssize_t i = self._heap_len, parent
         cdef Entry entry
-        if i == cnp.PyArray_DIM(self._heap_memory, 0):
-            self._drop_dead()
-            i = self._heap_len
+        if self._heap_len == cnp.PyArray_DIM(self._heap_memory, 0):
+            self._renew_heap()
         entry.position = self._stamp[slot]
         entry.slot = slot
+        self._sift_up(self._heap_len, entry)
         self._heap_len += 1
+        self._links[slot].older = QUEUED
+        return 0
+
+    cdef inline void _sift_up(self, Py_ssize_t i, Entry entry) noexcept:
+        cdef Py_ssize_t parent
         while i:
             parent = (i - 1) // 2
             if self._heap[parent].position <= entry.position:
@@ -705,20 +833,25 @@ cdef class RecencyList:
             self._heap[i] = self._heap[parent]
             i = parent
         self._heap[i] = entry
-        self._older[slot] = QUEUED
-        return 0
 
     cdef inline bint _is_queued(self, Entry entry) noexcept:
-        return self._stamp[entry.slot] == entry.position and self._older[entry.slot] == QUEUED
+        return self._stamp[entry.slot] == entry.position and self._links[entry.slot].older == QUEUED
 
-    cdef int _drop_dead(self) except -1:
+    cdef int _renew_heap(self) except -1:
         """Drops entries of blocks that have moved or left, and makes room for as many entries as are left."""
-        kept = sorted((self._heap[i].position, self._heap[i].slot) for i in range(self._heap_len) if self._is_queued(self._heap[i]))
-        self._heap_memory = np.empty((2 * len(kept) + 64, 2), dtype=np.int64)
-        self._heap = <Entry*>cnp.PyArray_DATA(self._heap_memory)
-        self._heap_len = len(kept)
+        cdef Py_ssize_t i, kept = 0
         for i in range(self._heap_len):
-            self._heap[i].position, self._heap[i].slot = kept[i]
+            kept += self._is_queued(self._heap[i])
+        cdef cnp.ndarray memory = np.empty((2 * kept + 64, 2), dtype=np.int64)
+        cdef cnp.ndarray before = self._heap_memory
+        cdef Entry* entries = self._heap
+        cdef Py_ssize_t n = self._heap_len
+        self._heap_memory, self._heap, self._heap_len = memory, <Entry*>cnp.PyArray_DATA(memory), 0
+        for i in range(n):
+            # A heap without some of its entries, in the same order, is almost one: few entries move.
+            if self._is_queued(entries[i]):
+                self._sift_up(self._heap_len, entries[i])
+                self._heap_len += 1
         return 0
 
     cdef Entry _pop_heap(self) noexcept:
@@ -739,79 +872,80 @@ cdef class RecencyList:
         self._heap[i] = last
         return top
 
-    def pop_oldest(self, Py_ssize_t n, cnp.ndarray busy):
-        return self._pop(n, busy, NO_END, None)
-
-    def pop_with_positions(self, Py_ssize_t n, cnp.ndarray busy, int64_t before=NO_END):
-        cdef cnp.ndarray positions = new_int64(max(0, min(n, self._len)))
-        slots = self._pop(n, busy, before, positions)
-        return slots, first(positions, len(slots))
-
-    cdef cnp.ndarray _pop(self, Py_ssize_t n, cnp.ndarray busy, int64_t before, cnp.ndarray positions):
-        n = max(0, min(n, self._len))
-        cdef const uint8_t* is_busy = flags(busy, self._capacity)
-        cdef cnp.ndarray result = new_int64(n)
-        cdef int64_t* to = int64s(result)
-        cdef int64_t* times = int64s(positions) if positions is not None else NULL
-        cdef Py_ssize_t popped = 0
-        cdef int64_t position
-        while popped < n:
-            position = self._oldest_evictable(is_busy)
-            if position >= before:
-                break
-            to[popped] = self._pop_one()
-            if times != NULL:
-                times[popped] = position
-            popped += 1
-        return first(result, popped)
-
-    cdef int64_t _oldest_evictable(self, const uint8_t* is_busy) noexcept:
-        """Returns the position of the member that ``_pop_one`` removes, NO_END if there is none. Skips busy members."""
-        cdef int64_t slot
-        while self._heap_len:
-            slot = self._heap[0].slot
-            if self._is_queued(self._heap[0]):
-                if not is_busy[slot]:
-                    return self._heap[0].position
-                self._older[slot] = SKIPPED
+    cdef inline int64_t _front(self) noexcept:
+        """Returns the position of the oldest member that was not skipped, or was marked since; NO_END if there is
+        none."""
+        while self._heap_len and not self._is_queued(self._heap[0]):
             self._pop_heap()
-        while self._oldest != END:
-            slot = self._oldest
-            if not is_busy[slot]:
-                return self._stamp[slot]
-            self._unlink(slot)
-            self._older[slot] = SKIPPED
-        return NO_END
+        if self._heap_len:
+            return self._heap[0].position
+        return self._stamp[self._oldest] if self._oldest != END else NO_END
 
-    cdef int64_t _pop_one(self) noexcept:
+    cdef inline int64_t _take_front(self, const uint8_t* is_busy) noexcept:
+        """Removes the member at ``_front`` and returns its slot. Skips it instead, and returns -1, if it is busy."""
         cdef int64_t slot
         if self._heap_len:
             slot = self._pop_heap().slot
         else:
             slot = self._oldest
             self._unlink(slot)
+        if is_busy[slot]:
+            self._links[slot].older = SKIPPED
+            return -1
         self._stamp[slot] = ABSENT
         self._len -= 1
         return slot
+
+    def pop_oldest(self, Py_ssize_t n, cnp.ndarray busy not None):
+        return self._pop(n, busy, NO_END, None)
+
+    def pop_with_positions(self, Py_ssize_t n, cnp.ndarray busy not None, int64_t before=NO_END):
+        cdef cnp.ndarray positions = new_int64(max(0, min(n, self._len)))
+        slots = self._pop(n, busy, before, positions)
+        return slots, first(positions, len(slots))
+
+    cdef cnp.ndarray _pop(self, Py_ssize_t n, cnp.ndarray busy, int64_t before, cnp.ndarray positions):
+        cdef const uint8_t* is_busy = flags(busy, self._capacity)
+        cdef Py_ssize_t popped = 0
+        n = max(0, min(n, self._len))
+        before = min(before, NO_END)
+        cdef cnp.ndarray result = new_int64(n)
+        cdef int64_t* to = int64s(result)
+        cdef int64_t* times = int64s(positions) if positions is not None else NULL
+        cdef int64_t position, slot
+        while popped < n:
+            position = self._front()
+            if position >= before:
+                break
+            slot = self._take_front(is_busy)
+            if slot < 0:
+                continue
+            to[popped] = slot
+            if times != NULL:
+                times[popped] = position
+            popped += 1
+        return first(result, popped)
 
     def put_back(self, slots, positions):
         cdef cnp.ndarray given = checked(slots, self._capacity), times = contiguous(positions)
         cdef int64_t* at = int64s(given)
         cdef Py_ssize_t i, n = cnp.PyArray_DIM(given, 0)
         if cnp.PyArray_DIM(times, 0) != n:
-            raise IndexError("there must be as many positions as slots")
+            raise ValueError(f"{n} slots need as many positions, not {cnp.PyArray_DIM(times, 0)}")
         for i in range(n):
+            if self._stamp[at[i]] != ABSENT or not 0 <= int64s(times)[i] < NO_END:
+                raise ValueError("a slot is a member already, or was never at that position")
+        for i in range(n):
+            if self._stamp[at[i]] != ABSENT:
+                continue
             self._stamp[at[i]] = int64s(times)[i]
-            self._older[at[i]] = SKIPPED
+            self._links[at[i]].older = SKIPPED
+            self._len += 1
             self._push(at[i])
-        self._len += n
 
     def oldest_position(self):
-        while self._heap_len and not self._is_queued(self._heap[0]):
-            self._pop_heap()
-        if self._heap_len:
-            return self._heap[0].position
-        return self._stamp[self._oldest] if self._oldest != END else -1
+        cdef int64_t position = self._front()
+        return position if position < NO_END else -1
 
     def clear(self):
         self._stamp_memory.fill(ABSENT)
@@ -826,28 +960,41 @@ cdef class RecencyList:
             if slot in linked or self._stamp[slot] <= before:
                 raise IntegrityError("a recency list is out of order")
             linked.add(slot)
-            before, slot = self._stamp[slot], self._newer[slot]
-        aside = {slot for slot in members.tolist() if self._older[slot] <= SKIPPED}
+            before, slot = self._stamp[slot], self._links[slot].newer
+        aside = {slot for slot in members.tolist() if self._is_aside(slot)}
         queued = {self._heap[i].slot for i in range(self._heap_len) if self._is_queued(self._heap[i])}
         if linked | aside != set(members.tolist()) or linked & aside:
             raise IntegrityError("a recency list has lost an entry")
-        if queued != {slot for slot in aside if self._older[slot] == QUEUED}:
+        if queued != {slot for slot in aside if self._links[slot].older == QUEUED}:
             raise IntegrityError("a recency list has lost a skipped entry")
 
 
-def pop_merged(RecencyList one, RecencyList other, Py_ssize_t n, cnp.ndarray busy):
+cdef int check_positions(cnp.ndarray positions, Py_ssize_t n, int64_t lowest) except -1:
+    cdef int64_t* at = int64s(positions)
+    cdef Py_ssize_t i
+    if cnp.PyArray_DIM(positions, 0) != n:
+        raise ValueError(f"{n} slots need as many positions, not {cnp.PyArray_DIM(positions, 0)}")
+    for i in range(n):
+        if not lowest <= at[i] < NO_END:
+            raise ValueError("positions must ascend, from above all earlier ones")
+        lowest = at[i] + 1
+    return 0
+
+
+def pop_merged(RecencyList one not None, RecencyList other not None, Py_ssize_t n, cnp.ndarray busy not None):
     n = max(0, min(n, one._len + other._len))
     cdef const uint8_t* is_busy = flags(busy, max(one._capacity, other._capacity))
     cdef cnp.ndarray slots = new_int64(n), positions = new_int64(n)
     cdef Py_ssize_t popped = 0
-    cdef int64_t position, rival
-    cdef RecencyList chosen
+    cdef int64_t position, rival, slot
     while popped < n:
-        position, rival = one._oldest_evictable(is_busy), other._oldest_evictable(is_busy)
-        if position == rival:
+        position, rival = one._front(), other._front()
+        if position == rival == NO_END:
             break
-        chosen = one if position < rival else other
+        slot = one._take_front(is_busy) if position <= rival else other._take_front(is_busy)
+        if slot < 0:
+            continue
         int64s(positions)[popped] = min(position, rival)
-        int64s(slots)[popped] = chosen._pop_one()
+        int64s(slots)[popped] = slot
         popped += 1
     return first(slots, popped), first(positions, popped)

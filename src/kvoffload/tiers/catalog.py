@@ -8,7 +8,8 @@ from collections.abc import Callable, Collection, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from kvoffload.abc import BlockNotReadyError, LookupState, OffloadKey, Slots, States
+from kvoffload.abc import BlockNotReadyError, OffloadKey, Slots, States
+from kvoffload.abc.tier import HIT, MISS
 from kvoffload.cache.manager import PolicyOffloadingManager
 from kvoffload.cache.policies import make_policy
 from kvoffload.cache.slots import SlotBackend
@@ -63,7 +64,7 @@ class Catalog:
     def contains(self, keys: Sequence[OffloadKey]) -> States:
         """Returns one LookupState per key: HIT if the block can be read, else MISS."""
         states = self._manager.states(keys)
-        states[states != LookupState.HIT] = LookupState.MISS
+        states[states != HIT] = MISS
         return states
 
     # The medium.
@@ -88,7 +89,7 @@ class Catalog:
             slots = self._manager.prepare_load(keys).slots
         except BlockNotReadyError:
             # The caller has looked at another moment, or has not looked.
-            ready = np.flatnonzero(self._manager.states(keys) == LookupState.HIT)
+            ready = np.flatnonzero(self._manager.states(keys) == HIT)
             keys, host_slots = [keys[i] for i in ready.tolist()], host_slots[ready]
             slots = self._manager.prepare_load(keys).slots
         being_read = self._is_read[slots]
@@ -105,7 +106,7 @@ class Catalog:
         output = self._manager.prepare_store(keys) if len(keys) <= room else None
         if output is None:
             # Too many, or some of them are present, and would have to be evicted for the others.
-            absent = np.flatnonzero(self._manager.states(keys) == LookupState.MISS)[:room]
+            absent = np.flatnonzero(self._manager.states(keys) == MISS)[:room]
             keys, host_slots = [keys[i] for i in absent.tolist()], host_slots[absent]
             output = self._manager.prepare_store(keys)
         if output is None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from kvoffload.abc import IntegrityError, OffloadKey
@@ -25,6 +25,14 @@ class ChainState(enum.Enum):
     """Its request waits for a promotion: its blocks that the host lacks come from the tier."""
     GONE = enum.auto()
     """It is not in the backlog."""
+
+
+@dataclass(slots=True, eq=False)
+class ChainRef:
+    """Stands for the chain that blocks are written for: of those offered for one request, the last one."""
+
+    chain: Chain | None
+    """None after a reset."""
 
 
 @dataclass(slots=True, eq=False)
@@ -58,6 +66,17 @@ class Chain:
     failures: int = 0
     refused_at: float | None = None
     """Since when the tier takes on none of its blocks, although it has nothing else to do."""
+    ref: ChainRef = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.ref = ChainRef(self)
+
+    def succeed(self, before: Chain) -> None:
+        """Takes the place of ``before``, the chain that was offered for the same request before."""
+        self.written, self.foreign, self.lost = before.written, before.foreign, before.lost
+        self.failures, self.num_written_before = before.failures, len(before.written)
+        self.ref = before.ref
+        self.ref.chain = self
 
 
 class Backlog:
@@ -130,9 +149,12 @@ class Backlog:
         for key in keys:
             self._waiting.setdefault(key, {})[chain] = None
 
-    def wake(self, keys: Iterable[OffloadKey]) -> bool:
+    def wake(self, keys: Collection[OffloadKey]) -> bool:
         """Queues the chains that wait for one of ``keys``. Returns whether there were any."""
-        woken = dict.fromkeys(chain for key in keys for chain in self._waiting.get(key, ())) if self._waiting else {}
+        if not self._waiting or self._waiting.keys().isdisjoint(keys):
+            return False
+        awaited = filter(self._waiting.__contains__, keys)
+        woken = dict.fromkeys(chain for key in awaited for chain in self._waiting[key])
         for chain in woken:
             self.enqueue(chain, ChainState.STARTED if chain.written else ChainState.FRESH)
         return bool(woken)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Collection, Sequence
+from itertools import repeat
 from typing import TypeVar
 
 import numpy as np
@@ -88,11 +89,12 @@ class GuardedTier(Tier):
         if self.fault is not None:
             return []
         taken = self._try(name, lambda: list(call()), list(keys))
-        distinct, given = set(taken), set(keys)
-        if len(distinct) != len(taken) or not distinct <= given:
-            self._blame(f"{name} took on blocks that it was not given, or one twice")
-            taken = [key for key in dict.fromkeys(taken) if key in given]
-        self._under_way.update((key, name == "read") for key in taken)
+        if taken != keys:
+            distinct, given = set(taken), set(keys)
+            if len(distinct) != len(taken) or not distinct <= given:
+                self._blame(f"{name} took on blocks that it was not given, or one twice")
+                taken = [key for key in dict.fromkeys(taken) if key in given]
+        self._under_way.update(zip(taken, repeat(name == "read")))
         return taken
 
     def touch(self, keys: Sequence[OffloadKey]) -> None:
@@ -117,16 +119,24 @@ class GuardedTier(Tier):
 
     def poll(self) -> list[TierResult]:
         results: list[TierResult] = self._try("poll", lambda: list(self._tier.poll()), list[TierResult]())
+        known = self._known(results) if results else results
+        if self.events is not None:
+            self.events.ended(known)
+        return known
+
+    def _known(self, results: list[TierResult]) -> list[TierResult]:
+        """Returns those of ``results`` whose transfers were under way, and ends these."""
+        keys, is_read, *_ = zip(*results, strict=True)
+        transfers = set(zip(keys, is_read, strict=True))
+        if len(transfers) == len(results) and transfers <= self._under_way:
+            self._under_way -= transfers
+            return results
+        self._blame("poll reported a block that was not under way")
         known = []
-        for result in results:
-            transfer = (result.key, result.is_read)
+        for result, transfer in zip(results, zip(keys, is_read, strict=True), strict=True):
             if transfer in self._under_way:
                 self._under_way.remove(transfer)
                 known.append(result)
-            else:
-                self._blame("poll reported a block that was not under way")
-        if self.events is not None:
-            self.events.ended(known)
         return known
 
     def wait(self, timeout_s: float) -> None:

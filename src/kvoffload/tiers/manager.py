@@ -27,10 +27,12 @@ from kvoffload.abc import (
     PrepareStoreOutput,
     ReqContext,
     Tier,
+    TierResult,
 )
 from kvoffload.cache.manager import PolicyOffloadingManager
 from kvoffload.cache.misses import MissMemory
 from kvoffload.tiers.counts import TierCounts
+from kvoffload.tiers.ended import by_direction
 from kvoffload.tiers.gate import LoadGate
 from kvoffload.tiers.guard import GuardedTier
 from kvoffload.tiers.lookup import TierLookup
@@ -40,6 +42,7 @@ from kvoffload.tiers.promotion import waiting_for
 from kvoffload.tiers.rates import LoadOrCompute, ReadEstimator
 from kvoffload.tiers.requests import RequestLookup
 from kvoffload.tiers.state import TierState
+from kvoffload.tiers.uses import HeldBackUses
 from kvoffload.tiers.writethrough import WriteThrough
 
 logger = logging.getLogger(__name__)
@@ -114,6 +117,7 @@ class TieredOffloadingManager(OffloadingManager):
         self._requests = RequestLookup(host, self.tiers, self._lookup, self._promoter, self._gate, self._reasons)
         self._max_writing = max(1, int(host.num_blocks * write_share) // max(1, len(tiers)))
         """Blocks that may be pinned for writes to one tier. Each has its own share: one that hangs stops no other."""
+        self._uses = HeldBackUses()
         self._clock = clock
         self._is_asking = False
         """Whether, at the last ``poll``, a tier did not know yet whether it holds a block that was looked up."""
@@ -154,13 +158,7 @@ class TieredOffloadingManager(OffloadingManager):
         for tier in self.tiers:
             results = tier.tier.poll()
             if results:
-                reads = [result for result in results if result.is_read]
-                tier.end_writes([result for result in results if not result.is_read], self._clock())
-                if reads:
-                    self._promoter.end_reads(tier, reads)
-                    self._origins.arrived((result.key for result in reads if result.ok), tier.index)
-                    changed = True
-                tier.judge(results, self._clock())
+                changed |= self._take_in(tier, results)
             tier.update(self._clock())
             if tier.take_paused():
                 self._promoter.abandon(tier)
@@ -173,6 +171,19 @@ class TieredOffloadingManager(OffloadingManager):
         self._has_changed = False
         self._write()
         return changed
+
+    def _take_in(self, tier: TierState, results: Sequence[TierResult]) -> bool:
+        """Takes in transfers of a tier that have ended. Returns whether there were reads."""
+        reads, writes = by_direction(results)
+        if writes:
+            tier.end_writes(writes, self._clock())
+        if reads:
+            self._promoter.end_reads(tier, reads)
+            if tier.index:
+                self._origins.arrived((result.key for result in reads.results if result.ok), tier.index)
+        for ended in (writes, reads):
+            tier.judge(ended, self._clock())
+        return bool(reads)
 
     def wait(self, timeout_s: float) -> None:
         """Waits until some request has all the blocks that it waits for, until more blocks can be written, or until a
@@ -247,10 +258,15 @@ class TieredOffloadingManager(OffloadingManager):
         req_context: ReqContext | None = None,
         chain: Sequence[OffloadKey] | None = None,
     ) -> None:
+        found = self.host.find(keys)
+        # With states, a request's chain has other keys at its end than at its begin.
+        num_held_back = self._uses.hold_back(found, req_context) if chain is None else 0
         chain = keys if chain is None else chain
-        self.host.touch(keys, req_context, chain)
+        self.host.touch(keys, req_context, chain, found)
+        below = keys[num_held_back:]
         for tier in self._tiers_on():
-            tier.tier.touch(keys)
+            if below:
+                tier.tier.touch(below)
             tier.writes.count_request(chain, req_context)
             tier.writes.offer(chain, _request(req_context), is_whole=False)
 
@@ -261,8 +277,13 @@ class TieredOffloadingManager(OffloadingManager):
         req_context: ReqContext | None = None,
     ) -> None:
         self.host.reorder_chain(keys, stored, req_context)
+        num_held_back = self._uses.end(req_context)
+        head, tail = keys[:num_held_back], keys[num_held_back:]
         for tier in self._tiers_on():
-            tier.tier.reorder_chain(keys, stored)
+            if tail:
+                tier.tier.reorder_chain(tail, stored)
+            if head:
+                tier.tier.touch(head)
 
     def offer_chain(self, keys: Sequence[OffloadKey], req_context: ReqContext | None = None) -> None:
         for tier in self._tiers_on():
@@ -346,7 +367,7 @@ class TieredOffloadingManager(OffloadingManager):
     def shutdown(self) -> None:
         for tier in self.tiers:
             tier.tier.close()
-            tier.writes.ended([result for result in tier.tier.poll() if not result.is_read])
+            tier.writes.ended(by_direction(tier.tier.poll())[1])
             tier.writes.close()
         self.host.shutdown()
 

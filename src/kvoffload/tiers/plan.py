@@ -147,24 +147,37 @@ def plan_writes(
         if span.group.is_full:
             num_full = min(num_full, int(complete.argmin()))
     points = np.flatnonzero(usable)
-    wanted: list[tuple[int, bool, OffloadKey]] = []
-    for span, mask in zip(spans, in_tier, strict=True):
-        lacking = np.flatnonzero(span.needed(points) & ~mask)
-        wanted += [(span.end_of(i), span.group.state, span.keys[i]) for i in lacking.tolist()]
-    if len(spans) > 1:
-        # A state comes after the other blocks that end where it does.
-        wanted.sort(key=lambda item: item[:2])
-    keys = [key for _, _, key in wanted[:room]]
-    if len(wanted) > room:
-        points = points[ends[points] < wanted[room][0]]
+    lacking = [np.flatnonzero(span.needed(points) & ~mask) for span, mask in zip(spans, in_tier, strict=True)]
+    keys, refused_end = _first_keys(spans, lacking, room)
+    if refused_end is not None:
+        points = points[ends[points] < refused_end]
     done = start + int(points[-1]) + 1 if len(points) else start
     hole = None
-    if len(wanted) <= room:
+    if refused_end is None:
         if num_full < len(ends):
             hole = min((end, key) for end, key, is_full in holes if is_full)[1]
         elif is_last and done < start + len(ends):
             hole = min(holes)[1]
     return Plan(keys, done, () if hole is None else (hole,))
+
+
+def _first_keys(
+    spans: Sequence[GroupSpan], lacking: Sequence[npt.NDArray[np.intp]], room: int
+) -> tuple[list[OffloadKey], int | None]:
+    """Returns the first ``room`` of the blocks with the indices ``lacking``, by the position at which they end; and
+    where the next one ends, if there is one."""
+    if len(spans) == 1:
+        (span,), (indices,) = spans, lacking
+        keys = [span.keys[i] for i in indices[:room].tolist()]
+        return keys, span.end_of(int(indices[room])) if len(indices) > room else None
+    wanted = [
+        (span.end_of(i), span.group.state, span.keys[i])
+        for span, indices in zip(spans, lacking, strict=True)
+        for i in indices.tolist()
+    ]
+    # A state comes after the other blocks that end where it does.
+    wanted.sort(key=lambda item: item[:2])
+    return [key for _, _, key in wanted[:room]], wanted[room][0] if len(wanted) > room else None
 
 
 def unreachable(
@@ -173,8 +186,8 @@ def unreachable(
     held: Sequence[Bools],
     num_units: int,
     written: Collection[OffloadKey],
-) -> list[tuple[int, int]]:
-    """Returns group and index of the blocks of a chain that no lookup can use; ``held`` says what the tier holds.
+) -> list[Bools]:
+    """Returns, by group, which blocks of a chain no lookup can use; ``held`` says what the tier holds.
 
     These are all blocks behind a hole in a group with full attention, and those of ``written`` behind the last position
     at which a request can resume. Others behind that position may serve other chains.
@@ -192,9 +205,9 @@ def unreachable(
             span = GroupSpan.of(group, keys, ends, 0)
             usable &= span.is_complete(present[span.offset : span.offset + len(span.keys)])
         last = int(ends[usable].max(initial=0))
-    return [
-        (g, i)
-        for g, (size, keys) in enumerate(zip(sizes, by_group, strict=True))
-        for i in range(last // size, len(keys))
-        if (i + 1) * size > limit or keys[i] in written
-    ]
+    useless = [np.zeros(len(keys), dtype=np.bool_) for keys in by_group]
+    for mask, size, keys in zip(useless, sizes, by_group, strict=True):
+        first, end = last // size, min(len(keys), limit // size)
+        mask[first:end] = [key in written for key in keys[first:end]]
+        mask[max(first, end) :] = True
+    return useless

@@ -3,31 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 
-from kvoffload.abc import LookupState, OffloadKey, Tier
+from kvoffload.abc import OffloadKey, Tier
+from kvoffload.abc.tier import HIT, MISS, RETRY
 from kvoffload.cache.manager import PolicyOffloadingManager
-from kvoffload.tiers.chains import Chain
+from kvoffload.tiers.chains import Chain, ChainRef
 from kvoffload.tiers.plan import Bools, ChainLayout, GroupSpan, Plan, plan_writes, unreachable
 
 FIRST_UNITS = 256
 """Units that are looked at first; doubled while there is nothing to write."""
 
 
-@dataclass(slots=True, eq=False)
-class WriteBatch:
-    """Blocks that the tier was given to write in one call."""
-
-    chain: Chain | None
-    """The chain that they are written for, or None after a reset."""
-    slots: dict[OffloadKey, int]
-    """Host slots, pinned, of the blocks that the tier has not reported yet."""
-
-
 class ChainPlanner:
-    """Plans writes from ``host`` to ``tier``, which is writing the blocks ``writing``.
+    """Plans writes from ``host`` to ``tier``, which is writing the blocks ``writing``, each for a chain.
 
     ``is_worth`` returns which blocks are worth writing to this tier; None: all are. A block of which the tier does not
     know yet whether it holds it is written, since the tier then finds out, but nothing is deleted because of it.
@@ -38,7 +29,7 @@ class ChainPlanner:
         host: PolicyOffloadingManager,
         tier: Tier,
         layout: ChainLayout,
-        writing: Mapping[OffloadKey, WriteBatch],
+        writing: Mapping[OffloadKey, ChainRef],
         is_worth: Callable[[Sequence[OffloadKey]], Bools] | None,
     ) -> None:
         self._host = host
@@ -54,15 +45,14 @@ class ChainPlanner:
         """Returns which of ``keys`` the tier holds, or is being given for this chain: if that fails, the chain is
         corrected."""
         states = self._tier.contains(keys)
-        held: Bools = states == LookupState.HIT
-        if (states == LookupState.RETRY).any():
+        held: Bools = states == HIT
+        if (states == RETRY).any():
             # It took these once. Until it knows better, it has them.
             written = frozenset(chain.written) - chain.lost
-            held |= (states == LookupState.RETRY) & _among(keys, written)
+            held |= (states == RETRY) & _among(keys, written)
         if self._writing and not self._writing.keys().isdisjoint(keys):
             for i in np.flatnonzero(~held).tolist():
-                batch = self._writing.get(keys[i])
-                held[i] = batch is not None and batch.chain is chain
+                held[i] = self._writing.get(keys[i]) is chain.ref
         return held
 
     def _available(self, keys: Sequence[OffloadKey], in_tier: Bools) -> Bools:
@@ -71,7 +61,7 @@ class ChainPlanner:
         absent = np.flatnonzero(~in_tier)
         names = [keys[i] for i in absent.tolist()]
         if names:
-            available[absent] = self._host.states(names) == LookupState.HIT
+            available[absent] = self._host.states(names) == HIT
             if self._is_worth is not None:
                 available[absent] &= self._is_worth(names)
             if self._writing and not self._writing.keys().isdisjoint(names):
@@ -136,7 +126,7 @@ class ChainPlanner:
         for group, keys in zip(self._layout.groups, chain.by_group, strict=True):
             lacking = ~self.in_tier(keys, chain)
             if in_host or group.state:
-                lacking &= self._host.states(keys) == LookupState.HIT
+                lacking &= self._host.states(keys) == HIT
             num_lacking += int(np.count_nonzero(lacking))
         return num_lacking
 
@@ -145,22 +135,21 @@ class ChainPlanner:
         may hold. Blocks that are being written count as held: if a write fails, its own chain is corrected then."""
         in_tier = [self._tier.contains(keys) for keys in chain.by_group]
         held = [
-            (states == LookupState.HIT)
-            | ((states == LookupState.RETRY) & ~_among(keys, chain.lost))
-            | self._is_writing(keys)
+            (states == HIT) | ((states == RETRY) & ~_among(keys, chain.lost)) | self._is_writing(keys)
             for keys, states in zip(chain.by_group, in_tier, strict=True)
         ]
         written = frozenset(chain.written) - chain.foreign
-        places = unreachable(self._layout, chain.by_group, held, chain.num_units, written)
-        may_hold = [(states != LookupState.MISS).tolist() for states in in_tier]
-        keys, num_held = [], 0
-        for g, i in places:
-            key = chain.by_group[g][i]
-            batch = self._writing.get(key)
-            is_mine = not self._tier.is_shared or key in written
-            if is_mine and (may_hold[g][i] if batch is None else batch.chain is chain):
-                keys.append(key)
-                num_held += may_hold[g][i]
+        useless = unreachable(self._layout, chain.by_group, held, chain.num_units, written)
+        keys: list[OffloadKey] = []
+        num_held = 0
+        for names, mask, is_held, states in zip(chain.by_group, useless, held, in_tier, strict=True):
+            may_hold = states != MISS
+            for i in np.flatnonzero(mask & (is_held | may_hold)).tolist():
+                key, ref = names[i], self._writing.get(names[i])
+                is_mine = not self._tier.is_shared or key in written
+                if is_mine and (may_hold[i] if ref is None else ref is chain.ref):
+                    keys.append(key)
+                    num_held += bool(may_hold[i])
         return keys, num_held
 
 

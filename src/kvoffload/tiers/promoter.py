@@ -22,6 +22,7 @@ from kvoffload.abc import (
 from kvoffload.cache.keys import key_group_idx
 from kvoffload.cache.manager import PolicyOffloadingManager
 from kvoffload.cache.misses import MissMemory
+from kvoffload.tiers.ended import Ended
 from kvoffload.tiers.promotion import Located, PinCounter, Promotion, PromotionState, waiting_for
 from kvoffload.tiers.reads import TierReads
 from kvoffload.tiers.state import TierState
@@ -287,29 +288,26 @@ class Promoter:
             promotion.end_wait_if_done()
         return True
 
-    def end_reads(self, tier: TierState, results: Sequence[TierResult]) -> None:
+    def end_reads(self, tier: TierState, reads: Ended) -> None:
         """Takes in reads that have ended: blocks become ready and are pinned for the promotions that wait for them, or
         are misses."""
-        tier.count("read_seconds", sum(result.seconds for result in results))
-        tier.count("read_bytes", sum(result.nbytes for result in results if result.ok))
-        for batch, ended in tier.end_reads(results, self._clock()).items():
-            good, bad = dict[OffloadKey, int](), list[int]()
-            for result in ended:
-                slot = batch.slots.pop(result.key)
-                if result.ok:
-                    good[result.key] = slot
-                else:
-                    bad.append(slot)
-            if bad:
-                self._host.complete_store(self._host.lease(bad), success=False)
-                tier.writes.lose(len(bad))
-                self._explain_failures(tier, [result for result in ended if not result.ok])
+        tier.count("read_seconds", sum(reads.seconds))
+        tier.count("read_bytes", sum(reads.good.nbytes))
+        for batch, ended in tier.end_reads(reads, self._clock()).items():
+            good = dict(zip(ended.keys, map(batch.slots.pop, ended.keys), strict=True))
+            if not ended.all_ok:
+                failed = [result for result in ended.results if not result.ok]
+                self._host.complete_store(self._host.lease([good.pop(result.key) for result in failed]), success=False)
+                tier.writes.lose(len(failed))
+                self._explain_failures(tier, failed)
             if good:
                 self._host.complete_store(self._host.lease(good.values()))
                 self._count("promoted_blocks", len(good))
             for promotion in batch.promotions:
-                arrived = {key: slot for key, slot in good.items() if key in promotion.reading}
-                promotion.reading.difference_update(result.key for result in ended)
+                arrived = good
+                if not promotion.reading.issuperset(good):
+                    arrived = {key: slot for key, slot in good.items() if key in promotion.reading}
+                promotion.reading.difference_update(ended.keys)
                 self._pin(promotion, arrived, tier)
                 promotion.end_wait_if_done()
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
 
-from kvoffload.abc import TierResult
+from kvoffload.tiers.ended import Ended
 
 RATE_TTL_S = 30.0
 """A measured read rate is trusted for this long. After that, one run of blocks is loaded to measure it again."""
@@ -42,15 +42,15 @@ class ReadEstimator:
         self._busy_until = float("-inf")
         """Time up to this moment has been counted."""
 
-    def add(self, reads: Iterable[TierResult], now: float) -> None:
+    def add(self, reads: Ended, now: float) -> None:
         """Takes in reads that have ended: their bytes over the time in which at least one of them was under way."""
-        good = sorted((result for result in reads if result.ok), key=lambda result: result.begun)
-        busy = 0.0
-        for result in good:
-            busy += max(0.0, result.ended - max(result.begun, self._busy_until))
-            self._busy_until = max(self._busy_until, result.ended)
+        good, busy = reads.good, 0.0
+        # Blocks of one job have the same times.
+        for begun, ended in sorted(set(zip(good.begun, good.ended, strict=True))):
+            busy += max(0.0, ended - max(begun, self._busy_until))
+            self._busy_until = max(self._busy_until, ended)
         if good:
-            self._rate.add(sum(result.nbytes for result in good), busy)
+            self._rate.add(sum(good.nbytes), busy)
             self.measured_at = now
 
     def seconds_to_read(self, num_blocks: int) -> float | None:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 
-from kvoffload.abc import OffloadKey, TierError, TierResult
+from kvoffload.abc import OffloadKey, TierError
 from kvoffload.tiers.breaker import FAILURE_PERIOD_S, MAX_FAILURES, MAX_HANGS, BreakerState, CircuitBreaker, Progress
+from kvoffload.tiers.ended import Ended
 from kvoffload.tiers.guard import GuardedTier
 from kvoffload.tiers.promotion import Promotion, ReadBatch
 from kvoffload.tiers.rates import ReadEstimator
@@ -119,17 +120,24 @@ class TierState:
         self._test = (key, True)
         self.begin_reads({key: slot}, (), now)
 
-    def end_reads(self, results: Sequence[TierResult], now: float) -> dict[ReadBatch, list[TierResult]]:
-        """Takes in reads that have ended. Returns their results by batch."""
-        ended: dict[ReadBatch, list[TierResult]] = {}
-        for result in results:
-            ended.setdefault(self.reads.pop(result.key), []).append(result)
-        in_time = [result for batch, reads in ended.items() if not batch.is_overdue for result in reads]
-        num_late = len(results) - len(in_time)
+    def end_reads(self, reads: Ended, now: float) -> dict[ReadBatch, Ended]:
+        """Takes in reads that have ended. Returns them by batch."""
+        batches = list(map(self.reads.pop, reads.keys))
+        if batches.count(batches[0]) == len(batches):
+            ended = {batches[0]: reads}
+        else:
+            indices: dict[ReadBatch, list[int]] = {}
+            for i, batch in enumerate(batches):
+                indices.setdefault(batch, []).append(i)
+            ended = {batch: reads.select(mine) for batch, mine in indices.items()}
+        in_time = reads
+        if any(batch.is_overdue for batch in ended):
+            in_time = reads.select(i for i, batch in enumerate(batches) if not batch.is_overdue)
+        num_late = len(reads) - len(in_time)
         self.num_overdue -= num_late
         self.estimator.add(in_time, now)
         self._read_progress.ended(now, num_late, self.num_overdue)
-        if any(result.ok for batch, reads in ended.items() if batch.is_overdue for result in reads):
+        if any(None in its.errors for batch, its in ended.items() if batch.is_overdue):
             self._note_recovery(self.breaker.end_hang(now))
         return ended
 
@@ -152,23 +160,24 @@ class TierState:
                 self.breaker.begin_test()
                 self._test = (begun[0], False)
 
-    def end_writes(self, results: Sequence[TierResult], now: float) -> None:
+    def end_writes(self, writes: Ended, now: float) -> None:
         """Takes in writes that have ended."""
-        if not results:
-            return
-        self.writes.ended(results)
-        late = self.overdue_writes.intersection(result.key for result in results)
-        self.overdue_writes -= late
-        self._write_progress.ended(now, len(results), 0)
-        if any(result.ok and result.key in late for result in results):
-            self._note_recovery(self.breaker.end_hang(now))
+        self.writes.ended(writes)
+        self._write_progress.ended(now, len(writes), 0)
+        if self.overdue_writes:
+            late = self.overdue_writes.intersection(writes.keys)
+            self.overdue_writes -= late
+            if any(result.ok and result.key in late for result in writes.results):
+                self._note_recovery(self.breaker.end_hang(now))
 
     # Failures.
 
-    def judge(self, results: Sequence[TierResult], now: float) -> None:
+    def judge(self, ended: Ended, now: float) -> None:
         """Takes in whether transfers that have ended have failed."""
+        if ended.all_ok and self._test is None:
+            return
         failures = Counter[str]()
-        for result in results:
+        for result in ended.results:
             if (result.key, result.is_read) == self._test:
                 self._test = None
                 if result.error is TierError.CORRUPT:

@@ -8,7 +8,6 @@ from kvoffload.abc import (
     Admission,
     IntegrityError,
     KVGroup,
-    LookupState,
     MissReason,
     OffloadKey,
     ReqContext,
@@ -16,10 +15,12 @@ from kvoffload.abc import (
     TierError,
     TierResult,
 )
+from kvoffload.abc.tier import MISS, PENDING
 from kvoffload.cache.manager import PolicyOffloadingManager
-from kvoffload.tiers.chains import BACKLOG_SHARE, Backlog, Chain, ChainState
+from kvoffload.tiers.chains import BACKLOG_SHARE, Backlog, Chain, ChainRef, ChainState
+from kvoffload.tiers.ended import Ended
 from kvoffload.tiers.plan import Bools, ChainLayout
-from kvoffload.tiers.planner import ChainPlanner, WriteBatch
+from kvoffload.tiers.planner import ChainPlanner
 
 MAX_REWRITES = 1
 """How often a chain is written again from where a write has failed."""
@@ -65,8 +66,10 @@ class WriteThrough:
         # Chains name a state for every unit; hardly any of them exist.
         keys_per_block = sum(self._layout.blocks_per_unit) / self._layout.kv_blocks_per_unit
         self._backlog = Backlog(max(1, int(host.num_blocks * BACKLOG_SHARE * keys_per_block)))
-        self._writing: dict[OffloadKey, WriteBatch] = {}
-        """Blocks that the tier has not reported yet."""
+        self._writing: dict[OffloadKey, ChainRef] = {}
+        """Blocks that the tier has not reported yet, and the chains that they are written for."""
+        self._slots: dict[OffloadKey, int] = {}
+        """The host slots of these blocks, pinned."""
         self._planner = ChainPlanner(host, tier, self._layout, self._writing, is_worth)
         self._admission = admission
         self._num_lost = 0
@@ -131,11 +134,7 @@ class WriteThrough:
             return
         chain = Chain(keys, by_group, num_units, is_whole, request)
         if before is not None:
-            chain.written, chain.foreign, chain.lost = before.written, before.foreign, before.lost
-            chain.failures = before.failures
-            chain.num_written_before = len(chain.written)
-            for batch in self._batches():
-                batch.chain = chain if batch.chain is before else batch.chain
+            chain.succeed(before)
         self._backlog.add(chain, state)
         self._progress_at = self._clock()
         while (excess := self._backlog.excess()) is not None:
@@ -182,14 +181,15 @@ class WriteThrough:
     def clear(self) -> None:
         """Empties the backlog. Writes in progress continue, but belong to no chain."""
         self._backlog.clear()
-        for batch in self._batches():
-            batch.chain = None
+        for ref in set(self._writing.values()):
+            ref.chain = None
 
     def close(self) -> None:
         """Called when the tier is closed: it reports no more writes."""
         self.clear()
-        self._unpin([slot for batch in self._batches() for slot in batch.slots.values()])
+        self._unpin(self._slots.values())
         self._writing.clear()
+        self._slots.clear()
 
     # Writing.
 
@@ -241,13 +241,14 @@ class WriteThrough:
             slots = {key: slot for key, slot in slots.items() if key in given}
         if not slots:
             return 0
-        self._writing.update(dict.fromkeys(slots, WriteBatch(chain, slots)))
+        self._writing.update(dict.fromkeys(slots, chain.ref))
+        self._slots.update(slots)
         chain.written += slots
         chain.lost.difference_update(slots)
         self._progress_at, self._refused_at = self._clock(), None
         if chain.state is ChainState.FRESH:
             self._backlog.enqueue(chain, ChainState.STARTED)
-        return next((i for i, key in enumerate(keys) if key not in slots), len(keys))
+        return len(keys) if len(slots) == len(keys) else next(i for i, key in enumerate(keys) if key not in slots)
 
     def _refuse(self, chain: Chain) -> None:
         """The tier has refused some blocks."""
@@ -259,26 +260,25 @@ class WriteThrough:
         elif now - chain.refused_at > GIVE_UP_S:
             self._drop(chain)
 
-    def ended(self, results: Sequence[TierResult]) -> None:
+    def ended(self, writes: Ended) -> None:
         """Takes in writes that have ended."""
-        if not results:
+        if not writes:
             return
         self._progress_at, self._refused_at = self._clock(), None
-        self._count_results(results)
+        self._count_results(writes)
+        refs = list(map(self._writing.pop, writes.keys))
+        self._unpin(list(map(self._slots.pop, writes.keys)))
         failed: dict[Chain, list[TierResult]] = {}
-        slots = []
-        for result in results:
-            batch = self._writing.pop(result.key)
-            slots.append(batch.slots.pop(result.key))
-            if result.ok and not result.nbytes and batch.chain is not None:
-                batch.chain.foreign.add(result.key)
-            if not result.ok:
-                self._num_lost += 1
-                if batch.chain is not None:
-                    batch.chain.lost.add(result.key)
-                    failed.setdefault(batch.chain, []).append(result)
-        self._unpin(slots)
-        self._backlog.wake([result.key for result in results])
+        if not writes.all_ok or 0 in writes.nbytes:
+            for ref, result in zip(refs, writes.results, strict=True):
+                if result.ok and not result.nbytes and ref.chain is not None:
+                    ref.chain.foreign.add(result.key)
+                if not result.ok:
+                    self._num_lost += 1
+                    if ref.chain is not None:
+                        ref.chain.lost.add(result.key)
+                        failed.setdefault(ref.chain, []).append(result)
+        self._backlog.wake(writes.keys)
         for chain, failures in failed.items():
             # A block that is GONE was deleted for another chain.
             chain.failures += any(result.error is not TierError.GONE for result in failures)
@@ -288,29 +288,25 @@ class WriteThrough:
             else:
                 self._rewrite(chain)
 
-    def _count_results(self, results: Sequence[TierResult]) -> None:
-        num_ok = sum(result.ok for result in results)
+    def _count_results(self, writes: Ended) -> None:
         # Those of no bytes were held by a shared medium already.
-        written = [result for result in results if result.ok and result.nbytes]
-        num_gone = sum(result.error is TierError.GONE for result in results)
-        self._count("write_seconds", sum(result.seconds for result in results))
+        written = [nbytes for nbytes, error in zip(writes.nbytes, writes.errors, strict=True) if nbytes and not error]
+        num_ok, num_gone = writes.errors.count(None), writes.errors.count(TierError.GONE)
+        self._count("write_seconds", sum(writes.seconds))
         self._count("write_blocks", len(written))
-        self._count("write_bytes", sum(result.nbytes for result in written))
-        self._count("write_failures", len(results) - num_ok - num_gone)
+        self._count("write_bytes", sum(written))
+        self._count("write_failures", len(writes) - num_ok - num_gone)
 
     def _unpin(self, slots: Collection[int]) -> None:
         if slots:
             self._host.complete_load(self._host.lease(slots))
-
-    def _batches(self) -> set[WriteBatch]:
-        return set(self._writing.values())
 
     # The end of a chain.
 
     def _stop(self, chain: Chain, holes: Sequence[OffloadKey]) -> None:
         """Stops writing the chain where the tier lacks ``holes`` and cannot be given any of them now, see Plan."""
         # The last blocks of a request are still on their way to the host when it ends.
-        pending = (self._host.states(holes) == LookupState.PENDING).tolist()
+        pending = (self._host.states(holes) == PENDING).tolist()
         coming = [key for key, is_pending in zip(holes, pending, strict=True) if is_pending or key in self._writing]
         if not chain.is_whole or coming:
             self._backlog.wait_for(chain, coming if chain.is_whole else holes)
@@ -362,6 +358,6 @@ class WriteThrough:
                 layout = self._layout
                 for group, per_unit, keys in zip(layout.groups, layout.blocks_per_unit, chain.by_group, strict=True):
                     before = keys[: chain.done * per_unit] if group.is_full else []
-                    lacking = (self._tier.contains(before) == LookupState.MISS) & ~self._planner.in_tier(before, chain)
+                    lacking = (self._tier.contains(before) == MISS) & ~self._planner.in_tier(before, chain)
                     if lacking.any():
                         raise IntegrityError("a chain is written behind a hole")

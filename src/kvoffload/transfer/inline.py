@@ -1,4 +1,4 @@
-"""Copies for engines whose KV cache is in host memory: numpy, on the engine's own thread."""
+"""Copies for engines whose KV cache is in host memory, in calls of the engine's own thread."""
 
 from __future__ import annotations
 
@@ -8,9 +8,8 @@ from collections import deque
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
-import numpy as np
-
 from kvoffload.abc import ByteArray, PageGroup, Transfer, TransferResult, TransferSpec
+from kvoffload.transfer.blocks import BlockCopier, merge_views
 from kvoffload.transfer.copies import CopyList, copy_lists
 
 logger = logging.getLogger(__name__)
@@ -47,9 +46,11 @@ class InlineTransfer(Transfer):
         self._groups = list(groups)
         """Also keeps the memory alive that the merged arrays point to."""
         self._num_slots = len(pool_data)
-        self._device = [merge_views(group.views) for group in groups]
-        self._host = [
-            pool_data[:, : group.block_bytes].reshape(len(pool_data), group.factor, group.device_block_bytes)
+        self._copiers = [
+            BlockCopier(
+                merge_views(group.views),
+                pool_data[:, : group.block_bytes].reshape(len(pool_data), group.factor, group.device_block_bytes),
+            )
             for group in groups
         ]
         self._loads: deque[_Job] = deque()
@@ -104,7 +105,10 @@ class InlineTransfer(Transfer):
             n = left if limit is None else min(left, (limit - copied) // block_bytes)
             if n == 0:
                 break
-            self._copy(copies, job.done, job.done + n, job.is_store)
+            part = slice(job.done, job.done + n)
+            self._copiers[copies.group].copy(
+                copies.device_blocks[part], copies.slots[part], copies.parts[part], job.is_store
+            )
             copied += n * block_bytes
             job.done += n
             if n == left:
@@ -115,47 +119,3 @@ class InlineTransfer(Transfer):
         if not job.lists:
             self._results.append(TransferResult(job.job_id, True, job.nbytes, job.seconds))
         return copied
-
-    def _copy(self, copies: CopyList, first: int, last: int, is_store: bool) -> None:
-        host, device = self._host[copies.group], self._device[copies.group]
-        for block, slot, part in zip(
-            copies.device_blocks[first:last].tolist(),
-            copies.slots[first:last].tolist(),
-            copies.parts[first:last].tolist(),
-            strict=True,
-        ):
-            row, at = host[slot, part], 0
-            for view in device:
-                pages = view[:, block]
-                piece = row[at : at + pages.size].reshape(pages.shape)
-                if is_store:
-                    piece[:] = pages
-                else:
-                    pages[:] = piece
-                at += pages.size
-
-
-def merge_views(views: Sequence[ByteArray]) -> list[ByteArray]:
-    """Returns the same pages in fewer arrays of shape (layers, num_blocks, page_bytes). Consecutive views of the same
-    shape and strides at equal distances in memory become one array, so that one call copies a block of all of them."""
-    runs: list[list[ByteArray]] = []
-    for view in views:
-        run = runs[-1] if runs else None
-        if run is not None and (view.shape, view.strides) == (run[0].shape, run[0].strides):
-            step = _address(view) - _address(run[-1])
-            if step > 0 and (len(run) == 1 or step == _address(run[1]) - _address(run[0])):
-                run.append(view)
-                continue
-        runs.append([view])
-    return [
-        np.lib.stride_tricks.as_strided(
-            run[0],
-            shape=(len(run), *run[0].shape),
-            strides=(_address(run[1]) - _address(run[0]) if len(run) > 1 else 0, *run[0].strides),
-        )
-        for run in runs
-    ]
-
-
-def _address(view: ByteArray) -> int:
-    return int(view.ctypes.data)

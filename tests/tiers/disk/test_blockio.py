@@ -10,8 +10,8 @@ import pytest
 from kvoffload.abc import ByteArray, TierError
 from kvoffload.testing.storage import FaultRates, FaultyStorage, SimulatedStorage
 from kvoffload.testing.tiers import SteppedExecutor, make_pools
-from kvoffload.tiers.disk.blockio import FACTS, Batch, BlockIO, Done
-from kvoffload.tiers.disk.format import HEADER_BYTES, MAX_HITS, parse_records
+from kvoffload.tiers.disk.blockio import FACTS, HANDOVER_S, Batch, BlockIO, Done
+from kvoffload.tiers.disk.format import HEADER_BYTES, MAX_HITS, RECORD_BYTES, parse_records
 from kvoffload.tiers.disk.slabs import FIXED_BYTES, SLAB_OVERHEAD_BYTES, SlabFiles, slot_cost
 
 PAGE = 4096
@@ -144,7 +144,9 @@ def test_if_a_call_for_several_blocks_fails_each_is_moved_by_itself(rig: Rig, mo
     rig.io.submit_reads(rig.batch((0, 1, 2), READ_SLOT))
     done = rig.take()
     assert outcome(done) == {0: None, 1: TierError.IO, 2: None}
-    assert [run.problem for run in done] == ["", "this place cannot be read", ""]
+    assert [{i: str(problem) for i, problem in run.problems.items()} for run in done] == [
+        {1: "this place cannot be read"}
+    ]
     assert rig.recorded() == [0, 2]
 
 
@@ -205,3 +207,84 @@ def test_what_the_executor_does_not_take_is_left(monkeypatch: pytest.MonkeyPatch
     assert rig.io.num_reading == 4
     assert len(outcome(rig.take())) == 4
     assert (rig.io.num_reading, rig.io.num_writing) == (0, 0)
+
+
+# Batches.
+
+
+def test_a_fault_in_the_middle_of_a_batch_costs_one_block(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three runs over three slabs. Each step fails for one block: its record cannot be emptied, its payload or its new
+    record cannot be written."""
+    slots = (1, 2, 3, 4, 5, 6, 7, 8, 9, 10)
+    for name, bad in (("empty_records", 2), ("write", 5), ("write_records", 9)):
+        call = getattr(rig.files, name)
+
+        def fail_for(slot: int, what: object, call: object = call, bad: int = bad) -> None:
+            if slot <= bad < slot + (what if isinstance(what, int) else blocks_in(what)):
+                raise OSError("this place cannot be written")
+            call(slot, what)  # type: ignore[operator]
+
+        monkeypatch.setattr(rig.files, name, fail_for)
+    assert rig.write(*slots) == {slot: TierError.IO if slot in (2, 5, 9) else None for slot in slots}
+    assert rig.recorded() == [1, 3, 4, 6, 7, 8, 10]
+    monkeypatch.undo()
+    assert rig.read(1, 3, 4, 6, 7, 8, 10) == dict.fromkeys((1, 3, 4, 6, 7, 8, 10))
+
+
+def blocks_in(what: object) -> int:
+    """Returns how many blocks these records, or these payloads, are of."""
+    return len(what) // RECORD_BYTES if isinstance(what, np.ndarray) else len(what)  # type: ignore[arg-type]
+
+
+def test_bad_and_unreadable_blocks_in_a_batch_leave_the_others_good(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    rig.write(*range(NUM_SLOTS))
+    slab = rig.storage.open(FINGERPRINT, "slab-00001")
+    slab.write([np.full(PAGE, 7, dtype=np.uint8)], 2 * PAGE)
+    slab.close()
+    read = rig.files.read
+
+    def short_of_slot_10(slot: int, buffers: Sequence[ByteArray]) -> None:
+        if slot <= 10 < slot + len(buffers):
+            raise OSError("only 100 bytes were read")
+        read(slot, buffers)
+
+    monkeypatch.setattr(rig.files, "read", short_of_slot_10)
+    expected = dict.fromkeys(range(NUM_SLOTS)) | {6: TierError.CORRUPT, 10: TierError.IO}
+    assert rig.read(*range(NUM_SLOTS)) == expected
+    assert rig.recorded() == [slot for slot in range(NUM_SLOTS) if slot not in (6, 10)]
+    good = [slot for slot in range(NUM_SLOTS) if slot not in (6, 10)]
+    assert np.array_equal(rig.pools[0][[READ_SLOT + slot for slot in good]], rig.pools[0][good])
+
+
+def test_short_writes_of_a_batch_are_continued_or_fail_alone(rig: Rig) -> None:
+    """The negative control: without the continuation or the calls per block, more blocks would fail than are short."""
+    rig.storage.rates = FaultRates(short_write=0.3)
+    outcomes = rig.write(*range(NUM_SLOTS))
+    rig.storage.rates = FaultRates()
+    assert rig.recorded() == [slot for slot, error in outcomes.items() if error is None]
+    good = rig.recorded()
+    assert rig.read(*good) == dict.fromkeys(good)
+
+
+def test_a_slow_medium_hands_over_what_it_has_read(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A request whose deadline passes half way through a job gets the blocks that were read by then."""
+    rig.write(0, 2, 4, 6, 8, 10)
+    read = rig.files.read
+    taken: list[int] = []
+
+    def slow(slot: int, buffers: Sequence[ByteArray]) -> None:
+        taken.extend(slot for run in rig.io.take_done() for slot in run.slots.tolist())
+        read(slot, buffers)
+        rig.now += 0.6 * HANDOVER_S
+
+    monkeypatch.setattr(rig.files, "read", slow)
+    rig.io.submit_reads(rig.batch((0, 2, 4, 6, 8, 10), READ_SLOT))
+    rig.executor.drain()
+    assert taken == [0, 2, 4, 6]
+    assert outcome(rig.take()) == {8: None, 10: None}
+
+
+def test_a_fast_medium_hands_over_a_job_at_once(rig: Rig) -> None:
+    rig.write(0, 2, 4, 6, 8, 10)
+    rig.io.submit_reads(rig.batch((0, 2, 4, 6, 8, 10), READ_SLOT))
+    assert len(rig.take()) == 1

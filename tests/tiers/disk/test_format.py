@@ -12,14 +12,17 @@ import xxhash
 from kvoffload.abc import ByteArray
 from kvoffload.tiers.disk.format import (
     HEADER_BYTES,
+    MAX_HITS,
     MAX_SEQUENCE,
     RECORD_BYTES,
     FormatError,
     Header,
     is_fingerprint,
     pack_record,
+    pack_records,
     parse_records,
     payload_checksum,
+    payload_checksums,
     record_offset,
     slab_name,
     slab_number,
@@ -203,3 +206,28 @@ def test_fingerprints_are_64_hexadecimal_digits() -> None:
     assert is_fingerprint("0f" * 32)
     for name in ("0f" * 31, "0F" * 32, "0f" * 32 + "\n", "..", "0g" * 32):
         assert not is_fingerprint(name)
+
+
+def test_records_packed_together_are_those_packed_one_by_one() -> None:
+    keys = [KEYS[0], b"k", bytes(64), b"end\0"]
+    sequences, hits, checksums = [1, MAX_SEQUENCE + 1, 0, 5], [0, 7, MAX_HITS, 1], [0, 1, (1 << 64) - 1, 9]
+    rows = pack_records(
+        HEADER,
+        keys,
+        sequence=np.array(sequences),
+        stored_at=np.arange(4, dtype=np.uint32),
+        hits=np.array(hits, dtype=np.uint32),
+        payload_checksum=np.array(checksums, dtype=np.uint64),
+    )
+    for i, row in enumerate(rows):
+        alone = pack_record(
+            HEADER, keys[i], sequence=sequences[i], stored_at=i, hits=hits[i], payload_checksum=checksums[i]
+        )
+        assert row.tobytes() == alone.tobytes()
+
+
+def test_checksums_of_several_blocks_are_those_of_each() -> None:
+    blocks = [[np.full(4096, i, dtype=np.uint8), np.full(12288, i, dtype=np.uint8)] for i in range(3)]
+    together = payload_checksums(HEADER, KEYS[:3], blocks)
+    assert together.tolist() == [payload_checksum(HEADER, key, block) for key, block in zip(KEYS, blocks, strict=False)]
+    assert len(set(together.tolist())) == 3

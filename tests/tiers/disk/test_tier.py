@@ -1049,3 +1049,19 @@ def test_files_that_cannot_be_opened_at_the_start_are_not_removed(tmp_path: Path
     again = open_disk_tier(tmp_path / "disk", 1 << 20, pools, FINGERPRINT)
     assert again.contains([key(1)]).tolist() == [LookupState.HIT]
     again.close()
+
+
+def test_close_does_not_wait_for_a_medium_that_hangs_in_its_last_write(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All transfers have ended; then the medium hangs. The files stay open until it continues."""
+    monkeypatch.setattr(disk, "FINISH_DEADLINE_S", 0.05)
+    tier = rig.open()
+    may_continue, closed = threading.Event(), threading.Event()
+    close = tier.files.close
+    monkeypatch.setattr(tier.files, "write_journal", lambda: may_continue.wait(60.0))
+    monkeypatch.setattr(tier.files, "close", lambda: (close(), closed.set()))
+    tier.close()
+    assert not closed.is_set()
+    may_continue.set()
+    assert closed.wait(60.0)

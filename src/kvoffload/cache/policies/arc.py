@@ -7,15 +7,15 @@ variant found in engines, used by ``ARCOffloadingManager``: a block whose key is
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Sequence
+from itertools import compress
 
 import numpy as np
 import numpy.typing as npt
 
 from kvoffload.abc import Access, Eviction, IntegrityError, OffloadKey, Slots
 from kvoffload.cache.policies.base import ListPolicy
-from kvoffload.cache.policies.queues import Ghosts, admit_head, cut
+from kvoffload.cache.policies.queues import Ghosts, KeyQueue, admit_head, cut
 
 
 class ARCPolicy(ListPolicy):
@@ -29,15 +29,13 @@ class ARCPolicy(ListPolicy):
     def __init__(self, capacity: int) -> None:
         super().__init__(capacity, num_lists=2)
         self.t1, self.t2 = self.lists
-        self.b1: OrderedDict[OffloadKey, None] = OrderedDict()
-        self.b2: OrderedDict[OffloadKey, None] = OrderedDict()
+        self.b1 = KeyQueue(capacity)
+        self.b2 = KeyQueue(capacity)
         self.target_t1_size = 0.0
 
     def insert(self, slots: Slots, keys: Sequence[OffloadKey]) -> None:
-        for ghosts in (self.b1, self.b2):
-            if ghosts and not ghosts.keys().isdisjoint(keys):
-                for key in keys:
-                    ghosts.pop(key, None)
+        self.b1.discard(keys)
+        self.b2.discard(keys)
         self.t1.append(slots)
 
     def access(self, access: Access) -> None:
@@ -50,22 +48,29 @@ class ARCPolicy(ListPolicy):
         self.t2.append(slots[again | ~in_t1])
 
     def _ask(self, keys: Sequence[OffloadKey]) -> None:
-        """Records a use of absent keys."""
-        for key in keys:
-            if (ghosts := self._adapt(key)) is not None:
-                ghosts.move_to_end(key)
+        """Records a use of absent keys, each given once."""
+        asked, in_b1 = self._adapt(keys, leave=False)
+        self.b1.add(list(compress(asked, in_b1)))
+        self.b2.add(list(compress(asked, (not each for each in in_b1))))
 
-    def _adapt(self, key: OffloadKey) -> OrderedDict[OffloadKey, None] | None:
-        """Moves the target towards the ghost list that holds ``key``, and returns that list, if there is one."""
-        if key in self.b1:
-            step = max(1.0, len(self.b2) / len(self.b1))
-            self.target_t1_size = min(self.target_t1_size + step, float(self.capacity))
-            return self.b1
-        if key in self.b2:
-            step = max(1.0, len(self.b1) / len(self.b2))
-            self.target_t1_size = max(self.target_t1_size - step, 0.0)
-            return self.b2
-        return None
+    def _adapt(self, keys: Sequence[OffloadKey], leave: bool) -> tuple[list[OffloadKey], list[bool]]:
+        """Moves the target towards the ghost list of each key that is in one. Returns these keys, and which of them are
+        in b1.
+
+        ``leave`` says that each of them leaves its list before the next one is asked for.
+        """
+        in_b1 = self.b1.holds(keys)
+        in_one = in_b1 | self.b2.holds(keys)
+        num_b1, num_b2 = len(self.b1), len(self.b2)
+        which: list[bool] = in_b1[in_one].tolist()
+        for is_in_b1 in which:
+            if is_in_b1:
+                self.target_t1_size = min(self.target_t1_size + max(1.0, num_b2 / num_b1), float(self.capacity))
+                num_b1 -= leave
+            else:
+                self.target_t1_size = max(self.target_t1_size - max(1.0, num_b1 / num_b2), 0.0)
+                num_b2 -= leave
+        return list(compress(keys, in_one.tolist())) if which else [], which
 
     def evict(self, eviction: Eviction) -> Slots:
         # Between two evictions of a batch only len(t1) changes, so the rule "from t1 while it is too long, else
@@ -75,10 +80,8 @@ class ARCPolicy(ListPolicy):
         second = self.t2.pop_oldest(n - len(first), busy)
         third = self.t1.pop_oldest(n - len(first) - len(second), busy)
         from_t1 = np.concatenate((first, third))
-        self.b1.update(dict.fromkeys(key_of[from_t1].tolist()))
-        self.b2.update(dict.fromkeys(key_of[second].tolist()))
-        for ghosts in (self.b1, self.b2):
-            cut(ghosts, self.capacity)
+        self.b1.add(key_of[from_t1].tolist())
+        self.b2.add(key_of[second].tolist())
         return np.concatenate((first, second, third))
 
     def _t1_surplus(self) -> int:
@@ -93,8 +96,6 @@ class ARCPolicy(ListPolicy):
 
     def check_integrity(self, slots: Slots) -> None:
         super().check_integrity(slots)
-        if max(len(self.b1), len(self.b2)) > self.capacity:
-            raise IntegrityError("a ghost list is longer than the capacity")
         if not 0 <= self.target_t1_size <= self.capacity:
             raise IntegrityError("target_t1_size is out of its range")
 
@@ -118,12 +119,12 @@ class TextbookARCPolicy(ARCPolicy):
         self._cut_ghosts()
 
     def _ask(self, keys: Sequence[OffloadKey]) -> None:
-        for key in keys:
-            ghosts = self._adapt(key)
-            self.last_was_in_b2 = ghosts is self.b2
-            if ghosts is not None:
-                del ghosts[key]
-                self._ghosts.asked[key] = 0
+        if len(keys):
+            self.last_was_in_b2 = keys[-1] in self.b2
+        asked, _ = self._adapt(keys, leave=True)
+        self.b1.discard(asked)
+        self.b2.discard(asked)
+        self._ghosts.asked.update(dict.fromkeys(asked, 0))
         cut(self._ghosts.asked, self.capacity)
 
     def admit(self, keys: Sequence[OffloadKey], shortage: int) -> npt.NDArray[np.bool_] | None:
@@ -132,10 +133,8 @@ class TextbookARCPolicy(ARCPolicy):
         return admit_head(returning, self.capacity - t2_size)
 
     def refuse(self, keys: Sequence[OffloadKey]) -> None:
-        for key in keys:
-            self.b2.pop(key, None)
-            self.b1[key] = None
-            self.b1.move_to_end(key)
+        self.b2.discard(keys)
+        self.b1.add(keys)
         self._cut_ghosts()
 
     def clear(self) -> None:
@@ -148,8 +147,8 @@ class TextbookARCPolicy(ARCPolicy):
         return len(self.t1) - int(self.target_t1_size) + at_target_too
 
     def _cut_ghosts(self) -> None:
-        cut(self.b1, self.capacity - len(self.t1))
-        cut(self.b2, 2 * self.capacity - len(self.t1) - len(self.t2) - len(self.b1))
+        self.b1.cut(self.capacity - len(self.t1))
+        self.b2.cut(2 * self.capacity - len(self.t1) - len(self.t2) - len(self.b1))
 
     def check_integrity(self, slots: Slots) -> None:
         super().check_integrity(slots)

@@ -9,29 +9,30 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from kvoffload.abc import Access, Eviction, IntegrityError, OffloadKey, Slots
-from kvoffload.cache.policies.base import ListPolicy
+from kvoffload.abc import Access, CachePolicy, Eviction, IntegrityError, OffloadKey, Slots
 from kvoffload.cache.policies.ghosts import (
     Entries,
     GhostTable,
     Hashes,
     key_hashes,
+    same_keys,
     seem_of_several_groups,
     shared_names,
 )
-from kvoffload.cache.policies.recency import Positions, pop_merged
+from kvoffload.cache.policies.pair import ListPair
+from kvoffload.cache.policies.recency import Positions
 from kvoffload.cache.policies.tournament import GHOSTS, RULES, Tournament, plan
 
 
 class _Absent(NamedTuple):
-    """Absent keys, tail first, their hashes, and where their ghosts were found."""
+    """Absent keys, tail first, their hashes, and where their ghosts were found. The list of keys is not changed."""
 
-    keys: tuple[OffloadKey, ...]
+    keys: Sequence[OffloadKey]
     hashes: Hashes
     entries: Entries
 
 
-class AutoPolicy(ListPolicy):
+class AutoPolicy(CachePolicy):
     """Blocks used by one request (``once``) and by several (``again``), each list oldest first, on one clock; and
     ghosts: blocks that left or were refused, with the time of their last use.
 
@@ -44,11 +45,10 @@ class AutoPolicy(ListPolicy):
     """
 
     def __init__(self, capacity: int, tournament: Tournament | None = None) -> None:
-        super().__init__(capacity, num_lists=2)
-        self._once, self._again = self.lists
+        super().__init__(capacity)
+        self._lists = ListPair(capacity)
         self._ghosts = GhostTable(GHOSTS * capacity)
         self._tournament = tournament or Tournament(capacity)
-        self._clock = 0
         self._hash_of = np.zeros(capacity, dtype=np.uint64)
         """The hash of the key in each slot."""
         self._has_shared_names = False
@@ -68,28 +68,23 @@ class AutoPolicy(ListPolicy):
         if num_missing == 0:
             self._tournament.observe(self._hash_of[access.found])
         else:
-            keys = access.keys if num_missing == len(missing) else tuple(compress(access.keys, missing.tolist()))
+            all_missing = num_missing == len(missing)
+            keys = access.keys if all_missing else list(compress(access.keys, missing.tolist()))
             absent = self._absent(keys[::-1])
-            chain = self._hash_of[access.found]
-            chain[missing] = absent.hashes[::-1]
+            chain = absent.hashes[::-1]
+            if not all_missing:
+                chain = self._hash_of[access.found]
+                chain[missing] = absent.hashes[::-1]
             self._tournament.observe(chain)
             self._mark_returning(absent)
-        slots, ready = access.slots, access.ready
-        positions = self._tick(len(slots))
-        in_once = self._once.holds(slots)
-        if np.count_nonzero(in_once):
-            again = ~in_once | ready
-            self._once.append(slots[~again], positions[~again])
-            slots, positions = slots[again], positions[again]
-            self._once.discard(slots)
-        self._again.append(slots, positions)
+        self._lists.use(access.slots, access.ready)
 
     def _mark_returning(self, absent: _Absent) -> None:
         """Marks those ghosts among absent keys that will count as used again if they are stored."""
         entries = absent.entries[absent.entries >= 0]
         if len(entries):
-            tested = self._tournament.rule.is_tested(self.capacity, len(self._again))
-            floor = self._again.oldest_position() if tested else -1
+            tested = self._tournament.rule.is_tested(self.capacity, self._lists.num_again)
+            floor = self._lists.oldest_again() if tested else -1
             self._ghosts.mark(entries, self._ghosts.stamps(entries) > floor)
 
     def insert(self, slots: Slots, keys: Sequence[OffloadKey]) -> None:
@@ -98,14 +93,16 @@ class AutoPolicy(ListPolicy):
         if not self._has_shared_names:
             self._ghosts.remove(absent.entries[absent.entries >= 0])
         self._hash_of[slots] = absent.hashes
-        positions = self._tick(len(slots))
-        self._again.append(slots[returning], positions[returning])
-        self._once.append(slots[~returning], positions[~returning])
+        self._lists.insert(slots, returning)
 
     def reorder(self, slots: Slots, new: npt.NDArray[np.bool_]) -> None:
-        positions = self._tick(len(slots))
-        for members in self.lists:
-            members.move_to_end(slots, positions)
+        self._lists.move_to_end(slots)
+
+    def mark_evictable(self, slots: Slots) -> None:
+        self._lists.mark_evictable(slots)
+
+    def remove(self, slots: Slots) -> None:
+        self._lists.discard(slots)
 
     def admit(self, keys: Sequence[OffloadKey], shortage: int) -> npt.NDArray[np.bool_] | None:
         rule = self._tournament.rule
@@ -113,7 +110,7 @@ class AutoPolicy(ListPolicy):
             return None
         returning = self._is_returning(keys)
         num_again = int(np.count_nonzero(returning))
-        once, again = len(self._once), len(self._again)
+        once, again = self._lists.num_once, self._lists.num_again
         made = plan(rule, self.capacity, once, again, len(keys) - num_again, num_again, shortage, again)
         if not (made.drop_once or made.drop_again):
             return None
@@ -123,20 +120,21 @@ class AutoPolicy(ListPolicy):
         return admitted
 
     def refuse(self, keys: Sequence[OffloadKey]) -> None:
-        self._remember(self._hashes(keys), self._tick(len(keys)))
+        self._remember(self._hashes(keys), self._lists.tick(len(keys)))
         self._last = None
 
     def evict(self, eviction: Eviction) -> Slots:
         rule, n, busy = self._tournament.rule, eviction.n, eviction.busy
         if rule.share is None:
-            victims, positions = pop_merged(self._once, self._again, n, busy)
+            victims, positions = self._lists.pop_oldest(n, busy)
         else:
             num_once = int(np.count_nonzero(~self._is_returning(eviction.entering)))
-            excess = len(self._once) + num_once - rule.quota(self.capacity)
-            victims, positions = _none()
-            for members, most in ((self._once, max(0, excess)), (self._again, n), (self._once, n)):
-                more, at = members.pop_with_positions(min(most, n - len(victims)), busy)
-                victims, positions = np.concatenate((victims, more)), np.concatenate((positions, at))
+            excess = self._lists.num_once + num_once - rule.quota(self.capacity)
+            victims, positions = self._lists.pop_once(min(n, max(0, excess)), busy)
+            for pop in (self._lists.pop_again, self._lists.pop_once):
+                if len(victims) < n:
+                    more, at = pop(n - len(victims), busy)
+                    victims, positions = np.concatenate((victims, more)), np.concatenate((positions, at))
         self._remember(self._hash_of[victims], positions, new=True)
         return victims
 
@@ -149,14 +147,13 @@ class AutoPolicy(ListPolicy):
         self._ghosts.add(hashes, positions, new)
 
     def clear(self) -> None:
-        super().clear()
+        self._lists.clear()
         self._ghosts.clear()
         self._tournament.clear()
-        self._clock = 0
         self._last = None
 
     def check_integrity(self, slots: Slots) -> None:
-        super().check_integrity(slots)
+        self._lists.check_integrity(slots)
         if min(self._tournament.scores) < 0:
             raise IntegrityError("the score of a rule is negative")
 
@@ -165,24 +162,15 @@ class AutoPolicy(ListPolicy):
         return self._ghosts.is_marked(self._absent(keys).entries)
 
     def _absent(self, keys: Sequence[OffloadKey]) -> _Absent:
-        asked = tuple(keys)
-        if self._last is not None and self._last.keys == asked:
-            asked, hashes, entries = self._last
-            self._last = _Absent(asked, hashes, self._ghosts.find_again(hashes, entries))
+        if self._last is not None and (self._last.keys is keys or same_keys(self._last.keys, keys)):
+            _, hashes, entries = self._last
+            self._last = _Absent(keys, hashes, self._ghosts.find_again(hashes, entries))
         else:
-            hashes = self._hashes(asked)
-            self._last = _Absent(asked, hashes, self._ghosts.find(hashes))
+            hashes = self._hashes(keys)
+            self._last = _Absent(keys, hashes, self._ghosts.find(hashes))
         return self._last
 
     def _hashes(self, keys: Sequence[OffloadKey]) -> Hashes:
         if not self._has_shared_names:
             self._has_shared_names = seem_of_several_groups(keys)
         return key_hashes(shared_names(keys) if self._has_shared_names else keys)
-
-    def _tick(self, n: int) -> Positions:
-        self._clock += n
-        return np.arange(self._clock - n, self._clock)
-
-
-def _none() -> tuple[Slots, Positions]:
-    return np.empty(0, dtype=np.int64), np.empty(0, dtype=np.int64)

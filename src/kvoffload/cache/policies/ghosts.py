@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
@@ -10,6 +11,7 @@ import xxhash
 
 from kvoffload.abc import OffloadKey
 from kvoffload.cache.keys import key_block_hash, make_offload_key
+from kvoffload.native import load
 
 WAYS = 16
 """Entries per bucket. A table for up to twice as many hashes is one bucket."""
@@ -41,12 +43,17 @@ def shared_names(keys: Sequence[OffloadKey]) -> list[bytes]:
     return [key_block_hash(key) + _FIRST_GROUP for key in keys]
 
 
-def key_hashes(keys: Sequence[bytes]) -> Hashes:
+def plain_key_hashes(keys: Sequence[bytes]) -> Hashes:
     """Returns 64 evenly distributed bits per key. They depend on its bytes only, so every process finds the same."""
     return np.frombuffer(b"".join(map(xxhash.xxh3_64_digest, keys)), dtype=">u8").astype(np.uint64)
 
 
-class GhostTable:
+def plain_same_keys(a: Sequence[bytes], b: Sequence[bytes]) -> bool:
+    """Returns whether lists or tuples have equal keys."""
+    return tuple(a) == tuple(b)
+
+
+class PlainGhostTable:
     """The ``capacity`` hashes that were added last, each with a stamp and a mark.
 
     A hash that was added before those is never found: so a chain that is half forgotten has lost one end, and has no
@@ -190,3 +197,13 @@ class GhostTable:
         self._next_way.fill(0)
         self._is_disordered.fill(False)
         self._num_added = 0
+
+
+if TYPE_CHECKING or (native := load("_ghosts")) is None:
+    GhostTable = PlainGhostTable
+    key_hashes = plain_key_hashes
+    same_keys = plain_same_keys
+else:
+    GhostTable = native.GhostTable
+    key_hashes = native.key_hashes
+    same_keys = native.same_keys

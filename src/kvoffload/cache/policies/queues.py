@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import repeat
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
 from kvoffload.abc import IntegrityError, OffloadKey, Slots
 from kvoffload.cache.policies.recency import RecencyList
+from kvoffload.native import load
 
 _NO_LIMIT = 1 << 62
 
@@ -116,3 +117,52 @@ def admit_head(returning: npt.NDArray[np.bool_], room: int) -> npt.NDArray[np.bo
     """
     admitted: npt.NDArray[np.bool_] = returning | (np.cumsum(~returning[::-1])[::-1] <= room)
     return admitted
+
+
+class PlainKeyQueue:
+    """The ``limit`` keys that were added last, oldest first."""
+
+    def __init__(self, limit: int) -> None:
+        self.limit = limit
+        self._keys: OrderedDict[OffloadKey, None] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._keys)
+
+    def __iter__(self) -> Iterator[OffloadKey]:
+        return iter(self._keys)
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._keys
+
+    def holds(self, keys: Sequence[OffloadKey]) -> npt.NDArray[np.bool_]:
+        """Returns which of ``keys`` are members."""
+        if not self._keys or self._keys.keys().isdisjoint(keys):
+            return np.zeros(len(keys), dtype=np.bool_)
+        return np.fromiter((key in self._keys for key in keys), dtype=np.bool_, count=len(keys))
+
+    def add(self, keys: Sequence[OffloadKey]) -> None:
+        """Makes keys, members or not, the most recent ones, the last one the most recent."""
+        if not self._keys.keys().isdisjoint(keys):
+            self.discard(keys)
+        self._keys.update(dict.fromkeys(reversed(dict.fromkeys(reversed(keys)))))
+        self.cut(self.limit)
+
+    def discard(self, keys: Sequence[OffloadKey]) -> None:
+        """Removes those of ``keys`` that are members."""
+        if self._keys and not self._keys.keys().isdisjoint(keys):
+            for key in keys:
+                self._keys.pop(key, None)
+
+    def cut(self, limit: int) -> None:
+        """Removes the oldest keys until at most ``limit`` are left."""
+        cut(self._keys, max(0, limit))
+
+    def clear(self) -> None:
+        self._keys.clear()
+
+
+if TYPE_CHECKING or (native := load("_ghosts")) is None:
+    KeyQueue = PlainKeyQueue
+else:
+    KeyQueue = native.KeyQueue

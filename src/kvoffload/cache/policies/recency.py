@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvoffload.abc import IntegrityError, Slots
+from kvoffload.cache.index import check_capacity
 from kvoffload.native import load
 
 MAX_SEGMENT = 8192
@@ -38,6 +39,7 @@ class PlainRecencyList:
     """
 
     def __init__(self, capacity: int) -> None:
+        check_capacity(capacity)
         self._capacity = capacity
         self._stamp = np.full(capacity, _ABSENT, dtype=np.int64)
         self._segment = min(MAX_SEGMENT, max(16, capacity))
@@ -73,6 +75,18 @@ class PlainRecencyList:
         Lists that share a clock give ``positions``, ascending and above all earlier ones, so that members of
         different lists can be compared.
         """
+        self._check_positions(positions, len(slots))
+        self._append(slots, positions)
+
+    def _check_positions(self, positions: Positions | None, n: int) -> None:
+        if positions is None:
+            return
+        if len(positions) != n:
+            raise ValueError(f"{n} slots need as many positions, not {len(positions)}")
+        if n and not (self._next <= positions[0] and positions[-1] < NO_END and (positions[1:] > positions[:-1]).all()):
+            raise ValueError("positions must ascend, from above all earlier ones")
+
+    def _append(self, slots: Slots, positions: Positions | None) -> None:
         n = len(slots)
         if n == 0:
             return
@@ -97,7 +111,8 @@ class PlainRecencyList:
     def move_to_end(self, slots: Slots, positions: Positions | None = None) -> None:
         """Same as ``append`` for those of ``slots`` that are members."""
         held = self.holds(slots)
-        self.append(slots[held], None if positions is None else positions[held])
+        self._check_positions(positions, len(slots))
+        self._append(slots[held], None if positions is None else positions[held])
 
     def discard(self, slots: Slots) -> None:
         """Removes those of distinct ``slots`` that are members."""
@@ -157,6 +172,10 @@ class PlainRecencyList:
 
     def put_back(self, slots: Slots, positions: Positions) -> None:
         """Undoes ``pop_with_positions`` for these slots, which must not be members."""
+        if len(positions) != len(slots):
+            raise ValueError(f"{len(slots)} slots need as many positions, not {len(positions)}")
+        if self.holds(slots).any() or (positions < 0).any() or (positions >= NO_END).any():
+            raise ValueError("a slot is a member already, or was never at that position")
         self._stamp[slots] = positions
         self._len += len(slots)
         self.mark_evictable(slots)
@@ -252,7 +271,7 @@ class PlainRecencyList:
             raise IntegrityError("a recency list has lost an entry")
 
 
-def _pop_merged(
+def plain_pop_merged(
     one: PlainRecencyList, other: PlainRecencyList, n: int, busy: npt.NDArray[np.bool_]
 ) -> tuple[Slots, Positions]:
     """Removes the ``n`` oldest members of two lists with one clock that are not busy. Returns them and their positions,
@@ -278,7 +297,7 @@ def _pop_merged(
 
 if TYPE_CHECKING or (native := load("_cache")) is None:
     RecencyList = PlainRecencyList
-    pop_merged = _pop_merged
+    pop_merged = plain_pop_merged
 else:
     RecencyList = native.RecencyList
     pop_merged = native.pop_merged

@@ -6,12 +6,12 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import count
+from math import inf
 from operator import itemgetter
-from typing import NamedTuple
-
-import numpy as np
+from typing import TYPE_CHECKING, NamedTuple
 
 from kvoffload.cache.policies.ghosts import Hashes
+from kvoffload.native import load
 
 GHOSTS = 5
 """The number of ghosts, as a multiple of the capacity. One that has returned still counts."""
@@ -47,9 +47,13 @@ class Rule:
 
     def is_tested(self, capacity: int, num_again: int) -> bool:
         """Returns whether the distance is tested now: only if blocks used again hold all that they may."""
+        return num_again >= self.tested_from(capacity)
+
+    def tested_from(self, capacity: int) -> float:
+        """Returns how many blocks used again make the rule test the distance."""
         if self.share is None or not self.tests_distance:
-            return False
-        return num_again >= capacity - max(1.0, min(self.share, 0.5) * capacity)
+            return inf
+        return capacity - max(1.0, min(self.share, 0.5) * capacity)
 
 
 RULES = (Rule("lru"), Rule("slru", 0.5, True), Rule("lirs", 0.01, True, True), Rule("2q", 0.01))
@@ -191,6 +195,43 @@ class LRUShadow(Shadow):
         return found
 
 
+class PlainShadows:
+    """One shadow per rule, all of one capacity."""
+
+    def __init__(self, capacity: int, rules: Sequence[Rule]) -> None:
+        self.capacity = capacity
+        self._shadows = [(LRUShadow if rule.share is None else Shadow)(capacity, rule) for rule in rules]
+
+    def access(self, hashes: Hashes, limit: int) -> tuple[int, Sequence[int]]:
+        """Serves a request for a chain: those of ``hashes`` that are at most ``limit``, head first. Returns how many
+        distinct ones these are and, unless there are none, how many leading ones each shadow had."""
+        names = list(dict.fromkeys(hashes[hashes <= limit].tolist()))
+        return len(names), [shadow.access(names) for shadow in self._shadows] if names else []
+
+    def lists(self, rule: int) -> tuple[list[int], list[int], list[int]]:
+        """Returns the names that a shadow holds, used once and used again, and its ghosts, each oldest first."""
+        shadow = self._shadows[rule]
+        return list(shadow.once), list(shadow.again), list(shadow.ghosts)
+
+
+if TYPE_CHECKING or (native := load("_ghosts")) is None:
+    Shadows = PlainShadows
+else:
+
+    def Shadows(capacity: int, rules: Sequence[Rule]) -> PlainShadows:
+        """Makes native shadows, which get the numbers of their rules."""
+        numbers = [
+            (
+                rule.share is not None,
+                0 if rule.share is None else rule.quota(capacity),
+                rule.tested_from(capacity),
+                rule.holds,
+            )
+            for rule in rules
+        ]
+        return native.Shadows(capacity, numbers, SHADOW_GHOSTS * capacity)
+
+
 class Tournament:
     """Keeps the scores of the rules. ``rule`` is the one whose shadow has found most recently.
 
@@ -199,15 +240,15 @@ class Tournament:
     """
 
     def __init__(self, capacity: int) -> None:
-        self._rate = min(1.0, SHADOW_BLOCKS / capacity)
-        self._limit = np.uint64(min(2**64 - 1, int(self._rate * 2**64)))
+        self._limit = int(min(1.0, SHADOW_BLOCKS / capacity) * 2**64) - 1
+        """The greatest hash in the sample."""
         self._capacity = min(capacity, SHADOW_BLOCKS)
         self.clear()
 
     def clear(self) -> None:
         self.scores = [0.0] * len(RULES)
         self._current = FIRST
-        self.shadows = [(LRUShadow if rule.share is None else Shadow)(self._capacity, rule) for rule in RULES]
+        self.shadows = Shadows(self._capacity, RULES)
 
     @property
     def rule(self) -> Rule:
@@ -215,15 +256,11 @@ class Tournament:
 
     def observe(self, hashes: Hashes) -> None:
         """Records a request for a chain, given as the ``key_hashes`` of its keys, head first."""
-        if self._rate < 1:
-            hashes = hashes[hashes < self._limit]
-        names = list(dict.fromkeys(hashes.tolist()))
-        if not names:
+        num_names, found = self.shadows.access(hashes, self._limit)
+        if not num_names:
             return
-        decay = 0.5 ** (len(names) / (HALF_LIFE * self._capacity))
-        self.scores = [
-            score * decay + shadow.access(names) for score, shadow in zip(self.scores, self.shadows, strict=True)
-        ]
+        decay = 0.5 ** (num_names / (HALF_LIFE * self._capacity))
+        self.scores = [score * decay + leading for score, leading in zip(self.scores, found, strict=True)]
         best = max(range(len(RULES)), key=self.scores.__getitem__)
         if self.scores[best] > MARGIN * self.scores[self._current]:
             self._current = best

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -32,8 +32,8 @@ from kvoffload.tiers.disk.format import (
     MAX_HITS,
     MAX_SECONDS,
     Header,
-    pack_record,
-    payload_checksum,
+    pack_records,
+    payload_checksums,
 )
 from kvoffload.tiers.disk.slabs import SlabFiles
 from kvoffload.tiers.disk.storage import is_full
@@ -42,6 +42,8 @@ from kvoffload.tiers.threads import MAX_QUEUED_WRITES
 
 JOB_BYTES = 4 << 20
 """Small blocks share a job of up to this size; larger ones have one each."""
+HANDOVER_S = 0.01
+"""A job that reads hands over what it has read at least this often: a request may wait for that only."""
 MAX_BUFFERS = 1024
 """IOV_MAX: buffers per system call."""
 
@@ -49,6 +51,10 @@ FACTS = np.dtype([("sequence", "<i8"), ("stored_at", "<u4"), ("hits", "<u4"), ("
 """Fields of a block's record other than key and layout."""
 Facts = npt.NDArray[np.void]
 """Array of FACTS."""
+
+
+Span = tuple[int, int]
+"""Start and stop (exclusive) of some blocks of a batch."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,36 +76,44 @@ class Batch:
         keys = [self.keys[i] for i in order.tolist()]
         return Batch(keys, self.host_slots[order], self.slots[order], self.facts[order])
 
-    def runs(self, slots_per_slab: int, max_blocks: int) -> Iterator[Batch]:
-        """Yields parts of at most ``max_blocks`` blocks that lie next to each other in a slab. ``slots`` must be in
-        ascending order."""
+    def spans(self, slots_per_slab: int, max_blocks: int) -> list[Span]:
+        """Returns the runs of blocks that lie next to each other in a slab, at most ``max_blocks`` each. ``slots`` must
+        be in ascending order."""
         slots = self.slots
         ends = np.flatnonzero((np.diff(slots) != 1) | (slots[1:] % slots_per_slab == 0)) + 1
-        start = 0
+        spans, start = [], 0
         for end in [*ends.tolist(), len(slots)]:
             while start < end:
-                yield self.part(start, min(end, start + max_blocks))
-                start = min(end, start + max_blocks)
+                stop = min(end, start + max_blocks)
+                spans.append((start, stop))
+                start = stop
+        return spans
+
+    def runs(self, slots_per_slab: int, max_blocks: int) -> Iterator[Batch]:
+        """Yields these runs as batches."""
+        for start, stop in self.spans(slots_per_slab, max_blocks):
+            yield self.part(start, stop)
 
 
 @dataclass(frozen=True, slots=True)
 class Done:
-    """A run of blocks whose transfer has ended. ``facts`` is valid for the blocks whose result is good. ``problem``
-    says why no block is good."""
+    """Blocks whose transfer has ended. ``facts`` is valid for those whose result is good. ``problems`` says, by index,
+    why the medium could not move a block."""
 
     is_read: bool
     slots: Slots
     facts: Facts
     results: list[TierResult]
-    problem: str = ""
+    problems: Mapping[int, Exception]
 
 
 class BlockIO:
     """Runs transfers between ``pools`` (one per rank, shape (num_slots, slot_bytes)) and ``files`` on ``executor``.
 
     A block is written in this order: the slot's old record is emptied, then comes the payload, then the new record. So
-    whatever a kill interrupts is a miss afterwards. Blocks that are neighbours in a slab are moved by one call. If that
-    call fails, each of its blocks is moved by a call of its own.
+    whatever a kill interrupts is a miss afterwards. Each step is done for all blocks of a job before the next one.
+    Blocks that are neighbours in a slab are moved by one call. If that fails, each of its blocks is moved by a call of
+    its own, and those that cannot be moved do not affect the others.
     """
 
     def __init__(
@@ -172,99 +186,127 @@ class BlockIO:
     # On the executor's threads.
 
     def _run(self, move: Callable[[Batch, Header], None], batch: Batch, header: Header) -> None:
-        for run in batch.sorted().runs(header.slots_per_slab, max(1, MAX_BUFFERS // len(self._pools))):
-            move(run, header)
+        move(batch.sorted(), header)
 
-    def _read(self, run: Batch, header: Header) -> None:
-        begun = self._clock()
-        try:
-            blocks = self._blocks(run)
-            self._files.read(int(run.slots[0]), [part for block in blocks for part in block])
-            corrupt = self._verify(run, header, blocks)
-        except Exception as problem:
-            if len(run.keys) > 1:
-                for i in range(len(run.keys)):
-                    self._read(run.part(i, i + 1), header)
-            else:
-                self._write_records(run, EMPTY_RECORD, is_change=True)
-                self._end(run, True, begun, problem)
-            return
-        self._write_records(run, self._records(run, header, corrupt), is_change=any(corrupt))
-        self._end(run, True, begun, corrupt=corrupt)
+    def _read(self, batch: Batch, header: Header) -> None:
+        blocks, slots = self._blocks(batch), batch.slots.tolist()
 
-    def _verify(self, run: Batch, header: Header, blocks: list[list[ByteArray]]) -> list[bool]:
-        """Returns which blocks differ from what was stored. Counts a hit for the others."""
-        checksums = run.facts["payload_checksum"].tolist()
-        corrupt = [
-            payload_checksum(header, key, block) != checksum
-            for key, block, checksum in zip(run.keys, blocks, checksums, strict=True)
-        ]
-        run.facts["hits"] = np.minimum(run.facts["hits"], MAX_HITS - 1) + 1
-        return corrupt
+        def fill(start: int, stop: int) -> None:
+            self._files.read(slots[start], [part for block in blocks[start:stop] for part in block])
 
-    def _write(self, run: Batch, header: Header) -> None:
-        begun = self._clock()
-        try:
-            blocks = self._blocks(run)
-            slot = int(run.slots[0])
-            self._files.empty_records(slot, len(run.keys))
-            run.facts["payload_checksum"] = [
-                payload_checksum(header, key, block) for key, block in zip(run.keys, blocks, strict=True)
-            ]
-            run.facts["stored_at"] = min(max(0, int(self._wall_clock())), MAX_SECONDS)
-            run.facts["hits"] = 0
-            self._files.write(slot, [part for block in blocks for part in block])
-            if not self._abandoned:
-                self._files.write_records(slot, self._records(run, header))
-        except Exception as problem:
-            if len(run.keys) > 1:
-                for i in range(len(run.keys)):
-                    self._write(run.part(i, i + 1), header)
-            else:
-                self._end(run, False, begun, problem)
-            return
-        self._end(run, False, begun)
+        spans = self._spans(batch, header)
+        first, problems, begun = 0, dict[int, Exception](), self._clock()
+        for number, span in enumerate(spans, 1):
+            self._each(fill, [span], problems)
+            if number == len(spans) or self._clock() - begun >= HANDOVER_S:
+                self._end_reads(batch, blocks, spans[first:number], problems, header, begun)
+                first, problems, begun = number, {}, self._clock()
 
-    def _blocks(self, run: Batch) -> list[list[ByteArray]]:
-        """Returns the host memory of each block, one buffer per rank."""
-        return [[pool[slot] for pool in self._pools] for slot in run.host_slots.tolist()]
-
-    def _records(self, run: Batch, header: Header, corrupt: Sequence[bool] = ()) -> ByteArray:
-        """Returns the records of the run's slots, empty for ``corrupt`` blocks."""
-        records = []
-        for i, (key, facts) in enumerate(zip(run.keys, run.facts.tolist(), strict=True)):
-            if corrupt and corrupt[i]:
-                records.append(EMPTY_RECORD)
-                continue
-            sequence, stored_at, hits, checksum = facts
-            records.append(
-                pack_record(header, key, sequence=sequence, stored_at=stored_at, hits=hits, payload_checksum=checksum)
-            )
-        return np.concatenate(records)
-
-    def _write_records(self, run: Batch, records: ByteArray, is_change: bool) -> None:
-        """Writes the records after a read, if the medium allows it; the bytes that were read are right without it."""
+    def _end_reads(
+        self,
+        batch: Batch,
+        blocks: Sequence[Sequence[ByteArray]],
+        spans: Sequence[Span],
+        problems: dict[int, Exception],
+        header: Header,
+        begun: float,
+    ) -> None:
+        """Verifies the blocks of ``spans``, which were read except for those with ``problems``, and empties the records
+        of those that cannot be used."""
+        first, stop = spans[0][0], spans[-1][1]
+        mine = batch.part(first, stop)
+        checksums = payload_checksums(header, mine.keys, blocks[first:stop])
+        is_bad = mine.facts["payload_checksum"] != checksums
+        is_bad[[i - first for i in problems]] = True
+        mine.facts["hits"] = np.minimum(mine.facts["hits"], MAX_HITS - 1) + 1
         if not self._abandoned and not self._files.read_only:
-            with suppress(OSError):
-                self._files.write_records(int(run.slots[0]), records, is_change=is_change)
+            records = self._records(mine, header)
+            records[is_bad] = EMPTY_RECORD
+            for start, end in spans:
+                # The bytes that were read are right without it.
+                with suppress(OSError):
+                    part = slice(start - first, end - first)
+                    self._files.write_records(
+                        int(batch.slots[start]), records[part].reshape(-1), is_change=bool(is_bad[part].any())
+                    )
+        corrupt = set(np.flatnonzero(is_bad).tolist())
+        self._end(mine, True, begun, {i - first: problem for i, problem in problems.items()}, corrupt)
+
+    def _write(self, batch: Batch, header: Header) -> None:
+        begun = self._clock()
+        blocks, slots = self._blocks(batch), batch.slots.tolist()
+        problems: dict[int, Exception] = {}
+
+        def empty(start: int, stop: int) -> None:
+            self._files.empty_records(slots[start], stop - start)
+
+        def write(start: int, stop: int) -> None:
+            self._files.write(slots[start], [part for block in blocks[start:stop] for part in block])
+
+        def record(start: int, stop: int) -> None:
+            self._files.write_records(slots[start], records[start:stop].reshape(-1))
+
+        spans = self._each(empty, self._spans(batch, header), problems)
+        batch.facts["payload_checksum"] = payload_checksums(header, batch.keys, blocks)
+        batch.facts["stored_at"] = min(max(0, int(self._wall_clock())), MAX_SECONDS)
+        batch.facts["hits"] = 0
+        records = self._records(batch, header)
+        spans = self._each(write, spans, problems)
+        if not self._abandoned:
+            self._each(record, spans, problems)
+        self._end(batch, False, begun, problems)
+
+    def _spans(self, batch: Batch, header: Header) -> list[Span]:
+        return batch.spans(header.slots_per_slab, max(1, MAX_BUFFERS // len(self._pools)))
+
+    def _each(
+        self, move: Callable[[int, int], None], spans: Sequence[Span], problems: dict[int, Exception]
+    ) -> list[Span]:
+        """Calls ``move`` for each span; if that fails, for each of its blocks. Returns the spans that were moved, and
+        adds the others to ``problems``, by block."""
+        moved = []
+        for start, stop in spans:
+            try:
+                move(start, stop)
+            except Exception as problem:
+                if stop - start > 1:
+                    moved += self._each(move, [(i, i + 1) for i in range(start, stop)], problems)
+                else:
+                    problems[start] = problem
+            else:
+                moved.append((start, stop))
+        return moved
+
+    def _blocks(self, batch: Batch) -> list[list[ByteArray]]:
+        """Returns the host memory of each block, one buffer per rank."""
+        return [[pool[slot] for pool in self._pools] for slot in batch.host_slots.tolist()]
+
+    def _records(self, batch: Batch, header: Header) -> ByteArray:
+        """Returns the blocks' records, one per row."""
+        facts = batch.facts
+        return pack_records(
+            header,
+            batch.keys,
+            sequence=facts["sequence"],
+            stored_at=facts["stored_at"],
+            hits=facts["hits"],
+            payload_checksum=facts["payload_checksum"],
+        )
 
     def _end(
         self,
-        run: Batch,
+        batch: Batch,
         is_read: bool,
         begun: float,
-        problem: Exception | None = None,
-        corrupt: Sequence[bool] = (),
+        problems: Mapping[int, Exception],
+        corrupt: Collection[int] = (),
     ) -> None:
-        ended = self._clock()
-        seconds = (ended - begun) / len(run.keys)
-        results = []
-        for i, key in enumerate(run.keys):
-            error = None
-            if problem is not None:
-                error = TierError.NO_SPACE if is_full(problem) else TierError.IO
-            elif corrupt and corrupt[i]:
-                error = TierError.CORRUPT
-            nbytes = 0 if error else self._files.header.block_bytes
-            results.append(TierResult(key, is_read, error, nbytes, seconds, begun, ended))
-        self._done.append(Done(is_read, run.slots, run.facts, results, str(problem or "")))
+        ended, nbytes = self._clock(), self._files.header.block_bytes
+        seconds = (ended - begun) / len(batch.keys)
+        results = [TierResult(key, is_read, None, nbytes, seconds, begun, ended) for key in batch.keys]
+        for i in corrupt:
+            results[i] = TierResult(batch.keys[i], is_read, TierError.CORRUPT, 0, seconds, begun, ended)
+        for i, problem in problems.items():
+            error = TierError.NO_SPACE if is_full(problem) else TierError.IO
+            results[i] = TierResult(batch.keys[i], is_read, error, 0, seconds, begun, ended)
+        self._done.append(Done(is_read, batch.slots, batch.facts, results, problems))

@@ -187,6 +187,15 @@ def payload_checksum(header: Header, key: OffloadKey, buffers: Sequence[ByteArra
     return block_checksum(header.fingerprint_id + struct.pack("<Q", header.generation) + key, buffers)
 
 
+def payload_checksums(
+    header: Header, keys: Sequence[OffloadKey], blocks: Sequence[Sequence[ByteArray]]
+) -> npt.NDArray[np.uint64]:
+    """Returns ``payload_checksum`` of each block."""
+    seed = header.fingerprint_id + struct.pack("<Q", header.generation)
+    checksums = (block_checksum(seed + key, buffers) for key, buffers in zip(keys, blocks, strict=True))
+    return np.fromiter(checksums, np.uint64, len(keys))
+
+
 def pack_record(
     header: Header, key: OffloadKey, *, sequence: int, stored_at: int, hits: int, payload_checksum: int
 ) -> ByteArray:
@@ -205,6 +214,33 @@ def pack_record(
         payload_checksum,
     )
     return sealed(body)
+
+
+def pack_records(
+    header: Header,
+    keys: Sequence[OffloadKey],
+    *,
+    sequence: npt.NDArray[np.int64],
+    stored_at: npt.NDArray[np.uint32],
+    hits: npt.NDArray[np.uint32],
+    payload_checksum: npt.NDArray[np.uint64],
+) -> ByteArray:
+    """Returns ``pack_record`` of each of several blocks, one per row."""
+    records = np.zeros(len(keys), dtype=RECORD)
+    records["magic"] = _RECORD_MAGIC
+    records["version"] = FORMAT_VERSION
+    records["key_bytes"] = np.fromiter(map(len, keys), np.uint16, len(keys))
+    records["fingerprint_id"] = np.void(header.fingerprint_id)
+    records["payload_bytes"] = header.block_bytes
+    records["generation"] = header.generation
+    records["key"] = np.array(keys, dtype=f"S{MAX_KEY_BYTES}").view(f"V{MAX_KEY_BYTES}")
+    records["sequence"] = np.minimum(sequence, MAX_SEQUENCE)
+    records["stored_at"] = stored_at
+    records["hits"] = hits
+    records["payload_checksum"] = payload_checksum
+    rows = records.view(np.uint8).reshape(-1, RECORD_BYTES)
+    records["checksum"] = _checksums(rows)
+    return rows
 
 
 @dataclass(frozen=True, slots=True)

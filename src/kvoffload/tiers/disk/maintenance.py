@@ -202,7 +202,7 @@ class Maintenance:
         self._state = _State.CLOSED
 
     def finish(self) -> None:
-        """Does the rest on the caller's thread. No job may be running."""
+        """Does the rest, and waits for the medium. No job may be running."""
         if not self._files.read_only:
             self._run(_FINAL_TASKS, is_final=True)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import threading
 import time
 from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
@@ -35,6 +36,9 @@ from kvoffload.tiers.threads import IOThreads
 logger = logging.getLogger(__name__)
 
 CLOSE_DEADLINE_S = 5.0
+"""Time for the transfers under way when the tier is closed."""
+FINISH_DEADLINE_S = 2.0
+"""Time for what is written after them."""
 
 
 class DiskTier(Tier):
@@ -218,12 +222,10 @@ class DiskTier(Tier):
         if not done:
             return []
         results = [result for run in done for result in run.results]
-        if len(done) == 1:
-            slots, facts = done[0].slots, done[0].facts
-        else:
-            slots, facts = np.concatenate([run.slots for run in done]), np.concatenate([run.facts for run in done])
-        self._facts[slots] = facts
-        succeeded = np.array([result.ok for result in results])
+        slots = done[0].slots if len(done) == 1 else np.concatenate([run.slots for run in done])
+        for run in done:
+            self._facts[run.slots] = run.facts
+        succeeded = np.array([result.error is None for result in results])
         if done[0].is_read:
             gone = self.catalog.end_reads([result.key for result in results], slots, succeeded)
         else:
@@ -239,16 +241,16 @@ class DiskTier(Tier):
         """Replaces good results of blocks that were dropped in the meantime, and logs the failures of other blocks."""
         i = 0
         for run in done:
-            for slot in run.slots.tolist():
+            for index, slot in enumerate(run.slots.tolist()):
                 result = results[i]
                 if slot not in gone and result.error is not None:
                     what = "reading" if result.is_read else "writing"
-                    problem = run.problem or result.error
+                    problem = run.problems.get(index, result.error)
                     self._warnings.warning(
                         "disk tier: %s block %s failed (%s): it is a miss", what, result.key.hex(), problem
                     )
                 elif slot in gone and result.ok:
-                    results[i] = replace(result, error=TierError.GONE, nbytes=0)
+                    results[i] = result._replace(error=TierError.GONE, nbytes=0)
                 i += 1
 
     def wait(self, timeout_s: float) -> None:
@@ -301,15 +303,32 @@ class DiskTier(Tier):
         all_ended = self._executor.close(CLOSE_DEADLINE_S)
         self._unreported += self._take_results()
         self.catalog.reset()
-        if all_ended:
-            self._maintenance.finish()
-            with suppress(OSError):
-                self.files.write_journal()
-            self.files.close()
-        else:
+        if not all_ended or not self._finish(FINISH_DEADLINE_S):
             # A thread hangs in a call. Its descriptors stay open, lest they come to name other files, and so does the
             # lock: the thread may still write when it continues.
             self._io.abandon()
+
+    def _finish(self, deadline_s: float) -> bool:
+        """Writes what is left and closes the files, on a thread of its own, because the medium may hang. Returns
+        whether it has ended within ``deadline_s``."""
+
+        problems: list[BaseException] = []
+
+        def finish() -> None:
+            try:
+                self._maintenance.finish()
+                with suppress(OSError):
+                    self.files.write_journal()
+                self.files.close()
+            except BaseException as problem:
+                problems.append(problem)
+
+        thread = threading.Thread(target=finish, name="kvoffload-disk-close", daemon=True)
+        thread.start()
+        thread.join(deadline_s)
+        for problem in problems:
+            raise problem
+        return not thread.is_alive()
 
     def check_integrity(self) -> None:
         self.catalog.check_integrity()

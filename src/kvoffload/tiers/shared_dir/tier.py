@@ -12,7 +12,6 @@ import logging
 import os
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import replace
 
 import numpy as np
 import numpy.typing as npt
@@ -349,7 +348,7 @@ class SharedDirTier(Tier):
 
 
 def _gone(result: TierResult) -> TierResult:
-    return replace(result, error=TierError.GONE, nbytes=0) if result.ok else result
+    return result._replace(error=TierError.GONE, nbytes=0) if result.ok else result
 
 
 class _Hidden:

@@ -1,0 +1,355 @@
+"""Native parts of policies, side by side with the plain versions: ghosts, shadows, key queues and hashes of keys."""
+
+from __future__ import annotations
+
+import os
+import random
+import subprocess
+import sys
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvoffload.cache.policies.ghosts import PlainGhostTable, key_hashes, plain_key_hashes, plain_same_keys
+from kvoffload.cache.policies.queues import PlainKeyQueue
+from kvoffload.cache.policies.tournament import RULES, SHADOW_GHOSTS, PlainShadows
+from kvoffload.native import load
+from kvoffload.cache.keys import make_offload_key
+from kvoffload.cache.policies import tournament
+
+native: Any = load("_ghosts")
+pytestmark = pytest.mark.skipif(native is None, reason="there is no native code")
+
+MOST = 2**64 - 1
+
+
+# Hashes of keys.
+
+
+@given(st.lists(st.binary(max_size=300), max_size=20))
+def test_hashes_of_keys_are_the_same(keys: list[bytes]) -> None:
+    assert native.key_hashes(keys).tolist() == plain_key_hashes(keys).tolist()
+
+
+def test_hashes_of_every_length_are_the_same_and_every_byte_counts() -> None:
+    rng = random.Random(0)
+    for size in range(140):
+        key = rng.randbytes(size)
+        changed = [key[:i] + bytes([key[i] ^ 1]) + key[i + 1 :] for i in range(size)]
+        hashes = native.key_hashes([key, *changed])
+        assert hashes.tolist() == plain_key_hashes([key, *changed]).tolist()
+        assert len(set(hashes.tolist())) == size + 1
+
+
+def test_hashes_are_the_same_in_a_process_with_another_seed() -> None:
+    program = "from kvoffload.cache.policies.ghosts import key_hashes; print(key_hashes([b'k' * 36]).tolist())"
+    seen = {
+        subprocess.run(
+            [sys.executable, "-c", program],
+            env=os.environ | {"PYTHONHASHSEED": seed},
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout.strip()
+        for seed in ("1", "2")
+    }
+    assert seen == {str(key_hashes([b"k" * 36]).tolist())}
+
+
+def test_only_keys_of_bytes_have_a_hash() -> None:
+    with pytest.raises(TypeError):
+        native.key_hashes([1])
+    with pytest.raises(TypeError):
+        native.key_hashes(5)
+
+
+@given(st.lists(st.sampled_from([b"", b"a", b"b" * 40]), max_size=4), st.lists(st.sampled_from([b"a", b"b" * 40])))
+def test_lists_of_keys_are_equal_in_both_versions(a: list[bytes], b: list[bytes]) -> None:
+    assert native.same_keys(a, tuple(b)) == plain_same_keys(a, tuple(b))
+    assert native.same_keys(a, tuple(bytes(bytearray(key)) for key in a))
+
+
+# Ghosts.
+
+SMALL = [1, 5, 16, 17, 32]
+capacities = st.sampled_from([*SMALL, 33, 60, 200])
+
+
+class Tables:
+    """A plain and a native table that get the same calls."""
+
+    def __init__(self, capacity: int, plain: type[PlainGhostTable] = PlainGhostTable) -> None:
+        self.plain, self.native = plain(capacity), native.GhostTable(capacity)
+        self.clock = 0
+
+    def seen(self, hashes: np.ndarray) -> None:
+        """Compares what is remembered of ``hashes``. Entries may be in other places of their buckets."""
+        found = [(table, table.find(hashes)) for table in (self.plain, self.native)]
+        here = [(entries >= 0).tolist() for _, entries in found]
+        assert here[0] == here[1]
+        described = [
+            (table.stamps(entries[entries >= 0]).tolist(), table.is_marked(entries).tolist())
+            for table, entries in found
+        ]
+        assert described[0] == described[1]
+        assert len(self.plain) == len(self.native)
+
+    def add(self, hashes: np.ndarray, new: bool) -> None:
+        stamps = np.arange(self.clock, self.clock + len(hashes))
+        self.clock += len(hashes)
+        if new:
+            for table in (self.plain, self.native):
+                entries = table.find(hashes)
+                table.remove(entries[entries >= 0])
+        self.plain.add(hashes, stamps, new)
+        self.native.add(hashes, stamps, new)
+
+    def change(self, hashes: np.ndarray, remove: bool) -> None:
+        for table in (self.plain, self.native):
+            entries = table.find_again(hashes, table.find(hashes))
+            entries = entries[entries >= 0]
+            if remove:
+                table.remove(entries)
+            else:
+                table.mark(entries, np.arange(len(entries)) % 2 == 0)
+
+
+names = st.lists(st.integers(0, 300), unique=True, max_size=60)
+
+
+@given(capacities, st.lists(st.tuples(st.sampled_from(["add", "add new", "remove", "mark"]), names), max_size=20))
+def test_ghosts_are_the_same(capacity: int, script: list[tuple[str, list[int]]]) -> None:
+    tables = Tables(capacity)
+    everything = plain_key_hashes([b"%d" % name for name in range(301)])
+    for call, chosen in script:
+        if call.startswith("add"):
+            tables.add(everything[chosen], call == "add new")
+        else:
+            tables.change(everything[chosen], call == "remove")
+        tables.seen(everything)
+
+
+@pytest.mark.parametrize("capacity", [20, 500, 5000])
+def test_ghosts_are_the_same_on_a_long_walk(capacity: int) -> None:
+    tables, rng = Tables(capacity), np.random.default_rng(capacity)
+    everything = rng.integers(0, MOST, 4 * capacity, dtype=np.uint64, endpoint=True)
+    for step in range(80):
+        chosen = everything[rng.permutation(4 * capacity)[: rng.integers(1, 2 + capacity // 2)]]
+        if step % 4 < 2:
+            tables.add(chosen, bool(step % 4))
+        else:
+            tables.change(chosen, step % 4 == 2)
+        tables.seen(everything[rng.permutation(4 * capacity)[:capacity]])
+    tables.seen(everything)
+
+
+class OverwritesTheLatest(PlainGhostTable):
+    def _put_in_order(self, buckets: Any) -> None:
+        super()._put_in_order(buckets)
+        self._next_way[buckets] = self._ways - 1
+
+
+class RemembersTooMuch(PlainGhostTable):
+    def _without_forgotten(self, entries: Any) -> Any:
+        return entries
+
+
+@pytest.mark.parametrize("planted", [OverwritesTheLatest, RemembersTooMuch])
+def test_a_planted_difference_of_ghosts_is_found(planted: type[PlainGhostTable]) -> None:
+    rng = np.random.default_rng(0)
+    everything = rng.integers(0, MOST, 2000, dtype=np.uint64, endpoint=True)
+    tables = Tables(300, planted)
+    with pytest.raises(AssertionError):
+        for _ in range(40):
+            tables.add(everything[rng.permutation(2000)[:200]], False)
+            tables.change(everything[rng.permutation(2000)[:200]], True)
+            tables.seen(everything)
+
+
+def test_stamps_of_32_bits_keep_their_order_for_ever() -> None:
+    table = native.GhostTable(100)
+    hashes = plain_key_hashes([b"%d" % i for i in range(3)])
+    table.add(hashes[:1], np.array([5]))
+    for exponent in range(28, 60):
+        latest = 1 << exponent
+        table.add(hashes[1:], np.array([latest - 10, latest]))
+        old, early, late = table.stamps(table.find(hashes)).tolist()
+        assert (early, late) == (latest - 10, latest)
+        assert old <= early
+    table.mark(table.find(hashes), np.array([True, False, True]))
+    table.add(hashes[1:2], np.array([latest * 4]))
+    assert table.is_marked(table.find(hashes)).tolist() == [True, False, True]
+
+
+def test_native_ghosts_refuse_what_they_cannot_take() -> None:
+    table = native.GhostTable(100)
+    hashes = plain_key_hashes([b"a", b"b"])
+    for wrong in ([10_000], [-1]):
+        for call in (table.stamps, table.remove, lambda at: table.mark(at, np.ones(1, dtype=np.bool_))):
+            with pytest.raises(IndexError):
+                call(np.array(wrong))
+    with pytest.raises(IndexError):
+        table.is_marked(np.array([10_000]))
+    with pytest.raises(IndexError):
+        table.add(hashes, np.array([1]))
+    with pytest.raises(IndexError):
+        table.find_again(hashes, np.array([1]))
+    with pytest.raises(TypeError):
+        table.find(np.array([0.5]))
+    with pytest.raises(ValueError, match="capacity"):
+        native.GhostTable(0)
+
+
+# Shadows.
+
+
+def make_native_shadows(capacity: int) -> Any:
+    return tournament.Shadows(capacity, RULES)
+
+
+def follow(pair: tuple[Any, Any], chains: list[np.ndarray], limit: int = MOST) -> None:
+    for chain in chains:
+        plain, other = (shadows.access(chain, limit) for shadows in pair)
+        assert (plain[0], list(plain[1])) == (other[0], list(other[1]))
+    for rule in range(len(RULES)):
+        plain, other = (shadows.lists(rule) for shadows in pair)
+        assert plain[:2] == other[:2]
+        if RULES[rule].share is not None:
+            assert plain[2] == other[2]
+
+
+short_chains = st.lists(st.lists(st.integers(0, 60), max_size=12), max_size=40)
+
+
+@given(st.integers(1, 20), short_chains)
+def test_shadows_are_the_same(capacity: int, chains: list[list[int]]) -> None:
+    pair = PlainShadows(capacity, RULES), make_native_shadows(capacity)
+    follow(pair, [np.array(chain, dtype=np.uint64) for chain in chains])
+
+
+def long_chains(seed: int, num: int) -> list[np.ndarray]:
+    """Returns chains with shared heads, some of which recur, and some of which are longer than a shadow."""
+    rng = np.random.default_rng(seed)
+    known: list[np.ndarray] = []
+    for i in range(num):
+        own = rng.integers(0, MOST, rng.integers(1, 900 if i % 20 == 0 else 40), dtype=np.uint64, endpoint=True)
+        if known and rng.random() < 0.7:
+            before = known[int(rng.integers(max(0, len(known) - 40), len(known)))]
+            own = np.concatenate((before[: int(rng.integers(0, len(before) + 1))], own[: int(rng.integers(0, 9))]))
+        known.append(own)
+    return known
+
+
+@pytest.mark.parametrize("capacity", [40, 300])
+def test_shadows_are_the_same_on_a_long_walk(capacity: int) -> None:
+    follow((PlainShadows(capacity, RULES), make_native_shadows(capacity)), long_chains(capacity, 600))
+
+
+def test_shadows_see_the_same_sample() -> None:
+    follow((PlainShadows(50, RULES), make_native_shadows(50)), long_chains(3, 200), limit=2**62)
+
+
+class KeepsMoreGhosts(PlainShadows):
+    """The ghosts of all shadows but LRU's are never forgotten."""
+
+    def access(self, hashes: Any, limit: int) -> Any:
+        before, tournament.SHADOW_GHOSTS = SHADOW_GHOSTS, 100
+        try:
+            return super().access(hashes, limit)
+        finally:
+            tournament.SHADOW_GHOSTS = before
+
+
+class SeesTheTailFirst(PlainShadows):
+    def access(self, hashes: Any, limit: int) -> Any:
+        return super().access(hashes[::-1], limit)
+
+
+@pytest.mark.parametrize("planted", [KeepsMoreGhosts, SeesTheTailFirst])
+def test_a_planted_difference_of_shadows_is_found(planted: type[PlainShadows]) -> None:
+    with pytest.raises(AssertionError):
+        follow((planted(40, RULES), make_native_shadows(40)), long_chains(40, 300))
+
+
+def test_native_shadows_refuse_what_they_cannot_take() -> None:
+    shadows = make_native_shadows(10)
+    with pytest.raises(TypeError):
+        shadows.access(np.array([0.5]), MOST)
+    with pytest.raises(OverflowError):
+        shadows.access(np.array([1], dtype=np.uint64), -1)
+    with pytest.raises(IndexError):
+        shadows.lists(4)
+    assert shadows.access(np.array([], dtype=np.uint64), MOST)[0] == 0
+
+
+# Keys in order.
+
+letters = st.lists(st.sampled_from([b"%c" % n for n in b"abcdefghijklmnop"]), max_size=20)
+queue_calls = st.one_of(
+    st.tuples(st.sampled_from(["add", "discard", "holds"]), letters),
+    st.tuples(st.just("cut"), st.integers(-1, 12)),
+)
+
+
+def drive(queues: tuple[Any, Any], script: list[tuple[str, Any]]) -> None:
+    for name, argument in script:
+        answers = [getattr(queue, name)(argument) for queue in queues]
+        if name == "holds":
+            assert answers[0].tolist() == answers[1].tolist()
+        assert list(queues[0]) == list(queues[1])
+        assert len(queues[0]) == len(queues[1])
+        assert all((b"%c" % n in queues[0]) == (b"%c" % n in queues[1]) for n in b"abcdefghijklmnop")
+
+
+@given(st.integers(1, 12), st.lists(queue_calls, max_size=30))
+def test_key_queues_are_the_same(limit: int, script: list[tuple[str, Any]]) -> None:
+    drive((PlainKeyQueue(limit), native.KeyQueue(limit)), script)
+
+
+def walk_of_a_queue() -> list[tuple[str, Any]]:
+    rng = random.Random(0)
+    script: list[tuple[str, Any]] = []
+    for step in range(150):
+        keys = [make_offload_key(rng.randrange(3000).to_bytes(32, "big"), 0) for _ in range(rng.randrange(300))]
+        script.append(("cut", rng.randrange(900)) if step % 10 == 9 else (("add", "discard", "add")[step % 3], keys))
+        script.append(("holds", keys))
+    return script
+
+
+def test_key_queues_are_the_same_on_a_long_walk() -> None:
+    drive((PlainKeyQueue(1000), native.KeyQueue(1000)), walk_of_a_queue())
+
+
+class MovesNoMember(PlainKeyQueue):
+    def add(self, keys: Any) -> None:
+        super().add([key for key in keys if key not in self])
+
+
+def test_a_planted_difference_of_key_queues_is_found() -> None:
+    with pytest.raises(AssertionError):
+        drive((MovesNoMember(1000), native.KeyQueue(1000)), walk_of_a_queue())
+
+
+def test_a_key_queue_holds_its_keys_and_no_others() -> None:
+    queue = native.KeyQueue(50)
+    keys = [bytes(bytearray(b"key %d" % n)) for n in range(100)]
+    before = [sys.getrefcount(key) for key in keys]
+    queue.add(keys)
+    assert [sys.getrefcount(key) for key in keys] == [n + (i >= 50) for i, n in enumerate(before)]
+    queue.discard(keys[60:70])
+    queue.cut(20)
+    queue.clear()
+    assert [sys.getrefcount(key) for key in keys] == before
+    assert list(queue) == []
+
+
+def test_a_native_key_queue_refuses_what_it_cannot_take() -> None:
+    with pytest.raises(ValueError, match="limit"):
+        native.KeyQueue(0)
+    with pytest.raises(TypeError):
+        native.KeyQueue(3).add([[]])
+    with pytest.raises(TypeError):
+        native.KeyQueue(3).holds(7)

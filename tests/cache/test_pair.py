@@ -1,0 +1,183 @@
+"""The two lists of ``AutoPolicy``: both versions, with the plainest model, and with each other."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvoffload.abc import IntegrityError
+from kvoffload.cache.policies.pair import PlainListPair
+from kvoffload.cache.policies.recency import PlainRecencyList
+from kvoffload.native import load
+
+CAPACITY = 24
+native = load("_ghosts")
+VERSIONS = [PlainListPair] if native is None else [PlainListPair, native.ListPair]
+versions = pytest.mark.parametrize("make", VERSIONS, ids=["plain", "native"][: len(VERSIONS)])
+needs_native = pytest.mark.skipif(native is None, reason="there is no native code")
+
+slot_lists = st.lists(st.integers(0, CAPACITY - 1), unique=True, max_size=8)
+calls = st.one_of(
+    st.tuples(st.sampled_from(["use", "insert"]), slot_lists, st.integers(0, 255)),
+    st.tuples(st.sampled_from(["move_to_end", "discard", "mark_evictable"]), slot_lists, st.just(0)),
+    st.tuples(st.sampled_from(["pop_once", "pop_again", "pop_oldest"]), slot_lists, st.integers(0, 9)),
+)
+
+
+def array(slots: list[int]) -> np.ndarray:
+    return np.array(slots, dtype=np.int64)
+
+
+def apply(pair: Any, call: tuple[str, list[int], int], members: set[int]) -> object:
+    """Makes one call. ``slots`` are limited to those that the contract of a policy allows."""
+    name, slots, number = call
+    if name in ("use", "insert"):
+        slots = [slot for slot in slots if (slot in members) == (name == "use")]
+        flags = np.array([number >> i & 1 for i in range(len(slots))], dtype=np.bool_)
+        getattr(pair, name)(array(slots), flags)
+    elif name.startswith("pop"):
+        busy = np.zeros(CAPACITY, dtype=np.bool_)
+        busy[slots] = True
+        popped, positions = getattr(pair, name)(number, busy)
+        return popped.tolist(), positions.tolist()
+    else:
+        getattr(pair, name)(array(slots))
+    return None
+
+
+def follow(pairs: list[Any], script: list[tuple[str, list[int], int]]) -> None:
+    """Makes the same calls of all pairs, and compares what can be seen of them."""
+    members: set[int] = set()
+    for call in script:
+        answers = [apply(pair, call, members) for pair in pairs]
+        assert all(answer == answers[0] for answer in answers)
+        name, slots, _ = call
+        if name == "insert":
+            members |= set(slots)
+        elif name == "discard":
+            members -= set(slots)
+        elif answers[0] is not None:
+            members -= set(answers[0][0])  # type: ignore[index]
+        seen = [(pair.num_once, pair.num_again, pair.oldest_again(), pair.tick(1).tolist()) for pair in pairs]
+        assert all(each == seen[0] for each in seen)
+        for pair in pairs:
+            pair.check_integrity(array(sorted(members)))
+
+
+@needs_native
+@given(st.lists(calls, max_size=40))
+def test_both_versions_are_the_same(script: list[tuple[str, list[int], int]]) -> None:
+    assert native is not None
+    follow([PlainListPair(CAPACITY), native.ListPair(CAPACITY)], script)
+
+
+class SkipsTooMuch(PlainListPair):
+    """Passes over busy members that are more recent than all victims."""
+
+    def pop_oldest(self, n: int, busy: Any) -> Any:
+        victims = super().pop_oldest(n, busy)
+        self._again.pop_with_positions(1, busy | True)
+        return victims
+
+
+class ForgetsThePlace(PlainListPair):
+    """A skipped member comes back as the most recent one."""
+
+    def mark_evictable(self, slots: Any) -> None:
+        super().mark_evictable(slots)
+        self.move_to_end(slots[:1])
+
+
+@needs_native
+@pytest.mark.parametrize("planted", [SkipsTooMuch, ForgetsThePlace])
+def test_a_planted_difference_is_found(planted: type[PlainListPair]) -> None:
+    assert native is not None
+    script = [
+        ("insert", [1, 2, 3, 4], 0b1010),
+        ("pop_oldest", [1, 2], 1),
+        ("mark_evictable", [2], 0),
+        ("pop_oldest", [], 2),
+    ]
+    follow([PlainListPair(CAPACITY), native.ListPair(CAPACITY)], script)
+    with pytest.raises(AssertionError):
+        follow([planted(CAPACITY), native.ListPair(CAPACITY)], script)
+
+
+@versions
+def test_a_use_moves_what_is_ready_and_positions_are_on_one_clock(make: type[PlainListPair]) -> None:
+    pair = make(8)
+    none_busy = np.zeros(8, dtype=np.bool_)
+    pair.insert(array([0, 1, 2, 3]), np.array([False, False, False, True]))
+    pair.use(array([1, 0, 3]), np.array([True, False, False]))
+    assert (pair.num_once, pair.num_again) == (2, 2)
+    slots, positions = pair.pop_oldest(4, none_busy)
+    assert slots.tolist() == [2, 1, 0, 3]
+    assert positions.tolist() == [2, 4, 5, 6]
+    assert pair.pop_oldest(4, none_busy)[0].tolist() == []
+
+
+@versions
+def test_the_integrity_check_finds_a_wrong_set_of_members(make: type[PlainListPair]) -> None:
+    pair = make(8)
+    pair.insert(array([0, 1]), np.array([False, True]))
+    pair.check_integrity(array([0, 1]))
+    for wrong in ([0], [0, 1, 2], [0, 2]):
+        with pytest.raises(IntegrityError):
+            pair.check_integrity(array(wrong))
+    pair.clear()
+    pair.check_integrity(array([]))
+
+
+@needs_native
+def test_native_code_refuses_what_it_cannot_take() -> None:
+    assert native is not None
+    pair = native.ListPair(4)
+    for slots in ([4], [-1], [0, 1 << 40]):
+        with pytest.raises(IndexError):
+            pair.use(array(slots), np.ones(len(slots), dtype=np.bool_))
+    with pytest.raises(IndexError):
+        pair.insert(array([0, 1]), np.ones(1, dtype=np.bool_))
+    with pytest.raises(TypeError):
+        pair.insert(array([0, 1]), np.ones(2))
+    with pytest.raises(TypeError):
+        pair.discard(np.array([0.5]))
+    with pytest.raises(IndexError):
+        pair.pop_oldest(1, np.zeros(3, dtype=np.bool_))
+    with pytest.raises(ValueError, match="capacity"):
+        native.ListPair(-1)
+    pair.check_integrity(array([]))
+
+
+def test_the_oldest_leave_in_a_few_steps_however_the_lists_alternate(monkeypatch: pytest.MonkeyPatch) -> None:
+    pair = PlainListPair(400)
+    pair.insert(np.arange(400), np.arange(400) % 2 == 0)
+    steps, pop = [], PlainRecencyList.pop_with_positions
+    monkeypatch.setattr(PlainRecencyList, "pop_with_positions", lambda *args: steps.append(1) or pop(*args))
+    slots, _ = pair.pop_oldest(200, np.zeros(400, dtype=np.bool_))
+    assert slots.tolist() == list(range(200))
+    assert len(steps) < 10
+
+
+@needs_native
+def test_many_skipped_members_come_back_in_order() -> None:
+    assert native is not None
+    pair, plain = native.ListPair(5000), PlainListPair(5000)
+    rng = np.random.default_rng(0)
+    for each in (pair, plain):
+        each.insert(np.arange(5000), np.arange(5000) % 3 == 0)
+        each.pop_oldest(1, np.arange(5000) < 4999)
+    for _ in range(20):
+        marked = rng.permutation(4999)[:900]
+        busy = rng.random(5000) < 0.5
+        moved = rng.permutation(4999)[:100]
+        answers = []
+        for each in (pair, plain):
+            each.mark_evictable(marked)
+            each.move_to_end(moved)
+            slots, positions = each.pop_oldest(150, busy)
+            answers.append((slots.tolist(), positions.tolist()))
+        assert answers[0] == answers[1]

@@ -1,0 +1,351 @@
+"""The native index, table and lists give the answers of the plain ones, whatever the calls."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvoffload.cache.index import KeyIndex, plain_hash_keys
+from kvoffload.cache.policies.recency import NO_END, PlainRecencyList, plain_pop_merged
+from kvoffload.cache.table import BlockTable, PlainBlockTable
+from kvoffload.native import load
+from kvoffload.testing.scale import SCALE
+from tests.native.twins import Twins, array, make_key, same_answer, some
+
+native: Any = load("_cache")
+pytestmark = pytest.mark.skipif(native is None, reason="there is no native code here")
+
+STEPS = 20
+SEEDS = st.integers(0, 2**32)
+EXAMPLES = settings(max_examples=int(30 * SCALE), deadline=None)
+
+
+# The index.
+
+
+def insert(rng: random.Random, twins: Twins, held: dict[Any, int], free: set[int]) -> None:
+    """Inserts absent keys, half the time with the hashing work of ``split``, or fails in one of several ways."""
+    absent = [key for key in map(make_key, range(2 * (len(held) + len(free)))) if key not in held]
+    new = some(rng, absent)[: len(free)]
+    slots = rng.sample(sorted(free), len(new))
+    wrong = rng.randrange(16)
+    if wrong == 0:
+        twins.call("insert", [*new, b"one more"], array(slots))
+    elif wrong == 1:
+        twins.call("insert", [*new, []], array([*slots, 0]))
+    elif wrong == 2:
+        twins.call("insert", [*new, b"far away"], array([*slots, 10**6]))
+    elif wrong == 3:
+        twins.call("insert", [*new, b"between"], array([*slots, 0]) + 0.5)
+    elif wrong < 9:
+        homes = [twin.split(new)[2] for twin in (twins.plain, twins.native)]
+        same_answer(
+            lambda: twins.plain.insert(new, array(slots), homes[0]),
+            lambda: twins.native.insert(new, array(slots), homes[1]),
+            "insert with homes",
+        )
+        held.update(zip(new, slots, strict=True))
+        free.difference_update(slots)
+    else:
+        twins.call("insert", tuple(new) if wrong < 12 else new, array(slots))
+        held.update(zip(new, slots, strict=True))
+        free.difference_update(slots)
+
+
+def ask_index(rng: random.Random, twins: Twins, num_keys: int) -> None:
+    asked = rng.choices([make_key(i) for i in range(num_keys)], k=rng.randint(0, num_keys))
+    twins.call("find", asked)
+    twins.call("find", tuple(asked))
+    present, absent = (twin.split(asked)[:2] for twin in (twins.plain, twins.native))
+    assert same_answer(lambda: present, lambda: absent, f"split({asked})")
+    twins.call("find", [*asked, []])
+    twins.call("split", [*asked, {}])
+
+
+def drive_index(rng: random.Random, plain: Any, other: Any, capacity: int) -> None:
+    twins, held, free = Twins(plain, other), {}, set(range(capacity))
+    for _ in range(STEPS):
+        action = rng.randrange(4)
+        if action == 0:
+            insert(rng, twins, held, free)
+        elif action == 1:
+            gone = some(rng, held)
+            twins.call("remove", array([held[key] for key in gone]))
+            free.update(held.pop(key) for key in gone)
+        elif action == 2 and rng.random() < 0.3:
+            twins.call("clear")
+            held, free = {}, set(range(capacity))
+        else:
+            ask_index(rng, twins, 2 * capacity)
+            key = make_key(rng.randrange(2 * capacity))
+            assert twins.call("get", key) == held.get(key, -1)
+        twins.call("slots")
+        twins.call("holds", array(some(rng, range(capacity))))
+        twins.check()
+
+
+@EXAMPLES
+@given(seed=SEEDS, capacity=st.integers(1, 200))
+def test_index(seed: int, capacity: int) -> None:
+    drive_index(random.Random(seed), KeyIndex(capacity), native.KeyIndex(capacity), capacity)
+
+
+def test_large_batches_of_bytes() -> None:
+    """Several chunks, no Python code in between."""
+    rng = random.Random(0)
+    capacity = 3000
+    twins = Twins(KeyIndex(capacity), native.KeyIndex(capacity))
+    keys = [rng.randbytes(36) for _ in range(2 * capacity)]
+    for start in range(0, capacity, 1000):
+        twins.call("insert", keys[start : start + 1000], np.arange(start, start + 1000)[::-1])
+    for _ in range(3):
+        asked = rng.choices(keys, k=2500)
+        twins.call("find", asked)
+        plain, other = (twin.split(asked)[:2] for twin in (twins.plain, twins.native))
+        assert same_answer(lambda plain=plain: plain, lambda other=other: other, "split")
+        gone = np.array(rng.sample(range(capacity), 700))
+        removed = twins.call("remove", gone)
+        twins.check()
+        twins.call("insert", removed, gone)
+        twins.check()
+
+
+@EXAMPLES
+@given(seed=SEEDS)
+def test_hashes(seed: int) -> None:
+    rng = random.Random(seed)
+    keys = [make_key(rng.randrange(1000)) for _ in range(rng.randint(0, 300))]
+    for asked in (keys, tuple(keys), iter(keys)):
+        found = native.hash_keys(asked)
+        assert found.dtype == np.int64
+        assert found.tolist() == plain_hash_keys(keys).tolist()
+    same_answer(lambda: plain_hash_keys([*keys, []]), lambda: native.hash_keys([*keys, []]), "a list as a key")
+
+
+# The table.
+
+
+def drive_table(rng: random.Random, plain: Any, other: Any, capacity: int) -> None:
+    twins, held, free = Twins(plain, other), {}, set(range(capacity))
+    pinned: list[int] = []
+    writing: set[int] = set()
+
+    def forget(slots: np.ndarray) -> None:
+        free.update(slots.tolist())
+        writing.difference_update(slots.tolist())
+        for key in [key for key, slot in held.items() if slot in free]:
+            del held[key]
+
+    for _ in range(2 * STEPS):
+        action = rng.choice([0, 0, 1, 1, 2, 2, 3, 3, 4, 5, 6, 7])
+        if action == 0:
+            before = set(held.values())
+            insert(rng, twins, held, free)
+            writing.update(set(held.values()) - before)
+        elif action == 1:
+            ready = some(rng, writing)
+            forget(twins.call("set_ready", array(ready))[1])
+            writing.difference_update(ready)
+        elif action == 2:
+            chosen = some(rng, set(held.values()) - writing)
+            twins.call("pin", array(chosen))
+            pinned += chosen
+        elif action == 3:
+            chosen = some(rng, set(pinned))
+            for slot in chosen:
+                pinned.remove(slot)
+            forget(twins.call("unpin", array(chosen))[1])
+        elif action == 4:
+            found = twins.call("find", list(held))
+            forget(twins.call("drop", array(some(rng, found[found >= 0].tolist()))))
+        elif action == 5 and rng.random() < 0.3:
+            forget(twins.call("drop_all"))
+        elif action == 6:
+            gone = some(rng, set(held.values()) - set(pinned))
+            twins.call("remove", array(gone))
+            forget(array(gone))
+        else:
+            ask_table(rng, twins, capacity)
+        assert (plain.num_evictable, plain.num_held) == (other.num_evictable, other.num_held)
+        assert plain.ref_cnt.tolist() == other.ref_cnt.tolist()
+        assert plain.busy.tolist() == other.busy.tolist()
+        twins.check()
+
+
+def ask_table(rng: random.Random, twins: Twins, capacity: int) -> None:
+    ask_index(rng, twins, 2 * capacity)
+    asked = rng.choices([make_key(i) for i in range(2 * capacity)], k=rng.randint(0, 2 * capacity))
+    for name in ("find_in_transfer", "leading_ready", "last_ready"):
+        twins.call(name, asked)
+    for key in asked[:3]:
+        twins.call("status", key)
+        twins.call("__contains__", key)
+    slots, others = array(rng.choices(range(capacity), k=rng.randint(0, capacity))), array(some(rng, range(capacity)))
+    twins.call("slots")
+    twins.call("distinct", slots)
+    twins.call("among", slots, others)
+    twins.call("is_writing", slots - rng.choice([0, 1]))
+    twins.call("is_dropped", slots)
+    twins.call("is_loadable", slots)
+    for name in ("is_writing", "pin", "unpin", "set_ready", "remove"):
+        twins.call(name, array([10**6]))
+        twins.call(name, np.array([0.5]))
+    twins.call("among", slots, array([10**6]))
+    twins.call("distinct", array([0, 10**6]))
+
+
+@EXAMPLES
+@given(seed=SEEDS, capacity=st.integers(1, 60))
+def test_table(seed: int, capacity: int) -> None:
+    drive_table(random.Random(seed), PlainBlockTable(capacity), BlockTable(capacity), capacity)
+
+
+# The lists.
+
+
+class Clock:
+    """Positions for lists that share a clock."""
+
+    def __init__(self) -> None:
+        self.now = 0
+
+    def tick(self, rng: random.Random, n: int) -> np.ndarray:
+        positions = self.now + np.cumsum(array([rng.randint(1, 3) for _ in range(n)]))
+        self.now = int(positions[-1]) + 1 if n else self.now
+        return positions
+
+
+def drive_lists(
+    rng: random.Random,
+    pairs: list[Twins],
+    pop_plain: Callable[..., Any],
+    pop_other: Callable[..., Any],
+    capacity: int,
+) -> None:
+    """One list has a clock of its own, two have one clock."""
+    clock, busy = Clock(), np.zeros(capacity, dtype=np.bool_)
+    shares_clock = len(pairs) > 1
+    popped: dict[int, tuple[int, Twins]] = {}
+    for _ in range(3 * STEPS):
+        twins = rng.choice(pairs)
+        slots = array(some(rng, range(capacity)))
+        times = clock.tick(rng, len(slots)) if shares_clock else None
+        action = rng.randrange(11)
+        if action == 0:
+            for each in pairs:
+                if each is not twins:
+                    each.call("discard", slots)
+            twins.call("append", slots, times)
+        elif action == 1:
+            twins.call("move_to_end", slots, times)
+        elif action == 2:
+            twins.call("discard", slots)
+        elif action == 3:
+            busy[slots] = rng.choice([True, False])
+            if rng.random() < 0.7:
+                # Left out at times: a member is not a candidate again before it is marked.
+                for each in pairs:
+                    each.call("mark_evictable", slots[~busy[slots]])
+        elif action == 4 and not shares_clock:
+            twins.call("pop_oldest", rng.randint(-1, capacity + 1), busy)
+        elif action == 5:
+            before = rng.choice([NO_END, rng.randint(0, max(1, clock.now or 5 * capacity))])
+            gone, at = twins.call("pop_with_positions", rng.randint(0, capacity), busy, before)
+            popped = {slot: (position, twins) for slot, position in zip(gone.tolist(), at.tolist(), strict=True)}
+            if rng.random() < 0.5:
+                back = some(rng, popped)
+                twins.call("put_back", array(back), array([popped[slot][0] for slot in back]))
+        elif action == 6:
+            twins.call("oldest_position")
+        elif action == 7 and rng.random() < 0.2:
+            twins.call("clear")
+        elif action == 8 and shares_clock:
+            n = rng.randint(0, capacity)
+            same_answer(
+                lambda n=n: pop_plain(*(each.plain for each in pairs), n, busy),
+                lambda n=n: pop_other(*(each.native for each in pairs), n, busy),
+                f"pop_merged({n})",
+            )
+        elif action == 9:
+            bad = rng.choice([array([3, 3]), array([-1, 5]), array([5]), array([0, NO_END])])
+            twins.call("append", array([0, capacity - 1]) if capacity > 1 else array([0]), bad[::-1])
+            twins.call("put_back", array([0]), array([-1]))
+            twins.call("append", array([10**6]))
+            twins.call("discard", np.array([0.5]))
+        twins.call("holds", slots)
+        for each in pairs:
+            each.check()
+
+
+@EXAMPLES
+@given(seed=SEEDS, capacity=st.integers(1, 40))
+def test_list(seed: int, capacity: int) -> None:
+    twins = Twins(PlainRecencyList(capacity), native.RecencyList(capacity))
+    drive_lists(random.Random(seed), [twins], plain_pop_merged, native.pop_merged, capacity)
+
+
+@EXAMPLES
+@given(seed=SEEDS, capacity=st.integers(1, 40))
+def test_two_lists_with_one_clock(seed: int, capacity: int) -> None:
+    pairs = [Twins(PlainRecencyList(capacity), native.RecencyList(capacity)) for _ in range(2)]
+    drive_lists(random.Random(seed), pairs, plain_pop_merged, native.pop_merged, capacity)
+
+
+# Planted differences, which the tests above must find.
+
+
+class StaleIndex(KeyIndex):
+    """Finds one key that has left."""
+
+    def find(self, keys: Any) -> Any:
+        found = super().find(keys)
+        found[found == -1] = -2 if len(keys) == 17 else -1
+        return found
+
+
+class MisplacedTable(PlainBlockTable):
+    """Counts a dropped block as evictable when its transfer ends."""
+
+    def unpin(self, slots: Any) -> Any:
+        idle, freed = super().unpin(slots)
+        self.num_evictable += len(freed) > 0
+        return idle, freed
+
+
+class HastyList(PlainRecencyList):
+    """Skips busy members beyond the last one that it removes."""
+
+    def pop_with_positions(self, n: int, busy: Any, before: int = NO_END) -> Any:
+        popped = super().pop_with_positions(n, busy, before)
+        first, at = super().pop_with_positions(1, busy, before)
+        self.put_back(first, at)
+        self.mark_evictable(first)
+        return popped
+
+
+def drive_planted(plant: str, rng: random.Random) -> None:
+    if plant == "index":
+        drive_index(rng, StaleIndex(20), native.KeyIndex(20), 20)
+    elif plant == "table":
+        drive_table(rng, MisplacedTable(20), BlockTable(20), 20)
+    elif plant == "list":
+        drive_lists(rng, [Twins(HastyList(20), native.RecencyList(20))], plain_pop_merged, native.pop_merged, 20)
+    else:
+        pairs = [Twins(PlainRecencyList(20), native.RecencyList(20)) for _ in range(2)]
+        drive_lists(rng, pairs, lambda a, b, n, busy: plain_pop_merged(a, b, n + (n == 7), busy), native.pop_merged, 20)
+
+
+@pytest.mark.parametrize("plant", ["index", "table", "list", "merged"])
+def test_a_planted_difference_is_found(plant: str) -> None:
+    def drive_many() -> None:
+        for seed in range(200):
+            drive_planted(plant, random.Random(seed))
+
+    with pytest.raises(AssertionError):
+        drive_many()

@@ -1,0 +1,199 @@
+"""Native code neither loses nor leaks references, and bad input raises instead of reaching memory."""
+
+from __future__ import annotations
+
+import gc
+import os
+import subprocess
+import sys
+import tracemalloc
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvoffload.cache.table import BlockTable
+from kvoffload.native import load
+
+native: Any = load("_cache")
+pytestmark = pytest.mark.skipif(native is None, reason="there is no native code here")
+
+FREE = np.zeros(8, dtype=np.bool_)
+SLOTS = np.arange(4)
+
+
+def index() -> Any:
+    index = native.KeyIndex(8)
+    index.insert([b"a", b"b"], np.array([0, 1]))
+    return index
+
+
+def members() -> Any:
+    members = native.RecencyList(8)
+    members.append(SLOTS)
+    return members
+
+
+BAD_CALLS: dict[str, Callable[[], Any]] = {
+    "keys that are no sequence": lambda: index().find(7),
+    "a negative slot": lambda: index().remove(np.array([-1])),
+    "slots that do not exist": lambda: index().insert([b"x"], np.array([8])),
+    "a slot of the largest number": lambda: index().remove(np.array([2**64 - 1], dtype=np.uint64)),
+    "slots in two dimensions": lambda: index().remove(np.zeros((2, 2), dtype=np.int64)),
+    "slots in no dimension": lambda: index().remove(np.array(1)),
+    "fractions": lambda: index().remove(np.array([0.5])),
+    "flags for slots": lambda: index().remove(np.array([True])),
+    "fewer slots than keys": lambda: index().insert([b"x", b"y"], np.array([2])),
+    "homes of other keys": lambda: index().insert([b"x", b"y"], np.array([2, 3]), np.array([5])),
+    "homes of another kind": lambda: index().insert([b"x"], np.array([2]), object()),
+    "no busy marks": lambda: members().pop_oldest(1, None),
+    "too few busy marks": lambda: members().pop_oldest(1, FREE[:7]),
+    "busy marks of another kind": lambda: members().pop_oldest(1, FREE.astype(np.int64)),
+    "busy marks in no dimension": lambda: members().pop_oldest(1, np.array(True)),
+    "every second busy mark": lambda: members().pop_oldest(1, np.zeros(16, dtype=np.bool_)[::2]),
+    "fewer positions than slots": lambda: members().append(SLOTS, SLOTS[:2] + 100),
+    "positions of the past": lambda: members().append(SLOTS, SLOTS),
+    "a list that is none": lambda: native.pop_merged(None, members(), 1, FREE),
+    "a list of another kind": lambda: native.pop_merged(object(), members(), 1, FREE),
+    "a member that is put back": lambda: members().put_back(SLOTS[:1], SLOTS[:1]),
+    "no slots at all": lambda: native.KeyIndex(-1),
+    "more slots than numbers": lambda: native.KeyIndex(2**28 + 1),
+    "a list without an end": lambda: native.RecencyList(2**62),
+    "no capacity": lambda: native.BlockTable(),
+}
+
+
+@pytest.mark.parametrize("call", BAD_CALLS)
+def test_bad_input_is_an_error(call: str) -> None:
+    with pytest.raises((IndexError, TypeError, ValueError)):
+        BAD_CALLS[call]()
+
+
+@pytest.mark.parametrize("kind", [np.int32, np.uint8, np.dtype(">i8")])
+def test_slots_of_other_types_and_strides_are_converted(kind: Any) -> None:
+    one = index()
+    one.insert([b"c", b"d"], np.array([4, 0, 6, 0], dtype=kind)[::2])
+    assert one.find([b"c", b"d", b"e"]).tolist() == [4, 6, -1]
+    assert one.remove([4, 6]) == [b"c", b"d"]
+    assert one.remove([]) == []
+
+
+def rounds(n: int, keys: list[Any]) -> None:
+    """Every way of a key in and out, with errors half way."""
+    one = native.KeyIndex(len(keys) + 2)
+    table = BlockTable(len(keys))
+    recent = native.RecencyList(len(keys))
+    slots, busy = np.arange(len(keys)), np.zeros(len(keys), dtype=np.bool_)
+    for _ in range(n):
+        for each in (one, table):
+            _, absent, homes = each.split([*keys, *keys])
+            each.insert(absent, slots, homes)
+            each.split(keys)
+            each.find([*keys, b"absent"])
+            each.remove(slots)
+            for wrong in ([*keys[:-1], []], keys[:-1]):
+                with pytest.raises((IndexError, TypeError)):
+                    each.insert(wrong, slots)
+            each.insert(keys, slots)
+            if each is one:
+                one.clear()
+            else:
+                table.remove(slots)
+        native.hash_keys(keys)
+        recent.append(slots)
+        busy[::2] = True
+        recent.pop_oldest(len(keys), busy)
+        busy[:] = False
+        recent.mark_evictable(slots)
+        popped, at = recent.pop_with_positions(len(keys), busy)
+        recent.put_back(popped, at)
+        native.pop_merged(recent, native.RecencyList(len(keys)), len(keys), busy)
+
+
+class Odd(bytes):
+    def __hash__(self) -> int:
+        return self[0] % 2
+
+
+@pytest.mark.parametrize("kind", [bytes, Odd])
+def test_references_are_neither_lost_nor_kept(kind: type[bytes]) -> None:
+    keys = [kind(i.to_bytes(3, "little")) for i in range(300)]
+    rounds(2, keys)
+    gc.collect()
+    before = [sys.getrefcount(key) for key in keys]
+    none = sys.getrefcount(None)
+    tracemalloc.start()
+    try:
+        rounds(1, keys)
+        taken, _ = tracemalloc.get_traced_memory()
+        rounds(20, keys)
+        gc.collect()
+        more, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert [sys.getrefcount(key) for key in keys] == before
+    assert abs(sys.getrefcount(None) - none) < 100
+    assert more < taken + 20_000, "memory is lost in every round"
+
+
+HOSTILE = """
+import numpy as np
+from kvoffload.cache.table import BlockTable
+from kvoffload.native import load
+native = load("_cache")
+
+class Hostile:
+    # Changes the index, the list of keys and the array of slots while it is compared, hashed or released.
+    hashed = 0
+    def __init__(self, n): self.n = n
+    def __hash__(self):
+        Hostile.hashed += 1
+        self.harm()
+        return self.n % 2
+    def __eq__(self, other):
+        self.harm()
+        if Hostile.hashed % 7 == 3: raise RuntimeError("not comparable")
+        return self is other
+    def __del__(self): self.harm()
+    def harm(self):
+        if Hostile.busy: return
+        Hostile.busy = True
+        try:
+            h = Hostile.hashed % 6
+            if h == 0: Hostile.index.clear()
+            elif h == 1: Hostile.index.remove(np.arange(20))
+            elif h == 2: del Hostile.keys[1:]
+            elif h == 3: Hostile.slots[:] = 10**9
+            elif h == 4: Hostile.index.split([b"x", "y", 3.0] * 100)
+            elif h == 5: Hostile.index.insert([b"p", b"q"], np.array([38, 39]))
+        except Exception: pass
+        finally: Hostile.busy = False
+
+Hostile.busy = False
+for kind in (native.KeyIndex, BlockTable):
+    for seed in range(300):
+        Hostile.hashed = seed
+        Hostile.index = index = kind(40)
+        for call in ("insert", "find", "split", "insert", "remove", "insert"):
+            Hostile.keys = [Hostile(i % 10) if i // 10 != 1 else b"%d" % i for i in range(30)]
+            Hostile.slots = np.arange(30)
+            try:
+                if call == "insert": index.insert(Hostile.keys, Hostile.slots)
+                elif call == "remove": index.remove(Hostile.slots)
+                else: getattr(index, call)(Hostile.keys)
+            except (RuntimeError, IndexError, KeyError): pass
+Hostile.busy = True
+print("survived")
+"""
+
+
+def test_keys_whose_code_changes_everything_do_no_harm_to_memory() -> None:
+    """With the debugging allocator, which notices writes past the end and fills what is freed."""
+    source = Path(__file__).parents[2] / "src"
+    environment = {**os.environ, "PYTHONMALLOC": "debug", "PYTHONPATH": str(source)}
+    ended = subprocess.run(
+        [sys.executable, "-X", "dev", "-c", HOSTILE], env=environment, capture_output=True, text=True
+    )
+    assert (ended.returncode, ended.stdout) == (0, "survived\n"), ended.stderr[-2000:]

@@ -1,0 +1,81 @@
+"""Two objects that must give the same answers: every call goes to both."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+
+class Odd(bytes):
+    """A key with few different hashes: equal tags and full buckets are common."""
+
+    def __hash__(self) -> int:
+        return self[0] % 3
+
+
+def make_key(i: int) -> Any:
+    """Returns keys of several types, most of them bytes."""
+    raw = bytes([i % 5]) + i.to_bytes(4, "big")
+    return {0: Odd(raw), 1: raw.hex()}.get(i % 7, raw)
+
+
+class Twins:
+    """Calls methods of a plain and a native object and compares what they return or raise."""
+
+    def __init__(self, plain: Any, native: Any) -> None:
+        self.plain = plain
+        self.native = native
+
+    def call(self, name: str, *args: Any) -> Any:
+        """Returns the answer, or None if both raise an error of the same type."""
+        return same_answer(
+            lambda: getattr(self.plain, name)(*map(fresh, args)),
+            lambda: getattr(self.native, name)(*map(fresh, args)),
+            f"{name}{args}",
+        )
+
+    def check(self) -> None:
+        self.plain.check_integrity()
+        self.native.check_integrity()
+        assert len(self.plain) == len(self.native)
+
+
+def same_answer(plain: Callable[[], Any], native: Callable[[], Any], what: str) -> Any:
+    answers: list[Any] = []
+    errors: list[type[Exception] | None] = []
+    for call in (plain, native):
+        try:
+            answers.append(call())
+            errors.append(None)
+        except (IndexError, TypeError, ValueError) as error:
+            answers.append(None)
+            errors.append(type(error))
+    assert errors[0] is errors[1], f"{what}: {errors}"
+    assert is_same(*answers), f"{what}: {answers}"
+    return answers[0]
+
+
+def fresh(value: Any) -> Any:
+    """Returns a copy, so that neither object sees what the other has done to it."""
+    return value.copy() if isinstance(value, np.ndarray) else value
+
+
+def is_same(a: Any, b: Any) -> bool:
+    if isinstance(a, np.ndarray):
+        return isinstance(b, np.ndarray) and a.dtype.kind == b.dtype.kind and np.array_equal(a, b)
+    if isinstance(a, tuple):
+        return isinstance(b, tuple) and len(a) == len(b) and all(map(is_same, a, b))
+    return type(a) is type(b) and bool(a == b)
+
+
+def array(numbers: list[int]) -> np.ndarray:
+    return np.array(numbers, dtype=np.int64)
+
+
+def some(rng: random.Random, population: Any) -> list[Any]:
+    """Returns distinct members in random order, often none or all."""
+    population = list(population)
+    return rng.sample(population, rng.choice([0, len(population), *[rng.randint(0, len(population))] * 3]))

@@ -1,0 +1,396 @@
+"""BlockCopier: the native version copies the same bytes as the plain one, and refuses the same arguments."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvoffload.abc import ByteArray
+from kvoffload.native import load
+from kvoffload.transfer import blocks
+from kvoffload.transfer.blocks import BlockCopier, PlainBlockCopier, merge_views
+from kvoffload.transfer.copies import Numbers
+
+needs_native = pytest.mark.skipif(load("_copies") is None, reason="there is no native code here")
+COPIERS = [PlainBlockCopier, pytest.param(BlockCopier, marks=needs_native)]
+PAGE_BYTES = [1, 3, 16, 63, 64, 65, 511, 512, 513, 575, 576, 767, 1000, 4096, 4097, 8192, 10_001]
+
+Copy = Callable[[Numbers, Numbers, Numbers, bool], object]
+
+
+def numbers(values: Sequence[int]) -> Numbers:
+    return np.array(values, dtype=np.int64)
+
+
+@dataclass
+class Memory:
+    """The memory of a device and of a pool, with the views of both."""
+
+    device: list[ByteArray]
+    pool: ByteArray
+    views: list[ByteArray]
+    host: ByteArray
+
+    def contents(self) -> list[bytes]:
+        """Returns all bytes, also those between pages and slots."""
+        return [memory.tobytes() for memory in (*self.device, self.pool)]
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How many layers of which page size lie how far apart in one allocation, for each of several allocations."""
+
+    allocations: tuple[tuple[int, int, int, bool], ...]
+    """Layers, page bytes, bytes between pages, and whether the layers of a block are next to each other."""
+    num_blocks: int
+    num_slots: int
+    factor: int
+    shift: int
+    """Bytes before the first page and the first slot."""
+
+    def memory(self, seed: int = 0) -> Memory:
+        rng = np.random.default_rng(seed)
+        device, views = [], []
+        for layers, page_bytes, gap, blocks_first in self.allocations:
+            pitch = page_bytes + gap
+            memory = rng.integers(0, 256, self.shift + layers * self.num_blocks * pitch, dtype=np.uint8)
+            pages = memory[self.shift :].reshape(-1, pitch)[:, :page_bytes]
+            device.append(memory)
+            each = [
+                slice(i, None, layers) if blocks_first else slice(i * self.num_blocks, (i + 1) * self.num_blocks)
+                for i in range(layers)
+            ]
+            views += [pages[layer] for layer in each]
+        size = sum(layers * page_bytes for layers, page_bytes, _, _ in self.allocations)
+        pitch = size * self.factor + self.shift
+        pool = rng.integers(0, 256, self.shift + self.num_slots * pitch, dtype=np.uint8)
+        slots = pool[self.shift :].reshape(self.num_slots, pitch)[:, : size * self.factor]
+        return Memory(device, pool, views, slots.reshape(self.num_slots, self.factor, size))
+
+
+@st.composite
+def layouts(draw: st.DrawFn) -> Layout:
+    allocation = st.tuples(
+        st.integers(1, 10), st.sampled_from(PAGE_BYTES), st.sampled_from([0, 0, 1, 40]), st.booleans()
+    )
+    return Layout(
+        tuple(draw(st.lists(allocation, min_size=1, max_size=3))),
+        num_blocks=draw(st.integers(1, 20)),
+        num_slots=draw(st.integers(1, 8)),
+        factor=draw(st.integers(1, 4)),
+        shift=draw(st.integers(0, 70)),
+    )
+
+
+@st.composite
+def jobs(draw: st.DrawFn, layout: Layout) -> tuple[Numbers, Numbers, Numbers]:
+    """Device blocks, and the places that they are copied to or from; none occurs twice."""
+    places = draw(st.permutations(range(layout.num_slots * layout.factor)))
+    device_blocks = draw(st.permutations(range(layout.num_blocks)))
+    n = draw(st.integers(0, min(len(places), len(device_blocks))))
+    chosen = numbers(places[:n])
+    return numbers(device_blocks[:n]), chosen // layout.factor, chosen % layout.factor
+
+
+def same_as_plain(
+    layout: Layout, job: tuple[Numbers, Numbers, Numbers], make_copy: Callable[[Memory, bool], Copy], merges: bool
+) -> bool:
+    """Whether a copy leaves all memory as the plain copier does, in both directions."""
+    same = True
+    for is_store in (True, False):
+        wanted, found = layout.memory(), layout.memory()
+        PlainBlockCopier(merge_views(wanted.views), wanted.host).copy(*job, is_store)
+        make_copy(found, merges)(*job, is_store)
+        same = same and wanted.contents() == found.contents()
+    return same
+
+
+def views_of(memory: Memory, merges: bool) -> list[ByteArray]:
+    return merge_views(memory.views) if merges else [view[np.newaxis] for view in memory.views]
+
+
+def native_copy(bypass_caches: bool, use_two_threads: bool) -> Callable[[Memory, bool], Copy]:
+    native: Any = load("_copies")
+
+    def make(memory: Memory, merges: bool) -> Copy:
+        copier = native.BlockCopier(views_of(memory, merges), memory.host)
+        return lambda *job: copier.copy_rows(*job, bypass_caches, use_two_threads)
+
+    return make
+
+
+@needs_native
+@settings(max_examples=150)
+@given(st.data(), layouts(), st.booleans(), st.booleans())
+def test_native_copies_are_those_of_the_plain_version(
+    data: st.DataObject, layout: Layout, bypass_caches: bool, merges: bool
+) -> None:
+    job = data.draw(jobs(layout))
+    assert same_as_plain(layout, job, native_copy(bypass_caches, False), merges)
+
+
+LARGE = Layout(((3, 1 << 20, 0, False), (2, (64 << 10) + 1, 7, True)), num_blocks=9, num_slots=3, factor=3, shift=5)
+LARGE_JOB = numbers([8, 1, 0, 7, 2, 6]), numbers([2, 2, 2, 0, 0, 1]), numbers([0, 1, 2, 0, 2, 1])
+
+
+@needs_native
+@pytest.mark.parametrize("use_two_threads", [False, True])
+@pytest.mark.parametrize("bypass_caches", [False, True])
+def test_native_copies_of_large_pages(bypass_caches: bool, use_two_threads: bool) -> None:
+    assert same_as_plain(LARGE, LARGE_JOB, native_copy(bypass_caches, use_two_threads), merges=True)
+
+
+@needs_native
+@pytest.mark.parametrize("bypass_caches", [False, True])
+def test_two_threads_copy_many_small_pages(bypass_caches: bool) -> None:
+    layout = Layout(((5, 3000, 8, False), (1, 100, 0, False)), num_blocks=600, num_slots=300, factor=2, shift=3)
+    places = np.random.default_rng(0).permutation(600)
+    job = np.random.default_rng(1).permutation(600), places // 2, places % 2
+    assert same_as_plain(layout, job, native_copy(bypass_caches, True), merges=True)
+
+
+@needs_native
+@pytest.mark.parametrize("fault", ["block", "slot", "part", "short", "swapped"])
+def test_the_comparison_finds_a_copy_that_is_wrong_in_one_place(fault: str) -> None:
+    """The negative control of the comparisons above."""
+    layout = Layout(((2, 513, 3, False), (1, 64, 0, True)), num_blocks=8, num_slots=4, factor=2, shift=1)
+    job = numbers([5, 0, 3]), numbers([1, 2, 2]), numbers([1, 0, 1])
+
+    def make(memory: Memory, merges: bool) -> Copy:
+        right = native_copy(True, False)(memory, merges)
+
+        def copy(device_blocks: Numbers, slots: Numbers, parts: Numbers, is_store: bool) -> None:
+            last = numbers([0, 0, 1])
+            if fault == "block":
+                device_blocks = device_blocks + last
+            elif fault == "slot":
+                slots = slots + last
+            elif fault == "part":
+                parts = parts - last
+            elif fault == "short":
+                device_blocks, slots, parts = device_blocks[:-1], slots[:-1], parts[:-1]
+            else:
+                is_store = not is_store
+            right(device_blocks, slots, parts, is_store)
+
+        return copy
+
+    assert same_as_plain(layout, job, native_copy(True, False), merges=True)
+    assert not same_as_plain(layout, job, make, merges=True)
+
+
+def test_each_page_is_at_its_place() -> None:
+    """The plain version, of which the others are copies, compared with indexing by hand."""
+    layout = Layout(((2, 5, 1, False), (1, 3, 0, True)), num_blocks=4, num_slots=3, factor=2, shift=2)
+    memory = layout.memory()
+    BlockCopier(merge_views(memory.views), memory.host).copy(numbers([3, 0]), numbers([1, 2]), numbers([1, 0]), True)
+    assert memory.host[1, 1].tobytes() == b"".join(view[3].tobytes() for view in memory.views)
+    assert memory.host[2, 0].tobytes() == b"".join(view[0].tobytes() for view in memory.views)
+
+
+# Arguments.
+
+SMALL = Layout(((2, 600, 0, False),), num_blocks=4, num_slots=3, factor=2, shift=0)
+
+
+@pytest.mark.parametrize("is_store", [True, False])
+@pytest.mark.parametrize(
+    "job",
+    [([1, 4], [0, 1], [0, 0]), ([1, -1], [0, 1], [0, 0]), ([1, 2], [0, 3], [0, 0]), ([1, 2], [0, -1], [0, 0])]
+    + [([1, 2], [0, 1], [0, 2]), ([1, 2], [0, 1], [0, -1]), ([1, 1 << 62], [0, 1], [0, 1])],
+)
+@pytest.mark.parametrize("make", COPIERS)
+def test_a_place_that_does_not_exist_is_refused_before_anything_is_copied(
+    make: type[PlainBlockCopier], job: tuple[list[int], list[int], list[int]], is_store: bool
+) -> None:
+    memory = SMALL.memory()
+    before = memory.contents()
+    with pytest.raises(IndexError):
+        make(merge_views(memory.views), memory.host).copy(*map(numbers, job), is_store)
+    assert memory.contents() == before
+
+
+@pytest.mark.parametrize("make", COPIERS)
+def test_arrays_of_different_lengths_are_refused(make: type[PlainBlockCopier]) -> None:
+    memory = SMALL.memory()
+    copier = make(merge_views(memory.views), memory.host)
+    for job in (([1, 2], [0], [0, 0]), ([1], [0], [0, 0]), ([], [0], [0])):
+        with pytest.raises(ValueError):
+            copier.copy(*map(numbers, job), True)
+
+
+@needs_native
+def test_numbers_of_another_type_are_refused() -> None:
+    memory = SMALL.memory()
+    copier: Any = BlockCopier(merge_views(memory.views), memory.host)
+    good = numbers([1])
+    for bad in (good.astype(np.int32), good.astype(np.float64), [1], None):
+        for job in ((bad, good, good), (good, bad, good), (good, good, bad)):
+            with pytest.raises(TypeError):
+                copier.copy(*job, True)
+
+
+@needs_native
+def test_numbers_may_be_strided() -> None:
+    layout = Layout(((2, 600, 0, False),), num_blocks=8, num_slots=8, factor=2, shift=0)
+    every = np.arange(16, dtype=np.int64)
+    assert same_as_plain(layout, (every[:8:2], every[7::-2], every[:4] % 2), native_copy(True, False), merges=True)
+
+
+@pytest.mark.parametrize("make", COPIERS)
+def test_memory_of_another_shape_is_refused(make: type[PlainBlockCopier]) -> None:
+    views, host = [np.zeros((2, 4, 8), dtype=np.uint8)], np.zeros((3, 2, 16), dtype=np.uint8)
+    make(views, host)
+    for bad_views, bad_host in (
+        (views, host[:, :, :15]),
+        ([*views, np.zeros((1, 5, 0), dtype=np.uint8)], host),
+        ([views[0][0]], host),
+        (views, host[0]),
+        ([np.zeros((2, 4, 16), dtype=np.uint8)[:, :, ::2]], host),
+        (views, np.zeros((3, 2, 32), dtype=np.uint8)[:, :, ::2]),
+    ):
+        with pytest.raises(ValueError):
+            make(bad_views, bad_host)
+    with pytest.raises(TypeError):
+        make([views[0].astype(np.int16)], host)
+    with pytest.raises(TypeError):
+        make(views, host.astype(np.int8))
+
+
+@pytest.mark.parametrize("is_store", [True, False])
+@pytest.mark.parametrize("make", COPIERS)
+def test_read_only_memory_is_not_written_to(make: type[PlainBlockCopier], is_store: bool) -> None:
+    memory = SMALL.memory()
+    views = merge_views(memory.views)
+    for array in [memory.host] if is_store else views:
+        array.flags.writeable = False
+    copier = make(views, memory.host)
+    copier.copy(numbers([1]), numbers([2]), numbers([0]), not is_store)
+    before = memory.contents()
+    with pytest.raises(ValueError):
+        copier.copy(numbers([1]), numbers([2]), numbers([0]), is_store)
+    assert memory.contents() == before
+
+
+@pytest.mark.parametrize("make", COPIERS)
+def test_a_group_without_layers_has_nothing_to_copy(make: type[PlainBlockCopier]) -> None:
+    copier = make([], np.zeros((3, 2, 0), dtype=np.uint8))
+    copier.copy(numbers([]), numbers([]), numbers([]), True)
+    with pytest.raises(IndexError):
+        copier.copy(numbers([0]), numbers([0]), numbers([0]), True)
+
+
+# Threads.
+
+
+def large_copier() -> tuple[Any, tuple[Numbers, Numbers, Numbers]]:
+    memory = LARGE.memory()
+    return BlockCopier(merge_views(memory.views), memory.host), LARGE_JOB
+
+
+@pytest.fixture
+def one_processor() -> Iterator[None]:
+    """Lets the calling thread run on one processor only."""
+    before = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {min(before)})
+    yield
+    os.sched_setaffinity(0, before)
+
+
+@needs_native
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="there is one processor")
+def test_a_large_job_is_copied_by_two_threads_of_which_one_ends_with_it() -> None:
+    copier, job = large_copier()
+    before = set(os.listdir("/proc/self/task"))
+    assert copier.copy_rows(*job, True, True, True) == 2
+    end = time.monotonic() + 60
+    # The kernel removes the entry of a thread a little after it has ended.
+    while not set(os.listdir("/proc/self/task")) <= before:
+        assert time.monotonic() < end, "the thread is still there"
+        time.sleep(0.001)
+    assert copier.copy_rows(*job, True, True, False) == 1
+
+
+@needs_native
+def test_a_thread_that_may_use_one_processor_copies_alone(one_processor: None) -> None:
+    copier, job = large_copier()
+    assert copier.copy_rows(*job, True, True, True) == 1
+
+
+@needs_native
+def test_a_small_job_is_copied_by_one_thread() -> None:
+    memory = SMALL.memory()
+    copier: Any = BlockCopier(merge_views(memory.views), memory.host)
+    assert copier.copy_rows(numbers([1, 2]), numbers([1, 1]), numbers([0, 1]), True, True, True) == 1
+
+
+@needs_native
+@pytest.mark.parametrize("is_store", [True, False])
+def test_the_size_of_a_job_decides_how_it_is_copied(is_store: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    memory = SMALL.memory()
+    copier: Any = BlockCopier(merge_views(memory.views), memory.host)
+    modes = []
+    monkeypatch.setattr(type(copier), "copy_rows", lambda self, *arguments: modes.append(arguments[-2:]))
+    monkeypatch.setattr(blocks, "BYPASS_STORE_BYTES", 2 * 1200)
+    monkeypatch.setattr(blocks, "BYPASS_LOAD_BYTES", 2 * 1200)
+    monkeypatch.setattr(blocks, "TWO_THREADS_BYTES", 3 * 1200)
+    for n in (1, 2, 3):
+        copier.copy(numbers(range(n)), numbers([0] * n), numbers([0] * n), is_store)
+    assert modes == [(False, False), (True, False), (True, True)]
+
+
+@needs_native
+def test_a_forked_process_copies_too() -> None:
+    copier, job = large_copier()
+    copier.copy_rows(*job, True, True, True)
+    pid = os.fork()
+    if pid == 0:
+        ok = False
+        try:
+            ok = same_as_plain(LARGE, LARGE_JOB, native_copy(True, True), merges=True)
+            copier.copy_rows(*job, True, True, True)
+        finally:
+            os._exit(0 if ok else 1)
+    assert os.waitpid(pid, 0)[1] == 0
+
+
+def other_thread_runs_during(call: Callable[[], object], attempts_s: float) -> bool:
+    """Whether another thread of Python gets its turn while this one does nothing but ``call``, again and again."""
+    gate, ran = threading.Lock(), []
+    gate.acquire()
+
+    def other() -> None:
+        with gate:
+            ran.append(True)
+
+    thread = threading.Thread(target=other)
+    before = sys.getswitchinterval()
+    thread.start()
+    # From here on, a thread that does not give Python's lock away keeps it.
+    sys.setswitchinterval(1000)
+    try:
+        gate.release()
+        end = time.monotonic() + attempts_s
+        while not ran and time.monotonic() < end:
+            call()
+        return bool(ran)
+    finally:
+        sys.setswitchinterval(before)
+        thread.join()
+
+
+@needs_native
+def test_other_threads_of_python_run_during_a_copy() -> None:
+    copier, job = large_copier()
+    assert other_thread_runs_during(lambda: copier.copy(*job, True), attempts_s=60)
+    assert not other_thread_runs_during(lambda: sum(range(1000)), attempts_s=0.1), "the test finds a lock that is kept"
