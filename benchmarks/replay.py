@@ -1,4 +1,5 @@
-"""CPU time to replay a million block accesses, compared with libcachesim on the same accesses in the same run.
+"""CPU time to replay a million block accesses, compared with libcachesim on the same accesses in the same run, and
+the time of several replays at once.
 
 libcachesim simulates one policy in C, block by block. The replay runs the managers that serve an engine, request by
 request: lookup, store, eviction, and the reason of each miss.
@@ -13,16 +14,19 @@ import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from statistics import median
 
 import numpy as np
 
 from benchmarks.report import Row, publish
 from kvoffload.lab.readers import read_trace
-from kvoffload.lab.replay import ReplayConfig, replay
+from kvoffload.lab.replay import ReplayConfig, replay, replay_many
 from kvoffload.lab.trace import Trace
 
 ACCESSES = 1_000_000
 CAPACITY_SHARE = 0.1
+RUNS = 3
+"""Their median counts."""
 POLICIES = {"lru": "LRU", "arc": "ARC", "auto": "ARC"}
 """Our policies, and the policy of libcachesim that each is compared with; its only self-tuning one is ARC."""
 PEER_RECORD = np.dtype([("time", "<u4"), ("id", "<u8"), ("size", "<u4"), ("next", "<i8")])
@@ -85,6 +89,34 @@ class Peer:
             return time.process_time() - start
 
 
+def runs_of(trace: Trace, capacity: int, peer: Peer | None, runs: int) -> dict[str, tuple[list[float], list[float]]]:
+    """Returns for each policy the seconds of ``runs`` replays and those of the peer, measured in turn."""
+    found: dict[str, tuple[list[float], list[float]]] = {policy: ([], []) for policy in POLICIES}
+    trace.keys_of(trace.blocks[:1])
+    for _ in range(runs):
+        for policy, rival in POLICIES.items():
+            start = time.process_time()
+            replay(trace, ReplayConfig(policy, capacity))
+            found[policy][0].append(time.process_time() - start)
+            if peer is not None:
+                found[policy][1].append(peer.seconds(rival, capacity))
+    return found
+
+
+def speedup_of_processes(trace: Trace, capacity: int) -> Row:
+    """Compares one configuration per core, all at once, with the same one after the other."""
+    cores = len(os.sched_getaffinity(0))
+    configs = [ReplayConfig("lru", capacity + i) for i in range(cores)]
+    seconds = []
+    for processes in (1, cores):
+        start = time.perf_counter()
+        replay_many(trace, configs, processes=processes)
+        seconds.append(time.perf_counter() - start)
+    return Row(
+        f"elapsed: {cores} replays with {cores} processes", seconds[1], "s", "one process", seconds[0] / seconds[1]
+    )
+
+
 def main(out: Path, quick: bool) -> None:
     have_peer = importlib.util.find_spec("libcachesim") is not None
     if not have_peer:
@@ -95,14 +127,13 @@ def main(out: Path, quick: bool) -> None:
         trace = with_accesses(workload, accesses)
         capacity = max(1, int(trace.num_distinct * CAPACITY_SHARE))
         peer = Peer(trace) if have_peer else None
-        for policy, rival in POLICIES.items():
-            start = time.process_time()
-            replay(trace, ReplayConfig(policy, capacity))
-            seconds = time.process_time() - start
-            ratio = None if peer is None else peer.seconds(rival, capacity) / seconds
-            versus = "" if peer is None else f"libcachesim {rival}"
+        for policy, (ours, theirs) in runs_of(trace, capacity, peer, 1 if quick else RUNS).items():
+            seconds = median(ours)
+            ratio = None if peer is None else median(theirs) / seconds
+            versus = "" if peer is None else f"libcachesim {POLICIES[policy]}"
             what = f"{accesses:,} accesses, {trace.name.split('?')[0]}, {policy}"
             rows.append(Row(what, seconds, "s", versus, ratio))
+            rows.append(Row("  slowest run less the fastest", max(ours) - min(ours), "s"))
             rows.append(
                 Row(
                     f"  per request of {trace.num_accesses / trace.num_requests:.0f} blocks",
@@ -110,6 +141,7 @@ def main(out: Path, quick: bool) -> None:
                     "us",
                 )
             )
+    rows.append(speedup_of_processes(trace, capacity))
     publish(
         "replay",
         f"Replay, CPU time, with {CAPACITY_SHARE:.0%} of the distinct blocks (ratio: speedup over the peer)",

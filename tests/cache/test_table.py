@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from kvoffload.abc import IntegrityError
-from kvoffload.cache.table import BlockTable
+from kvoffload.cache.table import BlockTable, PlainBlockTable
 
 
 def keys(*names: str) -> list[bytes]:
@@ -148,3 +148,35 @@ def test_counters_agree_after_a_long_life() -> None:
             table.remove(slots(free[-1]))
         assert table.num_evictable == len(ready)
     table.check_integrity()
+
+
+@pytest.mark.parametrize("kind", [PlainBlockTable, BlockTable])
+def test_slots_of_a_request(kind: type[PlainBlockTable]) -> None:
+    table = kind(8)
+    table.insert(keys("a", "b", "c", "d"), slots(5, 1, 7, 2))
+    table.set_ready(slots(1, 2))
+    assert table.tail_first(slots(5, -1, 1, 5, 7, 1)).tolist() == [7, 1, 5]
+    assert table.being_written(slots(7, -1, 1, 5, 7, 3)).tolist() == [7, 5]
+    assert table.tail_first(slots()).tolist() == table.being_written(slots()).tolist() == []
+    assert table.are_idle(slots(1, 2, 0))
+    assert table.are_idle(slots())
+    for wrong in (slots(1, 5), slots(1, 1), slots(1, -1), slots(1, 8)):
+        assert not table.are_idle(wrong)
+    for method in (table.tail_first, table.being_written):
+        with pytest.raises(IndexError):
+            method(slots(8))
+
+
+def test_the_same_slots_of_a_request_natively() -> None:
+    rng = np.random.default_rng(1)
+    tables = [kind(40) for kind in (PlainBlockTable, BlockTable)]
+    for table in tables:
+        table.insert(keys(*map(str, range(30))), np.arange(30))
+        table.set_ready(np.arange(0, 30, 3))
+    for _ in range(300):
+        some = rng.integers(-1, 40, rng.integers(0, 12))
+        one, other = (
+            (table.tail_first(some).tolist(), table.being_written(some).tolist(), table.are_idle(some))
+            for table in tables
+        )
+        assert one == other

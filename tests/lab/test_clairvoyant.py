@@ -100,7 +100,7 @@ def test_its_state_is_consistent_while_the_heap_is_rebuilt() -> None:
     policy = clairvoyant_policy(trace)(12)
     manager = PolicyOffloadingManager(HostBackend(1, 12), policy)
     for request in range(trace.num_requests):
-        chain = [trace.keys[block] for block in trace.chain(request)]
+        chain = trace.keys_of(trace.chain(request))
         manager.touch(chain)
         output = manager.prepare_store(chain)
         assert output is not None

@@ -85,7 +85,7 @@ def hits_here(policy: type[CachePolicy], trace: Trace, accesses: list[int], capa
     manager = PolicyOffloadingManager(HostBackend(1, capacity), policy(capacity))
     hits = np.zeros(len(accesses), dtype=np.bool_)
     for i, block in enumerate(accesses):
-        key = [trace.keys[block]]
+        key = trace.keys_of(np.array([block]))
         manager.touch(key)
         hits[i] = manager.lookup(key)
         output = manager.prepare_store(key)

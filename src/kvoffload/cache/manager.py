@@ -73,6 +73,7 @@ class PolicyOffloadingManager(OffloadingManager):
         self._must_store = must_store
         self._admission = admission
         self._table = BlockTable(backend.num_blocks)
+        self._busy, self._key_of = _read_only(self._table.busy), _read_only(self._table.key_of)
         self._events: deque[OffloadingEvent] | None = None
         if enable_events:
             self.enable_events()
@@ -231,7 +232,7 @@ class PolicyOffloadingManager(OffloadingManager):
         busy = self._table.busy
         if len(protected):
             busy[protected] = True
-        victims = np.asarray(self.policy.evict(Eviction(n, _read_only(busy), _read_only(self._table.key_of), entering)))
+        victims = np.asarray(self.policy.evict(Eviction(n, self._busy, self._key_of, entering)))
         if not self._may_leave(victims, n):
             raise IntegrityError(f"policy {type(self.policy).__name__} chose blocks that it may not evict")
         if len(protected):
@@ -245,9 +246,7 @@ class PolicyOffloadingManager(OffloadingManager):
 
     def _may_leave(self, victims: Slots, n: int) -> bool:
         """Returns whether ``victims`` are n distinct slots that are not busy."""
-        if victims.shape != (n,) or victims.dtype.kind != "i" or victims.min() < 0 or victims.max() >= self.num_blocks:
-            return False
-        return not self._table.busy[victims].any() and len(self._table.distinct(victims)) == n
+        return victims.shape == (n,) and victims.dtype.kind == "i" and self._table.are_idle(victims)
 
     def complete_store(
         self,
@@ -256,8 +255,7 @@ class PolicyOffloadingManager(OffloadingManager):
         success: bool = True,
     ) -> None:
         slots = blocks.slots if isinstance(blocks, LoadStoreSpec) else self._table.find_in_transfer(blocks)
-        slots = slots[slots >= 0]
-        written = self._table.distinct(slots[self._table.is_writing(slots)][::-1])[::-1]
+        written = self._table.being_written(slots)
         if success:
             ready, freed = self._table.set_ready(written)
             self.policy.mark_evictable(ready)
@@ -309,8 +307,7 @@ class PolicyOffloadingManager(OffloadingManager):
         """``found``: what ``find`` has returned for ``keys``, if the caller has called it."""
         self.count_request(keys if chain is None else chain, req_context)
         found = self._table.find(keys) if found is None else found
-        present = found >= 0
-        slots = self._table.distinct((found if present.all() else found[present])[::-1])
+        slots = self._table.tail_first(found)
         self.policy.access(Access(keys, found, slots, ~self._table.is_writing(slots)))
 
     def reorder_chain(
@@ -322,9 +319,8 @@ class PolicyOffloadingManager(OffloadingManager):
     ) -> None:
         """``found``: what ``find`` has returned for ``keys``, if the caller has called it."""
         slots = self._table.find(keys) if found is None else found
-        slots = self._table.distinct(slots[slots >= 0][::-1])
-        mine = self._table.find(list(stored))
-        self.policy.reorder(slots, self._table.among(slots, mine[mine >= 0]))
+        slots, mine = (self._table.tail_first(each) for each in (slots, self._table.find(list(stored))))
+        self.policy.reorder(slots, self._table.among(slots, mine))
 
     def policy_state(self) -> Mapping[str, Any]:
         return self.policy.state()

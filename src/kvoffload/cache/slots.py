@@ -59,7 +59,10 @@ class SlotBackend(Backend):
 
     def free(self, slots: Slots) -> None:
         n = len(slots)
-        known = not n or (slots.min() >= 0 and slots.max() < len(self._free))
+        if not n:
+            return
+        # As an unsigned number, a negative slot is too large.
+        known = slots.view(np.uint64).max() < len(self._free)
         if not known or np.count_nonzero(self._allocated[slots]) != n or self._num_free + n > len(self._free):
             raise IntegrityError("a slot was freed that is not allocated")
         self._allocated[slots] = False

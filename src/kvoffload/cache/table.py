@@ -187,6 +187,26 @@ class PlainBlockTable:
         writing: npt.NDArray[np.bool_] = self.ref_cnt[slots] == _WRITING
         return writing
 
+    def being_written(self, slots: Slots) -> Slots:
+        """Returns which of ``slots`` are being written, in order. Of equal ones the first is kept; negative ones are
+        not."""
+        slots = slots[slots >= 0]
+        return self.distinct(slots[self.is_writing(slots)][::-1])[::-1]
+
+    def tail_first(self, slots: Slots) -> Slots:
+        """Returns ``slots`` in reverse order, without negative ones. Of equal ones the first of ``slots`` is kept.
+        Raises IndexError if there is no such slot."""
+        slots = slots[slots >= 0]
+        if len(slots) and slots.max() >= self.num_blocks:
+            raise IndexError(f"a slot is not below {self.num_blocks}")
+        return self.distinct(slots[::-1])
+
+    def are_idle(self, slots: Slots) -> bool:
+        """Returns whether ``slots`` are distinct numbers of slots that are not busy."""
+        if len(slots) and (slots.min() < 0 or slots.max() >= self.num_blocks):
+            return False
+        return not self.busy[slots].any() and len(self.distinct(slots)) == len(slots)
+
     def status(self, key: OffloadKey) -> BlockStatus | None:
         slot = self._index.get(key)
         return None if slot < 0 or self._dropped[slot] else BlockStatus(slot, int(self.ref_cnt[slot]))

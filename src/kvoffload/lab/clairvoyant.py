@@ -43,8 +43,8 @@ class _Future:
         self.never = trace.num_requests * deepest
         self.offsets: list[int] = trace.offsets.tolist()
         self.blocks = trace.blocks
-        self.keys = trace.keys
-        self.number_of = {key: number for number, key in enumerate(trace.keys)}
+        self.keys = trace.keys_of(np.arange(trace.num_distinct))
+        self.number_of = {key: number for number, key in enumerate(self.keys)}
         asks = depths < np.repeat(trace.prompt_blocks, lengths)
         self.ranks = self._next_ranks(requests * deepest + depths, asks, trace.num_distinct)
 

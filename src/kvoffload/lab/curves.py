@@ -15,8 +15,9 @@ import numpy as np
 import numpy.typing as npt
 
 from kvoffload.abc import ConfigError
+from kvoffload.lab.columns import renumber
 from kvoffload.lab.replay import ReplayConfig, replay_many
-from kvoffload.lab.trace import Floats, Ints, Trace, renumber
+from kvoffload.lab.trace import Floats, Ints, Trace
 
 NUM_SAMPLES = 8
 """The number of disjoint samples; the error is estimated from their differences."""

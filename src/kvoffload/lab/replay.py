@@ -13,11 +13,13 @@ import multiprocessing
 import os
 import time
 import traceback
+from array import array
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, MutableSequence, Sequence
 from concurrent.futures import ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -27,24 +29,25 @@ from kvoffload.abc import (
     CachePolicy,
     ConfigError,
     IntegrityError,
-    LookupState,
     Miss,
     MissReason,
     OffloadingManager,
     OffloadKey,
     ReqContext,
 )
+from kvoffload.abc.tier import HIT
 from kvoffload.cache.admission import FilterReusedOffloadingManager, tracker_size
 from kvoffload.cache.manager import PolicyOffloadingManager
 from kvoffload.cache.misses import MissMemory
 from kvoffload.cache.policies import BUILTIN
 from kvoffload.cache.policies import make_policy as policy_by_name
 from kvoffload.cache.slots import HostBackend
+from kvoffload.lab.columns import Folder, pieces
 from kvoffload.lab.device import DeviceCache
 from kvoffload.lab.latency import Speeds, ttft_seconds
 from kvoffload.lab.model import DEFAULT_MODEL, ModelShape
 from kvoffload.lab.tier import CatalogTier
-from kvoffload.lab.trace import Floats, Ints, Trace
+from kvoffload.lab.trace import Floats, Ints, Trace, load_trace
 from kvoffload.tiers.manager import WRITE_SHARE, TieredOffloadingManager
 
 CLAIRVOYANT = "clairvoyant"
@@ -262,7 +265,11 @@ def replay_many(
         ]
     context = multiprocessing.get_context("spawn")
     done = context.Array("d", len(configs), lock=False)
-    with ProcessPoolExecutor(processes, context, _start_worker, (trace, model, speeds, done)) as pool:
+    # All processes map the same files.
+    folder = trace.folder or Folder()
+    trace.save(folder)
+    shared = folder.path, trace.name, trace.block_tokens
+    with ProcessPoolExecutor(processes, context, _start_worker, (shared, model, speeds, done)) as pool:
         futures = [pool.submit(_work, i, config) for i, config in enumerate(configs)]
         try:
             left = set(futures)
@@ -300,9 +307,11 @@ _worker: tuple[Trace, ModelShape, Speeds, MutableSequence[float]]
 """Set in each process of ``replay_many``."""
 
 
-def _start_worker(trace: Trace, model: ModelShape, speeds: Speeds, done: MutableSequence[float]) -> None:
+def _start_worker(
+    shared: tuple[Path, str, int], model: ModelShape, speeds: Speeds, done: MutableSequence[float]
+) -> None:
     global _worker
-    _worker = trace, model, speeds, done
+    _worker = load_trace(*shared), model, speeds, done
 
 
 def _work(index: int, config: ReplayConfig) -> ReplayResult:
@@ -315,20 +324,23 @@ def _work(index: int, config: ReplayConfig) -> ReplayResult:
 
 
 class _ExactMisses(MissMemory):
-    """Never forgets a key: the keys of a trace are bounded."""
+    """Never forgets a key of the trace. It takes one byte per distinct block."""
 
-    def __init__(self, clock: Callable[[], float]) -> None:
-        self._clock = clock
-        self._left: dict[OffloadKey, tuple[MissReason, float]] = {}
+    def __init__(self, trace: Trace) -> None:
+        self._trace = trace
+        self._reasons = np.zeros(trace.num_distinct, dtype=np.uint8)
+        """Index in _REASONS of why each block left, by its rank."""
 
     def record(self, keys: Iterable[OffloadKey], reason: MissReason) -> None:
-        self._left.update(dict.fromkeys(keys, (reason, self._clock())))
+        if keys:
+            self._reasons[self._trace.ranks_of(keys)] = _REASONS.index(reason)
 
     def explain(self, key: OffloadKey) -> Miss:
-        if key not in self._left:
-            return Miss(MissReason.NEVER_STORED)
-        reason, when = self._left[key]
-        return Miss(reason, self._clock() - when)
+        return Miss(_REASONS[self._reasons[self._trace.ranks_of((key,))[0]]])
+
+
+_REASONS = tuple(sorted(MissReason, key=lambda reason: reason is not MissReason.NEVER_STORED))
+"""The reason of blocks that never left is the first."""
 
 
 class _Run:
@@ -349,7 +361,7 @@ class _Run:
             policy,
             # As in service: with a disk below, a refused block would end the chain there too.
             must_store=bool(config.disk_blocks),
-            misses=_ExactMisses(self.clock),
+            misses=_ExactMisses(trace),
             clock=self.clock,
         )
         self.manager: OffloadingManager = self.host
@@ -368,7 +380,7 @@ class _Run:
         self.device: DeviceCache | None = None
         if config.device_blocks:
             self.device = _device(trace, config.device_blocks)
-        self.hits: list[tuple[int, int, int]] = []
+        self.hits = array("q")
         """Blocks found on the device, in the host and on disk, per request."""
         self.block_hits = self.stored = self.evicted = 0
         self.misses: Counter[MissReason] = Counter()
@@ -379,26 +391,43 @@ class _Run:
     def serve_all(self) -> Iterator[int]:
         """Serves one request per iteration, and yields how many are done."""
         trace = self.trace
-        keys: tuple[OffloadKey, ...] = tuple(np.array(trace.keys, dtype=object)[trace.blocks])
-        offsets, times, prompt_blocks = trace.offsets.tolist(), trace.times.tolist(), trace.prompt_blocks.tolist()
-        for request, now in enumerate(times):
-            self.now = now
-            chain = keys[offsets[request] : offsets[request + 1]]
-            self.serve(request, chain, chain[: prompt_blocks[request]])
-            yield request + 1
+        for first, end in pieces(trace.offsets):
+            start = int(trace.offsets[first])
+            offsets = (trace.offsets[first : end + 1] - start).tolist()
+            keys = trace.keys_of(trace.blocks[start : start + offsets[-1]])
+            rows = zip(
+                offsets,
+                offsets[1:],
+                trace.prompt_blocks[first:end].tolist(),
+                trace.times[first:end].tolist(),
+                strict=False,
+            )
+            for request, (here, after, prompt_blocks, self.now) in enumerate(rows, first):
+                chain = keys[here:after]
+                self.serve(request, chain, chain if len(chain) == prompt_blocks else chain[:prompt_blocks])
+                yield request + 1
 
-    def serve(self, request: int, chain: Sequence[OffloadKey], prompt: Sequence[OffloadKey]) -> None:
+    def serve(self, request: int, chain: list[OffloadKey], prompt: list[OffloadKey]) -> None:
         manager, context = self.manager, ReqContext(str(request))
         on_device = self.serve_device(request) if self.device is not None else 0
-        manager.touch(prompt, context)
-        found, from_disk = self.look_up(prompt[on_device:], context)
+        if self.tier is None:
+            slots = self.host.find(prompt)
+            self.host.touch(prompt, context, found=slots)
+            # Without a tier, all stores are complete between requests, so what is present is ready.
+            ready = slots[on_device:] >= 0
+            found, from_disk = _leading(ready), 0
+        else:
+            manager.touch(prompt, context)
+            found, from_disk, ready = self.promote(self.tier, prompt[on_device:], context)
         loaded_to = on_device + found
-        self.hits.append((on_device, found - from_disk, from_disk))
-        self.block_hits += on_device
+        self.hits.extend((on_device, found - from_disk, from_disk))
+        self.block_hits += on_device + int(np.count_nonzero(ready))
+        if loaded_to < len(prompt):
+            self.misses[manager.explain_miss(prompt[loaded_to]).reason] += 1
         # Loaded blocks are not stored again. Only the head of a chain that is longer than the pool is stored, because
         # its tail would evict its head.
-        head = prompt[: self.capacity]
-        due = [*head[:on_device], *head[loaded_to:]] if self.device is not None else head
+        head = prompt if len(prompt) <= self.capacity else prompt[: self.capacity]
+        due = head if self.device is None else head[:on_device] + head[loaded_to:]
         stored, refused = self.store(due, context)
         output = chain[len(prompt) : self.capacity]
         if output and refused:
@@ -407,24 +436,28 @@ class _Run:
             # As in an engine, after the prompt's blocks.
             stored = [*stored, *self.store(output, context)[0]]
         manager.reorder_chain(chain, stored, context)
-        manager.offer_chain(chain, context)
-        # As if the engine made steps until the disk has written everything.
-        while self.tier is not None and self.tier.is_busy:
-            manager.poll()
+        if self.tier is not None:
+            manager.offer_chain(chain, context)
+            # As if the engine made steps until the disk has written everything.
+            while self.tier.is_busy:
+                manager.poll()
 
-    def store(self, keys: Sequence[OffloadKey], context: ReqContext) -> tuple[Sequence[OffloadKey], bool]:
+    def store(self, keys: list[OffloadKey], context: ReqContext) -> tuple[Sequence[OffloadKey], bool]:
         """Returns which of ``keys`` the host has stored, and whether it refused any."""
         manager = self.manager
         output = manager.prepare_store(keys, context)
         if output is None:
             return (), False
-        stored = output.keys_to_store
+        stored, lease = output.keys_to_store, output.store_spec
         self.evicted += len(output.evicted_keys)
         self.stored += len(stored)
-        lease = output.store_spec
-        for start in range(0, len(stored), self.store_step):
-            manager.complete_store(replace(lease, slots=lease.slots[start : start + self.store_step]), context)
-            manager.poll()
+        if self.tier is None:
+            if stored:
+                manager.complete_store(lease, context)
+        else:
+            for start in range(0, len(stored), self.store_step):
+                manager.complete_store(replace(lease, slots=lease.slots[start : start + self.store_step]), context)
+                manager.poll()
         return stored, bool(output.refused_keys)
 
     def serve_device(self, request: int) -> int:
@@ -441,33 +474,28 @@ class _Run:
         device.serve(whole, hits, -(-total // size))
         return hits
 
-    def look_up(self, prompt: Sequence[OffloadKey], context: ReqContext) -> tuple[int, int]:
-        """Returns how many leading blocks of ``prompt`` can be loaded, and how many of them were promoted from disk."""
-        if self.tier is None:
-            ready = self.host.states(prompt) == LookupState.HIT
-            found, from_disk = _leading(ready), 0
-        else:
-            found = self.promote(prompt, context)
-            from_disk = min(found, self.manager.num_promoted(context))
-            ready = self.host.states(prompt) == LookupState.HIT
-            self.manager.release_request(context)
-        self.block_hits += int(np.count_nonzero(ready))
-        if found < len(prompt):
-            self.misses[self.manager.explain_miss(prompt[found]).reason] += 1
-        return found, from_disk
-
-    def promote(self, prompt: Sequence[OffloadKey], context: ReqContext) -> int:
+    def promote(
+        self, tier: CatalogTier, prompt: list[OffloadKey], context: ReqContext
+    ) -> tuple[int, int, npt.NDArray[np.bool_]]:
+        """Returns how many leading blocks of ``prompt`` can be loaded, how many of them were promoted from disk, and
+        which of all are in the host then."""
+        manager = self.manager
         for _ in range(MAX_POLLS):
-            found = self.manager.lookup(prompt, context)
+            found = manager.lookup(prompt, context)
             if found is not None:
-                return found
-            self.manager.poll()
-        raise IntegrityError("a request waited forever for blocks on disk")
+                break
+            manager.poll()
+        else:
+            raise IntegrityError("a request waited forever for blocks on disk")
+        from_disk = min(found, manager.num_promoted(context))
+        ready = self.host.states(prompt) == HIT
+        manager.release_request(context)
+        return found, from_disk, ready
 
     def result(self, model: ModelShape, speeds: Speeds, seconds: float) -> ReplayResult:
         trace, config = self.trace, self.config
         asked = trace.input_tokens
-        hits = np.array(self.hits, dtype=np.int64).reshape(-1, 3).T
+        hits = np.frombuffer(self.hits, dtype=np.int64).reshape(-1, 3).T
         # Row t: the tokens of each prompt that tier t and the tiers above it have.
         reach: Ints = np.minimum(np.cumsum(hits, axis=0) * trace.block_tokens, asked)
         device, host, disk = np.diff(reach, axis=0, prepend=0)

@@ -1,10 +1,16 @@
-"""A request trace as arrays: arrival times, lengths, and the chain of blocks of each request."""
+"""A request trace as arrays: arrival times, lengths, and the chain of blocks of each request.
+
+The arrays of a long trace are in files of a temporary folder, which are mapped: then memory does not bound the trace.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from array import array
+from collections.abc import Callable, Iterable, Sequence, Sized
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from pathlib import Path
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -12,9 +18,17 @@ import xxhash
 
 from kvoffload.abc import KVOffloadError, OffloadKey
 from kvoffload.cache.keys import make_offload_key
+from kvoffload.lab.columns import PIECE, Folder, map_file, pieces, renumber, renumber_in_files
 
 Ints = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
+Keys = npt.NDArray[np.void]
+
+MEMORY_BYTES = 256 << 20
+"""Columns that are larger than this together go to files. To number the blocks takes about seven times as much."""
+KEY = np.dtype("V20")
+DIGEST = np.dtype([("digest", "<u8"), ("rest", "V12")])
+"""A key, split where its bytes distinguish it well enough: they are a hash."""
 
 
 class TraceError(KVOffloadError, ValueError):
@@ -62,6 +76,8 @@ class Trace:
     """How many lines were skipped."""
     info: dict[str, object] = field(default_factory=dict)
     """Further properties from the file, such as the cache sizes of a recorded server."""
+    folder: Folder | None = None
+    """Where the arrays are, if they are in files."""
 
     @property
     def num_requests(self) -> int:
@@ -76,10 +92,59 @@ class Trace:
         return len(self.ids)
 
     @cached_property
-    def keys(self) -> list[OffloadKey]:
+    def keys(self) -> Keys:
         """One OffloadKey per distinct block, made from its id: the same in every run."""
+        return self._made("keys", KEY, self._fill_keys)
+
+    def _fill_keys(self, keys: Keys) -> None:
         xxh = xxhash.xxh3_128_digest
-        return [make_offload_key(xxh(block_id.to_bytes(8, "little")), 0) for block_id in self.ids.tolist()]
+        for start in range(0, len(keys), PIECE):
+            ids = self.ids[start : start + PIECE].tolist()
+            made = b"".join([make_offload_key(xxh(block_id.to_bytes(8, "little")), 0) for block_id in ids])
+            keys[start : start + len(ids)] = np.frombuffer(made, dtype=KEY)
+
+    @cached_property
+    def digests(self) -> npt.NDArray[np.uint64]:
+        """The first 64 bits of each key, ascending."""
+        return self._made("digests", np.dtype(np.uint64), self._fill_digests)
+
+    def _fill_digests(self, digests: npt.NDArray[np.uint64]) -> None:
+        for start in range(0, len(digests), PIECE):
+            digests[start : start + PIECE] = self.keys[start : start + PIECE].view(DIGEST)["digest"]
+        digests.sort()
+
+    def _made(self, name: str, dtype: np.dtype[Any], fill: Callable[[Any], None]) -> npt.NDArray[Any]:
+        """Returns an array with an entry for each distinct block, made by ``fill`` unless its file exists."""
+        folder = self.folder
+        if folder is not None and folder.has(name):
+            return folder.get(name, dtype)
+        # A file gets its name when it is complete.
+        array = _new(folder, f"unfinished-{name}", dtype, self.num_distinct)
+        fill(array)
+        if folder is not None:
+            folder.rename(f"unfinished-{name}", name)
+        return array
+
+    def save(self, folder: Folder) -> None:
+        """Writes what is not in ``folder`` yet, for ``load_trace``. Raises TraceError if there is no room for it."""
+        try:
+            for name in _ARRAYS:
+                if not folder.has(name):
+                    folder.save(name, getattr(self, name))
+        except OSError as error:
+            raise _no_room(error) from error
+
+    def keys_of(self, blocks: Ints) -> list[OffloadKey]:
+        """Returns the key of each of ``blocks``. They are made anew by each call, so no more are in memory than are in
+        use."""
+        keys: list[OffloadKey] = self.keys[blocks].tolist()
+        return keys
+
+    def ranks_of(self, keys: Iterable[OffloadKey]) -> Ints:
+        """Returns for each of the trace's ``keys`` a number below ``num_distinct`` that no other block of it has."""
+        joined = b"".join(keys)
+        asked = np.frombuffer(joined, dtype=DIGEST)["digest"] if joined else np.empty(0, dtype=np.uint64)
+        return self.digests.searchsorted(asked)
 
     def chain(self, request: int) -> Ints:
         chain: Ints = self.blocks[self.offsets[request] : self.offsets[request + 1]]
@@ -90,27 +155,28 @@ class Trace:
         first, last = (self.times[0], self.times[-1]) if self.num_requests else (0.0, 0.0)
         low = int(np.searchsorted(self.times, first + start * (last - first))) if start > 0 else 0
         high = int(np.searchsorted(self.times, first + end * (last - first))) if end < 1 else self.num_requests
-        raw = self.blocks[self.offsets[low] : self.offsets[high]]
-        blocks, ids = renumber(self.ids[raw])
+        offsets = self.offsets[low : high + 1]
+        blocks, ids, folder = self.blocks[offsets[0] : offsets[-1]], self.ids, None
+        if self.folder is None:
+            blocks, ids = renumber(ids[blocks])
+        else:
+            folder = Folder()
+            named = folder.new("named", np.uint64, len(blocks))
+            for at in range(0, len(blocks), PIECE):
+                named[at : at + PIECE] = ids[blocks[at : at + PIECE]]
+            blocks, ids = renumber_in_files(named, folder)
+            folder.remove("named")
         return replace(
             self,
             times=self.times[low:high],
             input_tokens=self.input_tokens[low:high],
             output_tokens=self.output_tokens[low:high],
-            offsets=self.offsets[low : high + 1] - self.offsets[low],
+            offsets=offsets - offsets[0],
             blocks=blocks,
             prompt_blocks=self.prompt_blocks[low:high],
             ids=ids,
+            folder=folder,
         )
-
-
-def renumber(ids: npt.NDArray[np.uint64]) -> tuple[Ints, npt.NDArray[np.uint64]]:
-    """Returns block numbers in the order of first occurrence, and the id of each number."""
-    distinct, first, inverse = np.unique(ids, return_index=True, return_inverse=True)
-    order = np.argsort(first)
-    rank = np.empty(len(order), dtype=np.int64)
-    rank[order] = np.arange(len(order))
-    return rank[inverse], distinct[order]
 
 
 def make_trace(
@@ -121,26 +187,154 @@ def make_trace(
     output_tokens: Sequence[int],
     chains: Sequence[Sequence[int]],
     prompt_blocks: Sequence[int] | None = None,
-    **more: object,
+    **more: Any,
 ) -> Trace:
     """Returns a trace made from lists. Requests are sorted by time; requests of the same time stay in order.
 
     ``chains`` has the block ids of each request, in [0, 2**64). ``prompt_blocks``: by default the length of the chain.
     """
-    order = np.argsort(np.asarray(times, dtype=np.float64), kind="stable")
-    lengths = np.array([len(chains[i]) for i in order], dtype=np.int64)
-    offsets = np.concatenate((np.zeros(1, dtype=np.int64), np.cumsum(lengths)))
-    flat = np.fromiter((b for i in order for b in chains[i]), dtype=np.uint64, count=int(offsets[-1]))
-    blocks, ids = renumber(flat)
-    return Trace(
-        name,
-        block_tokens,
-        np.asarray(times, dtype=np.float64)[order],
-        np.asarray(input_tokens, dtype=np.int64)[order],
-        np.asarray(output_tokens, dtype=np.int64)[order],
-        offsets,
-        blocks,
-        lengths if prompt_blocks is None else np.asarray(prompt_blocks, dtype=np.int64)[order],
-        ids,
-        **more,  # type: ignore[arg-type]
+    rows = TraceBuilder()
+    for i, chain in enumerate(chains):
+        rows.add(
+            times[i], input_tokens[i], output_tokens[i], chain, None if prompt_blocks is None else prompt_blocks[i]
+        )
+    return rows.build(name, block_tokens, **more)
+
+
+_ARRAYS: dict[str, np.dtype[Any]] = {
+    **dict.fromkeys(("input_tokens", "output_tokens", "offsets", "blocks", "prompt_blocks"), np.dtype(np.int64)),
+    **dict.fromkeys(("ids", "digests"), np.dtype(np.uint64)),
+    "times": np.dtype(np.float64),
+    "keys": KEY,
+}
+"""What ``Trace.save`` writes."""
+
+
+def load_trace(path: Path, name: str, block_tokens: int) -> Trace:
+    """Returns a trace whose arrays ``Trace.save`` has written to the folder ``path``. They take no memory of their own,
+    in however many processes the trace is loaded."""
+    folder = Folder(path)
+    made = ("keys", "digests")
+    arrays: dict[str, Any] = {each: folder.get(each, dtype) for each, dtype in _ARRAYS.items() if each not in made}
+    return Trace(name, block_tokens, **arrays, folder=folder)
+
+
+class _Ids(Iterable[int], Sized, Protocol):
+    """The ids of a chain."""
+
+
+_COLUMNS = {
+    "times": "d",
+    "input_tokens": "q",
+    "output_tokens": "q",
+    "prompt_blocks": "q",
+    "lengths": "q",
+    "chains": "Q",
+}
+_ENTRY_BYTES = 8
+
+
+class TraceBuilder:
+    """Makes a trace of requests that are added one after the other.
+
+    As soon as its columns take more than ``memory_bytes``, they go to files, and so do the arrays of the trace.
+    """
+
+    def __init__(self, memory_bytes: int = MEMORY_BYTES) -> None:
+        self.num_requests = 0
+        self._memory_bytes = memory_bytes
+        self._pending: dict[str, array[Any]] = {name: array(code) for name, code in _COLUMNS.items()}
+        """The columns, or what is not in their files yet."""
+        self._folder: Folder | None = None
+
+    def add(self, time: float, input_tokens: int, output_tokens: int, chain: _Ids, prompt_blocks: int | None) -> None:
+        """Adds a request. ``prompt_blocks``: None for the length of the chain. Raises TraceError if the disk is
+        full."""
+        columns, length = self._pending, len(chain)
+        columns["times"].append(time)
+        columns["input_tokens"].append(input_tokens)
+        columns["output_tokens"].append(output_tokens)
+        columns["lengths"].append(length)
+        columns["prompt_blocks"].append(length if prompt_blocks is None else prompt_blocks)
+        columns["chains"].extend(chain)
+        self.num_requests += 1
+        pending = len(columns["chains"]) + len(columns["times"]) * (len(columns) - 1)
+        if pending * _ENTRY_BYTES > (self._memory_bytes if self._folder is None else PIECE * _ENTRY_BYTES):
+            try:
+                self._write()
+            except OSError as error:
+                raise _no_room(error) from error
+
+    def _write(self) -> None:
+        self._folder = self._folder or Folder()
+        for name, column in self._pending.items():
+            with (self._folder.path / name).open("ab") as file:
+                column.tofile(file)
+            del column[:]
+
+    def build(self, name: str, block_tokens: int, delays: Floats | float = 0.0, **more: Any) -> Trace:
+        """Returns the trace, and forgets the requests. ``delays`` are added to their times. Its ``info`` gets
+        ``out_of_order``: how many requests have an earlier time than the one before. Raises TraceError if the disk is
+        full."""
+        try:
+            return self._build(name, block_tokens, delays, **more)
+        except OSError as error:
+            raise _no_room(error) from error
+
+    def _build(self, name: str, block_tokens: int, delays: Floats | float, **more: Any) -> Trace:
+        folder = self._folder
+        if folder is None:
+            raw = {key: np.array(column, dtype=column.typecode) for key, column in self._pending.items()}
+            self._pending.clear()
+        else:
+            self._write()
+            raw = {key: map_file(folder.path / key, code, writable=True) for key, code in _COLUMNS.items()}
+        raw["times"] += delays
+        out_of_order = int(np.count_nonzero(raw["times"][1:] < raw["times"][:-1]))
+        offsets = _offsets(raw["lengths"], folder, "unsorted-offsets" if out_of_order else "offsets")
+        if out_of_order:
+            order = np.argsort(raw["times"], kind="stable")
+            before, raw["lengths"] = offsets, raw["lengths"][order]
+            offsets = _offsets(raw["lengths"], folder, "offsets")
+            ids = _new(folder, "sorted-chains", np.uint64, len(raw["chains"]))
+            for first, end in pieces(offsets):
+                moves = np.repeat(before[order[first:end]] - offsets[first:end], raw["lengths"][first:end])
+                to = np.arange(offsets[first], offsets[end])
+                ids[offsets[first] : offsets[end]] = raw["chains"][to + moves]
+            raw["chains"] = ids
+            for key in ("times", "input_tokens", "output_tokens", "prompt_blocks"):
+                raw[key][:] = raw[key][order]
+        blocks, ids = renumber(raw["chains"]) if folder is None else renumber_in_files(raw["chains"], folder)
+        if folder is not None:
+            folder.remove("lengths", "chains", "unsorted-offsets", "sorted-chains")
+        return Trace(
+            name,
+            block_tokens,
+            raw["times"],
+            raw["input_tokens"],
+            raw["output_tokens"],
+            offsets,
+            blocks,
+            raw["prompt_blocks"],
+            ids,
+            folder=folder,
+            **{**more, "info": {**more.get("info", {}), "out_of_order": out_of_order}},
+        )
+
+
+def _new(folder: Folder | None, name: str, dtype: npt.DTypeLike, length: int) -> npt.NDArray[Any]:
+    return np.zeros(length, dtype=dtype) if folder is None else folder.new(name, dtype, length)
+
+
+def _offsets(lengths: Ints, folder: Folder | None, name: str) -> Ints:
+    offsets: Ints = _new(folder, name, np.int64, len(lengths) + 1)
+    np.cumsum(lengths, out=offsets[1:])
+    return offsets
+
+
+def _no_room(error: OSError) -> TraceError:
+    where = error.filename or "the temporary directory"
+    return TraceError(
+        f"{where}: {error.strerror}: the trace does not fit into memory, so it needs room there, about 40 bytes per "
+        "block access; set TMPDIR to a directory on a disk with more room"
     )

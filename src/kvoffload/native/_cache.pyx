@@ -551,6 +551,61 @@ cdef class BlockTable:
             to[i] = self._refs[slot] == WRITING
         return result
 
+    def being_written(self, slots):
+        cdef cnp.ndarray given = contiguous(slots), result
+        cdef Py_ssize_t n = cnp.PyArray_DIM(given, 0), i, kept = 0
+        cdef int64_t* at = int64s(given)
+        cdef int64_t* to
+        self._note_first(at, n)
+        result = new_int64(n)
+        to = int64s(result)
+        for i in range(n):
+            if at[i] >= 0 and self._scratch[at[i]] == i and self._refs[at[i]] == WRITING:
+                to[kept] = at[i]
+                kept += 1
+        return first(result, kept)
+
+    def tail_first(self, slots):
+        cdef cnp.ndarray given = contiguous(slots), result
+        cdef Py_ssize_t n = cnp.PyArray_DIM(given, 0), i, kept = 0
+        cdef int64_t* at = int64s(given)
+        cdef int64_t* to
+        self._note_first(at, n)
+        result = new_int64(n)
+        to = int64s(result)
+        for i in range(n - 1, -1, -1):
+            if at[i] >= 0 and self._scratch[at[i]] == i:
+                to[kept] = at[i]
+                kept += 1
+        return first(result, kept)
+
+    cdef int _note_first(self, int64_t* at, Py_ssize_t n) except -1:
+        """Notes of each slot that is not negative where it is first. Raises IndexError if there is no such slot."""
+        cdef Py_ssize_t i
+        cdef bint bad = False
+        for i in range(n):
+            bad |= at[i] >= self.num_blocks
+        if bad:
+            raise IndexError(f"a slot is not below {self.num_blocks}")
+        for i in range(n - 1, -1, -1):
+            if at[i] >= 0:
+                self._scratch[at[i]] = <int32_t>i
+        return 0
+
+    def are_idle(self, slots):
+        cdef cnp.ndarray given = contiguous(slots)
+        cdef Py_ssize_t n = cnp.PyArray_DIM(given, 0), i
+        cdef int64_t* at = int64s(given)
+        for i in range(n):
+            if <uint64_t>at[i] >= <uint64_t>self.num_blocks or self._is_busy[at[i]]:
+                return False
+        for i in range(n):
+            self._scratch[at[i]] = <int32_t>i
+        for i in range(n):
+            if self._scratch[at[i]] != i:
+                return False
+        return True
+
     def pin(self, slots):
         cdef cnp.ndarray given = checked(slots, self.num_blocks)
         cdef int64_t* at = int64s(given)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from kvoffload.lab.readers import kv_cache_tester, libcachesim, mooncake, recorded, synthetic
 from kvoffload.lab.readers.lines import Problems, Progress, Source
-from kvoffload.lab.trace import Trace, TraceError
+from kvoffload.lab.trace import MEMORY_BYTES, Trace, TraceError
 
 FORMATS: dict[str, Callable[[Source, int | None], Trace]] = {
     "mooncake": mooncake.read,
@@ -25,21 +25,23 @@ def read_trace(
     strict: bool = False,
     block_tokens: int | None = None,
     on_progress: Progress | None = None,
+    memory_bytes: int = MEMORY_BYTES,
 ) -> Trace:
     """Returns the trace in a file, plain or compressed with gzip, or in a directory of kv-cache-tester sessions, or a
     synthetic one such as "synthetic:chat", "synthetic:agent" or "synthetic:documents?requests=5000&seed=1".
 
     ``format`` is one of FORMATS; by default it is guessed from the content. Invalid lines are skipped and counted; with
     ``strict`` the first one raises. ``block_tokens`` is for formats that do not define it. ``on_progress`` gets the
-    share that was read. Raises TraceError if no request can be read.
+    share that was read. A trace whose columns take more than ``memory_bytes`` is kept in temporary files. Raises
+    TraceError if no request can be read, or if there is no room for those files.
     """
     if str(source).startswith(synthetic.PREFIX):
         if format is not None:
             raise TraceError(f"format={format!r}: a synthetic trace is not read from a file; leave format out")
-        return synthetic.generate(str(source), block_tokens)
+        return synthetic.generate(str(source), block_tokens, memory_bytes)
     if not str(source):
         raise TraceError("trace='': give the path of a file")
-    file = Source(Path(source).expanduser(), Problems(strict), on_progress)
+    file = Source(Path(source).expanduser(), Problems(strict), on_progress, memory_bytes)
     if format is None:
         format = _guess(file)
     if format not in FORMATS:

@@ -17,43 +17,32 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
 from itertools import chain, islice
 from typing import Any
 
+import numpy as np
 import xxhash
 
 from kvoffload.lab.readers.lines import (
     MAX_TOKENS,
     Source,
     block_ids,
-    out_of_order,
     parse_object,
     positive_or,
     seconds,
     whole,
 )
-from kvoffload.lab.trace import Trace, TraceError, make_trace
+from kvoffload.lab.trace import Trace, TraceBuilder, TraceError
 
 SUFFIXES = (".json", ".jsonl", ".json.gz", ".jsonl.gz")
 MAX_FILES = 1 << 20
 MAX_NESTING = 8
 
 
-@dataclass(slots=True)
-class _Requests:
-    """All requests so far, as columns."""
-
-    times: list[float] = field(default_factory=list)
-    inputs: list[int] = field(default_factory=list)
-    outputs: list[int] = field(default_factory=list)
-    chains: list[list[int]] = field(default_factory=list)
-
-
 def read(source: Source, block_tokens: int | None = None) -> Trace:
     """Reads the sessions. ``block_tokens`` must be a multiple of their own block size, the default. Raises
     TraceError."""
-    requests = _Requests()
+    rows = source.builder()
     starts: list[tuple[float, int]] = []
     size: int | None = None
     longest = 0.0
@@ -72,38 +61,35 @@ def read(source: Source, block_tokens: int | None = None) -> Trace:
             raise TraceError(
                 f"block_tokens={size}: blocks of {file.path.name} have {unit} tokens; use a multiple of that"
             )
-        before = len(requests.times)
-        session = _Session(file, number, data, unit, size, requests)
+        before = rows.num_requests
+        session = _Session(file, number, data, unit, size, rows)
         session.read(data["requests"])
-        starts.append((session.start, len(requests.times) - before))
-        longest = max(longest, max(requests.times[before:], default=0.0))
-    source.refuse_if_empty(len(requests.times))
+        starts.append((session.start, rows.num_requests - before))
+        longest = max(longest, session.latest)
+    source.refuse_if_empty(rows.num_requests)
     assert size is not None
-    if len(starts) > 1:
-        shifts = [start * longest for start, count in starts for _ in range(count)]
-        requests.times = [at + shift for at, shift in zip(requests.times, shifts, strict=True)]
-    return make_trace(
+    shares, counts = np.array([share for share, _ in starts]), [count for _, count in starts]
+    return rows.build(
         source.path.name,
         size,
-        requests.times,
-        requests.inputs,
-        requests.outputs,
-        requests.chains,
+        np.repeat(shares * longest, counts) if len(starts) > 1 else 0.0,
         problems=tuple(source.problems.kept),
         num_problems=source.problems.count,
-        info={"format": "kv-cache-tester", "sessions": len(starts), "out_of_order": out_of_order(requests.times)},
+        info={"format": "kv-cache-tester", "sessions": len(starts)},
     )
 
 
 class _Session:
     def __init__(
-        self, file: Source, number: int, data: Mapping[str, Any], unit: int, size: int, requests: _Requests
+        self, file: Source, number: int, data: Mapping[str, Any], unit: int, size: int, rows: TraceBuilder
     ) -> None:
         self._file = file
         self._number = number
         self._unit = unit
         self._per_block = size // unit
-        self._requests = requests
+        self._rows = rows
+        self.latest = 0.0
+        """The latest time of its requests, after its start."""
         name = str(data.get("id", f"{file.path.name}:{number}"))[:1024].encode("utf-8", "replace")
         self.start = xxhash.xxh3_64_intdigest(name, seed=1) / 2**64
         """When it starts, as a share of the longest session's length."""
@@ -140,10 +126,10 @@ class _Session:
             names = self._chain(new, ids, names)
             ids = new
             whole_blocks = min(len(new), tokens // self._unit) // self._per_block
-            self._requests.times.append(base + at)
-            self._requests.inputs.append(tokens)
-            self._requests.outputs.append(output)
-            self._requests.chains.append(names[self._per_block - 1 :: self._per_block][:whole_blocks])
+            self._rows.add(
+                base + at, tokens, output, names[self._per_block - 1 :: self._per_block][:whole_blocks], None
+            )
+            self.latest = max(self.latest, base + at)
 
     def _subagent(self, entry: Mapping[str, Any], at: float, base: float, place: str, depth: int) -> None:
         inner = entry.get("requests")

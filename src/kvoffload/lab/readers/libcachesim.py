@@ -11,8 +11,8 @@ from collections.abc import Iterator, Sequence
 
 import xxhash
 
-from kvoffload.lab.readers.lines import MAX_ID, MAX_SECONDS, Source, finite, out_of_order
-from kvoffload.lab.trace import Trace, TraceError, make_trace
+from kvoffload.lab.readers.lines import MAX_ID, MAX_SECONDS, Source, finite
+from kvoffload.lab.trace import Trace, TraceError
 
 TIMES = ("time", "timestamp", "clock_time", "real_time", "ts")
 OBJECTS = ("obj_id", "object_id", "objectid", "obj", "object", "id", "key", "lbn", "lba", "block_id", "block")
@@ -24,8 +24,7 @@ def read(source: Source, block_tokens: int | None = None) -> Trace:
     """Reads the trace. Raises TraceError, also for a ``block_tokens`` other than 1."""
     if block_tokens not in (None, 1):
         raise TraceError(f"block_tokens={block_tokens}: {source.path.name} has objects, not tokens; leave it out")
-    times: list[float] = []
-    chains: list[tuple[int]] = []
+    rows = source.builder()
     columns: tuple[int, int] | None = None
     for number, cells in _rows(source):
         if columns is None:
@@ -37,23 +36,16 @@ def read(source: Source, block_tokens: int | None = None) -> Trace:
                 continue
             columns = 0, 1
         try:
-            times.append(_time(cells, columns[0]))
-            chains.append((_object(cells, columns[1]),))
+            rows.add(_time(cells, columns[0]), 1, 0, (_object(cells, columns[1]),), None)
         except ValueError as error:
-            del times[len(chains) :]
             source.problem(number, error)
-    source.refuse_if_empty(len(times))
-    ones = [1] * len(times)
-    return make_trace(
+    source.refuse_if_empty(rows.num_requests)
+    return rows.build(
         source.path.name,
         1,
-        times,
-        ones,
-        [0] * len(times),
-        chains,
         problems=tuple(source.problems.kept),
         num_problems=source.problems.count,
-        info={"format": "libcachesim", "out_of_order": out_of_order(times)},
+        info={"format": "libcachesim"},
     )
 
 

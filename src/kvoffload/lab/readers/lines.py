@@ -10,11 +10,10 @@ import math
 import stat
 import zlib
 from collections.abc import Callable, Iterator, Mapping
-from itertools import pairwise
 from pathlib import Path
 from typing import Any, NoReturn
 
-from kvoffload.lab.trace import Problem, TraceError
+from kvoffload.lab.trace import MEMORY_BYTES, Problem, TraceBuilder, TraceError
 
 MAX_LINE_BYTES = 256 << 20
 """A session of kv-cache-tester is one line and can have tens of MB."""
@@ -48,12 +47,24 @@ class Problems:
 
 
 class Source:
-    """One file of a trace. ``on_progress`` gets the share of it that was read."""
+    """One file of a trace. ``on_progress`` gets the share of it that was read. A trace of more than ``memory_bytes``
+    goes to files."""
 
-    def __init__(self, path: Path, problems: Problems, on_progress: Progress | None = None) -> None:
+    def __init__(
+        self,
+        path: Path,
+        problems: Problems,
+        on_progress: Progress | None = None,
+        memory_bytes: int = MEMORY_BYTES,
+    ) -> None:
         self.path = path
         self.problems = problems
         self._on_progress = on_progress
+        self._memory_bytes = memory_bytes
+
+    def builder(self) -> TraceBuilder:
+        """Returns what takes the requests."""
+        return TraceBuilder(self._memory_bytes)
 
     def problem(self, line: int, reason: object) -> None:
         """Counts a skipped line. Raises TraceError if reading is strict."""
@@ -213,11 +224,6 @@ def _shown(value: object) -> str:
     except ValueError:
         return "a number of thousands of digits"
     return text if len(text) <= _SHOWN else text[:_SHOWN] + "..."
-
-
-def out_of_order(times: list[float]) -> int:
-    """Returns how many requests have an earlier time than their predecessor in the file."""
-    return sum(a > b for a, b in pairwise(times))
 
 
 def positive_or(block_tokens: int | None, default: int) -> int:

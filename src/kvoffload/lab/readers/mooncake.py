@@ -6,8 +6,8 @@ the prompt's whole prefix up to and including block i; the last block may be inc
 
 from __future__ import annotations
 
-from kvoffload.lab.readers.lines import Source, out_of_order, parse_object, positive_or, prefix_ids, seconds, whole
-from kvoffload.lab.trace import Trace, make_trace
+from kvoffload.lab.readers.lines import Source, parse_object, positive_or, prefix_ids, seconds, whole
+from kvoffload.lab.trace import Trace
 
 BLOCK_TOKENS = 512
 MILLISECOND = 1e-3
@@ -16,10 +16,7 @@ MILLISECOND = 1e-3
 def read(source: Source, block_tokens: int | None = None) -> Trace:
     """Reads the trace. ``block_tokens``: by default 512. Raises TraceError."""
     size = positive_or(block_tokens, BLOCK_TOKENS)
-    times: list[float] = []
-    inputs: list[int] = []
-    outputs: list[int] = []
-    chains: list[list[int]] = []
+    rows = source.builder()
     for number, line in source.lines():
         try:
             data = parse_object(line)
@@ -29,21 +26,14 @@ def read(source: Source, block_tokens: int | None = None) -> Trace:
         except ValueError as error:
             source.problem(number, error)
             continue
-        times.append(at)
-        inputs.append(tokens)
-        outputs.append(output)
-        chains.append(chain)
-    source.refuse_if_empty(len(times))
-    return make_trace(
+        rows.add(at, tokens, output, chain, None)
+    source.refuse_if_empty(rows.num_requests)
+    return rows.build(
         source.path.name,
         size,
-        times,
-        inputs,
-        outputs,
-        chains,
         problems=tuple(source.problems.kept),
         num_problems=source.problems.count,
-        info={"format": "mooncake", "out_of_order": out_of_order(times)},
+        info={"format": "mooncake"},
     )
 
 

@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from kvoffload.lab.readers.lines import MAX_TOKENS, Source, out_of_order, parse_object, prefix_ids, seconds, whole
+from kvoffload.lab.readers.lines import MAX_TOKENS, Source, parse_object, prefix_ids, seconds, whole
 from kvoffload.lab.readers.mooncake import MILLISECOND
-from kvoffload.lab.trace import Trace, TraceError, make_trace
+from kvoffload.lab.trace import Trace, TraceError
 
 VERSION = 1
 HEADER = "kvoffload_trace"
@@ -28,9 +28,8 @@ def read(source: Source, block_tokens: int | None = None) -> Trace:
     header: dict[str, Any] | None = None
     starts: list[float] = []
     size = 0
-    times: list[float] = []
-    rows: list[tuple[int, ...]] = []
-    chains: list[list[int]] = []
+    rows = source.builder()
+    found = [0] * len(FOUND)
     for number, line in source.lines():
         try:
             data = parse_object(line)
@@ -46,10 +45,10 @@ def read(source: Source, block_tokens: int | None = None) -> Trace:
             elif header is None:
                 raise ValueError("a request before any header")
             else:
-                row, chain = _request(data, size)
-                times.append(starts[-1] + seconds(data, "timestamp", MILLISECOND))
-                rows.append(row)
-                chains.append(chain)
+                (inputs, outputs, *here), chain = _request(data, size)
+                at = starts[-1] + seconds(data, "timestamp", MILLISECOND)
+                rows.add(at, inputs, outputs, chain, min(len(chain), inputs // size))
+                found = [total + tokens for total, tokens in zip(found, here, strict=True)]
         except TraceError:
             raise
         except ValueError as error:
@@ -58,25 +57,18 @@ def read(source: Source, block_tokens: int | None = None) -> Trace:
         source.empty()
     if block_tokens not in (None, size):
         raise TraceError(f"block_tokens={block_tokens}: {source.path.name} was recorded with {size}; leave it out")
-    source.refuse_if_empty(len(times))
-    inputs, outputs, *found = map(list, zip(*rows, strict=True))
-    first = min(starts)
-    return make_trace(
+    source.refuse_if_empty(rows.num_requests)
+    return rows.build(
         source.path.name,
         size,
-        [at - first for at in times],
-        inputs,
-        outputs,
-        chains,
-        [min(len(chain), tokens // size) for chain, tokens in zip(chains, inputs, strict=True)],
+        -min(starts),
         problems=tuple(source.problems.kept),
         num_problems=source.problems.count,
         info={
             **header,
             "format": "recorded",
             "starts": len(starts),
-            "out_of_order": out_of_order(times),
-            **dict(zip(FOUND, map(sum, found), strict=True)),
+            **dict(zip(FOUND, found, strict=True)),
         },
     )
 

@@ -18,7 +18,7 @@ from itertools import accumulate
 from urllib.parse import parse_qsl
 
 from kvoffload.lab.readers.lines import positive_or
-from kvoffload.lab.trace import Trace, TraceError, make_trace
+from kvoffload.lab.trace import MEMORY_BYTES, Trace, TraceBuilder, TraceError
 
 PREFIX = "synthetic:"
 BLOCK_TOKENS = 256
@@ -34,28 +34,21 @@ Session = tuple[int, int, Iterator[Turn]]
 """Number and tokens of the shared text at the start of all its prompts, and its turns."""
 
 
-def generate(source: str, block_tokens: int | None = None) -> Trace:
+def generate(source: str, block_tokens: int | None = None, memory_bytes: int = MEMORY_BYTES) -> Trace:
     """Returns the trace described by ``source``, such as "synthetic:chat?requests=5000&seed=1". Raises TraceError."""
     size = positive_or(block_tokens, BLOCK_TOKENS)
     kind, _, query = source.removeprefix(PREFIX).partition("?")
     if kind not in KINDS:
         raise TraceError(f"{source}: unknown; use one of {', '.join(PREFIX + each for each in KINDS)}")
     requests, seed = _options(source, query)
-    times, inputs, outputs, chains = [], [], [], []
+    rows = TraceBuilder(memory_bytes)
     for at, number, (shared, shared_tokens), (_, prompt, answer) in _in_time(kind, requests, seed):
-        times.append(at)
-        inputs.append(prompt)
-        outputs.append(answer)
         # The last token of an answer is sampled, but its KV is not computed.
-        chains.append(_chain(number, shared, shared_tokens // size, (prompt + answer - 1) // size))
-    return make_trace(
+        chain = _chain(number, shared, shared_tokens // size, (prompt + answer - 1) // size)
+        rows.add(at, prompt, answer, chain, prompt // size)
+    return rows.build(
         source,
         size,
-        times,
-        inputs,
-        outputs,
-        chains,
-        [prompt // size for prompt in inputs],
         info={"format": "synthetic", "kind": kind, "requests": requests, "seed": seed},
     )
 
