@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from random import Random
 from typing import Any, TypeAlias
 
+import numpy as np
 import pytest
 
 from kvoffload.abc import ByteArray, LoadStoreSpec, OffloadKey, ReqContext, Slots, Tier, TierResult
@@ -217,7 +218,7 @@ def test_any_engine_on_tiers_that_never_fail() -> None:
 
 
 def checksum_not_verified(server: Server, tier: DiskTier, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(blockio, "payload_checksum", lambda header, key, buffers: 0)
+    monkeypatch.setattr(blockio, "payload_checksums", lambda header, keys, blocks: np.zeros(len(keys), np.uint64))
 
 
 def record_written_before_the_payload(server: Server, tier: DiskTier, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -379,7 +380,9 @@ def a_state_taken_for_optional(server: Server, tier: DiskTier, monkeypatch: pyte
 
 def what_follows_a_failed_write_stays(server: Server, tier: DiskTier, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(writethrough, "MAX_REWRITES", -1)
-    monkeypatch.setattr(planner, "unreachable", lambda *args: [])
+    monkeypatch.setattr(
+        planner, "unreachable", lambda layout, by_group, *args: [np.zeros(len(keys), np.bool_) for keys in by_group]
+    )
 
 
 def a_result_lost(server: Server, tier: DiskTier, monkeypatch: pytest.MonkeyPatch) -> None:
