@@ -252,7 +252,8 @@ class OffloadingConnectorScheduler:
             self._lose_blocks(req_id)
         handed_out = upcoming.handed_out
         for req_id, new in step.block_ids.items():
-            state, found = self.requests.get(req_id), list[Sequence[int]]()
+            state = self.requests.get(req_id)
+            found: Sequence[Sequence[int]] = ()
             if state is not None and req_id in step.replaced:
                 # Computed blocks were shared with it or loaded; loads have entered theirs.
                 found, new = state.blocks.replace_tables(new)
