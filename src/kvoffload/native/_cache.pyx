@@ -87,7 +87,7 @@ cdef cnp.ndarray converted(object array):
         return new_int64(0)
     if result.ndim != 1 or result.dtype.kind not in "iu":
         raise IndexError(f"slots must be whole numbers in one dimension, not {result.dtype} in {result.ndim}")
-    return np.ascontiguousarray(result, dtype=np.int64)
+    return np.require(result, np.int64, ["C", "A"])
 
 
 cdef inline cnp.ndarray checked(object slots, Py_ssize_t capacity):

@@ -88,7 +88,7 @@ cdef inline cnp.ndarray of_kind(object array, int kind, dtype):
     given = np.asarray(array)
     if given.ndim != 1 or (given.dtype.kind == "b") != (kind == cnp.NPY_BOOL) or given.dtype.kind not in "biu":
         raise TypeError(f"there must be a list of numbers of type {np.dtype(dtype)}, not {given.dtype} {given.shape}")
-    return np.ascontiguousarray(given, dtype=dtype)
+    return np.require(given, dtype, ["C", "A"])
 
 
 cdef inline cnp.ndarray numbers(object array):
@@ -382,7 +382,7 @@ cdef class GhostTable:
                 way = self._next_way[homes[i - start]]
                 self._next_way[homes[i - start]] = 0 if way + 1 == self._ways else way + 1
                 bucket = &self._buckets[homes[i - start] + way // WAYS]
-                stamp = max(<int64_t>0, ts[i] - self._base)
+                stamp = ts[i] - self._base if ts[i] > self._base else 0
                 bucket.tags[way % WAYS] = <uint32_t>hs[i] | 1
                 bucket.times[way % WAYS].added = <uint32_t>self._num_added
                 bucket.times[way % WAYS].stamp = <uint32_t>stamp << 1
