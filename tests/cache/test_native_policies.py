@@ -89,12 +89,15 @@ class Tables:
         """Compares what is remembered of ``hashes``. Entries may be in other places of their buckets."""
         found = [(table, table.find(hashes)) for table in (self.plain, self.native)]
         here = [(entries >= 0).tolist() for _, entries in found]
-        assert here[0] == here[1]
+        # As one bool: where CI is set, pytest takes minutes to describe how long lists differ.
+        same = here[0] == here[1]
+        assert same
         described = [
             (table.stamps(entries[entries >= 0]).tolist(), table.is_marked(entries).tolist())
             for table, entries in found
         ]
-        assert described[0] == described[1]
+        same = described[0] == described[1]
+        assert same
         assert len(self.plain) == len(self.native)
 
     def add(self, hashes: np.ndarray, new: bool) -> None:
