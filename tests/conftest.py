@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 
 import pytest
 
@@ -35,6 +36,11 @@ with contextlib.suppress(ImportError):
 
     settings.register_profile("tests", deadline=None)
     settings.load_profile("tests")
+
+# Where these say that it runs unattended, pytest describes each failed comparison in full. For long lists that takes
+# minutes, and tests with planted bugs expect such failures. Hypothesis, above, must know.
+for _name in ("CI", "BUILD_NUMBER"):
+    os.environ.pop(_name, None)
 
 
 @pytest.hookimpl(tryfirst=True)
