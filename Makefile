@@ -29,7 +29,8 @@ WITH := $(VENV_VLLM)/bin/python -m
 PYTEST := pytest --numprocesses $(JOBS) --dist loadfile --no-loadscope-reorder
 # Tests that run once more without native code.
 PLAIN_TESTS := tests/cache/test_auto.py tests/cache/test_index.py tests/cache/test_manager_lru.py tests/cache/test_manager_policies.py \
-	tests/cache/test_table.py tests/lab/test_replay.py tests/connector/test_scheduler.py tests/connector/test_stores.py
+	tests/cache/test_table.py tests/cache/test_manager_arc.py tests/cache/test_misses.py \
+	tests/lab/test_replay.py tests/connector/test_scheduler.py tests/connector/test_stores.py
 SOAK_TESTS     := tests/connector/test_engine_model.py tests/connector/test_engine_model_states.py tests/cache/test_manager_lru.py \
 	tests/cache/test_manager_arc.py tests/cache/test_admission.py tests/tiers/disk/test_kill.py tests/native
 SOAK_TIMEOUT_S := 7200
