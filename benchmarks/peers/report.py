@@ -8,70 +8,164 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from benchmarks.peers.measure import Result, compare, percentile
+from benchmarks.peers.measure import HOST_BYTES, Result, compare, percentile
 
 REFERENCE = "recompute"
+OURS = "kvoffload"
 MIB = 1 << 20
 NONE = "-"
+WRITTEN_SHARE = 0.95
+"""A system that has fewer of its blocks' bytes on disk has not written all of them."""
+EQUAL = 0.01
+"""Figures that differ by a smaller share than this are both the best."""
 
 Table = tuple[str, list[str], list[list[str]]]
 """A title, the heads of the columns and the rows."""
 
 
 def tables(results: Sequence[Result]) -> list[Table]:
-    """Returns the tables of all systems that gave figures. The first column is the system."""
+    """Returns the tables of all systems that gave figures, the summary first. The first column is the system."""
     reference = next((result for result in results if result.name == REFERENCE), None)
     measured = [result for result in results if result.times]
     sizes = sorted({size for result in measured for size in result.times})
-    found = [_times(size, measured, reference) for size in sizes]
-    found += [_mixed(measured), _space(measured, reference), _outputs(measured, reference)]
+    found = [_summary(measured, reference, sizes)]
+    found += [_times(size, measured, reference) for size in sizes]
+    found += [_mixed(measured), _memory(measured, reference), _disk(measured), _outputs(measured, reference)]
     return [table for table in found if table[2]]
 
 
+# Figures of one system, and how they compare with those of the engine without offloading.
+
+
+def pool_bytes(result: Result, reference: Result) -> int:
+    """Returns the resident bytes that hold blocks, or could: the whole budget, or the blocks.
+
+    It is the budget where that is resident at start, and the blocks where memory becomes resident with them.
+    """
+    at_start = result.memory_start - reference.memory_start
+    return HOST_BYTES if at_start > HOST_BYTES / 2 else result.held_bytes
+
+
+def beside_pool(result: Result, reference: Result) -> int:
+    """Returns the bytes of memory that a system takes beside what holds its blocks."""
+    return result.memory_end - reference.memory_end - pool_bytes(result, reference)
+
+
+def ratios(result: Result, reference: Result, sizes: Sequence[int]) -> list[float | None]:
+    """Returns the figures of the summary, in the order of its columns. Of each, less is better."""
+    pairs = [(result.times.get(size), reference.times.get(size)) for size in sizes]
+    found: list[float | None] = []
+    found += [_by(mine.again, theirs.device) if mine and theirs else None for mine, theirs in pairs]
+    found += [_by(mine.first, theirs.first) if mine and theirs else None for mine, theirs in pairs]
+    rounds = result.mixed, reference.mixed
+    found.append(_by(*([mixed.wall_s for mixed in each] for each in rounds)))
+    found.append(_by(*([mixed.cpu_s for mixed in each] for each in rounds)))
+    found.append(beside_pool(result, reference) / MIB if result.memory_end else None)
+    # Who has not written all blocks takes no less room for them.
+    written = result.disk_bytes is not None and result.disk_bytes >= WRITTEN_SHARE * result.disk_held_bytes > 0
+    found.append((result.disk_bytes or 0) / result.disk_held_bytes if written else None)
+    return found
+
+
+def _by(mine: Sequence[float], theirs: Sequence[float]) -> float | None:
+    """Returns the ratio of the medians; None without a figure to divide by."""
+    return median(mine) / median(theirs) if mine and any(theirs) else None
+
+
+def _summary(results: Sequence[Result], reference: Result | None, sizes: Sequence[int]) -> Table:
+    heads = ["system"]
+    heads += [f"again, {size:,} tokens" for size in sizes]
+    heads += [f"first sight, {size:,} tokens" for size in sizes]
+    heads += ["mixed load", "CPU time", "MiB beside the pool", "disk"]
+    title = "In short. Less is better in every column, and the best is bold"
+    others = [result for result in results if result.name != REFERENCE]
+    if reference is None or not others:
+        return title, heads, []
+    figures = {result.name: ratios(result, reference, sizes) for result in others}
+    best = [min((v for v in column if v is not None), default=None) for column in zip(*figures.values(), strict=True)]
+    rows = []
+    for result in others:
+        cells = []
+        for i, (value, least) in enumerate(zip(figures[result.name], best, strict=True)):
+            cells.append(NONE)
+            if value is not None and least is not None:
+                text = f"{value:,.0f}" if i == len(best) - 2 else f"{value:.2f}"
+                cells[-1] = f"**{text}**" if value <= least + EQUAL * abs(least) else text
+        rows.append([result.title, *cells])
+    return title, heads, rows
+
+
 def _times(size: int, results: Sequence[Result], reference: Result | None) -> Table:
-    heads = ["system", "first p50", "first p95", "again p50", "again p95", "tokens found again"]
+    heads = ["system", "first sight p50", "p95", "again p50", "p95", "device hit p50", "tokens found again"]
     rows = []
     for result in results:
         times = result.times.get(size)
         if times is not None and times.first and times.again:
-            rows.append([result.title, *_pair(times.first), *_pair(times.again), f"{times.found:.0%}"])
-    if reference is not None and reference.device and size == min(reference.times):
-        rows.append(["device hit (the floor)", NONE, NONE, *_pair(reference.device), NONE])
-    return f"Milliseconds to the first token, prompts of {size:,} tokens", heads, rows
+            hit = _p50(times.device) if times.device else NONE
+            again = [NONE, NONE] if result.name == REFERENCE else _pair(times.again)
+            rows.append([result.title, *_pair(times.first), *again, hit, f"{times.found:.0%}"])
+    return f"Milliseconds to the first token, prompts of {size:,} tokens; in brackets the middle half", heads, rows
+
+
+def median(values: Sequence[float]) -> float:
+    """Returns the median, which is one of ``values``."""
+    return percentile(values, 50)
+
+
+def _p50(seconds: Sequence[float]) -> str:
+    low, middle, high = (f"{1e3 * percentile(seconds, percent):,.0f}" for percent in (25, 50, 75))
+    return f"{middle} ({low} to {high})"
 
 
 def _pair(seconds: Sequence[float]) -> list[str]:
-    return [f"{1e3 * percentile(seconds, percent):,.0f}" for percent in (50, 95)]
+    return [_p50(seconds), f"{1e3 * percentile(seconds, 95):,.0f}"]
+
+
+def _range(values: Sequence[float]) -> str:
+    """Returns the median, and the least and the most."""
+    return f"{median(values):,.0f} ({min(values):,.0f} to {max(values):,.0f})"
 
 
 def _mixed(results: Sequence[Result]) -> Table:
-    heads = ["system", "prompt tokens/s", "output tokens/s", "CPU seconds", "TTFT p50", "TTFT p95"]
+    heads = ["system", "prompt tokens/s", "output tokens/s", "CPU seconds per round", "TTFT p50", "TTFT p95"]
     rows = []
     for result in results:
-        if (mixed := result.mixed) is not None:
-            rates = [f"{tokens / mixed.wall_s:,.0f}" for tokens in (mixed.prompt_tokens, mixed.output_tokens)]
-            rows.append([result.title, *rates, f"{mixed.cpu_s:,.0f}", *_pair(mixed.ttft)])
-    return "Mixed load: conversations in turns with shared prefixes; TTFT in milliseconds", heads, rows
+        if result.mixed:
+            prompt = _range([mixed.prompt_tokens / mixed.wall_s for mixed in result.mixed])
+            output = _range([mixed.output_tokens / mixed.wall_s for mixed in result.mixed])
+            cpu = _range([mixed.cpu_s for mixed in result.mixed])
+            ttft = [each for mixed in result.mixed for each in mixed.ttft]
+            rows.append([result.title, prompt, output, cpu, *_pair(ttft)])
+    count = max((len(result.mixed) for result in results), default=0)
+    title = f"Mixed load, {count} rounds, in brackets the least and the most of a round; TTFT in milliseconds"
+    return title, heads, rows
 
 
-def _space(results: Sequence[Result], reference: Result | None) -> Table:
-    heads = ["system", "memory at start", "memory with the blocks", "blocks", "on disk", "blocks written"]
+def _memory(results: Sequence[Result], reference: Result | None) -> Table:
+    heads = ["system", "budget", "at start", "with the blocks", "blocks", "beside the pool"]
     rows = []
     for result in results:
         if result.name == REFERENCE or reference is None or not result.memory_end:
             continue
-        memory = [
-            f"{(mine - theirs) / MIB:,.0f}"
-            for mine, theirs in (
-                (result.memory_start, reference.memory_start),
-                (result.memory_end, reference.memory_end),
-            )
+        sizes = [
+            HOST_BYTES,
+            result.memory_start - reference.memory_start,
+            result.memory_end - reference.memory_end,
+            result.held_bytes,
+            beside_pool(result, reference),
         ]
-        disk = [NONE, NONE]
-        if result.disk_bytes is not None:
-            disk = [f"{size / MIB:,.0f}" for size in (result.disk_bytes, result.disk_held_bytes)]
-        rows.append([result.title, *memory, f"{result.held_bytes / MIB:,.0f}", *disk])
-    return "MiB of memory beyond recompute's, and of disk", heads, rows
+        rows.append([result.title, *(f"{size / MIB:,.0f}" for size in sizes)])
+    return "MiB of resident memory beyond recompute's", heads, rows
+
+
+def _disk(results: Sequence[Result]) -> Table:
+    heads = ["system", "blocks", "on disk"]
+    rows = [
+        [result.title, *(f"{size / MIB:,.0f}" for size in (result.disk_held_bytes, result.disk_bytes))]
+        for result in results
+        if result.disk_bytes is not None
+    ]
+    return "MiB on disk after all prompts of the smallest size were stored and the system was stopped", heads, rows
 
 
 def _outputs(results: Sequence[Result], reference: Result | None) -> Table:

@@ -91,13 +91,13 @@ def test_what_an_engine_does_at_start_is_a_cell(error: Exception, outcome: Outco
 def test_what_is_kept_is_restored_without_what_broke(tmp_path: Path) -> None:
     system = FolderSystem(tmp_path)
     system.empty()
-    (system.folder / "block").write_bytes(bytes(100))
+    (system.folder / "block").write_bytes(bytes(1 << 16))
     assert system.keep()
     assert system.flip() == 1
     assert system.truncate() == 1
     (system.folder / "new").write_bytes(b"new")
     system.restore()
-    assert {path.name: path.read_bytes() for path in system.folder.iterdir()} == {"block": bytes(100)}
+    assert {path.name: path.read_bytes() for path in system.folder.iterdir()} == {"block": bytes(1 << 16)}
     with pytest.raises(NotApplicableError):
         system.stop_service()
 
