@@ -18,7 +18,8 @@ from benchmarks.peers import board
 from benchmarks.peers.load import make_load
 from benchmarks.peers.measure import Result, measure
 from benchmarks.peers.page import render_page
-from benchmarks.peers.report import REFERENCE, publish, text
+from benchmarks.peers.report import publish, text
+from benchmarks.peers.summary import REFERENCE
 from benchmarks.peers.systems import SYSTEMS, System
 from kvoffload.demo.model import kv_bytes_per_token, write_model
 

@@ -310,18 +310,25 @@ def is_installed(name: str) -> bool:
     return True
 
 
-def run_elsewhere(
-    python: str, work: Path, kind: type[System], chosen: Sequence[Fault], deadline_s: float
-) -> dict[str, Any]:
-    """Runs the board of one system with another Python, which has its packages. Returns its result."""
-    out = work / kind.__name__
+def run_elsewhere(work: Path, kind: type[System], chosen: Sequence[Fault], deadline_s: float) -> dict[str, Any]:
+    """Runs the board of one system with another Python, which has its packages. Returns systems and versions."""
+    python, out = kind.python(), work / kind.__name__
+    if not Path(python).exists():
+        return not_run(kind, chosen, f"there is no {python}")
     command = [python, "-m", "benchmarks.peers.board", "--out", str(out), "--only", kind.__name__, "--here"]
     command += ["--faults", ",".join(fault.name for fault in chosen), "--deadline-s", str(deadline_s)]
     done = subprocess.run(command, env={**systems.environment(), systems.LMCACHE_PYTHON: python}, check=False)
     if done.returncode != 0:
-        raise RuntimeError(f"the board with {python} has ended with {done.returncode}")
+        return not_run(kind, chosen, f"the board with {python} has ended with {done.returncode}")
     result: dict[str, Any] = json.loads((out / "board.json").read_text())
     return result
+
+
+def not_run(kind: type[System], chosen: Sequence[Fault], why: str) -> dict[str, Any]:
+    """Returns the result of a system that could not be asked at all."""
+    cell = Cell(Outcome.REFUSED, message=why)
+    cells = {fault.name: {**cell.to_dict(), "text": str(cell), "seconds": 0.0} for fault in chosen}
+    return {"systems": {kind.name: {"note": kind.note, "is_control": False, "cells": cells}}, "versions": {}}
 
 
 def table_of(result: dict[str, Any]) -> Table:
@@ -403,20 +410,13 @@ def main(
     shutil.rmtree(work, ignore_errors=True)
     work.mkdir(parents=True)
     ours = [kind for kind in kinds if here or kind.python() == sys.executable]
-    result = run_board(work, ours, chosen, deadline_s)
-    for kind in kinds:
-        if kind not in ours:
-            python = kind.python()
-            if Path(python).exists():
-                other = run_elsewhere(python, work, kind, chosen, deadline_s - result["seconds"])
-                result["systems"] |= other["systems"]
-                result["versions"] |= other["versions"]
-                result["seconds"] += other["seconds"]
-            else:
-                cell = Cell(Outcome.REFUSED, message=f"there is no {python}")
-                text = {**cell.to_dict(), "text": str(cell), "seconds": 0.0}
-                cells = {fault.name: text for fault in chosen}
-                result["systems"][kind.name] = {"note": kind.note, "is_control": False, "cells": cells}
+    begun = time.monotonic()
+    elsewhere = [run_elsewhere(work, kind, chosen, deadline_s) for kind in kinds if kind not in ours]
+    result = run_board(work, ours, chosen, deadline_s - (time.monotonic() - begun))
+    for other in elsewhere:
+        result["systems"] |= other["systems"]
+        result["versions"] |= other["versions"]
+    result["seconds"] = time.monotonic() - begun
     result["problems"] = verdict(result)
     (out / "board.json").write_text(json.dumps(result, indent=2) + "\n")
     (out / "board.md").write_text(markdown(result), encoding="utf-8")

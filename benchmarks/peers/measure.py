@@ -98,6 +98,11 @@ def percentile(values: Sequence[float], percent: float) -> float:
     return ordered[max(0, math.ceil(percent / 100 * len(ordered)) - 1)]
 
 
+def median(values: Sequence[float]) -> float:
+    """Returns the median, which is one of ``values``."""
+    return percentile(values, 50)
+
+
 def block_bytes(prompts: Sequence[Sequence[int]], bytes_per_token: int, block_size: int) -> int:
     """Returns the bytes of all whole blocks of ``prompts``, each distinct prefix counted once."""
     blocks = {tuple(p[: i + block_size]) for p in prompts for i in range(0, len(p) - block_size + 1, block_size)}

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from benchmarks.peers.measure import Result
 from benchmarks.peers.plots import memory_plot, mixed_plot, ttft_plot
 from benchmarks.peers.report import problems, tables
+from benchmarks.peers.summary import shortfalls
 from kvoffload.demo.page import environment
 
 TEMPLATE = """<!doctype html>
@@ -21,6 +22,10 @@ TEMPLATE = """<!doctype html>
 <main>
 <h1>kvoffload beside other systems</h1>
 <p class="lead">{% for name, value in facts.items() %}{{ name }}: {{ value }}{{ "; " if not loop.last }}{% endfor %}</p>
+{% if shortfalls %}
+<section><h2>Where kvoffload is not the best</h2>
+<ul>{% for line in shortfalls %}<li>{{ line }}</li>{% endfor %}</ul></section>
+{% endif %}
 {% for plot in plots if plot %}
 <section><div class="scroll">{{ plot | safe }}</div></section>
 {% endfor %}
@@ -52,5 +57,11 @@ def render_page(results: Sequence[Result], facts: Mapping[str, str]) -> str:
     return (
         environment()
         .from_string(TEMPLATE)
-        .render(facts=facts, plots=plots, tables=tables(results), problems=problems(results))
+        .render(
+            facts=facts,
+            plots=plots,
+            tables=tables(results),
+            shortfalls=shortfalls(results),
+            problems=problems(results),
+        )
     )

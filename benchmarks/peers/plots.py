@@ -8,8 +8,8 @@ from typing import Any
 import matplotlib
 from matplotlib.figure import Figure
 
-from benchmarks.peers.measure import Result, percentile
-from benchmarks.peers.report import MIB, OURS, REFERENCE, median, pool_bytes
+from benchmarks.peers.measure import Result, median, percentile
+from benchmarks.peers.summary import MIB, OURS, REFERENCE, pool_bytes
 from kvoffload.lab.figures import INK, MUTED, STYLE, WIDTH, svg
 
 FIRST, AGAIN, OURS_AGAIN, OTHER = "#b9c2cb", "#2f6fb5", "#1f9e77", "#8fb3da"

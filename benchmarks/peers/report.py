@@ -8,16 +8,10 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from benchmarks.peers.measure import HOST_BYTES, Result, compare, percentile
+from benchmarks.peers.measure import HOST_BYTES, Result, compare, median, percentile
+from benchmarks.peers.summary import MIB, REFERENCE, beside_pool, columns, shortfalls
 
-REFERENCE = "recompute"
-OURS = "kvoffload"
-MIB = 1 << 20
 NONE = "-"
-WRITTEN_SHARE = 0.95
-"""A system that has fewer of its blocks' bytes on disk has not written all of them."""
-EQUAL = 0.01
-"""Figures that differ by a smaller share than this are both the best."""
 
 Table = tuple[str, list[str], list[list[str]]]
 """A title, the heads of the columns and the rows."""
@@ -28,71 +22,24 @@ def tables(results: Sequence[Result]) -> list[Table]:
     reference = next((result for result in results if result.name == REFERENCE), None)
     measured = [result for result in results if result.times]
     sizes = sorted({size for result in measured for size in result.times})
-    found = [_summary(measured, reference, sizes)]
+    found = [_summary(measured)]
     found += [_times(size, measured, reference) for size in sizes]
     found += [_mixed(measured), _memory(measured, reference), _disk(measured), _outputs(measured, reference)]
     return [table for table in found if table[2]]
 
 
-# Figures of one system, and how they compare with those of the engine without offloading.
-
-
-def pool_bytes(result: Result, reference: Result) -> int:
-    """Returns the resident bytes that hold blocks, or could: the whole budget, or the blocks.
-
-    It is the budget where that is resident at start, and the blocks where memory becomes resident with them.
-    """
-    at_start = result.memory_start - reference.memory_start
-    return HOST_BYTES if at_start > HOST_BYTES / 2 else result.held_bytes
-
-
-def beside_pool(result: Result, reference: Result) -> int:
-    """Returns the bytes of memory that a system takes beside what holds its blocks."""
-    return result.memory_end - reference.memory_end - pool_bytes(result, reference)
-
-
-def ratios(result: Result, reference: Result, sizes: Sequence[int]) -> list[float | None]:
-    """Returns the figures of the summary, in the order of its columns. Of each, less is better."""
-    pairs = [(result.times.get(size), reference.times.get(size)) for size in sizes]
-    found: list[float | None] = []
-    found += [_by(mine.again, theirs.device) if mine and theirs else None for mine, theirs in pairs]
-    found += [_by(mine.first, theirs.first) if mine and theirs else None for mine, theirs in pairs]
-    rounds = result.mixed, reference.mixed
-    found.append(_by(*([mixed.wall_s for mixed in each] for each in rounds)))
-    found.append(_by(*([mixed.cpu_s for mixed in each] for each in rounds)))
-    found.append(beside_pool(result, reference) / MIB if result.memory_end else None)
-    # Who has not written all blocks takes no less room for them.
-    written = result.disk_bytes is not None and result.disk_bytes >= WRITTEN_SHARE * result.disk_held_bytes > 0
-    found.append((result.disk_bytes or 0) / result.disk_held_bytes if written else None)
-    return found
-
-
-def _by(mine: Sequence[float], theirs: Sequence[float]) -> float | None:
-    """Returns the ratio of the medians; None without a figure to divide by."""
-    return median(mine) / median(theirs) if mine and any(theirs) else None
-
-
-def _summary(results: Sequence[Result], reference: Result | None, sizes: Sequence[int]) -> Table:
-    heads = ["system"]
-    heads += [f"again, {size:,} tokens" for size in sizes]
-    heads += [f"first sight, {size:,} tokens" for size in sizes]
-    heads += ["mixed load", "CPU time", "MiB beside the pool", "disk"]
-    title = "In short. Less is better in every column, and the best is bold"
-    others = [result for result in results if result.name != REFERENCE]
-    if reference is None or not others:
-        return title, heads, []
-    figures = {result.name: ratios(result, reference, sizes) for result in others}
-    best = [min((v for v in column if v is not None), default=None) for column in zip(*figures.values(), strict=True)]
+def _summary(results: Sequence[Result]) -> Table:
+    found = columns(results)
     rows = []
-    for result in others:
+    for result in results:
         cells = []
-        for i, (value, least) in enumerate(zip(figures[result.name], best, strict=True)):
-            cells.append(NONE)
-            if value is not None and least is not None:
-                text = f"{value:,.0f}" if i == len(best) - 2 else f"{value:.2f}"
-                cells[-1] = f"**{text}**" if value <= least + EQUAL * abs(least) else text
-        rows.append([result.title, *cells])
-    return title, heads, rows
+        for column in found:
+            text = column.text(result.name) if result.name in column.figures else NONE
+            cells.append(f"**{text}**" if text != NONE and column.is_best(result.name) else text)
+        if any(cell != NONE for cell in cells):
+            rows.append([result.title, *cells])
+    title = "In short. Less is better in every column, and the best is bold"
+    return title, ["system", *(column.head for column in found)], rows
 
 
 def _times(size: int, results: Sequence[Result], reference: Result | None) -> Table:
@@ -105,11 +52,6 @@ def _times(size: int, results: Sequence[Result], reference: Result | None) -> Ta
             again = [NONE, NONE] if result.name == REFERENCE else _pair(times.again)
             rows.append([result.title, *_pair(times.first), *again, hit, f"{times.found:.0%}"])
     return f"Milliseconds to the first token, prompts of {size:,} tokens; in brackets the middle half", heads, rows
-
-
-def median(values: Sequence[float]) -> float:
-    """Returns the median, which is one of ``values``."""
-    return percentile(values, 50)
 
 
 def _p50(seconds: Sequence[float]) -> str:
@@ -193,6 +135,8 @@ def markdown(results: Sequence[Result], facts: dict[str, str]) -> str:
     for title, heads, rows in tables(results):
         lines = ["| " + " | ".join(row) + " |" for row in [heads, ["---"] * len(heads), *rows]]
         parts.append(f"**{title}**\n\n" + "\n".join(lines))
+    if found := shortfalls(results):
+        parts.insert(2, "Where kvoffload is not the best:\n\n" + "\n".join(f"- {line}" for line in found))
     if found := problems(results):
         parts.append("What could not be started or failed:\n\n" + "\n".join(f"- {line}" for line in found))
     return "\n\n".join(parts) + "\n"
@@ -208,6 +152,8 @@ def text(results: Sequence[Result]) -> str:
             for row in [heads, *rows]
         ]
         parts.append("\n".join([title, *lines]))
+    if found := shortfalls(results):
+        parts.insert(1, "\n".join(["Where kvoffload is not the best", *(f"  {line}" for line in found)]))
     parts += [f"  {line}" for line in problems(results)]
     return "\n\n".join(parts)
 

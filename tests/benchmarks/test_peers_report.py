@@ -12,6 +12,7 @@ from benchmarks.peers.__main__ import choose, main
 from benchmarks.peers.load import make_load
 from benchmarks.peers.measure import HOST_BYTES, Mixed, Result, Same, Times, block_bytes, compare, percentile
 from benchmarks.peers.report import markdown, problems, publish, tables, text
+from benchmarks.peers.summary import shortfalls
 from benchmarks.peers.systems import Answer
 
 
@@ -93,6 +94,14 @@ def test_the_summary_says_who_is_the_best_at_what() -> None:
     a, b = rows_of("In short", results)
     assert a == ["A", "**1.25**", "**1.00**", "1.00", "**1.00**", "**-30**", "**1.05**"]
     assert b == ["B", "2.50", "2.00", "**0.25**", "2.00", "170", "-"]
+
+
+def test_it_is_said_where_kvoffload_is_not_the_best() -> None:
+    results = [result("recompute", "recompute"), result("kvoffload", "kvoffload"), result("b", "B", 2.0)]
+    assert shortfalls(results) == []
+    results[2].times[2000].again = [0.04] * 3
+    assert shortfalls(results) == ["again, 2,000 tokens: 1.25; B: 1.00"]
+    assert "- again, 2,000 tokens: 1.25; B: 1.00" in markdown(results, {})
 
 
 def test_who_does_not_write_all_blocks_is_not_the_best_on_disk() -> None:
