@@ -24,11 +24,11 @@ from typing import Any
 import numpy as np
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-from rich.table import Table
 
 from benchmarks.peers import faults, systems
 from benchmarks.peers.board_judge import Answer, Asked, Cell, Outcome, is_right, judge
 from benchmarks.peers.board_process import ENVIRONMENT, CrashError, HangError, RefusedError, Running
+from benchmarks.peers.board_report import markdown, table_of, verdict
 from benchmarks.peers.board_systems import SYSTEMS, NotApplicableError, System
 from kvoffload.demo import model as demo_model
 
@@ -223,6 +223,12 @@ CONTROL_FAULTS = ("no fault", "byte flips")
 
 
 def run_cell(board: Board, system: System, fault: Fault) -> Cell:
+    """Runs one cell. A hang or a crash may be the machine's: the cell is run once more, and the second time counts."""
+    cell = run_once(board, system, fault)
+    return run_once(board, system, fault) if cell.outcome in (Outcome.HANG, Outcome.CRASH) else cell
+
+
+def run_once(board: Board, system: System, fault: Fault) -> Cell:
     """Runs one cell. What the engine does when it starts is a result, too."""
     try:
         return fault.run(board, system)
@@ -329,70 +335,6 @@ def not_run(kind: type[System], chosen: Sequence[Fault], why: str) -> dict[str, 
     cell = Cell(Outcome.REFUSED, message=why)
     cells = {fault.name: {**cell.to_dict(), "text": str(cell), "seconds": 0.0} for fault in chosen}
     return {"systems": {kind.name: {"note": kind.note, "is_control": False, "cells": cells}}, "versions": {}}
-
-
-def table_of(result: dict[str, Any]) -> Table:
-    """Returns the board as one table, with a column per system."""
-    table = Table(title=f"Integrity board: {result['prompts']} prompts per cell", show_lines=True)
-    table.add_column("fault")
-    for name in result["systems"]:
-        table.add_column(name)
-    for fault in result["faults"]:
-        table.add_row(fault, *(row["cells"][fault]["text"] for row in result["systems"].values()))
-    return table
-
-
-def markdown(result: dict[str, Any]) -> str:
-    """Returns the board as a table for the documentation, with the systems' messages and notes below it."""
-    rows = result["systems"]
-    lines = ["| fault | " + " | ".join(rows) + " |", "|---" * (len(rows) + 1) + "|"]
-    lines += [
-        f"| {fault} | " + " | ".join(short(row["cells"][fault]) for row in rows.values()) + " |"
-        for fault in result["faults"]
-    ]
-    messages = [
-        f"- {name}, {fault}: {cell['message']}"
-        for name, row in rows.items()
-        for fault, cell in row["cells"].items()
-        if cell["message"] and cell["outcome"] not in (Outcome.NOT_APPLICABLE, Outcome.REFUSED)
-    ]
-    refused = [
-        f"- {name}: {row['cells'][FAULTS[0].name]['message']}"
-        for name, row in rows.items()
-        if row["cells"].get(FAULTS[0].name, {}).get("outcome") == Outcome.REFUSED
-    ]
-    versions = ", ".join(f"{name} {number}" for name, number in result["versions"].items())
-    head = f"{result['date']}, {result['seconds'] / 60:.0f} minutes, {result['prompts']} prompts per cell; {versions}."
-    return "\n".join([head, "", *lines, "", *refused, *messages]).rstrip() + "\n"
-
-
-def short(cell: dict[str, Any]) -> str:
-    """Returns a cell in few words, with what should never happen in bold."""
-    if cell["outcome"] == Outcome.NOT_APPLICABLE:
-        return "not run" if "not run" in cell["message"] or "planted" in cell["message"] else "–"  # noqa: RUF001
-    if cell["outcome"] == Outcome.REFUSED:
-        return "does not start"
-    parts = [
-        f"{cell[key]} {words}" for key, words in (("from_cache", "from cache"), ("computed", "computed")) if cell[key]
-    ]
-    parts += [f"**{cell[key]} {words}**" for key, words in (("wrong", "wrong"), ("failed", "failed")) if cell[key]]
-    if cell["outcome"] in (Outcome.HANG, Outcome.CRASH):
-        parts.append(f"**{cell['outcome']}**" + (f", {cell['unanswered']} not answered" if cell["unanswered"] else ""))
-    return ", ".join(parts)
-
-
-def verdict(result: dict[str, Any]) -> list[str]:
-    """Returns what is wrong with the board itself: controls that do not hold."""
-    problems = []
-    if result["controls"]["prompts_that_tell_the_weights_apart"] < result["prompts"]:
-        problems.append("some prompts have the same answers with the replaced weights")
-    for name, row in result["systems"].items():
-        first, flips = row["cells"].get("no fault"), row["cells"].get("byte flips")
-        if first is not None and first["outcome"] not in (Outcome.RIGHT, Outcome.REFUSED):
-            problems.append(f"{name}: does not answer from the cache without a fault: {first['text']}")
-        if row["is_control"] and flips is not None and flips["outcome"] != Outcome.WRONG:
-            problems.append(f"{name}: flipped bits do not reach what is loaded: {flips['text']}")
-    return problems
 
 
 def main(

@@ -45,7 +45,7 @@ def ttft_plot(results: Sequence[Result]) -> str:
                     )
             _names(ax, shown)
             ax.set_xlim(0, top * 1.12)
-        _legend(panels[0])
+        _legend(figure)
         return svg(figure, "Time to the first token of each system, when prompts are first seen and again")
 
 
@@ -119,7 +119,7 @@ def _names(ax: Any, results: Sequence[Result]) -> None:
     ax.invert_yaxis()
 
 
-def _legend(ax: Any) -> None:
+def _legend(figure: Figure) -> None:
     from matplotlib.patches import Patch
 
     handles = [
@@ -127,4 +127,4 @@ def _legend(ax: Any) -> None:
         Patch(color=OURS_AGAIN, label="again, kvoffload"),
         Patch(color=AGAIN, label="again, others"),
     ]
-    ax.legend(handles=handles, ncols=3, loc="lower right", bbox_to_anchor=(1.0, 1.0))
+    figure.legend(handles=handles, ncols=3, loc="outside upper right")

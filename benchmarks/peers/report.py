@@ -10,6 +10,7 @@ from typing import Any
 
 from benchmarks.peers.measure import HOST_BYTES, Result, compare, median, percentile
 from benchmarks.peers.summary import MIB, REFERENCE, beside_pool, columns, shortfalls
+from kvoffload.units import counted
 
 NONE = "-"
 
@@ -79,7 +80,7 @@ def _mixed(results: Sequence[Result]) -> Table:
             ttft = [each for mixed in result.mixed for each in mixed.ttft]
             rows.append([result.title, prompt, output, cpu, *_pair(ttft)])
     count = max((len(result.mixed) for result in results), default=0)
-    title = f"Mixed load, {count} rounds, in brackets the least and the most of a round; TTFT in milliseconds"
+    title = f"Mixed load, {counted(count, 'round')}, in brackets the least and the most; TTFT in milliseconds"
     return title, heads, rows
 
 
