@@ -40,7 +40,7 @@ def make_load(quick: bool, seed: int = 0) -> Load:
         drawn: list[int] = rng.integers(FIRST_TOKEN, LAST_TOKEN, count).tolist()
         return drawn
 
-    sizes = {2000: 6, 3500: 4} if quick else {2000: 16, 3500: 10}
+    sizes = {2000: 6, 3500: 4} if quick else {2000: 12, 3500: 8}
     prompts = {size: [tokens(size) for _ in range(count)] for size, count in sizes.items()}
     repeated = {size: [tokens(size) for _ in range(2)] for size in sizes}
 
@@ -58,5 +58,5 @@ def make_load(quick: bool, seed: int = 0) -> Load:
                 made.append(turns)
         return made
 
-    rounds = [conversations(1, 2)] if quick else [conversations(3, 3) for _ in range(3)]
+    rounds = [conversations(1, 2)] if quick else [conversations(3, 2) for _ in range(3)]
     return Load(prompts, repeated, rounds)
