@@ -5,11 +5,12 @@ Both run in one engine, in one process, on one core: a connector that can be swi
 its work or nothing. Each kind has running requests of its own, of the same lengths, and only one kind runs at a time:
 a block of steps or one prompt, in the order A B C C B A. So weights, memory and device cache are the same for all, and
 noise of the machine hits all alike. The first step of a block is left out, because in it vLLM exchanges its batch. A
-ratio is the median over the rounds of the ratio of the sums of a round; its interval covers 95% of the medians of
-rounds drawn again (bootstrap).
+ratio is the mean over the rounds of the ratio of the sums of a round, without the TRIMMED lowest and highest ones; its
+interval covers 95% of the means of rounds drawn again (bootstrap).
 
-The third kind is the control. It does nothing either, and must cost 1.00 times as much; in every other round it burns
-BURNT of a step in each step, which must be found.
+The third kind is the control. It does nothing either, and must cost 1.00 times as much; in every third round it burns
+BURNT of a step in each step, which must be found. What the ratios cannot resolve, the CPU time within the methods of
+the connector does.
 
 ``KVOFFLOAD_BENCH_CPU`` is the core to use, by default the last one of this process.
 """
@@ -42,7 +43,7 @@ HOST_BYTES = "384MiB"
 PROMPT_TOKENS = 2000
 PROMPT_BUDGET, MIXED_BUDGET = 2048, 256
 """Tokens per step: all of a prompt if only its first token counts, pieces of it beside requests that decode."""
-LEAST_ROUNDS = 2
+LEAST_ROUNDS = 3
 STEPS_PER_BLOCK = 8
 STEPS_PER_BATCH = 256
 """Steps that the decoding requests of a batch take before new requests replace them."""
@@ -52,6 +53,7 @@ MIXED_STEPS = 42
 DRAIN_STEPS = 4
 """Steps without tokens after which nothing is left to store."""
 BURNT = 0.02
+TRIMMED = 0.2
 DRAWS = 4000
 
 Step = tuple[float, float, bool]
@@ -281,12 +283,16 @@ class Rounds:
     def sums(self, kind: str, which: int) -> Any:
         return np.array([sum(step[which] for step in steps) for steps in self.steps[kind]])
 
-    def ratio(self, kind: str, which: int, rounds: slice = slice(None)) -> tuple[float, tuple[float, float]]:
-        """Returns how many times the cost of doing nothing ``kind`` costs, and the interval."""
-        ratios = self.sums(kind, which)[rounds] / self.sums(NOTHING, which)[rounds]
+    def ratio(
+        self, kind: str, which: int, chosen: Callable[[int], bool] = lambda number: True
+    ) -> tuple[float, tuple[float, float]]:
+        """Returns how many times the cost of doing nothing ``kind`` costs in the ``chosen`` rounds, and the
+        interval."""
+        ratios = self.sums(kind, which) / self.sums(NOTHING, which)
+        ratios = ratios[[chosen(number) for number in range(len(ratios))]]
         draws = np.random.default_rng(0).integers(0, len(ratios), (DRAWS, len(ratios)))
-        low, high = np.percentile(np.median(ratios[draws], axis=1), [2.5, 97.5])
-        return float(np.median(ratios)), (float(low), float(high))
+        low, high = np.percentile(trimmed_mean(ratios[draws]), [2.5, 97.5])
+        return float(trimmed_mean(ratios)), (float(low), float(high))
 
     def tail(self, kind: str, which: int, percent: float, with_prompts: bool) -> float:
         """Returns a percentile of the steps; without prompts only of those in which requests only decoded."""
@@ -314,11 +320,17 @@ class Rounds:
         ]
 
 
+def trimmed_mean(values: Any) -> Any:
+    """Returns the means of the last axis without the lowest and the highest TRIMMED of its values."""
+    cut = int(values.shape[-1] * TRIMMED)
+    return np.sort(values, axis=-1)[..., cut : values.shape[-1] - cut].mean(axis=-1)
+
+
 def progress(what: str) -> None:
     print(f"{time.strftime('%H:%M:%S')} {what}", file=sys.stderr, flush=True)
 
 
-ALL, EVEN, ODD = slice(None), slice(0, None, 2), slice(1, None, 2)
+BURN_EVERY = 3
 
 
 def numbers(seconds: float) -> Iterator[int]:
@@ -330,14 +342,19 @@ def numbers(seconds: float) -> Iterator[int]:
         yield number
 
 
+def burns(number: int) -> bool:
+    """Whether the control burns CPU time in this round."""
+    return number % BURN_EVERY == BURN_EVERY - 1
+
+
 def decode(engine: Engine, num_requests: int, seconds: float) -> Rounds:
-    """Steps in which ``num_requests`` requests decode. In odd rounds the control burns BURNT of a step."""
+    """Steps in which ``num_requests`` requests decode. In some rounds the control burns BURNT of a step."""
     found = Rounds()
     per_batch = STEPS_PER_BATCH // (2 * (STEPS_PER_BLOCK + 1))
     for number in numbers(seconds):
         if number % per_batch == 0:
             engine.begin_batch(number, num_requests)
-        engine.burn(found.median(NOTHING, THREAD) * BURNT if number % 2 else 0.0)
+        engine.burn(found.median(NOTHING, THREAD) * BURNT if burns(number) else 0.0)
         found.run(lambda kind, _: engine.steps(kind, STEPS_PER_BLOCK))
     engine.burn(0.0)
     return found
@@ -372,18 +389,16 @@ def mixed(engine: Engine, num_requests: int, seconds: float) -> tuple[Rounds, Ro
     return found, first_tokens
 
 
-def cost_rows(what: str, rounds: Rounds, unit: str, burns: bool = False) -> list[Row]:
+def cost_rows(what: str, rounds: Rounds, unit: str, has_burnt: bool = False) -> list[Row]:
     """Rows of kvoffload and of the control."""
-    cases = [(KVOFFLOAD, ALL, "")]
-    if burns:
-        cases += [(CONTROL, EVEN, ", control: nothing beside nothing")]
-        cases += [(CONTROL, ODD, f", control: {BURNT:.0%} burnt on purpose")]
-    else:
-        cases += [(CONTROL, ALL, ", control: nothing beside nothing")]
+    cases: list[tuple[str, Callable[[int], bool], str]] = [(KVOFFLOAD, lambda number: True, "")]
+    cases += [(CONTROL, lambda number: not (has_burnt and burns(number)), ", control: nothing beside nothing")]
+    if has_burnt:
+        cases += [(CONTROL, burns, f", control: {BURNT:.0%} burnt on purpose")]
     rows = []
-    for kind, rounds_of, label in cases:
+    for kind, chosen, label in cases:
         for which, time_label in ((THREAD, "CPU time"), (WALL, "wall time")):
-            ratio, interval = rounds.ratio(kind, which, rounds_of)
+            ratio, interval = rounds.ratio(kind, which, chosen)
             value = rounds.median(kind, which) * 1e3
             rows.append(Row(f"{what}, {time_label}{label}", value, unit, "times nothing", ratio, interval))
     return rows
@@ -426,7 +441,7 @@ def measure_all(model: str, scale: int) -> list[Row]:
         what = f"{num_requests} requests decode, blocks of {LARGE_BLOCK} tokens"
         progress(what)
         found = decode(engine, num_requests, seconds / scale)
-        rows += cost_rows(what, found, "ms/step", burns=True)
+        rows += cost_rows(what, found, "ms/step", has_burnt=True)
     step_s = found.median(NOTHING, THREAD)
     rows += account_rows(what, engine, 64, LARGE_BLOCK // scale, step_s)
     progress("loads and stores")
@@ -442,7 +457,7 @@ def measure_small_blocks(model: str, scale: int) -> list[Row]:
     what = f"64 requests decode, blocks of {SMALL_BLOCK} tokens"
     progress(what)
     found = decode(engine, 64, 50 / scale)
-    rows = cost_rows(what, found, "ms/step", burns=True)
+    rows = cost_rows(what, found, "ms/step", has_burnt=True)
     return rows + account_rows(what, engine, 64, 2 * SMALL_BLOCK // scale, found.median(NOTHING, THREAD))
 
 

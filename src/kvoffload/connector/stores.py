@@ -24,9 +24,10 @@ from kvoffload.connector.observer import RequestObserver
 from kvoffload.connector.request import NEVER, Changes, Match, Phase, RequestState, Storing
 from kvoffload.connector.states import StateKeeper
 
-MAX_TOGETHER, TOGETHER_SHARE = 8, 1 / 8
-"""Blocks that decoding completes within so many steps are stored by one job, whose fixed cost is several times that of a
-block. It waits for at most that share of the tokens of a block."""
+MAX_TOGETHER = 8
+"""Blocks that decoding completes within so many steps are stored by one job. A job costs as much as several blocks."""
+TOGETHER_SHARE = 1 / 8
+"""A block waits for others for at most this share of its tokens."""
 NO_ROOM = "kvoffload: no room in the host pool, every block is in use; stores wait"
 
 
