@@ -435,7 +435,7 @@ def measure_all(model: str, scale: int) -> list[Row]:
     found = prompts(engine.first_token, 10_000, 55 / scale)
     what = f"first sight of {PROMPT_TOKENS} tokens"
     rows += cost_rows(f"{what}, first token, in CPU time stored", found, "ms")
-    found = prompts(engine.returned, 30_000, 30 / scale)
+    found = prompts(engine.returned, 30_000, 20 / scale)
     rows += cost_rows(f"return of {PROMPT_TOKENS} tokens, first token", found, "ms")
     for num_requests, seconds in ((16, 50), (64, 90)):
         what = f"{num_requests} requests decode, blocks of {LARGE_BLOCK} tokens"
@@ -445,7 +445,7 @@ def measure_all(model: str, scale: int) -> list[Row]:
     step_s = found.median(NOTHING, THREAD)
     rows += account_rows(what, engine, 64, LARGE_BLOCK // scale, step_s)
     progress("loads and stores")
-    found, first_tokens = mixed(engine, 16, 90 / scale)
+    found, first_tokens = mixed(engine, 16, 80 / scale)
     what = "16 requests decode beside loads and stores"
     rows += tail_rows(what, found)
     rows += cost_rows(f"{what}, return of {PROMPT_TOKENS} tokens, first token", first_tokens, "ms")
