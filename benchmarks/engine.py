@@ -93,7 +93,7 @@ class Engine:
         self._scheduler: Any = self._engine.engine_core.engine_core.scheduler
         self._halves = (self._scheduler.connector, get_kv_transfer_group())
         self._block_size = block_size
-        self._num_added = 0
+        self._num_added = self._num_batches = 0
         self._kind = KVOFFLOAD
         self._running: dict[str, list[Any]] = {kind: [] for kind in KINDS}
         """The running requests of the kinds that are not in use."""
@@ -164,11 +164,13 @@ class Engine:
             self._forget_on_device()
         return self.first_token(kind, seed)
 
-    def begin_batch(self, number: int, num_requests: int, num_tokens: int = STEPS_PER_BATCH) -> None:
-        """Replaces all requests by new ones, which complete blocks in different steps, and computes their prompts."""
+    def begin_batch(self, num_requests: int, num_tokens: int = STEPS_PER_BATCH) -> None:
+        """Replaces all requests by new ones, which complete blocks in different steps, and computes their prompts. No
+        prompt comes twice, because its blocks would not be stored again."""
+        self._num_batches += 1
         for which, kind in enumerate(KINDS):
             self.end_batch(kind)
-            rng = np.random.default_rng((number, which))
+            rng = np.random.default_rng((self._num_batches, which))
             for i in range(num_requests):
                 length = 16 + i * max(1, self._block_size // num_requests) % self._block_size
                 self._add(rng.integers(5, 500, length).tolist(), num_tokens + 8)
@@ -353,7 +355,7 @@ def decode(engine: Engine, num_requests: int, seconds: float) -> Rounds:
     per_batch = STEPS_PER_BATCH // (2 * (STEPS_PER_BLOCK + 1))
     for number in numbers(seconds):
         if number % per_batch == 0:
-            engine.begin_batch(number, num_requests)
+            engine.begin_batch(num_requests)
         engine.burn(found.median(NOTHING, THREAD) * BURNT if burns(number) else 0.0)
         found.run(lambda kind, _: engine.steps(kind, STEPS_PER_BLOCK))
     engine.burn(0.0)
@@ -375,7 +377,7 @@ def mixed(engine: Engine, num_requests: int, seconds: float) -> tuple[Rounds, Ro
     per_batch = STEPS_PER_BATCH // (2 * (MIXED_STEPS + 1))
     for number in numbers(seconds):
         if number % per_batch == 0:
-            engine.begin_batch(number, num_requests)
+            engine.begin_batch(num_requests)
         returned: dict[str, list[Step]] = {kind: [] for kind in KINDS}
 
         def one(kind: str, half: int, returned: dict[str, list[Step]] = returned) -> list[Step]:
@@ -420,7 +422,7 @@ def tail_rows(what: str, rounds: Rounds) -> list[Row]:
 def account_rows(what: str, engine: Engine, num_requests: int, steps: int, step_s: float) -> list[Row]:
     """CPU time within the connector, and its share of a step. A connector that does nothing shows what of it is the
     measuring itself, which is subtracted."""
-    engine.begin_batch(0, num_requests, steps)
+    engine.begin_batch(num_requests, steps)
     mine, none = (engine.account(kind, steps) for kind in (KVOFFLOAD, NOTHING))
     spent = {part: mine[part] - none[part] for part in PARTS}
     rows = [Row(f"{what}, within the connector, {part}", us, "us/step") for part, us in spent.items()]
