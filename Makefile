@@ -108,7 +108,12 @@ peers: $(VENV_VLLM)/.stamp mooncake-libraries
 gpu:
 	@PYTHONPATH=src $(PYTHON) -m benchmarks.gpu $(ARGS)
 
-install: $(VENV_VLLM)/.native overlays mooncake-libraries
+install: $(VENV_VLLM)/.compiled overlays mooncake-libraries
+
+# Python compiles what is imported, and pytest the tests: once here, instead of in each process that runs tests.
+$(VENV_VLLM)/.compiled: $(VENV_VLLM)/.native
+	@$(WITH) pytest --collect-only --quiet >/dev/null || true
+	@touch $@
 
 # The client of Mooncake Store is in $(VENV_VLLM). Where it cannot be loaded, its tests are skipped.
 mooncake-libraries: $(VENV_VLLM)/.stamp

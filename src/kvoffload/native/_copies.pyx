@@ -12,6 +12,10 @@ cimport numpy as cnp
 
 cnp.import_array()
 
+cdef extern from *:
+    unsigned int KVOFFLOAD_SOURCES
+SOURCES = KVOFFLOAD_SOURCES
+
 cdef extern from "copying.h" nogil:
     ctypedef struct kvo_run:
         char* data

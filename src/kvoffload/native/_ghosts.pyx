@@ -27,6 +27,10 @@ from kvoffload.abc import IntegrityError
 
 cnp.import_array()
 
+cdef extern from *:
+    unsigned int KVOFFLOAD_SOURCES
+SOURCES = KVOFFLOAD_SOURCES
+
 cdef extern from "Python.h":
     PyObject** PySequence_Fast_ITEMS(object)
     Py_ssize_t PySequence_Fast_GET_SIZE(object)
