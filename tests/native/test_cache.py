@@ -168,8 +168,11 @@ def drive_table(rng: random.Random, plain: Any, other: Any, capacity: int) -> No
             forget(twins.call("drop_all"))
         elif action == 6:
             gone = some(rng, set(held.values()) - set(pinned))
-            twins.call("remove", array(gone))
-            forget(array(gone))
+            if rng.random() < 0.5:
+                twins.call("remove", array(gone))
+                forget(array(gone))
+            elif twins.call("evict", array(gone)) is not None:
+                forget(array(gone))
         else:
             ask_table(rng, twins, capacity)
         assert (plain.num_evictable, plain.num_held) == (other.num_evictable, other.num_held)
@@ -186,17 +189,21 @@ def ask_table(rng: random.Random, twins: Twins, capacity: int) -> None:
     for key in asked[:3]:
         twins.call("status", key)
         twins.call("__contains__", key)
-    slots, others = array(rng.choices(range(capacity), k=rng.randint(0, capacity))), array(some(rng, range(capacity)))
+    slots = array(rng.choices(range(capacity), k=rng.randint(0, capacity)))
     twins.call("slots")
     twins.call("distinct", slots)
-    twins.call("among", slots, others)
+    twins.call("idle", slots)
+    twins.call("being_written", slots - rng.choice([0, 1]))
+    twins.call("used", slots - rng.choice([0, 1]))
+    twins.call("chain", slots - rng.choice([0, 1]), asked[:9])
     twins.call("is_writing", slots - rng.choice([0, 1]))
     twins.call("is_dropped", slots)
     twins.call("is_loadable", slots)
-    for name in ("is_writing", "pin", "unpin", "set_ready", "remove"):
+    for name in ("is_writing", "pin", "unpin", "set_ready", "remove", "idle", "used", "being_written"):
         twins.call(name, array([10**6]))
         twins.call(name, np.array([0.5]))
-    twins.call("among", slots, array([10**6]))
+    twins.call("chain", array([10**6]), asked)
+    twins.call("chain", slots, [*asked, []])
     twins.call("distinct", array([0, 10**6]))
 
 
