@@ -13,12 +13,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvoffload.cache.keys import make_offload_key
+from kvoffload.cache.keys import key_hashes, make_offload_key, plain_hash_keys, plain_key_hashes
 from kvoffload.cache.policies import tournament
-from kvoffload.cache.policies.ghosts import PlainGhostTable, key_hashes, plain_key_hashes, plain_same_keys
+from kvoffload.cache.policies.ghosts import PlainGhostTable, plain_same_keys
 from kvoffload.cache.policies.queues import PlainKeyQueue
 from kvoffload.cache.policies.tournament import RULES, SHADOW_GHOSTS, PlainShadows
 from kvoffload.native import load
+from tests.native.twins import make_key, same_answer
 
 native: Any = load("_ghosts")
 pytestmark = pytest.mark.skipif(native is None, reason="there is no native code")
@@ -45,7 +46,7 @@ def test_hashes_of_every_length_are_the_same_and_every_byte_counts() -> None:
 
 
 def test_hashes_are_the_same_in_a_process_with_another_seed() -> None:
-    program = "from kvoffload.cache.policies.ghosts import key_hashes; print(key_hashes([b'k' * 36]).tolist())"
+    program = "from kvoffload.cache.keys import key_hashes; print(key_hashes([b'k' * 36]).tolist())"
     seen = {
         subprocess.run(
             [sys.executable, "-c", program],
@@ -57,6 +58,17 @@ def test_hashes_are_the_same_in_a_process_with_another_seed() -> None:
         for seed in ("1", "2")
     }
     assert seen == {str(key_hashes([b"k" * 36]).tolist())}
+
+
+@given(seed=st.integers(0, 2**32))
+def test_hashes_of_python_are_the_same(seed: int) -> None:
+    rng = random.Random(seed)
+    keys = [make_key(rng.randrange(1000)) for _ in range(rng.randint(0, 300))]
+    for asked in (keys, tuple(keys), iter(keys)):
+        found = native.hash_keys(asked)
+        assert found.dtype == np.int64
+        assert found.tolist() == plain_hash_keys(keys).tolist()
+    same_answer(lambda: plain_hash_keys([*keys, []]), lambda: native.hash_keys([*keys, []]), "a list as a key")
 
 
 def test_only_keys_of_bytes_have_a_hash() -> None:

@@ -196,8 +196,8 @@ class PolicyOffloadingManager(OffloadingManager):
         present: Slots,
         worthless: list[OffloadKey],
     ) -> PrepareStoreOutput | None:
-        """Stores ``new_keys``, which are also given tail first. ``worthless``, tail first, are keys that the policy does
-        not admit."""
+        """Stores ``new_keys``, which are also given tail first. ``worthless``, tail first, are keys that the policy
+        does not admit."""
         if worthless:
             self._gone.record(worthless, MissReason.NOT_ADMITTED)
         shortage = len(new_keys) - self.backend.get_num_free_blocks()
@@ -224,19 +224,19 @@ class PolicyOffloadingManager(OffloadingManager):
         self.policy.refuse(absent[::-1])
 
     def _evict(self, n: int, protected: Slots, entering: Sequence[OffloadKey]) -> list[OffloadKey]:
-        busy = self._table.busy
         if len(protected):
-            busy[protected] = True
+            self._table.mark_busy(protected, True)
         victims = np.asarray(self.policy.evict(Eviction(n, self._busy, self._key_of, entering)))
         keys = self._table.evict(victims) if victims.shape == (n,) and victims.dtype.kind == "i" else None
         if keys is None:
             raise IntegrityError(f"policy {type(self.policy).__name__} chose blocks that it may not evict")
         if len(protected):
-            busy[protected] = False
+            self._table.mark_busy(protected, False)
             self.policy.mark_evictable(protected)
         self.backend.free(victims)
         self._gone.record(keys, MissReason.EVICTED)
-        self._emit(keys, removed=True)
+        if self._events is not None:
+            self._emit(keys, removed=True)
         return keys
 
     def complete_store(
@@ -311,7 +311,7 @@ class PolicyOffloadingManager(OffloadingManager):
         """``found``: what ``find`` has returned for ``keys``, if the caller has called it."""
         if found is None:
             found = self._table.find(keys)
-        self.policy.reorder(*self._table.chain(found, stored if isinstance(stored, Sequence) else tuple(stored)))
+        self.policy.reorder(*self._table.chain(found, stored if isinstance(stored, list | tuple) else list(stored)))
 
     def policy_state(self) -> Mapping[str, Any]:
         return self.policy.state()

@@ -36,8 +36,8 @@ class PlainFreeSlots:
         return slots
 
     def give_back(self, slots: Slots) -> None:
-        """Puts distinct allocated slots on top, the last one topmost. Raises IntegrityError, and changes nothing, if one
-        is not allocated."""
+        """Puts distinct allocated slots on top, the last one topmost. Raises IntegrityError, and changes nothing, if
+        one is not allocated."""
         if len(slots) and not 0 <= slots.min() <= slots.max() < len(self._free):
             raise IntegrityError("a slot was freed that does not exist")
         if np.count_nonzero(self._allocated[slots]) != len(slots) or self._num_free + len(slots) > len(self._free):
@@ -49,7 +49,7 @@ class PlainFreeSlots:
     def add(self, slots: Slots) -> None:
         """Puts new slots on top, the first one topmost. Raises IndexError if there is no room for them."""
         n = len(slots)
-        if n and not 0 <= slots.min() <= slots.max() < len(self._free) or self._num_free + n > len(self._free):
+        if (n and not 0 <= slots.min() <= slots.max() < len(self._free)) or self._num_free + n > len(self._free):
             raise IndexError(f"{n} slots do not fit into {len(self._free)}, of which {self._num_free} are free")
         self._free[self._num_free : self._num_free + n] = slots[::-1]
         self._num_free += n

@@ -148,8 +148,8 @@ class PlainBlockTable:
         return loadable
 
     def set_ready(self, slots: Slots) -> tuple[Slots, Slots]:
-        """Makes those of ``slots`` that are ``being_written`` ready. Returns these, and the slots of dropped ones, which
-        are free now."""
+        """Makes those of ``slots`` that are ``being_written`` ready. Returns these, and the slots of dropped ones,
+        which are free now."""
         return self._end_transfer(self.being_written(slots), 0)
 
     def pin(self, slots: Slots) -> None:
@@ -209,6 +209,10 @@ class PlainBlockTable:
         """Returns those of ``slots``, none negative, that are not busy, each once: the last of equal ones, in order."""
         slots = self.distinct(slots)
         return slots[~self.busy[slots]]
+
+    def mark_busy(self, slots: Slots, is_busy: bool) -> None:
+        """Sets the busy marks of idle blocks, which must not be evicted for the time being, or removes them."""
+        self.busy[slots] = is_busy
 
     def evict(self, slots: Slots) -> list[OffloadKey] | None:
         """Removes the keys of ``slots`` and returns them in order. Returns None, and changes nothing, unless these are

@@ -9,7 +9,7 @@ that lists and arrays given with them are copied first.
 """
 
 cimport cython
-from cpython.bytes cimport PyBytes_AS_STRING, PyBytes_CheckExact, PyBytes_GET_SIZE
+from cpython.bytes cimport PyBytes_AS_STRING, PyBytes_Check, PyBytes_CheckExact, PyBytes_GET_SIZE
 from cpython.list cimport PyList_New
 from cpython.object cimport Py_EQ, PyObject, PyObject_Hash, PyObject_RichCompareBool
 from cpython.tuple cimport PyTuple_CheckExact
@@ -151,21 +151,47 @@ cdef inline bint all_bytes(PyObject** keys, Py_ssize_t n) noexcept:
     return True
 
 
-def hash_keys(keys):
-    """Returns Python's hash of each key."""
-    fast = PySequence_Fast(keys, b"keys must be a sequence")
-    if not PyTuple_CheckExact(fast) and not all_bytes(PySequence_Fast_ITEMS(fast), PySequence_Fast_GET_SIZE(fast)):
-        fast = tuple(fast)
-    cdef cnp.ndarray result = new_int64(PySequence_Fast_GET_SIZE(fast))
-    hash_into(fast, <uint64_t*>int64s(result))
-    return result
-
-
 cdef int hash_into(object fast, uint64_t* hashes) except -1:
     cdef Py_ssize_t i
     for i in range(PySequence_Fast_GET_SIZE(fast)):
         hashes[i] = <uint64_t>PyObject_Hash(<object>PySequence_Fast_ITEMS(fast)[i])
     return 0
+
+
+def ranks(digests, keys):
+    cdef cnp.ndarray column = digests
+    if (
+        cnp.PyArray_TYPE(column) != cnp.NPY_UINT64
+        or cnp.PyArray_NDIM(column) != 1
+        or not PyArray_ISBEHAVED_RO(column)
+        or not cnp.PyArray_IS_C_CONTIGUOUS(column)
+    ):
+        raise TypeError("digests must be one contiguous column of uint64")
+    fast = PySequence_Fast(keys, b"keys must be a sequence")
+    cdef Py_ssize_t n = PySequence_Fast_GET_SIZE(fast), start, i, size, left, half
+    cdef const uint64_t* sorted_digests = <const uint64_t*>cnp.PyArray_DATA(column)
+    cdef PyObject** items = PySequence_Fast_ITEMS(fast)
+    cdef uint64_t asked[CHUNK]
+    cdef cnp.ndarray result = new_int64(n)
+    cdef int64_t* to = int64s(result)
+    for start in range(0, n, CHUNK):
+        size = min(n - start, CHUNK)
+        for i in range(size):
+            if not PyBytes_Check(<object>items[start + i]) or PyBytes_GET_SIZE(<object>items[start + i]) < 8:
+                raise ValueError("a key has fewer bytes than a digest")
+            memcpy(&asked[i], PyBytes_AS_STRING(<object>items[start + i]), 8)
+            to[start + i] = 0
+        # All searches make each step together, so that their misses of the processor's caches overlap.
+        left = cnp.PyArray_DIM(column, 0)
+        while left > 1:
+            half = left // 2
+            for i in range(size):
+                to[start + i] += half * (sorted_digests[to[start + i] + half - 1] < asked[i])
+            left -= half
+        if left:
+            for i in range(size):
+                to[start + i] += sorted_digests[to[start + i]] < asked[i]
+    return result
 
 
 @cython.no_gc_clear
@@ -461,6 +487,10 @@ cdef class BlockTable:
         self._scratch_memory = np.zeros(num_blocks, dtype=np.int32)
         self._scratch = <int32_t*>cnp.PyArray_DATA(self._scratch_memory)
 
+    def __contains__(self, key):
+        cdef int64_t slot = self._index._get(<PyObject*>key, <uint64_t>PyObject_Hash(key))
+        return slot >= 0 and not self._is_dropped[slot]
+
     def find(self, keys):
         fast = self._index._own(keys)
         cdef Py_ssize_t n = PySequence_Fast_GET_SIZE(fast), i
@@ -642,6 +672,12 @@ cdef class BlockTable:
                 to[kept] = at[i]
                 kept += 1
         return first(result, kept)
+
+    def mark_busy(self, slots, bint is_busy):
+        cdef cnp.ndarray given = checked(slots, self.num_blocks)
+        cdef Py_ssize_t i
+        for i in range(cnp.PyArray_DIM(given, 0)):
+            self._is_busy[int64s(given)[i]] = is_busy
 
     def pin(self, slots):
         cdef cnp.ndarray given = checked(slots, self.num_blocks)
@@ -1080,22 +1116,3 @@ cdef int check_positions(cnp.ndarray positions, Py_ssize_t n, int64_t lowest) ex
             raise ValueError("positions must ascend, from above all earlier ones")
         lowest = at[i] + 1
     return 0
-
-
-def pop_merged(RecencyList one not None, RecencyList other not None, Py_ssize_t n, cnp.ndarray busy not None):
-    n = max(0, min(n, one._len + other._len))
-    cdef const uint8_t* is_busy = flags(busy, max(one._capacity, other._capacity))
-    cdef cnp.ndarray slots = new_int64(n), positions = new_int64(n)
-    cdef Py_ssize_t popped = 0
-    cdef int64_t position, rival, slot
-    while popped < n:
-        position, rival = one._front(), other._front()
-        if position == rival == NO_END:
-            break
-        slot = one._take_front(is_busy) if position <= rival else other._take_front(is_busy)
-        if slot < 0:
-            continue
-        int64s(positions)[popped] = min(position, rival)
-        int64s(slots)[popped] = slot
-        popped += 1
-    return first(slots, popped), first(positions, popped)

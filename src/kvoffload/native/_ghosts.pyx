@@ -123,10 +123,13 @@ cdef inline cnp.ndarray first(cnp.ndarray array, Py_ssize_t n):
 cdef object owned(keys):
     """Returns the keys in a list or tuple that does not change while they are hashed or compared."""
     fast = PySequence_Fast(keys, b"keys must be a sequence")
-    cdef Py_ssize_t i
+    cdef Py_ssize_t n = PySequence_Fast_GET_SIZE(fast), i
+    cdef PyObject** items = PySequence_Fast_ITEMS(fast)
     if not PyTuple_CheckExact(fast):
-        for i in range(PySequence_Fast_GET_SIZE(fast)):
-            if not PyBytes_CheckExact(<object>PySequence_Fast_ITEMS(fast)[i]):
+        for i in range(n):
+            if i + 16 < n:
+                kvo_prefetch(items[i + 16])
+            if not PyBytes_CheckExact(<object>items[i]):
                 return tuple(fast)
     return fast
 
@@ -171,6 +174,15 @@ cdef bint seem_of_several_groups(PyObject** keys, Py_ssize_t n) except -1:
         if not is_of_first_group(keys[i]) or not is_of_first_group(keys[n - 1 - i]):
             return True
     return False
+
+
+def hash_keys(keys):
+    fast = owned(keys)
+    cdef Py_ssize_t n = PySequence_Fast_GET_SIZE(fast), i
+    cdef cnp.ndarray result = new_int64(n)
+    for i in range(n):
+        int64s(result)[i] = PyObject_Hash(<object>PySequence_Fast_ITEMS(fast)[i])
+    return result
 
 
 def key_hashes(keys):

@@ -10,11 +10,10 @@ import numpy as np
 import numpy.typing as npt
 
 from kvoffload.abc import Access, CachePolicy, Eviction, IntegrityError, OffloadKey, Slots
+from kvoffload.cache.keys import Hashes, key_hashes
 from kvoffload.cache.policies.ghosts import (
     Entries,
     GhostTable,
-    Hashes,
-    key_hashes,
     same_keys,
     seem_of_several_groups,
     shared_names,

@@ -10,7 +10,7 @@ from math import inf
 from operator import itemgetter
 from typing import TYPE_CHECKING, NamedTuple
 
-from kvoffload.cache.policies.ghosts import Hashes
+from kvoffload.cache.keys import Hashes
 from kvoffload.native import load
 
 GHOSTS = 5
