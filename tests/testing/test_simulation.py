@@ -218,7 +218,7 @@ def test_any_engine_on_tiers_that_never_fail() -> None:
 
 
 def checksum_not_verified(server: Server, tier: DiskTier, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(blockio, "payload_checksums", lambda header, keys, blocks: np.zeros(len(keys), np.uint64))
+    monkeypatch.setattr(blockio, "are_damaged", lambda header, keys, blocks, checksums: np.zeros(len(keys), np.bool_))
 
 
 def record_written_before_the_payload(server: Server, tier: DiskTier, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -116,6 +116,8 @@ def test_a_method_that_raises_switches_the_tier_off_and_nothing_else(
         ("write", lambda keys, slots: chain("other", 1)),
         ("poll", lambda: [TierResult(chain("other", 1)[0], True)]),
         ("poll", lambda: None),
+        ("poll", lambda: [None]),
+        ("poll", lambda: [("too", "short")]),
     ],
 )
 def test_an_answer_that_breaks_the_contract_switches_the_tier_off(rig: Rig, method: str, replacement: Any) -> None:

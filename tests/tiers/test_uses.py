@@ -1,4 +1,4 @@
-"""The blocks that host memory holds are shown to tiers once per request, when it ends; the others when it arrives."""
+"""A chain that host memory holds is shown to tiers when its request ends; other chains when it arrives, too."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ def context(name: str = "r") -> ReqContext:
     return ReqContext(name)
 
 
-def test_the_leading_blocks_that_were_found_are_held_back_until_the_end() -> None:
+def test_a_chain_that_was_found_whole_is_held_back_until_the_end() -> None:
     held = HeldBackUses()
-    assert held.hold_back(np.array([3, 4, -1, 5]), context()) == 2
+    assert held.hold_back(np.array([3, 4, -1, 5]), context()) == 0
     assert held.hold_back(np.array([3, 4]), context("s")) == 2
     assert held.hold_back(np.array([-1]), context("t")) == 0
     assert held.hold_back(np.array([], dtype=np.int64), context("u")) == 0
     assert held.hold_back(np.array([3, 4]), None) == 0
-    assert [held.end(context(name)) for name in "rrstu"] == [2, 0, 2, 0, 0]
+    assert [held.end(context(name)) for name in "rsstu"] == [0, 2, 0, 0, 0]
 
 
 def test_requests_that_never_end_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -43,7 +43,9 @@ def test_requests_that_never_end_are_forgotten(monkeypatch: pytest.MonkeyPatch) 
 class WatchedTier(MemoryTier):
     """Records what it is shown."""
 
-    shown: list[tuple[str, list[OffloadKey]]]
+    def __init__(self) -> None:
+        super().__init__(make_pools(16, 4096), 16)
+        self.shown: list[tuple[str, list[OffloadKey]]] = []
 
     def touch(self, keys: Sequence[OffloadKey]) -> None:
         self.shown.append(("touch", list(keys)))
@@ -52,19 +54,37 @@ class WatchedTier(MemoryTier):
         self.shown.append(("reorder", list(keys)))
 
 
-def test_a_tier_is_shown_each_block_at_most_once_when_a_request_arrives_and_once_when_it_ends() -> None:
-    host = LRUOffloadingManager(HostBackend(1, 16))
-    tier = WatchedTier(make_pools(16, 4096), 16)
-    tier.shown = []
-    manager = TieredOffloadingManager(host, [tier], tokens_per_block=[1])
+@pytest.fixture
+def tier() -> WatchedTier:
+    return WatchedTier()
+
+
+@pytest.fixture
+def manager(tier: WatchedTier) -> TieredOffloadingManager:
+    """Host memory holds the first four KEYS."""
+    manager = TieredOffloadingManager(LRUOffloadingManager(HostBackend(1, 16)), [tier], tokens_per_block=[1])
     manager.prepare_store(KEYS[:4])
     manager.complete_store(KEYS[:4])
-    manager.touch(KEYS, context())
-    assert tier.shown == [("touch", KEYS[4:])]
+    return manager
+
+
+def test_a_chain_in_host_memory_is_shown_when_the_request_ends(
+    manager: TieredOffloadingManager, tier: WatchedTier
+) -> None:
+    manager.touch(KEYS[:4], context())
+    assert tier.shown == []
     manager.reorder_chain(KEYS, [], context())
     # The tail first, so that it is evicted before the head.
-    assert tier.shown[1:] == [("reorder", KEYS[4:]), ("touch", KEYS[:4])]
-    tier.shown.clear()
-    manager.touch(KEYS)
-    manager.reorder_chain(KEYS, [])
-    assert tier.shown == [("touch", KEYS), ("reorder", KEYS)]
+    assert tier.shown == [("reorder", KEYS[4:]), ("touch", KEYS[:4])]
+
+
+@pytest.mark.parametrize("name", ["r", None], ids=["request", "no request"])
+def test_other_chains_are_shown_whole_when_they_arrive(
+    manager: TieredOffloadingManager, tier: WatchedTier, name: str | None
+) -> None:
+    """Otherwise a head that host memory holds would be older than its tail, and evicted first."""
+    keys = KEYS if name else KEYS[:4]
+    request = context(name) if name else None
+    manager.touch(keys, request)
+    manager.reorder_chain(keys, [], request)
+    assert tier.shown == [("touch", keys), ("reorder", keys)]

@@ -3,7 +3,6 @@ And one that asks for another KV cache layout."""
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -12,6 +11,7 @@ import numpy as np
 
 from kvoffload.abc import ByteArray, Transfer, TransferSpec
 from kvoffload.testing.faults import CorruptingTransfer, FailingTransfer, SlowTransfer, WrappedTransfer
+from kvoffload.tiers.disk import blockio
 from kvoffload.vllm import connector
 from kvoffload.vllm.connector import KVOffloadConnector
 from kvoffload.vllm.nesting import BLOCKS_FIRST, reason_against_blocks_first
@@ -121,22 +121,8 @@ class UnverifiedKVOffloadConnector(KVOffloadConnector):
     """Accepts blocks from disk without comparing their checksum. With corrupted files outputs must change."""
 
     def set_xfer_handshake_metadata_pp_aware(self, metadata: dict[tuple[int, int], Any]) -> None:
-        for name, module in list(sys.modules.items()):
-            if name.startswith("kvoffload.tiers.disk.") and hasattr(module, "payload_checksum"):
-                module.payload_checksum = lambda header, key, buffers: _EqualToAny()
+        vars(blockio)["are_damaged"] = lambda header, keys, blocks, checksums: np.zeros(len(keys), bool)
         super().set_xfer_handshake_metadata_pp_aware(metadata)
-
-
-class _EqualToAny(int):
-    """A checksum that is always right."""
-
-    def __eq__(self, other: object) -> bool:
-        return True
-
-    def __ne__(self, other: object) -> bool:
-        return False
-
-    __hash__ = int.__hash__
 
 
 class ForgetfulKVOffloadConnector(KVOffloadConnector):

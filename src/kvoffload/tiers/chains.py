@@ -29,7 +29,8 @@ class ChainState(enum.Enum):
 
 @dataclass(slots=True, eq=False)
 class ChainRef:
-    """Stands for the chain that blocks are written for: of those offered for one request, the last one."""
+    """Refers to the latest chain of a request. Blocks that are being written hold it, so a new chain takes over all of
+    them at once."""
 
     chain: Chain | None
     """None after a reset."""
@@ -71,7 +72,7 @@ class Chain:
     def __post_init__(self) -> None:
         self.ref = ChainRef(self)
 
-    def succeed(self, before: Chain) -> None:
+    def take_over(self, before: Chain) -> None:
         """Takes the place of ``before``, the chain that was offered for the same request before."""
         self.written, self.foreign, self.lost = before.written, before.foreign, before.lost
         self.failures, self.num_written_before = before.failures, len(before.written)

@@ -1,4 +1,4 @@
-"""Ended: what has become of the transfers of a tier, by column."""
+"""Ended: results of a tier's transfers, one tuple per field."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from kvoffload.abc import OffloadKey, TierError, TierResult
 
 
 class Ended:
-    """The results of transfers in one direction, in order. Almost always all of them are good (``all_ok``): then
-    nothing needs to be done per block but to look it up."""
+    """Results of transfers in one direction, in order. If none has an error (``all_ok``), callers need no loop over
+    them."""
 
     def __init__(self, results: Sequence[TierResult]) -> None:
         self.results = results
@@ -28,12 +28,13 @@ class Ended:
 
     @property
     def good(self) -> Ended:
-        """Those without an error."""
+        """The results without an error."""
         if self.all_ok:
             return self
         return Ended([result for result in self.results if result.error is None])
 
     def select(self, indices: Iterable[int]) -> Ended:
+        """Returns the results at ``indices``."""
         return Ended([self.results[i] for i in indices])
 
 

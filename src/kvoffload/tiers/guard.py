@@ -118,14 +118,15 @@ class GuardedTier(Tier):
         return self._try("take_evicted", lambda: list(self._tier.take_evicted()), list[OffloadKey]())
 
     def poll(self) -> list[TierResult]:
-        results: list[TierResult] = self._try("poll", lambda: list(self._tier.poll()), list[TierResult]())
-        known = self._known(results) if results else results
+        known = self._try("poll", lambda: self._known(list(self._tier.poll())), list[TierResult]())
         if self.events is not None:
             self.events.ended(known)
         return known
 
     def _known(self, results: list[TierResult]) -> list[TierResult]:
         """Returns those of ``results`` whose transfers were under way, and ends these."""
+        if not results:
+            return results
         keys, is_read, *_ = zip(*results, strict=True)
         transfers = set(zip(keys, is_read, strict=True))
         if len(transfers) == len(results) and transfers <= self._under_way:

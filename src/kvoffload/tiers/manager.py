@@ -263,10 +263,9 @@ class TieredOffloadingManager(OffloadingManager):
         num_held_back = self._uses.hold_back(found, req_context) if chain is None else 0
         chain = keys if chain is None else chain
         self.host.touch(keys, req_context, chain, found)
-        below = keys[num_held_back:]
         for tier in self._tiers_on():
-            if below:
-                tier.tier.touch(below)
+            if not num_held_back:
+                tier.tier.touch(keys)
             tier.writes.count_request(chain, req_context)
             tier.writes.offer(chain, _request(req_context), is_whole=False)
 

@@ -129,7 +129,7 @@ class TierState:
             indices: dict[ReadBatch, list[int]] = {}
             for i, batch in enumerate(batches):
                 indices.setdefault(batch, []).append(i)
-            ended = {batch: reads.select(mine) for batch, mine in indices.items()}
+            ended = {batch: reads.select(chosen) for batch, chosen in indices.items()}
         in_time = reads
         if any(batch.is_overdue for batch in ended):
             in_time = reads.select(i for i, batch in enumerate(batches) if not batch.is_overdue)
@@ -137,7 +137,7 @@ class TierState:
         self.num_overdue -= num_late
         self.estimator.add(in_time, now)
         self._read_progress.ended(now, num_late, self.num_overdue)
-        if any(None in its.errors for batch, its in ended.items() if batch.is_overdue):
+        if any(None in results.errors for batch, results in ended.items() if batch.is_overdue):
             self._note_recovery(self.breaker.end_hang(now))
         return ended
 

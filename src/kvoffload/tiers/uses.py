@@ -1,36 +1,36 @@
-"""Uses: which part of a request's chain the tiers have not been told of yet."""
+"""HeldBackUses: how much of each request's chain has not been touched in the tiers yet."""
 
 from __future__ import annotations
 
 from kvoffload.abc import ReqContext, Slots
 
 MAX_REQUESTS = 4096
-"""Requests with a held-back part. Beyond it the oldest is forgotten: its use is not counted, but its order is kept."""
+"""Requests that are remembered. The oldest is forgotten: its use is not counted."""
 
 
 class HeldBackUses:
-    """Counts, per request, the leading blocks of its chain whose use the tiers are not shown before the request ends.
+    """Counts, per request, the blocks of its chain that tiers are shown when it ends, and not when it arrives.
 
-    These are the blocks that host memory holds when the request arrives: nothing is read for them from a tier. The
-    order of a tier's blocks is that of the ends of requests anyway, so one pass over these blocks is enough.
+    If host memory holds the whole chain of a request when it arrives, nothing is read from a tier for it, and one pass
+    over the chain is enough. Otherwise tiers are shown the whole chain at once, so that no head is older than its tail.
     """
 
     def __init__(self) -> None:
         self._num_blocks: dict[str, int] = {}
 
     def hold_back(self, found: Slots, context: ReqContext | None) -> int:
-        """Takes in where host memory has the blocks of a request's chain, -1 for those it lacks. Returns how many
-        leading ones the tiers are not shown now."""
+        """Takes in the slots of a request's chain in host memory, -1 for blocks that it lacks. Returns how many blocks
+        the tiers are not shown now: all or none."""
         if context is None:
             return 0
-        num_blocks = int((found < 0).argmax()) if found.size and found.min() < 0 else len(found)
         self._num_blocks.pop(context.req_id, None)
-        if num_blocks:
-            self._num_blocks[context.req_id] = num_blocks
-            if len(self._num_blocks) > MAX_REQUESTS:
-                del self._num_blocks[next(iter(self._num_blocks))]
-        return num_blocks
+        if not found.size or found.min() < 0:
+            return 0
+        self._num_blocks[context.req_id] = len(found)
+        if len(self._num_blocks) > MAX_REQUESTS:
+            del self._num_blocks[next(iter(self._num_blocks))]
+        return len(found)
 
     def end(self, context: ReqContext | None) -> int:
-        """Returns for how many leading blocks the request's use is to be shown now."""
+        """Returns how many leading blocks of the request the tiers are shown now."""
         return 0 if context is None else self._num_blocks.pop(context.req_id, 0)

@@ -134,7 +134,7 @@ class WriteThrough:
             return
         chain = Chain(keys, by_group, num_units, is_whole, request)
         if before is not None:
-            chain.succeed(before)
+            chain.take_over(before)
         self._backlog.add(chain, state)
         self._progress_at = self._clock()
         while (excess := self._backlog.excess()) is not None:

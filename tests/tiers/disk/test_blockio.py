@@ -10,6 +10,7 @@ import pytest
 from kvoffload.abc import ByteArray, TierError
 from kvoffload.testing.storage import FaultRates, FaultyStorage, SimulatedStorage
 from kvoffload.testing.tiers import SteppedExecutor, make_pools
+from kvoffload.tiers.disk import blockio
 from kvoffload.tiers.disk.blockio import FACTS, HANDOVER_S, Batch, BlockIO, Done
 from kvoffload.tiers.disk.format import HEADER_BYTES, MAX_HITS, RECORD_BYTES, parse_records
 from kvoffload.tiers.disk.slabs import FIXED_BYTES, SLAB_OVERHEAD_BYTES, SlabFiles, slot_cost
@@ -288,3 +289,17 @@ def test_a_fast_medium_hands_over_a_job_at_once(rig: Rig) -> None:
     rig.write(0, 2, 4, 6, 8, 10)
     rig.io.submit_reads(rig.batch((0, 2, 4, 6, 8, 10), READ_SLOT))
     assert len(rig.take()) == 1
+
+
+def test_a_job_with_a_bug_reports_all_of_its_blocks(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert rig.write(1, 2) == dict.fromkeys((1, 2))
+
+    def fail(*args: object, **kwargs: object) -> None:
+        raise ValueError("planted")
+
+    monkeypatch.setattr(blockio, "pack_records", fail)
+    assert rig.write(3, 4) == dict.fromkeys((3, 4), TierError.IO)
+    assert rig.read(1, 2) == dict.fromkeys((1, 2), TierError.IO)
+    assert (rig.io.num_reading, rig.io.num_writing) == (0, 0)
+    monkeypatch.undo()
+    assert rig.read(1, 2) == dict.fromkeys((1, 2))

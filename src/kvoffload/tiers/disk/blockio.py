@@ -32,6 +32,7 @@ from kvoffload.tiers.disk.format import (
     MAX_HITS,
     MAX_SECONDS,
     Header,
+    are_damaged,
     pack_records,
     payload_checksums,
 )
@@ -43,7 +44,8 @@ from kvoffload.tiers.threads import MAX_QUEUED_WRITES
 JOB_BYTES = 4 << 20
 """Small blocks share a job of up to this size; larger ones have one each."""
 HANDOVER_S = 0.01
-"""A job that reads hands over what it has read at least this often: a request may wait for that only."""
+"""A job hands over what it has read once this much time has passed and the current read has ended: a request may wait
+for nothing else."""
 MAX_BUFFERS = 1024
 """IOV_MAX: buffers per system call."""
 
@@ -149,13 +151,13 @@ class BlockIO:
     def submit_reads(self, batch: Batch) -> int:
         """Queues reads. The facts are those that the blocks were stored with, except the sequence, which is new.
         Returns how many blocks, from the first on, were taken on."""
-        taken = self._submit(self._executor.submit_read, self._read, batch)
+        taken = self._submit(self._executor.submit_read, batch, is_read=True)
         self.num_reading += taken
         return taken
 
     def submit_writes(self, batch: Batch) -> int:
         """Queues writes. The facts need a sequence only. Returns how many blocks, from the first on, were taken on."""
-        taken = self._submit(self._executor.submit_write, self._write, batch)
+        taken = self._submit(self._executor.submit_write, batch, is_read=False)
         self.num_writing += taken
         return taken
 
@@ -173,22 +175,28 @@ class BlockIO:
         """Stops jobs that hang from writing records when they continue: the host slots may have other contents then."""
         self._abandoned = True
 
-    def _submit(
-        self, submit: Callable[[Callable[[], None]], bool], move: Callable[[Batch, Header], None], batch: Batch
-    ) -> int:
+    def _submit(self, submit: Callable[[Callable[[], None]], bool], batch: Batch, *, is_read: bool) -> int:
         header, count = self._files.header, len(batch.keys)
         for start in range(0, count, self._blocks_per_job):
             job = batch.part(start, min(count, start + self._blocks_per_job))
-            if not submit(partial(self._run, move, job, header)):
+            if not submit(partial(self._run, job, header, is_read=is_read)):
                 return start
         return count
 
     # On the executor's threads.
 
-    def _run(self, move: Callable[[Batch, Header], None], batch: Batch, header: Header) -> None:
-        move(batch.sorted(), header)
+    def _run(self, batch: Batch, header: Header, *, is_read: bool) -> None:
+        batch, begun, num_ended = batch.sorted(), self._clock(), 0
+        try:
+            for done in (self._read if is_read else self._write)(batch, header):
+                num_ended += len(done.results)
+                self._done.append(done)
+        except Exception as problem:
+            # Blocks that are not reported would count as being moved, and stay pinned, for ever.
+            rest = batch.part(num_ended, len(batch.keys))
+            self._done.append(self._ended(rest, is_read, begun, dict.fromkeys(range(len(rest.keys)), problem)))
 
-    def _read(self, batch: Batch, header: Header) -> None:
+    def _read(self, batch: Batch, header: Header) -> Iterator[Done]:
         blocks, slots = self._blocks(batch), batch.slots.tolist()
 
         def fill(start: int, stop: int) -> None:
@@ -199,10 +207,10 @@ class BlockIO:
         for number, span in enumerate(spans, 1):
             self._each(fill, [span], problems)
             if number == len(spans) or self._clock() - begun >= HANDOVER_S:
-                self._end_reads(batch, blocks, spans[first:number], problems, header, begun)
+                yield self._verified(batch, blocks, spans[first:number], problems, header, begun)
                 first, problems, begun = number, {}, self._clock()
 
-    def _end_reads(
+    def _verified(
         self,
         batch: Batch,
         blocks: Sequence[Sequence[ByteArray]],
@@ -210,13 +218,12 @@ class BlockIO:
         problems: dict[int, Exception],
         header: Header,
         begun: float,
-    ) -> None:
+    ) -> Done:
         """Verifies the blocks of ``spans``, which were read except for those with ``problems``, and empties the records
         of those that cannot be used."""
         first, stop = spans[0][0], spans[-1][1]
         mine = batch.part(first, stop)
-        checksums = payload_checksums(header, mine.keys, blocks[first:stop])
-        is_bad = mine.facts["payload_checksum"] != checksums
+        is_bad = are_damaged(header, mine.keys, blocks[first:stop], mine.facts["payload_checksum"])
         is_bad[[i - first for i in problems]] = True
         mine.facts["hits"] = np.minimum(mine.facts["hits"], MAX_HITS - 1) + 1
         if not self._abandoned and not self._files.read_only:
@@ -230,9 +237,9 @@ class BlockIO:
                         int(batch.slots[start]), records[part].reshape(-1), is_change=bool(is_bad[part].any())
                     )
         corrupt = set(np.flatnonzero(is_bad).tolist())
-        self._end(mine, True, begun, {i - first: problem for i, problem in problems.items()}, corrupt)
+        return self._ended(mine, True, begun, {i - first: problem for i, problem in problems.items()}, corrupt)
 
-    def _write(self, batch: Batch, header: Header) -> None:
+    def _write(self, batch: Batch, header: Header) -> Iterator[Done]:
         begun = self._clock()
         blocks, slots = self._blocks(batch), batch.slots.tolist()
         problems: dict[int, Exception] = {}
@@ -254,7 +261,7 @@ class BlockIO:
         spans = self._each(write, spans, problems)
         if not self._abandoned:
             self._each(record, spans, problems)
-        self._end(batch, False, begun, problems)
+        yield self._ended(batch, False, begun, problems)
 
     def _spans(self, batch: Batch, header: Header) -> list[Span]:
         return batch.spans(header.slots_per_slab, max(1, MAX_BUFFERS // len(self._pools)))
@@ -293,14 +300,14 @@ class BlockIO:
             payload_checksum=facts["payload_checksum"],
         )
 
-    def _end(
+    def _ended(
         self,
         batch: Batch,
         is_read: bool,
         begun: float,
         problems: Mapping[int, Exception],
         corrupt: Collection[int] = (),
-    ) -> None:
+    ) -> Done:
         ended, nbytes = self._clock(), self._files.header.block_bytes
         seconds = (ended - begun) / len(batch.keys)
         results = [TierResult(key, is_read, None, nbytes, seconds, begun, ended) for key in batch.keys]
@@ -309,4 +316,4 @@ class BlockIO:
         for i, problem in problems.items():
             error = TierError.NO_SPACE if is_full(problem) else TierError.IO
             results[i] = TierResult(batch.keys[i], is_read, error, 0, seconds, begun, ended)
-        self._done.append(Done(is_read, batch.slots, batch.facts, results, problems))
+        return Done(is_read, batch.slots, batch.facts, results, problems)

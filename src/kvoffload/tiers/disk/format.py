@@ -196,6 +196,16 @@ def payload_checksums(
     return np.fromiter(checksums, np.uint64, len(keys))
 
 
+def are_damaged(
+    header: Header,
+    keys: Sequence[OffloadKey],
+    blocks: Sequence[Sequence[ByteArray]],
+    checksums: npt.NDArray[np.uint64],
+) -> npt.NDArray[np.bool_]:
+    """Returns which blocks do not have the checksum that was recorded for them."""
+    return np.not_equal(payload_checksums(header, keys, blocks), checksums)
+
+
 def pack_record(
     header: Header, key: OffloadKey, *, sequence: int, stored_at: int, hits: int, payload_checksum: int
 ) -> ByteArray:

@@ -310,9 +310,8 @@ class DiskTier(Tier):
 
     def _finish(self, deadline_s: float) -> bool:
         """Writes what is left and closes the files, on a thread of its own, because the medium may hang. Returns
-        whether it has ended within ``deadline_s``."""
-
-        problems: list[BaseException] = []
+        whether it has ended within ``deadline_s``; if not, the thread closes the files when it continues."""
+        problems: list[Exception] = []
 
         def finish() -> None:
             try:
@@ -320,7 +319,7 @@ class DiskTier(Tier):
                 with suppress(OSError):
                     self.files.write_journal()
                 self.files.close()
-            except BaseException as problem:
+            except Exception as problem:
                 problems.append(problem)
 
         thread = threading.Thread(target=finish, name="kvoffload-disk-close", daemon=True)
