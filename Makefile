@@ -29,7 +29,8 @@ WITH := $(VENV_VLLM)/bin/python -m
 PYTEST := pytest --numprocesses $(JOBS) --dist loadfile --no-loadscope-reorder
 # Tests that run once more without native code.
 PLAIN_TESTS := tests/cache/test_auto.py tests/cache/test_index.py tests/cache/test_manager_lru.py tests/cache/test_manager_policies.py \
-	tests/cache/test_table.py tests/lab/test_replay.py tests/connector/test_scheduler.py tests/connector/test_stores.py
+	tests/cache/test_table.py tests/cache/test_manager_arc.py tests/cache/test_misses.py \
+	tests/lab/test_replay.py tests/connector/test_scheduler.py tests/connector/test_stores.py
 SOAK_TESTS     := tests/connector/test_engine_model.py tests/connector/test_engine_model_states.py tests/cache/test_manager_lru.py \
 	tests/cache/test_manager_arc.py tests/cache/test_admission.py tests/tiers/disk/test_kill.py tests/native
 SOAK_TIMEOUT_S := 7200
@@ -107,7 +108,12 @@ peers: $(VENV_VLLM)/.stamp mooncake-libraries
 gpu:
 	@PYTHONPATH=src $(PYTHON) -m benchmarks.gpu $(ARGS)
 
-install: $(VENV_VLLM)/.native overlays mooncake-libraries
+install: $(VENV_VLLM)/.compiled overlays mooncake-libraries
+
+# Python compiles what is imported, and pytest the tests: once here, instead of in each process that runs tests.
+$(VENV_VLLM)/.compiled: $(VENV_VLLM)/.native
+	@$(WITH) pytest --collect-only --quiet >/dev/null || true
+	@touch $@
 
 # The client of Mooncake Store is in $(VENV_VLLM). Where it cannot be loaded, its tests are skipped.
 mooncake-libraries: $(VENV_VLLM)/.stamp

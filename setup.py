@@ -1,22 +1,27 @@
 """Compiles the native parts. Where that fails, for example without a compiler, kvoffload is installed without them."""
 
+import runpy
 import sysconfig
 
 import numpy
 from setuptools import Extension, setup
 
+FOLDER = "src/kvoffload/native"
+native = runpy.run_path(f"{FOLDER}/__init__.py")
 
-def extension(name: str, *depends: str) -> Extension:
-    folder = "src/kvoffload/native"
+
+def extension(name: str) -> Extension:
     return Extension(
         f"kvoffload.native.{name}",
-        [f"{folder}/{name}.pyx"],
-        depends=[f"{folder}/{each}" for each in depends],
+        [f"{FOLDER}/{name}.pyx"],
+        # Each module has the checksum of all sources, so a change of one compiles all of them again.
+        depends=[f"{FOLDER}/{each}" for each in native["source_names"]()],
         include_dirs=[numpy.get_include()],
         # Runs with every numpy that pyproject.toml allows.
         define_macros=[
             ("NPY_NO_DEPRECATED_API", "NPY_1_7_API_VERSION"),
             ("NPY_TARGET_VERSION", "NPY_1_24_API_VERSION"),
+            ("KVOFFLOAD_SOURCES", f"{native['sources_checksum']()}u"),
         ],
         extra_compile_args=["-O3", "-pthread"],
         extra_link_args=["-pthread"],
@@ -24,11 +29,7 @@ def extension(name: str, *depends: str) -> Extension:
     )
 
 
-EXTENSIONS = [
-    extension("_cache", "prefetch.h"),
-    extension("_copies", "copying.h"),
-    extension("_ghosts", "prefetch.h", "ghosts.h"),
-]
+EXTENSIONS = [extension(name) for name in native["MODULES"]]
 
 # They need the GIL, which builds of Python without it would switch on again for them.
 setup(ext_modules=[] if sysconfig.get_config_var("Py_GIL_DISABLED") else EXTENSIONS)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import logging
+import os
 
 import pytest
 
@@ -36,6 +38,11 @@ with contextlib.suppress(ImportError):
     settings.register_profile("tests", deadline=None)
     settings.load_profile("tests")
 
+# Where these say that it runs unattended, pytest describes each failed comparison in full. For long lists that takes
+# minutes, and tests with planted bugs expect such failures. Hypothesis, above, must know.
+for _name in ("CI", "BUILD_NUMBER"):
+    os.environ.pop(_name, None)
+
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -46,6 +53,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         return LONGEST.index(name) if name in LONGEST else len(LONGEST), item.get_closest_marker("vllm") is None
 
     items.sort(key=place)
+
+
+def pytest_collection_finish() -> None:
+    """Garbage collection need not visit what was imported and collected: with vLLM that takes a second each time."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)

@@ -17,7 +17,9 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from benchmarks.peers import board
 from benchmarks.peers.load import make_load
 from benchmarks.peers.measure import Result, measure
-from benchmarks.peers.report import REFERENCE, publish, text
+from benchmarks.peers.page import render_page
+from benchmarks.peers.report import publish, text
+from benchmarks.peers.summary import REFERENCE
 from benchmarks.peers.systems import SYSTEMS, System
 from kvoffload.demo.model import kv_bytes_per_token, write_model
 
@@ -38,7 +40,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         parser.error(f"unknown system {unknown[0]!r}; the systems are {', '.join(SYSTEMS)}")
     results = run([SYSTEMS[name] for name in names], args.out, args.quick)
     print(text(results))
-    print(f"\n{args.out / 'peers.md'} and {args.out / 'peers.json'} have the figures, {args.out / 'logs'} the logs.")
+    print(f"\n{args.out / 'peers.html'} has the plots, peers.md the tables, peers.json the figures, logs the logs.")
 
 
 def choose(only: str | None, known: Sequence[str]) -> list[str]:
@@ -70,6 +72,7 @@ def run(systems: Sequence[System], out: Path, quick: bool) -> list[Result]:
             results.append(measure(system, load, logs.resolve() / system.name, model, per_token, step))
             progress.advance(task)
             publish(results, facts(results), out)
+            (out / "peers.html").write_text(render_page(results, facts(results)), encoding="utf-8")
     return results
 
 

@@ -14,10 +14,10 @@ from typing import Any, Self
 from benchmarks.peers import board_engine
 from benchmarks.peers.board_judge import Answer, Asked, Outcome
 
-START_DEADLINE_S = 240.0
-ANSWER_DEADLINE_S = 40.0
-"""For each prompt. An engine without a cache computes one in a tenth of a second."""
-SETTLE_DEADLINE_S = 60.0
+START_DEADLINE_S = 480.0
+ANSWER_DEADLINE_S = 120.0
+"""For each prompt. An engine without a cache computes one in a tenth of a second on a machine without other work."""
+SETTLE_DEADLINE_S = 120.0
 EXIT_DEADLINE_S = 20.0
 MESSAGE_CHARS = 200
 ENVIRONMENT = {

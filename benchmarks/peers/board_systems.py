@@ -18,6 +18,8 @@ from kvoffload.demo.shared import mooncake
 HOST_BYTES = 160 << 20
 CACHE_BYTES = 64 << 20
 """Little more than the prompts take, so that half a file is not only room that was never used."""
+PEER_DISK_BYTES = 128 << 20
+"""Peers begin to evict well below their limit: here none does."""
 STORE_BYTES = 192 << 20
 SMALL_STORE_BYTES = 24 << 20
 LOAD_DEADLINE_MS = 20_000
@@ -179,7 +181,7 @@ class PeerSystem(FolderSystem):
         self._given: list[systems.Settings] = []
 
     def connector(self) -> dict[str, Any]:
-        settings = self.peer.settings(self.work, HOST_BYTES, CACHE_BYTES)
+        settings = self.peer.settings(self.work, HOST_BYTES, PEER_DISK_BYTES)
         self._given.append(settings)
         assert settings.connector is not None
         return settings.connector
@@ -208,35 +210,20 @@ class VLLMOwnOnCPU(PeerSystem):
     peer = systems.VLLM()
 
 
-class LMCacheDisk(PeerSystem):
-    """LMCache's server, whose memory belongs to it, and its files."""
-
-    name = "LMCache, multi-process mode, disk"
-    note = "LMCache's server was stopped with the engine, so that a second engine finds what is on disk only."
-    peer = systems.LMCache()
+class ServedDisk(PeerSystem):
+    """A peer with servers of its own, whose memory belongs to them, and with files."""
 
     def __init__(self, work: Path) -> None:
         super().__init__(work)
         self._services: list[systems.Service] = []
         self._is_running = False
-        # In one process, vLLM's search for Triton kernels fails at a module that LMCache has imported.
-        self.environment = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
-
-    @classmethod
-    def python(cls) -> str:
-        return cls.peer.python()
-
-    def missing(self) -> str | None:
-        if importlib.util.find_spec("lmcache") is None:
-            return "lmcache is not installed"
-        return None
 
     def begin(self) -> None:
         if not self._is_running:
             self.start_service()
 
     def end(self) -> None:
-        for service in self._services:
+        for service in reversed(self._services):
             service.stop()
         self._is_running = False
 
@@ -264,7 +251,7 @@ class LMCacheDisk(PeerSystem):
 
     def start_service(self) -> None:
         if not self._services:
-            self._services = self.peer.services(self.work, HOST_BYTES, CACHE_BYTES)
+            self._services = self.peer.services(self.work, HOST_BYTES, PEER_DISK_BYTES)
         for service in self._services:
             service.start()
         self._is_running = True
@@ -272,6 +259,26 @@ class LMCacheDisk(PeerSystem):
     def close(self) -> None:
         self.crash()
         super().close()
+
+
+class LMCacheDisk(ServedDisk):
+    name = "LMCache, multi-process mode, disk"
+    note = "LMCache's server was stopped with the engine, so that a second engine finds what is on disk only."
+    peer = systems.LMCache()
+
+    def __init__(self, work: Path) -> None:
+        super().__init__(work)
+        # In one process, vLLM's search for Triton kernels fails at a module that LMCache has imported.
+        self.environment = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
+
+    @classmethod
+    def python(cls) -> str:
+        return cls.peer.python()
+
+    def missing(self) -> str | None:
+        if importlib.util.find_spec("lmcache") is None:
+            return "lmcache is not installed"
+        return None
 
 
 class MooncakeSystem(System):
@@ -359,6 +366,22 @@ class MooncakeConnector(MooncakeSystem):
         return {"kv_connector": "MooncakeStoreConnector", "kv_role": "kv_both"}
 
 
+class MooncakeDisk(ServedDisk):
+    name = "Mooncake's connector in vLLM, disk"
+    note = (
+        "The store's processes were stopped with the engine, so that a second engine finds what is on disk only. Each "
+        "block was a file of its own: by default Mooncake writes 256 MiB or 500 blocks at once, and less never."
+    )
+    peer = systems.Mooncake(one_block_per_bucket=True)
+
+    def __init__(self, work: Path) -> None:
+        super().__init__(work)
+        self.environment = self.peer.settings(work, HOST_BYTES, PEER_DISK_BYTES).environment
+
+    def missing(self) -> str | None:
+        return mooncake.missing()
+
+
 SYSTEMS: tuple[type[System], ...] = (
     KVOffloadDisk,
     UnverifiedKVOffloadDisk,
@@ -367,5 +390,6 @@ SYSTEMS: tuple[type[System], ...] = (
     VLLMOwn,
     VLLMOwnOnCPU,
     MooncakeConnector,
+    MooncakeDisk,
     LMCacheDisk,
 )

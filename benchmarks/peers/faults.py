@@ -29,7 +29,10 @@ def data_files(folder: Path) -> list[Path]:
 
 
 def flip(folder: Path) -> int:
-    """Flips one bit in every 64 KiB of every file in ``folder``. Returns the number of flipped bits."""
+    """Flips one bit in every whole 64 KiB of every file in ``folder``. Returns the number of flipped bits.
+
+    Smaller files, which describe others, stay as they are: it is the blocks' bytes that are to be wrong.
+    """
     flipped = 0
     for path in data_files(folder):
         with path.open("r+b") as file:
@@ -41,12 +44,10 @@ def flip(folder: Path) -> int:
 
 
 def flip_bytes(raw: memoryview) -> int:
-    """Flips one bit in the middle of every 64 KiB of ``raw``. Returns the number of flipped bits."""
-    starts = range(0, len(raw), FLIP_EVERY)
+    """Flips one bit in the middle of every whole 64 KiB of ``raw``. Returns the number of flipped bits."""
+    starts = range(0, len(raw) - FLIP_EVERY + 1, FLIP_EVERY)
     for start in starts:
-        middle = start + min(FLIP_EVERY, len(raw) - start) // 2
-        offset = min(middle // 4 * 4 + FLIPPED_BYTE, len(raw) - 1)
-        raw[offset] ^= 1 << FLIPPED_BIT
+        raw[start + FLIP_EVERY // 2 + FLIPPED_BYTE] ^= 1 << FLIPPED_BIT
     return len(starts)
 
 

@@ -17,16 +17,19 @@ class Load:
     Attributes:
         prompts: Lists of prompts by their number of tokens. Each list is asked twice, in order. Together its prompts
             exceed the device's cache, so that the second time no prompt is there.
-        repeated: Prompts that are asked twice in a row, so that the second time each is in the device's cache.
-        conversations: Prompts of each turn of each conversation; each extends the one before.
+        repeated: Prompts by their number of tokens, each asked ``repeats`` times in a row: after the first time it
+            is in the device's cache.
+        rounds: The mixed load, in rounds with different prompts. Each has conversations, and these the prompts of
+            their turns; each prompt extends the one before.
     """
 
     prompts: dict[int, list[list[int]]]
-    repeated: list[list[int]]
-    conversations: list[list[list[int]]]
+    repeated: dict[int, list[list[int]]]
+    rounds: list[list[list[list[int]]]]
     slots: int = 4
     answer_tokens: int = 16
     turn_tokens: int = 32
+    repeats: int = 5
 
 
 def make_load(quick: bool, seed: int = 0) -> Load:
@@ -37,18 +40,23 @@ def make_load(quick: bool, seed: int = 0) -> Load:
         drawn: list[int] = rng.integers(FIRST_TOKEN, LAST_TOKEN, count).tolist()
         return drawn
 
-    sizes = {2000: 6, 3500: 4} if quick else {2000: 16, 3500: 10}
+    sizes = {2000: 6, 3500: 4} if quick else {2000: 12, 3500: 8}
     prompts = {size: [tokens(size) for _ in range(count)] for size, count in sizes.items()}
-    repeated = [tokens(2000) for _ in range(2 if quick else 6)]
-    conversations = []
-    for _ in range(1 if quick else 3):
-        system = tokens(1024)
-        for _ in range(4):
-            history = system + tokens(512)
-            turns = [history]
-            for _ in range(1 if quick else 3):
-                # The history is given, and not the engine's own answers, so that every system gets the same prompts.
-                history = history + tokens(288)
-                turns.append(history)
-            conversations.append(turns)
-    return Load(prompts, repeated, conversations)
+    repeated = {size: [tokens(size) for _ in range(2)] for size in sizes}
+
+    def conversations(groups: int, num_turns: int) -> list[list[list[int]]]:
+        made = []
+        for _ in range(groups):
+            system = tokens(1024)
+            for _ in range(4):
+                history = system + tokens(512)
+                turns = [history]
+                for _ in range(num_turns - 1):
+                    # The history is given, and not the engine's own answers: every system gets the same prompts.
+                    history = history + tokens(288)
+                    turns.append(history)
+                made.append(turns)
+        return made
+
+    rounds = [conversations(1, 2)] if quick else [conversations(3, 2) for _ in range(3)]
+    return Load(prompts, repeated, rounds)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from benchmarks.peers.load import Load
 from benchmarks.peers.processes import cpu_s, pss_bytes
-from benchmarks.peers.systems import BLOCK_SIZE, Answer, AskError, HangError, Running, StartError, System
+from benchmarks.peers.systems import Answer, AskError, HangError, Running, StartError, System
 
 HOST_BYTES = 2 << 30
 DISK_BYTES = 4 << 30
@@ -25,16 +25,20 @@ TIE = 1e-3
 
 @dataclass(slots=True)
 class Times:
-    """Seconds to the first token, by prompt. ``found``: share of the tokens that were found the second time."""
+    """Seconds to the first token, by prompt: first seen, again, and when it is in the device's cache.
+
+    ``found``: share of the tokens that were found the second time.
+    """
 
     first: list[float] = field(default_factory=list)
     again: list[float] = field(default_factory=list)
+    device: list[float] = field(default_factory=list)
     found: float = 0.0
 
 
 @dataclass(slots=True)
 class Mixed:
-    """The mixed load: conversations in turns."""
+    """One round of the mixed load: conversations in turns."""
 
     wall_s: float
     cpu_s: float
@@ -51,8 +55,7 @@ class Result:
     title: str
     start_s: float = 0.0
     times: dict[int, Times] = field(default_factory=dict)
-    device: list[float] = field(default_factory=list)
-    mixed: Mixed | None = None
+    mixed: list[Mixed] = field(default_factory=list)
     memory_start: int = 0
     memory_end: int = 0
     held_bytes: int = 0
@@ -93,6 +96,11 @@ def percentile(values: Sequence[float], percent: float) -> float:
     """Returns the smallest value that at least ``percent`` of ``values`` do not exceed."""
     ordered = sorted(values)
     return ordered[max(0, math.ceil(percent / 100 * len(ordered)) - 1)]
+
+
+def median(values: Sequence[float]) -> float:
+    """Returns the median, which is one of ``values``."""
+    return percentile(values, 50)
 
 
 def block_bytes(prompts: Sequence[Sequence[int]], bytes_per_token: int, block_size: int) -> int:
@@ -162,12 +170,15 @@ def _serve(
         settle(running)
         result.memory_end = pss_bytes(running.processes())
         asked = [prompt for prompts in load.prompts.values() for prompt in prompts]
-        result.held_bytes = block_bytes(asked, bytes_per_token, BLOCK_SIZE)
+        result.held_bytes = block_bytes(asked, bytes_per_token, system.chunk_tokens)
         step("device hits")
-        for prompt in load.repeated:
-            result.device.append(running.ask([prompt, prompt], load.answer_tokens)[1].ttft_s)
-        step("mixed load")
-        _converse(running, load, result)
+        for size, prompts in load.repeated.items():
+            for prompt in prompts:
+                answers = running.ask([prompt] * load.repeats, load.answer_tokens)
+                result.times[size].device += [answer.ttft_s for answer in answers[1:]]
+        for number, conversations in enumerate(load.rounds, 1):
+            step(f"mixed load, round {number}")
+            result.mixed.append(_converse(running, load, conversations, result))
         step("stop")
         running.stop()
     except (AskError, HangError) as error:
@@ -178,18 +189,18 @@ def _serve(
         raise
 
 
-def _converse(running: Running, load: Load, result: Result) -> None:
+def _converse(running: Running, load: Load, conversations: list[list[list[int]]], result: Result) -> Mixed:
     before = cpu_s(running.processes())
-    answers, wall_s = running.converse(load.conversations, load.slots, load.turn_tokens)
+    answers, wall_s = running.converse(conversations, load.slots, load.turn_tokens)
     settle(running)
-    result.mixed = Mixed(
+    result.answers.setdefault("mixed", []).extend(answers)
+    return Mixed(
         wall_s=wall_s,
         cpu_s=cpu_s(running.processes()) - before,
-        prompt_tokens=sum(len(prompt) for turns in load.conversations for prompt in turns),
+        prompt_tokens=sum(len(prompt) for turns in conversations for prompt in turns),
         output_tokens=sum(len(answer.tokens) for answer in answers),
         ttft=[answer.ttft_s for answer in answers],
     )
-    result.answers["mixed"] = answers
 
 
 def _fill_disk(system: System, load: Load, work_dir: Path, model: Path, bytes_per_token: int, result: Result) -> None:
@@ -206,7 +217,7 @@ def _fill_disk(system: System, load: Load, work_dir: Path, model: Path, bytes_pe
         running.stop()
         result.disk_bytes, result.disk_held_bytes = (
             running.disk_bytes,
-            block_bytes(prompts, bytes_per_token, BLOCK_SIZE),
+            block_bytes(prompts, bytes_per_token, system.chunk_tokens),
         )
     except (AskError, HangError) as error:
         result.disk_problem = f"fails with a disk: {error}"

@@ -54,6 +54,11 @@ ENVIRONMENT = {
 }
 MOONCAKE_BUFFER = "512MB"
 """The engine's buffer for its own requests. The guide's 4GB is for a server with more memory than this run has."""
+MOONCAKE_SMALL_BUCKETS = {
+    "MOONCAKE_OFFLOAD_BUCKET_KEYS_LIMIT": "1",
+    "MOONCAKE_OFFLOAD_HEARTBEAT_INTERVAL_SECONDS": "1",
+}
+"""Makes ``mooncake_client`` write every block at once, for a test whose blocks would not fill one bucket."""
 LMCACHE_PYTHON = "PEERS_LMCACHE_PYTHON"
 """Environment variable: the Python of the virtual environment with LMCache. ``make peers`` sets it."""
 
@@ -238,6 +243,8 @@ class System(ABC):
     title: str
     has_disk = True
     """Whether it can keep blocks on disk."""
+    chunk_tokens = BLOCK_SIZE
+    """It keeps whole chunks of so many tokens."""
     disk_pause_s = 1.0
     """How long its processes may be idle before it goes on writing to disk."""
 
@@ -446,6 +453,10 @@ class Mooncake(System):
     # mooncake_client takes the blocks that it is to write every ten seconds.
     disk_pause_s = 12.0
 
+    def __init__(self, one_block_per_bucket: bool = False) -> None:
+        """By default blocks are written in buckets of 256 MiB or 500 blocks, and what fills none is never written."""
+        self._offload = dict(MOONCAKE_SMALL_BUCKETS) if one_block_per_bucket else {}
+
     def versions(self) -> dict[str, str]:
         return package_versions(self.python(), ["mooncake-transfer-engine-non-cuda", "mooncake-transfer-engine"])
 
@@ -478,6 +489,7 @@ class Mooncake(System):
                 "MOONCAKE_OFFLOAD_FILE_STORAGE_PATH": str(self.disk_dir(work_dir)),
                 "MOONCAKE_OFFLOAD_TOTAL_SIZE_LIMIT_BYTES": str(disk_bytes),
                 "MOONCAKE_OFFLOAD_BUCKET_MAX_TOTAL_SIZE": str(disk_bytes),
+                **self._offload,
             }
             owner_command = [
                 str(programs / "mooncake_client"),
@@ -508,6 +520,7 @@ class LMCache(System):
 
     name = "lmcache"
     title = "LMCache, multi-process mode"
+    chunk_tokens = 256
 
     def python(self) -> str:
         return os.path.abspath(os.environ.get(LMCACHE_PYTHON, ROOT / ".venv-peers-lmcache" / "bin" / "python"))

@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 from benchmarks.peers import board
-from benchmarks.peers.board import FAULTS, run_cell, table_of, verdict, worse
+from benchmarks.peers.board import FAULTS, run_cell, worse
 from benchmarks.peers.board_judge import Cell, Outcome
 from benchmarks.peers.board_process import CrashError, HangError, RefusedError
+from benchmarks.peers.board_report import markdown, table_of, verdict
 from benchmarks.peers.board_systems import SYSTEMS, FolderSystem, NotApplicableError
 from rich.console import Console
 
@@ -21,6 +22,10 @@ WRONG = Cell(Outcome.WRONG, wrong=8)
 
 def result(rows: dict[str, tuple[bool, Cell, Cell]], distinct: int = 8) -> dict[str, Any]:
     return {
+        "date": "2026-01-02",
+        "seconds": 120.0,
+        "versions": {"vllm": "1.0"},
+        "problems": [],
         "prompts": 8,
         "controls": {"prompts_that_tell_the_weights_apart": distinct},
         "faults": {"no fault": "", "byte flips": ""},
@@ -88,16 +93,35 @@ def test_what_an_engine_does_at_start_is_a_cell(error: Exception, outcome: Outco
     assert str(error) in cell.message
 
 
+@pytest.mark.parametrize(
+    ("first", "second", "runs"),
+    [
+        (Cell(Outcome.HANG), RIGHT, 2),
+        (Cell(Outcome.CRASH), Cell(Outcome.CRASH), 2),
+        (WRONG, RIGHT, 1),
+        (MISS, RIGHT, 1),
+    ],
+)
+def test_a_hang_and_a_crash_are_seen_twice_before_they_count(
+    first: Cell, second: Cell, runs: int, tmp_path: Path
+) -> None:
+    cells = [first, second]
+    fault = board.Fault("planted", "", lambda board, system: cells.pop(0))
+    unused: Any = None
+    assert run_cell(unused, FolderSystem(tmp_path), fault) is (second if runs == 2 else first)
+    assert len(cells) == 2 - runs
+
+
 def test_what_is_kept_is_restored_without_what_broke(tmp_path: Path) -> None:
     system = FolderSystem(tmp_path)
     system.empty()
-    (system.folder / "block").write_bytes(bytes(100))
+    (system.folder / "block").write_bytes(bytes(1 << 16))
     assert system.keep()
     assert system.flip() == 1
     assert system.truncate() == 1
     (system.folder / "new").write_bytes(b"new")
     system.restore()
-    assert {path.name: path.read_bytes() for path in system.folder.iterdir()} == {"block": bytes(100)}
+    assert {path.name: path.read_bytes() for path in system.folder.iterdir()} == {"block": bytes(1 << 16)}
     with pytest.raises(NotApplicableError):
         system.stop_service()
 
@@ -109,3 +133,34 @@ def test_every_system_has_a_name_of_its_own_and_every_cell_a_place_in_the_table(
     Console(file=output, width=200).print(table_of(result({"a system": (False, RIGHT, WRONG)})))
     for words in ("a system", "byte flips", "8 right from the cache", "wrong answer: 8 wrong"):
         assert words in output.getvalue()
+
+
+def test_the_documentation_gets_every_system_that_starts_and_every_message() -> None:
+    refused = Cell(Outcome.REFUSED, message="only on GPUs")
+    hang = Cell(Outcome.HANG, from_cache=2, unanswered=6, message="no answer in 40 s")
+    late = Cell(Outcome.NOT_APPLICABLE, message="not run: the board's time was over")
+    found = result(
+        {
+            "a": (False, RIGHT, Cell(Outcome.WRONG, from_cache=1, wrong=7)),
+            "b": (False, refused, refused),
+            "c": (False, RIGHT, hang),
+            "d": (False, RIGHT, late),
+            "e": (False, RIGHT, Cell(Outcome.NOT_APPLICABLE, message="it keeps no files")),
+        }
+    )
+    found["systems"]["c"]["note"] = "It ran alone."
+    found["problems"] = ["c is odd"]
+    assert markdown(found).splitlines() == [
+        "2026-01-02, 2 minutes, 8 prompts per cell; vllm 1.0.",
+        "",
+        "| fault | a (1) | c (2) | d (3) | e (4) |",
+        "|---|---|---|---|---|",
+        "| no fault | 8 from cache | 8 from cache | 8 from cache | 8 from cache |",
+        "| byte flips | 1 from cache, **7 wrong** | 2 from cache, **hang**, 6 not answered | not run | - |",
+        "",
+        "- (2) It ran alone.",
+        "- (2), byte flips: no answer in 40 s",
+        "- (3), byte flips: not run: the board's time was over",
+        "- b does not start: only on GPUs",
+        "- The board proves nothing here: c is odd",
+    ]

@@ -101,6 +101,25 @@ def test_others_are_not_looked_at_because_one_computes_its_prompt() -> None:
     assert len(due_list.take(scheduled)) == 17
 
 
+def test_requests_that_become_due_in_neighbouring_steps_come_out_together() -> None:
+    due_list, together = DueList(together=8), 8
+    names = [f"r{i}" for i in range(2, 50)]
+    for tokens, name in enumerate(names, start=2):
+        due_list.add(name, tokens)
+    scheduled = dict.fromkeys(names, 1)
+    taken = {name: step for step in range(1, 80) for name in due_list.take(scheduled)}
+    assert taken.keys() == set(names)
+    assert len(set(taken.values())) == 7
+    assert all(tokens <= taken[name] < tokens + together for tokens, name in enumerate(names, start=2))
+
+
+def test_what_is_to_be_looked_at_in_the_next_step_does_not_wait_for_others() -> None:
+    due_list = DueList(together=8)
+    for _ in range(20):
+        due_list.add("r", 1)
+        assert due_list.take({"r": 1}) == ["r"]
+
+
 def test_a_request_due_next_step_is_due_in_an_idle_step_too() -> None:
     due_list = DueList()
     due_list.add("r", 1)
@@ -175,3 +194,16 @@ def test_the_scheduler_half_misses_no_request(scenario: Callable[[int], Scenario
 def test_a_missed_request_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvoffload.connector.stores.DueList", OneTokenLate)
     assert any(missed(ModelEngine(Scenario.random(seed), look_at_all)) for seed in range(20))
+
+
+@pytest.mark.usefixtures("quiet")
+def test_blocks_that_are_stored_late_are_right_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whole blocks of the small models wait, several at once. The engine compares the bytes of what is loaded."""
+    monkeypatch.setattr("kvoffload.connector.stores.TOGETHER_SHARE", 2.0)
+    stored = 0
+    for seed in range(scaled(60)):
+        engine = ModelEngine(Scenario.random(seed))
+        engine.run()
+        assert not engine.scheduler.off
+        stored += int(engine.scheduler.metrics.snapshot().get("store_blocks", 0))
+    assert stored > 0

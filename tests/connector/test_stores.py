@@ -22,6 +22,7 @@ from kvoffload.cache.policies.lru import LRUPolicy
 from kvoffload.cache.slots import HostBackend
 from kvoffload.connector.messages import StepMeta
 from kvoffload.connector.scheduler import OffloadingConnectorScheduler
+from tests.connector.group_rig import GroupRig
 from tests.connector.rig import (
     REMOTE_DECODE,
     TOKENS,
@@ -350,3 +351,74 @@ def test_a_manager_that_answers_with_other_blocks_switches_offloading_off(
     monkeypatch.setattr(rig.manager, "prepare_store", wrong)
     assert not rig.start(FakeRequest("r", prompt(12))).stores
     assert rig.half.off
+
+
+# Blocks that decoding completes in neighbouring steps.
+
+
+def decode_one_by_one(factor: int, num_requests: int = 8) -> tuple[dict[str, int], list[int]]:
+    """Requests complete a block of ``factor`` device blocks one step after another. Returns after how many more steps
+    the block of each was stored, and the number of blocks per job."""
+    rig = Rig(num_host_blocks=64, factor=factor)
+    size = factor * TOKENS
+    requests = [FakeRequest(f"r{i}", prompt(size - 1 - i, start=1000 * i)) for i in range(num_requests)]
+    waited, blocks_per_job = {}, []
+    names = {}
+    tables = {}
+    for request in requests:
+        tables[request.request_id] = rig.new_blocks(factor)
+        names[tables[request.request_id][0]] = request.request_id
+        rig.look_up(request)
+        rig.allocate(request, tables[request.request_id])
+    assert not rig.step({request: request.num_tokens for request in requests}, new=tables).stores
+    for step in range(num_requests + 16):
+        for request in requests:
+            request.tokens.append(step)
+        for spec in rig.step(dict.fromkeys(requests, 1)).stores.values():
+            firsts = device_ids(spec)[::factor]
+            blocks_per_job.append(len(firsts))
+            for name in (names[first] for first in firsts):
+                assert name not in waited
+                waited[name] = step - int(name[1:])
+    return waited, blocks_per_job
+
+
+def test_one_job_stores_what_decoding_completes_in_neighbouring_steps() -> None:
+    waited, blocks_per_job = decode_one_by_one(factor=16)
+    assert len(waited) == 8
+    assert all(0 <= steps < 8 for steps in waited.values())
+    assert len(blocks_per_job) <= 3
+
+
+def test_small_blocks_do_not_wait_for_others() -> None:
+    waited, blocks_per_job = decode_one_by_one(factor=3, num_requests=8)
+    assert waited == {f"r{i}": 0 for i in range(8)}
+    assert blocks_per_job == [1] * 8
+
+
+@pytest.mark.parametrize(("window", "late"), [(None, True), (64, False)])
+def test_blocks_of_a_window_do_not_wait_for_others(window: int | None, late: bool) -> None:
+    rig = GroupRig((KVGroup(64), KVGroup(64, sliding_window=window)) if window else (KVGroup(64),))
+    request = rig.request(55)
+    rig.admit(request)
+    rig.done(rig.step(request, 55))
+    waited = []
+    for number in range(56, 80):
+        request.tokens.append(number)
+        if rig.step(request, 1).stores:
+            waited.append(number - 64)
+    (steps,) = waited
+    assert (steps > 0) == late
+    assert steps < 8
+
+
+def test_a_block_that_waits_for_others_is_stored_when_its_request_ends() -> None:
+    rig = GroupRig((KVGroup(64),))
+    request = rig.request(55)
+    rig.admit(request)
+    rig.done(rig.step(request, 55))
+    for number in range(56, 66):
+        request.tokens.append(number)
+        assert not rig.step(request, 1).stores
+    rig.half.request_finished(request)
+    assert len(rig.step(rig.request(0), 0).stores) == 1

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
-from importlib import import_module
+from pathlib import Path
 
 import pytest
 
@@ -23,7 +24,7 @@ def describe(**environment: str) -> str:
 @pytest.mark.skipif(os.environ.get(MUST_BE_BUILT) != "required", reason=f"{MUST_BE_BUILT}=required is not set")
 @pytest.mark.parametrize("name", native.MODULES)
 def test_native_code_was_compiled(name: str) -> None:
-    import_module(f"kvoffload.native.{name}")
+    assert native.load(name) is not None, native.describe()
 
 
 def test_the_version_says_that_native_code_is_switched_off() -> None:
@@ -45,6 +46,28 @@ def test_a_module_that_cannot_be_loaded_is_reported(monkeypatch: pytest.MonkeyPa
     assert native.load("_cache") is None
     assert len(caplog.records) == 1
     assert "_cache cannot be loaded (ImportError: numpy is too old)" in native.describe()
+
+
+@pytest.mark.skipif(native.load("_cache") is None, reason="there is no native code here")
+@pytest.mark.parametrize("change", ["nothing", "a source", "no sources"])
+def test_native_code_of_other_sources_is_not_used(tmp_path: Path, change: str) -> None:
+    """In a checkout the sources may be newer than what was compiled from them. Where there are no sources, as in a
+    wheel, both were installed together."""
+    package = Path(native.__file__).parents[1]
+    folder = tmp_path / "kvoffload" / "native"
+    shutil.copytree(package, tmp_path / "kvoffload", ignore=shutil.ignore_patterns("__pycache__", "*.c"))
+    if change == "a source":
+        with (folder / "_copies.pyx").open("a") as source:
+            source.write("# a change\n")
+    elif change == "no sources":
+        for name in native.source_names():
+            (folder / name).unlink()
+    said = describe(PYTHONPATH=str(tmp_path), KVOFFLOAD_NATIVE="1")
+    if change == "a source":
+        assert "plain Python: _cache cannot be loaded (ImportError: it was compiled from other sources" in said
+        assert "reinstall kvoffload" in said
+    else:
+        assert "(native code)" in said
 
 
 def test_a_missing_module_means_that_there_was_no_compiler(monkeypatch: pytest.MonkeyPatch, caplog) -> None:

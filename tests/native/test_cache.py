@@ -16,7 +16,7 @@ from kvoffload.cache.slots import FreeSlots, PlainFreeSlots
 from kvoffload.cache.table import BlockTable, PlainBlockTable
 from kvoffload.native import load
 from kvoffload.testing.scale import SCALE
-from tests.native.twins import Twins, array, make_key, same_answer, some
+from tests.native.twins import Odd, Twins, array, make_key, same_answer, some
 
 native: Any = load("_cache")
 pytestmark = pytest.mark.skipif(native is None, reason="there is no native code here")
@@ -113,6 +113,17 @@ def test_large_batches_of_bytes() -> None:
         removed = twins.call("remove", gone)
         twins.check()
         twins.call("insert", removed, gone)
+        twins.check()
+
+
+def test_keys_of_one_bucket_leave_one_by_one() -> None:
+    """More of them than a bucket has places, so that some are in the dict."""
+    twins = Twins(KeyIndex(40), native.KeyIndex(40))
+    keys = [Odd([1, i]) for i in range(30)]
+    twins.call("insert", keys, np.arange(30))
+    for slot in random.Random(0).sample(range(30), 30):
+        assert twins.call("remove", array([slot])) == [keys[slot]]
+        twins.call("find", keys)
         twins.check()
 
 
@@ -239,6 +250,20 @@ def ask_table(rng: random.Random, twins: Twins, capacity: int) -> None:
 @given(seed=SEEDS, capacity=st.integers(1, 60))
 def test_table(seed: int, capacity: int) -> None:
     drive_table(random.Random(seed), PlainBlockTable(capacity), BlockTable(capacity), capacity)
+
+
+def test_the_first_block_that_is_not_ready_is_found_in_every_chunk() -> None:
+    keys, slots = [b"%d" % i for i in range(600)], np.arange(600)
+    twins = Twins(PlainBlockTable(600), BlockTable(600))
+    twins.call("insert", keys, slots)
+    for first in (*range(120, 137), *range(250, 260), 384, 512, 599):
+        twins.call("set_ready", np.delete(slots, first))
+        assert twins.call("leading_ready", keys) == first
+        twins.call("remove", slots)
+        twins.call("insert", keys, slots)
+    twins.call("set_ready", slots)
+    twins.call("drop", array([300]))
+    assert twins.call("leading_ready", tuple(keys)) == 300
 
 
 # The lists.

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+import platform
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -291,6 +293,14 @@ def test_a_group_without_layers_has_nothing_to_copy(make: type[PlainBlockCopier]
 
 
 # Threads.
+
+
+@needs_native
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="only this processor's copies bypass the caches")
+def test_stores_that_bypass_the_caches_are_fenced() -> None:
+    """No copy can show this: what ends a thread is a fence by chance. So the instruction must be there."""
+    native: Any = load("_copies")
+    assert b"\x0f\xae\xf8" in Path(native.__file__).read_bytes(), "there is no SFENCE in the compiled code"
 
 
 def large_copier() -> tuple[Any, tuple[Numbers, Numbers, Numbers]]:

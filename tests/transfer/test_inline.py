@@ -188,16 +188,38 @@ def test_a_result_has_the_number_of_bytes_copied() -> None:
     assert transfer.poll(busy=False) == [], "a result is reported once"
 
 
+class Clock:
+    """A clock that advances by ``tick`` seconds whenever it is read."""
+
+    def __init__(self, tick: float = 0.0) -> None:
+        self.now, self.tick = 100.0, tick
+
+    def __call__(self) -> float:
+        self.now += self.tick
+        return self.now
+
+
+@pytest.fixture(autouse=True)
+def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A piece is one device block of these small layouts."""
+    monkeypatch.setattr(inline, "PIECE_BYTES", 1)
+
+
 @pytest.mark.parametrize(("busy", "per_poll"), [(True, 3), (False, 8)])
-def test_a_busy_step_copies_a_bounded_amount(busy: bool, per_poll: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_busy_step_copies_for_a_share_of_its_time(busy: bool, per_poll: int) -> None:
     views = merged_layers()
     pool = make_pool(views, 1, num_slots=8)
-    monkeypatch.setattr(inline, "BUSY_BYTES_PER_POLL", 3 * len(block(views, 0)) + 1)
-    transfer = InlineTransfer([PageGroup(views)], pool)
+    clock = Clock()
+    transfer = InlineTransfer([PageGroup(views)], pool, clock)
     transfer.submit(1, job(range(4), range(4)), is_store=True)
     transfer.submit(2, job(range(4, 8), range(4, 8)), is_store=True)
     copied, ended = [], []
     for _ in range(3):
+        clock.tick = 0
+        transfer.before_forward()
+        clock.now += 2.5 / inline.BUSY_SHARE
+        # A piece takes a second. After the second one there is time for a third.
+        clock.tick = 1 / 3
         ended.append([result.job_id for result in transfer.poll(busy)])
         copied.append(int(np.count_nonzero(pool.any(axis=1))))
     assert copied == [min(8, (i + 1) * per_poll) for i in range(3)]
@@ -205,24 +227,45 @@ def test_a_busy_step_copies_a_bounded_amount(busy: bool, per_poll: int, monkeypa
     assert [pool[i, :48].tobytes() for i in range(8)] == [block(views, i) for i in range(8)]
 
 
-def test_a_busy_step_copies_at_least_one_block(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_busy_step_copies_at_least_one_piece() -> None:
     views = merged_layers()
-    monkeypatch.setattr(inline, "BUSY_BYTES_PER_POLL", len(block(views, 0)) - 1)
-    transfer = InlineTransfer([PageGroup(views)], make_pool(views, 1))
+    transfer = InlineTransfer([PageGroup(views)], make_pool(views, 1), Clock())
     transfer.submit(1, job([0, 1], [0, 1]), is_store=False)
     polls = [[result.job_id for result in transfer.poll(busy=True)] for _ in range(3)]
     assert polls == [[], [1], []]
 
 
-def test_loads_go_before_stores(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_piece_takes_blocks_of_several_jobs(monkeypatch: pytest.MonkeyPatch) -> None:
     views = merged_layers()
-    monkeypatch.setattr(inline, "BUSY_BYTES_PER_POLL", 2 * len(block(views, 0)))
-    transfer = InlineTransfer([PageGroup(views)], make_pool(views, 1))
+    monkeypatch.setattr(inline, "PIECE_BYTES", 3 * len(block(views, 0)))
+    transfer = InlineTransfer([PageGroup(views)], make_pool(views, 1), Clock())
+    transfer.submit(1, job([0, 1], [0, 1]), is_store=True)
+    transfer.submit(2, job([], []), is_store=True)
+    transfer.submit(3, job([2, 3], [2, 3]), is_store=True)
+    polls = [[result.job_id for result in transfer.poll(busy=True)] for _ in range(3)]
+    assert polls == [[1, 2], [3], []]
+
+
+@pytest.mark.parametrize(("blocks", "polls"), [(1, 4), (1.5, 2), (3, 2), (4, 1), (100, 1)])
+def test_a_piece_is_as_many_whole_blocks_as_it_needs(
+    blocks: float, polls: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    views = merged_layers()
+    monkeypatch.setattr(inline, "PIECE_BYTES", int(blocks * len(block(views, 0))))
+    transfer = InlineTransfer([PageGroup(views)], make_pool(views, 1), Clock())
+    transfer.submit(1, job(range(4), range(4)), is_store=True)
+    ended = [[result.job_id for result in transfer.poll(busy=True)] for _ in range(polls)]
+    assert ended == [[]] * (polls - 1) + [[1]]
+
+
+def test_loads_go_before_stores() -> None:
+    views = merged_layers()
+    transfer = InlineTransfer([PageGroup(views)], make_pool(views, 1), Clock())
     transfer.submit(1, job([0, 1], [0, 1]), is_store=True)
     transfer.submit(2, job([2, 3], [2, 3]), is_store=False)
     transfer.submit(3, job([4], [4]), is_store=False)
-    polls = [[result.job_id for result in transfer.poll(busy=True)] for _ in range(3)]
-    assert polls == [[2], [3], [1]]
+    polls = [[result.job_id for result in transfer.poll(busy=True)] for _ in range(5)]
+    assert polls == [[], [2], [3], [], [1]]
 
 
 def test_waiting_finishes_only_the_given_jobs() -> None:
@@ -237,11 +280,10 @@ def test_waiting_finishes_only_the_given_jobs() -> None:
     assert sorted(result.job_id for result in transfer.poll(busy=False)) == [0, 1, 2]
 
 
-def test_waiting_finishes_a_job_that_a_busy_step_began(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_waiting_finishes_a_job_that_a_busy_step_began() -> None:
     views = merged_layers()
     pool = make_pool(views, 1)
-    monkeypatch.setattr(inline, "BUSY_BYTES_PER_POLL", 2 * len(block(views, 0)))
-    transfer = InlineTransfer([PageGroup(views)], pool)
+    transfer = InlineTransfer([PageGroup(views)], pool, Clock())
     transfer.submit(1, job(range(5), range(5)), is_store=True)
     assert transfer.poll(busy=True) == []
     transfer.wait([1])

@@ -175,7 +175,7 @@ def test_two_ranks(run: Runner, lfm2_expected: list[Any]) -> None:
     """Each rank has a part of every state. Copies end, or fail, at other times on each of them."""
     result = run(
         "rounds",
-        rounds=4,
+        rounds=3,
         connector=POOL,
         connector_class="SlowKVOffloadConnector",
         environment=TWO_RANKS,

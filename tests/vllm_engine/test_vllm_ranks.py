@@ -43,7 +43,7 @@ def test_two_ranks(run: Runner, kind: str, parallel: str, expected: list[Any], g
         blocks = {"num_gpu_blocks_override": 28} if parallel == "pipeline" else {}
         result = run("rounds", rounds=4, **with_gemma3(**config, engine=engine | blocks))
     else:
-        result = run("rounds", rounds=6, prompts=FEW, **config, engine=engine)
+        result = run("rounds", rounds=3, prompts=FEW, **config, engine=engine)
     for answers in result["outputs"]:
         assert differences(answers, gemma3_expected if kind == "gemma3" else expected[:FEW]) == []
     assert result["preemptions"] > 0
@@ -70,7 +70,7 @@ ONE_HEAD: dict[str, Any] = {
 
 def test_ranks_with_the_same_kv_share_a_pool(run: Runner, one_head_expected: list[Any]) -> None:
     """Each rank holds the only KV head. The host holds twice the tokens that it would hold in a pool per rank."""
-    result = run("rounds", rounds=6, **ONE_HEAD, connector_class="SlowKVOffloadConnector", replicas=True)
+    result = run("rounds", rounds=3, **ONE_HEAD, connector_class="SlowKVOffloadConnector", replicas=True)
     for answers in result["outputs"]:
         assert differences(answers, one_head_expected) == []
     for name in ("host_hit_tokens", "load_blocks", "load_failures", "store_failures"):

@@ -16,9 +16,13 @@ class DueList:
     ignoring requests that compute more than FEW_TOKENS. So a request that lacks n tokens cannot be due before the count
     has grown by n. If the engine takes tokens back, the request only becomes due later. Each request is in the list at
     most once.
+
+    With ``together`` above 1, requests that become due within as many counts come out at the last of these, so that one
+    job stores what neighbouring steps complete.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, together: int = 1) -> None:
+        self._together = together
         self._count = 0
         self._by_count: dict[int, dict[str, None]] = {}
         """Ids of requests, in order of arrival, by the count at which to look at them."""
@@ -31,10 +35,13 @@ class DueList:
         return req_id in self._count_of
 
     def add(self, req_id: str, tokens: int) -> None:
-        """Adds a request that cannot be due before it has computed ``tokens`` more, at least one."""
+        """Adds a request that cannot be due before it has computed ``tokens`` more, at least one. One comes out in the
+        next step."""
         if req_id in self._count_of:
             self.remove(req_id)
         at = self._count + tokens
+        if tokens > 1:
+            at += -at % self._together
         self._count_of[req_id] = at
         requests = self._by_count.get(at)
         if requests is None:

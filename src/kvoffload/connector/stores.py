@@ -24,6 +24,10 @@ from kvoffload.connector.observer import RequestObserver
 from kvoffload.connector.request import NEVER, Changes, Match, Phase, RequestState, Storing
 from kvoffload.connector.states import StateKeeper
 
+MAX_TOGETHER = 8
+"""Blocks that decoding completes within so many steps are stored by one job. A job costs as much as several blocks."""
+TOGETHER_SHARE = 1 / 8
+"""A block waits for others for at most this share of its tokens."""
 NO_ROOM = "kvoffload: no room in the host pool, every block is in use; stores wait"
 
 
@@ -53,7 +57,7 @@ class StorePlanner:
         self._jobs = jobs
         self._observer = observer
         self._changes = changes
-        self._due = DueList()
+        self._due = DueList(_together(layout))
         self._keeper = StateKeeper(layout) if layout.states else None
 
     def watch(self, req_id: str, has_new_table: bool) -> None:
@@ -276,3 +280,12 @@ class StorePlanner:
         job = Job(True, states, lease, blocks=described, device_blocks=frozenset(ids), epoch=epoch)
         device = DeviceSpec(np.array(ids, dtype=np.int64), tuple(sizes), tuple(firsts))
         return self._jobs.add(job), TransferSpec(states[0].context.req_id, host, device)
+
+
+def _together(layout: Layout) -> int:
+    """Returns the number of steps whose blocks are stored together. In a window, what a block needs may be gone a step
+    later."""
+    if layout.windows or not layout.full:
+        return 1
+    fewest = min(layout.block_tokens[g] for g in layout.full)
+    return max(1, min(MAX_TOGETHER, int(fewest * TOGETHER_SHARE)))

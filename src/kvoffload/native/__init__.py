@@ -10,7 +10,10 @@ from __future__ import annotations
 import logging
 import os
 import sys
+import zlib
+from functools import cache
 from importlib import import_module
+from pathlib import Path
 from types import ModuleType
 
 ENVIRONMENT_VARIABLE = "KVOFFLOAD_NATIVE"
@@ -27,16 +30,38 @@ def load(name: str) -> ModuleType | None:
         return None
     full_name = f"{__name__}.{name}"
     try:
-        return import_module(full_name)
+        module = import_module(full_name)
     except ModuleNotFoundError as error:
         if error.name == full_name:
             return None
         reason: Exception = error
     except (ImportError, ValueError, RuntimeError) as error:  # The last two: compiled for another numpy.
         reason = error
+    else:
+        if sources_checksum() in (None, getattr(module, "SOURCES", None)):
+            return module
+        reason = ImportError("it was compiled from other sources than those beside it")
     _broken[name] = f"{type(reason).__name__}: {reason}"
-    _logger.warning("%s cannot be loaded, plain Python is used instead: %s", full_name, _broken[name])
+    _logger.warning(
+        "%s cannot be loaded, plain Python is used instead: %s; reinstall kvoffload", full_name, _broken[name]
+    )
     return None
+
+
+@cache
+def sources_checksum() -> int | None:
+    """Returns the checksum of the sources of native code, or None where only what was compiled from them is installed.
+
+    Each compiled module has the checksum of its sources as ``SOURCES``. In a checkout these may have changed since.
+    """
+    folder = Path(__file__).parent
+    sources = [folder / name for name in source_names()]
+    return zlib.crc32(b"".join(source.read_bytes() for source in sources)) if sources else None
+
+
+def source_names() -> list[str]:
+    """Returns the names of all source files of native code that are in this folder."""
+    return sorted(path.name for path in Path(__file__).parent.iterdir() if path.suffix in (".pyx", ".h"))
 
 
 def describe() -> str:

@@ -5,7 +5,8 @@ Pointers go into numpy arrays that each object owns from ``__cinit__`` on and ne
 slot that a caller gives is checked against the capacity. Callers who break a promise of a method, such as distinct
 slots, get wrong answers, but no memory is read or written out of bounds. Keys are hashed by Python, so both versions
 agree on them. Only keys whose type is exactly ``bytes`` are compared without Python; other keys may run any code, so
-that lists and arrays given with them are copied first.
+that lists and arrays given with them are copied first. Making a list or a tuple, or calling numpy through Python, may
+run any code too, that of finalizers: so all objects are made, and all arrays converted, before arrays are checked.
 """
 
 cimport cython
@@ -18,11 +19,17 @@ from libc.string cimport memcmp, memcpy, memset
 
 cimport numpy as cnp
 
+import os
+
 import numpy as np
 
 from kvoffload.abc import IntegrityError
 
 cnp.import_array()
+
+cdef extern from *:
+    unsigned int KVOFFLOAD_SOURCES
+SOURCES = KVOFFLOAD_SOURCES
 
 cdef extern from "Python.h":
     PyObject** PySequence_Fast_ITEMS(object)
@@ -84,12 +91,17 @@ cdef cnp.ndarray converted(object array):
         return new_int64(0)
     if result.ndim != 1 or result.dtype.kind not in "iu":
         raise IndexError(f"slots must be whole numbers in one dimension, not {result.dtype} in {result.ndim}")
-    return np.ascontiguousarray(result, dtype=np.int64)
+    return np.require(result, np.int64, ["C", "A"])
 
 
 cdef inline cnp.ndarray checked(object slots, Py_ssize_t capacity):
     """Returns slots as ``contiguous`` does. Raises IndexError if one is not in [0, capacity)."""
     cdef cnp.ndarray array = contiguous(slots)
+    check_slots(array, capacity)
+    return array
+
+
+cdef inline int check_slots(cnp.ndarray array, Py_ssize_t capacity) except -1:
     cdef int64_t* at = int64s(array)
     cdef Py_ssize_t i, n = cnp.PyArray_DIM(array, 0)
     cdef bint bad = False
@@ -97,7 +109,7 @@ cdef inline cnp.ndarray checked(object slots, Py_ssize_t capacity):
         bad |= <uint64_t>at[i] >= <uint64_t>capacity
     if bad:
         raise IndexError(f"a slot is not in [0, {capacity})")
-    return array
+    return 0
 
 
 cdef inline cnp.ndarray new_flags(Py_ssize_t n):
@@ -119,6 +131,15 @@ cdef inline cnp.ndarray first(cnp.ndarray array, Py_ssize_t n):
 
 
 # Keys.
+
+cdef uint64_t SECRET = int.from_bytes(os.urandom(8), "little")
+"""Decides where keys are in the table of ``split``. Clients that know how Python hashes, as with PYTHONHASHSEED, could
+choose keys that are all in one place."""
+
+
+cdef inline uint64_t scattered(uint64_t h) noexcept:
+    return ((h ^ SECRET) * <uint64_t>0x9E3779B97F4A7C15) >> 32
+
 
 cdef inline uint32_t tag_of(uint64_t h) noexcept:
     return <uint32_t>(h >> 32) | 1
@@ -218,8 +239,8 @@ cdef class KeyIndex:
         self._buckets = <Bucket*>(<char*>cnp.PyArray_DATA(self._bucket_memory) + self._to_line())
         self._place_memory = np.full(capacity, FREE, dtype=np.int32)
         self._place = <int32_t*>cnp.PyArray_DATA(self._place_memory)
-        self._seen_memory = np.empty(0, dtype=np.int32)
-        self.key_of = np.full(capacity, None, dtype=object)
+        # Callers see views, which cannot be resized.
+        self.key_of = np.full(capacity, None, dtype=object)[:]
         self._keys = <PyObject**>cnp.PyArray_DATA(self.key_of)
         self._spill = {}
         self._capacity = capacity
@@ -319,10 +340,11 @@ cdef class KeyIndex:
         cdef uint64_t at, mask = 16
         while mask < 2 * <uint64_t>(n - num_present):
             mask *= 2
-        # The next call may need more and replace the array, even one that a comparison of keys makes below.
+        # Taken away meanwhile: a comparison of keys below may call this method.
         cdef cnp.ndarray seen_memory = self._seen_memory
-        if not self._only_bytes or <uint64_t>cnp.PyArray_DIM(seen_memory, 0) < mask:
-            seen_memory = self._seen_memory = np.empty(mask, dtype=np.int32)
+        self._seen_memory = None
+        if seen_memory is None or <uint64_t>cnp.PyArray_DIM(seen_memory, 0) < mask:
+            seen_memory = np.empty(mask, dtype=np.int32)
         seen = <int32_t*>cnp.PyArray_DATA(seen_memory)
         memset(seen, 0xff, mask * sizeof(int32_t))
         mask -= 1
@@ -332,7 +354,7 @@ cdef class KeyIndex:
                 slots[num_present] = slots[i]
                 num_present += 1
                 continue
-            at = hashes[i] & mask
+            at = scattered(hashes[i]) & mask
             while seen[at] >= 0:
                 if hashes[seen[at]] == hashes[i] and is_same(<PyObject*>absent[seen[at]], items[i]):
                     break
@@ -342,6 +364,7 @@ cdef class KeyIndex:
                 hashes[num_absent] = hashes[i]
                 absent.append(<object>items[i])
                 num_absent += 1
+        self._seen_memory = seen_memory
         return first(found, num_present), absent, first(homes, num_absent)
 
     def insert(self, keys, slots, homes=None):
@@ -353,7 +376,7 @@ cdef class KeyIndex:
         fast = self._own(keys)
         cdef Py_ssize_t n = PySequence_Fast_GET_SIZE(fast), i, start = 0, size
         cdef PyObject** items = PySequence_Fast_ITEMS(fast)
-        cdef cnp.ndarray given = checked(slots, self._capacity), hashes
+        cdef cnp.ndarray given = contiguous(slots), hashes = None if homes is None else contiguous(homes)
         cdef uint64_t* hs
         cdef Bucket* bucket
         cdef unsigned empty
@@ -366,13 +389,12 @@ cdef class KeyIndex:
         if not self._only_bytes:
             given = given.copy()
         cdef int64_t* at = int64s(given)
-        if homes is None:
+        if hashes is None:
             hashes = new_int64(n)
             hash_into(fast, <uint64_t*>int64s(hashes))
-        else:
-            hashes = contiguous(homes)
-            if cnp.PyArray_DIM(hashes, 0) != n:
-                raise IndexError(f"these are the homes of {cnp.PyArray_DIM(hashes, 0)} keys, not of {n}")
+        elif cnp.PyArray_DIM(hashes, 0) != n:
+            raise IndexError(f"these are the homes of {cnp.PyArray_DIM(hashes, 0)} keys, not of {n}")
+        check_slots(given, self._capacity)
         hs = <uint64_t*>int64s(hashes)
         while start < n:
             size = min(n - start, CHUNK)
@@ -400,14 +422,16 @@ cdef class KeyIndex:
         return given
 
     def remove(self, slots):
-        cdef cnp.ndarray given = checked(slots, self._capacity)
-        return self._remove(int64s(given), cnp.PyArray_DIM(given, 0))
+        cdef cnp.ndarray given = contiguous(slots)
+        cdef list spilled = [], result = PyList_New(cnp.PyArray_DIM(given, 0))
+        check_slots(given, self._capacity)
+        self._remove(given, result, spilled)
+        return result
 
-    cdef list _remove(self, int64_t* at, Py_ssize_t n):
-        """No Python code runs before all slots are free."""
-        cdef list spilled = []
-        cdef list result = PyList_New(n)
-        cdef Py_ssize_t i, start = 0, stop
+    cdef int _remove(self, cnp.ndarray slots, list result, list spilled) except -1:
+        """Fills ``result``. No Python code runs before all slots are free."""
+        cdef int64_t* at = int64s(slots)
+        cdef Py_ssize_t n = cnp.PyArray_DIM(slots, 0), i, start = 0, stop
         cdef PyObject* none = <PyObject*>None
         cdef PyObject* key
         cdef int32_t place
@@ -434,7 +458,7 @@ cdef class KeyIndex:
             start = stop
         for each in spilled:
             del self._spill[each]
-        return result
+        return 0
 
     def clear(self):
         self._len = 0
@@ -478,11 +502,11 @@ cdef class BlockTable:
         self.num_blocks = num_blocks
         self._index = KeyIndex(num_blocks)
         self.key_of = self._index.key_of
-        self.ref_cnt = np.zeros(num_blocks, dtype=np.int32)
+        self.ref_cnt = np.zeros(num_blocks, dtype=np.int32)[:]
         self._refs = <int32_t*>cnp.PyArray_DATA(self.ref_cnt)
-        self.busy = np.zeros(num_blocks, dtype=np.bool_)
+        self.busy = np.zeros(num_blocks, dtype=np.bool_)[:]
         self._is_busy = <uint8_t*>cnp.PyArray_DATA(self.busy)
-        self._dropped = np.zeros(num_blocks, dtype=np.bool_)
+        self._dropped = np.zeros(num_blocks, dtype=np.bool_)[:]
         self._is_dropped = <uint8_t*>cnp.PyArray_DATA(self._dropped)
         self._scratch_memory = np.zeros(num_blocks, dtype=np.int32)
         self._scratch = <int32_t*>cnp.PyArray_DATA(self._scratch_memory)
@@ -548,7 +572,9 @@ cdef class BlockTable:
             self._is_busy[at[i]] = 1
 
     def remove(self, slots):
-        cdef cnp.ndarray given = checked(slots, self.num_blocks)
+        cdef cnp.ndarray given = contiguous(slots)
+        cdef list spilled = [], result = PyList_New(cnp.PyArray_DIM(given, 0))
+        check_slots(given, self.num_blocks)
         cdef int64_t* at = int64s(given)
         cdef Py_ssize_t i
         for i in range(cnp.PyArray_DIM(given, 0)):
@@ -557,7 +583,8 @@ cdef class BlockTable:
             self._is_dropped[at[i]] = 0
             self._refs[at[i]] = 0
             self._is_busy[at[i]] = 0
-        return self._index._remove(at, cnp.PyArray_DIM(given, 0))
+        self._index._remove(given, result, spilled)
+        return result
 
     def is_writing(self, slots):
         """Negative slots count as the last ones, as in numpy."""
@@ -643,6 +670,7 @@ cdef class BlockTable:
     def evict(self, slots):
         cdef cnp.ndarray given = contiguous(slots)
         cdef Py_ssize_t n = cnp.PyArray_DIM(given, 0), i
+        cdef list spilled = [], result = PyList_New(n)
         cdef int64_t* at = int64s(given)
         for i in range(n):
             if (
@@ -657,7 +685,8 @@ cdef class BlockTable:
                 return None
         # Blocks that are not busy have neither pins nor marks.
         self.num_evictable -= n
-        return self._index._remove(at, n)
+        self._index._remove(given, result, spilled)
+        return result
 
     def idle(self, slots):
         cdef cnp.ndarray given = checked(slots, self.num_blocks)
@@ -733,7 +762,7 @@ cdef class FreeSlots:
     def __cinit__(self, capacity):
         self._free_memory = np.zeros(capacity, dtype=np.int64)
         self._free_slots = int64s(self._free_memory)
-        self._allocated = np.zeros(capacity, dtype=np.bool_)
+        self._allocated = np.zeros(capacity, dtype=np.bool_)[:]
         self._is_allocated = flags_of(self._allocated)
         self._capacity = capacity
 
@@ -825,7 +854,7 @@ cdef class RecencyList:
     cdef Links* _links
     cdef Entry* _heap
     """In ``_heap_memory``, which is replaced when it is full. May have entries of blocks that have moved or left."""
-    cdef Py_ssize_t _heap_len
+    cdef Py_ssize_t _heap_len, _heap_size
 
     def __cinit__(self, capacity):
         if not 0 <= capacity <= MAX_SLOTS:
@@ -845,8 +874,8 @@ cdef class RecencyList:
         self._oldest = self._newest = END
         self._len = 0
         self._next_position = 0
-        self._heap_len = 0
-        self._heap_memory = np.empty((0, 2), dtype=np.int64)
+        self._heap_len = self._heap_size = 0
+        self._heap_memory = new_int64(0)
         self._heap = <Entry*>cnp.PyArray_DATA(self._heap_memory)
 
     def __len__(self):
@@ -899,12 +928,12 @@ cdef class RecencyList:
         self._append(slots, positions, True)
 
     cdef int _append(self, slots, positions, bint members_only) except -1:
-        cdef cnp.ndarray given = checked(slots, self._capacity), times
+        cdef cnp.ndarray times = None if positions is None else contiguous(positions)
+        cdef cnp.ndarray given = checked(slots, self._capacity)
         cdef Py_ssize_t n = cnp.PyArray_DIM(given, 0), i
         cdef int64_t* at = int64s(given)
         cdef int64_t* time = NULL
-        if positions is not None:
-            times = contiguous(positions)
+        if times is not None:
             time = int64s(times)
             check_positions(times, n, self._next_position)
         for i in range(n):
@@ -952,7 +981,7 @@ cdef class RecencyList:
 
     cdef int _push(self, int64_t slot) except -1:
         cdef Entry entry
-        if self._heap_len == cnp.PyArray_DIM(self._heap_memory, 0):
+        if self._heap_len == self._heap_size:
             self._renew_heap()
         entry.position = self._stamp[slot]
         entry.slot = slot
@@ -979,11 +1008,12 @@ cdef class RecencyList:
         cdef Py_ssize_t i, kept = 0
         for i in range(self._heap_len):
             kept += self._is_queued(self._heap[i])
-        cdef cnp.ndarray memory = np.empty((2 * kept + 64, 2), dtype=np.int64)
+        cdef cnp.ndarray memory = new_int64(2 * (2 * kept + 64))
         cdef cnp.ndarray before = self._heap_memory
         cdef Entry* entries = self._heap
         cdef Py_ssize_t n = self._heap_len
-        self._heap_memory, self._heap, self._heap_len = memory, <Entry*>cnp.PyArray_DATA(memory), 0
+        self._heap_memory, self._heap = memory, <Entry*>cnp.PyArray_DATA(memory)
+        self._heap_len, self._heap_size = 0, 2 * kept + 64
         for i in range(n):
             # A heap without some of its entries, in the same order, is almost one: few entries move.
             if self._is_queued(entries[i]):
@@ -1064,7 +1094,7 @@ cdef class RecencyList:
         return first(result, popped)
 
     def put_back(self, slots, positions):
-        cdef cnp.ndarray given = checked(slots, self._capacity), times = contiguous(positions)
+        cdef cnp.ndarray times = contiguous(positions), given = checked(slots, self._capacity)
         cdef int64_t* at = int64s(given)
         cdef Py_ssize_t i, n = cnp.PyArray_DIM(given, 0)
         if cnp.PyArray_DIM(times, 0) != n:

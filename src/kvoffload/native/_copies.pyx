@@ -12,6 +12,10 @@ cimport numpy as cnp
 
 cnp.import_array()
 
+cdef extern from *:
+    unsigned int KVOFFLOAD_SOURCES
+SOURCES = KVOFFLOAD_SOURCES
+
 cdef extern from "copying.h" nogil:
     ctypedef struct kvo_run:
         char* data
@@ -63,13 +67,7 @@ cdef class BlockCopier:
     cdef bint _can_load
     cdef readonly Py_ssize_t block_bytes
 
-    def __cinit__(self):
-        self._runs = NULL
-        self._num_runs = self._num_blocks = 0
-
-    def __init__(self, views, host):
-        if self._runs is not NULL:
-            raise TypeError("a copier is made once")
+    def __cinit__(self, views, host):
         cdef cnp.ndarray view
         cdef kvo_run* run
         cdef Py_ssize_t i, num_blocks = 0
@@ -104,7 +102,6 @@ cdef class BlockCopier:
                              f"{self.block_bytes}")
         self._num_slots, self._num_parts = cnp.PyArray_DIM(self._host, 0), cnp.PyArray_DIM(self._host, 1)
         self._slot_step, self._part_step = cnp.PyArray_STRIDE(self._host, 0), cnp.PyArray_STRIDE(self._host, 1)
-        # Until here every block is refused.
         self._num_blocks = num_blocks
 
     def __dealloc__(self):
@@ -113,8 +110,6 @@ cdef class BlockCopier:
     def copy_rows(self, device_blocks, slots, parts, bint is_store, bint bypass_caches, bint use_two_threads):
         """Copies and returns the number of threads that did it: two only if there is enough for both, and if this
         thread may run on several processors."""
-        if self._runs is NULL:
-            raise TypeError("the copier has no views")
         if not cnp.PyArray_Check(device_blocks) or cnp.PyArray_NDIM(<cnp.ndarray>device_blocks) != 1:
             raise TypeError("device_blocks must be a numpy array of int64")
         if not (cnp.PyArray_ISWRITEABLE(self._host) if is_store else self._can_load):

@@ -3,10 +3,14 @@
 the methods.
 
 Pointers go into numpy arrays that each object owns, so memory is freed with the object. Every slot and entry that a
-caller gives is checked against the size of the arrays.
+caller gives is checked against the size of the arrays. No Python code, which could change the object or what it was
+given, runs between the checks and the end of a call: so no list is made there, because a finalizer may run, and numpy
+is called in C.
 """
 
-from cpython.bytes cimport PyBytes_AS_STRING, PyBytes_CheckExact, PyBytes_GET_SIZE
+from cpython.bytes cimport (
+    PyBytes_AS_STRING, PyBytes_Check, PyBytes_CheckExact, PyBytes_FromStringAndSize, PyBytes_GET_SIZE
+)
 from cpython.list cimport PyList_New
 from cpython.object cimport PyObject, PyObject_Hash
 from cpython.tuple cimport PyTuple_CheckExact
@@ -15,12 +19,18 @@ from libc.string cimport memcmp, memcpy, memset
 
 cimport numpy as cnp
 
+import os
+
 import numpy as np
 import xxhash
 
 from kvoffload.abc import IntegrityError
 
 cnp.import_array()
+
+cdef extern from *:
+    unsigned int KVOFFLOAD_SOURCES
+SOURCES = KVOFFLOAD_SOURCES
 
 cdef extern from "Python.h":
     PyObject** PySequence_Fast_ITEMS(object)
@@ -29,6 +39,9 @@ cdef extern from "Python.h":
     void increment "Py_INCREF"(PyObject*)
     void decrement "Py_DECREF"(PyObject*)
     void set_item "PyList_SET_ITEM"(object, Py_ssize_t, PyObject*)
+
+cdef extern from "numpy/arrayobject.h":
+    bint PyArray_ISCARRAY_RO(cnp.ndarray)
 
 cdef extern from "prefetch.h" nogil:
     void kvo_prefetch(const void* address)
@@ -46,6 +59,14 @@ cdef enum:
 
 cdef int64_t NO_END = <int64_t>1 << 62
 cdef bytes FIRST_GROUP = bytes(GROUP_BYTES)
+
+cdef uint64_t SECRET = int.from_bytes(os.urandom(8), "little")
+"""Decides where names and keys are in tables in which a search goes on until a place is free. Else clients, who know
+how keys are hashed, could choose keys that are all in one place."""
+
+
+cdef inline uint64_t scattered(uint64_t h) noexcept:
+    return ((h ^ SECRET) * <uint64_t>0x9E3779B97F4A7C15) >> 32
 
 
 # Numbers in numpy arrays.
@@ -69,13 +90,13 @@ cdef inline cnp.ndarray of_kind(object array, int kind, dtype):
         cnp.PyArray_Check(array)
         and cnp.PyArray_NDIM(<cnp.ndarray>array) == 1
         and cnp.PyArray_TYPE(<cnp.ndarray>array) == kind
-        and cnp.PyArray_IS_C_CONTIGUOUS(<cnp.ndarray>array)
+        and PyArray_ISCARRAY_RO(<cnp.ndarray>array)
     ):
         return <cnp.ndarray>array
     given = np.asarray(array)
     if given.ndim != 1 or (given.dtype.kind == "b") != (kind == cnp.NPY_BOOL) or given.dtype.kind not in "biu":
         raise TypeError(f"there must be a list of numbers of type {np.dtype(dtype)}, not {given.dtype} {given.shape}")
-    return np.ascontiguousarray(given, dtype=dtype)
+    return np.require(given, dtype, ["C", "A"])
 
 
 cdef inline cnp.ndarray numbers(object array):
@@ -89,6 +110,11 @@ cdef inline cnp.ndarray hashes_of(object array):
 cdef inline cnp.ndarray checked(object indices, Py_ssize_t size):
     """Returns the indices as an array. Raises IndexError if one is not in [0, size)."""
     cdef cnp.ndarray array = numbers(indices)
+    check_indices(array, size)
+    return array
+
+
+cdef inline int check_indices(cnp.ndarray array, Py_ssize_t size) except -1:
     cdef int64_t* at = int64s(array)
     cdef Py_ssize_t i
     cdef bint bad = False
@@ -96,7 +122,7 @@ cdef inline cnp.ndarray checked(object indices, Py_ssize_t size):
         bad |= <uint64_t>at[i] >= <uint64_t>size
     if bad:
         raise IndexError(f"an index is not in [0, {size})")
-    return array
+    return 0
 
 
 cdef inline cnp.ndarray flags(object array, Py_ssize_t n):
@@ -238,7 +264,7 @@ cdef class GhostTable:
     cdef uint8_t* _next_way
     """The earliest entry of each bucket. DISORDERED is added if an entry was removed since they were in order."""
 
-    def __init__(self, Py_ssize_t capacity):
+    def __cinit__(self, Py_ssize_t capacity):
         if not 0 < capacity < 1 << 30:
             raise ValueError(f"capacity={capacity}: must be from 1 to {(1 << 30) - 1}")
         self._capacity = capacity
@@ -359,10 +385,11 @@ cdef class GhostTable:
         return result
 
     def mark(self, entries, marks):
-        cdef cnp.ndarray given = self._checked(entries)
+        cdef cnp.ndarray given = numbers(entries)
         cdef int64_t* at = int64s(given)
         cdef Py_ssize_t n = cnp.PyArray_DIM(given, 0), i
         cdef cnp.ndarray marked = flags(marks, n)
+        check_indices(given, max(2, self._num_buckets) * WAYS)
         for i in range(n):
             self._mark(at[i], bools(marked)[i])
 
@@ -418,7 +445,7 @@ cdef class GhostTable:
                 way = self._next_way[homes[i - start]]
                 self._next_way[homes[i - start]] = 0 if way + 1 == self._ways else way + 1
                 bucket = &self._buckets[homes[i - start] + way // WAYS]
-                stamp = max(<int64_t>0, ts[i] - self._base)
+                stamp = ts[i] - self._base if ts[i] > self._base else 0
                 bucket.tags[way % WAYS] = <uint32_t>hs[i] | 1
                 bucket.times[way % WAYS].added = <uint32_t>self._num_added
                 bucket.times[way % WAYS].stamp = <uint32_t>stamp << 1
@@ -556,10 +583,11 @@ cdef class Shadows:
     cdef int32_t _newest[MAX_RULES][LISTS]
     cdef int64_t _size[MAX_RULES][LISTS]
 
-    def __init__(self, Py_ssize_t capacity, rules, Py_ssize_t ghosts):
+    def __cinit__(self, Py_ssize_t capacity, rules, Py_ssize_t ghosts):
         """``ghosts``: how many of a shadow there can be."""
         self.capacity = capacity
         self._ghost_limit = ghosts
+        rules = tuple(rules)
         self._num_rules = len(rules)
         if self._num_rules > MAX_RULES:
             raise ValueError(f"{len(rules)} rules: there can be {MAX_RULES}")
@@ -568,14 +596,12 @@ cdef class Shadows:
         self.clear()
 
     def clear(self):
-        self._num_nodes = 0
-        self._free = END
+        self._resize(64, 0)
         self._clock = self._request = 0
         for r in range(MAX_RULES):
             for where in range(LISTS):
                 self._oldest[r][where] = self._newest[r][where] = END
                 self._size[r][where] = 0
-        self._resize(64)
 
     def lists(self, Py_ssize_t r):
         """Returns the names in the two lists of a shadow, oldest first, and its ghosts."""
@@ -590,19 +616,18 @@ cdef class Shadows:
                 node = self._nodes[node].newer[r]
         return result
 
-    cdef int _resize(self, Py_ssize_t num_nodes) except -1:
-        """Makes room for this many nodes, no fewer than there are."""
-        cdef Py_ssize_t before = self._num_nodes
+    cdef int _resize(self, Py_ssize_t num_nodes, Py_ssize_t before) except -1:
+        """Makes room for this many nodes, of which the first ``before`` are those that there are, all in use. If there
+        is no memory, nothing has changed."""
         cdef int32_t node
-        memory = np.zeros(num_nodes * sizeof(Node), dtype=np.uint8)
+        cdef cnp.ndarray memory = new_array(num_nodes * sizeof(Node), cnp.NPY_UINT8)
+        cdef cnp.ndarray table = new_array(2 * num_nodes, cnp.NPY_INT32)
         if before:
-            memory[: before * sizeof(Node)] = self._node_memory[: before * sizeof(Node)]
-        self._node_memory = memory
-        self._nodes = <Node*>cnp.PyArray_DATA(self._node_memory)
-        self._num_nodes = num_nodes
-        self._table_size = 2 * num_nodes
-        self._table_memory = np.full(self._table_size, END, dtype=np.int32)
-        self._table = <int32_t*>cnp.PyArray_DATA(self._table_memory)
+            memcpy(cnp.PyArray_DATA(memory), self._nodes, before * sizeof(Node))
+        self._node_memory, self._nodes, self._num_nodes = memory, <Node*>cnp.PyArray_DATA(memory), num_nodes
+        self._table_memory, self._table, self._table_size = table, <int32_t*>cnp.PyArray_DATA(table), 2 * num_nodes
+        memset(self._table, 0xff, self._table_size * sizeof(int32_t))  # Each place is END.
+        self._free = END
         for node in range(before):
             self._table[self._place(self._nodes[node].name)] = node
         for node in range(<int32_t>num_nodes - 1, <int32_t>before - 1, -1):
@@ -611,7 +636,7 @@ cdef class Shadows:
         return 0
 
     cdef inline uint64_t _home(self, uint64_t name) noexcept:
-        return (name * <uint64_t>0x9E3779B97F4A7C15) >> 32 & (self._table_size - 1)
+        return scattered(name) & (self._table_size - 1)
 
     cdef inline uint64_t _place(self, uint64_t name) noexcept:
         """Returns where in the table the name is, or where it is to be put."""
@@ -627,7 +652,7 @@ cdef class Shadows:
         if node != END:
             return node
         if self._free == END:
-            self._resize(2 * self._num_nodes)
+            self._resize(2 * self._num_nodes, self._num_nodes)
             at = self._place(name)
         node = self._free
         self._free = self._nodes[node].newer[0]
@@ -703,12 +728,13 @@ cdef class Shadows:
         cdef Py_ssize_t n = cnp.PyArray_DIM(given, 0), i, num = 0
         cdef int32_t node
         cdef int32_t* chain
+        cdef Py_ssize_t found[MAX_RULES]
         for i in range(n):
             num += hs[i] <= limit
         if num == 0:
             return 0, ()
         if self._chain_memory is None or cnp.PyArray_DIM(self._chain_memory, 0) < 3 * num:
-            self._chain_memory = np.empty(3 * num, dtype=np.int32)
+            self._chain_memory = new_array(3 * num, cnp.NPY_INT32)
         chain = <int32_t*>cnp.PyArray_DATA(self._chain_memory)
         self._request += 1
         num = 0
@@ -720,15 +746,13 @@ cdef class Shadows:
                 self._nodes[node].seen = self._request
                 chain[num] = node
                 num += 1
-        found = tuple([
-            self._access(r, chain, num) if self._rules[r].has_share else self._access_lru(r, chain, num)
-            for r in range(self._num_rules)
-        ])
+        for i in range(self._num_rules):
+            found[i] = self._access(i, chain, num) if self._rules[i].has_share else self._access_lru(i, chain, num)
         for i in range(num):
             self._nodes[chain[i]].stamp = self._clock + num - i
             self._drop_if_nowhere(chain[i])
         self._clock += num
-        return num, found
+        return num, tuple([found[i] for i in range(self._num_rules)])
 
     cdef Py_ssize_t _access_lru(self, Py_ssize_t r, int32_t* chain, Py_ssize_t num) noexcept:
         cdef Py_ssize_t found = 0, i
@@ -816,7 +840,8 @@ cdef struct Links:
 
 cdef class KeyQueue:
     """A hash table with linear probing, half empty at least, of nodes in a linked list. A place has 32 bits of the
-    hash, which say where it belongs, so that most probes need not look at the key."""
+    hash, which say where it belongs, so that most probes need not look at the key. All keys are exactly bytes, so that no
+    Python code runs when they are hashed, compared or released."""
 
     cdef readonly Py_ssize_t limit
     cdef Py_ssize_t _len
@@ -827,7 +852,7 @@ cdef class KeyQueue:
     cdef uint32_t _mask
     cdef int32_t _oldest, _newest, _free
 
-    def __init__(self, Py_ssize_t limit):
+    def __cinit__(self, Py_ssize_t limit):
         if not 0 < limit <= 1 << 30:
             raise ValueError(f"limit={limit}: must be from 1 to {1 << 30}")
         self.limit = limit
@@ -863,7 +888,11 @@ cdef class KeyQueue:
         return iter(result)
 
     def __contains__(self, key):
-        return self._places[self._place(<PyObject*>key, mixed(PyObject_Hash(key)))].node != END
+        h = hash(key)
+        if not PyBytes_Check(key):
+            return False
+        key = exactly_bytes(key)
+        return self._places[self._place(<PyObject*>key, mixed(hash(key)))].node != END
 
     cdef inline uint32_t _place(self, PyObject* key, uint32_t h) noexcept:
         """Returns where in the table the key is, or where it is to be put."""
@@ -883,7 +912,7 @@ cdef class KeyQueue:
         return 0
 
     def holds(self, keys):
-        fast = PySequence_Fast(keys, b"keys must be a sequence")
+        fast = only_bytes(keys)
         cdef Py_ssize_t n = PySequence_Fast_GET_SIZE(fast), start, i
         cdef PyObject** items = PySequence_Fast_ITEMS(fast)
         cdef uint32_t hashes[CHUNK]
@@ -899,7 +928,7 @@ cdef class KeyQueue:
         return result
 
     def add(self, keys):
-        fast = PySequence_Fast(keys, b"keys must be a sequence")
+        fast = only_bytes(keys)
         cdef Py_ssize_t n = PySequence_Fast_GET_SIZE(fast), start, i
         cdef PyObject** items = PySequence_Fast_ITEMS(fast)
         cdef uint32_t hashes[CHUNK]
@@ -943,7 +972,7 @@ cdef class KeyQueue:
             node = self._links[node].newer
 
     def discard(self, keys):
-        fast = PySequence_Fast(keys, b"keys must be a sequence")
+        fast = only_bytes(keys)
         cdef Py_ssize_t n = PySequence_Fast_GET_SIZE(fast), start, i
         cdef PyObject** items = PySequence_Fast_ITEMS(fast)
         cdef uint32_t hashes[CHUNK]
@@ -1009,7 +1038,28 @@ cdef class KeyQueue:
 
 
 cdef inline uint32_t mixed(Py_hash_t h) noexcept:
-    return <uint32_t>((<uint64_t>h * <uint64_t>0x9E3779B97F4A7C15) >> 32)
+    return <uint32_t>scattered(<uint64_t>h)
+
+
+cdef inline object only_bytes(object keys):
+    """Returns a list or tuple of the same keys, as bytes. Raises TypeError if one is no bytes."""
+    fast = PySequence_Fast(keys, b"keys must be a sequence")
+    cdef Py_ssize_t n = PySequence_Fast_GET_SIZE(fast), i
+    cdef PyObject** items = PySequence_Fast_ITEMS(fast)
+    for i in range(n):
+        if i + 8 < n:
+            kvo_prefetch(items[i + 8])
+        if not PyBytes_CheckExact(<object>items[i]):
+            return [exactly_bytes(key) for key in tuple(fast)]
+    return fast
+
+
+cdef object exactly_bytes(object key):
+    if PyBytes_CheckExact(key):
+        return key
+    if not PyBytes_Check(key):
+        raise TypeError(f"a key must be bytes, not {type(key).__name__}")
+    return PyBytes_FromStringAndSize(PyBytes_AS_STRING(key), PyBytes_GET_SIZE(key))
 
 
 cdef inline bint is_same(PyObject* a, PyObject* b) noexcept:
@@ -1045,17 +1095,15 @@ cdef class Heap:
     cdef Py_ssize_t len, size
 
     def __cinit__(self):
-        self.len = 0
-        self.resize(0)
+        self.replace(0)
 
-    cdef int resize(self, Py_ssize_t size) except -1:
+    cdef cnp.ndarray replace(self, Py_ssize_t size):
+        """Becomes an empty heap with room for ``size`` entries. Returns the memory of the entries that there were."""
         cdef cnp.ndarray before = self.memory
-        self.memory = np.empty((size, 2), dtype=np.int64)
-        if self.len:
-            memcpy(cnp.PyArray_DATA(self.memory), cnp.PyArray_DATA(before), self.len * sizeof(Entry))
+        self.memory = new_int64(2 * size)
         self.entries = <Entry*>cnp.PyArray_DATA(self.memory)
-        self.size = size
-        return 0
+        self.len, self.size = 0, size
+        return before
 
     cdef void push(self, Entry entry) noexcept:
         cdef Py_ssize_t i = self.len, parent
@@ -1185,11 +1233,12 @@ cdef class ListPair:
                 kvo_prefetch_write(&self._members[member.newer])
 
     def use(self, slots, ready):
-        cdef cnp.ndarray given = checked(slots, self._capacity)
+        cdef cnp.ndarray given = numbers(slots)
         cdef Py_ssize_t n = cnp.PyArray_DIM(given, 0), i
         cdef cnp.ndarray marks = flags(ready, n)
         cdef int64_t* at = int64s(given)
         cdef bint stays
+        check_indices(given, self._capacity)
         for i in range(n):
             self._prefetch(at, i, n)
             stays = self._members[at[i]].stamp != ABSENT and not self._which(at[i]) and not bools(marks)[i]
@@ -1197,9 +1246,10 @@ cdef class ListPair:
         self._clock += n
 
     def insert(self, slots, again):
-        cdef cnp.ndarray given = checked(slots, self._capacity)
+        cdef cnp.ndarray given = numbers(slots)
         cdef Py_ssize_t n = cnp.PyArray_DIM(given, 0), i
         cdef cnp.ndarray marks = flags(again, n)
+        check_indices(given, self._capacity)
         for i in range(n):
             self._prefetch(int64s(given), i, n)
             self._append(int64s(given)[i], bools(marks)[i] != 0, self._clock + i)
@@ -1236,39 +1286,42 @@ cdef class ListPair:
 
     cdef int _push(self, int64_t slot) except -1:
         cdef Heap heap = self._heap(self._which(slot))
-        cdef Py_ssize_t i, kept = 0
         cdef Entry entry
         if heap.len == heap.size:
-            # First drops the entries of blocks that have moved or left. What is left must be a heap again.
-            alive = sorted([
-                (heap.entries[i].position, heap.entries[i].slot)
-                for i in range(heap.len) if self._is_queued(heap, heap.entries[i])
-            ])
-            heap.len = 0
-            heap.resize(2 * len(alive) + 64)
-            for position, at in alive:
-                entry.position, entry.slot = position, at
-                heap.push(entry)
+            self._renew(heap)
         entry.position = self._position(slot)
         entry.slot = slot
         heap.push(entry)
         self._members[slot].older = QUEUED
         return 0
 
-    cdef inline bint _is_queued(self, Heap heap, Entry entry) noexcept:
+    cdef int _renew(self, Heap heap) except -1:
+        """Drops entries of blocks that have moved or left, and makes room for as many entries as are left."""
+        cdef Py_ssize_t i, kept = 0, n = heap.len
+        for i in range(n):
+            kept += self._is_queued(heap.entries[i])
+        cdef cnp.ndarray before = heap.replace(2 * kept + 64)
+        cdef Entry* entries = <Entry*>cnp.PyArray_DATA(before)
+        for i in range(n):
+            # A heap without some of its entries, in the same order, is almost one: few entries move.
+            if self._is_queued(entries[i]):
+                heap.push(entries[i])
+        return 0
+
+    cdef inline bint _is_queued(self, Entry entry) noexcept:
         """Returns whether an entry of a heap is alive. A position is used once, so it tells the list as well."""
         return self._position(entry.slot) == entry.position and self._members[entry.slot].older == QUEUED
 
     cdef set _queued(self, Heap heap):
         """Returns the slots in a heap."""
         cdef Py_ssize_t i
-        return {heap.entries[i].slot for i in range(heap.len) if self._is_queued(heap, heap.entries[i])}
+        return {heap.entries[i].slot for i in range(heap.len) if self._is_queued(heap.entries[i])}
 
     cdef int64_t _oldest_of(self, int which) noexcept:
         """Returns the oldest member of a list, busy or not, -1 if there is none. Does not count skipped ones."""
         cdef Heap heap = self._heap(which)
         while heap.len:
-            if self._is_queued(heap, heap.entries[0]):
+            if self._is_queued(heap.entries[0]):
                 return heap.entries[0].slot
             heap.pop()
         return self._oldest[which]
@@ -1406,20 +1459,23 @@ cdef class AutoSteps:
         return &self._numbers
 
     def access(self, access):
-        keys = owned(access.keys)
-        cdef cnp.ndarray found = numbers(access.found), chain
-        cdef Py_ssize_t n = PySequence_Fast_GET_SIZE(keys), i, k = 0
-        cdef PyObject** items = PySequence_Fast_ITEMS(keys)
+        # A copy, which nothing else can change meanwhile.
+        cdef cnp.ndarray found = cnp.PyArray_NewCopy(numbers(access.found), cnp.NPY_CORDER), chain
+        cdef Py_ssize_t n = cnp.PyArray_DIM(found, 0), i, k = 0
+        cdef PyObject** items
         cdef int64_t* at = int64s(found)
         cdef uint64_t* hashes
         cdef Absent absent
         cdef list missing
-        if cnp.PyArray_DIM(found, 0) != n:
-            raise IndexError(f"{n} keys need as many slots, not {cnp.PyArray_DIM(found, 0)}")
         for i in range(n):
             k += at[i] < 0
             if at[i] >= self._capacity:
                 raise IndexError(f"slot {at[i]} is not below {self._capacity}")
+        missing = PyList_New(k)
+        keys = owned(access.keys)
+        if PySequence_Fast_GET_SIZE(keys) != n:
+            raise IndexError(f"{PySequence_Fast_GET_SIZE(keys)} keys need as many slots, not {n}")
+        items = PySequence_Fast_ITEMS(keys)
         chain = new_array(n, cnp.NPY_UINT64)
         hashes = <uint64_t*>cnp.PyArray_DATA(chain)
         if k == 0:
@@ -1427,7 +1483,6 @@ cdef class AutoSteps:
                 hashes[i] = self._hashes[at[i]]
             self._tournament.observe(chain)
         else:
-            missing = PyList_New(k)
             for i in range(n):
                 if at[i] < 0:
                     k -= 1
@@ -1460,12 +1515,14 @@ cdef class AutoSteps:
         return 0
 
     def insert(self, slots, keys):
-        cdef cnp.ndarray given = checked(slots, self._capacity)
-        cdef int64_t* at = int64s(given)
+        cdef cnp.ndarray given = numbers(slots)
+        cdef int64_t* at
         cdef Absent absent = self._absent(keys)
         cdef Py_ssize_t i
         cdef bint returns
         self._last = None
+        check_indices(given, self._capacity)
+        at = int64s(given)
         if cnp.PyArray_DIM(given, 0) != absent.n:
             raise IndexError(f"{absent.n} keys need as many slots, not {cnp.PyArray_DIM(given, 0)}")
         for i in range(absent.n):
@@ -1513,20 +1570,21 @@ cdef class AutoSteps:
 
     def evict(self, eviction):
         cdef Py_ssize_t n = eviction.n, popped = 0
-        cdef cnp.ndarray marks = flags(eviction.busy, self._capacity), slots, positions, hashes
-        cdef const uint8_t* is_busy = bools(marks)
+        cdef cnp.ndarray marks, slots, positions, hashes
         cdef RuleNumbers* rule = self._current()
-        cdef Absent entering
+        cdef Absent entering = self._absent(eviction.entering) if rule.has_share else None
+        cdef const uint8_t* is_busy
         cdef int64_t excess
         cdef Py_ssize_t i
+        marks = flags(eviction.busy, self._capacity)
+        is_busy = bools(marks)
         n = max(0, min(n, self._lists.num_once + self._lists.num_again))
         slots, positions, hashes = new_int64(n), new_int64(n), new_array(n, cnp.NPY_UINT64)
         cdef int64_t* at = int64s(slots)
         cdef int64_t* times = int64s(positions)
-        if not rule.has_share:
+        if entering is None:
             popped = self._lists._pop_into(at, times, n, is_busy, True, True)
         else:
-            entering = self._absent(eviction.entering)
             excess = self._lists.num_once + entering.n - self._num_returning(entering) - rule.quota
             popped = self._lists._pop_into(at, times, max(<int64_t>0, min(<int64_t>n, excess)), is_busy, True, False)
             popped += self._lists._pop_into(at + popped, times + popped, n - popped, is_busy, False, True)
@@ -1561,9 +1619,9 @@ cdef class AutoSteps:
             self._ghosts._find_again(absent.hashes, absent.n, absent.entries)
             absent.keys = keys
             return absent
-        fast = owned(keys)
         absent = Absent()
         absent.keys = keys
+        fast = owned(keys)
         absent.resize(PySequence_Fast_GET_SIZE(fast))
         self._hash_all(fast, absent.hashes)
         self._ghosts._find_all(absent.hashes, absent.n, absent.entries)

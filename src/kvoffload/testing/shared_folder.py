@@ -286,6 +286,8 @@ class FolderConnection(Connection):
                 executor=server.executor,
                 clock=server.clock,
                 wall_clock=self.client.wall_clock,
+                # No other server does anything meanwhile.
+                sleep=lambda seconds: None,
                 random=rng.randbytes,
                 slab_bytes=medium.slab_blocks * block_bytes,
                 job_bytes=rng.choice((1, 3, 1000)) * block_bytes,

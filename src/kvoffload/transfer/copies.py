@@ -114,8 +114,8 @@ def copy_lists(spec: TransferSpec, groups: Sequence[PageGroup], num_slots: int) 
     for g, (size, first, group) in enumerate(zip(device.group_sizes, device.block_indices, groups, strict=True)):
         if not size:
             continue
-        place = first % group.factor + np.arange(size)
-        num_group_slots = int(place[-1]) // group.factor + 1
+        place = first % group.factor
+        num_group_slots = (place + size - 1) // group.factor + 1
         here = slots[slot_at : slot_at + num_group_slots]
         if len(here) != num_group_slots:
             raise ValueError(f"{size} device blocks from index {first} need more than {len(here)} slots")
@@ -125,9 +125,14 @@ def copy_lists(spec: TransferSpec, groups: Sequence[PageGroup], num_slots: int) 
         if not group.views:
             continue
         for name, index, end in (("device block", blocks, group.views[0].shape[0]), ("slot", here, num_slots)):
-            if not (index.min() >= 0 and index.max() < end):
+            # As an unsigned number a negative one is larger than any end.
+            if index.view(np.uint64).max() >= end:
                 raise ValueError(f"a {name} of group {g} is not in [0, {end})")
-        lists.append(CopyList(g, blocks, here[place // group.factor], place % group.factor))
+        if group.factor == 1:
+            lists.append(CopyList(g, blocks, here, np.zeros(size, dtype=np.int64)))
+        else:
+            places = np.arange(place, place + size)
+            lists.append(CopyList(g, blocks, here[places // group.factor], places % group.factor))
     if slot_at != len(slots):
         raise ValueError(f"{len(slots)} slots are given, but the device blocks fill {slot_at}")
     return lists

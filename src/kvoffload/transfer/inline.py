@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import logging
+import sys
 import time
 from collections import deque
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 from kvoffload.abc import ByteArray, PageGroup, Transfer, TransferResult, TransferSpec
@@ -14,8 +15,11 @@ from kvoffload.transfer.copies import CopyList, copy_lists
 
 logger = logging.getLogger(__name__)
 
-BUSY_BYTES_PER_POLL = 128 << 20
-"""How much a step that computes tokens copies at most: about 10 ms at the speed of memcpy. The rest follows later."""
+BUSY_SHARE = 1 / 16
+"""How long a step that computes tokens copies at most, as a share of the time that its computation has taken: requests
+that decode are hardly delayed. The rest follows with later steps."""
+PIECE_BYTES = 2 << 20
+"""What such a step copies before it looks at the clock, so at least this much, and more if device blocks are larger."""
 
 
 @dataclass(slots=True)
@@ -33,10 +37,12 @@ class InlineTransfer(Transfer):
     """Copies in ``poll`` and ``wait``, loads before stores.
 
     The views of ``groups`` are numpy arrays. A slot of ``pool_data`` holds one block of one group: ``factor``
-    device blocks one after another, each with its pages in the order of the group's views.
+    device blocks one after another, each with its pages in the order of the group's views. ``clock`` returns seconds.
     """
 
-    def __init__(self, groups: Sequence[PageGroup], pool_data: ByteArray) -> None:
+    def __init__(
+        self, groups: Sequence[PageGroup], pool_data: ByteArray, clock: Callable[[], float] = time.perf_counter
+    ) -> None:
         for group in groups:
             if len({len(view) for view in group.views}) > 1:
                 raise ValueError(
@@ -56,6 +62,11 @@ class InlineTransfer(Transfer):
         self._loads: deque[_Job] = deque()
         self._stores: deque[_Job] = deque()
         self._results: list[TransferResult] = []
+        self._clock = clock
+        self._forward_began = clock()
+
+    def before_forward(self) -> None:
+        self._forward_began = self._clock()
 
     def submit(self, job_id: int, spec: TransferSpec, is_store: bool) -> None:
         try:
@@ -67,15 +78,18 @@ class InlineTransfer(Transfer):
         (self._stores if is_store else self._loads).append(_Job(job_id, is_store, lists))
 
     def poll(self, busy: bool) -> list[TransferResult]:
-        # Any budget allows one block, so that every poll makes progress.
-        budget = max([BUSY_BYTES_PER_POLL, *(group.device_block_bytes for group in self._groups)]) if busy else None
-        for queue in (self._loads, self._stores):
-            while queue:
-                copied = self._run(queue[0], budget)
-                budget = None if budget is None else budget - copied
-                if queue[0].lists:
-                    break
-                queue.popleft()
+        if self._loads or self._stores:
+            now = self._clock()
+            end = now + BUSY_SHARE * (now - self._forward_began)
+            left = piece = PIECE_BYTES if busy else sys.maxsize
+            while queue := self._loads or self._stores:
+                left -= self._copy(queue[0], left)
+                if not queue[0].lists:
+                    self._end(queue.popleft())
+                if left <= 0:
+                    if self._clock() >= end:
+                        break
+                    left = piece
         results, self._results = self._results, []
         return results
 
@@ -83,8 +97,10 @@ class InlineTransfer(Transfer):
         wanted = set(job_ids)
         for queue in (self._loads, self._stores):
             for job in [job for job in queue if job.job_id in wanted]:
-                self._run(job, None)
+                while job.lists:
+                    self._copy(job, sys.maxsize)
                 queue.remove(job)
+                self._end(job)
 
     def wait_any(self, timeout_s: float) -> None:
         """Returns at once: copies run only on this thread."""
@@ -93,29 +109,27 @@ class InlineTransfer(Transfer):
         self._loads.clear()
         self._stores.clear()
 
-    def _run(self, job: _Job, limit: int | None) -> int:
-        """Copies up to ``limit`` bytes of the job (None: all) and returns how many. The job is done when its ``lists``
-        are empty."""
-        start = time.perf_counter()
-        copied = 0
-        while job.lists:
-            copies = job.lists[0]
-            block_bytes = self._groups[copies.group].device_block_bytes
-            left = len(copies.slots) - job.done
-            n = left if limit is None else min(left, (limit - copied) // block_bytes)
-            if n == 0:
-                break
-            part = slice(job.done, job.done + n)
-            self._copiers[copies.group].copy(
-                copies.device_blocks[part], copies.slots[part], copies.parts[part], job.is_store
-            )
-            copied += n * block_bytes
-            job.done += n
-            if n == left:
-                job.lists.pop(0)
-                job.done = 0
-        job.nbytes += copied
-        job.seconds += time.perf_counter() - start
+    def _copy(self, job: _Job, most: int) -> int:
+        """Copies up to ``most`` bytes of one group of the job, at least a block, and returns how many. The job is done
+        when its ``lists`` are empty."""
         if not job.lists:
-            self._results.append(TransferResult(job.job_id, True, job.nbytes, job.seconds))
-        return copied
+            return 0
+        start = self._clock()
+        copies = job.lists[0]
+        block_bytes = self._groups[copies.group].device_block_bytes
+        left = len(copies.slots) - job.done
+        n = min(left, max(1, most // block_bytes))
+        part = slice(job.done, job.done + n)
+        self._copiers[copies.group].copy(
+            copies.device_blocks[part], copies.slots[part], copies.parts[part], job.is_store
+        )
+        job.done += n
+        if n == left:
+            job.lists.pop(0)
+            job.done = 0
+        job.nbytes += n * block_bytes
+        job.seconds += self._clock() - start
+        return n * block_bytes
+
+    def _end(self, job: _Job) -> None:
+        self._results.append(TransferResult(job.job_id, True, job.nbytes, job.seconds))

@@ -82,6 +82,7 @@ class SharedDirTier(Tier):
         executor: Executor | None = None,
         clock: Callable[[], float] = time.monotonic,
         wall_clock: Callable[[], float] = time.time,
+        sleep: Callable[[float], None] = time.sleep,
         random: Callable[[int], bytes] = os.urandom,
         slab_bytes: int = SLAB_BYTES,
         job_bytes: int = JOB_BYTES,
@@ -112,7 +113,7 @@ class SharedDirTier(Tier):
         def open_writer(root: Storage) -> Writer:
             unusable: list[str] = []
             while True:
-                seat = take_seat(root, fingerprint, machine or Machine.this(), random, wall_clock, unusable=unusable)
+                seat = take_seat(root, fingerprint, machine or Machine.this(), random, wall_clock, sleep, unusable)
                 seat.capacity_bytes = capacity_bytes
                 try:
                     own = open_own(seat)

@@ -1,0 +1,271 @@
+"""Callers who change what they gave, make objects in strange ways or choose keys that collide do no harm."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvoffload.cache.policies.ghosts import PlainGhostTable
+from kvoffload.cache.policies.pair import PlainListPair
+from kvoffload.cache.policies.queues import PlainKeyQueue
+from kvoffload.cache.policies.tournament import RULES
+from kvoffload.native import load
+
+cache: Any = load("_cache")
+ghosts: Any = load("_ghosts")
+copies: Any = load("_copies")
+pytestmark = pytest.mark.skipif(None in (cache, ghosts, copies), reason="there is no native code here")
+
+MOST = 2**64 - 1
+
+MAKERS: dict[str, Callable[[], Any]] = {
+    "KeyIndex": lambda: cache.KeyIndex(8),
+    "BlockTable": lambda: cache.BlockTable(8),
+    "RecencyList": lambda: cache.RecencyList(8),
+    "GhostTable": lambda: ghosts.GhostTable(8),
+    "Shadows": lambda: ghosts.Shadows(8, RULES, 32),
+    "KeyQueue": lambda: ghosts.KeyQueue(8),
+    "ListPair": lambda: ghosts.ListPair(8),
+    "BlockCopier": lambda: copies.BlockCopier([np.zeros((1, 2, 3), np.uint8)], np.zeros((1, 1, 3), np.uint8)),
+}
+
+
+@pytest.mark.parametrize("name", MAKERS)
+def test_no_object_exists_without_its_memory(name: str) -> None:
+    made = MAKERS[name]()
+    with pytest.raises(TypeError):
+        type(made).__new__(type(made))
+    for duplicate in (copy.copy, copy.deepcopy):
+        with pytest.raises(TypeError):
+            duplicate(made)
+
+
+def test_an_object_is_not_made_again() -> None:
+    shadows, pair = MAKERS["Shadows"](), MAKERS["ListPair"]()
+    for made, arguments in ((shadows, (8, RULES * 50, 32)), (pair, (2**40,))):
+        with contextlib.suppress(MemoryError, TypeError, ValueError):
+            made.__init__(*arguments)
+    with pytest.raises(IndexError):
+        shadows.lists(100)
+    assert shadows.access(np.arange(20, dtype=np.uint64), MOST) == (20, (0, 0, 0, 0))
+    with pytest.raises(IndexError):
+        pair.discard(np.array([10**9]))
+
+
+def test_arrays_that_callers_see_cannot_be_resized() -> None:
+    # Nothing else may refer to the array: numpy then refuses anyway.
+    index, table = cache.KeyIndex(1000), cache.BlockTable(1000)
+    with pytest.raises(ValueError, match="resize"):
+        index.key_of.resize(0)
+    with pytest.raises(ValueError, match="resize"):
+        table.ref_cnt.resize(0)
+    with pytest.raises(ValueError, match="resize"):
+        table.busy.resize(0)
+
+
+def unaligned(numbers: np.ndarray) -> np.ndarray:
+    raw = np.zeros(numbers.nbytes + 1, dtype=np.uint8)
+    raw[1:] = numbers.view(np.uint8)
+    return raw[1:].view(numbers.dtype)
+
+
+def read_only(numbers: np.ndarray) -> np.ndarray:
+    numbers = numbers.copy()
+    numbers.flags.writeable = False
+    return numbers
+
+
+KINDS: dict[str, Callable[[np.ndarray], np.ndarray]] = {
+    "big-endian": lambda numbers: numbers.astype(numbers.dtype.newbyteorder(">")),
+    "unaligned": unaligned,
+    "every second": lambda numbers: np.repeat(numbers, 2)[::2],
+    "backwards": lambda numbers: numbers[::-1].copy()[::-1],
+    "read-only": read_only,
+    "of a subclass": lambda numbers: numbers.view(np.ma.MaskedArray),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_arrays_of_any_kind_mean_the_same(kind: str) -> None:
+    change = KINDS[kind]
+    slots, flags, none = np.array([5, 0, 7, 2]), np.array([True, False, False, True]), np.zeros(8, dtype=np.bool_)
+    hashes = np.array([1 << 40, 5, 1 << 63, 77], dtype=np.uint64)
+    answers = []
+    for pair, table in ((PlainListPair(8), PlainGhostTable(50)), (ghosts.ListPair(8), ghosts.GhostTable(50))):
+        pair.insert(change(slots), change(flags))
+        pair.use(change(slots[:2]), change(flags[:2]))
+        table.add(change(hashes), change(slots))
+        entries = table.find(change(hashes))
+        table.mark(change(entries), change(flags))
+        marked, stamps = table.is_marked(change(entries)), table.stamps(change(entries))
+        answers.append([each.tolist() for each in (*pair.pop_oldest(9, change(none)), entries >= 0, marked, stamps)])
+    assert answers[0] == answers[1]
+    index = cache.KeyIndex(8)
+    index.insert([b"a", b"b", b"c", b"d"], change(slots))
+    assert index.find([b"d", b"a"]).tolist() == [2, 5]
+
+
+class Tagged(bytes):
+    """A key of an embedder's own type."""
+
+
+def test_a_key_queue_takes_bytes_of_a_subclass_and_nothing_else() -> None:
+    keys = [Tagged(b"abc"), b"d"]
+    for queue in (PlainKeyQueue(4), ghosts.KeyQueue(4)):
+        queue.add(keys)
+        assert queue.holds([b"abc", Tagged(b"d"), b"e"]).tolist() == [True, True, False]
+        assert Tagged(b"abc") in queue
+        assert "abc" not in queue
+        queue.discard([Tagged(b"d")])
+        assert list(queue) == [b"abc"]
+    with pytest.raises(TypeError, match="must be bytes, not str"):
+        queue.add([b"x", "text"])
+    assert list(queue) == [b"abc"], "a call that fails changes nothing"
+
+
+# Code that runs in the middle of a call.
+
+HEADER = """
+import gc
+import numpy as np
+from kvoffload.native import load
+cache, ghosts = load("_cache"), load("_ghosts")
+"""
+
+FINALIZERS = """
+class Harm:
+    # In a cycle, so that the garbage collector finalizes it, when any list or tuple is made.
+    def __init__(self, slots): self.me, self.slots = self, slots
+    def __del__(self): self.slots[:] = 10**9
+
+def call(method, *others):
+    slots = np.arange(2000)
+    gc.disable()
+    for _ in range(3): Harm(slots)
+    gc.set_threshold(1)
+    gc.enable()
+    try: return method(slots, *others)
+    except IndexError: return None
+    finally: gc.set_threshold(700)
+
+keys = [b"%d" % i for i in range(2000)]
+homes = np.array([hash(key) for key in keys]).tolist()
+ready, none_busy = [True] * 2000, np.zeros(2000, dtype=np.bool_)
+for _ in range(20):
+    index, table = cache.KeyIndex(2000), cache.BlockTable(2000)
+    pair, recent = ghosts.ListPair(2000), cache.RecencyList(2000)
+    for target in (index, table):
+        call(lambda slots: target.insert(keys, slots, homes))
+        target.remove(np.flatnonzero([key is not None for key in target.key_of]))
+        target.insert(keys, np.arange(2000))
+        call(target.remove)
+    call(lambda slots: table.chain(slots, []))
+    call(table.idle)
+    call(table.evict)
+    call(lambda slots: recent.append(slots, list(range(2000))))
+    recent.append(np.arange(2000), np.arange(5000, 7000))
+    recent.pop_oldest(5, np.ones(2000, dtype=np.bool_))
+    call(recent.mark_evictable)
+    call(lambda slots: pair.insert(slots, ready))
+    call(lambda slots: pair.use(slots, ready))
+    pair.insert(np.arange(2000), none_busy)
+    pair.pop_once(5, np.ones(2000, dtype=np.bool_))
+    call(pair.mark_evictable)
+    call(lambda slots: recent.put_back(slots, list(range(2000))))
+print("survived")
+"""
+
+COMPARISONS = """
+index = cache.KeyIndex(10)
+
+class Key:
+    asks = False
+    def __hash__(self): return 5
+    def __eq__(self, other):
+        if Key.asks:
+            Key.asks = False
+            index.split(list(range(4000)))
+            Key.asks = True
+        return self is other
+
+index.split(list(range(4000)))
+keys = [Key() for _ in range(8)]
+Key.asks = True
+for _ in range(20):
+    assert len(index.split([*keys, *keys])[1]) == 8
+
+class Shrinks(bytes):
+    def __hash__(self):
+        del given[1:]
+        return 1
+
+class Buffer:
+    def __buffer__(self, flags):
+        del given[1:]
+        return memoryview(b"k" * 20)
+
+for kind in (Shrinks, lambda n: Buffer()):
+    for method in (ghosts.KeyQueue(50).add, ghosts.KeyQueue(50).holds, ghosts.KeyQueue(50).discard, ghosts.key_hashes):
+        for _ in range(50):
+            given = [bytes(20), *(kind(n) for n in range(300)), *(bytes([n]) * 20 for n in range(200))]
+            try: method(given)
+            except TypeError: pass
+print("survived")
+"""
+
+
+@pytest.mark.parametrize("program", [FINALIZERS, COMPARISONS], ids=["finalizers", "comparisons"])
+def test_a_process_survives(program: str) -> None:
+    source = Path(__file__).parents[2] / "src"
+    environment = {**os.environ, "PYTHONPATH": str(source)}
+    ended = subprocess.run(
+        [sys.executable, "-c", HEADER + program], env=environment, capture_output=True, text=True, timeout=240
+    )
+    assert (ended.returncode, ended.stdout) == (0, "survived\n"), ended.stderr[-2000:]
+
+
+# Keys that a client chooses.
+
+
+def cpu_s(call: Callable[[], object]) -> float:
+    """Returns the least time of three calls."""
+    times = []
+    for _ in range(3):
+        begin = time.thread_time()
+        call()
+        times.append(time.thread_time() - begin)
+    return min(times)
+
+
+FACTOR = 0x9E3779B97F4A7C15
+"""Of the multiplicative hash of native tables."""
+CHOSEN = 6000
+
+
+def test_names_that_are_chosen_to_collide_cost_no_more_than_others() -> None:
+    """A search of a table goes on until a place is free: with a known hash it would take CHOSEN / 2 steps."""
+    inverse = np.uint64(pow(FACTOR, -1, 2**64))
+    low = np.random.default_rng(0).integers(0, 2**32, CHOSEN, dtype=np.uint64)
+    together, apart = low * inverse, np.random.default_rng(1).integers(0, MOST, CHOSEN, dtype=np.uint64)
+    assert not (together * np.uint64(FACTOR) >> np.uint64(32)).any(), "without a secret all are in one place"
+    shadows = [ghosts.Shadows(2048, RULES, 8192) for _ in range(2)]
+    times = [cpu_s(lambda s=s, n=n: s.access(n, MOST)) for s, n in zip(shadows, (together, apart), strict=True)]
+    assert times[0] < 15 * times[1] + 0.001
+
+
+def test_keys_that_are_chosen_to_collide_are_split_as_fast_as_others() -> None:
+    index = cache.KeyIndex(10)
+    together, apart = [n << 20 for n in range(CHOSEN)], list(range(CHOSEN))
+    assert {hash(key) % (1 << 15) for key in together} == {0}
+    times = [cpu_s(lambda keys=keys: index.split(keys)) for keys in (together, apart)]
+    assert times[0] < 15 * times[1] + 0.001
