@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from kvoffload.abc import LoadStoreSpec, OffloadKey, ReqContext
+from kvoffload.cache.keys import key_hashes
 from kvoffload.cache.policies import tournament
-from kvoffload.cache.policies.ghosts import key_hashes
 from kvoffload.cache.policies.tournament import RULES, Rule
 from kvoffload.testing.reference import BEING_WRITTEN, ReferenceManager, unique
 

@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 
 from kvoffload.abc import MissReason, OffloadingManager, OffloadKey
-from kvoffload.cache.keys import key_block_hash, make_offload_key
+from kvoffload.cache.keys import key_block_hash, key_hashes, make_offload_key
 from kvoffload.cache.manager import PolicyOffloadingManager
 from kvoffload.cache.policies import tournament
 from kvoffload.cache.policies.auto import AutoPolicy
-from kvoffload.cache.policies.ghosts import GhostTable, key_hashes, seem_of_several_groups, shared_names
+from kvoffload.cache.policies.ghosts import GhostTable, seem_of_several_groups, shared_names
 from kvoffload.cache.policies.tournament import RULES, LRUShadow, Rule, Shadow, Tournament
 from kvoffload.cache.slots import HostBackend
 from kvoffload.testing.conformance import ManagerConformance, PolicyConformance

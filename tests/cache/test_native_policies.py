@@ -13,12 +13,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvoffload.cache.keys import make_offload_key
-from kvoffload.cache.policies import tournament
-from kvoffload.cache.policies.ghosts import PlainGhostTable, key_hashes, plain_key_hashes, plain_same_keys
+from kvoffload.abc import Access, Eviction
+from kvoffload.cache.keys import key_hashes, make_offload_key, plain_hash_keys, plain_key_hashes
+from kvoffload.cache.manager import PolicyOffloadingManager
+from kvoffload.cache.policies import auto, tournament
+from kvoffload.cache.policies.auto import PlainAutoPolicy
+from kvoffload.cache.policies.ghosts import PlainGhostTable, plain_same_keys
+from kvoffload.cache.policies.pair import PlainListPair
 from kvoffload.cache.policies.queues import PlainKeyQueue
 from kvoffload.cache.policies.tournament import RULES, SHADOW_GHOSTS, PlainShadows
+from kvoffload.cache.slots import HostBackend
 from kvoffload.native import load
+from tests.native.twins import make_key, same_answer
 
 native: Any = load("_ghosts")
 pytestmark = pytest.mark.skipif(native is None, reason="there is no native code")
@@ -45,7 +51,7 @@ def test_hashes_of_every_length_are_the_same_and_every_byte_counts() -> None:
 
 
 def test_hashes_are_the_same_in_a_process_with_another_seed() -> None:
-    program = "from kvoffload.cache.policies.ghosts import key_hashes; print(key_hashes([b'k' * 36]).tolist())"
+    program = "from kvoffload.cache.keys import key_hashes; print(key_hashes([b'k' * 36]).tolist())"
     seen = {
         subprocess.run(
             [sys.executable, "-c", program],
@@ -57,6 +63,17 @@ def test_hashes_are_the_same_in_a_process_with_another_seed() -> None:
         for seed in ("1", "2")
     }
     assert seen == {str(key_hashes([b"k" * 36]).tolist())}
+
+
+@given(seed=st.integers(0, 2**32))
+def test_hashes_of_python_are_the_same(seed: int) -> None:
+    rng = random.Random(seed)
+    keys = [make_key(rng.randrange(1000)) for _ in range(rng.randint(0, 300))]
+    for asked in (keys, tuple(keys), iter(keys)):
+        found = native.hash_keys(asked)
+        assert found.dtype == np.int64
+        assert found.tolist() == plain_hash_keys(keys).tolist()
+    same_answer(lambda: plain_hash_keys([*keys, []]), lambda: native.hash_keys([*keys, []]), "a list as a key")
 
 
 def test_only_keys_of_bytes_have_a_hash() -> None:
@@ -290,6 +307,141 @@ def test_native_shadows_refuse_what_they_cannot_take() -> None:
     with pytest.raises(IndexError):
         shadows.lists(4)
     assert shadows.access(np.array([], dtype=np.uint64), MOST)[0] == 0
+
+
+# The policy as a whole.
+
+
+class Serving:
+    """Managers with the plain policy and the native one, which get the same requests."""
+
+    def __init__(self, capacity: int, monkeypatch: pytest.MonkeyPatch, plain: type[PlainAutoPolicy]) -> None:
+        with monkeypatch.context() as patched:
+            # All parts of the plain policy are plain.
+            patched.setattr(auto, "ListPair", PlainListPair)
+            patched.setattr(auto, "GhostTable", PlainGhostTable)
+            patched.setattr(tournament, "Shadows", PlainShadows)
+            policies = [plain(capacity)]
+        policies.append(auto.AutoPolicy(capacity))
+        self.managers = [PolicyOffloadingManager(HostBackend(16, capacity), policy) for policy in policies]
+        self.stores: list[list[Any]] = []
+
+    def serve(self, rng: random.Random, chain: list[bytes]) -> None:
+        answers = []
+        cut, ends, chosen = rng.choice([len(chain), rng.randint(0, len(chain))]), rng.random() < 0.8, rng.random()
+        leases = []
+        for manager in self.managers:
+            manager.touch(chain)
+            found = manager.lookup(chain)
+            output = manager.prepare_store(chain[:cut][: manager.num_blocks])
+            stored = [] if output is None else output.keys_to_store
+            answers.append(
+                None
+                if output is None
+                else (stored, output.evicted_keys, output.refused_keys, output.store_spec.slots.tolist())
+            )
+            answers[-1] = found, answers[-1]
+            if output is not None and output.refused_keys:
+                manager.refuse(chain[cut:])
+            manager.reorder_chain(chain, stored)
+            leases.append(None if output is None else output.store_spec)
+        assert answers[0] == answers[1]
+        self.stores.append(leases)
+        while self.stores and (ends or len(self.stores) > 3):
+            for manager, lease in zip(self.managers, self.stores.pop(0), strict=True):
+                if lease is not None:
+                    manager.complete_store(lease, success=chosen > 0.1)
+        if chosen < 0.05:
+            for manager in self.managers:
+                manager.drop(chain[::2])
+        if chosen > 0.998:
+            self.stores.clear()
+            for manager in self.managers:
+                manager.reset()
+
+    def check(self) -> None:
+        states = [manager.policy_state() for manager in self.managers]
+        assert states[0] == states[1]
+        for manager in self.managers:
+            manager.check_integrity()
+
+
+def requests(rng: random.Random, num: int, num_groups: int) -> list[list[bytes]]:
+    """Returns chains with shared heads, many of which recur; with several groups the keys of a block are neighbours."""
+    known: list[list[bytes]] = []
+    made = []
+    for _ in range(num):
+        if known and rng.random() < 0.6:
+            before = rng.choice(known[-60:])
+            head = before[: rng.randint(0, len(before))]
+        else:
+            head = []
+        length = rng.randint(0, 60 if rng.random() < 0.05 else 8)
+        new = [rng.randbytes(32) for _ in range(length)]
+        chain = [*head, *(make_offload_key(name, group) for name in new for group in range(num_groups))]
+        known.append(chain)
+        made.append(chain)
+    return made
+
+
+def serve_all(
+    capacity: int, num_groups: int, seeds: range, monkeypatch: pytest.MonkeyPatch, plain: type[PlainAutoPolicy]
+) -> None:
+    for seed in seeds:
+        rng, serving = random.Random(seed), Serving(capacity, monkeypatch, plain)
+        for chain in requests(rng, 600, num_groups):
+            serving.serve(rng, chain)
+        serving.check()
+
+
+@pytest.mark.parametrize(
+    ("capacity", "num_groups", "seed"), [(1, 1, 0), (40, 1, 1), (40, 2, 2), (200, 1, 3), (3000, 1, 4)]
+)
+def test_the_policy_makes_the_same_choices(
+    capacity: int, num_groups: int, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    serve_all(capacity, num_groups, range(seed, seed + 1), monkeypatch, PlainAutoPolicy)
+
+
+class NeverReturns(PlainAutoPolicy):
+    """Counts no block as returning when it is stored."""
+
+    def _is_returning(self, keys: Any) -> Any:
+        return np.zeros(len(keys), dtype=np.bool_)
+
+
+class ForgetsRefused(PlainAutoPolicy):
+    def refuse(self, keys: Any) -> None:
+        super().refuse(keys[:-1])
+
+
+@pytest.mark.parametrize("planted", [NeverReturns, ForgetsRefused])
+def test_a_planted_difference_of_the_policy_is_found(
+    planted: type[PlainAutoPolicy], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(AssertionError):
+        serve_all(40, 1, range(5), monkeypatch, planted)
+
+
+def test_the_native_policy_refuses_what_it_cannot_take() -> None:
+    policy = auto.AutoPolicy(4)
+    none, busy = np.array([], dtype=np.int64), np.zeros(4, dtype=np.bool_)
+    keys, flags = [b"k" * 36], np.ones(1, dtype=np.bool_)
+    for found in ([4], [2**62], [0, 1], []):
+        with pytest.raises(IndexError):
+            policy.access(Access(keys, np.array(found, dtype=np.int64), none, flags[:0]))
+    for slots in ([4], [-1], [0, 1], []):
+        with pytest.raises(IndexError):
+            policy.insert(np.array(slots, dtype=np.int64), keys)
+    with pytest.raises(IndexError):
+        policy.evict(Eviction(1, busy[:3], np.full(4, None, dtype=object), keys))
+    with pytest.raises(TypeError):
+        policy.insert(np.array([0]), [7])
+    with pytest.raises(TypeError):
+        policy.insert(np.array([0]), 7)
+    policy.insert(np.array([0]), keys)
+    policy.check_integrity(np.array([0]))
+    assert policy.evict(Eviction(5, busy, np.full(4, None, dtype=object), keys)).tolist() == [0]
 
 
 # Keys in order.

@@ -150,33 +150,38 @@ def test_counters_agree_after_a_long_life() -> None:
     table.check_integrity()
 
 
+def answer(found: tuple[np.ndarray, np.ndarray]) -> list[list[int]]:
+    return [each.tolist() for each in found]
+
+
 @pytest.mark.parametrize("kind", [PlainBlockTable, BlockTable])
 def test_slots_of_a_request(kind: type[PlainBlockTable]) -> None:
     table = kind(8)
     table.insert(keys("a", "b", "c", "d"), slots(5, 1, 7, 2))
-    table.set_ready(slots(1, 2))
-    assert table.tail_first(slots(5, -1, 1, 5, 7, 1)).tolist() == [7, 1, 5]
+    assert answer(table.set_ready(slots(1, -1, 2, 1))) == [[1, 2], []]
+    assert answer(table.set_ready(slots(1, -1, 2))) == [[], []]
+    assert answer(table.used(slots(5, -1, 1, 5, 7, 1))) == [[7, 1, 5], [False, True, False]]
+    assert answer(table.chain(slots(5, -1, 1, 5, 7, 1), keys("d", "a", "x", "c"))) == [[7, 1, 5], [True, False, True]]
     assert table.being_written(slots(7, -1, 1, 5, 7, 3)).tolist() == [7, 5]
-    assert table.tail_first(slots()).tolist() == table.being_written(slots()).tolist() == []
-    assert table.are_idle(slots(1, 2, 0))
-    assert table.are_idle(slots())
-    for wrong in (slots(1, 5), slots(1, 1), slots(1, -1), slots(1, 8)):
-        assert not table.are_idle(wrong)
-    for method in (table.tail_first, table.being_written):
+    assert table.idle(slots(1, 7, 2, 1)).tolist() == [2, 1]
+    assert answer(table.used(slots())) == answer(table.chain(slots(), [])) == [[], []]
+    assert table.being_written(slots()).tolist() == table.idle(slots()).tolist() == []
+    for method in (table.used, table.being_written, table.set_ready, table.idle, lambda each: table.chain(each, [])):
         with pytest.raises(IndexError):
             method(slots(8))
 
 
-def test_the_same_slots_of_a_request_natively() -> None:
-    rng = np.random.default_rng(1)
-    tables = [kind(40) for kind in (PlainBlockTable, BlockTable)]
-    for table in tables:
-        table.insert(keys(*map(str, range(30))), np.arange(30))
-        table.set_ready(np.arange(0, 30, 3))
-    for _ in range(300):
-        some = rng.integers(-1, 40, rng.integers(0, 12))
-        one, other = (
-            (table.tail_first(some).tolist(), table.being_written(some).tolist(), table.are_idle(some))
-            for table in tables
-        )
-        assert one == other
+@pytest.mark.parametrize("kind", [PlainBlockTable, BlockTable])
+def test_only_idle_blocks_are_evicted(kind: type[PlainBlockTable]) -> None:
+    table = kind(8)
+    table.insert(keys("a", "b", "c", "d"), slots(5, 1, 7, 2))
+    table.set_ready(slots(1, 2, 7))
+    table.pin(slots(7))
+    for wrong in (slots(1, 5), slots(1, 7), slots(1, 1), slots(1, -1), slots(1, 8), slots(1, 0)):
+        assert table.evict(wrong) is None
+        table.check_integrity()
+    assert table.evict(slots()) == []
+    assert table.evict(slots(2, 1)) == keys("d", "b")
+    assert table.num_evictable == 0
+    assert table.find(keys("a", "b", "c", "d")).tolist() == [5, -1, 7, -1]
+    table.check_integrity()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -11,8 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvoffload.cache.index import KeyIndex, plain_hash_keys
-from kvoffload.cache.policies.recency import NO_END, PlainRecencyList, plain_pop_merged
+from kvoffload.cache.index import KeyIndex
+from kvoffload.cache.policies.recency import NO_END, PlainRecencyList
+from kvoffload.cache.slots import FreeSlots, PlainFreeSlots
 from kvoffload.cache.table import BlockTable, PlainBlockTable
 from kvoffload.native import load
 from kvoffload.testing.scale import SCALE
@@ -127,16 +127,44 @@ def test_keys_of_one_bucket_leave_one_by_one() -> None:
         twins.check()
 
 
+class Slots:
+    """A plain and a native stack of free slots, as twins."""
+
+    def __init__(self, capacity: int, plain: type[PlainFreeSlots] = PlainFreeSlots) -> None:
+        self.twins = Twins(plain(capacity), FreeSlots(capacity))
+        self.capacity = capacity
+        self.unknown, self.taken = list(range(capacity)), set[int]()
+
+    def step(self, rng: random.Random) -> None:
+        action = rng.randrange(6)
+        if action == 0:
+            new = [self.unknown.pop() for _ in range(rng.randint(0, len(self.unknown)))]
+            self.twins.call("add", array(new)[:: rng.choice([1, -1])])
+        elif action == 1 and self.unknown:
+            self.twins.call("allocate", array(self.unknown[-1:]))
+            self.taken.add(self.unknown.pop())
+        elif action < 4:
+            slots = self.twins.call("take", rng.randint(-1, len(self.twins.plain) + 1))
+            self.taken.update([] if slots is None else slots.tolist())
+        elif action == 4:
+            slots = array(some(rng, self.taken))
+            self.twins.call("give_back", slots[::-1])
+            self.taken.difference_update(slots.tolist())
+        else:
+            wrong = rng.choice([-1, self.capacity, 2**62, *({*range(self.capacity)} - self.taken)])
+            self.twins.call("give_back", array([*some(rng, self.taken), wrong]))
+            self.twins.call("add", array([0, self.capacity]))
+        assert len(self.twins.plain) == len(self.twins.native)
+        for each in (self.twins.plain, self.twins.native):
+            each.check_integrity(self.capacity - len(self.unknown))
+
+
 @EXAMPLES
-@given(seed=SEEDS)
-def test_hashes(seed: int) -> None:
-    rng = random.Random(seed)
-    keys = [make_key(rng.randrange(1000)) for _ in range(rng.randint(0, 300))]
-    for asked in (keys, tuple(keys), iter(keys)):
-        found = native.hash_keys(asked)
-        assert found.dtype == np.int64
-        assert found.tolist() == plain_hash_keys(keys).tolist()
-    same_answer(lambda: plain_hash_keys([*keys, []]), lambda: native.hash_keys([*keys, []]), "a list as a key")
+@given(seed=SEEDS, capacity=st.integers(1, 60))
+def test_free_slots(seed: int, capacity: int) -> None:
+    rng, slots = random.Random(seed), Slots(capacity)
+    for _ in range(2 * STEPS):
+        slots.step(rng)
 
 
 # The table.
@@ -179,8 +207,11 @@ def drive_table(rng: random.Random, plain: Any, other: Any, capacity: int) -> No
             forget(twins.call("drop_all"))
         elif action == 6:
             gone = some(rng, set(held.values()) - set(pinned))
-            twins.call("remove", array(gone))
-            forget(array(gone))
+            if rng.random() < 0.5:
+                twins.call("remove", array(gone))
+                forget(array(gone))
+            elif twins.call("evict", array(gone)) is not None:
+                forget(array(gone))
         else:
             ask_table(rng, twins, capacity)
         assert (plain.num_evictable, plain.num_held) == (other.num_evictable, other.num_held)
@@ -197,17 +228,21 @@ def ask_table(rng: random.Random, twins: Twins, capacity: int) -> None:
     for key in asked[:3]:
         twins.call("status", key)
         twins.call("__contains__", key)
-    slots, others = array(rng.choices(range(capacity), k=rng.randint(0, capacity))), array(some(rng, range(capacity)))
+    slots = array(rng.choices(range(capacity), k=rng.randint(0, capacity)))
     twins.call("slots")
     twins.call("distinct", slots)
-    twins.call("among", slots, others)
+    twins.call("idle", slots)
+    twins.call("being_written", slots - rng.choice([0, 1]))
+    twins.call("used", slots - rng.choice([0, 1]))
+    twins.call("chain", slots - rng.choice([0, 1]), asked[:9])
     twins.call("is_writing", slots - rng.choice([0, 1]))
     twins.call("is_dropped", slots)
     twins.call("is_loadable", slots)
-    for name in ("is_writing", "pin", "unpin", "set_ready", "remove"):
+    for name in ("is_writing", "pin", "unpin", "set_ready", "remove", "idle", "used", "being_written"):
         twins.call(name, array([10**6]))
         twins.call(name, np.array([0.5]))
-    twins.call("among", slots, array([10**6]))
+    twins.call("chain", array([10**6]), asked)
+    twins.call("chain", slots, [*asked, []])
     twins.call("distinct", array([0, 10**6]))
 
 
@@ -246,13 +281,7 @@ class Clock:
         return positions
 
 
-def drive_lists(
-    rng: random.Random,
-    pairs: list[Twins],
-    pop_plain: Callable[..., Any],
-    pop_other: Callable[..., Any],
-    capacity: int,
-) -> None:
+def drive_lists(rng: random.Random, pairs: list[Twins], capacity: int) -> None:
     """One list has a clock of its own, two have one clock."""
     clock, busy = Clock(), np.zeros(capacity, dtype=np.bool_)
     shares_clock = len(pairs) > 1
@@ -261,7 +290,7 @@ def drive_lists(
         twins = rng.choice(pairs)
         slots = array(some(rng, range(capacity)))
         times = clock.tick(rng, len(slots)) if shares_clock else None
-        action = rng.randrange(11)
+        action = rng.randrange(10)
         if action == 0:
             for each in pairs:
                 if each is not twins:
@@ -290,14 +319,7 @@ def drive_lists(
             twins.call("oldest_position")
         elif action == 7 and rng.random() < 0.2:
             twins.call("clear")
-        elif action == 8 and shares_clock:
-            n = rng.randint(0, capacity)
-            same_answer(
-                lambda n=n: pop_plain(*(each.plain for each in pairs), n, busy),
-                lambda n=n: pop_other(*(each.native for each in pairs), n, busy),
-                f"pop_merged({n})",
-            )
-        elif action == 9:
+        elif action == 8:
             bad = rng.choice([array([3, 3]), array([-1, 5]), array([5]), array([0, NO_END])])
             twins.call("append", array([0, capacity - 1]) if capacity > 1 else array([0]), bad[::-1])
             twins.call("put_back", array([0]), array([-1]))
@@ -312,14 +334,14 @@ def drive_lists(
 @given(seed=SEEDS, capacity=st.integers(1, 40))
 def test_list(seed: int, capacity: int) -> None:
     twins = Twins(PlainRecencyList(capacity), native.RecencyList(capacity))
-    drive_lists(random.Random(seed), [twins], plain_pop_merged, native.pop_merged, capacity)
+    drive_lists(random.Random(seed), [twins], capacity)
 
 
 @EXAMPLES
 @given(seed=SEEDS, capacity=st.integers(1, 40))
 def test_two_lists_with_one_clock(seed: int, capacity: int) -> None:
     pairs = [Twins(PlainRecencyList(capacity), native.RecencyList(capacity)) for _ in range(2)]
-    drive_lists(random.Random(seed), pairs, plain_pop_merged, native.pop_merged, capacity)
+    drive_lists(random.Random(seed), pairs, capacity)
 
 
 # Planted differences, which the tests above must find.
@@ -354,19 +376,27 @@ class HastyList(PlainRecencyList):
         return popped
 
 
+class LastSlotFirst(PlainFreeSlots):
+    """Hands out the lowest slot of those on top first."""
+
+    def take(self, n: int) -> Any:
+        return super().take(n)[::-1]
+
+
 def drive_planted(plant: str, rng: random.Random) -> None:
     if plant == "index":
         drive_index(rng, StaleIndex(20), native.KeyIndex(20), 20)
     elif plant == "table":
         drive_table(rng, MisplacedTable(20), BlockTable(20), 20)
     elif plant == "list":
-        drive_lists(rng, [Twins(HastyList(20), native.RecencyList(20))], plain_pop_merged, native.pop_merged, 20)
+        drive_lists(rng, [Twins(HastyList(20), native.RecencyList(20))], 20)
     else:
-        pairs = [Twins(PlainRecencyList(20), native.RecencyList(20)) for _ in range(2)]
-        drive_lists(rng, pairs, lambda a, b, n, busy: plain_pop_merged(a, b, n + (n == 7), busy), native.pop_merged, 20)
+        slots = Slots(20, LastSlotFirst)
+        for _ in range(2 * STEPS):
+            slots.step(rng)
 
 
-@pytest.mark.parametrize("plant", ["index", "table", "list", "merged"])
+@pytest.mark.parametrize("plant", ["index", "table", "list", "slots"])
 def test_a_planted_difference_is_found(plant: str) -> None:
     def drive_many() -> None:
         for seed in range(200):

@@ -18,6 +18,7 @@ import pytest
 from kvoffload.cache.policies.ghosts import PlainGhostTable
 from kvoffload.cache.policies.pair import PlainListPair
 from kvoffload.cache.policies.queues import PlainKeyQueue
+from kvoffload.cache.policies.tournament import RULES
 from kvoffload.native import load
 
 cache: Any = load("_cache")
@@ -26,7 +27,6 @@ copies: Any = load("_copies")
 pytestmark = pytest.mark.skipif(None in (cache, ghosts, copies), reason="there is no native code here")
 
 MOST = 2**64 - 1
-RULES = [(False, 0, float("inf"), False), (True, 5, 5.0, False), (True, 1, 9.0, True)]
 
 MAKERS: dict[str, Callable[[], Any]] = {
     "KeyIndex": lambda: cache.KeyIndex(8),
@@ -57,7 +57,7 @@ def test_an_object_is_not_made_again() -> None:
             made.__init__(*arguments)
     with pytest.raises(IndexError):
         shadows.lists(100)
-    assert shadows.access(np.arange(20, dtype=np.uint64), MOST) == (20, (0, 0, 0))
+    assert shadows.access(np.arange(20, dtype=np.uint64), MOST) == (20, (0, 0, 0, 0))
     with pytest.raises(IndexError):
         pair.discard(np.array([10**9]))
 
@@ -169,7 +169,9 @@ for _ in range(20):
         target.remove(np.flatnonzero([key is not None for key in target.key_of]))
         target.insert(keys, np.arange(2000))
         call(target.remove)
-    call(lambda slots: table.among(slots, list(range(2000))))
+    call(lambda slots: table.chain(slots, []))
+    call(table.idle)
+    call(table.evict)
     call(lambda slots: recent.append(slots, list(range(2000))))
     recent.append(np.arange(2000), np.arange(5000, 7000))
     recent.pop_oldest(5, np.ones(2000, dtype=np.bool_))

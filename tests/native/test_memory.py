@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from kvoffload.cache.keys import hash_keys
 from kvoffload.cache.table import BlockTable
 from kvoffload.native import load
 
@@ -55,8 +56,13 @@ BAD_CALLS: dict[str, Callable[[], Any]] = {
     "every second busy mark": lambda: members().pop_oldest(1, np.zeros(16, dtype=np.bool_)[::2]),
     "fewer positions than slots": lambda: members().append(SLOTS, SLOTS[:2] + 100),
     "positions of the past": lambda: members().append(SLOTS, SLOTS),
-    "a list that is none": lambda: native.pop_merged(None, members(), 1, FREE),
-    "a list of another kind": lambda: native.pop_merged(object(), members(), 1, FREE),
+    "keys that are too short": lambda: native.ranks(np.zeros(3, dtype=np.uint64), [b"1234567"]),
+    "keys that are no bytes": lambda: native.ranks(np.zeros(3, dtype=np.uint64), ["12345678"]),
+    "every second digest": lambda: native.ranks(np.zeros(6, dtype=np.uint64)[::2], [b"12345678"]),
+    "digests of another type": lambda: native.ranks(np.zeros(3, dtype=np.int64), [b"12345678"]),
+    "no digests": lambda: native.ranks(None, [b"12345678"]),
+    "a slot that does not exist is free": lambda: native.FreeSlots(4).add(np.array([4])),
+    "more free slots than there are": lambda: native.FreeSlots(2).add(np.array([0, 1, 1])),
     "a member that is put back": lambda: members().put_back(SLOTS[:1], SLOTS[:1]),
     "no slots at all": lambda: native.KeyIndex(-1),
     "more slots than numbers": lambda: native.KeyIndex(2**28 + 1),
@@ -101,7 +107,7 @@ def rounds(n: int, keys: list[Any]) -> None:
                 one.clear()
             else:
                 table.remove(slots)
-        native.hash_keys(keys)
+        hash_keys(keys)
         recent.append(slots)
         busy[::2] = True
         recent.pop_oldest(len(keys), busy)
@@ -109,7 +115,6 @@ def rounds(n: int, keys: list[Any]) -> None:
         recent.mark_evictable(slots)
         popped, at = recent.pop_with_positions(len(keys), busy)
         recent.put_back(popped, at)
-        native.pop_merged(recent, native.RecencyList(len(keys)), len(keys), busy)
 
 
 class Odd(bytes):

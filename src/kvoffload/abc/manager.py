@@ -20,11 +20,11 @@ from kvoffload.abc.types import (
 )
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)  # Not frozen, because there are several per request, and that takes longer.
 class PrepareStoreOutput:
     """Result of ``prepare_store``. ``store_spec``, the lease, has slot ``slots[i]`` for ``keys_to_store[i]``.
 
-    ``refused_keys`` are absent and not stored; blocks behind them in their chain could not be found.
+    Read only. ``refused_keys`` are absent and not stored; blocks behind them in their chain could not be found.
     """
 
     keys_to_store: list[OffloadKey]

@@ -17,10 +17,12 @@ from kvoffload.abc.types import (
     Slots,
 )
 
+# Neither of the two is frozen: there is one per request, and to set the fields of a frozen one takes long.
 
-@dataclass(frozen=True, eq=False)
+
+@dataclass(eq=False)
 class Access:
-    """One request's use of its chain of blocks. The arrays are read only."""
+    """One request's use of its chain of blocks. Read only."""
 
     keys: Sequence[OffloadKey]
     """The whole chain, head first, cached or not. A key may occur twice."""
@@ -38,9 +40,9 @@ class Access:
         return list(reversed(dict.fromkeys(compress(self.keys, (self.found < 0).tolist()))))
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(slots=True, eq=False)
 class Eviction:
-    """The room that a store needs. The arrays are read only."""
+    """The room that a store needs. Read only."""
 
     n: int
     """The number of blocks that must leave."""

@@ -158,9 +158,9 @@ class Miss:
     tier: str | None = field(default=None, compare=False)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)  # Not frozen, because there are several per request, and that takes longer.
 class LoadStoreSpec:
-    """Slots of blocks in a medium, in the order of the keys that were asked for.
+    """Slots of blocks in a medium, in the order of the keys that were asked for. Read only.
 
     A spec that ``prepare_load`` or ``prepare_store`` returned is also the lease on these slots: they hold the same
     blocks until the lease is completed, as a whole or by specs that have some of its slots each.

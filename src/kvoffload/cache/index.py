@@ -8,15 +8,15 @@ probes a batch of keys together, and is never rebuilt.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from itertools import compress
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
 from kvoffload.abc import IntegrityError, OffloadKey, Slots
-from kvoffload.native import load
+from kvoffload.cache.keys import plain_hash_keys
 
 WAYS = 8
 """Entries per bucket: 8 tags of 4 bytes are half a cache line."""
@@ -36,11 +36,6 @@ _ODD = np.array(1, dtype=np.uint32)
 UInt64s = npt.NDArray[np.uint64]
 Homes: TypeAlias = tuple[npt.NDArray[np.int64], npt.NDArray[np.uint32]]
 """Bucket and tag of each key."""
-
-
-def plain_hash_keys(keys: Iterable[OffloadKey]) -> npt.NDArray[np.int64]:
-    """Returns Python's hash of each key."""
-    return np.fromiter(map(hash, keys), dtype=np.int64)
 
 
 def check_capacity(capacity: int) -> None:
@@ -245,8 +240,3 @@ def _bytes(flags: npt.NDArray[np.bool_]) -> UInt64s:
 def _first_way(matches: UInt64s) -> npt.NDArray[np.int64]:
     """Returns the position of the lowest byte that is 1, for u64s whose bytes are 0 or 1; 0 if no byte is."""
     return (((matches & -matches) * _BYTE_NUMBER) >> _TOP_BYTE).view(np.int64)
-
-
-hash_keys = plain_hash_keys
-if not TYPE_CHECKING and (native := load("_cache")) is not None:
-    hash_keys = native.hash_keys

@@ -1,15 +1,21 @@
-"""Chained block hashes of tokens, and the offload keys made of them."""
+"""Chained block hashes of tokens, the offload keys made of them, and numbers that stand for keys in tables."""
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
+import numpy.typing as npt
+import xxhash
 
 from kvoffload.abc import BlockHash, OffloadKey
+from kvoffload.native import load
 
 GROUP_BYTES = 4
+
+Hashes = npt.NDArray[np.uint64]
 
 
 def make_offload_key(block_hash: BlockHash, group_idx: int) -> OffloadKey:
@@ -75,3 +81,21 @@ def hash_blocks(
         digest = sha256(digest + raw[start : start + step]).digest()
         hashes.append(digest)
     return hashes
+
+
+def plain_hash_keys(keys: Iterable[OffloadKey]) -> npt.NDArray[np.int64]:
+    """Returns Python's hash of each key, which a key keeps once it was computed. Other processes find others."""
+    return np.fromiter(map(hash, keys), dtype=np.int64)
+
+
+def plain_key_hashes(keys: Sequence[OffloadKey]) -> Hashes:
+    """Returns 64 evenly distributed bits per key. They depend on its bytes only, so every process finds the same."""
+    return np.frombuffer(b"".join(map(xxhash.xxh3_64_digest, keys)), dtype=">u8").astype(np.uint64)
+
+
+if TYPE_CHECKING or (native := load("_ghosts")) is None:
+    hash_keys = plain_hash_keys
+    key_hashes = plain_key_hashes
+else:
+    hash_keys = native.hash_keys
+    key_hashes = native.key_hashes

@@ -175,8 +175,9 @@ class PolicyOffloadingManager(OffloadingManager):
                 raise IntegrityError(f"policy {type(self.policy).__name__} gave no answer for some blocks")
             if admitted is not None and not admitted.all():
                 worthless = list(compress(tail_first, ~admitted))
-                new_keys, homes = list(compress(tail_first, admitted))[::-1], None
-        output = self._store(new_keys, homes, present, worthless)
+                tail_first = list(compress(tail_first, admitted))
+                new_keys, homes = tail_first[::-1], None
+        output = self._store(new_keys, tail_first, homes, present, worthless)
         if output is not None and refused:
             output = replace(output, refused_keys=[*output.refused_keys, *refused])
         return output
@@ -185,22 +186,28 @@ class PolicyOffloadingManager(OffloadingManager):
         """Does the same as ``prepare_store`` for blocks that neither admission nor policy may refuse, such as those
         that come from a lower tier."""
         present, new_keys, homes = self._table.split(keys)
-        return self._store(new_keys, homes, present, [])
+        return self._store(new_keys, new_keys[::-1], homes, present, [])
 
     def _store(
-        self, new_keys: list[OffloadKey], homes: Homes | None, present: Slots, worthless: list[OffloadKey]
+        self,
+        new_keys: list[OffloadKey],
+        tail_first: list[OffloadKey],
+        homes: Homes | None,
+        present: Slots,
+        worthless: list[OffloadKey],
     ) -> PrepareStoreOutput | None:
-        """Stores ``new_keys``. ``worthless``, tail first, are keys that the policy does not admit."""
+        """Stores ``new_keys``, which are also given tail first. ``worthless``, tail first, are keys that the policy
+        does not admit."""
         if worthless:
             self._gone.record(worthless, MissReason.NOT_ADMITTED)
-        protected = self._protect(len(new_keys), present)
-        if protected is None:
+        shortage = len(new_keys) - self.backend.get_num_free_blocks()
+        protected = present[:0] if shortage <= 0 else self._table.idle(present)
+        if shortage > self._table.num_evictable - len(protected):
             self._gone.record(new_keys, MissReason.NO_ROOM)
             return None
         if worthless:
             self.policy.refuse(worthless)
-        tail_first = tuple(reversed(new_keys))
-        evicted = self._evict(len(new_keys) - self.backend.get_num_free_blocks(), protected, tail_first)
+        evicted = self._evict(shortage, protected, tail_first) if shortage > 0 else []
         new_slots = self.backend.allocate_blocks(new_keys)
         self._table.insert(new_keys, new_slots, homes)
         self.policy.insert(new_slots[::-1], tail_first)
@@ -216,37 +223,21 @@ class PolicyOffloadingManager(OffloadingManager):
         self._gone.record(absent, MissReason.NOT_ADMITTED)
         self.policy.refuse(absent[::-1])
 
-    def _protect(self, n: int, present: Slots) -> Slots | None:
-        """Returns those of ``present`` that must be kept from eviction while ``n`` slots are made free; None if that
-        many cannot be made free."""
-        shortage = n - self.backend.get_num_free_blocks()
-        if shortage <= 0:
-            return present[:0]
-        protected = self._table.distinct(present)
-        protected = protected[~self._table.busy[protected]]
-        return None if shortage > self._table.num_evictable - len(protected) else protected
-
     def _evict(self, n: int, protected: Slots, entering: Sequence[OffloadKey]) -> list[OffloadKey]:
-        if n <= 0:
-            return []
-        busy = self._table.busy
         if len(protected):
-            busy[protected] = True
+            self._table.mark_busy(protected, True)
         victims = np.asarray(self.policy.evict(Eviction(n, self._busy, self._key_of, entering)))
-        if not self._may_leave(victims, n):
+        keys = self._table.evict(victims) if victims.shape == (n,) and victims.dtype.kind == "i" else None
+        if keys is None:
             raise IntegrityError(f"policy {type(self.policy).__name__} chose blocks that it may not evict")
         if len(protected):
-            busy[protected] = False
+            self._table.mark_busy(protected, False)
             self.policy.mark_evictable(protected)
-        keys = self._table.remove(victims)
         self.backend.free(victims)
         self._gone.record(keys, MissReason.EVICTED)
-        self._emit(keys, removed=True)
+        if self._events is not None:
+            self._emit(keys, removed=True)
         return keys
-
-    def _may_leave(self, victims: Slots, n: int) -> bool:
-        """Returns whether ``victims`` are n distinct slots that are not busy."""
-        return victims.shape == (n,) and victims.dtype.kind == "i" and self._table.are_idle(victims)
 
     def complete_store(
         self,
@@ -255,18 +246,17 @@ class PolicyOffloadingManager(OffloadingManager):
         success: bool = True,
     ) -> None:
         slots = blocks.slots if isinstance(blocks, LoadStoreSpec) else self._table.find_in_transfer(blocks)
-        written = self._table.being_written(slots)
         if success:
-            ready, freed = self._table.set_ready(written)
+            ready, freed = self._table.set_ready(slots)
             self.policy.mark_evictable(ready)
             if self._events is not None:
                 self._emit(self._table.key_of[ready].tolist(), removed=False)
         else:
-            freed = written
-            known = written[~self._table.is_dropped(written)]
+            freed = self._table.being_written(slots)
+            known = freed[~self._table.is_dropped(freed)]
             self.policy.remove(known)
             self._gone.record(self._table.key_of[known].tolist(), MissReason.COPY_FAILED)
-            self._table.remove(written)
+            self._table.remove(freed)
         if len(freed):
             self.backend.free(freed)
 
@@ -305,10 +295,11 @@ class PolicyOffloadingManager(OffloadingManager):
         found: Slots | None = None,
     ) -> None:
         """``found``: what ``find`` has returned for ``keys``, if the caller has called it."""
-        self.count_request(keys if chain is None else chain, req_context)
-        found = self._table.find(keys) if found is None else found
-        slots = self._table.tail_first(found)
-        self.policy.access(Access(keys, found, slots, ~self._table.is_writing(slots)))
+        if self._admission is not None:
+            self._admission.count(keys if chain is None else chain, req_context)
+        if found is None:
+            found = self._table.find(keys)
+        self.policy.access(Access(keys, found, *self._table.used(found)))
 
     def reorder_chain(
         self,
@@ -318,9 +309,9 @@ class PolicyOffloadingManager(OffloadingManager):
         found: Slots | None = None,
     ) -> None:
         """``found``: what ``find`` has returned for ``keys``, if the caller has called it."""
-        slots = self._table.find(keys) if found is None else found
-        slots, mine = (self._table.tail_first(each) for each in (slots, self._table.find(list(stored))))
-        self.policy.reorder(slots, self._table.among(slots, mine))
+        if found is None:
+            found = self._table.find(keys)
+        self.policy.reorder(*self._table.chain(found, stored if isinstance(stored, list | tuple) else list(stored)))
 
     def policy_state(self) -> Mapping[str, Any]:
         return self.policy.state()

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 import numpy as np
 
 from kvoffload.abc import Miss, MissReason, OffloadKey
-from kvoffload.cache.index import hash_keys
+from kvoffload.cache.keys import hash_keys
 
 _REASONS = tuple(MissReason)
 MISS_MEMORY_ENTRIES = 1 << 16

@@ -66,13 +66,6 @@ class PlainBlockTable:
         keep = self._scratch[slots] == order
         return slots if np.count_nonzero(keep) == len(slots) else slots[keep]
 
-    def among(self, slots: Slots, chosen: Slots) -> npt.NDArray[np.bool_]:
-        """Returns which of ``slots`` are in ``chosen``; neither has negative entries."""
-        self._scratch[slots] = 0
-        self._scratch[chosen] = 1
-        found: npt.NDArray[np.bool_] = self._scratch[slots] == 1
-        return found
-
     def leading_ready(self, keys: Sequence[OffloadKey]) -> int:
         """Returns the length of the longest run of leading keys that are all ready."""
         n = len(keys)
@@ -155,9 +148,9 @@ class PlainBlockTable:
         return loadable
 
     def set_ready(self, slots: Slots) -> tuple[Slots, Slots]:
-        """Makes blocks that were being written ready. Returns these, and the slots of dropped ones, which are free
-        now."""
-        return self._end_transfer(slots, 0)
+        """Makes those of ``slots`` that are ``being_written`` ready. Returns these, and the slots of dropped ones,
+        which are free now."""
+        return self._end_transfer(self.being_written(slots), 0)
 
     def pin(self, slots: Slots) -> None:
         """Adds one pin per slot. All blocks must be ready."""
@@ -193,19 +186,43 @@ class PlainBlockTable:
         slots = slots[slots >= 0]
         return self.distinct(slots[self.is_writing(slots)][::-1])[::-1]
 
-    def tail_first(self, slots: Slots) -> Slots:
-        """Returns ``slots`` in reverse order, without negative ones. Of equal ones the first of ``slots`` is kept.
-        Raises IndexError if there is no such slot."""
+    def used(self, found: Slots) -> tuple[Slots, npt.NDArray[np.bool_]]:
+        """Returns the slots of a chain that are not negative, each once, tail first, and which of them are ready. Of
+        equal ones the first of ``found`` counts. Raises IndexError if there is no such slot."""
+        slots = self._tail_first(found)
+        return slots, ~self.is_writing(slots)
+
+    def chain(self, found: Slots, stored: Sequence[OffloadKey]) -> tuple[Slots, npt.NDArray[np.bool_]]:
+        """Returns the same slots, and which of them have one of the keys ``stored``."""
+        slots, others = self._tail_first(found), self.find(stored)
+        self._scratch[slots] = 0
+        self._scratch[others[others >= 0]] = 1
+        return slots, self._scratch[slots] == 1
+
+    def _tail_first(self, slots: Slots) -> Slots:
         slots = slots[slots >= 0]
         if len(slots) and slots.max() >= self.num_blocks:
             raise IndexError(f"a slot is not below {self.num_blocks}")
         return self.distinct(slots[::-1])
 
-    def are_idle(self, slots: Slots) -> bool:
-        """Returns whether ``slots`` are distinct numbers of slots that are not busy."""
-        if len(slots) and (slots.min() < 0 or slots.max() >= self.num_blocks):
-            return False
-        return not self.busy[slots].any() and len(self.distinct(slots)) == len(slots)
+    def idle(self, slots: Slots) -> Slots:
+        """Returns those of ``slots``, none negative, that are not busy, each once: the last of equal ones, in order."""
+        slots = self.distinct(slots)
+        return slots[~self.busy[slots]]
+
+    def mark_busy(self, slots: Slots, is_busy: bool) -> None:
+        """Sets the busy marks of idle blocks, which must not be evicted for the time being, or removes them."""
+        self.busy[slots] = is_busy
+
+    def evict(self, slots: Slots) -> list[OffloadKey] | None:
+        """Removes the keys of ``slots`` and returns them in order. Returns None, and changes nothing, unless these are
+        distinct slots of idle blocks."""
+        if len(slots) and not 0 <= slots.min() <= slots.max() < self.num_blocks:
+            return None
+        is_idle = self._index.holds(slots) & ~self.busy[slots]
+        if not is_idle.all() or len(self.distinct(slots)) < len(slots):
+            return None
+        return self.remove(slots)
 
     def status(self, key: OffloadKey) -> BlockStatus | None:
         slot = self._index.get(key)

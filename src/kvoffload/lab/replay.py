@@ -332,15 +332,17 @@ class _ExactMisses(MissMemory):
         """Index in _REASONS of why each block left, by its rank."""
 
     def record(self, keys: Iterable[OffloadKey], reason: MissReason) -> None:
+        keys = keys if isinstance(keys, list | tuple) else list(keys)
         if keys:
             self._reasons[self._trace.ranks_of(keys)] = _REASONS.index(reason)
 
     def explain(self, key: OffloadKey) -> Miss:
-        return Miss(_REASONS[self._reasons[self._trace.ranks_of((key,))[0]]])
+        return _MISSES[int(self._reasons[self._trace.ranks_of((key,))[0]])]
 
 
 _REASONS = tuple(sorted(MissReason, key=lambda reason: reason is not MissReason.NEVER_STORED))
 """The reason of blocks that never left is the first."""
+_MISSES = tuple(map(Miss, _REASONS))
 
 
 class _Run:
@@ -377,6 +379,8 @@ class _Run:
         if config.store_threshold is not None:
             tracked = tracker_size(config.capacity_blocks + config.disk_blocks)
             self.manager = FilterReusedOffloadingManager(self.manager, config.store_threshold, tracked)
+        self.has_contexts = self.tier is not None or config.store_threshold is not None
+        """Whether a tier or an admission looks at the request of a call."""
         self.device: DeviceCache | None = None
         if config.device_blocks:
             self.device = _device(trace, config.device_blocks)
@@ -408,7 +412,7 @@ class _Run:
                 yield request + 1
 
     def serve(self, request: int, chain: list[OffloadKey], prompt: list[OffloadKey]) -> None:
-        manager, context = self.manager, ReqContext(str(request))
+        manager, context = self.manager, ReqContext(str(request)) if self.has_contexts else None
         on_device = self.serve_device(request) if self.device is not None else 0
         if self.tier is None:
             slots = self.host.find(prompt)
@@ -417,6 +421,7 @@ class _Run:
             ready = slots[on_device:] >= 0
             found, from_disk = _leading(ready), 0
         else:
+            assert context is not None
             manager.touch(prompt, context)
             found, from_disk, ready = self.promote(self.tier, prompt[on_device:], context)
         loaded_to = on_device + found
@@ -442,7 +447,7 @@ class _Run:
             while self.tier.is_busy:
                 manager.poll()
 
-    def store(self, keys: list[OffloadKey], context: ReqContext) -> tuple[Sequence[OffloadKey], bool]:
+    def store(self, keys: list[OffloadKey], context: ReqContext | None) -> tuple[Sequence[OffloadKey], bool]:
         """Returns which of ``keys`` the host has stored, and whether it refused any."""
         manager = self.manager
         output = manager.prepare_store(keys, context)

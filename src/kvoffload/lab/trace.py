@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Sequence, Sized
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -19,6 +19,7 @@ import xxhash
 from kvoffload.abc import KVOffloadError, OffloadKey
 from kvoffload.cache.keys import make_offload_key
 from kvoffload.lab.columns import PIECE, Folder, map_file, pieces, renumber, renumber_in_files
+from kvoffload.native import load
 
 Ints = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
@@ -27,6 +28,7 @@ Keys = npt.NDArray[np.void]
 MEMORY_BYTES = 256 << 20
 """Columns that are larger than this together go to files. To number the blocks takes about seven times as much."""
 KEY = np.dtype("V20")
+_DIGEST_BYTES = 8
 DIGEST = np.dtype([("digest", "<u8"), ("rest", "V12")])
 """A key, split where its bytes distinguish it well enough: they are a hash."""
 
@@ -140,11 +142,9 @@ class Trace:
         keys: list[OffloadKey] = self.keys[blocks].tolist()
         return keys
 
-    def ranks_of(self, keys: Iterable[OffloadKey]) -> Ints:
+    def ranks_of(self, keys: Sequence[OffloadKey]) -> Ints:
         """Returns for each of the trace's ``keys`` a number below ``num_distinct`` that no other block of it has."""
-        joined = b"".join(keys)
-        asked = np.frombuffer(joined, dtype=DIGEST)["digest"] if joined else np.empty(0, dtype=np.uint64)
-        return self.digests.searchsorted(asked)
+        return ranks(self.digests, keys)
 
     def chain(self, request: int) -> Ints:
         chain: Ints = self.blocks[self.offsets[request] : self.offsets[request + 1]]
@@ -177,6 +177,17 @@ class Trace:
             ids=ids,
             folder=folder,
         )
+
+
+def plain_ranks(digests: npt.NDArray[np.uint64], keys: Sequence[OffloadKey]) -> Ints:
+    """Returns for each key how many of ``digests``, which ascend, are less than the digest that it begins with."""
+    joined = b"".join([key[:_DIGEST_BYTES] for key in keys])
+    return digests.searchsorted(np.frombuffer(joined, dtype=np.uint64))
+
+
+ranks = plain_ranks
+if not TYPE_CHECKING and (native := load("_cache")) is not None:
+    ranks = native.ranks
 
 
 def make_trace(

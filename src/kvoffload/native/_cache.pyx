@@ -10,7 +10,7 @@ run any code too, that of finalizers: so all objects are made, and all arrays co
 """
 
 cimport cython
-from cpython.bytes cimport PyBytes_AS_STRING, PyBytes_CheckExact, PyBytes_GET_SIZE
+from cpython.bytes cimport PyBytes_AS_STRING, PyBytes_Check, PyBytes_CheckExact, PyBytes_GET_SIZE
 from cpython.list cimport PyList_New
 from cpython.object cimport Py_EQ, PyObject, PyObject_Hash, PyObject_RichCompareBool
 from cpython.tuple cimport PyTuple_CheckExact
@@ -40,7 +40,7 @@ cdef extern from "Python.h":
     void set_item "PyList_SET_ITEM"(object, Py_ssize_t, PyObject*)
 
 cdef extern from "numpy/arrayobject.h":
-    bint PyArray_ISCARRAY_RO(cnp.ndarray)
+    bint PyArray_ISBEHAVED_RO(cnp.ndarray)
 
 cdef extern from "prefetch.h" nogil:
     void kvo_prefetch(const void* address)
@@ -79,9 +79,9 @@ cdef inline cnp.ndarray contiguous(object array):
         cnp.PyArray_Check(array)
         and cnp.PyArray_NDIM(<cnp.ndarray>array) == 1
         and cnp.PyArray_TYPE(<cnp.ndarray>array) == cnp.NPY_INT64
-        and PyArray_ISCARRAY_RO(<cnp.ndarray>array)
+        and PyArray_ISBEHAVED_RO(<cnp.ndarray>array)
     ):
-        return <cnp.ndarray>array
+        return cnp.PyArray_GETCONTIGUOUS(<cnp.ndarray>array)
     return converted(array)
 
 
@@ -110,6 +110,15 @@ cdef inline int check_slots(cnp.ndarray array, Py_ssize_t capacity) except -1:
     if bad:
         raise IndexError(f"a slot is not in [0, {capacity})")
     return 0
+
+
+cdef inline cnp.ndarray new_flags(Py_ssize_t n):
+    cdef cnp.npy_intp shape = n
+    return cnp.PyArray_SimpleNew(1, &shape, cnp.NPY_BOOL)
+
+
+cdef inline uint8_t* flags_of(cnp.ndarray array) noexcept:
+    return <uint8_t*>cnp.PyArray_DATA(array)
 
 
 cdef inline cnp.ndarray first(cnp.ndarray array, Py_ssize_t n):
@@ -163,21 +172,47 @@ cdef inline bint all_bytes(PyObject** keys, Py_ssize_t n) noexcept:
     return True
 
 
-def hash_keys(keys):
-    """Returns Python's hash of each key."""
-    fast = PySequence_Fast(keys, b"keys must be a sequence")
-    if not PyTuple_CheckExact(fast) and not all_bytes(PySequence_Fast_ITEMS(fast), PySequence_Fast_GET_SIZE(fast)):
-        fast = tuple(fast)
-    cdef cnp.ndarray result = new_int64(PySequence_Fast_GET_SIZE(fast))
-    hash_into(fast, <uint64_t*>int64s(result))
-    return result
-
-
 cdef int hash_into(object fast, uint64_t* hashes) except -1:
     cdef Py_ssize_t i
     for i in range(PySequence_Fast_GET_SIZE(fast)):
         hashes[i] = <uint64_t>PyObject_Hash(<object>PySequence_Fast_ITEMS(fast)[i])
     return 0
+
+
+def ranks(digests, keys):
+    cdef cnp.ndarray column = digests
+    if (
+        cnp.PyArray_TYPE(column) != cnp.NPY_UINT64
+        or cnp.PyArray_NDIM(column) != 1
+        or not PyArray_ISBEHAVED_RO(column)
+        or not cnp.PyArray_IS_C_CONTIGUOUS(column)
+    ):
+        raise TypeError("digests must be one contiguous column of uint64")
+    fast = PySequence_Fast(keys, b"keys must be a sequence")
+    cdef Py_ssize_t n = PySequence_Fast_GET_SIZE(fast), start, i, size, left, half
+    cdef const uint64_t* sorted_digests = <const uint64_t*>cnp.PyArray_DATA(column)
+    cdef PyObject** items = PySequence_Fast_ITEMS(fast)
+    cdef uint64_t asked[CHUNK]
+    cdef cnp.ndarray result = new_int64(n)
+    cdef int64_t* to = int64s(result)
+    for start in range(0, n, CHUNK):
+        size = min(n - start, CHUNK)
+        for i in range(size):
+            if not PyBytes_Check(<object>items[start + i]) or PyBytes_GET_SIZE(<object>items[start + i]) < 8:
+                raise ValueError("a key has fewer bytes than a digest")
+            memcpy(&asked[i], PyBytes_AS_STRING(<object>items[start + i]), 8)
+            to[start + i] = 0
+        # All searches make each step together, so that their misses of the processor's caches overlap.
+        left = cnp.PyArray_DIM(column, 0)
+        while left > 1:
+            half = left // 2
+            for i in range(size):
+                to[start + i] += half * (sorted_digests[to[start + i] + half - 1] < asked[i])
+            left -= half
+        if left:
+            for i in range(size):
+                to[start + i] += sorted_digests[to[start + i]] < asked[i]
+    return result
 
 
 @cython.no_gc_clear
@@ -476,6 +511,10 @@ cdef class BlockTable:
         self._scratch_memory = np.zeros(num_blocks, dtype=np.int32)
         self._scratch = <int32_t*>cnp.PyArray_DATA(self._scratch_memory)
 
+    def __contains__(self, key):
+        cdef int64_t slot = self._index._get(<PyObject*>key, <uint64_t>PyObject_Hash(key))
+        return slot >= 0 and not self._is_dropped[slot]
+
     def find(self, keys):
         fast = self._index._own(keys)
         cdef Py_ssize_t n = PySequence_Fast_GET_SIZE(fast), i
@@ -508,22 +547,6 @@ cdef class BlockTable:
             if self._scratch[at[i]] == i:
                 to[kept] = at[i]
                 kept += 1
-        return result
-
-    def among(self, slots, chosen):
-        cdef cnp.ndarray given = contiguous(slots), others = checked(chosen, self.num_blocks)
-        check_slots(given, self.num_blocks)
-        cdef Py_ssize_t n = cnp.PyArray_DIM(given, 0), i
-        cdef cnp.npy_intp shape = n
-        cdef cnp.ndarray result = cnp.PyArray_SimpleNew(1, &shape, cnp.NPY_BOOL)
-        cdef uint8_t* to = <uint8_t*>cnp.PyArray_DATA(result)
-        cdef int64_t* at = int64s(given)
-        for i in range(n):
-            self._scratch[at[i]] = 0
-        for i in range(cnp.PyArray_DIM(others, 0)):
-            self._scratch[int64s(others)[i]] = 1
-        for i in range(n):
-            to[i] = self._scratch[at[i]] == 1
         return result
 
     def leading_ready(self, keys):
@@ -580,27 +603,51 @@ cdef class BlockTable:
         return result
 
     def being_written(self, slots):
-        cdef cnp.ndarray given = contiguous(slots), result
-        cdef Py_ssize_t n = cnp.PyArray_DIM(given, 0), i, kept = 0
-        cdef int64_t* at = int64s(given)
-        cdef int64_t* to
+        cdef cnp.ndarray given = contiguous(slots)
+        return self._being_written(int64s(given), cnp.PyArray_DIM(given, 0))
+
+    cdef cnp.ndarray _being_written(self, int64_t* at, Py_ssize_t n):
         self._note_first(at, n)
-        result = new_int64(n)
-        to = int64s(result)
+        cdef cnp.ndarray result = new_int64(n)
+        cdef int64_t* to = int64s(result)
+        cdef Py_ssize_t i, kept = 0
         for i in range(n):
             if at[i] >= 0 and self._scratch[at[i]] == i and self._refs[at[i]] == WRITING:
                 to[kept] = at[i]
                 kept += 1
         return first(result, kept)
 
-    def tail_first(self, slots):
-        cdef cnp.ndarray given = contiguous(slots), result
+    def used(self, found):
+        cdef cnp.ndarray slots = self._tail_first(found), ready
+        cdef Py_ssize_t n = cnp.PyArray_DIM(slots, 0), i
+        ready = new_flags(n)
+        for i in range(n):
+            flags_of(ready)[i] = self._refs[int64s(slots)[i]] != WRITING
+        return slots, ready
+
+    def chain(self, found, stored):
+        """The keys are looked up first, so what the comparison of keys may do to the table does no harm."""
+        cdef cnp.ndarray others = self.find(stored), slots = self._tail_first(found), new
+        cdef Py_ssize_t n = cnp.PyArray_DIM(slots, 0), i
+        cdef int64_t* at = int64s(others)
+        new = new_flags(n)
+        for i in range(n):
+            self._scratch[int64s(slots)[i]] = 0
+        for i in range(cnp.PyArray_DIM(others, 0)):
+            if at[i] >= 0:
+                self._scratch[at[i]] = 1
+        for i in range(n):
+            flags_of(new)[i] = self._scratch[int64s(slots)[i]] == 1
+        return slots, new
+
+    cdef cnp.ndarray _tail_first(self, found):
+        """Returns those of ``found`` that are not negative, each once, the last ones first."""
+        cdef cnp.ndarray given = contiguous(found)
         cdef Py_ssize_t n = cnp.PyArray_DIM(given, 0), i, kept = 0
         cdef int64_t* at = int64s(given)
-        cdef int64_t* to
         self._note_first(at, n)
-        result = new_int64(n)
-        to = int64s(result)
+        cdef cnp.ndarray result = new_int64(n)
+        cdef int64_t* to = int64s(result)
         for i in range(n - 1, -1, -1):
             if at[i] >= 0 and self._scratch[at[i]] == i:
                 to[kept] = at[i]
@@ -620,19 +667,46 @@ cdef class BlockTable:
                 self._scratch[at[i]] = <int32_t>i
         return 0
 
-    def are_idle(self, slots):
+    def evict(self, slots):
         cdef cnp.ndarray given = contiguous(slots)
         cdef Py_ssize_t n = cnp.PyArray_DIM(given, 0), i
+        cdef list spilled = [], result = PyList_New(n)
         cdef int64_t* at = int64s(given)
         for i in range(n):
-            if <uint64_t>at[i] >= <uint64_t>self.num_blocks or self._is_busy[at[i]]:
-                return False
-        for i in range(n):
+            if (
+                <uint64_t>at[i] >= <uint64_t>self.num_blocks
+                or self._is_busy[at[i]]
+                or self._index._place[at[i]] == FREE
+            ):
+                return None
             self._scratch[at[i]] = <int32_t>i
         for i in range(n):
             if self._scratch[at[i]] != i:
-                return False
-        return True
+                return None
+        # Blocks that are not busy have neither pins nor marks.
+        self.num_evictable -= n
+        self._index._remove(given, result, spilled)
+        return result
+
+    def idle(self, slots):
+        cdef cnp.ndarray given = checked(slots, self.num_blocks)
+        cdef Py_ssize_t n = cnp.PyArray_DIM(given, 0), i, kept = 0
+        cdef cnp.ndarray result = new_int64(n)
+        cdef int64_t* at = int64s(given)
+        cdef int64_t* to = int64s(result)
+        for i in range(n):
+            self._scratch[at[i]] = <int32_t>i
+        for i in range(n):
+            if self._scratch[at[i]] == i and not self._is_busy[at[i]]:
+                to[kept] = at[i]
+                kept += 1
+        return first(result, kept)
+
+    def mark_busy(self, slots, bint is_busy):
+        cdef cnp.ndarray given = checked(slots, self.num_blocks)
+        cdef Py_ssize_t i
+        for i in range(cnp.PyArray_DIM(given, 0)):
+            self._is_busy[int64s(given)[i]] = is_busy
 
     def pin(self, slots):
         cdef cnp.ndarray given = checked(slots, self.num_blocks)
@@ -644,7 +718,8 @@ cdef class BlockTable:
             self._is_busy[at[i]] = 1
 
     def set_ready(self, slots):
-        return self._end_transfer(checked(slots, self.num_blocks), True)
+        cdef cnp.ndarray given = contiguous(slots)
+        return self._end_transfer(self._being_written(int64s(given), cnp.PyArray_DIM(given, 0)), True)
 
     def unpin(self, slots):
         return self._end_transfer(checked(slots, self.num_blocks), False)
@@ -671,6 +746,69 @@ cdef class BlockTable:
         if num_freed:
             self.remove(freed)
         return first(idle, num_idle), freed
+
+
+@cython.no_gc_clear
+cdef class FreeSlots:
+    """The methods of the plain version that run per request."""
+
+    cdef cnp.ndarray _free_memory
+    cdef readonly cnp.ndarray _allocated
+    cdef readonly Py_ssize_t _num_free
+    cdef Py_ssize_t _capacity
+    cdef int64_t* _free_slots
+    cdef uint8_t* _is_allocated
+
+    def __cinit__(self, capacity):
+        self._free_memory = np.zeros(capacity, dtype=np.int64)
+        self._free_slots = int64s(self._free_memory)
+        self._allocated = np.zeros(capacity, dtype=np.bool_)[:]
+        self._is_allocated = flags_of(self._allocated)
+        self._capacity = capacity
+
+    @property
+    def _free(self):
+        return self._free_memory.copy()
+
+    def __len__(self):
+        return self._num_free
+
+    def take(self, Py_ssize_t n):
+        if not 0 <= n <= self._num_free:
+            raise IntegrityError(f"{n} slots were asked for, {self._num_free} are free")
+        cdef cnp.ndarray slots = new_int64(n)
+        cdef Py_ssize_t i
+        for i in range(n):
+            self._num_free -= 1
+            int64s(slots)[i] = self._free_slots[self._num_free]
+            self._is_allocated[int64s(slots)[i]] = 1
+        return slots
+
+    def give_back(self, slots):
+        cdef cnp.ndarray given = contiguous(slots)
+        cdef int64_t* at = int64s(given)
+        cdef Py_ssize_t n = cnp.PyArray_DIM(given, 0), i
+        for i in range(n):
+            if <uint64_t>at[i] >= <uint64_t>self._capacity:
+                raise IntegrityError("a slot was freed that does not exist")
+            if not self._is_allocated[at[i]]:
+                raise IntegrityError("a slot was freed that is not allocated")
+        if self._num_free + n > self._capacity:
+            raise IntegrityError("a slot was freed that is not allocated")
+        for i in range(n):
+            self._is_allocated[at[i]] = 0
+            self._free_slots[self._num_free] = at[i]
+            self._num_free += 1
+
+    def add(self, slots):
+        cdef cnp.ndarray given = checked(slots, self._capacity)
+        cdef int64_t* at = int64s(given)
+        cdef Py_ssize_t n = cnp.PyArray_DIM(given, 0), i
+        if self._num_free + n > self._capacity:
+            raise IndexError(f"{n} slots do not fit into {self._capacity}, of which {self._num_free} are free")
+        for i in range(n - 1, -1, -1):
+            self._free_slots[self._num_free] = at[i]
+            self._num_free += 1
 
 
 cdef const uint8_t* flags(cnp.ndarray array, Py_ssize_t capacity) except NULL:
@@ -1008,22 +1146,3 @@ cdef int check_positions(cnp.ndarray positions, Py_ssize_t n, int64_t lowest) ex
             raise ValueError("positions must ascend, from above all earlier ones")
         lowest = at[i] + 1
     return 0
-
-
-def pop_merged(RecencyList one not None, RecencyList other not None, Py_ssize_t n, cnp.ndarray busy not None):
-    n = max(0, min(n, one._len + other._len))
-    cdef const uint8_t* is_busy = flags(busy, max(one._capacity, other._capacity))
-    cdef cnp.ndarray slots = new_int64(n), positions = new_int64(n)
-    cdef Py_ssize_t popped = 0
-    cdef int64_t position, rival, slot
-    while popped < n:
-        position, rival = one._front(), other._front()
-        if position == rival == NO_END:
-            break
-        slot = one._take_front(is_busy) if position <= rival else other._take_front(is_busy)
-        if slot < 0:
-            continue
-        int64s(positions)[popped] = min(position, rival)
-        int64s(slots)[popped] = slot
-        popped += 1
-    return first(slots, popped), first(positions, popped)

@@ -11,6 +11,7 @@ is called in C.
 from cpython.bytes cimport (
     PyBytes_AS_STRING, PyBytes_Check, PyBytes_CheckExact, PyBytes_FromStringAndSize, PyBytes_GET_SIZE
 )
+from cpython.list cimport PyList_New
 from cpython.object cimport PyObject, PyObject_Hash
 from cpython.tuple cimport PyTuple_CheckExact
 from libc.stdint cimport int32_t, int64_t, uint8_t, uint32_t, uint64_t
@@ -37,6 +38,7 @@ cdef extern from "Python.h":
     object PySequence_Fast(object, const char*)
     void increment "Py_INCREF"(PyObject*)
     void decrement "Py_DECREF"(PyObject*)
+    void set_item "PyList_SET_ITEM"(object, Py_ssize_t, PyObject*)
 
 cdef extern from "numpy/arrayobject.h":
     bint PyArray_ISCARRAY_RO(cnp.ndarray)
@@ -53,8 +55,10 @@ cdef extern from "ghosts.h" nogil:
 cdef enum:
     CHUNK = 128
     LINE = 64
+    GROUP_BYTES = 4
 
 cdef int64_t NO_END = <int64_t>1 << 62
+cdef bytes FIRST_GROUP = bytes(GROUP_BYTES)
 
 cdef uint64_t SECRET = int.from_bytes(os.urandom(8), "little")
 """Decides where names and keys are in tables in which a search goes on until a place is free. Else clients, who know
@@ -142,28 +146,76 @@ cdef inline cnp.ndarray first(cnp.ndarray array, Py_ssize_t n):
     return result
 
 
-def key_hashes(keys):
+cdef object owned(keys):
+    """Returns the keys in a list or tuple that does not change while they are hashed or compared."""
     fast = PySequence_Fast(keys, b"keys must be a sequence")
-    cdef Py_ssize_t n = PySequence_Fast_GET_SIZE(fast), i, size
+    cdef Py_ssize_t n = PySequence_Fast_GET_SIZE(fast), i
     cdef PyObject** items = PySequence_Fast_ITEMS(fast)
-    cdef cnp.ndarray result = new_array(n, cnp.NPY_UINT64)
-    cdef uint64_t* to = <uint64_t*>cnp.PyArray_DATA(result)
+    if not PyTuple_CheckExact(fast):
+        for i in range(n):
+            if i + 16 < n:
+                kvo_prefetch(items[i + 16])
+            if not PyBytes_CheckExact(<object>items[i]):
+                return tuple(fast)
+    return fast
+
+
+cdef int hash_into(PyObject** keys, Py_ssize_t n, uint64_t* hashes, bint of_names) except -1:
+    """Hashes keys that ``owned`` has returned, or, with ``of_names``, what ``shared_names`` makes of them."""
+    cdef Py_ssize_t i, size
+    cdef uint8_t[64] name
+    cdef const uint8_t* raw
     for i in range(n):
         if i + 8 < n:
-            kvo_prefetch(items[i + 8])
-            kvo_prefetch(<char*>items[i + 8] + LINE)
-        if PyBytes_CheckExact(<object>items[i]):
-            size = PyBytes_GET_SIZE(<object>items[i])
+            kvo_prefetch(keys[i + 8])
+            kvo_prefetch(<char*>keys[i + 8] + LINE)
+        if PyBytes_CheckExact(<object>keys[i]):
+            size = PyBytes_GET_SIZE(<object>keys[i])
             if 17 <= size <= 64:
-                to[i] = kvo_xxh3(<const uint8_t*>PyBytes_AS_STRING(<object>items[i]), size)
+                raw = <const uint8_t*>PyBytes_AS_STRING(<object>keys[i])
+                if of_names:
+                    memcpy(name, raw, size - GROUP_BYTES)
+                    memset(name + size - GROUP_BYTES, 0, GROUP_BYTES)
+                    raw = name
+                hashes[i] = kvo_xxh3(raw, size)
                 continue
-        elif not PyTuple_CheckExact(fast):
-            # What other keys run could change a list.
-            fast = tuple(fast)
-            if PySequence_Fast_GET_SIZE(fast) != n:
-                raise ValueError("the keys change")
-            items = PySequence_Fast_ITEMS(fast)
-        to[i] = <uint64_t>xxhash.xxh3_64_intdigest(<object>items[i])
+        key = <object>keys[i]
+        hashes[i] = <uint64_t>xxhash.xxh3_64_intdigest(key[:-GROUP_BYTES] + FIRST_GROUP if of_names else key)
+    return 0
+
+
+cdef bint is_of_first_group(PyObject* key) except -1:
+    if PyBytes_CheckExact(<object>key):
+        if PyBytes_GET_SIZE(<object>key) < GROUP_BYTES:
+            return False
+        return memcmp(
+            PyBytes_AS_STRING(<object>key) + PyBytes_GET_SIZE(<object>key) - GROUP_BYTES, <char*>FIRST_GROUP, GROUP_BYTES
+        ) == 0
+    return (<object>key).endswith(FIRST_GROUP)
+
+
+cdef bint seem_of_several_groups(PyObject** keys, Py_ssize_t n) except -1:
+    cdef Py_ssize_t i
+    for i in range(min(n, 2)):
+        if not is_of_first_group(keys[i]) or not is_of_first_group(keys[n - 1 - i]):
+            return True
+    return False
+
+
+def hash_keys(keys):
+    fast = owned(keys)
+    cdef Py_ssize_t n = PySequence_Fast_GET_SIZE(fast), i
+    cdef cnp.ndarray result = new_int64(n)
+    for i in range(n):
+        int64s(result)[i] = PyObject_Hash(<object>PySequence_Fast_ITEMS(fast)[i])
+    return result
+
+
+def key_hashes(keys):
+    fast = owned(keys)
+    cdef Py_ssize_t n = PySequence_Fast_GET_SIZE(fast)
+    cdef cnp.ndarray result = new_array(n, cnp.NPY_UINT64)
+    hash_into(PySequence_Fast_ITEMS(fast), n, <uint64_t*>cnp.PyArray_DATA(result), False)
     return result
 
 
@@ -269,10 +321,13 @@ cdef class GhostTable:
 
     def find(self, hashes):
         cdef cnp.ndarray given = hashes_of(hashes)
-        cdef Py_ssize_t n = cnp.PyArray_DIM(given, 0), start = 0, stop, i
-        cdef uint64_t* hs = <uint64_t*>cnp.PyArray_DATA(given)
+        cdef Py_ssize_t n = cnp.PyArray_DIM(given, 0)
         cdef cnp.ndarray result = new_int64(n)
-        cdef int64_t* to = int64s(result)
+        self._find_all(<uint64_t*>cnp.PyArray_DATA(given), n, int64s(result))
+        return result
+
+    cdef void _find_all(self, const uint64_t* hs, Py_ssize_t n, int64_t* to) noexcept:
+        cdef Py_ssize_t start = 0, stop, i
         while start < n:
             stop = min(n, start + CHUNK)
             for i in range(start, stop):
@@ -280,25 +335,30 @@ cdef class GhostTable:
             for i in range(start, stop):
                 to[i] = self._find(hs[i])
             start = stop
-        return result
 
     def find_again(self, hashes, entries):
         cdef cnp.ndarray given = hashes_of(hashes), before = numbers(entries)
-        cdef Py_ssize_t n = cnp.PyArray_DIM(given, 0), i
-        cdef uint64_t* hs = <uint64_t*>cnp.PyArray_DATA(given)
-        cdef int64_t* known = int64s(before)
-        cdef cnp.ndarray result
+        cdef Py_ssize_t n = cnp.PyArray_DIM(given, 0)
         if cnp.PyArray_DIM(before, 0) != n:
             raise IndexError("there must be as many entries as hashes")
-        for i in range(n):
-            if known[i] >= 0:
-                break
-        else:
-            return before
-        result = new_int64(n)
-        for i in range(n):
-            int64s(result)[i] = self._find(hs[i]) if known[i] >= 0 else -1
+        cdef cnp.ndarray result = before.copy()
+        self._find_again(<uint64_t*>cnp.PyArray_DATA(given), n, int64s(result))
         return result
+
+    cdef void _find_again(self, const uint64_t* hs, Py_ssize_t n, int64_t* entries) noexcept:
+        cdef Py_ssize_t i
+        for i in range(n):
+            entries[i] = self._find(hs[i]) if entries[i] >= 0 else -1
+
+    cdef inline int64_t _stamp(self, int64_t entry) noexcept:
+        return self._base + (self._buckets[entry // WAYS].times[entry % WAYS].stamp >> 1)
+
+    cdef inline bint _is_marked(self, int64_t entry) noexcept:
+        return entry >= 0 and self._buckets[entry // WAYS].times[entry % WAYS].stamp & 1
+
+    cdef inline void _mark(self, int64_t entry, bint mark) noexcept:
+        cdef uint32_t* stamp = &self._buckets[entry // WAYS].times[entry % WAYS].stamp
+        stamp[0] = stamp[0] & ~<uint32_t>1 | mark
 
     cdef cnp.ndarray _checked(self, entries):
         return checked(entries, max(2, self._num_buckets) * WAYS)
@@ -309,7 +369,7 @@ cdef class GhostTable:
         cdef Py_ssize_t n = cnp.PyArray_DIM(given, 0), i
         cdef cnp.ndarray result = new_int64(n)
         for i in range(n):
-            int64s(result)[i] = self._base + (self._buckets[at[i] // WAYS].times[at[i] % WAYS].stamp >> 1)
+            int64s(result)[i] = self._stamp(at[i])
         return result
 
     def is_marked(self, entries):
@@ -321,7 +381,7 @@ cdef class GhostTable:
         for i in range(n):
             if at[i] >= size:
                 raise IndexError(f"entry {at[i]} is not in [0, {size})")
-            to[i] = at[i] >= 0 and self._buckets[at[i] // WAYS].times[at[i] % WAYS].stamp & 1
+            to[i] = self._is_marked(at[i])
         return result
 
     def mark(self, entries, marks):
@@ -329,11 +389,9 @@ cdef class GhostTable:
         cdef int64_t* at = int64s(given)
         cdef Py_ssize_t n = cnp.PyArray_DIM(given, 0), i
         cdef cnp.ndarray marked = flags(marks, n)
-        cdef uint32_t* stamp
         check_indices(given, max(2, self._num_buckets) * WAYS)
         for i in range(n):
-            stamp = &self._buckets[at[i] // WAYS].times[at[i] % WAYS].stamp
-            stamp[0] = stamp[0] & ~<uint32_t>1 | bools(marked)[i]
+            self._mark(at[i], bools(marked)[i])
 
     def remove(self, entries):
         cdef cnp.ndarray given = self._checked(entries)
@@ -351,12 +409,13 @@ cdef class GhostTable:
 
     def add(self, hashes, stamps, new=False):
         cdef cnp.ndarray given = hashes_of(hashes), times = numbers(stamps)
-        cdef Py_ssize_t n = cnp.PyArray_DIM(given, 0), start, stop, i
+        cdef Py_ssize_t n = cnp.PyArray_DIM(given, 0)
         if cnp.PyArray_DIM(times, 0) != n:
             raise IndexError("there must be as many stamps as hashes")
-        cdef Py_ssize_t begin = max(0, n - self._capacity)
-        cdef uint64_t* hs = <uint64_t*>cnp.PyArray_DATA(given)
-        cdef int64_t* ts = int64s(times)
+        self._add(<uint64_t*>cnp.PyArray_DATA(given), int64s(times), n, new)
+
+    cdef void _add(self, const uint64_t* hs, const int64_t* ts, Py_ssize_t n, bint new) noexcept:
+        cdef Py_ssize_t begin = max(0, n - self._capacity), start, stop, i
         cdef uint64_t homes[CHUNK]
         cdef int64_t entry, stamp, latest = self._base
         cdef Bucket* bucket
@@ -463,6 +522,48 @@ cdef struct RuleNumbers:
     int64_t quota
     double tested_from
 
+cdef struct Plan:
+    int64_t evict_once
+    int64_t evict_again
+    int64_t drop_once
+    int64_t drop_again
+
+
+
+cdef RuleNumbers numbers_of(rule, capacity) except *:
+    cdef RuleNumbers result
+    result.has_share = rule.share is not None
+    result.quota = rule.quota(capacity) if result.has_share else 0
+    result.tested_from = rule.tested_from(capacity)
+    result.holds = rule.holds
+    return result
+
+
+cdef Plan planned(
+    const RuleNumbers* rule, int64_t capacity, int64_t once, int64_t again, int64_t new_once, int64_t new_again,
+    int64_t need, int64_t idle_again,
+) noexcept:
+    """Does what ``tournament.plan`` does."""
+    cdef Plan made
+    cdef int64_t quota = rule.quota, left, more
+    made.drop_once = min(need, new_once) if rule.holds and once > quota else 0
+    made.evict_once = min(need - made.drop_once, once, max(<int64_t>0, once + new_once - made.drop_once - quota))
+    made.drop_once += min(
+        need - made.drop_once - made.evict_once,
+        new_once - made.drop_once,
+        max(<int64_t>0, once - made.evict_once + new_once - made.drop_once - quota),
+    )
+    left = need - made.drop_once - made.evict_once
+    made.evict_again = min(left, idle_again)
+    left -= made.evict_again
+    more = min(left, new_once - made.drop_once)
+    made.drop_once += more
+    left -= more
+    more = min(left, once - made.evict_once)
+    made.evict_once += more
+    made.drop_again = min(left - more, new_again)
+    return made
+
 
 cdef class Shadows:
     """One table of names for all shadows: a name has one stamp, because every shadow that knows it saw the same
@@ -483,16 +584,15 @@ cdef class Shadows:
     cdef int64_t _size[MAX_RULES][LISTS]
 
     def __cinit__(self, Py_ssize_t capacity, rules, Py_ssize_t ghosts):
-        """``rules``: of each whether it has a share, its quota, from which number of blocks used again it tests the
-        distance, and whether it holds. ``ghosts``: their number."""
+        """``ghosts``: how many of a shadow there can be."""
         self.capacity = capacity
         self._ghost_limit = ghosts
         rules = tuple(rules)
         self._num_rules = len(rules)
         if self._num_rules > MAX_RULES:
             raise ValueError(f"{len(rules)} rules: there can be {MAX_RULES}")
-        for r, (has_share, quota, tested_from, holds) in enumerate(rules):
-            self._rules[r] = RuleNumbers(has_share, holds, quota, tested_from)
+        for r, rule in enumerate(rules):
+            self._rules[r] = numbers_of(rule, capacity)
         self.clear()
 
     def clear(self):
@@ -699,43 +799,29 @@ cdef class Shadows:
         self, Py_ssize_t r, int32_t* chain, Py_ssize_t num, Py_ssize_t new_once, Py_ssize_t new_again,
         Py_ssize_t* drop_once, Py_ssize_t* drop_again,
     ) noexcept:
-        """Makes room for new names, and says how many of the deepest ones of each kind the rule refuses. The steps are
-        those of ``tournament.plan``."""
-        cdef int64_t once = self._size[r][ONCE], again = self._size[r][AGAIN], quota = self._rules[r].quota
-        cdef int64_t left = once + again + new_once + new_again - self.capacity
-        cdef int64_t drop = 0, evict, evict_again, more, i = 0, k = 0
+        """Makes room for new names, and says how many of the deepest ones of each kind the rule refuses."""
+        cdef int64_t once = self._size[r][ONCE], again = self._size[r][AGAIN], i = 0, k = 0
+        cdef int64_t need = once + again + new_once + new_again - self.capacity
         cdef int32_t* at_once = chain + num
         cdef int32_t* at_again = chain + 2 * num
-        if left <= 0:
+        cdef Plan made
+        if need <= 0:
             return
-        if self._rules[r].holds and once > quota:
-            drop = min(left, <int64_t>new_once)
-        left -= drop
-        evict = min(left, once, max(<int64_t>0, once + new_once - drop - quota))
-        left -= evict
-        more = min(left, new_once - drop, max(<int64_t>0, once - evict + new_once - drop - quota))
-        drop += more
-        left -= more
-        evict_again = min(left, again - (num - new_once - new_again))
-        left -= evict_again
-        more = min(left, new_once - drop)
-        drop += more
-        left -= more
-        more = min(left, once - evict)
-        evict += more
-        drop_once[0] = drop
-        drop_again[0] = min(left - more, <int64_t>new_again)
+        made = planned(
+            &self._rules[r], self.capacity, once, again, new_once, new_again, need, again - (num - new_once - new_again)
+        )
+        drop_once[0], drop_again[0] = made.drop_once, made.drop_again
         # Those that are refused become ghosts in the order of the chain, the last one first.
-        while i < drop or k < drop_again[0]:
-            if k == drop_again[0] or (i < drop and at_once[i] > at_again[k]):
+        while i < made.drop_once or k < made.drop_again:
+            if k == made.drop_again or (i < made.drop_once and at_once[i] > at_again[k]):
                 self._append(r, GHOST, chain[at_once[i]])
                 i += 1
             else:
                 self._append(r, GHOST, chain[at_again[k]])
                 k += 1
-        for i in range(evict):
+        for i in range(made.evict_once):
             self._append(r, GHOST, self._oldest[r][ONCE])
-        for i in range(evict_again):
+        for i in range(made.evict_again):
             self._append(r, GHOST, self._oldest[r][AGAIN])
         self._cut(r, GHOST, self._ghost_limit)
 
@@ -994,6 +1080,7 @@ cdef enum:
     ABSENT = -1
     SKIPPED = -2
     QUEUED = -3
+    AHEAD = 16
 
 cdef struct Entry:
     int64_t position
@@ -1047,19 +1134,20 @@ cdef class Heap:
         self.entries[i] = last
 
 
+cdef struct Member:
+    int64_t stamp  # Twice the position, plus the list: 0: used once, 1: used again. ABSENT: no member.
+    int32_t older  # SKIPPED or QUEUED for members that are not linked.
+    int32_t newer
+
+
 cdef class ListPair:
-    """Two linked lists that share the arrays of their links. Members that an eviction has skipped are not linked: they
-    are in a heap if they were marked evictable since then."""
+    """Two linked lists. What is known of a slot is side by side, in one line of the cache. Members that an eviction has
+    skipped are not linked: they are in a heap if they were marked evictable since then."""
 
     cdef readonly Py_ssize_t _capacity
     cdef int64_t _clock
-    cdef cnp.ndarray _stamp_memory, _older_memory, _newer_memory, _list_memory
-    cdef int64_t* _stamp
-    cdef int32_t* _older
-    """SKIPPED or QUEUED for members that are not linked."""
-    cdef int32_t* _newer
-    cdef uint8_t* _list
-    """0: used once, 1: used again."""
+    cdef cnp.ndarray _memory
+    cdef Member* _members
     cdef int32_t _oldest[2]
     cdef int32_t _newest[2]
     cdef readonly Py_ssize_t num_once, num_again
@@ -1069,19 +1157,13 @@ cdef class ListPair:
         if not 0 <= capacity < 1 << 31:
             raise ValueError(f"capacity={capacity}: must be from 0 to {(1 << 31) - 1}")
         self._capacity = capacity
-        self._stamp_memory = np.empty(capacity, dtype=np.int64)
-        self._stamp = int64s(self._stamp_memory)
-        self._older_memory = np.zeros(capacity, dtype=np.int32)
-        self._older = <int32_t*>cnp.PyArray_DATA(self._older_memory)
-        self._newer_memory = np.zeros(capacity, dtype=np.int32)
-        self._newer = <int32_t*>cnp.PyArray_DATA(self._newer_memory)
-        self._list_memory = np.zeros(capacity, dtype=np.uint8)
-        self._list = <uint8_t*>cnp.PyArray_DATA(self._list_memory)
+        self._memory = np.zeros(capacity * sizeof(Member), dtype=np.uint8)
+        self._members = <Member*>cnp.PyArray_DATA(self._memory)
         self._once_heap, self._again_heap = Heap(), Heap()
         self.clear()
 
     def clear(self):
-        self._stamp_memory.fill(ABSENT)
+        self._memory.fill(255)  # Each stamp is ABSENT.
         self._clock = 0
         self.num_once = self.num_again = 0
         self._once_heap.len = self._again_heap.len = 0
@@ -1101,36 +1183,54 @@ cdef class ListPair:
         else:
             self.num_once += n
 
+    cdef inline int _which(self, int64_t slot) noexcept:
+        return self._members[slot].stamp & 1
+
+    cdef inline int64_t _position(self, int64_t slot) noexcept:
+        return self._members[slot].stamp >> 1
+
     cdef inline void _unlink(self, int64_t slot) noexcept:
-        cdef int32_t older = self._older[slot], newer
-        cdef int which = self._list[slot]
+        cdef int32_t older = self._members[slot].older, newer
+        cdef int which = self._which(slot)
         if older <= SKIPPED:
             return
-        newer = self._newer[slot]
+        newer = self._members[slot].newer
         if older == END:
             self._oldest[which] = newer
         else:
-            self._newer[older] = newer
+            self._members[older].newer = newer
         if newer == END:
             self._newest[which] = older
         else:
-            self._older[newer] = older
+            self._members[newer].older = older
 
     cdef inline void _append(self, int64_t slot, int which, int64_t position) noexcept:
         """Makes a slot, a member or not, the most recent of a list."""
-        if self._stamp[slot] != ABSENT:
+        cdef Member* member = &self._members[slot]
+        if member.stamp != ABSENT:
             self._unlink(slot)
-            self._count(self._list[slot], -1)
+            self._count(self._which(slot), -1)
         self._count(which, 1)
-        self._list[slot] = which
-        self._stamp[slot] = position
-        self._older[slot] = self._newest[which]
-        self._newer[slot] = END
+        member.stamp = position << 1 | which
+        member.older = self._newest[which]
+        member.newer = END
         if self._newest[which] == END:
             self._oldest[which] = <int32_t>slot
         else:
-            self._newer[self._newest[which]] = <int32_t>slot
+            self._members[self._newest[which]].newer = <int32_t>slot
         self._newest[which] = <int32_t>slot
+
+    cdef inline void _prefetch(self, const int64_t* at, Py_ssize_t i, Py_ssize_t n) noexcept:
+        """Prefetches what ``_append`` and ``_unlink`` will need soon after they get ``at[i]``."""
+        cdef Member* member
+        if i + AHEAD < n:
+            kvo_prefetch_write(&self._members[at[i + AHEAD]])
+        if i + AHEAD // 2 < n:
+            member = &self._members[at[i + AHEAD // 2]]
+            if member.older >= 0:
+                kvo_prefetch_write(&self._members[member.older])
+            if member.newer >= 0:
+                kvo_prefetch_write(&self._members[member.newer])
 
     def use(self, slots, ready):
         cdef cnp.ndarray given = numbers(slots)
@@ -1140,7 +1240,8 @@ cdef class ListPair:
         cdef bint stays
         check_indices(given, self._capacity)
         for i in range(n):
-            stays = self._stamp[at[i]] != ABSENT and not self._list[at[i]] and not bools(marks)[i]
+            self._prefetch(at, i, n)
+            stays = self._members[at[i]].stamp != ABSENT and not self._which(at[i]) and not bools(marks)[i]
             self._append(at[i], not stays, self._clock + i)
         self._clock += n
 
@@ -1150,6 +1251,7 @@ cdef class ListPair:
         cdef cnp.ndarray marks = flags(again, n)
         check_indices(given, self._capacity)
         for i in range(n):
+            self._prefetch(int64s(given), i, n)
             self._append(int64s(given)[i], bools(marks)[i] != 0, self._clock + i)
         self._clock += n
 
@@ -1158,37 +1260,39 @@ cdef class ListPair:
         cdef int64_t* at = int64s(given)
         cdef Py_ssize_t n = cnp.PyArray_DIM(given, 0), i
         for i in range(n):
-            if self._stamp[at[i]] != ABSENT:
-                self._append(at[i], self._list[at[i]], self._clock + i)
+            self._prefetch(at, i, n)
+            if self._members[at[i]].stamp != ABSENT:
+                self._append(at[i], self._which(at[i]), self._clock + i)
         self._clock += n
 
     def discard(self, slots):
         cdef cnp.ndarray given = checked(slots, self._capacity)
         cdef int64_t* at = int64s(given)
-        cdef Py_ssize_t i
-        for i in range(cnp.PyArray_DIM(given, 0)):
-            if self._stamp[at[i]] != ABSENT:
+        cdef Py_ssize_t n = cnp.PyArray_DIM(given, 0), i
+        for i in range(n):
+            self._prefetch(at, i, n)
+            if self._members[at[i]].stamp != ABSENT:
                 self._unlink(at[i])
-                self._stamp[at[i]] = ABSENT
-                self._count(self._list[at[i]], -1)
+                self._count(self._which(at[i]), -1)
+                self._members[at[i]].stamp = ABSENT
 
     def mark_evictable(self, slots):
         cdef cnp.ndarray given = checked(slots, self._capacity)
         cdef int64_t* at = int64s(given)
         cdef Py_ssize_t i
         for i in range(cnp.PyArray_DIM(given, 0)):
-            if self._older[at[i]] == SKIPPED and self._stamp[at[i]] != ABSENT:
+            if self._members[at[i]].older == SKIPPED and self._members[at[i]].stamp != ABSENT:
                 self._push(at[i])
 
     cdef int _push(self, int64_t slot) except -1:
-        cdef Heap heap = self._heap(self._list[slot])
+        cdef Heap heap = self._heap(self._which(slot))
         cdef Entry entry
         if heap.len == heap.size:
             self._renew(heap)
-        entry.position = self._stamp[slot]
+        entry.position = self._position(slot)
         entry.slot = slot
         heap.push(entry)
-        self._older[slot] = QUEUED
+        self._members[slot].older = QUEUED
         return 0
 
     cdef int _renew(self, Heap heap) except -1:
@@ -1206,7 +1310,7 @@ cdef class ListPair:
 
     cdef inline bint _is_queued(self, Entry entry) noexcept:
         """Returns whether an entry of a heap is alive. A position is used once, so it tells the list as well."""
-        return self._stamp[entry.slot] == entry.position and self._older[entry.slot] == QUEUED
+        return self._position(entry.slot) == entry.position and self._members[entry.slot].older == QUEUED
 
     cdef set _queued(self, Heap heap):
         """Returns the slots in a heap."""
@@ -1224,14 +1328,17 @@ cdef class ListPair:
 
     cdef void _take_out(self, int64_t slot) noexcept:
         """Takes what ``_oldest_of`` has returned out of the order."""
-        if self._older[slot] == QUEUED:
-            self._heap(self._list[slot]).pop()
+        if self._members[slot].older == QUEUED:
+            self._heap(self._which(slot)).pop()
         else:
             self._unlink(slot)
 
     def oldest_again(self):
+        return self._oldest_position()
+
+    cdef int64_t _oldest_position(self) noexcept:
         cdef int64_t slot = self._oldest_of(1)
-        return self._stamp[slot] if slot >= 0 else -1
+        return self._position(slot) if slot >= 0 else -1
 
     def pop_oldest(self, Py_ssize_t n, busy):
         return self._pop(n, busy, True, True)
@@ -1244,46 +1351,286 @@ cdef class ListPair:
 
     cdef tuple _pop(self, Py_ssize_t n, busy, bint from_once, bint from_again):
         cdef cnp.ndarray marks = flags(busy, self._capacity)
-        cdef const uint8_t* is_busy = bools(marks)
         n = max(0, min(n, from_once * self.num_once + from_again * self.num_again))
         cdef cnp.ndarray slots = new_int64(n), positions = new_int64(n)
+        n = self._pop_into(int64s(slots), int64s(positions), n, bools(marks), from_once, from_again)
+        return first(slots, n), first(positions, n)
+
+    cdef Py_ssize_t _pop_into(
+        self, int64_t* slots, int64_t* positions, Py_ssize_t n, const uint8_t* is_busy, bint from_once, bint from_again
+    ) noexcept:
+        """Returns how many of at most ``n`` members it has removed."""
         cdef Py_ssize_t popped = 0
         cdef int64_t slot, rival
         while popped < n:
             slot = self._oldest_of(0) if from_once else -1
             rival = self._oldest_of(1) if from_again else -1
-            if slot < 0 or (rival >= 0 and self._stamp[rival] < self._stamp[slot]):
+            if slot < 0 or (rival >= 0 and self._position(rival) < self._position(slot)):
                 slot = rival
             if slot < 0:
                 break
             self._take_out(slot)
             if is_busy[slot]:
-                self._older[slot] = SKIPPED
+                self._members[slot].older = SKIPPED
                 continue
-            int64s(slots)[popped] = slot
-            int64s(positions)[popped] = self._stamp[slot]
-            self._stamp[slot] = ABSENT
-            self._count(self._list[slot], -1)
+            slots[popped] = slot
+            positions[popped] = self._position(slot)
+            self._count(self._which(slot), -1)
+            self._members[slot].stamp = ABSENT
             popped += 1
-        return first(slots, popped), first(positions, popped)
+        return popped
 
     def check_integrity(self, slots):
-        members = np.flatnonzero(self._stamp_memory != ABSENT)
+        columns = np.frombuffer(self._memory, dtype=[("stamp", "=i8"), ("older", "=i4"), ("newer", "=i4")])
+        members = np.flatnonzero(columns["stamp"] != ABSENT)
         if members.tolist() != sorted(slots.tolist()) or len(members) != self.num_once + self.num_again:
             raise IntegrityError("the lists do not hold the blocks that they should")
         linked = set()
         for which, size in enumerate((self.num_once, self.num_again)):
-            if np.count_nonzero(self._list_memory[members] == which) != size:
+            if np.count_nonzero(columns["stamp"][members] & 1 == which) != size:
                 raise IntegrityError("a list does not count its members right")
             slot, before = self._oldest[which], -1
             while slot != END:
-                if slot in linked or self._list[slot] != which or self._stamp[slot] <= before:
+                if slot in linked or self._which(slot) != which or self._position(slot) <= before:
                     raise IntegrityError("a list is out of order")
                 linked.add(slot)
-                before, slot = self._stamp[slot], self._newer[slot]
-        aside = {slot for slot in members.tolist() if self._older[slot] <= SKIPPED}
+                before, slot = self._position(slot), self._members[slot].newer
+        aside = {slot for slot in members.tolist() if self._members[slot].older <= SKIPPED}
         queued = self._queued(self._once_heap) | self._queued(self._again_heap)
         if linked | aside != set(members.tolist()) or linked & aside:
             raise IntegrityError("a list has lost a block")
-        if queued != {slot for slot in aside if self._older[slot] == QUEUED}:
+        if queued != {slot for slot in aside if self._members[slot].older == QUEUED}:
             raise IntegrityError("a list has lost a skipped block")
+
+
+# The policy.
+
+cdef class Absent:
+    """Absent keys, tail first, their hashes, and where their ghosts were found. The list of keys is not changed."""
+
+    cdef object keys
+    cdef cnp.ndarray hash_memory, entry_memory
+    cdef uint64_t* hashes
+    cdef int64_t* entries
+    cdef Py_ssize_t n
+
+    def __cinit__(self):
+        self.keys = ()
+
+    cdef int resize(self, Py_ssize_t n) except -1:
+        self.hash_memory, self.entry_memory = new_array(n, cnp.NPY_UINT64), new_int64(n)
+        self.n = n
+        self.hashes = <uint64_t*>cnp.PyArray_DATA(self.hash_memory)
+        self.entries = int64s(self.entry_memory)
+        return 0
+
+
+cdef class AutoSteps:
+    """The methods of ``AutoPolicy`` that run per request. Each takes one or two passes over the blocks."""
+
+    cdef readonly ListPair _lists
+    cdef readonly GhostTable _ghosts
+    cdef readonly cnp.ndarray _hash_of
+    cdef public object _tournament
+    cdef public Absent _last
+    cdef public bint _has_shared_names
+    cdef uint64_t* _hashes
+    """In ``_hash_of``."""
+    cdef Py_ssize_t _capacity
+    cdef object _rule
+    cdef RuleNumbers _numbers
+    """Of ``_rule``."""
+
+    def __cinit__(self, Py_ssize_t capacity, *args, **kwargs):
+        from kvoffload.cache.policies.tournament import GHOSTS
+
+        self._capacity = capacity
+        self._lists = ListPair(capacity)
+        self._ghosts = GhostTable(GHOSTS * capacity)
+        self._hash_of = np.zeros(capacity, dtype=np.uint64)
+        self._hashes = <uint64_t*>cnp.PyArray_DATA(self._hash_of)
+
+    cdef RuleNumbers* _current(self) except NULL:
+        """Returns the numbers of the rule that the tournament has chosen."""
+        rule = self._tournament.rule
+        if rule is not self._rule:
+            self._numbers = numbers_of(rule, self._capacity)
+            self._rule = rule
+        return &self._numbers
+
+    def access(self, access):
+        # A copy, which nothing else can change meanwhile.
+        cdef cnp.ndarray found = cnp.PyArray_NewCopy(numbers(access.found), cnp.NPY_CORDER), chain
+        cdef Py_ssize_t n = cnp.PyArray_DIM(found, 0), i, k = 0
+        cdef PyObject** items
+        cdef int64_t* at = int64s(found)
+        cdef uint64_t* hashes
+        cdef Absent absent
+        cdef list missing
+        for i in range(n):
+            k += at[i] < 0
+            if at[i] >= self._capacity:
+                raise IndexError(f"slot {at[i]} is not below {self._capacity}")
+        missing = PyList_New(k)
+        keys = owned(access.keys)
+        if PySequence_Fast_GET_SIZE(keys) != n:
+            raise IndexError(f"{PySequence_Fast_GET_SIZE(keys)} keys need as many slots, not {n}")
+        items = PySequence_Fast_ITEMS(keys)
+        chain = new_array(n, cnp.NPY_UINT64)
+        hashes = <uint64_t*>cnp.PyArray_DATA(chain)
+        if k == 0:
+            for i in range(n):
+                hashes[i] = self._hashes[at[i]]
+            self._tournament.observe(chain)
+        else:
+            for i in range(n):
+                if at[i] < 0:
+                    k -= 1
+                    increment(items[i])
+                    set_item(missing, k, items[i])
+            absent = self._absent(missing)
+            k = absent.n
+            for i in range(n):
+                if at[i] < 0:
+                    k -= 1
+                    hashes[i] = absent.hashes[k]
+                else:
+                    hashes[i] = self._hashes[at[i]]
+            self._tournament.observe(chain)
+            self._mark_returning(absent)
+        self._lists.use(access.slots, access.ready)
+
+    cdef int _mark_returning(self, Absent absent) except -1:
+        cdef int64_t floor = -1
+        cdef bint is_known = False
+        cdef Py_ssize_t i
+        for i in range(absent.n):
+            if absent.entries[i] < 0:
+                continue
+            if not is_known:
+                is_known = True
+                if self._lists.num_again >= self._current().tested_from:
+                    floor = self._lists._oldest_position()
+            self._ghosts._mark(absent.entries[i], self._ghosts._stamp(absent.entries[i]) > floor)
+        return 0
+
+    def insert(self, slots, keys):
+        cdef cnp.ndarray given = numbers(slots)
+        cdef int64_t* at
+        cdef Absent absent = self._absent(keys)
+        cdef Py_ssize_t i
+        cdef bint returns
+        self._last = None
+        check_indices(given, self._capacity)
+        at = int64s(given)
+        if cnp.PyArray_DIM(given, 0) != absent.n:
+            raise IndexError(f"{absent.n} keys need as many slots, not {cnp.PyArray_DIM(given, 0)}")
+        for i in range(absent.n):
+            self._lists._prefetch(at, i, absent.n)
+            returns = self._ghosts._is_marked(absent.entries[i])
+            if absent.entries[i] >= 0 and not self._has_shared_names:
+                self._ghosts._remove(absent.entries[i])
+            self._hashes[at[i]] = absent.hashes[i]
+            self._lists._append(at[i], returns, self._lists._clock + i)
+        self._lists._clock += absent.n
+
+    def reorder(self, slots, new):
+        self._lists.move_to_end(slots)
+
+    def mark_evictable(self, slots):
+        self._lists.mark_evictable(slots)
+
+    def admit(self, keys, int64_t shortage):
+        cdef RuleNumbers* rule = self._current()
+        if not rule.has_share:
+            return None
+        cdef Absent absent = self._absent(keys)
+        cdef int64_t again = self._lists.num_again, new_again = self._num_returning(absent)
+        cdef Plan made = planned(
+            rule, self._capacity, self._lists.num_once, again, absent.n - new_again, new_again, shortage, again
+        )
+        if not (made.drop_once or made.drop_again):
+            return None
+        cdef cnp.ndarray admitted = new_array(absent.n, cnp.NPY_BOOL)
+        cdef uint8_t* to = <uint8_t*>cnp.PyArray_DATA(admitted)
+        cdef Py_ssize_t i
+        cdef int64_t* left
+        for i in range(absent.n):
+            left = &made.drop_again if self._ghosts._is_marked(absent.entries[i]) else &made.drop_once
+            to[i] = left[0] <= 0
+            left[0] -= 1
+        return admitted
+
+    cdef int64_t _num_returning(self, Absent absent) noexcept:
+        cdef int64_t num = 0
+        cdef Py_ssize_t i
+        for i in range(absent.n):
+            num += self._ghosts._is_marked(absent.entries[i])
+        return num
+
+    def evict(self, eviction):
+        cdef Py_ssize_t n = eviction.n, popped = 0
+        cdef cnp.ndarray marks, slots, positions, hashes
+        cdef RuleNumbers* rule = self._current()
+        cdef Absent entering = self._absent(eviction.entering) if rule.has_share else None
+        cdef const uint8_t* is_busy
+        cdef int64_t excess
+        cdef Py_ssize_t i
+        marks = flags(eviction.busy, self._capacity)
+        is_busy = bools(marks)
+        n = max(0, min(n, self._lists.num_once + self._lists.num_again))
+        slots, positions, hashes = new_int64(n), new_int64(n), new_array(n, cnp.NPY_UINT64)
+        cdef int64_t* at = int64s(slots)
+        cdef int64_t* times = int64s(positions)
+        if entering is None:
+            popped = self._lists._pop_into(at, times, n, is_busy, True, True)
+        else:
+            excess = self._lists.num_once + entering.n - self._num_returning(entering) - rule.quota
+            popped = self._lists._pop_into(at, times, max(<int64_t>0, min(<int64_t>n, excess)), is_busy, True, False)
+            popped += self._lists._pop_into(at + popped, times + popped, n - popped, is_busy, False, True)
+            popped += self._lists._pop_into(at + popped, times + popped, n - popped, is_busy, True, False)
+        for i in range(popped):
+            (<uint64_t*>cnp.PyArray_DATA(hashes))[i] = self._hashes[at[i]]
+        if popped < n:
+            slots, positions, hashes = slots[:popped], positions[:popped], hashes[:popped]
+        self._remember_all(hashes, positions, True)
+        return slots
+
+    def refuse(self, keys):
+        fast = owned(keys)
+        cdef Py_ssize_t n = PySequence_Fast_GET_SIZE(fast)
+        cdef cnp.ndarray hashes = new_array(n, cnp.NPY_UINT64)
+        self._hash_all(fast, <uint64_t*>cnp.PyArray_DATA(hashes))
+        self._remember_all(hashes, self._lists.tick(n), False)
+        self._last = None
+
+    cdef int _remember_all(self, cnp.ndarray hashes, cnp.ndarray positions, bint new) except -1:
+        if self._has_shared_names:
+            self._remember(hashes, positions, new)
+        else:
+            self._ghosts._add(
+                <uint64_t*>cnp.PyArray_DATA(hashes), int64s(positions), cnp.PyArray_DIM(positions, 0), new
+            )
+        return 0
+
+    cdef Absent _absent(self, object keys):
+        cdef Absent absent = self._last
+        if absent is not None and (absent.keys is keys or same_keys(absent.keys, keys)):
+            self._ghosts._find_again(absent.hashes, absent.n, absent.entries)
+            absent.keys = keys
+            return absent
+        absent = Absent()
+        absent.keys = keys
+        fast = owned(keys)
+        absent.resize(PySequence_Fast_GET_SIZE(fast))
+        self._hash_all(fast, absent.hashes)
+        self._ghosts._find_all(absent.hashes, absent.n, absent.entries)
+        self._last = absent
+        return absent
+
+    cdef int _hash_all(self, object keys, uint64_t* hashes) except -1:
+        """Hashes keys that ``owned`` has returned, or their shared names."""
+        cdef Py_ssize_t n = PySequence_Fast_GET_SIZE(keys)
+        if not self._has_shared_names:
+            self._has_shared_names = seem_of_several_groups(PySequence_Fast_ITEMS(keys), n)
+        return hash_into(PySequence_Fast_ITEMS(keys), n, hashes, self._has_shared_names)

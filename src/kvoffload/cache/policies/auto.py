@@ -4,17 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from itertools import compress
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from kvoffload.abc import Access, CachePolicy, Eviction, IntegrityError, OffloadKey, Slots
+from kvoffload.cache.keys import Hashes, key_hashes
 from kvoffload.cache.policies.ghosts import (
     Entries,
     GhostTable,
-    Hashes,
-    key_hashes,
     same_keys,
     seem_of_several_groups,
     shared_names,
@@ -22,6 +21,7 @@ from kvoffload.cache.policies.ghosts import (
 from kvoffload.cache.policies.pair import ListPair
 from kvoffload.cache.policies.recency import Positions
 from kvoffload.cache.policies.tournament import GHOSTS, RULES, Tournament, plan
+from kvoffload.native import load
 
 
 class _Absent(NamedTuple):
@@ -32,7 +32,7 @@ class _Absent(NamedTuple):
     entries: Entries
 
 
-class AutoPolicy(CachePolicy):
+class PlainAutoPolicy(CachePolicy):
     """Blocks used by one request (``once``) and by several (``again``), each list oldest first, on one clock; and
     ghosts: blocks that left or were refused, with the time of their last use.
 
@@ -174,3 +174,15 @@ class AutoPolicy(CachePolicy):
         if not self._has_shared_names:
             self._has_shared_names = seem_of_several_groups(keys)
         return key_hashes(shared_names(keys) if self._has_shared_names else keys)
+
+
+if TYPE_CHECKING or (native := load("_ghosts")) is None:
+    AutoPolicy = PlainAutoPolicy
+else:
+
+    class AutoPolicy(native.AutoSteps, PlainAutoPolicy):
+        """The methods that run per request are native, the others are those of the plain version."""
+
+        def __init__(self, capacity: int, tournament: Tournament | None = None) -> None:
+            CachePolicy.__init__(self, capacity)
+            self._tournament = tournament or Tournament(capacity)

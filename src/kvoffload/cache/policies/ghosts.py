@@ -7,10 +7,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
-import xxhash
 
 from kvoffload.abc import OffloadKey
-from kvoffload.cache.keys import key_block_hash, make_offload_key
+from kvoffload.cache.keys import Hashes, key_block_hash, make_offload_key
 from kvoffload.native import load
 
 WAYS = 16
@@ -18,7 +17,6 @@ WAYS = 16
 SLACK = 2
 """Entries per remembered hash."""
 
-Hashes = npt.NDArray[np.uint64]
 Stamps = npt.NDArray[np.int64]
 Entries = npt.NDArray[np.int64]
 
@@ -41,11 +39,6 @@ def shared_names(keys: Sequence[OffloadKey]) -> list[bytes]:
     """Returns the keys that blocks of the first KV cache group have at the same places: blocks of several groups that
     end at one token have one name."""
     return [key_block_hash(key) + _FIRST_GROUP for key in keys]
-
-
-def plain_key_hashes(keys: Sequence[bytes]) -> Hashes:
-    """Returns 64 evenly distributed bits per key. They depend on its bytes only, so every process finds the same."""
-    return np.frombuffer(b"".join(map(xxhash.xxh3_64_digest, keys)), dtype=">u8").astype(np.uint64)
 
 
 def plain_same_keys(a: Sequence[bytes], b: Sequence[bytes]) -> bool:
@@ -201,9 +194,7 @@ class PlainGhostTable:
 
 if TYPE_CHECKING or (native := load("_ghosts")) is None:
     GhostTable = PlainGhostTable
-    key_hashes = plain_key_hashes
     same_keys = plain_same_keys
 else:
     GhostTable = native.GhostTable
-    key_hashes = native.key_hashes
     same_keys = native.same_keys

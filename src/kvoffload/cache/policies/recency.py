@@ -271,33 +271,7 @@ class PlainRecencyList:
             raise IntegrityError("a recency list has lost an entry")
 
 
-def plain_pop_merged(
-    one: PlainRecencyList, other: PlainRecencyList, n: int, busy: npt.NDArray[np.bool_]
-) -> tuple[Slots, Positions]:
-    """Removes the ``n`` oldest members of two lists with one clock that are not busy. Returns them and their positions,
-    oldest first; fewer if there are no more."""
-    none = np.empty(0, dtype=np.int64)
-    parts = [(none, none)]
-    while n > 0:
-        (here, end), (there, other_end) = one.peek(busy), other.peek(busy)
-        end = min(end, other_end)
-        known = np.sort(np.concatenate((here, there)))
-        known = known[known < end]
-        if len(known) >= n:
-            end = int(known[n - 1]) + 1
-        popped = [members.pop_with_positions(n, busy, end) for members in (one, other)]
-        victims, positions = (np.concatenate(column) for column in zip(*popped, strict=True))
-        order = np.argsort(positions)
-        parts.append((victims[order], positions[order]))
-        n -= len(victims)
-        if end == NO_END:
-            break
-    return np.concatenate([part[0] for part in parts]), np.concatenate([part[1] for part in parts])
-
-
-if TYPE_CHECKING or (native := load("_cache")) is None:
+if TYPE_CHECKING or (native := load("_cache")) is None:  # noqa: SIM108  (mypy does not know ``native``)
     RecencyList = PlainRecencyList
-    pop_merged = plain_pop_merged
 else:
     RecencyList = native.RecencyList
-    pop_merged = native.pop_merged

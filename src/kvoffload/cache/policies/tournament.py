@@ -10,7 +10,7 @@ from math import inf
 from operator import itemgetter
 from typing import TYPE_CHECKING, NamedTuple
 
-from kvoffload.cache.policies.ghosts import Hashes
+from kvoffload.cache.keys import Hashes
 from kvoffload.native import load
 
 GHOSTS = 5
@@ -219,17 +219,8 @@ if TYPE_CHECKING or (native := load("_ghosts")) is None:
 else:
 
     def Shadows(capacity: int, rules: Sequence[Rule]) -> PlainShadows:
-        """Makes native shadows, which get the numbers of their rules."""
-        numbers = [
-            (
-                rule.share is not None,
-                0 if rule.share is None else rule.quota(capacity),
-                rule.tested_from(capacity),
-                rule.holds,
-            )
-            for rule in rules
-        ]
-        return native.Shadows(capacity, numbers, SHADOW_GHOSTS * capacity)
+        """Makes native shadows."""
+        return native.Shadows(capacity, rules, SHADOW_GHOSTS * capacity)
 
 
 class Tournament:
