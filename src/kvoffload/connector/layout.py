@@ -68,7 +68,6 @@ class Layout:
         there is nothing else."""
         self.ahead = tuple(g for g, group in enumerate(groups) if group.lookahead)
         """The groups whose keys depend on tokens after a block."""
-        self.is_full = tuple(group.is_full for group in groups)
         self._hashes_per_block = tuple(size // self.hash_block_size for size in self.block_tokens)
         self.traced = self.full[0] if self.full else 0
         """The group whose blocks are recorded in a trace."""

@@ -279,7 +279,7 @@ class RequestBlocks:
                 ends.append(first)
                 continue
             ends.append(end)
-            if not layout.is_full[g]:
+            if g in layout.windows:
                 due += self._due_in_window(g, range(first, end), num_before)
                 continue
             loaded = self.loaded[g] if self.loaded is not None else ()

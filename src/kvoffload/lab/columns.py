@@ -66,10 +66,13 @@ class Folder:
         return map_file(self.path / name, dtype, writable=True)
 
     def save(self, name: str, array: npt.NDArray[Any]) -> None:
-        """Writes an array. Raises OSError if the disk has no room for it."""
-        with (self.path / name).open("xb") as file:
+        """Writes an array, which gets its name when it is complete. Raises OSError if the disk has no room for it."""
+        unfinished = f"unfinished-{name}"
+        self.remove(unfinished)
+        with (self.path / unfinished).open("xb") as file:
             for start in range(0, len(array), PIECE):
                 array[start : start + PIECE].tofile(file)
+        self.rename(unfinished, name)
 
 
 def map_file(path: Path, dtype: npt.DTypeLike, writable: bool = False) -> npt.NDArray[Any]:

@@ -406,7 +406,8 @@ class _Run:
                 trace.times[first:end].tolist(),
                 strict=False,
             )
-            for request, (here, after, prompt_blocks, self.now) in enumerate(rows, first):
+            for request, (here, after, prompt_blocks, now) in enumerate(rows, first):
+                self.now = now
                 chain = keys[here:after]
                 self.serve(request, chain, chain if len(chain) == prompt_blocks else chain[:prompt_blocks])
                 yield request + 1

@@ -143,7 +143,8 @@ class Trace:
         return keys
 
     def ranks_of(self, keys: Sequence[OffloadKey]) -> Ints:
-        """Returns for each of the trace's ``keys`` a number below ``num_distinct`` that no other block of it has."""
+        """Returns the rank of each of the trace's ``keys``, below ``num_distinct``. Two keys share one only if
+        the first 64 bits of both agree."""
         return ranks(self.digests, keys)
 
     def chain(self, request: int) -> Ints:

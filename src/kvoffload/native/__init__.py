@@ -1,8 +1,8 @@
-"""Native versions of hot classes and copies. Without them everything works, on plain versions in Python and numpy.
+"""Loads the native versions of hot classes and copies, if they were compiled.
 
-They are missing where the package was installed without a C compiler, and switched off by ``KVOFFLOAD_NATIVE=0``. They
-need the GIL: a Python that runs without it uses the plain versions. The plain version of each class is the reference:
-both give the same answers.
+Without them everything works, on plain versions in Python and numpy, which are the reference: both give the same
+answers. ``KVOFFLOAD_NATIVE=0`` switches native code off. It needs the GIL: a Python that runs without it uses the plain
+versions.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ MODULES = ("_cache", "_copies", "_ghosts")
 
 _logger = logging.getLogger("kvoffload")
 _broken: dict[str, str] = {}
-"""Why a module that was compiled cannot be used."""
+"""The error of each module that was compiled but cannot be used."""
 
 
 def load(name: str) -> ModuleType | None:
@@ -76,7 +76,7 @@ def describe() -> str:
         if name in _broken:
             return f"plain Python: {name} cannot be loaded ({_broken[name]}); reinstall kvoffload"
     if len(missing) == len(MODULES):
-        return "plain Python: installed without a C compiler, so there is no native code"
+        return "plain Python: native code was not compiled when kvoffload was installed"
     return f"native code, but plain Python instead of {', '.join(missing)}, which could not be compiled"
 
 

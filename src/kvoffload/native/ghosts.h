@@ -4,6 +4,10 @@
 #include <stdint.h>
 #include <string.h>
 
+#if __BYTE_ORDER__ != __ORDER_LITTLE_ENDIAN__
+#error "kvo_xxh3 reads little-endian words; kvoffload runs without native code here"
+#endif
+
 /* Bit i is set where word i of the sixteen words at `tags` equals `tag`. */
 #ifdef __SSE2__
 #include <emmintrin.h>
