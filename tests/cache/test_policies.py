@@ -224,7 +224,7 @@ def test_eviction_time_does_not_grow_with_blocks_in_use(make: Callable[[int], Ca
         policy.mark_evictable(array(range(pinned + writing, size)))
         busy = np.zeros(size, dtype=np.bool_)
         busy[: pinned + writing] = True
-        key_of = np.empty(size, dtype=np.object_)
+        key_of = np.array(slot_keys(range(size)), dtype=np.object_)
         policy.evict(Eviction(1, busy, key_of, []))  # the first passes over them all, once
         start = time.thread_time()
         for _ in range(500):

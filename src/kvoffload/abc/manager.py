@@ -20,7 +20,7 @@ from kvoffload.abc.types import (
 )
 
 
-@dataclass(slots=True, eq=False)  # Not frozen, because there are several per request, and that takes longer.
+@dataclass(frozen=True, slots=True, eq=False)
 class PrepareStoreOutput:
     """Result of ``prepare_store``. ``store_spec``, the lease, has slot ``slots[i]`` for ``keys_to_store[i]``.
 

@@ -158,7 +158,7 @@ class Miss:
     tier: str | None = field(default=None, compare=False)
 
 
-@dataclass(slots=True, eq=False)  # Not frozen, because there are several per request, and that takes longer.
+@dataclass(frozen=True, slots=True, eq=False)
 class LoadStoreSpec:
     """Slots of blocks in a medium, in the order of the keys that were asked for. Read only.
 
