@@ -191,14 +191,16 @@ def test_a_started_chain_is_finished_first_and_then_the_latest_follows() -> None
     assert lasts[0] <= firsts[2] <= lasts[2] <= firsts[1]
 
 
-def test_a_host_hit_offers_its_chain_again() -> None:
+def test_the_end_of_a_host_hit_offers_its_chain_again() -> None:
     rig = Rig(host_blocks=64)
     keys = chain("x", 6)
     rig.host.prepare_store(keys)
     rig.host.complete_store(keys)
     rig.settle()
-    assert on_disk(rig, keys) == 0
     begin(rig, keys, A)
+    rig.settle()
+    assert on_disk(rig, keys) == 0
+    rig.manager.offer_chain(keys, A)
     rig.settle()
     assert on_disk(rig, keys) == 6
 
@@ -210,6 +212,7 @@ def test_the_missing_head_of_a_chain_is_written_again() -> None:
     rig.settle()
     rig.tier.delete(keys[:2])
     begin(rig, keys, A)
+    rig.manager.offer_chain(keys, A)
     rig.settle()
     assert on_disk(rig, keys) == 6
 

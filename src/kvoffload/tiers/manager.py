@@ -264,10 +264,10 @@ class TieredOffloadingManager(OffloadingManager):
         chain = keys if chain is None else chain
         self.host.touch(keys, req_context, chain, found)
         for tier in self._tiers_on():
+            tier.writes.count_request(chain, req_context)
             if not num_held_back:
                 tier.tier.touch(keys)
-            tier.writes.count_request(chain, req_context)
-            tier.writes.offer(chain, _request(req_context), is_whole=False)
+                tier.writes.offer(chain, _request(req_context), is_whole=False)
 
     def reorder_chain(
         self,
