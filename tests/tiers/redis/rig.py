@@ -23,6 +23,8 @@ from kvoffload.tiers.redis.login import Login
 from kvoffload.tiers.redis.nodes import Nodes
 
 START_DEADLINE_S = 30.0
+TIMEOUT_S = 30.0
+"""Long, because other programs use the machine too."""
 HOST = "127.0.0.1"
 
 
@@ -85,10 +87,10 @@ class RedisServer:
         return redis.Redis(unix_socket_path=str(self.socket), **options)
 
 
-def make_client(url: str, timeout_s: float = 10.0, **options: Any) -> RedisClient:
-    """Returns a client of the store at ``url``, in this process."""
+def make_client(url: str, timeout_s: float = TIMEOUT_S, **options: Any) -> RedisClient:
+    """Returns a client of the store at ``url``, in this process. Each call may take ``timeout_s``."""
     config = RedisConfig(url=url, **options)
-    nodes = Nodes(parse_url(url).seeds, Login.from_settings(config.settings()), timeout_s)
+    nodes = Nodes(parse_url(url).seeds, Login.from_settings(config.settings()), TIMEOUT_S)
     return RedisClient(nodes, config.ttl_s, lookup_timeout_s=timeout_s, transfer_timeout_s=timeout_s)
 
 
@@ -104,10 +106,13 @@ def free_port() -> int:
 
 class FakeServer:
     """Answers as ``script`` says: it gets each command's words, and a function that sends bytes. It may raise to close
-    the connection. ``CLUSTER`` and ``CLIENT`` are answered as by a server that is no Cluster."""
+    the connection. If the server ``answers_setup``, it answers CLUSTER and CLIENT as one that is no Cluster."""
 
-    def __init__(self, script: Callable[[list[bytes], Callable[[bytes], None]], None]) -> None:
+    def __init__(
+        self, script: Callable[[list[bytes], Callable[[bytes], None]], None], answers_setup: bool = True
+    ) -> None:
         self._script = script
+        self._answers_setup = answers_setup
         self._listener = socket.create_server((HOST, 0))
         self.url = f"redis://{HOST}:{self._listener.getsockname()[1]}"
         self.num_connections = 0
@@ -125,9 +130,9 @@ class FakeServer:
         with connection, contextlib.suppress(OSError, EOFError):
             for words in _commands(connection):
                 self.commands.append(words)
-                if words[0] == b"CLIENT":
+                if self._answers_setup and words[0] == b"CLIENT":
                     connection.sendall(b"+OK\r\n")
-                elif words[0] == b"CLUSTER":
+                elif self._answers_setup and words[0] == b"CLUSTER":
                     connection.sendall(b"-ERR This instance has cluster support disabled\r\n")
                 else:
                     self._script(words, connection.sendall)

@@ -134,7 +134,7 @@ class Nodes:
     def _ask(self, addresses: Iterable[Address]) -> None:
         """Asks the first of ``addresses`` that answers whether it is part of a Cluster, and which."""
         deadline = time.monotonic() + self._timeout_s
-        problem = ""
+        problems = []
         for _, address in zip(range(MAX_ASKED), addresses, strict=False):
             try:
                 with self.node(address).connection(deadline) as stream:
@@ -143,8 +143,8 @@ class Nodes:
                 self._take(reply, address)
                 return
             except StoreError as error:
-                problem = str(error)
-        raise StoreError(problem)
+                problems.append(str(error))
+        raise StoreError("; ".join(problems))
 
     def _take(self, reply: Reply, asked: Address) -> None:
         """Takes in what the server ``asked`` has answered."""
