@@ -7,6 +7,7 @@ import subprocess
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -31,7 +32,7 @@ def nodes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[RedisServer
         ["redis-cli", "--cluster", "create", *addresses, "--cluster-yes"], capture_output=True, check=True, timeout=60
     )
     deadline = time.monotonic() + DEADLINE_S
-    while any(b"cluster_state:ok" not in node.raw().execute_command("CLUSTER INFO") for node in nodes):
+    while any(b"cluster_state:ok" not in cli(node, "INFO") for node in nodes):
         assert time.monotonic() < deadline, "the cluster never was ready"
         time.sleep(0.05)
     yield nodes
@@ -45,19 +46,24 @@ def _empty(nodes: list[RedisServer]) -> None:
         node.raw().flushall()
 
 
+def cli(node: RedisServer, *words: object) -> Any:
+    """Returns the answer to a CLUSTER command, unchanged."""
+    return node.raw().execute_command("CLUSTER", *words)
+
+
 def slot_of(name: str) -> int:
     return binascii.crc_hqx(name.encode(), 0) % NUM_SLOTS
 
 
 def owner(nodes: list[RedisServer], name: str) -> RedisServer:
-    for begin, end, (_, port, *_), *_ in nodes[0].raw().execute_command("CLUSTER SLOTS"):
+    for begin, end, (_, port, *_), *_ in cli(nodes[0], "SLOTS"):
         if begin <= slot_of(name) <= end:
             return next(node for node in nodes if node.port == port)
     raise AssertionError(name)
 
 
 def node_id(node: RedisServer) -> str:
-    return str(node.raw().execute_command("CLUSTER MYID").decode())
+    return str(cli(node, "MYID").decode())
 
 
 def values(count: int, seed: int = 0) -> list[list[np.ndarray]]:
@@ -83,9 +89,8 @@ def test_names_are_at_their_nodes(nodes: list[RedisServer]) -> None:
 
 
 def test_the_slot_of_a_name_is_that_of_the_server(nodes: list[RedisServer]) -> None:
-    raw = nodes[0].raw()
     for name in KNOWN:
-        assert raw.execute_command("CLUSTER KEYSLOT", name) == slot_of(name)
+        assert cli(nodes[0], "KEYSLOT", name) == slot_of(name)
 
 
 def test_names_that_move_are_found_at_once(nodes: list[RedisServer], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -98,8 +103,8 @@ def test_names_that_move_are_found_at_once(nodes: list[RedisServer], monkeypatch
     found = [[np.zeros_like(part) for part in parts] for parts in buffers]
 
     # While a slot is moved, the old node asks for its names to be looked for at the new one.
-    new.raw().execute_command("CLUSTER SETSLOT", slot, "IMPORTING", node_id(old))
-    old.raw().execute_command("CLUSTER SETSLOT", slot, "MIGRATING", node_id(new))
+    cli(new, "SETSLOT", slot, "IMPORTING", node_id(old))
+    cli(old, "SETSLOT", slot, "MIGRATING", node_id(new))
     old.raw().execute_command("MIGRATE", HOST, new.port, name, 0, 5000)
     assert client.get(KNOWN, found) == [Outcome.OK] * 60
     assert client.exists(KNOWN) == [Outcome.OK] * 60
@@ -107,7 +112,7 @@ def test_names_that_move_are_found_at_once(nodes: list[RedisServer], monkeypatch
 
     # Afterwards, it says that they have moved, until the client knows.
     for node in (new, old):
-        node.raw().execute_command("CLUSTER SETSLOT", slot, "NODE", node_id(new))
+        cli(node, "SETSLOT", slot, "NODE", node_id(new))
     monkeypatch.setattr(nodes_module, "REFRESH_PAUSE_S", 0.0)
     found[0][0][:] = 0
     assert client.get([name], found[:1]) == [Outcome.OK]
