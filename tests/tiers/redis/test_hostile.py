@@ -53,6 +53,7 @@ def drips(data: bytes) -> Act:
     return act
 
 
+ONE = says(b":1\r\n")
 BAD: dict[str, Act] = {
     "closes without a reply": ends(b""),
     "closes in the header": ends(b"$10"),
@@ -81,9 +82,7 @@ BAD: dict[str, Act] = {
 
 
 @contextmanager
-def served(
-    get: Act, other: Act = says(b":1\r\n"), timeout_s: float = TIMEOUT_S
-) -> Iterator[tuple[FakeServer, RedisClient]]:
+def served(get: Act, other: Act = ONE, timeout_s: float = TIMEOUT_S) -> Iterator[tuple[FakeServer, RedisClient]]:
     """Yields a server that answers GET once with ``get`` and then well, and ``other`` with that; and its client."""
     is_bad = True
 
@@ -151,7 +150,7 @@ def test_replies_before_a_broken_one_count() -> None:
 
 
 def test_a_reply_that_comes_late_is_not_taken_for_the_next() -> None:
-    """The reply to the first GET comes after its timeout: on the same connection it would be the reply to the second."""
+    """The reply to the first GET comes after its timeout: on the same connection, the second would get it."""
     sent: list[bytes] = []
 
     def script(words: list[bytes], send: Send) -> None:
@@ -230,6 +229,6 @@ def test_the_text_of_errors_is_cut_and_printable() -> None:
 
 
 def test_a_moved_name_at_a_single_server_says_which_permission_is_missing() -> None:
-    with served(says(GOOD), says(b"-MOVED 1 10.0.0.1:6379\r\n")) as (_, client):
-        with pytest.raises(StoreError, match=r"grant \+cluster\|slots"):
-            client.exists(names(1))
+    moved = says(b"-MOVED 1 10.0.0.1:6379\r\n")
+    with served(says(GOOD), moved) as (_, client), pytest.raises(StoreError, match=r"grant \+cluster\|slots"):
+        client.exists(names(1))

@@ -86,7 +86,7 @@ def test_a_user_who_may_only_read(server: RedisServer, tmp_path: Path) -> None:
     path = secret(tmp_path, PASSWORD)
     client = make_client(server.url, username="reader", password_file=path)
     assert client.exists(names(1)) == [Outcome.MISSING]
-    with pytest.raises(StoreError, match="lacks a permission.*set"):
+    with pytest.raises(StoreError, match=r"lacks a permission.*set"):
         client.put(names(1), [[np.zeros(9, dtype=np.uint8)]])
     client.close()
 

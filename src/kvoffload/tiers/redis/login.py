@@ -21,7 +21,7 @@ _KEEPALIVE = ((socket.TCP_KEEPIDLE, 15), (socket.TCP_KEEPINTVL, 5), (socket.TCP_
 
 _WORDS = {
     "NOAUTH": "it wants a password; set password_file, and username unless it is the default user's",
-    "WRONGPASS": "it does not accept username and the password in password_file",
+    "WRONGPASS": "it does not accept username and the password in password_file, or has no password set",
     "NOPERM": "the user lacks a permission; docs/shared.md says which are needed",
     "READONLY": "it is a replica; write the address of the primary",
     "LOADING": "it still loads its data",
