@@ -25,8 +25,9 @@ TRANSFER_TIMEOUT_S = 12.0
 """Below the deadlines after which the client's process is killed."""
 MAX_COMMANDS = 512
 """Commands sent at once; as many again before their replies have come."""
-MAX_VALUE_BYTES_SENT = 4 << 20
-"""Bytes of values asked for or sent at once, or one value: the server has them in its memory beside the stored ones."""
+MAX_VALUE_BYTES_SENT = 1 << 20
+"""Bytes of values asked for or sent at once, or one value. The server has them in its memory beside the stored ones, and
+is slower if they do not fit into its processor's cache."""
 
 
 def connect(settings: Mapping[str, Any]) -> RedisClient:

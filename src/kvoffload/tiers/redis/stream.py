@@ -7,6 +7,7 @@ that sends a byte now and then gains no time.
 
 from __future__ import annotations
 
+import math
 import re
 import select
 import socket
@@ -31,6 +32,8 @@ MAX_DEPTH = 8
 MAX_BUFFERS = 512
 """Buffers of one system call."""
 MAX_SHOWN = 200
+TOLERANCE_S = 0.1
+"""A system call may wait for so much longer than until the deadline."""
 _SMALL_BYTES = 4096
 """Buffers up to this size are sent together over TLS."""
 _NUMBER = re.compile(rb"-?[0-9]{1,18}")
@@ -74,6 +77,8 @@ class Stream:
             connection.settimeout(None)
         self._buffer = bytearray(BUFFER_BYTES)
         self._view = memoryview(self._buffer)
+        self._limits: dict[int, float] = {}
+        """The timeouts that the kernel has."""
         self._ending = bytearray(2)
         self._begin = self._end = 0
         """The part of the buffer that has been received and not used yet."""
@@ -205,12 +210,14 @@ class Stream:
         left = self.deadline - time.monotonic()
         if left <= 0:
             raise Lost("it does not answer in time")
-        # Zero would be no limit.
-        left = max(left, 0.001)
         if self._is_tls:
             self._socket.settimeout(left)
-        else:
-            self._socket.setsockopt(socket.SOL_SOCKET, option, struct.pack("@ll", int(left), int(left % 1 * 1e6)))
+        elif abs(self._limits.get(option, math.inf) - left) > TOLERANCE_S:
+            # Zero would be no limit.
+            seconds = max(left, 0.001)
+            value = struct.pack("@ll", int(seconds), int(seconds % 1 * 1e6))
+            self._socket.setsockopt(socket.SOL_SOCKET, option, value)
+            self._limits[option] = left
 
 
 def _advance(views: list[memoryview], first: int, count: int) -> int:
