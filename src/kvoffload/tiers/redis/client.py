@@ -26,8 +26,8 @@ TRANSFER_TIMEOUT_S = 12.0
 MAX_COMMANDS = 512
 """Commands sent at once; as many again before their replies have come."""
 MAX_VALUE_BYTES_SENT = 1 << 20
-"""Bytes of values asked for or sent at once, or one value. The server has them in its memory beside the stored ones, and
-is slower if they do not fit into its processor's cache."""
+"""Bytes of values asked for or sent at once, or one value. The server has them in its memory beside the stored ones,
+and is slower if they do not fit into its processor's cache."""
 
 
 def connect(settings: Mapping[str, Any]) -> RedisClient:
