@@ -22,6 +22,7 @@ BUILTIN = {
     "disk": "kvoffload.tiers.disk.config:DiskConfig",
     "shared_dir": "kvoffload.tiers.shared_dir.config:SharedDirConfig",
     "mooncake": "kvoffload.tiers.mooncake.config:MooncakeConfig",
+    "object_store": "kvoffload.tiers.object_store.config:ObjectStoreConfig",
 }
 """The TierConfig of each kind by its import path: only what is used is imported."""
 MAX_SHOWN = 200
