@@ -81,7 +81,6 @@ def test_names_have_prefix_fingerprint_and_key() -> None:
     assert value_name("kv", FINGERPRINT, b"\x01\xff") == f"kv/{FINGERPRINT}/01ff"
 
 
-
 def test_a_tag_covers_every_byte_of_record_and_payload() -> None:
     value = np.concatenate([pack_record(FINGERPRINT, KEY, PARTS, HMAC_KEY), *PARTS])
     for i in range(value.size):
