@@ -37,8 +37,9 @@ class ObjectStoreClient(StoreClient):
     """Values in ``bucket``. Values that are small share objects: consecutive values of one ``put`` become one object,
     which has the name of the first of them, and a note that lists them.
 
-    The notes say where a value is, never what it is: its bytes are verified by whoever reads it. A value that is removed
-    takes its object along, so the others in there are missing from then on.
+    The notes say where a value is, never what it is: its bytes are verified by whoever reads it. The object is deleted
+    when its first value is removed, behind which a lookup finds nothing, or one with wrong bytes. Another value that is
+    removed is hidden from this client alone.
     """
 
     def __init__(self, bucket: Bucket, value_bytes: int) -> None:
@@ -71,7 +72,7 @@ class ObjectStoreClient(StoreClient):
         for each, answer in zip(readings, answers, strict=True):
             outcome = answer if isinstance(answer, Outcome) else self._check(each.place, answer, sizes[each.members[0]])
             if outcome is Outcome.MISSING:
-                self._places.forget(each.place.name)
+                self._places.gone(each.place.name)
             for i in each.members:
                 outcomes[i] = outcome
         return outcomes
@@ -116,6 +117,7 @@ class ObjectStoreClient(StoreClient):
                     held.append(group)
                     continue
                 if answer is Outcome.OK:
+                    self._places.gone(names[_leader(group, names)])
                     self._places.note(names[_leader(group, names)], tuple(marks[i] for i in group))
                 for i in group:
                     outcomes[i] = answer
@@ -160,15 +162,29 @@ class ObjectStoreClient(StoreClient):
                     left.append(i)
         return left
 
+    # Removal.
+
     def remove(self, names: Sequence[str]) -> list[Outcome]:
-        places = [self._places.find(mark(name)) for name in names]
-        objects = [name if place is None else place.name for name, place in zip(names, places, strict=True)]
-        distinct = list(dict.fromkeys(objects))
-        answers = dict(zip(distinct, self._bucket.delete(distinct), strict=True))
+        objects: dict[str, str] = {}
+        """The object to delete for each value."""
+        for name in names:
+            place = self._places.find(mark(name))
+            if place is None or place.name == name or self._places.is_distrusted(place.name):
+                objects[name] = name if place is None else place.name
+            else:
+                self._places.hide(mark(name))
+        distinct = list(dict.fromkeys(objects.values()))
+        answers = dict(zip(distinct, self._bucket.delete(distinct), strict=True)) if distinct else {}
         for name, answer in answers.items():
             if answer is not Outcome.FAILED:
-                self._places.forget(name)
-        return [answers[name] for name in objects]
+                self._places.gone(name)
+        return [answers[objects[name]] if name in objects else Outcome.OK for name in names]
+
+    def distrust(self, names: Sequence[str]) -> None:
+        for name in names:
+            place = self._places.find(mark(name))
+            if place is not None:
+                self._places.distrust(place.name)
 
     def close(self) -> None:
         self._bucket.close()

@@ -11,7 +11,7 @@ import base64
 import binascii
 import threading
 from collections.abc import Sequence
-from typing import NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 from xxhash import xxh3_64_digest
 
@@ -23,6 +23,9 @@ MAX_VALUES = 64
 """Values in one object. Their marks take 11 bytes each, and some stores allow 2 KB of metadata."""
 MAX_PLACES = 1 << 17
 """Values of which the place is remembered; beyond that those of the oldest objects are forgotten."""
+MAX_HIDDEN = 1 << 14
+"""Values that are hidden although an object has them; beyond that the oldest can be found again."""
+MAX_DISTRUSTED = 1 << 12
 NOTE_VERSION = "1:"
 MARK_BYTES = 8
 
@@ -74,13 +77,41 @@ class Places:
         self._objects: dict[str, Marks] = {}
         """The marks of each object, the oldest knowledge first."""
         self._places: dict[bytes, tuple[str, int]] = {}
+        self._hidden: dict[bytes, str] = {}
+        """Values that were removed, and the objects that still have them."""
+        self._distrusted: dict[str, None] = {}
+        """Objects in which wrong bytes were found."""
         self._lock = threading.Lock()
 
     def find(self, value: bytes) -> Place | None:
-        """Returns the place of the value with this mark, if it is known."""
+        """Returns the place of the value with this mark, if it is known and not hidden."""
         with self._lock:
             found = self._places.get(value)
-            return None if found is None else Place(found[0], self._objects[found[0]], found[1])
+            if found is None or self._hidden.get(value) == found[0]:
+                return None
+            return Place(found[0], self._objects[found[0]], found[1])
+
+    def is_hidden(self, value: bytes, name: str) -> bool:
+        """Returns whether the value in the object ``name`` counts as missing."""
+        with self._lock:
+            return self._hidden.get(value) == name
+
+    def hide(self, value: bytes) -> None:
+        """Lets the value count as missing where it is now."""
+        with self._lock:
+            if value in self._places:
+                self._hidden[value] = self._places[value][0]
+                _limit(self._hidden, MAX_HIDDEN)
+
+    def distrust(self, name: str) -> None:
+        """Notes that the object ``name`` has wrong bytes."""
+        with self._lock:
+            self._distrusted[name] = None
+            _limit(self._distrusted, MAX_DISTRUSTED)
+
+    def is_distrusted(self, name: str) -> bool:
+        with self._lock:
+            return name in self._distrusted
 
     def note(self, name: str, marks: Marks) -> None:
         """Notes that the object ``name`` has the values with ``marks``."""
@@ -92,12 +123,21 @@ class Places:
             while len(self._places) > MAX_PLACES:
                 self._forget(next(iter(self._objects)))
 
-    def forget(self, name: str) -> None:
-        """Forgets what the object ``name`` has."""
+    def gone(self, name: str) -> None:
+        """Takes in that the object ``name`` does not exist, or has other values than were known."""
         with self._lock:
+            for value in self._objects.get(name, ()):
+                if self._hidden.get(value) == name:
+                    del self._hidden[value]
+            self._distrusted.pop(name, None)
             self._forget(name)
 
     def _forget(self, name: str) -> None:
         for value in self._objects.pop(name, ()):
             if self._places.get(value, ("", 0))[0] == name:
                 del self._places[value]
+
+
+def _limit(known: dict[Any, Any], most: int) -> None:
+    while len(known) > most:
+        del known[next(iter(known))]

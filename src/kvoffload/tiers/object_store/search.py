@@ -8,9 +8,10 @@ from kvoffload.tiers.object_store.bucket import Answer, Found
 from kvoffload.tiers.object_store.contents import Places, contents, mark
 from kvoffload.tiers.remote.client import Outcome
 
-MAX_ROUNDS = 6
-WIDEN = 4
-"""In the second round the first name of a gap is asked for, in the third this many, then the square of it, ..."""
+MAX_ROUNDS = 8
+WIDTHS = (1, 1, 4)
+"""How many of the first names of a gap are asked for in each round; in later ones MAX_WIDTH."""
+MAX_WIDTH = 16
 _GROUP_DIGITS = 8
 """The last digits of a block's name are its KV cache group. Other names are chains of their own."""
 
@@ -44,12 +45,12 @@ class Search:
         """Returns the objects to ask for now; none if the search has ended."""
         if self._round == MAX_ROUNDS:
             return []
+        width = WIDTHS[self._round] if self._round < len(WIDTHS) else MAX_WIDTH
         self._round += 1
         wanted: dict[str, None] = {}
         for chain in self._chains.values():
             for gap in self._gaps(chain, wanted):
                 if self._names[gap[0]] not in self._asked:
-                    width = 1 if self._round < 3 else WIDEN ** (self._round - 2)
                     near = range(min(width, len(gap)))
                     wanted.update((self._names[gap[i]], None) for i in [*near, *range(0, len(gap), self._step)])
         return [name for name in wanted if name not in self._asked]
@@ -79,9 +80,9 @@ class Search:
             if isinstance(answer, Found):
                 marks = contents(name, answer)
                 self._places.note(name, marks)
-                found.update(marks)
+                found.update(each for each in marks if not self._places.is_hidden(each, name))
             elif answer is Outcome.MISSING:
-                self._places.forget(name)
+                self._places.gone(name)
         for i, value in enumerate(self._marks):
             if self._answers[i] is None and value in found:
                 self._answers[i] = Outcome.OK
