@@ -26,8 +26,14 @@ from kvoffload.abc.tier import MISS, RETRY
 from kvoffload.cache.keys import make_offload_key
 from kvoffload.host.pool import HostPool
 from kvoffload.tiers.config import TierContext
+from kvoffload.tiers.object_store.client import connect
 from kvoffload.tiers.object_store.config import ObjectStoreConfig
+from kvoffload.tiers.remote.config import read_hmac_key
+from kvoffload.tiers.remote.memory import SeparateBuffers
+from kvoffload.tiers.remote.record import RECORD_BYTES
 from kvoffload.tiers.remote.tier import RemoteTier
+from kvoffload.tiers.remote.worker import StoreWorker
+from tests.tiers.remote.memory_store import SteppedChannel
 from tests.tiers.remote.rig import content
 
 needs_obstore = pytest.mark.skipif(
@@ -231,7 +237,8 @@ class FakeS3:
 
 
 class Server:
-    """A tier of one server, whose client runs in a process of its own."""
+    """A tier of one server. Its client runs in a process of its own if ``has_process``; otherwise here, when the server
+    polls."""
 
     def __init__(
         self,
@@ -240,15 +247,30 @@ class Server:
         slot_bytes: Sequence[int] = (4096, 8192),
         num_slots: int = 256,
         url: str = f"s3://{BUCKET}/folder",
+        has_process: bool = False,
         **settings: Any,
     ) -> None:
         self.hosts = [HostPool(num_slots, nbytes) for nbytes in slot_bytes]
         self.pools = [host.data for host in self.hosts]
         config = ObjectStoreConfig(url=url, endpoint=endpoint, **settings)
         with patched(CREDENTIALS):
-            tier = config.open(TierContext(self.pools, fingerprint, [host.handle() for host in self.hosts]))
-        assert isinstance(tier, RemoteTier)
+            if has_process:
+                tier = config.open(TierContext(self.pools, fingerprint, [host.handle() for host in self.hosts]))
+                assert isinstance(tier, RemoteTier)
+            else:
+                tier = self._open_here(config, fingerprint)
         self.tier = tier
+
+    def _open_here(self, config: ObjectStoreConfig, fingerprint: str) -> RemoteTier:
+        client = connect({**config.settings(), "value_bytes": RECORD_BYTES + sum(each.shape[1] for each in self.pools)})
+        worker = StoreWorker(
+            client,
+            SeparateBuffers(self.pools),
+            fingerprint,
+            config.prefix,
+            hmac_key=read_hmac_key(config.hmac_key_file),
+        )
+        return RemoteTier(SteppedChannel(worker), sum(each.shape[1] for each in self.pools), name=config.kind)
 
     def close(self) -> None:
         self.tier.close()

@@ -246,7 +246,8 @@ def test_requests_that_fail_are_no_answers() -> None:
     bucket.broken = {CHAIN[64]}
     assert get(reader, CHAIN[60:70]) == [OK] * 4 + [FAILED] * 6
     assert put(client_on(bucket), CHAIN[64:66]) == [FAILED] * 2
-    assert reader.remove([CHAIN[64]]) == [FAILED]
+    reader.distrust([CHAIN[65]])
+    assert reader.remove([CHAIN[65]]) == [FAILED]
     bucket.broken.clear()
     assert get(reader, CHAIN[60:70]) == [OK] * 10
 
@@ -266,18 +267,25 @@ def test_a_value_that_is_removed_is_missing_and_its_neighbours_stay() -> None:
     assert client_on(bucket).exists(CHAIN[:4]) == [OK] * 4
 
 
-def test_removing_the_first_or_a_wrong_value_deletes_the_object() -> None:
-    for which, is_wrong in ((0, False), (2, True)):
+@pytest.mark.parametrize("removed", [[0], [0, 1], [0, 1, 2, 3], [2]])
+def test_an_object_is_deleted_with_all_of_its_values_or_one_that_is_wrong(removed: list[int]) -> None:
+    for is_wrong in (False, True):
         bucket = MemoryBucket()
         client = client_on(bucket)
         put(client, CHAIN[:4])
+        names = [CHAIN[i] for i in removed]
         if is_wrong:
-            client.distrust([CHAIN[which]])
-        assert client.remove([CHAIN[which]]) == [OK]
-        assert not bucket.objects
-        assert client.exists(CHAIN[:4]) == [MISSING] * 4
-        assert put(client, CHAIN[:4]) == [OK] * 4
+            client.distrust(names)
+        assert client.remove(names) == [OK] * len(names)
+        is_deleted = is_wrong or len(removed) == 4
+        assert bool(bucket.objects) is not is_deleted
+        wanted = [MISSING if is_deleted or i in removed else OK for i in range(4)]
+        assert client.exists(CHAIN[:4]) == wanted
+        assert get(client, CHAIN[:4]) == wanted
+        again = [name for name, each in zip(CHAIN, wanted, strict=False) if each is MISSING]
+        assert set(put(client, again)) <= {OK, HELD}
         assert get(client, CHAIN[:4]) == [OK] * 4
+        assert get(client_on(bucket), CHAIN[:4]) == [OK] * 4
 
 
 def test_places_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -38,8 +38,8 @@ class ObjectStoreClient(StoreClient):
     which has the name of the first of them, and a note that lists them.
 
     The notes say where a value is, never what it is: its bytes are verified by whoever reads it. The object is deleted
-    when its first value is removed, behind which a lookup finds nothing, or one with wrong bytes. Another value that is
-    removed is hidden from this client alone.
+    when a value with wrong bytes is removed, or all values are. Until then a value that is removed is hidden from this
+    client alone, which shows it again instead of storing it.
     """
 
     def __init__(self, bucket: Bucket, value_bytes: int) -> None:
@@ -63,7 +63,7 @@ class ObjectStoreClient(StoreClient):
         pieces = [
             Piece(
                 each.place.name,
-                each.place.index * sizes[each.members[0]],
+                each.place.number * sizes[each.members[0]],
                 [part for i in each.members for part in buffers[i]],
             )
             for each in readings
@@ -150,6 +150,7 @@ class ObjectStoreClient(StoreClient):
         found = dict(zip(several, self._bucket.head([names[i] for i in several]), strict=True)) if several else {}
         for leader, group in zip(leaders, held, strict=True):
             outcomes[leader] = Outcome.HELD
+            self._places.show(marks[leader])
             answer = found.get(leader)
             if not isinstance(answer, Found):
                 continue
@@ -158,6 +159,7 @@ class ObjectStoreClient(StoreClient):
             for i in group:
                 if marks[i] in there:
                     outcomes[i] = Outcome.HELD
+                    self._places.show(marks[i])
                 else:
                     left.append(i)
         return left
@@ -169,10 +171,10 @@ class ObjectStoreClient(StoreClient):
         """The object to delete for each value."""
         for name in names:
             place = self._places.find(mark(name))
-            if place is None or place.name == name or self._places.is_distrusted(place.name):
-                objects[name] = name if place is None else place.name
-            else:
-                self._places.hide(mark(name))
+            if place is None:
+                objects[name] = name
+            elif self._places.is_distrusted(place.name) or self._places.hide(mark(name)):
+                objects[name] = place.name
         distinct = list(dict.fromkeys(objects.values()))
         answers = dict(zip(distinct, self._bucket.delete(distinct), strict=True)) if distinct else {}
         for name, answer in answers.items():
@@ -192,7 +194,7 @@ class ObjectStoreClient(StoreClient):
 
 def _readings(places: Sequence[Place | None], sizes: Sequence[int]) -> list[_Reading]:
     """Returns what to read, neighbours in one object together."""
-    known = [(place.name, place.index, i, place) for i, place in enumerate(places) if place is not None]
+    known = [(place.name, place.number, i, place) for i, place in enumerate(places) if place is not None]
     known.sort(key=lambda each: each[:3])
     readings: list[_Reading] = []
     for name, index, i, place in known:
@@ -200,7 +202,7 @@ def _readings(places: Sequence[Place | None], sizes: Sequence[int]) -> list[_Rea
         if (
             last is not None
             and last.place.name == name
-            and last.place.index + len(last.members) == index
+            and last.place.number + len(last.members) == index
             and sizes[last.members[0]] == sizes[i]
             and last.place.marks == place.marks
         ):

@@ -63,11 +63,11 @@ def contents(name: str, found: Found) -> Marks:
 
 
 class Place(NamedTuple):
-    """Where a value is: the object's name, what that object has, and the value's index in it."""
+    """Where a value is: the object's name, what that object has, and how many values are before it."""
 
     name: str
     marks: Marks
-    index: int
+    number: int
 
 
 class Places:
@@ -96,12 +96,20 @@ class Places:
         with self._lock:
             return self._hidden.get(value) == name
 
-    def hide(self, value: bytes) -> None:
-        """Lets the value count as missing where it is now."""
+    def hide(self, value: bytes) -> bool:
+        """Lets the value count as missing where it is now. Returns whether all values of that object are hidden."""
         with self._lock:
-            if value in self._places:
-                self._hidden[value] = self._places[value][0]
-                _limit(self._hidden, MAX_HIDDEN)
+            if value not in self._places:
+                return False
+            name, _ = self._places[value]
+            self._hidden[value] = name
+            _limit(self._hidden, MAX_HIDDEN)
+            return all(self._hidden.get(each) == name for each in self._objects[name])
+
+    def show(self, value: bytes) -> None:
+        """Ends what ``hide`` has begun."""
+        with self._lock:
+            self._hidden.pop(value, None)
 
     def distrust(self, name: str) -> None:
         """Notes that the object ``name`` has wrong bytes."""

@@ -25,8 +25,8 @@ class Problem(enum.Enum):
         "no credentials were found; set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or what docs/shared.md lists"
     )
     REFUSED = (
-        "access is refused; the credentials need s3:GetObject, s3:PutObject, s3:DeleteObject and s3:ListBucket, without "
-        "which a missing object is refused too, or their like in other stores"
+        "access is refused; the credentials need s3:GetObject, s3:PutObject, s3:DeleteObject and s3:ListBucket, "
+        "without which a missing object is refused too, or their like in other stores"
     )
     NO_BUCKET = "there is no such bucket; create it or correct url"
     OTHER_REGION = "the bucket is in another region; set region"
@@ -71,6 +71,8 @@ def classify(error: BaseException) -> Problem:
     }
     if status is not None:
         return by_status.get(status, Problem.OTHER)
+    if "redirect without LOCATION" in text:
+        return Problem.OTHER_REGION
     if "169.254." in text or "metadata.google" in text or "credential" in text.lower():
         return Problem.NO_CREDENTIALS
     if "TimedOut" in text or "timed out" in text or "kind: Timeout" in text:

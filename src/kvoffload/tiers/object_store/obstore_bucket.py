@@ -48,15 +48,14 @@ def open_bucket(settings: Mapping[str, Any]) -> ObstoreBucket:
     except ImportError as error:
         raise StoreError(f"obstore cannot be loaded ({type(error).__name__}); reinstall it") from error
     url = settings["url"]
-    stores = []
-    for timeout_s, max_retries in ((SMALL_TIMEOUT_S, 1), (TRANSFER_TIMEOUT_S, 2)):
-        try:
-            stores.append(_make_store(settings, timeout_s, max_retries))
-        except StoreError:
-            raise
-        except Exception as error:
-            raise StoreError(explain(error, url)) from None
-    bucket = ObstoreBucket(obstore, *stores, url)
+    try:
+        small = _make_store(settings, SMALL_TIMEOUT_S, max_retries=1)
+        transfers = _make_store(settings, TRANSFER_TIMEOUT_S, max_retries=2)
+    except StoreError:
+        raise
+    except Exception as error:
+        raise StoreError(explain(error, url)) from None
+    bucket = ObstoreBucket(obstore, small, transfers, url)
     bucket.check(f"{settings['prefix']}/connection-test")
     return bucket
 
