@@ -23,6 +23,7 @@ BUILTIN = {
     "shared_dir": "kvoffload.tiers.shared_dir.config:SharedDirConfig",
     "redis": "kvoffload.tiers.redis.config:RedisConfig",
     "mooncake": "kvoffload.tiers.mooncake.config:MooncakeConfig",
+    "object_store": "kvoffload.tiers.object_store.config:ObjectStoreConfig",
 }
 """The TierConfig of each kind by its import path: only what is used is imported."""
 MAX_SHOWN = 200
