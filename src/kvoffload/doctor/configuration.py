@@ -169,8 +169,8 @@ def _planned(name: str, setting: str, config: TierConfig) -> PlannedTier:
 def _check_transfer(transfer: Mapping[str, Any], report: Report) -> None:
     """Checks what belongs to vLLM in its ``--kv-transfer-config``."""
 
-    def problem(name: str, text: str, fix: str) -> None:
-        report.finding(Finding(f"config.{name}", Level.PROBLEM, Area.CONFIGURATION, text, fix))
+    def problem(name: str, text: str, fix: str, level: Level = Level.PROBLEM) -> None:
+        report.finding(Finding(f"config.{name}", level, Area.CONFIGURATION, text, fix))
 
     connector, role = transfer.get("kv_connector"), transfer.get("kv_role")
     if connector != CONNECTOR:
@@ -178,7 +178,8 @@ def _check_transfer(transfer: Mapping[str, Any], report: Report) -> None:
     if role is None:
         problem("role", "kv_role is not set, and vLLM refuses a connector without it", f'add "kv_role": "{ROLE}"')
     elif role != ROLE:
-        problem("role", f"kv_role={role!r}: a server both stores and loads blocks", f'write "kv_role": "{ROLE}"')
+        fix = f'write "kv_role": "{ROLE}"'
+        problem("role", f"kv_role={role!r}: a server both stores and loads blocks", fix, Level.WARNING)
     plugins = os.environ.get("VLLM_PLUGINS")
     if plugins is not None and PLUGIN not in plugins.split(",") and "kv_connector_module_path" not in transfer:
         problem(

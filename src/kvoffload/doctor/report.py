@@ -1,0 +1,98 @@
+"""Renders an examination: for a terminal, and as JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from kvoffload.doctor.configuration import PlannedTier
+from kvoffload.doctor.examine import Examination
+from kvoffload.doctor.findings import Area, Finding, Level
+from kvoffload.units import counted, printable
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+FORMAT = 1
+"""Version of the JSON."""
+MARKS = {Level.OK: "✓", Level.NOTE: "·", Level.WARNING: "!", Level.PROBLEM: "✗"}
+PLAIN_MARKS = {Level.OK: "ok", Level.NOTE: "--", Level.WARNING: "!", Level.PROBLEM: "X"}
+"""Where the output is not UTF-8."""
+STYLES = {Level.OK: "green4", Level.NOTE: "dim", Level.WARNING: "yellow", Level.PROBLEM: "bold red"}
+TITLES = {
+    Area.CONFIGURATION: "Configuration",
+    Area.MACHINE: "This machine",
+    Area.ENGINE: "vLLM",
+    Area.MODEL: "Model",
+    Area.CLOCK: "Clock",
+    Area.WORTH: "What a hit is worth",
+}
+
+
+def to_dict(examination: Examination) -> dict[str, Any]:
+    """Returns plain JSON."""
+    return {
+        "format": FORMAT,
+        "verdict": verdict(examination),
+        "exit_status": examination.exit_status,
+        **{f"num_{level}": examination.count(level) for level in Level},
+        "findings": [finding.to_dict() for finding in examination.findings],
+    }
+
+
+def verdict(examination: Examination) -> str:
+    """Returns one sentence about all findings."""
+    problems, warnings = examination.count(Level.PROBLEM), examination.count(Level.WARNING)
+    if problems:
+        beside = f" and {counted(warnings, 'warning')}" if warnings else ""
+        them = "it" if problems == 1 else "them"
+        return f"{counted(problems, 'problem')}{beside}: fix {them} before you deploy."
+    if warnings:
+        return f"Nothing stops this deployment; {counted(warnings, 'warning')}."
+    return "Nothing stops or slows this deployment."
+
+
+def show(console: Console, examination: Examination) -> None:
+    """Prints the findings by area, and the verdict."""
+    from rich.padding import Padding
+    from rich.table import Table
+    from rich.text import Text
+
+    marks = PLAIN_MARKS if console.options.ascii_only else MARKS
+    arrow = "->" if console.options.ascii_only else "→"
+    for title, findings in _groups(examination.findings, examination.tiers):
+        console.print(Text(printable(title), style="bold"))
+        table = Table.grid(padding=(0, 1, 0, 0))
+        table.add_column(no_wrap=True)
+        table.add_column(overflow="fold")
+        for finding in findings:
+            style = STYLES[finding.level]
+            is_plain = finding.level is Level.OK
+            text = Text(printable(finding.text), style="none" if is_plain else style)
+            table.add_row(Text(marks[finding.level], style=style), text)
+            if finding.fix:
+                fix = Table.grid(padding=(0, 1, 0, 0))
+                fix.add_row(Text(arrow, style="cyan"), Text(printable(finding.fix), style="cyan"))
+                table.add_row("", fix)
+        console.print(Padding(table, (0, 0, 1, 2), expand=False))
+    problems, warnings = examination.count(Level.PROBLEM), examination.count(Level.WARNING)
+    level = Level.PROBLEM if problems else Level.WARNING if warnings else Level.OK
+    console.print(
+        Text(verdict(examination), style=STYLES[level] if level is Level.PROBLEM else f"bold {STYLES[level]}")
+    )
+
+
+def _groups(findings: Sequence[Finding], tiers: Sequence[PlannedTier]) -> Iterator[tuple[str, list[Finding]]]:
+    """Yields the title and the findings of each group that has any: areas in their order, one group per tier."""
+    places: Mapping[str, str] = {
+        tier.name: tier.directory or (tier.store.address if tier.store is not None else "") for tier in tiers
+    }
+    for area in Area:
+        mine = [finding for finding in findings if finding.area is area]
+        if area is not Area.TIER:
+            if mine:
+                yield TITLES[area], mine
+            continue
+        for name in dict.fromkeys(finding.tier for finding in mine):
+            place = places.get(name)
+            yield f"Tier {name}{f': {place}' if place else ''}", [each for each in mine if each.tier == name]
