@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any
 
 from kvoffload.abc import ConfigError
@@ -22,6 +23,7 @@ PLUGIN = "kvoffload"
 MAX_ERRORS = 16
 """Errors that are shown; each costs one more attempt to read the configuration."""
 _INDEX = re.compile(r"tiers\[(\d+)\]")
+_OTHERS = 0o077
 _STAND_IN_BYTES = 1 << 20
 """In place of a wrong ``host_bytes``, so that the other settings can be checked."""
 
@@ -38,11 +40,12 @@ class Store:
 
 @dataclass(frozen=True, slots=True)
 class PlannedTier:
-    """A tier of the configuration. ``setting`` is what errors call it."""
+    """A tier of the configuration. ``prefix`` is what stands before its keys in errors, such as "tiers[1]."."""
 
     name: str
     kind: str
-    setting: str
+    prefix: str
+    lookup_deadline_ms: float
     directory: str | None = None
     bytes: int | None = None
     store: Store | None = None
@@ -60,8 +63,6 @@ class Plan:
     policy: str = "auto"
     block_size: int | None = None
     block_size_factor: int = 1
-    lookup_deadline_ms: float = 100.0
-    load_deadline_ms: float = 1000.0
     has_fingerprint: bool = False
     tiers: list[PlannedTier] = field(default_factory=list)
 
@@ -84,12 +85,13 @@ def check(arguments: Mapping[str, Any], report: Report) -> None:
     report.stage("reads the configuration")
     if arguments["transfer"] is not None:
         _check_transfer(arguments["transfer"], report)
-    config, errors = read_config(arguments["options"])
+    read = read_config(arguments["options"])
+    config, errors = read.config, read.errors
     for error in errors:
         text, fix = split_fix(error)
         report.finding(Finding("config.refused", Level.PROBLEM, Area.CONFIGURATION, text, fix))
     is_host_wrong = any(re.match(r"host_bytes\b", error) for error in errors)
-    plan = _plan(config, is_host_wrong, report) if config is not None else Plan()
+    plan = _plan(config, read, is_host_wrong, report) if config is not None else Plan()
     if not errors:
         host = format_bytes(plan.host_bytes or 0)
         tiers = ", ".join(tier.name for tier in plan.tiers) or "none"
@@ -99,71 +101,93 @@ def check(arguments: Mapping[str, Any], report: Report) -> None:
     report.fact("plan", plan.to_dict())
 
 
-def read_config(options: Mapping[str, Any]) -> tuple[OffloadConfig | None, list[str]]:
-    """Returns the configuration without its wrong settings, and the message of the ConfigError for each of these. The
-    configuration is None if it has more than MAX_ERRORS."""
+@dataclass(frozen=True, slots=True)
+class ReadConfig:
+    """A configuration without its wrong settings, and the message of the ConfigError for each of these. ``config`` is
+    None if there are more than MAX_ERRORS. ``indexes``: the places that the entries left in ``tiers`` had."""
+
+    config: OffloadConfig | None
+    errors: list[str]
+    indexes: list[int]
+
+    def named(self, message: str) -> str:
+        """Returns ``message`` about an entry of ``config`` with the index that the user has given it."""
+        return _renumbered(message, self.indexes)
+
+
+def _renumbered(message: str, indexes: Sequence[int]) -> str:
+    return _INDEX.sub(lambda found: f"tiers[{indexes[int(found[1])]}]", message)
+
+
+def read_config(options: Mapping[str, Any]) -> ReadConfig:
+    """Returns what a server would read from ``options``, and everything for which it would refuse them."""
     left, errors = dict(options), list[str]()
     tiers = left.get("tiers")
     indexes = list(range(len(tiers))) if isinstance(tiers, list) else []
     while len(errors) < MAX_ERRORS:
         try:
-            return OffloadConfig.from_mapping(left), errors
+            return ReadConfig(OffloadConfig.from_mapping(left), errors, indexes)
         except ConfigError as error:
             message = str(error)
-        wrong = _INDEX.match(message)
-        errors.append(_INDEX.sub(lambda found: f"tiers[{indexes[int(found[1])]}]", message))
-        setting = re.split(r"\W", message, maxsplit=1)[0]
-        if wrong is not None:
-            index = int(wrong[1])
+        errors.append(_renumbered(message, indexes))
+        setting, entry = re.split(r"\W", message, maxsplit=1)[0], _INDEX.match(message)
+        if entry is not None:
+            index = int(entry[1])
             left["tiers"] = [each for i, each in enumerate(left["tiers"]) if i != index]
             del indexes[index]
         elif setting == "host_bytes":
             left["host_bytes"] = _STAND_IN_BYTES
         elif setting in left:
             del left[setting]
-        elif setting == "disk_":
-            left.pop("disk_dir", None)
-            left.pop("disk_bytes", None)
         else:
             break
-    return None, errors
+    return ReadConfig(None, errors, indexes)
 
 
-def _plan(config: OffloadConfig, is_host_wrong: bool, report: Report) -> Plan:
+def _plan(config: OffloadConfig, read: ReadConfig, is_host_wrong: bool, report: Report) -> Plan:
     tiers = []
     for name, entry in zip(config.tier_names, config.tier_entries, strict=True):
         try:
-            tiers.append(_planned(name, entry.setting, entry.config))
+            tiers.append(_planned(name, read.named(entry.prefix), entry.config, config.lookup_deadline_ms, report))
         except ConfigError as error:
-            text, fix = split_fix(entry.name_setting(str(error)))
+            text, fix = split_fix(read.named(entry.name_setting(str(error))))
             report.finding(Finding("config.refused", Level.PROBLEM, Area.CONFIGURATION, text, fix))
     return Plan(
         host_bytes=None if is_host_wrong else config.host_bytes,
         policy=config.policy,
         block_size=config.block_size,
         block_size_factor=config.block_size_factor or 1,
-        lookup_deadline_ms=config.lookup_deadline_ms,
-        load_deadline_ms=config.load_deadline_ms,
         has_fingerprint=config.model_fingerprint is not None,
         tiers=tiers,
     )
 
 
-def _planned(name: str, setting: str, config: TierConfig) -> PlannedTier:
+def _planned(name: str, prefix: str, config: TierConfig, lookup_deadline_ms: float, report: Report) -> PlannedTier:
     """Returns what the doctor needs to know of a tier. Raises ConfigError."""
     store = None
     if isinstance(config, RemoteTierConfig):
+        _check_key_file(prefix, config.hmac_key_file, report)
         store = Store(config.connect, config.settings(), config.prefix, config.address)
     return PlannedTier(
         name,
         config.kind,
-        setting,
+        prefix,
+        lookup_deadline_ms if config.lookup_deadline_ms is None else config.lookup_deadline_ms,
         directory=config.directory,
         bytes=config.capacity_bytes,
         store=store,
         memory_bytes=int(getattr(config, "segment_bytes", 0)),
         pins_memory=getattr(config, "protocol", "") == "rdma",
     )
+
+
+def _check_key_file(prefix: str, name: str | None, report: Report) -> None:
+    if name is not None and (mode := Path(name).expanduser().stat().st_mode) & _OTHERS:
+        text = (
+            f"{prefix}hmac_key_file={name!r}: other users may read it (mode {mode & 0o777:o}), and could forge blocks"
+        )
+        fix = f"chmod 600 {name}"
+        report.finding(Finding("config.key_file_open", Level.WARNING, Area.CONFIGURATION, text, fix))
 
 
 def _check_transfer(transfer: Mapping[str, Any], report: Report) -> None:

@@ -154,7 +154,7 @@ class _DirectoryCheck:
         return path
 
     def _refused(self, error: ConfigError) -> None:
-        text, fix = split_fix(str(error))
+        text, fix = split_fix(f"{self._tier.prefix}{error}")
         owner = -1
         with suppress(OSError):
             owner = os.stat(self._path).st_uid
@@ -194,7 +194,7 @@ class _DirectoryCheck:
         try:
             check_capacity(wanted, free + held)
         except ConfigError as error:
-            text, fix = split_fix(f"{self._tier.setting}: {error}")
+            text, fix = split_fix(f"{self._tier.prefix}{error}")
             if held:
                 text += ": it evicts before it has what was set"
             is_refused = not held and self._tier.kind != SHARED

@@ -26,7 +26,7 @@ class Effort:
     pool_bytes: int = 256 << 20
     """Of the host pool that is allocated to measure copies."""
     check_deadline_s: float = 10.0
-    medium_deadline_s: float = 20.0
+    medium_deadline_s: float = 15.0
     """For a directory or a store, which may hang."""
     total_deadline_s: float = 180.0
 
@@ -98,7 +98,7 @@ class _Examiner:
         media = [Medium(HOST, machine["copy_bytes_per_s"])] if "copy_bytes_per_s" in machine else []
         offsets: dict[str, float] = {}
         for tier in plan.tiers:
-            facts = self._check_tier(tier, plan)
+            facts = self._check_tier(tier)
             if "read_bytes_per_s" in facts:
                 media.append(Medium(tier.name, facts["read_bytes_per_s"], tier.name))
             if "clock_offset_s" in facts:
@@ -113,13 +113,9 @@ class _Examiner:
         for finding in worth_findings(media, shape.get("bytes_per_token"), prefill_tokens_per_s, model is not None):
             self._add(finding)
 
-    def _check_tier(self, tier: PlannedTier, plan: Plan) -> Mapping[str, Any]:
+    def _check_tier(self, tier: PlannedTier) -> Mapping[str, Any]:
         """Returns the facts about a tier."""
-        arguments = {
-            "tier": asdict(tier),
-            "seconds": self._effort.measure_s,
-            "lookup_deadline_ms": plan.lookup_deadline_ms,
-        }
+        arguments = {"tier": asdict(tier), "seconds": self._effort.measure_s}
         if tier.directory is not None:
             return self._check("directories", Area.TIER, arguments, tier).facts
         if tier.store is not None:
@@ -142,9 +138,9 @@ class _Examiner:
             outcome = self._process.run(f"kvoffload.doctor.{module}:check", arguments, deadline_s)
         for finding in outcome.findings:
             self._add(finding)
-        doing = f" (the doctor {outcome.stage})" if outcome.stage else ""
+        doing = f" while the doctor {outcome.stage}" if outcome.stage else ""
         if outcome.ending is Ending.HUNG:
-            text = f"no answer within {deadline_s:.0f} s{doing}: a server would wait for it until its own deadlines"
+            text = f"no answer within {deadline_s:.0f} s{doing}"
             self._add(Finding("doctor.hung", Level.PROBLEM, area, text, _fix_for_hanging(tier), name))
         elif outcome.ending is Ending.FAILED:
             text = f"the check failed{doing}: {outcome.failure}"

@@ -220,9 +220,7 @@ def _check_descriptors(plan: Plan, report: Report) -> None:
         except ConfigError as error:
             wrong, fix = split_fix(str(error))
             hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-            found = _found(
-                "descriptors.few", Level.PROBLEM, f"{tier.setting}: {wrong}", fix, figures={"hard_limit": hard}
-            )
+            found = _found("descriptors.few", Level.PROBLEM, f"{tier.prefix}{wrong}", fix, figures={"hard_limit": hard})
             report.finding(found)
 
 
@@ -235,7 +233,7 @@ def _check_locked_memory(plan: Plan, report: Report) -> None:
     needed = plan.host_bytes + sum(tier.memory_bytes for tier in plan.tiers)
     if hard != resource.RLIM_INFINITY and hard < needed and os.geteuid() != 0:
         text = (
-            f"{pinning[0].setting}: RDMA pins the pools, {format_bytes(needed)}, and this process may lock "
+            f"{pinning[0].prefix}protocol: RDMA pins the pools, {format_bytes(needed)}, and this process may lock "
             f"{format_bytes(hard)} of memory: the store's client would fail"
         )
         fix = "ulimit -l unlimited; in Docker --ulimit memlock=-1, or --cap-add IPC_LOCK"

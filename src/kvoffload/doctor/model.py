@@ -10,7 +10,9 @@ from typing import Any
 
 from kvoffload import supported
 from kvoffload.abc import ConfigError
+from kvoffload.digests import user_folder
 from kvoffload.doctor.configuration import Plan
+from kvoffload.doctor.directories import LAYER_KINDS, MEMORY_KINDS, mount_of
 from kvoffload.doctor.findings import Area, Figure, Finding, Level, split_fix
 from kvoffload.doctor.process import Report
 from kvoffload.host.pool import padded_slot_bytes
@@ -21,6 +23,9 @@ DEVICE_BLOCK_TOKENS = 16
 """vLLM's usual block size."""
 PROMOTION_PART = 2
 """Blocks from lower tiers take at most one part in so many of host memory."""
+WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
+LOST_KINDS = (*LAYER_KINDS, *MEMORY_KINDS)
+"""File systems that end with a container."""
 ENCODER_TYPES = frozenset(
     {"bert", "roberta", "xlm-roberta", "modernbert", "distilbert", "nomic_bert", "electra", "deberta-v2", "camembert"}
 )
@@ -88,6 +93,7 @@ def check(arguments: Mapping[str, Any], report: Report) -> None:
         report.finding(Finding("model.unknown_shape", Level.WARNING, Area.MODEL, f"{path.parent.name}: {text}", fix))
         return
     report.fact("bytes_per_token", shape.bytes_per_token)
+    _check_weights(path.parent, plan, report)
     for finding in room_findings(shape, _language(content), plan):
         report.finding(finding)
 
@@ -173,7 +179,7 @@ def room_findings(shape: ModelShape, language: Mapping[str, Any], plan: Plan) ->
     if not per_token:
         return
     text = f"{format_bytes(round(shape.bytes_per_token))} of KV per token, {format_bytes(block)} per block of {tokens}"
-    yield Finding("model.bytes", Level.OK, Area.MODEL, " ".join([f"{text} tokens.", *shape.notes]), figures=figures)
+    yield Finding("model.bytes", Level.OK, Area.MODEL, ". ".join([f"{text} tokens", *shape.notes]), figures=figures)
     context = language.get("max_position_embeddings")
     context = context if isinstance(context, int) else 0
     if plan.host_bytes is not None:
@@ -186,13 +192,30 @@ def room_findings(shape: ModelShape, language: Mapping[str, Any], plan: Plan) ->
             fix = f"set host_bytes to many times {format_bytes(block)}"
             yield Finding("model.room", Level.PROBLEM, Area.MODEL, f"host_bytes holds no block: {text}", fix)
         elif fits < context * (PROMOTION_PART if plan.tiers else 1):
-            part = "half of host memory takes blocks of tiers, which" if plan.tiers else "host memory"
-            text += f"; {part} is less than one prompt of the model's {context:,} tokens"
+            part = "blocks of tiers take at most half of host memory, " if plan.tiers else "that is "
+            text += f"; {part}less than one prompt of the model's {context:,} tokens"
             needed = context * per_token * (PROMOTION_PART if plan.tiers else 1)
             fix = f"set host_bytes to {format_bytes(round(needed))} or more, unless prompts are shorter"
             yield Finding("model.room", Level.NOTE, Area.MODEL, text, fix, figures=figures)
         else:
             yield Finding("model.room", Level.OK, Area.MODEL, text, figures=figures)
+
+
+def _check_weights(folder: Path, plan: Plan, report: Report) -> None:
+    """Reports what identifying the weights costs, where tiers need it and the digests of their files are not kept."""
+    if not plan.tiers or plan.has_fingerprint:
+        return
+    nbytes = sum(path.stat().st_size for path in folder.iterdir() if path.suffix in WEIGHTS and path.is_file())
+    kept = user_folder()
+    where = next((each for each in (kept, *kept.parents) if each.exists()), None) if kept is not None else None
+    if not nbytes or (where is not None and mount_of(os.path.realpath(where)).kind not in LOST_KINDS):
+        return
+    text = (
+        f"the digests of {format_bytes(nbytes)} of weights are lost with this container: every start hashes them again"
+    )
+    fix = f"mount a volume at {kept}, or set XDG_CACHE_HOME to one; or set model_fingerprint"
+    figures: dict[str, Figure] = {"weight_bytes": nbytes}
+    report.finding(Finding("model.digests", Level.NOTE, Area.MODEL, text, fix, figures=figures))
 
 
 def _is_before(release: tuple[int, int] | None, version: str) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +20,8 @@ MARKS = {Level.OK: "✓", Level.NOTE: "·", Level.WARNING: "!", Level.PROBLEM: "
 PLAIN_MARKS = {Level.OK: "ok", Level.NOTE: "--", Level.WARNING: "!", Level.PROBLEM: "X"}
 """Where the output is not UTF-8."""
 STYLES = {Level.OK: "green4", Level.NOTE: "dim", Level.WARNING: "yellow", Level.PROBLEM: "bold red"}
+VERDICT_STYLES = {Level.OK: "bold green4", Level.WARNING: "bold yellow", Level.PROBLEM: "bold red"}
+MIN_WIDTH = 40
 TITLES = {
     Area.CONFIGURATION: "Configuration",
     Area.MACHINE: "This machine",
@@ -54,31 +57,38 @@ def verdict(examination: Examination) -> str:
 
 def show(console: Console, examination: Examination) -> None:
     """Prints the findings by area, and the verdict."""
-    from rich.padding import Padding
-    from rich.table import Table
     from rich.text import Text
 
-    marks = PLAIN_MARKS if console.options.ascii_only else MARKS
-    arrow = "->" if console.options.ascii_only else "→"
+    marks, arrow = (PLAIN_MARKS, "->") if console.options.ascii_only else (MARKS, "→")
     for title, findings in _groups(examination.findings, examination.tiers):
-        console.print(Text(printable(title), style="bold"))
-        table = Table.grid(padding=(0, 1, 0, 0))
-        table.add_column(no_wrap=True)
-        table.add_column(overflow="fold")
+        console.print(Text(printable(title), style="bold"), soft_wrap=True)
         for finding in findings:
             style = STYLES[finding.level]
-            is_plain = finding.level is Level.OK
-            text = Text(printable(finding.text), style="none" if is_plain else style)
-            table.add_row(Text(marks[finding.level], style=style), text)
-            if finding.fix:
-                fix = Table.grid(padding=(0, 1, 0, 0))
-                fix.add_row(Text(arrow, style="cyan"), Text(printable(finding.fix), style="cyan"))
-                table.add_row("", fix)
-        console.print(Padding(table, (0, 0, 1, 2), expand=False))
+            first, *rest = _wrapped(finding.text, console.width, marks[finding.level], 2)
+            cut = first.index(marks[finding.level]) + len(marks[finding.level])
+            plain = "none" if finding.level is Level.OK else style
+            console.print(Text.assemble((first[:cut], style), (first[cut:], plain)), soft_wrap=True)
+            for line in rest:
+                console.print(Text(line, style=plain), soft_wrap=True)
+            for line in _wrapped(finding.fix, console.width, arrow, 4) if finding.fix else []:
+                console.print(Text(line, style="cyan"), soft_wrap=True)
+        console.print()
     problems, warnings = examination.count(Level.PROBLEM), examination.count(Level.WARNING)
     level = Level.PROBLEM if problems else Level.WARNING if warnings else Level.OK
-    console.print(
-        Text(verdict(examination), style=STYLES[level] if level is Level.PROBLEM else f"bold {STYLES[level]}")
+    console.print(Text(verdict(examination), style=VERDICT_STYLES[level]), soft_wrap=True)
+
+
+def _wrapped(text: str, width: int, mark: str, indent: int) -> list[str]:
+    """Returns the lines of ``text`` behind ``mark``. Words are never broken, so that commands and paths can be
+    copied."""
+    begin = " " * indent + mark + " "
+    return textwrap.wrap(
+        printable(text),
+        max(width, MIN_WIDTH),
+        initial_indent=begin,
+        subsequent_indent=" " * len(begin),
+        break_long_words=False,
+        break_on_hyphens=False,
     )
 
 

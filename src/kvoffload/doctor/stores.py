@@ -31,11 +31,11 @@ SLOW_SHARE = 0.5
 
 
 def check(arguments: Mapping[str, Any], report: Report) -> None:
-    """Reports findings, and the facts "read_bytes_per_s" and "write_bytes_per_s". ``arguments``: "tier", "seconds" per
-    measurement, and "lookup_deadline_ms"."""
+    """Reports findings, and the facts "read_bytes_per_s" and "write_bytes_per_s". ``arguments``: "tier", and "seconds"
+    per measurement."""
     tier = tier_from_dict(arguments["tier"])
     assert tier.store is not None
-    check = _StoreCheck(tier, tier.store, report, arguments["seconds"], arguments["lookup_deadline_ms"])
+    check = _StoreCheck(tier, tier.store, report, arguments["seconds"])
     try:
         check.run()
     except StoreError as error:
@@ -47,12 +47,11 @@ def check(arguments: Mapping[str, Any], report: Report) -> None:
 class _StoreCheck:
     """The checks of one store."""
 
-    def __init__(self, tier: PlannedTier, store: Store, report: Report, seconds: float, deadline_ms: float) -> None:
+    def __init__(self, tier: PlannedTier, store: Store, report: Report, seconds: float) -> None:
         self._tier = tier
         self._store = store
         self._report = report
         self._seconds = seconds
-        self._deadline_ms = deadline_ms
         self._step = "connect"
 
     def run(self) -> None:
@@ -77,7 +76,7 @@ class _StoreCheck:
     def failed(self, reason: str) -> None:
         """Reports that the store cannot be used."""
         text = f"{self._store.address}: cannot {self._step} ({reason})"
-        fix = f"start the store, and correct the address, user or password in {self._tier.setting}"
+        fix = f"start the store, and correct the address, user or password in {self._tier.prefix.rstrip('.')}"
         if self._step != "connect":
             fix = "give this server's user the right to do that in the store, and look at the store's own log"
         self._found(f"store.{self._step}_fails", Level.PROBLEM, text, fix)
@@ -98,12 +97,14 @@ class _StoreCheck:
             times.append(time.perf_counter() - begun)
             if outcome is Outcome.FAILED:
                 raise StoreError("it did not answer, or refused to say whether it has a value")
+        deadline_ms = self._tier.lookup_deadline_ms
         p50_ms = statistics.median(times) * 1e3
         text = f"round trip {milliseconds(p50_ms)} (p50 of {len(times)} lookups)"
         figures: dict[str, Figure] = {"round_trip_p50_ms": round(p50_ms, 3), "round_trip_max_ms": max(times) * 1e3}
-        if p50_ms > self._deadline_ms * SLOW_SHARE:
-            text += f", and lookup_deadline_ms is {self._deadline_ms:g}: many lookups will be misses"
-            fix = f"set lookup_deadline_ms to {max(self._deadline_ms, p50_ms) * 4:.0f}, or use a store that is nearer"
+        if p50_ms > deadline_ms * SLOW_SHARE:
+            text += f", and its lookup_deadline_ms is {deadline_ms:g}: many lookups will be misses"
+            wanted = max(deadline_ms, p50_ms) * 4
+            fix = f"set {self._tier.prefix}lookup_deadline_ms to {wanted:.0f}, or use a store that is nearer"
             self._found("store.round_trip", Level.WARNING, text, fix, figures=figures)
         else:
             self._found("store.round_trip", Level.OK, text, figures=figures)
