@@ -22,6 +22,8 @@ ROLE = "kv_both"
 PLUGIN = "kvoffload"
 MAX_ERRORS = 16
 """Errors that are shown; each costs one more attempt to read the configuration."""
+MAX_SEGMENT_BYTES = 64 << 20
+"""Memory that the doctor contributes to a store to which a server would contribute."""
 _INDEX = re.compile(r"tiers\[(\d+)\]")
 _OTHERS = 0o077
 _STAND_IN_BYTES = 1 << 20
@@ -167,7 +169,11 @@ def _planned(name: str, prefix: str, config: TierConfig, lookup_deadline_ms: flo
     store = None
     if isinstance(config, RemoteTierConfig):
         _check_key_file(prefix, config.hmac_key_file, report)
-        store = Store(config.connect, config.settings(), config.prefix, config.address)
+        settings = dict(config.settings())
+        if settings.get("segment_bytes"):
+            # Little, since what others put there is lost when the doctor leaves.
+            settings["segment_bytes"] = min(settings["segment_bytes"], MAX_SEGMENT_BYTES)
+        store = Store(config.connect, settings, config.prefix, config.address)
     return PlannedTier(
         name,
         config.kind,

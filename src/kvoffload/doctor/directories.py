@@ -248,6 +248,7 @@ class _DirectoryCheck:
                 self._report.stage(f"locks a file in {where}")
                 self._check_lock(storage)
             self._report.stage(f"writes to {where}")
+            self._check_direct(storage)
             self._check_speed(storage, where)
         finally:
             storage.close()
@@ -263,6 +264,23 @@ class _DirectoryCheck:
             self._found("directory.locks", Level.PROBLEM, text, fix)
         else:
             self._found("directory.locks", Level.OK, "a file lock works")
+
+    def _check_direct(self, storage: Storage) -> None:
+        file = storage.open("", "direct", create=True, direct=True)
+        try:
+            storage.remove("", "direct")
+            # Some file systems accept the flag when a file is opened, and refuse it later.
+            with suppress(OSError):
+                file.write([_pages(mmap.PAGESIZE)], 0)
+            is_direct = not file.is_cached
+        finally:
+            file.close()
+        if is_direct:
+            self._found("directory.direct_io", Level.OK, "O_DIRECT works: blocks bypass the page cache")
+        else:
+            text = "its file system has no O_DIRECT: blocks go through the page cache, with one more copy"
+            fix = "use ext4 or xfs on a local disk if speed matters"
+            self._found("directory.direct_io", Level.WARNING, text, fix)
 
     def _check_speed(self, storage: Storage, where: Path) -> None:
         free = storage.free_bytes()
@@ -294,19 +312,13 @@ class _DirectoryCheck:
                 )
                 return
             self._report.fact("read_bytes_per_s", read_rate)
-            self._rate(write_rate, read_rate, is_direct=not (written.is_cached or read.is_cached))
+            self._rate(write_rate, read_rate)
         finally:
             written.close()
             if read is not None:
                 read.close()
 
-    def _rate(self, write_rate: float, read_rate: float, is_direct: bool) -> None:
-        if is_direct:
-            self._found("directory.direct_io", Level.OK, "O_DIRECT works: blocks bypass the page cache")
-        else:
-            text = "its file system has no O_DIRECT: blocks go through the page cache, with one more copy"
-            fix = "use ext4 or xfs on a local disk if speed matters"
-            self._found("directory.direct_io", Level.WARNING, text, fix)
+    def _rate(self, write_rate: float, read_rate: float) -> None:
         text = f"writes {write_rate / 1e9:.2f} GB/s, reads {read_rate / 1e9:.2f} GB/s in blocks of 2 MiB"
         figures: dict[str, Figure] = {
             "write_bytes_per_s": round(write_rate),
@@ -344,7 +356,7 @@ def _move(file: StoredFile, blocks: int, seconds: float, *, is_read: bool) -> tu
             except OSError as error:
                 errors.append(error)
 
-    buffers = [np.frombuffer(mmap.mmap(-1, BLOCK_BYTES), dtype=np.uint8) for _ in range(min(NUM_THREADS, blocks))]
+    buffers = [_pages(BLOCK_BYTES) for _ in range(min(NUM_THREADS, blocks))]
     for buffer in buffers:
         # Not zeros, which some disks and file systems do not store.
         buffer[:] = random.integers(0, 256, BLOCK_BYTES, dtype=np.uint8)
@@ -360,3 +372,8 @@ def _move(file: StoredFile, blocks: int, seconds: float, *, is_read: bool) -> tu
     if errors:
         raise errors[0]
     return state["next"] * BLOCK_BYTES / passed, state["next"]
+
+
+def _pages(nbytes: int) -> ByteArray:
+    """Returns memory that direct I/O can use."""
+    return np.frombuffer(mmap.mmap(-1, nbytes), dtype=np.uint8)

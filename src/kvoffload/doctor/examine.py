@@ -153,7 +153,7 @@ class _Examiner:
         self._examination.findings.append(self._secrets.hide_in(finding))
 
     def _show(self, stage: str) -> None:
-        self._on_progress(self._secrets.hide(stage), self._done, self._total)
+        self._on_progress(self._secrets.hide(stage) or "starts", self._done, self._total)
 
 
 def _fix_for_hanging(tier: PlannedTier | None) -> str:

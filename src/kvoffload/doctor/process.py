@@ -27,6 +27,8 @@ from kvoffload.units import printable
 KILL_WAIT_S = 1.0
 """A process that the kernel cannot end, because it waits for a dead medium, is left behind after this."""
 POLL_S = 0.1
+START_DEADLINE_S = 60.0
+"""For the start of the process, which does not count against a check's deadline."""
 MAX_TAIL_BYTES = 600
 READ_BYTES = 1 << 16
 
@@ -36,6 +38,9 @@ class Report:
 
     def __init__(self, descriptor: int) -> None:
         self._descriptor = descriptor
+
+    def begin(self) -> None:
+        self._send({"begin": True})
 
     def stage(self, text: str) -> None:
         """Says what the check does next, such as "connects": if it hangs, this is where."""
@@ -76,6 +81,7 @@ class Outcome:
         self.facts: dict[str, Any] = {}
         self.stage = ""
         self.failure = ""
+        self.has_begun = False
 
 
 class CheckProcess:
@@ -91,7 +97,7 @@ class CheckProcess:
     def run(self, check: str, arguments: Mapping[str, Any], deadline_s: float) -> Outcome:
         """Runs the function with the import path ``check``, "package.module:function", for at most ``deadline_s``
         seconds. ``arguments`` are plain JSON."""
-        outcome, deadline = Outcome(), time.monotonic() + deadline_s
+        outcome = Outcome()
         try:
             process = self._started()
             request = json.dumps({"check": check, "arguments": arguments}).encode() + b"\n"
@@ -102,6 +108,7 @@ class CheckProcess:
             outcome.ending, outcome.failure = Ending.FAILED, f"its process cannot be started ({error})"
             self.close()
             return outcome
+        has_begun, deadline = False, time.monotonic() + START_DEADLINE_S
         while True:
             ready, _, _ = select.select([self._answers], [], [], min(POLL_S, max(0.0, deadline - time.monotonic())))
             if ready:
@@ -111,6 +118,8 @@ class CheckProcess:
                     break
                 if self._take(data, outcome):
                     return outcome
+                if outcome.has_begun and not has_begun:
+                    has_begun, deadline = True, time.monotonic() + deadline_s
             self._on_progress(outcome.stage)
             if time.monotonic() >= deadline:
                 outcome.ending = Ending.HUNG
@@ -156,7 +165,9 @@ class CheckProcess:
         """Adds what the process has sent to ``outcome``. Returns whether the check has ended."""
         *lines, self._buffer = (self._buffer + data).split(b"\n")
         for message in map(json.loads, lines):
-            if "stage" in message:
+            if "begin" in message:
+                outcome.has_begun = True
+            elif "stage" in message:
                 outcome.stage = message["stage"]
             elif "finding" in message:
                 outcome.findings.append(Finding.from_dict(message["finding"]))
@@ -192,8 +203,10 @@ def main(descriptor: int) -> None:
     for line in sys.stdin.buffer:
         request = json.loads(line)
         module, _, name = request["check"].partition(":")
+        check = getattr(importlib.import_module(module), name)
+        report.begin()
         try:
-            getattr(importlib.import_module(module), name)(request["arguments"], report)
+            check(request["arguments"], report)
         except Exception as error:
             report.end(f"{type(error).__name__}: {error}")
         else:

@@ -48,8 +48,8 @@ def verdict(examination: Examination) -> str:
     problems, warnings = examination.count(Level.PROBLEM), examination.count(Level.WARNING)
     if problems:
         beside = f" and {counted(warnings, 'warning')}" if warnings else ""
-        them = "it" if problems == 1 else "them"
-        return f"{counted(problems, 'problem')}{beside}: fix {them} before you deploy."
+        which = "it" if problems == 1 and not warnings else "the problem" if problems == 1 else "the problems"
+        return f"{counted(problems, 'problem')}{beside}: fix {which} before you deploy."
     if warnings:
         return f"Nothing stops this deployment; {counted(warnings, 'warning')}."
     return "Nothing stops or slows this deployment."
