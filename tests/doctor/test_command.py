@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import time
 from pathlib import Path
 from typing import Any
@@ -171,3 +172,17 @@ def test_a_check_that_hangs_is_ended_and_the_next_one_runs() -> None:
         assert process.run(f"{HERE}:works", {"number": 4}, 60.0).facts["doubled"] == 8
     finally:
         process.close()
+
+
+def test_every_id_is_documented() -> None:
+    room = Path(configuration.__file__).parent
+    source = "".join(path.read_text() for path in room.glob("*.py"))
+    machine = "memory|huge_pages|numa|processors|descriptors|copies"
+    areas = f"config|{machine}|directory|store|tier|engine|model|clock|worth|doctor"
+    used = set(re.findall(rf'"((?:{areas})\.[a-z_]+)"', source)) - {"config.json"}
+    page = (room.parents[2] / "docs" / "doctor.md").read_text()
+    documented = set(re.findall(rf"`((?:{areas})\.[a-z_]+)`", page)) - {"config.json"}
+    assert used <= documented
+    # Those whose id is made of parts have these as strings of their own.
+    made = {id.partition(".")[2].removesuffix("_fails") for id in documented - used}
+    assert [part for part in made if f'"{part}"' not in source] == []

@@ -26,7 +26,7 @@ from kvoffload.doctor.process import Report
 from kvoffload.tiers.disk.directory import LOCK_NAME, DirectoryStorage
 from kvoffload.tiers.disk.slabs import check_capacity
 from kvoffload.tiers.disk.storage import Storage, StoredFile, is_full
-from kvoffload.tiers.shared_dir.seats import MAX_SEATS, NO_LOCK_ERRORS, seat_names
+from kvoffload.tiers.shared_dir.seats import MAX_SEATS, NO_LOCK_ERRORS, aligned_buffer, seat_names
 from kvoffload.tiers.threads import NUM_THREADS
 from kvoffload.units import counted, format_bytes
 
@@ -271,7 +271,7 @@ class _DirectoryCheck:
             storage.remove("", "direct")
             # Some file systems accept the flag when a file is opened, and refuse it later.
             with suppress(OSError):
-                file.write([_pages(mmap.PAGESIZE)], 0)
+                file.write([aligned_buffer(mmap.PAGESIZE)], 0)
             is_direct = not file.is_cached
         finally:
             file.close()
@@ -356,7 +356,7 @@ def _move(file: StoredFile, blocks: int, seconds: float, *, is_read: bool) -> tu
             except OSError as error:
                 errors.append(error)
 
-    buffers = [_pages(BLOCK_BYTES) for _ in range(min(NUM_THREADS, blocks))]
+    buffers = [aligned_buffer(BLOCK_BYTES) for _ in range(min(NUM_THREADS, blocks))]
     for buffer in buffers:
         # Not zeros, which some disks and file systems do not store.
         buffer[:] = random.integers(0, 256, BLOCK_BYTES, dtype=np.uint8)
@@ -372,8 +372,3 @@ def _move(file: StoredFile, blocks: int, seconds: float, *, is_read: bool) -> tu
     if errors:
         raise errors[0]
     return state["next"] * BLOCK_BYTES / passed, state["next"]
-
-
-def _pages(nbytes: int) -> ByteArray:
-    """Returns memory that direct I/O can use."""
-    return np.frombuffer(mmap.mmap(-1, nbytes), dtype=np.uint8)

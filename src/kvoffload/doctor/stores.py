@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import mmap
 import secrets
 import statistics
 import time
@@ -18,6 +17,7 @@ from kvoffload.doctor.configuration import PlannedTier, Store, tier_from_dict
 from kvoffload.doctor.findings import Area, Figure, Finding, Level
 from kvoffload.doctor.process import Report
 from kvoffload.tiers.remote.client import Outcome, StoreClient, StoreError
+from kvoffload.tiers.shared_dir.seats import aligned_buffer
 from kvoffload.units import milliseconds
 
 FOLDER = "doctor"
@@ -110,7 +110,7 @@ class _StoreCheck:
             self._found("store.round_trip", Level.OK, text, figures=figures)
 
     def _move(self, client: StoreClient) -> None:
-        memory = _pages(2 * NUM_VALUES * VALUE_BYTES)
+        memory = aligned_buffer(2 * NUM_VALUES * VALUE_BYTES)
         client.register(memory)
         sent, got = memory.reshape(2, NUM_VALUES, VALUE_BYTES)
         sent[:] = np.random.default_rng().integers(0, 256, sent.shape, dtype=np.uint8)
@@ -185,7 +185,3 @@ class _StoreCheck:
 
     def _name(self) -> str:
         return f"{self._store.prefix}/{FOLDER}/{secrets.token_hex(16)}"
-
-
-def _pages(nbytes: int) -> ByteArray:
-    return np.frombuffer(mmap.mmap(-1, nbytes), dtype=np.uint8)
