@@ -24,8 +24,16 @@ FOLDER = "doctor"
 """Between the prefix of the store and the names of the doctor's values."""
 VALUE_BYTES = 2 << 20
 NUM_VALUES = 8
+"""Values per call."""
+MAX_ROUNDS = 8
+"""Calls that are measured, in each direction."""
 ASKED = 20
 """Lookups whose time is measured."""
+ROOM = {
+    "mooncake": "set segment_bytes on servers, or run Mooncake's own store service on other nodes",
+    "redis": "redis-cli CONFIG SET maxmemory-policy allkeys-lru, with a maxmemory that has room",
+}
+"""How a store gets room, by kind."""
 SLOW_SHARE = 0.5
 """A round trip that takes more of the deadline for lookups than this is too slow for a busy server."""
 
@@ -75,7 +83,7 @@ class _StoreCheck:
 
     def failed(self, reason: str) -> None:
         """Reports that the store cannot be used."""
-        text = f"{self._store.address}: cannot {self._step} ({reason})"
+        text = f"cannot {self._step}: {reason}"
         fix = f"start the store, and correct the address, user or password in {self._tier.prefix.rstrip('.')}"
         if self._step != "connect":
             fix = "give this server's user the right to do that in the store, and look at the store's own log"
@@ -114,22 +122,19 @@ class _StoreCheck:
         client.register(memory)
         sent, got = memory.reshape(2, NUM_VALUES, VALUE_BYTES)
         sent[:] = np.random.default_rng().integers(0, 256, sent.shape, dtype=np.uint8)
-        names = [self._name() for _ in range(NUM_VALUES)]
-        self._step = "put"
+        names: list[str] = []
         try:
-            self._report.stage(f"puts values of 2 MiB, {names[0]} and others, into {self._store.address}")
-            # One first: a client may still have to connect to other nodes.
-            if self._put(client, names[:1], sent[:1]) is None:
-                return
-            put_rate = self._put(client, names[1:], sent[1:])
+            self._step = "put"
+            self._report.stage(f"puts values of 2 MiB under {self._folder} into {self._store.address}")
+            put_rate = self._put_for_a_while(client, names, sent)
             if put_rate is None:
                 return
             self._report.fact("write_bytes_per_s", put_rate)
             self._step = "get"
             self._report.stage(f"gets values of 2 MiB from {self._store.address}")
-            get_rate = self._get(client, names, got)
+            get_rate = self._get_for_a_while(client, names[-NUM_VALUES:], got)
             if (sent != got).any():
-                text = f"{self._store.address}: gives back other bytes than were put"
+                text = f"{self._store.address} gives back other bytes than were put"
                 fix = "look for a proxy, or for a bug of the store; kvoffload would count bad blocks and pause it"
                 self._found("store.other_bytes", Level.PROBLEM, text, fix)
                 return
@@ -144,33 +149,49 @@ class _StoreCheck:
         finally:
             self._remove(client, names)
 
-    def _put(self, client: StoreClient, names: Sequence[str], values: ByteArray) -> float | None:
-        """Returns the bytes per second, or None if the store has no room. Raises StoreError."""
-        begun = time.perf_counter()
-        outcomes = client.put(names, [[value] for value in values])
-        passed = time.perf_counter() - begun
-        if Outcome.FULL in outcomes:
-            text = f"{self._store.address}: has no room; nothing new would be written"
-            fix = "give the store memory, or let it evict"
-            if self._tier.kind == "mooncake":
-                fix = "set segment_bytes on servers, or run Mooncake's own store service on other nodes"
-            elif self._tier.kind == "redis":
-                fix = "redis-cli CONFIG SET maxmemory-policy allkeys-lru, and a maxmemory with room"
-            self._found("store.full", Level.PROBLEM, text, fix)
+    def _put_for_a_while(self, client: StoreClient, names: list[str], values: ByteArray) -> float | None:
+        """Puts ``values`` again and again under new names, which it adds to ``names`` first. Returns the bytes per
+        second, or None if the store has no room. Raises StoreError."""
+        # One first: a client may still have to connect to other nodes.
+        names.append(self._name())
+        if not self._put(client, names, values[:1]):
             return None
-        if any(outcome is not Outcome.OK for outcome in outcomes):
-            raise StoreError("it did not store the value")
-        return values.size / passed
+        rounds, begun = 0, time.perf_counter()
+        while rounds == 0 or (rounds < MAX_ROUNDS and time.perf_counter() - begun < self._seconds):
+            fresh = [self._name() for _ in values]
+            names += fresh
+            if not self._put(client, fresh, values):
+                return None
+            rounds += 1
+        return rounds * values.size / (time.perf_counter() - begun)
 
-    def _get(self, client: StoreClient, names: Sequence[str], values: ByteArray) -> float:
-        """Returns the bytes per second. Raises StoreError."""
-        begun = time.perf_counter()
+    def _get_for_a_while(self, client: StoreClient, names: Sequence[str], values: ByteArray) -> float:
+        """Gets ``values`` again and again. Returns the bytes per second. Raises StoreError."""
+        rounds, begun = 0, time.perf_counter()
+        while rounds == 0 or (rounds < MAX_ROUNDS and time.perf_counter() - begun < self._seconds):
+            self._get(client, names, values)
+            rounds += 1
+        return rounds * values.size / (time.perf_counter() - begun)
+
+    def _put(self, client: StoreClient, names: Sequence[str], values: ByteArray) -> bool:
+        """Returns whether the store has room. Raises StoreError."""
+        outcomes = client.put(names, [[value] for value in values])
+        if Outcome.FULL in outcomes:
+            text = f"{self._store.address} has no room: nothing new would be written"
+            self._found(
+                "store.full", Level.PROBLEM, text, ROOM.get(self._tier.kind, "give the store room, or let it evict")
+            )
+            return False
+        if any(outcome is not Outcome.OK for outcome in outcomes):
+            raise StoreError("it did not store a value")
+        return True
+
+    def _get(self, client: StoreClient, names: Sequence[str], values: ByteArray) -> None:
+        """Raises StoreError."""
         outcomes = client.get(names, [[value] for value in values])
-        passed = time.perf_counter() - begun
         if any(outcome is not Outcome.OK for outcome in outcomes):
             lost = ", ".join(sorted({outcome.name for outcome in outcomes} - {Outcome.OK.name}))
-            raise StoreError(f"values that were just put: {lost}")
-        return values.size / passed
+            raise StoreError(f"a value that was just put is {lost}")
 
     def _remove(self, client: StoreClient, names: Sequence[str]) -> None:
         self._report.stage(f"removes its values from {self._store.address}")
@@ -178,10 +199,13 @@ class _StoreCheck:
         with suppress(Exception):
             outcomes = client.remove(names)
         if Outcome.FAILED in outcomes:
-            folder = f"{self._store.prefix}/{FOLDER}/"
-            text = f"{self._store.address}: values of the doctor are left under {folder}"
+            text = f"values of the doctor are left under {self._folder}"
             fix = "give this server's user the right to remove values, and remove them"
             self._found("store.not_removed", Level.WARNING, text, fix)
 
+    @property
+    def _folder(self) -> str:
+        return f"{self._store.prefix}/{FOLDER}/"
+
     def _name(self) -> str:
-        return f"{self._store.prefix}/{FOLDER}/{secrets.token_hex(16)}"
+        return self._folder + secrets.token_hex(16)
