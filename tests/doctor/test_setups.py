@@ -8,7 +8,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -19,16 +19,13 @@ from kvoffload.doctor.findings import Level
 from kvoffload.tiers.disk.directory import DirectoryStorage
 from tests.doctor.rig import (
     LLAMA,
-    QUICK,
     Diagnosis,
     diagnose,
     findings_of,
     model_file,
     needs_root,
     private,
-    silent_server,
 )
-from tests.tiers.mooncake.rig import Master, free_port, needs_mooncake, segment
 
 ANOTHER = 65534
 UNITS = ("_bytes", "_per_s", "_ms", "_ns", "_s", "_tokens", "_layers")
@@ -267,40 +264,3 @@ def test_a_directory_where_a_file_is(tmp_path: Path) -> None:
         found = findings_of(directories.check, {"tier": asdict(tier), "seconds": 0.0})
         assert list(found) == ["directory.refused"]
         assert wrong in found["directory.refused"].text
-
-
-# Stores.
-
-
-@needs_mooncake
-def test_a_store_that_never_answers_and_one_that_refuses() -> None:
-    with silent_server() as silent:
-        stores = [silent, f"127.0.0.1:{free_port()}"]
-        options = {"host_bytes": "64MiB", "tiers": [{"kind": "mooncake", "master": address} for address in stores]}
-        found = diagnose(options, effort=replace(QUICK, medium_deadline_s=4.0))
-    assert found.exit_status == 1
-    hung = found.one("doctor.hung")
-    assert (hung["level"], hung["tier"]) == ("problem", "mooncake")
-    assert f"while the doctor connects to {silent}" in hung["text"]
-    assert "firewall" in hung["fix"]
-    refused = found.one("store.connect_fails")
-    assert (refused["level"], refused["tier"]) == ("problem", "mooncake-2")
-    assert "Connection refused" in refused["text"]
-    assert "tiers[1]" in refused["fix"]
-
-
-@needs_mooncake
-def test_a_store_without_room_and_one_with_room(tmp_path: Path) -> None:
-    master = Master(tmp_path)
-    try:
-        options = {"host_bytes": "64MiB", "tiers": [{"kind": "mooncake", "master": master.address}]}
-        full = diagnose(options)
-        assert full.one("store.full")["level"] == "problem"
-        assert "segment_bytes" in full.one("store.full")["fix"]
-        with segment(master, 64 << 20):
-            healed = diagnose(options)
-        assert healed.ids("problem", "warning") == set()
-        assert {"store.connects", "store.round_trip", "store.speed"} <= healed.ids()
-        assert healed.one("store.speed")["figures"]["get_bytes_per_s"] > 0
-    finally:
-        master.kill()

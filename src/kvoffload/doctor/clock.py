@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import email.utils
-import http.client
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
@@ -24,7 +22,6 @@ STA_UNSYNC = 0x40
 MAX_OFFSET_S = 300.0
 """TLS and the signatures of object stores fail from some minutes on."""
 NOTABLE_OFFSET_S = 30.0
-HTTP_TIMEOUT_S = 2.0
 SIGNING_KINDS = ("object_store",)
 
 
@@ -56,15 +53,9 @@ def is_synchronized() -> bool | None:
 def check(arguments: Mapping[str, Any], report: Report) -> None:
     """Reports findings. ``arguments``: "plan", and "offsets": seconds by which media are ahead of this clock, by the
     name of the tier."""
-    plan, offsets = Plan.from_dict(arguments["plan"]), dict(arguments["offsets"])
+    plan, offsets = Plan.from_dict(arguments["plan"]), arguments["offsets"]
     report.stage("reads the clocks")
     report.finding(monotonic_finding(_call_seconds()))
-    for tier in plan.tiers:
-        url = _http_address(tier.store.settings) if tier.store is not None else None
-        if url is not None:
-            report.stage(f"asks {url} for the time")
-            with suppress(OSError, ValueError, http.client.HTTPException):
-                offsets[tier.name] = _http_offset(url)
     needs_time = [
         tier.name for tier in plan.tiers if tier.store is not None and _needs_time(tier.kind, tier.store.settings)
     ]
@@ -121,7 +112,7 @@ def time_findings(synchronized: bool | None, offsets: Mapping[str, float], needs
     level, text, fix = Level.NOTE, f"the time of day {how}", "timedatectl set-ntp true, or start chronyd on the machine"
     if needs_time:
         level = Level.WARNING
-        text += f"; {', '.join(needs_time)} refuses this server once it is off by some minutes"
+        text += f"; once it is off by some minutes, this server cannot use {', '.join(needs_time)}"
     yield Finding("clock.unsynchronized", level, Area.CLOCK, text, fix)
 
 
@@ -131,27 +122,3 @@ def _needs_time(kind: str, settings: Mapping[str, Any]) -> bool:
 
 def _is_tls(value: object) -> bool:
     return isinstance(value, str) and urlsplit(value).scheme in ("https", "rediss")
-
-
-def _http_address(settings: Mapping[str, Any]) -> str | None:
-    """Returns the first setting that is the address of an HTTP server."""
-    return next(
-        (value for value in settings.values() if isinstance(value, str) and value.startswith(("http://", "https://"))),
-        None,
-    )
-
-
-def _http_offset(url: str) -> float:
-    """Returns the seconds by which an HTTP server's clock is ahead, from the header of any answer."""
-    parts = urlsplit(url)
-    kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
-    connection = kind(parts.hostname or "", parts.port, timeout=HTTP_TIMEOUT_S)
-    try:
-        connection.request("HEAD", "/")
-        answer = connection.getresponse()
-        date = answer.getheader("Date")
-        if date is None:
-            raise ValueError("no date")
-        return email.utils.parsedate_to_datetime(date).timestamp() - time.time()
-    finally:
-        connection.close()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import email.utils
+import http.client
 import importlib
 import secrets
 import statistics
@@ -9,6 +11,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
+from urllib.parse import urlsplit
 
 import numpy as np
 
@@ -34,13 +37,14 @@ ROOM = {
     "redis": "redis-cli CONFIG SET maxmemory-policy allkeys-lru, with a maxmemory that has room",
 }
 """How a store gets room, by kind."""
+HTTP_TIMEOUT_S = 2.0
 SLOW_SHARE = 0.5
 """A round trip that takes more of the deadline for lookups than this is too slow for a busy server."""
 
 
 def check(arguments: Mapping[str, Any], report: Report) -> None:
-    """Reports findings, and the facts "read_bytes_per_s" and "write_bytes_per_s". ``arguments``: "tier", and "seconds"
-    per measurement."""
+    """Reports findings, and the facts "read_bytes_per_s", "write_bytes_per_s" and "clock_offset_s". ``arguments``:
+    "tier", and "seconds" per measurement."""
     tier = tier_from_dict(arguments["tier"])
     assert tier.store is not None
     check = _StoreCheck(tier, tier.store, report, arguments["seconds"])
@@ -77,6 +81,7 @@ class _StoreCheck:
             )
             self._ask(client)
             self._move(client)
+            self._ask_for_the_time()
         finally:
             self._report.stage(f"leaves {store.address}")
             client.close()
@@ -84,7 +89,8 @@ class _StoreCheck:
     def failed(self, reason: str) -> None:
         """Reports that the store cannot be used."""
         text = f"cannot {self._step}: {reason}"
-        fix = f"start the store, and correct the address, user or password in {self._tier.prefix.rstrip('.')}"
+        entry = self._tier.prefix.rstrip(".")
+        fix = f"see that the store runs and that this machine reaches it; correct {entry} or its credentials"
         if self._step != "connect":
             fix = "give this server's user the right to do that in the store, and look at the store's own log"
         self._found(f"store.{self._step}_fails", Level.PROBLEM, text, fix)
@@ -193,6 +199,13 @@ class _StoreCheck:
             lost = ", ".join(sorted({outcome.name for outcome in outcomes} - {Outcome.OK.name}))
             raise StoreError(f"a value that was just put is {lost}")
 
+    def _ask_for_the_time(self) -> None:
+        url = _http_address(self._store.settings)
+        if url is not None:
+            self._report.stage(f"asks {url} for the time")
+            with suppress(OSError, ValueError, http.client.HTTPException):
+                self._report.fact("clock_offset_s", _http_offset(url))
+
     def _remove(self, client: StoreClient, names: Sequence[str]) -> None:
         self._report.stage(f"removes its values from {self._store.address}")
         outcomes: Sequence[Outcome] = [Outcome.FAILED]
@@ -209,3 +222,27 @@ class _StoreCheck:
 
     def _name(self) -> str:
         return self._folder + secrets.token_hex(16)
+
+
+def _http_address(settings: Mapping[str, Any]) -> str | None:
+    """Returns the first setting that is the address of an HTTP server."""
+    return next(
+        (value for value in settings.values() if isinstance(value, str) and value.startswith(("http://", "https://"))),
+        None,
+    )
+
+
+def _http_offset(url: str) -> float:
+    """Returns the seconds by which an HTTP server's clock is ahead, from the header of any answer."""
+    parts = urlsplit(url)
+    kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
+    connection = kind(parts.hostname or "", parts.port, timeout=HTTP_TIMEOUT_S)
+    try:
+        connection.request("HEAD", "/")
+        answer = connection.getresponse()
+        date = answer.getheader("Date")
+        if date is None:
+            raise ValueError("no date")
+        return email.utils.parsedate_to_datetime(date).timestamp() - time.time()
+    finally:
+        connection.close()
