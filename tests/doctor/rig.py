@@ -49,7 +49,7 @@ class Diagnosis:
 
     def one(self, id: str, tier: str = "") -> Mapping[str, Any]:
         """Returns the only finding with this id, about this tier if it is about one."""
-        found = [each for each in self.findings if each["id"] == id and each["tier"] in (tier or each["tier"])]
+        found = [each for each in self.findings if each["id"] == id and tier in ("", each["tier"])]
         assert len(found) == 1, f"{id}: {[each['id'] for each in self.findings]}"
         return found[0]
 

@@ -10,6 +10,7 @@ from kvoffload.doctor.findings import Area, Figure, Finding, Level
 HOST = "host memory"
 TOKENS = 8192
 """Tokens of the example."""
+NOTABLE_RATIO = 1.1
 
 
 @dataclass(frozen=True, slots=True)
