@@ -146,6 +146,8 @@ def test_worth_is_the_speed_of_the_medium_against_that_of_computing() -> None:
     assert (host.level, disk.level) == (Level.OK, Level.WARNING)
     assert (host.figures["speedup"], disk.figures["speedup"]) == (5.0, 0.5)
     assert "2.0 times slower" in disk.text
+    (even,) = worth_findings(media[1:], 100_000.0, 9_000.0, True)
+    assert (even.id, even.level) == ("worth.even", Level.NOTE)
     (unknown,) = worth_findings(media, None, 20_000.0, False)
     assert unknown.id == "worth.no_model"
 

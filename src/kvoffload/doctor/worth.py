@@ -10,7 +10,8 @@ from kvoffload.doctor.findings import Area, Figure, Finding, Level
 HOST = "host memory"
 TOKENS = 8192
 """Tokens of the example."""
-NOTABLE_RATIO = 1.1
+NOTABLE_RATIO = 1.25
+"""Measurements differ by less than this from run to run."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,10 +47,12 @@ def worth_findings(
         ratio = rate / prefill_tokens_per_s
         figures |= {"prefill_tokens_per_s": prefill_tokens_per_s, "speedup": round(ratio, 2)}
         text = f"{loads}; computing them takes {_time(TOKENS / prefill_tokens_per_s)}: "
-        if ratio >= 1:
-            yield Finding(
-                "worth.pays", Level.OK, Area.WORTH, f"{text}{ratio:.1f} times faster", "", medium.tier, figures
-            )
+        if ratio >= NOTABLE_RATIO:
+            text += f"{ratio:.1f} times faster"
+            yield Finding("worth.pays", Level.OK, Area.WORTH, text, "", medium.tier, figures)
+        elif ratio > 1 / NOTABLE_RATIO:
+            text += "about the same, so a hit saves work of the device and little time"
+            yield Finding("worth.even", Level.NOTE, Area.WORTH, text, "", medium.tier, figures)
         else:
             text += f"{1 / ratio:.1f} times slower, so most prefixes that are found there are computed"
             fix = "use a faster medium, or remove the tier" if medium.tier else "do not offload this model here"
