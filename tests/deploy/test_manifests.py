@@ -28,6 +28,18 @@ BUILDER = next((tool for tool in ("kustomize", "kubectl") if shutil.which(tool))
 SCHEMAS = "1.32"
 REST = "kvoffload/memory-beside-host-bytes"
 """The annotation of a pod that says how much memory it needs beside host_bytes."""
+CERTIFICATE = """-----BEGIN CERTIFICATE-----
+MIIBdDCCARugAwIBAgIUT5B6ls9tDcmf4Nbnst5fx9hoHnIwCgYIKoZIzj0EAwIw
+DzENMAsGA1UEAwwEdGVzdDAgFw0yNjExMjIxMTMxMTJaGA8yMTI2MTAyOTExMzEx
+MlowDzENMAsGA1UEAwwEdGVzdDBZMBMGByqGSM49AgEGCCqGSM49AwEHA0IABJbA
+NIsCxnq6OQOPyMIojD2F8TZ6xgeL2WRlxercwcl73qKktMY/Ve0z4cJjbunk5jmC
+XtmJd1sXHC9ej1mGQwCjUzBRMB0GA1UdDgQWBBQTH6uMgleCLXy0MDRIYGXaqboM
+lzAfBgNVHSMEGDAWgBQTH6uMgleCLXy0MDRIYGXaqboMlzAPBgNVHRMBAf8EBTAD
+AQH/MAoGCCqGSM49BAMCA0cAMEQCIGDgie0KhCgSKoelYykpt1uPgAG2W09bgm/G
+LJcPY2IaAiAMQ+Q0BXe5bM25mb8uKnzkUuG/YSIGjFDtzBxNyqnwZA==
+-----END CERTIFICATE-----
+"""
+"""What the files of the secrets contain: any text for a password or a key."""
 OVERLAYS = ["base", *(f"overlays/{path.name}" for path in sorted((KUBERNETES / "overlays").iterdir()))]
 
 pytestmark = pytest.mark.skipif(BUILDER is None, reason="neither kustomize nor kubectl is installed")
@@ -114,7 +126,7 @@ def option_faults(objects: Objects, folder: Path) -> list[str]:
             tier[key] = str(folder / path.relative_to("/"))
             Path(tier[key]).parent.mkdir(parents=True, exist_ok=True)
             if key != "dir":
-                Path(tier[key]).write_text("0123456789abcdef" * 4)
+                Path(tier[key]).write_text(CERTIFICATE)
                 Path(tier[key]).chmod(0o400)
     try:
         OffloadConfig.from_mapping(options)
