@@ -71,9 +71,9 @@ def build_scheduler(
     to the id under which the reuse filter counts it. ``share_loads``, ``may_sleep`` and ``following``: see
     OffloadingConnectorScheduler. ``enable_events``: ``take_events`` returns events, and stored events describe their
     blocks. ``trace_headers``: returns a request's headers with its OpenTelemetry trace, or None: then spans are made,
-    see ``kvoffload.observe.spans``. ``identity`` says in words what the fingerprint depends on, such as
-    {"dtype": "bfloat16"}: see ``kvoffload.tiers.identity``. ``tiers``: further tiers below those of the configuration, the fastest first; they are
-    closed with the scheduler half. ``parts``: how the blocks of ``groups`` are divided, see
+    see ``kvoffload.observe.spans``. ``identity`` says in words what the fingerprint depends on, such as {"dtype":
+    "bfloat16"}: see ``kvoffload.tiers.identity``. ``tiers``: further tiers below those of the configuration, the
+    fastest first; they are closed with the scheduler half. ``parts``: how the blocks of ``groups`` are divided, see
     ``kvoffload.connector.parts``; workers copy ``parts.page_groups``.
 
     Raises ConfigError if a setting is wrong, a pool cannot be reached or a tier's directory cannot be used. If a tier's
