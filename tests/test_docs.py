@@ -209,12 +209,13 @@ def test_every_option_is_documented_with_its_default() -> None:
 
 
 def test_every_key_of_a_tier_is_documented_with_its_default() -> None:
-    kind, documented = "", dict[str, dict[str, str]]()
+    kinds, documented = [""], dict[str, dict[str, str]]()
     for row in table((ROOT / "docs" / "serving.md").read_text(), "## Tiers"):
         # A row without a kind belongs to the one above it; "| | `key` |" has lost its first cell.
         cells = row if len(row) == 4 else ["", *row]
-        kind = cells[0].strip("`") or kind
-        documented.setdefault(kind, {})[cells[1].strip("`")] = cells[3].strip("`")
+        kinds = cells[0].replace("`", "").split(", ") if cells[0] else kinds
+        for kind in kinds:
+            documented.setdefault(kind, {})[cells[1].strip("`")] = cells[3].strip("`")
     shared = {field.name for field in dataclasses.fields(TierConfig)}
     assert set(documented.pop("all")) == shared
     documented.pop("package.module:Class")
@@ -223,7 +224,7 @@ def test_every_key_of_a_tier_is_documented_with_its_default() -> None:
         module, _, found = path.partition(":")
         fields = dataclasses.fields(getattr(importlib.import_module(module), found))
         defaults = {field.name: field.default for field in fields if field.name not in shared}
-        assert list(documented[name]) == list(defaults)
+        assert sorted(documented[name]) == sorted(defaults)
         for key, default in defaults.items():
             if default is dataclasses.MISSING:
                 assert documented[name][key] == "must be set"

@@ -15,12 +15,11 @@ from kvoffload.abc import ConfigError
 from kvoffload.cache.policies import policy_class
 from kvoffload.host.limits import available_memory, total_memory
 from kvoffload.host.pool import padded_slot_bytes
-from kvoffload.settings import absolute_path, check_whole_number
+from kvoffload.settings import absolute_path, check_deadline, check_whole_number
 from kvoffload.tiers.config import TierConfig, TierEntry, check_distinct, distinct_names, load_tiers
 from kvoffload.tiers.disk.config import DiskConfig
 from kvoffload.units import format_bytes, parse_bytes
 
-MAX_DEADLINE_MS = 3_600_000.0
 _PATHS = {"disk_dir": "/var/cache/kvoffload", "record_trace": "/var/log/kvoffload/trace.jsonl"}
 """Options that are paths, with an example of each."""
 
@@ -132,13 +131,7 @@ class OffloadConfig:
         check_distinct(self.tier_entries)
         self._check_trace()
         for name in ("load_deadline_ms", "lookup_deadline_ms"):
-            deadline = getattr(self, name)
-            is_number = isinstance(deadline, (int, float)) and not isinstance(deadline, bool)
-            if not is_number or not 0 <= deadline <= MAX_DEADLINE_MS:
-                raise ConfigError(
-                    f"{name}={deadline!r}: must be a number of milliseconds, from 0 to {MAX_DEADLINE_MS:.0f} "
-                    "(an hour), without quotes"
-                )
+            check_deadline(name, getattr(self, name))
         if not isinstance(self.load_only_if_faster, bool):
             raise ConfigError(
                 f"load_only_if_faster={self.load_only_if_faster!r}: must be true or false, without quotes"

@@ -13,6 +13,7 @@ Base = TypeVar("Base")
 
 MAX_WHOLE_NUMBER = 1 << 30
 """The largest value of a setting that counts something: far above useful values, and safe in arithmetic."""
+MAX_DEADLINE_MS = 3_600_000.0
 
 
 def absolute_path(setting: str, value: object, example: str) -> str:
@@ -35,6 +36,16 @@ def check_whole_number(setting: str, value: object, least: int) -> None:
         raise ConfigError(f"{setting}={value!r}: must be a whole number, {least} or more; or leave it out")
     if value > MAX_WHOLE_NUMBER:
         raise ConfigError(f"{setting}={value!r}: must be a whole number, {MAX_WHOLE_NUMBER} at most; or leave it out")
+
+
+def check_deadline(setting: str, value: object) -> None:
+    """Raises ConfigError unless ``value`` is a number of milliseconds from 0 to MAX_DEADLINE_MS."""
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if not is_number or not 0 <= value <= MAX_DEADLINE_MS:  # type: ignore[operator]
+        raise ConfigError(
+            f"{setting}={value!r}: must be a number of milliseconds, from 0 to {MAX_DEADLINE_MS:.0f} (an hour), "
+            "without quotes"
+        )
 
 
 def import_subclass(setting: str, path: str, base: type[Base], choice: str) -> type[Base]:

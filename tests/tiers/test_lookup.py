@@ -161,6 +161,17 @@ def test_a_slower_tier_is_asked_while_a_faster_one_does_not_know() -> None:
     assert remote.reads == keys
 
 
+def test_each_tier_may_have_a_deadline_of_its_own() -> None:
+    rig, remote = with_remote(lookup_deadline_ms=100, lookup_deadlines_ms=[None, 500])
+    keys = chain("x", 4)
+    put(rig, remote, keys)
+    rig.tiers[0].unsure = True
+    for passed, is_waiting in ((0.0, True), (0.3, True), (0.21, False)):
+        rig.clock.now += passed
+        assert (rig.manager.lookup(keys, A) is None) == is_waiting, passed
+    assert rig.manager.lookup(keys, A) == 0, "the slower tier was given 500 ms"
+
+
 def test_late_answers_count_once_per_lookup_and_pause_the_tier() -> None:
     rig, _ = with_remote(lookup_deadline_ms=100)
     for i in range(MAX_FAILURES):

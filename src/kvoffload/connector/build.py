@@ -170,6 +170,7 @@ def _make_manager(
         tokens_per_block=tokens_per_block(groups),
         groups=groups,
         lookup_deadline_ms=config.lookup_deadline_ms,
+        lookup_deadlines_ms=[None if entry is None else entry.lookup_deadline_ms for _, entry in tiers],
         load_deadline_ms=config.load_deadline_ms,
         load_only_if_faster=config.load_only_if_faster,
         admissions=[None if entry is None else admission(entry.store_threshold, [entry]) for _, entry in tiers],

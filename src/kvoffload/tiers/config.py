@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 
 from kvoffload.abc import ByteArray, ConfigError, Tier
 from kvoffload.host.pool import PoolHandle
-from kvoffload.settings import check_whole_number, import_subclass
+from kvoffload.settings import check_deadline, check_whole_number, import_subclass
 
 BUILTIN = {
     "disk": "kvoffload.tiers.disk.config:DiskConfig",
@@ -67,6 +67,9 @@ class TierConfig(ABC):
     store_threshold: int | None = None
     """How many requests must ask for a block before it is written to this tier, 2 or more. By default all blocks that
     are stored are written."""
+    lookup_deadline_ms: float | None = None
+    """How long this tier may take to answer whether it holds a block. By default as the option of the same name says.
+    """
 
     @property
     def capacity_bytes(self) -> int | None:
@@ -176,6 +179,8 @@ def _load(setting: str, entry: object) -> TierConfig:
         )
     with prefixed(f"{setting}."):
         check_whole_number("store_threshold", made.store_threshold, 2)
+        if made.lookup_deadline_ms is not None:
+            check_deadline("lookup_deadline_ms", made.lookup_deadline_ms)
     return made
 
 

@@ -84,21 +84,21 @@ class OpenQuestions:
 class TierLookup:
     """Looks up keys in ``host`` and then in ``tiers``, the fastest first.
 
-    A tier may answer that it does not know yet. If that takes longer than ``deadline_s``, the block counts as missing,
-    and the lookup as failed.
+    A tier may answer that it does not know yet. If that takes longer than its deadline, the block counts as missing,
+    and the lookup as failed. ``deadlines_s``: one per tier.
     """
 
     def __init__(
         self,
         host: PolicyOffloadingManager,
         tiers: Sequence[TierState],
-        deadline_s: float,
+        deadlines_s: Sequence[float],
         reasons: MissMemory,
         clock: Callable[[], float],
     ) -> None:
         self._host = host
         self._tiers = tiers
-        self._open = [OpenQuestions(deadline_s) for _ in tiers]
+        self._open = list(map(OpenQuestions, deadlines_s))
         self._reasons = reasons
         self._clock = clock
         self._is_unanswered = False

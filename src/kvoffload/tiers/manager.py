@@ -66,7 +66,8 @@ class TieredOffloadingManager(OffloadingManager):
     arrived. Promoted blocks stay pinned for the requests that waited for them until these are given device blocks or
     end. Without a context, or with one that may not wait, only host memory is consulted.
 
-    If a tier does not say within ``lookup_deadline_ms`` whether it holds a block, the block counts as missing. A tier
+    If a tier does not say within ``lookup_deadline_ms`` whether it holds a block, the block counts as missing;
+    ``lookup_deadlines_ms`` are the deadlines per tier, None for those that have no other. A tier
     that fails or hangs is paused and tested, see CircuitBreaker. After a reset, a shared tier is not used any more.
 
     Make ``host`` with ``must_store``: nothing behind a block that its policy refuses is written to a tier. ``groups``:
@@ -85,6 +86,7 @@ class TieredOffloadingManager(OffloadingManager):
         tokens_per_block: Sequence[float],
         groups: Sequence[KVGroup] | None = None,
         lookup_deadline_ms: float = 100.0,
+        lookup_deadlines_ms: Sequence[float | None] = (),
         load_deadline_ms: float = 1000.0,
         load_only_if_faster: bool = True,
         write_share: float = WRITE_SHARE,
@@ -102,7 +104,10 @@ class TieredOffloadingManager(OffloadingManager):
         )
         """State of each tier; read only."""
         self._reasons = MissMemory(clock=clock)
-        self._lookup = TierLookup(host, self.tiers, lookup_deadline_ms / 1000, self._reasons, clock)
+        deadlines_s = [
+            (lookup_deadline_ms if own is None else own) / 1000 for _, own in zip_longest(tiers, lookup_deadlines_ms)
+        ]
+        self._lookup = TierLookup(host, self.tiers, deadlines_s, self._reasons, clock)
         self._promoter = Promoter(
             host,
             self.tiers,

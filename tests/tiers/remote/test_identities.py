@@ -12,8 +12,8 @@ from tests.tiers.remote.memory_store import MemoryClient
 MINE = {"model": "llama", "dtype": "bfloat16", "tensor parallelism": "1"}
 
 
-def notes(client: MemoryClient, number: int, **changes: str) -> list[str]:
-    return list(announce(client, "kv", f"{number:064x}", MINE | changes))
+def notes(client: MemoryClient, number: int, hmac_key: bytes = b"", **changes: str) -> list[str]:
+    return list(announce(client, "kv", f"{number:064x}", MINE | changes, hmac_key))
 
 
 def test_the_log_says_in_what_other_servers_differ() -> None:
@@ -69,3 +69,15 @@ def test_no_more_than_the_bound_are_stored() -> None:
     for number in range(MAX_IDENTITIES + 3):
         notes(client, number, dtype=f"float{number}")
     assert len(client.values) == MAX_IDENTITIES
+
+
+def test_with_an_hmac_key_only_identities_of_servers_with_the_same_key_are_named() -> None:
+    client, key, other = MemoryClient(), b"k" * 32, b"o" * 32
+    assert notes(client, 1, key) == []
+    assert len(notes(client, 2, key, dtype="float16")) == 1
+    assert notes(client, 3, other, dtype="float32") == []
+    assert notes(client, 4, dtype="float64") == []
+    # A value of another key under a name that servers with this key use was put there by somebody else.
+    mine, _, theirs, _ = client.values
+    client.values[mine] = client.values[theirs]
+    assert len(notes(client, 5, key, dtype="int8")) == 1

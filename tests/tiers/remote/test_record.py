@@ -8,10 +8,21 @@ import numpy as np
 import pytest
 from xxhash import xxh3_64_intdigest
 
-from kvoffload.tiers.remote.record import RECORD_BYTES, Verdict, pack_record, payload_checksum, value_name, verify
+from kvoffload.tiers.remote.record import (
+    RECORD_BYTES,
+    Verdict,
+    namespace,
+    pack_record,
+    payload_checksum,
+    value_name,
+    verify,
+)
 
 FINGERPRINT = "5e" * 32
 KEY = bytes(range(36))
+HMAC_KEY = b"k" * 32
+CHECKSUM_AT = 96
+"""Where a record has the checksum of the payload."""
 PARTS = [np.arange(64, dtype=np.uint8), np.arange(100, 132, dtype=np.uint8)]
 
 
@@ -68,3 +79,32 @@ def test_parts_are_hashed_in_order() -> None:
 
 def test_names_have_prefix_fingerprint_and_key() -> None:
     assert value_name("kv", FINGERPRINT, b"\x01\xff") == f"kv/{FINGERPRINT}/01ff"
+
+
+def test_a_tag_covers_every_byte_of_record_and_payload() -> None:
+    value = np.concatenate([pack_record(FINGERPRINT, KEY, PARTS, HMAC_KEY), *PARTS])
+    for i in range(value.size):
+        bad = value.copy()
+        bad[i] ^= 0x10
+        parts = [bad[RECORD_BYTES:][:64], bad[RECORD_BYTES:][64:]]
+        # Whoever can write to the store can make all checksums right.
+        raw = bytearray(bad[:RECORD_BYTES].tobytes())
+        if i >= RECORD_BYTES:
+            raw[CHECKSUM_AT : CHECKSUM_AT + 8] = struct.pack("<Q", payload_checksum(FINGERPRINT, KEY, parts))
+        forged = sealed(raw)
+        verdict = verify(FINGERPRINT, KEY, forged, parts, HMAC_KEY)
+        is_checksum = i >= RECORD_BYTES - 8
+        assert (verdict is Verdict.GOOD) == (is_checksum and i < RECORD_BYTES), i
+
+
+def test_forged_blocks_are_good_only_without_an_hmac_key() -> None:
+    forged = pack_record(FINGERPRINT, KEY, PARTS)
+    assert verify(FINGERPRINT, KEY, forged, PARTS) is Verdict.GOOD
+    assert verify(FINGERPRINT, KEY, forged, PARTS, HMAC_KEY) is Verdict.BAD
+    assert verify(FINGERPRINT, KEY, pack_record(FINGERPRINT, KEY, PARTS, b"x" * 32), PARTS, HMAC_KEY) is Verdict.BAD
+
+
+def test_servers_with_other_hmac_keys_have_other_names() -> None:
+    spaces = {namespace(FINGERPRINT), namespace(FINGERPRINT, HMAC_KEY), namespace(FINGERPRINT, b"x" * 32)}
+    assert len(spaces) == 3
+    assert all(len(each) == 64 for each in spaces)

@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import ctypes
 import importlib.util
-import logging
 import re
 import socket
 from dataclasses import dataclass
+from typing import Any
 
-from kvoffload.abc import ConfigError, Tier
+from kvoffload.abc import ConfigError
 from kvoffload.host.limits import available_memory
-from kvoffload.tiers.config import TierConfig, TierContext
-from kvoffload.tiers.remote.start import open_remote_tier
+from kvoffload.tiers.remote.config import RemoteTierConfig
 from kvoffload.units import format_bytes, parse_bytes
-
-logger = logging.getLogger(__name__)
 
 PROTOCOLS = ("tcp", "rdma")
 LIBRARIES = {
@@ -27,15 +24,14 @@ LIBRARIES = {
 }
 """Shared libraries that the client needs, whatever the protocol, and the Debian packages that have them."""
 _MASTER = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[^:/\s\[\]]+):([0-9]{1,5})")
-_PREFIX = re.compile(r"[A-Za-z0-9._-]+(/[A-Za-z0-9._-]+)*")
-MAX_PREFIX = 128
 
 
 @dataclass(frozen=True)
-class MooncakeConfig(TierConfig):
+class MooncakeConfig(RemoteTierConfig):
     """A Mooncake Store, whose master and segments run elsewhere."""
 
     kind = "mooncake"
+    connect = "kvoffload.tiers.mooncake.client:connect"
     example = {"master": "10.0.0.5:50051"}
 
     master: str
@@ -51,8 +47,6 @@ class MooncakeConfig(TierConfig):
     segment_bytes: int = 0
     """Memory of this node that it contributes to the store, shared by its engines. It is host memory beside
     ``host_bytes``, and what is in it is lost when the server ends."""
-    prefix: str = "kvoffload"
-    """What the names of all values begin with."""
 
     def __post_init__(self) -> None:
         match = _MASTER.fullmatch(self.master) if isinstance(self.master, str) else None
@@ -73,16 +67,16 @@ class MooncakeConfig(TierConfig):
                 or (name == "metadata" and not value)
             ):
                 raise ConfigError(f"{name}={value!r}: write a string, {fix}")
-        if not isinstance(self.prefix, str) or len(self.prefix) > MAX_PREFIX or not _PREFIX.fullmatch(self.prefix):
-            raise ConfigError(
-                f"prefix={self.prefix!r}: write at most {MAX_PREFIX} letters, digits and ._- such as "
-                'prefix="kvoffload", with single slashes between them'
-            )
+        super().__post_init__()
         if self.segment_bytes != 0:
             object.__setattr__(self, "segment_bytes", parse_bytes("segment_bytes", self.segment_bytes))
         check_installed()
 
-    def open(self, context: TierContext) -> Tier:
+    @property
+    def address(self) -> str:
+        return self.master
+
+    def settings(self, engines: int = 1) -> dict[str, Any]:
         available = available_memory()
         if self.segment_bytes > available:
             raise ConfigError(
@@ -90,18 +84,10 @@ class MooncakeConfig(TierConfig):
                 f"{format_bytes(available)} of memory are available beside the host pools; write less, or 0 to "
                 "contribute nothing"
             )
-        settings = {name: getattr(self, name) for name in ("master", "metadata", "protocol", "devices")}
+        settings: dict[str, Any] = {name: getattr(self, name) for name in ("master", "metadata", "protocol", "devices")}
         settings["host"] = self.host or _own_address(self.master)
-        settings["segment_bytes"] = self.segment_bytes // context.engines
-        tier = open_remote_tier(
-            "kvoffload.tiers.mooncake.client:connect", settings, context, name=self.kind, prefix=self.prefix
-        )
-        logger.info(
-            "kvoffload: Mooncake Store at %s, values under %s/; its client connects in the background",
-            self.master,
-            self.prefix,
-        )
-        return tier
+        settings["segment_bytes"] = self.segment_bytes // engines
+        return settings
 
 
 def check_installed() -> None:

@@ -16,6 +16,7 @@ from functools import partial
 
 from kvoffload.abc import KVOffloadError
 from kvoffload.tiers.remote.client import StoreClient
+from kvoffload.tiers.remote.config import read_hmac_key
 from kvoffload.tiers.remote.identities import announce
 from kvoffload.tiers.remote.memory import SeparateBuffers, Window
 from kvoffload.tiers.remote.messages import Op, Request
@@ -109,6 +110,7 @@ class _Server:
         self._niceness = os.getpriority(os.PRIO_PROCESS, 0)
         self._pools = [handle.open()[: setup.num_slots] for handle in setup.handles]
         self._files = [handle.open_file() for handle in setup.handles]
+        self._hmac_key = read_hmac_key(setup.hmac_key_file)
         self._client = connect(setup.settings)
         self._has_windows = self._client.moves_buffers_singly and Window.fits(self._pools)
         if not self._has_windows:
@@ -125,7 +127,9 @@ class _Server:
     def _new_worker(self) -> StoreWorker:
         setup = self._setup
         memory = Window(self._pools, self._files) if self._has_windows else SeparateBuffers(self._pools)
-        return StoreWorker(self._client, memory, setup.fingerprint, setup.prefix, pause=time.sleep)
+        return StoreWorker(
+            self._client, memory, setup.fingerprint, setup.prefix, pause=time.sleep, hmac_key=self._hmac_key
+        )
 
     def serve(self, messages: Iterator[tuple[Kind, bytes]]) -> None:
         self._lookups.submit_read(self._announce)
@@ -158,7 +162,7 @@ class _Server:
     def _announce(self) -> None:
         setup = self._setup
         # One message, because the log leaves out what follows soon after another.
-        notes = list(announce(self._client, setup.prefix, setup.fingerprint, setup.identity))
+        notes = list(announce(self._client, setup.prefix, setup.fingerprint, setup.identity, self._hmac_key))
         if notes:
             self._connection.send(Kind.NOTE, "\n".join(notes).encode())
 

@@ -2,12 +2,14 @@
 
 A store cannot list its names. So servers of one model leave their identities under numbered names,
 ``<prefix>/identities/<digest of the model's name>/<number>``, each in a value of IDENTITY_BYTES: the length and the
-checksum (XXH3-64) of the text, eight bytes each, then the text, then zeros.
+checksum (XXH3-64) of the text, eight bytes each, then the text, then zeros. With an HMAC key, the digest depends on it,
+and the last TAG_BYTES are the first ones of HMAC-SHA256 over the bytes before them.
 """
 
 from __future__ import annotations
 
 import hashlib
+import hmac
 import struct
 from collections.abc import Iterator, Mapping
 
@@ -17,6 +19,7 @@ from xxhash import xxh3_64_intdigest
 from kvoffload.abc import ByteArray
 from kvoffload.tiers.identity import MODEL, explain_unusable, identity_text, parse_identity
 from kvoffload.tiers.remote.client import Outcome, StoreClient, StoreError
+from kvoffload.tiers.remote.record import TAG_BYTES
 
 MAX_IDENTITIES = 32
 """Identities of one model that a store can have; later ones are not explained."""
@@ -25,22 +28,28 @@ _HEADER = struct.Struct("<QQ")
 _FINGERPRINT = "fingerprint"
 
 
-def announce(client: StoreClient, prefix: str, fingerprint: str, identity: Mapping[str, str]) -> Iterator[str]:
+def announce(
+    client: StoreClient, prefix: str, fingerprint: str, identity: Mapping[str, str], hmac_key: bytes = b""
+) -> Iterator[str]:
     """Stores ``identity`` unless the store has it. Yields why blocks under other fingerprints cannot be used here."""
     if not identity:
         return
-    model = hashlib.sha256(identity.get(MODEL, "").encode()).hexdigest()[:16]
-    names = [f"{prefix}/identities/{model}/{number}" for number in range(MAX_IDENTITIES)]
+    model = identity.get(MODEL, "").encode()
+    digest = hmac.digest(hmac_key, b"identity" + model, "sha256") if hmac_key else hashlib.sha256(model).digest()
+    folder = f"{prefix}/identities/{digest.hex()[:16]}"
+    names = [f"{folder}/{number}" for number in range(MAX_IDENTITIES)]
     rows = np.zeros((MAX_IDENTITIES, IDENTITY_BYTES), dtype=np.uint8)
     try:
         client.register(rows)
         outcomes = client.get(names, [[row] for row in rows])
-        found = [_parse(row) if outcome is Outcome.OK else {} for row, outcome in zip(rows, outcomes, strict=True)]
+        found = [
+            _parse(row, hmac_key) if outcome is Outcome.OK else {} for row, outcome in zip(rows, outcomes, strict=True)
+        ]
         if Outcome.MISSING in outcomes and all(each.get(_FINGERPRINT) != fingerprint for each in found):
             text = identity_text({**identity, _FINGERPRINT: fingerprint}).encode()
-            if len(text) <= IDENTITY_BYTES - _HEADER.size:
+            if len(text) <= IDENTITY_BYTES - _HEADER.size - TAG_BYTES:
                 row = rows[0]
-                row[:] = np.frombuffer(_value(text), dtype=np.uint8)
+                row[:] = np.frombuffer(_value(text, hmac_key), dtype=np.uint8)
                 free = [name for name, outcome in zip(names, outcomes, strict=True) if outcome is Outcome.MISSING]
                 # A server that starts at the same moment may take a name first.
                 for name in free:
@@ -55,14 +64,22 @@ def announce(client: StoreClient, prefix: str, fingerprint: str, identity: Mappi
             yield reason
 
 
-def _value(text: bytes) -> bytes:
-    return (_HEADER.pack(len(text), xxh3_64_intdigest(text)) + text).ljust(IDENTITY_BYTES, b"\0")
+def _value(text: bytes, hmac_key: bytes) -> bytes:
+    body = (_HEADER.pack(len(text), xxh3_64_intdigest(text)) + text).ljust(IDENTITY_BYTES - TAG_BYTES, b"\0")
+    return body + _tag(body, hmac_key)
 
 
-def _parse(row: ByteArray) -> dict[str, str]:
-    """Returns the identity in a value: nothing if it is none."""
-    size, checksum = _HEADER.unpack_from(row.tobytes())
-    text = row[_HEADER.size : _HEADER.size + size].tobytes()
-    if len(text) != size or xxh3_64_intdigest(text) != checksum:
+def _tag(body: bytes, hmac_key: bytes) -> bytes:
+    return hmac.digest(hmac_key, body, "sha256")[:TAG_BYTES] if hmac_key else bytes(TAG_BYTES)
+
+
+def _parse(row: ByteArray, hmac_key: bytes) -> dict[str, str]:
+    """Returns the identity in a value: nothing if it is none, or not one of a server with the same HMAC key."""
+    raw = row.tobytes()
+    body, tag = raw[:-TAG_BYTES], raw[-TAG_BYTES:]
+    size, checksum = _HEADER.unpack_from(body)
+    text = body[_HEADER.size : _HEADER.size + size]
+    is_intact = len(text) == size and xxh3_64_intdigest(text) == checksum
+    if not is_intact or not hmac.compare_digest(tag, _tag(body, hmac_key)):
         return {}
     return parse_identity(text.decode(errors="replace"))

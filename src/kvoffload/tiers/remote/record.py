@@ -1,18 +1,23 @@
 """The format of a block in a store that others use too.
 
 The value of a block is a record of RECORD_BYTES, then the bytes of rank 0, those of rank 1 and so on, padding included,
-without gaps. Its name is ``<prefix>/<fingerprint>/<key>``, where the fingerprint has 64 hexadecimal digits and the key
-is in hexadecimal. Numbers are little-endian.
+without gaps. Its name is ``<prefix>/<namespace>/<key>``, where the namespace is the fingerprint, 64 hexadecimal digits,
+and the key is in hexadecimal. Numbers are little-endian.
 
 The record's checksum covers every other byte of the record, the payload's checksum every byte after the record; both
 are XXH3-64. The payload's checksum is seeded with fingerprint, generation and key like that of the disk tier, so the
 value of another key fails it. The generation is 0 here. A version of the format with a record of another length must
 use other names.
+
+With an HMAC key, the record has a tag: the first TAG_BYTES of HMAC-SHA256 over the record's other fields and the bytes
+after the record. Without one these bytes are zero. The namespace is then derived from fingerprint and HMAC key, so
+servers with other keys, or with none, have other names, and do not take each other's blocks for forged ones.
 """
 
 from __future__ import annotations
 
 import enum
+import hmac
 import struct
 from collections.abc import Sequence
 
@@ -23,12 +28,14 @@ FORMAT_VERSION = 1
 RECORD_BYTES = 128
 MAX_KEY_BYTES = 64
 GENERATION = 0
+TAG_BYTES = 16
 
 _MAGIC = b"kvor"
 _ID_BYTES = 12
-_RECORD = struct.Struct(f"<4sHHI{_ID_BYTES}sQ{MAX_KEY_BYTES}sQ16x")
+_RECORD = struct.Struct(f"<4sHHI{_ID_BYTES}sQ{MAX_KEY_BYTES}sQ{TAG_BYTES}s")
 """Magic, version, bytes of the key, ranks, first bytes of the fingerprint, bytes of the payload, key, checksum of the
-payload."""
+payload, tag."""
+_NO_TAG = bytes(TAG_BYTES)
 assert _RECORD.size == RECORD_BYTES - CHECKSUM_BYTES
 
 
@@ -42,9 +49,14 @@ class Verdict(enum.Enum):
     """These are not the bytes that were stored under this name."""
 
 
-def value_name(prefix: str, fingerprint: str, key: OffloadKey) -> str:
+def namespace(fingerprint: str, hmac_key: bytes = b"") -> str:
+    """Returns what the names of all values of ``fingerprint`` contain, 64 hexadecimal digits."""
+    return hmac.digest(hmac_key, b"namespace" + bytes.fromhex(fingerprint), "sha256").hex() if hmac_key else fingerprint
+
+
+def value_name(prefix: str, namespace: str, key: OffloadKey) -> str:
     """Returns the name of a block's value."""
-    return f"{prefix}/{fingerprint}/{key.hex()}"
+    return f"{prefix}/{namespace}/{key.hex()}"
 
 
 def payload_checksum(fingerprint: str, key: OffloadKey, parts: Sequence[ByteArray]) -> int:
@@ -52,7 +64,7 @@ def payload_checksum(fingerprint: str, key: OffloadKey, parts: Sequence[ByteArra
     return block_checksum(bytes.fromhex(fingerprint) + struct.pack("<Q", GENERATION) + key, parts)
 
 
-def pack_record(fingerprint: str, key: OffloadKey, parts: Sequence[ByteArray]) -> ByteArray:
+def pack_record(fingerprint: str, key: OffloadKey, parts: Sequence[ByteArray], hmac_key: bytes = b"") -> ByteArray:
     """Returns the record of a block with these ``parts``, one per rank, as RECORD_BYTES bytes."""
     body = _RECORD.pack(
         _MAGIC,
@@ -63,16 +75,31 @@ def pack_record(fingerprint: str, key: OffloadKey, parts: Sequence[ByteArray]) -
         sum(part.nbytes for part in parts),
         key,
         payload_checksum(fingerprint, key, parts),
+        _NO_TAG,
     )
-    return sealed(body)
+    return sealed(body[:-TAG_BYTES] + _tag(hmac_key, body, parts))
 
 
-def verify(fingerprint: str, key: OffloadKey, record: ByteArray, parts: Sequence[ByteArray]) -> Verdict:
-    """Returns whether ``record`` and ``parts`` are what was stored under ``key``."""
+def _tag(hmac_key: bytes, body: bytes, parts: Sequence[ByteArray]) -> bytes:
+    """Returns the tag of a block. Whatever tag ``body``, the record without its checksum, has is left out. Large
+    buffers are hashed without the GIL."""
+    if not hmac_key:
+        return _NO_TAG
+    tag = hmac.new(hmac_key, body[:-TAG_BYTES], "sha256")
+    for part in parts:
+        tag.update(part.data)
+    return tag.digest()[:TAG_BYTES]
+
+
+def verify(
+    fingerprint: str, key: OffloadKey, record: ByteArray, parts: Sequence[ByteArray], hmac_key: bytes = b""
+) -> Verdict:
+    """Returns whether ``record`` and ``parts`` are what was stored under ``key``, by a server with the same HMAC key if
+    there is one."""
     raw = record.tobytes()
     if len(raw) != RECORD_BYTES or not is_sealed(raw):
         return Verdict.BAD
-    magic, version, key_bytes, ranks, fingerprint_id, payload_bytes, stored_key, payload = _RECORD.unpack_from(raw)
+    magic, version, key_bytes, ranks, fingerprint_id, payload_bytes, stored_key, payload, tag = _RECORD.unpack_from(raw)
     if magic != _MAGIC:
         return Verdict.BAD
     if version != FORMAT_VERSION:
@@ -85,4 +112,6 @@ def verify(fingerprint: str, key: OffloadKey, record: ByteArray, parts: Sequence
         return Verdict.BAD
     if ranks != len(parts) or payload_bytes != sum(part.nbytes for part in parts):
         return Verdict.FOREIGN
-    return Verdict.GOOD if payload_checksum(fingerprint, key, parts) == payload else Verdict.BAD
+    if payload_checksum(fingerprint, key, parts) != payload:
+        return Verdict.BAD
+    return Verdict.GOOD if hmac.compare_digest(tag, _tag(hmac_key, raw[: _RECORD.size], parts)) else Verdict.BAD

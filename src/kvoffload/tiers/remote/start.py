@@ -19,10 +19,17 @@ find blocks."""
 
 
 def open_remote_tier(
-    client: str, settings: Mapping[str, Any], context: TierContext, *, name: str, prefix: str
+    client: str,
+    settings: Mapping[str, Any],
+    context: TierContext,
+    *,
+    name: str,
+    prefix: str,
+    hmac_key_file: str | None = None,
 ) -> RemoteTier:
     """Returns a tier whose store's client is made by ``client``, an import path "package.module:function", from
     ``settings``, and waits up to START_WAIT_S for it. ``prefix``: what the names of all values begin with.
+    ``hmac_key_file``: see ``RemoteTierConfig``.
 
     Raises ConfigError if another process cannot open a host pool.
     """
@@ -33,7 +40,9 @@ def open_remote_tier(
             f"{len(context.pools)} host pools; give build_scheduler HostPool.handle() of each pool, not its bytes"
         )
     num_slots = min(len(pool) for pool in context.pools)
-    setup = Setup(client, settings, tuple(handles), num_slots, context.fingerprint, prefix, context.identity)
+    setup = Setup(
+        client, settings, tuple(handles), num_slots, context.fingerprint, prefix, context.identity, hmac_key_file
+    )
     payload_bytes = sum(pool.shape[1] for pool in context.pools)
     channel = ProcessChannel(setup, name)
     tier = RemoteTier(channel, payload_bytes, name=name)

@@ -36,7 +36,8 @@ _KINDS = frozenset(map(int, Kind))
 @dataclass(frozen=True, slots=True)
 class Setup:
     """What the process needs to know. ``client`` is the import path "package.module:function" of a function that
-    returns the StoreClient for ``settings``, or raises StoreError. ``num_slots``: slots that every pool has."""
+    returns the StoreClient for ``settings``, or raises StoreError. ``num_slots``: slots that every pool has. Secrets
+    are named by the files that they are in, so that no message or log has one."""
 
     client: str
     settings: Mapping[str, Any]
@@ -45,6 +46,7 @@ class Setup:
     fingerprint: str
     prefix: str
     identity: Mapping[str, str] = field(default_factory=dict)
+    hmac_key_file: str | None = None
 
     def pack(self) -> bytes:
         return json.dumps(asdict(self)).encode()

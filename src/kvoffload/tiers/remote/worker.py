@@ -10,7 +10,7 @@ from kvoffload.abc import OffloadKey
 from kvoffload.tiers.remote.client import Outcome, StoreClient
 from kvoffload.tiers.remote.memory import ValueMemory
 from kvoffload.tiers.remote.messages import Op, Request, Response, Status
-from kvoffload.tiers.remote.record import Verdict, pack_record, value_name, verify
+from kvoffload.tiers.remote.record import Verdict, namespace, pack_record, value_name, verify
 
 RETRY_WITHIN_S = 1.0
 """Lookups and reads that fail sooner than this are tried once more: a connection that was lost is made again then."""
@@ -32,7 +32,8 @@ class StoreWorker:
 
     The checksums are computed here, so they cost the engine nothing. One thread uses a worker at a time; several
     workers may share a client, but not a memory. Raises StoreError if the client cannot register the memory. ``random``
-    returns numbers from 0 to 1, ``pause`` waits for so many seconds, by default not at all.
+    returns numbers from 0 to 1, ``pause`` waits for so many seconds, by default not at all. With an ``hmac_key``, only
+    blocks of servers that have the same are found.
     """
 
     def __init__(
@@ -44,11 +45,13 @@ class StoreWorker:
         clock: Callable[[], float] = time.monotonic,
         random: Callable[[], float] = random_module.random,
         pause: Callable[[float], None] = lambda seconds: None,
+        hmac_key: bytes = b"",
     ) -> None:
         self._client = client
         self._memory = memory
         self._fingerprint = fingerprint
-        self._prefix = prefix
+        self._hmac_key = hmac_key
+        self._prefix, self._namespace = prefix, namespace(fingerprint, hmac_key)
         self._clock = clock
         self._random = random
         self._pause = pause
@@ -81,7 +84,7 @@ class StoreWorker:
         return statuses, ""
 
     def _run(self, op: Op, keys: Sequence[OffloadKey], slots: Sequence[int]) -> list[Status]:
-        names = [value_name(self._prefix, self._fingerprint, key) for key in keys]
+        names = [value_name(self._prefix, self._namespace, key) for key in keys]
         if op is Op.READ:
             return self._read(keys, names, slots)
         if op is Op.WRITE:
@@ -107,7 +110,7 @@ class StoreWorker:
         for key, outcome, value in zip(keys, outcomes, values, strict=True):
             status = _STATUS[outcome]
             if status is Status.OK:
-                verdict = verify(self._fingerprint, key, value.record, value.parts)
+                verdict = verify(self._fingerprint, key, value.record, value.parts, self._hmac_key)
                 if verdict is not Verdict.GOOD:
                     status = Status.CORRUPT if verdict is Verdict.BAD else Status.MISSING
             statuses.append(status)
@@ -119,7 +122,7 @@ class StoreWorker:
         if new:
             values = [self._memory.value(row, slots[i]) for row, i in enumerate(new)]
             for i, value in zip(new, values, strict=True):
-                value.record[:] = pack_record(self._fingerprint, keys[i], value.parts)
+                value.record[:] = pack_record(self._fingerprint, keys[i], value.parts, self._hmac_key)
             outcomes = self._client.put([names[i] for i in new], [value.buffers for value in values])
             for i, outcome in zip(new, outcomes, strict=True):
                 statuses[i] = _STATUS[outcome]

@@ -1,0 +1,88 @@
+"""With an HMAC key, what others have put into the store is never loaded, and servers with other keys do not meet."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from kvoffload.abc import ConfigError, TierError
+from kvoffload.abc.tier import HIT, MISS
+from kvoffload.tiers.config import load_tiers
+from kvoffload.tiers.mooncake import config as mooncake
+from kvoffload.tiers.remote.config import read_hmac_key
+from kvoffload.tiers.remote.record import RECORD_BYTES, namespace, pack_record, value_name
+from tests.tiers.remote.rig import FINGERPRINT, Server, content, store_in
+
+KEYS = [bytes([i]) * 36 for i in range(4)]
+SECRET = "0123456789abcdef" * 4
+
+
+@pytest.fixture
+def secret(tmp_path: Path) -> str:
+    path = tmp_path / "secret"
+    path.write_text(SECRET + "\n")
+    return str(path)
+
+
+@pytest.fixture
+def servers(tmp_path: Path, secret: str) -> Iterator[tuple[Server, Server, Server]]:
+    """Two servers with the same HMAC key, and one without."""
+    store = store_in(tmp_path / "store")
+    made = Server(store, hmac_key_file=secret), Server(store, hmac_key_file=secret), Server(store)
+    for each in made:
+        each.connect()
+    yield made
+    for each in made:
+        each.close()
+
+
+def test_servers_with_the_same_key_share_blocks_and_others_do_not(servers: tuple[Server, Server, Server]) -> None:
+    one, other, stranger = servers
+    assert all(result.ok for result in one.write(KEYS).values())
+    assert stranger.states(KEYS) == [MISS] * 4
+    assert other.states(KEYS) == [HIT] * 4
+    assert all(result.ok for result in other.read(KEYS).values())
+    assert all(other.has(key, 16 + i) for i, key in enumerate(KEYS))
+    # Both write their own, and neither removes what the other has.
+    assert all(result.nbytes for result in stranger.write(KEYS).values())
+    assert other.states(KEYS) == stranger.states(KEYS) == [HIT] * 4
+
+
+def test_forged_blocks_are_never_loaded(servers: tuple[Server, Server, Server]) -> None:
+    one, other, stranger = servers
+    forged = [content(b"forged", rank, pool.shape[1]) for rank, pool in enumerate(one.pools)]
+    value = np.concatenate([pack_record(FINGERPRINT, KEYS[0], forged), *forged])
+    for hmac_key in (b"", SECRET.encode()):
+        value.tofile(one.store.path(value_name("kv", namespace(FINGERPRINT, hmac_key), KEYS[0])))
+    assert stranger.read(KEYS[:1])[KEYS[0]].ok, "without a key it is loaded: checksums find damage, not forgery"
+    assert (stranger.pools[0][16] == forged[0]).all()
+    assert other.read(KEYS[:1])[KEYS[0]].error is TierError.CORRUPT
+    # The forged value is removed, and the right one takes its place.
+    other.until(lambda: other.states(KEYS[:1]) == [MISS], "the forged block was never removed")
+    assert one.write(KEYS[:1])[KEYS[0]].nbytes == RECORD_BYTES + sum(one.slot_bytes)
+    other.until(lambda: other.states(KEYS[:1]) == [HIT], "the new block was never found")
+    assert other.read(KEYS[:1])[KEYS[0]].ok
+
+
+def test_the_key_is_what_the_file_has_without_white_space(secret: str) -> None:
+    assert read_hmac_key(secret) == SECRET.encode()
+    assert read_hmac_key(None) == b""
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ("", "hmac_key_file='': write the path"),
+        (7, "hmac_key_file=7: write the path"),
+        ("/missing/key", "hmac_key_file='/missing/key': cannot be read .*openssl rand -hex 32"),
+        (str(Path(__file__).parent / "__init__.py"), "has 0 bytes, fewer than 32"),
+    ],
+)
+def test_mistakes_are_named(given: object, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mooncake, "check_installed", lambda: None)
+    with pytest.raises(ConfigError, match=r"tiers\[0\]\.hmac_key_file") as caught:
+        load_tiers([{"kind": "mooncake", "master": "10.0.0.5:50051", "hmac_key_file": given}])
+    assert caught.match(message)
