@@ -52,8 +52,8 @@ HEALTHY = {
     # A store that bounds itself has no budget.
     "kvoffload:tier_capacity_bytes:redis": "0x96",
 }
-"""One value per minute, as promtool writes series: "0+50x96" grows by 10 each time. The last part of a name with three
-parts is the reason or the tier."""
+"""A value every five minutes, as promtool writes series: "0+50x96" grows by 50 each time. The last part of a name with
+three parts is the reason or the tier."""
 HOSTS_ONLY = {name: values for name, values in HEALTHY.items() if "tier_" not in name}
 
 FAULTS: dict[str, dict[str, str]] = {
