@@ -8,7 +8,15 @@ from typing import Any
 
 from kvoffload.abc import ByteArray
 from kvoffload.tiers.object_store.bucket import Bucket, Found, NewObject, Piece
-from kvoffload.tiers.object_store.contents import Place, Places, contents, make_note, mark, values_per_object
+from kvoffload.tiers.object_store.contents import (
+    OBJECT_BYTES,
+    Place,
+    Places,
+    contents,
+    make_note,
+    mark,
+    values_per_object,
+)
 from kvoffload.tiers.object_store.search import Search
 from kvoffload.tiers.remote.client import Outcome, StoreClient
 
@@ -42,9 +50,10 @@ class ObjectStoreClient(StoreClient):
     client alone, which shows it again instead of storing it.
     """
 
-    def __init__(self, bucket: Bucket, value_bytes: int) -> None:
+    def __init__(self, bucket: Bucket, value_bytes: int, object_bytes: int = OBJECT_BYTES) -> None:
         self._bucket = bucket
-        self._step = values_per_object(value_bytes) if bucket.has_notes else 1
+        self._object_bytes = object_bytes
+        self._step = values_per_object(value_bytes, object_bytes) if bucket.has_notes else 1
         self._places = Places()
 
     def exists(self, names: Sequence[str]) -> list[Outcome]:
@@ -132,7 +141,7 @@ class ObjectStoreClient(StoreClient):
         last_size = -1
         for i in left:
             size = sum(part.nbytes for part in buffers[i])
-            most = values_per_object(size) if self._step > 1 else 1
+            most = values_per_object(size, self._object_bytes) if self._step > 1 else 1
             if size != last_size or len(groups[-1]) == most:
                 groups.append([])
             groups[-1].append(i)
