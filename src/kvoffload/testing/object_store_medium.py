@@ -5,17 +5,20 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any, TypeVar
 
 from kvoffload.abc import ByteArray, Tier
 from kvoffload.testing.servers import Connection, SharingServer
 from kvoffload.testing.store_medium import StoreConnection, StoreMedium
-from kvoffload.testing.stores import Answer, ClientState, FaultyCalls, SimulatedStore, StoreFaults
+from kvoffload.testing.stores import ClientState, FaultyCalls, SimulatedStore, StoreFaults
 from kvoffload.tiers.object_store import bucket
 from kvoffload.tiers.object_store.bucket import Bucket, Found, NewObject, Piece
 from kvoffload.tiers.object_store.client import ObjectStoreClient
 from kvoffload.tiers.object_store.contents import contents
 from kvoffload.tiers.remote.client import Outcome, StoreClient, StoreError
 from kvoffload.tiers.remote.record import RECORD_BYTES
+
+_Answer = TypeVar("_Answer")
 
 
 @dataclass(frozen=True)
@@ -50,14 +53,14 @@ class SimulatedBucket(Bucket):
     def delete(self, names: Sequence[str]) -> list[Outcome]:
         return self._each([partial(self._delete, name) for name in names])
 
-    def _each(self, acts: Sequence[Callable[[], Answer]]) -> list[Answer | Outcome]:  # type: ignore[misc]
+    def _each(self, acts: Sequence[Callable[[], _Answer]]) -> list[_Answer | Any]:
         self._calls.begin()
-        answers = [self._calls.one(partial(self._throttle, act), Outcome.FAILED) for act in acts]
+        answers: list[_Answer | Any] = [self._calls.one(partial(self._throttle, act), Outcome.FAILED) for act in acts]
         if all(answer is Outcome.FAILED for answer in answers):
             raise StoreError("every request to the simulated bucket has failed")
         return answers
 
-    def _throttle(self, act: Callable[[], Answer]) -> Answer | Outcome:
+    def _throttle(self, act: Callable[[], _Answer]) -> _Answer | Any:
         return Outcome.FAILED if self._calls.injects("throttled") else act()
 
     def _head(self, name: str) -> bucket.Answer:
@@ -139,6 +142,7 @@ class ObjectStoreConnection(StoreConnection):
         if self._client is None or self._made_for != self.channel.num_starts:
             simulated = SimulatedBucket(self.medium.store, self.state, self._values_put)
             object_bytes = self._value_bytes * self._values_per_object
-            self._client = self.client_class(simulated, self._value_bytes, object_bytes)
+            groups = [i for i, group in enumerate(self.server.life.scenario.groups) if group.is_full] or [0]
+            self._client = self.client_class(simulated, self._value_bytes, groups, object_bytes)
             self._made_for = self.channel.num_starts
         return self._client
