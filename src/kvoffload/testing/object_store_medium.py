@@ -55,7 +55,8 @@ class SimulatedBucket(Bucket):
 
     def _each(self, acts: Sequence[Callable[[], _Answer]]) -> list[_Answer | Any]:
         self._calls.begin()
-        answers: list[_Answer | Any] = [self._calls.one(partial(self._throttle, act), Outcome.FAILED) for act in acts]
+        failed: Any = Outcome.FAILED
+        answers: list[_Answer | Any] = [self._calls.one(partial(self._throttle, act), failed) for act in acts]
         if all(answer is Outcome.FAILED for answer in answers):
             raise StoreError("every request to the simulated bucket has failed")
         return answers

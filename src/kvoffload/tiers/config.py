@@ -50,8 +50,8 @@ class TierContext:
     policy: str = "lru"
     engine: int = 0
     engines: int = 1
-    groups: Sequence[KVGroup] = ()
     num_tokens: Callable[[int], int] = int
+    groups: Sequence[KVGroup] = ()
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -42,9 +42,9 @@ class _Reading:
 
 
 class ObjectStoreClient(StoreClient):
-    """Values in ``bucket``. Blocks of the KV cache ``groups`` share objects of up to ``object_bytes`` if they are small:
-    consecutive ones of one ``put`` become one object, which has the name of the first of them, and a note that lists
-    them. Blocks of other groups, of which lookups want single ones, have objects of their own. ``value_bytes`` is the
+    """Values in ``bucket``. Blocks of the KV cache ``groups`` share objects of up to ``object_bytes`` if they are
+    small: consecutive ones of one ``put`` become one object, which has the name of the first of them, and a note that
+    lists them. Blocks of other groups, of which lookups want single ones, have objects of their own. ``value_bytes`` is the
     size of a block's value.
 
     The notes say where a value is, never what it is: its bytes are verified by whoever reads it. The object is deleted
