@@ -156,7 +156,13 @@ def small_group() -> Iterator[Path]:
         group.rmdir()
 
 
-MAIN = "import sys; from kvoffload.cli import main; main()"
+MAIN = """
+from kvoffload.cli import doctor, main
+from kvoffload.doctor.examine import Effort
+
+doctor.EFFORT = Effort(measure_s=0.01, pool_bytes=4 << 20)
+main()
+"""
 
 
 def run_elsewhere(prefix: str, *arguments: str) -> tuple[int, list[dict[str, str]]]:

@@ -253,6 +253,7 @@ def _measure_copies(seconds: float, pool_bytes: int, report: Report) -> None:
     pool = HostPool(nbytes // BLOCK_BYTES, BLOCK_BYTES)
     try:
         pool.wait_until_touched()
+        _check_sharing(pool, report)
         _check_huge_pages(_huge_bytes(pool.data.ctypes.data), nbytes, report)
         blocks = min(DEVICE_BLOCKS, pool.num_blocks)
         device = np.ones((1, blocks, BLOCK_BYTES), dtype=np.uint8)
@@ -267,6 +268,22 @@ def _measure_copies(seconds: float, pool_bytes: int, report: Report) -> None:
     figures: dict[str, Figure] = {"store_bytes_per_s": round(store), "load_bytes_per_s": round(load)}
     report.finding(_found("copies.measured", Level.OK, text, figures=figures))
     report.fact("copy_bytes_per_s", load)
+
+
+def _check_sharing(pool: HostPool, report: Report) -> None:
+    """Opens the pool from another process, as the scheduler's process does if there are tiers."""
+    handle = pool.handle()
+    pid = os.fork()
+    if pid == 0:
+        try:
+            handle.open()
+        except BaseException:
+            os._exit(1)
+        os._exit(0)
+    if os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]):
+        text = "a process of this user cannot open the memory of another one (/proc/PID/fd): tiers need that"
+        fix = "run without the sandbox that forbids it (gVisor, a mount of /proc with hidepid, a seccomp profile)"
+        report.finding(_found("memory.not_shared", Level.PROBLEM, text, fix))
 
 
 def _copy_rate(copier: BlockCopier, blocks: int, slots: int, is_store: bool, seconds: float) -> float:

@@ -88,7 +88,7 @@ class CheckProcess:
     """Runs checks one after the other. ``on_progress`` is called several times per second with the current stage."""
 
     def __init__(self, on_progress: Callable[[str], None] = lambda stage: None) -> None:
-        self._on_progress = on_progress
+        self.on_progress = on_progress
         self._process: subprocess.Popen[bytes] | None = None
         self._answers = -1
         self._output = tempfile.TemporaryFile()  # noqa: SIM115
@@ -120,7 +120,7 @@ class CheckProcess:
                     return outcome
                 if outcome.has_begun and not has_begun:
                     has_begun, deadline = True, time.monotonic() + deadline_s
-            self._on_progress(outcome.stage)
+            self.on_progress(outcome.stage)
             if time.monotonic() >= deadline:
                 outcome.ending = Ending.HUNG
                 break
