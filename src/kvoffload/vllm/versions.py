@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import vllm
@@ -126,6 +127,15 @@ def may_sleep(vllm_config: VllmConfig) -> bool:
     """Whether the engine can sleep and repeats its handshake when it wakes up."""
     sleeps = bool(attribute(vllm_config.model_config, "enable_sleep_mode"))
     return sleeps and hasattr(base.KVConnectorBase_V1, "restore_kv_caches")
+
+
+def trace_headers(vllm_config: VllmConfig) -> Callable[[Any], Mapping[str, str] | None] | None:
+    """Returns what reads the headers of a request's trace, or None if vLLM's tracing is off. A version without these
+    names is served without spans."""
+    with contextlib.suppress(AttributeError):
+        if vllm_config.observability_config.otlp_traces_endpoint is not None:
+            return lambda request: getattr(request, "trace_headers", None)
+    return None
 
 
 def warn_if_untested() -> None:
