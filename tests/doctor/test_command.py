@@ -54,7 +54,7 @@ def test_a_configuration_is_json_or_a_file_with_either_form(tmp_path: Path) -> N
             assert source.options == options
             assert source.transfer == (whole if content is whole else None)
     for wrong in ("{host_bytes: 1GiB}", "[]", '{"kv_connector_extra_config": 3}', str(tmp_path), "[" * 100_000):
-        with pytest.raises(ConfigError, match="^--config"):
+        with pytest.raises(ConfigError, match=r"^--config"):
             read_source(wrong)
 
 

@@ -152,7 +152,7 @@ class _DirectoryCheck:
         """Returns the directory, or the one in which a server would make it; None if it cannot be used."""
         path = self._path
         if not os.path.lexists(path):
-            parent = next(each for each in path.parents if each.exists())
+            parent = next(each for each in path.parents if os.path.exists(each))
             if not parent.is_dir():
                 self._found(
                     "directory.refused", Level.PROBLEM, f"{parent} is not a directory", "name another directory"

@@ -28,11 +28,10 @@ from kvoffload.host.limits import (
     reserve,
     total_memory,
 )
-from kvoffload.host.mapping import HUGE_PAGE
 from kvoffload.host.pool import HostPool
 from kvoffload.tiers.disk.start import allow_descriptors
 from kvoffload.transfer.blocks import BlockCopier
-from kvoffload.units import format_bytes
+from kvoffload.units import format_bytes, percentage
 
 MEMINFO = Path("/proc/meminfo")
 NODES = Path("/sys/devices/system/node")
@@ -43,6 +42,8 @@ MEASURED_SHARE = 8
 """At most one part in so many of the available memory is used to measure copies."""
 BLOCK_BYTES = 2 << 20
 DEVICE_BLOCKS = 32
+HUGE_SHARE = 0.75
+"""A few pages that cannot be collapsed matter little."""
 HUGE_KERNEL = (6, 1)
 """The first version of Linux that collapses pages of memory files on request."""
 LEAST_PROCESSORS = 2
@@ -313,8 +314,8 @@ def _huge_bytes(address: int) -> int:
 
 def _check_huge_pages(huge: int, nbytes: int, report: Report) -> None:
     figures: dict[str, Figure] = {"huge_bytes": huge, "tested_bytes": nbytes}
-    if huge >= nbytes - HUGE_PAGE:
-        text = "huge pages: the pool gets them"
+    if huge >= nbytes * HUGE_SHARE:
+        text = f"huge pages: the pool gets them ({percentage(huge, nbytes)})"
         report.finding(_found("huge_pages.used", Level.OK, text, figures=figures))
         return
     setting = _shmem_setting()
