@@ -147,6 +147,8 @@ class _StoreCheck:
                 return
             self._report.fact("read_bytes_per_s", get_rate)
             text = f"puts {put_rate / 1e9:.2f} GB/s, gets {get_rate / 1e9:.2f} GB/s in values of 2 MiB"
+            if self._store.settings.get("segment_bytes"):
+                text += ", of which this machine may hold some itself"
             figures: dict[str, Figure] = {
                 "put_bytes_per_s": round(put_rate),
                 "get_bytes_per_s": round(get_rate),
@@ -164,14 +166,16 @@ class _StoreCheck:
         # One first: a client may still have to connect to other nodes.
         names.append(self._name())
         if not self._put(client, names, values[:1]):
-            return self._full()
+            self._full()
+            return None
         rounds, passed = 0, 0.0
         while rounds == 0 or (rounds < MAX_ROUNDS and passed < self._seconds):
             fresh, old = [self._name() for _ in values], list(names)
             names += fresh
             begun = time.perf_counter()
             if not self._put(client, fresh, values):
-                return self._full()
+                self._full()
+                return None
             passed += time.perf_counter() - begun
             rounds += 1
             self._remove(client, old)
