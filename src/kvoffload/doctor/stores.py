@@ -21,7 +21,6 @@ from kvoffload.doctor.findings import Area, Figure, Finding, Level
 from kvoffload.doctor.process import Report
 from kvoffload.tiers.remote.client import Outcome, StoreClient, StoreError
 from kvoffload.tiers.shared_dir.seats import aligned_buffer
-from kvoffload.units import milliseconds
 
 FOLDER = "doctor"
 """Between the prefix of the store and the names of the doctor's values."""
@@ -114,7 +113,7 @@ class _StoreCheck:
                 raise StoreError("it did not answer, or refused to say whether it has a value")
         deadline_ms = self._tier.lookup_deadline_ms
         p50_ms = statistics.median(times) * 1e3
-        text = f"round trip {milliseconds(p50_ms)} (p50 of {len(times)} lookups)"
+        text = f"round trip {p50_ms:.2f} ms (p50 of {len(times)} lookups)"
         figures: dict[str, Figure] = {"round_trip_p50_ms": round(p50_ms, 3), "round_trip_max_ms": max(times) * 1e3}
         if p50_ms > deadline_ms * SLOW_SHARE:
             text += f", and its lookup_deadline_ms is {deadline_ms:g}: many lookups will be misses"
