@@ -17,12 +17,13 @@ PACKAGE = Path(kvoffload.__file__).parent
 
 LAYERS = [
     {"abc"},
-    {"units", "locks", "digests", "settings", "native"},
+    {"units", "locks", "digests", "settings", "native", "supported"},
     {"host", "transfer", "observe", "fingerprints"},
     {"cache"},
     {"config", "tiers"},
     {"connector"},
     {"lab"},
+    {"doctor"},
     {"cli", "demo", "vllm", "testing"},
 ]
 """Lowest first. A room may import from its own layer and those below, but rooms must not form a cycle. ``testing`` may
@@ -32,8 +33,9 @@ ENGINE_MODULES = {
     "vllm": ("kvoffload.vllm", "kvoffload.demo.engine"),
     "torch": ("kvoffload.vllm", "kvoffload.transfer.cuda.kernels", "kvoffload.transfer.cuda.torch_device"),
     "triton": ("kvoffload.transfer.cuda.kernels",),
+    "opentelemetry": ("kvoffload.observe.spans",),
 }
-"""The modules, or rooms of modules, that may import each package of an engine."""
+"""The modules, or rooms of modules, that may import each package of an engine, or of its tracing."""
 
 
 def modules() -> dict[str, str]:
@@ -132,6 +134,7 @@ def test_rooms_do_not_import_each_other_in_a_cycle() -> None:
         ("kvoffload.transfer.cuda.torch_device", "import triton"),
         ("kvoffload.transfer.cuda.kernels", "import vllm"),
         ("kvoffload.testing.engine", "import torch"),
+        ("kvoffload.connector.observer", "from opentelemetry import trace"),
         ("kvoffload.cache.manager", "from kvoffload.testing.reference import ReferenceLRUManager"),
     ],
 )
@@ -173,6 +176,17 @@ def loaded_by(statement: str) -> set[str]:
     ],
 )
 def test_the_library_loads_no_optional_package(statement: str) -> None:
-    optional = {"torch", "triton", "vllm", "pytest", "hypothesis", "click", "rich", "matplotlib", "jinja2"}
+    optional = {
+        "torch",
+        "triton",
+        "vllm",
+        "pytest",
+        "hypothesis",
+        "click",
+        "rich",
+        "matplotlib",
+        "jinja2",
+        "opentelemetry",
+    }
     assert loaded_by(statement) & optional == set()
     assert "hypothesis" in loaded_by("import kvoffload.testing.stateful")

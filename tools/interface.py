@@ -34,7 +34,7 @@ OWN = {"connector_scheduler", "connector_worker", "pool"}
 PROTOCOLS = {"Request": "vllm.v1.request:Request", "KVBlocks": "vllm.v1.core.kv_cache_manager:KVCacheBlocks"}
 """Protocols in ``kvoffload/abc/engine.py``, and the classes of vLLM that stand for them."""
 UNTYPED = {
-    "vllm.v1.request:Request": ("lora_request", "all_token_ids", "block_hashes"),
+    "vllm.v1.request:Request": ("lora_request", "all_token_ids", "block_hashes", "trace_headers"),
     "vllm.lora.request:LoRARequest": ("adapter_id", "name"),
     "vllm.v1.core.kv_cache_utils:KVCacheBlockCopy": ("dst_block_id",),
     "vllm.v1.kv_cache_interface:KVCacheSpec": ("block_size", "page_size_bytes", "prefix_cacheable"),

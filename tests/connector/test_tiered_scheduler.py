@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import pytest
 
@@ -49,10 +50,10 @@ class SpyManager(TieredOffloadingManager):
 
 
 class TieredRig(Rig):
-    def __init__(self, num_host_blocks: int = 16, enable_events: bool = False) -> None:
+    def __init__(self, num_host_blocks: int = 16, enable_events: bool = False, **options: Any) -> None:
         clock = Clock()
         manager = SpyManager(num_host_blocks, clock, enable_events=enable_events)
-        options = {"describe_blocks": enable_events}
+        options["describe_blocks"] = enable_events
         super().__init__(num_host_blocks, manager=manager, clock=clock, options=options)
 
     def put_below(self, tokens: list[int]) -> None:

@@ -6,6 +6,7 @@ import contextlib
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any, TypeAlias
 
 import numpy as np
 
@@ -20,6 +21,7 @@ from kvoffload.connector.layout import Layout
 from kvoffload.connector.parts import Parts
 from kvoffload.connector.scheduler import OffloadingConnectorScheduler
 from kvoffload.host.pool import PoolHandle
+from kvoffload.observe.spans import RequestSpans
 from kvoffload.observe.trace import TraceRecorder
 from kvoffload.tiers.config import TierConfig, TierContext, TierEntry, distinct_names
 from kvoffload.tiers.disk.format import is_fingerprint
@@ -27,6 +29,8 @@ from kvoffload.tiers.manager import TieredOffloadingManager
 from kvoffload.units import format_bytes
 
 logger = logging.getLogger(__name__)
+
+TraceHeaders: TypeAlias = Callable[[Any], Mapping[str, str] | None]
 
 NAMESPACE_BYTES = 8
 """Bytes of the fingerprint in front of every block hash."""
@@ -48,6 +52,7 @@ def build_scheduler(
     may_sleep: bool = False,
     parent_request: Callable[[str], str] = str,
     following: Following | None = None,
+    trace_headers: TraceHeaders | None = None,
     identity: Mapping[str, str] | None = None,
     tiers: Sequence[Tier] = (),
     parts: Parts | None = None,
@@ -65,9 +70,10 @@ def build_scheduler(
     this engine among the ``engines`` that share the budgets of this node. ``parent_request``: maps the id of a request
     to the id under which the reuse filter counts it. ``share_loads``, ``may_sleep`` and ``following``: see
     OffloadingConnectorScheduler. ``enable_events``: ``take_events`` returns events, and stored events describe their
-    blocks. ``identity`` says in words what the fingerprint depends on, such as {"dtype": "bfloat16"}: see
-    ``kvoffload.tiers.identity``. ``tiers``: further tiers below those of the configuration, the fastest first; they are
-    closed with the scheduler half. ``parts``: how the blocks of ``groups`` are divided, see
+    blocks. ``trace_headers``: returns a request's headers with its OpenTelemetry trace, or None: then spans are made,
+    see ``kvoffload.observe.spans``. ``identity`` says in words what the fingerprint depends on, such as {"dtype":
+    "bfloat16"}: see ``kvoffload.tiers.identity``. ``tiers``: further tiers below those of the configuration, the
+    fastest first; they are closed with the scheduler half. ``parts``: how the blocks of ``groups`` are divided, see
     ``kvoffload.connector.parts``; workers copy ``parts.page_groups``.
 
     Raises ConfigError if a setting is wrong, a pool cannot be reached or a tier's directory cannot be used. If a tier's
@@ -101,6 +107,7 @@ def build_scheduler(
             describe_blocks=enable_events,
             load_deadline_ms=config.load_deadline_ms,
             recorder=recorder,
+            spans=_make_spans(trace_headers, host_pools.block_bytes),
             may_sleep=may_sleep,
             following=following,
             parts=parts,
@@ -334,6 +341,19 @@ def _named(tier: Tier, name: str) -> Tier:
     if tier.name != name:
         tier.name = name
     return tier
+
+
+def _make_spans(trace_headers: TraceHeaders | None, block_bytes: int) -> RequestSpans | None:
+    """Returns what makes spans, or None, with a warning, if it cannot."""
+    if trace_headers is None:
+        return None
+    try:
+        return RequestSpans(trace_headers, block_bytes)
+    except Exception as error:
+        logger.warning(
+            "kvoffload: makes no spans, although the engine's tracing is on: %s; install opentelemetry-api", error
+        )
+        return None
 
 
 def _make_recorder(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import time
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
@@ -33,6 +34,8 @@ class Job:
     """What a store reads."""
     epoch: int = 0
     """The number of resets before it began."""
+    began: int = field(default_factory=time.time_ns)
+    """When it was made, in nanoseconds since 1970."""
     num_pending: int = 0
     """Workers that have not reported it yet."""
     failed: bool = False

@@ -46,6 +46,7 @@ class Lookups:
         if match is None or not self._still_holds(match, computed):
             match = state.match = self._look_up(state, computed)
             if match.tokens is not None and state.waiting_since is not None:
+                state.waited_s += self._clock() - state.waiting_since
                 state.waiting_since = None
                 state.num_waits += 1
         return match

@@ -18,6 +18,7 @@ from kvoffload.connector.messages import WorkerReport
 from kvoffload.connector.request import Match, RequestState
 from kvoffload.observe.metrics import Metrics
 from kvoffload.observe.records import RECORD_RING_SIZE, RequestRecord
+from kvoffload.observe.spans import RequestSpans
 from kvoffload.observe.trace import TraceRecorder
 
 logger = logging.getLogger(__name__)
@@ -55,7 +56,7 @@ class RequestObserver:
     manager, takes part in a decision: whether to load or to compute.
 
     ``records`` has the latest requests. ``recorder`` gets every request that was given device blocks, when it ends.
-    ``describes_blocks``: events of stored blocks carry a BlockDescription.
+    ``spans`` gets every request. ``describes_blocks``: events of stored blocks carry a BlockDescription.
     """
 
     def __init__(
@@ -64,6 +65,7 @@ class RequestObserver:
         layout: Layout,
         metrics: Metrics,
         recorder: TraceRecorder | None,
+        spans: RequestSpans | None,
         describes_blocks: bool,
         clock: Callable[[], float],
     ) -> None:
@@ -73,6 +75,7 @@ class RequestObserver:
         self._manager = manager
         self._layout = layout
         self._recorder = recorder
+        self._spans = spans
         self._clock = clock
         self._read_policy_at = float("-inf")
         self._requests: dict[str, _Observed] = {}
@@ -89,6 +92,8 @@ class RequestObserver:
     def begin(self, state: RequestState) -> None:
         """Begins to observe a request, which is looked up for the first time."""
         self._requests[state.context.req_id] = _Observed()
+        if self._spans is not None:
+            self._spans.begin(state.context.req_id, state.request)
 
     def waits(self, state: RequestState) -> None:
         """Notes that a request waits, perhaps for blocks that a lower tier is asked for."""
@@ -104,6 +109,12 @@ class RequestObserver:
         self._coming.pop(req_id, None)
         if match is not None:
             self._record(state, match, num_external_tokens)
+        if state.waited_s:
+            self.metrics.add("wait_seconds", state.waited_s)
+        if self._spans is not None:
+            observed = self._requests.get(req_id)
+            record = observed.record if observed is not None else None
+            self._spans.looked_up(req_id, record, state.waited_s, num_external_tokens)
         if match is not None and num_external_tokens == 0:
             self._prefills[req_id] = _Prefill(state, self._clock())
         else:
@@ -119,10 +130,21 @@ class RequestObserver:
         observed = self._requests.pop(req_id, None)
         self._coming.pop(req_id, None)
         self._prefills.pop(req_id, None)
+        if self._spans is not None:
+            self._spans.end(req_id)
+            if not any(state.blocks.tables):
+                self.planned_last_stores([state])
         if self._recorder is not None and observed is not None and observed.record is not None:
             state.extend_keys()
             keys = state.blocks.keys[self._layout.traced]
             self._recorder.add(observed.arrived, observed.record, keys, request.num_tokens, request.num_computed_tokens)
+
+    def planned_last_stores(self, states: Iterable[RequestState]) -> None:
+        """Called for requests that have ended, once the stores of their last blocks have begun."""
+        if self._spans is not None:
+            for state in states:
+                if state.num_jobs == 0:
+                    self._spans.close(state.context.req_id)
 
     def measure_prefills(self, scheduled: Mapping[str, int]) -> None:
         """Measures how long requests take to compute their prompts beside other requests, and reports it to the manager
@@ -206,6 +228,15 @@ class RequestObserver:
         if report.load_bytes or report.load_seconds:
             self.metrics.add("load_bytes", report.load_bytes)
             self.metrics.add("load_seconds", report.load_seconds)
+
+    def copied(self, job: Job) -> None:
+        """Observes a job that has ended."""
+        if self._spans is not None:
+            # Requests share a job only if each has one block in it.
+            blocks = len(job.lease.slots) // len(job.states)
+            for state in job.states:
+                is_last = state.num_jobs == 0
+                self._spans.copied(state.context.req_id, job.is_store, blocks, job.failed, job.began, is_last)
 
     def stored(self, job: Job) -> None:
         """Counts the blocks of a store, which can be loaded now, and describes them for events."""

@@ -83,6 +83,8 @@ class RequestState:
     """When the wait in progress began. Since then the engine was answered to ask again."""
     num_waits: int = 0
     """Waits that have ended since it was last given device blocks."""
+    waited_s: float = 0.0
+    """How long these took, in seconds."""
     touched: bool = False
     """Whether its use was counted, which happens once."""
     state_ends: Collection[int] = ()
@@ -108,7 +110,7 @@ class RequestState:
 
     def end_wait(self) -> None:
         """Ends the wait in progress; waits count from zero again."""
-        self.waiting_since, self.num_waits = None, 0
+        self.waiting_since, self.num_waits, self.waited_s = None, 0, 0.0
 
     def lose_blocks(self, has_new_ones: bool) -> None:
         """Called when the request was preempted. ``has_new_ones``: device blocks were allocated to it again in the

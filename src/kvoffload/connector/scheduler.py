@@ -42,6 +42,7 @@ from kvoffload.connector.snapshot import SchedulerSnapshot, take_snapshot
 from kvoffload.connector.stores import StorePlanner
 from kvoffload.observe.metrics import Metrics
 from kvoffload.observe.records import RequestRecord
+from kvoffload.observe.spans import RequestSpans
 from kvoffload.observe.trace import TraceRecorder
 
 logger = logging.getLogger(__name__)
@@ -111,9 +112,10 @@ class OffloadingConnectorScheduler:
     ``num_workers`` workers report each job. ``share_loads``: a request whose blocks are being loaded for another waits,
     to find them on the device; for engines that share device blocks between requests, and schedule waiting requests
     that hold some before those that hold none. ``describe_blocks``: stored events carry a BlockDescription.
-    ``recorder`` gets every request that was given device blocks, when it ends. ``may_sleep``: the engine calls
-    ``wake_up`` after each sleep, and a reset may belong to one. ``following`` describes the tokens after a block. It is
-    needed if a group has a ``lookahead``. ``parts``: how the blocks of ``groups`` are divided.
+    ``recorder`` gets every request that was given device blocks, when it ends; ``spans`` gets every request.
+    ``may_sleep``: the engine calls ``wake_up`` after each sleep, and a reset may belong to one. ``following``
+    describes the tokens after a block. It is needed if a group has a ``lookahead``. ``parts``: how the blocks of
+    ``groups`` are divided.
 
     Call it from the engine's scheduler thread only. No method raises for anything that goes wrong while serving: after
     an unexpected error ``off`` is True, nothing more is loaded or stored, and every promised load or store is reported
@@ -133,6 +135,7 @@ class OffloadingConnectorScheduler:
         describe_blocks: bool = False,
         load_deadline_ms: float = 1000.0,
         recorder: TraceRecorder | None = None,
+        spans: RequestSpans | None = None,
         may_sleep: bool = False,
         following: Following | None = None,
         parts: Parts | None = None,
@@ -147,7 +150,7 @@ class OffloadingConnectorScheduler:
         self.jobs = JobTable(num_workers)
         self.held = HeldRequests()
         self.observer = RequestObserver(
-            manager, self.layout, Metrics(self._read_metrics), recorder, describe_blocks, clock
+            manager, self.layout, Metrics(self._read_metrics), recorder, spans, describe_blocks, clock
         )
         self.loads = LoadPlanner(manager, self.layout, self.jobs)
         self.stores = StorePlanner(manager, self.layout, self.jobs, self.observer, self.changes)
@@ -195,11 +198,11 @@ class OffloadingConnectorScheduler:
         none."""
         state = self._state(request)
         match, state.match = state.match, None
-        state.end_wait()
         state.phase = Phase.RUNNING
         state.computed_at_load = 0 if match is None else match.computed
         self._next.allocated.add(request.request_id)
         self.observer.allocated(state, match, num_external_tokens)
+        state.end_wait()
         self.stores.begin(state, match, num_external_tokens)
         if match is not None:
             state.blocks.loaded = None
@@ -270,6 +273,7 @@ class OffloadingConnectorScheduler:
         if upcoming.finished:
             # Their device blocks may have been handed out again in this very step: then they are read first.
             meta.stores |= self.stores.store_finished(upcoming.finished, epoch)
+            self.observer.planned_last_stores([state for state, _ in upcoming.finished])
         meta.fences, meta.fenced_blocks = self.jobs.fence(handed_out, step.overwritten)
         self.observer.measure_prefills(step.num_scheduled_tokens)
         meta.stores |= self.stores.store_running(step.num_scheduled_tokens, self.requests, epoch)
@@ -317,6 +321,7 @@ class OffloadingConnectorScheduler:
         self.observer.reported(report)
         for job in self.jobs.take_reports(report, self.shelf.num_resets):
             self._end_store(job) if job.is_store else self._end_load(job)
+            self.observer.copied(job)
         if report.broken:
             self.switch_off("a worker's transfer engine")
 
@@ -395,6 +400,7 @@ class OffloadingConnectorScheduler:
         self.sound.reset()
         for state in self.requests.values():
             state.forget_stores()
+        self.observer.planned_last_stores([state for state, _ in self._next.finished])
         self._next.finished.clear()
 
     @_guarded(lambda self: None)

@@ -32,6 +32,9 @@ METRICS: dict[str, MetricSpec] = {
     "device_hit_tokens": MetricSpec("counter", "Tokens found in the engine's own cache"),
     "host_hit_tokens": MetricSpec("counter", "Tokens found in host memory"),
     "misses": MetricSpec("counter", "Requests that missed, by the reason of their first missing block", "reason"),
+    "wait_seconds": MetricSpec(
+        "counter", "Time that requests waited for lower tiers, or for blocks that were loaded for another request"
+    ),
     "promoted_blocks": MetricSpec("counter", "Blocks read from lower tiers into host memory and verified"),
     "late_promotions": MetricSpec(
         "counter", "Requests whose reads from lower tiers did not all end within the load deadline"

@@ -165,6 +165,7 @@ class KVOffloadConnector(KVConnectorBase_V1, SupportsHMA):
             may_sleep=versions.may_sleep(self._vllm_config),
             parent_request=versions.parent_request,
             following=following,
+            trace_headers=versions.trace_headers(self._vllm_config),
             identity=describe_parts(self._vllm_config, layout, parts),
             parts=layout.parts,
         )

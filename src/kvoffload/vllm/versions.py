@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import vllm
@@ -17,6 +18,7 @@ from vllm.v1.core.sched import output
 from vllm.v1.core.sched.scheduler import Scheduler
 
 from kvoffload.abc import ConfigError
+from kvoffload.supported import FIRST_TO_NAME_STATES, TESTED, TRIED
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -24,9 +26,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-TESTED = ("0.28", "0.29", "0.30", "0.31", "0.32")
-TRIED = {"0.33": "its Python code was run manually over the compiled libraries of 0.32, on a CPU"}
-"""Versions that no test runs, and how they were tried instead."""
 NAME = f"vLLM {vllm.__version__}"
 
 SINCE = {
@@ -86,12 +85,9 @@ KVConnectorTransferResults: Any = attribute(base, "KVConnectorTransferResults")
 FAILS_WHOLE_LOADS = KVConnectorTransferResults is not None
 """Whether a failed load can be reported by request. Otherwise it is reported by device block, which works for a single
 KV cache group only."""
-FIRST_TO_FAIL_WHOLE_LOADS = SINCE["KVConnectorTransferResults"]
 DRAINS_HOLDERS_FIRST = hasattr(Scheduler, "_holds_kv_blocks")
 """Whether waiting requests that hold device blocks are scheduled before those that do not. Otherwise a request that
 waits for the load of another may block that one for ever, so no request may be made to wait."""
-FIRST_TO_DRAIN_HOLDERS_FIRST = SINCE["_holds_kv_blocks"]
-FIRST_TO_NAME_STATES = "0.30"
 NAMES_STATES = _is_since(FIRST_TO_NAME_STATES) and all(
     name in getattr(getattr(output, owner, None), "__dataclass_fields__", ())
     for owner, name in (
@@ -131,6 +127,15 @@ def may_sleep(vllm_config: VllmConfig) -> bool:
     """Whether the engine can sleep and repeats its handshake when it wakes up."""
     sleeps = bool(attribute(vllm_config.model_config, "enable_sleep_mode"))
     return sleeps and hasattr(base.KVConnectorBase_V1, "restore_kv_caches")
+
+
+def trace_headers(vllm_config: VllmConfig) -> Callable[[Any], Mapping[str, str] | None] | None:
+    """Returns what reads the headers of a request's trace, or None if vLLM's tracing is off. A version without these
+    names is served without spans."""
+    with contextlib.suppress(AttributeError):
+        if vllm_config.observability_config.otlp_traces_endpoint is not None:
+            return lambda request: getattr(request, "trace_headers", None)
+    return None
 
 
 def warn_if_untested() -> None:

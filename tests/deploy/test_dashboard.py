@@ -1,0 +1,301 @@
+"""The Grafana dashboard asks only for metrics that kvoffload exports, and a real Prometheus answers every query.
+
+That a server's metrics page has exactly the names and kinds of METRICS is tested with real vLLM.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import json
+import re
+import shutil
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from itertools import combinations
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvoffload.abc import MissReason
+from kvoffload.observe.metrics import DEPRECATED, METRICS
+
+ROOT = Path(__file__).resolve().parents[2]
+GRAFANA = ROOT / "deploy" / "grafana"
+ALERTS = (ROOT / "deploy" / "prometheus" / "alerts.yml").read_text()
+DEADLINE_S = 60
+
+spec = importlib.util.spec_from_file_location("dashboard", ROOT / "tools" / "dashboard.py")
+assert spec is not None
+assert spec.loader is not None
+dashboard = importlib.util.module_from_spec(spec)
+sys.modules["dashboard"] = dashboard
+spec.loader.exec_module(dashboard)
+
+DASHBOARD: dict[str, Any] = json.loads(dashboard.DASHBOARD.read_text())
+PANELS = [panel for panel in dashboard.load() if panel.kind != "row"]
+EXPRESSIONS = [query.expr for panel in PANELS for query in panel.queries]
+VARIABLES: dict[str, Any] = {each["name"]: each for each in DASHBOARD["templating"]["list"]}
+
+NOT_SHOWN = {
+    "load_blocks": "load_bytes is shown",
+    "policy_score": "policy_rule is shown",
+    "promoted_blocks": "tier_read_bytes is shown",
+    "tier_blocks": "tier_used_bytes is shown",
+}
+"""Metrics that stand on no panel and in no alert, and why."""
+LABELS = {"model_name", "engine", "instance", "job"}
+"""Labels of every series: those of vLLM, and those that Prometheus adds."""
+
+NAME = re.compile(r"kvoffload:(\w+)(?:\{([^}]*)\})?")
+
+
+def faults(text: str) -> list[str]:
+    """Names of metrics in queries that kvoffload does not export or will not for long, and labels they do not have."""
+    found = []
+    for written, selectors in NAME.findall(text):
+        name = written.removesuffix("_total")
+        spec = METRICS.get(name)
+        if spec is None or (spec.kind == "counter") != written.endswith("_total"):
+            found.append(written)
+            continue
+        if name in DEPRECATED:
+            found.append(f"{written} is deprecated")
+        known = LABELS | ({spec.label} if spec.label else set())
+        found += [f"{written}{{{label}}}" for label in re.findall(r"(\w+)(?:=|!=)", selectors) if label not in known]
+    return found
+
+
+def shown(text: str) -> set[str]:
+    return {name.removesuffix("_total") for name, _ in NAME.findall(text)}
+
+
+def test_queries_name_only_metrics_that_are_exported() -> None:
+    assert faults("\n".join(EXPRESSIONS)) == []
+    assert faults(ALERTS) == []
+    assert (
+        faults("\n".join(variable["query"]["query"] for variable in VARIABLES.values() if "definition" in variable))
+        == []
+    )
+
+
+@pytest.mark.parametrize(
+    ("query", "fault"),
+    [
+        ("rate(kvoffload:nothing_total[5m])", "nothing_total"),
+        ("kvoffload:host_hit_tokens", "host_hit_tokens"),
+        ("kvoffload:off_total", "off_total"),
+        ("rate(kvoffload:disk_read_bytes_total[5m])", "disk_read_bytes_total is deprecated"),
+        ('kvoffload:pool_blocks{tier="disk"}', "pool_blocks{tier}"),
+    ],
+)
+def test_a_wrong_metric_is_found(query: str, fault: str) -> None:
+    """Negative control."""
+    assert faults(query) == [fault]
+
+
+def test_every_metric_is_shown_somewhere() -> None:
+    seen = shown("\n".join(EXPRESSIONS) + ALERTS)
+    assert METRICS.keys() - DEPRECATED.keys() - seen == NOT_SHOWN.keys()
+    # Negative control: a metric that only one panel shows is missed without that panel.
+    without = [expr for expr in EXPRESSIONS if "wait_seconds" not in expr]
+    assert METRICS.keys() - DEPRECATED.keys() - shown("\n".join(without) + ALERTS) == NOT_SHOWN.keys() | {
+        "wait_seconds"
+    }
+
+
+def test_panels_are_described_and_do_not_overlap() -> None:
+    taken: dict[str, set[tuple[int, int]]] = {}
+    for panel in PANELS:
+        assert panel.unit
+        assert re.fullmatch(r"[A-Z][^.]*(\.md[^.]*)?\.", panel.description), f"{panel.title}: write one sentence"
+        x, y, width, height = panel.place
+        taken[panel.title] = {(x + i, y + j) for i in range(width) for j in range(height)}
+        assert max(column for column, _ in taken[panel.title]) < 24
+    assert len(taken) == len(PANELS)
+    assert [pair for pair in combinations(taken, 2) if taken[pair[0]] & taken[pair[1]]] == []
+    ids = [panel["id"] for panel in DASHBOARD["panels"]]
+    assert len(set(ids)) == len(ids)
+
+
+def test_every_query_can_be_narrowed() -> None:
+    """To a model, a server, an engine and, if it has one, a tier. The share that was computed has all tiers."""
+    for expr in EXPRESSIONS:
+        for name, selectors in NAME.findall(expr):
+            wanted = ["model_name", "instance", "engine"]
+            if name.startswith("tier_") and "1 - (" not in expr:
+                wanted.append("tier")
+            assert all(f'{label}=~"${label}"' in selectors for label in wanted), expr
+    assert list(VARIABLES) == ["datasource", "model_name", "instance", "engine", "tier"]
+
+
+def test_provisioning_names_what_is_there() -> None:
+    yaml = pytest.importorskip("yaml", reason="needs the package pyyaml")
+    provisioning = GRAFANA / "provisioning"
+    (provider,) = yaml.safe_load((provisioning / "dashboards" / "kvoffload.yml").read_text())["providers"]
+    (source,) = yaml.safe_load((provisioning / "datasources" / "prometheus.yml").read_text())["datasources"]
+    scrape = yaml.safe_load((ROOT / "deploy" / "prometheus" / "prometheus.yml").read_text())["global"]
+    assert provider["type"] == "file"
+    assert source["type"] == VARIABLES["datasource"]["query"] == "prometheus"
+    assert source["jsonData"]["timeInterval"] == scrape["scrape_interval"]
+    guide = (ROOT / "docs" / "monitoring.md").read_text()
+    for variable in (provider["options"]["path"], source["url"]):
+        assert variable.removeprefix("$") + "=" in guide
+
+
+# With a real Prometheus.
+
+needs_prometheus = pytest.mark.skipif(
+    shutil.which("prometheus") is None, reason="prometheus is not installed: apt-get install prometheus"
+)
+
+
+class Growing:
+    """The metrics page of a server with two tiers. All counters grow with each scrape."""
+
+    scrapes = 0
+
+    def collect(self) -> Iterator[Any]:
+        from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+
+        self.scrapes += 1
+        values = {"tier": ["disk", "redis"], "reason": list(map(str, MissReason)), "rule": ["lru", "lirs"]}
+        for name, spec in METRICS.items():
+            kind = CounterMetricFamily if spec.kind == "counter" else GaugeMetricFamily
+            labels = [spec.label] if spec.label else []
+            family = kind(f"kvoffload:{name}", spec.help, labels=["model_name", "engine", *labels])
+            for value in values[spec.label] if spec.label else [None]:
+                amount = 10.0 * self.scrapes if spec.kind == "counter" else 1.0
+                family.add_metric(["model", "0", *([value] if value else [])], amount)
+            yield family
+
+
+def free_port() -> int:
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        return int(sock.getsockname()[1])
+
+
+def eventually(condition: Any) -> bool:
+    deadline = time.monotonic() + DEADLINE_S
+    while not (held := condition()) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return bool(held)
+
+
+@pytest.fixture(scope="module")
+def prometheus(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    """A real Prometheus that has scraped a server several times."""
+    client = pytest.importorskip("prometheus_client", reason="needs the package prometheus-client")
+    registry, folder = client.CollectorRegistry(auto_describe=False), tmp_path_factory.mktemp("prometheus")
+    registry.register(Growing())
+
+    class Page(BaseHTTPRequestHandler):
+        """Sends the text format, as vLLM does."""
+
+        def do_GET(self) -> None:
+            self.send_response(200)
+            self.send_header("Content-Type", "text/plain; version=0.0.4; charset=utf-8")
+            self.end_headers()
+            self.wfile.write(client.generate_latest(registry))
+
+        def log_message(self, format: str, *args: Any) -> None:
+            pass
+
+    exporter = ThreadingHTTPServer(("127.0.0.1", 0), Page)
+    threading.Thread(target=exporter.serve_forever).start()
+    target = f"127.0.0.1:{exporter.server_port}"
+    job = {"job_name": "vllm", "static_configs": [{"targets": [target]}]}
+    # JSON is YAML too.
+    (folder / "prometheus.yml").write_text(
+        json.dumps({"global": {"scrape_interval": "500ms", "scrape_timeout": "500ms"}, "scrape_configs": [job]})
+    )
+    port = free_port()
+    command = ["prometheus", f"--config.file={folder / 'prometheus.yml'}", f"--storage.tsdb.path={folder / 'data'}"]
+    with (folder / "log").open("wb") as log:
+        process = subprocess.Popen([*command, f"--web.listen-address=127.0.0.1:{port}"], stdout=log, stderr=log)
+    server = dashboard.Prometheus(f"http://127.0.0.1:{port}")
+
+    def has_scraped() -> bool:
+        with contextlib.suppress(dashboard.QueryError):
+            counted = server.instant("count_over_time(kvoffload:off[1m])", time.time())
+            return bool(counted) and float(counted[0][1][0][1]) >= 3
+        return False
+
+    try:
+        assert eventually(has_scraped), (folder / "log").read_text()
+        yield server
+    finally:
+        exporter.shutdown()
+        exporter.server_close()
+        process.kill()
+        process.wait()
+
+
+def answers(server: Any, panel: Any) -> list[Any]:
+    """Asks the queries of a panel, each alone. Returns the curves of each."""
+    values = dashboard.variables(60, 1, 15, {})
+    now = time.time()
+    alone = [replace(panel, queries=(query,)) for query in panel.queries]
+    return [dashboard.ask(server, each, values, now, 60, 1) for each in alone]
+
+
+@needs_prometheus
+@pytest.mark.parametrize("panel", PANELS, ids=lambda panel: panel.title)
+def test_every_query_has_an_answer(prometheus: Any, panel: Any) -> None:
+    for query, curves in zip(panel.queries, answers(prometheus, panel), strict=True):
+        assert curves, query.expr
+        assert all("{{" not in curve.name for curve in curves)
+
+
+@needs_prometheus
+def test_a_query_that_is_wrong_is_noticed(prometheus: Any) -> None:
+    """Negative controls: a mistake in the language, a metric that does not exist, a variable that is unknown."""
+    panel = PANELS[0]
+    for expr, error in (("sum(", dashboard.QueryError), ("$nothing", KeyError)):
+        broken = replace(panel, queries=(dashboard.Query(expr, "", False),))
+        with pytest.raises(error):
+            answers(prometheus, broken)
+    missing = replace(panel, queries=(dashboard.Query("kvoffload:nothing", "", False),))
+    assert answers(prometheus, missing) == [[]]
+
+
+@needs_prometheus
+def test_alert_rules_can_be_evaluated(prometheus: Any) -> None:
+    pytest.importorskip("yaml", reason="needs the package pyyaml")
+    firing = {name for name, expr in dashboard.alert_expressions() if prometheus.instant(expr, time.time())}
+    assert {"KvoffloadOff", "KvoffloadTierOff", "KvoffloadTierPaused"} <= firing
+    assert "KvoffloadMissing" not in firing
+
+
+@needs_prometheus
+def test_variables_have_values(prometheus: Any) -> None:
+    for name, values in {"model_name": {"model"}, "engine": {"0"}, "tier": {"disk", "redis"}}.items():
+        query = re.fullmatch(r"label_values\((.*), (\w+)\)", VARIABLES[name]["query"]["query"])
+        assert query is not None
+        assert query[2] == name
+        expr = dashboard.substitute(f"group by ({name}) ({query[1]})", dashboard.variables(60, 1, 1, {}))
+        assert {labels[name] for labels, _ in prometheus.instant(expr, time.time())} == values
+
+
+@needs_prometheus
+def test_the_panels_can_be_drawn(prometheus: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("matplotlib", reason="needs the package matplotlib")
+    pytest.importorskip("yaml", reason="needs the package pyyaml")
+    picture = tmp_path / "dashboard.png"
+    arguments = [prometheus.url, "--out", str(picture), "--last", "1m", "--alerts"]
+    assert dashboard.main(arguments) == 0
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    assert "REFUSED" not in capsys.readouterr().out
+
+
+def test_a_server_that_is_not_there_is_reported(capsys: pytest.CaptureFixture[str]) -> None:
+    assert dashboard.main([f"http://127.0.0.1:{free_port()}"]) == 1
+    assert "cannot be reached" in capsys.readouterr().out

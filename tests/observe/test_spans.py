@@ -1,0 +1,322 @@
+"""Spans: what is looked up, loaded and stored for requests that have a trace, and that nothing else is touched."""
+
+from __future__ import annotations
+
+import logging
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+
+pytest.importorskip("opentelemetry.sdk", reason="needs the package opentelemetry-sdk")
+from opentelemetry import trace
+from opentelemetry.sdk.trace import ReadableSpan, SpanProcessor, TracerProvider
+from opentelemetry.sdk.trace.export import BatchSpanProcessor, SimpleSpanProcessor, SpanExporter, SpanExportResult
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+
+from kvoffload.observe import spans as spans_module
+from kvoffload.observe.spans import RequestSpans
+from tests.connector.rig import FakeRequest, Rig, only, prompt, start_together
+from tests.connector.test_tiered_scheduler import TieredRig
+
+BLOCK_BYTES = 100
+TRACE_ID = "4bf92f3577b34da6a3ce929d0e0e4736"
+PARENT_ID = "00f067aa0ba902b7"
+TRACED = {"traceparent": f"00-{TRACE_ID}-{PARENT_ID}-01"}
+
+
+@dataclass(eq=False)
+class TracedRequest(FakeRequest):
+    trace_headers: Mapping[str, str] | None = None
+
+
+def traced(name: str, tokens: list[int]) -> TracedRequest:
+    return TracedRequest(name, tokens, trace_headers=TRACED)
+
+
+class Ticks:
+    """A clock that moves on by a second each time it is read."""
+
+    def __init__(self) -> None:
+        self.now = 0
+
+    def __call__(self) -> int:
+        self.now += 1_000_000_000
+        return self.now
+
+
+class Collected:
+    """The spans that were made."""
+
+    def __init__(self, exporter: InMemorySpanExporter) -> None:
+        self._exporter = exporter
+
+    def all(self) -> tuple[ReadableSpan, ...]:
+        return self._exporter.get_finished_spans()
+
+    def names(self) -> list[str]:
+        return [span.name for span in self.all()]
+
+    def only(self, name: str) -> ReadableSpan:
+        (span,) = [span for span in self.all() if span.name == name]
+        return span
+
+
+@pytest.fixture
+def provider(monkeypatch: pytest.MonkeyPatch) -> Iterator[TracerProvider]:
+    """Takes the place of the process's provider, which can be set only once."""
+    provider = TracerProvider()
+    monkeypatch.setattr(trace, "get_tracer", provider.get_tracer)
+    yield provider
+    provider.shutdown()
+
+
+@pytest.fixture
+def collected(provider: TracerProvider) -> Collected:
+    exporter = InMemorySpanExporter()
+    provider.add_span_processor(SimpleSpanProcessor(exporter))
+    return Collected(exporter)
+
+
+def make_spans(now: Callable[[], int] | None = None) -> RequestSpans:
+    return RequestSpans(lambda request: getattr(request, "trace_headers", None), BLOCK_BYTES, now or Ticks())
+
+
+def traced_rig(**options: Any) -> Rig:
+    return Rig(options={"spans": make_spans()}, **options)
+
+
+def attributes(span: ReadableSpan) -> dict[str, Any]:
+    return {name.removeprefix("kvoffload."): value for name, value in (span.attributes or {}).items()}
+
+
+def test_a_request_that_computes_has_a_lookup_and_a_store(collected: Collected) -> None:
+    rig = traced_rig()
+    request = traced("r", prompt(9))
+    meta = rig.start(request)
+    rig.report(*meta.stores)
+    rig.half.request_finished(request)
+    rig.step()
+    assert collected.names() == ["kvoffload.lookup", "kvoffload.store"]
+    for span in collected.all():
+        assert span.parent is not None
+        assert f"{span.context.trace_id:032x}" == f"{span.parent.trace_id:032x}" == TRACE_ID
+        assert f"{span.parent.span_id:016x}" == PARENT_ID
+        assert span.instrumentation_scope is not None
+        assert span.instrumentation_scope.name == "kvoffload"
+        assert span.status.is_ok or span.status.is_unset
+    assert attributes(collected.only("kvoffload.lookup")) == {
+        "request_id": "r",
+        "wait_seconds": 0.0,
+        "asked_tokens": 9,
+        "device_tokens": 0,
+        "host_tokens": 0,
+        "missing_tokens": 9,
+        "miss_reason": "never_stored",
+    }
+    store = collected.only("kvoffload.store")
+    assert attributes(store) == {"request_id": "r", "blocks": 2, "bytes": 200, "failed_blocks": 0}
+
+
+def test_a_load_has_its_tokens_blocks_and_bytes(collected: Collected) -> None:
+    rig = traced_rig()
+    rig.store(prompt(12), "untraced")
+    assert collected.names() == []
+    request = traced("r", prompt(9))
+    meta = rig.load(request)
+    rig.report(*meta.loads)
+    rig.half.request_finished(request)
+    rig.step()
+    assert collected.names() == ["kvoffload.lookup", "kvoffload.load"]
+    load = collected.only("kvoffload.load")
+    assert attributes(load) == {"request_id": "r", "tokens": 8, "blocks": 2, "bytes": 200, "failed_blocks": 0}
+    assert attributes(collected.only("kvoffload.lookup"))["host_tokens"] == 8
+
+
+def test_a_wait_for_a_lower_tier_is_in_the_lookup_and_in_the_metrics(collected: Collected) -> None:
+    rig = TieredRig(spans=make_spans())
+    rig.put_below(prompt(8))
+    request = traced("r", prompt(9))
+    assert rig.look_up(request) == (None, False)
+    rig.clock.now += 0.25
+    rig.arrive()
+    rig.report(*rig.load(request).loads)
+    rig.half.request_finished(request)
+    rig.step()
+    lookup = attributes(collected.only("kvoffload.lookup"))
+    assert lookup["tier_tokens.memory"] == 8
+    assert lookup["wait_seconds"] == pytest.approx(0.25)
+    assert rig.half.metrics.snapshot()["wait_seconds"] == pytest.approx(0.25)
+
+
+def test_failed_copies_are_errors(collected: Collected) -> None:
+    rig = traced_rig()
+    rig.store(prompt(8))
+    loading, storing = traced("loading", prompt(9)), traced("storing", prompt(8, start=50))
+    rig.report(*rig.load(loading).loads, failed=True)
+    rig.report(*rig.start(storing).stores, failed=True)
+    for request in (loading, storing):
+        rig.half.request_finished(request)
+    rig.step()
+    for name in ("kvoffload.load", "kvoffload.store"):
+        span = collected.only(name)
+        assert attributes(span)["failed_blocks"] == 2
+        assert not span.status.is_ok
+        assert span.status.description == "2 of 2 blocks failed"
+
+
+def test_spans_wait_for_the_last_store(collected: Collected) -> None:
+    """It begins when the request has ended."""
+    rig = traced_rig()
+    request = traced("r", prompt(7))
+    rig.report(*rig.start(request).stores)
+    request.tokens.append(7)
+    request.num_computed_tokens = 8
+    rig.half.request_finished(request)
+    job, _ = only(rig.step().stores)
+    assert collected.names() == []
+    rig.report(job)
+    assert attributes(collected.only("kvoffload.store"))["blocks"] == 2
+    rig.step()
+    assert len(collected.names()) == 2
+
+
+def test_requests_that_share_a_job_count_their_own_blocks(collected: Collected) -> None:
+    rig = traced_rig()
+    requests = [traced("a", prompt(4)), traced("b", prompt(4, start=50))]
+    meta = start_together(rig, *requests)
+    assert len(meta.stores) == 1
+    rig.report(*meta.stores)
+    for request in requests:
+        rig.half.request_finished(request)
+    rig.step()
+    stores = [attributes(span) for span in collected.all() if span.name == "kvoffload.store"]
+    assert [(store["request_id"], store["blocks"]) for store in stores] == [("a", 1), ("b", 1)]
+
+
+def test_a_request_that_never_ran_has_a_lookup_without_counts(collected: Collected) -> None:
+    rig = traced_rig()
+    request = traced("r", prompt(9))
+    rig.look_up(request)
+    rig.half.request_finished(request)
+    assert attributes(collected.only("kvoffload.lookup")) == {"request_id": "r", "wait_seconds": 0.0}
+
+
+def test_a_reset_ends_the_spans_of_requests_whose_last_blocks_it_drops(collected: Collected) -> None:
+    rig = traced_rig()
+    request = traced("r", prompt(9))
+    rig.report(*rig.start(request).stores)
+    rig.half.request_finished(request)
+    rig.half.reset()
+    assert collected.names() == ["kvoffload.lookup", "kvoffload.store"]
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [None, {}, {"traceparent": "nonsense"}, {"tracestate": "a=b"}, {"traceparent": TRACED["traceparent"][:-2] + "00"}],
+)
+def test_without_a_sampled_trace_there_is_no_span(collected: Collected, headers: Mapping[str, str] | None) -> None:
+    rig = traced_rig()
+    request = TracedRequest("r", prompt(9), trace_headers=headers)
+    rig.report(*rig.start(request).stores)
+    rig.half.request_finished(request)
+    rig.step()
+    assert collected.names() == []
+
+
+def test_without_tracing_there_is_no_span(collected: Collected) -> None:
+    """Negative control: the engine's tracing is off, and the request has a trace."""
+    rig = Rig()
+    request = traced("r", prompt(9))
+    rig.report(*rig.start(request).stores)
+    rig.half.request_finished(request)
+    rig.step()
+    assert collected.names() == []
+
+
+class Hanging(SpanExporter):
+    """Hangs until it is freed."""
+
+    def __init__(self) -> None:
+        self.called, self.freed = threading.Event(), threading.Event()
+
+    def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
+        self.called.set()
+        self.freed.wait()
+        return SpanExportResult.FAILURE
+
+
+def test_an_exporter_that_hangs_is_not_waited_for(provider: TracerProvider) -> None:
+    """With the processor that vLLM uses. The queue is bounded, and more requests than it holds are served meanwhile."""
+    exporter = Hanging()
+    provider.add_span_processor(BatchSpanProcessor(exporter, max_queue_size=8, max_export_batch_size=4))
+    rig = traced_rig(num_host_blocks=64)
+    try:
+        for i in range(32):
+            request = traced(f"r{i}", prompt(8, start=100 * i))
+            rig.report(*rig.start(request).stores)
+            rig.half.request_finished(request)
+            rig.step()
+        # This thread has not waited: the exporter hangs, and it has been called by another one.
+        assert exporter.called.wait(60)
+        assert not exporter.freed.is_set()
+        assert rig.half.metrics.snapshot()["store_blocks"] == 64
+        assert not rig.half.off
+    finally:
+        exporter.freed.set()
+
+
+class BrokenProcessor(SpanProcessor):
+    def on_end(self, span: ReadableSpan) -> None:
+        raise RuntimeError("planted")
+
+
+@pytest.mark.parametrize("fault", ["headers", "provider"])
+def test_an_error_ends_spans_and_nothing_else(
+    provider: TracerProvider, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, fault: str
+) -> None:
+    def broken(*args: Any, **kwargs: Any) -> Any:
+        raise RuntimeError("planted")
+
+    spans = make_spans()
+    if fault == "headers":
+        spans = RequestSpans(broken, BLOCK_BYTES)
+    else:
+        provider.add_span_processor(BrokenProcessor())
+    rig = Rig(options={"spans": spans})
+    with caplog.at_level(logging.WARNING):
+        for i in range(3):
+            request = traced(f"r{i}", prompt(8, start=100 * i))
+            rig.report(*rig.start(request).stores)
+            rig.half.request_finished(request)
+            rig.step()
+    assert not rig.half.off
+    assert rig.half.metrics.snapshot()["store_blocks"] == 6
+    assert len([r for r in caplog.records if "no more spans are made: RuntimeError: planted" in r.getMessage()]) == 1
+
+
+def test_open_requests_are_bounded(collected: Collected, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(spans_module, "MAX_OPEN_REQUESTS", 1)
+    rig = traced_rig()
+    requests = [traced("a", prompt(8)), traced("b", prompt(8, start=50))]
+    for request in requests:
+        rig.look_up(request)
+    for request in requests:
+        rig.half.request_finished(request)
+    assert [attributes(span)["request_id"] for span in collected.all()] == ["a"]
+
+
+def test_opentelemetry_is_needed_only_for_spans() -> None:
+    code = (
+        "import sys; sys.modules['opentelemetry'] = None\n"
+        "from kvoffload.observe.spans import RequestSpans\n"
+        "try:\n    RequestSpans(lambda request: None, 1)\n"
+        "except ImportError:\n    print('refused')"
+    )
+    assert (
+        subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "refused\n"
+    )
