@@ -40,6 +40,9 @@ class StoreFaults:
     """``get`` fills only a part of the buffers and says OK."""
     garbage: float = 0.0
     """``get`` returns random bytes."""
+    forged: float = 0.0
+    """``get`` returns a block that somebody else has made: its checksums are right, its payload is not. Only for
+    clients with ``ClientState.forge``."""
     rotten: float = 0.0
     """``put`` stores other bytes than it was given."""
     forgotten: float = 0.0
@@ -133,6 +136,9 @@ class ClientState:
     stall_s: float = 30.0
     call_s: Callable[[], float] = lambda: 0.0
     """How long a call takes, without faults."""
+    forge: Callable[[str, Sequence[ByteArray]], ByteArray] | None = None
+    """Returns the value that somebody forges for a name, with these payloads of the ranks; None: servers could not
+    tell it from a real one."""
     injected: Counter[str] = field(default_factory=Counter)
     put: set[str] = field(default_factory=set)
     """Names that this server has put."""
@@ -199,6 +205,9 @@ class SimulatedClient(StoreClient):
             data = store.values[rng.choice(list(store.values))].data
         if self._injects("garbage"):
             data = np.frombuffer(rng.randbytes(size), np.uint8)
+        if state.forge is not None and self._injects("forged"):
+            parts = [np.frombuffer(rng.randbytes(buffer.size), np.uint8) for buffer in buffers[1:]]
+            data = state.forge(name, parts)
         if data.size != size:
             return Outcome.OTHER_SIZE
         end = rng.randrange(size) if self._injects("truncated") else size
@@ -448,6 +457,7 @@ class _Process:
 
 def random_faults(rng: Random) -> StoreFaults:
     """Returns no faults, or some kinds of them, rare or frequent."""
-    names = [each.name for each in dataclasses.fields(StoreFaults)]
+    # Forgeries are for servers with an HMAC key only.
+    names = [each.name for each in dataclasses.fields(StoreFaults) if each.name != "forged"]
     chosen = rng.sample(names, rng.choice((0, 1, 1, 2, 3)))
     return StoreFaults(**{name: rng.choice((0.01, 0.05, 0.3)) for name in chosen})
