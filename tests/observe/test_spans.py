@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import logging
+import re
 import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -308,6 +310,13 @@ def test_open_requests_are_bounded(collected: Collected, monkeypatch: pytest.Mon
     for request in requests:
         rig.half.request_finished(request)
     assert [attributes(span)["request_id"] for span in collected.all()] == ["a"]
+
+
+def test_every_attribute_is_documented() -> None:
+    text = (Path(__file__).resolve().parents[2] / "docs" / "monitoring.md").read_text()
+    made = set(re.findall(r'"kvoffload\.(\w+)', Path(spans_module.__file__).read_text()))
+    rows = set(re.findall(r"^\| `(\w+)", text.partition("## Traces")[2], re.MULTILINE))
+    assert made == rows
 
 
 def test_opentelemetry_is_needed_only_for_spans() -> None:
