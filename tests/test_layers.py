@@ -17,12 +17,13 @@ PACKAGE = Path(kvoffload.__file__).parent
 
 LAYERS = [
     {"abc"},
-    {"units", "locks", "digests", "settings", "native"},
+    {"units", "locks", "digests", "settings", "native", "supported"},
     {"host", "transfer", "observe", "fingerprints"},
     {"cache"},
     {"config", "tiers"},
     {"connector"},
     {"lab"},
+    {"doctor"},
     {"cli", "demo", "vllm", "testing"},
 ]
 """Lowest first. A room may import from its own layer and those below, but rooms must not form a cycle. ``testing`` may

@@ -129,7 +129,7 @@ class DigestCache:
 
     def __init__(self, folder: Path | None = None, clock: Callable[[], int] = time.time_ns) -> None:
         """``folder``: by default the user's cache folder. ``clock``: nanoseconds since 1970."""
-        self._folder = folder or _user_folder()
+        self._folder = folder or user_folder()
         self.clock = clock
         self._warned = False
 
@@ -194,7 +194,7 @@ class DigestCache:
             )
 
 
-def _user_folder() -> Path | None:
+def user_folder() -> Path | None:
     """Returns the folder that the XDG base directory specification defines, or None for a user without a home."""
     base = os.environ.get("XDG_CACHE_HOME", "")
     with contextlib.suppress(RuntimeError):

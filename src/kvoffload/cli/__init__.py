@@ -34,6 +34,7 @@ def group() -> click.Group:
 
     from kvoffload.cli.demo import demo, demo_shared
     from kvoffload.cli.disk import disk
+    from kvoffload.cli.doctor import doctor
     from kvoffload.cli.explain import explain
     from kvoffload.cli.replay import replay
     from kvoffload.cli.size import size
@@ -41,7 +42,7 @@ def group() -> click.Group:
 
     commands = click.Group(
         "kvoffload",
-        commands=[demo, demo_shared, disk, explain, replay, size],
+        commands=[demo, demo_shared, disk, doctor, explain, replay, size],
         help="Keeps the KV cache of an LLM server in host memory and on disk.",
     )
     return click.version_option(metadata.version("kvoffload"), message=f"%(prog)s %(version)s ({describe()})")(commands)

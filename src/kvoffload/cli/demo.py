@@ -70,14 +70,15 @@ def demo(out: Path, text: Path | None, model: Path | None, as_json: bool, seed: 
     show_default=True,
     help="Directory for shared.html, shared.json and the servers' logs.",
 )
+@click.option("--store", "stores", multiple=True, metavar="KIND", help="Only this store; may be given several times.")
 @click.option("--faults", is_flag=True, help="Also kill, stall, fill and corrupt each store while a server uses it.")
 @click.option("--json", "as_json", is_flag=True, help="Print only the content of shared.json to stdout.")
 @click.option("--seed", type=int, default=0, show_default=True, help="Seed for weights, texts and lengths.")
-def demo_shared(out: Path, faults: bool, as_json: bool, seed: int) -> None:
+def demo_shared(out: Path, stores: tuple[str, ...], faults: bool, as_json: bool, seed: int) -> None:
     """Show that two servers can use one cache, and that outputs do not change.
 
-    For a shared directory and for a Mooncake Store, runs two vLLM servers in two processes: the second serves prompts
-    that the first has seen. As a control, loads and then the stored values are corrupted on purpose. Exit status 0:
+    For each kind of store, runs two vLLM servers in two processes: the second serves prompts that the first has seen.
+    As a control, loads and then the stored values are corrupted on purpose. Exit status 0:
     outputs are identical, the second server found what the first had computed, and the corruption was detected; 1: one
     of these checks failed; 2: the demo could not run. A store that cannot run here is skipped, with the line to run.
     """
@@ -93,7 +94,7 @@ def demo_shared(out: Path, faults: bool, as_json: bool, seed: int) -> None:
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         with TerminalProgress(errors) as progress:
-            report = run_shared_demo(out, seed, progress, faults)
+            report = run_shared_demo(out, seed, progress, faults, stores)
     except KeyboardInterrupt:
         sys.exit(130)
     except DemoError as error:

@@ -73,6 +73,8 @@ class ModelShape:
     """FLOPs per pair of query and key, in all layers whose tokens attend to the whole prompt."""
     notes: tuple[str, ...] = ()
     """The assumptions that were made, one sentence each."""
+    layers: tuple[LayerKind, ...] = ()
+    """The kind of each layer, if it is known."""
 
     def prefill_flops(self, start: Amount, end: Amount) -> Amount:
         """Returns the FLOPs to compute tokens [start, end) of a prompt whose first ``start`` tokens have their KV.
@@ -183,7 +185,12 @@ def _shape(content: Mapping[str, Any], where: str, default_name: str, dtype_byte
     pairs = per_pair * kinds.count(LayerKind.FULL)
     parameters = layers * attention_parameters + _mlp_parameters(config, layers)
     return ModelShape(
-        str(name), kept * numbers * dtype_bytes + extra, 2.0 * parameters + windows, float(pairs), tuple(notes)
+        str(name),
+        kept * numbers * dtype_bytes + extra,
+        2.0 * parameters + windows,
+        float(pairs),
+        tuple(notes),
+        tuple(kinds),
     )
 
 

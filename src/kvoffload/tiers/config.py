@@ -21,7 +21,9 @@ from kvoffload.settings import check_deadline, check_whole_number, import_subcla
 BUILTIN = {
     "disk": "kvoffload.tiers.disk.config:DiskConfig",
     "shared_dir": "kvoffload.tiers.shared_dir.config:SharedDirConfig",
+    "redis": "kvoffload.tiers.redis.config:RedisConfig",
     "mooncake": "kvoffload.tiers.mooncake.config:MooncakeConfig",
+    "object_store": "kvoffload.tiers.object_store.config:ObjectStoreConfig",
 }
 """The TierConfig of each kind by its import path: only what is used is imported."""
 MAX_SHOWN = 200
@@ -214,9 +216,10 @@ def _make(found: type[TierConfig], given: Mapping[Any, Any]) -> TierConfig:
         if key not in known:
             near = difflib.get_close_matches(str(key), known, n=1, cutoff=0.5)
             hint = f"did you mean {near[0]}?" if near else "remove it."
+            # Somebody may have written a password here, and logs keep errors.
+            value = "***" if "password" in str(key).lower() else _shown(given[key])
             raise ConfigError(
-                f"{key}={_shown(given[key])}: unknown key of a tier of kind {found.kind}; {hint} "
-                f"Known: kind, {', '.join(known)}"
+                f"{key}={value}: unknown key of a tier of kind {found.kind}; {hint} Known: kind, {', '.join(known)}"
             )
     for each in fields:
         is_needed = each.default is dataclasses.MISSING and each.default_factory is dataclasses.MISSING

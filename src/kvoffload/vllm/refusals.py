@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec
 
+from kvoffload import supported
 from kvoffload.abc import ConfigError
 from kvoffload.vllm import versions
 
@@ -95,7 +96,7 @@ def refuse_unserved_with_tiers(vllm_config: VllmConfig, config: OffloadConfig) -
     if not versions.DRAINS_HOLDERS_FIRST:
         raise ConfigError(
             f"{setting}: {versions.NAME} cannot let a request wait for blocks from a tier below host memory; use vLLM "
-            f"{versions.FIRST_TO_DRAIN_HOLDERS_FIRST} or later, or remove the tier"
+            f"{supported.FIRST_TO_DRAIN_HOLDERS_FIRST} or later, or remove the tier"
         )
     if versions.expected_hash_root(vllm_config) is None:
         algorithm = vllm_config.cache_config.prefix_caching_hash_algo
@@ -126,7 +127,7 @@ def refuse_unserved_groups(num_groups: int) -> None:
     if num_groups > 1 and not versions.FAILS_WHOLE_LOADS:
         raise ConfigError(
             f"this model has {num_groups} KV cache groups, and {versions.NAME} cannot recover from a failed load of "
-            f"several groups; use vLLM {versions.FIRST_TO_FAIL_WHOLE_LOADS} or later, or "
+            f"several groups; use vLLM {supported.FIRST_TO_FAIL_WHOLE_LOADS} or later, or "
             "--disable-hybrid-kv-cache-manager"
         )
 
@@ -158,7 +159,7 @@ def _refuse_unserved_states(spec: MambaSpec) -> None:
         raise ConfigError(
             f"this model has recurrent or convolutional layers (MambaSpec), and {versions.NAME} does not tell "
             "connectors which device blocks hold their states; use vLLM "
-            f"{versions.FIRST_TO_NAME_STATES} to {versions.TESTED[-1]}, or run this model without kvoffload"
+            f"{supported.FIRST_TO_NAME_STATES} to {supported.TESTED[-1]}, or run this model without kvoffload"
         )
     if spec.mamba_cache_mode != STATES_AT_BOUNDARIES:
         raise ConfigError(

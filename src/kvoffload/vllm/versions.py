@@ -18,6 +18,7 @@ from vllm.v1.core.sched import output
 from vllm.v1.core.sched.scheduler import Scheduler
 
 from kvoffload.abc import ConfigError
+from kvoffload.supported import FIRST_TO_NAME_STATES, TESTED, TRIED
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -25,9 +26,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-TESTED = ("0.28", "0.29", "0.30", "0.31", "0.32")
-TRIED = {"0.33": "its Python code was run manually over the compiled libraries of 0.32, on a CPU"}
-"""Versions that no test runs, and how they were tried instead."""
 NAME = f"vLLM {vllm.__version__}"
 
 SINCE = {
@@ -87,12 +85,9 @@ KVConnectorTransferResults: Any = attribute(base, "KVConnectorTransferResults")
 FAILS_WHOLE_LOADS = KVConnectorTransferResults is not None
 """Whether a failed load can be reported by request. Otherwise it is reported by device block, which works for a single
 KV cache group only."""
-FIRST_TO_FAIL_WHOLE_LOADS = SINCE["KVConnectorTransferResults"]
 DRAINS_HOLDERS_FIRST = hasattr(Scheduler, "_holds_kv_blocks")
 """Whether waiting requests that hold device blocks are scheduled before those that do not. Otherwise a request that
 waits for the load of another may block that one for ever, so no request may be made to wait."""
-FIRST_TO_DRAIN_HOLDERS_FIRST = SINCE["_holds_kv_blocks"]
-FIRST_TO_NAME_STATES = "0.30"
 NAMES_STATES = _is_since(FIRST_TO_NAME_STATES) and all(
     name in getattr(getattr(output, owner, None), "__dataclass_fields__", ())
     for owner, name in (

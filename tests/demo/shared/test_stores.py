@@ -8,15 +8,23 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import cast
 
 import numpy as np
 import pytest
 
 from kvoffload.abc import TierError
-from kvoffload.demo.shared import mooncake, run
+from kvoffload.demo.errors import DemoError
+from kvoffload.demo.shared import mooncake, redis, run
 from kvoffload.demo.shared.mooncake import MooncakeStore, free_ports
-from kvoffload.demo.shared.stores import DirectoryStore, StoreMissingError, Throttle, send
+from kvoffload.demo.shared.redis import RedisStore, program
+from kvoffload.demo.shared.stores import DirectoryStore, Servers, StoreMissingError, Throttle, send
 from kvoffload.tiers.disk.start import open_disk_tier
+from kvoffload.tiers.redis.client import RedisClient
+from kvoffload.tiers.redis.location import parse_url
+from kvoffload.tiers.redis.login import Login
+from kvoffload.tiers.redis.nodes import Nodes
+from kvoffload.tiers.remote.client import Outcome, StoreError
 
 FINGERPRINT = "ab" * 32
 KEYS = [bytes([i]) * 20 for i in range(4)]
@@ -86,8 +94,9 @@ def test_every_store_has_the_same_faults(tmp_path: Path) -> None:
     assert len(faults) == run.NUM_FAULTS
     assert len(set(faults)) == len(faults)
     # Faults can be listed without a store that runs.
-    others = MooncakeStore.faults(object.__new__(MooncakeStore))
-    assert sorted(fault.name for fault in others) == sorted(faults)
+    for other in (MooncakeStore, RedisStore):
+        others = other.faults(object.__new__(other))
+        assert sorted(fault.name for fault in others) == sorted(faults)
 
 
 def test_a_throttled_process_is_stopped_and_then_runs() -> None:
@@ -129,3 +138,48 @@ def test_a_wheel_without_the_master_names_the_line_to_run(tmp_path: Path, monkey
     monkeypatch.setattr(mooncake, "check_installed", lambda: None)
     with pytest.raises(StoreMissingError, match="no mooncake_master; run pip install"):
         MooncakeStore(tmp_path)
+
+
+def test_a_missing_server_names_the_line_to_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(redis.shutil, "which", lambda name: None)
+    with pytest.raises(StoreMissingError, match="run apt-get install redis-server"):
+        RedisStore(tmp_path)
+
+
+@pytest.mark.skipif(program() is None, reason="there is no redis-server: apt-get install redis-server")
+def test_what_the_demo_does_to_a_server_is_what_it_says(tmp_path: Path) -> None:
+    with RedisStore(tmp_path) as store:
+        location = parse_url(store.entry()["url"])
+        client = RedisClient(Nodes(location.seeds, Login("", None, 0, None)))
+        names = [f"kvoffload/{FINGERPRINT}/{key.hex()}" for key in KEYS]
+        values = np.random.default_rng(0).integers(0, 256, (4, 4096), dtype=np.uint8)
+        found = np.zeros_like(values)
+        assert client.put(names, [[row] for row in values]) == [Outcome.OK] * 4
+        client.put([f"kvoffload/identities/{FINGERPRINT}/0"], [[values[0]]])
+        assert list(store.values()) == [name.encode() for name in names]
+
+        assert store.exchange() == 4
+        assert client.get(names, [[row] for row in found]) == [Outcome.OK] * 4
+        assert (found == np.roll(values, -1, axis=0)).all()
+        assert store.corrupt() == 4
+        assert client.get(names, [[row] for row in found]) == [Outcome.OK] * 4
+        assert not (found == np.roll(values, -1, axis=0)).all(axis=1).any()
+
+        faults = {fault.name: fault for fault in store.faults()}
+        servers = cast(Servers, None)
+        faults["full"].begin(servers)
+        assert client.put(["kvoffload/new"], [[values[0]]]) == [Outcome.FULL]
+        assert client.exists(names) == [Outcome.OK] * 4
+        faults["full"].end(servers)
+        assert client.put(["kvoffload/new"], [[values[0]]]) == [Outcome.OK]
+        faults["killed"].begin(servers)
+        with pytest.raises(StoreError):
+            client.exists(names)
+        with pytest.raises(DemoError, match="redis-server does not answer"):
+            store.values()
+        faults["killed"].end(servers)
+        assert client.exists(names) == [Outcome.MISSING] * 4
+        client.put(names, [[row] for row in values])
+        faults["restarted empty"].begin(servers)
+        assert store.values() == {}
+        client.close()

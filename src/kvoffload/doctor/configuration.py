@@ -1,0 +1,219 @@
+"""Checks the configuration: every setting, with the errors that a server would give."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from kvoffload.abc import ConfigError
+from kvoffload.config import OffloadConfig
+from kvoffload.doctor.findings import Area, Finding, Level, split_fix
+from kvoffload.doctor.process import Report
+from kvoffload.tiers.config import TierConfig
+from kvoffload.tiers.remote.config import RemoteTierConfig
+from kvoffload.units import format_bytes
+
+CONNECTOR = "KVOffloadConnector"
+ROLE = "kv_both"
+PLUGIN = "kvoffload"
+MAX_ERRORS = 16
+"""Errors that are shown; each costs one more attempt to read the configuration."""
+MAX_SEGMENT_BYTES = 64 << 20
+"""Memory that the doctor contributes to a store to which a server would contribute."""
+_INDEX = re.compile(r"tiers\[(\d+)\]")
+_OTHERS = 0o077
+_STAND_IN_BYTES = 1 << 20
+"""In place of a wrong ``host_bytes``, so that the other settings can be checked."""
+
+
+@dataclass(frozen=True, slots=True)
+class Store:
+    """How to reach a remote store: ``client`` is the import path of the function that connects, with ``settings``."""
+
+    client: str
+    settings: Mapping[str, Any]
+    prefix: str
+    address: str
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedTier:
+    """A tier of the configuration. ``prefix`` is what stands before its keys in errors, such as "tiers[1]."."""
+
+    name: str
+    kind: str
+    prefix: str
+    lookup_deadline_ms: float
+    directory: str | None = None
+    bytes: int | None = None
+    store: Store | None = None
+    memory_bytes: int = 0
+    """Memory of this node that the tier takes beside the host pools."""
+    pins_memory: bool = False
+    """Whether the tier's client pins the host pools, for RDMA."""
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What a server would do with the configuration: the settings that could be read. None: not set, or wrong."""
+
+    host_bytes: int | None = None
+    policy: str = "auto"
+    block_size: int | None = None
+    block_size_factor: int = 1
+    has_fingerprint: bool = False
+    tiers: list[PlannedTier] = field(default_factory=list)
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, found: Mapping[str, Any]) -> Plan:
+        """Returns the plan that ``to_dict`` has described."""
+        return cls(**{**found, "tiers": [tier_from_dict(each) for each in found["tiers"]]})
+
+
+def tier_from_dict(found: Mapping[str, Any]) -> PlannedTier:
+    """Returns the tier that ``dataclasses.asdict`` has described."""
+    return PlannedTier(**{**found, "store": Store(**found["store"]) if found["store"] else None})
+
+
+def check(arguments: Mapping[str, Any], report: Report) -> None:
+    """Reports what is wrong with the configuration, and the fact "plan". ``arguments``: the fields of a Source."""
+    report.stage("reads the configuration")
+    if arguments["transfer"] is not None:
+        _check_transfer(arguments["transfer"], report)
+    read = read_config(arguments["options"])
+    config, errors = read.config, read.errors
+    for error in errors:
+        text, fix = split_fix(error)
+        report.finding(Finding("config.refused", Level.PROBLEM, Area.CONFIGURATION, text, fix))
+    is_host_wrong = any(re.match(r"host_bytes\b", error) for error in errors)
+    plan = _plan(config, read, is_host_wrong, report) if config is not None else Plan()
+    if not errors:
+        host = format_bytes(plan.host_bytes or 0)
+        tiers = ", ".join(tier.name for tier in plan.tiers) or "none"
+        text = f"every setting is valid: host_bytes {host}, policy {plan.policy}, tiers: {tiers}"
+        figures = {"host_bytes": plan.host_bytes, "num_tiers": len(plan.tiers)}
+        report.finding(Finding("config.valid", Level.OK, Area.CONFIGURATION, text, figures=figures))
+    report.fact("plan", plan.to_dict())
+
+
+@dataclass(frozen=True, slots=True)
+class ReadConfig:
+    """A configuration without its wrong settings, and the message of the ConfigError for each of these. ``config`` is
+    None if there are more than MAX_ERRORS. ``indexes``: the places that the entries left in ``tiers`` had."""
+
+    config: OffloadConfig | None
+    errors: list[str]
+    indexes: list[int]
+
+    def named(self, message: str) -> str:
+        """Returns ``message`` about an entry of ``config`` with the index that the user has given it."""
+        return _renumbered(message, self.indexes)
+
+
+def _renumbered(message: str, indexes: Sequence[int]) -> str:
+    return _INDEX.sub(lambda found: f"tiers[{indexes[int(found[1])]}]", message)
+
+
+def read_config(options: Mapping[str, Any]) -> ReadConfig:
+    """Returns what a server would read from ``options``, and everything for which it would refuse them."""
+    left, errors = dict(options), list[str]()
+    tiers = left.get("tiers")
+    indexes = list(range(len(tiers))) if isinstance(tiers, list) else []
+    while len(errors) < MAX_ERRORS:
+        try:
+            return ReadConfig(OffloadConfig.from_mapping(left), errors, indexes)
+        except ConfigError as error:
+            message = str(error)
+        errors.append(_renumbered(message, indexes))
+        setting, entry = re.split(r"\W", message, maxsplit=1)[0], _INDEX.match(message)
+        if entry is not None:
+            index = int(entry[1])
+            left["tiers"] = [each for i, each in enumerate(left["tiers"]) if i != index]
+            del indexes[index]
+        elif setting == "host_bytes":
+            left["host_bytes"] = _STAND_IN_BYTES
+        elif setting in left:
+            del left[setting]
+        else:
+            break
+    return ReadConfig(None, errors, indexes)
+
+
+def _plan(config: OffloadConfig, read: ReadConfig, is_host_wrong: bool, report: Report) -> Plan:
+    tiers = []
+    for name, entry in zip(config.tier_names, config.tier_entries, strict=True):
+        try:
+            tiers.append(_planned(name, read.named(entry.prefix), entry.config, config.lookup_deadline_ms, report))
+        except ConfigError as error:
+            text, fix = split_fix(read.named(entry.name_setting(str(error))))
+            report.finding(Finding("config.refused", Level.PROBLEM, Area.CONFIGURATION, text, fix))
+    return Plan(
+        host_bytes=None if is_host_wrong else config.host_bytes,
+        policy=config.policy,
+        block_size=config.block_size,
+        block_size_factor=config.block_size_factor or 1,
+        has_fingerprint=config.model_fingerprint is not None,
+        tiers=tiers,
+    )
+
+
+def _planned(name: str, prefix: str, config: TierConfig, lookup_deadline_ms: float, report: Report) -> PlannedTier:
+    """Returns what the doctor needs to know of a tier. Raises ConfigError."""
+    store = None
+    if isinstance(config, RemoteTierConfig):
+        _check_key_file(prefix, config.hmac_key_file, report)
+        settings = dict(config.settings())
+        if settings.get("segment_bytes"):
+            # Little, since what others put there is lost when the doctor leaves.
+            settings["segment_bytes"] = min(settings["segment_bytes"], MAX_SEGMENT_BYTES)
+        store = Store(config.connect, settings, config.prefix, config.address)
+    return PlannedTier(
+        name,
+        config.kind,
+        prefix,
+        lookup_deadline_ms if config.lookup_deadline_ms is None else config.lookup_deadline_ms,
+        directory=config.directory,
+        bytes=config.capacity_bytes,
+        store=store,
+        memory_bytes=int(getattr(config, "segment_bytes", 0)),
+        pins_memory=getattr(config, "protocol", "") == "rdma",
+    )
+
+
+def _check_key_file(prefix: str, name: str | None, report: Report) -> None:
+    if name is not None and (mode := Path(name).expanduser().stat().st_mode) & _OTHERS:
+        text = (
+            f"{prefix}hmac_key_file={name!r}: other users may read it (mode {mode & 0o777:o}), and could forge blocks"
+        )
+        fix = f"chmod 600 {name}"
+        report.finding(Finding("config.key_file_open", Level.WARNING, Area.CONFIGURATION, text, fix))
+
+
+def _check_transfer(transfer: Mapping[str, Any], report: Report) -> None:
+    """Checks what belongs to vLLM in its ``--kv-transfer-config``."""
+
+    def problem(name: str, text: str, fix: str, level: Level = Level.PROBLEM) -> None:
+        report.finding(Finding(f"config.{name}", level, Area.CONFIGURATION, text, fix))
+
+    connector, role = transfer.get("kv_connector"), transfer.get("kv_role")
+    if connector != CONNECTOR:
+        problem("connector", f"kv_connector={connector!r}: is not kvoffload", f'write "kv_connector": "{CONNECTOR}"')
+    if role is None:
+        problem("role", "kv_role is not set, and vLLM refuses a connector without it", f'add "kv_role": "{ROLE}"')
+    elif role != ROLE:
+        fix = f'write "kv_role": "{ROLE}"'
+        problem("role", f"kv_role={role!r}: a server both stores and loads blocks", fix, Level.WARNING)
+    plugins = os.environ.get("VLLM_PLUGINS")
+    if plugins is not None and PLUGIN not in plugins.split(",") and "kv_connector_module_path" not in transfer:
+        problem(
+            "plugin",
+            f"VLLM_PLUGINS={plugins!r}: vLLM then does not load kvoffload's plugin",
+            f'add ",{PLUGIN}" to the variable, or "kv_connector_module_path": "kvoffload.vllm" to the configuration',
+        )

@@ -1,0 +1,164 @@
+"""Runs all checks, one after the other, each with a deadline."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from kvoffload.doctor.configuration import Plan, PlannedTier
+from kvoffload.doctor.findings import Area, Finding, Level, Secrets
+from kvoffload.doctor.process import CheckProcess, Ending, Outcome
+from kvoffload.doctor.source import Source
+from kvoffload.doctor.worth import HOST, Medium, worth_findings
+
+PROBLEM_STATUS = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Effort:
+    """How long the doctor may take."""
+
+    measure_s: float = 1.0
+    """Per measurement."""
+    pool_bytes: int = 256 << 20
+    """Of the host pool that is allocated to measure copies."""
+    check_deadline_s: float = 10.0
+    medium_deadline_s: float = 15.0
+    """For a directory or a store, which may hang."""
+    total_deadline_s: float = 180.0
+
+
+@dataclass(slots=True)
+class Examination:
+    """All findings, in the order of the checks, and the tiers by name."""
+
+    findings: list[Finding] = field(default_factory=list)
+    tiers: list[PlannedTier] = field(default_factory=list)
+
+    def count(self, level: Level) -> int:
+        """Returns the number of findings of this level."""
+        return sum(finding.level is level for finding in self.findings)
+
+    @property
+    def exit_status(self) -> int:
+        """1 if something stops or damages a deployment, otherwise 0."""
+        return PROBLEM_STATUS if self.count(Level.PROBLEM) else 0
+
+
+Progress = Callable[[str, int, int], None]
+"""Called with what is done now, and how many of how many checks have ended."""
+
+
+def examine(
+    source: Source,
+    model: Path | None = None,
+    prefill_tokens_per_s: float | None = None,
+    effort: Effort = Effort(),
+    on_progress: Progress = lambda stage, done, total: None,
+) -> Examination:
+    """Runs all checks of a configuration, and of the model with the config.json ``model``. Does not hang: a check that
+    does is ended at its deadline, and is a finding itself."""
+    return _Examiner(source, effort, on_progress).run(model, prefill_tokens_per_s)
+
+
+class _Examiner:
+    """Runs the checks and collects what they find."""
+
+    def __init__(self, source: Source, effort: Effort, on_progress: Progress) -> None:
+        self._source = source
+        self._effort = effort
+        self._on_progress = on_progress
+        self._secrets = Secrets(source.transfer or source.options)
+        self._examination = Examination()
+        self._deadline = time.monotonic() + effort.total_deadline_s
+        self._process = CheckProcess(self._show)
+        self._done, self._total = 0, 5
+
+    def run(self, model: Path | None, prefill_tokens_per_s: float | None) -> Examination:
+        try:
+            self._run(model, prefill_tokens_per_s)
+        finally:
+            self._process.close()
+        return self._examination
+
+    def _run(self, model: Path | None, prefill_tokens_per_s: float | None) -> None:
+        effort = self._effort
+        found = self._check("configuration", Area.CONFIGURATION, asdict(self._source)).facts.get("plan")
+        plan = Plan.from_dict(found) if found is not None else Plan()
+        self._examination.tiers = plan.tiers
+        self._total += len(plan.tiers)
+        machine = self._check(
+            "machine",
+            Area.MACHINE,
+            {"plan": plan.to_dict(), "seconds": effort.measure_s / 4, "pool_bytes": effort.pool_bytes},
+        ).facts
+        media = [Medium(HOST, machine["copy_bytes_per_s"])] if "copy_bytes_per_s" in machine else []
+        offsets: dict[str, float] = {}
+        for tier in plan.tiers:
+            facts = self._check_tier(tier)
+            if "read_bytes_per_s" in facts:
+                media.append(Medium(tier.name, facts["read_bytes_per_s"], tier.name))
+            if "clock_offset_s" in facts:
+                offsets[tier.name] = facts["clock_offset_s"]
+        engine = self._check("engine", Area.ENGINE, {"plan": plan.to_dict()}).facts
+        shape: Mapping[str, Any] = {}
+        if model is not None:
+            shape = self._check(
+                "model", Area.MODEL, {"path": str(model), "plan": plan.to_dict(), "vllm": engine.get("vllm")}
+            ).facts
+        self._check("clock", Area.CLOCK, {"plan": plan.to_dict(), "offsets": offsets})
+        for finding in worth_findings(media, shape.get("bytes_per_token"), prefill_tokens_per_s, model is not None):
+            self._add(finding)
+
+    def _check_tier(self, tier: PlannedTier) -> Mapping[str, Any]:
+        """Returns the facts about a tier."""
+        arguments = {"tier": asdict(tier), "seconds": self._effort.measure_s}
+        if tier.directory is not None:
+            return self._check("directories", Area.TIER, arguments, tier).facts
+        if tier.store is not None:
+            return self._check("stores", Area.TIER, arguments, tier).facts
+        text = "a tier of your own, which the doctor does not know: nothing was measured"
+        self._add(Finding("tier.unknown", Level.NOTE, Area.TIER, text, tier=tier.name))
+        self._done += 1
+        return {}
+
+    def _check(self, module: str, area: Area, arguments: Mapping[str, Any], tier: PlannedTier | None = None) -> Outcome:
+        """Runs the function ``check`` of a module of the doctor, and adds what it has found."""
+        usual = self._effort.check_deadline_s if tier is None else self._effort.medium_deadline_s
+        deadline_s = min(usual, self._deadline - time.monotonic())
+        name = tier.name if tier is not None else ""
+        if deadline_s <= 0:
+            outcome = Outcome()
+            text = f"not checked: the doctor has taken {self._effort.total_deadline_s:.0f} s already"
+            self._add(Finding("doctor.skipped", Level.WARNING, area, text, "fix what hangs, then run it again", name))
+        else:
+            outcome = self._process.run(f"kvoffload.doctor.{module}:check", arguments, deadline_s)
+        for finding in outcome.findings:
+            self._add(finding)
+        doing = f" while the doctor {outcome.stage}" if outcome.stage else ""
+        if outcome.ending is Ending.HUNG:
+            text = f"no answer within {deadline_s:.0f} s{doing}"
+            self._add(Finding("doctor.hung", Level.PROBLEM, area, text, _fix_for_hanging(tier), name))
+        elif outcome.ending is Ending.FAILED:
+            text = f"the check failed{doing}: {outcome.failure}"
+            fix = "look at the medium's own log" if tier is not None else "report this as a bug of kvoffload"
+            self._add(Finding("doctor.failed", Level.PROBLEM, area, text, fix, name))
+        self._done += 1
+        return outcome
+
+    def _add(self, finding: Finding) -> None:
+        self._examination.findings.append(self._secrets.hide_in(finding))
+
+    def _show(self, stage: str) -> None:
+        self._on_progress(self._secrets.hide(stage) or "starts", self._done, self._total)
+
+
+def _fix_for_hanging(tier: PlannedTier | None) -> str:
+    if tier is not None and tier.store is not None:
+        return f"see that {tier.store.address} is the store, and that no firewall drops what is sent to it"
+    if tier is not None:
+        return f"see that the file system of {tier.directory} answers: ls it; mount it again if that hangs too"
+    return "look for a mount that does not answer: df; mount it again or take it out of the configuration"

@@ -1,0 +1,327 @@
+"""Checks the machine: memory and its limits, huge pages, NUMA nodes, processors, open files, speed of copies."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import platform
+import re
+import resource
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from kvoffload.abc import ConfigError
+from kvoffload.doctor.configuration import Plan
+from kvoffload.doctor.findings import Area, Figure, Finding, Level, split_fix
+from kvoffload.doctor.process import Report
+from kvoffload.host.limits import (
+    available_memory,
+    cgroup_limits,
+    cpuset_nodes,
+    meminfo_field,
+    other_reservations,
+    reserve,
+    total_memory,
+)
+from kvoffload.host.mapping import HUGE_PAGE
+from kvoffload.host.pool import HostPool
+from kvoffload.tiers.disk.start import allow_descriptors
+from kvoffload.transfer.blocks import BlockCopier
+from kvoffload.units import format_bytes
+
+MEMINFO = Path("/proc/meminfo")
+NODES = Path("/sys/devices/system/node")
+SHMEM_ENABLED = Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled")
+TIGHT_SHARE = 0.9
+"""A pool that takes more of the available memory than this leaves too little for the engine."""
+MEASURED_SHARE = 8
+"""At most one part in so many of the available memory is used to measure copies."""
+BLOCK_BYTES = 2 << 20
+DEVICE_BLOCKS = 32
+HUGE_KERNEL = (6, 1)
+"""The first version of Linux that collapses pages of memory files on request."""
+LEAST_PROCESSORS = 2
+_OVERCOMMIT_NEVER = 2
+
+
+def check(arguments: Mapping[str, Any], report: Report) -> None:
+    """Reports findings, and the fact "copy_bytes_per_s". ``arguments``: "plan"; "seconds" per measurement; "pool_bytes"
+    of the pool that is measured."""
+    plan = Plan.from_dict(arguments["plan"])
+    report.stage("looks at memory and its limits")
+    _check_memory(plan, report)
+    _check_swap(report)
+    _check_nodes(plan, report)
+    _check_processors(report)
+    _check_descriptors(plan, report)
+    _check_locked_memory(plan, report)
+    report.stage("measures copies")
+    _measure_copies(arguments["seconds"], arguments["pool_bytes"], report)
+
+
+def _found(id: str, level: Level, text: str, fix: str = "", figures: Mapping[str, Figure] | None = None) -> Finding:
+    return Finding(id, level, Area.MACHINE, text, fix, figures=figures or {})
+
+
+def _check_memory(plan: Plan, report: Report) -> None:
+    """Compares what the configuration takes with what this process could allocate, as a server does at start."""
+    mark = reserve(mmap.PAGESIZE)
+    try:
+        others = other_reservations(mark)
+        available, total = available_memory(others), total_memory()
+        reserved = sum(other.outstanding() for other in others)
+    finally:
+        os.close(mark)
+    machine = meminfo_field(MEMINFO, "MemTotal")
+    limits = sorted(cgroup_limits(), key=lambda limit: limit.most)
+    where = "on this machine"
+    if limits and limits[0].most < machine:
+        where = f"within the memory limit of {format_bytes(limits[0].most)} of cgroup {limits[0].group}"
+    figures: dict[str, Figure] = {
+        "available_bytes": available,
+        "total_bytes": total,
+        "machine_bytes": machine,
+        "cgroup_limit_bytes": limits[0].most if limits else None,
+        "reserved_by_other_pools_bytes": reserved,
+    }
+    if plan.host_bytes is None:
+        text = f"{format_bytes(available)} of memory can be allocated {where}"
+        report.finding(_found("memory.available", Level.OK, text, figures=figures))
+        return
+    needed = plan.host_bytes + sum(tier.memory_bytes for tier in plan.tiers)
+    figures["needed_bytes"] = needed
+    beside = " with the memory that is given to stores" if needed > plan.host_bytes else ""
+    taken = f"; other pools that start now take {format_bytes(reserved)} of it" if reserved else ""
+    limit = "" if where == "on this machine" else ", or raise the container's memory limit"
+    fix = f"set host_bytes to {format_bytes(max(0, available - needed + plan.host_bytes) * 8 // 10)} or less{limit}"
+    if needed > available:
+        text = (
+            f"host_bytes{beside} is {format_bytes(needed)}, and only {format_bytes(available)} can be allocated "
+            f"{where}{taken}: a server would not start"
+        )
+        report.finding(_found("memory.too_little", Level.PROBLEM, text, fix, figures=figures))
+    elif needed > available * TIGHT_SHARE:
+        text = (
+            f"host_bytes{beside} is {format_bytes(needed)} of the {format_bytes(available)} that can be allocated "
+            f"{where}{taken}: {format_bytes(available - needed)} are left for the engine and the page cache"
+        )
+        report.finding(_found("memory.tight", Level.WARNING, text, fix, figures=figures))
+    else:
+        text = f"host_bytes{beside} is {format_bytes(needed)} of {format_bytes(available)} available {where}{taken}"
+        report.finding(_found("memory.fits", Level.OK, text, figures=figures))
+    _check_overcommit(needed, report)
+
+
+def _check_overcommit(needed: int, report: Report) -> None:
+    if _number("/proc/sys/vm/overcommit_memory") != _OVERCOMMIT_NEVER:
+        return
+    left = meminfo_field(MEMINFO, "CommitLimit") - meminfo_field(MEMINFO, "Committed_AS")
+    if needed > left:
+        text = (
+            f"vm.overcommit_memory is 2, and the kernel commits only {format_bytes(max(0, left))} more: allocating the "
+            "pool would fail"
+        )
+        fix = "sysctl vm.overcommit_memory=0, or raise vm.overcommit_ratio"
+        report.finding(_found("memory.overcommit", Level.PROBLEM, text, fix, figures={"commit_left_bytes": left}))
+
+
+def _check_swap(report: Report) -> None:
+    swap = meminfo_field(MEMINFO, "SwapTotal")
+    if swap:
+        text = f"{format_bytes(swap)} of swap: the kernel may swap out blocks of the pool, whose loads then take longer"
+        report.finding(
+            _found(
+                "memory.swap",
+                Level.WARNING,
+                text,
+                "swapoff -a, or sysctl vm.swappiness=1",
+                figures={"swap_bytes": swap},
+            )
+        )
+
+
+def _check_nodes(plan: Plan, report: Report) -> None:
+    names = sorted(NODES.glob("node[0-9]*"), key=lambda path: int(path.name[4:]))
+    sizes = {int(path.name[4:]): meminfo_field(path / "meminfo", "MemTotal") for path in names}
+    for finding in node_findings(sizes, cpuset_nodes(), plan.host_bytes):
+        report.finding(finding)
+
+
+def node_findings(sizes: Mapping[int, int], allowed: frozenset[int], host_bytes: int | None) -> list[Finding]:
+    """Returns what there is to say about NUMA nodes with so many bytes each, of which ``allowed`` are in the cpuset."""
+    with_memory = {node: size for node, size in sizes.items() if size}
+    if len(with_memory) < 2:
+        return []
+    figures: dict[str, Figure] = {f"node{node}_bytes": size for node, size in with_memory.items()}
+    inside = {node: size for node, size in with_memory.items() if not allowed or node in allowed}
+    amounts = ", ".join(format_bytes(size) for size in with_memory.values())
+    text = f"{len(with_memory)} NUMA nodes with {amounts}"
+    if len(inside) < len(with_memory):
+        nodes = ", ".join(map(str, sorted(inside)))
+        fix = "give the container the memory of the other nodes too, if host_bytes is to be larger (cpuset.mems)"
+        text += f"; this process may use {nodes} only"
+        return [_found("numa.cpuset", Level.NOTE, text, fix, figures=figures)]
+    if host_bytes is not None and host_bytes > max(inside.values()):
+        text += f"; host_bytes is more than any of them, so a part of each pool is far from its device: {_SLOWER}"
+        fix = "run one engine per node, with a pool that fits its node (numactl --membind, engines_per_node)"
+        return [_found("numa.spans", Level.NOTE, text, fix, figures=figures)]
+    return [_found("numa.nodes", Level.OK, f"{text}; the pool fits one of them", figures=figures)]
+
+
+_SLOWER = "copies of that part are slower"
+
+
+def _check_processors(report: Report) -> None:
+    may_use, quota = len(os.sched_getaffinity(0)), _processor_quota()
+    usable = min(float(may_use), quota or float(may_use))
+    figures: dict[str, Figure] = {"processors": may_use, "quota_processors": quota}
+    of = f" (CPU limit of the container; {may_use} are there)" if quota is not None and quota < may_use else ""
+    if usable < LEAST_PROCESSORS:
+        text = f"{usable:g} processor{of}: threads that move bytes take time from the engine's steps"
+        fix = f"give the container at least {LEAST_PROCESSORS} processors, better 4, per engine"
+        report.finding(_found("processors.few", Level.WARNING, text, fix, figures=figures))
+    else:
+        report.finding(_found("processors.enough", Level.OK, f"{usable:g} processors{of}", figures=figures))
+
+
+def _processor_quota() -> float | None:
+    """Returns the processors that the control group of this process may use, or None if there is no limit."""
+    root = Path("/sys/fs/cgroup")
+    groups = {root}
+    with suppress(OSError, ValueError):
+        for line in Path("/proc/self/cgroup").read_text().splitlines():
+            _, controllers, inside = line.split(":", 2)
+            if not controllers:
+                here = root / inside.lstrip("/")
+                groups |= {here, *here.parents}
+    quotas = []
+    for group in groups:
+        # "max" is no number: there is no limit.
+        with suppress(OSError, ValueError):
+            allowed, period = map(int, (group / "cpu.max").read_text().split())
+            quotas.append(allowed / period)
+    allowed_1, period_1 = _number(root / "cpu/cpu.cfs_quota_us"), _number(root / "cpu/cpu.cfs_period_us")
+    if allowed_1 is not None and allowed_1 > 0 and period_1:
+        quotas.append(allowed_1 / period_1)
+    return min(quotas, default=None)
+
+
+def _check_descriptors(plan: Plan, report: Report) -> None:
+    for tier in plan.tiers:
+        if tier.directory is None or tier.bytes is None:
+            continue
+        try:
+            allow_descriptors(tier.bytes, engines=1)
+        except ConfigError as error:
+            wrong, fix = split_fix(str(error))
+            hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+            found = _found("descriptors.few", Level.PROBLEM, f"{tier.prefix}{wrong}", fix, figures={"hard_limit": hard})
+            report.finding(found)
+
+
+def _check_locked_memory(plan: Plan, report: Report) -> None:
+    """Checks the limit only where it applies: drivers of GPUs pin memory without regard to it."""
+    pinning = [tier for tier in plan.tiers if tier.pins_memory]
+    if not pinning or plan.host_bytes is None:
+        return
+    hard = resource.getrlimit(resource.RLIMIT_MEMLOCK)[1]
+    needed = plan.host_bytes + sum(tier.memory_bytes for tier in plan.tiers)
+    if hard != resource.RLIM_INFINITY and hard < needed and os.geteuid() != 0:
+        text = (
+            f"{pinning[0].prefix}protocol: RDMA pins the pools, {format_bytes(needed)}, and this process may lock "
+            f"{format_bytes(hard)} of memory: the store's client would fail"
+        )
+        fix = "ulimit -l unlimited; in Docker --ulimit memlock=-1, or --cap-add IPC_LOCK"
+        report.finding(
+            _found("memory.locked", Level.PROBLEM, text, fix, figures={"limit_bytes": hard, "needed_bytes": needed})
+        )
+
+
+# Measured.
+
+
+def _measure_copies(seconds: float, pool_bytes: int, report: Report) -> None:
+    """Allocates a small pool as a server does, and copies blocks into it and out of it."""
+    nbytes = min(pool_bytes, available_memory() // MEASURED_SHARE) // BLOCK_BYTES * BLOCK_BYTES
+    if nbytes < BLOCK_BYTES:
+        return
+    pool = HostPool(nbytes // BLOCK_BYTES, BLOCK_BYTES)
+    try:
+        pool.wait_until_touched()
+        _check_huge_pages(_huge_bytes(pool.data.ctypes.data), nbytes, report)
+        blocks = min(DEVICE_BLOCKS, pool.num_blocks)
+        device = np.ones((1, blocks, BLOCK_BYTES), dtype=np.uint8)
+        copier = BlockCopier([device], pool.data.reshape(pool.num_blocks, 1, BLOCK_BYTES))
+        store, load = (_copy_rate(copier, blocks, pool.num_blocks, is_store, seconds) for is_store in (True, False))
+    finally:
+        pool.close()
+    text = (
+        f"copies between memory and the pool: {store / 1e9:.1f} GB/s in, {load / 1e9:.1f} GB/s out, with this "
+        "processor; a GPU copies by itself, over its bus"
+    )
+    figures: dict[str, Figure] = {"store_bytes_per_s": round(store), "load_bytes_per_s": round(load)}
+    report.finding(_found("copies.measured", Level.OK, text, figures=figures))
+    report.fact("copy_bytes_per_s", load)
+
+
+def _copy_rate(copier: BlockCopier, blocks: int, slots: int, is_store: bool, seconds: float) -> float:
+    """Returns the bytes per second of copies of so many blocks at a time, round and round through the slots."""
+    moved, begun = 0, time.perf_counter()
+    numbers, parts = np.arange(blocks), np.zeros(blocks, dtype=np.int64)
+    at = 0
+    while True:
+        copier.copy(numbers, (numbers + at) % slots, parts, is_store)
+        moved, at = moved + blocks * BLOCK_BYTES, at + blocks
+        passed = time.perf_counter() - begun
+        if passed >= seconds:
+            return moved / passed
+
+
+def _huge_bytes(address: int) -> int:
+    """Returns how many bytes of the mapping at ``address`` are in huge pages."""
+    inside = False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        mapping = re.match(r"([0-9a-f]+)-([0-9a-f]+) ", line)
+        if mapping:
+            inside = int(mapping[1], 16) <= address < int(mapping[2], 16)
+        elif inside and line.startswith("ShmemPmdMapped:"):
+            return int(line.split()[1]) * 1024
+    return 0
+
+
+def _check_huge_pages(huge: int, nbytes: int, report: Report) -> None:
+    figures: dict[str, Figure] = {"huge_bytes": huge, "tested_bytes": nbytes}
+    if huge >= nbytes - HUGE_PAGE:
+        text = "huge pages: the pool gets them"
+        report.finding(_found("huge_pages.used", Level.OK, text, figures=figures))
+        return
+    setting = _shmem_setting()
+    kernel = tuple(map(int, re.findall(r"\d+", platform.release())[:2]))
+    text = f"huge pages: the pool gets {format_bytes(huge)} of {format_bytes(nbytes)}"
+    slower = "; copies and direct I/O are slower with ordinary pages"
+    if setting == "deny" or kernel < HUGE_KERNEL:
+        text += f" (Linux {platform.release()}, shmem_enabled is {setting or 'unknown'}){slower}"
+        fix = f"echo advise > {SHMEM_ENABLED}" if kernel >= HUGE_KERNEL else f"echo always > {SHMEM_ENABLED}"
+        report.finding(_found("huge_pages.none", Level.WARNING, text, fix, figures=figures))
+    else:
+        text += f": memory is fragmented, or it took too long{slower}"
+        fix = "echo 1 > /proc/sys/vm/compact_memory before the server starts"
+        report.finding(_found("huge_pages.few", Level.NOTE, text, fix, figures=figures))
+
+
+def _shmem_setting() -> str:
+    with suppress(OSError):
+        chosen = re.search(r"\[(\w+)\]", SHMEM_ENABLED.read_text())
+        return chosen[1] if chosen else ""
+    return ""
+
+
+def _number(path: str | Path) -> int | None:
+    with suppress(OSError, ValueError):
+        return int(Path(path).read_text())
+    return None

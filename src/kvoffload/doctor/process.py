@@ -1,0 +1,219 @@
+"""Runs checks in another process, which is killed if a check hangs.
+
+A check is a function ``check(arguments, report)``. Its process is reused for the next check unless it was killed, since
+starting one takes half a second.
+"""
+
+from __future__ import annotations
+
+import enum
+import importlib
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from typing import Any
+
+from kvoffload.doctor.findings import Finding
+from kvoffload.tiers.remote.child import end_with_parent
+from kvoffload.units import printable
+
+KILL_WAIT_S = 1.0
+"""A process that the kernel cannot end, because it waits for a dead medium, is left behind after this."""
+POLL_S = 0.1
+START_DEADLINE_S = 60.0
+"""For the start of the process, which does not count against a check's deadline."""
+MAX_TAIL_BYTES = 600
+READ_BYTES = 1 << 16
+
+
+class Report:
+    """What a check calls, in its process."""
+
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor = descriptor
+
+    def begin(self) -> None:
+        self._send({"begin": True})
+
+    def stage(self, text: str) -> None:
+        """Says what the check does next, such as "connects": if it hangs, this is where."""
+        self._send({"stage": text})
+
+    def finding(self, finding: Finding) -> None:
+        self._send({"finding": finding.to_dict()})
+
+    def fact(self, name: str, value: Any) -> None:
+        """Hands plain JSON to later checks."""
+        self._send({"fact": [name, value]})
+
+    def end(self, failure: str = "") -> None:
+        self._send({"end": failure})
+
+    def _send(self, message: Mapping[str, Any]) -> None:
+        line = json.dumps(message).encode() + b"\n"
+        while line:
+            line = line[os.write(self._descriptor, line) :]
+
+
+class Ending(enum.Enum):
+    """How a check has ended."""
+
+    DONE = enum.auto()
+    HUNG = enum.auto()
+    """Its process was killed at the deadline."""
+    FAILED = enum.auto()
+    """It raised an exception, or its process ended."""
+
+
+class Outcome:
+    """What a check has reported. ``stage``: what it did last. ``failure``: why it has failed, if it has."""
+
+    def __init__(self) -> None:
+        self.ending = Ending.DONE
+        self.findings: list[Finding] = []
+        self.facts: dict[str, Any] = {}
+        self.stage = ""
+        self.failure = ""
+        self.has_begun = False
+
+
+class CheckProcess:
+    """Runs checks one after the other. ``on_progress`` is called several times per second with the current stage."""
+
+    def __init__(self, on_progress: Callable[[str], None] = lambda stage: None) -> None:
+        self._on_progress = on_progress
+        self._process: subprocess.Popen[bytes] | None = None
+        self._answers = -1
+        self._output = tempfile.TemporaryFile()  # noqa: SIM115
+        self._buffer = b""
+
+    def run(self, check: str, arguments: Mapping[str, Any], deadline_s: float) -> Outcome:
+        """Runs the function with the import path ``check``, "package.module:function", for at most ``deadline_s``
+        seconds. ``arguments`` are plain JSON."""
+        outcome = Outcome()
+        try:
+            process = self._started()
+            request = json.dumps({"check": check, "arguments": arguments}).encode() + b"\n"
+            assert process.stdin is not None
+            process.stdin.write(request)
+            process.stdin.flush()
+        except OSError as error:
+            outcome.ending, outcome.failure = Ending.FAILED, f"its process cannot be started ({error})"
+            self.close()
+            return outcome
+        has_begun, deadline = False, time.monotonic() + START_DEADLINE_S
+        while True:
+            ready, _, _ = select.select([self._answers], [], [], min(POLL_S, max(0.0, deadline - time.monotonic())))
+            if ready:
+                data = os.read(self._answers, READ_BYTES)
+                if not data:
+                    outcome.ending, outcome.failure = Ending.FAILED, self._why_ended()
+                    break
+                if self._take(data, outcome):
+                    return outcome
+                if outcome.has_begun and not has_begun:
+                    has_begun, deadline = True, time.monotonic() + deadline_s
+            self._on_progress(outcome.stage)
+            if time.monotonic() >= deadline:
+                outcome.ending = Ending.HUNG
+                break
+        self.close()
+        return outcome
+
+    def close(self) -> None:
+        """Ends the process. May be called at any time; the next check starts another one."""
+        process, self._process, self._buffer = self._process, None, b""
+        if self._answers >= 0:
+            os.close(self._answers)
+            self._answers = -1
+        if process is None:
+            return
+        with suppress(OSError):
+            # Its own session: whatever a store's client has started ends too.
+            os.killpg(process.pid, signal.SIGKILL)
+        with suppress(OSError):
+            assert process.stdin is not None
+            process.stdin.close()
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(KILL_WAIT_S)
+
+    def _started(self) -> subprocess.Popen[bytes]:
+        if self._process is None:
+            self._answers, theirs = os.pipe()
+            try:
+                self._process = subprocess.Popen(
+                    [sys.executable, "-P", "-m", "kvoffload.doctor.process", str(theirs)],
+                    stdin=subprocess.PIPE,
+                    stdout=self._output,
+                    stderr=subprocess.STDOUT,
+                    pass_fds=[theirs],
+                    start_new_session=True,
+                    env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+                )
+            finally:
+                os.close(theirs)
+        return self._process
+
+    def _take(self, data: bytes, outcome: Outcome) -> bool:
+        """Adds what the process has sent to ``outcome``. Returns whether the check has ended."""
+        *lines, self._buffer = (self._buffer + data).split(b"\n")
+        for message in map(json.loads, lines):
+            if "begin" in message:
+                outcome.has_begun = True
+            elif "stage" in message:
+                outcome.stage = message["stage"]
+            elif "finding" in message:
+                outcome.findings.append(Finding.from_dict(message["finding"]))
+            elif "fact" in message:
+                name, value = message["fact"]
+                outcome.facts[name] = value
+            else:
+                outcome.failure = message["end"]
+                outcome.ending = Ending.FAILED if outcome.failure else Ending.DONE
+                return True
+        return False
+
+    def _why_ended(self) -> str:
+        """Returns how the process has ended, and the last line that it has printed."""
+        process = self._process
+        status = None
+        if process is not None:
+            with suppress(subprocess.TimeoutExpired):
+                status = process.wait(KILL_WAIT_S)
+        self._output.seek(0, os.SEEK_END)
+        self._output.seek(max(0, self._output.tell() - MAX_TAIL_BYTES))
+        lines = self._output.read().decode(errors="replace").split("\n")
+        last = next((printable(line.strip()) for line in reversed(lines) if line.strip()), "")
+        how = f"killed by signal {-status}" if status is not None and status < 0 else f"exit status {status}"
+        return f"its process has ended ({how}{': ' + last if last else ''})"
+
+
+def main(descriptor: int) -> None:
+    """Runs checks that the parent names, until it closes its end."""
+    end_with_parent(os.getppid())
+    os.set_inheritable(descriptor, False)
+    report = Report(descriptor)
+    for line in sys.stdin.buffer:
+        request = json.loads(line)
+        module, _, name = request["check"].partition(":")
+        check = getattr(importlib.import_module(module), name)
+        report.begin()
+        try:
+            check(request["arguments"], report)
+        except Exception as error:
+            report.end(f"{type(error).__name__}: {error}")
+        else:
+            report.end()
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]))
+    # Threads of a client may hang, and must not keep the process.
+    os._exit(0)

@@ -1,0 +1,56 @@
+"""Reads what the user gives to the doctor: the option ``--config``."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from kvoffload.abc import ConfigError
+
+MAX_CONFIG_BYTES = 1 << 20
+OPTIONS_KEY = "kv_connector_extra_config"
+_EXAMPLE = """--config '{"host_bytes": "64GiB"}' or --config FILE"""
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """A configuration as it was given. ``options``: kvoffload's own. ``transfer``: the whole of vLLM's
+    ``--kv-transfer-config`` if that was given, otherwise None."""
+
+    options: Mapping[str, Any]
+    transfer: Mapping[str, Any] | None = field(default=None)
+
+
+def read_source(text: str) -> Source:
+    """Returns the configuration in ``text``: JSON, or the path of a file with JSON. The JSON is the value of vLLM's
+    ``--kv-transfer-config``, or only the ``kv_connector_extra_config`` in it.
+
+    Raises ConfigError if it cannot be read, or is not JSON.
+    """
+    if not text.lstrip().startswith(("{", "[")):
+        text = _read_file(text)
+    try:
+        content = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"--config: not JSON ({error}); write {_EXAMPLE}") from error
+    if not isinstance(content, Mapping):
+        raise ConfigError(f"--config: not a JSON object; write {_EXAMPLE}")
+    if "kv_connector" not in content and OPTIONS_KEY not in content:
+        return Source(content)
+    options = content.get(OPTIONS_KEY) or {}
+    if not isinstance(options, Mapping):
+        raise ConfigError(f'--config: {OPTIONS_KEY} is not a JSON object; write "{OPTIONS_KEY}": {{...}}')
+    return Source(options, content)
+
+
+def _read_file(name: str) -> str:
+    path = Path(name).expanduser()
+    try:
+        with path.open("rb") as file:
+            return file.read(MAX_CONFIG_BYTES).decode()
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else str(error)
+        raise ConfigError(f"--config={name!r}: cannot be read ({reason}); write {_EXAMPLE}") from error

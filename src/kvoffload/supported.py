@@ -1,0 +1,22 @@
+"""Which versions of vLLM are served. Known without vLLM, so that it can be said before one is installed."""
+
+from __future__ import annotations
+
+TESTED = ("0.28", "0.29", "0.30", "0.31", "0.32")
+TRIED = {"0.33": "its Python code was run manually over the compiled libraries of 0.32, on a CPU"}
+"""Versions that no test runs, and how they were tried instead."""
+
+FIRST_TO_FAIL_WHOLE_LOADS = "0.30"
+"""Models with several KV cache groups need this version: a failed load is then reported by request."""
+FIRST_TO_NAME_STATES = "0.30"
+"""Models with recurrent or convolutional layers need it: a step then names the device blocks that hold states."""
+FIRST_TO_DRAIN_HOLDERS_FIRST = "0.31"
+"""Tiers need it: requests that hold device blocks are then scheduled first, so that a request may wait for a load."""
+
+
+def release_of(version: str) -> tuple[int, int] | None:
+    """Returns the major and the minor number of a version such as "0.32.1", or None if it is not a number."""
+    numbers = version.split(".")
+    if len(numbers) < 2 or not all(each.isdecimal() for each in numbers[:2]):
+        return None
+    return int(numbers[0]), int(numbers[1])

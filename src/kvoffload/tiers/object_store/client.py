@@ -1,0 +1,225 @@
+"""ObjectStoreClient: values in a bucket, several per object where they are small. It runs in the client's process."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from kvoffload.abc import ByteArray
+from kvoffload.tiers.object_store.bucket import Bucket, Found, NewObject, Piece
+from kvoffload.tiers.object_store.contents import Place, Places, contents, make_note, mark, values_per_object
+from kvoffload.tiers.object_store.search import Search
+from kvoffload.tiers.remote.client import Outcome, StoreClient
+
+MAX_PUTS = 4
+"""How often values are put again into further objects because others have stored the first of them meanwhile."""
+
+
+def connect(settings: Mapping[str, Any]) -> ObjectStoreClient:
+    """Returns a client whose bucket has answered. ``settings``: those of ObjectStoreConfig, and ``value_bytes``, the
+    usual size of a value; without it every value has an object of its own. Raises StoreError."""
+    # Only here, because it needs obstore.
+    from kvoffload.tiers.object_store.obstore_bucket import open_bucket
+
+    return ObjectStoreClient(open_bucket(settings), settings.get("value_bytes", 0))
+
+
+@dataclass(frozen=True, slots=True)
+class _Reading:
+    """Neighbouring values of one object that one request reads: their indices in the call, and where the first is."""
+
+    members: list[int]
+    place: Place
+
+
+class ObjectStoreClient(StoreClient):
+    """Values in ``bucket``. Values that are small share objects: consecutive values of one ``put`` become one object,
+    which has the name of the first of them, and a note that lists them.
+
+    The notes say where a value is, never what it is: its bytes are verified by whoever reads it. The object is deleted
+    when a value with wrong bytes is removed, or all values are. Until then a value that is removed is hidden from this
+    client alone, which shows it again instead of storing it.
+    """
+
+    def __init__(self, bucket: Bucket, value_bytes: int) -> None:
+        self._bucket = bucket
+        self._step = values_per_object(value_bytes) if bucket.has_notes else 1
+        self._places = Places()
+
+    def exists(self, names: Sequence[str]) -> list[Outcome]:
+        search = Search(names, self._step, self._places)
+        while wanted := search.next_round():
+            search.take(dict(zip(wanted, self._bucket.head(wanted), strict=True)))
+        return search.outcomes()
+
+    # Reads.
+
+    def get(self, names: Sequence[str], buffers: Sequence[Sequence[ByteArray]]) -> list[Outcome]:
+        outcomes = [Outcome.MISSING] * len(names)
+        places = self._locate(names, outcomes)
+        sizes = [sum(part.nbytes for part in parts) for parts in buffers]
+        readings = _readings(places, sizes)
+        pieces = [
+            Piece(
+                each.place.name,
+                each.place.number * sizes[each.members[0]],
+                [part for i in each.members for part in buffers[i]],
+            )
+            for each in readings
+        ]
+        answers = self._bucket.get(pieces) if pieces else []
+        for each, answer in zip(readings, answers, strict=True):
+            outcome = answer if isinstance(answer, Outcome) else self._check(each.place, answer, sizes[each.members[0]])
+            if outcome is Outcome.MISSING:
+                self._places.gone(each.place.name)
+            for i in each.members:
+                outcomes[i] = outcome
+        return outcomes
+
+    def _locate(self, names: Sequence[str], outcomes: list[Outcome]) -> list[Place | None]:
+        """Returns the places of values, and puts into ``outcomes`` why there is none."""
+        places = [self._places.find(mark(name)) for name in names]
+        unknown = [i for i, place in enumerate(places) if place is None]
+        if self._step == 1:
+            # It has an object of its own, or there is none.
+            for i in unknown:
+                places[i] = Place(names[i], (mark(names[i]),), 0)
+        elif unknown:
+            for i, outcome in zip(unknown, self.exists([names[i] for i in unknown]), strict=True):
+                outcomes[i] = outcome
+                if outcome is Outcome.OK:
+                    outcomes[i] = Outcome.MISSING
+                    places[i] = self._places.find(mark(names[i]))
+        return places
+
+    @staticmethod
+    def _check(place: Place, found: Found, value_bytes: int) -> Outcome:
+        """Returns whether the object that was read is the one whose contents are known."""
+        if contents(place.name, found) != place.marks:
+            return Outcome.MISSING
+        return Outcome.OK if found.size == len(place.marks) * value_bytes else Outcome.OTHER_SIZE
+
+    # Writes.
+
+    def put(self, names: Sequence[str], buffers: Sequence[Sequence[ByteArray]]) -> list[Outcome]:
+        outcomes = [Outcome.FAILED] * len(names)
+        marks = [mark(name) for name in names]
+        left = list(range(len(names)))
+        for _ in range(MAX_PUTS):
+            if not left:
+                break
+            groups = self._groups(left, names, buffers)
+            answers = self._bucket.put([_new_object(group, names, marks, buffers) for group in groups])
+            held: list[list[int]] = []
+            for group, answer in zip(groups, answers, strict=True):
+                if answer is Outcome.HELD:
+                    held.append(group)
+                    continue
+                if answer is Outcome.OK:
+                    self._places.gone(names[_leader(group, names)])
+                    self._places.note(names[_leader(group, names)], tuple(marks[i] for i in group))
+                for i in group:
+                    outcomes[i] = answer
+            left = self._take_held(held, names, marks, outcomes) if held else []
+        return outcomes
+
+    def _groups(
+        self, left: Sequence[int], names: Sequence[str], buffers: Sequence[Sequence[ByteArray]]
+    ) -> list[list[int]]:
+        """Returns which of the values with the indices ``left`` become one object each."""
+        groups: list[list[int]] = []
+        last_size = -1
+        for i in left:
+            size = sum(part.nbytes for part in buffers[i])
+            most = values_per_object(size) if self._step > 1 else 1
+            if size != last_size or len(groups[-1]) == most:
+                groups.append([])
+            groups[-1].append(i)
+            last_size = size
+        return groups
+
+    def _take_held(
+        self, held: Sequence[list[int]], names: Sequence[str], marks: Sequence[bytes], outcomes: list[Outcome]
+    ) -> list[int]:
+        """Finds out which values of ``held``, objects that others have stored first, are in those. Returns those that
+        are not."""
+        left = []
+        leaders = [_leader(group, names) for group in held]
+        several = [i for i, group in zip(leaders, held, strict=True) if len(group) > 1]
+        found = dict(zip(several, self._bucket.head([names[i] for i in several]), strict=True)) if several else {}
+        for leader, group in zip(leaders, held, strict=True):
+            outcomes[leader] = Outcome.HELD
+            self._places.show(marks[leader])
+            answer = found.get(leader)
+            if not isinstance(answer, Found):
+                continue
+            there = contents(names[leader], answer)
+            self._places.note(names[leader], there)
+            for i in group:
+                if marks[i] in there:
+                    outcomes[i] = Outcome.HELD
+                    self._places.show(marks[i])
+                else:
+                    left.append(i)
+        return left
+
+    # Removal.
+
+    def remove(self, names: Sequence[str]) -> list[Outcome]:
+        objects: dict[str, str] = {}
+        """The object to delete for each value."""
+        for name in names:
+            place = self._places.find(mark(name))
+            if place is None:
+                objects[name] = name
+            elif self._places.is_distrusted(place.name) or self._places.hide(mark(name)):
+                objects[name] = place.name
+        distinct = list(dict.fromkeys(objects.values()))
+        answers = dict(zip(distinct, self._bucket.delete(distinct), strict=True)) if distinct else {}
+        for name, answer in answers.items():
+            if answer is not Outcome.FAILED:
+                self._places.gone(name)
+        return [answers[objects[name]] if name in objects else Outcome.OK for name in names]
+
+    def distrust(self, names: Sequence[str]) -> None:
+        for name in names:
+            place = self._places.find(mark(name))
+            if place is not None:
+                self._places.distrust(place.name)
+
+    def close(self) -> None:
+        self._bucket.close()
+
+
+def _readings(places: Sequence[Place | None], sizes: Sequence[int]) -> list[_Reading]:
+    """Returns what to read, neighbours in one object together."""
+    known = [(place.name, place.number, i, place) for i, place in enumerate(places) if place is not None]
+    known.sort(key=lambda each: each[:3])
+    readings: list[_Reading] = []
+    for name, index, i, place in known:
+        last = readings[-1] if readings else None
+        if (
+            last is not None
+            and last.place.name == name
+            and last.place.number + len(last.members) == index
+            and sizes[last.members[0]] == sizes[i]
+            and last.place.marks == place.marks
+        ):
+            last.members.append(i)
+        else:
+            readings.append(_Reading([i], place))
+    return readings
+
+
+def _leader(group: Sequence[int], names: Sequence[str]) -> int:
+    """Returns the value by which an object with these is named: the first of the lowest KV cache group, as chains of
+    that one are looked up first."""
+    return min(group, key=lambda i: names[i][-8:])
+
+
+def _new_object(
+    group: Sequence[int], names: Sequence[str], marks: Sequence[bytes], buffers: Sequence[Sequence[ByteArray]]
+) -> NewObject:
+    note = make_note([marks[i] for i in group]) if len(group) > 1 else ""
+    return NewObject(names[_leader(group, names)], note, [part for i in group for part in buffers[i]])

@@ -1,0 +1,100 @@
+"""What an error of a store means, in words without secrets.
+
+Messages of obstore contain addresses, which may be signed, and answers of the store, which may repeat keys. Only the
+status, the store's code and words of this module are kept of them.
+"""
+
+from __future__ import annotations
+
+import enum
+import re
+
+_STATUS = re.compile(r"status(?: code)?: ([1-5][0-9]{2})\b")
+_CODE = re.compile(r"<Code>([A-Za-z]{3,40})</Code>")
+_FULL_CODES = ("QuotaExceeded", "XMinioStorageFull", "StorageFull", "InsufficientStorage", "InsufficientCapacity")
+_KEYS_CODES = ("InvalidAccessKeyId", "SignatureDoesNotMatch", "InvalidToken", "AuthFailure")
+_SLOW_CODES = ("SlowDown", "Throttling", "RequestLimitExceeded", "ServerBusy")
+
+
+class Problem(enum.Enum):
+    """Kinds of errors that are not the answer of a healthy store. The values are what to say."""
+
+    EXPIRED = "the credentials have expired; renew them or use a role, which renews itself"
+    KEYS = "the store does not accept the credentials; check the keys, and the clock of this machine"
+    NO_CREDENTIALS = (
+        "no credentials were found; set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or what docs/shared.md lists"
+    )
+    REFUSED = (
+        "access is refused; the credentials need s3:GetObject, s3:PutObject, s3:DeleteObject and s3:ListBucket, "
+        "without which a missing object is refused too, or their like in other stores"
+    )
+    NO_BUCKET = "there is no such bucket; create it or correct url"
+    OTHER_REGION = "the bucket is in another region; set region"
+    SLOW_DOWN = "the store asks for fewer requests"
+    FULL = "the store has no room"
+    NOT_IMPLEMENTED = "the store does not implement this request"
+    TIMEOUT = "the store did not answer in time"
+    UNREACHABLE = "the store cannot be reached"
+    OUT_OF_RANGE = "the object is shorter"
+    OTHER = "the request failed"
+
+
+def classify(error: BaseException) -> Problem:
+    """Returns what kind of problem ``error`` is, an exception of obstore."""
+    text = str(error)
+    status, code = _status(text), _code(text)
+    by_code = (
+        (("ExpiredToken", "TokenRefreshRequired"), Problem.EXPIRED),
+        (("RequestTimeTooSkewed", *_KEYS_CODES), Problem.KEYS),
+        (("NoSuchBucket", "ContainerNotFound"), Problem.NO_BUCKET),
+        (("PermanentRedirect", "AuthorizationHeaderMalformed", "IllegalLocationConstraintException"),
+         Problem.OTHER_REGION),
+        (_SLOW_CODES, Problem.SLOW_DOWN),
+        (_FULL_CODES, Problem.FULL),
+        (("NotImplemented",), Problem.NOT_IMPLEMENTED),
+        (("InvalidRange",), Problem.OUT_OF_RANGE),
+    )  # fmt: skip
+    for codes, problem in by_code:
+        if code in codes:
+            return problem
+    by_status = {
+        301: Problem.OTHER_REGION,
+        401: Problem.KEYS,
+        403: Problem.REFUSED,
+        408: Problem.TIMEOUT,
+        416: Problem.OUT_OF_RANGE,
+        429: Problem.SLOW_DOWN,
+        501: Problem.NOT_IMPLEMENTED,
+        503: Problem.SLOW_DOWN,
+        504: Problem.TIMEOUT,
+        507: Problem.FULL,
+    }
+    if status is not None:
+        return by_status.get(status, Problem.OTHER)
+    if "redirect without LOCATION" in text:
+        return Problem.OTHER_REGION
+    if "169.254." in text or "metadata.google" in text or "credential" in text.lower():
+        return Problem.NO_CREDENTIALS
+    if "TimedOut" in text or "timed out" in text or "kind: Timeout" in text:
+        return Problem.TIMEOUT
+    if "kind: Connect" in text or "dns error" in text or "HttpError" in text:
+        return Problem.UNREACHABLE
+    return Problem.OTHER
+
+
+def explain(error: BaseException, where: str) -> str:
+    """Returns a sentence about ``error`` for the log. ``where``: the bucket."""
+    text = str(error)
+    facts = [str(each) for each in (_status(text), _code(text)) if each is not None]
+    kind = f" ({' '.join(facts)})" if facts else f" ({type(error).__name__})"
+    return f"{where}: {classify(error).value}{kind}"
+
+
+def _status(text: str) -> int | None:
+    found = _STATUS.search(text)
+    return None if found is None else int(found[1])
+
+
+def _code(text: str) -> str | None:
+    found = _CODE.search(text)
+    return None if found is None else found[1]

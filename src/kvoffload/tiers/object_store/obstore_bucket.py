@@ -1,0 +1,269 @@
+"""ObstoreBucket: a bucket of S3, Google Cloud Storage or Azure, or a local directory, through obstore."""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+
+from kvoffload.abc import ByteArray
+from kvoffload.tiers.object_store.bucket import Answer, Bucket, Found, NewObject, Piece
+from kvoffload.tiers.object_store.errors import Problem, classify, explain
+from kvoffload.tiers.remote.client import Outcome, StoreError
+
+SMALL_REQUESTS = 32
+"""Requests without bytes at once."""
+TRANSFERS = 16
+"""Objects read at once, and objects written."""
+CONNECT_TIMEOUT_S = 1.5
+SMALL_TIMEOUT_S = 2.0
+"""The time of one request without bytes; one more may begin within SMALL_BUDGET_S after the call."""
+SMALL_BUDGET_S = 1.0
+TRANSFER_TIMEOUT_S = 8.0
+TRANSFER_BUDGET_S = 5.0
+QUIET_S = 1.0
+"""After a call in which nothing was answered in time, others fail at once for so long: they were waiting behind it, and
+would outlast their own deadlines."""
+NOTE_KEY = "kvoffload"
+"""The name of the metadata with the note, in S3 ``x-amz-meta-kvoffload``."""
+
+logger = logging.getLogger(__name__)
+_Item = TypeVar("_Item")
+_Result = TypeVar("_Result")
+
+
+def open_bucket(settings: Mapping[str, Any]) -> ObstoreBucket:
+    """Returns the bucket of ``settings``, those of ObjectStoreConfig, which has answered. Raises StoreError."""
+    try:
+        import obstore
+    except ImportError as error:
+        raise StoreError(f"obstore cannot be loaded ({type(error).__name__}); reinstall it") from error
+    url = settings["url"]
+    try:
+        small = _make_store(settings, SMALL_TIMEOUT_S, max_retries=1)
+        transfers = _make_store(settings, TRANSFER_TIMEOUT_S, max_retries=2)
+    except StoreError:
+        raise
+    except Exception as error:
+        raise StoreError(explain(error, url)) from None
+    bucket = ObstoreBucket(obstore, small, transfers, url)
+    bucket.check(f"{settings['prefix']}/connection-test")
+    return bucket
+
+
+def _make_store(settings: Mapping[str, Any], timeout_s: float, max_retries: int) -> Any:
+    from obstore.store import from_url
+
+    url, endpoint = settings["url"], settings.get("endpoint")
+    if url.startswith("file:"):
+        return from_url(url, mkdir=True)
+    options: dict[str, Any] = {
+        "client_options": {
+            "timeout": timedelta(seconds=timeout_s),
+            "connect_timeout": timedelta(seconds=CONNECT_TIMEOUT_S),
+        },
+        # The defaults go on for minutes. A request that has timed out is not tried again, because that took longer.
+        "retry_config": {
+            "max_retries": max_retries,
+            "retry_timeout": timedelta(seconds=1.0),
+            "backoff": {"init_backoff": timedelta(milliseconds=50), "max_backoff": timedelta(milliseconds=400)},
+        },
+    }
+    if url.startswith("s3:"):
+        # Blocks have checksums of their own; with TLS their way is protected too.
+        options |= {"unsigned_payload": True, "disable_bulk_delete": True}
+        environment_endpoint = os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL") or ""
+        if endpoint:
+            options["endpoint"] = endpoint
+        options["client_options"]["allow_http"] = (endpoint or environment_endpoint).startswith("http:")
+        if settings.get("region"):
+            options["region"] = settings["region"]
+        provider = _profile_credentials()
+        if provider is not None:
+            options["credential_provider"] = provider
+    return from_url(url, **options)
+
+
+def _profile_credentials() -> Any:
+    """Returns what reads the shared files of AWS, which obstore does not; None if credentials come from elsewhere."""
+    environment = os.environ
+    if any(
+        environment.get(name)
+        for name in (
+            "AWS_ACCESS_KEY_ID",
+            "AWS_WEB_IDENTITY_TOKEN_FILE",
+            "AWS_CONTAINER_CREDENTIALS_RELATIVE_URI",
+            "AWS_CONTAINER_CREDENTIALS_FULL_URI",
+            "AWS_SKIP_SIGNATURE",
+        )
+    ):
+        return None
+    profile = environment.get("AWS_PROFILE")
+    shared = Path(environment.get("AWS_SHARED_CREDENTIALS_FILE", "~/.aws/credentials")).expanduser()
+    described = Path(environment.get("AWS_CONFIG_FILE", "~/.aws/config")).expanduser()
+    if not profile and not shared.is_file() and not described.is_file():
+        return None
+    if importlib.util.find_spec("boto3") is None:
+        if profile:
+            raise StoreError("AWS_PROFILE is set, and profiles need boto3; run pip install boto3")
+        return None
+    from obstore.auth.boto3 import Boto3CredentialProvider
+
+    try:
+        return Boto3CredentialProvider()
+    except Exception as error:
+        if profile:
+            raise StoreError(
+                f"the profile of AWS_PROFILE has no credentials ({type(error).__name__}); run aws configure, or "
+                "correct AWS_PROFILE"
+            ) from None
+        return None
+
+
+class ObstoreBucket(Bucket):
+    """The objects below ``url``. ``small`` and ``transfers`` are two stores of ``obstore`` with the same bucket, which
+    have timeouts for requests without and with bytes.
+
+    The synchronous functions on threads cost less CPU time than the asynchronous ones.
+    """
+
+    def __init__(self, obstore: Any, small: Any, transfers: Any, url: str) -> None:
+        self._obstore = obstore
+        self._small, self._transfers = small, transfers
+        self._url = url
+        # A local directory keeps no metadata.
+        self.has_notes = not url.startswith("file:")
+        self._is_conditional = True
+        self._quiet_until = 0.0
+        self._lock = threading.Lock()
+        self._small_threads = ThreadPoolExecutor(SMALL_REQUESTS, "small")
+        self._get_threads = ThreadPoolExecutor(TRANSFERS, "get")
+        self._put_threads = ThreadPoolExecutor(TRANSFERS, "put")
+
+    def check(self, name: str) -> None:
+        """Asks for an object. Raises StoreError unless the store answers that it has it, or has not."""
+        try:
+            # Only the answer to a GET says whether the bucket exists.
+            self._obstore.get(self._small, name)
+        except Exception as error:
+            if not isinstance(error, FileNotFoundError) or classify(error) is Problem.NO_BUCKET:
+                raise StoreError(explain(error, self._url)) from None
+
+    def head(self, names: Sequence[str]) -> list[Answer]:
+        return self._all(self._small_threads, self._head, names, SMALL_BUDGET_S)
+
+    def get(self, pieces: Sequence[Piece]) -> list[Answer]:
+        return self._all(self._get_threads, self._get, pieces, TRANSFER_BUDGET_S)
+
+    def put(self, objects: Sequence[NewObject]) -> list[Outcome]:
+        return self._all(self._put_threads, self._put, objects, TRANSFER_BUDGET_S)
+
+    def delete(self, names: Sequence[str]) -> list[Outcome]:
+        return self._all(self._small_threads, self._delete, names, SMALL_BUDGET_S)
+
+    def _all(
+        self,
+        threads: ThreadPoolExecutor,
+        request: Callable[[_Item], _Result],
+        items: Sequence[_Item],
+        budget_s: float,
+    ) -> list[_Result | Any]:
+        """Returns the answer to each request; FAILED for those that could not begin within ``budget_s``."""
+        began = time.monotonic()
+        if began < self._quiet_until:
+            raise StoreError(f"{self._url}: {Problem.TIMEOUT.value}")
+        problems: list[Exception] = []
+
+        def run(item: _Item) -> _Result | Outcome:
+            if time.monotonic() - began > budget_s:
+                return Outcome.FAILED
+            try:
+                return request(item)
+            except Exception as error:
+                return self._outcome(error, problems)
+
+        answers = list(threads.map(run, items)) if len(items) > 1 else [run(item) for item in items]
+        if answers and all(answer is Outcome.FAILED for answer in answers):
+            if problems and classify(problems[0]) is Problem.TIMEOUT:
+                self._quiet_until = time.monotonic() + QUIET_S
+            raise StoreError(explain(problems[0], self._url) if problems else f"{self._url}: {Problem.TIMEOUT.value}")
+        return answers
+
+    @staticmethod
+    def _outcome(error: Exception, problems: list[Exception]) -> Outcome:
+        problem = classify(error)
+        if isinstance(error, FileNotFoundError) and problem is not Problem.NO_BUCKET:
+            return Outcome.MISSING
+        if problem is Problem.FULL:
+            return Outcome.FULL
+        if problem is Problem.OUT_OF_RANGE:
+            return Outcome.OTHER_SIZE
+        problems.append(error)
+        return Outcome.FAILED
+
+    def _head(self, name: str) -> Answer:
+        return self._found(self._obstore.get(self._small, name, options={"head": True}))
+
+    @staticmethod
+    def _found(result: Any) -> Found:
+        return Found(result.meta["size"], dict(result.attributes).get(NOTE_KEY, ""))
+
+    def _get(self, piece: Piece) -> Answer:
+        options = {"range": (piece.start, piece.start + piece.nbytes)}
+        result = self._obstore.get(self._transfers, piece.name, options=options)
+        found = self._found(result)
+        _fill(piece.buffers, np.frombuffer(result.bytes(), dtype=np.uint8))
+        return found
+
+    def _put(self, item: NewObject) -> Outcome:
+        options: dict[str, Any] = {"attributes": {NOTE_KEY: item.note}} if item.note else {}
+        if self._is_conditional:
+            try:
+                self._obstore.put(self._transfers, item.name, list(item.buffers), mode="create", **options)
+                return Outcome.OK
+            except self._obstore.exceptions.AlreadyExistsError:
+                return Outcome.HELD
+            except Exception as error:
+                is_unknown = isinstance(error, self._obstore.exceptions.NotSupportedError)
+                if not is_unknown and classify(error) is not Problem.NOT_IMPLEMENTED:
+                    raise
+                self._say_unconditional()
+        self._obstore.put(
+            self._transfers, item.name, list(item.buffers), mode="overwrite", use_multipart=False, **options
+        )
+        return Outcome.OK
+
+    def _say_unconditional(self) -> None:
+        with self._lock:
+            if self._is_conditional:
+                self._is_conditional = False
+                logger.warning(
+                    "%s: the store has no conditional put; two servers that compute the same block may both store it",
+                    self._url,
+                )
+
+    def _delete(self, name: str) -> Outcome:
+        self._obstore.delete(self._small, name)
+        return Outcome.OK
+
+    def close(self) -> None:
+        for threads in (self._small_threads, self._get_threads, self._put_threads):
+            threads.shutdown(wait=False, cancel_futures=True)
+
+
+def _fill(buffers: Sequence[ByteArray], data: ByteArray) -> None:
+    """Puts ``data`` into the buffers, one after the other, as far as it goes."""
+    at = 0
+    for buffer in buffers:
+        part = data[at : at + buffer.nbytes]
+        buffer[: part.size] = part
+        at += part.size

@@ -1,0 +1,97 @@
+"""Search: which values of chains a bucket has, found with few requests."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+
+from kvoffload.tiers.object_store.bucket import Answer, Found
+from kvoffload.tiers.object_store.contents import Places, contents, mark
+from kvoffload.tiers.remote.client import Outcome
+
+MAX_ROUNDS = 8
+WIDTHS = (1, 1, 4)
+"""How many of the first names of a gap are asked for in each round; in later ones MAX_WIDTH."""
+MAX_WIDTH = 16
+_GROUP_DIGITS = 8
+"""The last digits of a block's name are its KV cache group. Other names are chains of their own."""
+
+
+class Search:
+    """Says in rounds which objects to ask for, so as to learn which values of ``names`` there are.
+
+    ``names`` are chains, one per KV cache group, head first. Whoever stores a chain puts ``step`` values into each
+    object and names it by the first, so every ``step``-th name is asked for at first, and what is known already. In
+    later rounds, names behind what was found: objects may be shorter where a chain was stored bit by bit. Nothing
+    behind a gap is asked for then, because lookups cannot use it.
+
+    Every answer OK rests on a note that was read in this search.
+    """
+
+    def __init__(self, names: Sequence[str], step: int, places: Places) -> None:
+        self._names = names
+        self._marks = [mark(name) for name in names]
+        self._step = step
+        self._places = places
+        self._answers: list[Outcome | None] = [None] * len(names)
+        self._asked: dict[str, bool] = {}
+        """Objects that were asked for, and whether there was an answer."""
+        self._has_failed = False
+        self._round = 0
+        self._chains: dict[str, list[int]] = {}
+        for i, name in enumerate(names):
+            self._chains.setdefault(name[-_GROUP_DIGITS:], []).append(i)
+
+    def next_round(self) -> list[str]:
+        """Returns the objects to ask for now; none if the search has ended."""
+        if self._round == MAX_ROUNDS:
+            return []
+        width = WIDTHS[self._round] if self._round < len(WIDTHS) else MAX_WIDTH
+        self._round += 1
+        wanted: dict[str, None] = {}
+        for chain in self._chains.values():
+            for gap in self._gaps(chain, wanted):
+                if self._names[gap[0]] not in self._asked:
+                    near = range(min(width, len(gap)))
+                    wanted.update((self._names[gap[i]], None) for i in [*near, *range(0, len(gap), self._step)])
+        return [name for name in wanted if name not in self._asked]
+
+    def _gaps(self, chain: Sequence[int], wanted: dict[str, None]) -> Iterator[list[int]]:
+        """Yields the runs of the chain's values of which no place is known. Adds the objects in which the others are to
+        ``wanted``."""
+        gap: list[int] = []
+        for i in chain:
+            place = None if self._answers[i] is not None else self._places.find(self._marks[i])
+            if place is not None:
+                wanted[place.name] = None
+            if self._answers[i] is None and place is None:
+                gap.append(i)
+            elif gap:
+                yield gap
+                gap = []
+        if gap:
+            yield gap
+
+    def take(self, answers: Mapping[str, Answer]) -> None:
+        """Takes in the answers of a round."""
+        found: set[bytes] = set()
+        for name, answer in answers.items():
+            self._asked[name] = answer is not Outcome.FAILED
+            self._has_failed |= answer is Outcome.FAILED
+            if isinstance(answer, Found):
+                marks = contents(name, answer)
+                self._places.note(name, marks)
+                found.update(each for each in marks if not self._places.is_hidden(each, name))
+            elif answer is Outcome.MISSING:
+                self._places.gone(name)
+        for i, value in enumerate(self._marks):
+            if self._answers[i] is None and value in found:
+                self._answers[i] = Outcome.OK
+
+    def outcomes(self) -> list[Outcome]:
+        """Returns OK, MISSING or FAILED per name. After a request that failed, a name that was not asked for may
+        exist."""
+        unknown = Outcome.FAILED if self._has_failed else Outcome.MISSING
+        return [
+            answer or (Outcome.MISSING if self._asked.get(name) else unknown)
+            for answer, name in zip(self._answers, self._names, strict=True)
+        ]

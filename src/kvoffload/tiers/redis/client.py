@@ -1,0 +1,287 @@
+"""RedisClient: a Redis or Valkey server, or a Cluster, as a StoreClient. It runs in the client's process.
+
+A value is one string. It goes from the host slots to the server, and from the server into them, without a copy. Nothing
+of the server is changed: neither its memory limit nor its policy.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+from kvoffload.abc import ByteArray, ConfigError
+from kvoffload.tiers.redis.location import Address, parse_address, parse_url
+from kvoffload.tiers.redis.login import Login, explain
+from kvoffload.tiers.redis.nodes import Nodes
+from kvoffload.tiers.redis.stream import Buffer, ErrorReply, Lost, Reply, Stream, command
+from kvoffload.tiers.remote.client import Outcome, StoreClient, StoreError
+from kvoffload.units import format_bytes
+
+LOOKUP_TIMEOUT_S = 3.0
+TRANSFER_TIMEOUT_S = 12.0
+"""Below the deadlines after which the client's process is killed."""
+MAX_COMMANDS = 512
+"""Commands sent at once; as many again before their replies have come."""
+MAX_VALUE_BYTES_SENT = 1 << 20
+"""Bytes of values asked for or sent at once, or one value. The server has them in its memory beside the stored ones,
+and is slower if they do not fit into its processor's cache."""
+
+
+def connect(settings: Mapping[str, Any]) -> RedisClient:
+    """Returns a client of the store. ``settings`` are fields of RedisConfig. Raises StoreError if the store cannot be
+    reached or does not accept the login."""
+    try:
+        nodes = Nodes(parse_url(settings["url"]).seeds, Login.from_settings(settings))
+    except ConfigError as error:
+        # A file has become another one since the server was started.
+        raise StoreError(str(error)) from error
+    note = memory_note(nodes, settings["ttl_s"])
+    if note:
+        print(note, file=sys.stderr, flush=True)
+    return RedisClient(nodes, settings["ttl_s"])
+
+
+class RedisClient(StoreClient):
+    """Values in the store of ``nodes``. ``ttl_s``: they expire so many seconds after they were put."""
+
+    def __init__(
+        self,
+        nodes: Nodes,
+        ttl_s: int | None = None,
+        *,
+        lookup_timeout_s: float = LOOKUP_TIMEOUT_S,
+        transfer_timeout_s: float = TRANSFER_TIMEOUT_S,
+    ) -> None:
+        self._nodes = nodes
+        self._lookup_timeout_s = lookup_timeout_s
+        self._transfer_timeout_s = transfer_timeout_s
+        options = (b"NX",) if ttl_s is None else (b"NX", b"EX", b"%d" % ttl_s)
+        self._num_words = 3 + len(options)
+        self._options = b"".join(b"\r\n$%d\r\n%b" % (len(option), option) for option in options) + b"\r\n"
+
+    def exists(self, names: Sequence[str]) -> list[Outcome]:
+        return self._numbers(b"EXISTS", names)
+
+    def remove(self, names: Sequence[str]) -> list[Outcome]:
+        return self._numbers(b"UNLINK", names)
+
+    def _numbers(self, word: bytes, names: Sequence[str]) -> list[Outcome]:
+        """Runs a command that answers how many of its names, one, there are."""
+        return self._run(
+            _Call(
+                names,
+                lambda index: [command(word, names[index].encode())],
+                lambda index, stream: _count_answer(stream.reply()),
+                time.monotonic() + self._lookup_timeout_s,
+            )
+        )
+
+    def get(self, names: Sequence[str], buffers: Sequence[Sequence[ByteArray]]) -> list[Outcome]:
+        views = [[part.data for part in parts] for parts in buffers]
+
+        def answer(index: int, stream: Stream) -> Answer:
+            reply = stream.reply_into(views[index])
+            if isinstance(reply, ErrorReply):
+                # A value that is no string.
+                return Outcome.OTHER_SIZE if reply.code == "WRONGTYPE" else reply
+            if reply is None:
+                return Outcome.MISSING
+            return Outcome.OK if reply == _nbytes(views[index]) else Outcome.OTHER_SIZE
+
+        return self._run(
+            _Call(
+                names,
+                lambda index: [command(b"GET", names[index].encode())],
+                answer,
+                time.monotonic() + self._transfer_timeout_s,
+                max(map(_nbytes, views), default=0),
+            )
+        )
+
+    def put(self, names: Sequence[str], buffers: Sequence[Sequence[ByteArray]]) -> list[Outcome]:
+        views = [[part.data for part in parts] for parts in buffers]
+
+        def request(index: int) -> list[Buffer]:
+            name = names[index].encode()
+            head = (self._num_words, len(name), name, _nbytes(views[index]))
+            return [b"*%d\r\n$3\r\nSET\r\n$%d\r\n%b\r\n$%d\r\n" % head, *views[index], self._options]
+
+        def answer(index: int, stream: Stream) -> Answer:
+            reply = stream.reply()
+            if isinstance(reply, ErrorReply):
+                return Outcome.FULL if reply.code == "OOM" else reply
+            if reply is None:
+                return Outcome.HELD
+            return Outcome.OK if reply == b"OK" else None
+
+        return self._run(
+            _Call(
+                names,
+                request,
+                answer,
+                time.monotonic() + self._transfer_timeout_s,
+                max(map(_nbytes, views), default=0),
+            )
+        )
+
+    def _run(self, call: _Call) -> list[Outcome]:
+        for address, indexes in self._nodes.split(call.names).items():
+            self._converse(call, address, indexes)
+        # Once more, for the names that are at other nodes now.
+        for redirect, indexes in call.take_redirected().items():
+            self._converse(call, redirect.address, indexes, redirect.asks)
+        for redirect in call.take_redirected():
+            call.note(f"{redirect.address}: names move from node to node")
+        if call.problems:
+            words = "; ".join(call.problems)
+            if call.outcomes and all(outcome is Outcome.FAILED for outcome in call.outcomes):
+                raise StoreError(words)
+            print(words, file=sys.stderr, flush=True)
+        return call.outcomes
+
+    def _converse(self, call: _Call, address: Address, indexes: Sequence[int], asks: bool = False) -> None:
+        """Sends the commands about the names at ``indexes`` to a node, and takes its replies."""
+        before: Sequence[int] = ()
+        try:
+            with self._nodes.node(address).connection(call.deadline) as stream:
+                # While the server works on some, the next are on their way.
+                for group in [*call.groups(indexes), ()]:
+                    if group:
+                        stream.send([part for index in group for part in call.command(index, asks)])
+                    for index in before:
+                        self._take(call, index, stream, address, asks)
+                    before = group
+        except Lost as error:
+            self._nodes.note_stale()
+            call.note(f"{address}: {error}")
+        except StoreError as error:
+            # It names the address.
+            self._nodes.note_stale()
+            call.note(str(error))
+
+    def _take(self, call: _Call, index: int, stream: Stream, address: Address, asks: bool) -> None:
+        """Takes the reply about the name at ``index``."""
+        if asks and stream.reply() != b"OK":
+            raise Lost("it has sent a reply that fits no request")
+        answer = call.answer(index, stream)
+        if answer is None:
+            raise Lost("it has sent a reply that fits no request")
+        if isinstance(answer, Outcome):
+            call.outcomes[index] = answer
+            return
+        redirect = _redirect(answer, address) if self._nodes.is_cluster else None
+        if redirect is not None:
+            call.redirected.setdefault(redirect, []).append(index)
+            if not redirect.asks:
+                self._nodes.note_stale()
+        else:
+            # A new connection may reach another server, which works.
+            stream.is_sound = False
+            call.note(f"{address}: {explain(answer)}")
+
+    def close(self) -> None:
+        self._nodes.close()
+
+
+@dataclass(frozen=True, slots=True)
+class _Redirect:
+    """Another node that has a name. ``asks``: only for now, and each command must be announced."""
+
+    address: Address
+    asks: bool
+
+
+Answer: TypeAlias = Outcome | ErrorReply | None
+"""None: a reply that does not fit."""
+
+
+@dataclass(slots=True)
+class _Call:
+    """One call of the client, and what is known so far. ``request`` returns the bytes of the command about the name at
+    an index, ``answer`` reads its reply. ``value_bytes``: the size of the largest value."""
+
+    names: Sequence[str]
+    request: Callable[[int], Sequence[Buffer]]
+    answer: Callable[[int, Stream], Answer]
+    deadline: float
+    value_bytes: int = 0
+    outcomes: list[Outcome] = field(init=False)
+    problems: dict[str, None] = field(default_factory=dict)
+    redirected: dict[_Redirect, list[int]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.outcomes = [Outcome.FAILED] * len(self.names)
+
+    def command(self, index: int, asks: bool) -> Sequence[Buffer]:
+        return [_ASKING, *self.request(index)] if asks else self.request(index)
+
+    def groups(self, indexes: Sequence[int]) -> Iterator[Sequence[int]]:
+        """Yields the indexes of commands that are sent at once."""
+        step = MAX_COMMANDS
+        if self.value_bytes:
+            step = max(1, min(step, MAX_VALUE_BYTES_SENT // self.value_bytes))
+        for start in range(0, len(indexes), step):
+            yield indexes[start : start + step]
+
+    def note(self, problem: str) -> None:
+        self.problems[problem] = None
+
+    def take_redirected(self) -> dict[_Redirect, list[int]]:
+        redirected, self.redirected = self.redirected, {}
+        return redirected
+
+
+_ASKING = command(b"ASKING")
+
+
+def _count_answer(reply: Reply) -> Answer:
+    if isinstance(reply, ErrorReply):
+        return reply
+    if reply == 1:
+        return Outcome.OK
+    return Outcome.MISSING if reply == 0 else None
+
+
+def _redirect(error: ErrorReply, asked: Address) -> _Redirect | None:
+    """Returns where else the name is that ``asked`` has answered ``error`` about, if it says that."""
+    words = error.text.split()
+    if error.code not in ("MOVED", "ASK") or len(words) != 3:
+        return None
+    address = parse_address(words[2])
+    if address is None:
+        return None
+    # A node that does not know the other's host leaves it out: it is its own.
+    return _Redirect(address if address.host else Address(asked.host, address.port), error.code == "ASK")
+
+
+def _nbytes(views: Sequence[memoryview]) -> int:
+    return sum(len(view) for view in views)
+
+
+def memory_note(nodes: Nodes, ttl_s: int | None) -> str:
+    """Returns what is wrong with the memory limit of the store and what to do, or an empty string. Asks one node, if
+    the user may do that."""
+    node = nodes.first
+    try:
+        with node.connection(time.monotonic() + LOOKUP_TIMEOUT_S) as stream:
+            stream.send([command(b"INFO", b"memory")])
+            reply = stream.reply()
+    except StoreError:
+        return ""
+    if not isinstance(reply, bytes):
+        return ""
+    fields = dict(line.split(":", 1) for line in reply.decode("ascii", "replace").splitlines() if ":" in line)
+    limit, policy = fields.get("maxmemory", ""), fields.get("maxmemory_policy", "")
+    fix = "maxmemory-policy allkeys-lru makes it evict what is not used"
+    if limit == "0":
+        return f"{node.address} has no memory limit, and takes all of its machine: set maxmemory there; {fix}"
+    evicts_none = policy == "noeviction" or (policy.startswith("volatile") and ttl_s is None)
+    if limit.isdecimal() and evicts_none:
+        return (
+            f"{node.address} stores nothing new once its {format_bytes(int(limit))} are full, because "
+            f"maxmemory-policy is {policy}; {fix}"
+        )
+    return ""

@@ -1,0 +1,83 @@
+"""Where a Redis or Valkey server is: the option ``url``."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from kvoffload.abc import ConfigError
+
+DEFAULT_PORT = 6379
+MAX_SEEDS = 64
+_HOST = r"(?:\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._-]+)(?::[0-9]{1,5})?"
+_TCP = re.compile(rf"(rediss?)://({_HOST}(?:,{_HOST})*)(?:/([0-9]{{1,5}})?)?")
+_UNIX = re.compile(r"unix://(/[^?#@]+)")
+_SECRETS = re.compile(r"//.*@|\?.*", re.DOTALL)
+"""Parts of a URL that may have a password in them."""
+_FIX = 'write url="redis://HOST:6379", or "rediss://HOST:6379" for TLS; several nodes of a Cluster with commas'
+
+
+class Address(NamedTuple):
+    """A server. ``port`` 0: ``host`` is the path of a Unix socket."""
+
+    host: str
+    port: int
+
+    def __str__(self) -> str:
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return f"{host}:{self.port}" if self.port else self.host
+
+
+@dataclass(frozen=True, slots=True)
+class Location:
+    """``seeds``: a server, or some nodes of a Cluster, which know the others."""
+
+    seeds: tuple[Address, ...]
+    has_tls: bool
+    database: int
+
+
+def parse_url(url: object) -> Location:
+    """Returns the location that ``url`` names. Raises ConfigError, whose message has no password."""
+    if not isinstance(url, str):
+        raise ConfigError(f"url={_without_secrets(repr(url))}: {_FIX}")
+    shown = f"url={_without_secrets(url)!r}"
+    if "@" in url:
+        raise ConfigError(
+            f"{shown}: has a user name or a password, and servers log their options; leave them out, and write "
+            'username="USER" and password_file="PATH" of a file with the password'
+        )
+    match = _UNIX.fullmatch(url)
+    if match is not None:
+        return Location((Address(match[1], 0),), has_tls=False, database=0)
+    match = _TCP.fullmatch(url)
+    if match is None:
+        raise ConfigError(f"{shown}: {_FIX}")
+    seeds = tuple(map(_address, match[2].split(",")))
+    if not all(0 < seed.port < 1 << 16 for seed in seeds):
+        raise ConfigError(f"{shown}: ports are 1 to 65535; {_FIX}")
+    if len(seeds) > MAX_SEEDS:
+        raise ConfigError(f"{shown}: write {MAX_SEEDS} nodes at most, which know the others")
+    if len(seeds) > 1 and int(match[3] or 0):
+        raise ConfigError(f"{shown}: a Cluster has one database only; leave out /{match[3]}")
+    return Location(seeds, match[1] == "rediss", int(match[3] or 0))
+
+
+def parse_address(text: str) -> Address | None:
+    """Returns the address in "HOST:PORT", or None."""
+    host, _, port = text.rpartition(":")
+    if not (port.isascii() and port.isdecimal() and 0 < int(port) < 1 << 16):
+        return None
+    return Address(host.strip("[]"), int(port))
+
+
+def _address(text: str) -> Address:
+    if re.fullmatch(r".*[^:\]]:[0-9]+|\[.*\]:[0-9]+", text):
+        host, _, port = text.rpartition(":")
+        return Address(host.strip("[]"), int(port))
+    return Address(text.strip("[]"), DEFAULT_PORT)
+
+
+def _without_secrets(text: str) -> str:
+    return _SECRETS.sub(lambda match: "//***@" if match[0].startswith("/") else "?***", text)

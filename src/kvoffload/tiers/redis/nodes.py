@@ -1,0 +1,181 @@
+"""Nodes: the servers of a store, the connections to them, and which of them has which name."""
+
+from __future__ import annotations
+
+import binascii
+import bisect
+import threading
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+
+from kvoffload.tiers.redis.location import Address
+from kvoffload.tiers.redis.login import Login, explain
+from kvoffload.tiers.redis.stream import ErrorReply, Reply, Stream, command
+from kvoffload.tiers.remote.client import StoreError
+
+NUM_SLOTS = 16384
+"""Parts of the names of a Cluster, of which each belongs to a node."""
+MAX_CONNECTIONS = 6
+"""Connections per server: as many as threads use a client."""
+MAX_IDLE_S = 60.0
+"""A connection that was idle for longer is not used again: firewalls forget such connections without a word."""
+REFRESH_PAUSE_S = 1.0
+"""The time between two questions about which node has which part."""
+REFRESH_TIMEOUT_S = 2.0
+MAX_ASKED = 4
+"""Nodes that are asked that, one after the other, until one answers."""
+
+
+class Node:
+    """Connections to one server, MAX_CONNECTIONS at most."""
+
+    def __init__(self, address: Address, login: Login) -> None:
+        self.address = address
+        self._login = login
+        self._free = threading.BoundedSemaphore(MAX_CONNECTIONS)
+        self._idle: list[Stream] = []
+        """Used last to first. Appending to a list and popping from it are atomic."""
+
+    @contextmanager
+    def connection(self, deadline: float) -> Iterator[Stream]:
+        """Returns a context with a connection. It is closed afterwards if an exception leaves the context, or if it
+        is not sound any more. Raises StoreError."""
+        if not self._free.acquire(timeout=max(0.0, deadline - time.monotonic())):
+            raise StoreError(f"{self.address}: all connections are in use")
+        try:
+            stream = self._take_idle() or self._login.connect(self.address, deadline)
+            stream.deadline = deadline
+            try:
+                yield stream
+            except BaseException:
+                stream.close()
+                raise
+            if stream.is_sound and not stream.has_unread:
+                stream.idle_since = time.monotonic()
+                self._idle.append(stream)
+            else:
+                stream.close()
+        finally:
+            self._free.release()
+
+    def _take_idle(self) -> Stream | None:
+        while self._idle:
+            stream = self._idle.pop()
+            if not stream.has_unread and time.monotonic() - stream.idle_since < MAX_IDLE_S:
+                return stream
+            stream.close()
+        return None
+
+    def close(self) -> None:
+        while self._idle:
+            self._idle.pop().close()
+
+
+class Nodes:
+    """The servers of a store that is reached through ``seeds``: one server, or the nodes of a Cluster that have parts
+    of its names. Several threads may use it. Raises StoreError if none of the seeds can be reached."""
+
+    def __init__(self, seeds: Sequence[Address], login: Login, timeout_s: float = REFRESH_TIMEOUT_S) -> None:
+        self._login = login
+        self._timeout_s = timeout_s
+        self._seeds = list(seeds)
+        self._nodes: dict[Address, Node] = {}
+        self._ends: list[int] = []
+        """The last slots of ranges, in order. Empty if the store is no Cluster."""
+        self._owners: list[Address] = []
+        self._is_stale = False
+        self._not_before = 0.0
+        self._refreshing = threading.Lock()
+        self._ask(self._seeds)
+
+    @property
+    def is_cluster(self) -> bool:
+        return bool(self._ends)
+
+    @property
+    def first(self) -> Node:
+        """The server that is not part of a Cluster, or any node."""
+        return self.node(self._owners[0])
+
+    def node(self, address: Address) -> Node:
+        found = self._nodes.get(address)
+        return found if found is not None else self._nodes.setdefault(address, Node(address, self._login))
+
+    def split(self, names: Sequence[str]) -> dict[Address, list[int]]:
+        """Returns the indexes of the names that each node has."""
+        if self._is_stale:
+            self._refresh()
+        ends, owners = self._ends, self._owners
+        if not ends:
+            return {owners[0]: list(range(len(names)))}
+        parts: dict[Address, list[int]] = {}
+        for index, name in enumerate(names):
+            at = bisect.bisect_left(ends, binascii.crc_hqx(name.encode(), 0) % NUM_SLOTS)
+            parts.setdefault(owners[min(at, len(owners) - 1)], []).append(index)
+        return parts
+
+    def note_stale(self) -> None:
+        """A node did not answer, or has given names to another."""
+        self._is_stale = self.is_cluster
+
+    def _refresh(self) -> None:
+        if time.monotonic() < self._not_before or not self._refreshing.acquire(blocking=False):
+            return
+        try:
+            self._not_before = time.monotonic() + REFRESH_PAUSE_S
+            self._is_stale = False
+            self._ask([*dict.fromkeys(self._owners), *self._seeds])
+        except StoreError:
+            self._is_stale = True
+        finally:
+            self._refreshing.release()
+
+    def _ask(self, addresses: Iterable[Address]) -> None:
+        """Asks the first of ``addresses`` that answers whether it is part of a Cluster, and which."""
+        deadline = time.monotonic() + self._timeout_s
+        problems = []
+        for _, address in zip(range(MAX_ASKED), addresses, strict=False):
+            try:
+                with self.node(address).connection(deadline) as stream:
+                    stream.send([command(b"CLUSTER", b"SLOTS")])
+                    reply = stream.reply()
+                self._take(reply, address)
+                return
+            except StoreError as error:
+                problems.append(str(error))
+        raise StoreError("; ".join(problems))
+
+    def _take(self, reply: Reply, asked: Address) -> None:
+        """Takes in what the server ``asked`` has answered."""
+        if isinstance(reply, ErrorReply):
+            if reply.code not in ("ERR", "NOPERM"):
+                raise StoreError(f"{asked}: {explain(reply)}")
+            # It is no Cluster, or the user may not ask. Then other nodes are named in errors, which say so.
+            if self.is_cluster or len(self._seeds) > 1:
+                raise StoreError(f"{asked} does not answer as a node of a Cluster ({reply.text}); name one server")
+            self._owners = [asked]
+            return
+        ranges = sorted(_ranges(reply, asked))
+        if not ranges:
+            raise StoreError(f"{asked}: its Cluster has no nodes with slots yet")
+        # In this order, a thread that splits names meanwhile finds an owner for each end.
+        owners = [owner for _, owner in ranges]
+        self._ends, self._owners = [end for end, _ in ranges], owners
+        for address in [address for address in self._nodes if address not in owners]:
+            self._nodes.pop(address).close()
+
+    def close(self) -> None:
+        for node in self._nodes.values():
+            node.close()
+
+
+def _ranges(reply: Reply, asked: Address) -> Iterator[tuple[int, Address]]:
+    """Yields the last slot and the owner of each range. Raises StoreError."""
+    for part in reply if isinstance(reply, list) else []:
+        match part:
+            case [int(), int(end), [bytes() | None as host, int(port), *_], *_]:
+                # A node that does not know its own address leaves it out.
+                yield end, Address(host.decode("ascii", "replace") if host else asked.host, port)
+            case _:
+                raise StoreError(f"{asked}: its answer about the Cluster's slots cannot be read")

@@ -1,0 +1,264 @@
+"""Stream: commands to a server and its replies, in the protocol RESP2. Values go from and into the caller's memory.
+
+Whatever is not a complete reply to what was asked raises Lost, and the connection is then closed: behind it, bytes
+could be taken for the reply to another command. One deadline holds for everything until the next is set, so a server
+that sends a byte now and then gains no time.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import select
+import socket
+import ssl
+import struct
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from kvoffload.tiers.remote.client import StoreError
+from kvoffload.units import printable
+
+BUFFER_BYTES = 16 << 10
+HEADER_BYTES = 32
+"""Bytes received at once where the bytes of a value follow: those behind its header are copied."""
+MAX_REPLY_BYTES = 8 << 20
+"""The longest reply that does not go into the caller's memory."""
+MAX_VALUE_BYTES = 512 << 20
+MAX_ITEMS = 1 << 16
+MAX_DEPTH = 8
+MAX_BUFFERS = 512
+"""Buffers of one system call."""
+MAX_SHOWN = 200
+TOLERANCE_S = 0.1
+"""A system call may wait for so much longer than until the deadline."""
+_SMALL_BYTES = 4096
+"""Buffers up to this size are sent together over TLS."""
+_NUMBER = re.compile(rb"-?[0-9]{1,18}")
+
+Buffer: TypeAlias = bytes | memoryview
+
+
+class Lost(StoreError):
+    """The connection cannot be used any more."""
+
+
+@dataclass(frozen=True, slots=True)
+class ErrorReply:
+    """A reply that is an error. ``text`` is printable, and cut."""
+
+    code: str
+    text: str
+
+
+Reply: TypeAlias = "bytes | int | ErrorReply | list[Reply] | None"
+
+
+def command(*words: bytes) -> bytes:
+    """Returns a command as it is sent."""
+    return b"*%d\r\n" % len(words) + b"".join(b"$%d\r\n%b\r\n" % (len(word), word) for word in words)
+
+
+class Stream:
+    """A connection. One thread uses it. ``deadline``: of the monotonic clock, until which sending and receiving may
+    wait."""
+
+    def __init__(self, connection: socket.socket, deadline: float) -> None:
+        self.deadline = deadline
+        self.idle_since = 0.0
+        self.is_sound = True
+        """Whether the connection may serve further calls."""
+        self._socket = connection
+        self._is_tls = isinstance(connection, ssl.SSLSocket)
+        if not self._is_tls:
+            # Timeouts of the kernel instead of Python's, which would ask for readiness before each call.
+            connection.settimeout(None)
+        self._buffer = bytearray(BUFFER_BYTES)
+        self._view = memoryview(self._buffer)
+        self._limits: dict[int, float] = {}
+        """The timeouts that the kernel has."""
+        self._ending = bytearray(2)
+        self._begin = self._end = 0
+        """The part of the buffer that has been received and not used yet."""
+
+    @property
+    def has_unread(self) -> bool:
+        """Whether the server has sent something, or has closed the connection."""
+        poller = select.poll()
+        poller.register(self._socket, select.POLLIN)
+        decrypted = self._socket.pending() if isinstance(self._socket, ssl.SSLSocket) else 0
+        return self._begin < self._end or bool(decrypted or poller.poll(0))
+
+    def close(self) -> None:
+        self.is_sound = False
+        self._socket.close()
+
+    # Sending.
+
+    def send(self, buffers: Sequence[Buffer]) -> None:
+        """Sends the bytes of ``buffers``."""
+        views = [memoryview(buffer) for buffer in (_joined(buffers) if self._is_tls else buffers)]
+        first = 0
+        while first < len(views):
+            self._limit(socket.SO_SNDTIMEO)
+            try:
+                if self._is_tls:
+                    sent = self._socket.send(views[first])
+                else:
+                    sent = self._socket.sendmsg(views[first : first + MAX_BUFFERS])
+            except (TimeoutError, BlockingIOError):
+                raise Lost("it takes no more data in time") from None
+            except OSError as error:
+                raise Lost(f"the connection is lost ({error})") from None
+            first = _advance(views, first, sent)
+
+    # Receiving.
+
+    def reply(self) -> Reply:
+        """Returns the next reply."""
+        return self._reply(MAX_DEPTH)
+
+    def reply_into(self, buffers: Sequence[memoryview]) -> int | ErrorReply | None:
+        """Receives a value into ``buffers``. Returns its size, or None if there is no value. If the size is not theirs,
+        the buffers have not been touched."""
+        line = self._line(HEADER_BYTES)
+        kind, rest = line[:1], line[1:]
+        if kind == b"-":
+            return _error(rest)
+        if kind != b"$":
+            raise Lost("it has sent a reply that fits no request")
+        size = _size(rest, MAX_VALUE_BYTES)
+        if size is None:
+            return None
+        if size == sum(len(buffer) for buffer in buffers):
+            self._fill(buffers)
+        else:
+            scratch = memoryview(bytearray(min(size, BUFFER_BYTES)))
+            for at in range(0, size or 1, BUFFER_BYTES):
+                self._fill([scratch[: size - at]], ends=at + BUFFER_BYTES >= size)
+        return size
+
+    def _reply(self, depth: int) -> Reply:
+        line = self._line(BUFFER_BYTES)
+        kind, rest = line[:1], line[1:]
+        if kind == b"+":
+            return rest
+        if kind == b"-":
+            return _error(rest)
+        if kind == b":":
+            return _number(rest)
+        if kind == b"$":
+            size = _size(rest, MAX_REPLY_BYTES)
+            if size is None:
+                return None
+            value = bytearray(size)
+            self._fill([memoryview(value)])
+            return bytes(value)
+        if kind == b"*" and depth > 0:
+            count = _size(rest, MAX_ITEMS)
+            return None if count is None else [self._reply(depth - 1) for _ in range(count)]
+        raise Lost("it has sent what is no reply")
+
+    def _line(self, at_once: int) -> bytes:
+        """Returns the next line, and receives ``at_once`` bytes at most at a time."""
+        while (at := self._buffer.find(b"\r\n", self._begin, self._end)) < 0:
+            if self._begin:
+                rest = self._buffer[self._begin : self._end]
+                self._begin, self._end = 0, len(rest)
+                self._view[: self._end] = rest
+            if self._end == BUFFER_BYTES:
+                raise Lost("it has sent a line without an end")
+            self._end += self._receive([self._view[self._end : self._end + at_once]])
+        line = bytes(self._view[self._begin : at])
+        self._begin = at + 2
+        return line
+
+    def _fill(self, buffers: Sequence[memoryview], ends: bool = True) -> None:
+        """Receives the bytes of ``buffers``, and if the value ``ends`` there, what follows a value."""
+        views = [view for view in buffers if len(view)]
+        if ends:
+            views.append(memoryview(self._ending))
+        first = 0
+        while first < len(views) and self._begin < self._end:
+            part = self._view[self._begin : min(self._end, self._begin + len(views[first]))]
+            views[first][: len(part)] = part
+            self._begin += len(part)
+            first = _advance(views, first, len(part))
+        while first < len(views):
+            first = _advance(views, first, self._receive(views[first:], socket.MSG_WAITALL))
+        if ends and self._ending != b"\r\n":
+            raise Lost("it has sent a value of another size than announced")
+
+    def _receive(self, views: Sequence[memoryview], flags: int = 0) -> int:
+        """Receives at least one byte. Returns how many."""
+        self._limit(socket.SO_RCVTIMEO)
+        try:
+            tls = self._is_tls
+            count = self._socket.recv_into(views[0]) if tls else self._socket.recvmsg_into(views, 0, flags)[0]
+        except (TimeoutError, BlockingIOError):
+            raise Lost("it does not answer in time") from None
+        except OSError as error:
+            raise Lost(f"the connection is lost ({error})") from None
+        if not count:
+            raise Lost("it has closed the connection")
+        return count
+
+    def _limit(self, option: int) -> None:
+        """Limits the next system call to the time that is left."""
+        left = self.deadline - time.monotonic()
+        if left <= 0:
+            raise Lost("it does not answer in time")
+        if self._is_tls:
+            self._socket.settimeout(left)
+        elif abs(self._limits.get(option, math.inf) - left) > TOLERANCE_S:
+            # Zero would be no limit.
+            seconds = max(left, 0.001)
+            value = struct.pack("@ll", int(seconds), int(seconds % 1 * 1e6))
+            self._socket.setsockopt(socket.SOL_SOCKET, option, value)
+            self._limits[option] = left
+
+
+def _advance(views: list[memoryview], first: int, count: int) -> int:
+    """Cuts ``count`` bytes off the views from ``first`` on. Returns the index of the first that has bytes left."""
+    while first < len(views) and count >= len(views[first]):
+        count -= len(views[first])
+        first += 1
+    if count:
+        views[first] = views[first][count:]
+    return first
+
+
+def _joined(buffers: Sequence[Buffer]) -> list[Buffer]:
+    """Returns the same bytes, small buffers that follow each other joined: TLS makes a record of each."""
+    joined: list[Buffer] = []
+    small = bytearray()
+    for buffer in buffers:
+        if len(buffer) <= _SMALL_BYTES:
+            small += buffer
+            continue
+        joined += [bytes(small), buffer] if small else [buffer]
+        small.clear()
+    return [*joined, bytes(small)] if small else joined
+
+
+def _error(line: bytes) -> ErrorReply:
+    text = printable(line.decode("ascii", "replace"))
+    return ErrorReply(text.partition(" ")[0], text[:MAX_SHOWN])
+
+
+def _number(digits: bytes) -> int:
+    if not _NUMBER.fullmatch(digits):
+        raise Lost("it has sent what is no number")
+    return int(digits)
+
+
+def _size(digits: bytes, most: int) -> int | None:
+    """Returns the size of a value or an array, or None if there is none."""
+    size = _number(digits)
+    if size == -1:
+        return None
+    if not 0 <= size <= most:
+        raise Lost(f"it has announced {size} bytes or items")
+    return size

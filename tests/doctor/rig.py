@@ -1,0 +1,101 @@
+"""Runs ``kvoffload doctor`` on set-ups that are really healthy or really broken."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+
+from kvoffload.cli import doctor as command
+from kvoffload.cli import group
+from kvoffload.doctor.examine import Effort
+from kvoffload.doctor.findings import Finding
+from kvoffload.doctor.process import Report
+
+QUICK = Effort(measure_s=0.01, pool_bytes=4 << 20)
+needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="needs root")
+
+LLAMA: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "torch_dtype": "bfloat16",
+    "max_position_embeddings": 256,
+}
+"""A config.json whose KV is 128 KiB per token."""
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """What the command has said."""
+
+    exit_status: int
+    findings: list[Mapping[str, Any]] = field(repr=False)
+    verdict: str
+    output: str = field(repr=False)
+
+    def one(self, id: str, tier: str = "") -> Mapping[str, Any]:
+        """Returns the only finding with this id, about this tier if it is about one."""
+        found = [each for each in self.findings if each["id"] == id and tier in ("", each["tier"])]
+        assert len(found) == 1, f"{id}: {[each['id'] for each in self.findings]}"
+        return found[0]
+
+    def ids(self, *levels: str) -> set[str]:
+        """Returns the ids of the findings of these levels, by default of all."""
+        return {each["id"] for each in self.findings if not levels or each["level"] in levels}
+
+
+def diagnose(options: Mapping[str, Any], *arguments: str, effort: Effort = QUICK) -> Diagnosis:
+    """Runs the command with ``--json``."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(command, "EFFORT", effort)
+        result = CliRunner().invoke(group(), ["doctor", "--json", "--config", json.dumps(options), *arguments])
+    assert result.exit_code in (0, 1), result.output
+    report = json.loads(result.stdout)
+    assert report["exit_status"] == result.exit_code
+    assert result.exit_code == (1 if report["num_problem"] else 0)
+    return Diagnosis(result.exit_code, report["findings"], report["verdict"], result.stdout)
+
+
+def findings_of(check: Callable[[Mapping[str, Any], Report], None], arguments: Mapping[str, Any]) -> dict[str, Finding]:
+    """Runs one check in this process. Returns its findings by id."""
+    with tempfile.TemporaryFile() as file:
+        check(arguments, Report(file.fileno()))
+        file.seek(0)
+        messages = [json.loads(line) for line in file]
+    found = [Finding.from_dict(each["finding"]) for each in messages if "finding" in each]
+    return {finding.id: finding for finding in found}
+
+
+def private(folder: Path) -> Path:
+    """Makes a directory as a disk tier wants it."""
+    folder.mkdir(mode=0o700)
+    return folder
+
+
+def model_file(folder: Path, content: Mapping[str, Any]) -> str:
+    path = folder / "config.json"
+    path.write_text(json.dumps(content))
+    return str(path)
+
+
+@contextmanager
+def silent_server() -> Iterator[str]:
+    """A server that accepts connections and never answers. Yields its address."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen(16)
+        yield f"127.0.0.1:{listener.getsockname()[1]}"

@@ -1,0 +1,188 @@
+"""The command: what it accepts, what it prints, and that it runs checks in a process that it can end."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+from rich.console import Console
+
+from kvoffload.abc import ConfigError
+from kvoffload.cli import group
+from kvoffload.doctor import configuration
+from kvoffload.doctor.examine import Examination
+from kvoffload.doctor.findings import Area, Finding, Level, Secrets, split_fix
+from kvoffload.doctor.process import CheckProcess, Ending, Report
+from kvoffload.doctor.report import show, verdict
+from kvoffload.doctor.source import read_source
+from tests.doctor.rig import findings_of
+
+HERE = "tests.doctor.test_command"
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        [],
+        ["--config", "{"],
+        ["--config", "[]"],
+        ["--config", "/no/such/file"],
+        ["--config", '{"kv_connector_extra_config": 3}'],
+        ["--config", "{}", "--model", "/no/such/model"],
+        ["--config", "{}", "--prefill-tokens-per-s", "0"],
+        ["--config", "{}", "--nothing"],
+    ],
+)
+def test_what_cannot_be_run_ends_with_status_2(arguments: list[str]) -> None:
+    result = CliRunner().invoke(group(), ["doctor", *arguments])
+    assert result.exit_code == 2
+    assert result.stderr
+    assert result.stdout == ""
+
+
+def test_a_configuration_is_json_or_a_file_with_either_form(tmp_path: Path) -> None:
+    options = {"host_bytes": "1GiB"}
+    whole = {"kv_connector": "KVOffloadConnector", "kv_role": "kv_both", "kv_connector_extra_config": options}
+    path = tmp_path / "config"
+    for content in (options, whole):
+        path.write_text(json.dumps(content))
+        for text in (json.dumps(content), f"  {json.dumps(content)}", str(path)):
+            source = read_source(text)
+            assert source.options == options
+            assert source.transfer == (whole if content is whole else None)
+    with pytest.raises(ConfigError, match="--config: not JSON"):
+        read_source("{host_bytes: 1GiB}")
+
+
+def test_what_belongs_to_vllm_is_checked_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_PLUGINS", "other")
+    wrong = {"options": {}, "transfer": {"kv_connector": "OffloadingConnector"}}
+    found = findings_of(configuration.check, wrong)
+    assert set(found) == {"config.connector", "config.role", "config.plugin", "config.refused"}
+    assert all(each.level is Level.PROBLEM and each.fix for each in found.values())
+    assert "host_bytes is not set" in found["config.refused"].text
+    monkeypatch.setenv("VLLM_PLUGINS", "other,kvoffload")
+    transfer = {"kv_connector": "KVOffloadConnector", "kv_role": "kv_both"}
+    right = {"options": {"host_bytes": "64MiB"}, "transfer": transfer}
+    assert set(findings_of(configuration.check, right)) == {"config.valid"}
+
+
+def test_the_text_of_an_error_is_kept() -> None:
+    for message in ("a=1: wrong; write 2", "a is not set: say how much; or else"):
+        assert sorted("; ".join(split_fix(message)).replace(": ", "; ")) == sorted(message.replace(": ", "; "))
+    assert split_fix("a=1: wrong; write 2; or 3") == ("a=1: wrong", "write 2; or 3")
+
+
+# Output.
+
+
+def printed(findings: list[Finding], width: int, encoding: str = "utf-8") -> str:
+    with open(os.devnull, "w", encoding=encoding) as sink:
+        console = Console(file=sink, width=width, record=True)
+        show(console, Examination(findings))
+        return console.export_text()
+
+
+FOUND = [
+    Finding("a.b", Level.OK, Area.MACHINE, "all is well"),
+    Finding(
+        "a.c", Level.PROBLEM, Area.MACHINE, "a long sentence that must be wrapped " * 4, "run /a/path/that-is-long"
+    ),
+    Finding("a.d", Level.WARNING, Area.TIER, "slow", "faster", "disk"),
+]
+
+
+def test_findings_are_grouped_and_fixes_stand_below() -> None:
+    lines = printed(FOUND, 60).splitlines()
+    assert lines[0] == "This machine"
+    assert lines[1] == "  ✓ all is well"
+    assert lines[2].startswith("  ✗ a long sentence")
+    assert "    → run /a/path/that-is-long" in lines
+    assert lines[-1] == "1 problem and 1 warning: fix the problem before you deploy."
+    assert max(map(len, lines)) <= 60
+    assert "Tier disk" in lines
+
+
+def test_other_encodings_get_other_marks() -> None:
+    assert printed(FOUND, 60, "ascii").isascii()
+
+
+def test_the_verdict_says_what_counts() -> None:
+    assert verdict(Examination(FOUND[:1])) == "Nothing stops or slows this deployment."
+    assert verdict(Examination(FOUND[2:])) == "Nothing stops this deployment; 1 warning."
+    assert verdict(Examination(FOUND[1:2])) == "1 problem: fix it before you deploy."
+
+
+def test_secrets_are_hidden() -> None:
+    options = {"tiers": [{"password": "sesame", "url": "rediss://user:pa%20ss@host:1/0", "hmac_key_file": "/a/key"}]}
+    secrets = Secrets(options, {"AWS_SECRET_ACCESS_KEY": "abcdefghij", "HOME": "/root", "TOKENIZERS_PARALLELISM": "no"})
+    text = "sesame rediss://user:pa%20ss@host:1/0 abcdefghij /a/key /root no"
+    assert secrets.hide(text) == "*** rediss://user:***@host:1/0 *** /a/key /root no"
+    hidden = secrets.hide_in(Finding("a", Level.NOTE, Area.TIER, "sesame", "sesame!", figures={"x": "sesame", "y": 1}))
+    assert (hidden.text, hidden.fix, dict(hidden.figures)) == ("***", "***!", {"x": "***", "y": 1})
+
+
+# Checks run in a process of their own.
+
+
+def hangs(arguments: dict[str, Any], report: Report) -> None:
+    report.finding(FOUND[0])
+    report.stage("waits for ever")
+    time.sleep(1000)
+
+
+def crashes(arguments: dict[str, Any], report: Report) -> None:
+    os.write(2, b"the last words\n")
+    os._exit(7)
+
+
+def raises(arguments: dict[str, Any], report: Report) -> None:
+    report.stage("raises")
+    raise ValueError("no such luck")
+
+
+def works(arguments: dict[str, Any], report: Report) -> None:
+    report.fact("doubled", 2 * arguments["number"])
+    report.fact("pid", os.getpid())
+
+
+def test_a_check_that_hangs_is_ended_and_the_next_one_runs() -> None:
+    stages: list[str] = []
+    process = CheckProcess(stages.append)
+    try:
+        first = process.run(f"{HERE}:works", {"number": 3}, 60.0)
+        assert (first.ending, first.facts["doubled"]) == (Ending.DONE, 6)
+        assert process.run(f"{HERE}:works", {"number": 1}, 60.0).facts["pid"] == first.facts["pid"]
+        hung = process.run(f"{HERE}:hangs", {}, 1.0)
+        assert (hung.ending, hung.stage, hung.findings) == (Ending.HUNG, "waits for ever", FOUND[:1])
+        assert "waits for ever" in stages
+        with pytest.raises(ProcessLookupError):
+            os.kill(first.facts["pid"], 0)
+        crashed = process.run(f"{HERE}:crashes", {}, 60.0)
+        assert crashed.ending is Ending.FAILED
+        assert "exit status 7: the last words" in crashed.failure
+        raised = process.run(f"{HERE}:raises", {}, 60.0)
+        assert (raised.ending, raised.failure) == (Ending.FAILED, "ValueError: no such luck")
+        assert process.run(f"{HERE}:works", {"number": 4}, 60.0).facts["doubled"] == 8
+    finally:
+        process.close()
+
+
+def test_every_id_is_documented() -> None:
+    room = Path(configuration.__file__).parent
+    source = "".join(path.read_text() for path in room.glob("*.py"))
+    machine = "memory|huge_pages|numa|processors|descriptors|copies"
+    areas = f"config|{machine}|directory|store|tier|engine|model|clock|worth|doctor"
+    used = set(re.findall(rf'"((?:{areas})\.[a-z_]+)"', source)) - {"config.json"}
+    page = (room.parents[2] / "docs" / "doctor.md").read_text()
+    documented = set(re.findall(rf"`((?:{areas})\.[a-z_]+)`", page)) - {"config.json"}
+    assert used <= documented
+    # Those whose id is made of parts have these as strings of their own.
+    made = {id.partition(".")[2].removesuffix("_fails") for id in documented - used}
+    assert [part for part in made if f'"{part}"' not in source] == []

@@ -1,0 +1,266 @@
+"""The doctor on set-ups that are broken for real, and on the same set-ups healed."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+
+from kvoffload.doctor import directories
+from kvoffload.doctor.configuration import PlannedTier
+from kvoffload.doctor.findings import Level
+from kvoffload.tiers.disk.directory import DirectoryStorage
+from tests.doctor.rig import (
+    LLAMA,
+    Diagnosis,
+    diagnose,
+    findings_of,
+    model_file,
+    needs_root,
+    private,
+)
+
+ANOTHER = 65534
+UNITS = ("_bytes", "_per_s", "_ms", "_ns", "_s", "_tokens", "_layers")
+
+
+@pytest.fixture(scope="module")
+def healthy(tmp_path_factory: pytest.TempPathFactory) -> Diagnosis:
+    """A disk tier in an own directory, and a model that is served: the control of what is broken below."""
+    folder = tmp_path_factory.mktemp("healthy")
+    disk = private(folder / "disk")
+    options = {"host_bytes": "64MiB", "policy": "lru", "disk_dir": str(disk), "disk_bytes": "32MiB"}
+    found = diagnose(options, "--model", model_file(folder, LLAMA), "--prefill-tokens-per-s", "0.001")
+    assert list(disk.iterdir()) == []
+    return found
+
+
+@pytest.fixture(scope="module")
+def broken(tmp_path_factory: pytest.TempPathFactory) -> Diagnosis:
+    """The same with a misspelled option, more memory than there is, directories that cannot be used, and a model that
+    is refused."""
+    folder = tmp_path_factory.mktemp("broken")
+    open_to_others = private(folder / "open")
+    open_to_others.chmod(0o777)
+    key = folder / "key"
+    key.write_text("k" * 64)
+    key.chmod(0o644)
+    tiers = [
+        {"kind": "disk", "dir": "relative", "bytes": "32MiB"},
+        {"kind": "disk", "dir": str(open_to_others), "bytes": "32MiB"},
+        {"kind": "disk", "dir": str(private(folder / "large")), "bytes": "4000TiB"},
+        {"kind": "shared_dir", "dir": str(folder / "none"), "bytes": "32MiB"},
+        {"kind": "disc", "dir": str(private(folder / "kind")), "bytes": "32MiB"},
+    ]
+    options = {"host_bytes": "900TiB", "polcy": "lru", "tiers": tiers}
+    t5 = {**LLAMA, "architectures": ["T5ForConditionalGeneration"], "is_encoder_decoder": True}
+    return diagnose(options, "--model", model_file(folder, t5))
+
+
+def test_a_healthy_setup_has_no_problem(healthy: Diagnosis) -> None:
+    assert healthy.exit_status == 0
+    assert healthy.ids("problem") == set()
+    assert {
+        "config.valid",
+        "memory.fits",
+        "processors.enough",
+        "copies.measured",
+        "directory.private",
+        "directory.space",
+        "directory.direct_io",
+        "directory.speed",
+        "model.served",
+        "model.bytes",
+        "model.room",
+        "clock.monotonic",
+        "worth.pays",
+    } <= healthy.ids()
+    assert healthy.one("model.bytes")["figures"]["bytes_per_token"] == 131_072
+    assert healthy.one("model.room")["figures"]["host_memory_tokens"] == 512
+    assert healthy.one("directory.speed")["figures"]["read_bytes_per_s"] > 0
+
+
+@pytest.mark.parametrize(
+    ("id", "level", "text", "fix"),
+    [
+        ("config.refused", "problem", "polcy='lru': unknown option", "did you mean policy?"),
+        (
+            "config.refused",
+            "problem",
+            "host_bytes=.*900 TiB.*: this machine has",
+            "set host_bytes to what it can spare",
+        ),
+        ("config.refused", "problem", r"tiers\[0\].dir='relative': not an absolute path", "write an absolute path"),
+        ("config.refused", "problem", r"tiers\[4\].kind='disc'", "did you mean disk?"),
+        ("directory.refused", "problem", r"tiers\[1\].*others can write to it \(mode 777\)", "run chmod 700 on it"),
+        ("directory.space", "problem", r"tiers\[2\].bytes=.*4000 TiB.*can give only", "set it to .* or less"),
+        (
+            "directory.missing",
+            "warning",
+            "does not exist: the shared file system may not be mounted",
+            "install -d -m 700",
+        ),
+        ("model.cross_attention", "problem", "T5ForConditionalGeneration has cross attention", "without kvoffload"),
+    ],
+)
+def test_what_is_broken_is_named_with_its_fix(
+    broken: Diagnosis, healthy: Diagnosis, id: str, level: str, text: str, fix: str
+) -> None:
+    assert broken.exit_status == 1
+    found = [each for each in broken.findings if each["id"] == id and re.search(text, each["text"])]
+    assert len(found) == 1, broken.output
+    assert found[0]["level"] == level
+    assert re.search(fix, found[0]["fix"])
+    assert not any(each["id"] == id and each["level"] == level for each in healthy.findings)
+
+
+def test_warnings_and_problems_have_fixes_and_figures_have_units(broken: Diagnosis, healthy: Diagnosis) -> None:
+    for each in (*broken.findings, *healthy.findings):
+        assert each["fix"] or each["level"] in ("ok", "note"), each
+        for name, value in each["figures"].items():
+            if isinstance(value, float):
+                assert name.endswith((*UNITS, "speedup", "processors")), name
+    assert re.fullmatch(r"\d+ problems and \d+ warnings?: fix the problems before you deploy\.", broken.verdict)
+
+
+# Memory.
+
+
+@pytest.fixture
+def small_group() -> Iterator[Path]:
+    """A memory cgroup with a limit of 512 MiB, in the one of this process."""
+    lines = Path("/proc/self/cgroup").read_text().splitlines()
+    paths = {controllers: path for _, controllers, path in (line.split(":", 2) for line in lines)}
+    version_1 = next((path for controllers, path in paths.items() if "memory" in controllers.split(",")), None)
+    root, limit = Path("/sys/fs/cgroup"), "memory.max"
+    if version_1 is not None:
+        root, limit = root / "memory", "memory.limit_in_bytes"
+    group = root / (version_1 or paths.get("", "/")).lstrip("/") / f"kvoffload-test-{os.getpid()}"
+    try:
+        group.mkdir()
+        (group / limit).write_text(str(512 << 20))
+    except OSError as error:
+        if group.is_dir():
+            group.rmdir()
+        pytest.skip(f"no cgroup can be made here ({error})")
+    try:
+        yield group
+    finally:
+        group.rmdir()
+
+
+MAIN = "import sys; from kvoffload.cli import main; main()"
+
+
+def run_elsewhere(prefix: str, *arguments: str) -> tuple[int, list[dict[str, str]]]:
+    """Runs the command behind the shell command ``prefix``. Returns the exit status and the findings."""
+    command = ["sh", "-c", f'{prefix} "$@"', "sh", sys.executable, "-c", MAIN, "doctor", "--json", *arguments]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "HOME": "/"}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100, env=environment)
+    assert done.stdout, done.stderr
+    return done.returncode, json.loads(done.stdout)["findings"]
+
+
+@needs_root
+def test_a_container_that_is_too_small(small_group: Path, healthy: Diagnosis) -> None:
+    options = json.dumps({"host_bytes": "512MiB"})
+    status, findings = run_elsewhere(f"echo $$ > {small_group}/cgroup.procs && exec", "--config", options)
+    assert status == 1
+    (found,) = [each for each in findings if each["id"] == "memory.too_little"]
+    assert found["level"] == "problem"
+    assert "within the memory limit of 512 MiB of cgroup" in found["text"]
+    assert re.match("set host_bytes to .* or less, or raise the container's memory limit", found["fix"])
+    assert "memory.too_little" not in healthy.ids()
+
+
+# Directories.
+
+
+WITHOUT_OVERRIDE = "exec setpriv --bounding-set=-dac_override,-dac_read_search --inh-caps=-all"
+"""Runs a command as root, to whom the permissions of files apply as to other users."""
+
+
+@needs_root
+def test_directories_that_this_user_may_not_use(tmp_path: Path) -> None:
+    for name in ("closed", "read-only", "of-another", "own"):
+        private(tmp_path / name)
+    (tmp_path / "closed").chmod(0)
+    (tmp_path / "read-only").chmod(0o500)
+    (tmp_path / "of-another").chmod(0o755)
+    os.chown(tmp_path / "of-another", ANOTHER, ANOTHER)
+    names = ("closed", "read-only/below", "of-another", "own")
+    tiers = [{"kind": "disk", "dir": str(tmp_path / name), "bytes": "32MiB"} for name in names]
+    options = json.dumps({"host_bytes": "64MiB", "tiers": tiers})
+    status, findings = run_elsewhere(WITHOUT_OVERRIDE, "--config", options)
+    assert status == 1
+
+    def found(tier: str, id: str) -> dict[str, str]:
+        (one,) = [each for each in findings if (each["tier"], each["id"]) == (tier, id)]
+        return one
+
+    assert found("disk", "directory.refused")["level"] == "problem"
+    assert "Permission denied" in found("disk", "directory.refused")["text"]
+    assert "install -d -m 700 -o 0" in found("disk", "directory.refused")["fix"]
+    assert found("disk-2", "directory.not_writable")["level"] == "problem"
+    assert "install -d -m 700 -o 0" in found("disk-2", "directory.not_writable")["fix"]
+    assert f"belongs to user {ANOTHER}" in found("disk-3", "directory.refused")["text"]
+    assert f"sudo -u '#{ANOTHER}' kvoffload doctor" in found("disk-3", "directory.refused")["fix"]
+    assert {each["level"] for each in findings if each["tier"] == "disk-4"} <= {"ok", "warning"}
+
+
+@pytest.fixture
+def ramfs(tmp_path: Path) -> Iterator[Path]:
+    """A file system without O_DIRECT."""
+    folder = private(tmp_path / "ramfs")
+    if subprocess.run(["mount", "-t", "ramfs", "none", folder], capture_output=True).returncode:
+        pytest.skip("no file system can be mounted here")
+    folder.chmod(0o700)
+    try:
+        yield folder
+    finally:
+        subprocess.run(["umount", folder], check=True)
+
+
+@needs_root
+def test_a_file_system_in_memory_without_direct_io(ramfs: Path, healthy: Diagnosis) -> None:
+    # It says that it has no room, so a server that shares it is warned, and one of a disk tier refused.
+    tier = PlannedTier("shared_dir", "shared_dir", "tiers[0].", 100.0, directory=str(ramfs))
+    found = findings_of(directories.check, {"tier": asdict(tier), "seconds": 0.0})
+    assert found["directory.kind"].level is Level.WARNING
+    assert "name a directory on a disk" in found["directory.kind"].fix
+    assert found["directory.locks"].level is Level.OK
+    assert found["directory.direct_io"].level is Level.WARNING
+    assert "page cache" in found["directory.direct_io"].text
+    assert healthy.one("directory.direct_io")["level"] == "ok"
+
+
+def test_a_directory_that_a_server_uses(tmp_path: Path) -> None:
+    storage = DirectoryStorage(tmp_path / "disk")
+    tier = PlannedTier("disk", "disk", "disk_", 100.0, directory=str(tmp_path / "disk"), bytes=32 << 20)
+    arguments = {"tier": asdict(tier), "seconds": 0.0}
+    storage.lock()
+    try:
+        used = findings_of(directories.check, arguments)
+    finally:
+        storage.close()
+    assert used["directory.in_use"].level is Level.WARNING
+    assert "stop that server first" in used["directory.in_use"].fix
+    assert "directory.in_use" not in findings_of(directories.check, arguments)
+    assert not [path for path in (tmp_path / "disk").iterdir() if path.name.startswith(directories.SCRATCH_PREFIX)]
+
+
+def test_a_directory_where_a_file_is(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    (tmp_path / "link").symlink_to(private(tmp_path / "target"))
+    for name, wrong in (("file", "is not a directory"), ("file/below", "not a directory"), ("link", "symbolic link")):
+        tier = PlannedTier("disk", "disk", "disk_", 100.0, directory=str(tmp_path / name), bytes=32 << 20)
+        found = findings_of(directories.check, {"tier": asdict(tier), "seconds": 0.0})
+        assert list(found) == ["directory.refused"]
+        assert wrong in found["directory.refused"].text

@@ -1,0 +1,356 @@
+"""moto in a process of its own, an S3 server in this process that misbehaves, and servers with a tier on them."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+from urllib.parse import unquote, urlsplit
+
+import numpy as np
+import pytest
+
+from kvoffload.abc import OffloadKey, TierResult
+from kvoffload.abc.tier import MISS, RETRY
+from kvoffload.cache.keys import make_offload_key
+from kvoffload.host.pool import HostPool
+from kvoffload.tiers.config import TierContext
+from kvoffload.tiers.object_store.client import connect
+from kvoffload.tiers.object_store.config import ObjectStoreConfig
+from kvoffload.tiers.remote.config import read_hmac_key
+from kvoffload.tiers.remote.memory import SeparateBuffers
+from kvoffload.tiers.remote.record import RECORD_BYTES
+from kvoffload.tiers.remote.tier import RemoteTier
+from kvoffload.tiers.remote.worker import StoreWorker
+from tests.tiers.remote.memory_store import SteppedChannel
+from tests.tiers.remote.rig import content
+
+needs_obstore = pytest.mark.skipif(
+    importlib.util.find_spec("obstore") is None, reason="needs obstore: pip install 'kvoffload[object-store]'"
+)
+needs_moto = pytest.mark.skipif(
+    importlib.util.find_spec("obstore") is None or importlib.util.find_spec("moto") is None,
+    reason="needs obstore and moto: pip install obstore 'moto[server]'",
+)
+FINGERPRINT = "5e" * 32
+BUCKET = "kv-bucket"
+SECRET = "PLANTEDSECRETKEY"
+KEY_ID = "PLANTEDKEYID"
+CREDENTIALS = {"AWS_ACCESS_KEY_ID": KEY_ID, "AWS_SECRET_ACCESS_KEY": SECRET, "AWS_EC2_METADATA_DISABLED": "true"}
+DEADLINE_S = 60.0
+
+
+def chain(length: int, seed: int = 0) -> list[OffloadKey]:
+    """Returns the keys of a chain of blocks of one KV cache group."""
+    return [make_offload_key(bytes([seed, i]) * 16, 0) for i in range(length)]
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+class Moto:
+    """An S3 server with an empty bucket."""
+
+    def __init__(self) -> None:
+        self.port = free_port()
+        self.start()
+
+    @property
+    def endpoint(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    def start(self) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "kvoffload.demo.shared.s3", str(self.port), BUCKET],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        assert self.process.stdout is not None
+        assert self.process.stdout.readline() == "ready\n"
+
+    def do(self, command: str) -> int:
+        """Runs a command of ``kvoffload.demo.shared.s3``."""
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        self.process.stdin.write(json.dumps({"do": command}) + "\n")
+        self.process.stdin.flush()
+        return int(self.process.stdout.readline())
+
+    def pause(self) -> None:
+        self.process.send_signal(signal.SIGSTOP)
+
+    def resume(self) -> None:
+        self.process.send_signal(signal.SIGCONT)
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.wait()
+        for pipe in (self.process.stdin, self.process.stdout):
+            if pipe is not None:
+                with contextlib.suppress(OSError):
+                    pipe.close()
+
+
+@dataclass
+class Stored:
+    body: bytes
+    note: str = ""
+
+
+@dataclass
+class FakeS3:
+    """An S3 server of one bucket that a test can see into. ``answer`` gives a status and a body for requests with these
+    methods instead of what they ask for. ``drip_s``: the pause before each piece of a body."""
+
+    objects: dict[str, Stored] = field(default_factory=dict)
+    requests: list[tuple[str, str]] = field(default_factory=list)
+    answers: dict[str, tuple[int, str]] = field(default_factory=dict)
+    is_conditional: bool = True
+    drip_s: float = 0.0
+    storms: int = 0
+    """The next so many requests are answered with 503 SlowDown."""
+
+    def __post_init__(self) -> None:
+        fake = self
+
+        class Handler(BaseHTTPRequestHandler):
+            protocol_version = "HTTP/1.1"
+
+            def log_message(self, format: str, *args: Any) -> None:
+                pass
+
+            def handle_one_request(self) -> None:
+                with contextlib.suppress(ConnectionError):
+                    super().handle_one_request()
+
+            def do_GET(self) -> None:
+                fake.read(self, self.path)
+
+            do_HEAD = do_GET
+
+            def do_PUT(self) -> None:
+                fake.write(self)
+
+            def do_DELETE(self) -> None:
+                if not fake.refuses(self):
+                    fake.objects.pop(fake.name(self.path), None)
+                    fake.send(self, 204)
+
+        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.server.daemon_threads = True
+        threading.Thread(target=self.server.serve_forever, args=(0.02,), daemon=True).start()
+
+    @property
+    def endpoint(self) -> str:
+        return f"http://127.0.0.1:{self.server.server_address[1]}"
+
+    def close(self) -> None:
+        self.server.shutdown()
+        self.server.server_close()
+
+    def blocks(self) -> dict[str, Stored]:
+        """Returns the objects that have blocks."""
+        return {name: each for name, each in self.objects.items() if "identities" not in name}
+
+    def count(self, method: str) -> int:
+        return sum(each == method for each, _ in self.requests)
+
+    @staticmethod
+    def name(path: str) -> str:
+        return unquote(urlsplit(path).path).removeprefix(f"/{BUCKET}/")
+
+    def refuses(self, request: BaseHTTPRequestHandler) -> bool:
+        self.requests.append((request.command, self.name(request.path)))
+        answer = self.answers.get(request.command)
+        if self.storms > 0:
+            self.storms -= 1
+            answer = 503, "<Error><Code>SlowDown</Code></Error>"
+        if answer is None:
+            return False
+        self.send(request, answer[0], answer[1].encode())
+        return True
+
+    def send(
+        self, request: BaseHTTPRequestHandler, status: int, body: bytes = b"", headers: dict[str, str] | None = None
+    ) -> None:
+        request.send_response(status)
+        for name, value in {"Content-Length": str(len(body)), **(headers or {})}.items():
+            request.send_header(name, value)
+        request.end_headers()
+        if request.command != "HEAD":
+            step = max(1, len(body) // 20) if self.drip_s else max(1, len(body))
+            for at in range(0, len(body), step):
+                time.sleep(self.drip_s)
+                request.wfile.write(body[at : at + step])
+
+    def read(self, request: BaseHTTPRequestHandler, path: str) -> None:
+        if self.refuses(request):
+            return
+        stored = self.objects.get(self.name(path))
+        if stored is None:
+            return self.send(request, 404, b"<Error><Code>NoSuchKey</Code></Error>")
+        headers = {"ETag": '"0"', "Last-Modified": "Sun, 01 Nov 2026 00:00:00 GMT"}
+        if stored.note:
+            headers["x-amz-meta-kvoffload"] = stored.note
+        wanted = request.headers.get("Range")
+        size = len(stored.body)
+        if request.command == "HEAD":
+            return self.send(request, 200, b"", headers | {"Content-Length": str(size)})
+        if wanted is None:
+            return self.send(request, 200, stored.body, headers)
+        begin, end = (int(each) for each in wanted.removeprefix("bytes=").split("-"))
+        if begin >= size:
+            return self.send(request, 416, b"<Error><Code>InvalidRange</Code></Error>")
+        end = min(end + 1, size)
+        return self.send(
+            request, 206, stored.body[begin:end], headers | {"Content-Range": f"bytes {begin}-{end - 1}/{size}"}
+        )
+
+    def write(self, request: BaseHTTPRequestHandler) -> None:
+        body = request.rfile.read(int(request.headers["Content-Length"]))
+        if self.refuses(request):
+            return
+        name = self.name(request.path)
+        if request.headers.get("If-None-Match"):
+            if not self.is_conditional:
+                return self.send(request, 501, b"<Error><Code>NotImplemented</Code></Error>")
+            if name in self.objects:
+                return self.send(request, 412, b"<Error><Code>PreconditionFailed</Code></Error>")
+        self.objects[name] = Stored(body, request.headers.get("x-amz-meta-kvoffload", ""))
+        self.send(request, 200, b"", {"ETag": '"0"'})
+
+
+class Server:
+    """A tier of one server. Its client runs in a process of its own if ``has_process``; otherwise here, when the server
+    polls."""
+
+    def __init__(
+        self,
+        endpoint: str,
+        fingerprint: str = FINGERPRINT,
+        slot_bytes: Sequence[int] = (4096, 8192),
+        num_slots: int = 256,
+        url: str = f"s3://{BUCKET}/folder",
+        has_process: bool = False,
+        **settings: Any,
+    ) -> None:
+        self.hosts = [HostPool(num_slots, nbytes) for nbytes in slot_bytes]
+        self.pools = [host.data for host in self.hosts]
+        config = ObjectStoreConfig(url=url, endpoint=endpoint, **settings)
+        with patched(CREDENTIALS):
+            if has_process:
+                tier = config.open(TierContext(self.pools, fingerprint, [host.handle() for host in self.hosts]))
+                assert isinstance(tier, RemoteTier)
+            else:
+                tier = self._open_here(config, fingerprint)
+        self.tier = tier
+
+    def _open_here(self, config: ObjectStoreConfig, fingerprint: str) -> RemoteTier:
+        client = connect({**config.settings(), "value_bytes": RECORD_BYTES + sum(each.shape[1] for each in self.pools)})
+        worker = StoreWorker(
+            client,
+            SeparateBuffers(self.pools),
+            fingerprint,
+            config.prefix,
+            hmac_key=read_hmac_key(config.hmac_key_file),
+        )
+        return RemoteTier(SteppedChannel(worker), sum(each.shape[1] for each in self.pools), name=config.kind)
+
+    def close(self) -> None:
+        self.tier.close()
+        for host in self.hosts:
+            host.close()
+
+    def poll(self) -> list[TierResult]:
+        self.tier.wait(0.01)
+        with patched(CREDENTIALS):
+            # A client that has ended is started again.
+            return self.tier.poll()
+
+    def connect(self) -> None:
+        deadline = time.monotonic() + DEADLINE_S
+        while not self.tier.is_connected:
+            assert time.monotonic() < deadline, "the tier never reached the store"
+            self.poll()
+
+    def states(self, keys: Sequence[OffloadKey]) -> list[int]:
+        deadline = time.monotonic() + DEADLINE_S
+        while RETRY in (states := self.tier.contains(keys).tolist()):
+            assert time.monotonic() < deadline, "lookups were never answered"
+            self.poll()
+        return states
+
+    def move(self, keys: Sequence[OffloadKey], is_read: bool) -> dict[OffloadKey, TierResult]:
+        """Reads ``keys`` into the upper half of the slots, or writes them from the lower one. Asserts that what was
+        read is right."""
+        half = len(self.pools[0]) // 2
+        slots = np.arange(len(keys)) + half * is_read
+        for key, slot in zip(keys, slots.tolist(), strict=True):
+            for rank, pool in enumerate(self.pools):
+                pool[slot] = 0 if is_read else content(key, rank, pool.shape[1])
+        taken = (self.tier.read if is_read else self.tier.write)(keys, slots)
+        results: dict[OffloadKey, TierResult] = {}
+        deadline = time.monotonic() + DEADLINE_S
+        while len(results) < len(taken):
+            assert time.monotonic() < deadline, "transfers never ended"
+            results |= {result.key: result for result in self.poll()}
+        for i, key in enumerate(keys):
+            if is_read and key in results and results[key].ok:
+                assert all(
+                    (pool[half + i] == content(key, rank, pool.shape[1])).all() for rank, pool in enumerate(self.pools)
+                ), "a read that has succeeded has other bytes"
+        return results
+
+    def write(self, keys: Sequence[OffloadKey]) -> dict[OffloadKey, TierResult]:
+        return self.move(keys, is_read=False)
+
+    def read(self, keys: Sequence[OffloadKey]) -> dict[OffloadKey, TierResult]:
+        return self.move(keys, is_read=True)
+
+    def reads_all(self, keys: Sequence[OffloadKey]) -> bool:
+        results = self.read(keys)
+        return len(results) == len(keys) and all(each.ok for each in results.values())
+
+    def works_again(self, keys: Sequence[OffloadKey]) -> None:
+        """Asserts that in the end, without a restart of the server, ``keys`` are written and read."""
+        deadline = time.monotonic() + DEADLINE_S
+        while time.monotonic() < deadline:
+            missing = [key for key, state in zip(keys, self.states(keys), strict=True) if state == MISS]
+            self.write(missing)
+            if MISS not in self.states(keys) and self.reads_all(keys):
+                return
+            until = time.monotonic() + 0.1
+            while time.monotonic() < until:
+                self.poll()
+        raise AssertionError("the tier never worked again")
+
+
+@contextlib.contextmanager
+def patched(environment: dict[str, str]) -> Iterator[None]:
+    """Sets variables for the processes that are started meanwhile."""
+    before = {name: os.environ.get(name) for name in environment}
+    os.environ.update(environment)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value

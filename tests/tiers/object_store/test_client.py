@@ -1,0 +1,303 @@
+"""ObjectStoreClient on a bucket in memory: small values share objects, and whatever a note says, reads are right."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+
+from kvoffload.abc import ByteArray, OffloadKey
+from kvoffload.cache.keys import make_offload_key
+from kvoffload.tiers.object_store import contents as contents_module
+from kvoffload.tiers.object_store.bucket import MAX_NOTE, Found
+from kvoffload.tiers.object_store.client import ObjectStoreClient
+from kvoffload.tiers.object_store.contents import (
+    MAX_VALUES,
+    OBJECT_BYTES,
+    Places,
+    contents,
+    make_note,
+    mark,
+    values_per_object,
+)
+from kvoffload.tiers.remote.client import Outcome
+from kvoffload.tiers.remote.record import value_name
+from tests.tiers.object_store.memory_bucket import MemoryBucket
+from tests.tiers.object_store.rig import FINGERPRINT, chain
+
+OK, MISSING, HELD, FAILED, OTHER_SIZE = (
+    Outcome.OK,
+    Outcome.MISSING,
+    Outcome.HELD,
+    Outcome.FAILED,
+    Outcome.OTHER_SIZE,
+)
+VALUE_BYTES = 40
+"""The smallest values, so that MAX_VALUES of them share an object."""
+
+
+def names_of(keys: Sequence[OffloadKey]) -> list[str]:
+    return [value_name("kv", FINGERPRINT, key) for key in keys]
+
+
+CHAIN = names_of(chain(200))
+
+
+def value(name: str) -> list[ByteArray]:
+    """Returns the two buffers of a value."""
+    data = np.random.default_rng(list(mark(name))).integers(0, 256, VALUE_BYTES, dtype=np.uint8)
+    return [data[:8], data[8:]]
+
+
+def client_on(bucket: MemoryBucket, value_bytes: int = VALUE_BYTES) -> ObjectStoreClient:
+    return ObjectStoreClient(bucket, value_bytes)
+
+
+def put(client: ObjectStoreClient, names: Sequence[str]) -> list[Outcome]:
+    return client.put(names, [value(name) for name in names])
+
+
+def get(client: ObjectStoreClient, names: Sequence[str]) -> list[Outcome]:
+    """Reads values, and asserts that those that are OK are right."""
+    buffers = [[np.zeros(8, dtype=np.uint8), np.zeros(VALUE_BYTES - 8, dtype=np.uint8)] for _ in names]
+    outcomes = client.get(names, buffers)
+    for name, outcome, parts in zip(names, outcomes, buffers, strict=True):
+        if outcome is OK:
+            assert np.array_equal(np.concatenate(parts), np.concatenate(value(name))), "other bytes than were put"
+    return outcomes
+
+
+def store(bucket: MemoryBucket, names: Sequence[str], calls: int = 64) -> None:
+    """Lets a server store a chain as a worker does, ``calls`` values at a time."""
+    client = client_on(bucket)
+    for at in range(0, len(names), calls):
+        part = list(names[at : at + calls])
+        new = [name for name, has in zip(part, client.exists(part), strict=True) if has is MISSING]
+        assert set(put(client, new)) <= {OK, HELD}
+    bucket.take_counts()
+
+
+def test_how_many_values_share_an_object() -> None:
+    assert values_per_object(OBJECT_BYTES) == values_per_object(OBJECT_BYTES * 9) == 1
+    assert values_per_object((2 << 20) + 128) == 3
+    assert values_per_object((64 << 10) + 128) == MAX_VALUES
+    assert values_per_object(0) == 1
+    assert len(make_note([mark(name) for name in CHAIN[:MAX_VALUES]])) <= MAX_NOTE
+
+
+def test_a_chain_costs_a_request_per_object() -> None:
+    bucket = MemoryBucket()
+    store(bucket, CHAIN)
+    assert len(bucket.objects) == 4
+    reader = client_on(bucket)
+    assert reader.exists(CHAIN) == [OK] * 200
+    assert bucket.take_counts() == {"head": 4}
+    assert get(reader, CHAIN[:64]) == [OK] * 64
+    assert get(reader, CHAIN[10:20] + CHAIN[30:40]) == [OK] * 20
+    assert bucket.take_counts() == {"get": 3}
+    assert reader.exists(CHAIN[100:120]) == [OK] * 20
+    assert bucket.take_counts() == {"head": 1}, "the object is asked for again, from the middle of the chain too"
+
+
+def test_a_chain_that_is_missing_costs_little() -> None:
+    bucket = MemoryBucket()
+    assert client_on(bucket).exists(CHAIN) == [MISSING] * 200
+    assert bucket.take_counts() == {"head": 4}
+
+
+@pytest.mark.parametrize("pieces", [[40, 64, 64, 32], [1] * 40, [64, 5, 1, 3, 2, 1, 20, 64, 7], [64, 64, 64, 8]])
+def test_a_chain_that_was_stored_bit_by_bit_is_found(pieces: list[int]) -> None:
+    bucket = MemoryBucket()
+    writer, at = client_on(bucket), 0
+    for size in pieces:
+        assert put(writer, CHAIN[at : at + size]) == [OK] * size
+        at += size
+    bucket.take_counts()
+    reader = client_on(bucket)
+    assert reader.exists(CHAIN) == [OK] * at + [MISSING] * (200 - at)
+    assert bucket.take_counts()["head"] <= len(pieces) + 60
+    assert get(reader, CHAIN[:at]) == [OK] * at
+
+
+def test_large_values_have_objects_of_their_own() -> None:
+    bucket = MemoryBucket()
+    client = client_on(bucket, OBJECT_BYTES)
+    assert put(client, CHAIN[:3]) == [OK] * 3
+    assert {note for _, note in bucket.objects.values()} == {""}
+    reader = client_on(bucket, OBJECT_BYTES)
+    assert get(reader, CHAIN[:4]) == [OK, OK, OK, MISSING], "without a lookup before"
+    assert reader.exists(CHAIN[:4]) == [OK, OK, OK, MISSING]
+
+
+def test_branches_behind_a_common_head_are_found() -> None:
+    bucket = MemoryBucket()
+    head = chain(30)
+    one, other = names_of(head + chain(50, seed=1)), names_of(head + chain(60, seed=2))
+    store(bucket, one)
+    store(bucket, other)
+    assert len(bucket.objects) == 2 + 2
+    for names in (one, other):
+        reader = client_on(bucket)
+        assert reader.exists(names) == [OK] * len(names)
+        assert get(reader, names[:64]) == [OK] * 64
+
+
+def test_groups_of_a_chain_are_found_by_the_first_group() -> None:
+    bucket = MemoryBucket()
+    hashes = [bytes([7, i]) * 16 for i in range(66)]
+    merged = names_of([make_offload_key(each, group) for each in hashes for group in range(3)])
+    store(bucket, merged)
+    reader = client_on(bucket)
+    assert reader.exists(names_of([make_offload_key(each, 0) for each in hashes])) == [OK] * 66
+    bucket.take_counts()
+    # A window, from the middle: its group was never asked about.
+    window = names_of([make_offload_key(each, 1) for each in hashes[50:58]])
+    assert reader.exists(window) == [OK] * 8
+    assert get(reader, window) == [OK] * 8
+
+
+def test_two_servers_that_store_overlapping_chains_at_the_same_time() -> None:
+    bucket = MemoryBucket()
+    short, long = client_on(bucket), client_on(bucket)
+    # Both have looked, and found nothing.
+    assert put(short, CHAIN[:10]) == [OK] * 10
+    assert put(long, CHAIN[:64]) == [HELD] * 10 + [OK] * 54
+    assert put(long, CHAIN[:64]) == [HELD] * 64
+    for client in (short, long, client_on(bucket)):
+        assert client.exists(CHAIN[:64]) == [OK] * 64
+        assert get(client, CHAIN[:64]) == [OK] * 64
+
+
+def test_a_store_without_conditional_put() -> None:
+    bucket = MemoryBucket()
+    bucket.is_conditional = False
+    short, long = client_on(bucket), client_on(bucket)
+    assert put(long, CHAIN[:64]) == [OK] * 64
+    assert put(short, CHAIN[:10]) == [OK] * 10, "it has replaced the larger object"
+    assert get(long, CHAIN[:64]) == [MISSING] * 64, "the place is not that of the bytes any more"
+    assert long.exists(CHAIN[:64]) == [OK] * 10 + [MISSING] * 54
+    assert get(long, CHAIN[:10]) == [OK] * 10
+
+
+# What is gone, lies or is damaged.
+
+
+def test_an_object_that_is_gone_is_missing_and_its_places_are_forgotten() -> None:
+    bucket = MemoryBucket()
+    store(bucket, CHAIN[:128])
+    reader = client_on(bucket)
+    assert reader.exists(CHAIN[:128]) == [OK] * 128
+    del bucket.objects[CHAIN[64]]
+    assert get(reader, CHAIN[60:70]) == [OK] * 4 + [MISSING] * 6
+    # Another server stores the blocks again, otherwise.
+    store(bucket, CHAIN[64:70])
+    assert get(reader, CHAIN[60:70]) == [OK] * 10
+
+
+def test_an_object_that_was_replaced_is_missing_until_it_was_looked_up() -> None:
+    bucket = MemoryBucket()
+    store(bucket, CHAIN[:64])
+    reader = client_on(bucket)
+    assert reader.exists(CHAIN[:64]) == [OK] * 64
+    bucket.objects.clear()
+    put(client_on(bucket), CHAIN[:3] + CHAIN[5:9])
+    assert get(reader, CHAIN[3:9]) == [MISSING] * 6
+    assert reader.exists(CHAIN[:9]) == [OK] * 3 + [MISSING] * 2 + [OK] * 4
+    assert get(reader, CHAIN[:9]) == [OK] * 3 + [MISSING] * 2 + [OK] * 4
+
+
+@pytest.mark.parametrize("note", ["", "1:", "2:AAAA", "1:!!!", "1:AAAA", "1:" + "A" * 2000, make_note([b"x" * 8])])
+def test_an_object_whose_note_makes_no_sense_has_its_own_value_only(note: str) -> None:
+    assert contents(CHAIN[0], Found(VALUE_BYTES, note)) == (mark(CHAIN[0]),)
+    bucket = MemoryBucket()
+    store(bucket, CHAIN[:64])
+    bucket.objects[CHAIN[0]] = bucket.objects[CHAIN[0]][0], note
+    reader = client_on(bucket)
+    assert reader.exists(CHAIN[:64]) == [OK] + [MISSING] * 63
+    # The worker takes that for a corrupt block, which is removed.
+    assert get(reader, CHAIN[:2]) == [OTHER_SIZE, MISSING]
+    reader.distrust(CHAIN[:1])
+    assert reader.remove(CHAIN[:1]) == [OK]
+    assert not bucket.objects
+
+
+def test_a_truncated_object_has_another_size() -> None:
+    bucket = MemoryBucket()
+    store(bucket, CHAIN[:8])
+    data, note = bucket.objects[CHAIN[0]]
+    for size in (7 * VALUE_BYTES, VALUE_BYTES - 1, 8 * VALUE_BYTES - 1):
+        bucket.objects[CHAIN[0]] = data[:size], note
+        reader = client_on(bucket)
+        assert reader.exists(CHAIN[:8]) == [OK] * 8
+        assert set(get(reader, CHAIN[:8])) == set(get(reader, CHAIN[7:8])) == {OTHER_SIZE}
+
+
+def test_requests_that_fail_are_no_answers() -> None:
+    bucket = MemoryBucket()
+    store(bucket, CHAIN)
+    bucket.broken.add(CHAIN[64])
+    reader = client_on(bucket)
+    found = reader.exists(CHAIN)
+    assert found[:64] == [OK] * 64
+    assert found[64:128] == [FAILED] * 64
+    bucket.broken.clear()
+    assert reader.exists(CHAIN) == [OK] * 200
+    bucket.broken = {CHAIN[64]}
+    assert get(reader, CHAIN[60:70]) == [OK] * 4 + [FAILED] * 6
+    assert put(client_on(bucket), CHAIN[64:66]) == [FAILED] * 2
+    reader.distrust([CHAIN[65]])
+    assert reader.remove([CHAIN[65]]) == [FAILED]
+    bucket.broken.clear()
+    assert get(reader, CHAIN[60:70]) == [OK] * 10
+
+
+# Removal.
+
+
+def test_a_value_that_is_removed_is_missing_and_its_neighbours_stay() -> None:
+    bucket = MemoryBucket()
+    client = client_on(bucket)
+    put(client, CHAIN[:4])
+    assert client.remove([CHAIN[1], CHAIN[3]]) == [OK, OK]
+    assert client.exists(CHAIN[:4]) == [OK, MISSING, OK, MISSING]
+    assert get(client, CHAIN[:4]) == [OK, MISSING, OK, MISSING]
+    assert put(client, CHAIN[1:2]) == [OK]
+    assert client.exists(CHAIN[:4]) == [OK, OK, OK, MISSING]
+    assert client_on(bucket).exists(CHAIN[:4]) == [OK] * 4
+
+
+@pytest.mark.parametrize("removed", [[0], [0, 1], [0, 1, 2, 3], [2]])
+def test_an_object_is_deleted_with_all_of_its_values_or_one_that_is_wrong(removed: list[int]) -> None:
+    for is_wrong in (False, True):
+        bucket = MemoryBucket()
+        client = client_on(bucket)
+        put(client, CHAIN[:4])
+        names = [CHAIN[i] for i in removed]
+        if is_wrong:
+            client.distrust(names)
+        assert client.remove(names) == [OK] * len(names)
+        is_deleted = is_wrong or len(removed) == 4
+        assert bool(bucket.objects) is not is_deleted
+        wanted = [MISSING if is_deleted or i in removed else OK for i in range(4)]
+        assert client.exists(CHAIN[:4]) == wanted
+        assert get(client, CHAIN[:4]) == wanted
+        again = [name for name, each in zip(CHAIN, wanted, strict=False) if each is MISSING]
+        assert set(put(client, again)) <= {OK, HELD}
+        assert get(client, CHAIN[:4]) == [OK] * 4
+        assert get(client_on(bucket), CHAIN[:4]) == [OK] * 4
+
+
+def test_places_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    for limit in ("MAX_PLACES", "MAX_HIDDEN", "MAX_DISTRUSTED"):
+        monkeypatch.setattr(contents_module, limit, 8)
+    places = Places()
+    for i in range(20):
+        marks = tuple(bytes([i, j]) for j in range(4))
+        places.note(str(i), marks)
+        places.hide(marks[1])
+        places.distrust(str(i))
+    known = [i for i in range(20) if places.find(bytes([i, 0])) is not None]
+    assert known == [18, 19]
+    assert sum(places.is_distrusted(str(i)) for i in range(20)) == 8
+    assert sum(places.is_hidden(bytes([i, 1]), str(i)) for i in range(20)) == 8

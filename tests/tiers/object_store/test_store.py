@@ -1,0 +1,347 @@
+"""The tier on S3 servers: each fault ends in misses, the tier comes back without a restart, and no secret is logged."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from kvoffload.abc import OffloadKey, TierError
+from kvoffload.abc.tier import HIT, MISS
+from kvoffload.tiers.object_store import obstore_bucket
+from kvoffload.tiers.object_store.bucket import NewObject, Piece
+from kvoffload.tiers.object_store.contents import make_note, mark
+from kvoffload.tiers.object_store.errors import Problem, classify, explain
+from kvoffload.tiers.object_store.obstore_bucket import open_bucket
+from kvoffload.tiers.remote.client import Outcome, StoreError
+from kvoffload.tiers.remote.link import LOOKUP_DEADLINE_S, TRANSFER_DEADLINE_S
+from kvoffload.tiers.remote.record import RECORD_BYTES, namespace, pack_record, value_name
+from tests.tiers.object_store.rig import (
+    CREDENTIALS,
+    FINGERPRINT,
+    KEY_ID,
+    SECRET,
+    FakeS3,
+    Moto,
+    Server,
+    Stored,
+    chain,
+    needs_moto,
+    needs_obstore,
+    patched,
+)
+from tests.tiers.remote.rig import content
+
+pytestmark = needs_obstore
+
+KEYS = chain(20)
+
+
+@pytest.fixture
+def fake() -> Iterator[FakeS3]:
+    made = FakeS3()
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def server(fake: FakeS3) -> Iterator[Server]:
+    made = Server(fake.endpoint)
+    made.connect()
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def second(fake: FakeS3) -> Iterator[Server]:
+    made = Server(fake.endpoint)
+    made.connect()
+    yield made
+    made.close()
+
+
+def bucket(endpoint: str, **settings: str) -> obstore_bucket.ObstoreBucket:
+    with patched(CREDENTIALS):
+        return open_bucket({"url": "s3://kv-bucket/folder", "endpoint": endpoint, "prefix": "kv", **settings})
+
+
+# On moto.
+
+
+@needs_moto
+def test_servers_share_blocks_on_moto_and_it_may_stand_still_or_be_killed(moto: Moto) -> None:
+    one, other = Server(moto.endpoint), Server(moto.endpoint, has_process=True)
+    stranger = Server(moto.endpoint, "6f" * 32)
+    for each in (one, other, stranger):
+        each.connect()
+    assert one.states(KEYS) == [MISS] * 20
+    assert all(result.ok and result.nbytes for result in one.write(KEYS).values())
+    assert moto.do("count") == 1, "small blocks do not share an object"
+    assert other.states(KEYS) == [HIT] * 20
+    assert other.reads_all(KEYS)
+    assert other.write(KEYS) == {}
+    assert stranger.states(KEYS) == [MISS] * 20
+    stranger.works_again(KEYS)
+    # Blocks of which the store has changed bytes, then those of other keys.
+    for fault in ("corrupt", "exchange"):
+        moto.do(fault)
+        assert {each.error for each in other.read(KEYS).values()} == {TierError.CORRUPT}
+        other.works_again(KEYS)
+        stranger.works_again(KEYS)
+    moto.do("empty")
+    assert {each.error for each in other.read(KEYS).values()} == {TierError.GONE}
+    other.works_again(KEYS)
+    moto.do("fill")
+    assert {each.error for each in other.write(chain(4, seed=1)).values()} == {TierError.NO_SPACE}
+    moto.do("drain")
+    other.works_again(chain(4, seed=1))
+    moto.pause()
+    begun = time.monotonic()
+    assert other.states(chain(4, seed=2)) == [MISS] * 4
+    assert other.read(KEYS[:8]) == {} or not any(each.ok for each in other.read(KEYS[:8]).values())
+    assert time.monotonic() - begun < LOOKUP_DEADLINE_S + TRANSFER_DEADLINE_S
+    moto.resume()
+    other.works_again(KEYS)
+    moto.kill()
+    assert other.states(chain(4, seed=3)) == [MISS] * 4
+    assert not any(each.ok for each in other.read(KEYS[:8]).values())
+    moto.start()
+    other.works_again(KEYS)
+    for each in (one, other, stranger):
+        each.close()
+
+
+# On a server that misbehaves.
+
+
+def spoil(change: Callable[[Stored], Stored]) -> Callable[[FakeS3], None]:
+    def apply(fake: FakeS3) -> None:
+        for name, each in fake.blocks().items():
+            fake.objects[name] = change(each)
+
+    return apply
+
+
+def lie(each: Stored) -> Stored:
+    """The note lists the values in another order."""
+    marks = [mark(value_name("kvoffload", FINGERPRINT, key)) for key in KEYS]
+    return Stored(each.body, make_note([marks[0], *marks[2:], marks[1]]))
+
+
+SPOILS: dict[str, tuple[Callable[[FakeS3], None], set[TierError]]] = {
+    "expired": (lambda fake: fake.objects.clear(), {TierError.GONE}),
+    "garbage": (spoil(lambda each: Stored(np.random.default_rng(0).bytes(len(each.body)), each.note)),
+                {TierError.CORRUPT}),
+    "truncated": (spoil(lambda each: Stored(each.body[:-1], each.note)), {TierError.CORRUPT}),
+    "a note that lies": (spoil(lie), {TierError.GONE}),
+    "no note": (spoil(lambda each: Stored(each.body)), {TierError.GONE}),
+}  # fmt: skip
+
+
+def test_objects_that_others_have_changed_are_never_loaded_and_written_again(fake: FakeS3, server: Server) -> None:
+    reader = Server(fake.endpoint)
+    reader.connect()
+    for what, (change, errors) in SPOILS.items():
+        server.works_again(KEYS)
+        reader.works_again(KEYS)
+        change(fake)
+        results = server.read(KEYS)
+        assert {each.error for each in results.values()} == errors, what
+        server.works_again(KEYS)
+        # It looks the changed objects up first.
+        late = Server(fake.endpoint)
+        late.connect()
+        change(fake)
+        late.states(KEYS)
+        assert not any(each.ok for each in late.read(KEYS[1:]).values()), what
+        late.works_again(KEYS)
+        late.close()
+        reader.works_again(KEYS)
+    reader.close()
+
+
+def test_small_blocks_share_requests_and_large_ones_do_not(fake: FakeS3, server: Server, second: Server) -> None:
+    keys = chain(100)
+    server.works_again(keys)
+    assert fake.count("PUT") - 0 == len(fake.objects) == 2
+    fake.requests.clear()
+    assert second.states(keys) == [HIT] * 100
+    assert second.reads_all(keys)
+    assert fake.count("HEAD") == 2
+    # Of 64 blocks, and of those behind them.
+    assert fake.count("GET") == 2
+    large = Server(fake.endpoint, slot_bytes=(8 << 20,), num_slots=8)
+    large.connect()
+    fake.objects.clear()
+    large.works_again(KEYS[:2])
+    assert len(fake.blocks()) == 2
+    large.close()
+
+
+def test_an_hmac_key_hides_and_protects_blocks(fake: FakeS3, server: Server, tmp_path: Path) -> None:
+    path = tmp_path / "key"
+    path.write_text("0123456789abcdef" * 4)
+    keyed, same = (Server(fake.endpoint, hmac_key_file=str(path)) for _ in range(2))
+    for each in (keyed, same):
+        each.connect()
+    keyed.works_again(KEYS)
+    assert server.states(KEYS) == [MISS] * 20
+    assert same.states(KEYS) == [HIT] * 20
+    forged = [content(b"forged", rank, pool.shape[1]) for rank, pool in enumerate(server.pools)]
+    record = pack_record(FINGERPRINT, KEYS[0], forged).tobytes()
+    value = record + b"".join(part.tobytes() for part in forged)
+    secret = path.read_text().encode()
+    fake.objects.clear()
+    fake.objects["folder/" + value_name("kvoffload", namespace(FINGERPRINT, secret), KEYS[0])] = Stored(value)
+    assert len(value) == RECORD_BYTES + 12288
+    fresh = Server(fake.endpoint, hmac_key_file=str(path))
+    fresh.connect()
+    assert fresh.states(KEYS[:1]) == [HIT]
+    assert [each.error for each in fresh.read(KEYS[:1]).values()] == [TierError.CORRUPT]
+    fresh.works_again(KEYS)
+    for each in (keyed, same, fresh):
+        each.close()
+
+
+def test_two_servers_write_overlapping_chains(fake: FakeS3, server: Server, second: Server) -> None:
+    server.write(KEYS[:7])
+    # It has looked before that, so to say.
+    second.write(KEYS)
+    late = Server(fake.endpoint)
+    late.connect()
+    for each in (server, second, late):
+        each.works_again(KEYS)
+    late.close()
+    assert sum(len(each.body) for each in fake.blocks().values()) == 20 * (RECORD_BYTES + 12288), "stored once"
+
+
+def test_a_store_that_asks_for_fewer_requests(fake: FakeS3, server: Server) -> None:
+    server.works_again(KEYS)
+    fake.storms = 1
+    assert server.states(chain(3, seed=1)) == [MISS] * 3, "tried again at once"
+    assert server.tier.num_failed_lookups == 0
+    fake.storms = 1 << 20
+    assert server.states(chain(3, seed=2)) == [MISS] * 3
+    assert server.tier.num_failed_lookups == 1
+    assert not any(each.ok for each in server.read(KEYS).values())
+    fake.storms = 0
+    server.works_again(KEYS + chain(3, seed=3))
+
+
+def test_a_store_without_conditional_put_is_named_once(fake: FakeS3, caplog: pytest.LogCaptureFixture) -> None:
+    fake.is_conditional = False
+    opened = bucket(fake.endpoint)
+    data = [np.arange(100, dtype=np.uint8)]
+    items = [NewObject(str(i), "", data) for i in range(5)]
+    assert opened.put(items[:1]) + opened.put(items) == [Outcome.OK] * 6
+    assert [each.message for each in caplog.records if "no conditional put" in each.message] == [
+        "s3://kv-bucket/folder: the store has no conditional put; two servers that compute the same block may both "
+        "store it"
+    ]
+    opened.close()
+
+
+def test_a_store_that_drips_or_never_answers_ends_below_the_deadlines(
+    fake: FakeS3, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # A tenth of the real times.
+    for name in ("CONNECT_TIMEOUT_S", "SMALL_TIMEOUT_S", "SMALL_BUDGET_S", "TRANSFER_TIMEOUT_S", "TRANSFER_BUDGET_S"):
+        monkeypatch.setattr(obstore_bucket, name, getattr(obstore_bucket, name) / 10)
+    opened = bucket(fake.endpoint)
+    data = [np.zeros(1 << 20, dtype=np.uint8)]
+    names = [str(i) for i in range(40)]
+    for name in names:
+        fake.objects["folder/" + name] = Stored(bytes(1 << 20))
+    fake.drip_s = 0.2
+    begun = time.monotonic()
+    with pytest.raises(StoreError, match="s3://kv-bucket/folder: the store did not answer in time"):
+        opened.get([Piece(name, 0, data) for name in names])
+    assert time.monotonic() - begun < TRANSFER_DEADLINE_S / 10 + 1
+    with pytest.raises(StoreError, match="did not answer in time"):
+        opened.head(names)
+    opened.close()
+
+
+def test_all_deadlines_end_before_those_of_the_link() -> None:
+    lookups = obstore_bucket.SMALL_BUDGET_S + obstore_bucket.SMALL_TIMEOUT_S
+    transfers = obstore_bucket.TRANSFER_BUDGET_S + obstore_bucket.TRANSFER_TIMEOUT_S
+    assert lookups < LOOKUP_DEADLINE_S
+    # A write looks first.
+    assert lookups + transfers < TRANSFER_DEADLINE_S
+
+
+# Errors.
+
+FORBIDDEN = (
+    f"<Error><Code>SignatureDoesNotMatch</Code><AWSAccessKeyId>{KEY_ID}</AWSAccessKeyId>"
+    f"<StringToSign>{SECRET}</StringToSign></Error>"
+)
+
+
+@pytest.mark.parametrize(
+    ("status", "body", "message"),
+    [
+        (403, FORBIDDEN, "does not accept the credentials.*403 SignatureDoesNotMatch"),
+        (403, "<Error><Code>AccessDenied</Code></Error>", "access is refused; .*s3:ListBucket.*403 AccessDenied"),
+        (400, f"<Error><Code>ExpiredToken</Code><Token>{SECRET}</Token></Error>", "have expired"),
+        (404, "<Error><Code>NoSuchBucket</Code></Error>", "there is no such bucket"),
+        (301, "<Error><Code>PermanentRedirect</Code></Error>", "set region"),
+        (503, "<Error><Code>SlowDown</Code></Error>", "asks for fewer requests"),
+        (500, SECRET, r"the request failed \(500\)"),
+    ],
+)
+def test_a_store_that_refuses_at_start_is_explained_without_secrets(
+    fake: FakeS3, status: int, body: str, message: str
+) -> None:
+    fake.answers["GET"] = status, body
+    with pytest.raises(StoreError, match=f"s3://kv-bucket/folder: .*{message}") as raised:
+        bucket(fake.endpoint)
+    assert raised.value.__cause__ is None
+    for secret in (SECRET, KEY_ID):
+        assert secret not in str(raised.value)
+
+
+def test_an_endpoint_where_nothing_listens() -> None:
+    with pytest.raises(StoreError, match="s3://kv-bucket/folder: the store cannot be reached"):
+        bucket("http://127.0.0.1:9")
+
+
+def test_planted_secrets_do_not_reach_the_log(fake: FakeS3, server: Server, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.DEBUG)
+    for method in ("GET", "HEAD", "PUT", "DELETE"):
+        fake.answers[method] = 403, FORBIDDEN
+    starting = Server(fake.endpoint, has_process=True)
+    deadline = time.monotonic() + 30
+    while "SignatureDoesNotMatch" not in caplog.text:
+        assert time.monotonic() < deadline, "the log does not say why it does not start"
+        starting.poll()
+    starting.close()
+    server.states(KEYS)
+    server.write(KEYS)
+    assert "lookup failed: StoreError: s3://kv-bucket/folder: access is refused" in caplog.text
+    for secret in (SECRET, KEY_ID):
+        assert secret not in caplog.text
+
+
+def test_words_for_errors_that_no_server_here_can_make() -> None:
+    signed = f"Error performing GET https://store/x?X-Amz-Signature={SECRET} in 1s - HTTP error, kind: Timeout"
+    assert classify(Exception(signed)) is Problem.TIMEOUT
+    assert SECRET not in explain(Exception(signed), "s3://b")
+    assert classify(Exception("http://169.254.169.254/latest/api/token")) is Problem.NO_CREDENTIALS
+    assert classify(Exception("status code: 507 Insufficient Storage")) is Problem.FULL
+
+
+def test_a_local_directory(tmp_path: Path) -> None:
+    one, other = (Server("", url=f"file://{tmp_path}/bucket") for _ in range(2))
+    for each in (one, other):
+        each.connect()
+    one.works_again(KEYS)
+    keys: list[OffloadKey] = KEYS
+    assert other.states(keys) == [HIT] * 20
+    assert other.reads_all(keys)
+    for each in (one, other):
+        each.close()

@@ -1,0 +1,156 @@
+"""Redis servers for tests: real ones, and one that answers as a test says."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import shutil
+import signal
+import socket
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvoffload.tiers.redis.client import RedisClient
+from kvoffload.tiers.redis.config import RedisConfig
+from kvoffload.tiers.redis.location import parse_url
+from kvoffload.tiers.redis.login import Login
+from kvoffload.tiers.redis.nodes import Nodes
+
+START_DEADLINE_S = 30.0
+TIMEOUT_S = 30.0
+"""Long, because other programs use the machine too."""
+HOST = "127.0.0.1"
+
+
+def missing() -> str:
+    """Returns what the tests with Redis lack here; an empty string if nothing."""
+    if shutil.which("redis-server") is None:
+        return "redis-server is not installed: apt-get install redis-server"
+    if importlib.util.find_spec("redis") is None:
+        return "the tests' own client is not installed: pip install redis"
+    return ""
+
+
+needs_redis = pytest.mark.skipif(bool(missing()), reason=missing())
+
+
+class RedisServer:
+    """``redis-server`` without persistence, on a free port or, without ``tcp``, on a Unix socket only."""
+
+    def __init__(self, folder: Path, *options: str, tcp: bool = False) -> None:
+        folder.mkdir(exist_ok=True)
+        self.folder = folder
+        self.port = free_port() if tcp else 0
+        self.socket = folder / "redis.sock"
+        self._options = options
+        self.start()
+
+    @property
+    def url(self) -> str:
+        return f"redis://{HOST}:{self.port}" if self.port else f"unix://{self.socket}"
+
+    def start(self) -> None:
+        command = ["redis-server", "--port", str(self.port), "--unixsocket", str(self.socket), "--bind", HOST]
+        command += ["--save", "", "--appendonly", "no", "--dir", str(self.folder), *self._options]
+        with (self.folder / "redis.log").open("ab") as log:
+            self.process = subprocess.Popen(command, stdout=log, stderr=log)
+        deadline = time.monotonic() + START_DEADLINE_S
+        while time.monotonic() < deadline:
+            assert self.process.poll() is None, (self.folder / "redis.log").read_text()
+            with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX) as probe:
+                probe.connect(str(self.socket))
+                return
+            time.sleep(0.005)
+        raise AssertionError("redis-server does not answer")
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.wait()
+        self.socket.unlink(missing_ok=True)
+
+    def pause(self) -> None:
+        self.process.send_signal(signal.SIGSTOP)
+
+    def resume(self) -> None:
+        self.process.send_signal(signal.SIGCONT)
+
+    def raw(self, **options: Any) -> Any:
+        """Returns another client, which can do anything."""
+        import redis
+
+        return redis.Redis(unix_socket_path=str(self.socket), **options)
+
+
+def make_client(url: str, timeout_s: float = TIMEOUT_S, **options: Any) -> RedisClient:
+    """Returns a client of the store at ``url``, in this process. Each call may take ``timeout_s``."""
+    config = RedisConfig(url=url, **options)
+    nodes = Nodes(parse_url(url).seeds, Login.from_settings(config.settings()), TIMEOUT_S)
+    return RedisClient(nodes, config.ttl_s, lookup_timeout_s=timeout_s, transfer_timeout_s=timeout_s)
+
+
+def free_port() -> int:
+    """Returns a port that no process uses, and that leaves room for a Cluster's second port."""
+    while True:
+        with socket.socket() as probe:
+            probe.bind((HOST, 0))
+            port: int = probe.getsockname()[1]
+        if port < 55_000:
+            return port
+
+
+class FakeServer:
+    """Answers as ``script`` says: it gets each command's words, and a function that sends bytes. It may raise to close
+    the connection. If the server ``answers_setup``, it answers CLUSTER and CLIENT as one that is no Cluster."""
+
+    def __init__(
+        self, script: Callable[[list[bytes], Callable[[bytes], None]], None], answers_setup: bool = True
+    ) -> None:
+        self._script = script
+        self._answers_setup = answers_setup
+        self._listener = socket.create_server((HOST, 0))
+        self.url = f"redis://{HOST}:{self._listener.getsockname()[1]}"
+        self.num_connections = 0
+        self.commands: list[list[bytes]] = []
+        threading.Thread(target=self._run, daemon=True).start()
+
+    def _run(self) -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                connection, _ = self._listener.accept()
+                self.num_connections += 1
+                threading.Thread(target=self._serve, args=(connection,), daemon=True).start()
+
+    def _serve(self, connection: socket.socket) -> None:
+        with connection, contextlib.suppress(OSError, EOFError):
+            for words in _commands(connection):
+                self.commands.append(words)
+                if self._answers_setup and words[0] == b"CLIENT":
+                    connection.sendall(b"+OK\r\n")
+                elif self._answers_setup and words[0] == b"CLUSTER":
+                    connection.sendall(b"-ERR This instance has cluster support disabled\r\n")
+                else:
+                    self._script(words, connection.sendall)
+
+    def close(self) -> None:
+        self._listener.close()
+
+
+def _commands(connection: socket.socket) -> Iterator[list[bytes]]:
+    with connection.makefile("rb") as lines:
+        while head := lines.readline():
+            words = []
+            for _ in range(int(head[1:])):
+                size = int(lines.readline()[1:])
+                words.append(lines.read(size))
+                lines.read(2)
+            yield words
+
+
+def names(count: int, first: int = 0) -> Sequence[str]:
+    return [f"kv/{'5e' * 32}/{i:072x}" for i in range(first, first + count)]

@@ -1,0 +1,309 @@
+"""RedisClient on a real server, in this process: outcomes, sizes, expiry, limits, and what it says about failures."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvoffload.abc import ByteArray
+from kvoffload.tiers.redis import nodes as nodes_module
+from kvoffload.tiers.redis.client import LOOKUP_TIMEOUT_S, TRANSFER_TIMEOUT_S, connect
+from kvoffload.tiers.redis.config import RedisConfig
+from kvoffload.tiers.remote.client import Outcome, StoreError
+from kvoffload.tiers.remote.link import LOOKUP_DEADLINE_S, TRANSFER_DEADLINE_S
+from kvoffload.tiers.remote.worker import RETRY_WITHIN_S
+from tests.tiers.redis.rig import RedisServer, make_client, names, needs_redis
+
+pytestmark = needs_redis
+
+OK, MISSING, HELD, OTHER, FULL = (
+    Outcome.OK,
+    Outcome.MISSING,
+    Outcome.HELD,
+    Outcome.OTHER_SIZE,
+    Outcome.FULL,
+)
+
+
+@pytest.fixture(scope="module")
+def module_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
+    server = RedisServer(tmp_path_factory.mktemp("redis"), tcp=True)
+    yield server
+    server.kill()
+
+
+@pytest.fixture
+def server(module_server: RedisServer) -> RedisServer:
+    with module_server.raw() as raw:
+        raw.flushall()
+        raw.config_set("maxmemory", 0)
+        raw.config_set("maxmemory-policy", "noeviction")
+    return module_server
+
+
+def values(count: int, *sizes: int, seed: int = 0) -> list[list[ByteArray]]:
+    rng = np.random.default_rng(seed)
+    return [[rng.integers(0, 256, size, dtype=np.uint8) for size in sizes] for _ in range(count)]
+
+
+def emptied(buffers: list[list[ByteArray]]) -> list[list[ByteArray]]:
+    return [[np.zeros_like(part) for part in parts] for parts in buffers]
+
+
+def same(one: list[list[ByteArray]], other: list[list[ByteArray]]) -> bool:
+    return all((a == b).all() for left, right in zip(one, other, strict=True) for a, b in zip(left, right, strict=True))
+
+
+def test_timeouts_end_before_the_process_is_killed() -> None:
+    assert RETRY_WITHIN_S + LOOKUP_TIMEOUT_S < LOOKUP_DEADLINE_S
+    assert LOOKUP_TIMEOUT_S + TRANSFER_TIMEOUT_S < TRANSFER_DEADLINE_S
+
+
+@pytest.mark.parametrize("transport", ["tcp", "unix"])
+@pytest.mark.parametrize("sizes", [(128, 4096), (128, 100_000, 50_001, 7), (128, 3 << 20)])
+def test_values_come_back_as_they_were(server: RedisServer, transport: str, sizes: tuple[int, ...]) -> None:
+    client = make_client(server.url if transport == "tcp" else f"unix://{server.socket}")
+    known, buffers = names(9), values(9, *sizes)
+    assert client.exists(known) == [MISSING] * 9
+    assert client.get(known, emptied(buffers)) == [MISSING] * 9
+    assert client.put(known[::2], buffers[::2]) == [OK] * 5
+    assert client.exists(known) == [OK, MISSING] * 4 + [OK]
+    found = emptied(buffers)
+    assert client.get(known, found) == [OK, MISSING] * 4 + [OK]
+    assert same(found[::2], buffers[::2])
+    assert not any(part.any() for parts in found[1::2] for part in parts), "a miss has touched the buffers"
+    with server.raw() as raw:
+        assert raw.get(known[0]) == b"".join(part.tobytes() for part in buffers[0])
+    # A value that is there stays.
+    assert client.put(known[:2], values(2, *sizes, seed=1)) == [HELD, OK]
+    assert client.get(known[:1], found[:1]) == [OK]
+    assert same(found[:1], buffers[:1])
+    assert client.remove(known) == [OK, OK, OK, MISSING, OK, MISSING, OK, MISSING, OK]
+    assert client.exists(known) == [MISSING] * 9
+    client.close()
+
+
+def test_thousands_of_names_in_one_call(server: RedisServer) -> None:
+    client = make_client(server.url)
+    known, buffers = names(3000), values(3000, 128)
+    assert client.put(known, buffers) == [OK] * 3000
+    assert client.exists(names(5000)) == [OK] * 3000 + [MISSING] * 2000
+    found = emptied(buffers)
+    assert client.get(known, found) == [OK] * 3000
+    assert same(found, buffers)
+    assert client.exists([]) == []
+    client.close()
+
+
+def test_values_of_another_size_or_kind_leave_the_others_readable(server: RedisServer) -> None:
+    client = make_client(server.url)
+    known, buffers = names(6), values(6, 128, 70_000)
+    client.put(known[4:], buffers[4:])
+    with server.raw() as raw:
+        raw.set(known[0], b"short")
+        raw.set(known[1], b"")
+        raw.set(known[2], b"x" * 100_000)
+        raw.rpush(known[3], b"a list")
+    found = emptied(buffers)
+    assert client.get(known, found) == [OTHER, OTHER, OTHER, OTHER, OK, OK]
+    assert same(found[4:], buffers[4:])
+    assert not any(part.any() for parts in found[:4] for part in parts)
+    assert client.put(known, buffers) == [HELD] * 6
+    assert client.remove(known[:4]) == [OK] * 4
+    with server.raw() as raw:
+        assert len(raw.client_list()) == 2, "the connection went on to be used"
+    client.close()
+
+
+def test_values_expire_if_they_are_to(server: RedisServer) -> None:
+    client, forever = make_client(server.url, ttl_s=1000), make_client(server.url)
+    known, buffers = names(2), values(2, 128)
+    client.put(known[:1], buffers[:1])
+    forever.put(known[1:], buffers[1:])
+    with server.raw() as raw:
+        assert 990_000 < raw.pttl(known[0]) <= 1_000_000
+        assert raw.pttl(known[1]) == -1
+        # A hit does not extend the time: it is an upper bound of the age.
+        raw.pexpire(known[0], 5000)
+        assert client.get(known, emptied(buffers)) == [OK, OK]
+        assert raw.pttl(known[0]) <= 5000
+        raw.pexpire(known[0], 1)
+        deadline = time.monotonic() + 10
+        while client.exists(known) != [MISSING, OK]:
+            assert time.monotonic() < deadline
+    client.close()
+    forever.close()
+
+
+def test_a_full_server_is_full_and_works_again_with_room(server: RedisServer) -> None:
+    client = make_client(server.url)
+    buffers = values(40, 128, 1 << 18)
+    with server.raw() as raw:
+        raw.config_set("maxmemory", raw.info("memory")["used_memory"] + (4 << 20))
+        outcomes = client.put(names(40), buffers)
+        assert set(outcomes) == {OK, FULL}
+        stored = outcomes.count(OK)
+        assert client.exists(names(40)).count(OK) == stored
+        assert client.get(names(40), emptied(buffers)).count(OK) == stored
+        # With a policy that evicts, it goes on.
+        raw.config_set("maxmemory-policy", "allkeys-lru")
+        assert client.put(names(40, first=100), buffers) == [OK] * 40
+        assert 0 < client.exists(names(40, first=100)).count(OK) < 40
+    client.close()
+
+
+@pytest.mark.parametrize(
+    ("limit", "policy", "ttl_s", "words"),
+    [
+        ("0", "noeviction", None, "has no memory limit"),
+        ("100mb", "noeviction", None, "once its 100 MiB are full, because maxmemory-policy is noeviction"),
+        ("100mb", "volatile-lru", None, "because maxmemory-policy is volatile-lru"),
+        ("100mb", "volatile-lru", 60, ""),
+        ("100mb", "allkeys-lru", None, ""),
+    ],
+)
+def test_the_log_says_at_start_how_the_server_uses_memory(
+    server: RedisServer, capfd: pytest.CaptureFixture[str], limit: str, policy: str, ttl_s: int | None, words: str
+) -> None:
+    with server.raw() as raw:
+        raw.config_set("maxmemory", limit)
+        raw.config_set("maxmemory-policy", policy)
+        before = raw.config_get("maxmemory*")
+        connect(RedisConfig(url=server.url, ttl_s=ttl_s).settings()).close()
+        assert raw.config_get("maxmemory*") == before
+    shown = capfd.readouterr().err
+    assert words in shown
+    assert ("allkeys-lru makes it evict" in shown) == bool(words)
+    assert len(shown.splitlines()) == bool(words)
+
+
+def test_what_a_server_refuses_fails_in_words(server: RedisServer) -> None:
+    client = make_client(server.url)
+    client.put(names(1), values(1, 128))
+    with server.raw() as raw:
+        raw.replicaof("127.0.0.1", 1)
+        try:
+            with pytest.raises(StoreError, match=r"127.0.0.1:\d+: it is a replica; .*READONLY"):
+                client.put(names(3), values(3, 128))
+            raw.config_set("replica-serve-stale-data", "no")
+            with pytest.raises(StoreError, match="replica that has lost its primary"):
+                client.get(names(3), values(3, 128))
+        finally:
+            raw.config_set("replica-serve-stale-data", "yes")
+            raw.replicaof("NO", "ONE")
+    assert client.put(names(3), values(3, 128)) == [HELD, OK, OK]
+    client.close()
+
+
+def test_values_beyond_the_limit_of_the_server_fail(server: RedisServer) -> None:
+    client = make_client(server.url)
+    with server.raw() as raw:
+        raw.config_set("proto-max-bulk-len", "1mb")
+        try:
+            with pytest.raises(StoreError, match=r"connection is lost|Protocol error"):
+                client.put(names(1), values(1, 8 << 20))
+        finally:
+            raw.config_set("proto-max-bulk-len", "512mb")
+    assert client.put(names(1), values(1, 1000)) == [OK]
+    client.close()
+
+
+def test_database_of_the_url(server: RedisServer) -> None:
+    client = make_client(f"{server.url}/3")
+    client.put(names(1), values(1, 128))
+    with server.raw(db=3) as third, server.raw() as zeroth:
+        assert third.exists(names(1)[0])
+        assert not zeroth.exists(names(1)[0])
+    client.close()
+    with pytest.raises(StoreError, match="database 99 of the URL cannot be used"):
+        make_client(f"{server.url}/99")
+
+
+def test_several_hosts_must_be_a_cluster(server: RedisServer) -> None:
+    with pytest.raises(StoreError, match=r"does not answer as a node of a Cluster .*name one server"):
+        make_client(f"{server.url},localhost")
+
+
+def test_connections_are_kept_bounded_and_replaced(server: RedisServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    client = make_client(server.url)
+    known, buffers = names(4), values(4, 128, 1 << 16)
+    client.put(known, buffers)
+
+    def used() -> list[dict[str, Any]]:
+        with server.raw() as raw:
+            return [each for each in raw.client_list() if each["name"] == "kvoffload"]
+
+    failures: list[object] = []
+
+    def move() -> None:
+        for _ in range(20):
+            found = emptied(buffers)
+            if client.get(known, found) != [OK] * 4 or not same(found, buffers):
+                failures.append("wrong")
+
+    threads = [threading.Thread(target=move) for _ in range(2 * nodes_module.MAX_CONNECTIONS)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failures
+    assert 1 <= len(used()) <= nodes_module.MAX_CONNECTIONS
+    # Connections that the server has closed are not used again.
+    with server.raw() as raw:
+        raw.client_kill_filter(_type="normal", skipme=True)
+    assert client.exists(known) == [OK] * 4
+    assert len(used()) == 1
+    # Nor are those that were idle for long.
+    (before,) = used()
+    monkeypatch.setattr(nodes_module, "MAX_IDLE_S", -1.0)
+    assert client.exists(known) == [OK] * 4
+    assert [each["id"] for each in used()] != [before["id"]]
+    client.close()
+    assert used() == []
+
+
+def test_a_server_that_is_gone_and_comes_back(tmp_path: Path) -> None:
+    server = RedisServer(tmp_path / "redis")
+    client = make_client(server.url)
+    known, buffers = names(2), values(2, 128)
+    assert client.put(known, buffers) == [OK, OK]
+    server.kill()
+    with pytest.raises(StoreError, match=r"redis\.sock"):
+        client.exists(known)
+    with pytest.raises(StoreError, match=r"redis\.sock cannot be reached \(.*No such file"):
+        client.get(known, buffers)
+    with pytest.raises(StoreError, match="cannot be reached"):
+        make_client(server.url)
+    server.start()
+    assert client.exists(known) == [MISSING, MISSING]
+    assert client.put(known, buffers) == [OK, OK]
+    client.close()
+    server.kill()
+
+
+def test_a_server_that_stands_still(tmp_path: Path) -> None:
+    server = RedisServer(tmp_path / "redis")
+    client, patient = make_client(server.url, timeout_s=0.3), make_client(server.url)
+    known, buffers = names(2), values(2, 128, 1 << 20)
+    assert patient.put(known, buffers) == [OK, OK]
+    server.pause()
+    for call in (
+        lambda: client.exists(known),
+        lambda: client.get(known, emptied(buffers)),
+        lambda: client.put(names(64, first=5), values(64, 1 << 20)),
+    ):
+        with pytest.raises(StoreError, match=r"it does not answer in time|it takes no more data in time"):
+            call()
+    server.resume()
+    found = emptied(buffers)
+    assert patient.get(known, found) == [OK, OK]
+    assert same(found, buffers)
+    client.close()
+    patient.close()
+    server.kill()

@@ -1,0 +1,303 @@
+"""The tier on a real Redis server: each fault ends in misses, and the tier comes back without a restart."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvoffload.abc import ByteArray, OffloadKey, Tier, TierError, TierResult
+from kvoffload.abc.tier import HIT, MISS, RETRY
+from kvoffload.host.pool import HostPool
+from kvoffload.testing.conformance import keys as keys_of
+from kvoffload.testing.tier_conformance import TierConformance
+from kvoffload.tiers.config import TierContext
+from kvoffload.tiers.redis.client import RedisClient
+from kvoffload.tiers.redis.config import RedisConfig
+from kvoffload.tiers.remote.memory import SeparateBuffers
+from kvoffload.tiers.remote.messages import Response
+from kvoffload.tiers.remote.record import RECORD_BYTES, namespace, pack_record, value_name
+from kvoffload.tiers.remote.tier import RemoteTier
+from kvoffload.tiers.remote.worker import StoreWorker
+from tests.tiers.redis.rig import RedisServer, make_client, needs_redis
+from tests.tiers.remote.memory_store import SteppedChannel
+from tests.tiers.remote.rig import content
+
+pytestmark = needs_redis
+
+FINGERPRINT = "5e" * 32
+KEYS = [bytes([i]) * 36 for i in range(32)]
+SLOT_BYTES = (1 << 16, 1 << 14)
+DEADLINE_S = 90.0
+HMAC_KEY = b"k" * 32
+
+
+class DirectChannel(SteppedChannel):
+    """A channel without a process: requests are run when it is polled."""
+
+    def poll(self) -> list[Response]:
+        self.run()
+        return super().poll()
+
+
+class Server:
+    """A tier of one server. With a ``client`` it has no process."""
+
+    def __init__(
+        self,
+        store: RedisServer,
+        fingerprint: str = FINGERPRINT,
+        client: RedisClient | None = None,
+        hmac_key: bytes = b"",
+        **options: Any,
+    ) -> None:
+        self.hosts: list[HostPool] = []
+        self.client = client
+        if client is None:
+            self.hosts = [HostPool(64, nbytes) for nbytes in SLOT_BYTES]
+            self.pools = [host.data for host in self.hosts]
+            handles = [host.handle() for host in self.hosts]
+            tier = RedisConfig(url=store.url, **options).open(TierContext(self.pools, fingerprint, handles))
+        else:
+            self.pools = [np.zeros((64, nbytes), dtype=np.uint8) for nbytes in SLOT_BYTES]
+            worker = StoreWorker(client, SeparateBuffers(self.pools), fingerprint, "kvoffload", hmac_key=hmac_key)
+            tier = RemoteTier(DirectChannel(worker), sum(SLOT_BYTES), name="redis")
+        assert isinstance(tier, RemoteTier)
+        self.tier = tier
+        self.connect()
+
+    def close(self) -> None:
+        self.tier.close()
+        if self.client is not None:
+            self.client.close()
+        for host in self.hosts:
+            host.close()
+
+    def poll(self) -> list[TierResult]:
+        self.tier.wait(0.01)
+        return self.tier.poll()
+
+    def connect(self) -> None:
+        deadline = time.monotonic() + DEADLINE_S
+        while not self.tier.is_connected:
+            assert time.monotonic() < deadline, "the tier never reached the store"
+            self.poll()
+
+    def states(self, keys: Sequence[OffloadKey]) -> list[int]:
+        deadline = time.monotonic() + DEADLINE_S
+        while RETRY in (states := self.tier.contains(keys).tolist()):
+            assert time.monotonic() < deadline, "lookups were never answered"
+            self.poll()
+        return states
+
+    def move(self, keys: Sequence[OffloadKey], is_read: bool) -> dict[OffloadKey, TierResult]:
+        """Reads ``keys`` into slots from 32 on, or writes them from slots from 0 on."""
+        slots = np.arange(len(keys)) + 32 * is_read
+        for key, slot in zip(keys, slots.tolist(), strict=True):
+            for rank, pool in enumerate(self.pools):
+                pool[slot] = 0 if is_read else content(key, rank, pool.shape[1])
+        taken = (self.tier.read if is_read else self.tier.write)(keys, slots)
+        results: dict[OffloadKey, TierResult] = {}
+        deadline = time.monotonic() + DEADLINE_S
+        while len(results) < len(taken):
+            assert time.monotonic() < deadline, "transfers never ended"
+            results |= {result.key: result for result in self.poll()}
+        for i, key in enumerate(keys):
+            if is_read and key in results and results[key].ok:
+                assert self.has(key, 32 + i)
+        return results
+
+    def has(self, key: OffloadKey, slot: int) -> bool:
+        return all((pool[slot] == content(key, rank, pool.shape[1])).all() for rank, pool in enumerate(self.pools))
+
+    def errors(self, keys: Sequence[OffloadKey]) -> list[TierError | None]:
+        """Reads ``keys``. Returns the error of each."""
+        results = self.move(keys, is_read=True)
+        return [results[key].error for key in keys]
+
+    def works_again(self, keys: Sequence[OffloadKey]) -> None:
+        """Asserts that in the end, without a restart of the server, ``keys`` are written and read."""
+        deadline = time.monotonic() + DEADLINE_S
+        while time.monotonic() < deadline:
+            missing = [key for key, state in zip(keys, self.states(keys), strict=True) if state == MISS]
+            self.move(missing, is_read=False)
+            if self.states(keys) == [HIT] * len(keys):
+                results = self.move(keys, is_read=True)
+                if len(results) == len(keys) and all(each.ok for each in results.values()):
+                    return
+            until = time.monotonic() + 0.2
+            while time.monotonic() < until:
+                self.poll()
+        raise AssertionError("the tier never worked again")
+
+
+def direct(store: RedisServer, fingerprint: str = FINGERPRINT, hmac_key: bytes = b"") -> Server:
+    return Server(store, fingerprint, make_client(store.url), hmac_key)
+
+
+@pytest.fixture(scope="module")
+def module_store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
+    store = RedisServer(tmp_path_factory.mktemp("redis"))
+    yield store
+    store.kill()
+
+
+@pytest.fixture
+def store(module_store: RedisServer) -> RedisServer:
+    module_store.raw().flushall()
+    return module_store
+
+
+def test_servers_share_blocks_and_other_fingerprints_do_not(store: RedisServer) -> None:
+    one, other, stranger = Server(store), direct(store), direct(store, "6f" * 32)
+    assert one.states(KEYS[:4]) == [MISS] * 4
+    assert all(result.ok and result.nbytes for result in one.move(KEYS[:3], is_read=False).values())
+    assert other.states(KEYS[:4]) == [HIT] * 3 + [MISS]
+    assert other.errors(KEYS[:3]) == [None] * 3
+    assert stranger.states(KEYS[:3]) == [MISS] * 3
+    assert store.raw().dbsize() == 3
+    one.tier.delete(KEYS[:2])
+    one.works_again(KEYS[4:6])
+    third = direct(store)
+    assert third.states(KEYS[:3]) == [MISS, MISS, HIT]
+    for each in (one, other, stranger, third):
+        each.close()
+
+
+def test_a_server_that_is_killed_and_comes_back_empty(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    store = RedisServer(tmp_path / "redis", "--requirepass", "the-password")
+    secret = tmp_path / "secret"
+    secret.write_text("the-password")
+    with caplog.at_level(logging.INFO):
+        server = Server(store, password_file=str(secret))
+        server.works_again(KEYS[:4])
+        server.tier.poll()
+        store.kill()
+        failed = server.tier.num_failed_lookups
+        assert server.states(KEYS[8:12]) == [MISS] * 4
+        assert server.tier.num_failed_lookups > failed
+        assert not any(result.ok for result in server.move(KEYS[:4], is_read=True).values())
+        store.start()
+        server.works_again(KEYS[:4])
+        server.close()
+    store.kill()
+    assert "cannot be reached" in caplog.text
+    assert "has no memory limit" in caplog.text
+    assert "the-password" not in caplog.text
+
+
+def test_a_server_that_stands_still(tmp_path: Path) -> None:
+    store = RedisServer(tmp_path / "redis")
+    server = Server(store)
+    server.works_again(KEYS[:4])
+    store.pause()
+    begun = time.monotonic()
+    assert server.states(KEYS[8:12]) == [MISS] * 4
+    assert time.monotonic() - begun <= DEADLINE_S
+    store.resume()
+    server.works_again(KEYS[:4])
+    server.close()
+    store.kill()
+
+
+def test_a_full_server_refuses_blocks_and_takes_them_again(store: RedisServer) -> None:
+    server, raw = direct(store), store.raw()
+    raw.config_set("maxmemory", raw.info("memory")["used_memory"] // 2)
+    assert {result.error for result in server.move(KEYS[:4], is_read=False).values()} == {TierError.NO_SPACE}
+    raw.config_set("maxmemory", 0)
+    server.works_again(KEYS[:4])
+    server.close()
+
+
+def test_bad_values_are_found_removed_and_written_again(store: RedisServer) -> None:
+    server, raw = direct(store), store.raw()
+    keys = KEYS[8:15]
+    server.works_again(keys)
+    names = [value_name("kvoffload", FINGERPRINT, key) for key in keys]
+    values = [raw.get(name) for name in names]
+    middle = len(values[0]) // 2
+    raw.set(names[0], values[0][:middle] + bytes([values[0][middle] ^ 1]) + values[0][middle + 1 :])
+    raw.set(names[1], np.random.default_rng(0).bytes(len(values[1])))
+    raw.set(names[2], values[3])
+    raw.set(names[3], values[3][:999])
+    raw.delete(names[4])
+    raw.hset(names[4], "a", 1)
+    raw.set(names[5], values[5] + b"\r\n")
+    assert server.errors(keys) == [TierError.CORRUPT] * 6 + [None]
+    server.works_again(keys)
+    assert [raw.get(name) for name in names] == values
+    raw.delete(names[0])
+    assert server.errors(keys[:1]) == [TierError.GONE]
+    server.close()
+
+
+def test_with_an_hmac_key_only_blocks_of_its_servers_are_loaded(store: RedisServer, tmp_path: Path) -> None:
+    """Another client forges blocks with right checksums. The negative control is a server without a key."""
+    path = tmp_path / "key"
+    path.write_bytes(HMAC_KEY)
+    one, other = Server(store, hmac_key_file=str(path)), direct(store, hmac_key=HMAC_KEY)
+    open_one, another_key = direct(store), direct(store, hmac_key=b"x" * 32)
+    assert all(result.ok for result in one.move(KEYS[:2], is_read=False).values())
+    assert other.states(KEYS[:2]) == [HIT] * 2
+    assert other.errors(KEYS[:2]) == [None] * 2
+    assert open_one.states(KEYS[:2]) == another_key.states(KEYS[:2]) == [MISS] * 2
+
+    parts = [content(KEYS[9], rank, nbytes) for rank, nbytes in enumerate(SLOT_BYTES)]
+    raw = store.raw()
+    for key, space, tag in (
+        (KEYS[9], namespace(FINGERPRINT), b""),
+        (KEYS[9], namespace(FINGERPRINT, HMAC_KEY), b""),
+        (KEYS[10], namespace(FINGERPRINT, HMAC_KEY), b"a key that the forger does not have"),
+    ):
+        forged = pack_record(FINGERPRINT, key, parts, tag).tobytes() + b"".join(part.tobytes() for part in parts)
+        raw.set(value_name("kvoffload", space, key), forged)
+    assert open_one.errors(KEYS[9:10]) == [None], "the forged block is not what the tier takes for a good one"
+    assert one.states(KEYS[9:11]) == other.states(KEYS[9:11]) == [HIT] * 2
+    assert one.errors(KEYS[9:11]) == [TierError.CORRUPT] * 2
+    # It has been removed meanwhile, or is forged.
+    assert set(other.errors(KEYS[9:11])) <= {TierError.CORRUPT, TierError.GONE}
+    one.works_again(KEYS[9:11])
+    for server in (one, other, open_one, another_key):
+        server.close()
+
+
+class TestConformance(TierConformance):
+    """The tier on a real server, without a process."""
+
+    @pytest.fixture(autouse=True)
+    def _store(self, store: RedisServer) -> Iterator[None]:
+        self.store = store
+        self.clients: list[RedisClient] = []
+        yield
+        for client in self.clients:
+            client.close()
+
+    def make_tier(self, pools: Sequence[ByteArray], num_blocks: int) -> Tier:
+        client = make_client(self.store.url)
+        self.clients.append(client)
+        worker = StoreWorker(client, SeparateBuffers(pools), FINGERPRINT, "kvoffload")
+        tier = RemoteTier(DirectChannel(worker), sum(pool.shape[1] for pool in pools), name="redis")
+        tier.poll()
+        return tier
+
+    def reopen(self, tier: Tier, pools: Sequence[ByteArray], num_blocks: int) -> Tier | None:
+        return self.make_tier(pools, num_blocks)
+
+    def another(self, tier: Tier, pools: Sequence[ByteArray]) -> Tier | None:
+        return self.make_tier(pools, 16)
+
+    def spoil(self, tier: Tier) -> bool:
+        raw = self.store.raw()
+        for name in raw.scan_iter():
+            value = raw.get(name)
+            raw.set(name, value[:RECORD_BYTES] + bytes([value[RECORD_BYTES] ^ 1]) + value[RECORD_BYTES + 1 :])
+        return True
+
+    def lose(self, tier: Tier, names: str) -> bool:
+        self.store.raw().delete(*[value_name("kvoffload", FINGERPRINT, key) for key in keys_of(names)])
+        return True
