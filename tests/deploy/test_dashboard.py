@@ -81,7 +81,7 @@ def test_queries_name_only_metrics_that_are_exported() -> None:
     assert faults("\n".join(EXPRESSIONS)) == []
     assert faults(ALERTS) == []
     assert (
-        faults("\n".join(variable["query"]["query"] for variable in VARIABLES.values() if "definition" in variable))
+        faults("\n".join(variable["query"]["query"] for variable in VARIABLES.values() if variable["type"] == "query"))
         == []
     )
 
