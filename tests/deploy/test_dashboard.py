@@ -256,6 +256,15 @@ def test_every_query_has_an_answer(prometheus: Any, panel: Any) -> None:
 
 
 @needs_prometheus
+@pytest.mark.parametrize("title", ["Served by kvoffload", "Tokens not computed", "Where prompt tokens were found"])
+def test_what_is_served_is_known_without_a_tier(prometheus: Any, title: str) -> None:
+    (panel,) = [panel for panel in PANELS if panel.title == title]
+    values = dashboard.variables(60, 1, 15, {"tier": "none"})
+    names = {curve.name for curve in dashboard.ask(prometheus, panel, values, time.time(), 60, 1)}
+    assert names == ({""} if panel.kind == "stat" else {"device", "host memory", "computed"})
+
+
+@needs_prometheus
 def test_a_query_that_is_wrong_is_noticed(prometheus: Any) -> None:
     """Negative controls: a mistake in the language, a metric that does not exist, a variable that is unknown."""
     panel = PANELS[0]
