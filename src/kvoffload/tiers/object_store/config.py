@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -35,6 +35,8 @@ class ObjectStoreConfig(RemoteTierConfig):
     blocks are not encrypted on their way. By default the endpoint of Amazon S3, or AWS_ENDPOINT_URL."""
     region: str = ""
     """The region of an S3 bucket. By default that of the environment, or us-east-1."""
+    lookup_deadline_ms: float | None = field(default=500.0, kw_only=True)
+    """As of every tier. An answer takes tens of milliseconds, and a long chain several of them."""
 
     def __post_init__(self) -> None:
         _check_url(self.url)
