@@ -197,7 +197,15 @@ def test_a_write_that_is_answered_wrongly_fails(reply: bytes) -> None:
 
 
 @pytest.mark.parametrize(
-    "reply", [b"*1\r\n" * 20 + b":1\r\n", b"*9999999\r\n", b"*2\r\n*1\r\n:1\r\n:2\r\n", b"*1\r\n*3\r\n:0\r\n:x\r\n"]
+    "reply",
+    [
+        b"*1\r\n" * 20 + b":1\r\n",
+        b"*9999999\r\n",
+        b"*3\r\n" + (b"*60000\r\n" + b":1\r\n" * 60000) * 3,
+        b"*2\r\n*1\r\n:1\r\n:2\r\n",
+        b"*1\r\n*3\r\n:0\r\n:x\r\n",
+    ],
+    ids=["deep", "huge", "long", "shapeless", "no number"],
 )
 def test_a_server_that_describes_no_cluster_is_not_used(reply: bytes) -> None:
     server = FakeServer(lambda words, send: send(reply), answers_setup=False)

@@ -79,7 +79,8 @@ class Login:
         """Returns a new connection to ``address``. Raises StoreError, by ``deadline`` of the monotonic clock."""
         try:
             stream = Stream(self._open(address, min(CONNECT_TIMEOUT_S, deadline - time.monotonic())), deadline)
-        except OSError as error:
+        except (OSError, UnicodeError) as error:
+            # UnicodeError: no name of a host.
             raise StoreError(f"{address} cannot be reached ({error})") from error
         try:
             self._log_in(stream)

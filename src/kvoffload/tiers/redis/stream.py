@@ -27,7 +27,8 @@ HEADER_BYTES = 32
 MAX_REPLY_BYTES = 8 << 20
 """The longest reply that does not go into the caller's memory."""
 MAX_VALUE_BYTES = 512 << 20
-MAX_ITEMS = 1 << 16
+MAX_ITEMS = 1 << 17
+"""Parts of one reply, all levels together."""
 MAX_DEPTH = 8
 MAX_BUFFERS = 512
 """Buffers of one system call."""
@@ -80,6 +81,9 @@ class Stream:
         self._limits: dict[int, float] = {}
         """The timeouts that the kernel has."""
         self._ending = bytearray(2)
+        """What has come behind a value."""
+        self._num_items = 0
+        """Parts of the reply that is received."""
         self._begin = self._end = 0
         """The part of the buffer that has been received and not used yet."""
 
@@ -118,6 +122,7 @@ class Stream:
 
     def reply(self) -> Reply:
         """Returns the next reply."""
+        self._num_items = 0
         return self._reply(MAX_DEPTH)
 
     def reply_into(self, buffers: Sequence[memoryview]) -> int | ErrorReply | None:
@@ -143,6 +148,9 @@ class Stream:
     def _reply(self, depth: int) -> Reply:
         line = self._line(BUFFER_BYTES)
         kind, rest = line[:1], line[1:]
+        self._num_items += 1
+        if self._num_items > MAX_ITEMS:
+            raise Lost("it has sent a reply with too many parts")
         if kind == b"+":
             return rest
         if kind == b"-":
