@@ -124,7 +124,7 @@ class ObjectStoreClient(StoreClient):
             if not left:
                 break
             groups = self._groups(left, names, buffers)
-            answers = self._bucket.put([_new_object(group, names, marks, buffers) for group in groups])
+            answers = self._bucket.put([new_object(group, names, marks, buffers) for group in groups])
             held: list[list[int]] = []
             for group, answer in zip(groups, answers, strict=True):
                 if answer is Outcome.HELD:
@@ -227,8 +227,9 @@ def _readings(places: Sequence[Place | None], sizes: Sequence[int]) -> list[_Rea
     return readings
 
 
-def _new_object(
+def new_object(
     group: Sequence[int], names: Sequence[str], marks: Sequence[bytes], buffers: Sequence[Sequence[ByteArray]]
 ) -> NewObject:
+    """Returns the object with the values that have these indices."""
     note = make_note([marks[i] for i in group]) if len(group) > 1 else ""
     return NewObject(names[group[0]], note, [part for i in group for part in buffers[i]])
