@@ -27,6 +27,7 @@ MAX_SEGMENT_BYTES = 64 << 20
 """Memory that the doctor contributes to a store to which a server would contribute."""
 _INDEX = re.compile(r"tiers\[(\d+)\]")
 _OTHERS = 0o077
+_GROUP = 0o070
 _STAND_IN_BYTES = 1 << 20
 """In place of a wrong ``host_bytes``, so that the other settings can be checked."""
 
@@ -205,11 +206,15 @@ def _planned(name: str, prefix: str, config: TierConfig, lookup_deadline_ms: flo
 
 
 def _check_key_file(prefix: str, name: str | None, report: Report) -> None:
-    if name is not None and (mode := Path(name).expanduser().stat().st_mode) & _OTHERS:
-        text = (
-            f"{prefix}hmac_key_file={name!r}: other users may read it (mode {mode & 0o777:o}), and could forge blocks"
-        )
-        fix = f"chmod 600 {name}"
+    if name is None:
+        return
+    status = Path(name).expanduser().stat()
+    # A mounted secret, as in Kubernetes, belongs to root, and this user reads it through its group.
+    forbidden = _OTHERS if status.st_uid == os.geteuid() else _OTHERS & ~_GROUP
+    if status.st_mode & forbidden:
+        mode = status.st_mode & 0o777
+        text = f"{prefix}hmac_key_file={name!r}: other users may read it (mode {mode:o}), and could forge blocks"
+        fix = f"chmod {0o600 if forbidden & _GROUP else 0o440:o} {name}"
         report.finding(Finding("config.key_file_open", Level.WARNING, Area.CONFIGURATION, text, fix))
 
 
