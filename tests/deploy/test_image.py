@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 import shutil
 import subprocess
 import tomllib
@@ -94,3 +95,14 @@ def test_the_unit_has_room_for_its_options() -> None:
     assert (unit["CacheDirectoryMode"], unit["KillMode"]) == ("0700", "mixed")
     (drain,) = re.findall(r"--shutdown-timeout (\d+)", unit["ExecStart"])
     assert int(unit["TimeoutStopSec"]) >= int(drain) + 15
+
+
+def test_the_unit_passes_its_options_to_vllm(tmp_path: Path) -> None:
+    (tmp_path / "vllm").write_text('#!/bin/sh\nfor each; do printf "%s\\0" "$each"; done\n')
+    (tmp_path / "vllm").chmod(0o755)
+    (line,) = re.findall(r"^ExecStart=(.*)$", UNIT.read_text(), re.MULTILINE)
+    line = line.replace("/opt/vllm/bin", str(tmp_path)).replace("/etc/vllm", str(UNIT.parent))
+    done = subprocess.run(shlex.split(line), env={"MODEL": "a/model"}, capture_output=True, text=True, timeout=60)
+    *arguments, config, end = done.stdout.split("\0")
+    assert (arguments[:2], arguments[-1], end) == (["serve", "a/model"], "--kv-transfer-config", "")
+    assert json.loads(config) == json.loads((UNIT.parent / "kv-transfer.json").read_text())
