@@ -83,7 +83,7 @@ def broken_links(document: Path, text: str) -> list[str]:
             continue
         path, _, anchor = link.partition("#")
         target = (document.parent / path).resolve() if path else document
-        known = anchors(text if target == document else target.read_text()) if target.is_file() else set()
+        known = anchors(text if target == document else target.read_text()) if anchor and target.is_file() else set()
         if not target.exists() or (anchor and anchor not in known):
             broken.append(link)
     return broken

@@ -18,6 +18,7 @@ import urllib.parse
 import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -177,6 +178,7 @@ def draw(results: Sequence[tuple[Panel, list[Series]]], span: tuple[float, float
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
+    from PIL import Image
 
     bottom = max(panel.place[1] + panel.place[3] for panel, _ in results)
     figure = plt.figure(figsize=(WIDTH_INCHES, ROW_INCHES * bottom), facecolor="#f4f5f5")
@@ -207,6 +209,9 @@ def draw(results: Sequence[tuple[Panel, list[Series]]], span: tuple[float, float
             DRAWERS[panel.kind](axes, panel, series, span)
     figure.savefig(path, dpi=72, facecolor=figure.get_facecolor())
     plt.close(figure)
+    with Image.open(path) as picture:
+        small = picture.convert("RGB").quantize(128)
+    small.save(path, optimize=True)
 
 
 def _draw_stat(axes: Any, panel: Panel, series: list[Series], span: tuple[float, float]) -> None:
@@ -230,14 +235,14 @@ def _draw_timeseries(axes: Any, panel: Panel, series: list[Series], span: tuple[
 
     _style(axes, span)
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: short(value, panel.unit)))
-    colors = [COLORS[i % len(COLORS)] for i in range(len(series))]
+    colors = [_color(each.name) for each in series]
     if panel.custom.get("stacking", {}).get("mode") == "normal":
         times = sorted({at for each in series for at, _ in each.points})
         heights = [_heights(each, times) for each in series]
         names = [each.name for each in series]
         if panel.custom.get("drawStyle") == "bars":
             base = [0.0] * len(times)
-            width = (span[1] - span[0]) / POINTS
+            width = _step(times, span)
             for name, height, color in zip(names, heights, colors, strict=True):
                 axes.bar(times, height, width, base, color=color, label=name, linewidth=0)
                 base = [low + more for low, more in zip(base, height, strict=True)]
@@ -250,6 +255,19 @@ def _draw_timeseries(axes: Any, panel: Panel, series: list[Series], span: tuple[
     low, high = axes.get_ylim()
     axes.set_ylim(panel.defaults.get("min", low), panel.defaults.get("max", high if high > 0 else 1))
     _legend(axes)
+
+
+_colors: dict[str, str] = {}
+"""The color of each curve by its name, the same in all panels."""
+
+
+def _color(name: str) -> str:
+    return _colors.setdefault(name, COLORS[len(_colors) % len(COLORS)])
+
+
+def _step(times: Sequence[float], span: tuple[float, float]) -> float:
+    """Returns the time between two points."""
+    return min((b - a for a, b in pairwise(times)), default=span[1] - span[0])
 
 
 def _heights(series: Series, times: Sequence[float]) -> list[float]:
@@ -273,10 +291,10 @@ def _draw_bars(axes: Any, panel: Panel, series: list[Series], span: tuple[float,
 
 def _draw_states(axes: Any, panel: Panel, series: list[Series], span: tuple[float, float]) -> None:
     _style(axes, span)
-    step = (span[1] - span[0]) / POINTS
     for row, each in enumerate(series):
         colors = [(_mapped(panel, value) or ("", GREY))[1] for _, value in each.points]
-        spans = [(at, 1.02 * step) for at, _ in each.points]
+        step = 1.05 * _step([at for at, _ in each.points], span)
+        spans = [(at, step) for at, _ in each.points]
         axes.broken_barh(spans, (row - 0.35, 0.7), facecolors=colors, linewidth=0)
     axes.set_yticks(range(len(series)), [each.name for each in series], fontsize=8)
     axes.set_ylim(len(series) - 0.4, -0.6)

@@ -81,7 +81,7 @@ def test_queries_name_only_metrics_that_are_exported() -> None:
     assert faults("\n".join(EXPRESSIONS)) == []
     assert faults(ALERTS) == []
     assert (
-        faults("\n".join(variable["query"]["query"] for variable in VARIABLES.values() if "definition" in variable))
+        faults("\n".join(variable["query"]["query"] for variable in VARIABLES.values() if variable["type"] == "query"))
         == []
     )
 
@@ -253,6 +253,15 @@ def test_every_query_has_an_answer(prometheus: Any, panel: Any) -> None:
     for query, curves in zip(panel.queries, answers(prometheus, panel), strict=True):
         assert curves, query.expr
         assert all("{{" not in curve.name for curve in curves)
+
+
+@needs_prometheus
+@pytest.mark.parametrize("title", ["Served by kvoffload", "Tokens not computed", "Where prompt tokens were found"])
+def test_what_is_served_is_known_without_a_tier(prometheus: Any, title: str) -> None:
+    (panel,) = [panel for panel in PANELS if panel.title == title]
+    values = dashboard.variables(60, 1, 15, {"tier": "none"})
+    names = {curve.name for curve in dashboard.ask(prometheus, panel, values, time.time(), 60, 1)}
+    assert names == ({""} if panel.kind == "stat" else {"device", "host memory", "computed"})
 
 
 @needs_prometheus

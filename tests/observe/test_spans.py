@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import logging
+import re
 import subprocess
 import sys
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,6 +23,8 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 
 from kvoffload.observe import spans as spans_module
 from kvoffload.observe.spans import RequestSpans
+from kvoffload.testing.engine import ModelEngine, Scenario
+from kvoffload.testing.scale import scaled
 from tests.connector.rig import FakeRequest, Rig, only, prompt, start_together
 from tests.connector.test_tiered_scheduler import TieredRig
 
@@ -310,6 +315,13 @@ def test_open_requests_are_bounded(collected: Collected, monkeypatch: pytest.Mon
     assert [attributes(span)["request_id"] for span in collected.all()] == ["a"]
 
 
+def test_every_attribute_is_documented() -> None:
+    text = (Path(__file__).resolve().parents[2] / "docs" / "monitoring.md").read_text()
+    made = set(re.findall(r'"kvoffload\.(\w+)', Path(spans_module.__file__).read_text()))
+    rows = set(re.findall(r"^\| `(\w+)", text.partition("## Traces")[2], re.MULTILINE))
+    assert made == rows
+
+
 def test_opentelemetry_is_needed_only_for_spans() -> None:
     code = (
         "import sys; sys.modules['opentelemetry'] = None\n"
@@ -320,3 +332,82 @@ def test_opentelemetry_is_needed_only_for_spans() -> None:
     assert (
         subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "refused\n"
     )
+
+
+class Counting(SpanProcessor):
+    """Counts spans and their blocks by name, and lookups by request."""
+
+    def __init__(self) -> None:
+        self.lookups: Counter[str] = Counter()
+        self.blocks: Counter[str] = Counter()
+        self.failed: Counter[str] = Counter()
+
+    def on_end(self, span: ReadableSpan) -> None:
+        values = attributes(span)
+        assert span.start_time is not None
+        assert span.end_time is not None
+        assert span.start_time <= span.end_time
+        if span.name == "kvoffload.lookup":
+            self.lookups[values["request_id"]] += 1
+        else:
+            self.blocks[span.name] += values["blocks"]
+            self.failed[span.name] += values["failed_blocks"]
+
+
+def run_traced(
+    seed: int, monkeypatch: pytest.MonkeyPatch, patch: Callable[[ModelEngine], None] | None = None
+) -> list[str]:
+    """Runs the model engine: preemptions, aborts, resets, sleeps, several groups and ranks, and failing copies. Returns
+    what is wrong with the spans."""
+    provider, counted = TracerProvider(shutdown_on_exit=False), Counting()
+    provider.add_span_processor(counted)
+    monkeypatch.setattr(trace, "get_tracer", provider.get_tracer)
+    spans = RequestSpans(lambda request: TRACED, BLOCK_BYTES)
+    engine = ModelEngine(Scenario.random(seed), patch, spans=spans)
+    engine.run()
+    totals = engine.scheduler.metrics.snapshot()
+    good = {
+        name: counted.blocks[f"kvoffload.{name}"] - counted.failed[f"kvoffload.{name}"] for name in ("load", "store")
+    }
+    faults = {
+        "spans are not made": len(spans) > 0,
+        "a request has several lookups": not set(counted.lookups.values()) <= {1},
+        "a request has no lookup": not set(engine.outputs) <= set(counted.lookups),
+        "blocks are not counted": any(good[name] != totals.get(f"{name}_blocks", 0) for name in good),
+    }
+    return [f"seed {seed}: {text}" for text, is_so in faults.items() if is_so]
+
+
+@pytest.mark.parametrize("chunk", range(2))
+def test_random_schedules(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, chunk: int) -> None:
+    with caplog.at_level(logging.ERROR):
+        faults = [fault for seed in range(chunk, scaled(60), 2) for fault in run_traced(seed, monkeypatch)]
+    assert faults == []
+
+
+def never_close(engine: ModelEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The scheduler half does not say that the last stores have begun."""
+    monkeypatch.setattr(engine.scheduler.observer, "planned_last_stores", lambda states: None)
+
+
+def close_early(engine: ModelEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Spans are made when the first of several jobs of a report is looked at."""
+    observer = engine.scheduler.observer
+    copied = observer.copied
+    monkeypatch.setattr(observer, "copied", lambda jobs: [copied([job]) for job in jobs])
+
+
+@pytest.mark.parametrize(
+    ("plant", "fault"), [(never_close, "spans are not made"), (close_early, "blocks are not counted")]
+)
+def test_a_planted_bug_is_found(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, plant: Any, fault: str
+) -> None:
+    """Negative controls."""
+    with caplog.at_level(logging.ERROR):
+        faults = [
+            found
+            for seed in range(5)
+            for found in run_traced(seed, monkeypatch, lambda engine: plant(engine, monkeypatch))
+        ]
+    assert any(fault in found for found in faults), faults

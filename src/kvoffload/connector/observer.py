@@ -6,7 +6,7 @@ import json
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from kvoffload.abc import BlockDescription, Miss, MissReason, OffloadingEvent, OffloadingManager, OffloadKey
@@ -130,10 +130,8 @@ class RequestObserver:
         observed = self._requests.pop(req_id, None)
         self._coming.pop(req_id, None)
         self._prefills.pop(req_id, None)
-        if self._spans is not None:
-            self._spans.end(req_id)
-            if not any(state.blocks.tables):
-                self.planned_last_stores([state])
+        if not any(state.blocks.tables):
+            self.planned_last_stores([state])
         if self._recorder is not None and observed is not None and observed.record is not None:
             state.extend_keys()
             keys = state.blocks.keys[self._layout.traced]
@@ -143,6 +141,7 @@ class RequestObserver:
         """Called for requests that have ended, once the stores of their last blocks have begun."""
         if self._spans is not None:
             for state in states:
+                self._spans.end(state.context.req_id)
                 if state.num_jobs == 0:
                     self._spans.close(state.context.req_id)
 
@@ -229,14 +228,18 @@ class RequestObserver:
             self.metrics.add("load_bytes", report.load_bytes)
             self.metrics.add("load_seconds", report.load_seconds)
 
-    def copied(self, job: Job) -> None:
-        """Observes a job that has ended."""
-        if self._spans is not None:
+    def copied(self, jobs: Sequence[Job]) -> None:
+        """Observes jobs that have ended."""
+        if self._spans is None:
+            return
+        for job in jobs:
             # Requests share a job only if each has one block in it.
             blocks = len(job.lease.slots) // len(job.states)
             for state in job.states:
-                is_last = state.num_jobs == 0
-                self._spans.copied(state.context.req_id, job.is_store, blocks, job.failed, job.began, is_last)
+                self._spans.copied(state.context.req_id, job.is_store, blocks, job.failed, job.began)
+        for state in (state for job in jobs for state in job.states):
+            if state.num_jobs == 0:
+                self._spans.close(state.context.req_id)
 
     def stored(self, job: Job) -> None:
         """Counts the blocks of a store, which can be loaded now, and describes them for events."""

@@ -319,9 +319,10 @@ class OffloadingConnectorScheduler:
         self.shelf.take_report(report)
         self._poll()
         self.observer.reported(report)
-        for job in self.jobs.take_reports(report, self.shelf.num_resets):
+        ended = self.jobs.take_reports(report, self.shelf.num_resets)
+        for job in ended:
             self._end_store(job) if job.is_store else self._end_load(job)
-            self.observer.copied(job)
+        self.observer.copied(ended)
         if report.broken:
             self.switch_off("a worker's transfer engine")
 

@@ -89,13 +89,11 @@ def check(arguments: Mapping[str, Any], report: Report) -> None:
     if arguments["transfer"] is not None:
         _check_transfer(arguments["transfer"], report)
     read = read_config(arguments["options"])
-    config, errors = read.config, read.errors
-    for error in errors:
+    plan, errors = _plan(read, report)
+    for error in (*read.errors, *errors):
         text, fix = split_fix(error)
         report.finding(Finding("config.refused", Level.PROBLEM, Area.CONFIGURATION, text, fix))
-    is_host_wrong = any(re.match(r"host_bytes\b", error) for error in errors)
-    plan = _plan(config, read, is_host_wrong, report) if config is not None else Plan()
-    if not errors:
+    if not read.errors and not errors:
         host = format_bytes(plan.host_bytes or 0)
         tiers = ", ".join(tier.name for tier in plan.tiers) or "none"
         text = f"every setting is valid: host_bytes {host}, policy {plan.policy}, tiers: {tiers}"
@@ -147,15 +145,18 @@ def read_config(options: Mapping[str, Any]) -> ReadConfig:
     return ReadConfig(None, errors, indexes)
 
 
-def _plan(config: OffloadConfig, read: ReadConfig, is_host_wrong: bool, report: Report) -> Plan:
-    tiers = []
+def _plan(read: ReadConfig, report: Report) -> tuple[Plan, list[str]]:
+    """Returns the plan, and for each tier that is not in it why it could not be opened."""
+    config, tiers, errors = read.config, list[PlannedTier](), list[str]()
+    if config is None:
+        return Plan(), []
     for name, entry in zip(config.tier_names, config.tier_entries, strict=True):
         try:
             tiers.append(_planned(name, read.named(entry.prefix), entry.config, config.lookup_deadline_ms, report))
         except ConfigError as error:
-            text, fix = split_fix(read.named(entry.name_setting(str(error))))
-            report.finding(Finding("config.refused", Level.PROBLEM, Area.CONFIGURATION, text, fix))
-    return Plan(
+            errors.append(read.named(entry.name_setting(str(error))))
+    is_host_wrong = any(re.match(r"host_bytes\b", error) for error in read.errors)
+    plan = Plan(
         host_bytes=None if is_host_wrong else config.host_bytes,
         policy=config.policy,
         block_size=config.block_size,
@@ -163,6 +164,7 @@ def _plan(config: OffloadConfig, read: ReadConfig, is_host_wrong: bool, report: 
         has_fingerprint=config.model_fingerprint is not None,
         tiers=tiers,
     )
+    return plan, errors
 
 
 def _planned(name: str, prefix: str, config: TierConfig, lookup_deadline_ms: float, report: Report) -> PlannedTier:

@@ -81,6 +81,10 @@ class RequestSpans:
         self._open: dict[str, _Open] = {}
         self._has_failed = False
 
+    def __len__(self) -> int:
+        """Requests whose spans are not made yet."""
+        return len(self._open)
+
     def begin(self, req_id: str, request: Any) -> None:
         """Begins to observe a request, if it has a trace."""
         if self._has_failed or len(self._open) >= MAX_OPEN_REQUESTS:
@@ -101,30 +105,24 @@ class RequestSpans:
             request.waited_s += waited_s
             request.loaded_tokens += num_loaded
 
-    def copied(self, req_id: str, is_store: bool, blocks: int, failed: bool, began: int, is_last: bool) -> None:
-        """Adds a copy that began at ``began`` (nanoseconds since 1970) and has ended now. ``is_last``: none of the
-        request is in progress any more."""
+    def copied(self, req_id: str, is_store: bool, blocks: int, failed: bool, began: int) -> None:
+        """Adds a copy that began at ``began`` (nanoseconds since 1970) and has ended now."""
         request = self._open.get(req_id)
         if request is not None:
             (request.store if is_store else request.load).add(blocks, failed, began, self._now())
-            if request.has_ended and is_last:
-                self._close(req_id)
 
     def end(self, req_id: str) -> None:
-        """Notes that a request has ended. Its last stores may still begin: see ``close``."""
+        """Notes that a request has ended, and that no more copies of it will begin."""
         request = self._open.get(req_id)
         if request is not None:
             request.has_ended = True
 
     def close(self, req_id: str) -> None:
-        """Makes the spans of a request that has ended, and of which no copy is in progress."""
-        if req_id in self._open:
-            self._close(req_id)
-
-    def _close(self, req_id: str) -> None:
-        request = self._open.pop(req_id)
-        if self._has_failed:
+        """Makes the spans of a request of which no copy is in progress, if it has ended."""
+        request = self._open.get(req_id)
+        if request is None or not request.has_ended:
             return
+        del self._open[req_id]
         try:
             context = self._propagator.extract(request.headers)
             # With a malformed header the spans would be a trace of their own.

@@ -27,6 +27,7 @@ from kvoffload.connector.build import tokens_per_block
 from kvoffload.connector.messages import StepMeta, WorkerReport
 from kvoffload.connector.scheduler import OffloadingConnectorScheduler
 from kvoffload.connector.worker import Finished
+from kvoffload.observe.spans import RequestSpans
 from kvoffload.testing.batching import STEP_S, Allocation, Batcher, Clock, Late
 from kvoffload.testing.content import Batch, EngineRequest, first_attended, following, sample
 from kvoffload.testing.device import BlockPool, DeviceCache
@@ -105,7 +106,7 @@ class ModelEngine:
     a bug. ``lower`` has the tiers below the host. ``clock`` continues from its present time. ``version`` is the version
     of the weights at the start, and ``new_versions`` has the later ones, by default the numbers after it. ``make_rank``
     makes a rank from the scenario, the groups, its number, the chance that it carries out a copy at a tick, and its
-    leader.
+    leader. ``spans`` gets every request.
 
     After ``run``: ``outputs`` has each finished request's tokens, ``hits`` is the number of tokens loaded from the
     host, and ``steps`` the number of steps. ``loaded_blocks`` and ``partial_loads`` count, per group, the device blocks
@@ -122,6 +123,7 @@ class ModelEngine:
         version: int = 0,
         new_versions: Iterator[int] | None = None,
         make_rank: Callable[[Scenario, Sequence[KVGroup], int, float, Rank | None], Rank] = InlineRank,
+        spans: RequestSpans | None = None,
     ) -> None:
         self.scenario = s = scenario
         self.random = Random(s.seed)
@@ -154,6 +156,7 @@ class ModelEngine:
             num_workers=s.num_ranks,
             share_loads=s.prefix_caching,
             load_deadline_ms=s.load_deadline_ms,
+            spans=spans,
             may_sleep=s.sleep_chance > 0,
             parts=s.parts,
             following=following,

@@ -19,6 +19,7 @@ from kvoffload.testing.stores import (
     StoreFaults,
     random_faults,
 )
+from kvoffload.tiers.remote.client import StoreClient
 from kvoffload.tiers.remote.memory import SeparateBuffers
 from kvoffload.tiers.remote.record import pack_record
 from kvoffload.tiers.remote.tier import RemoteTier
@@ -38,12 +39,13 @@ class StoreMedium(SharedMedium):
     """
 
     kind = "store"
+    faults_kind: type[StoreFaults] = StoreFaults
 
     def __init__(self, seed: int, is_calm: bool) -> None:
         super().__init__()
         rng = self.random = Random(f"store {seed}")
         self.store = SimulatedStore(lambda: self.now, lease_s=rng.choice((0.0, 0.0, 0.1, 5.0)))
-        self.faults = StoreFaults() if is_calm else random_faults(rng)
+        self.faults = self.faults_kind() if is_calm else random_faults(rng, self.faults_kind)
         self.latency_s = rng.choice((0.0, 0.0, 0.002, 0.02))
         self.stall_s = rng.choice((0.01, 0.2, 30.0))
         self.death_s = rng.choice((0.0, 0.05, 1.0))
@@ -91,7 +93,7 @@ class StoreMedium(SharedMedium):
         return self.latency_s * 10 + 0.01 if self.now < self._slow_until else self.latency_s
 
     def end_faults(self) -> None:
-        self.faults = StoreFaults()
+        self.faults = self.faults_kind()
         self._forget_rate = self._clear_rate = self._hide_rate = self._slow_rate = 0.0
         self._slow_until = self._hidden_until = 0.0
         self.store.is_reachable = True
@@ -146,7 +148,7 @@ class StoreConnection(Connection):
         medium, server, life = self.medium, self.server, self.server.life
         self.channel = self.channel_class(
             lambda: self.worker_class(
-                SimulatedClient(medium.store, self.state),
+                self.make_client(),
                 SeparateBuffers(pools),
                 server.fingerprint,
                 PREFIX,
@@ -169,6 +171,10 @@ class StoreConnection(Connection):
             clock=server.clock,
             random=self.random.random,
         )
+
+    def make_client(self) -> StoreClient:
+        """Returns the client for one thread of the process that starts."""
+        return SimulatedClient(self.medium.store, self.state)
 
     def _pause(self) -> None:
         if self.channel is None or not self.channel.in_process:
