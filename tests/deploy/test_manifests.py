@@ -260,11 +260,11 @@ def test_the_doctor_gets_the_options_of_the_server(overlay: str) -> None:
     objects = objects_of(overlay)
     doctor, vllm = containers(objects)
     assert (doctor["image"], doctor.get("envFrom")) == (vllm["image"], vllm.get("envFrom"))
-    program, command, option, path = doctor["command"]
-    known = group().commands
-    assert (program, option) == ("kvoffload", "--config")
-    if command in known:
-        assert option in {each for parameter in known[command].params for each in parameter.opts}
+    shell, flag, line = doctor["command"]
+    assert (shell, flag) == ("sh", "-c")
+    program, command, option, path, *rest = line.split()
+    assert (program, rest) == ("kvoffload", ["||", "true"])
+    assert option in {each for parameter in group().commands[command].params for each in parameter.opts}
     (config,) = (mount["mountPath"] for mount in doctor["volumeMounts"] if mount["name"] == "config")
     (variable,) = (each["valueFrom"]["configMapKeyRef"] for each in vllm["env"] if each["name"] == "KV_TRANSFER_CONFIG")
     assert path == f"{config}/{variable['key']}"
@@ -283,19 +283,33 @@ def test_the_guide_names_the_secrets(overlay: str) -> None:
     assert {name for name in secrets_of(objects_of(overlay)) if name not in guide} == set()
 
 
-def test_events_can_be_added(tmp_path: Path) -> None:
-    """The component, on top of an overlay, as a user adds it."""
-    folder = KUBERNETES / "overlays" / "disk"
-    copied = tmp_path / "kubernetes"
+def with_component(name: str, folder: Path) -> Objects:
+    """The objects of the disk overlay with a component, added as a user adds it."""
+    copied = folder / "kubernetes"
     shutil.copytree(KUBERNETES, copied)
-    text = (folder / "kustomization.yaml").read_text()
-    (copied / "overlays" / "disk" / "kustomization.yaml").write_text(f"{text}\ncomponents: [../../components/events]\n")
-    objects = list(yaml.safe_load_all(build(copied / "overlays" / "disk")))
+    with (copied / "overlays" / "disk" / "kustomization.yaml").open("a") as file:
+        file.write(f"\ncomponents: [../../components/{name}]\n")
+    return list(yaml.safe_load_all(build(copied / "overlays" / "disk")))
+
+
+def test_events_can_be_added(tmp_path: Path) -> None:
+    objects = with_component("events", tmp_path)
     assert schema_faults(objects) == []
     (vllm,) = server(objects)["spec"]["containers"]
     (events,) = (each.partition("=")[2] for each in vllm["args"] if each.startswith("--kv-events-config="))
     assert json.loads(events)["enable_kv_cache_events"] is True
     assert json.loads(events)["endpoint"].rpartition(":")[2] == str(vllm["ports"][-1]["containerPort"])
+
+
+def test_metrics_can_be_scraped(tmp_path: Path) -> None:
+    objects = with_component("pod-monitor", tmp_path)
+    monitor = named(objects, "PodMonitor", "vllm")["spec"]
+    pod = server(objects)
+    assert monitor["selector"]["matchLabels"].items() <= pod["metadata"]["labels"].items()
+    assert pod["metadata"]["labels"][monitor["jobLabel"]] == "vllm"
+    (endpoint,) = monitor["podMetricsEndpoints"]
+    assert endpoint["port"] in {each["name"] for each in pod["spec"]["containers"][0]["ports"]}
+    assert endpoint["path"] == pod["metadata"]["annotations"]["prometheus.io/path"]
 
 
 # Negative controls.

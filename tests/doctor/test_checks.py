@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from kvoffload import supported
 from kvoffload.abc import ConfigError
 from kvoffload.doctor.clock import monotonic_finding, time_findings
 from kvoffload.doctor.configuration import Plan, PlannedTier
-from kvoffload.doctor.directories import mount_of
+from kvoffload.doctor.directories import Space, mount_of, space_findings
 from kvoffload.doctor.engine import version_findings
 from kvoffload.doctor.findings import Level
 from kvoffload.doctor.machine import node_findings
@@ -150,6 +151,19 @@ def test_worth_is_the_speed_of_the_medium_against_that_of_computing() -> None:
     assert (even.id, even.level) == ("worth.even", Level.NOTE)
     (unknown,) = worth_findings(media, None, 20_000.0, False)
     assert unknown.id == "worth.no_model"
+
+
+def test_tiers_on_one_file_system_share_its_space() -> None:
+    first, second = (PlannedTier(name, "disk", f"{name}.", 100.0) for name in ("disk", "disk-2"))
+    fits = Space(1, 20 * GIB, 50 * GIB, 0)
+    assert list(space_findings([(first, fits), (second, fits)])) == []
+    assert list(space_findings([(first, replace(fits, free=30 * GIB)), (second, replace(fits, device=2))])) == []
+    used = replace(fits, free=30 * GIB, held=10 * GIB)
+    assert list(space_findings([(first, used), (second, replace(used, held=0))])) == []
+    tight = replace(fits, free=30 * GIB)
+    (found,) = space_findings([(first, tight), (second, tight)])
+    assert (found.id, found.level, found.tier) == ("directory.space_together", Level.WARNING, "disk-2")
+    assert "can give them 30 GiB, and they want 40 GiB" in found.text
 
 
 def test_mounts_are_read() -> None:

@@ -21,7 +21,7 @@ from kvoffload.doctor.findings import Area, Finding, Level, Secrets, split_fix
 from kvoffload.doctor.process import CheckProcess, Ending, Report
 from kvoffload.doctor.report import show, verdict
 from kvoffload.doctor.source import read_source
-from tests.doctor.rig import findings_of
+from tests.doctor.rig import findings_of, needs_root
 
 HERE = "tests.doctor.test_command"
 
@@ -30,10 +30,7 @@ HERE = "tests.doctor.test_command"
     "arguments",
     [
         [],
-        ["--config", "{"],
-        ["--config", "[]"],
         ["--config", "/no/such/file"],
-        ["--config", '{"kv_connector_extra_config": 3}'],
         ["--config", "{}", "--model", "/no/such/model"],
         ["--config", "{}", "--prefill-tokens-per-s", "0"],
         ["--config", "{}", "--nothing"],
@@ -56,8 +53,9 @@ def test_a_configuration_is_json_or_a_file_with_either_form(tmp_path: Path) -> N
             source = read_source(text)
             assert source.options == options
             assert source.transfer == (whole if content is whole else None)
-    with pytest.raises(ConfigError, match="--config: not JSON"):
-        read_source("{host_bytes: 1GiB}")
+    for wrong in ("{host_bytes: 1GiB}", "[]", '{"kv_connector_extra_config": 3}', str(tmp_path), "[" * 100_000):
+        with pytest.raises(ConfigError, match=r"^--config"):
+            read_source(wrong)
 
 
 def test_what_belongs_to_vllm_is_checked_too(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -71,6 +69,23 @@ def test_what_belongs_to_vllm_is_checked_too(monkeypatch: pytest.MonkeyPatch) ->
     transfer = {"kv_connector": "KVOffloadConnector", "kv_role": "kv_both"}
     right = {"options": {"host_bytes": "64MiB"}, "transfer": transfer}
     assert set(findings_of(configuration.check, right)) == {"config.valid"}
+
+
+@needs_root
+@pytest.mark.parametrize(
+    ("owner", "mode", "is_open"), [(0, 0o600, False), (0, 0o440, True), (2000, 0o440, False), (2000, 0o444, True)]
+)
+def test_a_key_that_others_may_read(tmp_path: Path, owner: int, mode: int, is_open: bool) -> None:
+    """A file of another user that is readable for a group is a secret that Kubernetes has mounted."""
+    key = tmp_path / "key"
+    key.write_text("0123456789abcdef" * 4)
+    key.chmod(mode)
+    os.chown(key, owner, -1)
+    tier = {"kind": "redis", "url": "redis://localhost:6379", "hmac_key_file": str(key)}
+    options = {"host_bytes": "64MiB", "tiers": [tier]}
+    assert (
+        "config.key_file_open" in findings_of(configuration.check, {"options": options, "transfer": None})
+    ) == is_open
 
 
 def test_the_text_of_an_error_is_kept() -> None:

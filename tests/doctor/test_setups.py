@@ -156,7 +156,13 @@ def small_group() -> Iterator[Path]:
         group.rmdir()
 
 
-MAIN = "import sys; from kvoffload.cli import main; main()"
+MAIN = """
+from kvoffload.cli import doctor, main
+from kvoffload.doctor.examine import Effort
+
+doctor.EFFORT = Effort(measure_s=0.01, pool_bytes=4 << 20)
+main()
+"""
 
 
 def run_elsewhere(prefix: str, *arguments: str) -> tuple[int, list[dict[str, str]]]:
@@ -189,13 +195,14 @@ WITHOUT_OVERRIDE = "exec setpriv --bounding-set=-dac_override,-dac_read_search -
 
 @needs_root
 def test_directories_that_this_user_may_not_use(tmp_path: Path) -> None:
-    for name in ("closed", "read-only", "of-another", "own"):
+    for name in ("closed", "shut", "read-only", "of-another", "own"):
         private(tmp_path / name)
     (tmp_path / "closed").chmod(0)
+    (tmp_path / "shut").chmod(0)
     (tmp_path / "read-only").chmod(0o500)
     (tmp_path / "of-another").chmod(0o755)
     os.chown(tmp_path / "of-another", ANOTHER, ANOTHER)
-    names = ("closed", "read-only/below", "of-another", "own")
+    names = ("closed", "read-only/below", "of-another", "own", "shut/below")
     tiers = [{"kind": "disk", "dir": str(tmp_path / name), "bytes": "32MiB"} for name in names]
     options = json.dumps({"host_bytes": "64MiB", "tiers": tiers})
     status, findings = run_elsewhere(WITHOUT_OVERRIDE, "--config", options)
@@ -213,6 +220,7 @@ def test_directories_that_this_user_may_not_use(tmp_path: Path) -> None:
     assert f"belongs to user {ANOTHER}" in found("disk-3", "directory.refused")["text"]
     assert f"sudo -u '#{ANOTHER}' kvoffload doctor" in found("disk-3", "directory.refused")["fix"]
     assert {each["level"] for each in findings if each["tier"] == "disk-4"} <= {"ok", "warning"}
+    assert found("disk-5", "directory.not_writable")["level"] == "problem"
 
 
 @pytest.fixture

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import hmac
 import json
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
+from types import SimpleNamespace
 from typing import Any, TypeAlias
 
 import pytest
@@ -34,7 +36,7 @@ from kvoffload.tiers import planner
 from kvoffload.tiers.breaker import CircuitBreaker
 from kvoffload.tiers.plan import Plan, plan_writes
 from kvoffload.tiers.promotion import Promotion
-from kvoffload.tiers.remote import link, worker
+from kvoffload.tiers.remote import link, record, worker
 from kvoffload.tiers.remote.channel import ChannelState
 from kvoffload.tiers.remote.presence import PresenceCache
 from kvoffload.tiers.remote.record import Verdict
@@ -112,8 +114,10 @@ def half_of_a_value_accepted(monkeypatch: pytest.MonkeyPatch) -> type[SharedMedi
     """The record is verified, the payload is not."""
     verify = worker.verify
 
-    def verify_the_record(fingerprint: str, key: OffloadKey, record: ByteArray, parts: Sequence[ByteArray]) -> Verdict:
-        verdict = verify(fingerprint, key, record, parts)
+    def verify_the_record(
+        fingerprint: str, key: OffloadKey, record: ByteArray, parts: Sequence[ByteArray], hmac_key: bytes
+    ) -> Verdict:
+        verdict = verify(fingerprint, key, record, parts, hmac_key)
         return Verdict.GOOD if record.any() else verdict
 
     monkeypatch.setattr(worker, "verify", verify_the_record)
@@ -124,19 +128,29 @@ def value_of_another_key_accepted(monkeypatch: pytest.MonkeyPatch) -> type[Share
     """Whatever is a whole block is taken for the block that was asked for."""
     verify = worker.verify
 
-    def verify_itself(fingerprint: str, key: OffloadKey, record: ByteArray, parts: Sequence[ByteArray]) -> Verdict:
-        return max((verify(fingerprint, each, record, parts) for each in written), key=[*Verdict][::-1].index)
+    def verify_itself(
+        fingerprint: str, key: OffloadKey, record: ByteArray, parts: Sequence[ByteArray], hmac_key: bytes
+    ) -> Verdict:
+        verdicts = (verify(fingerprint, each, record, parts, hmac_key) for each in written)
+        return max(verdicts, key=[*Verdict][::-1].index)
 
     written: set[OffloadKey] = set()
     pack = worker.pack_record
 
-    def pack_and_note(fingerprint: str, key: OffloadKey, parts: Sequence[ByteArray]) -> ByteArray:
+    def pack_and_note(fingerprint: str, key: OffloadKey, parts: Sequence[ByteArray], hmac_key: bytes) -> ByteArray:
         written.add(key)
-        return pack(fingerprint, key, parts)
+        return pack(fingerprint, key, parts, hmac_key)
 
     monkeypatch.setattr(worker, "pack_record", pack_and_note)
     monkeypatch.setattr(worker, "verify", verify_itself)
     return failing(wrong_value=0.3)
+
+
+def tag_not_verified(monkeypatch: pytest.MonkeyPatch) -> type[SharedMedium]:
+    """Blocks have tags, and a block without the right one is taken for a good one."""
+    digests = {name: getattr(hmac, name) for name in ("new", "digest")}
+    monkeypatch.setattr(record, "hmac", SimpleNamespace(**digests, compare_digest=lambda one, other: True))
+    return failing(forged=0.3)
 
 
 def fingerprint_ignored(monkeypatch: pytest.MonkeyPatch) -> type[SharedMedium]:
@@ -277,6 +291,7 @@ BUGS: dict[Bug, tuple[tuple[type[Exception], ...], int]] = {
     verification_skipped: ((WrongBytes,), 4),
     half_of_a_value_accepted: ((WrongBytes,), 4),
     value_of_another_key_accepted: ((WrongBytes,), 4),
+    tag_not_verified: ((WrongBytes,), 9),
     fingerprint_ignored: ((WrongBytes,), 8),
     reset_deletes_the_blocks_of_others: ((DeletedOthers,), 12),
     breaker_that_never_closes: ((NotFound,), 10),

@@ -116,6 +116,21 @@ def test_a_full_store_evicts_or_refuses(refuses: bool) -> None:
     assert sorted(store.values) == (["a", "b"] if refuses else ["b", "c"])
 
 
+def test_a_value_may_be_forged_if_somebody_can() -> None:
+    store, faults = SimulatedStore(Clock()), StoreFaults(forged=1.0)
+    state = ClientState(object(), lambda: faults, Random(0), lambda: None, lambda seconds: None)
+    one, got = SimulatedClient(store, state), data(0)
+    one.put(["a"], [data(1)])
+    assert one.get(["a"], [got]) == [Outcome.OK]
+    assert all(np.array_equal(*pair) for pair in zip(got, data(1), strict=True))
+    state.forge = lambda name, parts: np.concatenate([np.full(100, 9, np.uint8), *parts])
+    assert one.get(["a"], [got]) == [Outcome.OK]
+    assert (got[0] == 9).all()
+    assert not np.array_equal(got[1], data(1)[1])
+    assert state.misread == {"a"}
+    assert state.injected["forged"] == 1
+
+
 @pytest.mark.parametrize("fault", ["wrong_value", "truncated", "garbage"])
 def test_a_get_may_return_other_bytes(fault: str) -> None:
     store = SimulatedStore(Clock())

@@ -194,6 +194,23 @@ def test_what_one_server_has_written_to_the_shared_directory_counts_for_both(fle
     assert scores[first.url] > scores[second.url]
 
 
+def test_a_shared_block_that_counts_for_a_server_is_loaded_by_it(fleet: tuple[Any, list[Server]]) -> None:
+    """The second server, which has never seen the prompt, loads what it was scored for."""
+    router, (first, second) = fleet
+
+    def is_loaded() -> bool:
+        prompt = fresh_prompt()
+        first.complete(prompt)
+        assert eventually(lambda: first.metrics() and router.choose(prompt)[1][second.url] > 0)
+        _, grown = second.growth(lambda: second.complete(prompt))
+        return grown["tier_hit_tokens:shared_dir"] >= 4 * BLOCK_SIZE
+
+    # A server follows what others write a moment later.
+    assert eventually(is_loaded)
+    _, grown = second.growth(lambda: second.complete(fresh_prompt()))
+    assert grown["tier_hit_tokens:shared_dir"] == 0
+
+
 def test_a_prompt_that_no_server_has_seen_goes_to_the_less_loaded(fleet: tuple[Any, list[Server]]) -> None:
     """The control: nothing but the load decides."""
     router, servers = fleet

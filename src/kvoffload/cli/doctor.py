@@ -12,7 +12,6 @@ import click
 
 from kvoffload.cli.lab import console_of, errors, positive
 from kvoffload.doctor.examine import Effort, Progress, examine
-from kvoffload.doctor.source import read_source
 
 if TYPE_CHECKING:
     from rich.progress import TaskID
@@ -47,16 +46,13 @@ def doctor(config: str, model: str | None, prefill_tokens_per_s: float | None, a
     Exit status 0: nothing stops or damages the deployment, though there may be warnings; 1: something does, such as a
     setting that kvoffload refuses; 2: an option is invalid, or a file cannot be read.
     """
-    from kvoffload.doctor.model import find_config
     from kvoffload.doctor.report import show, to_dict
 
     with errors("doctor"):
-        source = read_source(config)
-        path = find_config(model) if model is not None else None
         if prefill_tokens_per_s is not None:
             positive("--prefill-tokens-per-s", prefill_tokens_per_s, "tokens per second")
-    with _progress() as on_progress:
-        examination = examine(source, path, prefill_tokens_per_s, EFFORT, on_progress)
+        with _progress() as on_progress:
+            examination = examine(config, model, prefill_tokens_per_s, EFFORT, on_progress)
     if as_json:
         click.echo(json.dumps(to_dict(examination), indent=2))
     else:

@@ -268,6 +268,7 @@ class _HostPools:
             policy=policy,
             engine=engine,
             engines=self.engines,
+            groups=self.layout.groups,
             num_tokens=self.tokens,
         )
 

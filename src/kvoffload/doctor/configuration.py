@@ -26,6 +26,7 @@ MAX_SEGMENT_BYTES = 64 << 20
 """Memory that the doctor contributes to a store to which a server would contribute."""
 _INDEX = re.compile(r"tiers\[(\d+)\]")
 _OTHERS = 0o077
+_GROUP = 0o070
 _STAND_IN_BYTES = 1 << 20
 """In place of a wrong ``host_bytes``, so that the other settings can be checked."""
 
@@ -88,13 +89,11 @@ def check(arguments: Mapping[str, Any], report: Report) -> None:
     if arguments["transfer"] is not None:
         _check_transfer(arguments["transfer"], report)
     read = read_config(arguments["options"])
-    config, errors = read.config, read.errors
-    for error in errors:
+    plan, errors = _plan(read, report)
+    for error in (*read.errors, *errors):
         text, fix = split_fix(error)
         report.finding(Finding("config.refused", Level.PROBLEM, Area.CONFIGURATION, text, fix))
-    is_host_wrong = any(re.match(r"host_bytes\b", error) for error in errors)
-    plan = _plan(config, read, is_host_wrong, report) if config is not None else Plan()
-    if not errors:
+    if not read.errors and not errors:
         host = format_bytes(plan.host_bytes or 0)
         tiers = ", ".join(tier.name for tier in plan.tiers) or "none"
         text = f"every setting is valid: host_bytes {host}, policy {plan.policy}, tiers: {tiers}"
@@ -146,15 +145,18 @@ def read_config(options: Mapping[str, Any]) -> ReadConfig:
     return ReadConfig(None, errors, indexes)
 
 
-def _plan(config: OffloadConfig, read: ReadConfig, is_host_wrong: bool, report: Report) -> Plan:
-    tiers = []
+def _plan(read: ReadConfig, report: Report) -> tuple[Plan, list[str]]:
+    """Returns the plan, and for each tier that is not in it why it could not be opened."""
+    config, tiers, errors = read.config, list[PlannedTier](), list[str]()
+    if config is None:
+        return Plan(), []
     for name, entry in zip(config.tier_names, config.tier_entries, strict=True):
         try:
             tiers.append(_planned(name, read.named(entry.prefix), entry.config, config.lookup_deadline_ms, report))
         except ConfigError as error:
-            text, fix = split_fix(read.named(entry.name_setting(str(error))))
-            report.finding(Finding("config.refused", Level.PROBLEM, Area.CONFIGURATION, text, fix))
-    return Plan(
+            errors.append(read.named(entry.name_setting(str(error))))
+    is_host_wrong = any(re.match(r"host_bytes\b", error) for error in read.errors)
+    plan = Plan(
         host_bytes=None if is_host_wrong else config.host_bytes,
         policy=config.policy,
         block_size=config.block_size,
@@ -162,6 +164,7 @@ def _plan(config: OffloadConfig, read: ReadConfig, is_host_wrong: bool, report: 
         has_fingerprint=config.model_fingerprint is not None,
         tiers=tiers,
     )
+    return plan, errors
 
 
 def _planned(name: str, prefix: str, config: TierConfig, lookup_deadline_ms: float, report: Report) -> PlannedTier:
@@ -188,11 +191,15 @@ def _planned(name: str, prefix: str, config: TierConfig, lookup_deadline_ms: flo
 
 
 def _check_key_file(prefix: str, name: str | None, report: Report) -> None:
-    if name is not None and (mode := Path(name).expanduser().stat().st_mode) & _OTHERS:
-        text = (
-            f"{prefix}hmac_key_file={name!r}: other users may read it (mode {mode & 0o777:o}), and could forge blocks"
-        )
-        fix = f"chmod 600 {name}"
+    if name is None:
+        return
+    status = Path(name).expanduser().stat()
+    # A mounted secret, as in Kubernetes, belongs to root, and this user reads it through its group.
+    forbidden = _OTHERS if status.st_uid == os.geteuid() else _OTHERS & ~_GROUP
+    if status.st_mode & forbidden:
+        mode = status.st_mode & 0o777
+        text = f"{prefix}hmac_key_file={name!r}: other users may read it (mode {mode:o}), and could forge blocks"
+        fix = f"chmod {0o600 if forbidden & _GROUP else 0o440:o} {name}"
         report.finding(Finding("config.key_file_open", Level.WARNING, Area.CONFIGURATION, text, fix))
 
 

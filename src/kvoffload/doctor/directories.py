@@ -11,9 +11,9 @@ import stat
 import tempfile
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +56,32 @@ class Mount:
     point: str
     kind: str
     options: Mapping[str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class Space:
+    """The budget of a tier, and the bytes that its file system could give, beside those that the tier has."""
+
+    device: int
+    wanted: int
+    free: int
+    held: int
+
+
+def space_findings(spaces: Sequence[tuple[PlannedTier, Space]]) -> Iterator[Finding]:
+    """Yields a warning per file system that could give each of its tiers what it wants, but not all of them."""
+    for device in dict.fromkeys(space.device for _, space in spaces):
+        here = [(tier, space) for tier, space in spaces if space.device == device]
+        wanted, held = sum(space.wanted for _, space in here), sum(space.held for _, space in here)
+        possible = min(space.free for _, space in here) + held
+        if len(here) > 1 and wanted > possible and all(space.wanted <= space.free + space.held for _, space in here):
+            names = ", ".join(tier.name for tier, _ in here)
+            text = f"{names} are on one file system: it can give them {format_bytes(possible)}, and they want "
+            text += f"{format_bytes(wanted)} together"
+            fix = f"set the bytes of all to {format_bytes(possible * 9 // 10)} or less together"
+            figures: dict[str, Figure] = {"wanted_bytes": wanted, "possible_bytes": possible}
+            last = here[-1][0].name
+            yield Finding("directory.space_together", Level.WARNING, Area.TIER, text, fix, last, figures)
 
 
 def mount_of(path: str) -> Mount:
@@ -126,7 +152,7 @@ class _DirectoryCheck:
         """Returns the directory, or the one in which a server would make it; None if it cannot be used."""
         path = self._path
         if not os.path.lexists(path):
-            parent = next(each for each in path.parents if each.exists())
+            parent = next(each for each in path.parents if os.path.exists(each))
             if not parent.is_dir():
                 self._found(
                     "directory.refused", Level.PROBLEM, f"{parent} is not a directory", "name another directory"
@@ -191,6 +217,7 @@ class _DirectoryCheck:
         usage = os.statvfs(where)
         free = usage.f_bavail * usage.f_frsize
         figures: dict[str, Figure] = {"bytes": wanted, "free_bytes": free, "held_bytes": held}
+        self._report.fact("space", asdict(Space(os.stat(where).st_dev, wanted, free, held)))
         try:
             check_capacity(wanted, free + held)
         except ConfigError as error:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 from typing import Any
 
+from kvoffload.abc import ConfigError
 from kvoffload.doctor.configuration import Plan, PlannedTier
+from kvoffload.doctor.directories import Space, space_findings
 from kvoffload.doctor.findings import Area, Finding, Level, Secrets
 from kvoffload.doctor.process import CheckProcess, Ending, Outcome
 from kvoffload.doctor.source import Source
@@ -53,38 +54,57 @@ Progress = Callable[[str, int, int], None]
 
 
 def examine(
-    source: Source,
-    model: Path | None = None,
+    config: str,
+    model: str | None = None,
     prefill_tokens_per_s: float | None = None,
     effort: Effort = Effort(),
     on_progress: Progress = lambda stage, done, total: None,
 ) -> Examination:
-    """Runs all checks of a configuration, and of the model with the config.json ``model``. Does not hang: a check that
-    does is ended at its deadline, and is a finding itself."""
-    return _Examiner(source, effort, on_progress).run(model, prefill_tokens_per_s)
+    """Runs all checks of the configuration in ``config``, JSON or the path of a file, and of ``model``, as
+    ``find_config`` takes it.
+
+    Does not hang: a check that does is ended at its deadline, and is a finding itself. Raises ConfigError if the
+    configuration cannot be read, or the model cannot be found.
+    """
+    process = CheckProcess()
+    try:
+        inputs = _read_inputs(process, {"config": config, "model": model}, effort.check_deadline_s)
+        return _Examiner(process, Source(**inputs["source"]), effort, on_progress).run(
+            inputs.get("model"), prefill_tokens_per_s
+        )
+    finally:
+        process.close()
+
+
+def _read_inputs(process: CheckProcess, arguments: Mapping[str, Any], deadline_s: float) -> Mapping[str, Any]:
+    """Returns the facts "source" and "model". Raises ConfigError."""
+    outcome = process.run("kvoffload.doctor.source:read", arguments, deadline_s)
+    if outcome.ending is Ending.HUNG:
+        raise ConfigError(
+            f"{outcome.stage or 'reads the options'}: no answer within {deadline_s:.0f} s; copy it to a local disk"
+        )
+    if "error" in outcome.facts or outcome.failure:
+        raise ConfigError(outcome.facts.get("error", outcome.failure))
+    return outcome.facts
 
 
 class _Examiner:
     """Runs the checks and collects what they find."""
 
-    def __init__(self, source: Source, effort: Effort, on_progress: Progress) -> None:
+    def __init__(self, process: CheckProcess, source: Source, effort: Effort, on_progress: Progress) -> None:
         self._source = source
         self._effort = effort
         self._on_progress = on_progress
         self._secrets = Secrets(source.transfer or source.options)
         self._examination = Examination()
         self._deadline = time.monotonic() + effort.total_deadline_s
-        self._process = CheckProcess(self._show)
-        self._done, self._total = 0, 5
+        self._process = process
+        process.on_progress = self._show
+        self._done, self._total = 0, 4
 
-    def run(self, model: Path | None, prefill_tokens_per_s: float | None) -> Examination:
-        try:
-            self._run(model, prefill_tokens_per_s)
-        finally:
-            self._process.close()
-        return self._examination
-
-    def _run(self, model: Path | None, prefill_tokens_per_s: float | None) -> None:
+    def run(self, model: str | None, prefill_tokens_per_s: float | None) -> Examination:
+        """Returns what was found. ``model``: the path of a config.json."""
+        self._total += model is not None
         effort = self._effort
         found = self._check("configuration", Area.CONFIGURATION, asdict(self._source)).facts.get("plan")
         plan = Plan.from_dict(found) if found is not None else Plan()
@@ -97,21 +117,27 @@ class _Examiner:
         ).facts
         media = [Medium(HOST, machine["copy_bytes_per_s"])] if "copy_bytes_per_s" in machine else []
         offsets: dict[str, float] = {}
+        spaces: list[tuple[PlannedTier, Space]] = []
         for tier in plan.tiers:
             facts = self._check_tier(tier)
             if "read_bytes_per_s" in facts:
                 media.append(Medium(tier.name, facts["read_bytes_per_s"], tier.name))
             if "clock_offset_s" in facts:
                 offsets[tier.name] = facts["clock_offset_s"]
+            if "space" in facts:
+                spaces.append((tier, Space(**facts["space"])))
+        for finding in space_findings(spaces):
+            self._add(finding)
         engine = self._check("engine", Area.ENGINE, {"plan": plan.to_dict()}).facts
         shape: Mapping[str, Any] = {}
         if model is not None:
             shape = self._check(
-                "model", Area.MODEL, {"path": str(model), "plan": plan.to_dict(), "vllm": engine.get("vllm")}
+                "model", Area.MODEL, {"path": model, "plan": plan.to_dict(), "vllm": engine.get("vllm")}
             ).facts
         self._check("clock", Area.CLOCK, {"plan": plan.to_dict(), "offsets": offsets})
         for finding in worth_findings(media, shape.get("bytes_per_token"), prefill_tokens_per_s, model is not None):
             self._add(finding)
+        return self._examination
 
     def _check_tier(self, tier: PlannedTier) -> Mapping[str, Any]:
         """Returns the facts about a tier."""

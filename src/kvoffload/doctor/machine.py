@@ -28,11 +28,10 @@ from kvoffload.host.limits import (
     reserve,
     total_memory,
 )
-from kvoffload.host.mapping import HUGE_PAGE
 from kvoffload.host.pool import HostPool
 from kvoffload.tiers.disk.start import allow_descriptors
 from kvoffload.transfer.blocks import BlockCopier
-from kvoffload.units import format_bytes
+from kvoffload.units import format_bytes, percentage
 
 MEMINFO = Path("/proc/meminfo")
 NODES = Path("/sys/devices/system/node")
@@ -43,6 +42,8 @@ MEASURED_SHARE = 8
 """At most one part in so many of the available memory is used to measure copies."""
 BLOCK_BYTES = 2 << 20
 DEVICE_BLOCKS = 32
+HUGE_SHARE = 0.75
+"""A few pages that cannot be collapsed matter little."""
 HUGE_KERNEL = (6, 1)
 """The first version of Linux that collapses pages of memory files on request."""
 LEAST_PROCESSORS = 2
@@ -253,6 +254,7 @@ def _measure_copies(seconds: float, pool_bytes: int, report: Report) -> None:
     pool = HostPool(nbytes // BLOCK_BYTES, BLOCK_BYTES)
     try:
         pool.wait_until_touched()
+        _check_sharing(pool, report)
         _check_huge_pages(_huge_bytes(pool.data.ctypes.data), nbytes, report)
         blocks = min(DEVICE_BLOCKS, pool.num_blocks)
         device = np.ones((1, blocks, BLOCK_BYTES), dtype=np.uint8)
@@ -267,6 +269,22 @@ def _measure_copies(seconds: float, pool_bytes: int, report: Report) -> None:
     figures: dict[str, Figure] = {"store_bytes_per_s": round(store), "load_bytes_per_s": round(load)}
     report.finding(_found("copies.measured", Level.OK, text, figures=figures))
     report.fact("copy_bytes_per_s", load)
+
+
+def _check_sharing(pool: HostPool, report: Report) -> None:
+    """Opens the pool from another process, as the scheduler's process does if there are tiers."""
+    handle = pool.handle()
+    pid = os.fork()
+    if pid == 0:
+        try:
+            handle.open()
+        except BaseException:
+            os._exit(1)
+        os._exit(0)
+    if os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]):
+        text = "a process of this user cannot open the memory of another one (/proc/PID/fd): tiers need that"
+        fix = "run without the sandbox that forbids it (gVisor, a mount of /proc with hidepid, a seccomp profile)"
+        report.finding(_found("memory.not_shared", Level.PROBLEM, text, fix))
 
 
 def _copy_rate(copier: BlockCopier, blocks: int, slots: int, is_store: bool, seconds: float) -> float:
@@ -296,8 +314,8 @@ def _huge_bytes(address: int) -> int:
 
 def _check_huge_pages(huge: int, nbytes: int, report: Report) -> None:
     figures: dict[str, Figure] = {"huge_bytes": huge, "tested_bytes": nbytes}
-    if huge >= nbytes - HUGE_PAGE:
-        text = "huge pages: the pool gets them"
+    if huge >= nbytes * HUGE_SHARE:
+        text = f"huge pages: the pool gets them ({percentage(huge, nbytes)})"
         report.finding(_found("huge_pages.used", Level.OK, text, figures=figures))
         return
     setting = _shmem_setting()

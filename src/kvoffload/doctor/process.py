@@ -14,7 +14,6 @@ import select
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -88,10 +87,11 @@ class CheckProcess:
     """Runs checks one after the other. ``on_progress`` is called several times per second with the current stage."""
 
     def __init__(self, on_progress: Callable[[str], None] = lambda stage: None) -> None:
-        self._on_progress = on_progress
+        self.on_progress = on_progress
         self._process: subprocess.Popen[bytes] | None = None
         self._answers = -1
-        self._output = tempfile.TemporaryFile()  # noqa: SIM115
+        # Not a temporary file: containers often have no directory that can be written to.
+        self._output = os.fdopen(os.memfd_create("kvoffload-doctor", os.MFD_CLOEXEC), "w+b")
         self._buffer = b""
 
     def run(self, check: str, arguments: Mapping[str, Any], deadline_s: float) -> Outcome:
@@ -120,7 +120,7 @@ class CheckProcess:
                     return outcome
                 if outcome.has_begun and not has_begun:
                     has_begun, deadline = True, time.monotonic() + deadline_s
-            self._on_progress(outcome.stage)
+            self.on_progress(outcome.stage)
             if time.monotonic() >= deadline:
                 outcome.ending = Ending.HUNG
                 break

@@ -1,14 +1,16 @@
-"""Reads what the user gives to the doctor: the option ``--config``."""
+"""Reads what the user gives to the doctor: the options ``--config`` and ``--model``."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from kvoffload.abc import ConfigError
+from kvoffload.doctor.model import find_config
+from kvoffload.doctor.process import Report
 
 MAX_CONFIG_BYTES = 1 << 20
 OPTIONS_KEY = "kv_connector_extra_config"
@@ -22,6 +24,19 @@ class Source:
 
     options: Mapping[str, Any]
     transfer: Mapping[str, Any] | None = field(default=None)
+
+
+def read(arguments: Mapping[str, Any], report: Report) -> None:
+    """Reports the fact "source", the fields of a Source, and if a model was named, "model", the path of its
+    config.json; or the fact "error". ``arguments``: "config" and "model", as the user has given them."""
+    try:
+        report.stage("reads --config")
+        report.fact("source", asdict(read_source(arguments["config"])))
+        if arguments["model"] is not None:
+            report.stage(f"looks for --model={arguments['model']!r}")
+            report.fact("model", str(find_config(arguments["model"])))
+    except ConfigError as error:
+        report.fact("error", str(error))
 
 
 def read_source(text: str) -> Source:

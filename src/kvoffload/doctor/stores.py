@@ -21,7 +21,6 @@ from kvoffload.doctor.findings import Area, Figure, Finding, Level
 from kvoffload.doctor.process import Report
 from kvoffload.tiers.remote.client import Outcome, StoreClient, StoreError
 from kvoffload.tiers.shared_dir.seats import aligned_buffer
-from kvoffload.units import milliseconds
 
 FOLDER = "doctor"
 """Between the prefix of the store and the names of the doctor's values."""
@@ -65,6 +64,7 @@ class _StoreCheck:
         self._report = report
         self._seconds = seconds
         self._step = "connect"
+        self._has_left_values = False
 
     def run(self) -> None:
         """Raises StoreError if a whole call fails."""
@@ -113,7 +113,7 @@ class _StoreCheck:
                 raise StoreError("it did not answer, or refused to say whether it has a value")
         deadline_ms = self._tier.lookup_deadline_ms
         p50_ms = statistics.median(times) * 1e3
-        text = f"round trip {milliseconds(p50_ms)} (p50 of {len(times)} lookups)"
+        text = f"round trip {p50_ms:.2f} ms (p50 of {len(times)} lookups)"
         figures: dict[str, Figure] = {"round_trip_p50_ms": round(p50_ms, 3), "round_trip_max_ms": max(times) * 1e3}
         if p50_ms > deadline_ms * SLOW_SHARE:
             text += f", and its lookup_deadline_ms is {deadline_ms:g}: many lookups will be misses"
@@ -146,6 +146,8 @@ class _StoreCheck:
                 return
             self._report.fact("read_bytes_per_s", get_rate)
             text = f"puts {put_rate / 1e9:.2f} GB/s, gets {get_rate / 1e9:.2f} GB/s in values of 2 MiB"
+            if self._store.settings.get("segment_bytes"):
+                text += ", of which this machine may hold some itself"
             figures: dict[str, Figure] = {
                 "put_bytes_per_s": round(put_rate),
                 "get_bytes_per_s": round(get_rate),
@@ -153,23 +155,31 @@ class _StoreCheck:
             }
             self._found("store.speed", Level.OK, text, figures=figures)
         finally:
+            self._report.stage(f"removes its values from {self._store.address}")
             self._remove(client, names)
 
     def _put_for_a_while(self, client: StoreClient, names: list[str], values: ByteArray) -> float | None:
-        """Puts ``values`` again and again under new names, which it adds to ``names`` first. Returns the bytes per
-        second, or None if the store has no room. Raises StoreError."""
+        """Puts ``values`` again and again under new names. ``names`` has those that the store may have, at most two
+        rounds of them, so that little of others is evicted. Returns the bytes per second, or None if the store has no
+        room. Raises StoreError."""
         # One first: a client may still have to connect to other nodes.
         names.append(self._name())
         if not self._put(client, names, values[:1]):
+            self._full()
             return None
-        rounds, begun = 0, time.perf_counter()
-        while rounds == 0 or (rounds < MAX_ROUNDS and time.perf_counter() - begun < self._seconds):
-            fresh = [self._name() for _ in values]
+        rounds, passed = 0, 0.0
+        while rounds == 0 or (rounds < MAX_ROUNDS and passed < self._seconds):
+            fresh, old = [self._name() for _ in values], list(names)
             names += fresh
+            begun = time.perf_counter()
             if not self._put(client, fresh, values):
+                self._full()
                 return None
+            passed += time.perf_counter() - begun
             rounds += 1
-        return rounds * values.size / (time.perf_counter() - begun)
+            self._remove(client, old)
+            del names[: len(old)]
+        return rounds * values.size / passed
 
     def _get_for_a_while(self, client: StoreClient, names: Sequence[str], values: ByteArray) -> float:
         """Gets ``values`` again and again. Returns the bytes per second. Raises StoreError."""
@@ -182,15 +192,14 @@ class _StoreCheck:
     def _put(self, client: StoreClient, names: Sequence[str], values: ByteArray) -> bool:
         """Returns whether the store has room. Raises StoreError."""
         outcomes = client.put(names, [[value] for value in values])
-        if Outcome.FULL in outcomes:
-            text = f"{self._store.address} has no room: nothing new would be written"
-            self._found(
-                "store.full", Level.PROBLEM, text, ROOM.get(self._tier.kind, "give the store room, or let it evict")
-            )
-            return False
-        if any(outcome is not Outcome.OK for outcome in outcomes):
+        if Outcome.FULL not in outcomes and any(outcome is not Outcome.OK for outcome in outcomes):
             raise StoreError("it did not store a value")
-        return True
+        return Outcome.FULL not in outcomes
+
+    def _full(self) -> None:
+        text = f"{self._store.address} has no room: nothing new would be written"
+        fix = ROOM.get(self._tier.kind, "give the store room, or let it evict")
+        self._found("store.full", Level.PROBLEM, text, fix)
 
     def _get(self, client: StoreClient, names: Sequence[str], values: ByteArray) -> None:
         """Raises StoreError."""
@@ -207,11 +216,11 @@ class _StoreCheck:
                 self._report.fact("clock_offset_s", _http_offset(url))
 
     def _remove(self, client: StoreClient, names: Sequence[str]) -> None:
-        self._report.stage(f"removes its values from {self._store.address}")
         outcomes: Sequence[Outcome] = [Outcome.FAILED]
         with suppress(Exception):
             outcomes = client.remove(names)
-        if Outcome.FAILED in outcomes:
+        if Outcome.FAILED in outcomes and not self._has_left_values:
+            self._has_left_values = True
             text = f"values of the doctor are left under {self._folder}"
             fix = "give this server's user the right to remove values, and remove them"
             self._found("store.not_removed", Level.WARNING, text, fix)

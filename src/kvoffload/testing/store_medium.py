@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections import Counter
 from collections.abc import Sequence
 from random import Random
+
+import numpy as np
 
 from kvoffload.abc import ByteArray, Tier
 from kvoffload.testing.servers import Connection, DeletedOthers, SharedMedium, SharingServer
@@ -16,30 +19,42 @@ from kvoffload.testing.stores import (
     StoreFaults,
     random_faults,
 )
+from kvoffload.tiers.remote.client import StoreClient
 from kvoffload.tiers.remote.memory import SeparateBuffers
+from kvoffload.tiers.remote.record import pack_record
 from kvoffload.tiers.remote.tier import RemoteTier
 from kvoffload.tiers.remote.worker import StoreWorker
 
 PREFIX = "sim"
+HMAC_KEY = b"a key that only servers have, 32b"
+"""Of the servers of half of all simulations."""
+FORGERS_KEYS = (b"", b"the key of somebody else, 32 bytes")
 
 
 class StoreMedium(SharedMedium):
     """A store that lies, hangs, forgets, fills up, returns other values and restarts empty, and processes that crash.
+    If servers have an HMAC key, others who do not have it put blocks there too.
 
     With ``is_calm`` it does none of that, but may be slow.
     """
 
     kind = "store"
+    faults_kind: type[StoreFaults] = StoreFaults
 
     def __init__(self, seed: int, is_calm: bool) -> None:
         super().__init__()
         rng = self.random = Random(f"store {seed}")
         self.store = SimulatedStore(lambda: self.now, lease_s=rng.choice((0.0, 0.0, 0.1, 5.0)))
-        self.faults = StoreFaults() if is_calm else random_faults(rng)
+        self.faults = self.faults_kind() if is_calm else random_faults(rng, self.faults_kind)
         self.latency_s = rng.choice((0.0, 0.0, 0.002, 0.02))
         self.stall_s = rng.choice((0.01, 0.2, 30.0))
         self.death_s = rng.choice((0.0, 0.05, 1.0))
         self.start_s = rng.choice((0.0, 0.01, 0.5))
+        # Of its own, so that the other choices of a seed do not depend on these.
+        keys = Random(f"hmac {seed}")
+        self.hmac_key = keys.choice((b"", HMAC_KEY))
+        if self.hmac_key and not is_calm:
+            self.faults = dataclasses.replace(self.faults, forged=keys.choice((0.0, 0.02, 0.3)))
         self._forget_rate = self._clear_rate = self._hide_rate = self._slow_rate = 0.0
         self._hidden_until = self._slow_until = 0.0
         if not is_calm:
@@ -78,7 +93,7 @@ class StoreMedium(SharedMedium):
         return self.latency_s * 10 + 0.01 if self.now < self._slow_until else self.latency_s
 
     def end_faults(self) -> None:
-        self.faults = StoreFaults()
+        self.faults = self.faults_kind()
         self._forget_rate = self._clear_rate = self._hide_rate = self._slow_rate = 0.0
         self._slow_until = self._hidden_until = 0.0
         self.store.is_reachable = True
@@ -119,18 +134,26 @@ class StoreConnection(Connection):
             self._stall,
             medium.stall_s,
             lambda: medium.call_s,
+            self._forge if medium.hmac_key else None,
             medium.injected,
         )
+
+    def _forge(self, name: str, parts: Sequence[ByteArray]) -> ByteArray:
+        """Returns the block that somebody who knows everything except the HMAC key makes for ``name``."""
+        key = bytes.fromhex(name.rpartition("/")[2])
+        record = pack_record(self.server.fingerprint, key, parts, self.random.choice(FORGERS_KEYS))
+        return np.concatenate([record, *parts])
 
     def open(self, pools: Sequence[ByteArray]) -> Tier:
         medium, server, life = self.medium, self.server, self.server.life
         self.channel = self.channel_class(
             lambda: self.worker_class(
-                SimulatedClient(medium.store, self.state),
+                self.make_client(),
                 SeparateBuffers(pools),
                 server.fingerprint,
                 PREFIX,
                 server.clock,
+                hmac_key=medium.hmac_key,
             ),
             server.clock,
             self.random.randrange(1 << 30),
@@ -148,6 +171,10 @@ class StoreConnection(Connection):
             clock=server.clock,
             random=self.random.random,
         )
+
+    def make_client(self) -> StoreClient:
+        """Returns the client for one thread of the process that starts."""
+        return SimulatedClient(self.medium.store, self.state)
 
     def _pause(self) -> None:
         if self.channel is None or not self.channel.in_process:

@@ -12,7 +12,9 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from random import Random
+from typing import TypeVar
 
 import numpy as np
 
@@ -23,6 +25,7 @@ from kvoffload.tiers.remote.client import Outcome, StoreClient, StoreError
 from kvoffload.tiers.remote.messages import Op, Request, Response
 from kvoffload.tiers.remote.worker import StoreWorker
 
+Answer = TypeVar("Answer")
 OUTAGE_RETRY_S = 0.5
 """A call that hangs in an outage looks this often whether that has ended."""
 
@@ -40,6 +43,9 @@ class StoreFaults:
     """``get`` fills only a part of the buffers and says OK."""
     garbage: float = 0.0
     """``get`` returns random bytes."""
+    forged: float = 0.0
+    """``get`` returns a block that somebody else has made: its checksums are right, its payload is not. Only for
+    clients with ``ClientState.forge``."""
     rotten: float = 0.0
     """``put`` stores other bytes than it was given."""
     forgotten: float = 0.0
@@ -65,6 +71,8 @@ class StoreValue:
     """The bytes that were put, if ``data`` has others."""
     writer: object
     leased_until: float
+    note: str = ""
+    """What a client of a bucket has stored with it."""
 
 
 class SimulatedStore:
@@ -86,14 +94,14 @@ class SimulatedStore:
         self.removed_by_others: list[str] = []
         """Good values that a client has removed which has not put them."""
 
-    def put(self, name: str, data: ByteArray, original: ByteArray, writer: object) -> Outcome:
+    def put(self, name: str, data: ByteArray, original: ByteArray, writer: object, note: str = "") -> Outcome:
         if name in self.values and not self.overwrites:
             return Outcome.HELD
         if name not in self.values and len(self.values) >= self.max_values:
             if self.refuses_when_full:
                 return Outcome.FULL
             self.evict(next(iter(self.values)))
-        self.values[name] = StoreValue(data, original.tobytes(), writer, self.clock() + self.lease_s)
+        self.values[name] = StoreValue(data, original.tobytes(), writer, self.clock() + self.lease_s, note)
         return Outcome.OK
 
     def remove(self, name: str, state: ClientState) -> Outcome:
@@ -133,11 +141,102 @@ class ClientState:
     stall_s: float = 30.0
     call_s: Callable[[], float] = lambda: 0.0
     """How long a call takes, without faults."""
+    forge: Callable[[str, Sequence[ByteArray]], ByteArray] | None = None
+    """Returns the value that somebody forges for a name, with these payloads of the ranks; None: servers could not
+    tell it from a real one."""
     injected: Counter[str] = field(default_factory=Counter)
     put: set[str] = field(default_factory=set)
     """Names that this server has put."""
     misread: set[str] = field(default_factory=set)
     """Names of good values that were read wrong."""
+
+
+class FaultyCalls:
+    """The calls of one process to ``store``, with the faults of ``state``."""
+
+    def __init__(self, store: SimulatedStore, state: ClientState) -> None:
+        self._store = store
+        self._state = state
+
+    def begin(self) -> None:
+        """A call begins."""
+        seconds = self._state.call_s()
+        if seconds:
+            self._state.stall(seconds)
+
+    def one(self, act: Callable[[], Answer], failed: Answer) -> Answer:
+        """Returns the answer for one value, or ``failed`` although the store has done what was asked."""
+        state = self._state
+        state.pause()
+        if self.injects("stall"):
+            state.stall(state.stall_s)
+        while not self._store.is_reachable:
+            state.injected["outage"] += 1
+            state.stall(OUTAGE_RETRY_S)
+        if self.injects("connection_lost"):
+            raise StoreError("the connection to the simulated store is lost")
+        if self.injects("crash"):
+            raise _Crash
+        answer = act()
+        return failed if self.injects("failed") else answer
+
+    def injects(self, fault: str) -> bool:
+        """Returns whether this fault happens now."""
+        state = self._state
+        rate: float = getattr(state.faults(), fault)
+        if rate == 0.0 or state.random.random() >= rate:
+            return False
+        state.injected[fault] += 1
+        return True
+
+    def read(self, name: str, value: StoreValue, buffers: Sequence[ByteArray], part: slice = slice(None)) -> bool:
+        """Fills ``buffers`` with this part of ``value``. Returns False, with nothing filled, if it has another size."""
+        store, state, rng = self._store, self._state, self._state.random
+        value.leased_until = store.clock() + store.lease_s
+        data, size = value.data, sum(buffer.size for buffer in buffers)
+        if self.injects("wrong_value"):
+            data = store.values[rng.choice(list(store.values))].data
+        data = data[part]
+        if self.injects("garbage"):
+            data = np.frombuffer(rng.randbytes(size), np.uint8)
+        if state.forge is not None and self.injects("forged"):
+            parts = [np.frombuffer(rng.randbytes(buffer.size), np.uint8) for buffer in buffers[1:]]
+            data = state.forge(name, parts)
+        if data.size != size:
+            return False
+        end = rng.randrange(size) if self.injects("truncated") else size
+        is_right = end == size and data.tobytes() == value.checksum[part]
+        if not is_right:
+            state.misread.add(name)
+        # The bytes come in two parts, between which others run or the process is killed.
+        middle = rng.randrange(end + 1)
+        _fill(buffers, data[:middle], 0)
+        if self.injects("late_get"):
+            state.stall(state.stall_s)
+        state.pause()
+        _fill(buffers, data[middle:end], middle)
+        return True
+
+    def write(self, name: str, buffers: Sequence[ByteArray], note: str = "") -> Outcome:
+        """Puts a value."""
+        if self.injects("full"):
+            return Outcome.FULL
+        data = np.concatenate([buffer.reshape(-1) for buffer in buffers])
+        original = data
+        # Another client may put the same name meanwhile.
+        self._state.pause()
+        if self.injects("rotten"):
+            data = data.copy()
+            data[self._state.random.randrange(data.size)] ^= 1 << self._state.random.randrange(8)
+            self._state.misread.add(name)
+        if self.injects("forgotten"):
+            # The server cannot know that the value of this name is not its own.
+            self._state.put.add(name)
+            return Outcome.OK
+        outcome = self._store.put(name, data, original, self._state.server, note)
+        if outcome is Outcome.OK:
+            self._state.put.add(name)
+        return outcome
 
 
 class SimulatedClient(StoreClient):
@@ -146,104 +245,37 @@ class SimulatedClient(StoreClient):
     def __init__(self, store: SimulatedStore, state: ClientState) -> None:
         self._store = store
         self._state = state
+        self._calls = FaultyCalls(store, state)
 
     def exists(self, names: Sequence[str]) -> list[Outcome]:
-        return [self._one(name, self._exists) for name in self._begin(names)]
+        return self._each(names, self._exists)
 
     def get(self, names: Sequence[str], buffers: Sequence[Sequence[ByteArray]]) -> list[Outcome]:
         of = dict(zip(names, buffers, strict=True))
-        return [self._one(name, lambda name: self._get(name, of[name])) for name in self._begin(names)]
+        return self._each(names, lambda name: self._get(name, of[name]))
 
     def put(self, names: Sequence[str], buffers: Sequence[Sequence[ByteArray]]) -> list[Outcome]:
         of = dict(zip(names, buffers, strict=True))
-        return [self._one(name, lambda name: self._put(name, of[name])) for name in self._begin(names)]
+        return self._each(names, lambda name: self._calls.write(name, of[name]))
 
     def remove(self, names: Sequence[str]) -> list[Outcome]:
-        return [self._one(name, self._remove) for name in self._begin(names)]
+        return self._each(names, lambda name: self._store.remove(name, self._state))
 
-    def _begin(self, names: Sequence[str]) -> Sequence[str]:
-        seconds = self._state.call_s()
-        if seconds:
-            self._state.stall(seconds)
-        return names
-
-    def _one(self, name: str, act: Callable[[str], Outcome]) -> Outcome:
-        state = self._state
-        state.pause()
-        if self._injects("stall"):
-            state.stall(state.stall_s)
-        while not self._store.is_reachable:
-            state.injected["outage"] += 1
-            state.stall(OUTAGE_RETRY_S)
-        if self._injects("connection_lost"):
-            raise StoreError("the connection to the simulated store is lost")
-        if self._injects("crash"):
-            raise _Crash
-        outcome = act(name)
-        return Outcome.FAILED if self._injects("failed") else outcome
+    def _each(self, names: Sequence[str], act: Callable[[str], Outcome]) -> list[Outcome]:
+        self._calls.begin()
+        return [self._calls.one(partial(act, name), Outcome.FAILED) for name in names]
 
     def _exists(self, name: str) -> Outcome:
         is_there = name in self._store.values
-        if self._injects("says_it_lacks" if is_there else "says_it_has"):
+        if self._calls.injects("says_it_lacks" if is_there else "says_it_has"):
             is_there = not is_there
         return Outcome.OK if is_there else Outcome.MISSING
 
     def _get(self, name: str, buffers: Sequence[ByteArray]) -> Outcome:
-        store, state, rng = self._store, self._state, self._state.random
-        value = store.values.get(name)
+        value = self._store.values.get(name)
         if value is None:
             return Outcome.MISSING
-        value.leased_until = store.clock() + store.lease_s
-        data, size = value.data, sum(buffer.size for buffer in buffers)
-        if self._injects("wrong_value"):
-            data = store.values[rng.choice(list(store.values))].data
-        if self._injects("garbage"):
-            data = np.frombuffer(rng.randbytes(size), np.uint8)
-        if data.size != size:
-            return Outcome.OTHER_SIZE
-        end = rng.randrange(size) if self._injects("truncated") else size
-        is_right = end == size and data.tobytes() == value.checksum
-        if not is_right:
-            state.misread.add(name)
-        # The bytes come in two parts, between which others run or the process is killed.
-        middle = rng.randrange(end + 1)
-        _fill(buffers, data[:middle], 0)
-        if self._injects("late_get"):
-            state.stall(state.stall_s)
-        state.pause()
-        _fill(buffers, data[middle:end], middle)
-        return Outcome.OK
-
-    def _put(self, name: str, buffers: Sequence[ByteArray]) -> Outcome:
-        if self._injects("full"):
-            return Outcome.FULL
-        data = np.concatenate([buffer.reshape(-1) for buffer in buffers])
-        original = data
-        # Another client may put the same name meanwhile.
-        self._state.pause()
-        if self._injects("rotten"):
-            data = data.copy()
-            data[self._state.random.randrange(data.size)] ^= 1 << self._state.random.randrange(8)
-            self._state.misread.add(name)
-        if self._injects("forgotten"):
-            # The server cannot know that the value of this name is not its own.
-            self._state.put.add(name)
-            return Outcome.OK
-        outcome = self._store.put(name, data, original, self._state.server)
-        if outcome is Outcome.OK:
-            self._state.put.add(name)
-        return outcome
-
-    def _remove(self, name: str) -> Outcome:
-        return self._store.remove(name, self._state)
-
-    def _injects(self, fault: str) -> bool:
-        state = self._state
-        rate: float = getattr(state.faults(), fault)
-        if rate == 0.0 or state.random.random() >= rate:
-            return False
-        state.injected[fault] += 1
-        return True
+        return Outcome.OK if self._calls.read(name, value, buffers) else Outcome.OTHER_SIZE
 
 
 class _Crash(BaseException):
@@ -446,8 +478,9 @@ class _Process:
         self.num_open = 0
 
 
-def random_faults(rng: Random) -> StoreFaults:
+def random_faults(rng: Random, kind: type[StoreFaults] = StoreFaults) -> StoreFaults:
     """Returns no faults, or some kinds of them, rare or frequent."""
-    names = [each.name for each in dataclasses.fields(StoreFaults)]
+    # Forgeries are for servers with an HMAC key only.
+    names = [each.name for each in dataclasses.fields(kind) if each.name != "forged"]
     chosen = rng.sample(names, rng.choice((0, 1, 1, 2, 3)))
-    return StoreFaults(**{name: rng.choice((0.01, 0.05, 0.3)) for name in chosen})
+    return kind(**{name: rng.choice((0.01, 0.05, 0.3)) for name in chosen})

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from itertools import count
 from typing import Any, ClassVar
 
-from kvoffload.abc import ByteArray, ConfigError, Tier
+from kvoffload.abc import ByteArray, ConfigError, KVGroup, Tier
 from kvoffload.host.pool import PoolHandle
 from kvoffload.settings import check_deadline, check_whole_number, import_subclass
 
@@ -34,12 +34,13 @@ MAX_SHOWN = 200
 class TierContext:
     """What a tier is opened with.
 
-    ``pools`` are the host pools, one per rank, shape (num_slots, slot_bytes); ``handles`` open them in another process,
-    or are None for a pool that other processes cannot reach. ``fingerprint``: 64 hexadecimal digits; blocks are found
-    again only under the same one. ``identity`` says in words what the fingerprint depends on, such as {"dtype":
-    "bfloat16"}, so that a log can say in what another fingerprint differs: see ``tiers.identity``. ``policy``: the
-    eviction policy. ``engine``: the index of this engine among the ``engines`` of this node that share the budgets.
-    ``num_tokens`` returns how many tokens have all their KV in a number of blocks.
+    ``pools`` are the host pools, one per rank, shape (num_slots, slot_bytes); ``handles`` open them in another
+    process, or are None for a pool that other processes cannot reach. ``fingerprint``: 64 hexadecimal digits;
+    blocks are found again only under the same one. ``identity`` says in words what the fingerprint depends on, such
+    as {"dtype": "bfloat16"}, so that a log can say in what another fingerprint differs: see ``tiers.identity``.
+    ``policy``: the eviction policy. ``engine``: the index of this engine among the ``engines`` of this node that
+    share the budgets. ``groups``: the KV cache groups that keys name, none if they are not known. ``num_tokens``
+    returns how many tokens have all their KV in a number of blocks.
     """
 
     pools: Sequence[ByteArray]
@@ -50,6 +51,7 @@ class TierContext:
     engine: int = 0
     engines: int = 1
     num_tokens: Callable[[int], int] = int
+    groups: Sequence[KVGroup] = ()
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -21,7 +21,7 @@ from urllib.parse import unquote, urlsplit
 import numpy as np
 import pytest
 
-from kvoffload.abc import OffloadKey, TierResult
+from kvoffload.abc import KVGroup, OffloadKey, TierResult
 from kvoffload.abc.tier import MISS, RETRY
 from kvoffload.cache.keys import make_offload_key
 from kvoffload.host.pool import HostPool
@@ -255,14 +255,16 @@ class Server:
         config = ObjectStoreConfig(url=url, endpoint=endpoint, **settings)
         with patched(CREDENTIALS):
             if has_process:
-                tier = config.open(TierContext(self.pools, fingerprint, [host.handle() for host in self.hosts]))
+                handles = [host.handle() for host in self.hosts]
+                tier = config.open(TierContext(self.pools, fingerprint, handles, groups=[KVGroup(16)]))
                 assert isinstance(tier, RemoteTier)
             else:
                 tier = self._open_here(config, fingerprint)
         self.tier = tier
 
     def _open_here(self, config: ObjectStoreConfig, fingerprint: str) -> RemoteTier:
-        client = connect({**config.settings(), "value_bytes": RECORD_BYTES + sum(each.shape[1] for each in self.pools)})
+        value_bytes = RECORD_BYTES + sum(each.shape[1] for each in self.pools)
+        client = connect({**config.settings(), "value_bytes": value_bytes, "chained_groups": [0]})
         worker = StoreWorker(
             client,
             SeparateBuffers(self.pools),

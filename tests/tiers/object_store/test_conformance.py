@@ -48,7 +48,7 @@ class OnMoto(TierConformance):
         return self.on(pools)
 
     def on(self, pools: Sequence[ByteArray]) -> Tier:
-        client = ObjectStoreClient(self.bucket, self.value_bytes)
+        client = ObjectStoreClient(self.bucket, self.value_bytes, [0])
         worker = StoreWorker(client, SeparateBuffers(pools), FINGERPRINT, self.prefix)
         tier = RemoteTier(WaitingChannel(worker), sum(pool.shape[1] for pool in pools), name="object_store")
         tier.poll()

@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from kvoffload.abc import ByteArray
 from kvoffload.tiers.object_store.bucket import Bucket, Found, NewObject, Piece
-from kvoffload.tiers.object_store.contents import Place, Places, contents, make_note, mark, values_per_object
-from kvoffload.tiers.object_store.search import Search
+from kvoffload.tiers.object_store.contents import (
+    OBJECT_BYTES,
+    Place,
+    Places,
+    contents,
+    make_note,
+    mark,
+    values_per_object,
+)
+from kvoffload.tiers.object_store.search import Search, group_of
 from kvoffload.tiers.remote.client import Outcome, StoreClient
 
 MAX_PUTS = 4
@@ -17,12 +25,12 @@ MAX_PUTS = 4
 
 
 def connect(settings: Mapping[str, Any]) -> ObjectStoreClient:
-    """Returns a client whose bucket has answered. ``settings``: those of ObjectStoreConfig, and ``value_bytes``, the
-    usual size of a value; without it every value has an object of its own. Raises StoreError."""
+    """Returns a client whose bucket has answered. ``settings``: those of ObjectStoreConfig, and what
+    ``RemoteTierConfig.connect`` adds; without that every value has an object of its own. Raises StoreError."""
     # Only here, because it needs obstore.
     from kvoffload.tiers.object_store.obstore_bucket import open_bucket
 
-    return ObjectStoreClient(open_bucket(settings), settings.get("value_bytes", 0))
+    return ObjectStoreClient(open_bucket(settings), settings.get("value_bytes", 0), settings.get("chained_groups", ()))
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,21 +42,27 @@ class _Reading:
 
 
 class ObjectStoreClient(StoreClient):
-    """Values in ``bucket``. Values that are small share objects: consecutive values of one ``put`` become one object,
-    which has the name of the first of them, and a note that lists them.
+    """Values in ``bucket``. Blocks of the KV cache ``groups`` share objects of up to ``object_bytes`` if they are
+    small: consecutive ones of one ``put`` become one object, which has the name of the first of them, and a note that
+    lists them. Blocks of other groups, of which lookups want single ones, have objects of their own. ``value_bytes`` is the
+    size of a block's value.
 
     The notes say where a value is, never what it is: its bytes are verified by whoever reads it. The object is deleted
     when a value with wrong bytes is removed, or all values are. Until then a value that is removed is hidden from this
     client alone, which shows it again instead of storing it.
     """
 
-    def __init__(self, bucket: Bucket, value_bytes: int) -> None:
+    def __init__(
+        self, bucket: Bucket, value_bytes: int, groups: Collection[int], object_bytes: int = OBJECT_BYTES
+    ) -> None:
         self._bucket = bucket
-        self._step = values_per_object(value_bytes) if bucket.has_notes else 1
+        self._chained = frozenset(groups)
+        self._object_bytes = object_bytes
+        self._step = values_per_object(value_bytes, object_bytes) if bucket.has_notes else 1
         self._places = Places()
 
     def exists(self, names: Sequence[str]) -> list[Outcome]:
-        search = Search(names, self._step, self._places)
+        search = Search(names, self._step, self._places, self._chained)
         while wanted := search.next_round():
             search.take(dict(zip(wanted, self._bucket.head(wanted), strict=True)))
         return search.outcomes()
@@ -117,8 +131,8 @@ class ObjectStoreClient(StoreClient):
                     held.append(group)
                     continue
                 if answer is Outcome.OK:
-                    self._places.gone(names[_leader(group, names)])
-                    self._places.note(names[_leader(group, names)], tuple(marks[i] for i in group))
+                    self._places.gone(names[group[0]])
+                    self._places.note(names[group[0]], tuple(marks[i] for i in group))
                 for i in group:
                     outcomes[i] = answer
             left = self._take_held(held, names, marks, outcomes) if held else []
@@ -129,14 +143,15 @@ class ObjectStoreClient(StoreClient):
     ) -> list[list[int]]:
         """Returns which of the values with the indices ``left`` become one object each."""
         groups: list[list[int]] = []
-        last_size = -1
+        open_groups: dict[tuple[int, int], list[int]] = {}
         for i in left:
-            size = sum(part.nbytes for part in buffers[i])
-            most = values_per_object(size) if self._step > 1 else 1
-            if size != last_size or len(groups[-1]) == most:
-                groups.append([])
-            groups[-1].append(i)
-            last_size = size
+            size, kv_group = sum(part.nbytes for part in buffers[i]), group_of(names[i])
+            most = values_per_object(size, self._object_bytes) if self._step > 1 and kv_group in self._chained else 1
+            group = open_groups.get((kv_group, size))
+            if group is None or len(group) >= most:
+                group = open_groups[kv_group, size] = []
+                groups.append(group)
+            group.append(i)
         return groups
 
     def _take_held(
@@ -145,7 +160,7 @@ class ObjectStoreClient(StoreClient):
         """Finds out which values of ``held``, objects that others have stored first, are in those. Returns those that
         are not."""
         left = []
-        leaders = [_leader(group, names) for group in held]
+        leaders = [group[0] for group in held]
         several = [i for i, group in zip(leaders, held, strict=True) if len(group) > 1]
         found = dict(zip(several, self._bucket.head([names[i] for i in several]), strict=True)) if several else {}
         for leader, group in zip(leaders, held, strict=True):
@@ -212,14 +227,8 @@ def _readings(places: Sequence[Place | None], sizes: Sequence[int]) -> list[_Rea
     return readings
 
 
-def _leader(group: Sequence[int], names: Sequence[str]) -> int:
-    """Returns the value by which an object with these is named: the first of the lowest KV cache group, as chains of
-    that one are looked up first."""
-    return min(group, key=lambda i: names[i][-8:])
-
-
 def _new_object(
     group: Sequence[int], names: Sequence[str], marks: Sequence[bytes], buffers: Sequence[Sequence[ByteArray]]
 ) -> NewObject:
     note = make_note([marks[i] for i in group]) if len(group) > 1 else ""
-    return NewObject(names[_leader(group, names)], note, [part for i in group for part in buffers[i]])
+    return NewObject(names[group[0]], note, [part for i in group for part in buffers[i]])

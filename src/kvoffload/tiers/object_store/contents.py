@@ -32,9 +32,9 @@ MARK_BYTES = 8
 Marks: TypeAlias = tuple[bytes, ...]
 
 
-def values_per_object(value_bytes: int) -> int:
-    """Returns how many values of this size share an object."""
-    return max(1, min(MAX_VALUES, OBJECT_BYTES // value_bytes)) if value_bytes else 1
+def values_per_object(value_bytes: int, object_bytes: int = OBJECT_BYTES) -> int:
+    """Returns how many values of this size share an object of ``object_bytes`` at most."""
+    return max(1, min(MAX_VALUES, object_bytes // value_bytes)) if value_bytes else 1
 
 
 def mark(name: str) -> bytes:

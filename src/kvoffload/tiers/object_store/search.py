@@ -2,32 +2,41 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 
 from kvoffload.tiers.object_store.bucket import Answer, Found
 from kvoffload.tiers.object_store.contents import Places, contents, mark
 from kvoffload.tiers.remote.client import Outcome
 
 MAX_ROUNDS = 8
-WIDTHS = (1, 1, 4)
+WIDTHS = (1, 1, 4, 16, 64)
 """How many of the first names of a gap are asked for in each round; in later ones MAX_WIDTH."""
-MAX_WIDTH = 16
+MAX_WIDTH = 256
 _GROUP_DIGITS = 8
-"""The last digits of a block's name are its KV cache group. Other names are chains of their own."""
+"""The last digits of a block's name are its KV cache group."""
+
+
+def group_of(name: str) -> int:
+    """Returns the KV cache group of the block with this name, or -1 if that is not the name of a block."""
+    try:
+        return int(name[-_GROUP_DIGITS:], 16)
+    except ValueError:
+        return -1
 
 
 class Search:
     """Says in rounds which objects to ask for, so as to learn which values of ``names`` there are.
 
-    ``names`` are chains, one per KV cache group, head first. Whoever stores a chain puts ``step`` values into each
-    object and names it by the first, so every ``step``-th name is asked for at first, and what is known already. In
-    later rounds, names behind what was found: objects may be shorter where a chain was stored bit by bit. Nothing
-    behind a gap is asked for then, because lookups cannot use it.
+    ``names`` are those of chains, head first. Whoever stores a chain of one of the ``groups`` puts up to ``step``
+    values into each object and names it by the first. So every ``step``-th name is asked for at first, and what is
+    known already. In later rounds, names behind what was found: objects have fewer values where a chain was stored bit
+    by bit. Nothing behind a gap is asked for then, because lookups cannot use it. Names of other groups are all asked
+    for.
 
     Every answer OK rests on a note that was read in this search.
     """
 
-    def __init__(self, names: Sequence[str], step: int, places: Places) -> None:
+    def __init__(self, names: Sequence[str], step: int, places: Places, groups: Collection[int]) -> None:
         self._names = names
         self._marks = [mark(name) for name in names]
         self._step = step
@@ -37,9 +46,11 @@ class Search:
         """Objects that were asked for, and whether there was an answer."""
         self._has_failed = False
         self._round = 0
-        self._chains: dict[str, list[int]] = {}
+        self._chains: dict[int, list[int]] = {}
+        """The indices of the names of each of ``groups``. Other names are chains of their own."""
         for i, name in enumerate(names):
-            self._chains.setdefault(name[-_GROUP_DIGITS:], []).append(i)
+            group = group_of(name)
+            self._chains.setdefault(group if group in groups else -1 - i, []).append(i)
 
     def next_round(self) -> list[str]:
         """Returns the objects to ask for now; none if the search has ended."""

@@ -26,7 +26,8 @@ class RemoteTierConfig(TierConfig):
 
     connect: ClassVar[str]
     """Import path "package.module:function" of the function that returns the StoreClient for ``settings``, to which
-    ``value_bytes`` is added, the size of a block's value."""
+    ``value_bytes`` is added, the size of a block's value, and ``chained_groups``, the KV cache groups of which lookups
+    want all blocks from the first one on."""
 
     prefix: str = "kvoffload"
     """What the names of all values begin with."""
@@ -58,10 +59,13 @@ class RemoteTierConfig(TierConfig):
         from kvoffload.tiers.remote.record import RECORD_BYTES
         from kvoffload.tiers.remote.start import open_remote_tier
 
-        value_bytes = RECORD_BYTES + sum(pool.shape[1] for pool in context.pools)
+        values = {
+            "value_bytes": RECORD_BYTES + sum(pool.shape[1] for pool in context.pools),
+            "chained_groups": [i for i, group in enumerate(context.groups) if group.is_full],
+        }
         tier = open_remote_tier(
             self.connect,
-            {**self.settings(context.engines), "value_bytes": value_bytes},
+            {**self.settings(context.engines), **values},
             context,
             name=self.kind,
             prefix=self.prefix,

@@ -1,0 +1,148 @@
+"""The doctor on stores that servers share: real ones that are of no use, and healthy ones."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvoffload.abc import ByteArray
+from kvoffload.doctor import stores
+from kvoffload.doctor.configuration import PlannedTier, Store
+from kvoffload.doctor.findings import Level
+from kvoffload.tiers.object_store.config import ObjectStoreConfig
+from kvoffload.tiers.remote.client import Outcome, StoreClient
+from tests.doctor.rig import LLAMA, QUICK, Diagnosis, diagnose, findings_of, model_file, private, silent_server
+from tests.tiers.mooncake.rig import needs_mooncake
+from tests.tiers.object_store.rig import needs_obstore
+from tests.tiers.redis.rig import RedisServer, free_port, needs_redis
+
+HERE = "tests.doctor.test_stores"
+PASSWORD, WRONG_PASSWORD = "sesameopen", "sesameshut"
+
+
+@needs_mooncake
+def test_a_store_that_never_answers() -> None:
+    with silent_server() as silent:
+        options = {"host_bytes": "64MiB", "tiers": [{"kind": "mooncake", "master": silent}]}
+        found = diagnose(options, effort=replace(QUICK, medium_deadline_s=4.0))
+    assert found.exit_status == 1
+    hung = found.one("doctor.hung", "mooncake")
+    assert hung["level"] == "problem"
+    assert f"no answer within 4 s while the doctor connects to {silent}" in hung["text"]
+    assert "firewall" in hung["fix"]
+
+
+@pytest.fixture(scope="module")
+def redis(tmp_path_factory: pytest.TempPathFactory) -> Diagnosis:
+    """Tiers on real servers: one that is healthy, one that wants a password, one without room, and none."""
+    folder = tmp_path_factory.mktemp("redis")
+    (folder / "password").write_text(WRONG_PASSWORD)
+    (folder / "password").chmod(0o600)
+    plain, locked = RedisServer(folder / "plain"), RedisServer(folder / "locked", "--requirepass", PASSWORD)
+    full = RedisServer(folder / "full", "--maxmemory", "2mb")
+    try:
+        tiers = [
+            {"kind": "redis", "url": plain.url},
+            {"kind": "redis", "url": locked.url},
+            {"kind": "redis", "url": locked.url, "password_file": str(folder / "password")},
+            {"kind": "redis", "url": full.url},
+            {"kind": "redis", "url": f"redis://127.0.0.1:{free_port()}"},
+        ]
+        found = diagnose({"host_bytes": "64MiB", "tiers": tiers}, "--model", model_file(folder, LLAMA))
+        keys = subprocess.run(
+            ["redis-cli", "-s", plain.socket, "keys", "*"], capture_output=True, text=True, check=True
+        )
+        assert keys.stdout.strip() == ""
+    finally:
+        for server in (plain, locked, full):
+            server.kill()
+    return found
+
+
+@needs_redis
+@pytest.mark.parametrize(
+    ("tier", "id", "text", "fix"),
+    [
+        ("redis-2", "store.connect_fails", "wants a password; set password_file", r"correct tiers\[1\]"),
+        ("redis-3", "store.connect_fails", "does not accept", r"correct tiers\[2\] or its credentials"),
+        ("redis-4", "store.full", "has no room", "maxmemory"),
+        ("redis-5", "store.connect_fails", "Connection refused", r"see that the store runs .* correct tiers\[4\]"),
+    ],
+)
+def test_stores_that_are_of_no_use(redis: Diagnosis, tier: str, id: str, text: str, fix: str) -> None:
+    assert redis.exit_status == 1
+    found = redis.one(id, tier)
+    assert found["level"] == "problem"
+    assert text in found["text"]
+    assert re.search(fix, found["fix"])
+    # The control: the same on a server that wants no password and has room.
+    assert {each["level"] for each in redis.findings if each["tier"] == "redis" and each["area"] == "tier"} == {"ok"}
+
+
+@needs_redis
+def test_a_store_is_measured(redis: Diagnosis) -> None:
+    assert redis.one("store.connects", "redis")["level"] == "ok"
+    assert redis.one("store.round_trip", "redis")["figures"]["round_trip_p50_ms"] > 0
+    assert redis.one("store.speed", "redis")["figures"]["get_bytes_per_s"] > 0
+    assert redis.one("worth.break_even", "redis")["figures"]["break_even_tokens_per_s"] > 0
+    assert not {PASSWORD, WRONG_PASSWORD} & set(re.findall(r"\w+", redis.output))
+
+
+@needs_obstore
+def test_a_bucket(tmp_path: Path) -> None:
+    config = ObjectStoreConfig(url=f"file://{private(tmp_path / 'bucket')}")
+    store = Store(config.connect, config.settings(), config.prefix, config.address)
+    tier = PlannedTier("object_store", "object_store", "tiers[0].", 100.0, store=store)
+    found = findings_of(stores.check, {"tier": asdict(tier), "seconds": 0.0})
+    assert set(found) == {"store.connects", "store.round_trip", "store.speed"}
+    assert {each.level for each in found.values()} == {Level.OK}
+    assert not [path for path in (tmp_path / "bucket").rglob("*") if path.is_file()]
+
+
+def test_a_store_that_is_far_away_and_one_that_mixes_values_up() -> None:
+    far = PlannedTier("far", "far", "tiers[0].", 0.0, store=Store(f"{HERE}:connect", {"swaps": False}, "kv", "far:1"))
+    found = findings_of(stores.check, {"tier": asdict(far), "seconds": 0.0})
+    assert found["store.round_trip"].level is Level.WARNING
+    assert "set tiers[0].lookup_deadline_ms to" in found["store.round_trip"].fix
+    assert found["store.speed"].level is Level.OK
+    mixed = replace(far, store=Store(f"{HERE}:connect", {"swaps": True}, "kv", "far:1"), lookup_deadline_ms=1e6)
+    found = findings_of(stores.check, {"tier": asdict(mixed), "seconds": 0.0})
+    assert found["store.round_trip"].level is Level.OK
+    assert found["store.other_bytes"].level is Level.PROBLEM
+    assert found["store.other_bytes"].fix
+
+
+class Values(StoreClient):
+    """A store in this process. With ``swaps`` it gives back other bytes than were put."""
+
+    def __init__(self, swaps: bool) -> None:
+        self._swaps = swaps
+        self._values: dict[str, bytes] = {}
+
+    def exists(self, names: Sequence[str]) -> list[Outcome]:
+        return [Outcome.OK if name in self._values else Outcome.MISSING for name in names]
+
+    def get(self, names: Sequence[str], buffers: Sequence[Sequence[ByteArray]]) -> list[Outcome]:
+        for name, (buffer,) in zip(names, buffers, strict=True):
+            buffer[:] = np.frombuffer(self._values[name], dtype=np.uint8)
+            if self._swaps:
+                buffer[0] ^= 1
+        return [Outcome.OK] * len(names)
+
+    def put(self, names: Sequence[str], buffers: Sequence[Sequence[ByteArray]]) -> list[Outcome]:
+        self._values |= {name: buffer.tobytes() for name, (buffer,) in zip(names, buffers, strict=True)}
+        return [Outcome.OK] * len(names)
+
+    def remove(self, names: Sequence[str]) -> list[Outcome]:
+        return [Outcome.MISSING if self._values.pop(name, None) is None else Outcome.OK for name in names]
+
+
+def connect(settings: Mapping[str, Any]) -> Values:
+    return Values(settings["swaps"])
