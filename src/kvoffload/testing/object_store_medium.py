@@ -89,7 +89,9 @@ class SimulatedBucket(Bucket):
         found = Found(value.data.size, self._note(piece.name, value.note))
         if piece.start >= value.data.size:
             return Outcome.OTHER_SIZE
-        self._calls.read(piece.name, value, piece.buffers, slice(piece.start, piece.start + piece.nbytes))
+        if not self._calls.read(piece.name, value, piece.buffers, slice(piece.start, piece.start + piece.nbytes)):
+            # Of another, shorter object.
+            self._state.misread.add(piece.name)
         return found
 
     def _put(self, item: NewObject) -> Outcome:
