@@ -46,6 +46,10 @@ class Lost(StoreError):
     """The connection cannot be used any more."""
 
 
+class Late(Lost):
+    """The deadline has passed."""
+
+
 @dataclass(frozen=True, slots=True)
 class ErrorReply:
     """A reply that is an error. ``text`` is printable, and cut."""
@@ -113,7 +117,7 @@ class Stream:
                 else:
                     sent = self._socket.sendmsg(views[first : first + MAX_BUFFERS])
             except (TimeoutError, BlockingIOError):
-                raise Lost("it takes no more data in time") from None
+                raise Late("it takes no more data in time") from None
             except OSError as error:
                 raise Lost(f"the connection is lost ({error})") from None
             first = _advance(views, first, sent)
@@ -206,7 +210,7 @@ class Stream:
             tls = self._is_tls
             count = self._socket.recv_into(views[0]) if tls else self._socket.recvmsg_into(views, 0, flags)[0]
         except (TimeoutError, BlockingIOError):
-            raise Lost("it does not answer in time") from None
+            raise Late("it does not answer in time") from None
         except OSError as error:
             raise Lost(f"the connection is lost ({error})") from None
         if not count:
@@ -217,7 +221,7 @@ class Stream:
         """Limits the next system call to the time that is left."""
         left = self.deadline - time.monotonic()
         if left <= 0:
-            raise Lost("it does not answer in time")
+            raise Late("it does not answer in time")
         if self._is_tls:
             self._socket.settimeout(left)
         elif abs(self._limits.get(option, math.inf) - left) > TOLERANCE_S:
