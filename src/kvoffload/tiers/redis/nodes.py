@@ -54,7 +54,7 @@ class Node:
             except BaseException:
                 stream.close()
                 raise
-            if stream.is_sound and not stream.has_unread:
+            if stream.is_sound:
                 stream.idle_since = time.monotonic()
                 self._idle.append(stream)
             else:
