@@ -150,9 +150,9 @@ def measure(where: str, url: str, endpoint: str, block_bytes: int, shares: bool,
     try:
         for number in range(rounds + 1):
             keys = new_chain(side.count)
-            made = {"put": side.run(Op.WRITE, keys), "peer put": peer.run("put", str(number))}
+            made = {"put": side.run(Op.WRITE, keys), "peer put": peer.run("put", f"{block_bytes}-{shares}-{number}")}
             made |= {"lookup": side.run(Op.LOOKUP, keys)}
-            made |= {"get": side.run(Op.READ, keys), "peer get": peer.run("get", str(number))}
+            made |= {"get": side.run(Op.READ, keys), "peer get": peer.run("get", f"{block_bytes}-{shares}-{number}")}
             if number:
                 for name, values in made.items():
                     taken.setdefault(name, []).append(values)

@@ -80,7 +80,7 @@ def store(bucket: MemoryBucket, names: Sequence[str], calls: int = 64) -> None:
 
 def test_how_many_values_share_an_object() -> None:
     assert values_per_object(OBJECT_BYTES) == values_per_object(OBJECT_BYTES * 9) == 1
-    assert values_per_object((2 << 20) + 128) == 3
+    assert values_per_object((2 << 20) + 128) == 4
     assert values_per_object((64 << 10) + 128) == MAX_VALUES
     assert values_per_object(0) == 1
     assert len(make_note([mark(name) for name in CHAIN[:MAX_VALUES]])) <= MAX_NOTE
