@@ -25,6 +25,7 @@ MAX_ERRORS = 16
 """Errors that are shown; each costs one more attempt to read the configuration."""
 MAX_SEGMENT_BYTES = 64 << 20
 """Memory that the doctor contributes to a store to which a server would contribute."""
+_TOGETHER = ("disk_dir", "disk_bytes")
 _INDEX = re.compile(r"tiers\[(\d+)\]")
 _OTHERS = 0o077
 _GROUP = 0o070
@@ -154,7 +155,9 @@ def read_config(options: Mapping[str, Any]) -> ReadConfig:
         elif setting == "host_bytes":
             left["host_bytes"] = _STAND_IN_BYTES
         elif setting in left:
-            del left[setting]
+            # Without the one the other would be an error too, which the user has not made.
+            for each in _TOGETHER if setting in _TOGETHER else (setting,):
+                left.pop(each, None)
         else:
             break
     return ReadConfig(None, errors, indexes)
