@@ -25,6 +25,8 @@ REFRESH_PAUSE_S = 1.0
 REFRESH_TIMEOUT_S = 2.0
 MAX_ASKED = 4
 """Nodes that are asked that, one after the other, until one answers."""
+REST_S = 5.0
+"""How long a node of a Cluster that has not answered in time is not asked for names."""
 
 
 class Node:
@@ -86,6 +88,8 @@ class Nodes:
         self._owners: list[Address] = []
         self._is_stale = False
         self._not_before = 0.0
+        self._rests: dict[Address, float] = {}
+        """Nodes that have not answered in time, and until when they are not asked for names."""
         self._refreshing = threading.Lock()
         self._ask(self._seeds)
 
@@ -119,13 +123,21 @@ class Nodes:
         """A node did not answer, or has given names to another."""
         self._is_stale = self.is_cluster
 
+    def note_hung(self, address: Address) -> None:
+        """A node did not answer in time. The time of the next calls belongs to the others."""
+        if self.is_cluster:
+            self._rests[address] = time.monotonic() + REST_S
+
+    def rests(self, address: Address) -> bool:
+        return time.monotonic() < self._rests.get(address, 0.0)
+
     def _refresh(self) -> None:
         if time.monotonic() < self._not_before or not self._refreshing.acquire(blocking=False):
             return
         try:
             self._not_before = time.monotonic() + REFRESH_PAUSE_S
             self._is_stale = False
-            self._ask([*dict.fromkeys(self._owners), *self._seeds])
+            self._ask(sorted(dict.fromkeys([*self._owners, *self._seeds]), key=self.rests))
         except StoreError:
             self._is_stale = True
         finally:
@@ -135,9 +147,10 @@ class Nodes:
         """Asks the first of ``addresses`` that answers whether it is part of a Cluster, and which."""
         deadline = time.monotonic() + self._timeout_s
         problems = []
-        for _, address in zip(range(MAX_ASKED), addresses, strict=False):
+        asked = [address for _, address in zip(range(MAX_ASKED), addresses, strict=False)]
+        for left, address in zip(range(len(asked), 0, -1), asked, strict=True):
             try:
-                with self.node(address).connection(deadline) as stream:
+                with self.node(address).connection(share_of(deadline, left)) as stream:
                     stream.send([command(b"CLUSTER", b"SLOTS")])
                     reply = stream.reply()
                 self._take(reply, address)
@@ -162,12 +175,20 @@ class Nodes:
         # In this order, a thread that splits names meanwhile finds an owner for each end.
         owners = [owner for _, owner in ranges]
         self._ends, self._owners = [end for end, _ in ranges], owners
-        for address in [address for address in self._nodes if address not in owners]:
+        for address in [address for address in list(self._nodes) if address not in owners]:
             self._nodes.pop(address).close()
+        self._rests = {address: until for address, until in list(self._rests.items()) if address in owners}
 
     def close(self) -> None:
         for node in self._nodes.values():
             node.close()
+
+
+def share_of(deadline: float, num_nodes: int) -> float:
+    """Returns the deadline of the first of so many nodes that are asked one after the other: one that hangs leaves the
+    others their time."""
+    now = time.monotonic()
+    return now + (deadline - now) / num_nodes
 
 
 def _ranges(reply: Reply, asked: Address) -> Iterator[tuple[int, Address]]:
