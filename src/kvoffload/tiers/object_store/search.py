@@ -98,6 +98,10 @@ class Search:
             if self._answers[i] is None and value in found:
                 self._answers[i] = Outcome.OK
 
+    def give_up(self) -> None:
+        """Ends the search before its end: what was not asked for counts as failed."""
+        self._has_failed = True
+
     def outcomes(self) -> list[Outcome]:
         """Returns OK, MISSING or FAILED per name. After a request that failed, a name that was not asked for may
         exist."""
