@@ -48,8 +48,8 @@ class _Reading:
 class ObjectStoreClient(StoreClient):
     """Values in ``bucket``. Blocks of the KV cache ``groups`` share objects of up to ``object_bytes`` if they are
     small: consecutive ones of one ``put`` become one object, which has the name of the first of them, and a note that
-    lists them. Blocks of other groups, of which lookups want single ones, have objects of their own. ``value_bytes`` is the
-    size of a block's value.
+    lists them. Blocks of other groups, of which lookups want single ones, have objects of their own. ``value_bytes``
+    is the size of a block's value.
 
     The notes say where a value is, never what it is: its bytes are verified by whoever reads it. The object is deleted
     when a value with wrong bytes is removed, or all values are. Until then a value that is removed is hidden from this
