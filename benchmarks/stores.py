@@ -1,79 +1,93 @@
-"""Benchmark of the remote tier on a Mooncake Store over TCP on this machine: GB/s and latency per block beside the
-store's own client in a plain script, and what the tier costs the scheduler's thread.
+"""Benchmark of remote tiers on stores of this machine: GB/s and latency per block beside plain scripts that move the
+same bytes, and what a tier costs the scheduler's thread.
 
-The script runs in a process of its own, like the tier's client, and moves as many bytes with one call of
-batch_put_from and batch_get_into into registered memory. It verifies nothing. Both sides take turns, so that they share
-whatever else the machine does.
+The scripts run in processes of their own, like the tier's client, and verify nothing: see ``store_peers``. All sides
+take turns, so that they share whatever else the machine does.
 """
 
 from __future__ import annotations
 
+import json
 import logging
+import secrets
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
+from typing import Any, Protocol
 
 import numpy as np
 
 from benchmarks.report import Row, publish
-from kvoffload.abc import OffloadKey, Slots, Tier
+from kvoffload.abc import OffloadKey, Slots
 from kvoffload.cache.keys import make_offload_key
-from kvoffload.demo.shared.mooncake import MooncakeStore, missing
+from kvoffload.demo.shared.mooncake import MooncakeStore
+from kvoffload.demo.shared.redis import RedisStore
+from kvoffload.demo.shared.stores import Store, StoreMissingError
 from kvoffload.host.pool import HostPool
-from kvoffload.tiers.config import TierContext
-from kvoffload.tiers.mooncake.config import MooncakeConfig
+from kvoffload.tiers.config import TierContext, load_tiers
 from kvoffload.tiers.remote.tier import RemoteTier
+from kvoffload.units import format_bytes
 
+ROUND_BYTES = 128 << 20
+"""Bytes moved per round: as many as a tier has under way at most."""
 BLOCK_BYTES = 2 << 20
-NUM_BLOCKS = 128
-"""Blocks moved per round, by the script in one call: twice what the tier has under way at most."""
+SMALL_BYTES = 64 << 10
 ROUNDS = 15
+READS = 3
+"""Reads per round."""
 SINGLES = 200
 LONG_PROMPT = 8192
 """Blocks."""
 CONNECT_DEADLINE_S = 60.0
 
-PEER = """
-import mmap, os, sys, time
-import numpy as np
-from mooncake.store import MooncakeDistributedStore
-master, count, nbytes = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
-store = MooncakeDistributedStore()
-assert store.setup("127.0.0.1", "P2PHANDSHAKE", 0, 16 << 20, "tcp", "", master) == 0
-memory = np.frombuffer(mmap.mmap(-1, count * nbytes), dtype=np.uint8)
-rows = memory.reshape(count, nbytes)
-rows[:] = np.random.default_rng(1).integers(0, 256, rows.shape, dtype=np.uint8)
-assert store.register_buffer(memory.ctypes.data, memory.nbytes) == 0
-print("ready", flush=True)
-for line in sys.stdin:
-    do, name, number = line.split()
-    number = int(number)
-    keys = [f"peer/{name}/{i}" for i in range(number)]
-    places, sizes = [row.ctypes.data for row in rows[:number]], [nbytes] * number
-    begun = time.perf_counter()
-    if do == "put":
-        assert set(store.batch_put_from(keys, places, sizes)) == {0}
-    elif do == "get":
-        assert set(store.batch_get_into(keys, places, sizes)) == {nbytes}
-    else:
-        store.batch_remove(keys, True)
-    print(time.perf_counter() - begun, flush=True)
-os._exit(0)
-"""
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """A kind of store. ``peers``: the modules of ``store_peers`` that are compared, each with its arguments from an
+    entry of the tier. The ratios are those to the first one."""
+
+    title: str
+    start: Callable[[Path], Store]
+    peers: Mapping[str, Callable[[Mapping[str, Any]], Sequence[str]]]
+    block_bytes: Sequence[int] = (BLOCK_BYTES,)
+
+
+KINDS = {
+    "redis": Kind(
+        "Redis over TCP",
+        RedisStore,
+        {
+            "sockets": lambda entry: (),
+            "redis_py": lambda entry: (entry["url"],),
+            "client": lambda entry: (json.dumps(entry),),
+        },
+        (BLOCK_BYTES, SMALL_BYTES),
+    ),
+    "mooncake": Kind("Mooncake Store over TCP", MooncakeStore, {"mooncake": lambda entry: (entry["master"],)}),
+}
+
+
+class Side(Protocol):
+    """One that moves values."""
+
+    def seconds(self, do: str, name: str, number: int) -> float:
+        """Returns how long it takes to put, get or remove ``number`` values."""
 
 
 class Peer:
-    """The plain script."""
+    """A plain script."""
 
-    def __init__(self, store: MooncakeStore) -> None:
-        command = [sys.executable, "-c", PEER, store.address, str(NUM_BLOCKS), str(BLOCK_BYTES)]
+    def __init__(self, module: str, count: int, nbytes: int, arguments: Sequence[str]) -> None:
+        command = [sys.executable, "-m", f"benchmarks.store_peers.{module}", str(count), str(nbytes), *arguments]
         pipe = subprocess.PIPE
-        self._process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL, text=True)
+        self._process = subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True)
 
     def __enter__(self) -> Peer:
         assert self._reply() == "ready"
@@ -86,7 +100,6 @@ class Peer:
         self._process.wait()
 
     def seconds(self, do: str, name: str, number: int) -> float:
-        """Returns how long the script has taken to put, get or remove ``number`` values."""
         assert self._process.stdin is not None
         self._process.stdin.write(f"{do} {name} {number}\n")
         self._process.stdin.flush()
@@ -97,78 +110,108 @@ class Peer:
         return self._process.stdout.readline().strip()
 
 
+class TierSide:
+    """A tier, whose blocks have the same keys as long as ``name`` is the same."""
+
+    def __init__(self, entry: Mapping[str, Any], host: HostPool) -> None:
+        (config,) = load_tiers([entry])
+        tier = config.open(TierContext([host.data], "b" * 64, [host.handle()]))
+        assert isinstance(tier, RemoteTier)
+        self.tier = tier
+        self._keys: dict[str, list[OffloadKey]] = {}
+
+    def __enter__(self) -> TierSide:
+        self.settle(lambda: self.tier.is_connected)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.tier.close()
+
+    def seconds(self, do: str, name: str, number: int) -> float:
+        keys = self._keys.setdefault(name, new_keys(number))
+        if do == "remove":
+            del self._keys[name]
+            self.tier.delete(keys)
+            self.settle(lambda: not self.tier.contains(keys).any())
+            return 0.0
+        return self._move(self.tier.write if do == "put" else self.tier.read, keys)
+
+    def _move(self, move: Callable[[list[OffloadKey], Slots], list[OffloadKey]], keys: list[OffloadKey]) -> float:
+        """Returns how long ``move`` takes for ``keys``, from the first call to the last result."""
+        left = dict(zip(keys, range(len(keys)), strict=True))
+        under_way = 0
+        begun = time.perf_counter()
+        while left or under_way:
+            if left:
+                taken = move(list(left), np.array(list(left.values()), dtype=np.int64))
+                under_way += len(taken)
+                for key in taken:
+                    del left[key]
+            self.tier.wait(0.01)
+            for result in self.tier.poll():
+                assert result.ok, result
+                under_way -= 1
+        return time.perf_counter() - begun
+
+    def settle(self, is_settled: Callable[[], bool]) -> None:
+        deadline = time.monotonic() + CONNECT_DEADLINE_S
+        while not is_settled():
+            assert time.monotonic() < deadline, "the store does not answer"
+            self.tier.wait(0.01)
+            self.tier.poll()
+
+
 def new_keys(n: int) -> list[OffloadKey]:
     raw = np.random.default_rng().bytes(32 * n)
     return [make_offload_key(raw[32 * i : 32 * i + 32], 0) for i in range(n)]
 
 
-def seconds(tier: Tier, move: Callable[[list[OffloadKey], Slots], list[OffloadKey]], keys: list[OffloadKey]) -> float:
-    """Returns how long ``move`` takes for ``keys``, from the first call to the last result."""
-    left = dict(zip(keys, range(len(keys)), strict=True))
-    under_way = 0
-    begun = time.perf_counter()
-    while left or under_way:
-        if left:
-            taken = move(list(left), np.array(list(left.values()), dtype=np.int64))
-            under_way += len(taken)
-            for key in taken:
-                del left[key]
-        tier.wait(0.01)
-        for result in tier.poll():
-            assert result.ok, result
-            under_way -= 1
-    return time.perf_counter() - begun
-
-
-def settle(tier: Tier, is_settled: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + CONNECT_DEADLINE_S
-    while not is_settled():
-        assert time.monotonic() < deadline, "the store does not answer"
-        tier.wait(0.01)
-        tier.poll()
-
-
-def throughput(tier: RemoteTier, peer: Peer, rounds: int) -> list[Row]:
-    measured: dict[str, list[float]] = {name: [] for name in ("write", "put", "read", "get")}
-    for number in range(rounds):
-        keys, name = new_keys(NUM_BLOCKS), f"round-{number}"
-        measured["write"].append(seconds(tier, tier.write, keys))
-        measured["put"].append(peer.seconds("put", name, NUM_BLOCKS))
-        for _ in range(3):
-            measured["read"].append(seconds(tier, tier.read, keys))
-            measured["get"].append(peer.seconds("get", name, NUM_BLOCKS))
-        tier.delete(keys)
-        settle(tier, lambda keys=keys: not tier.contains(keys).any())  # type: ignore[misc]
-        peer.seconds("remove", name, NUM_BLOCKS)
+def throughput(sides: Mapping[str, Side], base: str, block_bytes: int, rounds: int) -> list[Row]:
+    """Returns the GB/s of each side, compared with the side ``base``."""
+    number = ROUND_BYTES // block_bytes
+    measured: dict[tuple[str, str], list[float]] = {(do, name): [] for do in ("put", "get") for name in sides}
+    for turn in range(rounds):
+        for do, times in (("put", 1), ("get", READS)):
+            for _ in range(times):
+                for name, side in sides.items():
+                    measured[do, name].append(side.seconds(do, f"{name}-{turn}", number))
+        for name, side in sides.items():
+            side.seconds("remove", f"{name}-{turn}", number)
     rows = []
-    for mine, theirs, call in (("write", "put", "batch_put_from"), ("read", "get", "batch_get_into")):
-        rates = {side: NUM_BLOCKS * BLOCK_BYTES / statistics.median(measured[side]) / 1e9 for side in (mine, theirs)}
-        # Each turn is compared with the next one of the other side, because the machine's speed changes meanwhile.
-        ratio = statistics.median(b / a for a, b in zip(measured[mine], measured[theirs], strict=True))
-        rows.append(Row(mine, rates[mine], "GB/s", call, ratio))
-        rows.append(Row(f"  {call}", rates[theirs], "GB/s"))
+    for (do, name), taken in measured.items():
+        rate = number * block_bytes / statistics.median(taken) / 1e9
+        # Each turn is compared with that of the other side next to it, because the machine's speed changes meanwhile.
+        ratio = statistics.median(b / a for a, b in zip(taken, measured[do, base], strict=True))
+        what = f"{format_bytes(block_bytes)}, {'write' if do == 'put' else 'read'}: {name}"
+        rows.append(Row(what, rate, "GB/s", *(() if name == base else (base, ratio))))
     return rows
 
 
-def latency(tier: RemoteTier, peer: Peer, singles: int) -> list[Row]:
+def latency(sides: Mapping[str, Side], base: str, block_bytes: int, singles: int) -> list[Row]:
     """Returns the time of one block at a time."""
-    keys = new_keys(1)
-    seconds(tier, tier.write, keys)
-    peer.seconds("put", "single", 1)
-    mine, theirs = [], []
+    measured: dict[str, list[float]] = {name: [] for name in sides}
+    for name, side in sides.items():
+        side.seconds("put", f"{name}-single", 1)
     for _ in range(singles):
-        mine.append(seconds(tier, tier.read, keys) * 1000)
-        theirs.append(peer.seconds("get", "single", 1) * 1000)
+        for name, side in sides.items():
+            measured[name].append(side.seconds("get", f"{name}-single", 1) * 1000)
+    for name, side in sides.items():
+        side.seconds("remove", f"{name}-single", 1)
     rows = []
     for percent in (50, 99):
-        a, b = float(np.percentile(mine, percent)), float(np.percentile(theirs, percent))
-        rows.append(Row(f"read of one block, p{percent}", a, "ms", f"batch_get_into: {b:.2f} ms", b / a))
+        for name, taken in measured.items():
+            value, other = float(np.percentile(taken, percent)), float(np.percentile(measured[base], percent))
+            what = f"{format_bytes(block_bytes)}, one block, p{percent}: {name}"
+            rows.append(Row(what, value, "ms", *(() if name == base else (base, other / value))))
     return rows
 
 
-def scheduler_thread(tier: RemoteTier) -> list[Row]:
+def scheduler_thread(side: TierSide) -> list[Row]:
     """Returns the CPU time of the calling thread per block."""
     rows: list[Row] = []
+    tier = side.tier
 
     def measure(what: str, num_blocks: int, call: Callable[[], object]) -> None:
         begun = time.thread_time()
@@ -180,7 +223,7 @@ def scheduler_thread(tier: RemoteTier) -> list[Row]:
     measure("contains while the store is asked", LONG_PROMPT, lambda: tier.contains(chain))
     time.sleep(2.0)
     measure("poll with the answers", LONG_PROMPT, tier.poll)
-    settle(tier, lambda: 3 not in tier.contains(chain))
+    side.settle(lambda: 3 not in tier.contains(chain))
     measure("contains of a known chain", LONG_PROMPT, lambda: tier.contains(chain))
     keys, slots = new_keys(32), np.arange(32)
     for what, move in (("write", tier.write), ("read", tier.read)):
@@ -192,34 +235,48 @@ def scheduler_thread(tier: RemoteTier) -> list[Row]:
         measure(what, len(keys), begin)
         time.sleep(2.0)
         measure(f"poll after that {what}", len(keys), tier.poll)
-        settle(tier, lambda: bool(tier.contains(keys).all()))
+        side.settle(lambda: bool(tier.contains(keys).all()))
+    return rows
+
+
+def measure_kind(kind: Kind, folder: Path, quick: bool) -> list[Row]:
+    """Returns the figures of a store that is started for that."""
+    rows: list[Row] = []
+    key_file = folder / "hmac-key"
+    key_file.write_text(secrets.token_hex(32))
+    base = next(iter(kind.peers))
+    with kind.start(folder) as store:
+        entry = store.entry()
+        for block_bytes in kind.block_bytes:
+            count = ROUND_BYTES // block_bytes
+            with ExitStack() as opened:
+                host = HostPool(count, block_bytes)
+                opened.callback(host.close)
+                host.data[:] = np.random.default_rng(0).integers(0, 256, host.data.shape, dtype=np.uint8)
+                tier = opened.enter_context(TierSide(entry, host))
+                sides: dict[str, Side] = {"tier": tier}
+                sides["tier with HMAC"] = opened.enter_context(
+                    TierSide({**entry, "hmac_key_file": str(key_file)}, host)
+                )
+                for name, arguments in kind.peers.items():
+                    sides[name] = opened.enter_context(Peer(name, count, block_bytes, arguments(entry)))
+                rows += throughput(sides, base, block_bytes, 2 if quick else ROUNDS)
+                rows += latency(sides, base, block_bytes, 20 if quick else SINGLES)
+                if block_bytes == BLOCK_BYTES:
+                    rows += scheduler_thread(tier)
     return rows
 
 
 def main(out: Path, quick: bool = False) -> None:
-    reason = missing()
-    if reason is not None:
-        print(f"\nstores: skipped, {reason}")
-        return
     logging.disable(logging.WARNING)
-    with tempfile.TemporaryDirectory() as logs:
-        store = MooncakeStore(Path(logs))
-        host = HostPool(NUM_BLOCKS, BLOCK_BYTES)
-        try:
-            host.data[:] = np.random.default_rng(0).integers(0, 256, host.data.shape, dtype=np.uint8)
-            context = TierContext([host.data], "b" * 64, [host.handle()])
-            tier = MooncakeConfig(master=store.address).open(context)
-            assert isinstance(tier, RemoteTier)
-            try:
-                settle(tier, lambda: tier.is_connected)
-                with Peer(store) as peer:
-                    rows = throughput(tier, peer, 2 if quick else ROUNDS)
-                    rows += latency(tier, peer, 20 if quick else SINGLES)
-                rows += scheduler_thread(tier)
-            finally:
-                tier.close()
-        finally:
-            host.close()
-            store.close()
-            logging.disable(logging.NOTSET)
-    publish("stores", f"Mooncake Store over TCP on this machine, blocks of {BLOCK_BYTES >> 20} MiB", rows, out)
+    try:
+        for name, kind in KINDS.items():
+            with tempfile.TemporaryDirectory() as folder:
+                try:
+                    rows = measure_kind(kind, Path(folder), quick)
+                except StoreMissingError as error:
+                    print(f"\nstores, {name}: skipped, {error}")
+                    continue
+            publish(f"stores-{name}", f"{kind.title} on this machine", rows, out)
+    finally:
+        logging.disable(logging.NOTSET)

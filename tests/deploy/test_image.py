@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import shlex
 import shutil
 import subprocess
+import sys
 import tomllib
 from pathlib import Path
 
@@ -21,12 +24,16 @@ UNIT = ROOT / "deploy" / "systemd" / "vllm.service"
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 BASE = (ROOT / "deploy" / "kubernetes" / "base" / "vllm.yaml").read_text()
 
-needs_hadolint = pytest.mark.skipif(shutil.which("hadolint") is None, reason="hadolint is not installed")
+# A package of the development tools brings it, beside Python.
+HADOLINT = shutil.which("hadolint", path=os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]))
+
+needs_hadolint = pytest.mark.skipif(HADOLINT is None, reason="hadolint is not installed")
 needs_systemd = pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="systemd-analyze is not installed")
 
 
 def lint(text: str) -> str:
-    return subprocess.run(["hadolint", "-"], input=text, capture_output=True, text=True, timeout=60).stdout
+    assert HADOLINT is not None
+    return subprocess.run([HADOLINT, "-"], input=text, capture_output=True, text=True, timeout=60).stdout
 
 
 @needs_hadolint
@@ -94,3 +101,14 @@ def test_the_unit_has_room_for_its_options() -> None:
     assert (unit["CacheDirectoryMode"], unit["KillMode"]) == ("0700", "mixed")
     (drain,) = re.findall(r"--shutdown-timeout (\d+)", unit["ExecStart"])
     assert int(unit["TimeoutStopSec"]) >= int(drain) + 15
+
+
+def test_the_unit_passes_its_options_to_vllm(tmp_path: Path) -> None:
+    (tmp_path / "vllm").write_text('#!/bin/sh\nfor each; do printf "%s\\0" "$each"; done\n')
+    (tmp_path / "vllm").chmod(0o755)
+    (line,) = re.findall(r"^ExecStart=(.*)$", UNIT.read_text(), re.MULTILINE)
+    line = line.replace("/opt/vllm/bin", str(tmp_path)).replace("/etc/vllm", str(UNIT.parent))
+    done = subprocess.run(shlex.split(line), env={"MODEL": "a/model"}, capture_output=True, text=True, timeout=60)
+    *arguments, config, end = done.stdout.split("\0")
+    assert (arguments[:2], arguments[-1], end) == (["serve", "a/model"], "--kv-transfer-config", "")
+    assert json.loads(config) == json.loads((UNIT.parent / "kv-transfer.json").read_text())

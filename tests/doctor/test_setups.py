@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import re
 import subprocess
 import sys
 from collections.abc import Iterator
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,7 @@ from kvoffload.doctor.findings import Level
 from kvoffload.tiers.disk.directory import DirectoryStorage
 from tests.doctor.rig import (
     LLAMA,
+    QUICK,
     Diagnosis,
     diagnose,
     findings_of,
@@ -28,6 +30,7 @@ from tests.doctor.rig import (
 )
 
 ANOTHER = 65534
+MNT_DETACH = 2
 UNITS = ("_bytes", "_per_s", "_ms", "_ns", "_s", "_tokens", "_layers")
 
 
@@ -247,6 +250,38 @@ def test_a_file_system_in_memory_without_direct_io(ramfs: Path, healthy: Diagnos
     assert found["directory.direct_io"].level is Level.WARNING
     assert "page cache" in found["directory.direct_io"].text
     assert healthy.one("directory.direct_io")["level"] == "ok"
+
+
+@pytest.fixture
+def silent_file_system(tmp_path: Path) -> Iterator[Path]:
+    """A file system whose server never answers: whatever touches it hangs."""
+    folder, libc = private(tmp_path / "silent"), ctypes.CDLL(None)
+    try:
+        connection = os.open("/dev/fuse", os.O_RDWR)
+    except OSError as error:
+        pytest.skip(f"no FUSE here ({error})")
+    try:
+        options = f"fd={connection},rootmode=40000,user_id=0,group_id=0"
+        if libc.mount(b"silent", bytes(folder), b"fuse", 0, options.encode()):
+            pytest.skip("no file system can be mounted here")
+        yield folder
+        assert libc.umount2(bytes(folder), MNT_DETACH) == 0
+    finally:
+        # All that still waits for an answer gets an error.
+        os.close(connection)
+
+
+@needs_root
+def test_a_file_system_that_never_answers(silent_file_system: Path, healthy: Diagnosis) -> None:
+    options = {"host_bytes": "64MiB", "disk_dir": str(silent_file_system), "disk_bytes": "32MiB"}
+    found = diagnose(options, effort=replace(QUICK, check_deadline_s=5.0))
+    assert found.exit_status == 1
+    (hung,) = [each for each in found.findings if each["id"] == "doctor.hung" and each["area"] == "configuration"]
+    assert hung["level"] == "problem"
+    assert hung["text"] == f"no answer within 5 s while the doctor looks at {silent_file_system}"
+    assert "mount it again" in hung["fix"]
+    assert "engine.missing" in found.ids() or "engine.tested" in found.ids()
+    assert "doctor.hung" not in healthy.ids()
 
 
 def test_a_directory_that_a_server_uses(tmp_path: Path) -> None:

@@ -13,7 +13,15 @@ import pytest
 from kvoffload.abc import ByteArray, Tier
 from kvoffload.testing.conformance import keys
 from kvoffload.testing.engine import Clock
-from kvoffload.testing.stores import ClientState, SimulatedChannel, SimulatedClient, SimulatedStore, StoreFaults
+from kvoffload.testing.stores import (
+    ClientState,
+    FaultyCalls,
+    ForgingClient,
+    SimulatedChannel,
+    SimulatedClient,
+    SimulatedStore,
+    StoreFaults,
+)
 from kvoffload.testing.tier_conformance import DEADLINE_S, TierConformance
 from kvoffload.testing.tiers import make_pools
 from kvoffload.tiers.remote.channel import ChannelState
@@ -116,18 +124,20 @@ def test_a_full_store_evicts_or_refuses(refuses: bool) -> None:
     assert sorted(store.values) == (["a", "b"] if refuses else ["b", "c"])
 
 
-def test_a_value_may_be_forged_if_somebody_can() -> None:
+def test_a_value_may_be_forged() -> None:
     store, faults = SimulatedStore(Clock()), StoreFaults(forged=1.0)
     state = ClientState(object(), lambda: faults, Random(0), lambda: None, lambda seconds: None)
-    one, got = SimulatedClient(store, state), data(0)
-    one.put(["a"], [data(1)])
-    assert one.get(["a"], [got]) == [Outcome.OK]
-    assert all(np.array_equal(*pair) for pair in zip(got, data(1), strict=True))
-    state.forge = lambda name, parts: np.concatenate([np.full(100, 9, np.uint8), *parts])
-    assert one.get(["a"], [got]) == [Outcome.OK]
+
+    def forge(name: str, payloads: Sequence[ByteArray]) -> ByteArray:
+        return np.concatenate([np.full(100, 9, np.uint8), *payloads])
+
+    one = ForgingClient(SimulatedClient(store, state), FaultyCalls(store, state), forge, lambda name: [f"of {name}"])
+    got = data(0)
+    assert one.put(["a"], [data(1)]) == [Outcome.OK]
+    assert one.get(["a", "b"], [got, data(0)]) == [Outcome.OK, Outcome.MISSING]
     assert (got[0] == 9).all()
     assert not np.array_equal(got[1], data(1)[1])
-    assert state.misread == {"a"}
+    assert state.misread == {"of a"}
     assert state.injected["forged"] == 1
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -85,9 +86,14 @@ def tier_from_dict(found: Mapping[str, Any]) -> PlannedTier:
 
 def check(arguments: Mapping[str, Any], report: Report) -> None:
     """Reports what is wrong with the configuration, and the fact "plan". ``arguments``: the fields of a Source."""
-    report.stage("reads the configuration")
     if arguments["transfer"] is not None:
         _check_transfer(arguments["transfer"], report)
+    for path in _paths(arguments["options"]):
+        # Reading the configuration touches them. If one hangs, this stage names it.
+        report.stage(f"looks at {path}")
+        with suppress(OSError, ValueError):
+            os.lstat(os.path.expanduser(path))
+    report.stage("reads the configuration")
     read = read_config(arguments["options"])
     plan, errors = _plan(read, report)
     for error in (*read.errors, *errors):
@@ -100,6 +106,15 @@ def check(arguments: Mapping[str, Any], report: Report) -> None:
         figures = {"host_bytes": plan.host_bytes, "num_tiers": len(plan.tiers)}
         report.finding(Finding("config.valid", Level.OK, Area.CONFIGURATION, text, figures=figures))
     report.fact("plan", plan.to_dict())
+
+
+def _paths(options: object) -> Iterator[str]:
+    """Yields every string in parsed JSON that is a path."""
+    if isinstance(options, str) and options.startswith(("/", "~")):
+        yield options
+    elif isinstance(options, (list, dict)):
+        for inner in options.values() if isinstance(options, dict) else options:
+            yield from _paths(inner)
 
 
 @dataclass(frozen=True, slots=True)

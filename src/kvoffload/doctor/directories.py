@@ -323,6 +323,10 @@ class _DirectoryCheck:
             # From here on nothing is left behind, even if this process is killed.
             storage.remove("", "speed")
             try:
+                written.resize(BLOCK_BYTES)
+                one_rate, _ = _move(written, 1, self._seconds, is_read=False)
+                # So that a slow medium, which may have to write zeros first, is done in time.
+                blocks = min(blocks, max(NUM_THREADS, int(one_rate * NUM_THREADS * self._seconds) // BLOCK_BYTES))
                 written.resize(blocks * BLOCK_BYTES)
                 write_rate, blocks = _move(written, blocks, self._seconds, is_read=False)
                 written.sync()
@@ -380,6 +384,8 @@ def _move(file: StoredFile, blocks: int, seconds: float, *, is_read: bool) -> tu
                 move = file.read if is_read else file.write
                 if move([buffer], number * BLOCK_BYTES) != BLOCK_BYTES:
                     raise OSError(errno.EIO, "a part of a block was not moved")
+                if not is_read and file.is_cached:
+                    file.sync()
             except OSError as error:
                 errors.append(error)
 
@@ -393,8 +399,6 @@ def _move(file: StoredFile, blocks: int, seconds: float, *, is_read: bool) -> tu
         thread.start()
     for thread in threads:
         thread.join()
-    if not is_read and not errors:
-        file.sync()
     passed = max(time.perf_counter() - begun, 1e-9)
     if errors:
         raise errors[0]

@@ -99,7 +99,7 @@ class ModelShape:
         return _shape(_read(path), str(path), name, dtype_bytes)
 
 
-DEFAULT_MODEL = ModelShape("Llama-3.1-8B", 131_072.0, 13_958_643_712.0, 524_288.0)
+DEFAULT_MODEL = ModelShape("Llama-3.1-8B", 131_072.0, 13_958_643_712.0, 524_288.0, layers=(LayerKind.FULL,) * 32)
 """bfloat16: 32 layers, 32 query and 8 KV heads of 128, hidden size 4,096, MLP of 14,336."""
 
 

@@ -14,7 +14,7 @@ from kvoffload.testing.stores import ClientState, FaultyCalls, SimulatedStore, S
 from kvoffload.tiers.object_store import bucket
 from kvoffload.tiers.object_store.bucket import Bucket, Found, NewObject, Piece
 from kvoffload.tiers.object_store.client import ObjectStoreClient
-from kvoffload.tiers.object_store.contents import contents
+from kvoffload.tiers.object_store.contents import contents, mark
 from kvoffload.tiers.remote.client import Outcome, StoreClient, StoreError
 from kvoffload.tiers.remote.record import RECORD_BYTES
 
@@ -89,7 +89,9 @@ class SimulatedBucket(Bucket):
         found = Found(value.data.size, self._note(piece.name, value.note))
         if piece.start >= value.data.size:
             return Outcome.OTHER_SIZE
-        self._calls.read(piece.name, value, piece.buffers, slice(piece.start, piece.start + piece.nbytes))
+        if not self._calls.read(piece.name, value, piece.buffers, slice(piece.start, piece.start + piece.nbytes)):
+            # Of another, shorter object.
+            self._state.misread.add(piece.name)
         return found
 
     def _put(self, item: NewObject) -> Outcome:
@@ -137,6 +139,10 @@ class ObjectStoreConnection(StoreConnection):
     def open(self, pools: Sequence[ByteArray]) -> Tier:
         self._value_bytes = RECORD_BYTES + sum(pool.shape[1] for pool in pools)
         return super().open(pools)
+
+    def holders(self, name: str) -> Sequence[str]:
+        found = ((each, Found(value.data.size, value.note)) for each, value in self.medium.store.values.items())
+        return [each for each, what in found if mark(name) in contents(each, what)]
 
     def make_client(self) -> StoreClient:
         assert self.channel is not None

@@ -13,6 +13,8 @@ from kvoffload.abc import ByteArray, Tier
 from kvoffload.testing.servers import Connection, DeletedOthers, SharedMedium, SharingServer
 from kvoffload.testing.stores import (
     ClientState,
+    FaultyCalls,
+    ForgingClient,
     SimulatedChannel,
     SimulatedClient,
     SimulatedStore,
@@ -134,7 +136,6 @@ class StoreConnection(Connection):
             self._stall,
             medium.stall_s,
             lambda: medium.call_s,
-            self._forge if medium.hmac_key else None,
             medium.injected,
         )
 
@@ -148,7 +149,7 @@ class StoreConnection(Connection):
         medium, server, life = self.medium, self.server, self.server.life
         self.channel = self.channel_class(
             lambda: self.worker_class(
-                self.make_client(),
+                self._make_forging_client() if medium.hmac_key else self.make_client(),
                 SeparateBuffers(pools),
                 server.fingerprint,
                 PREFIX,
@@ -171,6 +172,14 @@ class StoreConnection(Connection):
             clock=server.clock,
             random=self.random.random,
         )
+
+    def _make_forging_client(self) -> StoreClient:
+        calls = FaultyCalls(self.medium.store, self.state)
+        return ForgingClient(self.make_client(), calls, self._forge, self.holders)
+
+    def holders(self, name: str) -> Sequence[str]:
+        """Returns the names in the store that have the value ``name`` of a block."""
+        return [name]
 
     def make_client(self) -> StoreClient:
         """Returns the client for one thread of the process that starts."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -44,8 +44,8 @@ class StoreFaults:
     garbage: float = 0.0
     """``get`` returns random bytes."""
     forged: float = 0.0
-    """``get`` returns a block that somebody else has made: its checksums are right, its payload is not. Only for
-    clients with ``ClientState.forge``."""
+    """``get`` returns a block that somebody else has made: its checksums are right, its payload is not. See
+    ``ForgingClient``."""
     rotten: float = 0.0
     """``put`` stores other bytes than it was given."""
     forgotten: float = 0.0
@@ -141,9 +141,6 @@ class ClientState:
     stall_s: float = 30.0
     call_s: Callable[[], float] = lambda: 0.0
     """How long a call takes, without faults."""
-    forge: Callable[[str, Sequence[ByteArray]], ByteArray] | None = None
-    """Returns the value that somebody forges for a name, with these payloads of the ranks; None: servers could not
-    tell it from a real one."""
     injected: Counter[str] = field(default_factory=Counter)
     put: set[str] = field(default_factory=set)
     """Names that this server has put."""
@@ -189,6 +186,13 @@ class FaultyCalls:
         state.injected[fault] += 1
         return True
 
+    def random_bytes(self, nbytes: int) -> ByteArray:
+        return np.frombuffer(self._state.random.randbytes(nbytes), np.uint8)
+
+    def note_misread(self, names: Iterable[str]) -> None:
+        """The server has read other bytes than these names have, and may remove them."""
+        self._state.misread.update(names)
+
     def read(self, name: str, value: StoreValue, buffers: Sequence[ByteArray], part: slice = slice(None)) -> bool:
         """Fills ``buffers`` with this part of ``value``. Returns False, with nothing filled, if it has another size."""
         store, state, rng = self._store, self._state, self._state.random
@@ -198,10 +202,7 @@ class FaultyCalls:
             data = store.values[rng.choice(list(store.values))].data
         data = data[part]
         if self.injects("garbage"):
-            data = np.frombuffer(rng.randbytes(size), np.uint8)
-        if state.forge is not None and self.injects("forged"):
-            parts = [np.frombuffer(rng.randbytes(buffer.size), np.uint8) for buffer in buffers[1:]]
-            data = state.forge(name, parts)
+            data = self.random_bytes(size)
         if data.size != size:
             return False
         end = rng.randrange(size) if self.injects("truncated") else size
@@ -276,6 +277,45 @@ class SimulatedClient(StoreClient):
         if value is None:
             return Outcome.MISSING
         return Outcome.OK if self._calls.read(name, value, buffers) else Outcome.OTHER_SIZE
+
+
+class ForgingClient(StoreClient):
+    """Passes calls on to ``client``; what it has read may be a block that somebody has forged.
+
+    ``forge`` returns the value that somebody makes for a name, with these payloads of the ranks. ``holders`` returns
+    the names in the simulated store that have the value of a name: a server may remove them, because it has found a
+    bad block there.
+    """
+
+    def __init__(
+        self,
+        client: StoreClient,
+        calls: FaultyCalls,
+        forge: Callable[[str, Sequence[ByteArray]], ByteArray],
+        holders: Callable[[str], Iterable[str]],
+    ) -> None:
+        self._client = client
+        self._calls = calls
+        self._forge = forge
+        self._holders = holders
+
+    def exists(self, names: Sequence[str]) -> list[Outcome]:
+        return self._client.exists(names)
+
+    def get(self, names: Sequence[str], buffers: Sequence[Sequence[ByteArray]]) -> list[Outcome]:
+        outcomes = self._client.get(names, buffers)
+        for name, parts, outcome in zip(names, buffers, outcomes, strict=True):
+            if outcome is Outcome.OK and len(parts) > 1 and self._calls.injects("forged"):
+                payloads = [self._calls.random_bytes(part.size) for part in parts[1:]]
+                _fill(parts, self._forge(name, payloads), 0)
+                self._calls.note_misread(self._holders(name))
+        return outcomes
+
+    def put(self, names: Sequence[str], buffers: Sequence[Sequence[ByteArray]]) -> list[Outcome]:
+        return self._client.put(names, buffers)
+
+    def remove(self, names: Sequence[str]) -> list[Outcome]:
+        return self._client.remove(names)
 
 
 class _Crash(BaseException):

@@ -30,6 +30,7 @@ from kvoffload.demo.run import (
     vllm_installed,
 )
 from kvoffload.demo.shared.mooncake import MooncakeStore
+from kvoffload.demo.shared.object_store import ObjectStore
 from kvoffload.demo.shared.redis import RedisStore
 from kvoffload.demo.shared.result import (
     LOAD_DEADLINE_S,
@@ -64,9 +65,10 @@ STORES: dict[str, Callable[[Path, Path], Store]] = {
     "shared_dir": lambda directory, logs: DirectoryStore(directory),
     "redis": lambda directory, logs: RedisStore(logs),
     "mooncake": lambda directory, logs: MooncakeStore(logs),
+    "object_store": lambda directory, logs: ObjectStore(logs),
 }
 """How each store is made, from a directory for its values and one for its logs."""
-TITLES = {store.name: store.title for store in (DirectoryStore, RedisStore, MooncakeStore)}
+TITLES = {store.name: store.title for store in (DirectoryStore, RedisStore, MooncakeStore, ObjectStore)}
 
 
 class Progress(Protocol):

@@ -48,8 +48,8 @@ class _Reading:
 class ObjectStoreClient(StoreClient):
     """Values in ``bucket``. Blocks of the KV cache ``groups`` share objects of up to ``object_bytes`` if they are
     small: consecutive ones of one ``put`` become one object, which has the name of the first of them, and a note that
-    lists them. Blocks of other groups, of which lookups want single ones, have objects of their own. ``value_bytes``
-    is the size of a block's value.
+    lists them. Blocks of other groups, of which lookups want single ones, have objects of their own.
+    ``value_bytes``: the size of a block's value.
 
     The notes say where a value is, never what it is: its bytes are verified by whoever reads it. The object is deleted
     when a value with wrong bytes is removed, or all values are. Until then a value that is removed is hidden from this
@@ -139,7 +139,7 @@ class ObjectStoreClient(StoreClient):
             if not left or (number and self._clock() >= until):
                 break
             groups = self._groups(left, names, buffers)
-            answers = self._bucket.put([_new_object(group, names, marks, buffers) for group in groups])
+            answers = self._bucket.put([new_object(group, names, marks, buffers) for group in groups])
             held: list[list[int]] = []
             for group, answer in zip(groups, answers, strict=True):
                 if answer is Outcome.HELD:
@@ -247,8 +247,9 @@ def _readings(places: Sequence[Place | None], sizes: Sequence[int]) -> list[_Rea
     return readings
 
 
-def _new_object(
+def new_object(
     group: Sequence[int], names: Sequence[str], marks: Sequence[bytes], buffers: Sequence[Sequence[ByteArray]]
 ) -> NewObject:
+    """Returns the object with the values that have these indices."""
     note = make_note([marks[i] for i in group]) if len(group) > 1 else ""
     return NewObject(names[group[0]], note, [part for i in group for part in buffers[i]])
