@@ -10,9 +10,8 @@ import pytest
 from kvoffload.abc import ByteArray, OffloadKey
 from kvoffload.cache.keys import make_offload_key
 from kvoffload.tiers.object_store import contents as contents_module
-from kvoffload.tiers.object_store import obstore_bucket
-from kvoffload.tiers.object_store.bucket import MAX_NOTE, Answer, Found, NewObject
-from kvoffload.tiers.object_store.client import FURTHER_S, ObjectStoreClient
+from kvoffload.tiers.object_store.bucket import MAX_NOTE, Answer, Found
+from kvoffload.tiers.object_store.client import ObjectStoreClient
 from kvoffload.tiers.object_store.contents import (
     MAX_VALUES,
     OBJECT_BYTES,
@@ -23,7 +22,6 @@ from kvoffload.tiers.object_store.contents import (
     values_per_object,
 )
 from kvoffload.tiers.remote.client import Outcome
-from kvoffload.tiers.remote.link import LOOKUP_DEADLINE_S
 from kvoffload.tiers.remote.record import value_name
 from tests.tiers.object_store.memory_bucket import MemoryBucket
 from tests.tiers.object_store.rig import FINGERPRINT, chain
@@ -82,7 +80,7 @@ def store(bucket: MemoryBucket, names: Sequence[str], calls: int = 64) -> None:
 
 def test_how_many_values_share_an_object() -> None:
     assert values_per_object(OBJECT_BYTES) == values_per_object(OBJECT_BYTES * 9) == 1
-    assert values_per_object((2 << 20) + 128) == 3
+    assert values_per_object((2 << 20) + 128) == 4
     assert values_per_object((64 << 10) + 128) == MAX_VALUES
     assert values_per_object(0) == 1
     assert len(make_note([mark(name) for name in CHAIN[:MAX_VALUES]])) <= MAX_NOTE
@@ -256,6 +254,27 @@ def test_requests_that_fail_are_no_answers() -> None:
     assert get(reader, CHAIN[60:70]) == [OK] * 10
 
 
+def test_a_slow_store_is_not_asked_for_everything() -> None:
+    class Slow(MemoryBucket):
+        now, call_s = 0.0, 0.6
+
+        def head(self, names: Sequence[str]) -> list[Answer]:
+            self.now += self.call_s
+            return super().head(names)
+
+    bucket = Slow()
+    writer = client_on(bucket)
+    for name in CHAIN[:12]:
+        put(writer, [name])
+    bucket.take_counts()
+    reader = ObjectStoreClient(bucket, VALUE_BYTES, [0], clock=lambda: bucket.now)
+    found = reader.exists(CHAIN[:20])
+    assert bucket.now == 2 * bucket.call_s
+    assert found == [OK, OK] + [FAILED] * 18
+    bucket.call_s = 0.1
+    assert reader.exists(CHAIN[:20]) == [OK] * 12 + [MISSING] * 8
+
+
 # Removal.
 
 
@@ -290,50 +309,6 @@ def test_an_object_is_deleted_with_all_of_its_values_or_one_that_is_wrong(remove
         assert set(put(client, again)) <= {OK, HELD}
         assert get(client, CHAIN[:4]) == [OK] * 4
         assert get(client_on(bucket), CHAIN[:4]) == [OK] * 4
-
-
-class SlowBucket(MemoryBucket):
-    """Each kind of request takes a time of ``seconds`` on its own clock, however many are made at once. Others store
-    the first value of each object just before ``put``."""
-
-    def __init__(self, **seconds: float) -> None:
-        super().__init__()
-        self.now = 0.0
-        self.is_contended = False
-        self._seconds = seconds
-
-    def head(self, names: Sequence[str]) -> list[Answer]:
-        self.now += self._seconds["head"]
-        return super().head(names)
-
-    def put(self, objects: Sequence[NewObject]) -> list[Outcome]:
-        self.now += self._seconds["put"]
-        for each in objects if self.is_contended else ():
-            self.objects[each.name] = (np.concatenate(value(each.name)), "")
-        return super().put(objects)
-
-    def client(self) -> ObjectStoreClient:
-        return ObjectStoreClient(self, VALUE_BYTES, [0], clock=lambda: self.now)
-
-
-def test_a_slow_store_is_not_asked_again_and_again() -> None:
-    """The client's process is killed if a call outlasts its deadline, and with it what others move."""
-    bucket = SlowBucket(head=0.9 * FURTHER_S, put=0.0)
-    for name in CHAIN[:100]:
-        assert put(client_on(bucket), [name]) == [OK]
-    client = bucket.client()
-    found = client.exists(CHAIN)
-    assert bucket.now < LOOKUP_DEADLINE_S - obstore_bucket.SMALL_BUDGET_S - obstore_bucket.SMALL_TIMEOUT_S
-    # What was learned counts, and what was not asked for may exist.
-    assert found[:1] == [OK]
-    assert set(found[:100]) == {OK, FAILED}
-    # The control: the same store, when it is fast.
-    assert client_on(bucket).exists(CHAIN) == [OK] * 100 + [MISSING] * 100
-
-    bucket = SlowBucket(head=0.0, put=0.6 * FURTHER_S)
-    bucket.is_contended = True
-    assert put(bucket.client(), CHAIN[:10]) == [HELD] * 2 + [FAILED] * 8
-    assert bucket.now == pytest.approx(1.2 * FURTHER_S)
 
 
 def test_places_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:

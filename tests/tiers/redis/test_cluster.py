@@ -175,7 +175,8 @@ def test_a_node_that_hangs_costs_its_names_only(
             assert f"{HOST}:{first.port}: it" in (words := capfd.readouterr().err)
             assert problem in words
         seeds = ",".join(f"{HOST}:{node.port}" for node in (first, *others))
-        found = Nodes(parse_url(f"redis://{seeds}").seeds, Login("", None, 0, None), timeout_s=3.0)
+        monkeypatch.setattr(nodes_module, "START_TIMEOUT_S", 1.0)
+        found = Nodes(parse_url(f"redis://{seeds}").seeds, Login("", None, 0, None))
         assert found.is_cluster
         found.close()
     finally:

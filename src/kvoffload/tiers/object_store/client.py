@@ -23,9 +23,9 @@ from kvoffload.tiers.remote.client import Outcome, StoreClient
 
 MAX_PUTS = 4
 """How often values are put again into further objects because others have stored the first of them meanwhile."""
-FURTHER_S = 1.0
-"""A call makes no further requests that depend on earlier answers once it has taken so long: the process is killed if
-its calls outlast their deadlines, and one request more may take seconds."""
+MORE_WITHIN_S = 1.0
+"""A call that has taken longer asks for nothing more, so that it ends before its deadline. What is not known then has
+failed."""
 
 
 def connect(settings: Mapping[str, Any]) -> ObjectStoreClient:
@@ -65,18 +65,18 @@ class ObjectStoreClient(StoreClient):
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._bucket = bucket
-        self._clock = clock
         self._chained = frozenset(groups)
+        self._clock = clock
         self._object_bytes = object_bytes
         self._step = values_per_object(value_bytes, object_bytes) if bucket.has_notes else 1
         self._places = Places()
 
     def exists(self, names: Sequence[str]) -> list[Outcome]:
         search = Search(names, self._step, self._places, self._chained)
-        until = self._clock() + FURTHER_S
+        begun = self._clock()
         while wanted := search.next_round():
-            if self._clock() >= until:
-                search.give_up()
+            if self._clock() - begun > MORE_WITHIN_S:
+                search.stop()
                 break
             search.take(dict(zip(wanted, self._bucket.head(wanted), strict=True)))
         return search.outcomes()
@@ -134,9 +134,9 @@ class ObjectStoreClient(StoreClient):
         outcomes = [Outcome.FAILED] * len(names)
         marks = [mark(name) for name in names]
         left = list(range(len(names)))
-        until = self._clock() + FURTHER_S
-        for number in range(MAX_PUTS):
-            if not left or (number and self._clock() >= until):
+        begun = self._clock()
+        for _ in range(MAX_PUTS):
+            if not left or self._clock() - begun > MORE_WITHIN_S:
                 break
             groups = self._groups(left, names, buffers)
             answers = self._bucket.put([new_object(group, names, marks, buffers) for group in groups])
@@ -150,7 +150,7 @@ class ObjectStoreClient(StoreClient):
                     self._places.note(names[group[0]], tuple(marks[i] for i in group))
                 for i in group:
                     outcomes[i] = answer
-            left = self._take_held(held, names, marks, outcomes, self._clock() < until) if held else []
+            left = self._take_held(held, names, marks, outcomes) if held else []
         return outcomes
 
     def _groups(
@@ -170,18 +170,13 @@ class ObjectStoreClient(StoreClient):
         return groups
 
     def _take_held(
-        self,
-        held: Sequence[list[int]],
-        names: Sequence[str],
-        marks: Sequence[bytes],
-        outcomes: list[Outcome],
-        may_ask: bool,
+        self, held: Sequence[list[int]], names: Sequence[str], marks: Sequence[bytes], outcomes: list[Outcome]
     ) -> list[int]:
-        """Finds out, if it ``may_ask``, which values of ``held``, objects that others have stored first, are in those.
-        Returns those that are not."""
+        """Finds out which values of ``held``, objects that others have stored first, are in those. Returns those that
+        are not."""
         left = []
         leaders = [group[0] for group in held]
-        several = [i for i, group in zip(leaders, held, strict=True) if len(group) > 1 and may_ask]
+        several = [i for i, group in zip(leaders, held, strict=True) if len(group) > 1]
         found = dict(zip(several, self._bucket.head([names[i] for i in several]), strict=True)) if several else {}
         for leader, group in zip(leaders, held, strict=True):
             outcomes[leader] = Outcome.HELD
