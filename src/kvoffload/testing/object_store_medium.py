@@ -150,6 +150,6 @@ class ObjectStoreConnection(StoreConnection):
             simulated = SimulatedBucket(self.medium.store, self.state, self._values_put)
             object_bytes = self._value_bytes * self._values_per_object
             groups = [i for i, group in enumerate(self.server.life.scenario.groups) if group.is_full] or [0]
-            self._client = self.client_class(simulated, self._value_bytes, groups, object_bytes)
+            self._client = self.client_class(simulated, self._value_bytes, groups, object_bytes, self.server.clock)
             self._made_for = self.channel.num_starts
         return self._client

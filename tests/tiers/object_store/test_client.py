@@ -10,7 +10,7 @@ import pytest
 from kvoffload.abc import ByteArray, OffloadKey
 from kvoffload.cache.keys import make_offload_key
 from kvoffload.tiers.object_store import contents as contents_module
-from kvoffload.tiers.object_store.bucket import MAX_NOTE, Found
+from kvoffload.tiers.object_store.bucket import MAX_NOTE, Answer, Found
 from kvoffload.tiers.object_store.client import ObjectStoreClient
 from kvoffload.tiers.object_store.contents import (
     MAX_VALUES,
@@ -80,7 +80,7 @@ def store(bucket: MemoryBucket, names: Sequence[str], calls: int = 64) -> None:
 
 def test_how_many_values_share_an_object() -> None:
     assert values_per_object(OBJECT_BYTES) == values_per_object(OBJECT_BYTES * 9) == 1
-    assert values_per_object((2 << 20) + 128) == 3
+    assert values_per_object((2 << 20) + 128) == 4
     assert values_per_object((64 << 10) + 128) == MAX_VALUES
     assert values_per_object(0) == 1
     assert len(make_note([mark(name) for name in CHAIN[:MAX_VALUES]])) <= MAX_NOTE
@@ -252,6 +252,27 @@ def test_requests_that_fail_are_no_answers() -> None:
     assert reader.remove([CHAIN[65]]) == [FAILED]
     bucket.broken.clear()
     assert get(reader, CHAIN[60:70]) == [OK] * 10
+
+
+def test_a_slow_store_is_not_asked_for_everything() -> None:
+    class Slow(MemoryBucket):
+        now, call_s = 0.0, 0.6
+
+        def head(self, names: Sequence[str]) -> list[Answer]:
+            self.now += self.call_s
+            return super().head(names)
+
+    bucket = Slow()
+    writer = client_on(bucket)
+    for name in CHAIN[:12]:
+        put(writer, [name])
+    bucket.take_counts()
+    reader = ObjectStoreClient(bucket, VALUE_BYTES, [0], clock=lambda: bucket.now)
+    found = reader.exists(CHAIN[:20])
+    assert bucket.now == 2 * bucket.call_s
+    assert found == [OK, OK] + [FAILED] * 18
+    bucket.call_s = 0.1
+    assert reader.exists(CHAIN[:20]) == [OK] * 12 + [MISSING] * 8
 
 
 # Removal.

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +23,9 @@ from kvoffload.tiers.remote.client import Outcome, StoreClient
 
 MAX_PUTS = 4
 """How often values are put again into further objects because others have stored the first of them meanwhile."""
+MORE_WITHIN_S = 1.0
+"""A call that has taken longer asks for nothing more, so that it ends before its deadline. What is not known then has
+failed."""
 
 
 def connect(settings: Mapping[str, Any]) -> ObjectStoreClient:
@@ -53,17 +57,27 @@ class ObjectStoreClient(StoreClient):
     """
 
     def __init__(
-        self, bucket: Bucket, value_bytes: int, groups: Collection[int], object_bytes: int = OBJECT_BYTES
+        self,
+        bucket: Bucket,
+        value_bytes: int,
+        groups: Collection[int],
+        object_bytes: int = OBJECT_BYTES,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._bucket = bucket
         self._chained = frozenset(groups)
+        self._clock = clock
         self._object_bytes = object_bytes
         self._step = values_per_object(value_bytes, object_bytes) if bucket.has_notes else 1
         self._places = Places()
 
     def exists(self, names: Sequence[str]) -> list[Outcome]:
         search = Search(names, self._step, self._places, self._chained)
+        begun = self._clock()
         while wanted := search.next_round():
+            if self._clock() - begun > MORE_WITHIN_S:
+                search.stop()
+                break
             search.take(dict(zip(wanted, self._bucket.head(wanted), strict=True)))
         return search.outcomes()
 
@@ -120,8 +134,9 @@ class ObjectStoreClient(StoreClient):
         outcomes = [Outcome.FAILED] * len(names)
         marks = [mark(name) for name in names]
         left = list(range(len(names)))
+        begun = self._clock()
         for _ in range(MAX_PUTS):
-            if not left:
+            if not left or self._clock() - begun > MORE_WITHIN_S:
                 break
             groups = self._groups(left, names, buffers)
             answers = self._bucket.put([new_object(group, names, marks, buffers) for group in groups])

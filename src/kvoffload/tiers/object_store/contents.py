@@ -16,11 +16,12 @@ from typing import Any, NamedTuple, TypeAlias
 from xxhash import xxh3_64_digest
 
 from kvoffload.tiers.object_store.bucket import MAX_NOTE, Found
+from kvoffload.tiers.remote.record import RECORD_BYTES
 
-OBJECT_BYTES = 8 << 20
-"""Values that are smaller share objects of up to this size."""
 MAX_VALUES = 64
 """Values in one object. Their marks take 11 bytes each, and some stores allow 2 KB of metadata."""
+OBJECT_BYTES = (8 << 20) + MAX_VALUES * RECORD_BYTES
+"""Smaller values share objects of up to this size: blocks of 8 MiB, with their records."""
 MAX_PLACES = 1 << 17
 """Values of which the place is remembered; beyond that those of the oldest objects are forgotten."""
 MAX_HIDDEN = 1 << 14

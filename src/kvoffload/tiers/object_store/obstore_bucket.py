@@ -20,7 +20,7 @@ from kvoffload.tiers.object_store.bucket import Answer, Bucket, Found, NewObject
 from kvoffload.tiers.object_store.errors import Problem, classify, explain
 from kvoffload.tiers.remote.client import Outcome, StoreError
 
-SMALL_REQUESTS = 32
+SMALL_REQUESTS = 64
 """Requests without bytes at once."""
 TRANSFERS = 16
 """Objects read at once, and objects written."""

@@ -98,9 +98,13 @@ class Search:
             if self._answers[i] is None and value in found:
                 self._answers[i] = Outcome.OK
 
+    def stop(self) -> None:
+        """Ends the search early."""
+        self._has_failed = True
+
     def outcomes(self) -> list[Outcome]:
-        """Returns OK, MISSING or FAILED per name. After a request that failed, a name that was not asked for may
-        exist."""
+        """Returns OK, MISSING or FAILED per name. After a request that failed, or an early end, a name that was not
+        asked for may exist."""
         unknown = Outcome.FAILED if self._has_failed else Outcome.MISSING
         return [
             answer or (Outcome.MISSING if self._asked.get(name) else unknown)
