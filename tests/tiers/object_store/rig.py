@@ -6,6 +6,7 @@ import contextlib
 import importlib.util
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -120,6 +121,8 @@ class FakeS3:
 
     objects: dict[str, Stored] = field(default_factory=dict)
     requests: list[tuple[str, str]] = field(default_factory=list)
+    signers: set[str] = field(default_factory=set)
+    """The access keys with which requests were signed."""
     answers: dict[str, tuple[int, str]] = field(default_factory=dict)
     is_conditional: bool = True
     drip_s: float = 0.0
@@ -177,6 +180,7 @@ class FakeS3:
 
     def refuses(self, request: BaseHTTPRequestHandler) -> bool:
         self.requests.append((request.command, self.name(request.path)))
+        self.signers.update(re.findall(r"Credential=([^/]*)/", request.headers.get("Authorization", "")))
         answer = self.answers.get(request.command)
         if self.storms > 0:
             self.storms -= 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -304,6 +305,34 @@ def test_a_store_that_refuses_at_start_is_explained_without_secrets(
     assert raised.value.__cause__ is None
     for secret in (SECRET, KEY_ID):
         assert secret not in str(raised.value)
+
+
+def test_credentials_come_from_the_environment_or_a_profile(
+    fake: FakeS3, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bucket(fake.endpoint).close()
+    assert fake.signers == {KEY_ID}
+    for name in list(os.environ):
+        if name.startswith("AWS_"):
+            monkeypatch.delenv(name)
+    settings = {"url": "s3://kv-bucket/folder", "endpoint": fake.endpoint, "prefix": "kv"}
+    monkeypatch.setenv("AWS_METADATA_ENDPOINT", "http://127.0.0.1:9")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    with pytest.raises(StoreError, match="s3://kv-bucket/folder: no credentials were found; set AWS_ACCESS_KEY_ID"):
+        open_bucket(settings)
+    path = tmp_path / "shared"
+    path.write_text("[llm]\naws_access_key_id = OFPROFILE\naws_secret_access_key = PLANTED\n")
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(path))
+    monkeypatch.setenv("AWS_PROFILE", "other")
+    pytest.importorskip("boto3")
+    with pytest.raises(StoreError, match=r"the profile of AWS_PROFILE has no credentials .*run aws configure"):
+        open_bucket(settings)
+    monkeypatch.setenv("AWS_PROFILE", "llm")
+    open_bucket(settings).close()
+    assert fake.signers == {KEY_ID, "OFPROFILE"}
+    monkeypatch.setattr(obstore_bucket.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(StoreError, match="profiles need boto3; run pip install boto3"):
+        open_bucket(settings)
 
 
 def test_an_endpoint_where_nothing_listens() -> None:

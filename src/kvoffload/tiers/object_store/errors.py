@@ -13,6 +13,8 @@ _STATUS = re.compile(r"status(?: code)?: ([1-5][0-9]{2})\b")
 _CODE = re.compile(r"<Code>([A-Za-z]{3,40})</Code>")
 _FULL_CODES = ("QuotaExceeded", "XMinioStorageFull", "StorageFull", "InsufficientStorage", "InsufficientCapacity")
 _KEYS_CODES = ("InvalidAccessKeyId", "SignatureDoesNotMatch", "InvalidToken", "AuthFailure")
+_SERVICES = ("169.254.", "/latest/", "metadata", "oauth2", "credential")
+"""What addresses and messages of the services have that give credentials to machines."""
 _SLOW_CODES = ("SlowDown", "Throttling", "RequestLimitExceeded", "ServerBusy")
 
 
@@ -73,7 +75,7 @@ def classify(error: BaseException) -> Problem:
         return by_status.get(status, Problem.OTHER)
     if "redirect without LOCATION" in text:
         return Problem.OTHER_REGION
-    if "169.254." in text or "metadata.google" in text or "credential" in text.lower():
+    if any(each in text.lower() for each in _SERVICES):
         return Problem.NO_CREDENTIALS
     if "TimedOut" in text or "timed out" in text or "kind: Timeout" in text:
         return Problem.TIMEOUT
