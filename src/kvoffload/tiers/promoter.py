@@ -314,6 +314,8 @@ class Promoter:
     def _explain_failures(self, tier: TierState, failed: Sequence[TierResult]) -> None:
         corrupt = [result.key for result in failed if result.error is TierError.CORRUPT]
         unread = [result.key for result in failed if result.error in (TierError.IO, TierError.NO_SPACE)]
+        # Others have evicted it since the lookup, or this process has deleted it.
+        self._reasons.record([result.key for result in failed if result.error is TierError.GONE], MissReason.EVICTED)
         for keys, counter, reason in (
             (corrupt, "bad_blocks", MissReason.CORRUPT),
             (unread, "read_failures", MissReason.READ_FAILED),

@@ -90,7 +90,7 @@ class RedisServer:
 def make_client(url: str, timeout_s: float = TIMEOUT_S, **options: Any) -> RedisClient:
     """Returns a client of the store at ``url``, in this process. Each call may take ``timeout_s``."""
     config = RedisConfig(url=url, **options)
-    nodes = Nodes(parse_url(url).seeds, Login.from_settings(config.settings()), TIMEOUT_S)
+    nodes = Nodes(parse_url(url).seeds, Login.from_settings(config.settings()))
     return RedisClient(nodes, config.ttl_s, lookup_timeout_s=timeout_s, transfer_timeout_s=timeout_s)
 
 

@@ -18,7 +18,7 @@ from tests.tiers.redis.rig import TIMEOUT_S, FakeServer, make_client, names
 SIZE = 1000
 WAIT_S = 0.3
 """The timeout of calls whose reply never is complete."""
-WAITING = ("says nothing", "says half", "drips", "garbage")
+WAITING = ("says nothing", "says half", "drips", "drips fast", "garbage")
 VALUE = b"v" * SIZE
 GOOD = b"$%d\r\n%b\r\n" % (SIZE, VALUE)
 T = TypeVar("T")
@@ -42,13 +42,13 @@ def says(data: bytes) -> Act:
     return lambda send: send(data)
 
 
-def drips(data: bytes) -> Act:
+def drips(data: bytes, pause_s: float = WAIT_S / 8) -> Act:
     """A byte now and then: each comes in time, and all together do not."""
 
     def act(send: Send) -> None:
         for i in range(len(data)):
             send(data[i : i + 1])
-            time.sleep(WAIT_S / 8)
+            time.sleep(pause_s)
 
     return act
 
@@ -64,6 +64,7 @@ BAD: dict[str, Act] = {
     "says nothing": says(b""),
     "says half": says(GOOD[:-500]),
     "drips": drips(GOOD),
+    "drips fast": drips(GOOD, 2 * WAIT_S / SIZE),
     "a line without an end": says(b"$" + b"1" * (32 << 10)),
     "bytes behind the announced size": says(b"$%d\r\n%b!\r\n" % (SIZE, VALUE)),
     "fewer bytes than announced": says(b"$%d\r\n%b\r\n" % (SIZE, VALUE[:-1]) + GOOD),
@@ -73,7 +74,9 @@ BAD: dict[str, Act] = {
     "a huge size": says(b"$9999999999999\r\n" + VALUE),
     "more digits than a number has": says(b"$" + b"9" * 400 + b"\r\n"),
     "a status": says(b"+OK\r\n"),
-    "a number": says(b":1\r\n"),
+    "a number": says(b":1\r\n" + GOOD),
+    "a number as large as the value": says(b":" + GOOD[1:]),
+    "a status as large as the value": says(b"+" + GOOD[1:]),
     "an array": says(b"*1\r\n" + GOOD),
     "a push of another protocol": says(b">2\r\n+invalidate\r\n*0\r\n"),
     "garbage": says(bytes(range(128, 256)) * 20),
@@ -197,7 +200,15 @@ def test_a_write_that_is_answered_wrongly_fails(reply: bytes) -> None:
 
 
 @pytest.mark.parametrize(
-    "reply", [b"*1\r\n" * 20 + b":1\r\n", b"*9999999\r\n", b"*2\r\n*1\r\n:1\r\n:2\r\n", b"*1\r\n*3\r\n:0\r\n:x\r\n"]
+    "reply",
+    [
+        b"*1\r\n" * 20 + b":1\r\n",
+        b"*9999999\r\n",
+        b"*3\r\n" + (b"*60000\r\n" + b":1\r\n" * 60000) * 3,
+        b"*2\r\n*1\r\n:1\r\n:2\r\n",
+        b"*1\r\n*3\r\n:0\r\n:x\r\n",
+    ],
+    ids=["deep", "huge", "long", "shapeless", "no number"],
 )
 def test_a_server_that_describes_no_cluster_is_not_used(reply: bytes) -> None:
     server = FakeServer(lambda words, send: send(reply), answers_setup=False)

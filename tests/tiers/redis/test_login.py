@@ -164,6 +164,14 @@ def tls(authority: Authority) -> Iterator[str]:
     server.kill()
 
 
+def connections(authority: Authority) -> list[str]:
+    """Returns the ids of kvoffload's connections."""
+    import redis
+
+    with redis.Redis(unix_socket_path=authority.path("redis.sock")) as raw:
+        return [each["id"] for each in raw.client_list() if each["name"] == "kvoffload"]
+
+
 def test_tls_on_both_sides(tls: str, authority: Authority) -> None:
     config = RedisConfig(
         url=tls,
@@ -173,6 +181,8 @@ def test_tls_on_both_sides(tls: str, authority: Authority) -> None:
     )
     assert works(config)
     client = connect(config.settings())
+    before = connections(authority)
+    assert len(before) == 1
     rng = np.random.default_rng(0)
     buffers = [[rng.integers(0, 256, size, dtype=np.uint8) for size in (128, 3 << 20, 5000)] for _ in range(4)]
     found = [[np.zeros_like(part) for part in parts] for parts in buffers]
@@ -184,6 +194,7 @@ def test_tls_on_both_sides(tls: str, authority: Authority) -> None:
     # More values than a record has room for, on a connection that was used before.
     assert client.exists(names(3000)) == [Outcome.OK] * 4 + [Outcome.MISSING] * 2996
     assert client.remove(names(4)) == [Outcome.OK] * 4
+    assert connections(authority) == before, "the connection was not used again"
     client.close()
 
 

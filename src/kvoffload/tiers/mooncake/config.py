@@ -16,6 +16,7 @@ from kvoffload.units import format_bytes, parse_bytes
 
 PROTOCOLS = ("tcp", "rdma")
 LIBRARIES = {
+    "libcurl.so.4": "libcurl4",
     "libibverbs.so.1": "libibverbs1",
     "libnl-3.so.200": "libnl-3-200",
     "libnl-route-3.so.200": "libnl-route-3-200",

@@ -12,7 +12,7 @@ from typing import Any
 
 from kvoffload.abc import ConfigError
 from kvoffload.tiers.redis.location import Address, parse_url
-from kvoffload.tiers.redis.stream import ErrorReply, Lost, Reply, Stream, command
+from kvoffload.tiers.redis.stream import ErrorReply, Late, Lost, Reply, Stream, command
 from kvoffload.tiers.remote.client import StoreError
 
 CLIENT_NAME = "kvoffload"
@@ -79,13 +79,15 @@ class Login:
         """Returns a new connection to ``address``. Raises StoreError, by ``deadline`` of the monotonic clock."""
         try:
             stream = Stream(self._open(address, min(CONNECT_TIMEOUT_S, deadline - time.monotonic())), deadline)
-        except OSError as error:
+        except (OSError, UnicodeError) as error:
+            # UnicodeError: no name of a host.
             raise StoreError(f"{address} cannot be reached ({error})") from error
         try:
             self._log_in(stream)
         except Lost as error:
             stream.close()
-            hint = "" if self.tls is not None else "; write rediss:// if it wants TLS"
+            wants_tls = self.tls is None and not isinstance(error, Late)
+            hint = "; write rediss:// if it wants TLS" if wants_tls else ""
             raise StoreError(f"{address}: {error}{hint}") from error
         except StoreError as error:
             stream.close()

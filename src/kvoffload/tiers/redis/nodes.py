@@ -22,9 +22,12 @@ MAX_IDLE_S = 60.0
 """A connection that was idle for longer is not used again: firewalls forget such connections without a word."""
 REFRESH_PAUSE_S = 1.0
 """The time between two questions about which node has which part."""
-REFRESH_TIMEOUT_S = 2.0
 MAX_ASKED = 4
 """Nodes that are asked that, one after the other, until one answers."""
+START_TIMEOUT_S = 3.0
+"""Time for each of them at first."""
+REFRESH_TIMEOUT_S = 0.5
+"""Time for each of them later, within the time of a lookup."""
 
 
 class Node:
@@ -51,7 +54,7 @@ class Node:
             except BaseException:
                 stream.close()
                 raise
-            if stream.is_sound and not stream.has_unread:
+            if stream.is_sound:
                 stream.idle_since = time.monotonic()
                 self._idle.append(stream)
             else:
@@ -76,27 +79,26 @@ class Nodes:
     """The servers of a store that is reached through ``seeds``: one server, or the nodes of a Cluster that have parts
     of its names. Several threads may use it. Raises StoreError if none of the seeds can be reached."""
 
-    def __init__(self, seeds: Sequence[Address], login: Login, timeout_s: float = REFRESH_TIMEOUT_S) -> None:
+    def __init__(self, seeds: Sequence[Address], login: Login) -> None:
         self._login = login
-        self._timeout_s = timeout_s
         self._seeds = list(seeds)
         self._nodes: dict[Address, Node] = {}
-        self._ends: list[int] = []
-        """The last slots of ranges, in order. Empty if the store is no Cluster."""
-        self._owners: list[Address] = []
+        self._map: tuple[list[int], list[Address]] = ([], [])
+        """The last slots of ranges, in order, and their owners. Without slots, the store is no Cluster, and has one
+        owner."""
         self._is_stale = False
         self._not_before = 0.0
         self._refreshing = threading.Lock()
-        self._ask(self._seeds)
+        self._ask(self._seeds, START_TIMEOUT_S)
 
     @property
     def is_cluster(self) -> bool:
-        return bool(self._ends)
+        return bool(self._map[0])
 
     @property
     def first(self) -> Node:
         """The server that is not part of a Cluster, or any node."""
-        return self.node(self._owners[0])
+        return self.node(self._map[1][0])
 
     def node(self, address: Address) -> Node:
         found = self._nodes.get(address)
@@ -106,7 +108,7 @@ class Nodes:
         """Returns the indexes of the names that each node has."""
         if self._is_stale:
             self._refresh()
-        ends, owners = self._ends, self._owners
+        ends, owners = self._map
         if not ends:
             return {owners[0]: list(range(len(names)))}
         parts: dict[Address, list[int]] = {}
@@ -125,19 +127,19 @@ class Nodes:
         try:
             self._not_before = time.monotonic() + REFRESH_PAUSE_S
             self._is_stale = False
-            self._ask([*dict.fromkeys(self._owners), *self._seeds])
+            self._ask([*dict.fromkeys(self._map[1]), *self._seeds], REFRESH_TIMEOUT_S)
         except StoreError:
             self._is_stale = True
         finally:
             self._refreshing.release()
 
-    def _ask(self, addresses: Iterable[Address]) -> None:
-        """Asks the first of ``addresses`` that answers whether it is part of a Cluster, and which."""
-        deadline = time.monotonic() + self._timeout_s
+    def _ask(self, addresses: Iterable[Address], timeout_s: float) -> None:
+        """Asks the first of ``addresses`` that answers whether it is part of a Cluster, and which. Each has
+        ``timeout_s``."""
         problems = []
         for _, address in zip(range(MAX_ASKED), addresses, strict=False):
             try:
-                with self.node(address).connection(deadline) as stream:
+                with self.node(address).connection(time.monotonic() + timeout_s) as stream:
                     stream.send([command(b"CLUSTER", b"SLOTS")])
                     reply = stream.reply()
                 self._take(reply, address)
@@ -154,19 +156,19 @@ class Nodes:
             # It is no Cluster, or the user may not ask. Then other nodes are named in errors, which say so.
             if self.is_cluster or len(self._seeds) > 1:
                 raise StoreError(f"{asked} does not answer as a node of a Cluster ({reply.text}); name one server")
-            self._owners = [asked]
+            self._map = ([], [asked])
             return
         ranges = sorted(_ranges(reply, asked))
         if not ranges:
             raise StoreError(f"{asked}: its Cluster has no nodes with slots yet")
-        # In this order, a thread that splits names meanwhile finds an owner for each end.
         owners = [owner for _, owner in ranges]
-        self._ends, self._owners = [end for end, _ in ranges], owners
-        for address in [address for address in self._nodes if address not in owners]:
-            self._nodes.pop(address).close()
+        self._map = ([end for end, _ in ranges], owners)
+        for address in list(self._nodes):
+            if address not in owners:
+                self._nodes.pop(address).close()
 
     def close(self) -> None:
-        for node in self._nodes.values():
+        for node in list(self._nodes.values()):
             node.close()
 
 

@@ -27,7 +27,8 @@ HEADER_BYTES = 32
 MAX_REPLY_BYTES = 8 << 20
 """The longest reply that does not go into the caller's memory."""
 MAX_VALUE_BYTES = 512 << 20
-MAX_ITEMS = 1 << 16
+MAX_ITEMS = 1 << 17
+"""Parts of one reply, all levels together."""
 MAX_DEPTH = 8
 MAX_BUFFERS = 512
 """Buffers of one system call."""
@@ -43,6 +44,10 @@ Buffer: TypeAlias = bytes | memoryview
 
 class Lost(StoreError):
     """The connection cannot be used any more."""
+
+
+class Late(Lost):
+    """The deadline has passed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +85,9 @@ class Stream:
         self._limits: dict[int, float] = {}
         """The timeouts that the kernel has."""
         self._ending = bytearray(2)
+        """What has come behind a value."""
+        self._num_items = 0
+        """Parts of the reply that is received."""
         self._begin = self._end = 0
         """The part of the buffer that has been received and not used yet."""
 
@@ -109,7 +117,7 @@ class Stream:
                 else:
                     sent = self._socket.sendmsg(views[first : first + MAX_BUFFERS])
             except (TimeoutError, BlockingIOError):
-                raise Lost("it takes no more data in time") from None
+                raise Late("it takes no more data in time") from None
             except OSError as error:
                 raise Lost(f"the connection is lost ({error})") from None
             first = _advance(views, first, sent)
@@ -118,6 +126,7 @@ class Stream:
 
     def reply(self) -> Reply:
         """Returns the next reply."""
+        self._num_items = 0
         return self._reply(MAX_DEPTH)
 
     def reply_into(self, buffers: Sequence[memoryview]) -> int | ErrorReply | None:
@@ -143,6 +152,9 @@ class Stream:
     def _reply(self, depth: int) -> Reply:
         line = self._line(BUFFER_BYTES)
         kind, rest = line[:1], line[1:]
+        self._num_items += 1
+        if self._num_items > MAX_ITEMS:
+            raise Lost("it has sent a reply with too many parts")
         if kind == b"+":
             return rest
         if kind == b"-":
@@ -198,7 +210,7 @@ class Stream:
             tls = self._is_tls
             count = self._socket.recv_into(views[0]) if tls else self._socket.recvmsg_into(views, 0, flags)[0]
         except (TimeoutError, BlockingIOError):
-            raise Lost("it does not answer in time") from None
+            raise Late("it does not answer in time") from None
         except OSError as error:
             raise Lost(f"the connection is lost ({error})") from None
         if not count:
@@ -209,7 +221,7 @@ class Stream:
         """Limits the next system call to the time that is left."""
         left = self.deadline - time.monotonic()
         if left <= 0:
-            raise Lost("it does not answer in time")
+            raise Late("it does not answer in time")
         if self._is_tls:
             self._socket.settimeout(left)
         elif abs(self._limits.get(option, math.inf) - left) > TOLERANCE_S:
