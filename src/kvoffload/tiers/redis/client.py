@@ -36,7 +36,7 @@ def connect(settings: Mapping[str, Any]) -> RedisClient:
     try:
         nodes = Nodes(parse_url(settings["url"]).seeds, Login.from_settings(settings))
     except ConfigError as error:
-        # A file has become another one since the server was started.
+        # A file has been replaced since the server was started.
         raise StoreError(str(error)) from error
     note = memory_note(nodes, settings["ttl_s"])
     if note:

@@ -19,7 +19,7 @@ NUM_SLOTS = 16384
 MAX_CONNECTIONS = 6
 """Connections per server: as many as threads use a client."""
 MAX_IDLE_S = 60.0
-"""A connection that was idle for longer is not used again: firewalls forget such connections without a word."""
+"""A connection that was idle for longer is not used again: firewalls drop such connections silently."""
 REFRESH_PAUSE_S = 1.0
 """The time between two questions about which node has which part."""
 MAX_ASKED = 4
