@@ -23,6 +23,8 @@ from kvoffload.doctor.findings import Finding
 from kvoffload.tiers.remote.child import end_with_parent
 from kvoffload.units import printable
 
+CLEAN_UP_S = 1.0
+"""Time for a check that is ended to remove its files and values."""
 KILL_WAIT_S = 1.0
 """A process that the kernel cannot end, because it waits for a dead medium, is left behind after this."""
 POLL_S = 0.1
@@ -135,6 +137,9 @@ class CheckProcess:
             self._answers = -1
         if process is None:
             return
+        with suppress(OSError, subprocess.TimeoutExpired):
+            process.terminate()
+            process.wait(CLEAN_UP_S)
         with suppress(OSError):
             # Its own session: whatever a store's client has started ends too.
             os.killpg(process.pid, signal.SIGKILL)
@@ -198,6 +203,8 @@ class CheckProcess:
 def main(descriptor: int) -> None:
     """Runs checks that the parent names, until it closes its end."""
     end_with_parent(os.getppid())
+    # Ended by an exception, so that a check removes what it has made.
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(1))
     os.set_inheritable(descriptor, False)
     report = Report(descriptor)
     for line in sys.stdin.buffer:

@@ -80,6 +80,10 @@ class _StoreCheck:
                 "store.connects", Level.OK, f"connects to {store.address}", figures={"connect_ms": round(took * 1e3, 1)}
             )
             self._ask(client)
+            advice = client.advice()
+            if advice:
+                text, _, fix = advice.partition("; ")
+                self._found("store.advice", Level.WARNING, text, fix)
             self._move(client)
             self._ask_for_the_time()
         finally:

@@ -69,5 +69,10 @@ class StoreClient(ABC):
         """Says that these values had other bytes than were put, when they were last read. They are removed next. By
         default does nothing."""
 
+    def advice(self) -> str:
+        """Returns what is wrong with the settings of the store itself, and what to do, for the log. By default
+        nothing."""
+        return ""
+
     def close(self) -> None:
         """Leaves the store. By default does nothing."""
