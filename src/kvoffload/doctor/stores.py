@@ -147,7 +147,7 @@ class _StoreCheck:
             self._report.fact("read_bytes_per_s", get_rate)
             text = f"puts {put_rate / 1e9:.2f} GB/s, gets {get_rate / 1e9:.2f} GB/s in values of 2 MiB"
             if self._store.settings.get("segment_bytes"):
-                text += ", of which this machine may hold some itself"
+                text += "; some of the values may be in this machine's own memory"
             figures: dict[str, Figure] = {
                 "put_bytes_per_s": round(put_rate),
                 "get_bytes_per_s": round(get_rate),

@@ -26,6 +26,8 @@ BUILTIN = {
     "object_store": "kvoffload.tiers.object_store.config:ObjectStoreConfig",
 }
 """The TierConfig of each kind by its import path: only what is used is imported."""
+_SECRET = re.compile("passw|secret|token|credential|key", re.IGNORECASE)
+"""Unknown keys whose values may be secret."""
 MAX_SHOWN = 200
 """Characters of a wrong entry that an error shows."""
 
@@ -219,7 +221,7 @@ def _make(found: type[TierConfig], given: Mapping[Any, Any]) -> TierConfig:
             near = difflib.get_close_matches(str(key), known, n=1, cutoff=0.5)
             hint = f"did you mean {near[0]}?" if near else "remove it."
             # Somebody may have written a password here, and logs keep errors.
-            value = "***" if "password" in str(key).lower() else _shown(given[key])
+            value = "***" if _SECRET.search(str(key)) else _shown(given[key])
             raise ConfigError(
                 f"{key}={value}: unknown key of a tier of kind {found.kind}; {hint} Known: kind, {', '.join(known)}"
             )

@@ -28,7 +28,7 @@ class Problem(enum.Enum):
     )
     REFUSED = (
         "access is refused; the credentials need s3:GetObject, s3:PutObject, s3:DeleteObject and s3:ListBucket, "
-        "without which a missing object is refused too, or their like in other stores"
+        "without which a missing object is refused too, or the equivalent rights in other stores"
     )
     NO_BUCKET = "there is no such bucket; create it or correct url"
     OTHER_REGION = "the bucket is in another region; set region"
