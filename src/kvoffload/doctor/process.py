@@ -15,8 +15,8 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from typing import Any
 
 from kvoffload.doctor.findings import Finding
@@ -39,6 +39,25 @@ class Report:
 
     def __init__(self, descriptor: int) -> None:
         self._descriptor = descriptor
+        self._is_whole = False
+        self._is_ended = False
+
+    def end_check(self) -> None:
+        """Ends the check by an exception, so that it removes what it has made; in ``whole`` when that is over."""
+        self._is_ended = True
+        if not self._is_whole:
+            sys.exit(1)
+
+    @contextmanager
+    def whole(self) -> Iterator[None]:
+        """Returns a context in which the check is not ended: what is being made could not be removed yet."""
+        self._is_whole = True
+        try:
+            yield
+        finally:
+            self._is_whole = False
+        if self._is_ended:
+            sys.exit(1)
 
     def begin(self) -> None:
         self._send({"begin": True})
@@ -203,10 +222,9 @@ class CheckProcess:
 def main(descriptor: int) -> None:
     """Runs checks that the parent names, until it closes its end."""
     end_with_parent(os.getppid())
-    # Ended by an exception, so that a check removes what it has made.
-    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(1))
     os.set_inheritable(descriptor, False)
     report = Report(descriptor)
+    signal.signal(signal.SIGTERM, lambda number, frame: report.end_check())
     for line in sys.stdin.buffer:
         request = json.loads(line)
         module, _, name = request["check"].partition(":")
