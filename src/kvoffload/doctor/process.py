@@ -151,14 +151,16 @@ class CheckProcess:
     def close(self) -> None:
         """Ends the process. May be called at any time; the next check starts another one."""
         process, self._process, self._buffer = self._process, None, b""
+        if process is not None:
+            # It may still report what it removes.
+            with suppress(OSError, subprocess.TimeoutExpired):
+                process.terminate()
+                process.wait(CLEAN_UP_S)
         if self._answers >= 0:
             os.close(self._answers)
             self._answers = -1
         if process is None:
             return
-        with suppress(OSError, subprocess.TimeoutExpired):
-            process.terminate()
-            process.wait(CLEAN_UP_S)
         with suppress(OSError):
             # Its own session: whatever a store's client has started ends too.
             os.killpg(process.pid, signal.SIGKILL)
