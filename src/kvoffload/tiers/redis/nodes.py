@@ -30,6 +30,9 @@ REFRESH_TIMEOUT_S = 0.5
 """Time for each of them later, within the time of a lookup."""
 REST_S = 5.0
 """How long a node of a Cluster that has not answered in time is not asked for names."""
+SERVER_REST_S = 1.0
+"""The same for a server that is no Cluster: calls that waited behind the one that has failed would outlast their
+deadlines."""
 
 
 class Node:
@@ -127,8 +130,7 @@ class Nodes:
 
     def note_hung(self, address: Address) -> None:
         """A node did not answer in time. The time of the next calls belongs to the others."""
-        if self.is_cluster:
-            self._rests[address] = time.monotonic() + REST_S
+        self._rests[address] = time.monotonic() + (REST_S if self.is_cluster else SERVER_REST_S)
 
     def rests(self, address: Address) -> bool:
         """Returns whether a node is not asked for names now."""

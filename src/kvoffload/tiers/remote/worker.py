@@ -14,7 +14,7 @@ from kvoffload.tiers.remote.record import Verdict, namespace, pack_record, value
 
 RETRY_WITHIN_S = 1.0
 """Lookups and reads that fail sooner than this are tried once more: a connection that was lost is made again then."""
-MORE_WITHIN_S = 6.0
+MORE_WITHIN_S = 4.0
 """A call of the client that is not the first of a request begins only within this time. Together with the longest call
 this stays below the deadline of transfers, see ``link``."""
 RETRY_PAUSE_S = 0.2
