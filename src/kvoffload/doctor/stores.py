@@ -80,6 +80,10 @@ class _StoreCheck:
                 "store.connects", Level.OK, f"connects to {store.address}", figures={"connect_ms": round(took * 1e3, 1)}
             )
             self._ask(client)
+            advice = client.advice()
+            if advice:
+                text, _, fix = advice.partition("; ")
+                self._found("store.advice", Level.WARNING, text, fix)
             self._move(client)
             self._ask_for_the_time()
         finally:
@@ -191,7 +195,8 @@ class _StoreCheck:
 
     def _put(self, client: StoreClient, names: Sequence[str], values: ByteArray) -> bool:
         """Returns whether the store has room. Raises StoreError."""
-        outcomes = client.put(names, [[value] for value in values])
+        with self._report.whole():
+            outcomes = client.put(names, [[value] for value in values])
         if Outcome.FULL not in outcomes and any(outcome is not Outcome.OK for outcome in outcomes):
             raise StoreError("it did not store a value")
         return Outcome.FULL not in outcomes

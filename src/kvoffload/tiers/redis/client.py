@@ -38,9 +38,6 @@ def connect(settings: Mapping[str, Any]) -> RedisClient:
     except ConfigError as error:
         # A file has been replaced since the server was started.
         raise StoreError(str(error)) from error
-    note = memory_note(nodes, settings["ttl_s"])
-    if note:
-        print(note, file=sys.stderr, flush=True)
     return RedisClient(nodes, settings["ttl_s"])
 
 
@@ -56,6 +53,7 @@ class RedisClient(StoreClient):
         transfer_timeout_s: float = TRANSFER_TIMEOUT_S,
     ) -> None:
         self._nodes = nodes
+        self._ttl_s = ttl_s
         self._lookup_timeout_s = lookup_timeout_s
         self._transfer_timeout_s = transfer_timeout_s
         options = (b"NX",) if ttl_s is None else (b"NX", b"EX", b"%d" % ttl_s)
@@ -192,6 +190,9 @@ class RedisClient(StoreClient):
             stream.is_sound = False
             call.note(f"{address}: {explain(answer)}")
 
+    def advice(self) -> str:
+        return memory_note(self._nodes, self._ttl_s)
+
     def close(self) -> None:
         self._nodes.close()
 
@@ -285,13 +286,15 @@ def memory_note(nodes: Nodes, ttl_s: int | None) -> str:
         return ""
     fields = dict(line.split(":", 1) for line in reply.decode("ascii", "replace").splitlines() if ":" in line)
     limit, policy = fields.get("maxmemory", ""), fields.get("maxmemory_policy", "")
-    fix = "maxmemory-policy allkeys-lru makes it evict what is not used"
     if limit == "0":
-        return f"{node.address} has no memory limit, and takes all of its machine: set maxmemory there; {fix}"
+        return (
+            f"{node.address} has no memory limit, and may take all memory of its machine; set maxmemory there, and "
+            "maxmemory-policy allkeys-lru, so that it evicts what is not used"
+        )
     evicts_none = policy == "noeviction" or (policy.startswith("volatile") and ttl_s is None)
     if limit.isdecimal() and evicts_none:
         return (
             f"{node.address} stores nothing new once its {format_bytes(int(limit))} are full, because "
-            f"maxmemory-policy is {policy}; {fix}"
+            f"maxmemory-policy is {policy}; set allkeys-lru, so that it evicts what is not used"
         )
     return ""

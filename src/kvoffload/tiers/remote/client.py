@@ -70,5 +70,10 @@ class StoreClient(ABC):
         the others go with them, and count as missing. By default returns all."""
         return list(names)
 
+    def advice(self) -> str:
+        """Returns what is wrong with the settings of the store itself, and what to do, for the log. By default
+        nothing."""
+        return ""
+
     def close(self) -> None:
         """Leaves the store. By default does nothing."""
