@@ -110,7 +110,10 @@ class StoreWorker:
                 again = self._get([keys[i] for i in bad], [names[i] for i in bad], [slots[i] for i in bad])
             for i, status in zip(bad, again, strict=True):
                 statuses[i] = status
-            self._client.distrust([names[i] for i in bad if statuses[i] is Status.CORRUPT])
+            corrupt = [i for i in bad if statuses[i] is Status.CORRUPT]
+            removed = frozenset(self._client.distrust([names[i] for i in corrupt]))
+            for i in corrupt:
+                statuses[i] = Status.CORRUPT if names[i] in removed else Status.MISSING
         return statuses
 
     def _get(self, keys: Sequence[OffloadKey], names: Sequence[str], slots: Sequence[int]) -> list[Status]:
