@@ -41,7 +41,7 @@ SOAK_TIMEOUT_S := 7200
 SIMULATIONS    := 10000
 STREAM_SCHEDULES := 2000
 # What the simulated servers of make soak share.
-MEDIA          := store shared_dir
+MEDIA          := store object_store shared_dir
 SOAK_SCALE     := 50
 # Above 1: make soak then runs the tests of real vLLM that make test skips because they take long.
 SOAK_SCALE_VLLM := 2

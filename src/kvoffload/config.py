@@ -15,7 +15,7 @@ from kvoffload.abc import ConfigError
 from kvoffload.cache.policies import policy_class
 from kvoffload.host.limits import available_memory, total_memory
 from kvoffload.host.pool import padded_slot_bytes
-from kvoffload.settings import absolute_path, check_deadline, check_whole_number
+from kvoffload.settings import absolute_path, check_deadline, check_whole_number, shown_unknown
 from kvoffload.tiers.config import TierConfig, TierEntry, check_distinct, distinct_names, load_tiers
 from kvoffload.tiers.disk.config import DiskConfig
 from kvoffload.units import format_bytes, parse_bytes
@@ -89,7 +89,9 @@ class OffloadConfig:
             if name not in known:
                 near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
                 hint = f"did you mean {near[0]}?" if near else "remove it."
-                raise ConfigError(f"{name}={options[name]!r}: unknown option; {hint} Known: {', '.join(known)}")
+                raise ConfigError(
+                    f"{name}={shown_unknown(name, options[name])}: unknown option; {hint} Known: {', '.join(known)}"
+                )
         if options.get("host_bytes") is None:
             free = available_memory()
             raise ConfigError(

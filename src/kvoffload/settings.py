@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import inspect
 import os
+import re
 from typing import TypeVar
 
 from kvoffload.abc import ConfigError
@@ -14,6 +15,22 @@ Base = TypeVar("Base")
 MAX_WHOLE_NUMBER = 1 << 30
 """The largest value of a setting that counts something: far above useful values, and safe in arithmetic."""
 MAX_DEADLINE_MS = 3_600_000.0
+MAX_SHOWN = 200
+"""Characters of a wrong value that an error shows."""
+_SECRET = re.compile("passw|secret|token|credential|key", re.IGNORECASE)
+"""Unknown settings whose values may be secret."""
+
+
+def shown(value: object) -> str:
+    """Returns ``value`` as errors show it."""
+    text = repr(value)
+    return text if len(text) <= MAX_SHOWN else text[: MAX_SHOWN - 3] + "..."
+
+
+def shown_unknown(name: object, value: object) -> str:
+    """Returns the value of an unknown setting as errors show it. Somebody may have written a password there, and logs
+    keep errors."""
+    return "***" if _SECRET.search(str(name)) else shown(value)
 
 
 def absolute_path(setting: str, value: object, example: str) -> str:

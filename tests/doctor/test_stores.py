@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import re
+import signal
 import subprocess
+import sys
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -25,6 +29,7 @@ from tests.tiers.redis.rig import RedisServer, free_port, needs_redis
 
 HERE = "tests.doctor.test_stores"
 PASSWORD, WRONG_PASSWORD = "sesameopen", "sesameshut"
+DEADLINE_S = 60.0
 
 
 @needs_mooncake
@@ -45,7 +50,8 @@ def redis(tmp_path_factory: pytest.TempPathFactory) -> Diagnosis:
     folder = tmp_path_factory.mktemp("redis")
     (folder / "password").write_text(WRONG_PASSWORD)
     (folder / "password").chmod(0o600)
-    plain, locked = RedisServer(folder / "plain"), RedisServer(folder / "locked", "--requirepass", PASSWORD)
+    limit = ("--maxmemory", "100mb", "--maxmemory-policy", "allkeys-lru")
+    plain, locked = RedisServer(folder / "plain", *limit), RedisServer(folder / "locked", "--requirepass", PASSWORD)
     full = RedisServer(folder / "full", "--maxmemory", "2mb")
     try:
         tiers = [
@@ -84,6 +90,14 @@ def test_stores_that_are_of_no_use(redis: Diagnosis, tier: str, id: str, text: s
     assert re.search(fix, found["fix"])
     # The control: the same on a server that wants no password and has room.
     assert {each["level"] for each in redis.findings if each["tier"] == "redis" and each["area"] == "tier"} == {"ok"}
+
+
+@needs_redis
+def test_a_store_that_would_grow_or_stop_storing_is_advised_about(redis: Diagnosis) -> None:
+    advice = redis.one("store.advice", "redis-4")
+    assert advice["level"] == "warning"
+    assert "stores nothing new once its 2 MiB are full" in advice["text"]
+    assert "allkeys-lru" in advice["fix"]
 
 
 @needs_redis
@@ -146,3 +160,21 @@ class Values(StoreClient):
 
 def connect(settings: Mapping[str, Any]) -> Values:
     return Values(settings["swaps"])
+
+
+@needs_redis
+def test_a_doctor_that_is_interrupted_removes_its_values(tmp_path: Path) -> None:
+    server = RedisServer(tmp_path)
+    options = {"host_bytes": "64MiB", "tiers": [{"kind": "redis", "url": server.url}]}
+    program = "from kvoffload.cli import main; main()"
+    try:
+        command = [sys.executable, "-c", program, "doctor", "--config", json.dumps(options)]
+        with server.raw() as raw, subprocess.Popen(command, stdout=subprocess.DEVNULL) as process:
+            deadline = time.monotonic() + DEADLINE_S
+            while not raw.keys("kvoffload/doctor/*"):
+                assert time.monotonic() < deadline
+            process.send_signal(signal.SIGINT)
+            assert process.wait(DEADLINE_S) == 130
+            assert raw.keys("*") == []
+    finally:
+        server.kill()

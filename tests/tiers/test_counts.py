@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from kvoffload.observe.metrics import METRICS
-from tests.tiers.rig import SLOT_BYTES, A, Rig, chain
+from tests.tiers.rig import SLOT_BYTES, A, Rig, SpyTier, chain
 
 
 def test_what_a_tier_has_done_is_counted_under_its_name() -> None:
@@ -30,3 +30,22 @@ def test_totals_that_a_tier_keeps_are_reported_as_they_grow() -> None:
     rig.store_below(chain("y", 2))
     assert rig.counts()["disk_evicted_blocks"] == 2
     assert "tier_evicted_blocks:memory" not in rig.counts()
+
+
+class Store(SpyTier):
+    """A tier in a store that cannot be reached while it ``is_away``."""
+
+    is_away = True
+
+    @property
+    def is_connected(self) -> bool:
+        return not self.is_away
+
+
+def test_a_store_that_was_never_reached_is_paused() -> None:
+    """It has no failures, because nothing is asked of it."""
+    rig = Rig(tier_class=Store)
+    assert rig.counts()["tier_paused:memory"] == 1
+    assert isinstance(rig.tier, Store)
+    rig.tier.is_away = False
+    assert rig.counts()["tier_paused:memory"] == 0

@@ -112,6 +112,12 @@ class Tier(ABC):
         """Lookups since the start that have failed, one per attempt to ask the medium. By default 0."""
         return 0
 
+    @property
+    def is_connected(self) -> bool:
+        """Whether the medium could be reached when the tier last looked. A tier that is not connected answers MISS and
+        takes nothing on, and so has no failures that show it. By default True."""
+        return True
+
     def expect(self, keys: Sequence[OffloadKey]) -> None:
         """Says that a request is about to look up ``keys``, a chain, head first. A tier that answers RETRY while it
         asks its medium then asks for all of them at once. By default does nothing."""

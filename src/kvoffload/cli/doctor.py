@@ -41,7 +41,7 @@ def doctor(config: str, model: str | None, prefill_tokens_per_s: float | None, a
 
     Checks the configuration, memory and its limits, each tier, the version of vLLM, the model and the clock; measures
     copies, disks and stores for a few seconds; and says what is wrong, with the fix. Needs neither vLLM nor a GPU.
-    Run it as the server's user, in the server's container. Leaves nothing behind.
+    Run it as the server's user, in the server's container. Removes what it has made there.
 
     Exit status 0: nothing stops or damages the deployment, though there may be warnings; 1: something does, such as a
     setting that kvoffload refuses; 2: an option is invalid, or a file cannot be read.
@@ -51,8 +51,11 @@ def doctor(config: str, model: str | None, prefill_tokens_per_s: float | None, a
     with errors("doctor"):
         if prefill_tokens_per_s is not None:
             positive("--prefill-tokens-per-s", prefill_tokens_per_s, "tokens per second")
-        with _progress() as on_progress:
-            examination = examine(config, model, prefill_tokens_per_s, EFFORT, on_progress)
+        try:
+            with _progress() as on_progress:
+                examination = examine(config, model, prefill_tokens_per_s, EFFORT, on_progress)
+        except KeyboardInterrupt:
+            sys.exit(130)
     if as_json:
         click.echo(json.dumps(to_dict(examination), indent=2))
     else:

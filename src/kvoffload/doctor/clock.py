@@ -26,7 +26,7 @@ SIGNING_KINDS = ("object_store",)
 
 
 class _Timex(ctypes.Structure):
-    """The begin of struct timex. The call does not write beyond what follows."""
+    """The beginning of struct timex, with more than enough room for the rest."""
 
     _fields_ = [
         ("modes", ctypes.c_uint),

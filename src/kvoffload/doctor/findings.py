@@ -17,7 +17,7 @@ class Level(enum.StrEnum):
 
     OK = "ok"
     NOTE = "note"
-    """Worth knowing. Nothing must change, though a fix may be proposed."""
+    """Worth knowing. Nothing has to be changed; a fix may be proposed."""
     WARNING = "warning"
     """The server starts and serves, but worse than it could, or not for long."""
     PROBLEM = "problem"

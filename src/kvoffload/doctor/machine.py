@@ -181,7 +181,7 @@ def _check_processors(report: Report) -> None:
     may_use, quota = len(os.sched_getaffinity(0)), _processor_quota()
     usable = min(float(may_use), quota or float(may_use))
     figures: dict[str, Figure] = {"processors": may_use, "quota_processors": quota}
-    of = f" (CPU limit of the container; {may_use} are there)" if quota is not None and quota < may_use else ""
+    of = f" (CPU limit of the container; the machine has {may_use})" if quota is not None and quota < may_use else ""
     if usable < LEAST_PROCESSORS:
         text = f"{usable:g} processor{of}: threads that move bytes take time from the engine's steps"
         fix = f"give the container at least {LEAST_PROCESSORS} processors, better 4, per engine"

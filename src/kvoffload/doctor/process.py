@@ -15,14 +15,16 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from typing import Any
 
 from kvoffload.doctor.findings import Finding
 from kvoffload.tiers.remote.child import end_with_parent
 from kvoffload.units import printable
 
+CLEAN_UP_S = 1.0
+"""Time for a check that is ended to remove its files and values."""
 KILL_WAIT_S = 1.0
 """A process that the kernel cannot end, because it waits for a dead medium, is left behind after this."""
 POLL_S = 0.1
@@ -37,6 +39,25 @@ class Report:
 
     def __init__(self, descriptor: int) -> None:
         self._descriptor = descriptor
+        self._is_whole = False
+        self._is_ended = False
+
+    def end_check(self) -> None:
+        """Ends the check by an exception, so that it removes what it has made; in ``whole`` when that is over."""
+        self._is_ended = True
+        if not self._is_whole:
+            sys.exit(1)
+
+    @contextmanager
+    def whole(self) -> Iterator[None]:
+        """Returns a context in which the check is not ended: what is being made could not be removed yet."""
+        self._is_whole = True
+        try:
+            yield
+        finally:
+            self._is_whole = False
+        if self._is_ended:
+            sys.exit(1)
 
     def begin(self) -> None:
         self._send({"begin": True})
@@ -130,6 +151,11 @@ class CheckProcess:
     def close(self) -> None:
         """Ends the process. May be called at any time; the next check starts another one."""
         process, self._process, self._buffer = self._process, None, b""
+        if process is not None:
+            # It may still report what it removes.
+            with suppress(OSError, subprocess.TimeoutExpired):
+                process.terminate()
+                process.wait(CLEAN_UP_S)
         if self._answers >= 0:
             os.close(self._answers)
             self._answers = -1
@@ -200,6 +226,7 @@ def main(descriptor: int) -> None:
     end_with_parent(os.getppid())
     os.set_inheritable(descriptor, False)
     report = Report(descriptor)
+    signal.signal(signal.SIGTERM, lambda number, frame: report.end_check())
     for line in sys.stdin.buffer:
         request = json.loads(line)
         module, _, name = request["check"].partition(":")

@@ -80,6 +80,10 @@ class _StoreCheck:
                 "store.connects", Level.OK, f"connects to {store.address}", figures={"connect_ms": round(took * 1e3, 1)}
             )
             self._ask(client)
+            advice = client.advice()
+            if advice:
+                text, _, fix = advice.partition("; ")
+                self._found("store.advice", Level.WARNING, text, fix)
             self._move(client)
             self._ask_for_the_time()
         finally:
@@ -147,7 +151,7 @@ class _StoreCheck:
             self._report.fact("read_bytes_per_s", get_rate)
             text = f"puts {put_rate / 1e9:.2f} GB/s, gets {get_rate / 1e9:.2f} GB/s in values of 2 MiB"
             if self._store.settings.get("segment_bytes"):
-                text += ", of which this machine may hold some itself"
+                text += "; some of the values may be in this machine's own memory"
             figures: dict[str, Figure] = {
                 "put_bytes_per_s": round(put_rate),
                 "get_bytes_per_s": round(get_rate),
@@ -191,7 +195,8 @@ class _StoreCheck:
 
     def _put(self, client: StoreClient, names: Sequence[str], values: ByteArray) -> bool:
         """Returns whether the store has room. Raises StoreError."""
-        outcomes = client.put(names, [[value] for value in values])
+        with self._report.whole():
+            outcomes = client.put(names, [[value] for value in values])
         if Outcome.FULL not in outcomes and any(outcome is not Outcome.OK for outcome in outcomes):
             raise StoreError("it did not store a value")
         return Outcome.FULL not in outcomes

@@ -57,7 +57,9 @@ METRICS: dict[str, MetricSpec] = {
     "tier_used_bytes": MetricSpec("gauge", "Bytes taken in the tier; 0 if it does not know", "tier"),
     "tier_capacity_bytes": MetricSpec("gauge", "Budget of the tier in bytes; 0 if its medium bounds itself", "tier"),
     "tier_off": MetricSpec("gauge", "1 if the tier is not used any more until the server restarts", "tier"),
-    "tier_paused": MetricSpec("gauge", "1 while the tier is not used, or only tested, because it has failed", "tier"),
+    "tier_paused": MetricSpec(
+        "gauge", "1 while the tier is not used, or only tested, because it has failed or cannot be reached", "tier"
+    ),
     "pool_used_blocks": MetricSpec("gauge", "Blocks of the host pool in use"),
     "pool_blocks": MetricSpec("gauge", "Capacity of the host pool in blocks"),
     "policy_rule": MetricSpec(

@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 
 from kvoffload.abc import ByteArray, ConfigError, KVGroup, Tier
 from kvoffload.host.pool import PoolHandle
-from kvoffload.settings import check_deadline, check_whole_number, import_subclass
+from kvoffload.settings import check_deadline, check_whole_number, import_subclass, shown, shown_unknown
 
 BUILTIN = {
     "disk": "kvoffload.tiers.disk.config:DiskConfig",
@@ -26,8 +26,6 @@ BUILTIN = {
     "object_store": "kvoffload.tiers.object_store.config:ObjectStoreConfig",
 }
 """The TierConfig of each kind by its import path: only what is used is imported."""
-MAX_SHOWN = 200
-"""Characters of a wrong entry that an error shows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +121,7 @@ def load_tiers(value: object) -> tuple[TierConfig, ...]:
     """
     if isinstance(value, (str, bytes, Mapping)) or not isinstance(value, Sequence):
         raise ConfigError(
-            f"tiers={_shown(value)}: must be a list of tiers, the fastest first, such as "
+            f"tiers={shown(value)}: must be a list of tiers, the fastest first, such as "
             f"tiers={json.dumps([_example('disk')])}"
         )
     return tuple(_load(f"tiers[{i}]", entry) for i, entry in enumerate(value))
@@ -172,14 +170,14 @@ def _load(setting: str, entry: object) -> TierConfig:
         given = {key: value for key, value in entry.items() if key == "kind" or value is not None}
         if "kind" not in given:
             raise ConfigError(
-                f'{setting}={_shown(entry)}: no kind; add one, such as "kind": "disk". Known: {_known_kinds()}'
+                f'{setting}={shown(entry)}: no kind; add one, such as "kind": "disk". Known: {_known_kinds()}'
             )
         with prefixed(f"{setting}."):
             found = _tier_class(given.pop("kind"))
             made = _make(found, given)
     else:
         raise ConfigError(
-            f"{setting}={_shown(entry)}: must be a mapping with the key kind, such as {json.dumps(_example('disk'))}"
+            f"{setting}={shown(entry)}: must be a mapping with the key kind, such as {json.dumps(_example('disk'))}"
         )
     with prefixed(f"{setting}."):
         check_whole_number("store_threshold", made.store_threshold, 2)
@@ -192,7 +190,7 @@ def _tier_class(kind: object) -> type[TierConfig]:
     """Returns the TierConfig of ``kind``. Raises ConfigError if there is none."""
     choice = f'write one of {_known_kinds()}, or your own TierConfig as "package.module:Class"'
     if not isinstance(kind, str):
-        raise ConfigError(f"kind={_shown(kind)}: not a kind of tier; {choice}")
+        raise ConfigError(f"kind={shown(kind)}: not a kind of tier; {choice}")
     path = BUILTIN.get(kind, kind)
     if not path.partition(":")[2]:
         near = difflib.get_close_matches(kind, BUILTIN, n=1, cutoff=0.5)
@@ -218,8 +216,7 @@ def _make(found: type[TierConfig], given: Mapping[Any, Any]) -> TierConfig:
         if key not in known:
             near = difflib.get_close_matches(str(key), known, n=1, cutoff=0.5)
             hint = f"did you mean {near[0]}?" if near else "remove it."
-            # Somebody may have written a password here, and logs keep errors.
-            value = "***" if "password" in str(key).lower() else _shown(given[key])
+            value = shown_unknown(key, given[key])
             raise ConfigError(
                 f"{key}={value}: unknown key of a tier of kind {found.kind}; {hint} Known: kind, {', '.join(known)}"
             )
@@ -235,7 +232,7 @@ def _make(found: type[TierConfig], given: Mapping[Any, Any]) -> TierConfig:
         raise
     except Exception as error:
         raise ConfigError(
-            f"kind={found.kind!r}: {found.__name__} does not accept {_shown(dict(given))} "
+            f"kind={found.kind!r}: {found.__name__} does not accept {shown(dict(given))} "
             f"({type(error).__name__}: {error}); correct the entry"
         ) from error
 
@@ -252,8 +249,3 @@ def _known_kinds() -> str:
 
 def _example(kind: str) -> dict[str, object]:
     return {"kind": kind, **_tier_class(kind).example}
-
-
-def _shown(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= MAX_SHOWN else text[: MAX_SHOWN - 3] + "..."

@@ -65,7 +65,8 @@ class TierCounts:
             gauges["disk_used_bytes"] += sizes["used_bytes"] or 0
             gauges["disk_bytes"] += sizes["capacity_bytes"] or 0
             gauges[f"tier_off:{name}"] = float(tier.breaker.is_off)
-            gauges[f"tier_paused:{name}"] = float(tier.breaker.is_paused)
+            is_paused = tier.breaker.is_paused or not medium.is_connected
+            gauges[f"tier_paused:{name}"] = float(is_paused and not tier.breaker.is_off)
             gauges["disk_off"] = max(gauges["disk_off"], gauges[f"tier_off:{name}"])
         counts, self._counts = self._counts, defaultdict(float)
         return {**{name: count for name, count in counts.items() if count}, **gauges}

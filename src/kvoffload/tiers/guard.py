@@ -63,6 +63,10 @@ class GuardedTier(Tier):
     def num_failed_lookups(self) -> int:
         return self._try("num_failed_lookups", lambda: self._tier.num_failed_lookups, 0)
 
+    @property
+    def is_connected(self) -> bool:
+        return self._try("is_connected", lambda: self._tier.is_connected, False)
+
     def expect(self, keys: Sequence[OffloadKey]) -> None:
         if self.fault is None:
             self._try("expect", lambda: self._tier.expect(keys), None)

@@ -15,13 +15,15 @@ from kvoffload.demo.shared.object_store import CREDENTIALS, ObjectStore, missing
 from kvoffload.demo.shared.stores import Servers, StoreMissingError
 from kvoffload.tiers.object_store.client import connect
 from kvoffload.tiers.remote.client import Outcome, StoreError
+from tests.tiers.object_store.rig import be_patient
 
 NAMES = [f"kvoffload/{'5e' * 32}/{i:064x}00000000" for i in range(4)]
 needs_moto = pytest.mark.skipif(missing() is not None, reason=str(missing()))
 
 
 @needs_moto
-def test_what_the_demo_does_to_moto_is_what_it_says(tmp_path: Path) -> None:
+def test_what_the_demo_does_to_moto_is_what_it_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    be_patient(monkeypatch)
     before = {name: os.environ.get(name) for name in CREDENTIALS}
     with ObjectStore(tmp_path) as store:
         client = connect({"region": "", "prefix": "kvoffload", **store.entry()})

@@ -6,6 +6,7 @@ import contextlib
 import importlib.util
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -26,7 +27,7 @@ from kvoffload.abc.tier import MISS, RETRY
 from kvoffload.cache.keys import make_offload_key
 from kvoffload.host.pool import HostPool
 from kvoffload.tiers.config import TierContext
-from kvoffload.tiers.object_store.client import connect
+from kvoffload.tiers.object_store import client, obstore_bucket
 from kvoffload.tiers.object_store.config import ObjectStoreConfig
 from kvoffload.tiers.remote.config import read_hmac_key
 from kvoffload.tiers.remote.memory import SeparateBuffers
@@ -54,6 +55,14 @@ DEADLINE_S = 60.0
 def chain(length: int, seed: int = 0) -> list[OffloadKey]:
     """Returns the keys of a chain of blocks of one KV cache group."""
     return [make_offload_key(bytes([seed, i]) * 16, 0) for i in range(length)]
+
+
+def be_patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lets clients that are made in this process wait longer, because tests may run on a busy machine."""
+    for name in ("CONNECT_TIMEOUT_S", "SMALL_TIMEOUT_S", "SMALL_BUDGET_S", "TRANSFER_TIMEOUT_S", "TRANSFER_BUDGET_S"):
+        monkeypatch.setattr(obstore_bucket, name, 20.0)
+    monkeypatch.setattr(obstore_bucket, "RETRY_WITHIN_S", 10.0)
+    monkeypatch.setattr(client, "MORE_WITHIN_S", 20.0)
 
 
 def free_port() -> int:
@@ -120,6 +129,8 @@ class FakeS3:
 
     objects: dict[str, Stored] = field(default_factory=dict)
     requests: list[tuple[str, str]] = field(default_factory=list)
+    signers: set[str] = field(default_factory=set)
+    """The access keys with which requests were signed."""
     answers: dict[str, tuple[int, str]] = field(default_factory=dict)
     is_conditional: bool = True
     drip_s: float = 0.0
@@ -177,6 +188,7 @@ class FakeS3:
 
     def refuses(self, request: BaseHTTPRequestHandler) -> bool:
         self.requests.append((request.command, self.name(request.path)))
+        self.signers.update(re.findall(r"Credential=([^/]*)/", request.headers.get("Authorization", "")))
         answer = self.answers.get(request.command)
         if self.storms > 0:
             self.storms -= 1
@@ -264,9 +276,9 @@ class Server:
 
     def _open_here(self, config: ObjectStoreConfig, fingerprint: str) -> RemoteTier:
         value_bytes = RECORD_BYTES + sum(each.shape[1] for each in self.pools)
-        client = connect({**config.settings(), "value_bytes": value_bytes, "chained_groups": [0]})
+        made = client.connect({**config.settings(), "value_bytes": value_bytes, "chained_groups": [0]})
         worker = StoreWorker(
-            client,
+            made,
             SeparateBuffers(self.pools),
             fingerprint,
             config.prefix,

@@ -40,6 +40,17 @@ def missing() -> str:
 needs_redis = pytest.mark.skipif(bool(missing()), reason=missing())
 
 
+_started: list[subprocess.Popen[bytes]] = []
+
+
+def kill_servers() -> None:
+    """Kills the servers that still run."""
+    while _started:
+        process = _started.pop()
+        process.kill()
+        process.wait()
+
+
 class RedisServer:
     """``redis-server`` without persistence, on a free port or, without ``tcp``, on a Unix socket only."""
 
@@ -60,6 +71,7 @@ class RedisServer:
         command += ["--save", "", "--appendonly", "no", "--dir", str(self.folder), *self._options]
         with (self.folder / "redis.log").open("ab") as log:
             self.process = subprocess.Popen(command, stdout=log, stderr=log)
+        _started.append(self.process)
         deadline = time.monotonic() + START_DEADLINE_S
         while time.monotonic() < deadline:
             assert self.process.poll() is None, (self.folder / "redis.log").read_text()

@@ -13,7 +13,9 @@ import numpy as np
 import pytest
 
 from kvoffload.tiers.redis import nodes as nodes_module
-from kvoffload.tiers.redis.nodes import NUM_SLOTS
+from kvoffload.tiers.redis.location import parse_url
+from kvoffload.tiers.redis.login import Login
+from kvoffload.tiers.redis.nodes import NUM_SLOTS, Nodes
 from kvoffload.tiers.remote.client import Outcome, StoreError
 from tests.tiers.redis.rig import HOST, FakeServer, RedisServer, make_client, names, needs_redis
 
@@ -150,6 +152,35 @@ def test_a_node_that_is_gone_costs_its_names_only(
         assert time.monotonic() < deadline, "the client never used the node again"
         time.sleep(0.05)
     assert client.exists(KNOWN).count(Outcome.MISSING) == lost
+    client.close()
+
+
+def test_a_node_that_hangs_costs_its_names_only(
+    nodes: list[RedisServer], monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Also if it is the first node that is asked which node has which names."""
+    monkeypatch.setattr(nodes_module, "REST_S", DEADLINE_S)
+    monkeypatch.setattr(nodes_module, "REFRESH_PAUSE_S", 0.0)
+    client = make_client(f"redis://{HOST}:{nodes[1].port}", timeout_s=3.0)
+    assert client.put(KNOWN, values(60)) == [Outcome.OK] * 60
+    first = owner(nodes, min(KNOWN, key=slot_of))
+    others = [node for node in nodes if node is not first]
+    lost = first.raw().dbsize()
+    capfd.readouterr()
+    first.pause()
+    try:
+        for problem in ("does not answer in time", "is not asked for a while"):
+            outcomes = client.exists(KNOWN)
+            assert (outcomes.count(Outcome.FAILED), outcomes.count(Outcome.OK)) == (lost, 60 - lost)
+            assert f"{HOST}:{first.port}: it" in (words := capfd.readouterr().err)
+            assert problem in words
+        seeds = ",".join(f"{HOST}:{node.port}" for node in (first, *others))
+        monkeypatch.setattr(nodes_module, "START_TIMEOUT_S", 1.0)
+        found = Nodes(parse_url(f"redis://{seeds}").seeds, Login("", None, 0, None))
+        assert found.is_cluster
+        found.close()
+    finally:
+        first.resume()
     client.close()
 
 

@@ -11,9 +11,16 @@ from typing import TypeVar
 import numpy as np
 import pytest
 
+from kvoffload.tiers.redis import nodes
 from kvoffload.tiers.redis.client import RedisClient
 from kvoffload.tiers.remote.client import Outcome, StoreError
 from tests.tiers.redis.rig import TIMEOUT_S, FakeServer, make_client, names
+
+
+@pytest.fixture(autouse=True)
+def _servers_are_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nodes, "SERVER_REST_S", 0.0)
+
 
 SIZE = 1000
 WAIT_S = 0.3

@@ -55,13 +55,15 @@ def test_forged_blocks_are_never_loaded(servers: tuple[Server, Server, Server]) 
     one, other, stranger = servers
     forged = [content(b"forged", rank, pool.shape[1]) for rank, pool in enumerate(one.pools)]
     value = np.concatenate([pack_record(FINGERPRINT, KEYS[0], forged), *forged])
-    for hmac_key in (b"", SECRET.encode()):
-        value.tofile(one.store.path(value_name("kv", namespace(FINGERPRINT, hmac_key), KEYS[0])))
+    names = [value_name("kv", namespace(FINGERPRINT, hmac_key), KEYS[0]) for hmac_key in (b"", SECRET.encode())]
+    for name in names:
+        value.tofile(one.store.path(name))
     assert stranger.read(KEYS[:1])[KEYS[0]].ok, "without a key it is loaded: checksums find damage, not forgery"
     assert (stranger.pools[0][16] == forged[0]).all()
     assert other.read(KEYS[:1])[KEYS[0]].error is TierError.CORRUPT
     # The forged value is removed, and the right one takes its place.
-    other.until(lambda: other.states(KEYS[:1]) == [MISS], "the forged block was never removed")
+    assert other.states(KEYS[:1]) == [MISS]
+    other.until(lambda: not one.store.path(names[1]).exists(), "the forged block was never removed")
     assert one.write(KEYS[:1])[KEYS[0]].nbytes == RECORD_BYTES + sum(one.slot_bytes)
     other.until(lambda: other.states(KEYS[:1]) == [HIT], "the new block was never found")
     assert other.read(KEYS[:1])[KEYS[0]].ok

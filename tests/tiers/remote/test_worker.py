@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import pytest
 
+from kvoffload.abc import ByteArray
+from kvoffload.tiers.remote.client import Outcome
 from kvoffload.tiers.remote.memory import MAX_ROWS, SeparateBuffers
 from kvoffload.tiers.remote.messages import Op, Request, Status
 from kvoffload.tiers.remote.record import RECORD_BYTES, pack_record, value_name
-from kvoffload.tiers.remote.worker import StoreWorker
+from kvoffload.tiers.remote.worker import MORE_WITHIN_S, StoreWorker
 from tests.tiers.remote.memory_store import MemoryClient
 
 FINGERPRINT = "5e" * 32
@@ -144,3 +148,36 @@ def test_long_requests_are_moved_in_parts() -> None:
     assert rig.run(Op.READ, keys, 100) == [Status.OK] * len(keys)
     assert all(rig.is_read(100 + i, i) for i in range(len(keys)))
     assert [size for name, size in rig.client.calls if name == "get"] == [MAX_ROWS, 5]
+
+
+def test_a_slow_store_gets_no_further_calls_for_a_request() -> None:
+    class Slow(MemoryClient):
+        def get(self, names: Sequence[str], buffers: Sequence[Sequence[ByteArray]]) -> list[Outcome]:
+            rig.now += MORE_WITHIN_S * 0.6
+            return super().get(names, buffers)
+
+    rig = Rig(client=Slow())
+    keys = [bytes([i]) * 36 for i in range(3 * MAX_ROWS)]
+    rig.run(Op.WRITE, keys[:1])
+    statuses = rig.run(Op.READ, keys)
+    assert statuses == [Status.OK, *[Status.MISSING] * (2 * MAX_ROWS - 1), *[Status.FAILED] * MAX_ROWS]
+    assert "too slow" in rig.problem
+
+
+def test_bad_bytes_that_came_too_late_are_not_removed() -> None:
+    """Only what was read wrong twice is."""
+
+    class Slow(MemoryClient):
+        takes_s = MORE_WITHIN_S + 1
+
+        def get(self, names: Sequence[str], buffers: Sequence[Sequence[ByteArray]]) -> list[Outcome]:
+            rig.now += self.takes_s
+            return super().get(names, buffers)
+
+    client = Slow()
+    rig = Rig(client=client)
+    rig.run(Op.WRITE, KEYS[:1])
+    client.values[NAMES[0]][-1] ^= 1
+    assert rig.run(Op.READ, KEYS[:1], 100) == [Status.FAILED]
+    client.takes_s = 1.0
+    assert rig.run(Op.READ, KEYS[:1], 100) == [Status.CORRUPT]

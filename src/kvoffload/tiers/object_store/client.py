@@ -212,11 +212,15 @@ class ObjectStoreClient(StoreClient):
                 self._places.gone(name)
         return [answers[objects[name]] if name in objects else Outcome.OK for name in names]
 
-    def distrust(self, names: Sequence[str]) -> None:
+    def distrust(self, names: Sequence[str]) -> list[str]:
+        # One value per object: a damaged object is one failure, however many values it has.
+        chosen: dict[str, str] = {}
         for name in names:
             place = self._places.find(mark(name))
             if place is not None:
                 self._places.distrust(place.name)
+            chosen.setdefault(name if place is None else place.name, name)
+        return list(chosen.values())
 
     def close(self) -> None:
         self._bucket.close()

@@ -24,6 +24,8 @@ _REASONS = (
 """What obstore's text contains, and what it means."""
 _FULL_CODES = ("QuotaExceeded", "XMinioStorageFull", "StorageFull", "InsufficientStorage", "InsufficientCapacity")
 _KEYS_CODES = ("InvalidAccessKeyId", "SignatureDoesNotMatch", "InvalidToken", "AuthFailure")
+_SERVICES = ("169.254.", "/latest/", "metadata", "oauth2", "credential")
+"""What addresses and messages of the services have that give credentials to machines."""
 _SLOW_CODES = ("SlowDown", "Throttling", "RequestLimitExceeded", "ServerBusy")
 
 
@@ -37,7 +39,7 @@ class Problem(enum.Enum):
     )
     REFUSED = (
         "access is refused; the credentials need s3:GetObject, s3:PutObject, s3:DeleteObject and s3:ListBucket, "
-        "without which a missing object is refused too, or their like in other stores"
+        "without which a missing object is refused too, or the equivalent rights in other stores"
     )
     NO_BUCKET = "there is no such bucket; create it or correct url"
     OTHER_REGION = "the bucket is in another region; set region"
@@ -84,7 +86,7 @@ def classify(error: BaseException) -> Problem:
         return by_status.get(status, Problem.OTHER)
     if "redirect without LOCATION" in text:
         return Problem.OTHER_REGION
-    if "169.254." in text or "metadata.google" in text or "credential" in text.lower():
+    if any(each in text.lower() for each in _SERVICES):
         return Problem.NO_CREDENTIALS
     if "TimedOut" in text or "timed out" in text or "kind: Timeout" in text:
         return Problem.TIMEOUT

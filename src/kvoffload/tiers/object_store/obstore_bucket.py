@@ -30,6 +30,8 @@ SMALL_TIMEOUT_S = 2.0
 SMALL_BUDGET_S = 1.0
 TRANSFER_TIMEOUT_S = 8.0
 TRANSFER_BUDGET_S = 5.0
+RETRY_WITHIN_S = 1.0
+"""A request that has failed sooner is tried again."""
 QUIET_S = 1.0
 """After a call in which nothing was answered in time, others fail at once for so long: they were waiting behind it, and
 would outlast their own deadlines."""
@@ -74,7 +76,7 @@ def _make_store(settings: Mapping[str, Any], timeout_s: float, max_retries: int)
         # The defaults go on for minutes. A request that has timed out is not tried again, because that took longer.
         "retry_config": {
             "max_retries": max_retries,
-            "retry_timeout": timedelta(seconds=1.0),
+            "retry_timeout": timedelta(seconds=RETRY_WITHIN_S),
             "backoff": {"init_backoff": timedelta(milliseconds=50), "max_backoff": timedelta(milliseconds=400)},
         },
     }

@@ -15,7 +15,7 @@ from typing import Any, TypeAlias
 from kvoffload.abc import ByteArray, ConfigError
 from kvoffload.tiers.redis.location import Address, parse_address, parse_url
 from kvoffload.tiers.redis.login import Login, explain
-from kvoffload.tiers.redis.nodes import Nodes
+from kvoffload.tiers.redis.nodes import Nodes, share_of
 from kvoffload.tiers.redis.stream import Buffer, ErrorReply, Lost, Reply, Stream, command
 from kvoffload.tiers.remote.client import Outcome, StoreClient, StoreError
 from kvoffload.units import format_bytes
@@ -36,11 +36,8 @@ def connect(settings: Mapping[str, Any]) -> RedisClient:
     try:
         nodes = Nodes(parse_url(settings["url"]).seeds, Login.from_settings(settings))
     except ConfigError as error:
-        # A file has become another one since the server was started.
+        # A file has been replaced since the server was started.
         raise StoreError(str(error)) from error
-    note = memory_note(nodes, settings["ttl_s"])
-    if note:
-        print(note, file=sys.stderr, flush=True)
     return RedisClient(nodes, settings["ttl_s"])
 
 
@@ -56,6 +53,7 @@ class RedisClient(StoreClient):
         transfer_timeout_s: float = TRANSFER_TIMEOUT_S,
     ) -> None:
         self._nodes = nodes
+        self._ttl_s = ttl_s
         self._lookup_timeout_s = lookup_timeout_s
         self._transfer_timeout_s = transfer_timeout_s
         options = (b"NX",) if ttl_s is None else (b"NX", b"EX", b"%d" % ttl_s)
@@ -128,11 +126,13 @@ class RedisClient(StoreClient):
         )
 
     def _run(self, call: _Call) -> list[Outcome]:
-        for address, indexes in self._nodes.split(call.names).items():
-            self._converse(call, address, indexes)
+        parts = self._nodes.split(call.names)
+        for left, (address, indexes) in zip(range(len(parts), 0, -1), parts.items(), strict=True):
+            self._converse(call, address, indexes, left)
         # Once more, for the names that are at other nodes now.
-        for redirect, indexes in call.take_redirected().items():
-            self._converse(call, redirect.address, indexes, redirect.asks)
+        redirected = call.take_redirected()
+        for left, (redirect, indexes) in zip(range(len(redirected), 0, -1), redirected.items(), strict=True):
+            self._converse(call, redirect.address, indexes, left, redirect.asks)
         for redirect in call.take_redirected():
             call.note(f"{redirect.address}: names move from node to node")
         if call.problems:
@@ -142,11 +142,20 @@ class RedisClient(StoreClient):
             print(words, file=sys.stderr, flush=True)
         return call.outcomes
 
-    def _converse(self, call: _Call, address: Address, indexes: Sequence[int], asks: bool = False) -> None:
-        """Sends the commands about the names at ``indexes`` to a node, and takes its replies."""
+    def _converse(
+        self, call: _Call, address: Address, indexes: Sequence[int], num_nodes: int, asks: bool = False
+    ) -> None:
+        """Sends the commands about the names at ``indexes`` to a node, the first of ``num_nodes`` that share the time
+        that is left, and takes its replies."""
+        if self._nodes.rests(address):
+            call.note(f"{address}: it did not answer in time, and is not asked for a while")
+            self._nodes.note_stale()
+            return
         before: Sequence[int] = ()
+        begun = time.monotonic()
+        deadline = share_of(call.deadline, num_nodes)
         try:
-            with self._nodes.node(address).connection(call.deadline) as stream:
+            with self._nodes.node(address).connection(deadline) as stream:
                 # While the server works on some, the next are on their way.
                 for group in [*call.groups(indexes), ()]:
                     if group:
@@ -154,13 +163,12 @@ class RedisClient(StoreClient):
                     for index in before:
                         self._take(call, index, stream, address, asks)
                     before = group
-        except Lost as error:
-            self._nodes.note_stale()
-            call.note(f"{address}: {error}")
         except StoreError as error:
-            # It names the address.
             self._nodes.note_stale()
-            call.note(str(error))
+            if time.monotonic() - begun > (deadline - begun) / 2:
+                self._nodes.note_hung(address)
+            # Other errors name the address.
+            call.note(f"{address}: {error}" if isinstance(error, Lost) else str(error))
 
     def _take(self, call: _Call, index: int, stream: Stream, address: Address, asks: bool) -> None:
         """Takes the reply about the name at ``index``."""
@@ -181,6 +189,9 @@ class RedisClient(StoreClient):
             # A new connection may reach another server, which works.
             stream.is_sound = False
             call.note(f"{address}: {explain(answer)}")
+
+    def advice(self) -> str:
+        return memory_note(self._nodes, self._ttl_s)
 
     def close(self) -> None:
         self._nodes.close()
@@ -275,13 +286,15 @@ def memory_note(nodes: Nodes, ttl_s: int | None) -> str:
         return ""
     fields = dict(line.split(":", 1) for line in reply.decode("ascii", "replace").splitlines() if ":" in line)
     limit, policy = fields.get("maxmemory", ""), fields.get("maxmemory_policy", "")
-    fix = "maxmemory-policy allkeys-lru makes it evict what is not used"
     if limit == "0":
-        return f"{node.address} has no memory limit, and takes all of its machine: set maxmemory there; {fix}"
+        return (
+            f"{node.address} has no memory limit, and may take all memory of its machine; set maxmemory there, and "
+            "maxmemory-policy allkeys-lru, so that it evicts what is not used"
+        )
     evicts_none = policy == "noeviction" or (policy.startswith("volatile") and ttl_s is None)
     if limit.isdecimal() and evicts_none:
         return (
             f"{node.address} stores nothing new once its {format_bytes(int(limit))} are full, because "
-            f"maxmemory-policy is {policy}; {fix}"
+            f"maxmemory-policy is {policy}; set allkeys-lru, so that it evicts what is not used"
         )
     return ""

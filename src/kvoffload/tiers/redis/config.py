@@ -28,7 +28,7 @@ _FILES = {
 
 @dataclass(frozen=True)
 class RedisConfig(RemoteTierConfig):
-    """A Redis or Valkey server, or a Cluster of them. Whether it is a Cluster is found out."""
+    """A Redis or Valkey server, or a Cluster of them. The client finds out whether it is a Cluster."""
 
     kind = "redis"
     connect = "kvoffload.tiers.redis.client:connect"

@@ -19,7 +19,7 @@ NUM_SLOTS = 16384
 MAX_CONNECTIONS = 6
 """Connections per server: as many as threads use a client."""
 MAX_IDLE_S = 60.0
-"""A connection that was idle for longer is not used again: firewalls forget such connections without a word."""
+"""A connection that was idle for longer is not used again: firewalls drop such connections silently."""
 REFRESH_PAUSE_S = 1.0
 """The time between two questions about which node has which part."""
 MAX_ASKED = 4
@@ -28,6 +28,11 @@ START_TIMEOUT_S = 3.0
 """Time for each of them at first."""
 REFRESH_TIMEOUT_S = 0.5
 """Time for each of them later, within the time of a lookup."""
+REST_S = 5.0
+"""How long a node of a Cluster that has not answered in time is not asked for names."""
+SERVER_REST_S = 1.0
+"""The same for a server that is no Cluster: calls that waited behind the one that has failed would outlast their
+deadlines."""
 
 
 class Node:
@@ -88,6 +93,8 @@ class Nodes:
         owner."""
         self._is_stale = False
         self._not_before = 0.0
+        self._rests: dict[Address, float] = {}
+        """Nodes that have not answered in time, and until when they are not asked for names."""
         self._refreshing = threading.Lock()
         self._ask(self._seeds, START_TIMEOUT_S)
 
@@ -121,13 +128,22 @@ class Nodes:
         """A node did not answer, or has given names to another."""
         self._is_stale = self.is_cluster
 
+    def note_hung(self, address: Address) -> None:
+        """A node did not answer in time. The time of the next calls belongs to the others."""
+        self._rests[address] = time.monotonic() + (REST_S if self.is_cluster else SERVER_REST_S)
+
+    def rests(self, address: Address) -> bool:
+        """Returns whether a node is not asked for names now."""
+        return time.monotonic() < self._rests.get(address, 0.0)
+
     def _refresh(self) -> None:
         if time.monotonic() < self._not_before or not self._refreshing.acquire(blocking=False):
             return
         try:
             self._not_before = time.monotonic() + REFRESH_PAUSE_S
             self._is_stale = False
-            self._ask([*dict.fromkeys(self._map[1]), *self._seeds], REFRESH_TIMEOUT_S)
+            # Nodes that hang come last.
+            self._ask(sorted(dict.fromkeys([*self._map[1], *self._seeds]), key=self.rests), REFRESH_TIMEOUT_S)
         except StoreError:
             self._is_stale = True
         finally:
@@ -166,10 +182,18 @@ class Nodes:
         for address in list(self._nodes):
             if address not in owners:
                 self._nodes.pop(address).close()
+                self._rests.pop(address, None)
 
     def close(self) -> None:
         for node in list(self._nodes.values()):
             node.close()
+
+
+def share_of(deadline: float, num_nodes: int) -> float:
+    """Returns the deadline of the first of so many nodes that are asked one after the other: one that hangs leaves the
+    others their time."""
+    now = time.monotonic()
+    return now + (deadline - now) / num_nodes
 
 
 def _ranges(reply: Reply, asked: Address) -> Iterator[tuple[int, Address]]:

@@ -162,9 +162,12 @@ class _Server:
     def _announce(self) -> None:
         setup = self._setup
         # One message, because the log leaves out what follows soon after another.
-        notes = list(announce(self._client, setup.prefix, setup.fingerprint, setup.identity, self._hmac_key))
-        if notes:
-            self._connection.send(Kind.NOTE, "\n".join(notes).encode())
+        notes = [
+            self._client.advice(),
+            *announce(self._client, setup.prefix, setup.fingerprint, setup.identity, self._hmac_key),
+        ]
+        if any(notes):
+            self._connection.send(Kind.NOTE, "\n".join(filter(None, notes)).encode())
 
 
 if __name__ == "__main__":

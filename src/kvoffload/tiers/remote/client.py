@@ -65,9 +65,15 @@ class StoreClient(ABC):
     def remove(self, names: Sequence[str]) -> list[Outcome]:
         """Removes values, even those that others are reading. Returns OK, MISSING or FAILED per name."""
 
-    def distrust(self, names: Sequence[str]) -> None:
-        """Says that these values had other bytes than were put, when they were last read. They are removed next. By
-        default does nothing."""
+    def distrust(self, names: Sequence[str]) -> list[str]:
+        """Says that these values had other bytes than were put, when they were last read. Returns those to be removed;
+        the others go with them, and count as missing. By default returns all."""
+        return list(names)
+
+    def advice(self) -> str:
+        """Returns what is wrong with the settings of the store itself, and what to do, for the log. By default
+        nothing."""
+        return ""
 
     def close(self) -> None:
         """Leaves the store. By default does nothing."""

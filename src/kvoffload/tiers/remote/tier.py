@@ -83,7 +83,6 @@ class RemoteTier(Tier):
 
     @property
     def is_connected(self) -> bool:
-        """Whether the store could be reached when the tier last looked."""
         return self._link.is_ready
 
     # Lookups.

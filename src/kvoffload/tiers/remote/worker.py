@@ -14,6 +14,9 @@ from kvoffload.tiers.remote.record import Verdict, namespace, pack_record, value
 
 RETRY_WITHIN_S = 1.0
 """Lookups and reads that fail sooner than this are tried once more: a connection that was lost is made again then."""
+MORE_WITHIN_S = 4.0
+"""A call of the client that is not the first of a request begins only within this time. Together with the longest call
+this stays below the deadline of transfers, see ``link``."""
 RETRY_PAUSE_S = 0.2
 """The longest pause before that; pauses are random, so that servers do not come back at the same moment."""
 
@@ -61,46 +64,56 @@ class StoreWorker:
     def run(self, request: Request) -> Response:
         """Returns the response to ``request``. Does not raise: an exception of the client fails the keys."""
         begun = self._clock()
-        statuses, problem = self._try(request.op, request.keys, request.slots)
+        statuses, problem = self._try(request.op, request.keys, request.slots, begun)
         failed = [i for i, status in enumerate(statuses) if status is Status.FAILED]
         if failed and request.op in (Op.LOOKUP, Op.READ) and self._clock() - begun < RETRY_WITHIN_S:
             self._pause(self._random() * RETRY_PAUSE_S)
             keys, slots = [request.keys[i] for i in failed], [request.slots[i] for i in failed if request.slots]
-            again, problem = self._try(request.op, keys, slots)
+            again, problem = self._try(request.op, keys, slots, begun)
             for i, status in zip(failed, again, strict=True):
                 statuses[i] = status
         return Response(request.number, statuses, begun, self._clock(), problem)
 
-    def _try(self, op: Op, keys: Sequence[OffloadKey], slots: Sequence[int]) -> tuple[list[Status], str]:
-        """Returns a status per key, and what went wrong if the client has raised an exception."""
+    def _try(self, op: Op, keys: Sequence[OffloadKey], slots: Sequence[int], begun: float) -> tuple[list[Status], str]:
+        """Returns a status per key, and what went wrong if the client has raised an exception, or has taken too long
+        since ``begun``."""
         statuses: list[Status] = []
         step = max(1, len(keys) if op is Op.LOOKUP else self._memory.num_rows)
         for start in range(0, len(keys), step):
             part = slice(start, start + step)
+            if start and self._clock() - begun > MORE_WITHIN_S:
+                return statuses + [Status.FAILED] * (len(keys) - len(statuses)), "the store is too slow"
             try:
-                statuses += self._run(op, keys[part], slots[part])
+                statuses += self._run(op, keys[part], slots[part], begun)
             except Exception as error:
                 return statuses + [Status.FAILED] * (len(keys) - len(statuses)), f"{type(error).__name__}: {error}"
         return statuses, ""
 
-    def _run(self, op: Op, keys: Sequence[OffloadKey], slots: Sequence[int]) -> list[Status]:
+    def _run(self, op: Op, keys: Sequence[OffloadKey], slots: Sequence[int], begun: float) -> list[Status]:
         names = [value_name(self._prefix, self._namespace, key) for key in keys]
         if op is Op.READ:
-            return self._read(keys, names, slots)
+            return self._read(keys, names, slots, begun)
         if op is Op.WRITE:
             return self._write(keys, names, slots)
         outcomes = self._client.exists(names) if op is Op.LOOKUP else self._client.remove(names)
         return [_STATUS[outcome] for outcome in outcomes]
 
-    def _read(self, keys: Sequence[OffloadKey], names: Sequence[str], slots: Sequence[int]) -> list[Status]:
+    def _read(
+        self, keys: Sequence[OffloadKey], names: Sequence[str], slots: Sequence[int], begun: float
+    ) -> list[Status]:
         statuses = self._get(keys, names, slots)
         bad = [i for i, status in enumerate(statuses) if status is Status.CORRUPT]
         if bad:
             # Another server may have replaced the value meanwhile, or the transfer went wrong.
-            again = self._get([keys[i] for i in bad], [names[i] for i in bad], [slots[i] for i in bad])
+            again = [Status.FAILED] * len(bad)
+            if self._clock() - begun <= MORE_WITHIN_S:
+                again = self._get([keys[i] for i in bad], [names[i] for i in bad], [slots[i] for i in bad])
             for i, status in zip(bad, again, strict=True):
                 statuses[i] = status
-            self._client.distrust([names[i] for i in bad if statuses[i] is Status.CORRUPT])
+            corrupt = [i for i in bad if statuses[i] is Status.CORRUPT]
+            removed = frozenset(self._client.distrust([names[i] for i in corrupt]))
+            for i in corrupt:
+                statuses[i] = Status.CORRUPT if names[i] in removed else Status.MISSING
         return statuses
 
     def _get(self, keys: Sequence[OffloadKey], names: Sequence[str], slots: Sequence[int]) -> list[Status]:
