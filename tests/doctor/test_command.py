@@ -87,6 +87,18 @@ def test_what_belongs_to_vllm_is_checked_too(monkeypatch: pytest.MonkeyPatch) ->
     assert set(findings_of(configuration.check, right)) == {"config.valid"}
 
 
+@pytest.mark.parametrize(("mode", "is_open"), [(0o600, False), (0o644, True)])
+def test_a_password_that_others_may_read(tmp_path: Path, mode: int, is_open: bool) -> None:
+    password = tmp_path / "password"
+    password.write_text("secret")
+    password.chmod(mode)
+    tier = {"kind": "redis", "url": "redis://localhost:6379", "password_file": str(password)}
+    options = {"host_bytes": "64MiB", "tiers": [tier]}
+    found = findings_of(configuration.check, {"options": options, "transfer": None})
+    assert ("config.key_file_open" in found) == is_open
+    assert not is_open or f"password_file='{password}'" in found["config.key_file_open"].text
+
+
 @needs_root
 @pytest.mark.parametrize(
     ("owner", "mode", "is_open"), [(0, 0o600, False), (0, 0o440, True), (2000, 0o440, False), (2000, 0o444, True)]
