@@ -21,7 +21,7 @@ from kvoffload.doctor.findings import Area, Finding, Level, Secrets, split_fix
 from kvoffload.doctor.process import CheckProcess, Ending, Report
 from kvoffload.doctor.report import show, verdict
 from kvoffload.doctor.source import read_source
-from tests.doctor.rig import findings_of, needs_root
+from tests.doctor.rig import diagnose, findings_of, needs_root
 
 HERE = "tests.doctor.test_command"
 
@@ -74,6 +74,15 @@ def test_one_wrong_setting_of_the_disk_is_one_error(wrong: dict[str, str]) -> No
     assert len(configuration.read_config(both).errors) == 2
 
 
+def test_a_directory_that_holds_more_than_its_budget(tmp_path: Path) -> None:
+    """What is not kvoffload's counts against the budget, and is never removed."""
+    tmp_path.chmod(0o700)
+    (tmp_path / "other").write_bytes(bytes(2 << 20))
+    for budget, level in (("1MiB", "warning"), ("32MiB", "ok")):
+        options = {"host_bytes": "64MiB", "disk_dir": str(tmp_path), "disk_bytes": budget}
+        assert diagnose(options).one("directory.space")["level"] == level
+
+
 def test_what_belongs_to_vllm_is_checked_too(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VLLM_PLUGINS", "other")
     wrong = {"options": {}, "transfer": {"kv_connector": "OffloadingConnector"}}
@@ -96,6 +105,7 @@ def test_a_password_that_others_may_read(tmp_path: Path, mode: int, is_open: boo
     options = {"host_bytes": "64MiB", "tiers": [tier]}
     found = findings_of(configuration.check, {"options": options, "transfer": None})
     assert ("config.key_file_open" in found) == is_open
+    assert found["config.valid"].text.endswith("tiers: redis")
     assert not is_open or f"password_file='{password}'" in found["config.key_file_open"].text
 
 

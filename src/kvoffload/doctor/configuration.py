@@ -195,8 +195,8 @@ def _planned(name: str, prefix: str, config: TierConfig, lookup_deadline_ms: flo
     """Returns what the doctor needs to know of a tier. Raises ConfigError."""
     store = None
     if isinstance(config, RemoteTierConfig):
-        for name, harm in _SECRET_FILES.items():
-            _check_secret_file(f"{prefix}{name}", getattr(config, name, None), harm, report)
+        for key, harm in _SECRET_FILES.items():
+            _check_secret_file(f"{prefix}{key}", getattr(config, key, None), harm, report)
         settings = dict(config.settings())
         if settings.get("segment_bytes"):
             # Little, since what others put there is lost when the doctor leaves.

@@ -227,6 +227,14 @@ class _DirectoryCheck:
             is_refused = not held and self._tier.kind != SHARED
             self._found("directory.space", Level.PROBLEM if is_refused else Level.WARNING, text, fix, figures=figures)
             return
+        if held > wanted:
+            text = (
+                f"{format_bytes(held)} are in the directory already, more than {self._tier.prefix}bytes="
+                f"{format_bytes(wanted)}: blocks of kvoffload are evicted, and other files leave less room for blocks"
+            )
+            fix = "raise the budget, or remove what is not kvoffload's"
+            self._found("directory.space", Level.WARNING, text, fix, figures=figures)
+            return
         beside = f", of which {format_bytes(held)} are used already" if held else ""
         text = f"{format_bytes(wanted)}{beside} fit: {format_bytes(free)} are free"
         if self._tier.kind == SHARED:

@@ -386,6 +386,12 @@ def test_words_for_errors_that_no_server_here_can_make() -> None:
     assert classify(Exception(signed)) is Problem.TIMEOUT
     assert SECRET not in explain(Exception(signed), "s3://b")
     assert classify(Exception("http://169.254.169.254/latest/api/token")) is Problem.NO_CREDENTIALS
+    # A cloud without a role for this machine answers that request with an error.
+    refused = (
+        "Error performing PUT http://169.254.169.254/latest/api/token - Server returned status code: 403 Forbidden"
+    )
+    assert classify(Exception(refused)) is Problem.NO_CREDENTIALS
+    assert classify(Exception(refused.replace("169.254.169.254", "store"))) is Problem.REFUSED
     assert classify(Exception("status code: 507 Insufficient Storage")) is Problem.FULL
 
 

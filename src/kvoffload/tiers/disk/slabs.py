@@ -53,6 +53,8 @@ MAPPED_BYTES = 1020
 """A file system without extents needs one byte of map per this many bytes: 4 bytes per block of 4 KiB, and the same
 again for the map's own blocks."""
 WRITE_TRIES = 2
+LEAST_ADVISED = 1 << 20
+"""A budget below this is no advice."""
 _RECORDS_AT_ONCE = 1 << 19
 
 _T = TypeVar("_T")
@@ -66,9 +68,11 @@ def slot_cost(block_bytes: int) -> int:
 def check_capacity(capacity_bytes: int, possible: int) -> None:
     """Raises ConfigError if ``capacity_bytes`` is more than the file system's ``possible`` bytes."""
     if capacity_bytes > possible:
+        most = format_bytes(possible * 9 // 10)
+        fix = f"set it to {most} or less" if possible >= LEAST_ADVISED else "make room, or name another directory"
         raise ConfigError(
             f"bytes={capacity_bytes} ({format_bytes(capacity_bytes)}): the file system of the directory can give only "
-            f"{format_bytes(possible)}; set it to {format_bytes(possible * 9 // 10)} or less"
+            f"{format_bytes(possible)}; {fix}"
         )
 
 

@@ -56,6 +56,9 @@ def classify(error: BaseException) -> Problem:
     """Returns what kind of problem ``error`` is, an exception of obstore."""
     text = str(error)
     status, code = _status(text), _code(text)
+    if "//169.254." in text or "//metadata.google" in text:
+        # The machine's own service for credentials: it is asked because there are none. Its status is not the store's.
+        return Problem.NO_CREDENTIALS
     by_code = (
         (("ExpiredToken", "TokenRefreshRequired"), Problem.EXPIRED),
         (("RequestTimeTooSkewed", *_KEYS_CODES), Problem.KEYS),
