@@ -47,7 +47,6 @@ BUCKET = "kv-bucket"
 SECRET = "PLANTEDSECRETKEY"
 KEY_ID = "PLANTEDKEYID"
 CREDENTIALS = {"AWS_ACCESS_KEY_ID": KEY_ID, "AWS_SECRET_ACCESS_KEY": SECRET, "AWS_EC2_METADATA_DISABLED": "true"}
-DEADLINE_S = 60.0
 
 
 def chain(length: int, seed: int = 0) -> list[OffloadKey]:
