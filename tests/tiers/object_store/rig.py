@@ -27,6 +27,7 @@ from kvoffload.host.pool import HostPool
 from kvoffload.tiers.config import TierContext
 from kvoffload.tiers.object_store import client, obstore_bucket
 from kvoffload.tiers.object_store.config import ObjectStoreConfig
+from kvoffload.tiers.object_store.obstore_bucket import TEST_NAME
 from kvoffload.tiers.remote.config import read_hmac_key
 from kvoffload.tiers.remote.memory import SeparateBuffers
 from kvoffload.tiers.remote.record import RECORD_BYTES
@@ -126,10 +127,13 @@ class FakeS3:
 
     objects: dict[str, Stored] = field(default_factory=dict)
     requests: list[tuple[str, str]] = field(default_factory=list)
+    tests: dict[str, Stored] = field(default_factory=dict)
+    """Objects with which clients test the store when they connect. These requests are not in ``requests``."""
     signers: set[str] = field(default_factory=set)
     """The access keys with which requests were signed."""
     answers: dict[str, tuple[int, str]] = field(default_factory=dict)
     is_conditional: bool = True
+    keeps_notes: bool = True
     drip_s: float = 0.0
     storms: int = 0
     """The next so many requests are answered with 503 SlowDown."""
@@ -184,7 +188,8 @@ class FakeS3:
         return unquote(urlsplit(path).path).removeprefix(f"/{BUCKET}/")
 
     def refuses(self, request: BaseHTTPRequestHandler) -> bool:
-        self.requests.append((request.command, self.name(request.path)))
+        if TEST_NAME not in request.path:
+            self.requests.append((request.command, self.name(request.path)))
         self.signers.update(re.findall(r"Credential=([^/]*)/", request.headers.get("Authorization", "")))
         answer = self.answers.get(request.command)
         if self.storms > 0:
@@ -211,7 +216,7 @@ class FakeS3:
     def read(self, request: BaseHTTPRequestHandler, path: str) -> None:
         if self.refuses(request):
             return
-        stored = self.objects.get(self.name(path))
+        stored = (self.tests if TEST_NAME in path else self.objects).get(self.name(path))
         if stored is None:
             return self.send(request, 404, b"<Error><Code>NoSuchKey</Code></Error>")
         headers = {"ETag": '"0"', "Last-Modified": "Sun, 01 Nov 2026 00:00:00 GMT"}
@@ -241,7 +246,8 @@ class FakeS3:
                 return self.send(request, 501, b"<Error><Code>NotImplemented</Code></Error>")
             if name in self.objects:
                 return self.send(request, 412, b"<Error><Code>PreconditionFailed</Code></Error>")
-        self.objects[name] = Stored(body, request.headers.get("x-amz-meta-kvoffload", ""))
+        note = request.headers.get("x-amz-meta-kvoffload", "") if self.keeps_notes else ""
+        (self.tests if TEST_NAME in name else self.objects)[name] = Stored(body, note)
         self.send(request, 200, b"", {"ETag": '"0"'})
 
 
