@@ -58,6 +58,22 @@ def test_a_configuration_is_json_or_a_file_with_either_form(tmp_path: Path) -> N
             read_source(wrong)
 
 
+def test_a_file_that_is_not_json_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "kv-transfer.json"
+    path.write_text('{"host_bytes": "1GiB",}')
+    with pytest.raises(ConfigError, match=rf"--config='{re.escape(str(path))}': not JSON .*line 1 column 2"):
+        read_source(str(path))
+
+
+@pytest.mark.parametrize("wrong", [{"disk_dir": "cache"}, {"disk_bytes": "much"}])
+def test_one_wrong_setting_of_the_disk_is_one_error(wrong: dict[str, str]) -> None:
+    options = {"host_bytes": "64MiB", "disk_dir": "/var/cache/kvoffload", "disk_bytes": "1GiB", **wrong}
+    (error,) = configuration.read_config(options).errors
+    assert next(iter(wrong)) in error
+    both = {**options, "disk_dir": "cache", "policy": "none"}
+    assert len(configuration.read_config(both).errors) == 2
+
+
 def test_what_belongs_to_vllm_is_checked_too(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VLLM_PLUGINS", "other")
     wrong = {"options": {}, "transfer": {"kv_connector": "OffloadingConnector"}}
@@ -69,6 +85,18 @@ def test_what_belongs_to_vllm_is_checked_too(monkeypatch: pytest.MonkeyPatch) ->
     transfer = {"kv_connector": "KVOffloadConnector", "kv_role": "kv_both"}
     right = {"options": {"host_bytes": "64MiB"}, "transfer": transfer}
     assert set(findings_of(configuration.check, right)) == {"config.valid"}
+
+
+@pytest.mark.parametrize(("mode", "is_open"), [(0o600, False), (0o644, True)])
+def test_a_password_that_others_may_read(tmp_path: Path, mode: int, is_open: bool) -> None:
+    password = tmp_path / "password"
+    password.write_text("secret")
+    password.chmod(mode)
+    tier = {"kind": "redis", "url": "redis://localhost:6379", "password_file": str(password)}
+    options = {"host_bytes": "64MiB", "tiers": [tier]}
+    found = findings_of(configuration.check, {"options": options, "transfer": None})
+    assert ("config.key_file_open" in found) == is_open
+    assert not is_open or f"password_file='{password}'" in found["config.key_file_open"].text
 
 
 @needs_root

@@ -8,6 +8,8 @@ import pytest
 
 from kvoffload.tiers.identity import (
     MAX_TEXT,
+    VALUES,
+    VARIABLES,
     describe_difference,
     digest,
     explain_unusable,
@@ -28,6 +30,16 @@ MINE = {
 def test_an_identity_is_read_back_as_it_was_written() -> None:
     assert parse_identity(identity_text(MINE)) == MINE
     assert list(parse_identity(identity_text(MINE))) == list(MINE)
+
+
+@pytest.mark.parametrize("is_named", [True, False])
+def test_a_difference_of_values_names_the_variables_that_may_have_it(is_named: bool) -> None:
+    """Unless the names differ: then these say what there is to look at."""
+    mine = {**MINE, VARIABLES: "VLLM_A, VLLM_B", VALUES: digest("1")}
+    other = {**mine, VALUES: digest("2"), VARIABLES: mine[VARIABLES] if is_named else "VLLM_A"}
+    said = describe_difference(mine, other)
+    assert f"other {VALUES} there" in said
+    assert ("one of these has another value there: VLLM_A, VLLM_B" in said) == is_named
 
 
 @pytest.mark.parametrize("text", ["", "nonsense", "[1]", "5", "null", "[" * 60_000, '{"a": "' + "x" * MAX_TEXT + '"}'])

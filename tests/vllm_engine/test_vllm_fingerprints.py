@@ -109,6 +109,7 @@ SAME: dict[str, tuple[str, dict[str, Any]]] = {
     "sampling settings": ("plain", {"engine": {"override_generation_config": {"temperature": 0.5}, "seed": 7}}),
     "another chat template": ("plain", {"changes": {"chat_template.jinja": "{{ x }}"}}),
     "other ports": ("plain", {"environment": {"VLLM_PORT": "12345", "VLLM_NIXL_SIDE_CHANNEL_PORT": "6789"}}),
+    "other processors": ("plain", {"environment": {"VLLM_CPU_OMP_THREADS_BIND": "0"}}),
     "another host_bytes": ("plain", of_options(host_bytes="32MiB")),
     "another image limit": ("images", images(limit_per_prompt={"image": 3}, mm_processor_cache_gb=1)),
 }

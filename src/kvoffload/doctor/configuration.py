@@ -25,6 +25,13 @@ MAX_ERRORS = 16
 """Errors that are shown; each costs one more attempt to read the configuration."""
 MAX_SEGMENT_BYTES = 64 << 20
 """Memory that the doctor contributes to a store to which a server would contribute."""
+_SECRET_FILES = {
+    "hmac_key_file": "could forge blocks",
+    "password_file": "could read and forge what is in the store",
+    "key_file": "could take this server's part",
+}
+"""Settings of tiers that name a file with a secret, and what who knows it could do."""
+_TOGETHER = ("disk_dir", "disk_bytes")
 _INDEX = re.compile(r"tiers\[(\d+)\]")
 _OTHERS = 0o077
 _GROUP = 0o070
@@ -154,7 +161,9 @@ def read_config(options: Mapping[str, Any]) -> ReadConfig:
         elif setting == "host_bytes":
             left["host_bytes"] = _STAND_IN_BYTES
         elif setting in left:
-            del left[setting]
+            # Without the one the other would be an error too, which the user has not made.
+            for each in _TOGETHER if setting in _TOGETHER else (setting,):
+                left.pop(each, None)
         else:
             break
     return ReadConfig(None, errors, indexes)
@@ -186,7 +195,8 @@ def _planned(name: str, prefix: str, config: TierConfig, lookup_deadline_ms: flo
     """Returns what the doctor needs to know of a tier. Raises ConfigError."""
     store = None
     if isinstance(config, RemoteTierConfig):
-        _check_key_file(prefix, config.hmac_key_file, report)
+        for name, harm in _SECRET_FILES.items():
+            _check_secret_file(f"{prefix}{name}", getattr(config, name, None), harm, report)
         settings = dict(config.settings())
         if settings.get("segment_bytes"):
             # Little, since what others put there is lost when the doctor leaves.
@@ -205,15 +215,18 @@ def _planned(name: str, prefix: str, config: TierConfig, lookup_deadline_ms: flo
     )
 
 
-def _check_key_file(prefix: str, name: str | None, report: Report) -> None:
+def _check_secret_file(setting: str, name: str | None, harm: str, report: Report) -> None:
     if name is None:
         return
-    status = Path(name).expanduser().stat()
+    try:
+        status = Path(name).expanduser().stat()
+    except OSError:
+        return  # The store's client says so.
     # A mounted secret, as in Kubernetes, belongs to root, and this user reads it through its group.
     forbidden = _OTHERS if status.st_uid == os.geteuid() else _OTHERS & ~_GROUP
     if status.st_mode & forbidden:
         mode = status.st_mode & 0o777
-        text = f"{prefix}hmac_key_file={name!r}: other users may read it (mode {mode:o}), and could forge blocks"
+        text = f"{setting}={name!r}: other users may read it (mode {mode:o}), and {harm}"
         fix = f"chmod {0o600 if forbidden & _GROUP else 0o440:o} {name}"
         report.finding(Finding("config.key_file_open", Level.WARNING, Area.CONFIGURATION, text, fix))
 

@@ -45,19 +45,21 @@ def read_source(text: str) -> Source:
 
     Raises ConfigError if it cannot be read, or is not JSON.
     """
+    said = "--config"
     if not text.lstrip().startswith(("{", "[")):
+        said = f"--config={text!r}"
         text = _read_file(text)
     try:
         content = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise ConfigError(f"--config: not JSON ({error}); write {_EXAMPLE}") from error
+        raise ConfigError(f"{said}: not JSON ({error}); correct it there, or write {_EXAMPLE}") from error
     if not isinstance(content, Mapping):
-        raise ConfigError(f"--config: not a JSON object; write {_EXAMPLE}")
+        raise ConfigError(f"{said}: not a JSON object; write {_EXAMPLE}")
     if "kv_connector" not in content and OPTIONS_KEY not in content:
         return Source(content)
     options = content.get(OPTIONS_KEY) or {}
     if not isinstance(options, Mapping):
-        raise ConfigError(f'--config: {OPTIONS_KEY} is not a JSON object; write "{OPTIONS_KEY}": {{...}}')
+        raise ConfigError(f'{said}: {OPTIONS_KEY} is not a JSON object; write "{OPTIONS_KEY}": {{...}}')
     return Source(options, content)
 
 

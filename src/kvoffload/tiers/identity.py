@@ -14,6 +14,9 @@ from collections.abc import Mapping
 from kvoffload.units import printable
 
 MODEL = "model"
+VARIABLES = "variables set for vLLM"
+VALUES = "values of vLLM's variables"
+"""A digest. If it differs and VARIABLES does not, the difference is in the value of one of these."""
 MAX_TEXT = 1 << 16
 """Characters of the longest text that is an identity."""
 MAX_SHOWN = 80
@@ -54,6 +57,8 @@ def describe_difference(mine: Mapping[str, str], other: Mapping[str, str]) -> st
     here"."""
     names = [name for name in dict.fromkeys([*mine, *other]) if mine.get(name) != other.get(name)]
     said = [_difference(name, mine.get(name), other.get(name)) for name in names if name != MODEL]
+    if VALUES in names and VARIABLES not in names and mine.get(VARIABLES):
+        said.append(f"one of these has another value there: {printable(mine[VARIABLES])}")
     return "; ".join(said) or "something that the two descriptions leave out"
 
 

@@ -197,7 +197,8 @@ class TierState:
 
     def _add_failures(self, failures: Counter[str], now: float) -> None:
         if self.breaker.add_failures(failures.total(), now):
-            reason = f"{MAX_FAILURES} failures within {FAILURE_PERIOD_S:.0f} s (the latest: {dict(failures)})"
+            latest = ", ".join(f"{count} {kind}" for kind, count in failures.items())
+            reason = f"{MAX_FAILURES} failures within {FAILURE_PERIOD_S:.0f} s (the latest: {latest})"
             self._note_pause(reason)
 
     def update(self, now: float) -> None:

@@ -21,7 +21,7 @@ from vllm.config.utils import normalize_value
 from kvoffload.abc import ConfigError
 from kvoffload.digests import DigestCache
 from kvoffload.fingerprints import files_fingerprint, find_model_dir, has_weights, is_commit
-from kvoffload.tiers.identity import MODEL, digest
+from kvoffload.tiers.identity import MODEL, VALUES, VARIABLES, digest
 from kvoffload.vllm import versions
 from kvoffload.vllm.layout import one_per_pool
 from kvoffload.vllm.nesting import page_layout
@@ -87,6 +87,9 @@ BESIDE_COMPUTING = re.compile(r"_(HOST|PORT|IPS?|TIMEOUT|LOG|RAY)(_|$)")
 """Matches names of environment variables that concern communication, timeouts and logs, not what is computed."""
 LAYOUT_VARIABLE = "VLLM_KV_CACHE_LAYOUT"
 """An environment variable whose effect counts instead of its value: the layout that vLLM has chosen."""
+PLACES = {"VLLM_CPU_OMP_THREADS_BIND": "auto"}
+"""Environment variables that say on which processors something runs, with the value that counts in place of theirs:
+vLLM's default, so that the fingerprint of a server without them has stayed the same."""
 REPOSITORY = re.compile(r"[\w.-]+/[\w.-]+")
 """The form in which a model's configuration names another model."""
 
@@ -106,7 +109,7 @@ DIGESTED = {
     "additional": "additional settings",
     "groups": "KV cache groups",
     "parts": "parts of blocks",
-    "environment": "values of vLLM's variables",
+    "environment": VALUES,
     "ranks": "layers and pages of the ranks",
     "hash_root": "seed of the block hashes",
     "states": "settings of states",
@@ -179,7 +182,10 @@ def describe_parts(vllm_config: VllmConfig, layout: EngineLayout, parts: Mapping
     variables = [
         name
         for name in os.environ
-        if name.startswith("VLLM_") and name != LAYOUT_VARIABLE and f'"{name}"' in parts["environment"]
+        if name.startswith("VLLM_")
+        and name != LAYOUT_VARIABLE
+        and name not in PLACES
+        and f'"{name}"' in parts["environment"]
     ]
     described = {
         MODEL: _model_name(vllm_config.model_config.model),
@@ -196,7 +202,7 @@ def describe_parts(vllm_config: VllmConfig, layout: EngineLayout, parts: Mapping
         "device": parts["device"],
         "engine": engine,
         "installed software": ", ".join(libraries),
-        "variables set for vLLM": ", ".join(sorted(variables)),
+        VARIABLES: ", ".join(sorted(variables)),
     }
     given = parts["weights"].startswith(("given:", "revision:"))
     described |= {
@@ -375,7 +381,7 @@ def _installed() -> list[str]:
 def _environment() -> dict[str, Any]:
     """Returns vLLM's environment variables that may change how something is computed."""
     return {
-        name: None if name == LAYOUT_VARIABLE else value
+        name: None if name == LAYOUT_VARIABLE else PLACES.get(name, value)
         for name, value in envs.compile_factors().items()
         if name.startswith("VLLM_") and not BESIDE_COMPUTING.search(name)
     }

@@ -367,8 +367,19 @@ def test_credentials_come_from_the_environment_or_a_profile(
 
 
 def test_an_endpoint_where_nothing_listens() -> None:
-    with pytest.raises(StoreError, match="s3://kv-bucket/folder: the store cannot be reached"):
+    said = r"s3://kv-bucket/folder: the store cannot be reached at http://127\.0\.0\.1:9 \(connection refused\)"
+    with pytest.raises(StoreError, match=said):
         bucket("http://127.0.0.1:9")
+
+
+def test_an_endpoint_whose_name_is_not_known() -> None:
+    with pytest.raises(StoreError, match=r"at http://nosuch\.invalid:9 \(its name is not known\)"):
+        bucket("http://nosuch.invalid:9")
+
+
+def test_an_endpoint_that_does_not_speak_tls(fake: FakeS3) -> None:
+    with pytest.raises(StoreError, match=r"does not speak TLS: write http:// if that is intended"):
+        bucket(fake.endpoint.replace("http:", "https:"))
 
 
 def test_planted_secrets_do_not_reach_the_log(fake: FakeS3, server: Server, caplog: pytest.LogCaptureFixture) -> None:

@@ -11,6 +11,17 @@ import re
 
 _STATUS = re.compile(r"status(?: code)?: ([1-5][0-9]{2})\b")
 _CODE = re.compile(r"<Code>([A-Za-z]{3,40})</Code>")
+_ADDRESS = re.compile(r"https?://[\w.:\[\]-]+(?=[/\s,)?]|$)")
+"""Matches the host of a request, without what may be secret before or behind it."""
+_REASONS = (
+    ("dns error", "its name is not known"),
+    ("Connection refused", "connection refused"),
+    ("ConnectionRefused", "connection refused"),
+    ("ertificate", "its certificate is not accepted"),
+    ("InvalidContentType", "it does not speak TLS: write http:// if that is intended"),
+    ("unreachable", "no route"),
+)
+"""What obstore's text contains, and what it means."""
 _FULL_CODES = ("QuotaExceeded", "XMinioStorageFull", "StorageFull", "InsufficientStorage", "InsufficientCapacity")
 _KEYS_CODES = ("InvalidAccessKeyId", "SignatureDoesNotMatch", "InvalidToken", "AuthFailure")
 _SERVICES = ("169.254.", "/latest/", "metadata", "oauth2", "credential")
@@ -89,7 +100,17 @@ def explain(error: BaseException, where: str) -> str:
     text = str(error)
     facts = [str(each) for each in (_status(text), _code(text)) if each is not None]
     kind = f" ({' '.join(facts)})" if facts else f" ({type(error).__name__})"
-    return f"{where}: {classify(error).value}{kind}"
+    problem = classify(error)
+    if problem is Problem.UNREACHABLE and not facts:
+        kind = _unreachable(text)
+    return f"{where}: {problem.value}{kind}"
+
+
+def _unreachable(text: str) -> str:
+    """Returns which address cannot be reached and why, as far as ``text`` has it."""
+    address = _ADDRESS.search(text)
+    reason = next((said for words, said in _REASONS if words in text), "no connection")
+    return f" at {address[0]} ({reason})" if address else f" ({reason})"
 
 
 def _status(text: str) -> int | None:

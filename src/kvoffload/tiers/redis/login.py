@@ -81,7 +81,13 @@ class Login:
             stream = Stream(self._open(address, min(CONNECT_TIMEOUT_S, deadline - time.monotonic())), deadline)
         except (OSError, UnicodeError) as error:
             # UnicodeError: no name of a host.
-            raise StoreError(f"{address} cannot be reached ({error})") from error
+            hint = ""
+            if isinstance(error, ssl.SSLCertVerificationError):
+                hint = (
+                    "; set ca_file to the certificates that have signed the server's, and write the host in url as "
+                    "the certificate names it"
+                )
+            raise StoreError(f"{address} cannot be reached ({error}){hint}") from error
         try:
             self._log_in(stream)
         except Lost as error:
