@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from kvoffload.abc import OffloadKey, TierError, TierResult
-from kvoffload.abc.tier import HIT, MISS, RETRY
+from kvoffload.abc import TierError
+from kvoffload.abc.tier import HIT, MISS
 from kvoffload.host.pool import HostPool
 from kvoffload.tiers.config import TierContext
 from kvoffload.tiers.mooncake.client import connect
@@ -20,7 +20,7 @@ from kvoffload.tiers.remote.link import LOOKUP_DEADLINE_S
 from kvoffload.tiers.remote.record import value_name
 from kvoffload.tiers.remote.tier import RemoteTier
 from tests.tiers.mooncake.rig import Master, needs_mooncake, segment
-from tests.tiers.remote.rig import content
+from tests.tiers.remote.rig import StoreServer
 
 pytestmark = needs_mooncake
 
@@ -32,70 +32,18 @@ DEADLINE_S = 90.0
 Fault = Callable[[Path], None]
 
 
-class Server:
+class Server(StoreServer):
     def __init__(self, master: Master, fingerprint: str = FINGERPRINT) -> None:
         self.hosts = [HostPool(64, nbytes) for nbytes in SLOT_BYTES]
         pools, handles = [host.data for host in self.hosts], [host.handle() for host in self.hosts]
         tier = MooncakeConfig(master=master.address).open(TierContext(pools, fingerprint, handles))
         assert isinstance(tier, RemoteTier)
-        self.tier = tier
-        self.pools = pools
+        super().__init__(tier, pools)
 
     def close(self) -> None:
-        self.tier.close()
+        super().close()
         for host in self.hosts:
             host.close()
-
-    def poll(self) -> list[TierResult]:
-        self.tier.wait(0.01)
-        return self.tier.poll()
-
-    def connect(self) -> None:
-        deadline = time.monotonic() + DEADLINE_S
-        while not self.tier.is_connected:
-            assert time.monotonic() < deadline, "the tier never reached the store"
-            self.poll()
-
-    def states(self, keys: Sequence[OffloadKey]) -> list[int]:
-        deadline = time.monotonic() + DEADLINE_S
-        while RETRY in (states := self.tier.contains(keys).tolist()):
-            assert time.monotonic() < deadline, "lookups were never answered"
-            self.poll()
-        return states
-
-    def move(self, keys: Sequence[OffloadKey], is_read: bool) -> dict[OffloadKey, TierResult]:
-        """Reads ``keys`` into slots from 32 on, or writes them from slots from 0 on."""
-        slots = np.arange(len(keys)) + 32 * is_read
-        for key, slot in zip(keys, slots.tolist(), strict=True):
-            for rank, pool in enumerate(self.pools):
-                pool[slot] = 0 if is_read else content(key, rank, pool.shape[1])
-        taken = (self.tier.read if is_read else self.tier.write)(keys, slots)
-        results: dict[OffloadKey, TierResult] = {}
-        deadline = time.monotonic() + DEADLINE_S
-        while len(results) < len(taken):
-            assert time.monotonic() < deadline, "transfers never ended"
-            results |= {result.key: result for result in self.poll()}
-        for i, key in enumerate(keys):
-            if is_read and key in results and results[key].ok:
-                assert all(
-                    (pool[32 + i] == content(key, rank, pool.shape[1])).all() for rank, pool in enumerate(self.pools)
-                )
-        return results
-
-    def works_again(self, keys: Sequence[OffloadKey]) -> None:
-        """Asserts that in the end, without a restart of the server, ``keys`` are written and read."""
-        deadline = time.monotonic() + DEADLINE_S
-        while time.monotonic() < deadline:
-            missing = [key for key, state in zip(keys, self.states(keys), strict=True) if state == MISS]
-            self.move(missing, is_read=False)
-            if self.states(keys) == [HIT] * len(keys) and all(
-                each.ok for each in self.move(keys, is_read=True).values()
-            ):
-                return
-            until = time.monotonic() + 0.2
-            while time.monotonic() < until:
-                self.poll()
-        raise AssertionError("the tier never worked again")
 
 
 @pytest.fixture(scope="module")

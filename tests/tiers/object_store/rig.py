@@ -19,23 +19,22 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
-import numpy as np
 import pytest
 
-from kvoffload.abc import KVGroup, OffloadKey, TierResult
-from kvoffload.abc.tier import MISS, RETRY
+from kvoffload.abc import ByteArray, KVGroup, OffloadKey, TierResult
 from kvoffload.cache.keys import make_offload_key
 from kvoffload.host.pool import HostPool
 from kvoffload.tiers.config import TierContext
 from kvoffload.tiers.object_store import client, obstore_bucket
 from kvoffload.tiers.object_store.config import ObjectStoreConfig
+from kvoffload.tiers.object_store.obstore_bucket import TEST_NAME
 from kvoffload.tiers.remote.config import read_hmac_key
 from kvoffload.tiers.remote.memory import SeparateBuffers
 from kvoffload.tiers.remote.record import RECORD_BYTES
 from kvoffload.tiers.remote.tier import RemoteTier
 from kvoffload.tiers.remote.worker import StoreWorker
 from tests.tiers.remote.memory_store import SteppedChannel
-from tests.tiers.remote.rig import content
+from tests.tiers.remote.rig import StoreServer
 
 needs_obstore = pytest.mark.skipif(
     importlib.util.find_spec("obstore") is None, reason="needs obstore: pip install 'kvoffload[object-store]'"
@@ -49,7 +48,6 @@ BUCKET = "kv-bucket"
 SECRET = "PLANTEDSECRETKEY"
 KEY_ID = "PLANTEDKEYID"
 CREDENTIALS = {"AWS_ACCESS_KEY_ID": KEY_ID, "AWS_SECRET_ACCESS_KEY": SECRET, "AWS_EC2_METADATA_DISABLED": "true"}
-DEADLINE_S = 60.0
 
 
 def chain(length: int, seed: int = 0) -> list[OffloadKey]:
@@ -129,10 +127,13 @@ class FakeS3:
 
     objects: dict[str, Stored] = field(default_factory=dict)
     requests: list[tuple[str, str]] = field(default_factory=list)
+    tests: dict[str, Stored] = field(default_factory=dict)
+    """Objects with which clients test the store when they connect. These requests are not in ``requests``."""
     signers: set[str] = field(default_factory=set)
     """The access keys with which requests were signed."""
     answers: dict[str, tuple[int, str]] = field(default_factory=dict)
     is_conditional: bool = True
+    keeps_notes: bool = True
     drip_s: float = 0.0
     storms: int = 0
     """The next so many requests are answered with 503 SlowDown."""
@@ -187,7 +188,8 @@ class FakeS3:
         return unquote(urlsplit(path).path).removeprefix(f"/{BUCKET}/")
 
     def refuses(self, request: BaseHTTPRequestHandler) -> bool:
-        self.requests.append((request.command, self.name(request.path)))
+        if TEST_NAME not in request.path:
+            self.requests.append((request.command, self.name(request.path)))
         self.signers.update(re.findall(r"Credential=([^/]*)/", request.headers.get("Authorization", "")))
         answer = self.answers.get(request.command)
         if self.storms > 0:
@@ -214,7 +216,7 @@ class FakeS3:
     def read(self, request: BaseHTTPRequestHandler, path: str) -> None:
         if self.refuses(request):
             return
-        stored = self.objects.get(self.name(path))
+        stored = (self.tests if TEST_NAME in path else self.objects).get(self.name(path))
         if stored is None:
             return self.send(request, 404, b"<Error><Code>NoSuchKey</Code></Error>")
         headers = {"ETag": '"0"', "Last-Modified": "Sun, 01 Nov 2026 00:00:00 GMT"}
@@ -244,11 +246,12 @@ class FakeS3:
                 return self.send(request, 501, b"<Error><Code>NotImplemented</Code></Error>")
             if name in self.objects:
                 return self.send(request, 412, b"<Error><Code>PreconditionFailed</Code></Error>")
-        self.objects[name] = Stored(body, request.headers.get("x-amz-meta-kvoffload", ""))
+        note = request.headers.get("x-amz-meta-kvoffload", "") if self.keeps_notes else ""
+        (self.tests if TEST_NAME in name else self.objects)[name] = Stored(body, note)
         self.send(request, 200, b"", {"ETag": '"0"'})
 
 
-class Server:
+class Server(StoreServer):
     """A tier of one server. Its client runs in a process of its own if ``has_process``; otherwise here, when the server
     polls."""
 
@@ -263,96 +266,34 @@ class Server:
         **settings: Any,
     ) -> None:
         self.hosts = [HostPool(num_slots, nbytes) for nbytes in slot_bytes]
-        self.pools = [host.data for host in self.hosts]
+        pools = [host.data for host in self.hosts]
         config = ObjectStoreConfig(url=url, endpoint=endpoint, **settings)
         with patched(CREDENTIALS):
             if has_process:
                 handles = [host.handle() for host in self.hosts]
-                tier = config.open(TierContext(self.pools, fingerprint, handles, groups=[KVGroup(16)]))
+                tier = config.open(TierContext(pools, fingerprint, handles, groups=[KVGroup(16)]))
                 assert isinstance(tier, RemoteTier)
             else:
-                tier = self._open_here(config, fingerprint)
-        self.tier = tier
-
-    def _open_here(self, config: ObjectStoreConfig, fingerprint: str) -> RemoteTier:
-        value_bytes = RECORD_BYTES + sum(each.shape[1] for each in self.pools)
-        made = client.connect({**config.settings(), "value_bytes": value_bytes, "chained_groups": [0]})
-        worker = StoreWorker(
-            made,
-            SeparateBuffers(self.pools),
-            fingerprint,
-            config.prefix,
-            hmac_key=read_hmac_key(config.hmac_key_file),
-        )
-        return RemoteTier(SteppedChannel(worker), sum(each.shape[1] for each in self.pools), name=config.kind)
+                tier = _open_here(config, fingerprint, pools)
+        super().__init__(tier, pools)
 
     def close(self) -> None:
-        self.tier.close()
+        super().close()
         for host in self.hosts:
             host.close()
 
     def poll(self) -> list[TierResult]:
-        self.tier.wait(0.01)
         with patched(CREDENTIALS):
             # A client that has ended is started again.
-            return self.tier.poll()
+            return super().poll()
 
-    def connect(self) -> None:
-        deadline = time.monotonic() + DEADLINE_S
-        while not self.tier.is_connected:
-            assert time.monotonic() < deadline, "the tier never reached the store"
-            self.poll()
 
-    def states(self, keys: Sequence[OffloadKey]) -> list[int]:
-        deadline = time.monotonic() + DEADLINE_S
-        while RETRY in (states := self.tier.contains(keys).tolist()):
-            assert time.monotonic() < deadline, "lookups were never answered"
-            self.poll()
-        return states
-
-    def move(self, keys: Sequence[OffloadKey], is_read: bool) -> dict[OffloadKey, TierResult]:
-        """Reads ``keys`` into the upper half of the slots, or writes them from the lower one. Asserts that what was
-        read is right."""
-        half = len(self.pools[0]) // 2
-        slots = np.arange(len(keys)) + half * is_read
-        for key, slot in zip(keys, slots.tolist(), strict=True):
-            for rank, pool in enumerate(self.pools):
-                pool[slot] = 0 if is_read else content(key, rank, pool.shape[1])
-        taken = (self.tier.read if is_read else self.tier.write)(keys, slots)
-        results: dict[OffloadKey, TierResult] = {}
-        deadline = time.monotonic() + DEADLINE_S
-        while len(results) < len(taken):
-            assert time.monotonic() < deadline, "transfers never ended"
-            results |= {result.key: result for result in self.poll()}
-        for i, key in enumerate(keys):
-            if is_read and key in results and results[key].ok:
-                assert all(
-                    (pool[half + i] == content(key, rank, pool.shape[1])).all() for rank, pool in enumerate(self.pools)
-                ), "a read that has succeeded has other bytes"
-        return results
-
-    def write(self, keys: Sequence[OffloadKey]) -> dict[OffloadKey, TierResult]:
-        return self.move(keys, is_read=False)
-
-    def read(self, keys: Sequence[OffloadKey]) -> dict[OffloadKey, TierResult]:
-        return self.move(keys, is_read=True)
-
-    def reads_all(self, keys: Sequence[OffloadKey]) -> bool:
-        results = self.read(keys)
-        return len(results) == len(keys) and all(each.ok for each in results.values())
-
-    def works_again(self, keys: Sequence[OffloadKey]) -> None:
-        """Asserts that in the end, without a restart of the server, ``keys`` are written and read."""
-        deadline = time.monotonic() + DEADLINE_S
-        while time.monotonic() < deadline:
-            missing = [key for key, state in zip(keys, self.states(keys), strict=True) if state == MISS]
-            self.write(missing)
-            if MISS not in self.states(keys) and self.reads_all(keys):
-                return
-            until = time.monotonic() + 0.1
-            while time.monotonic() < until:
-                self.poll()
-        raise AssertionError("the tier never worked again")
+def _open_here(config: ObjectStoreConfig, fingerprint: str, pools: Sequence[ByteArray]) -> RemoteTier:
+    payload_bytes = sum(each.shape[1] for each in pools)
+    made = client.connect({**config.settings(), "value_bytes": RECORD_BYTES + payload_bytes, "chained_groups": [0]})
+    hmac_key = read_hmac_key(config.hmac_key_file)
+    worker = StoreWorker(made, SeparateBuffers(pools), fingerprint, config.prefix, hmac_key=hmac_key)
+    return RemoteTier(SteppedChannel(worker), payload_bytes, name=config.kind)
 
 
 @contextlib.contextmanager

@@ -256,6 +256,24 @@ def test_a_store_without_conditional_put_is_named_once(fake: FakeS3, caplog: pyt
     opened.close()
 
 
+def test_a_store_that_loses_metadata_gets_an_object_per_block(fake: FakeS3, caplog: pytest.LogCaptureFixture) -> None:
+    fake.keeps_notes = False
+    server = Server(fake.endpoint)
+    keys = chain(20)
+    server.works_again(keys)
+    assert len(fake.blocks()) == 20
+    assert sum("does not return the metadata" in each.message for each in caplog.records) == 1
+    server.close()
+    # The control: the same store if it keeps metadata. The first client that connects leaves the object that shows it.
+    fake.keeps_notes = True
+    fake.tests.clear()
+    fake.objects.clear()
+    server = Server(fake.endpoint)
+    server.works_again(keys)
+    assert len(fake.blocks()) == 1
+    server.close()
+
+
 def test_a_store_that_drips_or_never_answers_ends_below_the_deadlines(
     fake: FakeS3, monkeypatch: pytest.MonkeyPatch
 ) -> None:

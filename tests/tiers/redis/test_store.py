@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvoffload.abc import ByteArray, OffloadKey, Tier, TierError, TierResult
-from kvoffload.abc.tier import HIT, MISS, RETRY
+from kvoffload.abc import ByteArray, Tier, TierError
+from kvoffload.abc.tier import HIT, MISS
 from kvoffload.host.pool import HostPool
 from kvoffload.testing.conformance import keys as keys_of
 from kvoffload.testing.tier_conformance import TierConformance
@@ -26,7 +26,7 @@ from kvoffload.tiers.remote.tier import RemoteTier
 from kvoffload.tiers.remote.worker import StoreWorker
 from tests.tiers.redis.rig import RedisServer, make_client, needs_redis
 from tests.tiers.remote.memory_store import SteppedChannel
-from tests.tiers.remote.rig import content
+from tests.tiers.remote.rig import StoreServer, content
 
 pytestmark = needs_redis
 
@@ -45,7 +45,7 @@ class DirectChannel(SteppedChannel):
         return super().poll()
 
 
-class Server:
+class Server(StoreServer):
     """A tier of one server. With a ``client`` it has no process."""
 
     def __init__(
@@ -60,80 +60,23 @@ class Server:
         self.client = client
         if client is None:
             self.hosts = [HostPool(64, nbytes) for nbytes in SLOT_BYTES]
-            self.pools = [host.data for host in self.hosts]
+            pools = [host.data for host in self.hosts]
             handles = [host.handle() for host in self.hosts]
-            tier = RedisConfig(url=store.url, **options).open(TierContext(self.pools, fingerprint, handles))
+            tier = RedisConfig(url=store.url, **options).open(TierContext(pools, fingerprint, handles))
         else:
-            self.pools = [np.zeros((64, nbytes), dtype=np.uint8) for nbytes in SLOT_BYTES]
-            worker = StoreWorker(client, SeparateBuffers(self.pools), fingerprint, "kvoffload", hmac_key=hmac_key)
+            pools = [np.zeros((64, nbytes), dtype=np.uint8) for nbytes in SLOT_BYTES]
+            worker = StoreWorker(client, SeparateBuffers(pools), fingerprint, "kvoffload", hmac_key=hmac_key)
             tier = RemoteTier(DirectChannel(worker), sum(SLOT_BYTES), name="redis")
         assert isinstance(tier, RemoteTier)
-        self.tier = tier
+        super().__init__(tier, pools)
         self.connect()
 
     def close(self) -> None:
-        self.tier.close()
+        super().close()
         if self.client is not None:
             self.client.close()
         for host in self.hosts:
             host.close()
-
-    def poll(self) -> list[TierResult]:
-        self.tier.wait(0.01)
-        return self.tier.poll()
-
-    def connect(self) -> None:
-        deadline = time.monotonic() + DEADLINE_S
-        while not self.tier.is_connected:
-            assert time.monotonic() < deadline, "the tier never reached the store"
-            self.poll()
-
-    def states(self, keys: Sequence[OffloadKey]) -> list[int]:
-        deadline = time.monotonic() + DEADLINE_S
-        while RETRY in (states := self.tier.contains(keys).tolist()):
-            assert time.monotonic() < deadline, "lookups were never answered"
-            self.poll()
-        return states
-
-    def move(self, keys: Sequence[OffloadKey], is_read: bool) -> dict[OffloadKey, TierResult]:
-        """Reads ``keys`` into slots from 32 on, or writes them from slots from 0 on."""
-        slots = np.arange(len(keys)) + 32 * is_read
-        for key, slot in zip(keys, slots.tolist(), strict=True):
-            for rank, pool in enumerate(self.pools):
-                pool[slot] = 0 if is_read else content(key, rank, pool.shape[1])
-        taken = (self.tier.read if is_read else self.tier.write)(keys, slots)
-        results: dict[OffloadKey, TierResult] = {}
-        deadline = time.monotonic() + DEADLINE_S
-        while len(results) < len(taken):
-            assert time.monotonic() < deadline, "transfers never ended"
-            results |= {result.key: result for result in self.poll()}
-        for i, key in enumerate(keys):
-            if is_read and key in results and results[key].ok:
-                assert self.has(key, 32 + i)
-        return results
-
-    def has(self, key: OffloadKey, slot: int) -> bool:
-        return all((pool[slot] == content(key, rank, pool.shape[1])).all() for rank, pool in enumerate(self.pools))
-
-    def errors(self, keys: Sequence[OffloadKey]) -> list[TierError | None]:
-        """Reads ``keys``. Returns the error of each."""
-        results = self.move(keys, is_read=True)
-        return [results[key].error for key in keys]
-
-    def works_again(self, keys: Sequence[OffloadKey]) -> None:
-        """Asserts that in the end, without a restart of the server, ``keys`` are written and read."""
-        deadline = time.monotonic() + DEADLINE_S
-        while time.monotonic() < deadline:
-            missing = [key for key, state in zip(keys, self.states(keys), strict=True) if state == MISS]
-            self.move(missing, is_read=False)
-            if self.states(keys) == [HIT] * len(keys):
-                results = self.move(keys, is_read=True)
-                if len(results) == len(keys) and all(each.ok for each in results.values()):
-                    return
-            until = time.monotonic() + 0.2
-            while time.monotonic() < until:
-                self.poll()
-        raise AssertionError("the tier never worked again")
 
 
 def direct(store: RedisServer, fingerprint: str = FINGERPRINT, hmac_key: bytes = b"") -> Server:

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import numpy as np
 
-from kvoffload.abc import ByteArray, OffloadKey, TierResult
+from kvoffload.abc import ByteArray, OffloadKey, TierError, TierResult
+from kvoffload.abc.tier import HIT, MISS, RETRY
 from kvoffload.host.pool import HostPool
 from kvoffload.tiers.remote.messages import Response
 from kvoffload.tiers.remote.process import ProcessChannel
@@ -20,6 +21,7 @@ from tests.tiers.remote.folder_store import FolderStore
 CLIENT = "tests.tiers.remote.folder_store:connect"
 FINGERPRINT = "5e" * 32
 DEADLINE_S = 60.0
+STORE_DEADLINE_S = 90.0
 
 
 class ShiftedClock:
@@ -117,6 +119,84 @@ class Server:
 
     def has(self, key: OffloadKey, slot: int) -> bool:
         return all((pool[slot] == content(key, rank, pool.shape[1])).all() for rank, pool in enumerate(self.pools))
+
+
+class StoreServer:
+    """The tier of one server on a real store. ``pools``: those that it has."""
+
+    def __init__(self, tier: RemoteTier, pools: Sequence[ByteArray]) -> None:
+        self.tier = tier
+        self.pools = pools
+
+    def close(self) -> None:
+        self.tier.close()
+
+    def poll(self) -> list[TierResult]:
+        self.tier.wait(0.01)
+        return self.tier.poll()
+
+    def connect(self) -> None:
+        deadline = time.monotonic() + STORE_DEADLINE_S
+        while not self.tier.is_connected:
+            assert time.monotonic() < deadline, "the tier never reached the store"
+            self.poll()
+
+    def states(self, keys: Sequence[OffloadKey]) -> list[int]:
+        """Returns the states of ``keys`` once they are known."""
+        deadline = time.monotonic() + STORE_DEADLINE_S
+        while RETRY in (states := self.tier.contains(keys).tolist()):
+            assert time.monotonic() < deadline, "lookups were never answered"
+            self.poll()
+        return states
+
+    def move(self, keys: Sequence[OffloadKey], is_read: bool) -> dict[OffloadKey, TierResult]:
+        """Reads ``keys`` into the upper half of the slots, or writes them from the lower one. Asserts that what was
+        read is right."""
+        half = len(self.pools[0]) // 2
+        slots = np.arange(len(keys)) + half * is_read
+        for key, slot in zip(keys, slots.tolist(), strict=True):
+            for rank, pool in enumerate(self.pools):
+                pool[slot] = 0 if is_read else content(key, rank, pool.shape[1])
+        taken = (self.tier.read if is_read else self.tier.write)(keys, slots)
+        results: dict[OffloadKey, TierResult] = {}
+        deadline = time.monotonic() + STORE_DEADLINE_S
+        while len(results) < len(taken):
+            assert time.monotonic() < deadline, "transfers never ended"
+            results |= {result.key: result for result in self.poll()}
+        for i, key in enumerate(keys):
+            if is_read and key in results and results[key].ok:
+                assert self.has(key, half + i), "a read that has succeeded has other bytes"
+        return results
+
+    def has(self, key: OffloadKey, slot: int) -> bool:
+        return all((pool[slot] == content(key, rank, pool.shape[1])).all() for rank, pool in enumerate(self.pools))
+
+    def write(self, keys: Sequence[OffloadKey]) -> dict[OffloadKey, TierResult]:
+        return self.move(keys, is_read=False)
+
+    def read(self, keys: Sequence[OffloadKey]) -> dict[OffloadKey, TierResult]:
+        return self.move(keys, is_read=True)
+
+    def errors(self, keys: Sequence[OffloadKey]) -> list[TierError | None]:
+        """Reads ``keys``. Returns the error of each."""
+        results = self.read(keys)
+        return [results[key].error for key in keys]
+
+    def reads_all(self, keys: Sequence[OffloadKey]) -> bool:
+        results = self.read(keys)
+        return len(results) == len(keys) and all(each.ok for each in results.values())
+
+    def works_again(self, keys: Sequence[OffloadKey]) -> None:
+        """Asserts that in the end, without a restart of the server, ``keys`` are written and read."""
+        deadline = time.monotonic() + STORE_DEADLINE_S
+        while time.monotonic() < deadline:
+            self.write([key for key, state in zip(keys, self.states(keys), strict=True) if state == MISS])
+            if self.states(keys) == [HIT] * len(keys) and self.reads_all(keys):
+                return
+            until = time.monotonic() + 0.2
+            while time.monotonic() < until:
+                self.poll()
+        raise AssertionError("the tier never worked again")
 
 
 def content(key: OffloadKey, rank: int, nbytes: int) -> ByteArray:

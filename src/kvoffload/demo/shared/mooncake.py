@@ -6,19 +6,17 @@ import contextlib
 import importlib.util
 import json
 import select
-import signal
 import socket
 import subprocess
 import sys
 import time
 import urllib.request
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from kvoffload.abc import ConfigError
 from kvoffload.demo.errors import DemoError
-from kvoffload.demo.shared.stores import STALL_S, Fault, Store, StoreMissingError, Throttle, send
+from kvoffload.demo.shared.stores import ServerStore, StoreMissingError
 from kvoffload.tiers.mooncake.config import check_installed
 
 HOST = "127.0.0.1"
@@ -57,13 +55,17 @@ def free_ports(count: int) -> list[int]:
         return [int(each.getsockname()[1]) for each in sockets]
 
 
-class MooncakeStore(Store):
+class MooncakeStore(ServerStore):
     """``mooncake_master`` and a process with the memory, on free ports. Logs go to ``logs``."""
 
     name = "mooncake"
     title = "Mooncake Store"
+    processes = "mooncake_master and the process with the memory were"
+    how_full = "a third client put values until the store was full"
+    how_empty = "both processes were killed and started again"
 
     def __init__(self, logs: Path) -> None:
+        super().__init__()
         problem = missing()
         if problem is not None:
             raise StoreMissingError(problem)
@@ -71,7 +73,6 @@ class MooncakeStore(Store):
         self._port, self._admin_port = free_ports(2)
         self._master: subprocess.Popen[bytes] | None = None
         self._memory: subprocess.Popen[str] | None = None
-        self._throttle: Throttle | None = None
         try:
             self.start()
         except BaseException:
@@ -153,56 +154,17 @@ class MooncakeStore(Store):
     def corrupt(self) -> int:
         return self._command("corrupt")
 
-    def faults(self) -> Sequence[Fault]:
-        both = "mooncake_master and the process with the memory"
-        return (
-            Fault(
-                f"stalled {STALL_S:.0f} s",
-                f"{both} were stopped (SIGSTOP)",
-                lambda servers: send(self._pids(), signal.SIGSTOP),
-                lambda servers: send(self._pids(), signal.SIGCONT),
-                STALL_S,
-            ),
-            Fault(
-                "ten times slower",
-                f"{both} ran for a tenth of the time (SIGSTOP and SIGCONT every 50 ms)",
-                lambda servers: self._slow_down(),
-                lambda servers: self._speed_up(),
-            ),
-            Fault(
-                "full",
-                "a third client put values until the store was full",
-                lambda servers: self._command("fill"),
-                lambda servers: self._command("empty"),
-            ),
-            Fault("restarted empty", f"{both} were killed and started again", lambda servers: self._restart()),
-            Fault(
-                "killed",
-                f"{both} were killed (SIGKILL), and started again after the requests",
-                lambda servers: self.kill(),
-                lambda servers: self.start(),
-            ),
-            # These come last, because corrupt blocks that are found pause the tier again and again, longer each time.
-            Fault("answering garbage", "bytes of all values were changed", lambda servers: self._command("corrupt")),
-            Fault(
-                "other keys' values", "each key got the value of the next", lambda servers: self._command("exchange")
-            ),
-        )
+    def exchange(self) -> int:
+        return self._command("exchange")
 
-    def _pids(self) -> list[int]:
+    def fill(self) -> int:
+        return self._command("fill")
+
+    def drain(self) -> int:
+        return self._command("empty")
+
+    def pids(self) -> list[int]:
         return [child.pid for child in (self._master, self._memory) if child is not None]
-
-    def _slow_down(self) -> None:
-        self._throttle = Throttle(self._pids())
-
-    def _speed_up(self) -> None:
-        if self._throttle is not None:
-            self._throttle.close()
-            self._throttle = None
-
-    def _restart(self) -> None:
-        self.kill()
-        self.start()
 
     def kill(self) -> None:
         """Kills what runs."""
@@ -215,7 +177,3 @@ class MooncakeStore(Store):
                         with contextlib.suppress(OSError):
                             pipe.close()
         self._memory = self._master = None
-
-    def close(self) -> None:
-        self._speed_up()
-        self.kill()

@@ -7,10 +7,8 @@ import importlib.util
 import json
 import os
 import select
-import signal
 import subprocess
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +16,7 @@ from kvoffload.abc import ConfigError
 from kvoffload.demo.errors import DemoError
 from kvoffload.demo.shared.mooncake import free_ports
 from kvoffload.demo.shared.s3 import HOST
-from kvoffload.demo.shared.stores import STALL_S, Fault, Store, StoreMissingError, Throttle, send
+from kvoffload.demo.shared.stores import ServerStore, StoreMissingError
 from kvoffload.tiers.object_store.config import check_installed
 
 BUCKET = "kvoffload-demo"
@@ -37,21 +35,25 @@ def missing() -> str | None:
     return None
 
 
-class ObjectStore(Store):
+class ObjectStore(ServerStore):
     """moto with one bucket, on a free port. Its log goes to ``logs``. Servers that are started while it runs have
     credentials in their environment."""
 
     name = "object_store"
     title = "an object store (moto)"
+    processes = "moto was"
+    how_full = "every PUT was answered with 507 QuotaExceeded, in front of moto"
+    how_empty = "every object was deleted"
+    how_killed = ", empty,"
 
     def __init__(self, logs: Path) -> None:
+        super().__init__()
         problem = missing()
         if problem is not None:
             raise StoreMissingError(problem)
         self._logs = logs
         (self._port,) = free_ports(1)
         self._process: subprocess.Popen[str] | None = None
-        self._throttle: Throttle | None = None
         self._environment = {name: os.environ.get(name) for name in CREDENTIALS}
         try:
             self.start()
@@ -97,53 +99,20 @@ class ObjectStore(Store):
     def corrupt(self) -> int:
         return self.command("corrupt")
 
-    def faults(self) -> Sequence[Fault]:
-        return (
-            Fault(
-                f"stalled {STALL_S:.0f} s",
-                "moto was stopped (SIGSTOP)",
-                lambda servers: send(self._pids(), signal.SIGSTOP),
-                lambda servers: send(self._pids(), signal.SIGCONT),
-                STALL_S,
-            ),
-            Fault(
-                "ten times slower",
-                "moto ran for a tenth of the time (SIGSTOP and SIGCONT every 50 ms)",
-                lambda servers: self._slow_down(),
-                lambda servers: self._speed_up(),
-            ),
-            Fault(
-                "full",
-                "every PUT was answered with 507 QuotaExceeded, in front of moto",
-                lambda servers: self.command("fill"),
-                lambda servers: self.command("drain"),
-            ),
-            Fault("restarted empty", "every object was deleted", lambda servers: self.command("empty")),
-            Fault(
-                "killed",
-                "moto was killed (SIGKILL), and started again, empty, after the requests",
-                lambda servers: self.kill(),
-                lambda servers: self.start(),
-            ),
-            # These come last, because corrupt blocks that are found pause the tier again and again, longer each time.
-            Fault("answering garbage", "bytes of all objects were changed", lambda servers: self.command("corrupt")),
-            Fault(
-                "other keys' values",
-                "each object got the bytes of the next",
-                lambda servers: self.command("exchange"),
-            ),
-        )
+    def exchange(self) -> int:
+        return self.command("exchange")
 
-    def _pids(self) -> list[int]:
+    def fill(self) -> int:
+        return self.command("fill")
+
+    def drain(self) -> int:
+        return self.command("drain")
+
+    def clear(self) -> int:
+        return self.command("empty")
+
+    def pids(self) -> list[int]:
         return [] if self._process is None else [self._process.pid]
-
-    def _slow_down(self) -> None:
-        self._throttle = Throttle(self._pids())
-
-    def _speed_up(self) -> None:
-        if self._throttle is not None:
-            self._throttle.close()
-            self._throttle = None
 
     def kill(self) -> None:
         """Kills what runs."""
@@ -157,8 +126,7 @@ class ObjectStore(Store):
         self._process = None
 
     def close(self) -> None:
-        self._speed_up()
-        self.kill()
+        super().close()
         for name, value in self._environment.items():
             if value is None:
                 os.environ.pop(name, None)

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import shutil
-import signal
 import subprocess
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from kvoffload.demo.errors import DemoError
 from kvoffload.demo.shared.mooncake import HOST, free_ports
-from kvoffload.demo.shared.stores import STALL_S, Fault, Store, StoreMissingError, Throttle, send
+from kvoffload.demo.shared.stores import ServerStore, StoreMissingError
 from kvoffload.tiers.redis.location import Address
 from kvoffload.tiers.redis.login import Login
 from kvoffload.tiers.redis.stream import ErrorReply, Reply, command
@@ -30,13 +29,17 @@ def program() -> str | None:
     return next(filter(None, map(shutil.which, PROGRAMS)), None)
 
 
-class RedisStore(Store):
+class RedisStore(ServerStore):
     """``redis-server`` or ``valkey-server`` without persistence, on a free port. Its log goes to ``logs``."""
 
     name = "redis"
     title = "Redis"
+    processes = "redis-server was"
+    how_full = "the server got maxmemory 1mb and maxmemory-policy noeviction"
+    how_empty = "redis-server was killed and started again"
 
     def __init__(self, logs: Path) -> None:
+        super().__init__()
         found = program()
         if found is None:
             raise StoreMissingError("there is no redis-server here; run apt-get install redis-server")
@@ -44,7 +47,6 @@ class RedisStore(Store):
         self._log = logs / "redis-server.log"
         self._port = free_ports(1)[0]
         self._server: subprocess.Popen[bytes] | None = None
-        self._throttle: Throttle | None = None
         try:
             self.start()
         except BaseException:
@@ -120,61 +122,13 @@ class RedisStore(Store):
         """The server has no room from now on, and evicts nothing."""
         self._ask([b"CONFIG", b"SET", b"maxmemory-policy", b"noeviction"], [b"CONFIG", b"SET", b"maxmemory", b"1mb"])
 
-    def empty(self) -> None:
+    def drain(self) -> None:
         """The server has room again, and evicts."""
         memory = b"%d" % MEMORY_BYTES
         self._ask([b"CONFIG", b"SET", b"maxmemory", memory], [b"CONFIG", b"SET", b"maxmemory-policy", POLICY.encode()])
 
-    def faults(self) -> Sequence[Fault]:
-        def signalled(number: signal.Signals) -> Callable[[object], None]:
-            return lambda servers: send(self._pids(), number)
-
-        return (
-            Fault(
-                f"stalled {STALL_S:.0f} s",
-                "redis-server was stopped (SIGSTOP)",
-                signalled(signal.SIGSTOP),
-                signalled(signal.SIGCONT),
-                STALL_S,
-            ),
-            Fault(
-                "ten times slower",
-                "redis-server ran for a tenth of the time (SIGSTOP and SIGCONT every 50 ms)",
-                lambda servers: self._slow_down(),
-                lambda servers: self._speed_up(),
-            ),
-            Fault(
-                "full",
-                "the server got maxmemory 1mb and maxmemory-policy noeviction",
-                lambda servers: self.fill(),
-                lambda servers: self.empty(),
-            ),
-            Fault("restarted empty", "redis-server was killed and started again", lambda servers: self._restart()),
-            Fault(
-                "killed",
-                "redis-server was killed (SIGKILL), and started again after the requests",
-                lambda servers: self.kill(),
-                lambda servers: self.start(),
-            ),
-            # These come last, because corrupt blocks that are found pause the tier again and again, longer each time.
-            Fault("answering garbage", "bytes of all values were changed", lambda servers: self.corrupt()),
-            Fault("other keys' values", "each key got the value of the next", lambda servers: self.exchange()),
-        )
-
-    def _pids(self) -> list[int]:
+    def pids(self) -> list[int]:
         return [] if self._server is None else [self._server.pid]
-
-    def _slow_down(self) -> None:
-        self._throttle = Throttle(self._pids())
-
-    def _speed_up(self) -> None:
-        if self._throttle is not None:
-            self._throttle.close()
-            self._throttle = None
-
-    def _restart(self) -> None:
-        self.kill()
-        self.start()
 
     def kill(self) -> None:
         """Kills the server if it runs."""
@@ -182,10 +136,6 @@ class RedisStore(Store):
             self._server.kill()
             self._server.wait()
             self._server = None
-
-    def close(self) -> None:
-        self._speed_up()
-        self.kill()
 
 
 def _changed(raw: bytes) -> bytes:

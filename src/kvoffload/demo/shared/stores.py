@@ -83,6 +83,91 @@ class Store(ABC):
         self.close()
 
 
+class ServerStore(Store):
+    """A store of one or several processes of its own."""
+
+    processes: ClassVar[str]
+    """What these are, with a verb: "redis-server was"."""
+    how_full: ClassVar[str]
+    how_empty: ClassVar[str]
+    how_killed: ClassVar[str] = ""
+    """What is really done so that the store is full, restarted empty, or killed."""
+
+    def __init__(self) -> None:
+        self._throttle: Throttle | None = None
+
+    @abstractmethod
+    def start(self) -> None:
+        """Starts what does not run."""
+
+    @abstractmethod
+    def kill(self) -> None:
+        """Kills what runs."""
+
+    @abstractmethod
+    def pids(self) -> list[int]:
+        """Returns the processes that run."""
+
+    @abstractmethod
+    def fill(self) -> object:
+        """The store has no room from now on."""
+
+    @abstractmethod
+    def drain(self) -> object:
+        """Ends what ``fill`` has begun."""
+
+    @abstractmethod
+    def exchange(self) -> int:
+        """Gives each key the value of the next, and the last that of the first. Returns how many."""
+
+    def clear(self) -> object:
+        """Restarts the store, empty."""
+        self.kill()
+        self.start()
+        return None
+
+    def faults(self) -> Sequence[Fault]:
+        processes = self.processes
+        return (
+            Fault(
+                f"stalled {STALL_S:.0f} s",
+                f"{processes} stopped (SIGSTOP)",
+                lambda servers: send(self.pids(), signal.SIGSTOP),
+                lambda servers: send(self.pids(), signal.SIGCONT),
+                STALL_S,
+            ),
+            Fault(
+                "ten times slower",
+                f"{processes} allowed to run for a tenth of the time (SIGSTOP and SIGCONT every 50 ms)",
+                lambda servers: self._slow_down(),
+                lambda servers: self._speed_up(),
+            ),
+            Fault("full", self.how_full, lambda servers: self.fill(), lambda servers: self.drain()),
+            Fault("restarted empty", self.how_empty, lambda servers: self.clear()),
+            Fault(
+                "killed",
+                f"{processes} killed (SIGKILL), and started again{self.how_killed} after the requests",
+                lambda servers: self.kill(),
+                lambda servers: self.start(),
+            ),
+            # These come last, because corrupt blocks that are found pause the tier again and again, longer each time.
+            Fault("answering garbage", "bytes of all values were changed", lambda servers: self.corrupt()),
+            Fault("other keys' values", "each key got the value of the next", lambda servers: self.exchange()),
+        )
+
+    def _slow_down(self) -> None:
+        self._throttle = Throttle(self.pids())
+
+    def _speed_up(self) -> None:
+        if self._throttle is not None:
+            self._throttle.close()
+            self._throttle = None
+
+    def close(self) -> None:
+        self._speed_up()
+        self.kill()
+
+
 class DirectoryStore(Store):
     """A directory that both servers use."""
 

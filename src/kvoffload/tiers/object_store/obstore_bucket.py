@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, TypeVar
@@ -38,6 +39,9 @@ would outlast their own deadlines."""
 NOTE_KEY = "kvoffload"
 """The name of the metadata with the note, in S3 ``x-amz-meta-kvoffload``."""
 
+TEST_NAME, TEST_NOTE = "identities/connection-test", "test"
+"""An object that shows whether the store keeps notes."""
+
 logger = logging.getLogger(__name__)
 _Item = TypeVar("_Item")
 _Result = TypeVar("_Result")
@@ -58,7 +62,7 @@ def open_bucket(settings: Mapping[str, Any]) -> ObstoreBucket:
     except Exception as error:
         raise StoreError(explain(error, url)) from None
     bucket = ObstoreBucket(obstore, small, transfers, url)
-    bucket.check(f"{settings['prefix']}/connection-test")
+    bucket.check(f"{settings['prefix']}/{TEST_NAME}")
     return bucket
 
 
@@ -152,13 +156,27 @@ class ObstoreBucket(Bucket):
         self._put_threads = ThreadPoolExecutor(TRANSFERS, "put")
 
     def check(self, name: str) -> None:
-        """Asks for an object. Raises StoreError unless the store answers that it has it, or has not."""
+        """Asks for an object with a note, and puts it there if it is missing. Takes in whether the store keeps notes.
+        Raises StoreError unless the store answers that it has the object, or has not."""
         try:
             # Only the answer to a GET says whether the bucket exists.
-            self._obstore.get(self._small, name)
+            found = self._found(self._obstore.get(self._small, name))
         except Exception as error:
             if not isinstance(error, FileNotFoundError) or classify(error) is Problem.NO_BUCKET:
                 raise StoreError(explain(error, self._url)) from None
+            with suppress(Exception):
+                # These credentials may be allowed to read only.
+                self._obstore.put(self._small, name, b"0", attributes={NOTE_KEY: TEST_NOTE}, use_multipart=False)
+            try:
+                found = self._found(self._obstore.get(self._small, name))
+            except Exception:
+                return
+        if self.has_notes and found.note != TEST_NOTE:
+            self.has_notes = False
+            logger.warning(
+                "%s: the store does not return the metadata of objects, so every block has an object of its own",
+                self._url,
+            )
 
     def head(self, names: Sequence[str]) -> list[Answer]:
         return self._all(self._small_threads, self._head, names, SMALL_BUDGET_S)
