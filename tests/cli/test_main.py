@@ -91,7 +91,7 @@ def test_every_command_works_without_extras(tmp_path: Path) -> None:
         ("--help", 0, "replay"),
         ("--version", 0, "kvoffload"),
         ("demo --help", 0, "--seed"),
-        ("doctor --help", 0, "--prefill-tokens-per-s"),
+        ("doctor --help", 0, "--prefill-speed"),
         ("doctor --config /no/such/file", 2, "cannot be read"),
         (f"explain {log}", 0, "evicted"),
         (f"explain {log} --json", 0, '"reasons"'),

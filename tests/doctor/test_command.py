@@ -32,7 +32,7 @@ HERE = "tests.doctor.test_command"
         [],
         ["--config", "/no/such/file"],
         ["--config", "{}", "--model", "/no/such/model"],
-        ["--config", "{}", "--prefill-tokens-per-s", "0"],
+        ["--config", "{}", "--prefill-speed", "0"],
         ["--config", "{}", "--nothing"],
     ],
 )

@@ -40,7 +40,7 @@ def healthy(tmp_path_factory: pytest.TempPathFactory) -> Diagnosis:
     folder = tmp_path_factory.mktemp("healthy")
     disk = private(folder / "disk")
     options = {"host_bytes": "64MiB", "policy": "lru", "disk_dir": str(disk), "disk_bytes": "32MiB"}
-    found = diagnose(options, "--model", model_file(folder, LLAMA), "--prefill-tokens-per-s", "0.001")
+    found = diagnose(options, "--model", model_file(folder, LLAMA), "--prefill-speed", "0.001")
     assert list(disk.iterdir()) == []
     return found
 

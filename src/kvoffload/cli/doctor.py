@@ -30,9 +30,10 @@ EFFORT = Effort()
     "--model", metavar="DIR", help="The model's directory, its config.json, or its name in the Hugging Face cache."
 )
 @click.option(
-    "--prefill-tokens-per-s",
+    "--prefill-speed",
+    "prefill_tokens_per_s",
     type=float,
-    metavar="N",
+    metavar="TOK/S",
     help="What the server computes for one request alone: says whether a hit pays.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print everything as one JSON object.")
@@ -50,7 +51,7 @@ def doctor(config: str, model: str | None, prefill_tokens_per_s: float | None, a
 
     with errors("doctor"):
         if prefill_tokens_per_s is not None:
-            positive("--prefill-tokens-per-s", prefill_tokens_per_s, "tokens per second")
+            positive("--prefill-speed", prefill_tokens_per_s, "tokens per second")
         try:
             with _progress() as on_progress:
                 examination = examine(config, model, prefill_tokens_per_s, EFFORT, on_progress)
