@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -52,11 +53,15 @@ def doctor(config: str, model: str | None, prefill_tokens_per_s: float | None, a
     with errors("doctor"):
         if prefill_tokens_per_s is not None:
             positive("--prefill-speed", prefill_tokens_per_s, "tokens per second")
+        # The checks remove what they have made, also if the doctor is terminated.
+        before = signal.signal(signal.SIGTERM, signal.default_int_handler)
         try:
             with _progress() as on_progress:
                 examination = examine(config, model, prefill_tokens_per_s, EFFORT, on_progress)
         except KeyboardInterrupt:
             sys.exit(130)
+        finally:
+            signal.signal(signal.SIGTERM, before)
     if as_json:
         click.echo(json.dumps(to_dict(examination), indent=2))
     else:
