@@ -188,6 +188,8 @@ def _sample(trace: Trace, bits: int, j: int) -> tuple[Trace, Ints, Ints]:
         blocks=blocks,
         prompt_blocks=prompts[requests],
         ids=ids,
+        sessions=trace.sessions[requests],
+        tenants=trace.tenants[requests],
     )
     return sample, requests, accesses
 

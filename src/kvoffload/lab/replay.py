@@ -268,7 +268,7 @@ def replay_many(
     # All processes map the same files.
     folder = trace.folder or Folder()
     trace.save(folder)
-    shared = folder.path, trace.name, trace.block_tokens
+    shared = folder.path, trace.name, trace.block_tokens, trace.tenant_names
     with ProcessPoolExecutor(processes, context, _start_worker, (shared, model, speeds, done)) as pool:
         futures = [pool.submit(_work, i, config) for i, config in enumerate(configs)]
         try:
@@ -308,7 +308,7 @@ _worker: tuple[Trace, ModelShape, Speeds, MutableSequence[float]]
 
 
 def _start_worker(
-    shared: tuple[Path, str, int], model: ModelShape, speeds: Speeds, done: MutableSequence[float]
+    shared: tuple[Path, str, int, tuple[str, ...]], model: ModelShape, speeds: Speeds, done: MutableSequence[float]
 ) -> None:
     global _worker
     _worker = load_trace(*shared), model, speeds, done

@@ -27,6 +27,8 @@ Keys = npt.NDArray[np.void]
 
 MEMORY_BYTES = 256 << 20
 """Columns that are larger than this together go to files. To number the blocks takes about seven times as much."""
+UNKNOWN = -1
+"""The session or tenant of a request whose trace does not say."""
 KEY = np.dtype("V20")
 _DIGEST_BYTES = 8
 DIGEST = np.dtype([("digest", "<u8"), ("rest", "V12")])
@@ -72,6 +74,12 @@ class Trace:
     prompt_blocks: Ints
     """How many of each request's blocks belong to its prompt, including an incomplete last one."""
     ids: npt.NDArray[np.uint64]
+    sessions: Ints
+    """The session of each request: equal numbers, at least 0, for the turns of one conversation or agent; UNKNOWN if
+    the trace does not say."""
+    tenants: Ints
+    """The tenant of each request, an index into ``tenant_names``; UNKNOWN if the trace does not say."""
+    tenant_names: tuple[str, ...] = ()
     problems: tuple[Problem, ...] = ()
     """The first of the lines that were skipped."""
     num_problems: int = 0
@@ -175,6 +183,8 @@ class Trace:
             offsets=offsets - offsets[0],
             blocks=blocks,
             prompt_blocks=self.prompt_blocks[low:high],
+            sessions=self.sessions[low:high],
+            tenants=self.tenants[low:high],
             ids=ids,
             folder=folder,
         )
@@ -199,6 +209,8 @@ def make_trace(
     output_tokens: Sequence[int],
     chains: Sequence[Sequence[int]],
     prompt_blocks: Sequence[int] | None = None,
+    sessions: Sequence[str | None] | None = None,
+    tenants: Sequence[str | None] | None = None,
     **more: Any,
 ) -> Trace:
     """Returns a trace made from lists. Requests are sorted by time; requests of the same time stay in order.
@@ -208,13 +220,22 @@ def make_trace(
     rows = TraceBuilder()
     for i, chain in enumerate(chains):
         rows.add(
-            times[i], input_tokens[i], output_tokens[i], chain, None if prompt_blocks is None else prompt_blocks[i]
+            times[i],
+            input_tokens[i],
+            output_tokens[i],
+            chain,
+            None if prompt_blocks is None else prompt_blocks[i],
+            None if sessions is None else sessions[i],
+            None if tenants is None else tenants[i],
         )
     return rows.build(name, block_tokens, **more)
 
 
 _ARRAYS: dict[str, np.dtype[Any]] = {
-    **dict.fromkeys(("input_tokens", "output_tokens", "offsets", "blocks", "prompt_blocks"), np.dtype(np.int64)),
+    **dict.fromkeys(
+        ("input_tokens", "output_tokens", "offsets", "blocks", "prompt_blocks", "sessions", "tenants"),
+        np.dtype(np.int64),
+    ),
     **dict.fromkeys(("ids", "digests"), np.dtype(np.uint64)),
     "times": np.dtype(np.float64),
     "keys": KEY,
@@ -222,13 +243,13 @@ _ARRAYS: dict[str, np.dtype[Any]] = {
 """What ``Trace.save`` writes."""
 
 
-def load_trace(path: Path, name: str, block_tokens: int) -> Trace:
+def load_trace(path: Path, name: str, block_tokens: int, tenant_names: Sequence[str] = ()) -> Trace:
     """Returns a trace whose arrays ``Trace.save`` has written to the folder ``path``. They take no memory of their own,
     in however many processes the trace is loaded."""
     folder = Folder(path)
     made = ("keys", "digests")
     arrays: dict[str, Any] = {each: folder.get(each, dtype) for each, dtype in _ARRAYS.items() if each not in made}
-    return Trace(name, block_tokens, **arrays, folder=folder)
+    return Trace(name, block_tokens, **arrays, tenant_names=tuple(tenant_names), folder=folder)
 
 
 class _Ids(Iterable[int], Sized, Protocol):
@@ -240,6 +261,8 @@ _COLUMNS = {
     "input_tokens": "q",
     "output_tokens": "q",
     "prompt_blocks": "q",
+    "sessions": "q",
+    "tenants": "q",
     "lengths": "q",
     "chains": "Q",
 }
@@ -258,16 +281,30 @@ class TraceBuilder:
         self._pending: dict[str, array[Any]] = {name: array(code) for name, code in _COLUMNS.items()}
         """The columns, or what is not in their files yet."""
         self._folder: Folder | None = None
+        self._sessions: dict[str, int] = {}
+        self._tenants: dict[str, int] = {}
+        """The number of each name."""
 
-    def add(self, time: float, input_tokens: int, output_tokens: int, chain: _Ids, prompt_blocks: int | None) -> None:
-        """Adds a request. ``prompt_blocks``: None for the length of the chain. Raises TraceError if the disk is
-        full."""
+    def add(
+        self,
+        time: float,
+        input_tokens: int,
+        output_tokens: int,
+        chain: _Ids,
+        prompt_blocks: int | None,
+        session: str | None = None,
+        tenant: str | None = None,
+    ) -> None:
+        """Adds a request. ``prompt_blocks``: None for the length of the chain. ``session`` and ``tenant`` are names;
+        None if the trace does not say. Raises TraceError if the disk is full."""
         columns, length = self._pending, len(chain)
         columns["times"].append(time)
         columns["input_tokens"].append(input_tokens)
         columns["output_tokens"].append(output_tokens)
         columns["lengths"].append(length)
         columns["prompt_blocks"].append(length if prompt_blocks is None else prompt_blocks)
+        columns["sessions"].append(_number(self._sessions, session))
+        columns["tenants"].append(_number(self._tenants, tenant))
         columns["chains"].extend(chain)
         self.num_requests += 1
         pending = len(columns["chains"]) + len(columns["times"]) * (len(columns) - 1)
@@ -314,7 +351,7 @@ class TraceBuilder:
                 to = np.arange(offsets[first], offsets[end])
                 ids[offsets[first] : offsets[end]] = raw["chains"][to + moves]
             raw["chains"] = ids
-            for key in ("times", "input_tokens", "output_tokens", "prompt_blocks"):
+            for key in ("times", "input_tokens", "output_tokens", "prompt_blocks", "sessions", "tenants"):
                 raw[key][:] = raw[key][order]
         blocks, ids = renumber(raw["chains"]) if folder is None else renumber_in_files(raw["chains"], folder)
         if folder is not None:
@@ -329,9 +366,17 @@ class TraceBuilder:
             blocks,
             raw["prompt_blocks"],
             ids,
+            raw["sessions"],
+            raw["tenants"],
+            tuple(self._tenants),
             folder=folder,
             **{**more, "info": {**more.get("info", {}), "out_of_order": out_of_order}},
         )
+
+
+def _number(numbers: dict[str, int], name: str | None) -> int:
+    """Returns the number of ``name``, a new one if it has none yet."""
+    return UNKNOWN if name is None else numbers.setdefault(name, len(numbers))
 
 
 def _new(folder: Folder | None, name: str, dtype: npt.DTypeLike, length: int) -> npt.NDArray[Any]:

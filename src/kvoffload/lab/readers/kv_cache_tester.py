@@ -90,7 +90,8 @@ class _Session:
         self._rows = rows
         self.latest = 0.0
         """The latest time of its requests, after its start."""
-        name = str(data.get("id", f"{file.path.name}:{number}"))[:1024].encode("utf-8", "replace")
+        self._name = str(data.get("id", f"{file.path.name}:{number}"))[:1024]
+        name = self._name.encode("utf-8", "replace")
         self.start = xxhash.xxh3_64_intdigest(name, seed=1) / 2**64
         """When it starts, as a share of the longest session's length."""
         is_local = data.get("hash_id_scope") != "global"
@@ -127,7 +128,12 @@ class _Session:
             ids = new
             whole_blocks = min(len(new), tokens // self._unit) // self._per_block
             self._rows.add(
-                base + at, tokens, output, names[self._per_block - 1 :: self._per_block][:whole_blocks], None
+                base + at,
+                tokens,
+                output,
+                names[self._per_block - 1 :: self._per_block][:whole_blocks],
+                None,
+                self._name,
             )
             self.latest = max(self.latest, base + at)
 
