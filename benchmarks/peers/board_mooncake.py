@@ -6,7 +6,6 @@ then the number of flipped bits for each line of its input, which has the keys o
 
 from __future__ import annotations
 
-import contextlib
 import importlib.util
 import json
 import os
@@ -19,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.peers import faults
+from kvoffload.demo.shared.processes import kill
 
 HOST = "127.0.0.1"
 LOCAL_BUFFER_BYTES = 64 << 20
@@ -93,12 +93,7 @@ class MooncakeStore:
         """Kills both. What is stored is lost."""
         for child in (self._owner, self._master):
             if child is not None:
-                child.kill()
-                child.wait()
-                for pipe in (child.stdin, child.stdout):
-                    if pipe is not None:
-                        with contextlib.suppress(OSError):
-                            pipe.close()
+                kill(child)
         self._owner = self._master = None
 
     def _admin(self, path: str) -> str:

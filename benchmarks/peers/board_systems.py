@@ -14,6 +14,7 @@ from typing import Any
 from benchmarks.peers import faults, systems
 from benchmarks.peers.board_mooncake import MooncakeStore
 from kvoffload.demo.shared import mooncake
+from kvoffload.demo.shared.processes import free_ports
 
 HOST_BYTES = 160 << 20
 CACHE_BYTES = 64 << 20
@@ -286,7 +287,7 @@ class MooncakeSystem(System):
 
     def __init__(self, work: Path) -> None:
         super().__init__(work)
-        self._store = MooncakeStore(work, mooncake.free_ports(2))
+        self._store = MooncakeStore(work, free_ports(2))
         self._segment_bytes = STORE_BYTES
 
     @property

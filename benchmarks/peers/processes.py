@@ -130,15 +130,6 @@ def disk_usage(folder: Path | None) -> int:
     return total
 
 
-def free_ports(count: int) -> list[int]:
-    """Returns ports on which nothing listens now."""
-    with contextlib.ExitStack() as stack:
-        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for each in sockets:
-            each.bind(("127.0.0.1", 0))
-        return [each.getsockname()[1] for each in sockets]
-
-
 def wait_for_port(port: int, process: Process, deadline_s: float) -> bool:
     """Waits until ``process`` listens on ``port``. Returns False if it ends before, or if the deadline passes."""
     deadline = time.monotonic() + deadline_s

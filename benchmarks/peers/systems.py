@@ -21,7 +21,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
-from benchmarks.peers.processes import Process, disk_usage, failure, free_ports, last_error, wait_for_port
+from benchmarks.peers.processes import Process, disk_usage, failure, last_error, wait_for_port
+from kvoffload.demo.shared.processes import free_ports
 
 ROOT = Path(__file__).resolve().parents[2]
 HOST = "127.0.0.1"

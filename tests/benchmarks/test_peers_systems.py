@@ -13,9 +13,11 @@ from pathlib import Path
 import pytest
 from benchmarks.peers.load import Load
 from benchmarks.peers.measure import measure
-from benchmarks.peers.processes import Process, disk_usage, failure, free_ports, session_pids, wait_for_port
+from benchmarks.peers.processes import Process, disk_usage, failure, session_pids, wait_for_port
 from benchmarks.peers.report import tables
 from benchmarks.peers.systems import AskError, HangError, Service, Settings, StartError, System
+
+from kvoffload.demo.shared.processes import free_ports
 
 FAKE_VLLM = '''
 import pathlib, sys, time, types

@@ -10,7 +10,6 @@ import importlib.util
 import json
 import re
 import shutil
-import socket
 import subprocess
 import sys
 import threading
@@ -25,6 +24,7 @@ from typing import Any
 import pytest
 
 from kvoffload.abc import MissReason
+from kvoffload.demo.shared.processes import free_ports
 from kvoffload.observe.metrics import DEPRECATED, METRICS
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -177,12 +177,6 @@ class Growing:
             yield family
 
 
-def free_port() -> int:
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return int(sock.getsockname()[1])
-
-
 def eventually(condition: Any) -> bool:
     deadline = time.monotonic() + DEADLINE_S
     while not (held := condition()) and time.monotonic() < deadline:
@@ -217,7 +211,7 @@ def prometheus(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     (folder / "prometheus.yml").write_text(
         json.dumps({"global": {"scrape_interval": "500ms", "scrape_timeout": "500ms"}, "scrape_configs": [job]})
     )
-    port = free_port()
+    (port,) = free_ports(1)
     command = ["prometheus", f"--config.file={folder / 'prometheus.yml'}", f"--storage.tsdb.path={folder / 'data'}"]
     with (folder / "log").open("wb") as log:
         process = subprocess.Popen([*command, f"--web.listen-address=127.0.0.1:{port}"], stdout=log, stderr=log)
@@ -306,5 +300,5 @@ def test_the_panels_can_be_drawn(prometheus: Any, tmp_path: Path, capsys: pytest
 
 
 def test_a_server_that_is_not_there_is_reported(capsys: pytest.CaptureFixture[str]) -> None:
-    assert dashboard.main([f"http://127.0.0.1:{free_port()}"]) == 1
+    assert dashboard.main([f"http://127.0.0.1:{free_ports(1)[0]}"]) == 1
     assert "cannot be reached" in capsys.readouterr().out

@@ -193,8 +193,9 @@ def _plan(read: ReadConfig, report: Report) -> tuple[Plan, list[str]]:
 
 def _planned(name: str, prefix: str, config: TierConfig, lookup_deadline_ms: float, report: Report) -> PlannedTier:
     """Returns what the doctor needs to know of a tier. Raises ConfigError."""
-    store = None
+    store, memory_bytes, pins_memory = None, 0, False
     if isinstance(config, RemoteTierConfig):
+        memory_bytes, pins_memory = config.memory_bytes, config.pins_memory
         for key, harm in _SECRET_FILES.items():
             _check_secret_file(f"{prefix}{key}", getattr(config, key, None), harm, report)
         settings = dict(config.settings())
@@ -210,8 +211,8 @@ def _planned(name: str, prefix: str, config: TierConfig, lookup_deadline_ms: flo
         directory=config.directory,
         bytes=config.capacity_bytes,
         store=store,
-        memory_bytes=int(getattr(config, "segment_bytes", 0)),
-        pins_memory=getattr(config, "protocol", "") == "rdma",
+        memory_bytes=memory_bytes,
+        pins_memory=pins_memory,
     )
 
 

@@ -16,7 +16,8 @@ import pytest
 from kvoffload.abc import TierError
 from kvoffload.demo.errors import DemoError
 from kvoffload.demo.shared import mooncake, redis, run
-from kvoffload.demo.shared.mooncake import MooncakeStore, free_ports
+from kvoffload.demo.shared.mooncake import MooncakeStore
+from kvoffload.demo.shared.processes import free_ports
 from kvoffload.demo.shared.redis import RedisStore, program
 from kvoffload.demo.shared.stores import DirectoryStore, Servers, StoreMissingError, Throttle, send
 from kvoffload.tiers.disk.start import open_disk_tier

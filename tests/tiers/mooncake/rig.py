@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from kvoffload.abc import ConfigError
+from kvoffload.demo.shared.processes import free_ports
 from kvoffload.tiers.mooncake.config import check_installed
 
 START_DEADLINE_S = 60.0
@@ -37,7 +38,7 @@ class Master:
     """The store's master on free ports."""
 
     def __init__(self, folder: Path, *options: str) -> None:
-        self.port, self._metrics_port = free_port(), free_port()
+        self.port, self._metrics_port = free_ports(2)
         self._log = folder / "master.log"
         self._options = options
         self.start()
@@ -97,10 +98,3 @@ def segment(master: Master, nbytes: int) -> Iterator[subprocess.Popen[bytes]]:
             yield process
         finally:
             process.kill()
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port

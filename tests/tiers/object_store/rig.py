@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
-import json
 import os
 import re
 import signal
-import socket
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
@@ -23,6 +20,7 @@ import pytest
 
 from kvoffload.abc import ByteArray, KVGroup, OffloadKey, TierResult
 from kvoffload.cache.keys import make_offload_key
+from kvoffload.demo.shared.processes import HOST, CommandedProcess, free_ports
 from kvoffload.host.pool import HostPool
 from kvoffload.tiers.config import TierContext
 from kvoffload.tiers.object_store import client, obstore_bucket
@@ -63,55 +61,33 @@ def be_patient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(client, "MORE_WITHIN_S", 20.0)
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
-
-
 class Moto:
     """An S3 server with an empty bucket."""
 
     def __init__(self) -> None:
-        self.port = free_port()
+        (self.port,) = free_ports(1)
         self.start()
 
     @property
     def endpoint(self) -> str:
-        return f"http://127.0.0.1:{self.port}"
+        return f"http://{HOST}:{self.port}"
 
     def start(self) -> None:
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "kvoffload.demo.shared.s3", str(self.port), BUCKET],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        assert self.process.stdout is not None
-        assert self.process.stdout.readline() == "ready\n"
+        arguments = ["-m", "kvoffload.demo.shared.s3", str(self.port), BUCKET]
+        self._process = CommandedProcess("moto", arguments, Path(os.devnull))
 
     def do(self, command: str) -> int:
         """Runs a command of ``kvoffload.demo.shared.s3``."""
-        assert self.process.stdin is not None
-        assert self.process.stdout is not None
-        self.process.stdin.write(json.dumps({"do": command}) + "\n")
-        self.process.stdin.flush()
-        return int(self.process.stdout.readline())
+        return self._process.command({"do": command})
 
     def pause(self) -> None:
-        self.process.send_signal(signal.SIGSTOP)
+        os.kill(self._process.pid, signal.SIGSTOP)
 
     def resume(self) -> None:
-        self.process.send_signal(signal.SIGCONT)
+        os.kill(self._process.pid, signal.SIGCONT)
 
     def kill(self) -> None:
-        self.process.kill()
-        self.process.wait()
-        for pipe in (self.process.stdin, self.process.stdout):
-            if pipe is not None:
-                with contextlib.suppress(OSError):
-                    pipe.close()
+        self._process.kill()
 
 
 @dataclass

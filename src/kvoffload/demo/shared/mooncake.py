@@ -2,13 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import importlib.util
-import json
-import select
-import socket
 import subprocess
-import sys
 import time
 import urllib.request
 from pathlib import Path
@@ -16,16 +11,15 @@ from typing import Any
 
 from kvoffload.abc import ConfigError
 from kvoffload.demo.errors import DemoError
+from kvoffload.demo.shared.processes import HOST, CommandedProcess, free_ports, kill
 from kvoffload.demo.shared.stores import ServerStore, StoreMissingError
 from kvoffload.tiers.mooncake.config import check_installed
 
-HOST = "127.0.0.1"
 WHEEL = "pip install --force-reinstall mooncake-transfer-engine-non-cuda"
 SEGMENT_BYTES = 1 << 30
 CLIENT_TTL_S = 2
 """The master forgets the memory of a process that it has not heard of for this time."""
 START_DEADLINE_S = 60.0
-REPLY_DEADLINE_S = 120.0
 
 
 def missing() -> str | None:
@@ -46,15 +40,6 @@ def _master() -> Path:
     return Path(spec.origin).with_name("mooncake_master")
 
 
-def free_ports(count: int) -> list[int]:
-    """Returns ports that no process uses now."""
-    with contextlib.ExitStack() as opened:
-        sockets = [opened.enter_context(socket.socket()) for _ in range(count)]
-        for each in sockets:
-            each.bind((HOST, 0))
-        return [int(each.getsockname()[1]) for each in sockets]
-
-
 class MooncakeStore(ServerStore):
     """``mooncake_master`` and a process with the memory, on free ports. Logs go to ``logs``."""
 
@@ -72,7 +57,7 @@ class MooncakeStore(ServerStore):
         self._logs = logs
         self._port, self._admin_port = free_ports(2)
         self._master: subprocess.Popen[bytes] | None = None
-        self._memory: subprocess.Popen[str] | None = None
+        self._memory: CommandedProcess | None = None
         try:
             self.start()
         except BaseException:
@@ -103,16 +88,11 @@ class MooncakeStore(ServerStore):
                 )
             self._wait_for_master()
         if self._memory is None:
-            with (self._logs / "mooncake-memory.log").open("ab") as log:
-                self._memory = subprocess.Popen(
-                    [sys.executable, "-m", "kvoffload.demo.shared.memory", self.address, str(SEGMENT_BYTES)],
-                    stdin=subprocess.PIPE,
-                    stdout=subprocess.PIPE,
-                    stderr=log,
-                    text=True,
-                    start_new_session=True,
-                )
-            self._reply(START_DEADLINE_S)
+            self._memory = CommandedProcess(
+                "the process with Mooncake's memory",
+                ["-m", "kvoffload.demo.shared.memory", self.address, str(SEGMENT_BYTES)],
+                self._logs / "mooncake-memory.log",
+            )
 
     def _wait_for_master(self) -> None:
         deadline = time.monotonic() + START_DEADLINE_S
@@ -135,21 +115,9 @@ class MooncakeStore(ServerStore):
         """Returns the keys of kvoffload's values."""
         return sorted(key for key in self._admin("/get_all_keys").split() if key.startswith("kvoffload/"))
 
-    def _reply(self, deadline_s: float) -> str:
-        assert self._memory is not None
-        assert self._memory.stdout is not None
-        if not select.select([self._memory.stdout], [], [], deadline_s)[0] or not (
-            line := self._memory.stdout.readline()
-        ):
-            raise DemoError(f"the process with Mooncake's memory fails; see {self._logs / 'mooncake-memory.log'}")
-        return line.strip()
-
     def _command(self, do: str) -> int:
         assert self._memory is not None
-        assert self._memory.stdin is not None
-        self._memory.stdin.write(json.dumps({"do": do, "keys": self.keys()}) + "\n")
-        self._memory.stdin.flush()
-        return int(self._reply(REPLY_DEADLINE_S))
+        return self._memory.command({"do": do, "keys": self.keys()})
 
     def corrupt(self) -> int:
         return self._command("corrupt")
@@ -168,12 +136,8 @@ class MooncakeStore(ServerStore):
 
     def kill(self) -> None:
         """Kills what runs."""
-        for child in (self._memory, self._master):
-            if child is not None:
-                child.kill()
-                child.wait()
-                for pipe in (child.stdin, child.stdout):
-                    if pipe is not None:
-                        with contextlib.suppress(OSError):
-                            pipe.close()
+        if self._memory is not None:
+            self._memory.kill()
+        if self._master is not None:
+            kill(self._master)
         self._memory = self._master = None

@@ -2,26 +2,18 @@
 
 from __future__ import annotations
 
-import contextlib
 import importlib.util
-import json
 import os
-import select
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 from kvoffload.abc import ConfigError
-from kvoffload.demo.errors import DemoError
-from kvoffload.demo.shared.mooncake import free_ports
-from kvoffload.demo.shared.s3 import HOST
+from kvoffload.demo.shared.processes import HOST, CommandedProcess, free_ports
 from kvoffload.demo.shared.stores import ServerStore, StoreMissingError
 from kvoffload.tiers.object_store.config import check_installed
 
 BUCKET = "kvoffload-demo"
 CREDENTIALS = {"AWS_ACCESS_KEY_ID": "demo", "AWS_SECRET_ACCESS_KEY": "demo"}
-REPLY_DEADLINE_S = 120.0
 
 
 def missing() -> str | None:
@@ -53,7 +45,7 @@ class ObjectStore(ServerStore):
             raise StoreMissingError(problem)
         self._logs = logs
         (self._port,) = free_ports(1)
-        self._process: subprocess.Popen[str] | None = None
+        self._process: CommandedProcess | None = None
         self._environment = {name: os.environ.get(name) for name in CREDENTIALS}
         try:
             self.start()
@@ -68,33 +60,16 @@ class ObjectStore(ServerStore):
     def start(self) -> None:
         """Starts it, if it does not run, with an empty bucket."""
         if self._process is None:
-            with (self._logs / "object-store.log").open("ab") as log:
-                self._process = subprocess.Popen(
-                    [sys.executable, "-m", "kvoffload.demo.shared.s3", str(self._port), BUCKET],
-                    stdin=subprocess.PIPE,
-                    stdout=subprocess.PIPE,
-                    stderr=log,
-                    text=True,
-                    start_new_session=True,
-                )
-            self._reply()
-
-    def _reply(self) -> str:
-        assert self._process is not None
-        assert self._process.stdout is not None
-        if not select.select([self._process.stdout], [], [], REPLY_DEADLINE_S)[0] or not (
-            line := self._process.stdout.readline()
-        ):
-            raise DemoError(f"moto fails; see {self._logs / 'object-store.log'}")
-        return line.strip()
+            self._process = CommandedProcess(
+                "moto",
+                ["-m", "kvoffload.demo.shared.s3", str(self._port), BUCKET],
+                self._logs / "object-store.log",
+            )
 
     def command(self, do: str) -> int:
         """Runs a command of ``kvoffload.demo.shared.s3``."""
         assert self._process is not None
-        assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps({"do": do}) + "\n")
-        self._process.stdin.flush()
-        return int(self._reply())
+        return self._process.command({"do": do})
 
     def corrupt(self) -> int:
         return self.command("corrupt")
@@ -118,11 +93,6 @@ class ObjectStore(ServerStore):
         """Kills what runs."""
         if self._process is not None:
             self._process.kill()
-            self._process.wait()
-            for pipe in (self._process.stdin, self._process.stdout):
-                if pipe is not None:
-                    with contextlib.suppress(OSError):
-                        pipe.close()
         self._process = None
 
     def close(self) -> None:

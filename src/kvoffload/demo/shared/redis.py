@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from kvoffload.demo.errors import DemoError
-from kvoffload.demo.shared.mooncake import HOST, free_ports
+from kvoffload.demo.shared.processes import HOST, free_ports
 from kvoffload.demo.shared.stores import ServerStore, StoreMissingError
 from kvoffload.tiers.redis.location import Address
 from kvoffload.tiers.redis.login import Login

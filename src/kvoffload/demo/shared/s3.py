@@ -14,7 +14,8 @@ import threading
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-HOST = "127.0.0.1"
+from kvoffload.demo.shared.processes import HOST
+
 REGION = "us-east-1"
 _FULL = b"<?xml version='1.0'?><Error><Code>QuotaExceeded</Code><Message>the bucket is full</Message></Error>"
 

@@ -49,6 +49,16 @@ class RemoteTierConfig(TierConfig):
     def address(self) -> str:
         """Where the store is, for the log: without passwords."""
 
+    @property
+    def memory_bytes(self) -> int:
+        """Host memory of this node that the client takes beside the host pools."""
+        return 0
+
+    @property
+    def pins_memory(self) -> bool:
+        """Whether the client pins the host pools, for RDMA."""
+        return False
+
     @abstractmethod
     def settings(self, engines: int = 1) -> Mapping[str, Any]:
         """Returns what ``connect`` is called with on a node with so many engines: plain JSON without secrets. Raises
