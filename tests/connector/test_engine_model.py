@@ -31,7 +31,7 @@ from kvoffload.testing.engine import (
 )
 from kvoffload.testing.scale import scaled
 
-SEEDS = scaled(750)
+SEEDS = scaled(500)
 CHUNKS = 5
 PLANTED_SEEDS = 2_000
 

@@ -16,7 +16,7 @@ from kvoffload.testing.scale import scaled
 from kvoffload.tiers.disk.start import open_disk_tier
 from tests.tiers.disk import kill_server
 
-KILLS = scaled(10)
+KILLS = scaled(6)
 BUDGET = 4 << 20
 DEADLINE_S = 300.0
 SERVER = Path(kill_server.__file__)
