@@ -106,7 +106,7 @@ class Seat(CatalogTier):
 
     @property
     def is_busy(self) -> bool:
-        return any(CatalogTier.is_busy.fget(seat) for seat in (self, *self.others))  # type: ignore[attr-defined]
+        return any(bool(seat._reads or seat._writes) for seat in (self, *self.others))
 
     def contains(self, keys: Sequence[OffloadKey]) -> States:
         states = super().contains(keys)
