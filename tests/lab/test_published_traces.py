@@ -84,6 +84,47 @@ def test_mooncake_toolagent() -> None:
     assert (trace.num_sessions, trace.num_tenants) == (0, 0)
 
 
+# Bailian.
+
+
+def test_bailian() -> None:
+    path = SAMPLES / "bailian.made.jsonl"
+    trace = read_trace(path, strict=True)
+    assert (trace.info["format"], trace.block_tokens) == ("bailian", 16)
+    assert trace.times.tolist() == [0, 61.114, 75.5, 80, 99.25]
+    assert trace.sessions.tolist() == [0, 1, 0, 2, 0]
+    assert [len(trace.chain(request)) for request in range(5)] == [6, 2, 9, 3, 4]
+    # An id names a block's own tokens: equal ids after another prefix are other blocks, and one may occur twice.
+    assert [prefix(trace, 0, 1), prefix(trace, 0, 2), prefix(trace, 0, 4)] == [1, 6, 0]
+    assert len(set(trace.chain(0).tolist())) == 6
+    assert not set(trace.chain(0).tolist()) & set(trace.chain(4).tolist())
+    larger = read_trace(path, block_tokens=32)
+    assert [len(larger.chain(request)) for request in range(5)] == [3, 1, 4, 1, 2]
+    assert (prefix(larger, 0, 1), prefix(larger, 0, 2)) == (0, 3)
+    with pytest.raises(TraceError, match=r"block_tokens=40: blocks of bailian\.made\.jsonl have 16 tokens"):
+        read_trace(path, block_tokens=40)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "reason"),
+    [
+        ("parent_chat_id", -2, "parent_chat_id=-2: not a whole number, -1 or more"),
+        ("chat_id", "7", "chat_id='7'"),
+        ("hash_ids", [1], "1 hash_ids for input_length=33, which has 3 blocks of 16 tokens"),
+        ("timestamp", None, "timestamp=None"),
+    ],
+)
+def test_invalid_lines_of_bailian(tmp_path: Path, field: str, value: object, reason: str) -> None:
+    lines = (SAMPLES / "bailian.made.jsonl").read_text().splitlines()
+    lines[1] = json.dumps(json.loads(lines[1]) | {field: value})
+    path = tmp_path / "t.jsonl"
+    path.write_text("\n".join(lines))
+    trace = read_trace(path)
+    assert trace.num_requests == 4
+    assert [problem.line for problem in trace.problems] == [2]
+    assert reason in trace.problems[0].reason
+
+
 # Conversations with text.
 
 

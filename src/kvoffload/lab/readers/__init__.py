@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from kvoffload.lab.readers import kv_cache_tester, libcachesim, mooncake, recorded, sharegpt, synthetic
+from kvoffload.lab.readers import bailian, kv_cache_tester, libcachesim, mooncake, recorded, sharegpt, synthetic
 from kvoffload.lab.readers.lines import Problems, Progress, Source
 from kvoffload.lab.trace import MEMORY_BYTES, Trace, TraceError
 
 FORMATS: dict[str, Callable[[Source, int | None], Trace]] = {
     "mooncake": mooncake.read,
     "recorded": recorded.read,
+    "bailian": bailian.read,
     "kv-cache-tester": kv_cache_tester.read,
     "sharegpt": sharegpt.read,
     "libcachesim": libcachesim.read,
@@ -68,6 +69,8 @@ def _guess(source: Source) -> str:
     if first.startswith(b"{"):
         if f'"{recorded.HEADER}"'.encode() in first:
             return "recorded"
+        if f'"{bailian.PARENT}"'.encode() in first:
+            return "bailian"
         return "kv-cache-tester" if b'"requests"' in head else "mooncake"
     if suffix in ("jsonl", "json"):
         return "mooncake"
