@@ -49,6 +49,19 @@ def test_agentx() -> None:
     assert not set(trace.chain(first[0]).tolist()) & set(trace.chain(second[0]).tolist())
 
 
+def test_rows_of_a_table_have_nulls_where_a_field_is_missing(tmp_path: Path) -> None:
+    rows = [json.loads(line) for line in (SAMPLES / "agentx.made.jsonl").read_text().splitlines()]
+    fields = {field: None for row in rows for request in row["requests"] for field in request}
+    for row in rows:
+        row |= {"tool_tokens": None, "system_tokens": None}
+        row["requests"] = [fields | request for request in row["requests"]]
+    path = tmp_path / "t.jsonl"
+    path.write_text("\n".join(map(json.dumps, rows)))
+    trace, wanted = read_trace(path, strict=True), read_trace(SAMPLES / "agentx.made.jsonl")
+    assert trace.ids.tolist() == wanted.ids.tolist()
+    assert trace.sessions.tolist() == wanted.sessions.tolist()
+
+
 def test_kv_cache_tester_counts_times_of_subagents_from_their_start() -> None:
     trace = read_trace(SAMPLES / "kv_cache_tester.made.json", strict=True)
     parent, agent = sessions_of(trace)

@@ -58,7 +58,9 @@ def write_trace(trace: Trace, path: str | Path, *, force: bool = False, on_progr
 
 
 def check_free(path: Path, force: bool) -> None:
-    """Raises TraceError if ``path`` is not a file, or if it exists, unless ``force``."""
+    """Raises TraceError if the file ``path`` cannot be made, or if it exists, unless ``force``."""
+    if not path.parent.is_dir() or not os.access(path.parent, os.W_OK):
+        raise TraceError(f"{path}: cannot be written; name a file in a folder that you may write to")
     if path.exists() and not path.is_file():
         raise TraceError(f"{path}: not a regular file; name a file")
     if path.exists() and not force:
