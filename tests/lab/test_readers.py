@@ -14,7 +14,7 @@ import pytest
 
 from kvoffload.lab.readers import FORMATS, read_trace
 from kvoffload.lab.readers.lines import MAX_PROBLEMS_KEPT
-from kvoffload.lab.trace import Trace, TraceError
+from kvoffload.lab.trace import UNKNOWN, Trace, TraceError
 from tests.lab.traces import TRACES, needs_traces
 
 Line = dict[str, Any]
@@ -419,7 +419,6 @@ def test_sessions_per_line_indented_and_compressed(tmp_path: Path) -> None:
     [
         ({"t": 1, "in": 64, "out": 0}, "request 1: hash_ids is missing"),
         ({"t": -1, "in": 64, "out": 0, "hash_ids": []}, "request 1: t=-1: not a time"),
-        ({"t": 1, "in": 64, "out": 0, "hash_ids": [1, 2, 3]}, "request 1: 3 hash_ids for in=64"),
         (5, "request 1: not a JSON object"),
         ({"t": 1, "type": "subagent"}, "request 1: requests is not a list"),
         ({"t": 1, "type": "subagent", "requests": [{}]}, "request 1, request 0: t is missing"),
@@ -494,6 +493,23 @@ def test_recorded(tmp_path: Path) -> None:
     json.dumps(trace.info)
 
 
+def test_names_and_prompt_blocks_of_a_recorded_trace(tmp_path: Path) -> None:
+    path = write(
+        tmp_path / "t.jsonl",
+        HEADER,
+        recorded(0, 40, 30, [1, 2, 3, 4], session="a", tenant=7),
+        recorded(1, 40, 0, [1, 2, 5], session=1 << 63, tenant="7", prompt_blocks=3),
+        recorded(2, 40, 30, [1], session="a", prompt_blocks=1),
+        recorded(3, 40, 30, [1, 2]),
+    )
+    trace = read_trace(path, strict=True)
+    assert trace.sessions.tolist() == [0, 1, 0, UNKNOWN]
+    assert trace.tenants.tolist() == [0, 0, UNKNOWN, UNKNOWN]
+    assert trace.tenant_names == ("7",)
+    assert (trace.num_sessions, trace.num_tenants) == (2, 1)
+    assert trace.prompt_blocks.tolist() == [2, 3, 1, 2]
+
+
 def test_a_restarted_server_continues_in_the_same_file(tmp_path: Path) -> None:
     line = recorded(100, 16, 0, [1])
     trace = read_trace(write(tmp_path / "t.jsonl", HEADER, line, HEADER | {"started": 1060.0}, line))
@@ -508,6 +524,11 @@ def test_a_restarted_server_continues_in_the_same_file(tmp_path: Path) -> None:
         (recorded(0, 40, 0, [1]), "1 hash_ids for input_length=40"),
         (recorded(0, 40, 0, [1, 2], device_tokens=41), "the sum is more than input_length=40"),
         (recorded(0, 40, 0, [1, 2], host_tokens=-1), "host_tokens=-1"),
+        (recorded(0, 40, 0, [1, 2], session=1.5), "session=1.5: not a string or a whole number"),
+        (recorded(0, 40, 0, [1, 2], tenant=True), "tenant=True: not a string or a whole number"),
+        (recorded(0, 40, 0, [1, 2], prompt_blocks=3), "2 hash_ids for input_length=40"),
+        (recorded(0, 40, 64, [1, 2, 3, 4], prompt_blocks=4), "4 hash_ids for input_length=40"),
+        (recorded(0, 40, 0, [1, 2], prompt_blocks=-1), "prompt_blocks=-1"),
         (HEADER | {"block_tokens": 0}, "block_tokens=0"),
         ('{"timestamp": 0, "inp', "not JSON"),
     ],

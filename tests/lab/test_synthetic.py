@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import numpy as np
 import pytest
 
@@ -65,6 +67,18 @@ def test_the_trace_is_valid(kind: str) -> None:
         chain = trace.chain(r).tolist()
         for previous, block in zip([-1, *chain], chain, strict=False):
             assert before.setdefault(block, previous) == previous
+
+
+def test_the_turns_of_a_session_continue_it() -> None:
+    for kind in ("chat", "agent"):
+        trace = read_trace(f"synthetic:{kind}?requests=300")
+        assert 1 < trace.num_sessions < 300
+        for session in range(trace.num_sessions):
+            turns = np.flatnonzero(trace.sessions == session).tolist()
+            for turn, after in pairwise(turns):
+                prompt = trace.chain(turn)[: trace.prompt_blocks[turn]]
+                assert trace.chain(after)[: len(prompt)].tolist() == prompt.tolist()
+    assert read_trace("synthetic:documents?requests=50").num_sessions == 0
 
 
 def test_properties_of_the_workloads() -> None:

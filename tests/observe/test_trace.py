@@ -16,7 +16,7 @@ import pytest
 from kvoffload.abc import ConfigError
 from kvoffload.cache.keys import hash_blocks
 from kvoffload.lab.readers import read_trace
-from kvoffload.lab.trace import Trace
+from kvoffload.lab.trace import UNKNOWN, Trace
 from kvoffload.observe import trace as recorder_module
 from kvoffload.observe.records import RequestRecord
 from kvoffload.observe.trace import TraceRecorder
@@ -68,11 +68,11 @@ def lines(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def add(recorder: TraceRecorder, blocks: int = 4) -> None:
+def add(recorder: TraceRecorder, blocks: int = 4, **names: str | None) -> None:
     """Records a request that found nothing."""
     tokens = prompt(blocks * TOKENS)
     record = RequestRecord(time.time(), "r", len(tokens), 0, 0)
-    recorder.add(time.time(), record, hash_blocks(tokens, TOKENS), len(tokens), len(tokens))
+    recorder.add(time.time(), record, hash_blocks(tokens, TOKENS), len(tokens), len(tokens), **names)
 
 
 def test_a_recorded_trace_can_be_read_back(path: Path) -> None:
@@ -127,6 +127,24 @@ def test_the_file_contains_no_text_of_a_request(path: Path) -> None:
         assert block_hash.hex() not in text
         for i in range(len(block_hash) - 7):
             assert str(int.from_bytes(block_hash[i : i + 8], "big") >> 1) not in text
+
+
+def test_sessions_and_tenants_are_recorded_as_hashes(path: Path) -> None:
+    recorder = TraceRecorder(str(path), TOKENS, {})
+    names = [("chat-of-alice", "acme"), ("chat-of-bob", "acme"), (None, None), ("chat-of-alice", None), ("\ud800", "")]
+    for session, tenant in names:
+        add(recorder, session=session, tenant=tenant)
+    recorder.close()
+    text = path.read_text()
+    assert not any(name in text for name in ("alice", "bob", "acme"))
+    _, *recorded = lines(path)
+    assert all(0 <= line[name] < 1 << 63 for line in recorded for name in ("session", "tenant") if name in line)
+    assert [("session" in line, "tenant" in line) for line in recorded] == [
+        (session is not None, tenant is not None) for session, tenant in names
+    ]
+    trace = read_trace(path, strict=True)
+    assert trace.sessions.tolist() == [0, 1, UNKNOWN, 0, 2]
+    assert trace.tenants.tolist() == [0, 0, UNKNOWN, UNKNOWN, 1]
 
 
 def test_only_the_owner_may_read_it(path: Path) -> None:

@@ -32,6 +32,7 @@ def group() -> click.Group:
     """Returns the command with its subcommands."""
     import click
 
+    from kvoffload.cli.convert import convert
     from kvoffload.cli.demo import demo, demo_shared
     from kvoffload.cli.disk import disk
     from kvoffload.cli.doctor import doctor
@@ -42,7 +43,7 @@ def group() -> click.Group:
 
     commands = click.Group(
         "kvoffload",
-        commands=[demo, demo_shared, disk, doctor, explain, replay, size],
+        commands=[convert, demo, demo_shared, disk, doctor, explain, replay, size],
         help="Keeps the KV cache of an LLM server in host memory and on disk.",
     )
     return click.version_option(metadata.version("kvoffload"), message=f"%(prog)s %(version)s ({describe()})")(commands)

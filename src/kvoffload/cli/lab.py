@@ -153,12 +153,20 @@ def requests_in(command: str, source: str, trace_format: str | None, block_token
 def described(trace: Trace, model: ModelShape, footprint_bytes: int) -> str:
     """Returns a sentence about the size of the trace."""
     return (
-        f"{trace.name}: {counted(trace.num_requests, 'request')} in {age(float(trace.times[-1] - trace.times[0]))}, "
+        f"{trace.name}: {counted(trace.num_requests, 'request')}{sources(trace)} in "
+        f"{age(float(trace.times[-1] - trace.times[0]))}, "
         f"{int(trace.input_tokens.sum()):,} prompt tokens, {trace.num_accesses:,} block accesses; "
         f"{counted(trace.num_distinct, 'distinct block')} of {counted(trace.block_tokens, 'token')}, "
         f"{format_bytes(footprint_bytes)} of KV for {model.name} ({format_bytes(round(model.bytes_per_token))} per "
         "token)."
     )
+
+
+def sources(trace: Trace) -> str:
+    """Returns words such as " of 60 sessions, 2 tenants", or nothing if the trace knows neither."""
+    known = {"session": trace.num_sessions, "tenant": trace.num_tenants}
+    found = [counted(number, noun) for noun, number in known.items() if number]
+    return f" of {', '.join(found)}" if found else ""
 
 
 def _warn_of_problems(command: str, trace: Trace) -> None:

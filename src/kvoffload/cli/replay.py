@@ -107,7 +107,9 @@ def replay(
                 requests, configs, model=shape, speeds=speeds, processes=processes, on_progress=on_progress
             )
         if as_json:
-            click.echo(json.dumps([result.to_dict() for result in results], indent=2))
+            known = {"sessions": requests.num_sessions, "tenants": requests.num_tenants}
+            about = {name: number for name, number in known.items() if number}
+            click.echo(json.dumps([result.to_dict() | about for result in results], indent=2))
         else:
             _show(requests, shape, results, sizes)
         if html is not None:

@@ -101,6 +101,16 @@ class Trace:
     def num_distinct(self) -> int:
         return len(self.ids)
 
+    @property
+    def num_sessions(self) -> int:
+        """How many sessions its requests belong to; 0 if none says."""
+        return _num_known(self.sessions)
+
+    @property
+    def num_tenants(self) -> int:
+        """How many tenants its requests belong to; 0 if none says."""
+        return _num_known(self.tenants)
+
     @cached_property
     def keys(self) -> Keys:
         """One OffloadKey per distinct block, made from its id: the same in every run."""
@@ -188,6 +198,10 @@ class Trace:
             ids=ids,
             folder=folder,
         )
+
+
+def _num_known(numbers: Ints) -> int:
+    return len(np.unique(numbers[numbers != UNKNOWN]))
 
 
 def plain_ranks(digests: npt.NDArray[np.uint64], keys: Sequence[OffloadKey]) -> Ints:

@@ -5,7 +5,8 @@
 Mooncake's traces: ``timestamp``, milliseconds from ``started`` to the request's first lookup; ``input_length`` and
 ``output_length``, the tokens of prompt and output; ``hash_ids``, 63 bits per whole block of the prompt and then of the
 output as far as it was computed; and ``device_tokens``, ``host_tokens``, ``disk_tokens``: where the prompt was found.
-The last counts all tiers below host memory.
+The last counts all tiers below host memory. ``session`` and ``tenant`` are there if the request has them: 63 bits of a
+hash of each name.
 """
 
 from __future__ import annotations
@@ -74,22 +75,36 @@ class TraceRecorder:
         self._thread.start()
 
     def add(
-        self, arrived: float, record: RequestRecord, keys: Sequence[OffloadKey], num_tokens: int, num_computed: int
+        self,
+        arrived: float,
+        record: RequestRecord,
+        keys: Sequence[OffloadKey],
+        num_tokens: int,
+        num_computed: int,
+        session: str | None = None,
+        tenant: str | None = None,
     ) -> None:
         """Records a request that ended with ``num_tokens`` tokens, of which ``num_computed`` were computed or loaded.
 
         It arrived at ``arrived``, in seconds since 1970. ``keys`` are the keys of its whole blocks; ``record`` has the
-        length of its prompt.
+        length of its prompt. ``session`` and ``tenant`` are names, of which only a hash is written.
         """
         if self._off or self._closing.is_set():
             return
         try:
-            self._append(self._line(arrived, record, keys, num_tokens, num_computed))
+            names = {"session": session, "tenant": tenant}
+            self._append(self._line(arrived, record, keys, num_tokens, num_computed, names))
         except Exception as error:
             self._stop(error)
 
     def _line(
-        self, arrived: float, record: RequestRecord, keys: Sequence[OffloadKey], num_tokens: int, num_computed: int
+        self,
+        arrived: float,
+        record: RequestRecord,
+        keys: Sequence[OffloadKey],
+        num_tokens: int,
+        num_computed: int,
+        names: Mapping[str, str | None],
     ) -> bytes:
         prompt = record.tokens_asked
         whole = max(prompt, min(num_computed, num_tokens)) // self._block_tokens
@@ -102,6 +117,7 @@ class TraceRecorder:
             "device_tokens": record.device_tokens,
             "host_tokens": record.host_tokens,
             "disk_tokens": record.disk_tokens,
+            **{field: digest(_bytes(name)) >> 1 for field, name in names.items() if name is not None},
         }
         return json.dumps(line, separators=(",", ":")).encode() + b"\n"
 
@@ -158,6 +174,10 @@ class TraceRecorder:
         self._closing.set()
         self._wake.set()
         self._thread.join(CLOSE_DEADLINE_S)
+
+
+def _bytes(name: str) -> bytes:
+    return name.encode("utf-8", "backslashreplace")
 
 
 def _open(path: str) -> int:

@@ -5,17 +5,20 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from kvoffload.lab.readers import kv_cache_tester, libcachesim, mooncake, recorded, synthetic
+from kvoffload.lab.readers import bailian, kv_cache_tester, libcachesim, mooncake, recorded, sharegpt, synthetic
 from kvoffload.lab.readers.lines import Problems, Progress, Source
 from kvoffload.lab.trace import MEMORY_BYTES, Trace, TraceError
 
 FORMATS: dict[str, Callable[[Source, int | None], Trace]] = {
     "mooncake": mooncake.read,
     "recorded": recorded.read,
+    "bailian": bailian.read,
     "kv-cache-tester": kv_cache_tester.read,
+    "sharegpt": sharegpt.read,
     "libcachesim": libcachesim.read,
 }
 _HEAD_BYTES = 1 << 16
+_PARQUET = b"PAR1"
 
 
 def read_trace(
@@ -56,9 +59,18 @@ def _guess(source: Source) -> str:
     names = source.path.name.removesuffix(".gz").rsplit(".", 1)
     suffix = names[-1].lower() if len(names) > 1 else ""
     first = head.split(b"\n", 1)[0]
+    if head.startswith(_PARQUET):
+        raise TraceError(
+            f"{source.path}: a Parquet file; give the JSON file that it was made from (in AgentX's data sets "
+            "traces.jsonl), or write its rows as JSON lines"
+        )
+    if head.startswith((b"{", b"[")) and b'"conversations"' in head:
+        return "sharegpt"
     if first.startswith(b"{"):
         if f'"{recorded.HEADER}"'.encode() in first:
             return "recorded"
+        if f'"{bailian.PARENT}"'.encode() in first:
+            return "bailian"
         return "kv-cache-tester" if b'"requests"' in head else "mooncake"
     if suffix in ("jsonl", "json"):
         return "mooncake"

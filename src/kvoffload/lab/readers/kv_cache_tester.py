@@ -1,16 +1,18 @@
-"""Reads sessions of kv-cache-tester (https://github.com/callanjfox/kv-cache-tester, docs/trace_replay_tester.md).
+"""Reads sessions of kv-cache-tester (https://github.com/callanjfox/kv-cache-tester, docs/trace_replay_tester.md), and
+the AgentX traces in the same format (https://huggingface.co/semianalysisai, data sets cc-traces-weka-...).
 
 A session is a JSON object: ``{"id", "block_size": 64, "hash_id_scope": "local" or "global", "tool_tokens",
 "system_tokens", "requests": [...]}``. A source is a directory with one session per file, a file with one session, or a
 file with one session per line. A request is ``{"t": seconds since the session's start, "in": tokens, "out": tokens,
-"hash_ids": [...]}``. One with ``"type": "subagent"`` has its own ``"requests"`` instead; their times count from its
-start or from the session's.
+"hash_ids": [...]}``. One with ``"type": "subagent"`` has its own ``"requests"`` instead, which are a session of their
+own; their times count from its start (kv-cache-tester) or from the session's (AgentX).
 
 The format does not define whether an id names a block or a whole prefix, so this reader chains ids: a block is named by
 all ids up to its end. Incomplete blocks are left out. Sessions of local scope have their own ids. The tools and the
 system prompt at the head of a session are assumed to equal those of other sessions with the same lengths; everything
-else belongs to one session. Sessions do not say when they began, so each starts at a time derived from its name,
-uniformly distributed over the length of the longest session.
+else belongs to one session. AgentX traces since May 2026 have no such lengths, so their sessions share nothing.
+Sessions do not say when they began, so each starts at a time derived from its name, uniformly distributed over the
+length of the longest session.
 """
 
 from __future__ import annotations
@@ -37,6 +39,8 @@ from kvoffload.lab.trace import Trace, TraceBuilder, TraceError
 SUFFIXES = (".json", ".jsonl", ".json.gz", ".jsonl.gz")
 MAX_FILES = 1 << 20
 MAX_NESTING = 8
+_JITTER_S = 1e-6
+_LONGEST_NAME = 1024
 
 
 def read(source: Source, block_tokens: int | None = None) -> Trace:
@@ -63,7 +67,7 @@ def read(source: Source, block_tokens: int | None = None) -> Trace:
             )
         before = rows.num_requests
         session = _Session(file, number, data, unit, size, rows)
-        session.read(data["requests"])
+        session.read(data["requests"], session.name)
         starts.append((session.start, rows.num_requests - before))
         longest = max(longest, session.latest)
     source.refuse_if_empty(rows.num_requests)
@@ -90,8 +94,8 @@ class _Session:
         self._rows = rows
         self.latest = 0.0
         """The latest time of its requests, after its start."""
-        self._name = str(data.get("id", f"{file.path.name}:{number}"))[:1024]
-        name = self._name.encode("utf-8", "replace")
+        self.name = str(data.get("id", f"{file.path.name}:{number}"))[:_LONGEST_NAME]
+        name = self.name.encode("utf-8", "replace")
         self.start = xxhash.xxh3_64_intdigest(name, seed=1) / 2**64
         """When it starts, as a share of the longest session's length."""
         is_local = data.get("hash_id_scope") != "global"
@@ -103,8 +107,9 @@ class _Session:
         self._shared: dict[int, bytes] = {}
         """The name of each block of tools or system prompt, by its id: the same in all sessions that share it."""
 
-    def read(self, entries: list[Any], base: float = 0.0, where: str = "", depth: int = 0) -> None:
-        """Reads a list of requests. ``base`` is added to their times; ``where`` names the list in errors."""
+    def read(self, entries: list[Any], name: str, base: float = 0.0, where: str = "", depth: int = 0) -> None:
+        """Reads the requests of the session ``name``. ``base`` is added to their times; ``where`` names the list in
+        errors."""
         ids: list[int] = []
         names: list[int] = []
         for index, entry in enumerate(entries):
@@ -114,11 +119,9 @@ class _Session:
                     raise ValueError("not a JSON object")
                 at = seconds(entry, "t")
                 if entry.get("type") == "subagent":
-                    self._subagent(entry, at, base, place, depth)
+                    self._subagent(entry, at, f"{name}/{entry.get('agent_id', index)}", base, place, depth)
                     continue
                 tokens, output, new = whole(entry, "in", 1), whole(entry, "out"), block_ids(entry)
-                if len(new) > -(-tokens // self._unit):
-                    raise ValueError(f"{len(new)} hash_ids for in={tokens} in blocks of {self._unit} tokens")
             except ValueError as error:
                 self._file.problem(self._number, f"{place}: {error}")
                 continue
@@ -126,6 +129,7 @@ class _Session:
                 self._shared = self._tools_and_system(new)
             names = self._chain(new, ids, names)
             ids = new
+            # The producer of AgentX traces counts fewer tokens than blocks for some short prompts.
             whole_blocks = min(len(new), tokens // self._unit) // self._per_block
             self._rows.add(
                 base + at,
@@ -133,20 +137,20 @@ class _Session:
                 output,
                 names[self._per_block - 1 :: self._per_block][:whole_blocks],
                 None,
-                self._name,
+                name,
             )
             self.latest = max(self.latest, base + at)
 
-    def _subagent(self, entry: Mapping[str, Any], at: float, base: float, place: str, depth: int) -> None:
+    def _subagent(self, entry: Mapping[str, Any], at: float, name: str, base: float, place: str, depth: int) -> None:
         inner = entry.get("requests")
         if not isinstance(inner, list):
             raise ValueError("requests is not a list")
         if depth == MAX_NESTING:
             raise ValueError(f"subagents are nested more than {MAX_NESTING} deep")
         times = [each["t"] for each in inner if isinstance(each, dict) and type(each.get("t")) in (int, float)]
-        # Times in published sessions count from the subagent's start, in others from the session's.
-        relative = bool(times) and min(times) < at
-        self.read(inner, base + at if relative else base, f"{place}, ", depth + 1)
+        # No request is earlier than the start of its subagent.
+        relative = bool(times) and min(times) < at - _JITTER_S
+        self.read(inner, name[:_LONGEST_NAME], base + at if relative else base, f"{place}, ", depth + 1)
 
     def _tools_and_system(self, first: list[int]) -> dict[int, bytes]:
         names = {}

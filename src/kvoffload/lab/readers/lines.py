@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import codecs
 import contextlib
 import gzip
 import io
 import json
 import math
+import re
 import stat
 import zlib
 from collections.abc import Callable, Iterator, Mapping
@@ -24,6 +26,8 @@ MAX_SECONDS = 1e12
 MAX_ID = (1 << 64) - 1
 PROGRESS_EVERY = 512
 """Lines between two reports of progress."""
+_ELEMENTS_PER_REPORT = 16
+_PIECE = 1 << 20
 _GZIP_MAGIC = b"\x1f\x8b"
 _SHOWN = 40
 
@@ -108,6 +112,27 @@ class Source:
                     yield number, line
         self.progress(1.0)
 
+    def elements(self) -> Iterator[tuple[int, Any]]:
+        """Yields the numbers, from 1, and the values of the elements of a JSON array, of which one is in memory at a
+        time. What cannot be parsed, and all that follows it, is one problem. Raises TraceError if the file cannot be
+        opened."""
+        number = 1
+        with _Opened(self.path) as (raw, stream):
+            size = max(1, self.path.stat().st_size)
+            text = _Text(stream)
+            try:
+                text.take("[")
+                is_last = text.peek() == "]"
+                while not is_last:
+                    yield number, text.value()
+                    if number % _ELEMENTS_PER_REPORT == 0:
+                        self.progress(raw.tell() / size)
+                    is_last = text.take(",]") == "]"
+                    number += 1
+            except (OSError, EOFError, zlib.error, ValueError, RecursionError) as error:
+                self.problem(number, f"the array cannot be read beyond element {number}: {error}")
+        self.progress(1.0)
+
     def refuse_if_empty(self, requests: int) -> None:
         """Raises TraceError if there is no request."""
         if requests == 0:
@@ -149,6 +174,57 @@ class _Opened:
 
     def __exit__(self, *_: object) -> None:
         self._raw.close()
+
+
+class _Text:
+    """The text of a stream, read as far as needed. Its methods raise ValueError, and what the stream raises."""
+
+    def __init__(self, stream: io.BufferedReader[Any]) -> None:
+        self._stream = stream
+        self._decode = codecs.getincrementaldecoder("utf-8-sig")("surrogateescape").decode
+        self._text = ""
+        self._at = 0
+
+    def peek(self) -> str:
+        """Skips blanks. Returns the next character, or "" at the end."""
+        while True:
+            found = _NOT_BLANK.search(self._text, self._at)
+            self._at = len(self._text) if found is None else found.start()
+            if found is not None or not self._read_more():
+                return self._text[self._at : self._at + 1]
+
+    def take(self, wanted: str) -> str:
+        """Skips blanks and one of the characters ``wanted``, and returns it."""
+        found = self.peek()
+        if not found or found not in wanted:
+            raise ValueError(f"not JSON: {found!r} instead of {' or '.join(wanted)}")
+        self._at += 1
+        return found
+
+    def value(self) -> Any:
+        """Skips blanks and a JSON value, and returns it."""
+        self.peek()
+        while True:
+            try:
+                value, self._at = _DECODER.raw_decode(self._text, self._at)
+                return value
+            except json.JSONDecodeError as error:
+                # Perhaps the value is not complete.
+                if not self._read_more():
+                    raise ValueError(f"not JSON: {error.msg}") from None
+
+    def _read_more(self) -> bool:
+        """Reads as much again as is left, so that the total work is linear. Returns whether there was any."""
+        left = len(self._text) - self._at
+        if left > MAX_LINE_BYTES:
+            raise ValueError(f"longer than {MAX_LINE_BYTES:,} characters")
+        piece = self._stream.read(max(_PIECE, left))
+        self._text = self._text[self._at :] + self._decode(piece, final=not piece)
+        self._at = 0
+        return bool(piece)
+
+
+_NOT_BLANK = re.compile(r"\S")
 
 
 def _refuse_constant(name: str) -> NoReturn:
@@ -224,6 +300,14 @@ def _shown(value: object) -> str:
     except ValueError:
         return "a number of thousands of digits"
     return text if len(text) <= _SHOWN else text[:_SHOWN] + "..."
+
+
+def optional_name(data: Mapping[str, Any], field: str) -> str | None:
+    """Returns the name in a field that is a string or a whole number, or None if there is none. Raises ValueError."""
+    value = data.get(field)
+    if value is not None and type(value) not in (str, int):
+        raise wrong(data, field, "a string or a whole number")
+    return None if value is None else str(value)
 
 
 def positive_or(block_tokens: int | None, default: int) -> int:

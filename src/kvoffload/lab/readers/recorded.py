@@ -2,7 +2,8 @@
 
 Every start of the server adds a header, ``{"kvoffload_trace": 1, "block_tokens": ..., "started": seconds since 1970,
 ...}``. A request has the fields of Mooncake's traces, but its ``hash_ids`` continue with the blocks of the output, and
-``device_tokens``, ``host_tokens`` and ``disk_tokens``: what that server found.
+``device_tokens``, ``host_tokens`` and ``disk_tokens``: what that server found. Optional are ``session`` and ``tenant``,
+and ``prompt_blocks``: how many of the ids belong to the prompt, where that is not the number of its whole blocks.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from kvoffload.lab.readers.lines import MAX_TOKENS, Source, parse_object, prefix_ids, seconds, whole
+from kvoffload.lab.readers.lines import MAX_TOKENS, Source, optional_name, parse_object, prefix_ids, seconds, whole
 from kvoffload.lab.readers.mooncake import MILLISECOND
 from kvoffload.lab.trace import Trace, TraceError
 
@@ -45,9 +46,10 @@ def read(source: Source, block_tokens: int | None = None) -> Trace:
             elif header is None:
                 raise ValueError("a request before any header")
             else:
-                (inputs, outputs, *here), chain = _request(data, size)
+                (inputs, outputs, prompt_blocks, *here), chain = _request(data, size)
                 at = starts[-1] + seconds(data, "timestamp", MILLISECOND)
-                rows.add(at, inputs, outputs, chain, min(len(chain), inputs // size))
+                names = optional_name(data, "session"), optional_name(data, "tenant")
+                rows.add(at, inputs, outputs, chain, prompt_blocks, *names)
                 found = [total + tokens for total, tokens in zip(found, here, strict=True)]
         except TraceError:
             raise
@@ -85,11 +87,13 @@ def _check_header(data: Mapping[str, Any], where: str) -> int:
 
 def _request(data: Mapping[str, Any], block_tokens: int) -> tuple[tuple[int, ...], list[int]]:
     inputs, outputs, chain = whole(data, "input_length", 1), whole(data, "output_length"), prefix_ids(data)
-    if not inputs // block_tokens <= len(chain) <= (inputs + outputs) // block_tokens:
+    prompt_blocks = whole(data, "prompt_blocks") if "prompt_blocks" in data else inputs // block_tokens
+    most = max(prompt_blocks, (inputs + outputs) // block_tokens)
+    if not prompt_blocks <= len(chain) <= most or prompt_blocks > -(-inputs // block_tokens):
         raise ValueError(
             f"{len(chain)} hash_ids for input_length={inputs} and output_length={outputs} in blocks of {block_tokens}"
         )
     found = [whole(data, name, 0, MAX_TOKENS) if name in data else 0 for name in FOUND]
     if sum(found) > inputs:
         raise ValueError(f"{', '.join(FOUND)}: the sum is more than input_length={inputs}")
-    return (inputs, outputs, *found), chain
+    return (inputs, outputs, prompt_blocks, *found), chain

@@ -45,7 +45,7 @@ def generate(source: str, block_tokens: int | None = None, memory_bytes: int = M
     for at, number, (shared, shared_tokens), (_, prompt, answer) in _in_time(kind, requests, seed):
         # The last token of an answer is sampled, but its KV is not computed.
         chain = _chain(number, shared, shared_tokens // size, (prompt + answer - 1) // size)
-        rows.add(at, prompt, answer, chain, prompt // size)
+        rows.add(at, prompt, answer, chain, prompt // size, str(number) if kind in _WITH_SESSIONS else None)
     return rows.build(
         source,
         size,
@@ -155,6 +155,7 @@ KINDS: dict[str, tuple[Callable[[random.Random], Session], float]] = {
     "documents": (_documents, 1.0),
 }
 """For each kind: the function that starts a session, and the mean seconds between two starts."""
+_WITH_SESSIONS = ("chat", "agent")
 
 
 def _options(source: str, query: str) -> tuple[int, int]:

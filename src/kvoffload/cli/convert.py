@@ -1,0 +1,62 @@
+"""``kvoffload convert``: writes a trace in kvoffload's own format."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import click
+
+from kvoffload.cli.lab import console_of, errors, progress, requests_in, sources, trace_options
+from kvoffload.lab.writer import check_free, write_trace
+from kvoffload.units import counted, format_bytes
+
+
+@click.command(short_help="Write a trace in kvoffload's own format.")
+@click.argument("source", metavar="SOURCE")
+@click.argument("out", metavar="OUT", type=click.Path(path_type=Path))
+@trace_options
+@click.option("--force", is_flag=True, help="Replace OUT if it exists.")
+@click.option("--json", "as_json", is_flag=True, help="Print the summary as JSON.")
+def convert(
+    source: str,
+    out: Path,
+    trace_format: str | None,
+    block_tokens: int | None,
+    strict: bool,
+    force: bool,
+    as_json: bool,
+) -> None:
+    """Read a trace in any format and write it to OUT as JSON lines, like those that a server records: compressed if its
+    name ends with .gz. A replay of OUT has the same results.
+
+    SOURCE is a file, a directory of sessions, or a synthetic workload: synthetic:chat, synthetic:agent or
+    synthetic:documents. Exit status 2: the trace cannot be read, OUT exists or cannot be written, or an option is
+    invalid.
+    """
+    with errors("convert"):
+        check_free(out.expanduser(), force)
+        trace = requests_in("convert", source, trace_format, block_tokens, strict)
+        with progress("writing") as on_progress:
+            size = write_trace(trace, out, force=force, on_progress=on_progress)
+    if as_json:
+        summary = {
+            "out": str(out),
+            "bytes": size,
+            "format": trace.info["format"],
+            "requests": trace.num_requests,
+            "skipped_lines": trace.num_problems,
+            "sessions": trace.num_sessions,
+            "tenants": trace.num_tenants,
+            "accesses": trace.num_accesses,
+            "distinct_blocks": trace.num_distinct,
+            "block_tokens": trace.block_tokens,
+        }
+        click.echo(json.dumps(summary, indent=2))
+        return
+    console_of().print(
+        f"{out}: {counted(trace.num_requests, 'request')}{sources(trace)}, "
+        f"{counted(trace.num_distinct, 'distinct block')} of {counted(trace.block_tokens, 'token')}, "
+        f"{format_bytes(size)}",
+        soft_wrap=True,
+    )

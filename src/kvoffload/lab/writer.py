@@ -1,0 +1,107 @@
+"""Writes a trace in the format that servers record (see ``kvoffload.lab.readers.recorded``)."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from kvoffload.lab.columns import pieces
+from kvoffload.lab.readers.mooncake import MILLISECOND
+from kvoffload.lab.readers.recorded import HEADER, VERSION
+from kvoffload.lab.trace import UNKNOWN, Trace, TraceError
+
+COMPRESSION = 6
+_DECIMALS = 3
+"""Of a timestamp in milliseconds."""
+_REPORT_EVERY = 512
+"""Requests between two reports of progress."""
+
+Progress = Callable[[float], None]
+
+
+def write_trace(trace: Trace, path: str | Path, *, force: bool = False, on_progress: Progress | None = None) -> int:
+    """Writes ``trace`` to the file ``path``, compressed if its name ends with .gz. Returns the size of the file, in
+    bytes.
+
+    A replay of the file has the same results. Blocks keep their ids and tenants their names; sessions become numbers.
+    The file gets its name when it is complete, and only its owner may read it. ``on_progress`` gets the share that is
+    written. Raises TraceError if the file exists, unless ``force``, or if it cannot be written.
+    """
+    path = Path(path).expanduser()
+    check_free(path, force)
+    try:
+        with ExitStack() as stack:
+            # Files are made with mode 0600.
+            fd, name = tempfile.mkstemp(prefix=".kvoffload-trace-", dir=path.parent)
+            stack.callback(Path(name).unlink, missing_ok=True)
+            with os.fdopen(fd, "wb") as raw:
+                if path.name.endswith(".gz"):
+                    with gzip.GzipFile(filename="", mode="wb", compresslevel=COMPRESSION, fileobj=raw, mtime=0) as file:
+                        file.writelines(_lines(trace, on_progress))
+                else:
+                    raw.writelines(_lines(trace, on_progress))
+                raw.flush()
+                os.fsync(fd)
+                size = raw.tell()
+            os.replace(name, path)
+    except OSError as error:
+        raise TraceError(f"{path}: cannot be written: {error.strerror}; name a file in a folder with room") from error
+    return size
+
+
+def check_free(path: Path, force: bool) -> None:
+    """Raises TraceError if the file ``path`` cannot be made, or if it exists, unless ``force``."""
+    if not path.parent.is_dir() or not os.access(path.parent, os.W_OK):
+        raise TraceError(f"{path}: cannot be written; name a file in a folder that you may write to")
+    if path.exists() and not path.is_file():
+        raise TraceError(f"{path}: not a regular file; name a file")
+    if path.exists() and not force:
+        raise TraceError(f"{path}: exists; name another file, or use force to replace it")
+
+
+def _lines(trace: Trace, on_progress: Progress | None) -> Iterator[bytes]:
+    yield _line({HEADER: VERSION, "started": 0.0, "block_tokens": trace.block_tokens, "converted_from": trace.name})
+    timestamps = np.round(trace.times / MILLISECOND, _DECIMALS)
+    for first, end in pieces(trace.offsets):
+        offsets = trace.offsets[first : end + 1]
+        ids = trace.ids[trace.blocks[offsets[0] : offsets[-1]]].tolist()
+        columns = (
+            timestamps,
+            trace.input_tokens,
+            trace.output_tokens,
+            trace.prompt_blocks,
+            trace.sessions,
+            trace.tenants,
+        )
+        rows = zip(*(column[first:end].tolist() for column in columns), strict=True)
+        bounds = (offsets - offsets[0]).tolist()
+        for i, (at, inputs, outputs, prompt_blocks, session, tenant) in enumerate(rows):
+            line: dict[str, Any] = {
+                "timestamp": int(at) if at.is_integer() else at,
+                "input_length": inputs,
+                "output_length": outputs,
+                "hash_ids": ids[bounds[i] : bounds[i + 1]],
+            }
+            if prompt_blocks != inputs // trace.block_tokens:
+                line["prompt_blocks"] = prompt_blocks
+            if session != UNKNOWN:
+                line["session"] = session
+            if tenant != UNKNOWN:
+                line["tenant"] = trace.tenant_names[tenant]
+            yield _line(line)
+            if on_progress is not None and (first + i) % _REPORT_EVERY == 0:
+                on_progress((first + i) / trace.num_requests)
+    if on_progress is not None:
+        on_progress(1.0)
+
+
+def _line(fields: dict[str, Any]) -> bytes:
+    return json.dumps(fields, separators=(",", ":")).encode() + b"\n"
