@@ -10,7 +10,7 @@ own; their times count from its start (kv-cache-tester) or from the session's (A
 The format does not define whether an id names a block or a whole prefix, so this reader chains ids: a block is named by
 all ids up to its end. Incomplete blocks are left out. Sessions of local scope have their own ids. The tools and the
 system prompt at the head of a session are assumed to equal those of other sessions with the same lengths; everything
-else belongs to one session. AgentX traces since May 2026 have no such lengths, so their sessions share nothing.
+else belongs to one session. AgentX traces since June 2026 have no such lengths, so their sessions share nothing.
 Sessions do not say when they began, so each starts at a time derived from its name, uniformly distributed over the
 length of the longest session.
 """
