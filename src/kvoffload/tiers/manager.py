@@ -338,7 +338,7 @@ class TieredOffloadingManager(OffloadingManager):
                 yield from tier.tier.events.take()
 
     def take_counts(self) -> Mapping[str, float]:
-        return self._counts.take(self.tiers)
+        return {**self.host.take_counts(), **self._counts.take(self.tiers)}
 
     def explain_miss(self, key: OffloadKey) -> Miss:
         host, mine = self.host.explain_miss(key), self._reasons.explain(key)
