@@ -225,7 +225,8 @@ def replay(
 
     ``model`` and ``speeds`` determine what a hit saves. ``make_policy`` makes the host's policy for a number of blocks,
     instead of ``config.policy``. ``on_progress`` gets the share of requests that are done. ``hints`` has those of each
-    request. Raises ConfigError if the policy cannot be made, if a custom policy fails, or if the device is too small or too large.
+    request. Raises ConfigError if the policy cannot be made, if a custom policy fails, or if the device is too small or
+    too large.
     """
     started = time.perf_counter()
     run = _Run(trace, config, make_policy, hints)
