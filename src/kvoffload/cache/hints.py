@@ -68,8 +68,8 @@ class HintedBlocks:
         self._clock = clock
         self._owner = np.full(table.num_blocks, _SHARED, dtype=np.uint64)
         """Of the block in each slot."""
-        self._used_at = np.full(table.num_blocks, clock(), dtype=np.float64)
-        """When it was stored or last used."""
+        self._used_at = np.full(table.num_blocks, -math.inf)
+        """When it was stored or last used; before the first hint, that is not known."""
         self._waits: dict[int, _Wait] = {}
         """By owner, the oldest first."""
         self._queue: list[tuple[float, int, _Wait]] = []
@@ -156,7 +156,8 @@ class HintedBlocks:
             if not self._is_current(wait):
                 heapq.heappop(self._queue)
                 continue
-            if wait.returns_at - now <= FACTOR * self._estimate_idle_age(now):
+            is_expected = wait.returns_at < math.inf
+            if is_expected and wait.returns_at - now <= FACTOR * self._estimate_idle_age(now):
                 break
             slots = wait.slots[wait.num_passed : wait.num_passed + n]
             wait.num_passed += len(slots)
