@@ -18,13 +18,14 @@ import tracemalloc
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from functools import partial
+from itertools import count
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from benchmarks.report import Row, publish
-from kvoffload.abc import LoadStoreSpec, OffloadingManager
+from kvoffload.abc import Hints, LoadStoreSpec, OffloadingManager, ReqContext
 from kvoffload.cache.keys import make_offload_key
 from kvoffload.cache.manager import ARCOffloadingManager, LRUOffloadingManager, PolicyOffloadingManager
 from kvoffload.cache.policies import make_policy
@@ -47,31 +48,36 @@ def new_keys(n: int) -> list[bytes]:
 
 
 class Ours:
-    """One kvoffload manager, called as the connector calls it."""
+    """One kvoffload manager, called as the connector calls it. With ``hinted`` every request has a session, and half of
+    them are the last ones of theirs."""
 
-    def __init__(self, make: Callable[[HostBackend], OffloadingManager], num_blocks: int) -> None:
+    def __init__(self, make: Callable[[HostBackend], OffloadingManager], num_blocks: int, hinted: bool = False) -> None:
         self.manager = make(HostBackend(16, num_blocks))
+        self._sessions = count(2) if hinted else None
 
     def calls(self, keys: list[bytes]) -> dict[str, Callable[[], Any]]:
-        manager = self.manager
+        manager, context = self.manager, None
+        if self._sessions is not None:
+            session = next(self._sessions)
+            context = ReqContext("r", hints=Hints(session, session % 2 == 0, 60.0))
         leases: list[LoadStoreSpec] = []
 
         def prepare_load() -> None:
             leases.append(manager.prepare_load(keys))
 
         def prepare_store() -> None:
-            output = manager.prepare_store(keys)
+            output = manager.prepare_store(keys, context)
             assert output is not None
             leases.append(output.store_spec)
 
         return {
             "lookup": lambda: manager.lookup(keys),
-            "touch": lambda: manager.touch(keys),
+            "touch": lambda: manager.touch(keys, context),
             "prepare_load": prepare_load,
             "complete_load": lambda: manager.complete_load(leases.pop()),
             "prepare_store": prepare_store,
             "complete_store": lambda: manager.complete_store(leases.pop()),
-            "reorder_chain": lambda: manager.reorder_chain(keys, keys),
+            "reorder_chain": lambda: manager.reorder_chain(keys, keys, context),
         }
 
 
@@ -251,12 +257,12 @@ def main(out: Path, quick: bool) -> None:
             rows += rows_of(ns, f"{label} blocks" + ("" if policy == "LRU" else f", {policy}"), f"vLLM {policy}")
             del systems
             gc.collect()
-        ns = measure(
-            {"auto": Ours(make_auto, num_blocks), "lru": Ours(LRUOffloadingManager, num_blocks)}, num_blocks, MISS_PATH
-        )
+        autos = {"auto": Ours(make_auto, num_blocks), "hinted": Ours(make_auto, num_blocks, hinted=True)}
+        ns = measure({**autos, "lru": Ours(LRUOffloadingManager, num_blocks)}, num_blocks, MISS_PATH)
         for name, path in (("load path", LOAD_PATH), ("miss path", MISS_PATH)):
-            ours, lru = (sum(ns[policy][path].values()) for policy in ("auto", "lru"))
+            ours, hinted, lru = (sum(ns[policy][path].values()) for policy in ("auto", "hinted", "lru"))
             rows.append(Row(f"{name}, {label} blocks, auto", ours, "ns/block", "our LRU", lru / ours))
+            rows.append(Row(f"{name}, {label} blocks, auto with hints", hinted, "ns/block", "without", ours / hinted))
         gc.collect()
     most = max(number for number in sizes.values() if number <= 1_000_000)
     for call, ms in slowest_calls(most, 100 if quick else MANY_ROUNDS).items():

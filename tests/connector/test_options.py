@@ -6,7 +6,16 @@ from typing import Any
 
 import pytest
 
-from kvoffload.abc import KVGroup
+from kvoffload.abc import Hints, KVGroup
+from kvoffload.connector.options import (
+    MAX_EXPECTED_S,
+    MAX_SESSION_CHARS,
+    OPTIONS,
+    PARAM,
+    UNKNOWN,
+    RequestOptions,
+    session_number,
+)
 from tests.connector.group_rig import GroupRig
 from tests.connector.rig import (
     FakeRequest,
@@ -58,6 +67,19 @@ def test_a_request_may_cap_its_tokens() -> None:
         {"max_tokens": True},
         {"max_tokens": "8"},
         {"unknown": 1},
+        {"session": 7},
+        {"session": ""},
+        {"session": "s" * (MAX_SESSION_CHARS + 1)},
+        {"session": ["s"]},
+        {"drop": 1},
+        {"drop": "yes"},
+        {"expect_return_s": True},
+        {"expect_return_s": "60"},
+        {"expect_return_s": -1},
+        {"expect_return_s": float("nan")},
+        {"expect_return_s": float("inf")},
+        {"expect_return_s": 10**400},
+        {"expect_return_s": {"deep": [60]}},
         {"store": {"deep": [1, 2]}},
     ],
 )
@@ -66,6 +88,78 @@ def test_an_option_that_is_not_valid_is_left_out(option: dict[str, Any]) -> None
     assert rig.compute(rig.request(12, **option)).stores
     assert rig.hit(rig.request(13, **option)) == 12
     assert not rig.half.off
+    (name,) = option
+    assert rig.half.metrics.snapshot()[f"ignored_options:{name if name in OPTIONS else UNKNOWN}"] == 2
+    assert RequestOptions.from_params({PARAM: option}).hints is None
+
+
+def test_names_of_unknown_options_are_not_labels() -> None:
+    """A client could make as many time series as it likes."""
+    rig = GroupRig([KVGroup(4)])
+    rig.compute(rig.request(12, **{f"option {i}": i for i in range(5000)}, drop=0))
+    counts = rig.half.metrics.snapshot()
+    ignored = {name: count for name, count in counts.items() if name.startswith("ignored_options")}
+    assert ignored == {"ignored_options:unknown": 1, "ignored_options:drop": 1}
+
+
+# Hints.
+
+
+@pytest.mark.parametrize(
+    ("option", "hints"),
+    [
+        ({"drop": True}, Hints(drop=True)),
+        ({"drop": False}, None),
+        ({"expect_return_s": 0}, Hints(expect_return_s=0)),
+        ({"expect_return_s": 1.5, "drop": False}, Hints(expect_return_s=1.5)),
+        ({"expect_return_s": MAX_EXPECTED_S}, Hints(expect_return_s=MAX_EXPECTED_S)),
+        ({"session": "s" * MAX_SESSION_CHARS}, Hints(session_number("s" * MAX_SESSION_CHARS))),
+        ({"session": "\ud800", "store": False}, Hints(session_number("\ud800"))),
+    ],
+)
+def test_hints_are_read(option: dict[str, Any], hints: Hints | None) -> None:
+    assert RequestOptions.from_params({PARAM: option}).hints == hints
+
+
+def test_the_number_of_a_session_is_in_its_range() -> None:
+    numbers = {session_number(str(i)) for i in range(1000)}
+    assert len(numbers) == 1000
+    assert all(2 <= number < 1 << 63 for number in numbers)
+
+
+def test_the_engine_may_name_the_session_and_the_client_counts_more() -> None:
+    named = {"session": "of the engine", "drop": True}
+    options = RequestOptions.from_params(None, named)
+    assert options.hints == Hints(session_number("of the engine"), drop=True)
+    options = RequestOptions.from_params({PARAM: {"session": "mine", "drop": False}}, named)
+    assert options.hints == Hints(session_number("mine"))
+    options = RequestOptions.from_params({PARAM: {"session": 7}}, {"session": "of the engine", "other": 1})
+    assert options.hints == Hints(session_number("of the engine"))
+    assert options.ignored == ("session",)
+
+
+@pytest.mark.parametrize("drop", [True, False])
+def test_the_blocks_of_a_session_that_ends_leave_first(drop: bool) -> None:
+    """``drop=False`` is the control."""
+    rig = GroupRig([KVGroup(4)], num_host_blocks=9)
+    old, ending = rig.request(12), rig.request(13, first=100, session="s", drop=drop)
+    for request in (old, ending):
+        rig.compute(request)
+        rig.finish(request)
+    rig.compute(rig.request(20, first=200))
+    assert rig.hit(rig.request(13)) == (12 if drop else 4)
+    assert rig.hit(rig.request(14, first=100)) == (4 if drop else 12)
+    assert rig.half.metrics.snapshot().get("early_evictions", 0) == (2 if drop else 0)
+
+
+def test_hints_of_the_engine_have_the_same_effect() -> None:
+    rig = GroupRig([KVGroup(4)], num_host_blocks=6, options={"engine_options": lambda request: {"drop": True}})
+    for first in (0, 100):
+        request = rig.request(12, first=first)
+        rig.compute(request)
+        rig.finish(request)
+    rig.compute(rig.request(4, first=200))
+    assert rig.half.metrics.snapshot()["early_evictions"] == 1
 
 
 @pytest.mark.parametrize("params", [7, "kvoffload", ["kvoffload"], {"kvoffload": 7}, {"kvoffload": None}, {1: 2}])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvoffload.abc import (
+    Hints,
     LookupState,
     MissReason,
     ReqContext,
@@ -48,6 +49,37 @@ def test_a_block_is_written_through_and_promoted_with_its_bytes() -> None:
     rig.settle()
     assert rig.manager.lookup(keys, A) == 4
     assert rig.bytes_of(keys) == [bytes(content(key)) for key in keys]
+
+
+@pytest.mark.parametrize("hints", [None, Hints(2), Hints(2, drop=True), Hints(drop=True)])
+def test_the_blocks_of_the_last_request_of_a_session_are_not_written(hints: Hints | None) -> None:
+    rig = Rig()
+    keys = chain("x", 4)
+    ends = hints is not None and hints.drop
+    for context in (ReqContext("last", hints=hints), ReqContext("other")):
+        rig.manager.touch(keys, context)
+        output = rig.manager.prepare_store(keys, context)
+        assert output is not None
+        rig.manager.complete_store(output.store_spec, context)
+        rig.manager.reorder_chain(keys, output.keys_to_store, context)
+        rig.manager.offer_chain(keys, context)
+        rig.settle()
+        is_last = context.req_id == "last"
+        assert rig.tier.writes == ([] if ends and is_last else keys)
+
+
+def test_early_evictions_are_counted_beside_the_counts_of_tiers() -> None:
+    rig = Rig(host_blocks=4)
+    keys, context = chain("x", 4), ReqContext("last", hints=Hints(drop=True))
+    rig.manager.touch(keys, context)
+    output = rig.manager.prepare_store(keys, context)
+    assert output is not None
+    rig.manager.complete_store(output.store_spec, context)
+    rig.manager.reorder_chain(keys, output.keys_to_store, context)
+    rig.store(chain("y", 3))
+    counts = rig.manager.take_counts()
+    assert (counts["early_evictions"], counts["tier_off:memory"]) == (3, 0)
+    assert "early_evictions" not in rig.manager.take_counts()
 
 
 def test_a_block_is_not_found_before_it_has_arrived() -> None:

@@ -173,14 +173,15 @@ class Server:
 
     def scrape(self, rank: int | None = None) -> dict[str, float]:
         """Returns the metrics by their names in METRICS, those with a reason as ``misses:REASON`` and those of a
-        tier as ``NAME:TIER``. ``rank`` selects one of several data-parallel engines."""
+        tier or an option as ``NAME:LABEL``. ``rank`` selects one of several data-parallel engines."""
         samples = {}
         for family in text_string_to_metric_families(self.get("/metrics")):
             for sample in family.samples:
                 of_engine = sample.labels.get("engine") == str(rank or 0)
                 if of_engine and sample.name.startswith("kvoffload:") and not sample.name.endswith("_created"):
                     name = sample.name.removeprefix("kvoffload:").removesuffix("_total")
-                    label = sample.labels.get("reason", sample.labels.get("tier"))
+                    labels = [sample.labels[name] for name in ("reason", "tier", "option") if name in sample.labels]
+                    label = labels[0] if labels else None
                     samples[f"{name}:{label}" if label else name] = sample.value
         return samples
 

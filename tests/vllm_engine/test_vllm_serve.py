@@ -36,6 +36,7 @@ from serve_harness import (
 from vllm.distributed.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, KVEventBatch
 from vllm_harness import DEADLINE_S, Runner, differences, eventually
 
+from kvoffload.connector.options import OPTIONS
 from kvoffload.observe.metrics import METRICS
 from kvoffload.testing.scale import SCALE
 
@@ -91,8 +92,12 @@ NONSENSE: dict[str, Any] = {
     "deep": nested(50),
     "deep within an option": {"kvoffload": {"store": nested(50)}},
     "wide": {"kvoffload": {f"option {i}": i for i in range(5000)}},
+    "hints of other kinds": {"kvoffload": {"session": 7, "drop": "yes", "expect_return_s": [60]}},
+    "a long name": {"kvoffload": {"session": "s" * 100_000}},
+    "a return in the past": {"kvoffload": {"expect_return_s": -1}},
+    "deep within a hint": {"kvoffload": {"session": nested(50), "drop": nested(50), "expect_return_s": nested(50)}},
 }
-NUM_OPTIONS = 3
+NUM_OPTIONS = 5
 CONTROL = fresh_prompts(0, NUM_OPTIONS + len(NONSENSE))
 """One prompt per test of request options."""
 STORED = (len(CONTROL[0]) + MAX_TOKENS - 1) // BLOCK_SIZE
@@ -232,6 +237,38 @@ class TestReadmeFlag:
         # No request can store or find more than this.
         assert ask() == (STORED * len(NONSENSE), 0)
         assert ask() == (0, HIT * len(NONSENSE))
+        counts = server.metrics()
+        assert all(counts[f"ignored_options:{option}"] > 0 for option in (*OPTIONS, "unknown"))
+
+    @pytest.mark.parametrize("session", ["in the options", "of vLLM"])
+    def test_a_session_that_ends_makes_room_first(
+        self, server: Server, alone: dict[str, list[Any]], session: str
+    ) -> None:
+        """Without ``drop``, which is the control, its blocks are found again. Answers are the same in any case."""
+        of_engine = session == "of vLLM"
+        i = 3 + of_engine
+        flood = iter(fresh_prompts(500 + of_engine, 1000, blocks=28))
+        while (counts := server.metrics())["pool_used_blocks"] < counts["pool_blocks"]:
+            server.round([next(flood) for _ in range(16)])
+
+        def ask(drop: bool) -> tuple[float, float]:
+            """Returns how many blocks left early after the request, and how many of its tokens were found then."""
+
+            def complete(**hints: Any) -> list[Any]:
+                server.forget_device_blocks()
+                options = hints if of_engine else {"session": session, **hints}
+                more = {"session_id": session} if of_engine else {}
+                return server.complete(CONTROL[i], kv_transfer_params={"kvoffload": options}, **more)
+
+            answer = complete(drop=drop)
+            _, grown = server.growth(lambda: server.complete(next(flood)))
+            again, found = server.growth(complete)
+            assert differences([answer, again], [alone["control"][i]] * 2) == []
+            return grown["early_evictions"], found["host_hit_tokens"]
+
+        assert ask(drop=False) == (0, HIT)
+        assert ask(drop=True) == (STORED, 0)
+        assert server.metrics()["off"] == 0
 
 
 def test_corrupted_bytes_change_answers(start: Start, alone: dict[str, list[Any]]) -> None:

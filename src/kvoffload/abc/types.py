@@ -8,6 +8,7 @@ medium. A *store* copies from device to host, a *load* from host to device.
 from __future__ import annotations
 
 import enum
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
@@ -100,6 +101,23 @@ class KVGroup:
 
 
 @dataclass(frozen=True, slots=True)
+class Hints:
+    """What a client knows about the next use of the blocks of its request, see ``kvoffload.cache.hints``."""
+
+    session: int | None = None
+    """Identifies the conversation or agent, from 2 to 2**63 - 1. Its blocks belong to it, not to the request."""
+    drop: bool = False
+    """Whether the session ends with this request."""
+    expect_return_s: float | None = None
+    """Seconds from the end of the request to the next one of the session."""
+
+    @property
+    def returns_in_s(self) -> float | None:
+        """The time to the next use of the blocks, in seconds; infinite if there will be none, None if unknown."""
+        return math.inf if self.drop else self.expect_return_s
+
+
+@dataclass(frozen=True, slots=True)
 class ReqContext:
     """The request that a manager call is made for, with the ``kv_transfer_params`` of its client.
 
@@ -109,6 +127,7 @@ class ReqContext:
     req_id: str
     kv_transfer_params: Mapping[str, Any] | None = None
     may_wait: bool = True
+    hints: Hints | None = None
 
 
 class LookupState(enum.IntEnum):

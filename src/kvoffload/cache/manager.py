@@ -35,6 +35,7 @@ from kvoffload.abc import (
     Slots,
 )
 from kvoffload.abc.tier import HIT, MISS, PENDING
+from kvoffload.cache.hints import HintedBlocks
 from kvoffload.cache.index import Homes
 from kvoffload.cache.misses import MISS_MEMORY_ENTRIES, MissMemory
 from kvoffload.cache.policies.arc import ARCPolicy
@@ -78,6 +79,11 @@ class PolicyOffloadingManager(OffloadingManager):
         if enable_events:
             self.enable_events()
         self._gone = misses or MissMemory(clock=clock)
+        self._clock = clock
+        self._hints: HintedBlocks | None = None
+        """None until a request has hints."""
+        self._num_early = 0
+        """Blocks that were evicted because of hints, since ``take_counts``."""
 
     def set_admission(self, admission: Admission) -> None:
         self._admission = admission
@@ -169,6 +175,8 @@ class PolicyOffloadingManager(OffloadingManager):
                 new_keys, homes = list(compress(new_keys, accepted)), None
         tail_first, worthless = new_keys[::-1], []
         shortage = len(new_keys) - self.backend.get_num_free_blocks()
+        if self._hints is not None:
+            shortage -= self._hints.num_unexpected
         if shortage > 0 and not self._must_store:
             admitted = self.policy.admit(tail_first, shortage)
             if admitted is not None and len(admitted) != len(tail_first):
@@ -211,6 +219,8 @@ class PolicyOffloadingManager(OffloadingManager):
         new_slots = self.backend.allocate_blocks(new_keys)
         self._table.insert(new_keys, new_slots, homes)
         self.policy.insert(new_slots[::-1], tail_first)
+        if self._hints is not None:
+            self._hints.entered(new_slots)
         spec = self.backend.get_load_store_spec(new_keys, new_slots)
         return PrepareStoreOutput(new_keys, spec, evicted, worthless[::-1])
 
@@ -226,7 +236,12 @@ class PolicyOffloadingManager(OffloadingManager):
     def _evict(self, n: int, protected: Slots, entering: Sequence[OffloadKey]) -> list[OffloadKey]:
         if len(protected):
             self._table.mark_busy(protected, True)
-        victims = np.asarray(self.policy.evict(Eviction(n, self._busy, self._key_of, entering)))
+        early = self._evict_early(n) if self._hints is not None else protected[:0]
+        victims = early
+        if len(early) < n:
+            victims = np.asarray(self.policy.evict(Eviction(n - len(early), self._busy, self._key_of, entering)))
+            if len(early):
+                victims = np.concatenate((early, victims))
         keys = self._table.evict(victims) if victims.shape == (n,) and victims.dtype.kind == "i" else None
         if keys is None:
             raise IntegrityError(f"policy {type(self.policy).__name__} chose blocks that it may not evict")
@@ -238,6 +253,17 @@ class PolicyOffloadingManager(OffloadingManager):
         if self._events is not None:
             self._emit(keys, removed=True)
         return keys
+
+    def _evict_early(self, n: int) -> Slots:
+        """Removes up to ``n`` blocks that are to leave early from the policy, and returns their slots."""
+        assert self._hints is not None
+        early = self._hints.take(n, self._busy)
+        if len(early):
+            self._num_early += len(early)
+            self.policy.remove(early)
+            # So that the policy learns from their return, if the hint was wrong.
+            self.policy.refuse(self._key_of[early].tolist())
+        return early
 
     def complete_store(
         self,
@@ -299,7 +325,13 @@ class PolicyOffloadingManager(OffloadingManager):
             self._admission.count(keys if chain is None else chain, req_context)
         if found is None:
             found = self._table.find(keys)
-        self.policy.access(Access(keys, found, *self._table.used(found)))
+        slots, ready = self._table.used(found)
+        self.policy.access(Access(keys, found, slots, ready))
+        hints = None if req_context is None else req_context.hints
+        if hints is not None and self._hints is None:
+            self._hints = HintedBlocks(self._table, self._clock)
+        if self._hints is not None:
+            self._hints.used(slots, hints)
 
     def reorder_chain(
         self,
@@ -311,7 +343,10 @@ class PolicyOffloadingManager(OffloadingManager):
         """``found``: what ``find`` has returned for ``keys``, if the caller has called it."""
         if found is None:
             found = self._table.find(keys)
-        self.policy.reorder(*self._table.chain(found, stored if isinstance(stored, list | tuple) else list(stored)))
+        slots, new = self._table.chain(found, stored if isinstance(stored, list | tuple) else list(stored))
+        self.policy.reorder(slots, new)
+        if self._hints is not None:
+            self._hints.ended(slots, new, None if req_context is None else req_context.hints)
 
     def policy_state(self) -> Mapping[str, Any]:
         return self.policy.state()
@@ -369,6 +404,10 @@ class PolicyOffloadingManager(OffloadingManager):
     def poll(self) -> bool:
         return False
 
+    def take_counts(self) -> Mapping[str, float]:
+        num_early, self._num_early = self._num_early, 0
+        return {"early_evictions": num_early} if num_early else {}
+
     @property
     def num_blocks(self) -> int:
         return self.backend.num_blocks
@@ -383,6 +422,8 @@ class PolicyOffloadingManager(OffloadingManager):
         self.backend.check_integrity()
         if self._admission is not None:
             self._admission.check_integrity()
+        if self._hints is not None:
+            self._hints.check_integrity()
         if self._table.num_held != self.num_used_blocks:
             raise IntegrityError("slots handed out and blocks held do not match")
 

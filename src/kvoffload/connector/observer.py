@@ -92,6 +92,8 @@ class RequestObserver:
     def begin(self, state: RequestState) -> None:
         """Begins to observe a request, which is looked up for the first time."""
         self._requests[state.context.req_id] = _Observed()
+        for option in state.options.ignored:
+            self.metrics.add("ignored_options", label=option)
         if self._spans is not None:
             self._spans.begin(state.context.req_id, state.request)
 

@@ -1,21 +1,65 @@
-"""Request options: what a client may ask for its own request."""
+"""Request options: what a client may ask for its own request, and what it knows about the use of its blocks."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
+
+import xxhash
+
+from kvoffload.abc import Hints, Request
 
 logger = logging.getLogger(__name__)
 
 PARAM = "kvoffload"
 """The key under which ``kv_transfer_params`` holds a request's options."""
+MAX_SESSION_CHARS = 256
+"""Characters of the name of a session."""
+MAX_EXPECTED_S = 1e9
+"""The latest return that can be announced, in seconds."""
+UNKNOWN = "unknown"
+"""Stands for all names of options that do not exist, in metrics."""
+_FIRST_SESSION = 2
+_SESSIONS = (1 << 63) - _FIRST_SESSION
+
+
+def _is_bool(value: object) -> bool:
+    return isinstance(value, bool)
+
+
+def _is_amount(value: object) -> bool:
+    return type(value) is int and value >= 0
+
+
+def _is_name(value: object) -> bool:
+    return isinstance(value, str) and 0 < len(value) <= MAX_SESSION_CHARS
+
+
+def _is_wait(value: object) -> bool:
+    # Neither NaN nor an infinity is in the range, and an int of any size can be compared.
+    return type(value) in (int, float) and 0 <= value <= MAX_EXPECTED_S  # type: ignore[operator]
+
+
+OPTIONS: Mapping[str, Callable[[object], bool]] = {
+    "store": _is_bool,
+    "load": _is_bool,
+    "max_tokens": _is_amount,
+    "session": _is_name,
+    "drop": _is_bool,
+    "expect_return_s": _is_wait,
+}
+"""Every option of ``kv_transfer_params["kvoffload"]``, and whether a value is valid."""
+
+
+EngineOptions: TypeAlias = Callable[[Request], Mapping[str, object]]
+"""Returns options of a request that its engine knows, such as its session. They are checked as those of clients."""
 
 
 @dataclass(frozen=True, slots=True)
 class RequestOptions:
-    """``kv_transfer_params["kvoffload"]``, a mapping with any of ``store``, ``load`` and ``max_tokens``, and
+    """``kv_transfer_params["kvoffload"]``, a mapping with any of OPTIONS, and
     ``kv_transfer_params["do_remote_decode"]``."""
 
     store: bool = True
@@ -24,29 +68,49 @@ class RequestOptions:
     """Whether stored KV may be loaded for it."""
     max_tokens: int | None = None
     """The number of its first tokens that may be stored and loaded; None: all."""
+    hints: Hints | None = None
+    """What is known about the next use of its blocks; None if nothing is."""
     remote_decode: bool = False
     """Whether a decoder elsewhere reads its KV when it is done."""
+    ignored: tuple[str, ...] = ()
+    """Options that were left out: names of OPTIONS, and UNKNOWN once for all others."""
 
     @classmethod
-    def from_params(cls, params: object) -> RequestOptions:
+    def from_params(cls, params: object, engine_options: Mapping[str, object] | None = None) -> RequestOptions:
         """Reads what a client sent, which may be anything. Options that are unknown or invalid are left out, with a
-        debug line."""
-        if not isinstance(params, Mapping):
+        debug line. ``engine_options``: options that the engine itself has for the request; those of the client
+        count more."""
+        params = params if isinstance(params, Mapping) else {}
+        sent = params.get(PARAM)
+        remote_decode = bool(params.get("do_remote_decode"))
+        if sent is None and not remote_decode and not engine_options:
             return DEFAULT
-        options = params.get(PARAM)
-        if options is None and not params.get("do_remote_decode"):
-            return DEFAULT
-        known: dict[str, Any] = {"remote_decode": bool(params.get("do_remote_decode"))}
-        for name, value in options.items() if isinstance(options, Mapping) else ():
-            if (name in ("store", "load") and isinstance(value, bool)) or (
-                name == "max_tokens" and type(value) is int and value >= 0
-            ):
-                known[name] = value
-            else:
-                logger.debug(
-                    "kvoffload: a request has the option %r=%r, which is not valid; it is left out", name, value
-                )
-        return cls(**known)
+        options = sent if isinstance(sent, Mapping) else {}
+        known: dict[str, Any] = {}
+        ignored: list[str] = []
+        for source in (engine_options or {}, options):
+            for name, is_valid in OPTIONS.items():
+                if name in source and is_valid(source[name]):
+                    known[name] = source[name]
+                elif name in source:
+                    ignored.append(name)
+        num_known = sum(name in options for name in OPTIONS)
+        if num_known < len(options) or not isinstance(sent, Mapping | None):
+            ignored.append(UNKNOWN)
+        if ignored:
+            logger.debug("kvoffload: options of a request are not valid and are left out: %s", ", ".join(ignored))
+        session = known.pop("session", None)
+        drop, expected = known.pop("drop", False), known.pop("expect_return_s", None)
+        hints = None
+        if session is not None or drop or expected is not None:
+            hints = Hints(None if session is None else session_number(session), drop, expected)
+        return cls(**known, hints=hints, remote_decode=remote_decode, ignored=tuple(ignored))
 
 
 DEFAULT = RequestOptions()
+
+
+def session_number(name: str) -> int:
+    """Returns the number for the name of a session, see ``Hints.session``."""
+    digest = xxhash.xxh3_64_intdigest(name.encode(errors="surrogatepass"))
+    return _FIRST_SESSION + digest % _SESSIONS

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from itertools import zip_longest
@@ -95,12 +95,18 @@ class RequestState:
     """Jobs in progress."""
 
     @classmethod
-    def new(cls, request: Request, layout: Layout, max_stored_tokens: int) -> RequestState:
+    def new(
+        cls,
+        request: Request,
+        layout: Layout,
+        max_stored_tokens: int,
+        engine_options: Mapping[str, object] | None = None,
+    ) -> RequestState:
         params = request.kv_transfer_params
-        options = RequestOptions.from_params(params)
+        options = RequestOptions.from_params(params, engine_options)
         most = NEVER if options.max_tokens is None else options.max_tokens
         blocks = RequestBlocks(request, layout, most, min(most, max_stored_tokens))
-        context = ReqContext(request.request_id, params)
+        context = ReqContext(request.request_id, params, hints=options.hints)
         return cls(request, context, options, blocks, may_load=options.load)
 
     def extend_keys(self) -> None:

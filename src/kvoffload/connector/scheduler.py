@@ -35,6 +35,7 @@ from kvoffload.connector.loads import LoadPlanner
 from kvoffload.connector.lookups import Lookups
 from kvoffload.connector.messages import StepMeta, WorkerReport
 from kvoffload.connector.observer import RequestObserver
+from kvoffload.connector.options import EngineOptions
 from kvoffload.connector.parts import Parts
 from kvoffload.connector.request import Changes, Phase, RequestState
 from kvoffload.connector.shelf import Shelf, SoundBlocks
@@ -115,7 +116,7 @@ class OffloadingConnectorScheduler:
     ``recorder`` gets every request that was given device blocks, when it ends; ``spans`` gets every request.
     ``may_sleep``: the engine calls ``wake_up`` after each sleep, and a reset may belong to one. ``following``
     describes the tokens after a block. It is needed if a group has a ``lookahead``. ``parts``: how the blocks of
-    ``groups`` are divided.
+    ``groups`` are divided. ``engine_options`` returns what the engine itself knows of a request, as request options.
 
     Call it from the engine's scheduler thread only. No method raises for anything that goes wrong while serving: after
     an unexpected error ``off`` is True, nothing more is loaded or stored, and every promised load or store is reported
@@ -139,6 +140,7 @@ class OffloadingConnectorScheduler:
         may_sleep: bool = False,
         following: Following | None = None,
         parts: Parts | None = None,
+        engine_options: EngineOptions | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.manager = manager
@@ -159,6 +161,7 @@ class OffloadingConnectorScheduler:
         hits = HitSearch(manager, self.layout, self.jobs.keys_loading if share_loads else {})
         deadline_s = load_deadline_ms / 1000
         self.lookups = Lookups(manager, self.layout, hits, self.shelf, self.changes, deadline_s, clock)
+        self._engine_options = engine_options
         self._clock = clock
         self._next = _NextStep()
         self.metrics.set("pool_blocks", manager.num_blocks)
@@ -433,7 +436,8 @@ class OffloadingConnectorScheduler:
         state = self.requests.get(request.request_id)
         if state is None:
             longest = self.layout.longest_chain(self.manager.num_blocks)
-            state = self.requests[request.request_id] = RequestState.new(request, self.layout, longest)
+            options = None if self._engine_options is None else self._engine_options(request)
+            state = self.requests[request.request_id] = RequestState.new(request, self.layout, longest, options)
             self.observer.begin(state)
         return state
 

@@ -28,6 +28,7 @@ import numpy.typing as npt
 from kvoffload.abc import (
     CachePolicy,
     ConfigError,
+    Hints,
     IntegrityError,
     Miss,
     MissReason,
@@ -218,15 +219,17 @@ def replay(
     speeds: Speeds = DEFAULT_SPEEDS,
     make_policy: MakePolicy | None = None,
     on_progress: Progress | None = None,
+    hints: Sequence[Hints | None] | None = None,
 ) -> ReplayResult:
     """Serves the requests of ``trace`` in the order of their time.
 
     ``model`` and ``speeds`` determine what a hit saves. ``make_policy`` makes the host's policy for a number of blocks,
-    instead of ``config.policy``. ``on_progress`` gets the share of requests that are done. Raises ConfigError if the
-    policy cannot be made, if a custom policy fails, or if the device is too small or too large.
+    instead of ``config.policy``. ``on_progress`` gets the share of requests that are done. ``hints`` has those of each
+    request. Raises ConfigError if the policy cannot be made, if a custom policy fails, or if the device is too small or
+    too large.
     """
     started = time.perf_counter()
-    run = _Run(trace, config, make_policy)
+    run = _Run(trace, config, make_policy, hints)
     done = 0
     try:
         for done in run.serve_all():
@@ -346,7 +349,13 @@ _MISSES = tuple(map(Miss, _REASONS))
 
 
 class _Run:
-    def __init__(self, trace: Trace, config: ReplayConfig, make_policy: MakePolicy | None) -> None:
+    def __init__(
+        self,
+        trace: Trace,
+        config: ReplayConfig,
+        make_policy: MakePolicy | None,
+        hints: Sequence[Hints | None] | None,
+    ) -> None:
         self.trace = trace
         self.config = config
         self.now = 0.0
@@ -379,8 +388,9 @@ class _Run:
         if config.store_threshold is not None:
             tracked = tracker_size(config.capacity_blocks + config.disk_blocks)
             self.manager = FilterReusedOffloadingManager(self.manager, config.store_threshold, tracked)
-        self.has_contexts = self.tier is not None or config.store_threshold is not None
-        """Whether a tier or an admission looks at the request of a call."""
+        self.hints = hints
+        self.has_contexts = self.tier is not None or config.store_threshold is not None or hints is not None
+        """Whether a tier, an admission or the host looks at the request of a call."""
         self.device: DeviceCache | None = None
         if config.device_blocks:
             self.device = _device(trace, config.device_blocks)
@@ -413,7 +423,7 @@ class _Run:
                 yield request + 1
 
     def serve(self, request: int, chain: list[OffloadKey], prompt: list[OffloadKey]) -> None:
-        manager, context = self.manager, ReqContext(str(request)) if self.has_contexts else None
+        manager, context = self.manager, self.context(request) if self.has_contexts else None
         on_device = self.serve_device(request) if self.device is not None else 0
         if self.tier is None:
             slots = self.host.find(prompt)
@@ -447,6 +457,9 @@ class _Run:
             # As if the engine made steps until the disk has written everything.
             while self.tier.is_busy:
                 manager.poll()
+
+    def context(self, request: int) -> ReqContext:
+        return ReqContext(str(request), hints=None if self.hints is None else self.hints[request])
 
     def store(self, keys: list[OffloadKey], context: ReqContext | None) -> tuple[Sequence[OffloadKey], bool]:
         """Returns which of ``keys`` the host has stored, and whether it refused any."""

@@ -27,6 +27,10 @@ METRICS: dict[str, MetricSpec] = {
     "load_failures": MetricSpec("counter", "Loads that failed; their tokens were recomputed"),
     "weight_changes": MetricSpec("counter", "Changes of the weights, each of which drops all blocks"),
     "evicted_blocks": MetricSpec("counter", "Blocks evicted from host memory"),
+    "early_evictions": MetricSpec(
+        "counter", "Of the evicted blocks, those that left early because of a hint of their session"
+    ),
+    "ignored_options": MetricSpec("counter", "Request options that were not valid or do not exist", "option"),
     "refused_stores": MetricSpec("counter", "Stores that were refused because no room could be made"),
     "asked_tokens": MetricSpec("counter", "Tokens of admitted requests"),
     "device_hit_tokens": MetricSpec("counter", "Tokens found in the engine's own cache"),

@@ -21,8 +21,8 @@ REQUEST_OPTIONS: tuple[Mapping[str, Any], ...] = (
     {"max_tokens": 13},
 )
 """Options that clients send."""
-
-
+HINTS_RATE = 0.5
+"""How many requests have hints, where clients send options."""
 STATES_SHARE = 0.25
 """How many of the random scenarios have hybrid models."""
 PARTS_SHARE = 0.2
@@ -227,11 +227,21 @@ def _most_blocks(group: KVGroup, longest: int, max_tokens_per_step: int, num_scr
     return -(-tokens // group.device_block_size) + 1
 
 
+def _random_hints(rng: Random) -> dict[str, Any]:
+    found: dict[str, Any] = {"session": f"session {rng.randrange(4)}"} if rng.random() < 0.8 else {}
+    if rng.random() < 0.4:
+        found["drop"] = True
+    if rng.random() < 0.4:
+        found["expect_return_s"] = 10 ** rng.uniform(-3, 3)
+    return found
+
+
 def make_requests(s: Scenario, rng: Random, hash_block_size: int) -> list[EngineRequest]:
     """Returns the requests of a scenario, in the order in which they come."""
     source = rng if s.documents_seed is None else Random(s.documents_seed)
     documents = [[source.randrange(1000) for _ in range(s.document_tokens)] for _ in range(s.num_documents)]
     requests = []
+    hints = Random(f"hints {s.seed}")
     for i in range(s.num_requests):
         document = rng.choice(documents)
         prompt = document[: rng.randint(1, len(document))] if rng.random() < 0.3 else list(document)
@@ -239,6 +249,8 @@ def make_requests(s: Scenario, rng: Random, hash_block_size: int) -> list[Engine
         params: dict[str, Any] | None = {"do_remote_decode": True} if rng.random() < s.remote_decode_rate else None
         if s.options_rate and rng.random() < s.options_rate:
             params = {PARAM: rng.choice(REQUEST_OPTIONS), **(params or {})}
+        if s.options_rate and hints.random() < HINTS_RATE:
+            params = {**(params or {}), PARAM: {**(params or {}).get(PARAM, {}), **_random_hints(hints)}}
         new = rng.randint(1, s.max_new_tokens)
         requests.append(EngineRequest(f"r{i}", prompt, new, hash_block_size, 0, params))
     return requests

@@ -23,6 +23,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from kvoffload.abc import (
     BlockNotPinnedError,
     BlockNotReadyError,
+    Hints,
     LoadStoreSpec,
     LookupState,
     OffloadingManager,
@@ -47,7 +48,12 @@ SETTINGS = settings(
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
 )
 
-CONTEXTS = [None, *(ReqContext(f"r{n}") for n in range(6))]
+CONTEXTS = [
+    None,
+    *(ReqContext(f"r{n}") for n in range(5)),
+    # The name of a session alone changes nothing.
+    ReqContext("r5", hints=Hints(session=5)),
+]
 
 WALK_SEEDS = range(scaled(20))
 """Seeds for ``walk``, one per test."""

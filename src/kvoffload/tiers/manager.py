@@ -272,7 +272,8 @@ class TieredOffloadingManager(OffloadingManager):
             tier.writes.count_request(chain, req_context)
             if not num_held_back:
                 tier.tier.touch(keys)
-                tier.writes.offer(chain, _request(req_context), is_whole=False)
+                if not _ends_session(req_context):
+                    tier.writes.offer(chain, _request(req_context), is_whole=False)
 
     def reorder_chain(
         self,
@@ -290,7 +291,7 @@ class TieredOffloadingManager(OffloadingManager):
                 tier.tier.touch(head)
 
     def offer_chain(self, keys: Sequence[OffloadKey], req_context: ReqContext | None = None) -> None:
-        for tier in self._tiers_on():
+        for tier in self._tiers_on() if not _ends_session(req_context) else ():
             tier.writes.offer(keys, _request(req_context), is_whole=True)
         self._write()
 
@@ -338,7 +339,7 @@ class TieredOffloadingManager(OffloadingManager):
                 yield from tier.tier.events.take()
 
     def take_counts(self) -> Mapping[str, float]:
-        return self._counts.take(self.tiers)
+        return {**self.host.take_counts(), **self._counts.take(self.tiers)}
 
     def explain_miss(self, key: OffloadKey) -> Miss:
         host, mine = self.host.explain_miss(key), self._reasons.explain(key)
@@ -411,6 +412,11 @@ def _make_states(
         writes = WriteThrough(host, tier, groups, count, clock, admission, is_worth)
         states.append(TierState(i, tier, writes, estimator, deadline_s, count, random))
     return tuple(states)
+
+
+def _ends_session(context: ReqContext | None) -> bool:
+    """Whether the request is the last of its session, so that its blocks are not worth writing."""
+    return context is not None and context.hints is not None and context.hints.drop
 
 
 def _request(context: ReqContext | None) -> str | None:

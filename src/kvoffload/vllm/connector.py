@@ -32,6 +32,7 @@ from kvoffload.vllm.cuda import numa_node
 from kvoffload.vllm.events import EventTranslator
 from kvoffload.vllm.fingerprint import describe_parts, fingerprint_parts
 from kvoffload.vllm.following import following
+from kvoffload.vllm.hints import engine_options
 from kvoffload.vllm.layout import EngineLayout, RankInfo, one_per_pool
 from kvoffload.vllm.metrics import KVOffloadPromMetrics, KVOffloadStats
 from kvoffload.vllm.nesting import required_layout
@@ -168,6 +169,7 @@ class KVOffloadConnector(KVConnectorBase_V1, SupportsHMA):
             trace_headers=versions.trace_headers(self._vllm_config),
             identity=describe_parts(self._vllm_config, layout, parts),
             parts=layout.parts,
+            engine_options=engine_options,
         )
         self._ranks = infos
         scheduler, engine_id = self._scheduler, self._kv_transfer_config.engine_id

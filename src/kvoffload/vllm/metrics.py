@@ -10,6 +10,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorProm
 
 from kvoffload.abc import ConfigError, MissReason
 from kvoffload.config import OffloadConfig
+from kvoffload.connector.options import OPTIONS, UNKNOWN
 from kvoffload.observe.metrics import METRICS, merge
 
 if TYPE_CHECKING:
@@ -76,7 +77,11 @@ class KVOffloadPromMetrics(KVConnectorPromMetrics):
         super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
         self._metrics: dict[str, Any] = {}
         self._children: dict[int, dict[str, Any]] = {engine: {} for engine in per_engine_labelvalues}
-        known = {"reason": list(map(str, MissReason)), "tier": _tier_names(vllm_config)}
+        known = {
+            "reason": list(map(str, MissReason)),
+            "tier": _tier_names(vllm_config),
+            "option": [*OPTIONS, UNKNOWN],
+        }
         for name, spec in METRICS.items():
             kind = metric_types[Gauge if spec.kind == "gauge" else Counter]
             labels = [*labelnames, spec.label] if spec.label else labelnames

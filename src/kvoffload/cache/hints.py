@@ -1,0 +1,196 @@
+"""HintedBlocks: blocks that may leave before the policy is asked, because the clients that stored them said so."""
+
+from __future__ import annotations
+
+import heapq
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import count
+
+import numpy as np
+import numpy.typing as npt
+
+from kvoffload.abc import Hints, IntegrityError, Slots
+from kvoffload.cache.table import BlockTable
+
+MAX_WAITS = 1 << 16
+"""Chains whose next use is known, at most. Beyond it, what is known of the oldest is forgotten."""
+IDLE_QUANTILE = 0.9
+"""Of all blocks, this share was used more recently than the *idle age*."""
+IDLE_SAMPLE = 256
+"""Blocks whose age is looked at to estimate the idle age."""
+IDLE_SHARE = 1 / 64
+"""The idle age is estimated again when this share of all blocks has been evicted."""
+FACTOR = 2.0
+"""Blocks leave early if their next use is further away than the idle age times this. Estimates of clients are rough,
+and a block that leaves too early costs more than one that stays too long."""
+
+_NEW, _SHARED = 0, 1
+"""Owners of blocks that a running request has stored, and of those that belong to no session."""
+_UNNAMED = 1 << 63
+"""The first owner that is a single request without a session. Sessions are below, and above ``_SHARED``."""
+
+
+@dataclass(slots=True, eq=False)
+class _Wait:
+    """The blocks of ``owner`` in a chain that nobody is expected to use before ``returns_at``."""
+
+    owner: int
+    returns_at: float
+    """Infinite if no use is expected."""
+    slots: Slots
+    """Tail first."""
+    num_passed: int = 0
+    """Of these, how many have been looked at."""
+
+    @property
+    def num_left(self) -> int:
+        return len(self.slots) - self.num_passed
+
+
+class HintedBlocks:
+    """Which blocks of ``table`` leave first, because of the hints of requests.
+
+    A block belongs to the session whose request has stored it until a request of another session, or of none, uses it:
+    from then on it is shared, and hints do not concern it. When a request with a hint ends, the blocks of its chain
+    that belong to its session wait for their next use; the session's next request ends that. ``take`` chooses among the
+    waiting blocks, those whose next use is furthest away first, each chain from its tail. So hints can only make a
+    session's own blocks leave earlier, and what no hint concerns stays longer.
+
+    What is known here may be out of date: blocks may have left, and their slots may hold others. Owners tell: a slot
+    that gets a new block has no owner until the request that has stored it ends.
+    """
+
+    def __init__(self, table: BlockTable, clock: Callable[[], float] = time.monotonic) -> None:
+        self._table = table
+        self._clock = clock
+        self._owner = np.full(table.num_blocks, _SHARED, dtype=np.uint64)
+        """Of the block in each slot."""
+        self._used_at = np.full(table.num_blocks, -math.inf)
+        """When it was stored or last used; before the first hint, that is not known."""
+        self._waits: dict[int, _Wait] = {}
+        """By owner, the oldest first."""
+        self._queue: list[tuple[float, int, _Wait]] = []
+        """A heap of all waits, that which ends last first. It may have others, which have ended."""
+        self._num_waiting = 0
+        """Blocks left in all waits."""
+        self._num_unexpected = 0
+        """Of these, those of which no use is expected."""
+        self._order = count()
+        self._unnamed = count(_UNNAMED)
+        self._idle_age = 0.0
+        self._num_unaged = math.inf
+        """Blocks that were evicted since the idle age was estimated."""
+
+    @property
+    def num_unexpected(self) -> int:
+        """Blocks that will leave before the policy is asked, at most."""
+        return self._num_unexpected
+
+    def entered(self, slots: Slots) -> None:
+        """Takes note of new blocks."""
+        self._owner[slots] = _NEW
+        self._used_at[slots] = self._clock()
+
+    def used(self, slots: Slots, hints: Hints | None) -> None:
+        """Takes note of a request that uses the blocks in ``slots``, each once."""
+        owner = None if hints is None else hints.session
+        others = slots
+        if owner is not None:
+            self._end_wait(owner)
+            others = slots[self._owner[slots] != owner]
+        self._owner[others] = _SHARED
+        self._used_at[slots] = self._clock()
+
+    def ended(self, slots: Slots, stored: npt.NDArray[np.bool_], hints: Hints | None) -> None:
+        """Takes note of the end of a request that has used ``slots``, its chain, tail first, each once. It has
+        ``stored`` some of them itself."""
+        now = self._clock()
+        self._used_at[slots] = now
+        stored_slots = slots[stored]
+        if hints is None:
+            self._owner[stored_slots] = _SHARED
+            return
+        owner = next(self._unnamed) if hints.session is None else hints.session
+        owners = self._owner[stored_slots]
+        self._owner[stored_slots] = np.where((owners == _NEW) | (owners == owner), np.uint64(owner), _SHARED)
+        if hints.returns_in_s is not None:
+            self._begin_wait(_Wait(owner, now + hints.returns_in_s, slots[self._owner[slots] == owner]))
+
+    def _begin_wait(self, wait: _Wait) -> None:
+        self._end_wait(wait.owner)
+        if not wait.num_left:
+            return
+        self._waits[wait.owner] = wait
+        self._count(wait, wait.num_left)
+        heapq.heappush(self._queue, (-wait.returns_at, next(self._order), wait))
+        while len(self._waits) > MAX_WAITS or self._num_waiting > self._table.num_blocks:
+            self._end_wait(next(iter(self._waits)))
+        if len(self._queue) > 2 * len(self._waits) + IDLE_SAMPLE:
+            self._queue = [entry for entry in self._queue if self._is_current(entry[2])]
+            heapq.heapify(self._queue)
+
+    def _count(self, wait: _Wait, more: int) -> None:
+        self._num_waiting += more
+        if wait.returns_at == math.inf:
+            self._num_unexpected += more
+
+    def _is_current(self, wait: _Wait) -> bool:
+        return self._waits.get(wait.owner) is wait
+
+    def _end_wait(self, owner: int) -> None:
+        wait = self._waits.pop(owner, None)
+        if wait is not None:
+            self._count(wait, -wait.num_left)
+            wait.slots = _NONE
+
+    def take(self, n: int, busy: npt.NDArray[np.bool_]) -> Slots:
+        """Returns up to ``n`` blocks that leave now, in the order in which they leave. None of them is busy."""
+        now = self._clock()
+        self._num_unaged += n
+        taken: list[Slots] = []
+        while n > 0 and self._queue:
+            wait = self._queue[0][2]
+            if not self._is_current(wait):
+                heapq.heappop(self._queue)
+                continue
+            is_expected = wait.returns_at < math.inf
+            if is_expected and wait.returns_at - now <= FACTOR * self._estimate_idle_age(now):
+                break
+            slots = wait.slots[wait.num_passed : wait.num_passed + n]
+            wait.num_passed += len(slots)
+            self._count(wait, -len(slots))
+            leaving = slots[(self._owner[slots] == wait.owner) & self._table.is_loadable(slots) & ~busy[slots]]
+            self._owner[leaving] = _SHARED
+            taken.append(leaving)
+            n -= len(leaving)
+            if not wait.num_left:
+                self._end_wait(wait.owner)
+        return np.concatenate(taken) if taken else _NONE
+
+    def _estimate_idle_age(self, now: float) -> float:
+        if self._num_unaged >= IDLE_SHARE * self._table.num_blocks:
+            self._num_unaged = 0
+            ages = now - self._used_at[:: max(1, self._table.num_blocks // IDLE_SAMPLE)]
+            rank = int(IDLE_QUANTILE * (len(ages) - 1))
+            self._idle_age = float(np.partition(ages, rank)[rank])
+        return self._idle_age
+
+    def check_integrity(self) -> None:
+        """Raises IntegrityError if a bound is exceeded or a count is wrong."""
+        waits = self._waits.values()
+        unexpected = [wait.num_left for wait in waits if wait.returns_at == math.inf]
+        if (sum(wait.num_left for wait in waits), sum(unexpected)) != (self._num_waiting, self._num_unexpected):
+            raise IntegrityError("the number of waiting blocks is wrong")
+        if self._num_waiting > self._table.num_blocks or len(self._waits) > MAX_WAITS:
+            raise IntegrityError("more blocks or chains are waiting than hints may concern")
+        queued = {id(wait) for _, _, wait in self._queue}
+        if len(queued) != len(self._queue) or not queued.issuperset(map(id, waits)):
+            raise IntegrityError("a chain that waits is not in the queue")
+        if len(self._queue) > 2 * MAX_WAITS + IDLE_SAMPLE:
+            raise IntegrityError("the queue of waiting chains is too long")
+
+
+_NONE = np.empty(0, dtype=np.int64)

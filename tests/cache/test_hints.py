@@ -1,0 +1,368 @@
+"""Blocks that leave early because of hints: which, in what order, and that no hint touches the blocks of others."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvoffload.abc import Hints, IntegrityError, OffloadKey, ReqContext
+from kvoffload.cache import hints as hints_module
+from kvoffload.cache.hints import FACTOR, HintedBlocks
+from kvoffload.cache.manager import PolicyOffloadingManager
+from kvoffload.cache.policies import BUILTIN, make_policy
+from kvoffload.cache.slots import HostBackend
+from kvoffload.testing.conformance import keys, letters
+from kvoffload.testing.scale import scaled
+
+A, B, C = 2, 3, 4
+DROP_A, DROP_B = Hints(A, drop=True), Hints(B, drop=True)
+
+
+class Cache:
+    """A manager with a clock, and the requests that use it."""
+
+    def __init__(self, num_blocks: int, policy: str = "lru") -> None:
+        self.now = 0.0
+        self.manager = PolicyOffloadingManager(
+            HostBackend(1, num_blocks), make_policy(policy, num_blocks), clock=lambda: self.now
+        )
+        self.num_requests = 0
+
+    def context(self, hints: Hints | None) -> ReqContext:
+        self.num_requests += 1
+        return ReqContext(f"r{self.num_requests}", hints=hints)
+
+    def request(self, names: str, hints: Hints | None = None) -> str:
+        """Runs a request whose chain is ``names``. Returns what it evicted."""
+        return letters(self.run(keys(names), hints))
+
+    def run(self, chain: Sequence[OffloadKey], hints: Hints | None) -> list[OffloadKey]:
+        context = self.context(hints)
+        self.manager.touch(chain, context)
+        output = self.manager.prepare_store(chain, context)
+        stored: list[OffloadKey] = []
+        if output is not None:
+            stored = output.keys_to_store
+            self.manager.complete_store(output.store_spec, context)
+        self.manager.reorder_chain(chain, stored, context)
+        self.manager.check_integrity()
+        return [] if output is None else output.evicted_keys
+
+    @property
+    def num_early(self) -> int:
+        """Blocks that have left early since this was last read."""
+        return int(self.manager.take_counts().get("early_evictions", 0))
+
+    @property
+    def hints(self) -> HintedBlocks:
+        hints = self.manager._hints
+        assert hints is not None
+        return hints
+
+
+def test_the_blocks_of_a_session_that_has_ended_leave_first_tail_first() -> None:
+    cache = Cache(6)
+    cache.request("abc")
+    cache.request("def", DROP_A)
+    assert cache.request("xy") == "fe"
+    assert cache.request("uvw") == "dcb", "then the policy is asked"
+    assert cache.num_early == 3
+
+
+def test_without_hints_the_oldest_leave_first() -> None:
+    """The control of the tests here."""
+    cache = Cache(6)
+    cache.request("abc")
+    cache.request("def")
+    assert cache.request("xy") == "cb"
+    assert cache.num_early == 0
+
+
+def test_blocks_of_earlier_turns_belong_to_the_session() -> None:
+    cache = Cache(6)
+    cache.request("ab", Hints(A))
+    cache.request("xy")
+    cache.request("abcd", DROP_A)
+    assert cache.request("uvw") == "dcb"
+
+
+@pytest.mark.parametrize("other", [None, Hints(B), Hints(drop=True)])
+def test_what_others_have_used_is_shared_and_stays(other: Hints | None) -> None:
+    cache = Cache(6)
+    cache.request("abc", Hints(A))
+    cache.request("abx", other)
+    cache.request("abcd", DROP_A)
+    cache.num_early  # noqa: B018  (what the other request may have dropped)
+    leaves = cache.request("uvwz")
+    assert set("ab").isdisjoint(leaves[:3])
+    assert {"c", "d"} < set(leaves[:3])
+
+
+def test_what_others_have_used_while_the_request_ran_is_shared() -> None:
+    cache = Cache(6)
+    context = cache.context(DROP_A)
+    manager, chain = cache.manager, keys("abc")
+    cache.request("x")
+    manager.touch(chain, context)
+    output = manager.prepare_store(chain, context)
+    assert output is not None
+    manager.complete_store(output.store_spec)
+    manager.touch(keys("ab"), cache.context(None))
+    manager.reorder_chain(chain, chain, context)
+    assert cache.request("uvwz") == "cx"
+
+
+def test_the_next_request_of_the_session_ends_the_wait() -> None:
+    cache = Cache(6)
+    cache.request("abc", DROP_A)
+    cache.request("x")
+    cache.request("abc", Hints(A))
+    assert cache.request("uvw") == "x"
+    assert cache.num_early == 0
+
+
+def test_without_a_session_a_request_drops_what_it_has_stored() -> None:
+    cache = Cache(6)
+    cache.request("xy")
+    cache.request("ab", Hints(drop=True))
+    cache.request("cd", Hints(drop=True))
+    assert cache.request("uv") == "ba"
+    cache = Cache(6)
+    cache.request("xy")
+    cache.request("ab")
+    cache.request("abc", Hints(drop=True))
+    assert cache.request("uv") == "c"
+
+
+def test_a_session_that_returns_late_leaves_early_and_the_latest_first() -> None:
+    cache = Cache(8)
+    cache.request("ab", Hints(9))
+    cache.now = 10.0
+    cache.request("cd", Hints(A, expect_return_s=FACTOR * 10 + 1))
+    cache.request("ef", Hints(B, expect_return_s=1000.0))
+    cache.request("gh", Hints(C, expect_return_s=1.0))
+    assert cache.request("uvw") == "fed"
+    assert cache.num_early == 3
+
+
+def test_a_session_that_returns_soon_is_left_to_the_policy() -> None:
+    cache = Cache(6)
+    cache.request("ab", Hints(9))
+    cache.now = 10.0
+    cache.request("cd", Hints(A, expect_return_s=FACTOR * 10 - 1))
+    cache.request("ef")
+    assert cache.request("u") == "b"
+
+
+def test_until_the_cache_knows_how_old_its_blocks_are_nothing_leaves_early_for_a_late_return() -> None:
+    cache = Cache(6)
+    cache.request("ab")
+    cache.request("cd", Hints(A, expect_return_s=1e9))
+    cache.request("ef")
+    assert cache.request("u") == "b"
+
+
+def test_a_session_that_is_overdue_is_left_to_the_policy() -> None:
+    cache = Cache(6)
+    cache.request("ab", Hints(9))
+    cache.request("cd", Hints(A, expect_return_s=1000.0))
+    cache.request("ef")
+    cache.now = 1001.0
+    assert cache.request("uvw") == "bad"
+    assert cache.num_early == 0
+
+
+def test_pinned_blocks_are_passed_over() -> None:
+    cache = Cache(4)
+    cache.request("ab", DROP_A)
+    cache.request("cd")
+    lease = cache.manager.prepare_load(keys("b"))
+    assert cache.request("uv") == "ad"
+    cache.manager.complete_load(lease)
+    cache.manager.check_integrity()
+
+
+@pytest.mark.parametrize("leave", ["drop", "reset"])
+def test_blocks_that_have_gone_otherwise_are_not_taken(leave: str) -> None:
+    cache = Cache(4)
+    cache.request("abcd", DROP_A)
+    if leave == "drop":
+        cache.manager.drop(keys("cd"))
+        assert cache.request("xy") == ""
+        assert cache.request("uv") == "ba"
+    else:
+        cache.manager.reset()
+        assert cache.request("wxyz") == ""
+        assert cache.request("uv") == "zy"
+        assert cache.num_early == 0
+
+
+def test_a_store_that_fails_leaves_nothing_to_take() -> None:
+    cache = Cache(4)
+    cache.request("ab")
+    context, chain = cache.context(DROP_A), keys("cd")
+    cache.manager.touch(chain, context)
+    output = cache.manager.prepare_store(chain, context)
+    assert output is not None
+    cache.manager.reorder_chain(chain, chain, context)
+    cache.manager.complete_store(output.store_spec, success=False)
+    assert cache.request("xy") == ""
+    assert cache.request("uv") == "ba"
+    assert cache.num_early == 0
+
+
+def test_new_blocks_in_the_slots_of_old_ones_are_not_taken() -> None:
+    cache = Cache(4)
+    cache.request("ab", Hints(A, expect_return_s=0.0))
+    cache.request("cd")
+    assert cache.request("wxyz") == "badc"
+    cache.now = -1e6
+    assert cache.request("u") == "z"
+    assert cache.num_early == 0
+
+
+# Bounds.
+
+
+def test_the_number_of_waits_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hints_module, "MAX_WAITS", 2)
+    cache = Cache(8)
+    for name, session in zip("abc", (A, B, C), strict=True):
+        cache.request(name, Hints(session, drop=True))
+    cache.request("vwxyz")
+    assert cache.request("u") == "b", "what was known of the oldest is forgotten"
+    cache.request("q", Hints(9, drop=True))
+    monkeypatch.setattr(hints_module, "MAX_WAITS", 0)
+    with pytest.raises(IntegrityError, match="than hints may concern"):
+        cache.manager.check_integrity()
+
+
+def test_no_more_blocks_wait_than_there_are() -> None:
+    """The slots of a wait may hold other blocks by then, which wait themselves."""
+    cache = Cache(4)
+    for session in range(A, A + 50):
+        cache.request("abcd"[session % 2 :], None)
+        chain = [bytes([session]) * 36, bytes([session]) * 35 + b"x"]
+        cache.run(chain, Hints(session, expect_return_s=0.0))
+        assert cache.hints._num_waiting <= 4
+        assert len(cache.hints._queue) <= 2 * len(cache.hints._waits) + hints_module.IDLE_SAMPLE
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        ("_num_waiting", 99, "number of waiting blocks is wrong"),
+        ("_num_unexpected", 99, "number of waiting blocks is wrong"),
+        ("_queue", [], "not in the queue"),
+    ],
+)
+def test_the_check_finds_what_is_wrong(field: str, value: Any, message: str) -> None:
+    cache = Cache(6)
+    cache.request("abc", DROP_A)
+    setattr(cache.hints, field, value)
+    with pytest.raises(IntegrityError, match=message):
+        cache.manager.check_integrity()
+
+
+def test_a_block_that_must_stay_is_never_evicted_whatever_hints_say(monkeypatch: pytest.MonkeyPatch) -> None:
+    cache = Cache(4)
+    cache.request("ab", DROP_A)
+    cache.request("cd")
+    cache.manager.prepare_load(keys("ab"))
+    monkeypatch.setattr(HintedBlocks, "take", lambda self, n, busy: np.array([0], dtype=np.int64))
+    with pytest.raises(IntegrityError, match="may not evict"):
+        cache.request("x")
+
+
+# Random calls.
+
+
+class Model:
+    """Who owns which block, and which sessions have ended, in dicts."""
+
+    def __init__(self) -> None:
+        self.owner: dict[OffloadKey, int] = {}
+        """Of each block that belongs to a session."""
+        self.ended: dict[int, set[OffloadKey]] = {}
+        """By session that waits, its blocks."""
+
+    def use(self, chain: Sequence[OffloadKey], session: int) -> None:
+        self.ended.pop(session, None)
+        for key in chain:
+            if self.owner.get(key) != session:
+                self.owner.pop(key, None)
+
+    def end(self, chain: Sequence[OffloadKey], stored: Sequence[OffloadKey], hints: Hints) -> None:
+        assert hints.session is not None
+        self.owner |= dict.fromkeys(stored, hints.session)
+        if hints.drop:
+            self.ended[hints.session] = {key for key in chain if self.owner.get(key) == hints.session}
+
+    def leave(self, gone: Sequence[OffloadKey]) -> None:
+        for key in gone:
+            self.owner.pop(key, None)
+
+    def dropped(self) -> set[OffloadKey]:
+        return {key for session, held in self.ended.items() for key in held if self.owner.get(key) == session}
+
+
+@pytest.mark.parametrize("policy", ["lru", "arc", "auto", "s3fifo", "lirs"])
+@pytest.mark.parametrize("seed", range(scaled(3)))
+def test_random_requests_evict_what_was_dropped_and_only_that(policy: str, seed: int) -> None:
+    assert policy in BUILTIN
+    rng = random.Random(seed)
+    cache, model = Cache(rng.randint(6, 9), policy), Model()
+    tails = [rng.choices(keys("abcdefghijklpqrstu"), k=rng.randint(1, 5)) for _ in range(12)]
+    num_early = 0
+    for _ in range(200):
+        session = rng.randint(A, A + 5)
+        chain = list(dict.fromkeys([*keys("mno")[: rng.randint(0, 3)], *tails[rng.randrange(12)]]))
+        hints = Hints(session, drop=rng.random() < 0.4)
+        before = {key for key in chain if cache.manager.block_status(key)}
+        model.use([key for key in chain if key in before], session)
+        dropped = model.dropped()
+        gone = cache.run(chain, hints)
+        early, rest = gone[: (n := cache.num_early)], gone[n:]
+        num_early += n
+        assert set(early) <= dropped
+        if rest:
+            assert not [key for key in dropped - set(early) - set(chain) if cache.manager.block_status(key)]
+        model.leave(gone)
+        now = [key for key in chain if cache.manager.block_status(key)]
+        model.end(now, [key for key in now if key not in before], hints)
+        if rng.random() < 0.02:
+            cache.manager.reset()
+            model.leave(list(model.owner))
+    assert num_early > 20
+
+
+LIES: dict[str, Callable[[random.Random], Hints]] = {
+    "drops always": lambda rng: Hints(A, drop=True),
+    "returns at once": lambda rng: Hints(A, expect_return_s=0.0),
+    "returns never": lambda rng: Hints(A, expect_return_s=1e9),
+    "names the sessions of others": lambda rng: Hints(rng.randint(B, B + 5), drop=True),
+    "has no session": lambda rng: Hints(drop=True),
+}
+
+
+@pytest.mark.parametrize("lie", LIES)
+def test_a_liar_cannot_make_blocks_of_others_leave(lie: str) -> None:
+    """It uses the prompts that all share, and prompts of its own."""
+    rng = random.Random(7)
+    cache = Cache(24)
+    own = keys("uvwxyz")
+    shared = keys("ab")
+    cache.run(shared, Hints(B))
+    cache.run(shared, Hints(B + 1))
+    for i in range(300):
+        cache.now += 1.0
+        is_liar = i % 2
+        tail = own[: rng.randint(1, 6)] if is_liar else [bytes([rng.randrange(40)]) * 36 for _ in range(3)]
+        cache.manager.take_counts()
+        gone = cache.run([*shared, *dict.fromkeys(tail)], LIES[lie](rng) if is_liar else Hints(B + i % 5))
+        assert set(gone[: cache.num_early]) <= set(own)
+    assert cache.manager.lookup(shared) == 2
