@@ -101,14 +101,16 @@ def measure(trace: Trace) -> Iterator[Cell]:
 
 
 def future_of(trace: Trace) -> Future:
-    sessions = trace.sessions if (trace.sessions != UNKNOWN).any() else continued_sessions(trace)
+    """A request without a session, in a trace that has some, is a session of its own."""
+    is_named = trace.sessions != UNKNOWN
+    own = int(trace.sessions.max(initial=0)) + 1 + np.arange(trace.num_requests)
+    sessions = np.where(is_named, trace.sessions, own) if is_named.any() else continued_sessions(trace)
     gaps = np.full(trace.num_requests, np.inf)
     next_at: dict[int, float] = {}
     for request in range(trace.num_requests - 1, -1, -1):
         session, now = int(sessions[request]), float(trace.times[request])
-        if session != UNKNOWN:
-            gaps[request] = next_at.get(session, np.inf) - now
-            next_at[session] = now
+        gaps[request] = next_at.get(session, np.inf) - now
+        next_at[session] = now
     return Future(sessions, gaps)
 
 

@@ -21,6 +21,7 @@ import pytest
 from kvoffload.abc import MissReason
 from kvoffload.cli import group
 from kvoffload.config import OffloadConfig
+from kvoffload.connector.options import OPTIONS
 from kvoffload.observe.metrics import METRICS
 from kvoffload.tiers.config import BUILTIN, TierConfig
 
@@ -231,6 +232,11 @@ def test_every_key_of_a_tier_is_documented_with_its_default() -> None:
             elif default not in (None, ""):
                 text = f"{default:g}" if isinstance(default, float) else str(default)
                 assert documented[name][key] == text
+
+
+def test_every_request_option_is_documented() -> None:
+    rows = table((ROOT / "docs" / "serving.md").read_text(), "## Request options")
+    assert [row[0].strip("`") for row in rows] == list(OPTIONS)
 
 
 def test_every_metric_is_documented() -> None:

@@ -249,7 +249,21 @@ def test_no_more_blocks_wait_than_there_are() -> None:
         chain = [bytes([session]) * 36, bytes([session]) * 35 + b"x"]
         cache.run(chain, Hints(session, expect_return_s=0.0))
         assert cache.hints._num_waiting <= 4
-        assert len(cache.hints._queue) <= 2 * len(cache.hints._waits) + hints_module.IDLE_SAMPLE
+        assert len(cache.hints._queue) <= 2 * len(cache.hints._waits) + hints_module.QUEUE_SLACK
+
+
+def test_one_eviction_looks_at_few_blocks_and_the_next_continues(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All but one of the waiting blocks are shared by then."""
+    monkeypatch.setattr(hints_module, "MIN_SCAN", 4)
+    monkeypatch.setattr(hints_module, "MAX_SCAN", 8)
+    cache = Cache(26)
+    chain = "abcdefghijklmnopqrst"
+    cache.request("uvwxyz")
+    cache.request(chain, DROP_A)
+    cache.manager.touch([*keys("a"), *keys(chain[2:])])
+    evicted = "".join(cache.request(name) for name in "123456")
+    assert evicted == "zyxwbv"
+    assert cache.num_early == 1
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from random import Random
 import numpy as np
 import pytest
 
-from kvoffload.abc import ConfigError, MissReason
+from kvoffload.abc import ConfigError, Hints, MissReason
 from kvoffload.cache.policies import BUILTIN
 from kvoffload.cache.policies.lru import LRUPolicy
 from kvoffload.lab.model import ModelShape
@@ -40,6 +40,26 @@ def random_trace(seed: int, requests: int = 300) -> Trace:
             node = node * 3 + 7 + rng.randrange(2) * (rng.random() < 0.3)
         chains.append(chain)
     return make(chains, [len(chain) * SIZE - rng.randrange(SIZE) for chain in chains])
+
+
+@pytest.mark.parametrize("disk_blocks", [0, 20])
+def test_hints_reach_the_host_and_the_disk(disk_blocks: int) -> None:
+    """After two requests with chains that are used once comes one with a chain that returns."""
+    once = [i for i in range(42) if i % 3]
+    trace = make([[10 * i + 20 + k for k in range(4)] if i in once else [1, 2, 3, 4] for i in range(42)])
+    config = ReplayConfig("lru", 9, disk_blocks=disk_blocks)
+    without, named, dropped = (
+        replay(trace, config, hints=hints)
+        for hints in (
+            None,
+            [Hints(2 + i) for i in range(42)],
+            [Hints(3 + i, drop=True) if i in once else Hints(2) for i in range(42)],
+        )
+    )
+    assert named.host_tokens.tolist() == without.host_tokens.tolist()
+    assert dropped.host_hit_tokens == 13 * 4 * SIZE > 2 * without.host_hit_tokens
+    if disk_blocks:
+        assert dropped.tiers[-1].written_bytes < without.tiers[-1].written_bytes / 10
 
 
 def plain_lru(trace: Trace, capacity: int) -> list[int]:

@@ -247,9 +247,9 @@ class TestReadmeFlag:
         """Without ``drop``, which is the control, its blocks are found again. Answers are the same in any case."""
         of_engine = session == "of vLLM"
         i = 3 + of_engine
-        flood = iter(fresh_prompts(500 + of_engine, 1000, blocks=28))
+        flood = iter(fresh_prompts(500 + of_engine, 1000, blocks=14))
         while (counts := server.metrics())["pool_used_blocks"] < counts["pool_blocks"]:
-            server.round([next(flood) for _ in range(16)])
+            server.round([next(flood) for _ in range(16)], max_tokens=1)
 
         def ask(drop: bool) -> tuple[float, float]:
             """Returns how many blocks left early after the request, and how many of its tokens were found then."""

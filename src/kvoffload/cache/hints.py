@@ -15,8 +15,14 @@ import numpy.typing as npt
 from kvoffload.abc import Hints, IntegrityError, Slots
 from kvoffload.cache.table import BlockTable
 
-MAX_WAITS = 1 << 16
+MAX_WAITS = 1 << 14
 """Chains whose next use is known, at most. Beyond it, what is known of the oldest is forgotten."""
+MIN_SCAN = 64
+"""Blocks of a chain that ``take`` looks at together, at least."""
+MAX_SCAN = 1 << 15
+"""Blocks that one ``take`` looks at before it leaves the rest to the policy; each chain counts as MIN_SCAN at least."""
+QUEUE_SLACK = 256
+"""The queue is rebuilt when it has this many entries more than twice the number of waits."""
 IDLE_QUANTILE = 0.9
 """Of all blocks, this share was used more recently than the *idle age*."""
 IDLE_SAMPLE = 256
@@ -35,7 +41,7 @@ _UNNAMED = 1 << 63
 
 @dataclass(slots=True, eq=False)
 class _Wait:
-    """The blocks of ``owner`` in a chain that nobody is expected to use before ``returns_at``."""
+    """The blocks of ``owner`` in a chain, whose next use is expected at ``returns_at``."""
 
     owner: int
     returns_at: float
@@ -128,7 +134,7 @@ class HintedBlocks:
         heapq.heappush(self._queue, (-wait.returns_at, next(self._order), wait))
         while len(self._waits) > MAX_WAITS or self._num_waiting > self._table.num_blocks:
             self._end_wait(next(iter(self._waits)))
-        if len(self._queue) > 2 * len(self._waits) + IDLE_SAMPLE:
+        if len(self._queue) > 2 * len(self._waits) + QUEUE_SLACK:
             self._queue = [entry for entry in self._queue if self._is_current(entry[2])]
             heapq.heapify(self._queue)
 
@@ -151,18 +157,24 @@ class HintedBlocks:
         now = self._clock()
         self._num_unaged += n
         taken: list[Slots] = []
-        while n > 0 and self._queue:
+        num_left = MAX_SCAN
+        while n > 0 and self._queue and num_left > 0:
             wait = self._queue[0][2]
+            num_left -= MIN_SCAN
             if not self._is_current(wait):
                 heapq.heappop(self._queue)
                 continue
             is_expected = wait.returns_at < math.inf
             if is_expected and wait.returns_at - now <= FACTOR * self._estimate_idle_age(now):
                 break
-            slots = wait.slots[wait.num_passed : wait.num_passed + n]
-            wait.num_passed += len(slots)
-            self._count(wait, -len(slots))
-            leaving = slots[(self._owner[slots] == wait.owner) & self._table.is_loadable(slots) & ~busy[slots]]
+            slots = wait.slots[wait.num_passed : wait.num_passed + max(n, MIN_SCAN)]
+            num_left -= len(slots)
+            may_leave = (self._owner[slots] == wait.owner) & self._table.is_loadable(slots) & ~busy[slots]
+            found = np.flatnonzero(may_leave)[:n]
+            num_passed = int(found[-1]) + 1 if len(found) == n else len(slots)
+            wait.num_passed += num_passed
+            self._count(wait, -num_passed)
+            leaving = slots[found]
             self._owner[leaving] = _SHARED
             taken.append(leaving)
             n -= len(leaving)
@@ -189,7 +201,7 @@ class HintedBlocks:
         queued = {id(wait) for _, _, wait in self._queue}
         if len(queued) != len(self._queue) or not queued.issuperset(map(id, waits)):
             raise IntegrityError("a chain that waits is not in the queue")
-        if len(self._queue) > 2 * MAX_WAITS + IDLE_SAMPLE:
+        if len(self._queue) > 2 * MAX_WAITS + QUEUE_SLACK:
             raise IntegrityError("the queue of waiting chains is too long")
 
 

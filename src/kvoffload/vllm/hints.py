@@ -12,8 +12,8 @@ MAX_ACTIONS = 64
 
 
 def engine_options(request: Any) -> Mapping[str, object]:
-    """Returns request options: the ``session`` that vLLM names, and the payload of the last action of type PARAM in its
-    ``kv_hints``. Versions before 0.32 have neither. Values are not checked."""
+    """Returns request options: the ``session`` that vLLM names, and the payloads of the actions of type PARAM in its
+    ``kv_hints``, of which the last one counts most. Versions before 0.32 have neither. Values are not checked."""
     options: dict[str, object] = {}
     session = getattr(request, "session_id", None)
     if session is not None:
