@@ -23,6 +23,7 @@ from kvoffload.abc.types import (
     OffloadKey,
     ReqContext,
     Slots,
+    TenantUse,
     TransferSpec,
 )
 
@@ -60,6 +61,7 @@ __all__ = [
     "ScheduledStep",
     "Slots",
     "States",
+    "TenantUse",
     "Tier",
     "TierError",
     "TierResult",

@@ -248,6 +248,11 @@ class OffloadingManager(ABC):
     def num_blocks(self) -> int:
         """Capacity in blocks."""
 
+    def most_blocks(self, key: OffloadKey) -> int:
+        """Returns how many blocks the tenant of ``key``, of which the first bytes count, can have whatever other
+        tenants have. By default the capacity."""
+        return self.num_blocks
+
     @property
     @abstractmethod
     def num_used_blocks(self) -> int:

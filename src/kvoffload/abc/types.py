@@ -10,7 +10,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -132,6 +132,8 @@ class MissReason(enum.StrEnum):
     EVICTED = "evicted"
     BEING_WRITTEN = "being_written"
     NO_ROOM = "no_room"
+    OVER_QUOTA = "over_quota"
+    """Its tenant had used up its quota, and all blocks of the tenant were in use."""
     RESET = "reset"
     COPY_FAILED = "copy_failed"
     CORRUPT = "corrupt"
@@ -156,6 +158,15 @@ class Miss:
     reason: MissReason
     age_s: float | None = None
     tier: str | None = field(default=None, compare=False)
+
+
+class TenantUse(NamedTuple):
+    """What a tenant holds of a tier, and how many of its blocks were evicted and of its stores refused since the start."""
+
+    name: str
+    num_blocks: int
+    num_evicted: int
+    num_refused: int
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -14,6 +14,8 @@ from kvoffload.abc import BlockHash, OffloadKey
 from kvoffload.native import load
 
 GROUP_BYTES = 4
+NAMESPACE_BYTES = 8
+"""Bytes in front of every block hash in a key: a digest of the fingerprint, and of the tenant if there is one."""
 
 Hashes = npt.NDArray[np.uint64]
 

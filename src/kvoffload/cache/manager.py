@@ -33,12 +33,14 @@ from kvoffload.abc import (
     PrepareStoreOutput,
     ReqContext,
     Slots,
+    TenantUse,
 )
 from kvoffload.abc.tier import HIT, MISS, PENDING
 from kvoffload.cache.index import Homes
 from kvoffload.cache.misses import MISS_MEMORY_ENTRIES, MissMemory
 from kvoffload.cache.policies.arc import ARCPolicy
 from kvoffload.cache.policies.lru import LRUPolicy
+from kvoffload.cache.policies.tenants import TenantPolicy
 from kvoffload.cache.table import BlockTable
 
 MAX_PENDING_EVENTS = 1 << 16
@@ -70,6 +72,7 @@ class PolicyOffloadingManager(OffloadingManager):
             )
         self.backend = backend
         self.policy = policy
+        self._tenants = policy if isinstance(policy, TenantPolicy) else None
         self._must_store = must_store
         self._admission = admission
         self._table = BlockTable(backend.num_blocks)
@@ -132,8 +135,13 @@ class PolicyOffloadingManager(OffloadingManager):
         slots = self._table.find(keys)
         for unready in np.flatnonzero((slots < 0) | self._table.is_writing(slots)).tolist():
             raise BlockNotReadyError(f"block {keys[unready].hex()} is not ready; look it up before loading it")
-        self._table.pin(self._table.distinct(slots))
+        self._pin(self._table.distinct(slots))
         return self.backend.get_load_store_spec(keys, slots)
+
+    def _pin(self, slots: Slots) -> None:
+        self._table.pin(slots)
+        if self._tenants is not None:
+            self._tenants.mark_busy(slots)
 
     def pin(self, lease: LoadStoreSpec) -> npt.NDArray[np.bool_]:
         """Adds a pin to each block of ``lease`` that is ready and was not dropped, and returns which these are.
@@ -141,7 +149,7 @@ class PolicyOffloadingManager(OffloadingManager):
         For a caller whose lease has just been completed: nothing may have been stored or evicted since.
         """
         loadable = self._table.is_loadable(lease.slots)
-        self._table.pin(lease.slots[loadable])
+        self._pin(lease.slots[loadable])
         return loadable
 
     def complete_load(
@@ -169,7 +177,7 @@ class PolicyOffloadingManager(OffloadingManager):
                 new_keys, homes = list(compress(new_keys, accepted)), None
         tail_first, worthless = new_keys[::-1], []
         shortage = len(new_keys) - self.backend.get_num_free_blocks()
-        if shortage > 0 and not self._must_store:
+        if (shortage > 0 or self._tenants is not None) and not self._must_store:
             admitted = self.policy.admit(tail_first, shortage)
             if admitted is not None and len(admitted) != len(tail_first):
                 raise IntegrityError(f"policy {type(self.policy).__name__} gave no answer for some blocks")
@@ -200,10 +208,17 @@ class PolicyOffloadingManager(OffloadingManager):
         does not admit."""
         if worthless:
             self._gone.record(worthless, MissReason.NOT_ADMITTED)
-        shortage = len(new_keys) - self.backend.get_num_free_blocks()
-        protected = present[:0] if shortage <= 0 else self._table.idle(present)
-        if shortage > self._table.num_evictable - len(protected):
-            self._gone.record(new_keys, MissReason.NO_ROOM)
+        num_free = self.backend.get_num_free_blocks()
+        shortage = len(new_keys) - num_free
+        is_short = shortage > 0 or self._tenants is not None
+        protected = self._table.idle(present) if is_short else present[:0]
+        if self._tenants is not None:
+            room = self._tenants.room(tail_first, num_free, protected)
+            refusal, shortage = (room, 0) if isinstance(room, MissReason) else (None, room)
+        else:
+            refusal = MissReason.NO_ROOM if shortage > self._table.num_evictable - len(protected) else None
+        if refusal is not None:
+            self._gone.record(new_keys, refusal)
             return None
         if worthless:
             self.policy.refuse(worthless)
@@ -226,6 +241,8 @@ class PolicyOffloadingManager(OffloadingManager):
     def _evict(self, n: int, protected: Slots, entering: Sequence[OffloadKey]) -> list[OffloadKey]:
         if len(protected):
             self._table.mark_busy(protected, True)
+            if self._tenants is not None:
+                self._tenants.mark_busy(protected)
         victims = np.asarray(self.policy.evict(Eviction(n, self._busy, self._key_of, entering)))
         keys = self._table.evict(victims) if victims.shape == (n,) and victims.dtype.kind == "i" else None
         if keys is None:
@@ -260,6 +277,11 @@ class PolicyOffloadingManager(OffloadingManager):
         if len(freed):
             self.backend.free(freed)
 
+    def restorable(self, keys: Sequence[OffloadKey]) -> npt.NDArray[np.bool_] | None:
+        """Returns which of ``keys``, the least recently used first, ``restore`` may be given without breaking a
+        tenant's quota, if nothing is held yet; None for all."""
+        return None if self._tenants is None else self._tenants.restorable(keys)
+
     def restore(self, keys: Sequence[OffloadKey], slots: Slots) -> None:
         """Takes in distinct blocks that are in the medium already, in ``slots`` that the backend counts as allocated,
         the least recently used first."""
@@ -282,8 +304,21 @@ class PolicyOffloadingManager(OffloadingManager):
 
     @property
     def num_available_blocks(self) -> int:
-        """Blocks that ``prepare_store`` could make room for now."""
+        """Blocks that ``prepare_store`` could make room for now, of all tenants together."""
         return self.backend.get_num_free_blocks() + self._table.num_evictable
+
+    def num_storable(self, key: OffloadKey) -> int:
+        """Returns how many blocks of the tenant of ``key`` ``prepare_store`` could make room for now."""
+        if self._tenants is None:
+            return self.num_available_blocks
+        return self._tenants.num_storable(key, self.backend.get_num_free_blocks())
+
+    def most_blocks(self, key: OffloadKey) -> int:
+        return self.num_blocks if self._tenants is None else self._tenants.most_blocks(key)
+
+    def tenant_uses(self) -> Sequence[TenantUse]:
+        """Returns what each tenant holds; nothing if the slots are not shared among tenants."""
+        return () if self._tenants is None else self._tenants.uses()
 
     # The eviction order.
 

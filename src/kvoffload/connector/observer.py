@@ -183,7 +183,7 @@ class RequestObserver:
             state.request.num_tokens,
             match.computed,
             num_external_tokens - below_host,
-            missed[len(self._layout.namespace) :].hex() if missed else None,
+            missed[len(state.blocks.namespace) :].hex() if missed else None,
             reason,
             age_s,
             below_host,

@@ -11,12 +11,13 @@ logger = logging.getLogger(__name__)
 
 PARAM = "kvoffload"
 """The key under which ``kv_transfer_params`` holds a request's options."""
+MAX_TENANT_CHARS = 128
 
 
 @dataclass(frozen=True, slots=True)
 class RequestOptions:
-    """``kv_transfer_params["kvoffload"]``, a mapping with any of ``store``, ``load`` and ``max_tokens``, and
-    ``kv_transfer_params["do_remote_decode"]``."""
+    """``kv_transfer_params["kvoffload"]``, a mapping with any of ``store``, ``load``, ``max_tokens`` and ``tenant``,
+    and ``kv_transfer_params["do_remote_decode"]``."""
 
     store: bool = True
     """Whether its KV may be stored."""
@@ -24,6 +25,8 @@ class RequestOptions:
     """Whether stored KV may be loaded for it."""
     max_tokens: int | None = None
     """The number of its first tokens that may be stored and loaded; None: all."""
+    tenant: str | None = None
+    """Whose request it is; None: its ``cache_salt`` may say."""
     remote_decode: bool = False
     """Whether a decoder elsewhere reads its KV when it is done."""
 
@@ -38,8 +41,10 @@ class RequestOptions:
             return DEFAULT
         known: dict[str, Any] = {"remote_decode": bool(params.get("do_remote_decode"))}
         for name, value in options.items() if isinstance(options, Mapping) else ():
-            if (name in ("store", "load") and isinstance(value, bool)) or (
-                name == "max_tokens" and type(value) is int and value >= 0
+            if (
+                (name in ("store", "load") and isinstance(value, bool))
+                or (name == "max_tokens" and type(value) is int and value >= 0)
+                or (name == "tenant" and _is_tenant(value))
             ):
                 known[name] = value
             else:
@@ -47,6 +52,10 @@ class RequestOptions:
                     "kvoffload: a request has the option %r=%r, which is not valid; it is left out", name, value
                 )
         return cls(**known)
+
+
+def _is_tenant(value: object) -> bool:
+    return type(value) is str and 0 < len(value) <= MAX_TENANT_CHARS and value.isprintable()
 
 
 DEFAULT = RequestOptions()

@@ -379,6 +379,9 @@ class TieredOffloadingManager(OffloadingManager):
     def num_blocks(self) -> int:
         return self.host.num_blocks
 
+    def most_blocks(self, key: OffloadKey) -> int:
+        return self.host.most_blocks(key)
+
     @property
     def num_used_blocks(self) -> int:
         return self.host.num_used_blocks
