@@ -38,6 +38,7 @@ class _Blocks:
         self.free = FreeSlots(self.quota)
         self.free.add(np.arange(self.quota))
         self.num_held = self.num_busy = 0
+        self.busy.fill(False)
         self.policy.clear()
 
     @property
