@@ -12,6 +12,7 @@ from kvoffload.abc import (
     CachePolicy,
     ConfigError,
     IntegrityError,
+    LoadStoreSpec,
     LookupState,
     MissReason,
     OffloadingManager,
@@ -45,9 +46,7 @@ def shares(num_blocks: int, guaranteed: Sequence[int], quota: Sequence[int] | No
 
 def manager(made: Shares, policy: str = "lru", must_store: bool = False) -> PolicyOffloadingManager:
     chosen = make_policy(policy, made.num_blocks, made)
-    return PolicyOffloadingManager(
-        HostBackend(16, made.num_blocks), chosen, enable_events=True, must_store=must_store
-    )
+    return PolicyOffloadingManager(HostBackend(16, made.num_blocks), chosen, enable_events=True, must_store=must_store)
 
 
 def tenant_policy(of: PolicyOffloadingManager) -> TenantPolicy:
@@ -91,7 +90,9 @@ class TestThreeTenants(PolicyConformance):
 
     def make_policy(self, capacity: int) -> CachePolicy:
         names = [make_offload_key(b"block %d" % number, 0)[:8] for number in range(40)]
-        made = Shares(NAMES, {name: i % 2 for i, name in enumerate(names) if i % 3}, (0,) * 3, (capacity,) * 3, capacity)
+        made = Shares(
+            NAMES, {name: i % 2 for i, name in enumerate(names) if i % 3}, (0,) * 3, (capacity,) * 3, capacity
+        )
         return make_policy("lru", capacity, made)
 
 
@@ -235,8 +236,8 @@ class Checked:
         quota = [rng.randint(max(1, least), n) for least in guaranteed]
         self.shares = shares(n, guaranteed, quota)
         self.of = manager(self.shares, rng.choice(["lru", "auto", "lirs"]), must_store=rng.random() < 0.5)
-        self.writing: list[tuple[str, object]] = []
-        self.pins: list[tuple[str, object]] = []
+        self.writing: list[LoadStoreSpec] = []
+        self.pins: list[LoadStoreSpec] = []
         self.num_stored = self.num_refused = 0
 
     def run(self, steps: int) -> None:
@@ -266,7 +267,7 @@ class Checked:
             return
         assert can or output.refused_keys, "there was no room"
         self.num_stored += len(output.keys_to_store)
-        self.writing.append((name, output.store_spec))
+        self.writing.append(output.store_spec)
         self.of.reorder_chain(keys, output.keys_to_store)
 
     def can_store(self, name: str, keys: list[OffloadKey], num_new: int) -> bool:
@@ -289,18 +290,18 @@ class Checked:
 
     def written(self, name: str) -> None:
         if self.writing:
-            name, lease = self.writing.pop(self.rng.randrange(len(self.writing)))
-            self.of.complete_store(lease, success=self.rng.random() < 0.9)  # type: ignore[arg-type]
+            lease = self.writing.pop(self.rng.randrange(len(self.writing)))
+            self.of.complete_store(lease, success=self.rng.random() < 0.9)
 
     def pin(self, name: str) -> None:
         keys = chain(name, self.rng.randrange(20), 4)
         ready = [each for each in keys if self.of.states([each])[0] == LookupState.HIT]
         if ready:
-            self.pins.append((name, self.of.prepare_load(ready)))
+            self.pins.append(self.of.prepare_load(ready))
 
     def unpin(self, name: str) -> None:
         if self.pins:
-            self.of.complete_load(self.pins.pop(self.rng.randrange(len(self.pins)))[1])  # type: ignore[arg-type]
+            self.of.complete_load(self.pins.pop(self.rng.randrange(len(self.pins))))
 
 
 @pytest.mark.parametrize("seed", range(12))

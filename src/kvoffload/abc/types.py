@@ -161,7 +161,7 @@ class Miss:
 
 
 class TenantUse(NamedTuple):
-    """What a tenant holds of a tier, and how many of its blocks were evicted and of its stores refused since the start."""
+    """What a tenant holds of a tier, and since the start its evicted blocks and its refused stores."""
 
     name: str
     num_blocks: int

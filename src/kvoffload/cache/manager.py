@@ -42,6 +42,7 @@ from kvoffload.cache.policies.arc import ARCPolicy
 from kvoffload.cache.policies.lru import LRUPolicy
 from kvoffload.cache.policies.tenants import TenantPolicy
 from kvoffload.cache.table import BlockTable
+from kvoffload.cache.tenants import HOST
 
 MAX_PENDING_EVENTS = 1 << 16
 """Events kept for a taker; beyond it the oldest are lost."""
@@ -319,6 +320,9 @@ class PolicyOffloadingManager(OffloadingManager):
     def tenant_uses(self) -> Sequence[TenantUse]:
         """Returns what each tenant holds; nothing if the slots are not shared among tenants."""
         return () if self._tenants is None else self._tenants.uses()
+
+    def uses_by_tier(self) -> Mapping[str, Sequence[TenantUse]]:
+        return {} if self._tenants is None else {HOST: self.tenant_uses()}
 
     # The eviction order.
 

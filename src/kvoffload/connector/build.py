@@ -13,7 +13,7 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from kvoffload.abc import Admission, ByteArray, ConfigError, Following, KVGroup, OffloadingManager, Tier
-from kvoffload.cache.admission import ReuseFilter, tracker_size
+from kvoffload.cache.admission import ReuseFilter, TenantAdmission, tracker_size
 from kvoffload.cache.keys import NAMESPACE_BYTES, root_hash
 from kvoffload.cache.manager import PolicyOffloadingManager
 from kvoffload.cache.policies import make_policy
@@ -155,7 +155,11 @@ def _make_manager(
         if threshold is None:
             return None
         tier_blocks = sum(entry.capacity_bytes or 0 for entry in entries) // (pools.block_bytes * pools.engines)
-        return ReuseFilter(threshold, tracker_size(pools.num_blocks + tier_blocks), parent_request)
+        num_blocks = pools.num_blocks + tier_blocks
+        if shares is None:
+            return ReuseFilter(threshold, tracker_size(num_blocks), parent_request)
+        size = tracker_size(num_blocks // len(shares.names))
+        return TenantAdmission(shares, lambda: ReuseFilter(threshold, size, parent_request))
 
     groups, shares = pools.layout.groups, None
     if config.tenants:

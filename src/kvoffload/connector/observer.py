@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from kvoffload.abc import BlockDescription, Miss, MissReason, OffloadingEvent, OffloadingManager, OffloadKey
+from kvoffload.abc import BlockDescription, Miss, MissReason, OffloadingEvent, OffloadingManager, OffloadKey, TenantUse
 from kvoffload.cache.keys import key_group_idx
 from kvoffload.cache.manager import MAX_PENDING_EVENTS
 from kvoffload.connector.jobs import Job
@@ -78,6 +78,8 @@ class RequestObserver:
         self._spans = spans
         self._clock = clock
         self._read_policy_at = float("-inf")
+        self._tenant_uses: dict[str, TenantUse] = {}
+        """What each tenant held in each tier when that was last read, by "TENANT,TIER"."""
         self._requests: dict[str, _Observed] = {}
         self._prefills: dict[str, _Prefill] = {}
         self._descriptions: dict[OffloadKey, BlockDescription] = {}
@@ -173,6 +175,9 @@ class RequestObserver:
             missed, miss = self._explain(missed, match.no_state)
             reason, age_s, missed_in = miss.reason, miss.age_s, miss.tier
             self.metrics.add("misses", label=reason)
+        if state.tenant is not None:
+            self.metrics.add("tenant_asked_tokens", state.request.num_tokens, label=state.tenant)
+            self.metrics.add("tenant_hit_tokens", num_external_tokens, label=state.tenant)
         self.metrics.add("asked_tokens", state.request.num_tokens)
         self.metrics.add("device_hit_tokens", match.computed)
         self.metrics.add("host_hit_tokens", num_external_tokens - below_host)
@@ -283,6 +288,14 @@ class RequestObserver:
         for rule, score in state.get("scores", {}).items():
             self.metrics.set("policy_rule", float(rule == state["rule"]), label=rule)
             self.metrics.set("policy_score", score, label=rule)
+        for tier, uses in self._manager.uses_by_tier().items():
+            for use in uses:
+                label = f"{use.name},{tier}"
+                before = self._tenant_uses.get(label, TenantUse(use.name, 0, 0, 0))
+                self._tenant_uses[label] = use
+                self.metrics.set("tenant_blocks", use.num_blocks, label)
+                self.metrics.add("tenant_evicted_blocks", use.num_evicted - before.num_evicted, label)
+                self.metrics.add("tenant_refused_stores", use.num_refused - before.num_refused, label)
 
     def warn(self, message: str) -> None:
         """Logs ``message``, at most once in WARN_EVERY_S."""
