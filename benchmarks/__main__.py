@@ -20,6 +20,7 @@ from benchmarks import (
     steps,
     stores,
     submit,
+    tenants,
     ttft,
     writes,
 )
@@ -39,6 +40,7 @@ BENCHMARKS = {
     "steps": steps.main,
     "stores": stores.main,
     "submit": submit.main,
+    "tenants": tenants.main,
     "ttft": ttft.main,
     "writes": writes.main,
 }
