@@ -74,6 +74,9 @@ class CachePolicy(ABC):
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
+        self.full = capacity
+        """How many blocks it holds when room is short: fewer than ``capacity`` while tenants share the slots. A policy
+        that divides its blocks into parts should divide so many."""
 
     @abstractmethod
     def insert(self, slots: Slots, keys: Sequence[OffloadKey]) -> None:

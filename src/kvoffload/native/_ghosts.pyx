@@ -1437,14 +1437,16 @@ cdef class AutoSteps:
     cdef uint64_t* _hashes
     """In ``_hash_of``."""
     cdef Py_ssize_t _capacity
+    cdef public int64_t full
     cdef object _rule
+    cdef int64_t _rule_full
     cdef RuleNumbers _numbers
     """Of ``_rule``."""
 
     def __cinit__(self, Py_ssize_t capacity, *args, **kwargs):
         from kvoffload.cache.policies.tournament import GHOSTS
 
-        self._capacity = capacity
+        self._capacity = self.full = capacity
         self._lists = ListPair(capacity)
         self._ghosts = GhostTable(GHOSTS * capacity)
         self._hash_of = np.zeros(capacity, dtype=np.uint64)
@@ -1453,9 +1455,9 @@ cdef class AutoSteps:
     cdef RuleNumbers* _current(self) except NULL:
         """Returns the numbers of the rule that the tournament has chosen."""
         rule = self._tournament.rule
-        if rule is not self._rule:
-            self._numbers = numbers_of(rule, self._capacity)
-            self._rule = rule
+        if rule is not self._rule or self.full != self._rule_full:
+            self._numbers = numbers_of(rule, self.full)
+            self._rule, self._rule_full = rule, self.full
         return &self._numbers
 
     def access(self, access):
@@ -1547,7 +1549,7 @@ cdef class AutoSteps:
         cdef Absent absent = self._absent(keys)
         cdef int64_t again = self._lists.num_again, new_again = self._num_returning(absent)
         cdef Plan made = planned(
-            rule, self._capacity, self._lists.num_once, again, absent.n - new_again, new_again, shortage, again
+            rule, self.full, self._lists.num_once, again, absent.n - new_again, new_again, shortage, again
         )
         if not (made.drop_once or made.drop_again):
             return None

@@ -83,7 +83,7 @@ class PlainAutoPolicy(CachePolicy):
         """Marks those ghosts among absent keys that will count as used again if they are stored."""
         entries = absent.entries[absent.entries >= 0]
         if len(entries):
-            tested = self._tournament.rule.is_tested(self.capacity, self._lists.num_again)
+            tested = self._tournament.rule.is_tested(self.full, self._lists.num_again)
             floor = self._lists.oldest_again() if tested else -1
             self._ghosts.mark(entries, self._ghosts.stamps(entries) > floor)
 
@@ -111,7 +111,7 @@ class PlainAutoPolicy(CachePolicy):
         returning = self._is_returning(keys)
         num_again = int(np.count_nonzero(returning))
         once, again = self._lists.num_once, self._lists.num_again
-        made = plan(rule, self.capacity, once, again, len(keys) - num_again, num_again, shortage, again)
+        made = plan(rule, self.full, once, again, len(keys) - num_again, num_again, shortage, again)
         if not (made.drop_once or made.drop_again):
             return None
         admitted = np.ones(len(keys), dtype=np.bool_)
@@ -129,7 +129,7 @@ class PlainAutoPolicy(CachePolicy):
             victims, positions = self._lists.pop_oldest(n, busy)
         else:
             num_once = int(np.count_nonzero(~self._is_returning(eviction.entering)))
-            excess = self._lists.num_once + num_once - rule.quota(self.capacity)
+            excess = self._lists.num_once + num_once - rule.quota(self.full)
             victims, positions = self._lists.pop_once(min(n, max(0, excess)), busy)
             for pop in (self._lists.pop_again, self._lists.pop_once):
                 if len(victims) < n:
