@@ -6,8 +6,9 @@ tenant's keys have a namespace of its own, in all cells, so that only the shares
 - **Adversary.** The victim is a whole trace. After each of its requests come ten of an adversary, each as long as the
   victim's, with blocks that nobody asks for again; or five, each of them twice, so that every block counts as used
   again. Half of the pool is guaranteed to the victim.
-- **Equals.** The requests of a trace belong to four tenants, by a hash of their first two blocks, so that a conversation
-  belongs to one of them. A quarter of the pool is guaranteed to each.
+- **Equals.** The requests of a trace belong to four tenants, by a hash of their first two blocks, so that each
+  conversation belongs to one of them. A quarter of the pool is guaranteed to each, or is all that it may take as well,
+  or nothing is guaranteed.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from kvoffload.lab.readers import read_trace
 from kvoffload.lab.trace import Trace
 
 POLICIES = ("lru", "auto")
-SHARE_PCT = (1, 5, 20)
+SHARE_PCT = (5, 20)
 """What is guaranteed to the victim, and the pool of the equals, in % of the distinct blocks of the trace."""
 RATE = 10
 SYNTHETIC = ("synthetic:chat", "synthetic:agent")
@@ -44,11 +45,11 @@ def namespace(tenant: int) -> bytes:
     return b"tenant-%d" % tenant
 
 
-def shares(num_blocks: int, guaranteed: Sequence[int]) -> Shares:
-    """Returns shares without quotas of as many tenants as there are guarantees."""
+def shares(num_blocks: int, guaranteed: Sequence[int], quota: int | None = None) -> Shares:
+    """Returns the shares of as many tenants as there are guarantees, each with the same quota, by default all."""
     names = (*(str(t) for t in range(len(guaranteed))), OTHER)
     index_of = {namespace(t): t for t in range(len(guaranteed))}
-    return Shares(names, index_of, (*guaranteed, 0), (num_blocks,) * len(names), num_blocks)
+    return Shares(names, index_of, (*guaranteed, 0), (quota or num_blocks,) * len(names), num_blocks)
 
 
 def requests(trace: Trace, tenants: int = 1) -> Iterator[Request]:
@@ -125,6 +126,7 @@ def equals(trace: Trace, policy: str) -> Iterator[Row]:
         made = {
             "no tenants": None,
             "a quarter each": shares(num_blocks, (num_blocks // 4,) * 4),
+            "at most a quarter each": shares(num_blocks, (num_blocks // 4,) * 4, num_blocks // 4),
             "nothing guaranteed": shares(num_blocks, (0,) * 4),
         }
         total = 0.0

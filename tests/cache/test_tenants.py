@@ -22,6 +22,7 @@ from kvoffload.abc import (
 from kvoffload.cache.keys import make_offload_key
 from kvoffload.cache.manager import PolicyOffloadingManager
 from kvoffload.cache.policies import make_policy
+from kvoffload.cache.policies.auto import AutoPolicy, PlainAutoPolicy
 from kvoffload.cache.policies.tenants import TenantPolicy, _from_the_top
 from kvoffload.cache.slots import HostBackend
 from kvoffload.cache.tenants import OTHER, Shares, TenantConfig, Tenants
@@ -419,3 +420,39 @@ def test_shares_that_cannot_be_kept_are_refused() -> None:
         shares(10, (6, 5, 0))
     with pytest.raises(ConfigError, match=r"tenants\.a: its quota has room for 0 blocks; raise it"):
         shares(10, (0, 0, 0), (0, 10, 10))
+
+
+# A policy that is told how many blocks it holds.
+
+
+def test_auto_divides_the_blocks_that_its_tenant_holds() -> None:
+    of = manager(shares(400, (0, 0, 0)), "auto")
+    for first in range(0, 4000, 20):
+        for name in NAMES:
+            assert store(of, chain(name, first, 20))
+    for blocks in tenant_policy(of).tenants:
+        assert blocks.policy.capacity == 400
+        assert abs(blocks.policy.full - 400 / 3) < 40
+
+
+def test_native_and_plain_auto_serve_tenants_alike() -> None:
+    made = shares(60, (15, 0, 5), (40, 60, 60))
+    pair = [
+        PolicyOffloadingManager(HostBackend(16, 60), TenantPolicy(60, made, policy))
+        for policy in (AutoPolicy, PlainAutoPolicy)
+    ]
+    rng, num_evicted = random.Random(2), 0
+    for _ in range(600):
+        keys = chain(rng.choice(NAMES), rng.randrange(60), rng.randint(1, 15))
+        outputs = []
+        for of in pair:
+            of.touch(keys)
+            output = of.prepare_store(keys)
+            assert output is not None
+            of.complete_store(output.store_spec)
+            of.reorder_chain(keys, output.keys_to_store)
+            outputs.append((output.keys_to_store, output.evicted_keys, list(output.refused_keys)))
+        assert outputs[0] == outputs[1]
+        num_evicted += len(outputs[0][1])
+    assert num_evicted > 500
+    assert pair[0].tenant_uses() == pair[1].tenant_uses()

@@ -49,6 +49,8 @@ class PlainAutoPolicy(CachePolicy):
         self._lists = ListPair(capacity)
         self._ghosts = GhostTable(GHOSTS * capacity)
         self._tournament = tournament or Tournament(capacity)
+        self._judged = capacity
+        """How many blocks the caches of the tournament stand for."""
         self._hash_of = np.zeros(capacity, dtype=np.uint64)
         """The hash of the key in each slot."""
         self._has_shared_names = False
@@ -146,6 +148,11 @@ class PlainAutoPolicy(CachePolicy):
             hashes, positions, new = hashes[chosen], positions[chosen], False
         self._ghosts.add(hashes, positions, new)
 
+    def resize(self, full: int) -> None:
+        self.full = full
+        if not self._judged / 2 <= full <= 2 * self._judged:
+            self._tournament, self._judged = Tournament(full), full
+
     def clear(self) -> None:
         self._lists.clear()
         self._ghosts.clear()
@@ -186,3 +193,4 @@ else:
         def __init__(self, capacity: int, tournament: Tournament | None = None) -> None:
             CachePolicy.__init__(self, capacity)
             self._tournament = tournament or Tournament(capacity)
+            self._judged = capacity
