@@ -95,9 +95,16 @@ def plain_key_hashes(keys: Sequence[OffloadKey]) -> Hashes:
     return np.frombuffer(b"".join(map(xxhash.xxh3_64_digest, keys)), dtype=">u8").astype(np.uint64)
 
 
+def plain_same_starts(keys: Sequence[OffloadKey], n: int) -> bool:
+    """Returns whether all keys have the same first ``n`` bytes."""
+    return len({key[:n] for key in keys}) <= 1
+
+
 if TYPE_CHECKING or (native := load("_ghosts")) is None:
     hash_keys = plain_hash_keys
     key_hashes = plain_key_hashes
+    same_starts = plain_same_starts
 else:
     hash_keys = native.hash_keys
     key_hashes = native.key_hashes
+    same_starts = native.same_starts

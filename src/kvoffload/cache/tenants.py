@@ -8,11 +8,10 @@ import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import repeat
 from typing import Any, NamedTuple, TypeAlias
 
 from kvoffload.abc import ConfigError, OffloadKey
-from kvoffload.cache.keys import NAMESPACE_BYTES, root_hash
+from kvoffload.cache.keys import NAMESPACE_BYTES, root_hash, same_starts
 from kvoffload.settings import shown, shown_unknown
 from kvoffload.units import format_bytes, parse_bytes
 
@@ -148,13 +147,12 @@ class Shares:
 
     def tenants_of(self, keys: Sequence[OffloadKey]) -> int | list[int]:
         """Returns the tenant of each key; only one number if all keys have the same namespace."""
-        namespaces = [key[:NAMESPACE_BYTES] for key in keys]
         other = len(self.names) - 1
-        if not namespaces:
+        if not keys:
             return other
-        if namespaces.count(namespaces[0]) == len(namespaces):
-            return self.index_of.get(namespaces[0], other)
-        return list(map(self.index_of.get, namespaces, repeat(other)))
+        if same_starts(keys, NAMESPACE_BYTES):
+            return self.index_of.get(keys[0][:NAMESPACE_BYTES], other)
+        return [self.index_of.get(key[:NAMESPACE_BYTES], other) for key in keys]
 
     def sure_blocks(self, tenant: int) -> int:
         """Returns how many blocks a tenant can have whatever the others hold."""

@@ -232,6 +232,20 @@ def same_keys(a, b):
     return True
 
 
+def same_starts(keys, Py_ssize_t n):
+    fast = PySequence_Fast(keys, b"keys must be a sequence")
+    cdef Py_ssize_t num = PySequence_Fast_GET_SIZE(fast), i
+    cdef PyObject** items = PySequence_Fast_ITEMS(fast)
+    if num == 0:
+        return True
+    for i in range(num):
+        if not PyBytes_CheckExact(<object>items[i]) or PyBytes_GET_SIZE(<object>items[i]) < n:
+            return len({key[:n] for key in fast}) <= 1
+        if memcmp(PyBytes_AS_STRING(<object>items[i]), PyBytes_AS_STRING(<object>items[0]), n):
+            return False
+    return True
+
+
 # Ghosts.
 
 cdef enum:

@@ -205,25 +205,18 @@ class TenantPolicy(CachePolicy):
             self._tenant_of[own_slots] = t
 
     def access(self, access: Access) -> None:
-        absent = access.found < 0
-        names: set[int] = set(np.unique(self._tenant_of[access.slots]).tolist())
-        tenants = self.shares.tenants_of(list(compress(access.keys, absent.tolist()))) if absent.any() else names.copy()
+        found = self._place_of[access.found]
+        found[access.found < 0] = -1
+        used = self._place_of[access.slots]
+        tenants = self.shares.tenants_of(access.keys)
         if isinstance(tenants, int):
-            tenants = {tenants}
-        if isinstance(tenants, set) and len(names | tenants) <= 1:
-            for t in names | tenants:
-                found = np.where(absent, -1, self._place_of[access.found])
-                used = self._place_of[access.slots]
-                self.tenants[t].policy.access(Access(access.keys, found, used, access.ready))
+            self.tenants[tenants].policy.access(Access(access.keys, found, used, access.ready))
             return
-        of_key = self._tenant_of[access.found].astype(np.int64)
-        of_key[absent] = list(tenants) if isinstance(tenants, list) else tenants.pop()
+        of_key, of_slot = np.array(tenants), self._tenant_of[access.slots]
         for t in np.unique(of_key).tolist():
-            mine, used = of_key == t, self._tenant_of[access.slots] == t
-            found = np.where(absent, -1, self._place_of[access.found])[mine]
+            mine, own = of_key == t, of_slot == t
             keys = list(compress(access.keys, mine.tolist()))
-            places = self._place_of[access.slots[used]]
-            self.tenants[t].policy.access(Access(keys, found, places, access.ready[used]))
+            self.tenants[t].policy.access(Access(keys, found[mine], used[own], access.ready[own]))
 
     def admit(self, keys: Sequence[OffloadKey], shortage: int) -> Flags | None:
         entering = self._counts(keys)
