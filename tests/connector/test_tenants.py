@@ -239,6 +239,23 @@ def test_a_chain_longer_than_the_quota_loses_its_tail(servers: list[Server], tmp
     assert server.held(server.keys("a", 0, 12))[1] == 5
 
 
+def test_a_request_waits_for_no_more_than_its_tenant_can_have(servers: list[Server], tmp_path: Path) -> None:
+    """As much as of a pool of the size of its quota."""
+    servers.append(server := Server(tmp_path, {"a": {}}))
+    server.store(server.keys("a", 0, 12))
+    servers.pop().half.shutdown()
+    options = {"load_only_if_faster": False, "load_deadline_ms": 1000 * DEADLINE_S}
+    servers.append(server := Server(tmp_path, {"a": {"quota": {"host": 4 * SLOT}}}, **options))
+    context, deadline = ReqContext("r"), time.monotonic() + DEADLINE_S / 2
+    while (found := server.manager.lookup(server.keys("a", 0, 12), context)) is None:
+        server.manager.poll()
+        server.manager.wait(0.01)
+        assert time.monotonic() < deadline, "it waits for blocks that it cannot have"
+    assert found == 2
+    assert server.held(server.keys("a", 0, 12))[0] == 2
+    server.manager.check_integrity()
+
+
 def test_a_request_stores_no_more_than_its_tenant_can_have() -> None:
     config = OffloadConfig.from_mapping({"host_bytes": MIB, "tenants": {"a": {"quota": {"host": 3 * SLOT}}}})
     half = build_scheduler(
