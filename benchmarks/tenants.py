@@ -180,7 +180,7 @@ def main(out: Path, quick: bool) -> None:
     for source in sources or SYNTHETIC:
         trace = read_trace(source)
         if quick:
-            trace = trace.between(0, 0.05)
+            trace = trace.between(0, 0.01)
         for policy in POLICIES:
             rows += adversary(trace, policy)
             rows += equals(trace, policy)
