@@ -22,6 +22,7 @@ from benchmarks import (
     steps,
     stores,
     submit,
+    tenants,
     ttft,
     writes,
 )
@@ -43,6 +44,7 @@ BENCHMARKS = {
     "steps": steps.main,
     "stores": stores.main,
     "submit": submit.main,
+    "tenants": tenants.main,
     "ttft": ttft.main,
     "writes": writes.main,
 }

@@ -29,7 +29,7 @@ from kvoffload.lab.device import DeviceCache
 from kvoffload.lab.latency import Speeds
 from kvoffload.lab.readers import read_trace
 from kvoffload.lab.replay import ReplayConfig
-from kvoffload.lab.replay import _Run as Server
+from kvoffload.lab.replay import Run as Server
 from kvoffload.lab.tier import CatalogTier
 from kvoffload.lab.trace import UNKNOWN, Trace
 from kvoffload.tiers.manager import TieredOffloadingManager
@@ -150,7 +150,7 @@ class Node:
         pools = 1 if memory is Memory.POOL else engines
         has_disk = memory in (Memory.SPLIT_DISK, Memory.SPLIT_SHARED)
         config = ReplayConfig(POLICY, host * engines // pools, device, disk if has_disk else 0)
-        servers = [Server(trace, config, None) for _ in range(pools)]
+        servers = [Server(trace, config) for _ in range(pools)]
         self.servers = servers * (engines // pools)
         if self.is_shared:
             seats = [Seat(disk, 1, POLICY, server.clock) for server in servers]

@@ -25,6 +25,7 @@ from kvoffload.abc import BlockHash, KVGroup, OffloadKey
 from kvoffload.cache.manager import PolicyOffloadingManager
 from kvoffload.cache.policies import make_policy
 from kvoffload.cache.slots import HostBackend
+from kvoffload.cache.tenants import Tenants
 from kvoffload.cli.lab import progress
 from kvoffload.connector.hits import HitSearch
 from kvoffload.connector.layout import Block, Layout
@@ -203,7 +204,7 @@ class StateReplay:
         groups = [KVGroup(size)] * setting.block_slots + [KVGroup(size, state=True)] * states
         self.turns, self.rule, self.size = turns, rule, size
         self.chunk = max(1, setting.chunk_tokens // size) * size
-        self.layout = Layout(groups, None, b"")
+        self.layout, self.tenants = Layout(groups, None), Tenants(b"")
         self.manager = PolicyOffloadingManager(HostBackend(1, num_slots), make_policy(setting.policy, num_slots))
         self.search = HitSearch(self.manager, self.layout, {})
         self.keeper = None if rule.keeper is None else rule.keeper(self.layout)
@@ -221,7 +222,7 @@ class StateReplay:
         asked, chain = self.turns.input_tokens[r], self.turns.chains[r]
         hashes = [self.hashes[block] for block in chain]
         request = TraceRequest(str(r), asked, asked, hashes[: asked // size])
-        state = RequestState.new(request, self.layout, NEVER)
+        state = RequestState.new(request, self.layout, self.tenants, lambda _: NEVER)
         state.extend_keys()
         last = max(0, asked - 1) // size * size
         self.touch(state)

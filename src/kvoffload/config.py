@@ -13,6 +13,7 @@ from typing import Any
 
 from kvoffload.abc import ConfigError
 from kvoffload.cache.policies import policy_class
+from kvoffload.cache.tenants import HOST, TenantConfig, check_budgets, load_tenants
 from kvoffload.host.limits import available_memory, total_memory
 from kvoffload.host.pool import padded_slot_bytes
 from kvoffload.settings import absolute_path, check_deadline, check_whole_number, shown_unknown
@@ -64,6 +65,9 @@ class OffloadConfig:
     tiers: tuple[TierConfig, ...] = ()
     """Tiers below host memory and below the disk of ``disk_dir``, the fastest first: a list of mappings, each with the
     key "kind" and the keys of that kind."""
+    tenants: tuple[TenantConfig, ...] = ()
+    """What each tenant may take of each tier: a mapping from names to mappings with any of the keys "guaranteed" and
+    "quota", bytes on this node by the name of a tier ("host", or as in metrics), and "salt_sha256"."""
     load_deadline_ms: float = 1000.0
     """How long a request waits for blocks: for blocks that another request is loading, before it loads its own copy;
     for blocks that a lower tier is reading, before it computes those that have not arrived."""
@@ -131,6 +135,9 @@ class OffloadConfig:
         self._check_disk()
         object.__setattr__(self, "tiers", load_tiers(self.tiers))
         check_distinct(self.tier_entries)
+        object.__setattr__(self, "tenants", load_tenants(self.tenants))
+        budgets = [each.config.capacity_bytes if each.config.has_shares else None for each in self.tier_entries]
+        check_budgets(self.tenants, {HOST: self.host_bytes, **dict(zip(self.tier_names, budgets, strict=True))})
         self._check_trace()
         for name in ("load_deadline_ms", "lookup_deadline_ms"):
             check_deadline(name, getattr(self, name))

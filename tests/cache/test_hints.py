@@ -249,7 +249,7 @@ def test_no_more_blocks_wait_than_there_are() -> None:
         chain = [bytes([session]) * 36, bytes([session]) * 35 + b"x"]
         cache.run(chain, Hints(session, expect_return_s=0.0))
         assert cache.hints._num_waiting <= 4
-        assert len(cache.hints._queue) <= 2 * len(cache.hints._waits) + hints_module.QUEUE_SLACK
+        assert len(cache.hints._queues[0]) <= 2 * len(cache.hints._waits) + hints_module.QUEUE_SLACK
 
 
 def test_one_eviction_looks_at_few_blocks_and_the_next_continues(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -271,7 +271,7 @@ def test_one_eviction_looks_at_few_blocks_and_the_next_continues(monkeypatch: py
     [
         ("_num_waiting", 99, "number of waiting blocks is wrong"),
         ("_num_unexpected", 99, "number of waiting blocks is wrong"),
-        ("_queue", [], "not in the queue"),
+        ("_queues", {}, "not in the queue"),
     ],
 )
 def test_the_check_finds_what_is_wrong(field: str, value: Any, message: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable, Sequence
 from itertools import combinations
 
 import numpy as np
@@ -10,7 +11,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvoffload.cache.keys import hash_blocks, key_block_hash, key_group_idx, make_offload_key, root_hash
+from kvoffload.cache.keys import (
+    hash_blocks,
+    key_block_hash,
+    key_group_idx,
+    make_offload_key,
+    plain_same_starts,
+    root_hash,
+    same_starts,
+)
 
 tokens = st.lists(st.integers(0, 2**31 - 1), max_size=40)
 
@@ -118,3 +127,13 @@ def test_a_token_that_does_not_fit_is_an_error() -> None:
 def test_extras_belong_to_the_root() -> None:
     with pytest.raises(ValueError, match="root"):
         hash_blocks([1], 1, parent=b"x", extras=["lora"])
+
+
+@pytest.mark.parametrize("same", [plain_same_starts, same_starts])
+def test_keys_that_begin_alike(same: Callable[[Sequence[bytes], int], bool]) -> None:
+    assert same([], 3)
+    assert same((b"abc", b"abcd", b"abc\0"), 3)
+    assert not same([b"abc", b"abd"], 3)
+    assert not same([b"ab", b"abc"], 3)
+    assert same([b"ab", b"ab"], 3)
+    assert not same([b"ab", b"ab\0"], 3)

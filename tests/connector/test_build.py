@@ -17,12 +17,14 @@ import pytest
 
 from kvoffload import OffloadConfig, OffloadingConnectorScheduler, build_scheduler
 from kvoffload.abc import ConfigError, KVGroup, LookupState, MissReason, OffloadKey, ReqContext
+from kvoffload.cache.keys import NAMESPACE_BYTES
 from kvoffload.cache.manager import PolicyOffloadingManager
 from kvoffload.cache.policies.lru import LRUPolicy
-from kvoffload.connector.build import NAMESPACE_BYTES, namespace, tokens_per_block
+from kvoffload.connector.build import namespace, tokens_per_block
 from kvoffload.host.pool import HostPool
 from kvoffload.tiers.disk import config as disk_config
 from kvoffload.tiers.manager import TieredOffloadingManager
+from tests.connector.rig import FakeBlocks, FakeRequest, prompt
 
 TOKENS, SLOT, BLOCKS = 16, 4096, 8
 MIB = 1 << 20
@@ -324,3 +326,18 @@ def test_a_trace_has_the_sizes_of_the_server(make: Builder, tmp_path: Path) -> N
 def test_each_of_several_engines_has_a_trace_of_its_own(make: Builder, tmp_path: Path) -> None:
     make(config(record_trace=str(tmp_path / "trace.jsonl")), engine=1, engines=2).shutdown()
     assert [path.name for path in tmp_path.iterdir()] == ["trace-engine1.jsonl"]
+
+
+def test_a_trace_has_the_session_and_the_tenant_of_a_request(make: Builder, tmp_path: Path) -> None:
+    path = tmp_path / "trace.jsonl"
+    half = make(config(record_trace=str(path)))
+    for i, options in enumerate(({}, {"session": "s", "tenant": "t"}, {"session": "s", "tenant": "t"})):
+        request = FakeRequest(f"r{i}", prompt(3 * TOKENS), kv_transfer_params={"kvoffload": options})
+        half.get_num_new_matched_tokens(request, 0)
+        half.update_state_after_alloc(request, FakeBlocks([1, 2, 3]), 0)
+        half.request_finished(request)
+    half.shutdown()
+    first, *named = (json.loads(line) for line in path.read_text().splitlines()[1:])
+    assert not first.keys() & {"session", "tenant"}
+    assert named[0]["session"] == named[1]["session"]
+    assert named[0]["tenant"] == named[1]["tenant"] != named[0]["session"]

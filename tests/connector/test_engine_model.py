@@ -733,7 +733,7 @@ def drafts_stored_before_they_are_final(engine: ModelEngine) -> None:
 def group_not_in_the_key(engine: ModelEngine) -> None:
     layout = engine.scheduler.layout
     key = layout.key
-    layout.key = lambda g, index, request: key(g, index, request)[:-4] + bytes(4)  # type: ignore[method-assign]
+    layout.key = lambda *block: key(*block)[:-4] + bytes(4)  # type: ignore[method-assign]
 
 
 def fence_of_windows_left_out(engine: ModelEngine) -> None:

@@ -23,6 +23,8 @@ from tests.connector.rig import (
     prompt,
 )
 
+SPACE = b"namespace"
+
 
 @pytest.mark.parametrize("params", [[1, 2], "do_remote_decode", 7, {}, {"do_remote_decode": []}])
 def test_whatever_a_client_sends_does_no_harm(params: Any) -> None:
@@ -90,7 +92,7 @@ def test_an_option_that_is_not_valid_is_left_out(option: dict[str, Any]) -> None
     assert not rig.half.off
     (name,) = option
     assert rig.half.metrics.snapshot()[f"ignored_options:{name if name in OPTIONS else UNKNOWN}"] == 2
-    assert RequestOptions.from_params({PARAM: option}).hints is None
+    assert RequestOptions.from_params({PARAM: option}).hints(SPACE) is None
 
 
 def test_names_of_unknown_options_are_not_labels() -> None:
@@ -113,16 +115,20 @@ def test_names_of_unknown_options_are_not_labels() -> None:
         ({"expect_return_s": 0}, Hints(expect_return_s=0)),
         ({"expect_return_s": 1.5, "drop": False}, Hints(expect_return_s=1.5)),
         ({"expect_return_s": MAX_EXPECTED_S}, Hints(expect_return_s=MAX_EXPECTED_S)),
-        ({"session": "s" * MAX_SESSION_CHARS}, Hints(session_number("s" * MAX_SESSION_CHARS))),
-        ({"session": "\ud800", "store": False}, Hints(session_number("\ud800"))),
+        ({"session": "s" * MAX_SESSION_CHARS}, Hints(session_number("s" * MAX_SESSION_CHARS, SPACE))),
+        ({"session": "\ud800", "store": False}, Hints(session_number("\ud800", SPACE))),
     ],
 )
 def test_hints_are_read(option: dict[str, Any], hints: Hints | None) -> None:
-    assert RequestOptions.from_params({PARAM: option}).hints == hints
+    assert RequestOptions.from_params({PARAM: option}).hints(SPACE) == hints
+
+
+def test_sessions_of_two_tenants_are_not_the_same() -> None:
+    assert session_number("s", b"one") != session_number("s", b"other")
 
 
 def test_the_number_of_a_session_is_in_its_range() -> None:
-    numbers = {session_number(str(i)) for i in range(1000)}
+    numbers = {session_number(str(i), SPACE) for i in range(1000)}
     assert len(numbers) == 1000
     assert all(2 <= number < 1 << 63 for number in numbers)
 
@@ -130,11 +136,11 @@ def test_the_number_of_a_session_is_in_its_range() -> None:
 def test_the_engine_may_name_the_session_and_the_client_counts_more() -> None:
     named = {"session": "of the engine", "drop": True}
     options = RequestOptions.from_params(None, named)
-    assert options.hints == Hints(session_number("of the engine"), drop=True)
+    assert options.hints(SPACE) == Hints(session_number("of the engine", SPACE), drop=True)
     options = RequestOptions.from_params({PARAM: {"session": "mine", "drop": False}}, named)
-    assert options.hints == Hints(session_number("mine"))
+    assert options.hints(SPACE) == Hints(session_number("mine", SPACE))
     options = RequestOptions.from_params({PARAM: {"session": 7}}, {"session": "of the engine", "other": 1})
-    assert options.hints == Hints(session_number("of the engine"))
+    assert options.hints(SPACE) == Hints(session_number("of the engine", SPACE))
     assert options.ignored == ("session",)
 
 

@@ -226,8 +226,8 @@ def test_keys_come_by_the_end_of_their_blocks(seed: int) -> None:
     groups = [KVGroup(4 if one_size else rng.choice((4, 8, 12)), **kind) for kind in kinds]
     groups = groups or [KVGroup(4, state=True)]
     request = FakeRequest("r", list(range(rng.randint(0, 120))), hash_tokens=1)
-    layout = Layout(groups, 1, b"", lambda request, end, lookahead: str(end).encode())
-    blocks = RequestBlocks(request, layout, 1 << 40, 1 << 40)
+    layout = Layout(groups, 1, lambda request, end, lookahead: str(end).encode())
+    blocks = RequestBlocks(request, layout, b"", 1 << 40, 1 << 40)
     blocks.extend_keys()
     boundaries = range(layout.align, 121, layout.align)
     chosen = rng.sample(boundaries, min(len(boundaries), rng.randint(0, 4)))

@@ -68,7 +68,7 @@ def faults(text: str) -> list[str]:
             continue
         if name in DEPRECATED:
             found.append(f"{written} is deprecated")
-        known = LABELS | ({spec.label} if spec.label else set())
+        known = LABELS | set(spec.labels)
         found += [f"{written}{{{label}}}" for label in re.findall(r"(\w+)(?:=|!=)", selectors) if label not in known]
     return found
 
@@ -167,13 +167,13 @@ class Growing:
 
         self.scrapes += 1
         values = {"tier": ["disk", "redis"], "reason": list(map(str, MissReason)), "rule": ["lru", "lirs"]}
+        values |= {"tenant": ["search", "other"], "tenant,tier": ["search,host", "other,host"]}
         for name, spec in METRICS.items():
             kind = CounterMetricFamily if spec.kind == "counter" else GaugeMetricFamily
-            labels = [spec.label] if spec.label else []
-            family = kind(f"kvoffload:{name}", spec.help, labels=["model_name", "engine", *labels])
+            family = kind(f"kvoffload:{name}", spec.help, labels=["model_name", "engine", *spec.labels])
             for value in values[spec.label] if spec.label else [None]:
                 amount = 10.0 * self.scrapes if spec.kind == "counter" else 1.0
-                family.add_metric(["model", "0", *([value] if value else [])], amount)
+                family.add_metric(["model", "0", *(value.split(",") if value else [])], amount)
             yield family
 
 

@@ -24,6 +24,8 @@ from openai import AsyncOpenAI, OpenAI
 from prometheus_client.parser import text_string_to_metric_families
 from vllm_harness import DEADLINE_S, ENVIRONMENT, Child, Runner, eventually, kill_session
 
+from kvoffload.observe.metrics import METRICS
+
 HOST = "127.0.0.1"
 README = Path(__file__).parents[2] / "README.md"
 _TINY = [7, 8, 9]
@@ -172,16 +174,15 @@ class Server:
         return self.scrape(rank)
 
     def scrape(self, rank: int | None = None) -> dict[str, float]:
-        """Returns the metrics by their names in METRICS, those with a reason as ``misses:REASON`` and those of a
-        tier or an option as ``NAME:LABEL``. ``rank`` selects one of several data-parallel engines."""
+        """Returns the metrics by their names in METRICS, those with labels as ``NAME:LABEL``. ``rank`` selects one of
+        several data-parallel engines."""
         samples = {}
         for family in text_string_to_metric_families(self.get("/metrics")):
             for sample in family.samples:
                 of_engine = sample.labels.get("engine") == str(rank or 0)
                 if of_engine and sample.name.startswith("kvoffload:") and not sample.name.endswith("_created"):
                     name = sample.name.removeprefix("kvoffload:").removesuffix("_total")
-                    labels = [sample.labels[name] for name in ("reason", "tier", "option") if name in sample.labels]
-                    label = labels[0] if labels else None
+                    label = ",".join(sample.labels[each] for each in METRICS[name].labels)
                     samples[f"{name}:{label}" if label else name] = sample.value
         return samples
 

@@ -16,8 +16,7 @@ from vllm.distributed.kv_events import BlockRemoved, BlockStored
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
 from kvoffload.abc import BlockDescription, KVGroup, MissReason, OffloadingEvent, OffloadKey
-from kvoffload.cache.keys import make_offload_key
-from kvoffload.connector.build import NAMESPACE_BYTES
+from kvoffload.cache.keys import NAMESPACE_BYTES, make_offload_key
 from kvoffload.connector.parts import Parts
 from kvoffload.observe.metrics import METRICS
 from kvoffload.vllm import events as events_module

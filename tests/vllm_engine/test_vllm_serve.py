@@ -11,6 +11,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from hashlib import sha256
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -89,6 +90,9 @@ NONSENSE: dict[str, Any] = {
     "options one level too high": {"store": False, "load": False, "max_tokens": 0},
     "more than there is": {"kvoffload": {"max_tokens": (1 << 64) - 1}},
     "what another connector understands": {"do_remote_prefill": True, "remote_block_ids": [1, 2], "remote_port": "x"},
+    "tenants without a name": {"kvoffload": {"tenant": ""}, "tenant": "search"},
+    "a list of tenants": {"kvoffload": {"tenant": ["search", None]}},
+    "a tenant with a long name": {"kvoffload": {"tenant": "x" * 129}},
     "deep": nested(50),
     "deep within an option": {"kvoffload": {"store": nested(50)}},
     "wide": {"kvoffload": {f"option {i}": i for i in range(5000)}},
@@ -269,6 +273,41 @@ class TestReadmeFlag:
         assert ask(drop=False) == (0, HIT)
         assert ask(drop=True) == (STORED, 0)
         assert server.metrics()["off"] == 0
+
+
+def test_tenants_find_what_they_have_stored_themselves(start: Start, alone: dict[str, list[Any]]) -> None:
+    """By the request option and by the salt, with and without shares."""
+    salt = "known to the gateway"
+    shares = {
+        "search": {"guaranteed": {"host": POOL_BYTES // 4}},
+        "chat": {"quota": {"host": POOL_BYTES // 2}, "salt_sha256": sha256(salt.encode()).hexdigest()},
+    }
+
+    def of(tenant: object) -> dict[str, Any]:
+        return {"kv_transfer_params": {"kvoffload": {"tenant": tenant}}}
+
+    with start(flag(host_bytes=POOL_BYTES, tenants=shares)) as server:
+
+        def found(changes: dict[str, Any]) -> float:
+            server.forget_device_blocks()
+            answer, grown = server.growth(lambda: server.complete(CONTROL[0], **changes))
+            assert differences([answer], [alone["control"][0]]) == []
+            return grown["host_hit_tokens"]
+
+        clients = [of("search"), of("chat"), of("somebody"), {}, {"cache_salt": salt}, {"cache_salt": "another"}]
+        assert [found(client) for client in clients] == [0] * len(clients)
+        assert [found(client) for client in clients] == [HIT] * len(clients)
+        assert found(of("search") | {"cache_salt": salt}) == 0
+        assert found(of("chat") | {"cache_salt": salt}) == HIT, "the salt said the same"
+        assert found(of(7)) == HIT, "as a request without a tenant"
+        assert eventually(lambda: server.metrics()["tenant_blocks:chat,host"] == 2 * STORED)
+        metrics = server.metrics()
+        assert {name: metrics[name] for name in metrics if name.startswith("tenant_hit_tokens")} == {
+            "tenant_hit_tokens:search": HIT,
+            "tenant_hit_tokens:chat": 3 * HIT,
+            "tenant_hit_tokens:other": 4 * HIT,
+        }
+        assert metrics["tenant_evicted_blocks:search,host"] == metrics["off"] == 0
 
 
 def test_corrupted_bytes_change_answers(start: Start, alone: dict[str, list[Any]]) -> None:

@@ -24,6 +24,7 @@ from kvoffload.abc.types import (
     OffloadKey,
     ReqContext,
     Slots,
+    TenantUse,
     TransferSpec,
 )
 
@@ -62,6 +63,7 @@ __all__ = [
     "ScheduledStep",
     "Slots",
     "States",
+    "TenantUse",
     "Tier",
     "TierError",
     "TierResult",

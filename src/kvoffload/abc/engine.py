@@ -12,7 +12,8 @@ from kvoffload.abc.types import (
 
 
 class Request(Protocol):
-    """The part of an engine's request that the scheduler half reads."""
+    """The part of an engine's request that the scheduler half reads. If there is a ``cache_salt``, a string on which
+    the block hashes depend, it may say which tenant the request belongs to."""
 
     @property
     def request_id(self) -> str: ...

@@ -17,6 +17,7 @@ from kvoffload.abc.types import (
     MissReason,
     OffloadKey,
     ReqContext,
+    TenantUse,
 )
 
 
@@ -247,6 +248,15 @@ class OffloadingManager(ABC):
     @abstractmethod
     def num_blocks(self) -> int:
         """Capacity in blocks."""
+
+    def uses_by_tier(self) -> Mapping[str, Sequence[TenantUse]]:
+        """Returns what each tenant holds, by the name of the tier. By default nothing is shared among tenants."""
+        return {}
+
+    def most_blocks(self, key: OffloadKey) -> int:
+        """Returns how many blocks the tenant of ``key``, of which the first bytes count, can have whatever other
+        tenants have. By default the capacity."""
+        return self.num_blocks
 
     @property
     @abstractmethod

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from kvoffload.abc.types import LookupState, OffloadKey, Slots
+from kvoffload.abc.types import LookupState, OffloadKey, Slots, TenantUse
 
 States = npt.NDArray[np.uint8]
 """One LookupState per key."""
@@ -101,6 +101,15 @@ class Tier(ABC):
         """Bytes taken in the medium now, including everything that the tier keeps there beside the blocks that it
         holds. By default there is nothing else."""
         return None if self.num_blocks is None else self.num_blocks * self.block_bytes
+
+    def most_blocks(self, key: OffloadKey) -> int | None:
+        """Returns how many blocks of one chain, to which ``key`` belongs, the tier can hold at once. By default as many
+        as its budget has room for, None if the medium bounds itself."""
+        return None if self.capacity_bytes is None else self.capacity_bytes // max(1, self.block_bytes)
+
+    def tenant_uses(self) -> Sequence[TenantUse]:
+        """Returns what each tenant holds. By default nothing, for a tier of which tenants have no shares."""
+        return ()
 
     @property
     def num_evicted(self) -> int:

@@ -11,7 +11,7 @@ import enum
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -151,6 +151,8 @@ class MissReason(enum.StrEnum):
     EVICTED = "evicted"
     BEING_WRITTEN = "being_written"
     NO_ROOM = "no_room"
+    OVER_QUOTA = "over_quota"
+    """Its tenant had used up its quota, and all blocks of the tenant were in use."""
     RESET = "reset"
     COPY_FAILED = "copy_failed"
     CORRUPT = "corrupt"
@@ -175,6 +177,15 @@ class Miss:
     reason: MissReason
     age_s: float | None = None
     tier: str | None = field(default=None, compare=False)
+
+
+class TenantUse(NamedTuple):
+    """What a tenant holds of a tier, and since the start its evicted blocks and its refused stores."""
+
+    name: str
+    num_blocks: int
+    num_evicted: int
+    num_refused: int
 
 
 @dataclass(frozen=True, slots=True, eq=False)

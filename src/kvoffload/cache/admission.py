@@ -19,6 +19,7 @@ from kvoffload.abc import (
     ReqContext,
 )
 from kvoffload.cache.misses import MissMemory
+from kvoffload.cache.tenants import Shares
 
 MAX_SEEN_KEYS = 1 << 18
 """Keys remembered as counted, over all requests. A request that is forgotten is counted again when it comes back."""
@@ -131,6 +132,45 @@ class ReuseFilter(Admission):
         is_bounded = len(self._counts) <= self.max_tracker_size and len(self._seen) <= MAX_SEEN_REQUESTS
         if not is_bounded or self._num_seen != num_seen:
             raise IntegrityError("the reuse filter's tables have outgrown their bounds")
+
+
+class TenantAdmission(Admission):
+    """An admission of its own for each tenant of ``shares``, so that no tenant's requests make it forget another's."""
+
+    def __init__(self, shares: Shares, make: Callable[[], Admission]) -> None:
+        self._shares = shares
+        self._admissions = [make() for _ in shares.names]
+
+    def _split(self, keys: Sequence[OffloadKey]) -> list[tuple[Admission, list[int]]]:
+        """Returns which of ``keys`` each tenant's admission decides about."""
+        tenants = self._shares.tenants_of(keys)
+        if isinstance(tenants, int):
+            return [(self._admissions[tenants], list(range(len(keys))))]
+        return [(each, [i for i, of in enumerate(tenants) if of == t]) for t, each in enumerate(self._admissions)]
+
+    def count(self, keys: Sequence[OffloadKey], req_context: ReqContext | None) -> None:
+        for admission, chosen in self._split(keys):
+            admission.count([keys[i] for i in chosen], req_context)
+
+    def accepts(self, keys: Sequence[OffloadKey]) -> list[bool]:
+        accepted = [False] * len(keys)
+        for admission, chosen in self._split(keys):
+            for i, answer in zip(chosen, admission.accepts([keys[i] for i in chosen]), strict=True):
+                accepted[i] = answer
+        return accepted
+
+    def refuse(self, keys: Collection[OffloadKey]) -> None:
+        refused = list(keys)
+        for admission, chosen in self._split(refused):
+            admission.refuse([refused[i] for i in chosen])
+
+    def explain(self, key: OffloadKey) -> Miss:
+        ((admission, _),) = self._split([key])
+        return admission.explain(key)
+
+    def check_integrity(self) -> None:
+        for admission in self._admissions:
+            admission.check_integrity()
 
 
 def FilterReusedOffloadingManager(

@@ -48,6 +48,7 @@ class _Wait:
     """Infinite if no use is expected."""
     slots: Slots
     """Tail first."""
+    tenant: int
     num_passed: int = 0
     """Of these, how many have been looked at."""
 
@@ -78,8 +79,8 @@ class HintedBlocks:
         """When it was stored or last used; before the first hint, that is not known."""
         self._waits: dict[int, _Wait] = {}
         """By owner, the oldest first."""
-        self._queue: list[tuple[float, int, _Wait]] = []
-        """A heap of all waits, that which ends last first. It may have others, which have ended."""
+        self._queues: dict[int, list[tuple[float, int, _Wait]]] = {}
+        """By tenant: a heap of all waits, that which ends last first. It may have others, which have ended."""
         self._num_waiting = 0
         """Blocks left in all waits."""
         self._num_unexpected = 0
@@ -110,9 +111,9 @@ class HintedBlocks:
         self._owner[others] = _SHARED
         self._used_at[slots] = self._clock()
 
-    def ended(self, slots: Slots, stored: npt.NDArray[np.bool_], hints: Hints | None) -> None:
-        """Takes note of the end of a request that has used ``slots``, its chain, tail first, each once. It has
-        ``stored`` some of them itself."""
+    def ended(self, slots: Slots, stored: npt.NDArray[np.bool_], hints: Hints | None, tenant: int = 0) -> None:
+        """Takes note of the end of a request of ``tenant`` that has used ``slots``, its chain, tail first, each once.
+        It has ``stored`` some of them itself."""
         now = self._clock()
         self._used_at[slots] = now
         stored_slots = slots[stored]
@@ -123,7 +124,7 @@ class HintedBlocks:
         owners = self._owner[stored_slots]
         self._owner[stored_slots] = np.where((owners == _NEW) | (owners == owner), np.uint64(owner), _SHARED)
         if hints.returns_in_s is not None:
-            self._begin_wait(_Wait(owner, now + hints.returns_in_s, slots[self._owner[slots] == owner]))
+            self._begin_wait(_Wait(owner, now + hints.returns_in_s, slots[self._owner[slots] == owner], tenant))
 
     def _begin_wait(self, wait: _Wait) -> None:
         self._end_wait(wait.owner)
@@ -131,12 +132,13 @@ class HintedBlocks:
             return
         self._waits[wait.owner] = wait
         self._count(wait, wait.num_left)
-        heapq.heappush(self._queue, (-wait.returns_at, next(self._order), wait))
+        queue = self._queues.setdefault(wait.tenant, [])
+        heapq.heappush(queue, (-wait.returns_at, next(self._order), wait))
         while len(self._waits) > MAX_WAITS or self._num_waiting > self._table.num_blocks:
             self._end_wait(next(iter(self._waits)))
-        if len(self._queue) > 2 * len(self._waits) + QUEUE_SLACK:
-            self._queue = [entry for entry in self._queue if self._is_current(entry[2])]
-            heapq.heapify(self._queue)
+        if len(queue) > 2 * len(self._waits) + QUEUE_SLACK:
+            queue[:] = [entry for entry in queue if self._is_current(entry[2])]
+            heapq.heapify(queue)
 
     def _count(self, wait: _Wait, more: int) -> None:
         self._num_waiting += more
@@ -152,17 +154,19 @@ class HintedBlocks:
             self._count(wait, -wait.num_left)
             wait.slots = _NONE
 
-    def take(self, n: int, busy: npt.NDArray[np.bool_]) -> Slots:
-        """Returns up to ``n`` blocks that leave now, in the order in which they leave. None of them is busy."""
+    def take(self, n: int, busy: npt.NDArray[np.bool_], tenant: int = 0) -> Slots:
+        """Returns up to ``n`` blocks of ``tenant`` that leave now, in the order in which they leave. None of them is
+        busy."""
         now = self._clock()
         self._num_unaged += n
         taken: list[Slots] = []
         num_left = MAX_SCAN
-        while n > 0 and self._queue and num_left > 0:
-            wait = self._queue[0][2]
+        queue = self._queues.get(tenant, [])
+        while n > 0 and queue and num_left > 0:
+            wait = queue[0][2]
             num_left -= MIN_SCAN
             if not self._is_current(wait):
-                heapq.heappop(self._queue)
+                heapq.heappop(queue)
                 continue
             is_expected = wait.returns_at < math.inf
             if is_expected and wait.returns_at - now <= FACTOR * self._estimate_idle_age(now):
@@ -198,10 +202,10 @@ class HintedBlocks:
             raise IntegrityError("the number of waiting blocks is wrong")
         if self._num_waiting > self._table.num_blocks or len(self._waits) > MAX_WAITS:
             raise IntegrityError("more blocks or chains are waiting than hints may concern")
-        queued = {id(wait) for _, _, wait in self._queue}
-        if len(queued) != len(self._queue) or not queued.issuperset(map(id, waits)):
+        queued = {id(wait) for queue in self._queues.values() for _, _, wait in queue}
+        if len(queued) != sum(map(len, self._queues.values())) or not queued.issuperset(map(id, waits)):
             raise IntegrityError("a chain that waits is not in the queue")
-        if len(self._queue) > 2 * MAX_WAITS + QUEUE_SLACK:
+        if max(map(len, self._queues.values()), default=0) > 2 * MAX_WAITS + QUEUE_SLACK:
             raise IntegrityError("the queue of waiting chains is too long")
 
 

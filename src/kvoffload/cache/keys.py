@@ -14,6 +14,8 @@ from kvoffload.abc import BlockHash, OffloadKey
 from kvoffload.native import load
 
 GROUP_BYTES = 4
+NAMESPACE_BYTES = 8
+"""Bytes in front of every block hash in a key: a digest of the fingerprint, and of the tenant if there is one."""
 
 Hashes = npt.NDArray[np.uint64]
 
@@ -93,9 +95,16 @@ def plain_key_hashes(keys: Sequence[OffloadKey]) -> Hashes:
     return np.frombuffer(b"".join(map(xxhash.xxh3_64_digest, keys)), dtype=">u8").astype(np.uint64)
 
 
+def plain_same_starts(keys: Sequence[OffloadKey], n: int) -> bool:
+    """Returns whether all keys have the same first ``n`` bytes."""
+    return len({key[:n] for key in keys}) <= 1
+
+
 if TYPE_CHECKING or (native := load("_ghosts")) is None:
     hash_keys = plain_hash_keys
     key_hashes = plain_key_hashes
+    same_starts = plain_same_starts
 else:
     hash_keys = native.hash_keys
     key_hashes = native.key_hashes
+    same_starts = native.same_starts

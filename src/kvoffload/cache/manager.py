@@ -33,6 +33,7 @@ from kvoffload.abc import (
     PrepareStoreOutput,
     ReqContext,
     Slots,
+    TenantUse,
 )
 from kvoffload.abc.tier import HIT, MISS, PENDING
 from kvoffload.cache.hints import HintedBlocks
@@ -40,7 +41,9 @@ from kvoffload.cache.index import Homes
 from kvoffload.cache.misses import MISS_MEMORY_ENTRIES, MissMemory
 from kvoffload.cache.policies.arc import ARCPolicy
 from kvoffload.cache.policies.lru import LRUPolicy
+from kvoffload.cache.policies.tenants import TenantPolicy
 from kvoffload.cache.table import BlockTable
+from kvoffload.cache.tenants import HOST
 
 MAX_PENDING_EVENTS = 1 << 16
 """Events kept for a taker; beyond it the oldest are lost."""
@@ -71,6 +74,7 @@ class PolicyOffloadingManager(OffloadingManager):
             )
         self.backend = backend
         self.policy = policy
+        self._tenants = policy if isinstance(policy, TenantPolicy) else None
         self._must_store = must_store
         self._admission = admission
         self._table = BlockTable(backend.num_blocks)
@@ -138,8 +142,13 @@ class PolicyOffloadingManager(OffloadingManager):
         slots = self._table.find(keys)
         for unready in np.flatnonzero((slots < 0) | self._table.is_writing(slots)).tolist():
             raise BlockNotReadyError(f"block {keys[unready].hex()} is not ready; look it up before loading it")
-        self._table.pin(self._table.distinct(slots))
+        self._pin(self._table.distinct(slots))
         return self.backend.get_load_store_spec(keys, slots)
+
+    def _pin(self, slots: Slots) -> None:
+        self._table.pin(slots)
+        if self._tenants is not None:
+            self._tenants.mark_busy(slots)
 
     def pin(self, lease: LoadStoreSpec) -> npt.NDArray[np.bool_]:
         """Adds a pin to each block of ``lease`` that is ready and was not dropped, and returns which these are.
@@ -147,7 +156,7 @@ class PolicyOffloadingManager(OffloadingManager):
         For a caller whose lease has just been completed: nothing may have been stored or evicted since.
         """
         loadable = self._table.is_loadable(lease.slots)
-        self._table.pin(lease.slots[loadable])
+        self._pin(lease.slots[loadable])
         return loadable
 
     def complete_load(
@@ -175,9 +184,9 @@ class PolicyOffloadingManager(OffloadingManager):
                 new_keys, homes = list(compress(new_keys, accepted)), None
         tail_first, worthless = new_keys[::-1], []
         shortage = len(new_keys) - self.backend.get_num_free_blocks()
-        if self._hints is not None:
+        if self._hints is not None and self._tenants is None:
             shortage -= self._hints.num_unexpected
-        if shortage > 0 and not self._must_store:
+        if (shortage > 0 or self._tenants is not None) and not self._must_store:
             admitted = self.policy.admit(tail_first, shortage)
             if admitted is not None and len(admitted) != len(tail_first):
                 raise IntegrityError(f"policy {type(self.policy).__name__} gave no answer for some blocks")
@@ -208,10 +217,17 @@ class PolicyOffloadingManager(OffloadingManager):
         does not admit."""
         if worthless:
             self._gone.record(worthless, MissReason.NOT_ADMITTED)
-        shortage = len(new_keys) - self.backend.get_num_free_blocks()
-        protected = present[:0] if shortage <= 0 else self._table.idle(present)
-        if shortage > self._table.num_evictable - len(protected):
-            self._gone.record(new_keys, MissReason.NO_ROOM)
+        num_free = self.backend.get_num_free_blocks()
+        shortage = len(new_keys) - num_free
+        is_short = shortage > 0 or self._tenants is not None
+        protected = self._table.idle(present) if is_short else present[:0]
+        if self._tenants is not None:
+            room = self._tenants.room(tail_first, num_free, protected)
+            refusal, shortage = (room, 0) if isinstance(room, MissReason) else (None, room)
+        else:
+            refusal = MissReason.NO_ROOM if shortage > self._table.num_evictable - len(protected) else None
+        if refusal is not None:
+            self._gone.record(new_keys, refusal)
             return None
         if worthless:
             self.policy.refuse(worthless)
@@ -236,7 +252,9 @@ class PolicyOffloadingManager(OffloadingManager):
     def _evict(self, n: int, protected: Slots, entering: Sequence[OffloadKey]) -> list[OffloadKey]:
         if len(protected):
             self._table.mark_busy(protected, True)
-        early = self._evict_early(n) if self._hints is not None else protected[:0]
+            if self._tenants is not None:
+                self._tenants.mark_busy(protected)
+        early = self._evict_early(n, entering) if self._hints is not None else protected[:0]
         victims = early
         if len(early) < n:
             victims = np.asarray(self.policy.evict(Eviction(n - len(early), self._busy, self._key_of, entering)))
@@ -254,12 +272,16 @@ class PolicyOffloadingManager(OffloadingManager):
             self._emit(keys, removed=True)
         return keys
 
-    def _evict_early(self, n: int) -> Slots:
-        """Removes up to ``n`` blocks that are to leave early from the policy, and returns their slots."""
+    def _evict_early(self, n: int, entering: Sequence[OffloadKey]) -> Slots:
+        """Removes up to ``n`` blocks that are to leave early from the policy, and returns their slots. Of each tenant
+        no more leave than it must lose."""
         assert self._hints is not None
-        early = self._hints.take(n, self._busy)
+        shares = {0: n} if self._tenants is None else self._tenants.leaving(entering, n)
+        early = np.concatenate([self._hints.take(most, self._busy, tenant) for tenant, most in shares.items()])
         if len(early):
             self._num_early += len(early)
+            if self._tenants is not None:
+                self._tenants.count_evicted(early)
             self.policy.remove(early)
             # So that the policy learns from their return, if the hint was wrong.
             self.policy.refuse(self._key_of[early].tolist())
@@ -286,6 +308,11 @@ class PolicyOffloadingManager(OffloadingManager):
         if len(freed):
             self.backend.free(freed)
 
+    def restorable(self, keys: Sequence[OffloadKey]) -> npt.NDArray[np.bool_] | None:
+        """Returns which of ``keys``, the least recently used first, ``restore`` may be given without breaking a
+        tenant's quota, if nothing is held yet; None for all."""
+        return None if self._tenants is None else self._tenants.restorable(keys)
+
     def restore(self, keys: Sequence[OffloadKey], slots: Slots) -> None:
         """Takes in distinct blocks that are in the medium already, in ``slots`` that the backend counts as allocated,
         the least recently used first."""
@@ -308,8 +335,24 @@ class PolicyOffloadingManager(OffloadingManager):
 
     @property
     def num_available_blocks(self) -> int:
-        """Blocks that ``prepare_store`` could make room for now."""
+        """Blocks that ``prepare_store`` could make room for now, of all tenants together."""
         return self.backend.get_num_free_blocks() + self._table.num_evictable
+
+    def num_storable(self, key: OffloadKey) -> int:
+        """Returns how many blocks of the tenant of ``key`` ``prepare_store`` could make room for now."""
+        if self._tenants is None:
+            return self.num_available_blocks
+        return self._tenants.num_storable(key, self.backend.get_num_free_blocks())
+
+    def most_blocks(self, key: OffloadKey) -> int:
+        return self.num_blocks if self._tenants is None else self._tenants.most_blocks(key)
+
+    def tenant_uses(self) -> Sequence[TenantUse]:
+        """Returns what each tenant holds; nothing if the slots are not shared among tenants."""
+        return () if self._tenants is None else self._tenants.uses()
+
+    def uses_by_tier(self) -> Mapping[str, Sequence[TenantUse]]:
+        return {} if self._tenants is None else {HOST: self.tenant_uses()}
 
     # The eviction order.
 
@@ -346,7 +389,8 @@ class PolicyOffloadingManager(OffloadingManager):
         slots, new = self._table.chain(found, stored if isinstance(stored, list | tuple) else list(stored))
         self.policy.reorder(slots, new)
         if self._hints is not None:
-            self._hints.ended(slots, new, None if req_context is None else req_context.hints)
+            tenant = 0 if self._tenants is None or not len(slots) else self._tenants.tenant_of(slots[0])
+            self._hints.ended(slots, new, None if req_context is None else req_context.hints, tenant)
 
     def policy_state(self) -> Mapping[str, Any]:
         return self.policy.state()

@@ -74,6 +74,11 @@ ADVICE = {
         "Raise host_bytes, or run fewer requests at a time.",
         True,
     ),
+    MissReason.OVER_QUOTA: Advice(
+        "the block was not stored: its tenant had used up its quota, and all of the tenant's blocks were in use",
+        "Raise the tenant's quota, or run fewer of its requests at a time.",
+        True,
+    ),
     MissReason.RESET: Advice(
         "the cache had been reset", "Reset less often: new weights, sleep mode and /reset_prefix_cache reset the cache."
     ),

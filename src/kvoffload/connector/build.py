@@ -5,17 +5,20 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias
 
 import numpy as np
 
 from kvoffload.abc import Admission, ByteArray, ConfigError, Following, KVGroup, OffloadingManager, Tier
-from kvoffload.cache.admission import ReuseFilter, tracker_size
-from kvoffload.cache.keys import root_hash
+from kvoffload.cache.admission import ReuseFilter, TenantAdmission, tracker_size
+from kvoffload.cache.keys import NAMESPACE_BYTES, root_hash
 from kvoffload.cache.manager import PolicyOffloadingManager
 from kvoffload.cache.policies import make_policy
 from kvoffload.cache.slots import HostBackend
+from kvoffload.cache.tenants import HOST, Tenants
 from kvoffload.config import OffloadConfig
 from kvoffload.connector.layout import Layout
 from kvoffload.connector.options import EngineOptions
@@ -32,9 +35,6 @@ from kvoffload.units import format_bytes
 logger = logging.getLogger(__name__)
 
 TraceHeaders: TypeAlias = Callable[[Any], Mapping[str, str] | None]
-
-NAMESPACE_BYTES = 8
-"""Bytes of the fingerprint in front of every block hash."""
 
 
 def build_scheduler(
@@ -82,7 +82,7 @@ def build_scheduler(
     medium itself fails, a warning says so and the others serve.
     """
     _check_arguments(groups, fingerprint, hash_block_size, device_blocks, engine, engines)
-    host_pools = _HostPools(Layout(groups, hash_block_size, b"", following, parts), pools, engines, num_workers)
+    host_pools = _HostPools(Layout(groups, hash_block_size, following, parts), pools, engines, num_workers)
     host_pools.check(config)
     # What is open already is closed again if the rest fails.
     with contextlib.ExitStack() as opened:
@@ -90,20 +90,22 @@ def build_scheduler(
         if recorder is not None:
             opened.callback(recorder.close)
         below, entries = list[tuple[Tier, TierConfig | None]](), config.tier_entries
+        tenants = Tenants(namespace(fingerprint), config.tenants)
         names = distinct_names([*config.tier_names, *(tier.name for tier in tiers)])
         if entries:
             context = host_pools.context(fingerprint, identity or {}, config.policy, engine)
             for entry, name in zip(entries, names, strict=False):
-                tier = _open_tier(entry, context)
+                shares = partial(tenants.shares, name, engines=engines) if config.tenants else None
+                tier = _open_tier(entry, replace(context, shares=shares))
                 if tier is not None:
                     opened.callback(tier.close)
                     below.append((_named(tier, name), entry.config))
         below += [(_named(tier, name), None) for tier, name in zip(tiers, names[len(entries) :], strict=True)]
         scheduler = OffloadingConnectorScheduler(
-            _make_manager(config, host_pools, below, enable_events, parent_request),
+            _make_manager(config, host_pools, below, enable_events, parent_request, tenants),
             groups=groups,
             hash_block_size=hash_block_size,
-            namespace=namespace(fingerprint),
+            tenants=tenants,
             num_workers=host_pools.num_workers,
             share_loads=share_loads,
             describe_blocks=enable_events,
@@ -148,6 +150,7 @@ def _make_manager(
     tiers: Sequence[tuple[Tier, TierConfig | None]],
     enable_events: bool,
     parent_request: Callable[[str], str],
+    tenants: Tenants,
 ) -> OffloadingManager:
     """Returns the manager of the host pools, in front of ``tiers`` if there are any. Each is beside its entry."""
 
@@ -155,12 +158,18 @@ def _make_manager(
         if threshold is None:
             return None
         tier_blocks = sum(entry.capacity_bytes or 0 for entry in entries) // (pools.block_bytes * pools.engines)
-        return ReuseFilter(threshold, tracker_size(pools.num_blocks + tier_blocks), parent_request)
+        num_blocks = pools.num_blocks + tier_blocks
+        if shares is None:
+            return ReuseFilter(threshold, tracker_size(num_blocks), parent_request)
+        size = tracker_size(num_blocks // len(shares.names))
+        return TenantAdmission(shares, lambda: ReuseFilter(threshold, size, parent_request))
 
-    groups = pools.layout.groups
+    groups, shares = pools.layout.groups, None
+    if config.tenants:
+        shares = tenants.shares(HOST, pools.num_blocks, pools.block_bytes, pools.engines)
     host = PolicyOffloadingManager(
         HostBackend(groups[0].block_tokens, pools.num_blocks),
-        make_policy(config.policy, pools.num_blocks),
+        make_policy(config.policy, pools.num_blocks, shares),
         enable_events,
         must_store=bool(tiers),
         admission=admission(config.store_threshold, [entry.config for entry in config.tier_entries]),

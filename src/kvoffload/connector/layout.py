@@ -29,7 +29,6 @@ class Layout:
         self,
         groups: Sequence[KVGroup],
         hash_block_size: int | None,
-        namespace: bytes,
         following: Following | None = None,
         parts: Parts | None = None,
     ) -> None:
@@ -51,7 +50,6 @@ class Layout:
                 "following=None: the KV of a group with a lookahead depends on the tokens after a block; pass a "
                 "function that describes them"
             )
-        self.namespace = namespace
         self._following = following
         self.block_tokens = tuple(group.block_tokens for group in groups)
         self.factors = tuple(group.block_size_factor for group in groups)
@@ -89,22 +87,23 @@ class Layout:
         """Returns the index of the last block of group ``g`` that ends at token ``end`` or before; -1 if none does."""
         return end // self.block_tokens[g] - 1
 
-    def extend_keys(self, g: int, keys: list[OffloadKey], request: Request) -> None:
-        """Appends to the ``keys`` of group ``g`` those of the blocks that became whole."""
+    def extend_keys(self, g: int, keys: list[OffloadKey], request: Request, namespace: bytes) -> None:
+        """Appends to the ``keys`` of group ``g`` those of the blocks that became whole. ``namespace`` precedes the
+        block hashes."""
         if g in self.ahead:
-            keys += [self.key(g, index, request) for index in range(len(keys), self.num_named(g, request))]
+            keys += [self.key(g, index, request, namespace) for index in range(len(keys), self.num_named(g, request))]
         else:
-            per_block, namespace, suffix = self._hashes_per_block[g], self.namespace, self._suffixes[g]
+            per_block, suffix = self._hashes_per_block[g], self._suffixes[g]
             last = request.block_hashes[(len(keys) + 1) * per_block - 1 :: per_block]
             keys += [namespace + block_hash + suffix for block_hash in last]
 
-    def key(self, g: int, index: int, request: Request) -> OffloadKey:
-        """Returns the key of block ``index`` of group ``g`` of ``request``."""
+    def key(self, g: int, index: int, request: Request, namespace: bytes) -> OffloadKey:
+        """Returns the key of block ``index`` of group ``g`` of ``request``. ``namespace`` precedes the block hash."""
         end = (index + 1) * self.block_tokens[g]
         name = request.block_hashes[end // self.hash_block_size - 1]
         if self._following is not None and (lookahead := self.groups[g].lookahead):
             name = with_following(name, self._following(request, end, lookahead))
-        return self.namespace + name + self._suffixes[g]
+        return namespace + name + self._suffixes[g]
 
     def describe(self, request: Request, block: Block) -> BlockDescription:
         """Describes the contents of ``block``, for events."""

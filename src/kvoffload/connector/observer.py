@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from kvoffload.abc import BlockDescription, Miss, MissReason, OffloadingEvent, OffloadingManager, OffloadKey
+from kvoffload.abc import BlockDescription, Miss, MissReason, OffloadingEvent, OffloadingManager, OffloadKey, TenantUse
 from kvoffload.cache.keys import key_group_idx
 from kvoffload.cache.manager import MAX_PENDING_EVENTS
 from kvoffload.connector.jobs import Job
@@ -78,6 +78,8 @@ class RequestObserver:
         self._spans = spans
         self._clock = clock
         self._read_policy_at = float("-inf")
+        self._tenant_uses: dict[str, TenantUse] = {}
+        """What each tenant held in each tier when that was last read, by "TENANT,TIER"."""
         self._requests: dict[str, _Observed] = {}
         self._prefills: dict[str, _Prefill] = {}
         self._descriptions: dict[OffloadKey, BlockDescription] = {}
@@ -137,7 +139,15 @@ class RequestObserver:
         if self._recorder is not None and observed is not None and observed.record is not None:
             state.extend_keys()
             keys = state.blocks.keys[self._layout.traced]
-            self._recorder.add(observed.arrived, observed.record, keys, request.num_tokens, request.num_computed_tokens)
+            self._recorder.add(
+                observed.arrived,
+                observed.record,
+                keys,
+                request.num_tokens,
+                request.num_computed_tokens,
+                session=state.options.session,
+                tenant=state.options.tenant or state.tenant,
+            )
 
     def planned_last_stores(self, states: Iterable[RequestState]) -> None:
         """Called for requests that have ended, once the stores of their last blocks have begun."""
@@ -175,6 +185,9 @@ class RequestObserver:
             missed, miss = self._explain(missed, match.no_state)
             reason, age_s, missed_in = miss.reason, miss.age_s, miss.tier
             self.metrics.add("misses", label=reason)
+        if state.tenant is not None:
+            self.metrics.add("tenant_asked_tokens", state.request.num_tokens, label=state.tenant)
+            self.metrics.add("tenant_hit_tokens", num_external_tokens, label=state.tenant)
         self.metrics.add("asked_tokens", state.request.num_tokens)
         self.metrics.add("device_hit_tokens", match.computed)
         self.metrics.add("host_hit_tokens", num_external_tokens - below_host)
@@ -185,7 +198,7 @@ class RequestObserver:
             state.request.num_tokens,
             match.computed,
             num_external_tokens - below_host,
-            missed[len(self._layout.namespace) :].hex() if missed else None,
+            missed[len(state.blocks.namespace) :].hex() if missed else None,
             reason,
             age_s,
             below_host,
@@ -285,6 +298,14 @@ class RequestObserver:
         for rule, score in state.get("scores", {}).items():
             self.metrics.set("policy_rule", float(rule == state["rule"]), label=rule)
             self.metrics.set("policy_score", score, label=rule)
+        for tier, uses in self._manager.uses_by_tier().items():
+            for use in uses:
+                label = f"{use.name},{tier}"
+                before = self._tenant_uses.get(label, TenantUse(use.name, 0, 0, 0))
+                self._tenant_uses[label] = use
+                self.metrics.set("tenant_blocks", use.num_blocks, label)
+                self.metrics.add("tenant_evicted_blocks", use.num_evicted - before.num_evicted, label)
+                self.metrics.add("tenant_refused_stores", use.num_refused - before.num_refused, label)
 
     def warn(self, message: str) -> None:
         """Logs ``message``, at most once in WARN_EVERY_S."""

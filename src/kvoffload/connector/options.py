@@ -15,6 +15,7 @@ logger = logging.getLogger(__name__)
 
 PARAM = "kvoffload"
 """The key under which ``kv_transfer_params`` holds a request's options."""
+MAX_TENANT_CHARS = 128
 MAX_SESSION_CHARS = 256
 """Characters of the name of a session."""
 MAX_EXPECTED_S = 1e9
@@ -37,6 +38,10 @@ def _is_name(value: object) -> bool:
     return isinstance(value, str) and 0 < len(value) <= MAX_SESSION_CHARS
 
 
+def _is_tenant(value: object) -> bool:
+    return type(value) is str and 0 < len(value) <= MAX_TENANT_CHARS and value.isprintable()
+
+
 def _is_wait(value: object) -> bool:
     # Neither NaN nor an infinity is in the range, and an int of any size can be compared.
     return type(value) in (int, float) and 0 <= value <= MAX_EXPECTED_S  # type: ignore[operator]
@@ -49,6 +54,7 @@ OPTIONS: Mapping[str, Callable[[object], bool]] = {
     "session": _is_name,
     "drop": _is_bool,
     "expect_return_s": _is_wait,
+    "tenant": _is_tenant,
 }
 """Every option of ``kv_transfer_params["kvoffload"]``, and whether a value is valid."""
 
@@ -68,8 +74,14 @@ class RequestOptions:
     """Whether stored KV may be loaded for it."""
     max_tokens: int | None = None
     """The number of its first tokens that may be stored and loaded; None: all."""
-    hints: Hints | None = None
-    """What is known about the next use of its blocks; None if nothing is."""
+    session: str | None = None
+    """The name of its conversation or agent."""
+    drop: bool = False
+    """Whether it is the last one of its session."""
+    expect_return_s: float | None = None
+    """Seconds from its end to the next one of its session."""
+    tenant: str | None = None
+    """Whose request it is; None: its ``cache_salt`` may say."""
     remote_decode: bool = False
     """Whether a decoder elsewhere reads its KV when it is done."""
     ignored: tuple[str, ...] = ()
@@ -99,18 +111,21 @@ class RequestOptions:
             ignored.append(UNKNOWN)
         if ignored:
             logger.debug("kvoffload: options of a request are not valid and are left out: %s", ", ".join(ignored))
-        session = known.pop("session", None)
-        drop, expected = known.pop("drop", False), known.pop("expect_return_s", None)
-        hints = None
-        if session is not None or drop or expected is not None:
-            hints = Hints(None if session is None else session_number(session), drop, expected)
-        return cls(**known, hints=hints, remote_decode=remote_decode, ignored=tuple(ignored))
+        return cls(**known, remote_decode=remote_decode, ignored=tuple(ignored))
+
+    def hints(self, namespace: bytes) -> Hints | None:
+        """Returns what is known about the next use of its blocks; None if nothing is. ``namespace`` is that of its
+        tenant: sessions of two tenants are not the same, whatever their names."""
+        if self.session is None and not self.drop and self.expect_return_s is None:
+            return None
+        session = None if self.session is None else session_number(self.session, namespace)
+        return Hints(session, self.drop, self.expect_return_s)
 
 
 DEFAULT = RequestOptions()
 
 
-def session_number(name: str) -> int:
-    """Returns the number for the name of a session, see ``Hints.session``."""
-    digest = xxhash.xxh3_64_intdigest(name.encode(errors="surrogatepass"))
+def session_number(name: str, namespace: bytes) -> int:
+    """Returns the number for the name of a session of the tenant with ``namespace``, see ``Hints.session``."""
+    digest = xxhash.xxh3_64_intdigest(namespace + name.encode(errors="surrogatepass"))
     return _FIRST_SESSION + digest % _SESSIONS

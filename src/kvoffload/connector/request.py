@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from itertools import zip_longest
 
 from kvoffload.abc import BlockHash, OffloadKey, ReqContext, Request
+from kvoffload.cache.tenants import Tenants
 from kvoffload.connector.layout import NULL_BLOCK, Block, Layout
 from kvoffload.connector.options import RequestOptions
 
@@ -75,6 +76,8 @@ class RequestState:
     context: ReqContext
     options: RequestOptions
     blocks: RequestBlocks
+    tenant: str | None = None
+    """Its tenant in metrics; None without configured tenants."""
     phase: Phase = Phase.WAITING
     storing: Storing = Storing.ALLOWED
     may_load: bool = True
@@ -99,15 +102,19 @@ class RequestState:
         cls,
         request: Request,
         layout: Layout,
-        max_stored_tokens: int,
+        tenants: Tenants,
+        most_blocks: Callable[[OffloadKey], int],
         engine_options: Mapping[str, object] | None = None,
     ) -> RequestState:
+        """``most_blocks``: see OffloadingManager. ``engine_options``: see EngineOptions."""
         params = request.kv_transfer_params
         options = RequestOptions.from_params(params, engine_options)
+        tenant = tenants.of(options.tenant, getattr(request, "cache_salt", None))
+        longest = layout.longest_chain(most_blocks(tenant.namespace))
         most = NEVER if options.max_tokens is None else options.max_tokens
-        blocks = RequestBlocks(request, layout, most, min(most, max_stored_tokens))
-        context = ReqContext(request.request_id, params, hints=options.hints)
-        return cls(request, context, options, blocks, may_load=options.load)
+        blocks = RequestBlocks(request, layout, tenant.namespace, most, min(most, longest))
+        context = ReqContext(request.request_id, params, hints=options.hints(tenant.namespace))
+        return cls(request, context, options, blocks, tenant=tenant.label, may_load=options.load)
 
     def extend_keys(self) -> None:
         """Makes the keys of blocks that became whole."""
@@ -145,6 +152,8 @@ class RequestBlocks:
 
     request: Request
     layout: Layout
+    namespace: bytes
+    """What precedes its block hashes in keys."""
     max_tokens: int
     """No more than this number of its first tokens are loaded."""
     max_stored_tokens: int
@@ -202,7 +211,7 @@ class RequestBlocks:
             return True
         self._num_hashes, self._last_hash = num_hashes, hashes[-1] if num_hashes else b""
         for g, keys in enumerate(self.keys):
-            layout.extend_keys(g, keys, request)
+            layout.extend_keys(g, keys, request, self.namespace)
         return is_same
 
     def _are_same(self, groups: Iterable[int]) -> bool:
@@ -211,7 +220,9 @@ class RequestBlocks:
         for g in groups:
             keys = self.keys[g]
             num_keys = len(keys)
-            if keys and (num_keys > layout.num_named(g, request) or keys[-1] != layout.key(g, num_keys - 1, request)):
+            if num_keys > layout.num_named(g, request):
+                return False
+            if keys and keys[-1] != layout.key(g, num_keys - 1, request, self.namespace):
                 return False
         return True
 

@@ -28,6 +28,7 @@ from kvoffload.abc import (
     Request,
     ScheduledStep,
 )
+from kvoffload.cache.tenants import Tenants
 from kvoffload.connector.hits import HitSearch
 from kvoffload.connector.jobs import HeldRequests, Job, JobTable
 from kvoffload.connector.layout import NULL_BLOCK, Layout
@@ -109,7 +110,8 @@ class OffloadingConnectorScheduler:
     """Decides, per request and step, what is loaded and stored; talks to ``manager`` in batches.
 
     ``groups`` are the engine's KV cache groups. ``hash_block_size`` is the number of tokens that one block hash covers,
-    by default the greatest common divisor of the device block sizes. ``namespace`` precedes every block hash.
+    by default the greatest common divisor of the device block sizes. ``namespace`` precedes every block hash,
+    unless ``tenants`` says what does.
     ``num_workers`` workers report each job. ``share_loads``: a request whose blocks are being loaded for another waits,
     to find them on the device; for engines that share device blocks between requests, and schedule waiting requests
     that hold some before those that hold none. ``describe_blocks``: stored events carry a BlockDescription.
@@ -131,6 +133,7 @@ class OffloadingConnectorScheduler:
         groups: Sequence[KVGroup],
         hash_block_size: int | None = None,
         namespace: bytes = b"",
+        tenants: Tenants | None = None,
         num_workers: int = 1,
         share_loads: bool = True,
         describe_blocks: bool = False,
@@ -145,7 +148,8 @@ class OffloadingConnectorScheduler:
     ) -> None:
         self.manager = manager
         self.off = False
-        self.layout = Layout(groups, hash_block_size, namespace, following, parts)
+        self.layout = Layout(groups, hash_block_size, following, parts)
+        self._tenants = Tenants(namespace) if tenants is None else tenants
         self.requests: dict[str, RequestState] = {}
         """By id, every request that was looked up and has not ended."""
         self.changes = Changes()
@@ -435,9 +439,9 @@ class OffloadingConnectorScheduler:
     def _state(self, request: Request) -> RequestState:
         state = self.requests.get(request.request_id)
         if state is None:
-            longest = self.layout.longest_chain(self.manager.num_blocks)
             options = None if self._engine_options is None else self._engine_options(request)
-            state = self.requests[request.request_id] = RequestState.new(request, self.layout, longest, options)
+            state = RequestState.new(request, self.layout, self._tenants, self.manager.most_blocks, options)
+            self.requests[request.request_id] = state
             self.observer.begin(state)
         return state
 

@@ -229,7 +229,7 @@ def replay(
     too large.
     """
     started = time.perf_counter()
-    run = _Run(trace, config, make_policy, hints)
+    run = Run(trace, config, make_policy, hints)
     done = 0
     try:
         for done in run.serve_all():
@@ -348,13 +348,15 @@ _REASONS = tuple(sorted(MissReason, key=lambda reason: reason is not MissReason.
 _MISSES = tuple(map(Miss, _REASONS))
 
 
-class _Run:
+class Run:
+    """A replay in progress: managers, and what the requests served so far have found. Arguments as for ``replay``."""
+
     def __init__(
         self,
         trace: Trace,
         config: ReplayConfig,
-        make_policy: MakePolicy | None,
-        hints: Sequence[Hints | None] | None,
+        make_policy: MakePolicy | None = None,
+        hints: Sequence[Hints | None] | None = None,
     ) -> None:
         self.trace = trace
         self.config = config

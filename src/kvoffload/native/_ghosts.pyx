@@ -232,6 +232,20 @@ def same_keys(a, b):
     return True
 
 
+def same_starts(keys, Py_ssize_t n):
+    fast = PySequence_Fast(keys, b"keys must be a sequence")
+    cdef Py_ssize_t num = PySequence_Fast_GET_SIZE(fast), i
+    cdef PyObject** items = PySequence_Fast_ITEMS(fast)
+    if num == 0:
+        return True
+    for i in range(num):
+        if not PyBytes_CheckExact(<object>items[i]) or PyBytes_GET_SIZE(<object>items[i]) < n:
+            return len({key[:n] for key in fast}) <= 1
+        if memcmp(PyBytes_AS_STRING(<object>items[i]), PyBytes_AS_STRING(<object>items[0]), n):
+            return False
+    return True
+
+
 # Ghosts.
 
 cdef enum:
@@ -1437,14 +1451,16 @@ cdef class AutoSteps:
     cdef uint64_t* _hashes
     """In ``_hash_of``."""
     cdef Py_ssize_t _capacity
+    cdef public int64_t full
     cdef object _rule
+    cdef int64_t _rule_full
     cdef RuleNumbers _numbers
     """Of ``_rule``."""
 
     def __cinit__(self, Py_ssize_t capacity, *args, **kwargs):
         from kvoffload.cache.policies.tournament import GHOSTS
 
-        self._capacity = capacity
+        self._capacity = self.full = capacity
         self._lists = ListPair(capacity)
         self._ghosts = GhostTable(GHOSTS * capacity)
         self._hash_of = np.zeros(capacity, dtype=np.uint64)
@@ -1453,9 +1469,9 @@ cdef class AutoSteps:
     cdef RuleNumbers* _current(self) except NULL:
         """Returns the numbers of the rule that the tournament has chosen."""
         rule = self._tournament.rule
-        if rule is not self._rule:
-            self._numbers = numbers_of(rule, self._capacity)
-            self._rule = rule
+        if rule is not self._rule or self.full != self._rule_full:
+            self._numbers = numbers_of(rule, self.full)
+            self._rule, self._rule_full = rule, self.full
         return &self._numbers
 
     def access(self, access):
@@ -1547,7 +1563,7 @@ cdef class AutoSteps:
         cdef Absent absent = self._absent(keys)
         cdef int64_t again = self._lists.num_again, new_again = self._num_returning(absent)
         cdef Plan made = planned(
-            rule, self._capacity, self._lists.num_once, again, absent.n - new_again, new_again, shortage, again
+            rule, self.full, self._lists.num_once, again, absent.n - new_again, new_again, shortage, again
         )
         if not (made.drop_once or made.drop_again):
             return None

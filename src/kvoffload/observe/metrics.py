@@ -9,11 +9,17 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class MetricSpec:
-    """Describes a metric: its kind ("counter" or "gauge"), what it counts, and the name of its label if it has one."""
+    """Describes a metric: its kind ("counter" or "gauge"), what it counts, and the name of its label if it has one.
+    Several labels, and their values, are separated by commas."""
 
     kind: str
     help: str
     label: str | None = None
+
+    @property
+    def labels(self) -> list[str]:
+        """The names of its labels."""
+        return self.label.split(",") if self.label else []
 
 
 METRICS: dict[str, MetricSpec] = {
@@ -66,6 +72,15 @@ METRICS: dict[str, MetricSpec] = {
     ),
     "pool_used_blocks": MetricSpec("gauge", "Blocks of the host pool in use"),
     "pool_blocks": MetricSpec("gauge", "Capacity of the host pool in blocks"),
+    "tenant_asked_tokens": MetricSpec("counter", "Tokens of admitted requests, by tenant", "tenant"),
+    "tenant_hit_tokens": MetricSpec("counter", "Tokens found in host memory or read from a lower tier", "tenant"),
+    "tenant_blocks": MetricSpec("gauge", "Blocks of the tenant in the tier", "tenant,tier"),
+    "tenant_evicted_blocks": MetricSpec("counter", "Blocks of the tenant evicted from the tier", "tenant,tier"),
+    "tenant_refused_stores": MetricSpec(
+        "counter",
+        "Stores of the tenant that were refused, because of its quota or because no room could be made",
+        "tenant,tier",
+    ),
     "policy_rule": MetricSpec(
         "gauge", "1 for the rule that a self-tuning policy follows now, 0 for the others", "rule"
     ),

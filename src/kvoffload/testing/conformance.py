@@ -31,6 +31,7 @@ from kvoffload.abc import (
     Slots,
 )
 from kvoffload.cache.keys import key_block_hash, make_offload_key
+from kvoffload.cache.policies.tenants import TenantPolicy
 
 MISS, HIT, PENDING = LookupState.MISS, LookupState.HIT, LookupState.PENDING
 ALPHABET = "abcdefghijklmnopqrstuvwxyz"
@@ -794,6 +795,7 @@ class PolicyConformance:
         """Evicts ``n`` blocks while ``busy`` ones must stay, and checks that the policy does."""
         mask = np.zeros(policy.capacity, dtype=np.bool_)
         mask[list(busy)] = True
+        _mark_busy(policy, busy)
         key_of = np.empty(policy.capacity, dtype=np.object_)
         key_of[:] = _slot_keys(range(policy.capacity))
         evicted = check_slots(policy.evict(Eviction(n, mask, key_of, entering)), policy.capacity)
@@ -1067,6 +1069,7 @@ class _PolicyDriver:
         protected = set(self.rng.sample(idle, self.rng.randint(0, len(idle) - n)))
         busy = np.zeros(self.policy.capacity, dtype=np.bool_)
         busy[list(self.writing | self.pinned | protected)] = True
+        _mark_busy(self.policy, protected)
         evicted = check_slots(self.policy.evict(Eviction(n, busy, self.key_of, entering)), self.policy.capacity)
         assert len(evicted) == n
         assert set(evicted) <= self.idle - protected, f"evicted busy or unknown blocks: {evicted}"
@@ -1101,7 +1104,9 @@ class _PolicyDriver:
         self.policy.reorder(_array(slots), new)
 
     def pin(self) -> None:
-        self.move(self.some(self.idle), self.idle, self.pinned)
+        slots = self.some(self.idle)
+        _mark_busy(self.policy, slots)
+        self.move(slots, self.idle, self.pinned)
 
     def unpin(self) -> None:
         slots = self.some(self.pinned)
@@ -1231,6 +1236,12 @@ class BackendConformance:
                 del held[cut:]
             assert backend.get_num_free_blocks() == 16 - len(held)
             backend.check_integrity()
+
+
+def _mark_busy(policy: CachePolicy, slots: Iterable[int]) -> None:
+    """Does what a manager does beside the contract for a policy that keeps its own busy marks."""
+    if isinstance(policy, TenantPolicy):
+        policy.mark_busy(_array(sorted(slots)))
 
 
 def _array(slots: Iterable[int]) -> npt.NDArray[np.int64]:

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Sequence
+from itertools import compress
 
 import numpy as np
 import numpy.typing as npt
 
-from kvoffload.abc import BlockNotReadyError, OffloadKey, Slots, States
+from kvoffload.abc import BlockNotReadyError, OffloadKey, Slots, States, TenantUse
 from kvoffload.abc.tier import HIT, MISS
 from kvoffload.cache.manager import PolicyOffloadingManager
 from kvoffload.cache.policies import make_policy
 from kvoffload.cache.slots import SlotBackend
+from kvoffload.cache.tenants import Shares
 
 DISK_MEDIUM = "DISK"
 
@@ -22,6 +24,7 @@ Claim = tuple[list[OffloadKey], Slots, Slots]
 
 class Catalog:
     """The blocks of a tier with ``num_slots`` slots of ``block_bytes``. ``policy``: the name of its cache policy.
+    ``shares``: what each tenant may take of the slots; without it they are everybody's.
 
     Keys are looked up when a transfer begins; from then on it is known by its slots in the tier, which do not change
     before it has ended. A block that is dropped in the meantime is no longer found, and its slot becomes free when its
@@ -37,12 +40,13 @@ class Catalog:
         clock: Callable[[], float] = time.monotonic,
         *,
         grows: bool = False,
+        shares: Shares | None = None,
     ) -> None:
         self.num_evicted = 0
         """Blocks evicted since the start."""
         self._backend = SlotBackend(block_bytes, DISK_MEDIUM, num_slots, grows)
         self._manager = PolicyOffloadingManager(
-            self._backend, make_policy(policy, num_slots), must_store=True, clock=clock
+            self._backend, make_policy(policy, num_slots, shares), must_store=True, clock=clock
         )
         self._is_read = np.zeros(num_slots, dtype=np.bool_)
         """Which slots are being read."""
@@ -61,6 +65,14 @@ class Catalog:
         """Blocks that could be written now, in free slots and in place of others."""
         return self._manager.num_available_blocks
 
+    def most_blocks(self, key: OffloadKey) -> int:
+        """Returns how many blocks the tenant of ``key`` can have whatever other tenants have."""
+        return self._manager.most_blocks(key)
+
+    def tenant_uses(self) -> Sequence[TenantUse]:
+        """Returns what each tenant holds; nothing without shares."""
+        return self._manager.tenant_uses()
+
     def contains(self, keys: Sequence[OffloadKey]) -> States:
         """Returns one LookupState per key: HIT if the block can be read, else MISS."""
         states = self._manager.states(keys)
@@ -69,10 +81,16 @@ class Catalog:
 
     # The medium.
 
-    def restore(self, keys: Sequence[OffloadKey], slots: Slots) -> None:
-        """Adds distinct blocks that the medium holds already, the least recently used first."""
+    def restore(self, keys: Sequence[OffloadKey], slots: Slots) -> Slots:
+        """Adds distinct blocks that the medium holds already, the least recently used first. Returns the slots of those
+        that were left out, because they are more than their tenants' quotas."""
+        kept = self._manager.restorable(keys)
+        left_out = slots[:0]
+        if kept is not None:
+            keys, slots, left_out = list(compress(keys, kept.tolist())), slots[kept], slots[~kept]
         self._backend.add_allocated(slots)
         self._manager.restore(keys, slots)
+        return left_out
 
     def add_free(self, slots: Slots) -> None:
         """Adds new slots to those of the medium."""
@@ -103,6 +121,7 @@ class Catalog:
     def begin_writes(self, keys: Sequence[OffloadKey], host_slots: Slots, room: int) -> Claim:
         """Gives slots to those of ``keys`` that are absent, at most ``room`` of them, which must not be more than
         ``num_available``. Evicts other blocks as necessary."""
+        room = min(room, self._manager.num_storable(keys[0])) if keys else 0
         output = self._manager.prepare_store(keys) if len(keys) <= room else None
         if output is None:
             # Too many, or some of them are present, and would have to be evicted for the others.

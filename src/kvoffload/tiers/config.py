@@ -15,6 +15,7 @@ from itertools import count
 from typing import Any, ClassVar
 
 from kvoffload.abc import ByteArray, ConfigError, KVGroup, Tier
+from kvoffload.cache.tenants import MakeShares
 from kvoffload.host.pool import PoolHandle
 from kvoffload.settings import check_deadline, check_whole_number, import_subclass, shown, shown_unknown
 
@@ -38,7 +39,8 @@ class TierContext:
     as {"dtype": "bfloat16"}, so that a log can say in what another fingerprint differs: see ``tiers.identity``.
     ``policy``: the eviction policy. ``engine``: the index of this engine among the ``engines`` of this node that
     share the budgets. ``groups``: the KV cache groups that keys name, none if they are not known. ``num_tokens``
-    returns how many tokens have all their KV in a number of blocks.
+    returns how many tokens have all their KV in a number of blocks. ``shares`` returns what each tenant may take of a
+    tier of this engine with so many blocks of so many bytes; None if tenants share nothing.
     """
 
     pools: Sequence[ByteArray]
@@ -50,6 +52,7 @@ class TierContext:
     engines: int = 1
     num_tokens: Callable[[int], int] = int
     groups: Sequence[KVGroup] = ()
+    shares: MakeShares | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,6 +68,8 @@ class TierConfig(ABC):
     """Name of the tier in logs and metrics. A second tier of the kind is called "KIND-2"."""
     example: ClassVar[Mapping[str, object]] = {}
     """Keys and values of an entry, which errors propose."""
+    has_shares: ClassVar[bool] = False
+    """Whether tenants have shares of the tier: see ``TierContext.shares``."""
 
     store_threshold: int | None = None
     """How many requests must ask for a block before it is written to this tier, 2 or more. By default all blocks that

@@ -9,7 +9,7 @@ from typing import TypeVar
 
 import numpy as np
 
-from kvoffload.abc import IntegrityError, OffloadKey, Slots, States, Tier, TierResult
+from kvoffload.abc import IntegrityError, OffloadKey, Slots, States, TenantUse, Tier, TierResult
 from kvoffload.abc.tier import MISS, PENDING, RETRY
 from kvoffload.tiers.events import TierEvents
 
@@ -54,6 +54,12 @@ class GuardedTier(Tier):
     @property
     def used_bytes(self) -> int | None:
         return self._try("used_bytes", lambda: self._tier.used_bytes, None)
+
+    def most_blocks(self, key: OffloadKey) -> int | None:
+        return self._try("most_blocks", lambda: self._tier.most_blocks(key), None)
+
+    def tenant_uses(self) -> Sequence[TenantUse]:
+        return self._try("tenant_uses", lambda: list(self._tier.tenant_uses()), list[TenantUse]())
 
     @property
     def num_evicted(self) -> int:

@@ -10,7 +10,6 @@ import numpy.typing as npt
 
 from kvoffload.abc import MissReason, OffloadKey, States
 from kvoffload.abc.tier import HIT, MISS, PENDING, RETRY
-from kvoffload.cache.keys import key_group_idx
 from kvoffload.cache.manager import PolicyOffloadingManager
 from kvoffload.cache.misses import MissMemory
 from kvoffload.tiers.promotion import NONE, Located, Promotion, Sources
@@ -112,10 +111,10 @@ class TierLookup:
         self,
         keys: Sequence[OffloadKey],
         promotion: Promotion | None,
-        room_for: Callable[[Promotion | None, int], int],
+        room_for: Callable[[Promotion | None, OffloadKey], int],
     ) -> Run:
         """Returns the leading blocks of ``keys``, all of one KV cache group, that the request with ``promotion`` can
-        have. ``room_for`` says how many of the group may be promoted."""
+        have. ``room_for`` says how many of the group of a key may be promoted."""
         num_ready = room = len(keys)
         found: list[OffloadKey] = []
         sources: list[Sources] = []
@@ -127,7 +126,7 @@ class TierLookup:
             if len(below):
                 if num_ready == len(keys):
                     num_ready = start + int(below[0])
-                    room = max(0, room_for(promotion, key_group_idx(keys[num_ready])))
+                    room = max(0, room_for(promotion, keys[num_ready]))
                 states[below], holders = self.states_below(keys, start + below, states[below], expecting)
                 missing = np.flatnonzero(states != HIT)
                 end = int(missing[0]) if len(missing) else len(chunk)

@@ -26,6 +26,7 @@ from kvoffload.abc import (
     OffloadKey,
     PrepareStoreOutput,
     ReqContext,
+    TenantUse,
     Tier,
     TierResult,
 )
@@ -379,6 +380,13 @@ class TieredOffloadingManager(OffloadingManager):
     @property
     def num_blocks(self) -> int:
         return self.host.num_blocks
+
+    def uses_by_tier(self) -> Mapping[str, Sequence[TenantUse]]:
+        lower = {tier.name: tier.tier.tenant_uses() for tier in self.tiers}
+        return {**self.host.uses_by_tier(), **{name: uses for name, uses in lower.items() if uses}}
+
+    def most_blocks(self, key: OffloadKey) -> int:
+        return self.host.most_blocks(key)
 
     @property
     def num_used_blocks(self) -> int:

@@ -98,13 +98,15 @@ class Promoter:
             self._answered.append(promotion)
         return promotion.state is not PromotionState.ANSWERED
 
-    def room_for(self, promotion: Promotion | None, group: int | None = None) -> int:
-        """Returns how many more blocks the request may have promoted, in all or of one KV cache group that has no
-        states. A request needs one state of each of the others."""
+    def room_for(self, promotion: Promotion | None, key: OffloadKey, in_all: bool = False) -> int:
+        """Returns how many more blocks the request, which wants ``key``, may have promoted: of the KV cache group of
+        ``key``, which has no states, or ``in_all``. A request needs one state of each of the others."""
         pinned = () if promotion is None else promotion.pinned
-        if group is None or self._num_kv_groups + self._num_states == 1:
-            return self.max_blocks - len(pinned)
-        share = (self.max_blocks - self._num_states) // max(1, self._num_kv_groups)
+        most = max(1, int(self._host.most_blocks(key) * PROMOTION_SHARE))
+        if in_all or self._num_kv_groups + self._num_states == 1:
+            return most - len(pinned)
+        group = key_group_idx(key)
+        share = (most - self._num_states) // max(1, self._num_kv_groups)
         return share - sum(key_group_idx(key) == group for key in pinned)
 
     def promote(self, wanted: Located, context: ReqContext) -> None:
@@ -264,6 +266,7 @@ class Promoter:
     def _read(self, promotion: Promotion, room: int, allowed: list[int], now: float) -> bool:
         """Starts to read the next blocks of ``promotion``, at most ``room``, and ``allowed`` of each tier, which become
         fewer. Returns False if nothing has happened."""
+        room = min(room, self._host.num_storable(promotion.wanted.keys[0]))
         now_read, later = promotion.wanted.split(room, allowed)
         if not now_read:
             return False

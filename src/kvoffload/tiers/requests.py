@@ -99,7 +99,7 @@ class RequestLookup:
         """Returns whether ``coming`` may be promoted with what the request waits for. If not, remembers why they are
         missing."""
         wanted = set(coming.keys).union(() if promotion is None else promotion.wanted.keys)
-        has_room = len(wanted) <= self._promoter.room_for(promotion)
+        has_room = len(wanted) <= self._promoter.room_for(promotion, next(iter(wanted), b""), in_all=True)
         if not has_room:
             self._reasons.record(coming.keys, MissReason.TOO_LARGE)
         return has_room

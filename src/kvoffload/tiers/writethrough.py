@@ -122,10 +122,9 @@ class WriteThrough:
         keys = list(keys)
         by_group = self._layout.split(keys)
         num_units = self._layout.num_units(by_group)
-        capacity = self._tier.capacity_bytes
-        if capacity is not None:
+        most_blocks = self._tier.most_blocks(keys[0]) if keys else None
+        if most_blocks is not None:
             # The tail of a chain longer than the tier would evict its head.
-            most_blocks = capacity // max(1, self._tier.block_bytes)
             most_blocks = max(0, most_blocks - self._layout.num_states)
             num_units = min(num_units, most_blocks // self._layout.kv_blocks_per_unit)
         if self._admission is not None:

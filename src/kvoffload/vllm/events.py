@@ -12,8 +12,7 @@ from vllm.v1.core import kv_cache_utils
 from vllm.v1.core.kv_cache_utils import generate_block_hash_extra_keys, maybe_convert_block_hash
 from vllm.v1.kv_cache_interface import get_kv_cache_spec_kind, get_kv_cache_spec_sliding_window
 
-from kvoffload.cache.keys import key_block_hash, key_group_idx
-from kvoffload.connector.build import NAMESPACE_BYTES
+from kvoffload.cache.keys import NAMESPACE_BYTES, key_block_hash, key_group_idx
 from kvoffload.vllm import versions
 from kvoffload.vllm.layout import EngineLayout
 

@@ -9,6 +9,7 @@ from prometheus_client import Counter, Gauge
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 
 from kvoffload.abc import ConfigError, MissReason
+from kvoffload.cache.tenants import HOST, Tenants
 from kvoffload.config import OffloadConfig
 from kvoffload.connector.options import OPTIONS, UNKNOWN
 from kvoffload.observe.metrics import METRICS, merge
@@ -77,14 +78,17 @@ class KVOffloadPromMetrics(KVConnectorPromMetrics):
         super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
         self._metrics: dict[str, Any] = {}
         self._children: dict[int, dict[str, Any]] = {engine: {} for engine in per_engine_labelvalues}
+        tiers, tenants, shared = _configured(vllm_config)
         known = {
             "reason": list(map(str, MissReason)),
-            "tier": _tier_names(vllm_config),
+            "tier": tiers,
+            "tenant": tenants,
+            "tenant,tier": [f"{tenant},{tier}" for tenant in tenants for tier in shared],
             "option": [*OPTIONS, UNKNOWN],
         }
         for name, spec in METRICS.items():
             kind = metric_types[Gauge if spec.kind == "gauge" else Counter]
-            labels = [*labelnames, spec.label] if spec.label else labelnames
+            labels = [*labelnames, *spec.labels]
             # Only gauges take multiprocess_mode; vLLM's own gauges use the same.
             extra = {"multiprocess_mode": "mostrecent"} if spec.kind == "gauge" else {}
             self._metrics[name] = kind(name=PREFIX + name, documentation=spec.help, labelnames=labels, **extra)
@@ -113,14 +117,21 @@ class KVOffloadPromMetrics(KVConnectorPromMetrics):
         if name not in children:
             metric, _, label = name.partition(":")
             values = self.per_engine_labelvalues[engine]
-            children[name] = self._metrics[metric].labels(*values, *([label] if label else []))
+            children[name] = self._metrics[metric].labels(*values, *(label.split(",") if label else []))
         return children[name]
 
 
-def _tier_names(vllm_config: VllmConfig) -> list[str]:
-    """Returns the names of the tiers that are configured, or none if the engine has refused the configuration."""
+def _configured(vllm_config: VllmConfig) -> tuple[list[str], list[str], list[str]]:
+    """Returns the names of the tiers and of the tenants that are configured, and of the tiers of which tenants have
+    shares. They are empty if the engine has refused the configuration."""
     transfer = vllm_config.kv_transfer_config
     try:
-        return OffloadConfig.from_mapping(transfer.kv_connector_extra_config).tier_names if transfer else []
+        config = OffloadConfig.from_mapping(transfer.kv_connector_extra_config) if transfer else None
     except ConfigError:
-        return []
+        config = None
+    if config is None:
+        return [], [], []
+    shared = [
+        name for name, entry in zip(config.tier_names, config.tier_entries, strict=True) if entry.config.has_shares
+    ]
+    return config.tier_names, list(Tenants(b"", config.tenants).names), [HOST, *shared]

@@ -12,7 +12,9 @@ from kvoffload.cache.policies.lru import LRUPolicy
 from kvoffload.cache.policies.recency import RecencyList
 from kvoffload.cache.policies.s3fifo import S3FIFOPolicy
 from kvoffload.cache.policies.sieve import SIEVEPolicy
+from kvoffload.cache.policies.tenants import TenantPolicy
 from kvoffload.cache.policies.twoq import TwoQPolicy
+from kvoffload.cache.tenants import Shares
 from kvoffload.settings import import_subclass
 
 __all__ = [
@@ -51,8 +53,13 @@ def policy_class(name: str) -> type[CachePolicy]:
     return import_subclass(f"policy={name!r}", name, CachePolicy, choice)  # type: ignore[type-abstract]
 
 
-def make_policy(name: str, capacity: int) -> CachePolicy:
-    """Makes a policy for ``capacity`` blocks. Raises ConfigError as ``policy_class`` does, or if the class fails."""
+def make_policy(name: str, capacity: int, shares: Shares | None = None) -> CachePolicy:
+    """Makes a policy for ``capacity`` blocks. With ``shares``, each tenant's blocks are in a policy of this name.
+
+    Raises ConfigError as ``policy_class`` does, or if the class fails.
+    """
+    if shares is not None:
+        return TenantPolicy(capacity, shares, lambda quota: make_policy(name, quota))
     chosen = policy_class(name)
     try:
         return chosen(capacity)

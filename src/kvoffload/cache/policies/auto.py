@@ -49,6 +49,8 @@ class PlainAutoPolicy(CachePolicy):
         self._lists = ListPair(capacity)
         self._ghosts = GhostTable(GHOSTS * capacity)
         self._tournament = tournament or Tournament(capacity)
+        self._judged = capacity
+        """How many blocks the caches of the tournament stand for."""
         self._hash_of = np.zeros(capacity, dtype=np.uint64)
         """The hash of the key in each slot."""
         self._has_shared_names = False
@@ -83,7 +85,7 @@ class PlainAutoPolicy(CachePolicy):
         """Marks those ghosts among absent keys that will count as used again if they are stored."""
         entries = absent.entries[absent.entries >= 0]
         if len(entries):
-            tested = self._tournament.rule.is_tested(self.capacity, self._lists.num_again)
+            tested = self._tournament.rule.is_tested(self.full, self._lists.num_again)
             floor = self._lists.oldest_again() if tested else -1
             self._ghosts.mark(entries, self._ghosts.stamps(entries) > floor)
 
@@ -111,7 +113,7 @@ class PlainAutoPolicy(CachePolicy):
         returning = self._is_returning(keys)
         num_again = int(np.count_nonzero(returning))
         once, again = self._lists.num_once, self._lists.num_again
-        made = plan(rule, self.capacity, once, again, len(keys) - num_again, num_again, shortage, again)
+        made = plan(rule, self.full, once, again, len(keys) - num_again, num_again, shortage, again)
         if not (made.drop_once or made.drop_again):
             return None
         admitted = np.ones(len(keys), dtype=np.bool_)
@@ -129,7 +131,7 @@ class PlainAutoPolicy(CachePolicy):
             victims, positions = self._lists.pop_oldest(n, busy)
         else:
             num_once = int(np.count_nonzero(~self._is_returning(eviction.entering)))
-            excess = self._lists.num_once + num_once - rule.quota(self.capacity)
+            excess = self._lists.num_once + num_once - rule.quota(self.full)
             victims, positions = self._lists.pop_once(min(n, max(0, excess)), busy)
             for pop in (self._lists.pop_again, self._lists.pop_once):
                 if len(victims) < n:
@@ -145,6 +147,11 @@ class PlainAutoPolicy(CachePolicy):
             chosen = np.sort(len(hashes) - 1 - last)
             hashes, positions, new = hashes[chosen], positions[chosen], False
         self._ghosts.add(hashes, positions, new)
+
+    def resize(self, full: int) -> None:
+        self.full = full
+        if not self._judged / 2 <= full <= 2 * self._judged:
+            self._tournament, self._judged = Tournament(full), full
 
     def clear(self) -> None:
         self._lists.clear()
@@ -186,3 +193,4 @@ else:
         def __init__(self, capacity: int, tournament: Tournament | None = None) -> None:
             CachePolicy.__init__(self, capacity)
             self._tournament = tournament or Tournament(capacity)
+            self._judged = capacity

@@ -27,6 +27,8 @@ class DirectoryConfig(TierConfig):
         object.__setattr__(self, "dir", absolute_path("dir", self.dir, str(self.example["dir"])))
         object.__setattr__(self, "bytes", parse_bytes("bytes", self.bytes))
 
+    has_shares = True
+
     @property
     def capacity_bytes(self) -> int:
         return self.bytes
@@ -52,6 +54,7 @@ class DiskConfig(DirectoryConfig):
             policy=context.policy,
             engine=context.engine,
             engines=context.engines,
+            shares=context.shares,
         )
         logger.info(
             "kvoffload: disk tier in %s of %s = %s tokens; found %s blocks of this model there",

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 
 from kvoffload.abc import ByteArray, ConfigError
+from kvoffload.cache.tenants import MakeShares
 from kvoffload.tiers.disk.directory import LOCK_NAMES, DirectoryStorage
 from kvoffload.tiers.disk.format import ENGINE_FOLDER, is_block_file, is_fingerprint
 from kvoffload.tiers.disk.slabs import SLAB_BYTES, check_capacity
@@ -27,10 +28,12 @@ def open_disk_tier(
     policy: str = "lru",
     engine: int = 0,
     engines: int = 1,
+    shares: MakeShares | None = None,
 ) -> DiskTier:
     """Opens ``directory`` as a disk tier. Only the other ones of ``engines`` engines may be using it too.
 
-    If there are several engines, each has a folder ``engine-<number>`` and an equal share of ``capacity_bytes``. Raises
+    If there are several engines, each has a folder ``engine-<number>`` and an equal share of ``capacity_bytes``.
+    ``shares``: what each tenant may take of this engine's blocks. Raises
     ConfigError if a setting is wrong or the directory is in use, and OSError if the medium fails: a server can continue
     without the tier then.
     """
@@ -43,7 +46,9 @@ def open_disk_tier(
             allow_descriptors(capacity_bytes, engines)
             if not root.read_only:
                 _remove_other_layouts(root, engine, engines, capacity_bytes)
-            return DiskTier(storage, pools, fingerprint=fingerprint, capacity_bytes=capacity_bytes, policy=policy)
+            return DiskTier(
+                storage, pools, fingerprint=fingerprint, capacity_bytes=capacity_bytes, policy=policy, shares=shares
+            )
         with root.alone():
             share = capacity_bytes // engines
             allow_descriptors(capacity_bytes, engines)
@@ -54,7 +59,7 @@ def open_disk_tier(
             if root.read_only and folder not in root.folders():
                 raise OSError(errno.EROFS, "the file system is read-only, and holds no blocks of this engine")
             storage = DirectoryStorage(root.path / folder, root)
-            return DiskTier(storage, pools, fingerprint=fingerprint, capacity_bytes=share, policy=policy)
+            return DiskTier(storage, pools, fingerprint=fingerprint, capacity_bytes=share, policy=policy, shares=shares)
     except OSError as error:
         storage.close()
         if error.errno not in SETTING_ERRORS:

@@ -18,10 +18,12 @@ from kvoffload.abc import (
     OffloadKey,
     Slots,
     States,
+    TenantUse,
     Tier,
     TierError,
     TierResult,
 )
+from kvoffload.cache.tenants import MakeShares
 from kvoffload.tiers.catalog import Catalog, Claim
 from kvoffload.tiers.disk.blockio import FACTS, JOB_BYTES, Batch, BlockIO, Done
 from kvoffload.tiers.disk.format import MAX_KEY_BYTES
@@ -48,7 +50,7 @@ class DiskTier(Tier):
     scheduler's thread; jobs on ``executor`` move bytes and verify them, see ``blockio``. Nothing is synced: a block
     that a power loss has damaged fails its checksum. ``random(n)`` returns n random bytes. ``job_bytes``: blocks that
     are smaller share a job of this size. ``with_journal``: other processes follow the index, by a journal that some
-    thread keeps up to date with ``write_journal``.
+    thread keeps up to date with ``write_journal``. ``shares``: what each tenant may take.
 
     If ``storage`` is full or read-only, the blocks that it holds are served. Raises ConfigError if a setting is wrong
     or ``storage`` cannot be used, and OSError if its medium fails; later, no method raises because of the medium.
@@ -71,6 +73,7 @@ class DiskTier(Tier):
         slab_bytes: int = SLAB_BYTES,
         job_bytes: int = JOB_BYTES,
         with_journal: bool = False,
+        shares: MakeShares | None = None,
     ) -> None:
         self._random = random
         slot_bytes = [pool.shape[1] for pool in pools]
@@ -79,7 +82,8 @@ class DiskTier(Tier):
         )
         num_slots = self.files.num_slots
         try:
-            self.catalog = Catalog(num_slots, self.block_bytes, policy, clock, grows=True)
+            made = None if shares is None else shares(num_slots, self.block_bytes)
+            self.catalog = Catalog(num_slots, self.block_bytes, policy, clock, grows=True, shares=made)
             self._facts = np.zeros(num_slots, dtype=FACTS)
             """What the record of each slot says."""
             self._recency = Recency(num_slots)
@@ -103,7 +107,7 @@ class DiskTier(Tier):
 
     def _restore(self) -> Slots:
         """Fills the catalog with the blocks on disk. Returns slots whose records must go, since their keys have newer
-        ones."""
+        ones, or their tenants less room than before."""
         keys: list[OffloadKey] = []
         found: list[Slots] = [np.empty(0, dtype=np.int64)]
         recency = self._recency.load(self.files)
@@ -120,11 +124,12 @@ class DiskTier(Tier):
         keys, slots = [keys[i] for i in order.tolist()], slots[order]
         newest = np.zeros(len(slots), dtype=np.bool_)
         newest[list({key: i for i, key in enumerate(keys)}.values())] = True
-        self.catalog.restore([keys[i] for i in np.flatnonzero(newest).tolist()], slots[newest])
+        left_out = self.catalog.restore([keys[i] for i in np.flatnonzero(newest).tolist()], slots[newest])
         free = np.ones(self.files.num_allocated, dtype=np.bool_)
         free[slots[newest]] = False
+        free[left_out] = True
         self.catalog.add_free(np.flatnonzero(free))
-        return slots[~newest]
+        return np.concatenate((slots[~newest], left_out))
 
     @property
     def capacity_bytes(self) -> int:
@@ -145,6 +150,12 @@ class DiskTier(Tier):
     @property
     def num_blocks(self) -> int:
         return self.catalog.num_blocks
+
+    def most_blocks(self, key: OffloadKey) -> int:
+        return self.catalog.most_blocks(key)
+
+    def tenant_uses(self) -> Sequence[TenantUse]:
+        return self.catalog.tenant_uses()
 
     @property
     def is_busy(self) -> bool:

@@ -48,6 +48,7 @@ class SharedDirConfig(DirectoryConfig):
             policy=context.policy,
             engines=context.engines,
             gone_after_s=self.gone_after_s,
+            shares=context.shares,
         )
         logger.info(
             "kvoffload: shared directory %s: writes to %s, %s = %s tokens; found %s blocks of this model there, and "

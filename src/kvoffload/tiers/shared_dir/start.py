@@ -7,6 +7,7 @@ import os
 from collections.abc import Mapping, Sequence
 
 from kvoffload.abc import ByteArray, ConfigError
+from kvoffload.cache.tenants import MakeShares
 from kvoffload.tiers.disk.directory import DirectoryStorage
 from kvoffload.tiers.disk.start import allow_descriptors
 from kvoffload.tiers.disk.storage import SETTING_ERRORS
@@ -24,9 +25,10 @@ def open_shared_dir_tier(
     policy: str = "lru",
     engines: int = 1,
     gone_after_s: float = GONE_AFTER_S,
+    shares: MakeShares | None = None,
 ) -> SharedDirTier:
     """Opens ``directory``, which other servers use too, as a tier. Each of ``engines`` engines of a server calls this,
-    and gets a seat of its own with an equal share of ``capacity_bytes``.
+    and gets a seat of its own with an equal share of ``capacity_bytes``. ``shares``: what each tenant may take of it.
 
     Raises ConfigError if a setting is wrong or the directory cannot be used, and OSError if the medium fails: a server
     can continue without the tier then.
@@ -48,6 +50,7 @@ def open_shared_dir_tier(
             identity=identity,
             policy=policy,
             gone_after_s=gone_after_s,
+            shares=shares,
         )
     except OSError as error:
         root.close()

@@ -16,8 +16,9 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from kvoffload.abc import ByteArray, ConfigError, OffloadKey, Slots, States, Tier, TierError, TierResult
+from kvoffload.abc import ByteArray, ConfigError, OffloadKey, Slots, States, TenantUse, Tier, TierError, TierResult
 from kvoffload.abc.tier import HIT, MISS
+from kvoffload.cache.tenants import MakeShares
 from kvoffload.tiers.disk.blockio import JOB_BYTES
 from kvoffload.tiers.disk.journal import UInt64s, digests_of
 from kvoffload.tiers.disk.slabs import SLAB_BYTES
@@ -87,6 +88,7 @@ class SharedDirTier(Tier):
         slab_bytes: int = SLAB_BYTES,
         job_bytes: int = JOB_BYTES,
         background: bool = True,
+        shares: MakeShares | None = None,
     ) -> None:
         self._fingerprint = fingerprint
         self._identity = dict(identity or {})
@@ -108,6 +110,7 @@ class SharedDirTier(Tier):
                 slab_bytes=slab_bytes,
                 job_bytes=job_bytes,
                 with_journal=True,
+                shares=shares,
             )
 
         def open_writer(root: Storage) -> Writer:
@@ -190,6 +193,12 @@ class SharedDirTier(Tier):
     @property
     def capacity_bytes(self) -> int:
         return self.own.capacity_bytes
+
+    def most_blocks(self, key: OffloadKey) -> int:
+        return self.own.most_blocks(key)
+
+    def tenant_uses(self) -> Sequence[TenantUse]:
+        return self.own.tenant_uses()
 
     @property
     def used_bytes(self) -> int:

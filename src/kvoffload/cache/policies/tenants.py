@@ -1,0 +1,356 @@
+"""TenantPolicy: one policy per tenant, and who loses blocks when one of them needs room."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from itertools import compress
+
+import numpy as np
+import numpy.typing as npt
+
+from kvoffload.abc import Access, CachePolicy, Eviction, IntegrityError, MissReason, OffloadKey, Slots, TenantUse
+from kvoffload.cache.slots import FreeSlots
+from kvoffload.cache.tenants import Shares
+
+MakePolicy = Callable[[int], CachePolicy]
+Flags = npt.NDArray[np.bool_]
+_Part = tuple[int, Sequence[OffloadKey], Flags | None]
+
+_NOBODY = -1
+_NONE = np.empty(0, dtype=np.int64)
+
+
+class _Blocks:
+    """The blocks of one tenant in ``policy``, which knows them by places below ``quota``, not by their slots."""
+
+    def __init__(self, policy: CachePolicy, quota: int, guaranteed: int) -> None:
+        self.policy = policy
+        self.quota = quota
+        self.guaranteed = guaranteed
+        self.slot_of = np.zeros(quota, dtype=np.int64)
+        self.key_of = np.full(quota, None, dtype=np.object_)
+        self.busy = np.zeros(quota, dtype=np.bool_)
+        self.num_evicted = 0
+        self.num_refused = 0
+        self.clear()
+
+    def clear(self) -> None:
+        self.free = FreeSlots(self.quota)
+        self.free.add(np.arange(self.quota))
+        self.num_held = self.num_busy = 0
+        self.busy.fill(False)
+        self.policy.resize(self.quota)
+        self.policy.clear()
+
+    @property
+    def num_idle(self) -> int:
+        return self.num_held - self.num_busy
+
+    def insert(self, slots: Slots, keys: Sequence[OffloadKey]) -> Slots:
+        """Adds busy blocks, and returns their places. Raises IntegrityError if they are more than the quota allows."""
+        places = self.free.take(len(slots))
+        self.slot_of[places] = slots
+        self.key_of[places] = np.fromiter(keys, dtype=np.object_, count=len(keys))
+        self.busy[places] = True
+        self.num_held += len(slots)
+        self.num_busy += len(slots)
+        self.policy.insert(places, keys)
+        return places
+
+    def mark_busy(self, places: Slots) -> None:
+        self.num_busy += len(places) - int(np.count_nonzero(self.busy[places]))
+        self.busy[places] = True
+
+    def mark_evictable(self, places: Slots) -> None:
+        self.num_busy -= int(np.count_nonzero(self.busy[places]))
+        self.busy[places] = False
+        self.policy.mark_evictable(places)
+
+    def forget(self, places: Slots) -> None:
+        self.num_held -= len(places)
+        self.num_busy -= int(np.count_nonzero(self.busy[places]))
+        self.busy[places] = False
+        self.free.give_back(places)
+
+
+class TenantPolicy(CachePolicy):
+    """Shares the slots of a tier among tenants. The blocks of each are in a policy of its own, ``make_policy(quota)``.
+
+    A tenant never holds more blocks than its quota. Above that its own blocks leave, even if slots are free. If slots
+    are short, those leave that are the most above their tenant's guarantee, so that the tenants that hold more than is
+    guaranteed become equal in what they hold above it. No tenant falls below its guarantee for another one.
+
+    ``room`` plans an eviction, and ``evict`` carries it out. Beside what the contract says, the caller tells with
+    ``mark_busy`` which blocks it must not evict any more: ``Eviction.busy`` is not read.
+    """
+
+    def __init__(self, capacity: int, shares: Shares, make_policy: MakePolicy) -> None:
+        super().__init__(capacity)
+        self.shares = shares
+        self.tenants = [
+            _Blocks(make_policy(quota), quota, guaranteed)
+            for quota, guaranteed in zip(shares.quota, shares.guaranteed, strict=True)
+        ]
+        self._tenant_of = np.full(capacity, _NOBODY, dtype=np.int8)
+        """The tenant of the block in each slot."""
+        self._place_of = np.zeros(capacity, dtype=np.int64)
+        """The place that its policy knows it by."""
+        self._last: tuple[Sequence[OffloadKey], Sequence[_Part]] | None = None
+        """The keys of the last call, by tenant: the next call is often about the same list, which does not change."""
+        self._plan: tuple[Sequence[OffloadKey], list[int]] | None = None
+        """The keys that ``room`` was last asked for, and how many blocks of each tenant leave for them."""
+
+    # Whose blocks.
+
+    def _by_tenant(self, slots: Slots) -> Iterator[tuple[_Blocks, Slots, Flags | None]]:
+        """Yields each tenant that has some of ``slots``, their places, and which they are, None for all."""
+        if not len(slots):
+            return
+        tenants = self._tenant_of[slots]
+        first = tenants[0]
+        places = self._place_of[slots]
+        if (tenants == first).all():
+            yield self.tenants[first], places, None
+            return
+        for t in np.unique(tenants).tolist():
+            chosen = tenants == t
+            yield self.tenants[t], places[chosen], chosen
+
+    def _keys_by_tenant(self, keys: Sequence[OffloadKey]) -> Sequence[_Part]:
+        """Returns each tenant that has some of ``keys``, these keys, and which they are, None for all."""
+        if self._last is None or self._last[0] is not keys:
+            self._last = keys, self._split(keys)
+        return self._last[1]
+
+    def _split(self, keys: Sequence[OffloadKey]) -> Sequence[_Part]:
+        tenants = self.shares.tenants_of(keys)
+        if isinstance(tenants, int):
+            return [(tenants, keys, None)] if keys else []
+        of_key = np.array(tenants)
+        parts = [(t, of_key == t) for t in np.unique(of_key).tolist()]
+        return [(t, list(compress(keys, chosen.tolist())), chosen) for t, chosen in parts]
+
+    def _counts(self, keys: Sequence[OffloadKey]) -> list[int]:
+        """Returns how many of ``keys`` each tenant has."""
+        counts = [0] * len(self.tenants)
+        for t, own, _ in self._keys_by_tenant(keys):
+            counts[t] = len(own)
+        return counts
+
+    # Room.
+
+    def room(self, keys: Sequence[OffloadKey], num_free: int, protected: Slots) -> int | MissReason:
+        """Returns how many blocks must leave so that new ``keys`` can be stored, or why they cannot be. ``num_free``
+        slots are free. The blocks in ``protected``, which are not busy, must stay."""
+        idle = [blocks.num_idle for blocks in self.tenants]
+        for t, n in enumerate(np.bincount(self._tenant_of[protected], minlength=len(idle)).tolist()):
+            idle[t] -= n
+        entering = self._counts(keys)
+        plan = self._leaving(entering, len(keys) - num_free, idle)
+        if isinstance(plan, MissReason):
+            for blocks, n in zip(self.tenants, entering, strict=True):
+                blocks.num_refused += n > 0
+            return plan
+        self._plan = keys, plan
+        return sum(plan)
+
+    def _leaving(self, entering: Sequence[int], shortage: int, idle: Sequence[int]) -> list[int] | MissReason:
+        """Returns how many blocks of each tenant leave so that ``entering`` new ones of each can enter, at least
+        ``shortage``, of the ``idle`` ones of each; or why they cannot."""
+        over = [max(0, b.num_held + n - b.quota) for b, n in zip(self.tenants, entering, strict=True)]
+        if any(n > most for n, most in zip(over, idle, strict=True)):
+            return MissReason.OVER_QUOTA
+        rest = shortage - sum(over)
+        if rest <= 0:
+            return over
+        excess, most = [], []
+        for b, new, out, n in zip(self.tenants, entering, over, idle, strict=True):
+            held = b.num_held + new - out
+            excess.append(held - b.guaranteed)
+            # Blocks of the store itself count for its tenant: it may lose as many others below its guarantee.
+            most.append(min(n - out, held - min(b.guaranteed, b.num_held)))
+        if sum(most) < rest:
+            return MissReason.NO_ROOM
+        return [out + n for out, n in zip(over, _from_the_top(excess, most, rest), strict=True)]
+
+    def num_storable(self, key: OffloadKey, num_free: int) -> int:
+        """Returns how many blocks of the tenant of ``key`` could be stored now."""
+        own = self.tenants[self._tenant(key)]
+        others = sum(max(0, min(b.num_idle, b.num_held - b.guaranteed)) for b in self.tenants if b is not own)
+        return min(own.quota - own.num_busy, num_free + own.num_idle + others)
+
+    def most_blocks(self, key: OffloadKey) -> int:
+        """Returns how many blocks the tenant of ``key`` can have whatever the others hold."""
+        return self.shares.sure_blocks(self._tenant(key))
+
+    def restorable(self, keys: Sequence[OffloadKey]) -> Flags:
+        """Returns which of ``keys``, the least recently used first, may enter if nothing is held yet."""
+        kept = np.ones(len(keys), dtype=np.bool_)
+        for t, own, chosen in self._keys_by_tenant(keys):
+            at = np.arange(len(keys)) if chosen is None else np.flatnonzero(chosen)
+            kept[at[: max(0, len(own) - self.tenants[t].quota)]] = False
+        return kept
+
+    def _tenant(self, key: OffloadKey) -> int:
+        tenant = self.shares.tenants_of((key,))
+        assert isinstance(tenant, int)
+        return tenant
+
+    # The contract of a policy, tenant by tenant.
+
+    def insert(self, slots: Slots, keys: Sequence[OffloadKey]) -> None:
+        for t, own, chosen in self._keys_by_tenant(keys):
+            own_slots = slots if chosen is None else slots[chosen]
+            self._place_of[own_slots] = self.tenants[t].insert(own_slots, own)
+            self._tenant_of[own_slots] = t
+
+    def access(self, access: Access) -> None:
+        found = self._place_of[access.found]
+        found[access.found < 0] = -1
+        used = self._place_of[access.slots]
+        tenants = self.shares.tenants_of(access.keys)
+        if isinstance(tenants, int):
+            self.tenants[tenants].policy.access(Access(access.keys, found, used, access.ready))
+            return
+        of_key, of_slot = np.array(tenants), self._tenant_of[access.slots]
+        for t in np.unique(of_key).tolist():
+            mine, own = of_key == t, of_slot == t
+            keys = list(compress(access.keys, mine.tolist()))
+            self.tenants[t].policy.access(Access(keys, found[mine], used[own], access.ready[own]))
+
+    def admit(self, keys: Sequence[OffloadKey], shortage: int) -> Flags | None:
+        entering = self._counts(keys)
+        plan = self._leaving(entering, shortage, [blocks.num_idle for blocks in self.tenants])
+        admitted = np.ones(len(keys), dtype=np.bool_)
+        for t, own, chosen in self._keys_by_tenant(keys):
+            blocks = self.tenants[t]
+            short = blocks.num_held + len(own) - blocks.quota if isinstance(plan, MissReason) else plan[t]
+            if short <= 0:
+                continue
+            blocks.policy.resize(max(1, blocks.num_held + len(own) - short))
+            answer = blocks.policy.admit(own, min(short, len(own)))
+            if answer is not None:
+                admitted[slice(None) if chosen is None else chosen] = answer
+        return None if admitted.all() else admitted
+
+    def refuse(self, keys: Sequence[OffloadKey]) -> None:
+        for t, own, _ in self._keys_by_tenant(keys):
+            self.tenants[t].policy.refuse(own)
+
+    def tenant_of(self, slot: int) -> int:
+        """Returns the tenant of the block in ``slot``."""
+        return int(self._tenant_of[slot])
+
+    def leaving(self, entering: Sequence[OffloadKey], n: int) -> dict[int, int]:
+        """Returns how many blocks of each tenant leave if ``n`` leave for ``entering``; tenants that lose none are left
+        out. Raises IntegrityError if so many cannot leave."""
+        if self._plan is not None and self._plan[0] is entering and sum(self._plan[1]) == n:
+            plan = self._plan[1]
+        else:
+            made = self._leaving(self._counts(entering), n, [blocks.num_idle for blocks in self.tenants])
+            plan = [] if isinstance(made, MissReason) else made
+        if sum(plan) != n:
+            raise IntegrityError(f"{n} blocks cannot leave without breaking a tenant's share")
+        return {t: count for t, count in enumerate(plan) if count}
+
+    def count_evicted(self, slots: Slots) -> None:
+        """Counts blocks as evicted that are removed in place of an eviction."""
+        for blocks, places, _ in self._by_tenant(slots):
+            blocks.num_evicted += len(places)
+
+    def evict(self, eviction: Eviction) -> Slots:
+        held = [blocks.num_held for blocks in self.tenants]
+        entering = {t: own for t, own, _ in self._keys_by_tenant(eviction.entering)}
+        leaving = self.leaving(eviction.entering, eviction.n)
+        self._plan = None
+        victims = [_NONE]
+        for t, n in leaving.items():
+            blocks = self.tenants[t]
+            if n:
+                own = entering.get(t, ())
+                blocks.policy.resize(max(1, held[t] + len(own) - n))
+                places = blocks.policy.evict(Eviction(n, blocks.busy, blocks.key_of, own))
+                if len(places) != n:
+                    raise IntegrityError(f"policy {type(blocks.policy).__name__} evicted {len(places)} blocks, not {n}")
+                if held[t] + len(own) - n < min(held[t], blocks.guaranteed):
+                    raise IntegrityError(f"tenant {self.shares.names[t]} would lose what is guaranteed to it")
+                blocks.forget(places)
+                blocks.num_evicted += n
+                victims.append(blocks.slot_of[places])
+        slots = np.concatenate(victims)
+        self._tenant_of[slots] = _NOBODY
+        return slots
+
+    def reorder(self, slots: Slots, new: Flags) -> None:
+        for blocks, places, chosen in self._by_tenant(slots):
+            blocks.policy.reorder(places, new if chosen is None else new[chosen])
+
+    def mark_busy(self, slots: Slots) -> None:
+        """Tells that these blocks are busy from now on; some may have been before."""
+        for blocks, places, _ in self._by_tenant(slots):
+            blocks.mark_busy(places)
+
+    def mark_evictable(self, slots: Slots) -> None:
+        for blocks, places, _ in self._by_tenant(slots):
+            blocks.mark_evictable(places)
+
+    def remove(self, slots: Slots) -> None:
+        for blocks, places, _ in self._by_tenant(slots):
+            blocks.policy.remove(places)
+            blocks.forget(places)
+        self._tenant_of[slots] = _NOBODY
+
+    def clear(self) -> None:
+        for blocks in self.tenants:
+            blocks.clear()
+        self._tenant_of.fill(_NOBODY)
+        self._plan = None
+
+    def uses(self) -> list[TenantUse]:
+        """Returns what each tenant holds."""
+        return [
+            TenantUse(name, blocks.num_held, blocks.num_evicted, blocks.num_refused)
+            for name, blocks in zip(self.shares.names, self.tenants, strict=True)
+        ]
+
+    def check_integrity(self, slots: Slots) -> None:
+        if len(slots) != int(np.count_nonzero(self._tenant_of != _NOBODY)):
+            raise IntegrityError("the tenants do not hold the blocks that they should")
+        for t, (name, blocks) in enumerate(zip(self.shares.names, self.tenants, strict=True)):
+            own = slots[self._tenant_of[slots] == t]
+            places = self._place_of[own]
+            if blocks.num_held != len(own) or len(own) > self.shares.quota[t]:
+                raise IntegrityError(f"tenant {name} holds {len(own)} blocks, and counts {blocks.num_held}")
+            if (blocks.slot_of[places] != own).any() or len(np.unique(places)) != len(places):
+                raise IntegrityError(f"tenant {name} confuses its blocks")
+            if blocks.num_busy != int(np.count_nonzero(blocks.busy)) or blocks.busy[places].sum() != blocks.num_busy:
+                raise IntegrityError(f"tenant {name} counts its busy blocks wrong")
+            if any(self._tenant(key) != t for key in blocks.key_of[places].tolist()):
+                raise IntegrityError(f"tenant {name} holds a block of another one")
+            blocks.free.check_integrity(blocks.quota)
+            blocks.policy.check_integrity(places)
+
+
+def _from_the_top(excess: Sequence[int], most: Sequence[int], n: int) -> list[int]:
+    """Returns how many blocks to take of each tenant so that what is left above the guarantees is as equal as possible:
+    ``n`` in all, at most ``most`` of each."""
+    taken = [0] * len(excess)
+    top, *others = sorted((t for t in range(len(excess)) if most[t] > 0), key=lambda t: -excess[t])
+    if most[top] >= n and (not others or excess[top] - n >= excess[others[0]]):
+        taken[top] = n
+        return taken
+
+    def above(level: int) -> list[int]:
+        return [max(0, min(e - level, m)) for e, m in zip(excess, most, strict=True)]
+
+    low, high = min(e - m for e, m in zip(excess, most, strict=True)), max(excess)
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if sum(above(middle)) >= n else (low, middle)
+    taken, fewer = above(low), above(high)
+    surplus = sum(taken) - n
+    for t, (some, less) in enumerate(zip(taken, fewer, strict=True)):
+        if surplus and some > less:
+            taken[t] -= 1
+            surplus -= 1
+    return taken

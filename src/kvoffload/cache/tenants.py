@@ -1,0 +1,220 @@
+"""Tenants: whose blocks are whose, by the first bytes of their keys, and what each may take of a tier."""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, TypeAlias
+
+from kvoffload.abc import ConfigError, OffloadKey
+from kvoffload.cache.keys import NAMESPACE_BYTES, root_hash, same_starts
+from kvoffload.settings import shown, shown_unknown
+from kvoffload.units import format_bytes, parse_bytes
+
+OTHER = "other"
+"""The name under which all requests count that belong to no configured tenant."""
+HOST = "host"
+"""The name of host memory beside those of tiers."""
+MAX_TENANTS = 32
+"""Configured tenants. Each has a policy of its own in every tier, and time series of its own."""
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
+_SHA256 = re.compile("[0-9a-f]{64}")
+_EXAMPLE = {"search": {"guaranteed": {HOST: "8GiB"}, "quota": {HOST: "16GiB"}}}
+
+
+@dataclass(frozen=True, slots=True)
+class TenantConfig:
+    """One entry of the option ``tenants``. Amounts are bytes on this node by the name of a tier."""
+
+    name: str
+    guaranteed: Mapping[str, int] = field(default_factory=dict)
+    """No other tenant's blocks push those of this one out while they take no more than this."""
+    quota: Mapping[str, int] = field(default_factory=dict)
+    """The most that its blocks may take. By default the whole tier."""
+    salt_sha256: str | None = None
+    """Requests without a tenant whose ``cache_salt`` has this SHA-256 belong to it."""
+
+
+def load_tenants(value: object) -> tuple[TenantConfig, ...]:
+    """Returns the tenants of the option ``tenants``: a mapping from names to mappings, or TenantConfigs.
+
+    Raises ConfigError that names tenant, key and value for everything that is wrong with one of them alone.
+    """
+    if isinstance(value, tuple) and all(isinstance(each, TenantConfig) for each in value):
+        return value
+    if not isinstance(value, Mapping):
+        raise ConfigError(
+            f"tenants={shown(value)}: must be a mapping from names to shares, such as tenants={json.dumps(_EXAMPLE)}"
+        )
+    if len(value) > MAX_TENANTS:
+        raise ConfigError(f"tenants: has {len(value)} entries, at most {MAX_TENANTS} may be configured; remove some")
+    loaded = tuple(_load(name, entry) for name, entry in value.items())
+    salts = [tenant.salt_sha256 for tenant in loaded if tenant.salt_sha256 is not None]
+    for salt in salts:
+        if salts.count(salt) > 1:
+            raise ConfigError(f"tenants: salt_sha256={salt!r} occurs twice; give each tenant a salt of its own")
+    return loaded
+
+
+def _load(name: object, entry: object) -> TenantConfig:
+    if not isinstance(name, str) or not _NAME.fullmatch(name):
+        raise ConfigError(
+            f"tenants: {shown(name)} is not a name for metrics; use up to 63 letters, digits, '.', '_' and '-'"
+        )
+    setting = f"tenants.{name}"
+    if not isinstance(entry, Mapping):
+        raise ConfigError(f"{setting}={shown(entry)}: must be a mapping such as {json.dumps(_EXAMPLE['search'])}")
+    known = ["guaranteed", "quota", "salt_sha256"]
+    for key in entry:
+        if key not in known:
+            near = difflib.get_close_matches(str(key), known, n=1, cutoff=0.5)
+            hint = f"did you mean {near[0]}?" if near else "remove it."
+            raise ConfigError(
+                f"{setting}.{key}={shown_unknown(key, entry[key])}: unknown key; {hint} Known: {', '.join(known)}"
+            )
+    salt = entry.get("salt_sha256")
+    if salt is not None and not (isinstance(salt, str) and _SHA256.fullmatch(salt) and name != OTHER):
+        # Somebody may have written the salt itself.
+        raise ConfigError(
+            f"{setting}.salt_sha256: must be the SHA-256 of a cache_salt in 64 lower-case hex digits, of a tenant that "
+            f'is not "{OTHER}"; make it with: printf %s SALT | sha256sum'
+        )
+    guaranteed, quota = (_amounts(f"{setting}.{key}", entry.get(key)) for key in known[:2])
+    for tier, most in quota.items():
+        if guaranteed.get(tier, 0) > most:
+            raise ConfigError(
+                f"{setting}.quota.{tier}={most}: less than the {guaranteed[tier]} bytes that are guaranteed; raise it, "
+                "or lower what is guaranteed"
+            )
+    return TenantConfig(name, guaranteed, quota, salt)
+
+
+def _amounts(setting: str, value: object) -> dict[str, int]:
+    if value is None:
+        return {}
+    if not isinstance(value, Mapping) or not all(isinstance(tier, str) for tier in value):
+        raise ConfigError(f'{setting}={shown(value)}: must map names of tiers to bytes, such as {{"{HOST}": "8GiB"}}')
+    return {tier: parse_bytes(f"{setting}.{tier}", amount) for tier, amount in value.items()}
+
+
+def check_budgets(tenants: Sequence[TenantConfig], budgets: Mapping[str, int | None]) -> None:
+    """Raises ConfigError if a share is of a tier that is not in ``budgets``, which are in bytes by the name of the
+    tier, or has no budget (None), or if what is guaranteed is more than a budget."""
+    for tenant in tenants:
+        for kind, amounts in (("guaranteed", tenant.guaranteed), ("quota", tenant.quota)):
+            for tier in amounts:
+                setting = f"tenants.{tenant.name}.{kind}.{tier}"
+                if tier not in budgets:
+                    raise ConfigError(f"{setting}: there is no tier of this name; there are {', '.join(budgets)}")
+                if budgets[tier] is None:
+                    raise ConfigError(f"{setting}: this tier bounds itself and has no shares; remove it")
+    for tier, budget in budgets.items():
+        total = sum(tenant.guaranteed.get(tier, 0) for tenant in tenants)
+        if budget is not None and total > budget:
+            raise ConfigError(
+                f"tenants: {format_bytes(total)} of {tier} are guaranteed, more than the {format_bytes(budget)} of its "
+                "budget; lower some, or raise the budget"
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class Shares:
+    """What each tenant may take of one tier, in blocks; the last tenant is OTHER.
+
+    ``index_of`` maps the namespaces of configured tenants to their indices. Raises ConfigError for shares that cannot
+    be kept.
+    """
+
+    names: tuple[str, ...]
+    index_of: Mapping[bytes, int]
+    guaranteed: tuple[int, ...]
+    quota: tuple[int, ...]
+    num_blocks: int
+
+    def __post_init__(self) -> None:
+        if sum(self.guaranteed) > self.num_blocks:
+            raise ConfigError(
+                f"tenants: {sum(self.guaranteed)} blocks are guaranteed, and the tier has {self.num_blocks}; lower "
+                "what is guaranteed"
+            )
+        for name, guaranteed, quota in zip(self.names, self.guaranteed, self.quota, strict=True):
+            if not max(1, guaranteed) <= quota <= self.num_blocks:
+                raise ConfigError(f"tenants.{name}: its quota has room for {quota} blocks; raise it")
+
+    def tenants_of(self, keys: Sequence[OffloadKey]) -> int | list[int]:
+        """Returns the tenant of each key; only one number if all keys have the same namespace."""
+        other = len(self.names) - 1
+        if not keys:
+            return other
+        if same_starts(keys, NAMESPACE_BYTES):
+            return self.index_of.get(keys[0][:NAMESPACE_BYTES], other)
+        return [self.index_of.get(key[:NAMESPACE_BYTES], other) for key in keys]
+
+    def sure_blocks(self, tenant: int) -> int:
+        """Returns how many blocks a tenant can have whatever the others hold."""
+        others = sum(self.guaranteed) - self.guaranteed[tenant]
+        return min(self.quota[tenant], self.num_blocks - others)
+
+
+MakeShares: TypeAlias = Callable[[int, int], Shares]
+"""Returns the shares of a tier with so many blocks, of so many bytes each."""
+
+
+class Tenant(NamedTuple):
+    """To whom a request belongs: what precedes its block hashes, and its name in metrics, None if there are none."""
+
+    namespace: bytes
+    label: str | None
+
+
+class Tenants:
+    """Maps requests to tenants, of which ``configured`` have shares. ``namespace`` is that of requests without one.
+
+    A request with another tenant has a namespace of its own too, so no request of somebody else finds its blocks.
+    """
+
+    def __init__(self, namespace: bytes, configured: Sequence[TenantConfig] = ()) -> None:
+        self._namespace = namespace
+        named = [tenant for tenant in configured if tenant.name != OTHER]
+        self._configured = {tenant.name: tenant for tenant in configured}
+        self._named = {tenant.name: Tenant(self._namespace_of(tenant.name), tenant.name) for tenant in named}
+        self._salted = {tenant.salt_sha256: tenant.name for tenant in named if tenant.salt_sha256 is not None}
+        self.names = (*self._named, OTHER) if configured else ()
+        """The names in metrics; none without configured tenants."""
+        self._other = OTHER if configured else None
+
+    def _namespace_of(self, name: str) -> bytes:
+        return root_hash(self._namespace, name)[:NAMESPACE_BYTES]
+
+    def of(self, name: str | None, salt: Any = None) -> Tenant:
+        """Returns the tenant of a request with this option ``tenant`` and this ``cache_salt``. Without the first, the
+        salt of a configured tenant counts: its name, or what its ``salt_sha256`` was made of."""
+        if name is None and self._named and isinstance(salt, str):
+            name = salt if salt in self._named else self._salted.get(_digest(salt))
+        if name is None:
+            return Tenant(self._namespace, self._other)
+        return self._named.get(name) or Tenant(self._namespace_of(name), self._other)
+
+    def shares(self, tier: str, num_blocks: int, block_bytes: int, engines: int = 1) -> Shares:
+        """Returns the shares of ``tier``, which has ``num_blocks`` blocks on this one of ``engines`` engines, each of
+        which has an equal part of every share."""
+        configured = [self._configured.get(name, TenantConfig(name)) for name in self.names]
+        parts = [
+            [amounts[tier] // engines // block_bytes if tier in amounts else None for amounts in pair]
+            for pair in ((tenant.guaranteed, tenant.quota) for tenant in configured)
+        ]
+        return Shares(
+            self.names,
+            {tenant.namespace: i for i, tenant in enumerate(self._named.values())},
+            tuple(guaranteed or 0 for guaranteed, _ in parts),
+            tuple(num_blocks if quota is None else min(quota, num_blocks) for _, quota in parts),
+            num_blocks,
+        )
+
+
+def _digest(salt: str) -> str:
+    return hashlib.sha256(salt.encode(errors="surrogatepass")).hexdigest()

@@ -1,0 +1,478 @@
+"""Tenants: what they may take of a tier is kept at every moment, and nothing that one does shows another's blocks."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+
+from kvoffload.abc import (
+    CachePolicy,
+    ConfigError,
+    Hints,
+    IntegrityError,
+    LoadStoreSpec,
+    LookupState,
+    MissReason,
+    OffloadingManager,
+    OffloadKey,
+    ReqContext,
+)
+from kvoffload.cache.keys import make_offload_key
+from kvoffload.cache.manager import PolicyOffloadingManager
+from kvoffload.cache.policies import make_policy
+from kvoffload.cache.policies.auto import AutoPolicy, PlainAutoPolicy
+from kvoffload.cache.policies.tenants import TenantPolicy, _from_the_top
+from kvoffload.cache.slots import HostBackend
+from kvoffload.cache.tenants import OTHER, Shares, TenantConfig, Tenants
+from kvoffload.testing.conformance import ManagerConformance, PolicyConformance
+
+NAMES = ("a", "b", OTHER)
+
+
+def key(tenant: str, number: int) -> OffloadKey:
+    return make_offload_key(f"tenant-{tenant[0]}".encode() + number.to_bytes(4, "big"), 0)
+
+
+def chain(tenant: str, first: int, n: int) -> list[OffloadKey]:
+    return [key(tenant, number) for number in range(first, first + n)]
+
+
+def shares(num_blocks: int, guaranteed: Sequence[int], quota: Sequence[int] | None = None) -> Shares:
+    """Of tenants "a", "b" and the others."""
+    index_of = {key(name, 0)[:8]: i for i, name in enumerate(NAMES[:-1])}
+    return Shares(NAMES, index_of, tuple(guaranteed), tuple(quota or [num_blocks] * 3), num_blocks)
+
+
+def manager(made: Shares, policy: str = "lru", must_store: bool = False) -> PolicyOffloadingManager:
+    chosen = make_policy(policy, made.num_blocks, made)
+    return PolicyOffloadingManager(HostBackend(16, made.num_blocks), chosen, enable_events=True, must_store=must_store)
+
+
+def tenant_policy(of: PolicyOffloadingManager) -> TenantPolicy:
+    assert isinstance(of.policy, TenantPolicy)
+    return of.policy
+
+
+def held(of: PolicyOffloadingManager) -> list[int]:
+    return [use.num_blocks for use in of.tenant_uses()]
+
+
+def store(to: PolicyOffloadingManager, keys: list[OffloadKey], hints: Hints | None = None) -> bool:
+    """Stores a chain as one request. Returns whether there was room."""
+    context = ReqContext("r", hints=hints)
+    to.touch(keys, context)
+    output = to.prepare_store(keys, context)
+    if output is not None:
+        to.complete_store(output.store_spec)
+        to.reorder_chain(keys, output.keys_to_store, context)
+    to.check_integrity()
+    return output is not None
+
+
+def present(of: PolicyOffloadingManager, keys: list[OffloadKey]) -> int:
+    return int(np.count_nonzero(of.states(keys) == LookupState.HIT))
+
+
+class TestOneTenant(PolicyConformance):
+    """The others alone: as the policy that they are in."""
+
+    def make_policy(self, capacity: int) -> CachePolicy:
+        return make_policy("lru", capacity, Shares((OTHER,), {}, (0,), (capacity,), capacity))
+
+
+class TestOneTenantWithAuto(PolicyConformance):
+    def make_policy(self, capacity: int) -> CachePolicy:
+        return make_policy("auto", capacity, Shares((OTHER,), {}, (0,), (capacity,), capacity))
+
+
+class TestThreeTenants(PolicyConformance):
+    """The blocks of random calls belong to three tenants, all others to one."""
+
+    def make_policy(self, capacity: int) -> CachePolicy:
+        names = [make_offload_key(b"block %d" % number, 0)[:8] for number in range(40)]
+        made = Shares(
+            NAMES, {name: i % 2 for i, name in enumerate(names) if i % 3}, (0,) * 3, (capacity,) * 3, capacity
+        )
+        return make_policy("lru", capacity, made)
+
+
+class TestManagerWithTenants(ManagerConformance):
+    """Beside tenants that store nothing, to whom nothing is guaranteed."""
+
+    def make_manager(self, num_blocks: int) -> OffloadingManager:
+        return manager(shares(num_blocks, (0, 0, 0)))
+
+
+# Who loses.
+
+
+def test_a_scan_takes_nothing_of_what_is_guaranteed() -> None:
+    of = manager(shares(10, (4, 0, 0)))
+    victim = chain("a", 0, 4)
+    assert store(of, victim)
+    for first in range(100, 200, 5):
+        assert store(of, chain("b", first, 5))
+        assert store(of, chain(OTHER, first, 5))
+    assert of.lookup(victim) == 4
+    shared = PolicyOffloadingManager(HostBackend(16, 10), make_policy("lru", 10))
+    assert store(shared, victim)
+    assert store(shared, chain("b", 0, 10))
+    assert shared.lookup(victim) == 0, "without tenants the scan pushes it out"
+
+
+def test_what_is_guaranteed_and_not_used_serves_others_until_it_is_claimed() -> None:
+    of = manager(shares(10, (4, 0, 0)))
+    assert store(of, chain("b", 0, 10))
+    assert held(of) == [0, 10, 0]
+    assert store(of, chain("a", 0, 4))
+    assert held(of) == [4, 6, 0]
+    assert store(of, chain("a", 4, 4))
+    assert held(of) == [7, 3, 0], "above its guarantee it competes like the others"
+
+
+def test_above_their_guarantees_tenants_become_equal() -> None:
+    of = manager(shares(12, (2, 0, 0)))
+    assert store(of, chain("b", 0, 12))
+    for first in range(0, 40, 4):
+        assert store(of, chain("a", first, 4))
+        assert store(of, chain("b", first + 100, 4))
+        assert store(of, chain(OTHER, first, 4))
+    # (12 - 2) / 3 above the guarantee, in whole blocks.
+    assert sum(held(of)) == 12
+    assert [abs(n - 10 / 3) < 1 for n in np.subtract(held(of), (2, 0, 0))] == [True] * 3
+
+
+def test_a_quota_holds_although_slots_are_free() -> None:
+    of = manager(shares(10, (0, 0, 0), (10, 3, 10)))
+    assert store(of, chain("b", 0, 3))
+    assert store(of, chain("b", 10, 2))
+    assert held(of) == [0, 3, 0]
+    assert of.lookup(chain("b", 10, 2)) == 2
+    assert of.explain_miss(key("b", 2)).reason is MissReason.EVICTED
+
+
+def test_a_store_over_the_quota_is_refused_and_changes_nothing() -> None:
+    of = manager(shares(10, (0, 0, 0), (10, 3, 10)))
+    assert store(of, chain("b", 0, 3))
+    lease = of.prepare_load(chain("b", 0, 3))
+    assert of.prepare_store(chain("b", 10, 1)) is None
+    assert of.explain_miss(key("b", 10)).reason is MissReason.OVER_QUOTA
+    assert of.tenant_uses()[1].num_refused == 1
+    assert store(of, chain("a", 0, 1)), "others are not concerned"
+    of.complete_load(lease)
+    assert store(of, chain("b", 10, 1))
+
+
+def test_no_room_that_is_not_guaranteed_to_others() -> None:
+    of = manager(shares(6, (4, 2, 0)))
+    assert store(of, chain("a", 0, 4))
+    assert store(of, chain("b", 0, 2))
+    assert of.prepare_store(chain(OTHER, 0, 1)) is None
+    assert of.explain_miss(key(OTHER, 0)).reason is MissReason.NO_ROOM
+    assert store(of, chain("a", 4, 2)), "in place of its own blocks"
+    assert held(of) == [4, 2, 0]
+
+
+def test_hints_say_which_blocks_a_tenant_loses_and_not_which_tenant_does() -> None:
+    of = manager(shares(12, [0, 0, 0]))
+    for name, first, hints in (("a", 10, Hints(2, drop=True)), ("a", 0, None), ("b", 0, Hints(3, drop=True))):
+        assert store(of, chain(name, first, 4), hints)
+    assert store(of, chain("b", 10, 2))
+    assert [present(of, chain("a", first, 4)) for first in (10, 0)] == [2, 4]
+    assert present(of, chain("b", 0, 4)) == 4
+    assert [use.num_evicted for use in of.tenant_uses()] == [2, 0, 0]
+
+
+def test_blocks_of_several_tenants_in_one_store() -> None:
+    of = manager(shares(6, (2, 2, 0)))
+    assert store(of, chain("a", 0, 2) + chain("b", 0, 2) + chain(OTHER, 0, 2))
+    assert held(of) == [2, 2, 2]
+    assert store(of, [key("a", 9), key("b", 9)])
+    assert held(of) == [3, 3, 0]
+
+
+def test_promoted_blocks_keep_to_the_quota_too() -> None:
+    of = manager(shares(10, (0, 0, 0), (10, 3, 10)))
+    assert store(of, chain("b", 0, 3))
+    output = of.allocate(chain("b", 10, 3))
+    assert output is not None
+    assert len(output.evicted_keys) == 3
+    assert of.allocate(chain("b", 20, 1)) is None
+    of.check_integrity()
+
+
+def test_how_many_blocks_a_tenant_can_have() -> None:
+    of = manager(shares(10, (4, 1, 0), (10, 3, 10)))
+    assert [of.most_blocks(key(name, 0)) for name in NAMES] == [9, 3, 5]
+    assert [of.num_storable(key(name, 0)) for name in NAMES] == [10, 3, 10]
+    assert store(of, chain("a", 0, 6))
+    assert [of.num_storable(key(name, 0)) for name in NAMES] == [10, 3, 6]
+
+
+def test_dropped_and_reset_blocks_do_not_count() -> None:
+    of = manager(shares(10, (4, 0, 0), (10, 3, 10)))
+    output = of.prepare_store(chain("b", 0, 3))
+    assert output is not None
+    of.drop(chain("b", 0, 2))
+    of.check_integrity()
+    assert held(of) == [0, 1, 0]
+    of.complete_store(output.store_spec)
+    of.check_integrity()
+    of.reset()
+    of.check_integrity()
+    assert held(of) == [0, 0, 0]
+    assert store(of, chain("b", 10, 3))
+
+
+def test_every_policy_serves_tenants() -> None:
+    rng = random.Random(3)
+    for policy in ("fifo", "arc", "s3fifo", "sieve", "lirs", "2q", "auto"):
+        of = manager(shares(24, (6, 0, 2), (20, 12, 24)), policy)
+        for _ in range(60):
+            name = rng.choice(NAMES)
+            store(of, chain(name, rng.randrange(30), rng.randint(1, 10)))
+
+
+# The laws under random calls.
+
+
+class Checked:
+    """A manager with tenants, and after every call: what is guaranteed was kept, no quota was exceeded."""
+
+    def __init__(self, seed: int) -> None:
+        self.rng = rng = random.Random(seed)
+        n = rng.randint(3, 30)
+        guaranteed = [rng.randint(0, n // 3) for _ in NAMES]
+        quota = [rng.randint(max(1, least), n) for least in guaranteed]
+        self.shares = shares(n, guaranteed, quota)
+        self.of = manager(self.shares, rng.choice(["lru", "auto", "lirs"]), must_store=rng.random() < 0.5)
+        self.writing: list[LoadStoreSpec] = []
+        self.pins: list[LoadStoreSpec] = []
+        self.num_stored = self.num_refused = 0
+        self.has_hints = seed % 2 == 1
+
+    def hints(self, name: str) -> Hints | None:
+        if not self.has_hints:
+            return None
+        session = 2 + 3 * self.rng.randrange(3) + NAMES.index(name)
+        return self.rng.choice([None, Hints(session), Hints(session, drop=True), Hints(session, expect_return_s=1e6)])
+
+    def run(self, steps: int) -> None:
+        for _ in range(steps):
+            before, name = held(self.of), self.rng.choice(NAMES)
+            step = self.rng.choice([self.store, self.store, self.store, self.written, self.pin, self.unpin])
+            step(name)
+            self.of.check_integrity()
+            for each, least, most, was, now in zip(
+                NAMES, self.shares.guaranteed, self.shares.quota, before, held(self.of), strict=True
+            ):
+                assert now <= most, f"{each} is over its quota"
+                # A write that fails loses its own blocks.
+                kept = each == name or step == self.written or now >= min(least, was)
+                assert kept, f"{each} has lost blocks that are guaranteed to it"
+
+    def store(self, name: str) -> None:
+        keys = chain(name, self.rng.randrange(20), self.rng.randint(1, 12))
+        context = ReqContext("r", hints=self.hints(name))
+        self.of.touch(keys, context)
+        new = [each for each in keys if self.of.find([each])[0] < 0]
+        can = self.can_store(name, keys, len(new))
+        output = self.of.allocate(keys) if self.rng.random() < 0.2 else self.of.prepare_store(keys, context)
+        if output is None:
+            assert not can, "a store was refused for which there is room"
+            self.num_refused += 1
+            return
+        assert can or output.refused_keys, "there was no room"
+        self.num_stored += len(output.keys_to_store)
+        self.writing.append(output.store_spec)
+        self.of.reorder_chain(keys, output.keys_to_store, context)
+
+    def can_store(self, name: str, keys: list[OffloadKey], num_new: int) -> bool:
+        """Counts block by block whether there is room, as the documentation says."""
+        policy = tenant_policy(self.of)
+        t = NAMES.index(name)
+        table = self.of._table
+        slots = table.slots()
+        owner = policy._tenant_of[slots]
+        idle = ~table.busy[slots] & ~np.isin(slots, self.of.find(keys))
+        count = [int(np.count_nonzero(owner == i)) for i in range(3)]
+        free_of = [int(np.count_nonzero((owner == i) & idle)) for i in range(3)]
+        own = free_of[t]
+        room = self.of.backend.get_num_free_blocks() + own
+        for i in range(3):
+            if i != t:
+                room += min(free_of[i], max(0, count[i] - self.shares.guaranteed[i]))
+        # It may give its own blocks for its own, whatever is guaranteed to it.
+        return num_new <= room and num_new + count[t] - own <= self.shares.quota[t]
+
+    def written(self, name: str) -> None:
+        if self.writing:
+            lease = self.writing.pop(self.rng.randrange(len(self.writing)))
+            self.of.complete_store(lease, success=self.rng.random() < 0.9)
+
+    def pin(self, name: str) -> None:
+        keys = chain(name, self.rng.randrange(20), 4)
+        ready = [each for each in keys if self.of.states([each])[0] == LookupState.HIT]
+        if ready:
+            self.pins.append(self.of.prepare_load(ready))
+
+    def unpin(self, name: str) -> None:
+        if self.pins:
+            self.of.complete_load(self.pins.pop(self.rng.randrange(len(self.pins))))
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_shares_are_kept_at_every_moment(seed: int) -> None:
+    checked = Checked(seed)
+    checked.run(400)
+    assert checked.num_stored > 20
+    assert (checked.of.take_counts().get("early_evictions", 0) > 0) == checked.has_hints
+
+
+def test_the_random_calls_reach_the_limits() -> None:
+    assert sum(_refusals(seed) for seed in range(4)) > 20
+
+
+def _refusals(seed: int) -> int:
+    checked = Checked(seed)
+    checked.run(300)
+    return checked.num_refused
+
+
+def test_what_is_left_above_the_guarantees_is_as_equal_as_possible() -> None:
+    rng = random.Random(5)
+    for _ in range(2000):
+        excess = [rng.randint(-3, 12) for _ in range(rng.randint(1, 6))]
+        most = [rng.randint(0, 12) for _ in excess]
+        n = rng.randint(0, sum(most))
+        if not any(most) or not n:
+            continue
+        taken, expected = _from_the_top(excess, most, n), [0] * len(excess)
+        for _ in range(n):
+            top = max((t for t in range(len(excess)) if expected[t] < most[t]), key=lambda t: excess[t] - expected[t])
+            expected[top] += 1
+        left, by_one = ([e - k for e, k in zip(excess, some, strict=True)] for some in (taken, expected))
+        assert sum(taken) == n
+        assert all(0 <= k <= m for k, m in zip(taken, most, strict=True))
+        assert sorted(left) == sorted(by_one)
+
+
+# The laws broken on purpose.
+
+
+def test_taking_what_is_guaranteed_is_found_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    of = manager(shares(6, (4, 0, 0)))
+    assert store(of, chain("a", 0, 4))
+    assert store(of, chain("b", 0, 2))
+    monkeypatch.setattr(TenantPolicy, "_leaving", lambda self, entering, shortage, idle: [shortage, 0, 0])
+    with pytest.raises(IntegrityError, match="tenant a would lose what is guaranteed"):
+        of.prepare_store(chain("b", 10, 1))
+
+
+def test_a_store_over_the_quota_is_found_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    of = manager(shares(6, (0, 0, 0), (6, 2, 6)))
+    assert store(of, chain("b", 0, 2))
+    monkeypatch.setattr(TenantPolicy, "_leaving", lambda self, entering, shortage, idle: [0, 0, 0])
+    with pytest.raises(IntegrityError):
+        of.prepare_store(chain("b", 10, 1))
+
+
+@pytest.mark.parametrize("damage", ["tenant", "place", "count", "busy", "key"])
+def test_damaged_tables_are_found(damage: str) -> None:
+    of = manager(shares(6, (0, 0, 0)))
+    assert store(of, chain("a", 0, 2))
+    assert store(of, chain("b", 0, 2))
+    policy = tenant_policy(of)
+    slot = int(of.find([key("a", 0)])[0])
+    mine = policy.tenants[0]
+    if damage == "tenant":
+        policy._tenant_of[slot] = 1
+    elif damage == "place":
+        policy._place_of[slot] = policy._place_of[int(of.find([key("a", 1)])[0])]
+    elif damage == "count":
+        mine.num_held += 1
+    elif damage == "busy":
+        mine.busy[policy._place_of[slot]] = True
+    else:
+        mine.key_of[policy._place_of[slot]] = key("b", 5)
+    with pytest.raises(IntegrityError):
+        of.check_integrity()
+
+
+# Who is who.
+
+
+def test_a_tenant_has_a_namespace_of_its_own() -> None:
+    tenants = Tenants(b"12345678", [TenantConfig("search"), TenantConfig("chat")])
+    found = [tenants.of(name) for name in (None, "search", "chat", "unknown", OTHER)]
+    assert [each.label for each in found] == [OTHER, "search", "chat", OTHER, OTHER]
+    assert len({each.namespace for each in found}) == 5
+    assert all(len(each.namespace) == 8 for each in found)
+    assert Tenants(b"another.", [TenantConfig("search")]).of("search").namespace != found[1].namespace
+    assert Tenants(b"12345678").of("search") == (found[1].namespace, None), "the same without shares"
+    assert Tenants(b"12345678").of(None) == (b"12345678", None)
+
+
+def test_a_salt_names_a_configured_tenant() -> None:
+    salt = "s3cret"
+    digest = "1ec1c26b50d5d3c58d9583181af8076655fe00756bf7285940ba3670f99fcba0"
+    tenants = Tenants(b"12345678", [TenantConfig("search", salt_sha256=digest), TenantConfig("chat")])
+    assert tenants.of(None, salt) == tenants.of("search")
+    assert tenants.of(None, "chat") == tenants.of("chat")
+    assert tenants.of("chat", salt) == tenants.of("chat"), "the option comes first"
+    assert tenants.of(None, "s3cre") == tenants.of(None), "vLLM's hashes depend on any other salt already"
+    assert tenants.of(None, "\ud800") == tenants.of(None)
+    assert tenants.of(None, 7) == tenants.of(None)
+
+
+def test_shares_are_counted_in_whole_blocks_of_one_engine() -> None:
+    tenants = Tenants(b"", [TenantConfig("a", {"host": 1000}, {"host": 3999}), TenantConfig("b")])
+    made = tenants.shares("host", 20, 100, engines=2)
+    assert (made.names, made.guaranteed, made.quota) == (("a", "b", OTHER), (5, 0, 0), (19, 20, 20))
+    assert tenants.shares("disk", 20, 100).guaranteed == (0, 0, 0)
+
+
+def test_shares_that_cannot_be_kept_are_refused() -> None:
+    with pytest.raises(ConfigError, match="11 blocks are guaranteed, and the tier has 10"):
+        shares(10, (6, 5, 0))
+    with pytest.raises(ConfigError, match=r"tenants\.a: its quota has room for 0 blocks; raise it"):
+        shares(10, (0, 0, 0), (0, 10, 10))
+
+
+# A policy that is told how many blocks it holds.
+
+
+def test_auto_divides_the_blocks_that_its_tenant_holds() -> None:
+    of = manager(shares(400, (0, 0, 0)), "auto")
+    for first in range(0, 4000, 20):
+        for name in NAMES:
+            assert store(of, chain(name, first, 20))
+    for blocks in tenant_policy(of).tenants:
+        assert blocks.policy.capacity == 400
+        assert abs(blocks.policy.full - 400 / 3) < 40
+
+
+def test_native_and_plain_auto_serve_tenants_alike() -> None:
+    made = shares(60, (15, 0, 5), (40, 60, 60))
+    pair = [
+        PolicyOffloadingManager(HostBackend(16, 60), TenantPolicy(60, made, policy))
+        for policy in (AutoPolicy, PlainAutoPolicy)
+    ]
+    rng, num_evicted = random.Random(2), 0
+    for _ in range(600):
+        keys = chain(rng.choice(NAMES), rng.randrange(60), rng.randint(1, 15))
+        outputs = []
+        for of in pair:
+            of.touch(keys)
+            output = of.prepare_store(keys)
+            assert output is not None
+            of.complete_store(output.store_spec)
+            of.reorder_chain(keys, output.keys_to_store)
+            outputs.append((output.keys_to_store, output.evicted_keys, list(output.refused_keys)))
+        assert outputs[0] == outputs[1]
+        num_evicted += len(outputs[0][1])
+    assert num_evicted > 500
+    assert pair[0].tenant_uses() == pair[1].tenant_uses()

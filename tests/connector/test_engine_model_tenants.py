@@ -1,0 +1,66 @@
+"""Random schedules of the model engine whose requests belong to tenants with random shares: every byte is right, and
+all promises are kept."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Iterator
+from functools import partial
+from random import Random
+from typing import Any
+
+import pytest
+
+from kvoffload.abc import CachePolicy
+from kvoffload.cache.policies import make_policy
+from kvoffload.cache.tenants import Shares, TenantConfig, Tenants
+from kvoffload.connector.scheduler import OffloadingConnectorScheduler
+from kvoffload.testing import engine as model
+from kvoffload.testing.content import EngineRequest
+from kvoffload.testing.scenario import Scenario, make_requests
+
+SEEDS = 60
+TENANTS = Tenants(b"", [TenantConfig("a"), TenantConfig("b")])
+
+
+@pytest.fixture(autouse=True)
+def quiet() -> Iterator[None]:
+    logging.disable(logging.WARNING)
+    yield
+    logging.disable(logging.NOTSET)
+
+
+def random_shares(rng: Random, num_blocks: int) -> Shares:
+    guaranteed = [rng.randint(0, num_blocks // 4) for _ in TENANTS.names]
+    quota = [rng.randint(max(1, least, num_blocks // 3), num_blocks) for least in guaranteed]
+    index_of = {TENANTS.of(name).namespace: i for i, name in enumerate(TENANTS.names[:-1])}
+    return Shares(TENANTS.names, index_of, tuple(guaranteed), tuple(quota), num_blocks)
+
+
+def test_random_schedules_with_tenants(monkeypatch: pytest.MonkeyPatch) -> None:
+    def policy(name: str, num_blocks: int) -> CachePolicy:
+        return make_policy(name, num_blocks, random_shares(rng, num_blocks))
+
+    def requests(*arguments: Any) -> list[EngineRequest]:
+        made = make_requests(*arguments)
+        for request in made:
+            if (tenant := rng.choice(("a", "b", None))) is not None:
+                request.kv_transfer_params = {**(request.kv_transfer_params or {}), "kvoffload": {"tenant": tenant}}
+        return made
+
+    monkeypatch.setattr(model, "make_policy", policy)
+    monkeypatch.setattr(model, "make_requests", requests)
+    monkeypatch.setattr(model, "OffloadingConnectorScheduler", partial(OffloadingConnectorScheduler, tenants=TENANTS))
+    counts: Counter[str] = Counter()
+    for seed in range(SEEDS):
+        rng = Random(seed)
+        engine = model.ModelEngine(Scenario.random(seed))
+        engine.run()
+        counts["loaded"] += sum(engine.loaded_blocks)
+        for use in engine.policy_manager.tenant_uses():
+            counts[f"evicted of {use.name}"] += use.num_evicted
+            counts["refused"] += use.num_refused
+    expected = ("loaded", "refused", *(f"evicted of {name}" for name in TENANTS.names))
+    never = [what for what in expected if not counts[what]]
+    assert not never, f"never happened, so was not tested: {never}"
