@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import os
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -28,6 +28,8 @@ SINGLE = ("fifo", "lru", "arc", "s3fifo", "sieve", "lirs", "2q")
 PEERS = ("vllm-lru", "vllm-arc")
 POLICIES = (*SINGLE, "auto", *PEERS, CLAIRVOYANT)
 CAPACITIES = ("0.1%", "0.5%", "1%", "2%", "5%", "10%", "20%", "50%", "5859")
+SMALL = ("0.1%", "0.5%", "1%", "2%", "5%", "10%", "5859")
+"""The capacities where most of the gap between LRU and the bound is."""
 SYNTHETIC = ("synthetic:chat", "synthetic:agent", "synthetic:documents")
 
 
@@ -93,6 +95,14 @@ def show(cells: list[Cell]) -> None:
     for policy in POLICIES:
         figures = "".join(f"{by_place[policy, capacity].second_half:9.2f}" for capacity in CAPACITIES)
         print(f"  {policy:<12}{figures}")
+    shares = "".join(f"{100 * gap_share(by_place, capacity, 'second_half'):9.1f}" for capacity in CAPACITIES)
+    print(f"  {'gap closed':<12}{shares}   by auto, % of the way from lru to the bound")
+
+
+def gap_share(by_place: Mapping[tuple[str, str], Cell], capacity: str, part: str) -> float:
+    """Returns how far ``auto`` goes from LRU to the bound; NaN where the bound finds no more than LRU."""
+    lru, auto, bound = (getattr(by_place[policy, capacity], part) for policy in ("lru", "auto", CLAIRVOYANT))
+    return float((auto - lru) / (bound - lru)) if bound > lru else float("nan")
 
 
 def summary(cells: list[Cell]) -> Iterator[Row]:
@@ -110,6 +120,10 @@ def summary(cells: list[Cell]) -> Iterator[Row]:
             over = [found[*at, "auto"] - found[*at, other] for at in places]
             yield Row(f"auto minus {other}, mean ({name})", float(np.mean(over)), "points")
             yield Row("the worst", min(over), "points")
+    for trace in sorted({cell.trace for cell in cells}):
+        here = {(cell.policy, cell.capacity): cell for cell in cells if cell.trace == trace}
+        share = float(np.nanmean([gap_share(here, capacity, "whole") for capacity in SMALL]))
+        yield Row(f"gap between lru and the bound closed by auto, up to 10%: {trace}", 100 * share, "%")
     for other in ("lru", "vllm-arc"):
         ratios = [by_place[*at, "auto"].writes / by_place[*at, other].writes for at in places]
         yield Row(f"blocks written by auto, in % of {other}", 100 * float(np.mean(ratios)), "%")

@@ -166,7 +166,12 @@ class Growing:
         from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
         self.scrapes += 1
-        values = {"tier": ["disk", "redis"], "reason": list(map(str, MissReason)), "rule": ["lru", "lirs"]}
+        values = {
+            "tier": ["disk", "redis"],
+            "reason": list(map(str, MissReason)),
+            "rule": ["lru", "lirs"],
+            "option": ["drop"],
+        }
         values |= {"tenant": ["search", "other"], "tenant,tier": ["search,host", "other,host"]}
         for name, spec in METRICS.items():
             kind = CounterMetricFamily if spec.kind == "counter" else GaugeMetricFamily
