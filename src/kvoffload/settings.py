@@ -17,7 +17,7 @@ MAX_WHOLE_NUMBER = 1 << 30
 MAX_DEADLINE_MS = 3_600_000.0
 MAX_SHOWN = 200
 """Characters of a wrong value that an error shows."""
-_SECRET = re.compile("passw|secret|token|credential|key", re.IGNORECASE)
+_SECRET = re.compile("passw|secret|token|credential|key|salt", re.IGNORECASE)
 """Unknown settings whose values may be secret."""
 
 

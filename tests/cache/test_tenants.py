@@ -435,6 +435,14 @@ def test_shares_are_counted_in_whole_blocks_of_one_engine() -> None:
     assert tenants.shares("disk", 20, 100).guaranteed == (0, 0, 0)
 
 
+def test_a_tier_may_have_less_room_for_blocks_than_its_budget() -> None:
+    tenants = Tenants(b"", [TenantConfig("a", {"disk": 2000})])
+    assert tenants.shares("disk", 10, 100, engines=2).guaranteed == (10, 0)
+    wrong = "tenants: 2 KiB of disk are guaranteed, and its budget has room for 1.8 KiB of blocks; lower some"
+    with pytest.raises(ConfigError, match=wrong):
+        tenants.shares("disk", 9, 100, engines=2)
+
+
 def test_shares_that_cannot_be_kept_are_refused() -> None:
     with pytest.raises(ConfigError, match="11 blocks are guaranteed, and the tier has 10"):
         shares(10, (6, 5, 0))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import time
 from collections.abc import Iterator
@@ -290,7 +291,6 @@ def test_each_tenant_has_a_reuse_filter_of_its_own() -> None:
 
 
 def test_a_share_that_holds_no_block_is_an_error_at_start(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"tenants\.a: its quota has room for 0 blocks; raise it"):
-        Server(tmp_path, {"a": {"quota": {"host": 100}}})
-    with pytest.raises(ConfigError, match=r"tenants\.a: its quota has room for 0 blocks; raise it"):
-        Server(tmp_path, {"a": {"quota": {"disk": 100}}})
+    for kind, tier in itertools.product(("guaranteed", "quota"), ("host", "disk")):
+        with pytest.raises(ConfigError, match=rf"tenants\.a\.{kind}\.{tier}=100 .*: has no room for one block; write "):
+            Server(tmp_path, {"a": {kind: {tier: 100}}})

@@ -21,7 +21,7 @@ from kvoffload.doctor.findings import Area, Finding, Level, Secrets, split_fix
 from kvoffload.doctor.process import CheckProcess, Ending, Report
 from kvoffload.doctor.report import show, verdict
 from kvoffload.doctor.source import read_source
-from tests.doctor.rig import diagnose, findings_of, needs_root
+from tests.doctor.rig import LLAMA, diagnose, findings_of, model_file, needs_root
 
 HERE = "tests.doctor.test_command"
 
@@ -94,6 +94,15 @@ def test_what_belongs_to_vllm_is_checked_too(monkeypatch: pytest.MonkeyPatch) ->
     transfer = {"kv_connector": "KVOffloadConnector", "kv_role": "kv_both"}
     right = {"options": {"host_bytes": "64MiB"}, "transfer": transfer}
     assert set(findings_of(configuration.check, right)) == {"config.valid"}
+
+
+@pytest.mark.parametrize(("amount", "is_refused"), [("8", True), ("8MiB", False)])
+def test_a_share_without_room_for_a_block(tmp_path: Path, amount: str, is_refused: bool) -> None:
+    options = {"host_bytes": "64MiB", "tenants": {"a": {"guaranteed": {"host": amount}}, "b": {}}}
+    found = diagnose(options, "--model", model_file(tmp_path, LLAMA))
+    assert found.one("config.valid")["text"].endswith("tenants: a, b")
+    assert ("model.shares" in found.ids("problem")) == is_refused
+    assert not is_refused or found.one("model.shares")["text"].startswith("tenants.a.guaranteed.host=8 (8 bytes): has")
 
 
 @pytest.mark.parametrize(("mode", "is_open"), [(0o600, False), (0o644, True)])

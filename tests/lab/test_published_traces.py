@@ -219,7 +219,7 @@ def test_what_is_not_a_conversation_is_named(tmp_path: Path, record: object, rea
     assert problem.line == 2
     assert reason in problem.reason
     path.write_text(json.dumps([record]))
-    with pytest.raises(TraceError, match=r"no request can be read: 1 invalid, the first: .*t\.json:1: "):
+    with pytest.raises(TraceError, match=r"it has no valid request: 1 invalid, the first: .*t\.json:1: "):
         read_trace(path, format="sharegpt")
 
 

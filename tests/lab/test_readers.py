@@ -173,7 +173,10 @@ def test_a_trace_without_a_valid_line_is_an_error(tmp_path: Path) -> None:
     path = write(tmp_path / "t.jsonl", "x", "y")
     with pytest.raises(TraceError) as caught:
         read_trace(path)
-    assert str(caught.value).startswith(f"{path}: no request can be read: 2 invalid, the first: {path}:1: not JSON")
+    why = "it has no valid request: 2 invalid, the first:"
+    assert str(caught.value).startswith(f"{path}: read as mooncake, {why} {path}:1: not JSON")
+    with pytest.raises(TraceError, match=f"read as kv-cache-tester, {why}"):
+        read_trace(tmp_path)
 
 
 def test_a_truncated_compressed_file(tmp_path: Path) -> None:
@@ -189,7 +192,7 @@ def test_a_truncated_compressed_file(tmp_path: Path) -> None:
     assert trace.problems[0].line == trace.num_requests + 1
     assert "cannot be read beyond this line" in trace.problems[0].reason
     path.write_bytes(packed[:40])
-    with pytest.raises(TraceError, match="no request can be read"):
+    with pytest.raises(TraceError, match="it has no valid request"):
         read_trace(path)
     path.write_bytes(packed[:500] + bytes(500) + packed[1000:])
     with pytest.raises(TraceError, match="cannot be read beyond this line"):
@@ -199,7 +202,7 @@ def test_a_truncated_compressed_file(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["t.jsonl", "t.csv", "t", "t.gz"])
 def test_random_bytes_are_an_error(tmp_path: Path, name: str) -> None:
     (tmp_path / name).write_bytes(random.Random(1).randbytes(100_000))
-    with pytest.raises(TraceError, match=r"no request can be read|the format is not recognized"):
+    with pytest.raises(TraceError, match=r"it has no valid request|the format is not recognized"):
         read_trace(tmp_path / name)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import hashlib
 import json
+import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -63,7 +64,8 @@ def load_tenants(value: object) -> tuple[TenantConfig, ...]:
 def _load(name: object, entry: object) -> TenantConfig:
     if not isinstance(name, str) or not _NAME.fullmatch(name):
         raise ConfigError(
-            f"tenants: {shown(name)} is not a name for metrics; use up to 63 letters, digits, '.', '_' and '-'"
+            f"tenants: {shown(name)} cannot be the name of a tenant; use up to 63 letters, digits, '.', '_' and '-', "
+            "of which the first is a letter or a digit"
         )
     setting = f"tenants.{name}"
     if not isinstance(entry, Mapping):
@@ -72,23 +74,28 @@ def _load(name: object, entry: object) -> TenantConfig:
     for key in entry:
         if key not in known:
             near = difflib.get_close_matches(str(key), known, n=1, cutoff=0.5)
-            hint = f"did you mean {near[0]}?" if near else "remove it."
+            hint = f"did you mean {near[0]}?" if near else f"write an entry such as {json.dumps(_EXAMPLE['search'])}."
             raise ConfigError(
                 f"{setting}.{key}={shown_unknown(key, entry[key])}: unknown key; {hint} Known: {', '.join(known)}"
             )
     salt = entry.get("salt_sha256")
-    if salt is not None and not (isinstance(salt, str) and _SHA256.fullmatch(salt) and name != OTHER):
+    if salt is not None and name == OTHER:
+        raise ConfigError(
+            f'{setting}.salt_sha256: "{OTHER}" is every request without a configured tenant, whatever its salt; '
+            "remove it, or give the tenant another name"
+        )
+    if salt is not None and not (isinstance(salt, str) and _SHA256.fullmatch(salt)):
         # Somebody may have written the salt itself.
         raise ConfigError(
-            f"{setting}.salt_sha256: must be the SHA-256 of a cache_salt in 64 lower-case hex digits, of a tenant that "
-            f'is not "{OTHER}"; make it with: printf %s SALT | sha256sum'
+            f"{setting}.salt_sha256: must be the SHA-256 of a cache_salt in 64 lower-case hex digits; "
+            "make it with: printf %s SALT | sha256sum"
         )
     guaranteed, quota = (_amounts(f"{setting}.{key}", entry.get(key)) for key in known[:2])
     for tier, most in quota.items():
         if guaranteed.get(tier, 0) > most:
             raise ConfigError(
-                f"{setting}.quota.{tier}={most}: less than the {guaranteed[tier]} bytes that are guaranteed; raise it, "
-                "or lower what is guaranteed"
+                f"{setting}.quota.{tier}={most} ({format_bytes(most)}): less than the {format_bytes(guaranteed[tier])} "
+                "that are guaranteed; raise it, or lower what is guaranteed"
             )
     return TenantConfig(name, guaranteed, quota, salt)
 
@@ -106,10 +113,12 @@ def check_budgets(tenants: Sequence[TenantConfig], budgets: Mapping[str, int | N
     tier, or has no budget (None), or if what is guaranteed is more than a budget."""
     for tenant in tenants:
         for kind, amounts in (("guaranteed", tenant.guaranteed), ("quota", tenant.quota)):
-            for tier in amounts:
-                setting = f"tenants.{tenant.name}.{kind}.{tier}"
+            for tier, amount in amounts.items():
+                setting = f"tenants.{tenant.name}.{kind}.{tier}={amount} ({format_bytes(amount)})"
                 if tier not in budgets:
-                    raise ConfigError(f"{setting}: there is no tier of this name; there are {', '.join(budgets)}")
+                    raise ConfigError(
+                        f"{setting}: this configuration has no tier {tier}; use one of {', '.join(budgets)}"
+                    )
                 if budgets[tier] is None:
                     raise ConfigError(f"{setting}: this tier bounds itself and has no shares; remove it")
     for tier, budget in budgets.items():
@@ -201,12 +210,26 @@ class Tenants:
 
     def shares(self, tier: str, num_blocks: int, block_bytes: int, engines: int = 1) -> Shares:
         """Returns the shares of ``tier``, which has ``num_blocks`` blocks on this one of ``engines`` engines, each of
-        which has an equal part of every share."""
+        which has an equal part of every share. Raises ConfigError for shares that cannot be kept."""
         configured = [self._configured.get(name, TenantConfig(name)) for name in self.names]
+        for tenant in configured:
+            for kind, amounts in (("guaranteed", tenant.guaranteed), ("quota", tenant.quota)):
+                if amounts.get(tier, math.inf) < engines * block_bytes:
+                    raise ConfigError(
+                        f"tenants.{tenant.name}.{kind}.{tier}={amounts[tier]} ({format_bytes(amounts[tier])}): has no "
+                        f"room for one block; write {format_bytes(engines * block_bytes)} or more"
+                    )
         parts = [
             [amounts[tier] // engines // block_bytes if tier in amounts else None for amounts in pair]
             for pair in ((tenant.guaranteed, tenant.quota) for tenant in configured)
         ]
+        total = sum(guaranteed or 0 for guaranteed, _ in parts)
+        if total > num_blocks:
+            wanted, there = (format_bytes(n * engines * block_bytes) for n in (total, num_blocks))
+            raise ConfigError(
+                f"tenants: {wanted} of {tier} are guaranteed, and its budget has room for {there} of blocks; lower "
+                "some, or raise the budget"
+            )
         return Shares(
             self.names,
             {tenant.namespace: i for i, tenant in enumerate(self._named.values())},

@@ -93,7 +93,7 @@ ADVICE = {
     ),
     MissReason.NOT_IN_TIME: Advice(
         "the block was not read from a lower tier in time",
-        "Raise load_deadline_ms or host_bytes, or find out what else uses the medium.",
+        "Raise load_deadline_ms or host_bytes, or the tenant's quota of host, or find out what else uses the medium.",
         True,
     ),
     MissReason.FASTER_TO_COMPUTE: Advice(

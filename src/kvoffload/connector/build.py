@@ -18,7 +18,7 @@ from kvoffload.cache.keys import NAMESPACE_BYTES, root_hash
 from kvoffload.cache.manager import PolicyOffloadingManager
 from kvoffload.cache.policies import make_policy
 from kvoffload.cache.slots import HostBackend
-from kvoffload.cache.tenants import HOST, Tenants
+from kvoffload.cache.tenants import HOST, OTHER, Tenants
 from kvoffload.config import OffloadConfig
 from kvoffload.connector.layout import Layout
 from kvoffload.connector.options import EngineOptions
@@ -119,6 +119,9 @@ def build_scheduler(
         )
         opened.pop_all()
     logger.info("kvoffload: host pool of %s", host_pools.describe(device_blocks))
+    if config.tenants:
+        configured = ", ".join(name for name in tenants.names if name != OTHER)
+        logger.info("kvoffload: tenants: %s; all other requests are of the tenant %s", configured or "none", OTHER)
     logger.info("kvoffload: model fingerprint %s", fingerprint)
     return scheduler
 

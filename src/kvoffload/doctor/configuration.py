@@ -76,6 +76,9 @@ class Plan:
     block_size_factor: int = 1
     has_fingerprint: bool = False
     tiers: list[PlannedTier] = field(default_factory=list)
+    tenants: list[str] = field(default_factory=list)
+    shares: dict[str, int] = field(default_factory=dict)
+    """Bytes of each share of a tenant by its setting, such as "tenants.search.quota.host"."""
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -110,6 +113,8 @@ def check(arguments: Mapping[str, Any], report: Report) -> None:
         host = format_bytes(plan.host_bytes or 0)
         tiers = ", ".join(tier.name for tier in plan.tiers) or "none"
         text = f"every setting is valid: host_bytes {host}, policy {plan.policy}, tiers: {tiers}"
+        if plan.tenants:
+            text += f", tenants: {', '.join(plan.tenants)}"
         figures = {"host_bytes": plan.host_bytes, "num_tiers": len(plan.tiers)}
         report.finding(Finding("config.valid", Level.OK, Area.CONFIGURATION, text, figures=figures))
     report.fact("plan", plan.to_dict())
@@ -187,6 +192,13 @@ def _plan(read: ReadConfig, report: Report) -> tuple[Plan, list[str]]:
         block_size_factor=config.block_size_factor or 1,
         has_fingerprint=config.model_fingerprint is not None,
         tiers=tiers,
+        tenants=[tenant.name for tenant in config.tenants],
+        shares={
+            f"tenants.{tenant.name}.{kind}.{tier}": amount
+            for tenant in config.tenants
+            for kind, amounts in (("guaranteed", tenant.guaranteed), ("quota", tenant.quota))
+            for tier, amount in amounts.items()
+        },
     )
     return plan, errors
 

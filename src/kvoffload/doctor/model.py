@@ -180,6 +180,11 @@ def room_findings(shape: ModelShape, language: Mapping[str, Any], plan: Plan) ->
         return
     text = f"{format_bytes(round(shape.bytes_per_token))} of KV per token, {format_bytes(block)} per block of {tokens}"
     yield Finding("model.bytes", Level.OK, Area.MODEL, ". ".join([f"{text} tokens", *shape.notes]), figures=figures)
+    for setting, amount in plan.shares.items():
+        if amount < block:
+            text = f"{setting}={amount} ({format_bytes(amount)}): has no room for one block"
+            fix = f"write {format_bytes(block)} or more"
+            yield Finding("model.shares", Level.PROBLEM, Area.MODEL, text, fix)
     context = language.get("max_position_embeddings")
     context = context if isinstance(context, int) else 0
     if plan.host_bytes is not None:

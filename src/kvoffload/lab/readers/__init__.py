@@ -49,6 +49,7 @@ def read_trace(
         format = _guess(file)
     if format not in FORMATS:
         raise TraceError(f"format={format!r}: unknown; use one of {', '.join(FORMATS)}")
+    file.format = format
     return FORMATS[format](file, block_tokens)
 
 

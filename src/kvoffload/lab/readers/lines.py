@@ -63,6 +63,8 @@ class Source:
     ) -> None:
         self.path = path
         self.problems = problems
+        self.format = ""
+        """The format that it is read as; empty until that is known."""
         self._on_progress = on_progress
         self._memory_bytes = memory_bytes
 
@@ -144,7 +146,8 @@ class Source:
         if not problems.count:
             raise TraceError(f"{self.path}: the trace is empty: it has no request")
         raise TraceError(
-            f"{self.path}: no request can be read: {problems.count:,} invalid, the first: {problems.kept[0]}"
+            f"{self.path}: read as {self.format or 'a trace'}, it has no valid request: {problems.count:,} invalid, "
+            f"the first: {problems.kept[0]}"
         )
 
 
